@@ -22,13 +22,13 @@ def commands(extent: str) -> list[str]:
     longer to import the engines than to make the goldens of a small model.
     """
     names = ("quantised", *(EVERY if extent == "nightly" else BY_DAY))
-    judged = [
+    verifications = [
         f"llorch verify {' '.join(names)} --backend torch --dtype {dtype}"
         for dtype in (DTYPES if extent == "nightly" else DTYPES[:1])
     ]
     alone = [name for name in names if name in TRAINED]
     together = " ".join(name for name in names if name not in TRAINED)
-    return [*judged, *(f"python reference_outputs/regenerate.py --check {made}" for made in (*alone, together))]
+    return [*verifications, *(f"python reference_outputs/regenerate.py --check {made}" for made in (*alone, together))]
 
 
 if __name__ == "__main__":

@@ -41,13 +41,13 @@ class Goal:
     """One figure that is to be reached."""
 
     name: str
-    got: float
+    actual: float
     least: float
 
     @property
     def met(self) -> bool:
         """True if the figure reaches its goal."""
-        return self.got >= self.least
+        return self.actual >= self.least
 
 
 def prefill_load(config: ModelConfig) -> Load:
@@ -148,7 +148,7 @@ def one_shape(name: str, device: str) -> dict:
         gc.collect()
         torch.cuda.empty_cache()
     found = goals(decode, prefill, other)
-    listed = [{"goal": goal.name, "got": goal.got, "least": goal.least, "met": goal.met} for goal in found]
+    listed = [{"goal": goal.name, "got": goal.actual, "least": goal.least, "met": goal.met} for goal in found]
     return {"shape": name, "goals": listed, "decode": decode, "prefill": prefill, "transformers": other}
 
 

@@ -164,36 +164,34 @@ def write_dense(folder: Path, rng: np.random.Generator, sizes: Sizes) -> None:
 def judge_file(path: Path, summary: ModelSummary, dtypes: Sequence[str]) -> None:
     """Judge one file; the float64 reference and at least one engine must run, for a dense model all of them."""
     from llorch.files import open_weights
-    from llorch.judging.verify import plan_live, verify_as_stored, verify_live
+    from llorch.judging.verify import plan_live, verify_ggml, verify_live
     from llorch.model.model import load
     from llorch.ops.numerics import GGML
     from llorch.stages.comparison import FAIL, TIE
 
-    seed, vocab_size, unable = summary.seed, open_weights(path).config.vocab_size, dict[str, str]()
+    seed, vocab_size, unsupported = summary.seed, open_weights(path).config.vocab_size, dict[str, str]()
     rng, is_dense = np.random.default_rng(seed), summary.family in DENSE
     ids = rng.integers(0, vocab_size, 12) if is_dense else rng.integers(3, vocab_size, rng.integers(2, 90))
     if summary.family == "quantised":
         numerics = replace(GGML, kv_cache="f16" if seed % 3 == 0 else "f32")
         model = load(path, numerics=numerics, residency="packed" if seed % 5 < 2 else "decoded")
-        rows = list(verify_as_stored(model, ids.tolist(), failed=unable))
+        comparisons = list(verify_ggml(model, ids.tolist(), failed=unsupported))
     else:
         plan = plan_live(open_weights(path), ids.tolist(), ENGINES)
-        rows = list(
-            verify_live(plan, partial(runners, None if is_dense else ("", "-fast-batch"), dtypes), failed=unable)
+        comparisons = list(
+            verify_live(plan, partial(runners, None if is_dense else ("", "-fast-batch"), dtypes), failed=unsupported)
         )
-    summary.n_rows += len(rows)
+    summary.n_rows += len(comparisons)
     for name in (*ENGINES, REFERENCE):
-        summary.judges[name] += any(row.producer == name for row in rows)
-    summary.n_ties += sum(row.verdict == TIE for row in rows)
-    errors = [row.error for row in rows if row.producer == REFERENCE and row.mode != "exact"]
+        summary.judges[name] += any(c.engine == name for c in comparisons)
+    summary.n_ties += sum(c.verdict == TIE for c in comparisons)
+    errors = [c.error for c in comparisons if c.engine == REFERENCE and c.mode != "exact"]
     summary.farthest = max([summary.farthest, *errors])
     summary.failures += [
-        f"{path.name} {row.backend} {row.producer} {row.stage} {row.mode} {row.note}"
-        for row in rows
-        if row.verdict == FAIL
+        f"{path.name} {c.backend} {c.engine} {c.stage} {c.mode} {c.note}" for c in comparisons if c.verdict == FAIL
     ]
-    if unable if is_dense else not errors:
-        summary.failures.append(f"{path.name}: not judged by {unable}")
+    if unsupported if is_dense else not errors:
+        summary.failures.append(f"{path.name}: not judged by {unsupported}")
 
 
 def runners(variants: Sequence[str] | None, dtypes: Sequence[str], weights: Any, *, wide: bool) -> Iterator[Any]:

@@ -20,7 +20,7 @@ FAULTS = {
 }
 
 
-def plant(kind: type, seconds: float) -> None:
+def inject(kind: type, seconds: float) -> None:
     """Make a class of batches slow and faulty."""
     join, leave, step = kind.join, kind.leave, kind.step
     seeds: dict[int, int] = {}  # of the jobs that are in it
@@ -60,9 +60,9 @@ if __name__ == "__main__":
     from llorch.cli import main
 
     delay = float(sys.argv.pop(1))
-    plant(Turns, delay)
+    inject(Turns, delay)
     if "torch" in sys.argv:
         from llorch.pytorch.serving.batch import ContinuousBatch
 
-        plant(ContinuousBatch, delay)
+        inject(ContinuousBatch, delay)
     main(prog_name="llorch")

@@ -93,12 +93,13 @@ def show_memory(costs: dict[str, tuple[Job, Any]]) -> None:
     """Print bytes of rank 0: between steps, all tensors at the peak, and the rest of the process."""
     print("\nmemory of rank 0, GB: predicted, measured")
     for name, (job, every) in costs.items():
-        want, got = memory(job), every[0]
-        kept, peak = sum(got.kept.values()), got.peak / GB
+        expected, actual = memory(job), every[0]
+        kept, peak = sum(actual.kept.values()), actual.peak / GB
         print(
-            f"dp x tp = {name}: kept {want.kept / GB:.6f} {kept / GB:.6f}; tensors at the peak {want.peak / GB:.3f}"
-            f" {got.held / GB:.3f} ({got.held / want.peak - 1:+.1%}); resident {peak:.3f},"
-            f" {peak - got.held / GB:.3f} more"
+            f"dp x tp = {name}: kept {expected.kept / GB:.6f} {kept / GB:.6f}; tensors at the peak"
+            f" {expected.peak / GB:.3f}"
+            f" {actual.held / GB:.3f} ({actual.held / expected.peak - 1:+.1%}); resident {peak:.3f},"
+            f" {peak - actual.held / GB:.3f} more"
         )
 
 
@@ -106,10 +107,10 @@ def show_messages(costs: dict[str, tuple[Job, Any]]) -> None:
     """Print the bytes of the collectives that a rank calls in a step."""
     print("\nmessages of a step, MB of rank 0; what the formulas say, and what was counted")
     for name, (job, every) in costs.items():
-        want, got = _volumes(job), _counted(every[0].messages)
-        for key in sorted(want.keys() | got.keys()):
-            same = "equal" if want[key] == got[key] else "DIFFERENT"
-            print(f"dp x tp = {name} {' '.join(key):<20} {want[key] / MB:12.6f} {got[key] / MB:12.6f} {same}")
+        expected, actual = _volumes(job), _counted(every[0].messages)
+        for key in sorted(expected.keys() | actual.keys()):
+            same = "equal" if expected[key] == actual[key] else "DIFFERENT"
+            print(f"dp x tp = {name} {' '.join(key):<20} {expected[key] / MB:12.6f} {actual[key] / MB:12.6f} {same}")
 
 
 def _volumes(job: Job) -> Counter[tuple[str, str]]:

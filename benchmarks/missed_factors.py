@@ -20,11 +20,11 @@ import numpy as np
 import torch
 
 from llorch.judging.expectations.forward import ForwardSuite
-from llorch.judging.expectations.training import claims, rows
+from llorch.judging.expectations.training import comparisons, make_expectations
 from llorch.judging.expectations.training import stored as stored_training
 from llorch.judging.goldens.training import MODELS as TRAINED
 from llorch.judging.judge import Comparison
-from llorch.judging.runners import Runner, See
+from llorch.judging.runners import Runner, StageObserver
 from llorch.judging.runners.torch import torch_runners
 from llorch.judging.runners.torch_observed import WIDENED
 from llorch.judging.runners.training_torch import DTYPES as TRAINED_DTYPES
@@ -56,11 +56,11 @@ class Seen:
     verdicts: Counter[tuple[str, bool]] = field(default_factory=Counter)
     tolerance: float = 0.0
 
-    def add(self, row: Comparison) -> None:
+    def add(self, comparison: Comparison) -> None:
         """Count a comparison."""
-        self.verdicts[row.mode, row.verdict == FAIL] += 1
-        if row.mode == "isolated":
-            self.tolerance = max(self.tolerance, row.tolerance_factor)
+        self.verdicts[comparison.mode, comparison.verdict == FAIL] += 1
+        if comparison.mode == "isolated":
+            self.tolerance = max(self.tolerance, comparison.tolerance_factor)
 
     def of(self, mode: str) -> tuple[int, int]:
         """Count the comparisons that fail, and all."""
@@ -78,16 +78,16 @@ class WithFactor:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def isolated(self, this: Any, golden: Any, see: See) -> None:
+    def isolated(self, this: Any, golden: Any, observe: StageObserver) -> None:
         """See `Runner.isolated`."""
-        self._runner.isolated(this, golden, self._planted(see))
+        self._runner.isolated(this, golden, self._injected(observe))
 
-    def chained(self, case: str, this: Any, see: See, **how: Any) -> None:
+    def chained(self, case: str, this: Any, observe: StageObserver, **how: Any) -> None:
         """See `Runner.chained`."""
-        self._runner.chained(case, this, self._planted(see), **how)
+        self._runner.chained(case, this, self._injected(observe), **how)
 
-    def _planted(self, see: See) -> See:
-        return lambda name, array, **how: see(name, times(array, self._factor, name, self._at), **how)
+    def _injected(self, observe: StageObserver) -> StageObserver:
+        return lambda name, array, **how: observe(name, times(array, self._factor, name, self._at), **how)
 
 
 def times(array: np.ndarray, factor: float, name: str, at: Target) -> np.ndarray:
@@ -102,23 +102,23 @@ def times(array: np.ndarray, factor: float, name: str, at: Target) -> np.ndarray
 def forward_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
     """Judge every stage of a built-in model, isolated and chained."""
     weights, golden = stored(model)
-    suite = ForwardSuite(model, weights, golden.cases, golden.evidence, golden.truth)
+    suite = ForwardSuite(model, weights, golden.cases, golden.engine_outputs, golden.reference)
     for runner in torch_runners(at)(weights, wide=True):
-        planted: Any = WithFactor(runner, at, factor)
-        yield from (row for row in suite.stage_rows(planted) if not BY_NAME[row.stage].is_choice)
+        injected: Any = WithFactor(runner, at, factor)
+        yield from (c for c in suite.stage_rows(injected) if not BY_NAME[c.stage].is_choice)
 
 
 def gradient_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
     """Judge the gradients of a built-in model that is trained, chained."""
     weights, golden = stored_training(model)
     runner = TorchTrainingRunner(weights, golden, at, as_trainer=False)
-    made = {place: array * factor for place, array in runner.chained() if place.stage == "gradient"}
-    claimed = (
-        claim
-        for claim in claims(golden, weights.config, at.dtype_name)
-        if claim.place.stage == "gradient" and claim.mode == "chained"
+    made = {stage_ref: array * factor for stage_ref, array in runner.chained() if stage_ref.stage == "gradient"}
+    expectations = (
+        expectation
+        for expectation in make_expectations(golden, weights.config, at.dtype_name)
+        if expectation.stage_ref.stage == "gradient" and expectation.mode == "chained"
     )
-    return rows(model, claimed, {"chained": made}, str(at), left_out=NUMPY_ALONE)
+    return comparisons(model, expectations, {"chained": made}, str(at), left_out=NUMPY_ALONE)
 
 
 def table(seen: Mapping[str, Seen]) -> Iterator[str]:
@@ -141,12 +141,12 @@ def main(models: tuple[str, ...], dtype: str, device: str, factor: float) -> Non
     at, seen, gradients = target(device, dtype), defaultdict[str, Seen](Seen), Counter[bool]()
     for model in models or EVERY:
         of_model = Seen()
-        for row in forward_rows(model, at, factor):
-            seen[row.stage].add(row)
-            of_model.add(row)
+        for comparison in forward_rows(model, at, factor):
+            seen[comparison.stage].add(comparison)
+            of_model.add(comparison)
         click.echo(f"{model}: {'{} of {}'.format(*of_model.of('isolated'))} isolated comparisons fail", err=True)
         if model in TRAINED and dtype in TRAINED_DTYPES:
-            gradients.update(row.verdict == FAIL for row in gradient_rows(model, at, factor))
+            gradients.update(c.verdict == FAIL for c in gradient_rows(model, at, factor))
     click.echo("\n".join(table(seen)))
     totals = {mode: np.sum([each.of(mode) for each in seen.values()], axis=0) for mode in MODES}
     shares = ", ".join(f"{red} of {n} {mode} comparisons ({red / n:.0%})" for mode, (red, n) in totals.items())

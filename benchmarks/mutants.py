@@ -64,7 +64,7 @@ class Result:
     """Fates of the bugs planted in an area."""
 
     area: str
-    planted: int  # number of bugs
+    n_injected: int  # number of bugs
     caught: int
     timed_out: int  # of those caught
     survivors: list[str]
@@ -72,11 +72,11 @@ class Result:
     @property
     def share(self) -> float:
         """Caught of planted."""
-        return self.caught / max(self.planted, 1)
+        return self.caught / max(self.n_injected, 1)
 
     def __str__(self) -> str:
         by_time = f" ({self.timed_out} by time)" if self.timed_out else ""
-        head = f"{self.area}: {self.caught} of {self.planted} caught{by_time}, {self.share:.0%}"
+        head = f"{self.area}: {self.caught} of {self.n_injected} caught{by_time}, {self.share:.0%}"
         return "\n".join([head, *(f"  survived  {line}" for line in self.survivors)])
 
 
@@ -205,7 +205,7 @@ def measure(area: Area, *, n: int, seed: int, jobs: int) -> Result:
             tree.limit = first.limit
             trees.put(tree)
 
-        def judged(mutant: Mutant) -> Mutant:
+        def judge(mutant: Mutant) -> Mutant:
             tree = trees.get()
             try:
                 return tree.judge(mutant)
@@ -215,7 +215,7 @@ def measure(area: Area, *, n: int, seed: int, jobs: int) -> Result:
         places, done = drawn(area, seed), []
         with ThreadPoolExecutor(jobs) as pool:
             while missing := list(islice(places, n - len(done))):
-                for mutant in pool.map(judged, missing):
+                for mutant in pool.map(judge, missing):
                     click.echo(f"  {mutant.fate:9} {mutant}", err=True)
                     done += [mutant] if mutant.fate != "invalid" else []
     fates = Counter(mutant.fate for mutant in done)
@@ -238,12 +238,12 @@ def main(names: tuple[str, ...], n: int, seed: int, jobs: int, as_json: bool, at
             results.append(measure(area, n=n, seed=seed, jobs=jobs))
             if not as_json:
                 click.echo(str(results[-1]))
-    planted, caught = (sum(getattr(result, name) for result in results) for name in ("planted", "caught"))
+    n_injected, caught = (sum(getattr(result, name) for result in results) for name in ("n_injected", "caught"))
     if as_json:
         click.echo(json.dumps([asdict(result) | {"share": result.share} for result in results], indent=2))
     else:
-        click.echo(f"{caught} of {planted} caught, {caught / max(planted, 1):.0%}")
-    raise click.exceptions.Exit(caught < at_least * planted)
+        click.echo(f"{caught} of {n_injected} caught, {caught / max(n_injected, 1):.0%}")
+    raise click.exceptions.Exit(caught < at_least * n_injected)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ AREAS = (
     ),
     Area("quality", "apps/evaluate/* apps/bench/*", "apps/evaluate/[sw]* cli/quality apps/bench/* cli/bench"),
     Area("report", "diagnosis/report/*", "diagnosis/report/*"),
-    Area("producers", "engines/*", "engines/* judging/evidence", live=True),
+    Area("engines", "engines/*", "engines/* judging/engine_outputs", live=True),
     Area("serve", "apps/serve/*", "apps/serve/*"),
     Area(
         "cli",

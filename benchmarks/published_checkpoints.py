@@ -43,7 +43,7 @@ def checkpoints(n_windows: int, n_threads: int) -> Iterator[Line]:
                 yield not_run(f"{family}, {spec}", "hub", str(error))
                 continue
             yield Line(f"{family}, {spec}", "hub", 1, 0, identity(path))
-            yield from judged(f"{family}, {'folder' if path.is_dir() else 'GGUF'}", path, n_windows, n_threads)
+            yield from verdicts(f"{family}, {'folder' if path.is_dir() else 'GGUF'}", path, n_windows, n_threads)
 
 
 def identity(path: Path) -> str:
@@ -57,7 +57,7 @@ def identity(path: Path) -> str:
     return f"commit {commit}; {'; '.join(hashes)}"
 
 
-def judged(name: str, path: Path, n_windows: int, n_threads: int) -> Iterator[Line]:
+def verdicts(name: str, path: Path, n_windows: int, n_threads: int) -> Iterator[Line]:
     """Judge tokenizer, template, stages, texts and perplexity; one that ends by an error counts as wrong."""
     steps: dict[str, Callable[[], Iterator[Line]]] = {
         "tokenizer": lambda: tokenizer(name, path),
@@ -128,5 +128,7 @@ def template(name: str, path: Path) -> Iterator[Line]:
         return
     specials = {"bos_token": model.tokenizer.bos_token_id, "eos_token": next(iter(model.tokenizer.eos_token_ids), None)}
     texts = {key: model.tokenizer.token_bytes(one).decode() for key, one in specials.items() if one is not None}
-    judged = [rendered(source, texts, shape) for shape in PUBLISHED_CHATS]
-    yield Line(f"{name}, template", "transformers", len(judged), sum(want != got for want, got in judged))
+    verdicts = [rendered(source, texts, shape) for shape in PUBLISHED_CHATS]
+    yield Line(
+        f"{name}, template", "transformers", len(verdicts), sum(expected != actual for expected, actual in verdicts)
+    )

@@ -82,10 +82,13 @@ def folder(n_threads: int) -> Iterator[Line]:
     progress("folder: back to GGUF")
     convert(there, back)
     in_child("llamacpp", smollm2(), "published_quantise:quantise", smollm2(), theirs, FLOAT32, n_threads)
-    want, got = read_by_gguf(theirs), read_by_gguf(back)
-    wrong = sum(not np.array_equal(want[name], got[name]) for name in want.keys() & got.keys())
+    expected, actual = read_by_gguf(theirs), read_by_gguf(back)
+    wrong = sum(not np.array_equal(expected[name], actual[name]) for name in expected.keys() & actual.keys())
     yield Line(
-        "SmolLM2 to a folder and back, tensors", "llama.cpp, gguf", len(want), wrong + len(want.keys() ^ got.keys())
+        "SmolLM2 to a folder and back, tensors",
+        "llama.cpp, gguf",
+        len(expected),
+        wrong + len(expected.keys() ^ actual.keys()),
     )
 
     progress("folder: ids")
@@ -150,9 +153,9 @@ def parts() -> Iterator[Line]:
         [program, "--split", "--split-max-tensors", "64", smollm2(), work("part")], check=True, capture_output=True
     )
     found = sorted(work("part").parent.glob("part-*-of-*.gguf"))
-    want = load(smollm2())
-    ids = want.tokenizer.encode(PROMPT)
-    logits, wrong = want.forward(ids), 0
+    expected = load(smollm2())
+    ids = expected.tokenizer.encode(PROMPT)
+    logits, wrong = expected.forward(ids), 0
     with open_gguf(smollm2()) as whole:
         for part in found:
             model = load(part)

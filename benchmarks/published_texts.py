@@ -52,19 +52,19 @@ def stages(name: str, path: Path) -> Iterator[Line]:
         yield as_stored(f"{name} as stored", path)
     progress(f"stages: {name} decoded")
     ids = load(path).tokenizer.encode(PROMPT)
-    rows = list(verify_live(plan_live(open_weights(path), ids, ("llamacpp", "transformers"), text=PROMPT)))
-    yield Line(f"{name} decoded", "both, float64", len(rows), sum(row.verdict == FAIL for row in rows))
+    comparisons = list(verify_live(plan_live(open_weights(path), ids, ("llamacpp", "transformers"), text=PROMPT)))
+    yield Line(f"{name} decoded", "both, float64", len(comparisons), sum(c.verdict == FAIL for c in comparisons))
 
 
 def as_stored(what: str, path: Path) -> Line:
     """Judge the stages of a file beside llama.cpp running it."""
-    from llorch.judging.verify import verify_as_stored
+    from llorch.judging.verify import verify_ggml
     from llorch.ops.numerics import GGML
     from llorch.stages.comparison import FAIL
 
     opened = load(path, numerics=GGML)
-    rows = list(verify_as_stored(opened, opened.tokenizer.encode(PROMPT), text=PROMPT))
-    return Line(what, "llama.cpp", len(rows), sum(row.verdict == FAIL for row in rows))
+    comparisons = list(verify_ggml(opened, opened.tokenizer.encode(PROMPT), text=PROMPT))
+    return Line(what, "llama.cpp", len(comparisons), sum(c.verdict == FAIL for c in comparisons))
 
 
 def texts(name: str, path: Path, n_prompts: int, n_threads: int) -> Iterator[Line]:
@@ -108,9 +108,9 @@ def _by_numpy(model: Any, ids: list[list[int]]) -> Iterator[list[int]]:
 def _texts_line(what: str, engine: Any, ids: list[list[int]], ours: list[list[int]], theirs: list[list[int]]) -> Line:
     """Compare texts; a difference needs logits that llama.cpp's own runs do not keep apart."""
     differing = [row for row in range(len(ids)) if ours[row] != theirs[row]]
-    judged = [tie(engine, ids[row], ours[row], theirs[row]) for row in differing]
-    allowed = sum(closer for closer, _ in judged)
-    bits = sum(moved for _, moved in judged)
+    ties = [tie(engine, ids[row], ours[row], theirs[row]) for row in differing]
+    allowed = sum(closer for closer, _ in ties)
+    bits = sum(moved for _, moved in ties)
     note = f"{len(differing)} differ, {allowed} of them where llama.cpp's runs differ by more than the two tokens"
     if differing:
         note += f"; repacking changed a bit of {bits} of these {len(differing)} rows of logits"
@@ -145,20 +145,20 @@ def perplexity(name: str, path: Path, n_windows: int, n_threads: int, numerics: 
         return not_run(what, "llama-perplexity", "tests/support/build_llama_tools.py builds the tool")
     title, text = book()
     progress(f"perplexity: {name}, llama.cpp")
-    want, error = _their_perplexity(program, path, text, n_windows, n_threads)
+    expected, error = _their_perplexity(program, path, text, n_windows, n_threads)
     progress(f"perplexity: {name}, llorch")
-    got, n = _our_perplexity(path, text, n_windows, n_threads, numerics)
-    note = f"{got:.4f}, tool {want:.4f} +- {error:.4f}; {title}, {n_windows * CONTEXT} tokens, {n} scored"
-    return Line(what, "llama-perplexity", 1, int(not agree(got, want, error, numerics)), note)
+    actual, n = _our_perplexity(path, text, n_windows, n_threads, numerics)
+    note = f"{actual:.4f}, tool {expected:.4f} +- {error:.4f}; {title}, {n_windows * CONTEXT} tokens, {n} scored"
+    return Line(what, "llama-perplexity", 1, int(not agree(actual, expected, error, numerics)), note)
 
 
-def agree(got: float, want: float, error: float, numerics: str) -> bool:
+def agree(actual: float, expected: float, error: float, numerics: str) -> bool:
     """Tell if two perplexities agree.
 
     The error of the tool is that of the text, which both share. So float weights, where nothing else is rounded to few
     bits, must agree to a thousandth.
     """
-    return abs(got - want) <= (min(error, ROUNDING * want) if numerics == "exact" else error)
+    return abs(actual - expected) <= (min(error, ROUNDING * expected) if numerics == "exact" else error)
 
 
 def perplexities(n_windows: int, n_threads: int) -> Iterator[Line]:
@@ -200,5 +200,5 @@ def dtypes(n_threads: int) -> Iterator[Line]:
         progress(f"torch: {dtype}")
         words = ("--backend", "torch", "--dtype", dtype, "--prompt", PROMPT, "--threads", str(n_threads), "--json")
         found = llorch("verify", str(smollm2()), *words)
-        wrong = [row for row in found["rows"] if row["verdict"] not in ("PASS", "TIE")]
-        yield Line(f"SmolLM2, torch in {dtype}", "both, float64", len(found["rows"]), len(wrong))
+        wrong = [row for row in found["comparisons"] if row["verdict"] not in ("PASS", "TIE")]
+        yield Line(f"SmolLM2, torch in {dtype}", "both, float64", len(found["comparisons"]), len(wrong))

@@ -88,7 +88,7 @@ def provoke(fault: Fault, backend: Sequence[str] = ()) -> Verdict:
             server.stop()
 
 
-def judged(fault: Fault, backend: Sequence[str]) -> Verdict:
+def judge(fault: Fault, backend: Sequence[str]) -> Verdict:
     """Judge a fault; a fault that ends in an error was not survived."""
     try:
         return provoke(fault, backend)
@@ -117,7 +117,7 @@ def main(only: tuple[str, ...], soak: float, backend: str, jobs: int, as_json: b
     faults = [fault for fault in (*FAULTS, mixed) if not only or fault.number in only]
     rows = []
     with ThreadPoolExecutor(jobs) as pool:
-        for fault, verdict in zip(faults, pool.map(partial(judged, backend=BACKENDS[backend]), faults), strict=True):
+        for fault, verdict in zip(faults, pool.map(partial(judge, backend=BACKENDS[backend]), faults), strict=True):
             rows.append(
                 {"fault": fault.number, "what": fault.what, "expected": fault.expected, "measured": verdict.measured,
                  "ok": verdict.right, "in_time": verdict.in_time}

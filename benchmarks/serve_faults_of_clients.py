@@ -58,14 +58,14 @@ async def half_open(server: Server) -> Verdict:
 async def huge(server: Server) -> Verdict:
     """Send a body of 400 MB, chunks past the limit, long headers, two lengths."""
     before, n_bytes = server.resident(), 400 * 2**20
-    got = {"400 MB": (await push(server, n_bytes, request("POST", CHAT, content_length=str(n_bytes)))).status}
+    actual = {"400 MB": (await push(server, n_bytes, request("POST", CHAT, content_length=str(n_bytes)))).status}
     chunked = request("POST", CHAT, transfer_encoding="chunked").replace(b"content-length: 0\r\n", b"")
-    got["chunks"] = (await push(server, n_bytes, chunked, chunked=True)).status
+    actual["chunks"] = (await push(server, n_bytes, chunked, chunked=True)).status
     grown = server.resident() - before
-    got["headers"] = (await ask(server.port, "GET", "/health", x="y" * 100_000)).status
-    got["CL+TE"] = (await ask(server.port, "POST", CHAT, b"0\r\n\r\n", transfer_encoding="chunked")).status
-    right = got == {"400 MB": 413, "chunks": 413, "headers": 431, "CL+TE": 400}
-    statuses = ", ".join(f"{name} {status}" for name, status in got.items())
+    actual["headers"] = (await ask(server.port, "GET", "/health", x="y" * 100_000)).status
+    actual["CL+TE"] = (await ask(server.port, "POST", CHAT, b"0\r\n\r\n", transfer_encoding="chunked")).status
+    right = actual == {"400 MB": 413, "chunks": 413, "headers": 431, "CL+TE": 400}
+    statuses = ", ".join(f"{name} {status}" for name, status in actual.items())
     return Verdict(right and grown < 10, f"{statuses}; {grown:+.1f} MB")
 
 

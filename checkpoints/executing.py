@@ -77,5 +77,5 @@ def _text(output: NotebookNode, label: str) -> str:
         return output.text
     if output.output_type == "execute_result" and set(output.data) == {"text/plain"}:
         return output.data["text/plain"] + "\n"
-    got = output.get("text") or ", ".join(output.get("data", ()))
-    raise click.ClickException(f"{label}: expected text on stdout, got {output.get('name', 'a display')}: {got}")
+    actual = output.get("text") or ", ".join(output.get("data", ()))
+    raise click.ClickException(f"{label}: expected text on stdout, got {output.get('name', 'a display')}: {actual}")

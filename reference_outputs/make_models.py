@@ -42,7 +42,7 @@ def make(name: str, *, out: Path, steps: int | None, state: Path | None) -> None
     model, losses = train(name, recipe, vocabulary, state=state)
     path = out / (name if name in FOLDERS else f"{name}.gguf")
     if name in FOLDERS:
-        turned = FAMILIES[recipe.family].turned_experts == "files"
+        turned = FAMILIES[recipe.family].transposed_experts == "files"
         folder.write(path, model, vocabulary, turned=turned)
     elif name in OTHERS:
         converted.write(path, model, vocabulary.metadata)

@@ -9,14 +9,14 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.engines import open_producer
+from llorch.engines import open_engine
 from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.judging.expectations.files import fingerprint
 from llorch.judging.expectations.quantised import stage_rows
 from llorch.judging.expectations.quantised_models import MODELS, SCALES, random_blocks, write_model
 from llorch.judging.goldens.quantised import ROUNDED_TO, QuantisedGolden, types
-from llorch.judging.tolerances.forward import limit, variances
+from llorch.judging.tolerances.forward import derive_tolerance, variances
 from llorch.judging.tolerances.rounding import FREE
 from llorch.ops.numerics import GGML
 from llorch.ops.rounding import BLOCK_SIZE, HOST_VARIANT, ActivationKind
@@ -120,10 +120,10 @@ def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
     lines = [f"quantised {name}: not as stored" for name, equal in pairs if not equal]
     changed = [m for m in MODELS if any(not _same(new.traces[m].get(k), a) for k, a in stored.traces[m].items())]
     for model in changed:
-        for name, granted in all_flipped(model, stored).items():
-            got, want = new.traces[model].get(name), stored.traces[model][name]
-            difference = measure(got, want, masked=name.endswith("attn_scores"))
-            if not difference.within(granted):
+        for name, tolerance in all_flipped(model, stored).items():
+            actual, expected = new.traces[model].get(name), stored.traces[model][name]
+            difference = measure(actual, expected, masked=name.endswith("attn_scores"))
+            if not difference.within(tolerance):
                 lines.append(f"quantised {model} {name}: {difference.describe()}")
     return lines
 
@@ -136,7 +136,9 @@ def all_flipped(model: str, golden: QuantisedGolden) -> Mapping[str, Tolerance]:
         with closing(weights.source):
             stages = {name: stage for name, stage, _ in keys(weights.config)}
             made = variances(weights, golden.case, trace)
-            return {name: limit(trace[name], each[FREE] / 4, stages[name]) for name, each in made}  # as `Limits.free`
+            return {
+                name: derive_tolerance(trace[name], each[FREE] / 4, stages[name]) for name, each in made
+            }  # as `ForwardTolerances.free`
 
 
 class _Draw:
@@ -174,16 +176,16 @@ def _with_model(golden: QuantisedGolden, name: str, path: Path) -> QuantisedGold
     Raises:
         ValueError: llama.cpp's products are not ours, so that one of the two is wrong.
     """
-    with open_producer("llamacpp", path, n_threads=2, numerics=GGML) as producer:
-        trace = producer.trace(golden.case.ids)
-        provenance = dict(golden.provenance) | {"engines": {"llamacpp": producer.provenance()}}
+    with open_engine("llamacpp", path, n_threads=2, numerics=GGML) as engine:
+        trace = engine.trace(golden.case.ids)
+        provenance = dict(golden.provenance) | {"engines": {"llamacpp": engine.provenance()}}
     golden = replace(
         golden,
         traces={**golden.traces, name: trace},
         files={**golden.files, name: fingerprint(path)},
         provenance=provenance,
     )
-    red = [row for row in stage_rows(name, path, golden) if row.verdict == FAIL]
+    red = [c for c in stage_rows(name, path, golden) if c.verdict == FAIL]
     if red:
         raise ValueError(f"regenerate quantised: {len(red)} comparisons of {name} fail, the first is {red[0]}")
     return golden

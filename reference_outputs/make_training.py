@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING
 import made_again
 import numpy as np
 
-from llorch.engines import ProducerName, open_producer
+from llorch.engines import EngineName, open_engine
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.adapter_files import EXPORTS, export_all, file_tables, safetensors_table
-from llorch.judging.expectations.training import errors, refuse_far_witnesses, tolerances, unit
+from llorch.judging.expectations.training import errors, refuse_far_engines, tolerances, unit
 from llorch.judging.expectations.training_places import (
     CHAINED,
     HELD_LIKE,
@@ -28,20 +28,20 @@ from llorch.judging.expectations.training_places import (
     Arrays,
     at,
     of_tensors,
-    places,
+    stage_refs,
 )
 from llorch.judging.goldens.forward import sha256
 from llorch.judging.goldens.training import (
     HALF_DTYPES,
-    TRUTH,
+    PEFT_FLOAT64,
     Tolerances,
     TrainingGolden,
     adapter_name,
     amplified_name,
+    engine_of,
     golden_name,
+    reference_name,
     text,
-    truth_name,
-    witness_of,
 )
 from llorch.judging.goldens.training_recipe import (
     OPTIMIZER,
@@ -81,12 +81,12 @@ def make_training(name: str) -> TrainingGolden:
 
     path = builtin_path(name)
     weights = open_weights(path)
-    config, rows, adapter, producer = weights.config, rows_of(weights), make_adapter(weights.config), Peft(path)
+    config, rows, adapter, engine = weights.config, rows_of(weights), make_adapter(weights.config), Peft(path)
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
-        exported, files = export_arrays(producer, weights, adapter, rows[0].batch(), Path(folder))
+        exported, files = export_arrays(engine, weights, adapter, rows[0].batch(), Path(folder))
         of_merged = provenance_of(TRANSFORMERS, Path(folder) / EXPORTS["merged_folder"])
     with float64_everywhere():
-        of_truth = Peft(path, dtype="float64").provenance()
+        reference_arrays = Peft(path, dtype="float64").provenance()
     golden = TrainingGolden(
         arrays={adapter_name(flat): array for flat, array in adapter.flat().items()},
         rows=rows,
@@ -97,22 +97,22 @@ def make_training(name: str) -> TrainingGolden:
             "command": f"python reference_outputs/regenerate.py {name}",
             "weights_sha256": sha256(path),
             "engines": {
-                PEFT: producer.provenance(),
+                PEFT: engine.provenance(),
                 LLAMACPP: provenance_of(LLAMACPP, path),
                 TRANSFORMERS: of_merged,
-                TRUTH: of_truth,
+                PEFT_FLOAT64: reference_arrays,
             },
             "numpy": np.__version__,
             "machine": platform.machine(),
         },
     )
-    shown = {golden_name(place): array for place, array in (peft_arrays(producer, golden) | exported).items()}
+    shown = {golden_name(stage_ref): array for stage_ref, array in (peft_arrays(engine, golden) | exported).items()}
     golden = replace(golden, arrays=golden.arrays | shown)
-    golden = replace(golden, arrays=golden.arrays | truth_of(weights, golden))
+    golden = replace(golden, arrays=golden.arrays | reference_of(weights, golden))
     halves: dict[DtypeName, TrainingGolden] = {dtype: in_half(weights, golden, dtype) for dtype in HALF_DTYPES}
     runs: dict[DtypeName, TrainingGolden] = {"float32": golden, **halves}
     for dtype, run in runs.items():
-        refuse_far_witnesses(name, run, config, dtype)
+        refuse_far_engines(name, run, config, dtype)
     return replace(
         golden,
         tolerances={dtype: tolerances(run, config, dtype) for dtype, run in runs.items()},
@@ -120,50 +120,52 @@ def make_training(name: str) -> TrainingGolden:
     )
 
 
-def truth_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
+def reference_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """Run PEFT, unmodified, in pure float64: each stage on the golden's inputs, and all stages from the beginning."""
     from llorch.engines.float64_everywhere import float64_everywhere
     from reference_outputs.peft_reference import Peft
 
     adapter, config = golden.adapter_for(weights.config), weights.config
     with float64_everywhere():
-        producer = Peft(weights.path, dtype="float64")
-        shown = peft_arrays(producer, golden)
+        engine = Peft(weights.path, dtype="float64")
+        shown = peft_arrays(engine, golden)
         steps = [step_batches(golden.batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
-        taken = producer.steps(adapter, steps, OPTIMIZER, shown=range(1, len(steps) + 1))
-    chained = [place for place, modes in places(config.n_layers).items() if CHAINED in modes and place in shown]
+        taken = engine.steps(adapter, steps, OPTIMIZER, shown=range(1, len(steps) + 1))
+    chained = [
+        stage_ref for stage_ref, modes in stage_refs(config.n_layers).items() if CHAINED in modes and stage_ref in shown
+    ]
     return (
-        isolated_truth(weights, golden)
-        | {truth_name(CHAINED, place): shown[place] for place in chained}
+        isolated_reference(weights, golden)
+        | {reference_name(CHAINED, stage_ref): shown[stage_ref] for stage_ref in chained}
         | amplified(config.n_layers, taken, len(steps))
     )
 
 
-def isolated_truth(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
-    """Compute the part of `truth_of` that depends on the golden's inputs."""
+def isolated_reference(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
+    """Compute the part of `reference_of` that depends on the golden's inputs."""
     from llorch.engines.float64_everywhere import float64_everywhere
     from reference_outputs.peft_isolated import Isolated
     from reference_outputs.peft_reference import Peft
 
     with float64_everywhere():
         made = Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
-    return {truth_name(ISOLATED, place): array for place, array in made.items()}
+    return {reference_name(ISOLATED, stage_ref): array for stage_ref, array in made.items()}
 
 
 def amplified(n_layers: int, taken: Arrays, n_steps: int) -> dict[str, np.ndarray]:
     """Compute `limits.amplification` over all steps, and return it for the stored ones."""
 
     def of(stage: str, step: int) -> dict[str, np.ndarray]:
-        return {name: taken[place] for name, place in of_tensors(stage, n_layers, f"step {step}").items()}
+        return {name: taken[stage_ref] for name, stage_ref in of_tensors(stage, n_layers, f"step {step}").items()}
 
     every = range(1, n_steps + 1)
     parts = [tuple(of(stage, step) for stage in ("given", "first_moment", "second_moment")) for step in every]
     norms = [float(taken[at("grad_norm", case=f"step {step}")]) for step in every]
     found = amplification(parts, norms, OPTIMIZER)
     return {
-        amplified_name(place): found[step - 1][name]
+        amplified_name(stage_ref): found[step - 1][name]
         for step in STEPS_SHOWN
-        for name, place in of_tensors("parameters", n_layers, f"step {step}").items()
+        for name, stage_ref in of_tensors("parameters", n_layers, f"step {step}").items()
     }
 
 
@@ -172,8 +174,8 @@ def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> Train
     from reference_outputs.peft_reference import Peft
 
     made = peft_arrays(Peft(weights.path, dtype=dtype), golden)
-    half = replace(golden, arrays=golden.arrays | {golden_name(place): array for place, array in made.items()})
-    return replace(half, arrays=half.arrays | isolated_truth(weights, half))
+    half = replace(golden, arrays=golden.arrays | {golden_name(stage_ref): array for stage_ref, array in made.items()})
+    return replace(half, arrays=half.arrays | isolated_reference(weights, half))
 
 
 def rows_of(weights: Weights) -> list[StoredBatch]:
@@ -186,22 +188,22 @@ def rows_of(weights: Weights) -> list[StoredBatch]:
     return made
 
 
-def peft_arrays(producer: "Peft", golden: TrainingGolden) -> Arrays:
+def peft_arrays(engine: "Peft", golden: TrainingGolden) -> Arrays:
     """Collect all that PEFT shows: deltas, logits, losses, gradients, optimizer steps, schedules and the curve."""
-    adapter, batches = golden.adapter_for(producer.config), golden.batches
-    stable = golden.adapter_for(producer.config, RSLORA)
-    found = producer.forward(adapter, batches[0]) | producer.forward(stable, batches[0], case="rslora")
-    found |= producer.losses(adapter, batches[0]) | producer.merged(adapter, batches[0])
-    found |= producer.gradients(with_zero_b(adapter), batches[0], case="zero_b")
-    found |= producer.gradients(adapter, batches[0]) | producer.schedules()
+    adapter, batches = golden.adapter_for(engine.config), golden.batches
+    stable = golden.adapter_for(engine.config, RSLORA)
+    found = engine.forward(adapter, batches[0]) | engine.forward(stable, batches[0], case="rslora")
+    found |= engine.losses(adapter, batches[0]) | engine.merged(adapter, batches[0])
+    found |= engine.gradients(with_zero_b(adapter), batches[0], case="zero_b")
+    found |= engine.gradients(adapter, batches[0]) | engine.schedules()
     steps = [step_batches(batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
-    found |= producer.steps(adapter, steps, OPTIMIZER, shown=STEPS_SHOWN)
-    found |= producer.curve(adapter, batches)
-    return {place: found[place] for place in places(producer.config.n_layers) if place in found}
+    found |= engine.steps(adapter, steps, OPTIMIZER, shown=STEPS_SHOWN)
+    found |= engine.curve(adapter, batches)
+    return {stage_ref: found[stage_ref] for stage_ref in stage_refs(engine.config.n_layers) if stage_ref in found}
 
 
 def export_arrays(
-    producer: "Peft", weights: Weights, adapter: Adapter, batch: Batch, folder: Path
+    engine: "Peft", weights: Weights, adapter: Adapter, batch: Batch, folder: Path
 ) -> tuple[Arrays, dict[str, Mapping[str, str]]]:
     """Compute logits of the engines that load llorch's exports, and the tables of adapter files.
 
@@ -214,27 +216,27 @@ def export_arrays(
     ids = [document for document, _ in batch.each_document()]
     path = Path(weights.path)
     logits = {
-        "peft_folder": producer.loaded(folder / EXPORTS["peft_folder"], batch),
+        "peft_folder": engine.loaded(folder / EXPORTS["peft_folder"], batch),
         "lora_gguf": np.concatenate(
             [logits_with_adapter(path, folder / EXPORTS["lora_gguf"], row.tolist()) for row in ids]
         ),
         "merged_folder": logits_of(TRANSFORMERS, folder / EXPORTS["merged_folder"], ids),
         "merged_gguf": logits_of(LLAMACPP, folder / EXPORTS["merged_gguf"], ids),
     }
-    files = file_tables(folder) | {"peft_folder": safetensors_table(producer.saved(adapter, folder / "by_peft"))}
+    files = file_tables(folder) | {"peft_folder": safetensors_table(engine.saved(adapter, folder / "by_peft"))}
     return {at("exported_logits", part=kind): array for kind, array in logits.items()}, files
 
 
-def logits_of(engine: ProducerName, path: Path, ids: Sequence[np.ndarray]) -> np.ndarray:
+def logits_of(engine: EngineName, path: Path, ids: Sequence[np.ndarray]) -> np.ndarray:
     """Compute logits with an engine that runs a model as it is."""
-    with open_producer(engine, path, n_threads=2) as producer:
-        return np.concatenate([producer.logits(row.tolist()) for row in ids])
+    with open_engine(engine, path, n_threads=2) as reference_engine:
+        return np.concatenate([reference_engine.logits(row.tolist()) for row in ids])
 
 
-def provenance_of(engine: ProducerName, path: Path) -> dict[str, object]:
+def provenance_of(engine: EngineName, path: Path) -> dict[str, object]:
     """Ask an engine for its own description."""
-    with open_producer(engine, path, n_threads=2) as producer:
-        return producer.provenance()
+    with open_engine(engine, path, n_threads=2) as reference_engine:
+        return reference_engine.provenance()
 
 
 def checked(new: TrainingGolden, stored: TrainingGolden, weights: Weights) -> list[str]:
@@ -242,7 +244,7 @@ def checked(new: TrainingGolden, stored: TrainingGolden, weights: Weights) -> li
     from training_spread import training_spread
 
     spread = training_spread(weights.path, weights.config, stored)
-    return differences(new, stored, weights.config, spread, truth_of(weights, stored))
+    return differences(new, stored, weights.config, spread, reference_of(weights, stored))
 
 
 def differences(
@@ -250,26 +252,26 @@ def differences(
     stored: TrainingGolden,
     config: ModelConfig,
     spread: Mapping[StageRef, Tolerance],
-    truth: Mapping[str, np.ndarray],
+    reference: Mapping[str, np.ndarray],
 ) -> list[str]:
     """List newly made goldens that differ from stored ones, and tolerances that do not follow from stored arrays.
 
     The adapter, the batches and the files of adapters must be equal; arrays are held to the stored tolerances or to
-    `spread`, what rounding does to optimizer steps, the larger; `truth`, made now of the stored goldens, is held to the
-    limits of float64; tolerances of half precision are what `made_again` wants of them.
+    `spread`, what rounding does to optimizer steps, the larger; `reference`, made now of the stored goldens, is held to
+    the tolerances of float64; tolerances of half precision are what `made_again` wants of them.
     """
     pairs = [(what, getattr(new, what) == getattr(stored, what)) for what in ("rows", "files")]
     for name in of_tensors("parameters", config.n_layers):
         ours, theirs = (golden.arrays.get(adapter_name(name)) for golden in (new, stored))
         pairs.append((name, _same(ours, theirs)))
     lines = [f"training {name}: not as stored" for name, equal in pairs if not equal]
-    for place, modes in places(config.n_layers).items():
-        found = apart(place, new.arrays.get(golden_name(place)), stored.arrays.get(golden_name(place)))
-        group = HELD_LIKE.get(place.stage, place.stage)
-        granted = [made[group] for made in stored.tolerances["float32"].values() if group in made]
-        if not any(found.within(tolerance) for tolerance in (*granted, spread.get(place, EXACT))):
-            lines.append(f"training {witness_of(place)} {text(place)}: {found.describe()}")
-        lines += [line for mode in modes for line in _truth_differs(truth, stored, mode, place)]
+    for stage_ref, modes in stage_refs(config.n_layers).items():
+        found = apart(stage_ref, new.arrays.get(golden_name(stage_ref)), stored.arrays.get(golden_name(stage_ref)))
+        group = HELD_LIKE.get(stage_ref.stage, stage_ref.stage)
+        group_tolerances = [made[group] for made in stored.tolerances["float32"].values() if group in made]
+        if not any(found.within(tolerance) for tolerance in (*group_tolerances, spread.get(stage_ref, EXACT))):
+            lines.append(f"training {engine_of(stage_ref)} {text(stage_ref)}: {found.describe()}")
+        lines += [line for mode in modes for line in _reference_differs(reference, stored, mode, stage_ref)]
     again = {dtype: made for dtype, made in new.tolerances.items() if dtype != "float32"}
     kept = {dtype: made for dtype, made in stored.tolerances.items() if dtype != "float32"}
     lines += made_again.differences(_by_dtype(again), _by_dtype(kept))
@@ -277,26 +279,28 @@ def differences(
     return lines + made_again.differences(*map(_by_dtype, made), times=made_again.AGAIN)
 
 
-def apart(place: StageRef, ours: np.ndarray | None, theirs: np.ndarray | None) -> Difference:
+def apart(stage_ref: StageRef, ours: np.ndarray | None, theirs: np.ndarray | None) -> Difference:
     """Measure the difference of two arrays of a stage."""
-    size = unit(place)
+    size = unit(stage_ref)
     return measure(ours, theirs) if size is None else measure_in(ours, theirs, unit=size)
 
 
-def _truth_differs(new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: str, place: StageRef) -> Iterator[str]:
-    if place.stage in FROM_FILES:
+def _reference_differs(
+    new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: str, stage_ref: StageRef
+) -> Iterator[str]:
+    if stage_ref.stage in FROM_FILES:
         return  # what the adapter means
 
     def pair(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
         return new.get(name), stored.arrays.get(name)
 
-    found, again = apart(place, *pair(truth_name(mode, place))), made_again.AGAIN - 1
-    if not found.within(wide_limit(stored.amplified(place) if mode == CHAINED else None)):
-        yield f"training truth {mode} {text(place)}: {found.describe()}"
-    if place.stage == "parameters" and mode == CHAINED:
-        found = measure(*pair(amplified_name(place)))
+    found, again = apart(stage_ref, *pair(reference_name(mode, stage_ref))), made_again.AGAIN - 1
+    if not found.within(wide_limit(stored.amplified(stage_ref) if mode == CHAINED else None)):
+        yield f"training truth {mode} {text(stage_ref)}: {found.describe()}"
+    if stage_ref.stage == "parameters" and mode == CHAINED:
+        found = measure(*pair(amplified_name(stage_ref)))
         if not found.within(Tolerance(again, again)):
-            yield f"training truth amplification {text(place)}: {found.describe()}"
+            yield f"training truth amplification {text(stage_ref)}: {found.describe()}"
 
 
 def _by_dtype(made: Mapping[str, Tolerances]) -> dict[str, made_again.Tolerances]:

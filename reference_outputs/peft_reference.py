@@ -117,8 +117,8 @@ class Peft:
         model, blocks, ends = self.adapted(adapter), dict[StageRef, Tensor](), borders(self.config.n_layers)
         with fed(model, blocks):
             accumulate(model, [batch], smoothing=0.0)
-        out = {place: tokens_of(tensor, batch) for place, tensor in blocks.items()}
-        out |= {ends[place]: tokens_of(gradient_of(tensor), batch) for place, tensor in blocks.items()}
+        out = {stage_ref: tokens_of(tensor, batch) for stage_ref, tensor in blocks.items()}
+        out |= {ends[stage_ref]: tokens_of(gradient_of(tensor), batch) for stage_ref, tensor in blocks.items()}
         return out | named(of_tensors("gradient", self.config.n_layers, case), gradients_of(model))
 
     def steps(
@@ -286,11 +286,11 @@ class Watch(TorchFunctionMode):
         self._seen, self._outputs = seen, {}
         self._hooks = ExitStack()
         n_layers, inner = model.config.num_hidden_layers, model.base_model.model
-        for name, place in of_matrices("lora_delta", n_layers, case).items():
+        for name, stage_ref in of_matrices("lora_delta", n_layers, case).items():
             path = adapter.targets[name].path
-            hook = self._input_hook(at(INPUT_OF[place.part], place.layer, case=case))
+            hook = self._input_hook(at(INPUT_OF[stage_ref.part], stage_ref.layer, case=case))
             self._hooks.enter_context(inner.get_submodule(path).register_forward_pre_hook(hook))
-            hook = self._output_hook(place)
+            hook = self._output_hook(stage_ref)
             self._hooks.enter_context(inner.get_submodule(f"{path}.lora_B.default").register_forward_hook(hook))
 
     def __exit__(self, *exception: object) -> None:
@@ -305,11 +305,11 @@ class Watch(TorchFunctionMode):
             self._seen[place] = result.detach().clone()
         return result
 
-    def _input_hook(self, place: StageRef) -> Callable[..., None]:
-        return lambda _module, inputs: self._seen.update({place: inputs[0].detach().clone()})
+    def _input_hook(self, stage_ref: StageRef) -> Callable[..., None]:
+        return lambda _module, inputs: self._seen.update({stage_ref: inputs[0].detach().clone()})
 
-    def _output_hook(self, place: StageRef) -> Callable[..., None]:
-        return lambda _module, _inputs, output: self._outputs.update({id(output): (place, output)})
+    def _output_hook(self, stage_ref: StageRef) -> Callable[..., None]:
+        return lambda _module, _inputs, output: self._outputs.update({id(output): (stage_ref, output)})
 
 
 @contextmanager
@@ -329,20 +329,20 @@ def fed(
     Yields what comes out of the blocks.
     """
 
-    def hook(place: StageRef) -> Callable[..., tuple]:
+    def hook(stage_ref: StageRef) -> Callable[..., tuple]:
         def enter(_module: Any, inputs: tuple) -> tuple:
-            x = inputs[0] if given is None else given[place]
+            x = inputs[0] if given is None else given[stage_ref]
             x = x if x.requires_grad else x.detach().requires_grad_()  # frozen, its gradient is wanted all the same
             x.retain_grad()
-            found[place] = x
+            found[stage_ref] = x
             return x, *inputs[1:]
 
         return enter
 
     decoder, made = model.base_model.model.model, list[Tensor]()
     with ExitStack() as hooks:
-        for place, module in zip(borders(len(decoder.layers)), (*decoder.layers, decoder.norm), strict=True):
-            hooks.enter_context(module.register_forward_pre_hook(hook(place)))
+        for stage_ref, module in zip(borders(len(decoder.layers)), (*decoder.layers, decoder.norm), strict=True):
+            hooks.enter_context(module.register_forward_pre_hook(hook(stage_ref)))
         for layer in decoder.layers:
             hooks.enter_context(layer.register_forward_hook(lambda _module, _inputs, out: made.append(out)))
         yield made

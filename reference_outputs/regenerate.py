@@ -14,7 +14,6 @@ float64 reference is PEFT's.
 import platform
 import sys
 from collections.abc import Mapping
-from dataclasses import asdict
 from itertools import product
 from pathlib import Path
 
@@ -23,23 +22,23 @@ import make_quantised
 import make_training
 import numpy as np
 
-from llorch.engines import Producer, open_producer
+from llorch.engines import ReferenceEngine, open_engine
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.files import foreign_tensors
-from llorch.judging.goldens.float64_reference import take_truth
+from llorch.judging.goldens.float64_reference import run_reference
 from llorch.judging.goldens.forward import (
+    ENGINES,
     N_GREEDY,
-    PRODUCERS,
-    TRUTH,
+    REFERENCE,
     EngineOutput,
     Golden,
+    ReferenceOutput,
     TokenCheck,
-    Truth,
     cases_for,
     read,
+    run_cases,
     save,
     sha256,
-    take,
 )
 from llorch.judging.goldens.long_contexts import LongGolden, make_long, read_long, save_long
 from llorch.judging.goldens.quantised import FOLDER as QUANTISED
@@ -48,7 +47,7 @@ from llorch.judging.goldens.quantised import save as save_quantised
 from llorch.judging.goldens.training import MODELS as TRAINED
 from llorch.judging.goldens.training import read as read_training
 from llorch.judging.goldens.training import save as save_training
-from llorch.judging.tolerances.forward import MATHEMATICS, Limits, limit_of_softmax
+from llorch.judging.tolerances.forward import MATHEMATICS, ForwardTolerances, limit_of_softmax
 from llorch.judging.verify import unable_for
 from llorch.model.model import Model
 from llorch.runtime.builtin import EVERY, OTHERS, builtin_path
@@ -92,9 +91,9 @@ def main(names: tuple[str, ...], check: bool) -> None:
 
 def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
     """Make the goldens of one built-in model; write them, or say where they are not the stored ones."""
-    click.echo(f"{name}: running {' and '.join(PRODUCERS)}", err=True)
+    click.echo(f"{name}: running {' and '.join(ENGINES)}", err=True)
     golden = make(name)
-    long = make_long(builtin_path(name), PRODUCERS, str(golden.provenance["weights_sha256"]))
+    long = make_long(builtin_path(name), ENGINES, str(golden.provenance["weights_sha256"]))
     if check:
         stored = read(folder)
         lines = differences(name, golden, stored) + made_otherwise(name, stored)
@@ -107,9 +106,9 @@ def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
 def long_differences(new: LongGolden, stored: LongGolden) -> list[str]:
     """List differences of newly made goldens of long contexts from the stored ones, a line for each."""
     lines = [] if new.cases == stored.cases else ["long contexts: other cases than stored"]
-    for case, trace in stored.truth.items():
+    for case, trace in stored.reference.items():
         for name, array in trace.items():
-            difference = measure(new.truth.get(case, {}).get(name), array)
+            difference = measure(new.reference.get(case, {}).get(name), array)
             if not difference.within(MATHEMATICS):
                 lines.append(f"{case} {name}: {difference.describe()}")
     for engine, cases in stored.distances.items():
@@ -155,28 +154,28 @@ def make(name: str) -> Golden:
     prompt, n_tokens = prompt_of(name)
     ids = prompt_ids(weights, prompt, n_tokens)
     cases = cases_for(ids, weights.config)
-    evidence: dict[str, EngineOutput] = {}
+    engine_outputs: dict[str, EngineOutput] = {}
     engines: dict[str, object] = {}
     tokens: dict[str, dict[str, list[int]]] = {text: {} for text in TEXTS}
-    unable = unable_for(PRODUCERS, weights.config, ids, N_GREEDY)
-    for producer_name in PRODUCERS:
-        if producer_name in unable:
+    unsupported = unable_for(ENGINES, weights.config, ids, N_GREEDY)
+    for engine_name in ENGINES:
+        if engine_name in unsupported:
             continue
-        with open_producer(producer_name, path, n_threads=2) as producer:
-            evidence[producer_name] = take(producer, cases)
-            engines[producer_name] = producer.provenance()
+        with open_engine(engine_name, path, n_threads=2) as engine:
+            engine_outputs[engine_name] = run_cases(engine, cases)
+            engines[engine_name] = engine.provenance()
             for text in TEXTS:
-                tokens[text] |= token_ids(producer, text)
-    truth = take_truth(path, cases, evidence, n_greedy=N_GREEDY)
-    engines[TRUTH] = {"route": asdict(truth.evidence.route)}
-    refuse_far_witnesses(name, weights, cases, evidence, truth)
+                tokens[text] |= token_ids(engine, text)
+    reference = run_reference(path, cases, engine_outputs, n_greedy=N_GREEDY)
+    engines[REFERENCE] = {"route": reference.engine_output.load_path.stored()}
+    refuse_far_engines(name, weights, cases, engine_outputs, reference)
     return Golden(
         cases=cases,
-        evidence=evidence,
-        truth=truth,
+        engine_outputs=engine_outputs,
+        reference=reference,
         tensors=foreign_tensors(path),
         tokens=[TokenCheck(text, ids) for text, ids in tokens.items()],
-        cannot_judge=unable,
+        unsupported_reason=unsupported,
         provenance={
             "command": "python reference_outputs/regenerate.py",
             "weights_sha256": sha256(path),
@@ -205,94 +204,102 @@ def prompt_ids(weights: Weights, prompt: str, n_tokens: int) -> list[int]:
     return ids
 
 
-def token_ids(producer: Producer, text: str) -> dict[str, list[int]]:
+def token_ids(engine: ReferenceEngine, text: str) -> dict[str, list[int]]:
     """Return the engine's ids of a text, under its name, if the engine has a tokenizer."""
-    ids = producer.tokenize(text, add_special=True, parse_special=False)
-    return {} if ids is None else {producer.name: ids}
+    ids = engine.tokenize(text, add_special=True, parse_special=False)
+    return {} if ids is None else {engine.name: ids}
 
 
-def refuse_far_witnesses(
-    name: str, weights: Weights, cases: Mapping[str, Pass], evidence: Mapping[str, EngineOutput], truth: Truth
+def refuse_far_engines(
+    name: str,
+    weights: Weights,
+    cases: Mapping[str, Pass],
+    engine_outputs: Mapping[str, EngineOutput],
+    reference: ReferenceOutput,
 ) -> None:
     """Refuse goldens that differ from the float64 reference by more than rounding.
 
     Raises:
         ValueError: An engine is further from the float64 reference than the tolerance derived for float32.
     """
-    limits = limits_of(weights, cases, truth)
-    granted, true = allowed(limits, truth), truth.evidence.arrays()
+    tolerances = limits_of(weights, cases, reference)
+    tolerance, true = allowed(tolerances, reference), reference.engine_output.arrays()
     found = [
-        (f"{producer} chained {key}", difference_of(array.astype(true[key].dtype), true[key], key), granted[key])
-        for producer, shown in evidence.items()
+        (f"{engine} chained {key}", difference_of(array.astype(true[key].dtype), true[key], key), tolerance[key])
+        for engine, shown in engine_outputs.items()
         for key, array in shown.arrays().items()
-        if key in granted
+        if key in tolerance
     ]
     found += [
-        (f"{producer} isolated {case}/{key}", truth.isolated[producer][case][key], limits[case].isolated(key))
-        for producer, case, (key, *_) in product(evidence, cases, keys(weights.config))
+        (f"{engine} isolated {case}/{key}", reference.isolated[engine][case][key], tolerances[case].isolated(key))
+        for engine, case, (key, *_) in product(engine_outputs, cases, keys(weights.config))
     ]
     far = [
-        f"{what}: {each.describe()}, allowed {limit.error:.1e}" for what, each, limit in found if not each.within(limit)
+        f"{what}: {each.describe()}, allowed {tolerance.error:.1e}"
+        for what, each, tolerance in found
+        if not each.within(tolerance)
     ]
     if far:
         raise ValueError(f"regenerate {name}: {len(far)} goldens far from the float64 reference:\n" + "\n".join(far))
 
 
-def limits_of(weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict[str, Limits]:
+def limits_of(weights: Weights, cases: Mapping[str, Pass], reference: ReferenceOutput) -> dict[str, ForwardTolerances]:
     """Derive the tolerances of float32, by case."""
-    return {case: Limits(weights, this, truth.evidence.traces[case]) for case, this in cases.items()}
-
-
-def allowed(limits: Mapping[str, Limits], truth: Truth) -> dict[str, Tolerance]:
-    """Derive the distance that two correct engines may have, by the name of the stored golden; texts must be equal."""
-    softmax = limit_of_softmax(truth.evidence.selected_logits.size)
-    traces = truth.evidence.traces
     return {
-        **{f"{case}/{key}": limits[case].chained(key) for case, trace in traces.items() for key in trace},
-        **{f"near/probabilities.{setting}": softmax for setting in truth.evidence.probabilities},
-        "near/selected_logits": limits["near"].last_row(),
+        case: ForwardTolerances(weights, this, reference.engine_output.traces[case]) for case, this in cases.items()
     }
 
 
-def difference_of(got: np.ndarray | None, want: np.ndarray | None, key: str) -> Difference:
+def allowed(tolerances: Mapping[str, ForwardTolerances], reference: ReferenceOutput) -> dict[str, Tolerance]:
+    """Derive the distance that two correct engines may have, by the name of the stored golden; texts must be equal."""
+    softmax = limit_of_softmax(reference.engine_output.selected_logits.size)
+    traces = reference.engine_output.traces
+    return {
+        **{f"{case}/{key}": tolerances[case].chained(key) for case, trace in traces.items() for key in trace},
+        **{f"near/probabilities.{setting}": softmax for setting in reference.engine_output.probabilities},
+        "near/selected_logits": tolerances["near"].last_row(),
+    }
+
+
+def difference_of(actual: np.ndarray | None, expected: np.ndarray | None, key: str) -> Difference:
     """Measure the difference between two goldens."""
-    return measure(got, want, masked=key.endswith("attn_scores"))
+    return measure(actual, expected, masked=key.endswith("attn_scores"))
 
 
 def differences(name: str, new: Golden, stored: Golden) -> list[str]:
     """List differences of newly made goldens of a model from the stored ones, a line for each."""
-    parts = ("cases", "tensors", "tokens", "cannot_judge")
+    parts = ("cases", "tensors", "tokens", "unsupported_reason")
     lines = [f"{what}: not as stored" for what in parts if getattr(new, what) != getattr(stored, what)]
-    granted = allowed(limits_of(open_weights(builtin_path(name)), stored.cases, stored.truth), stored.truth)
-    for producer in stored.evidence:
-        lines += changed_route(producer, new.evidence[producer], stored.evidence[producer])
-        ours, theirs = new.evidence[producer].arrays(), stored.evidence[producer].arrays()
-        lines += [f"{producer} {key}: only on one side" for key in sorted(ours.keys() ^ theirs.keys())]
+    tolerance = allowed(limits_of(open_weights(builtin_path(name)), stored.cases, stored.reference), stored.reference)
+    for engine in stored.engine_outputs:
+        lines += changed_route(engine, new.engine_outputs[engine], stored.engine_outputs[engine])
+        ours, theirs = new.engine_outputs[engine].arrays(), stored.engine_outputs[engine].arrays()
+        lines += [f"{engine} {key}: only on one side" for key in sorted(ours.keys() ^ theirs.keys())]
         for key in ours.keys() & theirs.keys():
             difference = difference_of(ours[key], theirs[key], key)
-            if not difference.within(granted.get(key, EXACT)):
-                lines.append(f"{producer} {key}: {difference.describe()}")
+            if not difference.within(tolerance.get(key, EXACT)):
+                lines.append(f"{engine} {key}: {difference.describe()}")
     return lines
 
 
 def changed_route(name: str, new: EngineOutput, stored: EngineOutput) -> list[str]:
     """List a line if the file reached an engine by another load path than the stored one."""
-    return [] if new.route == stored.route else [f"{name}: {new.route}; stored: {stored.route}"]
+    return [] if new.load_path == stored.load_path else [f"{name}: {new.load_path}; stored: {stored.load_path}"]
 
 
 def made_otherwise(name: str, stored: Golden) -> list[str]:
     """List differences of the stored float64 reference from one made again from the stored goldens, a line each."""
-    truth = take_truth(builtin_path(name), stored.cases, stored.evidence, n_greedy=N_GREEDY)
-    lines = changed_route(TRUTH, truth.evidence, stored.truth.evidence)
-    new, old = ({**t.evidence.arrays(), "step logits": t.step_logits} for t in (truth, stored.truth))
+    reference = run_reference(builtin_path(name), stored.cases, stored.engine_outputs, n_greedy=N_GREEDY)
+    lines = changed_route(REFERENCE, reference.engine_output, stored.reference.engine_output)
+    new, old = ({**t.engine_output.arrays(), "step logits": t.step_logits} for t in (reference, stored.reference))
     for key in sorted(new.keys() | old.keys()):
         difference = difference_of(old.get(key), new.get(key), key)
         if not difference.within(MATHEMATICS):
             lines.append(f"truth {key}: {difference.describe()}")
-    for producer, (case, kept) in ((p, of) for p in stored.evidence for of in stored.truth.isolated[p].items()):
-        made = truth.isolated[producer][case]
+    for engine, (case, kept) in ((p, of) for p in stored.engine_outputs for of in stored.reference.isolated[p].items()):
+        made = reference.isolated[engine][case]
         lines += [
-            f"distance of {producer}, {case} {key}: {kept.get(key)}, made again {made.get(key)}"
+            f"distance of {engine}, {case} {key}: {kept.get(key)}, made again {made.get(key)}"
             for key in sorted(made.keys() | kept.keys())
             if key not in made or key not in kept or not same_distance(made[key], kept[key])
         ]

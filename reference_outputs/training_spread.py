@@ -53,9 +53,12 @@ def training_spread(path: str | Path, config: ModelConfig, golden: TrainingGolde
     size = made.error / FACTOR  # the engine's largest distance at step 1
     found: dict[StageRef, list[Difference]] = defaultdict(list)
     with float64_everywhere():
-        producer = DisturbedPeft(path, dtype="float64")
-        truth = producer.run(golden, size=0.0, seed=0)
+        engine = DisturbedPeft(path, dtype="float64")
+        reference = engine.run(golden, size=0.0, seed=0)
         for seed in range(N_RUNS):
-            for place, array in producer.run(golden, size=size, seed=seed).items():
-                found[place].append(apart(place, array, truth[place]))
-    return {place: tolerance_from(each, floor=limits.floor(place.stage, "float32")) for place, each in found.items()}
+            for stage_ref, array in engine.run(golden, size=size, seed=seed).items():
+                found[stage_ref].append(apart(stage_ref, array, reference[stage_ref]))
+    return {
+        stage_ref: tolerance_from(each, floor=limits.floor(stage_ref.stage, "float32"))
+        for stage_ref, each in found.items()
+    }

@@ -17,7 +17,7 @@ from benchmarks.atlas.catalogue import AtlasEngine
 from benchmarks.atlas.environments import download_bytes, is_to_install
 from benchmarks.atlas.inputs import every_input, quantised_inputs
 from benchmarks.atlas.run_matrix import fill
-from benchmarks.atlas.verdicts import NOT_RUN, AtlasVerdict
+from benchmarks.atlas.verdicts import NOT_RUN, EngineReport
 from benchmarks.atlas.write_report import record, write_atlas, write_quantised
 from llorch.apps.bench.measure import processor
 from llorch.cli.outcome import MISSING, reported
@@ -82,11 +82,11 @@ def _run(
     _require_extras(drawing=is_whole or (output is not None and not only_quantised))
     _require_consent(engines, home, yes=yes)
     with progress("atlas") as report_progress:
-        verdicts = list[AtlasVerdict]()
+        verdicts = list[EngineReport]()
         for engine_verdicts in fill(engines, inputs, home, report_progress):
             verdicts += engine_verdicts
-            counts = Counter(verdict.word for verdict in engine_verdicts)
-            say(f"{engine_verdicts[0].engine}: {', '.join(f'{n} {word}' for word, n in counts.items())}")
+            counts = Counter(verdict.verdict for verdict in engine_verdicts)
+            say(f"{engine_verdicts[0].engine}: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
         facts = _facts()
         if output and only_quantised:
             write_quantised(verdicts, facts, output, to_json)
@@ -96,7 +96,7 @@ def _run(
         click.echo(to_json(record(verdicts, facts)))
     else:
         _print_verdicts(verdicts)
-    if all(verdict.word == NOT_RUN for verdict in verdicts):
+    if all(verdict.verdict == NOT_RUN for verdict in verdicts):
         raise click.exceptions.Exit(MISSING)
 
 
@@ -145,15 +145,16 @@ def _facts() -> dict[str, str]:
     }
 
 
-def _print_verdicts(verdicts: Sequence[AtlasVerdict]) -> None:
+def _print_verdicts(verdicts: Sequence[EngineReport]) -> None:
     rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake or error message")
     for verdict in verdicts:
-        judged = verdict.judged
-        cause = verdict.said if judged is None else " ".join(filter(None, (judged.mistake, verdict.correction)))
+        run_report = verdict.run_report
+        cause = verdict.said if run_report is None else " ".join(filter(None, (run_report.mistake, verdict.correction)))
         rows.add_row(
             " ".join(filter(None, (verdict.engine, verdict.way, verdict.version))), verdict.input.name,
-            verdict.word.upper() if verdict.word == NOT_RUN else verdict.word, f"{judged.error:.1e}" if judged else "",
-            judged.key if judged else "", " ".join(cause.split())[:120],
+            verdict.verdict.upper() if verdict.verdict == NOT_RUN else verdict.verdict,
+            f"{run_report.error:.1e}" if run_report else "", run_report.key if run_report else "",
+            " ".join(cause.split())[:120],
         )  # fmt: skip
     print_table(console(), rows)
 

@@ -21,7 +21,7 @@ class AtlasEngine:
         quantised: How it gets quantised folders: as they are, as the GGUF files that llorch makes of them, or not.
         quantised_ways: Names of the ways in which it runs them.
         ways: Options of the adapter, by the name of the row.
-        is_witness: It is a reference engine of llorch and runs in llorch's environment.
+        is_reference_engine: It is a reference engine of llorch and runs in llorch's environment.
         snippet: Python for a reproduction: imports, and `logits(model, ids)` of a folder or file, (tokens, vocab).
         known: Bugs that the maintainers of the engine know, by words of the correction.
         folder: Folder of the adapter and its requirements.
@@ -35,7 +35,7 @@ class AtlasEngine:
     quantised: Literal["", "folders", "gguf"] = ""
     quantised_ways: tuple[str, ...] = ("",)
     ways: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ONE_WAY)
-    is_witness: bool = False
+    is_reference_engine: bool = False
     snippet: str = ""
     known: Mapping[str, str] = field(default_factory=dict)
     folder: Path = ADAPTERS
@@ -123,12 +123,12 @@ def logits(folder, ids):
 """
 ENGINES: tuple[AtlasEngine, ...] = (
     AtlasEngine(
-        "transformers", "transformers_hf", gguf=True, quantised="folders", is_witness=True,
+        "transformers", "transformers_hf", gguf=True, quantised="folders", is_reference_engine=True,
         quantised_ways=("", "bfloat16"), snippet=_TRANSFORMERS,
         ways={"": {}, "sdpa": {"attn": "sdpa"}, "bfloat16": {"dtype": "bfloat16"}},
     ),
     AtlasEngine(
-        "llama.cpp", "llama_cpp_python", gguf=True, folders=False, quantised="gguf", is_witness=True,
+        "llama.cpp", "llama_cpp_python", gguf=True, folders=False, quantised="gguf", is_reference_engine=True,
         ways={
             "": {"cache": "f32"}, "F16 cache": {"cache": "f16"}, "repacked": {"cache": "f32", "repack": True},
             "flash attention": {"cache": "f16", "flash_attention": True},

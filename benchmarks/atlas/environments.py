@@ -21,7 +21,7 @@ class NotInstalled(Exception):
 
 def is_to_install(engine: AtlasEngine, home: Path) -> bool:
     """Tell if `python_of` would fetch packages."""
-    return not engine.why_not and not engine.is_witness and not _is_made(engine, _folder_of(engine, home))
+    return not engine.why_not and not engine.is_reference_engine and not _is_made(engine, _folder_of(engine, home))
 
 
 def download_bytes(engine: AtlasEngine) -> int:
@@ -49,7 +49,7 @@ def python_of(engine: AtlasEngine, home: Path) -> Path:
     """
     if engine.why_not:
         raise NotInstalled(engine.why_not)
-    if engine.is_witness:
+    if engine.is_reference_engine:
         return Path(sys.executable)
     folder = _folder_of(engine, home)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"

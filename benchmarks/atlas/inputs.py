@@ -181,7 +181,7 @@ class AtlasInput:
         return [ids[:23], ids[23:24], ids[24:]] if self.feature == "split" else [ids]
 
     @property
-    def sisters(self) -> "list[AtlasInput]":
+    def controls(self) -> "list[AtlasInput]":
         """Control inputs with one difference each: first the other style, then the model without the feature."""
         without = [replace(self, feature="")] if self.feature else []
         is_styled = self.family in FAMILIES and not self.gguf and len(FAMILIES[self.family].styles) > 1

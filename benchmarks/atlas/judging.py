@@ -20,7 +20,7 @@ from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.files import Weights, open_weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.judging.expert_selection import ExpertSelection
-from llorch.judging.tolerances.forward import limit, variances
+from llorch.judging.tolerances.forward import derive_tolerance, variances
 from llorch.judging.tolerances.rounding import CHAINED
 from llorch.ops.numerics import SCHEME
 from llorch.runtime.errors import FormatError
@@ -48,7 +48,7 @@ class StageRow:
 
 
 @dataclass(frozen=True)
-class JudgedRun:
+class EngineRunReport:
     """Comparison of a run that ended well.
 
     Attributes:
@@ -82,13 +82,13 @@ class JudgedRun:
         return self.stages[-1].error
 
 
-def judge(model: Path, dump_folder: Path, truth: Trace) -> JudgedRun:
+def judge(model: Path, dump_folder: Path, reference: Trace) -> EngineRunReport:
     """Compare a dump with the float64 reference.
 
     Args:
         model: The folder with the numbers that the engine was given.
         dump_folder: The folder that the engine wrote.
-        truth: Stages of the whole sequence in float64, by trace key.
+        reference: Stages of the whole sequence in float64, by trace key.
 
     Returns:
         Distances, tolerances and, where one is exceeded, causes.
@@ -101,45 +101,45 @@ def judge(model: Path, dump_folder: Path, truth: Trace) -> JudgedRun:
     dump = stage_dump(open_raw(dump_folder), weights.config, weights=weights)
     require_comparable(dump, weights)
     ties: list[str] = []
-    differences = list(_differences(weights, dump, truth, ties))
+    differences = list(_differences(weights, dump, reference, ties))
     stages = list(_by_stage(differences))
     if not stages or stages[-1].stage != "logits":
         raise ValueError(f"{dump_folder}: expected logits of at least 1 token, got {len(stages)} stages without logits")
-    over, arithmetic = max(row.over for row in stages), EngineArithmetic(dump).judged(0, "logits").name or "float32"
+    over, arithmetic = max(row.over for row in stages), EngineArithmetic(dump).mode_at(0, "logits").name or "float32"
     if over <= 1:
-        return JudgedRun(stages, over, arithmetic, tie=ties[0] if ties else "")
-    return _diagnosed(weights, dump, JudgedRun(stages, over, arithmetic))
+        return EngineRunReport(stages, over, arithmetic, tie=ties[0] if ties else "")
+    return _diagnosed(weights, dump, EngineRunReport(stages, over, arithmetic))
 
 
 def _differences(
-    weights: Weights, dump: StageDump, truth: Trace, ties: list[str]
+    weights: Weights, dump: StageDump, reference: Trace, ties: list[str]
 ) -> Iterator[tuple[str, Difference, Tolerance]]:
     """Compare each stage of each pass with the float64 reference; after a tie of experts nothing is a fault."""
     engine, scores = EngineArithmetic(dump), dict[str, np.ndarray]()
     ids = tuple(token for tokens in dump.passes for token in tokens.ids)
     with np.errstate(all="ignore"):
-        for key, variance in variances(weights, Pass(ids), truth, lambda key: engine.judged(0, key).arithmetic):
+        for key, variance in variances(weights, Pass(ids), reference, lambda key: engine.mode_at(0, key).arithmetic):
             stage, stop = BY_NAME[key.rpartition(".")[2]], 0
             if stage.name.startswith("router_"):
                 scores[stage.name] = variance[CHAINED]
             for number, tokens in enumerate(dump.passes):
                 start, stop = stop, stop + len(tokens.ids)
-                seen = dump.seen.get((number, key))
+                seen = dump.dumped.get((number, key))
                 if seen is None or not (has_tokens(stage) or stop == len(ids)):
                     continue
-                right = rows(part_of(stage, truth[key], start, stop), stage, seen)
+                right = rows(part_of(stage, reference[key], start, stop), stage, seen)
                 theirs = seen.read().astype(right.dtype)
                 if stage.is_choice:
                     by = stage.input_names(weights.config, None)[0]
                     at = rows(np.arange(start, stop), stage, seen)
-                    choice = ExpertSelection(right, truth[key.replace(stage.name, by)][at], scores[by][at])
+                    choice = ExpertSelection(right, reference[key.replace(stage.name, by)][at], scores[by][at])
                     apart = choice.difference(theirs)
                     ties += [] if apart.error else filter(None, [choice.note(theirs)])
                     yield stage.name, apart, _ANY if ties else EXACT
                     continue
                 spread = rows(part_of(stage, variance[CHAINED], start, stop), stage, seen)
                 found = measure(theirs, right, masked=stage.masked, token_axis=token_axis(stage))
-                yield stage.name, found, _ANY if ties else limit(right, spread, stage)
+                yield stage.name, found, _ANY if ties else derive_tolerance(right, spread, stage)
 
 
 def _by_stage(differences: Sequence[tuple[str, Difference, Tolerance]]) -> Iterator[StageRow]:
@@ -151,15 +151,15 @@ def _by_stage(differences: Sequence[tuple[str, Difference, Tolerance]]) -> Itera
         yield StageRow(name, error, allowed.error, worst.over(allowed))
 
 
-def _diagnosed(weights: Weights, dump: StageDump, judged: JudgedRun) -> JudgedRun:
+def _diagnosed(weights: Weights, dump: StageDump, run_report: EngineRunReport) -> EngineRunReport:
     """Diagnose a run that exceeds a tolerance, and add the causes and the first wrong stage to its comparison."""
     found = diagnose(weights.astype(np.float64), dump)
     wrong = [finding for finding in found.findings if finding.kind != "honest"]
     names = [f"{each.name} {each.value}".strip() for each in wrong[0].suspects] if wrong else []
-    if wrong and not names and (said := _scheme_said(weights, dump, judged)):
-        return replace(judged, findings=(said,))
+    if wrong and not names and (said := _scheme_said(weights, dump, run_report)):
+        return replace(run_report, findings=(said,))
     return replace(
-        judged,
+        run_report,
         wrong=not found.findings or bool(wrong),
         findings=tuple(finding.sentence for finding in wrong or found.findings),
         mistake=" + ".join(names),
@@ -167,7 +167,7 @@ def _diagnosed(weights: Weights, dump: StageDump, judged: JudgedRun) -> JudgedRu
     )
 
 
-def _scheme_said(weights: Weights, dump: StageDump, judged: JudgedRun) -> str:
+def _scheme_said(weights: Weights, dump: StageDump, run_report: EngineRunReport) -> str:
     """Explain a run of a quantised folder whose settings round activations; empty if they do not explain it."""
     if not isinstance(weights.source, QuantisedFolder):
         return ""
@@ -179,4 +179,4 @@ def _scheme_said(weights: Weights, dump: StageDump, judged: JudgedRun) -> str:
         return ""
     if all(finding.kind == "honest" for finding in diagnose(rounded.astype(np.float64), dump).findings):
         return _SCHEME
-    return _FLIPS if judged.arithmetic.startswith(tuple(HALF)) and judged.stages[-1].over <= 1 else ""
+    return _FLIPS if run_report.arithmetic.startswith(tuple(HALF)) and run_report.stages[-1].over <= 1 else ""

@@ -19,7 +19,7 @@ from packaging.utils import parse_wheel_filename
 
 from benchmarks.atlas.catalogue import ADAPTERS, ENGINES
 
-INSTALLED = sorted(engine.script for engine in ENGINES if not engine.why_not and not engine.is_witness)
+INSTALLED = sorted(engine.script for engine in ENGINES if not engine.why_not and not engine.is_reference_engine)
 COMPILE = ("uv", "pip", "compile", "--quiet", "--python-version", "3.11", "--no-header", "--no-annotate")
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, groupby, product
 
 from benchmarks.atlas.inputs import AtlasInput
-from benchmarks.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, AtlasVerdict
+from benchmarks.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, EngineReport
 from llorch.runtime.errors import MissingExtra
 from llorch.stages.table import BY_NAME
 
@@ -36,15 +36,15 @@ a **wrong**. Three causes have no correction by an input. They were found in the
 """
 
 
-def readme(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], reports: Mapping[str, str]) -> str:
+def readme(verdicts: Sequence[EngineReport], facts: Mapping[str, str], reports: Mapping[str, str]) -> str:
     """Render the page: `facts` say where and when, `reports` map titles of bugs to the names of their files."""
-    ran = [each for each in verdicts if each.word != NOT_RUN]
+    ran = [each for each in verdicts if each.verdict != NOT_RUN]
     parts = [
         "# Atlas: popular engines, judged stage by stage",
         "Made by `python -m benchmarks.atlas`: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
         _LEGEND,
         engines_table(ran),
-        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.word == NOT_RUN),
+        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.verdict == NOT_RUN),
         "![The distance of every stage from the float64 reference](stages.svg)",
         "## Bugs\n\n" + (bugs_table(ran, reports) or "No bug was confirmed."),
         "## Hugging Face folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
@@ -83,9 +83,9 @@ Causes that were found in the source of the engines:
   same distance, 4.5e-05."""
 
 
-def quantised_page(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str]) -> str:
+def quantised_page(verdicts: Sequence[EngineReport], facts: Mapping[str, str]) -> str:
     """Render the page of quantised folders; `facts` say where and when."""
-    ran = [each for each in verdicts if each.word != NOT_RUN]
+    ran = [each for each in verdicts if each.verdict != NOT_RUN]
     parts = [
         "# Atlas: quantised Hugging Face folders",
         "Made by `python -m benchmarks.atlas transformers llama.cpp mlx-lm --input quantised "
@@ -93,7 +93,7 @@ def quantised_page(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str]) -
         + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
         _QUANTISED,
         engines_table(ran),
-        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.word == NOT_RUN),
+        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.verdict == NOT_RUN),
         "## Folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
         "## GGUF files made of them\n\n" + inputs_table([each for each in ran if each.input.gguf]),
         "## Messages and causes\n\n" + _IN_SOURCES + "\n\nMessages and diagnoses:\n\n" + "\n".join(_sayings(ran)),
@@ -101,19 +101,19 @@ def quantised_page(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str]) -
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
 
-def engines_table(verdicts: Sequence[AtlasVerdict]) -> str:
+def engines_table(verdicts: Sequence[EngineReport]) -> str:
     """Count the inputs of each engine by verdict, as a table."""
     rows = []
     for name, own in _by_engine(verdicts):
-        count = Counter(each.word for each in own)
+        count = Counter(each.verdict for each in own)
         version = next((each.version for each in own if each.version), "")
-        rights = [each.judged.error for each in own if each.judged and each.word == RIGHT]
+        rights = [each.run_report.error for each in own if each.run_report and each.verdict == RIGHT]
         largest = f"{max(rights):.0e}" if rights else ""
-        rows.append([name, version, *(str(count[word] or "") for word in WORDS), largest])
+        rows.append([name, version, *(str(count[verdict] or "") for verdict in WORDS), largest])
     return _markdown_table(["engine", "version", *WORDS, _LARGEST], rows)
 
 
-def inputs_table(verdicts: Sequence[AtlasVerdict]) -> str:
+def inputs_table(verdicts: Sequence[EngineReport]) -> str:
     """Render a table with a row for each input and a column for each engine."""
     engines = [name for name, _ in _by_engine(verdicts)]
     by_place = {(_name(each), each.input): each for each in verdicts}
@@ -124,26 +124,26 @@ def inputs_table(verdicts: Sequence[AtlasVerdict]) -> str:
     return _markdown_table(["input", *engines], rows)
 
 
-def _cell(verdict: AtlasVerdict | None) -> str:
+def _cell(verdict: EngineReport | None) -> str:
     """Format the table cell of a verdict: the error alone if the engine is right, else its word and any error."""
     if verdict is None:
         return ""
-    size = f"{verdict.judged.error:.0e}" if verdict.judged else ""
-    return size if verdict.word == RIGHT else f"**{verdict.word}** {size}" if size else verdict.word
+    size = f"{verdict.run_report.error:.0e}" if verdict.run_report else ""
+    return size if verdict.verdict == RIGHT else f"**{verdict.verdict}** {size}" if size else verdict.verdict
 
 
-def bugs_table(verdicts: Sequence[AtlasVerdict], reports: Mapping[str, str]) -> str:
+def bugs_table(verdicts: Sequence[EngineReport], reports: Mapping[str, str]) -> str:
     """Render a table of confirmed bugs: where, what, how far, and what makes the engine agree."""
     rows = []
     for title, own in bugs(verdicts):
         first = own[0]
-        assert first.judged
+        assert first.run_report
         assert first.agreed
         where = ", ".join(dict.fromkeys(f"`{each.input.name}`" for each in own))
         rows.append([
-            f"[{first.engine} {first.version}]({reports[title]})", where, first.judged.key,
-            first.judged.mistake or "not in the catalogue",
-            f"{max(each.judged.error for each in own if each.judged):.0e}",
+            f"[{first.engine} {first.version}]({reports[title]})", where, first.run_report.key,
+            first.run_report.mistake or "not in the catalogue",
+            f"{max(each.run_report.error for each in own if each.run_report):.0e}",
             f"{first.correction}: {first.agreed.error:.0e}",
         ])  # fmt: skip
     return (
@@ -153,34 +153,34 @@ def bugs_table(verdicts: Sequence[AtlasVerdict], reports: Mapping[str, str]) -> 
     )
 
 
-def bugs(verdicts: Iterable[AtlasVerdict]) -> Iterator[tuple[str, list[AtlasVerdict]]]:
+def bugs(verdicts: Iterable[EngineReport]) -> Iterator[tuple[str, list[EngineReport]]]:
     """Group confirmed ones by way, mistake and correction, under a title.
 
     A bug of an engine's own way is not told again for its other ways.
     """
 
-    def title(verdict: AtlasVerdict) -> str:
-        mistake = verdict.judged.mistake if verdict.judged else ""
+    def title(verdict: EngineReport) -> str:
+        mistake = verdict.run_report.mistake if verdict.run_report else ""
         what = mistake or f"{verdict.input.feature or verdict.input.family} wrong"
         return f"{_name(verdict)}: {what}; right with {verdict.correction}"
 
-    every = [each for each in verdicts if each.word == BUG]
+    every = [each for each in verdicts if each.verdict == BUG]
     plain = {(each.engine, each.input) for each in every if not each.way}
     found = sorted((each for each in every if not each.way or (each.engine, each.input) not in plain), key=title)
     return ((name, list(own)) for name, own in groupby(found, key=title))
 
 
-def _sayings(verdicts: Sequence[AtlasVerdict]) -> Iterator[str]:
+def _sayings(verdicts: Sequence[EngineReport]) -> Iterator[str]:
     """Yield the messages of engines, and the known causes of results that are not right, once each."""
     said: dict[tuple[str, str, str], list[AtlasInput]] = {}
     for each in verdicts:
         if each.said:
-            said.setdefault((_name(each), each.word, each.said), []).append(each.input)
-    for (name, word, text), inputs in said.items():
+            said.setdefault((_name(each), each.verdict, each.said), []).append(each.input)
+    for (name, verdict, text), inputs in said.items():
         shown = ", ".join(f"`{this.name}`" for this in inputs[:4]) + (
             f" and {len(inputs) - 4} more" if len(inputs) > 4 else ""
         )
-        yield f"- {name}, {word}: {shown}: {_quoted(text) if word in _QUOTED else ' '.join(text.split())}"
+        yield f"- {name}, {verdict}: {shown}: {_quoted(text) if verdict in _QUOTED else ' '.join(text.split())}"
 
 
 def _quoted(text: str) -> str:
@@ -189,7 +189,7 @@ def _quoted(text: str) -> str:
     return f"`` {text} ``" if "`" in text else f"`{text}`"
 
 
-def picture(verdicts: Sequence[AtlasVerdict]) -> str:
+def picture(verdicts: Sequence[EngineReport]) -> str:
     """Draw the largest distance of every stage over all inputs on which an engine is right, as SVG.
 
     Raises:
@@ -201,7 +201,7 @@ def picture(verdicts: Sequence[AtlasVerdict]) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("train", "matplotlib") from None
-    shown = {row.stage for each in verdicts if each.judged for row in each.judged.stages}
+    shown = {row.stage for each in verdicts if each.run_report for row in each.run_report.stages}
     names = [name for name in BY_NAME if name in shown]
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots()
@@ -217,23 +217,25 @@ def picture(verdicts: Sequence[AtlasVerdict]) -> str:
     return drawn.getvalue()
 
 
-def _largest(verdicts: Sequence[AtlasVerdict]) -> Iterator[tuple[str, dict[str, float]]]:
+def _largest(verdicts: Sequence[EngineReport]) -> Iterator[tuple[str, dict[str, float]]]:
     """Find the largest distance of each stage, for engines that are right on some input, in the order of the table."""
     for name, own in _by_engine(verdicts):
-        rows = [row for each in own if each.judged and each.word in (RIGHT, HONEST) for row in each.judged.stages]
+        rows = [
+            row for each in own if each.run_report and each.verdict in (RIGHT, HONEST) for row in each.run_report.stages
+        ]
         largest = {stage: max((row.error for row in rows if row.stage == stage), default=0.0) for stage in BY_NAME}
         if rows:
             yield name, {stage: error for stage, error in largest.items() if error > 0}
 
 
-def _name(verdict: AtlasVerdict) -> str:
+def _name(verdict: EngineReport) -> str:
     """Return the engine's name, followed by the way it was run if one is named."""
     return f"{verdict.engine}, {verdict.way}" if verdict.way else verdict.engine
 
 
-def _by_engine(verdicts: Iterable[AtlasVerdict]) -> list[tuple[str, list[AtlasVerdict]]]:
+def _by_engine(verdicts: Iterable[EngineReport]) -> list[tuple[str, list[EngineReport]]]:
     """Group verdicts by engine and way, in order of first appearance."""
-    made: dict[str, list[AtlasVerdict]] = {}
+    made: dict[str, list[EngineReport]] = {}
     for each in verdicts:
         made.setdefault(_name(each), []).append(each)
     return list(made.items())

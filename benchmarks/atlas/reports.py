@@ -4,10 +4,10 @@ from collections.abc import Sequence
 
 from benchmarks.atlas.catalogue import BY_NAME
 from benchmarks.atlas.repro_scripts import ProgramOutput
-from benchmarks.atlas.verdicts import AtlasVerdict
+from benchmarks.atlas.verdicts import EngineReport
 
 
-def report(title: str, own: Sequence[AtlasVerdict], shown: ProgramOutput | None) -> str:
+def report(title: str, own: Sequence[EngineReport], shown: ProgramOutput | None) -> str:
     """Write one report of a bug, as Markdown.
 
     Args:
@@ -16,15 +16,15 @@ def report(title: str, own: Sequence[AtlasVerdict], shown: ProgramOutput | None)
         shown: The program of the first of them.
     """
     first = own[0]
-    assert first.judged
+    assert first.run_report
     assert first.agreed
     said = [
         f"# {title}",
         f"{first.engine} {first.version}, from the package registry, {first.way or 'float32'} on a CPU.",
         f"The engine's logits differ from those of transformers on these models: "
-        f"{', '.join(dict.fromkeys(f'`{each.input.name}` ({each.judged.error:.0e})' for each in own if each.judged))}. "
+        f"{', '.join(dict.fromkeys(f'`{r.input.name}` ({r.run_report.error:.0e})' for r in own if r.run_report))}. "
         "The number in brackets is |engine - transformers in float64| / |transformers in float64|.",
-        f"First wrong stage: `{first.judged.key}`. {' '.join(first.judged.findings)}",
+        f"First wrong stage: `{first.run_report.key}`. {' '.join(first.run_report.findings)}",
         f"With {first.correction} it agrees: {first.agreed.error:.0e}, which is rounding.",
     ]
     known = BY_NAME[first.engine].known if first.engine in BY_NAME else {}

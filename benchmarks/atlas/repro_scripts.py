@@ -18,7 +18,7 @@ import numpy as np
 from benchmarks.atlas.catalogue import AtlasEngine
 from benchmarks.atlas.inputs import FAMILIES, IDS, NO_WINDOW, SEED, AtlasInput, write_input
 from benchmarks.atlas.runs import run_program
-from llorch.engines import open_producer
+from llorch.engines import open_engine
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.tensor_names import inventory
@@ -54,12 +54,12 @@ class _Case:
     config: ModelConfig
 
 
-def shown(this: AtlasInput, sister: AtlasInput, engine: AtlasEngine, python: Path, home: Path) -> ProgramOutput | None:
+def shown(this: AtlasInput, control: AtlasInput, engine: AtlasEngine, python: Path, home: Path) -> ProgramOutput | None:
     """Write and run a program that shows a bug; None if there is no program or if it does not show the bug.
 
     Args:
         this: An input that the engine gets wrong.
-        sister: A control input that the engine gets right.
+        control: A control input that the engine gets right.
         engine: The engine with the bug.
         python: The interpreter of its environment.
         home: A folder with `inputs`; the program runs in `programs`.
@@ -69,7 +69,7 @@ def shown(this: AtlasInput, sister: AtlasInput, engine: AtlasEngine, python: Pat
     """
     if not engine.snippet or this.family not in FAMILIES:
         return None
-    written = program(this, sister, engine, home)
+    written = program(this, control, engine, home)
     printed = run_program([str(python), "-c", written], home / "programs" / f"{engine.script}-{this.name}")
     lines = [*_LINE.finditer(printed)]
     off = [np.abs(np.subtract(*(np.fromstring(each, sep=",") for each in line.groups()))).max() for line in lines]
@@ -78,10 +78,10 @@ def shown(this: AtlasInput, sister: AtlasInput, engine: AtlasEngine, python: Pat
     return None
 
 
-def program(this: AtlasInput, sister: AtlasInput, engine: AtlasEngine, home: Path) -> str:
+def program(this: AtlasInput, control: AtlasInput, engine: AtlasEngine, home: Path) -> str:
     """Write a Python program that runs both models and prints expected and actual logits."""
     ids = [token for part in this.parts for token in part]
-    cases = [(_case_of_file if this.gguf else _case_of_folder)(one, ids, home / "inputs") for one in (this, sister)]
+    cases = [(_case_of_file if this.gguf else _case_of_folder)(one, ids, home / "inputs") for one in (this, control)]
     common = {key: value for key, value in cases[0].keys.items() if cases[1].keys.get(key, ...) == value}
     has = [_tensor_shapes(case.config, pairs=this.gguf) for case in cases]
     shapes = has[0] | has[1]
@@ -150,7 +150,7 @@ def _case_of_file(this: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
 
 def _expected(folder: Path, ids: Sequence[int]) -> list[float]:
     """Return the first `N_SHOWN` logits of the last token, from transformers in float64, with 4 decimals."""
-    with open_producer("transformers", folder, dtype="float64") as engine:
+    with open_engine("transformers", folder, dtype="float64") as engine:
         return _rounded_list(engine.logits(ids)[-1][:N_SHOWN])
 
 

@@ -14,13 +14,13 @@ from benchmarks.atlas.environments import NotInstalled, python_of
 from benchmarks.atlas.inputs import AtlasInput, write_input
 from benchmarks.atlas.judging import judge
 from benchmarks.atlas.runs import Request, RunEnd, run_all
-from benchmarks.atlas.verdicts import NOT_RUN, UNREADABLE, AtlasVerdict, confirmed, word_of
-from llorch.engines import open_producer
+from benchmarks.atlas.verdicts import NOT_RUN, UNREADABLE, EngineReport, confirmed, word_of
+from llorch.engines import open_engine
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE, GGMLType
 from llorch.runtime.errors import FormatError, GuardFailed
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -31,16 +31,16 @@ class Fed:
         input: The input.
         model: The folder or file that engines are given.
         source: The folder whose numbers it has.
-        truth: Every stage in float64, by trace key.
+        reference: Every stage in float64, by trace key.
     """
 
     input: AtlasInput
     model: Path
     source: Path
-    truth: Mapping[str, np.ndarray]
+    reference: Mapping[str, np.ndarray]
 
 
-def prepare_inputs(inputs: Iterable[AtlasInput], home: Path, say: Say) -> Iterator[Fed]:
+def prepare_inputs(inputs: Iterable[AtlasInput], home: Path, progress: Progress) -> Iterator[Fed]:
     """Write inputs and compute their float64 references with transformers.
 
     Raises:
@@ -50,7 +50,7 @@ def prepare_inputs(inputs: Iterable[AtlasInput], home: Path, say: Say) -> Iterat
     folder = home / "inputs"
     folder.mkdir(parents=True, exist_ok=True)
     for this in inputs:
-        say(f"{this.name}: the float64 reference")
+        progress(f"{this.name}: the float64 reference")
         try:
             model = write_input(this, folder)
         except FormatError:
@@ -60,21 +60,21 @@ def prepare_inputs(inputs: Iterable[AtlasInput], home: Path, say: Say) -> Iterat
         source = write_input(replace(this, gguf=False), folder)
         ids = [token for part in this.parts for token in part]
         if source not in truths:
-            with open_producer("transformers", source, dtype="float64") as engine:
+            with open_engine("transformers", source, dtype="float64") as engine:
                 truths[source] = engine.trace(ids)
         yield Fed(this, model, source, truths[source])
 
 
 def fill(
-    engines: Sequence[AtlasEngine], inputs: Iterable[AtlasInput], home: Path, say: Say
-) -> Iterator[list[AtlasVerdict]]:
+    engines: Sequence[AtlasEngine], inputs: Iterable[AtlasInput], home: Path, progress: Progress
+) -> Iterator[list[EngineReport]]:
     """Run engines on inputs and judge them.
 
     Args:
         engines: Engines, in their order.
         inputs: Inputs of the engines; an engine skips those that it cannot read.
         home: A folder for environments, inputs and runs; existing environments and inputs are used again.
-        say: Told what is being done.
+        progress: Told what is being done.
 
     Yields:
         All verdicts of an engine, when its runs have ended.
@@ -82,22 +82,22 @@ def fill(
     with ThreadPoolExecutor(1) as installer:  # packages of the next come while one runs
         environments = [installer.submit(python_of, engine, home) for engine in engines]
         try:
-            fed = list(prepare_inputs(inputs, home, say))
+            fed = list(prepare_inputs(inputs, home, progress))
             for engine, environment in zip(engines, environments, strict=True):
-                yield list(confirmed(list(_of_engine(engine, environment, fed, home, say))))
+                yield list(confirmed(list(_of_engine(engine, environment, fed, home, progress))))
         finally:
             installer.shutdown(wait=False, cancel_futures=True)
 
 
 def _of_engine(
-    engine: AtlasEngine, environment: Future[Path], fed: Sequence[Fed], home: Path, say: Say
-) -> Iterator[AtlasVerdict]:
+    engine: AtlasEngine, environment: Future[Path], fed: Sequence[Fed], home: Path, progress: Progress
+) -> Iterator[EngineReport]:
     """Run an engine with each of its options on all inputs that it reads, and yield the verdicts."""
     try:
-        say(f"{engine.name}: the environment")
+        progress(f"{engine.name}: the environment")
         python = environment.result()
     except NotInstalled as error:
-        yield AtlasVerdict(engine.name, "", NO_INPUT, NOT_RUN, str(error))
+        yield EngineReport(engine.name, "", NO_INPUT, NOT_RUN, str(error))
         return
     for way, options in engine.ways.items():
         readable = [each for each in fed if engine.reads(way, gguf=each.input.gguf, quantised=each.input.is_quantised)]
@@ -113,9 +113,11 @@ def _of_engine(
         def told(ended: RunEnd, of: str = f"{engine.name} {way}".strip(), n_runs: int = len(requests)) -> None:
             nonlocal n_done
             n_done += 1
-            say(f"{of}: {n_done} of {n_runs} runs")
+            progress(f"{of}: {n_done} of {n_runs} runs")
 
-        for each, request, ended in zip(readable, requests, run_all(command, requests, folder, say=told), strict=True):
+        for each, request, ended in zip(
+            readable, requests, run_all(command, requests, folder, report=told), strict=True
+        ):
             verdict = _verdict(engine.name, way, each, Path(request.out), ended)
             yield replace(verdict, said=verdict.said.replace(str(home), "HOME"))
         shutil.rmtree(folder, ignore_errors=True)
@@ -141,14 +143,14 @@ def rounded_inputs(file: Path) -> str:
     return max(rounded & {"Q8_0", "Q8_1", "Q8_K"}, default="")
 
 
-def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: RunEnd) -> AtlasVerdict:
+def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: RunEnd) -> EngineReport:
     """Judge the dump of a run; a run that failed or a dump that cannot be compared has a word of its own."""
-    made = AtlasVerdict(engine, way, this.input, ended.word, ended.error, ended.version, ended.seconds)
-    if ended.word != "done":
+    made = EngineReport(engine, way, this.input, ended.verdict, ended.error, ended.version, ended.seconds)
+    if ended.verdict != "done":
         return made
     try:
-        judged = judge(this.source, dump, this.truth)
+        run_report = judge(this.source, dump, this.reference)
     except (FormatError, GuardFailed, ValueError) as error:
-        return replace(made, word=UNREADABLE, said=str(error))
-    word, said = word_of(judged)
-    return replace(made, word=word, said=said, judged=judged)
+        return replace(made, verdict=UNREADABLE, said=str(error))
+    verdict, said = word_of(run_report)
+    return replace(made, verdict=verdict, said=said, run_report=run_report)

@@ -40,13 +40,13 @@ class RunEnd:
     """End of a run.
 
     Attributes:
-        word: `done`, `refused`, `crashed`, `hung` or `too large`.
+        verdict: `done`, `refused`, `crashed`, `hung` or `too large`.
         error: Message of the engine.
         version: Version of the engine; empty if it died.
         seconds: Duration of the run, measured by its process if that process reported the end.
     """
 
-    word: str
+    verdict: str
     error: str = ""
     version: str = ""
     seconds: float = 0.0
@@ -54,7 +54,7 @@ class RunEnd:
 
 def run_all(
     command: Sequence[str], requests: Sequence[Request], folder: Path, *, seconds: float = SECONDS,
-    start: float = START, memory: int = MEMORY, say: Callable[[RunEnd], None] = lambda ended: None,
+    start: float = START, memory: int = MEMORY, report: Callable[[RunEnd], None] = lambda ended: None,
 ) -> list[RunEnd]:  # fmt: skip
     """Run an adapter on all requests, even if some runs fail.
 
@@ -65,7 +65,7 @@ def run_all(
         seconds: Time limit of a run.
         start: Additional time for the first run of a process.
         memory: Number of bytes that the processes of a run may hold.
-        say: Called with a line about the end of each run.
+        report: Called with a line about the end of each run.
 
     Returns:
         The end of each run.
@@ -76,7 +76,7 @@ def run_all(
     while len(ended) < len(requests):
         for each in _one_process(command, requests[len(ended) :], folder, seconds, start, memory):
             ended.append(each)
-            say(each)
+            report(each)
     return ended
 
 
@@ -103,16 +103,16 @@ def _one_process(
     with (folder / "said.txt").open("wb") as said:
         worker = Worker([*command, str(asked)], talks=False, output=said, env=_variables(folder), cwd=folder)
     with worker:
-        granted = seconds + start
+        tolerance = seconds + start
         for request in requests:
-            ended = _watched(worker, request, folder / "said.txt", granted, memory)
+            ended = _watched(worker, request, folder / "said.txt", tolerance, memory)
             yield ended
             if not ended.version:  # the process is not to be used any more
                 return
-            granted = seconds
+            tolerance = seconds
 
 
-def _watched(worker: Worker, request: Request, words: Path, granted: float, memory: int) -> RunEnd:
+def _watched(worker: Worker, request: Request, words: Path, tolerance: float, memory: int) -> RunEnd:
     """Wait for the end of an engine's run; end the wait if the run crashes, hangs or takes too much memory."""
     since = time.monotonic()
     while True:
@@ -123,8 +123,8 @@ def _watched(worker: Worker, request: Request, words: Path, granted: float, memo
         if status is not None:
             said = last_line(tail(words))[:300] or "it said nothing"
             return RunEnd("crashed", f"{_way_to_end(status)}: {said}", "", seconds)
-        if seconds > granted:
-            return RunEnd("hung", f"no answer within {granted:.0f} s", "", seconds)
+        if seconds > tolerance:
+            return RunEnd("hung", f"no answer within {tolerance:.0f} s", "", seconds)
         if (held := worker.held_bytes) > memory:
             return RunEnd(
                 "too large", f"it used {held / 1e9:.1f} GB, expected at most {memory / 1e9:.1f} GB", "", seconds

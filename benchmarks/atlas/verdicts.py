@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from benchmarks.atlas.inputs import AtlasInput
-from benchmarks.atlas.judging import JudgedRun
+from benchmarks.atlas.judging import EngineRunReport
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 
 RIGHT, HONEST, BUG, WRONG, NOT_RUN = "right", "honest difference", "bug", "wrong", "not run"
@@ -20,19 +20,19 @@ _OF_READING = frozenset(mistake.name for mistake in QUANTISED_FOLDERS)  # no ada
 
 
 @dataclass(frozen=True)
-class AtlasVerdict:
+class EngineReport:
     """Line of the table.
 
     Attributes:
         engine: Its name.
         way: Name of the options that it ran with; empty for its defaults.
         input: Input of the engine.
-        word: `right`, `honest difference`, `bug`, `wrong` (no correction confirmed a cause), `refused`, `crashed`,
+        verdict: `right`, `honest difference`, `bug`, `wrong` (no correction confirmed a cause), `refused`, `crashed`,
             `hung`, `too large`, `unreadable` (the adapter wrote no dump of this input), `not run`.
         said: Message of the engine, or the known cause.
         version: Version of the engine.
         seconds: Duration of the run.
-        judged: Distances, if the run ended well.
+        run_report: Distances, if the run ended well.
         confirmed_by: Control input on which it is right.
         correction: Difference of the control input, in words.
         agreed: Distances on the control input.
@@ -41,14 +41,14 @@ class AtlasVerdict:
     engine: str
     way: str
     input: AtlasInput
-    word: str
+    verdict: str
     said: str = ""
     version: str = ""
     seconds: float = 0.0
-    judged: JudgedRun | None = None
+    run_report: EngineRunReport | None = None
     confirmed_by: AtlasInput | None = None
     correction: str = ""
-    agreed: JudgedRun | None = None
+    agreed: EngineRunReport | None = None
 
     def record(self) -> dict[str, Any]:
         """Convert a verdict to plain values for JSON; the writer must replace NaN and infinity."""
@@ -56,45 +56,47 @@ class AtlasVerdict:
         return made | {"confirmed_by": self.confirmed_by.name if self.confirmed_by else None}
 
 
-def word_of(judged: JudgedRun) -> tuple[str, str]:
+def word_of(run_report: EngineRunReport) -> tuple[str, str]:
     """Choose the verdict of a run that ended well, before any cause is confirmed, and describe the known cause."""
-    if judged.is_right and judged.tie:
-        return HONEST, f"{judged.arithmetic}; experts at a tie: {judged.tie}"
-    if judged.is_right:
-        return (RIGHT, "") if judged.arithmetic == _EXACT else (HONEST, judged.arithmetic)
+    if run_report.is_right and run_report.tie:
+        return HONEST, f"{run_report.arithmetic}; experts at a tie: {run_report.tie}"
+    if run_report.is_right:
+        return (RIGHT, "") if run_report.arithmetic == _EXACT else (HONEST, run_report.arithmetic)
     if (
-        judged.stages[-1].over <= 1 and judged.wrong and judged.mistake not in _OF_READING
+        run_report.stages[-1].over <= 1 and run_report.wrong and run_report.mistake not in _OF_READING
     ):  # nothing came of it: it is not what the engine went on with
-        off = max(judged.stages, key=lambda row: row.over)
+        off = max(run_report.stages, key=lambda row: row.over)
         return (
             UNREADABLE,
             f"the array named {off.stage} differs by {off.over:.0f} times the tolerance, but the logits are right",
         )
-    said = judged.findings[0] if judged.findings else ""
-    return (WRONG if judged.wrong else HONEST), said
+    said = run_report.findings[0] if run_report.findings else ""
+    return (WRONG if run_report.wrong else HONEST), said
 
 
-def confirmed(verdicts: Sequence[AtlasVerdict]) -> Iterator[AtlasVerdict]:
+def confirmed(verdicts: Sequence[EngineReport]) -> Iterator[EngineReport]:
     """Mark a wrong verdict as a bug if a control input made the engine agree; the verdict then names the cause."""
-    by_place: Mapping[tuple[str, str, AtlasInput], AtlasVerdict] = {
+    by_place: Mapping[tuple[str, str, AtlasInput], EngineReport] = {
         (each.engine, each.way, each.input): each for each in verdicts
     }
     for each in verdicts:
-        sisters = each.input.sisters if each.word == WRONG else []
-        tried = [by_place.get((each.engine, each.way, one)) for one in sisters]
-        sister = next((one for one in tried if one is not None and one.word in (RIGHT, HONEST)), None)
-        if sister is None:
+        controls = each.input.controls if each.verdict == WRONG else []
+        tried = [by_place.get((each.engine, each.way, one)) for one in controls]
+        control = next((one for one in tried if one is not None and one.verdict in (RIGHT, HONEST)), None)
+        if control is None:
             yield each
         else:
-            correction = _correction(each.input, sister.input)
-            yield replace(each, word=BUG, confirmed_by=sister.input, correction=correction, agreed=sister.judged)
+            correction = _correction(each.input, control.input)
+            yield replace(
+                each, verdict=BUG, confirmed_by=control.input, correction=correction, agreed=control.run_report
+            )
 
 
-def _correction(this: AtlasInput, sister: AtlasInput) -> str:
+def _correction(this: AtlasInput, control: AtlasInput) -> str:
     """Describe the control input by its difference from `this`: the feature it lacks, or the style of its keys."""
-    if this.style == sister.style:
+    if this.style == control.style:
         return f"the same model without {this.feature}"
-    return f"the same rope keys {'at the top of config.json' if sister.style == 'old' else 'under rope_parameters'}"
+    return f"the same rope keys {'at the top of config.json' if control.style == 'old' else 'under rope_parameters'}"
 
 
 def _round_to_three_digits(value: Any) -> Any:

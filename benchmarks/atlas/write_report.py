@@ -9,13 +9,13 @@ from benchmarks.atlas.environments import python_of
 from benchmarks.atlas.page import bugs, picture, quantised_page, readme
 from benchmarks.atlas.reports import report
 from benchmarks.atlas.repro_scripts import ProgramOutput, shown
-from benchmarks.atlas.verdicts import AtlasVerdict
+from benchmarks.atlas.verdicts import EngineReport
 from llorch.files.new_file import new_file
 
 
 def write_atlas(
-    verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], home: Path, folder: Path,
-    to_json: Callable[[object], str], say: Callable[[str], None],
+    verdicts: Sequence[EngineReport], facts: Mapping[str, str], home: Path, folder: Path,
+    to_json: Callable[[object], str], progress: Callable[[str], None],
 ) -> None:  # fmt: skip
     """Write all of them into a folder; reports of an earlier table go away.
 
@@ -25,7 +25,7 @@ def write_atlas(
         home: Folder with the inputs and environments; the programs of reports run there.
         folder: Folder for the files.
         to_json: Writes the record.
-        say: Told what is being done.
+        progress: Told what is being done.
 
     Raises:
         OSError: It cannot be written.
@@ -38,7 +38,7 @@ def write_atlas(
         old.unlink()
     texts: dict[str, str] = {}
     for title, own in found.items():
-        say(f"{names[title]}: its program")
+        progress(f"{names[title]}: its program")
         texts[names[title]] = report(title, own, _first_program(own, home))
     texts |= {"stages.svg": drawn, "README.md": readme(verdicts, facts, names)}
     texts |= {"atlas.json": to_json(record(verdicts, facts)) + "\n"}
@@ -48,7 +48,7 @@ def write_atlas(
 
 
 def write_quantised(
-    verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str], folder: Path, to_json: Callable[[object], str]
+    verdicts: Sequence[EngineReport], facts: Mapping[str, str], folder: Path, to_json: Callable[[object], str]
 ) -> None:
     """Write page and JSON of the quantised folders; OSError if they cannot be written."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +58,7 @@ def write_quantised(
             temporary.write_text(text, encoding="utf-8")
 
 
-def _first_program(own: Sequence[AtlasVerdict], home: Path) -> ProgramOutput | None:
+def _first_program(own: Sequence[EngineReport], home: Path) -> ProgramOutput | None:
     """Find the first program that shows the bug, among all inputs that have it; None if there is none."""
     engine = BY_NAME[own[0].engine]
     for each in own:
@@ -68,7 +68,7 @@ def _first_program(own: Sequence[AtlasVerdict], home: Path) -> ProgramOutput | N
     return None
 
 
-def record(verdicts: Sequence[AtlasVerdict], facts: Mapping[str, str]) -> dict[str, object]:
+def record(verdicts: Sequence[EngineReport], facts: Mapping[str, str]) -> dict[str, object]:
     """Collect the verdicts as plain values, for a program."""
     return {"version": 1, **facts, "verdicts": [each.record() for each in verdicts]}
 

@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.diagnosis import rivals
-from benchmarks.diagnosis.cases import Case, Truth, run_case, truth_of
-from benchmarks.diagnosis.folders import FolderCase, truth_of_folder, write_case
+from benchmarks.diagnosis.cases import Case, CorrectDiagnosis, correct_diagnosis_of, run_case
+from benchmarks.diagnosis.engine_runs import EngineRun, path_of
+from benchmarks.diagnosis.folders import FolderCase, correct_diagnosis_of_folder, write_case
 from benchmarks.diagnosis.honest import Honest
 from benchmarks.diagnosis.port import model_path
 from benchmarks.diagnosis.reenacted import Report
 from benchmarks.diagnosis.styles import Written
-from benchmarks.diagnosis.witnesses import Witness, path_of
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.guards import read_comparable
 from llorch.diagnosis.verdict import Diagnosis, Finding
@@ -105,29 +105,31 @@ def folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def of_case(case: Case, group: str, truth: Truth, value: str = "") -> Answer:
+def of_case(case: Case, group: str, correct: CorrectDiagnosis, value: str = "") -> Answer:
     """Write a dump with a bug, ask, and mark."""
     with folder() as place:
         heard = ask(case.model, run_case(case, place))
         beside = rivals.answers(case.model, heard.dump) if heard.dump else {}
     first, blocks = heard.wrong[0] if heard.wrong else None, case.style == "blocks"
-    said = any(name in GUARDED and GUARDED[name] in heard.refused for name in truth.names)
-    right = {"layer" if blocks else "place": said or bool(first and in_place(first, truth, layer_only=blocks))}
-    right["name" if truth.names else "unknown"] = said or bool(first and well_named(first, truth))
+    said = any(name in GUARDED and GUARDED[name] in heard.refused for name in correct.names)
+    right = {"layer" if blocks else "place": said or bool(first and in_place(first, correct, layer_only=blocks))}
+    right["name" if correct.names else "unknown"] = said or bool(first and well_named(first, correct))
     if value:
         right["value"] = bool(first and first.suspects and _same_value(first.suspects[0].value, value))
     if len(case.bugs) > 1:
-        second = truth_of(case, case.bugs[1])
+        second = correct_diagnosis_of(case, case.bugs[1])
         right["second"] = any(_is_second(finding, second) for finding in heard.wrong[1:])
-    expected = f"{truth.shows[:3]} made in {truth.made[:2]}: {', '.join(truth.names) or 'none of the known'} {value}"
-    theirs = {rule: _rival(answer, truth, blocks) for rule, answer in beside.items()}
+    expected = (
+        f"{correct.shows[:3]} made in {correct.made[:2]}: {', '.join(correct.names) or 'none of the known'} {value}"
+    )
+    theirs = {rule: _rival(answer, correct, blocks) for rule, answer in beside.items()}
     return Answer(case.name, "blocks" if blocks else group, right, str(heard), expected, heard.seconds, theirs)
 
 
 def of_report(report: Report) -> Answer:
     """Re-enact a report, ask, and mark."""
     case = Case((report.bug,), report.bug.models[0], "all")
-    return of_case(case, "reports", replace(truth_of(case, report.bug), names=report.names), report.value)
+    return of_case(case, "reports", replace(correct_diagnosis_of(case, report.bug), names=report.names), report.value)
 
 
 def of_honest(variant: Honest, model: str) -> Answer:
@@ -140,12 +142,14 @@ def of_honest(variant: Honest, model: str) -> Answer:
     return Answer(f"{variant.name}/{model}", "honest", right, str(heard), "nothing is wrong", heard.seconds, theirs)
 
 
-def of_witness(witness: Witness) -> Answer:
+def of_engine_run(engine_run: EngineRun) -> Answer:
     """Have an engine that others wrote write its dump, ask, and see that nothing is found."""
     with folder() as place:
-        heard = ask(str(path_of(witness.model, place)), witness.write(place))
+        heard = ask(str(path_of(engine_run.model, place)), engine_run.write(place))
     right = {"silent": heard.made is not None and not heard.wrong}
-    return Answer(f"{witness.name}/{witness.model}", "engines", right, str(heard), "nothing is wrong", heard.seconds)
+    return Answer(
+        f"{engine_run.name}/{engine_run.model}", "engines", right, str(heard), "nothing is wrong", heard.seconds
+    )
 
 
 def of_folder(case: FolderCase) -> Answer:
@@ -156,44 +160,44 @@ def of_folder(case: FolderCase) -> Answer:
     if case.wrong is None:
         right = {"silent": heard.made is not None and not heard.wrong}
         return Answer(name, "folders", right, str(heard), "nothing is wrong", heard.seconds)
-    truth = truth_of_folder(case)
-    right = {"place": bool(first and in_place(first, truth))}
-    right["name" if truth.names else "unknown"] = bool(first and well_named(first, truth))
-    expected = f"{truth.shows[:3]} made in {truth.made[:2]}: {', '.join(truth.names) or 'none of the known'}"
+    correct = correct_diagnosis_of_folder(case)
+    right = {"place": bool(first and in_place(first, correct))}
+    right["name" if correct.names else "unknown"] = bool(first and well_named(first, correct))
+    expected = f"{correct.shows[:3]} made in {correct.made[:2]}: {', '.join(correct.names) or 'none of the known'}"
     return Answer(name, "folders", right, str(heard), expected, heard.seconds)
 
 
-def in_place(finding: Finding, truth: Truth, *, layer_only: bool = False) -> bool:
+def in_place(finding: Finding, correct: CorrectDiagnosis, *, layer_only: bool = False) -> bool:
     """Check that a finding is at the place of the bug."""
     if layer_only:
-        return (finding.n_pass, _layer(finding.key)) in {(n, _layer(key)) for n, key in truth.shows}
-    return (finding.n_pass, finding.key) in truth.shows and not set(finding.made_in).isdisjoint(truth.made)
+        return (finding.n_pass, _layer(finding.key)) in {(n, _layer(key)) for n, key in correct.shows}
+    return (finding.n_pass, finding.key) in correct.shows and not set(finding.starts_in).isdisjoint(correct.made)
 
 
-def well_named(finding: Finding, truth: Truth) -> bool:
+def well_named(finding: Finding, correct: CorrectDiagnosis) -> bool:
     """Check that a finding has the name of the bug, or no name for a bug that no list of known mistakes has."""
-    if not truth.names:
+    if not correct.names:
         return finding.kind in ("unknown", "not finite") and not finding.suspects
-    return bool(finding.suspects) and finding.suspects[0].name in truth.names
+    return bool(finding.suspects) and finding.suspects[0].name in correct.names
 
 
-def _is_second(finding: Finding, truth: Truth) -> bool:
-    return not set(finding.made_in).isdisjoint(truth.made) and well_named(finding, truth)
+def _is_second(finding: Finding, correct: CorrectDiagnosis) -> bool:
+    return not set(finding.starts_in).isdisjoint(correct.made) and well_named(finding, correct)
 
 
-def _rival(answer: rivals.Answer, truth: Truth, blocks: bool) -> dict[str, bool]:
-    shows = {(n, _layer(key)) if blocks else (n, key) for n, key in truth.shows}
+def _rival(answer: rivals.Answer, correct: CorrectDiagnosis, blocks: bool) -> dict[str, bool]:
+    shows = {(n, _layer(key)) if blocks else (n, key) for n, key in correct.shows}
     n_pass, key = answer.place or (-1, "")
     marks = {"layer" if blocks else "place": (n_pass, _layer(key) if blocks else key) in shows}
-    return marks | ({"name": answer.cause in rivals.meant(truth.names)} if answer.cause else {})
+    return marks | ({"name": answer.cause in rivals.meant(correct.names)} if answer.cause else {})
 
 
 def _layer(key: str) -> str:
     return key.rpartition(".")[0] or key
 
 
-def _same_value(got: str, want: str) -> bool:
+def _same_value(actual: str, expected: str) -> bool:
     try:
-        return math.isclose(float(got), float(want), rel_tol=1e-3)
+        return math.isclose(float(actual), float(expected), rel_tol=1e-3)
     except ValueError:
-        return got == want
+        return actual == expected

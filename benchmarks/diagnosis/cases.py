@@ -50,7 +50,7 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Truth:
+class CorrectDiagnosis:
     """Correct diagnosis of one bug in a dump.
 
     Attributes:
@@ -83,7 +83,7 @@ def run(model: str, plan: str, *bugs: Bug) -> Sequence[Tape]:
     passes = passes_of(model, plan)
     port = Port(model, passes[0].first_position)
     for bug in bugs:
-        bug.plant(port)
+        bug.inject(port)
     with np.errstate(over="ignore"):  # the exponential of a gate, as in C
         for tokens in passes:
             port.run(tokens.ids)
@@ -107,7 +107,7 @@ def whole_dump(case: Case) -> StageDump:
     return in_memory(passes_of(case.model, case.plan), run(case.model, case.plan, *case.bugs))
 
 
-def truth_of(case: Case, bug: Bug) -> Truth:
+def correct_diagnosis_of(case: Case, bug: Bug) -> CorrectDiagnosis:
     """Derive from a run the correct diagnosis of one bug of a case."""
     noticed = ROUNDED if case.style == "all" else NOTICED
     shows = first_shown(case.model, case.plan, case.style, run(case.model, case.plan, bug), noticed)
@@ -118,13 +118,15 @@ def truth_of(case: Case, bug: Bug) -> Truth:
     layers = range(n_layers) if bug.layers is None else bug.layers
     made = [key(stage.name, layer) for stage in stages for layer in (layers if stage.in_layer else (None,))]
     layer, names = first if stages[0].in_layer else None, (*NAMES.get(bug.name, ()), *other_names)
-    return Truth(tuple(shows), tuple(made), layer, names, f"{VALUES[bug.name]:g}" if bug.name in VALUES else "")
+    return CorrectDiagnosis(
+        tuple(shows), tuple(made), layer, names, f"{VALUES[bug.name]:g}" if bug.name in VALUES else ""
+    )
 
 
-def first_shown(model: str, plan: str, style: str, got: Sequence[Tape], noticed: float) -> list[tuple[int, str]]:
+def first_shown(model: str, plan: str, style: str, actual: Sequence[Tape], noticed: float) -> list[tuple[int, str]]:
     """List stages from the first that differs at all to the first that differs noticeably; none if none does."""
     between: list[tuple[int, str]] = []
-    for n_pass, (tape, right) in enumerate(zip(got, right_run(model, plan), strict=True)):
+    for n_pass, (tape, right) in enumerate(zip(actual, right_run(model, plan), strict=True)):
         ours, theirs = stage_keys(right), stage_keys(tape)
         for name in forward_order(shown(style, model, n_pass, tape)):
             distance = farthest_token(name, theirs[name], ours[name])
@@ -134,12 +136,12 @@ def first_shown(model: str, plan: str, style: str, got: Sequence[Tape], noticed:
     return []
 
 
-def farthest_token(name: str, got: np.ndarray, want: np.ndarray) -> float:
+def farthest_token(name: str, actual: np.ndarray, expected: np.ndarray) -> float:
     """Measure the error of the worst token; infinite if shapes or the positions of finite numbers differ."""
-    if got.shape != want.shape or not np.array_equal(np.isfinite(got), np.isfinite(want)):
+    if actual.shape != expected.shape or not np.array_equal(np.isfinite(actual), np.isfinite(expected)):
         return np.inf
     axis = token_axis(BY_NAME[name.rpartition(".")[2]])
-    rows = [np.moveaxis(np.where(np.isfinite(x), x, 0), axis, 0).reshape(x.shape[axis], -1) for x in (got, want)]  # pyright: ignore
+    rows = [np.moveaxis(np.where(np.isfinite(x), x, 0), axis, 0).reshape(x.shape[axis], -1) for x in (actual, expected)]  # pyright: ignore
     off, size = np.linalg.norm(rows[0] - rows[1], axis=1), np.linalg.norm(rows[1], axis=1)
     return float(np.max(off / np.maximum(size, 1e-30)))
 
@@ -166,4 +168,4 @@ def unseen() -> Iterator[Case]:
 def _can_be_seen(case: Case, bug: Bug) -> bool:
     if not bug.shapes and case.style not in ("blocks", "modules"):
         return False
-    return bool(truth_of(case, bug).shows)
+    return bool(correct_diagnosis_of(case, bug).shows)

@@ -13,7 +13,7 @@ import numpy as np
 
 from benchmarks.diagnosis import folder_readers as read
 from benchmarks.diagnosis import roundings as to
-from benchmarks.diagnosis.cases import NOTICED, ROUNDED, Truth, farthest_token
+from benchmarks.diagnosis.cases import NOTICED, ROUNDED, CorrectDiagnosis, farthest_token
 from benchmarks.diagnosis.folder_readers import Matrices, Stored, opened
 from benchmarks.diagnosis.port import MATRICES, Port
 from benchmarks.diagnosis.styles import Tape, Written, shown, stage_keys, write
@@ -102,7 +102,7 @@ def write_case(case: FolderCase, folder: Path) -> Written:
     return write(case.style, folder, case.model, PASSES, run(case))
 
 
-def truth_of_folder(case: FolderCase) -> Truth:
+def correct_diagnosis_of_folder(case: FolderCase) -> CorrectDiagnosis:
     """Say where the bug shows first, and in which products it is made."""
     noticed = ROUNDED if case.style == "all" else NOTICED
     with np.errstate(all="ignore"):
@@ -114,7 +114,7 @@ def truth_of_folder(case: FolderCase) -> Truth:
         for name, matrix in wrong.items()
         if name not in matrices or not np.allclose(matrix, matrices[name], rtol=1e-7, atol=0)
     ]
-    return Truth(shows, tuple(made), 0, case.names)
+    return CorrectDiagnosis(shows, tuple(made), 0, case.names)
 
 
 def _stage(name: str) -> str:
@@ -123,9 +123,11 @@ def _stage(name: str) -> str:
     return key(_STAGES[MATRICES[name.split(".")[-2]]], int(name.split(".")[2]))
 
 
-def _first_shown(case: FolderCase, got: Sequence[Tape], right: Sequence[Tape], noticed: float) -> list[tuple[int, str]]:
+def _first_shown(
+    case: FolderCase, actual: Sequence[Tape], right: Sequence[Tape], noticed: float
+) -> list[tuple[int, str]]:
     between: list[tuple[int, str]] = []
-    for n_pass, (tape, wanted) in enumerate(zip(got, right, strict=True)):
+    for n_pass, (tape, wanted) in enumerate(zip(actual, right, strict=True)):
         theirs, ours = stage_keys(tape), stage_keys(wanted)
         for name in forward_order(shown(case.style, case.model, n_pass, tape)):
             distance = farthest_token(name, theirs[name], ours[name])

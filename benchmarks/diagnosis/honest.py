@@ -1,7 +1,7 @@
 """Correct engines, each with its own arithmetic and its own way to write a dump: nothing is wrong in their dumps.
 
 An `Honest` is one such engine; `run` lets it loose on a built-in model. It declares what such an engine would say
-of itself, often nothing. The engines of others, llama.cpp and transformers, are in `witnesses`.
+of itself, often nothing. The engines of others, llama.cpp and transformers, are in `engine_runs`.
 """
 
 import re
@@ -15,7 +15,7 @@ from benchmarks.diagnosis import arithmetic as how
 from benchmarks.diagnosis import roundings as to
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import Written, stage_keys
-from llorch.engines.dumps.stage_dump import Features, Seen, StageDump
+from llorch.engines.dumps.stage_dump import DumpedArray, Features, StageDump
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME
@@ -46,11 +46,11 @@ class Run:
 
     def in_memory(self) -> StageDump:
         """Make a dump without a file."""
-        seen = {
-            (one.n_pass, one.key): Seen(one.key, self.stored, lambda one=one: one.array, one.tokens)
+        dumped = {
+            (one.n_pass, one.key): DumpedArray(one.key, self.stored, lambda one=one: one.array, one.tokens)
             for one in self.shown
         }
-        return StageDump(self.model, self.passes, seen, Features(**self.features))  # type: ignore[arg-type]
+        return StageDump(self.model, self.passes, dumped, Features(**self.features))  # type: ignore[arg-type]
 
     def write(self, folder: Path) -> Written:
         """Write a folder under the names of the stage table."""

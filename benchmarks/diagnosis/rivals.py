@@ -42,26 +42,26 @@ class Beside:
     """A stage of a dump, the right one, and that of a bfloat16 run."""
 
     place: tuple[int, str]
-    got: np.ndarray
+    actual: np.ndarray
     right: np.ndarray
     half: np.ndarray
 
     @property
     def error(self) -> float:
         """Relative error; infinite where shapes or masks differ or something is not finite."""
-        return _distance(self.got, self.right) / float(np.linalg.norm(_finite(self.right)) or 1.0)
+        return _distance(self.actual, self.right) / float(np.linalg.norm(_finite(self.right)) or 1.0)
 
     @property
     def ratio(self) -> float:
         """The error over that of bfloat16."""
-        return _distance(self.got, self.right) / (_distance(self.half, self.right) + 1e-12)
+        return _distance(self.actual, self.right) / (_distance(self.half, self.right) + 1e-12)
 
     @property
     def cosine(self) -> float:
         """Cosine of the whole arrays."""
         if not math.isfinite(self.error):
             return -1.0
-        a, b = (_finite(x).ravel().astype(np.float64) for x in (self.got, self.right))
+        a, b = (_finite(x).ravel().astype(np.float64) for x in (self.actual, self.right))
         return float(a @ b / (np.linalg.norm(a) * np.linalg.norm(b) or 1.0))
 
 
@@ -90,11 +90,11 @@ def answers(model: str, dump: StageDump) -> dict[str, Answer]:
 def _beside(model: str, dump: StageDump) -> Iterator[Beside]:
     right, half = (_run(model, dump.passes, change) for change in (how.wide, how.in_bfloat16))
     for n, _ in enumerate(dump.passes):
-        seen = dict(dump.of_pass(n))
-        for key in forward_order(seen):
-            tokens = seen[key].tokens
+        dumped = dict(dump.of_pass(n))
+        for key in forward_order(dumped):
+            tokens = dumped[key].tokens
             pick = slice(None) if tokens is None else list(tokens)
-            yield Beside((n, key), seen[key].read(), right[n][key][pick], half[n][key][pick])
+            yield Beside((n, key), dumped[key].read(), right[n][key][pick], half[n][key][pick])
 
 
 def _run(model: str, passes: tuple[Tokens, ...], change: how.Change) -> list[Trace]:
@@ -132,8 +132,8 @@ def _finite(x: np.ndarray) -> np.ndarray:
     return np.where(np.isneginf(x), 0, x)
 
 
-def _distance(got: np.ndarray, right: np.ndarray) -> float:
-    if got.shape != right.shape or not np.array_equal(np.isneginf(got), np.isneginf(right)):
+def _distance(actual: np.ndarray, right: np.ndarray) -> float:
+    if actual.shape != right.shape or not np.array_equal(np.isneginf(actual), np.isneginf(right)):
         return math.inf
-    off = float(np.linalg.norm(_finite(got).astype(np.float64) - _finite(right)))
+    off = float(np.linalg.norm(_finite(actual).astype(np.float64) - _finite(right)))
     return off if math.isfinite(off) else math.inf

@@ -39,12 +39,12 @@ from typing import TYPE_CHECKING
 
 import click
 
-from benchmarks.diagnosis.asking import Answer, of_case, of_folder, of_honest, of_report, of_witness
-from benchmarks.diagnosis.cases import Case, cases, truth_of
+from benchmarks.diagnosis.asking import Answer, of_case, of_engine_run, of_folder, of_honest, of_report
+from benchmarks.diagnosis.cases import Case, cases, correct_diagnosis_of
+from benchmarks.diagnosis.engine_runs import engine_runs
 from benchmarks.diagnosis.folders import FOLDER_CASES
 from benchmarks.diagnosis.honest import HONEST
 from benchmarks.diagnosis.reenacted import REPORTS
-from benchmarks.diagnosis.witnesses import witnesses
 
 if TYPE_CHECKING:
     from benchmarks.diagnosis.training_cases import TrainingCase
@@ -82,7 +82,7 @@ def main(quick: bool, only: str, jobs: int, file: Path | None) -> None:
         file.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
     click.echo(table(answers))
     is_stale = False
-    if not quick and (absent := [one.name for one in witnesses() if not one.is_here]):
+    if not quick and (absent := [one.name for one in engine_runs() if not one.is_here]):
         click.echo(f"NOT RUN: {', '.join(dict.fromkeys(absent))}: pip install -e '.[golden]'")
     elif not quick and not only:
         click.echo(f"\n{figures(answers)}")
@@ -93,18 +93,18 @@ def main(quick: bool, only: str, jobs: int, file: Path | None) -> None:
 
 def every_job() -> list[Job]:
     """List every dump that can be judged."""
-    planted = [("planted", case.name, partial(_planted, case)) for case in cases()]
+    injected = [("planted", case.name, partial(_injected, case)) for case in cases()]
     reports = [("reports", report.bug.name, partial(of_report, report)) for report in REPORTS]
     pairs = [(variant, model) for variant in HONEST for model in variant.models]
     honest = [("honest", f"{variant.name}/{model}", partial(of_honest, variant, model)) for variant, model in pairs]
     engines = [
-        ("live" if one.needs else "engines", f"{one.name}/{one.model}", partial(of_witness, one))
-        for one in witnesses()
+        ("live" if one.needs else "engines", f"{one.name}/{one.model}", partial(of_engine_run, one))
+        for one in engine_runs()
         if one.is_here
     ]
     folders = [("folders", f"folders/{case.name}/{case.folder}", partial(of_folder, case)) for case in FOLDER_CASES]
     training = [("training", case.name, partial(_training, case)) for case in _training_cases()]
-    return [*planted, *reports, *honest, *engines, *folders, *training]
+    return [*injected, *reports, *honest, *engines, *folders, *training]
 
 
 def _training_cases() -> list["TrainingCase"]:
@@ -126,8 +126,8 @@ def _training(case: "TrainingCase") -> Answer:
     return Answer(case.name, "training", right, said, expected, made.seconds)
 
 
-def _planted(case: Case) -> Answer:
-    return of_case(case, "planted", truth_of(case, case.bugs[0]))
+def _injected(case: Case) -> Answer:
+    return of_case(case, "planted", correct_diagnosis_of(case, case.bugs[0]))
 
 
 def chosen(*, quick: bool = False, only: str = "") -> list[Job]:
@@ -141,7 +141,9 @@ def chosen(*, quick: bool = False, only: str = "") -> list[Job]:
     return [job for some in groups.values() for job in some]
 
 
-def ask_all(wanted: Sequence[Job], n_jobs: int = 1, say: Callable[[str], None] = lambda line: None) -> list[Answer]:
+def ask_all(
+    wanted: Sequence[Job], n_jobs: int = 1, progress: Callable[[str], None] = lambda line: None
+) -> list[Answer]:
     """Ask all, in several processes if wanted: forked ones, since what is planted cannot be sent to another."""
     _wanted[:] = wanted
     answers: list[Answer] = []
@@ -150,7 +152,9 @@ def ask_all(wanted: Sequence[Job], n_jobs: int = 1, say: Callable[[str], None] =
         for answer in asked:
             answers.append(answer)
             for criterion in (name for name, right in answer.right.items() if not right):
-                say(f"{criterion:8} {answer.group}: {answer.name}\n    said {answer.said}\n    true {answer.expected}")
+                progress(
+                    f"{criterion:8} {answer.group}: {answer.name}\n    said {answer.said}\n    true {answer.expected}"
+                )
     return answers
 
 
@@ -164,8 +168,8 @@ def _ask(at: int) -> Answer:
 def marks(answers: Sequence[Answer], criterion: str, rule: str = "") -> list[bool]:
     """Mark each answer that a criterion applies to as right or wrong, by llorch's rule or by the named other rule."""
     rights = [answer.rivals.get(rule, {}) if rule else answer.right for answer in answers if criterion in answer.right]
-    is_judged = any(criterion in right for right in rights)  # a rule without names has none to be judged
-    return [right.get(criterion, False) for right in rights] if is_judged else []
+    is_compared = any(criterion in right for right in rights)  # a rule without names has none to be judged
+    return [right.get(criterion, False) for right in rights] if is_compared else []
 
 
 def missed(answers: Sequence[Answer]) -> list[str]:

@@ -228,7 +228,7 @@ from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 near = np.array(golden.cases["near"].ids)
-for engine, shown in golden.evidence.items():
+for engine, shown in golden.engine_outputs.items():
     print(f"{engine:13} rows equal to the file's: {np.array_equal(shown.traces['near']['embed'], table[near])}")
 text = golden.tokens[4]
 print(repr(text.text), "->", len(text.ids["llamacpp"]), "ids, equal to llorch's:", end=" ")

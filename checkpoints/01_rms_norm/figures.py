@@ -59,7 +59,7 @@ def eps() -> Figure:
     axes.axhline(6e-8, color=GREY, linestyle="--", linewidth=1)
     axes.text(size[0], 7e-8, "rounding of float32", color=GREY, va="bottom")
     for name, height in zip(MODELS, (3e-11, 1.5e-10, 7e-10), strict=True):
-        trace = read(goldens_folder() / name).truth.evidence.traces["near"]
+        trace = read(goldens_folder() / name).reference.engine_output.traces["near"]
         found = inputs(dict(trace), sum(key.endswith(".block_out") for key in trace))
         at = np.concatenate([rms(x) for x in found.values()])
         axes.plot(at, np.full(len(at), height), "|", color=GREY, markersize=6)

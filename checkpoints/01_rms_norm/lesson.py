@@ -107,7 +107,7 @@ from llorch.runtime.builtin import goldens_folder
 
 micro = llorch.load("micro-llama")
 golden = read(goldens_folder() / "micro-llama")
-rows = golden.evidence["llamacpp"].traces["near"]["embed"]
+rows = golden.engine_outputs["llamacpp"].traces["near"]["embed"]
 weight = micro.weights["layers.0.attn_norm"]
 y = rms_norm(rows, weight, eps=micro.config.rms_norm_eps)
 print("rows     ", rows.shape, "rms", rms(rows)[:4].round(4))
@@ -189,12 +189,12 @@ print(check_functions("01", rms_norm=PARTS["rms_norm"].reference))
 # Both engines read the same embeddings, bit by bit, and use the same formula. Still, they differ:
 
 # %%
-theirs, others = (golden.evidence[name].traces["near"] for name in ("llamacpp", "transformers"))
-a, b, truth = (t["l0.attn_norm"] for t in (theirs, others, golden.truth.evidence.traces["near"]))
+theirs, others = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
+a, b, reference = (t["l0.attn_norm"] for t in (theirs, others, golden.reference.engine_output.traces["near"]))
 print("inputs the same:", np.array_equal(theirs["embed"], others["embed"]))
 print(f"outputs differ in {np.sum(a != b)} of {a.size} numbers, by {np.abs(a - b).max():.1e} at most")
-for name, got in (("llama.cpp", a), ("transformers", b)):
-    print(f"{name:12} from float64: {np.linalg.norm(got - truth) / np.linalg.norm(truth):.1e}")
+for name, actual in (("llama.cpp", a), ("transformers", b)):
+    print(f"{name:12} from float64: {np.linalg.norm(actual - reference) / np.linalg.norm(reference):.1e}")
 
 # %% [markdown]
 # Neither is wrong: a float32 number has 24 bits, and both are off by half a bit or so. The tolerance is derived from

@@ -186,10 +186,10 @@ print(check_functions("01b", rope=wrong))
 pairs = (0, 1, 2, 4, 8, 15)
 print("error by pair " + "".join(f"{j:>9}" for j in pairs))
 for case in ("near", "far"):
-    truth = golden.truth.evidence.traces[case]["l0.q_rope"].reshape(-1, 2, 16)  # two halves of every head
+    reference = golden.reference.engine_output.traces[case]["l0.q_rope"].reshape(-1, 2, 16)  # two halves of every head
     for name in ("llamacpp", "transformers"):
-        got = golden.evidence[name].traces[case]["l0.q_rope"].reshape(-1, 2, 16)
-        error = np.sqrt(((got - truth) ** 2).sum((0, 1)) / (truth**2).sum((0, 1)))
+        actual = golden.engine_outputs[name].traces[case]["l0.q_rope"].reshape(-1, 2, 16)
+        error = np.sqrt(((actual - reference) ** 2).sum((0, 1)) / (reference**2).sum((0, 1)))
         print(f"{case:4} {name:12}" + "".join(f"  {error[j]:.0e}" for j in pairs))
 
 # %% [markdown]

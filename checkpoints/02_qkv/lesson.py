@@ -78,9 +78,9 @@ from llorch.ops.linear import linear
 from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
-truth = golden.truth.evidence.traces["near"]
+reference = golden.reference.engine_output.traces["near"]
 w = llorch.load("micro-llama").weights.layer(0)
-h = truth["l0.attn_norm"].astype(np.float32)
+h = reference["l0.attn_norm"].astype(np.float32)
 q = linear(h, w["q_proj"])
 print("rows", h.shape, "-> queries", q.shape, "-> heads", q.reshape(len(h), -1, 32).shape)
 print("token 3, head 2:", q.reshape(len(h), -1, 32)[3, 2, :4].round(3), "...")
@@ -167,7 +167,7 @@ for name, order in ways.items():
     for product in order:
         total += product
     print(f"{name:11} {total:.9f}   off by {abs(total - exact):.0e}")
-for name, found in golden.truth.isolated.items():
+for name, found in golden.reference.isolated.items():
     print(f"{name:12} l0.v_proj off by {found['near']['l0.v_proj'].error:.1e}")
 
 # %% [markdown]

@@ -171,7 +171,7 @@ print(check_functions("03", append=wrong))
 from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import goldens_folder
 
-for name, shown in read(goldens_folder() / "micro-llama").evidence.items():
+for name, shown in read(goldens_folder() / "micro-llama").engine_outputs.items():
     trace = shown.traces["near"]
     keys, values = trace["l0.k_rope"].swapaxes(0, 1), trace["l0.v_proj"].reshape(12, 2, 32).swapaxes(0, 1)
     wrong_bits = np.sum(trace["l0.k_cache"] != keys) + np.sum(trace["l0.v_cache"] != values)

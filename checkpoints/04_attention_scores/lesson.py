@@ -125,7 +125,7 @@ from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.evidence["llamacpp"].traces["near"]
+theirs = golden.engine_outputs["llamacpp"].traces["near"]
 q, k = theirs["l0.q_rope"], theirs["l0.k_cache"]
 scores = attention_scores(q, k)
 print("queries", q.shape, " keys", k.shape, " scores", scores.shape)
@@ -209,15 +209,15 @@ print(check_functions("04", attention_scores=wrong))
 # This is layer 0 of `micro-llama`, computed from each engine's queries and keys:
 
 # %%
-others = golden.evidence["transformers"].traces["near"]
-truth = golden.truth.evidence.traces["near"]
+others = golden.engine_outputs["transformers"].traces["near"]
+reference = golden.reference.engine_output.traces["near"]
 for stage in ("attn_scores", "attn_probs"):
-    a, b, exact = (run[f"l0.{stage}"].astype(np.float64) for run in (theirs, others, truth))
+    a, b, exact = (run[f"l0.{stage}"].astype(np.float64) for run in (theirs, others, reference))
     print(f"{stage}: hidden at the same places: {np.array_equal(np.isfinite(a), np.isfinite(b))}")
     a, b, exact = (each[np.isfinite(each)] for each in (a, b, exact))
     print(f"  {np.sum(a != b)} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
-    for name, got in (("llama.cpp", a), ("transformers", b)):
-        print(f"  {name:12} from float64: {np.linalg.norm(got - exact) / np.linalg.norm(exact):.1e}")
+    for name, actual in (("llama.cpp", a), ("transformers", b)):
+        print(f"  {name:12} from float64: {np.linalg.norm(actual - exact) / np.linalg.norm(exact):.1e}")
 for name, run in (("llama.cpp", theirs), ("transformers", others)):
     sums = run["l0.attn_probs"].sum(axis=-1, dtype=np.float64)
     print(f"rows of {name:12} sum to one within {np.abs(sums - 1).max():.1e}")

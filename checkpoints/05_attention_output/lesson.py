@@ -104,7 +104,7 @@ from llorch.ops.linear import linear
 from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.evidence["llamacpp"].traces["near"]
+theirs = golden.engine_outputs["llamacpp"].traces["near"]
 o_proj = llorch.load("micro-llama").weights["layers.0.o_proj"]
 probs, v = theirs["l0.attn_probs"], theirs["l0.v_cache"]
 context = attention_context(probs, v)
@@ -125,8 +125,8 @@ from llorch.apps.learn.materials import typed_mistakes
 wrong = typed_mistakes(BY_NUMBER["05"])["attention_context"]["heads-joined-without-transpose"]
 print(inspect.getsource(wrong))
 for n in (1, 2, 12):
-    right, got = (function(probs[:, -n:], v) for function in (attention_context, wrong))
-    print(f"{n:2} tokens at once: {np.mean(np.isclose(right, got, atol=1e-5)):.0%} of the numbers right")
+    right, actual = (function(probs[:, -n:], v) for function in (attention_context, wrong))
+    print(f"{n:2} tokens at once: {np.mean(np.isclose(right, actual, atol=1e-5)):.0%} of the numbers right")
 
 # %% [markdown]
 # A reshape never moves a number in memory. Row 0 is filled with the first *tokens* of head 0 instead of the heads of
@@ -167,11 +167,11 @@ print(check_functions("05", attention_context=wrong))
 # This is layer 0 of `micro-llama`, computed from each engine's shares and values:
 
 # %%
-others = golden.evidence["transformers"].traces["near"]
-truth = golden.truth.evidence.traces["near"]
+others = golden.engine_outputs["transformers"].traces["near"]
+reference = golden.reference.engine_output.traces["near"]
 for stage in ("attn_context", "attn_out", "attn_residual"):
-    a, b, exact = (run[f"l0.{stage}"] for run in (theirs, others, truth))
-    off = [np.linalg.norm(got - exact) / np.linalg.norm(exact) for got in (a, b)]
+    a, b, exact = (run[f"l0.{stage}"] for run in (theirs, others, reference))
+    off = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
     print(f"{stage:13}  {np.sum(a != b):4} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
     print(f"{'':13}  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
 for name, run in (("llama.cpp", theirs), ("transformers", others)):

@@ -157,10 +157,10 @@ print(check_functions("05b", delta_rule=wrong))
 # This is the first such layer, as each engine computed it:
 
 # %%
-theirs, others = (golden.evidence[name].traces["near"] for name in ("llamacpp", "transformers"))
-truth = golden.truth.evidence.traces["near"]
+theirs, others = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
+reference = golden.reference.engine_output.traces["near"]
 for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
-    exact = truth[f"l{first}.{stage}"]
+    exact = reference[f"l{first}.{stage}"]
     off = [np.linalg.norm(run[f"l{first}.{stage}"] - exact) / np.linalg.norm(exact) for run in (theirs, others)]
     print(f"{stage:11} from float64: llama.cpp ~{off[0]:.0e}, transformers ~{off[1]:.0e}")
 

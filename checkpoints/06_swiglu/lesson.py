@@ -103,7 +103,7 @@ from llorch.ops.linear import linear
 from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.evidence["llamacpp"].traces["near"]
+theirs = golden.engine_outputs["llamacpp"].traces["near"]
 w = llorch.load("micro-llama").weights.layer(0)
 h = theirs["l0.ffn_norm"]
 gate, up = linear(h, w["gate_proj"]), linear(h, w["up_proj"])
@@ -170,11 +170,11 @@ print(check_functions("06", swiglu=wrong))
 # This is layer 0 of `micro-llama`, as each engine computed it:
 
 # %%
-others = golden.evidence["transformers"].traces["near"]
-truth = golden.truth.evidence.traces["near"]
+others = golden.engine_outputs["transformers"].traces["near"]
+reference = golden.reference.engine_output.traces["near"]
 for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
-    a, b, exact = (run[f"l0.{stage}"] for run in (theirs, others, truth))
-    off = [np.linalg.norm(got - exact) / np.linalg.norm(exact) for got in (a, b)]
+    a, b, exact = (run[f"l0.{stage}"] for run in (theirs, others, reference))
+    off = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
     print(f"{stage:8}  {np.sum(a != b):4} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
     print(f"{'':8}  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
 

@@ -87,11 +87,11 @@ for layer in range(config.n_layers):
 
 # %%
 layer = "l0."
-truth = golden.truth.evidence.traces["near"]
-margins = np.sort(truth[layer + "router_logits"], axis=-1)[:, ::-1]
+reference = golden.reference.engine_output.traces["near"]
+margins = np.sort(reference[layer + "router_logits"], axis=-1)[:, ::-1]
 k = config.experts.n_experts_per_token
 gaps = margins[:, k - 1] - margins[:, k]
-theirs = golden.evidence["llamacpp"].traces["near"]
+theirs = golden.engine_outputs["llamacpp"].traces["near"]
 same = [set(a) == set(b) for a, b in zip(trace[layer + "topk_ids"], theirs[layer + "topk_ids"], strict=True)]
 print(f"the same experts as in llama.cpp: {sum(same)} of {len(same)} tokens")
 print(f"the closest decision in layer 0: {gaps.min():.4f} between two logits of size {np.abs(margins).mean():.1f}")
@@ -147,9 +147,9 @@ print(check_functions("06b", topk_weights=wrong))
 # This is layer 0, as each engine computed it:
 
 # %%
-others = golden.evidence["transformers"].traces["near"]
+others = golden.engine_outputs["transformers"].traces["near"]
 for stage in ("router_logits", "router_probs", "topk_weights", "moe_out"):
-    exact = truth[layer + stage]
+    exact = reference[layer + stage]
     off = [np.linalg.norm(run[layer + stage] - exact) / np.linalg.norm(exact) for run in (theirs, others)]
     print(f"{stage:13} from float64: llama.cpp ~{off[0]:.0e}, transformers ~{off[1]:.0e}")
 

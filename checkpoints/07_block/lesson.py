@@ -119,7 +119,7 @@ block = PARTS["block"].reference
 micro = llorch.load("micro-llama")
 config, w = micro.config, micro.weights.layer(0)
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.evidence["llamacpp"].traces["near"]
+theirs = golden.engine_outputs["llamacpp"].traces["near"]
 x = theirs["embed"]
 cos, sin = rope_tables(np.arange(len(x)), head_dim=config.head_dim, theta=config.rope_theta, scaling=None)
 nothing = np.zeros((config.n_kv_heads, 0, config.head_dim), np.float32)
@@ -219,10 +219,10 @@ print(check_functions("07", block=wrong))
 
 # %%
 golden = read(goldens_folder() / "story")
-runs = {name: golden.evidence[name].traces["near"] for name in ("llamacpp", "transformers")}
-truth = golden.truth.evidence.traces["near"]
+runs = {name: golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers")}
+reference = golden.reference.engine_output.traces["near"]
 for layer in range(5):
-    exact = truth[f"l{layer}.block_out"]
+    exact = reference[f"l{layer}.block_out"]
     off = [np.linalg.norm(run[f"l{layer}.block_out"] - exact) / np.linalg.norm(exact) for run in runs.values()]
     between = np.abs(runs["llamacpp"][f"l{layer}.block_out"] - runs["transformers"][f"l{layer}.block_out"]).max()
     print(f"layer {layer}: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}, between them {between:.1e} at most")

@@ -17,7 +17,7 @@ def typed(*lines: tuple[str, str]) -> Callable:
     for right, wrong in lines:
         assert text.count(right) == 1, right
         text = text.replace(right, wrong)
-    names = {"np": np, "Mapping": Mapping, **{part.name: part.reference for part in PARTS.values()}}
+    names = {"np": np, "Mapping": Mapping, **{exercise.name: exercise.reference for exercise in PARTS.values()}}
     exec(text, names)
     names["block"].__doc__ = "\n".join(f"- {right}\n+ {wrong}" for right, wrong in lines)
     return names["block"]

@@ -85,7 +85,7 @@ from llorch.runtime.builtin import goldens_folder
 print(linear(np.array([[1, -1]], np.float32), np.array([[2, 0], [0, 2], [1, -1]], np.float32)))
 
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.evidence["llamacpp"].traces["near"]
+theirs = golden.engine_outputs["llamacpp"].traces["near"]
 weights = llorch.load("micro-llama").weights
 z = linear(theirs["final_norm"], weights["lm_head"])
 print("stream", theirs["final_norm"].shape, " matrix", weights["lm_head"].shape, " logits", z.shape)
@@ -159,9 +159,9 @@ print(check_functions("08", logits=wrong))
 # %%
 for name in ("micro-llama", "story"):
     golden = read(goldens_folder() / name)
-    a, b = (golden.evidence[engine].traces["near"]["logits"] for engine in ("llamacpp", "transformers"))
-    exact = golden.truth.evidence.traces["near"]["logits"]
-    off = [np.linalg.norm(got - exact) / np.linalg.norm(exact) for got in (a, b)]
+    a, b = (golden.engine_outputs[engine].traces["near"]["logits"] for engine in ("llamacpp", "transformers"))
+    exact = golden.reference.engine_output.traces["near"]["logits"]
+    off = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
     best = np.sort(exact, axis=-1)
     print(f"{name}: {np.sum(a != b)} of {a.size} logits differ, by {np.abs(a - b).max():.1e} at most")
     print(f"  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")

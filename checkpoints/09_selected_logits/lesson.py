@@ -113,8 +113,8 @@ from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
-    a, b = (shown.selected_logits for shown in golden.evidence.values())
-    alone = golden.evidence["llamacpp"]
+    a, b = (shown.selected_logits for shown in golden.engine_outputs.values())
+    alone = golden.engine_outputs["llamacpp"]
     same = np.array_equal(alone.selected_logits, alone.traces["near"]["logits"][-1])
     print(f"{name:13} apart by {np.abs(a - b).max():.0e}   llama.cpp's row of 08 is the same: {same}")
 

@@ -15,11 +15,11 @@ def leads() -> Figure:
     figure = Figure(figsize=(6.4, 2.8), layout="constrained")
     axes = figure.subplots()
     for line, name in enumerate(BUILTIN):
-        logits = read(goldens_folder() / name).truth.step_logits
+        logits = read(goldens_folder() / name).reference.step_logits
         steps = np.sort(logits, axis=1)
         gaps = (steps[:, -1] - steps[:, -2]) / np.sqrt(np.mean(logits**2, axis=1))
         axes.semilogx(gaps, np.full(len(gaps), line), ".", color=BLUE, markersize=7, alpha=0.7)
-    moved = max(suite_of(name).limits("near").moved() for name in BUILTIN)
+    moved = max(suite_of(name).tolerances("near").moved() for name in BUILTIN)
     axes.axvline(moved, color=GREY, linestyle="--", linewidth=1)
     axes.text(moved * 1.2, -0.6, "rounding of float32", color=GREY, va="center", fontsize=9)
     axes.set_yticks(range(len(BUILTIN)), BUILTIN)

@@ -90,7 +90,12 @@ wrong = typed_mistakes(BY_NUMBER["10"])["argmax"]["argmax-last-of-ties"]
 print(inspect.getsource(wrong))
 found = check_functions("10", argmax=wrong)
 print(found)
-print({each.row.case: sum(other.row.case == each.row.case for other in found.wrong) for each in found.judged})
+print(
+    {
+        each.comparison.case: sum(other.comparison.case == each.comparison.case for other in found.wrong)
+        for each in found.comparisons
+    }
+)
 
 # %% [markdown]
 # All rows of the engines are right. The check fails only on a row that was made for it: an engine's row, with the
@@ -120,8 +125,8 @@ from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
-    chosen = {engine: int(shown.selected_logits.argmax()) for engine, shown in golden.evidence.items()}
-    best = np.sort(golden.truth.evidence.selected_logits)[::-1]
+    chosen = {engine: int(shown.selected_logits.argmax()) for engine, shown in golden.engine_outputs.items()}
+    best = np.sort(golden.reference.engine_output.selected_logits)[::-1]
     print(f"{name:13} {chosen}   lead {best[0] - best[1]:.2f}")
 
 # %% [markdown]

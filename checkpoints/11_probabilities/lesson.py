@@ -122,7 +122,7 @@ for part, name in (
     ("distribution", "probabilities-not-renormalised"),
 ):
     found = check_functions("11", **{part: typed[part][name]})
-    shown = sorted({each.row.place.part for each in found.wrong})
+    shown = sorted({each.comparison.stage_ref.part for each in found.wrong})
     print(f"{name:31} {len(found.wrong):2}   {', '.join(shown)}")
 
 # %% [markdown]
@@ -156,9 +156,11 @@ from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "story")
-for name, a in golden.evidence["llamacpp"].probabilities.items():
-    b, truth = (each.probabilities[name] for each in (golden.evidence["transformers"], golden.truth.evidence))
-    off = [np.linalg.norm(each - truth) / np.linalg.norm(truth) for each in (a, b)]
+for name, a in golden.engine_outputs["llamacpp"].probabilities.items():
+    b, reference = (
+        each.probabilities[name] for each in (golden.engine_outputs["transformers"], golden.reference.engine_output)
+    )
+    off = [np.linalg.norm(each - reference) / np.linalg.norm(reference) for each in (a, b)]
     print(f"{name:12} keeps {(a > 0).sum():4} {(b > 0).sum():4}   from float64: {off[0]:.0e} {off[1]:.0e}")
 
 # %% [markdown]

@@ -32,17 +32,17 @@ def formats() -> Figure:
 def ladder() -> Figure:
     """Plot the tolerance of a run of story after every layer, by dtype, and the errors of both engines in float32."""
     weights, golden = stored("story")
-    assert golden.truth is not None
-    suite = ForwardSuite("story", weights, golden.cases, golden.evidence, golden.truth)
+    assert golden.reference is not None
+    suite = ForwardSuite("story", weights, golden.cases, golden.engine_outputs, golden.reference)
     places = [*(f"l{layer}.block_out" for layer in range(weights.config.n_layers)), "logits"]
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     axes = figure.subplots()
     for dtype, colour in LIMITS.items():
-        allowed = [suite.limits("near", dtype).chained(place, 0).error for place in places]
+        allowed = [suite.tolerances("near", dtype).chained(place, 0).error for place in places]
         axes.semilogy(places, allowed, color=colour, label=f"tolerance of {dtype}")
-    true = golden.truth.evidence.traces["near"]
+    true = golden.reference.engine_output.traces["near"]
     for engine, marker in ENGINES.items():
-        theirs = golden.evidence[engine].traces["near"]
+        theirs = golden.engine_outputs[engine].traces["near"]
         off = [distance(theirs[place], true[place], BY_NAME[place.rpartition(".")[2]]).error for place in places]
         axes.semilogy(places, off, marker, color=GREY, markersize=4, label=f"{engine}, float32")
     axes.set(ylabel="error", ylim=(1e-8, 1e-1))

@@ -91,12 +91,12 @@ from llorch.pytorch.causal_lm import rms_norm
 from llorch.runtime.builtin import goldens_folder
 
 golden, model = read(goldens_folder() / "micro-llama"), llorch.load("micro-llama")
-rows = torch.tensor(golden.evidence["llamacpp"].traces["near"]["embed"])
+rows = torch.tensor(golden.engine_outputs["llamacpp"].traces["near"]["embed"])
 gain = torch.tensor(model.weights["layers.0.attn_norm"])
-truth = torch.tensor(golden.truth.evidence.traces["near"]["l0.attn_norm"])
+reference = torch.tensor(golden.reference.engine_output.traces["near"]["l0.attn_norm"])
 
 
-def off(y: torch.Tensor, right: torch.Tensor = truth) -> str:
+def off(y: torch.Tensor, right: torch.Tensor = reference) -> str:
     return f"~{float((y.double() - right).norm() / right.norm()):.1e}"
 
 
@@ -116,7 +116,7 @@ def as_tf32(x: torch.Tensor) -> torch.Tensor:
 
 
 weight = torch.tensor(np.asarray(llorch.load("story").weights.layer(0)["gate_proj"], np.float32))
-h = torch.tensor(read(goldens_folder() / "story").evidence["llamacpp"].traces["near"]["l0.ffn_norm"])
+h = torch.tensor(read(goldens_folder() / "story").engine_outputs["llamacpp"].traces["near"]["l0.ffn_norm"])
 exact = h.double() @ weight.double().T
 print("float32 ", off(h @ weight.T, exact))
 print("TF32    ", off(as_tf32(h) @ as_tf32(weight).T, exact))

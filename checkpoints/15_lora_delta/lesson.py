@@ -156,15 +156,15 @@ print(check_functions("15", lora_delta=wrong))
 
 # %%
 lora, s = adapter.tensors["layers.0.v_proj"], adapter.scaling("layers.0.v_proj")
-place = at("lora_delta", 0, "v_proj")
-truth, f32 = golden.truth("isolated", place), np.float32(s)
+stage_ref = at("lora_delta", 0, "v_proj")
+reference, f32 = golden.reference("isolated", stage_ref), np.float32(s)
 orders = {
-    "after both (PEFT)": golden.shown(place),
+    "after both (PEFT)": golden.shown(stage_ref),
     "between them (our torch path)": (x @ lora.lora_A.T * f32) @ lora.lora_B.T,
     "in float64, rounded once (ours)": lora_delta(x, lora.lora_A, lora.lora_B, scaling=s),
 }
-for name, got in orders.items():
-    print(f"{name:33} ~{np.linalg.norm(got - truth) / np.linalg.norm(truth):.0e}")
+for name, actual in orders.items():
+    print(f"{name:33} ~{np.linalg.norm(actual - reference) / np.linalg.norm(reference):.0e}")
 
 # %% [markdown]
 # - PEFT multiplies by the scale after `lora_B`, llorch's NumPy after both products, llorch's torch between them. All

@@ -177,9 +177,11 @@ print(f"divided by all tokens  {loss_with(as_given, shifted, counted):.3f}")
 # ## Where the engines differ
 
 # %%
-place = at("token_losses")
-truth, theirs = golden.truth("isolated", place), golden.shown(place)
-print(f"torch, float32 from float64: ~{np.abs(theirs - truth).max():.0e} nats, of losses up to {truth.max():.2f}")
+stage_ref = at("token_losses")
+reference, theirs = golden.reference("isolated", stage_ref), golden.shown(stage_ref)
+print(
+    f"torch, float32 from float64: ~{np.abs(theirs - reference).max():.0e} nats, of losses up to {reference.max():.2f}"
+)
 
 # %% [markdown]
 # The smallest loss of this batch is 0.00088, which is $-\log 0.99912$. A softmax and then a logarithm would keep

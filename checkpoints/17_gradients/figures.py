@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from llorch.diagnosis.mistakes import TRAINING
-from llorch.diagnosis.mistakes.planting import planted
+from llorch.diagnosis.mistakes.planting import injected
 from llorch.judging.expectations.training import stored
 from llorch.judging.expectations.training_places import of_tensors
 from llorch.ops.precision import own_dtype_only
@@ -40,22 +40,22 @@ def tensors() -> Figure:
     weights, golden = stored("micro-llama")
     adapter, config = golden.adapter_for(weights.config), weights.config
     wide = weights.astype(np.float64, keep=True)
-    with planted(MISTAKES["gradient-softmax-as-sigmoid"]):
+    with injected(MISTAKES["gradient-softmax-as-sigmoid"]):
         _, wrong = loss_and_gradients(wide, adapter, golden.batches[:1], label_smoothing=0.0)
-    places = {n: p for n, p in of_tensors("gradient", config.n_layers).items() if p.layer == config.n_layers - 1}
+    stage_refs = {n: p for n, p in of_tensors("gradient", config.n_layers).items() if p.layer == config.n_layers - 1}
     figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots()
     found = {
-        "PEFT in float32": [golden.shown(p) for p in places.values()],
-        "softmax as sigmoid": [*map(wrong.get, places)],
+        "PEFT in float32": [golden.shown(p) for p in stage_refs.values()],
+        "softmax as sigmoid": [*map(wrong.get, stage_refs)],
     }
     for shift, (who, arrays) in zip((-0.2, 0.2), found.items(), strict=True):
-        truth = [golden.truth("chained", place) for place in places.values()]
-        off = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(arrays, truth, strict=True)]
+        reference = [golden.reference("chained", stage_ref) for stage_ref in stage_refs.values()]
+        off = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(arrays, reference, strict=True)]
         axes.bar(np.arange(len(off)) + shift, np.maximum(off, 1e-9), 0.4, label=who)
     axes.axhline(3.9e-6, color="#7d7d7d", linestyle="--", linewidth=1)
     axes.set(yscale="log", ylabel="distance from float64", ylim=(1e-8, 30))
-    axes.set_xticks(range(len(places)), [p.part for p in places.values()], rotation=60, ha="right", fontsize=8)
+    axes.set_xticks(range(len(stage_refs)), [p.part for p in stage_refs.values()], rotation=60, ha="right", fontsize=8)
     axes.legend(frameon=False, ncols=2)
     return figure
 

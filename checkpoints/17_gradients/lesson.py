@@ -189,12 +189,12 @@ print(check_functions("17", attention_probs_backward=wrong))
 # of this model:
 
 # %%
-truth = {
-    name: golden.truth("chained", at("gradient", int(name.split(".")[1]), name.split(".", 2)[2])) for name in grads
+reference = {
+    name: golden.reference("chained", at("gradient", int(name.split(".")[1]), name.split(".", 2)[2])) for name in grads
 }
 theirs = {name: golden.shown(at("gradient", int(name.split(".")[1]), name.split(".", 2)[2])) for name in grads}
 for who, found in (("PEFT", theirs), ("ours", grads)):
-    off = [np.linalg.norm(found[name] - truth[name]) / np.linalg.norm(truth[name]) for name in truth]
+    off = [np.linalg.norm(found[name] - reference[name]) / np.linalg.norm(reference[name]) for name in reference]
     print(f"{who}: worst of {len(off)} tensors ~{max(off):.0e}, median ~{np.median(off):.0e}")
 
 # %% [markdown]

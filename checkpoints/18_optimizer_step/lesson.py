@@ -96,15 +96,15 @@ from llorch.judging.goldens.training_recipe import OPTIMIZER as R
 
 weights, golden = stored("micro-llama")
 n_layers, start = weights.config.n_layers, golden.adapter_for(weights.config).flat()
-grads = {name: golden.shown(place) for name, place in of_tensors("gradient", n_layers).items()}
+grads = {name: golden.shown(stage_ref) for name, stage_ref in of_tensors("gradient", n_layers).items()}
 clipped, norm = clip_by_norm(grads, max_norm=R.max_norm)
 print(f"norm {norm:.4f}, limit {R.max_norm}: all gradients times {R.max_norm / norm:.5f}")
 name = "layers.0.q_proj.lora_A"
 p, g, zero = start[name], clipped[name], np.zeros_like(start[name])
 made = adamw_step(p, g, zero, zero, step=1, lr=R.learning_rate, betas=R.betas, eps=R.eps, weight_decay=R.weight_decay)
-for what, got in zip(("parameters", "first_moment", "second_moment"), made, strict=True):
-    want = golden.shown(after(1, n_layers)[what][name])
-    print(f"{what:13} largest {np.abs(want).max():.2e}   from torch ~{np.abs(got - want).max():.0e}")
+for what, actual in zip(("parameters", "first_moment", "second_moment"), made, strict=True):
+    expected = golden.shown(after(1, n_layers)[what][name])
+    print(f"{what:13} largest {np.abs(expected).max():.2e}   from torch ~{np.abs(actual - expected).max():.0e}")
 
 # %% [markdown]
 # ## The mistake

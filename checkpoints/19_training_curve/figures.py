@@ -28,20 +28,20 @@ def losses(accumulated: Any) -> np.ndarray:
 def curve() -> Figure:
     """Plot the losses above, and distances from the float64 reference below."""
     golden = stored("micro-llama")[1]
-    truth, limit = golden.truth("chained", PLACE), golden.tolerances["float32"]["chained"]["loss_curve"].worst
-    granted = limit * np.abs(truth).max()
+    reference, limit = golden.reference("chained", PLACE), golden.tolerances["float32"]["chained"]["loss_curve"].worst
+    tolerance = limit * np.abs(reference).max()
     steps = np.arange(1, CURVE.n_steps + 1)
     figure = Figure(figsize=(6.8, 5.2), layout="constrained")
     above, below = figure.subplots(2, sharex=True)
-    above.plot(steps, truth, color="#7d7d7d", marker=".", label="golden")
+    above.plot(steps, reference, color="#7d7d7d", marker=".", label="golden")
     above.set(ylabel="loss")
-    below.axhspan(1e-10, granted, color="#7d7d7d", alpha=0.2, linewidth=0)
+    below.axhspan(1e-10, tolerance, color="#7d7d7d", alpha=0.2, linewidth=0)
     found = {"PEFT in float32": golden.shown(PLACE)}
     found |= {name: losses(function) for name, function in typed_mistakes(BY_NUMBER["19"])["accumulated"].items()}
     for colour, (name, made) in enumerate(found.items()):
-        off = np.maximum(np.abs(made - truth), 2e-10)
+        off = np.maximum(np.abs(made - reference), 2e-10)
         below.semilogy(steps, off, color=f"C{colour}", linewidth=1.4, label=name.removeprefix("accumulation-"))
-        outside = np.flatnonzero(off > granted)
+        outside = np.flatnonzero(off > tolerance)
         if len(outside):
             above.plot(steps, made, color=f"C{colour}", linewidth=1)
             below.plot(steps[outside[0]], off[outside[0]], "o", color=f"C{colour}", markersize=9, fillstyle="none")

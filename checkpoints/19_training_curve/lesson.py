@@ -142,8 +142,8 @@ print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
 # In thirty steps, with Adam's division in each, errors could grow without bound. They do not:
 
 # %%
-place = at("loss_curve", case="curve")
-off = np.abs(golden.shown(place) - golden.truth("chained", place))
+stage_ref = at("loss_curve", case="curve")
+off = np.abs(golden.shown(stage_ref) - golden.reference("chained", stage_ref))
 print(
     f"PEFT from float64: step 1 ~{off[0]:.0e}, step 30 ~{off[29]:.0e}, largest ~{off.max():.0e}, of losses around 1.5"
 )

@@ -178,9 +178,9 @@ for name, function in typed["merged"].items():
 # All of them loaded llorch's files. This is the distance of each from PEFT in float64:
 
 # %%
-truth = golden.truth("chained", at("adapted_logits"))
+reference = golden.reference("chained", at("adapted_logits"))
 for kind, who in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("lora_gguf", "llama.cpp")):
-    off = np.linalg.norm(golden.shown(at("exported_logits", part=kind)) - truth) / np.linalg.norm(truth)
+    off = np.linalg.norm(golden.shown(at("exported_logits", part=kind)) - reference) / np.linalg.norm(reference)
     print(f"{kind:14} in {who:13} {off:.1e}")
 
 # %% [markdown]

@@ -7,7 +7,7 @@ from llorch.diagnosis.mistakes import STAGE_MISTAKES
 from llorch.diagnosis.mistakes.variants import VISIBLE, variants
 from llorch.files import open_weights
 from llorch.judging.expectations.forward import ForwardSuite
-from llorch.judging.goldens.forward import PRODUCERS, Golden
+from llorch.judging.goldens.forward import ENGINES, Golden
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import run
 from llorch.judging.tolerances.rounding import ARITHMETICS
@@ -21,39 +21,39 @@ LADDER = "story"  # the built-in model with the most layers
 HALVES = ("bfloat16", "float16")
 
 
-def torch_blocks(goldens: Mapping[str, Golden], rows: Sequence[Comparison]) -> Blocks:
+def torch_blocks(goldens: Mapping[str, Golden], comparisons: Sequence[Comparison]) -> Blocks:
     """Make the blocks of the page from rows of the torch path in float32 and both dtypes of half precision."""
     return {
-        "isolated": distances(rows, "isolated"),
-        "chained": distances(rows, "chained"),
-        "ladder": ladder([row for row in rows if row.model == LADDER]),
-        "teeth": teeth(goldens),
+        "isolated": distances(comparisons, "isolated"),
+        "chained": distances(comparisons, "chained"),
+        "ladder": ladder([c for c in comparisons if c.model == LADDER]),
+        "teeth": injected_mistakes(goldens),
     }
 
 
-def distances(rows: Sequence[Comparison], mode: str) -> str:
+def distances(comparisons: Sequence[Comparison], mode: str) -> str:
     """List llorch's largest distance from the goldens in each dtype, of all models and layers, and the tolerance."""
-    mine = [row for row in rows if row.mode == mode and row.place.stage != "probabilities"]
+    mine = [c for c in comparisons if c.mode == mode and c.stage_ref.stage != "probabilities"]
     columns = ["stage", *(f"{dtype}: {what}" for dtype in HALVES for what in ("llorch", "tolerance"))]
     lines = []
-    for stage in dict.fromkeys(row.stage for row in mine):
-        found = [[row for row in mine if row.stage == stage and row.backend.endswith(f"-{dtype}")] for dtype in HALVES]
+    for stage in dict.fromkeys(c.stage for c in mine):
+        found = [[c for c in mine if c.stage == stage and c.backend.endswith(f"-{dtype}")] for dtype in HALVES]
         cells = ((roughly(max(r.error for r in f)), f"~{short(max(r.tolerance for r in f), 2)}") for f in found)
         lines.append([f"`{stage}`", *(cell for pair in cells for cell in pair)])
-    models = ", ".join(dict.fromkeys(row.model for row in mine))
+    models = ", ".join(dict.fromkeys(c.model for c in mine))
     return f"Models: {models}.\n\n{table(columns, lines, right=len(columns) - 1)}"
 
 
-def ladder(rows: Sequence[Comparison]) -> str:
+def ladder(comparisons: Sequence[Comparison]) -> str:
     """List how the error of one model grows from layer to layer in each dtype, in the case `near`."""
-    chained = [row for row in rows if (row.mode, row.case, row.producer) == ("chained", "near", PRODUCERS[0])]
-    places = dict.fromkeys(row.place.key for row in chained if row.stage in ("embed", "block_out", "logits"))
-    found = {(row.place.key, row.backend.rpartition("-")[2]): row.truth_error for row in chained}
+    chained = [c for c in comparisons if (c.mode, c.case, c.engine) == ("chained", "near", ENGINES[0])]
+    places = dict.fromkeys(c.stage_ref.key for c in chained if c.stage in ("embed", "block_out", "logits"))
+    found = {(c.stage_ref.key, c.backend.rpartition("-")[2]): c.reference_error for c in chained}
     lines = ([f"`{place}`", *(roughly(found[place, dtype]) for dtype in ARITHMETICS)] for place in places)
     return table(["after", *ARITHMETICS], lines, right=len(ARITHMETICS))
 
 
-def teeth(goldens: Mapping[str, Golden]) -> str:
+def injected_mistakes(goldens: Mapping[str, Golden]) -> str:
     """Count the known mistakes of stages that fail at the tolerances of each dtype, with some model and input."""
     largest: dict[tuple[str, str], float] = {}
     for name, golden in goldens.items():
@@ -72,17 +72,17 @@ def teeth(goldens: Mapping[str, Golden]) -> str:
 def _plant(name: str, golden: Golden) -> Iterator[tuple[str, str, float]]:
     """Yield dtype, mistake and the factor over the tolerance: in the first layer, with and without a cache."""
     weights = open_weights(builtin_path(name))
-    suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
+    suite = ForwardSuite(name, weights, golden.cases, golden.engine_outputs, golden.reference)
     for case, whole in golden.cases.items():
-        trace = golden.evidence[PRODUCERS[0]].traces[case]
+        trace = golden.engine_outputs[ENGINES[0]].traces[case]
         for n_cached in (0, len(whole.ids) // 2):
             right = run(weights, whole, n_cached=n_cached, golden=trace)
             for stage in (stage for stage in STAGES if stage.applies_to(weights.config)):
                 layer = stage.first_layer(weights.config)
                 place = key(stage.name, layer)
-                want = part_of(stage, trace[place], n_cached, len(whole.ids))
+                expected = part_of(stage, trace[place], n_cached, len(whole.ids))
                 made = variants(stage, layer, trace, weights, whole, right[place], n_cached=n_cached)
                 for mistake, wrong in made.wrong:
-                    difference = measure(wrong, want, masked=stage.masked)
+                    difference = measure(wrong, expected, masked=stage.masked)
                     for dtype in ARITHMETICS:
-                        yield dtype, mistake.name, difference.over(suite.limits(case, dtype).isolated(place))
+                        yield dtype, mistake.name, difference.over(suite.tolerances(case, dtype).isolated(place))

@@ -58,8 +58,8 @@ def generated(
         )
     pages = {page(folder, number): _blocks_of(number, goldens) for number in numbers}
     if index:
-        rows = [*_forward_rows(goldens), *quantised_rows(), *training_rows()]
-        pages[folder / "README.md"] = index_blocks(rows, goldens, CHECKPOINTS, trainers())
+        comparisons = [*_forward_rows(goldens), *quantised_rows(), *training_rows()]
+        pages[folder / "README.md"] = index_blocks(comparisons, goldens, CHECKPOINTS, trainers())
     return pages
 
 
@@ -68,14 +68,14 @@ def _blocks_of(number: str, goldens: Mapping[str, Golden]) -> Blocks:
         return quantised_blocks(quantised_rows(), exact_errors())
     if number == TORCH:
         dense = {name: goldens[name] for name in BUILTIN if name in goldens}  # what half precision costs, they show
-        return torch_blocks(dense, [row for name in dense for row in torch_rows(name)])
+        return torch_blocks(dense, [c for name in dense for c in torch_rows(name)])
     if number in TRAINING:
         return training_blocks(number, training_rows())
     return page_blocks(number, _forward_rows(goldens))
 
 
 def _forward_rows(models: Iterable[str]) -> list[Comparison]:
-    return [row for name in models for row in rows_of(name)]
+    return [c for name in models for c in rows_of(name)]
 
 
 @cache  # the slow part, and goldens do not change under a running command
@@ -95,8 +95,8 @@ def torch_rows(model: str) -> Sequence[Comparison]:
     from llorch.pytorch.device import target
 
     targets = [target("cpu", dtype) for dtype in ARITHMETICS]
-    judged = (verify_stored(model, torch_runners(on, only=[""]), backend=str(on), long=False) for on in targets)
-    return [row for rows in judged for row in rows]
+    by_target = (verify_stored(model, torch_runners(on, only=[""]), backend=str(on), long=False) for on in targets)
+    return [c for comparisons in by_target for c in comparisons]
 
 
 @cache
@@ -108,7 +108,7 @@ def quantised_rows() -> Sequence[Comparison]:
 @cache
 def training_rows() -> Sequence[Comparison]:
     """List all comparisons of checkpoints 15 to 20, as NumPy runs and in float64."""
-    return [row for name in TRAINED for row in verify_training_stored(name) if row.backend in SHOWN]
+    return [c for name in TRAINED for c in verify_training_stored(name) if c.backend in SHOWN]
 
 
 def page(folder: Path, number: str) -> Path:

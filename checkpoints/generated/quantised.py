@@ -24,17 +24,17 @@ MEANINGS = {
 }
 
 
-def quantised_blocks(rows: Sequence[Comparison], exact: Mapping[str, float]) -> Blocks:
+def quantised_blocks(comparisons: Sequence[Comparison], exact: Mapping[str, float]) -> Blocks:
     """Make the generated blocks of the page.
 
     Args:
-        rows: Comparisons of checkpoint 13.
+        comparisons: Comparisons of checkpoint 13.
         exact: Model to the error of exact arithmetic, see `exact_errors`.
 
     Returns:
         Name to Markdown.
     """
-    return {"mistakes": mistakes("13"), "equal": _equal(rows), "types": _types(rows, exact)}
+    return {"mistakes": mistakes("13"), "equal": _equal(comparisons), "types": _types(comparisons, exact)}
 
 
 def exact_errors() -> dict[str, float]:
@@ -49,16 +49,16 @@ def exact_errors() -> dict[str, float]:
     return errors
 
 
-def _equal(rows: Sequence[Comparison]) -> str:
+def _equal(comparisons: Sequence[Comparison]) -> str:
     groups: dict[str, list[Comparison]] = {}
-    for row in rows:
-        if row.mode == "exact":
-            groups.setdefault(row.place.stage, []).append(row)
+    for comparison in comparisons:
+        if comparison.mode == "exact":
+            groups.setdefault(comparison.stage_ref.stage, []).append(comparison)
     lines = ([f"`{name}`", MEANINGS[name], f"{_passed(found)} of {len(found)}"] for name, found in groups.items())
     return table(("row", "compared", "equal"), lines)
 
 
-def _types(rows: Sequence[Comparison], exact: Mapping[str, float]) -> str:
+def _types(comparisons: Sequence[Comparison], exact: Mapping[str, float]) -> str:
     columns = (
         "model",
         "family",
@@ -72,20 +72,20 @@ def _types(rows: Sequence[Comparison], exact: Mapping[str, float]) -> str:
         "tolerance",
         "exact arithmetic",
     )
-    return table(columns, (_line(name, rows, exact[name]) for name in MODELS), right=8)
+    return table(columns, (_line(name, comparisons, exact[name]) for name in MODELS), right=8)
 
 
-def _line(name: str, rows: Sequence[Comparison], exact: float) -> list[str]:
-    mine = [row for row in rows if row.model == name and row.backend in BACKENDS]
+def _line(name: str, comparisons: Sequence[Comparison], exact: float) -> list[str]:
+    mine = [c for c in comparisons if c.model == name and c.backend in BACKENDS]
     cells = []
     for modes in (("isolated",), ("chained", "decode"), ("free",)):
-        found = [row for row in mine if row.mode in modes]
-        cells += [f"~{short(max(getattr(row, what) for row in found), 1)}" for what in ("error", "tolerance")]
-    flips = sum(row.flips for row in mine if row.mode == "chained" and row.backend == BACKEND)
+        found = [c for c in mine if c.mode in modes]
+        cells += [f"~{short(max(getattr(c, what) for c in found), 1)}" for what in ("error", "tolerance")]
+    flips = sum(c.flips for c in mine if c.mode == "chained" and c.backend == BACKEND)
     recipe = MODELS[name]
     kinds = sorted({ACTIVATION_TYPE[kind] for kind in recipe.types})
     return [f"`{name}`", recipe.family, ", ".join(kinds), *cells[:4], f"~{flips}", *cells[4:], f"~{short(exact, 1)}"]
 
 
-def _passed(rows: Sequence[Comparison]) -> int:
-    return sum(row.verdict == PASS for row in rows)
+def _passed(comparisons: Sequence[Comparison]) -> int:
+    return sum(c.verdict == PASS for c in comparisons)

@@ -10,19 +10,19 @@ from dataclasses import asdict
 from pathlib import Path
 
 from llorch.diagnosis.mistakes import MISTAKES, checkpoint_of, of_checkpoint
-from llorch.judging.goldens.float64_reference import WITNESS
-from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, Golden
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.goldens.forward import ENGINES, SAMPLINGS, Golden
 from llorch.judging.goldens.quantised import FOLDER as QUANTISED
-from llorch.judging.goldens.training import TRUTH
+from llorch.judging.goldens.training import PEFT_FLOAT64
 from llorch.judging.judge import Comparison
 from llorch.runtime.builtin import EVERY, goldens_folder
 from llorch.stages.comparison import PASS, TIE
 from llorch.stages.table import BY_NAME, STAGES, Stage
 
-ENGINES = {
+ENGINE_LABELS = {
     "llamacpp": "llama.cpp", "transformers": "transformers", "reader": "gguf package", "peft": "PEFT",
-    "ours": "llorch's file, loaded by llama.cpp", WITNESS: "transformers in float64",
-    TRUTH: "PEFT in float64",
+    "ours": "llorch's file, loaded by llama.cpp", FLOAT64_REFERENCE: "transformers in float64",
+    PEFT_FLOAT64: "PEFT in float64",
 }  # fmt: skip
 MODES = ("isolated", "chained", "decode")
 PACKAGE = Path(__file__).resolve().parents[2] / "llorch"
@@ -30,19 +30,19 @@ PACKAGE = Path(__file__).resolve().parents[2] / "llorch"
 Blocks = Mapping[str, str]  # name of a generated part -> its Markdown
 
 
-def page_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
+def page_blocks(number: str, comparisons: Sequence[Comparison]) -> Blocks:
     """Make the generated blocks of one checkpoint's page.
 
     Args:
         number: The checkpoint.
-        rows: Comparisons of all checkpoints and models.
+        comparisons: Comparisons of all checkpoints and models.
 
     Returns:
         Name to Markdown, only the parts that this checkpoint has.
     """
-    mine = [row for row in rows if row.checkpoint == number]
-    measured = [row for row in mine if row.mode != "exact"]
-    exact = [row for row in mine if row.mode == "exact"]
+    mine = [c for c in comparisons if c.checkpoint == number]
+    measured = [c for c in mine if c.mode != "exact"]
+    exact = [c for c in mine if c.mode == "exact"]
     in_table = [stage for stage in STAGES if stage.checkpoint == number]
     blocks = {"mistakes": mistakes(number)}
     if in_table:
@@ -65,32 +65,32 @@ def stages(rows: Sequence[Stage]) -> str:
     )
 
 
-def distances(rows: Sequence[Comparison]) -> str:
+def distances(comparisons: Sequence[Comparison]) -> str:
     """List distances from float64 of the engines and of llorch in float64 and float32, with the tolerance of float32.
 
     Args:
-        rows: Measured rows of one checkpoint, any number of models and layers.
+        comparisons: Measured rows of one checkpoint, any number of models and layers.
 
     Returns:
         One line per stage, mode and case: the largest number of all models and layers.
     """
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
-    for row in rows:
-        groups.setdefault((row.stage, row.mode, row.place.case), []).append(row)
+    for comparison in comparisons:
+        groups.setdefault((comparison.stage, comparison.mode, comparison.stage_ref.case), []).append(comparison)
     ordered = sorted(groups, key=lambda k: (_place(k[0]), MODES.index(k[1]), k[2] != "near"))
     llorch = ("llorch float64", "llorch float32", "tolerance")
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in PRODUCERS), *llorch)
+    columns = ("stage", "mode", "case", *(ENGINE_LABELS[p] for p in ENGINES), *llorch)
     lines = ([f"`{stage}`", mode, case, *_largest(groups[stage, mode, case])] for stage, mode, case in ordered)
-    return f"{_models(rows)}.\n\n{table(columns, lines, right=5)}"
+    return f"{_models(comparisons)}.\n\n{table(columns, lines, right=5)}"
 
 
-def equal(rows: Sequence[Comparison]) -> str:
+def equal(comparisons: Sequence[Comparison]) -> str:
     """Count the models in which everything that must be equal is equal."""
     groups: dict[tuple[str, str], list[Comparison]] = {}
-    for row in rows:
-        groups.setdefault((row.stage, row.producer), []).append(row)
-    lines = ([f"`{stage}`", ENGINES[producer], _verdicts(of)] for (stage, producer), of in groups.items())
-    return f"{_models(rows)}.\n\n{table(('compared', 'with', 'equal'), lines)}"
+    for comparison in comparisons:
+        groups.setdefault((comparison.stage, comparison.engine), []).append(comparison)
+    lines = ([f"`{stage}`", ENGINE_LABELS[engine], _verdicts(of)] for (stage, engine), of in groups.items())
+    return f"{_models(comparisons)}.\n\n{table(('compared', 'with', 'equal'), lines)}"
 
 
 def settings() -> str:
@@ -110,12 +110,12 @@ def mistakes(number: str) -> str:
 
 
 def index_blocks(
-    rows: Sequence[Comparison], goldens: Mapping[str, Golden], names: Mapping[str, str], trainers: Iterable[str]
+    comparisons: Sequence[Comparison], goldens: Mapping[str, Golden], names: Mapping[str, str], trainers: Iterable[str]
 ) -> Blocks:
     """Make the generated blocks of the index.
 
     Args:
-        rows: Comparisons of all checkpoints and models.
+        comparisons: Comparisons of all checkpoints and models.
         goldens: Model to goldens.
         names: Checkpoint number to name.
         trainers: Engines that made the training goldens, a line each.
@@ -123,25 +123,32 @@ def index_blocks(
     Returns:
         Name to Markdown.
     """
-    witnesses = {line for name, golden in goldens.items() for line in _witnesses(name, golden)}
+    engines = {line for name, golden in goldens.items() for line in _engines_of(name, golden)}
     lines = (
-        [number, f"[{name}]({number}_{name}/README.md)", _compared(number, rows), str(len(of_checkpoint(number)) or "")]
+        [
+            number,
+            f"[{name}]({number}_{name}/README.md)",
+            _compared(number, comparisons),
+            str(len(of_checkpoint(number)) or ""),
+        ]
         for number, name in names.items()
     )
     return {
         "checkpoints": table(("no", "page", "compared", "mistakes"), lines),
-        "witnesses": "\n".join(f"- {line}" for line in sorted({*witnesses, *trainers})),
-        "routes": table(("model", "reference engine", "load path of its file"), routes(rows)),
+        "witnesses": "\n".join(f"- {line}" for line in sorted({*engines, *trainers})),
+        "routes": table(("model", "reference engine", "load path of its file"), routes(comparisons)),
     }
 
 
-def routes(rows: Sequence[Comparison]) -> Iterator[Sequence[str]]:
+def routes(comparisons: Sequence[Comparison]) -> Iterator[Sequence[str]]:
     """List the load paths by which files came into the engines."""
     models: dict[tuple[str, str], dict[str, None]] = {}
-    for row in rows:
-        if row.route is not None:
-            name = QUANTISED if row.checkpoint == "13" else row.model
-            models.setdefault((ENGINES.get(row.producer, row.producer), str(row.route)), {})[name] = None
+    for comparison in comparisons:
+        if comparison.load_path is not None:
+            name = QUANTISED if comparison.checkpoint == "13" else comparison.model
+            models.setdefault((ENGINE_LABELS.get(comparison.engine, comparison.engine), str(comparison.load_path)), {})[
+                name
+            ] = None
     return ([", ".join(names), engine, route] for (engine, route), names in sorted(models.items()))
 
 
@@ -179,11 +186,11 @@ def link(function: str) -> str:
     return f"[`{'.'.join(names)}`](../../llorch/{file.relative_to(PACKAGE).as_posix()})"
 
 
-def _largest(rows: Sequence[Comparison]) -> list[str]:
-    engines = [max(row.producer_error for row in rows if row.producer == producer) for producer in PRODUCERS]
-    wide = max((row.error for row in rows if row.producer == WITNESS), default=math.nan)
-    ours = max(row.truth_error for row in rows if row.producer != WITNESS)  # NaN of all isolated rows
-    allowed = max(row.tolerance for row in rows)
+def _largest(comparisons: Sequence[Comparison]) -> list[str]:
+    engines = [max(c.engine_error for c in comparisons if c.engine == engine) for engine in ENGINES]
+    wide = max((c.error for c in comparisons if c.engine == FLOAT64_REFERENCE), default=math.nan)
+    ours = max(c.reference_error for c in comparisons if c.engine != FLOAT64_REFERENCE)  # NaN of all isolated rows
+    allowed = max(c.tolerance for c in comparisons)
     return [*(short(distance, 2) for distance in engines), *(roughly(n) for n in (wide, ours)), f"~{short(allowed, 2)}"]
 
 
@@ -192,14 +199,14 @@ def roughly(distance: float) -> str:
     return "" if math.isnan(distance) else f"~{short(distance, 1)}"
 
 
-def _verdicts(rows: Sequence[Comparison]) -> str:
-    ties = sum(row.verdict == TIE for row in rows)
-    passed = f"{sum(row.verdict == PASS for row in rows)} of {len(rows)}"
+def _verdicts(comparisons: Sequence[Comparison]) -> str:
+    ties = sum(c.verdict == TIE for c in comparisons)
+    passed = f"{sum(c.verdict == PASS for c in comparisons)} of {len(comparisons)}"
     return passed + (f", {ties} part at a near-tie" if ties else "")
 
 
-def _models(rows: Sequence[Comparison]) -> str:
-    return "Models: " + ", ".join(dict.fromkeys(row.model for row in rows))
+def _models(comparisons: Sequence[Comparison]) -> str:
+    return "Models: " + ", ".join(dict.fromkeys(c.model for c in comparisons))
 
 
 def _place(stage: str) -> int:
@@ -207,18 +214,18 @@ def _place(stage: str) -> int:
     return list(BY_NAME).index(stage) if stage in BY_NAME else -1
 
 
-def _compared(number: str, rows: Sequence[Comparison]) -> str:
-    mine = [row for row in rows if row.checkpoint == number]
-    found = dict.fromkeys(row.place.stage for row in mine if row.mode != "decode")
+def _compared(number: str, comparisons: Sequence[Comparison]) -> str:
+    mine = [c for c in comparisons if c.checkpoint == number]
+    found = dict.fromkeys(c.stage_ref.stage for c in mine if c.mode != "decode")
     named = ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"
     return named + ("; every stage again, in two passes" if number == "03" else "")
 
 
-def _witnesses(model: str, golden: Golden) -> Iterator[str]:
+def _engines_of(model: str, golden: Golden) -> Iterator[str]:
     engines, machine = golden.provenance["engines"], golden.provenance["machine"]
     assert isinstance(engines, Mapping)
-    for name, reason in golden.cannot_judge.items():
-        yield f"{ENGINES[name]} is no reference engine for {model}: {reason}"
+    for name, reason in golden.unsupported_reason.items():
+        yield f"{ENGINE_LABELS[name]} is no reference engine for {model}: {reason}"
     if ggml := engines.get("llamacpp"):
         versions = f"llama-cpp-python {ggml['llama_cpp_python']}, ggml {ggml['ggml']}"
         yield f"llama.cpp: {versions}, {machine}: {ggml['system']}"

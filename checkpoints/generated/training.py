@@ -3,23 +3,23 @@
 import math
 from collections.abc import Iterator, Mapping, Sequence
 
-from checkpoints.generated.tables import ENGINES, Blocks, equal, link, mistakes, roughly, short, table
+from checkpoints.generated.tables import ENGINE_LABELS, Blocks, equal, link, mistakes, roughly, short, table
 from llorch.judging.expectations.training_places import LLAMACPP, MODES, PEFT, TRANSFORMERS
 from llorch.judging.expectations.training_stages import BY_GROUP, TRAINING_STAGES
-from llorch.judging.goldens.training import HALF_DTYPES, MODELS, TRUTH, TrainingGolden, read
+from llorch.judging.goldens.training import HALF_DTYPES, MODELS, PEFT_FLOAT64, TrainingGolden, read
 from llorch.judging.judge import Comparison
 from llorch.runtime.builtin import goldens_folder
 
 HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of them
 
 
-def training_blocks(number: str, rows: Sequence[Comparison]) -> Blocks:
+def training_blocks(number: str, comparisons: Sequence[Comparison]) -> Blocks:
     """Make the generated blocks of one page, by name, from the rows of checkpoints 15 to 20."""
-    mine = [row for row in rows if row.checkpoint == number]
-    exact = [row for row in mine if row.mode == "exact"]
+    mine = [c for c in comparisons if c.checkpoint == number]
+    exact = [c for c in mine if c.mode == "exact"]
     blocks = {
         "stages": stages(number),
-        "distances": distances([row for row in mine if row.mode != "exact"]),
+        "distances": distances([c for c in mine if c.mode != "exact"]),
         "mistakes": mistakes(number),
     }
     blocks |= {"equal": equal(exact)} if exact else {}
@@ -33,21 +33,21 @@ def stages(number: str) -> str:
     return table(columns, ([f"`{s.name}`", f"`{s.formula}`", link(s.function), s.peft] for s in found))
 
 
-def distances(rows: Sequence[Comparison]) -> str:
+def distances(comparisons: Sequence[Comparison]) -> str:
     """List distances from float64 of the engines and of llorch in float64 and float32, with the tolerance of float32.
 
     One line per group of stages, mode and case: the largest number of all models, layers and tensors.
     """
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
-    for row in rows:
-        groups.setdefault((row.place.stage, row.mode, row.case), []).append(row)
+    for comparison in comparisons:
+        groups.setdefault((comparison.stage_ref.stage, comparison.mode, comparison.case), []).append(comparison)
     places = list(BY_GROUP)
     ordered = sorted(groups, key=lambda k: (places.index(k[0]), MODES.index(k[1])))
-    producers = [p for p in (LLAMACPP, TRANSFORMERS, PEFT) if any(row.producer == p for row in rows)]
+    engines = [p for p in (LLAMACPP, TRANSFORMERS, PEFT) if any(c.engine == p for c in comparisons)]
     llorch = ("llorch float64", "llorch float32", "tolerance")
-    columns = ("stage", "mode", "case", *(ENGINES[p] for p in producers), *llorch)
-    lines = ([f"`{at[0]}`", *at[1:], *_largest(groups[at], producers)] for at in ordered)
-    return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=len(producers) + 3)}"
+    columns = ("stage", "mode", "case", *(ENGINE_LABELS[p] for p in engines), *llorch)
+    lines = ([f"`{at[0]}`", *at[1:], *_largest(groups[at], engines)] for at in ordered)
+    return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=len(engines) + 3)}"
 
 
 def half() -> str:
@@ -55,9 +55,9 @@ def half() -> str:
     goldens = [read(goldens_folder() / model) for model in MODELS]
     columns = ["no", "stage", "mode"]
     for dtype in HALF_DTYPES:
-        columns += [f"{dtype}: {ENGINES[PEFT]}", "tolerance"]
-    judged = goldens[0].half_errors[HALF_DTYPES[0]]
-    made = [(stage, mode) for stage in TRAINING_STAGES for mode in MODES if stage.name in judged.get(mode, {})]
+        columns += [f"{dtype}: {ENGINE_LABELS[PEFT]}", "tolerance"]
+    half_errors = goldens[0].half_errors[HALF_DTYPES[0]]
+    made = [(stage, mode) for stage in TRAINING_STAGES for mode in MODES if stage.name in half_errors.get(mode, {})]
     lines = ([s.checkpoint, f"`{s.name}`", mode, *_half_cells(goldens, mode, s.name)] for s, mode in made)
     return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=len(columns) - 3)}"
 
@@ -82,12 +82,12 @@ def _half_cells(goldens: Sequence[TrainingGolden], mode: str, name: str) -> Iter
         yield short(max(t.error for t in allowed if t), 2) if all(allowed) else "of float32"
 
 
-def _largest(rows: Sequence[Comparison], producers: Sequence[str]) -> list[str]:
+def _largest(comparisons: Sequence[Comparison], engines: Sequence[str]) -> list[str]:
     cells = []
-    for name in producers:
-        found = [row.producer_error for row in rows if row.producer == name]
+    for name in engines:
+        found = [c.engine_error for c in comparisons if c.engine == name]
         cells.append(short(max(found), 2) if found else "-")
-    wide = max((row.error for row in rows if row.producer == TRUTH), default=math.nan)
-    narrow = [row for row in rows if row.producer != TRUTH]
-    ours, allowed = max(row.truth_error for row in narrow), max(row.tolerance for row in narrow)
+    wide = max((c.error for c in comparisons if c.engine == PEFT_FLOAT64), default=math.nan)
+    narrow = [c for c in comparisons if c.engine != PEFT_FLOAT64]
+    ours, allowed = max(c.reference_error for c in narrow), max(c.tolerance for c in narrow)
     return [*cells, roughly(wide), roughly(ours), short(allowed, 2)]

@@ -9,9 +9,9 @@ verb checks which options go together, calls the package that does the work, and
     run, tokenize, trace, dump_writer, convert, inspect (`contents`, `weight_types`), bench, quality, data/, lora/,
     learn/            the verbs
     chat              `chat_session` is the conversation, `slash_commands` its commands
-    diagnose, diff    values of other engines: `dumped` reads them, `diagnosed` prints the findings
-    verify            `judging` runs what is asked for (`on_torch` with torch), `judged` groups and counts the rows,
-                      `report` prints them; `against` judges by a dump
+    diagnose, diff    values of other engines: `dump_input` reads them, `diagnose_table` prints the findings
+    verify            `verify_plan` runs what is asked for (`on_torch` with torch), `verify_summary` counts,
+                      `report` prints them; `verify_dump` judges by a dump
 """
 
 from textwrap import fill

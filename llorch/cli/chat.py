@@ -75,7 +75,7 @@ def command(
     Type /help for the commands: change a message, try again, save, trace every stage, and more. Ctrl-C stops an
     answer, Ctrl-D ends the conversation.
     """
-    from llorch.cli.chat_session import Talk
+    from llorch.cli.chat_session import ChatSession
     from llorch.cli.inputs import chosen_numerics, conversation, model_path, say_plan
     from llorch.ops.sampling import SamplingSettings
 
@@ -102,7 +102,7 @@ def command(
         loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=CONTEXT)
         say_plan(loaded)
     loaded.chats.settings = template
-    talk = Talk(loaded, before, settings, max_tokens=max_tokens)
+    talk = ChatSession(loaded, before, settings, max_tokens=max_tokens)
     threads = use_threads(loaded.config)
     if adapter is not None:
         talk.adapter = load_adapter(loaded, adapter, any_base=any_base)

@@ -35,7 +35,7 @@ class Counted:
     rest: float = 0.0  # seconds of the others
 
 
-class Talk:
+class ChatSession:
     """One conversation with one model."""
 
     def __init__(

@@ -198,7 +198,7 @@ def _layers_by_kind(kinds: list[str]) -> dict[str, str]:
 
 def _in_words(layer: Mapping[str, Any]) -> str:
     words = {"experts": layer["experts"], "no RoPE": not layer["rope"], "norms of heads": layer["head_norm"]}
-    words |= {"temperature": layer["tempered"]}
+    words |= {"temperature": layer["has_attention_temperature"]}
     words |= {f"{name} of {layer[name]}": layer[name] for name in ("window", "chunk")}
     return ", ".join([layer["mixer"], *(word for word, there in words.items() if there)])
 

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.dumped import dump_path, first_position_option, map_option
+from llorch.cli.dump_input import dump_path, first_position_option, map_option
 from llorch.cli.options import (
     MODEL,
     TEXT,
@@ -65,8 +65,8 @@ def command(
     tokens, 11 other positions, 12 the other side of a norm, 13 an unknown layout, 14 other weights, 15 another run
     than the one in production.
     """
-    from llorch.cli.diagnosed import print_diagnosis
-    from llorch.cli.dumped import require_folders, write_text
+    from llorch.cli.diagnose_table import print_diagnosis
+    from llorch.cli.dump_input import require_folders, write_text
     from llorch.cli.outcome import DIFFERS, MISSING
     from llorch.cli.output import to_json
     from llorch.cli.tables import console
@@ -97,13 +97,13 @@ def _diagnose_stages(
     first_position: int | None,
 ) -> "Diagnosis":  # fmt: skip
     """Plan the judging of a dump of a forward pass, and diagnose it."""
-    from llorch.cli.dumped import plan_dump
+    from llorch.cli.dump_input import plan_dump
     from llorch.cli.output import progress
     from llorch.diagnosis.diagnose import diagnose
 
     plan = plan_dump(dump, model, mapping=mapping, prompt=prompt, tokens=tokens, first_position=first_position)
     with progress(f"diagnosing {dump}") as tell:
-        return diagnose(plan.weights, plan.dump, model=model, say=tell)
+        return diagnose(plan.weights, plan.dump, model=model, progress=tell)
 
 
 def _diagnose_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.dumped import dump_path, first_position_option, map_option
+from llorch.cli.dump_input import dump_path, first_position_option, map_option
 from llorch.cli.options import MODEL, group, json_option, page_option, tokens_option, verb
 
 if TYPE_CHECKING:
@@ -126,8 +126,8 @@ def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:
 def _record(reports: "dict[int, Report]") -> dict[str, object]:
     first = _first_divergence(reports)
     stages = [
-        {"pass": n_pass, "stage": name, "error": each.error, "worst": each.worst, "limit": report.tolerance.error,
-         "index": list(each.index), "a": each.got, "b": each.want, "fault": each.fault}
+        {"pass": n_pass, "stage": name, "error": each.error, "worst": each.worst, "tolerance": report.tolerance.error,
+         "index": list(each.index), "a": each.actual, "b": each.expected, "fault": each.fault}
         for n_pass, report in reports.items() for name, each in report.differences.items()
     ]  # fmt: skip
     return {
@@ -142,7 +142,7 @@ def _only(reports: "dict[int, Report]", side: str) -> list[str]:
     return [name for report in reports.values() for name in report.only[_SIDES[side]]]
 
 
-_SIDES = {"a": "got", "b": "want"}  # as `compare` calls them
+_SIDES = {"a": "actual", "b": "expected"}  # as `compare` calls them
 
 
 def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]) -> None:

@@ -104,11 +104,7 @@ MODEL = ModelSpec()
 
 
 def verb(
-    summary: str,
-    *examples: str,
-    page: str = "",
-    foreign: Mapping[str, str] = {},
-    common: Collection[str] = (),
+    summary: str, *examples: str, page: str = "", foreign: Mapping[str, str] = {}, common: Collection[str] = ()
 ) -> Callable[[Callable], click.Command]:
     """Make a command with a help page; see `Page` and `Verb` for `page`, `common` and `foreign`.
 

@@ -81,11 +81,11 @@ def command(
     about: dict[str, Any] = {"reference": reference} if model else {}
     about |= {"model": specs[-1], "numerics": str(arithmetic), "text": str(path)}
     about |= {"context": windows.context, "windows": len(windows), "tokens": len(windows.ids)}
-    judged = _judge(models, windows)
+    scores = _judge(models, windows)
     if as_json:
-        click.echo(to_json(about | asdict(judged), indent=1))
+        click.echo(to_json(about | asdict(scores), indent=1))
     else:
-        _print_quality(about, judged)
+        _print_quality(about, scores)
 
 
 def _read_text(path: Path) -> str:
@@ -159,39 +159,39 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
     return done
 
 
-def _print_quality(about: dict[str, Any], judged: "ModelDifference | Prediction") -> None:
+def _print_quality(about: dict[str, Any], scores: "ModelDifference | Prediction") -> None:
     from llorch.apps.evaluate.scores import ModelDifference
     from llorch.cli.tables import console, print_table, table
 
     out = console()
     unused = about["tokens"] - about["windows"] * about["context"]
-    cut = f"{about['windows']} windows of {about['context']} tokens, {judged.n_scored} scored, {unused} unused"
+    cut = f"{about['windows']} windows of {about['context']} tokens, {scores.n_scored} scored, {unused} unused"
     out.print(f"{about['text']}: {cut}")
     rows = table("figure", ">value", ">+-")
-    for what, figure in (_comparison_lines if isinstance(judged, ModelDifference) else _prediction_lines)(judged):  # type: ignore[arg-type]
+    for what, figure in (_comparison_lines if isinstance(scores, ModelDifference) else _prediction_lines)(scores):  # type: ignore[arg-type]
         times = 100 if what.endswith("(%)") else 1
         value, error = (figure, None) if isinstance(figure, int | float) else (figure.value, figure.error)
         rows.add_row(what, f"{times * value:.7g}", "" if error is None else f"{times * error:.2g}")
     print_table(out, rows)
 
 
-def _prediction_lines(judged: "Prediction") -> list[Line]:
+def _prediction_lines(scores: "Prediction") -> list[Line]:
     """List the printed figures of one model: name and value."""
-    return [("perplexity", judged.perplexity), ("loss (nats)", judged.loss)]
+    return [("perplexity", scores.perplexity), ("loss (nats)", scores.loss)]
 
 
-def _comparison_lines(judged: "ModelDifference") -> list[Line]:
+def _comparison_lines(scores: "ModelDifference") -> list[Line]:
     """List the printed figures of a model against a reference: name and value."""
     return [
-        ("perplexity of the reference", judged.reference_perplexity),
-        ("perplexity of the model", judged.perplexity),
-        ("perplexity, difference", judged.perplexity_difference),
-        ("perplexity, ratio", judged.perplexity_ratio),
-        ("perplexity, ln of the ratio", judged.perplexity_log_ratio),
-        ("KL divergence, mean (nats)", judged.kl),
-        *((f"KL divergence, {share}", value) for share, value in judged.kl_quantiles.items()),
-        ("same most likely token (%)", judged.same_top),
-        ("probability of the right token, RMS change (%)", judged.p_rms),
-        ("probability of the right token, mean change (%)", judged.p_mean),
-        ("probability of the right token, largest change (%)", judged.p_max),
+        ("perplexity of the reference", scores.reference_perplexity),
+        ("perplexity of the model", scores.perplexity),
+        ("perplexity, difference", scores.perplexity_difference),
+        ("perplexity, ratio", scores.perplexity_ratio),
+        ("perplexity, ln of the ratio", scores.perplexity_log_ratio),
+        ("KL divergence, mean (nats)", scores.kl),
+        *((f"KL divergence, {share}", value) for share, value in scores.kl_quantiles.items()),
+        ("same most likely token (%)", scores.same_top),
+        ("probability of the right token, RMS change (%)", scores.p_rms),
+        ("probability of the right token, mean change (%)", scores.p_mean),
+        ("probability of the right token, largest change (%)", scores.p_max),
     ]

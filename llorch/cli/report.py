@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from llorch.cli.judged import TRAINING, JudgedModel, Line, first_failure, lines
 from llorch.cli.tables import print_table, table
+from llorch.cli.verify_summary import TRAINING, Line, ModelReport, first_failure, lines
 from llorch.engines import LoadPath
 from llorch.judging.expectations.long_contexts import IN_PARTS
-from llorch.judging.goldens.float64_reference import WITNESS
-from llorch.judging.goldens.forward import PRODUCERS
-from llorch.judging.goldens.training import TRUTH
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.goldens.forward import ENGINES
+from llorch.judging.goldens.training import PEFT_FLOAT64
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS
 from llorch.ops.precision import WIDE_LIMIT
@@ -54,41 +54,41 @@ _DUMP = (
     "to find the mistake behind a failure, run llorch diagnose"
 )
 _ABOUT_FILE = "this compares engines that all load this file; it cannot show that the file was converted correctly"
-TRAINING_PRODUCERS = ("llamacpp", "peft")
-ENGINES = {"llamacpp": "llama.cpp", "transformers": "transformers", "peft": "PEFT"}
+TRAINING_ENGINES = ("llamacpp", "peft")
+ENGINE_LABELS = {"llamacpp": "llama.cpp", "transformers": "transformers", "peft": "PEFT"}
 WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
 _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 
 
-def print_line(out: Console, judged: JudgedModel, name_width: int) -> None:
+def print_line(out: Console, report: ModelReport, name_width: int) -> None:
     """Print one line: name, verdict, how many comparisons pass, what llorch was compared with, seconds, exceptions."""
-    counts = Counter(row.verdict for row in judged.rows)
-    producers = {row.producer for row in judged.rows}
-    engines = [name for producer, name in ENGINES.items() if producer in producers]
-    engines += ["float64"] if producers & {WITNESS, TRUTH} else []
-    exceptions = {**{verdict: counts[verdict] for verdict in (FAIL, TIE)}, NOT_RUN: judged.n_not_run}
+    counts = Counter(c.verdict for c in report.comparisons)
+    compared_engines = {c.engine for c in report.comparisons}
+    engines = [name for engine, name in ENGINE_LABELS.items() if engine in compared_engines]
+    engines += ["float64"] if compared_engines & {FLOAT64_REFERENCE, PEFT_FLOAT64} else []
+    exceptions = {**{verdict: counts[verdict] for verdict in (FAIL, TIE)}, NOT_RUN: report.n_not_run}
     cells = (
-        f"{judged.model:<{name_width}}", judged.backend, f"{judged.verdict:<7}",
-        f"{f'{counts[PASS]:,} of {len(judged.rows):,}':>16}", f"{', '.join(engines):<38}", f"{judged.seconds:>5.1f} s",
-        ", ".join(_format_counts(exceptions)),
+        f"{report.model:<{name_width}}", report.backend, f"{report.verdict:<7}",
+        f"{f'{counts[PASS]:,} of {len(report.comparisons):,}':>16}", f"{', '.join(engines):<38}",
+        f"{report.seconds:>5.1f} s", ", ".join(_format_counts(exceptions)),
     )  # fmt: skip
     line = Text("   ".join(cell for cell in cells if cell))
-    line.highlight_words([judged.verdict], _STYLES[judged.verdict])
+    line.highlight_words([report.verdict], _STYLES[report.verdict])
     out.print(line)
 
 
-def print_brief_end(out: Console, models: Sequence[JudgedModel], absent: Mapping[str, str], counts: Mapping) -> None:
+def print_brief_end(out: Console, models: Sequence[ModelReport], absent: Mapping[str, str], counts: Mapping) -> None:
     """Print the table of each model that failed, the reasons of those that did not run, and one line that counts."""
     failing = (FAIL, TIE) if counts["strict"] else (FAIL,)
-    for judged in models:
-        if judged.verdict in failing:
+    for report in models:
+        if report.verdict in failing:
             out.print()
-            print_model(out, judged, detail=False)
-            _print_failure(out, judged)
-        elif judged.verdict == NOT_RUN:
-            _print_reasons(out, judged)
+            print_model(out, report, detail=False)
+            _print_failure(out, report)
+        elif report.verdict == NOT_RUN:
+            _print_reasons(out, report)
     _print_absent(out, absent)
-    n_not_run = counts["checkpoints_not_run"] + len(counts["cannot_judge"]) + len(absent)
+    n_not_run = counts["checkpoints_not_run"] + len(counts["unsupported"]) + len(absent)
     exceptions = {FAIL: counts["failed"], TIE: counts["ties"], NOT_RUN: n_not_run}
     passed = f"{counts['passed']:,} of {counts['comparisons']:,} comparisons {PASS}"
     text = ", ".join([_count(counts["models"], "model"), passed, *_format_counts(exceptions)])
@@ -99,106 +99,106 @@ def _format_counts(counts: Mapping[str, int]) -> list[str]:
     return [f"{n:,} {verdict}" for verdict, n in counts.items() if n]
 
 
-def print_model(out: Console, judged: JudgedModel, *, detail: bool) -> None:
+def print_model(out: Console, report: ModelReport, *, detail: bool) -> None:
     """Print the table of one model; `detail` has a line per stage and where its row lies, not one per checkpoint."""
-    backend = f"   {judged.backend}" if judged.backend else ""
-    witness = f"   one reference engine: {judged.witnesses[0]}" if len(judged.witnesses) == 1 else ""
-    out.print(Text(judged.model + backend + witness, "bold"))
-    if judged.numerics:
-        out.print(judged.numerics)
-    every = lines(judged, by_stage=detail)
-    for line in routes(judged):
+    backend = f"   {report.backend}" if report.backend else ""
+    engine = f"   one reference engine: {report.engines[0]}" if len(report.engines) == 1 else ""
+    out.print(Text(report.model + backend + engine, "bold"))
+    if report.numerics:
+        out.print(report.numerics)
+    every = lines(report, by_stage=detail)
+    for line in routes(report):
         out.print(line)
     training = [line for line in every if line.checkpoint in TRAINING]
-    producers = () if judged.dump else PRODUCERS
-    _print_lines(out, judged, [line for line in every if line not in training], producers, detail=detail)
+    engines = () if report.dump else ENGINES
+    _print_lines(out, report, [line for line in every if line not in training], engines, detail=detail)
     if training:
-        _print_lines(out, judged, training, TRAINING_PRODUCERS, detail=detail)
-    for row in judged.rows:
-        if row.note and row.verdict == PASS and row.model == judged.model:
-            out.print(f"{row.stage}, {row.case}: {row.note}")
-    _print_reasons(out, judged)
-    for tie in _ties(judged):
+        _print_lines(out, report, training, TRAINING_ENGINES, detail=detail)
+    for comparison in report.comparisons:
+        if comparison.note and comparison.verdict == PASS and comparison.model == report.model:
+            out.print(f"{comparison.stage}, {comparison.case}: {comparison.note}")
+    _print_reasons(out, report)
+    for tie in _ties(report):
         out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]))
-    if judged.is_users and judged.rows:
+    if report.is_users and report.comparisons:
         out.print(_ABOUT_FILE)
     out.print()
 
 
-def _print_reasons(out: Console, judged: JudgedModel) -> None:
+def _print_reasons(out: Console, report: ModelReport) -> None:
     """Print what was not run, and why."""
-    for reason in judged.not_run:
+    for reason in report.not_run:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]))
-    for engine, reason in judged.cannot_judge.items():
-        out.print(Text(f"{NOT_RUN}: {engine} cannot judge {judged.model}: {reason}", _STYLES[NOT_RUN]))
-    for note in judged.notes:
+    for engine, reason in report.unsupported_reason.items():
+        out.print(Text(f"{NOT_RUN}: {engine} cannot judge {report.model}: {reason}", _STYLES[NOT_RUN]))
+    for note in report.notes:
         out.print(f"note: {note}", highlight=False)
 
 
-def routes(judged: JudgedModel) -> list[str]:
+def routes(report: ModelReport) -> list[str]:
     """Write a line for each load path on which the engine did not read or decode all of the file itself."""
     found: dict[LoadPath, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
-    for row in judged.rows:
-        if row.route is not None and not row.route.is_direct:
-            found[row.route][row.producer].add(row.checkpoint)
+    for comparison in report.comparisons:
+        if comparison.load_path is not None and not comparison.load_path.is_direct:
+            found[comparison.load_path][comparison.engine].add(comparison.checkpoint)
     return [
-        f"{', '.join(f'{p} at {min(at)}' if len(at) == 1 else p for p, at in producers.items())}: {route}"
-        for route, producers in found.items()
+        f"{', '.join(f'{p} at {min(at)}' if len(at) == 1 else p for p, at in engines.items())}: {load_path}"
+        for load_path, engines in found.items()
     ]
 
 
 def _print_lines(
-    out: Console, judged: JudgedModel, found: Sequence[Line], producers: Sequence[str], *, detail: bool
+    out: Console, report: ModelReport, found: Sequence[Line], engines: Sequence[str], *, detail: bool
 ) -> None:
     """Print one table of checkpoints that were compared with the same engines."""
-    rows = table("checkpoint", ">rows", ">error", ">llorch", *(f">{p}" for p in producers), ">tolerance", "verdict")
+    rows = table("checkpoint", ">rows", ">error", ">llorch", *(f">{p}" for p in engines), ">tolerance", "verdict")
     for column, width in zip(rows.columns, WIDTHS, strict=False):
         column.min_width = width
-    rows.columns[-3].min_width = len(PRODUCERS[-1])
+    rows.columns[-3].min_width = len(ENGINES[-1])
     if detail:
         rows.add_column("where", no_wrap=True)
     for line in found:
         name = f"{line.checkpoint:<3} {line.stage or CHECKPOINTS[line.checkpoint]}"
-        cells = [name, str(line.n_rows), *_format_errors(line, producers), Text(line.verdict, _STYLES[line.verdict])]
-        where = _where(line.closest) + (f", {line.closest.backend}" if judged.backend and line.closest else "")
+        cells = [name, str(line.n_rows), *_format_errors(line, engines), Text(line.verdict, _STYLES[line.verdict])]
+        where = _where(line.closest) + (f", {line.closest.backend}" if report.backend and line.closest else "")
         rows.add_row(*cells, *([where] if detail else []))
     print_table(out, rows)
 
 
-def legend(models: Sequence[JudgedModel]) -> str:
+def legend(models: Sequence[ModelReport]) -> str:
     """Explain the columns, for the arithmetics that were judged."""
-    if any(judged.dump for judged in models):
+    if any(report.dump for report in models):
         return _DUMP
-    exact = _ROWS if any(not judged.numerics and not judged.backend for judged in models) else ""
-    backends = [judged.backend for judged in models if judged.backend]
+    exact = _ROWS if any(not report.numerics and not report.backend for report in models) else ""
+    backends = [report.backend for report in models if report.backend]
     torch = (
         _TORCH_ROWS.format(split=_SPLIT if re.search("-[dt]p[0-9]", "".join(backends)) else _WAYS) if backends else ""
     )
-    training = _TRAINING if any(row.checkpoint in TRAINING for judged in models for row in judged.rows) else ""
+    training = _TRAINING if any(c.checkpoint in TRAINING for report in models for c in report.comparisons) else ""
     return (
         exact
         + torch
         + (_CASES if exact or torch else "")
         + _COLUMNS
-        + (_DERIVED if any(judged.numerics for judged in models) else "")
+        + (_DERIVED if any(report.numerics for report in models) else "")
         + training
     )
 
 
-def print_end(out: Console, models: Sequence[JudgedModel], absent: Mapping[str, str], counts: Mapping) -> None:
+def print_end(out: Console, models: Sequence[ModelReport], absent: Mapping[str, str], counts: Mapping) -> None:
     """Print the legend, what failed first in each model, the backends that nothing ran on, and the closing line."""
     out.print(legend(models))
-    for judged in models:
-        _print_failure(out, judged)
+    for report in models:
+        _print_failure(out, report)
     _print_absent(out, absent)
     if counts["float64"]:
         out.print(float64_line(counts["float64"]))
     out.print(closing_line(counts))
 
 
-def _print_failure(out: Console, judged: JudgedModel) -> None:
+def _print_failure(out: Console, report: ModelReport) -> None:
     """Print what failed first, if anything did."""
-    for line in failure_report(judged):
+    for line in failure_report(report):
         out.print(Text(line, _STYLES[FAIL]))
 
 
@@ -212,52 +212,62 @@ def float64_line(worst: Mapping) -> str:
     """Format the largest error of llorch's float64 against the float64 reference as one line."""
     place = worst["stage"] if worst["layer"] is None else f"l{worst['layer']}.{worst['stage']}"
     return (
-        f"largest distance of llorch's float64 from the float64 reference, {worst['producer']}: "
+        f"largest distance of llorch's float64 from the float64 reference, {worst['engine']}: "
         f"{_short(worst['error'])} at {place}, {worst['case']}, {worst['mode']}, {worst['model']}"
     )
 
 
-def failure_report(judged: JudgedModel) -> list[str]:
+def failure_report(report: ModelReport) -> list[str]:
     """Describe the first failure in the forward order of one model; empty if nothing failed."""
-    row = first_failure(judged)
-    if row is None:
+    comparison = first_failure(report)
+    if comparison is None:
         return []
     limits = (
-        f"error {row.error:.1e} (tolerance {row.tolerance:.1e}), worst element {row.worst:.1e} "
-        f"(tolerance {row.tolerance_worst:.1e})"
+        f"error {comparison.error:.1e} (tolerance {comparison.tolerance:.1e}), worst element {comparison.worst:.1e} "
+        f"(tolerance {comparison.tolerance_worst:.1e})"
     )
-    exact = f"{row.error:.1%} of the elements differ, expected none"
-    of_numpy = row.stage in BY_NAME and row.backend in BACKENDS
+    exact = f"{comparison.error:.1%} of the elements differ, expected none"
+    of_numpy = comparison.stage in BY_NAME and comparison.backend in BACKENDS
     return [
-        f"first failing stage of {judged.model}: checkpoint {row.checkpoint} {CHECKPOINTS[row.checkpoint]}: "
-        f"{row.stage}, {_where(row)}, {row.backend} against {row.producer}",
-        f"  {exact if row.mode == 'exact' else limits}" + (f": {row.note}" if row.note else ""),
-        *([f"  {row.stage} is computed by {BY_NAME[row.stage].function}"] if of_numpy else []),
-        *_by_case([other for other in judged.rows if (other.stage, other.backend) == (row.stage, row.backend)]),
-        *_isolated_failures(judged),
+        f"first failing stage of {report.model}: checkpoint {comparison.checkpoint} "
+        f"{CHECKPOINTS[comparison.checkpoint]}: {comparison.stage}, "
+        f"{_where(comparison)}, {comparison.backend} against {comparison.engine}",
+        f"  {exact if comparison.mode == 'exact' else limits}" + (f": {comparison.note}" if comparison.note else ""),
+        *([f"  {comparison.stage} is computed by {BY_NAME[comparison.stage].function}"] if of_numpy else []),
+        *_by_case(
+            [
+                other
+                for other in report.comparisons
+                if (other.stage, other.backend) == (comparison.stage, comparison.backend)
+            ]
+        ),
+        *_isolated_failures(report),
     ]
 
 
-def _by_case(rows: Sequence[Comparison]) -> list[str]:
+def _by_case(comparisons: Sequence[Comparison]) -> list[str]:
     """Write the cases in which rows of one stage fail, and those in which all pass; nothing where no case passes."""
     verdicts: dict[str, set[str]] = defaultdict(set)
-    for row in rows:
-        verdicts[f"{row.case}, {row.mode}"].add(row.verdict)
+    for comparison in comparisons:
+        verdicts[f"{comparison.case}, {comparison.mode}"].add(comparison.verdict)
     failed = [case for case, found in verdicts.items() if FAIL in found]
     passed = [case for case in verdicts if case not in failed]
-    stage = rows[0].stage
+    stage = comparisons[0].stage
     return [f"  {stage} fails: {'; '.join(failed)}", f"  {stage} passes: {'; '.join(passed)}"] if passed else []
 
 
-def _isolated_failures(judged: JudgedModel) -> list[str]:
+def _isolated_failures(report: ModelReport) -> list[str]:
     """Write how many rows fail, which stages fail from the golden's inputs, and what that says about the mistake."""
-    failing = [row for row in judged.rows if row.verdict == FAIL]
-    alone = list(dict.fromkeys(row.stage for row in failing if row.mode == "isolated"))
-    modes = {row.mode for row in failing} - {"exact"}  # of choices, which follow from all before them
+    failing = [c for c in report.comparisons if c.verdict == FAIL]
+    alone = list(dict.fromkeys(c.stage for c in failing if c.mode == "isolated"))
+    modes = {c.mode for c in failing} - {"exact"}  # of choices, which follow from all before them
     is_cached = bool(modes) and modes <= {"decode", IN_PARTS}
     cached = "none; only passes behind cached tokens fail: look at the cache, and at the positions of new tokens"
     found = ", ".join(alone) or (cached if is_cached else "none, so each op is right on those inputs")
-    return [f"  {len(failing)} of {len(judged.rows)} rows fail; stages that fail when fed the golden's input: {found}"]
+    return [
+        f"  {len(failing)} of {len(report.comparisons)} rows fail; "
+        f"stages that fail when fed the golden's input: {found}"
+    ]
 
 
 def closing_line(counts: Mapping) -> str:
@@ -268,54 +278,54 @@ def closing_line(counts: Mapping) -> str:
         line += f", {_count(counts['ties'], 'near-tie')}"
     if counts["checkpoints_not_run"]:
         line += f", {_count(counts['checkpoints_not_run'], 'checkpoint')} not run"
-    if counts["cannot_judge"]:
-        line += f", {_count(len(counts['cannot_judge']), 'reference engine')} left out, unable to judge"
+    if counts["unsupported"]:
+        line += f", {_count(len(counts['unsupported']), 'reference engine')} left out, unable to judge"
     if counts["backends_not_run"]:
         line += f", {_count(len(counts['backends_not_run']), 'backend')} not run"
-    closer = counts["closer_to_truth"]
+    closer = counts["closer_to_reference"]
     if not closer["numpy"] or counts["failed"]:
         return line
     as_run, large = (_shares(closer[backend]) for backend in ("numpy", "numpy-float32"))
-    numbers = {len(names) for names in counts["witnesses"].values() if names}
+    numbers = {len(names) for names in counts["engines"].values() if names}
     one_or_both = "the reference engine" if numbers == {1} else "both reference engines"
     others = "the reference engines of each model" if len(numbers) > 1 else one_or_both
     return (
         f"{line}; llorch's float32 is at least as close to the float64 reference as {others} in {as_run} of "
-        f"{closer['numpy']['all']['places']} chained (stage, layer, model) rows; if every sum is in float32, which "
-        f"llorch does for matrices above {WIDE_LIMIT:,} elements, in {large}"
+        f"{closer['numpy']['all']['comparisons']} chained (stage, layer, model) rows; if every sum is in float32, "
+        f"which llorch does for matrices above {WIDE_LIMIT:,} elements, in {large}"
     )
 
 
-def _ties(judged: JudgedModel) -> list[str]:
+def _ties(report: ModelReport) -> list[str]:
     """Describe ties, one line per stage and reason, whatever number of backends and engines share them."""
     alike: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
-    for row in judged.rows:
-        if row.verdict == TIE:
-            alike[row.stage, row.note].append(row)
+    for comparison in report.comparisons:
+        if comparison.verdict == TIE:
+            alike[comparison.stage, comparison.note].append(comparison)
     found = []
-    for (stage, note), rows in alike.items():
-        n_backends = len({row.backend for row in rows})
-        where = f" of {_count(n_backends, 'backend')}" if judged.backend else ""
-        against = " and ".join(dict.fromkeys(row.producer for row in rows))
+    for (stage, note), comparisons in alike.items():
+        n_backends = len({c.backend for c in comparisons})
+        where = f" of {_count(n_backends, 'backend')}" if report.backend else ""
+        against = " and ".join(dict.fromkeys(c.engine for c in comparisons))
         found.append(f"{stage}{where} against {against}: {note}")
     return found
 
 
 def _shares(counts: Mapping) -> str:
     """Format the percentage of places at which llorch is at least as near to float64 as the engines, by case."""
-    shares = {case: f"{100 * count['ours'] // count['places']} %" for case, count in counts.items()}
+    shares = {case: f"{100 * count['llorch'] // count['comparisons']} %" for case, count in counts.items()}
     return f"{shares.pop('all')} ({', '.join(f'{case} {share}' for case, share in shares.items())})"
 
 
-def _format_errors(line: Line, producers: Sequence[str]) -> list[str]:
+def _format_errors(line: Line, engines: Sequence[str]) -> list[str]:
     """Format the cells of a line: errors of llorch, float64 reference and engines, then the tolerance."""
-    row = line.closest
-    if row is None:
-        return ["-"] * (3 + len(producers))
-    if row.mode == "exact":
-        return [_short(row.error), *["-"] * (1 + len(producers)), "exact"]
-    theirs = [_short(line.producer_errors[p]) if p in line.producer_errors else "-" for p in producers]
-    return [_short(row.error), _short(row.truth_error), *theirs, _short(row.tolerance)]
+    comparison = line.closest
+    if comparison is None:
+        return ["-"] * (3 + len(engines))
+    if comparison.mode == "exact":
+        return [_short(comparison.error), *["-"] * (1 + len(engines)), "exact"]
+    theirs = [_short(line.engine_errors[p]) if p in line.engine_errors else "-" for p in engines]
+    return [_short(comparison.error), _short(comparison.reference_error), *theirs, _short(comparison.tolerance)]
 
 
 def _short(number: float) -> str:
@@ -324,11 +334,11 @@ def _short(number: float) -> str:
     return "0" if number == 0 else f"{number:.1e}"
 
 
-def _where(row: Comparison | None) -> str:
-    if row is None:
+def _where(comparison: Comparison | None) -> str:
+    if comparison is None:
         return ""
-    layer = "" if row.layer is None else f"layer {row.layer}, "
-    return f"{layer}{row.case}, {row.mode}"
+    layer = "" if comparison.layer is None else f"layer {comparison.layer}, "
+    return f"{layer}{comparison.case}, {comparison.mode}"
 
 
 def _count(n: int, noun: str, several: str = "") -> str:

@@ -194,9 +194,9 @@ def _use_parts(impl: str | None, *, can: bool) -> None:
     if impl == OURS or not can or (spec := chosen(impl)) is None:
         return
     implementation = opened(spec)
-    parts = [part for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for part in lesson.parts]
-    borrowed = implementation.borrowed(parts)
-    own = [part.name for part in parts if part.name not in borrowed]
+    parts = [exercise for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for exercise in lesson.parts]
+    borrowed = implementation.unwritten(parts)
+    own = [exercise.name for exercise in parts if exercise.name not in borrowed]
     say(f"{spec}: your functions: {', '.join(own) or 'none'}; borrowed from llorch: {', '.join(borrowed) or 'none'}")
     click.get_current_context().with_resource(implementation.installed(parts, live=True))
 

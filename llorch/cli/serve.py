@@ -107,10 +107,7 @@ class Origin(click.ParamType):
     ),
 )  # fmt: skip
 @threads_option
-@group(
-    "Output",
-    page_option("-v", "--verbose", is_flag=True, help="Line on stderr for each request."),
-)
+@group("Output", page_option("-v", "--verbose", is_flag=True, help="Line on stderr for each request."))
 def command(
     *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...], parallel: int, queue: int, timeout: float, adapters: tuple[tuple[str, Path], ...],

@@ -5,7 +5,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields, replace
 from pathlib import Path
 
-from llorch.cli.chat_session import Talk
+from llorch.cli.chat_session import ChatSession
 from llorch.cli.inputs import read_history
 from llorch.cli.trace import write
 from llorch.files.new_file import new_file
@@ -21,7 +21,7 @@ class Quit(Exception):
     """The user has had enough."""
 
 
-def obey(talk: Talk, line: str) -> Outcome:
+def obey(talk: ChatSession, line: str) -> Outcome:
     """Do what a line that begins with `/` says; ValueError where it cannot be done, Quit at the end."""
     name, _, rest = line[1:].partition(" ")
     if name not in COMMANDS:
@@ -31,13 +31,13 @@ def obey(talk: Talk, line: str) -> Outcome:
     return COMMANDS[name][2](talk, rest.strip())
 
 
-def show_help(talk: Talk, rest: str) -> str:
+def show_help(talk: ChatSession, rest: str) -> str:
     """List all commands."""
     names = {f"/{name} {wants}".strip(): text for name, (wants, text, _) in COMMANDS.items()}
     return "\n".join(f"{name:22}{text}" for name, text in names.items())
 
 
-def stats(talk: Talk, rest: str) -> str:
+def stats(talk: ChatSession, rest: str) -> str:
     """Format the speed of the last answer and the share of the context in use."""
     room = talk.model.config.max_position_embeddings
     used = f"{len(talk.ids()) if talk.messages else 0} of {room} tokens of context used"
@@ -50,13 +50,13 @@ def stats(talk: Talk, rest: str) -> str:
     return f"{said}, wrote {counted.n_tokens}{rate}; {used}"
 
 
-def history(talk: Talk, rest: str) -> str:
+def history(talk: ChatSession, rest: str) -> str:
     """List the messages with their numbers."""
     lines = [f"{n} {message['role']}: {message['content']}" for n, message in enumerate(talk.messages, start=1)]
     return "\n".join(map(printable, lines)) or "no messages yet"
 
 
-def trace(talk: Talk, rest: str) -> str:
+def trace(talk: ChatSession, rest: str) -> str:
     """Write every stage of the conversation."""
     path = _path(rest)
     if path.suffix not in (".npz", ".safetensors"):
@@ -68,7 +68,7 @@ def trace(talk: Talk, rest: str) -> str:
     return f"wrote {len(arrays)} stages of {len(ids)} tokens to {path}"
 
 
-def save(talk: Talk, rest: str) -> str:
+def save(talk: ChatSession, rest: str) -> str:
     """Write the messages, as --history reads them."""
     path = _path(rest)
     with new_file(path) as temporary:
@@ -76,7 +76,7 @@ def save(talk: Talk, rest: str) -> str:
     return f"wrote {len(talk.messages)} messages to {path}"
 
 
-def load(talk: Talk, rest: str) -> Outcome:
+def load(talk: ChatSession, rest: str) -> Outcome:
     """Read messages; answer where the last one is the user's."""
     messages = read_history(_path(rest))
     if messages[-1]["role"] == "user":
@@ -85,14 +85,14 @@ def load(talk: Talk, rest: str) -> Outcome:
     return f"{len(messages)} messages"
 
 
-def system(talk: Talk, rest: str) -> str:
+def system(talk: ChatSession, rest: str) -> str:
     """Put another system message first, or none."""
     others = [message for message in talk.messages if message["role"] != "system"]
     talk.messages = [{"role": "system", "content": rest}, *others] if rest else others
     return "system message " + ("set" if rest else "removed")
 
 
-def edit(talk: Talk, rest: str) -> Outcome:
+def edit(talk: ChatSession, rest: str) -> Outcome:
     """Write an earlier message anew; what came after it is gone."""
     if not talk.messages:
         raise UserError("chat: expected a message in the conversation, got none; write a message first")
@@ -107,18 +107,18 @@ def edit(talk: Talk, rest: str) -> Outcome:
     return f"{len(messages)} messages"
 
 
-def retry(talk: Talk, rest: str) -> Outcome:
+def retry(talk: ChatSession, rest: str) -> Outcome:
     """Answer once more, with other draws."""
     return talk.answer(_up_to_user(talk))
 
 
-def undo(talk: Talk, rest: str) -> str:
+def undo(talk: ChatSession, rest: str) -> str:
     """Take back what the user said last, and its answer."""
     talk.messages = _up_to_user(talk)[:-1]
     return f"{len(talk.messages)} messages"
 
 
-def settings(talk: Talk, rest: str) -> str:
+def settings(talk: ChatSession, rest: str) -> str:
     """Change how answers are sampled, or show it."""
     known = {field.name: type(getattr(talk.settings, field.name)) for field in fields(SamplingSettings)}
     name, _, value = rest.partition(" ")
@@ -132,7 +132,7 @@ def settings(talk: Talk, rest: str) -> str:
     return " ".join(f"{name}={value}" for name, value in now.items())
 
 
-def _set_option(talk: Talk, name: str, kind: type, text: str) -> None:
+def _set_option(talk: ChatSession, name: str, kind: type, text: str) -> None:
     try:
         value = kind(text)
     except ValueError:
@@ -146,13 +146,13 @@ def _set_option(talk: Talk, name: str, kind: type, text: str) -> None:
         talk.max_tokens = value
 
 
-def adapter(talk: Talk, rest: str) -> str:
+def adapter(talk: ChatSession, rest: str) -> str:
     """Answer through an adapter from now on, or through none."""
     path = None if rest == NONE else _path(rest)
     return f"{rest}: {talk.use_adapter(path)}"
 
 
-def leave(talk: Talk, rest: str) -> str:
+def leave(talk: ChatSession, rest: str) -> str:
     """End the chat."""
     raise Quit
 
@@ -163,7 +163,7 @@ def _path(rest: str) -> Path:
     return Path(rest).expanduser()
 
 
-def _up_to_user(talk: Talk) -> list[dict[str, object]]:
+def _up_to_user(talk: ChatSession) -> list[dict[str, object]]:
     """Return the messages up to the last one of the user."""
     places = [at for at, message in enumerate(talk.messages) if message["role"] == "user"]
     if not places:
@@ -171,7 +171,7 @@ def _up_to_user(talk: Talk) -> list[dict[str, object]]:
     return talk.messages[: places[-1] + 1]
 
 
-COMMANDS: dict[str, tuple[str, str, Callable[[Talk, str], Outcome]]] = {
+COMMANDS: dict[str, tuple[str, str, Callable[[ChatSession, str], Outcome]]] = {
     "stats": ("", "speed of the last answer, context tokens in use", stats),
     "history": ("", "list the messages with numbers", history),
     "edit": ("N TEXT", "replace message N, delete later messages, answer again", edit),

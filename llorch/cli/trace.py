@@ -51,7 +51,7 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
     page_option(
         "--first-position", type=WholeNumber(min=0), default=0, show_default=True, help="Position of the first token."
     ),
-    page_option("--producer", type=click.Choice(ENGINES), help="Engine to run.  [default: llorch]"),
+    page_option("--producer", "engine_name", type=click.Choice(ENGINES), help="Engine to run.  [default: llorch]"),
 )
 @group(
     "Output",
@@ -62,7 +62,13 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
 )  # fmt: skip
 @threads_option
 def command(
-    *, model: str, prompt: str | None, output: Path, tokens: list[int] | None, first_position: int, producer: str | None
+    *,
+    model: str,
+    prompt: str | None,
+    output: Path,
+    tokens: list[int] | None,
+    first_position: int,
+    engine_name: str | None,
 ) -> None:
     """Run MODEL on PROMPT and write the array of every stage, from embed and l0.attn_norm to logits.
 
@@ -78,13 +84,13 @@ def command(
     loaded = load(path)
     threads = use_threads(loaded.config)
     ids, _ = choose_ids(loaded, prompt, tokens)
-    with progress(f"running {producer or 'llorch'}"):
-        arrays = _take(path, ids, first_position, producer)
-    engine = {"engine": producer or "llorch", "first_position": first_position, "ids": ids, "model": model}
+    with progress(f"running {engine_name or 'llorch'}"):
+        arrays = _take(path, ids, first_position, engine_name)
+    engine = {"engine": engine_name or "llorch", "first_position": first_position, "ids": ids, "model": model}
     if output.suffix:
         write(output, arrays, json.dumps(engine, sort_keys=True))
     else:
-        _write_folder(output, arrays, ids, first_position, producer or "llorch")
+        _write_folder(output, arrays, ids, first_position, engine_name or "llorch")
     size = sum(array.nbytes for array in arrays.values())
     say(f"wrote {len(arrays)} stages of {len(ids)} tokens to {output} ({size / 1e6:.1f} MB); {threads}")
 
@@ -97,16 +103,16 @@ def _check_place(output: Path, model: Path) -> None:
         raise click.UsageError(f"{output} is inside the model folder; write the trace to another folder")
 
 
-def _take(path: Path, ids: list[int], first_position: int, producer: str | None) -> dict:
+def _take(path: Path, ids: list[int], first_position: int, engine_name: str | None) -> dict:
     """Trace the stages of some tokens, by llorch or by a reference engine."""
-    from llorch.engines import open_producer
+    from llorch.engines import open_engine
     from llorch.model.model import load
 
-    if producer is None:
+    if engine_name is None:
         trace: dict = {}
         load(path).forward(ids, trace=trace, first_position=first_position)
         return trace
-    with open_producer(producer, path) as engine:  # type: ignore[arg-type] (click checked the choice)
+    with open_engine(engine_name, path) as engine:  # type: ignore[arg-type] (click checked the choice)
         return engine.trace(ids, first_position=first_position)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import click
 
-from llorch.cli.dumped import map_option
+from llorch.cli.dump_input import map_option
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
 from llorch.cli.options import (
     ENGINES,
@@ -26,7 +26,7 @@ from llorch.cli.options import (
 GOLDEN = "golden"
 
 
-class Witness(click.ParamType):
+class ReferenceChoice(click.ParamType):
     """What to compare with: goldens, an engine, or the path of a dump."""
 
     name = "|".join((GOLDEN, *ENGINES, "DUMP"))
@@ -60,7 +60,7 @@ class Witness(click.ParamType):
 @group(
     "Comparison",
     page_option(
-        "--against", multiple=True, type=Witness(),
+        "--against", multiple=True, type=ReferenceChoice(),
         help="Reference outputs; repeatable for engines.  [default: golden for a built-in model, else both engines]",
     ),
     group("Comparison", map_option),
@@ -98,7 +98,7 @@ def command(
         )
     if mapping is not None and not dumps:
         raise click.UsageError("--map goes with a dump: --against path/to/dump")
-    from llorch.cli.judging import ClaimedArithmetic, judge_all
+    from llorch.cli.verify_plan import DeclaredArithmetic, judge_all
 
     if axes is not None and (dumps or device or kernels != "auto"):
         raise click.UsageError(
@@ -108,9 +108,9 @@ def command(
     shown: Any = {"as_json": as_json, "detail": detail}
     with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         where = "torch" if mesh else backend
-        arithmetic = ClaimedArithmetic(numerics, kv_cache, residency, where, device, dtype, kernels, mesh)
+        arithmetic = DeclaredArithmetic(numerics, kv_cache, residency, where, device, dtype, kernels, mesh)
         if dumps:
-            from llorch.cli.against import judge_dump, plan_check
+            from llorch.cli.verify_dump import judge_dump, plan_check
 
             code = judge_dump(plan_check(models, dumps[0], mapping, arithmetic, **given), **shown)
         else:

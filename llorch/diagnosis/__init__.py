@@ -6,7 +6,7 @@ In comes a `StageDump` and the weights that the engine ran; out comes a `Diagnos
     profile      the tokens, heads and channels that have an error
     guards       reads a dump if its numbers can be compared at all: ids, positions, layout, the run; `weight_hashes`
     replay       llorch's forward pass on the engine's arrays, with mistakes injected at given stages
-    judged       every stage compared with llorch's; `expected` gives the tolerance of a right engine
+    dump_checker every stage compared with llorch's; `expected` gives the tolerance of a right engine
     mistakes/    known mistakes; `variants` injects them
     search/      `hypotheses` lists possible causes: known mistakes, settings with a value, honest differences of
                  arithmetic; `trials` injects them and measures the remaining error

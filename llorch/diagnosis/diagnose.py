@@ -11,9 +11,9 @@ from dataclasses import replace
 
 import numpy as np
 
+from llorch.diagnosis.dump_checker import DumpChecker, Progress
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
-from llorch.diagnosis.judged import DumpJudge, Say
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.replay import Replay
 from llorch.diagnosis.search.folded_gain import is_folded, with_gain
@@ -42,23 +42,25 @@ ALIKE = 3  # other layers that are looked at before a stage is called unknown in
 CANDIDATES = 8  # of the named, whose reach is compared
 
 
-def diagnose(weights: Weights, dump: StageDump, *, model: str = "", say: Say = lambda line: None) -> Diagnosis:
+def diagnose(
+    weights: Weights, dump: StageDump, *, model: str = "", progress: Progress = lambda line: None
+) -> Diagnosis:
     """Name the wrong stages of a dump, and their causes.
 
     Args:
         weights: The model that the engine ran, in the dtype to compute in: float64 for exact numerics.
         dump: Stages that the engine showed.
         model: Its name, for reports.
-        say: Told what is being done.
+        progress: Told what is being done.
 
     Returns:
         The diagnosis.
     """
-    judge, results = judge_stages(weights, dump, say)
+    judge, results = judge_stages(weights, dump, progress)
     dump, trials = judge.replay.dump, Trials(judge.replay, judge.pasts)
-    found, left_open = _without_open(list(_findings(results, trials, say)), results, judge.replay)
+    found, left_open = _without_open(list(_findings(results, trials, progress)), results, judge.replay)
     results = [result for result in results if (result.n_pass, result.key) not in left_open]
-    say("looking for mistakes that this dump cannot show")
+    progress("looking for mistakes that this dump cannot show")
     hidden = _could_not_show(results, trials)
     misread = dump.misread
     if misread is not None and not misread.is_rounding and all(finding.kind == "honest" for finding in found):
@@ -76,7 +78,7 @@ def _misread(misread: Misread) -> Finding:
         kind="mistake" if misread.mistakes else "unknown",
         key="weights",
         n_pass=0,
-        made_in=("weights",),
+        starts_in=("weights",),
         layers=(),
         suspects=tuple(suspects),
         near_misses=(),
@@ -90,7 +92,7 @@ def _is_misread(result: StageResult, replay: Replay) -> bool:
     misread = replay.dump.misread
     if misread is None or misread.is_rounding:
         return False
-    places = (replay.stages[key] for key in result.since)
+    places = (replay.stages[key] for key in result.ran_since)
     matrices = {(matrix_of(stage, replay.config), layer) for stage, layer in places}
     return any((name if layer is None else f"layers.{layer}.{name}") in misread.names for name, layer in matrices)
 
@@ -104,13 +106,13 @@ def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     yield from _arithmetic(results)
 
 
-def judge_stages(weights: Weights, dump: StageDump, say: Say) -> tuple[DumpJudge, list[StageResult]]:
+def judge_stages(weights: Weights, dump: StageDump, progress: Progress) -> tuple[DumpChecker, list[StageResult]]:
     """Judge every stage of a dump, as it is or with YaRN's gain moved if the engine has it in another place."""
-    judge = DumpJudge(Replay(weights, dump), say)
+    judge = DumpChecker(Replay(weights, dump), progress)
     results = list(judge.results())
     wrong = any(result.verdict == WRONG for result in results)
     if wrong and (other := with_gain(dump, weights.config)) is not None:
-        again = DumpJudge(Replay(weights, other), say)
+        again = DumpChecker(Replay(weights, other), progress)
         if is_folded(results, with_it := list(again.results())):
             return again, with_it
     return judge, results
@@ -125,9 +127,9 @@ def _without_open(
     """
     if replay.dump.n_before is not None or has_no_past(results, replay):
         return [*found], []
-    since = {(result.n_pass, result.key): result.since for result in results}
+    ran_since = {(result.n_pass, result.key): result.ran_since for result in results}
     is_open = [
-        finding.kind == "unknown" and reads_past(replay, since[finding.n_pass, finding.key]) for finding in found
+        finding.kind == "unknown" and reads_past(replay, ran_since[finding.n_pass, finding.key]) for finding in found
     ]
     left_open = [place for finding, is_ in zip(found, is_open, strict=True) if is_ for place in finding.places]
     return [finding for finding, is_ in zip(found, is_open, strict=True) if not is_], left_open
@@ -139,14 +141,14 @@ def settled(results: Sequence[StageResult], findings: Sequence[Finding]) -> list
     return [replace(r, verdict=HONEST) if (r.n_pass, r.key) in explained else r for r in results]
 
 
-def _findings(results: Sequence[StageResult], trials: Trials, say: Say) -> Iterator[Finding]:
+def _findings(results: Sequence[StageResult], trials: Trials, progress: Progress) -> Iterator[Finding]:
     """Yield one finding for each cause, the first of the run first."""
     wrong = [result for result in results if result.verdict == WRONG]
     right = [result for result in results if result.verdict == RIGHT]
     all_named = True  # pairs are looked for until something is unknown: what comes of that may be anything
     while wrong:
         first, *rest = wrong
-        say(f"{first.key}: looking for the mistake")
+        progress(f"{first.key}: looking for the mistake")
         was_right = any(result.key == first.key and result.n_pass < first.n_pass for result in right)
         tried = trials.of(first, pairs=all_named and not was_right, was_right=was_right)
         named = [trial for trial in tried if trial.named]
@@ -216,7 +218,7 @@ def _consistent(
 def _would_spoil(trial: Trial, result: StageResult, trials: Trials) -> bool:
     """Tell if a hypothesis, made in all passes and layers, would show in a result that is right."""
     (hypothesis, *others) = trial.hypotheses
-    if others or not hypothesis.at(result.since):
+    if others or not hypothesis.at(result.ran_since):
         return False
     return _shows(hypothesis, result, trials.made(result), trials)
 
@@ -242,7 +244,7 @@ def _finding(
         kind=kind,
         key=first.key,
         n_pass=first.n_pass,
-        made_in=best.places if best is not None else first.since,
+        starts_in=best.places if best is not None else first.ran_since,
         layers=tuple(sorted({result.layer for result in results if result.layer is not None})),
         suspects=suspects,
         near_misses=tuple(misses[:N_NEAR_MISSES]),
@@ -251,7 +253,7 @@ def _finding(
             first,
             kind,
             suspects,
-            best.places if best is not None else first.since,
+            best.places if best is not None else first.ran_since,
             [t for t in alone if t.named],
             is_misread=is_misread,
         ),
@@ -281,11 +283,11 @@ def _suspect(hypothesis: Hypothesis, trial: Trial) -> Suspect:
 
 
 def _sentence(
-    first: StageResult, kind: Kind, suspects: Sequence[Suspect], made_in: Sequence[str], here: Sequence[Trial], *,
+    first: StageResult, kind: Kind, suspects: Sequence[Suspect], starts_in: Sequence[str], here: Sequence[Trial], *,
     is_misread: bool,
 ) -> str:  # fmt: skip
     """Format a finding as one message for a person."""
-    where = made_in[0] if len(made_in) == 1 else f"{made_in[0]} to {made_in[-1]}"
+    where = starts_in[0] if len(starts_in) == 1 else f"{starts_in[0]} to {starts_in[-1]}"
     if kind == "not finite":
         return f"{first.key}: {first.local.describe()}, although its inputs are finite."
     if kind == "unknown":
@@ -329,19 +331,19 @@ def _arithmetic(results: Sequence[StageResult]) -> Iterator[Finding]:
             kind="honest",
             key=here[0].key,
             n_pass=here[0].n_pass,
-            made_in=(here[0].key,),
+            starts_in=(here[0].key,),
             layers=tuple(sorted({result.layer for result in here if result.layer is not None})),
             suspects=(),
             near_misses=(),
             places=tuple((result.n_pass, result.key) for result in here),
             sentence=f"{kind}: {len(here)} stages use at most {most.over:.2f} of the tolerance for this arithmetic: "
-            f"{most.key} has error {most.local.error:.1e}, tolerance {most.limit.error:.1e}. This is no mistake.",
+            f"{most.key} has error {most.local.error:.1e}, tolerance {most.tolerance.error:.1e}. This is no mistake.",
         )
 
 
 def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[str, Sequence[str]]:
     """List the known mistakes that change no stage of the dump by enough, by reason."""
-    one_of_each = list({(bool(r.n_pass), r.stage, len(r.since)): r for r in results}.values())
+    one_of_each = list({(bool(r.n_pass), r.stage, len(r.ran_since)): r for r in results}.values())
     rights = {id(result): trials.made(result) for result in one_of_each}
     reasons: dict[str, list[str]] = defaultdict(list)
     first, *later = trials.replay.dump.passes
@@ -350,7 +352,7 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
     def reason(mistake: Hypothesis) -> str:
         if mistake.after_cached and not has_past:
             return "the dump has one pass, so no stage reads a cache that an earlier pass filled"
-        able = [r for r in one_of_each if mistake.at(r.since) and (r.n_pass or not mistake.after_cached)]
+        able = [r for r in one_of_each if mistake.at(r.ran_since) and (r.n_pass or not mistake.after_cached)]
         if not able:
             return "the dump has neither its stage nor a later one"
         if any(_shows(mistake, result, rights[id(result)], trials) for result in able):
@@ -368,10 +370,10 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
 
 def _shows(mistake: Hypothesis, result: StageResult, right: np.ndarray | None, trials: Trials) -> bool:
     """Tell if a mistake changes a stage by more than rounding does."""
-    wrong = trials.made(result, mistake.change(mistake.at(result.since)))
+    wrong = trials.made(result, mistake.change(mistake.at(result.ran_since)))
     if wrong is None or right is None or wrong.shape != right.shape:
         return True
     stage, _ = trials.replay.stages[result.key]
-    seen = trials.replay.dump.seen[result.n_pass, result.key]
-    found = measure(rows(wrong, stage, seen), rows(right, stage, seen), masked=stage.masked)
-    return found.over(result.limit) >= VISIBLE
+    dumped = trials.replay.dump.dumped[result.n_pass, result.key]
+    found = measure(rows(wrong, stage, dumped), rows(right, stage, dumped), masked=stage.masked)
+    return found.over(result.tolerance) >= VISIBLE

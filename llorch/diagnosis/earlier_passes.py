@@ -100,12 +100,12 @@ def has_no_past(results: Sequence[StageResult], replay: Replay) -> bool:
     The first token reads the caches too. A missing past would change its row, so a right row proves that there is none.
     """
     wrong = (result for result in results if result.n_pass == 0 and result.verdict == WRONG)
-    return any(_first_token_is_right(result) for result in wrong if reads_past(replay, result.since))
+    return any(_first_token_is_right(result) for result in wrong if reads_past(replay, result.ran_since))
 
 
 def _first_token_is_right(result: StageResult) -> bool:
     """Tell if the first token's error is within its tolerance; False without errors by token."""
-    errors, limits = result.local.tokens, result.limit.tokens
+    errors, limits = result.local.tokens, result.tolerance.tokens
     if errors is None or limits is None:
         return False
     return bool(errors[0] <= np.broadcast_to(limits, errors.shape)[0])

@@ -11,8 +11,8 @@ from functools import lru_cache
 import numpy as np
 
 from llorch.diagnosis.replay import Arrays, Replay
-from llorch.engines.dumps.stage_dump import Seen, StageDump
-from llorch.judging.tolerances.forward import CACHES, SCORES, STATES, limit, variances
+from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
+from llorch.judging.tolerances.forward import CACHES, SCORES, STATES, derive_tolerance, variances
 from llorch.judging.tolerances.rounding import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages.comparison import FLOOR, Tolerance
@@ -25,7 +25,7 @@ KEPT = frozenset(
     {*SCORES, "router_probs", "delta_state"}
 )  # float32 in many narrower engines, never below in float32 ones
 _MIN_VALUES = 16  # fewer different ones say nothing of a dtype
-_GRANTED = Tolerance(FLOOR, FLOOR, FLOOR)
+_TOLERANCES = Tolerance(FLOOR, FLOOR, FLOOR)
 
 
 def dtype_shown(array: np.ndarray) -> str:
@@ -59,12 +59,12 @@ class EngineArithmetic:
         self._dump = dump
         self._shown = lru_cache(maxsize=None)(self._dtype_of)
 
-    def judged(self, n_pass: int, name: str) -> StageMode:
+    def mode_at(self, n_pass: int, name: str) -> StageMode:
         """Return the arithmetic in which a stage of a pass is judged."""
         features, stage = self._dump.features, name.rpartition(".")[2]
         dtype, how = self._dtype
-        own = self._shown(n_pass, name) if (n_pass, name) in self._dump.seen and stage != "embed" else "float32"
-        stored = self._dump.seen[n_pass, name].stored if (n_pass, name) in self._dump.seen else ""
+        own = self._shown(n_pass, name) if (n_pass, name) in self._dump.dumped and stage != "embed" else "float32"
+        stored = self._dump.dumped[n_pass, name].stored if (n_pass, name) in self._dump.dumped else ""
         if stage in KEPT and (dtype in HALF or stored in HALF):
             dtype = own
         elif stage not in KEPT and dtype == "float32":
@@ -95,7 +95,7 @@ class EngineArithmetic:
             return "float32", ""
         shown = [
             self._shown(n_pass, name)
-            for n_pass, name in self._dump.seen
+            for n_pass, name in self._dump.dumped
             if name != "embed" and name.rpartition(".")[2] not in CACHES | KEPT
         ]
         for dtype in HALF:
@@ -105,10 +105,10 @@ class EngineArithmetic:
 
     def _dtype_of(self, n_pass: int, name: str) -> str:
         """Return the dtype of an array: a half type if stored so or if all values fit it, else float32."""
-        seen = self._dump.seen[n_pass, name]
+        dumped = self._dump.dumped[n_pass, name]
         if BY_NAME[name.rpartition(".")[2]].is_choice:  # small integers fit into everything
             return "float32"
-        return seen.stored if seen.stored in HALF else dtype_shown(seen.read())
+        return dumped.stored if dumped.stored in HALF else dtype_shown(dumped.read())
 
 
 @dataclass(frozen=True)
@@ -139,7 +139,7 @@ class Expectations:
             replay.weights,
             replay.this(n_pass),
             self._fed,
-            lambda name: engine.judged(n_pass, name).arithmetic,
+            lambda name: engine.mode_at(n_pass, name).arithmetic,
             made=self._made,
             hidden=_Hidden(replay, n_pass),
             stored=True,
@@ -205,16 +205,16 @@ class _Hidden:
         return self._replay.fed(self._n_pass, str(name)) is None
 
 
-def rows(array: np.ndarray, stage: Stage, seen: Seen) -> np.ndarray:
+def rows(array: np.ndarray, stage: Stage, dumped: DumpedArray) -> np.ndarray:
     """Select the tokens and keys of a stage that the dump shows."""
-    if seen.keys is not None:
-        return array[:, -seen.keys :]
+    if dumped.keys is not None:
+        return array[:, -dumped.keys :]
     axis = token_axis(stage)
-    return array if seen.tokens is None or axis is None else np.take(array, seen.tokens, axis=axis)
+    return array if dumped.tokens is None or axis is None else np.take(array, dumped.tokens, axis=axis)
 
 
-def _limit(made: np.ndarray, variance: np.ndarray, stage: Stage, seen: Seen) -> Tolerance:
-    part, spread = rows(made, stage, seen), rows(variance, stage, seen)
+def _limit(made: np.ndarray, variance: np.ndarray, stage: Stage, dumped: DumpedArray) -> Tolerance:
+    part, spread = rows(made, stage, dumped), rows(variance, stage, dumped)
     with np.errstate(all="ignore"):
-        found = limit(part, spread, BY_NAME[stage.name])
-    return Tolerance(found.error, found.worst, 0.0 if found.tokens is None else found.tokens).at_least(_GRANTED)
+        found = derive_tolerance(part, spread, BY_NAME[stage.name])
+    return Tolerance(found.error, found.worst, 0.0 if found.tokens is None else found.tokens).at_least(_TOLERANCES)

@@ -16,7 +16,7 @@ from llorch.engines.dumps.ids import ids_from_embedding, parting, require_one_af
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.mapping import read_mapping
 from llorch.engines.dumps.raw import with_earlier
-from llorch.engines.dumps.stage_dump import Seen, StageDump
+from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
@@ -110,9 +110,9 @@ def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -
         message = f"expected the given tokens {shown(ids)}, got a dump of {shown(said)}{parting([*ids], said)}"
         raise GuardFailed("ids", f"{message}; run the engine on the same tokens", source=dump.source)
     for number, tokens in enumerate(dump.passes):
-        if (number, "embed") not in dump.seen:
+        if (number, "embed") not in dump.dumped:
             continue
-        rows, wanted = _rows_and_ids(dump.seen[number, "embed"], tokens.ids)
+        rows, wanted = _rows_and_ids(dump.dumped[number, "embed"], tokens.ids)
         right = embedding(np.array(wanted), weights["embed_tokens"])
         is_known = relative_distance(rows, right) < _CLOSE or not np.isfinite(rows).all()
         found = None if is_known else ids_from_embedding(rows, weights)
@@ -132,9 +132,9 @@ def _is_wrong_lookup(found: Sequence[int], wanted: Sequence[int], n_rows: int) -
     return len(steps) == 1 or all(step % 256 == 0 for step in steps)
 
 
-def _rows_and_ids(seen: Seen, ids: Sequence[int]) -> tuple[np.ndarray, list[int]]:
+def _rows_and_ids(dumped: DumpedArray, ids: Sequence[int]) -> tuple[np.ndarray, list[int]]:
     """Read the dumped rows of a stage, and the token id of each."""
-    return seen.read(), [*ids] if seen.tokens is None else [ids[token] for token in seen.tokens]
+    return dumped.read(), [*ids] if dumped.tokens is None else [ids[token] for token in dumped.tokens]
 
 
 def _require_positions(dump: StageDump, config: ModelConfig, first_position: int | None) -> None:
@@ -158,36 +158,36 @@ def _require_layout(dump: StageDump, config: ModelConfig) -> None:
     n_context = dump.n_before or 0
     for number, tokens in enumerate(dump.passes):
         n_context += len(tokens.ids)
-        for key, seen in dump.of_pass(number):
+        for key, dumped in dump.of_pass(number):
             if key not in known:
                 raise GuardFailed("layout", f"expected a stage of this model, got {key}", source=dump.source)
-            stage, got = known[key], seen.read().shape
-            seq = len(tokens.ids) if seen.tokens is None else len(seen.tokens)
-            wanted = stage.shape(config, seq=seq, ctx=n_context if seen.keys is None else seen.keys)
-            if got != wanted:
-                raise _wrong_shape(dump.source, f"{key} of pass {number}", stage, wanted, got)
+            stage, actual = known[key], dumped.read().shape
+            seq = len(tokens.ids) if dumped.tokens is None else len(dumped.tokens)
+            wanted = stage.shape(config, seq=seq, ctx=n_context if dumped.keys is None else dumped.keys)
+            if actual != wanted:
+                raise _wrong_shape(dump.source, f"{key} of pass {number}", stage, wanted, actual)
 
 
-def _wrong_shape(source: str, where: str, stage: Stage, wanted: tuple, got: tuple) -> GuardFailed:
+def _wrong_shape(source: str, where: str, stage: Stage, wanted: tuple, actual: tuple) -> GuardFailed:
     axes = stage.axes.split()
     expected = ", ".join(f"{axis}={size}" for axis, size in zip(axes, wanted, strict=True))
-    differ = [axis for axis, a, b in zip(axes, wanted, got, strict=False) if a != b]
-    if len(got) == len(wanted) and differ == ["ctx"]:
+    differ = [axis for axis, a, b in zip(axes, wanted, actual, strict=False) if a != b]
+    if len(actual) == len(wanted) and differ == ["ctx"]:
         hidden = "dump also the passes that filled the cache, and no later slot"
-        return GuardFailed("positions", f"{where}: expected {expected}, got {got}; {hidden}", source=source)
+        return GuardFailed("positions", f"{where}: expected {expected}, got {actual}; {hidden}", source=source)
     advice = (
         "name the order of axes in a mapping, or read the dump with llorch.engines.dumps.stage_mapping, which finds it"
     )
-    return GuardFailed("layout", f"{where}: expected {expected}, got {got}; {advice}", source=source)
+    return GuardFailed("layout", f"{where}: expected {expected}, got {actual}; {advice}", source=source)
 
 
 def _check_run(dump: StageDump) -> list[str]:
     """Compare logits of the production run, if the dump has them, with logits of the captured run."""
     notes = []
     for number, unwatched in dump.production.items():
-        if (number, "logits") not in dump.seen:
+        if (number, "logits") not in dump.dumped:
             continue
-        captured, rows = (_by_token(dump, number, seen) for seen in (dump.seen[number, "logits"], unwatched))
+        captured, rows = (_by_token(dump, number, dumped) for dumped in (dump.dumped[number, "logits"], unwatched))
         for token in captured.keys() & rows.keys():
             apart = measure(captured[token], rows[token].astype(captured[token].dtype)).error
             if apart > _half_the_digits(dump, unwatched):
@@ -197,16 +197,16 @@ def _check_run(dump: StageDump) -> list[str]:
     return notes[:1]
 
 
-def _by_token(dump: StageDump, number: int, seen: Seen) -> dict[int, np.ndarray]:
-    tokens = range(len(dump.passes[number].ids)) if seen.tokens is None else seen.tokens
-    return dict(zip(tokens, seen.read(), strict=True))
+def _by_token(dump: StageDump, number: int, dumped: DumpedArray) -> dict[int, np.ndarray]:
+    tokens = range(len(dump.passes[number].ids)) if dumped.tokens is None else dumped.tokens
+    return dict(zip(tokens, dumped.read(), strict=True))
 
 
-def _half_the_digits(dump: StageDump, seen: Seen) -> float:
+def _half_the_digits(dump: StageDump, dumped: DumpedArray) -> float:
     """Return the largest error that other kernels may cause: half the digits of the coarsest dtype of the run."""
     features = dump.features
     coarse = "bfloat16" if features.activations else "float16" if features.flash_attention else "float32"
-    return max(FLOORS.get(dtype, 0.0) for dtype in (features.dtype, features.kv_cache, seen.stored, coarse)) ** 0.5
+    return max(FLOORS.get(dtype, 0.0) for dtype in (features.dtype, features.kv_cache, dumped.stored, coarse)) ** 0.5
 
 
 def _another_run(number: int, token: int, apart: float, captured: Mapping[int, np.ndarray], row: np.ndarray) -> str:

@@ -15,13 +15,13 @@ AT_ONCE = 2**22  # elements that are looked at
 
 
 def profile(
-    got: Float[np.ndarray, "*shape"], want: Float[np.ndarray, "*shape"], stage: Stage, config: ModelConfig
+    actual: Float[np.ndarray, "*shape"], expected: Float[np.ndarray, "*shape"], stage: Stage, config: ModelConfig
 ) -> Profile:
     """Find the tokens, heads and channels in which two arrays differ.
 
     Args:
-        got: The stage as the engine showed it; rows of some tokens suffice.
-        want: Right values of the same tokens; entries that both mask with -inf are equal.
+        actual: The stage as the engine showed it; rows of some tokens suffice.
+        expected: Right values of the same tokens; entries that both mask with -inf are equal.
         stage: Its row of the table.
         config: The model.
 
@@ -30,7 +30,7 @@ def profile(
         no heads for a stage without them, and at most `MAX_STRETCHES` stretches of logits. Also a count of the errors
         by their size in float32 ulps.
     """
-    theirs, ours = (by_token(array, stage, config) for array in (got, want))
+    theirs, ours = (by_token(array, stage, config) for array in (actual, expected))
     n_tokens, n_heads, width = ours.shape
     stretches = np.arange(width) * min(width, MAX_STRETCHES) // width if stage.name == "logits" else np.arange(width)
     tokens, heads, channels = np.zeros((2, n_tokens)), np.zeros((2, n_heads)), np.zeros((2, width))
@@ -63,9 +63,9 @@ def by_token(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray
     return array if axes[0] == "seq" else array.swapaxes(0, 1)
 
 
-def _absolute_differences(got: np.ndarray, want: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _absolute_differences(actual: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Return absolute differences and the right values, in float64; 0 where both mask."""
-    a, b = got.astype(np.float64), want.astype(np.float64)
+    a, b = actual.astype(np.float64), expected.astype(np.float64)
     masked = np.isneginf(b)
     with np.errstate(invalid="ignore"):
         off = np.where(masked & np.isneginf(a), 0.0, np.abs(a - b))

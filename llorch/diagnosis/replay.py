@@ -51,7 +51,7 @@ class LayerSetting:
 
 
 @dataclass(frozen=True)
-class Plant:
+class StageChange:
     """Replacement of a stage.
 
     Attributes:
@@ -73,7 +73,7 @@ class Change:
         setting: Another setting.
     """
 
-    plants: Mapping[str, Plant] = field(default_factory=dict)
+    plants: Mapping[str, StageChange] = field(default_factory=dict)
     passed_on: Mapping[str, Callable[[np.ndarray], np.ndarray]] = field(default_factory=dict)
     setting: Callable[[LayerSetting], LayerSetting] = lambda setting: setting
 
@@ -115,15 +115,15 @@ class Replay:
 
         Keys that a window's cache leaves out are NaN. None means that llorch's array stays.
         """
-        return self._read(n_pass, name) if (n_pass, name) in self.dump.seen else None
+        return self._read(n_pass, name) if (n_pass, name) in self.dump.dumped else None
 
     def _read_fed(self, n_pass: int, name: str) -> np.ndarray | None:
-        seen = self.dump.seen[n_pass, name]
-        if seen.tokens is not None and seen.tokens != tuple(range(len(self.tokens(n_pass).ids))):
+        dumped = self.dump.dumped[n_pass, name]
+        if dumped.tokens is not None and dumped.tokens != tuple(range(len(self.tokens(n_pass).ids))):
             return None
-        array, left_out = seen.read(), 0
-        if seen.keys is not None:
-            left_out = self.shape(n_pass, name)[1] - seen.keys
+        array, left_out = dumped.read(), 0
+        if dumped.keys is not None:
+            left_out = self.shape(n_pass, name)[1] - dumped.keys
         if not self._can_be(self.stages[name][0], array).all():
             return None
         if left_out:
@@ -154,7 +154,7 @@ class Replay:
         """Return the key of the stage that a part after EMBED reads."""
         return "embed" if part == 0 else key("block_out", part - 1)
 
-    def since(self, n_pass: int, name: str) -> tuple[str, ...]:
+    def ran_since(self, n_pass: int, name: str) -> tuple[str, ...]:
         """List the stages that ran since those that the dump shows, in order; `name` is the last."""
         found, pending = set[str](), [name]
         while pending:
@@ -170,7 +170,7 @@ class Replay:
     def run(
         self,
         n_pass: int,
-        see: See,
+        observe: See,
         past: "Past",
         change: Change = UNCHANGED,
         *,
@@ -183,7 +183,7 @@ class Replay:
 
         Args:
             n_pass: Number of the pass in the dump.
-            see: Called with each stage that llorch computed, before the engine's array replaces it.
+            observe: Called with each stage that llorch computed, before the engine's array replaces it.
             past: Contents of the caches before the pass; the run adds what they hold after it.
             change: Deviation from the right computation.
             first: The first part.
@@ -209,10 +209,12 @@ class Replay:
             def keep(name: str, array: np.ndarray, layer: int | None = None, passed: dict = passed) -> np.ndarray:
                 place = key(name, layer)
                 if place in change.plants:
-                    plant = change.plants[place]
-                    made = plant.wrong(self._inputs(n_pass, place, setting, passed, past, plant.reads), name, array)
+                    stage_change = change.plants[place]
+                    made = stage_change.wrong(
+                        self._inputs(n_pass, place, setting, passed, past, stage_change.reads), name, array
+                    )
                     array = np.ascontiguousarray(made, dtype=self._dtype(place))
-                see(place, array)
+                observe(place, array)
                 theirs = self.fed(n_pass, place) if fed else None
                 array = array if theirs is None else self._with_left_out(n_pass, place, theirs, array)
                 passed[place] = change.passed_on[place](array) if place in change.passed_on else array
@@ -234,7 +236,7 @@ class Replay:
 
     def _with_left_out(self, n_pass: int, name: str, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
         """Fill the keys that the engine left out with llorch's."""
-        if self.dump.seen[n_pass, name].keys is None or theirs.shape != ours.shape:
+        if self.dump.dumped[n_pass, name].keys is None or theirs.shape != ours.shape:
             return theirs
         return np.where(np.isnan(theirs), ours, theirs)
 
@@ -350,8 +352,7 @@ class Past:
     def empty(self) -> "Past":
         """Return the caches before the first pass."""
         return self._with(
-            self._first,
-            {i: DeltaState(np.zeros_like(s.conv), np.zeros_like(s.delta)) for i, s in self._states.items()},
+            self._first, {i: DeltaState(np.zeros_like(s.conv), np.zeros_like(s.delta)) for i, s in self._states.items()}
         )
 
     def _with(self, before: dict[int, tuple[np.ndarray, np.ndarray]], states: dict[int, DeltaState]) -> "Past":

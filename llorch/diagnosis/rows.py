@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 
 from llorch.diagnosis.diagnose import judge_stages
-from llorch.diagnosis.judged import Say
+from llorch.diagnosis.dump_checker import Progress
 from llorch.diagnosis.verdict import EARLIER_PASSES, StageResult
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights
@@ -15,7 +15,7 @@ from llorch.stages.table import BY_NAME
 
 
 def dump_rows(
-    weights: Weights, dump: StageDump, *, model: str, say: Say = lambda line: None
+    weights: Weights, dump: StageDump, *, model: str, progress: Progress = lambda line: None
 ) -> tuple[list[Comparison], list[str]]:
     """Judge a dump, stage by stage.
 
@@ -23,23 +23,23 @@ def dump_rows(
         weights: Weights of the model, in float64, or with ggml numerics if these are to be used.
         dump: Stages that the engine showed.
         model: The model's name.
-        say: Told what is being done.
+        progress: Told what is being done.
 
     Returns:
         Two rows for each stage: isolated, fed the engine's own inputs, and chained, from llorch's run of the tokens.
         Also the reasons why stages were not run.
     """
     engine, backend = dump.features.engine or "dump", GGML if weights.numerics.rounds_activations else FLOAT64
-    judge, results = judge_stages(weights, dump, say)
-    rows = [row for result in results for row in _rows_of(result, engine, model, backend)]
+    judge, results = judge_stages(weights, dump, progress)
+    comparisons = [c for result in results for c in _rows_of(result, engine, model, backend)]
     names = ", ".join(dict.fromkeys(name for _, name in judge.not_run))
-    return rows, [f"{names}: {EARLIER_PASSES}"] if names else []
+    return comparisons, [f"{names}: {EARLIER_PASSES}"] if names else []
 
 
 def _rows_of(result: StageResult, engine: str, model: str, backend: str) -> Iterator[Comparison]:
     """Yield a result as isolated comparison and, if it has a total error, as chained one."""
-    place = StageRef(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
-    local, total = (result.local, result.limit), (result.total, result.total_limit)
-    yield row_of(*local, place, "isolated", engine, model=model, backend=backend)
+    stage_ref = StageRef(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
+    local, total = (result.local, result.tolerance), (result.total, result.total_limit)
+    yield row_of(*local, stage_ref, "isolated", engine, model=model, backend=backend)
     if not math.isnan(result.total.error):
-        yield row_of(*total, place, "chained", engine, model=model, backend=backend)
+        yield row_of(*total, stage_ref, "chained", engine, model=model, backend=backend)

@@ -45,12 +45,12 @@ class StageResult:
         layer: None outside the layers.
         name: Name in the engine.
         local: Difference from llorch's result on the engine's inputs.
-        limit: Tolerance of `local` for a right engine of this arithmetic.
+        tolerance: Tolerance of `local` for a right engine of this arithmetic.
         total: Difference from llorch's run: local and inherited.
         total_limit: Tolerance of `total` for a right engine.
         arithmetic: Arithmetic in which it is judged: float32, bfloat16 ..., and the source of that knowledge.
         verdict: RIGHT, HONEST (explained by the arithmetic), WRONG.
-        since: Stages that ran since the last ones the dump shows, itself the last; an error was made in one of them.
+        ran_since: Stages that ran since the last ones the dump shows, itself the last; one of them made an error.
         profile: Location of its error; None if it is right.
     """
 
@@ -60,18 +60,18 @@ class StageResult:
     layer: int | None
     name: str
     local: Difference
-    limit: Tolerance
+    tolerance: Tolerance
     total: Difference
     total_limit: Tolerance
     arithmetic: str
     verdict: str
-    since: tuple[str, ...]
+    ran_since: tuple[str, ...]
     profile: Profile | None = None
 
     @property
     def over(self) -> float:
         """Factor by which the local error exceeds its tolerance."""
-        return self.local.over(self.limit)
+        return self.local.over(self.tolerance)
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Finding:
         kind: `mistake` when suspects explain it; `honest` when it is arithmetic; `unknown`: no known mistake matches.
         key: Stage key where it shows first; `weights` if the hashes of the engine's weights alone show it.
         n_pass: Pass in which it shows first.
-        made_in: Stage keys in which it must have been made: one if the dump has no gap, or if the cause is named.
+        starts_in: Stage keys in which it must have been made: one if the dump has no gap, or if the cause is named.
         layers: Layers in which it shows, in order; empty outside the layers.
         suspects: The named ones, which together explain it; empty for `unknown`.
         near_misses: Hypotheses that explain more than half of it, but leave more than rounding does.
@@ -115,7 +115,7 @@ class Finding:
     kind: Kind
     key: str
     n_pass: int
-    made_in: tuple[str, ...]
+    starts_in: tuple[str, ...]
     layers: tuple[int, ...]
     suspects: tuple[Suspect, ...]
     near_misses: tuple[Suspect, ...]

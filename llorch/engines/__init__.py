@@ -12,16 +12,16 @@ from typing import cast, get_args
 from llorch.engines.interface import (
     OURS,
     Call,
+    EngineName,
     LoadPath,
-    Producer,
-    ProducerName,
+    ReferenceEngine,
     Trace,
     check_ids,
     checked_trace,
     one_by_one,
-    stored_route,
+    stored_load_path,
 )
-from llorch.engines.process import GGML_VARIABLES, EngineInChild, Say
+from llorch.engines.process import GGML_VARIABLES, EngineInChild, Progress
 from llorch.ops.numerics import EXACT, DtypeName, Numerics
 from llorch.runtime.errors import MissingExtra, UserError
 from llorch.runtime.threads import n_asked
@@ -29,57 +29,57 @@ from llorch.runtime.threads import n_asked
 __all__ = [
     "OURS",
     "Call",
+    "EngineName",
     "LoadPath",
-    "Producer",
-    "ProducerName",
-    "Say",
+    "Progress",
+    "ReferenceEngine",
     "Trace",
     "check_ids",
     "checked_trace",
     "one_by_one",
+    "open_engine",
     "open_here",
-    "open_producer",
-    "stored_route",
+    "stored_load_path",
 ]  # fmt: skip
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
 
-def open_producer(
-    name: ProducerName,
+def open_engine(
+    name: EngineName,
     path: str | Path,
     *,
     n_threads: int | None = None,
     numerics: Numerics = EXACT,
     dtype: DtypeName = "float32",
     streamed: bool | None = None,
-    say: Say | None = None,
-) -> Producer:
+    progress: Progress | None = None,
+) -> ReferenceEngine:
     """Load a model into an engine, in a process of its own; to be closed or used in a `with` statement.
 
     With `EXACT` numerics the engine is shown float weights of `dtype`; `GGML` lets llama.cpp compute with the file as
     it is. In half precision transformers keeps activations in it too, llama.cpp rounds to it what it multiplies with a
     matrix. `streamed`: transformers holds one layer at a time; if not told, where the whole model does not fit. Such a
-    run tells `say` how far it is. `n_threads`: if not told, as many as the user asks for. Every method may raise
+    run tells `progress` how far it is. `n_threads`: if not told, as many as the user asks for. Every method may raise
     EngineDied.
     """
     for package in _PACKAGES.get(name, ()):
         if find_spec(package) is None:
             raise MissingExtra("golden", package)
     settings = {"n_threads": n_threads or n_asked(), "numerics": numerics, "dtype": dtype, "streamed": streamed}
-    opened = EngineInChild(name, path, f"{__name__}:open_here", name, path, say=say, **settings)
-    return cast(Producer, opened)
+    opened = EngineInChild(name, path, f"{__name__}:open_here", name, path, progress=progress, **settings)
+    return cast(ReferenceEngine, opened)
 
 
 def open_here(
-    name: ProducerName,
+    name: EngineName,
     path: str | Path,
     *,
     n_threads: int | None = None,
     numerics: Numerics = EXACT,
     dtype: DtypeName = "float32",
     streamed: bool | None = None,
-) -> Producer:
-    """Open an engine in this process, which it changes; see `open_producer`."""
+) -> ReferenceEngine:
+    """Open an engine in this process, which it changes; see `open_engine`."""
     if name == "llamacpp":
         os.environ |= GGML_VARIABLES
         _require_package("llama_cpp")
@@ -94,7 +94,7 @@ def open_here(
         from llorch.engines.transformers import Transformers
 
         return Transformers(path, n_threads=n_threads, dtype=dtype, streamed=streamed)
-    raise UserError(f"engine: expected one of {', '.join(get_args(ProducerName))}, got {name!r}")
+    raise UserError(f"engine: expected one of {', '.join(get_args(EngineName))}, got {name!r}")
 
 
 def _require_package(package: str) -> None:

@@ -80,7 +80,7 @@ def _open(held: list[Any], place: str, target: str, args: list, kwargs: dict) ->
     held[:] = [engine]
     public = [name for name in dir(type(engine)) if not name.startswith("_") and name != "close"]
     methods = [name for name in public if callable(getattr(type(engine), name))]
-    said = ("name", "config", "n_threads", "route")
+    said = ("name", "config", "n_threads", "load_path")
     return {"methods": methods, **{name: getattr(engine, name, None) for name in said}}
 
 

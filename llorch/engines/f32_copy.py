@@ -40,12 +40,12 @@ def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig
     """
     with ExitStack() as resources:
         weights = open_weights(path)
-        route = LoadPath("llamacpp", "llamacpp")
+        load_path = LoadPath("llamacpp", "llamacpp")
         with closing(weights.source):
             if dtype != "float32" or not _is_f32_gguf(weights):
                 folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="llorch-"))
-                path, route = _written(weights, Path(folder) / f"{dtype}.gguf", dtype)
-        yield path, weights.config, route
+                path, load_path = _written(weights, Path(folder) / f"{dtype}.gguf", dtype)
+        yield path, weights.config, load_path
 
 
 def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, LoadPath]:

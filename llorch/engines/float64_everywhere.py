@@ -32,7 +32,9 @@ class Float64Everywhere(TorchDispatchMode):
         made = func(*map(_widened, args), **kwargs)
         if func is torch.ops.aten.lift_fresh.default and made.dtype in NARROW:
             return made.double()  # numbers of NumPy, on their way in
-        if self._refuse and any(isinstance(leaf, torch.Tensor) and leaf.dtype in NARROW for leaf in tree_leaves(made)):
+        if self._refuse and any(
+            isinstance(kernel, torch.Tensor) and kernel.dtype in NARROW for kernel in tree_leaves(made)
+        ):
             raise RuntimeError(f"float64 reference: {func} computed below float64, so this run is no reference")
         return made
 

@@ -11,7 +11,7 @@ from llorch.ops.sampling import SamplingSettings
 from llorch.runtime.errors import UserError
 from llorch.stages import table as stages
 
-ProducerName = Literal["llamacpp", "transformers"]
+EngineName = Literal["llamacpp", "transformers"]
 Call = tuple[str, Sequence, Mapping]  # a method, its arguments, and those that have names
 OURS = "llorch"  # in routes
 
@@ -23,47 +23,51 @@ class LoadPath:
     The engine does not check steps that llorch did.
 
     Attributes:
-        read: Who found the tensors in the file, and the hyperparameters but those `told`.
+        read: Who found the tensors in the file, and the hyperparameters but those in `set_by_llorch`.
         decoded: Who made numbers of them.
         written: Who wrote what the engine loaded instead; empty where that was the file itself.
-        told: Hyperparameters, by the engine's names, that it did not find in the file: llorch read them.
+        set_by_llorch: Hyperparameters, by the engine's names, that it did not find in the file: llorch read them.
     """
 
     read: str
     decoded: str
     written: str = ""
-    told: tuple[str, ...] = ()
+    set_by_llorch: tuple[str, ...] = ()
 
     @property
     def is_direct(self) -> bool:
         """True if the engine itself read everything from the file."""
-        return not self.written and not self.told and self.read == self.decoded != OURS
+        return not self.written and not self.set_by_llorch and self.read == self.decoded != OURS
 
     def __str__(self) -> str:
         read = "read and decoded" if self.read == self.decoded else f"read by {self.read}, decoded"
         written = f", written by {self.written}" if self.written else ""
-        told = f", {' and '.join(self.told)} read by {OURS}" if self.told else ""
-        return f"{read} by {self.decoded}{written}{told}"
+        from_llorch = f", {' and '.join(self.set_by_llorch)} read by {OURS}" if self.set_by_llorch else ""
+        return f"{read} by {self.decoded}{written}{from_llorch}"
+
+    def stored(self) -> dict[str, object]:
+        """Return the values as goldens store them."""
+        return {"read": self.read, "decoded": self.decoded, "written": self.written, "told": self.set_by_llorch}
 
 
-def stored_route(provenance: Mapping[str, Any], engine: str) -> LoadPath:
+def stored_load_path(provenance: Mapping[str, Any], engine: str) -> LoadPath:
     """Read the load path that goldens state for an engine; raise ValueError if they state none."""
-    said = provenance["engines"].get(engine, {}).get("route")
-    if said is None:
+    values = provenance["engines"].get(engine, {}).get("route")
+    if values is None:
         raise UserError(f"golden: expected the load path of {engine}, got none; run reference_outputs/regenerate.py")
-    return LoadPath(**said | {"told": tuple(said["told"])})
+    return LoadPath(values["read"], values["decoded"], values["written"], tuple(values["told"]))
 
 
 @runtime_checkable
-class Producer(Protocol):
+class ReferenceEngine(Protocol):
     """What every engine can be asked; a context manager that frees the model."""
 
     name: str
     config: ModelConfig
     n_threads: int
-    route: LoadPath
+    load_path: LoadPath
 
-    def __enter__(self) -> "Producer": ...
+    def __enter__(self) -> "ReferenceEngine": ...
 
     def __exit__(self, *exception: object) -> None: ...
 
@@ -91,7 +95,7 @@ class Producer(Protocol):
         """Compute the distribution after the engine's own sampling filters; 0 for removed tokens."""
         ...
 
-    def together(self, calls: Sequence[Call]) -> list[Any]:
+    def call_batch(self, calls: Sequence[Call]) -> list[Any]:
         """Answer each of these calls.
 
         An engine that reads a model layer by layer reads each layer once for all of them.
@@ -108,7 +112,7 @@ class Producer(Protocol):
 
 
 def one_by_one(engine: object, calls: Sequence[Call]) -> list[Any]:
-    """Run calls one after the other, for an engine that holds its whole model; see `together`."""
+    """Run calls one after the other, for an engine that holds its whole model; see `call_batch`."""
     return [getattr(engine, method)(*args, **kwargs) for method, args, kwargs in calls]
 
 
@@ -139,5 +143,5 @@ def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
     """Refuse token ids that the model does not have."""
     wrong = next((at for at, token in enumerate(ids) if not 0 <= token < config.vocab_size), None)
     if not ids or wrong is not None:
-        got = "none" if wrong is None else f"{ids[wrong]} at index {wrong}"
-        raise UserError(f"ids: expected at least one token id, each from 0 to {config.vocab_size - 1}, got {got}")
+        actual = "none" if wrong is None else f"{ids[wrong]} at index {wrong}"
+        raise UserError(f"ids: expected at least one token id, each from 0 to {config.vocab_size - 1}, got {actual}")

@@ -14,7 +14,6 @@ import os
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,7 @@ class LlamaCpp:
         self.numerics = numerics
         self.dtype: DtypeName = dtype
         with ExitStack() as resources:
-            run_path, self.config, self.route = resources.enter_context(_as_run(self.path, numerics, dtype))
+            run_path, self.config, self.load_path = resources.enter_context(_as_run(self.path, numerics, dtype))
             self.n_threads = n_threads or n_threads_for(count_parameters(self.config))
             model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, dtype))
             if run_path != self.path and self.path.is_file():
@@ -141,7 +140,7 @@ class LlamaCpp:
             llama_cpp.llama_sampler_free(sampler)
         return out
 
-    def together(self, calls: Sequence[Call]) -> list[Any]:
+    def call_batch(self, calls: Sequence[Call]) -> list[Any]:
         """Answer each of the calls, one by one."""
         return one_by_one(self, calls)
 
@@ -185,7 +184,7 @@ class LlamaCpp:
             "ggml_commit": ggml_tensor.libggml.ggml_commit().decode(),
             "system": llama_cpp.llama_print_system_info().decode().strip(" |"),
             "n_threads": self.n_threads,
-            "route": asdict(self.route),
+            "route": self.load_path.stored(),
             "knobs": self._knobs(),
         }
 

@@ -24,7 +24,7 @@ def delta_net_rules(config: ModelConfig) -> Iterator[Rule]:
     """Stage, operation, name without its layer, and source of the nodes of one layer."""
     yield "qkv_in", "MUL_MAT", None, "blk.{i}.attn_qkv.weight"
     yield "z_in", "MUL_MAT", "z", "blk.{i}.attn_gate.weight"
-    if FAMILIES[config.family].joined:
+    if FAMILIES[config.family].fused_projections:
         yield B_AND_A, "MUL_MAT", "linear_attn_mixed_ba", "blk.{i}.ssm_ba.weight"
         yield "beta", "SIGMOID", None, "b-{i} (cont)"
     else:
@@ -81,7 +81,7 @@ def _channels(rows: np.ndarray, net: DeltaNet, config: ModelConfig) -> np.ndarra
 
 def _heads(array: np.ndarray, axis: int, net: DeltaNet, config: ModelConfig) -> np.ndarray:
     """Bring the axis of value heads into Hugging Face's order."""
-    if FAMILIES[config.family].joined:  # others are tiled
+    if FAMILIES[config.family].fused_projections:  # others are tiled
         return array
     before, after = array.shape[:axis], array.shape[axis + 1 :]
     tiled = array.reshape(*before, -1, net.n_key_heads, *after)

@@ -86,7 +86,7 @@ def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
             yield f"{letter}_rope", "ROPE", name, None
         if this.head_norm:
             yield f"{letter}_head_norm", "RMS_NORM", f"{name}_normed", None
-    if this.tempered:
+    if this.has_attention_temperature:
         yield "q_tempered", "MUL", "Qcur_attn_temp_scaled" if this.rope else "Qcur", None
     yield "kq", "MUL_MAT", "kq", None
     yield "attn_probs", "SOFT_MAX", "kq_soft_max", "kq-{i}"
@@ -169,7 +169,9 @@ class GraphCapture:
         n, config = self.n_tokens, self.config
         if (rows := of_experts(short, array, config.experts)) is not None:
             return rows
-        interleaved = FAMILIES[config.family].paired_rows  # its GGUF files store the rows of Q and K in RoPE pairs
+        interleaved = FAMILIES[
+            config.family
+        ].interleaved_rope_gguf  # its GGUF files store the rows of Q and K in RoPE pairs
         match short:
             case "q_norm" | "k_norm" | "q_rope" | "k_rope" | "q_tempered" | "q_head_norm" | "k_head_norm":
                 heads = array.reshape(n, -1, config.head_dim)

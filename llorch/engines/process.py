@@ -30,7 +30,7 @@ START, PASSES, SPEED = 180.0, 32, 50e6  # seconds, times, bytes per second
 _WORDS = 300  # characters
 
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 def _silent(text: str) -> None:
@@ -43,7 +43,7 @@ class EngineProcess:
     def __init__(self, engine: str) -> None:
         """Start it; `llamacpp` and `transformers` are imported while nothing is asked yet."""
         self.engine, self._lock, self._death = engine, threading.Lock(), ""
-        self.say: Say = _silent  # told how far a call is
+        self.progress: Progress = _silent  # told how far a call is
         if not hasattr(socket, "AF_UNIX"):  # Windows
             what = "llorch cannot run engines on a system without Unix sockets"
             raise EngineDied(f"{engine}: {what}; use --against golden with a built-in model")
@@ -78,7 +78,7 @@ class EngineProcess:
                 channel.seconds = seconds
                 channel.send(*parts)
                 while (received := receive(channel))[0] == "said":
-                    self.say(received[1])
+                    self.progress(received[1])
             except (EOFError, OSError) as error:
                 hangs = isinstance(error, TimeoutError)
                 what = f"no answer to {what} for {seconds:.0f} s" if hangs else f"{self._way_to_end()} in {what}"
@@ -127,12 +127,18 @@ class EngineInChild:
     """An engine with a model, in a process of its own: it has every public method of that engine."""
 
     def __init__(
-        self, engine: str, path: str | Path, target: str, *args: object, say: Say | None = None, **kwargs: object
+        self,
+        engine: str,
+        path: str | Path,
+        target: str,
+        *args: object,
+        progress: Progress | None = None,
+        **kwargs: object,
     ) -> None:
-        """Load a model by `target`, `module:function`; its size sets the limits of time. `say` hears what it tells."""
+        """Load a model by `target`, `module:function`; its size sets the time limits. `progress` gets its messages."""
         self._engine, self._path = engine, Path(path)
         self._process: EngineProcess | None = _take_idle(engine)
-        self._process.say = say or _silent
+        self._process.progress = progress or _silent
         try:
             shown = self._process.ask("loading", ["open", str(Path.cwd()), target, args, kwargs], _patience(self._path))
         except BaseException:
@@ -161,7 +167,7 @@ class EngineInChild:
             _give_back(process)
 
     def _call(self, method: str, *args: object, **kwargs: object) -> Any:
-        calls: Any = args[0] if method == "together" else [(method, args, kwargs)]
+        calls: Any = args[0] if method == "call_batch" else [(method, args, kwargs)]
         seconds = sum(_patience(self._path, *given, *named.values()) for _, given, named in calls)
         return self._asked().ask(method, ["call", method, args, kwargs], seconds)
 
@@ -196,7 +202,7 @@ def _take_idle(engine: str) -> EngineProcess:
 
 def _give_back(process: EngineProcess) -> None:
     """Let a process wait for the next model, where no other does."""
-    process.say = _silent
+    process.progress = _silent
     if process.runs and _IDLE.setdefault(process.engine, process) is not process:
         process.end()
 

@@ -69,7 +69,7 @@ from llorch.stages.table import ATTENTION, key, keys
 def _classes_of(family: Family) -> tuple[Any, Any]:
     """Return the classes of a configuration and a model; of the whole where the text part has none."""
     stem, alone = family.classes, family.written_as is None
-    config = f"{stem}TextConfig" if family.text_of and alone else f"{stem}Config"
+    config = f"{stem}TextConfig" if family.multimodal_type and alone else f"{stem}Config"
     model = f"{stem}ForCausalLM" if alone else f"{stem}ForConditionalGeneration"
     return getattr(transformers, config), getattr(transformers, model)
 
@@ -114,16 +114,16 @@ class Transformers:
             self._streamed: Streamed | None = None
             with _quiet(), _refusals(), self._arithmetic(refuse=False):
                 if not fits(weights, dtype) if streamed is None else streamed:
-                    model, tensors, self.rope, self.route = _model_without_weights(weights, dtype)
+                    model, tensors, self.rope, self.load_path = _model_without_weights(weights, dtype)
                     self._streamed = Streamed(model, tensors, getattr(torch, dtype), self.n_threads, tell)
                     resources.callback(self._streamed.close)
                 elif isinstance(weights.source, QuantisedFolder):
-                    model, self.rope, self.route = _model_of_codes(weights, dtype), AS_CONFIG, LoadPath(OURS, OURS)
+                    model, self.rope, self.load_path = _model_of_codes(weights, dtype), AS_CONFIG, LoadPath(OURS, OURS)
                 elif self.path.is_dir():
                     model, self.rope = _model_of_folder(self.path, self.config, dtype), AS_CONFIG
-                    self.route = LoadPath("transformers", "transformers")
+                    self.load_path = LoadPath("transformers", "transformers")
                 else:
-                    model, self.rope, self.route = _model_of_file(weights, dtype)
+                    model, self.rope, self.load_path = _model_of_file(weights, dtype)
             self._resources = resources.pop_all()
         # The folder's generation settings (end tokens, penalties, sampling) must not enter the greedy run.
         model.generation_config = GenerationConfig()
@@ -214,14 +214,14 @@ class Transformers:
             )  # fmt: skip
             return out.sequences[0, len(ids) :].tolist(), as_array(torch.cat(out.logits))
 
-    def together(self, calls: Sequence[Call]) -> list[Any]:
+    def call_batch(self, calls: Sequence[Call]) -> list[Any]:
         """Answer each of the calls; a streamed model reads every layer once for all of them."""
         if self._streamed is None:
             return one_by_one(self, calls)
         jobs = [partial(getattr(self, method), *args, **kwargs) for method, args, kwargs in calls]
         n_passes = max((args[1] for method, args, _ in calls if method in ("greedy", "continued")), default=1)
         with self._arithmetic():  # of this thread, and the default dtype, which all threads have in common
-            return self._streamed.together(jobs, n_passes=n_passes)
+            return self._streamed.call_batch(jobs, n_passes=n_passes)
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
         """Compute the distribution that transformers draws from after its logits processors.
@@ -258,14 +258,9 @@ class Transformers:
             "cpu_capability": torch.backends.cpu.get_cpu_capability(),
             "mkl": torch.backends.mkl.is_available(),
             "n_threads": self.n_threads,
-            "knobs": {
-                "dtype": self.dtype,
-                "attn_implementation": "eager",
-                "device": "cpu",
-                "rope": self.rope,
-            }
+            "knobs": {"dtype": self.dtype, "attn_implementation": "eager", "device": "cpu", "rope": self.rope}
             | ({"weights": "one layer at a time"} if self._streamed else {}),
-            "route": asdict(self.route),
+            "route": self.load_path.stored(),
         }
 
     def _ids(self, ids: Sequence[int]) -> torch.Tensor:
@@ -351,14 +346,14 @@ def _model_without_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, Ten
         return model, FolderTensors(path, precision), AS_CONFIG, LoadPath("transformers", "safetensors")
     theirs = _as_transformers_understands(path)
     engine_config, note, told = _config_of_file(weights.config, theirs, dtype)
-    model, route = without_weights(model_class, engine_config, precision), LoadPath("transformers", "gguf")
+    model, load_path = without_weights(model_class, engine_config, precision), LoadPath("transformers", "gguf")
     if note == DIVIDED:
         _divide_frequencies(model, weights.config)
     try:
         tensors: Tensors = FileTensors(path, model, theirs, precision)
     except (ImportError, LookupError, NotImplementedError, ValueError):
-        tensors, route = OurTensors(weights, precision), LoadPath(OURS, OURS)
-    return model, tensors, note, replace(route, told=tuple(told))
+        tensors, load_path = OurTensors(weights, precision), LoadPath(OURS, OURS)
+    return model, tensors, note, replace(load_path, set_by_llorch=tuple(told))
 
 
 def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, LoadPath]:
@@ -375,7 +370,7 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, LoadPa
         model = _filled(model, weights, dtype)
     if note == DIVIDED:
         _divide_frequencies(model, weights.config)
-    return model, note, LoadPath(reader, reader, told=tuple(told))
+    return model, note, LoadPath(reader, reader, set_by_llorch=tuple(told))
 
 
 def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeName) -> tuple[Any, str, list[str]]:

@@ -24,7 +24,7 @@ from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorPr
 
 from llorch.families.config import FAMILIES
 from llorch.files import Weights
-from llorch.files.layerwise import Lockstep, Turn
+from llorch.files.layerwise import LayerwiseJobs, Turn
 from llorch.files.tensor_names import Weight, inventory
 
 EMBEDDING, FINAL_NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
@@ -118,7 +118,7 @@ class OurTensors:
         if (place := name.split("."))[4:5] == ["experts"]:
             stacks = [self._weights.read(f"layers.{place[2]}.experts_{one}") for one in _JOINED[place[-1]]]
             stack = torch.from_numpy(np.concatenate(stacks, axis=1)).to(self._dtype)
-            turned = FAMILIES[self._weights.config.family].turned_experts == "modules"
+            turned = FAMILIES[self._weights.config.family].transposed_experts == "modules"
             return stack.mT.contiguous() if turned else stack
         first, *others = self._parts[name]
         array = self._as_theirs(first)
@@ -177,7 +177,7 @@ class Streamed:
             model.get_submodule(part).register_forward_pre_hook(partial(self._enter, part))
             model.get_submodule(part).register_forward_hook(lambda *_: _TURN.get()())
 
-    def together(self, calls: Sequence[Callable[[], Any]], *, n_passes: int) -> list[Any]:
+    def call_batch(self, calls: Sequence[Callable[[], Any]], *, n_passes: int) -> list[Any]:
         """Make calls that go through the model, each up to `n_passes` times, layer by layer."""
 
         def job(call: Callable[[], Any]) -> Callable[[Turn], Any]:
@@ -189,7 +189,7 @@ class Streamed:
 
         self._began, self._n_read, self._n_to_read = time.monotonic(), 0, n_passes * len(self._parts)
         try:
-            return Lockstep([job(call) for call in calls]).run()
+            return LayerwiseJobs([job(call) for call in calls]).run()
         finally:
             self._drop()
 

@@ -75,7 +75,7 @@ class ModelConfig:
     delta_net: DeltaNet | None = None  # of the layers that are one
     attention_gate: bool = False  # attention is multiplied by a sigmoid, whose input lies beside each head of q_proj
     rotary_dim: int = 0  # leading part of a head that RoPE turns, even; 0: all of it
-    adjacent_pairs: bool = False  # RoPE turns (2j, 2j + 1), as in Llama 4, not (j, j + half)
+    interleaved_rope_hf: bool = False  # RoPE turns (2j, 2j + 1), as in Llama 4, not (j, j + half)
     temperature: Temperature | None = None  # of the layers that are tempered
     rope_sections: tuple[int, ...] = field(default=(), compare=False)  # of a GGUF file; no text depends on them
     part_of_whole: bool = field(default=False, compare=False)  # of a folder with a multimodal model; no matter for text
@@ -164,7 +164,7 @@ class ModelConfig:
         if this.mixer == "attention":
             has |= {
                 "qkv_bias": self.qkv_bias, "o_bias": self.o_bias, "qk_norm": self.qk_norm, "gate": self.attention_gate,
-                "rope": this.rope, "head_norm": this.head_norm, "tempered": this.tempered,
+                "rope": this.rope, "head_norm": this.head_norm, "tempered": this.has_attention_temperature,
             }  # fmt: skip
         return frozenset(word for word, there in has.items() if there)
 

@@ -21,8 +21,11 @@ class Family:
 
     gguf: str  # architecture in GGUF files
     classes: str  # stem of its classes in transformers
-    text_of: str = ""  # model type of the whole that it is the text part of
-    in_whole: tuple[str, str] = ("", "")  # what paths of modules begin with in the text part alone, and in the whole
+    multimodal_type: str = ""  # model type of the whole that it is the text part of
+    multimodal_prefixes: tuple[str, str] = (
+        "",
+        "",
+    )  # what paths of modules begin with in the text part alone, and in the whole
     written_as: FamilyName | None = (
         None  # family with the same text part; transformers has no class for this part alone
     )
@@ -32,7 +35,7 @@ class Family:
     bias_key: tuple[str, bool] = ("attention_bias", False)  # of config.json, where it decides on qkv_bias; its default
     qk_norm: bool = False
     head_norm: bool = False  # heads are divided by their root mean square after RoPE, unless use_qk_norm is false
-    zero_centred: bool = False  # Hugging Face stores gains less one, but that of the delta net
+    norm_weight_offset: bool = False  # Hugging Face stores gains less one, but that of the delta net
     # Where config.json names none, as in transformers:
     head_dim: int | None = None  # None is hidden_size / n_heads
     null_head_dim: bool = False  # a null is such a case, too
@@ -43,13 +46,13 @@ class Family:
     tied: bool = False
     # Attention, layer by layer:
     hybrid: bool = False  # delta nets between layers of gated attention
-    joined: bool = False  # a delta net has two matrices: queries, keys, values and gates; b and a
+    fused_projections: bool = False  # a delta net has two matrices: queries, keys, values and gates; b and a
     window: Literal["", "asked", "given", "required", "late", "every_other", "unrotated"] = ""  # see `huggingface`
     max_window_layers: int = 28  # where config.json names none
     chunk: int | None = None  # layers with RoPE see a chunk of so many tokens, unless config.json names another number
     rope_interval: int = 0  # every n-th layer has no RoPE, unless config.json lists layers; 0: all have RoPE
     rotary_share: float | None = None  # part of a head that RoPE turns where the file names none; None: always all
-    adjacent_pairs: bool = False  # RoPE turns neighbours in Hugging Face folders, too
+    interleaved_rope_hf: bool = False  # RoPE turns neighbours in Hugging Face folders, too
     sections: Literal["", "halves", "interleaved"] = ""  # RoPE of three axes, all equal for text
     tempered: Literal["", "beta", "unrotated"] = ""  # all layers, by llama_4_scaling_beta; or those without RoPE
     temperature: Temperature | None = None  # of those without RoPE, where config.json names none
@@ -70,9 +73,9 @@ class Family:
     written: Mapping[str, object] = field(default_factory=dict)  # what llorch writes into config.json, too
     told: Mapping[str, object] = field(default_factory=dict)  # what transformers is told, too, to run a GGUF file
     # Order of numbers in files:
-    paired_rows: bool = False  # GGUF files hold the rows of q and k in the pairs that llama.cpp turns
-    turned_experts: Literal["", "files", "modules"] = ""  # one tensor (experts, in, out); in the modules, too
-    predicts: bool = False  # files may have further layers, which predict further tokens
+    interleaved_rope_gguf: bool = False  # GGUF files hold the rows of q and k in the pairs that llama.cpp turns
+    transposed_experts: Literal["", "files", "modules"] = ""  # one tensor (experts, in, out); in the modules, too
+    has_mtp_layers: bool = False  # files may have further layers, which predict further tokens
     words: str = ""  # pre-tokenizer of transformers, whatever tokenizer.json says
     # llama.cpp computes or expects:
     norm_topk_prob: bool | None = None  # None: no experts, or it does not apply
@@ -97,12 +100,12 @@ _QWEN2: dict[str, Any] = {
 }  # fmt: skip
 _QWEN3: dict[str, Any] = {"qk_norm": True, "n_kv_heads": 32, "head_dim": 128}
 _HYBRID: dict[str, Any] = {
-    "qk_norm": True, "head_dim": 256, "hybrid": True, "rotary_share": 0.25, "zero_centred": True, "predicts": True,
-    "ffn_norm": "post_attention_norm",
+    "qk_norm": True, "head_dim": 256, "hybrid": True, "rotary_share": 0.25, "norm_weight_offset": True,
+    "has_mtp_layers": True, "ffn_norm": "post_attention_norm",
 }  # fmt: skip
 _EXPERTS: dict[str, Any] = {"experts": True, "shared": True, "shared_gate": True, "norm_topk_prob": True}
-_LLAMA: dict[str, Any] = {"paired_rows": True, "factors": True}
-_BESIDE_EYES: dict[str, Any] = {"in_whole": ("model.", "model.language_model.")}
+_LLAMA: dict[str, Any] = {"interleaved_rope_gguf": True, "factors": True}
+_BESIDE_EYES: dict[str, Any] = {"multimodal_prefixes": ("model.", "model.language_model.")}
 _YARN_OF_MINISTRAL = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
     "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
@@ -131,33 +134,34 @@ FAMILIES: dict[str, Family] = {
         norm_topk_prob=True, qk_norm=True, old_expert_names=True,
     ),
     "qwen3_next": Family(
-        gguf="qwen3next", classes="Qwen3Next", n_kv_heads=2, joined=True, sparse="step", norm_topk_prob_default=True,
-        old_expert_names=True, **_HYBRID, **_EXPERTS,
+        gguf="qwen3next", classes="Qwen3Next", n_kv_heads=2, fused_projections=True, sparse="step",
+        norm_topk_prob_default=True, old_expert_names=True, **_HYBRID, **_EXPERTS,
     ),
     "qwen3_5": Family(
-        gguf="qwen35", classes="Qwen3_5", n_kv_heads=4, text_of="qwen3_5", sections="interleaved", **_BESIDE_EYES,
-        **_HYBRID,
+        gguf="qwen35", classes="Qwen3_5", n_kv_heads=4, multimodal_type="qwen3_5", sections="interleaved",
+        **_BESIDE_EYES, **_HYBRID,
     ),
     "qwen3_5_moe": Family(
-        gguf="qwen35moe", classes="Qwen3_5Moe", n_kv_heads=2, text_of="qwen3_5_moe", sections="interleaved",
+        gguf="qwen35moe", classes="Qwen3_5Moe", n_kv_heads=2, multimodal_type="qwen3_5_moe", sections="interleaved",
         norm_topk_prob_default=None, words="qwen35", **_BESIDE_EYES, **_HYBRID, **_EXPERTS,
     ),
     "smollm3": Family(
         gguf="smollm3", classes="SmolLM3", n_kv_heads=4, rope_theta=2e6, tied=True, window="unrotated",
-        rope_interval=4, paired_rows=True, written={"mlp_bias": False, "pad_token_id": None},
+        rope_interval=4, interleaved_rope_gguf=True, written={"mlp_bias": False, "pad_token_id": None},
         told={"pad_token_id": None},
     ),
     "ministral3": Family(
         gguf="mistral3", classes="Ministral3", n_kv_heads=8, head_dim=128, context=262144, window="given",
-        rope_parameters=_YARN_OF_MINISTRAL, tempered="beta", paired_rows=True, reads_yarn=True,
+        rope_parameters=_YARN_OF_MINISTRAL, tempered="beta", interleaved_rope_gguf=True, reads_yarn=True,
         told={"sliding_window": None, "pad_token_id": None}, **_FIXED,
     ),
     "llama4": Family(
         gguf="llama4", classes="Llama4", n_kv_heads=8, head_dim=128, context=131072, rope_theta=5e5, chunk=8192,
         rope_interval=4, head_norm=True, no_head_norm=128, tempered="unrotated",
         temperature=Temperature(scale=0.1, floor=8192, offset=1), experts=True, sparse="listed", shared=True,
-        scaled_inputs=True, n_experts_per_token=1, aux_loss=False, turned_experts="modules", adjacent_pairs=True,
-        text_of="llama4", in_whole=("", "language_model."), mlp="feed_forward", router="router", factors=True,
+        scaled_inputs=True, n_experts_per_token=1, aux_loss=False, transposed_experts="modules",
+        interleaved_rope_hf=True, multimodal_type="llama4", multimodal_prefixes=("", "language_model."),
+        mlp="feed_forward", router="router", factors=True,
         keys={
             "intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size",
             "num_experts": "num_local_experts",
@@ -166,20 +170,22 @@ FAMILIES: dict[str, Family] = {
     ),
     "qwen2_5_vl": Family(
         gguf="qwen2vl", classes="Qwen2_5_VL", n_kv_heads=8, rope_theta=1e6, max_window_layers=80, sections="halves",
-        text_of="qwen2_5_vl", written_as="qwen2", reads_eps=False, **_BESIDE_EYES, **_QWEN2,
+        multimodal_type="qwen2_5_vl", written_as="qwen2", reads_eps=False, **_BESIDE_EYES, **_QWEN2,
     ),
     "qwen3_vl": Family(
-        gguf="qwen3vl", classes="Qwen3VL", context=128000, rope_theta=5e5, sections="interleaved", text_of="qwen3_vl",
-        written_as="qwen3", **_BESIDE_EYES, **_QWEN3,
+        gguf="qwen3vl", classes="Qwen3VL", context=128000, rope_theta=5e5, sections="interleaved",
+        multimodal_type="qwen3_vl", written_as="qwen3", **_BESIDE_EYES, **_QWEN3,
     ),
     "qwen3_vl_moe": Family(
         gguf="qwen3vlmoe", classes="Qwen3VLMoe", n_kv_heads=16, context=128000, rope_theta=5e5, qk_norm=True,
-        experts=True, sparse="step", norm_topk_prob_default=None, norm_topk_prob=True, turned_experts="files",
-        sections="interleaved", text_of="qwen3_vl_moe", written_as="qwen3_moe", **_BESIDE_EYES,
+        experts=True, sparse="step", norm_topk_prob_default=None, norm_topk_prob=True, transposed_experts="files",
+        sections="interleaved", multimodal_type="qwen3_vl_moe", written_as="qwen3_moe", **_BESIDE_EYES,
     ),
 }  # fmt: skip
-BY_MODEL_TYPE = {name: name for name, family in FAMILIES.items() if not family.text_of} | {
-    f"{family.text_of}_text": name for name, family in FAMILIES.items() if family.text_of
+BY_MODEL_TYPE = {name: name for name, family in FAMILIES.items() if not family.multimodal_type} | {
+    f"{family.multimodal_type}_text": name for name, family in FAMILIES.items() if family.multimodal_type
 }
-BY_WHOLE = {family.text_of: name for name, family in FAMILIES.items() if family.text_of}  # models that see, too
+BY_WHOLE = {
+    family.multimodal_type: name for name, family in FAMILIES.items() if family.multimodal_type
+}  # models that see, too
 BY_GGUF = {family.gguf: name for name, family in reversed(FAMILIES.items())}  # the first of two that share a name

@@ -81,7 +81,7 @@ class Layer:
     experts: bool = False
     rope: bool = True
     head_norm: bool = False  # Llama 4: every query and key head divided by its root mean square, after RoPE
-    tempered: bool = False  # queries are multiplied by the Temperature of the model
+    has_attention_temperature: bool = False  # queries are multiplied by the Temperature of the model
     window: int | None = None  # a token sees itself and the window - 1 before it
     chunk: int | None = None  # a token sees those of its own chunk: positions with the same position // chunk
 
@@ -93,7 +93,7 @@ class Layer:
     @property
     def looks_at_positions(self) -> bool:
         """True if attention uses positions unlike a dense layer: no RoPE, a temperature, a window or chunks."""
-        return not self.rope or self.tempered or self.bound is not None
+        return not self.rope or self.has_attention_temperature or self.bound is not None
 
     @property
     def bound(self) -> Bound | None:

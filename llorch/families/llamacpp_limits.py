@@ -74,7 +74,7 @@ def _reasons_of_chunks(config: ModelConfig, theirs: int, n_tokens: int) -> Itera
 def _reasons_of_temperature(config: ModelConfig, theirs: Temperature, n_tokens: int) -> Iterator[str]:
     """Yield the reason, if any, why llama.cpp's temperature, `theirs`, changes a run of `n_tokens`."""
     layers, ours = [config.layer(i) for i in range(config.n_layers)], config.temperature
-    same = ours == theirs and all(layer.tempered != layer.rope for layer in layers)
+    same = ours == theirs and all(layer.has_attention_temperature != layer.rope for layer in layers)
     if not same and n_tokens >= min(theirs.floor, theirs.floor if ours is None else ours.floor):
         yield (
             f"llama.cpp hard-codes floor_scale {theirs.floor} and attn_scale {theirs.scale}, this configuration has "

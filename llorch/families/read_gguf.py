@@ -53,7 +53,9 @@ def read(
         context = fields.integer("context_length")
         experts = _read_experts(fields, family)
         temperature = _temperature(fields, family, context)
-        layers = _read_layers(fields, family, n_layers, context, experts, tempered=temperature is not None)
+        layers = _read_layers(
+            fields, family, n_layers, context, experts, has_attention_temperature=temperature is not None
+        )
         return {
             "family": name,
             "hidden_size": hidden_size,
@@ -77,8 +79,8 @@ def read(
             "attention_gate": family.hybrid,
             "rotary_dim": rotary_dim,
             "rope_sections": _sections(fields, family),
-            "adjacent_pairs": family.adjacent_pairs,
-            "temperature": temperature if any(layer.tempered for layer in layers) else None,
+            "interleaved_rope_hf": family.interleaved_rope_hf,
+            "temperature": temperature if any(layer.has_attention_temperature for layer in layers) else None,
         }
 
 
@@ -118,7 +120,7 @@ def _has_bias(layers: list[Layer], tensor_names: Container[str]) -> bool:
 def _refuse_variants(fields: Fields, family: Family, head_dim: int) -> None:
     if not family.experts:
         fields.refuse("expert_count", unless=(0,), default=0)
-    if not family.predicts:
+    if not family.has_mtp_layers:
         fields.refuse("nextn_predict_layers", unless=(0,), default=0)
     if family.chunk is None and 0 < fields.integer("attention.sliding_window", default=0) < fields.integer(
         "context_length"
@@ -161,7 +163,7 @@ def _read_integers(fields: Fields, key: str) -> list[int]:
 def _n_layers(fields: Fields, family: Family) -> int:
     """Return the number of layers, without the blocks after them that predict further tokens."""
     n_layers = fields.integer("block_count")
-    extra = fields.integer("nextn_predict_layers", default=0, low=0) if family.predicts else 0
+    extra = fields.integer("nextn_predict_layers", default=0, low=0) if family.has_mtp_layers else 0
     if extra and extra >= n_layers:
         raise fields.error("Inconsistent", "nextn_predict_layers", f"fewer than block_count = {n_layers}", extra)
     return n_layers - extra
@@ -216,7 +218,13 @@ def _read_delta_net(fields: Fields) -> DeltaNet:
 
 
 def _read_layers(
-    fields: Fields, family: Family, n_layers: int, context: int, experts: Experts | None, *, tempered: bool
+    fields: Fields,
+    family: Family,
+    n_layers: int,
+    context: int,
+    experts: Experts | None,
+    *,
+    has_attention_temperature: bool,
 ) -> list[Layer]:
     """Read the facts of every layer: mixer, window, RoPE, experts."""
     if not 1 <= n_layers <= MOST_LAYERS:
@@ -233,7 +241,7 @@ def _read_layers(
             experts=with_experts[i],
             rope=rope[i],
             head_norm=head_norm and rope[i],
-            tempered=tempered and not (family.tempered == "unrotated" and rope[i]),
+            has_attention_temperature=has_attention_temperature and not (family.tempered == "unrotated" and rope[i]),
             chunk=chunk if rope[i] else None,
         )
         for i in range(n_layers)

@@ -51,7 +51,7 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
         rotary_dim = _rotary_dim(fields, rope, family, head_dim)
         experts = _read_experts(fields, family)
         layers = _read_layers(fields, family, context, has_experts=experts is not None)
-        tempered = any(layer.tempered for layer in layers)
+        has_attention_temperature = any(layer.has_attention_temperature for layer in layers)
         return {
             "family": name,
             "hidden_size": hidden_size,
@@ -74,8 +74,8 @@ def read(values: Mapping[str, object], path: str | Path) -> dict[str, Any]:
             "delta_net": _read_delta_net(fields) if family.hybrid else None,
             "attention_gate": family.hybrid,
             "rotary_dim": rotary_dim,
-            "adjacent_pairs": family.adjacent_pairs,
-            "temperature": _temperature(fields, rope, family, context) if tempered else None,
+            "interleaved_rope_hf": family.interleaved_rope_hf,
+            "temperature": _temperature(fields, rope, family, context) if has_attention_temperature else None,
             "part_of_whole": whole.text("model_type") in BY_WHOLE,
         }
 
@@ -218,14 +218,14 @@ def _read_layers(fields: Fields, family: Family, context: int, *, has_experts: b
     window = fields.integer("sliding_window", low=1) if "sliding_attention" in kinds else None
     chunk = _read_attention_chunk(fields, family) if "chunked_attention" in kinds else None
     head_norm = family.head_norm and fields.boolean("use_qk_norm", default=True)
-    tempered = _read_tempered(fields, family, rope)
+    has_attention_temperature = _read_tempered(fields, family, rope)
     return [
         Layer(
             mixer="delta_net" if kind == "linear_attention" else "attention",
             experts=experts[i],
             rope=rope[i],
             head_norm=head_norm and rope[i],
-            tempered=tempered[i],
+            has_attention_temperature=has_attention_temperature[i],
             window=window if kind == "sliding_attention" and window is not None and window < context else None,
             chunk=chunk if kind == "chunked_attention" and chunk is not None and chunk < context else None,
         )

@@ -16,13 +16,7 @@ from llorch.files import GGUFFile, Weights, open_weights
 from llorch.files.encode import LARGEST, encode
 from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, most_used, write_gguf_content
 from llorch.files.export_blocks import Blocks, find_blocks
-from llorch.files.export_huggingface import (
-    DTYPES,
-    huggingface_config,
-    huggingface_size,
-    write_json,
-    write_safetensors,
-)
+from llorch.files.export_huggingface import DTYPES, huggingface_config, huggingface_size, write_json, write_safetensors
 from llorch.files.hub.reference import name_of
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.output_paths import (

@@ -71,7 +71,7 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
         raise FormatError("Unsupported", message + ("q, k and v" if config.qkv_bias else "o") + " only", path=path)
     values = {
         "architectures": [f"{family.classes}ForCausalLM"],
-        "model_type": f"{family.text_of}_text" if family.text_of else name,
+        "model_type": f"{family.multimodal_type}_text" if family.multimodal_type else name,
         "hidden_act": "silu",
         "hidden_size": config.hidden_size,
         "intermediate_size": config.intermediate_size,

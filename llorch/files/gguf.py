@@ -315,11 +315,11 @@ def _size_in_bytes(cursor: Cursor, name: str, dims: list[int], ggml_type: GGMLTy
 
 def _check_range(cursor: Cursor, row: TensorInfo, data_start: int, expected: int) -> None:
     end = data_start + row.offset + row.n_bytes
-    claim = f"{row.name}: expected bytes {data_start + row.offset} to {end}"
+    limit = f"{row.name}: expected bytes {data_start + row.offset} to {end}"
     if end > cursor.limits.data_end:
-        raise cursor.file.error("OutOfBounds", f"{claim}, got a file of {cursor.file.size} bytes")
+        raise cursor.file.error("OutOfBounds", f"{limit}, got a file of {cursor.file.size} bytes")
     if end > cursor.file.size:
-        raise cursor.file.error("Truncated", f"{claim}, got a file that ends at byte {cursor.file.size}")
+        raise cursor.file.error("Truncated", f"{limit}, got a file that ends at byte {cursor.file.size}")
     if row.offset != expected:
         message = f"{row.name} must have offset {expected} (no gap, no overlap, aligned), got {row.offset}"
         raise cursor.file.error("Malformed", message)

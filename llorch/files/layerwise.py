@@ -25,7 +25,7 @@ class _Ended(BaseException):
     """Unwinds a job whose fellow failed; not an Exception, which a job might handle."""
 
 
-class Lockstep(Generic[T]):
+class LayerwiseJobs(Generic[T]):
     """Jobs that run in turn, each up to the end of its next layer."""
 
     def __init__(self, jobs: Sequence[Callable[[Turn], T]]) -> None:

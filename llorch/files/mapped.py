@@ -62,8 +62,8 @@ def open_regular(path: str | Path) -> int:
 
 def _no_regular_file(path: str | Path, kind: int) -> FormatError:
     """Return the error for a path that is a folder, pipe or device; `kind` is the file type of its mode."""
-    got = _NO_FILES.get(kind, "something else")
-    return FormatError("Unsupported", f"expected a regular file, got {got}; write the data to a file", path=path)
+    actual = _NO_FILES.get(kind, "something else")
+    return FormatError("Unsupported", f"expected a regular file, got {actual}; write the data to a file", path=path)
 
 
 def read_regular(path: str | Path, *, limit: int) -> bytes:

@@ -30,7 +30,7 @@ class MetadataLimits:
     key_bytes: int = 65_535
     string_bytes: int = 16 << 20
     array_elements: int = 1 << 22
-    array_claim: int = 1 << 30  # above this no file is asked whether it is long enough, as in llama.cpp
+    checked_array_length: int = 1 << 30  # above this no file is asked whether it is long enough, as in llama.cpp
     name_bytes: int = 63  # ggml stores 64 with the closing NUL
     dimensions: int = 4
     alignment: int = 65_536
@@ -162,7 +162,7 @@ class Cursor:
         if kind is GGUFValueType.ARRAY:
             raise self.error("Unsupported", f"{what} is an array of arrays, which llorch does not read")
         count = self.u64(f"element count of {what}")
-        if count > self.limits.array_claim:
+        if count > self.limits.checked_array_length:
             raise self.error("TooLarge", f"{what} claims {count} elements, at most 2^30 are possible")
         smallest = 8 if kind is GGUFValueType.STRING else NUMBERS[kind].itemsize
         start = self.skip(count * smallest, what)

@@ -106,7 +106,7 @@ def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
     """Return the names of tensors in blocks after the last layer, which predict further tokens."""
     names = {name for name in file.tensors if re.match(r"blk\.(\d+)\.", name)}
     extra = {name for name in names if int(name.split(".")[1]) >= config.n_layers}
-    if extra and FAMILIES[config.family].predicts:
+    if extra and FAMILIES[config.family].has_mtp_layers:
         logger.info("%s: ignored %d tensors for the prediction of further tokens", file.path, len(extra))
         return extra
     return set()
@@ -225,7 +225,7 @@ def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:
 def _not_text(folder: SafetensorsFolder, config: ModelConfig, *, sees: bool) -> set[str]:
     """Find tensors that do not belong to the text model; log how many of them hold trained numbers."""
     ignored = {name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")}
-    prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].predicts else ()))
+    prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].has_mtp_layers else ()))
     others = {name for name in folder.tensors if name.startswith(prefixes)}
     if others:
         logger.info("%s: ignored %d tensors outside the text part", folder.path, len(others))

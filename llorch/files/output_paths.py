@@ -141,8 +141,8 @@ def read_back(path: Path, weights: Weights, target: Path) -> None:
     written.source.close()
     same = {written_family(weights.config), BY_GGUF[FAMILIES[weights.config.family].gguf]}
     for one in filter(lambda one: one.compare, fields(ModelConfig)):
-        got, want = (_as_float32(getattr(config, one.name)) for config in (written.config, weights.config))
+        actual, expected = (_as_float32(getattr(config, one.name)) for config in (written.config, weights.config))
         # Frequency scalings have a form of their own in each format.
-        if got != want and one.name != "rope_scaling" and not (one.name == "family" and got in same):
-            message = f"{one.name}: the target would have {got}, the source has {want}"
+        if actual != expected and one.name != "rope_scaling" and not (one.name == "family" and actual in same):
+            message = f"{one.name}: the target would have {actual}, the source has {expected}"
             raise FormatError("Inconsistent", message, path=target)

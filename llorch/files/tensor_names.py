@@ -107,7 +107,7 @@ LAYER_WEIGHTS = (
     ),
 )  # fmt: skip
 
-_FORMS = sorted({family.in_whole for family in FAMILIES.values() if family.text_of})
+_FORMS = sorted({family.multimodal_prefixes for family in FAMILIES.values() if family.multimodal_type})
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,7 +145,7 @@ def inventory(config: ModelConfig) -> dict[str, Weight]:
                 gguf + row.gguf.format(**words),
                 huggingface + row.huggingface.format(e="{e}", **words),
                 tuple(1 if axis == "one" else attrgetter(axis)(config) for axis in row.axes),
-                getattr(config, row.heads) if row.heads and family.paired_rows else 0,
+                getattr(config, row.heads) if row.heads and family.interleaved_rope_gguf else 0,
                 row.is_matrix and len(row.axes) > 1,
             )
             weights[weight.name] = _laid_out(weight, row.name, config, family)
@@ -162,14 +162,14 @@ def prefixes_of(layer: int) -> tuple[str, str, str]:
     return f"layers.{layer}.", f"blk.{layer}.", f"model.layers.{layer}."
 
 
-def path_in_whole(path: str, in_whole: tuple[str, str]) -> str:
-    """Return the path of a text module inside a multimodal model; `in_whole` comes from its family."""
-    alone, whole = in_whole
+def path_in_whole(path: str, multimodal_prefixes: tuple[str, str]) -> str:
+    """Return the path of a text module inside a multimodal model; `multimodal_prefixes` comes from its family."""
+    alone, whole = multimodal_prefixes
     return whole + path.removeprefix(alone) if path.startswith(alone) else path
 
 
 def form_of(path: str) -> tuple[str, str]:
-    """Return the `in_whole` by which a path belongs to the text part of a multimodal model; else two empty strings."""
+    """Return the `multimodal_prefixes` of a path in the text part of a multimodal model; else two empty strings."""
     return next((form for form in _FORMS if path.startswith(form[1])), ("", ""))
 
 
@@ -182,13 +182,13 @@ def path_alone(path: str) -> str:
 def _laid_out(weight: Weight, short: str, config: ModelConfig, family: Family) -> Weight:
     """Add the layouts of a weight that differ from one tensor in Hugging Face's order."""
     net = config.delta_net
-    if family.zero_centred and short.endswith("norm") and short != "delta_norm":
+    if family.norm_weight_offset and short.endswith("norm") and short != "delta_norm":
         return replace(weight, in_huggingface=Layout(form="less_one"))
-    if family.turned_experts == "modules" and short.startswith("experts_"):
+    if family.transposed_experts == "modules" and short.startswith("experts_"):
         return _fused(weight, short, turned=True)
     if net is None:
         return weight
-    tiled = not family.joined
+    tiled = not family.fused_projections
     weight = replace(weight, in_gguf=in_gguf(short, net, config.hidden_size, tiled=tiled))
     match short:
         case "conv":
@@ -280,7 +280,7 @@ def _as_found(weight: Weight, names: Mapping[str, tuple[int, ...]], family: Fami
     short = weight.name.rpartition(".")[2]
     if short.startswith("experts_"):
         if not weight.in_huggingface.turned and weight.huggingface.format(e=0) not in names:
-            turned = family.turned_experts == "files" and not _is_straight(weight, short, names)
+            turned = family.transposed_experts == "files" and not _is_straight(weight, short, names)
             fused = _fused(weight, short, turned=turned)
             weight = fused if fused.huggingface in names else weight
         joined_name = weight.gguf.replace(f"ffn_{short.split('_')[1]}_exps", "ffn_gate_up_exps")

@@ -67,12 +67,12 @@ class ZeroSearch:
         if n_zero < min(n_rows, 1 if stored.shape[1] > 1 else _FEWEST_NUMBERS):
             self._search_constant(stored, label)
         elif not self._is_padding(tensor, n_zero, n_rows, lambda partner: zero_rows(self._rows(partner, expert))):
-            got = _zeros_from(n_rows - n_zero, stored.shape)
+            actual = _zeros_from(n_rows - n_zero, stored.shape)
             if self._goes_on(tensor, expert, is_whole=n_zero == n_rows):
-                got += " and at the beginning of the next tensor, as after an interrupted download"
-                message = f"{label}: expected numbers, got {got}; {_REMEDY}"
+                actual += " and at the beginning of the next tensor, as after an interrupted download"
+                message = f"{label}: expected numbers, got {actual}; {_REMEDY}"
                 raise FormatError("Truncated", message, path=self._source.file_of(tensor))
-            self._warn(f"{label}: expected numbers, got {got}, and other numbers after them")
+            self._warn(f"{label}: expected numbers, got {actual}, and other numbers after them")
 
     def _rows(self, tensor: str, expert: int | None = None) -> Packed:
         """Return a tensor as rows, in the order of its file; the numbers of a vector are its rows."""
@@ -204,9 +204,9 @@ def refusal(entry: Entry, n_zero: int, path: Path) -> FormatError:
     n_rows, row_bytes = _rows_of(entry)
     n_rows, row_bytes = (n_rows, row_bytes) if n_rows > 1 else (prod(entry.shape), entry.n_bytes // prod(entry.shape))
     start = entry.n_bytes - n_zero
-    got = _zeros_from(-(-start // row_bytes), (n_rows, entry.shape[-1] if len(entry.shape) > 1 else 1))
-    got += " and in the rest of the file, as after an interrupted download"
-    message = f"{entry.name}: expected numbers, got {got}; {_REMEDY}"
+    actual = _zeros_from(-(-start // row_bytes), (n_rows, entry.shape[-1] if len(entry.shape) > 1 else 1))
+    actual += " and in the rest of the file, as after an interrupted download"
+    message = f"{entry.name}: expected numbers, got {actual}; {_REMEDY}"
     return FormatError("Truncated", message, path=path, offset=entry.offset + start)
 
 

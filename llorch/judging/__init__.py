@@ -1,7 +1,7 @@
 """Verification: the values of reference engines, llorch's values for the same inputs, and the verdict.
 
 Input: a built-in model with its stored goldens, or a file that `engines` run now. Output: rows, one per `comparison` of
-the array at one of the `places`. The order to read:
+the array at one of the `stage_refs`. The order to read:
 
     judge              an expected array with its tolerance, and the one function that makes a row of it
     tolerances/        every tolerance of the forward pass, derived from goldens and the float64 reference

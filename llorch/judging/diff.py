@@ -39,7 +39,7 @@ class Side:
         return cls(
             dump.source,
             dump.passes,
-            {place: (seen.read, seen.stored, seen.tokens) for place, seen in dump.seen.items()},
+            {place: (dumped.read, dumped.stored, dumped.tokens) for place, dumped in dump.dumped.items()},
         )
 
     @classmethod

@@ -12,7 +12,9 @@ import numpy as np
 
 from llorch.stages.comparison import FACTOR, Difference, Fault, array_fault
 
-GoOn = Callable[[str, np.ndarray, int], np.ndarray]  # key, llorch's stage from a token on -> what the run goes on with
+StageOverride = Callable[
+    [str, np.ndarray, int], np.ndarray
+]  # key, llorch's stage from a token on -> what the run goes on with
 
 
 def as_made(name: str, array: np.ndarray, start: int) -> np.ndarray:
@@ -55,9 +57,11 @@ class ExpertSelection:
         """Say where choices differ, and whether rounding explains it; empty where they are equal."""
         said = []
         for token, tie in self._apart(ours):
-            got, want = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
-            gap, moved = self._gap(token, got, want)
-            said.append(f"token {token}: expected {want}, got {got}, float64 gap {gap:.1e}, rounding {moved:.1e}")
+            actual, expected = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
+            gap, moved = self._gap(token, actual, expected)
+            said.append(
+                f"token {token}: expected {expected}, got {actual}, float64 gap {gap:.1e}, rounding {moved:.1e}"
+            )
             if not tie:
                 return said[-1]
         more = f" and {len(said) - 1} tokens more" if len(said) > 1 else ""
@@ -82,17 +86,17 @@ class ExpertSelection:
         """Find tokens with another set of experts, and if rounding decides between the two sets."""
         found = []
         for token in np.flatnonzero((np.sort(ours, axis=-1) != np.sort(self.ids, axis=-1)).any(axis=-1)).tolist():
-            got, want = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
-            gap, moved = self._gap(token, got, want)
+            actual, expected = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
+            gap, moved = self._gap(token, actual, expected)
             found.append((token, gap <= moved))
         return found
 
-    def _gap(self, token: int, got: list[int], want: list[int]) -> tuple[float, float]:
+    def _gap(self, token: int, actual: list[int], expected: list[int]) -> tuple[float, float]:
         """Measure how far llorch's worst expert scores below the best that it replaced.
 
         Return this distance, and the distance that rounding may move.
         """
         row, variance = self.scores[token].astype(np.float64), self.variance[token].astype(np.float64)
-        worst, best = min(got, key=lambda i: row[i]), max(want, key=lambda i: row[i])
+        worst, best = min(actual, key=lambda i: row[i]), max(expected, key=lambda i: row[i])
         moved = FACTOR * np.sqrt(2 * (variance[worst] + variance[best])) + np.finfo(np.float32).tiny
         return float(abs(row[best] - row[worst])), float(moved)

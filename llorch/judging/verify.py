@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.engines import LoadPath, ProducerName, Say, open_producer
-from llorch.engines.abilities import cannot_judge
+from llorch.engines import EngineName, LoadPath, Progress, open_engine
 from llorch.engines.process import start
+from llorch.engines.unsupported import unsupported_reason
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.layerwise import largest_part
@@ -28,20 +28,20 @@ from llorch.judging.expectations.files import (
 )
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.long_contexts import LongSuite
-from llorch.judging.goldens.float64_reference import WITNESS, require_numbers, take_truth
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE, require_numbers, run_reference
 from llorch.judging.goldens.forward import (
+    ENGINES,
     N_GREEDY,
-    PRODUCERS,
     EngineOutput,
     Golden,
+    ReferenceOutput,
     TokenCheck,
-    Truth,
     cases_for,
     n_greedy_for,
-    not_run,
+    note_failure,
     read,
+    run_cases,
     sha256,
-    take,
 )
 from llorch.judging.goldens.long_contexts import long_cases, read_long
 from llorch.judging.judge import Comparison
@@ -63,8 +63,8 @@ class LiveOutput:
     """Outputs of reference engines that ran now on a file."""
 
     weights: Weights
-    evidence: Mapping[str, EngineOutput]  # by engine; those that could not run the model are absent
-    truth: Truth | None  # None where transformers cannot run the model
+    engine_outputs: Mapping[str, EngineOutput]  # by engine; those that could not run the model are absent
+    reference: ReferenceOutput | None  # None where transformers cannot run the model
     texts: Sequence[TokenCheck]  # the prompt, with the ids that each of their tokenizers gives
 
 
@@ -90,14 +90,16 @@ def verify_stored(
     weights, golden = stored(name)
     yield from foundation_rows(name, own_tensors(weights.source), golden.tensors, backend=backend)
     yield from token_rows(name, Model(weights).tokenizer.encode, golden.tokens, backend=backend)
-    suite = ForwardSuite(name, weights, golden.cases, golden.evidence, golden.truth)
-    long_suite = stored_long(name, weights, golden.truth.evidence.route) if long and not is_wheel() else None
+    suite = ForwardSuite(name, weights, golden.cases, golden.engine_outputs, golden.reference)
+    long_suite = (
+        stored_long(name, weights, golden.reference.engine_output.load_path) if long and not is_wheel() else None
+    )
     for runner in runners(weights, wide=True):
-        yield from suite.rows(runner)
-        yield from long_suite.rows(runner) if long_suite else ()
+        yield from suite.comparisons(runner)
+        yield from long_suite.comparisons(runner) if long_suite else ()
 
 
-def stored_long(name: str, weights: Weights, route: LoadPath | None = None) -> LongSuite:
+def stored_long(name: str, weights: Weights, load_path: LoadPath | None = None) -> LongSuite:
     """Open the goldens of long contexts of a built-in model; for the exceptions see `verify_stored`."""
     golden = read_long(goldens_folder() / name)
     if golden.weights_sha256 != sha256(builtin_path(name)):
@@ -107,7 +109,7 @@ def stored_long(name: str, weights: Weights, route: LoadPath | None = None) -> L
     if golden.cases.keys() != long_cases(weights.config).keys():
         raise UserError(f"golden {name}: expected the cases {', '.join(long_cases(weights.config))} of long contexts, "
                          f"got {', '.join(golden.cases)}; run reference_outputs/regenerate.py")  # fmt: skip
-    return LongSuite(name, weights, golden, route)
+    return LongSuite(name, weights, golden, load_path)
 
 
 def stored(name: str) -> tuple[Weights, Golden]:
@@ -117,9 +119,11 @@ def stored(name: str) -> tuple[Weights, Golden]:
     if golden.provenance["weights_sha256"] != sha256(path):
         raise UserError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
     weights = open_weights(path)
-    unable = unable_for(PRODUCERS, weights.config, golden.cases["near"].ids, N_GREEDY)
-    if golden.cannot_judge != unable:
-        raise UserError(f"golden {name}: leaves out {golden.cannot_judge}, expected {unable}; run regenerate.py")
+    unsupported = unable_for(ENGINES, weights.config, golden.cases["near"].ids, N_GREEDY)
+    if golden.unsupported_reason != unsupported:
+        raise UserError(
+            f"golden {name}: leaves out {golden.unsupported_reason}, expected {unsupported}; run regenerate.py"
+        )
     return weights, golden
 
 
@@ -128,7 +132,7 @@ def unable_for(engines: Iterable[str], config: ModelConfig, ids: Sequence[int], 
     n_tokens = len(ids) + n_greedy
     if config.temperature is not None or any(layer.chunk for layer in config.layers):  # which count from position 0
         n_tokens = max(n_tokens, int(cases_for(ids, config)["far"].positions[-1]) + 1)
-    reasons = ((engine, cannot_judge(engine, config, n_tokens)) for engine in engines)
+    reasons = ((engine, unsupported_reason(engine, config, n_tokens)) for engine in engines)
     return {engine: reason for engine, reason in reasons if reason}
 
 
@@ -142,8 +146,8 @@ class LivePlan:
     text: str | None  # of the prompt, when llorch tokenized it; the engines then tokenize it too
     cases: Mapping[str, Pass]
     n_greedy: int
-    producers: Sequence[ProducerName]  # to run
-    unable: Mapping[str, str]  # engines that cannot check the model, with the reasons
+    engines: Sequence[EngineName]  # to run
+    unsupported: Mapping[str, str]  # engines that cannot check the model, with the reasons
 
     @property
     def path(self) -> Path:
@@ -152,20 +156,20 @@ class LivePlan:
 
 
 def plan_live(
-    weights: Weights, ids: Sequence[int], producers: Sequence[ProducerName], *, text: str | None = None
+    weights: Weights, ids: Sequence[int], engines: Sequence[EngineName], *, text: str | None = None
 ) -> LivePlan:
     """Resolve the inputs of `verify_live`.
 
     Args:
         weights: An opened GGUF file or Hugging Face folder.
         ids: The prompt.
-        producers: Names of the engines to run.
+        engines: Names of the engines to run.
         text: The prompt's text, if llorch tokenized it; its ids are then compared too.
     """
     n_greedy = n_greedy_for(weights.config, len(ids))
-    unable = unable_for(producers, weights.config, ids, n_greedy)
+    unsupported = unable_for(engines, weights.config, ids, n_greedy)
     cases = cases_for(ids, weights.config)
-    return LivePlan(weights, Model(weights).name, ids, text, cases, n_greedy, producers, unable)
+    return LivePlan(weights, Model(weights).name, ids, text, cases, n_greedy, engines, unsupported)
 
 
 def verify_live(
@@ -173,7 +177,7 @@ def verify_live(
     runners: Runners = numpy_runners,
     *,
     backend: str = "numpy",
-    say: Say = lambda line: None,
+    progress: Progress = lambda line: None,
     failed: dict[str, str] | None = None,
 ) -> Iterator[Comparison]:
     """Judge any model against reference engines that run now.
@@ -182,7 +186,7 @@ def verify_live(
         plan: The model, the prompt and the engines.
         runners: Makes what is judged.
         backend: Whose rows those of the file are.
-        say: Told what is being done.
+        progress: Told what is being done.
         failed: Filled with the engines that could not run the model, and why; without it such an error is raised.
 
     Yields:
@@ -194,86 +198,95 @@ def verify_live(
         RuntimeError: An engine failed, and `failed` is not given.
         CheckpointMismatch: What ran is not the model, or not where it was to run.
     """
-    shown = ask(plan, say=say, failed=failed)
-    if not shown.evidence:
+    shown = run_engines(plan, progress=progress, failed=failed)
+    if not shown.engine_outputs:
         return
-    say("reading the tensor table")
+    progress("reading the tensor table")
     source = shown.weights.source
     yield from foundation_rows(plan.name, own_tensors(source), foreign_tensors(plan.path), backend=backend)
     if shown.texts:
         yield from token_rows(plan.name, Model(shown.weights).tokenizer.encode, shown.texts, backend=backend)
     if isinstance(source, QuantisedFolder):
-        say("decoding the matrices")
+        progress("decoding the matrices")
         yield from matrix_rows(plan.name, source)
-    suite = ForwardSuite(plan.name, shown.weights, plan.cases, shown.evidence, shown.truth)
-    for runner in runners(shown.weights, wide=shown.truth is not None):
-        say(f"comparing {runner.name}")
-        yield from suite.rows(runner)
+    suite = ForwardSuite(plan.name, shown.weights, plan.cases, shown.engine_outputs, shown.reference)
+    for runner in runners(shown.weights, wide=shown.reference is not None):
+        progress(f"comparing {runner.name}")
+        yield from suite.comparisons(runner)
 
 
-def ask(plan: LivePlan, *, say: Say, failed: dict[str, str] | None) -> LiveOutput:
+def run_engines(plan: LivePlan, *, progress: Progress, failed: dict[str, str] | None) -> LiveOutput:
     """Run the reference engines of a plan; for the exceptions see `verify_live`."""
     weights, config = plan.weights, plan.weights.config
     ours = plan_residency(weights, n_tokens=len(plan.ids))
-    require_memory(config, len(plan.ids), n_traces=3 * len(plan.producers) + 3)  # float64 is twice as wide
-    require_engines(weights, plan.producers, ours=ours.needed)
-    start((*plan.producers, "transformers"))  # which computes the float64 reference
-    evidence: dict[str, EngineOutput] = {}
+    require_memory(config, len(plan.ids), n_traces=3 * len(plan.engines) + 3)  # float64 is twice as wide
+    require_engines(weights, plan.engines, ours=ours.needed)
+    start((*plan.engines, "transformers"))  # which computes the float64 reference
+    engine_outputs: dict[str, EngineOutput] = {}
     tokens: dict[str, Sequence[int]] = {}
-    for name in plan.producers:
-        say(f"running {name}")
-        with not_run(name, failed):
-            evidence[name], theirs = _run_producer(name, plan, _from(say, name))
+    for name in plan.engines:
+        progress(f"running {name}")
+        with note_failure(name, failed):
+            engine_outputs[name], theirs = _run_engine(name, plan, _from(progress, name))
             tokens |= {name: theirs} if theirs is not None else {}
     texts = [TokenCheck(plan.text, tokens)] if plan.text is not None else []
-    truth: Truth | None = None
-    if evidence:
-        say(f"running {WITNESS}")
-        with not_run(WITNESS, failed):
-            require_truth(weights)
-            truth = take_truth(plan.path, plan.cases, evidence, n_greedy=plan.n_greedy, say=_from(say, WITNESS))
+    reference: ReferenceOutput | None = None
+    if engine_outputs:
+        progress(f"running {FLOAT64_REFERENCE}")
+        with note_failure(FLOAT64_REFERENCE, failed):
+            require_reference(weights)
+            reference = run_reference(
+                plan.path,
+                plan.cases,
+                engine_outputs,
+                n_greedy=plan.n_greedy,
+                progress=_from(progress, FLOAT64_REFERENCE),
+            )
     if ours.residency == "packed":
-        weights = SharedWeights(weights, say)
-    return LiveOutput(weights, _of_numbers(evidence, truth, config.family, failed), truth, texts)
+        weights = SharedWeights(weights, progress)
+    return LiveOutput(weights, _of_numbers(engine_outputs, reference, config.family, failed), reference, texts)
 
 
-def _run_producer(name: ProducerName, plan: LivePlan, say: Say) -> tuple[EngineOutput, Sequence[int] | None]:
+def _run_engine(name: EngineName, plan: LivePlan, progress: Progress) -> tuple[EngineOutput, Sequence[int] | None]:
     """Run one reference engine, and tokenize the text of the plan by it."""
-    _require_able(name, plan.path, plan.unable)
-    with open_producer(name, plan.path, say=say) as producer:
-        shown = take(producer, plan.cases, n_greedy=plan.n_greedy)
-        tokens = producer.tokenize(plan.text, add_special=True, parse_special=False) if plan.text is not None else None
+    _require_able(name, plan.path, plan.unsupported)
+    with open_engine(name, plan.path, progress=progress) as engine:
+        shown = run_cases(engine, plan.cases, n_greedy=plan.n_greedy)
+        tokens = engine.tokenize(plan.text, add_special=True, parse_special=False) if plan.text is not None else None
         return shown, tokens
 
 
 def _of_numbers(
-    evidence: Mapping[str, EngineOutput], truth: Truth | None, family: str, failed: dict[str, str] | None
+    engine_outputs: Mapping[str, EngineOutput],
+    reference: ReferenceOutput | None,
+    family: str,
+    failed: dict[str, str] | None,
 ) -> dict[str, EngineOutput]:
     """Keep the outputs without NaN; the reason for each of the others goes to `failed`."""
     kept: dict[str, EngineOutput] = {}
-    for name, shown in evidence.items():
-        with not_run(name, failed):
-            require_numbers(name, family, shown, truth)
+    for name, shown in engine_outputs.items():
+        with note_failure(name, failed):
+            require_numbers(name, family, shown, reference)
             kept[name] = shown
     return kept
 
 
-def _require_able(engine: str, path: Path, unable: Mapping[str, str]) -> None:
-    if engine in unable:
-        raise UserError(f"{engine}: cannot judge {path}: {unable[engine]}")
+def _require_able(engine: str, path: Path, unsupported: Mapping[str, str]) -> None:
+    if engine in unsupported:
+        raise UserError(f"{engine}: cannot judge {path}: {unsupported[engine]}")
 
 
-def _from(say: Say, name: str) -> Say:
+def _from(progress: Progress, name: str) -> Progress:
     """Make a function that tells how far an engine is."""
-    return lambda place: say(f"running {name}: {place}")
+    return lambda place: progress(f"running {name}: {place}")
 
 
-def verify_as_stored(
+def verify_ggml(
     model: Model,
     ids: Sequence[int],
     *,
     text: str | None = None,
-    say: Say = lambda line: None,
+    progress: Progress = lambda line: None,
     failed: dict[str, str] | None = None,
 ) -> Iterator[Comparison]:
     """Judge a GGUF file under ggml numerics, against llama.cpp running the file as it is.
@@ -282,7 +295,7 @@ def verify_as_stored(
         model: Loaded from a GGUF file, with the numerics to judge.
         ids: The prompt.
         text: The prompt's text, when it was tokenized by us; its ids are then compared too.
-        say: Told what is being done.
+        progress: Told what is being done.
         failed: Filled with why llama.cpp could not run the model; without it such an error is raised.
 
     Yields:
@@ -296,28 +309,28 @@ def verify_as_stored(
     path, name = Path(model.weights.path), model.name
     n_greedy = n_greedy_for(model.config, len(ids))
     require_memory(model.config, len(ids) + n_greedy, n_traces=6)
-    say("running llamacpp")
-    with not_run("llamacpp", failed):
+    progress("running llamacpp")
+    with note_failure("llamacpp", failed):
         _require_able("llamacpp", path, unable_for(("llamacpp",), model.config, ids, n_greedy))
-        with open_producer("llamacpp", path, numerics=model.weights.numerics) as producer:
-            greedy = producer.greedy(ids, n_greedy)
+        with open_engine("llamacpp", path, numerics=model.weights.numerics) as engine:
+            greedy = engine.greedy(ids, n_greedy)
             cases = cases_for(ids, model.config) | {"near": Pass((*ids, *greedy[:-1]))}
-            evidence = replace(take(producer, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
-            require_numbers("llamacpp", model.config.family, evidence, None)
-            theirs = producer.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+            engine_output = replace(run_cases(engine, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
+            require_numbers("llamacpp", model.config.family, engine_output, None)
+            theirs = engine.tokenize(text, add_special=True, parse_special=False) if text is not None else None
     if failed:
         return
-    say("comparing tensors")
+    progress("comparing tensors")
     foreign = foreign_tensors(path)
     yield from foundation_rows(name, own_tensors(model.weights.source), foreign)
     if text is not None and theirs is not None:
         yield from token_rows(name, model.tokenizer.encode, [TokenCheck(text, {"llamacpp": theirs})])
     yield from decode_rows(name, model.weights)
-    say("comparing stages")
-    weights = SharedWeights(model.weights, say) if model.weights.packed else model.weights
-    suite = ForwardSuite(name, weights, cases, {"llamacpp": evidence}, None, n_prompt=len(ids))
-    limits = {case: suite.limits(case) for case in cases}
-    yield from suite.rows(GgmlRunner(weights, evidence.traces, limits))
+    progress("comparing stages")
+    weights = SharedWeights(model.weights, progress) if model.weights.packed else model.weights
+    suite = ForwardSuite(name, weights, cases, {"llamacpp": engine_output}, None, n_prompt=len(ids))
+    tolerances = {case: suite.tolerances(case) for case in cases}
+    yield from suite.comparisons(GgmlRunner(weights, engine_output.traces, tolerances))
 
 
 def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:
@@ -335,12 +348,12 @@ def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None
         )
 
 
-def require_engines(weights: Weights, producers: Sequence[ProducerName], *, ours: float) -> None:
+def require_engines(weights: Weights, engines: Sequence[EngineName], *, ours: float) -> None:
     """Refuse a model that does not fit beside what `ours` takes, before an engine loads it (MemoryError).
 
     llama.cpp maps a file, transformers holds a copy of its own, of one layer at least.
     """
-    needed = ours + largest_part(weights, "float32") * ("transformers" in producers)
+    needed = ours + largest_part(weights, "float32") * ("transformers" in engines)
     free = available_memory()
     if needed > free:
         raise MemoryError(
@@ -349,7 +362,7 @@ def require_engines(weights: Weights, producers: Sequence[ProducerName], *, ours
         )
 
 
-def require_truth(weights: Weights) -> None:
+def require_reference(weights: Weights) -> None:
     """Refuse a model of which one layer does not fit as float64, before an engine reads it (MemoryError)."""
     needed, free = largest_part(weights, "float64"), available_memory()
     if needed > free:

@@ -144,8 +144,8 @@ def names_of(targets: Mapping[str, LoraTarget], model: ModelConfig) -> dict[str,
 def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) -> LoraConfig:
     """Translate a configuration from names of a multimodal model to names of its text part alone.
 
-    `form` is the `in_whole` of the family. Modules outside the text part are left out; ValueError if no other module is
-    left.
+    `form` is the `multimodal_prefixes` of the family. Modules outside the text part are left out; ValueError if no
+    other module is left.
     """
     targets = in_whole(targets_of(model), form)
     seen = {name: replace(target, path=target.whole_path) for name, target in targets.items()}

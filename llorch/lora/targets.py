@@ -125,11 +125,15 @@ def targets_of(config: ModelConfig) -> Mapping[str, LoraTarget]:
     vocab, hidden = weights["embed_tokens"].shape
     found |= {"lm_head": LoraTarget("lm_head", "lm_head", hidden, vocab, (MatrixPart(head),), (MatrixPart("output"),))}
     text_has_no_class = written_family(config) != config.family
-    return in_whole(found, FAMILIES[config.family].in_whole) if config.part_of_whole or text_has_no_class else found
+    return (
+        in_whole(found, FAMILIES[config.family].multimodal_prefixes)
+        if config.part_of_whole or text_has_no_class
+        else found
+    )
 
 
 def in_whole(targets: Mapping[str, LoraTarget], form: tuple[str, str]) -> dict[str, LoraTarget]:
-    """Return the targets with their paths in a multimodal model; `form` is its family's `in_whole`."""
+    """Return the targets with their paths in a multimodal model; `form` is its family's `multimodal_prefixes`."""
     return {name: replace(target, whole_path=path_in_whole(target.path, form)) for name, target in targets.items()}
 
 
@@ -151,7 +155,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         return [weights[ours + short] for short in shorts]
 
     if "delta_net" in traits:
-        if family.joined:
+        if family.fused_projections:
             for short, of in (("in_proj_qkvz", ("in_qkv", "in_z")), ("in_proj_ba", ("in_b", "in_a"))):
                 yield _joined_target(f"{theirs}linear_attn.{short}", short, named(*of))
         else:
@@ -167,7 +171,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         ("gate_up_proj", ("experts_gate_proj", "experts_up_proj")),
         ("down_proj", ("experts_down_proj",)),
     ):
-        turned = family.turned_experts == "modules"
+        turned = family.transposed_experts == "modules"
         yield _experts_target(f"{theirs}{mlp}.experts.{short}", short, named(*of), turned=turned)
     if "shared" in traits:
         for short in OF_EXPERTS:

@@ -31,7 +31,7 @@ PartsOf = Callable[[ModelConfig, int, np.ndarray], Mapping[str, Any]]  # of a la
 
 def dense_only(config: ModelConfig, layer: int, *_: Any) -> Mapping[str, Any]:
     """Refuse (ValueError) a layer that the functions of this page alone would compute wrongly."""
-    if config.layer(layer).is_dense and not config.attention_gate and not config.adjacent_pairs:
+    if config.layer(layer).is_dense and not config.attention_gate and not config.interleaved_rope_hf:
         return {}
     raise ValueError(
         f"llorch.model.forward: expected dense layers, got layer {layer} of a {config.family} model; "

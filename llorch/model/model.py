@@ -38,7 +38,7 @@ _CHARACTERS_PER_TOKEN = 4  # of English; most texts of so many fit, and are toke
 PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
 
 
-class Opened:
+class OpenModel:
     """Weights and tokenizer of one file or folder, whichever backend runs them."""
 
     def __init__(self, weights: Weights) -> None:
@@ -204,7 +204,7 @@ class Opened:
         return array.astype(np.int64)
 
 
-class Model(Opened):
+class Model(OpenModel):
     """A model that runs in NumPy."""
 
     def __init__(self, weights: Weights, plan: ResidencyPlan | None = None) -> None:
@@ -214,7 +214,7 @@ class Model(Opened):
         self._adapted: dict[str, AdaptedWeights] = {}
 
     def remove_adapter(self, name: str) -> None:
-        """See `Opened.remove_adapter`."""
+        """See `OpenModel.remove_adapter`."""
         super().remove_adapter(name)
         self._adapted.pop(name, None)
 

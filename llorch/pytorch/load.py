@@ -24,14 +24,7 @@ from llorch.pytorch.large_pages import LargePages
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
 from llorch.pytorch.paths import path_of
-from llorch.pytorch.stored_kinds import (
-    group_order,
-    in_group_order,
-    kind_of,
-    pack_file_blocks,
-    pack_stored,
-    stays_half,
-)
+from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_file_blocks, pack_stored, stays_half
 from llorch.runtime.memory import return_freed_memory
 
 BETWEEN_RETURNS = 1 << 25  # bytes that are read before freed memory is returned to the system
@@ -180,7 +173,7 @@ def _put_packed(
     columns = None if slot.layout.columns is None else slot.layout.columns.index()
     if (order := group_order(stored[0])) is not None:
         columns = np.argsort(order)
-    setattr(model.get_submodule(owner), name, _leaf(fields, kind, row, dtype, columns))
+    setattr(model.get_submodule(owner), name, _kernel(fields, kind, row, dtype, columns))
 
 
 def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
@@ -199,14 +192,14 @@ def _packed_matrices(weights: Weights, row: Weight) -> list[Packed]:
     return [rows_of(weights.as_stored(row.name), weights.slots[row.name].layout)]
 
 
-def _leaf(fields: Fields, kind: Kind, row: Weight, dtype: torch.dtype, columns: np.ndarray | None) -> nn.Module:
+def _kernel(fields: Fields, kind: Kind, row: Weight, dtype: torch.dtype, columns: np.ndarray | None) -> nn.Module:
     """Build the module of a packed weight; `columns` reorders its inputs."""
     if row.name == "embed_tokens":
         return QuantisedEmbedding(fields, kind, dtype)
     if len(row.shape) == 3:
         return QuantisedExperts(fields, kind, row.shape[0])
-    leaf = QuantisedLinear(fields, kind)
-    return leaf if columns is None else Reordered(leaf, torch.from_numpy(columns).to(fields["codes"].device))
+    kernel = QuantisedLinear(fields, kind)
+    return kernel if columns is None else Reordered(kernel, torch.from_numpy(columns).to(fields["codes"].device))
 
 
 def _require_finite(fields: Fields, kind: Kind, stored: Sequence[Packed]) -> None:

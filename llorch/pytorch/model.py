@@ -25,7 +25,7 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.pytorch.decoding import Decoding, n_slots, recordable
 from llorch.pytorch.device import Kernels, Target, compute_as_named, target
-from llorch.pytorch.kernels.kernel_selection import Attention, own_leaves, speed_up
+from llorch.pytorch.kernels.kernel_selection import Attention, built_kernels, speed_up
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora.serving import AdaptedModules, view
 from llorch.pytorch.memory import CHUNK, SLOTS, require_memory, require_room
@@ -52,7 +52,7 @@ class TorchModel(AdaptedModules):
         return str(self.target)
 
     def remove_adapter(self, name: str) -> None:
-        """See `Opened.remove_adapter`."""
+        """See `OpenModel.remove_adapter`."""
         super().remove_adapter(name)
         self._spare = None  # it may hold the adapter
 
@@ -230,7 +230,7 @@ class TorchModel(AdaptedModules):
         if self.compiles:
             (name,), growing = set(adapters), self.target.device.type == "cpu"
             decoding.forward = self.compiled_for(decoding.module, name, growing=growing)
-        if (graph := own_leaves(self.target).get("graph")) is not None and recordable(decoding.module):
+        if (graph := built_kernels(self.target).get("graph")) is not None and recordable(decoding.module):
             decoding.replay = graph(None)
         return decoding
 
@@ -305,7 +305,7 @@ def load_torch(
         )
     compute_as_named(at)
     weights = open_weights(find(path_or_name))
-    from_blocks = any(kind.startswith("packed") for kind in own_leaves(at))
+    from_blocks = any(kind.startswith("packed") for kind in built_kernels(at))
     chosen = require_memory(weights, at, residency, n_tokens=n_tokens, from_blocks=from_blocks)
     module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device)
     if mode == "reproducible":

@@ -68,13 +68,13 @@ def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: Kind) -> N
     """Put a module with random packed fields in the weight's place."""
     fields = random_fields((math.prod(row.shape[:-1]), row.shape[-1]), packed, target.device)
     if row.name == "embed_tokens":
-        leaf = QuantisedEmbedding(fields, packed, target.dtype)
+        kernel = QuantisedEmbedding(fields, packed, target.dtype)
     else:
-        leaf = (
+        kernel = (
             QuantisedLinear(fields, packed) if len(row.shape) == 2 else QuantisedExperts(fields, packed, row.shape[0])
         )
     owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
-    setattr(model.get_submodule(owner), name, leaf)
+    setattr(model.get_submodule(owner), name, kernel)
 
 
 def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) -> Fields:

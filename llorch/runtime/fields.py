@@ -77,10 +77,10 @@ class Fields:
         for key in filter(self.is_null, keys):
             raise self.error("Malformed", key, "a value, or no such key", None)
 
-    def error(self, code: ErrorCode, key: str, expected: str, got: object) -> FormatError:
+    def error(self, code: ErrorCode, key: str, expected: str, actual: object) -> FormatError:
         """Make the error for one key."""
-        got = shortest(got) if isinstance(got, float) else got
-        return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {cut(repr(got))}", path=self.path)
+        actual = shortest(actual) if isinstance(actual, float) else actual
+        return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {cut(repr(actual))}", path=self.path)
 
     def integer(self, key: str, *, default: object = _REQUIRED, low: int | None = None) -> int:
         """Read an integer (no bool, no float), at least `low` if given."""

@@ -67,22 +67,22 @@ class Tolerance:
 EXACT = Tolerance(0.0, 0.0)
 
 
-FaultKind = Literal["got", "want", "shape", "dtype", "empty", "non-finite", "mask", "ids"]
+FaultKind = Literal["actual", "expected", "shape", "dtype", "empty", "non-finite", "mask", "ids"]
 Fault = tuple[FaultKind, str]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far `got` is from `want`; `fault` says why values were not compared at all."""
+    """How far `actual` is from `expected`; `fault` says why values were not compared at all."""
 
     error: float
     worst: float
     fault: str | None = None
     index: tuple[int, ...] = ()  # of the worst element
-    got: float = math.nan
-    want: float = math.nan
+    actual: float = math.nan
+    expected: float = math.nan
     tokens: np.ndarray | None = field(default=None, compare=False)  # the error of each token
-    common_factor: float = field(default=1.0, compare=False)  # the projection of `got` on `want`
+    common_factor: float = field(default=1.0, compare=False)  # the projection of `actual` on `expected`
     fault_kind: FaultKind | None = field(default=None, compare=False)
 
     @classmethod
@@ -128,7 +128,7 @@ class Difference:
         """Format the difference as one line for a person."""
         if self.fault is not None:
             return self.fault
-        numbers = f"expected {self.want:.7g}, got {self.got:.7g}"
+        numbers = f"expected {self.expected:.7g}, got {self.actual:.7g}"
         return f"error {self.error:.1e}, worst {self.worst:.1e} at {self.index}: {numbers}"
 
 
@@ -150,39 +150,38 @@ def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tole
     if faults or not distances:
         raise UserError(f"tolerance: expected faultless distances of the engines, got {faults or 'none'}")
     return Tolerance(
-        max(floor, FACTOR * max(d.error for d in distances)),
-        max(floor, FACTOR * max(d.worst for d in distances)),
+        max(floor, FACTOR * max(d.error for d in distances)), max(floor, FACTOR * max(d.worst for d in distances))
     )
 
 
-def measure(got: object, want: object, *, masked: bool = False, token_axis: int | None = None) -> Difference:
+def measure(actual: object, expected: object, *, masked: bool = False, token_axis: int | None = None) -> Difference:
     """Measure how far one array is from another.
 
     Args:
-        got: The array under test.
-        want: The array to reproduce.
+        actual: The array under test.
+        expected: The array to reproduce.
         masked: Whether -inf marks masked entries; both sides must then have it in the same places.
         token_axis: Along which tokens stand, to measure each of them too.
 
     Returns:
         The difference; with `fault` set when the values could not be compared.
     """
-    fault = array_fault(got, want)
+    fault = array_fault(actual, expected)
     if fault is not None:
         return Difference.of_fault(fault)
-    assert isinstance(got, np.ndarray)
-    assert isinstance(want, np.ndarray)
-    if masked and (fault := _mask_fault(got, want)):
+    assert isinstance(actual, np.ndarray)
+    assert isinstance(expected, np.ndarray)
+    if masked and (fault := _mask_fault(actual, expected)):
         return Difference.of_fault(fault)
-    if got.dtype.kind in "iu":
-        return _measure_exact(got, want)
-    a, b = (np.where(np.isneginf(want), 0, x) if masked else x for x in (got, want))
+    if actual.dtype.kind in "iu":
+        return _measure_exact(actual, expected)
+    a, b = (np.where(np.isneginf(expected), 0, x) if masked else x for x in (actual, expected))
     a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
         off = np.asarray(a - b)
     index = _index_of(np.abs(off).argmax(), off.shape)  # of NaN or infinity where there is one
     largest, size = float(np.abs(off[index])), float(np.abs(b).max())
-    if not math.isfinite(largest) and (fault := _not_finite(got, want, masked=masked)):
+    if not math.isfinite(largest) and (fault := _not_finite(actual, expected, masked=masked)):
         return Difference.of_fault(fault)
     scale = max(largest, size) or 1.0  # squares must neither overflow nor vanish
     off, scaled = off / scale, b / scale
@@ -197,41 +196,41 @@ def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:
     return measure(array.astype(true.dtype), true, masked=stage.masked)
 
 
-def measure_in(got: object, want: object, *, unit: float) -> Difference:
+def measure_in(actual: object, expected: object, *, unit: float) -> Difference:
     """Measure the distance between two arrays in a fixed unit, for numbers whose size says nothing about their error.
 
     Parameters in training move by about a learning rate per step, whatever their size. The learning rate is then the
     unit.
 
     Args:
-        got: The array under test.
-        want: The array to reproduce.
+        actual: The array under test.
+        expected: The array to reproduce.
         unit: Size of one unit, > 0.
 
     Returns:
         The root mean square of the differences and the largest, both in units; with `fault` as in `measure`.
     """
-    fault = array_fault(got, want)
+    fault = array_fault(actual, expected)
     if fault is not None:
         return Difference.of_fault(fault)
-    assert isinstance(got, np.ndarray)
-    assert isinstance(want, np.ndarray)
-    if fault := _not_finite(got, want):
+    assert isinstance(actual, np.ndarray)
+    assert isinstance(expected, np.ndarray)
+    if fault := _not_finite(actual, expected):
         return Difference.of_fault(fault)
-    apart = np.abs(got.astype(np.float64) - want) / unit
+    apart = np.abs(actual.astype(np.float64) - expected) / unit
     index = _index_of(apart.argmax(), apart.shape)
     error = float(np.sqrt(np.square(apart).mean()))
-    return Difference(error, float(apart[index]), None, index, float(got[index]), float(want[index]))
+    return Difference(error, float(apart[index]), None, index, float(actual[index]), float(expected[index]))
 
 
-def check(got: object, want: object, tolerance: Tolerance, *, label: str, masked: bool = False) -> Difference:
+def check(actual: object, expected: object, tolerance: Tolerance, *, label: str, masked: bool = False) -> Difference:
     """Measure, and raise when the tolerance is exceeded.
 
     Args:
-        got: The array under test.
-        want: The array to reproduce.
+        actual: The array under test.
+        expected: The array to reproduce.
         tolerance: What passes.
-        label: Names the comparison in the error, `model/stage numpy vs producer`.
+        label: Names the comparison in the error, `model/stage numpy vs engine`.
         masked: See `measure`.
 
     Returns:
@@ -240,7 +239,7 @@ def check(got: object, want: object, tolerance: Tolerance, *, label: str, masked
     Raises:
         CheckpointMismatch: It does not.
     """
-    difference = measure(got, want, masked=masked)
+    difference = measure(actual, expected, masked=masked)
     if not difference.within(tolerance):
         allowed = f"error {tolerance.error:.1e}, worst {tolerance.worst:.1e}"
         raise CheckpointMismatch(f"{label}: {difference.describe()}; tolerance: {allowed}")
@@ -254,7 +253,7 @@ class Report:
     Attributes:
         differences: Of the stages that both have.
         tolerance: What passes.
-        only: Stages that one side alone has, by side, `got` or `want`.
+        only: Stages that one side alone has, by side, `actual` or `expected`.
     """
 
     differences: Mapping[str, Difference]
@@ -281,73 +280,75 @@ class Report:
         return text + "".join(f"; only in {side}: {', '.join(keys)}" for side, keys in self.only.items() if keys)
 
 
-def compare(got: Trace, want: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4)) -> Report:
+def compare(actual: Trace, expected: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4)) -> Report:
     """Compare two traces of the same input, whatever order their files have them in.
 
     Args:
-        got: The trace under test.
-        want: The trace to reproduce.
+        actual: The trace under test.
+        expected: The trace to reproduce.
         tolerance: What passes; the default suits two float32 engines near position 0.
 
     Returns:
-        The report, in the order of the forward pass; names that are no stages come last, in the order of `want`.
+        The report, in the order of the forward pass; names that are no stages come last, in the order of `expected`.
 
     Raises:
         ValueError: The traces have no stage in common.
     """
     differences = {
-        key: measure(got[key], want[key], masked=key.endswith("attn_scores"))
-        for key in forward_order(want)
-        if key in got
+        key: measure(actual[key], expected[key], masked=key.endswith("attn_scores"))
+        for key in forward_order(expected)
+        if key in actual
     }
     if not differences:
-        raise UserError(f"compare: expected a stage in both traces, got {len(got)} and {len(want)} stages")
-    sides = (("got", got, want), ("want", want, got))
+        raise UserError(f"compare: expected a stage in both traces, got {len(actual)} and {len(expected)} stages")
+    sides = (("actual", actual, expected), ("expected", expected, actual))
     only = {side: [key for key in forward_order(one) if key not in other] for side, one, other in sides}
     return Report(differences, tolerance, only)
 
 
-def array_fault(got: object, want: object) -> Fault | None:
+def array_fault(actual: object, expected: object) -> Fault | None:
     """Explain why two values are no arrays of one shape and dtype; None if they are."""
-    sides: tuple[tuple[FaultKind, object], ...] = ("got", got), ("want", want)
+    sides: tuple[tuple[FaultKind, object], ...] = ("actual", actual), ("expected", expected)
     for side, array in sides:
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
             return side, f"expected an array, got {'nothing' if array is None else type(array).__name__}"
-    assert isinstance(got, np.ndarray)
-    assert isinstance(want, np.ndarray)
-    if got.shape != want.shape:
-        return "shape", f"expected {want.shape}, got {got.shape}"
-    if got.dtype != want.dtype:
-        return "dtype", f"expected {want.dtype}, got {got.dtype}"
-    if want.dtype.kind not in "iuf":
-        return "dtype", f"expected integers or floats, got {want.dtype}"
-    return ("empty", "nothing to compare") if want.size == 0 else None
+    assert isinstance(actual, np.ndarray)
+    assert isinstance(expected, np.ndarray)
+    if actual.shape != expected.shape:
+        return "shape", f"expected {expected.shape}, got {actual.shape}"
+    if actual.dtype != expected.dtype:
+        return "dtype", f"expected {expected.dtype}, got {actual.dtype}"
+    if expected.dtype.kind not in "iuf":
+        return "dtype", f"expected integers or floats, got {expected.dtype}"
+    return ("empty", "nothing to compare") if expected.size == 0 else None
 
 
-def _not_finite(got: np.ndarray, want: np.ndarray, *, masked: bool = False) -> Fault | None:
+def _not_finite(actual: np.ndarray, expected: np.ndarray, *, masked: bool = False) -> Fault | None:
     """Describe the first side with values that are not finite, None if there is none; `masked` admits -inf."""
-    for side, array in (("got", got), ("want", want)):
+    for side, array in (("actual", actual), ("expected", expected)):
         allowed = np.isfinite(array) | (np.isneginf(array) if masked else False)
         if not allowed.all():
-            return "non-finite", f"{array.size - int(allowed.sum())} of {array.size} values of {side}"
+            return "non-finite", f"{array.size - int(allowed.sum())} of {array.size} {side} values"
     return None
 
 
-def _mask_fault(got: np.ndarray, want: np.ndarray) -> Fault | None:
-    if fault := _not_finite(got, want, masked=True):
+def _mask_fault(actual: np.ndarray, expected: np.ndarray) -> Fault | None:
+    if fault := _not_finite(actual, expected, masked=True):
         return fault
-    if not np.array_equal(np.isneginf(got), np.isneginf(want)):
-        n_wrong = int((np.isneginf(got) != np.isneginf(want)).sum())
-        return "mask", f"{n_wrong} of {want.size} entries masked on one side only"
-    return None if np.isfinite(want).any() else ("mask", "expected at least one entry that is not masked, got none")
+    if not np.array_equal(np.isneginf(actual), np.isneginf(expected)):
+        n_wrong = int((np.isneginf(actual) != np.isneginf(expected)).sum())
+        return "mask", f"{n_wrong} of {expected.size} entries masked on one side only"
+    return None if np.isfinite(expected).any() else ("mask", "expected at least one entry that is not masked, got none")
 
 
-def _measure_exact(got: np.ndarray, want: np.ndarray) -> Difference:
+def _measure_exact(actual: np.ndarray, expected: np.ndarray) -> Difference:
     """Measure arrays that must be equal: `error` is the share of wrong entries, `worst` 1 if there is one."""
-    wrong = got != want
+    wrong = actual != expected
     index = _index_of(wrong.argmax(), wrong.shape)
     # One wrong integer is wrong however many are right: `worst` is 1, above every tolerance.
-    return Difference(float(wrong.mean()), float(wrong.any()), None, index, float(got[index]), float(want[index]))
+    return Difference(
+        float(wrong.mean()), float(wrong.any()), None, index, float(actual[index]), float(expected[index])
+    )
 
 
 def _index_of(at: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -359,10 +360,10 @@ def _euclidean_norm(array: "np.ndarray | np.float64") -> float:
     return math.sqrt(flat.dot(flat))
 
 
-def _by_token(off_by: np.ndarray, want: np.ndarray, axis: int) -> np.ndarray:
+def _by_token(off_by: np.ndarray, expected: np.ndarray, axis: int) -> np.ndarray:
     """Measure the error of every token; if all values of a token are zero, any difference is infinite."""
-    others = tuple(other for other in range(want.ndim) if other != axis)
-    off, size = (np.sqrt(np.square(array).sum(axis=others)) for array in (off_by, want))
+    others = tuple(other for other in range(expected.ndim) if other != axis)
+    off, size = (np.sqrt(np.square(array).sum(axis=others)) for array in (off_by, expected))
     if size.all():
         return off / size
     return np.where(size > 0, off / np.where(size > 0, size, 1.0), np.where(off > 0, math.inf, 0.0))

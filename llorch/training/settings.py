@@ -87,11 +87,7 @@ class TrainSettings:
 
     model: str  # .gguf file, Hugging Face folder or built-in name
     data: str  # JSONL file, .json list, folder with train.jsonl, or the name of a built-in example
-    valid: float = _setting(
-        0.0,
-        "Share of rows held out for validation.",
-        "at least 0 and below 1",
-    )
+    valid: float = _setting(0.0, "Share of rows held out for validation.", "at least 0 and below 1")
     r: int = _setting(16, "Rank of the adapter.", "at least 1")
     alpha: float = _setting(32.0, "Scale of the adapter: alpha / r.")
     target_modules: tuple[str, ...] | str = _setting(
@@ -121,11 +117,7 @@ class TrainSettings:
     max_length: int | None = _setting(
         None, "Longest row, in tokens.  [default: the model's context, at most 1024]", "at least 2"
     )
-    train_on: str = _setting(
-        "assistant",
-        "Tokens of a chat in the loss.",
-        get_args(TrainOn),
-    )
+    train_on: str = _setting("assistant", "Tokens of a chat in the loss.", get_args(TrainOn))
     parse_special: bool = _setting(False, "Control tokens read from plain text.")
     template_date: str | None = _setting(None, "Date, as YYYY-MM-DD.  [default: today]")
     chat_template_kwargs: Mapping[str, object] = _setting(dict, "Variables, as in '{\"enable_thinking\": false}'.")

@@ -156,7 +156,7 @@ def _checked_record(data: bytes, path: Path) -> dict[str, Any]:
     return values
 
 
-def _require_digest(got: str, wanted: object, path: Path) -> None:
-    if got != wanted:
-        message = f"the file is damaged: expected the recorded sha256 {wanted!s:.16}..., got {got:.16}..."
+def _require_digest(actual: str, wanted: object, path: Path) -> None:
+    if actual != wanted:
+        message = f"the file is damaged: expected the recorded sha256 {wanted!s:.16}..., got {actual:.16}..."
         raise FormatError("Inconsistent", message, path=path)

@@ -11,7 +11,7 @@ from builders.random_adapters import random_adapter
 from runs.refusals import refuses
 
 from llorch import load_torch
-from llorch.cli.chat_session import Talk
+from llorch.cli.chat_session import ChatSession
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
 from llorch.model.generate import Token
@@ -31,8 +31,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Model]:
     }
 
 
-def talk(model: Model, **settings: float) -> Talk:
-    return Talk(model, [], SamplingSettings(**settings), max_tokens=12)  # type: ignore[arg-type]
+def talk(model: Model, **settings: float) -> ChatSession:
+    return ChatSession(model, [], SamplingSettings(**settings), max_tokens=12)  # type: ignore[arg-type]
 
 
 def text(tokens: Iterator[Token]) -> str:
@@ -46,9 +46,9 @@ def test_every_answer_is_that_of_a_model_that_remembers_nothing(models: dict[str
         said = text(one.say(turn))
         assert said == text(models[kind].generate(messages=one.messages[:-1], max_tokens=12))
     changed: list[dict[str, object]] = [{"role": "user", "content": "Hello and goodbye"}]  # begins as the first one did
-    got = [token.logprob for token in one.answer(changed)]
-    want = [token.logprob for token in models[kind].generate(messages=changed, max_tokens=12)]
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-5)
+    actual = [token.logprob for token in one.answer(changed)]
+    expected = [token.logprob for token in models[kind].generate(messages=changed, max_tokens=12)]
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
 def test_what_both_turns_begin_with_is_computed_once(models: dict[str, Model]):
@@ -72,11 +72,11 @@ def test_an_adapter_remembers_nothing_of_the_base(models: dict[str, Model], tmp_
     one = talk(model)
     text(one.say(TURNS[0]))
     assert "base: the same" in one.use_adapter(tmp_path / "peft")
-    got = text(one.answer(one.messages[:1]))
+    actual = text(one.answer(one.messages[:1]))
     assert one.counted is not None
     assert one.counted.n_cached == 0
-    assert got == text(model.generate(messages=one.messages[:1], max_tokens=12, adapter=one.adapter))
-    assert got != text(model.generate(messages=one.messages[:1], max_tokens=12))
+    assert actual == text(model.generate(messages=one.messages[:1], max_tokens=12, adapter=one.adapter))
+    assert actual != text(model.generate(messages=one.messages[:1], max_tokens=12))
     assert one.use_adapter(None) == "the base alone"
     assert text(one.answer(one.messages[:1])) == text(model.generate(messages=one.messages[:1], max_tokens=12))
 
@@ -99,7 +99,7 @@ def test_another_try_has_other_draws_and_a_conversation_can_be_repeated(models: 
     assert (text(again.say("Hello")), text(again.answer(again.messages[:1]))) == (first, second)
 
 
-def test_what_cannot_be_answered_leaves_the_conversation_as_it_was(models: dict[str, Model]):
+def test_chat_session_refused_message_keeps_the_conversation(models: dict[str, Model]):
     one = talk(models["attention"])
     text(one.say("Hello"))
     before = list(one.messages)

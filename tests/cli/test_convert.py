@@ -109,7 +109,7 @@ def slow_source(tmp_path: Path) -> Path:
 
 @pytest.mark.nightly_cases("INT")
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)], ids=["INT", "TERM"])
-def test_a_signal_in_the_middle_leaves_nothing(tmp_path: Path, slow_source: Path, number: signal.Signals, code: int):
+def test_convert_signal_removes_partial_files(tmp_path: Path, slow_source: Path, number: signal.Signals, code: int):
     command = [sys.executable, "-m", "llorch", "convert", str(slow_source), str(tmp_path / "m.gguf"), "--type", "Q4_0"]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY, preexec_fn=heed_interrupts)
     deadline = time.monotonic() + 120

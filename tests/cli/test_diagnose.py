@@ -283,16 +283,16 @@ def test_an_engine_that_misread_its_matrices_is_no_reference(verb: str, tmp_path
     assert_cli_refuses(invoke(verb, *words), 14, "weights", "7 of 12", "nested-offset-dropped", "mend the reader")
 
 
-def test_verify_takes_a_dump_as_a_witness(right: Path, wrong: Path):
+def test_verify_accepts_a_dump_as_reference_engine(right: Path, wrong: Path):
     result = invoke("verify", "micro-llama", "--against", str(right))
     assert result.exit_code == 0, result.stderr
     assert "one reference engine: mine" in result.stdout
     assert result.stdout.splitlines()[-1].startswith("1 model, ")
     said = json.loads(invoke("verify", "micro-llama", "--against", str(wrong), "--json").stdout)
-    failing = [row for row in said["rows"] if row["verdict"] == "FAIL"]
+    failing = [row for row in said["comparisons"] if row["verdict"] == "FAIL"]
     assert {row["stage"] for row in failing if row["mode"] == "isolated"} == {"q_rope", "k_rope"}
     assert {row["stage"] for row in failing if row["mode"] == "chained"} == {"q_rope", "k_rope", "k_cache"}
-    assert said["summary"]["first_failures"][0]["producer"] == "mine"
+    assert said["summary"]["first_failures"][0]["engine"] == "mine"
     assert invoke("verify", "micro-llama", "--against", str(wrong)).exit_code == 1
 
 

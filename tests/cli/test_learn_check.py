@@ -110,7 +110,7 @@ def test_a_program_is_checked_and_nothing_is_kept_of_it(folder: Path):
     assert {path.name for path in folder.iterdir()} == {"norm"}
 
 
-def test_teeth_are_known_mistakes_that_are_seen_in_what_passes(folder: Path):
+def test_known_mistakes_fail_where_code_passes(folder: Path):
     write(folder, RIGHT)
     (folder / "l02_qkv.py").write_text("def linear(x, weight, bias):\n    return nothing\n")
     right, wrong = json.loads(check(folder, "01", "02", "--teeth", "--json").stdout)["lessons"]

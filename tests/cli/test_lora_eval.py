@@ -24,7 +24,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def judged(run: Path, *more: str, model: str = "micro-qwen3"):
+def evaluate(run: Path, *more: str, model: str = "micro-qwen3"):
     return invoke("lora", "eval", model, str(run), "--data", str(run.parent / "data"), *more)
 
 
@@ -41,7 +41,7 @@ def numpy_loss(rows: list[dict[str, list[int]]]) -> float:
 
 
 def test_without_the_adapter_the_loss_is_that_of_the_numpy_path(run: Path):
-    found = json.loads(judged(run, "--json").stdout)
+    found = json.loads(evaluate(run, "--json").stdout)
     rows = ragged_rows(5, seed=9)
     assert found["loss"]["without"] == pytest.approx(numpy_loss(rows), rel=1e-5)
     assert found["n_trained"] == sum(label != IGNORED for row in rows for label in row["labels"][1:])
@@ -49,7 +49,7 @@ def test_without_the_adapter_the_loss_is_that_of_the_numpy_path(run: Path):
 
 
 def test_with_the_adapter_the_loss_is_that_of_the_last_validation(run: Path):
-    found = json.loads(judged(run, "--json").stdout)
+    found = json.loads(evaluate(run, "--json").stdout)
     last = json.loads((run / "log.jsonl").read_text().splitlines()[-1])
     assert found["loss"]["with_adapter"] == pytest.approx(last["valid_loss"], rel=1e-6)
     assert found["loss"]["with_adapter"] < found["loss"]["without"]
@@ -58,13 +58,13 @@ def test_with_the_adapter_the_loss_is_that_of_the_last_validation(run: Path):
 
 
 def test_any_split_can_be_asked_for_and_one_that_is_not_there_is_refused(run: Path):
-    assert judged(run, "--split", "train").stdout.startswith("train: 8 rows, ")
-    assert judged(run, "--split", "valid").stdout.startswith("valid: 5 rows, ")
-    result = judged(run, "--split", "test")
+    assert evaluate(run, "--split", "train").stdout.startswith("train: 8 rows, ")
+    assert evaluate(run, "--split", "valid").stdout.startswith("valid: 5 rows, ")
+    result = evaluate(run, "--split", "test")
     assert_cli_refuses(result, 2, run.parent / "data", "Missing", expected="train, valid", got="test")
 
 
-def test_rows_that_training_held_out_are_judged_as_such(run: Path, tmp_path: Path):
+def test_lora_eval_uses_the_rows_that_training_held_out(run: Path, tmp_path: Path):
     words = ["micro-qwen3", "--data", str(run.parent / "data" / "train.jsonl"), "--valid", "0.3"]
     trained = invoke("lora", "train", *words, "-o", str(tmp_path / "held"), "--r", "2", "--steps", "2", "--lr", "0.02")
     assert_tells(trained.stderr, "train.jsonl: 2 of 8 rows", "valid 0.3")
@@ -75,22 +75,22 @@ def test_rows_that_training_held_out_are_judged_as_such(run: Path, tmp_path: Pat
 
 
 def test_a_batch_size_changes_rounding_only(run: Path):
-    one, all_ = (json.loads(judged(run, "--json", "--batch-size", size).stdout)["loss"] for size in ("1", "8"))
+    one, all_ = (json.loads(evaluate(run, "--json", "--batch-size", size).stdout)["loss"] for size in ("1", "8"))
     for name in one:
         assert one[name] == pytest.approx(all_[name], rel=1e-6)
 
 
-def test_a_file_is_judged_whole(run: Path, tmp_path: Path):
+def test_lora_eval_data_file_is_evaluated_whole(run: Path, tmp_path: Path):
     data = write_rows(tmp_path / "more.jsonl", ragged_rows(2, seed=1))
     assert invoke("lora", "eval", "micro-qwen3", str(run), "--data", str(data)).stdout.startswith("train: 2 rows")
 
 
 def test_an_adapter_of_another_base_is_refused(run: Path):
-    result = judged(run, model="micro-qwen2")
+    result = evaluate(run, model="micro-qwen2")
     assert_cli_refuses(result, 2, run, "BaseMismatch", "micro-qwen3", "micro-qwen2.gguf")
 
 
 def test_there_must_be_an_adapter(run: Path):
-    result = judged(run.parent / "data")
+    result = evaluate(run.parent / "data")
     assert result.exit_code in (2, 3)
     assert "adapter_config.json" in result.stderr

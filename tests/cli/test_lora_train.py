@@ -97,7 +97,7 @@ def test_help_lists_fifteen_options_and_help_all_every_one():
     assert [name for name, flag in flags.items() if not re.search(rf"(?m)^  .*{flag}\b", full)] == []
 
 
-def test_an_option_that_help_leaves_out_still_works():
+def test_an_option_missing_from_help_still_works():
     given = ["story", "--data", "pirate", "-o", "new", "--dora", "--weight-decay", "0.5"]
     params = command.make_context("train", given).params
     assert (params["dora"], params["weight_decay"]) == (True, 0.5)
@@ -112,8 +112,15 @@ def test_a_config_file_wins_over_defaults_and_options_over_the_file(tmp_path: Pa
     )  # fmt: skip
     assert result.exit_code == 0, result.stderr
     found = saved(tmp_path / "mine")
-    want = {"r": 2, "alpha": 7.0, "packing": True, "dora": False, "lr": 0.005, "target_modules": ["q_proj", "v_proj"]}
-    assert {name: found[name] for name in want} == want
+    expected = {
+        "r": 2,
+        "alpha": 7.0,
+        "packing": True,
+        "dora": False,
+        "lr": 0.005,
+        "target_modules": ["q_proj", "v_proj"],
+    }
+    assert {name: found[name] for name in expected} == expected
 
 
 def test_a_resumed_run_needs_nothing_but_its_folder(tmp_path: Path):
@@ -163,7 +170,7 @@ def test_a_token_without_a_row_in_the_embedding_is_one_line_of_each_command(tmp_
         ("story --data {}/bad.jsonl -o {}/new", 2, ("{}/bad.jsonl:2", "Malformed")),
     ],
 )
-def test_what_cannot_be_done_is_one_line_and_leaves_no_folder(
+def test_lora_train_refusal_is_one_line_and_creates_no_folder(
     words: str, code: int, expected: tuple[object, ...], tmp_path: Path
 ):
     (tmp_path / "bad.yaml").write_text("learning-rate: 1\n")
@@ -190,7 +197,7 @@ def written(file: Path, *rows: dict[str, Any]) -> str:
 
 
 @pytest.mark.parametrize(
-    ("rows", "want"),
+    ("rows", "expected"),
     [
         ([{"text": "One two three four five."}], ["One two three four"]),
         ([{"prompt": "Ask:\n", "completion": "x"}], ["Ask:\n"]),
@@ -202,9 +209,11 @@ def written(file: Path, *rows: dict[str, Any]) -> str:
         ([{"text": "\u001b[2J"}, {"text": "-n 5 six"}], ["Once upon a time"]),
     ],
 )
-def test_the_first_short_question_of_the_data_is_asked(rows: list[dict], want: list[str], folder: Path, tmp_path: Path):
+def test_the_first_short_question_of_the_data_is_asked(
+    rows: list[dict], expected: list[str], folder: Path, tmp_path: Path
+):
     words = shlex.split(try_it(str(folder), written(tmp_path / "rows.jsonl", *rows), tmp_path / "my adapter"))
-    assert words == ["llorch", "run", str(folder), *want, "--adapter", str(tmp_path / "my adapter")]
+    assert words == ["llorch", "run", str(folder), *expected, "--adapter", str(tmp_path / "my adapter")]
 
 
 def test_token_ids_and_models_without_a_template_are_asked_in_plain_text(tmp_path: Path):

@@ -10,7 +10,7 @@ from runs.refusals import assert_cli_refuses
 
 from llorch.cli.mesh import MeshType
 from llorch.cli.options import ENGINES
-from llorch.cli.verify import GOLDEN, Witness
+from llorch.cli.verify import GOLDEN, ReferenceChoice
 
 START = "Once upon a time"
 
@@ -78,4 +78,4 @@ def test_values_are_read_as_the_help_page_spells_them():
     sizes = spelled("--mesh").replace("N", "2").replace("M", "3")
     assert MeshType().convert(sizes, None, None) == {"dp": 2, "tp": 3}
     *words, _ = spelled("--against").strip("[]").split("|")
-    assert [Witness().convert(word, None, None) for word in words] == [GOLDEN, *ENGINES]
+    assert [ReferenceChoice().convert(word, None, None) for word in words] == [GOLDEN, *ENGINES]

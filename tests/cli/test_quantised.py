@@ -40,7 +40,7 @@ def test_a_quantised_file_is_verified_as_llama_cpp_computes_it(path: str):
 @pytest.mark.live
 def test_json_counts_the_flips_of_every_stage(path: str):
     result = invoke("verify", path, TOKENS, "--kv-cache", "f16", "--numerics", "ggml", "--json")
-    rows = json.loads(result.stdout)["rows"]
+    rows = json.loads(result.stdout)["comparisons"]
     assert {row["backend"] for row in rows if row["mode"] != "exact"} == {"numpy-ggml"}
     assert sum(row["flips"] for row in rows) > 0
 

@@ -115,9 +115,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_text_is_that_of_the_adapter_and_stderr_says_what_is_known_of_its_base(backend: str, folder: Path):
     model = load("story")
     model.add_adapter("mine", folder / "peft")
-    want = "".join(token.text for token in model.generate(START, max_tokens=12, adapter="mine"))
+    expected = "".join(token.text for token in model.generate(START, max_tokens=12, adapter="mine"))
     result = invoke("run", "story", START, "-n", "12", "--backend", backend, "--adapter", str(folder / "peft"))
-    assert (result.stdout, result.exit_code) == (want + "\n", 0)
+    assert (result.stdout, result.exit_code) == (expected + "\n", 0)
     assert result.stderr.startswith(f"{folder / 'peft'}: base: the same ")
     assert result.stderr.count("\n") == 1
     assert result.stdout != invoke("run", "story", START, "-n", "12").stdout

@@ -25,7 +25,7 @@ def folder(tmp_path: Path) -> Path:
 
 def write(folder: Path, but: str = "") -> None:
     for lesson in LIVE:
-        parts = [part.name for part in lesson.parts if part.name != but]
+        parts = [exercise.name for exercise in lesson.parts if exercise.name != but]
         (folder / f"{lesson.module}.py").write_text("".join(OURS.format(name) for name in parts))
 
 
@@ -49,9 +49,9 @@ def test_and_the_same_as_both_engines(folder: Path, but: str):
     implementation, (_, golden) = opened(str(folder)), stored("story")
     with implementation.installed(live=True):
         tokens = list(load("story").generate(golden.cases["near"].ids, max_tokens=24, ignore_eos=True))
-    for evidence in golden.evidence.values():
-        n = min(len(tokens), len(evidence.greedy))
-        assert [token.id for token in tokens][:n] == evidence.greedy.tolist()[:n]
+    for engine_output in golden.engine_outputs.values():
+        n = min(len(tokens), len(engine_output.greedy))
+        assert [token.id for token in tokens][:n] == engine_output.greedy.tolist()[:n]
 
 
 def test_packed_matrices_are_decoded_for_it(folder: Path, tmp_path: Path):

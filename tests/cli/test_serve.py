@@ -85,8 +85,8 @@ def ended(server: Process) -> tuple[int, str]:
 
 def answer(client: openai.OpenAI, model: str = "story") -> str | None:
     with client:
-        got = client.chat.completions.create(model=model, messages=ASKED, temperature=0, max_tokens=8)
-    return got.choices[0].message.content
+        actual = client.chat.completions.create(model=model, messages=ASKED, temperature=0, max_tokens=8)
+    return actual.choices[0].message.content
 
 
 def solo() -> str:

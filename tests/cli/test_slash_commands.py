@@ -93,8 +93,8 @@ def test_a_trace_has_every_stage_of_the_conversation(folder: Path, tmp_path: Pat
         model, arrays = load(folder), np.load(file)
         messages = [{"role": "user", "content": "Once upon"}, {"role": "assistant", "content": out[0]}]
         text, _ = model.chats.conversation(messages).text(2)
-        want = model.forward(model.tokenizer.encode(text, add_special=False, parse_special=True))
-        np.testing.assert_array_equal(arrays["logits"], want)
+        expected = model.forward(model.tokenizer.encode(text, add_special=False, parse_special=True))
+        np.testing.assert_array_equal(arrays["logits"], expected)
 
 
 def test_an_adapter_can_be_put_on_and_off(folder: Path, tmp_path: Path):

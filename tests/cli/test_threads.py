@@ -73,7 +73,7 @@ def test_what_the_user_says_is_done(seen: list, monkeypatch: pytest.MonkeyPatch)
 
 
 @pytest.mark.usefixtures("three")
-def test_a_command_that_fails_leaves_no_thread_count_behind(monkeypatch: pytest.MonkeyPatch):
+def test_failed_command_restores_the_thread_count(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(Model, "_forward", None)
     assert invoke("run", "story", "Once").exit_code == 70
     assert n_threads() == (3, 3)
@@ -104,14 +104,14 @@ WAITING = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "OPENBLAS_THREAD_TIMEOUT")
 
 
 @pytest.mark.parametrize(
-    ("by_the_user", "want"),
+    ("by_the_user", "expected"),
     [
         ({}, ("passive", "3000", "4")),
         ({"OPENBLAS_THREAD_TIMEOUT": "9", "GOMP_SPINCOUNT": "7"}, ("passive", "7", "9")),
         ({"OMP_WAIT_POLICY": "passive"}, ("passive", "None", "4")),
     ],
 )
-def test_libraries_are_told_how_to_wait_before_they_are_loaded(by_the_user: dict[str, str], want: tuple[str, ...]):
+def test_libraries_are_told_how_to_wait_before_they_are_loaded(by_the_user: dict[str, str], expected: tuple[str, ...]):
     watch = f"""
 import os, sys
 class Watch:
@@ -128,7 +128,7 @@ main(["run", "story", "Once", "-n", "1", "--backend", "torch"], prog_name="llorc
     done = subprocess.run(
         [sys.executable, "-c", watch], capture_output=True, text=True, check=False, cwd=REPOSITORY, env=said
     )
-    assert done.stdout.splitlines() == [" ".join((name, *want)) for name in ("numpy", "torch")], done.stderr
+    assert done.stdout.splitlines() == [" ".join((name, *expected)) for name in ("numpy", "torch")], done.stderr
 
 
 @pytest.mark.slow

@@ -76,7 +76,7 @@ def test_what_is_no_dump_is_not_replaced(tmp_path: Path, name: str):
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_the_first_position_turns_queries_and_leaves_values(tmp_path: Path):
+def test_trace_first_position_rotates_queries_but_not_values(tmp_path: Path):
     for first in ("0", "4000"):
         path = tmp_path / f"{first}.npz"
         invoke("trace", "micro-llama", "--tokens", TOKENS, "--first-position", first, "-o", str(path))
@@ -98,7 +98,7 @@ def test_a_full_disk_is_one_line_that_names_the_file(tmp_path: Path, name: str):
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_run_that_fails_leaves_no_file(tmp_path: Path):
+def test_trace_failed_run_keeps_the_old_file(tmp_path: Path):
     old = tmp_path / "t.npz"
     old.write_text("old")
     assert invoke("trace", "micro-llama", "--tokens", "1,2,9999", "-o", str(old)).exit_code == 2
@@ -134,9 +134,9 @@ def test_without_a_prompt_a_fixed_sentence_is_run_and_named(tmp_path: Path):
 
 
 @pytest.mark.live
-@pytest.mark.parametrize("producer", ["llamacpp", "transformers"])
-def test_an_engine_writes_the_same_stages_with_the_same_shapes(producer: str, tmp_path: Path):
-    for name, engine in (("ours.npz", []), ("theirs.npz", ["--producer", producer])):
+@pytest.mark.parametrize("engine_name", ["llamacpp", "transformers"])
+def test_an_engine_writes_the_same_stages_with_the_same_shapes(engine_name: str, tmp_path: Path):
+    for name, engine in (("ours.npz", []), ("theirs.npz", ["--producer", engine_name])):
         result = invoke("trace", "micro-llama", "--tokens", TOKENS, "-o", str(tmp_path / name), *engine)
         assert result.exit_code == 0, result.stderr
     ours, theirs = read_npz(tmp_path / "ours.npz"), read_npz(tmp_path / "theirs.npz")

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 CHANGED = "micro-qwen2"
 TOKENS = "3,1,4,15,9,2,6,5"
-FIELDS = "model checkpoint stage layer producer backend mode error producer_error tolerance verdict".split()
+FIELDS = "model checkpoint stage layer engine backend mode error engine_error tolerance verdict".split()
 
 
 @pytest.fixture(scope="module")
@@ -77,15 +77,17 @@ def few_long_contexts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Long contexts are judged on one backend; `tests/judging/test_long_contexts.py` judges them on all."""
     from llorch.judging.expectations.long_contexts import LongSuite
 
-    rows = LongSuite.rows
-    monkeypatch.setattr(LongSuite, "rows", lambda suite, on: rows(suite, on) if on.name == "numpy" else iter(()))
+    comparisons = LongSuite.comparisons
+    monkeypatch.setattr(
+        LongSuite, "comparisons", lambda suite, on: comparisons(suite, on) if on.name == "numpy" else iter(())
+    )
 
 
 @pytest.fixture
-def judged_once(few_long_contexts: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def one_comparison(few_long_contexts: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are computed by the first command that shows them."""
-    monkeypatch.setattr("llorch.cli.judging.verify_stored", rows_of)
-    monkeypatch.setattr("llorch.cli.judging.verify_training_stored", training_rows_of)
+    monkeypatch.setattr("llorch.cli.verify_plan.verify_stored", rows_of)
+    monkeypatch.setattr("llorch.cli.verify_plan.verify_training_stored", training_rows_of)
 
 
 ALONE = ("--threads", "1")  # judged in this process, where `rows_of` remembers
@@ -115,17 +117,17 @@ def test_every_built_in_model_agrees_with_its_goldens():
     assert last.startswith(f"{len(EVERY) + 1} models, {n_rows:,} of {n_rows:,} ")
     figures = (REPOSITORY / "benchmarks/README.md").read_text()
     assert f"{n_rows} comparisons, all pass" in figures
-    traces = [trace for name in EVERY for trace in golden_of(name).truth.evidence.traces.values()]
+    traces = [trace for name in EVERY for trace in golden_of(name).reference.engine_output.traces.values()]
     n_places = sum(map(len, traces)) + len(EVERY)  # of each model the selected logits, too
     assert f"{n_places} (stage, layer, model) rows" in figures
 
 
 @pytest.fixture
-def two_models(judged_once: None, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
+def two_models(one_comparison: None, monkeypatch: pytest.MonkeyPatch) -> tuple[str, str]:
     """A model with a changed weight, in place of the built-in one, and another: all that `verify` has to judge."""
     names = (CHANGED, "micro-llama3")
-    monkeypatch.setattr("llorch.cli.judging.is_wheel", lambda: True)
-    monkeypatch.setattr("llorch.cli.judging.IN_WHEEL", names)
+    monkeypatch.setattr("llorch.cli.verify_plan.is_wheel", lambda: True)
+    monkeypatch.setattr("llorch.cli.verify_plan.IN_WHEEL", names)
     return names
 
 
@@ -142,7 +144,7 @@ def test_verify_without_a_model_prints_a_line_a_model_and_the_table_of_the_one_t
     assert "micro-llama3/golden.json" in result.stdout
     assert re.search(rf" {CHANGED}: .* 00 foundation: tensors, near, exact, numpy against reader\n", result.stdout)
     assert len(lines[-1].split()) <= 25
-    n_failed = len([row for row in rows_of(CHANGED) if row.verdict == "FAIL"])
+    n_failed = len([c for c in rows_of(CHANGED) if c.verdict == "FAIL"])
     assert_tells(lines[-1], f"{n_failed:,} FAIL", f"{changed[2]} of {changed[4]}", "14 NOT RUN", "llorch verify -v")
 
 
@@ -154,9 +156,9 @@ def test_verbose_prints_the_table_of_each_model(option: str, changed_weight: str
         assert every.stdout == alone.stdout
 
 
-@pytest.mark.usefixtures("judged_once")
+@pytest.mark.usefixtures("one_comparison")
 def test_table_of_a_model_has_a_line_for_each_checkpoint():
-    from llorch.cli.judged import TRAINING, checkpoints_of
+    from llorch.cli.verify_summary import TRAINING, checkpoints_of
     from llorch.files import open_weights
     from llorch.runtime.builtin import builtin_path
     from llorch.stages.table import CHECKPOINTS
@@ -166,17 +168,17 @@ def test_table_of_a_model_has_a_line_for_each_checkpoint():
     assert [line[:20].rstrip() for line in table if " PASS" in line] == [f"{n:<3} {CHECKPOINTS[n]}" for n in numbers]
 
 
-@pytest.mark.usefixtures("judged_once")
+@pytest.mark.usefixtures("one_comparison")
 def test_json_has_every_row_and_a_summary_that_counts_them():
     result = invoke("verify", "micro-qwen3", "--json", *ALONE)
     found = json.loads(result.stdout)
-    rows, summary = found["rows"], found["summary"]
+    rows, summary = found["comparisons"], found["summary"]
     assert result.exit_code == 0
     assert all(row.keys() >= set(FIELDS) for row in rows)
     foreign = {"reader", "llamacpp", "transformers", "peft", "transformers-float64", "peft-float64"}
-    assert {row["producer"] for row in rows} == foreign | {"ours"}
+    assert {row["engine"] for row in rows} == foreign | {"ours"}
     of_stages = [row for row in rows if row["mode"] != "exact"]
-    assert {(row["producer"], row["route"]["read"], *row["route"]["told"]) for row in of_stages} == {
+    assert {(row["engine"], row["load_path"]["read"], *row["load_path"]["set_by_llorch"]) for row in of_stages} == {
         ("llamacpp", "llamacpp"), ("transformers", "transformers"), ("peft", "llorch"), ("peft-float64", "llorch"),
         *((name, "transformers", "head_dim") for name in ("transformers", "transformers-float64")),
     }  # fmt: skip
@@ -186,12 +188,14 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
 
     forward = [row for row in rows if row["mode"] == "chained" and row["checkpoint"] < "15"]
     places = len({(row["case"], row["stage"], row["layer"]) for row in forward})
-    closer = summary["closer_to_truth"]
-    assert {backend: counts["all"]["places"] for backend, counts in closer.items()} == dict.fromkeys(BACKENDS, places)
+    closer = summary["closer_to_reference"]
+    assert {backend: counts["all"]["comparisons"] for backend, counts in closer.items()} == dict.fromkeys(
+        BACKENDS, places
+    )
 
 
 @pytest.fixture
-def detail(judged_once: None) -> str:
+def detail(one_comparison: None) -> str:
     return invoke("verify", "micro-qwen3", "--detail", *ALONE).stdout
 
 
@@ -209,7 +213,7 @@ def test_detail_has_a_line_per_stage_and_says_where_its_row_lies(detail: str):
     assert all("isolated" in line or "chained" in line for line in lines if line.startswith("02 "))
 
 
-@pytest.mark.usefixtures("judged_once")
+@pytest.mark.usefixtures("one_comparison")
 def test_a_changed_weight_turns_the_run_red_and_is_located(changed_weight: str):
     result = invoke("verify", changed_weight, *ALONE)
     assert result.exit_code == 1
@@ -219,7 +223,7 @@ def test_a_changed_weight_turns_the_run_red_and_is_located(changed_weight: str):
     assert "FAIL" in result.stdout.split("06  swiglu")[1].splitlines()[0]
 
 
-@pytest.mark.usefixtures("judged_once")
+@pytest.mark.usefixtures("one_comparison")
 def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
     result = invoke("verify", changed_weight, "--json", *ALONE)
     summary = json.loads(result.stdout)["summary"]
@@ -230,12 +234,12 @@ def test_json_of_a_failure_names_the_first_stage_too(changed_weight: str):
 
 @pytest.mark.usefixtures("few_long_contexts")
 @pytest.mark.parametrize("form", [pytest.param((), id="lines"), pytest.param(("--json",), marks=pytest.mark.nightly)])
-def test_models_judged_beside_each_other_are_reported_as_one_after_the_other(
+def test_verify_in_parallel_reports_models_as_in_sequence(
     changed_weight: str, form: tuple[str, ...], monkeypatch: pytest.MonkeyPatch
 ):
     two = invoke("verify", changed_weight, "micro-llama3", "--threads", "2", *form)
     with monkeypatch.context() as patch:
-        patch.setattr("llorch.cli.judging.verify_stored", rows_of)
+        patch.setattr("llorch.cli.verify_plan.verify_stored", rows_of)
         one = invoke("verify", changed_weight, "micro-llama3", *ALONE, *form)
     assert (one.exit_code, two.exit_code, two.stderr) == (1, 1, one.stderr)
     assert two.stdout == one.stdout.replace("threads: 1", "threads: 2; processes: 2")
@@ -281,7 +285,7 @@ def test_a_prompt_that_does_not_fit_is_refused_before_an_engine_runs():
 def test_color_is_for_terminals_and_on_request_only(monkeypatch: pytest.MonkeyPatch):
     from llorch.judging.verify import verify_stored
 
-    monkeypatch.setattr("llorch.cli.judging.verify_stored", lambda name: islice(verify_stored(name), 2))
+    monkeypatch.setattr("llorch.cli.verify_plan.verify_stored", lambda name: islice(verify_stored(name), 2))
     for name, colored in (("", False), ("FORCE_COLOR", True), ("NO_COLOR", False)):  # each added to those before
         monkeypatch.setenv(name or "_", "1")
         assert ("\x1b[32m" in invoke("verify", "micro-llama3").stdout) == colored
@@ -306,7 +310,7 @@ def test_one_token_is_enough_to_run_but_not_to_show_every_mistake():
 
 
 @pytest.mark.live
-def test_one_engine_that_is_missing_leaves_one_witness(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_verify_with_a_missing_engine_uses_the_other_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "torch", None)
     folder = write_folder(tmp_path / "tiny", random_tensors("llama"))
     result = invoke("verify", str(folder), "--tokens", TOKENS)
@@ -330,7 +334,7 @@ def test_training_is_shown_beside_peft_and_a_missing_golden_of_it_is_not_run(
     shutil.copytree(goldens_folder() / "micro-qwen3", tmp_path / "micro-qwen3")
     (tmp_path / "micro-qwen3" / "training.json").unlink()
     monkeypatch.setattr("llorch.judging.expectations.training.goldens_folder", lambda: tmp_path)
-    monkeypatch.setattr("llorch.cli.judging.verify_training_stored", verify_training_stored)
+    monkeypatch.setattr("llorch.cli.verify_plan.verify_training_stored", verify_training_stored)
     result = invoke("verify", "micro-qwen3", *ALONE)
     assert result.exit_code == 3
     assert_tells(result.stdout, "training.json", "reference_outputs/regenerate.py")

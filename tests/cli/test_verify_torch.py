@@ -28,7 +28,7 @@ def few_variants(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "VARIANTS", {suffix: torch.VARIANTS[suffix] for suffix in ("", "-batch")})
     monkeypatch.setattr(torch_runner, "VARIANTS", {"-trainer": torch_runner.VARIANTS["-trainer"]})
     monkeypatch.setattr(packed, "PACKED_MODELS", packed.PACKED_MODELS[::6])
-    monkeypatch.setattr(LongSuite, "rows", lambda suite, runner: iter(()))
+    monkeypatch.setattr(LongSuite, "comparisons", lambda suite, runner: iter(()))
 
 
 @pytest.mark.usefixtures("no_cuda", "few_variants")
@@ -60,7 +60,7 @@ def test_json_names_backends_and_what_was_not_run(monkeypatch: pytest.MonkeyPatc
     assert found["summary"]["backends"] == sorted(
         {f"{at}{suffix}" for suffix in (*variants_for(at, weights_of("micro-qwen3")), *VARIANTS)}
     )
-    assert {row["backend"] for row in found["rows"]} == set(found["summary"]["backends"])
+    assert {row["backend"] for row in found["comparisons"]} == set(found["summary"]["backends"])
     (absent,) = found["summary"]["backends_not_run"]
     assert (absent["backend"], "CUDA" in absent["reason"]) == ("torch-cuda-*", True)
     assert found["summary"]["ties"] > 0

@@ -46,7 +46,7 @@ def test_an_error_is_raised_here_and_hides_no_other_result():
     assert caught.traceback[-1].name == "<lambda>"  # by which exit codes tell whose error it is
 
 
-def test_work_that_nobody_waits_for_is_ended_and_leaves_no_files(tmp_path: Path):
+def test_workers_exit_ends_pending_work_and_removes_its_files(tmp_path: Path):
     def slow() -> int:
         with TemporaryDirectory(dir=tmp_path) as folder:
             Path(folder, "entered").touch()

@@ -38,8 +38,8 @@ def adapter(weights: Weights) -> Adapter:
     return family_adapter(weights.config)
 
 
-def assert_alike(got: np.ndarray, want: np.ndarray, limit: float) -> None:
-    assert np.abs(got - want).max() < limit * want.std()
+def assert_alike(actual: np.ndarray, expected: np.ndarray, limit: float) -> None:
+    assert np.abs(actual - expected).max() < limit * expected.std()
 
 
 @pytest.mark.nightly_cases(but=["qwen3_vl"])

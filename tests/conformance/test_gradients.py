@@ -47,10 +47,12 @@ def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: 
         name: array.tobytes() for name, array in adapter.flat().items()
     }
     ids = rng.integers(0, weights.config.vocab_size, 70)
-    (want, gradients), (_, others) = (of_peft(base, tmp_path / "adapter", again, ids, how) for how in ("eager", "sdpa"))
+    (expected, gradients), (_, others) = (
+        of_peft(base, tmp_path / "adapter", again, ids, how) for how in ("eager", "sdpa")
+    )
     adapted, wanted = AdaptedWeights(weights, again), np.append(ids[1:], -100)
     loss, grads = of_document(ids, wanted, adapted, label_smoothing=0.0, n_trained=69)
-    assert loss / 69 == pytest.approx(want, rel=RELATIVE)
+    assert loss / 69 == pytest.approx(expected, rel=RELATIVE)
     for name, theirs in gradients.items():
         limit = max(RELATIVE * np.abs(theirs).max(), FACTOR * np.abs(theirs - others[name]).max())
         np.testing.assert_allclose(grads[name], theirs, rtol=0, atol=limit, strict=True, err_msg=name)

@@ -11,14 +11,14 @@ from runs.refusals import assert_tells
 from runs.stored_goldens import golden_of
 
 from llorch.diagnosis.diagnose import causes, diagnose
+from llorch.diagnosis.dump_checker import DumpChecker
 from llorch.diagnosis.expected import HALF
-from llorch.diagnosis.judged import DumpJudge
-from llorch.diagnosis.replay import Change, Plant, Replay
+from llorch.diagnosis.replay import Change, Replay, StageChange
 from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
 from llorch.diagnosis.search.trials import stage_of
 from llorch.diagnosis.verdict import RIGHT, Finding
 from llorch.engines.dumps.stage_dump import Features, StageDump
-from llorch.judging.goldens.forward import PRODUCERS
+from llorch.judging.goldens.forward import ENGINES
 from llorch.model.cache import KVCache
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.runtime.builtin import OTHERS
@@ -45,13 +45,13 @@ def names(found: Finding) -> set[str]:
     ]
 )
 @pytest.mark.parametrize("case", ["near", "far"])
-@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("model", [*MICRO, *(pytest.param(x, marks=() if x in PLAIN else SLOW) for x in OTHERS)])
-def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case: str):
-    this, trace = golden_of(model).cases[case], golden_of(model).evidence[producer].traces[case]
+def test_what_an_engine_of_others_shows_is_right(model: str, engine: str, case: str):
+    this, trace = golden_of(model).cases[case], golden_of(model).engine_outputs[engine].traces[case]
     for shown in ([*trace], ["logits"], [key for key in trace if BLOCKS(key)], [key for key in trace if "l1." in key]):
         dump = StageDump.of_arrays([this], {key: trace[key] for key in shown})
-        results = list(DumpJudge(Replay(wide(model), dump)).results())  # findings come of what is not RIGHT
+        results = list(DumpChecker(Replay(wide(model), dump)).results())  # findings come of what is not RIGHT
         assert {result.verdict for result in results} == {RIGHT}
         assert {result.key for result in results} == {*shown}
         assert max(result.over for result in results) < 1
@@ -59,7 +59,7 @@ def test_what_an_engine_of_others_shows_is_right(model: str, producer: str, case
 
 @pytest.mark.parametrize("model", [MODEL, PLAIN[0]])
 def test_diagnose_of_a_right_dump_has_every_stage_and_no_finding(model: str):
-    this, trace = golden_of(model).cases["near"], golden_of(model).evidence["llamacpp"].traces["near"]
+    this, trace = golden_of(model).cases["near"], golden_of(model).engine_outputs["llamacpp"].traces["near"]
     found = diagnose(wide(model), StageDump.of_arrays([this], dict(trace)))
     assert (found.is_right, found.findings) == (True, [])
     assert {result.key for result in found.results} == {*trace}
@@ -84,14 +84,15 @@ def test_the_cache_beside_a_dump_is_the_one_that_runs(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(  # no engine could go on with a cache of repeated heads
     "name", [pytest.param(name, marks=() if name in OF_EACH_STAGE else SLOW) for name in MISTAKES]
 )
-def test_a_planted_mistake_is_named_where_all_is_shown(name: str):
-    model, planted = MODEL, mistake(name, MODEL)
-    tokens = passes(model, 5, 7) if planted.after_cached else passes(model)
-    places = planted.at(tuple(f"l{layer}.{stage}" if stage not in ("embed", "final_norm", "logits") else stage
-                              for layer in range(wide(model).config.n_layers) for stage in planted.stages))  # fmt: skip
-    first, *_ = causes(wide(model), dumped(model, tokens, planted.change(places), WHOLE))
+def test_injected_mistake_is_named_from_a_complete_dump(name: str):
+    model, injected = MODEL, mistake(name, MODEL)
+    tokens = passes(model, 5, 7) if injected.after_cached else passes(model)
+    places = injected.at(tuple(f"l{layer}.{stage}" if stage not in ("embed", "final_norm", "logits") else stage
+                               for layer in range(wide(model).config.n_layers)
+                               for stage in injected.stages))  # fmt: skip
+    first, *_ = causes(wide(model), dumped(model, tokens, injected.change(places), WHOLE))
     assert SAME_FROM_ZERO.get(name, name) == first.suspects[0].name
-    assert stage_of(first.key) in planted.stages
+    assert stage_of(first.key) in injected.stages
     assert first.suspects[0].share > 0.7
 
 
@@ -108,10 +109,10 @@ def test_a_planted_mistake_is_named_where_all_is_shown(name: str):
     ],
 )
 def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str, first: str, also: set[str]):
-    planted = mistake(name, MODEL)
-    inside = (f"l{layer}.{stage}" for layer in (0, 1) for stage in planted.stages)
-    places = ("logits",) if "logits" in planted.stages else tuple(inside)
-    (found,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), planted.change(places), BLOCKS))
+    injected = mistake(name, MODEL)
+    inside = (f"l{layer}.{stage}" for layer in (0, 1) for stage in injected.stages)
+    places = ("logits",) if "logits" in injected.stages else tuple(inside)
+    (found,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), injected.change(places), BLOCKS))
     assert (found.key, found.kind) == (first, "mistake")
     assert {name, *also} <= names(found)
 
@@ -152,10 +153,10 @@ def test_a_second_mistake_behind_the_first_is_found_in_the_same_run():
 
 
 def test_what_is_none_of_the_known_is_local_and_has_no_name():
-    plant = Plant(lambda inputs, stage, array: array * (1 + 0.01 * np.sin(np.arange(array.shape[-1]))))
-    found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l1.v_proj": plant})))
+    change = StageChange(lambda inputs, stage, array: array * (1 + 0.01 * np.sin(np.arange(array.shape[-1]))))
+    found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l1.v_proj": change})))
     (finding,) = found.findings
-    assert (finding.kind, finding.key, finding.made_in, finding.suspects) == (
+    assert (finding.kind, finding.key, finding.starts_in, finding.suspects) == (
         "unknown",
         "l1.v_proj",
         ("l1.v_proj",),
@@ -167,13 +168,13 @@ def test_what_is_none_of_the_known_is_local_and_has_no_name():
 
 
 def test_numbers_that_are_far_too_small_do_not_widen_their_own_tolerance():
-    small = Change({"l1.v_proj": Plant(lambda inputs, stage, array: array * 1e-3)})
+    small = Change({"l1.v_proj": StageChange(lambda inputs, stage, array: array * 1e-3)})
     right, wrong = (
-        next(one for one in DumpJudge(Replay(wide(MODEL), dump)).results() if one.key == "l1.v_proj")
+        next(one for one in DumpChecker(Replay(wide(MODEL), dump)).results() if one.key == "l1.v_proj")
         for dump in (dumped(MODEL, passes(MODEL), Change({})), dumped(MODEL, passes(MODEL), small))
     )
-    assert wrong.limit.error == right.limit.error
-    np.testing.assert_array_equal(wrong.limit.tokens, right.limit.tokens)
+    assert wrong.tolerance.error == right.tolerance.error
+    np.testing.assert_array_equal(wrong.tolerance.tokens, right.tolerance.tokens)
 
 
 def test_one_wrong_token_is_said():
@@ -182,14 +183,14 @@ def test_one_wrong_token_is_said():
         array[5] += 1
         return array
 
-    (finding,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": Plant(wrong)})))
+    (finding,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": StageChange(wrong)})))
     assert_tells(finding.sentence, "l0.ffn_up", "token 5")
 
 
 @pytest.mark.parametrize(("dtype", "declared"), [("bfloat16", False), ("float16", True)])
 def test_half_precision_is_honest_and_its_mistakes_are_named_all_the_same(dtype: str, declared: bool):
     kind: ActivationKind = HALF[dtype]
-    rounded = Plant(lambda inputs, stage, array: round_activations(np.ascontiguousarray(array), kind))
+    rounded = StageChange(lambda inputs, stage, array: round_activations(np.ascontiguousarray(array), kind))
     half = {key: rounded for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", "attn_scores")}
     features = Features(dtype=dtype) if declared else Features()
     right = replace(dumped(MODEL, passes(MODEL), Change(half)), features=features)
@@ -202,7 +203,7 @@ def test_half_precision_is_honest_and_its_mistakes_are_named_all_the_same(dtype:
 
 
 def test_a_cache_in_half_and_rounded_inputs_explain_what_nobody_declared():
-    cache = Plant(lambda i, s, array: round_activations(np.ascontiguousarray(array), "F16"))
+    cache = StageChange(lambda i, s, array: round_activations(np.ascontiguousarray(array), "F16"))
     places = [f"l{layer}.{stage}" for layer in (0, 1) for stage in ("k_cache", "v_cache")]
     dump = dumped(MODEL, passes(MODEL), Change(dict.fromkeys(places, cache)), lambda key: "cache" not in key)
     (found,) = causes(wide(MODEL), dump)
@@ -223,9 +224,11 @@ def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():
     model, right = "micro-qwen3.5", ("embed", "l0.attn_norm", "l0.conv_out", "l0.q_l2", "l0.k_l2", "l0.beta")
     shown = (*right, "l0.delta_out", "l0.attn_residual")
     dump = dumped(model, passes(model), shown=lambda key: key in shown)
-    seen = {at: replace(one, read=lambda one=one: one.read() * np.float32(np.nan)) for at, one in dump.seen.items()}
-    finite = {(0, name): dump.seen[0, name] for name in right}
-    (found,) = causes(wide(model), replace(dump, seen=seen | finite))
+    dumped_arrays = {
+        at: replace(one, read=lambda one=one: one.read() * np.float32(np.nan)) for at, one in dump.dumped.items()
+    }
+    finite = {(0, name): dump.dumped[0, name] for name in right}
+    (found,) = causes(wide(model), replace(dump, dumped=dumped_arrays | finite))
     assert (found.kind, found.key, found.suspects) == ("not finite", "l0.delta_out", ())
 
 
@@ -245,10 +248,10 @@ def test_a_mistake_that_explains_one_pass_alone_is_said_to_do_so():
         dumped(MODEL, passes(MODEL, 5, 7), everywhere(mistake("rope-missing", MODEL), wide(MODEL))),
     )
     at = [(n_pass, "l0.q_rope") for n_pass in (0, 1)]
-    noise = np.random.default_rng(0).standard_normal(right.seen[at[1]].read().shape).astype(np.float32)
-    wrong = {at[0]: turned.seen[at[0]], at[1]: replace(right.seen[at[1]], read=lambda: noise)}
-    shown = {key: seen for key, seen in right.seen.items() if key[1] in ("embed", "l0.q_norm")}
-    found, *_ = causes(wide(MODEL), replace(right, seen=shown | wrong))
+    noise = np.random.default_rng(0).standard_normal(right.dumped[at[1]].read().shape).astype(np.float32)
+    wrong = {at[0]: turned.dumped[at[0]], at[1]: replace(right.dumped[at[1]], read=lambda: noise)}
+    shown = {key: array for key, array in right.dumped.items() if key[1] in ("embed", "l0.q_norm")}
+    found, *_ = causes(wide(MODEL), replace(right, dumped=shown | wrong))
     assert (found.kind, found.n_pass, found.near_misses[0].name) == ("unknown", 0, "rope-missing")
     assert_tells(found.sentence, "rope-missing", 0)
 

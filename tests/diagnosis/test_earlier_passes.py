@@ -8,7 +8,7 @@ from fakes.fresh_engine import FreshEngine, raw_dump_of
 from inject.wrong_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
 
 from llorch.diagnosis.diagnose import diagnose
-from llorch.diagnosis.judged import DumpJudge
+from llorch.diagnosis.dump_checker import DumpChecker
 from llorch.diagnosis.replay import Change, Replay
 from llorch.diagnosis.verdict import EARLIER_PASSES, WRONG, Diagnosis
 from llorch.engines.dumps.raw import RawDump, with_earlier
@@ -38,7 +38,7 @@ def run(name: str, change: Callable[[Mapping[str, np.ndarray]], Mapping[str, np.
     return raw_dump_of(shown[n_hidden:])
 
 
-def judged(name: str, raw: RawDump) -> Diagnosis:
+def diagnosed(name: str, raw: RawDump) -> Diagnosis:
     weights = stored(ENDS[name][0])[0]
     dump = stage_dump(raw, weights.config, weights=weights)
     return diagnose(wide(ENDS[name][0]), dump)
@@ -53,17 +53,17 @@ def batched(shown: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("name", ENDS)
 def test_a_right_engine_is_not_accused(name: str, change: Callable):
     raw = run(name, change)
-    found = judged(name, raw)
+    found = diagnosed(name, raw)
     assert (found.findings, found.not_run) == ([], {})
     assert len(found.results) == len(raw.arrays)
 
 
 @pytest.mark.parametrize("name", ["one step", "second chunk", "step behind a window"])
-def test_with_the_earlier_tokens_all_is_judged_from_the_beginning(name: str):
+def test_dump_with_earlier_tokens_is_diagnosed_from_the_first_token(name: str):
     raw = run(name)
     given = with_earlier(raw, IDS[: raw.passes[-1].first_position + len(raw.passes[-1].ids)])
     assert [len(tokens.ids) for tokens in given.passes] == [ENDS[name][1][0], len(raw.passes[0].ids)]
-    found = judged(name, given)
+    found = diagnosed(name, given)
     assert (found.findings, found.not_run) == ([], {})
     assert all(np.isfinite(result.total.error) for result in found.results)
 
@@ -93,7 +93,9 @@ def test_what_a_part_of_a_run_shows_wrong_is_found(name: str, stage: str):
 
     weights = stored(ENDS[name][0])[0]
     dump = stage_dump(run(name, spoilt), weights.config, weights=weights)
-    wrong = [result.key for result in DumpJudge(Replay(wide(ENDS[name][0]), dump)).results() if result.verdict == WRONG]
+    wrong = [
+        result.key for result in DumpChecker(Replay(wide(ENDS[name][0]), dump)).results() if result.verdict == WRONG
+    ]
     assert wrong[0] == f"l1.{stage}"
 
 
@@ -102,13 +104,13 @@ def test_a_window_that_forgets_too_much_is_accused():
     engine.run(IDS[:24])
     engine.past = {layer: (k[:, 1:], v[:, 1:]) for layer, (k, v) in engine.past.items()}
     raw = raw_dump_of([(Tokens(IDS[24:25], 24), engine.run(IDS[24:25]))])
-    found = judged("step behind a window", raw)
+    found = diagnosed("step behind a window", raw)
     assert found.findings[0].key == "l0.attn_scores"
 
 
 def part(dump: StageDump, n_pass: int, n_before: int | None) -> StageDump:
-    seen = {(0, key): seen for key, seen in dump.of_pass(n_pass)}
-    return StageDump("part", (dump.passes[n_pass],), seen, n_before=n_before)
+    dumped = {(0, key): dumped for key, dumped in dump.of_pass(n_pass)}
+    return StageDump("part", (dump.passes[n_pass],), dumped, n_before=n_before)
 
 
 def test_a_state_that_the_dump_does_not_show_is_not_run():

@@ -12,7 +12,7 @@ from runs.refusals import assert_tells, refuses
 
 from llorch.diagnosis.guards import read_comparable, require_comparable
 from llorch.engines.dumps.raw import RawDump, digest
-from llorch.engines.dumps.stage_dump import Features, Seen, StageDump
+from llorch.engines.dumps.stage_dump import DumpedArray, Features, StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights
@@ -78,10 +78,10 @@ OTHER_IDS: dict[str, tuple[tuple[int, ...], str, str]] = {  # what the dump got,
 }
 
 
-@pytest.mark.parametrize(("ids", "got", "how"), OTHER_IDS.values(), ids=OTHER_IDS)
-def test_tokens_that_are_not_those_of_the_user_are_refused(ids: tuple[int, ...], got: str, how: str):
+@pytest.mark.parametrize(("ids", "actual", "how"), OTHER_IDS.values(), ids=OTHER_IDS)
+def test_tokens_that_are_not_those_of_the_user_are_refused(ids: tuple[int, ...], actual: str, how: str):
     wanted = "12 tokens (1 335 376 378 400 394 389 280 ...)"
-    refused("ids", dump_of({}, ids=ids), said={"ids": IDS}, expected=wanted, got=(got, how))
+    refused("ids", dump_of({}, ids=ids), said={"ids": IDS}, expected=wanted, got=(actual, how))
 
 
 OTHER_ORDERS: dict[str, tuple[tuple[int, ...], str, str]] = {
@@ -91,11 +91,11 @@ OTHER_ORDERS: dict[str, tuple[tuple[int, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("order", "got", "how"), OTHER_ORDERS.values(), ids=OTHER_ORDERS)
-def test_embeddings_of_other_tokens_than_those_that_are_said_are_refused(order: tuple[int, ...], got: str, how: str):
+@pytest.mark.parametrize(("order", "actual", "how"), OTHER_ORDERS.values(), ids=OTHER_ORDERS)
+def test_embeddings_of_other_tokens_than_those_that_are_said_are_refused(order: tuple[int, ...], actual: str, how: str):
     wanted = ("12 tokens (1 335 376", "pass 0")
-    refused("ids", dump_of({"embed": TRACE["embed"][list(order)]}), expected=wanted, got=(got, how))
-    some = Seen("embed", "float32", lambda: bf16(TRACE["embed"][list(order)][1:3]), (1, 2))
+    refused("ids", dump_of({"embed": TRACE["embed"][list(order)]}), expected=wanted, got=(actual, how))
+    some = DumpedArray("embed", "float32", lambda: bf16(TRACE["embed"][list(order)][1:3]), (1, 2))
     if order[1] != 1:
         refused(
             "ids", StageDump("mine", (Tokens(IDS),), {(0, "embed"): some}), expected=("2 tokens (335 376)", "pass 0")
@@ -145,11 +145,11 @@ MISFITS: dict[str, tuple[str, np.ndarray, tuple[str, ...], tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("key", "array", "facts", "got"), MISFITS.values(), ids=MISFITS)
+@pytest.mark.parametrize(("key", "array", "facts", "actual"), MISFITS.values(), ids=MISFITS)
 def test_an_array_that_does_not_fit_its_stage_is_refused(
-    key: str, array: np.ndarray, facts: tuple[str, ...], got: tuple[str, ...]
+    key: str, array: np.ndarray, facts: tuple[str, ...], actual: tuple[str, ...]
 ):
-    refused("layout", dump_of({"embed": TRACE["embed"], key: array}), key, *facts, got=got)
+    refused("layout", dump_of({"embed": TRACE["embed"], key: array}), key, *facts, got=actual)
 
 
 EPS, GAIN = WEIGHTS.config.rms_norm_eps, WEIGHTS.array("final_norm")
@@ -214,9 +214,9 @@ def test_where_nothing_was_made_of_it_a_norm_that_looks_left_out_is_noted():
 
 
 def in_production(logits: np.ndarray, *, tokens: tuple[int, ...] | None = None, **features: Any) -> StageDump:
-    seen = {(0, "logits"): Seen("logits", "float32", lambda: TRACE["logits"])}
-    unwatched = {0: Seen("production_logits", "float32", lambda: logits, tokens)}
-    return StageDump("mine", (Tokens(IDS),), seen, Features(**features), (), unwatched)
+    dumped = {(0, "logits"): DumpedArray("logits", "float32", lambda: TRACE["logits"])}
+    unwatched = {0: DumpedArray("production_logits", "float32", lambda: logits, tokens)}
+    return StageDump("mine", (Tokens(IDS),), dumped, Features(**features), (), unwatched)
 
 
 def test_a_capture_that_is_not_the_run_in_production_is_refused():
@@ -238,12 +238,14 @@ def test_a_capture_that_is_not_the_run_in_production_is_refused():
     )
     one_late = in_production(TRACE["logits"][10:11], tokens=(11,))
     refused("run", one_late, expected=("token 11", "pass 0"), got=("token 10", "first"))
-    nothing = StageDump("mine", (Tokens(IDS),), {}, production={0: Seen("p", "float32", lambda: TRACE["logits"])})
+    nothing = StageDump(
+        "mine", (Tokens(IDS),), {}, production={0: DumpedArray("p", "float32", lambda: TRACE["logits"])}
+    )
     assert notes_of(nothing, WEIGHTS) == []
 
 
 @pytest.mark.parametrize(
-    ("guard", "said", "expected", "got"),
+    ("guard", "said", "expected", "actual"),
     [
         ("ids", {"ids": (1, 2)}, "2 tokens (1 2)", ("12 tokens", "token 1")),
         ("positions", {"ids": IDS, "first_position": 3}, 3, 0),
@@ -251,9 +253,9 @@ def test_a_capture_that_is_not_the_run_in_production_is_refused():
     ],
     ids=["ids", "positions", "layout"],
 )
-def test_a_guard_may_fail_as_soon_as_names_are_read(guard: str, said: dict[str, Any], expected: object, got: object):
+def test_a_guard_may_fail_as_soon_as_names_are_read(guard: str, said: dict[str, Any], expected: object, actual: object):
     arrays = {"embed": TRACE["embed"] if said else np.ones((7, 7), np.float32)}
-    with refuses(GuardFailed, expected=expected, got=got, where=f"dump: {guard}") as caught:
+    with refuses(GuardFailed, expected=expected, got=actual, where=f"dump: {guard}") as caught:
         stage_dump(raw_dump(arrays, IDS), WEIGHTS.config, **said)
     assert caught.value.guard == guard
 
@@ -278,7 +280,7 @@ def test_read_comparable_notes_what_the_readers_and_the_guards_found(tmp_path: P
     dump = read_comparable(path, WEIGHTS, ids=IDS, first_position=0)
     assert_tells(" | ".join(dump.notes), "left out 1 arrays", "norm: final_norm")
     mapped = read_comparable(path, WEIGHTS, mapping=tmp_path / "names.toml")
-    assert (0, "l0.attn_norm") in mapped.seen
+    assert (0, "l0.attn_norm") in mapped.dumped
 
 
 def test_read_comparable_takes_the_ids_and_the_position_that_a_dump_lacks(tmp_path: Path):

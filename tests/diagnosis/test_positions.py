@@ -16,13 +16,13 @@ from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.layers import LAYERS
 from llorch.diagnosis.mistakes.positions import POSITIONS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.diagnosis.replay import UNCHANGED, Change, Plant
+from llorch.diagnosis.replay import UNCHANGED, Change, StageChange
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.families.config import YarnScaling
 from llorch.families.layers import Layer
 from llorch.stages.table import BY_NAME, key, keys
 
-PLANTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*POSITIONS, *LAYERS)
+INJECTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*POSITIONS, *LAYERS)
            for model in models_of(each)]  # fmt: skip
 
 
@@ -34,14 +34,14 @@ PLANTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*PO
         "temperature-one-position-late-micro-llama4",
     ]
 )
-@pytest.mark.parametrize(("planted", "model"), PLANTED)
-def test_a_planted_mistake_is_named(planted: Mistake[StageInputs], model: str):
-    weights, stages = wide(model), [stage for stage in planted.stages if BY_NAME[stage].applies_to(wide(model).config)]
-    first = golden_of(model).cases[planted.cases[0]].first_position
-    change = everywhere(mistake(planted.name, model), weights)
+@pytest.mark.parametrize(("injected", "model"), INJECTED)
+def test_injected_mistake_is_named_as_the_cause(injected: Mistake[StageInputs], model: str):
+    weights, stages = wide(model), [stage for stage in injected.stages if BY_NAME[stage].applies_to(wide(model).config)]
+    first = golden_of(model).cases[injected.cases[0]].first_position
+    change = everywhere(mistake(injected.name, model), weights)
     found = list(causes(weights, dumped(model, passes(model, first_position=first), change)))
-    assert [suspect.name for each in found for suspect in each.suspects] == [planted.name]
-    assert found[0].key in {key(stage, planted.first_layer(stage, weights.config)) for stage in stages}
+    assert [suspect.name for each in found for suspect in each.suspects] == [injected.name]
+    assert found[0].key in {key(stage, injected.first_layer(stage, weights.config)) for stage in stages}
 
 
 TAKEN: dict[str, tuple[int, Callable[[Sequence[Layer], int], Layer]]] = {  # where a text begins; what layers are then
@@ -49,7 +49,7 @@ TAKEN: dict[str, tuple[int, Callable[[Sequence[Layer], int], Layer]]] = {  # whe
     "rope-in-every-layer": (0, lambda layers, i: layers[0]),
     "chunk-ignored": (8188, lambda layers, i: replace(layers[i], chunk=None)),
     "chunk-in-every-layer": (8188, lambda layers, i: replace(layers[i], chunk=8192)),
-    "temperature-in-every-layer": (8188, lambda layers, i: replace(layers[i], tempered=True)),
+    "temperature-in-every-layer": (8188, lambda layers, i: replace(layers[i], has_attention_temperature=True)),
 }
 
 
@@ -80,7 +80,7 @@ def turned_by_divided_positions(inputs: StageInputs, stage: str, array: np.ndarr
 def test_divided_positions_are_named():
     weights = wide("story")
     places = [key(stage, layer) for layer in range(weights.config.n_layers) for stage in ("q_rope", "k_rope")]
-    divided = Change(dict.fromkeys(places, Plant(turned_by_divided_positions)))
+    divided = Change(dict.fromkeys(places, StageChange(turned_by_divided_positions)))
     (found,) = causes(weights, dumped("story", passes("story"), divided, BLOCKS))
     assert [(suspect.name, suspect.value) for suspect in found.suspects] == [("rope-position-factor", "4")]
 
@@ -90,8 +90,8 @@ def test_hypotheses_that_exclude_each_other_are_no_crash():
     """Where no single one explains an error pairs are tried: a mistake of YaRN beside one that leaves YaRN out."""
     dump = dumped("micro-ministral3", passes("micro-ministral3"), shown=lambda place: place == "logits")
     at = (0, "logits")
-    noise = np.random.default_rng(0).standard_normal(dump.seen[at].read().shape).astype(np.float32)
-    dump = replace(dump, seen={at: replace(dump.seen[at], read=lambda: noise)})
+    noise = np.random.default_rng(0).standard_normal(dump.dumped[at].read().shape).astype(np.float32)
+    dump = replace(dump, dumped={at: replace(dump.dumped[at], read=lambda: noise)})
     assert [found.kind for found in causes(wide("micro-ministral3"), dump)] == ["unknown"]
 
 
@@ -100,7 +100,7 @@ def test_heads_that_an_engine_calls_rotated_in_a_layer_without_rope_are_left_out
     model = "micro-smollm3"
     weights, (tokens,) = wide(model), passes(model)
     change = everywhere(mistake(name, model), weights) if name else UNCHANGED
-    shown = {key: seen.read() for key, seen in dumped(model, [tokens], change).of_pass(0)}
+    shown = {key: dumped_arrays.read() for key, dumped_arrays in dumped(model, [tokens], change).of_pass(0)}
     for which in "qk":
         shown[f"l3.{which}_rope"] = shown[f"l3.{which}_proj"].reshape(len(tokens.ids), -1, weights.config.head_dim)
     dump = stage_dump(raw_dump(shown, tokens.ids), weights.config, weights=weights)
@@ -116,8 +116,10 @@ def folded(model: str, *, compensated: bool) -> Change:
     assert abs(gain - 1) > 0.01
     forgotten = everywhere(mistake("yarn-gain-forgotten", model), wide(model))
     scores = [key for key, stage, _ in keys(wide(model).config) if stage.name == "attn_scores"]
-    scaled = Plant(lambda inputs, stage, array: array * gain**2)
-    return Change({**forgotten.plants, **dict.fromkeys(scores, scaled if compensated else Plant(lambda i, s, a: a))})
+    scaled = StageChange(lambda inputs, stage, array: array * gain**2)
+    return Change(
+        {**forgotten.plants, **dict.fromkeys(scores, scaled if compensated else StageChange(lambda i, s, a: a))}
+    )
 
 
 @pytest.mark.parametrize("hidden", [(), ("attn_scores", "attn_probs"), ("q_rope", "attn_scores", "q_tempered")])

@@ -38,42 +38,42 @@ def test_an_error_is_found_where_it_was_made(
     stage: str, index: tuple, place: tuple, at_once: int, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(module, "AT_ONCE", at_once)
-    want = right(stage, config)
-    got = want.copy()
-    got[index] += 1
-    found = profile(got, want, BY_NAME[stage], config)
+    expected = right(stage, config)
+    actual = expected.copy()
+    actual[index] += 1
+    found = profile(actual, expected, BY_NAME[stage], config)
     for shares, at in zip((found.tokens, found.heads, found.channels), place, strict=True):
         assert (None if shares is None else np.flatnonzero(shares).tolist()) == (None if at is None else [at])
-    assert found.ulps.sum() == want.size
-    assert found.ulps[0] == want.size - 1
+    assert found.ulps.sum() == expected.size
+    assert found.ulps[0] == expected.size - 1
 
 
 def test_a_joined_projection_is_told_apart_by_head(config: ModelConfig):
-    want = right("q_proj", config)
-    got = want.copy()
-    got[:, config.head_dim * 2 + 5] *= 2
-    found = profile(got, want, BY_NAME["q_proj"], config)
+    expected = right("q_proj", config)
+    actual = expected.copy()
+    actual[:, config.head_dim * 2 + 5] *= 2
+    found = profile(actual, expected, BY_NAME["q_proj"], config)
     assert found.heads is not None
     assert (np.flatnonzero(found.heads), np.flatnonzero(found.channels)) == ([2], [5])
     assert found.heads.shape == (config.n_heads,)
-    off = np.linalg.norm(got[0] - want[0]) / np.linalg.norm(want[0])
+    off = np.linalg.norm(actual[0] - expected[0]) / np.linalg.norm(expected[0])
     assert found.tokens[0] == pytest.approx(off)
 
 
 @pytest.mark.parametrize(("ulps", "at"), [(0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (2**23, 24), (2**24, 25)])
 def test_ulps_are_counted_in_steps_of_the_element(ulps: int, at: int, config: ModelConfig):
-    want = np.full((1, config.hidden_size), 1.5)
-    found = profile(want + ulps * 2.0**-23, want, BY_NAME["embed"], config).ulps
+    expected = np.full((1, config.hidden_size), 1.5)
+    found = profile(expected + ulps * 2.0**-23, expected, BY_NAME["embed"], config).ulps
     assert np.flatnonzero(found).tolist() == [at]
     assert len(found) == N_ULPS
 
 
 def test_masks_that_agree_are_no_error_and_others_are_without_end(config: ModelConfig):
-    want = right("attn_scores", config)
-    want[:, ~np.tri(N_TOKENS, dtype=bool)] = -np.inf
-    got = want.copy()
-    got[1, 0, 4], got[2, 3, 0] = 0.0, -np.inf
-    found = profile(got, want, BY_NAME["attn_scores"], config)
+    expected = right("attn_scores", config)
+    expected[:, ~np.tri(N_TOKENS, dtype=bool)] = -np.inf
+    actual = expected.copy()
+    actual[1, 0, 4], actual[2, 3, 0] = 0.0, -np.inf
+    found = profile(actual, expected, BY_NAME["attn_scores"], config)
     assert found.heads is not None
     assert np.flatnonzero(found.tokens).tolist() == [0, 3]
     assert found.heads[1:3].tolist() == [np.inf, np.inf]
@@ -82,18 +82,18 @@ def test_masks_that_agree_are_no_error_and_others_are_without_end(config: ModelC
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 def test_numbers_that_are_none_are_errors_without_end(bad: float, config: ModelConfig):
-    want = right("embed", config)
-    got = want.copy()
-    got[2, 3] = bad
-    found = profile(got, want, BY_NAME["embed"], config)
+    expected = right("embed", config)
+    actual = expected.copy()
+    actual[2, 3] = bad
+    found = profile(actual, expected, BY_NAME["embed"], config)
     assert found.tokens.tolist() == [0, 0, np.inf, 0, 0]
     assert found.ulps[-1] == 1
 
 
 def test_a_vocabulary_is_cut_into_stretches(config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "MAX_STRETCHES", 100)
-    want = right("logits", config)
-    got = want.astype(np.float64)
-    got[:, -1] = 1e39  # beyond float32
-    assert np.flatnonzero(profile(got, want, BY_NAME["logits"], config).channels).tolist() == [99]
-    assert profile(want, got, BY_NAME["logits"], config).ulps[-1] == N_TOKENS
+    expected = right("logits", config)
+    actual = expected.astype(np.float64)
+    actual[:, -1] = 1e39  # beyond float32
+    assert np.flatnonzero(profile(actual, expected, BY_NAME["logits"], config).channels).tolist() == [99]
+    assert profile(expected, actual, BY_NAME["logits"], config).ulps[-1] == N_TOKENS

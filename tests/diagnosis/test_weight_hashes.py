@@ -88,8 +88,8 @@ OTHERS: dict[str, tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]] = {  # wh
 @pytest.mark.parametrize(("array", "told", "untold"), OTHERS.values(), ids=OTHERS)
 def test_other_numbers_are_refused(array: np.ndarray, told: tuple[str, ...], untold: tuple[str, ...]):
     hashes = {UP: digest(array), Q: digest(weight("q_proj"))}
-    got = ("1 of 2", UP, *told)
-    with refuses(GuardFailed, expected=WEIGHTS.path, got=got, where="mine: weights") as caught:
+    actual = ("1 of 2", UP, *told)
+    with refuses(GuardFailed, expected=WEIGHTS.path, got=actual, where="mine: weights") as caught:
         check_weights(WEIGHTS, hashes, source="mine", dtype="float32")
     assert not any(word in str(caught.value) for word in untold)
     assert caught.value.guard == "weights"

@@ -16,7 +16,7 @@ from fakes.faulty_engine import ERRORS
 from runs.command_line import REPOSITORY, spawn
 from runs.refusals import assert_tells, refuses
 
-from llorch.engines import Producer, open_producer, process
+from llorch.engines import ReferenceEngine, open_engine, process
 from llorch.engines.process import EngineInChild, in_child
 from llorch.files import open_weights
 from llorch.judging.goldens.forward import SAMPLINGS
@@ -29,13 +29,13 @@ MODEL = builtin_path("micro-llama")
 IDS = "3,1,4,15,9,2,6,5"
 
 
-def planted(*doing: object) -> Any:
+def injected(*doing: object) -> Any:
     return EngineInChild("planted", MODEL, "fakes.faulty_engine:FaultyEngine", *doing)
 
 
 @pytest.fixture
 def engine() -> Iterator[Any]:
-    with planted() as engine:
+    with injected() as engine:
         yield engine
 
 
@@ -52,12 +52,12 @@ def engine() -> Iterator[Any]:
 )
 def test_an_engine_that_ends_is_an_error_with_its_last_words(doing: tuple, told: tuple[str, ...], engine: Any):
     with refuses(EngineDied, *told, where=("planted", "in loading")):
-        planted(*doing)
+        injected(*doing)
     with refuses(EngineDied, *told, where=("planted", f"in {doing[0]}")):
         getattr(engine, doing[0])(*doing[1:])
     with refuses(EngineDied, *told, where="planted"):
         engine.echo()
-    with planted() as after:
+    with injected() as after:
         assert after.echo(1) == ((1,), {})
 
 
@@ -79,14 +79,14 @@ def test_a_call_may_take_as_long_as_its_tokens_go_through_the_model(tmp_path: Pa
 
 @pytest.mark.parametrize("name", ERRORS)
 def test_errors_arrive_as_they_are(name: str, engine: Any):
-    want = ERRORS[name]
-    known = {"OwnError": RuntimeError, "MadeItsOwnWay": RuntimeError, "ValueError": UserError}.get(name, type(want))
+    expected = ERRORS[name]
+    known = {"OwnError": RuntimeError, "MadeItsOwnWay": RuntimeError, "ValueError": UserError}.get(name, type(expected))
     with pytest.raises(known) as caught:
         engine.fail(name)
-    text = "MadeItsOwnWay: because it can" if name == "MadeItsOwnWay" else str(want)
+    text = "MadeItsOwnWay: because it can" if name == "MadeItsOwnWay" else str(expected)
     assert (type(caught.value), str(caught.value)) == (known, text)
-    assert getattr(caught.value, "offset", None) == getattr(want, "offset", None)
-    assert getattr(caught.value, "filename", None) == getattr(want, "filename", None)
+    assert getattr(caught.value, "offset", None) == getattr(expected, "offset", None)
+    assert getattr(caught.value, "filename", None) == getattr(expected, "filename", None)
     assert "faulty_engine.py" in caught.value.__notes__[0]
     assert engine.echo() == ((), {})
 
@@ -108,11 +108,11 @@ def test_values_arrive_as_they_are(engine: Any):
 def test_how_far_a_call_is_can_be_told():
     told: list[str] = []
     with EngineInChild(
-        "planted", MODEL, "fakes.faulty_engine:FaultyEngine", "tell", "loads", say=told.append
+        "planted", MODEL, "fakes.faulty_engine:FaultyEngine", "tell", "loads", progress=told.append
     ) as engine:
         assert engine.tell("layer 1", "layer 2") == 2  # pyright: ignore[reportAttributeAccessIssue]
     assert told == ["loads", "layer 1", "layer 2"]
-    with planted() as silent:  # the same process
+    with injected() as silent:  # the same process
         assert silent.tell("layer 1") == 1
     assert len(told) == 3
 
@@ -126,20 +126,20 @@ def test_every_public_method_of_an_engine_can_be_called_and_no_other(engine: Any
 
 
 def test_a_process_serves_one_model_after_the_other_but_not_two_at_once(engine: Any):
-    with planted() as second:
+    with injected() as second:
         assert second.pid != engine.pid
         first, waits = engine.pid, second.pid
-    with planted() as third:
+    with injected() as third:
         assert third.pid == waits
     engine.close()  # one may wait, not two
     assert running(waits)
     assert not running(first)
 
 
-def test_what_an_engine_is_told_and_what_it_leaves_stays_with_its_process(engine: Any, monkeypatch: pytest.MonkeyPatch):
+def test_engine_process_keeps_its_variables_and_files_private(engine: Any, monkeypatch: pytest.MonkeyPatch):
     assert engine.surroundings() == {"ggml": os.environ.get("GGML_CPU_TILED_MM"), "stdin": "", "ignores Ctrl-C": True}
     monkeypatch.setitem(process._VARIABLES, "planted", process._VARIABLES["llamacpp"] | {"GGML_CPU_TILED_MM": "7"})
-    with planted() as told:
+    with injected() as told:
         assert told.surroundings()["ggml"] == "7"
         told._process.end()  # type: ignore[union-attr] (not for the next test)
     file = engine.leave_a_file()
@@ -197,8 +197,8 @@ if {doing!r}:
 def test_a_real_engine_shows_the_same_from_its_process_and_is_missed_when_it_is_killed(name: Any):
     from llorch.engines import open_here
 
-    with open_producer(name, MODEL) as there, open_here(name, MODEL) as here:
-        assert isinstance(there, Producer)
+    with open_engine(name, MODEL) as there, open_here(name, MODEL) as here:
+        assert isinstance(there, ReferenceEngine)
         assert (there.name, there.n_threads, there.config) == (here.name, here.n_threads, here.config)
         ours, theirs = here.trace((3, 1, 4), first_position=7), there.trace((3, 1, 4), first_position=7)
         assert list(ours) == list(theirs)
@@ -215,7 +215,7 @@ def test_without_its_package_no_process_is_started(name: Any, package: str, monk
     monkeypatch.setitem(sys.modules, package, None)
     monkeypatch.setattr(process, "EngineProcess", None)
     with refuses(MissingExtra, package):
-        open_producer(name, MODEL)
+        open_engine(name, MODEL)
 
 
 def deadly_to_llamacpp(path: Path) -> Path:
@@ -228,20 +228,20 @@ def deadly_to_llamacpp(path: Path) -> Path:
 @pytest.mark.nightly_cases(but=["options1-None"])
 @pytest.mark.live
 @pytest.mark.parametrize(
-    ("options", "witness"),
+    ("options", "engine"),
     [((), "one reference engine: transformers"), (("--numerics", "ggml"), None), (("--against", "llamacpp"), None)],
 )
-def test_a_file_that_kills_llamacpp_is_not_run_there_and_judged_by_the_other(
-    tmp_path: Path, options: tuple[str, ...], witness: str | None
+def test_verify_reports_a_llamacpp_crash_and_uses_transformers(
+    tmp_path: Path, options: tuple[str, ...], engine: str | None
 ):
     done = spawn("verify", str(deadly_to_llamacpp(tmp_path / "deadly.gguf")), "--tokens", IDS, *options)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("NOT RUN: ")]
     assert_tells(line, "NOT RUN: llamacpp", "SIGABRT", "in loading")
     assert "GGML_ASSERT(id_to_token.size() == token_to_id.size()) failed" in line
     assert done.returncode == 3
-    assert (witness or "deadly\n") in done.stdout
+    assert (engine or "deadly\n") in done.stdout
     assert " 0 failed" in done.stdout
-    assert ("PASS" in done.stdout) == bool(witness)
+    assert ("PASS" in done.stdout) == bool(engine)
     assert "Traceback" not in done.stderr
 
 

@@ -9,10 +9,10 @@ from runs.command_line import invoke
 from runs.refusals import assert_tells
 from safetensors.numpy import load_file, save_file
 
-from llorch.engines import open_producer
+from llorch.engines import open_engine
 from llorch.files import open_weights
 from llorch.judging.runners.numpy import run
-from llorch.judging.verify import plan_live, verify_as_stored, verify_live
+from llorch.judging.verify import plan_live, verify_ggml, verify_live
 from llorch.model.model import load
 from llorch.ops.numerics import GGML
 from llorch.stages.comparison import PASS
@@ -40,9 +40,9 @@ def file(folder: Path) -> Path:
 
 def test_transformers_and_we_open_it_by_half_and_llamacpp_loses_all_that_follows(file: Path):
     ours = run(open_weights(file), Pass(tuple(IDS)))
-    with open_producer("transformers", file) as engine:
+    with open_engine("transformers", file) as engine:
         right = engine.trace(IDS)
-    with open_producer("llamacpp", file) as engine:
+    with open_engine("llamacpp", file) as engine:
         wrong = engine.trace(IDS)
     assert (ours["l1.shared_gate"] == 0.5).all()
     assert (right["l1.shared_gate"] == 0.5).all()
@@ -51,19 +51,19 @@ def test_transformers_and_we_open_it_by_half_and_llamacpp_loses_all_that_follows
     assert all(np.isnan(wrong[name]).all() for name in lost)
 
 
-def test_it_is_judged_by_the_truth_and_by_the_engine_that_shows_numbers(file: Path):
+def test_file_with_llamacpp_nan_passes_by_reference_and_transformers(file: Path):
     failed: dict[str, str] = {}
-    rows = list(verify_live(plan_live(open_weights(file), IDS, ["llamacpp", "transformers"]), failed=failed))
-    assert {row.verdict for row in rows} == {PASS}
-    assert {row.producer for row in rows} == {"reader", "transformers", "transformers-float64"}
+    comparisons = list(verify_live(plan_live(open_weights(file), IDS, ["llamacpp", "transformers"]), failed=failed))
+    assert {c.verdict for c in comparisons} == {PASS}
+    assert {c.engine for c in comparisons} == {"reader", "transformers", "transformers-float64"}
     assert failed.keys() == {"llamacpp"}
     assert_tells(failed["llamacpp"], "9 NaN of 9", *REASON, where="llamacpp")
 
 
-def test_a_file_of_which_llamacpp_is_the_only_witness_is_not_judged(folder: Path, tmp_path: Path):
+def test_file_with_llamacpp_nan_and_no_other_engine_is_not_compared(folder: Path, tmp_path: Path):
     half = twin(folder, tmp_path / "half.gguf", kind="MOSTLY_F16")
     failed: dict[str, str] = {}
-    assert list(verify_as_stored(load(half, numerics=GGML), IDS, failed=failed)) == []
+    assert list(verify_ggml(load(half, numerics=GGML), IDS, failed=failed)) == []
     assert_tells(failed["llamacpp"], *REASON)
 
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from builders.families import HYBRIDS, random_folder, twin
 
-from llorch.engines import ProducerName, Trace, open_here
-from llorch.engines.abilities import cannot_judge
+from llorch.engines import EngineName, Trace, open_here
+from llorch.engines.unsupported import unsupported_reason
 from llorch.files import open_weights
 from llorch.judging.runners.numpy import run
 from llorch.model.blocks.delta_net import heads
@@ -50,14 +50,14 @@ def farthest(one: Trace, other: Trace) -> float:
 def test_what_engines_show_is_what_float64_computes(models, family: str, first_position: int):
     folder, file = models(family)
     with open_here("transformers", file, n_threads=1, dtype="float64") as engine:
-        assert engine.route.read == "llorch"
-        truth = engine.trace(IDS, first_position=first_position)
+        assert engine.load_path.read == "llorch"
+        reference = engine.trace(IDS, first_position=first_position)
     ours = run(open_weights(file).astype(np.float64), Pass(IDS, first_position))
-    assert farthest(ours, truth) < 1e-13
-    engines: list[tuple[ProducerName, Path]] = [("llamacpp", file), ("transformers", file), ("transformers", folder)]
+    assert farthest(ours, reference) < 1e-13
+    engines: list[tuple[EngineName, Path]] = [("llamacpp", file), ("transformers", file), ("transformers", folder)]
     for name, path in engines:
         with open_here(name, path, n_threads=1) as engine:
-            assert farthest(engine.trace(IDS, first_position=first_position), truth) < 2e-5
+            assert farthest(engine.trace(IDS, first_position=first_position), reference) < 2e-5
 
 
 @pytest.mark.parametrize("family", HYBRIDS)
@@ -67,7 +67,7 @@ def test_layer_by_layer_it_is_the_same_model(models, family: str):
         for streamed in (False, True):
             with open_here("transformers", path, n_threads=1, dtype="float64", streamed=streamed) as engine:
                 calls = [("trace", (IDS,), {}), ("greedy", (IDS, 4), {})]
-                shown.append(engine.together(calls))
+                shown.append(engine.call_batch(calls))
         assert farthest(shown[0][0], shown[1][0]) == 0
         assert shown[0][1] == shown[1][1]
 
@@ -76,8 +76,8 @@ def test_layer_by_layer_it_is_the_same_model(models, family: str):
 def test_the_text_part_of_a_model_that_sees_is_run_alone(tmp_path: Path, streamed: bool):
     folder = random_folder("qwen3_5", tmp_path, seed=6, nested=True)
     with open_here("transformers", folder, n_threads=1, dtype="float64", streamed=streamed) as engine:
-        truth = engine.trace(IDS)
-    assert farthest(run(open_weights(folder).astype(np.float64), Pass(IDS, 0)), truth) < 1e-13
+        reference = engine.trace(IDS)
+    assert farthest(run(open_weights(folder).astype(np.float64), Pass(IDS, 0)), reference) < 1e-13
 
 
 MADE_OF = {  # stage to those that are made of it
@@ -109,8 +109,8 @@ def test_llamacpp_takes_the_eps_of_norms_for_that_of_lengths(tmp_path: Path):
     folder = random_folder("qwen3_5", tmp_path / "folder", seed=7, rms_norm_eps=1e-3)
     file = twin(folder, tmp_path / "model.gguf")
     weights = open_weights(file)
-    assert "rms_norm_eps" in cannot_judge("llamacpp", weights.config, len(IDS))
-    assert cannot_judge("transformers", weights.config, len(IDS)) == ""
+    assert "rms_norm_eps" in unsupported_reason("llamacpp", weights.config, len(IDS))
+    assert unsupported_reason("transformers", weights.config, len(IDS)) == ""
     for name, path, eps in (("llamacpp", file, 1e-3), ("transformers", folder, 1e-6)):
         with open_here(name, path, n_threads=1) as engine:  # pyright: ignore[reportArgumentType]
             trace = engine.trace(IDS)
@@ -120,11 +120,11 @@ def test_llamacpp_takes_the_eps_of_norms_for_that_of_lengths(tmp_path: Path):
         assert np.abs(wanted - q / np.sqrt((q * q).sum(-1, keepdims=True) + 1.001e-3 - eps)).max() > 1e-3
 
 
-def test_keys_and_values_of_different_widths_are_judged_by_transformers_alone(tmp_path: Path):
+def test_unequal_key_and_value_widths_use_transformers_alone(tmp_path: Path):
     folder = random_folder("qwen3_next", tmp_path, seed=8, linear_key_head_dim=10, linear_value_head_dim=14)
     weights = open_weights(folder)
-    assert "linear_value_head_dim 14" in cannot_judge("llamacpp", weights.config, len(IDS))
+    assert "linear_value_head_dim 14" in unsupported_reason("llamacpp", weights.config, len(IDS))
     with open_here("transformers", folder, n_threads=1, dtype="float64") as engine:
-        truth = engine.trace(IDS)
-    assert truth["l0.delta_state"].shape == (6, 10, 14)
-    assert farthest(run(weights.astype(np.float64), Pass(IDS, 0)), truth) < 1e-13
+        reference = engine.trace(IDS)
+    assert reference["l0.delta_state"].shape == (6, 10, 14)
+    assert farthest(run(weights.astype(np.float64), Pass(IDS, 0)), reference) < 1e-13

@@ -11,7 +11,7 @@ from builders.random_adapters import random_adapter, tiny_base
 from runs.refusals import refuses
 
 from llorch.engines import LoadPath, f32_copy
-from llorch.engines import open_here as open_producer
+from llorch.engines import open_here as open_engine
 from llorch.files import open_weights
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.gguf_format import write_lora_gguf
@@ -28,15 +28,15 @@ half = pytest.mark.parametrize(("dtype", "kind"), [("bfloat16", "BF16"), ("float
 
 @half
 def test_weights_and_inputs_of_products_are_rounded_and_nothing_else(dtype: DtypeName, kind: ActivationKind):
-    with open_producer("llamacpp", PATH, dtype=dtype) as producer:
-        trace = producer.trace(IDS)
-        assert producer.provenance()["knobs"]["weights"] == kind  # type: ignore[index]
-        assert producer.provenance()["knobs"]["type_k"] == "F32"  # type: ignore[index]
+    with open_engine("llamacpp", PATH, dtype=dtype) as engine:
+        trace = engine.trace(IDS)
+        assert engine.provenance()["knobs"]["weights"] == kind  # type: ignore[index]
+        assert engine.provenance()["knobs"]["type_k"] == "F32"  # type: ignore[index]
     weights = open_weights(PATH)
     up, down = (round_activations(weights.array(f"layers.0.{name}_proj"), kind) for name in ("up", "down"))
     for x, matrix, y in (("ffn_norm", up, "ffn_up"), ("ffn_act", down, "ffn_out")):
-        want = round_activations(trace[f"l0.{x}"], kind).astype(np.float64) @ matrix.T.astype(np.float64)
-        assert np.linalg.norm(trace[f"l0.{y}"] - want) < 1e-6 * np.linalg.norm(want)
+        expected = round_activations(trace[f"l0.{x}"], kind).astype(np.float64) @ matrix.T.astype(np.float64)
+        assert np.linalg.norm(trace[f"l0.{y}"] - expected) < 1e-6 * np.linalg.norm(expected)
     stream = trace["l0.attn_residual"] + trace["l0.ffn_out"]
     np.testing.assert_array_equal(trace["l0.block_out"], stream)  # in float32
     assert (round_activations(stream, kind) != stream).any()
@@ -47,28 +47,28 @@ def test_a_full_disk_is_refused_with_the_dtype(dtype: DtypeName, kind: str, monk
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(f32_copy.shutil, "disk_usage", lambda _path: usage)
     with refuses(OSError, dtype, "GB", "TMPDIR") as caught:
-        open_producer("llamacpp", PATH, dtype=dtype)
+        open_engine("llamacpp", PATH, dtype=dtype)
     assert caught.value.errno == errno.ENOSPC
 
 
 def test_the_file_as_it_is_has_no_other_dtype():
     with refuses(ValueError, "ggml", "float16", where="llamacpp"):
-        open_producer("llamacpp", PATH, numerics=GGML, dtype="float16")
+        open_engine("llamacpp", PATH, numerics=GGML, dtype="float16")
 
 
 def test_temporary_files_are_removed(tmp_path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    with open_producer("llamacpp", PATH, dtype="bfloat16") as producer:
+    with open_engine("llamacpp", PATH, dtype="bfloat16") as engine:
         assert [file.name for folder in tmp_path.iterdir() for file in folder.iterdir()] == ["bfloat16.gguf"]
-        producer.logits(IDS)
+        engine.logits(IDS)
     assert list(tmp_path.iterdir()) == []
 
 
 def test_a_quantised_file_is_decoded_and_written_by_llama_cpp(tmp_path, monkeypatch: pytest.MonkeyPatch):
     path = write_model("Q4_K_M", tmp_path)
     monkeypatch.delattr(f32_copy, "write_gguf")
-    with f32_copy.float_gguf(path, "float32") as (copy, _, route):
-        assert route == LoadPath("llamacpp", "llamacpp", "llamacpp")
+    with f32_copy.float_gguf(path, "float32") as (copy, _, load_path):
+        assert load_path == LoadPath("llamacpp", "llamacpp", "llamacpp")
         ours, theirs = open_weights(path), open_weights(copy)
         assert {theirs.stored_type(name).name for name in theirs} == {"F32"}
         assert all(np.array_equal(ours.array(name), theirs.array(name)) for name in ours)

@@ -28,8 +28,10 @@ def test_a_gguf_base_serves_as_well_as_a_folder(made, tmp_path):
     base, folder, adapter = made
     write_gguf(open_weights(base), tmp_path / "base.gguf")
     for model in (base, tmp_path / "base.gguf"):
-        want = adapted_logits(base, adapter)
-        np.testing.assert_allclose(peft_logits(model, folder, IDS), want, rtol=0, atol=2e-6 * np.abs(want).max())
+        expected = adapted_logits(base, adapter)
+        np.testing.assert_allclose(
+            peft_logits(model, folder, IDS), expected, rtol=0, atol=2e-6 * np.abs(expected).max()
+        )
 
 
 def test_keys_that_fit_nothing_are_an_error_where_peft_only_warns(made):

@@ -9,7 +9,7 @@ from runs.refusals import assert_tells, refuses
 from runs.stored_goldens import golden_of, weights_of
 
 from llorch.engines import check_ids, checked_trace
-from llorch.engines import open_here as open_producer
+from llorch.engines import open_here as open_engine
 
 NAME = "micro-qwen3"
 CONFIG = weights_of(NAME).config
@@ -17,18 +17,18 @@ CONFIG = weights_of(NAME).config
 
 @pytest.fixture
 def captured() -> dict[str, np.ndarray]:
-    return dict(golden_of(NAME).evidence["llamacpp"].traces["far"])
+    return dict(golden_of(NAME).engine_outputs["llamacpp"].traces["far"])
 
 
 def test_a_whole_capture_is_given_back_in_forward_order_and_contiguous(captured: dict[str, np.ndarray]):
-    want = {**captured, "logits": np.asfortranarray(captured["logits"])}
-    got = checked_trace(dict(reversed(want.items())), CONFIG, 8, "engine")
-    assert list(got)[:2] == ["embed", "l0.attn_norm"]
-    assert list(got)[-1] == "logits"
-    assert got.keys() == want.keys()
-    for key, array in got.items():
+    expected = {**captured, "logits": np.asfortranarray(captured["logits"])}
+    actual = checked_trace(dict(reversed(expected.items())), CONFIG, 8, "engine")
+    assert list(actual)[:2] == ["embed", "l0.attn_norm"]
+    assert list(actual)[-1] == "logits"
+    assert actual.keys() == expected.keys()
+    for key, array in actual.items():
         assert array.flags.c_contiguous
-        np.testing.assert_array_equal(array, want[key], strict=True)
+        np.testing.assert_array_equal(array, expected[key], strict=True)
 
 
 def test_missing_unexpected_and_misshapen_stages_are_refused_and_all_named(captured: dict[str, np.ndarray]):
@@ -84,7 +84,7 @@ def test_a_node_that_comes_twice_is_refused(monkeypatch: pytest.MonkeyPatch):
 
     keep = GraphCapture.keep
     monkeypatch.setattr(GraphCapture, "keep", lambda self, tensor: [keep(self, tensor), keep(self, tensor)][0])
-    with open_producer("llamacpp", weights_of(NAME).path) as engine:
+    with open_engine("llamacpp", weights_of(NAME).path) as engine:
         with refuses(RuntimeError, "embed", "embd", where="llama.cpp"):
             engine.trace((3, 1, 4))
 

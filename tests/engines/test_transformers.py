@@ -9,7 +9,7 @@ from builders.tiny_models import random_tensors, write_folder
 from runs.refusals import refuses
 
 from llorch.engines import LoadPath
-from llorch.engines import open_here as open_producer
+from llorch.engines import open_here as open_engine
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
@@ -31,7 +31,7 @@ def test_a_configuration_that_transformers_refuses_is_said_in_one_line(tmp_path:
     write_gguf(open_weights(folder), tmp_path / "m.gguf")
     for path in (folder, tmp_path / "m.gguf"):
         with refuses(RuntimeError, "configuration", "hidden size (32)"):
-            open_producer("transformers", path)
+            open_engine("transformers", path)
 
 
 def significant_bits(array: np.ndarray) -> int:
@@ -44,15 +44,15 @@ def significant_bits(array: np.ndarray) -> int:
 @pytest.mark.parametrize(("dtype", "bits"), [("bfloat16", 8), ("float16", 11)])
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2", "micro-qwen3"])
 def test_a_run_in_half_precision_rounds_every_stage_and_keeps_the_frequencies(name: str, dtype: DtypeName, bits: int):
-    with open_producer("transformers", builtin_path(name), dtype=dtype) as producer:
-        trace = producer.trace(IDS)
-        model = producer._model  # type: ignore[attr-defined]
+    with open_engine("transformers", builtin_path(name), dtype=dtype) as engine:
+        trace = engine.trace(IDS)
+        model = engine._model  # type: ignore[attr-defined]
         assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
         assert str(model.model.rotary_emb.inv_freq.dtype) == "torch.float32"
-        assert producer.provenance()["knobs"]["dtype"] == dtype  # type: ignore[index]
-        assert np.isfinite(producer.selected_logits(IDS)).all()
-        assert producer.greedy(IDS, 3)
-        np.testing.assert_array_equal(producer.logits(IDS), trace["logits"], strict=True)
+        assert engine.provenance()["knobs"]["dtype"] == dtype  # type: ignore[index]
+        assert np.isfinite(engine.selected_logits(IDS)).all()
+        assert engine.greedy(IDS, 3)
+        np.testing.assert_array_equal(engine.logits(IDS), trace["logits"], strict=True)
     for key, array in trace.items():
         assert array.dtype == np.float32
         assert np.isfinite(array).all() != key.endswith("attn_scores")
@@ -61,8 +61,8 @@ def test_a_run_in_half_precision_rounds_every_stage_and_keeps_the_frequencies(na
 
 
 def test_a_run_in_float32_needs_all_bits():
-    with open_producer("transformers", builtin_path("micro-llama")) as producer:
-        assert significant_bits(producer.trace(IDS)["logits"]) == 24
+    with open_engine("transformers", builtin_path("micro-llama")) as engine:
+        assert significant_bits(engine.trace(IDS)["logits"]) == 24
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -71,9 +71,9 @@ def test_a_folder_and_a_file_of_the_same_weights_give_the_same_bits(tmp_path: Pa
     write_gguf(open_weights(folder), tmp_path / "m.gguf")
     traces = []
     for path in (folder, tmp_path / "m.gguf"):
-        with open_producer("transformers", path, dtype=dtype) as producer:
-            traces.append(producer.trace((3, 1, 2), first_position=30))
-            assert str(producer._model.model.rotary_emb.inv_freq.dtype) == "torch.float32"  # type: ignore[attr-defined]
+        with open_engine("transformers", path, dtype=dtype) as engine:
+            traces.append(engine.trace((3, 1, 2), first_position=30))
+            assert str(engine._model.model.rotary_emb.inv_freq.dtype) == "torch.float32"  # type: ignore[attr-defined]
     for key in traces[0]:
         np.testing.assert_array_equal(*(trace[key] for trace in traces), err_msg=key)
 
@@ -84,9 +84,9 @@ def test_a_folder_and_a_file_of_the_same_weights_give_the_same_bits(tmp_path: Pa
 def test_a_quantised_file_is_decoded_by_transformers_where_it_can(tmp_path: Path, name: str, reader: str, capfd):
     path = write_model(name, tmp_path)
     weights = open_weights(path)
-    with open_producer("transformers", path) as producer:
-        assert replace(producer.route, told=()) == LoadPath(reader, reader)
-        state = producer._model.state_dict()  # type: ignore[attr-defined]
+    with open_engine("transformers", path) as engine:
+        assert replace(engine.load_path, set_by_llorch=()) == LoadPath(reader, reader)
+        state = engine._model.state_dict()  # type: ignore[attr-defined]
         for short, row in inventory(weights.config).items():
             np.testing.assert_array_equal(state[row.huggingface].numpy(), weights.array(short))
     assert capfd.readouterr() == ("", "")
@@ -96,7 +96,7 @@ def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_comput
     right = open_weights(builtin_path("micro-llama3")).config
     wrong = replace(right, rms_norm_eps=1.1 * right.rms_norm_eps, rope_theta=1.00001 * right.rope_theta)
     monkeypatch.setattr(ModelConfig, "from_gguf", lambda *_, **__: wrong)
-    with open_producer("transformers", builtin_path("micro-llama3"), dtype="float64") as engine:
+    with open_engine("transformers", builtin_path("micro-llama3"), dtype="float64") as engine:
         settings = engine._model.config  # pyright: ignore[reportAttributeAccessIssue]
     assert settings.rms_norm_eps == right.rms_norm_eps
     assert settings.rope_parameters["rope_theta"] == right.rope_theta
@@ -105,7 +105,7 @@ def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_comput
 def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_none_may_be_missing(
     monkeypatch: pytest.MonkeyPatch,
 ):
-    with open_producer("transformers", builtin_path("micro-llama"), dtype="float64") as engine:
+    with open_engine("transformers", builtin_path("micro-llama"), dtype="float64") as engine:
         trace = engine.trace(IDS)
         trace["l1.attn_context"] = 1.25 * trace["l1.attn_context"]
         found = engine.isolated(IDS, trace)  # pyright: ignore[reportAttributeAccessIssue]

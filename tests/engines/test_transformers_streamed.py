@@ -83,18 +83,18 @@ def test_streamed_runs_give_the_bits_of_whole_ones(
     path = model(name, tmp_path)
     with open_here("transformers", path, dtype=dtype, streamed=False) as engine:
         calls = asked(engine.trace(IDS))
-        whole = engine.together(calls)
-        assert engine.route.read == engine.route.decoded == reader
+        whole = engine.call_batch(calls)
+        assert engine.load_path.read == engine.load_path.decoded == reader
     assert told == []
     with open_here("transformers", path, dtype=dtype, streamed=True) as engine:
-        assert [same(*pair) for pair in zip(engine.together(calls), whole, strict=True)] == [True] * len(calls)
+        assert [same(*pair) for pair in zip(engine.call_batch(calls), whole, strict=True)] == [True] * len(calls)
         n_layers = engine.config.n_layers
         assert [line.split(",")[0] for line in told] == [
             *(f"layer {i} of {n_layers}" for i in range(n_layers)), "logits",
         ] * N_GREEDY  # fmt: skip
-        assert same(engine.logits(IDS), engine.together([("logits", (IDS,), {})])[0])
-        assert engine.route.read == reader
-        assert engine.route.decoded == ("safetensors" if path.is_dir() else "gguf" if reader != OURS else OURS)
+        assert same(engine.logits(IDS), engine.call_batch([("logits", (IDS,), {})])[0])
+        assert engine.load_path.read == reader
+        assert engine.load_path.decoded == ("safetensors" if path.is_dir() else "gguf" if reader != OURS else OURS)
 
 
 def test_one_part_at_a_time_has_weights(monkeypatch: pytest.MonkeyPatch):
@@ -111,7 +111,7 @@ def test_one_part_at_a_time_has_weights(monkeypatch: pytest.MonkeyPatch):
     with open_here("transformers", builtin_path("micro-llama"), streamed=True) as engine:
         calls = asked(engine.trace(IDS))
         held.clear()
-        engine.together(calls)
+        engine.call_batch(calls)
         always = {EMBEDDING, FINAL_NORM}
         layers = [f"model.layers.{i}" for i in range(engine.config.n_layers)]
         assert [now - always for now in held] == [{part} for part in (*layers, "lm_head")] * N_GREEDY
@@ -126,10 +126,10 @@ def parts(model: Any) -> set[str]:
 
 def test_a_pass_that_fails_ends_all_and_the_engine_goes_on():
     with open_here("transformers", builtin_path("micro-llama"), streamed=True) as engine:
-        want = engine.logits(IDS)
+        expected = engine.logits(IDS)
         with refuses(ValueError, got=10**6, where="ids"):
-            engine.together([("logits", (IDS,), {}), ("logits", ((10**6,),), {})])
-        assert same(engine.logits(IDS), want)
+            engine.call_batch([("logits", (IDS,), {}), ("logits", ((10**6,),), {})])
+        assert same(engine.logits(IDS), expected)
 
 
 @pytest.mark.parametrize("name", ["micro-qwen3-next", "micro-qwen3.5"])

@@ -62,7 +62,7 @@ def test_head_dim_of_the_file_wins_over_the_split():
 @pytest.mark.parametrize(
     ("family", "defaults"), [("llama", (64, 8, 2048)), ("qwen2", (32, 8, 32768)), ("qwen3", (32, 128, 32768))]
 )
-def test_what_config_json_leaves_out_is_what_transformers_puts_in(family, defaults):
+def test_config_json_missing_keys_get_transformers_defaults(family, defaults):
     gone = ("num_key_value_heads", "max_position_embeddings")
     values = {key: LLAMA[key] for key in LLAMA if key not in gone}
     values |= {"model_type": family, "num_attention_heads": 64, "hidden_size": 512}
@@ -88,7 +88,7 @@ def test_defaults_are_those_of_transformers():
 
 @pytest.mark.parametrize("key", ["rope_scaling", "rope_parameters"])
 @pytest.mark.parametrize(
-    ("scaling", "want"),
+    ("scaling", "expected"),
     [
         *(({name: "linear", "factor": 2}, LinearScaling(factor=2.0)) for name in ("type", "rope_type")),
         *(({name: "default"}, None) for name in ("type", "rope_type")),
@@ -101,8 +101,8 @@ def test_defaults_are_those_of_transformers():
         ),
     ],
 )
-def test_scaling_is_read_under_every_name(key, scaling, want):
-    assert read(**{key: scaling}).rope_scaling == want
+def test_scaling_is_read_under_every_name(key, scaling, expected):
+    assert read(**{key: scaling}).rope_scaling == expected
 
 
 def test_theta_of_transformers_5_is_read_from_rope_parameters():
@@ -147,11 +147,13 @@ NO_MODEL_HAS = [
 ]
 
 
-def lacking(changes: dict[str, Any], expected: object, got: object, where: str = "") -> Any:
+def lacking(changes: dict[str, Any], expected: object, actual: object, where: str = "") -> Any:
     """A row, named by the key that is changed; `where` names another key at fault."""
     (key,) = changes
-    name = f"{key}: {where or got}"
-    return row(name, reading(**changes), "Unsupported", expected=expected, got=got, where=("config.json", where or key))
+    name = f"{key}: {where or actual}"
+    return row(
+        name, reading(**changes), "Unsupported", expected=expected, got=actual, where=("config.json", where or key)
+    )
 
 
 SLIDING = ["full_attention", "sliding_attention", "full_attention"]
@@ -208,9 +210,9 @@ def test_a_yarn_ramp_that_ends_before_it_starts_is_refused_as_the_engines_differ
         read(rope_parameters=scaling | changes)
 
 
-def scaled(scaling: object, code: str, where: str, expected: object, got: object) -> Any:
+def scaled(scaling: object, code: str, where: str, expected: object, actual: object) -> Any:
     """A row, named by the key at fault and what stands there."""
-    return row(f"{where}: {got}", reading(rope_scaling=scaling), code, expected=expected, got=got, where=where)
+    return row(f"{where}: {actual}", reading(rope_scaling=scaling), code, expected=expected, got=actual, where=where)
 
 
 OUT_OF_PLACE = [

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from runs.refusals import Refusal, assert_tells, row
 
-from llorch.engines.abilities import cannot_judge, unturned
+from llorch.engines.unsupported import unsupported_reason, unturned
 from llorch.families.config import ModelConfig, YarnScaling
 from llorch.families.layers import DeltaNet, Experts, Layer, Temperature
 from llorch.families.llamacpp_limits import cannot_express
@@ -116,13 +116,16 @@ def test_layers_of_llama_4_and_ministral_3():
     rotated = Layer(head_norm=True, chunk=64)
     assert config.layers[0] == rotated
     assert config.layers[1] == Layer(head_norm=True, chunk=64, experts=True)
-    assert config.layers[3] == Layer(rope=False, tempered=True, experts=True)
+    assert config.layers[3] == Layer(rope=False, has_attention_temperature=True, experts=True)
     assert config.temperature == Temperature(scale=0.1, floor=8192, offset=1)
-    assert (config.intermediate_size, config.adjacent_pairs) == (80, True)
+    assert (config.intermediate_size, config.interleaved_rope_hf) == (80, True)
     assert read("llama4_text", attn_temperature_tuning=False).temperature is None
     config = read("ministral3")
     assert config.rope_scaling == YarnScaling(factor=8.0, original_max_position_embeddings=32, attention_factor=1.0)
-    assert (config.temperature, config.layer(0).tempered) == (Temperature(scale=0.1, floor=32, offset=0), True)
+    assert (config.temperature, config.layer(0).has_attention_temperature) == (
+        Temperature(scale=0.1, floor=32, offset=0),
+        True,
+    )
     assert [read("smollm3").layer(i).rope for i in range(4)] == [True, True, True, False]
     assert read("smollm3", no_rope_layers=[0, 1, 1, 1]).layer(0).rope is False
 
@@ -132,11 +135,11 @@ def test_layers_without_rope_are_counted_by_the_interval_and_not_by_the_number_o
     assert [layer.rope for layer in config.layers] == [True, True, True, False, True, True]
 
 
-def unfit(kind: str, changes: dict[str, Any], code: str, where: str, expected: object, got: object) -> Any:
+def unfit(kind: str, changes: dict[str, Any], code: str, where: str, expected: object, actual: object) -> Any:
     """A row, named by what is changed."""
     ((key, value),) = changes.items()
     name = f"{kind}: {key}={value}"
-    return row(name, lambda: read(kind, **changes), code, "config.json", where=where, expected=expected, got=got)
+    return row(name, lambda: read(kind, **changes), code, "config.json", where=where, expected=expected, got=actual)
 
 
 FULL = ["full_attention"] * 4
@@ -214,7 +217,7 @@ def from_gguf(arch: str = "qwen35moe", **changes: Any) -> ModelConfig:
     return ModelConfig.from_gguf(metadata, tensor_names=names, vocab_size=99, rope_factors=None, path="x.gguf")
 
 
-def test_what_a_gguf_file_leaves_unsaid_is_what_llamacpp_computes():
+def test_gguf_missing_keys_get_the_values_of_llamacpp():
     config = from_gguf()
     assert [layer.mixer for layer in config.layers] == ["delta_net", "attention", "delta_net"]
     assert config.experts is not None
@@ -227,11 +230,11 @@ def test_what_a_gguf_file_leaves_unsaid_is_what_llamacpp_computes():
     assert (old.experts.norm_topk_prob, old.experts.expert_size, old.experts.shared_size) == (False, 80 // 3, 80)
 
 
-def unread(changes: dict[str, Any], code: str, where: str, expected: object, got: object) -> Any:
+def unread(changes: dict[str, Any], code: str, where: str, expected: object, actual: object) -> Any:
     """A row, named by what is changed."""
     key, value = next(iter(changes.items()))
     make = lambda: from_gguf(**changes)  # noqa: E731
-    return row(f"{key}={value}", make, code, "x.gguf", where=where, expected=expected, got=got)
+    return row(f"{key}={value}", make, code, "x.gguf", where=where, expected=expected, got=actual)
 
 
 SECTIONS = "qwen35moe.rope.dimension_sections"
@@ -273,8 +276,8 @@ TEXT_OF_QWEN2_5_VL = {
         ("qwen3vl", [0, 0, 0, 2], False),
     ],
 )  # fmt: skip
-def test_llamacpp_is_no_witness_where_and_only_where_it_leaves_a_pair_unturned(arch, sections, turned):
+def test_llamacpp_is_unsupported_exactly_if_a_pair_is_not_rotated(arch, sections, turned):
     config = from_gguf(arch, **TEXT_OF_QWEN2_5_VL | {"rope.dimension_sections": np.array(sections)})
     assert (unturned(config) == []) == turned
-    assert turned or arch == "qwen2vl" or "does not rotate" in cannot_judge("llamacpp", config, 20)
-    assert cannot_judge("transformers", config, 20) == ""
+    assert turned or arch == "qwen2vl" or "does not rotate" in unsupported_reason("llamacpp", config, 20)
+    assert unsupported_reason("transformers", config, 20) == ""

@@ -89,7 +89,7 @@ def yarn(context: int, gain: float) -> YarnScaling:
 
 
 @pytest.mark.parametrize(
-    ("scaling", "want"),
+    ("scaling", "expected"),
     [
         *(
             (scaling, LinearScaling(factor=4.0))
@@ -117,8 +117,8 @@ def yarn(context: int, gain: float) -> YarnScaling:
         (YARN | WRITTEN, yarn(256, GAIN)),
     ],
 )
-def test_scaling_is_read_as_llama_cpp_reads_it(scaling, want):
-    assert read(**scaling).rope_scaling == want
+def test_scaling_is_read_as_llama_cpp_reads_it(scaling, expected):
+    assert read(**scaling).rope_scaling == expected
 
 
 @pytest.mark.parametrize(
@@ -154,10 +154,10 @@ def test_equal_numbers_for_every_layer_are_one_number():
     assert read(**{key: np.array([value] * 3, np.int32) for key, value in listed.items()}) == read(**listed)
 
 
-def wrong(changes: dict[str, Any], code: str, where: str, expected: object, got: object) -> Any:
+def wrong(changes: dict[str, Any], code: str, where: str, expected: object, actual: object) -> Any:
     """A row, named by what is changed."""
     name = " ".join(f"{key}={value!s:.20}" for key, value in changes.items())
-    return row(name, lambda: read(**changes), code, "x.gguf", where=where, expected=expected, got=got)
+    return row(name, lambda: read(**changes), code, "x.gguf", where=where, expected=expected, got=actual)
 
 
 PAIRS = ("pairs 97 to 7", "beta_fast=32.0", "beta_slow=1.0", "original_max_position_embeddings=256", "rope_theta=1.01",

@@ -45,7 +45,7 @@ def test_a_fault_that_is_seen_passes():
 
 
 @pytest.mark.parametrize(
-    ("check", "rows"),
+    ("check", "comparisons"),
     [
         pytest.param(SEEN, (), id="nothing was compared"),
         pytest.param(SEEN, (RIGHT,), id="nothing fails"),
@@ -64,6 +64,6 @@ def test_a_fault_that_is_seen_passes():
         pytest.param(replace(SEEN), (RED, replace(RIGHT, verdict=TIE)), id="another verdict beside it"),
     ],
 )
-def test_each_part_of_a_check_can_fail(check: Check, rows: tuple[Comparison, ...]):
+def test_each_part_of_a_check_can_fail(check: Check, comparisons: tuple[Comparison, ...]):
     with pytest.raises(AssertionError):
-        require(check, *rows)
+        require(check, *comparisons)

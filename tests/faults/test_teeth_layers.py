@@ -17,17 +17,17 @@ from llorch.diagnosis.mistakes.layers import LAYERS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
 from llorch.diagnosis.search.hypotheses import FAMILIES
-from llorch.engines import ProducerName
+from llorch.engines import EngineName
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import open_weights
 from llorch.judging.expectations.forward import ForwardSuite
-from llorch.judging.verify import ask, plan_live
+from llorch.judging.verify import plan_live, run_engines
 from llorch.stages.comparison import measure
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME, key
 
 pytestmark = pytest.mark.live
-ENGINE: ProducerName = "transformers"  # llama.cpp knows no windows and chunks of 8192 alone
+ENGINE: EngineName = "transformers"  # llama.cpp knows no windows and chunks of 8192 alone
 IDS = tuple(int(token) for token in np.random.default_rng(0).integers(3, 100, 30))
 MODELS = {
     "mistral": ("mistral", {"sliding_window": 9, "num_hidden_layers": 2}),
@@ -43,12 +43,12 @@ UNSHOWN = [mistake for mistake in STAGE_MISTAKES if not models_of(mistake)]
 def suites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForwardSuite]:
     folder = tmp_path_factory.mktemp("layers")
 
-    def judged(path: Path) -> ForwardSuite:
+    def suite(path: Path) -> ForwardSuite:
         plan = plan_live(open_weights(path), IDS, (ENGINE,))
-        shown = ask(plan, say=print, failed=None)
-        return ForwardSuite("m", shown.weights, plan.cases, shown.evidence, shown.truth)
+        shown = run_engines(plan, progress=print, failed=None)
+        return ForwardSuite("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
 
-    return {name: judged(random_folder(family, folder / name, 0, **own)) for name, (family, own) in MODELS.items()}
+    return {name: suite(random_folder(family, folder / name, 0, **own)) for name, (family, own) in MODELS.items()}
 
 
 @pytest.mark.nightly_cases(but=["checkpoint_04_window-in-o*"])
@@ -68,7 +68,7 @@ def test_it_goes_red_by_far_where_it_is_and_is_named(mistake: Mistake[StageInput
 @pytest.mark.parametrize("model", MODELS)
 def test_what_the_engine_shows_is_not_accused(model: str, suites: dict[str, ForwardSuite]):
     suite = suites[model]
-    dump = StageDump.of_arrays([suite.cases["near"]], suite.evidence[ENGINE].traces["near"])
+    dump = StageDump.of_arrays([suite.cases["near"]], suite.engine_outputs[ENGINE].traces["near"])
     assert diagnose(suite.weights.astype(np.float64, keep=True), dump).findings == []
 
 
@@ -83,10 +83,10 @@ def test_a_window_of_another_size_is_recovered(value: int, suites: dict[str, For
 
 def alone(mistake: Mistake[StageInputs], suite: ForwardSuite, stage: str, layer: int | None) -> float:
     """By what factor it exceeds the limit where it is given what the engine showed."""
-    trace, place = suite.evidence[ENGINE].traces["near"], key(stage, layer)
+    trace, place = suite.engine_outputs[ENGINE].traces["near"], key(stage, layer)
     inputs = stage_inputs(BY_NAME[stage], layer, suite.weights, suite.cases["near"], trace, reads=mistake.reads)
     wrong = made_wrong(mistake, inputs, stage)
-    return measure(wrong, trace[place], masked=BY_NAME[stage].masked).over(suite.limits("near").isolated(place))
+    return measure(wrong, trace[place], masked=BY_NAME[stage].masked).over(suite.tolerances("near").isolated(place))
 
 
 def named(name: str, suite: ForwardSuite) -> list[str]:

@@ -10,7 +10,7 @@ from inject.fault import InjectedFault, assert_seen
 from inject.table import FLOAT64, NUMPY
 from runs.stored_goldens import suite_of, weights_of
 
-from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.runners.numpy import FLOAT64 as IN_FLOAT64
 from llorch.judging.runners.numpy import NumpyRunner
 from llorch.judging.tolerances.forward import MATHEMATICS
@@ -29,8 +29,8 @@ def test_a_fault_of_every_precision_is_red_in_float64(
     assert_seen(fault, monkeypatch, tmp_path)
 
 
-def test_float64_is_far_below_its_limit_of_the_truth():
-    rows = suite_of("micro-qwen3").rows(NumpyRunner(weights_of("micro-qwen3"), IN_FLOAT64))
-    assert {row.producer for row in rows} == {WITNESS}
-    assert {row.mode for row in rows} == {"isolated", "chained", "decode", "exact"}
-    assert max(row.error for row in rows) < MATHEMATICS.error / 4
+def test_numpy_float64_error_is_far_below_its_tolerance():
+    comparisons = suite_of("micro-qwen3").comparisons(NumpyRunner(weights_of("micro-qwen3"), IN_FLOAT64))
+    assert {c.engine for c in comparisons} == {FLOAT64_REFERENCE}
+    assert {c.mode for c in comparisons} == {"isolated", "chained", "decode", "exact"}
+    assert max(c.error for c in comparisons) < MATHEMATICS.error / 4

@@ -30,15 +30,15 @@ def test_a_fault_is_red_where_it_is(fault: InjectedFault, tmp_path: Path, monkey
     assert_seen(fault, monkeypatch, tmp_path)
 
 
-def test_packed_matrices_are_judged_apart_from_decoded_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_packed_matrices_are_checked_separately_from_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right = packed.Packed.tiles
     monkeypatch.setattr(packed.Packed, "tiles", lambda this: ((start, tile[::-1]) for start, tile in right(this)))
-    rows = stage_rows("Q6_K", write_model("Q6_K", tmp_path), quantised_golden())
-    assert {row.backend for row in rows if row.verdict == FAIL and row.mode == "isolated"} == {"numpy-ggml-packed"}
+    comparisons = stage_rows("Q6_K", write_model("Q6_K", tmp_path), quantised_golden())
+    assert {c.backend for c in comparisons if c.verdict == FAIL and c.mode == "isolated"} == {"numpy-ggml-packed"}
 
 
 def test_one_wrong_bit_of_decoding_is_red(monkeypatch: pytest.MonkeyPatch):
-    assert {row.verdict for row in decode_rows(quantised_golden())} == {PASS}
+    assert {c.verdict for c in decode_rows(quantised_golden())} == {PASS}
     right = verify_quantised.decode
 
     def nearly(raw: np.ndarray, kind: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
@@ -47,23 +47,23 @@ def test_one_wrong_bit_of_decoding_is_red(monkeypatch: pytest.MonkeyPatch):
         return values
 
     monkeypatch.setattr(verify_quantised, "decode", nearly)
-    rows = list(decode_rows(quantised_golden()))
-    assert {row.verdict for row in rows} == {FAIL}
-    for row in rows:
-        assert_tells(row.note, f"1 of {quantised_golden().blocks[f'{row.model}.values'].size}", "block 1")
+    comparisons = list(decode_rows(quantised_golden()))
+    assert {c.verdict for c in comparisons} == {FAIL}
+    for comparison in comparisons:
+        assert_tells(comparison.note, f"1 of {quantised_golden().blocks[f'{comparison.model}.values'].size}", "block 1")
 
 
 def test_nan_where_ggml_has_a_number_is_red(monkeypatch: pytest.MonkeyPatch):
     right = verify_quantised.decode
     monkeypatch.setattr(verify_quantised, "decode", lambda *what: right(*what) * np.float32("nan"))
-    assert {row.verdict for row in decode_rows(quantised_golden())} == {FAIL}
+    assert {c.verdict for c in decode_rows(quantised_golden())} == {FAIL}
 
 
 @pytest.mark.parametrize("other", ["neon", "generic"])
 def test_another_variant_of_rounding_is_red(other: VariantName, monkeypatch: pytest.MonkeyPatch):
-    assert {row.verdict for row in rounding_rows(quantised_golden())} == {PASS}
+    assert {c.verdict for c in rounding_rows(quantised_golden())} == {PASS}
     right = verify_quantised.quantize_blocks
     monkeypatch.setattr(verify_quantised, "quantize_blocks", lambda rows, kind, _: right(rows, kind, other))
-    verdicts = {row.stage: row.verdict for row in rounding_rows(quantised_golden())}
+    verdicts = {c.stage: c.verdict for c in rounding_rows(quantised_golden())}
     assert verdicts[f"rounding.Q8_0.{rounding_variant()}"] == verdicts[f"rounding.Q8_1.{rounding_variant()}"] == FAIL
     assert verdicts[f"rounding.Q8_K.{rounding_variant()}"] == PASS  # one algorithm everywhere

@@ -38,7 +38,7 @@ from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, Variants, variants
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import MODELS
-from llorch.judging.goldens.forward import PRODUCERS
+from llorch.judging.goldens.forward import ENGINES
 from llorch.runtime.builtin import OTHERS
 from llorch.stages.comparison import EXACT, Tolerance, measure
 from llorch.stages.table import BY_NAME, keys
@@ -63,14 +63,14 @@ def test_red_is_ten_times_the_tolerance():
 def test_mistake_goes_red_by_far_and_is_named(mistake: Mistake[Any]):
     places, n_named = [*situations(mistake)], 0
     if mistake in SHOWN:
-        shown = {(p.producer, p.stage_name, p.case) for p in places if isinstance(p, Situation)}
-        assert shown == {*product(PRODUCERS, mistake.stages, mistake.cases)}
+        shown = {(p.engine, p.stage_name, p.case) for p in places if isinstance(p, Situation)}
+        assert shown == {*product(ENGINES, mistake.stages, mistake.cases)}
     for where in places:
         made = where.made()
         wrong = next(array for known, array in made.wrong if known is mistake)
-        over = measure(wrong, where.want, masked=where.masked).over(where.tolerance)
+        over = measure(wrong, where.expected, masked=where.masked).over(where.tolerance)
         assert over >= VISIBLE, f"{where}: {over:.1f} times the tolerance"
-        assert named_by(where.want, made, where.tolerance) == [], where
+        assert named_by(where.expected, made, where.tolerance) == [], where
         if mistake not in QUANTISED or np.isfinite(wrong).all():
             names, twins = named_by(wrong, made, where.tolerance), TWINS.get(mistake.name, set())
             assert {mistake.name} <= {*names} <= {mistake.name, *twins}, f"{where}: named {names}"
@@ -88,23 +88,23 @@ def test_mistake_in_a_chain_is_the_first_stage_to_fail(mistake: Mistake[StageInp
                 trace = chain(mistake, suite.weights, whole, name)
             expected = "k_cache" if name == "v_cache" and "k_cache" in mistake.stages else name
             place = expected, mistake.first_layer(expected, suite.weights.config)
-            for producer in golden_of(model).evidence:
-                assert first_failing(trace, suite, case, producer, n_cached(mistake, whole)) == place, model
+            for engine in golden_of(model).engine_outputs:
+                assert first_failing(trace, suite, case, engine, n_cached(mistake, whole)) == place, model
 
 
 @pytest.mark.slow_cases(but=["micro-llama3-far", "micro-llama3-near", "micro-qwen3-near", "micro-qwen3.5-far"])
 @pytest.mark.parametrize("case", ["near", "far"])
 @pytest.mark.parametrize("model", MICRO + OTHERS)
-def test_what_a_producer_made_is_never_accused(model: str, case: str):
+def test_engine_outputs_never_match_a_known_mistake(model: str, case: str):
     golden, weights = golden_of(model), weights_of(model)
-    for producer, evidence in golden.evidence.items():
-        (other,) = set(PRODUCERS) - {producer}
+    for engine, engine_output in golden.engine_outputs.items():
+        (other,) = set(ENGINES) - {engine}
         for key, stage, layer in keys(weights.config):
-            alone = right(model, case, producer, 0)[key]
-            made = variants(stage, layer, evidence.traces[case], weights, golden.cases[case], alone)
-            tolerance = suite_of(model).limits(case).isolated(key)
-            assert named_by(evidence.traces[case][key], made, tolerance) == []
-            foreign = golden.evidence[other].traces[case][key]  # made from slightly other inputs
+            alone = right(model, case, engine, 0)[key]
+            made = variants(stage, layer, engine_output.traces[case], weights, golden.cases[case], alone)
+            tolerance = suite_of(model).tolerances(case).isolated(key)
+            assert named_by(engine_output.traces[case][key], made, tolerance) == []
+            foreign = golden.engine_outputs[other].traces[case][key]  # made from slightly other inputs
             assert named_by(foreign, made, tolerance) == []
 
 
@@ -132,12 +132,12 @@ def shown_by_text(mistake: Mistake[GenerationInputs], model: str) -> bool:
 
 
 @pytest.mark.parametrize("model", MICRO)
-def test_the_right_loop_writes_what_the_producers_write(model: str):
+def test_correct_generation_loop_equals_the_text_of_the_engines(model: str):
     np.testing.assert_array_equal(texts(model).right, greedy(model))
 
 
 def greedy(model: str) -> np.ndarray:
-    return golden_of(model).evidence["llamacpp"].greedy
+    return golden_of(model).engine_outputs["llamacpp"].greedy
 
 
 @cache
@@ -155,10 +155,10 @@ def test_every_kind_of_mistake_in_a_product_is_known():
 @pytest.mark.parametrize("kind", PURE)
 def test_what_ggml_made_is_never_accused_and_mistakes_start_from_the_right_product(kind: str):
     for where in (QuantisedSituation(step, GGMLType[kind]) for step in IN_PRODUCTS):
-        assert measure(where.made().right, where.want).within(where.tolerance), where
-        assert named_by(where.want, where.made(), where.tolerance) == [], where
-    inputs, want = QuantisedSituation("product", GGMLType[kind]).shown()
-    assert measure(inputs.product(), want).within(Tolerance(1e-6, 4e-6))
+        assert measure(where.made().right, where.expected).within(where.tolerance), where
+        assert named_by(where.expected, where.made(), where.tolerance) == [], where
+    inputs, expected = QuantisedSituation("product", GGMLType[kind]).shown()
+    assert measure(inputs.product(), expected).within(Tolerance(1e-6, 4e-6))
 
 
 def test_an_unknown_mistake_in_a_product_gets_no_name(rng: np.random.Generator):

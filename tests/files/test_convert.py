@@ -23,9 +23,9 @@ from tests.files.test_convert_failures import names
 TEXTS = ("", "hello  wor 12", "a<tool>b \u00e9\u4f60\U0001f600\n", "<s>aaab<|eot_id|>")
 
 
-def assert_same_model(got: Path, want: Path) -> None:
+def assert_same_model(actual: Path, expected: Path) -> None:
     """Every bit of every tensor, the ids of some texts and the end tokens; the logits to the rounding of epsilon."""
-    one, other = load(got), load(want)
+    one, other = load(actual), load(expected)
     assert_same_tensors(one.weights, other.weights)
     ids = list(range(1, 20))
     np.testing.assert_allclose(one.forward(ids), other.forward(ids), rtol=0, atol=1e-5)
@@ -35,9 +35,9 @@ def assert_same_model(got: Path, want: Path) -> None:
     assert one.tokenizer.eos_token_ids == other.tokenizer.eos_token_ids
 
 
-def assert_same_tensors(got: Weights, want: Weights) -> None:
-    assert list(got) == list(want)
-    assert all(got.array(name).tobytes() == want.array(name).tobytes() for name in want)
+def assert_same_tensors(actual: Weights, expected: Weights) -> None:
+    assert list(actual) == list(expected)
+    assert all(actual.array(name).tobytes() == expected.array(name).tobytes() for name in expected)
 
 
 def test_a_folder_with_windows_becomes_no_file(tmp_path: Path):
@@ -119,8 +119,8 @@ def test_what_a_file_says_of_itself_goes_along_with_every_kind_of_value(tmp_path
     convert(tmp_path / "m.gguf", tmp_path / "n.gguf")
     with open_gguf(tmp_path / "n.gguf") as file:
         for key, value in told.items():
-            got = file.metadata[key]
-            assert list(got) == list(value) if isinstance(value, list | np.ndarray) else got == value, key  # type: ignore
+            actual = file.metadata[key]
+            assert list(actual) == list(value) if isinstance(value, list | np.ndarray) else actual == value, key  # type: ignore
 
 
 @pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.Q4_0], ids=lambda one: one.name)

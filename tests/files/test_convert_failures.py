@@ -34,7 +34,7 @@ def names(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("target", ["m.gguf", "folder"])
-def test_an_interruption_leaves_nothing(tmp_path: Path, target: str):
+def test_convert_interrupted_removes_partial_files(tmp_path: Path, target: str):
     def interrupt(line: str) -> None:
         assert any(name.startswith(f".{target}.") for name in names(tmp_path))
         if line.startswith("20/"):
@@ -59,7 +59,7 @@ def largest_file(size: int) -> Iterator[None]:
 @pytest.mark.parametrize("target", ["m.gguf", "folder"])
 @pytest.mark.parametrize("room", [100, 20_000, 200_000, 1_000_000])
 @pytest.mark.usefixtures("no_bytecode")
-def test_a_write_that_fails_in_the_middle_leaves_the_old_target(tmp_path: Path, target: str, room: int):
+def test_convert_failed_write_keeps_the_old_target(tmp_path: Path, target: str, room: int):
     convert(builtin_path("micro-qwen3"), tmp_path / target)
     with refuses(OSError, os.strerror(errno.EFBIG)) as caught, largest_file(room):
         convert(builtin_path("micro-llama"), tmp_path / target, force=True)

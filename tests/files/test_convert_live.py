@@ -72,15 +72,15 @@ def transformers_logits(folder: Path) -> np.ndarray:
 
 
 def llama_logits(path: Path, ids: Sequence[int] | np.ndarray = IDS) -> np.ndarray:
-    from llorch.engines import open_producer
+    from llorch.engines import open_engine
 
-    with open_producer("llamacpp", path) as engine:
+    with open_engine("llamacpp", path) as engine:
         return engine.logits([*map(int, ids)])
 
 
-def distance(got: np.ndarray, want: np.ndarray) -> float:
-    assert np.isfinite(got).all()
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+def distance(actual: np.ndarray, expected: np.ndarray) -> float:
+    assert np.isfinite(actual).all()
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 def assert_same_ids(theirs: Any, llama: LlamaVocabulary, texts: list[str]) -> None:

@@ -61,10 +61,10 @@ def round_trip(weights: Weights, path: Path) -> Weights:
     return open_weights(path)
 
 
-def assert_same_arrays(got: Weights, want: Weights) -> None:
-    assert list(got) == list(want)
-    for name in want:
-        assert np.array_equal(got[name], want[name]), name
+def assert_same_arrays(actual: Weights, expected: Weights) -> None:
+    assert list(actual) == list(expected)
+    for name in expected:
+        assert np.array_equal(actual[name], expected[name]), name
 
 
 def metadata_of(path: Path) -> dict[str, Any]:
@@ -167,7 +167,7 @@ def test_the_file_that_is_read_can_be_written_over(tmp_path: Path):
     assert np.array_equal(weights["layers.0.q_proj"], open_weights(path)["layers.0.q_proj"])
 
 
-def test_a_failed_export_leaves_the_old_file_and_no_other(tmp_path: Path):
+def test_write_gguf_failure_keeps_the_old_file_and_adds_no_other(tmp_path: Path):
     tensors = gguf_tensors()
     tensors["output_norm.weight"][0] = np.nan
     weights = open_weights(write_file(tmp_path / "m.gguf", tensors, GGUF_METADATA))
@@ -222,8 +222,8 @@ def test_matrices_get_the_type_and_vectors_stay_f32(tmp_path: Path, ggml_type: G
         assert file.metadata["general.file_type"] == FILE_TYPES[ggml_type]
         assert ("general.quantization_version" in file.metadata) == (ggml_type.name[0] in "QTM")
         assert sum(info.n_bytes for info in file.tensors.values()) == gguf_size(weights.config, ggml_type)
-        got = file.array("blk.1.attn_norm.weight")
-        assert np.array_equal(got, tensors["model.layers.1.input_layernorm.weight"])
+        actual = file.array("blk.1.attn_norm.weight")
+        assert np.array_equal(actual, tensors["model.layers.1.input_layernorm.weight"])
 
 
 def test_rows_that_are_no_whole_number_of_blocks_become_f16(tmp_path: Path):

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from llorch.files.layerwise import Lockstep
+from llorch.files.layerwise import LayerwiseJobs
 
 
 def test_every_job_ends_a_layer_before_any_begins_the_next():
@@ -19,7 +19,7 @@ def test_every_job_ends_a_layer_before_any_begins_the_next():
 
         return run
 
-    assert Lockstep([job("a", 1), job("b", 3), job("c", 2)]).run() == ["a", "b", "c"]
+    assert LayerwiseJobs([job("a", 1), job("b", 3), job("c", 2)]).run() == ["a", "b", "c"]
     assert seen == [
         *("0a", "0b", "0c"), "0a over", "0b over", "1b", "0c over", "1c", "1b over", "2b", "1c over", "2b over",
     ]  # fmt: skip
@@ -40,14 +40,14 @@ def test_the_first_that_fails_ends_all():
         raise ValueError("layer 1")
 
     with pytest.raises(ValueError, match="layer 1"):
-        Lockstep([endless, fails, endless]).run()
+        LayerwiseJobs([endless, fails, endless]).run()
     assert ended == ["endless"] * 2
 
 
 def test_a_job_sees_what_was_set_around_it():
     with np.errstate(divide="raise"):
-        assert Lockstep([lambda turn: np.geterr()["divide"]]).run() == ["raise"]
+        assert LayerwiseJobs([lambda turn: np.geterr()["divide"]]).run() == ["raise"]
 
 
 def test_no_jobs():
-    assert Lockstep([]).run() == []
+    assert LayerwiseJobs([]).run() == []

@@ -32,18 +32,18 @@ def matrix(kind: GGMLType, *, resident: bool, heads: int = 0, round_inputs: bool
     return Matrix(stored, round_inputs=round_inputs, decoded=decoded if resident else None, interleaved_heads=heads)
 
 
-def agree(got: np.ndarray, want: np.ndarray, *, within: float = 2e-6) -> None:
-    assert got.shape == want.shape
-    assert np.abs(got - want).max() <= within * np.abs(want).max()
+def agree(actual: np.ndarray, expected: np.ndarray, *, within: float = 2e-6) -> None:
+    assert actual.shape == expected.shape
+    assert np.abs(actual - expected).max() <= within * np.abs(expected).max()
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
 @pytest.mark.parametrize("kind", ROUNDING, ids=lambda kind: kind.name)
 def test_inputs_are_rounded_to_what_the_type_asks_for(kind: GGMLType, resident: bool):
     x, decoded = activations(), decode(packed(kind).raw, kind, SHAPE)
-    got = matrix(kind, resident=resident).forward(x)
-    agree(got, round_activations(x, ACTIVATION_TYPE[kind]) @ decoded.T)
-    assert np.abs(got - x @ decoded.T).max() > 1e-4 * np.abs(got).max()  # the rounding shows
+    actual = matrix(kind, resident=resident).forward(x)
+    agree(actual, round_activations(x, ACTIVATION_TYPE[kind]) @ decoded.T)
+    assert np.abs(actual - x @ decoded.T).max() > 1e-4 * np.abs(actual).max()  # the rounding shows
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])
@@ -66,8 +66,8 @@ def test_minima_are_multiplied_with_the_rounded_sum_of_a_block(
     minima = undo_interleave(packed(kind).raw.reshape(SHAPE[0], -1, BLOCK_SIZES[kind][1])[..., 2:4].copy(), 3)
     m = minima.view("<f2")[..., 0].astype(np.float64)
     codes = (blocks - m[..., None]).reshape(SHAPE)
-    want = round_activations(x, "Q8_1").astype(np.float64) @ codes.T + block_sums(x).astype(np.float64) @ m.T
-    agree(made.forward(x), want, within=within)
+    expected = round_activations(x, "Q8_1").astype(np.float64) @ codes.T + block_sums(x).astype(np.float64) @ m.T
+    agree(made.forward(x), expected, within=within)
     assert np.abs(made.forward(x) - round_activations(x, "Q8_1") @ made.dequantize().T).max() > 1e-5
 
 

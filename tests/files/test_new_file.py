@@ -49,7 +49,7 @@ def test_it_appears_at_the_end_in_place_of_the_old_one(new, tmp_path: Path):
 
 
 @pytest.mark.parametrize("ends", [KeyboardInterrupt(), FileNotFoundError()], ids=["interrupted", "vanished"])
-def test_one_that_fails_leaves_the_old_one(new, tmp_path: Path, ends: BaseException):
+def test_new_file_failed_write_keeps_the_old_content(new, tmp_path: Path, ends: BaseException):
     with pytest.raises(type(ends)):
         write_half(new, tmp_path / "a", ends)
     assert {path.name for path in tmp_path.iterdir()} - {"elsewhere"} == {"a"}
@@ -91,7 +91,7 @@ def test_an_old_folder_that_a_killed_run_has_moved_away_is_put_back_when_the_nex
     assert [path.name for path in tmp_path.iterdir()] == ["a"]
 
 
-def test_a_convert_that_was_killed_leaves_nothing_after_the_next_one(gone: int, tmp_path: Path):
+def test_convert_removes_the_partial_file_of_a_killed_convert(gone: int, tmp_path: Path):
     (tmp_path / f".out.gguf.{gone}.tmp").write_bytes(b"half")
     assert invoke("convert", "micro-llama", str(tmp_path / "out.gguf")).exit_code == 0
     assert [path.name for path in tmp_path.iterdir()] == ["out.gguf"]

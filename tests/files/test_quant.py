@@ -39,11 +39,11 @@ def random_blocks(kind: GGMLType, count: int) -> np.ndarray:
     return np.random.default_rng(int(kind)).integers(0, 256, (count, BLOCK_SIZES[kind][1]), dtype=np.uint8)
 
 
-def assert_same_bits(got: np.ndarray, want: np.ndarray) -> None:
+def assert_same_bits(actual: np.ndarray, expected: np.ndarray) -> None:
     """Bit for bit, -0 from 0 included; only the payload of a NaN is free."""
-    both_nan = np.isnan(got) & np.isnan(want)
-    assert got.shape == want.shape
-    assert np.all((got.view(np.uint32) == want.view(np.uint32)) | both_nan)
+    both_nan = np.isnan(actual) & np.isnan(expected)
+    assert actual.shape == expected.shape
+    assert np.all((actual.view(np.uint32) == expected.view(np.uint32)) | both_nan)
 
 
 @pytest.mark.live
@@ -83,10 +83,10 @@ def test_minima_of_blocks_are_found_behind_their_scales():
 @pytest.mark.parametrize("kind", DECODED_BY_GGML, ids=lambda kind: kind.name)
 def test_random_bytes_decode_to_the_bits_of_ggml(ggml: ctypes.CDLL, kind: GGMLType):
     blocks = random_blocks(kind, max(512, 8192 // BLOCK_SIZES[kind][0]))
-    want = np.empty(len(blocks) * BLOCK_SIZES[kind][0], np.float32)
-    traits_of(ggml, kind).to_float(blocks.ctypes.data, want.ctypes.data, want.size)
-    assert_same_bits(decode(blocks.reshape(-1), kind, want.shape), want)
-    assert np.isfinite(want).mean() > 0.5  # most of what was compared were numbers
+    expected = np.empty(len(blocks) * BLOCK_SIZES[kind][0], np.float32)
+    traits_of(ggml, kind).to_float(blocks.ctypes.data, expected.ctypes.data, expected.size)
+    assert_same_bits(decode(blocks.reshape(-1), kind, expected.shape), expected)
+    assert np.isfinite(expected).mean() > 0.5  # most of what was compared were numbers
 
 
 @pytest.mark.live
@@ -105,11 +105,11 @@ def test_whatever_ggml_calls_invalid_is_found_here(ggml: ctypes.CDLL, kind: GGML
 def test_q8_k_decodes_to_the_bits_of_ggml(ggml: ctypes.CDLL):
     blocks = random_blocks(GGMLType.Q8_K, 64)
     blocks[:, 3] = 0x3D  # scales between 0.03 and 0.13 or so
-    want = np.empty(64 * 256, np.float32)
+    expected = np.empty(64 * 256, np.float32)
     ggml.dequantize_row_q8_K(
-        ctypes.c_void_p(blocks.ctypes.data), ctypes.c_void_p(want.ctypes.data), ctypes.c_int64(want.size)
+        ctypes.c_void_p(blocks.ctypes.data), ctypes.c_void_p(expected.ctypes.data), ctypes.c_int64(expected.size)
     )
-    assert_same_bits(decode(blocks.reshape(-1), GGMLType.Q8_K, want.shape), want)
+    assert_same_bits(decode(blocks.reshape(-1), GGMLType.Q8_K, expected.shape), expected)
 
 
 def test_q8_1_is_its_scale_times_its_integers():

@@ -64,9 +64,9 @@ def with_scattered_scale(blocks: np.ndarray, scale: int) -> np.ndarray:
 @pytest.mark.parametrize("kind", DECODED_BY_GGML, ids=lambda kind: kind.name)
 def test_the_ends_of_every_field_decode_to_the_bits_of_ggml(ggml: ctypes.CDLL, kind: GGMLType):
     blocks = edge_blocks(kind)
-    want = np.empty(len(blocks) * BLOCK_SIZES[kind][0], np.float32)
-    traits_of(ggml, kind).to_float(blocks.ctypes.data, want.ctypes.data, want.size)
-    assert_same_bits(decode(blocks.reshape(-1), kind, want.shape), want)
+    expected = np.empty(len(blocks) * BLOCK_SIZES[kind][0], np.float32)
+    traits_of(ggml, kind).to_float(blocks.ctypes.data, expected.ctypes.data, expected.size)
+    assert_same_bits(decode(blocks.reshape(-1), kind, expected.shape), expected)
     assert BLOCK_SIZES[kind][0] == 1 or len(blocks) > 16 * 12
 
 
@@ -79,9 +79,9 @@ def test_every_block_type_has_edges_to_test():
 @pytest.mark.parametrize("kind", [GGMLType.F16, GGMLType.BF16], ids=lambda kind: kind.name)
 def test_every_16_bit_float_decodes_to_the_bits_of_ggml(ggml: ctypes.CDLL, kind: GGMLType):
     numbers = np.arange(65536, dtype=np.uint16)
-    want = np.empty(65536, np.float32)
-    traits_of(ggml, kind).to_float(numbers.ctypes.data, want.ctypes.data, want.size)
-    assert_same_bits(decode(numbers.view(np.uint8), kind, want.shape), want)
+    expected = np.empty(65536, np.float32)
+    traits_of(ggml, kind).to_float(numbers.ctypes.data, expected.ctypes.data, expected.size)
+    assert_same_bits(decode(numbers.view(np.uint8), kind, expected.shape), expected)
 
 
 def test_every_finite_float16_decodes_without_the_cast_of_numpy():
@@ -94,10 +94,10 @@ def test_every_finite_float16_decodes_without_the_cast_of_numpy():
 def test_random_blocks_decode_as_the_gguf_package_does_it(kind: GGMLType):
     blocks = random_blocks(kind, 300)
     with np.errstate(all="ignore"):
-        want = dequantize(blocks, GGMLQuantizationType(kind))
-    got = decode(blocks.reshape(-1), kind, want.shape)
-    numbers = np.isfinite(want).all(axis=1)
-    np.testing.assert_array_equal(got[numbers], want[numbers])
+        expected = dequantize(blocks, GGMLQuantizationType(kind))
+    actual = decode(blocks.reshape(-1), kind, expected.shape)
+    numbers = np.isfinite(expected).all(axis=1)
+    np.testing.assert_array_equal(actual[numbers], expected[numbers])
     assert numbers.mean() > 0.5
 
 
@@ -119,15 +119,15 @@ def test_decoding_into_an_array_writes_there_and_nowhere_else():
 
 
 @pytest.mark.parametrize(
-    ("out", "expected", "got"),
+    ("out", "expected", "actual"),
     [
         (np.zeros((64, 2), np.float32).T, "contiguous float32", ("float32", (4, 8))),
         (np.zeros((2, 64), np.float64), "contiguous float32", "float64"),
         (np.zeros((2, 32), np.float32), 128, 64),
     ],
 )
-def test_an_array_that_cannot_hold_the_values_is_refused(out: np.ndarray, expected: object, got: object):
-    with refuses(ValueError, expected, where="out", got=got):
+def test_an_array_that_cannot_hold_the_values_is_refused(out: np.ndarray, expected: object, actual: object):
+    with refuses(ValueError, expected, where="out", got=actual):
         decode_into(random_blocks(GGMLType.Q8_0, 4), GGMLType.Q8_0, out)
 
 

@@ -33,9 +33,9 @@ def test_files_of_the_safetensors_package_read_back(tmp_path: Path):
     with open_safetensors(path) as file:
         assert file.metadata == {"format": "np"}
         for name, values in (ONE | TWO).items():
-            got = file.array(name)
-            assert got.dtype == np.float32
-            assert np.array_equal(got, values.astype(np.float32))
+            actual = file.array(name)
+            assert actual.dtype == np.float32
+            assert np.array_equal(actual, values.astype(np.float32))
 
 
 def test_float32_tensors_are_read_only_views_of_the_map(tmp_path: Path):

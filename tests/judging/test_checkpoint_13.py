@@ -26,11 +26,11 @@ ALONE: set[Place] = {("exact", None, "near", "numpy-ggml")}
 
 
 @cache
-def rows() -> dict[str, list[Comparison]]:
+def comparisons() -> dict[str, list[Comparison]]:
     """By model or type."""
     grouped: dict[str, list[Comparison]] = {}
-    for row in quantised_rows():
-        grouped.setdefault(row.model, []).append(row)
+    for comparison in quantised_rows():
+        grouped.setdefault(comparison.model, []).append(comparison)
     return grouped
 
 
@@ -55,16 +55,18 @@ def expected() -> dict[str, Places]:
 @pytest.mark.parametrize(("name", "places"), expected().items(), ids=expected())
 def test_checkpoint_13(name: str, places: Places):
     found: Places = {}
-    for row in rows()[name]:
-        found.setdefault(row.stage, set()).add((row.mode, row.layer, row.case, row.backend))
+    for comparison in comparisons()[name]:
+        found.setdefault(comparison.stage, set()).add(
+            (comparison.mode, comparison.layer, comparison.case, comparison.backend)
+        )
     assert found == places
-    assert {row.checkpoint for row in rows()[name]} == {"13"}
-    bad = [row for row in rows()[name] if row.verdict != PASS]
-    assert not bad, f"{len(bad)} of {len(rows()[name])} rows fail, first: {bad[0]}"
+    assert {c.checkpoint for c in comparisons()[name]} == {"13"}
+    bad = [c for c in comparisons()[name] if c.verdict != PASS]
+    assert not bad, f"{len(bad)} of {len(comparisons()[name])} rows fail, first: {bad[0]}"
 
 
 def test_checkpoint_13_rows_are_all_looked_at():
-    assert rows().keys() == expected().keys()
+    assert comparisons().keys() == expected().keys()
 
 
 @pytest.mark.parametrize(
@@ -78,8 +80,8 @@ def test_checkpoint_13_rows_are_all_looked_at():
     ],
 )
 def test_checkpoint_13_grants_what_is_derived(mode: str, stages: set[str], least: float, most: float):
-    granted = [row.tolerance for row in quantised_rows() if row.mode == mode and row.stage in stages]
-    assert least <= max(granted) <= most
+    tolerance = [c.tolerance for c in quantised_rows() if c.mode == mode and c.stage in stages]
+    assert least <= max(tolerance) <= most
 
 
 def test_checkpoint_13_has_eight_distinct_tokens():
@@ -99,9 +101,9 @@ def test_checkpoint_13_does_not_judge_a_model_that_the_goldens_are_not_of(monkey
     monkeypatch.setattr(verify_quantised, "read", lambda folder: quantised_golden())
     monkeypatch.setattr(verify_quantised, "MODELS", {"Q1_0": MODELS["Q1_0"]})
     monkeypatch.setattr(verify_quantised, "write_model", lambda name, folder: write_other(folder))
-    (row,) = [row for row in verify_quantised_stored() if not row.stage.startswith(("decode.", "rounding."))]
-    assert (row.model, row.stage, row.verdict) == ("Q1_0", "file", FAIL)
-    assert len(set(re.findall(r"\b[0-9a-f]{12}\b", row.note))) == 2
+    (comparison,) = [c for c in verify_quantised_stored() if not c.stage.startswith(("decode.", "rounding."))]
+    assert (comparison.model, comparison.stage, comparison.verdict) == ("Q1_0", "file", FAIL)
+    assert len(set(re.findall(r"\b[0-9a-f]{12}\b", comparison.note))) == 2
 
 
 def write_other(folder: Path) -> Path:

@@ -15,8 +15,8 @@ from runs.torch_targets import CPU, CUDA
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.judging.goldens.float64_reference import WITNESS
-from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.goldens.forward import ENGINES, SAMPLINGS
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.torch import VARIANTS
 from llorch.judging.tolerances.forward import MATHEMATICS, SCORES
@@ -49,16 +49,16 @@ def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, 
     if variant == suffixes(target, model)[0]:  # once per target
         yield "00", "exact", "tensors", "reader"
         yield "00", "exact", "token_ids", "llamacpp"
-    for producer in PRODUCERS if not target.endswith("float64") else (WITNESS,):
+    for engine in ENGINES if not target.endswith("float64") else (FLOAT64_REFERENCE,):
         for stage in (stage for stage in STAGES if stage.name in shown(config, target, variant)):
-            yield stage.checkpoint, "isolated", stage.name, producer
-            yield stage.checkpoint, "chained", stage.name, producer
-            yield "03", "decode", stage.name, producer
-        yield "09", "chained", "selected_logits", producer
-        yield "10", "exact", "argmax", producer
+            yield stage.checkpoint, "isolated", stage.name, engine
+            yield stage.checkpoint, "chained", stage.name, engine
+            yield "03", "decode", stage.name, engine
+        yield "09", "chained", "selected_logits", engine
+        yield "10", "exact", "argmax", engine
         for name in SAMPLINGS:
-            yield "11", "isolated", f"probabilities.{name}", producer
-        yield "12", "exact", "generation", producer
+            yield "11", "isolated", f"probabilities.{name}", engine
+        yield "12", "exact", "generation", engine
 
 
 @SMALLEST
@@ -80,25 +80,25 @@ def test_checkpoint_14_on_cuda(target: str, suffix: str, model: str):
 
 def require_all(target: str, suffix: str, model: str) -> None:
     """Every comparison was made, and passes."""
-    found = [row for row in rows(target, model) if belongs(row, target, suffix, model)]
-    want = {*expected(target, suffix, model)}
-    assert {(row.checkpoint, row.mode, row.stage, row.producer) for row in found} == want
+    found = [c for c in rows(target, model) if belongs(c, target, suffix, model)]
+    expected_keys = {*expected(target, suffix, model)}
+    assert {(c.checkpoint, c.mode, c.stage, c.engine) for c in found} == expected_keys
     good = (PASS, TIE) if target.endswith("16") else (PASS,)
-    bad = [row for row in found if row.verdict not in good]
+    bad = [c for c in found if c.verdict not in good]
     assert not bad, f"{len(bad)} of {len(found)} rows fail, first: {bad[0]}"
 
 
-def belongs(row: Comparison, target: str, suffix: str, model: str) -> bool:
+def belongs(comparison: Comparison, target: str, suffix: str, model: str) -> bool:
     """Rows of a variant; those of the file itself are the first one's."""
-    of_the_file = row.stage in ("tensors", "token_ids")
-    return suffix == suffixes(target, model)[0] if of_the_file else row.backend == f"{target}{suffix}"
+    of_the_file = comparison.stage in ("tensors", "token_ids")
+    return suffix == suffixes(target, model)[0] if of_the_file else comparison.backend == f"{target}{suffix}"
 
 
 @SMALLEST
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_rows_are_all_looked_at(target: str, model: str):
-    backends = {row.backend for row in rows(target, model) if row.stage not in ("tensors", "token_ids")}
+    backends = {c.backend for c in rows(target, model) if c.stage not in ("tensors", "token_ids")}
     assert backends == {f"{target}{suffix}" for suffix in suffixes(target, model)}
 
 
@@ -108,9 +108,11 @@ def test_checkpoint_14_rows_are_all_looked_at(target: str, model: str):
 def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
     n_layers = config_of(model).n_layers
     places: dict[tuple[str, str, str], set[tuple[str, int | None]]] = {}
-    for row in rows(target, model):
-        if row.mode in ("isolated", "chained") and row.stage in IN_LAYERS:
-            places.setdefault((row.backend, row.stage, row.mode), set()).add((row.case, row.layer))
+    for comparison in rows(target, model):
+        if comparison.mode in ("isolated", "chained") and comparison.stage in IN_LAYERS:
+            places.setdefault((comparison.backend, comparison.stage, comparison.mode), set()).add(
+                (comparison.case, comparison.layer)
+            )
     for found in places.values():
         assert found == {(case, layer) for case in ("near", "far") for layer in range(n_layers)}
 
@@ -119,14 +121,14 @@ def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_ties_are_of_half_precision_alone(target: str, model: str):
-    ties = [row for row in rows(target, model) if row.verdict == TIE]
-    assert {row.stage for row in ties} <= ({"generation", "argmax"} if target.endswith("16") else set())
+    ties = [c for c in rows(target, model) if c.verdict == TIE]
+    assert {c.stage for c in ties} <= ({"generation", "argmax"} if target.endswith("16") else set())
 
 
 @SMALLEST
 @pytest.mark.parametrize("model", BUILTIN)
-def test_checkpoint_14_in_float64_is_far_below_its_limit_of_the_truth(model: str):
-    every = [row for row in rows("torch-cpu-float64", model) if row.mode != "exact"]
-    assert {row.tolerance for row in every if row.place.n_cached < 7} == {0.0, MATHEMATICS.error}
-    assert max(row.tolerance for row in every) <= 1e-11  # of one token alone
-    assert max(row.error for row in every) < MATHEMATICS.error / 4
+def test_checkpoint_14_float64_error_is_far_below_its_tolerance(model: str):
+    every = [c for c in rows("torch-cpu-float64", model) if c.mode != "exact"]
+    assert {c.tolerance for c in every if c.stage_ref.n_cached < 7} == {0.0, MATHEMATICS.error}
+    assert max(c.tolerance for c in every) <= 1e-11  # of one token alone
+    assert max(c.error for c in every) < MATHEMATICS.error / 4

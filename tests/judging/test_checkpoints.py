@@ -15,8 +15,8 @@ from runs.kept_suites import PARTS, forward_part, forward_rows
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.judging.expectations.training_stages import TRAINING_STAGES
-from llorch.judging.goldens.float64_reference import WITNESS
-from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.goldens.forward import ENGINES, SAMPLINGS
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS, FLOAT64
 from llorch.judging.verify import verify_stored
@@ -25,7 +25,7 @@ from llorch.stages.comparison import PASS
 from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES
 
 Key = tuple[str, str, str]  # checkpoint, model, stage
-Judged = set[tuple[str, str, str]]  # mode, engine, backend
+Compared = set[tuple[str, str, str]]  # mode, engine, backend
 
 
 STAGE, DECODE, SAMPLER = PARTS
@@ -33,24 +33,24 @@ SHOWN_BY = {"03": (STAGE, DECODE), **dict.fromkeys(("09", "10", "11", "12"), (SA
 
 
 @cache
-def rows(model: str, parts: Sequence[str] = PARTS) -> dict[Key, list[Comparison]]:
+def comparisons(model: str, parts: Sequence[str] = PARTS) -> dict[Key, list[Comparison]]:
     grouped: dict[Key, list[Comparison]] = {}
-    for row in (row for part in parts for row in forward_part(model, part)):
-        grouped.setdefault((row.checkpoint, row.model, row.stage), []).append(row)
+    for comparison in (c for part in parts for c in forward_part(model, part)):
+        grouped.setdefault((comparison.checkpoint, comparison.model, comparison.stage), []).append(comparison)
     return grouped
 
 
-def expected(model: str) -> dict[Key, Judged]:
+def expected(model: str) -> dict[Key, Compared]:
     """Every comparison; those of the file itself first."""
     config = open_weights(builtin_path(model)).config
-    found: dict[Key, Judged] = {
+    found: dict[Key, Compared] = {
         ("00", model, "tensors"): {("exact", "reader", "numpy")},
         ("00", model, "token_ids"): {("exact", "transformers" if model in FOLDERS else "llamacpp", "numpy")},
     }
-    producers = ("transformers",) if model == "micro-mistral" else PRODUCERS  # llama.cpp reads no window
-    for producer, backend in (*product(producers, BACKENDS), (WITNESS, FLOAT64)):
+    engines = ("transformers",) if model == "micro-mistral" else ENGINES  # llama.cpp reads no window
+    for engine, backend in (*product(engines, BACKENDS), (FLOAT64_REFERENCE, FLOAT64)):
         for number, stage, mode in places(config):
-            found.setdefault((number, model, stage), set()).add((mode, producer, backend))
+            found.setdefault((number, model, stage), set()).add((mode, engine, backend))
     return found
 
 
@@ -64,33 +64,35 @@ def places(config: ModelConfig) -> Iterator[tuple[str, str, str]]:
     yield "12", "generation", "exact"
 
 
-EXPECTED = {key: judged for model in EVERY for key, judged in expected(model).items()}
+EXPECTED = {key: comparisons for model in EVERY for key, comparisons in expected(model).items()}
 BY_MODEL = sorted(EXPECTED, key=lambda key: (key[1], key))  # tests of one model stay in one process
 
 
 @pytest.mark.parametrize("key", BY_MODEL, ids=lambda key: "checkpoint_" + "-".join(key))
 def test_checkpoint(key: Key):
     number, model, _ = key
-    found = rows(model, SHOWN_BY.get(number, (STAGE,))).get(key, [])
-    assert {(row.mode, row.producer, row.backend) for row in found} == EXPECTED[key]
-    bad = [row for row in found if row.verdict != PASS]  # stored models have no near-ties
+    found = comparisons(model, SHOWN_BY.get(number, (STAGE,))).get(key, [])
+    assert {(c.mode, c.engine, c.backend) for c in found} == EXPECTED[key]
+    bad = [c for c in found if c.verdict != PASS]  # stored models have no near-ties
     assert not bad, f"{len(bad)} of {len(found)} rows do not pass, first: {bad[0]}"
 
 
 @pytest.mark.parametrize("model", EVERY)
 def test_checkpoint_rows_are_all_looked_at_and_cover_every_layer_and_case(model: str):
-    assert rows(model).keys() == {key for key in EXPECTED if key[1] == model}
+    assert comparisons(model).keys() == {key for key in EXPECTED if key[1] == model}
     config = open_weights(builtin_path(model)).config
     found: dict[tuple[str, ...], set[tuple[str, int | None]]] = {}
-    for row in forward_rows(model):
-        if row.stage in {s.name for s in STAGES if s.in_layer} and row.mode != "decode":
-            found.setdefault((row.stage, row.mode, row.producer, row.backend), set()).add((row.case, row.layer))
+    for comparison in forward_rows(model):
+        if comparison.stage in {s.name for s in STAGES if s.in_layer} and comparison.mode != "decode":
+            found.setdefault((comparison.stage, comparison.mode, comparison.engine, comparison.backend), set()).add(
+                (comparison.case, comparison.layer)
+            )
     for (stage, *_), places in found.items():
         layers = [layer for layer in range(config.n_layers) if BY_NAME[stage].applies_to(config, layer)]
         assert places == set(product(("near", "far"), layers)), stage
 
 
-def test_parts_that_are_judged_apart_are_the_rows_of_the_whole():
+def test_comparisons_made_in_parts_equal_verify_stored():
     assert forward_rows("micro-mistral") == list(verify_stored("micro-mistral", long=False))
 
 

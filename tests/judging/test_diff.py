@@ -7,7 +7,7 @@ import pytest
 from runs.refusals import refuses
 
 from llorch.engines.dumps.raw import RawArray, RawDump
-from llorch.engines.dumps.stage_dump import Seen, StageDump
+from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
 from llorch.files import open_weights
 from llorch.judging.diff import Side, diff
 from llorch.judging.runners.numpy import run
@@ -42,8 +42,8 @@ def test_of_two_dumps_the_tokens_that_both_have_are_compared(trace: Mapping[str,
     last = (len(IDS.ids) - 1,)
     names = ("embed", "l0.q_rope", "l0.attn_scores", "logits")
     rows = {name: trace[name][:, -1:] if name == "l0.attn_scores" else trace[name][-1:] for name in names}
-    seen = {(0, name): Seen(name, "float32", lambda at=name: rows[at], last) for name in names}
-    few = Side.of_stages(StageDump("x", (IDS,), seen))
+    dumped = {(0, name): DumpedArray(name, "float32", lambda at=name: rows[at], last) for name in names}
+    few = Side.of_stages(StageDump("x", (IDS,), dumped))
     for found in (diff(few, side(trace)), diff(side(trace), few)):
         ((_, report),) = found
         assert report.first_divergence is None
@@ -74,7 +74,7 @@ def test_without_a_model_arrays_of_one_name_and_layer_are_compared_as_they_are()
         return Side.of_names(RawDump("x", arrays))
 
     ((_, report),) = diff(raw(1.0, mine=0, other=3), raw(1.0, mine=0, other=4))
-    assert (report.differences.keys(), report.only) == ({"l0.mine"}, {"got": ["l3.other"], "want": ["l4.other"]})
+    assert (report.differences.keys(), report.only) == ({"l0.mine"}, {"actual": ["l3.other"], "expected": ["l4.other"]})
     with refuses(ValueError, got="1 and 1"):
         list(diff(raw(1.0, mine=0), raw(1.0, mine=1)))
 

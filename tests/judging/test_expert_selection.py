@@ -30,12 +30,12 @@ def choice(variance: float) -> ExpertSelection:
     ],
 )
 def test_a_choice(ours: list[list[int]], verdict: str, goes_on: object) -> None:
-    got = np.array(ours)
-    claim = Expectation(StageRef("06b", "topk_ids", 0), "chained", "witness", IDS, EXACT, choice=choice(1e-13))
-    row = judge(claim, got, model="m", backend="numpy")
-    assert row.verdict == verdict
-    assert bool(row.note) == (verdict != PASS)
-    np.testing.assert_array_equal(choice(1e-13).settled(got), np.asarray(goes_on))
+    actual = np.array(ours)
+    expectation = Expectation(StageRef("06b", "topk_ids", 0), "chained", "witness", IDS, EXACT, choice=choice(1e-13))
+    comparison = judge(expectation, actual, model="m", backend="numpy")
+    assert comparison.verdict == verdict
+    assert bool(comparison.note) == (verdict != PASS)
+    np.testing.assert_array_equal(choice(1e-13).settled(actual), np.asarray(goes_on))
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.0, TIE), (0.99, TIE), (1.01, FAIL), (5.0, FAIL)])
@@ -46,10 +46,10 @@ def test_a_swap_is_a_tie_up_to_what_rounding_moves_whoever_chose_the_better_expe
     moved = FACTOR * np.sqrt(2 * (1e-6 + 1e-6))  # the scores of both experts are off, in both runs
     scores = np.array([[4.0, 3.0, 2.0, 2.0 + (1 if better else -1) * share * moved]])
     chosen = ExpertSelection(np.array([[0, 1, 2]]), scores, np.full_like(scores, 1e-6))
-    claim = Expectation(StageRef("06b", "topk_ids", 0), "chained", "witness", chosen.ids, EXACT, choice=chosen)
-    row = judge(claim, np.array([[0, 1, 3]]), model="m", backend="numpy")
-    assert row.verdict == verdict
-    assert_tells(row.note, "token 0", "[3]", "[2]", f"{moved:.1e}")
+    expectation = Expectation(StageRef("06b", "topk_ids", 0), "chained", "witness", chosen.ids, EXACT, choice=chosen)
+    comparison = judge(expectation, np.array([[0, 1, 3]]), model="m", backend="numpy")
+    assert comparison.verdict == verdict
+    assert_tells(comparison.note, "token 0", "[3]", "[2]", f"{moved:.1e}")
 
 
 def test_a_swap_that_rounding_does_not_explain_fails() -> None:

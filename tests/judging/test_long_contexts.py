@@ -50,7 +50,7 @@ def long_rows(model: str, backend: str) -> list[Comparison]:
     if backend == "torch":
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     weights, _ = stored(model)
-    return [*stored_long(model, weights).rows(BACKENDS[backend](weights))]
+    return [*stored_long(model, weights).comparisons(BACKENDS[backend](weights))]
 
 
 PLAIN = ("story-*", "micro-mistral-*", "micro-qwen2-numpy", "micro-qwen3.5-numpy", "micro-qwen3-moe-numpy")
@@ -60,10 +60,10 @@ PLAIN = ("story-*", "micro-mistral-*", "micro-qwen2-numpy", "micro-qwen3.5-numpy
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("model", EVERY)
 def test_long_contexts_and_far_positions_equal_the_reference(model: str, backend: str):
-    rows = long_rows(model, backend)
-    assert [row for row in rows if row.verdict != PASS] == []
-    assert {row.case for row in rows} <= OF_ALL
-    assert ("long" in {row.case for row in rows}) == (model != "story")  # whose context holds 512 tokens
+    comparisons = long_rows(model, backend)
+    assert [c for c in comparisons if c.verdict != PASS] == []
+    assert {c.case for c in comparisons} <= OF_ALL
+    assert ("long" in {c.case for c in comparisons}) == (model != "story")  # whose context holds 512 tokens
 
 
 def test_a_long_text_is_cut_into_chunks_of_three_sizes_and_single_steps():
@@ -80,8 +80,8 @@ def test_a_long_text_is_cut_into_chunks_of_three_sizes_and_single_steps():
 class Silent(NumpyRunner):
     """A runner that never shows one stage."""
 
-    def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
-        super().in_parts(this, bounds, lambda name, *shown: None if name == "l1.ffn_out" else see(name, *shown))
+    def in_parts(self, this: Pass, bounds: Sequence[int], observe: Callable[[str, np.ndarray, int], None]) -> None:
+        super().in_parts(this, bounds, lambda name, *shown: None if name == "l1.ffn_out" else observe(name, *shown))
 
 
 def test_a_stage_that_never_arrives_fails_in_every_case_and_mode():
@@ -89,9 +89,9 @@ def test_a_stage_that_never_arrives_fails_in_every_case_and_mode():
     suite = stored_long(MODEL, weights)
     far = {case: this for case, this in suite.golden.cases.items() if case != "long"}
     suite.golden = replace(suite.golden, cases=far)  # a long text takes seconds
-    rows = [row for row in suite.rows(Silent(weights)) if (row.stage, row.layer) == ("ffn_out", 1)]
-    assert {(row.case, row.mode) for row in rows} == {(case, WHOLE) for case in far}
-    assert {row.verdict for row in rows} == {FAIL}
+    comparisons = [c for c in suite.comparisons(Silent(weights)) if (c.stage, c.layer) == ("ffn_out", 1)]
+    assert {(c.case, c.mode) for c in comparisons} == {(case, WHOLE) for case in far}
+    assert {c.verdict for c in comparisons} == {FAIL}
 
 
 def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):
@@ -220,7 +220,7 @@ BUGS: dict[str, dict[str, Callable[[Any], Any]]] = {
 
 
 @contextmanager
-def planted(bug: str, backend: str) -> Iterator[None]:
+def injected(bug: str, backend: str) -> Iterator[None]:
     with ExitStack() as stack:
         for part, wrong in BUGS[bug].items():
             if ".pytorch." not in part or backend == "torch":
@@ -249,6 +249,6 @@ PLAIN_BUGS = (
 def test_a_bug_of_long_contexts_fails_by_ten_times_the_tolerance(bug: str, backend: str):
     if backend == "torch":
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
-    with planted(bug, backend):
-        failed = [row for row in long_rows(MODEL, backend) if row.verdict == FAIL]
-    assert max(row.error / row.tolerance for row in failed) >= 10
+    with injected(bug, backend):
+        failed = [c for c in long_rows(MODEL, backend) if c.verdict == FAIL]
+    assert max(c.error / c.tolerance for c in failed) >= 10

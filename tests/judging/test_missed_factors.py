@@ -34,5 +34,5 @@ def test_missed_factors_exit_code_says_whether_enough_comparisons_fail(
 def test_missed_factors_of_a_model_are_few(model: str, dtype: str, script: ModuleType):
     # `llorch verify --backend torch --dtype ...` of .ci/run sees that no comparison of a right run fails
     least = 0.87 if dtype == "bfloat16" else 0.95  # delta nets and fused attention cannot show it
-    planted = [row for row in script.forward_rows(model, script.target("cpu", dtype), 1.01) if row.mode == "isolated"]
-    assert sum(row.verdict == script.FAIL for row in planted) >= least * len(planted)
+    injected = [row for row in script.forward_rows(model, script.target("cpu", dtype), 1.01) if row.mode == "isolated"]
+    assert sum(row.verdict == script.FAIL for row in injected) >= least * len(injected)

@@ -12,8 +12,8 @@ from runs.stored_goldens import golden_of
 
 from llorch.files import open_weights
 from llorch.judging import verify as models
-from llorch.judging.goldens.forward import EngineOutput, Truth
-from llorch.judging.verify import LiveOutput, ask, plan_live, verify_as_stored
+from llorch.judging.goldens.forward import EngineOutput, ReferenceOutput
+from llorch.judging.verify import LiveOutput, plan_live, run_engines, verify_ggml
 from llorch.model.model import load
 from llorch.ops.numerics import GGML
 from llorch.runtime.builtin import builtin_path
@@ -25,28 +25,28 @@ AT = "far/l1.ffn_act"
 
 
 class Engine:
-    """Stands for an engine that runs; `take` is asked for what it shows."""
+    """Stands for an engine that runs; `run_cases` is asked for what it shows."""
 
     def __init__(self, name: str) -> None:
         self.name = name
 
     def greedy(self, ids: object, n: int) -> list[int]:
-        return GOLDEN.evidence[self.name].greedy[:n].tolist()
+        return GOLDEN.engine_outputs[self.name].greedy[:n].tolist()
 
 
 @pytest.fixture
-def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, EngineOutput], Truth], None]:
+def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, EngineOutput], ReferenceOutput], None]:
     """Have the engines show what a test hands over."""
 
     @contextmanager
     def opened(name: str, *given: object, **named: object) -> Iterator[Engine]:
         yield Engine(name)
 
-    def show(evidence: Mapping[str, EngineOutput], truth: Truth = GOLDEN.truth) -> None:
+    def show(engine_outputs: Mapping[str, EngineOutput], reference: ReferenceOutput = GOLDEN.reference) -> None:
         monkeypatch.setattr(models, "start", lambda names: None)
-        monkeypatch.setattr(models, "open_producer", opened)
-        monkeypatch.setattr(models, "take", lambda engine, cases, *, n_greedy: evidence[engine.name])
-        monkeypatch.setattr(models, "take_truth", lambda *given, **named: truth)
+        monkeypatch.setattr(models, "open_engine", opened)
+        monkeypatch.setattr(models, "run_cases", lambda engine, cases, *, n_greedy: engine_outputs[engine.name])
+        monkeypatch.setattr(models, "run_reference", lambda *given, **named: reference)
 
     return show
 
@@ -55,21 +55,21 @@ def with_value(shown: EngineOutput, value: float, name: str = AT) -> EngineOutpu
     """The same, but for one number."""
     arrays = {key: array.copy() for key, array in shown.arrays().items()}
     arrays[name].flat[3] = value
-    return EngineOutput.from_arrays(arrays, shown.route)
+    return EngineOutput.from_arrays(arrays, shown.load_path)
 
 
 def asked(failed: dict[str, str] | None) -> LiveOutput:
-    return ask(
-        plan_live(open_weights(builtin_path(MODEL)), IDS, ["llamacpp", "transformers"]), say=print, failed=failed
+    return run_engines(
+        plan_live(open_weights(builtin_path(MODEL)), IDS, ["llamacpp", "transformers"]), progress=print, failed=failed
     )
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "transformers"])
 def test_an_engine_that_shows_nan_is_not_heard_and_the_other_one_is(engines: Any, engine: str):
-    engines({**GOLDEN.evidence, engine: with_value(GOLDEN.evidence[engine], np.nan)})
+    engines({**GOLDEN.engine_outputs, engine: with_value(GOLDEN.engine_outputs[engine], np.nan)})
     failed: dict[str, str] = {}
     shown = asked(failed)
-    assert shown.evidence.keys() == GOLDEN.evidence.keys() - {engine}
+    assert shown.engine_outputs.keys() == GOLDEN.engine_outputs.keys() - {engine}
     assert failed.keys() == {engine}
     assert_tells(failed[engine], "l1.ffn_act", "far", "NaN")
     with refuses(ValueError, engine, "NaN"):
@@ -77,27 +77,27 @@ def test_an_engine_that_shows_nan_is_not_heard_and_the_other_one_is(engines: Any
 
 
 def test_engines_that_show_numbers_are_all_heard(engines: Any):
-    engines(GOLDEN.evidence)
+    engines(GOLDEN.engine_outputs)
     failed: dict[str, str] = {}
-    assert asked(failed).evidence.keys() == {"llamacpp", "transformers"}
+    assert asked(failed).engine_outputs.keys() == {"llamacpp", "transformers"}
     assert failed == {}
 
 
-def test_nan_that_the_truth_has_too_is_no_fault_of_an_engine(engines: Any):
-    true = replace(GOLDEN.truth, evidence=with_value(GOLDEN.truth.evidence, np.nan))
-    engines({name: with_value(shown, np.nan) for name, shown in GOLDEN.evidence.items()}, true)
+def test_nan_in_engine_and_reference_is_no_engine_failure(engines: Any):
+    true = replace(GOLDEN.reference, engine_output=with_value(GOLDEN.reference.engine_output, np.nan))
+    engines({name: with_value(shown, np.nan) for name, shown in GOLDEN.engine_outputs.items()}, true)
     failed: dict[str, str] = {}
-    assert asked(failed).evidence.keys() == {"llamacpp", "transformers"}
+    assert asked(failed).engine_outputs.keys() == {"llamacpp", "transformers"}
     assert failed == {}
 
 
 def as_stored(failed: dict[str, str] | None) -> list:
     model = load(builtin_path(MODEL), numerics=GGML)
-    return list(verify_as_stored(model, IDS, failed=failed))
+    return list(verify_ggml(model, IDS, failed=failed))
 
 
 def test_a_file_run_as_it_is_has_no_rows_where_the_engine_shows_nan(engines: Any):
-    engines({"llamacpp": with_value(GOLDEN.evidence["llamacpp"], np.nan)})
+    engines({"llamacpp": with_value(GOLDEN.engine_outputs["llamacpp"], np.nan)})
     failed: dict[str, str] = {}
     assert as_stored(failed) == []
     assert failed.keys() == {"llamacpp"}

@@ -11,16 +11,16 @@ from builders.tiny_models import random_tensors, write_folder
 from runs.refusals import assert_tells, refuses
 
 import llorch
-from llorch.engines import LoadPath, open_producer
+from llorch.engines import LoadPath, open_engine
 from llorch.engines.process import in_child
 from llorch.files import Weights, matrix, open_weights
 from llorch.judging.expectations import files
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.forward import EngineOutput
-from llorch.judging.judge import Comparison, exact_row
+from llorch.judging.judge import Comparison, compare_exact
 from llorch.judging.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated, rounded_stages, run
-from llorch.judging.verify import verify_as_stored
+from llorch.judging.verify import verify_ggml
 from llorch.model.model import Model
 from llorch.ops.numerics import GGML, Numerics
 from llorch.ops.rounding import BLOCK_SIZE, round_activations
@@ -44,27 +44,27 @@ def model(folder: Path, name: str, numerics: Numerics = GGML, residency: str = "
     return llorch.load(path if path.exists() else write_model(name, folder), numerics=numerics, residency=residency)  # type: ignore[arg-type]
 
 
-def judged(folder: Path, name: str, numerics: Numerics = GGML, residency: str = "decoded") -> list[Comparison]:
-    return list(verify_as_stored(model(folder, name, numerics, residency), IDS))
+def compare(folder: Path, name: str, numerics: Numerics = GGML, residency: str = "decoded") -> list[Comparison]:
+    return list(verify_ggml(model(folder, name, numerics, residency), IDS))
 
 
 @pytest.mark.live
 @pytest.mark.parametrize("numerics", [GGML, F16_CACHE], ids=str)
 @pytest.mark.parametrize("name", ["F16", "BF16", "Q8_0", "Q5_1", "IQ4_NL", "Q4_K_M", "MXFP4"])
 def test_every_stage_of_a_stored_file_agrees_with_llama_cpp_running_it(folder: Path, name: str, numerics: Numerics):
-    rows = judged(folder, name, numerics)
-    assert [row for row in rows if row.verdict == FAIL] == []
-    assert {row.checkpoint for row in rows} == {number for number in CHECKPOINTS if number < "14"} - {"05b", "06b"}
-    (selected,) = (row for row in rows if row.checkpoint == "09")
+    comparisons = compare(folder, name, numerics)
+    assert [c for c in comparisons if c.verdict == FAIL] == []
+    assert {c.checkpoint for c in comparisons} == {number for number in CHECKPOINTS if number < "14"} - {"05b", "06b"}
+    (selected,) = (c for c in comparisons if c.checkpoint == "09")
     within = selected.error <= selected.tolerance and selected.worst <= selected.tolerance_worst
     assert (selected.verdict == PASS) == within  # what passes needs no excuse
-    products = [row for row in rows if row.stage in ("q_proj", "ffn_out", "logits") and row.mode == "isolated"]
-    assert max(row.error for row in products) ** 2 <= 1e-12
+    products = [c for c in comparisons if c.stage in ("q_proj", "ffn_out", "logits") and c.mode == "isolated"]
+    assert max(c.error for c in products) ** 2 <= 1e-12
 
 
 @pytest.mark.live
-def test_packed_matrices_are_judged_alike(folder: Path):
-    assert not [row for row in judged(folder, "Q4_K_M", residency="packed") if row.verdict == FAIL]
+def test_packed_residency_has_no_failed_comparison(folder: Path):
+    assert not [c for c in compare(folder, "Q4_K_M", residency="packed") if c.verdict == FAIL]
 
 
 WRONG: dict[str, Callable] = {
@@ -78,27 +78,27 @@ WRONG: dict[str, Callable] = {
 @pytest.mark.parametrize("wrong", WRONG)
 def test_wrong_rounding_goes_red_at_the_first_product(folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: str):
     monkeypatch.setattr(matrix, "round_activations", WRONG[wrong])
-    failing = [row for row in judged(folder, "Q4_K_M") if row.verdict == FAIL]
-    assert {row.stage for row in failing if row.mode == "isolated"} >= {"q_proj", "attn_out", "ffn_out", "logits"}
-    assert max(row.error / row.tolerance for row in failing if row.tolerance) > 100
+    failing = [c for c in compare(folder, "Q4_K_M") if c.verdict == FAIL]
+    assert {c.stage for c in failing if c.mode == "isolated"} >= {"q_proj", "attn_out", "ffn_out", "logits"}
+    assert max(c.error / c.tolerance for c in failing if c.tolerance) > 100
 
 
 @pytest.mark.live
-def test_the_judged_tokens_end_in_the_continuation_but_for_its_last_token(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_compared_tokens_end_before_the_last_greedy_token(folder: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[Mapping] = []
 
-    def judge(name: str, weights: Weights, cases: Mapping, evidence: Mapping, truth: None, *, n_prompt: int) -> None:
+    def judge(
+        name: str, weights: Weights, cases: Mapping, engine_outputs: Mapping, reference: None, *, n_prompt: int
+    ) -> None:
         assert n_prompt == len(IDS)
-        seen.extend((cases, evidence))
+        seen.extend((cases, engine_outputs))
         raise KeyboardInterrupt
 
     monkeypatch.setattr("llorch.judging.verify.ForwardSuite", judge)
     with pytest.raises(KeyboardInterrupt):
-        list(verify_as_stored(model(folder, "F16"), IDS))
-    cases, evidence = seen
-    greedy = evidence["llamacpp"].greedy
+        list(verify_ggml(model(folder, "F16"), IDS))
+    cases, engine_outputs = seen
+    greedy = engine_outputs["llamacpp"].greedy
     assert len(greedy) > 1
     assert cases["near"].ids == (*IDS, *greedy[:-1].tolist())
 
@@ -109,24 +109,24 @@ def test_matrices_of_several_tiles_are_decoded_as_ggml_does_and_counted_once(
 ):
     monkeypatch.setattr("llorch.files.packed.TILE", 5 * 256)
     weights = model(folder, "Q8_0").weights
-    assert {row.verdict for row in files.decode_rows("m", weights)} == {PASS}
+    assert {c.verdict for c in files.decode_rows("m", weights)} == {PASS}
     monkeypatch.setattr(files, "in_child", lambda *what: in_child(*what)[::-1])
-    (row,) = files.decode_rows("m", weights)
-    assert (row.stage, row.verdict, row.error) == ("decode.Q8_0", FAIL, 1.0)
+    (comparison,) = files.decode_rows("m", weights)
+    assert (comparison.stage, comparison.verdict, comparison.error) == ("decode.Q8_0", FAIL, 1.0)
 
 
 @pytest.mark.live
 def test_llama_cpp_rounds_for_a_file_only(tmp_path: Path):
     place = write_folder(tmp_path, random_tensors("llama"))
     with refuses(ValueError, "GGUF", "llorch convert", where=place):
-        open_producer("llamacpp", place, numerics=GGML)
+        open_engine("llamacpp", place, numerics=GGML)
 
 
 @pytest.mark.live
 def test_flips_are_counted_and_what_they_would_do_is_said(folder: Path):
-    rows = judged(folder, "BF16")
-    (near,) = (row for row in rows if (row.stage, row.mode, row.case) == ("logits", "free", "near"))
-    flips = sum(row.flips for row in rows if (row.mode, row.case) == ("chained", "near"))
+    comparisons = compare(folder, "BF16")
+    (near,) = (c for c in comparisons if (c.stage, c.mode, c.case) == ("logits", "free", "near"))
+    flips = sum(c.flips for c in comparisons if (c.mode, c.case) == ("chained", "near"))
     assert_tells(near.note, f"{flips} values", f"{near.error:.1e}")
     assert flips > 0
 
@@ -140,11 +140,11 @@ def suite(
     trace["logits"] = change(trace["logits"].copy())
     greedy = trace["logits"][-n_greedy:].argmax(axis=-1)
     shown = EngineOutput(
-        {"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, route=LoadPath("us", "us")
+        {"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, load_path=LoadPath("us", "us")
     )
     n_prompt = len(ids) + 1 - n_greedy
     made = ForwardSuite("m", weights, {"near": case}, {"llamacpp": shown}, None, n_prompt=n_prompt)
-    return made, GgmlRunner(weights, {"near": trace}, {"near": made.limits("near")})
+    return made, GgmlRunner(weights, {"near": trace}, {"near": made.tolerances("near")})
 
 
 @pytest.mark.parametrize(
@@ -153,13 +153,13 @@ def suite(
 def test_only_flips_between_two_runs_of_llama_cpp_excuse_a_failure(folder: Path, ours, selected, ties):
     made, runner = suite(folder, IDS, 1, lambda logits: logits / np.float32(ours))
     row = runner.last_row(made.cases["near"])
-    shown = replace(made.evidence["llamacpp"], selected_logits=row * np.float32(selected))
+    shown = replace(made.engine_outputs["llamacpp"], selected_logits=row * np.float32(selected))
     for checkpoint in ("09", "10"):
-        failed = exact_row(StageRef(checkpoint, "argmax"), "llamacpp", 1.0, "said before", model="m")
-        judged = made._beside_one_pass(runner, failed, row, shown)
-        assert judged.verdict == (TIE if ties else FAIL)
-        assert judged.note.startswith("said before")
-        assert ("llama.cpp" in judged.note) == ties
+        failed = compare_exact(StageRef(checkpoint, "argmax"), "llamacpp", 1.0, "said before", model="m")
+        comparison = made._beside_one_pass(runner, failed, row, shown)
+        assert comparison.verdict == (TIE if ties else FAIL)
+        assert comparison.note.startswith("said before")
+        assert ("llama.cpp" in comparison.note) == ties
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(0.95, TIE), (1.05, FAIL)])
@@ -167,10 +167,10 @@ def test_two_runs_of_llama_cpp_may_be_apart_as_far_as_flips_move_them_and_no_far
     folder: Path, share: float, verdict: str
 ):
     made, runner = suite(folder, IDS, 1)
-    row, most = runner.last_row(made.cases["near"]), made.limits("near").free_last_row()
+    row, most = runner.last_row(made.cases["near"]), made.tolerances("near").free_last_row()
     selected = row * (1 + share * min(most.error, most.worst))  # as far off in every number
-    shown = replace(made.evidence["llamacpp"], selected_logits=selected.astype(row.dtype))
-    failed = exact_row(StageRef("09", "selected_logits"), "llamacpp", 1.0, "", model="m")
+    shown = replace(made.engine_outputs["llamacpp"], selected_logits=selected.astype(row.dtype))
+    failed = compare_exact(StageRef("09", "selected_logits"), "llamacpp", 1.0, "", model="m")
     assert made._beside_one_pass(runner, failed, row, shown).verdict == verdict
 
 
@@ -186,12 +186,12 @@ def test_our_text_runs_free_and_another_token_must_be_explained_by_flips(folder:
 
     _, runner = suite(folder, IDS, 1)
     made, runner = suite(folder, [*IDS, *runner.text(IDS, 1).tolist()], 2, prefer)
-    (row,) = (row for row in made.sampler_rows(runner) if row.stage == "generation")
-    assert row.verdict == verdict
-    assert row.note.startswith("token 1: expected") == (margin > 0)
+    (comparison,) = (c for c in made.sampler_rows(runner) if c.stage == "generation")
+    assert comparison.verdict == verdict
+    assert comparison.note.startswith("token 1: expected") == (margin > 0)
 
 
-def test_the_truth_is_float64_also_through_matrices(folder: Path):
+def test_float64_forward_stays_float64_through_quantised_matrices(folder: Path):
     made = model(folder, "Q8_0")
     wide = Model(made.weights.astype(np.float64)).forward(IDS)
     narrow = made.forward(IDS)

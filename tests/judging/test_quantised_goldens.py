@@ -45,7 +45,7 @@ def test_goldens_say_where_they_come_from():
     provenance = quantised_golden().provenance
     engine = provenance["engines"]["llamacpp"]  # pyright: ignore[reportIndexIssue]
     assert engine["knobs"]["weights"].endswith("file")  # and not decoded to a type
-    assert quantised_golden().evidence("Q8_0")["llamacpp"].route == LoadPath("llamacpp", "llamacpp")
+    assert quantised_golden().engine_outputs("Q8_0")["llamacpp"].load_path == LoadPath("llamacpp", "llamacpp")
     assert engine["knobs"]["type_k"] == engine["knobs"]["type_v"] == "F32"
     assert {"command", "rounding", "numpy", "machine"} <= provenance.keys()
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
 
-from llorch.engines import open_producer
+from llorch.engines import open_engine
 from llorch.model.model import load
 from llorch.stages.comparison import Tolerance, compare
 
@@ -29,7 +29,7 @@ SCALINGS: dict[str, tuple[dict[str, object], bool]] = {  # keys below rope.scali
 
 
 @pytest.mark.parametrize("name", SCALINGS)
-def test_scaled_positions_agree_with_both_producers(tmp_path: Path, name: str):
+def test_scaled_positions_agree_with_both_engines(tmp_path: Path, name: str):
     keys, changes = SCALINGS[name]
     metadata = GGUF_METADATA | NO_VOCABULARY | {f"llama.rope.scaling.{key}": value for key, value in keys.items()}
     path = write_file(tmp_path / "x.gguf", gguf_tensors(), metadata)
@@ -37,8 +37,8 @@ def test_scaled_positions_agree_with_both_producers(tmp_path: Path, name: str):
     model = load(path)
     model.forward(IDS, trace=ours, first_position=3)
     assert (model.config.rope_scaling is not None) == changes
-    for producer_name in ("llamacpp", "transformers"):
-        with open_producer(producer_name, path) as producer:
-            theirs = producer.trace(IDS, first_position=3)
+    for engine_name in ("llamacpp", "transformers"):
+        with open_engine(engine_name, path) as engine:
+            theirs = engine.trace(IDS, first_position=3)
         report = compare(ours, theirs, Tolerance(5e-6, 5e-5))  # float32 engines lie within 2e-6 of one another
-        assert report.first_divergence is None, f"{producer_name}: {report}"
+        assert report.first_divergence is None, f"{engine_name}: {report}"

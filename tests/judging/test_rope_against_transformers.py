@@ -60,11 +60,11 @@ def test_frequencies_and_gain_are_those_of_transformers(name, theta, head_dim):
 
     values = config_json(SCALINGS[name], theta=theta, head_dim=head_dim)
     theirs = LlamaRotaryEmbedding(LlamaConfig(**values))
-    want = np.asarray(theirs.inv_freq.tolist())
+    expected = np.asarray(theirs.inv_freq.tolist())
     config = ModelConfig.from_huggingface(values, path="config.json")
     scaling = config.rope_scaling
-    got = scale_frequencies(frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
-    np.testing.assert_allclose(got, want, rtol=1e-6)  # transformers computes in float32
+    actual = scale_frequencies(frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
+    np.testing.assert_allclose(actual, expected, rtol=1e-6)  # transformers computes in float32
     gain = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
     assert gain == pytest.approx(theirs.attention_scaling, rel=1e-12)
 
@@ -78,10 +78,10 @@ def test_tables_are_those_of_transformers_near_and_far(name):
     values = config_json(SCALINGS[name], theta=500_000.0, head_dim=64)
     positions = np.array([0, 1, 7, 100, 4095, 16_000])
     theirs = LlamaRotaryEmbedding(LlamaConfig(**values))
-    want = theirs(torch.zeros(1), torch.from_numpy(positions)[None])
+    expected = theirs(torch.zeros(1), torch.from_numpy(positions)[None])
     config = ModelConfig.from_huggingface(values, path="config.json")
-    got = rope_tables(positions, head_dim=64, theta=config.rope_theta, scaling=config.rope_scaling)
-    for ours, full in zip(got, want, strict=True):
+    actual = rope_tables(positions, head_dim=64, theta=config.rope_theta, scaling=config.rope_scaling)
+    for ours, full in zip(actual, expected, strict=True):
         half = full[0, :, :32].numpy()
         # float32 angles of transformers: an error of the angle of up to 2 ulp, which grows with the position
         limit = 4 * np.finfo(np.float32).eps * (1 + positions[:, None])
@@ -118,11 +118,11 @@ def test_every_yarn_that_is_not_refused_has_the_frequencies_of_transformers(rng)
             refused += 1
             continue
         theirs = SimpleNamespace(**values, standardize_rope_params=lambda: None)  # their config class is slow to make
-        want, gain = ROPE_INIT_FUNCTIONS["yarn"](theirs)
+        expected, gain = ROPE_INIT_FUNCTIONS["yarn"](theirs)
         assert isinstance(config.rope_scaling, YarnScaling)
         assert config.rope_scaling.attention_factor == pytest.approx(gain, rel=1e-12)
-        got = scale_frequencies(frequencies(head_dim, theta), config.rope_scaling, head_dim=head_dim, theta=theta)
-        np.testing.assert_allclose(got, np.asarray(want.tolist()), rtol=1e-5, err_msg=str(values))
+        actual = scale_frequencies(frequencies(head_dim, theta), config.rope_scaling, head_dim=head_dim, theta=theta)
+        np.testing.assert_allclose(actual, np.asarray(expected.tolist()), rtol=1e-5, err_msg=str(values))
     assert 10 < refused < 500
 
 

@@ -9,7 +9,7 @@ import pytest
 from runs.kept_suites import kept
 from runs.refusals import refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
-from runs.training_rows import ON_CUDA, TARGETS, WIDE, backends, require_all, rows
+from runs.training_rows import ON_CUDA, TARGETS, WIDE, backends, comparisons, require_all
 
 from llorch.judging.expectations.adapter_files import EXPORTS
 from llorch.judging.expectations.training import verify_training_stored
@@ -91,7 +91,7 @@ def test_checkpoint_15_has_the_adapter_of_the_recipe(model: str):
 
 @each_model
 def test_checkpoint_15_covers_all_matrices_of_all_layers(model: str):
-    found = {(row.layer, row.stage) for row in rows(model, "numpy") if row.stage.startswith("lora_delta.")}
+    found = {(c.layer, c.stage) for c in comparisons(model, "numpy") if c.stage.startswith("lora_delta.")}
     assert len(found) == 7 * training_weights_of(model).config.n_layers
 
 
@@ -126,9 +126,9 @@ def test_checkpoint_17_golden_with_b_zero_has_no_gradient_for_a(model: str):
 
 @each_model
 def test_checkpoint_17_grants_no_error_to_gradients_that_are_zero(model: str):
-    alike = [row for row in rows(model, "numpy") if row.case == "zero_b" and row.stage.endswith("lora_A")]
+    alike = [c for c in comparisons(model, "numpy") if c.case == "zero_b" and c.stage.endswith("lora_A")]
     assert alike
-    assert {(row.error, row.truth_error, row.producer_error) for row in alike} == {(0.0, 0.0, 0.0)}
+    assert {(c.error, c.reference_error, c.engine_error) for c in alike} == {(0.0, 0.0, 0.0)}
 
 
 @each_model
@@ -139,11 +139,11 @@ def test_checkpoint_18_clips_in_every_step(model: str):
 
 @each_model
 def test_checkpoint_18_never_grants_more_than_a_fifth_of_a_learning_rate(model: str):
-    alike = [row for row in rows(model, "numpy") if row.stage.startswith("parameters.")]
-    assert max(row.tolerance_worst for row in alike) <= 0.2
-    assert max(row.tolerance for row in alike) <= 0.02
-    alone = [row for row in alike if row.mode == "isolated"]
-    assert max(row.tolerance_worst for row in alone) <= 1e-3
+    alike = [c for c in comparisons(model, "numpy") if c.stage.startswith("parameters.")]
+    assert max(c.tolerance_worst for c in alike) <= 0.2
+    assert max(c.tolerance for c in alike) <= 0.02
+    alone = [c for c in alike if c.mode == "isolated"]
+    assert max(c.tolerance_worst for c in alone) <= 1e-3
 
 
 @pytest.mark.parametrize("mode", ["isolated", "chained"])
@@ -155,9 +155,9 @@ def test_checkpoint_18_stored_tolerances_are_under_their_ceilings(mode: str):
 
 @each_model
 def test_checkpoint_18_learning_rates_are_transformers_own_to_the_last_bits(model: str):
-    alike = [row for row in rows(model, "numpy") if row.stage == "learning_rate" and row.backend != WIDE]
-    assert {row.case for row in alike} == {"constant", "linear", "cosine"}
-    assert max(row.tolerance for row in alike) == 1e-15
+    alike = [c for c in comparisons(model, "numpy") if c.stage == "learning_rate" and c.backend != WIDE]
+    assert {c.case for c in alike} == {"constant", "linear", "cosine"}
+    assert max(c.tolerance for c in alike) == 1e-15
     assert np.finfo(np.float64).eps < 1e-15
 
 
@@ -177,14 +177,14 @@ def test_checkpoint_19_clips_some_steps_and_not_others(model: str):
 
 @each_model
 def test_checkpoint_19_is_tight(model: str):
-    alike = [row for row in rows(model, "numpy") if row.stage == "loss_curve"]
-    assert max(row.tolerance for row in alike) < 2e-6
+    alike = [c for c in comparisons(model, "numpy") if c.stage == "loss_curve"]
+    assert max(c.tolerance for c in alike) < 2e-6
     assert training_weights_of(model).config.n_layers > 1
 
 
 @each_model
 def test_checkpoint_20_compares_every_form_with_the_engine_that_loads_it(model: str):
-    found = {(row.stage, row.producer) for row in rows(model, "numpy") if row.stage.startswith("exported_logits.")}
+    found = {(c.stage, c.engine) for c in comparisons(model, "numpy") if c.stage.startswith("exported_logits.")}
     assert found == {(f"exported_logits.{kind}", LOADED_BY[kind]) for kind in EXPORTS}
 
 
@@ -199,7 +199,7 @@ def test_checkpoint_20_looks_at_every_tensor_of_adapter_files(model: str):
 
 @each_model
 def test_checkpoint_20_says_which_adapter_file_nobody_else_wrote(model: str):
-    found = {row.stage: row.producer for row in rows(model, "numpy") if row.mode == "exact"}
+    found = {c.stage: c.engine for c in comparisons(model, "numpy") if c.mode == "exact"}
     assert found == {"adapter_file.peft_folder": "peft", "adapter_file.lora_gguf": "ours"}
 
 

@@ -12,7 +12,7 @@ from runs.golden_files import unpacked
 from runs.refusals import assert_tells, refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 
-from llorch.judging.expectations.training import claims, refuse_far_witnesses, rows, tolerances
+from llorch.judging.expectations.training import comparisons, make_expectations, refuse_far_engines, tolerances
 from llorch.judging.expectations.training_places import MODES
 from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens import store as golden_store
@@ -68,38 +68,43 @@ def test_places_name_every_array_of_the_file_and_no_other(model: str):
     found = list(names(training_weights_of(model).config.n_layers))
     assert len(found) == len({*found})
     assert {*found} == training_golden_of(model).arrays.keys()
-    claimed = claims(training_golden_of(model), training_weights_of(model).config, "float32")
-    assert {claim.place.stage for claim in claimed} == BY_GROUP.keys() - {"adapter_file"}
+    expectations = make_expectations(training_golden_of(model), training_weights_of(model).config, "float32")
+    assert {expectation.stage_ref.stage for expectation in expectations} == BY_GROUP.keys() - {"adapter_file"}
 
 
 @pytest.mark.parametrize("name", list(names(CONFIG.n_layers))[::41])
 def test_a_single_array_that_is_missing_is_no_pass(golden: TrainingGolden, name: str):
     fewer = replace(golden, arrays={other: array for other, array in golden.arrays.items() if other != name})
     with refuses(ValueError, "1 arrays", "missing", name, "reference_outputs/regenerate.py", where=FILES[0]):
-        next(claims(fewer, CONFIG, "float64"))
+        next(make_expectations(fewer, CONFIG, "float64"))
 
 
 @pytest.mark.parametrize("key", ["plain/l0.gradient.q_proj.lora_A", "step 1/l0.parameters.up_proj.lora_B"])
-def test_a_witness_that_is_far_from_the_truth_is_refused(golden: TrainingGolden, key: str):
+def test_peft_output_far_from_the_reference_is_refused(golden: TrainingGolden, key: str):
     far = changed(golden, key, lambda array: array * np.float32(1.1))
     with refuses(ValueError, f"peft chained {key}", "error"):
-        refuse_far_witnesses(MODEL, far, CONFIG, "float32")
+        refuse_far_engines(MODEL, far, CONFIG, "float32")
 
 
 @pytest.mark.parametrize("name", ["peft/plain/l9.gradient.q_proj.lora_A", "truth/chained/curve/los_curve"])
 def test_an_array_that_nothing_is_compared_with_is_refused(golden: TrainingGolden, name: str):
     more = replace(golden, arrays={**golden.arrays, name: np.ones(2, np.float32)})
     with refuses(ValueError, "1 arrays", "stage", name, where=FILES[0]):
-        next(claims(more, CONFIG, "bfloat16"))
+        next(make_expectations(more, CONFIG, "bfloat16"))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "bfloat16"])
 def test_an_array_that_a_backend_does_not_make_fails(golden: TrainingGolden, dtype: DtypeName):
-    wanted = list(claims(golden, CONFIG, dtype))
-    ours = {mode: {claim.place: claim.want for claim in wanted if claim.mode == mode} for mode in MODES}
-    assert all(row.verdict != FAIL for row in rows(MODEL, iter(wanted), ours, "made-up"))
-    ours["chained"] = {place: array for place, array in ours["chained"].items() if place.stage != "loss_curve"}
-    red = [row for row in rows(MODEL, iter(wanted), ours, "made-up") if row.verdict == FAIL]
-    (row,) = red
-    assert (row.stage, row.mode) == ("loss_curve", "chained")
-    assert_tells(row.note.removeprefix("got:"), got="nothing")
+    wanted = list(make_expectations(golden, CONFIG, dtype))
+    ours = {
+        mode: {expectation.stage_ref: expectation.expected for expectation in wanted if expectation.mode == mode}
+        for mode in MODES
+    }
+    assert all(c.verdict != FAIL for c in comparisons(MODEL, iter(wanted), ours, "made-up"))
+    ours["chained"] = {
+        stage_ref: array for stage_ref, array in ours["chained"].items() if stage_ref.stage != "loss_curve"
+    }
+    red = [c for c in comparisons(MODEL, iter(wanted), ours, "made-up") if c.verdict == FAIL]
+    (comparison,) = red
+    assert (comparison.stage, comparison.mode) == ("loss_curve", "chained")
+    assert_tells(comparison.note.removeprefix("got:"), got="nothing")

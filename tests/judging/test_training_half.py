@@ -13,7 +13,7 @@ from runs.refusals import refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 from runs.torch_targets import on
 
-from llorch.judging.expectations.training import claims, errors, refuse_far_witnesses
+from llorch.judging.expectations.training import errors, make_expectations, refuse_far_engines
 from llorch.judging.expectations.training_places import at
 from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens.training import FILES, HALF_DTYPES, MODELS, golden_name
@@ -44,23 +44,26 @@ def test_stored_tolerances_are_four_times_the_largest_stored_distance_between_fl
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_every_group_of_15_to_19_is_judged_in_half_precision(model: str):
+def test_every_group_of_15_to_19_is_compared_in_half_precision(model: str):
     golden = training_golden_of(model)
-    found = {claim.place.stage for claim in claims(golden, training_weights_of(model).config, DTYPE)}
+    found = {
+        expectation.stage_ref.stage
+        for expectation in make_expectations(golden, training_weights_of(model).config, DTYPE)
+    }
     assert BY_GROUP.keys() - found == {"adapter_file", "norm_curve", *NUMPY_ALONE}
     own = {(mode, name) for mode, groups in golden.tolerances[DTYPE].items() for name in groups}
     assert not own & {("isolated", name) for name in FROM_FLOAT32}
 
 
-def test_the_stages_are_walked_once_for_all_claims(monkeypatch):
+def test_stage_keys_are_listed_once_for_all_expectations(monkeypatch):
     walks = []
     monkeypatch.setattr(limits, "keys", lambda config: walks.append(1) or keys(config))
     limits._stage_counts.cache_clear()
-    assert len([*claims(training_golden_of(MODEL), CONFIG, DTYPE)]) > 100
+    assert len([*make_expectations(training_golden_of(MODEL), CONFIG, DTYPE)]) > 100
     assert len(walks) == 1
 
 
-def test_parameters_after_a_chain_of_steps_are_not_judged_and_alone_they_are():
+def test_parameters_are_compared_isolated_but_not_chained():
     moved = at("parameters", 0, "q_proj.lora_A", "step 1")
     second = at("first_moment", 0, "q_proj.lora_A", "step 2")
     assert not shows(moved, "chained", DTYPE)
@@ -80,11 +83,11 @@ def test_a_ceiling_is_the_root_of_the_roundings():
     assert ceiling(CONFIG, "lora_delta", "isolated", DTYPE).error == 16 * 2.0**-8
 
 
-def test_peft_too_far_from_the_truth_is_refused():
+def test_peft_gradient_far_from_the_reference_is_refused():
     golden, name = training_golden_of(MODEL), "plain/l1.gradient.k_proj.lora_B"
     arrays = {**golden.arrays, f"peft/{name}": golden.arrays[f"peft/{name}"] * np.float32(1.2)}
     with refuses(ValueError, f"peft chained {name}", "error 2.0e-01"):
-        refuse_far_witnesses(MODEL, replace(golden, arrays=arrays), CONFIG, DTYPE)
+        refuse_far_engines(MODEL, replace(golden, arrays=arrays), CONFIG, DTYPE)
 
 
 def test_a_run_whose_adapter_is_in_half_precision_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -109,7 +112,7 @@ def test_goldens_without_tolerances_of_half_precision_are_refused(tmp_path: Path
         list(verify_training_torch(MODEL, on("torch-cpu-bfloat16")))
 
 
-def test_training_in_float16_is_not_judged():
+def test_verify_training_in_float16_is_refused():
     with refuses(ValueError, "float32", "float64", "bfloat16", got="torch-cpu-float16", where="training"):
         list(verify_training_torch(MODEL, on("torch-cpu-float16")))
 
@@ -132,9 +135,11 @@ def test_stored_errors_are_those_of_peft_running_now():
     from reference_outputs.peft_reference import Peft
 
     golden, weights = training_golden_of(MODEL), training_weights_of(MODEL)
-    producer = Peft(weights.path, n_threads=1, dtype=DTYPE)
-    shown = producer.gradients(golden.adapter_for(weights.config), golden.batches[0])
-    now = replace(golden, arrays={**golden.arrays, **{golden_name(place): array for place, array in shown.items()}})
+    engine = Peft(weights.path, n_threads=1, dtype=DTYPE)
+    shown = engine.gradients(golden.adapter_for(weights.config), golden.batches[0])
+    now = replace(
+        golden, arrays={**golden.arrays, **{golden_name(stage_ref): array for stage_ref, array in shown.items()}}
+    )
     (made, stored) = (
         e["chained"]["gradient"]["plain"] for e in (errors(now, CONFIG, DTYPE), golden.half_errors[DTYPE])
     )

@@ -8,10 +8,10 @@ from runs.refusals import refuses
 from runs.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.files.convert import convert
-from llorch.judging.expectations.training import claims
+from llorch.judging.expectations.training import make_expectations
 from llorch.judging.expectations.training_places import ISOLATED, at
 from llorch.judging.goldens.training_recipe import LORA, OPTIMIZER, with_zero_b
-from llorch.judging.tolerances.training import GATE
+from llorch.judging.tolerances.training import FLOAT64_TOLERANCE
 from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
@@ -19,22 +19,22 @@ MODEL = "micro-qwen3"
 
 
 @pytest.fixture(scope="module")
-def producer():
+def engine():
     from reference_outputs.peft_reference import Peft
 
     return Peft(builtin_path(MODEL), n_threads=1)
 
 
-def test_deltas_are_peft_s_own_delta_weight_times_the_input(producer):
+def test_deltas_are_peft_s_own_delta_weight_times_the_input(engine):
     import torch
 
     adapter = training_golden_of(MODEL).adapter_for(training_weights_of(MODEL).config)
-    seen = producer.forward(adapter, training_golden_of(MODEL).batches[0])
-    layer = producer.adapted(adapter).base_model.model.model.layers[1]
+    seen = engine.forward(adapter, training_golden_of(MODEL).batches[0])
+    layer = engine.adapted(adapter).base_model.model.model.layers[1]
     for path, source in (("self_attn.v_proj", "attn_norm"), ("mlp.down_proj", "ffn_act")):
         weight = layer.get_submodule(path).get_delta_weight("default").detach()
-        want = torch.from_numpy(seen[at(source, 1)]) @ weight.T
-        np.testing.assert_allclose(seen[at("lora_delta", 1, path.rpartition(".")[2])], want, atol=2e-6)
+        expected = torch.from_numpy(seen[at(source, 1)]) @ weight.T
+        np.testing.assert_allclose(seen[at("lora_delta", 1, path.rpartition(".")[2])], expected, atol=2e-6)
 
 
 def test_the_base_trains_without_the_dropout_of_its_config(tmp_path):
@@ -51,21 +51,21 @@ def test_the_base_trains_without_the_dropout_of_its_config(tmp_path):
     np.testing.assert_array_equal(*seen)
 
 
-def test_an_adapter_with_b_zero_leaves_the_base(producer):
-    from llorch.engines import open_producer
+def test_adapter_with_zero_b_gives_the_base_logits(engine):
+    from llorch.engines import open_engine
 
     golden = training_golden_of(MODEL)
     fresh = with_zero_b(golden.adapter_for(training_weights_of(MODEL).config))
-    seen = producer.forward(fresh, golden.batches[0])[at("adapted_logits")]
-    with open_producer("transformers", builtin_path(MODEL), n_threads=1) as base:
+    seen = engine.forward(fresh, golden.batches[0])[at("adapted_logits")]
+    with open_engine("transformers", builtin_path(MODEL), n_threads=1) as base:
         rows = [base.logits(ids) for ids in golden.rows[0].ids]
     np.testing.assert_allclose(seen, np.concatenate(rows), rtol=0, atol=2e-5)
 
 
-def test_the_norm_is_that_of_the_gradients_before_clipping(producer):
+def test_the_norm_is_that_of_the_gradients_before_clipping(engine):
     golden = training_golden_of(MODEL)
     adapter = golden.adapter_for(training_weights_of(MODEL).config, LORA)
-    found = producer.steps(adapter, [[golden.batches[0]]], OPTIMIZER, shown=(1,))
+    found = engine.steps(adapter, [[golden.batches[0]]], OPTIMIZER, shown=(1,))
     grads = [array for place, array in found.items() if place.stage == "given"]
     assert len(grads) == len(adapter.flat())
     norm = np.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in grads))
@@ -73,7 +73,7 @@ def test_the_norm_is_that_of_the_gradients_before_clipping(producer):
     assert norm > OPTIMIZER.max_norm
 
 
-def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
+def test_stored_isolated_reference_equals_a_new_peft_float64_run():
     from llorch.engines.float64_everywhere import float64_everywhere
     from reference_outputs.peft_isolated import Isolated
     from reference_outputs.peft_reference import Peft
@@ -82,10 +82,14 @@ def test_the_stored_truth_of_isolated_stages_is_peft_in_float64_running_now():
     with float64_everywhere():
         made = Isolated(Peft(builtin_path(MODEL), n_threads=1, dtype="float64"), golden).arrays()
     config = training_weights_of(MODEL).config
-    stored = {claim.place: claim for claim in claims(golden, config, "float64") if claim.mode == ISOLATED}
+    stored = {
+        expectation.stage_ref: expectation
+        for expectation in make_expectations(golden, config, "float64")
+        if expectation.mode == ISOLATED
+    }
     assert made.keys() == stored.keys()
     assert {array.dtype for array in made.values()} == {np.dtype(np.float64)}
-    assert max(stored[place].difference(array).error for place, array in made.items()) < GATE
+    assert max(stored[stage_ref].difference(array).error for stage_ref, array in made.items()) < FLOAT64_TOLERANCE
 
 
 def test_float64_outside_of_the_mode_that_widens_everything_is_refused():

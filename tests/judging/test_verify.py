@@ -32,26 +32,26 @@ def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
     content = bytearray(PATH.read_bytes())
     content[-100] ^= 1
     copy.write_bytes(content)
-    (row,) = foundation_rows("flipped", own_tensors(open_weights(copy).source), foreign_tensors(PATH))
-    assert row.verdict == FAIL
-    assert row.note.endswith(" (other bytes)")
+    (comparison,) = foundation_rows("flipped", own_tensors(open_weights(copy).source), foreign_tensors(PATH))
+    assert comparison.verdict == FAIL
+    assert comparison.note.endswith(" (other bytes)")
 
 
 def test_other_token_ids_fail_and_are_shown():
     weights = open_weights(PATH)
     checks = [TokenCheck("Once", {"llamacpp": [1, 2, 3]})]
-    (row,) = token_rows("micro-qwen2", Model(weights).tokenizer.encode, checks)
-    assert row.verdict == FAIL
-    assert "'Once'" in row.note
+    (comparison,) = token_rows("micro-qwen2", Model(weights).tokenizer.encode, checks)
+    assert comparison.verdict == FAIL
+    assert "'Once'" in comparison.note
 
 
 def test_a_tensor_that_one_reader_alone_sees_fails_the_foundation():
     table = own_tensors(open_weights(PATH).source)
     less = {name: entry for name, entry in table.items() if name != "blk.1.ffn_up.weight"}
     for own, foreign in ((less, table), (table, less), ({}, table), (table, {})):
-        (row,) = foundation_rows("micro-qwen2", own, foreign)
-        assert row.verdict == FAIL
-        assert ("nothing, not F32 " in row.note) == (foreign is table)
+        (comparison,) = foundation_rows("micro-qwen2", own, foreign)
+        assert comparison.verdict == FAIL
+        assert ("nothing, not F32 " in comparison.note) == (foreign is table)
     assert differing(less, table) == differing(table, less) == ["blk.1.ffn_up.weight"]
 
 
@@ -60,12 +60,12 @@ def test_every_text_is_compared_and_the_share_of_wrong_ones_is_given():
     encode = Model(weights).tokenizer.encode
     right = encode("Once")
     checks = [TokenCheck("Once", {"llamacpp": right}) for _ in range(3)]
-    assert [row.verdict for row in token_rows("micro-qwen2", encode, checks)] == [PASS]
-    (row,) = token_rows(
+    assert [c.verdict for c in token_rows("micro-qwen2", encode, checks)] == [PASS]
+    (comparison,) = token_rows(
         "micro-qwen2", Model(weights).tokenizer.encode, [*checks, TokenCheck("upon", {"llamacpp": [1]})]
     )
-    assert (row.verdict, row.error) == (FAIL, 0.25)
-    assert row.note.startswith("'upon': ")
+    assert (comparison.verdict, comparison.error) == (FAIL, 0.25)
+    assert comparison.note.startswith("'upon': ")
 
 
 @pytest.mark.live
@@ -91,11 +91,11 @@ def test_the_other_reader_is_not_ours(kind: str, tmp_path: Path, monkeypatch: py
 def test_the_text_of_a_live_run_is_tokenized_by_the_engine_too(monkeypatch: pytest.MonkeyPatch):
     text = "Once upon a time"
     ids = Model(open_weights(PATH)).tokenizer.encode(text)
-    rows = verify_live(plan_live(open_weights(PATH), ids, ["llamacpp"], text=text))
-    assert next(row.verdict for row in rows if row.stage == "token_ids") == PASS
+    comparisons = verify_live(plan_live(open_weights(PATH), ids, ["llamacpp"], text=text))
+    assert next(c.verdict for c in comparisons if c.stage == "token_ids") == PASS
     monkeypatch.setattr(Tokenizer, "encode", lambda tokenizer, text: ids[::-1])
-    rows = verify_live(plan_live(open_weights(PATH), ids, ["llamacpp"], text=text))
-    assert next(row.verdict for row in rows if row.stage == "token_ids") == FAIL
+    comparisons = verify_live(plan_live(open_weights(PATH), ids, ["llamacpp"], text=text))
+    assert next(c.verdict for c in comparisons if c.stage == "token_ids") == FAIL
 
 
 def test_goldens_of_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -121,23 +121,25 @@ def test_goldens_lie_beside_the_package_in_a_clone():
 def test_a_file_verifies_live_against_both_engines(name: str):
     said: list[str] = []
     ids = list(range(20, 32))
-    rows = list(
-        verify_live(plan_live(open_weights(builtin_path(name)), ids, ["llamacpp", "transformers"]), say=said.append)
+    comparisons = list(
+        verify_live(
+            plan_live(open_weights(builtin_path(name)), ids, ["llamacpp", "transformers"]), progress=said.append
+        )
     )
-    assert {row.verdict for row in rows} == {PASS}
-    assert {row.producer for row in rows} == {"reader", "llamacpp", "transformers", "transformers-float64"}
-    assert {row.checkpoint for row in rows} >= {"00", "01b", "03", "08", "12"}
+    assert {c.verdict for c in comparisons} == {PASS}
+    assert {c.engine for c in comparisons} == {"reader", "llamacpp", "transformers", "transformers-float64"}
+    assert {c.checkpoint for c in comparisons} >= {"00", "01b", "03", "08", "12"}
     assert "running llamacpp" in said
 
 
 @pytest.mark.live
 def test_live_and_stored_errors_are_alike():
-    stored = [row for row in verify_stored("micro-qwen2", long=False) if row.mode == "chained" and row.case == "near"]
+    stored = [c for c in verify_stored("micro-qwen2", long=False) if c.mode == "chained" and c.case == "near"]
     live = verify_live(plan_live(open_weights(PATH), range(40, 52), ["llamacpp", "transformers"]))
-    live = [row for row in live if row.mode == "chained" and row.case == "near"]
+    live = [c for c in live if c.mode == "chained" and c.case == "near"]
     assert len(stored) == len(live)
-    ratio = np.median([b.producer_error for b in live if b.producer_error]) / np.median(
-        [a.producer_error for a in stored if a.producer_error]
+    ratio = np.median([b.engine_error for b in live if b.engine_error]) / np.median(
+        [a.engine_error for a in stored if a.engine_error]
     )
     assert 0.2 < ratio < 5
 
@@ -152,19 +154,21 @@ def test_a_prompt_whose_traces_do_not_fit_the_memory_is_refused_before_an_engine
     assert needed > free
 
 
-def test_a_prompt_near_the_end_of_the_context_leaves_fewer_greedy_tokens(monkeypatch: pytest.MonkeyPatch):
+def test_prompt_near_the_context_end_gets_fewer_greedy_tokens(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
 
-    def take(producer: None, cases: object, *, n_greedy: int = 99) -> None:
+    def run_cases(engine: None, cases: object, *, n_greedy: int = 99) -> None:
         asked.append(n_greedy)
         raise RuntimeError
 
-    monkeypatch.setattr(verify, "take", take)
+    monkeypatch.setattr(verify, "run_cases", run_cases)
     monkeypatch.setattr(verify, "require_memory", lambda *_, **__: None)
-    monkeypatch.setattr(verify, "open_producer", lambda name, path, say: nullcontext())
+    monkeypatch.setattr(verify, "open_engine", lambda name, path, progress: nullcontext())
     length = open_weights(PATH).config.max_position_embeddings
     for missing in (30, 3, 0):
-        verify.ask(plan_live(open_weights(PATH), [1] * (length - missing), ["llamacpp"]), say=print, failed={})
+        verify.run_engines(
+            plan_live(open_weights(PATH), [1] * (length - missing), ["llamacpp"]), progress=print, failed={}
+        )
     assert asked == [24, 4, 1]
 
 
@@ -177,12 +181,12 @@ def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monk
         verify.require_engines(weights, ["llamacpp", "transformers"], ours=ours)
 
 
-def test_a_truth_that_does_not_fit_is_not_run_and_says_so(monkeypatch: pytest.MonkeyPatch):
+def test_reference_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch):
     weights = open_weights(PATH)
     layer = 8 * sum(int(np.prod(weights.shape(name))) for name in weights if name.startswith("layers.0."))
     needed = 1.2 * layer  # the largest part of it
     monkeypatch.setattr("llorch.judging.verify.available_memory", lambda: needed)
-    verify.require_truth(weights)
+    verify.require_reference(weights)
     monkeypatch.setattr("llorch.judging.verify.available_memory", lambda: needed - 1)
     with refuses(MemoryError, "reference", "float64", f"{needed / 1e9:.1f} GB"):
-        verify.require_truth(weights)
+        verify.require_reference(weights)

@@ -22,7 +22,7 @@ from builders.tiny_models import (
 from runs.refusals import refuses
 
 from llorch.files import open_weights
-from llorch.judging.goldens.float64_reference import WITNESS
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.runners.numpy import run
 from llorch.judging.verify import plan_live, verify_live
 from llorch.model.blocks import forward
@@ -55,32 +55,32 @@ def test_a_bias_of_the_output_projection_is_added(folder: Path):
     trace = run(weights, Pass(IDS))
     for layer in range(2):
         w = weights.layer(layer)
-        want = trace[f"l{layer}.attn_context"] @ w["o_proj"].T + w["o_bias"]
-        np.testing.assert_allclose(trace[f"l{layer}.attn_out"], want, rtol=1e-12, strict=True)
+        expected = trace[f"l{layer}.attn_context"] @ w["o_proj"].T + w["o_bias"]
+        np.testing.assert_allclose(trace[f"l{layer}.attn_out"], expected, rtol=1e-12, strict=True)
     plain = forward(np.asarray(IDS), weights, KVCache(weights.config, weights.dtype))
     np.testing.assert_array_equal(trace["logits"], plain)
 
 
 @pytest.mark.live
 def test_a_folder_with_every_bias_verifies_live_against_both_engines(folder: Path):
-    rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp", "transformers"])))
-    assert [row for row in rows if row.verdict != PASS] == []
-    assert {row.producer for row in rows if row.stage == "attn_out"} == {"llamacpp", "transformers", WITNESS}
+    comparisons = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp", "transformers"])))
+    assert [c for c in comparisons if c.verdict != PASS] == []
+    assert {c.engine for c in comparisons if c.stage == "attn_out"} == {"llamacpp", "transformers", FLOAT64_REFERENCE}
 
 
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["micro-qwen3-next", "micro-qwen3.5-moe", "micro-qwen3-moe", "micro-llama4"])
 def test_quantised_folder_of_a_family_with_a_layout_of_its_own_verifies_live(name: str, tmp_path: Path):
-    rows = list(verify_live(plan_live(open_weights(in_fp8(tmp_path / "fp8", name)), IDS, ["transformers"])))
-    assert [row for row in rows if row.verdict == FAIL] == []
-    assert {row.producer for row in rows if row.stage == "logits"} == {"transformers", WITNESS}
+    comparisons = list(verify_live(plan_live(open_weights(in_fp8(tmp_path / "fp8", name)), IDS, ["transformers"])))
+    assert [c for c in comparisons if c.verdict == FAIL] == []
+    assert {c.engine for c in comparisons if c.stage == "logits"} == {"transformers", FLOAT64_REFERENCE}
 
 
 @pytest.mark.live
-def test_both_cases_are_judged_at_their_own_positions(folder: Path):
-    rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"])))
-    assert {row.case for row in rows if row.stage == "q_rope" and row.mode != "decode"} == {"near", "far"}
-    assert {row.case for row in rows if row.mode == "decode"} == {
+def test_near_and_far_cases_are_compared_at_their_positions(folder: Path):
+    comparisons = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"])))
+    assert {c.case for c in comparisons if c.stage == "q_rope" and c.mode != "decode"} == {"near", "far"}
+    assert {c.case for c in comparisons if c.mode == "decode"} == {
         *(f"near, {n} cached" for n in (1, 6, 11)),
         *(f"far, {n} cached" for n in (1, 4, 7)),
     }
@@ -97,16 +97,16 @@ def test_a_folder_of_several_files_is_read_whole_by_the_other_reader(tmp_path: P
         safetensors.numpy.save_file({name: tensors[name] for name in part}, folder / file)
     index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"])))
-    assert rows[0].stage == "tensors"
-    assert [row for row in rows if row.verdict == FAIL] == []
+    comparisons = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"])))
+    assert comparisons[0].stage == "tensors"
+    assert [c for c in comparisons if c.verdict == FAIL] == []
 
     failed: dict[str, str] = {}
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index["weight_map"]}))
-    rows = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"]), failed=failed))
-    assert failed == {WITNESS: "KeyError 'metadata'"}  # transformers wants it, llama.cpp and we do not
-    assert {row.producer for row in rows} == {"reader", "llamacpp"}
-    assert [row for row in rows if row.verdict == FAIL] == []
+    comparisons = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"]), failed=failed))
+    assert failed == {FLOAT64_REFERENCE: "KeyError 'metadata'"}  # transformers wants it, llama.cpp and we do not
+    assert {c.engine for c in comparisons} == {"reader", "llamacpp"}
+    assert [c for c in comparisons if c.verdict == FAIL] == []
 
 
 @pytest.mark.live
@@ -115,9 +115,9 @@ def test_a_file_with_its_own_frequency_factors_verifies_live_against_both_engine
     tensors = {name: values * np.float32(0.1) for name, values in gguf_tensors().items()}
     metadata = {**GGUF_METADATA, "tokenizer.ggml.model": "none", "llama.vocab_size": VOCAB}
     path = write_file(tmp_path / "factors.gguf", {**tensors, "rope_freqs.weight": factors}, metadata)
-    rows = list(verify_live(plan_live(open_weights(path), IDS, ["llamacpp", "transformers"])))
-    assert [row for row in rows if row.verdict != PASS] == []
-    assert {row.producer for row in rows if row.stage == "q_rope"} == {"llamacpp", "transformers", WITNESS}
+    comparisons = list(verify_live(plan_live(open_weights(path), IDS, ["llamacpp", "transformers"])))
+    assert [c for c in comparisons if c.verdict != PASS] == []
+    assert {c.engine for c in comparisons if c.stage == "q_rope"} == {"llamacpp", "transformers", FLOAT64_REFERENCE}
 
 
 @pytest.mark.live

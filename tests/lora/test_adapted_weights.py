@@ -51,8 +51,8 @@ def test_dora_with_the_lengths_of_the_base_and_B_of_zeros_changes_nothing_beyond
         axis = 0 if target.is_embedding else 1
         lengths = np.linalg.norm(wide.array(target.weight), axis=axis)
         parameters[name] = {"lora_A": array, "lora_B": 0 * array, "magnitude": lengths}[name.rpartition(".")[2]]
-    got = logits(AdaptedWeights(wide, adapter, parameters=parameters))
-    np.testing.assert_allclose(got, logits(wide), rtol=0, atol=1e-12)
+    actual = logits(AdaptedWeights(wide, adapter, parameters=parameters))
+    np.testing.assert_allclose(actual, logits(wide), rtol=0, atol=1e-12)
 
 
 def test_neither_the_base_nor_the_file_changes(weights: Weights):
@@ -111,8 +111,8 @@ def test_it_stands_beside_a_packed_base_as_beside_the_decoded_one(tmp_path: Path
     adapter = random_adapter(dense.config, target_modules=ALL, use_dora=use_dora)
     packed = AdaptedWeights(dense.using(packed=True), adapter)
     assert not isinstance(packed["layers.0.q_proj"].base, np.ndarray)
-    want = logits(AdaptedWeights(dense, adapter))
-    np.testing.assert_allclose(logits(packed), want, rtol=0, atol=1e-12 * np.abs(want).max())
+    expected = logits(AdaptedWeights(dense, adapter))
+    np.testing.assert_allclose(logits(packed), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
     np.testing.assert_allclose(
         packed["layers.1.down_proj"].dequantize(), AdaptedWeights(dense, adapter)["layers.1.down_proj"].dequantize(),
         rtol=0, atol=1e-14,

@@ -99,9 +99,9 @@ def digested(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def is_read(folder: Path, monkeypatch: pytest.MonkeyPatch) -> bool:
     """Whether the base is hashed again; what comes of it is right in any case."""
-    want, calls = identity_of(open_weights(folder)), []
+    expected, calls = identity_of(open_weights(folder)), []
     monkeypatch.setattr("llorch.lora.base.identity_of", lambda weights: calls.append(1) or identity_of(weights))
-    assert remembered_identity(open_weights(folder)) == want
+    assert remembered_identity(open_weights(folder)) == expected
     return bool(calls)
 
 

@@ -32,7 +32,7 @@ def test_by_default_all_seven_matrices_of_every_layer_are_taken(config: ModelCon
 
 
 @pytest.mark.parametrize(
-    ("chosen", "want"),
+    ("chosen", "expected"),
     [
         ({"target_modules": ("q_proj", "lm_head")}, ["0.q_proj", "1.q_proj", "2.q_proj", "lm_head"]),
         ({"target_modules": r".*\.[12]\.mlp\.up_proj"}, ["1.up_proj", "2.up_proj"]),
@@ -41,8 +41,8 @@ def test_by_default_all_seven_matrices_of_every_layer_are_taken(config: ModelCon
         ({"target_modules": ("k_proj", "up_proj"), "exclude_modules": ("k_proj",)}, [f"{i}.up_proj" for i in range(3)]),
     ],
 )  # fmt: skip
-def test_targets_are_chosen_as_peft_chooses_them(config: ModelConfig, chosen: dict, want: list[str]):
-    assert [name.removeprefix("layers.") for name in LoraConfig(**chosen).targets(config)] == want
+def test_targets_are_chosen_as_peft_chooses_them(config: ModelConfig, chosen: dict, expected: list[str]):
+    assert [name.removeprefix("layers.") for name in LoraConfig(**chosen).targets(config)] == expected
 
 
 def test_a_module_that_is_nowhere_is_an_error(config: ModelConfig):

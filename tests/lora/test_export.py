@@ -37,14 +37,14 @@ def test_scales_that_differ_are_folded_and_that_is_said(tmp_path, base):
     path, adapter = written(tmp_path, base, alpha_pattern={"q_proj": 1.0})
     done = export(base, path, tmp_path / "a.gguf")
     assert any("multiplied" in note for note in done.notes)
-    want = adapted_logits(base, adapter)
-    got = adapted_logits(base, read_adapter(tmp_path / "a.gguf", open_weights(base).config))
-    np.testing.assert_allclose(got, want, rtol=0, atol=2e-6 * np.abs(want).max())
+    expected = adapted_logits(base, adapter)
+    actual = adapted_logits(base, read_adapter(tmp_path / "a.gguf", open_weights(base).config))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(("target", "room"), [("new.gguf", 4096), ("new.gguf", 100), ("new", 4096)])
 @pytest.mark.usefixtures("no_bytecode")
-def test_a_full_disk_is_an_error_that_names_the_target_and_leaves_nothing(tmp_path, base, target, room):
+def test_export_to_a_full_disk_names_the_target_and_removes_files(tmp_path, base, target, room):
     path, _ = written(tmp_path, base)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (room, limits[1]))
@@ -89,7 +89,7 @@ def test_missing_folders_above_the_target_are_made(tmp_path, base, target):
     assert export(base, path, tmp_path / target).n_parameters == adapter.n_parameters
 
 
-def test_a_refused_export_leaves_nothing(tmp_path, base):
+def test_refused_export_writes_no_file(tmp_path, base):
     path, _ = written(tmp_path, base, use_dora=True)
     before = sorted(tmp_path.rglob("*"))
     for target, vllm_safe in (("a.gguf", False), ("new/a.gguf", False), ("folder", True)):
@@ -120,8 +120,8 @@ KINDS = {
 def test_a_reader_that_knows_one_rank_and_alpha_computes_the_same(tmp_path, kind, base, weights):
     adapter = random_adapter(weights.config, **KINDS[kind])
     plain = plain_adapter(adapter, weights.config)
-    want = adapted_logits(base, adapter)
-    np.testing.assert_allclose(adapted_logits(base, plain), want, rtol=0, atol=2e-6 * np.abs(want).max())
+    expected = adapted_logits(base, adapter)
+    np.testing.assert_allclose(adapted_logits(base, plain), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     write_peft(plain, tmp_path / "adapter", base=identity_of(weights))
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
     assert config["lora_alpha"] == config["r"]

@@ -87,11 +87,11 @@ def test_what_we_write_we_read_with_the_same_meaning(tmp_path, family, kind):
     weights = open_weights(base)
     adapter = random_adapter(weights.config, **KINDS[kind])
     write_lora_gguf(adapter, tmp_path / "adapter.gguf", weights.config, base=identity_of(weights))
-    got = read_adapter(tmp_path / "adapter.gguf", weights.config)
-    want = adapted_logits(base, adapter)
-    np.testing.assert_allclose(adapted_logits(base, got), want, rtol=0, atol=2e-6 * np.abs(want).max())
+    actual = read_adapter(tmp_path / "adapter.gguf", weights.config)
+    expected = adapted_logits(base, adapter)
+    np.testing.assert_allclose(adapted_logits(base, actual), expected, rtol=0, atol=2e-6 * np.abs(expected).max())
     if common_alpha(adapter) is not None:
-        assert same_tensors(got, adapter)
+        assert same_tensors(actual, adapter)
     assert recorded_base(tmp_path / "adapter.gguf") == identity_of(weights)
 
 
@@ -142,9 +142,9 @@ def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, code, named
 
 
 def test_the_untouched_copy_of_the_same_file_is_read(tmp_path):
-    got = read_adapter(changed(tmp_path, {}), config())
-    assert same_tensors(got, random_adapter(config(), target_modules=("q_proj", "embed_tokens")))
-    assert got.config.lora_alpha == 5.0
+    actual = read_adapter(changed(tmp_path, {}), config())
+    assert same_tensors(actual, random_adapter(config(), target_modules=("q_proj", "embed_tokens")))
+    assert actual.config.lora_alpha == 5.0
 
 
 def test_a_cut_file_is_refused(tmp_path):

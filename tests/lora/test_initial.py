@@ -85,8 +85,8 @@ def test_dora_starts_from_the_lengths_of_the_base(weights: Weights, init: str):
     made = drawn(weights, init=init, use_dora=True)
     for name, target in made.targets.items():
         axis = 0 if target.is_embedding else 1
-        want = np.linalg.norm(weights[target.weight].astype(np.float64), axis=axis)
-        np.testing.assert_allclose(made.flat()[f"{name}.magnitude"], want, rtol=1e-6)
+        expected = np.linalg.norm(weights[target.weight].astype(np.float64), axis=axis)
+        np.testing.assert_allclose(made.flat()[f"{name}.magnitude"], expected, rtol=1e-6)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -111,8 +111,8 @@ def test_over_the_original_the_start_of_pissa_adds_nothing_and_a_change_all_of_i
     trained = replace(start, tensors=moved)
     plain = over_original(trained, start, weights.config)
     for name, tensors in plain.tensors.items():
-        got, before, after = (delta(adapter, name) for adapter in (plain, start, trained))
-        np.testing.assert_allclose(got, after - before, atol=1e-6 * np.abs(after).max())
+        actual, before, after = (delta(adapter, name) for adapter in (plain, start, trained))
+        np.testing.assert_allclose(actual, after - before, atol=1e-6 * np.abs(after).max())
         assert len(tensors.lora_A) == 2 * len(start.tensors[name].lora_A)
         assert (
             np.abs(delta(over_original(start, start, weights.config), name)).max() < 1e-6 * np.abs(before).max() + 1e-12

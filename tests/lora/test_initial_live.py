@@ -62,12 +62,12 @@ def test_trained_with_pissa_the_plain_adapter_gives_the_logits_that_peft_has_ove
     attach(module, start, trainable=True, minus=start)
     torch.testing.assert_close(logits_of(module, of).detach(), before, rtol=0, atol=1e-3)
     move(module, theirs, start)
-    want = theirs(input_ids=torch.from_numpy(of.ids), use_cache=False).logits.detach()
-    assert float((want - before).abs().max()) > 0.1
-    torch.testing.assert_close(logits_of(module, of).detach(), want, rtol=0, atol=1e-3)
+    expected = theirs(input_ids=torch.from_numpy(of.ids), use_cache=False).logits.detach()
+    assert float((expected - before).abs().max()) > 0.1
+    torch.testing.assert_close(logits_of(module, of).detach(), expected, rtol=0, atol=1e-3)
     plain = base("micro-qwen2")
     attach(plain, adapter_of(module))
-    torch.testing.assert_close(logits_of(plain, of).detach(), want, rtol=0, atol=1e-3)
+    torch.testing.assert_close(logits_of(plain, of).detach(), expected, rtol=0, atol=1e-3)
 
 
 def move(module, theirs, start) -> None:

@@ -24,9 +24,9 @@ def test_merged_weights_give_the_logits_of_the_adapter_beside_the_base(tmp_path,
     base = tiny_base(tmp_path / "base", "qwen3", tied=tied)
     weights = open_weights(base)
     adapter = random_adapter(weights.config, **KINDS[kind])
-    want = adapted_logits(base, adapter)
-    got = logits_of(MergedWeights(weights, adapter))
-    np.testing.assert_allclose(got, want, rtol=0, atol=3e-6 * np.abs(want).max())
+    expected = adapted_logits(base, adapter)
+    actual = logits_of(MergedWeights(weights, adapter))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=3e-6 * np.abs(expected).max())
 
 
 def test_a_merged_matrix_is_the_sum_worked_by_hand(tmp_path):
@@ -34,8 +34,8 @@ def test_a_merged_matrix_is_the_sum_worked_by_hand(tmp_path):
     adapter = random_adapter(config, r=3, lora_alpha=6.0)
     weight = np.full((32, 32), 0.25, np.float32)
     lora = adapter.tensors["layers.0.q_proj"]
-    want = (0.25 + 2.0 * lora.lora_B.astype(np.float64) @ lora.lora_A.astype(np.float64)).astype(np.float32)
-    np.testing.assert_array_equal(merged_matrix(weight, adapter, "layers.0.q_proj"), want, strict=True)
+    expected = (0.25 + 2.0 * lora.lora_B.astype(np.float64) @ lora.lora_A.astype(np.float64)).astype(np.float32)
+    np.testing.assert_array_equal(merged_matrix(weight, adapter, "layers.0.q_proj"), expected, strict=True)
 
 
 def test_many_tiles_give_the_bits_of_one(monkeypatch, weights):
@@ -43,8 +43,8 @@ def test_many_tiles_give_the_bits_of_one(monkeypatch, weights):
     names = ("embed_tokens", "layers.1.up_proj")
     whole = [merged_matrix(weights.array(name), adapter, name) for name in names]
     monkeypatch.setattr("llorch.lora.merge._AT_ONCE", 96)
-    for name, want in zip(names, whole, strict=True):
-        np.testing.assert_allclose(merged_matrix(weights.array(name), adapter, name), want, rtol=2e-7)
+    for name, expected in zip(names, whole, strict=True):
+        np.testing.assert_allclose(merged_matrix(weights.array(name), adapter, name), expected, rtol=2e-7)
 
 
 @pytest.mark.parametrize("use_dora", [False, True])

@@ -86,9 +86,9 @@ def test_we_compute_what_peft_computes_from_the_folder_that_it_writes(tmp_path, 
 def test_what_we_write_we_read_bit_for_bit(tmp_path, kind, weights):
     adapter = random_adapter(weights.config, **KINDS[kind])
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
-    got = read_peft(tmp_path / "adapter", weights.config)
-    assert same_tensors(got, adapter)
-    assert {n: got.scaling(n) for n in got.targets} == {n: adapter.scaling(n) for n in adapter.targets}
+    actual = read_peft(tmp_path / "adapter", weights.config)
+    assert same_tensors(actual, adapter)
+    assert {n: actual.scaling(n) for n in actual.targets} == {n: adapter.scaling(n) for n in adapter.targets}
 
 
 def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(tmp_path, base, weights):
@@ -115,8 +115,8 @@ def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(t
 def test_patterns_keep_their_order_because_the_first_that_fits_counts(tmp_path, weights):
     adapter = random_adapter(weights.config, rank_pattern={r"layers\.1\.self_attn\.q_proj": 7, "q_proj": 2})
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
-    got = read_peft(tmp_path / "adapter", weights.config)
-    assert got.tensors["layers.1.q_proj"].lora_A.shape[0] == 7
+    actual = read_peft(tmp_path / "adapter", weights.config)
+    assert actual.tensors["layers.1.q_proj"].lora_A.shape[0] == 7
 
 
 def test_the_base_is_recorded_beside_the_adapter(tmp_path, weights):
@@ -156,9 +156,9 @@ def test_half_precision_tensors_are_widened(tmp_path):
     tensors = container.load_file(folder / "adapter_model.safetensors")
     halves = {name: array.astype(np.float16) for name, array in tensors.items()}
     container.save_file(halves, folder / "adapter_model.safetensors", {"format": "pt"})
-    got = read_peft(folder, weights.config)
-    want = halves["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].astype(np.float32)
-    np.testing.assert_array_equal(got.tensors["layers.0.q_proj"].lora_A, want, strict=True)
+    actual = read_peft(folder, weights.config)
+    expected = halves["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"].astype(np.float32)
+    np.testing.assert_array_equal(actual.tensors["layers.0.q_proj"].lora_A, expected, strict=True)
 
 
 def renamed_as_in_the_model(folder: Path) -> Path:

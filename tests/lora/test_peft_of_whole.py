@@ -49,13 +49,16 @@ def written(adapter: Adapter, folder: Path) -> tuple[dict, dict]:
 def test_a_module_is_found_in_the_whole_and_back(family: str):
     head = "language_model.lm_head" if family == "llama4" else "lm_head"
     for alone, whole in (("model.layers.1.mlp.up_proj", f"{BLOCKS[family]}1.mlp.up_proj"), ("lm_head", head)):
-        assert path_in_whole(alone, FAMILIES[family].in_whole) == whole
+        assert path_in_whole(alone, FAMILIES[family].multimodal_prefixes) == whole
         assert path_alone(whole) == path_alone(alone) == alone
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "qwen3"])
 def test_families_of_text_have_one_form(family: str):
-    assert path_in_whole("model.layers.1.mlp.up_proj", FAMILIES[family].in_whole) == "model.layers.1.mlp.up_proj"
+    assert (
+        path_in_whole("model.layers.1.mlp.up_proj", FAMILIES[family].multimodal_prefixes)
+        == "model.layers.1.mlp.up_proj"
+    )
 
 
 @pytest.mark.parametrize(
@@ -96,10 +99,10 @@ def test_either_form_is_read_beside_either_base(tmp_path: Path, family, written_
     patterns = {"rank_pattern": {r"model\.layers\.1\..*": 2}, "alpha_pattern": {"o_proj": 7.0}}
     adapter = family_adapter(config_of(family, whole=written_as_whole), **patterns)
     written(adapter, tmp_path / "adapter")
-    got = read_peft(tmp_path / "adapter", config_of(family, whole=read_as_whole))
-    assert same_tensors(got, adapter)
-    assert {name: got.scaling(name) for name in got.targets} == {n: adapter.scaling(n) for n in adapter.targets}
-    assert got.of_whole == (read_as_whole or family not in WITH_TEXT_CLASS)
+    actual = read_peft(tmp_path / "adapter", config_of(family, whole=read_as_whole))
+    assert same_tensors(actual, adapter)
+    assert {name: actual.scaling(name) for name in actual.targets} == {n: adapter.scaling(n) for n in adapter.targets}
+    assert actual.of_whole == (read_as_whole or family not in WITH_TEXT_CLASS)
 
 
 def test_layers_and_exclusions_are_in_the_pattern(tmp_path: Path):

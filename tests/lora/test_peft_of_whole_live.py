@@ -49,9 +49,9 @@ def base(family: str, tmp_path: Path) -> Path:
     return random_folder(family, tmp_path / "base", 0, nested=True)
 
 
-def assert_alike(got: np.ndarray, want: np.ndarray, plain: np.ndarray) -> None:
-    assert np.abs(want - plain).max() > 0.1 * want.std()  # the adapter does something
-    assert np.abs(got - want).max() < 1e-4 * want.std()  # both in float32
+def assert_alike(actual: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> None:
+    assert np.abs(expected - plain).max() > 0.1 * expected.std()  # the adapter does something
+    assert np.abs(actual - expected).max() < 1e-4 * expected.std()  # both in float32
 
 
 def test_peft_computes_what_we_compute_from_the_folder_that_we_write(base: Path, tmp_path: Path):

@@ -36,11 +36,11 @@ def test_ranks_scales_and_norms_are_those_of_the_adapter(made):
     by_path = {matrix.path: matrix for matrix in summary.matrices}
     assert by_path.keys() == {target.path for target in adapter.targets.values()}
     for name, target in adapter.targets.items():
-        got, tensors = by_path[target.path], adapter.tensors[name]
+        actual, tensors = by_path[target.path], adapter.tensors[name]
         delta = adapter.scaling(name) * tensors.lora_B @ tensors.lora_A
-        assert (got.rank, got.scaling) == (adapter.config.rank_of(target), adapter.scaling(name))
-        assert got.norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
-        assert got.relative == pytest.approx(got.norm / np.linalg.norm(weights.array(target.weight)), rel=1e-5)
+        assert (actual.rank, actual.scaling) == (adapter.config.rank_of(target), adapter.scaling(name))
+        assert actual.norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
+        assert actual.relative == pytest.approx(actual.norm / np.linalg.norm(weights.array(target.weight)), rel=1e-5)
 
 
 def test_a_gguf_file_tells_the_same_norms(made):

@@ -63,8 +63,8 @@ def test_the_gradient_of_every_stage_is_how_the_loss_changes_when_the_stage_does
         assert grads[name].shape == trace[name].shape
         direction = rng.normal(size=trace[name].shape) * STEP
         change = loss(run, {name: direction}) - loss(run, {name: -direction})
-        want = float((grads[name] * direction).sum()) / STEP
-        assert change / (2 * STEP) == pytest.approx(want, rel=1e-5, abs=1e-7), name
+        expected = float((grads[name] * direction).sum()) / STEP
+        assert change / (2 * STEP) == pytest.approx(expected, rel=1e-5, abs=1e-7), name
 
 
 def test_the_gradient_of_every_tensor_is_how_the_loss_changes_when_the_tensor_does(weights, adapter, rng):
@@ -76,8 +76,8 @@ def test_the_gradient_of_every_tensor_is_how_the_loss_changes_when_the_tensor_do
             loss(AdaptedWeights(weights, adapter, parameters=start | {name: array + way * direction}), {})
             for way in (1, -1)
         )
-        want = float((grads[name] * direction).sum()) / STEP
-        assert (ahead - behind) / (2 * STEP) == pytest.approx(want, rel=1e-5, abs=1e-7), name
+        expected = float((grads[name] * direction).sum()) / STEP
+        assert (ahead - behind) / (2 * STEP) == pytest.approx(expected, rel=1e-5, abs=1e-7), name
 
 
 def test_what_is_returned_is_every_stage_every_block_input_and_every_tensor_and_no_frozen_weight(weights, adapter):

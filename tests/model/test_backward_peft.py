@@ -101,9 +101,9 @@ def document(weights: Weights) -> Batch:
     return Batch(ids, labels, np.arange(12)[None], np.zeros_like(ids), np.zeros(1, np.int64))
 
 
-def relative_error(got: np.ndarray, want: np.ndarray) -> float:
-    assert got.shape == want.shape
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
+    assert actual.shape == expected.shape
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.nightly_cases(but=["llama-rslora-float32 sums"])
@@ -117,14 +117,14 @@ def test_loss_and_every_gradient_are_those_of_peft(base: Path, weights: Weights,
     masks = captured_masks(model, adapter) if adapter.config.lora_dropout else {}
     logits = model(input_ids=torch.from_numpy(batch.ids)).logits[0]
     wanted = shifted(batch.labels[0])
-    want = cross_entropy(logits, torch.from_numpy(wanted), ignore_index=IGNORED, label_smoothing=0.1)
-    want.backward()
+    expected = cross_entropy(logits, torch.from_numpy(wanted), ignore_index=IGNORED, label_smoothing=0.1)
+    expected.backward()
 
     dtype = np.float64 if numbers == "float64" else np.float32
     adapted = AdaptedWeights(weights.astype(dtype), adapter, masks=masks)
     with own_dtype_only():
         loss, grads = of_document(batch.ids[0], wanted, adapted, label_smoothing=0.1, n_trained=batch.n_trained)
-    assert loss / batch.n_trained == pytest.approx(want.item(), rel=LOSS)
+    assert loss / batch.n_trained == pytest.approx(expected.item(), rel=LOSS)
     for name, parameter in parameters.items():
         assert relative_error(grads[name], parameter.grad.numpy()) < GRADIENT, name
     if masks:
@@ -164,7 +164,7 @@ def test_at_peft_s_own_start_every_A_gets_exactly_0_from_both(base: Path, weight
     model(input_ids=torch.from_numpy(batch.ids), labels=torch.from_numpy(batch.labels)).loss.backward()
     _, grads = loss_and_gradients(weights, adapter, [batch], label_smoothing=0.0, parameters=fresh)
     for name, parameter in parameters.items():
-        want = parameter.grad.numpy()
-        assert want.any() == grads[name].any() == name.endswith("lora_B"), name
-        if want.any():
-            assert relative_error(grads[name], want) < GRADIENT, name
+        expected = parameter.grad.numpy()
+        assert expected.any() == grads[name].any() == name.endswith("lora_B"), name
+        if expected.any():
+            assert relative_error(grads[name], expected) < GRADIENT, name

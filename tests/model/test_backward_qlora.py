@@ -16,7 +16,7 @@ from builders.quantised_folders import FOLDERS
 from builders.random_adapters import random_adapter
 
 from llorch.files import Weights, open_weights
-from llorch.judging.tolerances.training import GATE
+from llorch.judging.tolerances.training import FLOAT64_TOLERANCE
 from llorch.lora.adapter import Adapter
 from llorch.ops.cross_entropy import IGNORED, shifted
 from llorch.training.batch import Batch
@@ -120,9 +120,9 @@ def numpy_run(weights: Weights, adapter: Adapter, batch: Batch) -> Run:
     return run
 
 
-def distances(got: Run, want: Run) -> Iterator[tuple[str, float]]:
+def distances(actual: Run, expected: Run) -> Iterator[tuple[str, float]]:
     """Relative distance of each loss, and of all gradients of each step together."""
-    for step, ((loss, gradients), (wanted, all_wanted)) in enumerate(zip(got, want, strict=True)):
+    for step, ((loss, gradients), (wanted, all_wanted)) in enumerate(zip(actual, expected, strict=True)):
         yield f"loss of step {step}", abs(loss - wanted) / wanted
         one, other = (
             np.concatenate([each[name].reshape(-1) for name in all_wanted]) for each in (gradients, all_wanted)
@@ -139,8 +139,8 @@ def foreign(weights: Weights, adapter: Adapter) -> tuple[Run, Run]:
     quantised = quantised_model()
     state = dense_weights(quantised)
     with float64_everywhere(refuse=False):  # the frequencies of RoPE too
-        truth = peft_run(dense_model(state), adapter, batch, double=True)
-    return peft_run(quantised, adapter, batch), truth
+        reference = peft_run(dense_model(state), adapter, batch, double=True)
+    return peft_run(quantised, adapter, batch), reference
 
 
 @pytest.mark.nightly_cases(but=["decoded"])
@@ -148,16 +148,16 @@ def foreign(weights: Weights, adapter: Adapter) -> tuple[Run, Run]:
 def test_qlora_losses_and_gradients_of_three_steps_are_those_of_peft(
     weights: Weights, adapter: Adapter, foreign: tuple[Run, Run], packed: bool
 ):
-    quantised, truth = foreign
+    quantised, reference = foreign
     base, batch = weights.using(packed=packed), document(weights)
-    for name, error in distances(numpy_run(base.astype(np.float64), adapter, batch), truth):
-        assert error < GATE, (name, error)
-    narrow = distances(numpy_run(base, adapter, batch), truth)
-    for (name, error), (_, theirs) in zip(narrow, distances(quantised, truth), strict=True):
+    for name, error in distances(numpy_run(base.astype(np.float64), adapter, batch), reference):
+        assert error < FLOAT64_TOLERANCE, (name, error)
+    narrow = distances(numpy_run(base, adapter, batch), reference)
+    for (name, error), (_, theirs) in zip(narrow, distances(quantised, reference), strict=True):
         assert error < max(4 * theirs, ROUNDING), (name, error)
 
 
 def test_peft_on_bitsandbytes_is_not_the_float64_reference(foreign: tuple[Run, Run]):
-    quantised, truth = foreign
-    errors = dict(distances(quantised, truth))
+    quantised, reference = foreign
+    errors = dict(distances(quantised, reference))
     assert 1e-8 < errors["gradients of step 0"] < 1e-5

@@ -68,16 +68,16 @@ def torch_loss_sum(logits: Tensor, batch: Batch, smoothing: float) -> Tensor:
     )
 
 
-def assert_close(got: np.ndarray, want: Tensor | None, name: str) -> None:
+def assert_close(actual: np.ndarray, expected: Tensor | None, name: str) -> None:
     """Alike to `RELATIVE` of the largest element."""
-    assert want is not None, f"{name}: torch has no gradient"
-    limit = RELATIVE * float(want.abs().max())
-    np.testing.assert_allclose(got, want.numpy(), rtol=0, atol=limit, strict=True, equal_nan=False, err_msg=name)
+    assert expected is not None, f"{name}: torch has no gradient"
+    limit = RELATIVE * float(expected.abs().max())
+    np.testing.assert_allclose(actual, expected.numpy(), rtol=0, atol=limit, strict=True, equal_nan=False, err_msg=name)
 
 
 def stage_gradients(weights: Weights, adapter: Adapter, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Torch's stages of one document, their gradients retained, and the adapter's tensors, after the backward pass."""
-    model, leaves = detoured(weights, adapter)
+    model, tensors = detoured(weights, adapter)
     stages: dict[str, Tensor] = {}
 
     def keep(name: str, array: Tensor) -> Tensor:
@@ -89,7 +89,7 @@ def stage_gradients(weights: Weights, adapter: Adapter, batch: Batch) -> tuple[d
 
     logits = model(torch.from_numpy(batch.ids), place_of(model, batch, CPU), NoCache(CPU), keep=keep)
     (torch_loss_sum(logits, batch, 0.1) / batch.n_trained).backward()
-    return stages, leaves
+    return stages, tensors
 
 
 def test_every_stage_and_every_tensor_has_the_gradient_of_torch(weights, adapter, rng):
@@ -97,10 +97,10 @@ def test_every_stage_and_every_tensor_has_the_gradient_of_torch(weights, adapter
     wanted = shifted(batch.labels[0])
     adapted = AdaptedWeights(weights, adapter)
     _, grads = of_document(batch.ids[0], wanted, adapted, label_smoothing=0.1, n_trained=batch.n_trained)
-    stages, leaves = stage_gradients(weights, adapter, batch)
-    assert list(leaves) == list(adapter.flat())
-    for name, leaf in leaves.items():
-        assert_close(grads[name], leaf.grad, name)
+    stages, tensors = stage_gradients(weights, adapter, batch)
+    assert list(tensors) == list(adapter.flat())
+    for name, tensor in tensors.items():
+        assert_close(grads[name], tensor.grad, name)
     for name, _, _ in keys(weights.config):
         gradient = stages[name].grad
         assert_close(grads[name], None if gradient is None else gradient[0], name)
@@ -112,16 +112,16 @@ def test_every_stage_and_every_tensor_has_the_gradient_of_torch(weights, adapter
 def assert_step_is_torch_s(weights: Weights, adapter: Adapter, batches: Sequence[Batch], smoothing: float) -> float:
     """Loss and every gradient of a step; gives back the largest logit."""
     loss, grads = loss_and_gradients(weights, adapter, batches, label_smoothing=smoothing)
-    model, leaves = detoured(weights, adapter)
+    model, tensors = detoured(weights, adapter)
     logits = [model.lm_head(hidden_states(model, batch, CPU)) for batch in batches]
-    want = sum(torch_loss_sum(rows, batch, smoothing) for rows, batch in zip(logits, batches, strict=True))
-    assert isinstance(want, Tensor)
-    want = want / sum(batch.n_trained for batch in batches)
-    want.backward()
-    assert loss == pytest.approx(want.item(), rel=1e-12)
-    assert list(grads) == list(leaves)
-    for name, leaf in leaves.items():
-        assert_close(grads[name], leaf.grad, name)
+    expected = sum(torch_loss_sum(rows, batch, smoothing) for rows, batch in zip(logits, batches, strict=True))
+    assert isinstance(expected, Tensor)
+    expected = expected / sum(batch.n_trained for batch in batches)
+    expected.backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    assert list(grads) == list(tensors)
+    for name, tensor in tensors.items():
+        assert_close(grads[name], tensor.grad, name)
     return max(float(rows.detach().abs().max()) for rows in logits)
 
 
@@ -155,12 +155,12 @@ def test_dropout_masks_reach_forward_and_backward_alike(rng, use_dora):
     }
     adapted, wanted = AdaptedWeights(weights, adapter, masks=masks), shifted(batch.labels[0])
     loss, grads = of_document(batch.ids[0], wanted, adapted, label_smoothing=0.0, n_trained=batch.n_trained)
-    model, leaves = detoured(weights, adapter, masks=masks)
-    want = torch_loss_sum(model.lm_head(hidden_states(model, batch, CPU)), batch, 0.0)
-    (want / batch.n_trained).backward()
-    assert loss == pytest.approx(want.item(), rel=1e-12)
-    for name, leaf in leaves.items():
-        assert_close(grads[name], leaf.grad, name)
+    model, tensors = detoured(weights, adapter, masks=masks)
+    expected = torch_loss_sum(model.lm_head(hidden_states(model, batch, CPU)), batch, 0.0)
+    (expected / batch.n_trained).backward()
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    for name, tensor in tensors.items():
+        assert_close(grads[name], tensor.grad, name)
 
 
 def test_without_an_adapter_the_gradient_still_reaches_every_block_and_nothing_is_trained(rng):

@@ -31,7 +31,7 @@ def test_keys_and_values_come_out_in_order_after_any_steps(config, rng, steps):
     assert cache.length == sum(steps)
 
 
-def test_a_pass_that_was_not_completed_leaves_nothing(config, rng):
+def test_cache_discards_a_pass_that_was_not_completed(config, rng):
     hybrid = replace(config, layers=(Layer(mixer="delta_net"), Layer(), Layer(mixer="delta_net")), delta_net=NET)
     cache, first = KVCache(hybrid, np.float64), np.empty(0)
     for completed in (True, False):

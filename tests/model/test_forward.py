@@ -96,7 +96,7 @@ def test_forward_alone_on_a_built_in_model_is_right_or_refused(name: str):
         forward_of_dense_layers(ids, weights, KVCache(weights.config, weights.dtype))
 
 
-@pytest.mark.parametrize("feature", ["adjacent_pairs", "attention_gate"])
+@pytest.mark.parametrize("feature", ["interleaved_rope_hf", "attention_gate"])
 def test_dense_only_with_a_feature_of_the_whole_model_is_refused(feature: str):
     config = open_weights(builtin_path("micro-llama")).config
     assert dense_only(config, 1) == {}

@@ -48,15 +48,15 @@ def test_tokens_carry_id_text_logprob_and_finish():
 @pytest.mark.parametrize("character", ["é", "€", "😀"])
 def test_a_character_is_held_back_until_its_last_byte(character):
     data = character.encode()
-    got = run([*data, 33], max_tokens=len(data) + 1)
-    assert texts(got) == [""] * (len(data) - 1) + [character, "!"]
+    actual = run([*data, 33], max_tokens=len(data) + 1)
+    assert texts(actual) == [""] * (len(data) - 1) + [character, "!"]
 
 
 EURO = list("€".encode())
 
 
 @pytest.mark.parametrize(
-    ("ids", "word", "stop", "want", "finish"),
+    ("ids", "word", "stop", "expected", "finish"),
     [
         ([EURO[0], 256, *EURO[1:], 256, 33], "", "!?", ["", "", "", "€", "", "!"], "length"),  # nothing between bytes
         ([97, *EURO[:-1]], "", None, ["a", "", "\ufffd"], "length"),  # an incomplete character is replaced once
@@ -74,30 +74,30 @@ EURO = list("€".encode())
         (b"a##", "", "##", ["a", "", ""], "stop"),  # completed by the last token
     ],
 )
-def test_text_is_handed_out_when_it_is_certain(ids, word, stop, want, finish):
+def test_text_is_handed_out_when_it_is_certain(ids, word, stop, expected, finish):
     most = len(ids) if finish == "length" or stop == "##" else 99
-    got = run(list(ids), word, stop=stop.split(",") if stop else [], max_tokens=most)
-    assert texts(got) == want
-    assert [token.finish for token in got] == [None] * (len(want) - 1) + [finish]
+    actual = run(list(ids), word, stop=stop.split(",") if stop else [], max_tokens=most)
+    assert texts(actual) == expected
+    assert [token.finish for token in actual] == [None] * (len(expected) - 1) + [finish]
 
 
 @pytest.mark.parametrize("end", [END, OTHER_END])
 def test_every_end_token_ends_the_text_and_has_none_itself(end):
-    got = run([97, end], max_tokens=10)
-    assert got == [Token(97, "a", -0.0, None), Token(end, "", -1.0, "eos")]
+    actual = run([97, end], max_tokens=10)
+    assert actual == [Token(97, "a", -0.0, None), Token(end, "", -1.0, "eos")]
 
 
 def test_without_end_ids_an_end_token_is_an_empty_token():
-    got = list(stream(iter([(END, 0.0), (97, 0.0)]), Answer(ByteTokenizer(), end_ids=frozenset(), max_tokens=2)))
-    assert [(token.text, token.finish) for token in got] == [("", None), ("a", "length")]
+    actual = list(stream(iter([(END, 0.0), (97, 0.0)]), Answer(ByteTokenizer(), end_ids=frozenset(), max_tokens=2)))
+    assert [(token.text, token.finish) for token in actual] == [("", None), ("a", "length")]
 
 
 @pytest.mark.parametrize("length", [17, 40, 300])
 def test_a_long_stop_string_across_tokens_is_never_handed_out(length):
     stop = "".join(chr(97 + place % 26) for place in range(length))
-    got = run(list(b"> " + stop.encode()), stop=[stop], max_tokens=999)
-    assert texts(got) == [">", " "] + [""] * length
-    assert got[-1].finish == "stop"
+    actual = run(list(b"> " + stop.encode()), stop=[stop], max_tokens=999)
+    assert texts(actual) == [">", " "] + [""] * length
+    assert actual[-1].finish == "stop"
     assert "".join(texts(run(list(stop[:-1].encode()), stop=[stop]))) == stop[:-1]
 
 

@@ -58,12 +58,12 @@ def test_the_number_of_tokens_is_the_first_id_that_is_none(model: llorch.Model):
 
 
 @pytest.mark.parametrize(
-    ("ids", "got"),
+    ("ids", "actual"),
     [(np.array([], int), "(0,)"), (np.array([[1, 2]]), "(1, 2)"), (np.array([1.5]), "float64")],
     ids=["ids0", "ids1", "ids2"],
 )
-def test_what_is_no_list_of_ids_is_refused(model: llorch.Model, ids: np.ndarray, got: str):
-    with refuses(ValueError, where="forward", got=got):
+def test_what_is_no_list_of_ids_is_refused(model: llorch.Model, ids: np.ndarray, actual: str):
+    with refuses(ValueError, where="forward", got=actual):
         model.forward(ids)
 
 
@@ -212,9 +212,9 @@ def test_logits_are_those_of_the_merged_weights_and_removal_gives_back_those_of_
     model = load("micro-qwen3")
     before, adapter = model.forward(IDS), small(model, 1, target_modules=EVERY, lora_alpha=3.0)
     model.add_adapter("one", adapter)
-    got = model.forward(IDS, adapter="one")
-    np.testing.assert_allclose(got, merged_logits(model, adapter), rtol=0, atol=1e-4 * np.abs(got).max())
-    assert np.abs(got - before).max() > 0.1
+    actual = model.forward(IDS, adapter="one")
+    np.testing.assert_allclose(actual, merged_logits(model, adapter), rtol=0, atol=1e-4 * np.abs(actual).max())
+    assert np.abs(actual - before).max() > 0.1
     assert np.array_equal(model.forward(IDS), before)
     model.remove_adapter("one")
     assert model.adapters == []
@@ -228,9 +228,9 @@ def test_packed_weights_take_adapters_as_decoded_ones_do(name: str, tmp_path: Pa
     for model in (packed, decoded):
         model.add_adapter("one", small(model, 1, target_modules=EVERY, use_dora=True))
     before = packed.forward(IDS)
-    got, want = (model.forward(IDS, adapter="one") for model in (packed, decoded))
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-4 * np.abs(want).max())
-    assert np.abs(got - before).max() > 0.01
+    actual, expected = (model.forward(IDS, adapter="one") for model in (packed, decoded))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-4 * np.abs(expected).max())
+    assert np.abs(actual - before).max() > 0.01
     packed.remove_adapter("one")
     assert np.array_equal(packed.forward(IDS), before)
 
@@ -240,15 +240,15 @@ def test_answers_that_are_begun_together_keep_their_adapters():
     for seed, name in enumerate(("one", "two")):
         model.add_adapter(name, small(model, seed, lora_alpha=2.0))
     names = [None, "one", "two", "one"]
-    want = [text(model, name) for name in names]
+    expected = [text(model, name) for name in names]
     running = [model.generate(START, max_tokens=8, ignore_eos=True, adapter=name) for name in names]
-    got = [[next(answer).id for answer in running] for _ in range(8)]
-    assert [list(row) for row in zip(*got, strict=True)] == want
-    assert len({tuple(row) for row in want}) == 3
+    actual = [[next(answer).id for answer in running] for _ in range(8)]
+    assert [list(row) for row in zip(*actual, strict=True)] == expected
+    assert len({tuple(row) for row in expected}) == 3
     begun = model.generate(START, max_tokens=8, ignore_eos=True, adapter="one")
     first = next(begun).id
     model.remove_adapter("one")
-    assert [first, *(token.id for token in begun)] == want[1]
+    assert [first, *(token.id for token in begun)] == expected[1]
 
 
 def test_a_trace_has_the_stages_of_the_adapted_pass():
@@ -273,9 +273,9 @@ def test_adapters_come_from_both_kinds_of_files(tmp_path: Path):
     model.add_adapter("memory", adapter)
     assert_tells(model.add_adapter("peft", tmp_path / "peft"), "base", "same")
     assert "unknown" in model.add_adapter("gguf", str(tmp_path / "lora.gguf"))
-    want = model.forward(IDS, adapter="memory")
-    assert np.array_equal(model.forward(IDS, adapter="peft"), want)
-    np.testing.assert_allclose(model.forward(IDS, adapter="gguf"), want, rtol=0, atol=1e-5)
+    expected = model.forward(IDS, adapter="memory")
+    assert np.array_equal(model.forward(IDS, adapter="peft"), expected)
+    np.testing.assert_allclose(model.forward(IDS, adapter="gguf"), expected, rtol=0, atol=1e-5)
 
 
 def test_an_adapter_of_another_base_is_refused_unless_any_will_do(tmp_path: Path):

@@ -51,10 +51,10 @@ def test_a_control_token_in_the_words_of_a_user_stays_text(model: Any):
 def test_a_batch_may_hold_texts_ids_and_conversations(folder: Path):
     model = llorch.load_torch(folder, mode="reproducible")
     prompts = ["Where is the fox?", [5, 6, 7], ASKED]
-    got: list[list[int]] = [[], [], []]
+    actual: list[list[int]] = [[], [], []]
     for at, token in model.generate_batch(prompts, max_tokens=6, ignore_eos=True):
-        got[at].append(token.id)
-    assert got == [ids_of(model, prompt=prompts[0]), ids_of(model, prompt=prompts[1]), ids_of(model, messages=ASKED)]
+        actual[at].append(token.id)
+    assert actual == [ids_of(model, prompt=prompts[0]), ids_of(model, prompt=prompts[1]), ids_of(model, messages=ASKED)]
 
 
 def test_an_answer_ends_with_the_turn_of_the_template_whatever_the_files_call_an_end_token(tmp_path: Path):
@@ -144,19 +144,19 @@ def test_the_command_answers_a_message_after_a_history(backend: str, lines: bool
     before = [*ASKED, {"role": "assistant", "content": "In the wood."}]
     said, file = [*before, {"role": "user", "content": NASTY}], tmp_path / "history"
     file.write_text("\n".join(map(json.dumps, before)) if lines else json.dumps(before, indent=1))
-    want = "".join(token.text for token in llorch.load(folder).generate(messages=said, max_tokens=6)) + "\n"
+    expected = "".join(token.text for token in llorch.load(folder).generate(messages=said, max_tokens=6)) + "\n"
     how = ("run", str(folder), "-n", "6", "--backend", backend, "--history", str(file))
-    assert invoke(*how, "--chat", NASTY).stdout == want
-    assert invoke(*how, "--chat", "-", stdin=NASTY + "\n").stdout == want
+    assert invoke(*how, "--chat", NASTY).stdout == expected
+    assert invoke(*how, "--chat", "-", stdin=NASTY + "\n").stdout == expected
     file.write_text(json.dumps(said))
-    assert invoke(*how).stdout == want
+    assert invoke(*how).stdout == expected
 
 
 def test_a_system_text_goes_first(folder: Path):
     model = llorch.load(folder)
-    want = "".join(token.text for token in model.generate(messages=ASKED, max_tokens=6)) + "\n"
+    expected = "".join(token.text for token in model.generate(messages=ASKED, max_tokens=6)) + "\n"
     how = ("run", str(folder), "-n", "6", "--chat", "Where is the fox?", "--system", "Be brief.")
-    assert invoke(*how).stdout == want
+    assert invoke(*how).stdout == expected
     assert f"prompt {len(model.prompt_ids(ASKED))} tokens" in invoke(*how, "-v").stderr
 
 
@@ -194,5 +194,5 @@ def test_ids_are_those_of_transformers(name: str, template: str, tmp_path: Path)
         theirs = transformers.PreTrainedTokenizerFast.from_pretrained(str(tmp_path / "model"))
     turn = {"role": "assistant", "content": "<think>near</think>\nIn the wood."}
     for messages in (ASKED, [*ASKED, turn, {"role": "user", "content": "  Näher? 27\n"}]):
-        want = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
-        assert model.prompt_ids(messages) == want
+        expected = theirs.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)["input_ids"]
+        assert model.prompt_ids(messages) == expected

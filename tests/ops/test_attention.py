@@ -24,8 +24,8 @@ def qkv(rng):
 def test_attention_scores_match_products_worked_by_hand():
     q = np.array([[[1.0, 2.0, 0.0, 1.0]], [[0.0, 1.0, 1.0, -1.0]]])  # 2 tokens, 1 head of 4
     k = np.array([[[3.0, 1.0, 5.0, 1.0], [2.0, 4.0, 0.0, 2.0]]])  # scale 1 / sqrt(4)
-    want = np.array([[[3.0, -np.inf], [2.5, 1.0]]])
-    np.testing.assert_array_equal(attention_scores(q, k), want)
+    expected = np.array([[[3.0, -np.inf], [2.5, 1.0]]])
+    np.testing.assert_array_equal(attention_scores(q, k), expected)
 
 
 def test_attention_probs_match_a_row_worked_by_hand():
@@ -36,15 +36,15 @@ def test_attention_probs_match_a_row_worked_by_hand():
 def test_attention_context_joins_heads_one_after_the_other():
     probs = np.array([[[1.0, 0.0], [0.25, 0.75]], [[0.5, 0.5], [0.0, 1.0]]])  # 2 heads, 2 tokens
     v = np.array([[[1.0, 2.0, 3.0], [5.0, 6.0, 7.0]]])  # one value head for both
-    want = [[1.0, 2.0, 3.0, 3.0, 4.0, 5.0], [4.0, 5.0, 6.0, 5.0, 6.0, 7.0]]
-    np.testing.assert_array_equal(attention_context(probs, v), want)
+    expected = [[1.0, 2.0, 3.0, 3.0, 4.0, 5.0], [4.0, 5.0, 6.0, 5.0, 6.0, 7.0]]
+    np.testing.assert_array_equal(attention_context(probs, v), expected)
 
 
 def test_attention_masks_exactly_the_keys_after_each_query(qkv):
     q, k, _ = qkv
     masked = np.isneginf(attention_scores(q, k))
-    want = np.arange(SEQ)[None, :] > np.arange(SEQ)[:, None]
-    np.testing.assert_array_equal(masked, np.broadcast_to(want, masked.shape))
+    expected = np.arange(SEQ)[None, :] > np.arange(SEQ)[:, None]
+    np.testing.assert_array_equal(masked, np.broadcast_to(expected, masked.shape))
 
 
 def test_attention_ignores_future_tokens(qkv, rng):
@@ -68,11 +68,11 @@ def test_attention_scores_of_one_token_see_the_whole_cache(qkv):
 
 def test_query_head_reads_key_head_of_its_group(qkv):
     q, k, v = qkv
-    scores, got = attention_scores(q, k), attend(q, k, v).reshape(SEQ, HEADS, HEAD_DIM)
+    scores, actual = attention_scores(q, k), attend(q, k, v).reshape(SEQ, HEADS, HEAD_DIM)
     for head in range(HEADS):
         own_k, own_v = k[[head // 3]], v[[head // 3]]  # group size 3; head % 2 would be the tiled order
         np.testing.assert_allclose(scores[[head]], attention_scores(q[:, [head]], own_k), rtol=1e-12)
-        np.testing.assert_allclose(got[:, head], attend(q[:, [head]], own_k, own_v), rtol=1e-12)
+        np.testing.assert_allclose(actual[:, head], attend(q[:, [head]], own_k, own_v), rtol=1e-12)
 
 
 def test_gqa_with_equal_heads_equals_mha(qkv):
@@ -96,8 +96,8 @@ def test_attention_probs_do_not_change_when_a_row_is_shifted(rng):
 
 def test_softmax_of_rows_of_plus_and_minus_300_is_finite(dtype):
     scores = np.array([[[300.0, -300.0, 300.0], [-300.0, -300.0, -np.inf], [-300.0, 300.0, -np.inf]]], dtype)
-    got = attention_probs(scores)
-    np.testing.assert_allclose(got, [[[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 1, 0]]], atol=1e-200)
+    actual = attention_probs(scores)
+    np.testing.assert_allclose(actual, [[[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 1, 0]]], atol=1e-200)
 
 
 def test_softmax_over_many_equal_scores_sums_to_one_in_float32():

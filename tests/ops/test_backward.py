@@ -38,33 +38,33 @@ def probs(qkv):
 
 def test_embedding_backward_is_the_gradient_and_sums_over_repeated_tokens(rng):
     ids, table, grad = np.array([3, 0, 3, 5, 3]), rng.normal(size=(7, 4)), rng.normal(size=(5, 4))
-    got = embedding_backward(grad, ids, vocab_size=7)
-    assert_is_gradient(got, lambda w: float((embedding(ids, w) * grad).sum()), table)
-    np.testing.assert_array_equal(got[[1, 2, 4, 6]], 0)
+    actual = embedding_backward(grad, ids, vocab_size=7)
+    assert_is_gradient(actual, lambda w: float((embedding(ids, w) * grad).sum()), table)
+    np.testing.assert_array_equal(actual[[1, 2, 4, 6]], 0)
 
 
 def test_linear_backward_is_the_gradient(rng):
     x, weight, grad = rng.normal(size=(5, 4)), rng.normal(size=(3, 4)), rng.normal(size=(5, 3))
-    got = linear_backward(grad, weight)
-    assert_is_gradient(got, lambda x: float((linear(x, weight, np.ones(3)) * grad).sum()), x)
+    actual = linear_backward(grad, weight)
+    assert_is_gradient(actual, lambda x: float((linear(x, weight, np.ones(3)) * grad).sum()), x)
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (3, 4, 6)])  # rows of a block, heads of qk_norm
 def test_rms_norm_backward_is_the_gradient(rng, shape):
     x, weight, grad = rng.normal(size=shape), rng.normal(size=shape[-1]), rng.normal(size=shape)
-    got = rms_norm_backward(grad, x, weight, eps=0.3)
-    assert_is_gradient(got, lambda x: float((rms_norm(x, weight, eps=0.3) * grad).sum()), x)
+    actual = rms_norm_backward(grad, x, weight, eps=0.3)
+    assert_is_gradient(actual, lambda x: float((rms_norm(x, weight, eps=0.3) * grad).sum()), x)
 
 
 def test_rms_norm_backward_has_nothing_along_the_row_as_eps_vanishes(rng):
     x, weight, grad = rng.normal(size=(5, 6)), rng.normal(size=6), rng.normal(size=(5, 6))
-    got = rms_norm_backward(grad, x, weight, eps=1e-300)
-    np.testing.assert_allclose((got * x).sum(axis=-1), 0, atol=1e-14)
+    actual = rms_norm_backward(grad, x, weight, eps=1e-300)
+    np.testing.assert_allclose((actual * x).sum(axis=-1), 0, atol=1e-14)
 
 
 def test_rms_norm_backward_of_a_row_of_zeros_is_finite():
-    got = rms_norm_backward(np.ones((1, 4)), np.zeros((1, 4)), np.full(4, 2.0), eps=1e-6)
-    np.testing.assert_allclose(got, 2e3, rtol=1e-12)
+    actual = rms_norm_backward(np.ones((1, 4)), np.zeros((1, 4)), np.full(4, 2.0), eps=1e-6)
+    np.testing.assert_allclose(actual, 2e3, rtol=1e-12)
 
 
 def test_rope_backward_is_the_gradient(rng):
@@ -107,26 +107,26 @@ def test_attention_scores_backward_is_the_gradient(qkv, rng):
 
 def test_attention_probs_backward_is_the_gradient(qkv, rng):
     scores, grad = attention_scores(qkv[0], qkv[1]), rng.normal(size=(HEADS, SEQ, SEQ))
-    got = attention_probs_backward(grad, attention_probs(scores))
+    actual = attention_probs_backward(grad, attention_probs(scores))
     seen = np.where(MASKED, 0.0, scores)
 
     def weighed(seen):
         return float((attention_probs(np.where(MASKED, -np.inf, seen)) * grad).sum())
 
-    assert_is_gradient(got, weighed, seen)
+    assert_is_gradient(actual, weighed, seen)
 
 
 def test_attention_probs_backward_is_0_under_the_mask_and_in_the_sum_of_every_row(probs, rng):
-    got = attention_probs_backward(rng.normal(size=(HEADS, SEQ, SEQ)), probs)
-    assert not got[:, MASKED].any()
-    np.testing.assert_allclose(got.sum(axis=-1), 0, atol=1e-15)
+    actual = attention_probs_backward(rng.normal(size=(HEADS, SEQ, SEQ)), probs)
+    assert not actual[:, MASKED].any()
+    np.testing.assert_allclose(actual.sum(axis=-1), 0, atol=1e-15)
 
 
 def test_attention_probs_backward_of_scores_of_300_either_way_is_finite(dtype):
     scores = np.array([[[300.0, -np.inf, -np.inf], [300, -300, -np.inf], [-300, -300, -300]]], dtype)
     grad = np.array([[[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]], dtype)
-    got = attention_probs_backward(grad, attention_probs(scores))
-    np.testing.assert_allclose(got, [[[0, 0, 0], [0, 0, 0], [-1 / 3, 0, 1 / 3]]], rtol=0, atol=1e-6)
+    actual = attention_probs_backward(grad, attention_probs(scores))
+    np.testing.assert_allclose(actual, [[[0, 0, 0], [0, 0, 0], [-1 / 3, 0, 1 / 3]]], rtol=0, atol=1e-6)
 
 
 def test_attention_context_backward_is_the_gradient(probs, qkv, rng):

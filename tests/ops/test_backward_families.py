@@ -78,8 +78,8 @@ def test_sigmoid_backward_is_the_gradient(rng, shape):
 @pytest.mark.parametrize("seq", [1, 2, 6])
 def test_short_conv_backward_is_the_gradient(rng, seq):
     x, kernel, grad = rng.normal(size=(seq, 5)), rng.normal(size=(5, 4)), rng.normal(size=(seq, 5))
-    got = short_conv_backward(grad, x, kernel)
-    assert_is_gradient(got, lambda x: float((short_conv(x, kernel, np.zeros((3, 5))) * grad).sum()), x)
+    actual = short_conv_backward(grad, x, kernel)
+    assert_is_gradient(actual, lambda x: float((short_conv(x, kernel, np.zeros((3, 5))) * grad).sum()), x)
 
 
 def test_l2_norm_and_log_decay_backward_are_the_gradients(rng):
@@ -87,27 +87,27 @@ def test_l2_norm_and_log_decay_backward_are_the_gradients(rng):
     assert_is_gradient(l2_norm_backward(grad, x), lambda x: float((l2_norm(x) * grad).sum()), x)
     a, grad = 8 * rng.normal(size=(2, SEQ, V_HEADS))
     bias, decay = rng.normal(size=V_HEADS), -rng.uniform(0.01, 16, V_HEADS)
-    got = log_decay_backward(grad, a, bias, decay)
-    assert_is_gradient(got, lambda a: float((log_decay(a, bias, decay) * grad).sum()), a)
+    actual = log_decay_backward(grad, a, bias, decay)
+    assert_is_gradient(actual, lambda a: float((log_decay(a, bias, decay) * grad).sum()), a)
     np.testing.assert_array_equal(log_decay_backward(grad, a + 100, bias, decay), grad * decay)
 
 
 def test_rope_adjacent_backward_is_the_gradient(rng):
     x, grad = rng.normal(size=(2, SEQ, 3, 8))
     tables = rope_tables(np.arange(SEQ), head_dim=8, theta=100.0, scaling=None)
-    got = rope_adjacent_backward(grad, *tables)
-    assert_is_gradient(got, lambda x: float((rope_adjacent(x, *tables) * grad).sum()), x)
+    actual = rope_adjacent_backward(grad, *tables)
+    assert_is_gradient(actual, lambda x: float((rope_adjacent(x, *tables) * grad).sum()), x)
 
 
 @pytest.mark.parametrize("strong", [False, True])
 def test_delta_rule_backward_is_the_gradient(rng, strong):
     arrays, grad = given(rng, SEQ, strong=strong), rng.normal(size=(SEQ, V_HEADS, VALUE_DIM))
-    for i, got in enumerate(delta_rule_backward(grad, *arrays)):
+    for i, actual in enumerate(delta_rule_backward(grad, *arrays)):
 
         def result(x: np.ndarray, i: int = i) -> float:
             return float((delta_rule(*arrays[:i], x, *arrays[i + 1 :], empty())[0] * grad).sum())  # pyright: ignore
 
-        assert_is_gradient(got, result, arrays[i], NAMES[i])
+        assert_is_gradient(actual, result, arrays[i], NAMES[i])
 
 
 def test_what_is_read_after_a_stretch_of_tokens_has_its_gradient_before_it(rng):
@@ -116,8 +116,8 @@ def test_what_is_read_after_a_stretch_of_tokens_has_its_gradient_before_it(rng):
     arrays[4] *= 0.01
     grad[-1] = rng.normal(size=grad.shape[1:])
     found = delta_rule_backward(grad, *arrays)
-    for i, got in enumerate(found[1:], start=1):
-        direction = rng.normal(size=got.shape)
+    for i, actual in enumerate(found[1:], start=1):
+        direction = rng.normal(size=actual.shape)
         direction[AT_ONCE:] = 0  # of the first stretch alone
         ahead, behind = (
             float(
@@ -127,6 +127,6 @@ def test_what_is_read_after_a_stretch_of_tokens_has_its_gradient_before_it(rng):
             )
             for step in (1e-5, -1e-5)
         )
-        want = float((got * direction).sum())
-        assert abs(want) > 1e-6
-        assert (ahead - behind) / 2e-5 == pytest.approx(want, rel=1e-5), NAMES[i]
+        expected = float((actual * direction).sum())
+        assert abs(expected) > 1e-6
+        assert (ahead - behind) / 2e-5 == pytest.approx(expected, rel=1e-5), NAMES[i]

@@ -23,11 +23,11 @@ def both(logits: np.ndarray, labels: np.ndarray, smoothing: float) -> tuple[floa
 
 def from_torch(logits: np.ndarray, labels: np.ndarray, smoothing: float) -> tuple[float, np.ndarray]:
     torch = pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
-    leaf, targets = torch.from_numpy(logits).requires_grad_(), torch.from_numpy(labels)
-    loss = torch.nn.functional.cross_entropy(leaf, targets, ignore_index=IGNORED, label_smoothing=smoothing)
+    kernel, targets = torch.from_numpy(logits).requires_grad_(), torch.from_numpy(labels)
+    loss = torch.nn.functional.cross_entropy(kernel, targets, ignore_index=IGNORED, label_smoothing=smoothing)
     loss.backward()
-    assert leaf.grad is not None
-    return loss.item(), leaf.grad.numpy()
+    assert kernel.grad is not None
+    return loss.item(), kernel.grad.numpy()
 
 
 def test_a_row_worked_by_hand():
@@ -38,7 +38,7 @@ def test_a_row_worked_by_hand():
     np.testing.assert_allclose(gradient, [[1 / 8 - 1 / 12, 2 / 8 - 0.75 - 1 / 12, 5 / 8 - 1 / 12]], rtol=1e-14)
 
 
-def test_row_t_is_judged_by_label_t_plus_1_and_the_last_row_by_nothing():
+def test_shifted_gives_row_t_label_t_plus_1_and_masks_the_last_row():
     np.testing.assert_array_equal(shifted(np.array([7, 8, IGNORED, 9])), [8, IGNORED, 9, IGNORED])
     np.testing.assert_array_equal(shifted(np.array([7])), [IGNORED])
 
@@ -53,8 +53,8 @@ def test_the_backward_is_the_gradient(rng, smoothing):
 @pytest.mark.parametrize("smoothing", SMOOTHINGS)
 def test_loss_and_gradient_are_those_of_torch_in_float64(rng, smoothing):
     logits = rng.normal(size=(6, 7)) * 3
-    (loss, gradient), (want, wanted) = both(logits, LABELS, smoothing), from_torch(logits, LABELS, smoothing)
-    assert loss == pytest.approx(want, rel=1e-14)
+    (loss, gradient), (expected, wanted) = both(logits, LABELS, smoothing), from_torch(logits, LABELS, smoothing)
+    assert loss == pytest.approx(expected, rel=1e-14)
     np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-15, strict=True)
 
 
@@ -63,8 +63,8 @@ def test_logits_of_300_either_way_neither_overflow_nor_lose_the_small_ones(smoot
     logits = np.array([[300, -300, 299, 0], [-300, -300, -300, -301], [300, 300, -300, 300]], dtype)
     labels = np.array([1, 3, 0])  # the first is surprised by 600
     loss, gradient = both(logits, labels, smoothing)
-    want, wanted = from_torch(logits.astype(np.float64), labels, smoothing)
-    assert loss == pytest.approx(want, rel=1e-6 if dtype is np.float32 else 1e-14)
+    expected, wanted = from_torch(logits.astype(np.float64), labels, smoothing)
+    assert loss == pytest.approx(expected, rel=1e-6 if dtype is np.float32 else 1e-14)
     np.testing.assert_allclose(gradient, wanted, rtol=0, atol=1e-7 if dtype is np.float32 else 1e-15)
     assert gradient.dtype == dtype
 

@@ -23,8 +23,8 @@ def narrow(arrays: list[np.ndarray]) -> list[np.ndarray]:
     return [array.astype(np.float32) for array in arrays]
 
 
-def off(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+def off(actual: np.ndarray, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -51,8 +51,8 @@ def test_a_value_that_is_written_wholly_is_read_at_its_key_and_replaced(rule, rn
 @pytest.mark.parametrize("strongest", [-0.1, -316.0])
 def test_chunks_give_what_token_by_token_gives(rng, seq, strongest):
     given = inputs(rng, seq, strongest)
-    for got, want in zip(delta_rule_in_chunks(*given), delta_rule(*given), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * np.abs(want).max())
+    for actual, expected in zip(delta_rule_in_chunks(*given), delta_rule(*given), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("rule", RULES)
@@ -61,9 +61,9 @@ def test_two_parts_give_what_one_pass_gives(rng, rule, cut):
     *rows, state = inputs(rng, 2 * CHUNK)
     first, between = rule(*(x[:cut] for x in rows), state)
     second, last = rule(*(x[cut:] for x in rows), between)
-    out, want = rule(*rows, state)
+    out, expected = rule(*rows, state)
     np.testing.assert_allclose(np.concatenate([first, second]), out, rtol=0, atol=1e-13 * np.abs(out).max())
-    np.testing.assert_allclose(last, want, rtol=0, atol=1e-13 * np.abs(want).max())
+    np.testing.assert_allclose(last, expected, rtol=0, atol=1e-13 * np.abs(expected).max())
 
 
 @pytest.mark.usefixtures("arithmetic")
@@ -71,9 +71,9 @@ def test_two_parts_give_what_one_pass_gives(rng, rule, cut):
 def test_in_float32_both_are_within_a_few_roundings(rng, rule):
     given = narrow(inputs(rng, 2 * CHUNK + 3))
     true = delta_rule(*(array.astype(np.float64) for array in given))
-    for got, want in zip(rule(*given), true, strict=True):
-        assert got.dtype == np.float32
-        assert off(got, want) < 3e-7
+    for actual, expected in zip(rule(*given), true, strict=True):
+        assert actual.dtype == np.float32
+        assert off(actual, expected) < 3e-7
 
 
 def test_behind_a_decay_that_forgets_all_small_decays_are_as_exact_as_before_it():
@@ -88,8 +88,8 @@ def test_behind_a_decay_that_forgets_all_small_decays_are_as_exact_as_before_it(
 def test_a_value_head_reads_the_key_head_of_its_group(rng, rule):
     q, k, *others = inputs(rng, 9)
     repeated = rule(*(np.repeat(x, V_HEADS // K_HEADS, axis=1) for x in (q, k)), *others)
-    for got, want in zip(rule(q, k, *others), repeated, strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-13)
+    for actual, expected in zip(rule(q, k, *others), repeated, strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-13)
 
 
 def test_l2_norm_adds_its_epsilon_to_the_sum_of_squares(dtype):
@@ -99,5 +99,5 @@ def test_l2_norm_adds_its_epsilon_to_the_sum_of_squares(dtype):
 
 def test_log_decay_matches_values_worked_by_hand(dtype):
     a, bias = np.array([[0.0, 21.0, -800.0, 1000.0]], dtype), np.array([np.log(3), 1, 0, 0], dtype)
-    got = log_decay(a, bias, np.array([-2, -0.5, -3, -16], dtype))
-    np.testing.assert_allclose(got, [[-2 * np.log(4), -11, 0, -16000]], rtol=3e-7)
+    actual = log_decay(a, bias, np.array([-2, -0.5, -3, -16], dtype))
+    np.testing.assert_allclose(actual, [[-2 * np.log(4), -11, 0, -16000]], rtol=3e-7)

@@ -22,8 +22,8 @@ def test_lengths_are_those_of_the_rows_of_the_sum():
 
 def test_lengths_of_long_rows_are_rounded_once(rng):
     weight = rng.normal(size=(3, 5000)).astype(np.float32)
-    want = np.sqrt(np.square(weight, dtype=np.float64).sum(axis=1)).astype(np.float32)
-    np.testing.assert_array_equal(row_lengths(weight, np.zeros_like(weight)), want, strict=True)
+    expected = np.sqrt(np.square(weight, dtype=np.float64).sum(axis=1)).astype(np.float32)
+    np.testing.assert_array_equal(row_lengths(weight, np.zeros_like(weight)), expected, strict=True)
 
 
 def test_with_the_learned_length_equal_to_the_length_only_the_delta_is_added(arrays):
@@ -37,8 +37,8 @@ def test_the_sum_is_the_product_with_rows_of_the_learned_length(rng):
     directed = (weight + addition) / lengths[:, None] * magnitude[:, None]
     np.testing.assert_allclose(np.linalg.norm(directed, axis=1), magnitude, rtol=1e-15)
     of_base = x @ weight.T
-    got = of_base + dora(of_base, x @ addition.T, magnitude, lengths)
-    np.testing.assert_allclose(got, x @ directed.T, rtol=0, atol=1e-14)
+    actual = of_base + dora(of_base, x @ addition.T, magnitude, lengths)
+    np.testing.assert_allclose(actual, x @ directed.T, rtol=0, atol=1e-14)
 
 
 def test_the_backward_is_the_gradient_with_the_length_held_constant(arrays, rng):

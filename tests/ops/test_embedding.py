@@ -7,8 +7,8 @@ from llorch.ops.embedding import embedding
 
 def test_embedding_picks_the_row_of_each_token(rng):
     weight = rng.normal(size=(11, 5))
-    got = embedding(np.array([10, 0, 3, 3]), weight)
-    np.testing.assert_array_equal(got, [weight[10], weight[0], weight[3], weight[3]])
+    actual = embedding(np.array([10, 0, 3, 3]), weight)
+    np.testing.assert_array_equal(actual, [weight[10], weight[0], weight[3], weight[3]])
 
 
 def test_embedding_picks_rows_also_from_a_square_table(rng):

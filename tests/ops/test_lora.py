@@ -25,8 +25,8 @@ def random_lora(rng, n_in: int, n_out: int, *, dora: bool, dropout: bool = False
 
 def test_the_delta_matches_a_product_worked_by_hand():
     lora_A, lora_B = np.array([[1.0, 2.0, 0.0]]), np.array([[3.0], [-1.0]])
-    got = lora_delta(np.array([[1.0, 1.0, 9.0]]), lora_A, lora_B, scaling=0.5)
-    np.testing.assert_array_equal(got, [[4.5, -1.5]])
+    actual = lora_delta(np.array([[1.0, 1.0, 9.0]]), lora_A, lora_B, scaling=0.5)
+    np.testing.assert_array_equal(actual, [[4.5, -1.5]])
 
 
 def test_lora_backward_is_the_gradient(rng):
@@ -80,8 +80,8 @@ def test_the_backward_of_a_matrix_is_its_gradient(rng, dora, dropout):
     tensors = {name: getattr(lora, name) for name in trained}
     assert weighed(x, tensors) == pytest.approx(float((LoraMatrix(base, lora).forward(x) * grad).sum()), rel=1e-13)
     assert_is_gradient(d_x, lambda v: weighed(v, tensors), x, "x")
-    for name, got in trained.items():
-        assert_is_gradient(got, lambda v, name=name: weighed(x, tensors | {name: v}), tensors[name], name)
+    for name, actual in trained.items():
+        assert_is_gradient(actual, lambda v, name=name: weighed(x, tensors | {name: v}), tensors[name], name)
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -97,8 +97,8 @@ def test_the_backward_of_picked_rows_is_their_gradient(rng, dora):
     tensors = {name: getattr(lora, name) for name in trained}
     rows = LoraMatrix(table, embedding_lora=lora).rows(IDS)
     assert weighed(tensors) == pytest.approx(float((rows * grad).sum()), rel=1e-13)
-    for name, got in trained.items():
-        assert_is_gradient(got, lambda v, name=name: weighed(tensors | {name: v}), tensors[name], name)
+    for name, actual in trained.items():
+        assert_is_gradient(actual, lambda v, name=name: weighed(tensors | {name: v}), tensors[name], name)
 
 
 @pytest.mark.parametrize("dora", [False, True])
@@ -124,7 +124,7 @@ def test_a_table_used_twice_has_an_adapter_of_its_own_in_either_use(rng):
     assert LoraMatrix(base, head).rows_backward(x, IDS) == {}
 
 
-def test_dropout_that_drops_everything_leaves_the_frozen_product_and_trains_nothing(rng):
+def test_lora_full_dropout_gives_base_product_and_zero_gradients(rng):
     base, x, grad = rng.normal(size=(OUT, IN)), rng.normal(size=(SEQ, IN)), rng.normal(size=(SEQ, OUT))
     lora = random_lora(rng, IN, OUT, dora=False)
     matrix = LoraMatrix(base, Lora(lora.lora_A, lora.lora_B, 0.7, mask=np.zeros((SEQ, IN))))
@@ -134,7 +134,7 @@ def test_dropout_that_drops_everything_leaves_the_frozen_product_and_trains_noth
     assert not any(gradient.any() for gradient in trained.values())
 
 
-def test_it_is_a_quant_method_that_keeps_dtype_and_leaves_base_and_adapter_alone(rng, dtype):
+def test_lora_matrix_keeps_dtype_and_does_not_change_its_inputs(rng, dtype):
     base, x = rng.normal(size=(OUT, IN)).astype(dtype), rng.normal(size=(SEQ, IN)).astype(dtype)
     lora = random_lora(rng, IN, OUT, dora=True, dropout=True, dtype=dtype)
     rows = random_lora(rng, OUT, IN, dora=True, dtype=dtype)

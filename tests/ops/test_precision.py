@@ -39,7 +39,7 @@ def test_float64_arrays_are_handed_back_as_they_are():
 
 
 @pytest.mark.usefixtures("arithmetic")
-def test_every_op_keeps_the_dtype_and_leaves_its_inputs_alone(rng, dtype):
+def test_every_op_keeps_the_dtype_and_does_not_change_its_inputs(rng, dtype):
     def some(*shape: int) -> np.ndarray:
         return rng.normal(size=shape).astype(dtype)
 

@@ -65,28 +65,30 @@ def test_rope_scores_depend_on_distance_only(rng, far):
 
 
 def test_rope_turns_from_the_first_half_to_the_second():
-    got = rope(np.array([[[1.0, 0, 0, 0, 0, 0]]]), *tables(1))
-    np.testing.assert_allclose(got, [[[np.cos(1.0), 0, 0, np.sin(1.0), 0, 0]]], rtol=1e-15)
+    actual = rope(np.array([[[1.0, 0, 0, 0, 0, 0]]]), *tables(1))
+    np.testing.assert_allclose(actual, [[[np.cos(1.0), 0, 0, np.sin(1.0), 0, 0]]], rtol=1e-15)
 
 
 def test_rope_keeps_the_length_of_every_pair(rng):
     x = rng.normal(size=(4, 3, HEAD_DIM))
-    got = rope(x, *tables(1, 2, 30, 5000))
-    np.testing.assert_allclose(got[..., :3] ** 2 + got[..., 3:] ** 2, x[..., :3] ** 2 + x[..., 3:] ** 2, rtol=1e-12)
+    actual = rope(x, *tables(1, 2, 30, 5000))
+    np.testing.assert_allclose(
+        actual[..., :3] ** 2 + actual[..., 3:] ** 2, x[..., :3] ** 2 + x[..., 3:] ** 2, rtol=1e-12
+    )
 
 
 def test_rope_turns_all_heads_of_a_token_alike(rng):
     x = rng.normal(size=(2, 5, HEAD_DIM))
-    got = rope(x, *tables(3, 9))
+    actual = rope(x, *tables(3, 9))
     for head in range(5):
-        np.testing.assert_array_equal(got[:, [head]], rope(x[:, [head]], *tables(3, 9)))
+        np.testing.assert_array_equal(actual[:, [head]], rope(x[:, [head]], *tables(3, 9)))
 
 
 def test_rope_in_float32_is_the_float64_result_rounded_once_also_far_away(rng):
     x = rng.normal(size=(3, 2, HEAD_DIM)).astype(np.float32)
     far = tables(1, 4000, 131_071)
-    truth = rope(x.astype(np.float64), *far)
-    np.testing.assert_array_equal(rope(x, *far), truth.astype(np.float32), strict=True)
+    reference = rope(x.astype(np.float64), *far)
+    np.testing.assert_array_equal(rope(x, *far), reference.astype(np.float32), strict=True)
 
 
 def test_rope_tables_are_float64_at_far_positions():
@@ -97,13 +99,13 @@ def test_rope_tables_are_float64_at_far_positions():
 
 def test_linear_scaling_divides_positions():
     scaled = tables(40, scaling=LinearScaling(factor=8.0))
-    for got, want in zip(scaled, tables(5), strict=True):
-        np.testing.assert_allclose(got, want, rtol=1e-13)
+    for actual, expected in zip(scaled, tables(5), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=1e-13)
 
 
 def test_factor_scaling_divides_each_frequency_by_its_own_factor():
-    got = scale_frequencies(np.array([1.0, 0.5]), FactorScaling(factors=(4.0, 5.0)), head_dim=4, theta=4.0)
-    np.testing.assert_array_equal(got, [0.25, 0.1])
+    actual = scale_frequencies(np.array([1.0, 0.5]), FactorScaling(factors=(4.0, 5.0)), head_dim=4, theta=4.0)
+    np.testing.assert_array_equal(actual, [0.25, 0.1])
 
 
 def test_llama3_factors_match_three_waves_worked_by_hand():
@@ -111,15 +113,15 @@ def test_llama3_factors_match_three_waves_worked_by_hand():
     inv_freq = 2 * np.pi / np.array([4.0, 32.0, 256.0])  # 16, 2 and 1/4 turns in the old context
     # 16 > 4 turns: kept. 2 turns: a third of the way from 1 to 4, so 1/3 + 2/3 / 8 = 5/12. 1/4 < 1 turn: an eighth.
     np.testing.assert_allclose(llama3_factors(inv_freq, scaling), [1, 12 / 5, 8], rtol=1e-14)
-    got = scale_frequencies(inv_freq, scaling, head_dim=6, theta=100.0)
-    np.testing.assert_allclose(got, inv_freq * [1, 5 / 12, 1 / 8], rtol=1e-14)
+    actual = scale_frequencies(inv_freq, scaling, head_dim=6, theta=100.0)
+    np.testing.assert_allclose(actual, inv_freq * [1, 5 / 12, 1 / 8], rtol=1e-14)
 
 
 def test_yarn_share_matches_a_ramp_worked_by_hand():
     # head_dim 8, theta 100: 32 turns in 2000 positions at pair 1.995, 1 turn at pair 5.006: ramp from 1 to 6
     np.testing.assert_allclose(yarn_kept_share(YARN, head_dim=8, theta=100.0), [1, 1, 0.8, 0.6], rtol=1e-14)
-    got = scale_frequencies(frequencies(8, 100.0), YARN, head_dim=8, theta=100.0)
-    np.testing.assert_allclose(got, frequencies(8, 100.0) * [1, 1, 0.85, 0.7], rtol=1e-14)
+    actual = scale_frequencies(frequencies(8, 100.0), YARN, head_dim=8, theta=100.0)
+    np.testing.assert_allclose(actual, frequencies(8, 100.0) * [1, 1, 0.85, 0.7], rtol=1e-14)
 
 
 def test_yarn_multiplies_cos_and_sin_by_its_factor():
@@ -135,7 +137,7 @@ def test_other_scalings_leave_the_length_of_cos_and_sin_alone(scaling):
     np.testing.assert_allclose(cos**2 + sin**2, 1, rtol=1e-14)
 
 
-def test_scaling_leaves_the_given_frequencies_alone():
+def test_scale_frequencies_does_not_change_its_input():
     inv_freq = frequencies(8, 100.0)
     for scaling in (LinearScaling(factor=2.0), FactorScaling(factors=(1.0, 2.0, 3.0, 4.0)), YARN):
         scale_frequencies(inv_freq, scaling, head_dim=8, theta=100.0)

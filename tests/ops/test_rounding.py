@@ -125,12 +125,12 @@ def test_float16_and_bfloat16_ties_go_to_even():
 
 
 @pytest.mark.parametrize(
-    ("x", "want"), [(65504, 65504), (65519.996, 65504), (65520, np.inf), (65535.996, np.inf), (65536, np.inf)]
+    ("x", "expected"), [(65504, 65504), (65519.996, 65504), (65520, np.inf), (65535.996, np.inf), (65536, np.inf)]
 )
-def test_what_float16_cannot_hold_is_infinite_from_half_a_step_beyond_its_largest(x: float, want: float):
+def test_what_float16_cannot_hold_is_infinite_from_half_a_step_beyond_its_largest(x: float, expected: float):
     with np.errstate(over="ignore"):
-        assert round_activations(float32(x, 1.0), "F16").tolist() == [[want, 1.0]]
-        assert round_activations(float32(-x, 1.0), "F16").tolist() == [[-want, 1.0]]
+        assert round_activations(float32(x, 1.0), "F16").tolist() == [[expected, 1.0]]
+        assert round_activations(float32(-x, 1.0), "F16").tolist() == [[-expected, 1.0]]
 
 
 def test_float16_agrees_with_the_cast_of_numpy_on_every_exponent():
@@ -142,8 +142,8 @@ def test_float16_agrees_with_the_cast_of_numpy_on_every_exponent():
     x[~np.isfinite(x)] = 1
     for row in x:
         with np.errstate(over="ignore"):
-            want = row.astype(np.float16).astype(np.float32)
-        assert round_activations(row[None], "F16").tobytes() == want.tobytes()
+            expected = row.astype(np.float16).astype(np.float32)
+        assert round_activations(row[None], "F16").tobytes() == expected.tobytes()
 
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q8_0", "Q8_1", "Q8_K"])
@@ -157,8 +157,8 @@ def test_float64_is_rounded_to_float32_first_and_keeps_its_dtype(kind):
 def test_in_float64_the_product_of_code_and_scale_is_exact():
     x = np.random.default_rng(0).standard_normal((2, 512))
     codes, scales = quantize_blocks(x, "Q8_K")
-    want = codes.reshape(2, 2, 256) * scales.astype(np.float64)[:, :, None]
-    np.testing.assert_array_equal(round_activations(x, "Q8_K"), want.reshape(2, 512))
+    expected = codes.reshape(2, 2, 256) * scales.astype(np.float64)[:, :, None]
+    np.testing.assert_array_equal(round_activations(x, "Q8_K"), expected.reshape(2, 512))
 
 
 def test_float32_weights_leave_activations_as_ggml_has_them():
@@ -172,8 +172,8 @@ def test_the_rounded_values_are_the_codes_times_the_scales(kind):
     x = edge_rows(BLOCKS[kind]).astype(np.float64)
     codes, scales = quantize_blocks(x, kind)
     with np.errstate(invalid="ignore"):
-        want = codes * scales.astype(np.float64)
-    np.testing.assert_array_equal(round_activations(x, kind), want)
+        expected = codes * scales.astype(np.float64)
+    np.testing.assert_array_equal(round_activations(x, kind), expected)
 
 
 def test_a_scale_beyond_float16_is_not_hidden():
@@ -219,12 +219,12 @@ def test_half_precision_is_the_bits_of_ggml(kind, rows):
     x = rows(64)
     bits = np.empty(x.shape, np.uint16)
     from_float_of_cpu(GGMLType[kind])(x.ctypes.data, bits.ctypes.data, x.size)
-    want = (
+    expected = (
         bits.view(np.float16).astype(np.float32) if kind == "F16" else (bits.astype(np.uint32) << 16).view(np.float32)
     )
-    assert round_activations(x, kind).tobytes() == want.tobytes()
-    finite = np.isfinite(want).all(axis=1)  # row by row: large values take another path
-    assert round_activations(x[finite], kind).tobytes() == want[finite].tobytes()
+    assert round_activations(x, kind).tobytes() == expected.tobytes()
+    finite = np.isfinite(expected).all(axis=1)  # row by row: large values take another path
+    assert round_activations(x[finite], kind).tobytes() == expected[finite].tobytes()
 
 
 def test_the_variants_differ_where_this_file_looks():

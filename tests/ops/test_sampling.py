@@ -34,12 +34,12 @@ def test_softmax_matches_shares_worked_by_hand():
 
 
 def test_softmax_of_plus_and_minus_300_is_finite(dtype):
-    got = softmax(np.array([300.0, -300.0, 300.0, -INF], dtype))
-    np.testing.assert_allclose(got, np.array([0.5, 0, 0.5, 0], dtype), atol=1e-200, strict=True)
+    actual = softmax(np.array([300.0, -300.0, 300.0, -INF], dtype))
+    np.testing.assert_allclose(actual, np.array([0.5, 0, 0.5, 0], dtype), atol=1e-200, strict=True)
 
 
 @pytest.mark.parametrize(
-    ("logits", "history", "penalty", "want"),
+    ("logits", "history", "penalty", "expected"),
     [
         ([4.0, -4.0, 0.0, 3.0], [0, 1, 2], 2.0, [2.0, -8.0, 0.0, 3.0]),
         ([-1.0, -1.5], [0], 2.0, [-2.0, -1.5]),  # never a higher rank: dividing -1 by 2 would keep it first
@@ -48,8 +48,8 @@ def test_softmax_of_plus_and_minus_300_is_finite(dtype):
         ([4.0, -4.0], [], 2.0, [4.0, -4.0]),
     ],
 )
-def test_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens(logits, history, penalty, want):
-    np.testing.assert_array_equal(penalise(np.array(logits), history, penalty=penalty), want)
+def test_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens(logits, history, penalty, expected):
+    np.testing.assert_array_equal(penalise(np.array(logits), history, penalty=penalty), expected)
 
 
 SOME = np.array([1.0, 5.0, -2.0, 3.0])
@@ -59,9 +59,9 @@ FALLING = logits_of(0.4, 0.3, 0.2, 0.1)
 
 
 @pytest.mark.parametrize(
-    ("filtered", "logits", "want"),
+    ("filtered", "logits", "expected"),
     [
-        *((keep_top_k(SOME, k=k), SOME, want) for k, want in ((1, [1]), (2, [1, 3]))),
+        *((keep_top_k(SOME, k=k), SOME, expected) for k, expected in ((1, [1]), (2, [1, 3]))),
         *((keep_top_k(SOME, k=k), SOME, [0, 1, 2, 3]) for k in (0, 4, 5, 100)),  # 0 or the vocabulary keeps all
         (keep_top_k(TIES, k=2), TIES, [0, 2, 3, 4]),  # ties with the lowest kept
         # The token that crosses the boundary is kept.
@@ -78,9 +78,9 @@ FALLING = logits_of(0.4, 0.3, 0.2, 0.1)
         (keep_min_p(FALLING, min_p=0.0), FALLING, [0, 1, 2, 3]),
     ],
 )
-def test_a_filter_keeps_some_logits_as_they_are(filtered, logits, want):
-    assert kept(filtered) == want
-    np.testing.assert_array_equal(filtered[want], logits[want])
+def test_a_filter_keeps_some_logits_as_they_are(filtered, logits, expected):
+    assert kept(filtered) == expected
+    np.testing.assert_array_equal(filtered[expected], logits[expected])
 
 
 def test_filters_leave_kept_logits_as_they_are_and_their_input_alone(dtype):
@@ -96,13 +96,13 @@ def test_filters_leave_kept_logits_as_they_are_and_their_input_alone(dtype):
 
 
 def test_temperature_divides_the_logits():
-    got = probabilities(logits_of(1, 3), SamplingSettings(temperature=0.5), [])
-    np.testing.assert_allclose(got, [0.1, 0.9], rtol=1e-14)  # 1 to 3 squared
+    actual = probabilities(logits_of(1, 3), SamplingSettings(temperature=0.5), [])
+    np.testing.assert_allclose(actual, [0.1, 0.9], rtol=1e-14)  # 1 to 3 squared
 
 
 def test_temperature_zero_is_the_best_token_and_ties_go_to_the_lowest_id(dtype):
-    got = probabilities(np.array([1.0, 7.0, 7.0], dtype), SamplingSettings(), [])
-    np.testing.assert_array_equal(got, np.array([0, 1, 0], dtype), strict=True)
+    actual = probabilities(np.array([1.0, 7.0, 7.0], dtype), SamplingSettings(), [])
+    np.testing.assert_array_equal(actual, np.array([0, 1, 0], dtype), strict=True)
 
 
 def test_temperature_zero_still_looks_at_the_penalty():
@@ -111,8 +111,8 @@ def test_temperature_zero_still_looks_at_the_penalty():
 
 
 def test_the_lowest_temperature_stays_finite_in_float32():
-    got = probabilities(np.array([50.0, -50.0, 49.9], np.float32), SamplingSettings(temperature=1e-6), [])
-    np.testing.assert_array_equal(got, [1, 0, 0])
+    actual = probabilities(np.array([50.0, -50.0, 49.9], np.float32), SamplingSettings(temperature=1e-6), [])
+    np.testing.assert_array_equal(actual, [1, 0, 0])
 
 
 def test_penalty_comes_before_top_k():
@@ -144,17 +144,17 @@ def test_probabilities_sum_to_one_and_keep_dtype(rng, dtype):
     settings = SamplingSettings(temperature=0.8, top_k=40, top_p=0.9, min_p=0.05, repetition_penalty=1.1)
     logits = rng.normal(size=500).astype(dtype) * 4
     before = logits.copy()
-    got = probabilities(logits, settings, [1, 2, 3])
-    assert got.dtype == dtype
-    assert got.sum(dtype=np.float64) == pytest.approx(1, abs=1e-6)
+    actual = probabilities(logits, settings, [1, 2, 3])
+    assert actual.dtype == dtype
+    assert actual.sum(dtype=np.float64) == pytest.approx(1, abs=1e-6)
     np.testing.assert_array_equal(logits, before)
 
 
 def test_probabilities_of_float32_logits_are_computed_in_float64_and_rounded_once(rng):
     settings = SamplingSettings(temperature=0.7, top_k=90, top_p=0.95, min_p=0.001, repetition_penalty=1.3)
     logits = rng.normal(size=400).astype(np.float32) * 3
-    want = probabilities(logits.astype(np.float64), settings, [1, 2, 3]).astype(np.float32)
-    np.testing.assert_array_equal(probabilities(logits, settings, [1, 2, 3]), want, strict=True)
+    expected = probabilities(logits.astype(np.float64), settings, [1, 2, 3]).astype(np.float32)
+    np.testing.assert_array_equal(probabilities(logits, settings, [1, 2, 3]), expected, strict=True)
 
 
 @pytest.mark.parametrize(
@@ -204,5 +204,5 @@ def test_repeats_are_counted_in_the_answer_and_the_prompt_does_not_count():
     logits = np.zeros(4, np.float32)
     settings = SamplingSettings(temperature=1.0, presence_penalty=0.5, frequency_penalty=0.25)
     found = probabilities(logits, settings, [3, 3, 1, 1, 2], n_prompt=2)
-    want = np.exp([0, -0.5 - 0.5, -0.5 - 0.25, 0])
-    np.testing.assert_allclose(found, want / want.sum(), rtol=1e-6)
+    expected = np.exp([0, -0.5 - 0.5, -0.5 - 0.25, 0])
+    np.testing.assert_allclose(found, expected / expected.sum(), rtol=1e-6)

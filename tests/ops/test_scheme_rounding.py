@@ -28,11 +28,11 @@ TORCHAO = SchemeRounding("int8", "dynamic", by_reciprocal=True)
 def test_round_as_scheme_equals_compressed_tensors_bit_for_bit(name: str, dtype: type[np.floating]):
     golden = json.loads((GOLDENS / "scheme.json").read_text())["rounded"][name]
     with np.load(GOLDENS / "scheme.npz") as arrays:
-        got = round_as_scheme(arrays["inputs"].astype(dtype), KINDS[name]) + 0  # zeros without a sign
-    assert got.dtype == dtype
+        actual = round_as_scheme(arrays["inputs"].astype(dtype), KINDS[name]) + 0  # zeros without a sign
+    assert actual.dtype == dtype
     if dtype is np.float64:
-        np.testing.assert_array_equal(got.reshape(-1)[::193], golden["samples"])
-    assert sha256(got.tobytes()).hexdigest() == golden[np.dtype(dtype).name]
+        np.testing.assert_array_equal(actual.reshape(-1)[::193], golden["samples"])
+    assert sha256(actual.tobytes()).hexdigest() == golden[np.dtype(dtype).name]
 
 
 def test_goldens_of_scheme_rounding_cover_every_kind():
@@ -44,15 +44,15 @@ def test_goldens_of_scheme_rounding_cover_every_kind():
 def test_round_as_scheme_equals_torchao_bit_for_bit():
     golden = json.loads((GOLDENS / "scheme.json").read_text())["rounded_by_torchao"]
     with np.load(GOLDENS / "scheme.npz") as arrays:
-        got = round_as_scheme(arrays["inputs"].astype(np.float32), TORCHAO) + 0  # zeros without a sign
-    np.testing.assert_array_equal(got.reshape(-1)[::193], golden["samples"])
-    assert sha256(got.tobytes()).hexdigest() == golden["float32"]
+        actual = round_as_scheme(arrays["inputs"].astype(np.float32), TORCHAO) + 0  # zeros without a sign
+    np.testing.assert_array_equal(actual.reshape(-1)[::193], golden["samples"])
+    assert sha256(actual.tobytes()).hexdigest() == golden["float32"]
 
 
 def test_round_as_scheme_of_torchao_has_a_least_scale_and_multiplies_by_its_reciprocal():
     x = np.array([[1e-7, -2e-7, 0, 3e-8], [127.5, 63.5, -1, 0.5]], np.float32)
-    want = [np.array([1, -2, 0, 0]) * 2.0**-23, [127, 64, -1, 0]]
-    np.testing.assert_array_equal(round_as_scheme(x, TORCHAO), want)
+    expected = [np.array([1, -2, 0, 0]) * 2.0**-23, [127, 64, -1, 0]]
+    np.testing.assert_array_equal(round_as_scheme(x, TORCHAO), expected)
     tie = np.array([[80.01, 7.2165885]], np.float32)  # x / s = 11.5 and x * (1 / s) < 11.5
     scale = tie[0, 0] / np.float32(127.5)
     assert tie[0, 1] / scale == 11.5
@@ -63,10 +63,10 @@ def test_round_as_scheme_of_torchao_has_a_least_scale_and_multiplies_by_its_reci
 def test_round_as_scheme_keeps_nan_and_shape(name: str):
     x = np.ones((2, 3, 128), np.float32)
     x[1, 2, 5] = np.nan
-    got = round_as_scheme(x, KINDS[name])
-    assert got.shape == x.shape
-    assert np.isnan(got[1, 2, 5])
-    assert np.isfinite(got[0]).all()
+    actual = round_as_scheme(x, KINDS[name])
+    assert actual.shape == x.shape
+    assert np.isnan(actual[1, 2, 5])
+    assert np.isfinite(actual[0]).all()
 
 
 def test_round_as_scheme_of_one_row_does_not_depend_on_other_rows():

@@ -21,8 +21,8 @@ def given(rng):
 
 def test_each_channel_has_its_own_kernel_with_the_newest_token_last():
     x, kernel = np.array([[1.0, 10.0], [2.0, 20.0]]), np.array([[3.0, 5.0], [0.0, -7.0]])
-    got = short_conv(x, kernel, np.array([[4.0, 40.0]]))
-    np.testing.assert_allclose(got, silu(np.array([[3 * 4 + 5 * 1, -70], [3 * 1 + 5 * 2, -140]])), rtol=1e-14)
+    actual = short_conv(x, kernel, np.array([[4.0, 40.0]]))
+    np.testing.assert_allclose(actual, silu(np.array([[3 * 4 + 5 * 1, -70], [3 * 1 + 5 * 2, -140]])), rtol=1e-14)
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
@@ -46,5 +46,5 @@ def test_a_token_does_not_see_those_after_it(given):
 
 
 def test_silu_of_very_negative_sums_is_zero_without_a_warning(dtype):
-    got = short_conv(np.full((1, 2), -1e4, dtype), np.ones((2, 1), dtype), np.empty((0, 2), dtype))
-    np.testing.assert_array_equal(got, np.zeros((1, 2), dtype), strict=True)
+    actual = short_conv(np.full((1, 2), -1e4, dtype), np.ones((2, 1), dtype), np.empty((0, 2), dtype))
+    np.testing.assert_array_equal(actual, np.zeros((1, 2), dtype), strict=True)

@@ -14,5 +14,5 @@ def test_sigmoid_matches_values_worked_by_hand():
 
 
 def test_far_from_zero_sigmoid_is_0_or_1_without_a_warning(dtype):
-    got = sigmoid(np.array([-1e4, -800.0, 800.0, 1e4], dtype))
-    np.testing.assert_array_equal(got, np.array([0, 0, 1, 1], dtype), strict=True)
+    actual = sigmoid(np.array([-1e4, -800.0, 800.0, 1e4], dtype))
+    np.testing.assert_array_equal(actual, np.array([0, 0, 1, 1], dtype), strict=True)

@@ -11,8 +11,8 @@ pytestmark = pytest.mark.usefixtures("arithmetic")
 def test_swiglu_matches_values_worked_by_hand():
     gate = np.array([[np.log(3.0), -np.log(3.0), 2.0]])  # sigmoid 3/4, 1/4, 1 / (1 + e^-2)
     up = np.array([[8.0, 8.0, -1.5]])
-    want = [[6 * np.log(3.0), -2 * np.log(3.0), -3 / (1 + np.exp(-2.0))]]
-    np.testing.assert_allclose(swiglu(gate, up), want, rtol=1e-15)
+    expected = [[6 * np.log(3.0), -2 * np.log(3.0), -3 / (1 + np.exp(-2.0))]]
+    np.testing.assert_allclose(swiglu(gate, up), expected, rtol=1e-15)
 
 
 def test_swiglu_of_zero_gate_is_zero(rng):
@@ -37,6 +37,6 @@ def test_swiglu_passes_up_times_gate_when_the_gate_is_wide_open(dtype):
 
 def test_swiglu_of_very_negative_gates_is_zero_without_a_warning(dtype):
     gate, up = np.array([[-100.0, -800.0, -1e30]], dtype), np.array([[3.0, -2.0, 5.0]], dtype)
-    got = swiglu(gate, up)  # a warning is an error in this suite
-    assert np.isfinite(got).all()
-    np.testing.assert_allclose(got, 0, atol=1e-40)
+    actual = swiglu(gate, up)  # a warning is an error in this suite
+    assert np.isfinite(actual).all()
+    np.testing.assert_allclose(actual, 0, atol=1e-40)

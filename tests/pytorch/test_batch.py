@@ -43,9 +43,9 @@ def alone(model: llorch.TorchModel, at: int, **how: Any) -> list[Token]:
     return list(model.generate(PROMPTS[at], max_tokens=LENGTHS[at], **how))
 
 
-def assert_same(got: list[Token], want: list[Token], *, atol: float) -> None:
-    assert [(t.id, t.text, t.finish) for t in got] == [(t.id, t.text, t.finish) for t in want]
-    np.testing.assert_allclose([t.logprob for t in got], [t.logprob for t in want], rtol=0, atol=atol)
+def assert_same(actual: list[Token], expected: list[Token], *, atol: float) -> None:
+    assert [(t.id, t.text, t.finish) for t in actual] == [(t.id, t.text, t.finish) for t in expected]
+    np.testing.assert_allclose([t.logprob for t in actual], [t.logprob for t in expected], rtol=0, atol=atol)
 
 
 @pytest.mark.slow_cases(but=["micro-qwen2-True", "micro-qwen3-False"])
@@ -60,8 +60,8 @@ def test_each_answer_is_that_of_the_prompt_alone(name: str, ignore_eos: bool):
 def test_each_answer_in_float32_is_that_of_numpy(name: str):
     numpy, model = llorch.load(name), llorch.load_torch(name)
     for at, answer in enumerate(batched(model, max_tokens=LENGTHS, settings=SETTINGS)):
-        want = list(numpy.generate(PROMPTS[at], max_tokens=LENGTHS[at], settings=SETTINGS[at]))
-        assert_same(answer, want, atol=2e-5)
+        expected = list(numpy.generate(PROMPTS[at], max_tokens=LENGTHS[at], settings=SETTINGS[at]))
+        assert_same(answer, expected, atol=2e-5)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [2], [1, 0], [0, 0, 0, 1]])
@@ -119,8 +119,8 @@ def test_a_batch_reads_long_prompts_in_passes_of_bounded_size(monkeypatch: pytes
     model.module.model.register_forward_hook(lambda module, args, out: sizes.append(args[0].shape[1]))
     in_parts = batched(model, prompts, max_tokens=4, ignore_eos=True)
     assert sizes == [5, 5, 5, 5, 5, 4, 1, 1, 1]
-    for got, want in zip(in_parts, whole, strict=True):
-        assert_same(got, want, atol=1e-11)
+    for actual, expected in zip(in_parts, whole, strict=True):
+        assert_same(actual, expected, atol=1e-11)
 
 
 def test_stop_strings_and_the_end_of_the_context_count_for_each_sequence():

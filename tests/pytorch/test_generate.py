@@ -33,24 +33,24 @@ def ids_of(tokens: list[llorch.Token]) -> list[int]:
 
 
 def test_logits_are_those_of_numpy(name: str):
-    want = llorch.load(name).forward(IDS)
-    got = llorch.load_torch(name).forward(IDS)
-    np.testing.assert_allclose(got, want, rtol=0, atol=4e-6 * np.abs(want).max(), strict=True)
+    expected = llorch.load(name).forward(IDS)
+    actual = llorch.load_torch(name).forward(IDS)
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6 * np.abs(expected).max(), strict=True)
 
 
 @pytest.mark.parametrize("sampling", ["greedy", *SAMPLINGS])
 def test_the_same_seed_continues_as_numpy_does(name: str, sampling: str):
     settings = SAMPLINGS.get(sampling, SamplingSettings())
-    want = list(llorch.load(name).generate(START, max_tokens=12, settings=settings))
-    got = list(llorch.load_torch(name).generate(START, max_tokens=12, settings=settings))
-    assert [(t.id, t.text, t.finish) for t in got] == [(t.id, t.text, t.finish) for t in want]
-    np.testing.assert_allclose([t.logprob for t in got], [t.logprob for t in want], rtol=0, atol=1e-5)
+    expected = list(llorch.load(name).generate(START, max_tokens=12, settings=settings))
+    actual = list(llorch.load_torch(name).generate(START, max_tokens=12, settings=settings))
+    assert [(t.id, t.text, t.finish) for t in actual] == [(t.id, t.text, t.finish) for t in expected]
+    np.testing.assert_allclose([t.logprob for t in actual], [t.logprob for t in expected], rtol=0, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
 def test_every_dtype_writes_the_same_story(dtype: str):
-    want = [t.text for t in llorch.load("story").generate(START, max_tokens=12)]
-    assert [t.text for t in llorch.load_torch("story", dtype=dtype).generate(START, max_tokens=12)] == want
+    expected = [t.text for t in llorch.load("story").generate(START, max_tokens=12)]
+    assert [t.text for t in llorch.load_torch("story", dtype=dtype).generate(START, max_tokens=12)] == expected
 
 
 def test_half_precision_gives_float32_logits_and_double_gives_double():

@@ -41,11 +41,11 @@ def job(settings: SamplingSettings, n: int = 12, ids: Sequence[int] = IDS, end: 
 
 @pytest.mark.parametrize("settings", [SamplingSettings(), DRAWN])
 def test_steps_that_look_at_all_slots_make_the_tokens_of_generate(model: llorch.TorchModel, settings: SamplingSettings):
-    want = [t.id for t in model.generate(IDS, max_tokens=12, settings=settings, ignore_eos=True)]
+    expected = [t.id for t in model.generate(IDS, max_tokens=12, settings=settings, ignore_eos=True)]
     decoding = begun(model, [job(settings)])
     for _ in range(11):
         decoding.step(decoding.cache.n_slots)
-    assert decoding.tokens[0, :12].tolist() == want
+    assert decoding.tokens[0, :12].tolist() == expected
 
 
 def test_steps_leave_every_tensor_in_its_place(model: llorch.TorchModel):
@@ -148,5 +148,7 @@ def test_a_cuda_graph_makes_the_tokens_of_eager_steps(settings: SamplingSettings
         graphed.advance()
     assert graphed.tokens.device.type == "cuda"
     assert torch.equal(eager.tokens, graphed.tokens)
-    want = [t.id for t in llorch.load("micro-qwen3").generate(IDS, max_tokens=20, settings=settings, ignore_eos=True)]
-    assert [t.id for t in model.generate(IDS, max_tokens=20, settings=settings, ignore_eos=True)] == want
+    expected = [
+        t.id for t in llorch.load("micro-qwen3").generate(IDS, max_tokens=20, settings=settings, ignore_eos=True)
+    ]
+    assert [t.id for t in model.generate(IDS, max_tokens=20, settings=settings, ignore_eos=True)] == expected

@@ -22,7 +22,7 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix, QuantisedEmbedding, QuantisedLinear
-from llorch.pytorch.kernels.table import leaves_for, put_leaves
+from llorch.pytorch.kernels.table import install_kernels, kernels_for
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.runtime.builtin import builtin_path
@@ -76,7 +76,7 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(ggml_type, tmp_path):
     path = tmp_path / "tied.gguf"
     convert(builtin_path("micro-llama3"), path, ggml_type=ggml_type)
     model = loaded(path, load_packed, torch.float32)
-    head, embedding = (list(leaf.state_dict().values()) for leaf in (model.lm_head, model.model.embed_tokens))
+    head, embedding = (list(kernel.state_dict().values()) for kernel in (model.lm_head, model.model.embed_tokens))
     assert [tensor.data_ptr() for tensor in head] == [tensor.data_ptr() for tensor in embedding]
     assert (
         float((logits(model, torch.float32) - logits(loaded(path, load_dense, torch.float32), torch.float32)).norm())
@@ -90,11 +90,11 @@ def test_matrices_of_two_bytes_stay_so_in_float32_alone(ggml_type, tmp_path):
     convert(builtin_path("micro-llama"), path, ggml_type=ggml_type)
     kept, dense = (loaded(path, way, torch.float32) for way in (load_packed, load_dense))
     assert not [name for name, parameter in kept.named_parameters() if parameter.ndim > 1]
-    for leaf in (leaf for leaf in kept.modules() if isinstance(leaf, QuantisedLinear | QuantisedEmbedding)):
-        assert (leaf.ggml_type, leaf.fields["codes"].dtype) == (ggml_type, HALF_TYPES[ggml_type])
+    for kernel in (kernel for kernel in kept.modules() if isinstance(kernel, QuantisedLinear | QuantisedEmbedding)):
+        assert (kernel.ggml_type, kernel.fields["codes"].dtype) == (ggml_type, HALF_TYPES[ggml_type])
     assert torch.equal(logits(kept, torch.float32), logits(dense, torch.float32))
     for dtype in (torch.bfloat16, torch.float64):
-        assert not any(isinstance(leaf, QuantisedLinear) for leaf in loaded(path, load_packed, dtype).modules())
+        assert not any(isinstance(kernel, QuantisedLinear) for kernel in loaded(path, load_packed, dtype).modules())
 
 
 @pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda kind: kind.name)
@@ -106,15 +106,15 @@ def test_part_of_a_matrix_of_two_bytes_stays_so_only_in_whole_runs_of_columns(gg
             return whole.chunk(n_ranks, 1)[1].clone() if path.endswith("down_proj.weight") else whole
 
         model = load_packed(weights, dtype=torch.float32, device=CPU, cut=cut)
-        put_leaves(model, leaves_for(CPU, torch.float32, required=False))
+        install_kernels(model, kernels_for(CPU, torch.float32, required=False))
         return model.get_submodule("model.layers.0.mlp.down_proj")
 
     whole = torch.from_numpy(weights.read("layers.0.down_proj"))
     for n_ranks, half in ((2, True), (4, False)):  # 96 columns, or 48
-        part, leaf = whole.chunk(n_ranks, 1)[1], second_of(n_ranks)
-        assert isinstance(leaf, PackedMatrix) is half
+        part, kernel = whole.chunk(n_ranks, 1)[1], second_of(n_ranks)
+        assert isinstance(kernel, PackedMatrix) is half
         x = torch.linspace(-1, 1, part.shape[1])[None]
-        torch.testing.assert_close(leaf(x), x @ part.T)
+        torch.testing.assert_close(kernel(x), x @ part.T)
 
 
 @pytest.mark.parametrize("name", PACKED)

@@ -44,15 +44,15 @@ def model(request: pytest.FixtureRequest) -> TorchModel:
     return exact(request.param)
 
 
-def truth(model: TorchModel) -> Model:
+def reference(model: TorchModel) -> Model:
     return Model(model.weights.astype(np.float64))
 
 
-def assert_close(got: np.ndarray, want: np.ndarray, *, atol: float = 1e-13, name: str = "") -> None:
-    finite = np.isfinite(want)
-    np.testing.assert_array_equal(np.isfinite(got), finite, err_msg=name)
-    scale = np.abs(want[finite]).max()
-    np.testing.assert_allclose(got[finite], want[finite], rtol=0, atol=atol * scale, strict=True, err_msg=name)
+def assert_close(actual: np.ndarray, expected: np.ndarray, *, atol: float = 1e-13, name: str = "") -> None:
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(np.isfinite(actual), finite, err_msg=name)
+    scale = np.abs(expected[finite]).max()
+    np.testing.assert_allclose(actual[finite], expected[finite], rtol=0, atol=atol * scale, strict=True, err_msg=name)
 
 
 def run(model: TorchModel, ids: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
@@ -65,20 +65,20 @@ def run(model: TorchModel, ids: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
 @pytest.mark.parametrize("far", [False, True])
 def test_every_stage_in_float64_equals_numpy(model: TorchModel, far: bool):
     first_position = model.config.max_position_embeddings - len(IDS) if far else 0
-    got: dict[str, np.ndarray] = {}
-    want: dict[str, np.ndarray] = {}
-    model.forward(IDS, trace=got, first_position=first_position)
-    truth(model).forward(IDS, trace=want, first_position=first_position)
-    assert list(got) == list(want) == [key for key, _, _ in keys(model.config)]
-    for key, array in want.items():
-        assert_close(got[key], array, name=key)
+    actual: dict[str, np.ndarray] = {}
+    expected: dict[str, np.ndarray] = {}
+    model.forward(IDS, trace=actual, first_position=first_position)
+    reference(model).forward(IDS, trace=expected, first_position=first_position)
+    assert list(actual) == list(expected) == [key for key, _, _ in keys(model.config)]
+    for key, array in expected.items():
+        assert_close(actual[key], array, name=key)
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("scaling", ROPES)
 def test_every_family_with_every_rope_scaling_equals_numpy_in_float64(tmp_path: Path, family: str, scaling: str):
     model = exact(write_folder(tmp_path / "model", random_tensors(family), family, **ROPES[scaling]))
-    assert_close(model.forward(IDS, first_position=50), truth(model).forward(IDS, first_position=50))
+    assert_close(model.forward(IDS, first_position=50), reference(model).forward(IDS, first_position=50))
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
@@ -160,10 +160,10 @@ def test_norms_and_swiglu_are_rounded_once(dtype: torch.dtype):
     wide, gain = x.double(), 1 + y[0]
     norm = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
     act = wide / (1 + (-wide).exp()) * y.double()
-    for got, exact in ((rms_norm(x, gain, eps=1e-5), norm), (swiglu(x, y), act)):
-        assert got.dtype is dtype
+    for actual, exact in ((rms_norm(x, gain, eps=1e-5), norm), (swiglu(x, y), act)):
+        assert actual.dtype is dtype
         step = torch.finfo(dtype).eps * 2 ** exact.abs().log2().floor()
-        off = (got.double() - exact).abs() / step.clamp(min=torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
+        off = (actual.double() - exact).abs() / step.clamp(min=torch.finfo(dtype).tiny * torch.finfo(dtype).eps)
         assert off.max() <= 0.501  # half a step, and the float32 under it
 
 

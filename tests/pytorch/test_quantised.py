@@ -22,16 +22,16 @@ from llorch.pytorch.kernels.packing import PACKERS, Fields
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.table import STAGES
 
-Judged = tuple[str, str, str]  # stage, mode, backend
+Compared = tuple[str, str, str]  # stage, mode, backend
 TARGETS = [(device, dtype) for device in ("cpu", "cuda") for dtype in ("float32", "bfloat16", "float16")]
 
 
 @cache
-def rows(device: str, dtype: str) -> list[Comparison]:
+def comparisons(device: str, dtype: str) -> list[Comparison]:
     return list(verify_quantised_torch(target(device, dtype)))
 
 
-def expected(device: str, dtype: str) -> dict[str, set[Judged]]:
+def expected(device: str, dtype: str) -> dict[str, set[Compared]]:
     """Of each type and model."""
     backend = f"torch-{device}-{dtype}"
     every = {kind.name: {(f"decode.{kind.name}", "exact", backend)} for kind in PACKERS}
@@ -47,32 +47,32 @@ def expected(device: str, dtype: str) -> dict[str, set[Judged]]:
     ("device", "dtype"), [pytest.param(*at, marks=pytest.mark.gpu if at[0] == "cuda" else ()) for at in TARGETS]
 )
 def test_checkpoint_14_quantised(device: str, dtype: str):
-    found: dict[str, set[Judged]] = {}
-    for row in rows(device, dtype):
-        found.setdefault(row.model, set()).add((row.stage, row.mode, row.backend))
+    found: dict[str, set[Compared]] = {}
+    for comparison in comparisons(device, dtype):
+        found.setdefault(comparison.model, set()).add((comparison.stage, comparison.mode, comparison.backend))
     assert found == expected(device, dtype)
-    assert {row.checkpoint for row in rows(device, dtype)} == {"13"}
-    bad = [row for row in rows(device, dtype) if row.verdict != PASS]
-    assert not bad, f"{len(bad)} of {len(rows(device, dtype))} rows fail, first: {bad[0]}"
+    assert {c.checkpoint for c in comparisons(device, dtype)} == {"13"}
+    bad = [c for c in comparisons(device, dtype) if c.verdict != PASS]
+    assert not bad, f"{len(bad)} of {len(comparisons(device, dtype))} rows fail, first: {bad[0]}"
     assert {"Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"} == set(PACKED_MODELS)
 
 
 def test_checkpoint_14_quantised_covers_both_layers():
     layers: dict[tuple[str, ...], set[int | None]] = {}
-    for row in rows("cpu", "float32"):
-        if row.mode == "isolated" and row.stage != "logits":
-            layers.setdefault((row.model, row.stage, row.backend), set()).add(row.layer)
+    for comparison in comparisons("cpu", "float32"):
+        if comparison.mode == "isolated" and comparison.stage != "logits":
+            layers.setdefault((comparison.model, comparison.stage, comparison.backend), set()).add(comparison.layer)
     assert all(found == {0, 1} for found in layers.values())
 
 
-def test_checkpoint_14_quantised_grants_float32_what_numpy_is_granted():
-    assert max(row.tolerance for row in rows("cpu", "float32")) <= 2.5e-6
+def test_checkpoint_14_quantised_float32_tolerance_is_as_in_numpy():
+    assert max(c.tolerance for c in comparisons("cpu", "float32")) <= 2.5e-6
 
 
 def test_checkpoint_14_quantised_grants_half_precision_a_few_roundings_only():
-    granted = {dtype: max(row.tolerance for row in rows("cpu", dtype)) for dtype in ("bfloat16", "float16")}
-    assert granted["bfloat16"] < 0.04
-    assert granted["float16"] < 0.005
+    tolerance = {dtype: max(c.tolerance for c in comparisons("cpu", dtype)) for dtype in ("bfloat16", "float16")}
+    assert tolerance["bfloat16"] < 0.04
+    assert tolerance["float16"] < 0.005
 
 
 def swap_halves(fields: Fields) -> None:
@@ -132,8 +132,8 @@ def test_a_mistake_in_the_fields_turns_every_product_red(name, spoil, tmp_path, 
 
     monkeypatch.setattr(load, "pack_file_blocks", wrong)
     found = products(name, tmp_path)
-    assert {row.backend for row in found} == {"torch-cpu-float32", "torch-cpu-float32-plain"}
-    assert all(row.verdict == FAIL and row.error > 10 * row.tolerance for row in found)
+    assert {c.backend for c in found} == {"torch-cpu-float32", "torch-cpu-float32-plain"}
+    assert all(c.verdict == FAIL and c.error > 10 * c.tolerance for c in found)
 
 
 def test_bytes_that_are_read_without_their_sign_turn_every_product_of_the_twin_red(tmp_path, monkeypatch):
@@ -141,22 +141,22 @@ def test_bytes_that_are_read_without_their_sign_turn_every_product_of_the_twin_r
         return packing._scaled(fields["codes"].view(torch.uint8), fields["d"].float())
 
     monkeypatch.setattr(packing, "DECODERS", {GGMLType.Q8_0: unsigned})
-    found = [row for row in products("Q8_0", tmp_path) if row.backend.endswith("-plain")]
+    found = [c for c in products("Q8_0", tmp_path) if c.backend.endswith("-plain")]
     assert found
-    assert all(row.verdict == FAIL and row.error > 10 * row.tolerance for row in found)
+    assert all(c.verdict == FAIL and c.error > 10 * c.tolerance for c in found)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
 def test_rows_of_q_and_k_in_the_order_of_the_file_turn_their_products_red(name, tmp_path, monkeypatch):
     monkeypatch.setattr(stored_kinds, "undo_interleave", lambda rows, heads: rows.copy())
-    for row in products(name, tmp_path):
-        reordered = row.stage in ("q_proj", "k_proj")
-        assert row.verdict == (FAIL if reordered else PASS)
-        assert not reordered or row.error > 10 * row.tolerance
+    for comparison in products(name, tmp_path):
+        reordered = comparison.stage in ("q_proj", "k_proj")
+        assert comparison.verdict == (FAIL if reordered else PASS)
+        assert not reordered or comparison.error > 10 * comparison.tolerance
 
 
-def test_products_of_another_file_are_not_judged(monkeypatch):
+def test_products_of_another_file_are_not_compared(monkeypatch):
     monkeypatch.setattr(quantised, "fingerprint", lambda path: "another")
     monkeypatch.setattr(verification, "PACKED_MODELS", ("Q4_0",))
-    stages = [row.stage for row in verify_quantised_torch(target("cpu", "float32"))]
+    stages = [c.stage for c in verify_quantised_torch(target("cpu", "float32"))]
     assert stages == [*(f"decode.{kind.name}" for kind in PACKERS), "file"]

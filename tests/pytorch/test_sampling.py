@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, Golden, read, sampler_inputs
+from llorch.judging.goldens.forward import ENGINES, SAMPLINGS, Golden, read, sampler_inputs
 from llorch.judging.tolerances.forward import limit_of_softmax
 from llorch.ops.sampling import SamplingSettings, draw, penalise, penalise_repeats, probabilities
 from llorch.pytorch import sampling
@@ -48,31 +48,31 @@ def on_torch(
 
 
 def vocabulary(golden: Golden) -> int:
-    return golden.evidence["llamacpp"].selected_logits.size
+    return golden.engine_outputs["llamacpp"].selected_logits.size
 
 
 @pytest.mark.parametrize("name", ALL)
 def test_each_distribution_is_that_of_numpy(golden: Golden, name: str):
     logits, history = sampler_inputs(golden.cases["near"].ids, vocabulary(golden))
     for dtype, rtol in ((np.float32, 2e-7), (np.float64, 1e-13)):
-        want = probabilities(logits.astype(dtype), ALL[name], history, n_prompt=2)
-        got = on_torch(logits.astype(dtype), [ALL[name]], history, 2)[0]
-        np.testing.assert_array_equal(got > 0, want > 0)
-        np.testing.assert_allclose(got, want, rtol=rtol, atol=0, strict=True)
+        expected = probabilities(logits.astype(dtype), ALL[name], history, n_prompt=2)
+        actual = on_torch(logits.astype(dtype), [ALL[name]], history, 2)[0]
+        np.testing.assert_array_equal(actual > 0, expected > 0)
+        np.testing.assert_allclose(actual, expected, rtol=rtol, atol=0, strict=True)
 
 
 def test_rows_of_a_batch_have_their_own_settings(golden: Golden):
     logits, history = sampler_inputs(golden.cases["near"].ids, vocabulary(golden))
     for row, settings in zip(on_torch(logits, list(ALL.values()), history, 2), ALL.values(), strict=True):
-        want = probabilities(logits, settings, history, n_prompt=2)
-        np.testing.assert_allclose(row, want, rtol=2e-7, atol=0, strict=True)
+        expected = probabilities(logits, settings, history, n_prompt=2)
+        np.testing.assert_allclose(row, expected, rtol=2e-7, atol=0, strict=True)
 
 
 @pytest.mark.parametrize("name", SAMPLINGS)
-@pytest.mark.parametrize("producer", PRODUCERS)
-def test_each_distribution_is_that_of_the_engines(golden: Golden, name: str, producer: str):
+@pytest.mark.parametrize("engine", ENGINES)
+def test_each_distribution_is_that_of_the_engines(golden: Golden, name: str, engine: str):
     logits, history = sampler_inputs(golden.cases["near"].ids, vocabulary(golden))
-    theirs = golden.evidence[producer].probabilities[name]
+    theirs = golden.engine_outputs[engine].probabilities[name]
     ours = on_torch(logits, [SAMPLINGS[name]], history)[0]
     np.testing.assert_array_equal(ours > 0, theirs > 0)
     assert measure(ours, theirs).within(limit_of_softmax(vocabulary(golden)))
@@ -87,8 +87,8 @@ def test_ties_are_broken_as_in_numpy():
         SamplingSettings(temperature=1.0, top_p=0.9),
         SamplingSettings(temperature=2.0, top_k=3, top_p=0.8),
     ):
-        want = probabilities(logits, settings, [])
-        np.testing.assert_allclose(on_torch(logits, [settings], [])[0], want, rtol=1e-14)
+        expected = probabilities(logits, settings, [])
+        np.testing.assert_allclose(on_torch(logits, [settings], [])[0], expected, rtol=1e-14)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -97,11 +97,11 @@ def test_a_large_vocabulary_is_filtered_as_in_numpy_whatever_is_sorted_of_it(see
     logits = np.round(rng.normal(0, [0.1, 1, 3, 8][seed % 4], 5000), [1, 6][seed // 4])  # flat to steep, with equals
     cases = [(0, 0.5), (0, 0.99), (40, 1.0), (40, 0.9), (1024, 0.9), (1025, 1.0), (1030, 0.7), (3000, 0.999), (0, 1.0)]
     settings = [SamplingSettings(temperature=1.0, top_k=k, top_p=p) for k, p in cases]
-    want = np.stack([probabilities(logits, one, []) for one in settings])
+    expected = np.stack([probabilities(logits, one, []) for one in settings])
     together, apart = on_torch(logits, settings, []), [on_torch(logits, [one], [])[0] for one in settings]
-    for got in (together, np.stack(apart)):
-        np.testing.assert_array_equal(got > 0, want > 0)
-        np.testing.assert_allclose(got, want, rtol=1e-12, atol=0)
+    for actual in (together, np.stack(apart)):
+        np.testing.assert_array_equal(actual > 0, expected > 0)
+        np.testing.assert_allclose(actual, expected, rtol=1e-12, atol=0)
 
 
 def test_top_p_stops_where_the_boundary_is_met_exactly():
@@ -112,18 +112,18 @@ def test_top_p_stops_where_the_boundary_is_met_exactly():
 def test_the_penalty_counts_a_token_once_and_looks_at_the_sign():
     logits = torch.tensor([[4.0, -4.0, 0.0, 3.0]], dtype=torch.float64)
     seen = torch.from_numpy(sampling.seen_tokens([[0, 1, 2, 0, 0]], 4))
-    got = sampling.penalise(logits, seen, torch.tensor([[2.0]], dtype=torch.float64))
-    np.testing.assert_array_equal(got[0].numpy(), penalise(logits[0].numpy(), [0, 1, 2, 0, 0], penalty=2.0))
+    actual = sampling.penalise(logits, seen, torch.tensor([[2.0]], dtype=torch.float64))
+    np.testing.assert_array_equal(actual[0].numpy(), penalise(logits[0].numpy(), [0, 1, 2, 0, 0], penalty=2.0))
 
 
 def test_repeats_of_the_answer_are_counted():
     logits = torch.tensor([[4.0, -4.0, 0.0, 3.0]], dtype=torch.float64)
     one, half = torch.tensor([[1.0]], dtype=torch.float64), torch.tensor([[0.5]], dtype=torch.float64)
-    got = sampling.penalise_repeats(logits, torch.tensor([[3, 0, 1, 0]]), one, half)
+    actual = sampling.penalise_repeats(logits, torch.tensor([[3, 0, 1, 0]]), one, half)
     np.testing.assert_array_equal(
-        got[0], penalise_repeats(logits[0].numpy(), [0, 2, 0, 0], presence=1.0, frequency=0.5)
+        actual[0], penalise_repeats(logits[0].numpy(), [0, 2, 0, 0], presence=1.0, frequency=0.5)
     )
-    assert got.tolist() == [[1.5, -4.0, -1.5, 3.0]]
+    assert actual.tolist() == [[1.5, -4.0, -1.5, 3.0]]
 
 
 @pytest.mark.parametrize("settings", [SamplingSettings(), SamplingSettings(temperature=1.0, top_k=2, top_p=0.9)])
@@ -141,11 +141,11 @@ def test_draws_from_numbers_of_the_seed_are_those_of_numpy(rng: np.random.Genera
     settings = SamplingSettings(temperature=1.0, seed=7)
     distribution = probabilities(rng.normal(size=200).astype(np.float32), settings, [])
     drawn = np.random.default_rng(7)
-    want = [draw(distribution, float(drawn.random())) for _ in range(500)]
+    expected = [draw(distribution, float(drawn.random())) for _ in range(500)]
     u = torch.from_numpy(sampling.uniforms([settings], 500)).T
-    got = sampling.draw(torch.from_numpy(distribution).expand(500, -1), u.contiguous())
-    assert got[:, 0].tolist() == want
-    assert len(set(want)) > 50
+    actual = sampling.draw(torch.from_numpy(distribution).expand(500, -1), u.contiguous())
+    assert actual[:, 0].tolist() == expected
+    assert len(set(expected)) > 50
 
 
 def test_the_greatest_number_draws_the_last_token_that_is_left():

@@ -123,8 +123,8 @@ def test_a_model_with_packed_matrices_computes_the_logits_of_the_decoded_one(fol
     codes = {name for name, _ in packed.module.named_buffers() if name.endswith(".codes")}
     assert len(codes) == len(quantised(packed.weights)) + len(in_half_precision(packed.weights))
     ids = [3, 1, 4, 1, 5]
-    got, want = (model.forward(ids) for model in (packed, decoded))
-    assert np.linalg.norm(got - want) < 1e-5 * np.linalg.norm(want)
+    actual, expected = (model.forward(ids) for model in (packed, decoded))
+    assert np.linalg.norm(actual - expected) < 1e-5 * np.linalg.norm(expected)
 
 
 def loaded(path: Path, load: Any) -> CausalLM:
@@ -192,10 +192,10 @@ def test_product_with_zero_points_subtracts_no_large_sums(folder: str):
     assert isinstance(kind, Table)
     weight = torch.from_numpy(matrix.decode())
     x = torch.from_numpy(np.random.default_rng(3).standard_normal((3, weight.shape[1])).astype(np.float32)) + 4
-    want = x.double() @ weight.double().T
+    expected = x.double() @ weight.double().T
 
     def error(made: torch.Tensor) -> float:
-        return float((made.double() - want).norm() / want.norm())
+        return float((made.double() - expected).norm() / expected.norm())
 
     packed = CpuQuantisedLinear(pack_stored(matrix, kind), kind, None, compiled)
     assert error(packed(x)) < max(2 * error(x @ weight.T), 2e-7)
@@ -213,6 +213,6 @@ def test_a_group_whose_numbers_are_all_0_changes_no_other_group(folder: str):
         fields[name][0, 0] = 0
     weight = decode(fields, kind)
     x = torch.from_numpy(np.random.default_rng(3).standard_normal((3, weight.shape[1])).astype(np.float32))
-    want = x.double() @ weight.double().T
+    expected = x.double() @ weight.double().T
     made = CpuQuantisedLinear(fields, kind, None, compiled)(x)
-    assert float((made.double() - want).norm() / want.norm()) < 1e-6
+    assert float((made.double() - expected).norm() / expected.norm()) < 1e-6

@@ -13,7 +13,14 @@ TABLE = "llorch/families/family.py"
 NAMES = {
     name
     for key, family in FAMILIES.items()
-    for name in (key, f"{key}_text", family.gguf, family.classes, family.text_of, f"{family.classes}ForCausalLM")
+    for name in (
+        key,
+        f"{key}_text",
+        family.gguf,
+        family.classes,
+        family.multimodal_type,
+        f"{family.classes}ForCausalLM",
+    )
     if name
 }
 WORDS = {  # words that are names of families, too: of vocabularies and of pre-tokenizers of llama.cpp
@@ -77,6 +84,6 @@ def test_data_that_names_a_family_is_no_condition():
 
 def test_no_condition_outside_the_table_names_a_family():
     files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "llorch").rglob("*.py")}
-    judged = {name: path for name, path in files.items() if name != TABLE}
-    found = {name: named(path.read_text(encoding="utf-8")) for name, path in judged.items()}
+    modules = {name: path for name, path in files.items() if name != TABLE}
+    found = {name: named(path.read_text(encoding="utf-8")) for name, path in modules.items()}
     assert {name: families for name, families in found.items() if families} == WORDS

@@ -174,7 +174,7 @@ def test_a_cycle_inside_a_package_is_found():
     assert cycle(sources | {"llorch/a/c.py": ""}) == []
 
 
-def test_optional_packages_are_imported_at_the_top_of_producers_and_the_torch_path_only():
+def test_optional_packages_top_level_imports_only_in_engines_and_torch():
     for path, source in SOURCES.items():
         wrong = {*ONLY_ON_UNIX, *(() if path.startswith(ON_TORCH) else OPTIONAL)}
         named = {name for name in wrong if name in source}  # none in most files: they need not be parsed

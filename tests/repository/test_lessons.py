@@ -47,17 +47,17 @@ def test_a_page_folds_the_reference_code_that_the_exercise_asks_for(number: str)
     shown = re.sub(r"<details>.*?</details>", "", text[: text.index("## Exercise")], flags=re.DOTALL)
     defined = set(re.findall(r"^def (\w+)\(", shown, re.MULTILINE))
     assert "<details>" in text[: text.index("## Exercise")]
-    assert not defined & {part.name for lesson in LESSONS if lesson.number == number for part in lesson.parts}
+    assert not defined & {exercise.name for lesson in LESSONS if lesson.number == number for exercise in lesson.parts}
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
 def test_every_part_has_a_stub_three_hints_and_mistakes_of_its_own(lesson: Lesson):
     if lesson.on_torch:
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
-    for part in lesson.parts:
-        assert re.search(rf"^def {part.name}\(", stub_of(lesson), re.MULTILINE)
-        assert len(hints_of(lesson)[part.name]) == 3
-    assert {*typed_mistakes(lesson)} <= {part.name for part in lesson.parts}
+    for exercise in lesson.parts:
+        assert re.search(rf"^def {exercise.name}\(", stub_of(lesson), re.MULTILINE)
+        assert len(hints_of(lesson)[exercise.name]) == 3
+    assert {*typed_mistakes(lesson)} <= {exercise.name for exercise in lesson.parts}
 
 
 @pytest.mark.slow

@@ -115,10 +115,10 @@ def test_two_machines_train_as_one_process_does_and_a_second_start_goes_on(
     start: Any, mesh: str, gpus: int, tmp_path: Path
 ):
     start(tmp_path, mesh, 2, gpus)
-    want = of_one_process(tmp_path, 2)
-    assert losses(tmp_path) == pytest.approx(want, rel=1e-12)
+    expected = of_one_process(tmp_path, 2)
+    assert losses(tmp_path) == pytest.approx(expected, rel=1e-12)
     start(tmp_path, mesh, 3, gpus)
-    assert losses(tmp_path)[:2] == pytest.approx(want, rel=1e-12)
+    assert losses(tmp_path)[:2] == pytest.approx(expected, rel=1e-12)
     assert len(losses(tmp_path)) == 3
     assert (tmp_path / "run" / "adapter_model.safetensors").is_file()
 

@@ -113,7 +113,7 @@ def forget_what_lessons_read() -> None:
 @pytest.mark.slow
 @pytest.mark.usefixtures("installed")
 def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_the_rest(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.cli.judging.IN_WHEEL", ("micro-llama",))  # the other two: .ci/installed
+    monkeypatch.setattr("llorch.cli.verify_plan.IN_WHEEL", ("micro-llama",))  # the other two: .ci/installed
     result = invoke("verify")
     assert result.exit_code == 0, result.stderr
     assert re.search(r"1 model, ([\d,]{3,}) of \1 comparisons PASS;", result.stdout)
@@ -133,7 +133,7 @@ def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_th
         "learn inputs 05b -o a.npz",
     ],
 )
-def test_a_wheel_tells_in_one_line_how_to_get_what_it_leaves_out(
+def test_wheel_tells_in_one_line_how_to_get_missing_files(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(tmp_path)
@@ -149,7 +149,7 @@ def test_the_newest_version_of_the_changelog_is_that_of_the_package():
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(("number", "word"), [("01", PASS), *((each, NOT_RUN) for each in ("05b", "06b", "13", "17"))])
-def test_a_lesson_that_a_wheel_lacks_goldens_for_is_not_run_and_others_are_judged(number: str, word: str):
-    written = {part.name: part.reference for part in BY_NUMBER[number].parts}
-    outcome = _check_in_sandbox(number, Implementation("the reference", written), "isolated", with_teeth=False)
+def test_wheel_lesson_without_goldens_is_not_run_and_others_pass(number: str, word: str):
+    written = {exercise.name: exercise.reference for exercise in BY_NUMBER[number].parts}
+    outcome = _check_in_sandbox(number, Implementation("the reference", written), "isolated", with_faults=False)
     assert (outcome.word, "sdist" in outcome.record["reason"]) == (word, word == NOT_RUN)

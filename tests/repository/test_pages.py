@@ -11,7 +11,7 @@ from runs.refusals import refuses
 from checkpoints.generated import pages
 from checkpoints.generated.pages import END, FOLDER, page, render, same
 from checkpoints.generated.tables import equal, table
-from llorch.judging.judge import exact_row
+from llorch.judging.judge import compare_exact
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import CHECKPOINTS, STAGES
 
@@ -132,6 +132,8 @@ def test_a_table_escapes_the_marks_between_its_cells():
 
 
 def test_the_table_of_equal_things_counts_those_that_are():
-    place = StageRef("12", "generation")
-    rows = [exact_row(place, "llamacpp", wrong, "", model=model) for model, wrong in (("a", 0.0), ("b", 0.5))]
-    assert equal(rows).endswith("| `generation` | llama.cpp | 1 of 2 |")
+    stage_ref = StageRef("12", "generation")
+    comparisons = [
+        compare_exact(stage_ref, "llamacpp", wrong, "", model=model) for model, wrong in (("a", 0.0), ("b", 0.5))
+    ]
+    assert equal(comparisons).endswith("| `generation` | llama.cpp | 1 of 2 |")

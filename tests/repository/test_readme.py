@@ -65,20 +65,20 @@ def test_the_first_two_blocks_are_the_two_commands():
     assert tests.endswith("pytest -k checkpoint")
 
 
-def test_forward_has_the_lines_that_the_readme_counts_and_every_stage_is_judged_three_times():
+def test_readme_counts_are_right_and_each_stage_has_three_outputs():
     from runs.stored_goldens import golden_of
 
-    from llorch.judging.goldens.forward import PRODUCERS
+    from llorch.judging.goldens.forward import ENGINES
     from llorch.runtime.builtin import EVERY
 
     source = (ROOT / "llorch/model/forward.py").read_text()
     counts = re.findall(r"forward pass in (\d+) lines.*? for (\d+) models, (\d+) of them", README, re.DOTALL)[0]
-    n_both = sum({*PRODUCERS} <= golden_of(name).evidence.keys() for name in EVERY)
+    n_both = sum({*ENGINES} <= golden_of(name).engine_outputs.keys() for name in EVERY)
     assert [int(count) for count in counts] == [source.count("\n"), len(EVERY) + 1, n_both]
     golden = golden_of("micro-qwen3")
     stages = {*re.findall(r'keep\("(\w+)"', source)}
     assert len(stages) > 20
-    for output in (*(golden.evidence[producer] for producer in PRODUCERS), golden.truth.evidence):
+    for output in (*(golden.engine_outputs[engine] for engine in ENGINES), golden.reference.engine_output):
         assert stages <= {name.rpartition(".")[2] for trace in output.traces.values() for name in trace}
 
 
@@ -88,7 +88,7 @@ def test_models_whose_weights_llorch_decodes_for_transformers_are_those_of_the_r
     from llorch.runtime.builtin import EVERY
 
     (names,) = re.findall(r"transformers does so for (.*?) and quantised folders", README, re.DOTALL)
-    decoded = [name for name in EVERY if golden_of(name).evidence["transformers"].route.decoded == "llorch"]
+    decoded = [name for name in EVERY if golden_of(name).engine_outputs["transformers"].load_path.decoded == "llorch"]
     assert re.split(r",\s+", names) == decoded
 
 
@@ -221,7 +221,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.mark.slow
-def test_training_is_installed_resumed_judged_and_handed_on_in_one_block(trained: Path):
+def test_readme_training_block_writes_adapter_merged_model_and_exports(trained: Path):
     assert TRAINING[0] == 'pip install -c constraints.txt -e ".[train]"'
     assert {"my-adapter", "merged.gguf", "my-adapter.gguf", "story-folder"} == {path.name for path in trained.iterdir()}
     assert (trained / "my-adapter" / "curve.svg").is_file()

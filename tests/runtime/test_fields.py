@@ -52,7 +52,7 @@ ONLY_0 = {"unless": (0,), "default": 0}
 
 
 @pytest.mark.parametrize(
-    ("getter", "how", "value", "code", "expected", "got"),
+    ("getter", "how", "value", "code", "expected", "actual"),
     [
         *(("integer", {}, value, "Malformed", "integer", repr(value)) for value in (1.0, True, "1", [1])),
         ("integer", {}, LONG, "Malformed", "integer", f"'{LONG[:79]}... (1002 characters)"),
@@ -71,10 +71,10 @@ ONLY_0 = {"unless": (0,), "default": 0}
         *(("refuse", ONLY_0, value, "Unsupported", 0, repr(value)) for value in (np.zeros(2, int), [0], {"a": 0})),
     ],
 )
-def test_a_value_of_another_type_or_range_is_refused_with_the_value(getter, how, value, code, expected, got):
+def test_a_value_of_another_type_or_range_is_refused_with_the_value(getter, how, value, code, expected, actual):
     with refuses(code, "x.json", where="key", expected=expected) as caught:
         getattr(fields(key=value), getter)("key", **how)
-    assert str(caught.value).endswith(f" {got}")
+    assert str(caught.value).endswith(f" {actual}")
 
 
 def test_a_variant_that_llorch_has_is_taken_and_another_one_refused():

@@ -36,6 +36,6 @@ def test_an_engine_gets_the_threads_that_the_user_asks_for(
     monkeypatch.setattr(engines, "EngineInChild", lambda *_args, n_threads, **_how: found.append(n_threads))
     monkeypatch.setattr(engines, "find_spec", lambda name: True)
     with limited(2):
-        engines.open_producer("llamacpp", tmp_path, n_threads=told)
-    engines.open_producer("llamacpp", tmp_path, n_threads=told)
+        engines.open_engine("llamacpp", tmp_path, n_threads=told)
+    engines.open_engine("llamacpp", tmp_path, n_threads=told)
     assert found == [given, told]

@@ -197,7 +197,7 @@ def test_a_program_that_watches_its_stdin_ends_with_a_parent_that_is_killed():
     assert ended
 
 
-def test_a_copy_leaves_the_workers_of_its_parent_alone():
+def test_forked_worker_does_not_affect_the_workers_of_its_parent():
     with Worker(worker_programs.echo_in) as first:
 
         def look(channel: Channel) -> None:

@@ -21,16 +21,16 @@ def goldens() -> ModuleType:
 
 
 @pytest.mark.parametrize(("extent", "n_models", "n_dtypes"), [("day", 5, 1), ("nightly", len(EVERY), 3)])
-def test_each_model_is_made_again_and_judged_in_each_dtype_of_torch(
+def test_each_model_is_made_again_and_checked_in_each_dtype_of_torch(
     goldens: ModuleType, extent: str, n_models: int, n_dtypes: int
 ):
     lines = goldens.commands(extent)
     made = [line.split()[3:] for line in lines if line.startswith("python reference_outputs/regenerate.py --check ")]
-    judged = [line.split()[2:-4] for line in lines if line.split()[-4:-1] == ["--backend", "torch", "--dtype"]]
+    verified = [line.split()[2:-4] for line in lines if line.split()[-4:-1] == ["--backend", "torch", "--dtype"]]
     names = [name for models in made for name in models]
     assert {*names} <= {"quantised", *EVERY}
     assert len(names) == len({*names}) == n_models + 1
-    assert [sorted(models) for models in judged] == [sorted(names)] * n_dtypes
+    assert [sorted(models) for models in verified] == [sorted(names)] * n_dtypes
     assert len(lines) == len(made) + n_dtypes
 
 

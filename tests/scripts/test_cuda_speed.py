@@ -39,7 +39,7 @@ def test_without_a_cuda_device_it_says_that_it_did_not_run(name: str):
     assert done.stdout == f"NOT RUN: torch {torch.__version__} finds no CUDA device\n"
 
 
-def test_goals_are_judged_by_their_figures(script: ModuleType):
+def test_goals_are_compared_with_their_measured_values(script: ModuleType):
     def our_run(speed: float, share: float) -> dict:
         part = {"tokens_per_s": {"median": speed}, "share_of_copy": share, "share_of_matmul": share}
         return {"prefill": part, "decode": part}
@@ -54,14 +54,14 @@ def test_goals_are_judged_by_their_figures(script: ModuleType):
         "prefill": {"prefill": {"median": 5000.0}, "decode": {"median": 1.0}},
     }
     found = script.goals(decode, our_run(4000.0, 0.64), other)
-    assert [(goal.got, goal.met) for goal in found] == [
+    assert [(goal.actual, goal.met) for goal in found] == [
         (0.85, True), (1.59, False), (2.5, True), (0.9, True), (0.75, False), (1.0, True),
         (pytest.approx(2 / 3), False),
         (0.64, False), (1.25, True), (0.8, False),
     ]  # fmt: skip
 
 
-def test_prefill_leaves_room_for_the_first_token(script: ModuleType):
+def test_prefill_load_reserves_room_for_the_first_token(script: ModuleType):
     assert script.prefill_load(SHAPES["llama-3-8b"]).prompt == 4096
     assert script.prefill_load(SHAPES["llama-2-7b"]).prompt == 4095
 

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.diagnosis import cases as corpus
 from benchmarks.diagnosis import styles
 from benchmarks.diagnosis.bugs import BUGS, Bug, together
-from benchmarks.diagnosis.cases import Case, cases, first_shown, passes_of, run, run_case, truth_of, unseen
+from benchmarks.diagnosis.cases import Case, cases, correct_diagnosis_of, first_shown, passes_of, run, run_case, unseen
 from benchmarks.diagnosis.expected import ALIKE, NAMES, VALUES
 from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.styles import STYLES, shown, stage_keys
@@ -25,7 +25,7 @@ from llorch.stages.table import forward_order
 
 
 @cache
-def truth_arrays(model: str) -> dict[str, np.ndarray]:
+def reference_arrays(model: str) -> dict[str, np.ndarray]:
     return read_arrays(goldens_folder() / model / f"truth{SUFFIX}")
 
 
@@ -37,19 +37,19 @@ def test_the_port_is_right(model: str, case: str, cuts: tuple[int, ...]):
     port = Port(model, tokens["first_position"])
     for part in np.split(tokens["ids"], cuts):
         port.run(part.tolist())
-    truth = truth_arrays(model)
-    for name, got in stage_keys(port.tape[-1]).items():
-        want = truth[f"{case}/{name}"]
-        want = rows_of_the_last_pass(want, got.shape)
-        finite = np.isfinite(want)
-        np.testing.assert_array_equal(np.isfinite(got), finite)
-        assert got.dtype == np.float32
-        assert np.linalg.norm(got[finite] - want[finite]) < 3e-6 * np.linalg.norm(want[finite]), name
+    correct = reference_arrays(model)
+    for name, actual in stage_keys(port.tape[-1]).items():
+        expected = correct[f"{case}/{name}"]
+        expected = rows_of_the_last_pass(expected, actual.shape)
+        finite = np.isfinite(expected)
+        np.testing.assert_array_equal(np.isfinite(actual), finite)
+        assert actual.dtype == np.float32
+        assert np.linalg.norm(actual[finite] - expected[finite]) < 3e-6 * np.linalg.norm(expected[finite]), name
 
 
-def rows_of_the_last_pass(want: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
-    axis = next((axis for axis, size in enumerate(shape) if size != want.shape[axis]), 0)
-    return np.moveaxis(np.moveaxis(want, axis, 0)[-shape[axis] :], 0, axis)
+def rows_of_the_last_pass(expected: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+    axis = next((axis for axis, size in enumerate(shape) if size != expected.shape[axis]), 0)
+    return np.moveaxis(np.moveaxis(expected, axis, 0)[-shape[axis] :], 0, axis)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -69,9 +69,9 @@ def every(each_run_once: None) -> list[Case]:
 @pytest.mark.parametrize("bug", BUGS.values(), ids=lambda bug: bug.name)
 def test_a_bug_shows_first_where_it_says(bug: Bug, every: list[Case]):
     for model in {case.model for case in every if case.bugs == (bug,)}:
-        truth = truth_of(Case((bug,), model, "all"), bug)
-        first_layer = [name for name in truth.made if not truth.layer or name.startswith(f"l{truth.layer}.")]
-        (place,) = truth.shows
+        correct = correct_diagnosis_of(Case((bug,), model, "all"), bug)
+        first_layer = [name for name in correct.made if not correct.layer or name.startswith(f"l{correct.layer}.")]
+        (place,) = correct.shows
         assert place in [(bug.first_pass, name) for name in first_layer], model
 
 
@@ -83,7 +83,7 @@ def test_the_corpus_is_large_and_a_fifth_of_it_nonsense_of_one_place(every: list
     assert len({case.name for case in every}) == len(every)
 
 
-def test_what_a_dump_cannot_show_leaves_it_as_it_is():
+def test_bug_outside_the_dump_does_not_change_the_dump():
     for case in unseen():
         assert not first_shown(case.model, case.plan, case.style, run(case.model, case.plan, *case.bugs), 0.0), case
 
@@ -91,7 +91,7 @@ def test_what_a_dump_cannot_show_leaves_it_as_it_is():
 @pytest.mark.parametrize(("both", "model"), together.pairs())
 def test_of_two_bugs_the_second_is_behind_the_first(both: tuple[Bug, Bug], model: str):
     case = Case(both, model, "all")
-    (first,), (second,) = (truth_of(case, bug).shows for bug in both)
+    (first,), (second,) = (correct_diagnosis_of(case, bug).shows for bug in both)
     right = [(n, key) for n, tape in enumerate(run(model, case.plan)) for key in forward_order(stage_keys(tape))]
     assert right.index(first) < right.index(second)
     assert first_shown(model, case.plan, "all", run(model, case.plan, *both), 1e-6) == [first]
@@ -111,6 +111,6 @@ def test_what_is_written_is_read_as_the_stages_that_it_shows(style: str, tmp_pat
     tapes = run(model, case.plan)
     assert dump.passes == tuple(passes_of(model, case.plan))[: 1 if style == "modules" else None]
     wanted = {(n, key): stage_keys(tape)[key] for n, tape in enumerate(tapes) for key in shown(style, model, n, tape)}
-    assert dump.seen.keys() == wanted.keys()
-    for place, seen in dump.seen.items():
-        np.testing.assert_array_equal(seen.read(), wanted[place], str(place))
+    assert dump.dumped.keys() == wanted.keys()
+    for place, dumped in dump.dumped.items():
+        np.testing.assert_array_equal(dumped.read(), wanted[place], str(place))

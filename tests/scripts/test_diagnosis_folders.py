@@ -8,7 +8,13 @@ import pytest
 
 from benchmarks.diagnosis.asking import of_folder
 from benchmarks.diagnosis.folder_readers import opened
-from benchmarks.diagnosis.folders import FOLDER_CASES, FolderCase, folder_of, right_matrices, truth_of_folder
+from benchmarks.diagnosis.folders import (
+    FOLDER_CASES,
+    FolderCase,
+    correct_diagnosis_of_folder,
+    folder_of,
+    right_matrices,
+)
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.search.block_hypotheses import LEFT_ALONE
 
@@ -53,9 +59,9 @@ def test_cases_are_many_and_name_known_mistakes():
 
 def test_bug_shows_in_the_first_product_of_a_wrong_matrix():
     case = next(case for case in WRONG if case.names == ("fp8-blocks-of-equal-size",))
-    truth = truth_of_folder(case)
-    assert truth.shows[-1] == (0, "l0.ffn_gate")
-    assert set(truth.made) == {"l0.ffn_gate", "l0.ffn_up", "l0.ffn_out"}
+    correct = correct_diagnosis_of_folder(case)
+    assert correct.shows[-1] == (0, "l0.ffn_gate")
+    assert set(correct.made) == {"l0.ffn_gate", "l0.ffn_up", "l0.ffn_out"}
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,8 @@ from runs.refusals import assert_tells
 
 from benchmarks.diagnosis import arithmetic, catalogue, rivals, score
 from benchmarks.diagnosis.bugs import BUGS, together
-from benchmarks.diagnosis.cases import Case, cases, truth_of
+from benchmarks.diagnosis.cases import Case, cases, correct_diagnosis_of
+from benchmarks.diagnosis.engine_runs import engine_runs
 from benchmarks.diagnosis.honest import HONEST, Honest, Run
 from benchmarks.diagnosis.reenacted import REPORTS, Report
 from benchmarks.diagnosis.score import (
@@ -30,7 +31,6 @@ from benchmarks.diagnosis.score import (
     shown,
     table,
 )
-from benchmarks.diagnosis.witnesses import witnesses
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.engines.dumps.stage_dump import StageDump
 
@@ -45,10 +45,10 @@ def test_a_right_engine_is_as_near_as_its_arithmetic_allows(variant: Honest):
     wanted = {(one.n_pass, one.key): one.array for one in right.run(model).shown}
     assert run.shown
     for one in run.shown:
-        want = wanted[one.n_pass, one.key][slice(None) if one.tokens is None else list(one.tokens)]
-        np.testing.assert_array_equal(np.isneginf(one.array), np.isneginf(want), one.key)
-        got, want = (np.where(np.isneginf(x), 0, x) for x in (one.array, want))
-        assert np.linalg.norm(got - want) < 0.06 * np.linalg.norm(want), one.key
+        expected = wanted[one.n_pass, one.key][slice(None) if one.tokens is None else list(one.tokens)]
+        np.testing.assert_array_equal(np.isneginf(one.array), np.isneginf(expected), one.key)
+        actual, expected = (np.where(np.isneginf(x), 0, x) for x in (one.array, expected))
+        assert np.linalg.norm(actual - expected) < 0.06 * np.linalg.norm(expected), one.key
 
 
 def test_a_row_of_a_batch_is_the_one_that_was_asked_for():
@@ -58,10 +58,10 @@ def test_a_row_of_a_batch_is_the_one_that_was_asked_for():
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.bug.name)
 def test_a_report_is_reenacted_where_it_says(report: Report):
-    truth = truth_of(Case((report.bug,), report.bug.models[0], "all"), report.bug)
-    (place,) = truth.shows
+    correct = correct_diagnosis_of(Case((report.bug,), report.bug.models[0], "all"), report.bug)
+    (place,) = correct.shows
     assert place[0] == report.bug.first_pass
-    assert place[1] in truth.made
+    assert place[1] in correct.made
     assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report.thread)
     assert set(report.names) <= MISTAKES.keys() | SETTINGS
 
@@ -167,7 +167,7 @@ def totals() -> dict[str, int]:
     return {criterion: row[0][1] for criterion, row in of_page().items() if row[0] is not None}
 
 
-N_RIGHT = sum(len(variant.models) for variant in HONEST) + sum(1 for _ in witnesses())
+N_RIGHT = sum(len(variant.models) for variant in HONEST) + sum(1 for _ in engine_runs())
 
 
 def test_the_readme_shows_as_many_bugs_reports_and_right_engines_as_there_are():
@@ -188,7 +188,7 @@ def test_the_readme_shows_as_many_answers_as_there_are_dumps():
     counts = Counter({"silent": N_RIGHT, "place": len(REPORTS)})
     counts.update("name" if report.names else "unknown" for report in REPORTS)
     for case in cases():
-        named = truth_of(case, case.bugs[0]).names
+        named = correct_diagnosis_of(case, case.bugs[0]).names
         counts.update(["layer" if case.style == "blocks" else "place", "name" if named else "unknown"])
         counts["second"] += len(case.bugs) > 1
     assert totals() == {**counts}
@@ -204,7 +204,7 @@ def test_a_run_of_all_dumps_fails_where_the_readme_shows_other_figures(
     monkeypatch.setattr(score, "PAGE", tmp_path / "diagnosis.md")
     monkeypatch.setattr(score, "ask_all", lambda *given: answers)
     monkeypatch.setattr(score, "chosen", lambda **given: [("planted", "0", lambda: answers[0])])
-    monkeypatch.setattr(score, "witnesses", list)
+    monkeypatch.setattr(score, "engine_runs", list)
     done = CliRunner().invoke(score.main, [])
     assert done.exit_code == exit_code
     assert figures(answers) in done.stdout

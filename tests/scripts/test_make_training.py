@@ -39,8 +39,8 @@ def disturbed(script: ModuleType) -> ModuleType:
 
 
 def against(script: ModuleType, spread: Mapping[StageRef, Tolerance]) -> Differences:
-    config, truth = training_weights_of(MODEL).config, training_golden_of(MODEL).arrays
-    return lambda new, stored: script.differences(new, stored, config, spread, truth)
+    config, reference = training_weights_of(MODEL).config, training_golden_of(MODEL).arrays
+    return lambda new, stored: script.differences(new, stored, config, spread, reference)
 
 
 @pytest.fixture(scope="module")
@@ -76,7 +76,7 @@ def test_goldens_made_again_without_a_change_have_no_differences(differences: Di
 
 def with_run(golden: TrainingGolden, run: Arrays) -> TrainingGolden:
     """The golden with arrays of llorch's float64 run in place of PEFT's."""
-    named = {golden_name(place): array.astype(np.float32) for place, array in run.items()}
+    named = {golden_name(stage_ref): array.astype(np.float32) for stage_ref, array in run.items()}
     return replace(golden, arrays=golden.arrays | {name: named[name] for name in named.keys() & golden.arrays.keys()})
 
 
@@ -87,9 +87,9 @@ def test_a_processor_that_rounds_otherwise_has_no_differences(
     from llorch.engines.float64_everywhere import float64_everywhere
 
     with float64_everywhere():
-        producer = disturbed.DisturbedPeft(training_weights_of(MODEL).path, dtype="float64")
+        engine = disturbed.DisturbedPeft(training_weights_of(MODEL).path, dtype="float64")
         size = golden.tolerances["float32"]["chained"]["gradient"].error / FACTOR
-        other = with_run(golden, producer.run(golden, size=size, seed=101))
+        other = with_run(golden, engine.run(golden, size=size, seed=101))
     name = "peft/step 2/l0.given.v_proj.lora_A"
     assert not np.array_equal(other.arrays[name], golden.arrays[name])
     assert lenient(other, golden) == []
@@ -155,7 +155,7 @@ def test_every_stored_tolerance_has_to_follow_from_the_arrays(
         ("amplification", "step 10/l1.parameters.k_proj.lora_B"),
     ],
 )
-def test_a_truth_that_peft_does_not_give_again_is_a_difference(
+def test_reference_that_peft_does_not_reproduce_is_a_difference(
     differences: Differences, golden: TrainingGolden, mode: str, key: str
 ):
     part = 1.1 if mode == "amplification" else 1 + 1e-6

@@ -63,13 +63,13 @@ def test_four_ranks_keep_and_send_what_the_formulas_say_to_the_byte(job: Job):
 
     from llorch.pytorch.distributed.launch import on_ranks
 
-    want = memory(job)
+    expected = memory(job)
     with warm_ranks():
         costs = on_ranks(4, measured, job, "cpu", 0, False)  # the step that is counted, and none that is timed
     assert len(costs) == 4
     for cost in costs:
         assert Counter(cost.messages) == said(job)
-        assert cost.kept == {"weights": want.weights, "adapters": want.adapters, "moments": want.moments}
+        assert cost.kept == {"weights": expected.weights, "adapters": expected.adapters, "moments": expected.moments}
 
 
 @pytest.mark.slow
@@ -113,10 +113,10 @@ def test_the_figures_of_the_measured_shape_follow_from_the_formulas():
     rows = re.findall(r"^\| (\d) x (\d) \| (\S+) \| (\S+) / (\S+) \| \S+ \| (\S+) \|", figures, re.MULTILINE)
     for dp, tp, kept, predicted, measured, sent in rows:
         job = Job(SHAPES["qwen2.5-0.5b"], int(dp), int(tp), rows=4, tokens=64)
-        want = memory(job)
-        assert (kept, predicted) == (f"{want.kept / 1e6:.3f}", f"{want.peak / 1e9:.3f}")
+        expected = memory(job)
+        assert (kept, predicted) == (f"{expected.kept / 1e6:.3f}", f"{expected.peak / 1e9:.3f}")
         assert float(sent) == round(sum(each.volume for each in messages(job)) / 1e6, 3)
-        assert float(measured) == pytest.approx(want.peak / 1e9, rel=0.06)
+        assert float(measured) == pytest.approx(expected.peak / 1e9, rel=0.06)
     assert len(rows) == 4
 
 

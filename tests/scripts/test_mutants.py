@@ -131,7 +131,7 @@ def test_a_test_that_does_not_end_is_ended_with_what_it_started(repository: Path
 def test_the_command_prints_the_share_and_the_survivors(repository: Path, monkeypatch: pytest.MonkeyPatch):
     done = CliRunner().invoke(main, ["--n", "9", "--jobs", "2", "--json", "--at-least", "0.9"])
     (result,) = json.loads(done.stdout)
-    assert result["planted"] - result["caught"] == len(result["survivors"])
+    assert result["n_injected"] - result["caught"] == len(result["survivors"])
     assert "llorch/thing.py:6  not left out: return not x  ->  return x" in result["survivors"]
     assert done.exit_code == 1
     monkeypatch.setattr(mutants, "measure", lambda area, **given: Result(**{**result, "area": area.name}))

@@ -73,7 +73,7 @@ def test_a_step_of_a_checkpoint_that_ends_by_an_error_is_wrong_and_the_next_goes
     monkeypatch.setattr(hub, "stages", lambda *_: iter([hub.Line("stages", "judge", 7, 0)]))
     monkeypatch.setattr(hub, "texts", lambda *_: iter([hub.Line("texts", "judge", 7, 1)]))
     monkeypatch.setattr(hub, "perplexity", lambda *_: hub.Line("perplexity", "judge", 1, 0))
-    lines = list(hub.judged("name", tmp_path, 1, 1))
+    lines = list(hub.verdicts("name", tmp_path, 1, 1))
     assert [(line.n, line.wrong) for line in lines] == [(0, 1), (0, 0), (7, 0), (7, 1), (1, 0)]
     assert "ValueError: first" in lines[0].note
     assert lines[1].note == "NOT RUN: second"
@@ -109,12 +109,14 @@ def test_a_text_that_ends_early_is_wrong(benchmarks: None):
 
 
 @pytest.mark.parametrize(
-    ("got", "numerics", "right"),
+    ("actual", "numerics", "right"),
     [(13.012, "exact", True), (13.014, "exact", False), (13.9, "ggml", True), (14.2, "ggml", False)],
 )
-def test_perplexities_of_float_weights_agree_to_a_thousandth(got: float, numerics: str, right: bool, benchmarks: None):
+def test_perplexities_of_float_weights_agree_to_a_thousandth(
+    actual: float, numerics: str, right: bool, benchmarks: None
+):
     texts = importlib.import_module("published_texts")
-    assert texts.agree(got, 13.0, 1.1, numerics) == right
+    assert texts.agree(actual, 13.0, 1.1, numerics) == right
     assert not texts.agree(float("nan"), 13.0, 1.1, numerics)
 
 

@@ -5,7 +5,7 @@ import json
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from copy import deepcopy
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -20,10 +20,10 @@ from runs.stored_goldens import golden_of, suite_of, training_golden_of, weights
 
 from llorch.files import Weights
 from llorch.judging.goldens import store as golden_store
-from llorch.judging.goldens.forward import PRODUCERS, EngineOutput, Golden, TokenCheck, Truth
+from llorch.judging.goldens.forward import ENGINES, EngineOutput, Golden, ReferenceOutput, TokenCheck
 from llorch.judging.goldens.long_contexts import read_long
 from llorch.judging.goldens.training import FILES
-from llorch.judging.tolerances.forward import Limits
+from llorch.judging.tolerances.forward import ForwardTolerances
 from llorch.runtime.builtin import EVERY, goldens_folder
 from llorch.stages.comparison import Difference
 from llorch.stages.stage_ref import Pass
@@ -44,11 +44,11 @@ def script() -> Iterator[ModuleType]:
 def derived_once(limits_of: Callable) -> Callable:
     """Derive the limits of the stored goldens once; those of other goldens each time."""
     stored = golden_of(NAME)
-    limits = cache(lambda: limits_of(weights_of(NAME), stored.cases, stored.truth))
+    limits = cache(lambda: limits_of(weights_of(NAME), stored.cases, stored.reference))
 
-    def shared(weights: Weights, cases: Mapping[str, Pass], truth: Truth) -> dict[str, Limits]:
-        is_stored = cases is stored.cases and truth is stored.truth
-        return limits() if is_stored else limits_of(weights, cases, truth)
+    def shared(weights: Weights, cases: Mapping[str, Pass], reference: ReferenceOutput) -> dict[str, ForwardTolerances]:
+        is_stored = cases is stored.cases and reference is stored.reference
+        return limits() if is_stored else limits_of(weights, cases, reference)
 
     return shared
 
@@ -58,14 +58,14 @@ def golden() -> Golden:
     return golden_of(NAME)
 
 
-def changed(golden: Golden, name: str, change: Callable[[np.ndarray], np.ndarray], producer: str) -> Golden:
-    arrays = golden.evidence[producer].arrays()
+def changed(golden: Golden, name: str, change: Callable[[np.ndarray], np.ndarray], engine: str) -> Golden:
+    arrays = golden.engine_outputs[engine].arrays()
     arrays[name] = change(arrays[name].copy())
-    return replace(golden, evidence={**golden.evidence, producer: of_arrays(golden, producer, arrays)})
+    return replace(golden, engine_outputs={**golden.engine_outputs, engine: of_arrays(golden, engine, arrays)})
 
 
-def of_arrays(golden: Golden, producer: str, arrays: dict[str, np.ndarray]) -> EngineOutput:
-    return EngineOutput.from_arrays(arrays, golden.evidence[producer].route)
+def of_arrays(golden: Golden, engine: str, arrays: dict[str, np.ndarray]) -> EngineOutput:
+    return EngineOutput.from_arrays(arrays, golden.engine_outputs[engine].load_path)
 
 
 def one_number(array: np.ndarray) -> np.ndarray:
@@ -89,7 +89,7 @@ def test_goldens_made_again_without_a_change_have_no_differences(script: ModuleT
     assert script.differences(NAME, golden, golden) == []
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("name", "change"),
     [
@@ -107,12 +107,12 @@ def test_goldens_made_again_without_a_change_have_no_differences(script: ModuleT
     ],
 )
 def test_one_difference_is_one_line_that_names_it(
-    script: ModuleType, golden: Golden, producer: str, name: str, change: Callable[[np.ndarray], np.ndarray]
+    script: ModuleType, golden: Golden, engine: str, name: str, change: Callable[[np.ndarray], np.ndarray]
 ):
-    other = changed(golden, name, change, producer)
+    other = changed(golden, name, change, engine)
     for new, stored in ((other, golden), (golden, other)):
         (line,) = script.differences(NAME, new, stored)
-        assert line.startswith(f"{producer} {name}: ")
+        assert line.startswith(f"{engine} {name}: ")
 
 
 def test_what_is_no_number_in_both_is_a_difference(script: ModuleType, golden: Golden):
@@ -122,29 +122,29 @@ def test_what_is_no_number_in_both_is_a_difference(script: ModuleType, golden: G
 
 
 def test_the_derived_limit_decides(script: ModuleType, golden: Golden):
-    allowed = suite_of(NAME).limits("near").chained("logits")
+    allowed = suite_of(NAME).tolerances("near").chained("logits")
     for times, lines in ((0.2, 0), (2, 1)):
         other = changed(golden, "near/logits", lambda a, k=times: a * np.float32(1 + k * allowed.error), "llamacpp")
         assert len(script.differences(NAME, other, golden)) == lines
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
-def test_a_stage_on_one_side_only_is_a_difference(script: ModuleType, golden: Golden, producer: str):
-    arrays = golden.evidence[producer].arrays()
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_stage_on_one_side_only_is_a_difference(script: ModuleType, golden: Golden, engine: str):
+    arrays = golden.engine_outputs[engine].arrays()
     del arrays["far/l0.q_norm"]
-    less = replace(golden, evidence={**golden.evidence, producer: of_arrays(golden, producer, arrays)})
+    less = replace(golden, engine_outputs={**golden.engine_outputs, engine: of_arrays(golden, engine, arrays)})
     for new, stored in ((less, golden), (golden, less)):
-        assert script.differences(NAME, new, stored) == [f"{producer} far/l0.q_norm: only on one side"]
+        assert script.differences(NAME, new, stored) == [f"{engine} far/l0.q_norm: only on one side"]
 
 
 def test_another_route_into_an_engine_is_a_difference(script: ModuleType, golden: Golden):
-    shown = golden.evidence["llamacpp"]
-    other = replace(shown, route=replace(shown.route, written="someone"))
-    new = replace(golden, evidence={**golden.evidence, "llamacpp": other})
+    shown = golden.engine_outputs["llamacpp"]
+    other = replace(shown, load_path=replace(shown.load_path, written="someone"))
+    new = replace(golden, engine_outputs={**golden.engine_outputs, "llamacpp": other})
     (line,) = script.differences(NAME, new, golden)
-    assert line.startswith(f"llamacpp: {other.route}; ")
-    assert line.endswith(f": {shown.route}")
-    assert "someone" in str(other.route)
+    assert line.startswith(f"llamacpp: {other.load_path}; ")
+    assert line.endswith(f": {shown.load_path}")
+    assert "someone" in str(other.load_path)
 
 
 def test_other_inputs_tensors_and_token_ids_are_differences(script: ModuleType, golden: Golden):
@@ -172,7 +172,9 @@ def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, m
         new, stored, weights.config, {}, stored.arrays
     )
     monkeypatch.setattr(script.make_training, "checked", without_peft)
-    monkeypatch.setattr(script, "take_truth", lambda path, cases, evidence, n_greedy: golden_of(NAME).truth)
+    monkeypatch.setattr(
+        script, "run_reference", lambda path, cases, engine_outputs, n_greedy: golden_of(NAME).reference
+    )
     return CliRunner().invoke(script.main, [NAME, *words])
 
 
@@ -199,10 +201,10 @@ def test_check_exits_with_1_names_the_golden_and_writes_nothing(
 def test_check_is_red_where_a_stored_distance_does_not_follow_from_the_goldens(
     script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch, factor: float
 ):
-    isolated: Any = deepcopy(golden.truth.isolated)
+    isolated: Any = deepcopy(golden.reference.isolated)
     old = isolated["llamacpp"]["far"]["l0.ffn_up"]
     isolated["llamacpp"]["far"]["l0.ffn_up"] = replace(old, worst=factor * old.worst)
-    without = replace(golden, truth=replace(golden.truth, isolated=isolated))
+    without = replace(golden, reference=replace(golden.reference, isolated=isolated))
     monkeypatch.setattr(script, "read", lambda folder: without)
     monkeypatch.setattr(script, "training", lambda name, folder, check: [])
     done = command(script, monkeypatch, goldens_folder(), golden, "--check")
@@ -241,31 +243,31 @@ def test_without_check_the_goldens_are_written(
 
 
 def refuse(script: ModuleType, golden: Golden) -> None:
-    script.refuse_far_witnesses(NAME, weights_of(NAME), golden.cases, golden.evidence, golden.truth)
+    script.refuse_far_engines(NAME, weights_of(NAME), golden.cases, golden.engine_outputs, golden.reference)
 
 
-def test_the_stored_witnesses_are_not_far_from_the_truth(script: ModuleType, golden: Golden):
+def test_stored_engine_outputs_are_close_to_the_reference(script: ModuleType, golden: Golden):
     refuse(script, golden)
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     "name", ["near/l1.ffn_gate", "far/l0.v_proj", "near/selected_logits", "near/probabilities.all"]
 )
 @pytest.mark.parametrize("change", [lambda a: a * np.float32(1.003), not_a_number])
-def test_a_witness_too_far_from_the_truth_is_refused_by_name(
-    script: ModuleType, golden: Golden, producer: str, name: str, change: Callable
+def test_engine_output_far_from_the_reference_is_refused_by_name(
+    script: ModuleType, golden: Golden, engine: str, name: str, change: Callable
 ):
     what = "non-finite" if change is not_a_number else "error"
-    with refuses(ValueError, f"regenerate {NAME}: 1", f"{producer} chained {name}: {what}"):
-        refuse(script, changed(golden, name, change, producer))
+    with refuses(ValueError, f"regenerate {NAME}: 1", f"{engine} chained {name}: {what}"):
+        refuse(script, changed(golden, name, change, engine))
 
 
-def test_a_witness_that_is_far_alone_is_refused(script: ModuleType, golden: Golden):
-    isolated: Any = deepcopy(golden.truth.isolated)
+def test_engine_output_with_a_large_isolated_error_is_refused(script: ModuleType, golden: Golden):
+    isolated: Any = deepcopy(golden.reference.isolated)
     isolated["llamacpp"]["far"]["l0.ffn_up"] = Difference(1e-4, 1e-4)
     with refuses(ValueError, f"regenerate {NAME}: 1", "llamacpp isolated far/l0.ffn_up: error"):
-        refuse(script, replace(golden, truth=replace(golden.truth, isolated=isolated)))
+        refuse(script, replace(golden, reference=replace(golden.reference, isolated=isolated)))
 
 
 class Replayed:
@@ -290,9 +292,9 @@ class Replayed:
 
 
 def replayed(script: ModuleType, patch: pytest.MonkeyPatch, golden: Golden) -> None:
-    patch.setattr(script, "open_producer", lambda name, path, n_threads: Replayed(name, golden))
-    patch.setattr(script, "take_truth", lambda path, cases, evidence, n_greedy: golden.truth)
-    patch.setattr(script, "take", lambda producer, cases: golden.evidence[producer.name])
+    patch.setattr(script, "open_engine", lambda name, path, n_threads: Replayed(name, golden))
+    patch.setattr(script, "run_reference", lambda path, cases, engine_outputs, n_greedy: golden.reference)
+    patch.setattr(script, "run_cases", lambda engine, cases: golden.engine_outputs[engine.name])
 
 
 def test_what_engines_show_becomes_goldens(script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch):
@@ -300,11 +302,11 @@ def test_what_engines_show_becomes_goldens(script: ModuleType, golden: Golden, m
     made = script.make(NAME)
     assert script.differences(NAME, made, golden) == []
     assert made.provenance["weights_sha256"] == golden.provenance["weights_sha256"]
-    route = {"route": asdict(golden.truth.evidence.route)}
-    assert made.provenance["engines"] == {name: {"producer": name} for name in PRODUCERS} | {"truth": route}
+    route = {"route": golden.reference.engine_output.load_path.stored()}
+    assert made.provenance["engines"] == {name: {"producer": name} for name in ENGINES} | {"truth": route}
 
 
-def test_far_witnesses_are_refused_before_anything_is_written(
+def test_engine_output_far_from_the_reference_writes_no_golden(
     script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     replayed(script, monkeypatch, changed(golden, "near/l0.ffn_out", lambda array: 1.01 * array, "llamacpp"))
@@ -335,9 +337,9 @@ def test_long_goldens_made_again_are_compared_one_by_one(script: ModuleType):
     stored = read_long(goldens_folder() / NAME)
     assert script.long_differences(stored, stored) == []
     name = "l0.attn_context"
-    array = stored.truth["long"][name] * (1 + 1e-9)
-    truth: Any = {**stored.truth, "long": {**stored.truth["long"], name: array}}
-    (line,) = script.long_differences(replace(stored, truth=truth), stored)
+    array = stored.reference["long"][name] * (1 + 1e-9)
+    reference: Any = {**stored.reference, "long": {**stored.reference["long"], name: array}}
+    (line,) = script.long_differences(replace(stored, reference=reference), stored)
     assert line.startswith(f"long {name}: error ")
     far: Any = deepcopy(stored.distances)
     far["llamacpp"]["long"][name] = Difference(1e-3, 1e-3)

@@ -14,14 +14,14 @@ ANYTHING = Tolerance(math.inf, math.inf)
 
 
 @pytest.fixture
-def want(rng, dtype) -> np.ndarray:
+def expected(rng, dtype) -> np.ndarray:
     return rng.normal(size=(4, 3, 5)).astype(dtype)
 
 
-def passes(got: object, want: object, tolerance: Tolerance = TIGHT, *, masked: bool = False) -> bool:
-    difference = measure(got, want, masked=masked)
+def passes(actual: object, expected: object, tolerance: Tolerance = TIGHT, *, masked: bool = False) -> bool:
+    difference = measure(actual, expected, masked=masked)
     try:
-        check(got, want, tolerance, label="x", masked=masked)
+        check(actual, expected, tolerance, label="x", masked=masked)
     except CheckpointMismatch:
         assert not difference.within(tolerance)
         assert not difference.over(tolerance) <= 1
@@ -31,29 +31,29 @@ def passes(got: object, want: object, tolerance: Tolerance = TIGHT, *, masked: b
     return True
 
 
-def test_equal_arrays_pass_exactly(want):
-    first = float(want[0, 0, 0])
-    assert measure(want.copy(), want) == Difference(0.0, 0.0, None, (0, 0, 0), first, first)
-    assert passes(want.copy(), want, EXACT)
+def test_equal_arrays_pass_exactly(expected):
+    first = float(expected[0, 0, 0])
+    assert measure(expected.copy(), expected) == Difference(0.0, 0.0, None, (0, 0, 0), first, first)
+    assert passes(expected.copy(), expected, EXACT)
 
 
-def test_memory_order_and_mapped_memory_do_not_matter(want, tmp_path):
-    assert passes(np.asfortranarray(want), want, EXACT)
-    assert passes(np.flip(np.flip(want).copy()), want, EXACT)
-    want.tofile(tmp_path / "golden")
-    assert passes(np.memmap(tmp_path / "golden", want.dtype, "r", shape=want.shape), want, EXACT)
+def test_memory_order_and_mapped_memory_do_not_matter(expected, tmp_path):
+    assert passes(np.asfortranarray(expected), expected, EXACT)
+    assert passes(np.flip(np.flip(expected).copy()), expected, EXACT)
+    expected.tofile(tmp_path / "golden")
+    assert passes(np.memmap(tmp_path / "golden", expected.dtype, "r", shape=expected.shape), expected, EXACT)
 
 
 @pytest.mark.parametrize("index", [(0, 0, 0), (2, 1, 3), (3, 2, 4)])
-def test_one_perturbed_value_fails_and_is_named(want, index):
-    got = want.copy()
-    got[index] += 0.01
-    difference = measure(got, want)
-    assert not passes(got, want)
+def test_one_perturbed_value_fails_and_is_named(expected, index):
+    actual = expected.copy()
+    actual[index] += 0.01
+    difference = measure(actual, expected)
+    assert not passes(actual, expected)
     assert difference.index == index
-    assert (difference.got, difference.want) == (float(got[index]), float(want[index]))
-    assert difference.worst == pytest.approx(0.01 / np.abs(want).max(), rel=1e-5)
-    assert difference.error == pytest.approx(0.01 / np.linalg.norm(want), rel=1e-5)
+    assert (difference.actual, difference.expected) == (float(actual[index]), float(expected[index]))
+    assert difference.worst == pytest.approx(0.01 / np.abs(expected).max(), rel=1e-5)
+    assert difference.error == pytest.approx(0.01 / np.linalg.norm(expected), rel=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -71,26 +71,26 @@ def test_one_perturbed_value_fails_and_is_named(want, index):
         lambda a: a + a.dtype.type(0.0001),
     ],
 )
-def test_wrong_values_of_the_right_shape_fail(want, change):
-    assert not passes(np.ascontiguousarray(change(want)), want)
+def test_wrong_values_of_the_right_shape_fail(expected, change):
+    assert not passes(np.ascontiguousarray(change(expected)), expected)
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
-@pytest.mark.parametrize("sides", [("got",), ("want",), ("got", "want")])
-def test_non_finite_values_never_pass(want, value, sides):
-    got = want.copy()
+@pytest.mark.parametrize("sides", [("actual",), ("expected",), ("actual", "expected")])
+def test_non_finite_values_never_pass(expected, value, sides):
+    actual = expected.copy()
     for side in sides:
-        (got if side == "got" else want)[1, 2, 3] = value
-    assert not passes(got, want, ANYTHING)
-    assert measure(got, want).fault == f"non-finite: 1 of 60 values of {sides[0]}"
+        (actual if side == "actual" else expected)[1, 2, 3] = value
+    assert not passes(actual, expected, ANYTHING)
+    assert measure(actual, expected).fault == f"non-finite: 1 of 60 {sides[0]} values"
 
 
 @pytest.mark.parametrize("other", [np.float16, np.int32, np.longdouble, np.complex128, bool, object, None])
-def test_another_dtype_never_passes(want, other):
-    other = other or {np.float32: np.float64, np.float64: np.float32}[want.dtype.type]
-    for got, wanted in ((want.astype(other), want), (want, want.astype(other))):
-        assert not passes(got, wanted, ANYTHING)
-        assert measure(got, wanted).fault == f"dtype: expected {wanted.dtype}, got {got.dtype}"
+def test_another_dtype_never_passes(expected, other):
+    other = other or {np.float32: np.float64, np.float64: np.float32}[expected.dtype.type]
+    for actual, wanted in ((expected.astype(other), expected), (expected, expected.astype(other))):
+        assert not passes(actual, wanted, ANYTHING)
+        assert measure(actual, wanted).fault == f"dtype: expected {wanted.dtype}, got {actual.dtype}"
 
 
 @pytest.mark.parametrize("dtype_", [bool, np.complex128, object, "U3"])
@@ -103,9 +103,9 @@ def test_arrays_that_are_no_numbers_never_pass(dtype_):
 @pytest.mark.parametrize("shape", [(3, 5), (1, 3, 5), (4, 3, 1), (4, 1, 5), (1,), (), (60,), (4, 3, 5, 1), (4, 5, 3)])
 def test_another_shape_never_passes_even_when_it_would_broadcast(shape):
     ones = np.ones((4, 3, 5))
-    for got, want in ((np.ones(shape), ones), (ones, np.ones(shape))):
-        assert not passes(got, want, ANYTHING)
-        assert measure(got, want).fault == f"shape: expected {want.shape}, got {got.shape}"
+    for actual, expected in ((np.ones(shape), ones), (ones, np.ones(shape))):
+        assert not passes(actual, expected, ANYTHING)
+        assert measure(actual, expected).fault == f"shape: expected {expected.shape}, got {actual.shape}"
 
 
 @pytest.mark.parametrize("shape", [(0,), (3, 0), (0, 3, 5)])
@@ -115,22 +115,26 @@ def test_empty_arrays_never_pass(shape, masked):
     assert not passes(np.empty(shape), np.empty(shape), ANYTHING, masked=masked)
 
 
-@pytest.mark.parametrize("got", [1.0, np.float64(1.0), [1.0], (1.0,), "1.0", None])
-def test_things_that_are_no_arrays_never_pass(got):
-    want, kind = np.ones(1), "nothing" if got is None else type(got).__name__
-    for side, fault in (("got:", measure(got, want)), ("got:", measure(got, got)), ("want:", measure(want, got))):
+@pytest.mark.parametrize("actual", [1.0, np.float64(1.0), [1.0], (1.0,), "1.0", None])
+def test_things_that_are_no_arrays_never_pass(actual):
+    expected, kind = np.ones(1), "nothing" if actual is None else type(actual).__name__
+    for side, fault in (
+        ("actual:", measure(actual, expected)),
+        ("actual:", measure(actual, actual)),
+        ("expected:", measure(expected, actual)),
+    ):
         assert (fault.fault or "").startswith(side)
         assert_tells((fault.fault or "").removeprefix(side), got=kind)
-    assert not passes(got, want, ANYTHING)
-    assert not passes(got, got, ANYTHING)
+    assert not passes(actual, expected, ANYTHING)
+    assert not passes(actual, actual, ANYTHING)
 
 
 def test_a_numpy_mask_hides_nothing():
-    want = np.array([1.0, 2.0, 3.0])
+    expected = np.array([1.0, 2.0, 3.0])
     for hidden in (99.0, np.nan):
-        got = np.ma.masked_array([1.0, hidden, 3.0], mask=[False, True, False])
-        assert not passes(got, want)
-        assert not passes(want, got)
+        actual = np.ma.masked_array([1.0, hidden, 3.0], mask=[False, True, False])
+        assert not passes(actual, expected)
+        assert not passes(expected, actual)
 
 
 def test_arrays_of_one_number_are_compared():
@@ -150,30 +154,30 @@ def test_zeros_equal_zeros_and_nothing_else(dtype):
 
 @pytest.mark.parametrize("scale", [1e-200, 1e200])
 def test_scale_of_the_tensor_does_not_hide_an_error(rng, scale):
-    want = rng.normal(size=9) * scale  # squares underflow or overflow
-    got = want.copy()
-    got[4] *= 1.01
-    assert passes(want.copy(), want, EXACT)
-    assert not passes(got, want)
+    expected = rng.normal(size=9) * scale  # squares underflow or overflow
+    actual = expected.copy()
+    actual[4] *= 1.01
+    assert passes(expected.copy(), expected, EXACT)
+    assert not passes(actual, expected)
 
 
 BIG = np.concatenate([[1000.0], np.ones(10_000)])
 
 
 @pytest.mark.parametrize(
-    ("want", "off", "error", "worst"),
+    ("expected", "off", "error", "worst"),
     [
         (BIG, np.where(BIG == 1, 0.5, 0), 50 / math.sqrt(1e6 + 1e4), 5e-4),  # everywhere but in the largest value
         (np.ones(10_000), 0.01 * (np.arange(10_000) == 77), 1e-4, 1e-2),
     ],
     ids=["whole tensor", "worst element"],
 )
-def test_each_gate_trips_alone(want: np.ndarray, off: np.ndarray, error: float, worst: float):
-    difference = measure(want + off, want)
+def test_each_gate_trips_alone(expected: np.ndarray, off: np.ndarray, error: float, worst: float):
+    difference = measure(expected + off, expected)
     assert (difference.error, difference.worst) == pytest.approx((error, worst))
-    assert passes(want + off, want, Tolerance(1.1 * error, 1.1 * worst))
-    assert not passes(want + off, want, Tolerance(0.9 * error, 1.1 * worst))
-    assert not passes(want + off, want, Tolerance(1.1 * error, 0.9 * worst))
+    assert passes(expected + off, expected, Tolerance(1.1 * error, 1.1 * worst))
+    assert not passes(expected + off, expected, Tolerance(0.9 * error, 1.1 * worst))
+    assert not passes(expected + off, expected, Tolerance(1.1 * error, 0.9 * worst))
 
 
 def test_a_tolerance_is_met_at_its_very_value():
@@ -201,8 +205,8 @@ def test_over_says_by_what_factor_the_worse_gate_is_exceeded():
 
 def test_tolerance_is_four_times_the_larger_distance_of_each_kind():
     assert FACTOR == 4
-    got = tolerance_from([Difference(1e-5, 2e-4), Difference(3e-5, 1e-4), Difference(2e-5, 1e-4)])
-    assert (got.error, got.worst) == pytest.approx((1.2e-4, 8e-4))
+    actual = tolerance_from([Difference(1e-5, 2e-4), Difference(3e-5, 1e-4), Difference(2e-5, 1e-4)])
+    assert (actual.error, actual.worst) == pytest.approx((1.2e-4, 8e-4))
 
 
 def test_tolerance_is_never_under_four_ulp_of_the_scale():
@@ -227,32 +231,36 @@ def test_a_distance_that_is_no_number_makes_no_tolerance(distances, shown):
         tolerance_from(distances)
 
 
-def test_check_returns_the_difference_that_passed(want):
-    assert check(want + want * want.dtype.type(1e-3), want, Tolerance(0.1, 0.1), label="x").error > 0
+def test_check_returns_the_difference_that_passed(expected):
+    assert check(expected + expected * expected.dtype.type(1e-3), expected, Tolerance(0.1, 0.1), label="x").error > 0
 
 
 def test_check_raises_with_label_numbers_place_and_limits():
-    got, want = np.array([[1.0, 2.0], [3.0, 5.0]]), np.array([[1.0, 2.0], [3.0, 4.0]])
+    actual, expected = np.array([[1.0, 2.0], [3.0, 5.0]]), np.array([[1.0, 2.0], [3.0, 4.0]])
     label = "micro-llama/l0.q_rope numpy"
     with refuses(
         CheckpointMismatch, "error 1.8e-01", "worst 2.5e-01", "(1, 1)", expected=4, got=5, where=label
     ) as caught:
-        check(got, want, Tolerance(1e-6, 2e-5), label=label)
+        check(actual, expected, Tolerance(1e-6, 2e-5), label=label)
     assert_tells(str(caught.value).partition("tolerance")[2], "error 1.0e-06", "worst 2.0e-05")
 
 
 @pytest.mark.parametrize("factor", [1.01, 0.5, -2.0])
-def test_common_factor_is_the_projection_of_one_array_on_the_other(want, factor):
-    got = (factor * want).astype(want.dtype)
-    for one, other in ((got, want), (np.asfortranarray(got), want), (got, np.asfortranarray(want))):
+def test_common_factor_is_the_projection_of_one_array_on_the_other(expected, factor):
+    actual = (factor * expected).astype(expected.dtype)
+    for one, other in (
+        (actual, expected),
+        (np.asfortranarray(actual), expected),
+        (actual, np.asfortranarray(expected)),
+    ):
         assert measure(one, other).common_factor == pytest.approx(factor, rel=1e-6)
 
 
 def test_common_factor_does_not_see_what_is_orthogonal():
-    want = np.array([1.0, 0.0, 2.0])
-    assert measure(want + np.array([0.0, 5.0, 0.0]), want).common_factor == 1.0
-    assert measure(want - want, want).common_factor == 0.0
-    assert measure(want, want - want).common_factor == 1.0  # of nothing; the error is infinite
+    expected = np.array([1.0, 0.0, 2.0])
+    assert measure(expected + np.array([0.0, 5.0, 0.0]), expected).common_factor == 1.0
+    assert measure(expected - expected, expected).common_factor == 0.0
+    assert measure(expected, expected - expected).common_factor == 1.0  # of nothing; the error is infinite
 
 
 def test_common_factor_of_huge_and_tiny_numbers_is_measured():
@@ -261,12 +269,12 @@ def test_common_factor_of_huge_and_tiny_numbers_is_measured():
 
 
 def test_common_factor_passes_up_to_its_tolerance():
-    want = np.ones(4)
+    expected = np.ones(4)
     anything = Tolerance(math.inf, math.inf, common_factor=0.002)
-    assert passes(1.0019 * want, want, anything)
+    assert passes(1.0019 * expected, expected, anything)
     for factor in (1.01, 0.99):
-        assert measure(factor * want, want).over(anything) == pytest.approx(5, rel=1e-6)
-        assert not measure(factor * want, want).within(anything)
-        assert measure(factor * want, want).within(anything.times(6))
-        assert not measure(factor * want, want).within(anything.at_least(TIGHT))
-        assert measure(factor * want, want).within(ANYTHING)
+        assert measure(factor * expected, expected).over(anything) == pytest.approx(5, rel=1e-6)
+        assert not measure(factor * expected, expected).within(anything)
+        assert measure(factor * expected, expected).within(anything.times(6))
+        assert not measure(factor * expected, expected).within(anything.at_least(TIGHT))
+        assert measure(factor * expected, expected).within(ANYTHING)

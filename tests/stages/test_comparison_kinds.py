@@ -28,22 +28,22 @@ def trace(rng) -> dict[str, np.ndarray]:
 
 def test_masked_scores_pass_only_where_masking_is_expected(scores):
     assert measure(scores.copy(), scores, masked=True).within(EXACT)
-    assert measure(scores.copy(), scores).fault == "non-finite: 12 of 32 values of got"
+    assert measure(scores.copy(), scores).fault == "non-finite: 12 of 32 actual values"
 
 
 def test_one_visible_score_that_differs_fails(scores):
-    got = scores.copy()
-    got[1, 3, 2] += 0.1
-    difference = measure(got, scores, masked=True)
+    actual = scores.copy()
+    actual[1, 3, 2] += 0.1
+    difference = measure(actual, scores, masked=True)
     assert not difference.within(TIGHT)
     assert difference.index == (1, 3, 2)
 
 
-@pytest.mark.parametrize("side", ["got", "want"])
+@pytest.mark.parametrize("side", ["actual", "expected"])
 def test_masks_that_differ_by_one_entry_fail(scores, side):
-    got = scores.copy()
-    (got if side == "got" else scores)[0, 1, 2] = -1e4  # a large finite number in place of -inf
-    difference = measure(got, scores, masked=True)
+    actual = scores.copy()
+    (actual if side == "actual" else scores)[0, 1, 2] = -1e4  # a large finite number in place of -inf
+    difference = measure(actual, scores, masked=True)
     assert_tells(difference.fault or "", "mask", "1 of 32")
     assert not difference.within(ANYTHING)
 
@@ -60,7 +60,7 @@ def test_other_masks_fail(scores):
 def test_masking_excuses_minus_infinity_only(scores, value):
     scores[0, 0, 3] = value
     difference = measure(scores.copy(), scores, masked=True)
-    assert difference.fault == "non-finite: 1 of 32 values of got"
+    assert difference.fault == "non-finite: 1 of 32 actual values"
 
 
 @pytest.mark.parametrize("dtype_", [np.int32, np.int64, np.uint8])
@@ -71,19 +71,19 @@ def test_equal_integers_pass_exactly(dtype_):
 
 
 def test_one_wrong_integer_fails_however_many_are_right():
-    want = np.arange(1_000_000)
-    got = want.copy()
-    got[123_456] += 1
-    difference = measure(got, want)
+    expected = np.arange(1_000_000)
+    actual = expected.copy()
+    actual[123_456] += 1
+    difference = measure(actual, expected)
     assert difference == Difference(1e-6, 1.0, None, (123_456,), 123_457.0, 123_456.0)
     assert not difference.within(Tolerance(1e-5, 1e-4))
 
 
 def test_integers_are_told_apart_beyond_float64_without_wrapping_and_by_their_width():
-    want = np.array([2**53, 2**63 - 1])
-    got = np.array([2**53 + 1, 2**63 - 1])
-    assert measure(got, want).index == (0,)
-    assert not measure(got, want).within(Tolerance(1e-5, 1e-4))
+    expected = np.array([2**53, 2**63 - 1])
+    actual = np.array([2**53 + 1, 2**63 - 1])
+    assert measure(actual, expected).index == (0,)
+    assert not measure(actual, expected).within(Tolerance(1e-5, 1e-4))
     assert measure(np.array([0], np.uint8), np.array([255], np.uint8)).worst == 1
     assert measure(np.array([1], np.int32), np.array([1])).fault == "dtype: expected int64, got int32"
 
@@ -97,55 +97,55 @@ def test_equal_traces_agree(rng):
 
 
 def test_first_divergence_is_first_in_the_forward_pass_whatever_the_order_of_both(rng):
-    want = trace(rng)
-    got = {key: want[key] * 2 for key in reversed(want)}
-    got["embed"] = want["embed"]
-    report = compare(got, dict(sorted(want.items(), reverse=True)))
-    assert list(report.differences) == list(want)
+    expected = trace(rng)
+    actual = {key: expected[key] * 2 for key in reversed(expected)}
+    actual["embed"] = expected["embed"]
+    report = compare(actual, dict(sorted(expected.items(), reverse=True)))
+    assert list(report.differences) == list(expected)
     assert report.first_divergence == "l0.attn_scores"
     assert str(report).startswith("l0.attn_scores: error 1.0e+00, worst 1.0e+00 at (")
     assert str(report).endswith("; first failing stage, 1 before it passed")
 
 
-@pytest.mark.parametrize("side", ["got", "want"])
+@pytest.mark.parametrize("side", ["actual", "expected"])
 @pytest.mark.parametrize("key", ["embed", "l0.attn_scores", "l1.q_rope"])
 def test_a_stage_on_one_side_only_is_reported_and_no_divergence(rng, key, side):
     whole = trace(rng)
     part = {name: array for name, array in whole.items() if name != key}
-    report = compare(whole, part, ANYTHING) if side == "got" else compare(part, whole, ANYTHING)
+    report = compare(whole, part, ANYTHING) if side == "actual" else compare(part, whole, ANYTHING)
     assert (report.first_divergence, report.agrees, report.only[side]) == (None, False, [key])
     assert str(report) == f"2 stages agree; only in {side}: {key}"
 
 
 @pytest.mark.parametrize("key", ["embed", "l1.q_rope"])
 def test_only_scores_may_hold_minus_infinity(rng, key):
-    want = trace(rng)
-    want[key][0, 0] = -np.inf
-    assert compare(dict(want), want, ANYTHING).first_divergence == key
+    expected = trace(rng)
+    expected[key][0, 0] = -np.inf
+    assert compare(dict(expected), expected, ANYTHING).first_divergence == key
 
 
 def test_swapped_heads_diverge(rng):
-    want = trace(rng)
-    got = want | {"l1.q_rope": want["l1.q_rope"][:, ::-1]}
-    assert compare(got, want).first_divergence == "l1.q_rope"
+    expected = trace(rng)
+    actual = expected | {"l1.q_rope": expected["l1.q_rope"][:, ::-1]}
+    assert compare(actual, expected).first_divergence == "l1.q_rope"
 
 
 def test_default_tolerance_of_a_trace_is_1e_5_and_1e_4():
-    want = {"embed": np.ones(1000)}
-    assert compare({"embed": np.ones(1000) * (1 + 0.9e-5)}, want).first_divergence is None
-    assert compare({"embed": np.ones(1000) * (1 + 1.1e-5)}, want).first_divergence == "embed"
+    expected = {"embed": np.ones(1000)}
+    assert compare({"embed": np.ones(1000) * (1 + 0.9e-5)}, expected).first_divergence is None
+    assert compare({"embed": np.ones(1000) * (1 + 1.1e-5)}, expected).first_divergence == "embed"
     one_off = np.ones(1000)
     one_off[5] += 1.1e-4  # 3.5e-6 of the whole tensor
-    assert compare({"embed": one_off}, want).first_divergence == "embed"
+    assert compare({"embed": one_off}, expected).first_divergence == "embed"
 
 
-@pytest.mark.parametrize("want", [{}, {"embed": np.ones(2)}])
-def test_traces_without_a_common_stage_are_an_error(want):
-    with refuses(ValueError, got=f"0 and {len(want)}", where="compare"):
-        compare({}, want)
+@pytest.mark.parametrize("expected", [{}, {"embed": np.ones(2)}])
+def test_traces_without_a_common_stage_are_an_error(expected):
+    with refuses(ValueError, got=f"0 and {len(expected)}", where="compare"):
+        compare({}, expected)
 
 
-def test_a_report_is_judged_by_its_own_tolerance():
+def test_report_first_divergence_uses_its_own_tolerance():
     difference = {"embed": Difference(1e-3, 1e-3, None, (0,), 1.0, 2.0)}
     assert Report(difference, Tolerance(1e-2, 1e-2)).first_divergence is None
     assert Report(difference, Tolerance(1e-4, 1e-2)).first_divergence == "embed"
@@ -174,8 +174,8 @@ def test_the_size_of_the_numbers_does_not_count():
     assert (near.error, near.worst) == (far.error, far.worst) == (math.sqrt(0.125), 0.5)
 
 
-@pytest.mark.parametrize("got", [None, np.ones(3), np.ones(2, np.float32), np.array([1.0, np.nan])])
-def test_what_cannot_be_compared_never_passes(got: np.ndarray | None):
-    found = measure_in(got, np.ones(2), unit=1.0)
+@pytest.mark.parametrize("actual", [None, np.ones(3), np.ones(2, np.float32), np.array([1.0, np.nan])])
+def test_what_cannot_be_compared_never_passes(actual: np.ndarray | None):
+    found = measure_in(actual, np.ones(2), unit=1.0)
     assert found.fault is not None
     assert not found.within(ANYTHING)

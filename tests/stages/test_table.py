@@ -7,7 +7,7 @@ import pytest
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, unable_of
+from llorch.judging.goldens.forward import ENGINES, SAMPLINGS, unable_of
 from llorch.judging.goldens.store import SUFFIX
 from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.stages.table import (
@@ -82,7 +82,7 @@ def shapes_of_near(path: Path) -> dict[str, tuple[int, ...]]:
 def test_a_stage_has_the_shape_that_engines_give_it(model: str):
     config, folder = open_weights(builtin_path(model)).config, goldens_folder() / model
     n = len(json.loads((folder / "golden.json").read_text())["cases"]["near"]["ids"])
-    goldens = [folder / f"{name}{SUFFIX}" for name in PRODUCERS if name not in unable_of(folder)]
+    goldens = [folder / f"{name}{SUFFIX}" for name in ENGINES if name not in unable_of(folder)]
     assert goldens
     for path in goldens:
         assert shapes_of_near(path) == {name: stage.shape(config, seq=n, ctx=n) for name, stage, _ in keys(config)}
@@ -105,7 +105,7 @@ def test_products_of_dense_models_are_those_of_a_plain_llama():
 
 
 def test_shuffled_keys_are_put_back_in_order_and_foreign_ones_come_last_as_they_came(config: ModelConfig):
-    want = [key for key, _, _ in keys(config)]
+    expected = [key for key, _, _ in keys(config)]
     foreign = ["mine", "lx.q_proj", "l0.logits", "q_proj", ".embed", "a"]
-    assert forward_order([*foreign, *sorted(want)]) == [*want, *foreign]
+    assert forward_order([*foreign, *sorted(expected)]) == [*expected, *foreign]
     assert forward_order(["l10.q_proj", "l9.q_proj"]) == ["l9.q_proj", "l10.q_proj"]

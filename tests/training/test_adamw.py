@@ -44,9 +44,11 @@ def test_moments_and_parameters_are_those_of_torch(rng: np.random.Generator, dty
         theirs.grad = torch.from_numpy(grad)
         optimizer.step()
         state = optimizer.state[theirs]
-        for got, want in ((m, state["exp_avg"].numpy()), (v, state["exp_avg_sq"].numpy())):
-            assert got.dtype == dtype
-            assert np.linalg.norm(got - want) <= 4 * ulp * np.linalg.norm(want)  # a product and a sum, fused in torch
+        for actual, expected in ((m, state["exp_avg"].numpy()), (v, state["exp_avg_sq"].numpy())):
+            assert actual.dtype == dtype
+            assert np.linalg.norm(actual - expected) <= 4 * ulp * np.linalg.norm(
+                expected
+            )  # a product and a sum, fused in torch
         np.testing.assert_allclose(param, theirs.detach().numpy(), rtol=0, atol=8 * step * ulp)
 
 
@@ -67,12 +69,12 @@ def test_the_clipped_gradients_are_those_of_torch(rng: np.random.Generator, dtyp
     for max_norm in (0.5, 100.0, math.inf):
         for param, grad in zip(params, grads.values(), strict=True):
             param.grad = torch.tensor(grad)
-        want = torch.nn.utils.clip_grad_norm_(params, max_norm)
+        expected = torch.nn.utils.clip_grad_norm_(params, max_norm)
         clipped, norm = clip_by_norm(grads, max_norm=max_norm)
-        assert math.isclose(norm, want.item(), rel_tol=4 * np.finfo(dtype).eps)
-        for got, param in zip(clipped.values(), params, strict=True):
+        assert math.isclose(norm, expected.item(), rel_tol=4 * np.finfo(dtype).eps)
+        for actual, param in zip(clipped.values(), params, strict=True):
             assert param.grad is not None
-            np.testing.assert_allclose(got, param.grad.numpy(), rtol=8 * np.finfo(dtype).eps, strict=True)
+            np.testing.assert_allclose(actual, param.grad.numpy(), rtol=8 * np.finfo(dtype).eps, strict=True)
 
 
 def test_a_norm_that_is_not_finite_is_refused_with_the_tensors():

@@ -157,18 +157,18 @@ def test_a_gguf_file_has_the_template_of_its_folder(model_with: Callable[..., Mo
 
 
 @pytest.mark.parametrize(
-    ("train_on", "want"), [("last", ["\n Caf\u00e9 \U0001f98a<|im_end|>"]), ("assistant", None), ("all", "whole")]
+    ("train_on", "expected"), [("last", ["\n Caf\u00e9 \U0001f98a<|im_end|>"]), ("assistant", None), ("all", "whole")]
 )
 def test_what_is_learned_of_a_conversation_can_be_chosen(
-    model_with: Callable[..., Model], train_on: TrainOn, want: object
+    model_with: Callable[..., Model], train_on: TrainOn, expected: object
 ):
     model = model_with("micro-qwen3", CHATML)
     found = one(model, DataSettings(train_on=train_on), messages=CHAT)
     assert found.ids == one(model, messages=CHAT).ids
-    if want == "whole":
+    if expected == "whole":
         assert found.labels == found.ids
     else:
-        assert learned(model, found) == (want or learned(model, one(model, messages=CHAT)))
+        assert learned(model, found) == (expected or learned(model, one(model, messages=CHAT)))
 
 
 def test_an_empty_turn_is_learned_as_its_end_token_and_what_follows_the_last_one_is_left_out(
@@ -275,7 +275,7 @@ def test_other_things_that_the_template_does_not_write_are_counted_by_name(model
     assert all(any(told.endswith(f" {end}") for told in counts) for end in ends), counts
 
 
-def test_a_role_that_the_template_leaves_out_is_counted(model_with: Callable[..., Model]):
+def test_role_omitted_by_the_template_is_counted(model_with: Callable[..., Model]):
     template = "{% for m in messages if m.role != 'tool' %}{{ m.role }}:\n{{ m.content }}<|im_end|>\n{% endfor %}"
     model = model_with("micro-qwen3", template + "{% if add_generation_prompt %}assistant:\n{% endif %}")
     turns = [*chat("q", "a"), {"role": "tool", "content": "result"}, {"role": "assistant", "content": "b"}]

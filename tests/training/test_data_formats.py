@@ -62,14 +62,14 @@ def test_messages_learn_every_turn_of_the_assistant_unless_its_weight_is_0():
 
 
 def test_calls_of_tools_are_brought_into_one_form():
-    want = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    for call in ({"name": "f", "arguments": {"x": 1}}, {"function": {"name": "f", "arguments": '{"x": 1}'}}, want):
+    expected = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
+    for call in ({"name": "f", "arguments": {"x": 1}}, {"function": {"name": "f", "arguments": '{"x": 1}'}}, expected):
         found = chat(messages=[USER, {"role": "assistant", "content": None, "tool_calls": [call]}], tools=[{"a": 1}])
-        assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [want]}
+        assert found.messages[1] == {"role": "assistant", "content": "", "tool_calls": [expected]}
         assert found.tools == [{"a": 1}]
     call = {"id": "7", "type": "function", "function": {"name": "f"}}
     found = chat(messages=[USER, {"role": "assistant", "tool_calls": [call]}], tools='[{"a": 1}]')
-    assert found.messages[1]["tool_calls"] == [want | {"id": "7", "function": {"name": "f", "arguments": {}}}]
+    assert found.messages[1]["tool_calls"] == [expected | {"id": "7", "function": {"name": "f", "arguments": {}}}]
     assert found.tools == [{"a": 1}]
 
 
@@ -134,10 +134,10 @@ def test_the_alpaca_data_set_is_not_taken_for_text():
     assert unused_keys(record(**values), "Alpaca") == {"text", "id"}
 
 
-def bad(name: str, values: dict[str, object], code: str, where: str, expected: object = (), got: object = ()) -> Any:
+def bad(name: str, values: dict[str, object], code: str, where: str, expected: object = (), actual: object = ()) -> Any:
     """A row of the table of refusals."""
     places = ("d/train.jsonl:7: ", f"{where}:") if where else "d/train.jsonl:7: "
-    return row(name, lambda: parsed(**values), code, where=places, expected=expected, got=got)
+    return row(name, lambda: parsed(**values), code, where=places, expected=expected, got=actual)
 
 
 INPUT_IDS, MASK = "input_ids", "attention_mask"
@@ -241,7 +241,7 @@ PREFERENCES: dict[str, dict[str, Any]] = {  # rows of TRL, LLaMA-Factory, Axolot
 
 
 @pytest.mark.parametrize("key", PREFERENCES)
-def test_rows_of_judged_answers_are_refused_by_the_key_that_judges(key: str):
+def test_preference_rows_are_refused_with_the_name_of_the_key(key: str):
     with refuses("Unsupported", where=("d/train.jsonl:7: ", key)):
         parsed(**PREFERENCES[key])
 
@@ -251,7 +251,7 @@ def test_labels_of_plain_text_and_empty_images_are_no_judgement():
     assert chat(images=[], **TALK).learned == [1]
 
 
-def test_turns_that_axolotl_leaves_out_are_not_learned():
+def test_axolotl_turns_excluded_from_training_are_masked():
     turns = [USER, ASSISTANT | {"train": False}, USER, ASSISTANT | {"training": True}, USER, ASSISTANT]
     found = chat(messages=turns)
     assert (found.learned, found.messages) == ([3, 5], [USER, ASSISTANT] * 3)

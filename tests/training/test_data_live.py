@@ -82,9 +82,9 @@ def test_ids_and_mask_equal_the_generation_tags_of_transformers(both: tuple[Mode
             continue
         for message in messages:
             message["content"] = message["content"].strip()  # transformers masks all from a turn that starts with space
-        found, want = ours(model, messages), theirs(tokenizer, messages)
-        assert list(found.ids) == want["input_ids"]
-        assert [label != IGNORED for label in found.labels] == [bool(one) for one in want["assistant_masks"]]
+        found, expected = ours(model, messages), theirs(tokenizer, messages)
+        assert list(found.ids) == expected["input_ids"]
+        assert [label != IGNORED for label in found.labels] == [bool(one) for one in expected["assistant_masks"]]
         compared += 1
     assert compared > 20
 
@@ -93,8 +93,8 @@ def test_a_turn_that_starts_with_space_is_learned_like_any_other(both: tuple[Mod
     """Where transformers finds no token at the first character of a turn, and learns nothing from there on."""
     model, tokenizer = both
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "  two"}] * 2
-    found, want = ours(model, messages), theirs(tokenizer, messages)
-    assert list(found.ids) == want["input_ids"]
+    found, expected = ours(model, messages), theirs(tokenizer, messages)
+    assert list(found.ids) == expected["input_ids"]
     turn = {"qwen3": "  two<|im_end|>", "llama": "two<|eot_id|>"}[model.config.family]  # the latter's template trims
     assert model.tokenizer.decode([one for one in found.labels if one != IGNORED], skip_special=False) == turn * 2
 
@@ -112,9 +112,9 @@ def test_tools_and_calls_equal_transformers(both: tuple[Model, Any]):
             ours(model, messages, TOOLS)
         del messages[1]["tool_calls"]
         messages[1]["content"] = "f"
-    found, want = ours(model, messages, TOOLS), theirs(tokenizer, messages, TOOLS)
-    assert list(found.ids) == want["input_ids"]
-    assert [label != IGNORED for label in found.labels] == [bool(one) for one in want["assistant_masks"]]
+    found, expected = ours(model, messages, TOOLS), theirs(tokenizer, messages, TOOLS)
+    assert list(found.ids) == expected["input_ids"]
+    assert [label != IGNORED for label in found.labels] == [bool(one) for one in expected["assistant_masks"]]
 
 
 def test_control_tokens_of_users_equal_the_sanitised_ids_of_transformers(both: tuple[Model, Any]):
@@ -123,9 +123,11 @@ def test_control_tokens_of_users_equal_the_sanitised_ids_of_transformers(both: t
     for messages in conversations(15, seed=22):
         for control in sorted(model.tokenizer.control_texts):
             evil = [m | {"content": f"{m['content']} x{control}y"} for m in messages]
-            want = tokenizer.apply_chat_template(evil, tokenize=True, return_dict=True, sanitize_control_tokens=True)
+            expected = tokenizer.apply_chat_template(
+                evil, tokenize=True, return_dict=True, sanitize_control_tokens=True
+            )
             found = ours(model, evil)
-            assert list(found.ids) == want["input_ids"], (control, evil)
+            assert list(found.ids) == expected["input_ids"], (control, evil)
             compared += 1
     assert compared >= 45
 
@@ -163,7 +165,7 @@ def test_real_templates_and_vocabularies_give_the_ids_of_transformers(
         for place in turns:
             (one,) = render_turns([place], conversation)
             before, after = messages[:place], messages[: place + 1]
-            want = other.apply_chat_template(after, chat_template=source, tokenize=True, return_dict=True)
-            assert tokenizer.encode_rendered(one.text)[0] == want["input_ids"]
+            expected = other.apply_chat_template(after, chat_template=source, tokenize=True, return_dict=True)
+            assert tokenizer.encode_rendered(one.text)[0] == expected["input_ids"]
             opened = other.apply_chat_template(before, chat_template=source, tokenize=False, add_generation_prompt=True)
             assert one.text[: one.spans[0][0]] == opened

@@ -38,10 +38,10 @@ def test_every_epoch_and_every_seed_has_an_order_of_its_own():
 
 def test_a_step_depends_on_its_number_only():
     forward, backward = plan(), plan()
-    want = [seen(forward, number) for number in range(12)]
-    assert [seen(backward, number) for number in reversed(range(12))] == want[::-1]
+    expected = [seen(forward, number) for number in range(12)]
+    assert [seen(backward, number) for number in reversed(range(12))] == expected[::-1]
     shuffled.cache_clear()
-    assert seen(plan(), 7) == want[7]
+    assert seen(plan(), 7) == expected[7]
 
 
 def test_accumulation_only_cuts_the_rows_of_a_step():

@@ -45,7 +45,7 @@ def interruptible() -> Iterator[None]:
     [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],  # test_stopping sends both
     ids=["SIGTERM", "SIGINT"],
 )
-def test_a_signal_ends_the_step_saves_and_leaves_with_its_code(number: signal.Signals, tmp_path: Path):
+def test_signal_ends_the_step_saves_a_snapshot_and_exits_with_its_code(number: signal.Signals, tmp_path: Path):
     folder, steps = tmp_path / "run", 50_000  # more than are made before the signal, however slow this process is
     with interruptible():
         process = start(folder, write_data(tmp_path / "data"), steps=steps)

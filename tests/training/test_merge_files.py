@@ -56,8 +56,8 @@ def test_every_way_gives_the_logits_of_the_adapter_beside_the_base(tmp_path, sou
     adapter_path, adapter = pair(tmp_path, base, target_modules=modules)
     before = digests(tmp_path / source), digests(adapter_path)
     done = merge(tmp_path / source, adapter_path, tmp_path / target)
-    want = adapted_logits(base, adapter)
-    np.testing.assert_allclose(plain_logits(tmp_path / target), want, rtol=0, atol=3e-6 * np.abs(want).max())
+    expected = adapted_logits(base, adapter)
+    np.testing.assert_allclose(plain_logits(tmp_path / target), expected, rtol=0, atol=3e-6 * np.abs(expected).max())
     assert (digests(tmp_path / source), digests(adapter_path)) == before
     assert_tells(done.notes[0], "base", "same")
     assert done.logits is not None
@@ -145,11 +145,11 @@ def test_the_sum_is_rounded_once(tmp_path, base):
     done = merge(base, path, tmp_path / "merged", ggml_type=GGMLType.BF16)
     exact = MergedWeights(open_weights(base), adapter)
     for name in adapter.targets:
-        want = exact.read(name)
-        got = open_weights(tmp_path / "merged").read(name)
-        step = 2.0 ** (np.floor(np.log2(np.abs(want))) - 7)  # of bfloat16
-        assert (np.abs(got - want) <= step / 2).all()
-        assert done.changes[name].rounding == pytest.approx(np.abs(got - want).max())
+        expected = exact.read(name)
+        actual = open_weights(tmp_path / "merged").read(name)
+        step = 2.0 ** (np.floor(np.log2(np.abs(expected))) - 7)  # of bfloat16
+        assert (np.abs(actual - expected) <= step / 2).all()
+        assert done.changes[name].rounding == pytest.approx(np.abs(actual - expected).max())
 
 
 def test_what_rounding_swallowed_is_counted(tmp_path, base, weights):
@@ -171,10 +171,10 @@ def test_a_quantised_base_is_named_and_merged_from_its_decoded_numbers(tmp_path)
     assert done.ggml_type is GGMLType.F32
     assert any("decoded" in note and "quantised" in note for note in done.notes)
     assert any(note.startswith("base:") and "unknown" in note for note in done.notes)
-    want = MergedWeights(weights, adapter)
-    got = open_weights(tmp_path / "merged.gguf")
-    for name in want:
-        np.testing.assert_array_equal(got.read(name), want.read(name))
+    expected = MergedWeights(weights, adapter)
+    actual = open_weights(tmp_path / "merged.gguf")
+    for name in expected:
+        np.testing.assert_array_equal(actual.read(name), expected.read(name))
 
 
 def test_what_is_not_adapted_keeps_its_quantised_bytes(tmp_path):
@@ -266,7 +266,7 @@ def test_the_target_is_neither_the_base_nor_the_adapter_nor_holds_them(tmp_path,
 
 
 @pytest.mark.parametrize("target", ["merged", "merged.gguf"])
-def test_a_failure_while_writing_leaves_nothing(tmp_path, monkeypatch, target, base):
+def test_failed_merge_writes_no_file(tmp_path, monkeypatch, target, base):
     path, _ = pair(tmp_path, base)
     before = sorted(file.name for file in tmp_path.iterdir())
     read, calls = MergedWeights.read, []
@@ -299,7 +299,7 @@ def test_the_ids_are_different_ones_from_all_over_the_vocabulary(weights):
     assert set((ids // 10_000).tolist()) == {0, 1, 2, 3, 4}
 
 
-def test_an_embedding_is_judged_on_tokens_that_it_was_trained_on(weights):
+def test_merged_embedding_is_compared_on_its_trained_tokens(weights):
     plain = probe_ids(weights.config.vocab_size, random_adapter(weights.config)).tolist()
     unseen = next(token for token in range(weights.config.vocab_size) if token not in plain)
     adapter = knowing(random_adapter(weights.config, target_modules=("embed_tokens",)), [unseen])

@@ -82,16 +82,16 @@ def test_nothing_but_the_adapter_gets_a_gradient_and_neither_it_nor_the_base_cha
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_float32_stays_float32_and_close_to_the_truth(weights: Weights, rng, use_dora: bool):
+def test_float32_step_keeps_its_dtype_and_is_close_to_float64(weights: Weights, rng, use_dora: bool):
     adapter, step = random_adapter(weights.config, target_modules=ALL, use_dora=use_dora), [rows(rng, 2, 9)]
     narrow = weights.astype(np.float32)
-    truth = loss_and_gradients(weights, adapter, step, label_smoothing=0.1)
+    reference = loss_and_gradients(weights, adapter, step, label_smoothing=0.1)
     with own_dtype_only():
         loss, gradients = loss_and_gradients(narrow, adapter, step, label_smoothing=0.1)
-    assert loss == pytest.approx(truth[0], rel=3e-6)
+    assert loss == pytest.approx(reference[0], rel=3e-6)
     assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
     for name, gradient in gradients.items():
-        error = np.linalg.norm(gradient - truth[1][name]) / np.linalg.norm(truth[1][name])
+        error = np.linalg.norm(gradient - reference[1][name]) / np.linalg.norm(reference[1][name])
         assert error < 2e-5, name
 
 
@@ -100,8 +100,8 @@ def test_a_packed_base_gives_the_gradients_of_the_decoded_one(tmp_path, rng):
     adapter, step = random_adapter(dense.config, target_modules=ALL, use_dora=True), rows(rng, 1, 6)
     step = [batch(step.ids % dense.config.vocab_size, np.where(step.labels < 0, IGNORED, step.ids % 96))]
     loss, gradients = loss_and_gradients(dense.using(packed=True), adapter, step, label_smoothing=0.0)
-    want, wanted = loss_and_gradients(dense, adapter, step, label_smoothing=0.0)
-    assert loss == pytest.approx(want, rel=1e-12)
+    expected, wanted = loss_and_gradients(dense, adapter, step, label_smoothing=0.0)
+    assert loss == pytest.approx(expected, rel=1e-12)
     assert_same(gradients, wanted, 1e-10)
 
 

@@ -28,19 +28,19 @@ def test_rates_are_those_of_transformers(schedule: str, warmup_steps: int, total
     make = getattr(transformers, f"get_{schedule}_schedule_with_warmup")
     lengths = {} if schedule == "constant" else {"num_training_steps": total_steps}
     scheduler = make(optimizer, num_warmup_steps=warmup_steps, **lengths)
-    want = []
+    expected = []
     for _ in range(total_steps + 2):
-        want.append(scheduler.get_last_lr()[0])
+        expected.append(scheduler.get_last_lr()[0])
         optimizer.step()
         scheduler.step()
-    assert rates(schedule, warmup_steps, total_steps) == want
+    assert rates(schedule, warmup_steps, total_steps) == expected
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_the_peak_is_reached_right_after_the_warm_up(schedule: str):
-    got = rates(schedule, 4, 20)
-    assert got[:5] == [0.0, 3e-4 * 0.25, 3e-4 * 0.5, 3e-4 * 0.75, 3e-4]
-    assert max(got) == got[4]
+    actual = rates(schedule, 4, 20)
+    assert actual[:5] == [0.0, 3e-4 * 0.25, 3e-4 * 0.5, 3e-4 * 0.75, 3e-4]
+    assert max(actual) == actual[4]
 
 
 def test_linear_and_cosine_fall_to_zero_and_stay_there():

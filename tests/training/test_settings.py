@@ -13,10 +13,10 @@ def settings(**given: Any):
     return TrainSettings(**values)
 
 
-def refused(name: str, value: object, *facts: object, where: str = "", got: object = ()) -> Any:
+def refused(name: str, value: object, *facts: object, where: str = "", actual: object = ()) -> Any:
     """A row, named by the setting and its value; `where` is another name that the message has for it."""
     make = lambda: settings(**{name: value})  # noqa: E731
-    return row(f"{name}={value}", make, ValueError, *facts, where=where or f"settings: {name}", got=got)
+    return row(f"{name}={value}", make, ValueError, *facts, where=where or f"settings: {name}", got=actual)
 
 
 ONE_OF = {  # names that a setting may have
@@ -26,41 +26,41 @@ ONE_OF = {  # names that a setting may have
     "weights": ("decoded", "packed"),
 }
 REFUSED = [
-    refused("r", 0, 1, got=0),
-    refused("alpha", 0.0, 0, where="lora_alpha", got=0.0),
-    refused("dropout", 1.0, 0, 1, got=1.0),
-    refused("dropout", float("nan"), 0, 1, got="nan"),
-    refused("valid", 1.0, 0, 1, got=1.0),
-    refused("init", "zeros", *ONE_OF["init"], got="'zeros'"),
-    refused("lr", 0.0, 0, got=0.0),
-    refused("lr", float("inf"), 0, got="inf"),
-    refused("lora_plus_ratio", -1.0, 0, got=-1.0),
-    refused("schedule", "step", *ONE_OF["schedule"], got="'step'"),
-    refused("warmup_steps", -1, 0, got=-1),
-    refused("warmup_ratio", 1.1, 0, 1, got=1.1),
+    refused("r", 0, 1, actual=0),
+    refused("alpha", 0.0, 0, where="lora_alpha", actual=0.0),
+    refused("dropout", 1.0, 0, 1, actual=1.0),
+    refused("dropout", float("nan"), 0, 1, actual="nan"),
+    refused("valid", 1.0, 0, 1, actual=1.0),
+    refused("init", "zeros", *ONE_OF["init"], actual="'zeros'"),
+    refused("lr", 0.0, 0, actual=0.0),
+    refused("lr", float("inf"), 0, actual="inf"),
+    refused("lora_plus_ratio", -1.0, 0, actual=-1.0),
+    refused("schedule", "step", *ONE_OF["schedule"], actual="'step'"),
+    refused("warmup_steps", -1, 0, actual=-1),
+    refused("warmup_ratio", 1.1, 0, 1, actual=1.1),
     row(
         "two warm-ups", lambda: settings(warmup_steps=3, warmup_ratio=0.1), ValueError, "warmup_steps", "warmup_ratio",
         where="settings", got=(3, 0.1),
     ),
-    refused("weight_decay", -0.1, 0, got=-0.1),
-    refused("max_grad_norm", float("nan"), 0, got="nan"),
-    refused("epochs", 0, 1, got=0),
-    refused("epochs", None, 1, got=None),
-    refused("init", None, *ONE_OF["init"], got=None),
-    refused("steps", 0, 1, got=0),
-    refused("batch_size", 0, 1, got=0),
-    refused("accumulation", 0, 1, got=0),
-    refused("max_length", 1, 2, got=1),
-    refused("label_smoothing", 1.0, 0, 1, got=1.0),
-    refused("chunk", -1, 0, got=-1),
+    refused("weight_decay", -0.1, 0, actual=-0.1),
+    refused("max_grad_norm", float("nan"), 0, actual="nan"),
+    refused("epochs", 0, 1, actual=0),
+    refused("epochs", None, 1, actual=None),
+    refused("init", None, *ONE_OF["init"], actual=None),
+    refused("steps", 0, 1, actual=0),
+    refused("batch_size", 0, 1, actual=0),
+    refused("accumulation", 0, 1, actual=0),
+    refused("max_length", 1, 2, actual=1),
+    refused("label_smoothing", 1.0, 0, 1, actual=1.0),
+    refused("chunk", -1, 0, actual=-1),
     refused("exclude_modules", "(", "position 0", where="lora config: '('"),
-    refused("dtype", "float16", *ONE_OF["dtype"], got="'float16'"),
-    refused("weights", "auto", *ONE_OF["weights"], got="'auto'"),
-    refused("eval_every", -1, 0, got=-1),
-    refused("save_every", -1, 0, got=-1),
-    refused("keep", 0, 1, got=0),
-    refused("seed", -1, 0, got=-1),
-    refused("seed", 1 << 63, 0, 1 << 63, got=1 << 63),
+    refused("dtype", "float16", *ONE_OF["dtype"], actual="'float16'"),
+    refused("weights", "auto", *ONE_OF["weights"], actual="'auto'"),
+    refused("eval_every", -1, 0, actual=-1),
+    refused("save_every", -1, 0, actual=-1),
+    refused("keep", 0, 1, actual=0),
+    refused("seed", -1, 0, actual=-1),
+    refused("seed", 1 << 63, 0, 1 << 63, actual=1 << 63),
 ]  # fmt: skip
 
 
@@ -87,7 +87,7 @@ def test_warm_up_is_a_number_of_steps_or_a_share_of_them(given: dict[str, Any], 
     assert settings(**given).warmup_for(100) == steps
 
 
-def test_a_warm_up_that_nobody_asked_for_leaves_a_step_to_train_in():
+def test_default_warmup_keeps_at_least_one_training_step():
     assert [settings().warmup_for(total) for total in (1, 2, 20, 21)] == [0, 1, 1, 2]
     assert settings(warmup_ratio=0.05).warmup_for(1) == 1
 

@@ -48,7 +48,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, hint: tuple[
 
 
 @pytest.mark.parametrize(
-    ("given", "where", "kind", "got"),
+    ("given", "where", "kind", "actual"),
     [
         ({"r": 4.0}, "r", "whole", 4.0),
         ({"r": True}, "r", "whole", True),
@@ -72,9 +72,9 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, hint: tuple[
     ids=lambda value: str(value)[:40],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_its_source(
-    given: dict[str, Any], where: str, kind: str, got: object
+    given: dict[str, Any], where: str, kind: str, actual: object
 ):
-    with refuses(ValueError, kind, where=("source 1: ", where), got=got):
+    with refuses(ValueError, kind, where=("source 1: ", where), got=actual):
         merged(BOTH, given)
 
 

@@ -76,7 +76,7 @@ def test_the_last_few_are_kept_and_none_after_the_step_that_a_run_was_taken_up_b
         SnapshotStore(tmp_path, keep=0)
 
 
-def test_what_cannot_be_saved_is_refused_and_leaves_nothing(store: SnapshotStore):
+def test_save_of_unsupported_values_is_refused_and_writes_no_file(store: SnapshotStore):
     with refuses(ValueError, "x", "complex128", expected="F64"):
         store.save(1, {"x": np.zeros(2, complex)}, {})
     with refuses(ValueError, "JSON"):
@@ -163,7 +163,7 @@ def test_a_snapshot_that_had_made_room_comes_back_when_the_new_one_did_not_arriv
     assert found.step == 10
 
 
-def test_a_save_that_runs_out_of_memory_leaves_nothing(store: SnapshotStore):
+def test_save_out_of_memory_removes_partial_files(store: SnapshotStore):
     save(store, 10)
     for at in range(1, 9):
         with on(FaultyDisk(Fault("memory", MemoryError()), at)), pytest.raises(MemoryError):

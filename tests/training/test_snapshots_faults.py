@@ -131,7 +131,7 @@ def open_below(folder: Path) -> list[Path]:
     return [path for path in opened if path.is_relative_to(folder.resolve())]
 
 
-def test_a_failed_save_leaves_nothing_behind_where_removing_still_works(tmp_path: Path):
+def test_failed_save_removes_its_files_if_removing_works(tmp_path: Path):
     for at in range(1, 12):
         folder = tmp_path / str(at)
         folder.mkdir()
@@ -155,7 +155,7 @@ def test_writes_that_are_cut_short_are_gone_on_with(tmp_path: Path):
     assert_holds(store.newest(), {10})
 
 
-def test_a_loss_of_power_leaves_what_was_saved_last_or_what_was_being_saved(tmp_path: Path):
+def test_power_loss_keeps_the_last_or_the_current_snapshot(tmp_path: Path):
     root = tmp_path / "run"
     looked_at: set[frozenset] = set()
     saved = [0]

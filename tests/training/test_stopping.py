@@ -32,7 +32,7 @@ def test_a_signal_is_noted_and_nothing_else_happens(number: signal.Signals):
     assert signal.getsignal(number) is before
 
 
-def test_a_second_signal_leaves_at_once():
+def test_second_signal_ends_the_process_at_once():
     done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "15\n")
 

@@ -77,8 +77,8 @@ class MlxModel:
 
 def _stage_array(name: str, array: mx.array) -> np.ndarray:
     """Without the batch; heads behind the tokens."""
-    got = np.array(array.astype(mx.float32))[0]
-    return got.swapaxes(0, 1) if name in ("q_rope", "k_rope") else got
+    actual = np.array(array.astype(mx.float32))[0]
+    return actual.swapaxes(0, 1) if name in ("q_rope", "k_rope") else actual
 
 
 def compute(engine: MlxModel, run: HarnessRun, dump: Any) -> None:

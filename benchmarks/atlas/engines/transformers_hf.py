@@ -59,7 +59,7 @@ def watch(model: torch.nn.Module, add: Any) -> None:
     def input_(name: str, _module: Any, given: Any) -> None:
         add(f"{name}.input", given[0].squeeze(0))
 
-    def routed(layer: int, _module: Any, _given: Any, made: Any) -> None:
+    def with_load_paths(layer: int, _module: Any, _given: Any, made: Any) -> None:
         for stage, tensor in zip(ROUTER, made, strict=True):
             add(stage, tensor, layer)
 
@@ -71,7 +71,7 @@ def watch(model: torch.nn.Module, add: Any) -> None:
             module.register_forward_hook(partial(output, name))
         if INPUTS.fullmatch(name):
             module.register_forward_pre_hook(partial(input_, name))
-        for kind, hook in (("MoeTopKRouter", routed), ("MoeSparseMoeBlock", mixed)):
+        for kind, hook in (("MoeTopKRouter", with_load_paths), ("MoeSparseMoeBlock", mixed)):
             if type(module).__name__.endswith(kind):
                 module.register_forward_hook(partial(hook, int(name.split(".")[2])))
 

@@ -23,7 +23,7 @@ class Bug:
     Attributes:
         name: Name of the bug; the known mistakes it may be named as are in `expected`.
         sentence: Docstring of the function that plants it.
-        plant: Changes a port.
+        inject: Changes a port.
         made: Stages in which it is made; of these the first shows first.
         layers: Layers in which it is made; None for all.
         models: Models that it can be planted in.
@@ -35,7 +35,7 @@ class Bug:
 
     name: str
     sentence: str
-    plant: Callable[[Port], object]
+    inject: Callable[[Port], object]
     made: tuple[str, ...]
     layers: tuple[int, ...] | None
     models: tuple[str, ...]
@@ -46,7 +46,7 @@ class Bug:
 
 
 BUGS: dict[str, Bug] = {}
-Plant = Callable[[Port], object]
+PortChange = Callable[[Port], object]
 
 
 def bug(
@@ -58,22 +58,22 @@ def bug(
     first_pass: int = 0,
     shapes: bool = True,
     known: bool = True,
-) -> Callable[[Plant], Plant]:
+) -> Callable[[PortChange], PortChange]:
     """Enter a bug under the name of the function that plants it; the first line of its docstring says what it does."""
 
-    def enter(plant: Plant) -> Plant:
-        name = plant.__name__.replace("_", "-")
+    def enter(inject: PortChange) -> PortChange:
+        name = inject.__name__.replace("_", "-")
         assert name not in BUGS, name
         layers = None if layer is None else (layer,)
-        sentence = (plant.__doc__ or "").strip()
-        made_in, planted_in = tuple(made.split()), tuple(models.split())
-        BUGS[name] = Bug(name, sentence, plant, made_in, layers, planted_in, plan, first_pass, shapes, known)
-        return plant
+        sentence = (inject.__doc__ or "").strip()
+        starts_in, injected_in = tuple(made.split()), tuple(models.split())
+        BUGS[name] = Bug(name, sentence, inject, starts_in, layers, injected_in, plan, first_pass, shapes, known)
+        return inject
 
     return enter
 
 
-def local(made: str, **how: Any) -> Callable[[Plant], Plant]:
+def local(made: str, **how: Any) -> Callable[[PortChange], PortChange]:
     """Enter a bug that no list of mistakes has."""
     return bug(made, known=False, **how)
 

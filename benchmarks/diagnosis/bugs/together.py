@@ -33,47 +33,47 @@ def pairs() -> list[tuple[tuple[Bug, Bug], str]]:
 @bug(BOTH, models="micro-qwen2 micro-qwen3")
 def neighbours_turned_with_the_base_of_old(port: Port):
     """Rotate neighbours as pairs, and set theta to 10000."""
-    BUGS["neighbours-turned"].plant(port)
+    BUGS["neighbours-turned"].inject(port)
     port.theta = 1e4
 
 
 @bug(BOTH, models=SCALED)
 def neighbours_turned_and_not_stretched(port: Port):
     """Rotate neighbours as pairs, and leave out the llama3 scaling."""
-    BUGS["neighbours-turned"].plant(port)
+    BUGS["neighbours-turned"].inject(port)
     port.stretch = {}
 
 
 @bug(BOTH)
 def turned_backwards_from_one(port: Port):
     """Negate the sine, and count positions from 1."""
-    BUGS["turned-backwards"].plant(port)
+    BUGS["turned-backwards"].inject(port)
     port.start += 1
 
 
 @bug("attn_scores")
 def not_scaled_and_next_one_visible(port: Port):
     """Leave the products undivided, and begin the mask one diagonal too late."""
-    BUGS["next-one-visible"].plant(port)
+    BUGS["next-one-visible"].inject(port)
     port.scale = 1
 
 
 @bug("attn_scores")
 def keys_tiled_and_divided_twice(port: Port):
     """Let heads read the wrong keys, and divide the products by d."""
-    BUGS["keys-tiled"].plant(port)
+    BUGS["keys-tiled"].inject(port)
     port.scale /= math.sqrt(port.d)
 
 
 @bug("attn_norm q_norm k_norm ffn_norm final_norm")
 def one_plus_weight_with_another_eps(port: Port):
     """Use Gemma's gain, and an eps of 1e-3."""
-    BUGS["gain-is-one-plus-weight"].plant(port)
+    BUGS["gain-is-one-plus-weight"].inject(port)
     port.eps = 1e-3
 
 
 @bug("q_proj k_proj", models=WITH_BIAS)
 def rows_out_of_pairs_and_no_bias(port: Port):
     """Reorder rows of queries and keys as for a Llama file, and leave out their bias."""
-    BUGS["rows-taken-out-of-pairs-needlessly"].plant(port)
+    BUGS["rows-taken-out-of-pairs-needlessly"].inject(port)
     port.around("bias", lambda right, y, name: y if name in ("q", "k") else right(y, name))

@@ -42,11 +42,11 @@ def report(
 ) -> Callable[[Callable[[Port], None]], Callable[[Port], None]]:  # fmt: skip
     """Enter a report with the function that plants its cause; the first line of its docstring says the cause."""
 
-    def enter(plant: Callable[[Port], None]) -> Callable[[Port], None]:
-        name = f"{plant.__name__.replace('_', '-')} ({thread})"
-        said, layers = (plant.__doc__ or "").strip(), None if layer is None else (layer,)
-        bug = Bug(name, said, plant, made, layers, (model,), plan, first_pass, shapes=True, known=bool(names))
+    def enter(inject: Callable[[Port], None]) -> Callable[[Port], None]:
+        name = f"{inject.__name__.replace('_', '-')} ({thread})"
+        said, layers = (inject.__doc__ or "").strip(), None if layer is None else (layer,)
+        bug = Bug(name, said, inject, made, layers, (model,), plan, first_pass, shapes=True, known=bool(names))
         REPORTS.append(Report(thread, seen, bug, tuple(names.split()), value))
-        return plant
+        return inject
 
     return enter

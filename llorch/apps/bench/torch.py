@@ -27,8 +27,8 @@ from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.distributed.launch import named_on, summed
 from llorch.pytorch.distributed.parallel_model import load_parallel, of_the_first
 from llorch.pytorch.distributed.sharding_plan import of_a_rank
-from llorch.pytorch.kernels.cpu.block import cpu_leaves
-from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up
+from llorch.pytorch.kernels.cpu.block import cpu_kernels
+from llorch.pytorch.kernels.kernel_selection import built_kernels, speed_up
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix
 from llorch.pytorch.kernels.table import faster
 from llorch.pytorch.memory import CHUNK, free_memory
@@ -55,7 +55,7 @@ class TorchEngine:
         self._decoding = Decoding(module, cache, Needs.of([SamplingSettings()] * load.batch), n_end_ids=1)
         if compiled:
             self._decoding.forward = compiled_forward(module, growing=not cuda)
-        if (graph := own_leaves(target).get("graph")) is not None:
+        if (graph := built_kernels(target).get("graph")) is not None:
             self._decoding.replay = graph(None)
 
     def _cache_config(self, config: ModelConfig) -> ModelConfig:
@@ -94,10 +94,10 @@ class TorchEngine:
         """See `Engine`; on the CPU the better of torch's two libraries, of which llorch's kernels choose one."""
         width, at = PRODUCT_WIDTH[self._target.device.type], self._target
         matrix = torch.randn(width, width, device=at.device).to(at.dtype)
-        leaves: list[nn.Module] = [nn.Linear(width, width, bias=False, device=at.device, dtype=at.dtype)]
+        modules: list[nn.Module] = [nn.Linear(width, width, bias=False, device=at.device, dtype=at.dtype)]
         if at.device.type == "cpu":
-            leaves.append(faster(leaves[0], cpu_leaves(None, at.dtype)))
-        return 2 * width**3 / min(best_time(lambda leaf=leaf: (leaf(matrix), self._wait())) for leaf in leaves)
+            modules.append(faster(modules[0], cpu_kernels(None, at.dtype)))
+        return 2 * width**3 / min(best_time(lambda module=module: (module(matrix), self._wait())) for module in modules)
 
     def _wait(self) -> None:
         if self._target.device.type == "cuda":
@@ -161,7 +161,7 @@ def opened_on(mesh: DeviceMesh, path: Path, at: Target, residency: Residency, lo
 
 
 def _described(model: TorchModel) -> MeasuredModel:
-    packed = sorted({leaf.ggml_type.name for leaf in model.module.modules() if isinstance(leaf, PackedMatrix)})
+    packed = sorted({module.ggml_type.name for module in model.module.modules() if isinstance(module, PackedMatrix)})
     return MeasuredModel(model.module, model.target, model.name, "+".join(packed) or model.target.dtype_name)
 
 

@@ -90,7 +90,7 @@ def _score(model: Model, window: np.ndarray) -> PerToken:
 def _score_pair(reference: Model, model: Model, window: np.ndarray) -> PairScores:
     """Compare two models on the tokens of a window's second half."""
     steps = _in_step([reference, model], window)
-    return PairScores.join([compare_rows(expected, got, targets) for targets, [expected, got] in steps])
+    return PairScores.join([compare_rows(expected, actual, targets) for targets, [expected, actual] in steps])
 
 
 def _in_step(models: Sequence[Model], window: np.ndarray) -> Iterator[tuple[np.ndarray, list[np.ndarray]]]:

@@ -10,7 +10,7 @@ verification judges the result by the goldens of both engines. The order to read
     inner_calls               the inner exercise that returns a wrong dtype
     choice                    the implementation that a command means
     judging, checks/          the result of a check, and the check of each kind of lesson
-    verdict, check            the four words, and the way from a lesson to one; `wrong` shows a failure
+    verdict, check            the four words, and the way from a lesson to one; `failed_comparison` shows a failure
     sandbox, frames           a check in a process of its own; the line of the learner's code that raised
     progress, sources         what is done so far, and the files of a lesson; `certificate` writes it down
     on_torch/                 lesson 14: exercises on tensors; nothing else here imports torch

@@ -35,28 +35,31 @@ class RecordedCalls:
         """Run the check."""
         from llorch.apps.learn.check import check
 
-        self.lesson, self.of_part = lesson, {part.name: [] for part in lesson.parts}
+        self.lesson, self.of_part = lesson, {exercise.name: [] for exercise in lesson.parts}
         self.arrays: dict[str, np.ndarray] = {}
         self._names: dict[bytes, str] = {}
         self._listed: list[dict[str, Any]] = []
-        check(lesson, Implementation("the reference", {part.name: self._recording(part) for part in lesson.parts}))
+        check(
+            lesson,
+            Implementation("the reference", {exercise.name: self._recording(exercise) for exercise in lesson.parts}),
+        )
 
     def npz(self) -> bytes:
         """Write the file as bytes."""
         about = {"version": 1, "lesson": self.lesson.number, "calls": self._listed}
         return to_npz(self.arrays, json.dumps(about, indent=1))
 
-    def _recording(self, part: Exercise) -> Call:
+    def _recording(self, exercise: Exercise) -> Call:
         """Return the reference of an exercise, which also records the arguments of every call."""
 
         def call(**given: Any) -> Any:
-            name = f"{part.name}/{len(self.of_part[part.name]):04d}"
-            self.of_part[part.name].append(_digest_of_inputs(given))
-            answers = {each: f"{name}/{each}" for each in part.returns}
+            name = f"{exercise.name}/{len(self.of_part[exercise.name]):04d}"
+            self.of_part[exercise.name].append(_digest_of_inputs(given))
+            answers = {each: f"{name}/{each}" for each in exercise.returns}
             self._listed.append(
-                {"part": part.name, "arguments": self._inputs_as_json(given, f"{name}/"), "answers": answers}
+                {"part": exercise.name, "arguments": self._inputs_as_json(given, f"{name}/"), "answers": answers}
             )
-            return part.reference(**given)
+            return exercise.reference(**given)
 
         return call
 
@@ -89,7 +92,7 @@ def write_calls(lesson: Lesson, path: Path) -> int:
         ValueError: A part of the lesson is a loop that calls others, or is given torch tensors.
         OSError: It cannot be written.
     """
-    if any(part.in_python_only for part in lesson.parts):
+    if any(exercise.in_python_only for exercise in lesson.parts):
         raise UserError(f"inputs: lesson {lesson.number} has an exercise with a loop or torch; write it in Python")
     calls = RecordedCalls(lesson)
     with new_file(path) as file:
@@ -118,19 +121,21 @@ def answered(lesson: Lesson, path: Path) -> Implementation:
         raise FormatError("Malformed", str(error), path=path) from None
     calls = RecordedCalls(lesson)
     wanted = {
-        f"{part.name}/{n:04d}/{name}"
-        for part in lesson.parts
-        for n in range(len(calls.of_part[part.name]))
-        for name in part.returns
+        f"{exercise.name}/{n:04d}/{name}"
+        for exercise in lesson.parts
+        for n in range(len(calls.of_part[exercise.name]))
+        for name in exercise.returns
     }
     if unknown := sorted(arrays.keys() - wanted):
         example = min(wanted)
         raise FormatError("Unexpected", f"expected names like {example}, got {unknown[0]}", path=path)
-    parts = [part for part in lesson.parts if any(name.startswith(f"{part.name}/") for name in arrays)]
-    return Implementation(str(path), {part.name: _looking_up(part, calls.of_part[part.name], arrays) for part in parts})
+    parts = [exercise for exercise in lesson.parts if any(name.startswith(f"{exercise.name}/") for name in arrays)]
+    return Implementation(
+        str(path), {exercise.name: _looking_up(exercise, calls.of_part[exercise.name], arrays) for exercise in parts}
+    )
 
 
-def _looking_up(part: Exercise, digests: list[bytes], arrays: Mapping[str, np.ndarray]) -> Call:
+def _looking_up(exercise: Exercise, digests: list[bytes], arrays: Mapping[str, np.ndarray]) -> Call:
     """Make a function that returns the recorded answer for the given arguments.
 
     If no call had them, it returns the answer after the last one, because later calls may follow from it.
@@ -145,9 +150,9 @@ def _looking_up(part: Exercise, digests: list[bytes], arrays: Mapping[str, np.nd
         if digests[n] != digest:
             n = first.get(digest, n)
         next_one = n + 1
-        names = [f"{part.name}/{n:04d}/{each}" for each in part.returns]
+        names = [f"{exercise.name}/{n:04d}/{each}" for each in exercise.returns]
         if missing := [name for name in names if name not in arrays]:
-            raise LearnerFault(part.name, f"expected the answer {missing[0]} in the file, got none")
+            raise LearnerFault(exercise.name, f"expected the answer {missing[0]} in the file, got none")
         values = [arrays[name] for name in names]
         return values if len(values) > 1 else values[0]
 

@@ -9,7 +9,7 @@ from llorch.apps.learn.exercise import Call, Exercise
 from llorch.runtime.errors import LearnerFault
 
 
-def not_within_itself(part: Exercise, function: Call) -> Call:
+def not_within_itself(exercise: Exercise, function: Call) -> Call:
     """Refuse a learner's function that calls the llorch function it replaces: that call would come back to it."""
     is_running = False
 
@@ -18,7 +18,7 @@ def not_within_itself(part: Exercise, function: Call) -> Call:
         nonlocal is_running
         if is_running:
             raise LearnerFault(
-                part.name, f"calls {part.replaces}, the function that it replaces; compute the result yourself"
+                exercise.name, f"calls {exercise.replaces}, the function that it replaces; compute the result yourself"
             )
         is_running = True
         try:
@@ -34,7 +34,7 @@ def named(error: BaseException) -> str:
     return ": ".join(filter(None, (type(error).__name__, str(error))))
 
 
-def require_parameters(part: Exercise, function: Call, given: Mapping[str, Any]) -> None:
+def require_parameters(exercise: Exercise, function: Call, given: Mapping[str, Any]) -> None:
     """Raise LearnerFault where a function has other parameters."""
     try:
         signature = inspect.signature(function)
@@ -44,11 +44,11 @@ def require_parameters(part: Exercise, function: Call, given: Mapping[str, Any])
         signature.bind(**given)
     except TypeError as error:
         raise LearnerFault(
-            part.name, f"expected the parameters ({', '.join(given)}), got {signature}: {error}"
+            exercise.name, f"expected the parameters ({', '.join(given)}), got {signature}: {error}"
         ) from None
 
 
-def called(part: Exercise, function: Call, handed: Mapping[str, Any]) -> Any:
+def called(exercise: Exercise, function: Call, handed: Mapping[str, Any]) -> Any:
     """Call a function and return its result; LearnerFault for anything that it raised."""
     try:
         return function(**handed)
@@ -56,8 +56,8 @@ def called(part: Exercise, function: Call, handed: Mapping[str, Any]) -> Any:
         raise
     except NotImplementedError as error:
         said = f" ({error})" if str(error) else ""
-        raise LearnerFault(part.name, f"calls a function that is not written yet{said}") from error
+        raise LearnerFault(exercise.name, f"calls a function that is not written yet{said}") from error
     except (Exception, SystemExit) as error:
         if isinstance(error, ValueError) and "read-only" in str(error):
-            raise LearnerFault(part.name, f"writes into an argument ({error}); compute into a new array") from error
-        raise LearnerFault(part.name, f"raised {named(error)}") from error
+            raise LearnerFault(exercise.name, f"writes into an argument ({error}); compute into a new array") from error
+        raise LearnerFault(exercise.name, f"raised {named(error)}") from error

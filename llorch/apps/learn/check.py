@@ -17,7 +17,7 @@ from llorch.apps.learn.frames import all_frames, own_frames
 from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import Check, LessonComparison, Mode, NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
-from llorch.apps.learn.verdict import BORROWED, LessonVerdict, word_for
+from llorch.apps.learn.verdict import BORROWED, LessonReport, word_for
 from llorch.judging.expectations.training_stages import CHECKPOINTS as TRAINING
 from llorch.runtime.errors import LearnerFault, MissingExtra
 from llorch.stages.comparison import FAIL, PASS
@@ -45,7 +45,7 @@ def _torch_check() -> Check:
     return TorchCheck()
 
 
-def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated") -> LessonVerdict:
+def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated") -> LessonReport:
     """Judge what is written of one lesson.
 
     Args:
@@ -71,21 +71,21 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
     return found
 
 
-def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) -> LessonVerdict:
+def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) -> LessonReport:
     """Compare what the learner's functions of a lesson make, and return the verdict."""
-    borrowed, how, fault, traceback = implementation.borrowed(lesson.parts), check_of(lesson), "", ""
+    unwritten, how, fault, traceback = implementation.unwritten(lesson.parts), check_of(lesson), "", ""
     implementation.notes.clear()
-    judged: list[LessonComparison] = []
-    renamed = [implementation.renamed[name] for name in borrowed if name in implementation.renamed]
+    comparisons: list[LessonComparison] = []
+    renamed = [implementation.renamed[name] for name in unwritten if name in implementation.renamed]
     try:
-        judged.extend(how.judged(lesson, implementation, mode))
-        if all(each.row.verdict != FAIL for each in judged):
+        comparisons.extend(how.comparisons(lesson, implementation, mode))
+        if all(each.comparison.verdict != FAIL for each in comparisons):
             require_edges(implementation, lesson.parts)
     except LearnerFault as error:
         fault = "\n    ".join([str(error), *own_frames(error.__cause__ or error)])
         traceback = all_frames(error)
-    found = LessonVerdict(
-        lesson.number, word_for(judged, borrowed, fault), judged, borrowed, fault, traceback=traceback,
+    found = LessonReport(
+        lesson.number, word_for(comparisons, unwritten, fault), comparisons, unwritten, fault, traceback=traceback,
         notes=[*renamed, *implementation.notes],
     )  # fmt: skip
     if not found.wrong:
@@ -95,10 +95,10 @@ def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) ->
         found = replace(found, suspects=how.suspects(lesson, implementation, mode, found.wrong))
     if fault:
         return _first_things_first(found)
-    return replace(found, word=BORROWED if borrowed else PASS, where="") if found.is_honest else found
+    return replace(found, word=BORROWED if unwritten else PASS, where="") if found.is_honest else found
 
 
-def _first_things_first(found: LessonVerdict) -> LessonVerdict:
+def _first_things_first(found: LessonReport) -> LessonReport:
     """Make a fault a note where a known mistake was found before it: the fault may come of that."""
     is_named = any(not isinstance(each, NearMiss) for each in found.suspects) and not found.is_honest
     return replace(found, fault="", notes=[*found.notes, found.fault.splitlines()[0]]) if is_named else found
@@ -115,7 +115,7 @@ def _where(part: str, implementation: Implementation) -> str:
     return f"{folder / Path(code.co_filename).name}:{code.co_firstlineno} {part}()"
 
 
-def check_functions(number: str, **functions: Call) -> LessonVerdict:
+def check_functions(number: str, **functions: Call) -> LessonReport:
     """Judge some functions by the names of their parts; lesson pages show verdicts with it.
 
     Args:

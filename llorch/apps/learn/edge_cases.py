@@ -82,17 +82,17 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
 
 def require_edges(implementation: Implementation, parts: Iterable[Exercise]) -> None:
     """Raise LearnerFault if a written part gives another result at an edge case."""
-    for part in parts:
-        if part.name not in implementation.written or part.name not in EDGES:
+    for exercise in parts:
+        if exercise.name not in implementation.written or exercise.name not in EDGES:
             continue
-        what, given, wanted = EDGES[part.name]
+        what, given, wanted = EDGES[exercise.name]
         with np.errstate(all="ignore"):
-            got = part.results(guarded(part, implementation.written[part.name])(**given))
+            actual = exercise.results(guarded(exercise, implementation.written[exercise.name])(**given))
         for name, right in wanted.items():
-            if not np.allclose(got[name], right, rtol=0.02, atol=0.02):
+            if not np.allclose(actual[name], right, rtol=0.02, atol=0.02):
                 asked = ", ".join(f"{key}={_format_array(value)}" for key, value in given.items())
-                said = f"{name} is {_format_array(got[name])}, not {_format_array(right)}: {what}"
-                raise LearnerFault(part.name, f"of {asked} {said}")
+                said = f"{name} is {_format_array(actual[name])}, not {_format_array(right)}: {what}"
+                raise LearnerFault(exercise.name, f"of {asked} {said}")
 
 
 def _format_array(value: Any) -> str:

@@ -26,7 +26,7 @@ from llorch.stages.table import BY_NAME, key
 
 
 @dataclass(frozen=True)
-class Tooth:
+class InjectedFault:
     """One known mistake in the run of a learner.
 
     Attributes:
@@ -48,23 +48,25 @@ class Tooth:
 
 
 @dataclass(frozen=True)
-class Teeth:
+class FaultReport:
     """All of a lesson."""
 
     lesson: str
-    teeth: Sequence[Tooth]
+    faults: Sequence[InjectedFault]
 
     def __str__(self) -> str:
         """Format the number of detected faults, their total, and the names of those not detected."""
-        bad = [each for each in self.teeth if not each.bites]
-        said = [f"checkpoint_{self.lesson}: {len(self.teeth) - len(bad)} of {len(self.teeth)} known mistakes detected"]
+        bad = [each for each in self.faults if not each.bites]
+        said = [
+            f"checkpoint_{self.lesson}: {len(self.faults) - len(bad)} of {len(self.faults)} known mistakes detected"
+        ]
         for each in bad:
             taken = f"taken for {each.named[0]}" if each.named else "not named"
             said.append(f"  {each.mistake} in {each.stage}: {each.over:.3g} times the tolerance, {taken}")
         return "\n".join(said)
 
 
-def teeth(lesson: Lesson, implementation: Implementation) -> Teeth:
+def inject_faults(lesson: Lesson, implementation: Implementation) -> FaultReport:
     """Try every known mistake of a lesson in the run of a solution that passes.
 
     Args:
@@ -74,37 +76,37 @@ def teeth(lesson: Lesson, implementation: Implementation) -> Teeth:
     Returns:
         What was seen of each.
     """
-    found = _planted(lesson, implementation) if lesson.number in FORWARD else _typed(lesson, implementation)
-    return Teeth(lesson.number, list(found))
+    found = _injected_faults(lesson, implementation) if lesson.number in FORWARD else _typed(lesson, implementation)
+    return FaultReport(lesson.number, list(found))
 
 
-def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
+def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[InjectedFault]:
     """Check the solution with each typed mistake in place of one exercise; yield the detection of each."""
     for part, wrong in typed_mistakes(lesson).items():
         for name, function in wrong.items():
             seen = check(lesson, Implementation(implementation.source, {**implementation.written, part: function}))
             named = tuple(each.name for each in seen.suspects if not isinstance(each, NearMiss))
-            yield Tooth(name, part, math.inf if seen.word == FAIL else 0.0, named)
+            yield InjectedFault(name, part, math.inf if seen.word == FAIL else 0.0, named)
 
 
-def _planted(lesson: Lesson, implementation: Implementation) -> Iterator[Tooth]:
+def _injected_faults(lesson: Lesson, implementation: Implementation) -> Iterator[InjectedFault]:
     """Yield one injected fault for each mistake. The first exercise, model and case that detects it is enough."""
     parts = written_parts(lesson, implementation)
-    models = [ForwardModel(model, [part], implementation) for part in parts for model in models_of(lesson)]
+    models = [ForwardModel(model, [exercise], implementation) for exercise in parts for model in models_of(lesson)]
     for mistake in STAGE_MISTAKES:
-        tried: list[Tooth] = []
-        for tooth in _check_mistake(mistake, models):
-            tried.append(tooth)
-            if tooth.bites:
+        tried: list[InjectedFault] = []
+        for fault in _check_mistake(mistake, models):
+            tried.append(fault)
+            if fault.bites:
                 break
         if tried:
             yield max(tried, key=lambda each: (each.bites, each.over))
 
 
-def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]) -> Iterator[Tooth]:
+def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]) -> Iterator[InjectedFault]:
     """Inject a mistake into every model that can have it, and measure if the lesson's check would detect it."""
     for model in models:
-        made = {stage for part in model.parts for stage in part.stages} - model.hidden
+        made = {stage for exercise in model.parts for stage in exercise.stages} - model.hidden
         shown = [name for name in mistake.stages if name in made]
         able = [BY_NAME[name] for name in shown if BY_NAME[name].applies_to(model.config)]
         if not able or not mistake.applies_to(model.config):
@@ -114,7 +116,7 @@ def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]
         for case, this in model.suite.cases.items():
             n = len(this.ids) // 2 if mistake.after_cached else 0
             right = [*model.traces(this, n)]
-            golden = next(iter(model.suite.evidence.values())).traces[case]  # of what does not show
+            golden = next(iter(model.suite.engine_outputs.values())).traces[case]  # of what does not show
             now = part_of_trace(golden, model.config, n, len(this.ids)) | right[-1]
             inputs = stage_inputs(
                 stage, layer, model.weights, this.after(n), now, right[0] if n else None,
@@ -122,14 +124,18 @@ def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]
             )  # fmt: skip
             with np.errstate(all="ignore"):
                 wrong = {key(stage.name, layer): made_wrong(mistake, inputs, stage.name)}
-            yield _tooth(mistake.name, model, case, n, wrong)
+            yield _injected_fault(mistake.name, model, case, n, wrong)
 
 
-def _tooth(name: str, model: ForwardModel, case: str, n_cached: int, wrong: dict[str, np.ndarray]) -> Tooth:
+def _injected_fault(
+    name: str, model: ForwardModel, case: str, n_cached: int, wrong: dict[str, np.ndarray]
+) -> InjectedFault:
     """Measure by how many tolerances a wrong stage is off, at the engine where it is least; name the suspects."""
     this, (place, array) = model.suite.cases[case], *wrong.items()
-    claims = [model.suite.chained(model.runner, case, witness, n_cached, place) for witness in model.suite.evidence]
-    over = min(claim.difference(array).over(claim.limit) for claim in claims)
+    expectations = [
+        model.suite.chained(model.runner, case, engine, n_cached, place) for engine in model.suite.engine_outputs
+    ]
+    over = min(expectation.difference(array).over(expectation.tolerance) for expectation in expectations)
     first: Finding | None = next(model.causes_in(this, n_cached, wrong), None) if over >= VISIBLE else None
     suspects = () if first is None else (*first.suspects, *first.alternatives)
-    return Tooth(name, place, over, tuple(each.name for each in suspects))
+    return InjectedFault(name, place, over, tuple(each.name for each in suspects))

@@ -41,12 +41,12 @@ def read_folder(folder: Path, around: Callable[[Call], Call] = lambda call: call
                 continue
             module = importlib.import_module(lesson.module)
             if (error := vars(module).get(_FAULT)) is not None:
-                written |= {part.name: _raising(error) for part in lesson.parts}
+                written |= {exercise.name: _raising(error) for exercise in lesson.parts}
                 continue
-            for part in lesson.parts:
-                found = vars(module).get(part.name)
-                if callable(found) and found is not part.reference:
-                    written[part.name] = around(found)
+            for exercise in lesson.parts:
+                found = vars(module).get(exercise.name)
+                if callable(found) and found is not exercise.reference:
+                    written[exercise.name] = around(found)
     return written
 
 
@@ -72,13 +72,15 @@ def renamed_in(folder: Path, written: Container[str]) -> dict[str, str]:
     found: dict[str, str] = {}
     files = {lesson.module: _functions_of(folder / f"{lesson.module}.py") for lesson in LESSONS}
     for lesson in LESSONS:
-        for part in lesson.parts:
-            if part.name in written:
+        for exercise in lesson.parts:
+            if exercise.name in written:
                 continue
-            if name := next((name for name, given in files[lesson.module].items() if _is_alike(part, name, given)), ""):
-                found[part.name] = f"you define {name} in {lesson.module}.py; the lesson asks for {part.name}"
-            elif file := next((module for module, functions in files.items() if part.name in functions), ""):
-                found[part.name] = f"you define {part.name} in {file}.py; the lesson reads {lesson.module}.py"
+            if name := next(
+                (name for name, given in files[lesson.module].items() if _is_alike(exercise, name, given)), ""
+            ):
+                found[exercise.name] = f"you define {name} in {lesson.module}.py; the lesson asks for {exercise.name}"
+            elif file := next((module for module, functions in files.items() if exercise.name in functions), ""):
+                found[exercise.name] = f"you define {exercise.name} in {file}.py; the lesson reads {lesson.module}.py"
     return found
 
 
@@ -92,12 +94,12 @@ def _functions_of(file: Path) -> dict[str, list[str]]:
     return {node.name: [each.arg for each in node.args.args] for node in functions if not _only_raises(node.body)}
 
 
-def _is_alike(part: Exercise, name: str, given: Sequence[str]) -> bool:
+def _is_alike(exercise: Exercise, name: str, given: Sequence[str]) -> bool:
     """Tell if a function seems meant as a part: a similar name, or the same parameters in the same order."""
     if name in PARTS:
         return False
-    asked = [*inspect.signature(part.reference).parameters]
-    mine, right = (each.replace("_", "").lower() for each in (name, part.name))
+    asked = [*inspect.signature(exercise.reference).parameters]
+    mine, right = (each.replace("_", "").lower() for each in (name, exercise.name))
     return difflib.SequenceMatcher(None, mine, right).ratio() >= _ALIKE or (given == asked and len(asked) > 1)
 
 
@@ -126,7 +128,12 @@ class _Borrowing(SourceFileLoader):
 
     def exec_module(self, module: ModuleType) -> None:
         """Run a lesson's file over the reference functions; if it fails, keep these and the error."""
-        parts = {part.name: part.reference for lesson in LESSONS if lesson.module == self.name for part in lesson.parts}
+        parts = {
+            exercise.name: exercise.reference
+            for lesson in LESSONS
+            if lesson.module == self.name
+            for exercise in lesson.parts
+        }
         vars(module).update(parts)
         try:
             if Path(self.path).is_file():

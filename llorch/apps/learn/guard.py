@@ -20,51 +20,53 @@ _SMALL = 1 << 16  # bytes
 Like = tuple[tuple[int, ...], np.dtype, bool]  # shape, dtype, whether it has NaN
 
 
-def guarded(part: Exercise, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
+def guarded(exercise: Exercise, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
     """Wrap a learner's function in its checks."""
-    if part.streams:
-        return _guarded_stream(part, function)
-    if part.on_torch:
+    if exercise.streams:
+        return _guarded_stream(exercise, function)
+    if exercise.on_torch:
         from llorch.apps.learn.on_torch.guard import guarded_on_torch  # imports torch
 
-        return guarded_on_torch(part, function, note=note)
+        return guarded_on_torch(exercise, function, note=note)
     known: dict[object, list[Like]] = {}
-    function = not_within_itself(part, function)
+    function = not_within_itself(exercise, function)
 
     def call(**given: Any) -> Any:
         key = _shape_facts(given) if live else None
         if not known:
-            require_parameters(part, function, given)
+            require_parameters(exercise, function, given)
         if not live or key not in known:
-            known[key] = _wanted(part, given)
+            known[key] = _wanted(exercise, given)
         handed = read_only(given, copy=not live)
-        returned = called(part, function, handed)
+        returned = called(exercise, function, handed)
         if not live:
-            _require_unchanged(part, given, handed)
-        results, made = [], _as_arrays(part, returned)
-        for (name, value), array, like in zip(part.results(returned).items(), made, known[key], strict=True):
-            if array.dtype != like[1] and (inner := of_other_dtype(part, function, handed)):
-                raise LearnerFault(inner[0], f"{inner[1]} ({part.name} calls it, and its {name} is {array.dtype} too)")
-            _require_like(part, name, array, like, value)
-            _require_numbers(part, name, array, like, note=note, live=live)
+            _require_unchanged(exercise, given, handed)
+        results, made = [], _as_arrays(exercise, returned)
+        for (name, value), array, like in zip(exercise.results(returned).items(), made, known[key], strict=True):
+            if array.dtype != like[1] and (inner := of_other_dtype(exercise, function, handed)):
+                raise LearnerFault(
+                    inner[0], f"{inner[1]} ({exercise.name} calls it, and its {name} is {array.dtype} too)"
+                )
+            _require_like(exercise, name, array, like, value)
+            _require_numbers(exercise, name, array, like, note=note, live=live)
             if any(np.shares_memory(array, each) for each in _arrays(handed)):
-                note(f"{part.name}: {name} is a view of an argument; the check uses a copy")
+                note(f"{exercise.name}: {name} is a view of an argument; the check uses a copy")
             results.append(array.copy())
         return results[0] if len(results) == 1 else tuple(results)
 
     return call
 
 
-def _guarded_stream(part: Exercise, function: Call) -> Call:
+def _guarded_stream(exercise: Exercise, function: Call) -> Call:
     def call(**given: Any) -> Iterator[int]:
-        require_parameters(part, function, given)
+        require_parameters(exercise, function, given)
         try:
             for each in function(**given):
                 yield operator.index(each)
         except LearnerFault:
             raise  # of another part, in what it was given
         except (Exception, SystemExit) as error:
-            raise LearnerFault(part.name, f"raised {named(error)}") from error
+            raise LearnerFault(exercise.name, f"raised {named(error)}") from error
 
     return call
 
@@ -82,8 +84,8 @@ def read_only(given: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
     return handed
 
 
-def _wanted(part: Exercise, given: Mapping[str, Any]) -> list[Like]:
-    results = part.results(part.reference(**given)).values()
+def _wanted(exercise: Exercise, given: Mapping[str, Any]) -> list[Like]:
+    results = exercise.results(exercise.reference(**given)).values()
     return [(array.shape, array.dtype, _has_nan(array)) for array in map(np.asarray, results)]
 
 
@@ -98,66 +100,68 @@ def _shape_facts(value: Any) -> object:
     return repr(value)
 
 
-def _require_unchanged(part: Exercise, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def _require_unchanged(exercise: Exercise, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     for name, old in before.items():
         new = after.get(name, old)
         if isinstance(old, Mapping):
-            _require_unchanged(part, old, new)
+            _require_unchanged(exercise, old, new)
         elif (
             isinstance(old, np.ndarray)
             and old.flags.writeable
             and not np.array_equal(old, new, equal_nan=old.dtype.kind == "f")
         ):
-            raise LearnerFault(part.name, f"changed its argument {name}; compute into a new array")
+            raise LearnerFault(exercise.name, f"changed its argument {name}; compute into a new array")
 
 
-def _as_arrays(part: Exercise, returned: Any) -> list[np.ndarray]:
-    n = len(part.returns)
+def _as_arrays(exercise: Exercise, returned: Any) -> list[np.ndarray]:
+    n = len(exercise.returns)
     if returned is None:
-        raise LearnerFault(part.name, "expected a result, got None; end the function with return")
+        raise LearnerFault(exercise.name, "expected a result, got None; end the function with return")
     if isinstance(returned, Coroutine | Generator):
         returned.close()
         word = "async def" if isinstance(returned, Coroutine) else "yield"
-        raise LearnerFault(part.name, f"is written with {word}; expected a plain function that returns its results")
+        raise LearnerFault(exercise.name, f"is written with {word}; expected a plain function that returns its results")
     if n > 1 and not (isinstance(returned, tuple | list) and len(returned) == n):
-        got = f"{len(returned)} results" if isinstance(returned, tuple | list) else type(returned).__name__
-        raise LearnerFault(part.name, f"expected to return {n} arrays ({', '.join(part.returns)}), got {got}")
-    return [_as_array(part, name, value) for name, value in part.results(returned).items()]
+        actual = f"{len(returned)} results" if isinstance(returned, tuple | list) else type(returned).__name__
+        raise LearnerFault(
+            exercise.name, f"expected to return {n} arrays ({', '.join(exercise.returns)}), got {actual}"
+        )
+    return [_as_array(exercise, name, value) for name, value in exercise.results(returned).items()]
 
 
-def _as_array(part: Exercise, name: str, value: Any) -> np.ndarray:
+def _as_array(exercise: Exercise, name: str, value: Any) -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception as error:
-        raise LearnerFault(part.name, f"returned a value that NumPy cannot read as {name}: {error}") from error
+        raise LearnerFault(exercise.name, f"returned a value that NumPy cannot read as {name}: {error}") from error
     if array.dtype == object:
         raise LearnerFault(
-            part.name, f"expected {name} to be an array of numbers, got {type(value).__name__} of objects"
+            exercise.name, f"expected {name} to be an array of numbers, got {type(value).__name__} of objects"
         )
     return array
 
 
-def _require_like(part: Exercise, name: str, got: np.ndarray, like: Like, returned: Any) -> None:
+def _require_like(exercise: Exercise, name: str, actual: np.ndarray, like: Like, returned: Any) -> None:
     shape, dtype, _ = like
-    if got.shape != shape:
-        raise LearnerFault(part.name, f"expected {name} of shape {shape}, got {got.shape}")
-    if got.dtype != dtype and (shape or not np.can_cast(got.dtype, dtype)):
+    if actual.shape != shape:
+        raise LearnerFault(exercise.name, f"expected {name} of shape {shape}, got {actual.shape}")
+    if actual.dtype != dtype and (shape or not np.can_cast(actual.dtype, dtype)):
         if isinstance(returned, list | tuple):
             advice = f"got a {type(returned).__name__}; return an array: np.asarray({name}, np.{dtype})"
         else:
-            advice = f"got {got.dtype}; use .astype"
-        raise LearnerFault(part.name, f"expected {name} of dtype {dtype}, {advice}")
+            advice = f"got {actual.dtype}; use .astype"
+        raise LearnerFault(exercise.name, f"expected {name} of dtype {dtype}, {advice}")
 
 
-def _require_numbers(part: Exercise, name: str, array: np.ndarray, like: Like, *, note: Note, live: bool) -> None:
+def _require_numbers(exercise: Exercise, name: str, array: np.ndarray, like: Like, *, note: Note, live: bool) -> None:
     """Note NaN where the reference has none, or raise LearnerFault in a live run."""
     if like[-1] or not _has_nan(array):
         return
     at = tuple(int(index[0]) for index in np.nonzero(np.isnan(array)))
     said = f"{name} has {np.isnan(array).sum()} NaN of {array.size} numbers, the first at {at}"
     if live:
-        raise LearnerFault(part.name, said)
-    note(f"{part.name}: {said}")
+        raise LearnerFault(exercise.name, said)
+    note(f"{exercise.name}: {said}")
 
 
 def _has_nan(array: np.ndarray) -> bool:

@@ -32,9 +32,9 @@ class Implementation:
         self.source, self.written, self.renamed = source, written, renamed or {}
         self.notes: dict[str, None] = {}
 
-    def borrowed(self, parts: Iterable[Exercise]) -> list[str]:
+    def unwritten(self, parts: Iterable[Exercise]) -> list[str]:
         """Name the parts that are not written."""
-        return [part.name for part in parts if part.name not in self.written]
+        return [exercise.name for exercise in parts if exercise.name not in self.written]
 
     @contextmanager
     def installed(self, parts: Iterable[Exercise] | None = None, *, live: bool = False) -> Iterator[None]:
@@ -53,10 +53,10 @@ class Implementation:
             stack.enter_context(np.errstate(all="ignore"))  # numbers that are none are told by the verdict
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # torch, of arguments
-            for part in PARTS.values() if parts is None else parts:
-                if part.name in self.written:
-                    call = guarded(part, self.written[part.name], note=self._note, live=live)
-                    for place, adapt in part.places.items():
+            for exercise in PARTS.values() if parts is None else parts:
+                if exercise.name in self.written:
+                    call = guarded(exercise, self.written[exercise.name], note=self._note, live=live)
+                    for place, adapt in exercise.places.items():
                         stack.enter_context(replaced(place, _adapter(adapt, call)))
             yield
 

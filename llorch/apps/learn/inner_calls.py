@@ -15,7 +15,7 @@ import numpy as np
 
 from llorch.apps.learn.exercise import Call, Exercise
 
-Seen = Callable[[FrameType, str, Any], None]
+CallObserver = Callable[[FrameType, str, Any], None]
 
 
 def of_other_dtype(outer: Exercise, function: Call, given: Mapping[str, Any]) -> tuple[str, str] | None:
@@ -33,21 +33,21 @@ def of_other_dtype(outer: Exercise, function: Call, given: Mapping[str, Any]) ->
     running: dict[FrameType, Mapping[str, Any]] = {}
     calls: list[tuple[Exercise, Mapping[str, Any], Any]] = []
 
-    def see(frame: FrameType, event: str, returned: Any) -> None:
-        part = _part_of(frame, home) if event in ("call", "return") else None
-        if part is None or part.name == outer.name:
+    def observe(frame: FrameType, event: str, returned: Any) -> None:
+        exercise = _part_of(frame, home) if event in ("call", "return") else None
+        if exercise is None or exercise.name == outer.name:
             return
         if event == "call":
             running[frame] = _arguments(frame)
         elif (arguments := running.pop(frame, None)) is not None:
-            calls.append((part, arguments, returned))
+            calls.append((exercise, arguments, returned))
 
-    with suppress(Exception), _profiled(see):  # it has returned before
+    with suppress(Exception), _profiled(observe):  # it has returned before
         function(**given)
-    for part, arguments, returned in calls:
-        for name, got, right in _dtypes(part, arguments, returned):
-            if got != right:
-                return part.name, f"expected {name} of dtype {right}, got {got}; use .astype"
+    for exercise, arguments, returned in calls:
+        for name, actual, right in _dtypes(exercise, arguments, returned):
+            if actual != right:
+                return exercise.name, f"expected {name} of dtype {right}, got {actual}; use .astype"
     return None
 
 
@@ -55,11 +55,11 @@ def _part_of(frame: FrameType, home: object) -> Exercise | None:
     """Find the part that a frame is: of a lesson file, or of the module or notebook that has the outer function."""
     from llorch.apps.learn.lessons import LESSON_OF, PARTS  # which import this module's callers
 
-    part = PARTS.get(frame.f_code.co_name)
-    if part is None or part.in_python_only:
+    exercise = PARTS.get(frame.f_code.co_name)
+    if exercise is None or exercise.in_python_only:
         return None
-    is_learners = frame.f_globals is home or frame.f_globals.get("__name__") == LESSON_OF[part.name].module
-    return part if is_learners else None
+    is_learners = frame.f_globals is home or frame.f_globals.get("__name__") == LESSON_OF[exercise.name].module
+    return exercise if is_learners else None
 
 
 def _arguments(frame: FrameType) -> Mapping[str, Any]:
@@ -67,19 +67,21 @@ def _arguments(frame: FrameType) -> Mapping[str, Any]:
     return {name: frame.f_locals[name] for name in names if name in frame.f_locals}
 
 
-def _dtypes(part: Exercise, arguments: Mapping[str, Any], returned: Any) -> Iterator[tuple[str, np.dtype, np.dtype]]:
+def _dtypes(
+    exercise: Exercise, arguments: Mapping[str, Any], returned: Any
+) -> Iterator[tuple[str, np.dtype, np.dtype]]:
     """Give each result's name, dtype and right dtype, as far as the reference takes the same arguments."""
     try:
-        right, got = part.results(part.reference(**arguments)), part.results(returned)
-        yield from ((name, np.asarray(got[name]).dtype, np.asarray(right[name]).dtype) for name in right)
+        right, actual = exercise.results(exercise.reference(**arguments)), exercise.results(returned)
+        yield from ((name, np.asarray(actual[name]).dtype, np.asarray(right[name]).dtype) for name in right)
     except (TypeError, ValueError, IndexError):  # another number of results
         return
 
 
 @contextmanager
-def _profiled(see: Seen) -> Iterator[None]:
+def _profiled(observe: CallObserver) -> Iterator[None]:
     before = sys.getprofile()
-    sys.setprofile(see)
+    sys.setprofile(observe)
     try:
         yield
     finally:

@@ -20,16 +20,16 @@ class LessonComparison:
     """One comparison.
 
     Attributes:
-        row: Its verdict.
-        claim: The expectation; None where things are equal or not.
-        got: What the learner's code made; None if it never came.
+        comparison: Its verdict.
+        expectation: The expectation; None where things are equal or not.
+        actual: What the learner's code made; None if it never came.
         part: That alone was in place; empty where several were.
         config: Of the model, where the array is a stage of the table: its axes have names then.
     """
 
-    row: Comparison
-    claim: Expectation | None
-    got: np.ndarray | None
+    comparison: Comparison
+    expectation: Expectation | None
+    actual: np.ndarray | None
     part: str = ""
     config: ModelConfig | None = None
 
@@ -42,7 +42,7 @@ class NearMiss(Suspect):
 class Check(Protocol):
     """How the lessons of a kind are judged: of the forward pass, after the logits, of quantised files, of training."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """Yield every comparison, with the learner's parts in place: those of the lesson, or all so far."""
         ...
 

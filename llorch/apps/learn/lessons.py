@@ -37,7 +37,7 @@ class Lesson:
     @property
     def on_torch(self) -> bool:
         """True if the parts of the lesson run on torch; they run in no other lesson."""
-        return any(part.on_torch for part in self.parts)
+        return any(exercise.on_torch for exercise in self.parts)
 
     @cached_property
     def folder(self) -> Path:
@@ -86,5 +86,5 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("20", 30, (training.MERGED, training.INTERLEAVE, training.GGUF_ALPHA)),
 )
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
-PARTS: Mapping[str, Exercise] = {part.name: part for lesson in LESSONS for part in lesson.parts}
-LESSON_OF: Mapping[str, Lesson] = {part.name: lesson for lesson in LESSONS for part in lesson.parts}
+PARTS: Mapping[str, Exercise] = {exercise.name: exercise for lesson in LESSONS for exercise in lesson.parts}
+LESSON_OF: Mapping[str, Lesson] = {exercise.name: lesson for lesson in LESSONS for exercise in lesson.parts}

@@ -7,7 +7,7 @@ from runpy import run_path
 
 from llorch.apps.learn.exercise import Call
 from llorch.apps.learn.lessons import Lesson
-from llorch.apps.learn.typed import typed
+from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.diagnosis.mistakes import MISTAKES
 
 
@@ -27,10 +27,12 @@ def hints_of(lesson: Lesson) -> Mapping[str, Sequence[str]]:
 def typed_mistakes(lesson: Lesson) -> Mapping[str, Mapping[str, Call]]:
     """Map the lesson's parts to the names of known mistakes, and these to functions that people write then.
 
-    Most are made from the library (`typed`). The lesson's `mistakes.py` holds the ones that its page shows, and those
-    that cannot be made.
+    Most are made from the library (`typed_mistakes`). The lesson's `mistakes.py` holds the ones that its page
+    shows, and those that cannot be made.
     """
     by_hand = run_path(str(lesson.folder / "mistakes.py"))["WRONG"]
-    wrong = {part.name: {**typed(part), **by_hand.get(part.name, {})} for part in lesson.parts}
+    wrong = {
+        exercise.name: {**make_typed_mistakes(exercise), **by_hand.get(exercise.name, {})} for exercise in lesson.parts
+    }
     in_order = {part: {name: found[name] for name in MISTAKES if name in found} for part, found in wrong.items()}
     return {part: found for part, found in in_order.items() if found}

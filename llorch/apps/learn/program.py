@@ -67,20 +67,20 @@ class Program(Mapping[str, Call]):
             return True  # the call will tell
         return ended.status != UNWRITTEN
 
-    def _function(self, part: Exercise) -> Call:
+    def _function(self, exercise: Exercise) -> Call:
         def call(**given: Any) -> Any:
-            status, data = self._run(part.name, to_npz(flat(given)))
+            status, data = self._run(exercise.name, to_npz(flat(given)))
             if status != 0:
-                raise LearnerFault(part.name, f"the program {_ended(status)}")
+                raise LearnerFault(exercise.name, f"the program {_ended(status)}")
             try:
                 results = from_npz(data, most=_MOST)
             except ValueError as error:
-                raise LearnerFault(part.name, f"the program's stdout is {error}") from None
-            if results.keys() != set(part.returns):
-                got = ", ".join(results) or "none"
-                message = f"expected the program to write arrays named {', '.join(part.returns)}, got {got:.200}"
-                raise LearnerFault(part.name, message)
-            values = [results[name] for name in part.returns]
+                raise LearnerFault(exercise.name, f"the program's stdout is {error}") from None
+            if results.keys() != set(exercise.returns):
+                actual = ", ".join(results) or "none"
+                message = f"expected the program to write arrays named {', '.join(exercise.returns)}, got {actual:.200}"
+                raise LearnerFault(exercise.name, message)
+            values = [results[name] for name in exercise.returns]
             return values if len(values) > 1 else values[0]
 
         return call

@@ -26,7 +26,7 @@ VERSION = 1
 CHANGED = "CHANGED"  # since it was checked
 WORDS = (PASS, FAIL, BORROWED, NOT_RUN)
 _LARGEST = 1 << 20  # bytes
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass
@@ -55,9 +55,9 @@ class Standing:
 class LearnerProgress:
     """Of one folder."""
 
-    def __init__(self, folder: Path, say: Say) -> None:
-        """Read nothing yet; `say` is told of a file that cannot be used."""
-        self.folder, self._say = folder, say
+    def __init__(self, folder: Path, progress: Progress) -> None:
+        """Read nothing yet; `progress` is told of a file that cannot be used."""
+        self.folder, self._say = folder, progress
         self.path = folder / ".llorch" / "progress.json"
 
     def read(self) -> dict[str, Standing]:

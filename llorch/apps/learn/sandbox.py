@@ -26,12 +26,12 @@ from llorch.apps.learn.calling import named
 from llorch.apps.learn.check import check
 from llorch.apps.learn.choice import opened
 from llorch.apps.learn.exercise import Call
-from llorch.apps.learn.fault_injection import Teeth, teeth
+from llorch.apps.learn.fault_injection import FaultReport, inject_faults
 from llorch.apps.learn.frames import all_frames, is_own
 from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import Mode
 from llorch.apps.learn.lessons import BY_NUMBER, Lesson
-from llorch.apps.learn.verdict import LessonVerdict
+from llorch.apps.learn.verdict import LessonReport
 from llorch.runtime.channel import Channel, own_channel, ready
 from llorch.runtime.errors import LeftOut, MissingExtra, printable
 from llorch.runtime.threads import limited
@@ -46,7 +46,7 @@ _READS = 256  # of 64 KiB, before something else is looked at
 _LINES, _COLUMNS = 20, 300  # of what is printed during one lesson; the rest is counted
 _FRAME = re.compile(rb'  File "(.+)", line \d+ in ')  # of a crash, as Python prints it
 _ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # faulthandler's, of characters beyond ASCII
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -78,8 +78,8 @@ def outcomes(
     mode: Mode = "isolated",
     *,
     seconds: float = SECONDS,
-    teeth: bool = False,
-    say: Say,
+    with_faults: bool = False,
+    progress: Progress,
 ) -> Iterator[Outcome]:
     """Check lessons one after the other.
 
@@ -88,8 +88,8 @@ def outcomes(
         numbers: Of the lessons.
         mode: See `check`.
         seconds: That the learner's code may take for each lesson.
-        teeth: Whether known mistakes are tried in what passes.
-        say: Told what that code prints, line by line.
+        with_faults: Whether known mistakes are tried in what passes.
+        progress: Told what that code prints, line by line.
 
     Yields:
         What came of each lesson.
@@ -100,7 +100,7 @@ def outcomes(
     """
     rest = list(numbers)
     while rest:
-        checker = _Checker(source, (mode, seconds, teeth), say)
+        checker = _Checker(source, (mode, seconds, with_faults), progress)
         try:
             if isinstance(said := checker.answer("import"), Exception):
                 raise said
@@ -119,14 +119,14 @@ def outcomes(
 def warm(lesson: Lesson) -> None:
     """Import modules and read files before processes are forked, by one check of llorch's own functions."""
     with suppress(MissingExtra, LeftOut), limited(1):
-        check(lesson, Implementation("the reference", {part.name: part.reference for part in lesson.parts}))
+        check(lesson, Implementation("the reference", {exercise.name: exercise.reference for exercise in lesson.parts}))
 
 
 class _Checker:
     """The process, from outside."""
 
-    def __init__(self, source: str, how: tuple[Mode, float, bool], say: Say) -> None:
-        self._say, self._seconds = say, how[1]
+    def __init__(self, source: str, how: tuple[Mode, float, bool], progress: Progress) -> None:
+        self._say, self._seconds = progress, how[1]
         self._folder = tempfile.TemporaryDirectory(prefix="llorch-")
         self._clock = _clock(self._folder.name, "w+")  # when the learner's call that runs must have ended; 0: none runs
         start: Any = python("llorch.apps.learn.sandbox:_work_in_new_python", source, how, self._folder.name)
@@ -177,7 +177,7 @@ class _Checker:
             )
         else:
             fault = f"your code ended the process that checks it{when} ({_status(self._worker.wait(_GRACE))})"
-        return outcome_of(number, LessonVerdict(number, FAIL, fault=fault))
+        return outcome_of(number, LessonReport(number, FAIL, fault=fault))
 
     def end(self) -> None:
         """End the process and whatever it has started."""
@@ -188,8 +188,8 @@ class _Checker:
 class _Printed:
     """What a learner's code prints during a lesson: so many lines of it, labelled."""
 
-    def __init__(self, number: str, say: Say) -> None:
-        self._number, self._say, self._part, self._n = number, say, b"", 0
+    def __init__(self, number: str, progress: Progress) -> None:
+        self._number, self._say, self._part, self._n = number, progress, b"", 0
 
     def write(self, data: bytes) -> None:
         *lines, self._part = (self._part + data).split(b"\n")
@@ -225,11 +225,11 @@ def _status(code: int | None) -> str:
     return signal_name(code) or f"exit status {code}"
 
 
-def outcome_of(number: str, verdict: LessonVerdict, tried: Teeth | None = None) -> Outcome:
+def outcome_of(number: str, verdict: LessonReport, tried: FaultReport | None = None) -> Outcome:
     """Make the outcome of a lesson from its verdict and the known mistakes that were tried on it."""
     text, record = str(verdict), verdict.record()
     if tried is not None:
-        text, record = f"{text}\n{tried}", record | {"teeth": [asdict(each) for each in tried.teeth]}
+        text, record = f"{text}\n{tried}", record | {"teeth": [asdict(each) for each in tried.faults]}
     return Outcome(number, verdict.word, text, record, verdict.traceback)
 
 
@@ -245,7 +245,7 @@ def _work_in_new_python(source: str, how: tuple[Mode, float, bool], folder: str)
 def _work(source: str, how: tuple[Mode, float, bool], clock: np.ndarray, channel: Channel) -> None:
     """Run the process from inside: answers go to the channel."""
     _stand_apart()
-    mode, seconds, with_teeth = how
+    mode, seconds, with_faults = how
     allowed = _Allowed(seconds, clock)
     with suppress(EOFError, OSError), limited(1):
         channel.receive_object()
@@ -257,7 +257,7 @@ def _work(source: str, how: tuple[Mode, float, bool], clock: np.ndarray, channel
             number = channel.receive_object()
             allowed.begin()
             assert isinstance(implementation, Implementation)
-            answer = _check_in_sandbox(number, implementation, mode, with_teeth)
+            answer = _check_in_sandbox(number, implementation, mode, with_faults)
     os._exit(0)  # threads of the learner's may go on for ever
 
 
@@ -268,21 +268,21 @@ def _open_implementation(source: str, allowed: "_Allowed") -> Implementation | E
         return error
 
 
-def _check_in_sandbox(number: str, implementation: Implementation, mode: Mode, with_teeth: bool) -> Outcome:
+def _check_in_sandbox(number: str, implementation: Implementation, mode: Mode, with_faults: bool) -> Outcome:
     """Check a lesson, and inject mistakes if it passes and they are wanted; any error becomes an outcome."""
     lesson = BY_NUMBER[number]
     try:
         verdict = check(lesson, implementation, mode)
-        tried = teeth(lesson, implementation) if with_teeth and verdict.word == PASS else None
+        tried = inject_faults(lesson, implementation) if with_faults and verdict.word == PASS else None
         return outcome_of(number, verdict, tried)
     except (MissingExtra, LeftOut) as error:
-        return outcome_of(number, LessonVerdict(number, NOT_RUN, reason=str(error)))
+        return outcome_of(number, LessonReport(number, NOT_RUN, reason=str(error)))
     except MemoryError as error:
         fault = f"your code needs more than {MEMORY >> 30} GiB of memory: {named(error)}"
-        return outcome_of(number, LessonVerdict(number, FAIL, fault=fault, traceback=all_frames(error)))
+        return outcome_of(number, LessonReport(number, FAIL, fault=fault, traceback=all_frames(error)))
     except BaseException as error:  # a bug of llorch, or of code that reaches into it
         fault = f"the check itself raised {named(error)}; --full shows where"
-        return outcome_of(number, LessonVerdict(number, FAIL, fault=fault, traceback=all_frames(error)))
+        return outcome_of(number, LessonReport(number, FAIL, fault=fault, traceback=all_frames(error)))
 
 
 class _Allowed:

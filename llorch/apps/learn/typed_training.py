@@ -23,17 +23,19 @@ Array = np.ndarray
 Brought = Callable[[Mistake[Any], Exercise], Call]  # a row and an exercise: the function that a learner types
 
 
-def typed_in_training(part: Exercise) -> Mapping[str, Call]:
+def typed_in_training(exercise: Exercise) -> Mapping[str, Call]:
     """Make the wrong functions of an exercise of training, by the names of the mistakes."""
-    replaced_by = BROUGHT.get(part.name, {part.replaces: _called_alike})
+    replaced_by = BROUGHT.get(exercise.name, {exercise.replaces: _called_alike})
     return {
-        mistake.name: replaced_by[mistake.part](mistake, part) for mistake in TRAINING if mistake.part in replaced_by
+        mistake.name: replaced_by[mistake.part](mistake, exercise)
+        for mistake in TRAINING
+        if mistake.part in replaced_by
     }
 
 
-def _called_alike(mistake: Mistake[Any], part: Exercise) -> Call:
+def _called_alike(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Call the wrong function as llorch calls the right one: arrays by position, settings by name."""
-    wrong, names = mistake.wrong(part.reference), inspect.signature(part.reference)
+    wrong, names = mistake.wrong(exercise.reference), inspect.signature(exercise.reference)
 
     def typed(*given: Any, **named: Any) -> Any:
         arguments = names.bind(*given, **named).arguments
@@ -44,16 +46,16 @@ def _called_alike(mistake: Mistake[Any], part: Exercise) -> Call:
     return typed
 
 
-def _rate(mistake: Mistake[Any], part: Exercise) -> Call:
-    return mistake.wrong(part.reference)
+def _rate(mistake: Mistake[Any], exercise: Exercise) -> Call:
+    return mistake.wrong(exercise.reference)
 
 
-def _wrong_scaling(mistake: Mistake[Any], part: Exercise) -> Call:
+def _wrong_scaling(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Make a configuration of the settings, in which one matrix may have its own rank and alpha."""
 
     def right(config: LoraConfig, target: Any) -> float:
         own = {"own_r": config.rank_of(target), "own_alpha": config.alpha_of(target)}
-        return part.reference(r=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora, **own)
+        return exercise.reference(r=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora, **own)
 
     def lora_scaling(r: int, lora_alpha: float, own_r: int | None, own_alpha: float | None, use_rslora: bool) -> float:
         config = LoraConfig(
@@ -65,15 +67,15 @@ def _wrong_scaling(mistake: Mistake[Any], part: Exercise) -> Call:
     return lora_scaling
 
 
-def _labels(mistake: Mistake[Any], part: Exercise) -> Call:
+def _labels(mistake: Mistake[Any], exercise: Exercise) -> Call:
     def masked_labels(ids: Array, learned: Array) -> Array:
-        documents = mistake.wrong(lambda batch: [(ids, part.reference(ids=ids, learned=learned))])
+        documents = mistake.wrong(lambda batch: [(ids, exercise.reference(ids=ids, learned=learned))])
         return next(iter(documents(None)))[1]
 
     return masked_labels
 
 
-def _beside_matrix(mistake: Mistake[Any], part: Exercise) -> Call:
+def _beside_matrix(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Send the gradient through the frozen matrix as well, which the row is not about."""
 
     def lora_backward(
@@ -85,14 +87,14 @@ def _beside_matrix(mistake: Mistake[Any], part: Exercise) -> Call:
     return lora_backward
 
 
-def _wrong_lora_backward(mistake: Mistake[Any], part: Exercise) -> Call:
+def _wrong_lora_backward(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Make the backward pass of a LoRA matrix that has a mistake, with the parameters of the exercise."""
 
     def lora_backward(
         grad: Array, x: Array, weight: Array, lora_A: Array, lora_B: Array, scaling: float
     ) -> tuple[Array, Array, Array]:
         def right(matrix: Any, grad: Array, x: Array) -> tuple[Array, dict[str, Array]]:
-            d_x, d_A, d_B = part.reference(grad, x, weight, lora_A, lora_B, scaling)
+            d_x, d_A, d_B = exercise.reference(grad, x, weight, lora_A, lora_B, scaling)
             return d_x, {"lora_A": d_A, "lora_B": d_B}
 
         d_x, trained = mistake.wrong(right)(SimpleNamespace(base=weight), grad, x)
@@ -101,14 +103,14 @@ def _wrong_lora_backward(mistake: Mistake[Any], part: Exercise) -> Call:
     return lora_backward
 
 
-def _residual(mistake: Mistake[Any], part: Exercise) -> Call:
+def _residual(mistake: Mistake[Any], exercise: Exercise) -> Call:
     def residual_backward(grad: Array, through: Array) -> Array:
-        return mistake.wrong(lambda d_out: part.reference(grad=d_out, through=through))(grad)
+        return mistake.wrong(lambda d_out: exercise.reference(grad=d_out, through=through))(grad)
 
     return residual_backward
 
 
-def _clip(mistake: Mistake[Any], part: Exercise) -> Call:
+def _clip(mistake: Mistake[Any], exercise: Exercise) -> Call:
     wrong = mistake.wrong(our_clip_by_norm)
 
     def clip_by_norm(grads: Mapping[str, Array], max_norm: float) -> tuple[Array, float]:
@@ -118,11 +120,11 @@ def _clip(mistake: Mistake[Any], part: Exercise) -> Call:
     return clip_by_norm
 
 
-def _step(mistake: Mistake[Any], part: Exercise) -> Call:
+def _step(mistake: Mistake[Any], exercise: Exercise) -> Call:
     return _with_betas(mistake.wrong(our_adamw_step))
 
 
-def _inside_step(mistake: Mistake[Any], part: Exercise) -> Call:
+def _inside_step(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Put a wrong function into llorch's step, with the wrong function that belongs to it."""
     rows = [(mistake.part, mistake.wrong), *([mistake.along] if mistake.along else [])]
     made = [(function, instead(wrong(getattr(*owner_of(function))))) for function, wrong in rows]  # once: some count
@@ -147,12 +149,12 @@ def _with_betas(wrong: Call) -> Call:
     return adamw_step
 
 
-def _accumulated(mistake: Mistake[Any], part: Exercise) -> Call:
+def _accumulated(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Take the sums of each micro-batch for the batches of a step."""
 
     def accumulated(loss_sums: Array, n_trained: Array, grad_sums: Array) -> tuple[float, Array]:
         def right(weights: Any, adapter: Any, batches: list[int], **how: Any) -> tuple[float, dict[str, Array]]:
-            loss, grad = part.reference(loss_sums[batches], n_trained[batches], grad_sums[batches])
+            loss, grad = exercise.reference(loss_sums[batches], n_trained[batches], grad_sums[batches])
             return loss, {"all": grad}
 
         loss, grads = mistake.wrong(right)(None, None, [*range(len(n_trained))])
@@ -161,18 +163,18 @@ def _accumulated(mistake: Mistake[Any], part: Exercise) -> Call:
     return accumulated
 
 
-def _wrong_merge(mistake: Mistake[Any], part: Exercise) -> Call:
+def _wrong_merge(mistake: Mistake[Any], exercise: Exercise) -> Call:
     def merged(weight: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
-        wrong = mistake.wrong(lambda weight, adapter, name: part.reference(weight, lora_A, lora_B, scaling))
+        wrong = mistake.wrong(lambda weight, adapter, name: exercise.reference(weight, lora_A, lora_B, scaling))
         return wrong(weight, SimpleNamespace(scaling=lambda name: scaling), "")
 
     return merged
 
 
-def _alpha(mistake: Mistake[Any], part: Exercise) -> Call:
+def _alpha(mistake: Mistake[Any], exercise: Exercise) -> Call:
     def gguf_alpha(lora_alpha: float, scalings: Array, ranks: Array) -> float:
         adapter = SimpleNamespace(config=SimpleNamespace(lora_alpha=lora_alpha))
-        return mistake.wrong(lambda adapter: part.reference(lora_alpha, scalings, ranks))(adapter)
+        return mistake.wrong(lambda adapter: exercise.reference(lora_alpha, scalings, ranks))(adapter)
 
     return gguf_alpha
 

@@ -6,9 +6,9 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from textwrap import wrap
 
+from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, is_shown
 from llorch.apps.learn.judging import LessonComparison, NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
-from llorch.apps.learn.wrong import Number, Wrong, is_shown
 from llorch.diagnosis.verdict import Suspect, percent
 from llorch.judging.judge import Comparison
 from llorch.stages.comparison import FAIL, PASS, times_over
@@ -20,14 +20,14 @@ _ORDER = {stage.name: at for at, stage in enumerate(STAGES)}
 
 
 @dataclass(frozen=True)
-class LessonVerdict:
+class LessonReport:
     """What is said of one lesson.
 
     Attributes:
         lesson: Its number.
         word: PASS, FAIL, BORROWED (a part is not written, and nothing written is wrong) or NOT RUN.
-        judged: Every comparison.
-        borrowed: Parts that are not written.
+        comparisons: Every comparison.
+        unwritten: Parts that are not written.
         fault: What the learner's code did that nothing can go on with, with its frames; empty if it ran.
         suspects: Known mistakes that make what failed; see `Check.suspects`.
         reason: Why it did not run.
@@ -38,8 +38,8 @@ class LessonVerdict:
 
     lesson: str
     word: str
-    judged: Sequence[LessonComparison] = field(default=(), repr=False)
-    borrowed: Sequence[str] = ()
+    comparisons: Sequence[LessonComparison] = field(default=(), repr=False)
+    unwritten: Sequence[str] = ()
     fault: str = ""
     suspects: Sequence[Suspect] = ()
     reason: str = ""
@@ -50,8 +50,8 @@ class LessonVerdict:
     @cached_property
     def wrong(self) -> list[LessonComparison]:
         """The comparisons that failed, the one to begin with first."""
-        parts = list(dict.fromkeys(each.part for each in self.judged))
-        failed = (each for each in self.judged if each.row.verdict == FAIL)
+        parts = list(dict.fromkeys(each.part for each in self.comparisons))
+        failed = (each for each in self.comparisons if each.comparison.verdict == FAIL)
         return sorted(failed, key=lambda each: (parts.index(each.part), *_place_in_run(each)))
 
     @property
@@ -61,19 +61,19 @@ class LessonVerdict:
 
     def record(self) -> dict[str, object]:
         """Return the verdict as `--json` gives it."""
-        first = Wrong(self.wrong[0]) if self.wrong and is_shown(self.wrong[0]) else None
+        first = FailedComparison(self.wrong[0]) if self.wrong and is_shown(self.wrong[0]) else None
         return {
             "lesson": self.lesson,
             "word": self.word,
             "where": self.where,
-            "compared": len(self.judged),
-            "wrong": [each.row.record() for each in self.wrong],
+            "compared": len(self.comparisons),
+            "wrong": [each.comparison.record() for each in self.wrong],
             "first": asdict(first.first) if first else None,
             "worst": asdict(first.worst) if first else None,
             "pattern": first.pattern() if first else "",
             "suspects": [asdict(each) | {"near_miss": isinstance(each, NearMiss)} for each in self.suspects],
             "honest": self.is_honest,
-            "borrowed": [*self.borrowed],
+            "unwritten": [*self.unwritten],
             "fault": self.fault,
             "reason": self.reason,
             "notes": [*self.notes],
@@ -83,13 +83,13 @@ class LessonVerdict:
         """Format the verdict for a person: under 15 lines, one line for a pass."""
         head = [f"checkpoint_{self.lesson}_{BY_NUMBER[self.lesson].name}", self.word]
         if self.word == FAIL:
-            run = [f"{row.model}, {row.case}" for row in (each.row for each in self.wrong[:1])]
+            run = [f"{c.model}, {c.case}" for c in (each.comparison for each in self.wrong[:1])]
             return "\n".join(["   ".join([*head, *filter(None, [self.where]), *run]), *self._failed()])
         head += [self.reason] if self.reason else []
-        if self.borrowed:
-            head.append(f"not written yet, llorch's code runs instead: {', '.join(self.borrowed)}")
-        if self.judged:
-            head += [*_passed([each.row for each in self.judged]), *_next(self.lesson)]
+        if self.unwritten:
+            head.append(f"not written yet, llorch's code runs instead: {', '.join(self.unwritten)}")
+        if self.comparisons:
+            head += [*_passed([each.comparison for each in self.comparisons]), *_next(self.lesson)]
         notes = [*(f"not your bug: {each.sentence}" for each in self.suspects if self.is_honest), *self.notes]
         return "\n".join(["   ".join(head), *(f"  {note}" for note in notes)])
 
@@ -97,10 +97,12 @@ class LessonVerdict:
         for line in self.fault.splitlines():
             yield f"  {line}"
         if self.wrong and is_shown(self.wrong[0]):
-            yield from self._numbers(Wrong(self.wrong[0]))
+            yield from self._numbers(FailedComparison(self.wrong[0]))
         elif self.wrong:
-            row = self.wrong[0].row
-            yield from _line("first wrong", f"{_stage_key(row)}   {row.note or f'error {row.error:.1e}'}")
+            comparison = self.wrong[0].comparison
+            yield from _line(
+                "first wrong", f"{_stage_key(comparison)}   {comparison.note or f'error {comparison.error:.1e}'}"
+            )
         if self.wrong:
             yield from self._diagnosis_lines()
         for note in self.notes[:NOTES]:
@@ -109,25 +111,32 @@ class LessonVerdict:
             yield from _line("", f"({len(self.notes) - NOTES} more notes)")
         yield from _line("hint", f"llorch learn hint {self.lesson}")
 
-    def _numbers(self, wrong: Wrong) -> Iterator[str]:
-        row, first, worst = wrong.row, wrong.first, wrong.worst
-        begins, beside = f"{_stage_key(row)} {first.where}", _format_number(first)
+    def _numbers(self, wrong: FailedComparison) -> Iterator[str]:
+        comparison, first, worst = wrong.comparison, wrong.first, wrong.worst
+        begins, beside = f"{_stage_key(comparison)} {first.where}", _format_number(first)
         fits = len(f"{begins}   {beside}") <= WIDTH - LABEL
         yield from _line("first wrong number", f"{begins}   {beside}" if fits else begins)
         yield from () if fits else _line("", beside)
         yield from _line("worst", f"{worst.where}   difference {worst.off:.1e}")
-        engines = "" if math.isnan(row.producer_error) else f" (engine's own error {row.producer_error:.0e})"
-        outside, error = int(wrong.outside.sum()), f"error {row.error:.1e}, tolerance {row.tolerance:.1e}{engines}"
-        yield from _line("how much", f"{outside} of {wrong.off.size} numbers; {row.note or error}")
+        engines = "" if math.isnan(comparison.engine_error) else f" (engine's own error {comparison.engine_error:.0e})"
+        outside, error = (
+            int(wrong.outside.sum()),
+            f"error {comparison.error:.1e}, tolerance {comparison.tolerance:.1e}{engines}",
+        )
+        yield from _line("how much", f"{outside} of {wrong.off.size} numbers; {comparison.note or error}")
         if pattern := wrong.pattern():
             yield from _line("pattern", pattern)
         yield from _line("still right", "; ".join([", ".join(wrong.still_right()), *self._others()]))
 
     def _others(self) -> Iterator[str]:
         """Yield the stages, models and parts that are right in every comparison."""
-        bad = {each.row.stage for each in self.wrong}, {each.row.model for each in self.wrong}
-        stages = dict.fromkeys(each.row.stage for each in self.judged if each.row.stage not in bad[0])
-        models = dict.fromkeys(each.row.model for each in self.judged if each.row.model not in bad[1])
+        bad = {each.comparison.stage for each in self.wrong}, {each.comparison.model for each in self.wrong}
+        stages = dict.fromkeys(
+            each.comparison.stage for each in self.comparisons if each.comparison.stage not in bad[0]
+        )
+        models = dict.fromkeys(
+            each.comparison.model for each in self.comparisons if each.comparison.model not in bad[1]
+        )
         for said, names in (("", stages), ("all of ", models)):
             if names:
                 listed = [*names][:LISTED] + ([f"{len(names) - LISTED} more"] if len(names) > LISTED else [])
@@ -157,9 +166,21 @@ def _explains(suspect: Suspect) -> str:
 
 def _place_in_run(each: LessonComparison) -> tuple[float, ...]:
     """Return a sort key: isolated before chained, the beginning of a text before its end, the first stage first."""
-    place = each.row.place
-    layer = -1 if place.layer is None and place.stage == "embed" else math.inf if place.layer is None else place.layer
-    return each.row.mode != "isolated", place.n_cached, place.case != "near", layer, _ORDER.get(place.stage, 0)
+    stage_ref = each.comparison.stage_ref
+    layer = (
+        -1
+        if stage_ref.layer is None and stage_ref.stage == "embed"
+        else math.inf
+        if stage_ref.layer is None
+        else stage_ref.layer
+    )
+    return (
+        each.comparison.mode != "isolated",
+        stage_ref.n_cached,
+        stage_ref.case != "near",
+        layer,
+        _ORDER.get(stage_ref.stage, 0),
+    )
 
 
 def _line(label: str, said: str) -> Iterator[str]:
@@ -168,23 +189,23 @@ def _line(label: str, said: str) -> Iterator[str]:
     yield from (f"{'':<{LABEL}}{line}" for line in rest)
 
 
-def _stage_key(row: Comparison) -> str:
-    layer = "" if row.layer is None else f" of layer {row.layer}"
-    return f"{row.stage}{layer}"
+def _stage_key(comparison: Comparison) -> str:
+    layer = "" if comparison.layer is None else f" of layer {comparison.layer}"
+    return f"{comparison.stage}{layer}"
 
 
-def _format_number(number: Number) -> str:
+def _format_number(number: ComparedNumber) -> str:
     """Format one number as expected, got and difference."""
-    return f"expected {number.golden:+.5g}   got {number.yours:+.5g}   difference {number.off:.1e}"
+    return f"expected {number.expected:+.5g}   got {number.actual:+.5g}   difference {number.off:.1e}"
 
 
-def _passed(rows: Sequence[Comparison]) -> Iterator[str]:
+def _passed(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Describe the comparison that is nearest to its tolerance, and count the comparisons."""
-    worst = max(rows, key=lambda row: times_over(row.error, row.tolerance))
-    engines = "" if math.isnan(worst.producer_error) else f", the engine's own ~{worst.producer_error:.0e}"
+    worst = max(comparisons, key=lambda c: times_over(c.error, c.tolerance))
+    engines = "" if math.isnan(worst.engine_error) else f", the engine's own ~{worst.engine_error:.0e}"
     if worst.tolerance or worst.error:
         yield f"worst error ~{worst.error:.1e}, tolerance ~{worst.tolerance:.1e}{engines}"
-    yield f"{len(rows)} comparisons, {len({row.model for row in rows})} models"
+    yield f"{len(comparisons)} comparisons, {len({c.model for c in comparisons})} models"
 
 
 def _next(number: str) -> Iterator[str]:
@@ -195,8 +216,8 @@ def _next(number: str) -> Iterator[str]:
         yield f"next: {behind[0]} {BY_NUMBER[behind[0]].name}"
 
 
-def word_for(judged: Sequence[LessonComparison], borrowed: Sequence[str], fault: str) -> str:
+def word_for(comparisons: Sequence[LessonComparison], unwritten: Sequence[str], fault: str) -> str:
     """Return the word of the verdict: FAIL, BORROWED or PASS."""
-    if fault or any(each.row.verdict == FAIL for each in judged):
+    if fault or any(each.comparison.verdict == FAIL for each in comparisons):
         return FAIL
-    return BORROWED if borrowed or not judged else PASS
+    return BORROWED if unwritten or not comparisons else PASS

@@ -28,9 +28,9 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
-def wrong(param: str, expected: str, got: object = None, *, code: str | None = None) -> ApiError:
+def wrong(param: str, expected: str, actual: object = None, *, code: str | None = None) -> ApiError:
     """Make an error of status 400 for a field of the request."""
-    text = f"{param}: expected {expected}" + ("" if got is None else f", got {_shortened(got)}")
+    text = f"{param}: expected {expected}" + ("" if actual is None else f", got {_shortened(actual)}")
     return ApiError(400, text, param=param, code=code)
 
 
@@ -43,8 +43,8 @@ def of_validation(error: ValidationError, body: object) -> ApiError:
     param = max((field for field, _ in found if field.partition(".")[0] == top), key=lambda field: field.count("."))
     wrong_there = [one for field, one in found if field == param]
     said = " or ".join(dict.fromkeys(one["msg"] for one in wrong_there))
-    got = "" if wrong_there[0]["type"] == "missing" else f", got {_shortened(wrong_there[0]['input'])}"
-    return ApiError(400, f"{param or 'body'}: {said}{got}", param=param or None)
+    actual = "" if wrong_there[0]["type"] == "missing" else f", got {_shortened(wrong_there[0]['input'])}"
+    return ApiError(400, f"{param or 'body'}: {said}{actual}", param=param or None)
 
 
 def _field(loc: Sequence[int | str], body: object, *, missing: bool) -> str:

@@ -49,12 +49,7 @@ def _chat_jobs(service: Service, body: ChatRequest) -> tuple[list[Job], list[str
     adapter, messages = service.adapter(body.model), [message.plain() for message in body.messages]
     variables, seed = template_variables(body, service.model.chats), first_seed(body.seed)
     ids = service.chat_ids(messages, variables=variables)
-    how = {
-        "max_tokens": body.limit,
-        "adapter": adapter,
-        "n_top": body.top_logprobs or 0,
-        "form": body.form,
-    }
+    how = {"max_tokens": body.limit, "adapter": adapter, "n_top": body.top_logprobs or 0, "form": body.form}
     ends = service.chat_end_ids()
     jobs = [
         service.job(ids, body.settings(seed + i), param="messages", end_ids=ends, **how) for i in range(body.n or 1)

@@ -66,11 +66,7 @@ class JsonGuide:
 
 
 def guide_for(
-    tokenizer: Tokenizer,
-    schema: Mapping[str, object] | None,
-    *,
-    vocab_size: int,
-    end_ids: frozenset[int] | None = None,
+    tokenizer: Tokenizer, schema: Mapping[str, object] | None, *, vocab_size: int, end_ids: frozenset[int] | None = None
 ) -> JsonGuide:
     """Hold one answer to a JSON schema.
 

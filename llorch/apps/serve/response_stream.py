@@ -12,7 +12,7 @@ from llorch.apps.serve.api_errors import ApiError
 from llorch.apps.serve.engine import Engine
 from llorch.apps.serve.work import Busy, Event, Failed, MadeToken, Unavailable, Work
 from llorch.model.generate import Answer, Job
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 
 Result = TypeVar("Result")
 
@@ -20,7 +20,9 @@ Result = TypeVar("Result")
 class Answering:
     """Answers that run; `close` gives up those that have not ended."""
 
-    def __init__(self, engine: Engine, model: Opened, jobs: Sequence[Job], stop: Sequence[str], timeout: float) -> None:
+    def __init__(
+        self, engine: Engine, model: OpenModel, jobs: Sequence[Job], stop: Sequence[str], timeout: float
+    ) -> None:
         """Hand jobs to the engine; ApiError where it takes none. To be called in the event loop."""
         self._engine, self._loop = engine, asyncio.get_running_loop()
         self._events: deque[tuple[int, Event]] = deque()

@@ -38,11 +38,7 @@ command = _Learn(
     package="llorch.cli.learn",
     help=HELP,
     short_help="Build your own Llama, one lesson at a time.",
-    examples=(
-        "llorch learn init my_llama",
-        "cd my_llama && llorch learn",
-        "llorch learn check 01b",
-    ),
+    examples=("llorch learn init my_llama", "cd my_llama && llorch learn", "llorch learn check 01b"),
     verbs={
         "Start": ("watch", "init", "list", "next"),
         "Work on a lesson": ("check", "inputs", "hint", "solution", "reset"),

@@ -48,7 +48,7 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
 
     folder = learners_folder(impl)
     said = read_json(given, limit=1 << 20) if given else None
-    outcome = list(with_untouched(folder, outcomes(str(folder), list(BY_NUMBER), say=say)))
+    outcome = list(with_untouched(folder, outcomes(str(folder), list(BY_NUMBER), progress=say)))
     found = certificate(folder, outcome, llorch.__version__)
     if said is None:
         place = output or folder / "certificate.json"

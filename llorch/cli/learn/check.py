@@ -29,7 +29,12 @@ from llorch.cli.output import say, to_json
 @group(
     "Check",
     page_option("--chain", is_flag=True, help="Run of all written functions, each on your earlier results."),
-    page_option("--teeth", is_flag=True, help="Injection of the known mistakes into passing code; each must fail."),
+    page_option(
+        "--teeth",
+        "with_faults",
+        is_flag=True,
+        help="Injection of the known mistakes into passing code; each must fail.",
+    ),
     page_option("--strict", is_flag=True, help="Exit code 3 if something could not run."),
     seconds_option,
 )
@@ -51,7 +56,7 @@ def command(
         _judge_answers(lessons, answers, full=full, strict=strict, as_json=as_json, alone=not (chain or impl))
     source, numbers = learners_source(impl), [lesson.number for lesson in chosen_lessons(lessons)]
     mode, found, progress = "chained" if chain else "isolated", [], LearnerProgress(Path(source), say)
-    for outcome in outcomes(source, numbers, mode, say=say, **how):
+    for outcome in outcomes(source, numbers, mode, progress=say, **how):
         found.append(outcome)
         if mode == "isolated" and progress.folder.is_dir():
             progress.note(outcome)

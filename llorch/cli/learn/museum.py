@@ -59,10 +59,10 @@ def answer(number: int, words: tuple[str, ...]) -> None:
 
     Exit codes: 0 WORDS are the cause, 1 they are not.
     """
-    from llorch.apps.learn.museum.answers import judged
+    from llorch.apps.learn.museum.answers import compare
     from llorch.apps.learn.museum.exhibit import exhibit
 
-    found = judged(exhibit(number), " ".join(words))
+    found = compare(exhibit(number), " ".join(words))
     click.echo(found.said)
     click.get_current_context().exit(0 if found.is_right else DIFFERS)
 

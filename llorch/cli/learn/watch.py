@@ -116,7 +116,7 @@ class _Loop:
 
         progress, found = LearnerProgress(self.folder, say), []
         numbers = [lesson.number for lesson in lessons]
-        for outcome in outcomes(str(self.folder), numbers, seconds=self.seconds, say=say):
+        for outcome in outcomes(str(self.folder), numbers, seconds=self.seconds, progress=say):
             progress.note(outcome)
             if begun_only and outcome.lesson != self.lesson.number and _is_untouched(outcome):
                 continue  # it imports what was saved, and nothing of it is written

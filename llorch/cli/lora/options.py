@@ -11,8 +11,7 @@ if TYPE_CHECKING:
 
 force_option = group("Output", page_option("--force", is_flag=True, help="Permission to replace TARGET."))
 any_base_option = group(
-    "Adapter",
-    page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
+    "Adapter", page_option("--any-base", is_flag=True, help="Permission for an adapter of another base.")
 )
 
 

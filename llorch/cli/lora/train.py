@@ -35,11 +35,7 @@ from llorch.training.settings_file import FOREIGN
     ),
     config_option,
     page_option("--resume", is_flag=True, help="Continuation of the run in the folder."),
-    page_option(
-        "--allow-change",
-        is_flag=True,
-        help="Continuation after a change; not bit-exact.",
-    ),
+    page_option("--allow-change", is_flag=True, help="Continuation after a change; not bit-exact."),
 )
 @settings_options()
 @threads_option

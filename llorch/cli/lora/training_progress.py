@@ -11,7 +11,7 @@ from llorch.cli.inputs import has_vocabulary
 from llorch.cli.output import say
 from llorch.files import open_weights
 from llorch.files.hub import find
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.runtime.builtin import find_data
 from llorch.training.data.formats import (
     Chat,
@@ -124,7 +124,7 @@ def try_it(model: str, data: str, adapter: Path) -> str:
 
     Without a tokenizer nobody can ask; the data are judged then.
     """
-    opened = Opened(open_weights(find(model)))
+    opened = OpenModel(open_weights(find(model)))
     if not has_vocabulary(opened.weights.source):
         return shlex.join(["llorch", "lora", "eval", model, str(adapter), "--data", data])
     records = islice(read_records(find_splits(find_data(data))["train"]), _ROWS)
@@ -133,7 +133,7 @@ def try_it(model: str, data: str, adapter: Path) -> str:
     return shlex.join(["llorch", "run", model, *asked, "--adapter", str(adapter)])
 
 
-def _question_of(row: Parsed, model: Opened) -> list[str]:
+def _question_of(row: Parsed, model: OpenModel) -> list[str]:
     """Give the question of a row as arguments; nothing if it is no short text."""
     match row:
         case Instruction():

@@ -5,7 +5,8 @@
 `QUANTISED_FOLDERS` to the matrices of a quantised Hugging Face folder. `diagnosis`
 injects them where an engine is wrong, tests inject every one of them (`variants`). `TRAINING` are functions that
 replace llorch's. `mistake` is the one type; `in_stage` makes a stage's array from a wrong function, `planting` puts the
-function into the running code. `llorch.apps.learn.typed` makes what a learner types, and tests what torch runs.
+function into the running code. `llorch.apps.learn.typed_mistakes` makes what a learner types, and tests what torch
+runs.
 """
 
 from collections.abc import Mapping

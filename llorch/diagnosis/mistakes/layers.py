@@ -60,7 +60,7 @@ def _chunks_everywhere(config: ModelConfig, layer: int) -> Layer:
 
 
 def _tempered_everywhere(config: ModelConfig, layer: int) -> Layer:
-    return replace(config.layer(layer), tempered=config.temperature is not None)
+    return replace(config.layer(layer), has_attention_temperature=config.temperature is not None)
 
 
 def _attending_as(this: Layer, other: Layer) -> Layer:
@@ -113,7 +113,7 @@ def _heads_by_kind(s: StageInputs, which: str, kind: Layer) -> np.ndarray:
         x = s.rope(x)
     if kind.head_norm:
         x = head_norm(x, eps=s.config.rms_norm_eps)
-    if which == "q" and kind.tempered and s.config.temperature is not None:
+    if which == "q" and kind.has_attention_temperature and s.config.temperature is not None:
         x = x * s.config.temperature.of(s.positions)[:, None, None].astype(s.dtype)
     return x
 

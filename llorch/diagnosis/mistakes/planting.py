@@ -30,7 +30,7 @@ class Plantable(Protocol):
 
 
 @contextmanager
-def planted(*mistakes: Plantable) -> Iterator[None]:
+def injected(*mistakes: Plantable) -> Iterator[None]:
     """Run with mistakes in the code, one upon the other; what was there is back at the end, whatever happens.
 
     The whole process has them meanwhile: nothing else may compute.

@@ -43,7 +43,7 @@ def _scales_inputs(config: ModelConfig) -> bool:
 
 
 def _pairs_neighbours(config: ModelConfig) -> bool:
-    return config.adjacent_pairs
+    return config.interleaved_rope_hf
 
 
 def _has_mscale_pair(config: ModelConfig) -> bool:
@@ -193,7 +193,7 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="temperature-on-keys", stages=("k_cache",), cases=("far",), applies_to=_tempers, wrong=keys_tempered,
-        in_layers=lambda config, layer: config.layer(layer).tempered,
+        in_layers=lambda config, layer: config.layer(layer).has_attention_temperature,
         diagnosis="Keys were multiplied by the temperature of their position; only queries are.",
     ),
     Mistake(

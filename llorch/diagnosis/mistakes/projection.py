@@ -95,7 +95,7 @@ def output_heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
 
 def _has_paired_rows(config: ModelConfig) -> bool:
     """Tell if GGUF files of the model's family interleave the rows of q and k."""
-    return FAMILIES[config.family].paired_rows
+    return FAMILIES[config.family].interleaved_rope_gguf
 
 
 PROJECTION: tuple[Mistake[StageInputs], ...] = (

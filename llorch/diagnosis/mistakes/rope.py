@@ -83,7 +83,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-interleaved-pairs", stages=ROTATED, part=PART, wrong=interleaved_pairs,
-        applies_to=lambda config: not config.adjacent_pairs,
+        applies_to=lambda config: not config.interleaved_rope_hf,
         diagnosis="Dims (0, 1), (2, 3) ... were rotated as pairs; these weights pair dim j with dim j + head_dim / 2.",
     ),
     Mistake(

@@ -77,7 +77,7 @@ class StageInputs:
 
     def turn(self, x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
         """Rotate the pairs of `x` that this model uses."""
-        return (rope_adjacent if self.config.adjacent_pairs else rope)(x, cos, sin)
+        return (rope_adjacent if self.config.interleaved_rope_hf else rope)(x, cos, sin)
 
 
 def stage_inputs(

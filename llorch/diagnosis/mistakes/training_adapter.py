@@ -138,7 +138,7 @@ def one_alpha(right: Function) -> Function:
 
 def interleaves(config: ModelConfig) -> bool:
     """Tell if GGUF files of a family hold rows of q and k in pairs."""
-    return FAMILIES[config.family].paired_rows
+    return FAMILIES[config.family].interleaved_rope_gguf
 
 
 ADAPTER: tuple[Mistake[Any], ...] = (

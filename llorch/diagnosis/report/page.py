@@ -11,17 +11,7 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from llorch.diagnosis.report.figures import LEVELS, Rung, heat, histogram, ladder
-from llorch.diagnosis.report.record import (
-    causes,
-    count,
-    explained,
-    headline,
-    ranges,
-    short,
-    span,
-    times,
-    verdict,
-)
+from llorch.diagnosis.report.record import causes, count, explained, headline, ranges, short, span, times, verdict
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
 from llorch.runtime.errors import printable
 from llorch.stages.comparison import NOT_RUN, times_over
@@ -119,11 +109,11 @@ def rungs(results: Sequence[StageResult], looked_at: StageResult) -> list[Rung]:
 
     found = []
     for group in by_layer():
-        worst = max(group, key=lambda result: times_over(result.local.error, result.limit.error))
+        worst = max(group, key=lambda result: times_over(result.local.error, result.tolerance.error))
         label = worst.key.removeprefix("final_") if worst.layer is None else str(worst.layer)
         total = group[-1].total.error  # NaN where only the passes before the dump would give it
         inherited = worst.local.error if math.isnan(total) else total
-        found.append(Rung(label, worst.local.error, worst.limit.error, inherited))
+        found.append(Rung(label, worst.local.error, worst.tolerance.error, inherited))
     return found
 
 
@@ -134,7 +124,7 @@ def maps(result: StageResult) -> list[Map]:
     parts = {"token": result.profile.tokens, "head": result.profile.heads, keys: result.profile.channels}
     if result.stage == "logits":
         parts["stretch of the vocabulary"] = parts.pop(keys)
-    limit = result.limit.error
+    limit = result.tolerance.error
     return [
         Map(what, heat(values, limit, what), _sentence_of(values, limit, what))
         for what, values in parts.items()

@@ -52,7 +52,13 @@ def _stage_record(result: StageResult) -> dict[str, object]:
         if isinstance(value, Difference | Tolerance)
     }
     local, profile = result.local, result.profile
-    at = {"index": list(local.index), "got": local.got, "want": local.want, "fault": local.fault, "over": result.over}
+    at = {
+        "index": list(local.index),
+        "actual": local.actual,
+        "expected": local.expected,
+        "fault": local.fault,
+        "over": result.over,
+    }
     lists = profile and {each.name: _as_list(getattr(profile, each.name)) for each in fields(profile)}
     return shown | at | {"profile": lists}
 
@@ -123,7 +129,7 @@ def numbers(result: StageResult) -> str:
     """Format the errors of a stage with their tolerances."""
     if result.local.fault is not None:
         return result.local.fault
-    local = f"local error {short(result.local.error)} (tolerance {short(result.limit.error)})"
+    local = f"local error {short(result.local.error)} (tolerance {short(result.tolerance.error)})"
     total = f"error from llorch's run {short(result.total.error)} (tolerance {short(result.total_limit.error)})"
     return f"{local}, {times(result.over)} the tolerance; {total}"
 

@@ -18,7 +18,7 @@ from llorch.diagnosis.mistakes.attention import hidden_in, with_mask
 from llorch.diagnosis.mistakes.norm import NORM, NORMS
 from llorch.diagnosis.mistakes.rope import ROTATED
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.diagnosis.replay import Change, LayerSetting, Places, Plant
+from llorch.diagnosis.replay import Change, LayerSetting, Places, StageChange
 from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig
 from llorch.families.layers import Layer
 from llorch.ops.numerics import QuantMethod
@@ -118,12 +118,12 @@ def _change_by_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
                 replace(inputs, weights=_RoundedWeights(inputs.weights, lambda weight: weight)), stage
             )
 
-    return Change(dict.fromkeys(places, Plant(wrong, mistake.reads)))
+    return Change(dict.fromkeys(places, StageChange(wrong, mistake.reads)))
 
 
-def _planted(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Change]:
+def _changed_by(wrong: Callable[[np.ndarray], np.ndarray]) -> Callable[[Places], Change]:
     """Make a change that replaces stages by a function of llorch's array."""
-    return lambda places: Change(dict.fromkeys(places, Plant(lambda inputs, stage, array: wrong(array))))
+    return lambda places: Change(dict.fromkeys(places, StageChange(lambda inputs, stage, array: wrong(array))))
 
 
 def _changed(change: Callable[[LayerSetting], LayerSetting]) -> Callable[[Places], Change]:
@@ -231,7 +231,7 @@ def _rotated_share(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "rope-rotated-share", "setting", ROTATED,
         f"{_number(value)} of each head is rotated here (partial rotary embedding); Llama and Qwen rotate all of it.",
-        lambda places: Change(dict.fromkeys(places, Plant(wrong))), _number(value),
+        lambda places: Change(dict.fromkeys(places, StageChange(wrong))), _number(value),
     )  # fmt: skip
 
 
@@ -240,7 +240,7 @@ def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "scores-scale", "setting", ("attn_scores",),
         f"Products are multiplied by {_number(value)} here; the right factor is 1 / sqrt(head_dim) = {_number(right)}.",
-        _planted(lambda scores: scores * (value / right)), _number(value),
+        _changed_by(lambda scores: scores * (value / right)), _number(value),
     )  # fmt: skip
 
 
@@ -259,7 +259,7 @@ def _window(value: float, config: ModelConfig) -> Hypothesis:
         "mask-window", "setting", ("attn_scores",),
         f"A token sees the last {n} tokens only (a sliding window); this model's "
         f"{'attention has none' if bounds == {None} else 'config has another window'}.",
-        lambda places: Change(dict.fromkeys(places, Plant(wrong))), str(n),
+        lambda places: Change(dict.fromkeys(places, StageChange(wrong))), str(n),
     )  # fmt: skip
 
 
@@ -267,14 +267,14 @@ def _soft_cap(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "soft-cap", "setting", CAPPED,
         f"x went through {_number(value)} * tanh(x / {_number(value)}), as in Gemma; Llama and Qwen have no cap.",
-        _planted(lambda x: np.where(np.isfinite(x), value * np.tanh(x / value), x)), _number(value),
+        _changed_by(lambda x: np.where(np.isfinite(x), value * np.tanh(x / value), x)), _number(value),
     )  # fmt: skip
 
 
 def _scaled(value: float, config: ModelConfig) -> Hypothesis:
     return Hypothesis(
         "scaled", "setting", SCALED,
-        f"The stage is {_number(value)} times the right result.", _planted(lambda x: x * value), _number(value),
+        f"The stage is {_number(value)} times the right result.", _changed_by(lambda x: x * value), _number(value),
     )  # fmt: skip
 
 
@@ -347,7 +347,7 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
     for name, kind in HALF.items():
         yield Hypothesis(
             f"cache-in-{name}", "honest", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
-            _planted(partial(_rounded_to, kind=kind)), rounds=True, by_place=False,
+            _changed_by(partial(_rounded_to, kind=kind)), rounds=True, by_place=False,
         )  # fmt: skip
         for what, rounding in (
             ("Weights", partial(_rounded_to, kind=kind)),
@@ -394,7 +394,7 @@ def _product_hypothesis(
         passed_on = {f"{layer}.{stage}" if layer else stage: inputs for layer in layers for stage in stages}
         matrices = partial(_in_matrices, rounding=weights) if weights else None
         rounded = partial(_with_weights, rounding=matrices) if matrices else lambda setting: setting
-        return Change(dict.fromkeys(places, Plant(kept)) if results else {}, passed_on, rounded)
+        return Change(dict.fromkeys(places, StageChange(kept)) if results else {}, passed_on, rounded)
 
     return Hypothesis(
         name, "honest", PRODUCTS if weights else PRODUCTS[:-2],

@@ -71,9 +71,9 @@ def _misnamed_stages(dump: StageDump, weights: Weights, number: int) -> Iterator
     """Yield the arrays of a pass that look as if they were dumped on the other side of a norm, or without its gain."""
     eps, last = weights.config.rms_norm_eps, input_key("last_block_out", None, weights.config)
     for name, stage, layer in keys(weights.config):
-        if (number, name) not in dump.seen or (stage.name not in _PRODUCTS and name != last):
+        if (number, name) not in dump.dumped or (stage.name not in _PRODUCTS and name != last):
             continue
-        array, tokens = dump.seen[number, name].read(), _dumped_tokens(dump, number, name)
+        array, tokens = dump.dumped[number, name].read(), _dumped_tokens(dump, number, name)
         norm = stage.name if name != last else "final_norm"
         gain = weights["final_norm"] if norm == "final_norm" else weights.layer(layer or 0)[norm]
         behind = rms_norm(array, gain.astype(array.dtype), eps=eps)
@@ -92,11 +92,11 @@ def _is_elsewhere(dump: StageDump, weights: Weights, number: int, suspect: _Susp
     made = [] if suspect.norm == suspect.key else [norm]
     for name in (*made, *_PRODUCTS[norm]):
         place = number, key(name, suspect.layer)
-        if place not in dump.seen:
+        if place not in dump.dumped:
             continue
         theirs = _dumped_tokens(dump, *place)
         common = [token for token in suspect.tokens if token in theirs][:_ROWS]
-        seen = dump.seen[place].read()[[theirs.index(token) for token in common]]
+        seen = dump.dumped[place].read()[[theirs.index(token) for token in common]]
         rows = [suspect.tokens.index(token) for token in common]
         named, looks = (
             relative_distance(
@@ -116,15 +116,15 @@ def _product(weights: Weights, name: str, layer: int | None, rows: np.ndarray) -
 
 
 def _dumped_tokens(dump: StageDump, number: int, name: str) -> Sequence[int]:
-    tokens = dump.seen[number, name].tokens
+    tokens = dump.dumped[number, name].tokens
     return range(len(dump.passes[number].ids)) if tokens is None else tokens
 
 
 def _equals(dump: StageDump, number: int, name: str, array: np.ndarray, tokens: Sequence[int]) -> bool:
     """Tell if the dump has an array of the same tokens and, but for rounding, the same values."""
-    if (number, name) not in dump.seen or [*_dumped_tokens(dump, number, name)] != [*tokens]:
+    if (number, name) not in dump.dumped or [*_dumped_tokens(dump, number, name)] != [*tokens]:
         return False
-    return relative_distance(array, dump.seen[number, name].read()) < _SAME
+    return relative_distance(array, dump.dumped[number, name].read()) < _SAME
 
 
 def _is_unit(rows: np.ndarray) -> bool:
@@ -132,7 +132,7 @@ def _is_unit(rows: np.ndarray) -> bool:
     return len(rows) > 1 and bool((np.abs(np.square(rows).mean(axis=-1) - 1) < _UNIT).all())
 
 
-def relative_distance(got: np.ndarray, want: np.ndarray) -> float:
+def relative_distance(actual: np.ndarray, expected: np.ndarray) -> float:
     """Divide the norm of a difference by the norm of the wanted values; the norm itself if these are zero."""
-    size = float(np.linalg.norm(want))
-    return float(np.linalg.norm(got - want)) / size if size else float(np.linalg.norm(got))
+    size = float(np.linalg.norm(expected))
+    return float(np.linalg.norm(actual - expected)) / size if size else float(np.linalg.norm(actual))

@@ -11,8 +11,8 @@ from itertools import combinations
 
 import numpy as np
 
-from llorch.diagnosis.judged import ArrayPair, pair_of
-from llorch.diagnosis.replay import UNCHANGED, Change, Past, Plant, Replay
+from llorch.diagnosis.dump_checker import ArrayPair, pair_of
+from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay, StageChange
 from llorch.diagnosis.search.block_hypotheses import block_mistakes
 from llorch.diagnosis.search.hypotheses import FAMILIES, Hypothesis, SettingFamily, honest, known_mistakes
 from llorch.diagnosis.verdict import StageResult
@@ -82,15 +82,15 @@ class Trials:
     def explains(self, trial: Trial, result: StageResult) -> bool:
         """Tell if the trial's hypotheses explain another result, in the same stages or wherever they can be made."""
         stages = {stage_of(place) for place in trial.places}
-        same = tuple(place for place in result.since if stage_of(place) in stages)
+        same = tuple(place for place in result.ran_since if stage_of(place) in stages)
         able = all(each.at(same) for each in trial.hypotheses)
-        tried = [*([same] if able else []), *choices(trial.hypotheses, result.since)]
+        tried = [*([same] if able else []), *choices(trial.hypotheses, result.ran_since)]
         return any(self.tried(trial.hypotheses, places, result).named for places in tried)
 
     def _singles(self, result: StageResult, *, was_right: bool) -> Iterator[Trial]:
         """Try each known mistake, each honest deviation and each setting alone."""
         for hypothesis in (*self.mistakes, *self._honest):
-            for places in choices((hypothesis,), result.since)[: 1 if was_right else None]:
+            for places in choices((hypothesis,), result.ran_since)[: 1 if was_right else None]:
                 trial = self.tried((hypothesis,), places, result)
                 yield trial
                 if trial.named:
@@ -100,7 +100,7 @@ class Trials:
     def _families(self, result: StageResult) -> Iterator[SettingFamily]:
         """Yield the settings that a stage reads which ran since the dump showed the last stages."""
         for family in FAMILIES:
-            if family.values(self.replay.config) and {*map(stage_of, result.since)} & {*family.stages}:
+            if family.values(self.replay.config) and {*map(stage_of, result.ran_since)} & {*family.stages}:
                 yield family
 
     def _pairs(self, result: StageResult, singles: Sequence[Trial]) -> Iterator[Trial]:
@@ -113,13 +113,13 @@ class Trials:
             first, second = sorted((*one.hypotheses, *other.hypotheses), key=lambda each: _ORDER[each.kind])
             if second.kind != "mistake" or not set(one.places) & set(other.places):  # two mistakes make one stage once
                 yield self.tried((first, second), tuple(dict.fromkeys((*one.places, *other.places))), result)
-        if len(result.since) <= NARROW:
+        if len(result.ran_since) <= NARROW:
             mistakes = [trial for trial in nearest if trial.hypotheses[0].kind == "mistake"][:WITH_SETTINGS]
             for family in self._families(result):
                 for value in family.values(self.replay.config):
                     setting = family.made(value, self.replay.config)
                     for mistake in mistakes:
-                        places = tuple(dict.fromkeys((*mistake.places, *setting.at(result.since))))
+                        places = tuple(dict.fromkeys((*mistake.places, *setting.at(result.ran_since))))
                         yield self.tried((*mistake.hypotheses, setting), places, result)
 
     def _valued(self, family: SettingFamily, result: StageResult) -> Trial:
@@ -130,8 +130,8 @@ class Trials:
             return self.tried((family.made(value, config),), places, result)
 
         values = family.values(config)
-        where = choices((family.made(values[0], config),), result.since)
-        if len({self.replay.stages[place][1] for place in result.since} - {None}) > 1:
+        where = choices((family.made(values[0], config),), result.ran_since)
+        if len({self.replay.stages[place][1] for place in result.ran_since} - {None}) > 1:
             where = where[:1]  # a setting is that of all layers
         trials = {(value, places): tried(value, places) for value in values for places in where}
         best, places = min(trials, key=lambda at: trials[at].left)
@@ -144,12 +144,12 @@ class Trials:
     def tried(self, hypotheses: tuple[Hypothesis, ...], places: tuple[str, ...], result: StageResult) -> Trial:
         """Try hypotheses at some places, with the cache that leaves the least error."""
         change, trials = together([each.change(each.at(places)) for each in hypotheses]), []
-        seen = self.replay.dump.seen[result.n_pass, result.key]
+        dumped = self.replay.dump.dumped[result.n_pass, result.key]
         for past in self._pasts[result.n_pass][: 1 + (result.n_pass > 0)]:  # the first pass has none
             made = self.made(result, change, past)
             if made is None:
                 continue
-            here = pair_of(self.replay, seen, result.key, made)
+            here = pair_of(self.replay, dumped, result.key, made)
             if not here.has_numbers:
                 continue
             here = here.where_finite()
@@ -167,26 +167,26 @@ class Trials:
         a small rounding error looks large: measure the error against the size of the right row if that makes it small
         enough for a name, at most `NAMED`.
         """
-        limit, sizes = result.limit, here.sizes
+        tolerance, sizes = result.tolerance, here.sizes
         shape = found.tokens.shape if found.tokens is not None else None
-        if isinstance(limit.tokens, np.ndarray) and shape not in (None, limit.tokens.shape):
-            limit = Tolerance(limit.error, limit.worst)
-        left = found.over(limit)
-        if left <= NAMED or limit.tokens is None or sizes is None:
+        if isinstance(tolerance.tokens, np.ndarray) and shape not in (None, tolerance.tokens.shape):
+            tolerance = Tolerance(tolerance.error, tolerance.worst)
+        left = found.over(tolerance)
+        if left <= NAMED or tolerance.tokens is None or sizes is None:
             return left
         right = self._right_sizes(result)
         if right is None or right.shape != sizes.shape:
             return left
         larger = np.divide(right, sizes, out=np.ones_like(sizes), where=sizes > 0)
-        beside_right = found.over(Tolerance(limit.error, limit.worst, limit.tokens * np.maximum(larger, 1)))
+        beside_right = found.over(Tolerance(tolerance.error, tolerance.worst, tolerance.tokens * np.maximum(larger, 1)))
         return beside_right if beside_right <= NAMED else left
 
     def _right_sizes(self, result: StageResult) -> np.ndarray | None:
         at = result.n_pass, result.key
         if at not in self._sizes:
             right = self.made(result)
-            seen = self.replay.dump.seen[at]
-            self._sizes[at] = None if right is None else pair_of(self.replay, seen, result.key, right).sizes
+            dumped = self.replay.dump.dumped[at]
+            self._sizes[at] = None if right is None else pair_of(self.replay, dumped, result.key, right).sizes
         return self._sizes[at]
 
     def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
@@ -194,7 +194,7 @@ class Trials:
         part, past = self.replay.part_of(result.key), past or self._pasts[result.n_pass][0]
         found: list[np.ndarray] = []
 
-        def see(name: str, array: np.ndarray) -> None:
+        def observe(name: str, array: np.ndarray) -> None:
             if name == result.key:
                 found.append(array)
                 raise _Seen
@@ -203,7 +203,7 @@ class Trials:
             try:
                 first, x = self._begin(result, change, past)
                 changed = self._changed(past, result.n_pass, change, first, part)
-                self.replay.run(result.n_pass, see, changed, change, first=first, last=part, x=x)
+                self.replay.run(result.n_pass, observe, changed, change, first=first, last=part, x=x)
             except _Seen:
                 return found[0]
             except (ValueError, KeyError, IndexError, TypeError, AssertionError):
@@ -214,7 +214,7 @@ class Trials:
         """Find the first part that a change concerns, and its input; None if the dump shows it or if it is ids."""
         part = self.replay.part_of(result.key)
         first = self.replay.first_part(result.n_pass, part)
-        places = {*change.plants, *change.passed_on} & {*result.since}
+        places = {*change.plants, *change.passed_on} & {*result.ran_since}
         if first == part or change.setting is not UNCHANGED.setting or not places:
             return first, None
         concerned = min(map(self.replay.part_of, places))
@@ -231,12 +231,12 @@ class Trials:
                 part += 1
             inputs = {self.replay.input_of(each) for each in range(first + 1, part)}
 
-            def see(name: str, array: np.ndarray) -> None:
+            def observe(name: str, array: np.ndarray) -> None:
                 if name in inputs:
                     made[name] = array
 
             copy = past.again()
-            self.replay.run(n_pass, see, copy, first=first, last=min(part - 1, self.replay.config.n_layers))
+            self.replay.run(n_pass, observe, copy, first=first, last=min(part - 1, self.replay.config.n_layers))
             self._entered = (n_pass, first, past), made
         return self._entered[1]
 
@@ -258,10 +258,10 @@ def stage_of(place: str) -> str:
     return place.rpartition(".")[2]
 
 
-def choices(hypotheses: tuple[Hypothesis, ...], since: tuple[str, ...]) -> list[tuple[str, ...]]:
+def choices(hypotheses: tuple[Hypothesis, ...], ran_since: tuple[str, ...]) -> list[tuple[str, ...]]:
     """List where hypotheses may have been made: wherever they can be, in one stage of all layers, or in one place."""
-    everywhere = tuple(dict.fromkeys(place for each in hypotheses for place in each.at(since)))
-    if not everywhere or not all(each.at(since) for each in hypotheses):
+    everywhere = tuple(dict.fromkeys(place for each in hypotheses for place in each.at(ran_since)))
+    if not everywhere or not all(each.at(ran_since) for each in hypotheses):
         return []
     found = [everywhere]
     if len(hypotheses) == 1 and hypotheses[0].by_place:
@@ -286,12 +286,12 @@ def together(changes: Sequence[Change]) -> Change:
     return made
 
 
-def _combine_changes(first: Mapping[str, Plant], second: Mapping[str, Plant], place: str) -> Plant:
+def _combine_changes(first: Mapping[str, StageChange], second: Mapping[str, StageChange], place: str) -> StageChange:
     """Combine the changes at one place; if both have one, the second changes the result of the first."""
     if place not in first or place not in second:
         return first[place] if place in first else second[place]
     one, two = first[place], second[place]
-    return Plant(
+    return StageChange(
         lambda inputs, stage, array: two.wrong(inputs, stage, one.wrong(inputs, stage, array)), (*one.reads, *two.reads)
     )
 

@@ -56,8 +56,8 @@ def diagnose_training(weights: Weights, adapter: Adapter, raw: RawDump, *, model
     unknown = {place for finding in found.findings if finding.kind == "unknown" for place in finding.places}
     if dtype == "float32" and not dump.dtype and unknown:
         in_half = _Search(wide, adapter, dump, HALF[0])
-        judged = {(row.key[0], _key(row.key)) for row in in_half.rows}
-        found = in_half if unknown <= judged and not in_half.findings else found
+        half_keys = {(row.key[0], _key(row.key)) for row in in_half.rows}
+        found = in_half if unknown <= half_keys and not in_half.findings else found
     return found.diagnosis(model)
 
 
@@ -101,7 +101,7 @@ class _Search:
             elif best.cause[0].name == AFTER_CLIPPING:
                 self._take(self.dump.as_clipped())
             else:
-                cure += best.planted
+                cure += best.injected
 
     def _explained(self, wrong: Sequence[JudgedArray], cure: Cure) -> tuple[Scored | None, list[Scored]]:
         """Find the cause that makes a wrong quantity as the dump shows it.
@@ -109,12 +109,12 @@ class _Search:
         Try known mistakes first, then numbers as they fit best, then two causes at once. Also return the causes that
         cannot be told from the best one; if there is no best one, return the causes that come near.
         """
-        scorer, since = Scorer(self.replay, self.judge, wrong, cure), self._since(wrong[0].key)
-        tried = [(one,) for one in known(self.weights.config, since, wrong[0].key[1])]
+        scorer, ran_since = Scorer(self.replay, self.judge, wrong, cure), self._since(wrong[0].key)
+        tried = [(one,) for one in known(self.weights.config, ran_since, wrong[0].key[1])]
         scored = scorer.best_first(tried)
         best, alike = scorer.chosen(scored)
         if best is None or scorer.n_right(best) < len(self.rows):  # a number may leave less
-            numbers = [(one,) for one in self._numbers(scorer, since)]
+            numbers = [(one,) for one in self._numbers(scorer, ran_since)]
             scored = [*scored, *scorer.best_first(numbers)]
             best, alike = scorer.chosen(scored)
             tried += numbers
@@ -138,7 +138,7 @@ class _Search:
             for at in range(max(last + 1, _run_index(wrong) - 2 * len(FLOW)), _run_index(wrong) + 1)
         }
 
-    def _numbers(self, scorer: Scorer, since: set[str]) -> Iterator[TrainingHypothesis]:
+    def _numbers(self, scorer: Scorer, ran_since: set[str]) -> Iterator[TrainingHypothesis]:
         """Yield the hypotheses of a changed number, with the value that fits the wrong quantity best."""
         number, group, _ = scorer.wrong[0].key
         run = self.replay.run(scorer.cure, until=scorer.wrong[0].key)
@@ -147,7 +147,7 @@ class _Search:
         scale = self.adapter.scaling(next(iter(self.adapter.targets)))
         for family in families(self.dump, scorer.step, scale, norm):
             for where in where_of(family, group):
-                if family.group in since or where == "back":
+                if family.group in ran_since or where == "back":
                     yield from scorer.fitted(family, where, norm)
 
     def diagnosis(self, model: str) -> Diagnosis:
@@ -209,10 +209,10 @@ def _finding(
     where = f"step {wrong.key[0]}, {_key(wrong.key)}"
     if best is None:
         kind = "not finite" if wrong.difference.fault else "unknown"
-        made_in, sentence = _unexplained(wrong, rows, where)
+        starts_in, sentence = _unexplained(wrong, rows, where)
     else:
         kind = "honest" if all(one.honest for one in best.cause) else "mistake"
-        made_in = tuple(dict.fromkeys(one.planted.mistake.stages[0] for one in best.cause))
+        starts_in = tuple(dict.fromkeys(one.injected.mistake.stages[0] for one in best.cause))
         said = " ".join(one.sentence for one in best.cause)
         sentence = f"{where}: {said} This explains {_percent_or_all(best.share)} of the error."
         if near:
@@ -222,7 +222,7 @@ def _finding(
     misses = tuple(_suspect(one.cause[0], places, one) for one in near)
     layers = tuple(sorted({layer for row in places if (layer := _layer(row.key)) is not None}))
     return Finding(
-        kind, _key(wrong.key), wrong.key[0], made_in, layers, suspects, misses,
+        kind, _key(wrong.key), wrong.key[0], starts_in, layers, suspects, misses,
         tuple((row.key[0], _key(row.key)) for row in places), sentence,
     )  # fmt: skip
 
@@ -236,14 +236,14 @@ def _unexplained(wrong: JudgedArray, rows: Sequence[JudgedArray], where: str) ->
     right = f"; {first} of the {len(before)} quantities before it are right" if first else ""
     target = wrong.key[2].split(".")[-2] if wrong.key[1] == "gradient" else ""
     behind = BEHIND.get(target, "")
-    made_in = tuple(f"l{_layer(wrong.key)}.{name}" for name in behind.split(", ")) if behind else (_key(wrong.key),)
+    starts_in = tuple(f"l{_layer(wrong.key)}.{name}" for name in behind.split(", ")) if behind else (_key(wrong.key),)
     off = f"error {wrong.over:.3g} times the tolerance of its arithmetic"
-    return made_in, f"{where}: this error matches no known mistake ({off}{right})."
+    return starts_in, f"{where}: this error matches no known mistake ({off}{right})."
 
 
 def _suspect(one: TrainingHypothesis, places: Sequence[JudgedArray], scored: Scored) -> Suspect:
-    planted = tuple(_key(row.key) for row in places)
-    return Suspect(one.name, one.sentence, planted, scored.share, scored.left, one.value)
+    injected = tuple(_key(row.key) for row in places)
+    return Suspect(one.name, one.sentence, injected, scored.share, scored.left, one.value)
 
 
 def _percent_or_all(share: float) -> str:
@@ -255,8 +255,8 @@ def _result(row: JudgedArray, alone: JudgedArray, dtype: DtypeName, verdict: str
     number, group, _ = row.key
     arithmetic = dtype if row.mode != ISOLATED else "float32"
     return StageResult(
-        number, _key(row.key), group, _layer(row.key), row.shown.name, row.difference, row.limit, alone.difference,
-        alone.limit, arithmetic, verdict, (group,),
+        number, _key(row.key), group, _layer(row.key), row.shown.name, row.difference, row.tolerance, alone.difference,
+        alone.tolerance, arithmetic, verdict, (group,),
     )  # fmt: skip
 
 

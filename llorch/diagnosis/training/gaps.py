@@ -8,7 +8,7 @@ from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.training.hypotheses import OUTSIDE, RANDOM, group_of, possible
 from llorch.diagnosis.training.judge import TrainingJudge
-from llorch.diagnosis.training.replay import FLOW, Key, Planted, TrainingReplay
+from llorch.diagnosis.training.replay import FLOW, InjectedMistake, Key, TrainingReplay
 from llorch.engines.dumps.training_dump import TrainingDump
 from llorch.families.config import ModelConfig
 from llorch.lora.adapter import LORA_B, Adapter
@@ -37,7 +37,7 @@ def could_not_show(
     rows, first = judge.rows(base), min(step.number for step in dump.steps if step.batches)
 
     def shows(mistake: Mistake[Any], until: Key | None) -> bool:
-        made = replay.run((Planted(mistake, along=True),), until=until).arrays
+        made = replay.run((InjectedMistake(mistake, along=True),), until=until).arrays
         seen = [row for row in rows if row.key in made]
         return any(judge.apart(row, made[row.key], base.arrays[row.key]) >= VISIBLE for row in seen)
 

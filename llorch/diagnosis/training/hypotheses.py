@@ -14,7 +14,7 @@ from llorch.diagnosis.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP,
 from llorch.diagnosis.mistakes.training_mesh import MESH
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
 from llorch.diagnosis.mistakes.training_optimizer import STEP as UPDATE
-from llorch.diagnosis.training.replay import FLOW, Planted, Where
+from llorch.diagnosis.training.replay import FLOW, InjectedMistake, Where
 from llorch.engines.dumps.training_dump import TrainingDump, TrainingStep
 from llorch.families.config import ModelConfig
 from llorch.training.batch import PADDING, Batch
@@ -32,7 +32,7 @@ IN_FORWARD = FLOW[:3]
 class TrainingHypothesis:
     """Possible deviation of a training step; `honest` if it is no mistake."""
 
-    planted: Planted
+    injected: InjectedMistake
     name: str
     sentence: str
     value: str = ""  # the number that was recovered
@@ -76,25 +76,25 @@ def possible(config: ModelConfig) -> list[Mistake[Any]]:
     return [m for m in (*replayed, *MORE) if m.applies_to(config)]
 
 
-def known(config: ModelConfig, since: Collection[str], wrong: str) -> Iterator[TrainingHypothesis]:
+def known(config: ModelConfig, ran_since: Collection[str], wrong: str) -> Iterator[TrainingHypothesis]:
     """Yield the known mistakes of the quantities of which one is wrong, in every way in which they can be made."""
     for mistake in (*possible(config), *MESH):
         group = group_of(mistake)
-        for planted in ways(mistake, group in since, wrong):
-            yield TrainingHypothesis(planted, mistake.name, mistake.diagnosis)
+        for injected in ways(mistake, group in ran_since, wrong):
+            yield TrainingHypothesis(injected, mistake.name, mistake.diagnosis)
 
 
-def ways(mistake: Mistake[Any], in_gap: bool, wrong: str) -> Iterator[Planted]:
+def ways(mistake: Mistake[Any], in_gap: bool, wrong: str) -> Iterator[InjectedMistake]:
     """Yield the parts of a step in which a mistake may be made, if the quantities before the gap are right."""
     backs = (True, False) if mistake.along else (False,)
     if group_of(mistake) not in IN_FORWARD:
-        yield from (Planted(mistake, "both", along) for along in backs if in_gap)
+        yield from (InjectedMistake(mistake, "both", along) for along in backs if in_gap)
     elif in_gap:
-        yield from (Planted(mistake, "both", along) for along in backs)
+        yield from (InjectedMistake(mistake, "both", along) for along in backs)
         if wrong in IN_FORWARD:
-            yield Planted(mistake, "shown")
+            yield InjectedMistake(mistake, "shown")
     if group_of(mistake) in IN_FORWARD and wrong == "gradient":
-        yield from (Planted(mistake, "back", along) for along in backs)
+        yield from (InjectedMistake(mistake, "back", along) for along in backs)
 
 
 def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) -> list[ScaledMistakes]:

@@ -27,12 +27,12 @@ class JudgedArray:
     shown: StepArray
     mode: str
     difference: Difference
-    limit: Tolerance
+    tolerance: Tolerance
 
     @property
     def over(self) -> float:
         """Factor by which it exceeds its tolerance."""
-        return self.difference.over(self.limit)
+        return self.difference.over(self.tolerance)
 
 
 class TrainingJudge:
@@ -47,44 +47,46 @@ class TrainingJudge:
             (int(batch.positions.max()) for step in dump.steps for batch in step.batches), default=0
         )
         self.steps = {step.number: step for step in dump.steps}
-        self._granted: dict[tuple[Key, str], Tolerance] = {}
+        self._tolerances: dict[tuple[Key, str], Tolerance] = {}
 
     def rows(self, run: ReplayedRun, *, fed: bool = True) -> list[JudgedArray]:
         """Compare all arrays of the dump that a run also made, in the order in which they are made."""
-        return [self._row(step, group, name, run, mode if fed else CHAINED) for step, group, name, mode in self._judged]
+        return [
+            self._row(step, group, name, run, mode if fed else CHAINED) for step, group, name, mode in self._compared
+        ]
 
     @cached_property
-    def _judged(self) -> list[tuple[TrainingStep, str, str, str]]:
+    def _compared(self) -> list[tuple[TrainingStep, str, str, str]]:
         """Each array that can be judged: its step, group, name and mode, in the order in which they are made."""
         found = []
         for step in self.dump.steps:
             names = sorted(step.shown, key=lambda shown: (FLOW.index(shown[0]), _backward(shown[1])))
-            judged = [name for name in names if step.batches and self._may_judge(step, *name)]
-            found += [(step, *name, self.mode(step, *name)) for name in judged]
+            checked_names = [name for name in names if step.batches and self._may_judge(step, *name)]
+            found += [(step, *name, self.mode(step, *name)) for name in checked_names]
         return found
 
     def _row(self, step: TrainingStep, group: str, name: str, run: ReplayedRun, mode: str) -> JudgedArray:
         """Compare one array with llorch's; tolerances come from the first run that was judged."""
         key = (step.number, group, name)
-        shown, want = step.shown[group, name], run.arrays[step.number, group, name]
-        if (key, mode) not in self._granted:
-            self._granted[key, mode] = self._limit(step, group, name, mode, run)
-        return JudgedArray(key, shown, mode, self.difference(step, group, shown, want), self._granted[key, mode])
+        shown, expected = step.shown[group, name], run.arrays[step.number, group, name]
+        if (key, mode) not in self._tolerances:
+            self._tolerances[key, mode] = self._limit(step, group, name, mode, run)
+        return JudgedArray(key, shown, mode, self.difference(step, group, shown, expected), self._tolerances[key, mode])
 
-    def difference(self, step: TrainingStep, group: str, shown: StepArray, want: np.ndarray) -> Difference:
+    def difference(self, step: TrainingStep, group: str, shown: StepArray, expected: np.ndarray) -> Difference:
         """Measure the difference between an array of the dump and llorch's."""
-        got = shown.array
+        actual = shown.array
         if shown.rows is not None:
-            both = shown.rows & ~np.isnan(want.reshape(len(want), -1)[:, 0])
-            got, want = got[both], want[both]
+            both = shown.rows & ~np.isnan(expected.reshape(len(expected), -1)[:, 0])
+            actual, expected = actual[both], expected[both]
         if group == "parameters":
-            return measure_in(got, want, unit=self.rate(step))
-        return measure(got, want)
+            return measure_in(actual, expected, unit=self.rate(step))
+        return measure(actual, expected)
 
     def apart(self, row: JudgedArray, one: np.ndarray, other: np.ndarray) -> float:
         """Measure the difference between two of llorch's arrays, in tolerances, at the rows that the dump has."""
         step = self.steps[row.key[0]]
-        return self.difference(step, row.key[1], replace(row.shown, array=one), other).over(row.limit)
+        return self.difference(step, row.key[1], replace(row.shown, array=one), other).over(row.tolerance)
 
     def rate(self, step: TrainingStep) -> float:
         """Return the unit of parameters: the learning rate of the step, or of the settings if that is 0."""
@@ -127,15 +129,15 @@ class TrainingJudge:
 
     def _limit(self, step: TrainingStep, group: str, name: str, mode: str, run: ReplayedRun) -> Tolerance:
         stage = "gradient" if group == "clipped" else group
-        limit = limits.of_dump(self.config, stage, mode, self.dtype, self.last_position)
+        tolerance = limits.of_dump(self.config, stage, mode, self.dtype, self.last_position)
         if group == "parameters":
             if mode == CHAINED:
                 most = limits.ceiling(self.config, group, CHAINED, "float32")
-                limit = limits.ceiling(self.config, group, ISOLATED, "float32")
-                limit = limit.at_least(self._amplified(step, name, run)).at_most(most)
-            limit = limits.of_parameters(run.arrays[step.number, "start", name], self.rate(step), limit)
+                tolerance = limits.ceiling(self.config, group, ISOLATED, "float32")
+                tolerance = tolerance.at_least(self._amplified(step, name, run)).at_most(most)
+            tolerance = limits.of_parameters(run.arrays[step.number, "start", name], self.rate(step), tolerance)
         stored = FLOORS.get(step.shown[group, name].stored, 0.0)
-        return limit.at_least(Tolerance(stored, stored)) if stored > FLOORS["float32"] else limit
+        return tolerance.at_least(Tolerance(stored, stored)) if stored > FLOORS["float32"] else tolerance
 
     def _amplified(self, step: TrainingStep, name: str, run: ReplayedRun) -> Tolerance:
         """Bound the errors that gradients, which the dump does not show, may cause in parameters."""

@@ -40,7 +40,7 @@ _OPTIMIZER = "llorch.training.adamw."
 
 
 @dataclass(frozen=True)
-class Planted:
+class InjectedMistake:
     """A mistake, and in which part of a step it is made; `along`: with what mostly goes wrong with it."""
 
     mistake: Mistake[Any]
@@ -77,7 +77,9 @@ class TrainingReplay:
                        for step in dump.steps if all(("parameters", name) in step.shown for name in flat)}  # fmt: skip
         self._kept: dict[Any, Any] = {}
 
-    def run(self, mistakes: tuple[Planted, ...] = (), *, fed: bool = True, until: Key | None = None) -> "ReplayedRun":
+    def run(
+        self, mistakes: tuple[InjectedMistake, ...] = (), *, fed: bool = True, until: Key | None = None
+    ) -> "ReplayedRun":
         """Run all steps, or those up to the step of `until`, with mistakes injected."""
         run, state = ReplayedRun(), self._start
         for step in self.dump.steps:
@@ -91,8 +93,8 @@ class TrainingReplay:
         return run
 
     def _step(
-        self, run: "ReplayedRun", step: TrainingStep, state: dict[str, Named], mistakes: tuple[Planted, ...], fed: bool,
-        until: Key | None,
+        self, run: "ReplayedRun", step: TrainingStep, state: dict[str, Named],
+        mistakes: tuple[InjectedMistake, ...], fed: bool, until: Key | None,
     ) -> dict[str, Named]:  # fmt: skip
         """Replay one optimizer step with mistakes, and return the state after it."""
         parameters, shown = state["parameters"], step.shown if fed else {}
@@ -115,7 +117,9 @@ class TrainingReplay:
         with _inside(mistakes, "optimizer"):
             return _optimizer(run, step, grads, state, shown, self.dump.settings)
 
-    def _remembered(self, what: str, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> Any:
+    def _remembered(
+        self, what: str, step: TrainingStep, parameters: Named, mistakes: tuple[InjectedMistake, ...]
+    ) -> Any:
         """Compute a result of a step, and keep it while the step's parameters are the same arrays.
 
         The oldest result is dropped first, because logits may be large.
@@ -127,13 +131,15 @@ class TrainingReplay:
             self._kept.pop(next(iter(self._kept)))
         return found[1]
 
-    def _tokens(self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> tuple:
+    def _tokens(self, step: TrainingStep, parameters: Named, mistakes: tuple[InjectedMistake, ...]) -> tuple:
         """Return logits and losses of all tokens of a step, with the mistakes injected."""
         with _inside(mistakes, "shown"):
             logits = self._logits(step, self._adapted(parameters))
             return logits, self._token_losses(step, logits)
 
-    def _gradients(self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...]) -> tuple[float, Named]:
+    def _gradients(
+        self, step: TrainingStep, parameters: Named, mistakes: tuple[InjectedMistake, ...]
+    ) -> tuple[float, Named]:
         """Return loss and gradients of a step, with the mistakes injected into the passes they belong to."""
         loss, grads = self._loss_and_gradients(step, parameters, mistakes, "shown")
         if any(one.where != "both" for one in mistakes):
@@ -144,7 +150,7 @@ class TrainingReplay:
         return AdaptedWeights(self.weights, replace(self.adapter), parameters=parameters)  # replaced: scales anew
 
     def _loss_and_gradients(
-        self, step: TrainingStep, parameters: Named, mistakes: tuple[Planted, ...], where: Where
+        self, step: TrainingStep, parameters: Named, mistakes: tuple[InjectedMistake, ...], where: Where
     ) -> tuple[float, Named]:
         """Compute loss and gradients with mistakes; a mistake around the whole step gets the right ones from memory."""
         right, given = nullcontext(), self._given(step, parameters)
@@ -153,7 +159,7 @@ class TrainingReplay:
         with right, _inside(mistakes, where):
             return loss_and_gradients(self.weights, *given[0], **given[1])
 
-    def _right(self, step: TrainingStep, parameters: Named, _: tuple[Planted, ...]) -> tuple[float, Named]:
+    def _right(self, step: TrainingStep, parameters: Named, _: tuple[InjectedMistake, ...]) -> tuple[float, Named]:
         given = self._given(step, parameters)
         return loss_and_gradients(self.weights, *given[0], **given[1])
 
@@ -169,7 +175,7 @@ class TrainingReplay:
         ]
         return np.concatenate(logits)
 
-    def _losses(self, step: TrainingStep, logits: np.ndarray, mistakes: tuple[Planted, ...]) -> np.ndarray:
+    def _losses(self, step: TrainingStep, logits: np.ndarray, mistakes: tuple[InjectedMistake, ...]) -> np.ndarray:
         with _inside(mistakes, "shown"):
             return self._token_losses(step, logits)
 
@@ -258,7 +264,7 @@ def _answering(given: _Given, answer: tuple[float, Named]) -> Replacement:
 
 
 @contextmanager
-def _inside(mistakes: tuple[Planted, ...], where: str) -> Any:
+def _inside(mistakes: tuple[InjectedMistake, ...], where: str) -> Any:
     """Plant those that are made in a part of the step."""
     with ExitStack() as planting:
         for one in mistakes:

@@ -8,14 +8,14 @@ import numpy as np
 
 from llorch.diagnosis.training.hypotheses import ScaledMistakes, TrainingHypothesis, unsaid
 from llorch.diagnosis.training.judge import JudgedArray, TrainingJudge
-from llorch.diagnosis.training.replay import Planted, ReplayedRun, TrainingReplay, Where
+from llorch.diagnosis.training.replay import InjectedMistake, ReplayedRun, TrainingReplay, Where
 from llorch.stages.comparison import times_over
 
 NEAR = 0.5  # share of the error from which on something may be its cause, or is near
 AFTER_CLIPPING = "gradients-after-clipping"
 _MOVES, _NUDGE, _FARTHEST = 12, 1e-4, 3.0  # of a logarithm that is looked for
 
-Cure = tuple[Planted, ...]
+Cure = tuple[InjectedMistake, ...]
 
 
 @dataclass(frozen=True)
@@ -32,9 +32,9 @@ class Scored:
         return frozenset(one.name for one in self.cause)
 
     @property
-    def planted(self) -> Cure:
+    def injected(self) -> Cure:
         """Changes that the cause makes."""
-        return tuple(one.planted for one in self.cause)
+        return tuple(one.injected for one in self.cause)
 
 
 class Scorer:
@@ -61,7 +61,7 @@ class Scorer:
 
     def n_right(self, one: Scored) -> int:
         """Count the arrays of the whole dump that are right with a cause; -1 if its number fits this step alone."""
-        rows, (step, group, _) = self.judge.rows(self.replay.run(self.cure + one.planted)), self.wrong[0].key
+        rows, (step, group, _) = self.judge.rows(self.replay.run(self.cure + one.injected)), self.wrong[0].key
         others = any(row.over > 1 for row in rows if row.key[0] > step and row.key[1] == group)
         return -1 if others and any(h.value and not h.honest for h in one.cause) else sum(row.over <= 1 for row in rows)
 
@@ -71,52 +71,48 @@ class Scorer:
         `norm` is the norm of the gradients.
         """
 
-        def plant(value: float) -> Planted:
-            return Planted(family.make(value), where, along=True)
+        def inject(value: float) -> InjectedMistake:
+            return InjectedMistake(family.make(value), where, along=True)
 
-        value = self._fit(family.starts, plant)
+        value = self._fit(family.starts, inject)
         if value is None or value > family.most:
             return
         sentence, shown = family.said(value)
         if family.name == "loss-normalisation" and where == "back":
-            yield self._scaled_gradients(plant(value), value, norm)
+            yield self._scaled_gradients(inject(value), value, norm)
             return
         honest = unsaid(self.replay.dump, family)
         yield TrainingHypothesis(
-            plant(value),
-            family.name,
-            sentence + (" The dump does not declare it." if honest else ""),
-            shown,
-            honest,
+            inject(value), family.name, sentence + (" The dump does not declare it." if honest else ""), shown, honest
         )
 
-    def _scaled_gradients(self, planted: Planted, factor: float, norm: float) -> TrainingHypothesis:
+    def _scaled_gradients(self, injected: InjectedMistake, factor: float, norm: float) -> TrainingHypothesis:
         """Make the hypothesis that all gradients are a multiple of the right ones: clipped already, or scaled."""
         largest = self.replay.dump.settings.max_grad_norm
         if norm > largest and math.isclose(factor, largest / norm, rel_tol=1e-3):
             said = "These are the gradients after clipping; name them `clipped.`, or dump them before clipping."
-            return TrainingHypothesis(planted, AFTER_CLIPPING, said, f"{factor:.6g}", honest=True)
+            return TrainingHypothesis(injected, AFTER_CLIPPING, said, f"{factor:.6g}", honest=True)
         said = f"All gradients are {factor:.6g} times the gradients of the dumped loss."
-        return TrainingHypothesis(planted, "gradient-scale", said, f"{factor:.6g}")
+        return TrainingHypothesis(injected, "gradient-scale", said, f"{factor:.6g}")
 
-    def _run(self, planted: Cure) -> ReplayedRun:
-        return self.replay.run(self.cure + planted, until=self.wrong[0].key)
+    def _run(self, injected: Cure) -> ReplayedRun:
+        return self.replay.run(self.cure + injected, until=self.wrong[0].key)
 
     def _scored(self, cause: tuple[TrainingHypothesis, ...]) -> Scored:
         """Return the share of the error that a cause explains and the largest error left, in tolerances."""
-        run, before, after, left = self._run(tuple(one.planted for one in cause)), 0.0, 0.0, 0.0
+        run, before, after, left = self._run(tuple(one.injected for one in cause)), 0.0, 0.0, 0.0
         for row in self.wrong:
             now = self.judge.difference(self.step, row.key[1], row.shown, run.arrays[row.key])
             before, after = before + min(row.difference.error, 1e9) ** 2, after + min(now.error, 1e9) ** 2
-            left = max(left, now.over(row.limit))
+            left = max(left, now.over(row.tolerance))
         return Scored(cause, 1 - math.sqrt(times_over(after, before)), left)
 
-    def _fit(self, starts: Sequence[float], plant: Callable[[float], Planted]) -> float | None:
+    def _fit(self, starts: Sequence[float], inject: Callable[[float], InjectedMistake]) -> float | None:
         """Fit the number with the least distance to the dump, by Gauss's steps of its logarithm; None: no effect."""
-        x = min(starts, key=lambda start: float(np.linalg.norm(self._off(plant(start)))))
+        x = min(starts, key=lambda start: float(np.linalg.norm(self._off(inject(start)))))
         for _ in range(_MOVES):
-            here = self._off(plant(x))
-            slope = (self._off(plant(x * math.exp(_NUDGE))) - here) / _NUDGE
+            here = self._off(inject(x))
+            slope = (self._off(inject(x * math.exp(_NUDGE))) - here) / _NUDGE
             steep = float(slope @ slope)
             if not (math.isfinite(steep) and steep > 1e-24):
                 return None
@@ -126,12 +122,12 @@ class Scorer:
                 break
         return x
 
-    def _off(self, planted: Planted) -> np.ndarray:
+    def _off(self, injected: InjectedMistake) -> np.ndarray:
         """Compute the errors of the quantity, each array divided by its norm in the dump; 0 if nothing is compared."""
-        run, off = self._run((planted,)), []
+        run, off = self._run((injected,)), []
         for row in self.wrong:
-            got, want = row.shown.array, run.arrays[row.key]
+            actual, expected = row.shown.array, run.arrays[row.key]
             if row.shown.rows is not None:
-                got, want = got[row.shown.rows], want[row.shown.rows]
-            off.append(np.nan_to_num((want - got) / (np.linalg.norm(got) or 1.0)).ravel())
+                actual, expected = actual[row.shown.rows], expected[row.shown.rows]
+            off.append(np.nan_to_num((expected - actual) / (np.linalg.norm(actual) or 1.0)).ravel())
         return np.concatenate(off)

@@ -70,14 +70,14 @@ def _contradiction(
     source: str, who: str, passes: Sequence[Tokens], other: str, theirs: Sequence[Tokens]
 ) -> GuardFailed:
     """Make the refusal of two sources that state other tokens or other positions."""
-    wanted, got = ([token for tokens in each for token in tokens.ids] for each in (theirs, passes))
-    if wanted != got:
-        message = f"expected {shown(wanted)}, as in {other}, got {shown(got)} in {who}{parting(wanted, got)}"
+    wanted, actual = ([token for tokens in each for token in tokens.ids] for each in (theirs, passes))
+    if wanted != actual:
+        message = f"expected {shown(wanted)}, as in {other}, got {shown(actual)} in {who}{parting(wanted, actual)}"
         return GuardFailed("ids", f"{message}; run the engine on the same tokens", source=source)
     firsts = ([each.first_position for each in tokens] for tokens in (theirs, passes))
-    wanted, got = (", ".join(map(str, positions)) for positions in firsts)
+    wanted, actual = (", ".join(map(str, positions)) for positions in firsts)
     message = (
-        f"expected passes from {wanted} on, as in {other}, got {got} in {who}; run the engine at the same positions"
+        f"expected passes from {wanted} on, as in {other}, got {actual} in {who}; run the engine at the same positions"
     )
     return GuardFailed("positions", message, source=source)
 
@@ -138,17 +138,19 @@ def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] |
     return tuple(map(int, ids)) if is_row.all() else None
 
 
-def parting(wanted: list[int], got: list[int]) -> str:
+def parting(wanted: list[int], actual: list[int]) -> str:
     """Explain how one sequence of tokens differs from another, as the end of a message."""
-    if len(got) > 1 and (got[1:] == wanted or (len(got) == len(wanted) > 1 and got[1:] == wanted[:-1])):
+    if len(actual) > 1 and (actual[1:] == wanted or (len(actual) == len(wanted) > 1 and actual[1:] == wanted[:-1])):
         twice = f"{FIRST_TOKEN_TWICE}, as when template and tokenizer both add BOS"
-        return f": {twice if got[0] == got[1] else f'{got[0]} comes first, like BOS'}"
-    for shorter, longer, what in ((wanted, got, "padded with"), (got, wanted, "without the padding of")):
+        return f": {twice if actual[0] == actual[1] else f'{actual[0]} comes first, like BOS'}"
+    for shorter, longer, what in ((wanted, actual, "padded with"), (actual, wanted, "without the padding of")):
         n_more = len(longer) - len(shorter)
         for end, rest in ((longer[:n_more], longer[n_more:]), (longer[len(shorter) :], longer[: len(shorter)])):
             if n_more > 0 and rest == shorter and len({*end}) == 1:
                 return f": {what} {n_more} times {end[0]}"
-    at = next((n for n, (a, b) in enumerate(zip(wanted, got, strict=False)) if a != b), min(len(wanted), len(got)))
+    at = next(
+        (n for n, (a, b) in enumerate(zip(wanted, actual, strict=False)) if a != b), min(len(wanted), len(actual))
+    )
     return f": first difference at token {at}"
 
 

@@ -98,7 +98,9 @@ def declared_form(
     without_batch = [n for axis, n in zip(declared, inner, strict=False) if axis != "batch" or n != 1]
     if "ctx" in axes and len(without_batch) == len(axes) and without_batch[axes.index("ctx")] > sizes["ctx"]:
         padded = Form(axes, tuple(without_batch))
-        if all(got == size or axis == "ctx" for axis, got, size in zip(axes, padded.sizes, form.sizes, strict=True)):
+        if all(
+            actual == size or axis == "ctx" for axis, actual, size in zip(axes, padded.sizes, form.sizes, strict=True)
+        ):
             return padded
     raise FormatError("Shape", f"expected {' '.join(declared)} to be {form.sizes}, got {shape}")
 
@@ -162,10 +164,10 @@ def far_nearest(distances: Mapping[Form, float]) -> Form | None:
     return best if distances[best] < min(_LEAST_UNLIKE, distances[second] / FAR_NEARER) else None
 
 
-def unlike(got: np.ndarray, ours: np.ndarray) -> float:
+def unlike(actual: np.ndarray, ours: np.ndarray) -> float:
     """Measure the sine of the angle between two arrays where both are finite; a common factor does not count."""
-    finite = np.isfinite(got) & np.isfinite(ours)
-    a, b = got[finite].astype(np.float64), ours[finite].astype(np.float64)
+    finite = np.isfinite(actual) & np.isfinite(ours)
+    a, b = actual[finite].astype(np.float64), ours[finite].astype(np.float64)
     size = float(np.linalg.norm(a) * np.linalg.norm(b))
     if size == 0:
         return 1.0

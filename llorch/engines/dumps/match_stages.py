@@ -157,8 +157,8 @@ def _guesses(named: NamedArray, reader: StageReader, offset: int | None, ours: n
         rows = read.same_of(ours, named.table)
         for layout in layouts:
             parts = reader.arrays(replace(named, layout=layout), read)
-            got = np.concatenate([parts[stage] for stage in named.stages], axis=-1)
-            both = np.isfinite(got) & np.isfinite(rows)
-            times = float(np.linalg.norm(got[both]) / (np.linalg.norm(rows[both]) or 1.0))
-            unmasked = bool((np.isfinite(got) & ~both).any())
-            yield Guess(named.stages, offset, unlike(got, rows), times, unmasked, layout, read)
+            actual = np.concatenate([parts[stage] for stage in named.stages], axis=-1)
+            both = np.isfinite(actual) & np.isfinite(rows)
+            times = float(np.linalg.norm(actual[both]) / (np.linalg.norm(rows[both]) or 1.0))
+            unmasked = bool((np.isfinite(actual) & ~both).any())
+            yield Guess(named.stages, offset, unlike(actual, rows), times, unmasked, layout, read)

@@ -21,7 +21,7 @@ from llorch.engines.dumps.layout import (
 )
 from llorch.engines.dumps.raw import RawArray
 from llorch.engines.dumps.replay import our_stage
-from llorch.engines.dumps.stage_dump import Seen
+from llorch.engines.dumps.stage_dump import DumpedArray
 from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files import Weights
 from llorch.runtime.errors import FormatError
@@ -114,7 +114,7 @@ class StageReader:
             notes.append(f"one row, read as the row of the last token: {', '.join(self._last_only)}")
         return notes
 
-    def seen(self, named: NamedArray) -> dict[str, Seen]:
+    def dumped(self, named: NamedArray) -> dict[str, DumpedArray]:
         """Find the stages of an array, to be read later; raise FormatError if it does not fit."""
         ways = self.ways(named)
         read = ways[0] if len(ways) == 1 else self._decide(named, ways)
@@ -122,13 +122,13 @@ class StageReader:
             self._by_shape.setdefault(" ".join(named.stages), read.form)
         if "seq" in named.table and named.array.tokens is None and read.tokens is not None:
             self._last_only.append(named.array.name)
-        if named.by_llamacpp and FAMILIES[self.config.family].paired_rows and named.stages[0] in PAIRED:
+        if named.by_llamacpp and FAMILIES[self.config.family].interleaved_rope_gguf and named.stages[0] in PAIRED:
             paired = replace(named, layout=replace(named.layout, permuted=True))
             named = paired if self._has_pairs(named, paired, read) else named
         name, stored = named.array.name, named.array.stored
         keys = read.sizes["ctx"] if read.left_out and named.table[1] == "ctx" else None
         return {
-            stage: Seen(name, stored, lambda stage=stage: self.arrays(named, read)[stage], read.tokens, keys)
+            stage: DumpedArray(name, stored, lambda stage=stage: self.arrays(named, read)[stage], read.tokens, keys)
             for stage in named.stages
         }
 

@@ -16,13 +16,13 @@ class _Enough(Exception):
     """Ends a run behind the last stage that somebody wants."""
 
 
-def run_passes(weights: Weights, passes: Sequence[Tokens], see: Callable[[int, str, np.ndarray], bool]) -> None:
-    """Run passes one after the other into one cache; `see` is shown every stage, and says whether to go on."""
+def run_passes(weights: Weights, passes: Sequence[Tokens], observe: Callable[[int, str, np.ndarray], bool]) -> None:
+    """Run passes one after the other into one cache; `observe` is shown every stage, and says whether to go on."""
     first, rounding = passes[0].first_position, weights.cache_rounding
     cache = KVCache(weights.config, weights.dtype, first_position=first, rounding=rounding)
 
     def keep(number: int, name: str, array: np.ndarray) -> np.ndarray:
-        if not see(number, name, array):
+        if not observe(number, name, array):
             raise _Enough
         return array
 
@@ -35,9 +35,9 @@ def our_stage(weights: Weights, passes: Sequence[Tokens], n_pass: int, key: str)
     """Compute one stage of one pass; later stages are not computed."""
     found: list[np.ndarray] = []
 
-    def see(number: int, name: str, array: np.ndarray) -> bool:
+    def observe(number: int, name: str, array: np.ndarray) -> bool:
         found.extend([array.copy()] if (number, name) == (n_pass, key) else [])
         return not found
 
-    run_passes(weights, passes, see)
+    run_passes(weights, passes, observe)
     return found[0]

@@ -28,7 +28,7 @@ class Features:
 
 
 @dataclass(frozen=True)
-class Seen:
+class DumpedArray:
     """One stage of one pass.
 
     Attributes:
@@ -70,7 +70,7 @@ class StageDump:
     Attributes:
         source: What it was read from, for messages.
         passes: In the order they ran, one after the other into the same cache.
-        seen: By the number of the pass and the stage key, `(0, "l0.q_rope")`.
+        dumped: By the number of the pass and the stage key, `(0, "l0.q_rope")`.
         features: What the engine says of itself.
         notes: What was found rather than declared, one sentence each.
         production: By the number of the pass, logits of the run that nobody watched.
@@ -80,10 +80,10 @@ class StageDump:
 
     source: str
     passes: tuple[Tokens, ...]
-    seen: Mapping[tuple[int, str], Seen]
+    dumped: Mapping[tuple[int, str], DumpedArray]
     features: Features = field(default_factory=Features)
     notes: Sequence[str] = field(default=())
-    production: Mapping[int, Seen] = field(default_factory=dict)
+    production: Mapping[int, DumpedArray] = field(default_factory=dict)
     n_before: int | None = 0
     misread: Misread | None = None
 
@@ -92,13 +92,13 @@ class StageDump:
         cls, passes: Sequence[Tokens], *arrays: Mapping[str, np.ndarray], source: str = "arrays", **features: str | bool
     ) -> "StageDump":
         """Build a dump from traces in memory, one trace for each pass."""
-        seen = {
-            (number, key): Seen(key, str(array.dtype), lambda array=array: array)
+        dumped = {
+            (number, key): DumpedArray(key, str(array.dtype), lambda array=array: array)
             for number, trace in enumerate(arrays)
             for key, array in trace.items()
         }
-        return cls(source, tuple(passes), seen, Features(**features))  # type: ignore[arg-type] (checked by its users)
+        return cls(source, tuple(passes), dumped, Features(**features))  # type: ignore[arg-type] (checked by its users)
 
-    def of_pass(self, number: int) -> Iterator[tuple[str, Seen]]:
+    def of_pass(self, number: int) -> Iterator[tuple[str, DumpedArray]]:
         """Stage keys of one pass, and what was seen of each."""
-        return ((key, seen) for (n, key), seen in self.seen.items() if n == number)
+        return ((key, dumped) for (n, key), dumped in self.dumped.items() if n == number)

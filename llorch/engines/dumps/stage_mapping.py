@@ -12,7 +12,7 @@ from llorch.engines.dumps.layout import DumpLayout
 from llorch.engines.dumps.mapping import NameMap
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.reading import NamedArray, StageReader, tokens_before
-from llorch.engines.dumps.stage_dump import Features, Seen, StageDump
+from llorch.engines.dumps.stage_dump import DumpedArray, Features, StageDump
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.runtime.errors import FormatError, GuardFailed
@@ -87,20 +87,20 @@ def stage_dump(
     features = Features(**asdict(raw.features) | mapping.features)  # type: ignore[arg-type] (checked when it was read)
     as_logits = [NamedArray(n_pass, array, ("logits",), None, DumpLayout()) for n_pass, array in production]
     logits, _ = _stages(raw, as_logits, reader)
-    unwatched = {n_pass: seen for (n_pass, _), seen in logits.items()}
+    unwatched = {n_pass: dumped for (n_pass, _), dumped in logits.items()}
     return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), unwatched, n_before)
 
 
 def _without_stages(raw: RawDump, weights: Weights | None) -> FormatError:
     names = _patterns(raw.arrays)
     words = ("llorch", "diff", "--suggest", raw.source, "--model", "MODEL" if weights is None else str(weights.path))
-    got = (
+    actual = (
         f"got {len(raw.arrays)} arrays with other names ({', '.join(names[:_SHOWN_NAMES])})"
         if names
         else "got no array"
     )
     command = f"draft a mapping with: {shlex.join(words)} > names.toml, and give it with --map names.toml"
-    return FormatError("Missing", f"stages: expected arrays with names of stages, {got}; {command}", path=raw.source)
+    return FormatError("Missing", f"stages: expected arrays with names of stages, {actual}; {command}", path=raw.source)
 
 
 def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
@@ -175,30 +175,30 @@ def _of_other_layers(meaning: Meaning, config: ModelConfig) -> str | None:
 
 def _stages(
     raw: RawDump, named: Sequence[NamedArray], reader: StageReader
-) -> tuple[dict[tuple[int, str], Seen], list[str]]:
+) -> tuple[dict[tuple[int, str], DumpedArray], list[str]]:
     """Collect stages by pass and stage key, and notes on arrays whose stage was there already."""
-    found: dict[tuple[int, str], Seen] = {}
+    found: dict[tuple[int, str], DumpedArray] = {}
     notes = []
     for each in named:
         try:
-            parts = reader.seen(each)
+            parts = reader.dumped(each)
         except FormatError as error:
             message = f"{each.array.name} ({' '.join(each.stages)}): {error.message}"
             if error.code == "Shape":
                 raise GuardFailed("layout", message, source=raw.source) from None
             raise FormatError(error.code, message, path=raw.source) from None
-        for stage, seen in parts.items():
+        for stage, dumped in parts.items():
             place = each.n_pass, key(stage, each.layer)
-            first = found.setdefault(place, seen)
-            if first is seen or each.by_llamacpp:  # whose reshapes have the name of what they reshape
+            first = found.setdefault(place, dumped)
+            if first is dumped or each.by_llamacpp:  # whose reshapes have the name of what they reshape
                 continue
-            if first.name == seen.name:
+            if first.name == dumped.name:
                 raise FormatError(
                     "Duplicate",
-                    f"{seen.name}: expected one array in pass {each.n_pass}, got two; begin a new pass for each run",
+                    f"{dumped.name}: expected one array in pass {each.n_pass}, got two; begin a new pass for each run",
                     path=raw.source,
                 )
-            notes.append(f"{seen.name} is {place[1]}, like {first.name}: left out")
+            notes.append(f"{dumped.name} is {place[1]}, like {first.name}: left out")
     return found, notes
 
 

@@ -85,9 +85,11 @@ def add_scaled(
 
 
 def _require_shape(source: Source, name: str, shapes: list[Shape]) -> None:
-    if (got := source.tensors[name].shape) not in shapes:
+    if (actual := source.tensors[name].shape) not in shapes:
         wanted = " or ".join(map(str, shapes))
-        raise source.error("Shape", f"{name}: expected {wanted}, got {got}, which quantization_config does not ask for")
+        raise source.error(
+            "Shape", f"{name}: expected {wanted}, got {actual}, which quantization_config does not ask for"
+        )
 
 
 def add_blocks(source: Source, module: str, suffix: str, block: tuple[int, int], key: str) -> None:

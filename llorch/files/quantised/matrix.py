@@ -191,9 +191,9 @@ class QuantisedMatrix(Packed):
             wrong = ~np.isfinite(numbers) if may_be_zero else ~np.isfinite(numbers) | (numbers == 0)
             if wrong.any():
                 row, group = (int(axis) for axis in np.argwhere(wrong)[0])
-                got = numbers[row, group]
-                code = "NonFinite" if not np.isfinite(got) else "OutOfRange"
-                message = f"{self.name}: expected a finite scale{'' if may_be_zero else ' other than 0'}, got {got}"
+                actual = numbers[row, group]
+                code = "NonFinite" if not np.isfinite(actual) else "OutOfRange"
+                message = f"{self.name}: expected a finite scale{'' if may_be_zero else ' other than 0'}, got {actual}"
                 raise FormatError(code, f"{message} in row {row}, group {group}", path=self.path)
 
     def spread(self, numbers: Shaped[np.ndarray, "rows groups"]) -> np.ndarray:

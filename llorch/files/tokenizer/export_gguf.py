@@ -88,9 +88,9 @@ def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
 def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str] = PROBES, *, path: Path) -> None:
     """Refuse (Unsupported) to convert a vocabulary to one that encodes a text differently, naming the first."""
     for text in texts:
-        want, got = (Tokenizer(vocabulary).encode(text) for vocabulary in (source, target))
-        if got != want:
-            message = f"tokenizer: the target would encode {text!r} as {got[:20]}, the source has {want[:20]}"
+        expected, actual = (Tokenizer(vocabulary).encode(text) for vocabulary in (source, target))
+        if actual != expected:
+            message = f"tokenizer: the target would encode {text!r} as {actual[:20]}, the source has {expected[:20]}"
             raise FormatError("Unsupported", message, path=path)
 
 

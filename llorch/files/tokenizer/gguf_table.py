@@ -60,8 +60,8 @@ class TokenTable:
             raise self._error("Missing", "tokens", "at least one token")
         longest = max(range(len(texts)), key=lambda i: len(texts[i]))
         if len(texts[longest]) > _LONGEST_TOKEN:
-            got = f"got {len(texts[longest])} in token {longest}"
-            raise self._error("TooLarge", "tokens", f"at most {_LONGEST_TOKEN} characters in a token, {got}")
+            actual = f"got {len(texts[longest])} in token {longest}"
+            raise self._error("TooLarge", "tokens", f"at most {_LONGEST_TOKEN} characters in a token, {actual}")
         # As llama.cpp names them: an empty text would match everywhere.
         texts = [text or f"[EMPTY_{token_id}]" for token_id, text in enumerate(texts)]
         if len(set(texts)) < len(texts):
@@ -77,8 +77,8 @@ class TokenTable:
         numbers = self._numbers("token_type", kinds="i")
         outside = np.flatnonzero((numbers < 0) | (numbers > max(TokenType)))
         if outside.size:
-            got = f"got {numbers[outside[0]]} for token {outside[0]}"
-            raise self._error("OutOfRange", "token_type", f"0 to {max(TokenType)}, {got}")
+            actual = f"got {numbers[outside[0]]} for token {outside[0]}"
+            raise self._error("OutOfRange", "token_type", f"0 to {max(TokenType)}, {actual}")
         members = list(TokenType)
         types = [members[number] for number in numbers.tolist()]
         for token_id, (text, kind) in enumerate(zip(self.texts, types, strict=True)):
@@ -96,9 +96,9 @@ class TokenTable:
     def _numbers(self, key: str, *, kinds: str) -> np.ndarray:
         value = self._get(key)
         if not isinstance(value, np.ndarray) or value.dtype.kind not in kinds or value.dtype.itemsize != 4:
-            got = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
+            actual = value.dtype if isinstance(value, np.ndarray) else type(value).__name__
             wanted = "32-bit integers" if kinds == "i" else "32-bit numbers"
-            raise self._error("Inconsistent", key, f"a list of {wanted}, got {got}")
+            raise self._error("Inconsistent", key, f"a list of {wanted}, got {actual}")
         if len(value) != len(self.texts):
             raise self._error("Inconsistent", key, f"one entry per token ({len(self.texts)}), got {len(value)}")
         return value

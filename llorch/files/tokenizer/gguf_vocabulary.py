@@ -112,8 +112,8 @@ class GGUFVocabulary:
             "".join(ids).encode()
         except UnicodeEncodeError:
             wrong = next(text for text in ids if any("\udc80" <= character <= "\udcff" for character in text))
-            got = f"{wrong.encode('utf-8', 'surrogateescape')!r} as token {ids[wrong]}"
-            message = f"tokenizer.ggml.tokens: expected UTF-8 in a byte-level vocabulary, got {got}"
+            actual = f"{wrong.encode('utf-8', 'surrogateescape')!r} as token {ids[wrong]}"
+            message = f"tokenizer.ggml.tokens: expected UTF-8 in a byte-level vocabulary, got {actual}"
             raise FormatError("Malformed", message, path=self._path) from None
 
     def _need_no(self, absent: Iterable[int]) -> None:

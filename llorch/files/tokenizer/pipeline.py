@@ -121,9 +121,9 @@ def _expect(part: object, known: Sequence[Json | None], what: str, path: Path) -
     if part in known:
         return known[known.index(part)]
     candidates = [*filter(None, known), *WORDS.values()] if what == "pre_tokenizer" else known
-    field, expected, got = _first_difference(part, candidates)
+    field, expected, actual = _first_difference(part, candidates)
     message = (
-        f"{what}{field}: expected {expected}, got {got}; llorch has the tokenizers of Llama 2, 3 and 4, "
+        f"{what}{field}: expected {expected}, got {actual}; llorch has the tokenizers of Llama 2, 3 and 4, "
         "Qwen 2 and 3.5, Tekken, SmolLM2 and GPT-2"
     )
     raise FormatError("Unsupported", message, path=path)
@@ -131,18 +131,22 @@ def _expect(part: object, known: Sequence[Json | None], what: str, path: Path) -
 
 def _first_difference(part: object, known: Sequence[Json | None]) -> tuple[str, str, str]:
     """Return the path of the first field that differs from the nearest known part, what is expected there, and got."""
-    got = dict(_leaves(part))
+    actual_fields = dict(_scalar_fields(part))
 
     def nearness(candidate: dict[str, object]) -> tuple[int, int]:
-        different = {key for key, _ in candidate.items() ^ got.items()}
-        return -len(different), max((_common_start(candidate.get(key), got.get(key)) for key in different), default=0)
+        different = {key for key, _ in candidate.items() ^ actual_fields.items()}
+        return -len(different), max(
+            (_common_start(candidate.get(key), actual_fields.get(key)) for key in different), default=0
+        )
 
-    nearest = max((dict(_leaves(candidate)) for candidate in known), key=nearness)
-    fields = [key for key in {**nearest, **got} if nearest.get(key, _ABSENT) != got.get(key, _ABSENT)]
+    nearest = max((dict(_scalar_fields(candidate)) for candidate in known), key=nearness)
+    fields = [
+        key for key in {**nearest, **actual_fields} if nearest.get(key, _ABSENT) != actual_fields.get(key, _ABSENT)
+    ]
     if "" in nearest or not fields:  # expected is no part; or a key of the file looks like a path
         return "", "nothing" if "" in nearest else "other keys", cut(repr(part))
     field = fields[0]
-    expected, actual = nearest.get(field, _ABSENT), got.get(field, _ABSENT)
+    expected, actual = nearest.get(field, _ABSENT), actual_fields.get(field, _ABSENT)
     place = _common_start(expected, actual)
     return field, _excerpt(expected, place), _excerpt(actual, place)
 
@@ -152,13 +156,13 @@ def _common_start(one: object, other: object) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(str(one), str(other), strict=False)))
 
 
-def _leaves(part: object, field: str = "") -> Iterator[tuple[str, Any]]:
+def _scalar_fields(part: object, field: str = "") -> Iterator[tuple[str, Any]]:
     """Yield every value in a part with its path, such as `.pretokenizers[0].type`."""
     if isinstance(part, dict | list) and part:
         fields = sorted(part, key=lambda key: key != "type") if isinstance(part, dict) else range(len(part))
         for key in fields:
             value = part[key]
-            yield from _leaves(value, f"{field}.{key}" if isinstance(part, dict) else f"{field}[{key}]")
+            yield from _scalar_fields(value, f"{field}.{key}" if isinstance(part, dict) else f"{field}[{key}]")
     else:
         yield field, str(part) if isinstance(part, dict | list) else part
 

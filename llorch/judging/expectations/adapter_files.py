@@ -17,7 +17,7 @@ from llorch.files import GGUFFile, Weights, open_weights
 from llorch.judging.expectations.files import differing, foreign_tensors, format_wrong_tensors
 from llorch.judging.expectations.training_places import PEFT, Arrays, at
 from llorch.judging.goldens.training import TrainingGolden
-from llorch.judging.judge import Comparison, exact_row
+from llorch.judging.judge import Comparison, compare_exact
 from llorch.judging.runners.training_numpy import logits_of
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
@@ -95,5 +95,5 @@ def file_row(model: str, kind: str, own: Table, golden: Table) -> Comparison:
     """Compare an adapter file with the golden; all tensors must be equal."""
     wrong = differing(own, golden)
     share = len(wrong) / len(own.keys() | golden.keys())
-    place = at("adapter_file", part=kind, case="near")
-    return exact_row(place, WRITTEN_BY[kind], share, format_wrong_tensors(wrong, own, golden), model=model)
+    stage_ref = at("adapter_file", part=kind, case="near")
+    return compare_exact(stage_ref, WRITTEN_BY[kind], share, format_wrong_tensors(wrong, own, golden), model=model)

@@ -22,7 +22,7 @@ from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.quantised import QuantisedFolder
 from llorch.judging.goldens.forward import TokenCheck
-from llorch.judging.judge import Comparison, exact_row
+from llorch.judging.judge import Comparison, compare_exact
 from llorch.stages.stage_ref import StageRef
 
 logger = logging.getLogger(__name__)
@@ -37,19 +37,19 @@ def foundation_rows(model: str, own: Table, foreign: Table, *, backend: str = "n
     """Checkpoint 00: names, types, shapes and bytes of all tensors."""
     wrong = differing(own, foreign)
     share, note = len(wrong) / len(own.keys() | foreign.keys()), format_wrong_tensors(wrong, own, foreign)
-    yield exact_row(StageRef("00", "tensors"), "reader", share, note, model=model, backend=backend)
+    yield compare_exact(StageRef("00", "tensors"), "reader", share, note, model=model, backend=backend)
 
 
 def token_rows(
     model: str, encode: Encode, checks: Sequence[TokenCheck], *, backend: str = "numpy"
 ) -> Iterator[Comparison]:
     """Compare llorch's token ids with each engine's, for every text of checkpoint 00."""
-    for producer in sorted({producer for check in checks for producer in check.ids}):
-        texts = [check for check in checks if producer in check.ids]
-        wrong = [check for check in texts if encode(check.text) != list(check.ids[producer])]
-        note = f"{wrong[0].text!r}: {encode(wrong[0].text)} not {wrong[0].ids[producer]}" if wrong else ""
-        yield exact_row(
-            StageRef("00", "token_ids"), producer, len(wrong) / len(texts), note, model=model, backend=backend
+    for engine in sorted({engine for check in checks for engine in check.ids}):
+        texts = [check for check in checks if engine in check.ids]
+        wrong = [check for check in texts if encode(check.text) != list(check.ids[engine])]
+        note = f"{wrong[0].text!r}: {encode(wrong[0].text)} not {wrong[0].ids[engine]}" if wrong else ""
+        yield compare_exact(
+            StageRef("00", "token_ids"), engine, len(wrong) / len(texts), note, model=model, backend=backend
         )
 
 
@@ -65,7 +65,7 @@ def decode_rows(model: str, weights: Weights) -> Iterator[Comparison]:
         for kind, tensors in by_type.items():
             wrong = [packed.name for packed in tensors if not _decodes_alike(packed, partial(beside.submit, theirs))]
             share, note = len(wrong) / len(tensors), ", ".join(wrong[:5])
-            yield exact_row(StageRef("13", "decode", part=kind), "llamacpp", share, note, model=model)
+            yield compare_exact(StageRef("13", "decode", part=kind), "llamacpp", share, note, model=model)
 
 
 def _decodes_alike(packed: Packed, ask: Callable[..., Future[str]]) -> bool:
@@ -96,7 +96,7 @@ def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
         note = ", ".join(f"{name}: {share:.2%}" for name, share in [*wrong.items()][:5])
         note = note or f"{len(names)} matrices, number by number as {library} decodes them"
         share = len(wrong) / len(names)
-        yield exact_row(StageRef("13", "decode", part=kind), folder.method, share, note, model=model)
+        yield compare_exact(StageRef("13", "decode", part=kind), folder.method, share, note, model=model)
 
 
 def undecoded(weights: Weights) -> dict[str, str]:
@@ -149,8 +149,8 @@ def format_wrong_tensors(wrong: Sequence[str], own: Table, foreign: Table) -> st
     if not wrong:
         return ""
     first, *others = wrong[:5]
-    got, wanted = (table.get(first, "nothing").split()[:2] for table in (own, foreign))
-    what = "other bytes" if got == wanted else f"{' '.join(got)}, not {' '.join(wanted)}"
+    actual, wanted = (table.get(first, "nothing").split()[:2] for table in (own, foreign))
+    what = "other bytes" if actual == wanted else f"{' '.join(actual)}, not {' '.join(wanted)}"
     return ", ".join([f"{first} ({what})", *others])
 
 

@@ -6,15 +6,15 @@ from collections.abc import Iterator
 from llorch.judging.judge import Comparison
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels.kernel_selection import verdicts
-from llorch.pytorch.kernels.table import leaves_for
+from llorch.pytorch.kernels.table import kernels_for
 from llorch.stages.comparison import FAIL, PASS
 
-CHECKPOINT, WITNESS = "14", "torch"
+CHECKPOINT, ENGINE = "14", "torch"
 
 
 def kernel_rows(target: Target) -> Iterator[Comparison]:
     """Try every kernel anew; an error is a part of what is allowed, and the note has the time beside torch's."""
-    kinds = [*leaves_for(target.device, target.dtype, required=True)]
+    kinds = [*kernels_for(target.device, target.dtype, required=True)]
     for kind, verdict in (verdicts(target, kinds, anew=True) if kinds else {}).items():
         fault, note = verdict.fault(timed=False), f"{verdict.slow:.2f} times the time of torch's kernel"
         yield Comparison(
@@ -23,13 +23,13 @@ def kernel_rows(target: Target) -> Iterator[Comparison]:
             stage=kind,
             layer=None,
             case="tried",
-            producer=WITNESS,
+            engine=ENGINE,
             backend=str(target),
             mode="isolated",
             error=verdict.off,
             worst=verdict.off,
-            truth_error=math.nan,
-            producer_error=math.nan,
+            reference_error=math.nan,
+            engine_error=math.nan,
             tolerance=1.0,
             tolerance_worst=1.0,
             verdict=FAIL if fault else PASS,

@@ -12,8 +12,8 @@ import numpy as np
 
 from llorch.engines import LoadPath
 from llorch.files import Weights
-from llorch.judging.goldens.float64_reference import WITNESS
-from llorch.judging.goldens.long_contexts import LAST, LongGolden, judged_stages, last_tokens
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.goldens.long_contexts import LAST, LongGolden, compared_stages, last_tokens
 from llorch.judging.judge import Comparison, Expectation, judge
 from llorch.judging.runners import Runner
 from llorch.judging.runners.numpy import OWN_SUMS
@@ -31,12 +31,12 @@ _SIZES = (513, *[64] * 7, *[7] * 9, *[1] * 8)
 class LongSuite:
     """Comparisons of one model."""
 
-    def __init__(self, model: str, weights: Weights, golden: LongGolden, route: LoadPath | None = None) -> None:
-        """Prepare; nothing is computed yet. The `route` is that of the file into the float64 reference."""
-        self.model, self.golden, self.route = model, golden, route
-        self._stages = {name: (stage, layer) for name, stage, layer in judged_stages(weights.config)}
+    def __init__(self, model: str, weights: Weights, golden: LongGolden, load_path: LoadPath | None = None) -> None:
+        """Prepare; nothing is computed yet. The `load_path` is that of the file into the float64 reference."""
+        self.model, self.golden, self.load_path = model, golden, load_path
+        self._stages = {name: (stage, layer) for name, stage, layer in compared_stages(weights.config)}
 
-    def rows(self, runner: Runner) -> Iterator[Comparison]:
+    def comparisons(self, runner: Runner) -> Iterator[Comparison]:
         """Judge a runner; there is no tolerance for half precision, and sums are those of the user's run."""
         if runner.dtype not in DTYPES or runner.name == OWN_SUMS:
             return
@@ -44,22 +44,24 @@ class LongSuite:
             for mode, bounds in bounds_of(this).items():
                 with runner.arithmetic():
                     seen = LastTokens(self._stages, this)
-                    runner.in_parts(this, bounds, seen.see)
+                    runner.in_parts(this, bounds, seen.observe)
                 for name, (stage, layer) in self._stages.items():
                     if stage.name not in runner.hidden:
-                        claim = self._claim(runner, case, mode, name, stage, layer)
-                        row = judge(claim, seen.of(name), model=self.model, backend=runner.name)
-                        yield replace(row, route=self.route)
+                        expectation = self._expectation(runner, case, mode, name, stage, layer)
+                        comparison = judge(expectation, seen.of(name), model=self.model, backend=runner.name)
+                        yield replace(comparison, load_path=self.load_path)
 
-    def _claim(self, runner: Runner, case: str, mode: str, name: str, stage: Stage, layer: int | None) -> Expectation:
-        true = self.golden.truth[case][name]
+    def _expectation(
+        self, runner: Runner, case: str, mode: str, name: str, stage: Stage, layer: int | None
+    ) -> Expectation:
+        true = self.golden.reference[case][name]
         return Expectation(
             StageRef(stage.checkpoint, stage.name, layer, case),
             mode,
-            WITNESS,
+            FLOAT64_REFERENCE,
             true.astype(runner.dtype),
             self.tolerance(runner, case, name),
-            truth=true,
+            reference=true,
             token_axis=token_axis(stage),
         )
 
@@ -97,7 +99,7 @@ class LastTokens:
         self._stages, self._n = stages, len(this.ids)
         self._parts: dict[str, list[np.ndarray]] = {}
 
-    def see(self, name: str, array: np.ndarray, stop: int) -> None:
+    def observe(self, name: str, array: np.ndarray, stop: int) -> None:
         """Keep what belongs to the last tokens of a part that ends with token `stop`."""
         if name not in self._stages or stop <= self._n - LAST:
             return

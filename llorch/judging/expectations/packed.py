@@ -16,10 +16,10 @@ from torch import nn
 
 from llorch.files import Weights, open_weights
 from llorch.files.quant import ACTIVATION_TYPE
-from llorch.judging.expectations.quantised import CHECKPOINT, PRODUCER, made_models, other_bits, suite_of
+from llorch.judging.expectations.quantised import CHECKPOINT, ENGINE, made_models, other_bits, suite_of
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.goldens.quantised import CASE, FOLDER, QuantisedGolden, read
-from llorch.judging.judge import Comparison, Expectation, exact_row, judge, routed
+from llorch.judging.judge import Comparison, Expectation, compare_exact, judge, with_load_paths
 from llorch.judging.tolerances.forward import WORST, product_error
 from llorch.judging.tolerances.rounding import ARITHMETICS, FLOAT32
 from llorch.ops.numerics import GGML
@@ -53,9 +53,9 @@ def verify_quantised_torch(target: Target) -> Iterator[Comparison]:
     """
     golden = read(goldens_folder() / FOLDER)
     yield from packed_decode_rows(golden, target)
-    for name, path, row in made_models(golden, PACKED_MODELS):
-        yield replace(row, backend=str(target))
-        if row.verdict == PASS:
+    for name, path, comparison in made_models(golden, PACKED_MODELS):
+        yield replace(comparison, backend=str(target))
+        if comparison.verdict == PASS:
             yield from product_rows(name, path, golden, target)
 
 
@@ -66,8 +66,8 @@ def packed_decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Comp
         raw = torch.from_numpy(golden.blocks[f"{kind.name}.blocks"].copy()).to(target.device)
         wrong = other_bits(decode(pack(raw, kind), kind).cpu().numpy().reshape(values.shape), values)
         note = f"{int(wrong.sum())} of {wrong.size} values differ" if wrong.any() else ""
-        place = StageRef(CHECKPOINT, "decode", part=kind.name)
-        yield exact_row(place, PRODUCER, float(wrong.mean()), note, model=kind.name, backend=str(target))
+        stage_ref = StageRef(CHECKPOINT, "decode", part=kind.name)
+        yield compare_exact(stage_ref, ENGINE, float(wrong.mean()), note, model=kind.name, backend=str(target))
 
 
 def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
@@ -75,32 +75,32 @@ def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target)
     weights = open_weights(path).using(GGML)
     with closing(weights.source):
         model = load_packed(weights, dtype=target.dtype, device=target.device)
-        routes = {name: shown.route for name, shown in golden.evidence(name).items()}
-        yield from routed(leaf_rows(name, weights, golden, model, target, f"{target}-plain"), routes)
+        routes = {name: shown.load_path for name, shown in golden.engine_outputs(name).items()}
+        yield from with_load_paths(kernel_rows(name, weights, golden, model, target, f"{target}-plain"), routes)
         speed_up(model, target, "sdpa", compiled=False)
-        yield from routed(leaf_rows(name, weights, golden, model, target, str(target)), routes)
+        yield from with_load_paths(kernel_rows(name, weights, golden, model, target, str(target)), routes)
 
 
-def leaf_rows(
+def kernel_rows(
     name: str, weights: Weights, golden: QuantisedGolden, model: CausalLM, target: Target, backend: str
 ) -> Iterator[Comparison]:
     """Compare every product of a model's kernels on golden inputs.
 
     In float32 the tolerances are those of NumPy's products.
     """
-    trace, limits = golden.traces[name], suite_of(name, weights, golden).limits(CASE)
+    trace, tolerances = golden.traces[name], suite_of(name, weights, golden).tolerances(CASE)
     for key, stage, layer in keys(weights.config):
         if stage.matrix:
             x = rounded_input(weights, stage, layer, trace)
-            allowed = limits.isolated(key)
+            allowed = tolerances.isolated(key)
             arithmetic = ARITHMETICS.get(target.dtype_name, FLOAT32)  # the golden is float32
             if arithmetic.is_half:
                 matrix = (weights if layer is None else weights.layer(layer))[matrix_of(stage, weights.config)]
                 error = product_error(x, matrix, trace[key], arithmetic)
                 allowed = Tolerance(error, WORST * error)
-            place = StageRef(CHECKPOINT, stage.name, layer, CASE)
-            claim = Expectation(place, "isolated", PRODUCER, trace[key], allowed, token_axis=0)
-            yield judge(claim, multiply(leaf_of(model, stage, layer), x, target), model=name, backend=backend)
+            stage_ref = StageRef(CHECKPOINT, stage.name, layer, CASE)
+            expectation = Expectation(stage_ref, "isolated", ENGINE, trace[key], allowed, token_axis=0)
+            yield judge(expectation, multiply(kernel_at(model, stage, layer), x, target), model=name, backend=backend)
 
 
 def rounded_input(weights: Weights, stage: Stage, layer: int | None, trace: Mapping[str, np.ndarray]) -> np.ndarray:
@@ -110,16 +110,16 @@ def rounded_input(weights: Weights, stage: Stage, layer: int | None, trace: Mapp
     return round_activations(trace[input_keys(stage, layer, weights.config)[0]], ACTIVATION_TYPE[kind])
 
 
-def leaf_of(model: CausalLM, stage: Stage, layer: int | None) -> nn.Module:
+def kernel_at(model: CausalLM, stage: Stage, layer: int | None) -> nn.Module:
     """Find the module that computes a product."""
     if layer is None:
         return model.lm_head
     return model.get_submodule(path_of(f"layers.{layer}.{stage.matrix}").removesuffix(".weight"))
 
 
-def multiply(leaf: nn.Module, x: np.ndarray, target: Target) -> np.ndarray:
+def multiply(module: nn.Module, x: np.ndarray, target: Target) -> np.ndarray:
     """Compute the kernel's output for some rows, as float32; assert that it ran on the target's device and dtype."""
     with torch.inference_mode():
-        y = leaf(torch.from_numpy(x).to(target.device, target.dtype))
+        y = module(torch.from_numpy(x).to(target.device, target.dtype))
     assert (y.device.type, y.dtype) == (target.device.type, target.dtype)
     return y.float().cpu().numpy()

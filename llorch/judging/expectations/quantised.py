@@ -20,7 +20,7 @@ from llorch.judging.expectations.files import fingerprint
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.judging.goldens.quantised import CASE, FOLDER, ROUNDED_TO, QuantisedGolden, read, types
-from llorch.judging.judge import Comparison, exact_row, routed
+from llorch.judging.judge import Comparison, compare_exact, with_load_paths
 from llorch.judging.runners.numpy import GGML, GgmlRunner
 from llorch.ops import numerics
 from llorch.ops.rounding import (
@@ -37,7 +37,7 @@ from llorch.stages.comparison import PASS
 from llorch.stages.stage_ref import StageRef
 
 BACKENDS = {GGML: False, f"{GGML}-packed": True}  # name -> whether matrices stay packed
-PRODUCER = "llamacpp"
+ENGINE = "llamacpp"
 CHECKPOINT = "13"
 
 
@@ -65,9 +65,9 @@ def block_rows() -> Iterator[Comparison]:
 def model_rows(names: Iterable[str]) -> Iterator[Comparison]:
     """Compare some models and their files."""
     golden = read(goldens_folder() / FOLDER)
-    for name, path, row in made_models(golden, names):
-        yield row
-        if row.verdict == PASS:
+    for name, path, comparison in made_models(golden, names):
+        yield comparison
+        if comparison.verdict == PASS:
             yield from stage_rows(name, path, golden)
 
 
@@ -118,14 +118,14 @@ def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Compa
         suite = suite_of(name, weights, golden)
         for backend, packed in BACKENDS.items():
             packable = weights.using(numerics.GGML, packed=packed)
-            runner = GgmlRunner(packable, {CASE: golden.traces[name]}, {CASE: suite.limits(CASE)}, backend)
-            for row in routed(chain(suite.stage_rows(runner), suite.decode_rows(runner)), suite.routes):
-                yield replace(row, checkpoint=CHECKPOINT)
+            runner = GgmlRunner(packable, {CASE: golden.traces[name]}, {CASE: suite.tolerances(CASE)}, backend)
+            for comparison in with_load_paths(chain(suite.stage_rows(runner), suite.decode_rows(runner)), suite.routes):
+                yield replace(comparison, checkpoint=CHECKPOINT)
 
 
 def suite_of(name: str, weights: Weights, golden: QuantisedGolden) -> ForwardSuite:
     """Build the checks of one model."""
-    return ForwardSuite(name, weights, {CASE: golden.case}, golden.evidence(name), None)
+    return ForwardSuite(name, weights, {CASE: golden.case}, golden.engine_outputs(name), None)
 
 
 def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantName) -> np.ndarray:
@@ -148,12 +148,12 @@ def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantN
     return packed
 
 
-def _bits_row(model: str, place: StageRef, wrong: np.ndarray, of: str) -> Comparison:
+def _bits_row(model: str, stage_ref: StageRef, wrong: np.ndarray, of: str) -> Comparison:
     """Compare by a mask of wrong entries, with the first wrong block in the note."""
     first = int(np.argmax(wrong.any(axis=-1)))
     note = f"{int(wrong.sum())} of {wrong.size} {of} differ, the first in block {first}" if wrong.any() else ""
-    return _exact_row(model, place, float(wrong.mean()), note)
+    return _exact_row(model, stage_ref, float(wrong.mean()), note)
 
 
-def _exact_row(model: str, place: StageRef, wrong: float, note: str) -> Comparison:
-    return exact_row(place, PRODUCER, wrong, note, model=model, backend=GGML)
+def _exact_row(model: str, stage_ref: StageRef, wrong: float, note: str) -> Comparison:
+    return compare_exact(stage_ref, ENGINE, wrong, note, model=model, backend=GGML)

@@ -6,7 +6,7 @@ from itertools import zip_longest
 
 import numpy as np
 
-from llorch.judging.judge import Comparison, exact_row, tied
+from llorch.judging.judge import Comparison, as_tie, compare_exact
 from llorch.judging.runners import Runner
 from llorch.judging.tolerances.forward import Margins, moved_past_p
 from llorch.ops.sampling import SamplingSettings
@@ -25,35 +25,39 @@ class GreedyJudge:
         """Generate llorch's tokens after the prompt and some more tokens."""
         return self._runner.text((*self._prompt, *after), n_tokens)
 
-    def row(self, checkpoint: str, stage: str, witness: str, got: np.ndarray, want: np.ndarray) -> Comparison:
+    def comparison(
+        self, checkpoint: str, stage: str, engine: str, actual: np.ndarray, expected: np.ndarray
+    ) -> Comparison:
         """Judge a text, or the first token of a text."""
-        difference = measure(got, want)
-        row = exact_row(
-            StageRef(checkpoint, stage), witness, difference.error, difference.fault or "",
+        difference = measure(actual, expected)
+        comparison = compare_exact(
+            StageRef(checkpoint, stage), engine, difference.error, difference.fault or "",
             model=self._model, backend=self._runner.name,
         )  # fmt: skip
         notes: list[str] = []
-        for at, token in self._departures(got, want) if difference.fault is None else ():
-            gap, moved = self._margins.of(want, at, token)
-            notes.append(f"token {at}: expected {want[at]}, got {token}, float64 gap {gap:.1e}, rounding {moved:.1e}")
+        for at, token in self._departures(actual, expected) if difference.fault is None else ():
+            gap, moved = self._margins.of(expected, at, token)
+            notes.append(
+                f"token {at}: expected {expected[at]}, got {token}, float64 gap {gap:.1e}, rounding {moved:.1e}"
+            )
             if not gap <= moved:
-                return replace(row, note=notes[-1])
-        return tied(row, "; ".join(notes)) if notes else row
+                return replace(comparison, note=notes[-1])
+        return as_tie(comparison, "; ".join(notes)) if notes else comparison
 
-    def _departures(self, got: np.ndarray, want: np.ndarray) -> Iterator[tuple[int, int]]:
+    def _departures(self, actual: np.ndarray, expected: np.ndarray) -> Iterator[tuple[int, int]]:
         """Yield each token at which llorch's text departs from the golden's, and llorch's token.
 
         The text then starts again after the golden's token.
         """
         at = 0
-        while at < len(want):
-            pairs = enumerate(zip_longest(got.tolist(), want[at:].tolist(), fillvalue=-1))
+        while at < len(expected):
+            pairs = enumerate(zip_longest(actual.tolist(), expected[at:].tolist(), fillvalue=-1))
             apart = next(((n, ours) for n, (ours, theirs) in pairs if ours != theirs), None)
             if apart is None:
                 return
             yield at + apart[0], apart[1]
             at += apart[0] + 1
-            got = self.text(want[:at].tolist(), len(want) - at) if at < len(want) else got
+            actual = self.text(expected[:at].tolist(), len(expected) - at) if at < len(expected) else actual
 
 
 def edge_of_top_p(

@@ -13,14 +13,23 @@ from dataclasses import replace
 
 import numpy as np
 
-from llorch.engines import OURS, stored_route
+from llorch.engines import OURS, stored_load_path
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.adapter_files import exported, file_row
-from llorch.judging.expectations.training_places import CHAINED, ISOLATED, MODES, Arrays, places
+from llorch.judging.expectations.training_places import CHAINED, ISOLATED, MODES, Arrays, stage_refs
 from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens.forward import sha256
-from llorch.judging.goldens.training import TRUTH, Errors, Tolerances, TrainingGolden, lacking, read, text, witness_of
+from llorch.judging.goldens.training import (
+    PEFT_FLOAT64,
+    Errors,
+    Tolerances,
+    TrainingGolden,
+    engine_of,
+    lacking,
+    read,
+    text,
+)
 from llorch.judging.goldens.training_recipe import OPTIMIZER
 from llorch.judging.judge import Comparison, Expectation, judge
 from llorch.judging.runners.numpy import BACKENDS, FLOAT64
@@ -32,7 +41,7 @@ from llorch.runtime.errors import UserError
 from llorch.stages.comparison import Difference, Tolerance, tolerance_from
 from llorch.stages.stage_ref import StageRef
 
-Granted = Callable[[StageRef, str], Tolerance]  # of a place and a mode
+ToleranceFunction = Callable[[StageRef, str], Tolerance]  # of a place and a mode
 
 
 def verify_training_stored(name: str) -> Iterator[Comparison]:
@@ -51,15 +60,15 @@ def stored(name: str) -> tuple[Weights, TrainingGolden]:
 
 def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[Comparison]:
     """Judge NumPy in each of `BACKENDS` and in float64, of goldens that are at hand."""
-    in_float32 = list(claims(golden, weights.config, "float32"))  # the same of all backends
+    in_float32 = list(make_expectations(golden, weights.config, "float32"))  # the same of all backends
     for backend in BACKENDS:
         yield from _rows_of(name, weights.astype(np.float32, keep=True), golden, backend, in_float32)
-    wide = claims(golden, weights.config, "float64")
+    wide = make_expectations(golden, weights.config, "float64")
     yield from _rows_of(name, weights.astype(np.float64, keep=True), golden, FLOAT64, wide)
 
 
 def _rows_of(
-    name: str, weights: Weights, golden: TrainingGolden, backend: str, claimed: Iterable[Expectation]
+    name: str, weights: Weights, golden: TrainingGolden, backend: str, expectations: Iterable[Expectation]
 ) -> Iterator[Comparison]:
     """Yield the comparisons of one backend; only the backend `numpy` writes and reads files."""
     files = {}
@@ -69,73 +78,77 @@ def _rows_of(
         if backend == "numpy":
             logits, files = exported(weights, golden)
             ours[CHAINED].update(logits)
-    yield from routed(rows(name, claimed, ours, backend, left_out=() if files else limits.FROM_FILES), golden)
+    yield from with_load_paths(
+        comparisons(name, expectations, ours, backend, left_out=() if files else limits.FROM_FILES), golden
+    )
     yield from (file_row(name, kind, table, golden.files[kind]) for kind, table in files.items())
 
 
-def rows(
+def comparisons(
     name: str,
-    claimed: Iterable[Expectation],
+    expectations: Iterable[Expectation],
     ours: Mapping[str, Arrays],
     backend: str,
     *,
     left_out: Collection[str] = (),
 ) -> Iterator[Comparison]:
     """Judge a run; it lacks the groups of stages in `left_out`, anything else that is missing fails."""
-    for claim in claimed:
-        if claim.place.stage not in left_out:
-            yield judge(claim, ours[claim.mode].get(claim.place), model=name, backend=backend)
+    for expectation in expectations:
+        if expectation.stage_ref.stage not in left_out:
+            yield judge(expectation, ours[expectation.mode].get(expectation.stage_ref), model=name, backend=backend)
 
 
-def routed(found: Iterator[Comparison], golden: TrainingGolden) -> Iterator[Comparison]:
+def with_load_paths(found: Iterator[Comparison], golden: TrainingGolden) -> Iterator[Comparison]:
     """Add the load path of its reference engine to each comparison. llorch wrote the adapters and the merged models."""
-    for row in found:
-        route = stored_route(golden.provenance, row.producer)
-        ours = row.place.stage in limits.FROM_FILES and row.producer != TRUTH
-        yield replace(row, route=replace(route, written=OURS) if ours else route)
+    for comparison in found:
+        load_path = stored_load_path(golden.provenance, comparison.engine)
+        ours = comparison.stage_ref.stage in limits.FROM_FILES and comparison.engine != PEFT_FLOAT64
+        yield replace(comparison, load_path=replace(load_path, written=OURS) if ours else load_path)
 
 
-def claims(
-    golden: TrainingGolden, config: ModelConfig, dtype: DtypeName, granted: Granted | None = None
+def make_expectations(
+    golden: TrainingGolden, config: ModelConfig, dtype: DtypeName, tolerance: ToleranceFunction | None = None
 ) -> Iterator[Expectation]:
-    """Yield the expectations of a run in a dtype. The golden gives the tolerances, unless `granted` gives others."""
+    """Yield the expectations of a run in a dtype. The golden gives the tolerances, unless `tolerance` gives others."""
     golden.require_all(config.n_layers)
-    granted = granted or (lambda place, mode: limit(golden, config, place, mode, dtype))
-    for place, modes in places(config.n_layers).items():
+    tolerance = tolerance or (lambda stage_ref, mode: derive_tolerance(golden, config, stage_ref, mode, dtype))
+    for stage_ref, modes in stage_refs(config.n_layers).items():
         for mode in modes:
-            if limits.shows(place, mode, dtype):
-                truth = golden.truth(mode, place)
+            if limits.shows(stage_ref, mode, dtype):
+                reference = golden.reference(mode, stage_ref)
                 wide = dtype == "float64"
                 yield Expectation(
-                    place=place,
+                    stage_ref=stage_ref,
                     mode=mode,
-                    witness=TRUTH if wide else witness_of(place),
-                    want=truth if wide else golden.shown(place),
-                    limit=granted(place, mode),
-                    truth=truth,
-                    unit=unit(place),
+                    engine=PEFT_FLOAT64 if wide else engine_of(stage_ref),
+                    expected=reference if wide else golden.shown(stage_ref),
+                    tolerance=tolerance(stage_ref, mode),
+                    reference=reference,
+                    unit=unit(stage_ref),
                 )
 
 
-def unit(place: StageRef) -> float | None:
+def unit(stage_ref: StageRef) -> float | None:
     """Return the unit that differences are measured in: the learning rate, or None for the size of the array."""
-    group = BY_GROUP.get(place.stage)
+    group = BY_GROUP.get(stage_ref.stage)
     return OPTIMIZER.learning_rate if group and group.in_rates else None
 
 
-def limit(golden: TrainingGolden, config: ModelConfig, place: StageRef, mode: str, dtype: DtypeName) -> Tolerance:
+def derive_tolerance(
+    golden: TrainingGolden, config: ModelConfig, stage_ref: StageRef, mode: str, dtype: DtypeName
+) -> Tolerance:
     """Look up the tolerance of an array of a run in a dtype.
 
     Raises:
         ValueError: The golden has no tolerance for this array.
     """
     if dtype == "float64":
-        return limits.wide_limit(golden.amplified(place) if mode == CHAINED else None)
-    held = limits.held_to(place, mode, dtype)
-    made = golden.tolerances[held][mode].get(place.stage)
+        return limits.wide_limit(golden.amplified(stage_ref) if mode == CHAINED else None)
+    held = limits.held_to(stage_ref, mode, dtype)
+    made = golden.tolerances[held][mode].get(stage_ref.stage)
     if made is None:
-        raise lacking([f"tolerance of {held} {mode} {place.stage}"])
-    return made.at_most(limits.ceiling(config, place.stage, mode, held))
+        raise lacking([f"tolerance of {held} {mode} {stage_ref.stage}"])
+    return made.at_most(limits.ceiling(config, stage_ref.stage, mode, held))
 
 
 def distances(
@@ -146,20 +159,23 @@ def distances(
     Each distance stands with an expectation that has the largest tolerance.
     """
 
-    def most(place: StageRef, mode: str) -> Tolerance:
-        return limits.ceiling(config, place.stage, mode, limits.held_to(place, mode, dtype))
+    def most(stage_ref: StageRef, mode: str) -> Tolerance:
+        return limits.ceiling(config, stage_ref.stage, mode, limits.held_to(stage_ref, mode, dtype))
 
-    for claim in claims(golden, config, dtype, most):
-        assert claim.truth is not None
-        yield claim, claim.difference(claim.want.astype(claim.truth.dtype), claim.truth)
+    for expectation in make_expectations(golden, config, dtype, most):
+        assert expectation.reference is not None
+        yield (
+            expectation,
+            expectation.difference(expectation.expected.astype(expectation.reference.dtype), expectation.reference),
+        )
 
 
-def refuse_far_witnesses(name: str, golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> None:
+def refuse_far_engines(name: str, golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> None:
     """Refuse goldens that are further from the float64 reference than rounding explains."""
     far = [
-        f"{claim.witness} {claim.mode} {text(claim.place)}: {found.describe()}"
-        for claim, found in distances(golden, config, dtype)
-        if not found.within(claim.limit)
+        f"{expectation.engine} {expectation.mode} {text(expectation.stage_ref)}: {found.describe()}"
+        for expectation, found in distances(golden, config, dtype)
+        if not found.within(expectation.tolerance)
     ]
     if far:
         raise UserError(
@@ -170,9 +186,9 @@ def refuse_far_witnesses(name: str, golden: TrainingGolden, config: ModelConfig,
 def tolerances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Tolerances:
     """Derive the tolerances of a dtype from the distances of the engines from the float64 reference."""
     found: dict[tuple[str, str], list[Difference]] = defaultdict(list)
-    for claim, distance in distances(golden, config, dtype):
-        if limits.held_to(claim.place, claim.mode, dtype) == dtype:
-            found[claim.mode, claim.place.stage].append(distance)
+    for expectation, distance in distances(golden, config, dtype):
+        if limits.held_to(expectation.stage_ref, expectation.mode, dtype) == dtype:
+            found[expectation.mode, expectation.stage_ref.stage].append(distance)
     made: dict[str, dict[str, Tolerance]] = {mode: {} for mode in MODES}
     for (mode, stage), each in found.items():
         tolerance = tolerance_from(each, floor=limits.floor(stage, dtype))
@@ -186,7 +202,7 @@ def errors(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Err
     The errors are measured against the float64 reference.
     """
     out: dict[str, dict[str, dict[str, float]]] = {}
-    for claim, found in distances(golden, config, dtype):
-        cases = out.setdefault(claim.mode, {}).setdefault(claim.place.stage, {})
-        cases[claim.place.case] = max(float(f"{found.error:.2e}"), cases.get(claim.place.case, 0.0))
+    for expectation, found in distances(golden, config, dtype):
+        cases = out.setdefault(expectation.mode, {}).setdefault(expectation.stage_ref.stage, {})
+        cases[expectation.stage_ref.case] = max(float(f"{found.error:.2e}"), cases.get(expectation.stage_ref.case, 0.0))
     return out

@@ -78,10 +78,10 @@ def after(step: int, n_layers: int) -> dict[str, Mapping[str, StageRef]]:
 
 def named(where: Mapping[str, StageRef], arrays: Mapping[str, np.ndarray]) -> Arrays:
     """Map arrays by place instead of by name."""
-    return {place: arrays[name] for name, place in where.items()}
+    return {stage_ref: arrays[name] for name, stage_ref in where.items()}
 
 
-def places(n_layers: int) -> dict[StageRef, tuple[str, ...]]:
+def stage_refs(n_layers: int) -> dict[StageRef, tuple[str, ...]]:
     """List every array that the engines show, in the order of the table, and the modes that it is judged in."""
     ends, alone, chained, both = borders(n_layers), MODES[:1], MODES[1:], MODES
     parts = [
@@ -104,5 +104,5 @@ def places(n_layers: int) -> dict[StageRef, tuple[str, ...]]:
 
 def _places_of_step(step: int, n_layers: int) -> list[StageRef]:
     """List the places that a training step shows: the norm of its gradients, and every tensor after it."""
-    tensors = (place for where in after(step, n_layers).values() for place in where.values())
+    tensors = (stage_ref for where in after(step, n_layers).values() for stage_ref in where.values())
     return [at("grad_norm", case=f"step {step}"), *tensors]

@@ -10,31 +10,31 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.engines import Call, Say, open_producer
-from llorch.engines.abilities import not_a_number
-from llorch.judging.goldens.forward import EngineOutput, Truth, calls_for, shown_by
+from llorch.engines import Call, Progress, open_engine
+from llorch.engines.unsupported import not_a_number
+from llorch.judging.goldens.forward import EngineOutput, ReferenceOutput, calls_for, shown_by
 from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import Pass
 
-WITNESS = "transformers-float64"  # its name in rows
+FLOAT64_REFERENCE = "transformers-float64"  # its name in rows
 
 
-def take_truth(
+def run_reference(
     path: str | Path,
     cases: Mapping[str, Pass],
-    evidence: Mapping[str, EngineOutput],
+    engine_outputs: Mapping[str, EngineOutput],
     *,
     n_greedy: int,
-    say: Say | None = None,
-) -> Truth:
+    progress: Progress | None = None,
+) -> ReferenceOutput:
     """Run the engine in float64.
 
     Args:
         path: A GGUF file or a Hugging Face folder.
         cases: The inputs.
-        evidence: Outputs of each reference engine for them.
+        engine_outputs: Outputs of each reference engine for them.
         n_greedy: Length of the greedy continuation.
-        say: Told how far it is, where the model is so large that one layer at a time is in memory.
+        progress: Told how far it is, where the model is so large that one layer at a time is in memory.
 
     Returns:
         The float64 reference.
@@ -43,23 +43,23 @@ def take_truth(
         MissingExtra: transformers is not installed.
         RuntimeError: It does not run the model, or not in float64.
     """
-    with open_producer("transformers", path, dtype="float64", say=say) as engine:
+    with open_engine("transformers", path, dtype="float64", progress=progress) as engine:
         (_, prompt, _), *asked = calls_for(cases, n_greedy)
         isolated: list[Call] = [
             ("isolated", (case.ids, theirs.traces[name]), {"first_position": case.first_position})
-            for theirs in evidence.values()
+            for theirs in engine_outputs.values()
             for name, case in cases.items()
         ]
-        (greedy, steps), *answers = engine.together([("continued", prompt, {}), *asked, *isolated])
+        (greedy, steps), *answers = engine.call_batch([("continued", prompt, {}), *asked, *isolated])
         shown = shown_by(engine, cases, [greedy, *answers[: len(asked)]])
         measured = iter(answers[len(asked) :])
-        distances = {producer: {name: next(measured) for name in cases} for producer in evidence}
-        return Truth(shown, steps, distances)
+        distances = {engine: {name: next(measured) for name in cases} for engine in engine_outputs}
+        return ReferenceOutput(shown, steps, distances)
 
 
-def require_numbers(engine: str, family: str, shown: EngineOutput, truth: Truth | None) -> None:
+def require_numbers(engine: str, family: str, shown: EngineOutput, reference: ReferenceOutput | None) -> None:
     """Refuse an engine (ValueError) that gives NaN where the float64 reference, if there is one, has a number."""
-    true = {} if truth is None else truth.evidence.arrays()
+    true = {} if reference is None else reference.engine_output.arrays()
     for name, array in shown.arrays().items():
         lost = np.isnan(array) & ~np.isnan(true.get(name, 0.0))
         if lost.any():

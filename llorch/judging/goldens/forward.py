@@ -14,15 +14,15 @@ from typing import Any
 
 import numpy as np
 
-from llorch.engines import Call, LoadPath, Producer, stored_route
+from llorch.engines import Call, LoadPath, ReferenceEngine, stored_load_path
 from llorch.families.config import ModelConfig
 from llorch.files.tensor_names import inventory
 from llorch.judging.goldens.store import Distances, GoldenStore, plain_distances, read_distances, refused
 from llorch.ops.sampling import SamplingSettings
 from llorch.stages.stage_ref import Pass
 
-PRODUCERS = ("llamacpp", "transformers")
-TRUTH = "truth"
+ENGINES = ("llamacpp", "transformers")
+REFERENCE = "truth"
 STEP_LOGITS = "near/step_logits"
 FAR_POSITION = 4000
 FAR_TOKENS = 8
@@ -47,14 +47,14 @@ class EngineOutput:
         selected_logits: The row its sampler sees after the tokens of `near`.
         probabilities: Name in `SAMPLINGS` to its distribution, made from `sampler_inputs`.
         greedy: Its greedy continuation of `near`.
-        route: How the engine loaded the file.
+        load_path: How the engine loaded the file.
     """
 
     traces: Mapping[str, Mapping[str, np.ndarray]]
     selected_logits: np.ndarray
     probabilities: Mapping[str, np.ndarray]
     greedy: np.ndarray
-    route: LoadPath
+    load_path: LoadPath
 
     def arrays(self) -> dict[str, np.ndarray]:
         """Return every array under one name, as stored."""
@@ -63,7 +63,7 @@ class EngineOutput:
         return flat | {"near/selected_logits": self.selected_logits, "near/generation": self.greedy}
 
     @classmethod
-    def from_arrays(cls, flat: Mapping[str, np.ndarray], route: LoadPath) -> "EngineOutput":
+    def from_arrays(cls, flat: Mapping[str, np.ndarray], load_path: LoadPath) -> "EngineOutput":
         """Rebuild the engine output from the result of `arrays`."""
         traces: dict[str, dict[str, np.ndarray]] = {}
         for name, array in flat.items():
@@ -75,21 +75,21 @@ class EngineOutput:
             greedy=near.pop("generation"),
             probabilities={name: near.pop(f"probabilities.{name}") for name in SAMPLINGS},
             traces=traces,
-            route=route,
+            load_path=load_path,
         )
 
 
 @dataclass(frozen=True)
-class Truth:
+class ReferenceOutput:
     """Values of a reference engine in pure float64, see `llorch.judging.goldens.float64_reference`.
 
     Attributes:
-        evidence: Its outputs, in float64.
+        engine_output: Its outputs, in float64.
         step_logits: Logits of every step of its greedy text, (steps, vocab).
         isolated: How far each golden is from what float64 makes of its own inputs; with `l0.attention` of each layer.
     """
 
-    evidence: EngineOutput
+    engine_output: EngineOutput
     step_logits: np.ndarray
     isolated: Distances
 
@@ -107,12 +107,12 @@ class Golden:
     """The stored goldens of one model; tolerances are derived from them by the judge, see `tolerances`."""
 
     cases: Mapping[str, Pass]
-    evidence: Mapping[str, EngineOutput]  # by engine
-    truth: Truth
+    engine_outputs: Mapping[str, EngineOutput]  # by engine
+    reference: ReferenceOutput
     tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
     tokens: Sequence[TokenCheck]
     provenance: Mapping[str, object]
-    cannot_judge: Mapping[str, str] = field(default_factory=dict)  # engines that have none, and why
+    unsupported_reason: Mapping[str, str] = field(default_factory=dict)  # engines that have none, and why
 
 
 def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
@@ -169,42 +169,42 @@ def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tup
     return logits, (*ids, *ids[:3], *likely, likely[1])
 
 
-def take(producer: Producer, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> EngineOutput:
+def run_cases(engine: ReferenceEngine, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> EngineOutput:
     """Run a reference engine on every case.
 
     Args:
-        producer: Opened on the model.
+        engine: Opened on the model.
         cases: See `cases_for`.
         n_greedy: Length of the greedy continuation.
 
     Returns:
         What it showed.
     """
-    return shown_by(producer, cases, producer.together(calls_for(cases, n_greedy)))
+    return shown_by(engine, cases, engine.call_batch(calls_for(cases, n_greedy)))
 
 
 def calls_for(cases: Mapping[str, Pass], n_greedy: int) -> list[Call]:
-    """List the calls to an engine for every case, for `Producer.together`; the first is the greedy continuation."""
+    """List an engine's calls for every case, for `ReferenceEngine.call_batch`; the first is the greedy continuation."""
     near = cases["near"].ids
     traces: list[Call] = [("trace", (case.ids,), {"first_position": case.first_position}) for case in cases.values()]
     return [("greedy", (near, n_greedy), {}), ("selected_logits", (near,), {}), *traces]
 
 
-def shown_by(producer: Producer, cases: Mapping[str, Pass], answers: Sequence[Any]) -> EngineOutput:
+def shown_by(engine: ReferenceEngine, cases: Mapping[str, Pass], answers: Sequence[Any]) -> EngineOutput:
     """Collect the engine output from the answers to `calls_for`, and run the engine's sampling filters."""
     greedy, selected, *traces = answers
     logits, history = sampler_inputs(cases["near"].ids, selected.size)
     return EngineOutput(
         traces=dict(zip(cases, traces, strict=True)),
         selected_logits=selected,
-        probabilities={name: producer.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
+        probabilities={name: engine.probabilities(logits, settings, history) for name, settings in SAMPLINGS.items()},
         greedy=np.asarray(greedy, np.int64),
-        route=producer.route,
+        load_path=engine.load_path,
     )
 
 
 @contextmanager
-def not_run(name: str, failed: dict[str, str] | None) -> Iterator[None]:
+def note_failure(name: str, failed: dict[str, str] | None) -> Iterator[None]:
     """Note that an engine cannot run a model, or did not survive it, and let the others go on.
 
     Args:
@@ -230,11 +230,11 @@ def save(folder: Path, golden: Golden) -> None:
         folder: Made when absent.
         golden: What to store.
     """
-    files = {producer: evidence.arrays() for producer, evidence in golden.evidence.items()}
-    files[TRUTH] = golden.truth.evidence.arrays() | {STEP_LOGITS: golden.truth.step_logits}
-    record = ({"cannot_judge": golden.cannot_judge} if golden.cannot_judge else {}) | {
+    files = {engine: engine_output.arrays() for engine, engine_output in golden.engine_outputs.items()}
+    files[REFERENCE] = golden.reference.engine_output.arrays() | {STEP_LOGITS: golden.reference.step_logits}
+    record = ({"cannot_judge": golden.unsupported_reason} if golden.unsupported_reason else {}) | {
         "cases": {name: asdict(case) for name, case in golden.cases.items()},
-        "isolated": plain_distances(golden.truth.isolated),
+        "isolated": plain_distances(golden.reference.isolated),
         "provenance": golden.provenance,
         "tensors": golden.tensors,
         "tokens": [asdict(check) for check in golden.tokens],
@@ -256,28 +256,30 @@ def read(folder: Path) -> Golden:
         ValueError: A part of it is missing.
     """
     store = GoldenStore(folder)
-    record, unable = store.record(), unable_of(folder)
-    producers = [name for name in PRODUCERS if name not in unable]
-    shown = store.arrays([*producers, TRUTH])
+    record, unsupported = store.record(), unable_of(folder)
+    engines = [name for name in ENGINES if name not in unsupported]
+    shown = store.arrays([*engines, REFERENCE])
     if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
         raise refused(
             store.path,
             f"expected the cases near and far, tensors and tokens, got cases {sorted(record['cases'])}, "
             f"{len(record['tensors'])} tensors, {len(record['tokens'])} texts",
         )
-    if record.get("isolated", {}).keys() != {*producers}:
-        got = sorted(record.get("isolated", {})) or "none"
-        raise refused(store.path, f"expected isolated distances for {' and '.join(producers)}, got {got}")
-    steps = shown[TRUTH].pop(STEP_LOGITS)
-    made = {name: EngineOutput.from_arrays(a, stored_route(record["provenance"], name)) for name, a in shown.items()}
+    if record.get("isolated", {}).keys() != {*engines}:
+        actual = sorted(record.get("isolated", {})) or "none"
+        raise refused(store.path, f"expected isolated distances for {' and '.join(engines)}, got {actual}")
+    steps = shown[REFERENCE].pop(STEP_LOGITS)
+    made = {
+        name: EngineOutput.from_arrays(a, stored_load_path(record["provenance"], name)) for name, a in shown.items()
+    }
     return Golden(
-        truth=Truth(made.pop(TRUTH), steps, read_distances(record["isolated"])),
+        reference=ReferenceOutput(made.pop(REFERENCE), steps, read_distances(record["isolated"])),
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
-        evidence=made,
+        engine_outputs=made,
         tensors=record["tensors"],
         tokens=[TokenCheck(**check) for check in record["tokens"]],
         provenance=record["provenance"],
-        cannot_judge=unable,
+        unsupported_reason=unsupported,
     )
 
 
@@ -295,11 +297,11 @@ def unable_of(folder: Path) -> Mapping[str, str]:
         ValueError: A reason is not stated, or no reference engine is left.
     """
     store = GoldenStore(folder)
-    unable = store.record().get("cannot_judge", {})
-    if not unable.keys() < {*PRODUCERS} or not all(unable.values()):
-        wanted = f"expected reasons for some of {' and '.join(PRODUCERS)} in cannot_judge"
-        raise refused(store.path, f"{wanted}, got {unable}")
-    return unable
+    unsupported = store.record().get("cannot_judge", {})
+    if not unsupported.keys() < {*ENGINES} or not all(unsupported.values()):
+        wanted = f"expected reasons for some of {' and '.join(ENGINES)} in cannot_judge"
+        raise refused(store.path, f"{wanted}, got {unsupported}")
+    return unsupported
 
 
 def sha256(path: Path) -> str:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.engines import Producer, open_producer
-from llorch.engines.abilities import cannot_judge
+from llorch.engines import ReferenceEngine, open_engine
+from llorch.engines.unsupported import unsupported_reason
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.goldens.store import Distances, GoldenStore, plain_distances, read_distances, refused
@@ -40,18 +40,18 @@ class LongGolden:
 
     Attributes:
         cases: The inputs by name.
-        truth: Case to stage key to the float64 reference, of the last tokens.
+        reference: Case to stage key to the float64 reference, of the last tokens.
         distances: How far each engine's float32 run is from the reference.
         weights_sha256: Hash of the model.
     """
 
     cases: Mapping[str, Pass]
-    truth: Mapping[str, Trace]
+    reference: Mapping[str, Trace]
     distances: Distances
     weights_sha256: str
 
 
-def judged_stages(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
+def compared_stages(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
     """List the stages that are judged: key, stage and layer. Choices follow from the logits of the router."""
     return (one for one in keys(config) if one[1].name not in SCORES and not one[1].is_choice)
 
@@ -75,7 +75,7 @@ def long_cases(config: ModelConfig, *, seed: int = 0) -> dict[str, Pass]:
 
 def unable_for_long(engine: str, config: ModelConfig, this: Pass) -> str:
     """Say why an engine is no reference for a case; empty where it is one."""
-    return cannot_judge(engine, config, int(this.positions[-1]) + 1 if this.first_position else len(this.ids))
+    return unsupported_reason(engine, config, int(this.positions[-1]) + 1 if this.first_position else len(this.ids))
 
 
 def make_long(path: Path, engines: Sequence[str], weights_sha256: str) -> LongGolden:
@@ -93,15 +93,15 @@ def make_long(path: Path, engines: Sequence[str], weights_sha256: str) -> LongGo
         ValueError: No random text has clear choices of experts.
     """
     weights = open_weights(path)
-    with open_producer("transformers", path, dtype="float64") as engine:
-        cases, truth = _with_clear_choices(engine, weights)
-    kept = {case: _last_rows(weights.config, trace) for case, trace in truth.items()}
+    with open_engine("transformers", path, dtype="float64") as engine:
+        cases, reference = _with_clear_choices(engine, weights)
+    kept = {case: _last_rows(weights.config, trace) for case, trace in reference.items()}
     distances: dict[str, dict[str, dict[str, Difference]]] = {}
     for name in engines:
         able = {case: this for case, this in cases.items() if not unable_for_long(name, weights.config, this)}
         if not able:
             continue
-        with open_producer(name, path, n_threads=2) as engine:  # type: ignore[arg-type] (a name of an engine)
+        with open_engine(name, path, n_threads=2) as engine:  # type: ignore[arg-type] (a name of an engine)
             shown = {case: _last_rows(weights.config, _trace(engine, this)) for case, this in able.items()}
         distances[name] = {case: _distances(kept[case], trace) for case, trace in shown.items()}
         _refuse_far(path, name, distances[name])
@@ -117,13 +117,13 @@ def _refuse_far(path: Path, engine: str, distances: Mapping[str, Mapping[str, Di
                 raise UserError(f"{path}: {message}")
 
 
-def _with_clear_choices(engine: Producer, weights: Weights) -> tuple[dict[str, Pass], dict[str, Trace]]:
+def _with_clear_choices(engine: ReferenceEngine, weights: Weights) -> tuple[dict[str, Pass], dict[str, Trace]]:
     """Return the first random texts in which no expert is chosen by a narrow margin, and their traces."""
     for seed in range(_TRIES):
         cases = long_cases(weights.config, seed=seed)
-        truth = {case: _trace(engine, this) for case, this in cases.items()}
-        if all(_smallest_margin(weights.config, trace) >= _MARGIN for trace in truth.values()):
-            return cases, truth
+        reference = {case: _trace(engine, this) for case, this in cases.items()}
+        if all(_smallest_margin(weights.config, trace) >= _MARGIN for trace in reference.values()):
+            return cases, reference
     raise UserError(f"{weights.path}: expected a text without ties of experts, got none in {_TRIES} random texts")
 
 
@@ -139,21 +139,21 @@ def _smallest_margin(config: ModelConfig, trace: Trace) -> float:
     return min(margins)
 
 
-def _trace(engine: Producer, this: Pass) -> Trace:
+def _trace(engine: ReferenceEngine, this: Pass) -> Trace:
     return engine.trace(this.ids, first_position=this.first_position)
 
 
 def _last_rows(config: ModelConfig, trace: Trace) -> dict[str, np.ndarray]:
-    return {name: last_tokens(stage, trace[name]).copy() for name, stage, _ in judged_stages(config)}
+    return {name: last_tokens(stage, trace[name]).copy() for name, stage, _ in compared_stages(config)}
 
 
-def _distances(truth: Trace, shown: Trace) -> dict[str, Difference]:
-    return {name: measure(array.astype(np.float64), truth[name]) for name, array in shown.items()}
+def _distances(reference: Trace, shown: Trace) -> dict[str, Difference]:
+    return {name: measure(array.astype(np.float64), reference[name]) for name, array in shown.items()}
 
 
 def save_long(folder: Path, golden: LongGolden) -> None:
     """Write goldens of long contexts; the same content gives the same bytes."""
-    arrays = {f"{case}/{name}": array for case, trace in golden.truth.items() for name, array in trace.items()}
+    arrays = {f"{case}/{name}": array for case, trace in golden.reference.items() for name, array in trace.items()}
     record = {
         "cases": {name: asdict(case) for name, case in golden.cases.items()},
         "distances": plain_distances(golden.distances),
@@ -177,13 +177,13 @@ def read_long(folder: Path) -> LongGolden:
     """
     store = GoldenStore(folder, _RECORD)
     record, arrays = store.record(), store.arrays([_NAME])[_NAME]
-    truth: dict[str, dict[str, np.ndarray]] = {}
+    reference: dict[str, dict[str, np.ndarray]] = {}
     for full, array in arrays.items():
         case, name = full.split("/")
-        truth.setdefault(case, {})[name] = array
+        reference.setdefault(case, {})[name] = array
     distances = read_distances(record["distances"])
     cases = {name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()}
     for case in cases:
         if not any(case in found for found in distances.values()):
             raise refused(folder, f"expected an engine's distance for {case}, got no engine")
-    return LongGolden(cases, truth, distances, record["weights_sha256"])
+    return LongGolden(cases, reference, distances, record["weights_sha256"])

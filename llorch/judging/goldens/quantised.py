@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.engines import stored_route
+from llorch.engines import stored_load_path
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.goldens.forward import EngineOutput
@@ -43,10 +43,14 @@ class QuantisedGolden:
     case: Pass
     provenance: Mapping[str, object]
 
-    def evidence(self, model: str) -> dict[str, EngineOutput]:
+    def engine_outputs(self, model: str) -> dict[str, EngineOutput]:
         """Return the engine output that a verifier is given for one model."""
-        none, route = np.empty(0), stored_route(self.provenance, "llamacpp")
-        return {"llamacpp": EngineOutput({CASE: self.traces[model]}, none, probabilities={}, greedy=none, route=route)}
+        none, load_path = np.empty(0), stored_load_path(self.provenance, "llamacpp")
+        return {
+            "llamacpp": EngineOutput(
+                {CASE: self.traces[model]}, none, probabilities={}, greedy=none, load_path=load_path
+            )
+        }
 
 
 def types() -> list[GGMLType]:

@@ -1,6 +1,6 @@
 """The goldens of checkpoints 15 to 20: what PEFT, torch and llama.cpp made of one adapter, its batches and settings.
 
-The file `peft` holds the adapter as `adapter/<flat name>`, every array as `<witness>/<case>/<stage key>` and what
+The file `peft` holds the adapter as `adapter/<flat name>`, every array as `<engine>/<case>/<stage key>` and what
 PEFT makes of the same in float64 as `truth/<mode>/<case>/<stage key>`; `training.json` the batches, the tensor tables
 of adapter files, tolerances and where all this comes from. What PEFT made exactly zero is listed by name and stored
 nowhere. Names are made from the places of `training.places`, and there is one array for each of these, no other.
@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 
 from llorch.families.config import ModelConfig
-from llorch.judging.expectations.training_places import LOADED_BY, PEFT, at, of_tensors, places
+from llorch.judging.expectations.training_places import LOADED_BY, PEFT, at, of_tensors, stage_refs
 from llorch.judging.goldens.store import SUFFIX, GoldenStore, refused
 from llorch.judging.goldens.training_recipe import LORA, StoredBatch
 from llorch.judging.tolerances.training import FROM_FILES
@@ -27,7 +27,7 @@ from llorch.training.batch import Batch
 
 MODELS = ("micro-llama", "micro-qwen3")
 FILES = (f"peft{SUFFIX}", "training.json")
-TRUTH = f"{PEFT}-float64"  # its name in rows
+PEFT_FLOAT64 = f"{PEFT}-float64"  # its name in rows
 HALF_DTYPES: tuple[DtypeName, ...] = ("bfloat16",)  # that training runs in; float16 needs its loss scaled
 WITH_TOLERANCES: tuple[DtypeName, ...] = ("float32", *HALF_DTYPES)
 ADAPTER_FILES = ("peft_folder", "lora_gguf")
@@ -61,20 +61,20 @@ class TrainingGolden:
         """Batches of all steps."""
         return [rows.batch() for rows in self.rows]
 
-    def shown(self, place: StageRef) -> np.ndarray:
+    def shown(self, stage_ref: StageRef) -> np.ndarray:
         """Return the array that the engine of a place showed there."""
-        return self._array(golden_name(place))
+        return self._array(golden_name(stage_ref))
 
-    def truth(self, mode: str, place: StageRef) -> np.ndarray:
+    def reference(self, mode: str, stage_ref: StageRef) -> np.ndarray:
         """Return the float64 reference at a place.
 
         The reference of exported files is the logits of the adapter on the base.
         """
-        return self._array(truth_name(mode, at("adapted_logits") if place.stage in FROM_FILES else place))
+        return self._array(reference_name(mode, at("adapted_logits") if stage_ref.stage in FROM_FILES else stage_ref))
 
-    def amplified(self, place: StageRef) -> np.ndarray | None:
+    def amplified(self, stage_ref: StageRef) -> np.ndarray | None:
         """Return the result of `limits.amplification` at a place; None where errors do not grow."""
-        return self._array(amplified_name(place)) if place.stage == "parameters" else None
+        return self._array(amplified_name(stage_ref)) if stage_ref.stage == "parameters" else None
 
     def adapter_for(self, config: ModelConfig, lora: LoraConfig = LORA) -> Adapter:
         """Return the adapter that every run starts from, with a configuration of the same ranks."""
@@ -98,29 +98,29 @@ class TrainingGolden:
         return self.arrays[name]
 
 
-def text(place: StageRef) -> str:
+def text(stage_ref: StageRef) -> str:
     """Format a place for names of arrays and for messages: `plain/l0.gradient.q_proj.lora_A`."""
-    return f"{place.case}/{place.key}"
+    return f"{stage_ref.case}/{stage_ref.key}"
 
 
-def witness_of(place: StageRef) -> str:
+def engine_of(stage_ref: StageRef) -> str:
     """Name the reference engine that shows the array of a place."""
-    return LOADED_BY[place.part] if place.stage in FROM_FILES else PEFT
+    return LOADED_BY[stage_ref.part] if stage_ref.stage in FROM_FILES else PEFT
 
 
-def golden_name(place: StageRef) -> str:
+def golden_name(stage_ref: StageRef) -> str:
     """Name the array that the engine of a place showed there."""
-    return f"{witness_of(place)}/{text(place)}"
+    return f"{engine_of(stage_ref)}/{text(stage_ref)}"
 
 
-def truth_name(mode: str, place: StageRef) -> str:
+def reference_name(mode: str, stage_ref: StageRef) -> str:
     """Name the array that PEFT computes for a place in float64."""
-    return f"truth/{mode}/{text(place)}"
+    return f"truth/{mode}/{text(stage_ref)}"
 
 
-def amplified_name(place: StageRef) -> str:
+def amplified_name(stage_ref: StageRef) -> str:
     """Name the array that holds the growth of errors at a place."""
-    return f"truth/amplification/{text(place)}"
+    return f"truth/amplification/{text(stage_ref)}"
 
 
 def adapter_name(flat: str) -> str:
@@ -131,12 +131,12 @@ def adapter_name(flat: str) -> str:
 def names(n_layers: int) -> Iterator[str]:
     """Yield the names of all arrays that a golden holds."""
     yield from map(adapter_name, of_tensors("parameters", n_layers))
-    for place, modes in places(n_layers).items():
-        yield golden_name(place)
-        if place.stage == "parameters":
-            yield amplified_name(place)
-        if place.stage not in FROM_FILES:
-            yield from (truth_name(mode, place) for mode in modes)
+    for stage_ref, modes in stage_refs(n_layers).items():
+        yield golden_name(stage_ref)
+        if stage_ref.stage == "parameters":
+            yield amplified_name(stage_ref)
+        if stage_ref.stage not in FROM_FILES:
+            yield from (reference_name(mode, stage_ref) for mode in modes)
 
 
 def lacking(missing: Collection[str]) -> UserError:

@@ -10,7 +10,7 @@ from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from llorch.judging.expert_selection import GoOn, as_made
+from llorch.judging.expert_selection import StageOverride, as_made
 from llorch.ops.numerics import DtypeName
 from llorch.stages.stage_ref import Pass
 
@@ -18,7 +18,7 @@ Trace = Mapping[str, np.ndarray]
 
 
 @runtime_checkable
-class See(Protocol):
+class StageObserver(Protocol):
     """What a pass calls with every stage."""
 
     def __call__(self, name: str, array: np.ndarray, /, *, flips: int = 0, refused: int = 0) -> None:
@@ -42,25 +42,27 @@ class Runner(Protocol):
         """Return the context that all computation must run under."""
         ...
 
-    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
-        """Run a pass in which the golden replaces each stage as soon as `see` has received it."""
+    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
+        """Run a pass in which the golden replaces each stage as soon as `observe` has received it."""
         ...
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
-        """Run a pass on its own results, or the second of two passes, of which only the second is shown to `see`.
+    def chained(
+        self, case: str, this: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = as_made
+    ) -> None:
+        """Run a pass on its own results, or the second of two passes, of which only the second is shown to `observe`.
 
-        The pass continues with the values that `go_on` returns.
+        The pass continues with the values that `override` returns.
         """
         ...
 
-    def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
+    def in_parts(self, this: Pass, bounds: Sequence[int], observe: Callable[[str, np.ndarray, int], None]) -> None:
         """Run a pass cut at `bounds`, 0 and its length included.
 
-        `see` gets each stage and the end of its part. Only parts that reach into the last tokens need to be shown.
+        `observe` gets each stage and the end of its part. Only parts that reach into the last tokens need to be shown.
         """
         ...
 
-    def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
+    def last_row(self, this: Pass, override: StageOverride = as_made) -> np.ndarray:
         """Return the logits of the last token, the row that sampling sees."""
         ...
 

@@ -19,10 +19,10 @@ import numpy as np
 
 from llorch.files import Weights
 from llorch.files.quant import ACTIVATION_TYPE
-from llorch.judging.expert_selection import GoOn, as_made
+from llorch.judging.expert_selection import StageOverride, as_made
 from llorch.judging.goldens.forward import SAMPLINGS
-from llorch.judging.runners import See, Trace
-from llorch.judging.tolerances.forward import Limits, off
+from llorch.judging.runners import StageObserver, Trace
+from llorch.judging.tolerances.forward import ForwardTolerances, off
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
 from llorch.model.forward import Keep
@@ -68,26 +68,26 @@ def run(weights: Weights, this: Pass, *, n_cached: int = 0, golden: Trace | None
 def show(
     weights: Weights,
     this: Pass,
-    see: Callable[[str, np.ndarray], None],
+    observe: Callable[[str, np.ndarray], None],
     *,
     n_cached: int = 0,
     golden: Trace | None = None,
-    go_on: GoOn = as_made,
+    override: StageOverride = as_made,
     after_failure: bool = False,
 ) -> None:
     """Show the trace of `run` stage by stage.
 
-    The pass continues with the values that `go_on` returns for a stage without a golden. With `after_failure` a pass of
-    other tokens fails before the second pass.
+    The pass continues with the values that `override` returns for a stage without a golden. With `after_failure` a
+    pass of other tokens fails before the second pass.
     """
     whole = _of_this_shape(golden or {}, weights, this)
 
     def keeping(start: int, stop: int) -> Keep:
         def keep(name: str, array: np.ndarray) -> np.ndarray:
             if start == n_cached:
-                see(name, array)
+                observe(name, array)
             if name not in whole:
-                return go_on(name, array, start)
+                return override(name, array, start)
             stage, theirs = whole[name]
             if stop < len(this.ids) and not has_tokens(stage):
                 return array  # the golden has it behind all tokens only
@@ -156,28 +156,30 @@ class NumpyRunner:
         """Return the context of the backend: sums in float32 for `OWN_SUMS`."""
         return BACKENDS.get(self.name, nullcontext)()
 
-    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
+    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
         """See `run`."""
-        show(self.weights, this, see, golden=golden)
+        show(self.weights, this, observe, golden=golden)
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
+    def chained(
+        self, case: str, this: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = as_made
+    ) -> None:
         """See `run`; the second of two passes comes after one that failed."""
-        show(self.weights, this, see, n_cached=n_cached, go_on=go_on, after_failure=True)
+        show(self.weights, this, observe, n_cached=n_cached, override=override, after_failure=True)
 
-    def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
+    def in_parts(self, this: Pass, bounds: Sequence[int], observe: Callable[[str, np.ndarray, int], None]) -> None:
         """See `Runner.in_parts`."""
         cache = KVCache.of(self.weights, first_position=this.first_position)
         for start, stop in pairwise(bounds):
 
             def keep(name: str, array: np.ndarray, stop: int = stop) -> np.ndarray:
-                see(name, array, stop)
+                observe(name, array, stop)
                 return array
 
             forward(np.asarray(this.ids[start:stop]), self.weights, cache, keep=keep)
 
-    def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
+    def last_row(self, this: Pass, override: StageOverride = as_made) -> np.ndarray:
         """Compute the last row of logits as generation computes it."""
-        keep = lambda name, array: go_on(name, array, 0)  # noqa: E731
+        keep = lambda name, array: override(name, array, 0)  # noqa: E731
         return forward(np.asarray(this.ids), self.weights, KVCache.of(self.weights), keep=keep, last_only=True)[0]
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
@@ -209,25 +211,31 @@ class GgmlRunner(NumpyRunner):
     """Our forward pass under ggml numerics, beside llama.cpp's."""
 
     def __init__(
-        self, weights: Weights, goldens: Mapping[str, Trace], limits: Mapping[str, Limits], name: str = GGML
+        self,
+        weights: Weights,
+        goldens: Mapping[str, Trace],
+        tolerances: Mapping[str, ForwardTolerances],
+        name: str = GGML,
     ) -> None:
         """Take weights with their numerics, llama.cpp's traces by case, and the tolerances derived from the traces."""
         super().__init__(weights, name)
-        self._goldens, self._limits = goldens, limits
+        self._goldens, self._limits = goldens, tolerances
         self._rounded = rounded_stages(weights)
         self._stages = {name: stage for name, stage, _ in keys(weights.config)}
 
-    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
+    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
         """Run a pass as `NumpyRunner.isolated` does; a float16 cache shows as float32, the golden's dtype."""
-        show(self.weights, this, lambda name, array: see(name, self._in_own_dtype(array)), golden=golden)
+        show(self.weights, this, lambda name, array: observe(name, self._in_own_dtype(array)), golden=golden)
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
+    def chained(
+        self, case: str, this: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = as_made
+    ) -> None:
         """Run a pass on its own results, with values at a rounding edge replaced; see `Runner.chained`."""
-        self._adopting(case, this, see, n_cached, go_on=go_on)
+        self._adopting(case, this, observe, n_cached, override=override)
 
-    def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
+    def last_row(self, this: Pass, override: StageOverride = as_made) -> np.ndarray:
         """Compute the last row of logits as generation computes it; `this` is the case `near`."""
-        return self._adopting("near", this, last_only=True, go_on=go_on)[-1]
+        return self._adopting("near", this, last_only=True, override=override)[-1]
 
     def free(self, this: Pass) -> np.ndarray:
         """Return the logits of a pass as users get it."""
@@ -240,17 +248,17 @@ class GgmlRunner(NumpyRunner):
         return np.asarray([t.id for t in model.generate(prompt, max_tokens=n_tokens, ignore_eos=True)], np.int64)
 
     def _adopting(
-        self, case: str, this: Pass, see: See | None = None, n_cached: int = 0, *, last_only: bool = False,
-        go_on: GoOn = as_made,
+        self, case: str, this: Pass, observe: StageObserver | None = None, n_cached: int = 0, *,
+        last_only: bool = False, override: StageOverride = as_made,
     ) -> np.ndarray:  # fmt: skip
         """Run passes in which values at a rounding edge are replaced by the golden's, and show every stage."""
 
         def keeping(start: int, stop: int) -> Keep:
             def keep(name: str, array: np.ndarray) -> np.ndarray:
                 made, flips, refused = self._adopted(case, name, array, stop)
-                if see is not None and start == n_cached:
-                    see(name, self._in_own_dtype(array), flips=flips, refused=refused)
-                return go_on(name, made, start)
+                if observe is not None and start == n_cached:
+                    observe(name, self._in_own_dtype(array), flips=flips, refused=refused)
+                return override(name, made, start)
 
             return keep
 
@@ -270,8 +278,8 @@ class GgmlRunner(NumpyRunner):
         for kind in self._rounded.get(name, ()):
             first = stop - array.shape[token_axis(stage) or 0]  # behind the blocks: the last one
             parts = self._goldens[case][name], self._limits[case].chained_variance(name)
-            want, variance = (part_of(stage, part, first, stop) for part in parts)
-            array, n, too_far = adopt_edges(array, want.reshape(array.shape), kind, off(variance))
+            expected, variance = (part_of(stage, part, first, stop) for part in parts)
+            array, n, too_far = adopt_edges(array, expected.reshape(array.shape), kind, off(variance))
             flips, refused = flips + n, refused + too_far
         return array, flips, refused
 

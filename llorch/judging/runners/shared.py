@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from llorch.files import Weights
-from llorch.files.layerwise import Lockstep, Turn
+from llorch.files.layerwise import LayerwiseJobs, Turn
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed, Rows
 
@@ -35,9 +35,9 @@ _here: ContextVar[_Here | None] = ContextVar("here", default=None)
 class _Kept:
     """Decoded matrices of the place in which all passes are."""
 
-    def __init__(self, n_layers: int, say: Callable[[str], None]) -> None:
+    def __init__(self, n_layers: int, progress: Callable[[str], None]) -> None:
         self.matrices: dict[str, np.ndarray] = {}
-        self._n_layers, self._say = n_layers, say
+        self._n_layers, self._say = n_layers, progress
         self._place, self._rounds, self._began = "", 0, 0.0
 
     def move(self, place: str) -> None:
@@ -95,10 +95,10 @@ class _PackedOnce(Packed):
 class SharedWeights(Weights):
     """Packed weights that passes take turns with."""
 
-    def __init__(self, weights: Weights, say: Callable[[str], None] = lambda line: None) -> None:
-        """Share the file of `weights`; `say` is told of every layer."""
+    def __init__(self, weights: Weights, progress: Callable[[str], None] = lambda line: None) -> None:
+        """Share the file of `weights`; `progress` is told of every layer."""
         vars(self).update(vars(weights.using(packed=True)))
-        self._kept = _Kept(weights.config.n_layers, say)
+        self._kept = _Kept(weights.config.n_layers, progress)
 
     def together(self, passes: Sequence[Callable[[], T]]) -> list[T]:
         """Let passes over these weights, or variants of them, go through the layers together; what each returns."""
@@ -108,7 +108,7 @@ class SharedWeights(Weights):
             return one()
 
         try:
-            return Lockstep([partial(take_turns, one) for one in passes]).run()
+            return LayerwiseJobs([partial(take_turns, one) for one in passes]).run()
         finally:
             self._kept.matrices.clear()
 

@@ -15,10 +15,10 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights
-from llorch.judging.expert_selection import GoOn, as_made
+from llorch.judging.expert_selection import StageOverride, as_made
 from llorch.judging.goldens.forward import SAMPLINGS
 from llorch.judging.goldens.long_contexts import LAST
-from llorch.judging.runners import See, Trace
+from llorch.judging.runners import StageObserver, Trace
 from llorch.judging.runners.torch_observed import ObservedCase
 from llorch.judging.tolerances.forward import SCORES
 from llorch.model.generate import IdsOnly
@@ -144,22 +144,24 @@ class TorchRunner:
         """Return an empty context, because the target sets the arithmetic."""
         return nullcontext()
 
-    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
+    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
         """Run a pass in which the golden replaces each stage that the variant shows."""
         trace: dict[str, np.ndarray] = {}
         self._observed(this).feed(len(this.ids), trace=trace, golden=golden)
-        self._show(trace, see)
+        self._show(trace, observe)
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
+    def chained(
+        self, case: str, this: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = as_made
+    ) -> None:
         """Run a pass, or the second of two passes, in a cache that was used before."""
         observed, trace = self._observed(this), dict[str, np.ndarray]()
         if n_cached:
             observed.fill_as_used()
-            observed.feed(n_cached, go_on=go_on)
-        observed.feed(len(this.ids), trace=trace, go_on=go_on)
-        self._show(trace, see)
+            observed.feed(n_cached, override=override)
+        observed.feed(len(this.ids), trace=trace, override=override)
+        self._show(trace, observe)
 
-    def in_parts(self, this: Pass, bounds: Sequence[int], see: Callable[[str, np.ndarray, int], None]) -> None:
+    def in_parts(self, this: Pass, bounds: Sequence[int], observe: Callable[[str, np.ndarray, int], None]) -> None:
         """See `Runner.in_parts`; in a cache that was used before. Parts before the last tokens run unobserved."""
         observed = self._observed(this)
         observed.fill_as_used()
@@ -171,11 +173,11 @@ class TorchRunner:
             observed.feed(stop, trace=trace)
             self._require_stages(trace)
             for name, array in trace.items():
-                see(name, array, stop)
+                observe(name, array, stop)
 
-    def last_row(self, this: Pass, go_on: GoOn = as_made) -> np.ndarray:
+    def last_row(self, this: Pass, override: StageOverride = as_made) -> np.ndarray:
         """Compute the last row of logits as generation computes it."""
-        return self._observed(this).feed(len(this.ids), last_only=True, go_on=go_on)[0]
+        return self._observed(this).feed(len(this.ids), last_only=True, override=override)[0]
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
         """Compute the distributions; a batch computes all settings at once."""
@@ -192,10 +194,10 @@ class TorchRunner:
     def _observed(self, this: Pass) -> ObservedCase:
         return ObservedCase(self.model, this, in_batch=self.variant.in_batch)
 
-    def _show(self, trace: Trace, see: See) -> None:
+    def _show(self, trace: Trace, observe: StageObserver) -> None:
         self._require_stages(trace)
         for name, array in trace.items():
-            see(name, array)
+            observe(name, array)
 
     def _require_stages(self, trace: Trace) -> None:
         expected = {key for key, stage, _ in keys(self.model.config) if stage.name not in self.hidden}

@@ -14,7 +14,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from llorch.families.config import ModelConfig
-from llorch.judging.expert_selection import GoOn, as_made
+from llorch.judging.expert_selection import StageOverride, as_made
 from llorch.pytorch.causal_lm import Keep, keep_nothing
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel, as_numpy
@@ -88,7 +88,7 @@ class ObservedCase:
         trace: Trace | None = None,
         golden: Mapping[str, np.ndarray] | None = None,
         last_only: bool = False,
-        go_on: GoOn = as_made,
+        override: StageOverride = as_made,
     ) -> Float[np.ndarray, "rows vocab"]:
         """Run the judged tokens up to `stop`.
 
@@ -97,7 +97,7 @@ class ObservedCase:
             trace: Filled with every stage that the model shows.
             golden: With `trace`, takes the place of each stage as soon as that was shown.
             last_only: Logits of the last token only; padding then stands behind the tokens instead of before them.
-            go_on: What the pass goes on with for a stage that has no golden.
+            override: What the pass goes on with for a stage that has no golden.
 
         Returns:
             Logits of the judged tokens.
@@ -117,8 +117,8 @@ class ObservedCase:
         seq = slice(firsts[-1], firsts[-1] + len(new[-1]))
         where = Columns(self._model.config, seq, slice(0, stop), width, n_slots)
         keep = keep_nothing
-        if trace is not None or go_on is not as_made:
-            goes_on = partial(_with_golden, golden or {}, go_on, new[-1].start)
+        if trace is not None or override is not as_made:
+            goes_on = partial(_with_golden, golden or {}, override, new[-1].start)
             keep = observer({} if trace is None else trace, goes_on, where, self._model.target)
         device = self._model.target.device
         place = self._cache.place(torch.from_numpy(positions).to(device), ctx=n_slots, causal=len(new) == 1)
@@ -138,9 +138,11 @@ class ObservedCase:
         return range(self.n_cached + ahead if self.n_cached else 0, stop + ahead)
 
 
-def _with_golden(golden: Mapping[str, np.ndarray], go_on: GoOn, start: int, name: str, array: np.ndarray) -> np.ndarray:
+def _with_golden(
+    golden: Mapping[str, np.ndarray], override: StageOverride, start: int, name: str, array: np.ndarray
+) -> np.ndarray:
     theirs = golden.get(name)
-    return go_on(name, array, start) if theirs is None or theirs.shape != array.shape else theirs
+    return override(name, array, start) if theirs is None or theirs.shape != array.shape else theirs
 
 
 def observer(trace: Trace, goes_on: Callable[[str, np.ndarray], np.ndarray], where: Columns, target: Target) -> Keep:

@@ -144,12 +144,12 @@ class NumpyTrainingRunner:
             yield from named(of_tensors("gradient", self.n_layers, case), grads).items()
         yield from join_documents([found for found, _ in self._block_gradients({})]).items()
 
-    def _golden_array(self, place: StageRef) -> np.ndarray:
+    def _golden_array(self, stage_ref: StageRef) -> np.ndarray:
         """Return a golden in the dtype of the run."""
-        return self._golden.shown(place).astype(self.dtype)
+        return self._golden.shown(stage_ref).astype(self.dtype)
 
     def _all_given(self, where: Mapping[str, StageRef]) -> Named:
-        return {name: self._golden_array(place) for name, place in where.items()}
+        return {name: self._golden_array(stage_ref) for name, stage_ref in where.items()}
 
     def _split(self, tokens: np.ndarray) -> list[np.ndarray]:
         """Split the rows of the first batch by document."""
@@ -167,9 +167,9 @@ class NumpyTrainingRunner:
     ) -> Results:
         """Yield what the adapter adds to each product, for the given inputs."""
         weights = AdaptedWeights(self.weights, adapter)
-        for name, place in where.items():
-            matrix, x = weights[name], inputs(INPUT_OF[place.part], place.layer)
-            yield place, matrix.added(x, linear(x, matrix.base))
+        for name, stage_ref in where.items():
+            matrix, x = weights[name], inputs(INPUT_OF[stage_ref.part], stage_ref.layer)
+            yield stage_ref, matrix.added(x, linear(x, matrix.base))
 
     def _losses(self, logits: Sequence[np.ndarray]) -> Results:
         for case, smoothing in SMOOTHINGS.items():
@@ -186,7 +186,9 @@ class NumpyTrainingRunner:
 
     def _isolated_gradients(self) -> Results:
         """Run each block alone: the input, and the gradient of the output, are the golden's."""
-        given = {place: self._golden_array(place) for pair in borders(self.n_layers).items() for place in pair}
+        given = {
+            stage_ref: self._golden_array(stage_ref) for pair in borders(self.n_layers).items() for stage_ref in pair
+        }
         found = list(self._block_gradients(given))
         tensors = of_tensors("gradient", self.n_layers)
         yield from join_documents([blocks for blocks, _ in found]).items()
@@ -200,7 +202,7 @@ class NumpyTrainingRunner:
         An input or gradient that is `given` replaces llorch's, which is noted before.
         """
         weights, batch = AdaptedWeights(self.weights, self.adapter), self.batches[0]
-        parts, ends = {place: self._split(array) for place, array in given.items()}, borders(self.n_layers)
+        parts, ends = {stage_ref: self._split(array) for stage_ref, array in given.items()}, borders(self.n_layers)
         inputs = {input_key(x.stage, x.layer, self.config): x for x in ends}
         gradients = {input_key(x.stage, x.layer, self.config) if x.layer is None else x.key: ends[x] for x in ends}
         for index, (ids, labels) in enumerate(batch.each_document()):
@@ -275,7 +277,7 @@ class NumpyTrainingRunner:
 
 def join_documents(documents: Sequence[Arrays]) -> Arrays:
     """Join the tokens of all documents in a row."""
-    return {place: np.concatenate([found[place] for found in documents]) for place in documents[0]}
+    return {stage_ref: np.concatenate([found[stage_ref] for found in documents]) for stage_ref in documents[0]}
 
 
 def logits_of(weights: Weights, documents: Sequence[np.ndarray]) -> np.ndarray:

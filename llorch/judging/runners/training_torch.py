@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights
-from llorch.judging.expectations.training import claims, routed, rows, stored
+from llorch.judging.expectations.training import comparisons, make_expectations, stored, with_load_paths
 from llorch.judging.expectations.training_places import (
     CHAINED,
     INPUT_OF,
@@ -55,7 +55,7 @@ from llorch.pytorch.distributed.dtensor import like, own, part_of, whole_togethe
 from llorch.pytorch.distributed.launch import named_on
 from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.load import Cut, all_of, load_dense
-from llorch.pytorch.lora.adapters import attach, lora_leaves, trainable_parameters
+from llorch.pytorch.lora.adapters import attach, lora_modules, trainable_parameters
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
 from llorch.pytorch.train.loading import load_for_training
@@ -106,8 +106,8 @@ def _judge_runner(name: str, runner: "TorchTrainingRunner", backend: str) -> Ite
     """Compare the isolated and chained runs of a torch runner with the goldens of training."""
     dtype: DtypeName = runner.target.dtype_name  # pyright: ignore[reportAssignmentType]
     ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
-    claimed = claims(runner.golden, runner.weights.config, dtype)
-    yield from routed(rows(name, claimed, ours, backend, left_out=NUMPY_ALONE), runner.golden)
+    expectations = make_expectations(runner.golden, runner.weights.config, dtype)
+    yield from with_load_paths(comparisons(name, expectations, ours, backend, left_out=NUMPY_ALONE), runner.golden)
 
 
 class TorchTrainingRunner:
@@ -182,13 +182,13 @@ class TorchTrainingRunner:
         hidden = self._hidden(worker)
         return worker.run(lambda module: module.lm_head(hidden))
 
-    def _golden_tensor(self, place: StageRef, dtype: torch.dtype | None = None) -> Tensor:
+    def _golden_tensor(self, stage_ref: StageRef, dtype: torch.dtype | None = None) -> Tensor:
         """Return a golden as tensor on the device of the run."""
-        return torch.tensor(self.golden.shown(place), device=self.target.device, dtype=dtype or self.target.dtype)
+        return torch.tensor(self.golden.shown(stage_ref), device=self.target.device, dtype=dtype or self.target.dtype)
 
-    def _padded(self, place: StageRef) -> Tensor:
+    def _padded(self, stage_ref: StageRef) -> Tensor:
         """Place the golden's tokens as rows of the first batch; 0 where there is padding."""
-        tokens = self._golden_tensor(place)
+        tokens = self._golden_tensor(stage_ref)
         held = torch.from_numpy(self.batches[0].documents >= 0)
         rows = tokens.new_zeros((*held.shape, tokens.shape[-1]))
         rows[held.to(rows.device)] = tokens
@@ -202,27 +202,27 @@ class TorchTrainingRunner:
         """Compute the adapter's deltas: each kernel of the forward pass is also given the golden's input."""
         worker, deltas = self._worker(adapter), dict[str, Tensor]()
 
-        def note(leaf: Any, name: str, _: Tensor) -> None:
+        def note(lora_module: Any, name: str, _: Tensor) -> None:
             if name in where:
                 given = self._golden_tensor(at(INPUT_OF[where[name].part], where[name].layer))
-                deltas[name] = whole_output(worker, name, _delta(leaf, own_input(worker, name, given)))
+                deltas[name] = whole_output(worker, name, _delta(lora_module, own_input(worker, name, given)))
 
-        _at_each_leaf(worker.module, note)
+        _at_each_module(worker.module, note)
         self._hidden(worker)
-        for name, place in where.items():
-            yield place, array_of(deltas[name])
+        for name, stage_ref in where.items():
+            yield stage_ref, array_of(deltas[name])
 
     def _forward(self) -> Results:
         """Compute the deltas on llorch's activations, the logits, and the losses of llorch's hidden states."""
         worker, deltas = self._worker(self.adapter), dict[str, Tensor]()
 
-        def note(leaf: Any, name: str, x: Tensor) -> None:
-            deltas[name] = whole_output(worker, name, _delta(leaf, x))
+        def note(lora_module: Any, name: str, x: Tensor) -> None:
+            deltas[name] = whole_output(worker, name, _delta(lora_module, x))
 
-        _at_each_leaf(worker.module, note)
+        _at_each_module(worker.module, note)
         hidden = self._hidden(worker)
-        for name, place in of_matrices("lora_delta", self.n_layers).items():
-            yield place, self._tokens(all_rows(worker, deltas[name], len(hidden)))
+        for name, stage_ref in of_matrices("lora_delta", self.n_layers).items():
+            yield stage_ref, self._tokens(all_rows(worker, deltas[name], len(hidden)))
         yield at("adapted_logits"), self._tokens(worker.run(lambda module: module.lm_head(hidden)))
         yield from worker.run(lambda module: list(self._losses(hidden, module.lm_head)))
 
@@ -253,15 +253,15 @@ class TorchTrainingRunner:
             module.register_forward_pre_hook(_noting(inputs, d_x, given))
         stepper.backward(self.batches[:1])
         yield from self._gradients_by_place(stepper, "plain")
-        for place, tensor in inputs.items():
-            yield place, self._tokens(all_rows(worker, _gradient_of(tensor), n_rows))
+        for stage_ref, tensor in inputs.items():
+            yield stage_ref, self._tokens(all_rows(worker, _gradient_of(tensor), n_rows))
 
     def _gradients_by_place(self, stepper: Stepper, case: str) -> Results:
         """Yield the gradient of every trained tensor, with its place."""
-        places = of_tensors("gradient", self.n_layers, case)
-        grads = whole_together({name: _gradient_of(stepper.optimizer.params[name]) for name in places})
-        for name, place in places.items():
-            yield place, array_of(grads[name])
+        stage_refs = of_tensors("gradient", self.n_layers, case)
+        grads = whole_together({name: _gradient_of(stepper.optimizer.params[name]) for name in stage_refs})
+        for name, stage_ref in stage_refs.items():
+            yield stage_ref, array_of(grads[name])
 
     def _stepper(self, adapter: Adapter, recipe: OptimizerRecipe, smoothing: float) -> Stepper:
         """Build the stepper with which the trainer makes its steps."""
@@ -271,12 +271,7 @@ class TorchTrainingRunner:
             weight_decay=recipe.weight_decay, lr_ratio=1.0, eight_bit=False,
         )  # fmt: skip
         return Stepper(
-            worker,
-            optimizer,
-            self.target.device,
-            label_smoothing=smoothing,
-            chunk=self.chunk,
-            max_norm=recipe.max_norm,
+            worker, optimizer, self.target.device, label_smoothing=smoothing, chunk=self.chunk, max_norm=recipe.max_norm
         )
 
     def _optimizer_step(self, step: int) -> Results:
@@ -312,8 +307,8 @@ class TorchTrainingRunner:
                 for name in where
             }
             complete = whole_together({name: tensor.detach() for name, tensor in kept.items()})
-            for name, place in where.items():
-                yield place, array_of(complete[name]).copy()
+            for name, stage_ref in where.items():
+                yield stage_ref, array_of(complete[name]).copy()
 
     def _curve(self) -> Results:
         stepper, found = self._stepper(self.adapter, CURVE.optimizer, SMOOTHING), []
@@ -332,20 +327,20 @@ class TorchTrainingRunner:
 
 
 @torch.no_grad()
-def _delta(leaf: Any, x: Tensor) -> Tensor:
+def _delta(lora_module: Any, x: Tensor) -> Tensor:
     """Compute the adapter's addition to a result of zero, in the dtype of the adapter."""
-    lora_B = leaf.own(leaf.lora_B[NAME])
-    return leaf.adapted(NAME, x, lora_B.new_zeros((*x.shape[:-1], len(lora_B))))
+    lora_B = lora_module.own(lora_module.lora_B[NAME])
+    return lora_module.adapted(NAME, x, lora_B.new_zeros((*x.shape[:-1], len(lora_B))))
 
 
-def _at_each_leaf(module: CausalLM, note: Callable[[Any, str, Tensor], None]) -> None:
+def _at_each_module(module: CausalLM, note: Callable[[Any, str, Tensor], None]) -> None:
     """Call `note` with a module with an adapter, its matrix and its input, whenever the forward pass reaches one."""
-    for _, target, leaf in lora_leaves(module):
+    for _, target, lora_module in lora_modules(module):
 
-        def noted(leaf: Any, inputs: tuple, name: str = target.name) -> None:
-            note(leaf, name, inputs[0])
+        def noted(lora_module: Any, inputs: tuple, name: str = target.name) -> None:
+            note(lora_module, name, inputs[0])
 
-        leaf.register_forward_pre_hook(noted)
+        lora_module.register_forward_pre_hook(noted)
 
 
 def _one_by_one(labels: np.ndarray) -> Iterator[np.ndarray]:
@@ -357,7 +352,7 @@ def _one_by_one(labels: np.ndarray) -> Iterator[np.ndarray]:
 
 
 def _noting(
-    found: dict[StageRef, Tensor], place: StageRef, given: tuple[Tensor, Tensor] | None
+    found: dict[StageRef, Tensor], stage_ref: StageRef, given: tuple[Tensor, Tensor] | None
 ) -> Callable[..., tuple]:
     """Build a hook that keeps the gradient of a module's input, or of the tensor that replaces the input."""
 
@@ -365,7 +360,7 @@ def _noting(
         x = inputs[0] if given is None else given[0].clone()
         x = x if x.requires_grad else x.detach().requires_grad_()
         x.retain_grad()
-        found[place] = x
+        found[stage_ref] = x
         fed = x if given is None else _Border.apply(inputs[0], x, given[1])
         return fed, *inputs[1:]
 

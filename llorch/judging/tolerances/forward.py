@@ -175,7 +175,7 @@ def _passed_on(s: Step, made: np.ndarray, *, hidden: bool, stored: bool) -> np.n
     return out
 
 
-class Limits:
+class ForwardTolerances:
     """Tolerances of one case in one arithmetic, from one golden and the engines' distances from the float64 reference.
 
     They are derived in the order of the forward pass, as far as they were asked for.
@@ -206,7 +206,7 @@ class Limits:
         self._arithmetic, self._fused = arithmetic, fused
         self._isolated: dict[str, Tolerance] = {}
         self._chained: dict[str, np.ndarray] = {}
-        self._granted: dict[tuple[str, int], Tolerance] = {}  # chained, to whoever asks again
+        self._tolerances: dict[tuple[str, int], Tolerance] = {}  # chained, to whoever asks again
         self._free = np.empty(0)
         scores = {name for name, stage in self._stages.items() if stage.name in SCORES}
         by_key = lambda at: FLOAT32 if at in scores else arithmetic  # noqa: E731
@@ -224,7 +224,7 @@ class Limits:
     def _limit_isolated(self, name: str, variance: np.ndarray) -> Tolerance:
         """Derive it; in half precision the limit of the whole would let a factor of one per cent pass."""
         stage, golden = self._stages[name], self._golden[name]
-        made = limit(golden, variance, stage)
+        made = derive_tolerance(golden, variance, stage)
         if not self._arithmetic.is_half or made == EXACT:
             return made
         factor = limit_of_factor(golden, variance, stage, self._config, self._arithmetic, fused=self._fused)
@@ -248,9 +248,9 @@ class Limits:
 
     def chained(self, name: str, start: int = 0) -> Tolerance:
         """Return the tolerance of a stage that was given llorch's own inputs, for the tokens from `start` on."""
-        if (name, start) not in self._granted:
-            self._granted[name, start] = self._widened(self._derived(name, start), "chained", name)
-        return self._granted[name, start]
+        if (name, start) not in self._tolerances:
+            self._tolerances[name, start] = self._widened(self._derived(name, start), "chained", name)
+        return self._tolerances[name, start]
 
     def in_float64(self, name: str, start: int = 0) -> Tolerance:
         """Return the tolerance in float64: `MATHEMATICS`.
@@ -267,7 +267,7 @@ class Limits:
         stage, stop = self._stages[name], len(self._golden["embed"])
         both = self._golden[name], self.chained_variance(name)
         golden, variance = (part_of(stage, array, start, stop) for array in both)
-        return limit(golden, variance, stage)
+        return derive_tolerance(golden, variance, stage)
 
     def last_row(self) -> Tolerance:
         """Return the tolerance of the logits that sampling sees."""
@@ -275,7 +275,7 @@ class Limits:
 
     def free(self) -> Tolerance:
         """Return the tolerance of the logits of a run in which no flip was replaced."""
-        return limit(self._golden["logits"], self.free_variances, self._stages["logits"])
+        return derive_tolerance(self._golden["logits"], self.free_variances, self._stages["logits"])
 
     def free_last_row(self) -> Tolerance:
         """Return the tolerance of the last row of logits of a run in which no flip was replaced."""
@@ -289,7 +289,7 @@ class Limits:
 
     def _last(self, variances: np.ndarray) -> Tolerance:
         """Return the tolerance of the last token's logits from their variances."""
-        made = limit(self._golden["logits"][-1:], variances[-1:], self._stages["logits"])
+        made = derive_tolerance(self._golden["logits"][-1:], variances[-1:], self._stages["logits"])
         return Tolerance(made.error, made.worst)
 
     def _widened(self, made: Tolerance, mode: str, name: str) -> Tolerance:
@@ -320,15 +320,15 @@ class Margins:
     text: np.ndarray | None
     moved: "np.ndarray | float"
 
-    def of(self, want: np.ndarray, at: int, token: int) -> tuple[float, float]:
+    def of(self, expected: np.ndarray, at: int, token: int) -> tuple[float, float]:
         """Measure how far the less likely of llorch's and the golden's token lies below the best token.
 
         Return this distance, and the distance that rounding may move. Both are in root mean squares of the logits. The
         distance is infinite if a token is invalid, or if no logits are known. Engines compute angles in float32, which
         are off by up to position * 2^-24.
         """
-        pair = [token, int(want[at])]
-        known = self.text is None or np.array_equal(want[:at], self.text[:at])
+        pair = [token, int(expected[at])]
+        known = self.text is None or np.array_equal(expected[:at], self.text[:at])
         if self.logits is None or not known or not all(0 <= one < self.logits.shape[-1] for one in pair):
             return math.inf, 0.0
         row = self.logits[at].astype(np.float64)
@@ -342,7 +342,7 @@ class Margins:
 NOTHING_KNOWN = Margins(None, None, 0.0)
 
 
-def limit(golden: np.ndarray, variance: np.ndarray, stage: Stage) -> Tolerance:
+def derive_tolerance(golden: np.ndarray, variance: np.ndarray, stage: Stage) -> Tolerance:
     """Derive the tolerance of an array as a whole, in its worst element and in each of its tokens.
 
     Args:
@@ -426,8 +426,8 @@ def _flipped(variance: np.ndarray, cost: np.ndarray, of_token: tuple[int, ...]) 
     """
     mean = np.sqrt(2 / np.pi * variance * cost)  # the mean of |e| / step, times the squared step
     total, spread = (part.sum(axis=of_token, keepdims=True, dtype=np.float64) for part in (mean, mean * cost))
-    granted = total + 4 * np.sqrt(spread) + 4 * cost.max(axis=of_token, keepdims=True)
-    share = np.divide(granted, total, out=np.zeros_like(total), where=total > 0).astype(cost.dtype)
+    tolerance = total + 4 * np.sqrt(spread) + 4 * cost.max(axis=of_token, keepdims=True)
+    share = np.divide(tolerance, total, out=np.zeros_like(total), where=total > 0).astype(cost.dtype)
     return variance + np.minimum(share * mean, cost / 6)
 
 
@@ -539,7 +539,7 @@ def _rope_variance(s: Step) -> np.ndarray:
     angle = (turns * (j + np.sqrt(j) + 3) + 2) * UNIT / FACTOR  # a bound, and the tolerance is not above it
     x, given = s.x[0].reshape(s.y.shape), s.given[0].reshape(-1, *s.y.shape)
     halves, neighbours = (slice(half), slice(half, 2 * half)), (slice(0, None, 2), slice(1, None, 2))
-    one, other = neighbours if s.config.adjacent_pairs else halves
+    one, other = neighbours if s.config.interleaved_rope_hf else halves
     pair = given[..., one] + given[..., other]
     pair = pair + (np.square(x[..., one]) + np.square(x[..., other])) * np.square(angle)[:, None, :]
     made = np.empty(given.shape, s.y.dtype)

@@ -10,9 +10,9 @@ root of their number, so the ceiling is derived: there is one at each stage of t
 back; alone, a gradient is that of one block. A square is twice as far off as its root. The adapter, its gradients and
 the optimizer are float32 on any base, in PEFT and here, so an optimizer step alone keeps its limits of float32.
 
-**float64**: the tolerance is `GATE`, as a share of the tensor and of its largest element. Sums of some thousand
-products round to some 1e-15, and the gate is a thousand times that; a constant that is off by one part in a million is
-a million gates off.
+**float64**: the tolerance is `FLOAT64_TOLERANCE`, as a share of the tensor and of its largest element. Sums of some
+thousand products round to some 1e-15, and the tolerance is a thousand times that; a constant that is off by one part in
+a million exceeds it a million times.
 
 Parameters after a chain of steps have a larger tolerance, because Adam divides by the size of a gradient that may be
 nearly zero. A step moves a parameter by r = m / (sqrt(v) + eps) learning rates, m and v corrected. If no gradient up to
@@ -39,7 +39,7 @@ from llorch.stages.comparison import FACTOR, FLOAT32_ULP, FLOOR, FLOORS, Toleran
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import keys
 
-GATE = 1e-12
+FLOAT64_TOLERANCE = 1e-12
 CEILINGS = {"isolated": 1e-5, "chained": 1e-3}  # fixed ceilings of float32, of a whole tensor
 OF_PARAMETERS = {"isolated": 1e-4, "chained": 0.02}  # fixed likewise, in learning rates: a wrong sign is 2 of them
 WORST = 10  # times the ceiling of a whole tensor: the largest tolerance of its worst element; fixed
@@ -58,7 +58,7 @@ GOES_BACK = ("gradient", "grad_norm", "first_moment", "second_moment")  # a back
 Parts = Mapping[str, np.ndarray]
 
 
-def shows(place: StageRef, mode: str, dtype: DtypeName) -> bool:
+def shows(stage_ref: StageRef, mode: str, dtype: DtypeName) -> bool:
     """Check if a run in a dtype can show a mistake at a place.
 
     Adam's first step is nearly the sign of the gradient. If the gradient is smaller than its rounding in half
@@ -69,15 +69,17 @@ def shows(place: StageRef, mode: str, dtype: DtypeName) -> bool:
     if dtype == "float32":
         return True
     if dtype == "float64":
-        return place.stage not in FROM_FILES
-    if place.stage in NUMPY_ALONE:
+        return stage_ref.stage not in FROM_FILES
+    if stage_ref.stage in NUMPY_ALONE:
         return False
-    return mode == ISOLATED or not (place.stage in MOVED or (place.checkpoint == "18" and place.case != "step 1"))
+    return mode == ISOLATED or not (
+        stage_ref.stage in MOVED or (stage_ref.checkpoint == "18" and stage_ref.case != "step 1")
+    )
 
 
-def held_to(place: StageRef, mode: str, dtype: DtypeName) -> DtypeName:
+def held_to(stage_ref: StageRef, mode: str, dtype: DtypeName) -> DtypeName:
     """Return the dtype whose tolerances apply: an isolated optimizer step is float32 on any base."""
-    return "float32" if mode == ISOLATED and place.stage in FROM_FLOAT32 and dtype != "float64" else dtype
+    return "float32" if mode == ISOLATED and stage_ref.stage in FROM_FLOAT32 and dtype != "float64" else dtype
 
 
 def floor(stage: str, dtype: DtypeName) -> float:
@@ -103,14 +105,14 @@ def ceiling(config: ModelConfig, stage: str, mode: str, dtype: DtypeName) -> Tol
 @lru_cache
 def _stage_counts(config: ModelConfig) -> Mapping[str, int]:
     """Count the stages of the first block and of a whole model; every expectation needs them."""
-    judged = [layer for _, _, layer in keys(config)]
-    return {ISOLATED: judged.count(0), CHAINED: len(judged)}
+    matrix_layers = [layer for _, _, layer in keys(config)]
+    return {ISOLATED: matrix_layers.count(0), CHAINED: len(matrix_layers)}
 
 
 def wide_limit(amplified: np.ndarray | None) -> Tolerance:
     """Return the tolerance of a stage in float64, given its `amplification` where it has one."""
     error, worst = (1.0, 1.0) if amplified is None else np.maximum(amplified, 1.0)
-    return Tolerance(GATE * float(error), GATE * float(worst))
+    return Tolerance(FLOAT64_TOLERANCE * float(error), FLOAT64_TOLERANCE * float(worst))
 
 
 def amplification(

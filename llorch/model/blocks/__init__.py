@@ -48,7 +48,7 @@ def parts_of(config: ModelConfig, layer: int, positions: Int[np.ndarray, " seq"]
         parts["mix"] = delta_net
     elif config.attention_gate:
         parts["mix"] = gated_attention
-    elif config.adjacent_pairs:
+    elif config.interleaved_rope_hf:
         parts["mix"] = partial(llama4.attention, layer=this, positions=positions)
     elif this.looks_at_positions:
         parts["mix"] = partial(attention_by_position, layer=this, positions=positions)

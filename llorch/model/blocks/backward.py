@@ -55,8 +55,10 @@ def parts_of(config: ModelConfig, layer: int, seq: int) -> Mapping[str, Callable
     this, parts = config.layer(layer), {}
     if this.mixer == "delta_net":
         parts["mix"] = delta_net_backward
-    elif this.looks_at_positions or config.attention_gate or config.adjacent_pairs:
-        factor = config.temperature.of(np.arange(seq)) if this.tempered and config.temperature else None
+    elif this.looks_at_positions or config.attention_gate or config.interleaved_rope_hf:
+        factor = (
+            config.temperature.of(np.arange(seq)) if this.has_attention_temperature and config.temperature else None
+        )
         parts["mix"] = partial(attention_backward, factor=factor)
     if this.experts and config.experts is not None:
         parts["feed"] = partial(experts_backward, settings=config.experts)
@@ -104,7 +106,7 @@ def heads_backward(
         d_heads = keep(f"{side}_head_norm", d_heads)
         d_heads = rms_norm_backward(d_heads, turned, np.ones(config.head_dim, turned.dtype), eps=eps)
     if f"{side}_rope" in stage:
-        turn_back = rope_adjacent_backward if config.adjacent_pairs else rope_backward
+        turn_back = rope_adjacent_backward if config.interleaved_rope_hf else rope_backward
         d_heads = turn_back(keep(f"{side}_rope", d_heads), cos, sin)
     if f"{side}_norm" in stage:
         heads = queries_in(stage, config) if side == "q" else stage["k_proj"].reshape(d_heads.shape)

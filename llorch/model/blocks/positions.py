@@ -36,7 +36,7 @@ def attend(
     layer: Layer, positions: Int[np.ndarray, " seq"],
 ) -> Hidden:  # fmt: skip
     """Temper, cache, mix the values of what each token sees, project back."""
-    if layer.tempered and config.temperature is not None:
+    if layer.has_attention_temperature and config.temperature is not None:
         q = keep("q_tempered", (q * config.temperature.of(positions)[:, None, None]).astype(q.dtype))
     k, v = append(k, v)  # (kv_heads, ctx, head_dim): the whole context
     k, v = keep("k_cache", k), keep("v_cache", v)

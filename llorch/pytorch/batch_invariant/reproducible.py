@@ -42,11 +42,11 @@ from llorch.pytorch.batch_invariant.fixed_order import (
 from llorch.pytorch.cache import Visible
 from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep, RMSNorm, rotate_and_cache, widened
 from llorch.pytorch.kernels import KernelTable
-from llorch.pytorch.kernels.cpu.block import cpu_leaves
+from llorch.pytorch.kernels.cpu.block import cpu_kernels
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
-from llorch.pytorch.kernels.table import faster, put_leaves
+from llorch.pytorch.kernels.table import faster, install_kernels
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv
 from llorch.pytorch.models.experts import Chosen, ExpertLinear, PerExpert, QuantisedExperts, grouped
 from llorch.pytorch.models.positions import HeadNorm
@@ -64,16 +64,16 @@ _FOUND: dict[object, Any] = {}  # what trials of this process have shown
 class FixedRows(nn.Module):
     """A projection whose rows do not depend on their company."""
 
-    def __init__(self, leaf: Any) -> None:
+    def __init__(self, kernel: Any) -> None:
         """Wrap anything with the interface of `nn.Linear`, its weight dense or packed."""
         super().__init__()
-        self.leaf = leaf
-        tensors = (*leaf.parameters(), *leaf.buffers())
-        self._kind = (type(leaf), *((t.dtype, t.shape, t.data_ptr() % 64) for t in tensors))
+        self.kernel = kernel
+        tensors = (*kernel.parameters(), *kernel.buffers())
+        self._kind = (type(kernel), *((t.dtype, t.shape, t.data_ptr() % 64) for t in tensors))
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply tile by tile."""
-        return in_tiles(self.leaf, x, self._kind)
+        return in_tiles(self.kernel, x, self._kind)
 
 
 def in_tiles(product: Product, x: Float[Tensor, "*rows in"], kind: object) -> Float[Tensor, "*rows out"]:
@@ -125,10 +125,10 @@ def _stand_alone(product: Product, rows: Float[Tensor, "tokens ..."]) -> bool:
 
     A kernel that adds in another order changes about a third of all results, so that many that agree are no accident.
     """
-    want = product(rows)
+    expected = product(rows)
     kept = (torch.arange(ROWS) <= torch.arange(len(rows) // ROWS)[:, None] % (ROWS - 1)).flatten().to(rows.device)
     above = product(torch.where(kept.view(-1, *[1] * (rows.ndim - 1)), rows, 0))
-    return torch.equal(product(rows.roll(1, 0)).roll(-1, 0), want) and torch.equal(above[kept], want[kept])
+    return torch.equal(product(rows.roll(1, 0)).roll(-1, 0), expected) and torch.equal(above[kept], expected[kept])
 
 
 def _telling_rows(
@@ -237,10 +237,10 @@ class FixedExperts(nn.Module):
 
     reads_back = True  # which experts are chosen: see `recordable`
 
-    def __init__(self, leaf: ExpertLinear | QuantisedExperts, leaves: KernelTable) -> None:
+    def __init__(self, kernel: ExpertLinear | QuantisedExperts, kernels: KernelTable) -> None:
         """Take over the matrices of a plain one."""
         super().__init__()
-        self.of = nn.ModuleList([_fixed(faster(leaf.expert(n), leaves), leaves) for n in range(leaf.n_experts)])
+        self.of = nn.ModuleList([_fixed(faster(kernel.expert(n), kernels), kernels) for n in range(kernel.n_experts)])
 
     def forward(self, x: PerExpert, ids: Chosen) -> PerExpert:
         """Multiply expert by expert."""
@@ -264,31 +264,31 @@ def make_reproducible(model: CausalLM, *, own: bool = True) -> None:
     for module in model.modules():
         for name in vars(module).keys() & FUNCTIONS.keys():
             setattr(module, name, FUNCTIONS[name])
-    leaves = _in_one_order(model.model.norm.weight) if own else {}
-    put_leaves(model, leaves)
+    kernels = _in_one_order(model.model.norm.weight) if own else {}
+    install_kernels(model, kernels)
     for module in list(model.modules()):
-        for name, leaf in module.named_children():
-            setattr(module, name, _fixed(leaf, leaves))
+        for name, kernel in module.named_children():
+            setattr(module, name, _fixed(kernel, kernels))
 
 
-def _fixed(leaf: Any, leaves: KernelTable) -> Any:
+def _fixed(kernel: Any, kernels: KernelTable) -> Any:
     """Wrap a module so that its rows do not depend on the batch; return one that needs no wrapper."""
-    if isinstance(leaf, RMSNorm):
-        return FixedNorm(leaf)
-    if isinstance(leaf, HeadNorm):
-        return FixedHeadNorm(leaf)
-    if isinstance(leaf, nn.Linear | QuantisedLinear | CpuLinear) and not is_fixed(leaf):
-        return FixedRows(leaf)
-    if isinstance(leaf, ExpertLinear | QuantisedExperts):
-        return FixedExperts(leaf, leaves)
-    if isinstance(leaf, GatedNorm):
-        return FixedGatedNorm(leaf)
-    return FixedConv(leaf) if isinstance(leaf, ShortConv) else leaf
+    if isinstance(kernel, RMSNorm):
+        return FixedNorm(kernel)
+    if isinstance(kernel, HeadNorm):
+        return FixedHeadNorm(kernel)
+    if isinstance(kernel, nn.Linear | QuantisedLinear | CpuLinear) and not is_fixed(kernel):
+        return FixedRows(kernel)
+    if isinstance(kernel, ExpertLinear | QuantisedExperts):
+        return FixedExperts(kernel, kernels)
+    if isinstance(kernel, GatedNorm):
+        return FixedGatedNorm(kernel)
+    return FixedConv(kernel) if isinstance(kernel, ShortConv) else kernel
 
 
-def is_fixed(leaf: Any) -> bool:
+def is_fixed(kernel: Any) -> bool:
     """Return whether no row of a projection depends on the other rows."""
-    return isinstance(leaf, FixedRows) or getattr(leaf, "fixed", False)
+    return isinstance(kernel, FixedRows) or getattr(kernel, "fixed", False)
 
 
 def _in_one_order(like: Tensor) -> KernelTable:
@@ -299,4 +299,4 @@ def _in_one_order(like: Tensor) -> KernelTable:
     if like.device.type != "cpu":
         return {}
     keep_freed_memory()
-    return cpu_leaves(library(), like.dtype, fixed=True)
+    return cpu_kernels(library(), like.dtype, fixed=True)

@@ -27,7 +27,7 @@ from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
 from llorch.pytorch.distributed.launch import axes_of, gathered, summed
 from llorch.pytorch.distributed.parallel_experts import split_experts
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, EXPERTS, ROWS, require_split, sharing_layers
-from llorch.pytorch.lora.leaves import LoraLeaf
+from llorch.pytorch.lora.modules import LoraModule
 from llorch.pytorch.models.experts import QuantisedExperts, SparseMoe
 from llorch.runtime.errors import UserError
 from llorch.stages.table import BY_NAME
@@ -66,11 +66,11 @@ def connect(module: CausalLM, ranks: DeviceMesh) -> None:
             split_experts(layer, ranks, layer.mlp.gate.out_features, lambda part: _leaving(part, ranks))
         for name in _entries(layer):
             layer.get_submodule(name).register_forward_pre_hook(lambda _, args: (_entering(args[0], ranks), *args[1:]))
-        for path, leaf in _sharded_modules(layer):
+        for path, submodule in _sharded_modules(layer):
             if path in ROWS:
-                leaf.register_forward_hook(lambda _, args, part: _leaving(part, ranks))
-            if isinstance(leaf, LoraLeaf):
-                _cut_adapters(leaf, ranks, by_rows=path in ROWS)
+                submodule.register_forward_hook(lambda _, args, part: _leaving(part, ranks))
+            if isinstance(submodule, LoraModule):
+                _cut_adapters(submodule, ranks, by_rows=path in ROWS)
     module.register_forward_pre_hook(
         lambda _, args, kwargs: (args, _with_whole_stages(kwargs, ranks)), with_kwargs=True
     )
@@ -103,10 +103,10 @@ class Together(nn.Module):
 
 
 def _require_plain_experts(layer: Any) -> None:
-    leaves = [leaf for path, leaf in _sharded_modules(layer) if path in EXPERTS]
-    if any(isinstance(leaf, LoraLeaf) for leaf in leaves):
+    modules = [submodule for path, submodule in _sharded_modules(layer) if path in EXPERTS]
+    if any(isinstance(submodule, LoraModule) for submodule in modules):
         raise UserError("tensor parallel: cannot split adapters on experts; adapt other matrices, or use tp=1")
-    if any(isinstance(leaf, QuantisedExperts) for leaf in leaves):
+    if any(isinstance(submodule, QuantisedExperts) for submodule in modules):
         raise UserError("tensor parallel: cannot split packed experts; use --weights decoded")
 
 
@@ -126,19 +126,19 @@ def _sharded_modules(layer: nn.Module) -> Iterator[tuple[str, Any]]:
     yield from ((path, there[path]) for path in (*COLUMNS, *ROWS, *EXPERTS) if path in there)
 
 
-def _cut_adapters(leaf: LoraLeaf, ranks: DeviceMesh, *, by_rows: bool) -> None:
+def _cut_adapters(submodule: LoraModule, ranks: DeviceMesh, *, by_rows: bool) -> None:
     """Cut each factor that has the axis along which its matrix is cut; other factors stay whole."""
     cut, whole = Shard(1 if by_rows else 0), Replicate()
     kinds = {"A": cut if by_rows else whole, "B": whole if by_rows else cut, "vector": whole if by_rows else cut}
-    stores = (leaf.lora_A, leaf.lora_B, leaf.lora_magnitude_vector, leaf.start_A, leaf.start_B)
+    stores = (submodule.lora_A, submodule.lora_B, submodule.lora_magnitude_vector, submodule.start_A, submodule.start_B)
     for store, kind in zip(stores, ("A", "B", "vector", "A", "B"), strict=True):
         for name, parameter in list(store.items()):
             made = distribute_tensor(parameter.data, ranks, [kinds[kind]], src_data_rank=None)
             store[name] = nn.Parameter(made, requires_grad=parameter.requires_grad)
-    leaf.own = _own_part
+    submodule.own = _own_part
     if by_rows:
-        leaf.part = ranks.get_local_rank()
-        leaf.joined = lambda lengths: summed(lengths.square(), ranks).sqrt()
+        submodule.part = ranks.get_local_rank()
+        submodule.joined = lambda lengths: summed(lengths.square(), ranks).sqrt()
 
 
 def _own_part(parameter: Tensor) -> Tensor:

@@ -27,7 +27,7 @@ from llorch.pytorch.decoding import Agree, Decoding
 from llorch.pytorch.device import Kernels, Target, compute_as_named, target
 from llorch.pytorch.distributed.launch import Ranks, axes_of, named_on
 from llorch.pytorch.distributed.sharding_plan import cut_for, of_a_rank, require_split, torn_blocks
-from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up
+from llorch.pytorch.kernels.kernel_selection import built_kernels, speed_up
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.memory import require_memory
 from llorch.pytorch.model import TorchModel
@@ -112,7 +112,7 @@ def load_parallel(
     weights = open_weights(find(path_or_name))
     require_split(weights.config, n_ranks)
     room: Any = {"n_tokens": n_tokens, "n_ranks": n_ranks, "n_here": len(ranks_here(n_ranks))}
-    room["from_blocks"] = any(kind.startswith("packed") for kind in own_leaves(at))
+    room["from_blocks"] = any(kind.startswith("packed") for kind in built_kernels(at))
     residency = _divided(weights, residency, n_ranks)
     chosen = Ranks(mesh).first(lambda: require_memory(weights, at, residency, **room))  # before any takes what is free
     load = load_packed if chosen == "packed" else load_dense

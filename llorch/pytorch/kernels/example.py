@@ -16,7 +16,7 @@ class KernelExample:
 
     plain: Any
     inputs: Callable[[torch.dtype], Sequence[tuple]]  # the same numbers in any dtype; the first are those of decoding
-    call: Callable[..., Tensor | tuple[Tensor, ...]] = lambda leaf, *given: leaf(*given)
+    call: Callable[..., Tensor | tuple[Tensor, ...]] = lambda kernel, *given: kernel(*given)
     wide: torch.dtype = torch.float64  # in which torch's module is the reference
 
 

@@ -42,7 +42,7 @@ def _conv(config: ModelConfig, at: Target) -> KernelExample:
         whole = [(x.to(dtype), before.to(dtype), None) for x, before, _ in given]
         return [*whole, *((x, before, some[:, :seq]) for (x, before, _), (*_, seq) in zip(whole, given, strict=True))]
 
-    return KernelExample(plain, inputs, lambda leaf, x, before, real: _real_rows(leaf(x, before, real), real))
+    return KernelExample(plain, inputs, lambda kernel, x, before, real: _real_rows(kernel(x, before, real), real))
 
 
 def _real_rows(made: tuple[Tensor, Tensor], real: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -80,7 +80,7 @@ def _delta_rule(config: ModelConfig, at: Target) -> KernelExample:
         return [tuple(x.to(wide) for x in tensors) for tensors in given]
 
     return KernelExample(
-        delta_rule, inputs, lambda leaf, *x: leaf(*x[:-1], x[-1].clone())
+        delta_rule, inputs, lambda kernel, *x: kernel(*x[:-1], x[-1].clone())
     )  # ours writes the state there
 
 

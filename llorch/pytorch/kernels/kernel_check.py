@@ -28,7 +28,7 @@ from llorch.pytorch.kernels.example import KernelExample, Numbers
 from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, Kind
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
-from llorch.pytorch.kernels.table import put_leaves
+from llorch.pytorch.kernels.table import install_kernels
 from llorch.pytorch.random_weights import kind_named, random_fields, random_model
 from llorch.pytorch.sampling import Needs
 
@@ -50,7 +50,7 @@ Clock = Callable[[Callable[[], object]], float]  # seconds that a call takes
 
 
 @dataclass(frozen=True)
-class KernelVerdict:
+class KernelCheck:
     """The result of trying a kernel."""
 
     off: float  # largest error, as a part of what is allowed
@@ -67,31 +67,31 @@ class KernelVerdict:
 
 
 @torch.no_grad()
-def tried(kind: str, leaves: KernelTable, at: Target, clock: Clock) -> KernelVerdict:
+def tried(kind: str, kernels: KernelTable, at: Target, clock: Clock) -> KernelCheck:
     """Try a kind of kernel of a table; an exception that the kernel raises is the result."""
     try:
         off, slow = 0.0, math.nan
         for config in (ODD, USUAL[at.device.type]):
             example = example_of(kind, config, at)
-            off = max(off, _off(example, _ours(kind, leaves, example.plain), at.dtype))
-            ours = _ours(kind, leaves, example.plain)  # another: recorded steps are those of one decoding
+            off = max(off, _off(example, _ours(kind, kernels, example.plain), at.dtype))
+            ours = _ours(kind, kernels, example.plain)  # another: recorded steps are those of one decoding
             slow = clock(_decoding(example, ours, at.dtype)) / clock(_decoding(example, example.plain, at.dtype))
     except Exception as error:  # whatever a compiler or a driver raises
         if at.device.type == "cuda":
             torch.cuda.synchronize(at.device)  # raises again where the device is lost to this process, which then ends
-        return KernelVerdict(
+        return KernelCheck(
             math.inf, math.nan, f"fails with {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         )
-    return KernelVerdict(off, slow)
+    return KernelCheck(off, slow)
 
 
-def _ours(kind: str, leaves: KernelTable, plain: Any) -> Any:
+def _ours(kind: str, kernels: KernelTable, plain: Any) -> Any:
     """Make a kernel of a copy that shares the weights; a block is tried in a model with all kernels."""
     if isinstance(plain, nn.Module):
         plain = copy.deepcopy(plain, {id(weight): weight for weight in plain.parameters()})
     if kind != "block":
-        return leaves[kind](plain)
-    put_leaves(plain, {name: make for name, make in leaves.items() if name != "graph"})
+        return kernels[kind](plain)
+    install_kernels(plain, {name: make for name, make in kernels.items() if name != "graph"})
     return plain
 
 
@@ -99,35 +99,35 @@ def _off(example: KernelExample, ours: Any, dtype: torch.dtype) -> float:
     """Return the largest error of llorch's kernel against float64, in multiples of its tolerance."""
     plain = copy.deepcopy(example.plain)
     exact = _results(example, plain.to(example.wide) if isinstance(plain, nn.Module) else plain, example.wide)
-    near, got = (_results(example, leaf, dtype) for leaf in (example.plain, ours))
+    near, actual = (_results(example, kernel, dtype) for kernel in (example.plain, ours))
     floor = TIMES * torch.finfo(dtype).eps + SUM
     return max(
         distance / max(TIMES * theirs, floor)
-        for a, b, truth in zip(got, near, exact, strict=True)
-        for distance, theirs in zip(_distances(a, truth, b.dtype), _distances(b, truth, b.dtype), strict=True)
+        for a, b, reference in zip(actual, near, exact, strict=True)
+        for distance, theirs in zip(_distances(a, reference, b.dtype), _distances(b, reference, b.dtype), strict=True)
     )
 
 
-def _results(example: KernelExample, leaf: Any, dtype: torch.dtype) -> list[Tensor]:
-    made = [example.call(leaf, *given) for given in example.inputs(dtype)]
+def _results(example: KernelExample, kernel: Any, dtype: torch.dtype) -> list[Tensor]:
+    made = [example.call(kernel, *given) for given in example.inputs(dtype)]
     return [tensor for one in made for tensor in (one if isinstance(one, tuple) else (one,))]
 
 
-def _distances(got: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
+def _distances(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
     """Compute the relative error of the whole, and that of the worst element relative to the largest.
 
     Both are infinite if the results have another form.
     """
-    if got.shape != exact.shape or got.dtype is not dtype or not got.isfinite().all():
+    if actual.shape != exact.shape or actual.dtype is not dtype or not actual.isfinite().all():
         return math.inf, math.inf
-    off, size = got.double() - exact.double(), exact.double()
+    off, size = actual.double() - exact.double(), exact.double()
     return float(off.norm() / size.norm()), float(off.abs().max() / size.abs().max())
 
 
-def _decoding(example: KernelExample, leaf: Any, dtype: torch.dtype) -> Callable[[], object]:
+def _decoding(example: KernelExample, kernel: Any, dtype: torch.dtype) -> Callable[[], object]:
     """Return a call of the kernel with the example's first inputs, for a clock."""
     given = example.inputs(dtype)[0]
-    return lambda: example.call(leaf, *given)
+    return lambda: example.call(kernel, *given)
 
 
 def seconds(device: torch.device, kind: str) -> Clock:

@@ -23,9 +23,9 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named, target
 from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, private_folder
-from llorch.pytorch.kernels.kernel_check import KernelVerdict, seconds, tried
+from llorch.pytorch.kernels.kernel_check import KernelCheck, seconds, tried
 from llorch.pytorch.kernels.sdpa import use_sdpa
-from llorch.pytorch.kernels.table import leaves_for, put_leaves
+from llorch.pytorch.kernels.table import install_kernels, kernels_for
 from llorch.runtime.errors import CheckpointMismatch
 from llorch.runtime.memory import keep_freed_memory
 from llorch.runtime.worker import PIPE, end_with_parent, run
@@ -37,7 +37,7 @@ PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in i
 
 
 @cache
-def own_leaves(at: Target, *, training: bool = False) -> KernelTable:
+def built_kernels(at: Target, *, training: bool = False) -> KernelTable:
     """Choose llorch's kernels for a target: none (torch), all (own), or those that are right and no slower (auto).
 
     `training`: the kernels that record gradients, and no others; on the CPU only packed matrices have them.
@@ -45,12 +45,12 @@ def own_leaves(at: Target, *, training: bool = False) -> KernelTable:
     """
     if at.kernels == "torch":
         return {}
-    leaves, asked = leaves_for(at.device, at.dtype, required=at.kernels == "own"), at.kernels == "own"
-    leaves = {kind: make for kind, make in leaves.items() if kind.startswith(TRAINED) is training}
-    if not leaves or (at.device.type == "cpu" and not asked):
-        return leaves
-    found = verdicts(at, list(leaves))
-    faults = {kind: fault for kind in leaves if (fault := found[kind].fault(timed=not asked))}
+    kernels, asked = kernels_for(at.device, at.dtype, required=at.kernels == "own"), at.kernels == "own"
+    kernels = {kind: make for kind, make in kernels.items() if kind.startswith(TRAINED) is training}
+    if not kernels or (at.device.type == "cpu" and not asked):
+        return kernels
+    found = verdicts(at, list(kernels))
+    faults = {kind: fault for kind in kernels if (fault := found[kind].fault(timed=not asked))}
     told = "; ".join(f"{kind} {fault}" for kind, fault in faults.items())
     if faults and asked:
         raise CheckpointMismatch(f"kernels own, {at} on {device_name(at.device)}: {told}; use --kernels auto")
@@ -58,7 +58,7 @@ def own_leaves(at: Target, *, training: bool = False) -> KernelTable:
         logger.warning(
             "kernels: on %s in %s torch's kernels replace llorch's, because of: %s", device_name(at.device), at, told
         )
-    return {kind: make for kind, make in leaves.items() if kind not in faults}
+    return {kind: make for kind, make in kernels.items() if kind not in faults}
 
 
 def speed_up(
@@ -67,13 +67,13 @@ def speed_up(
     """Put kernels in place of plain modules, except some kinds; torch.compile fuses the modules that stay plain."""
     if attention == "sdpa":
         use_sdpa(module)
-    leaves = {kind: make for kind, make in own_leaves(at).items() if kind not in without}
+    kernels = {kind: make for kind, make in built_kernels(at).items() if kind not in without}
     on_cpu = at.device.type == "cpu"
     if compiled:
-        leaves = {kind: make for kind, make in leaves.items() if kind.startswith("packed") and not on_cpu}
-    if leaves and on_cpu:
+        kernels = {kind: make for kind, make in kernels.items() if kind.startswith("packed") and not on_cpu}
+    if kernels and on_cpu:
         keep_freed_memory()
-    put_leaves(module, leaves)
+    install_kernels(module, kernels)
     if not on_cpu:
         torch.cuda.empty_cache()  # matrices that were copied to lie side by side
 
@@ -81,13 +81,13 @@ def speed_up(
 def speed_up_training(module: CausalLM, at: Target) -> None:
     """Put fused attention and the kernels that record gradients in place of plain modules."""
     use_sdpa(module)
-    trained = own_leaves(at, training=True)
+    trained = built_kernels(at, training=True)
     if trained and at.device.type == "cpu":
         keep_freed_memory()
-    put_leaves(module, {kind.removeprefix(TRAINED): make for kind, make in trained.items()})
+    install_kernels(module, {kind.removeprefix(TRAINED): make for kind, make in trained.items()})
 
 
-def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, KernelVerdict]:
+def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, KernelCheck]:
     """Return the verdicts on some kinds of kernels, found now or by an earlier process.
 
     `anew`: do not use the verdicts of an earlier process.
@@ -104,11 +104,9 @@ def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping
     return found
 
 
-def try_apart(
-    at: Target, kinds: Sequence[str], *, program: Sequence[str] = ("-m", __name__)
-) -> dict[str, KernelVerdict]:
+def try_apart(at: Target, kinds: Sequence[str], *, program: Sequence[str] = ("-m", __name__)) -> dict[str, KernelCheck]:
     """Try kernels in another process; a kernel that ends it leaves the rest to the next process."""
-    found: dict[str, KernelVerdict] = {}
+    found: dict[str, KernelCheck] = {}
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         results = Path(folder) / "results"
         while left := [kind for kind in kinds if kind not in found]:
@@ -117,7 +115,7 @@ def try_apart(
             if all(kind in found for kind in left):
                 break
             culprit = next(kind for kind in left if kind not in found)
-            found[culprit] = KernelVerdict(float("inf"), float("nan"), how)
+            found[culprit] = KernelCheck(float("inf"), float("nan"), how)
     return found
 
 
@@ -135,23 +133,23 @@ def main(results: str, device: str, dtype: str, *kinds: str) -> None:
     """Try each kernel in a separate process, and write a line of results as soon as a kernel is tried."""
     at = target(device, dtype)
     compute_as_named(at)
-    leaves = leaves_for(at.device, at.dtype, required=True)
+    kernels = kernels_for(at.device, at.dtype, required=True)
     for kind in kinds:
-        verdict = tried(kind, leaves, at, seconds(at.device, kind))
+        verdict = tried(kind, kernels, at, seconds(at.device, kind))
         with Path(results).open("a", encoding="utf-8") as file:
             file.write(json.dumps({kind: asdict(verdict)}) + "\n")
 
 
-def _read_results(file: Path) -> dict[str, KernelVerdict]:
+def _read_results(file: Path) -> dict[str, KernelCheck]:
     """Read the results of a file; empty if the file is missing or damaged."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        return {kind: KernelVerdict(**values) for line in lines for kind, values in line.items()}
+        return {kind: KernelCheck(**values) for line in lines for kind, values in line.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _keep(file: Path, found: Mapping[str, KernelVerdict]) -> None:
+def _keep(file: Path, found: Mapping[str, KernelCheck]) -> None:
     """Write results so that another process sees all of them or none; where that cannot be, they are found again."""
     try:
         with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:

@@ -73,16 +73,16 @@ class QuantisedLinear(PackedMatrix):
 class Reordered(nn.Module):
     """A packed layer whose columns lie otherwise in its file than inputs come; blocks cannot be cut to move them."""
 
-    def __init__(self, leaf: nn.Module, columns: Int[Tensor, " in"]) -> None:
+    def __init__(self, kernel: nn.Module, columns: Int[Tensor, " in"]) -> None:
         """Wrap a layer; `columns` says where each input belongs."""
         super().__init__()
-        self.leaf = leaf
+        self.kernel = kernel
         self.order: Tensor
         self.register_buffer("order", columns.argsort())
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply what was put in order."""
-        return self.leaf(x[..., self.order])
+        return self.kernel(x[..., self.order])
 
 
 class FrozenProduct(torch.autograd.Function):

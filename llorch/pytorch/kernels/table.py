@@ -14,7 +14,7 @@ from torch import nn
 
 from llorch.pytorch.causal_lm import MLP, Attention, CausalLM, RMSNorm, attention, rotate_and_cache
 from llorch.pytorch.kernels import KernelTable
-from llorch.pytorch.kernels.cpu.block import cpu_leaves
+from llorch.pytorch.kernels.cpu.block import cpu_kernels
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.delta_net import GatedDeltaNet, GatedNorm, ShortConv
@@ -22,7 +22,7 @@ from llorch.pytorch.models.experts import ExpertLinear, ExpertsModule, Quantised
 from llorch.runtime.errors import MissingDevice, MissingExtra
 
 
-def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> KernelTable:
+def kernels_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> KernelTable:
     """Return all kernels of llorch for a device and a dtype.
 
     `required`: raise an error that names what they need, where it is absent.
@@ -31,54 +31,56 @@ def leaves_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> K
         compiled = library()
         if required and compiled is None:
             raise MissingDevice("kernels own: the CPU kernels are not built; install a C compiler or use auto")
-        return cpu_leaves(compiled, dtype)
+        return cpu_kernels(compiled, dtype)
     if dtype is torch.float64:  # the kernels compute in float32
         return {}
     if find_spec("triton") is None:
         if required:
             raise MissingExtra("torch", "triton")
         return {}
-    from llorch.pytorch.kernels.triton.leaves import LEAVES  # imports triton, which torch for the CPU comes without
+    from llorch.pytorch.kernels.triton.kernels import (
+        TRITON_KERNELS,  # imports triton, which torch for the CPU comes without
+    )
 
-    return LEAVES
+    return TRITON_KERNELS
 
 
-def put_leaves(model: CausalLM, leaves: KernelTable) -> None:
+def install_kernels(model: CausalLM, kernels: KernelTable) -> None:
     """Put kernels in place of the plain modules.
 
     Eager attention stays, because someone wants its stages.
     """
     for module in list(model.modules()):
-        for name, leaf in module.named_children():
-            setattr(module, name, faster(leaf, leaves))
-        if isinstance(module, MLP | ExpertsModule) and "act" in leaves:
-            module.act = leaves["act"](module.act)
+        for name, kernel in module.named_children():
+            setattr(module, name, faster(kernel, kernels))
+        if isinstance(module, MLP | ExpertsModule) and "act" in kernels:
+            module.act = kernels["act"](module.act)
         if isinstance(module, Attention):
-            if "rotate" in leaves and module.rotate is rotate_and_cache:
-                module.rotate = leaves["rotate"](module.rotate)
-            if "attend" in leaves and module.attend is not attention:
-                module.attend = leaves["attend"](module.attend)
+            if "rotate" in kernels and module.rotate is rotate_and_cache:
+                module.rotate = kernels["rotate"](module.rotate)
+            if "attend" in kernels and module.attend is not attention:
+                module.attend = kernels["attend"](module.attend)
         if isinstance(module, GatedDeltaNet):
             for name, kind in (("l2_norm", "l2 norm"), ("rule", "delta rule")):
-                if kind in leaves:
-                    setattr(module, name, leaves[kind](getattr(module, name)))
-    if "block" in leaves:
-        model.model.layers = nn.ModuleList(map(leaves["block"], model.model.layers))
+                if kind in kernels:
+                    setattr(module, name, kernels[kind](getattr(module, name)))
+    if "block" in kernels:
+        model.model.layers = nn.ModuleList(map(kernels["block"], model.model.layers))
 
 
-def faster(leaf: nn.Module, leaves: KernelTable) -> nn.Module:
+def faster(kernel: nn.Module, kernels: KernelTable) -> nn.Module:
     """Return the kernel that replaces a module; the module itself if its kind is not in the table."""
-    make = leaves.get(_kind_of(leaf))
-    return leaf if make is None else make(leaf)
+    make = kernels.get(_kind_of(kernel))
+    return kernel if make is None else make(kernel)
 
 
-def _kind_of(leaf: nn.Module) -> str:
+def _kind_of(kernel: nn.Module) -> str:
     """Return the key of a module in kernel tables, "" if no kernel replaces it."""
-    if isinstance(leaf, QuantisedLinear):
-        return f"packed {leaf.ggml_type.name}"
-    if isinstance(leaf, QuantisedExperts):
-        return f"packed experts {leaf.ggml_type.name}"
-    return next((kind for plain, kind in _KINDS.items() if isinstance(leaf, plain)), "")
+    if isinstance(kernel, QuantisedLinear):
+        return f"packed {kernel.ggml_type.name}"
+    if isinstance(kernel, QuantisedExperts):
+        return f"packed experts {kernel.ggml_type.name}"
+    return next((kind for plain, kind in _KINDS.items() if isinstance(kernel, plain)), "")
 
 
 _KINDS: Mapping[type[nn.Module], str] = {

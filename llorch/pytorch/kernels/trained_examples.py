@@ -25,9 +25,9 @@ def _with_gradients(call: Callable[..., Sequence[Tensor]], n_results: int) -> Ca
     """Extend a call by its backward pass; the last `n_results` arguments are the gradients of its results."""
 
     @torch.enable_grad()
-    def both(leaf: object, *given: Tensor) -> tuple[Tensor, ...]:
+    def both(kernel: object, *given: Tensor) -> tuple[Tensor, ...]:
         inputs = [tensor.detach().requires_grad_() for tensor in given[:-n_results]]
-        made = call(leaf, *inputs)
+        made = call(kernel, *inputs)
         grads = torch.autograd.grad(made, inputs, given[-n_results:])
         return *(tensor.detach() for tensor in made), *grads
 
@@ -39,7 +39,7 @@ def _example_with_one_result(plain: object, *given: Tensor) -> KernelExample:
     return KernelExample(
         plain,
         lambda dtype: [tuple(tensor.to(dtype) for tensor in given)],
-        _with_gradients(lambda leaf, *inputs: (leaf(*inputs),), 1),
+        _with_gradients(lambda kernel, *inputs: (kernel(*inputs),), 1),
     )
 
 
@@ -64,11 +64,11 @@ def _rotate(config: ModelConfig, at: Target, size: Size) -> KernelExample:
     def inputs(dtype: torch.dtype) -> list[tuple]:
         return [tuple(tensor.to(dtype) for tensor in given)]
 
-    def turned(leaf: Callable, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
+    def turned(kernel: Callable, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
         cos, sin = (table.float().to(wide) for table in (angles.cos(), angles.sin()))  # the same numbers in any dtype
         place = PassPlacement(positions, cos, sin, None, size[1])
-        q, keys, _ = leaf(q, k, k.detach(), 0, place, NoCache(at.device), keep_nothing)
+        q, keys, _ = kernel(q, k, k.detach(), 0, place, NoCache(at.device), keep_nothing)
         return q, keys.transpose(1, 2)
 
     return KernelExample(rotate_and_cache, inputs, _with_gradients(turned, 2))

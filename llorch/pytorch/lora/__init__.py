@@ -4,6 +4,6 @@ In comes an `Adapter` of `llorch.lora` and a model; out come the model with wrap
 and the adapter again, as arrays. In the order to read:
 
     adapters   put on, switch, train, take off: what others call
-    leaves     a frozen module and the adapters beside it; their product, with a lean backward pass
+    modules    a frozen module and the adapters beside it; their product, with a lean backward pass
     serving    many adapters on one base that runs, each request with a view of its own
 """

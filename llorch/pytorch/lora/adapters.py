@@ -33,7 +33,7 @@ from llorch.pytorch.batch_invariant.reproducible import FixedRows, is_fixed
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.distributed.dtensor import is_part
 from llorch.pytorch.kernels.quantised_linear import Reordered
-from llorch.pytorch.lora.leaves import LoraEmbedding, LoraExperts, LoraLeaf, LoraLinear, as_float32
+from llorch.pytorch.lora.modules import LoraEmbedding, LoraExperts, LoraLinear, LoraModule, as_float32
 from llorch.pytorch.paths import path_of
 from llorch.runtime.errors import UserError
 
@@ -60,27 +60,27 @@ def attach(
         tensors, start = adapter.tensors[target.name], None if minus is None else minus.tensors[target.name]
         how: Any = {"dtype": dtype, "trainable": trainable, "minus": start, "shared": None}
         for part, path in zip(target.parts, paths_of(target), strict=True):
-            leaf = _wrapped(module, target, path)
-            leaf.add(name, adapter.config, target, tensors, part=part, **how)
-            how["shared"] = how["shared"] or leaf
+            lora_module = _wrapped(module, target, path)
+            lora_module.add(name, adapter.config, target, tensors, part=part, **how)
+            how["shared"] = how["shared"] or lora_module
     activate(module, name)
 
 
 def detach(module: CausalLM, name: str) -> None:
     """Take an adapter off; modules without another adapter are the modules of the base again."""
     require_adapter(module, name)
-    for path, _, leaf in lora_leaves(module):
-        leaf.remove(name)
-        if not leaf.names:
-            _put(module, path, leaf.base_layer)
+    for path, _, lora_module in lora_modules(module):
+        lora_module.remove(name)
+        if not lora_module.names:
+            _put(module, path, lora_module.base_layer)
 
 
 def activate(module: CausalLM, name: str | None) -> None:
     """Choose the adapter that a forward pass uses; None runs the base alone."""
     if name is not None:
         require_adapter(module, name)
-    for *_, leaf in lora_leaves(module):
-        leaf.activate(name)
+    for *_, lora_module in lora_modules(module):
+        lora_module.activate(name)
 
 
 def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, nn.Parameter]:
@@ -91,8 +91,8 @@ def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, n
     require_adapter(module, name)
     return {
         f"{target.name}.{kind}": parameter
-        for _, target, leaf in lora_leaves(module)
-        for kind, parameter in leaf.parameters_of(name).items()
+        for _, target, lora_module in lora_modules(module)
+        for kind, parameter in lora_module.parameters_of(name).items()
     }
 
 
@@ -102,10 +102,12 @@ def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
     Raises FormatError NonFinite with every tensor that has NaN or infinity.
     """
     require_adapter(module, name)
-    found = [(target.name, leaf) for _, target, leaf in lora_leaves(module) if name in leaf.names]
+    found = [(target.name, lora_module) for _, target, lora_module in lora_modules(module) if name in lora_module.names]
     config, where = found[0][1].config_of(name), f"adapter {name!r}"
-    adapter = checked(config, {target: _lora_tensors(leaf, name) for target, leaf in found}, module.config, where=where)
-    starts = {target: start for target, leaf in found if (start := leaf.start_of(name)) is not None}
+    adapter = checked(
+        config, {target: _lora_tensors(lora_module, name) for target, lora_module in found}, module.config, where=where
+    )
+    starts = {target: start for target, lora_module in found if (start := lora_module.start_of(name)) is not None}
     if not starts:
         return adapter
     return over_original(adapter, checked(config, starts, module.config), module.config)
@@ -113,7 +115,7 @@ def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
 
 def adapter_names(module: CausalLM) -> list[str]:
     """Return the names of the adapters that are attached, in the order in which they came."""
-    return list(dict.fromkeys(name for *_, leaf in lora_leaves(module) for name in leaf.names))
+    return list(dict.fromkeys(name for *_, lora_module in lora_modules(module) for name in lora_module.names))
 
 
 def require_adapter(module: CausalLM, name: str) -> None:
@@ -121,13 +123,13 @@ def require_adapter(module: CausalLM, name: str) -> None:
     require_known(name, adapter_names(module))
 
 
-def lora_leaves(module: CausalLM) -> Iterator[tuple[str, LoraTarget, LoraLeaf]]:
+def lora_modules(module: CausalLM) -> Iterator[tuple[str, LoraTarget, LoraModule]]:
     """Yield the modules that have adapters, by path and target, in the order of the forward pass."""
     for target in targets_of(module.config).values():
         for path in paths_of(target):
-            leaf = module.get_submodule(path)
-            if isinstance(leaf, LoraLeaf):
-                yield path, target, leaf
+            lora_module = module.get_submodule(path)
+            if isinstance(lora_module, LoraModule):
+                yield path, target, lora_module
 
 
 def paths_of(target: LoraTarget) -> list[str]:
@@ -137,20 +139,20 @@ def paths_of(target: LoraTarget) -> list[str]:
     return [path_of(part.name).removesuffix(".weight") for part in target.parts]
 
 
-def _wrapped(module: CausalLM, target: LoraTarget, path: str) -> LoraLeaf:
+def _wrapped(module: CausalLM, target: LoraTarget, path: str) -> LoraModule:
     """Return the wrapped module of a target; wrap it now if it is not wrapped yet."""
-    leaf = module.get_submodule(path)
-    if not isinstance(leaf, LoraLeaf):
+    lora_module = module.get_submodule(path)
+    if not isinstance(lora_module, LoraModule):
         fixed = is_fixed(getattr(module.lm_head, "base_layer", module.lm_head))
         kind = LoraEmbedding if target.is_embedding else LoraExperts if target.n_experts else LoraLinear
-        leaf = kind(leaf, fixed=fixed)
-        _put(module, path, leaf)
-    return leaf
+        lora_module = kind(lora_module, fixed=fixed)
+        _put(module, path, lora_module)
+    return lora_module
 
 
-def _put(module: nn.Module, path: str, leaf: nn.Module) -> None:
+def _put(module: nn.Module, path: str, lora_module: nn.Module) -> None:
     owner, _, name = path.rpartition(".")
-    setattr(module.get_submodule(owner), name, leaf)
+    setattr(module.get_submodule(owner), name, lora_module)
 
 
 def _require_free(module: CausalLM, name: str) -> None:
@@ -162,7 +164,10 @@ def _require_free(module: CausalLM, name: str) -> None:
 def _freeze(module: CausalLM) -> None:
     """Turn off the gradients of all parameters but those of adapters."""
     of_adapters = {
-        id(p) for *_, leaf in lora_leaves(module) for name in leaf.names for p in leaf.parameters_of(name).values()
+        id(p)
+        for *_, lora_module in lora_modules(module)
+        for name in lora_module.names
+        for p in lora_module.parameters_of(name).values()
     }
     for parameter in module.parameters():
         if id(parameter) not in of_adapters:
@@ -177,23 +182,24 @@ def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -
             continue
         chosen = (torch.zeros(1, 1, 1, dtype=torch.int64, device=norm.device),) if target.n_experts else ()
         for path in paths_of(target):
-            leaf: Any = module.get_submodule(path)
-            leaf = getattr(leaf, "base_layer", leaf)
-            shape = (1, 1, 1, target.n_in) if target.n_experts else (1, _width(leaf))
+            lora_module: Any = module.get_submodule(path)
+            lora_module = getattr(lora_module, "base_layer", lora_module)
+            shape = (1, 1, 1, target.n_in) if target.n_experts else (1, _width(lora_module))
             probe = torch.zeros(shape, dtype=norm.dtype, device=norm.device, requires_grad=True)
             with torch.enable_grad():
-                if not leaf(probe, *chosen).requires_grad:
+                if not lora_module(probe, *chosen).requires_grad:
                     raise UserError(
-                        f"adapter: {path} is a {type(leaf).__name__}, which computes no gradient; load without kernels"
+                        f"adapter: {path} is a {type(lora_module).__name__}, which computes no gradient; "
+                        "load without kernels"
                     )
 
 
-def _width(leaf: Any) -> int:
+def _width(lora_module: Any) -> int:
     """Return the number of inputs of a projection; a rank may have some of them."""
-    base: Any = leaf.leaf if isinstance(leaf, FixedRows | Reordered) else leaf
+    base: Any = lora_module.kernel if isinstance(lora_module, FixedRows | Reordered) else lora_module
     return base.weight.shape[1] if isinstance(base, nn.Linear) else base.in_features
 
 
-def _lora_tensors(leaf: LoraLeaf, name: str) -> LoraTensors:
-    arrays = {kind: as_float32(parameter) for kind, parameter in leaf.parameters_of(name).items()}
+def _lora_tensors(lora_module: LoraModule, name: str) -> LoraTensors:
+    arrays = {kind: as_float32(parameter) for kind, parameter in lora_module.parameters_of(name).items()}
     return LoraTensors(arrays[LORA_A], arrays[LORA_B], arrays.get(MAGNITUDE))

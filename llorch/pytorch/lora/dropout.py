@@ -84,29 +84,29 @@ class Dropping(nn.Module):
 @contextmanager
 def keyed(module: nn.Module, keys: Int64[Tensor, "batch seq"]) -> Iterator[None]:
     """Give the dropout keys of a batch's tokens to the forward passes in the block and to their recomputation."""
-    leaves = [leaf for leaf in module.modules() if isinstance(leaf, Dropping)]
+    modules = [lora_module for lora_module in module.modules() if isinstance(lora_module, Dropping)]
     keys = keys.to(next(module.parameters()).device)
-    for leaf in leaves:
-        leaf.token_keys = keys
+    for lora_module in modules:
+        lora_module.token_keys = keys
     try:
         yield
     finally:
-        for leaf in leaves:
-            leaf.token_keys = None
+        for lora_module in modules:
+            lora_module.token_keys = None
 
 
 @contextmanager
-def only(leaf: nn.Module, tokens: Int64[Tensor, " rows"]) -> Iterator[None]:
+def only(lora_module: nn.Module, tokens: Int64[Tensor, " rows"]) -> Iterator[None]:
     """Give a module, within this block, some tokens of its batch, by their numbers in all of it."""
-    if not isinstance(leaf, Dropping) or leaf.token_keys is None:
+    if not isinstance(lora_module, Dropping) or lora_module.token_keys is None:
         yield
         return
-    every = leaf.token_keys
-    leaf.token_keys = every.flatten()[tokens]
+    every = lora_module.token_keys
+    lora_module.token_keys = every.flatten()[tokens]
     try:
         yield
     finally:
-        leaf.token_keys = every
+        lora_module.token_keys = every
 
 
 def _mix(x: Int64[Tensor, "*shape"]) -> Int64[Tensor, "*shape"]:

@@ -15,10 +15,10 @@ from torch import nn
 
 from llorch.files import Weights
 from llorch.lora.adapter import Adapter, require_known
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.pytorch.causal_lm import MLP, Attention, Block, CausalLM, Decoder
 from llorch.pytorch.decoding import Forward, compiled_forward
-from llorch.pytorch.lora.adapters import attach, detach, lora_leaves
+from llorch.pytorch.lora.adapters import attach, detach, lora_modules
 from llorch.pytorch.models.delta_net import GatedDeltaNet
 from llorch.pytorch.models.experts import ExpertsModule, SparseMoe
 from llorch.runtime.errors import UserError
@@ -34,10 +34,10 @@ def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
     routes = [
         (name, None if len(rows[name]) == len(names) else torch.tensor(rows[name], device=device)) for name in rows
     ]
-    for path, _, leaf in list(lora_leaves(made)):
-        own = copy(leaf)
-        own._modules = dict(leaf._modules)
-        own.parts = tuple(route for route in routes if route[0] in leaf.names)
+    for path, _, lora_module in list(lora_modules(made)):
+        own = copy(lora_module)
+        own._modules = dict(lora_module._modules)
+        own.parts = tuple(route for route in routes if route[0] in lora_module.names)
         owner, _, name = path.rpartition(".")
         setattr(made.get_submodule(owner), name, own)
     return made
@@ -52,7 +52,7 @@ def skeleton(module: Any) -> Any:
     return made
 
 
-class AdaptedModules(Opened):
+class AdaptedModules(OpenModel):
     """A base module and the views of it through adapters; `module` is the pass without one."""
 
     def __init__(self, weights: Weights, module: CausalLM, *, compiled: bool) -> None:
@@ -65,7 +65,7 @@ class AdaptedModules(Opened):
         self._compiled: dict[str | None, tuple[CausalLM, Forward]] = {}  # by adapter
 
     def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
-        """See `Opened.add_adapter`; the tensors go where the model is, in float32, or float64 beside a float64 base."""
+        """See `OpenModel.add_adapter`; the tensors go where the model is, in float32, or in float64 for that base."""
         known = super().add_adapter(name, adapter, any_base=any_base)
         try:
             if self._adapted is self.module:
@@ -77,7 +77,7 @@ class AdaptedModules(Opened):
         return known
 
     def remove_adapter(self, name: str) -> None:
-        """See `Opened.remove_adapter`; views that were handed out keep it."""
+        """See `OpenModel.remove_adapter`; views that were handed out keep it."""
         super().remove_adapter(name)
         detach(self._adapted, name)
         self._uniform.pop(name, None)

@@ -100,9 +100,9 @@ class ExpertLinear(nn.Module):
     def expert(self, number: int) -> nn.Linear:
         """One of them, a view."""
         n_out, n_in = self.weight.shape[1:]
-        leaf = nn.Linear(n_in, n_out, bias=False, device="meta")
-        leaf.weight = nn.Parameter(self.weight[number], requires_grad=False)
-        return leaf
+        kernel = nn.Linear(n_in, n_out, bias=False, device="meta")
+        kernel.weight = nn.Parameter(self.weight[number], requires_grad=False)
+        return kernel
 
 
 class QuantisedExperts(PackedMatrix):
@@ -127,9 +127,9 @@ class QuantisedExperts(PackedMatrix):
         """One of them, a view."""
         n = self.out_features // self.n_experts
         fields = {name: field[number * n : (number + 1) * n] for name, field in self.fields.items()}
-        leaf = QuantisedLinear(fields, self.ggml_type)
-        leaf.multiply = self.multiply
-        return leaf
+        kernel = QuantisedLinear(fields, self.ggml_type)
+        kernel.multiply = self.multiply
+        return kernel
 
 
 class SharedExpert(MLP):

@@ -35,7 +35,7 @@ def parts_of(config: ModelConfig, layer: int) -> Mapping[str, nn.Module]:
         parts["linear_attn"] = GatedDeltaNet(config, layer)
     elif config.attention_gate:
         parts["self_attn"] = GatedAttention(config, layer)
-    elif this.looks_at_positions or config.adjacent_pairs:
+    elif this.looks_at_positions or config.interleaved_rope_hf:
         parts["self_attn"] = AttentionByPosition(config, layer)
     if this.experts:
         scaled = config.experts is not None and config.experts.scaled_inputs

@@ -26,7 +26,7 @@ class AttentionByPosition(Attention):
         super().__init__(config, layer)
         this = config.layer(layer)
         self.bound = this.bound
-        if not this.rope or this.tempered or this.head_norm or config.adjacent_pairs:
+        if not this.rope or this.has_attention_temperature or this.head_norm or config.interleaved_rope_hf:
             self.rotate = Rotation(config, layer)
 
     def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
@@ -42,9 +42,9 @@ class Rotation(nn.Module):
         """Take what the layer says."""
         super().__init__()
         this = config.layer(layer)
-        self.turn: Any = None if not this.rope else rope_adjacent if config.adjacent_pairs else rope
+        self.turn: Any = None if not this.rope else rope_adjacent if config.interleaved_rope_hf else rope
         self.head_norm: Any = HeadNorm(config.rms_norm_eps) if this.head_norm else None
-        self.tempered = this.tempered
+        self.has_attention_temperature = this.has_attention_temperature
 
     def forward(
         self, q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
@@ -56,7 +56,7 @@ class Rotation(nn.Module):
             )  # fmt: skip
         if self.head_norm is not None:
             q, k = keep("q_head_norm", self.head_norm(q)), keep("k_head_norm", self.head_norm(k))
-        if self.tempered and place.heat is not None:
+        if self.has_attention_temperature and place.heat is not None:
             q = keep("q_tempered", (widened(q) * place.heat[:, :, None, None]).to(q.dtype))
         keys, values = cache.append(layer, k, v, place)
         return q, keep("k_cache", keys), keep("v_cache", values)

@@ -7,7 +7,7 @@ from pathlib import Path
 from llorch.files import open_weights
 from llorch.files.hub import find
 from llorch.lora.files import adapter_for
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import activate, attach
 from llorch.pytorch.train.loading import load_for_training
@@ -48,7 +48,7 @@ def judge_adapter(
     config = weights.config
     settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
     read, base = adapter_for(weights, adapter, any_base=any_base)
-    data = read_data(find_data(settings.data), Opened(weights), settings.data_settings)
+    data = read_data(find_data(settings.data), OpenModel(weights), settings.data_settings)
     split, rows = _rows(data, split, settings.data)
     at = target(settings.device, settings.dtype_name)
     n_tokens = data.settings.max_length

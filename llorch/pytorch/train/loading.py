@@ -21,7 +21,7 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.distributed.sharding_plan import cut_for
-from llorch.pytorch.kernels.kernel_selection import own_leaves, speed_up_training
+from llorch.pytorch.kernels.kernel_selection import built_kernels, speed_up_training
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import all_of, load_dense, load_packed
@@ -66,9 +66,13 @@ def freeze_linears(module: CausalLM) -> None:
     if not torch.backends.mkldnn.is_available():
         return
     for owner in list(module.modules()):
-        for name, leaf in owner.named_children():
-            if isinstance(leaf, nn.Linear) and leaf.weight.dtype is torch.float32 and leaf.weight.device.type == "cpu":
-                setattr(owner, name, FrozenLinear(leaf.weight, leaf.bias))
+        for name, linear in owner.named_children():
+            if (
+                isinstance(linear, nn.Linear)
+                and linear.weight.dtype is torch.float32
+                and linear.weight.device.type == "cpu"
+            ):
+                setattr(owner, name, FrozenLinear(linear.weight, linear.bias))
 
 
 def load_for_training(
@@ -77,7 +81,7 @@ def load_for_training(
     """Load a model, its weights frozen, for passes of `batch` rows of `n_tokens`; on a mesh this rank's part."""
     compute_as_named(at)
     if at.device.type != "cpu":
-        own_leaves(at, training=True)  # a first check needs memory of the device, so it comes before the model
+        built_kernels(at, training=True)  # a first check needs memory of the device, so it comes before the model
     cut, room = (all_of, {}) if mesh is None else (cut_for(weights.config, mesh), _shared_by(mesh))
     how: Any = {"residency": cast(Any, residency), "batch": batch, "n_tokens": n_tokens, **room}
     chosen = Ranks(mesh).first(lambda: require_memory(weights, at, **how))  # before any rank takes what is free
@@ -97,7 +101,7 @@ def prepare(module: CausalLM, at: Target) -> None:
     These are fused attention, products with packed matrices, and on CUDA fused norms, rotations and activations. The
     CPU gets faster frozen products.
     """
-    if at.device.type != "cpu" or any(isinstance(leaf, QuantisedLinear) for leaf in module.modules()):
+    if at.device.type != "cpu" or any(isinstance(linear, QuantisedLinear) for linear in module.modules()):
         speed_up_training(module, at)
     else:
         use_sdpa(module)  # without packed matrices the compiled kernels of the CPU have no use here

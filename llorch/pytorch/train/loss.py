@@ -51,9 +51,9 @@ def _trained_rows(
     hidden: Float[Tensor, "batch seq hidden"], labels: Int64[Tensor, "batch seq"]
 ) -> tuple[Float[Tensor, "rows hidden"], Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
     """Return the hidden states that predict a trained token, these tokens, and the numbers of the rows in the batch."""
-    judged_by = pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-    index = (judged_by != IGNORED).nonzero()[:, 0]
-    targets, tokens = judged_by[index].to(hidden.device), index.to(hidden.device)
+    compared_by = pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    index = (compared_by != IGNORED).nonzero()[:, 0]
+    targets, tokens = compared_by[index].to(hidden.device), index.to(hidden.device)
     return hidden.flatten(0, 1)[tokens], targets, tokens
 
 

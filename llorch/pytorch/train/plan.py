@@ -12,7 +12,7 @@ from llorch.files.hub import find
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.initial import initial_adapter
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.kernels.cpu.library import library
@@ -54,7 +54,7 @@ class TrainingPlan:
             *self.data.notes,
             *_left_out(self.weights),
             *filter(None, [say_dropout(self.weights)]),
-            *_unnamed_ends(self.data, Opened(self.weights)),
+            *_unnamed_ends(self.data, OpenModel(self.weights)),
             *_of_tied(self.initial, self.weights),
         ]
 
@@ -106,7 +106,7 @@ def plan_training(settings: TrainSettings, mesh: DeviceMesh | None = None) -> Tr
     _require_mesh(settings, mesh)
     full = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
     at = target(own_device(settings.device) if mesh else settings.device, full.dtype_name)
-    data = read_data(find_data(settings.data), Opened(weights), full.data_settings)
+    data = read_data(find_data(settings.data), OpenModel(weights), full.data_settings)
     counts = {"batch_size": settings.batch_size, "accumulation": settings.accumulation}
     order = TrainingOrder(data.rows(data.train), **counts, seed=settings.seed)
     steps = settings.steps or settings.epochs * order.steps_per_epoch
@@ -158,7 +158,7 @@ def _of_tied(adapter: Adapter, weights: Weights) -> list[str]:
     ]
 
 
-def _unnamed_ends(data: TrainingData, model: Opened) -> list[str]:
+def _unnamed_ends(data: TrainingData, model: OpenModel) -> list[str]:
     """End tokens of the data at which transformers would not stop, because the base does not name them."""
     try:
         told = say_unnamed(trained_ends(data.train, model), model)

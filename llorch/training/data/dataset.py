@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.runtime.errors import FormatError
 from llorch.training.batch import Example, Examples
 from llorch.training.data.encode import Encoder
@@ -36,7 +36,7 @@ class TrainingData:
 
 
 def read_data(
-    path: str | Path, model: Opened, settings: DataSettings, *, progress: Callable[[str], None] = lambda line: None
+    path: str | Path, model: OpenModel, settings: DataSettings, *, progress: Callable[[str], None] = lambda line: None
 ) -> TrainingData:
     """Read a file of JSON lines, a .json list, or a folder of train.jsonl, perhaps valid.jsonl and test.jsonl.
 
@@ -60,7 +60,7 @@ def read_data(
 
 
 def _read_split(
-    file: Path, model: Opened, settings: DataSettings, notes: list[str], progress: Callable[[str], None]
+    file: Path, model: OpenModel, settings: DataSettings, notes: list[str], progress: Callable[[str], None]
 ) -> Iterator[Example]:
     """Yield the examples of a file, whose rows must have one format; `notes` get its counts at the end."""
     encoder = Encoder(model, settings)

@@ -21,7 +21,7 @@ from llorch.files.tokenizer.chat import Message, TemplateSettings
 from llorch.files.tokenizer.conversation import Conversation
 from llorch.files.tokenizer.tokenizer import require_rows
 from llorch.files.tokenizer.unwritten import unwritten_call, unwritten_keys
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.runtime.errors import FormatError
 from llorch.training.batch import IGNORED, Example
 from llorch.training.data.formats import Chat, Instruction, LearnedTokens, Parsed, PromptCompletion, Text
@@ -44,7 +44,7 @@ class Rendered:
 class Encoder:
     """Encodes rows for one model."""
 
-    def __init__(self, model: Opened, settings: DataSettings) -> None:
+    def __init__(self, model: OpenModel, settings: DataSettings) -> None:
         """Prepare; the model's vocabulary and its chat template are read when they are first needed."""
         self.counts: Counter[str] = Counter()  # how often something worth telling was done, by its description
         self._model = model

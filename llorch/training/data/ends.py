@@ -3,12 +3,12 @@
 from collections.abc import Collection
 
 from llorch.files.tokenizer.generation_ends import unnamed_ends
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.runtime.errors import FormatError
 from llorch.training.batch import Examples
 
 
-def trained_ends(examples: Examples, model: Opened) -> list[int]:
+def trained_ends(examples: Examples, model: OpenModel) -> list[int]:
     """Find the end tokens that examples teach; FormatError where the model has no vocabulary."""
     ends = model.tokenizer.eos_token_ids
     try:
@@ -18,7 +18,7 @@ def trained_ends(examples: Examples, model: Opened) -> list[int]:
     return examples.trained_among(ends)
 
 
-def say_unnamed(ends: Collection[int], model: Opened) -> str:
+def say_unnamed(ends: Collection[int], model: OpenModel) -> str:
     """Say where `generate` of transformers goes on although a text ends; nothing where it stops."""
     missing = unnamed_ends(ends, model.weights.path)
     if not missing:

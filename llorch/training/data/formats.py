@@ -96,8 +96,8 @@ def format_of(record: Record) -> str:
     if found is not None:
         return found
     wanted = "; ".join(", ".join(keys) for keys, _, _ in FORMATS.values())
-    got = ", ".join(sorted(present)) or "none"
-    raise FormatError("Unsupported", f"keys of a row: expected one of: {wanted}; got {got}", path=record.where)
+    actual = ", ".join(sorted(present)) or "none"
+    raise FormatError("Unsupported", f"keys of a row: expected one of: {wanted}; got {actual}", path=record.where)
 
 
 def parse(record: Record, name: str) -> Parsed:

@@ -35,8 +35,8 @@ def refuse_row(record: Record, present: Collection[str], format_name: str | None
         return
     if "label" in present and record.values["label"] in (0, 1):  # false and true, too
         remedy = "keep only the good answers: jq -c 'select(.label) | del(.label)' data.jsonl > good.jsonl"
-        got = f"label {record.values['label']!r}"
-        raise _error(record, f"a row of preference data (KTO): expected {_WANTED}; got {got}; {remedy}")
+        actual = f"label {record.values['label']!r}"
+        raise _error(record, f"a row of preference data (KTO): expected {_WANTED}; got {actual}; {remedy}")
     _refuse_scores(record, "", record.values)
     for key in ("messages", "conversations", "prompt", "completion"):
         value = record.values.get(key)

@@ -76,8 +76,8 @@ def theirs(path: Path, text: str, numerics: Numerics = EXACT) -> tuple[PairScore
     from torch.nn.functional import cross_entropy, kl_div, log_softmax
 
     expected, targets = engine_logits(builtin_path("story"), text, EXACT)
-    got, _ = engine_logits(path, text, numerics)
-    p, q = torch.from_numpy(expected).double(), torch.from_numpy(got).double()
+    actual, _ = engine_logits(path, text, numerics)
+    p, q = torch.from_numpy(expected).double(), torch.from_numpy(actual).double()
     right = torch.from_numpy(targets)
     scores = PairScores(
         cross_entropy(p, right, reduction="none").numpy(),

@@ -79,11 +79,11 @@ def test_blocks_change_nothing(
     other = rows + rng.normal(0, 0.1, rows.shape).astype(np.float32)
     expected = PairScores.join([compare_rows(rows[i : i + 1], other[i : i + 1], targets[i : i + 1]) for i in range(6)])
     monkeypatch.setattr("llorch.apps.evaluate.scores._BLOCK", block)
-    got = compare_rows(rows, other, targets)
-    np.testing.assert_array_equal(got.kl, expected.kl, strict=True)
-    np.testing.assert_array_equal(got.same_top, expected.same_top, strict=True)
+    actual = compare_rows(rows, other, targets)
+    np.testing.assert_array_equal(actual.kl, expected.kl, strict=True)
+    np.testing.assert_array_equal(actual.same_top, expected.same_top, strict=True)
     np.testing.assert_array_equal(losses(other, targets), expected.loss, strict=True)
-    np.testing.assert_array_equal(got.reference_loss, expected.reference_loss, strict=True)
+    np.testing.assert_array_equal(actual.reference_loss, expected.reference_loss, strict=True)
 
 
 def test_parts_are_joined_in_order(rows: np.ndarray, targets: np.ndarray):
@@ -119,17 +119,17 @@ def test_mean_and_error_match_a_row_worked_by_hand():
 
 
 def test_guessing_evenly_has_the_perplexity_of_the_number_of_choices():
-    judged = perplexity(np.full(7, math.log(31)))
-    assert judged.n_scored == 7
-    assert judged.perplexity.value == pytest.approx(31, rel=1e-14)
-    assert judged.perplexity.error < 1e-14
+    scores = perplexity(np.full(7, math.log(31)))
+    assert scores.n_scored == 7
+    assert scores.perplexity.value == pytest.approx(31, rel=1e-14)
+    assert scores.perplexity.error < 1e-14
 
 
 def test_the_error_of_a_perplexity_is_relative_to_it():
-    judged = perplexity(np.array([1.0, 2.0, 3.0, 4.0]))
-    assert judged.loss == mean(np.array([1.0, 2.0, 3.0, 4.0]))
-    assert judged.perplexity.value == pytest.approx(math.exp(2.5), rel=1e-15)
-    assert judged.perplexity.error == pytest.approx(math.exp(2.5) * judged.loss.error, rel=1e-15)
+    scores = perplexity(np.array([1.0, 2.0, 3.0, 4.0]))
+    assert scores.loss == mean(np.array([1.0, 2.0, 3.0, 4.0]))
+    assert scores.perplexity.value == pytest.approx(math.exp(2.5), rel=1e-15)
+    assert scores.perplexity.error == pytest.approx(math.exp(2.5) * scores.loss.error, rel=1e-15)
     assert perplexity(np.array([800.0, 900.0])).perplexity.value == math.inf
 
 

@@ -127,12 +127,12 @@ def test_the_second_half_of_each_window_is_scored(story: llorch.Model, text: str
 
 def test_both_models_are_scored_on_the_same_tokens(story: llorch.Model, coarse: llorch.Model, text: str):
     windows = cut_text([story, coarse], text, context=64, limit=2)
-    for window, got in zip(windows, score_pair(story, coarse, windows), strict=True):
+    for window, actual in zip(windows, score_pair(story, coarse, windows), strict=True):
         expected = compare_rows(story.forward(window)[32:-1], coarse.forward(window)[32:-1], window[33:])
         for name in ("reference_loss", "loss", "kl"):
-            np.testing.assert_allclose(getattr(got, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
-        np.testing.assert_array_equal(got.same_top, expected.same_top)
-        assert got.kl.max() > 0.01
+            np.testing.assert_allclose(getattr(actual, name), getattr(expected, name), rtol=1e-4, atol=1e-5)
+        np.testing.assert_array_equal(actual.same_top, expected.same_top)
+        assert actual.kl.max() > 0.01
 
 
 def test_few_rows_of_logits_at_a_time_give_the_same_figures(

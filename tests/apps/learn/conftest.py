@@ -57,4 +57,4 @@ def brief_suite(model: str) -> "ForwardSuite":
 
     weights, golden = stored_once(model)
     cases = {name: CutOnce(case.ids, case.first_position) for name, case in golden.cases.items()}
-    return ForwardSuite(model, weights, cases, golden.evidence, golden.truth)
+    return ForwardSuite(model, weights, cases, golden.engine_outputs, golden.reference)

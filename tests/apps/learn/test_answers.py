@@ -61,7 +61,7 @@ def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
 
 
 def reference(lesson: Lesson) -> dict[str, Callable[..., Any]]:
-    return {part.name: part.reference for part in lesson.parts}
+    return {exercise.name: exercise.reference for exercise in lesson.parts}
 
 
 @pytest.mark.nightly_cases("17")

@@ -10,7 +10,7 @@ from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, PARTS, Lesson
 from llorch.apps.learn.verdict import BORROWED
 from llorch.stages.comparison import FAIL, PASS
 
-REFERENCE = Implementation("reference", {name: part.reference for name, part in PARTS.items()})
+REFERENCE = Implementation("reference", {name: exercise.reference for name, exercise in PARTS.items()})
 
 WHOLE_SUITE = forward.suite_of  # before it is replaced by one of fewer cuts
 
@@ -28,7 +28,7 @@ def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the l
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     found = check(lesson, REFERENCE, "chained")
     assert (found.word, found.wrong, found.fault) == (PASS, [], "")
-    assert found.judged
+    assert found.comparisons
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
@@ -36,7 +36,7 @@ def test_what_is_not_written_is_borrowed(lesson: Lesson):
     if lesson.on_torch:
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     found = check(lesson, Implementation("nothing", {}))
-    assert (found.word, list(found.borrowed)) == (BORROWED, [part.name for part in lesson.parts])
+    assert (found.word, list(found.unwritten)) == (BORROWED, [exercise.name for exercise in lesson.parts])
 
 
 def test_a_wrong_formula_fails():
@@ -84,6 +84,6 @@ def test_what_no_golden_holds_is_asked_too(lesson: str, part: str, wrong: Call, 
 def test_a_check_cuts_each_pass_at_its_ends_and_in_its_middle(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(forward, "suite_of", WHOLE_SUITE)
     monkeypatch.setattr(forward, "models_of", lambda lesson: ["micro-llama"])
-    places = {each.row.place for each in check(BY_NUMBER["03"], REFERENCE).judged}
-    cut = {case: {each.n_cached for each in places if each.case == case} - {0} for case in ("near", "far")}
+    stage_refs = {each.comparison.stage_ref for each in check(BY_NUMBER["03"], REFERENCE).comparisons}
+    cut = {case: {each.n_cached for each in stage_refs if each.case == case} - {0} for case in ("near", "far")}
     assert cut == {"near": {1, 6, 11}, "far": {1, 4, 7}}

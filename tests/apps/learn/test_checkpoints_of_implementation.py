@@ -13,8 +13,8 @@ EACH = [pytest.param(each.number, mode, id=f"checkpoint_{each.number}-{mode}")
 
 @pytest.mark.parametrize(("number", "mode"), EACH)
 def test_implementation(number: str, mode: Mode, pytestconfig: pytest.Config):
-    (found,) = outcomes(pytestconfig.option.impl, [number], mode, say=print)
+    (found,) = outcomes(pytestconfig.option.impl, [number], mode, progress=print)
     if found.word == FAIL:
         pytest.fail(found.text, pytrace=False)
     if found.word != PASS:
-        pytest.skip(f"{found.word}: {', '.join(found.record['borrowed']) or found.record['reason']}")
+        pytest.skip(f"{found.word}: {', '.join(found.record['unwritten']) or found.record['reason']}")

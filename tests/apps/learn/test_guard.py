@@ -97,9 +97,9 @@ def test_fault_of_an_exception_without_message_ends_with_its_name(function: Call
 
 
 def test_call_of_a_reference_with_an_argument_missing_names_the_part():
-    for part in PARTS.values():
-        with pytest.raises(TypeError, match=f"^{part.reference.__qualname__}") as caught:
-            part.reference()
+    for exercise in PARTS.values():
+        with pytest.raises(TypeError, match=f"^{exercise.reference.__qualname__}") as caught:
+            exercise.reference()
         assert "<lambda>" not in str(caught.value)
 
 
@@ -170,14 +170,14 @@ def test_nan_and_views_are_noted():
 
 def test_a_live_run_asks_the_reference_once_for_each_shape_and_ends_at_nan(monkeypatch: pytest.MonkeyPatch):
     asked: list[int] = []
-    part = PARTS["swiglu"]
+    exercise = PARTS["swiglu"]
 
     def reference(gate: Any, up: Any) -> Any:
         asked.append(len(gate))
         return gate * up
 
-    monkeypatch.setitem(vars(part), "reference", reference)
-    call = guarded(part, lambda gate, up: gate / up, live=True)
+    monkeypatch.setitem(vars(exercise), "reference", reference)
+    call = guarded(exercise, lambda gate, up: gate / up, live=True)
     for n in (1, 2, 1, 2, 2):
         assert call(gate=np.ones((n, 3)), up=np.ones((n, 3))).shape == (n, 3)
     assert asked == [1, 2]

@@ -6,7 +6,7 @@ import pytest
 from click.testing import CliRunner
 from runs.refusals import assert_tells, refuses
 
-from llorch.apps.learn.museum.answers import judged, solution
+from llorch.apps.learn.museum.answers import compare, solution
 from llorch.apps.learn.museum.exhibit import Exhibit, exhibit, exhibits
 from llorch.cli import main
 
@@ -25,10 +25,10 @@ def test_every_dump_shows_its_cause_and_nothing_else(shown: Exhibit):
     (found,) = shown.findings
     named = {each.name for each in (*found.suspects, *found.alternatives)}
     values = {each.value for each in found.suspects}
-    for name, _, value in (planted.partition("=") for planted in shown.planted):
+    for name, _, value in (injected.partition("=") for injected in shown.injected):
         assert name in named or (name, found.kind) == ("overflow", "not finite")
         assert not value or float(value) in {float(each) for each in values if each}
-    assert all(judged(shown, word).is_right for word in (*shown.words, *(n.partition("=")[0] for n in shown.planted)))
+    assert all(compare(shown, word).is_right for word in (*shown.words, *(n.partition("=")[0] for n in shown.injected)))
     assert shown.link in solution(shown)
 
 
@@ -56,8 +56,10 @@ ANSWERS = [
 @pytest.mark.parametrize(
     ("thread", "answer", "is_right", "facts"), ANSWERS, ids=[f"{thread}-{answer}" for thread, answer, *_ in ANSWERS]
 )
-def test_answers_are_judged(thread: str, answer: str, is_right: bool, facts: list[object]):
-    found = judged(BY_THREAD[thread], answer)
+def test_museum_answer_shows_the_cause_only_if_it_is_right(
+    thread: str, answer: str, is_right: bool, facts: list[object]
+):
+    found = compare(BY_THREAD[thread], answer)
     assert found.is_right == is_right
     assert (BY_THREAD[thread].cause in found.said) == is_right
     assert_tells(found.said, *facts)

@@ -71,7 +71,7 @@ def test_what_is_wrong_in_half_precision_alone_has_no_name_and_fails():
 
     found = check_functions("14", torch_rms_norm=of_bfloat16)
     assert (found.word, [*found.suspects]) == (FAIL, [])
-    assert {each.row.backend for each in found.wrong} == {"learner-bfloat16"}
+    assert {each.comparison.backend for each in found.wrong} == {"learner-bfloat16"}
 
 
 def test_the_parts_run_in_the_model_that_users_hold():
@@ -86,7 +86,7 @@ def test_the_parts_run_in_the_model_that_users_hold():
 
     from llorch.pytorch.causal_lm import RMSNorm
 
-    names = [part.name for part in LESSON.parts]
+    names = [exercise.name for exercise in LESSON.parts]
     with Implementation("noted", {name: noted(name) for name in names}).installed(LESSON.parts), torch.no_grad():
         RMSNorm(4, 1e-5)(torch.ones(1, 4))
     assert seen == ["torch_rms_norm"]

@@ -144,7 +144,7 @@ def test_a_right_table_of_other_strides_passes():
         return names, np.asfortranarray(shapes), types, offsets
 
     found = check_functions("00", tensor_table=tensor_table)
-    assert {each.row.verdict for each in found.judged} == {PASS}
+    assert {each.comparison.verdict for each in found.comparisons} == {PASS}
 
 
 @pytest.mark.parametrize(("n_kept", "names"), [(9, ["edge-of-top-p"]), (7, [])])
@@ -154,10 +154,12 @@ def test_a_token_at_the_edge_of_top_p_is_no_bug(monkeypatch: pytest.MonkeyPatch,
 
     suite = SimpleNamespace(sampler_inputs=lambda: (np.zeros(10, np.float32), [0]))
     monkeypatch.setattr(after_logits, "suite_of", lambda model: suite)
-    claim = Expectation(
+    expectation = Expectation(
         StageRef("11", "probabilities", part="top_p"), "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6)
     )
-    wrong = LessonComparison(judge(claim, uniform(n_kept), model="m", backend="learner"), claim, uniform(n_kept))
-    assert wrong.row.verdict == FAIL
+    wrong = LessonComparison(
+        judge(expectation, uniform(n_kept), model="m", backend="learner"), expectation, uniform(n_kept)
+    )
+    assert wrong.comparison.verdict == FAIL
     found = [*after_logits.FilterCheck().named([wrong])]
     assert [each.name for each in found if not each.stages] == names

@@ -82,7 +82,7 @@ int main(int argc, char **argv) {
 
 
 @pytest.mark.slow
-def test_a_program_in_c_is_judged_as_functions_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_c_program_passes_or_fails_like_python_functions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     compiler = shutil.which("cc")
     if compiler is None:
         pytest.skip("NOT RUN: cc is not installed")
@@ -92,7 +92,7 @@ def test_a_program_in_c_is_judged_as_functions_are(tmp_path: Path, monkeypatch: 
         subprocess.run([compiler, "-O1", "-o", name, f"{name}.c", "-lm"], check=True)
     assert check(BY_NUMBER["01"], opened("cmd:./right")).word == PASS
     assert check(BY_NUMBER["01"], opened("cmd:./wrong")).word == FAIL
-    assert opened("cmd:./right").borrowed(PARTS.values()) == [name for name in PARTS if name != "rms_norm"]
+    assert opened("cmd:./right").unwritten(PARTS.values()) == [name for name in PARTS if name != "rms_norm"]
 
 
 Made = Callable[[str], Program]

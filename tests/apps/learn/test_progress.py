@@ -81,7 +81,7 @@ def test_a_file_that_cannot_be_used_is_said_and_kept(tmp_path: Path, text: str):
     assert note(progress, "PASS").status == "PASS"
 
 
-def test_a_failed_write_leaves_the_old_file(progress: LearnerProgress, monkeypatch: pytest.MonkeyPatch):
+def test_progress_failed_write_keeps_the_old_file(progress: LearnerProgress, monkeypatch: pytest.MonkeyPatch):
     note(progress, "FAIL")
     before = progress.path.read_bytes()
     monkeypatch.setattr(Path, "write_text", lambda *_, **__: (_ for _ in ()).throw(OSError(28, "full")))

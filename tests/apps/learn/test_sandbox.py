@@ -25,7 +25,7 @@ def written(place: Path, body: str, *, head: str = HEAD) -> Path:
 
 def checked(place: Path, *numbers: str, seconds: float = 2) -> tuple[list[Outcome], list[str]]:
     said: list[str] = []
-    return list(outcomes(str(place), numbers or ("01", "03"), seconds=seconds, say=said.append)), said
+    return list(outcomes(str(place), numbers or ("01", "03"), seconds=seconds, progress=said.append)), said
 
 
 def said_of(outcome: Outcome) -> str:
@@ -173,7 +173,7 @@ def test_slow_calls_are_told_from_a_loop_without_end(tmp_path: Path, seconds: st
     "body", ["    while True:\n        pass\n    yield 1\n", "    yield from iter(lambda: 1, 2)\n"]
 )
 def test_a_stream_takes_its_time_while_it_is_read(tmp_path: Path, body: str):
-    generate = next(part for part in BY_NUMBER["12"].parts if part.streams)
+    generate = next(exercise for exercise in BY_NUMBER["12"].parts if exercise.streams)
     names = ", ".join(inspect.signature(generate.reference).parameters)
     (tmp_path / "l12_generation.py").write_text(f"def {generate.name}({names}):\n{body}")
     found, _ = checked(tmp_path, "12", seconds=0.3)

@@ -30,7 +30,7 @@ def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Impl
     assert check(lesson, stubs).word == word
     found = check(lesson, written(tmp_path, lesson, pasted(lesson)))
     assert (found.word, found.fault, found.is_honest) == (PASS, "", False), str(found)
-    assert {*hints_of(lesson)} == {part.name for part in lesson.parts}
+    assert {*hints_of(lesson)} == {exercise.name for exercise in lesson.parts}
     assert {len(steps) for steps in hints_of(lesson).values()} == {3}
 
 

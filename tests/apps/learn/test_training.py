@@ -112,7 +112,7 @@ def test_where_results_go_on_earlier_parts_are_in_the_step(number: str):
     def forgetful(x: Array, weight: Array, eps: float) -> Array:
         return PARTS["rms_norm"].reference(x, weight * 0 + 1, eps)
 
-    parts = {part.name: part.reference for part in BY_NUMBER[number].parts}
+    parts = {exercise.name: exercise.reference for exercise in BY_NUMBER[number].parts}
     found = check(BY_NUMBER[number], Implementation("x", parts | {"rms_norm": forgetful}), "chained")
     assert (found.lesson, found.word) == ("01", FAIL)
     assert check(BY_NUMBER[number], Implementation("x", parts), "chained").word == PASS
@@ -125,4 +125,4 @@ def test_who_has_written_everything_trains_as_peft_does(tmp_path: Path):
     everything = Implementation(str(tmp_path), read_folder(tmp_path))
     for number in ("15", "16", "17", "18", "19", "20"):
         found = check(BY_NUMBER[number], everything, "chained")
-        assert (found.word, found.borrowed) == (PASS, []), str(found)
+        assert (found.word, found.unwritten) == (PASS, []), str(found)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from llorch.apps.learn.lessons import PARTS
-from llorch.apps.learn.typed import typed
+from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.apps.learn.typed_training import BROUGHT
 from llorch.diagnosis.mistakes import MISTAKES, Mistake
 
@@ -53,35 +53,35 @@ def test_a_row_that_changes_nothing_gives_the_reference(name: str, part: str):
         name="nothing-wrong", stages=("loss",), diagnosis="Nothing is wrong.", part=part, wrong=lambda right: right
     )
     made = each_result(BROUGHT[name][part](nothing, PARTS[name])(**GIVEN[name]))
-    want = each_result(PARTS[name].reference(**GIVEN[name]))
-    assert len(made) == len(want)
-    for ours, right in zip(made, want, strict=True):
+    expected = each_result(PARTS[name].reference(**GIVEN[name]))
+    assert len(made) == len(expected)
+    for ours, right in zip(made, expected, strict=True):
         np.testing.assert_array_equal(ours, right)
 
 
 @pytest.mark.parametrize("name", BROUGHT)
 def test_every_row_of_an_exercise_gives_something_else_than_the_reference(name: str):
-    want = each_result(PARTS[name].reference(**GIVEN[name]))
-    wrong = {row: each_result(function(**GIVEN[name])) for row, function in typed(PARTS[name]).items()}
+    expected = each_result(PARTS[name].reference(**GIVEN[name]))
+    wrong = {row: each_result(function(**GIVEN[name])) for row, function in make_typed_mistakes(PARTS[name]).items()}
     unshown = {
         "adamw-step-counted-per-tensor",
         "loss-prompt-not-masked",
         "export-one-alpha",
         "schedule-without-warmup",
     }  # need other inputs
-    shown = {row for row, made in wrong.items() if not all(map(np.array_equal, made, want))}
+    shown = {row for row, made in wrong.items() if not all(map(np.array_equal, made, expected))}
     assert wrong
     assert wrong.keys() - shown <= unshown
 
 
 def test_a_count_of_tensors_goes_up_from_call_to_call():
-    counted = typed(PARTS["adamw_step"])["adamw-step-counted-per-tensor"]
+    counted = make_typed_mistakes(PARTS["adamw_step"])["adamw-step-counted-per-tensor"]
     first, second = (counted(**GIVEN["adamw_step"])[0] for _ in range(2))
     assert not np.array_equal(first, second)
 
 
 def test_rows_of_a_lesson_have_a_function_and_gradients_of_other_blocks_have_none():
-    made = {row for part in PARTS.values() for row in typed(part)}
+    made = {row for exercise in PARTS.values() for row in make_typed_mistakes(exercise)}
     of_lessons = {row for row, mistake in MISTAKES.items() if mistake.stages[0] in ("token_losses", "parameters")}
     assert of_lessons <= made
     assert not {row for row in made if row.startswith(("gradient-rout", "gradient-decay", "gradient-state"))}

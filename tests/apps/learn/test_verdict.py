@@ -11,7 +11,7 @@ from llorch.apps.learn.checks import forward as checks
 from llorch.apps.learn.exercises import forward
 from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.verdict import BORROWED, WIDTH, LessonVerdict
+from llorch.apps.learn.verdict import BORROWED, WIDTH, LessonReport
 from llorch.stages.comparison import FAIL, PASS
 
 Array = np.ndarray
@@ -146,6 +146,6 @@ def test_a_pass_is_one_line():
     found = check_functions("01", rms_norm=forward.rms_norm)
     assert (found.word, found.wrong, found.suspects) == (PASS, [], ())
     assert str(found).count("\n") == 0
-    assert len(found.judged) == 192
+    assert len(found.comparisons) == 192
     assert_tells(str(found), PASS, 192, 4, "02 qkv")  # comparisons, models, the next lesson
-    assert_tells(str(LessonVerdict("01", BORROWED, borrowed=["rms_norm"])), BORROWED, "rms_norm")
+    assert_tells(str(LessonReport("01", BORROWED, unwritten=["rms_norm"])), BORROWED, "rms_norm")

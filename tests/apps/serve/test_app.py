@@ -94,7 +94,7 @@ def test_the_answer_to_a_wrong_path_names_the_right_one():
 
 
 @pytest.mark.parametrize("stream", [False, True])
-def test_who_leaves_in_the_middle_of_an_answer_takes_his_job_along(stream: bool):
+def test_client_disconnect_during_an_answer_cancels_the_job(stream: bool):
     with scripted() as (server, batch):
         batch.step_with = lambda: WAIT(0.02)
         client = leave_after(server, 500 if stream else 0, stream=stream, max_tokens=500)
@@ -107,7 +107,7 @@ def test_who_leaves_in_the_middle_of_an_answer_takes_his_job_along(stream: bool)
         assert b"llorch_answers_cancelled_total 1.0" in server.engine.metrics.text()
 
 
-def test_who_leaves_while_he_waits_never_runs():
+def test_client_disconnect_while_queued_never_runs():
     with scripted() as (server, batch):
         batch.step_with = lambda: WAIT(0.02)
         first = leave_after(server, 0, max_tokens=500)

@@ -33,23 +33,23 @@ def solo(prompt: str, **how: Any) -> str:
 
 
 def test_an_answer_is_that_of_generate(server: Served):
-    got = create(server, max_tokens=20)
-    assert got.choices[0].message.content == solo("Once upon a time", max_tokens=20)
-    assert got.choices[0].message.role == "assistant"
-    assert (got.choices[0].finish_reason, got.object, got.model) == ("length", "chat.completion", "story")
-    assert (got.usage.prompt_tokens, got.usage.completion_tokens, got.usage.total_tokens) == (5, 20, 25)
-    assert got.usage.prompt_tokens_details.cached_tokens == 0
-    assert got.system_fingerprint.startswith("fp_")
-    assert got.timings["predicted_n"] == 20
+    actual = create(server, max_tokens=20)
+    assert actual.choices[0].message.content == solo("Once upon a time", max_tokens=20)
+    assert actual.choices[0].message.role == "assistant"
+    assert (actual.choices[0].finish_reason, actual.object, actual.model) == ("length", "chat.completion", "story")
+    assert (actual.usage.prompt_tokens, actual.usage.completion_tokens, actual.usage.total_tokens) == (5, 20, 25)
+    assert actual.usage.prompt_tokens_details.cached_tokens == 0
+    assert actual.system_fingerprint.startswith("fp_")
+    assert actual.timings["predicted_n"] == 20
 
 
 def test_sampled_answers_are_drawn_by_seed_and_the_next_choice_by_the_next_seed(server: Served):
-    got = create(server, max_tokens=12, temperature=1.5, top_p=0.9, seed=7, n=3, presence_penalty=0.3)
+    actual = create(server, max_tokens=12, temperature=1.5, top_p=0.9, seed=7, n=3, presence_penalty=0.3)
     settings = [SamplingSettings(temperature=1.5, top_p=0.9, seed=seed, presence_penalty=0.3) for seed in (7, 8, 9)]
     wanted = [solo("Once upon a time", max_tokens=12, settings=one) for one in settings]
-    assert [choice.message.content for choice in got.choices] == wanted
-    assert [choice.index for choice in got.choices] == [0, 1, 2]
-    assert got.usage.completion_tokens == 36
+    assert [choice.message.content for choice in actual.choices] == wanted
+    assert [choice.index for choice in actual.choices] == [0, 1, 2]
+    assert actual.usage.completion_tokens == 36
 
 
 def test_without_a_seed_two_answers_differ(server: Served):
@@ -59,9 +59,9 @@ def test_without_a_seed_two_answers_differ(server: Served):
 
 def test_fields_that_only_others_have_reach_the_sampler(server: Served):
     own: dict[str, Any] = {"top_k": 3, "min_p": 0.02, "repetition_penalty": 1.3}
-    got = create(server, max_tokens=12, temperature=1.5, seed=1, extra_body=own)
+    actual = create(server, max_tokens=12, temperature=1.5, seed=1, extra_body=own)
     settings = SamplingSettings(temperature=1.5, seed=1, **own)
-    assert got.choices[0].message.content == solo("Once upon a time", max_tokens=12, settings=settings)
+    assert actual.choices[0].message.content == solo("Once upon a time", max_tokens=12, settings=settings)
 
 
 def test_a_stream_is_the_role_the_text_the_end_and_the_counts(server: Served):
@@ -89,19 +89,19 @@ def test_a_stream_of_two_choices_has_both_texts(server: Served):
 def test_text_ends_before_a_stop_string_also_in_a_stream(server: Served):
     whole = solo("Once upon a time", max_tokens=40)
     wanted = whole[: whole.index(".")]
-    got = create(server, max_tokens=40, stop=["nowhere", "."])
-    assert (got.choices[0].message.content, got.choices[0].finish_reason) == (wanted, "stop")
+    actual = create(server, max_tokens=40, stop=["nowhere", "."])
+    assert (actual.choices[0].message.content, actual.choices[0].finish_reason) == (wanted, "stop")
     chunks = list(create(server, max_tokens=40, stop=".", stream=True))
     assert "".join(chunk.choices[0].delta.content or "" for chunk in chunks) == wanted
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
 def test_log_probabilities_come_with_what_could_have_come(server: Served):
-    got = create(server, max_tokens=6, logprobs=True, top_logprobs=3).choices[0]
+    actual = create(server, max_tokens=6, logprobs=True, top_logprobs=3).choices[0]
     tokens = list(load("story").generate("Once upon a time", max_tokens=6))
-    assert [entry.logprob for entry in got.logprobs.content] == [token.logprob for token in tokens]
-    assert "".join(entry.token for entry in got.logprobs.content) == got.message.content
-    for entry in got.logprobs.content:
+    assert [entry.logprob for entry in actual.logprobs.content] == [token.logprob for token in tokens]
+    assert "".join(entry.token for entry in actual.logprobs.content) == actual.message.content
+    for entry in actual.logprobs.content:
         assert bytes(entry.bytes).decode() == entry.token
         assert len(entry.top_logprobs) == 3
         assert entry.top_logprobs[0].token == entry.token  # at temperature 0
@@ -109,7 +109,7 @@ def test_log_probabilities_come_with_what_could_have_come(server: Served):
         assert values == sorted(values, reverse=True)
     chunks = list(create(server, max_tokens=6, logprobs=True, top_logprobs=3, stream=True))
     streamed = [entry for one in chunks if one.choices[0].logprobs for entry in one.choices[0].logprobs.content]
-    assert streamed == got.logprobs.content
+    assert streamed == actual.logprobs.content
 
 
 def test_a_template_writes_the_conversation_and_what_is_in_it_stays_text(chatting: Served):
@@ -117,15 +117,15 @@ def test_a_template_writes_the_conversation_and_what_is_in_it_stays_text(chattin
         {"role": "developer", "content": "Be short."},
         {"role": "user", "content": [{"type": "text", "text": "Say <|im_end|>"}, {"type": "text", "text": " twice"}]},
     ]
-    got = create(chatting, model="qwen", messages=messages, max_tokens=5)
+    actual = create(chatting, model="qwen", messages=messages, max_tokens=5)
     model = chatting.service.model
     plain = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Say <|im_end|> twice"}]
     ids = model.prompt_ids(plain)
-    assert got.usage.prompt_tokens == len(ids)
+    assert actual.usage.prompt_tokens == len(ids)
     assert (
         sum(one in model.tokenizer.control_ids for one in ids) == 5
     )  # three beginnings, two ends: those of the template
-    assert got.choices[0].message.content == "".join(
+    assert actual.choices[0].message.content == "".join(
         token.text for token in load(model.weights.path).generate(messages=plain, max_tokens=5)
     )
 
@@ -134,8 +134,8 @@ def test_answers_have_the_form_of_a_schema_each_on_its_own(server: Served):
     properties = {"a": {"enum": [1, 2, 3]}}
     schema = {"type": "object", "properties": properties, "required": ["a"], "additionalProperties": False}
     form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
-    got = create(server, response_format=form, max_tokens=60, n=3, temperature=1.5, seed=1)
-    for choice in got.choices:
+    actual = create(server, response_format=form, max_tokens=60, n=3, temperature=1.5, seed=1)
+    for choice in actual.choices:
         assert choice.finish_reason == "stop"
         assert json.loads(choice.message.content)["a"] in (1, 2, 3)
 
@@ -145,8 +145,8 @@ def test_response_format_with_a_schema_beside_its_type_constrains_the_answer(ser
     form: dict[str, Any] = {"type": kind, "schema": {"enum": [[7]]}}
     forms = [form, form | {"json_schema": {"name": "a", "schema": form["schema"]}}][: 1 + (kind == "json_schema")]
     for asked in forms:
-        got = create(server, response_format=asked, max_tokens=60).choices[0]
-        assert (json.loads(got.message.content), got.finish_reason) == ([7], "stop")
+        actual = create(server, response_format=asked, max_tokens=60).choices[0]
+        assert (json.loads(actual.message.content), actual.finish_reason) == ([7], "stop")
 
 
 def test_response_format_with_an_empty_schema_is_any_object(server: Served):
@@ -174,16 +174,16 @@ def test_a_prompt_beyond_the_context_is_refused_and_an_answer_ends_there(server:
     with pytest.raises(openai.BadRequestError) as caught:
         create(server, messages=[{"role": "user", "content": "word " * 600}])
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "messages")
-    got = create(server, messages=[{"role": "user", "content": "Once upon a time " * 100}], max_tokens=500)
-    assert got.usage.total_tokens == 513  # the last token is never fed back
-    assert got.choices[0].finish_reason == "length"
+    actual = create(server, messages=[{"role": "user", "content": "Once upon a time " * 100}], max_tokens=500)
+    assert actual.usage.total_tokens == 513  # the last token is never fed back
+    assert actual.choices[0].finish_reason == "length"
 
 
 def test_what_is_not_known_is_ignored_and_named(server: Served):
-    got = server.client.chat.completions.with_raw_response.create(
+    actual = server.client.chat.completions.with_raw_response.create(
         model="story", messages=ASKED, max_tokens=1, user="me", extra_body={"my_field": 1, "bad name\r\nx: y": 1}
     )
-    assert got.headers["x-llorch-ignored"] == "user, my_field"
+    assert actual.headers["x-llorch-ignored"] == "user, my_field"
     assert "x-llorch-ignored" not in create_raw(server).headers
 
 

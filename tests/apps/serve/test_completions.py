@@ -28,10 +28,10 @@ def text(model: Model, prompt, **how) -> str:
 
 
 def test_an_answer_is_that_of_generate_and_has_16_tokens_unless_told(server: Served, story: Model):
-    got = create(server)
-    assert (got.choices[0].text, got.choices[0].finish_reason) == (text(story, START, max_tokens=16), "length")
-    assert (got.usage.prompt_tokens, got.usage.completion_tokens) == (5, 16)
-    assert got.timings["prompt_n"] == 5
+    actual = create(server)
+    assert (actual.choices[0].text, actual.choices[0].finish_reason) == (text(story, START, max_tokens=16), "length")
+    assert (actual.usage.prompt_tokens, actual.usage.completion_tokens) == (5, 16)
+    assert actual.timings["prompt_n"] == 5
 
 
 def test_a_prompt_may_be_ids(server: Served, story: Model):
@@ -41,14 +41,14 @@ def test_a_prompt_may_be_ids(server: Served, story: Model):
 
 def test_several_prompts_have_n_answers_each_in_their_order(server: Served, story: Model):
     prompts = [START, "The little fox"]
-    got = create(server, prompt=prompts, n=2, seed=5, temperature=1.3, max_tokens=8)
+    actual = create(server, prompt=prompts, n=2, seed=5, temperature=1.3, max_tokens=8)
     wanted = [
         text(story, prompt, max_tokens=8, settings=SamplingSettings(temperature=1.3, seed=seed))
         for prompt in prompts
         for seed in (5, 6)
     ]
-    assert [choice.text for choice in got.choices] == wanted
-    assert got.usage.prompt_tokens == sum(len(story.tokenizer.encode(prompt)) for prompt in prompts)
+    assert [choice.text for choice in actual.choices] == wanted
+    assert actual.usage.prompt_tokens == sum(len(story.tokenizer.encode(prompt)) for prompt in prompts)
     ids = [story.tokenizer.encode(prompt) for prompt in prompts]
     assert [
         one.text for one in create(server, prompt=ids, n=2, seed=5, temperature=1.3, max_tokens=8).choices
@@ -63,15 +63,15 @@ def test_a_stream_has_the_same_text_and_the_counts(server: Served, story: Model)
 
 
 def test_log_probabilities_in_the_older_form(server: Served, story: Model):
-    got = create(server, logprobs=2, max_tokens=6).choices[0]
+    actual = create(server, logprobs=2, max_tokens=6).choices[0]
     tokens = list(story.generate(START, max_tokens=6))
-    assert got.logprobs.token_logprobs == [token.logprob for token in tokens]
-    assert "".join(got.logprobs.tokens) == got.text
-    assert got.logprobs.text_offset == [len("".join(got.logprobs.tokens[:n])) for n in range(6)]
+    assert actual.logprobs.token_logprobs == [token.logprob for token in tokens]
+    assert "".join(actual.logprobs.tokens) == actual.text
+    assert actual.logprobs.text_offset == [len("".join(actual.logprobs.tokens[:n])) for n in range(6)]
     assert all(len(top) == 2 and max(top.values()) == own for top, own in zip(
-        got.logprobs.top_logprobs, got.logprobs.token_logprobs, strict=True))  # fmt: skip
+        actual.logprobs.top_logprobs, actual.logprobs.token_logprobs, strict=True))  # fmt: skip
     chunks = list(create(server, logprobs=2, max_tokens=6, stream=True))
-    assert [offset for one in chunks for offset in one.choices[0].logprobs.text_offset] == got.logprobs.text_offset
+    assert [offset for one in chunks for offset in one.choices[0].logprobs.text_offset] == actual.logprobs.text_offset
 
 
 def test_top_logprobs_of_tokens_without_a_text_of_their_own_have_distinct_keys(
@@ -79,8 +79,8 @@ def test_top_logprobs_of_tokens_without_a_text_of_their_own_have_distinct_keys(
 ):
     pieces = (b"\xf0\x9f", b"\xe2\x80", b"a", b"")  # some tokens share one, as byte tokens and letters do in real files
     monkeypatch.setattr(server.service.model.tokenizer, "token_bytes", lambda token_id: pieces[token_id % 4])
-    got = create(server, logprobs=20, max_tokens=4).choices[0].logprobs
-    for token, logprob, top in zip(got.tokens, got.token_logprobs, got.top_logprobs, strict=True):
+    actual = create(server, logprobs=20, max_tokens=4).choices[0].logprobs
+    for token, logprob, top in zip(actual.tokens, actual.token_logprobs, actual.top_logprobs, strict=True):
         assert len(top) == 20
         assert top[token] == logprob == max(top.values())
         assert token in (r"bytes:\xf0\x9f", r"bytes:\xe2\x80", "a", "")
@@ -101,14 +101,14 @@ def test_a_raw_prompt_holds_control_tokens_unless_told_otherwise(server: Served,
     }  # behind the one that begins every text
     assert n_controls == {"parsed": len(story.tokenizer.control_texts), "text": 0}
     for how, name in (({}, "parsed"), ({"parse_special": True}, "parsed"), ({"parse_special": False}, "text")):
-        got = httpx.post(server.url + path, json={"model": "story", "prompt": prompt, **how}, trust_env=False).json()
-        n_prompt = len(got["tokens"]) if path == "/v1/trace" else got["usage"]["prompt_tokens"]
+        actual = httpx.post(server.url + path, json={"model": "story", "prompt": prompt, **how}, trust_env=False).json()
+        n_prompt = len(actual["tokens"]) if path == "/v1/trace" else actual["usage"]["prompt_tokens"]
         assert n_prompt == len(wanted[name]), how
 
 
 def test_a_raw_prompt_may_do_without_what_the_tokenizer_adds(server: Served, story: Model):
-    got = create(server, max_tokens=1, extra_body={"add_special_tokens": False})
-    assert got.usage.prompt_tokens == len(story.tokenizer.encode(START, add_special=False)) == 4
+    actual = create(server, max_tokens=1, extra_body={"add_special_tokens": False})
+    assert actual.usage.prompt_tokens == len(story.tokenizer.encode(START, add_special=False)) == 4
 
 
 def test_ids_beyond_the_context_are_refused(server: Served):

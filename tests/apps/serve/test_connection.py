@@ -83,8 +83,8 @@ MANY: dict[str, Any] = {f"x{n:07}": "y" for n in range(2000)}
 )
 def test_what_is_no_request_is_refused_and_the_connection_closed(port: int, data: bytes, status: int, code: str):
     with connect(port, data) as client:
-        got, headers, body = answer(client)
-        assert (got, error_code(body), headers["connection"]) == (status, code, "close")
+        actual, headers, body = answer(client)
+        assert (actual, error_code(body), headers["connection"]) == (status, code, "close")
         assert is_closed(client)
 
 
@@ -311,6 +311,6 @@ def test_the_standard_client_reads_past_the_interim_answer():
         asking.sock.shutdown(socket.SHUT_WR)
         time.sleep(0.1)  # for the interim answer to be on its way
         app.go_on()
-        got = asking.getresponse()
-        assert (got.status, got.read()) == (200, b"done")
+        actual = asking.getresponse()
+        assert (actual.status, actual.read()) == (200, b"done")
         asking.close()

@@ -68,7 +68,7 @@ def test_an_answer_ends_with_its_last_token_and_gives_its_place_back():
     assert one.work.n_cached == 1
 
 
-def test_one_that_is_cancelled_leaves_before_the_next_step():
+def test_cancelled_request_is_removed_before_the_next_step():
     batch, one, two = ScriptedBatch(), asked(1), asked(2)
     with engine(batch) as running:
         submit(running, one, two)

@@ -216,8 +216,8 @@ def deep(levels: int) -> dict[str, Any]:
     return schema
 
 
-def too_large(name: str, make: Callable[[], dict[str, Any]], limit: str, value: int, got: int | str) -> Any:
-    return row(name, lambda: guide(make()), "TooLarge", "json schema", expected=(limit, value), got=got)
+def too_large(name: str, make: Callable[[], dict[str, Any]], limit: str, value: int, actual: int | str) -> Any:
+    return row(name, lambda: guide(make()), "TooLarge", "json schema", expected=(limit, value), got=actual)
 
 
 @pytest.mark.slow_cases("deep")

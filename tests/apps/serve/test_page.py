@@ -91,9 +91,9 @@ def test_it_chats_with_what_was_said_before_and_asks_nobody_else(page: Browser, 
     for text in ("Once upon a time", "The fox <|eot_id|> ran"):
         send(page, text)
         messages.append({"role": "user", "content": text})
-        want = "".join(token.text for token in model.generate(messages=messages, max_tokens=12))
-        assert answers(page)[-1] == want
-        messages.append({"role": "assistant", "content": want})
+        expected = "".join(token.text for token in model.generate(messages=messages, max_tokens=12))
+        assert answers(page)[-1] == expected
+        messages.append({"role": "assistant", "content": expected})
     urls = {one["request"]["url"] for one in page.seen("Network.requestWillBeSent")}
     assert all(url.startswith(f"{server.url}/") for url in urls)
     assert f"{server.url}/style.css" in urls

@@ -53,8 +53,8 @@ def test_every_answer_has_a_new_one_or_that_of_the_client(port: int, case: str):
     ("status", "data"), [(408, b"GET / HTTP/1.1\r\n"), (400, b"NONSENSE\r\n\r\n"), (431, request(x_long="y" * 3000))]
 )
 def test_a_request_that_cannot_be_read_has_one(port: int, status: int, data: bytes):
-    got = ask(port, data)
-    assert (got[0], bool(NEW.fullmatch(got[1]["x-request-id"]))) == (status, True)
+    actual = ask(port, data)
+    assert (actual[0], bool(NEW.fullmatch(actual[1]["x-request-id"]))) == (status, True)
 
 
 def test_a_body_that_comes_too_slowly_keeps_that_of_its_client(port: int):

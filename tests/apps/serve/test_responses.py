@@ -23,18 +23,18 @@ def solo(prompt: str, **how: Any) -> str:
 
 
 def test_an_answer_is_that_of_generate(server: Served):
-    got = create(server, max_output_tokens=20)
-    assert got.output_text == solo(START, max_tokens=20)
-    assert (got.status, got.incomplete_details.reason, got.error) == ("incomplete", "max_output_tokens", None)
-    assert (got.usage.input_tokens, got.usage.output_tokens, got.usage.total_tokens) == (5, 20, 25)
-    assert (got.output[0].role, got.output[0].status) == ("assistant", "incomplete")
+    actual = create(server, max_output_tokens=20)
+    assert actual.output_text == solo(START, max_tokens=20)
+    assert (actual.status, actual.incomplete_details.reason, actual.error) == ("incomplete", "max_output_tokens", None)
+    assert (actual.usage.input_tokens, actual.usage.output_tokens, actual.usage.total_tokens) == (5, 20, 25)
+    assert (actual.output[0].role, actual.output[0].status) == ("assistant", "incomplete")
 
 
 def test_instructions_come_first_and_pieces_are_one_text(server: Served):
     pieces: Any = [{"role": "user", "content": [{"type": "input_text", "text": START}]}]
-    got = create(server, input=pieces, instructions="Be kind.", max_output_tokens=6)
-    assert got.output_text == solo(f"Be kind.\n\n{START}", max_tokens=6)
-    assert got.instructions == "Be kind."
+    actual = create(server, input=pieces, instructions="Be kind.", max_output_tokens=6)
+    assert actual.output_text == solo(f"Be kind.\n\n{START}", max_tokens=6)
+    assert actual.instructions == "Be kind."
 
 
 def test_a_stream_is_the_events_that_the_client_knows(server: Served):
@@ -52,16 +52,16 @@ def test_a_stream_is_the_events_that_the_client_knows(server: Served):
 
 def test_an_answer_that_ends_itself_is_complete(server: Served):
     form: Any = {"format": {"type": "json_schema", "name": "a", "schema": {"enum": [True]}}}
-    got = create(server, text=form, max_output_tokens=20)
-    assert (got.output_text.strip(), got.status, got.incomplete_details) == ("true", "completed", None)
+    actual = create(server, text=form, max_output_tokens=20)
+    assert (actual.output_text.strip(), actual.status, actual.incomplete_details) == ("true", "completed", None)
     with server.client.responses.stream(model="story", input=START, text=form, max_output_tokens=20) as stream:
         assert stream.get_final_response().output_text.strip() == "true"
 
 
 def test_text_format_json_object_with_a_schema_constrains_the_answer(server: Served):
     form: Any = {"format": {"type": "json_object", "schema": {"enum": [True]}}}
-    got = create(server, text=form, max_output_tokens=20)
-    assert (got.output_text.strip(), got.status) == ("true", "completed")
+    actual = create(server, text=form, max_output_tokens=20)
+    assert (actual.output_text.strip(), actual.status) == ("true", "completed")
 
 
 def test_log_probabilities_are_those_of_a_chat_whole_and_as_a_stream(server: Served):
@@ -69,17 +69,17 @@ def test_log_probabilities_are_those_of_a_chat_whole_and_as_a_stream(server: Ser
     wanted: Any = {"input": START, "include": ["message.output_text.logprobs"], "max_output_tokens": 9}
     turn: Any = {"role": "user", "content": START}
     chat = server.client.chat.completions.create(messages=[turn], logprobs=True, max_tokens=9, **asked)
-    want = [one.model_dump() for one in chat.choices[0].logprobs.content]
-    assert len(want) == 9
-    assert all(len(one["top_logprobs"]) == 3 for one in want)
-    got = server.client.responses.create(**asked, **wanted)
-    assert [one.model_dump() for one in got.output[0].content[0].logprobs] == want
+    expected = [one.model_dump() for one in chat.choices[0].logprobs.content]
+    assert len(expected) == 9
+    assert all(len(one["top_logprobs"]) == 3 for one in expected)
+    actual = server.client.responses.create(**asked, **wanted)
+    assert [one.model_dump() for one in actual.output[0].content[0].logprobs] == expected
     with server.client.responses.stream(**asked, **wanted) as stream:
         events: list[Any] = list(stream)
     deltas = [one.to_dict() for event in events if event.type.endswith("text.delta") for one in event.logprobs]
     done = next(event for event in events if event.type == "response.output_text.done")
     final = events[-1].response.output[0].content[0].logprobs
-    assert deltas == [one.to_dict() for one in done.logprobs] == [one.model_dump() for one in final] == want
+    assert deltas == [one.to_dict() for one in done.logprobs] == [one.model_dump() for one in final] == expected
 
 
 @pytest.mark.parametrize(

@@ -138,5 +138,5 @@ def test_what_one_job_raises_is_its_own(story: Model):
     assert str(steps[1][0]) == "the guide is broken"
     batch.leave(0)
     steps += [batch.step() for _ in range(10)]
-    got = [(one[1].id, one[1].logprob) for one in steps if isinstance(one.get(1), Sampled)]  # type: ignore[union-attr]
-    assert got == solo(story, healthy)
+    actual = [(one[1].id, one[1].logprob) for one in steps if isinstance(one.get(1), Sampled)]  # type: ignore[union-attr]
+    assert actual == solo(story, healthy)

@@ -107,7 +107,7 @@ def test_an_answer_that_takes_longer_than_the_grace_is_cut():
 
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
-def test_a_second_signal_leaves_at_once(second: signal.Signals):
+def test_second_signal_ends_the_process_at_once(second: signal.Signals):
     process, port = start()
     with connect(port, request(path="/wait")) as client:
         receive(client, b"\r\n\r\ndo")

@@ -106,9 +106,9 @@ def test_what_an_assistant_refused_is_its_turn(tmp_path: Path):
 
         def n_prompt(turn: dict[str, Any]) -> int:
             messages: Any = [{"role": "user", "content": "Once"}, turn, {"role": "user", "content": "again"}]
-            got = server.client.chat.completions.create(model="story", messages=messages, max_tokens=1)
-            assert got.usage is not None
-            return got.usage.prompt_tokens
+            actual = server.client.chat.completions.create(model="story", messages=messages, max_tokens=1)
+            assert actual.usage is not None
+            return actual.usage.prompt_tokens
 
         wanted = n_prompt({"role": "assistant", "content": "No, I will not."})
         parts = [{"type": "refusal", "refusal": "No, "}, {"type": "text", "text": "I will not."}]
@@ -217,21 +217,21 @@ def test_thoughts_are_switched_by_any_name_or_the_name_is_refused(
 ):
     server = thinking[template]
     chat = {"model": "story", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 1}
-    got = httpx.post(f"{server.url}/v1/chat/completions", json=chat | asked, trust_env=False)
+    actual = httpx.post(f"{server.url}/v1/chat/completions", json=chat | asked, trust_env=False)
     effort = asked.get("reasoning_effort")
     other = {name: value for name, value in asked.items() if name != "reasoning_effort"}
     response = {"model": "story", "input": "Once", "max_output_tokens": 1, **other}
     response |= {} if effort is None else {"reasoning": {"effort": effort}}
     newer = httpx.post(f"{server.url}/v1/responses", json=response, trust_env=False)
     if wanted is None:
-        assert (got.status_code, newer.status_code) == (400, 400)
-        assert got.json()["error"]["param"] in asked
+        assert (actual.status_code, newer.status_code) == (400, 400)
+        assert actual.json()["error"]["param"] in asked
         assert newer.json()["error"]["param"] in ("reasoning.effort", *other)
     else:
         same = chat | {"chat_template_kwargs": wanted}
-        want = httpx.post(f"{server.url}/v1/chat/completions", json=same, trust_env=False).json()["usage"]
-        assert got.json()["usage"]["prompt_tokens"] == want["prompt_tokens"]
-        assert newer.json()["usage"]["input_tokens"] == want["prompt_tokens"]
+        expected = httpx.post(f"{server.url}/v1/chat/completions", json=same, trust_env=False).json()["usage"]
+        assert actual.json()["usage"]["prompt_tokens"] == expected["prompt_tokens"]
+        assert newer.json()["usage"]["input_tokens"] == expected["prompt_tokens"]
 
 
 @pytest.fixture(scope="module")

@@ -77,18 +77,18 @@ def test_control_tokens_are_only_made_where_they_are_asked_for(server: Served, s
 
 
 def test_a_trace_has_every_stage_and_the_arrays_that_were_asked_for(server: Served, story: Model):
-    got = post(server, "/v1/trace", model="story", prompt=START, arrays=["l0.q_rope", "logits"])
+    actual = post(server, "/v1/trace", model="story", prompt=START, arrays=["l0.q_rope", "logits"])
     wanted: dict[str, np.ndarray] = {}
-    story.forward(got["tokens"], trace=wanted)
-    assert got["tokens"] == story.tokenizer.encode(START)
-    assert [stage["name"] for stage in got["stages"]] == list(wanted)
-    for stage in got["stages"]:
+    story.forward(actual["tokens"], trace=wanted)
+    assert actual["tokens"] == story.tokenizer.encode(START)
+    assert [stage["name"] for stage in actual["stages"]] == list(wanted)
+    for stage in actual["stages"]:
         array = wanted[stage["name"]].astype(np.float64)
         finite = array[np.isfinite(array)]
         assert (stage["shape"], stage["n_not_finite"]) == ([*array.shape], array.size - finite.size)
         figures = [finite.min(), finite.max(), finite.mean(), np.sqrt((finite**2).mean())]
         np.testing.assert_allclose([stage[key] for key in ("min", "max", "mean", "rms")], figures, rtol=1e-12)
-    arrays = {name: np.load(io.BytesIO(base64.b64decode(text))) for name, text in got["arrays"].items()}
+    arrays = {name: np.load(io.BytesIO(base64.b64decode(text))) for name, text in actual["arrays"].items()}
     assert arrays.keys() == {"l0.q_rope", "logits"}
     for name, array in arrays.items():
         np.testing.assert_array_equal(array, wanted[name], strict=True)
@@ -113,11 +113,11 @@ def test_a_trace_is_bounded(server: Served):
 
 def test_an_adapter_is_a_model_of_its_own(server: Served, story: Model, tmp_path: Path):
     assert [one.id for one in server.client.models.list()] == ["story", "story:pirate"]
-    got = server.client.chat.completions.create(
+    actual = server.client.chat.completions.create(
         model="story:pirate", messages=[{"role": "user", "content": START}], max_tokens=8, temperature=0
     )
     wanted = "".join(token.text for token in story.generate(START, max_tokens=8, adapter="pirate"))
-    assert got.choices[0].message.content == wanted
+    assert actual.choices[0].message.content == wanted
     assert wanted != "".join(token.text for token in story.generate(START, max_tokens=8))
 
 
@@ -126,11 +126,11 @@ def test_trace_of_a_quantised_folder_has_the_logits_of_its_decoded_copy(tmp_path
     convert(folder, decoded)
     with served(load(folder)) as running:
         name = httpx.get(f"{running.url}/v1/models", trust_env=False).json()["data"][0]["id"]
-        got = post(running, "/v1/trace", model=name, prompt=START, arrays=["logits"])
+        actual = post(running, "/v1/trace", model=name, prompt=START, arrays=["logits"])
         answer = post(running, "/v1/completions", model=name, prompt=START, temperature=0, max_tokens=6)
-    logits = np.load(io.BytesIO(base64.b64decode(got["arrays"]["logits"])))
+    logits = np.load(io.BytesIO(base64.b64decode(actual["arrays"]["logits"])))
     wanted = load(decoded)
-    np.testing.assert_allclose(logits, wanted.forward(got["tokens"]), rtol=1e-5, atol=1e-5)
-    assert np.abs(logits - load("story").forward(got["tokens"])).max() > 1e-3
+    np.testing.assert_allclose(logits, wanted.forward(actual["tokens"]), rtol=1e-5, atol=1e-5)
+    assert np.abs(logits - load("story").forward(actual["tokens"])).max() > 1e-3
     tokens = wanted.generate(START, max_tokens=6)
     assert answer["choices"][0]["text"] == "".join(token.text for token in tokens)

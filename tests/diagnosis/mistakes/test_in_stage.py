@@ -31,7 +31,7 @@ def test_a_part_is_a_function_of_a_lesson_or_of_llorch():
 def test_the_right_function_in_its_stage_makes_the_right_array(part: str, stage: str):
     model = next(name for name in MODELS if BY_NAME[stage].applies_to(weights_of(name).config))
     weights, golden, row = weights_of(model), golden_of(model), rows()[part, stage]
-    whole, trace = golden.cases["near"], next(iter(golden.evidence.values())).traces["near"]
+    whole, trace = golden.cases["near"], next(iter(golden.engine_outputs.values())).traces["near"]
     layer, n = BY_NAME[stage].first_layer(weights.config), n_cached(row, whole)
     now = part_of_trace(trace, weights.config, n, len(whole.ids))
     past = part_of_trace(trace, weights.config, 0, n) if n else None
@@ -39,4 +39,4 @@ def test_the_right_function_in_its_stage_makes_the_right_array(part: str, stage:
     made = np.asarray(IN_STAGE[part](lambda right: right, inputs, stage))
     name = key(stage, layer)
     found = measure(made.astype(now[name].dtype).reshape(now[name].shape), now[name], masked=BY_NAME[stage].masked)
-    assert found.within(suite_of(model).limits("near").isolated(name)), found
+    assert found.within(suite_of(model).tolerances("near").isolated(name)), found

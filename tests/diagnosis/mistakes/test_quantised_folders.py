@@ -179,21 +179,21 @@ def test_checkpoint_13_of_a_folder_is_red_with_each_mistake(mistake: str, monkey
     library = {tensor: matrix.decode() for tensor, matrix in matrices(name).items()}
     read = read_with(mistake, name)
 
-    def asked(producer: str, path: Path, what: str, *rest: str) -> np.ndarray | str | None:
+    def asked(engine: str, path: Path, what: str, *rest: str) -> np.ndarray | str | None:
         answers = {"dequantised": library.get(rest[-1]), "package": "its library"}
         return answers.get(what.rpartition(":")[2])
 
     folder = right(name).source
     assert isinstance(folder, QuantisedFolder)
     monkeypatch.setattr(files, "in_child", asked)
-    rows = list(files.matrix_rows(name, folder))
-    assert {row.verdict for row in rows} == {PASS}
-    assert all("its library" in row.note for row in rows)
+    comparisons = list(files.matrix_rows(name, folder))
+    assert {c.verdict for c in comparisons} == {PASS}
+    assert all("its library" in c.note for c in comparisons)
     monkeypatch.setattr(QuantisedFolder, "array", lambda this, tensor: read[tensor])
-    rows = list(files.matrix_rows(name, folder))
-    red = [row for row in rows if row.verdict == FAIL]
+    comparisons = list(files.matrix_rows(name, folder))
+    red = [c for c in comparisons if c.verdict == FAIL]
     assert red
-    assert all(row.checkpoint == "13" and row.tolerance == 0 < row.error for row in red)
+    assert all(c.checkpoint == "13" and c.tolerance == 0 < c.error for c in red)
 
 
 def first_matrix(name: str) -> QuantisedMatrix:

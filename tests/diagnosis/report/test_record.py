@@ -34,9 +34,9 @@ def test_the_record_is_json_that_every_parser_takes(make: Callable[[], Diagnosis
 def test_the_record_has_what_was_measured_and_where():
     read = json.loads(to_json(record(diagnoses.one_bug())))
     (wrong,) = [stage for stage in read["stages"] if stage["verdict"] == WRONG]
-    assert wrong["local"]["error"] > wrong["limit"]["error"]
+    assert wrong["local"]["error"] > wrong["tolerance"]["error"]
     assert wrong["over"] > 1000
-    assert (wrong["index"], wrong["got"], wrong["want"]) == ([3, 3, 3], 0.55, -0.82)
+    assert (wrong["index"], wrong["actual"], wrong["expected"]) == ([3, 3, 3], 0.55, -0.82)
     assert len(wrong["profile"]["tokens"]) == diagnoses.N_TOKENS
     (found,) = read["findings"]
     assert (found["suspects"][0]["value"], found["near_misses"][0]["left"]) == ("interleaved", 21000)

@@ -63,7 +63,7 @@ def test_what_no_known_mistake_makes_is_said_to_be_none_of_them_once(name: str):
 @SLOW
 def test_an_unknown_gradient_is_told_by_its_tensor_and_what_it_came_through():
     (finding,) = scored("one-gradient-doubled").wrong
-    assert (finding.key, finding.layers, finding.made_in) == ("l1.gradient.v_proj.lora_A", (1,), ("l1.attn_context",))
+    assert (finding.key, finding.layers, finding.starts_in) == ("l1.gradient.v_proj.lora_A", (1,), ("l1.attn_context",))
     assert finding.places == ((1, finding.key), (2, finding.key))
 
 
@@ -100,7 +100,7 @@ def left(folder: Path, kinds: tuple[str, ...]) -> dict[str, None]:
 
 
 @SLOW
-def test_losses_and_parameters_alone_are_judged_too_and_no_half_precision_excuses_them(tmp_path: Path):
+def test_training_dump_of_only_losses_and_parameters_is_diagnosed(tmp_path: Path):
     out = left(tmp_path, ("input_ids", "labels", "attention_mask", "loss", "param."))
     right = diagnosed(tmp_path, out)
     assert (right.findings, len(right.results)) == ([], 2 + 2 * 28)

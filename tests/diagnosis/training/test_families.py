@@ -11,7 +11,7 @@ from runs.stored_goldens import training_weights_of
 from runs.without_gaps import without_gaps
 
 from llorch.diagnosis.mistakes import TRAINING, Mistake
-from llorch.diagnosis.mistakes.planting import planted
+from llorch.diagnosis.mistakes.planting import injected
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Finding
 from llorch.engines.dumps.index import open_raw
@@ -32,7 +32,7 @@ def found_in(model: str, folder: Path, *mistakes: Mistake[Any]) -> list[Finding]
     """Findings in a dump of one step, its ids, loss and gradients."""
     weights, batch = training_weights_of(model), ROWS.batch()
     adapter = family_adapter(weights.config)
-    with planted(*mistakes):
+    with injected(*mistakes):
         loss, grads = loss_and_gradients(weights.astype(np.float64, keep=True), adapter, [batch], label_smoothing=0.0)
     arrays = {f"step1.grad.{name}": grads[name].astype(np.float32) for name in adapter.flat()}
     tokens = {"input_ids": batch.ids, "labels": batch.labels, "attention_mask": (batch.positions >= 0).astype(int)}

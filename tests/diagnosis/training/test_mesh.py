@@ -24,9 +24,9 @@ SLOW = pytest.mark.slow
 MODEL = "micro-llama"
 
 
-def diagnosed(folder: Path, axes: Mapping[str, int], plant: str) -> Diagnosis:
+def diagnosed(folder: Path, axes: Mapping[str, int], fault: str) -> Diagnosis:
     settings = small_settings(folder, model=MODEL, dtype="float64", batch_size=8, max_grad_norm=0.5)
-    arrays = on_ranks(axes["dp"] * axes["tp"], second_step, settings, axes, plant)
+    arrays = on_ranks(axes["dp"] * axes["tp"], second_step, settings, axes, fault)
     path = folder / "dump.npz"
     np.savez(path, max_grad_norm=np.asarray(0.5), weight_decay=np.asarray(0.0), **arrays)
     weights = open_weights(builtin_path(MODEL))
@@ -37,7 +37,7 @@ def diagnosed(folder: Path, axes: Mapping[str, int], plant: str) -> Diagnosis:
 
 @pytest.mark.nightly_cases(but=["counted twice-*"])
 @pytest.mark.parametrize(
-    ("plant", "axes", "name", "fact"),
+    ("fault", "axes", "name", "fact"),
     [
         pytest.param("attached late", {"dp": 2, "tp": 1}, "mesh-gradient-not-summed", "rank 0", marks=SLOW),
         pytest.param("unsummed factor", {"dp": 1, "tp": 2}, "mesh-replicated-factor-not-summed", "rank 0", marks=SLOW),
@@ -48,13 +48,13 @@ def diagnosed(folder: Path, axes: Mapping[str, int], plant: str) -> Diagnosis:
     ],
 )
 def test_a_mistake_of_several_ranks_has_its_name(
-    tmp_path: Path, plant: str, axes: Mapping[str, int], name: str, fact: str
+    tmp_path: Path, fault: str, axes: Mapping[str, int], name: str, fact: str
 ):
-    finding, *others = diagnosed(tmp_path, axes, plant).findings
+    finding, *others = diagnosed(tmp_path, axes, fault).findings
     assert finding.suspects[0].name == name
     assert_tells(finding.sentence, fact)
     assert [one.key for one in others] == (  # ranks with gradients of their own clip by norms of their own
-        ["l2.clipped.down_proj.lora_A"] if plant == "unsummed factor" else []
+        ["l2.clipped.down_proj.lora_A"] if fault == "unsummed factor" else []
     )
 
 

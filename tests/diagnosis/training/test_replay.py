@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from benchmarks.diagnosis.training_cases import TrainingCase
-from llorch.diagnosis.mistakes.planting import planted
+from llorch.diagnosis.mistakes.planting import injected
 from llorch.diagnosis.training.hypotheses import MORE
-from llorch.diagnosis.training.replay import FLOW, Planted, TrainingReplay
+from llorch.diagnosis.training.replay import FLOW, InjectedMistake, TrainingReplay
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.training_dump import training_dump
 from llorch.files import open_weights
@@ -39,13 +39,13 @@ def test_a_run_ends_at_the_quantity_that_is_asked_for(replay: TrainingReplay, gr
 @pytest.mark.parametrize("name", ["loss-mean-of-rows", "loss-divided-by-rows"])  # of parts of the step; of the whole
 def test_a_mistake_around_a_step_is_that_without_remembered_passes(replay: TrainingReplay, name: str):
     mistake, step = next(one for one in MORE if one.name == name), replay.dump.steps[0]
-    right, wrong = replay.run().arrays, replay.run((Planted(mistake),)).arrays
+    right, wrong = replay.run().arrays, replay.run((InjectedMistake(mistake),)).arrays
     given: Mapping[str, Any] = {
         "parameters": {tensor: array for (number, group, tensor), array in right.items()
                        if (number, group) == (step.number, "start")},
         "label_smoothing": replay.dump.settings.label_smoothing,
     }  # fmt: skip
-    with planted(mistake):
+    with injected(mistake):
         loss, grads = numpy_step.loss_and_gradients(replay.weights, replay.adapter, step.batches, **given)
     assert wrong[step.number, "loss", ""] == loss != right[step.number, "loss", ""]
     for tensor, grad in grads.items():

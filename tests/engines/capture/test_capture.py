@@ -15,7 +15,7 @@ from runs.refusals import assert_tells, refuses
 from torch import nn
 
 import llorch
-from llorch.engines import open_producer
+from llorch.engines import open_engine
 from llorch.engines.dumps.raw import digest
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import open_weights
@@ -37,11 +37,11 @@ OWN = {
 
 def golden_of(name: str) -> tuple[Golden, dict[str, np.ndarray]]:
     golden = read(goldens_folder() / name)
-    return golden, dict(golden.evidence["transformers"].traces["near"])
+    return golden, dict(golden.engine_outputs["transformers"].traces["near"])
 
 
 def arrays(dump: StageDump, number: int = 0) -> dict[str, np.ndarray]:
-    return {key: seen.read() for key, seen in dump.of_pass(number)}
+    return {key: dumped.read() for key, dumped in dump.of_pass(number)}
 
 
 def count_hooks(model: nn.Module) -> int:
@@ -49,7 +49,7 @@ def count_hooks(model: nn.Module) -> int:
 
 
 def test_a_model_with_names_of_its_own_is_captured_pass_by_pass():
-    golden, want = golden_of(NAME)
+    golden, expected = golden_of(NAME)
     ids = golden.cases["near"].ids
     weights = open_weights(builtin_path(NAME))
     model = Handwritten(weights)
@@ -62,7 +62,7 @@ def test_a_model_with_names_of_its_own_is_captured_pass_by_pass():
     assert (shown.features.engine, shown.features.dtype, shown.features.kv_cache) == ("mine", "float32", "")
     in_layer = [stage for stage in OWN.values() if stage not in ("embed", "logits")]
     for number, rows in enumerate((slice(0, -1), slice(-1, None))):
-        part = {key: want[key][rows] for key in arrays(shown, number)}
+        part = {key: expected[key][rows] for key in arrays(shown, number)}
         assert part.keys() == {"embed", "logits", *(f"l{i}.{stage}" for i in range(3) for stage in in_layer)}
         report = llorch.compare(arrays(shown, number), part, CLOSE)
         assert report.agrees, str(report)
@@ -164,17 +164,17 @@ def model(name: str, tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.nightly_cases(but=["micro-qwen3"])
 @pytest.mark.live
 @torch.no_grad()
-def test_every_stage_of_transformers_is_what_the_witness_shows_bit_by_bit(model: Any, name: str, tmp_path: Path):
+def test_captured_stages_equal_the_engine_trace_bit_for_bit(model: Any, name: str, tmp_path: Path):
     ids = golden_of(name)[0].cases["near"].ids
-    with open_producer("transformers", tmp_path / "folder", n_threads=torch.get_num_threads()) as engine:
-        want = engine.trace(ids)  # now: the last bit of a golden's exponential is that of its processor
+    with open_engine("transformers", tmp_path / "folder", n_threads=torch.get_num_threads()) as engine:
+        expected = engine.trace(ids)  # now: the last bit of a golden's exponential is that of its processor
     with llorch.capture(model) as dump:
         model(torch.tensor([ids]))
     weights = open_weights(builtin_path(name))
     shown = dump.stage_dump(weights)
     for key, array in arrays(shown).items():
-        np.testing.assert_array_equal(array, want.pop(key), strict=True, err_msg=key)
-    assert not want
+        np.testing.assert_array_equal(array, expected.pop(key), strict=True, err_msg=key)
+    assert not expected
     assert (shown.features.engine, shown.features.flash_attention) == ("transformers", False)
     assert dump.weights["model.layers.1.self_attn.k_proj.weight"] == digest(weights["layers.1.k_proj"])
 
@@ -193,17 +193,17 @@ def test_generated_tokens_are_passes_and_caches_those_of_the_context_whatever_at
     n = len(ids) - 2
     assert dump.passes == [Tokens(ids[:-2]), Tokens((made[n],), n), Tokens((made[n + 1],), n + 1)]
     shown = dump.stage_dump(open_weights(builtin_path(name)))
-    assert shown.seen[0, "logits"].tokens == (n - 1,)  # generate asks for no others
-    assert shown.seen[2, "l1.k_cache"].read().shape[1] == n + 2
-    np.testing.assert_array_equal(shown.seen[1, "l0.k_rope"].read()[0], shown.seen[2, "l0.k_cache"].read()[:, n])
+    assert shown.dumped[0, "logits"].tokens == (n - 1,)  # generate asks for no others
+    assert shown.dumped[2, "l1.k_cache"].read().shape[1] == n + 2
+    np.testing.assert_array_equal(shown.dumped[1, "l0.k_rope"].read()[0], shown.dumped[2, "l0.k_cache"].read()[:, n])
     assert (("l0.attn_probs" in arrays(shown)), shown.features.flash_attention) == (kind == "eager", kind != "eager")
     whole = llorch.load(name).forward
     trace: dict[str, np.ndarray] = {}
     whole(made[:-1], trace=trace)
     for key, stage, _ in keys(open_weights(builtin_path(name)).config):
         if stage.axes.startswith("seq") and key != "logits":
-            got = np.concatenate([arrays(shown, number)[key] for number in range(3)])
-            assert llorch.compare({key: got}, {key: trace[key]}, CLOSE).agrees, key
+            actual = np.concatenate([arrays(shown, number)[key] for number in range(3)])
+            assert llorch.compare({key: actual}, {key: trace[key]}, CLOSE).agrees, key
 
 
 @pytest.mark.live
@@ -214,10 +214,10 @@ def test_bfloat16_is_kept_and_of_a_cache_with_room_what_is_used(model: Any, name
     with llorch.capture(model) as dump:
         model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=2, cache_implementation="static", pad_token_id=0)
     shown = dump.stage_dump(open_weights(builtin_path(name)))
-    assert {seen.stored for key, seen in shown.of_pass(0) if not key.endswith("attn_probs")} == {"bfloat16"}
-    assert [shown.seen[n, "l0.k_cache"].read().shape[1] for n in (0, 1)] == [3, 4]
-    np.testing.assert_array_equal(shown.seen[1, "l0.k_rope"].read()[0], shown.seen[1, "l0.k_cache"].read()[:, 3])
-    assert shown.seen[1, "l1.attn_scores"].read().shape[-1] == 4
+    assert {dumped.stored for key, dumped in shown.of_pass(0) if not key.endswith("attn_probs")} == {"bfloat16"}
+    assert [shown.dumped[n, "l0.k_cache"].read().shape[1] for n in (0, 1)] == [3, 4]
+    np.testing.assert_array_equal(shown.dumped[1, "l0.k_rope"].read()[0], shown.dumped[1, "l0.k_cache"].read()[:, 3])
+    assert shown.dumped[1, "l1.attn_scores"].read().shape[-1] == 4
 
 
 @pytest.mark.live

@@ -28,7 +28,7 @@ def read(stage: str, array: np.ndarray, **layout: object) -> tuple[np.ndarray, t
     key = f"l1.{stage}" if BY_NAME[stage].in_layer else stage
     mapping = mapping_of({"layout": {stage: layout} if layout else {}})
     dump = stage_dump(raw_dump({key: array}, IDS), CONFIG, mapping=mapping)
-    return dump.seen[0, key].read(), tuple(dump.notes)
+    return dump.dumped[0, key].read(), tuple(dump.notes)
 
 
 def of(stage: str) -> np.ndarray:
@@ -41,8 +41,8 @@ def test_every_order_of_the_axes_is_found_by_shape(stage: str):
     for order in permutations(range(array.ndim)):
         turned = array.transpose(order)
         for shown in (turned, turned[None], turned[:, None], turned.astype(np.float64)):
-            got, notes = read(stage, shown)
-            np.testing.assert_array_equal(got, array)
+            actual, notes = read(stage, shown)
+            np.testing.assert_array_equal(actual, array)
             assert bool(notes) == (order != tuple(range(array.ndim)))
 
 
@@ -80,12 +80,12 @@ def test_a_context_that_is_padded_is_cut():
     ],
 )
 def test_declared_axes_are_those(stage: str, axes: str, shown: np.ndarray):
-    got, notes = read(stage, shown, axes=axes)
-    np.testing.assert_array_equal(got, of(stage))
+    actual, notes = read(stage, shown, axes=axes)
+    np.testing.assert_array_equal(actual, of(stage))
     assert not notes
     key = f"l1.{stage}"
     of_dump = stage_dump(raw_dump([raw_array(key, shown, axes=tuple(axes.split()))], IDS), CONFIG)
-    np.testing.assert_array_equal(of_dump.seen[0, key].read(), of(stage))
+    np.testing.assert_array_equal(of_dump.dumped[0, key].read(), of(stage))
 
 
 def test_pairs_factors_and_masks_are_undone_where_declared():
@@ -115,22 +115,22 @@ def test_fused_projections_are_cut(transposed: bool):
         mapping = mapping_of({"names": {"w.{i}": stages}, "layout": {"w.{i}": {"fused": order}}})
         shown = array.T if transposed else array
         dump = stage_dump(raw_dump({"w.1": shown[None]}, IDS), CONFIG, mapping=mapping)
-        assert {key for _, key in dump.seen} == {f"l1.{stage}" for stage in stages}
-        for (_, key), seen in dump.seen.items():
-            np.testing.assert_array_equal(seen.read(), TRACE[key])
+        assert {key for _, key in dump.dumped} == {f"l1.{stage}" for stage in stages}
+        for (_, key), dumped in dump.dumped.items():
+            np.testing.assert_array_equal(dumped.read(), TRACE[key])
 
 
 def test_half_precision_is_widened_and_rows_are_those_of_their_tokens():
     half = of("ffn_out")[[3, 1]].astype(np.float16)
     dump = stage_dump(raw_dump([raw_array("l1.ffn_out", half, tokens=(3, 1))], IDS), CONFIG)
-    seen = dump.seen[0, "l1.ffn_out"]
-    assert (seen.tokens, seen.stored, seen.read().dtype) == ((3, 1), "float16", np.float32)
+    dumped = dump.dumped[0, "l1.ffn_out"]
+    assert (dumped.tokens, dumped.stored, dumped.read().dtype) == ((3, 1), "float16", np.float32)
     last = stage_dump(raw_dump({"logits": of("logits")[-1]}, IDS), CONFIG)
-    assert last.seen[0, "logits"].tokens == (N - 1,)
+    assert last.dumped[0, "logits"].tokens == (N - 1,)
     (note,) = last.notes
     assert_tells(note, "logits", "last token")
     every = stage_dump(raw_dump([raw_array("logits", of("logits"), tokens=tuple(range(N)))], IDS), CONFIG)
-    assert every.seen[0, "logits"].tokens is None
+    assert every.dumped[0, "logits"].tokens is None
 
 
 def read_zeros(*shape: int, **layout: object) -> object:
@@ -206,5 +206,5 @@ def test_stages_of_a_delta_net_are_found_by_shape(stage: str):
     array = np.random.default_rng(0).normal(size=shape).astype(np.float32)
     joined = array.reshape(*shape[: min(1, len(shape) - 2)], -1, shape[-1]) if len(shape) > 2 else array
     for shown in (*(array.transpose(order) for order in permutations(range(array.ndim))), joined, array[None]):
-        got = stage_dump(raw_dump({f"l1.{stage}": shown}, IDS), HYBRID).seen[0, f"l1.{stage}"].read()
-        np.testing.assert_array_equal(got, array)
+        actual = stage_dump(raw_dump({f"l1.{stage}": shown}, IDS), HYBRID).dumped[0, f"l1.{stage}"].read()
+        np.testing.assert_array_equal(actual, array)

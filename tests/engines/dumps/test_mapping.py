@@ -95,13 +95,13 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
 }  # fmt: skip
 
 
-@pytest.mark.parametrize(("text", "code", "facts", "got"), WRONG.values(), ids=WRONG)
+@pytest.mark.parametrize(("text", "code", "facts", "actual"), WRONG.values(), ids=WRONG)
 def test_what_is_wrong_is_said_with_file_and_key(
-    tmp_path: Path, text: str, code: str, facts: tuple[object, ...], got: tuple[object, ...]
+    tmp_path: Path, text: str, code: str, facts: tuple[object, ...], actual: tuple[object, ...]
 ):
     path = tmp_path / "names.toml"
     path.write_text(text)
-    with refuses(code, *facts, got=got) as caught:
+    with refuses(code, *facts, got=actual) as caught:
         read_mapping(path)
     assert str(caught.value).startswith(f"{path}: ")
     assert "\n" not in str(caught.value)

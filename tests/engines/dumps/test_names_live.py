@@ -45,9 +45,9 @@ def test_every_stage_is_found_among_all_nodes_of_llamacpp(model: str, with_op: b
     without = (
         ("k_cache", "v_cache") if with_op or weights.config.family == "llama" else ("k_cache", "v_cache", "attn_out")
     )
-    assert {key for _, key in dump.seen} == {key for key in trace if not key.endswith(without)}
-    for (_, key), seen in dump.seen.items():
-        want = trace[key]
-        size = np.abs(want[np.isfinite(want)]).max()
-        np.testing.assert_allclose(seen.read(), want, rtol=0, atol=1e-5 * size, err_msg=key)
+    assert {key for _, key in dump.dumped} == {key for key in trace if not key.endswith(without)}
+    for (_, key), dumped in dump.dumped.items():
+        expected = trace[key]
+        size = np.abs(expected[np.isfinite(expected)]).max()
+        np.testing.assert_allclose(dumped.read(), expected, rtol=0, atol=1e-5 * size, err_msg=key)
     assert not any("llorch diff --suggest" in note and "norm" in note for note in dump.notes)

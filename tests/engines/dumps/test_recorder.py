@@ -71,12 +71,12 @@ def test_bfloat16_is_kept_as_it_is_and_read_as_float32_of_the_same_values(tmp_pa
     dump = llorch.Recorder()
     dump.begin([1])
     dump.add("embed", np.array([0x3FC0, 0xFF80, 0x0001], np.uint16), stored="bfloat16")
-    want = np.array([1.5, -np.inf, 2.0**-133], np.float32)
+    expected = np.array([1.5, -np.inf, 2.0**-133], np.float32)
     dump.save(tmp_path / "d")
     assert (tmp_path / "d" / "data.bin").stat().st_size == 6
     for raw in (dump.raw_dump(), open_raw(tmp_path / "d")):
         assert raw.arrays[0][1].stored == "bfloat16"
-        np.testing.assert_array_equal(raw.arrays[0][1].read(), want, strict=True)
+        np.testing.assert_array_equal(raw.arrays[0][1].read(), expected, strict=True)
 
 
 def twice(dump: llorch.Recorder) -> None:
@@ -112,10 +112,10 @@ def test_a_run_under_names_of_its_own_is_the_same_in_memory_and_in_a_folder(tmp_
     dump.save(tmp_path / "d")
     raw, mapping = open_raw(tmp_path / "d"), mapping_of({"names": {"rotated": "q_rope"}})
     assert (raw.weights, raw.features) == (dump.weights, dump.features)
-    for got in (dump.stage_dump(weights, mapping=mapping), stage_dump(raw, weights.config, mapping=mapping)):
-        assert got.passes == (Tokens(ids[:5]), Tokens(ids[5:], 5))
-        np.testing.assert_array_equal(got.seen[1, "l1.q_rope"].read(), trace["l1.q_rope"][5:], strict=True)
-        assert got.seen[0, "logits"].tokens == (4,)
-        assert [*got.production] == [0, 1]
-        np.testing.assert_array_equal(got.production[1].read(), 2 * trace["logits"][5:], strict=True)
-        assert not any("production" in note for note in got.notes)
+    for actual in (dump.stage_dump(weights, mapping=mapping), stage_dump(raw, weights.config, mapping=mapping)):
+        assert actual.passes == (Tokens(ids[:5]), Tokens(ids[5:], 5))
+        np.testing.assert_array_equal(actual.dumped[1, "l1.q_rope"].read(), trace["l1.q_rope"][5:], strict=True)
+        assert actual.dumped[0, "logits"].tokens == (4,)
+        assert [*actual.production] == [0, 1]
+        np.testing.assert_array_equal(actual.production[1].read(), 2 * trace["logits"][5:], strict=True)
+        assert not any("production" in note for note in actual.notes)

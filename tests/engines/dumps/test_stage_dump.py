@@ -9,10 +9,10 @@ from llorch.stages.stage_ref import Tokens
 def test_arrays_of_several_passes_are_told_apart():
     first, second = np.zeros((2, 3), np.float32), np.ones((1, 3), np.float16)
     dump = StageDump.of_arrays([Tokens((4, 5)), Tokens((6,), 2)], {"embed": first}, {"embed": second}, engine="mine")
-    assert [(n, key, seen.stored) for (n, key), seen in dump.seen.items()] == [
+    assert [(n, key, dumped.stored) for (n, key), dumped in dump.dumped.items()] == [
         (0, "embed", "float32"), (1, "embed", "float16"),
     ]  # fmt: skip
-    ((key, seen),) = dump.of_pass(1)
+    ((key, dumped),) = dump.of_pass(1)
     assert key == "embed"
-    assert seen.read() is second
+    assert dumped.read() is second
     assert dump.features.engine == "mine"

@@ -19,12 +19,12 @@ from llorch.runtime.builtin import BUILTIN
 
 
 def check(dump: StageDump, trace: Mapping[str, np.ndarray]) -> None:
-    for (_, key), seen in dump.seen.items():
-        want = trace[key] if seen.tokens is None else trace[key][list(seen.tokens)]
-        got = seen.read()
-        assert got.shape == want.shape, key
-        atol = 1e-6 * np.abs(want[np.isfinite(want)]).max()  # products of a scale that was undone
-        np.testing.assert_allclose(got, want, rtol=0, atol=atol, err_msg=key)
+    for (_, key), dumped in dump.dumped.items():
+        expected = trace[key] if dumped.tokens is None else trace[key][list(dumped.tokens)]
+        actual = dumped.read()
+        assert actual.shape == expected.shape, key
+        atol = 1e-6 * np.abs(expected[np.isfinite(expected)]).max()  # products of a scale that was undone
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=atol, err_msg=key)
 
 
 @pytest.mark.slow_cases(
@@ -45,7 +45,7 @@ def test_every_stage_of_an_engine_is_found_under_its_own_name(model: str, engine
             arrays = as_llamacpp(trace, config, with_op="without" not in engine)
     dump = stage_dump(raw_dump(arrays, ids), config, weights=weights)
     of_ours = {key for key in trace if not (engine.startswith("llama") and key.endswith("_cache"))}
-    assert {key for _, key in dump.seen} == of_ours
+    assert {key for _, key in dump.dumped} == of_ours
     check(dump, trace)
 
 
@@ -69,7 +69,7 @@ def test_names_of_the_user_in_layouts_that_are_declared_or_found():
         "tmp": np.zeros(3),
     }
     dump = stage_dump(raw_dump(arrays, ids), config, mapping=mapping_of(MINE))
-    assert {key for _, key in dump.seen} == {"l0.q_rope", "l2.q_rope", "l1.k_rope", "l1.attn_scores", "logits"}
+    assert {key for _, key in dump.dumped} == {"l0.q_rope", "l2.q_rope", "l1.k_rope", "l1.attn_scores", "logits"}
     check(dump, trace)
     (note,) = dump.notes
     assert_tells(note, "q_rope (blk.2.rot_q, (2304,))", "seq heads head_dim", "table")
@@ -97,7 +97,7 @@ def test_a_wrong_rotation_stays_wrong_where_values_decide_the_order_of_the_axes(
     wrong = rotated_in_neighbours(trace["l0.q_proj"].reshape(len(ids), -1, weights.config.head_dim), weights)
     shown = wrong.swapaxes(0, 1) if heads_first else wrong
     dump = stage_dump(raw_dump({"l0.q_rope": shown}, ids), weights.config, weights=weights)
-    np.testing.assert_array_equal(dump.seen[0, "l0.q_rope"].read(), wrong)
+    np.testing.assert_array_equal(dump.dumped[0, "l0.q_rope"].read(), wrong)
     assert any("by its values" in note for note in dump.notes) == heads_first
 
 
@@ -107,7 +107,7 @@ def test_heads_joined_before_their_axes_are_turned_are_no_layout():
     wrong = heads.swapaxes(0, 1).reshape(len(ids), -1)
     for shown in (wrong, wrong.reshape(-1)):
         dump = stage_dump(raw_dump({"l0.attn_context": shown}, ids), weights.config, weights=weights)
-        np.testing.assert_array_equal(dump.seen[0, "l0.attn_context"].read(), wrong)
+        np.testing.assert_array_equal(dump.dumped[0, "l0.attn_context"].read(), wrong)
 
 
 def test_scores_of_keys_by_queries_are_read_as_they_are_unless_declared():
@@ -116,7 +116,7 @@ def test_scores_of_keys_by_queries_are_read_as_they_are_unless_declared():
     raw = raw_dump({"l0.attn_probs": turned}, ids)
     plain = stage_dump(raw, weights.config, weights=weights)
     declared = mapping_of({"layout": {"attn_probs": {"axes": "heads ctx seq"}}})
-    np.testing.assert_array_equal(plain.seen[0, "l0.attn_probs"].read(), turned)
+    np.testing.assert_array_equal(plain.dumped[0, "l0.attn_probs"].read(), turned)
     check(stage_dump(raw, weights.config, mapping=declared), trace)
 
 
@@ -149,7 +149,7 @@ def test_what_has_no_name_is_in_one_note_and_a_second_name_in_another():
     arrays = {f"x{i}": NO_ARRAY for i in range(3)} | {letter: NO_ARRAY for letter in "abcdefgh"}
     arrays |= {"model.layers.0": trace["l0.block_out"], "hidden_states.1": trace["l0.block_out"]}
     dump = stage_dump(raw_dump(arrays, ids), weights_of("micro-llama").config)
-    assert [(key, seen.name) for (_, key), seen in dump.seen.items()] == [("l0.block_out", "model.layers.0")]
+    assert [(key, dumped.name) for (_, key), dumped in dump.dumped.items()] == [("l0.block_out", "model.layers.0")]
     second, nameless = dump.notes
     assert_tells(second, "hidden_states.1", "l0.block_out", "model.layers.0")
     assert_tells(nameless, "11 arrays", "x{i}, a, b, c, d, e, f, g and 1 more", "llorch diff --suggest")
@@ -188,4 +188,4 @@ def test_nothing_is_read_before_it_is_asked_for():
         raise AssertionError
 
     arrays = [RawArray("embed", "float32", (2, 96), refuse), RawArray("unknown", "float32", (2, 96), refuse)]
-    assert [*stage_dump(raw_dump(arrays, [1, 2]), weights_of(QWEN).config).seen] == [(0, "embed")]
+    assert [*stage_dump(raw_dump(arrays, [1, 2]), weights_of(QWEN).config).dumped] == [(0, "embed")]

@@ -39,9 +39,9 @@ def check(arrays: Mapping[str, np.ndarray] | Sequence[RawArray], *wanted: str) -
     text = suggest(raw_dump(arrays, IDS), WEIGHTS)
     mapping = mapping_of(tomllib.loads(text))
     dump = stage_dump(raw_dump(arrays, IDS), CONFIG, mapping=mapping, weights=WEIGHTS)
-    assert {key for _, key in dump.seen} == {*(wanted or TRACE)}, text
-    for (_, key), seen in dump.seen.items():
-        np.testing.assert_allclose(seen.read(), TRACE[key], rtol=0, atol=1e-5, err_msg=f"{key}\n{text}")
+    assert {key for _, key in dump.dumped} == {*(wanted or TRACE)}, text
+    for (_, key), dumped in dump.dumped.items():
+        np.testing.assert_allclose(dumped.read(), TRACE[key], rtol=0, atol=1e-5, err_msg=f"{key}\n{text}")
     return text
 
 
@@ -151,4 +151,4 @@ def test_suggest_names_every_stage_where_layers_differ(model: str):
     text = suggest(raw_dump(arrays, ids), weights)
     mapping = mapping_of(tomllib.loads(text))
     dump = stage_dump(raw_dump(arrays, ids), weights.config, mapping=mapping, weights=weights)
-    assert {key for _, key in dump.seen} == {*trace}, text
+    assert {key for _, key in dump.dumped} == {*trace}, text

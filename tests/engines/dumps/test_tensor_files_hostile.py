@@ -32,12 +32,12 @@ def npz(*members: tuple[str, bytes], compression: int = zipfile.ZIP_STORED) -> b
     return file.getvalue()
 
 
-def lying(claimed: int) -> bytes:
+def lying(n_declared: int) -> bytes:
     """A deflated member whose file says that it inflates to so many bytes, with a .npy header of that size."""
-    head = npy(np.zeros(1, np.float32))[:-4].replace(b"(1,), }", f"({(claimed - 128) // 4},), }}".encode())
+    head = npy(np.zeros(1, np.float32))[:-4].replace(b"(1,), }", f"({(n_declared - 128) // 4},), }}".encode())
     head = head[:10] + head[10:].rstrip()[:117].ljust(117) + b"\n"
     real = npz(("q.npy", head + bytes(4000)), compression=zipfile.ZIP_DEFLATED)
-    return real.replace(struct.pack("<I", len(head) + 4000), struct.pack("<I", claimed))
+    return real.replace(struct.pack("<I", len(head) + 4000), struct.pack("<I", n_declared))
 
 
 def moved(data: bytes) -> bytes:

@@ -61,8 +61,10 @@ def golden_of(name: str) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
         return ids, {key.removeprefix(f"{name}/"): arrays[key] for key in arrays if key.startswith(f"{name}/")}
 
 
-def farthest(got: dict[str, np.ndarray], golden: dict[str, np.ndarray]) -> float:
-    return max(float(np.abs(got[name] - want).max() / np.abs(want).max()) for name, want in golden.items())
+def farthest(actual: dict[str, np.ndarray], golden: dict[str, np.ndarray]) -> float:
+    return max(
+        float(np.abs(actual[name] - expected).max() / np.abs(expected).max()) for name, expected in golden.items()
+    )
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["decoded", "packed"])

@@ -59,9 +59,9 @@ def test_blocks_of_every_folder_decode_to_the_numbers_of_the_matrix(folder):
         kind = block_type(matrix)
         if isinstance(kind, str):
             continue
-        got, want = blocks(matrix, kind).decode(), matrix.decode()
-        assert np.array_equal(got, want)
-        assert kind is GGMLType.MXFP4 or np.array_equal(got.view(np.uint32), want.view(np.uint32))
+        actual, expected = blocks(matrix, kind).decode(), matrix.decode()
+        assert np.array_equal(actual, expected)
+        assert kind is GGMLType.MXFP4 or np.array_equal(actual.view(np.uint32), expected.view(np.uint32))
 
 
 @pytest.mark.parametrize("folder", EXPECTED)
@@ -72,13 +72,13 @@ def test_block_type_is_the_smallest_one_that_fits(folder):
 
 @pytest.mark.parametrize("folder", ["gptq-4bit", "mlx-4bit", "ct-mxfp4"])
 @pytest.mark.parametrize("factor", [1 + 2**-14, 1e30, np.nan], ids=str)
-def test_a_scale_that_a_block_cannot_hold_leaves_no_type(folder, factor):
+def test_block_type_of_an_unrepresentable_scale_is_a_reason(folder, factor):
     matrix = first(folder)
     assert isinstance(block_type(matrix), GGMLType)
     assert isinstance(block_type(scaled(matrix, factor)), str)
 
 
-def test_a_minimum_that_a_block_cannot_hold_leaves_no_type():
+def test_block_type_of_an_unrepresentable_minimum_is_a_reason():
     matrix = first("mlx-4bit")
     minimum = matrix.recipe.minimum
     assert minimum is not None

@@ -60,7 +60,7 @@ def rendered(source: str, messages: Sequence[dict[str, Any]] = (), **variables: 
 
 
 @pytest.mark.parametrize(
-    ("source", "want"),
+    ("source", "expected"),
     [
         (
             "{{ x }}{% for m in messages %}{{ m.role }}: {{ m['content'] }}\n{% endfor %}",
@@ -71,8 +71,8 @@ def rendered(source: str, messages: Sequence[dict[str, Any]] = (), **variables: 
         ("{{ 'name' in messages[0] }}", "False"),  # keys without a value are absent
     ],
 )
-def test_a_conversation_becomes_text(source: str, want: str):
-    assert rendered(source, [MESSAGES[0] | {"name": None}, MESSAGES[1]], x="<s>") == want
+def test_a_conversation_becomes_text(source: str, expected: str):
+    assert rendered(source, [MESSAGES[0] | {"name": None}, MESSAGES[1]], x="<s>") == expected
 
 
 def test_the_opening_of_a_turn_is_written_when_asked_for():
@@ -161,14 +161,14 @@ def test_templates_of_published_models_render_as_in_transformers(shape: str):
         source = file.read_text()
         how: Any = {"tools": tools, "add_generation_prompt": opened}
         try:
-            want = render_jinja_template([messages], chat_template=source, **how, **texts, **variables)[0][0]
+            expected = render_jinja_template([messages], chat_template=source, **how, **texts, **variables)[0][0]
         except Exception:  # a template raises what it likes
             with refuses("TemplateError"):
                 ChatTemplate(source, variables=texts).render(messages, settings=TemplateSettings(variables), **how)
             counts["both refuse"] += 1
             continue
-        got = ChatTemplate(source, variables=texts).render(messages, settings=TemplateSettings(variables), **how)
-        assert got == want, file.name
+        actual = ChatTemplate(source, variables=texts).render(messages, settings=TemplateSettings(variables), **how)
+        assert actual == expected, file.name
         counts["equal"] += 1
     print(f"{shape}: {dict(counts)}")
     assert counts["equal"] > counts["both refuse"]

@@ -39,31 +39,31 @@ def test_innocent_words_are_left_alone(breaker: Breaker):
 @pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_start|>", "</s></s>", "<|im_end|>x", "a <|im_", "a\n<"])
 def test_the_text_comes_back_and_every_control_token_in_it_has_an_inert_place(breaker: Breaker, text: str):
     template = "<|im_start|>{{ messages[0].content }}<|im_end|>"
-    got, inert = through(template, user(text), breaker)
-    assert got == f"<|im_start|>{text}<|im_end|>"
+    actual, inert = through(template, user(text), breaker)
+    assert actual == f"<|im_start|>{text}<|im_end|>"
     first, last = len("<|im_start|>"), len("<|im_start|>") + len(text)
     assert all(first < place <= last for place in inert)
     for control in CONTROLS:
-        place = got.find(control, first)
+        place = actual.find(control, first)
         while 0 <= place < last:
             assert any(place < one < place + len(control) for one in inert)
-            place = got.find(control, place + 1)
+            place = actual.find(control, place + 1)
 
 
 @pytest.mark.parametrize("text", ["a#b", "#", "##", "<#", "#<|im_", "x<|a#b|>#"])
 def test_behind_a_control_token_of_one_character_there_are_two_inert_places(text: str):
     breaker = Breaker(["#", "<|im_end|>", "<|a#b|>"])
-    got, inert = through("#{{ messages[0].content }}#", user(text), breaker)
-    assert got == f"#{text}#"
-    assert [place for place in range(len(got)) if inert.count(place + 1) > 1] == [
+    actual, inert = through("#{{ messages[0].content }}#", user(text), breaker)
+    assert actual == f"#{text}#"
+    assert [place for place in range(len(actual)) if inert.count(place + 1) > 1] == [
         1 + i for i, character in enumerate(text) if character == "#"
     ]
 
 
 def test_a_token_that_two_texts_make_together_is_inert(breaker: Breaker):
     messages: list[dict[str, object]] = [{"role": "user", "content": "<|im_"}, {"role": "user", "content": "end|>"}]
-    got, inert = through("{% for m in messages %}{{ m.content }}{% endfor %}", messages, breaker)
-    assert (got, inert) == ("<|im_end|>", [1])
+    actual, inert = through("{% for m in messages %}{{ m.content }}{% endfor %}", messages, breaker)
+    assert (actual, inert) == ("<|im_end|>", [1])
 
 
 def test_names_keep_their_text_and_everything_else_is_broken(breaker: Breaker):
@@ -79,16 +79,16 @@ def test_names_keep_their_text_and_everything_else_is_broken(breaker: Breaker):
 def test_a_mark_is_a_character_that_nobody_wrote(breaker: Breaker):
     assert breaker.mark_for(user("</s>")) == "\ufdd0"
     assert breaker.mark_for(user("</s>\ufdd0\ufdd1")) == "\ufdd2"
-    got, inert = through("{{ messages[0].content }}", user("\ufdd0</s>\ufdd0"), breaker)
-    assert (got, inert) == ("\ufdd0</s>\ufdd0", [2])
+    actual, inert = through("{{ messages[0].content }}", user("\ufdd0</s>\ufdd0"), breaker)
+    assert (actual, inert) == ("\ufdd0</s>\ufdd0", [2])
 
 
 @pytest.mark.parametrize("dump", ["tojson", "tojson(ensure_ascii=True)"])
 def test_marks_are_found_in_json(breaker: Breaker, dump: str):
     values = [{"role": "tool", "content": {"x": "a</s>\u00e9", "y<": 1}}]
-    got, inert = through(f"{{{{ messages[0].content | {dump} }}}}", values, breaker)
-    assert json.loads(got) == values[0]["content"]
-    assert [got[place - 1 :][:4] for place in inert] == ["</s>", '<": ']
+    actual, inert = through(f"{{{{ messages[0].content | {dump} }}}}", values, breaker)
+    assert json.loads(actual) == values[0]["content"]
+    assert [actual[place - 1 :][:4] for place in inert] == ["</s>", '<": ']
 
 
 def test_without_control_tokens_nothing_is_broken():

@@ -82,8 +82,8 @@ def test_a_code_point_belongs_to_the_words_that_llama_cpp_makes(ours: Tokenizer,
     codes = [code for code in codes if code < 0x800 or code % step == 0]
     texts = ["".join(map(in_context, codes[start : start + 32])) for start in range(0, len(codes), 32)]
     for text in texts:
-        want = theirs.encode(text, add_special=False, parse_special=False)
-        assert ours.encode(text, add_special=False) == want, ascii(text)
+        expected = theirs.encode(text, add_special=False, parse_special=False)
+        assert ours.encode(text, add_special=False) == expected, ascii(text)
 
 
 @pytest.mark.weights

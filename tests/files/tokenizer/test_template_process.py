@@ -111,7 +111,7 @@ def test_a_process_that_ends_in_some_other_way_is_told(process: TemplateProcess)
     killer.join()
 
 
-def test_stopping_leaves_nothing(process: TemplateProcess):
+def test_template_process_stop_ends_the_child(process: TemplateProcess):
     first = pid_of(process)
     process.stop()
     process.stop()
@@ -198,7 +198,7 @@ def test_a_process_that_cannot_start_is_an_error_with_its_command(
     assert process.pid is None
 
 
-def test_the_end_leaves_no_process_and_no_zombie_behind():
+def test_template_process_ends_when_python_exits():
     done = script("process.ask(HELLO)\nprint(process.pid)\n")
     assert not there(int(done.stdout))
     assert (done.returncode, done.stderr) == (0, "")

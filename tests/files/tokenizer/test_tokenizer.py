@@ -160,11 +160,11 @@ def test_a_model_named_phi_3_swallows_whitespace_behind_its_special_tokens(text:
     tokenizer = phi_3()
     special = {"[x]": 266, "</s>": 2, "<s>": 1, "<unk>": 0}
     ids, starts = tokenizer.encode_spans(text, add_special=False, parse_special=True)
-    want: list[int] = []
+    expected: list[int] = []
     for place, part in parts:
-        assert starts[len(want)] == place
-        want += [special[part]] if part in special else text_ids(tokenizer, part)
-    assert ids == want == tokenizer.encode(text, add_special=False, parse_special=True)
+        assert starts[len(expected)] == place
+        expected += [special[part]] if part in special else text_ids(tokenizer, part)
+    assert ids == expected == tokenizer.encode(text, add_special=False, parse_special=True)
 
 
 def test_a_model_named_phi_3_needs_the_tokens_that_llama_cpp_asks_for():

@@ -10,13 +10,13 @@ from runs.refusals import assert_tells, refuses
 from runs.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.judging.expectations.forward import COPIES, ForwardSuite
-from llorch.judging.expert_selection import GoOn, as_made
-from llorch.judging.goldens.forward import N_GREEDY, PRODUCERS, EngineOutput, Truth
+from llorch.judging.expert_selection import StageOverride, as_made
+from llorch.judging.goldens.forward import ENGINES, N_GREEDY, EngineOutput, ReferenceOutput
 from llorch.judging.judge import Comparison
-from llorch.judging.runners import See, Trace
+from llorch.judging.runners import StageObserver, Trace
 from llorch.judging.runners import numpy as numpy_runner
 from llorch.judging.runners.numpy import FLOAT64, OWN_SUMS, NumpyRunner
-from llorch.judging.tolerances.forward import MATHEMATICS, Limits
+from llorch.judging.tolerances.forward import MATHEMATICS, ForwardTolerances
 from llorch.model import forward as forward_page
 from llorch.model.cache import KVCache
 from llorch.runtime.builtin import BUILTIN
@@ -26,11 +26,13 @@ from llorch.stages.table import BY_NAME, key, keys
 
 MODEL = "micro-qwen3"
 GOLDEN = golden_of(MODEL)
-THEIRS = GOLDEN.evidence["llamacpp"]
+THEIRS = GOLDEN.engine_outputs["llamacpp"]
 
 
-def suite(evidence: Mapping[str, EngineOutput] | None = None, truth: Truth | None = GOLDEN.truth) -> ForwardSuite:
-    return ForwardSuite(MODEL, weights_of(MODEL), GOLDEN.cases, evidence or GOLDEN.evidence, truth)
+def suite(
+    engine_outputs: Mapping[str, EngineOutput] | None = None, reference: ReferenceOutput | None = GOLDEN.reference
+) -> ForwardSuite:
+    return ForwardSuite(MODEL, weights_of(MODEL), GOLDEN.cases, engine_outputs or GOLDEN.engine_outputs, reference)
 
 
 def runner(name: str = "numpy") -> NumpyRunner:
@@ -41,15 +43,17 @@ def shown(case: str, name: str, change: Callable[[np.ndarray], np.ndarray]) -> d
     """The stored goldens, with a stage of llama.cpp changed."""
     trace = THEIRS.traces[case]
     traces = {**THEIRS.traces, case: {**trace, name: change(trace[name].copy())}}
-    return {**GOLDEN.evidence, "llamacpp": replace(THEIRS, traces=traces)}
+    return {**GOLDEN.engine_outputs, "llamacpp": replace(THEIRS, traces=traces)}
 
 
-def sampler_rows(evidence: EngineOutput, truth: Truth | None = GOLDEN.truth) -> dict[str, Comparison]:
-    return {row.stage: row for row in suite({"llamacpp": evidence}, truth).sampler_rows(runner())}
+def sampler_rows(
+    engine_output: EngineOutput, reference: ReferenceOutput | None = GOLDEN.reference
+) -> dict[str, Comparison]:
+    return {c.stage: c for c in suite({"llamacpp": engine_output}, reference).sampler_rows(runner())}
 
 
-def failing(rows: list[Comparison]) -> set[tuple[str, str, str, str]]:
-    return {(row.checkpoint, row.stage, row.mode, row.case) for row in rows if row.verdict == FAIL}
+def failing(comparisons: list[Comparison]) -> set[tuple[str, str, str, str]]:
+    return {(c.checkpoint, c.stage, c.mode, c.case) for c in comparisons if c.verdict == FAIL}
 
 
 def test_the_token_of_a_golden_is_not_chosen_by_our_code(monkeypatch: pytest.MonkeyPatch):
@@ -81,7 +85,7 @@ def poison(array: np.ndarray) -> np.ndarray:
 def test_one_changed_number_of_a_golden_fails_its_stage_in_every_mode(
     case: str, name: str, checkpoint: str, change: Callable
 ):
-    bad = failing(suite(shown(case, name, change)).rows(runner()))
+    bad = failing(suite(shown(case, name, change)).comparisons(runner()))
     stage, n = name.rpartition(".")[2], len(GOLDEN.cases[case].ids)
     assert {(checkpoint, stage, mode, case) for mode in ("isolated", "chained")} <= bad
     assert {("03", stage, "decode", f"{case}, {k} cached") for k in (1, n // 2, n - 1)} <= bad
@@ -91,22 +95,22 @@ def test_one_changed_number_of_a_golden_fails_its_stage_in_every_mode(
 @pytest.mark.parametrize("token", [0, 5])
 def test_one_token_that_is_a_little_off_is_not_hidden_by_a_massive_one(token: int):
     """The others are a thousand times as large: of the whole tensor these differences are less than a rounding."""
-    want = np.ones((8, 64), np.float32) * 1000
-    want[token] = 1
-    got = want.copy()
-    got[token] *= np.float32(1 + 1e-5)
-    made = suite().limits("near").isolated("l0.attn_norm")
-    assert measure(got, want).within(made)
-    assert not measure(got, want, token_axis=0).within(replace(made, tokens=FLOOR))
+    expected = np.ones((8, 64), np.float32) * 1000
+    expected[token] = 1
+    actual = expected.copy()
+    actual[token] *= np.float32(1 + 1e-5)
+    made = suite().tolerances("near").isolated("l0.attn_norm")
+    assert measure(actual, expected).within(made)
+    assert not measure(actual, expected, token_axis=0).within(replace(made, tokens=FLOOR))
 
 
 def test_a_stage_too_few_or_too_many_is_refused_by_name():
-    trace = GOLDEN.evidence["transformers"].traces["far"]
+    trace = GOLDEN.engine_outputs["transformers"].traces["far"]
     for there, said in (
         ({k: a for k, a in trace.items() if k != "l1.ffn_up"}, "l1.ffn_up"),
         ({**trace, "l0.nothing": trace["embed"]}, "l0.nothing"),
     ):
-        changed = replace(GOLDEN.evidence["transformers"], traces={**THEIRS.traces, "far": there})
+        changed = replace(GOLDEN.engine_outputs["transformers"], traces={**THEIRS.traces, "far": there})
         with refuses(ValueError, "far", "transformers", said, "reference_outputs/regenerate.py", where=MODEL):
             suite({"transformers": changed})
 
@@ -116,105 +120,107 @@ class Silent(NumpyRunner):
 
     lost = "l1.ffn_up"
 
-    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
-        super().isolated(this, golden, self.without(see))
+    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
+        super().isolated(this, golden, self.without(observe))
 
-    def chained(self, case: str, this: Pass, see: See, *, n_cached: int = 0, go_on: GoOn = as_made) -> None:
-        super().chained(case, this, self.without(see), n_cached=n_cached, go_on=go_on)
+    def chained(
+        self, case: str, this: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = as_made
+    ) -> None:
+        super().chained(case, this, self.without(observe), n_cached=n_cached, override=override)
 
-    def without(self, see: See) -> See:
+    def without(self, observe: StageObserver) -> StageObserver:
         def shown(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
             if name != self.lost:
-                see(name, array, flips=flips, refused=refused)
+                observe(name, array, flips=flips, refused=refused)
 
         return shown
 
 
 @pytest.mark.parametrize("backend", ["numpy", FLOAT64])
 def test_a_stage_that_never_arrives_fails_in_every_place_where_it_was_due(backend: str):
-    rows, there = (suite().rows(one) for one in (Silent(weights_of(MODEL), backend), runner(backend)))
-    due = [replace(row, verdict=FAIL) for row in there if (row.stage, row.layer) == ("ffn_up", 1)]
-    where = [(row.mode, row.case, row.producer) for row in due]
+    comparisons, there = (suite().comparisons(one) for one in (Silent(weights_of(MODEL), backend), runner(backend)))
+    due = [replace(c, verdict=FAIL) for c in there if (c.stage, c.layer) == ("ffn_up", 1)]
+    where = [(c.mode, c.case, c.engine) for c in due]
     assert {mode for mode, *_ in where} == {"isolated", "chained", "decode"}
-    lost = [row for row in rows if (row.stage, row.layer) == ("ffn_up", 1)]
-    assert [(row.mode, row.case, row.producer) for row in lost] == where
-    assert {(row.verdict, row.error) for row in lost} == {(FAIL, np.inf)}
-    assert len(rows) == len(there)
+    lost = [c for c in comparisons if (c.stage, c.layer) == ("ffn_up", 1)]
+    assert [(c.mode, c.case, c.engine) for c in lost] == where
+    assert {(c.verdict, c.error) for c in lost} == {(FAIL, np.inf)}
+    assert len(comparisons) == len(there)
 
 
 class Flipping(NumpyRunner):
     """A right runner that says of every stage that values flip, and of one that some were too far off for that."""
 
-    def isolated(self, this: Pass, golden: Trace, see: See) -> None:
+    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
         def shown(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
-            see(name, array, flips=3, refused=2 if name == "l1.ffn_up" else 0)
+            observe(name, array, flips=3, refused=2 if name == "l1.ffn_up" else 0)
 
         super().isolated(this, golden, shown)
 
 
 def test_a_stage_with_values_too_far_off_for_a_flip_fails_though_its_numbers_are_right():
-    rows = [row for row in suite().stage_rows(Flipping(weights_of(MODEL))) if row.mode == "isolated"]
-    assert {row.flips for row in rows} == {3}
-    failed = [row for row in rows if row.verdict != PASS]
-    assert {(row.stage, row.layer, row.verdict) for row in failed} == {("ffn_up", 1, FAIL)}
-    assert {(row.case, row.producer) for row in failed} == {(case, name) for case in GOLDEN.cases for name in PRODUCERS}
-    assert all(row.error <= row.tolerance for row in failed)
+    comparisons = [c for c in suite().stage_rows(Flipping(weights_of(MODEL))) if c.mode == "isolated"]
+    assert {c.flips for c in comparisons} == {3}
+    failed = [c for c in comparisons if c.verdict != PASS]
+    assert {(c.stage, c.layer, c.verdict) for c in failed} == {("ffn_up", 1, FAIL)}
+    assert {(c.case, c.engine) for c in failed} == {(case, name) for case in GOLDEN.cases for name in ENGINES}
+    assert all(c.error <= c.tolerance for c in failed)
     assert_tells(failed[0].note, "2 values")
 
 
 def test_every_stage_layer_case_and_cut_has_rows_of_its_own():
-    rows = suite({"llamacpp": THEIRS}).rows(runner())
+    comparisons = suite({"llamacpp": THEIRS}).comparisons(runner())
     stages = {(stage.name, layer) for _, stage, layer in keys(weights_of(MODEL).config)}
     for case, whole in GOLDEN.cases.items():
         n = len(whole.ids)
         decoded = [("decode", f"{case}, {k} cached") for k in (1, n // 2, n - 1)]
         for place in (("isolated", case), ("chained", case), *decoded):
-            found = [(row.stage, row.layer) for row in rows if (row.mode, row.case) == place]
+            found = [(c.stage, c.layer) for c in comparisons if (c.mode, c.case) == place]
             assert stages <= set(found)
             assert len(found) == len(set(found))
 
 
 def test_distances_of_a_row_are_those_of_its_golden():
-    rows = suite(shown("near", "l0.ffn_up", lambda a: a * np.float32(1.001))).stage_rows(runner())
-    mine = {r.mode: r for r in rows if (r.stage, r.layer, r.case, r.producer) == ("ffn_up", 0, "near", "llamacpp")}
-    stored = GOLDEN.truth.isolated["llamacpp"]["near"]["l0.ffn_up"].error
-    assert np.isnan(mine["isolated"].truth_error)
-    assert mine["isolated"].producer_error == stored
-    assert mine["chained"].producer_error == pytest.approx(1e-3, rel=0.01)
+    comparisons = suite(shown("near", "l0.ffn_up", lambda a: a * np.float32(1.001))).stage_rows(runner())
+    mine = {r.mode: r for r in comparisons if (r.stage, r.layer, r.case, r.engine) == ("ffn_up", 0, "near", "llamacpp")}
+    stored = GOLDEN.reference.isolated["llamacpp"]["near"]["l0.ffn_up"].error
+    assert np.isnan(mine["isolated"].reference_error)
+    assert mine["isolated"].engine_error == stored
+    assert mine["chained"].engine_error == pytest.approx(1e-3, rel=0.01)
     assert mine["chained"].error == pytest.approx(1e-3, rel=0.01)
-    assert 0 < mine["chained"].truth_error < 1e-6
+    assert 0 < mine["chained"].reference_error < 1e-6
 
 
 @pytest.mark.parametrize(("off", "times"), [(0.1, 1), (0.5, 2), (0.9, 3.6), (50, FACTOR)])
-def test_a_limit_is_what_is_derived_or_four_times_what_a_right_producer_is_off(off: float, times: float):
-    here = weights_of(MODEL), GOLDEN.cases["near"], GOLDEN.truth.evidence.traces["near"]
-    derived = Limits(*here)
+def test_tolerance_is_derived_or_four_times_the_engine_error(off: float, times: float):
+    here = weights_of(MODEL), GOLDEN.cases["near"], GOLDEN.reference.engine_output.traces["near"]
+    derived = ForwardTolerances(*here)
     for mode, alone in (("isolated", derived.isolated("l1.ffn_up")), ("chained", derived.chained("l1.ffn_up"))):
         far = {(mode, "ffn_up"): Difference(off * alone.error, 0.0)}
-        made = getattr(Limits(*here, distance=lambda *of, far=far: far.get(of)), mode)("l1.ffn_up")
+        made = getattr(ForwardTolerances(*here, distance=lambda *of, far=far: far.get(of)), mode)("l1.ffn_up")
         assert made.error == pytest.approx(times * alone.error)
         assert made.worst == pytest.approx(times * alone.worst)
         assert alone.tokens is not None
         np.testing.assert_allclose(made.tokens, times * alone.tokens)
 
 
-def test_the_farther_producer_counts_in_every_layer_of_its_stage():
-    stored = GOLDEN.truth.isolated
+def test_larger_engine_error_widens_the_tolerance_in_every_layer():
+    stored = GOLDEN.reference.isolated
     far = {**stored["transformers"]["near"], "l0.ffn_up": Difference(1.0, 1.0)}
     isolated = {**stored, "transformers": {**stored["transformers"], "near": far}}
-    truths = GOLDEN.truth, replace(GOLDEN.truth, isolated=isolated)
-    before, after = (suite(truth=truth).limits("near") for truth in truths)
+    truths = GOLDEN.reference, replace(GOLDEN.reference, isolated=isolated)
+    before, after = (suite(reference=reference).tolerances("near") for reference in truths)
     for name, moved in (("l1.ffn_up", True), ("l1.ffn_gate", False)):
         assert (after.isolated(name).error > 1.5 * before.isolated(name).error) == moved
         assert after.chained(name) == before.chained(name)
 
 
 def test_no_limit_depends_on_what_ours_computes(monkeypatch: pytest.MonkeyPatch):
-    wanted = suite().limits("near").chained("logits")
+    wanted = suite().tolerances("near").chained("logits")
     monkeypatch.setattr(numpy_runner, "forward", None)
     for name in ("rms_norm", "linear", "rope", "attention_scores"):
         monkeypatch.setattr(forward_page, name, None)
-    made = suite().limits("near").chained("logits")
+    made = suite().tolerances("near").chained("logits")
     assert made == wanted
     np.testing.assert_array_equal(made.tokens, wanted.tokens)
 
@@ -227,90 +233,90 @@ def in_four_lanes(x: np.ndarray, weight: np.ndarray, bias: np.ndarray | None = N
 
 
 def test_sums_in_another_order_pass_beside_engines_that_happen_to_be_exact(monkeypatch: pytest.MonkeyPatch):
-    true = GOLDEN.truth.evidence.traces
+    true = GOLDEN.reference.engine_output.traces
     rounded = {case: {name: a.astype(np.float32) for name, a in trace.items()} for case, trace in true.items()}
-    exact = {name: replace(evidence, traces=rounded) for name, evidence in GOLDEN.evidence.items()}
-    nothing = dict.fromkeys(GOLDEN.truth.isolated["llamacpp"]["near"], Difference(0.0, 0.0))
-    lucky = suite(exact, replace(GOLDEN.truth, isolated={p: dict.fromkeys(GOLDEN.cases, nothing) for p in PRODUCERS}))
+    exact = {name: replace(engine_output, traces=rounded) for name, engine_output in GOLDEN.engine_outputs.items()}
+    nothing = dict.fromkeys(GOLDEN.reference.isolated["llamacpp"]["near"], Difference(0.0, 0.0))
+    lucky = suite(exact, replace(GOLDEN.reference, isolated={p: dict.fromkeys(GOLDEN.cases, nothing) for p in ENGINES}))
     monkeypatch.setattr(forward_page, "linear", in_four_lanes)
-    rows = lucky.rows(runner(OWN_SUMS))
-    assert max(row.error for row in rows if row.stage in ("ffn_out", "attn_out")) > 4e-7  # more than a rounding
-    assert failing(rows) == set()
+    comparisons = lucky.comparisons(runner(OWN_SUMS))
+    assert max(c.error for c in comparisons if c.stage in ("ffn_out", "attn_out")) > 4e-7  # more than a rounding
+    assert failing(comparisons) == set()
 
 
 @pytest.mark.parametrize("stage", ["q_proj", "k_cache", "attn_norm", "embed"])
-def test_in_float64_only_the_truth_is_asked_at_its_own_gate(stage: str):
-    rows = [row for row in suite().rows(runner(FLOAT64)) if row.stage == stage]
-    assert {row.producer for row in rows} == {"transformers-float64"}
-    for row in rows:
-        exact = row.mode == "isolated" and stage in COPIES
-        assert row.tolerance == (EXACT if exact else MATHEMATICS).error
-        assert row.verdict == PASS
+def test_float64_is_compared_only_with_the_reference(stage: str):
+    comparisons = [c for c in suite().comparisons(runner(FLOAT64)) if c.stage == stage]
+    assert {c.engine for c in comparisons} == {"transformers-float64"}
+    for comparison in comparisons:
+        exact = comparison.mode == "isolated" and stage in COPIES
+        assert comparison.tolerance == (EXACT if exact else MATHEMATICS).error
+        assert comparison.verdict == PASS
 
 
-def test_without_a_truth_limits_are_derived_from_the_engine_and_float64_has_no_rows():
+def test_without_reference_float32_passes_and_float64_has_no_comparisons():
     alone = suite({"llamacpp": THEIRS}, None)
-    assert failing(alone.rows(runner())) == set()
-    assert alone.rows(runner(FLOAT64)) == []
+    assert failing(alone.comparisons(runner())) == set()
+    assert alone.comparisons(runner(FLOAT64)) == []
 
 
 # Checkpoints 09 to 12.
 
 
-def with_best(producer: str, token: int) -> np.ndarray:
+def with_best(engine: str, token: int) -> np.ndarray:
     """The logits that the engine selected, with another token on top."""
-    row = GOLDEN.evidence[producer].selected_logits.copy()
+    row = GOLDEN.engine_outputs[engine].selected_logits.copy()
     row[token] = row.max() * (1 + 1e-6) + 1e-6
     return row
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
-def test_another_best_token_of_a_producer_fails_checkpoint_10(producer: str):
-    evidence = GOLDEN.evidence[producer]
-    best = int(np.argmax(evidence.selected_logits))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_different_best_token_of_an_engine_fails_checkpoint_10(engine: str):
+    engine_output = GOLDEN.engine_outputs[engine]
+    best = int(np.argmax(engine_output.selected_logits))
     other = (best + 5) % weights_of(MODEL).config.vocab_size
-    row = sampler_rows(replace(evidence, selected_logits=with_best(producer, other)))["argmax"]
-    assert (row.checkpoint, row.verdict) == ("10", FAIL)
-    assert row.note.startswith(f"token 0: expected {other}, got {best}, ")
+    comparison = sampler_rows(replace(engine_output, selected_logits=with_best(engine, other)))["argmax"]
+    assert (comparison.checkpoint, comparison.verdict) == ("10", FAIL)
+    assert comparison.note.startswith(f"token 0: expected {other}, got {best}, ")
 
 
-@pytest.mark.parametrize("producer", PRODUCERS)
+@pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("model", BUILTIN)
-def test_the_first_greedy_token_of_a_producer_is_its_best(model: str, producer: str):
-    evidence = golden_of(model).evidence[producer]
-    assert evidence.greedy[0] == np.argmax(evidence.selected_logits)
-    assert len(evidence.greedy) == N_GREEDY
+def test_first_greedy_token_of_an_engine_is_its_argmax(model: str, engine: str):
+    engine_output = golden_of(model).engine_outputs[engine]
+    assert engine_output.greedy[0] == np.argmax(engine_output.selected_logits)
+    assert len(engine_output.greedy) == N_GREEDY
 
 
-def with_true_gap(at: int, share: float) -> tuple[Truth, int]:
+def with_true_gap(at: int, share: float) -> tuple[ReferenceOutput, int]:
     """The float64 reference with the two best logits of one step close together, in the same order; the second's id."""
-    steps = GOLDEN.truth.step_logits.copy()
+    steps = GOLDEN.reference.step_logits.copy()
     second = int(np.argsort(steps[at])[-2])
     steps[at, second] = steps[at].max() - share * np.sqrt(np.square(steps[at]).mean())
-    return replace(GOLDEN.truth, step_logits=steps), second
+    return replace(GOLDEN.reference, step_logits=steps), second
 
 
 @pytest.mark.parametrize(("share", "verdict"), [(1e-7, TIE), (1e-4, FAIL), (1e-3, FAIL)])
-def test_another_greedy_token_is_a_tie_only_where_the_truth_nearly_has_one(share: float, verdict: str):
-    truth, second = with_true_gap(5, share)
-    got = int(THEIRS.greedy[5])
+def test_different_greedy_token_is_a_tie_only_at_a_reference_near_tie(share: float, verdict: str):
+    reference, second = with_true_gap(5, share)
+    actual = int(THEIRS.greedy[5])
     (greedy := THEIRS.greedy.copy())[5] = second
     prompt = (*GOLDEN.cases["near"].ids, *greedy[:6].tolist())
     greedy[6:] = runner().text(prompt, len(greedy) - 6)  # as an engine goes on behind its own token
-    row = sampler_rows(replace(THEIRS, greedy=greedy), truth)["generation"]
-    assert row.verdict == verdict
-    assert row.note.startswith(f"token 5: expected {second}, got {got}, ")
+    comparison = sampler_rows(replace(THEIRS, greedy=greedy), reference)["generation"]
+    assert comparison.verdict == verdict
+    assert comparison.note.startswith(f"token 5: expected {second}, got {actual}, ")
     n_vocab = weights_of(MODEL).config.vocab_size
-    for at, token in ((5, (max(got, second) + 1) % n_vocab), (2, int(THEIRS.greedy[2] + 1) % n_vocab), (8, second)):
+    for at, token in ((5, (max(actual, second) + 1) % n_vocab), (2, int(THEIRS.greedy[2] + 1) % n_vocab), (8, second)):
         (other := greedy.copy())[at] = token  # neither of the two, or beside another step
-        assert sampler_rows(replace(THEIRS, greedy=other), truth)["generation"].verdict == FAIL
+        assert sampler_rows(replace(THEIRS, greedy=other), reference)["generation"].verdict == FAIL
 
 
-def test_constant_logits_of_ours_are_no_tie_where_the_truth_has_a_margin(monkeypatch: pytest.MonkeyPatch):
+def test_constant_logits_fail_if_the_reference_has_a_margin(monkeypatch: pytest.MonkeyPatch):
     right = numpy_runner.forward
     monkeypatch.setattr(numpy_runner, "forward", lambda *given, **named: np.ones_like(right(*given, **named)))
-    rows = sampler_rows(THEIRS)
-    assert {rows[stage].verdict for stage in ("selected_logits", "argmax", "generation")} == {FAIL}
+    comparisons = sampler_rows(THEIRS)
+    assert {comparisons[stage].verdict for stage in ("selected_logits", "argmax", "generation")} == {FAIL}
 
 
 @pytest.mark.parametrize(("at", "token"), [(3, -1), (3, 10**9), (-1, None)])
@@ -322,9 +328,9 @@ def test_another_token_or_one_that_the_model_does_not_have_is_no_tie(at: int, to
 
 @pytest.mark.parametrize("change", [lambda a: a[:0], lambda a: a[None], lambda a: a.astype(np.int32)])
 def test_a_text_of_another_form_fails_and_is_no_tie(change: Callable[[np.ndarray], np.ndarray]):
-    row = sampler_rows(replace(THEIRS, greedy=change(THEIRS.greedy)))["generation"]
-    assert row.verdict == FAIL
-    assert row.note.startswith(("empty: ", "shape: ", "dtype: "))
+    comparison = sampler_rows(replace(THEIRS, greedy=change(THEIRS.greedy)))["generation"]
+    assert comparison.verdict == FAIL
+    assert comparison.note.startswith(("empty: ", "shape: ", "dtype: "))
 
 
 def test_a_token_less_fails_in_every_filter():
@@ -332,34 +338,36 @@ def test_a_token_less_fails_in_every_filter():
     for name in ("top_k", "top_p", "min_p", "all"):
         kept = np.flatnonzero(changed[name])
         changed[name][kept[changed[name][kept].argmin()]] = 0
-    rows = sampler_rows(replace(THEIRS, probabilities=changed))
-    failed = {name for name in changed if rows[f"probabilities.{name}"].verdict == FAIL}
+    comparisons = sampler_rows(replace(THEIRS, probabilities=changed))
+    failed = {name for name in changed if comparisons[f"probabilities.{name}"].verdict == FAIL}
     assert failed == {"top_k", "top_p", "min_p", "all"}
 
 
 def test_every_row_says_where_it_stands_as_data():
-    for row in suite_of(MODEL).rows(runner()):
-        where = row.place
-        shown = row.checkpoint, row.stage, row.layer, row.case
+    for comparison in suite_of(MODEL).comparisons(runner()):
+        where = comparison.stage_ref
+        shown = comparison.checkpoint, comparison.stage, comparison.layer, comparison.case
         assert shown == (where.checkpoint, where.name, where.layer, where.run)
         if where.stage in BY_NAME:
-            assert where.key == key(row.stage, row.layer)
-        record: dict[str, Any] = row.record()
+            assert where.key == key(comparison.stage, comparison.layer)
+        record: dict[str, Any] = comparison.record()
         assert "place" not in record
-        assert record["stage"] == row.stage
+        assert record["stage"] == comparison.stage
 
 
-def test_decode_rows_fail_where_a_failed_pass_leaves_its_state_in_the_cache(monkeypatch: pytest.MonkeyPatch):
+def test_decode_comparisons_fail_if_a_failed_pass_changes_the_cache(monkeypatch: pytest.MonkeyPatch):
     """A pass that is given the state itself, and not a copy, has changed it when it fails."""
     model = "micro-qwen3.5"
     golden = golden_of(model)
-    made = ForwardSuite(model, weights_of(model), {"near": golden.cases["near"]}, golden.evidence, golden.truth)
+    made = ForwardSuite(
+        model, weights_of(model), {"near": golden.cases["near"]}, golden.engine_outputs, golden.reference
+    )
     numpy = NumpyRunner(weights_of(model))
-    assert FAIL not in {row.verdict for row in made.decode_rows(numpy)}
+    assert FAIL not in {c.verdict for c in made.decode_rows(numpy)}
 
     def shared(cache: KVCache, layer: int, right: Callable[[KVCache, int], Any] = KVCache.memory) -> Any:
         return cache._states.get(layer) or right(cache, layer)
 
     monkeypatch.setattr(KVCache, "memory", shared)
-    bad = {row.stage for row in made.decode_rows(numpy) if row.verdict == FAIL}
+    bad = {c.stage for c in made.decode_rows(numpy) if c.verdict == FAIL}
     assert {"conv_out", "delta_state", "delta_out"} <= bad

@@ -47,12 +47,12 @@ def test_only_a_token_that_the_true_sum_puts_at_the_edge_of_top_p_may_be_missing
         assert_tells(said, "1 tokens", "top-p", f"{p - AHEAD:.1e}")
 
 
-def test_the_gap_of_a_near_tie_is_that_of_the_truth_to_the_less_likely_of_both():
+def test_near_tie_gap_is_the_reference_gap_to_the_less_likely_token():
     true, text = np.asarray([[4.0, 3.0, -5.0], [4.0, 3.0, -5.0]]), np.asarray([0, 1])
     known, size = Margins(true, text, 1e-6), np.sqrt(50 / 3)
 
-    def gap(token: int, *want: int) -> float:
-        return known.of(np.asarray(want), len(want) - 1, token)[0]
+    def gap(token: int, *expected: int) -> float:
+        return known.of(np.asarray(expected), len(expected) - 1, token)[0]
 
     assert gap(0, 0) == 0
     assert gap(1, 0) == gap(0, 1) == gap(1, 1) == gap(1, 0, 0) == pytest.approx(1 / size)
@@ -75,14 +75,14 @@ def with_gap(gap: float) -> np.ndarray:
     ("gap", "verdict"), [(0.0, TIE), (0.99 * MOVED, TIE), (1.01 * MOVED, FAIL), (5 * MOVED, FAIL), (np.nan, FAIL)]
 )
 def test_another_token_is_a_tie_up_to_what_rounding_moves_and_no_farther(gap: float, verdict: str):
-    want = np.asarray([0, 0])
+    expected = np.asarray([0, 0])
     after: dict[tuple[int, ...], list[int]] = {(7,): [1, 1], (7, 0): [0]}  # right behind the golden's token
     runner = Mock(NumpyRunner)
     runner.name, runner.text = "numpy", lambda ids, n: np.asarray(after[ids][:n])
     tokens = GreedyJudge("m", runner, (7,), Margins(with_gap(gap), None, MOVED))
-    row = tokens.row("12", "generation", "witness", tokens.text((), 2), want)
-    assert row.verdict == verdict
-    assert_tells(row.note, "token 0", f"{MOVED:.1e}")
+    comparison = tokens.comparison("12", "generation", "witness", tokens.text((), 2), expected)
+    assert comparison.verdict == verdict
+    assert_tells(comparison.note, "token 0", f"{MOVED:.1e}")
 
 
 def test_flips_move_as_far_as_the_variances_of_both_tokens_say():

@@ -43,7 +43,7 @@ def test_a_damaged_file_is_refused(tmp_path: Path, damage):
         read_arrays(file)
 
 
-def test_a_failed_write_leaves_what_was_there(tmp_path: Path):
+def test_write_arrays_failure_keeps_the_old_file(tmp_path: Path):
     file = tmp_path / f"a{SUFFIX}"
     write_arrays(file, ARRAYS)
     before = file.read_bytes()

@@ -27,15 +27,15 @@ def weights(tmp_path: Path) -> SharedWeights:
     return SharedWeights(open_weights(write_model(NAME, tmp_path)).using(GGML))
 
 
-def rows(weights: SharedWeights, *, shared: bool = True) -> list[Comparison]:
+def comparisons(weights: SharedWeights, *, shared: bool = True) -> list[Comparison]:
     same = weights if shared else open_weights(weights.path).using(GGML, packed=True)
     suite = suite_of(NAME, same, quantised_golden())
-    runner = GgmlRunner(same, {CASE: quantised_golden().traces[NAME]}, {CASE: suite.limits(CASE)})
+    runner = GgmlRunner(same, {CASE: quantised_golden().traces[NAME]}, {CASE: suite.tolerances(CASE)})
     return [*suite.stage_rows(runner), *suite.decode_rows(runner)]
 
 
 def test_rows_are_those_of_passes_that_share_nothing(weights: SharedWeights):
-    assert [row.record() for row in rows(weights)] == [row.record() for row in rows(weights, shared=False)]
+    assert [c.record() for c in comparisons(weights)] == [c.record() for c in comparisons(weights, shared=False)]
 
 
 def test_a_matrix_is_decoded_as_often_as_one_pass_comes_by(weights: SharedWeights, monkeypatch: pytest.MonkeyPatch):
@@ -43,7 +43,7 @@ def test_a_matrix_is_decoded_as_often_as_one_pass_comes_by(weights: SharedWeight
     right = Packed.decode
     monkeypatch.setattr(Packed, "decode", lambda self: decoded.update([self.name]) or right(self))
     weights._kept._say = told.append
-    rows(weights)
+    comparisons(weights)
     assert set(decoded.values()) == {4}  # stages and decoding, each with passes that come by twice
     n = weights.config.n_layers
     assert [line.split(",")[:2] for line in told] == [
@@ -58,11 +58,11 @@ def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(
     right = Packed.decode
     spoilt = "blk.1.ffn_up.weight"
     monkeypatch.setattr(Packed, "decode", lambda self: right(self) * np.float32(1 + 1e-3 * (self.name == spoilt)))
-    red = {(row.stage, row.layer) for row in rows(weights) if row.mode == "isolated" and row.verdict == FAIL}
+    red = {(c.stage, c.layer) for c in comparisons(weights) if c.mode == "isolated" and c.verdict == FAIL}
     assert red == {("ffn_up", 1)}
 
 
 def test_alone_nothing_is_kept(weights: SharedWeights):
     suite = suite_of(NAME, weights, quantised_golden())
-    suite.limits(CASE).chained("logits")
+    suite.tolerances(CASE).chained("logits")
     assert not weights._kept.matrices

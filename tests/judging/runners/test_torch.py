@@ -28,12 +28,12 @@ NAME = "micro-qwen3"
 HALF, SINGLE = "torch-cpu-bfloat16", "torch-cpu-float32"
 
 
-def rows(
-    runner: TorchRunner, kind: str = "stage_rows", evidence: dict[str, EngineOutput] | None = None
+def comparisons(
+    runner: TorchRunner, kind: str = "stage_rows", engine_outputs: dict[str, EngineOutput] | None = None
 ) -> list[Comparison]:
     golden = golden_of(NAME)
     near = {"near": golden.cases["near"]}
-    suite = ForwardSuite(NAME, weights_of(NAME), near, evidence or dict(golden.evidence), golden.truth)
+    suite = ForwardSuite(NAME, weights_of(NAME), near, engine_outputs or dict(golden.engine_outputs), golden.reference)
     return list(getattr(suite, kind)(runner))
 
 
@@ -67,8 +67,8 @@ def test_a_state_that_is_not_forgotten_fails(monkeypatch: pytest.MonkeyPatch):
     golden, name = golden_of("micro-qwen3-next"), "micro-qwen3-next"
     runner = TorchRunner(weights_of(name), on(SINGLE), VARIANTS[""], SINGLE)
     monkeypatch.setattr(Cache, "forget", lambda self: None)
-    suite = ForwardSuite(name, weights_of(name), golden.cases, golden.evidence, golden.truth)
-    assert any(row.verdict == FAIL and row.mode == "decode" for row in suite.rows(runner))
+    suite = ForwardSuite(name, weights_of(name), golden.cases, golden.engine_outputs, golden.reference)
+    assert any(c.verdict == FAIL and c.mode == "decode" for c in suite.comparisons(runner))
 
 
 def test_a_model_in_another_dtype_than_the_target_is_refused():
@@ -83,17 +83,17 @@ def test_a_stage_in_another_dtype_is_no_run_of_the_target():
         norm.forward = lambda x, right=norm.forward: right(x).float()
 
     with refuses(CheckpointMismatch, expected=("torch.bfloat16", "cpu"), got="torch.float32", where="final_norm"):
-        rows(with_model(HALF, widen))
+        comparisons(with_model(HALF, widen))
 
 
-def test_a_leaf_that_shows_less_than_it_should_is_not_passed_over():
+def test_kernel_that_omits_a_stage_is_refused():
     def silence(model: TorchModel) -> None:
         for layer in model.module.model.layers:
             attention: Any = layer.self_attn
             attention.rotate = lambda *given, right=attention.rotate: right(*given[:-1], lambda name, stage: stage)
 
     with refuses(CheckpointMismatch, "l0.k_cache", where=(NAME, "changed")):
-        rows(with_model(SINGLE, silence))
+        comparisons(with_model(SINGLE, silence))
 
 
 def test_a_stage_of_another_shape_fails_instead_of_being_broadcast():
@@ -101,62 +101,62 @@ def test_a_stage_of_another_shape_fails_instead_of_being_broadcast():
         head = model.module.lm_head
         head.forward = lambda x, right=head.forward: right(x)[..., :1]
 
-    bad = [row for row in rows(with_model(SINGLE, cut)) if row.verdict == FAIL]
-    assert {row.stage for row in bad} == {"logits"}
-    assert all(row.note.startswith("shape: ") and "got (12, 1)" in row.note for row in bad)
+    bad = [c for c in comparisons(with_model(SINGLE, cut)) if c.verdict == FAIL]
+    assert {c.stage for c in bad} == {"logits"}
+    assert all(c.note.startswith("shape: ") and "got (12, 1)" in c.note for c in bad)
 
 
 @pytest.mark.parametrize("suffix", ["", "-batch"])
 def test_isolated_stages_are_fed_the_golden_and_not_our_own(suffix: str):
-    golden = golden_of(NAME).evidence["llamacpp"]
+    golden = golden_of(NAME).engine_outputs["llamacpp"]
     trace = dict(golden.traces["near"])
     trace["l0.attn_out"] = trace["l0.attn_out"] * 2
     changed = replace(golden, traces={"near": trace})
-    made = rows(sound(SINGLE, suffix), evidence={"llamacpp": changed})
-    bad = {(row.stage, row.layer) for row in made if row.mode == "isolated" and row.verdict == FAIL}
+    made = comparisons(sound(SINGLE, suffix), engine_outputs={"llamacpp": changed})
+    bad = {(c.stage, c.layer) for c in made if c.mode == "isolated" and c.verdict == FAIL}
     assert bad == {("attn_out", 0), ("attn_residual", 0)}  # what is made from it is fed the golden's residual again
 
 
 def test_in_half_precision_a_factor_of_one_per_cent_fails_its_isolated_stage_alone():
-    def plant(model: TorchModel) -> None:
+    def inject(model: TorchModel) -> None:
         for layer in model.module.model.layers:
             mlp: Any = layer.mlp
             mlp.act = lambda gate, up, right=mlp.act: 1.01 * right(gate, up)
 
-    made = [row for row in rows(with_model(HALF, plant)) if row.mode == "isolated"]
-    assert {(row.stage, row.verdict) for row in made if row.stage == "ffn_act"} == {("ffn_act", FAIL)}
-    assert {row.stage for row in made if row.verdict == FAIL} == {"ffn_act"}
-    for row in (row for row in made if row.verdict == FAIL):
-        assert row.error <= row.tolerance
-        assert 1.008 < row.common_factor < 1.012
-        assert row.tolerance_factor < 0.009
-        assert_tells(row.note, f"{row.common_factor:.4f}", f"{row.tolerance_factor:.4f}")
-        assert {"common_factor", "tolerance_factor"} <= row.record().keys()
+    made = [c for c in comparisons(with_model(HALF, inject)) if c.mode == "isolated"]
+    assert {(c.stage, c.verdict) for c in made if c.stage == "ffn_act"} == {("ffn_act", FAIL)}
+    assert {c.stage for c in made if c.verdict == FAIL} == {"ffn_act"}
+    for comparison in (c for c in made if c.verdict == FAIL):
+        assert comparison.error <= comparison.tolerance
+        assert 1.008 < comparison.common_factor < 1.012
+        assert comparison.tolerance_factor < 0.009
+        assert_tells(comparison.note, f"{comparison.common_factor:.4f}", f"{comparison.tolerance_factor:.4f}")
+        assert {"common_factor", "tolerance_factor"} <= comparison.record().keys()
 
 
 @pytest.mark.parametrize("target", [SINGLE, HALF])
-def test_common_factor_is_shown_where_it_is_judged(target: str):
-    for row in rows(sound(target)):
-        judged = target == HALF and row.mode == "isolated"
-        assert row.verdict != FAIL
-        assert judged == (abs(row.common_factor - 1) <= row.tolerance_factor), row
-        assert judged or math.isnan(row.common_factor)
+def test_common_factor_is_shown_only_where_it_is_compared(target: str):
+    for comparison in comparisons(sound(target)):
+        has_factor = target == HALF and comparison.mode == "isolated"
+        assert comparison.verdict != FAIL
+        assert has_factor == (abs(comparison.common_factor - 1) <= comparison.tolerance_factor), comparison
+        assert has_factor or math.isnan(comparison.common_factor)
 
 
 def test_in_half_precision_a_near_tie_is_shown_with_its_gap():
-    judged = {row.stage: row for row in rows(sound(HALF), "sampler_rows") if row.producer == "llamacpp"}
+    by_stage = {c.stage: c for c in comparisons(sound(HALF), "sampler_rows") if c.engine == "llamacpp"}
     for stage in ("argmax", "generation"):
-        assert judged[stage].verdict == TIE
-        assert re.fullmatch(r"token 0: .*, got .* 2.5e-03, .* 1.9e-01", judged[stage].note)
+        assert by_stage[stage].verdict == TIE
+        assert re.fullmatch(r"token 0: .*, got .* 2.5e-03, .* 1.9e-01", by_stage[stage].note)
 
 
 @pytest.mark.parametrize("target", [SINGLE, HALF])
 def test_another_greedy_token_fails_unless_it_is_as_likely(target: str):
-    golden = golden_of(NAME).evidence["llamacpp"]
+    golden = golden_of(NAME).engine_outputs["llamacpp"]
     other = golden.greedy.copy()
     other[3] += 1
-    made = rows(sound(target), "sampler_rows", {"llamacpp": replace(golden, greedy=other)})
-    assert [row.stage for row in made if row.verdict == FAIL] == ["generation"]
+    made = comparisons(sound(target), "sampler_rows", {"llamacpp": replace(golden, greedy=other)})
+    assert [c.stage for c in made if c.verdict == FAIL] == ["generation"]
 
 
 @pytest.mark.parametrize("broken", [lambda text: text[::-1], lambda text: text[:-1]], ids=["wrong", "too short"])
@@ -172,20 +172,20 @@ def test_a_text_that_goes_wrong_or_ends_too_soon_fails(
         return broken(made) if anew == (len(prompt) > n) else made
 
     monkeypatch.setattr(TorchRunner, "text", text)
-    assert {row.verdict for row in rows(sound(HALF), "sampler_rows") if row.stage == "generation"} == {FAIL}
+    assert {c.verdict for c in comparisons(sound(HALF), "sampler_rows") if c.stage == "generation"} == {FAIL}
 
 
 def test_fused_attention_has_a_limit_of_its_own_derived_as_all_are():
-    fused = rows(sound(SINGLE, "-sdpa"))
-    plainly = {(row.stage, row.layer, row.mode): row.tolerance for row in rows(sound(SINGLE))}
-    for row in fused:
-        one, other = row.tolerance, plainly[row.stage, row.layer, row.mode]
-        alone = (row.stage, row.mode) == ("attn_context", "isolated")
+    fused = comparisons(sound(SINGLE, "-sdpa"))
+    plainly = {(c.stage, c.layer, c.mode): c.tolerance for c in comparisons(sound(SINGLE))}
+    for comparison in fused:
+        one, other = comparison.tolerance, plainly[comparison.stage, comparison.layer, comparison.mode]
+        alone = (comparison.stage, comparison.mode) == ("attn_context", "isolated")
         assert (other < one <= 10 * other) if alone else one == other
-    assert {row.verdict for row in fused} == {PASS}
+    assert {c.verdict for c in fused} == {PASS}
 
 
-def test_compiled_and_packed_variants_are_judged_where_there_are_such():
+def test_compiled_and_packed_variants_are_checked_only_if_present():
     assert variants_for(on(SINGLE), weights_of(NAME)) == [s for s in VARIANTS if s not in ("-compiled", "-packed")]
 
 
@@ -194,4 +194,4 @@ def test_reproducible_attention_shows_its_scores_unless_it_is_compiled(target: s
     runner = sound(target, "-reproducible")
     is_compiled = library() is not None and target == HALF
     assert runner.hidden == (SCORES if is_compiled else frozenset())
-    assert {row.verdict for row in rows(runner)} <= {PASS, TIE}
+    assert {c.verdict for c in comparisons(runner)} <= {PASS, TIE}

@@ -11,7 +11,7 @@ from llorch.families.config import ModelConfig
 from llorch.families.layers import DeltaNet, Layer
 from llorch.files import Weights
 from llorch.judging.runners.numpy import run
-from llorch.judging.tolerances.forward import Limits, variances
+from llorch.judging.tolerances.forward import ForwardTolerances, variances
 from llorch.judging.tolerances.rounding import CHAINED
 from llorch.model.blocks.delta_net import delta_net
 from llorch.model.cache import DeltaState
@@ -81,8 +81,8 @@ def spread() -> dict[str, np.ndarray]:
 
 
 @cache
-def limits() -> Limits:
-    return Limits(weights(np.float64), NEAR, golden())
+def tolerances() -> ForwardTolerances:
+    return ForwardTolerances(weights(np.float64), NEAR, golden())
 
 
 def silu(x: np.ndarray) -> np.ndarray:
@@ -178,20 +178,20 @@ def _part_of(source: str, output: str) -> np.ndarray:
 
 
 def test_a_copy_is_exact_and_a_float32_run_stays_within_what_is_derived():
-    assert limits().isolated("l0.conv_state") == EXACT
+    assert tolerances().isolated("l0.conv_state") == EXACT
     for fed in (None, {name: array.astype(np.float32) for name, array in golden().items()}):
         trace = run(weights(np.float32), NEAR, golden=fed)
         for name, stage, _ in keys(CONFIG):
-            allowed = limits().chained(name) if fed is None else limits().isolated(name)
-            want = golden()[name] if fed is None else fed[name].astype(np.float64)
-            apart = measure(trace[name].astype(np.float64), want, masked=stage.masked, token_axis=token_axis(stage))
+            allowed = tolerances().chained(name) if fed is None else tolerances().isolated(name)
+            expected = golden()[name] if fed is None else fed[name].astype(np.float64)
+            apart = measure(trace[name].astype(np.float64), expected, masked=stage.masked, token_axis=token_axis(stage))
             assert apart.within(allowed), f"{name}: {apart.describe()} {allowed}"
 
 
 @pytest.mark.parametrize("name", ["l0.conv_out", "l0.k_l2", "l0.delta_out", "l0.delta_state", "l0.gated_norm"])
-def test_what_is_granted_is_what_float32_costs_and_no_more(name: str):
-    assert 1e-7 < limits().isolated(name).error < 2e-5
-    assert limits().chained(name).error < 1e-4
+def test_delta_net_tolerance_is_close_to_the_float32_cost(name: str):
+    assert 1e-7 < tolerances().isolated(name).error < 2e-5
+    assert tolerances().chained(name).error < 1e-4
 
 
 def test_a_second_pass_is_derived_with_what_the_first_one_left():

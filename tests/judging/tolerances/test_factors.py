@@ -10,7 +10,7 @@ import pytest
 from runs.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.judging.tolerances.factors import limit_of_factor
-from llorch.judging.tolerances.forward import Limits
+from llorch.judging.tolerances.forward import ForwardTolerances
 from llorch.judging.tolerances.rounding import ARITHMETICS
 from llorch.stages.comparison import FACTOR, Tolerance, measure
 from llorch.stages.table import BY_NAME
@@ -19,7 +19,7 @@ MODEL = "micro-qwen3"
 HALF = "bfloat16"
 UNIT = ARITHMETICS[HALF].unit
 CONFIG = weights_of(MODEL).config
-TRACE = golden_of(MODEL).truth.evidence.traces["near"]
+TRACE = golden_of(MODEL).reference.engine_output.traces["near"]
 WEIGHTS = weights_of(MODEL).layer(1)
 EPS = CONFIG.rms_norm_eps
 
@@ -76,7 +76,7 @@ def test_limit_of_factor_grants_one_rounded_scale_of_the_whole_array(dtype: str)
     assert made == unit
 
 
-def test_limit_of_factor_leaves_out_masked_scores():
+def test_limit_of_factor_ignores_masked_scores():
     golden = np.where(np.tril(np.ones((8, 8))) > 0, ones("attn_scores"), -np.inf)
     variance = np.where(np.isfinite(golden), np.square(100 * UNIT), 1e9)
     made = limit_of_factor(golden, variance, BY_NAME["attn_scores"], CONFIG, ARITHMETICS[HALF], fused=False)
@@ -84,15 +84,15 @@ def test_limit_of_factor_leaves_out_masked_scores():
 
 
 @cache
-def limits(dtype: str) -> Limits:
-    return suite_of(MODEL).limits("near", dtype)
+def tolerances(dtype: str) -> ForwardTolerances:
+    return suite_of(MODEL).tolerances("near", dtype)
 
 
 def test_isolated_limits_of_half_precision_alone_have_a_factor():
     for name, array in TRACE.items():
-        assert limits("float32").isolated(name).common_factor is None
-        assert limits(HALF).chained(name).common_factor is None
-        factor = limits(HALF).isolated(name).common_factor
+        assert tolerances("float32").isolated(name).common_factor is None
+        assert tolerances(HALF).chained(name).common_factor is None
+        factor = tolerances(HALF).isolated(name).common_factor
         assert factor is not None, name
         assert factor < 0.009, (name, array.shape)
 
@@ -131,25 +131,25 @@ def drawn(name: str, seed: int, dtype: str, factor: float = 1.0) -> np.ndarray:
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("name", OPS)
 def test_factor_of_drawn_roundings_passes_and_of_one_per_cent_fails(name: str, dtype: str):
-    granted = Tolerance(math.inf, math.inf, common_factor=limits(dtype).isolated(name).common_factor)
+    tolerance = Tolerance(math.inf, math.inf, common_factor=tolerances(dtype).isolated(name).common_factor)
     for seed in range(20):
         right = measure(drawn(name, seed, dtype), TRACE[name])
-        assert right.over(granted) < 0.6
+        assert right.over(tolerance) < 0.6
         for factor in (1.01, 0.99):
-            assert not measure(drawn(name, seed, dtype, factor), TRACE[name]).within(granted)
+            assert not measure(drawn(name, seed, dtype, factor), TRACE[name]).within(tolerance)
 
 
 @pytest.mark.parametrize("change", [lambda a: -a, lambda a: np.roll(a, 1, axis=-1)], ids=["sign", "permutation"])
-def test_sign_and_permutation_fail_without_a_judged_factor(change: Any):
-    granted = replace(limits(HALF).isolated("l1.ffn_act"), common_factor=None)
-    assert measure(change(TRACE["l1.ffn_act"]), TRACE["l1.ffn_act"]).over(granted) > 10
+def test_sign_and_permutation_fail_without_a_common_factor(change: Any):
+    tolerance = replace(tolerances(HALF).isolated("l1.ffn_act"), common_factor=None)
+    assert measure(change(TRACE["l1.ffn_act"]), TRACE["l1.ffn_act"]).over(tolerance) > 10
 
 
 def test_limit_of_factor_does_not_follow_a_wrong_golden():
     name = "l1.ffn_gate"
     case = golden_of(MODEL).cases["near"]
-    wrong = Limits(weights_of(MODEL), case, {**TRACE, name: 1.1 * TRACE[name]}, ARITHMETICS[HALF])
-    before, after = (made.isolated(name).common_factor for made in (limits(HALF), wrong))
+    wrong = ForwardTolerances(weights_of(MODEL), case, {**TRACE, name: 1.1 * TRACE[name]}, ARITHMETICS[HALF])
+    before, after = (made.isolated(name).common_factor for made in (tolerances(HALF), wrong))
     assert before is not None
     assert after is not None
     assert after <= 1.01 * before

@@ -10,15 +10,15 @@ import numpy as np
 import pytest
 from runs.stored_goldens import golden_of, weights_of
 
-from llorch.engines import open_producer
+from llorch.engines import open_engine
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import matrix_bytes
 from llorch.judging.tolerances.forward import (
     MATHEMATICS,
-    Limits,
-    limit,
+    ForwardTolerances,
+    derive_tolerance,
     product_error,
     rounded,
     squared_terms,
@@ -34,7 +34,7 @@ COPIES = ["embed", "l0.k_cache", "l1.v_cache"]
 SUMS = ["l0.attn_residual", "l1.block_out"]
 WEIGHTS, GOLDEN = weights_of("micro-llama"), golden_of("micro-llama")
 GAIN = WEIGHTS.layer(0)["ffn_norm"]
-NEAR, TRACE = GOLDEN.cases["near"], GOLDEN.evidence["llamacpp"].traces["near"]
+NEAR, TRACE = GOLDEN.cases["near"], GOLDEN.engine_outputs["llamacpp"].traces["near"]
 
 
 def operands(width: int) -> tuple[np.ndarray, np.ndarray]:
@@ -42,7 +42,7 @@ def operands(width: int) -> tuple[np.ndarray, np.ndarray]:
     return rng.normal(0, 1, (4, width)).astype(np.float32), rng.normal(0, 1, (64, width)).astype(np.float32)
 
 
-def granted(x: np.ndarray, w: np.ndarray) -> float:
+def product_tolerance(x: np.ndarray, w: np.ndarray) -> float:
     return product_error(x, w, x @ w.T, FLOAT32)
 
 
@@ -53,14 +53,14 @@ def matrix(kind: GGMLType, heads: int = 0) -> Matrix:
 
 
 def test_the_limit_of_a_product_grows_with_the_root_of_its_width():
-    narrow, wide = (granted(*operands(width)) for width in (4096, 16384))
+    narrow, wide = (product_tolerance(*operands(width)) for width in (4096, 16384))
     assert wide == pytest.approx(2 * narrow, rel=0.1)
     assert narrow == pytest.approx(4 * 2**0.5 * 2**-24 * (4096 / 48 + 4096 / 72) ** 0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("rows", [1, 2, 5, 64])
 @pytest.mark.parametrize("width", [96, 192, 576, 1536])
-def test_a_product_of_numpy_is_off_by_less_than_two_thirds_of_what_is_granted(width: int, rows: int):
+def test_numpy_product_error_is_below_two_thirds_of_the_tolerance(width: int, rows: int):
     x, w = np.random.default_rng(0).standard_normal((2, 256, width)).astype(np.float32)
     x = x[:rows]
     exact = x.astype(np.float64) @ w.astype(np.float64).T
@@ -72,14 +72,14 @@ def test_a_product_of_numpy_is_off_by_less_than_two_thirds_of_what_is_granted(wi
 def test_terms_that_cancel_are_counted():
     x, w = operands(512)
     cancelling = np.concatenate([x, -x], axis=1), np.concatenate([w, w * np.float32(1.001)], axis=1)
-    assert granted(*cancelling) > 100 * granted(x, w)
+    assert product_tolerance(*cancelling) > 100 * product_tolerance(x, w)
 
 
-def test_terms_that_all_add_up_are_granted_what_they_cost():
+def test_tolerance_of_terms_of_one_sign_covers_the_error():
     x, w = (np.abs(array) for array in operands(4096))
     y, true = x @ w.T, x.astype(np.float64) @ w.T.astype(np.float64)
-    assert np.linalg.norm(y - true) / np.linalg.norm(true) < granted(x, w)
-    assert granted(x, w) == pytest.approx(4 * 2**0.5 * 2**-24 * (4096 / 72) ** 0.5, rel=0.1)
+    assert np.linalg.norm(y - true) / np.linalg.norm(true) < product_tolerance(x, w)
+    assert product_tolerance(x, w) == pytest.approx(4 * 2**0.5 * 2**-24 * (4096 / 72) ** 0.5, rel=0.1)
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q4_1, GGMLType.Q5_1, GGMLType.Q2_K, GGMLType.Q4_K, GGMLType.Q5_K])
@@ -113,44 +113,44 @@ def sums_in_one_lane(n_rows: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
 
 
 @pytest.mark.parametrize(("n_rows", "least"), [(1, 0.25), (2, 0.2), (6, 0.15), (48, 0.25)])
-def test_a_row_of_few_numbers_is_granted_what_one_of_them_may_be_off(n_rows: int, least: float):
-    got, want, spread = sums_in_one_lane(n_rows)
-    granted = limit(want, spread, BY_NAME["b_in"])
-    off = measure(got.astype(np.float64), want, token_axis=0)
-    assert off.within(granted)
+def test_tolerance_of_short_rows_covers_the_error_of_one_element(n_rows: int, least: float):
+    actual, expected, spread = sums_in_one_lane(n_rows)
+    tolerance = derive_tolerance(expected, spread, BY_NAME["b_in"])
+    off = measure(actual.astype(np.float64), expected, token_axis=0)
+    assert off.within(tolerance)
     assert off.tokens is not None
-    assert float((off.tokens / granted.tokens).max()) > least
+    assert float((off.tokens / tolerance.tokens).max()) > least
 
 
-def test_a_row_of_many_numbers_is_granted_four_roots_and_no_more():
-    granted = limit(np.ones((3, 16)), np.full((3, 16), 1e-6), BY_NAME["b_in"])
-    np.testing.assert_allclose([granted.error, *np.asarray(granted.tokens)], 4e-3)
+def test_tolerance_of_long_rows_is_four_standard_deviations():
+    tolerance = derive_tolerance(np.ones((3, 16)), np.full((3, 16), 1e-6), BY_NAME["b_in"])
+    np.testing.assert_allclose([tolerance.error, *np.asarray(tolerance.tokens)], 4e-3)
 
 
 @cache
-def limits(dtype: str = "float32") -> Limits:
-    return Limits(WEIGHTS, NEAR, TRACE, ARITHMETICS[dtype])
+def tolerances(dtype: str = "float32") -> ForwardTolerances:
+    return ForwardTolerances(WEIGHTS, NEAR, TRACE, ARITHMETICS[dtype])
 
 
 @pytest.mark.parametrize("name", COPIES)
 def test_copies_are_exact_on_the_same_float32_input(name: str):
-    assert limits().isolated(name) == EXACT != limits("bfloat16").isolated(name)
-    assert (limits().chained(name) == EXACT) == (name == "embed")
+    assert tolerances().isolated(name) == EXACT != tolerances("bfloat16").isolated(name)
+    assert (tolerances().chained(name) == EXACT) == (name == "embed")
 
 
 @pytest.mark.parametrize("name", SUMS)
-def test_sums_of_two_are_granted_the_least(name: str):
-    assert limits().isolated(name).error == FLOOR
+def test_tolerance_of_sums_of_two_is_the_minimum(name: str):
+    assert tolerances().isolated(name).error == FLOOR
 
 
 @pytest.mark.parametrize(
     ("name", "given", "weight"),
     [("l1.q_proj", "l1.attn_norm", "layers.1.q_proj"), ("l1.ffn_out", "l1.ffn_act", "layers.1.down_proj")],
 )
-def test_isolated_a_product_is_granted_its_own_sum_alone(name: str, given: str, weight: str):
+def test_isolated_product_tolerance_covers_only_its_sum(name: str, given: str, weight: str):
     own = product_error(TRACE[given], WEIGHTS[weight], TRACE[name], FLOAT32)
-    assert limits().isolated(name).error == pytest.approx(own, rel=1e-3)
-    assert limits().chained(name).error > 2 * own
+    assert tolerances().isolated(name).error == pytest.approx(own, rel=1e-3)
+    assert tolerances().chained(name).error > 2 * own
 
 
 def product(gate_input: np.ndarray) -> np.ndarray:
@@ -222,11 +222,11 @@ def test_the_error_of_a_channel_much_larger_than_others_goes_with_the_whole_toke
 
 def test_in_float64_it_is_1e_12_but_of_one_token_whose_terms_cancel():
     last = len(NEAR.ids) - 1
-    assert {limits().in_float64(name, start) for name in TRACE for start in (0, 5, last)} == {MATHEMATICS}
+    assert {tolerances().in_float64(name, start) for name in TRACE for start in (0, 5, last)} == {MATHEMATICS}
     for share, least, most in ((3e-3, 1e-12, 1e-11), (1e-6, 1e-11, 1e-11)):
         near_nothing = TRACE["l1.ffn_gate"].copy()
         near_nothing[-1] *= share  # as if the products of the last token cancelled each other
-        made = Limits(WEIGHTS, NEAR, {**TRACE, "l1.ffn_gate": near_nothing})
+        made = ForwardTolerances(WEIGHTS, NEAR, {**TRACE, "l1.ffn_gate": near_nothing})
         assert made.in_float64("l1.ffn_gate", last - 1) == MATHEMATICS
         alone = made.in_float64("l1.ffn_gate", last)
         assert (alone.worst, alone.tokens) == (MATHEMATICS.worst, MATHEMATICS.tokens)
@@ -237,7 +237,7 @@ def test_in_float64_it_is_1e_12_but_of_one_token_whose_terms_cancel():
 def test_an_error_that_all_tokens_share_goes_through_attention_whole_in_half_precision(dtype: Any):
     """A weight that is rounded is off by the same for all of them, and a mean over 19 tokens does not shrink that."""
     weights, golden = stored("micro-mistral")
-    trace = golden.evidence["transformers"].traces["near"]
+    trace = golden.engine_outputs["transformers"].traces["near"]
     made = variances(weights, golden.cases["near"], trace, lambda key: ARITHMETICS[dtype])
     spread = {name: array[CHAINED] for name, array in made}
     off = np.sqrt(spread["l1.v_cache"]).repeat(weights.config.group_size, axis=0)
@@ -248,16 +248,16 @@ def test_an_error_that_all_tokens_share_goes_through_attention_whole_in_half_pre
 def test_limits_are_made_of_the_golden_and_not_of_what_ours_computes(monkeypatch: pytest.MonkeyPatch):
     for place in ("llorch.model.blocks.forward", "llorch.judging.runners.numpy.forward"):
         monkeypatch.setattr(place, None)
-    again = Limits(WEIGHTS, NEAR, TRACE)
-    assert all(again.isolated(name) == limits().isolated(name) for name in TRACE)
-    assert all(again.chained(name) == limits().chained(name) for name in TRACE)
+    again = ForwardTolerances(WEIGHTS, NEAR, TRACE)
+    assert all(again.isolated(name) == tolerances().isolated(name) for name in TRACE)
+    assert all(again.chained(name) == tolerances().chained(name) for name in TRACE)
 
 
 @pytest.mark.parametrize("name", ["l0.attn_norm", "l0.ffn_act", "l1.attn_context", "logits"])
 def test_a_golden_that_is_wrong_does_not_widen_its_limit(name: str):
-    wrong = Limits(WEIGHTS, NEAR, {**TRACE, name: 1.1 * TRACE[name]})
+    wrong = ForwardTolerances(WEIGHTS, NEAR, {**TRACE, name: 1.1 * TRACE[name]})
     for mode in ("isolated", "chained"):
-        before, after = (getattr(made, mode)(name) for made in (limits(), wrong))
+        before, after = (getattr(made, mode)(name) for made in (tolerances(), wrong))
         assert after.error <= 1.01 * before.error
         assert after.worst <= 1.01 * before.worst
         assert (after.tokens <= 1.01 * before.tokens).all()
@@ -268,11 +268,11 @@ def test_a_golden_that_is_wrong_does_not_widen_its_limit(name: str):
 @pytest.mark.parametrize("engine", ["llamacpp", "transformers"])
 def test_engines_of_others_in_half_precision_stay_within_what_is_derived(engine: Any, dtype: Any):
     """They round in other places than we do, and oftener; what is derived must hold for every right run."""
-    with open_producer(engine, WEIGHTS.path, dtype=dtype) as producer:
+    with open_engine(engine, WEIGHTS.path, dtype=dtype) as engine_name:
         for case, this in GOLDEN.cases.items():
-            true = GOLDEN.truth.evidence.traces[case]
-            made = Limits(WEIGHTS, this, true, ARITHMETICS[dtype])
-            shown = producer.trace(this.ids, first_position=this.first_position)
+            true = GOLDEN.reference.engine_output.traces[case]
+            made = ForwardTolerances(WEIGHTS, this, true, ARITHMETICS[dtype])
+            shown = engine_name.trace(this.ids, first_position=this.first_position)
             for name, stage, _ in keys(WEIGHTS.config):
                 theirs, axis = shown[name].astype(np.float64), token_axis(stage)
                 apart = measure(theirs, true[name], masked=stage.masked, token_axis=axis)

@@ -56,8 +56,8 @@ def traced(weights: Weights) -> tuple[dict[str, np.ndarray], dict[str, np.ndarra
     return trace, backward(d_logits, IDS, trace, weights)
 
 
-def assert_change(ahead: float, behind: float, want: float, name: str) -> None:
-    assert (ahead - behind) / (2 * STEP) == pytest.approx(want, rel=1e-5, abs=5e-8), name
+def assert_change(ahead: float, behind: float, expected: float, name: str) -> None:
+    assert (ahead - behind) / (2 * STEP) == pytest.approx(expected, rel=1e-5, abs=5e-8), name
 
 
 @pytest.mark.nightly_cases(but=["smollm3"])
@@ -70,8 +70,8 @@ def test_the_gradient_of_every_stage_is_how_the_loss_changes_when_the_stage_does
     for name in sorted(trace.keys() - none):
         assert grads[name].shape == trace[name].shape
         direction = rng.normal(size=trace[name].shape) * STEP
-        want = float((grads[name] * direction).sum()) / STEP
-        assert_change(loss(run, {name: direction}), loss(run, {name: -direction}), want, name)
+        expected = float((grads[name] * direction).sum()) / STEP
+        assert_change(loss(run, {name: direction}), loss(run, {name: -direction}), expected, name)
 
 
 def test_the_gradient_of_every_tensor_is_how_the_loss_changes_when_the_tensor_does(weights, adapter, rng):

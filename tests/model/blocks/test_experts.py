@@ -54,15 +54,15 @@ def test_transformers_block_in_float64(kind: str, normalised: bool, k: int) -> N
     block, weights = block_of(kind, num_experts_per_tok=k, norm_topk_prob=normalised)
     h, trace = np.random.default_rng(k).normal(size=(SEQ, HIDDEN)), dict[str, np.ndarray]()
     with float64_everywhere(), torch.no_grad():
-        want = block(torch.from_numpy(h)[None])[0].numpy()
+        expected = block(torch.from_numpy(h)[None])[0].numpy()
         _, theirs, ids = block.gate(torch.from_numpy(h))
     shared = SHARED if kind == "Qwen2Moe" else 0
     settings = Experts(
         n_experts=N, n_experts_per_token=k, expert_size=INTER, shared_size=shared, shared_gate=shared > 0,
         norm_topk_prob=normalised,
     )  # fmt: skip
-    got = experts(h, weights, lambda name, array: trace.setdefault(name, array), settings=settings)
-    assert np.abs(got - want).max() < 1e-12 * np.abs(want).max()
+    actual = experts(h, weights, lambda name, array: trace.setdefault(name, array), settings=settings)
+    assert np.abs(actual - expected).max() < 1e-12 * np.abs(expected).max()
     np.testing.assert_array_equal(trace["topk_ids"], ids.numpy())
     np.testing.assert_allclose(trace["topk_weights"], theirs.numpy(), rtol=1e-13)
     assert trace["expert_act"].shape == (SEQ, k, INTER)

@@ -119,10 +119,10 @@ def test_a_delta_net_is_that_of_transformers_however_it_is_cut(theirs, cuts):
     h, memory = np.random.default_rng(1).normal(size=(SEQ, 40)) * 2, DeltaState.empty(NET, np.float64)
     cache = transformers.DynamicCache(config=theirs.config)
     with float64_everywhere(), torch.no_grad():
-        want = theirs.mixer(torch.tensor(h[None]), cache_params=cache)[0].numpy()
-    got = [mixed(h[part], theirs.of_mixer, memory) for part in parts(SEQ, cuts)]
+        expected = theirs.mixer(torch.tensor(h[None]), cache_params=cache)[0].numpy()
+    actual = [mixed(h[part], theirs.of_mixer, memory) for part in parts(SEQ, cuts)]
     for ours, of_theirs in (
-        (np.concatenate(got), want),
+        (np.concatenate(actual), expected),
         (memory.conv, state(cache.get_conv_state(0)).T[-3:]),
         (memory.delta, state(cache.get_recurrent_state(0))),
     ):
@@ -156,10 +156,12 @@ def test_gated_attention_is_that_of_transformers(theirs, cuts):
     with float64_everywhere(), torch.no_grad():
         x, at = torch.tensor(h[None]), torch.tensor(positions[None])
         mask = torch.full((SEQ, SEQ), -torch.inf).triu(1)[None, None]
-        want = theirs.attention(x, theirs.rotary(x, at), mask)[0][0].numpy()
-    cache, got = KVCache(CONFIG, np.float64), list[np.ndarray]()
+        expected = theirs.attention(x, theirs.rotary(x, at), mask)[0][0].numpy()
+    cache, actual = KVCache(CONFIG, np.float64), list[np.ndarray]()
     for part in parts(SEQ, cuts):
         tables = rope_tables(positions[part], head_dim=CONFIG.rotated, theta=1e4, scaling=None)
-        got.append(gated_attention(h[part], theirs.of_attention, CONFIG, *tables, cache.memory(1), lambda name, x: x))
+        actual.append(
+            gated_attention(h[part], theirs.of_attention, CONFIG, *tables, cache.memory(1), lambda name, x: x)
+        )
         cache.advance(len(h[part]))
-    np.testing.assert_allclose(np.concatenate(got), want, rtol=0, atol=1e-12 * np.abs(want).max())
+    np.testing.assert_allclose(np.concatenate(actual), expected, rtol=0, atol=1e-12 * np.abs(expected).max())

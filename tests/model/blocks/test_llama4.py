@@ -31,12 +31,12 @@ def test_every_variant_is_that_of_transformers(tmp_path: Path, settings: dict):
         model = Llama4ForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
     ids = np.arange(30) * 7 % 104
     with float64_everywhere(), torch.no_grad():
-        want = model(torch.tensor(ids[None]), use_cache=True).logits[0].numpy()
+        expected = model(torch.tensor(ids[None]), use_cache=True).logits[0].numpy()
     weights = open_weights(folder).astype(np.float64)
     for parts in ([30], [9, 1, 20]):
         cache = KVCache(weights.config, np.float64)
-        got = np.concatenate([forward(part, weights, cache) for part in np.split(ids, np.cumsum(parts)[:-1])])
-        np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * np.abs(want).max())
+        actual = np.concatenate([forward(part, weights, cache) for part in np.split(ids, np.cumsum(parts)[:-1])])
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("how", ["plain", "sdpa", "reproducible", "batch"])
@@ -50,5 +50,5 @@ def test_torch_is_that_of_numpy_in_every_way_that_it_runs(tmp_path: Path, how: s
     runner = TorchRunner(weights, target("cpu", "float32"), VARIANTS[name], name)
     ids, shown = np.arange(30) * 7 % 104, dict[str, np.ndarray]()
     runner.chained("near", Pass(tuple(ids.tolist())), shown.__setitem__, n_cached=11)  # pyright: ignore
-    want = forward(ids, weights.astype(np.float64), KVCache(weights.config, np.float64))[11:]
-    np.testing.assert_allclose(shown["logits"], want, rtol=0, atol=2e-5 * np.abs(want).max())
+    expected = forward(ids, weights.astype(np.float64), KVCache(weights.config, np.float64))[11:]
+    np.testing.assert_allclose(shown["logits"], expected, rtol=0, atol=2e-5 * np.abs(expected).max())

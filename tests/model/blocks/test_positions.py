@@ -21,9 +21,9 @@ def both(request):
 def test_every_family_is_that_of_transformers(both, first, parts):
     model, weights = both
     ids, cache = np.arange(40) * 7 % 104, KVCache(weights.config, np.float64, first_position=first)
-    want = logits_of(model, ids, first)
-    got = np.concatenate([forward(part, weights, cache) for part in np.split(ids, np.cumsum(parts)[:-1])])
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * np.abs(want).max())
+    expected = logits_of(model, ids, first)
+    actual = np.concatenate([forward(part, weights, cache) for part in np.split(ids, np.cumsum(parts)[:-1])])
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 def test_a_window_counts_the_token_itself_and_a_chunk_starts_at_its_multiple():

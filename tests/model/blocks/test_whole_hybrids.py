@@ -37,10 +37,10 @@ def test_logits_are_those_of_transformers_in_float64(tmp_path: Path, family: str
         model = transformers.AutoModelForCausalLM.from_pretrained(
             folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
-        want = model(torch.tensor(ids[None]), use_cache=False).logits[0].numpy()
+        expected = model(torch.tensor(ids[None]), use_cache=False).logits[0].numpy()
     weights = open_weights(folder).astype(np.float64)
-    got = forward(ids, weights, KVCache(weights.config, np.float64))
-    np.testing.assert_allclose(got, want, rtol=0, atol=1e-12 * np.abs(want).max())
+    actual = forward(ids, weights, KVCache(weights.config, np.float64))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 @pytest.fixture(scope="module")
@@ -65,9 +65,9 @@ def test_a_prompt_longer_than_a_pass_is_cut_by_the_model(weights: Weights, monke
 
 
 @pytest.mark.parametrize("failing", ["embed", "l0.delta_state", "l2.gated_norm", "l3.k_cache", "logits"])
-def test_a_pass_that_fails_leaves_the_cache_as_it_was(weights: Weights, failing: str):
+def test_failed_pass_does_not_change_the_cache(weights: Weights, failing: str):
     ids, cache = ids_of(4, 90), KVCache(weights.config, np.float64)
-    want = forward(ids, weights, KVCache(weights.config, np.float64))[60:]
+    expected = forward(ids, weights, KVCache(weights.config, np.float64))[60:]
     forward(ids[:60], weights, cache)
 
     def keep(name: str, array: np.ndarray) -> np.ndarray:
@@ -77,7 +77,7 @@ def test_a_pass_that_fails_leaves_the_cache_as_it_was(weights: Weights, failing:
 
     with pytest.raises(KeyboardInterrupt):
         forward(ids[60:], weights, cache, keep=keep)
-    np.testing.assert_allclose(forward(ids[60:], weights, cache), want, rtol=0, atol=1e-12 * np.abs(want).max())
+    np.testing.assert_allclose(forward(ids[60:], weights, cache), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize(

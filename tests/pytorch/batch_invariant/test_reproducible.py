@@ -38,7 +38,7 @@ from llorch.pytorch.causal_lm import RMSNorm, keep_nothing
 from llorch.pytorch.causal_lm import swiglu as plain_swiglu
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.load import load_dense, load_packed
-from llorch.pytorch.lora import leaves
+from llorch.pytorch.lora import modules
 from llorch.pytorch.models import delta_net, delta_rule
 from llorch.pytorch.models.positions import HeadNorm
 from llorch.runtime.builtin import builtin_path
@@ -102,13 +102,13 @@ def test_the_plain_model_does_not_pass_this_test():
     assert len(hashes_when_cut(plain, plain.prompts()[3])) > 1
 
 
-def test_reproducible_logits_are_as_close_to_the_truth_as_the_plain_ones():
+def test_reproducible_logits_are_as_close_to_float64_as_default_ones():
     prompt = runner().prompts()[3]
     model = load("micro-qwen2")
     model.weights = model.weights.astype(np.float64)
-    truth = torch.from_numpy(model.forward(prompt))
+    reference = torch.from_numpy(model.forward(prompt))
     error = {
-        fixed: float((runner(fixed=fixed).passes(prompt, len(prompt)) - truth).norm() / truth.norm())
+        fixed: float((runner(fixed=fixed).passes(prompt, len(prompt)) - reference).norm() / reference.norm())
         for fixed in (True, False)
     }
     assert error[True] < max(1.5 * error[False], 1e-6)
@@ -138,7 +138,7 @@ def test_no_bit_of_a_logit_depends_on_the_company_on_cuda(dtype):
     assert len(hashes_when_cut(run, run.prompts()[3])) == 1
 
 
-class Planted(torch.nn.Linear):
+class FaultyKernel(torch.nn.Linear):
     """A projection that adds the terms of some rows in another order, as some libraries do; all sums are our own."""
 
     def __init__(self, some_rows: Callable[[torch.Tensor], torch.Tensor], n_in: int, n_out: int, **kwargs: Any) -> None:
@@ -184,46 +184,46 @@ def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits
     monkeypatch.setattr(reproducible, "ENOUGH", 16)  # results that show habits as plain as these
     torch.manual_seed(0)
     some_rows, sizes = TILES[habit]
-    leaf = Planted(some_rows, 64, n_out, dtype=dtype)
-    fixed, x = reproducible.FixedRows(leaf), torch.randn(3, 50, 64).to(dtype)
+    kernel = FaultyKernel(some_rows, 64, n_out, dtype=dtype)
+    fixed, x = reproducible.FixedRows(kernel), torch.randn(3, 50, 64).to(dtype)
     with torch.no_grad():
         fixed(x)
         monkeypatch.setattr(torch, "get_num_threads", lambda: 2)  # as if (real ones spin): it is tried again
         fixed(x)
-        leaf.seen.clear()
+        kernel.seen.clear()
         together = fixed(x)
-        assert set(leaf.seen) == sizes
+        assert set(kernel.seen) == sizes
         assert torch.equal(torch.cat([fixed(row) for row in x.flatten(0, 1).split(1)]), together.flatten(0, 1))
-        torch.testing.assert_close(together, torch.nn.functional.linear(x, leaf.weight, leaf.bias))
+        torch.testing.assert_close(together, torch.nn.functional.linear(x, kernel.weight, kernel.bias))
 
 
 @pytest.mark.parametrize("r", [1, 2, 3])
 @pytest.mark.parametrize("habit", HABITS)
 def test_so_is_a_row_of_an_adapter(habit: str, r: int, monkeypatch: pytest.MonkeyPatch):
-    def planted(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-        leaf = Planted(HABITS[habit], *reversed(weight.shape))
-        leaf.weight, leaf.bias = torch.nn.Parameter(weight), torch.nn.Parameter(torch.zeros(len(weight)))
-        return leaf(x)
+    def injected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        kernel = FaultyKernel(HABITS[habit], *reversed(weight.shape))
+        kernel.weight, kernel.bias = torch.nn.Parameter(weight), torch.nn.Parameter(torch.zeros(len(weight)))
+        return kernel(x)
 
-    monkeypatch.setattr(leaves, "linear", planted)
+    monkeypatch.setattr(modules, "linear", injected)
     monkeypatch.setattr(reproducible, "_FOUND", {})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     x, weight = torch.randn(9, 64), torch.randn(r, 64)
     with torch.no_grad():
-        alone = torch.cat([leaves.fixed_product(row, weight) for row in x.split(1)])
-        assert torch.equal(leaves.fixed_product(x, weight), alone)
+        alone = torch.cat([modules.fixed_product(row, weight) for row in x.split(1)])
+        assert torch.equal(modules.fixed_product(x, weight), alone)
 
 
 @pytest.mark.parametrize("head_dim", [6, 16])  # MKL's product of 64 keys with 6 columns differs by place on AVX2
 @pytest.mark.parametrize("habit", ["of the library", "odd rows"])
 def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
-    def planted(tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
+    def injected(tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         made, other = torch.matmul(tile, block), torch.matmul(tile.flip(-1), block.flip(-2))
         return torch.where(torch.arange(tile.shape[-2])[:, None] % 2 == 1, other, made)
 
     monkeypatch.setattr(reproducible, "_FOUND", {})
     if habit != "of the library":
-        monkeypatch.setattr(reproducible, "matmul", planted)
+        monkeypatch.setattr(reproducible, "matmul", injected)
     generator = torch.Generator().manual_seed(0)
     q, keys, values = (torch.randn(1, *of, head_dim, generator=generator) for of in ((70, 6), (2, 70), (2, 70)))
     whole = reproducible.attention(q, keys, values, None, keep_nothing)
@@ -290,8 +290,8 @@ def test_the_delta_rule_of_one_order_gives_the_numbers_of_the_one_in_chunks():  
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1.2e-7), (torch.float64, 2.3e-16)])
 def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tolerance):
     x = torch.linspace(-86, 86, 100_001, dtype=dtype)
-    want = np.exp(x.numpy().astype(np.longdouble))
-    assert float(np.abs((exp(x).numpy() - want) / want).max()) < tolerance
+    expected = np.exp(x.numpy().astype(np.longdouble))
+    assert float(np.abs((exp(x).numpy() - expected) / expected).max()) < tolerance
     ends = exp(torch.tensor([-math.inf, -1000.0, 0.0, math.inf, math.nan], dtype=dtype))
     assert ends[:3].tolist() == [0.0, 0.0, 1.0]
     assert ends[3].isfinite()

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from runs.mesh_programs import invoke_on_mesh
-from runs.mesh_runs import judged
+from runs.mesh_runs import compare
 from runs.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.families.layers import Layer
@@ -38,23 +38,23 @@ SIZES: Any = {
         pytest.param("micro-llama", 1, marks=pytest.mark.slow),
     ],
 )
-def test_every_stage_of_a_split_model_is_that_of_the_truth(model: str, n_ranks: int):
-    n_rows, n_failed, failed = on_ranks(n_ranks, judged, model, n_ranks, "float64")
+def test_every_stage_of_a_sharded_model_matches_the_reference(model: str, n_ranks: int):
+    n_rows, n_failed, failed = on_ranks(n_ranks, compare, model, n_ranks, "float64")
     assert (n_failed, failed) == (0, [])
     assert n_rows > 800
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("model", "dtype", "plant", "first"),
+    ("model", "dtype", "fault", "first"),
     [
         ("micro-qwen2", "float64", "", []),
         ("micro-qwen2-moe", "float32", "", []),
         ("micro-qwen2", "float64", "unsummed from 500 tokens on", [("whole", "attn_out")]),
     ],
 )
-def test_so_is_every_stage_of_long_contexts(model: str, dtype: str, plant: str, first: list[tuple[str, str]]):
-    n_rows, n_failed, failed = on_ranks(2, judged, model, 2, dtype, plant, True)
+def test_so_is_every_stage_of_long_contexts(model: str, dtype: str, fault: str, first: list[tuple[str, str]]):
+    n_rows, n_failed, failed = on_ranks(2, compare, model, 2, dtype, fault, True)
     assert n_rows > 1600
     assert (failed[:1], n_failed > 0) == (first, bool(first))
 
@@ -68,7 +68,7 @@ def test_a_model_with_norms_of_heads_is_split_between_them(tmp_path: Path):
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, mean=1.0 if parameter.ndim == 1 else 0.0, std=0.2)
     model.save_pretrained(tmp_path)
-    n_rows, n_failed, failed = on_ranks(3, judged, tmp_path, 3, "float64")
+    n_rows, n_failed, failed = on_ranks(3, compare, tmp_path, 3, "float64")
     assert (n_failed, failed) == (0, [])
     assert n_rows > 800
 
@@ -76,11 +76,11 @@ def test_a_model_with_norms_of_heads_is_split_between_them(tmp_path: Path):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
 def test_other_dtypes_stay_within_the_limits_of_one_process(dtype: str):
-    assert on_ranks(2, judged, "micro-llama", 2, dtype)[1:] == (0, [])
+    assert on_ranks(2, compare, "micro-llama", 2, dtype)[1:] == (0, [])
 
 
 @pytest.mark.parametrize(
-    ("plant", "model", "stage"),
+    ("fault", "model", "stage"),
     [
         ("unsummed", "micro-llama", "attn_out"),
         pytest.param("averaged", "micro-llama", "attn_out", marks=pytest.mark.slow),
@@ -89,8 +89,8 @@ def test_other_dtypes_stay_within_the_limits_of_one_process(dtype: str):
         pytest.param("experts of another rank", "micro-qwen3-moe", "expert_gate", marks=pytest.mark.slow),
     ],
 )
-def test_a_mistake_of_splitting_goes_red_where_it_is_made(plant: str, model: str, stage: str):
-    _, n_failed, failed = on_ranks(2, judged, model, 2, "float64", plant)
+def test_a_mistake_of_splitting_goes_red_where_it_is_made(fault: str, model: str, stage: str):
+    _, n_failed, failed = on_ranks(2, compare, model, 2, "float64", fault)
     assert n_failed > 100
     assert next(where for mode, where in failed if mode == "isolated") == stage
 

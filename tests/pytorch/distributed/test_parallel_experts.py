@@ -28,10 +28,10 @@ def test_gradients_of_adapters_on_attention_are_those_of_one_process():
     lora = LoraConfig(**ATTENTION)
     alone, split = gradients("micro-qwen2-moe", 1, lora), on_ranks(2, gradients, "micro-qwen2-moe", 2, lora)
     assert alone.keys() == split.keys()
-    for name, want in alone.items():
-        largest = float(np.abs(want).max())
+    for name, expected in alone.items():
+        largest = float(np.abs(expected).max())
         assert largest > 0
-        np.testing.assert_allclose(split[name], want, rtol=0, atol=1e-12 * largest, strict=True, equal_nan=False)
+        np.testing.assert_allclose(split[name], expected, rtol=0, atol=1e-12 * largest, strict=True, equal_nan=False)
 
 
 @pytest.mark.slow

@@ -21,13 +21,13 @@ from llorch.pytorch.decoding import Decoding
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.kernels import TRAINED, kernel_check, kernel_selection
 from llorch.pytorch.kernels import table as all_leaves
-from llorch.pytorch.kernels.kernel_check import KernelVerdict, tried
+from llorch.pytorch.kernels.kernel_check import KernelCheck, tried
 from llorch.pytorch.kernels.kernel_selection import try_apart, verdicts
 from llorch.pytorch.kernels.packing import HALF_TYPES, KIND_NAMES
-from llorch.pytorch.kernels.table import leaves_for
+from llorch.pytorch.kernels.table import kernels_for
 from llorch.runtime.errors import CheckpointMismatch, MissingDevice, MissingExtra
 
-own_leaves = kernel_selection.own_leaves.__wrapped__  # a process remembers the results of the function
+built_kernels = kernel_selection.built_kernels.__wrapped__  # a process remembers the results of the function
 
 CPU = torch.device("cpu")
 ALL = [*(f"packed {kind}" for kind in KIND_NAMES), "norm", "linear", "rotate", "attend", "act", "block"]
@@ -36,7 +36,7 @@ HALVES = [f"{trained}packed {kind.name}" for kind in HALF_TYPES for trained in (
 WITH_GRADIENTS = [f"{TRAINED}{kind}" for kind in ("norm", "rotate", "act", *ALL[: len(KIND_NAMES)])]
 QUICK = ("norm", "rotate", "attend", "act", *WITH_GRADIENTS)  # in Triton's interpreter
 EVERY_KIND = pytest.mark.parametrize("kind", ALL)
-RIGHT, WRONG, SLOW = KernelVerdict(0.5, 0.9), KernelVerdict(7.0, 0.9), KernelVerdict(0.5, 1.4)
+RIGHT, WRONG, SLOW = KernelCheck(0.5, 0.9), KernelCheck(7.0, 0.9), KernelCheck(0.5, 1.4)
 
 
 def even(call: Callable[[], object]) -> float:
@@ -51,25 +51,24 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("kind", [*ALL, *WITH_GRADIENTS[3:], *HALVES])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_leaves_of_the_cpu_pass_the_trial(kind: str, dtype: str):
+def test_cpu_kernels_pass_the_kernel_check(kind: str, dtype: str):
     at = target("cpu", dtype)
-    assert tried(kind, leaves_for(CPU, at.dtype, required=True), at, even).fault(timed=True) == ""
+    assert tried(kind, kernels_for(CPU, at.dtype, required=True), at, even).fault(timed=True) == ""
 
 
 @pytest.mark.nightly_cases("attend", "rotate")
 @pytest.mark.parametrize(
-    "kind",
-    [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.nightly) for kind in (*ALL, *WITH_GRADIENTS)],
+    "kind", [pytest.param(kind, marks=() if kind in QUICK else pytest.mark.nightly) for kind in (*ALL, *WITH_GRADIENTS)]
 )
-def test_triton_leaves_pass_the_trial(kind: str, monkeypatch: pytest.MonkeyPatch):
+def test_triton_kernels_pass_the_kernel_check(kind: str, monkeypatch: pytest.MonkeyPatch):
     pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
     if torch.cuda.is_available():
         pytest.skip("NOT RUN: the interpreter is off where there is a device")
-    from llorch.pytorch.kernels.triton.leaves import LEAVES
+    from llorch.pytorch.kernels.triton.kernels import TRITON_KERNELS
 
     prepare_once_a_launch(monkeypatch)
-    assert {*LEAVES} == {*ALL, *EXPERTS, *WITH_GRADIENTS, "graph"}
-    assert tried(kind, LEAVES, target(), even).fault(timed=True) == ""
+    assert {*TRITON_KERNELS} == {*ALL, *EXPERTS, *WITH_GRADIENTS, "graph"}
+    assert tried(kind, TRITON_KERNELS, target(), even).fault(timed=True) == ""
 
 
 class OneWrong(nn.Module):
@@ -164,9 +163,9 @@ def test_steps_are_timed_as_often_as_a_clock_wants_and_a_recording_is_of_one_dec
     assert tried("graph", {"graph": lambda plain: Recorded()}, target(), often).fault(timed=True) == ""
 
 
-def test_a_leaf_that_takes_longer_counts_where_speed_is_asked_for():
+def test_slower_kernel_is_a_fault_only_if_speed_counts():
     times = iter([3.0, 2.0] * 2)
-    found = tried("norm", leaves_for(CPU, torch.float32, required=True), target(), lambda call: next(times))
+    found = tried("norm", kernels_for(CPU, torch.float32, required=True), target(), lambda call: next(times))
     assert found.fault(timed=False) == ""
     assert found.slow == 1.5
     assert_tells(found.fault(timed=True), "1.5")
@@ -200,7 +199,7 @@ def test_a_recorded_kernel_is_timed_without_launches_of_the_host(monkeypatch: py
     assert n_launches(kind, lambda: None) == n
 
 
-def test_a_leaf_that_ends_its_process_is_named_and_the_others_are_tried_all_the_same():
+def test_kernel_that_ends_its_process_is_named_and_others_are_tried():
     program = """
 import json, os, sys
 results, device, dtype, *kinds = sys.argv[1:]
@@ -215,14 +214,14 @@ for kind in kinds:
     assert_tells(found["bad"].fault(timed=False), 7, "CUDA error: illegal access")
 
 
-def test_a_leaf_that_never_ends_is_given_up(monkeypatch: pytest.MonkeyPatch):
+def test_kernel_check_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel_selection, "PATIENCE", 0.5)
     found = try_apart(target(), ["waits"], program=["-c", "import time; time.sleep(60)"])
     assert_tells(found["waits"].died, "0 s")
 
 
 @pytest.mark.slow
-def test_the_process_of_trials_tries_leaves():
+def test_kernel_check_process_tries_the_named_kernels():
     found = try_apart(target(), ["norm", "rotate"])
     assert {kind: one.fault(timed=False) for kind, one in found.items()} == {"norm": "", "rotate": ""}
 
@@ -232,9 +231,9 @@ def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Trials that were made, in a cache of their own."""
     made: list[str] = []
 
-    def one_more(at: Target, kinds: list[str]) -> dict[str, KernelVerdict]:
+    def one_more(at: Target, kinds: list[str]) -> dict[str, KernelCheck]:
         made.extend(kinds)
-        return dict.fromkeys(kinds, KernelVerdict(0.5, math.nan))
+        return dict.fromkeys(kinds, KernelCheck(0.5, math.nan))
 
     monkeypatch.setattr(kernel_selection, "try_apart", one_more)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
@@ -271,11 +270,11 @@ def test_results_are_kept_for_the_same_device_and_source(
 
 
 @pytest.fixture
-def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, KernelVerdict]], None]:
+def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, KernelCheck]], None]:
     """A CUDA device whose kernels were found to be this and that."""
 
-    def put(found: dict[str, KernelVerdict]) -> None:
-        monkeypatch.setattr(kernel_selection, "leaves_for", lambda *a, **k: {kind: nn.Identity for kind in found})
+    def put(found: dict[str, KernelCheck]) -> None:
+        monkeypatch.setattr(kernel_selection, "kernels_for", lambda *a, **k: {kind: nn.Identity for kind in found})
         monkeypatch.setattr(kernel_selection, "verdicts", lambda at, kinds: found)
         monkeypatch.setattr(kernel_selection, "device_name", lambda device: "NVIDIA H100")
 
@@ -286,37 +285,37 @@ def cuda(kernels: Any) -> Target:
     return Target(torch.device("cuda", 0), torch.float32, kernels)
 
 
-def test_auto_takes_what_is_right_and_no_slower_and_says_in_a_line_what_it_leaves_out(on_a_device, caplog):
+def test_auto_installs_right_and_fast_kernels_and_logs_the_others(on_a_device, caplog):
     on_a_device({"norm": RIGHT, "act": WRONG, "linear": SLOW})
-    assert [*own_leaves(cuda("auto"))] == ["norm"]
+    assert [*built_kernels(cuda("auto"))] == ["norm"]
     (line,) = caplog.messages
     assert_tells(line, "NVIDIA H100", "torch-cuda-float32", where="kernels")
     of_act, of_linear = line.rpartition(":")[2].split(";")
     assert_tells(of_act, "act", 7)
     assert_tells(of_linear, "linear", 1.4)
-    assert own_leaves(cuda("torch")) == {}
+    assert built_kernels(cuda("torch")) == {}
 
 
 def test_training_gets_the_kernels_with_gradients_and_nothing_else_does(on_a_device):
     on_a_device({"norm": RIGHT, "trained norm": RIGHT, "trained act": SLOW})
-    assert [*own_leaves(cuda("auto"))] == ["norm"]
-    assert [*own_leaves(cuda("auto"), training=True)] == ["trained norm"]
-    assert own_leaves(cuda("torch"), training=True) == {}
+    assert [*built_kernels(cuda("auto"))] == ["norm"]
+    assert [*built_kernels(cuda("auto"), training=True)] == ["trained norm"]
+    assert built_kernels(cuda("torch"), training=True) == {}
 
 
 def test_training_on_the_cpu_gets_the_kernels_of_packed_matrices():
     kinds = {*WITH_GRADIENTS[3:], *(kind for kind in HALVES if kind.startswith(TRAINED))}
-    assert own_leaves(target("cpu", "float32"), training=True).keys() == kinds
-    assert not kinds & own_leaves(target("cpu", "float32")).keys()
-    assert own_leaves(target("cpu", "float32", "torch"), training=True) == {}
+    assert built_kernels(target("cpu", "float32"), training=True).keys() == kinds
+    assert not kinds & built_kernels(target("cpu", "float32")).keys()
+    assert built_kernels(target("cpu", "float32", "torch"), training=True) == {}
 
 
 def test_own_takes_slow_ones_and_refuses_wrong_ones(on_a_device, caplog):
     on_a_device({"norm": RIGHT, "linear": SLOW})
-    assert [*own_leaves(cuda("own"))] == ["norm", "linear"]
+    assert [*built_kernels(cuda("own"))] == ["norm", "linear"]
     on_a_device({"norm": RIGHT, "act": WRONG})
     with refuses(CheckpointMismatch, "NVIDIA H100", "act", 7, "--kernels auto", where="kernels own") as caught:
-        own_leaves(cuda("own"))
+        built_kernels(cuda("own"))
     assert "norm" not in str(caught.value)
     assert caplog.messages == []
 
@@ -325,12 +324,12 @@ def test_without_what_compiles_them_there_are_none_of_ours(monkeypatch: pytest.M
     monkeypatch.setattr(all_leaves, "find_spec", lambda name: None)
     monkeypatch.setattr(all_leaves, "library", lambda: None)
     device = torch.device("cuda", 0)
-    assert leaves_for(device, torch.float32, required=False) == leaves_for(device, torch.float64, required=True) == {}
+    assert kernels_for(device, torch.float32, required=False) == kernels_for(device, torch.float64, required=True) == {}
     with refuses(MissingExtra, "triton"):
-        leaves_for(device, torch.float32, required=True)
-    assert [*leaves_for(CPU, torch.float32, required=False)] == ["linear"]
+        kernels_for(device, torch.float32, required=True)
+    assert [*kernels_for(CPU, torch.float32, required=False)] == ["linear"]
     with refuses(MissingDevice, "C compiler"):
-        leaves_for(CPU, torch.float32, required=True)
+        kernels_for(CPU, torch.float32, required=True)
 
 
 @pytest.mark.parametrize(("kernels", "ours"), [("torch", False), ("auto", True)])
@@ -357,7 +356,7 @@ def test_verify_shows_the_trial_of_kernels_that_are_asked_for(verdict, status, m
     monkeypatch.setattr("llorch.judging.expectations.kernels.verdicts", lambda at, kinds, anew: {"norm": verdict})
     monkeypatch.setattr("llorch.cli.on_torch.TorchBackend.stored", lambda self, model: iter(()))
     result = invoke("verify", "micro-llama3", "--kernels", "own", "--dtype", "float32", "--json")
-    (row,) = json.loads(result.stdout)["rows"]
+    (row,) = json.loads(result.stdout)["comparisons"]
     assert (row["model"], row["stage"], row["verdict"]) == ("kernels", "norm", "FAIL" if status else "PASS")
     assert (result.exit_code == 1) is (status == 1)
 

@@ -16,10 +16,10 @@ EXTREMES = np.array([0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, np.inf, 
 def assert_same_bits(raw: np.ndarray, ggml_type: GGMLType) -> None:
     """Only the payload of a NaN is free."""
     shape = (len(raw), raw.shape[1] // BLOCK_SIZES[ggml_type][1] * BLOCK_SIZES[ggml_type][0])
-    want = decode_with_numpy(raw, ggml_type, shape)
-    got = decode(pack(torch.from_numpy(raw), ggml_type), ggml_type).numpy()
-    assert got.shape == want.shape
-    assert ((got.view(np.uint32) == want.view(np.uint32)) | (np.isnan(got) & np.isnan(want))).all()
+    expected = decode_with_numpy(raw, ggml_type, shape)
+    actual = decode(pack(torch.from_numpy(raw), ggml_type), ggml_type).numpy()
+    assert actual.shape == expected.shape
+    assert ((actual.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(actual) & np.isnan(expected))).all()
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (16, 8)], ids=str)
@@ -50,8 +50,8 @@ def test_fields_take_the_bytes_of_the_file_and_no_more(ggml_type):
 @EVERY_TYPE
 def test_some_rows_of_the_fields_decode_by_themselves_whatever_their_shape(ggml_type):
     fields, ids = packed_matrix(ggml_type, 9, 512), torch.tensor([[8, 0, 3], [3, 7, 1]])
-    got = decode({name: field[ids] for name, field in fields.items()}, ggml_type)
-    assert torch.equal(got, decode(fields, ggml_type)[ids])
+    actual = decode({name: field[ids] for name, field in fields.items()}, ggml_type)
+    assert torch.equal(actual, decode(fields, ggml_type)[ids])
 
 
 def test_element_4j_plus_i_is_part_j_of_word_i():
@@ -71,8 +71,8 @@ def test_scales_of_q4_k_are_a_stream_of_twelve_bits(rng):
     scale, minimum = rng.integers(0, 64, (2, 8))
     stream = sum(int(s | m << 6) << 12 * run for run, (s, m) in enumerate(zip(scale, minimum, strict=True)))
     packed = torch.from_numpy(np.frombuffer(stream.to_bytes(12, "little"), np.uint8).copy())[None]
-    got = six_bits(packed)
-    assert (got[0][0].tolist(), got[1][0].tolist()) == (scale.tolist(), minimum.tolist())
+    actual = six_bits(packed)
+    assert (actual[0][0].tolist(), actual[1][0].tolist()) == (scale.tolist(), minimum.tolist())
 
 
 @pytest.mark.parametrize(

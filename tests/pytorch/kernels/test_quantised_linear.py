@@ -24,41 +24,41 @@ def layer(ggml_type: GGMLType, bias: torch.Tensor | None = None) -> QuantisedLin
 @EVERY_TYPE
 def test_a_packed_layer_multiplies_as_one_with_decoded_weights_does(ggml_type, dtype):
     x, bias = activations(6, IN, dtype).view(2, 3, IN), torch.linspace(-1, 1, OUT).to(dtype)
-    leaf = layer(ggml_type, bias)
-    want = linear(x, decode(leaf.fields, ggml_type).to(dtype), bias)
-    assert torch.equal(leaf(x), want)
-    assert leaf(x).dtype is dtype
+    kernel = layer(ggml_type, bias)
+    expected = linear(x, decode(kernel.fields, ggml_type).to(dtype), bias)
+    assert torch.equal(kernel(x), expected)
+    assert kernel(x).dtype is dtype
 
 
 @EVERY_TYPE
 def test_tiles_of_a_few_rows_give_what_the_whole_gives(ggml_type, monkeypatch):
     bias = torch.linspace(-1, 1, OUT, dtype=torch.float64)
-    leaf, x = layer(ggml_type, bias), activations(3, IN, torch.float64)
-    whole = leaf(x)
+    kernel, x = layer(ggml_type, bias), activations(3, IN, torch.float64)
+    whole = kernel(x)
     monkeypatch.setattr(quantised_linear, "TILE", 5 * IN)
-    torch.testing.assert_close(leaf(x), whole, rtol=1e-14, atol=1e-14)
+    torch.testing.assert_close(kernel(x), whole, rtol=1e-14, atol=1e-14)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @EVERY_TYPE
 def test_the_gradient_of_the_input_is_that_of_a_layer_with_decoded_weights(ggml_type, dtype):
     x, grad = activations(6, IN, dtype).view(2, 3, IN).requires_grad_(), activations(6, OUT, dtype).view(2, 3, OUT)
-    leaf = layer(ggml_type, torch.linspace(-1, 1, OUT).to(dtype))
-    (want,) = torch.autograd.grad(linear(x, decode(leaf.fields, ggml_type).to(dtype), leaf.bias), x, grad)
-    made = leaf(x)
-    (got,) = torch.autograd.grad(made, x, grad)
-    assert torch.equal(made, leaf(x.detach()))
-    assert got.dtype is dtype
-    torch.testing.assert_close(got, want)
+    kernel = layer(ggml_type, torch.linspace(-1, 1, OUT).to(dtype))
+    (expected,) = torch.autograd.grad(linear(x, decode(kernel.fields, ggml_type).to(dtype), kernel.bias), x, grad)
+    made = kernel(x)
+    (actual,) = torch.autograd.grad(made, x, grad)
+    assert torch.equal(made, kernel(x.detach()))
+    assert actual.dtype is dtype
+    torch.testing.assert_close(actual, expected)
 
 
 @EVERY_TYPE
 def test_a_gradient_decodes_tiles_and_never_the_whole_matrix(ggml_type, monkeypatch):
-    leaf, x, decoded = layer(ggml_type), activations(3, IN, torch.float64).requires_grad_(), []
-    (whole,) = torch.autograd.grad(leaf(x).square().sum(), x)
+    kernel, x, decoded = layer(ggml_type), activations(3, IN, torch.float64).requires_grad_(), []
+    (whole,) = torch.autograd.grad(kernel(x).square().sum(), x)
     monkeypatch.setattr(quantised_linear, "TILE", 5 * IN)
     monkeypatch.setattr(quantised_linear, "decode", lambda *args: decoded.append(decode(*args)) or decoded[-1])
-    (tiled,) = torch.autograd.grad(leaf(x).square().sum(), x)
+    (tiled,) = torch.autograd.grad(kernel(x).square().sum(), x)
     torch.testing.assert_close(tiled, whole, rtol=1e-13, atol=1e-13)
     assert max(len(tile) for tile in decoded) == 5
     assert sum(len(tile) for tile in decoded) == 2 * OUT  # once forward, once back
@@ -70,25 +70,25 @@ def test_tiles_of_a_gradient_are_summed_wider_than_half_precision(dtype, monkeyp
     n_out, unit = 600, torch.finfo(dtype).eps / 2
     fields, grad = packed_matrix(GGMLType.Q8_0, n_out, IN), activations(6, n_out, dtype)
     monkeypatch.setattr(quantised_linear, "TILE", IN)
-    got = quantised_linear.back_by_tiles(grad, fields, GGMLType.Q8_0)
-    want = grad.double() @ decode(fields, GGMLType.Q8_0).to(dtype).double()
-    error = (got.double() - want).norm() / want.norm()
-    assert got.dtype is dtype
+    actual = quantised_linear.back_by_tiles(grad, fields, GGMLType.Q8_0)
+    expected = grad.double() @ decode(fields, GGMLType.Q8_0).to(dtype).double()
+    error = (actual.double() - expected).norm() / expected.norm()
+    assert actual.dtype is dtype
     assert error < 2 * unit
 
 
 def test_the_gradient_needs_no_backward_pass_of_the_kernel():
-    leaf, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
-    leaf.multiply = lambda x, fields, ggml_type, bias: x.new_full((len(x), OUT), 7.0)
-    leaf(x).sum().backward()
+    kernel, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
+    kernel.multiply = lambda x, fields, ggml_type, bias: x.new_full((len(x), OUT), 7.0)
+    kernel(x).sum().backward()
     assert x.grad is not None
-    torch.testing.assert_close(x.grad, decode(leaf.fields, GGMLType.Q8_0).sum(0).expand(2, 3, IN))
+    torch.testing.assert_close(x.grad, decode(kernel.fields, GGMLType.Q8_0).sum(0).expand(2, 3, IN))
 
 
 def test_a_kernel_takes_the_place_of_the_gradient():
-    leaf, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
-    leaf.multiply_back = lambda grad, fields, ggml_type: grad.new_full((len(grad), IN), 7.0)
-    leaf(x).sum().backward()
+    kernel, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
+    kernel.multiply_back = lambda grad, fields, ggml_type: grad.new_full((len(grad), IN), 7.0)
+    kernel(x).sum().backward()
     assert x.grad is not None
     assert torch.equal(x.grad, torch.full((2, 3, IN), 7.0))
 
@@ -96,15 +96,15 @@ def test_a_kernel_takes_the_place_of_the_gradient():
 @EVERY_TYPE
 def test_an_embedding_hands_out_rows_of_the_matrix(ggml_type):
     fields, ids = packed_matrix(ggml_type, OUT, IN), torch.tensor([[3, 36, 0], [0, 11, 3]])
-    leaf = QuantisedEmbedding(fields, ggml_type, torch.bfloat16)
-    assert torch.equal(leaf(ids), decode(fields, ggml_type)[ids].bfloat16())
+    kernel = QuantisedEmbedding(fields, ggml_type, torch.bfloat16)
+    assert torch.equal(kernel(ids), decode(fields, ggml_type)[ids].bfloat16())
 
 
 @EVERY_TYPE
-def test_a_change_of_dtype_leaves_the_fields_alone(ggml_type):
-    leaf = layer(ggml_type)
-    before = decode(leaf.fields, ggml_type)
-    assert torch.equal(decode(leaf.bfloat16().fields, ggml_type), before)
+def test_quantised_linear_dtype_change_keeps_the_fields(ggml_type):
+    kernel = layer(ggml_type)
+    before = decode(kernel.fields, ggml_type)
+    assert torch.equal(decode(kernel.bfloat16().fields, ggml_type), before)
 
 
 def test_layers_that_are_given_the_same_fields_share_their_memory():
@@ -115,9 +115,9 @@ def test_layers_that_are_given_the_same_fields_share_their_memory():
 
 
 def test_a_kernel_takes_the_place_of_the_product():
-    leaf = layer(GGMLType.Q8_0)
-    leaf.multiply = lambda x, fields, ggml_type, bias: x.new_full((len(x), OUT), 7.0)
-    assert torch.equal(leaf(torch.zeros(2, 3, IN)), torch.full((2, 3, OUT), 7.0))
+    kernel = layer(GGMLType.Q8_0)
+    kernel.multiply = lambda x, fields, ggml_type, bias: x.new_full((len(x), OUT), 7.0)
+    assert torch.equal(kernel(torch.zeros(2, 3, IN)), torch.full((2, 3, OUT), 7.0))
 
 
 def test_a_packed_layer_says_what_it_is():
@@ -125,7 +125,7 @@ def test_a_packed_layer_says_what_it_is():
 
 
 def test_inputs_are_put_in_the_order_of_the_columns():
-    leaf, x = QuantisedLinear(packed_matrix(GGMLType.Q8_0, OUT, IN), GGMLType.Q8_0), torch.randn(3, IN)
+    kernel, x = QuantisedLinear(packed_matrix(GGMLType.Q8_0, OUT, IN), GGMLType.Q8_0), torch.randn(3, IN)
     columns = torch.randperm(IN)
-    want = x @ decode(leaf.fields, leaf.ggml_type)[:, columns].T
-    torch.testing.assert_close(Reordered(leaf, columns)(x), want)
+    expected = x @ decode(kernel.fields, kernel.ggml_type)[:, columns].T
+    torch.testing.assert_close(Reordered(kernel, columns)(x), expected)

@@ -30,12 +30,12 @@ def test_it_is_the_attention_of_the_page(seq, ctx, heads, kv_heads, head_dim, ma
     last = torch.arange(ctx - seq, ctx).expand(2, seq).clone()
     last[1] = (last[1] - 2).clamp(min=0)  # what padding sees
     visible = (torch.arange(ctx) <= last[:, None, :, None]).to(device) if mask == "padding" else None
-    got = sdpa_attention(q, keys, values, visible, keep_nothing)
-    want = attention(q.double(), keys.double(), values.double(), visible, keep_nothing)
-    assert got.dtype is dtype
-    assert got.device.type == device
-    assert got.flatten(-2).shape == (2, seq, heads * head_dim)
-    assert ((got.double() - want).abs() <= DTYPES[dtype] * values.double().abs().max()).all()
+    actual = sdpa_attention(q, keys, values, visible, keep_nothing)
+    expected = attention(q.double(), keys.double(), values.double(), visible, keep_nothing)
+    assert actual.dtype is dtype
+    assert actual.device.type == device
+    assert actual.flatten(-2).shape == (2, seq, heads * head_dim)
+    assert ((actual.double() - expected).abs() <= DTYPES[dtype] * values.double().abs().max()).all()
 
 
 def test_every_layer_of_a_model_uses_it(config):

@@ -66,11 +66,11 @@ def test_splitmix64_is_that_of_its_authors():
 
 @pytest.mark.parametrize(("seed", "step", "sample"), [(0, 0, 0), (2**63 - 1, 10**6, 10**12)])
 def test_a_mask_is_what_the_formulas_say(seed: int, step: int, sample: int):
-    got = mask([sample], 3, width=5, seed=seed, step=step)[0]
+    actual = mask([sample], 3, width=5, seed=seed, step=step)[0]
     for slot in range(3):
         key = mixed(mixed(mixed(mixed(seed) ^ step) ^ sample) ^ slot)
-        want = [bits(key, SALT, feature) >= round(SHARE * 2**32) - 2**31 for feature in range(5)]
-        assert got[slot].tolist() == want
+        expected = [bits(key, SALT, feature) >= round(SHARE * 2**32) - 2**31 for feature in range(5)]
+        assert actual[slot].tolist() == expected
 
 
 @pytest.mark.parametrize("share", [0.0, 0.01, 0.3, 0.5, 0.9, 1 - 2**-40])
@@ -81,7 +81,7 @@ def test_the_share_is_dropped_of_all_of_every_token_and_of_every_feature(share: 
         assert float((means - (1 - share)).abs().max()) <= 5 * sqrt(share * (1 - share) / n) + 1e-9
 
 
-def test_masks_of_other_seeds_steps_samples_leaves_and_slots_are_independent():
+def test_masks_of_other_seeds_steps_samples_and_modules_are_independent():
     this = mask([3])
     others = {
         "seed": mask([3], seed=6), "step": mask([3], step=8), "sample": mask([4]), "next slot": mask([3]).roll(1, 1),
@@ -127,30 +127,30 @@ def test_a_gpu_has_the_masks_of_the_cpu():
     assert torch.equal(made.cpu(), drop_mask(keys, SHARE, salt=SALT, width=513, first=7))
 
 
-def test_a_leaf_that_does_not_know_its_tokens_does_not_train():
+def test_dropout_module_without_token_keys_does_not_train():
     module, x = base("micro-qwen2"), torch.ones(2, 4, 96)
     attach(module, random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5), trainable=True)
-    leaf = module.get_submodule("model.layers.0.self_attn.q_proj")
-    leaf(x)
+    lora_module = module.get_submodule("model.layers.0.self_attn.q_proj")
+    lora_module(x)
     module.train()
     with refuses(
         ValueError, where="dropout", expected="(2, 4)", got=("none", "llorch.pytorch.lora.dropout.keyed(...)")
     ):
-        leaf(x)
+        lora_module(x)
     with keyed(module, token_keys(np.arange(2), 5, seed=0, step=0)):
         with refuses(ValueError, where="dropout", expected="(2, 4)", got="(2, 5)"):
-            leaf(x)
+            lora_module(x)
     with refuses(ValueError, got="none"):
-        leaf(x)
+        lora_module(x)
 
 
-def test_a_leaf_that_is_given_some_tokens_drops_what_it_would_have_dropped():
-    leaf, x, tokens = Dropping(), torch.ones(2, 4, 96), torch.tensor([1, 3, 6])
-    with keyed(torch.nn.ModuleList([leaf, torch.nn.Linear(1, 1)]), token_keys(np.arange(2), 4, seed=0, step=0)):
-        every = leaf.mask_of(x, 0.5, salt=SALT)
-        with only(leaf, tokens):
-            some = leaf.mask_of(x.flatten(0, 1)[tokens], 0.5, salt=SALT)
-        assert torch.equal(leaf.mask_of(x, 0.5, salt=SALT), every)
+def test_dropout_mask_of_some_tokens_equals_rows_of_the_full_mask():
+    lora_module, x, tokens = Dropping(), torch.ones(2, 4, 96), torch.tensor([1, 3, 6])
+    with keyed(torch.nn.ModuleList([lora_module, torch.nn.Linear(1, 1)]), token_keys(np.arange(2), 4, seed=0, step=0)):
+        every = lora_module.mask_of(x, 0.5, salt=SALT)
+        with only(lora_module, tokens):
+            some = lora_module.mask_of(x.flatten(0, 1)[tokens], 0.5, salt=SALT)
+        assert torch.equal(lora_module.mask_of(x, 0.5, salt=SALT), every)
     assert torch.equal(some, every.flatten(0, 1)[tokens])
 
 
@@ -182,7 +182,7 @@ def gradients(
 @pytest.mark.nightly_cases("False")
 @pytest.mark.parametrize("dora", [False, True])
 def test_a_step_does_not_depend_on_how_its_rows_are_laid_out(dora: bool):
-    want = gradients(ragged(4, [0, 1, 2, 3]), dora=dora)
+    expected = gradients(ragged(4, [0, 1, 2, 3]), dora=dora)
     layouts = {
         "2 x 2": {"made": ragged(2, [0, 1, 2, 3])}, "1 x 4": {"made": ragged(1, [2, 0, 3, 1])},
         "in chunks": {"made": ragged(2, [3, 0, 1, 2]), "chunk": 5},
@@ -190,9 +190,9 @@ def test_a_step_does_not_depend_on_how_its_rows_are_laid_out(dora: bool):
     }  # fmt: skip
     for what, how in layouts.items():
         found = gradients(**how, dora=dora)
-        assert len(found) == len(want) > 20
+        assert len(found) == len(expected) > 20
         for name, grad in found.items():
-            error = float((grad - want[name]).abs().max() / want[name].abs().max())
+            error = float((grad - expected[name]).abs().max() / expected[name].abs().max())
             assert error < 1e-13, (what, name)
             assert error == 0 or what != "run again", name
 
@@ -206,5 +206,5 @@ def test_ranks_that_share_a_step_drop_what_one_process_drops(tmp_path: Path, axe
         lr=1e-2, batch_size=3,
     )  # fmt: skip
     alone = trained(settings, steps=0)
-    want = [alone.run_step().loss for _ in range(3)]
-    assert on_ranks(2, losses_on_mesh, settings, axes, 3) == pytest.approx(want, rel=1e-12)
+    expected = [alone.run_step().loss for _ in range(3)]
+    assert on_ranks(2, losses_on_mesh, settings, axes, 3) == pytest.approx(expected, rel=1e-12)

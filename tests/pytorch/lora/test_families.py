@@ -57,9 +57,9 @@ def test_a_step_has_the_loss_and_the_gradients_of_numpy(weights, rng, recomputed
     attach(model, adapter, trainable=True)
     if recomputed:
         checkpoint_gradients(model)
-    want = torch_loss(model, batch)
-    want.backward()
-    assert want.item() == pytest.approx(loss, rel=1e-11)
+    expected = torch_loss(model, batch)
+    expected.backward()
+    assert expected.item() == pytest.approx(loss, rel=1e-11)
     parameters = trainable_parameters(model)
     assert parameters.keys() == grads.keys()
     for name, parameter in parameters.items():

@@ -7,14 +7,14 @@ from builders.random_adapters import random_adapter
 from runs.training_passes import SETTINGS, base, batch, in_peft, logits_of, loss_of, peft_name, watched
 from torch import Tensor
 
-from llorch.pytorch.lora.adapters import attach, lora_leaves, trainable_parameters
+from llorch.pytorch.lora.adapters import attach, lora_modules, trainable_parameters
 
 pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]  # PEFT's advice on tied embeddings
 
 
-def distance(got: Tensor, want: Tensor) -> float:
+def distance(actual: Tensor, expected: Tensor) -> float:
     """Largest difference as a share of the largest value."""
-    return float((got - want).abs().max() / want.abs().max())
+    return float((actual - expected).abs().max() / expected.abs().max())
 
 
 @pytest.mark.nightly_cases(but=["micro-qwen3-rslora"])
@@ -25,12 +25,12 @@ def test_deltas_logits_loss_and_gradients_are_those_of_peft(name: str, kind: str
     adapter = random_adapter(ours.config, **SETTINGS[kind])
     theirs = in_peft(name, adapter, **SETTINGS[kind])
     attach(ours, adapter, trainable=True)
-    leaves = {target.name: leaf for _, target, leaf in lora_leaves(ours)}
-    peft_leaves = {key: theirs.get_submodule(f"base_model.model.{adapter.targets[key].path}") for key in leaves}
-    with watched(leaves) as our_deltas, watched(peft_leaves) as peft_deltas:
+    modules = {target.name: lora_module for _, target, lora_module in lora_modules(ours)}
+    peft_modules = {key: theirs.get_submodule(f"base_model.model.{adapter.targets[key].path}") for key in modules}
+    with watched(modules) as our_deltas, watched(peft_modules) as peft_deltas:
         logits = logits_of(ours, of)
         peft_logits = theirs(input_ids=torch.from_numpy(of.ids), use_cache=False).logits
-    assert leaves.keys() == adapter.targets.keys()
+    assert modules.keys() == adapter.targets.keys()
     for key, delta in our_deltas.items():
         assert distance(delta, peft_deltas[key]) < 2e-5, key
     assert distance(logits, peft_logits) < 1e-5
@@ -38,9 +38,9 @@ def test_deltas_logits_loss_and_gradients_are_those_of_peft(name: str, kind: str
     assert abs(float(loss - peft_loss)) < 1e-5 * float(peft_loss)
     loss.backward()
     peft_loss.backward()
-    want = dict(theirs.named_parameters())
+    expected = dict(theirs.named_parameters())
     for key, parameter in trainable_parameters(ours).items():
-        gradient, peft_gradient = parameter.grad, want[peft_name(key, adapter.targets)].grad
+        gradient, peft_gradient = parameter.grad, expected[peft_name(key, adapter.targets)].grad
         assert gradient is not None
         assert peft_gradient is not None
         assert distance(gradient, peft_gradient) < 5e-5, key

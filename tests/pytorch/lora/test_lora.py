@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from llorch.files import open_weights
 from llorch.lora.merge import MergedWeights
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.kernels.table import leaves_for, put_leaves
+from llorch.pytorch.kernels.table import install_kernels, kernels_for
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.lora.adapters import (
     activate,
@@ -23,11 +23,11 @@ from llorch.pytorch.lora.adapters import (
     adapter_of,
     attach,
     detach,
-    lora_leaves,
+    lora_modules,
     trainable_parameters,
 )
 from llorch.pytorch.lora.dropout import drop_mask, keyed, salt_of, token_keys
-from llorch.pytorch.lora.leaves import LoraLeaf, delta
+from llorch.pytorch.lora.modules import LoraModule, delta
 from llorch.runtime.builtin import builtin_path
 
 KEYS = token_keys(np.arange(2), 9, seed=0, step=0)  # of `batch`
@@ -82,9 +82,9 @@ def test_an_adapter_beside_the_weights_is_the_sum_of_them(name: str, kind: str):
     adapter = random_adapter(module.config, **SETTINGS[kind])
     attach(module, adapter)
     wide = MergedWeights(open_weights(builtin_path(name)).astype(np.float64), adapter)
-    want = logits(load_dense(wide, dtype=torch.float64, device=CPU))
-    torch.testing.assert_close(logits(module), want, rtol=0, atol=1e-12 * float(want.abs().max()))
-    assert float((want - logits(base(name, torch.float64))).abs().max()) > 0.1
+    expected = logits(load_dense(wide, dtype=torch.float64, device=CPU))
+    torch.testing.assert_close(logits(module), expected, rtol=0, atol=1e-12 * float(expected.abs().max()))
+    assert float((expected - logits(base(name, torch.float64))).abs().max()) > 0.1
 
 
 @KINDS
@@ -128,8 +128,8 @@ def test_the_sum_of_product_and_delta_is_rounded_once():
     attach(module, adapter)
     tensors = adapter.tensors["layers.0.k_proj"]
     matrix = adapter.scaling("layers.0.k_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
-    got = module.get_submodule(path)(x)
-    assert torch.equal(got, (product.double() + x.double() @ matrix.T).bfloat16())
+    actual = module.get_submodule(path)(x)
+    assert torch.equal(actual, (product.double() + x.double() @ matrix.T).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -149,39 +149,39 @@ def test_the_sum_with_the_base_has_the_bits_of_torchs_own_sum(share: float, dtyp
         results.append((made, *torch.autograd.grad(made, [x, lora_A, lora_B, y], grad)))
     with torch.no_grad():
         assert torch.equal(delta(x, lora_A, lora_B, **how, onto=y), results[0][0])
-    for got, want in zip(*results, strict=True):
-        assert got.dtype is want.dtype
-        assert torch.equal(got, want)
+    for actual, expected in zip(*results, strict=True):
+        assert actual.dtype is expected.dtype
+        assert torch.equal(actual, expected)
 
 
 @KINDS
-def test_taking_an_adapter_off_puts_the_very_leaves_back(kind: str):
+def test_detach_restores_the_original_modules(kind: str):
     module = base("micro-llama3")
-    before, leaves = logits(module), dict(module.named_modules())
+    before, models = logits(module), dict(module.named_modules())
     attach(module, random_adapter(module.config, **SETTINGS[kind]), trainable=True)
     assert not torch.equal(logits(module), before)
     detach(module, "default")
-    assert dict(module.named_modules()) == leaves
+    assert dict(module.named_modules()) == models
     assert torch.equal(logits(module), before)
 
 
 def test_several_adapters_are_switched_and_one_is_left_when_another_goes():
     module = base("micro-qwen2")
-    plain, want = logits(module), {}
+    plain, expected = logits(module), {}
     for seed, name in enumerate(("one", "two")):
         alone = base("micro-qwen2")
         attach(alone, random_adapter(alone.config, seed=seed, target_modules=ALL[seed : seed + 3]))
         attach(module, random_adapter(alone.config, seed=seed, target_modules=ALL[seed : seed + 3]), name=name)
-        want[name] = logits(alone)
+        expected[name] = logits(alone)
     assert adapter_names(module) == ["one", "two"]
     for name in ("one", "two", "one"):
         activate(module, name)
-        assert torch.equal(logits(module), want[name])
+        assert torch.equal(logits(module), expected[name])
     activate(module, None)
     assert torch.equal(logits(module), plain)
     detach(module, "one")
     activate(module, "two")
-    assert torch.equal(logits(module), want["two"])
+    assert torch.equal(logits(module), expected["two"])
 
 
 def test_optimizer_steps_change_the_adapter_and_no_number_of_the_base():
@@ -214,38 +214,38 @@ def test_dropout_acts_in_training_on_the_input_of_the_adapter_only():
     module = base("micro-qwen2", torch.float64)
     adapter = random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5)
     attach(module, adapter)
-    leaf, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 4000, 96).double()
-    assert isinstance(leaf, LoraLeaf)
-    whole, product = leaf(x), leaf.base_layer(x)
+    lora_module, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 4000, 96).double()
+    assert isinstance(lora_module, LoraModule)
+    whole, product = lora_module(x), lora_module.base_layer(x)
     module.train()
     keys = token_keys(np.arange(1), 4000, seed=0, step=3)
     with keyed(module, keys):
-        dropped = leaf(x)
+        dropped = lora_module(x)
     kept = drop_mask(keys, 0.5, salt=salt_of("layers.0.q_proj"), width=96)
     tensors = adapter.tensors["layers.0.q_proj"]
     matrix = adapter.scaling("layers.0.q_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
     torch.testing.assert_close(dropped, product + (x * kept * 2) @ matrix.T, rtol=1e-6, atol=1e-5)
     assert abs(float(kept.double().mean()) - 0.5) < 0.01
     module.eval()
-    assert torch.equal(leaf(x), whole)
+    assert torch.equal(lora_module(x), whole)
 
 
 def test_with_dropout_dora_scales_what_the_base_makes_of_the_same_input():
     module = base("micro-qwen2", torch.float64)
     adapter = random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5, use_dora=True)
     attach(module, adapter)
-    leaf, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 40, 96).double()
-    assert isinstance(leaf, LoraLeaf)
+    lora_module, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 40, 96).double()
+    assert isinstance(lora_module, LoraModule)
     module.train()
     keys = token_keys(np.arange(1), 40, seed=0, step=3)
     with keyed(module, keys):
-        got = leaf(x)
+        actual = lora_module(x)
     left = x * drop_mask(keys, 0.5, salt=salt_of("layers.0.q_proj"), width=96) * 2
-    tensors, weight = adapter.tensors["layers.0.q_proj"], leaf.base_layer.weight
+    tensors, weight = adapter.tensors["layers.0.q_proj"], lora_module.base_layer.weight
     assert tensors.magnitude is not None
     changed = weight + adapter.scaling("layers.0.q_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
     whole = torch.from_numpy(tensors.magnitude)[:, None] / changed.norm(dim=1, keepdim=True) * changed
-    torch.testing.assert_close(got, leaf.base_layer(x) + left @ (whole - weight).mT, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(actual, lora_module.base_layer(x) + left @ (whole - weight).mT, rtol=1e-6, atol=1e-5)
 
 
 def test_with_dropout_gradients_are_those_of_the_same_mask():
@@ -258,9 +258,9 @@ def test_with_dropout_gradients_are_those_of_the_same_mask():
         detach(module, "default")
 
 
-def test_training_on_leaves_that_cut_the_graph_is_refused():
+def test_training_on_kernels_without_gradient_is_refused():
     module = base("micro-qwen2")
-    put_leaves(module, leaves_for(torch.device("cpu"), torch.float32, required=False))
+    install_kernels(module, kernels_for(torch.device("cpu"), torch.float32, required=False))
     with refuses(ValueError, "CpuLinear", "gradient", where="model.layers.0.self_attn.q_proj"):
         attach(module, random_adapter(module.config), trainable=True)
     assert adapter_names(module) == []
@@ -272,7 +272,7 @@ def test_a_name_that_cannot_be_one_is_refused(name: str):
     module = base("micro-qwen2")
     with refuses(ValueError, "name", repr(name)):
         attach(module, random_adapter(module.config), name=name)
-    assert list(lora_leaves(module)) == []
+    assert list(lora_modules(module)) == []
 
 
 def test_mistaken_names_and_models_are_refused():

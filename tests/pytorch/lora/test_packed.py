@@ -14,7 +14,7 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.kernels import quantised_linear
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix
 from llorch.pytorch.load import load_dense, load_packed
-from llorch.pytorch.lora import leaves as torch_leaves
+from llorch.pytorch.lora import modules as torch_leaves
 from llorch.pytorch.lora.adapters import attach, trainable_parameters
 
 EVERY = pytest.mark.parametrize("name", ["Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"])
@@ -47,8 +47,8 @@ def passed(module: CausalLM, *, dora: bool) -> tuple[torch.Tensor, dict[str, tor
 def test_logits_and_gradients_are_those_beside_the_decoded_matrices(name: str, dora: bool, folder: Path):
     packed, dense = both(name, folder, torch.float64)
     assert sum(isinstance(module, PackedMatrix) for module in packed.modules()) == 2 + 7 * packed.config.n_layers
-    (logits, gradients), (want, wanted) = passed(packed, dora=dora), passed(dense, dora=dora)
-    torch.testing.assert_close(logits, want, rtol=1e-12, atol=1e-12)
+    (logits, gradients), (expected, wanted) = passed(packed, dora=dora), passed(dense, dora=dora)
+    torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
     for key, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted[key], rtol=1e-9, atol=1e-12 * float(wanted[key].abs().max()))
 

@@ -51,14 +51,14 @@ def test_with_dropout_what_was_taken_off_the_base_stays_whole():
     module = load_dense(weights, dtype=torch.float64, device=CPU)
     config = LoraConfig(r=4, target_modules=("q_proj",), lora_dropout=0.5)
     start, x = initial_adapter(config, weights, init="pissa", seed=0), torch.ones(1, 96, dtype=torch.float64)
-    leaf, tensors = module.get_submodule("model.layers.0.self_attn.q_proj"), start.tensors["layers.0.q_proj"]
-    base = leaf(x)
+    lora_module, tensors = module.get_submodule("model.layers.0.self_attn.q_proj"), start.tensors["layers.0.q_proj"]
+    base = lora_module(x)
     attach(module, start, trainable=True, minus=start)
     module.train()
     keys = token_keys(np.arange(1), 1, seed=0, step=0)
     with keyed(module, keys):
-        got = module.get_submodule("model.layers.0.self_attn.q_proj")(x[None])[0]
+        actual = module.get_submodule("model.layers.0.self_attn.q_proj")(x[None])[0]
     kept = drop_mask(keys[0], 0.5, salt=salt_of("layers.0.q_proj"), width=96) * 2
     lora_A, lora_B = torch.from_numpy(tensors.lora_A).double(), torch.from_numpy(tensors.lora_B).double()
-    want = base + start.scaling("layers.0.q_proj") * ((x * kept - x) @ lora_A.T) @ lora_B.T
-    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    expected = base + start.scaling("layers.0.q_proj") * ((x * kept - x) @ lora_A.T) @ lora_B.T
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-12)

@@ -19,7 +19,7 @@ from llorch.model.generate import Token
 from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.batch_invariant.reproducible import FixedRows
 from llorch.pytorch.kernels.cpu.block import CpuBlock
-from llorch.pytorch.lora.leaves import LoraLinear
+from llorch.pytorch.lora.modules import LoraLinear
 from llorch.pytorch.model import TorchModel, load_torch
 
 STARTS = ("Once upon a time", "The little fox", "A boy named", "There was a", "She said")
@@ -91,16 +91,16 @@ def test_the_base_runs_as_if_there_were_no_adapter(model: TorchModel):
 
 @MODES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_removing_an_adapter_leaves_the_logits_and_leaves_of_the_base(dtype: str, mode):
+def test_remove_adapter_restores_logits_and_modules_of_the_base(dtype: str, mode):
     model = load_torch("micro-qwen2", dtype=dtype, mode=mode)
-    ids, leaves = [3, 17, 8, 39, 0, 25], dict(model.module.named_modules())
+    ids, models = [3, 17, 8, 39, 0, 25], dict(model.module.named_modules())
     before = model.forward(ids)
     model.add_adapter("one", small(model, 1, target_modules=EVERY_TARGET))
     assert not np.array_equal(model.forward(ids, adapter="one"), before)
     assert np.array_equal(model.forward(ids), before)
     model.remove_adapter("one")
     assert np.array_equal(model.forward(ids), before)
-    assert dict(model.module.named_modules()) == leaves
+    assert dict(model.module.named_modules()) == models
     with refuses(ValueError, "none", "'one'"):
         model.forward(ids, adapter="one")
 
@@ -146,11 +146,11 @@ def test_one_adapter_can_be_named_for_all_prompts(model: TorchModel):
 
 def test_answers_that_are_begun_together_keep_their_adapters(model: TorchModel):
     names = ["one", None, "two", "three"]
-    want = [text(model, STARTS[0], name, 6) for name in names]
+    expected = [text(model, STARTS[0], name, 6) for name in names]
     running = [model.generate(STARTS[0], max_tokens=6, ignore_eos=True, adapter=name) for name in names]
-    got = [[next(answer).id for answer in running] for _ in range(6)]
-    assert [list(row) for row in zip(*got, strict=True)] == want
-    assert len({tuple(row) for row in want}) >= 3
+    actual = [[next(answer).id for answer in running] for _ in range(6)]
+    assert [list(row) for row in zip(*actual, strict=True)] == expected
+    assert len({tuple(row) for row in expected}) >= 3
 
 
 def test_an_answer_goes_on_when_its_adapter_is_removed_and_another_takes_the_name():
@@ -158,18 +158,18 @@ def test_an_answer_goes_on_when_its_adapter_is_removed_and_another_takes_the_nam
     first, second = small(model, 1), small(model, 2)
     model.add_adapter("mine", first)
     names, most = ["mine", None, "mine", None], [8, 3, 8, 3]  # narrowed after the removal
-    want = list(model.generate_batch(STARTS[:4], max_tokens=most, ignore_eos=True, adapter=names))
+    expected = list(model.generate_batch(STARTS[:4], max_tokens=most, ignore_eos=True, adapter=names))
     running = model.generate_batch(STARTS[:4], max_tokens=most, ignore_eos=True, adapter=names)
     begun = [next(running)]
     model.remove_adapter("mine")
     model.add_adapter("mine", second)
     new = text(model, STARTS[0], "mine")
-    assert begun + list(running) == want
+    assert begun + list(running) == expected
     assert text(model, STARTS[0], "mine") == new
-    assert new != rows_of(want, 4)[0]
+    assert new != rows_of(expected, 4)[0]
 
 
-def test_an_answer_that_ends_late_leaves_nothing_to_the_next_adapter_of_its_name():
+def test_late_answer_does_not_affect_a_new_adapter_of_the_same_name():
     model = load_torch("story")
     model.add_adapter("mine", small(model, 1))
     old = model.generate(STARTS[0], max_tokens=8, ignore_eos=True, adapter="mine")
@@ -185,18 +185,18 @@ def test_an_answer_that_ends_late_leaves_nothing_to_the_next_adapter_of_its_name
 def test_in_mode_reproducible_no_bit_of_an_adapted_row_depends_on_its_company():
     generator = torch.Generator().manual_seed(0)
     lora_A, lora_B, x = (torch.randn(*shape, generator=generator) for shape in ((16, 896), (600, 16), (150, 896)))
-    leaf = LoraLinear(FixedRows(torch.nn.Linear(896, 600)), fixed=True)
+    lora_module = LoraLinear(FixedRows(torch.nn.Linear(896, 600)), fixed=True)
     config = LoraConfig(r=16, target_modules=("q_proj",))
     target = LoraTarget(
         "layers.0.q_proj", "model.layers.0.self_attn.q_proj", 896, 600, (part := MatrixPart("layers.0.q_proj"),), ()
     )
     tensors = LoraTensors(lora_A.numpy(), lora_B.numpy())
-    leaf.add("one", config, target, tensors, dtype=torch.float32, trainable=False, minus=None, part=part)
-    leaf.activate("one")
+    lora_module.add("one", config, target, tensors, dtype=torch.float32, trainable=False, minus=None, part=part)
+    lora_module.activate("one")
     with torch.no_grad():
-        together = leaf(x)
+        together = lora_module(x)
         for rows in (1, 3, 40):
-            assert torch.equal(leaf(x[:rows]), together[:rows])
+            assert torch.equal(lora_module(x[:rows]), together[:rows])
 
 
 def test_a_trace_names_the_same_stages_as_without_an_adapter(model: TorchModel):
@@ -253,7 +253,7 @@ def test_cuda_graphs_make_the_tokens_of_numpy_with_every_adapter(dora: bool, com
             model.add_adapter(name, random_adapter(model.config, seed=seed, use_dora=dora))
     how = {"settings": SamplingSettings(), "max_tokens": 40, "ignore_eos": True}
     names = ["one", None, "two"]
-    want = [
+    expected = [
         [token.id for token in numpy.generate(prompt, adapter=name, **how)]
         for prompt, name in zip(PROMPTS, names, strict=True)
     ]
@@ -262,7 +262,7 @@ def test_cuda_graphs_make_the_tokens_of_numpy_with_every_adapter(dora: bool, com
             [token.id for token in cuda.generate(prompt, adapter=name, **how)]
             for prompt, name in zip(PROMPTS, names, strict=True)
         ]
-        assert alone == want
+        assert alone == expected
     if not compiled:
         batch = list(cuda.generate_batch(PROMPTS, adapter=names, **how))
-        assert [[token.id for row, token in batch if row == at] for at in range(3)] == want
+        assert [[token.id for row, token in batch if row == at] for at in range(3)] == expected

@@ -44,40 +44,40 @@ def one_by_one(
     return out, state
 
 
-def off(got: Tensor, want: Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+def off(actual: Tensor, expected: Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("seq", [1, 3, CHUNK, CHUNK + 7])
 def test_few_and_many_tokens_follow_the_formula(seq: int) -> None:
-    for got, want in zip(delta_rule(*given(seq)), one_by_one(*given(seq)), strict=True):
-        assert off(got, want) < 1e-13
+    for actual, expected in zip(delta_rule(*given(seq)), one_by_one(*given(seq)), strict=True):
+        assert off(actual, expected) < 1e-13
 
 
 def test_in_float32_what_follows_a_strong_decay_is_not_lost() -> None:
     exact = given(CHUNK, dtype=torch.float32)
     wide = [x.double() for x in exact]
-    for got, want in zip(delta_rule(*exact), one_by_one(*wide), strict=True):
-        assert off(got, want) < 3e-7
+    for actual, expected in zip(delta_rule(*exact), one_by_one(*wide), strict=True):
+        assert off(actual, expected) < 3e-7
 
 
 def test_passes_of_any_length_give_one_state() -> None:
     q, k, v, beta, log_decay, state = given(3 * CHUNK)
-    want, end = delta_rule(q, k, v, beta, log_decay, state)
+    expected, end = delta_rule(q, k, v, beta, log_decay, state)
     made, start = [], 0
     for stop in (1, CHUNK + 2, CHUNK + 5, 3 * CHUNK):
         at = slice(start, stop)
         out, state = delta_rule(q[:, at], k[:, at], v[:, at], beta[:, at], log_decay[:, at], state)
         made.append(out)
         start = stop
-    assert off(torch.cat(made, 1), want) < 1e-13
+    assert off(torch.cat(made, 1), expected) < 1e-13
     assert off(state, end) < 1e-13
 
 
 def test_gradients_flow_through_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 3)  # then five tokens are two chunks
-    leaves = [x[:1].requires_grad_() for x in given(5)]
-    assert torch.autograd.gradcheck(delta_rule, leaves)
+    tensors = [x[:1].requires_grad_() for x in given(5)]
+    assert torch.autograd.gradcheck(delta_rule, tensors)
 
 
 def test_a_convolution_passes_over_padding_anywhere() -> None:
@@ -85,12 +85,12 @@ def test_a_convolution_passes_over_padding_anywhere() -> None:
     conv = ShortConv(5, 4).double()
     torch.nn.init.normal_(conv.weight)
     x, before = torch.randn(1, 4, 5, dtype=torch.float64), torch.randn(1, 3, 5, dtype=torch.float64)
-    want, last = conv(x, before, None)
+    expected, last = conv(x, before, None)
     real = torch.tensor([[False, True, True, False, False, True, False, True]])
     padded = torch.full((1, 8, 5), 1e9, dtype=torch.float64)
     padded[real] = x[0]
-    got, state = conv(padded, before, real)
-    torch.testing.assert_close(got[real], want[0], rtol=0, atol=1e-15)
+    actual, state = conv(padded, before, real)
+    torch.testing.assert_close(actual[real], expected[0], rtol=0, atol=1e-15)
     torch.testing.assert_close(state, last, rtol=0, atol=1e-15)
 
 

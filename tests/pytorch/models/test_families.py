@@ -34,7 +34,7 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 @pytest.fixture(scope="module")
-def truth(folder: Path) -> np.ndarray:
+def reference(folder: Path) -> np.ndarray:
     weights = open_weights(folder).astype(np.float64)
     return forward(IDS, weights, KVCache(weights.config, np.float64))
 
@@ -64,25 +64,25 @@ def run(module: CausalLM, parts: tuple[int, ...] = (70,), *, padded: bool = Fals
     return torch.cat(made)
 
 
-def off(got: np.ndarray | torch.Tensor, want: np.ndarray) -> float:
-    return float(np.linalg.norm(np.asarray(got) - want) / np.linalg.norm(want))
+def off(actual: np.ndarray | torch.Tensor, expected: np.ndarray) -> float:
+    return float(np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.nightly_cases(but=["qwen3_5-parts1-False-page"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["page", "reproducible"])
 @pytest.mark.parametrize(("parts", "padded"), [((70,), False), (PARTS, False), (PARTS, True)])
-def test_in_float64_logits_are_those_of_numpy(folder, truth, parts, padded, fixed):
+def test_in_float64_logits_are_those_of_numpy(folder, reference, parts, padded, fixed):
     module = load_dense(open_weights(folder), dtype=torch.float64, device=CPU)
     if fixed:
         make_reproducible(module)
-    assert off(run(module, parts, padded=padded), truth) < 1e-13
+    assert off(run(module, parts, padded=padded), reference) < 1e-13
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
-def test_in_float32_every_leaf_is_close(folder, truth, kernels):
+def test_float32_logits_are_close_with_each_kernel_setting(folder, reference, kernels):
     model = opened(folder, kernels=kernels)
-    assert off(model.forward(IDS), truth) < 1e-5
-    assert off(run(model.module, PARTS), truth) < 1e-5
+    assert off(model.forward(IDS), reference) < 1e-5
+    assert off(run(model.module, PARTS), reference) < 1e-5
 
 
 def test_memory_of_states_and_slots_is_counted(folder):
@@ -93,10 +93,10 @@ def test_memory_of_states_and_slots_is_counted(folder):
 
 
 @TWO
-def test_weights_whose_columns_come_in_another_order_are_laid_out_in_rows(folder, truth, monkeypatch):
+def test_weights_whose_columns_come_in_another_order_are_laid_out_in_rows(folder, reference, monkeypatch):
     read = Weights.read
     monkeypatch.setattr(Weights, "read", lambda *given: np.asfortranarray(read(*given)))  # as reordering leaves them
-    assert off(run(opened(folder).module, PARTS), truth) < 1e-5
+    assert off(run(opened(folder).module, PARTS), reference) < 1e-5
 
 
 @TWO

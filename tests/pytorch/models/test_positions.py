@@ -12,7 +12,7 @@ from llorch.pytorch.batch_invariant.fixed_order import FixedHeadNorm
 from llorch.pytorch.batch_invariant.reproducible import make_reproducible
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.kernels.sdpa import use_sdpa
-from llorch.pytorch.kernels.table import leaves_for, put_leaves
+from llorch.pytorch.kernels.table import install_kernels, kernels_for
 from llorch.pytorch.models.families import build
 from llorch.pytorch.models.positions import HeadNorm
 from llorch.pytorch.models.positions import rope_adjacent as rope_adjacent_on_torch
@@ -36,7 +36,7 @@ def as_is(module):
 
 def fastest(module):
     use_sdpa(module)
-    put_leaves(module.float(), leaves_for(torch.device("cpu"), torch.float32, required=False))
+    install_kernels(module.float(), kernels_for(torch.device("cpu"), torch.float32, required=False))
 
 
 @torch.no_grad()
@@ -63,17 +63,17 @@ def run(module, parts=(40,), first=0, padding=0):
 )
 def test_every_family_is_that_of_transformers(both, how, given):
     model, ours = both
-    want = logits_of(model, IDS, given.get("first", 0))
+    expected = logits_of(model, IDS, given.get("first", 0))
     how(ours)
-    np.testing.assert_allclose(run(ours, **given), want, rtol=0, atol=1e-12 * np.abs(want).max())
+    np.testing.assert_allclose(run(ours, **given), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("parts", [(40,), (30, *(1,) * 10)])
-def test_the_fastest_leaves_leave_alone_what_they_do_not_know(both, parts):
+def test_fastest_kernels_do_not_change_unsupported_modules(both, parts):
     model, ours = both
-    want = logits_of(model, IDS)
+    expected = logits_of(model, IDS)
     fastest(ours)
-    np.testing.assert_allclose(run(ours, parts), want, rtol=0, atol=2e-5 * np.abs(want).max())
+    np.testing.assert_allclose(run(ours, parts), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
 def test_reproducible_bits_do_not_depend_on_company_or_parts(both):
@@ -97,7 +97,7 @@ def test_what_a_chunk_shows_is_what_the_numpy_page_shows():
 def test_the_rotation_and_the_norm_of_llama4_are_those_of_numpy(rng):
     x = rng.normal(size=(1, 5, 6, 10))
     tables = rope_tables(np.arange(5), head_dim=10, theta=1e4, scaling=None)
-    got = rope_adjacent_on_torch(torch.from_numpy(x), *(torch.from_numpy(table)[None] for table in tables))
-    np.testing.assert_allclose(got[0], rope_adjacent(x[0], *tables), atol=1e-15)
+    actual = rope_adjacent_on_torch(torch.from_numpy(x), *(torch.from_numpy(table)[None] for table in tables))
+    np.testing.assert_allclose(actual[0], rope_adjacent(x[0], *tables), atol=1e-15)
     for norm in (HeadNorm(1e-5), FixedHeadNorm(HeadNorm(1e-5))):
         np.testing.assert_allclose(norm(torch.from_numpy(x))[0], head_norm(x[0], eps=1e-5), rtol=1e-14)

@@ -27,10 +27,12 @@ def batch_of(model: TorchModel, n_jobs: int = 4) -> ContinuousBatch:
 @pytest.mark.parametrize("adapters", [[None, "one", "two"], ["one"]])
 def test_each_job_runs_through_its_own_adapter(model: TorchModel, adapters: list[str | None]):
     jobs = varied_jobs(model, adapters)
-    want = [alone(model, one) for one in jobs]
-    assert together(batch_of(model), jobs, joining={3: 7}) == want
+    expected = [alone(model, one) for one in jobs]
+    assert together(batch_of(model), jobs, joining={3: 7}) == expected
     other = [alone(model, job(one.ids, one.max_tokens, one.settings)) for one in jobs]
-    assert [made != base for made, base in zip(want, other, strict=True)] == [one.adapter is not None for one in jobs]
+    assert [made != base for made, base in zip(expected, other, strict=True)] == [
+        one.adapter is not None for one in jobs
+    ]
 
 
 def test_pages_of_an_adapter_mean_nothing_to_another(model: TorchModel):
@@ -54,7 +56,7 @@ def test_pages_of_an_adapter_mean_nothing_to_another(model: TorchModel):
 
 def test_what_runs_goes_on_with_an_adapter_that_is_removed_or_replaced(model: TorchModel):
     jobs = [job([1, 2, at], 12, adapter=name) for at, name in enumerate(("one", "two", None, "one"))]
-    want, batch = [alone(model, one) for one in jobs], batch_of(model, 5)
+    expected, batch = [alone(model, one) for one in jobs], batch_of(model, 5)
     tickets = [batch.join(one) for one in jobs]
     made = {ticket: [] for ticket in tickets if ticket is not None}
     for n_steps in range(60):
@@ -63,12 +65,12 @@ def test_what_runs_goes_on_with_an_adapter_that_is_removed_or_replaced(model: To
         if n_steps == 14:
             model.add_adapter("one", random_adapter(model.config, seed=9))
             jobs.append(job([1, 2, 0], 12, adapter="one"))
-            want.append(alone(model, jobs[-1]))
+            expected.append(alone(model, jobs[-1]))
             ticket = batch.join(jobs[-1])
             assert ticket is not None
             made[ticket] = []
         for ticket, one in batch.step().items():
             assert isinstance(one, Sampled)
             made[ticket].append((one.id, one.logprob))
-    assert list(made.values()) == want
-    assert want[0] != want[4]
+    assert list(made.values()) == expected
+    assert expected[0] != expected[4]

@@ -44,11 +44,11 @@ def test_a_reproducible_answer_is_the_same_to_the_last_bit_whoever_comes_and_goe
 def test_a_fast_answer_is_close_to_that(name: str):
     model = llorch.load_torch(name)
     jobs = varied_jobs(model)
-    for got, want in zip(
+    for actual, expected in zip(
         together(batch_of(model), jobs, joining=JOINING), (alone(model, j) for j in jobs), strict=True
     ):
-        assert [token_id for token_id, _ in got] == [token_id for token_id, _ in want]
-        np.testing.assert_allclose([p for _, p in got], [p for _, p in want], rtol=0, atol=2e-5)
+        assert [token_id for token_id, _ in actual] == [token_id for token_id, _ in expected]
+        np.testing.assert_allclose([p for _, p in actual], [p for _, p in expected], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 1000])
@@ -150,8 +150,8 @@ def test_nothing_leaks_in_many_jobs_that_are_given_up_anywhere(name: str):
         batch.leave(ticket)
     assert n_free(batch) == 6
     last = varied_jobs(model)[:2]
-    for got, want in zip(together(batch, last), (alone(model, one) for one in last), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    for actual, expected in zip(together(batch, last), (alone(model, one) for one in last), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 def test_a_job_waits_for_a_row_or_pages_and_is_refused_what_can_never_be(model: TorchModel):
@@ -252,8 +252,8 @@ def test_infinity_that_a_job_left_in_a_page_is_no_nan_of_the_next_one():
         for store in pool:
             store[:, :, PAGE:].fill_(torch.inf)  # all but the page of nobody
     batch.leave(bad)
-    for got, want in zip(together(batch, jobs), (alone(model, one) for one in jobs), strict=True):
-        np.testing.assert_allclose(got, want, rtol=0, atol=2e-5)
+    for actual, expected in zip(together(batch, jobs), (alone(model, one) for one in jobs), strict=True):
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
 def test_the_likeliest_tokens_are_those_of_the_logits(model: TorchModel):

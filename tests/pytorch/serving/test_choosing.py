@@ -52,20 +52,20 @@ def rows(n: int) -> torch.Tensor:
 def test_tokens_are_those_that_generate_would_choose(settings: SamplingSettings):
     logits = rows(30)
     one, each = choosing(settings), iter(logits.numpy())
-    want = list(sample_ids(lambda new: next(each), [1, 2, 3], settings, max_tokens=30))
-    got = [chosen(one, row) for row in logits]
-    assert [sampled.id for sampled in got] == [token_id for token_id, _ in want]
-    np.testing.assert_allclose([sampled.logprob for sampled in got], [logprob for _, logprob in want], rtol=1e-6)
+    expected = list(sample_ids(lambda new: next(each), [1, 2, 3], settings, max_tokens=30))
+    actual = [chosen(one, row) for row in logits]
+    assert [sampled.id for sampled in actual] == [token_id for token_id, _ in expected]
+    np.testing.assert_allclose([sampled.logprob for sampled in actual], [logprob for _, logprob in expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_a_guide_leaves_the_allowed_tokens_and_is_told_what_came(settings: SamplingSettings):
+def test_guide_restricts_the_tokens_and_receives_each_sampled_token(settings: SamplingSettings):
     guide = Listed(7, 31)
     one = choosing(settings, guide=guide)
-    got = [chosen(one, row) for row in rows(20)]
-    assert guide.taken == [sampled.id for sampled in got]
+    actual = [chosen(one, row) for row in rows(20)]
+    assert guide.taken == [sampled.id for sampled in actual]
     assert {*guide.taken} == {7, 31}
-    for sampled, row in zip(got, rows(20).numpy(), strict=True):
+    for sampled, row in zip(actual, rows(20).numpy(), strict=True):
         assert sampled.logprob == pytest.approx(log_probability(row, sampled.id), abs=1e-12)
 
 
@@ -79,10 +79,10 @@ def test_rows_that_are_chosen_together_are_those_that_are_chosen_alone():
         together = next_tokens(every, logits)
         assert isinstance(together[3], ValueError)
         for at in (0, 1, 2, 4, 5):
-            one, want = together[at], chosen(apart[at], logits[at])
+            one, expected = together[at], chosen(apart[at], logits[at])
             assert isinstance(one, Sampled)
-            assert one.id == want.id
-            assert one.logprob == pytest.approx(want.logprob, abs=1e-12)
+            assert one.id == expected.id
+            assert one.logprob == pytest.approx(expected.logprob, abs=1e-12)
 
 
 def test_a_guide_that_allows_nothing_is_an_error():
@@ -102,7 +102,7 @@ def test_the_likeliest_tokens_come_with_log_probabilities_before_any_filter():
     row[0, [9, 4, 30, 2]] = torch.tensor([1.0, 2.0, 1.0, 1.0])
     top = chosen(choosing(SamplingSettings(presence_penalty=2.0), n_top=3, guide=Listed(40)), row).top
     assert [token_id for token_id, _ in top] == [4, 2, 9]  # of equal ones the lowest ids
-    want = [log_probability(row[0].numpy(), token_id) for token_id in (4, 2, 9)]
-    np.testing.assert_allclose([logprob for _, logprob in top], want, rtol=1e-12)
+    expected = [log_probability(row[0].numpy(), token_id) for token_id in (4, 2, 9)]
+    np.testing.assert_allclose([logprob for _, logprob in top], expected, rtol=1e-12)
     assert len(top_of(row[0], VOCAB + 5)) == VOCAB
     assert chosen(choosing(SamplingSettings()), row).top == ()

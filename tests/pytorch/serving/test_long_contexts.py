@@ -51,11 +51,11 @@ def served_top(model: Any, golden: LongGolden) -> dict[int, float]:
 
 def error(top: dict[int, float], golden: LongGolden) -> float:
     """Largest error of a log probability, in units of what the farther engine's logits are off."""
-    logits = golden.truth["long"]["logits"][-1]
+    logits = golden.reference["long"]["logits"][-1]
     true = logits - logits.max()
     true -= np.log(np.exp(true).sum())
     engines = (cases["long"]["logits"].worst for cases in golden.distances.values())
-    unit = FACTOR * max(engines) * np.abs(golden.truth["long"]["logits"]).max()
+    unit = FACTOR * max(engines) * np.abs(golden.reference["long"]["logits"]).max()
     return max(abs(logprob - true[token]) for token, logprob in top.items()) / unit
 
 

@@ -62,11 +62,11 @@ def test_a_context_is_what_was_written_wherever_its_pages_lie(dtype: torch.dtype
         assert torch.equal(getattr(place, name), getattr(other, name))
     assert place.visible is not None
     seen = place.visible[:, 0, 0]  # (batch, ctx)
-    for got, want in ((keys, want_keys), (values, want_values)):
-        assert got.shape == want.shape
-        assert torch.equal(got * seen[:, None, :, None], want * seen[:, None, :, None])
-        assert got[1, :, 4:PAGE].eq(0).all()
-        assert got[1, :, PAGE:].eq(0).all()  # the page of nobody
+    for actual, expected in ((keys, want_keys), (values, want_values)):
+        assert actual.shape == expected.shape
+        assert torch.equal(actual * seen[:, None, :, None], expected * seen[:, None, :, None])
+        assert actual[1, :, 4:PAGE].eq(0).all()
+        assert actual[1, :, PAGE:].eq(0).all()  # the page of nobody
     assert not cache.keys[0].any()
 
 
@@ -90,7 +90,7 @@ def test_a_sequence_alone_is_looked_at_where_its_pages_lie(dtype: torch.dtype, n
     else:
         given = [store.append(LAYER, k, v, at) for at, store in ((place, cache), (other, plain))]
     assert cache.pages is None
-    assert all(torch.equal(got, want) for got, want in zip(*given, strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(*given, strict=True))
     assert given[0][0].data_ptr() == cache._pools[0][LAYER][:, :, 3 * PAGE :].data_ptr()
     assert not cache._pools[0][LAYER][:, :, : 3 * PAGE].any()
     cache.begin([SequenceRow([3, 4], 0, PAGE + 9), SequenceRow([1, 2], 1, PAGE)], 1)
@@ -103,15 +103,18 @@ def test_a_sequence_alone_is_looked_at_where_its_pages_lie(dtype: torch.dtype, n
 def test_windows_chunks_and_temperatures_are_those_of_rows():
     config = config_of("micro-llama4")
     cache, plain = paged(config), Cache(config, batch=2, n_slots=3 * PAGE, dtype=torch.float32, device=CPU)
-    got = cache.begin([SequenceRow([1, 2], 0, 70), SequenceRow([3, 4, 5], 1, 130)], 1)
-    want = plain.place(torch.tensor([[70], [130]]), ctx=131)
-    assert got.slots.tolist() == [[2 * PAGE + 6], [5 * PAGE + 2]]
-    assert got.near.keys() == want.near.keys()
-    for one, other in ((got.heat, want.heat), *((got.near[bound], want.near[bound]) for bound in want.near)):
+    actual = cache.begin([SequenceRow([1, 2], 0, 70), SequenceRow([3, 4, 5], 1, 130)], 1)
+    expected = plain.place(torch.tensor([[70], [130]]), ctx=131)
+    assert actual.slots.tolist() == [[2 * PAGE + 6], [5 * PAGE + 2]]
+    assert actual.near.keys() == expected.near.keys()
+    for one, other in (
+        (actual.heat, expected.heat),
+        *((actual.near[bound], expected.near[bound]) for bound in expected.near),
+    ):
         assert one is not None
         assert other is not None
         assert torch.equal(one, other)
-    assert got.ctx == 131
+    assert actual.ctx == 131
 
 
 def test_rows_that_end_in_the_same_place_need_no_mask():

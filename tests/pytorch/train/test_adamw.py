@@ -120,7 +120,7 @@ def test_a_parameter_without_gradient_is_an_error_and_nothing_moves():
     [(math.nan, ("1", "v_proj.lora_B")), (math.inf, ("1", "v_proj.lora_B")), (1e30, ("inf", "squares"))],
     ids=["nan", "inf", "large"],
 )
-def test_a_norm_that_is_not_finite_is_refused_and_leaves_gradients_alone(bad: float, facts: tuple[str, ...]):
+def test_clip_non_finite_norm_is_refused_and_keeps_the_gradients(bad: float, facts: tuple[str, ...]):
     params = parameters()
     ours = optimizer(params)
     give_gradients(params, 0)
@@ -157,5 +157,5 @@ def test_zero_gradients_before_the_first_real_one_move_nothing():
     params["q_proj.lora_A"].grad = torch.ones(8, 600)
     ours.step(1e-2)
     moved = (params["q_proj.lora_A"] - theirs).abs()
-    want = 1e-2 * (0.1 / (1 - 0.9**2)) / math.sqrt(0.01 / (1 - 0.99**2))  # step 2 for all, so not a whole lr
-    torch.testing.assert_close(moved, torch.full_like(moved, want), rtol=1e-4, atol=1e-7)
+    expected = 1e-2 * (0.1 / (1 - 0.9**2)) / math.sqrt(0.01 / (1 - 0.99**2))  # step 2 for all, so not a whole lr
+    torch.testing.assert_close(moved, torch.full_like(moved, expected), rtol=1e-4, atol=1e-7)

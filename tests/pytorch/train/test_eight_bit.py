@@ -57,17 +57,17 @@ def test_every_number_gets_the_code_that_a_search_finds_and_blocks_of_nothing_ze
     x = numbers(book, rng, shape)
     x.reshape(-1)[256:512] = 0
     x.reshape(-1)[1024:1280] *= np.float32(1e-38)  # too small for a reciprocal
-    got = encoded(x, book)
+    actual = encoded(x, book)
     blocks = np.pad(x.reshape(-1), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     absmax = np.where(abs(blocks).max(-1) < np.finfo(np.float32).tiny, 0, abs(blocks).max(-1))
-    np.testing.assert_array_equal(got.absmax.numpy(), absmax)
+    np.testing.assert_array_equal(actual.absmax.numpy(), absmax)
     live = np.repeat(absmax > 0, BLOCK)[: x.size]
     scale = np.repeat(absmax, BLOCK)[: x.size][live]
-    codes = got.codes.numpy().reshape(-1)
+    codes = actual.codes.numpy().reshape(-1)
     wanted = np.searchsorted(book.thresholds, x.reshape(-1)[live] * (np.float32(1) / scale))
     np.testing.assert_array_equal(codes[live], wanted)
     assert not codes[~live].any()
-    back = Codec(book, CPU).decode(got).numpy().reshape(-1)
+    back = Codec(book, CPU).decode(actual).numpy().reshape(-1)
     np.testing.assert_array_equal(back[live], book.values[wanted] * scale)
     assert not back[~live].any()
     nearest = abs((x.reshape(-1)[live] / scale.astype(np.float64))[:, None] - book.values).min(-1)
@@ -78,9 +78,9 @@ def test_every_number_gets_the_code_that_a_search_finds_and_blocks_of_nothing_ze
 @BOOKS
 def test_the_error_is_small_beside_the_number_and_the_block(book: CodeBook, rng: np.random.Generator):
     x = numbers(book, rng)
-    got, largest = there_and_back(x, book), np.repeat(encoded(x, book).absmax.numpy(), BLOCK)[: len(x)]
-    assert (abs(got - x) <= 0.5 * abs(x) + 1e-6 * largest).all()
-    assert (abs(got - x) <= 0.0072 * largest).all()
+    actual, largest = there_and_back(x, book), np.repeat(encoded(x, book).absmax.numpy(), BLOCK)[: len(x)]
+    assert (abs(actual - x) <= 0.5 * abs(x) + 1e-6 * largest).all()
+    assert (abs(actual - x) <= 0.0072 * largest).all()
 
 
 @BOOKS
@@ -101,8 +101,8 @@ def test_a_number_next_to_a_threshold_falls_on_its_own_side(book: CodeBook):
         np.nextafter(book.thresholds, np.float32(2)),
     ]
     x = np.stack([np.append(side, np.float32(1)) for side in sides])
-    want = np.arange(256)
-    np.testing.assert_array_equal(encoded(x, book).codes.numpy(), [want, want, np.minimum(want + 1, 255)])
+    expected = np.arange(256)
+    np.testing.assert_array_equal(encoded(x, book).codes.numpy(), [expected, expected, np.minimum(expected + 1, 255)])
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -184,10 +184,10 @@ def curve(*, eight_bit: bool) -> np.ndarray:
 
 
 def test_the_curve_of_a_hundred_steps_is_that_of_32_bits():
-    want, got = curve(eight_bit=False), curve(eight_bit=True)
-    assert want[0] > 1.9
-    assert want[-1] < 1.2
-    assert 0 < (abs(got - want) / want).max() < 1e-3
+    expected, actual = curve(eight_bit=False), curve(eight_bit=True)
+    assert expected[0] > 1.9
+    assert expected[-1] < 1.2
+    assert 0 < (abs(actual - expected) / expected).max() < 1e-3
 
 
 def test_an_adapter_of_all_matrices_takes_at_most_2_1_bytes_per_parameter():

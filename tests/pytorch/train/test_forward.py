@@ -55,12 +55,12 @@ def test_a_document_is_what_it_is_alone(rows: list[list[int]], attention: str, n
     if attention == "sdpa":
         use_sdpa(module)
     hidden = hidden_states(module, batch([[DOCUMENTS[i] for i in row] for row in rows]), CPU)
-    want = alone(name)
+    expected = alone(name)
     for r, row in enumerate(rows):
         at = 0
         for i in row:
-            got = hidden[r, at : at + len(DOCUMENTS[i])].detach().numpy()
-            np.testing.assert_allclose(got, want[i], rtol=0, atol=1e-12)
+            actual = hidden[r, at : at + len(DOCUMENTS[i])].detach().numpy()
+            np.testing.assert_allclose(actual, expected[i], rtol=0, atol=1e-12)
             at += len(DOCUMENTS[i])
 
 
@@ -77,8 +77,8 @@ def test_angles_have_the_bits_of_those_computed_for_their_positions(longest: int
     place = place_of(module, one, CPU)
     config, positions = module.config, one.positions.clip(min=0)
     kind = {"head_dim": config.rotated, "theta": config.rope_theta, "scaling": config.rope_scaling}
-    for got, table in zip((place.cos, place.sin), rope_tables(positions.reshape(-1), **kind), strict=True):
-        assert np.array_equal(got.numpy(), table.reshape(*positions.shape, -1).astype(np.float32))
+    for actual, table in zip((place.cos, place.sin), rope_tables(positions.reshape(-1), **kind), strict=True):
+        assert np.array_equal(actual.numpy(), table.reshape(*positions.shape, -1).astype(np.float32))
 
 
 def test_angles_are_not_those_of_another_model():

@@ -57,11 +57,11 @@ def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, na
     training: Any = Training(plan_training(settings))
     peft_kind = {f"use_{key}": value for key, value in kind.items()}
     theirs = in_peft(name, training.adapter, **LORA, **peft_kind)
-    want = loop(theirs, training, weight_decay=0.1)
-    got = [training.run_step() for _ in range(STEPS)]
-    np.testing.assert_allclose([one.loss for one in got], [loss for loss, _ in want], rtol=1e-5, strict=True)
-    np.testing.assert_allclose([one.norm for one in got], [norm for _, norm in want], rtol=1e-3, strict=True)
-    assert got[-1].loss < 0.9 * got[0].loss
+    expected = loop(theirs, training, weight_decay=0.1)
+    actual = [training.run_step() for _ in range(STEPS)]
+    np.testing.assert_allclose([one.loss for one in actual], [loss for loss, _ in expected], rtol=1e-5, strict=True)
+    np.testing.assert_allclose([one.norm for one in actual], [norm for _, norm in expected], rtol=1e-3, strict=True)
+    assert actual[-1].loss < 0.9 * actual[0].loss
     trained = dict(theirs.named_parameters())
     for key, array in training.adapter.flat().items():
         peft = trained[peft_name(key, training.adapter.targets)].detach().numpy()

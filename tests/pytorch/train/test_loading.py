@@ -38,8 +38,8 @@ def test_products_and_gradients_are_those_of_a_linear_layer(bias: bool):
         y = layer(own)
         y.backward(grad)
         results.append((y.detach(), own.grad))
-    for got, want in zip(results[1], results[0], strict=True):
-        torch.testing.assert_close(got, want, rtol=1e-6, atol=2e-6)
+    for actual, expected in zip(results[1], results[0], strict=True):
+        torch.testing.assert_close(actual, expected, rtol=1e-6, atol=2e-6)
 
 
 def test_a_gradient_that_does_not_lie_in_order_is_multiplied_right():
@@ -61,7 +61,7 @@ def test_every_float32_projection_is_replaced_and_shares_its_weights():
     assert q_proj.bias is before["model.layers.1.self_attn.q_proj.bias"]
     narrow = loaded(torch.bfloat16)
     freeze_linears(narrow)
-    assert not any(isinstance(leaf, FrozenLinear) for leaf in narrow.modules())
+    assert not any(isinstance(linear, FrozenLinear) for linear in narrow.modules())
 
 
 def packed_head(config: ModelConfig) -> Any:
@@ -79,7 +79,9 @@ def test_packed_matrices_get_compiled_products_with_gradients_on_the_cpu():
 
 
 def test_a_model_without_packed_matrices_is_trained_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernel_selection, "own_leaves", lambda at, *, training: pytest.fail("kernels were asked for"))
+    monkeypatch.setattr(
+        kernel_selection, "built_kernels", lambda at, *, training: pytest.fail("kernels were asked for")
+    )
     module = loaded(torch.float32)
     prepare(module, target("cpu", "float32"))
     assert isinstance(module.lm_head, FrozenLinear)
@@ -89,11 +91,11 @@ def test_a_model_without_packed_matrices_is_trained_without_compiled_kernels(mon
 def test_a_model_for_training_gets_the_kernels_with_gradients_of_its_target(kernels, monkeypatch: pytest.MonkeyPatch):
     asked, norm = [], nn.Identity()
 
-    def own_leaves(at: Target, *, training: bool) -> dict:
+    def built_kernels(at: Target, *, training: bool) -> dict:
         asked.append((at, training))
         return {"trained norm": lambda plain: norm, "trained act": lambda plain: "act"}
 
-    monkeypatch.setattr(kernel_selection, "own_leaves", own_leaves)
+    monkeypatch.setattr(kernel_selection, "built_kernels", built_kernels)
     at, module = replace(target("cpu", "bfloat16"), kernels=kernels), loaded(torch.bfloat16)
     module.lm_head = packed_head(module.config)
     before = module.get_submodule("model.layers.1.self_attn").__dict__["rotate"]

@@ -54,8 +54,8 @@ def gradients(loss: Tensor, *of: Tensor) -> list[Tensor]:
     return list(torch.autograd.grad(loss / 7, of))
 
 
-def distance(got: Tensor, want: Tensor) -> float:
-    return float((got - want).detach().double().norm() / want.detach().double().norm())
+def distance(actual: Tensor, expected: Tensor) -> float:
+    return float((actual - expected).detach().double().norm() / expected.detach().double().norm())
 
 
 @CHUNKS
@@ -63,11 +63,11 @@ def distance(got: Tensor, want: Tensor) -> float:
 @pytest.mark.parametrize("dtype", WIDE)
 def test_loss_and_gradients_are_those_of_torch_over_all_logits(dtype: torch.dtype, smoothing: float, chunk: int | None):
     hidden, head, labels = problem(dtype)
-    want = by_torch(hidden, head, labels, smoothing)
-    got = loss_sum(hidden, head, labels, label_smoothing=smoothing, chunk=chunk)
-    assert got.dtype == dtype
-    assert distance(got, want) < WIDE[dtype]
-    pairs = zip(gradients(got, hidden, head.weight), gradients(want, hidden, head.weight), strict=True)
+    expected = by_torch(hidden, head, labels, smoothing)
+    actual = loss_sum(hidden, head, labels, label_smoothing=smoothing, chunk=chunk)
+    assert actual.dtype == dtype
+    assert distance(actual, expected) < WIDE[dtype]
+    pairs = zip(gradients(actual, hidden, head.weight), gradients(expected, hidden, head.weight), strict=True)
     for mine, theirs in pairs:
         assert mine.dtype == dtype
         assert distance(mine, theirs) < WIDE[dtype]
@@ -77,11 +77,11 @@ def test_loss_and_gradients_are_those_of_torch_over_all_logits(dtype: torch.dtyp
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 def test_the_softmax_of_bfloat16_logits_is_float32(smoothing: float, chunk: int | None):
     hidden, head, labels = problem(torch.bfloat16)
-    want = by_torch(hidden, head, labels, smoothing)
-    got = loss_sum(hidden, head, labels, label_smoothing=smoothing, chunk=chunk)
-    assert got.dtype == torch.float32
-    assert distance(got, want) < 1e-6, "a softmax in bfloat16 is off by some 1e-3"
-    pairs = zip(gradients(got, hidden, head.weight), gradients(want, hidden, head.weight), strict=True)
+    expected = by_torch(hidden, head, labels, smoothing)
+    actual = loss_sum(hidden, head, labels, label_smoothing=smoothing, chunk=chunk)
+    assert actual.dtype == torch.float32
+    assert distance(actual, expected) < 1e-6, "a softmax in bfloat16 is off by some 1e-3"
+    pairs = zip(gradients(actual, hidden, head.weight), gradients(expected, hidden, head.weight), strict=True)
     for mine, theirs in pairs:
         assert mine.dtype == torch.bfloat16
         assert distance(mine, theirs) < 2**-7  # each is rounded to 8 bits several times
@@ -102,10 +102,10 @@ def test_large_logits_make_no_infinity(chunk: int | None):
     hidden, head, labels = problem(torch.float32)
     far = hidden.detach() * 1e4
     far.requires_grad_()
-    want = by_torch(far, head, labels, 0.1)
-    got = loss_sum(far, head, labels, label_smoothing=0.1, chunk=chunk)
-    assert distance(got, want) < 1e-6
-    assert distance(gradients(got, far)[0], gradients(want, far)[0]) < 1e-5
+    expected = by_torch(far, head, labels, 0.1)
+    actual = loss_sum(far, head, labels, label_smoothing=0.1, chunk=chunk)
+    assert distance(actual, expected) < 1e-6
+    assert distance(gradients(actual, far)[0], gradients(expected, far)[0]) < 1e-5
 
 
 @CHUNKS
@@ -123,12 +123,12 @@ def test_a_batch_without_trained_tokens_adds_nothing(chunk: int | None):
 @CHUNKS
 def test_without_gradients_the_loss_is_the_same(chunk: int | None):
     hidden, head, labels = problem(torch.float64)
-    want = by_torch(hidden, head, labels, 0.1)
+    expected = by_torch(hidden, head, labels, 0.1)
     counted = Counted(head)
     with torch.no_grad():
-        got = loss_sum(hidden, counted, labels, label_smoothing=0.1, chunk=chunk)
+        actual = loss_sum(hidden, counted, labels, label_smoothing=0.1, chunk=chunk)
     assert not any(counted.wanted), "time spent on gradients that nobody wants"
-    assert distance(got, want) < 1e-13
+    assert distance(actual, expected) < 1e-13
     assert chunk is None or max(counted.rows) <= chunk
 
 
@@ -152,9 +152,9 @@ def test_an_adapted_head_gets_the_same_gradients_in_chunks(kind: str, chunk: int
         loss = loss_sum(hidden, module.lm_head, torch.from_numpy(of.labels), label_smoothing=0.1, chunk=each)
         (loss / of.n_trained).backward()
         found[each] = [loss, *(taken(p) for p in trainable_parameters(module).values())]
-    for got, want in zip(found[chunk], found[None], strict=True):
-        assert bool(want.any())
-        assert distance(got, want) < 1e-12
+    for actual, expected in zip(found[chunk], found[None], strict=True):
+        assert bool(expected.any())
+        assert distance(actual, expected) < 1e-12
 
 
 def test_an_adapter_that_is_switched_off_gets_no_gradient():

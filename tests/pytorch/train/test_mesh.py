@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.mesh_training import judged_training, made_run
+from runs.mesh_training import compare_training, made_run
 from runs.refusals import assert_tells
 from runs.training_runs import Silent, losses_on_mesh, small_settings, trained
 from safetensors.numpy import load_file
@@ -40,21 +40,21 @@ def lines(folder: Path) -> list[dict[str, float]]:
 
 def assert_same_run(one: Path, other: Path, *, rel: float) -> None:
     assert lines(one) == [pytest.approx(line, rel=rel) for line in lines(other)]
-    got, want = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
-    assert got.keys() == want.keys()
-    for name in want:  # stored in float32
-        assert np.linalg.norm(got[name] - want[name]) <= max(rel, 2**-22) * np.linalg.norm(want[name]), name
+    actual, expected = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+    assert actual.keys() == expected.keys()
+    for name in expected:  # stored in float32
+        assert np.linalg.norm(actual[name] - expected[name]) <= max(rel, 2**-22) * np.linalg.norm(expected[name]), name
 
 
 @pytest.mark.slow
 def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path: Path):
     settings = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=4)
-    want, got = alone(settings, tmp_path / "one"), tmp_path / "mesh"
-    assert on_ranks(4, made_run, settings, got, BOTH) == []
-    assert_same_run(got, want, rel=1e-12)
+    expected, actual = alone(settings, tmp_path / "one"), tmp_path / "mesh"
+    assert on_ranks(4, made_run, settings, actual, BOTH) == []
+    assert_same_run(actual, expected, rel=1e-12)
     longer, watcher = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=6), Silent()
-    Run(longer, got, watcher, resume=True).run()
-    assert_same_run(got, alone(longer, want, resume=True), rel=1e-12)
+    Run(longer, actual, watcher, resume=True).run()
+    assert_same_run(actual, alone(longer, expected, resume=True), rel=1e-12)
     assert_tells(watcher.notes[0], "dp=2, tp=2", "one process")
 
 
@@ -75,8 +75,8 @@ def test_other_layouts_and_kinds_give_the_losses_of_one_process(
 ):
     settings = small_settings(tmp_path, **FLOAT64, **{"batch_size": 4, **kind})
     one = trained(settings, steps=0)
-    want = [one.run_step().loss for _ in range(3)]
-    assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(want, rel=1e-12)
+    expected = [one.run_step().loss for _ in range(3)]
+    assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(expected, rel=1e-12)
 
 
 @SLOW
@@ -94,8 +94,8 @@ def test_families_with_other_layers_are_trained_on_several_ranks(
 ):
     settings = small_settings(tmp_path, model=model, dtype="float64", **kind)
     one = trained(settings, steps=0)
-    want = [one.run_step().loss for _ in range(3)]
-    assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(want, rel=1e-12)
+    expected = [one.run_step().loss for _ in range(3)]
+    assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(expected, rel=1e-12)
 
 
 @SLOW
@@ -104,19 +104,19 @@ def test_a_packed_base_is_cut_by_its_blocks(tmp_path: Path):
     model = str(tmp_path / "packed.gguf")
     settings = small_settings(tmp_path, model=model, dtype="float64", weights="packed")
     one = trained(settings, steps=0)
-    want = [one.run_step().loss for _ in range(3)]
-    assert on_ranks(4, losses_on_mesh, settings, BOTH, 3) == pytest.approx(want, rel=1e-12)
+    expected = [one.run_step().loss for _ in range(3)]
+    assert on_ranks(4, losses_on_mesh, settings, BOTH, 3) == pytest.approx(expected, rel=1e-12)
 
 
 @SLOW
 def test_a_run_of_one_process_goes_on_on_a_mesh_and_from_there_on_another(tmp_path: Path):
     longer = [small_settings(tmp_path, **FLOAT64, steps=steps, schedule="constant") for steps in (2, 4, 6)]
-    folder, want = tmp_path / "moves", alone(longer[2], tmp_path / "stays")
+    folder, expected = tmp_path / "moves", alone(longer[2], tmp_path / "stays")
     alone(longer[0], folder)
     for settings, axes in zip(longer[1:], (BOTH, {"dp": 3, "tp": 1}), strict=True):
         (note, *_) = on_ranks(axes["dp"] * axes["tp"], settings_run, settings, folder, axes)
         assert_tells(note, ", ".join(f"{name}={size}" for name, size in axes.items()))
-    assert_same_run(folder, want, rel=1e-12)
+    assert_same_run(folder, expected, rel=1e-12)
 
 
 def settings_run(settings: Any, folder: Path, axes: Mapping[str, int]) -> list[str]:
@@ -136,14 +136,14 @@ def settings_run(settings: Any, folder: Path, axes: Mapping[str, int]) -> list[s
     ],
 )
 def test_checkpoints_of_training_hold_on_a_mesh(model: str, axes: Mapping[str, int], dtype: str):
-    n_rows, failed = on_ranks(axes["dp"] * axes["tp"], judged_training, model, axes, dtype)
+    n_rows, failed = on_ranks(axes["dp"] * axes["tp"], compare_training, model, axes, dtype)
     assert failed == []
     assert n_rows > 500
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("plant", "axes", "first", "most"),
+    ("fault", "axes", "first", "most"),
     [
         ("unsummed factor", {"dp": 1, "tp": 2}, "17 gradient.q_proj.lora_A", 900),
         pytest.param("mean of means", {"dp": 2, "tp": 1}, "17 gradient.q_proj.lora_A", 900, marks=SLOW),
@@ -153,9 +153,9 @@ def test_checkpoints_of_training_hold_on_a_mesh(model: str, axes: Mapping[str, i
     ],
 )
 def test_a_mistake_of_several_ranks_goes_red_where_it_is_made(
-    plant: str, axes: Mapping[str, int], first: str, most: int
+    fault: str, axes: Mapping[str, int], first: str, most: int
 ):
-    n_rows, failed = on_ranks(2, judged_training, "micro-llama", axes, "float64", plant)
+    n_rows, failed = on_ranks(2, compare_training, "micro-llama", axes, "float64", fault)
     assert failed[0] == first
     assert not any(row.startswith(("15", "16")) for row in failed)
     assert 20 < len(failed) < n_rows <= most

@@ -41,8 +41,8 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_in_one_process(tmp_path:
 def test_what_fails_on_one_rank_ends_all_with_its_line_and_its_code(
     fault: str, code: int, facts: tuple[str, ...], tmp_path: Path
 ):
-    got, said = failed(tmp_path, fault)
-    assert got == code
+    actual, said = failed(tmp_path, fault)
+    assert actual == code
     assert len(said) == 1, said
     assert_tells(said[0], *facts)
     assert not SnapshotStore(tmp_path / "run").steps()

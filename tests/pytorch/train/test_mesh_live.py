@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from runs.mesh_training import judged_live
+from runs.mesh_training import compare_live
 
 from llorch.pytorch.distributed.launch import on_ranks
 from llorch.runtime.builtin import goldens_folder
@@ -17,6 +17,6 @@ pytestmark = [pytest.mark.live, pytest.mark.slow, pytest.mark.usefixtures("warm_
 def test_training_on_four_ranks_of_a_layer_is_that_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
     monkeypatch.syspath_prepend(str(goldens_folder()))
     golden = importlib.import_module("make_training").make_training("micro-llama3")
-    n_rows, failed = on_ranks(4, judged_live, "micro-llama3", golden, {"dp": 1, "tp": 4}, dtype)
+    n_rows, failed = on_ranks(4, compare_live, "micro-llama3", golden, {"dp": 1, "tp": 4}, dtype)
     assert failed == []
     assert n_rows > 500

@@ -9,7 +9,7 @@ from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.trainer import Training
 
 
-def test_plan_training_leaves_no_setting_without_a_value(tmp_path: Path):
+def test_plan_training_gives_every_setting_a_value(tmp_path: Path):
     plan = plan_training(small_settings(tmp_path, lr=None, max_length=None))
     assert None not in (plan.settings.lr, plan.settings.dtype, plan.settings.max_length, plan.settings.template_date)
 

@@ -73,7 +73,7 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 
 @pytest.mark.usefixtures("drawn")
-def test_a_run_leaves_log_curve_snapshots_and_an_adapter(tmp_path: Path):
+def test_run_writes_log_curve_snapshots_and_adapter(tmp_path: Path):
     folder = tmp_path / "run"
     settings = small_settings(tmp_path, eval_every=2, save_every=1)
     result = run(settings, folder)
@@ -83,13 +83,13 @@ def test_a_run_leaves_log_curve_snapshots_and_an_adapter(tmp_path: Path):
     assert [(one["step"], "valid_loss" in one) for one in lines(folder)] == [
         (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True)
     ]  # fmt: skip
-    want = trained(settings, steps=4)
+    expected = trained(settings, steps=4)
     adapter = read_adapter(folder, load("micro-qwen3").config)
     assert {n: a.tobytes() for n, a in adapter.flat().items()} == {
-        n: a.tobytes() for n, a in want.adapter.flat().items()
+        n: a.tobytes() for n, a in expected.adapter.flat().items()
     }
-    assert (result.steps, result.n_parameters) == (4, want.adapter.n_parameters)
-    assert result.valid_loss["last"] == (4, want.validate())
+    assert (result.steps, result.n_parameters) == (4, expected.adapter.n_parameters)
+    assert result.valid_loss["last"] == (4, expected.validate())
 
 
 @pytest.mark.usefixtures("drawn")
@@ -284,7 +284,7 @@ def test_a_run_cannot_be_resumed_beyond_its_end(tmp_path: Path):
     assert lasting(tmp_path / "run") == before
 
 
-def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_last_snapshot(tmp_path: Path):
+def test_non_finite_loss_ends_the_run_and_keeps_the_last_snapshot(tmp_path: Path):
     folder = tmp_path / "run"
     with refuses(NonFiniteLoss, where="step 2"):
         run(small_settings(tmp_path, lr=1e30, save_every=1, eval_every=0), folder)

@@ -105,7 +105,7 @@ def test_when_a_rank_is_killed_while_it_writes_the_snapshot_before_is_there(rank
         assert_holds(store.newest(read_parts), 20)
 
 
-def test_a_rank_that_leaves_out_its_part_is_noticed_when_saved(tmp_path: Path):
+def test_rank_that_omits_its_shard_is_reported_on_save(tmp_path: Path):
     said = on_ranks(2, save_without_a_part, tmp_path, True)
     assert_tells(said, "OSError 5", "step 20", "rank 0", "ValueError", "key:adapter/q.lora_A")
     assert os.listdir(tmp_path / "snapshots") == []

@@ -58,9 +58,9 @@ def test_accumulating_over_ragged_batches_is_one_large_batch(tmp_path: Path, bat
     how = {"dtype": "float64", "max_grad_norm": 0.0, "label_smoothing": 0.1, "dropout": 0.3}
     whole = trained(small_settings(tmp_path, **how), steps=0)
     parts = trained(small_settings(tmp_path, batch_size=batch_size, accumulation=accumulation, **how), steps=0)
-    want, got = whole.run_step(), parts.run_step()
-    assert got.loss == pytest.approx(want.loss, rel=1e-12)
-    assert (got.n_trained, got.n_tokens) == (want.n_trained, want.n_tokens)
+    expected, actual = whole.run_step(), parts.run_step()
+    assert actual.loss == pytest.approx(expected.loss, rel=1e-12)
+    assert (actual.n_trained, actual.n_tokens) == (expected.n_trained, expected.n_tokens)
     assert distance(gradients(parts), gradients(whole)) < 1e-12
 
 
@@ -70,9 +70,9 @@ def test_packed_rows_have_the_loss_and_gradients_of_rows_apart(tmp_path: Path, d
     apart, packed = (trained(small_settings(tmp_path, packing=packing, **how), steps=0) for packing in (False, True))
     assert len(packed.plan.order.rows(0)) < len(apart.plan.order.rows(0))  # or nothing was packed
     for _ in range(2):
-        want, got = apart.run_step(), packed.run_step()
-        assert got.loss == pytest.approx(want.loss, rel=min(rounding, 1e-6))
-        assert (got.n_trained, got.n_tokens) == (want.n_trained, want.n_tokens)
+        expected, actual = apart.run_step(), packed.run_step()
+        assert actual.loss == pytest.approx(expected.loss, rel=min(rounding, 1e-6))
+        assert (actual.n_trained, actual.n_tokens) == (expected.n_trained, expected.n_tokens)
     assert distance(gradients(packed), gradients(apart)) < rounding
 
 
@@ -133,12 +133,12 @@ def test_a_state_that_is_loaded_goes_on_bit_by_bit(tmp_path: Path, more: dict[st
     how = {"dropout": 0.1, "schedule": "linear", "batch_size": 3, **more}
     straight = trained(small_settings(tmp_path, **how), steps=2)
     tensors, record = deepcopy(straight.state())
-    want = [straight.run_step() for _ in range(2)]
+    expected = [straight.run_step() for _ in range(2)]
     at_end = bits(straight.state()[0])
     resumed = trained(small_settings(tmp_path, **how), steps=1)  # is elsewhere
     assert resumed.plan.identity() == straight.plan.identity()
     resumed.load(tensors | {"rng/torch": np.zeros(3, np.uint8)}, record)  # which older snapshots have
-    assert [resumed.run_step() for _ in range(2)] == want
+    assert [resumed.run_step() for _ in range(2)] == expected
     assert bits(resumed.state()[0]) == at_end
 
 

@@ -43,7 +43,7 @@ def test_it_is_made_once_for_its_requirements(engine: AtlasEngine, tmp_path: Pat
 
 
 @installs
-def test_what_cannot_be_installed_says_why_and_leaves_nothing(engine: AtlasEngine, tmp_path: Path):
+def test_failed_install_gives_the_reason_and_creates_no_environment(engine: AtlasEngine, tmp_path: Path):
     lock(engine, "0.0.0.1")
     with refuses(NotInstalled, "ERROR", "click==0.0.0.1"):
         python_of(engine, tmp_path)
@@ -52,8 +52,8 @@ def test_what_cannot_be_installed_says_why_and_leaves_nothing(engine: AtlasEngin
 
 @pytest.mark.parametrize("engine", [each for each in ENGINES if not each.why_not], ids=lambda engine: engine.name)
 def test_lock_pins_each_package_in_one_line(engine: AtlasEngine, tmp_path: Path):
-    assert is_to_install(engine, tmp_path) is not engine.is_witness
-    if engine.is_witness:
+    assert is_to_install(engine, tmp_path) is not engine.is_reference_engine
+    if engine.is_reference_engine:
         return
     assert 1e7 < download_bytes(engine) < 1e10
     head, *lines = engine.lock.read_text().splitlines()

@@ -48,12 +48,12 @@ def test_a_feature_is_another_model(feature: str, tmp_path: Path):
     assert plain.config != other.config
 
 
-def test_sisters_differ_in_one_thing():
-    assert [each.name for each in AtlasInput("llama", "theta").sisters] == ["llama-theta-old", "llama"]
-    assert [each.name for each in AtlasInput("llama", "theta", "old").sisters] == ["llama-theta", "llama-old"]
-    assert [each.name for each in AtlasInput("qwen3", "eps", gguf=True).sisters] == ["qwen3.gguf"]
-    assert AtlasInput("qwen3_5").sisters == []
-    assert AtlasInput("story").sisters == []
+def test_control_inputs_differ_in_one_property():
+    assert [each.name for each in AtlasInput("llama", "theta").controls] == ["llama-theta-old", "llama"]
+    assert [each.name for each in AtlasInput("llama", "theta", "old").controls] == ["llama-theta", "llama-old"]
+    assert [each.name for each in AtlasInput("qwen3", "eps", gguf=True).controls] == ["qwen3.gguf"]
+    assert AtlasInput("qwen3_5").controls == []
+    assert AtlasInput("story").controls == []
 
 
 def test_a_split_prompt_is_the_whole_one_in_parts():
@@ -74,7 +74,7 @@ def test_quantised_inputs_are_folders_and_files_with_tokens_of_their_vocabulary(
     assert [each.name for each in inputs[:2]] == ["gptq-4bit", "gptq-4bit.gguf"]
     assert len(inputs) == 2 * len(QUANTISED)
     assert not {each.name for each in inputs} & {each.name for each in every_input()}
-    assert all(each.is_quantised and not each.sisters for each in inputs)
+    assert all(each.is_quantised and not each.controls for each in inputs)
     folder, file = (open_weights(write_input(AtlasInput("ct-w4a16", gguf=gguf), tmp_path)) for gguf in (False, True))
     assert max(AtlasInput("ct-w4a16").parts[0]) < folder.config.vocab_size
     assert np.array_equal(folder["layers.0.q_proj"], file["layers.0.q_proj"])

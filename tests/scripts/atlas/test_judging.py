@@ -9,7 +9,7 @@ from builders.quantised_folders import FOLDERS
 from runs.refusals import assert_tells, refuses
 
 import llorch
-from benchmarks.atlas.judging import JudgedRun, StageRow, Trace, judge
+from benchmarks.atlas.judging import EngineRunReport, StageRow, Trace, judge
 from benchmarks.atlas.verdicts import word_of
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
@@ -23,7 +23,7 @@ FEW = [5, 9, 23, 12, 7, 6, 9, 20]  # of the quantised folders
 
 
 @pytest.fixture(scope="module")
-def truth() -> Trace:
+def reference() -> Trace:
     trace: dict[str, np.ndarray] = {}
     Model(open_weights(MODEL).astype(np.float64)).forward(IDS, trace=trace)
     return trace
@@ -36,66 +36,68 @@ def theirs() -> Trace:
     return trace
 
 
-def judged(folder: Path, trace: Trace, truth: Trace, dtype: str = "float32") -> JudgedRun:
+def run_report(folder: Path, trace: Trace, reference: Trace, dtype: str = "float32") -> EngineRunReport:
     with DumpWriter(folder, dtype=dtype) as dump:
         dump.begin(IDS)
         for key, array in trace.items():
             layer, _, name = key.rpartition(".")
             dump.add(name, array, layer=int(layer[1:]) if layer else None)
-    return judge(MODEL, folder, truth)
+    return judge(MODEL, folder, reference)
 
 
-def test_a_right_run_is_right_in_every_stage(theirs: Trace, truth: Trace, tmp_path: Path):
-    found = judged(tmp_path, theirs, truth)
+def test_a_right_run_is_right_in_every_stage(theirs: Trace, reference: Trace, tmp_path: Path):
+    found = run_report(tmp_path, theirs, reference)
     assert found.is_right
     assert word_of(found) == ("right", "")
-    assert {row.stage for row in found.stages} == {key.rpartition(".")[2] for key in truth}
+    assert {row.stage for row in found.stages} == {key.rpartition(".")[2] for key in reference}
     assert 0 < found.error < 1e-5
 
 
-def test_logits_that_are_off_are_wrong_and_the_stage_is_named(theirs: Trace, truth: Trace, tmp_path: Path):
+def test_logits_that_are_off_are_wrong_and_the_stage_is_named(theirs: Trace, reference: Trace, tmp_path: Path):
     last = [key for key in theirs if key.endswith(".block_out")][-1]
-    found = judged(tmp_path, {last: theirs[last], "logits": 1.01 * theirs["logits"]}, truth)
+    found = run_report(tmp_path, {last: theirs[last], "logits": 1.01 * theirs["logits"]}, reference)
     assert word_of(found)[0] == "wrong"
     assert found.key == "logits"
 
 
-def test_a_stage_of_which_nothing_came_is_the_adapters(theirs: Trace, truth: Trace, tmp_path: Path):
-    found = judged(tmp_path, {**theirs, "l1.q_rope": 2 * theirs["l1.q_rope"]}, truth)
-    word, said = word_of(found)
-    assert word == "unreadable"
+def test_a_stage_of_which_nothing_came_is_the_adapters(theirs: Trace, reference: Trace, tmp_path: Path):
+    found = run_report(tmp_path, {**theirs, "l1.q_rope": 2 * theirs["l1.q_rope"]}, reference)
+    verdict, said = word_of(found)
+    assert verdict == "unreadable"
     assert_tells(said, "q_rope")
 
 
-def exchanged(theirs: Trace, truth: Trace) -> tuple[np.ndarray, int, int]:
+def exchanged(theirs: Trace, reference: Trace) -> tuple[np.ndarray, int, int]:
     """Ids with another expert for the first token, that one, and which it replaces."""
     ids = theirs["l0.topk_ids"].copy()
-    other = next(each for each in range(truth["l0.router_probs"].shape[1]) if each not in ids[0])
+    other = next(each for each in range(reference["l0.router_probs"].shape[1]) if each not in ids[0])
     replaced = int(ids[0, -1])
     ids[0, -1] = other
     return ids, other, replaced
 
 
-def test_another_expert_is_wrong(theirs: Trace, truth: Trace, tmp_path: Path):
-    ids, *_ = exchanged(theirs, truth)
-    assert not judged(tmp_path, {**theirs, "l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}, truth).is_right
+def test_another_expert_is_wrong(theirs: Trace, reference: Trace, tmp_path: Path):
+    ids, *_ = exchanged(theirs, reference)
+    assert not run_report(
+        tmp_path, {**theirs, "l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}, reference
+    ).is_right
 
 
-def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace, truth: Trace, tmp_path: Path):
-    ids, other, replaced = exchanged(theirs, truth)
-    scores = truth["l0.router_probs"].copy()
+def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace, reference: Trace, tmp_path: Path):
+    ids, other, replaced = exchanged(theirs, reference)
+    scores = reference["l0.router_probs"].copy()
     scores[0, other] = scores[0, replaced]
     shown = {"l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}
-    found = judged(tmp_path, shown, {**truth, "l0.router_probs": scores})
+    found = run_report(tmp_path, shown, {**reference, "l0.router_probs": scores})
     assert f"expected [{replaced}], got [{other}]" in found.tie
     assert word_of(found)[0] == "honest difference"
     before = {**theirs, "l0.q_proj": 1.01 * theirs["l0.q_proj"], **shown}
-    assert not judged(tmp_path, before, {**truth, "l0.router_probs": scores}).is_right
+    assert not run_report(tmp_path, before, {**reference, "l0.router_probs": scores}).is_right
 
 
-def test_a_dump_without_logits_says_so(theirs: Trace, truth: Trace, tmp_path: Path):
+def test_a_dump_without_logits_says_so(theirs: Trace, reference: Trace, tmp_path: Path):
     with refuses(ValueError, tmp_path, expected="logits", got=1):
-        judged(tmp_path, {"embed": theirs["embed"]}, truth)
+        run_report(tmp_path, {"embed": theirs["embed"]}, reference)
 
 
 def run_of(name: str, numerics: Numerics, change: float = 1.0) -> dict[str, np.ndarray]:
@@ -105,7 +107,7 @@ def run_of(name: str, numerics: Numerics, change: float = 1.0) -> dict[str, np.n
     return {key: array * np.float32(change if key == "l0.ffn_gate" else 1) for key, array in trace.items()}
 
 
-def judged_folder(name: str, shown: Trace, folder: Path) -> JudgedRun:
+def compare_folder(name: str, shown: Trace, folder: Path) -> EngineRunReport:
     exact: dict[str, np.ndarray] = {}
     Model(open_weights(FOLDERS / name).astype(np.float64)).forward(FEW, trace=exact)
     with DumpWriter(folder, dtype="float32") as dump:
@@ -118,20 +120,20 @@ def judged_folder(name: str, shown: Trace, folder: Path) -> JudgedRun:
 
 @pytest.mark.parametrize("name", ["ct-w8a8", "ct-fp8-static-kv"])
 def test_engine_that_rounds_activations_as_the_folder_says_is_honest(name: str, tmp_path: Path):
-    found = judged_folder(name, run_of(name, SCHEME), tmp_path)
+    found = compare_folder(name, run_of(name, SCHEME), tmp_path)
     assert not found.is_right
-    word, said = word_of(found)
-    assert word == "honest difference"
+    verdict, said = word_of(found)
+    assert verdict == "honest difference"
     assert_tells(said, "scheme")
 
 
 def test_engine_that_rounds_activations_and_errs_is_wrong(tmp_path: Path):
-    found = judged_folder("ct-w8a8", run_of("ct-w8a8", SCHEME, 1.1), tmp_path)
+    found = compare_folder("ct-w8a8", run_of("ct-w8a8", SCHEME, 1.1), tmp_path)
     assert word_of(found)[0] == "wrong"
 
 
 def test_mistake_of_reading_is_wrong_although_the_logits_are_within_their_tolerance():
     stages = [StageRow("ffn_gate", 1e-2, 1e-3, 10.0), StageRow("logits", 1e-3, 2e-3, 0.5)]
-    found = JudgedRun(stages, 10.0, "bfloat16", wrong=True, findings=("said",), key="l0.ffn_gate")
+    found = EngineRunReport(stages, 10.0, "bfloat16", wrong=True, findings=("said",), key="l0.ffn_gate")
     assert word_of(found)[0] == "unreadable"
     assert word_of(replace(found, mistake="fp8-blocks-of-equal-size"))[0] == "wrong"

@@ -12,7 +12,7 @@ from benchmarks.atlas import write_report
 from benchmarks.atlas.catalogue import AtlasEngine
 from benchmarks.atlas.inputs import AtlasInput
 from benchmarks.atlas.run_matrix import fill
-from benchmarks.atlas.verdicts import AtlasVerdict
+from benchmarks.atlas.verdicts import EngineReport
 from llorch.cli.output import to_json
 
 pytestmark = pytest.mark.live
@@ -50,7 +50,7 @@ INPUTS = [
 def engine(tmp_path_factory: pytest.TempPathFactory) -> AtlasEngine:
     folder = tmp_path_factory.mktemp("adapters")
     (folder / "planted.py").write_text(ADAPTER)
-    return AtlasEngine("planted", "planted", is_witness=True, snippet=LOGITS, folder=folder)
+    return AtlasEngine("planted", "planted", is_reference_engine=True, snippet=LOGITS, folder=folder)
 
 
 @pytest.fixture(scope="module")
@@ -59,24 +59,24 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def verdicts(engine: AtlasEngine, home: Path) -> list[AtlasVerdict]:
+def verdicts(engine: AtlasEngine, home: Path) -> list[EngineReport]:
     engines = [engine, AtlasEngine("absent", "absent", why_not="no wheel")]
     return [*chain.from_iterable(fill(engines, INPUTS, home, lambda line: None))]
 
 
-def test_the_bug_is_found_named_and_confirmed(verdicts: list[AtlasVerdict]):
-    assert [each.word for each in verdicts] == ["bug", "right", "right", "refused", "unreadable", "not run"]
+def test_the_bug_is_found_named_and_confirmed(verdicts: list[EngineReport]):
+    assert [each.verdict for each in verdicts] == ["bug", "right", "right", "refused", "unreadable", "not run"]
     bug = verdicts[0]
-    assert bug.judged
+    assert bug.run_report
     assert bug.agreed
-    assert bug.judged.mistake == "rope-base-1e4 10000"
-    assert bug.judged.error > 0.1
+    assert bug.run_report.mistake == "rope-base-1e4 10000"
+    assert bug.run_report.error > 0.1
     assert bug.agreed.error < 1e-6
     assert bug.confirmed_by == AtlasInput("llama", "theta", "old")
 
 
 def test_files_are_written_and_the_program_shows_the_bug(
-    verdicts: list[AtlasVerdict], engine: AtlasEngine, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    verdicts: list[EngineReport], engine: AtlasEngine, home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(write_report, "BY_NAME", {"planted": engine})
     (tmp_path / "reports").mkdir()

@@ -68,7 +68,7 @@ def test_seconds_are_those_of_the_run_and_not_of_the_look(tmp_path: Path):
 
 @pytest.mark.slow_cases(but=["breaks", "refuses"])
 @pytest.mark.parametrize(
-    ("model", "word", "error"),
+    ("model", "verdict", "error"),
     [
         ("refuses", "refused", r"^ValueError: sliding windows are not supported$"),
         ("breaks", "crashed", r"^KeyError: 'rope_theta' \(adapter.py:9, load\)$"),
@@ -78,16 +78,16 @@ def test_seconds_are_those_of_the_run_and_not_of_the_look(tmp_path: Path):
     ],
     ids=["refuses", "breaks", "exits", "aborts", "grows"],
 )
-def test_what_ends_badly_is_a_word_and_the_rest_goes_on(asked, model: str, word: str, error: str):
+def test_what_ends_badly_is_a_word_and_the_rest_goes_on(asked, model: str, verdict: str, error: str):
     first, ended, last = asked("first", model, "last")
-    assert ended.word == word
+    assert ended.verdict == verdict
     assert re.search(error, ended.error)
-    assert first.word == last.word == "done"
+    assert first.verdict == last.verdict == "done"
 
 
 @pytest.mark.parametrize("model", ["hangs", "children hang"])
 def test_what_hangs_is_ended_with_all_that_it_started(asked, model: str):
-    words = [each.word for each in asked("first", model, "last", seconds=2)]  # those that start may take longer
+    words = [each.verdict for each in asked("first", model, "last", seconds=2)]  # those that start may take longer
     assert words == ["done", "hung", "done"]
 
 
@@ -95,7 +95,7 @@ def test_every_end_is_told_once(tmp_path: Path):
     (tmp_path / "adapter.py").write_text(ADAPTER)
     requests = [Request(each, [[1]], str(tmp_path / each), str(tmp_path)) for each in ("a", "exits", "b")]
     told: list[RunEnd] = []
-    ended = run_all([sys.executable, str(tmp_path / "adapter.py")], requests, tmp_path, say=told.append)
+    ended = run_all([sys.executable, str(tmp_path / "adapter.py")], requests, tmp_path, report=told.append)
     assert told == ended
     assert len(ended) == 3
 

@@ -8,36 +8,41 @@ import pytest
 from runs.refusals import assert_tells
 
 from benchmarks.atlas.inputs import AtlasInput, Style
-from benchmarks.atlas.judging import JudgedRun, StageRow
+from benchmarks.atlas.judging import EngineRunReport, StageRow
 from benchmarks.atlas.page import bugs, readme
 from benchmarks.atlas.reports import report
-from benchmarks.atlas.verdicts import AtlasVerdict, confirmed, word_of
+from benchmarks.atlas.verdicts import EngineReport, confirmed, word_of
 
-FINE, HALF = JudgedRun([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
-OFF = JudgedRun(
+FINE, HALF = EngineRunReport([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
+OFF = EngineRunReport(
     [StageRow("logits", 0.2, 1e-6, 2e5)], 2e5, "float32", wrong=True, findings=["why"], mistake="eps 1e-6", key="logits"
 )
 FACTS = {"date": "2026-01-01", "processor": "one"}
 
 
 def verdict(
-    name: str, word: str, judged: JudgedRun | None = None, feature: str = "", style: Style = "new", said: str = ""
-) -> AtlasVerdict:
-    return AtlasVerdict("engine", "", AtlasInput(name, feature, style), word, said, "1.0", 0.1, judged)
+    name: str,
+    verdict: str,
+    run_report: EngineRunReport | None = None,
+    feature: str = "",
+    style: Style = "new",
+    said: str = "",
+) -> EngineReport:
+    return EngineReport("engine", "", AtlasInput(name, feature, style), verdict, said, "1.0", 0.1, run_report)
 
 
 @pytest.mark.parametrize(
-    ("judged", "word"),
+    ("run_report", "verdict"),
     [
         (FINE, "right"),
-        (JudgedRun(FINE.stages, 0.3, HALF), "honest difference"),
-        (JudgedRun(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "honest difference"),
+        (EngineRunReport(FINE.stages, 0.3, HALF), "honest difference"),
+        (EngineRunReport(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "honest difference"),
         (OFF, "wrong"),
-        (JudgedRun([StageRow("q_rope", 0.2, 1e-6, 2e5), *FINE.stages], 2e5, "float32", wrong=True), "unreadable"),
+        (EngineRunReport([StageRow("q_rope", 0.2, 1e-6, 2e5), *FINE.stages], 2e5, "float32", wrong=True), "unreadable"),
     ],
 )
-def test_words(judged: JudgedRun, word: str):
-    assert word_of(judged)[0] == word
+def test_words(run_report: EngineRunReport, verdict: str):
+    assert word_of(run_report)[0] == verdict
 
 
 def test_only_what_a_correction_made_agree_is_a_bug():
@@ -47,7 +52,7 @@ def test_only_what_a_correction_made_agree_is_a_bug():
         verdict("qwen2", "wrong", OFF, "eps"), verdict("qwen2", "refused"),
         verdict("mistral", "wrong", OFF, "eps"),
     ]))  # fmt: skip
-    assert [each.word for each in made] == ["bug", "right", "wrong", "wrong", "wrong", "refused", "wrong"]
+    assert [each.verdict for each in made] == ["bug", "right", "wrong", "wrong", "wrong", "refused", "wrong"]
     assert made[0].confirmed_by == AtlasInput("llama")
     assert made[0].correction.endswith(" eps")
     assert made[0].agreed is FINE
@@ -64,13 +69,13 @@ def test_a_correction_of_the_same_meaning_comes_first():
 
 def test_two_corrections_at_once_confirm_nothing():
     (found, *_) = confirmed([verdict("llama", "wrong", OFF, "theta"), verdict("llama", "right", FINE, "", "old")])
-    assert found.word == "wrong"
+    assert found.verdict == "wrong"
 
 
 def test_bug_of_another_way_has_a_report_only_where_the_own_way_has_none():
     sdpa = replace(OFF, mistake="eps 2")
     own = [verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE), verdict("qwen2", "right", FINE)]
-    made = [*own, *(replace(each, way="half", judged=sdpa) for each in own[:1]), replace(own[1], way="half")]
+    made = [*own, *(replace(each, way="half", run_report=sdpa) for each in own[:1]), replace(own[1], way="half")]
     made += [replace(verdict("qwen2", "wrong", OFF, "eps"), way="half"), replace(own[2], way="half")]
     found = dict(bugs(confirmed(made)))
     assert [[(each.way, each.input.family) for each in of] for of in found.values()] == [
@@ -83,13 +88,13 @@ def test_bug_of_another_way_has_a_report_only_where_the_own_way_has_none():
 
 def test_report_tells_what_the_maintainers_know():
     bug = replace(verdict("llama", "wrong", OFF), engine="mlx-lm")
-    (found, *_) = confirmed([bug, replace(bug, input=AtlasInput("llama", "", "old"), word="right", judged=FINE)])
+    (found, *_) = confirmed([bug, replace(bug, input=AtlasInput("llama", "", "old"), verdict="right", run_report=FINE)])
     assert_tells(report("title", [found], None), "rope_parameters", 953)
 
 
 def test_another_engine_confirms_nothing():
-    other = AtlasVerdict("other", "", AtlasInput("llama"), "right", judged=FINE)
-    assert next(confirmed([verdict("llama", "wrong", OFF, "eps"), other])).word == "wrong"
+    other = EngineReport("other", "", AtlasInput("llama"), "right", run_report=FINE)
+    assert next(confirmed([verdict("llama", "wrong", OFF, "eps"), other])).verdict == "wrong"
 
 
 def test_the_page_has_every_verdict():
@@ -97,7 +102,7 @@ def test_the_page_has_every_verdict():
         verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE),
         verdict("qwen3", "wrong", OFF, said="why"),
         verdict("mistral", "refused", said="ValueError: no windows | here"), verdict("qwen2", "hung", said="no answer"),
-        AtlasVerdict("absent", "", AtlasInput(""), "not run", "no wheel for this processor"),
+        EngineReport("absent", "", AtlasInput(""), "not run", "no wheel for this processor"),
     ]))  # fmt: skip
     ((title, own),) = bugs(verdicts)
     page = readme(verdicts, FACTS, {title: "reports/x.md"})

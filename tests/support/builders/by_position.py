@@ -29,7 +29,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], int, dict[str, Any]]] = {  # their set
     "SmolLM3": ({}, 5, {"layers": tuple(Layer(rope=i != 3) for i in range(5)), "rope_theta": 2e6}),
     "Ministral3": (
         {"rope_parameters": ROPE}, 2,
-        {"layers": (Layer(tempered=True),) * 2, "rope_scaling": YARN,
+        {"layers": (Layer(has_attention_temperature=True),) * 2, "rope_scaling": YARN,
          "temperature": Temperature(scale=0.1, floor=16, offset=0)},
     ),
 }  # fmt: skip

@@ -29,15 +29,15 @@ def config(n_layers: int = 4, **changes: int) -> ModelConfig:
 @cache
 def shown(stage: Stage, model: ModelConfig, size: float) -> StageResult:
     """A stage of layer 0, off by `size` of its limit, the more the later the token and the head."""
-    want = np.random.default_rng(1).normal(size=stage.shape(model, seq=N_TOKENS, ctx=N_TOKENS)).astype(np.float32)
-    off = np.random.default_rng(2).normal(size=want.shape)
-    for axis, n in enumerate(want.shape):
-        off *= np.geomspace(0.01, 1, n).reshape([-1 if at == axis else 1 for at in range(want.ndim)])
-    got = want + off * size * LIMIT.error
-    error = float(np.linalg.norm(got - want) / np.linalg.norm(want))
+    expected = np.random.default_rng(1).normal(size=stage.shape(model, seq=N_TOKENS, ctx=N_TOKENS)).astype(np.float32)
+    off = np.random.default_rng(2).normal(size=expected.shape)
+    for axis, n in enumerate(expected.shape):
+        off *= np.geomspace(0.01, 1, n).reshape([-1 if at == axis else 1 for at in range(expected.ndim)])
+    actual = expected + off * size * LIMIT.error
+    error = float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
     verdict = RIGHT if size < 0.9 else HONEST if size < 2 else WRONG
-    found = None if verdict == RIGHT else profile(got, want, stage, model)
-    local = Difference(error, 3 * error, None, (3,) * want.ndim, 0.55, -0.82)
+    found = None if verdict == RIGHT else profile(actual, expected, stage, model)
+    local = Difference(error, 3 * error, None, (3,) * expected.ndim, 0.55, -0.82)
     arithmetic = "float32, as its arrays are stored"
     return StageResult(0, "", stage.name, None, "", local, LIMIT, local, LIMIT, arithmetic, verdict, (), found)
 
@@ -50,7 +50,7 @@ def results(model: ModelConfig, sizes: Mapping[str, float], *, rename: Callable[
         one = shown(stage, replace(model, n_layers=1), size)
         inherited = min(1.0, max(inherited * 1.02, one.local.error if size > 2 else 0.0))
         total = replace(one.local, error=inherited)
-        found.append(replace(one, key=name, layer=layer, name=rename(name), total=total, since=(name,)))
+        found.append(replace(one, key=name, layer=layer, name=rename(name), total=total, ran_since=(name,)))
     return found
 
 

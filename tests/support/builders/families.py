@@ -18,12 +18,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from llorch.engines import ProducerName
+from llorch.engines import EngineName
 from llorch.families.config import FAMILIES as TABLE
 from llorch.runtime.builtin import BUILTIN
 
-BOTH: tuple[ProducerName, ...] = ("llamacpp", "transformers")
-TRANSFORMERS: tuple[ProducerName, ...] = ("transformers",)
+BOTH: tuple[EngineName, ...] = ("llamacpp", "transformers")
+TRANSFORMERS: tuple[EngineName, ...] = ("transformers",)
 # Every dimension is another number.
 COMMON: dict[str, Any] = {
     "hidden_size": 48, "num_attention_heads": 6, "num_key_value_heads": 2, "vocab_size": 104, "num_hidden_layers": 3,
@@ -63,14 +63,14 @@ class RandomFamily:
         small: Further keys of a model of two layers that has all operations of the family, for finite differences. None
             where another small model has them.
         gradients: Further keys of the models whose gradients PEFT judges, by a name.
-        judged: Further keys of the models that engines judge, by a name; and the engines.
+        engine_cases: Further keys of the models that engines judge, by a name; and the engines.
     """
 
     config: Mapping[str, Any]
     vision: Mapping[str, Any] = field(default_factory=lambda: _VISION | _DEEPSTACK)
     small: Mapping[str, Any] | None = None
     gradients: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: {"": {}})
-    judged: Mapping[str, tuple[Mapping[str, Any], Sequence[ProducerName]]] = field(
+    engine_cases: Mapping[str, tuple[Mapping[str, Any], Sequence[EngineName]]] = field(
         default_factory=lambda: {"": ({}, BOTH)}
     )
 
@@ -93,17 +93,17 @@ FAMILIES: dict[str, RandomFamily] = {
     ),
     "qwen2": RandomFamily(
         config=_DENSE,
-        judged={"": ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, TRANSFORMERS)},
+        engine_cases={"": ({"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1}, TRANSFORMERS)},
     ),
     "mistral": RandomFamily(
         config=_DENSE | {"sliding_window": None, "head_dim": 16},
         small={"num_hidden_layers": 2, "sliding_window": 5}, gradients={"": {"sliding_window": 9}},
-        judged={"": ({"sliding_window": 9, "num_hidden_layers": 2}, TRANSFORMERS)},
+        engine_cases={"": ({"sliding_window": 9, "num_hidden_layers": 2}, TRANSFORMERS)},
     ),
     "smollm3": RandomFamily(
         config=_DENSE | {"num_hidden_layers": 4, "tie_word_embeddings": True},
         small={"num_hidden_layers": 2, "no_rope_layers": [0, 1]},
-        judged={"": ({}, BOTH), "window": ({"use_sliding_window": True, "sliding_window": 9}, TRANSFORMERS)},
+        engine_cases={"": ({}, BOTH), "window": ({"use_sliding_window": True, "sliding_window": 9}, TRANSFORMERS)},
     ),
     "ministral3": RandomFamily(
         config=_DENSE | {"head_dim": 16, "rope_parameters": _YARN}, small={"num_hidden_layers": 2},
@@ -114,7 +114,7 @@ FAMILIES: dict[str, RandomFamily] = {
             "head_dim": 16, "interleave_moe_layer_step": 2,
         },
         vision=_LLAMA4_VISION,
-        judged={
+        engine_cases={
             "": ({"max_position_embeddings": 2**14}, BOTH),  # far: from 8188 on, where a chunk begins
             "chunks": ({"attention_chunk_size": 16, "floor_scale": 8}, TRANSFORMERS),
             "without norm": ({"use_qk_norm": False, "num_experts_per_tok": 2}, TRANSFORMERS),
@@ -122,20 +122,20 @@ FAMILIES: dict[str, RandomFamily] = {
     ),
     "qwen2_5_vl": RandomFamily(
         config=_DENSE | {"rope_parameters": _MROPE | {"partial_rotary_factor": 1.0}},
-        vision=_VISION | {"fullatt_block_indexes": [0]}, judged={"": ({}, TRANSFORMERS)},
+        vision=_VISION | {"fullatt_block_indexes": [0]}, engine_cases={"": ({}, TRANSFORMERS)},
     ),
     "qwen3_vl": RandomFamily(config=_DENSE | {"head_dim": 16, "rope_parameters": _MROPE_OF_EYES}),
     "qwen3_vl_moe": RandomFamily(config=_DENSE | _EXPERTS | {"head_dim": 16, "rope_parameters": _MROPE_OF_EYES}),
 }  # fmt: skip
 SMALL = {name: family.small for name, family in FAMILIES.items() if family.small is not None}
 HYBRIDS = tuple(name for name in FAMILIES if TABLE[name].hybrid)
-WHOLE = tuple(name for name in FAMILIES if TABLE[name].text_of)  # text parts of models that see
+WHOLE = tuple(name for name in FAMILIES if TABLE[name].multimodal_type)  # text parts of models that see
 WITH_TEXT_CLASS = tuple(name for name in WHOLE if not TABLE[name].written_as)  # transformers has a class of text alone
 MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))  # small built-in models of dense families
 
 
 def labelled(column: str) -> dict[str, tuple[str, Any]]:
-    """Name every model of a column, `gradients` or `judged`: the family, and what the column has for it."""
+    """Name every model of a column, `gradients` or `engine_cases`: the family, and what the column has for it."""
     return {
         f"{name} {label}".strip(): (name, own)
         for name, family in FAMILIES.items()
@@ -164,12 +164,12 @@ def random_folder(family: str, path: Path, seed: int, *, nested: bool = False, *
         config = whole(text_config=values, vision_config=dict(row.vision), **tied)
         model = getattr(transformers, f"{name}ForConditionalGeneration")(config)
     else:
-        text = f"{name}TextConfig" if facts.text_of else f"{name}Config"
+        text = f"{name}TextConfig" if facts.multimodal_type else f"{name}Config"
         model = getattr(transformers, f"{name}ForCausalLM")(getattr(transformers, text)(**values))
     _randomise(model, np.random.default_rng(seed))
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
-    if facts.turned_experts == "files":
+    if facts.transposed_experts == "files":
         turn_experts(path)
     return path
 

@@ -38,7 +38,7 @@ def weights_of(model: str) -> Weights:
 def golden_trace(model: str, engine: str) -> tuple[tuple[int, ...], Mapping[str, np.ndarray]]:
     """Tokens of the prompt, and every stage as the engine computed it."""
     golden = golden_of(model)
-    return golden.cases["near"].ids, golden.evidence[engine].traces["near"]
+    return golden.cases["near"].ids, golden.engine_outputs[engine].traces["near"]
 
 
 def as_transformers(trace: Mapping[str, np.ndarray], config: ModelConfig) -> dict[str, np.ndarray]:

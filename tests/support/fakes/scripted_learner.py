@@ -14,7 +14,7 @@ from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import NearMiss
 from llorch.apps.learn.lessons import LESSONS, Lesson
 from llorch.apps.learn.materials import hints_of, stub_of, typed_mistakes
-from llorch.apps.learn.verdict import LessonVerdict
+from llorch.apps.learn.verdict import LessonReport
 from llorch.diagnosis.mistakes import MISTAKES, of_checkpoint
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
@@ -79,6 +79,6 @@ def possible(lesson: Lesson) -> list[str]:
     return [n for n in of_checkpoint(lesson.number) if any(strikes(MISTAKES[n], config) for config in configs)]
 
 
-def named(found: LessonVerdict) -> set[str]:
+def named(found: LessonReport) -> set[str]:
     """What a verdict takes for the cause, with what it cannot tell from that."""
     return {each.name for each in found.suspects if not isinstance(each, NearMiss)}

@@ -95,11 +95,11 @@ class InjectedFault:
         return "-".join(filter(None, shown)).replace(" ", "-")
 
 
-def factor(row: Comparison) -> float:
+def factor(comparison: Comparison) -> float:
     """Divide the error of a comparison by its tolerance."""
-    tokens = None if np.isnan(row.token_error) else np.array([row.token_error])
-    tolerance = Tolerance(row.tolerance, row.tolerance_worst, row.tolerance_token)
-    return Difference(row.error, row.worst, tokens=tokens).over(tolerance)
+    tokens = None if np.isnan(comparison.token_error) else np.array([comparison.token_error])
+    tolerance = Tolerance(comparison.tolerance, comparison.tolerance_worst, comparison.tolerance_token)
+    return Difference(comparison.error, comparison.worst, tokens=tokens).over(tolerance)
 
 
 def assert_seen(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> Sequence[Comparison]:
@@ -128,22 +128,22 @@ def assert_seen(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -
     return rows
 
 
-def _assert_first(check: Check, rows: Sequence[Comparison], failing: Sequence[Comparison]) -> None:
+def _assert_first(check: Check, comparisons: Sequence[Comparison], failing: Sequence[Comparison]) -> None:
     """The first comparison that fails is where it has to be, and all engines show it by far."""
-    first = next(row for row in failing if check.first_in in (ANY, row.mode))
+    first = next(c for c in failing if check.first_in in (ANY, c.mode))
     assert _place(first)[: len(check.first)] == check.first, first
-    alike = [r for r in rows if (_place(r), r.case, r.mode) == (_place(first), first.case, first.mode)]
-    assert check.engines <= {row.producer for row in alike}
-    assert all(factor(row) >= check.factor for row in alike), [factor(row) for row in alike]
+    alike = [r for r in comparisons if (_place(r), r.case, r.mode) == (_place(first), first.case, first.mode)]
+    assert check.engines <= {c.engine for c in alike}
+    assert all(factor(c) >= check.factor for c in alike), [factor(c) for c in alike]
 
 
-def _place(row: Comparison) -> tuple[str, str, int | None]:
-    return row.checkpoint, row.stage, row.layer
+def _place(comparison: Comparison) -> tuple[str, str, int | None]:
+    return comparison.checkpoint, comparison.stage, comparison.layer
 
 
-def _group(row: Comparison) -> str:
+def _group(comparison: Comparison) -> str:
     """The stage of the forward pass, or the group of stages of training."""
-    return row.place.stage or row.stage
+    return comparison.stage_ref.stage or comparison.stage
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Inject:

@@ -80,13 +80,13 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
 }
 
 
-def plant(fault: str) -> None:
+def inject(fault: str) -> None:
     """Replace what `name:rank` names, in this process; nothing if it is empty."""
     if fault:
         name, rank = fault.split(":")
         on_rank(rank, *FAULTS[name])
 
 
-plant(os.environ.get("FAULT", ""))
+inject(os.environ.get("FAULT", ""))
 if __name__ == "__main__":
     main(prog_name="llorch")

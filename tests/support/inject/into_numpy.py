@@ -18,12 +18,12 @@ from llorch.files import Weights, matrix, open_weights
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised import stage_rows
 from llorch.judging.expectations.quantised_models import write_model
-from llorch.judging.goldens.float64_reference import WITNESS
-from llorch.judging.goldens.forward import PRODUCERS
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.goldens.forward import ENGINES
 from llorch.judging.judge import Comparison
 from llorch.judging.runners import numpy as runners
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
-from llorch.judging.verify import ask, plan_live, verify_as_stored, verify_live
+from llorch.judging.verify import plan_live, run_engines, verify_ggml, verify_live
 from llorch.model import forward, generate
 from llorch.model.cache import KVCache
 from llorch.model.model import Model, load
@@ -50,14 +50,14 @@ def of_golden(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[
 def in_float64(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[Comparison]:
     """Comparisons of a run in float64 with the float64 reference."""
     FAULTS[fault.name](patch)
-    return suite_of(fault.model).rows(NumpyRunner(weights_of(fault.model), FLOAT64))
+    return suite_of(fault.model).comparisons(NumpyRunner(weights_of(fault.model), FLOAT64))
 
 
 def of_packed(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
     """Comparisons of a model of a stored type with the golden of checkpoint 13; in its first layer, if so named."""
     FAULTS[fault.name](patch)
-    rows = stage_rows(fault.model, write_model(fault.model, folder), quantised_golden())
-    return [row for row in rows if fault.rows != "layer 0" or row.layer == 0]
+    comparisons = stage_rows(fault.model, write_model(fault.model, folder), quantised_golden())
+    return [c for c in comparisons if fault.rows != "layer 0" or c.layer == 0]
 
 
 def live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
@@ -72,8 +72,8 @@ def in_float64_live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Pat
     """Isolated comparisons with the float64 reference of a random model that is not in the repository."""
     path = _tiny_model(fault.model, folder)
     FAULTS[fault.name](patch)
-    rows = verify_live(plan_live(open_weights(path), FLOAT64_IDS, ["llamacpp"]))
-    return [row for row in rows if row.producer == WITNESS and row.mode == "isolated"]
+    comparisons = verify_live(plan_live(open_weights(path), FLOAT64_IDS, ["llamacpp"]))
+    return [c for c in comparisons if c.engine == FLOAT64_REFERENCE and c.mode == "isolated"]
 
 
 def of_packed_live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
@@ -81,7 +81,7 @@ def of_packed_live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path
     path = _quantised_story(fault.model, folder)
     FAULTS[fault.name](patch)
     model = load(path, numerics=GGML)
-    return list(verify_as_stored(model, model.tokenizer.encode("Once upon a time, a small fox found a stone")))
+    return list(verify_ggml(model, model.tokenizer.encode("Once upon a time, a small fox found a stone")))
 
 
 @cache
@@ -93,9 +93,9 @@ def live_suite(kind: str, folder: Path) -> ForwardSuite:
         path = write_file(path.with_suffix(".gguf"), with_vocabulary(gguf_tensors()), metadata)
     else:
         write_folder(path, with_vocabulary(random_tensors("qwen3")), "qwen3", vocab_size=LIVE_VOCAB)
-    plan = plan_live(open_weights(path), LIVE_IDS, PRODUCERS)
-    shown = ask(plan, say=print, failed=None)
-    return ForwardSuite("m", shown.weights, plan.cases, shown.evidence, shown.truth)
+    plan = plan_live(open_weights(path), LIVE_IDS, ENGINES)
+    shown = run_engines(plan, progress=print, failed=None)
+    return ForwardSuite("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
 
 
 def with_vocabulary(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

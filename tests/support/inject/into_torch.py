@@ -17,7 +17,7 @@ from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 from inject.fault import InjectedFault
 from inject.into_numpy import live_suite
 from llorch.apps.learn.lessons import PARTS
-from llorch.apps.learn.typed import typed
+from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.files import Weights
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain
@@ -154,7 +154,7 @@ def of_one_layer(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, pl
 
 def of_library(part: str, name: str) -> BreakModel:
     """Put a mistake of the library into the torch function of lesson 14 that it replaces."""
-    wrong = typed(PARTS[f"torch_{part}"])[name]
+    wrong = make_typed_mistakes(PARTS[f"torch_{part}"])[name]
     return method(torch_model, part, lambda right: wrong)
 
 

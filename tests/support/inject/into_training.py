@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 from inject.fault import TRAINER, Inject, InjectedFault, replaced
 from llorch.diagnosis.mistakes import MISTAKES, Mistake, planting
 from llorch.judging.expectations.adapter_files import exported, file_row
-from llorch.judging.expectations.training import claims, limit, rows
+from llorch.judging.expectations.training import comparisons, derive_tolerance, make_expectations
 from llorch.judging.expectations.training_places import Arrays
 from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens.training import TrainingGolden
@@ -29,7 +29,7 @@ from llorch.judging.runners.training_torch import TorchTrainingRunner
 from llorch.judging.tolerances.training import NUMPY_ALONE, shows
 from llorch.ops.numerics import DtypeName
 from llorch.pytorch import causal_lm
-from llorch.pytorch.lora import leaves
+from llorch.pytorch.lora import modules
 from llorch.pytorch.train import adamw, forward, loss
 from llorch.stages.comparison import Difference
 
@@ -45,7 +45,7 @@ def in_torch(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> Sequen
     golden, target = training_golden_of(fault.model), on(f"torch-cpu-{fault.dtype}")
     runner = TorchTrainingRunner(training_weights_of(fault.model), golden, target, as_trainer=fault.variant == TRAINER)
     last = MISTAKES[fault.name].checkpoints[0]
-    return judged(fault.model, golden, runner, last, dtype=fault.dtype, left_out=NUMPY_ALONE)
+    return compare(fault.model, golden, runner, last, dtype=fault.dtype, left_out=NUMPY_ALONE)
 
 
 def in_float64(fault: InjectedFault, _: pytest.MonkeyPatch, __: Path) -> Sequence[Comparison]:
@@ -71,9 +71,16 @@ def _of_group(fault: InjectedFault, runner: NumpyTrainingRunner | TorchTrainingR
     ours: dict[str, Arrays] = {"isolated": dict(up_to(last, runner.isolated())), "chained": {}}
     if last <= "17":
         ours["chained"] = dict(up_to(last, runner.chained()))
-    claimed = claims(training_golden_of(fault.model), training_weights_of(fault.model).config, "float64")
-    found = rows(fault.model, (claim for claim in claimed if claim.place.stage == group), ours, "float64")
-    return [row for row in found if not row.note]
+    expectations = make_expectations(
+        training_golden_of(fault.model), training_weights_of(fault.model).config, "float64"
+    )
+    found = comparisons(
+        fault.model,
+        (expectation for expectation in expectations if expectation.stage_ref.stage == group),
+        ours,
+        "float64",
+    )
+    return [c for c in found if not c.note]
 
 
 def _off(made: Any) -> Any:
@@ -97,18 +104,22 @@ def _off_in(part: str, right: Any) -> Any:
 def rows_with(mistake: Mistake[Any], model: str) -> list[Comparison]:
     """Rows of a model with a mistake in the code, checkpoint by checkpoint, up to the last of the mistake."""
     weights, golden, last = training_weights_of(model), training_golden_of(model), mistake.checkpoints[-1]
-    with planting.planted(mistake):
+    with planting.injected(mistake):
         runner = NumpyTrainingRunner(weights, golden)
         if last < "20":
-            return judged(model, golden, runner, last)
+            return compare(model, golden, runner, last)
         logits, files = exported(weights, golden)
         ours = {"isolated": dict(runner.isolated()), "chained": dict(runner.merged()) | logits}
         of_files = [file_row(model, kind, table, golden.files[kind]) for kind, table in files.items()]
-        claimed = [claim for claim in claims(golden, weights.config, "float32") if claim.place.checkpoint == last]
-        return in_order([*rows(model, iter(claimed), ours, "numpy"), *of_files])
+        expectations = [
+            expectation
+            for expectation in make_expectations(golden, weights.config, "float32")
+            if expectation.stage_ref.checkpoint == last
+        ]
+        return in_order([*comparisons(model, iter(expectations), ours, "numpy"), *of_files])
 
 
-def judged(
+def compare(
     model: str,
     golden: TrainingGolden,
     runner: NumpyTrainingRunner | TorchTrainingRunner,
@@ -122,15 +133,15 @@ def judged(
     ours: dict[str, Arrays] = {mode: {} for mode in before}
     with suppress(ValueError):  # torch's optimizer refuses parameters without a gradient, and takes no step
         for mode, number in before.items():
-            for place, array in up_to(number, getattr(runner, mode)()):
-                ours[mode][place] = array
-    every = claims(golden, training_weights_of(model).config, dtype)
-    mine = (claim for claim in every if claim.place.checkpoint <= before[claim.mode])
-    return in_order(rows(model, mine, ours, "injected", left_out=left_out))
+            for stage_ref, array in up_to(number, getattr(runner, mode)()):
+                ours[mode][stage_ref] = array
+    every = make_expectations(golden, training_weights_of(model).config, dtype)
+    mine = (expectation for expectation in every if expectation.stage_ref.checkpoint <= before[expectation.mode])
+    return in_order(comparisons(model, mine, ours, "injected", left_out=left_out))
 
 
-def in_order(rows: Iterable[Comparison]) -> list[Comparison]:
-    return sorted(rows, key=lambda row: (row.checkpoint, row.mode != "isolated", row.mode == "exact"))
+def in_order(comparisons: Iterable[Comparison]) -> list[Comparison]:
+    return sorted(comparisons, key=lambda c: (c.checkpoint, c.mode != "isolated", c.mode == "exact"))
 
 
 def up_to(last: str, arrays: Results) -> Results:
@@ -138,13 +149,15 @@ def up_to(last: str, arrays: Results) -> Results:
     return takewhile(lambda entry: entry[0].checkpoint <= last, arrays)
 
 
-def over_in_half(row: Comparison) -> float:
+def over_in_half(comparison: Comparison) -> float:
     """By what factor a row is over the tolerance of bfloat16; 0 where that has none."""
-    if row.mode == "exact" or not shows(row.place, row.mode, "bfloat16"):
+    if comparison.mode == "exact" or not shows(comparison.stage_ref, comparison.mode, "bfloat16"):
         return 0.0
-    config = training_weights_of(row.model).config
-    allowed = limit(training_golden_of(row.model), config, row.place, row.mode, "bfloat16")
-    return Difference(row.error, row.worst).over(allowed)
+    config = training_weights_of(comparison.model).config
+    allowed = derive_tolerance(
+        training_golden_of(comparison.model), config, comparison.stage_ref, comparison.mode, "bfloat16"
+    )
+    return Difference(comparison.error, comparison.worst).over(allowed)
 
 
 def alpha_alone(right: Any) -> Any:
@@ -223,12 +236,12 @@ def per_tensor(right: Any) -> Any:
 
 
 IN_TORCH: dict[str, Inject] = {
-    "lora-scaled-twice": replaced(leaves, "delta", MISTAKES["lora-scaled-twice"].wrong),
-    "lora-alpha-not-divided": replaced(leaves, "delta", alpha_alone),
+    "lora-scaled-twice": replaced(modules, "delta", MISTAKES["lora-scaled-twice"].wrong),
+    "lora-alpha-not-divided": replaced(modules, "delta", alpha_alone),
     "loss-labels-not-shifted": replaced(loss, "_trained_rows", not_shifted),
     "loss-smoothing-missing": replaced(loss, "_all_at_once", smoothing_missing),
     "gradient-keys-not-summed-over-group": replaced(causal_lm, "attention", keys_of_one_head),
-    "gradient-lora-input-left-out": replaced(leaves.DeltaFunction, "backward", input_left_out),
+    "gradient-lora-input-left-out": replaced(modules.DeltaFunction, "backward", input_left_out),
     "gradient-graph-cut-between-blocks": replaced(forward, "checkpoint", graph_cut),
     "clip-ignored": replaced(adamw.AdamW, "clip", lambda right: lambda own, max_norm: right(own, math.inf)),
     "clip-per-tensor": replaced(adamw.AdamW, "clip", per_tensor),

@@ -35,7 +35,7 @@ from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens import training as training_goldens
-from llorch.judging.goldens.forward import PRODUCERS, SAMPLINGS, sampler_inputs
+from llorch.judging.goldens.forward import ENGINES, SAMPLINGS, sampler_inputs
 from llorch.judging.runners.numpy import run
 from llorch.judging.tolerances.forward import WORST
 from llorch.model.blocks import forward
@@ -51,10 +51,10 @@ N_ORDINARY = 4  # blocks before those with edge cases, whose sizes would hide th
 
 
 @cache
-def right(model: str, case: str, producer: str, n_cached: int) -> Mapping[str, np.ndarray]:
+def right(model: str, case: str, engine: str, n_cached: int) -> Mapping[str, np.ndarray]:
     """Every stage of our forward pass, made of a golden's inputs."""
     golden = golden_of(model)
-    trace = golden.evidence[producer].traces[case]
+    trace = golden.engine_outputs[engine].traces[case]
     return run(weights_of(model), golden.cases[case], n_cached=n_cached, golden=trace)
 
 
@@ -87,7 +87,7 @@ class Situation:
 
     model: str
     case: str
-    producer: str
+    engine: str
     stage_name: str
     layer: int | None
     n_cached: int
@@ -102,24 +102,24 @@ class Situation:
 
     @property
     def trace(self) -> dict[str, np.ndarray]:
-        return dict(golden_of(self.model).evidence[self.producer].traces[self.case])
+        return dict(golden_of(self.model).engine_outputs[self.engine].traces[self.case])
 
     @property
     def masked(self) -> bool:
         return self.stage.masked
 
     @property
-    def want(self) -> np.ndarray:
+    def expected(self) -> np.ndarray:
         return part_of(self.stage, self.trace[self.key], self.n_cached, len(golden_of(self.model).cases[self.case].ids))
 
     @property
     def tolerance(self) -> Tolerance:
-        return suite_of(self.model).limits(self.case).isolated(self.key)
+        return suite_of(self.model).tolerances(self.case).isolated(self.key)
 
     @cache  # noqa: B019 (situations are few and equal ones share the entry)
     def made(self) -> Variants:
         whole = golden_of(self.model).cases[self.case]
-        alone = right(self.model, self.case, self.producer, self.n_cached)[self.key]
+        alone = right(self.model, self.case, self.engine, self.n_cached)[self.key]
         return variants(
             self.stage, self.layer, self.trace, weights_of(self.model), whole, alone, n_cached=self.n_cached
         )
@@ -130,7 +130,7 @@ class SamplerSituation:
     """One step from the logits to a distribution, of one golden."""
 
     model: str
-    producer: str
+    engine: str
     step: str
     case: str
     masked = False
@@ -140,10 +140,10 @@ class SamplerSituation:
         suite = suite_of(self.model)
         if self.step == "argmax":
             return EXACT
-        return suite.softmax_limit() if self.step == "probabilities" else suite.limits("near").last_row()
+        return suite.softmax_limit() if self.step == "probabilities" else suite.tolerances("near").last_row()
 
     @property
-    def want(self) -> np.ndarray:
+    def expected(self) -> np.ndarray:
         return self._shown()[1]
 
     def made(self) -> Variants:
@@ -152,10 +152,10 @@ class SamplerSituation:
     def _shown(self) -> tuple[SamplerInputs, np.ndarray]:
         """Return the inputs of the step and the engine's output; at a tie it is the lowest id, as design.md states."""
         golden = golden_of(self.model)
-        evidence, ids = golden.evidence[self.producer], golden.cases["near"].ids
-        selected = evidence.selected_logits
+        engine_output, ids = golden.engine_outputs[self.engine], golden.cases["near"].ids
+        selected = engine_output.selected_logits
         if self.step == "selected_logits":
-            return SamplerInputs(evidence.traces["near"]["logits"], SAMPLINGS["all"], ids), selected
+            return SamplerInputs(engine_output.traces["near"]["logits"], SAMPLINGS["all"], ids), selected
         if self.step == "argmax":
             row = selected.copy()
             best = int(np.argmax(row))
@@ -163,7 +163,7 @@ class SamplerSituation:
                 row[best + 1 :: 7] = row[best]
             return SamplerInputs(row[None], SAMPLINGS["all"], ids), np.asarray([best])
         logits, history = sampler_inputs(ids, selected.size)
-        return SamplerInputs(logits[None], SAMPLINGS[self.case], history), evidence.probabilities[self.case]
+        return SamplerInputs(logits[None], SAMPLINGS[self.case], history), engine_output.probabilities[self.case]
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class QuantisedSituation:
         return {"decode": _blocks, "rounding": _activations, "product": _product}[self.step](self.kind)
 
     @property
-    def want(self) -> np.ndarray:
+    def expected(self) -> np.ndarray:
         return self.shown()[1]
 
     @cache  # noqa: B019
@@ -222,8 +222,8 @@ def situations(mistake: Mistake) -> Iterator[Situation | SamplerSituation | Quan
         yield from (QuantisedSituation(step, GGMLType[case]) for step, case in product(mistake.stages, mistake.cases))
     elif mistake in SAMPLING:
         (step,) = mistake.stages
-        for model, producer, case in product(MICRO, PRODUCERS, mistake.cases):
-            yield SamplerSituation(model, producer, step, case)
+        for model, engine, case in product(MICRO, ENGINES, mistake.cases):
+            yield SamplerSituation(model, engine, step, case)
     else:
         yield from _of_stages(mistake)
 
@@ -234,8 +234,8 @@ def _of_stages(mistake: Mistake) -> Iterator[Situation]:
         for case in mistake.cases:
             cached = n_cached(mistake, golden_of(model).cases[case])
             for stage in (stage for stage in mistake.stages if BY_NAME[stage].applies_to(config)):
-                for producer in golden_of(model).evidence:
-                    yield Situation(model, case, producer, stage, mistake.first_layer(stage, config), cached)
+                for engine in golden_of(model).engine_outputs:
+                    yield Situation(model, case, engine, stage, mistake.first_layer(stage, config), cached)
 
 
 def chain(mistake: Mistake[StageInputs], weights: Weights, whole: Pass, stage: str) -> dict[str, np.ndarray]:
@@ -266,13 +266,13 @@ def chain(mistake: Mistake[StageInputs], weights: Weights, whole: Pass, stage: s
 
 
 def first_failing(
-    trace: Mapping[str, np.ndarray], suite: ForwardSuite, case: str, producer: str, n_cached: int
+    trace: Mapping[str, np.ndarray], suite: ForwardSuite, case: str, engine: str, n_cached: int
 ) -> tuple[str, int | None] | None:
     """The first stage of a pass that is not within the limits of its golden, and its layer."""
-    limits, whole = suite.limits(case), suite.cases[case]
+    tolerances, whole = suite.tolerances(case), suite.cases[case]
     for name, stage, layer in keys(suite.weights.config):
-        want = part_of(stage, suite.evidence[producer].traces[case][name], n_cached, len(whole.ids))
-        if not measure(trace[name], want, masked=stage.masked).within(limits.chained(name, n_cached)):
+        expected = part_of(stage, suite.engine_outputs[engine].traces[case][name], n_cached, len(whole.ids))
+        if not measure(trace[name], expected, masked=stage.masked).within(tolerances.chained(name, n_cached)):
             return stage.name, layer
     return None
 
@@ -285,9 +285,9 @@ def _blocks(kind: GGMLType) -> tuple[QuantisedInputs, np.ndarray]:
 def _activations(kind: GGMLType) -> tuple[QuantisedInputs, np.ndarray]:
     name = ACTIVATION_TYPE[kind]
     rows = quantised_golden().rounding[f"{name}.rows"]
-    want = decode(quantised_golden().rounding[f"{name}.{rounding_variant()}"], GGMLType[name], rows.shape)
-    finite = np.isfinite(want).all(axis=1)
-    return QuantisedInputs(kind, np.empty((0, 0), np.uint8), (0, 0), rows[finite], rounding_variant()), want[finite]
+    expected = decode(quantised_golden().rounding[f"{name}.{rounding_variant()}"], GGMLType[name], rows.shape)
+    finite = np.isfinite(expected).all(axis=1)
+    return QuantisedInputs(kind, np.empty((0, 0), np.uint8), (0, 0), rows[finite], rounding_variant()), expected[finite]
 
 
 def _product(kind: GGMLType) -> tuple[QuantisedInputs, np.ndarray]:

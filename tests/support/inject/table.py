@@ -258,8 +258,8 @@ SHARED = {  # code that both precisions share -> the group of stages that shows 
     "llorch.lora.merge.merged_matrix": "merged_weight",
 }
 SHARED_TORCH = {
-    "llorch.pytorch.lora.leaves.delta": "lora_delta",
-    "llorch.pytorch.lora.leaves.DeltaFunction.backward": "gradient",
+    "llorch.pytorch.lora.modules.delta": "lora_delta",
+    "llorch.pytorch.lora.modules.DeltaFunction.backward": "gradient",
     "llorch.pytorch.train.step.loss_sum": "gradient",
     "llorch.pytorch.train.step.trained_tokens": "gradient",
     "llorch.pytorch.train.adamw.AdamW.clip": "first_moment",

@@ -31,9 +31,9 @@ def mistake_in(name: str, weights: Weights) -> Hypothesis:
     return next(each for each in known_mistakes(weights.config) if each.name == name)
 
 
-def everywhere(planted: Hypothesis, weights: Weights) -> Change:
+def everywhere(injected: Hypothesis, weights: Weights) -> Change:
     """A mistake in all stages and layers where it can be made."""
-    return planted.change(planted.at([name for name, _, _ in keys(weights.config)]))
+    return injected.change(injected.at([name for name, _, _ in keys(weights.config)]))
 
 
 def passes(model: str, *sizes: int, first_position: int = 0) -> list[Tokens]:

@@ -18,10 +18,12 @@ def numerical_gradient(result: Callable[[np.ndarray], float], x: np.ndarray) -> 
     return gradient
 
 
-def assert_is_gradient(got: np.ndarray, result: Callable[[np.ndarray], float], x: np.ndarray, name: str = "") -> None:
-    """`got` is the derivative of `result` by `x`, to what a central difference can tell."""
-    want = numerical_gradient(result, x)
-    assert np.abs(want).max() > 1e-3, f"{name}: a gradient of 0 shows nothing"
+def assert_is_gradient(
+    actual: np.ndarray, result: Callable[[np.ndarray], float], x: np.ndarray, name: str = ""
+) -> None:
+    """`actual` is the derivative of `result` by `x`, to what a central difference can tell."""
+    expected = numerical_gradient(result, x)
+    assert np.abs(expected).max() > 1e-3, f"{name}: a gradient of 0 shows nothing"
     np.testing.assert_allclose(
-        got, want, rtol=0, atol=1e-8 * max(1, np.abs(want).max()), strict=True, equal_nan=False, err_msg=name
+        actual, expected, rtol=0, atol=1e-8 * max(1, np.abs(expected).max()), strict=True, equal_nan=False, err_msg=name
     )

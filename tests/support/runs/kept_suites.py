@@ -18,7 +18,7 @@ from llorch.judging.expectations import quantised
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.goldens.forward import Golden
 from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden
-from llorch.judging.judge import Comparison, routed
+from llorch.judging.judge import Comparison, with_load_paths
 from llorch.judging.runners import Runner
 from llorch.judging.tolerances import training as limits
 from llorch.runtime.builtin import goldens_folder
@@ -56,16 +56,18 @@ def _suite(name: str, weights: Weights, *shown: object) -> ForwardSuite:
     if name not in SUITES:
         SUITES[name] = ForwardSuite(name, weights, *shown)  # pyright: ignore[reportArgumentType]
     suite = SUITES[name]
-    assert all(kept is new for kept, new in zip((suite.cases, suite.evidence, suite.truth), shown, strict=True))
+    assert all(
+        kept is new for kept, new in zip((suite.cases, suite.engine_outputs, suite.reference), shown, strict=True)
+    )
     return suite
 
 
 @cache
 def forward_rows(model: str) -> Sequence[Comparison]:
     """Judge NumPy on a built-in model; rows stand in the order of `verify_stored`."""
-    rows = [row for part in PARTS for row in forward_part(model, part)]
-    backends = [*dict.fromkeys(row.backend for row in rows)]
-    return sorted(rows, key=lambda row: backends.index(row.backend))
+    comparisons = [c for part in PARTS for c in forward_part(model, part)]
+    backends = [*dict.fromkeys(c.backend for c in comparisons)]
+    return sorted(comparisons, key=lambda c: backends.index(c.backend))
 
 
 @cache
@@ -77,14 +79,14 @@ def forward_part(model: str, part: str) -> Sequence[Comparison]:
         part: A method of the suite.
     """
 
-    def rows(suite: ForwardSuite, runner: Runner) -> list[Comparison]:
+    def comparisons(suite: ForwardSuite, runner: Runner) -> list[Comparison]:
         with runner.arithmetic():
-            return [*routed(getattr(suite, part)(runner), suite.routes)]
+            return [*with_load_paths(getattr(suite, part)(runner), suite.routes)]
 
     with kept(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForwardSuite, "rows", rows)
+        patch.setattr(ForwardSuite, "comparisons", comparisons)
         found = models.verify_stored(model, long=False)  # test_long_contexts.py judges those
-        return [row for row in found if part == PARTS[0] or row.stage not in OF_THE_FILE]
+        return [c for c in found if part == PARTS[0] or c.stage not in OF_THE_FILE]
 
 
 @cache

@@ -28,16 +28,16 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> 
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
-def assert_rounded(got: torch.Tensor, exact: torch.Tensor, inner: torch.Tensor, device: torch.device) -> None:
+def assert_rounded(actual: torch.Tensor, exact: torch.Tensor, inner: torch.Tensor, device: torch.device) -> None:
     """Check that a result is the exact one, off by at most `inner` before it is rounded once to its dtype.
 
     A rounding is off by half a step; Triton's interpreter cuts bfloat16 off instead, which is off by a whole one.
     """
-    assert got.shape == exact.shape
-    assert got.device.type == device.type
-    assert got.isfinite().all()
+    assert actual.shape == exact.shape
+    assert actual.device.type == device.type
+    assert actual.isfinite().all()
     assert exact.dtype is torch.float64
-    steps = 2 if device.type == "cpu" and got.dtype is torch.bfloat16 else 1
-    allowed = inner + steps * (HALF_STEP[got.dtype] * (exact.abs() + inner) + SMALLEST[got.dtype] / 2)
-    off = (got.double() - exact).abs()
+    steps = 2 if device.type == "cpu" and actual.dtype is torch.bfloat16 else 1
+    allowed = inner + steps * (HALF_STEP[actual.dtype] * (exact.abs() + inner) + SMALLEST[actual.dtype] / 2)
+    off = (actual.double() - exact).abs()
     assert (off <= allowed).all(), f"{(off / allowed).max()} times what is allowed"

@@ -94,7 +94,7 @@ def _as_rank(files: list[Path], fault: str, work: Callable[..., Any], *given: An
     else:
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
-    faulty_ranks.plant(fault)
+    faulty_ranks.inject(fault)
     return work(*given)
 
 

@@ -45,7 +45,7 @@ def first_shifted(layer: Any, ranks: Any, *rest: Any) -> None:
     layer.mlp.experts.first = 3 - layer.mlp.experts.first  # of seven, four and three: 0 and 4
 
 
-PLANTED: Mapping[str, Callable[[], None]] = {
+INJECTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "unsummed": lambda: setattr(parallel, "_leaving", lambda part, ranks: part),
     "unsummed from 500 tokens on": lambda: setattr(parallel, "_leaving", unsummed_if_long),
@@ -56,21 +56,21 @@ PLANTED: Mapping[str, Callable[[], None]] = {
 }
 
 
-def judged(
-    model: str | Path, n_ranks: int, dtype: str, plant: str = "", with_long: bool = False
+def compare(
+    model: str | Path, n_ranks: int, dtype: str, fault: str = "", with_long: bool = False
 ) -> tuple[int, int, list[tuple[str, str]]]:
     """Rows of a built-in model, or of a folder beside transformers, on a mesh; with long contexts where asked for.
 
     Returns:
         How many there are, how many failed, and mode and stage of those that failed.
     """
-    PLANTED[plant]()
+    INJECTED[fault]()
     torch.set_num_threads(1)
     runners = parallel_runners(target("cpu", dtype, "torch"), start({"dp": 1, "tp": n_ranks}))
     if isinstance(model, Path):
-        rows = list(verify_live(plan_live(open_weights(model), range(3, 15), ("transformers",)), runners))
+        comparisons = list(verify_live(plan_live(open_weights(model), range(3, 15), ("transformers",)), runners))
     else:
-        rows = list(verify_stored(model, runners, long=with_long))  # these take six times as long as the rest
-    failed = [(row.mode, row.stage) for row in rows if row.verdict != PASS]
+        comparisons = list(verify_stored(model, runners, long=with_long))  # these take six times as long as the rest
+    failed = [(c.mode, c.stage) for c in comparisons if c.verdict != PASS]
     torch.distributed.destroy_process_group()
-    return len(rows), len(failed), list(dict.fromkeys(failed))
+    return len(comparisons), len(failed), list(dict.fromkeys(failed))

@@ -61,7 +61,7 @@ def counted_twice(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: torch.cat([whole(part)] * 2) for name, part in parts.items()}
 
 
-PLANTED: Mapping[str, Callable[[], None]] = {
+INJECTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "mean of means": own_means,
     "attached late": late,
@@ -72,24 +72,24 @@ PLANTED: Mapping[str, Callable[[], None]] = {
 }
 
 
-def judged_training(model: str, axes: Mapping[str, int], dtype: str, plant: str = "") -> tuple[int, list[str]]:
+def compare_training(model: str, axes: Mapping[str, int], dtype: str, fault: str = "") -> tuple[int, list[str]]:
     """Checkpoints 15 to 20 on a mesh: how many rows, and which failed, `17 gradient.q_proj.lora_A`."""
-    PLANTED[plant]()
-    return judged_live(model, stored(model)[1], axes, dtype)
+    INJECTED[fault]()
+    return compare_live(model, stored(model)[1], axes, dtype)
 
 
-def judged_live(model: str, golden: Any, axes: Mapping[str, int], dtype: str) -> tuple[int, list[str]]:
+def compare_live(model: str, golden: Any, axes: Mapping[str, int], dtype: str) -> tuple[int, list[str]]:
     """Likewise, of a golden that is at hand."""
     torch.set_num_threads(1)
     weights = open_weights(builtin_path(model))
-    rows = list(torch_runner.mesh_rows(model, weights, golden, target("cpu", dtype, "torch"), start(axes)))
+    comparisons = list(torch_runner.mesh_rows(model, weights, golden, target("cpu", dtype, "torch"), start(axes)))
     leave()
-    return len(rows), [f"{row.place.checkpoint} {row.stage}" for row in rows if row.verdict != PASS]
+    return len(comparisons), [f"{c.stage_ref.checkpoint} {c.stage}" for c in comparisons if c.verdict != PASS]
 
 
-def made_run(settings: Any, folder: Path, axes: Mapping[str, int], plant: str = "", **how: Any) -> list[str]:
+def made_run(settings: Any, folder: Path, axes: Mapping[str, int], fault: str = "", **how: Any) -> list[str]:
     """A run in its folder; what the first rank was told."""
-    PLANTED[plant]()
+    INJECTED[fault]()
     torch.set_num_threads(1)
     watcher = Silent()
     Run(settings, folder, watcher, mesh=start(axes), **how).run()
@@ -97,9 +97,9 @@ def made_run(settings: Any, folder: Path, axes: Mapping[str, int], plant: str = 
     return watcher.notes
 
 
-def second_step(settings: Any, axes: Mapping[str, int], plant: str = "") -> dict[str, np.ndarray]:
+def second_step(settings: Any, axes: Mapping[str, int], fault: str = "") -> dict[str, np.ndarray]:
     """What a second step makes, as anybody's trainer would write it down."""
-    PLANTED[plant]()
+    INJECTED[fault]()
     torch.set_num_threads(1)
     training: Any = Training(plan_training(settings, start(axes)))
     for parameter in training.parameters.values():  # so that no gradient is zero

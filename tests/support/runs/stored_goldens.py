@@ -56,12 +56,12 @@ def training_weights_of(model: str) -> Weights:
 @cache
 def suite_of(model: str) -> ForwardSuite:
     golden = golden_of(model)
-    return ForwardSuite(model, weights_of(model), golden.cases, golden.evidence, golden.truth)
+    return ForwardSuite(model, weights_of(model), golden.cases, golden.engine_outputs, golden.reference)
 
 
 @cache
 def suite_of_case(model: str, case: str, *engines: str) -> ForwardSuite:
     """The suite of one case, with some of the reference engines or all."""
     golden = golden_of(model)
-    evidence = {name: output for name, output in golden.evidence.items() if name in engines or not engines}
-    return ForwardSuite(model, weights_of(model), {case: golden.cases[case]}, evidence, golden.truth)
+    engine_outputs = {name: output for name, output in golden.engine_outputs.items() if name in engines or not engines}
+    return ForwardSuite(model, weights_of(model), {case: golden.cases[case]}, engine_outputs, golden.reference)

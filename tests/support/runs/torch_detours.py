@@ -20,13 +20,13 @@ class Detour(nn.Module):
     """A frozen projection or embedding with its adapter beside it."""
 
     def __init__(
-        self, base: nn.Linear | nn.Embedding, leaves: dict[str, Tensor], scaling: float, mask: Tensor | None
+        self, base: nn.Linear | nn.Embedding, tensors: dict[str, Tensor], scaling: float, mask: Tensor | None
     ) -> None:
         super().__init__()
-        self.base, self.leaves, self.scaling, self.mask = base, leaves, scaling, mask
+        self.base, self.tensors, self.scaling, self.mask = base, tensors, scaling, mask
 
     def forward(self, x: Tensor) -> Tensor:
-        product = self.leaves["lora_B"] @ self.leaves["lora_A"] * self.scaling
+        product = self.tensors["lora_B"] @ self.tensors["lora_A"] * self.scaling
         if isinstance(self.base, nn.Embedding):
             return embedding(x, self.directed(self.base.weight.T, product).T)
         if self.mask is None:
@@ -38,9 +38,9 @@ class Detour(nn.Module):
     def directed(self, weight: Tensor, product: Tensor) -> Tensor:
         """The whole adapted matrix; with DoRA its rows get the learned lengths, and their own are constants."""
         whole = weight + product
-        if "magnitude" not in self.leaves:
+        if "magnitude" not in self.tensors:
             return whole
-        return whole * (self.leaves["magnitude"] / whole.detach().norm(dim=1))[:, None]
+        return whole * (self.tensors["magnitude"] / whole.detach().norm(dim=1))[:, None]
 
 
 def detoured(
@@ -48,11 +48,11 @@ def detoured(
 ) -> tuple[CausalLM, dict[str, Tensor]]:
     """The torch model in float64 with an adapter, and the tensors that can be differentiated by."""
     model = load_dense(weights, dtype=torch.float64, device=torch.device("cpu"))
-    leaves = {name: torch.from_numpy(a).double().requires_grad_() for name, a in adapter.flat().items()}
+    tensors = {name: torch.from_numpy(a).double().requires_grad_() for name, a in adapter.flat().items()}
     for name, target in adapter.targets.items():
-        own = {key.rpartition(".")[2]: leaf for key, leaf in leaves.items() if key.rpartition(".")[0] == name}
+        own = {key.rpartition(".")[2]: tensor for key, tensor in tensors.items() if key.rpartition(".")[0] == name}
         mask = torch.from_numpy(masks[name]).double() if masks and name in masks else None
         base: nn.Linear | nn.Embedding = model.get_submodule(target.path)  # type: ignore[assignment]
         owner, _, attribute = target.path.rpartition(".")
         setattr(model.get_submodule(owner), attribute, Detour(base, own, adapter.scaling(name), mask))
-    return model, leaves
+    return model, tensors

@@ -60,12 +60,12 @@ def loss_of(logits: Tensor, of: Batch) -> Tensor:
 
 
 @contextmanager
-def watched(leaves: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+def watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """What adapters add: the output of each module less that of its base."""
     seen: dict[str, Tensor] = {}
     with ExitStack() as hooks:
-        for name, leaf in leaves.items():
-            parts: Any = {"": leaf, ".base": leaf.get_submodule("base_layer")}
+        for name, module in modules.items():
+            parts: Any = {"": module, ".base": module.get_submodule("base_layer")}
             for end, part in parts.items():
 
                 def keep(_module: nn.Module, _inputs: tuple, output: Tensor, key: str = name + end) -> None:
@@ -73,7 +73,7 @@ def watched(leaves: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
 
                 hooks.enter_context(part.register_forward_hook(keep))
         yield seen
-    for name in leaves:
+    for name in modules:
         seen[name] = seen[name] - seen.pop(f"{name}.base")
 
 

@@ -21,7 +21,7 @@ AFTER_STEPS = ("grad_norm", "first_moment", "second_moment", "parameters")  # gr
 
 
 @cache
-def rows(model: str, target: str) -> list[Comparison]:
+def comparisons(model: str, target: str) -> list[Comparison]:
     weights, golden = training_weights_of(model), training_golden_of(model)
     if target != "numpy":
         return list(torch_rows(model, weights, golden, on(target)))
@@ -44,13 +44,13 @@ def expected(backend: str, model: str) -> Iterator[str]:
         files = {name.partition("/")[2] for name in names if "exported_logits" in name and mode == "chained"}
         left_out = {"numpy": (), "numpy-float32": ("exported_logits",), WIDE: ("exported_logits",)}
         for text in of_mode | files:
-            (witness,) = [witness for witness in ("peft", "llamacpp", "transformers") if f"{witness}/{text}" in names]
+            (engine,) = [engine for engine in ("peft", "llamacpp", "transformers") if f"{engine}/{text}" in names]
             stage = next(part for part in text.partition("/")[2].split(".") if not part[1:].isdigit())
             if stage in left_out.get(backend, NOT_ON_TORCH):
                 continue
             if "bfloat16" in backend and mode == "chained" and not_shown_in_half(stage, text):
                 continue
-            yield f"{mode} {'peft-float64' if 'float64' in backend else witness} {text}"
+            yield f"{mode} {'peft-float64' if 'float64' in backend else engine} {text}"
 
 
 def not_shown_in_half(stage: str, text: str) -> bool:
@@ -62,12 +62,12 @@ def not_shown_in_half(stage: str, text: str) -> bool:
 def require_all(number: str, backend: str, model: str) -> list[Comparison]:
     """Every comparison of a checkpoint was made on a backend, and passes."""
     target = "numpy" if backend in ON_NUMPY else backend.removesuffix("-trainer")
-    every = [row for row in rows(model, target) if row.backend == backend]
-    found = [f"{row.mode} {row.producer} {row.case}/{row.place.key}" for row in every if row.mode != "exact"]
+    every = [c for c in comparisons(model, target) if c.backend == backend]
+    found = [f"{c.mode} {c.engine} {c.case}/{c.stage_ref.key}" for c in every if c.mode != "exact"]
     assert sorted(found) == sorted(expected(backend, model))
-    mine = [row for row in every if row.checkpoint == number]
-    files = [row.stage for row in mine if row.mode == "exact"]
+    mine = [c for c in every if c.checkpoint == number]
+    files = [c.stage for c in mine if c.mode == "exact"]
     assert files == ([f"adapter_file.{kind}" for kind in ADAPTER_FILES] if (number, backend) == ("20", "numpy") else [])
-    bad = [row for row in mine if row.verdict != PASS]
+    bad = [c for c in mine if c.verdict != PASS]
     assert not bad, f"{len(bad)} of {len(mine)} rows fail, first: {bad[0]}"
     return mine

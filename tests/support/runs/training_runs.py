@@ -81,11 +81,11 @@ def gradients(training: Any) -> dict[str, np.ndarray]:
     return {name: array / (1 - 0.9) for name, array in tensors.items() if name.endswith(".m")}
 
 
-def distance(got: Mapping[str, np.ndarray], want: Mapping[str, np.ndarray]) -> float:
+def distance(actual: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> float:
     """Largest difference as a share of the largest value, of all tensors."""
-    assert got.keys() == want.keys()
-    assert got
-    return max(float(np.abs(got[n] - want[n]).max() / (np.abs(want[n]).max() or 1.0)) for n in want)
+    assert actual.keys() == expected.keys()
+    assert actual
+    return max(float(np.abs(actual[n] - expected[n]).max() / (np.abs(expected[n]).max() or 1.0)) for n in expected)
 
 
 class Silent:

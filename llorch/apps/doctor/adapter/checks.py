@@ -25,7 +25,7 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.initial import base_matrix
 from llorch.lora.merge import merged_matrix, parts_of
 from llorch.lora.summary import product_norm, stored_types
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError
 from llorch.stages.comparison import NOT_RUN
@@ -188,7 +188,7 @@ def check_run(adapter: Path, weights: Weights, *, generating: bool = False) -> l
     except (FormatError, FileNotFoundError, ValueError) as error:
         return [AdapterFinding("end token", NOT_RUN, f"the data of the run cannot be read: {error}")]
     answered = [stops(data, adapter, weights)] if generating else []
-    return [_end_token(data, Opened(weights)), *answered, _unchanged(data, values, adapter)]
+    return [_end_token(data, OpenModel(weights)), *answered, _unchanged(data, values, adapter)]
 
 
 def _data(values: dict, weights: Weights) -> TrainingData:
@@ -196,10 +196,10 @@ def _data(values: dict, weights: Weights) -> TrainingData:
     settings = settings_from((_RUN, values.get("settings", {})))
     config = weights.config
     settings = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
-    return read_data(find_data(settings.data), Opened(weights), settings.data_settings)
+    return read_data(find_data(settings.data), OpenModel(weights), settings.data_settings)
 
 
-def _end_token(data: TrainingData, model: Opened) -> AdapterFinding:
+def _end_token(data: TrainingData, model: OpenModel) -> AdapterFinding:
     """Check that some example trains a token that ends a text."""
     try:
         ends = trained_ends(data.train, model)

@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from llorch.apps.doctor.adapter.finding import OK, WRONG, AdapterFinding
-from llorch.engines.abilities import cannot_judge
 from llorch.engines.process import in_child
+from llorch.engines.unsupported import unsupported_reason
 from llorch.files import Weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
@@ -62,8 +62,8 @@ def _engine(
     engine: str, path: Path, adapter: Adapter, weights: Weights, plain: np.ndarray, beside: np.ndarray, ids: np.ndarray
 ) -> AdapterFinding:
     """Run an adapter in an engine, and compare its logits with llorch's."""
-    if unable := cannot_judge(engine, weights.config, len(ids)):
-        return AdapterFinding(_TITLES[engine], NOT_RUN, f"the engine is no reference for this base: {unable}")
+    if unsupported := unsupported_reason(engine, weights.config, len(ids)):
+        return AdapterFinding(_TITLES[engine], NOT_RUN, f"the engine is no reference for this base: {unsupported}")
     missing = [package for package in _PACKAGES[engine] if find_spec(package) is None]
     if missing:
         return AdapterFinding(

@@ -32,14 +32,14 @@ def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[Healt
         yield HealthCheck("machine", "all else", "note", "not checked, because the check needs these packages")
         return
     from llorch.apps.doctor.machine.caches import of_caches
-    from llorch.apps.doctor.machine.engines import of_torch, of_witnesses
+    from llorch.apps.doctor.machine.engines import check_engines, of_torch
     from llorch.apps.doctor.machine.hardware import of_hardware
     from llorch.apps.doctor.machine.self_test import self_test
 
     yield from of_hardware()
     report("torch and compiled kernels")
     yield from of_torch()
-    yield from of_witnesses(probed)
+    yield from check_engines(probed)
     report("caches")
     yield from of_caches()
     report("one forward pass")

@@ -10,7 +10,7 @@ from llorch.runtime.worker import Ended, run, signal_name
 _MARK = "llorch:"  # opens llorch's lines; imported packages may print, too
 
 
-def said_by(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]:
+def run_probe(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]:
     """Run a program and return the values that it passes to `say`, and the reason why it failed ("" for none).
 
     Args:
@@ -59,7 +59,7 @@ def imported_by(modules: Sequence[str], *, timeout: float) -> dict[str, str]:
     found: dict[str, str] = {}
     while len(found) < len(modules):
         rest = [name for name in modules if name not in found]
-        said, why = said_by(_IMPORTING, *rest, timeout=timeout)
+        said, why = run_probe(_IMPORTING, *rest, timeout=timeout)
         found |= {name: " ".join(error.split()) for name, error in said if error is not None}
         if len(found) < len(modules):  # the process ended in one of them; a new one goes on after it
             name = said[-1][0] if said else rest[0]

@@ -5,7 +5,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from llorch.apps.doctor.machine.child import said_by
+from llorch.apps.doctor.machine.child import run_probe
 from llorch.apps.doctor.machine.finding import HealthCheck
 from llorch.apps.doctor.machine.packages import installed_version
 from llorch.files.strict_json import read_json
@@ -25,11 +25,11 @@ class Kept(logging.Handler):
         say({"why_not": record.getMessage()})
 logging.getLogger("llorch").addHandler(Kept())
 say({"compiler": find_compiler()})
-say({"leaves": library() is not None})
+say({"kernels": library() is not None})
 """
 _DRIVER = Path("/dev/nvidiactl")
 _TIMEOUT = 180.0  # seconds; compiling takes some
-_OF_WITNESSES = {  # by engine: what goldens name a version by, and whose it is
+_ENGINE_PACKAGES = {  # by engine: what goldens name a version by, and whose it is
     "llama.cpp": ("llamacpp", {"llama_cpp_python": "llama-cpp-python"}),
     "transformers": ("transformers", {"transformers": "transformers", "torch": "torch"}),
 }
@@ -39,7 +39,7 @@ def of_torch() -> Iterator[HealthCheck]:
     """Check the devices that torch sees, and the C kernels of the torch path, which are built if they are not there."""
     if find_spec("torch") is None:
         return
-    said, why = said_by(_TORCH, timeout=_TIMEOUT)
+    said, why = run_probe(_TORCH, timeout=_TIMEOUT)
     facts: dict[str, Any] = {key: value for one in said for key, value in one.items()}
     yield _devices(facts, why)
     yield _check_kernels(facts, why)
@@ -64,7 +64,7 @@ def _devices(facts: Mapping[str, Any], why: str) -> HealthCheck:
 
 
 def _check_kernels(facts: Mapping[str, Any], why: str) -> HealthCheck:
-    if facts.get("leaves"):
+    if facts.get("kernels"):
         return HealthCheck("engines", "C kernels", "ok", f"built and loaded, by {Path(facts['compiler'][0]).name}")
     if "compiler" in facts and facts["compiler"] is None:
         text = "no C compiler, so a token takes at least twice as long on the torch path"
@@ -75,10 +75,10 @@ def _check_kernels(facts: Mapping[str, Any], why: str) -> HealthCheck:
     )
 
 
-def of_witnesses(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
+def check_engines(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
     """Check that the reference engines run and that they have the versions that made the goldens."""
     stored = read_json(goldens_folder() / "micro-llama" / "golden.json", limit=1 << 24)["provenance"]
-    for engine, (name, packages) in _OF_WITNESSES.items():
+    for engine, (name, packages) in _ENGINE_PACKAGES.items():
         yield _check_engine(engine, stored["engines"][name], packages, probed)  # type: ignore[index] (ours)
 
 

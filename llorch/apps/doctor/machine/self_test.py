@@ -18,7 +18,7 @@ def self_test(goldens: Path | None = None) -> HealthCheck:
         golden = read((goldens or goldens_folder()) / _MODEL)
         trace: dict = {}
         load(_MODEL).forward(golden.cases["near"].ids, trace=trace)
-        reports = {engine: compare(trace, shown.traces["near"]) for engine, shown in golden.evidence.items()}
+        reports = {engine: compare(trace, shown.traces["near"]) for engine, shown in golden.engine_outputs.items()}
     except (OSError, ValueError, ImportError, ArithmeticError, MemoryError) as error:
         return HealthCheck("self-test", _MODEL, "broken", f"failed to run: {' '.join(str(error).split())}", _REPAIR)
     wrong = {engine: report for engine, report in reports.items() if not report.agrees}

@@ -21,7 +21,7 @@ from llorch.diagnosis.verdict import Suspect
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.tokens import edge_of_top_p
 from llorch.judging.goldens.forward import SAMPLINGS
-from llorch.judging.judge import Expectation, exact_row, judge
+from llorch.judging.judge import Expectation, compare_exact, judge
 from llorch.judging.runners.numpy import NumpyRunner, run
 from llorch.ops import sampling
 from llorch.runtime.builtin import BUILTIN, held
@@ -37,12 +37,14 @@ class AfterLogitsModel:
         """Load a built-in model by name, with the learner's functions in place."""
         self.suite: ForwardSuite = suite_of(model)
         self.runner, self.chained = NumpyRunner(self.suite.weights, BACKEND), chained
-        self.witnesses = self.suite.witnesses(self.runner)
+        self.engines = self.suite.engines(self.runner)
         self.installed = lambda: implementation.installed(parts)
 
-    def judged(self, claim: Expectation, got: np.ndarray) -> LessonComparison:
+    def compare(self, expectation: Expectation, actual: np.ndarray) -> LessonComparison:
         """Compare a result with its expectation, within a tolerance."""
-        return LessonComparison(judge(claim, got, model=self.suite.model, backend=BACKEND), claim, got)
+        return LessonComparison(
+            judge(expectation, actual, model=self.suite.model, backend=BACKEND), expectation, actual
+        )
 
 
 class AfterLogitsCheck(ABC):
@@ -58,7 +60,7 @@ class AfterLogitsCheck(ABC):
     def inputs(self, wrong: LessonComparison) -> Any:
         """Return the inputs of the wrong result, in the form that the library's mistakes read."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for parts in groups(lesson, implementation, mode):
             yield from self._judge_parts(implementation, parts, mode)
@@ -71,7 +73,9 @@ class AfterLogitsCheck(ABC):
         for parts in groups(lesson, implementation, mode) if wrong else ():
             here = []
             with suppress(LearnerFault):  # in a later model: what was judged before it has a name, too
-                here.extend(each for each in self._judge_parts(implementation, parts, mode) if each.row.verdict == FAIL)
+                here.extend(
+                    each for each in self._judge_parts(implementation, parts, mode) if each.comparison.verdict == FAIL
+                )
             found |= {suspect.name: suspect for suspect in (self.named(here) if here else ())}
         return list(found.values())
 
@@ -98,13 +102,13 @@ def groups(lesson: Lesson, implementation: Implementation, mode: Mode) -> list[l
     written = written_parts(lesson, implementation)
     if mode == "chained":
         return [parts_so_far(lesson, implementation)] if written else []
-    return [[part] for part in written]
+    return [[exercise] for exercise in written]
 
 
 def _left(wrong: LessonComparison, made: np.ndarray) -> float:
     """Return the difference between the learner's result and a mistake's, as a multiple of the tolerance."""
-    limit = wrong.claim.limit if wrong.claim else EXACT  # ids
-    return measure(wrong.got, made if wrong.got is None else made.astype(wrong.got.dtype)).over(limit)
+    tolerance = wrong.expectation.tolerance if wrong.expectation else EXACT  # ids
+    return measure(wrong.actual, made if wrong.actual is None else made.astype(wrong.actual.dtype)).over(tolerance)
 
 
 def _worst_within(lefts: Iterator[float]) -> float | None:
@@ -126,13 +130,13 @@ class RowCheck(AfterLogitsCheck):
         """Compare the row after the prompt."""
         with here.installed():
             row = here.runner.last_row(here.suite.cases["near"])
-        for witness in here.witnesses:
-            yield here.judged(here.suite.selected(here.runner, witness), row)
+        for engine in here.engines:
+            yield here.compare(here.suite.selected(here.runner, engine), row)
 
     def inputs(self, wrong: LessonComparison) -> SamplerInputs:
         """Return the logits of all tokens."""
-        near = suite_of(wrong.row.model).cases["near"]
-        return SamplerInputs(run(suite_of(wrong.row.model).weights, near)["logits"], SAMPLINGS["all"], near.ids)
+        near = suite_of(wrong.comparison.model).cases["near"]
+        return SamplerInputs(run(suite_of(wrong.comparison.model).weights, near)["logits"], SAMPLINGS["all"], near.ids)
 
 
 class ArgmaxCheck(AfterLogitsCheck):
@@ -145,24 +149,26 @@ class ArgmaxCheck(AfterLogitsCheck):
 
     def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
         """Compare the argmax of a row with the golden, except at near-ties; of equal logits the lowest id is right."""
-        for witness, golden in here.witnesses.items():
+        for engine, golden in here.engines.items():
             with here.installed():
                 row = here.runner.last_row(here.suite.cases["near"]) if here.chained else golden.selected_logits
                 best, lowest = (np.asarray([sampling.greedy(each)]) for each in (row, tied_row(golden.selected_logits)))
-            want = np.asarray([int(np.argmax(golden.selected_logits))])
-            yield LessonComparison(here.suite.tokens(here.runner).row("10", "argmax", witness, best, want), None, best)
-            wrong = float(lowest[0] != want[0])
-            note = f"expected {want[0]}, the lowest id among equal logits, got {lowest[0]}" if wrong else ""
+            expected = np.asarray([int(np.argmax(golden.selected_logits))])
+            yield LessonComparison(
+                here.suite.tokens(here.runner).comparison("10", "argmax", engine, best, expected), None, best
+            )
+            wrong = float(lowest[0] != expected[0])
+            note = f"expected {expected[0]}, the lowest id among equal logits, got {lowest[0]}" if wrong else ""
             tie = StageRef("10", "argmax", case="tie")
             yield LessonComparison(
-                exact_row(tie, witness, wrong, note, model=here.suite.model, backend=BACKEND), None, lowest
+                compare_exact(tie, engine, wrong, note, model=here.suite.model, backend=BACKEND), None, lowest
             )
 
     def inputs(self, wrong: LessonComparison) -> SamplerInputs:
         """Return the row of logits of the case."""
-        suite = suite_of(wrong.row.model)
-        row = suite.evidence[wrong.row.producer].selected_logits
-        row = tied_row(row) if wrong.row.case == "tie" else row
+        suite = suite_of(wrong.comparison.model)
+        row = suite.engine_outputs[wrong.comparison.engine].selected_logits
+        row = tied_row(row) if wrong.comparison.case == "tie" else row
         return SamplerInputs(row[None], SAMPLINGS["all"], suite.cases["near"].ids)
 
 
@@ -183,15 +189,17 @@ class FilterCheck(AfterLogitsCheck):
         """Compare the result of every setting on the same logits."""
         with here.installed():
             made: Mapping[str, np.ndarray] = here.runner.probabilities(*here.suite.sampler_inputs())
-        for witness in here.witnesses:
-            for name, got in made.items():
-                claim = here.suite.distribution(here.runner, witness, name)
-                yield LessonComparison(here.suite.distribution_row(here.runner, claim, got), claim, got)
+        for engine in here.engines:
+            for name, actual in made.items():
+                expectation = here.suite.distribution(here.runner, engine, name)
+                yield LessonComparison(
+                    here.suite.distribution_row(here.runner, expectation, actual), expectation, actual
+                )
 
     def inputs(self, wrong: LessonComparison) -> SamplerInputs:
         """Return the logits as the filters get them."""
-        logits, history = suite_of(wrong.row.model).sampler_inputs()
-        return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.row.place.part], history)
+        logits, history = suite_of(wrong.comparison.model).sampler_inputs()
+        return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.comparison.stage_ref.part], history)
 
     def named(self, wrong: Sequence[LessonComparison]) -> Iterator[Suspect]:
         """Yield the known mistakes; rounding comes first, if only tokens at the edge of top-p differ."""
@@ -203,11 +211,11 @@ class FilterCheck(AfterLogitsCheck):
 
 def _edge(wrong: LessonComparison) -> str:
     """Describe the tokens at the edge of top-p if only those differ, else ""."""
-    claim, name = wrong.claim, wrong.row.place.part
-    if claim is None or wrong.got is None:
+    expectation, name = wrong.expectation, wrong.comparison.stage_ref.part
+    if expectation is None or wrong.actual is None:
         return ""
-    logits, _ = suite_of(wrong.row.model).sampler_inputs()
-    return edge_of_top_p(claim.want, wrong.got, logits, SAMPLINGS[name], claim.limit)
+    logits, _ = suite_of(wrong.comparison.model).sampler_inputs()
+    return edge_of_top_p(expectation.expected, wrong.actual, logits, SAMPLINGS[name], expectation.tolerance)
 
 
 class GenerationCheck(AfterLogitsCheck):
@@ -219,11 +227,13 @@ class GenerationCheck(AfterLogitsCheck):
         """Compare the greedy text, token by token."""
         with here.installed():
             text = here.runner.text(here.suite.prompt, here.suite.n_greedy(here.runner))
-        for witness, golden in here.witnesses.items():
-            row = here.suite.tokens(here.runner).row("12", "generation", witness, text, golden.greedy)
-            yield LessonComparison(row, None, text)
+        for engine, golden in here.engines.items():
+            comparison = here.suite.tokens(here.runner).comparison("12", "generation", engine, text, golden.greedy)
+            yield LessonComparison(comparison, None, text)
 
     def inputs(self, wrong: LessonComparison) -> GenerationInputs:
         """Return the weights, the prompt and the number of tokens."""
-        suite = suite_of(wrong.row.model)
-        return GenerationInputs(suite.weights, tuple(suite.prompt), len(suite.evidence[wrong.row.producer].greedy))
+        suite = suite_of(wrong.comparison.model)
+        return GenerationInputs(
+            suite.weights, tuple(suite.prompt), len(suite.engine_outputs[wrong.comparison.engine].greedy)
+        )

@@ -40,16 +40,16 @@ TRIED = 2  # runs whose error nothing known makes, before that is said
 class ForwardCheck:
     """See `Check`."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for model in models_of(lesson):
             if mode == "chained":
                 so_far = parts_so_far(lesson, implementation)
-                yield from ForwardModel(model, so_far, implementation).judged(stages_of(lesson), mode)
+                yield from ForwardModel(model, so_far, implementation).comparisons(stages_of(lesson), mode)
                 continue
-            for part in written_parts(lesson, implementation):  # one at a time: one hides what another makes
-                made = ForwardModel(model, [part], implementation).judged(set(part.stages), mode)
-                yield from (replace(each, part=part.name) for each in made)
+            for exercise in written_parts(lesson, implementation):  # one at a time: one hides what another makes
+                made = ForwardModel(model, [exercise], implementation).comparisons(set(exercise.stages), mode)
+                yield from (replace(each, part=exercise.name) for each in made)
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
@@ -82,7 +82,7 @@ def suspects_named_by(
 
 def _runs(wrong: Sequence[LessonComparison]) -> list[tuple[str, str, str]]:
     """List the parts, models and cases that are wrong: each part once first, cases from position 0 first."""
-    runs = list(dict.fromkeys((each.part, each.row.model, each.row.place.case) for each in wrong))
+    runs = list(dict.fromkeys((each.part, each.comparison.model, each.comparison.stage_ref.case) for each in wrong))
     runs.sort(key=lambda run: run[2] != "near")
     turns = [[part for part, *_ in runs[:at]].count(part) for at, (part, *_) in enumerate(runs)]
     return [runs[at] for at in sorted(range(len(runs)), key=turns.__getitem__)]
@@ -123,13 +123,13 @@ def _as_one(suspects: Sequence[Suspect]) -> list[Suspect]:
 
 def written_parts(lesson: Lesson, implementation: Implementation) -> list[Exercise]:
     """Return the exercises of a lesson that are written."""
-    return [part for part in lesson.parts if part.name in implementation.written]
+    return [exercise for exercise in lesson.parts if exercise.name in implementation.written]
 
 
 def parts_so_far(lesson: Lesson, implementation: Implementation) -> list[Exercise]:
     """List the written parts of the lessons up to this one."""
     lessons = LESSONS[: LESSONS.index(lesson) + 1]
-    return [part for each in lessons for part in written_parts(each, implementation)]
+    return [exercise for each in lessons for exercise in written_parts(each, implementation)]
 
 
 @cache
@@ -145,14 +145,14 @@ def models_of(lesson: Lesson) -> Sequence[str]:
 
 def stages_of(lesson: Lesson) -> set[str]:
     """Return the names of the stages that a lesson is about."""
-    return {stage for part in lesson.parts for stage in part.stages}
+    return {stage for exercise in lesson.parts for stage in exercise.stages}
 
 
 @cache
 def suite_of(model: str) -> ForwardSuite:
     """Load the expectations of a built-in model; made once."""
     weights, golden = stored(model)
-    return ForwardSuite(model, weights, golden.cases, golden.evidence, golden.truth)
+    return ForwardSuite(model, weights, golden.cases, golden.engine_outputs, golden.reference)
 
 
 @cache
@@ -170,9 +170,9 @@ class ForwardModel:
         self.suite = suite_of(model)
         self.weights, self.config = self.suite.weights, self.suite.weights.config
         self.runner = NumpyRunner(self.weights, BACKEND)
-        self.hidden = {name for part in parts for name in part.hidden(self.config)}
+        self.hidden = {name for exercise in parts for name in exercise.hidden(self.config)}
 
-    def judged(self, stages: set[str], mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, stages: set[str], mode: Mode) -> Iterator[LessonComparison]:
         """Compare stages: isolated if the mode is and all inputs are visible, else chained; also cached passes."""
         alone = (
             {stage.name for stage in self._visible_stages(stages) if self._alone(stage)}
@@ -220,23 +220,25 @@ class ForwardModel:
 
     def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[LessonComparison]:
         """Compare stages computed from each engine's golden inputs."""
-        for witness, golden in self.suite.evidence.items() if stages else ():
+        for engine, golden in self.suite.engine_outputs.items() if stages else ():
             trace = self.trace(this, golden=golden.traces[case])
             for name in self._keys(stages):
-                yield self._compare(self.suite.isolated(self.runner, case, witness, name), trace.get(name))
+                yield self._compare(self.suite.isolated(self.runner, case, engine, name), trace.get(name))
 
     def _chained(self, case: str, this: Pass, stages: set[str], n_cached: int) -> Iterator[LessonComparison]:
         """Compare stages of one run from the token ids, after `n_cached` tokens, with each engine."""
         if not (names := list(self._keys(stages))):
             return
         trace = self.trace(this, n_cached=n_cached)
-        for witness in self.suite.evidence:
+        for engine in self.suite.engine_outputs:
             for name in names:
-                yield self._compare(self.suite.chained(self.runner, case, witness, n_cached, name), trace.get(name))
+                yield self._compare(self.suite.chained(self.runner, case, engine, n_cached, name), trace.get(name))
 
-    def _compare(self, claim: Expectation, got: np.ndarray | None) -> LessonComparison:
+    def _compare(self, expectation: Expectation, actual: np.ndarray | None) -> LessonComparison:
         """Compare an array of the learner's code with its expected array."""
-        return LessonComparison(judge(claim, got, model=self.model, backend=BACKEND), claim, got, config=self.config)
+        return LessonComparison(
+            judge(expectation, actual, model=self.model, backend=BACKEND), expectation, actual, config=self.config
+        )
 
     def _keys(self, stages: set[str]) -> Iterator[str]:
         shown = self._visible_stages(stages)

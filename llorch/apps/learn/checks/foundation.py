@@ -20,7 +20,7 @@ from llorch.diagnosis.verdict import Suspect
 from llorch.files.blocks import uniform
 from llorch.files.gguf import GGUFFile
 from llorch.judging.expectations.files import foundation_rows, own_tensors, token_rows
-from llorch.judging.judge import Comparison, exact_row
+from llorch.judging.judge import Comparison, compare_exact
 from llorch.judging.verify import stored
 from llorch.model.model import Model
 from llorch.runtime.builtin import BUILTIN, builtin_path, held
@@ -33,21 +33,21 @@ Install = Callable[[], AbstractContextManager[None]]
 class FoundationCheck:
     """See `Check`."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
-        for part, rows in {BFLOAT16: numbers, TENSOR_TABLE: tables, MERGE: texts}.items():
-            if part in written_parts(lesson, implementation):
-                together = parts_so_far(lesson, implementation) if mode == "chained" else [part]
+        for exercise, comparisons in {BFLOAT16: numbers, TENSOR_TABLE: tables, MERGE: texts}.items():
+            if exercise in written_parts(lesson, implementation):
+                together = parts_so_far(lesson, implementation) if mode == "chained" else [exercise]
                 yield from (
-                    LessonComparison(row, None, None) for row in rows(partial(implementation.installed, together))
+                    LessonComparison(c, None, None) for c in comparisons(partial(implementation.installed, together))
                 )
-        yield from ForwardCheck().judged(lesson, implementation, mode)
+        yield from ForwardCheck().comparisons(lesson, implementation, mode)
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """See `Check`; the library knows those of the embedding."""
-        return ForwardCheck().suspects(lesson, implementation, mode, [each for each in wrong if each.claim])
+        return ForwardCheck().suspects(lesson, implementation, mode, [each for each in wrong if each.expectation])
 
 
 def numbers(installed: Install) -> Iterator[Comparison]:
@@ -61,7 +61,9 @@ def numbers(installed: Install) -> Iterator[Comparison]:
     wrong = np.flatnonzero(ours.view(np.uint32) != theirs.view(np.uint32))
     shown = ONE if ONE in wrong else wrong[0] if wrong.size else 0
     note = f"{bits[shown]:#06x} is {theirs[shown]:g}, got {ours[shown]:g}" if wrong.size else ""
-    yield exact_row(StageRef("00", "bfloat16"), "gguf", wrong.size / bits.size, note, model="numbers", backend=BACKEND)
+    yield compare_exact(
+        StageRef("00", "bfloat16"), "gguf", wrong.size / bits.size, note, model="numbers", backend=BACKEND
+    )
 
 
 def tables(installed: Install) -> Iterator[Comparison]:

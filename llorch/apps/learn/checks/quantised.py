@@ -31,22 +31,22 @@ def golden() -> QuantisedGolden:
 class BlocksCheck:
     """See `Check`. A part reads what no other part has made: chained is no other way."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
-        for part in written_parts(lesson, implementation):
-            kind, (blocks, values) = _block_type(part), _golden(part)
-            ours = _decoded(part, implementation, blocks)
-            row = replace(decode_row(kind, ours, values), backend=BACKEND)
-            yield LessonComparison(row, None, ours, part=part.name)
+        for exercise in written_parts(lesson, implementation):
+            kind, (blocks, values) = _block_type(exercise), _golden(exercise)
+            ours = _decoded(exercise, implementation, blocks)
+            comparison = replace(decode_row(kind, ours, values), backend=BACKEND)
+            yield LessonComparison(comparison, None, ours, part=exercise.name)
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
     ) -> Sequence[Suspect]:
         """Return known mistakes that make the learner's numbers of ordinary blocks."""
-        part = PARTS[wrong[0].part]
-        blocks, values = (each[:ORDINARY] for each in _golden(part))
-        ours = _decoded(part, implementation, blocks)
-        inputs = QuantisedInputs(_block_type(part), blocks, values.shape, np.empty((0, 0), np.float32))
+        exercise = PARTS[wrong[0].part]
+        blocks, values = (each[:ORDINARY] for each in _golden(exercise))
+        ours = _decoded(exercise, implementation, blocks)
+        inputs = QuantisedInputs(_block_type(exercise), blocks, values.shape, np.empty((0, 0), np.float32))
         return [
             Suspect(mistake.name, mistake.diagnosis, ("decode",), 1.0, 0.0)
             for mistake, made in quantised_variants("decode", inputs).wrong
@@ -54,15 +54,15 @@ class BlocksCheck:
         ]
 
 
-def _block_type(part: Exercise) -> GGMLType:
-    return GGMLType[part.name.upper()]
+def _block_type(exercise: Exercise) -> GGMLType:
+    return GGMLType[exercise.name.upper()]
 
 
-def _golden(part: Exercise) -> tuple[np.ndarray, np.ndarray]:
+def _golden(exercise: Exercise) -> tuple[np.ndarray, np.ndarray]:
     arrays = golden().blocks
-    return arrays[f"{_block_type(part).name}.blocks"], arrays[f"{_block_type(part).name}.values"]
+    return arrays[f"{_block_type(exercise).name}.blocks"], arrays[f"{_block_type(exercise).name}.values"]
 
 
-def _decoded(part: Exercise, implementation: Implementation, blocks: np.ndarray) -> np.ndarray:
-    with implementation.installed([part]):
-        return decode(blocks, _block_type(part), (len(blocks), 32))
+def _decoded(exercise: Exercise, implementation: Implementation, blocks: np.ndarray) -> np.ndarray:
+    with implementation.installed([exercise]):
+        return decode(blocks, _block_type(exercise), (len(blocks), 32))

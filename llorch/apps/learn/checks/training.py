@@ -21,12 +21,12 @@ from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import LessonComparison, Mode
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import TRAINING, Mistake
-from llorch.diagnosis.mistakes.planting import planted, replaced
+from llorch.diagnosis.mistakes.planting import injected, replaced
 from llorch.diagnosis.training.hypotheses import RANDOM
 from llorch.diagnosis.verdict import Suspect
 from llorch.files import Weights
 from llorch.judging.expectations.adapter_files import Table, exported, file_row, gguf_table
-from llorch.judging.expectations.training import claims, stored
+from llorch.judging.expectations.training import make_expectations, stored
 from llorch.judging.expectations.training_places import CHAINED, ISOLATED, Arrays
 from llorch.judging.goldens.training import MODELS, TrainingGolden
 from llorch.judging.judge import Expectation, judge
@@ -45,11 +45,11 @@ HIDING = ("llorch.ops.linear.linear",)  # merges what stands beside a matrix
 class TrainingCheck:
     """See `Check`."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         for run, parts in runs(lesson, implementation, mode):
             alone = parts[0].name if mode == "isolated" else ""
-            yield from (replace(each, part=alone) for each in run.judged(run.made(learned(implementation, parts))))
+            yield from (replace(each, part=alone) for each in run.comparisons(run.made(learned(implementation, parts))))
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
@@ -60,7 +60,7 @@ class TrainingCheck:
         """
         for run, parts in runs(lesson, implementation, "isolated"):
             theirs = run.made(learned(implementation, parts))
-            if not any(each.row.verdict == FAIL for each in run.judged(theirs)):
+            if not any(each.comparison.verdict == FAIL for each in run.comparisons(theirs)):
                 continue
             known = [m for m in TRAINING if lesson.number in m.checkpoints and m.applies_to(run.weights.config)]
             if not theirs.equals(run.made(learned(implementation, parts))):
@@ -89,19 +89,21 @@ def runs(
     """Yield every run of a check, and the parts that are in it."""
     for model in MODELS:
         if mode == "chained":
-            parts = [part for part in parts_so_far(lesson, implementation) if _may_chain(part)]
+            parts = [exercise for exercise in parts_so_far(lesson, implementation) if _may_chain(exercise)]
             yield (
-                CheckpointRun(model, lesson.number, frozenset(s for part in lesson.parts for s in part.stages), mode),
+                CheckpointRun(
+                    model, lesson.number, frozenset(s for exercise in lesson.parts for s in exercise.stages), mode
+                ),
                 parts,
             )
             continue
-        for part in written_parts(lesson, implementation):
-            yield CheckpointRun(model, lesson.number, frozenset(part.stages), mode), [part]
+        for exercise in written_parts(lesson, implementation):
+            yield CheckpointRun(model, lesson.number, frozenset(exercise.stages), mode), [exercise]
 
 
-def _may_chain(part: Exercise) -> bool:
+def _may_chain(exercise: Exercise) -> bool:
     """Tell if the adapter and the backward pass get all that they need after a part."""
-    return part.replaces.startswith(IN_A_STEP) and part.replaces not in HIDING
+    return exercise.replaces.startswith(IN_A_STEP) and exercise.replaces not in HIDING
 
 
 @contextmanager
@@ -119,7 +121,7 @@ def learned(implementation: Implementation, parts: Sequence[Exercise]) -> Iterat
 def load_training(model: str) -> tuple[Weights, TrainingGolden, Sequence[Expectation]]:
     """Load a model in float32, its goldens and their expectations; made once."""
     weights, golden = stored(model)
-    return weights.astype(np.float32, keep=True), golden, tuple(claims(golden, weights.config, "float32"))
+    return weights.astype(np.float32, keep=True), golden, tuple(make_expectations(golden, weights.config, "float32"))
 
 
 class CheckpointRun:
@@ -129,8 +131,8 @@ class CheckpointRun:
         """Prepare one checkpoint of a built-in model."""
         self.model, self.number, self.groups, self.whole = model, number, groups, mode == "chained"
         self.weights, self.golden, of_model = load_training(model)
-        mine = [c for c in of_model if c.place.stage in groups and c.place.checkpoint == number]
-        self.claims = mine if self.whole else [_shortened(c) for c in mine if _is_brief(c)]
+        mine = [c for c in of_model if c.stage_ref.stage in groups and c.stage_ref.checkpoint == number]
+        self.expectations = mine if self.whole else [_shortened(c) for c in mine if _is_brief(c)]
 
     def made(self, within: AbstractContextManager[None]) -> TrainingOutput:
         """Run it, with whatever the context puts into our code."""
@@ -159,14 +161,14 @@ class CheckpointRun:
             write_lora_gguf(self.golden.adapter_for(config), path, config)
             return {"lora_gguf": gguf_table(path)}
 
-    def judged(self, made: TrainingOutput) -> Iterator[LessonComparison]:
+    def comparisons(self, made: TrainingOutput) -> Iterator[LessonComparison]:
         """Compare each result of the learner with its expectation, and each file with its golden."""
-        for claim in self.claims:
-            got = made.arrays[claim.mode].get(claim.place)
-            yield LessonComparison(judge(claim, got, model=self.model, backend=BACKEND), claim, got)
+        for expectation in self.expectations:
+            actual = made.arrays[expectation.mode].get(expectation.stage_ref)
+            yield LessonComparison(judge(expectation, actual, model=self.model, backend=BACKEND), expectation, actual)
         for kind, table in made.tables.items():
-            row = file_row(self.model, kind, table, self.golden.files[kind])
-            yield LessonComparison(replace(row, backend=BACKEND), None, None)
+            comparison = file_row(self.model, kind, table, self.golden.files[kind])
+            yield LessonComparison(replace(comparison, backend=BACKEND), None, None)
 
     def explained(self, theirs: TrainingOutput, mistake: Mistake[Any]) -> Suspect | None:
         """Return a known mistake if llorch's code with it gives the same results everywhere; else None.
@@ -181,32 +183,38 @@ class CheckpointRun:
         if theirs.tables != ours.tables:
             return np.inf
         most = 0.0
-        for claim in self.claims:
-            got, made = (found.arrays[claim.mode].get(claim.place) for found in (theirs, ours))
-            if got is None or made is None:
+        for expectation in self.expectations:
+            actual, made = (found.arrays[expectation.mode].get(expectation.stage_ref) for found in (theirs, ours))
+            if actual is None or made is None:
                 continue
-            apart, error = claim.difference(got, made), claim.difference(got).error
-            most = max(most, min(apart.over(claim.limit), times_over(apart.error, ROUNDING * error)))
+            apart, error = expectation.difference(actual, made), expectation.difference(actual).error
+            most = max(most, min(apart.over(expectation.tolerance), times_over(apart.error, ROUNDING * error)))
         return most
 
 
-def _is_brief(claim: Expectation) -> bool:
+def _is_brief(expectation: Expectation) -> bool:
     """Tell if a check of the lesson alone compares this expectation."""
-    return claim.mode == ISOLATED or claim.place.checkpoint == "19" or claim.place.stage == "merged_logits"
+    return (
+        expectation.mode == ISOLATED
+        or expectation.stage_ref.checkpoint == "19"
+        or expectation.stage_ref.stage == "merged_logits"
+    )
 
 
-def _shortened(claim: Expectation) -> Expectation:
+def _shortened(expectation: Expectation) -> Expectation:
     """Cut the expectation of a loss curve to its first steps."""
-    if claim.place.checkpoint != "19" or claim.truth is None:
-        return claim
-    return replace(claim, want=claim.want[:FIRST_STEPS], truth=claim.truth[:FIRST_STEPS])
+    if expectation.stage_ref.checkpoint != "19" or expectation.reference is None:
+        return expectation
+    return replace(
+        expectation, expected=expectation.expected[:FIRST_STEPS], reference=expectation.reference[:FIRST_STEPS]
+    )
 
 
 @contextmanager
 def _with(mistake: Mistake[Any], along: bool) -> Iterator[None]:
     """Inject a mistake, and the one that mostly comes with it if `along`."""
     with ExitStack() as planting:
-        planting.enter_context(planted(mistake))
+        planting.enter_context(injected(mistake))
         if along and mistake.along:
             planting.enter_context(replaced(*mistake.along))
         yield

@@ -23,7 +23,7 @@ class MuseumAnswer:
     said: str
 
 
-def judged(shown: Exhibit, answer: str) -> MuseumAnswer:
+def compare(shown: Exhibit, answer: str) -> MuseumAnswer:
     """Judge an answer in free words.
 
     Args:
@@ -35,8 +35,8 @@ def judged(shown: Exhibit, answer: str) -> MuseumAnswer:
     """
     findings, said = shown.findings, _plain_words(answer)
     causes = [each for finding in findings for each in (*finding.suspects, *finding.alternatives)]
-    names = {*(each.name for each in causes), *(name.partition("=")[0] for name in shown.planted)}
-    values = {float(name.partition("=")[2]) for name in shown.planted if "=" in name}
+    names = {*(each.name for each in causes), *(name.partition("=")[0] for name in shown.injected)}
+    values = {float(name.partition("=")[2]) for name in shown.injected if "=" in name}
     is_other = said in {_plain_words(name) for name in MISTAKES.keys() - names}
     meant = said in {_plain_words(name) for name in names} or any(_plain_words(word) in said for word in shown.words)
     if not is_other and (meant or any(_mistake_words(name) <= {*said.split()} for name in names)):

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from llorch.diagnosis.diagnose import causes
-from llorch.diagnosis.replay import Change, Past, Plant, Replay
+from llorch.diagnosis.replay import Change, Past, Replay, StageChange
 from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
 from llorch.diagnosis.search.trials import together
 from llorch.diagnosis.verdict import Finding
@@ -33,7 +33,7 @@ class Exhibit:
     thread: str
     symptom: str
     model: str
-    planted: Sequence[str]
+    injected: Sequence[str]
     words: Sequence[str]
     cause: str
     run: str = "steps"
@@ -71,9 +71,9 @@ class Exhibit:
         known = {each.name: each for each in known_mistakes(replay.config)}
         places = [name for name, (stage, _) in replay.stages.items() if not self.stages or stage.name in self.stages]
         made = []
-        for name, _, value in (planted.partition("=") for planted in self.planted):
+        for name, _, value in (injected.partition("=") for injected in self.injected):
             if name == "overflow":
-                made.append(Change({places[-1]: Plant(lambda inputs, stage, array: _overflowing(array))}))
+                made.append(Change({places[-1]: StageChange(lambda inputs, stage, array: _overflowing(array))}))
                 continue
             family = next((each for each in FAMILIES if each.name == name), None)
             hypothesis = family.made(float(value or 1), replay.config) if family else known[name]

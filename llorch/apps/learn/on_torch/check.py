@@ -19,7 +19,7 @@ from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.judging.judge import Expectation, judge
-from llorch.judging.runners import See
+from llorch.judging.runners import StageObserver
 from llorch.judging.runners.torch import VARIANTS, TorchRunner
 from llorch.pytorch.device import target
 from llorch.runtime.threads import limited
@@ -39,7 +39,7 @@ def runner_of(model: str, backend: str) -> TorchRunner:
 class TorchCheck:
     """See `Check`. Chained, both parts run at once, on what they made themselves."""
 
-    def judged(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
         """See `Check`."""
         written = written_parts(lesson, implementation)
         for model in MODELS:
@@ -47,9 +47,9 @@ class TorchCheck:
                 if mode == "chained":
                     yield from OnTorch(model, backend, written, implementation).chained(stages_of(lesson))
                     continue
-                for part in written:
-                    made = OnTorch(model, backend, [part], implementation).isolated({*part.stages})
-                    yield from (replace(each, part=part.name) for each in made)
+                for exercise in written:
+                    made = OnTorch(model, backend, [exercise], implementation).isolated({*exercise.stages})
+                    yield from (replace(each, part=exercise.name) for each in made)
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
@@ -60,7 +60,7 @@ class TorchCheck:
         def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
             return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).causes(case)
 
-        return suspects_named_by([each for each in wrong if each.row.backend == FLOAT32], causes_of)
+        return suspects_named_by([each for each in wrong if each.comparison.backend == FLOAT32], causes_of)
 
 
 class OnTorch:
@@ -74,41 +74,41 @@ class OnTorch:
     def isolated(self, stages: set[str]) -> Iterator[LessonComparison]:
         """Compare every stage, fed the numbers of the goldens."""
         for case, this in self.suite.cases.items():
-            for witness, golden in self.suite.evidence.items():
-                trace = self._trace(lambda see, at=(this, golden.traces[case]): self.runner.isolated(*at, see))
+            for engine, golden in self.suite.engine_outputs.items():
+                trace = self._trace(lambda observe, at=(this, golden.traces[case]): self.runner.isolated(*at, observe))
                 for name in self._keys(stages):
-                    yield self._compare(self.suite.isolated(self.runner, case, witness, name), trace[name])
+                    yield self._compare(self.suite.isolated(self.runner, case, engine, name), trace[name])
 
     def chained(self, stages: set[str]) -> Iterator[LessonComparison]:
         """Compare every stage of a pass, fed the results of the stages before it."""
         for case in self.suite.cases:
             trace = self._pass(case)
-            for witness in self.suite.evidence:
+            for engine in self.suite.engine_outputs:
                 for name in self._keys(stages):
-                    yield self._compare(self.suite.chained(self.runner, case, witness, 0, name), trace[name])
+                    yield self._compare(self.suite.chained(self.runner, case, engine, 0, name), trace[name])
 
     def causes(self, case: str) -> Iterator[Finding]:
         """Diagnose one pass; the run is over before the diagnosis begins."""
         return causes(wide(self.model), StageDump.of_arrays([self.suite.cases[case]], self._pass(case)))
 
     def _pass(self, case: str) -> dict[str, np.ndarray]:
-        return self._trace(lambda see: self.runner.chained(case, self.suite.cases[case], see))
+        return self._trace(lambda observe: self.runner.chained(case, self.suite.cases[case], observe))
 
-    def _trace(self, run: Callable[[See], None]) -> dict[str, np.ndarray]:
+    def _trace(self, run: Callable[[StageObserver], None]) -> dict[str, np.ndarray]:
         """Run with the learner's modules installed, on one thread; return all observed stages."""
         trace: dict[str, np.ndarray] = {}
 
-        def see(name: str, array: np.ndarray, **flips: int) -> None:
+        def observe(name: str, array: np.ndarray, **flips: int) -> None:
             trace[name] = array
 
         with limited(1), self.implementation.installed(self.parts):
-            run(see)
+            run(observe)
         return trace
 
     def _keys(self, stages: set[str]) -> Iterator[str]:
         return (name for name, stage, _ in keys(self.suite.weights.config) if stage.name in stages)
 
-    def _compare(self, claim: Expectation, got: np.ndarray) -> LessonComparison:
+    def _compare(self, expectation: Expectation, actual: np.ndarray) -> LessonComparison:
         """Compare an array of the learner's torch code with its expected array."""
-        row = judge(claim, got, model=self.model, backend=self.runner.name)
-        return LessonComparison(row, claim, got, config=self.suite.weights.config)
+        comparison = judge(expectation, actual, model=self.model, backend=self.runner.name)
+        return LessonComparison(comparison, expectation, actual, config=self.suite.weights.config)

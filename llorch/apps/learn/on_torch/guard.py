@@ -12,36 +12,42 @@ from llorch.apps.learn.exercise import Call, Exercise
 from llorch.runtime.errors import LearnerFault
 
 
-def guarded_on_torch(part: Exercise, function: Call, *, note: Callable[[str], None]) -> Call:
+def guarded_on_torch(exercise: Exercise, function: Call, *, note: Callable[[str], None]) -> Call:
     """Wrap a learner's function in its checks; the function is given copies."""
-    function = not_within_itself(part, function)
+    function = not_within_itself(exercise, function)
 
     def call(**given: Any) -> Tensor:
-        require_parameters(part, function, given)
+        require_parameters(exercise, function, given)
         handed = {name: value.clone() if isinstance(value, Tensor) else value for name, value in given.items()}
-        got, want = called(part, function, handed), part.reference(**given)
-        _require_unchanged(part, given, handed)
-        _require_like(part, got, want)
-        if (nan := got.isnan()).any() and not want.isnan().any():
-            note(f"{part.name}: {part.returns[0]} has {int(nan.sum())} NaN of {got.numel()} numbers")
-        return got.contiguous()
+        actual, expected = called(exercise, function, handed), exercise.reference(**given)
+        _require_unchanged(exercise, given, handed)
+        _require_like(exercise, actual, expected)
+        if (nan := actual.isnan()).any() and not expected.isnan().any():
+            note(f"{exercise.name}: {exercise.returns[0]} has {int(nan.sum())} NaN of {actual.numel()} numbers")
+        return actual.contiguous()
 
     return call
 
 
-def _require_unchanged(part: Exercise, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
+def _require_unchanged(exercise: Exercise, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
     for name, old in before.items():
         if isinstance(old, Tensor) and not torch.equal(old.nan_to_num(), after[name].nan_to_num()):
-            raise LearnerFault(part.name, f"changed its argument {name}; compute into a new tensor")
+            raise LearnerFault(exercise.name, f"changed its argument {name}; compute into a new tensor")
 
 
-def _require_like(part: Exercise, got: Any, want: Tensor) -> None:
-    name = part.returns[0]
-    if not isinstance(got, Tensor):
-        raise LearnerFault(part.name, f"expected {name} to be a torch tensor, got {type(got).__name__}")
-    if got.shape != want.shape:
-        raise LearnerFault(part.name, f"expected {name} of shape {tuple(want.shape)}, got {tuple(got.shape)}")
-    if got.dtype != want.dtype:
-        raise LearnerFault(part.name, f"expected {name} of dtype {want.dtype}, got {got.dtype}; end with .to(x.dtype)")
-    if got.device != want.device:
-        raise LearnerFault(part.name, f"expected {name} on {want.device}, got {got.device}; make it with x.device")
+def _require_like(exercise: Exercise, actual: Any, expected: Tensor) -> None:
+    name = exercise.returns[0]
+    if not isinstance(actual, Tensor):
+        raise LearnerFault(exercise.name, f"expected {name} to be a torch tensor, got {type(actual).__name__}")
+    if actual.shape != expected.shape:
+        raise LearnerFault(
+            exercise.name, f"expected {name} of shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
+        )
+    if actual.dtype != expected.dtype:
+        raise LearnerFault(
+            exercise.name, f"expected {name} of dtype {expected.dtype}, got {actual.dtype}; end with .to(x.dtype)"
+        )
+    if actual.device != expected.device:
+        raise LearnerFault(
+            exercise.name, f"expected {name} on {expected.device}, got {actual.device}; make it with x.device"
+        )

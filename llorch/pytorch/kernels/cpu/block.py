@@ -79,13 +79,13 @@ class CpuBlock(Block):
 
         The structure is made anew when a kernel or a weight is replaced or has moved.
         """
-        leaves = leaves_of(self)
-        where = addresses(leaves)
-        known_leaves, known_addresses, struct = self._known
-        if where == known_addresses and all(map(operator.is_, leaves, known_leaves)):
+        kernels = kernels_of(self)
+        where = addresses(kernels)
+        known_kernels, known_addresses, struct = self._known
+        if where == known_addresses and all(map(operator.is_, kernels, known_kernels)):
             return struct
         struct = describe(self, fixed=self.fixed) if can_describe(self, fixed=self.fixed) else None
-        self._known = leaves, where, struct
+        self._known = kernels, where, struct
         return struct
 
     def _run(
@@ -105,7 +105,7 @@ class CpuBlock(Block):
         return y
 
 
-def leaves_of(block: Block) -> list[object]:
+def kernels_of(block: Block) -> list[object]:
     """List everything that a block calls, in a fixed order."""
     attention, mlp = block.self_attn, block.mlp
     projections, rest = attention._modules, mlp._modules
@@ -117,23 +117,23 @@ def leaves_of(block: Block) -> list[object]:
     ]
 
 
-def addresses(leaves: list[object]) -> list[int]:
+def addresses(kernels: list[object]) -> list[int]:
     """Return the addresses of the weights of some kernels."""
-    modules = [leaf for leaf in leaves if isinstance(leaf, nn.Module)]
-    stores = (store for leaf in modules for store in (leaf._parameters, leaf._buffers))
+    modules = [kernel for kernel in kernels if isinstance(kernel, nn.Module)]
+    stores = (store for kernel in modules for store in (kernel._parameters, kernel._buffers))
     return [0 if tensor is None else tensor.data_ptr() for store in stores for tensor in store.values()]
 
 
 def can_describe(block: Block, *, fixed: bool) -> bool:
     """Return whether the compiled function does what this block does."""
-    first, second, q_norm, k_norm, rotate, attend, act, *projections = leaves_of(block)
+    first, second, q_norm, k_norm, rotate, attend, act, *projections = kernels_of(block)
     norms = [norm for norm in (first, second, q_norm, k_norm) if norm is not None]
     kinds = (rotate, CpuRotate), (attend, CpuAttention), (act, CpuSwiglu)
     return (
         all(type(norm) is CpuRMSNorm for norm in norms)
         and len({norm.eps for norm in norms if isinstance(norm, CpuRMSNorm)}) == 1
-        and all(type(leaf) is kind for leaf, kind in kinds)
-        and all(isinstance(leaf, CpuLinear | CpuQuantisedLinear) and leaf.fixed == fixed for leaf in projections)
+        and all(type(kernel) is kind for kernel, kind in kinds)
+        and all(isinstance(kernel, CpuLinear | CpuQuantisedLinear) and kernel.fixed == fixed for kernel in projections)
     )
 
 
@@ -144,11 +144,11 @@ def describe(block: Block, *, fixed: bool) -> _Block:
     gains = [None if norm is None else norm.weight.data_ptr() for norm in norms]
     owners = [attention] * 4 + [block.mlp] * 3
     matrices = [_Matrix(*getattr(owner, name).described()) for owner, name in zip(owners, PROJECTIONS, strict=True)]
-    heads = [leaf.out_features // attention.head_dim for leaf in (attention.q_proj, attention.k_proj)]
+    heads = [kernel.out_features // attention.head_dim for kernel in (attention.q_proj, attention.k_proj)]
     return _Block(*gains, *matrices, half, fixed, *heads, attention.head_dim, first.eps)
 
 
-def cpu_leaves(
+def cpu_kernels(
     compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool = False
 ) -> Mapping[str, Callable[[Any], Any]]:
     """Return the kernels of the CPU by kind; without the compiled kernels, only products of oneDNN.
@@ -158,35 +158,35 @@ def cpu_leaves(
     if dtype not in KINDS:
         return {}
     if compiled is None:
-        return {"linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, None)}
+        return {"linear": lambda kernel: CpuLinear(kernel.weight, kernel.bias, None)}
 
-    def packed(leaf: Any) -> CpuQuantisedLinear:
-        return CpuQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled, fixed=fixed)
+    def packed(kernel: Any) -> CpuQuantisedLinear:
+        return CpuQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, compiled, fixed=fixed)
 
-    def trained_packed(leaf: Any) -> TrainedQuantisedLinear:
-        return TrainedQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, compiled)
+    def trained_packed(kernel: Any) -> TrainedQuantisedLinear:
+        return TrainedQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, compiled)
 
-    leaves: Mapping[str, Callable[[Any], Any]] = {
+    kernels: Mapping[str, Callable[[Any], Any]] = {
         **{f"packed {kind}": packed for kind in CPU_KIND_NAMES},
         **{f"{TRAINED}packed {kind}": trained_packed for kind in CPU_KIND_NAMES},
-        "linear": lambda leaf: CpuLinear(leaf.weight, leaf.bias, compiled, fixed=fixed),
-        "norm": lambda leaf: CpuRMSNorm(leaf.weight, leaf.eps, compiled),
+        "linear": lambda kernel: CpuLinear(kernel.weight, kernel.bias, compiled, fixed=fixed),
+        "norm": lambda kernel: CpuRMSNorm(kernel.weight, kernel.eps, compiled),
         "rotate": lambda plain: CpuRotate(compiled),
         "attend": lambda plain: CpuAttention(compiled, None if fixed else plain),
         "act": lambda plain: CpuSwiglu(compiled),
-        "conv": lambda leaf: CpuShortConv(leaf.weight, compiled),
-        "gated norm": lambda leaf: CpuGatedNorm(leaf.weight, leaf.eps, compiled),
+        "conv": lambda kernel: CpuShortConv(kernel.weight, compiled),
+        "gated norm": lambda kernel: CpuGatedNorm(kernel.weight, kernel.eps, compiled),
         "l2 norm": lambda plain: CpuL2Norm(compiled),
         "delta rule": lambda plain: CpuDeltaRule(compiled),
         "block": lambda block: CpuBlock(block, compiled, fixed=fixed) if block.is_dense else block,
     }
-    return leaves if fixed else {**leaves, **_experts(compiled)}
+    return kernels if fixed else {**kernels, **_experts(compiled)}
 
 
 def _experts(compiled: ctypes.CDLL) -> Mapping[str, Callable[[Any], Any]]:
-    def packed(leaf: Any) -> CpuQuantisedExperts:
-        return CpuQuantisedExperts(leaf.fields, leaf.ggml_type, leaf.n_experts, compiled)
+    def packed(kernel: Any) -> CpuQuantisedExperts:
+        return CpuQuantisedExperts(kernel.fields, kernel.ggml_type, kernel.n_experts, compiled)
 
     return {f"packed experts {kind}": packed for kind in KIND_NAMES} | {
-        "experts": lambda leaf: CpuExperts(leaf.weight, compiled)
+        "experts": lambda kernel: CpuExperts(kernel.weight, compiled)
     }

@@ -1,7 +1,7 @@
 """Kernels of the torch model for a CUDA device. llorch uses a kernel only after it passed its check on that device.
 
-Input: tensors of the modules that they replace, on a device. Output: the same results, faster. `leaves` is the table of
-all kernels. Read `fused` first (norm, rotation, activation), then `trained` (with gradients), `dense_matvec`,
+Input: tensors of the modules that they replace, on a device. Output: the same results, faster. `kernels` has the table
+of all kernels. Read `fused` first (norm, rotation, activation), then `trained` (with gradients), `dense_matvec`,
 `decode_attention`, `quantised_matvec`, `quantised`, and `graph`, which records a step of decoding.
 `kernels.kernel_check` has the checks.
 

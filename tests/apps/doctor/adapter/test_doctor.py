@@ -21,7 +21,7 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import write_peft
-from llorch.model.model import Opened
+from llorch.model.model import OpenModel
 from llorch.runtime.builtin import builtin_path
 from llorch.training.data import DataSettings, read_data
 from llorch.training.merge_files import logits_by, probe_ids
@@ -102,9 +102,9 @@ def test_an_engine_that_computes_something_else_is_wrong(tmp_path, monkeypatch):
 def test_faults_of_the_tensors_are_named(tmp_path, change, check, facts):
     adapter, base, _ = made(tmp_path)
     changed(adapter, change)
-    verdict, got = verdicts(adapter, base)[check]
+    verdict, actual = verdicts(adapter, base)[check]
     assert verdict in ("WRONG", "warning")
-    assert [fact for fact in facts if fact not in got] == [], got
+    assert [fact for fact in facts if fact not in actual] == [], actual
 
 
 @pytest.mark.parametrize(
@@ -137,9 +137,9 @@ def test_faults_of_the_configuration_are_named(tmp_path, field, value, check):
 )
 def test_what_other_programs_get_wrong_is_a_warning(tmp_path, settings, tied, check, text):
     adapter, base, _ = made(tmp_path, tied=tied, **settings)
-    verdict, got = verdicts(adapter, base)[check]
+    verdict, actual = verdicts(adapter, base)[check]
     assert verdict == "warning"
-    assert text in got
+    assert text in actual
 
 
 def test_another_base_is_wrong(tmp_path):
@@ -245,7 +245,7 @@ END = 999  # of `story`; see the first test
 def run_folder(folder: Path, rows: list[dict], *, digest: str | None = None) -> Path:
     data = folder / "data.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    model = Opened(open_weights(builtin_path("story")))
+    model = OpenModel(open_weights(builtin_path("story")))
     known = read_data(data, model, DataSettings(max_length=512)).digest
     record = {"settings": {"model": "story", "data": str(data)}, "identity": {"data": digest or known}}
     (folder / "run.json").write_text(json.dumps(record))
@@ -259,7 +259,7 @@ def of_run(folder: Path) -> dict[str, tuple[str, str]]:
 
 
 def test_the_end_token_of_these_tests_is_that_of_the_model():
-    assert END in Opened(open_weights(builtin_path("story"))).tokenizer.eos_token_ids
+    assert END in OpenModel(open_weights(builtin_path("story"))).tokenizer.eos_token_ids
 
 
 def test_data_that_ends_is_fine(tmp_path):

@@ -5,7 +5,7 @@ import pytest
 from runs.refusals import assert_tells
 
 from llorch.apps.doctor.machine.caches import of_caches
-from llorch.apps.doctor.machine.engines import _check_kernels, _devices, of_witnesses
+from llorch.apps.doctor.machine.engines import _check_kernels, _devices, check_engines
 from llorch.apps.doctor.machine.hardware import of_hardware, processor
 from llorch.apps.doctor.machine.self_test import self_test
 from llorch.runtime.builtin import goldens_folder
@@ -64,31 +64,31 @@ def test_devices_are_those_that_torch_sees(
 @pytest.mark.parametrize(
     ("facts", "state", "told"),
     [
-        ({"compiler": ["/usr/bin/gcc", "-m64"], "leaves": True}, "ok", "by gcc"),
-        ({"compiler": None, "leaves": False, "why_not": "none"}, "absent", "no C compiler"),
-        ({"compiler": ["cc"], "leaves": False, "why_not": "no omp.h"}, "broken", "no omp.h"),
+        ({"compiler": ["/usr/bin/gcc", "-m64"], "kernels": True}, "ok", "by gcc"),
+        ({"compiler": None, "kernels": False, "why_not": "none"}, "absent", "no C compiler"),
+        ({"compiler": ["cc"], "kernels": False, "why_not": "no omp.h"}, "broken", "no omp.h"),
         ({"compiler": ["cc"]}, "broken", "lasts 180 s"),
     ],
 )
-def test_leaves_are_built_or_it_is_said_what_is_missing(facts: dict[str, object], state: str, told: str):
+def test_cpu_kernels_check_names_the_compiler_or_what_is_missing(facts: dict[str, object], state: str, told: str):
     found = _check_kernels(facts, "lasts 180 s")
     assert found.state == state
     assert_tells(found.text, told)
 
 
-def test_witnesses_are_compared_with_those_that_made_the_goldens(monkeypatch: pytest.MonkeyPatch):
+def test_engine_versions_are_compared_with_those_of_the_goldens(monkeypatch: pytest.MonkeyPatch):
     there = {"llama-cpp-python": "0.3.36", "transformers": "5.99.1", "torch": "2.13.0+cu130"}
     monkeypatch.setattr("llorch.apps.doctor.machine.engines.installed_version", there.get)
-    llamacpp, transformers = of_witnesses({})
+    llamacpp, transformers = check_engines({})
     assert (llamacpp.state, transformers.state) == ("ok", "note")
     assert_tells(llamacpp.text, "llama-cpp-python 0.3.36")
     there_is, made_by = transformers.text.split(";")
     assert_tells(there_is, "transformers 5.99.1", "torch 2.13.0+cu130")
     assert_tells(made_by, "goldens", "transformers 5.23.0")
     assert "torch" not in made_by  # the same but for its build
-    assert [one.state for one in of_witnesses({"torch": "ImportError"})] == ["ok", "broken"]
+    assert [one.state for one in check_engines({"torch": "ImportError"})] == ["ok", "broken"]
     del there["llama-cpp-python"]
-    assert next(iter(of_witnesses({}))).repair == "pip install 'llorch[golden]'"
+    assert next(iter(check_engines({}))).repair == "pip install 'llorch[golden]'"
 
 
 def test_caches_are_where_the_environment_says_and_links_count_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -8,7 +8,7 @@ import pytest
 from runs.command_line import REPOSITORY
 from runs.refusals import assert_tells
 
-from llorch.apps.doctor.machine.child import imported_by, said_by
+from llorch.apps.doctor.machine.child import imported_by, run_probe
 from llorch.apps.doctor.machine.packages import EXTRAS, NEEDED, imported, missing_extra, of_packages
 
 Make = Callable[..., None]
@@ -49,7 +49,7 @@ def test_module_that_is_not_found_is_brought_by_the_first_extra_that_has_it(modu
 
 def test_what_a_process_says_is_heard_and_what_it_prints_is_not():
     code = "print('noise'); say({'a': 1}); sys.stdout.write('half a line'); print(); say(sys.argv[1])"
-    assert said_by(code, "x", timeout=60) == ([{"a": 1}, "x"], "")
+    assert run_probe(code, "x", timeout=60) == ([{"a": 1}, "x"], "")
 
 
 @pytest.mark.parametrize(
@@ -61,7 +61,7 @@ def test_what_a_process_says_is_heard_and_what_it_prints_is_not():
     ],
 )
 def test_how_a_process_ends_is_said_beside_what_it_said_before(code: str, timeout: int, facts: tuple[str, ...]):
-    said, why = said_by(code, timeout=timeout)
+    said, why = run_probe(code, timeout=timeout)
     assert said == [1]
     assert_tells(why, *facts)
 

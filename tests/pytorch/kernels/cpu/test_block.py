@@ -17,7 +17,7 @@ from llorch.pytorch.kernels.cpu.layer import FEW
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
-from llorch.pytorch.kernels.table import leaves_for, put_leaves
+from llorch.pytorch.kernels.table import install_kernels, kernels_for
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.serving.paged_cache import PagedCache, SequenceRow
 from llorch.pytorch.serving.pages import PAGE
@@ -30,7 +30,7 @@ FIRST = 50
 def fitted(name: str, dtype: torch.dtype) -> CausalLM:
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     use_sdpa(model)
-    put_leaves(model, leaves_for(CPU, dtype, required=False))
+    install_kernels(model, kernels_for(CPU, dtype, required=False))
     return model
 
 
@@ -69,11 +69,11 @@ def parts(model: CausalLM) -> list[nn.Module]:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2", "micro-qwen3"])
 @torch.no_grad()
-def test_a_block_in_one_call_has_the_bits_of_its_leaves(name, dtype, seq):
+def test_block_in_one_call_equals_its_kernels_bit_for_bit(name, dtype, seq):
     model = fitted(name, dtype)
-    got, want = continued(model, dtype, keep_nothing, seq), continued(model, dtype, observe, seq)
+    actual, expected = continued(model, dtype, keep_nothing, seq), continued(model, dtype, observe, seq)
     assert all(block._known[2] is not None for block in blocks(model))  # it was used
-    assert torch.equal(got, want)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -81,9 +81,9 @@ def test_a_block_in_one_call_has_the_bits_of_its_leaves(name, dtype, seq):
 @torch.no_grad()
 def test_so_has_a_reproducible_one_of_many_tokens(name, dtype):
     model = reproducible(name, dtype)
-    got, want = continued(model, dtype, keep_nothing, 4), continued(model, dtype, observe, 2)
+    actual, expected = continued(model, dtype, keep_nothing, 4), continued(model, dtype, observe, 2)
     assert all(block._known[2] is not None for block in blocks(model))
-    assert torch.equal(got, want)
+    assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -104,29 +104,29 @@ def test_a_block_that_reads_pages_has_the_bits_of_one_whose_context_is_gathered(
             made.append(model(ids, cache.begin(rows, seq), cache, keep=keep))
             assert cache.pages is not None
         made.append(torch.cat([store for pool in cache._pools for store in pool]))
-    assert all(torch.equal(got, want) for got, want in zip(made[:4], made[4:], strict=True))
+    assert all(torch.equal(actual, expected) for actual, expected in zip(made[:4], made[4:], strict=True))
 
 
 @pytest.mark.parametrize("fixed", [False, True])
 @torch.no_grad()
-def test_a_block_with_leaves_of_another_mode_is_that_of_its_leaves(fixed):
+def test_block_with_a_kernel_of_another_mode_is_not_one_call(fixed):
     model = reproducible("micro-llama", torch.float32) if fixed else fitted("micro-llama", torch.float32)
-    block, leaf = blocks(model)[0], blocks(model)[0].mlp.up_proj
-    block.mlp.up_proj = CpuLinear(leaf.weight, leaf.bias, leaf.library, fixed=not leaf.fixed)
+    block, kernel = blocks(model)[0], blocks(model)[0].mlp.up_proj
+    block.mlp.up_proj = CpuLinear(kernel.weight, kernel.bias, kernel.library, fixed=not kernel.fixed)
     continued(model, torch.float32, keep_nothing)
     assert [block._known[2] is None for block in blocks(model)] == [True, *[False] * (len(blocks(model)) - 1)]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 @torch.no_grad()
-def test_a_packed_block_in_one_call_has_the_bits_of_its_leaves(kind, tmp_path):
+def test_packed_block_in_one_call_equals_its_kernels_bit_for_bit(kind, tmp_path):
     path = write_model(kind, tmp_path)
     model = load_packed(open_weights(path), dtype=torch.float32, device=CPU)
     use_sdpa(model)
-    put_leaves(model, leaves_for(CPU, torch.float32, required=True))
+    install_kernels(model, kernels_for(CPU, torch.float32, required=True))
     assert any(isinstance(part, CpuQuantisedLinear) for part in parts(model))
-    got, want = (continued(model, torch.float32, keep) for keep in (keep_nothing, observe))
-    assert torch.equal(got, want)
+    actual, expected = (continued(model, torch.float32, keep) for keep in (keep_nothing, observe))
+    assert torch.equal(actual, expected)
 
 
 @torch.no_grad()
@@ -142,15 +142,15 @@ def test_a_batch_without_a_mask_goes_on_as_with_one():
 
 
 class Doubled(nn.Module):
-    def __init__(self, leaf: nn.Module) -> None:
+    def __init__(self, kernel: nn.Module) -> None:
         super().__init__()
-        self.leaf = leaf
+        self.kernel = kernel
 
     def forward(self, x: Tensor) -> Tensor:
-        return 2 * self.leaf(x)
+        return 2 * self.kernel(x)
 
 
-def double_a_leaf(block: CpuBlock) -> None:
+def double_a_kernel(block: CpuBlock) -> None:
     block.mlp.down_proj = Doubled(block.mlp.down_proj)
 
 
@@ -162,7 +162,7 @@ def move_a_weight(block: CpuBlock) -> None:
     block.mlp.down_proj.weight.data = 2 * block.mlp.down_proj.weight.data
 
 
-@pytest.mark.parametrize("change", [double_a_leaf, replace_a_function, move_a_weight])
+@pytest.mark.parametrize("change", [double_a_kernel, replace_a_function, move_a_weight])
 @torch.no_grad()
 def test_what_is_put_in_place_later_is_noticed(change: Callable[[CpuBlock], None]):
     model = fitted("micro-llama", torch.float32)
@@ -182,14 +182,14 @@ def test_a_slot_that_does_not_exist_is_refused():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
-def test_other_dtypes_keep_the_leaves_of_the_page(dtype):
+def test_other_dtypes_install_no_cpu_kernels(dtype):
     assert parts(fitted("micro-llama", dtype)) == []
 
 
 def test_paths_of_modules_and_weights_stay_those_of_transformers():
     plain = load_dense(open_weights(builtin_path("micro-qwen2")), dtype=torch.float32, device=CPU)
     names, modules = list(plain.state_dict()), {name for name, _ in plain.named_modules()}
-    put_leaves(plain, leaves_for(CPU, torch.float32, required=True))
+    install_kernels(plain, kernels_for(CPU, torch.float32, required=True))
     assert list(plain.state_dict()) == names
     assert {name for name, _ in plain.named_modules()} == modules
 
@@ -200,6 +200,8 @@ def test_without_a_compiler_products_still_go_to_onednn(monkeypatch):
     assert {type(part) for part in parts(model)} == {CpuLinear}
     monkeypatch.undo()
     with torch.no_grad():
-        got, want = (continued(m, torch.float32, keep_nothing) for m in (model, fitted("micro-llama", torch.float32)))
-    assert float((got - want).norm() / want.norm()) < 1e-5
-    assert np.isfinite(got.numpy()).all()
+        actual, expected = (
+            continued(m, torch.float32, keep_nothing) for m in (model, fitted("micro-llama", torch.float32))
+        )
+    assert float((actual - expected).norm() / expected.norm()) < 1e-5
+    assert np.isfinite(actual.numpy()).all()

@@ -29,12 +29,12 @@ def layer(shape: tuple[int, int], dtype: torch.dtype, *, bias: bool = True, comp
     return CpuLinear(weight, parameter(out, dtype=dtype, seed=2) if bias else None, library() if compiled else None)
 
 
-def truth(x: torch.Tensor, leaf: CpuLinear) -> torch.Tensor:
-    return linear(x.double(), leaf.weight.double(), None if leaf.bias is None else leaf.bias.double())
+def reference(x: torch.Tensor, kernel: CpuLinear) -> torch.Tensor:
+    return linear(x.double(), kernel.weight.double(), None if kernel.bias is None else kernel.bias.double())
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 def test_the_kernels_are_built_on_this_machine():
@@ -46,39 +46,39 @@ def test_the_kernels_are_built_on_this_machine():
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_float32_products_are_exact_to_float32_rounding(shape, rows, compiled, bias):
-    leaf = layer(shape, torch.float32, bias=bias, compiled=compiled)
+    kernel = layer(shape, torch.float32, bias=bias, compiled=compiled)
     x = parameter(rows, shape[1], dtype=torch.float32, seed=3)
-    got = leaf(x)
-    assert got.dtype == torch.float32
-    assert error(got, truth(x, leaf)) < 1e-6
+    actual = kernel(x)
+    assert actual.dtype == torch.float32
+    assert error(actual, reference(x, kernel)) < 1e-6
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_bfloat16_products_are_no_worse_than_those_of_torch(shape, rows, bias):
-    leaf = layer(shape, torch.bfloat16, bias=bias)
+    kernel = layer(shape, torch.bfloat16, bias=bias)
     x = parameter(rows, shape[1], dtype=torch.bfloat16, seed=3)
-    got, want = leaf(x), truth(x, leaf)
-    assert got.dtype == torch.bfloat16
-    assert error(got, want) <= 1.01 * error(linear(x, leaf.weight, leaf.bias), want)
+    actual, expected = kernel(x), reference(x, kernel)
+    assert actual.dtype == torch.bfloat16
+    assert error(actual, expected) <= 1.01 * error(linear(x, kernel.weight, kernel.bias), expected)
 
 
 def test_a_few_bfloat16_rows_are_the_exact_sums_rounded_once():
-    leaf = layer((260, 896), torch.bfloat16)
+    kernel = layer((260, 896), torch.bfloat16)
     x = parameter(2, 896, dtype=torch.bfloat16, seed=3)
-    exact = truth(x, leaf)
-    off = (leaf(x).double() - exact).abs() / exact.abs()
+    exact = reference(x, kernel)
+    off = (kernel(x).double() - exact).abs() / exact.abs()
     assert off.max() <= 2**-8 * 1.001  # half a step of eight bits, and the float32 sum under it
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_leading_axes_and_strides_of_the_input_do_not_matter(dtype):
-    leaf = layer((96, 64), dtype)
+    kernel = layer((96, 64), dtype)
     x = parameter(2, 64, 3, dtype=dtype, seed=3).transpose(1, 2)  # (2, 3, 64), not contiguous
-    got = leaf(x)
-    assert got.shape == (2, 3, 96)
-    assert error(got, truth(x, leaf)) < (1e-6 if dtype is torch.float32 else 1e-2)
+    actual = kernel(x)
+    assert actual.shape == (2, 3, 96)
+    assert error(actual, reference(x, kernel)) < (1e-6 if dtype is torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -86,10 +86,12 @@ def test_leading_axes_and_strides_of_the_input_do_not_matter(dtype):
 def test_a_processor_or_a_torch_without_such_products_of_onednn_gets_others(dtype, bias, monkeypatch):
     monkeypatch.setattr(cpu_linear, "onednn_multiplies", lambda dtype: False)
     monkeypatch.setattr(cpu_linear, "TILE", 100 * 896)  # so that 260 rows of weights are three tiles
-    leaf = layer((260, 896), dtype, bias=bias)
+    kernel = layer((260, 896), dtype, bias=bias)
     x = parameter(40, 896, dtype=dtype, seed=3)
-    assert leaf(x).dtype == dtype
-    assert error(leaf(x), truth(x, leaf)) <= 1.01 * max(error(linear(x, leaf.weight, leaf.bias), truth(x, leaf)), 1e-7)
+    assert kernel(x).dtype == dtype
+    assert error(kernel(x), reference(x, kernel)) <= 1.01 * max(
+        error(linear(x, kernel.weight, kernel.bias), reference(x, kernel)), 1e-7
+    )
 
 
 def test_what_onednn_multiplies_is_tried(monkeypatch):
@@ -102,18 +104,18 @@ def test_what_onednn_multiplies_is_tried(monkeypatch):
 
 
 def test_infinity_and_nan_come_through_a_bfloat16_product():
-    leaf = layer((96, 64), torch.bfloat16, bias=False)
+    kernel = layer((96, 64), torch.bfloat16, bias=False)
     x = torch.zeros(2, 64, dtype=torch.bfloat16)
     x[0, 0], x[1, 0] = torch.inf, torch.nan
-    got = leaf(x)
-    assert got[0].isinf().all()
-    assert got[1].isnan().all()
+    actual = kernel(x)
+    assert actual[0].isinf().all()
+    assert actual[1].isnan().all()
 
 
 def test_an_input_of_another_dtype_is_refused():
-    leaf = layer((96, 64), torch.float32)
+    kernel = layer((96, 64), torch.float32)
     with refuses(ValueError, expected="torch.float32", got="torch.bfloat16"):
-        leaf(torch.zeros(1, 64, dtype=torch.bfloat16))
+        kernel(torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
 def test_a_machine_without_a_compiler_is_told_once_and_goes_on(monkeypatch, caplog):

@@ -21,8 +21,8 @@ COMPILED = cast(ctypes.CDLL, library())
 HALF = pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-7), (torch.bfloat16, 3e-3)], ids=str)
 
 
-def off(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+def off(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @HALF
@@ -34,10 +34,10 @@ def test_the_convolution_is_that_of_the_page(width, dtype, limit):
     x, before = torch.randn(2, 9, width).to(dtype), torch.randn(2, 3, width).to(dtype)
     ours = CpuShortConv(plain.weight, COMPILED)
     for real in (None, torch.rand(2, 9) > 0.4):
-        got, last = ours(x, before, real)
-        want, want_last = plain.double()(x.double(), before.double(), real)
+        actual, last = ours(x, before, real)
+        expected, want_last = plain.double()(x.double(), before.double(), real)
         at = slice(None) if real is None else real
-        assert off(got[at], want[at]) < limit
+        assert off(actual[at], expected[at]) < limit
         assert torch.equal(last.double(), want_last)
 
 
@@ -55,9 +55,9 @@ def test_the_rule_is_that_of_the_page_and_passes_have_its_bits(key, value):
         -torch.randn(2, 40, 6).exp() * torch.where(torch.rand(2, 40, 6) > 0.9, 300, 1),
     )
     state = torch.randn(2, 6, key, value)
-    want, end = delta_rule(*(x.double() for x in (q, k, v, beta, log_decay, state)))
+    expected, end = delta_rule(*(x.double() for x in (q, k, v, beta, log_decay, state)))
     whole, last = rule(q, k, v, beta, log_decay, state.clone())
-    assert off(whole, want) < 3e-7
+    assert off(whole, expected) < 3e-7
     assert off(last, end) < 3e-7
     parts = state[1:].clone()
     for at in (slice(0, 1), slice(1, 30), slice(30, 40)):
@@ -72,9 +72,9 @@ def test_the_gated_norm_is_that_of_the_page(dtype, limit):
     plain = GatedNorm(20, 1e-6)
     plain.weight = torch.nn.Parameter(torch.randn(20).to(dtype), requires_grad=False)
     x, z = torch.randn(2, 3, 6, 20), (4 * torch.randn(2, 3, 6, 20)).to(dtype)
-    got = CpuGatedNorm(plain.weight, 1e-6, COMPILED)(x, z)
-    assert got.dtype == dtype
-    assert off(got, plain.double()(x.double(), z.double())) < limit
+    actual = CpuGatedNorm(plain.weight, 1e-6, COMPILED)(x, z)
+    assert actual.dtype == dtype
+    assert off(actual, plain.double()(x.double(), z.double())) < limit
 
 
 @HALF
@@ -85,8 +85,8 @@ def test_experts_are_those_of_the_page(seq, shared, dtype, limit):
     plain = ExpertLinear(7, 64, 40)
     plain.weight = torch.nn.Parameter(torch.randn(7, 40, 64).to(dtype), requires_grad=False)
     x, ids = torch.randn(1, seq, 1 if shared else 3, 64).to(dtype), torch.rand(1, seq, 7).argsort(-1)[..., :3]
-    got = CpuExperts(plain.weight, COMPILED)(x, ids)
-    assert off(got, plain.double()(x.double(), ids)) < limit
+    actual = CpuExperts(plain.weight, COMPILED)(x, ids)
+    assert off(actual, plain.double()(x.double(), ids)) < limit
 
 
 @pytest.mark.parametrize("kind", PACKERS, ids=lambda kind: kind.name)
@@ -95,8 +95,8 @@ def test_packed_experts_are_those_of_the_page(seq, kind):
     torch.manual_seed(0)
     fields = random_fields((5 * 24, 512), kind, torch.device("cpu"))
     x, ids = torch.randn(1, seq, 1, 512), torch.rand(1, seq, 5).argsort(-1)[..., :2]
-    got = CpuQuantisedExperts(fields, kind, 5, COMPILED)(x, ids)
-    assert off(got, QuantisedExperts(fields, kind, 5)(x, ids).double()) < 1e-6
+    actual = CpuQuantisedExperts(fields, kind, 5, COMPILED)(x, ids)
+    assert off(actual, QuantisedExperts(fields, kind, 5)(x, ids).double()) < 1e-6
 
 
 def test_an_expert_that_does_not_exist_is_refused():

@@ -57,11 +57,11 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)).to(dtype)
 
 
-def assert_alone(leaf: CpuLinear | CpuQuantisedLinear, x: torch.Tensor, whole: torch.Tensor) -> None:
+def assert_alone(kernel: CpuLinear | CpuQuantisedLinear, x: torch.Tensor, whole: torch.Tensor) -> None:
     """Every row has the bits that it has alone, and in passes of other sizes."""
-    assert torch.equal(torch.cat([leaf(row) for row in x[:40].split(1)]), whole[:40])
+    assert torch.equal(torch.cat([kernel(row) for row in x[:40].split(1)]), whole[:40])
     for size in (3, 16, 31, 70):
-        assert torch.equal(torch.cat([leaf(rows) for rows in x.split(size)]), whole), size
+        assert torch.equal(torch.cat([kernel(rows) for rows in x.split(size)]), whole), size
 
 
 @SLOW_BUILD
@@ -70,14 +70,14 @@ def assert_alone(leaf: CpuLinear | CpuQuantisedLinear, x: torch.Tensor, whole: t
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_row_has_the_bits_that_it_has_alone(shape, bias, dtype, compiled):
     weight = numbers(*shape, dtype=dtype, seed=1)
-    leaf = CpuLinear(weight, numbers(shape[0], dtype=dtype, seed=2) if bias else None, compiled, fixed=True)
+    kernel = CpuLinear(weight, numbers(shape[0], dtype=dtype, seed=2) if bias else None, compiled, fixed=True)
     x = numbers(ROWS, shape[1], dtype=dtype, seed=3)
-    whole = leaf(x)
-    assert_alone(leaf, x, whole)
-    assert leaf(x[:0]).shape == (0, shape[0])
-    exact = linear(x.double(), weight.double(), None if leaf.bias is None else leaf.bias.double())
+    whole = kernel(x)
+    assert_alone(kernel, x, whole)
+    assert kernel(x[:0]).shape == (0, shape[0])
+    exact = linear(x.double(), weight.double(), None if kernel.bias is None else kernel.bias.double())
     assert whole.dtype == dtype
-    near = linear(x, weight, leaf.bias).double()
+    near = linear(x, weight, kernel.bias).double()
     assert (whole.double() - exact).norm() <= max(1.01 * (near - exact).norm(), 3e-7 * exact.norm())
 
 
@@ -87,23 +87,23 @@ def test_a_row_has_the_bits_that_it_has_alone(shape, bias, dtype, compiled):
 def test_a_packed_matrix_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
     torch.manual_seed(0)
     fields = random_fields((45, 2304), kind, torch.device("cpu"))
-    leaf = CpuQuantisedLinear(fields, kind, numbers(45, dtype=dtype, seed=2), compiled, fixed=True)
+    kernel = CpuQuantisedLinear(fields, kind, numbers(45, dtype=dtype, seed=2), compiled, fixed=True)
     x = numbers(80, 2304, dtype=dtype, seed=3)
-    whole = leaf(x)
-    assert_alone(leaf, x, whole)
-    assert torch.equal(CpuLinear(decode(fields, kind).to(dtype), leaf.bias, compiled, fixed=True)(x), whole)
+    whole = kernel(x)
+    assert_alone(kernel, x, whole)
+    assert torch.equal(CpuLinear(decode(fields, kind).to(dtype), kernel.bias, compiled, fixed=True)(x), whole)
 
 
 @SLOW_BUILD
 @DTYPES
 def test_infinity_and_nan_stay_in_their_row(dtype, compiled):
-    leaf = CpuLinear(numbers(40, 64, dtype=dtype, seed=1), None, compiled, fixed=True)
+    kernel = CpuLinear(numbers(40, 64, dtype=dtype, seed=1), None, compiled, fixed=True)
     x = numbers(20, 64, dtype=dtype, seed=3)
     x[3, 0], x[5, 0] = torch.inf, torch.nan
-    got = leaf(x)
-    assert got[3].isinf().all()
-    assert got[5].isnan().all()
-    assert got.isfinite().all(1).sum() == 18
+    actual = kernel(x)
+    assert actual[3].isinf().all()
+    assert actual[5].isnan().all()
+    assert actual.isfinite().all(1).sum() == 18
 
 
 @SLOW_BUILD
@@ -111,5 +111,5 @@ def test_every_float8_code_has_its_number(compiled):
     codes = torch.arange(256, dtype=torch.uint8)
     codes[codes & 127 == 127] = 0  # those of NaN
     table, scale = Table("TABLE_8", E4M3.tobytes()), torch.full((8, 1), 0.75)
-    leaf = CpuQuantisedLinear({"codes": codes.view(8, 32), "d": scale}, table, None, compiled, fixed=True)
-    assert torch.equal(leaf(torch.eye(32)).T.flatten(), codes.view(torch.float8_e4m3fn).float() * 0.75)
+    kernel = CpuQuantisedLinear({"codes": codes.view(8, 32), "d": scale}, table, None, compiled, fixed=True)
+    assert torch.equal(kernel(torch.eye(32)).T.flatten(), codes.view(torch.float8_e4m3fn).float() * 0.75)

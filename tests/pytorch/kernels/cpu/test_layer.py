@@ -24,11 +24,11 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape)).to(dtype)
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor, dtype: torch.dtype) -> None:
+def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
     """As near to the float64 reference as the dtype allows."""
-    assert got.dtype == dtype
-    assert got.shape == want.shape
-    error = float((got.double() - want).norm() / want.norm())
+    assert actual.dtype == dtype
+    assert actual.shape == expected.shape
+    error = float((actual.double() - expected).norm() / expected.norm())
     assert error < CLOSE[dtype], error
 
 
@@ -50,8 +50,8 @@ def test_swiglu_is_that_of_the_page(shape, dtype):
 
 def test_swiglu_is_right_at_every_single_gate():
     gate = torch.linspace(-80, 100, 16 * 4096)
-    want = swiglu(gate.double(), torch.ones_like(gate).double())
-    off = (CpuSwiglu(COMPILED)(gate, torch.ones_like(gate)).double() - want).abs() / want.abs().clamp(min=1e-30)
+    expected = swiglu(gate.double(), torch.ones_like(gate).double())
+    off = (CpuSwiglu(COMPILED)(gate, torch.ones_like(gate)).double() - expected).abs() / expected.abs().clamp(min=1e-30)
     assert off.max() < 4 * 2**-23
 
 
@@ -83,8 +83,8 @@ def test_rotation_and_cache_are_those_of_the_page(dtype):
         made.append({"q": q, "keys": keys, "values": values, "store": store.keys[1], **kept})
         assert store.keys[0].abs().max() == 0
     assert made[0].keys() == made[1].keys()
-    for name, got in made[0].items():
-        torch.testing.assert_close(got, made[1][name], rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
+    for name, actual in made[0].items():
+        torch.testing.assert_close(actual, made[1][name], rtol=2**-7 if dtype is torch.bfloat16 else 1e-6, atol=1e-6)
 
 
 def test_what_an_observer_gives_back_is_used_from_there_on():
@@ -116,8 +116,8 @@ def test_attention_of_a_few_tokens_is_that_of_the_page(batch, seq, ctx, masked, 
     visible = torch.rand(batch, 1, seq, ctx, generator=torch.Generator().manual_seed(0)) < 0.5 if masked else None
     if visible is not None:
         visible[..., 0] = True
-    want = attention(q.double(), keys.double(), values.double(), visible, keep_nothing)
-    assert_close(CpuAttention(COMPILED, None)(q, keys, values, visible, keep_nothing), want, dtype)
+    expected = attention(q.double(), keys.double(), values.double(), visible, keep_nothing)
+    assert_close(CpuAttention(COMPILED, None)(q, keys, values, visible, keep_nothing), expected, dtype)
 
 
 def test_what_attention_does_not_see_does_not_count_even_when_it_is_huge():
@@ -129,10 +129,10 @@ def test_what_attention_does_not_see_does_not_count_even_when_it_is_huge():
     assert torch.equal(run(q, keys, values), before)
 
 
-def test_many_tokens_are_left_to_the_leaf_that_stood_there():
+def test_cpu_attention_of_many_tokens_uses_the_original_attention():
     q, keys = numbers(1, FEW + 1, 2, 32, dtype=torch.float32), numbers(1, 2, 9, 32, dtype=torch.float32)
-    got = CpuAttention(COMPILED, attention)(q, keys, keys, None, keep_nothing)
-    assert torch.equal(got, attention(q, keys, keys, None, keep_nothing))
+    actual = CpuAttention(COMPILED, attention)(q, keys, keys, None, keep_nothing)
+    assert torch.equal(actual, attention(q, keys, keys, None, keep_nothing))
 
 
 @DTYPES

@@ -42,63 +42,63 @@ def inputs(rows: int, width: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(rows).standard_normal((rows, width))).to(dtype)
 
 
-def truth(x: torch.Tensor, leaf: CpuQuantisedLinear) -> torch.Tensor:
-    weight = decode(leaf.fields, leaf.ggml_type).double()
-    return linear(x.double(), weight, None if leaf.bias is None else leaf.bias.double())
+def reference(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
+    weight = decode(kernel.fields, kernel.ggml_type).double()
+    return linear(x.double(), weight, None if kernel.bias is None else kernel.bias.double())
 
 
-def error(got: torch.Tensor, want: torch.Tensor) -> float:
-    return float((got.double() - want).norm() / want.norm())
+def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
 def test_float32_products_are_exact_to_float32_rounding(ggml_type, rows, bias):
-    leaf = layer(ggml_type, torch.float32, bias=bias)
+    kernel = layer(ggml_type, torch.float32, bias=bias)
     x = inputs(rows, 768, torch.float32)
-    assert error(leaf(x), truth(x, leaf)) < 1e-6
+    assert error(kernel(x), reference(x, kernel)) < 1e-6
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
 def test_bfloat16_products_are_no_worse_than_those_of_torch_with_a_decoded_matrix(ggml_type, rows):
-    leaf = layer(ggml_type, torch.bfloat16)
+    kernel = layer(ggml_type, torch.bfloat16)
     x = inputs(rows, 768, torch.bfloat16)
-    decoded = decode(leaf.fields, ggml_type).bfloat16()
-    assert error(leaf(x), truth(x, leaf)) <= 1.01 * error(linear(x, decoded, leaf.bias), truth(x, leaf))
+    decoded = decode(kernel.fields, ggml_type).bfloat16()
+    assert error(kernel(x), reference(x, kernel)) <= 1.01 * error(linear(x, decoded, kernel.bias), reference(x, kernel))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
 def test_decoding_has_the_bits_of_the_twin(ggml_type, dtype):
-    leaf = layer(ggml_type, dtype)
-    got = torch.empty(OUT - 3, 768, dtype=dtype)
-    leaf.library.llorch_decode(*leaf.matrix_of(dtype), got.data_ptr(), 3, OUT - 3, 768)
-    want = decode(leaf.fields, ggml_type)[3:].to(dtype)
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    kernel = layer(ggml_type, dtype)
+    actual = torch.empty(OUT - 3, 768, dtype=dtype)
+    kernel.library.llorch_decode(*kernel.matrix_of(dtype), actual.data_ptr(), 3, OUT - 3, 768)
+    expected = decode(kernel.fields, ggml_type)[3:].to(dtype)
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize("ggml_type", list(KINDS)[:3], ids=lambda kind: kind.name)
 def test_rows_of_an_odd_number_of_blocks_are_summed_to_the_end(ggml_type):
-    leaf = layer(ggml_type, torch.float32, width=9 * 32)
+    kernel = layer(ggml_type, torch.float32, width=9 * 32)
     x = inputs(1, 9 * 32, torch.float32)
-    assert error(leaf(x), truth(x, leaf)) < 1e-6
+    assert error(kernel(x), reference(x, kernel)) < 1e-6
 
 
 def test_a_matrix_of_many_tiles_is_multiplied_as_a_whole(monkeypatch):
     monkeypatch.setattr("llorch.pytorch.kernels.cpu.quantised.TILE", 768 * 8)
-    leaf = layer(next(iter(KINDS)), torch.float32)
+    kernel = layer(next(iter(KINDS)), torch.float32)
     x = inputs(FEW + 1, 768, torch.float32)
-    assert error(leaf(x), truth(x, leaf)) < 1e-6
+    assert error(kernel(x), reference(x, kernel)) < 1e-6
 
 
 def test_leading_axes_and_strides_of_the_input_do_not_matter():
-    leaf = layer(next(iter(KINDS)), torch.float32, width=32 * 8)
+    kernel = layer(next(iter(KINDS)), torch.float32, width=32 * 8)
     x = inputs(2 * 256, 3, torch.float32).view(2, 256, 3).transpose(1, 2)  # (2, 3, 256), not contiguous
-    got = leaf(x)
-    assert got.shape == (2, 3, OUT)
-    assert error(got, truth(x, leaf)) < 1e-6
+    actual = kernel(x)
+    assert actual.shape == (2, 3, OUT)
+    assert error(actual, reference(x, kernel)) < 1e-6
 
 
 def table_layer(name: str, dtype: torch.dtype, *, width: int = 768) -> CpuQuantisedLinear:
@@ -108,19 +108,19 @@ def table_layer(name: str, dtype: torch.dtype, *, width: int = 768) -> CpuQuanti
     return CpuQuantisedLinear(fields, table, bias_of(dtype), compiled)
 
 
-def size_of(x: torch.Tensor, leaf: CpuQuantisedLinear) -> torch.Tensor:
+def size_of(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
     """Bound the terms of a product; values and offsets are summed apart."""
-    weight = decode(leaf.fields, leaf.ggml_type).double().abs().amax(-1)
+    weight = decode(kernel.fields, kernel.ggml_type).double().abs().amax(-1)
     return x.double().abs().sum(-1, keepdim=True) * 2 * weight + 1
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("name", "width"), SHAPES)
 def test_float32_products_with_a_table_are_exact_to_float32_rounding(name, rows, width):
-    leaf = table_layer(name, torch.float32, width=width)
+    kernel = table_layer(name, torch.float32, width=width)
     x = inputs(rows, width, torch.float32)
-    assert ((leaf(x).double() - truth(x, leaf)).abs() <= width * 2.0**-24 * size_of(x, leaf)).all()
-    assert error(leaf(x), truth(x, leaf)) < 1e-6
+    assert ((kernel(x).double() - reference(x, kernel)).abs() <= width * 2.0**-24 * size_of(x, kernel)).all()
+    assert error(kernel(x), reference(x, kernel)) < 1e-6
 
 
 @pytest.mark.parametrize(("zero", "shifts"), [(-8.0, True), (8.0, True), (0.5, False), (9.0, False), (-9.0, False)])
@@ -130,43 +130,46 @@ def test_zero_points_shift_a_list_of_integers_where_it_is_long_enough(zero, shif
     assert (int(shared_by_rows(table, fields)[1:2].view(torch.int32)) == _SHIFTED) is shifts
     compiled = library()
     assert compiled is not None
-    leaf, x = CpuQuantisedLinear(fields, table, bias_of(torch.float32), compiled), inputs(1, 768, torch.float32)
-    assert error(leaf(x), truth(x, leaf)) < 1e-6
+    kernel, x = CpuQuantisedLinear(fields, table, bias_of(torch.float32), compiled), inputs(1, 768, torch.float32)
+    assert error(kernel(x), reference(x, kernel)) < 1e-6
 
 
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("name", TABLES)
 def test_bfloat16_products_with_a_table_are_no_worse_than_those_of_torch_with_a_decoded_matrix(name, rows):
-    leaf = table_layer(name, torch.bfloat16)
+    kernel = table_layer(name, torch.bfloat16)
     x = inputs(rows, 768, torch.bfloat16)
-    decoded = decode(leaf.fields, leaf.ggml_type).bfloat16()
-    assert error(leaf(x), truth(x, leaf)) <= 1.01 * error(linear(x, decoded, leaf.bias), truth(x, leaf))
+    decoded = decode(kernel.fields, kernel.ggml_type).bfloat16()
+    assert error(kernel(x), reference(x, kernel)) <= 1.01 * error(linear(x, decoded, kernel.bias), reference(x, kernel))
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", TABLES)
 def test_decoding_a_table_has_the_bits_of_the_twin(name, dtype):
-    leaf = table_layer(name, dtype)
-    got = torch.empty(OUT - 3, 768, dtype=dtype)
-    leaf.library.llorch_decode(*leaf.matrix_of(dtype), got.data_ptr(), 3, OUT - 3, 768)
-    want = decode(leaf.fields, leaf.ggml_type)[3:].to(dtype)
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    kernel = table_layer(name, dtype)
+    actual = torch.empty(OUT - 3, 768, dtype=dtype)
+    kernel.library.llorch_decode(*kernel.matrix_of(dtype), actual.data_ptr(), 3, OUT - 3, 768)
+    expected = decode(kernel.fields, kernel.ggml_type)[3:].to(dtype)
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-def trained(leaf: CpuQuantisedLinear) -> TrainedQuantisedLinear:
-    return TrainedQuantisedLinear(leaf.fields, leaf.ggml_type, leaf.bias, leaf.library)
+def trained(kernel: CpuQuantisedLinear) -> TrainedQuantisedLinear:
+    return TrainedQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, kernel.library)
 
 
-def assert_trained(leaf: CpuQuantisedLinear, rows: int, dtype: torch.dtype) -> None:
+def assert_trained(kernel: CpuQuantisedLinear, rows: int, dtype: torch.dtype) -> None:
     """Both products are with the matrix that the reference decodes and rounds to the dtype."""
-    ours, weight = trained(leaf), decode(leaf.fields, leaf.ggml_type).to(dtype).double()
-    x, grad = inputs(rows, leaf.in_features, dtype).requires_grad_(), inputs(rows + 1, OUT, dtype)[:rows]
+    ours, weight = trained(kernel), decode(kernel.fields, kernel.ggml_type).to(dtype).double()
+    x, grad = inputs(rows, kernel.in_features, dtype).requires_grad_(), inputs(rows + 1, OUT, dtype)[:rows]
     made = ours(x[None])[0]
-    (got,) = torch.autograd.grad(made, x, grad)
-    assert (made.dtype, got.dtype, got.shape) == (dtype, dtype, x.shape)
-    bias = None if leaf.bias is None else leaf.bias.double()
-    for number, want in ((made.detach(), linear(x.detach().double(), weight, bias)), (got, grad.double() @ weight)):
-        assert error(number, want) < (1e-6 if dtype is torch.float32 else 3e-3)
+    (actual,) = torch.autograd.grad(made, x, grad)
+    assert (made.dtype, actual.dtype, actual.shape) == (dtype, dtype, x.shape)
+    bias = None if kernel.bias is None else kernel.bias.double()
+    for number, expected in (
+        (made.detach(), linear(x.detach().double(), weight, bias)),
+        (actual, grad.double() @ weight),
+    ):
+        assert error(number, expected) < (1e-6 if dtype is torch.float32 else 3e-3)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)

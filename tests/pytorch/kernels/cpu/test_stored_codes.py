@@ -45,10 +45,10 @@ def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order
     for out, n_in in SHAPES if order == "awq" else (*SHAPES, (5, 96)):
         codes, part = stored(order, bits, out, n_in)
         bytes_of_codes = torch.from_numpy(codes({"codes": part}, slice(0, out)).copy())
-        want = join_four_bits(bytes_of_codes) if bits == 4 else bytes_of_codes
-        got = packed_codes(codes, part, compiled)
-        assert got is not None
-        assert torch.equal(got, want), (out, n_in)
+        expected = join_four_bits(bytes_of_codes) if bits == 4 else bytes_of_codes
+        actual = packed_codes(codes, part, compiled)
+        assert actual is not None
+        assert torch.equal(actual, expected), (out, n_in)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 64)], ids=str)  # the last one is shared by threads
@@ -59,10 +59,10 @@ def test_blocks_are_taken_apart_to_the_bits_of_the_reference(ggml_type: GGMLType
         pytest.skip("NOT RUN: no C compiler")
     rows, n_bytes = shape[0], shape[1] * BLOCK_SIZES[ggml_type][1]
     blocks = np.random.default_rng(rows).integers(0, 256, rows * n_bytes + 1, dtype=np.uint8)[1:].reshape(rows, n_bytes)
-    want = pack(torch.from_numpy(blocks.copy()), ggml_type)
-    got = {name: torch.empty_like(field) for name, field in want.items()}
-    pack_blocks(blocks, ggml_type, got, compiled)
-    assert all(torch.equal(bits_of(got[name]), bits_of(field)) for name, field in want.items())
+    expected = pack(torch.from_numpy(blocks.copy()), ggml_type)
+    actual = {name: torch.empty_like(field) for name, field in expected.items()}
+    pack_blocks(blocks, ggml_type, actual, compiled)
+    assert all(torch.equal(bits_of(actual[name]), bits_of(field)) for name, field in expected.items())
 
 
 def test_packed_codes_of_three_bits_are_left_to_the_reference():

@@ -46,11 +46,11 @@ def answers(model: TorchModel, ids: np.ndarray) -> list[list[int]]:
 
 
 def require_same(path: Path, *, off: float, **how: Any) -> TorchModel:
-    truth, model = opened(path, dtype="float64", residency=how.get("residency", "auto")), opened(path, **how)
-    ids = IDS % truth.config.vocab_size
-    want = truth.forward(ids)
-    assert np.linalg.norm(model.forward(ids) - want) < off * np.linalg.norm(want)
-    assert answers(model, ids) == answers(truth, ids)
+    reference, model = opened(path, dtype="float64", residency=how.get("residency", "auto")), opened(path, **how)
+    ids = IDS % reference.config.vocab_size
+    expected = reference.forward(ids)
+    assert np.linalg.norm(model.forward(ids) - expected) < off * np.linalg.norm(expected)
+    assert answers(model, ids) == answers(reference, ids)
     return model
 
 

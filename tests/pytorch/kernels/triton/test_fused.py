@@ -42,12 +42,12 @@ def linear(width: int, out: int, dtype: torch.dtype, device: torch.device, *, bi
     return plain
 
 
-def assert_product(got: torch.Tensor, x: torch.Tensor, layer: Any, device: torch.device) -> None:
+def assert_product(actual: torch.Tensor, x: torch.Tensor, layer: Any, device: torch.device) -> None:
     """Each term passes so many sums, each off by half a step of a sum no larger than that of all sizes."""
     wide, weight = x.double(), layer.weight.double()
     bias = torch.zeros_like(weight[:, 0]) if layer.bias is None else layer.bias.double()
     sizes = wide.abs() @ weight.abs().mT + bias.abs()
-    assert_rounded(got, wide @ weight.mT + bias, SUM * EPS * sizes, device)
+    assert_rounded(actual, wide @ weight.mT + bias, SUM * EPS * sizes, device)
 
 
 @EVERY_DTYPE
@@ -116,8 +116,8 @@ def test_more_rows_than_one_go_to_torch(device):
 def test_projections_of_one_input_are_made_in_one_launch(sizes, dtype, device):
     layers = [DenseLinear(linear(100, out, dtype, device, bias=True)) for out in sizes]
     x = random(1, 1, 100, dtype=dtype, device=device, seed=11)
-    for got, layer in zip(multiply_row(x, layers), layers, strict=True):
-        assert_product(got, x, layer, device)
+    for actual, layer in zip(multiply_row(x, layers), layers, strict=True):
+        assert_product(actual, x, layer, device)
 
 
 def test_projections_hand_out_what_belongs_to_their_input(device):

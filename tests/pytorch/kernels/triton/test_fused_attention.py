@@ -45,7 +45,7 @@ def seen_up_to(*last: int, ctx: int, device: torch.device) -> torch.Tensor:
     return torch.arange(ctx, device=device) <= torch.tensor(last, device=device)[:, None, None, None]
 
 
-def assert_attends(got: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible) -> None:
+def assert_attends(actual: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, visible) -> None:
     """A score is off by so many roundings of its sum, a probability by twice that, the result by that of each value."""
     stages: dict[str, torch.Tensor] = {}
 
@@ -58,7 +58,7 @@ def assert_attends(got: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, value
     head_dim = q.shape[-1]
     score = head_dim * EPS * q.double().norm(dim=-1).max() * keys.double().norm(dim=-1).max() / math.sqrt(head_dim)
     inner = (2 * score + keys.shape[2] * EPS + LOST[q.dtype]) * sizes
-    assert_rounded(got, exact, inner, q.device)
+    assert_rounded(actual, exact, inner, q.device)
     assert stages["attn_probs"].shape[-1] == keys.shape[2]
 
 
@@ -105,15 +105,15 @@ def test_large_scores_overflow_nowhere(dtype, device):
 
 def test_keys_and_values_may_lie_in_memory_in_different_ways(device):
     q, keys, values = run(6, 2, 20, torch.float32, device)
-    want = decode_attention(q, keys, values, None, keep_nothing)
+    expected = decode_attention(q, keys, values, None, keep_nothing)
     apart = values.transpose(1, 2).contiguous().transpose(1, 2)
-    assert torch.equal(decode_attention(q, keys, apart, None, keep_nothing), want)
+    assert torch.equal(decode_attention(q, keys, apart, None, keep_nothing), expected)
     turned = keys.mT.contiguous().mT
-    assert torch.equal(decode_attention(q, turned, values, None, keep_nothing), want)
+    assert torch.equal(decode_attention(q, turned, values, None, keep_nothing), expected)
 
 
 def test_more_tokens_than_one_go_to_torch(device):
     _, keys, values = run(6, 2, 20, torch.float32, device)
     q = random(BATCH, 3, 6, 20, dtype=torch.float32, device=device, seed=4)
-    want = sdpa_attention(q, keys, values, None, keep_nothing)
-    assert torch.equal(decode_attention(q, keys, values, None, keep_nothing), want)
+    expected = sdpa_attention(q, keys, values, None, keep_nothing)
+    assert torch.equal(decode_attention(q, keys, values, None, keep_nothing), expected)

@@ -13,10 +13,10 @@ pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, attention
 from llorch.pytorch.kernels.sdpa import use_sdpa
-from llorch.pytorch.kernels.table import put_leaves
+from llorch.pytorch.kernels.table import install_kernels
 from llorch.pytorch.kernels.triton import dense_matvec
 from llorch.pytorch.kernels.triton.dense_matvec import DenseLinear
-from llorch.pytorch.kernels.triton.leaves import LEAVES
+from llorch.pytorch.kernels.triton.kernels import TRITON_KERNELS
 
 SCORES = ("attn_scores", "attn_probs")
 FAMILIES = {
@@ -66,35 +66,35 @@ def _of_tokens(array: torch.Tensor, positions: list[list[int]]) -> torch.Tensor:
     return array[torch.tensor(positions, device=array.device) >= 0]
 
 
-def distance(got: torch.Tensor, exact: torch.Tensor) -> float:
-    assert got.shape == exact.shape
-    return float((got.double() - exact).norm() / exact.norm())
+def distance(actual: torch.Tensor, exact: torch.Tensor) -> float:
+    assert actual.shape == exact.shape
+    return float((actual.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.nightly_cases("interpreter-*-torch.bfloat16", "interpreter-*-torch.float16")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_every_stage_is_as_near_to_the_truth_as_that_of_the_plain_model(config, family, dtype, device):
+def test_fused_stages_are_as_close_to_float64_as_unfused_ones(config, family, dtype, device):
     config = replace(config, **FAMILIES[family])
     plain, fused = (model(config, dtype, device, rounded_to=dtype) for _ in range(2))
     use_sdpa(fused)
-    put_leaves(fused, LEAVES)
+    install_kernels(fused, TRITON_KERNELS)
     exact = traces(model(config, torch.float64, device, rounded_to=dtype), device)
     floor = 4 * torch.finfo(dtype).eps
-    for want, near, got in zip(exact, traces(plain, device), traces(fused, device), strict=True):
-        assert list(got) == [name for name in want if not name.endswith(SCORES)]
-        for name, array in got.items():
+    for expected, near, actual in zip(exact, traces(plain, device), traces(fused, device), strict=True):
+        assert list(actual) == [name for name in expected if not name.endswith(SCORES)]
+        for name, array in actual.items():
             assert array.dtype is dtype
             assert array.device.type == device.type
-            allowed = max(4 * distance(near[name], want[name]), floor)
-            assert distance(array, want[name]) <= allowed, name
+            allowed = max(4 * distance(near[name], expected[name]), floor)
+            assert distance(array, expected[name]) <= allowed, name
 
 
 def test_a_model_that_nobody_observes_gives_the_same_logits(config, device):
     config = replace(config, n_layers=1)
     fused = model(config, torch.float32, device, rounded_to=torch.float32)
     use_sdpa(fused)
-    put_leaves(fused, LEAVES)
+    install_kernels(fused, TRITON_KERNELS)
     logits = []
     for observe in ({}, {"keep": lambda name, array: array}):
         cache = Cache(config, batch=2, n_slots=9, dtype=torch.float32, device=device)
@@ -108,7 +108,7 @@ def test_a_model_that_nobody_observes_gives_the_same_logits(config, device):
 
 def test_attention_step_by_step_is_left_as_it_is(config):
     made = model(config, torch.float32, torch.device("cpu"), rounded_to=torch.float32)
-    put_leaves(made, LEAVES)
+    install_kernels(made, TRITON_KERNELS)
     layers: Any = made.model.layers
     assert all(layer.self_attn.attend is attention for layer in layers)
 
@@ -117,7 +117,7 @@ def test_weights_keep_their_names_and_their_memory(config):
     made = model(config, torch.float32, torch.device("cpu"), rounded_to=torch.float32)
     made.lm_head.weight = made.model.embed_tokens.weight
     before = {name: weight.data_ptr() for name, weight in made.state_dict().items()}
-    put_leaves(made, LEAVES)
+    install_kernels(made, TRITON_KERNELS)
     assert {name: weight.data_ptr() for name, weight in made.state_dict().items()} == before
 
 
@@ -125,7 +125,7 @@ def test_projections_that_are_not_dense_are_left_as_they_are(config):
     made = model(config, torch.float32, torch.device("cpu"), rounded_to=torch.float32)
     layers: Any = made.model.layers
     packed = layers[0].self_attn.k_proj = nn.Identity()
-    put_leaves(made, LEAVES)
+    install_kernels(made, TRITON_KERNELS)
     assert layers[0].self_attn.k_proj is packed
     assert isinstance(layers[0].self_attn.q_proj, DenseLinear)
     assert layers[0].self_attn.q_proj.together is layers[0].self_attn.v_proj.together is not None

@@ -73,10 +73,10 @@ def test_queries_and_cache_are_those_of_the_page(
     exact_q, exact = run.exact()
     assert_rounded(q, exact_q, INNER * torch.ones_like(exact_q), device)
     seen = slice(0, N_SLOTS)  # which of several paddings the last slot holds is open
-    for got, want in zip(cache.keys, exact.keys, strict=True):
-        assert_rounded(got[:, :, seen], want[:, :, seen], INNER * torch.ones_like(want[:, :, seen]), device)
-    for got, want in zip(cache.values, exact.values, strict=True):
-        assert torch.equal(got[:, :, seen].double(), want[:, :, seen])
+    for actual, expected in zip(cache.keys, exact.keys, strict=True):
+        assert_rounded(actual[:, :, seen], expected[:, :, seen], INNER * torch.ones_like(expected[:, :, seen]), device)
+    for actual, expected in zip(cache.values, exact.values, strict=True):
+        assert torch.equal(actual[:, :, seen].double(), expected[:, :, seen])
     assert keys.data_ptr() == cache.keys[LAYER].data_ptr()
     assert values.data_ptr() == cache.values[LAYER].data_ptr()
     assert keys.shape == values.shape == (len(run.positions), kv_heads, 9, head_dim)
@@ -134,5 +134,5 @@ def test_heads_that_do_not_lie_side_by_side_are_read(config, device):
         rotate_and_cache(q, k, v, LAYER, run.place(cache), cache, keep_nothing)
         for (q, k, v), cache in zip((scattered, (run.q, run.k, run.v)), caches, strict=True)
     )
-    for got, want in zip(once, again, strict=True):
-        assert torch.equal(got, want)
+    for actual, expected in zip(once, again, strict=True):
+        assert torch.equal(actual, expected)

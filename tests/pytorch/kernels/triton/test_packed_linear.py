@@ -66,9 +66,9 @@ def test_alike_matrices_of_one_input_share_a_launch(name, bias, device, launches
     join_alike(joined)
     x = activations(1, 768, torch.float32, device)[None]
     for ours, alone, plain in zip(joined, wanted, layers, strict=True):
-        got = ours(x)
-        assert torch.equal(got, alone(x))
-        torch.testing.assert_close(got, plain(x), rtol=1e-5, atol=1e-5)
+        actual = ours(x)
+        assert torch.equal(actual, alone(x))
+        torch.testing.assert_close(actual, plain(x), rtol=1e-5, atol=1e-5)
     assert launches == [sum(SIZES)]
 
 

@@ -18,7 +18,7 @@ from llorch.pytorch.models.experts import multiply_decoded
 pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
 
 from llorch.pytorch.kernels.triton import quantised
-from llorch.pytorch.kernels.triton.leaves import LEAVES
+from llorch.pytorch.kernels.triton.kernels import TRITON_KERNELS
 from llorch.pytorch.kernels.triton.quantised import (
     back_by_library,
     decode_to,
@@ -60,17 +60,17 @@ def wide_tiles(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(quantised, "_TILE", (64, 16))
 
 
-def assert_close(got: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+def assert_close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
     """Sums of K terms in any order are off by K * 2^-24 of the sum of their sizes; the result is rounded once more.
 
     A term is w * x, or, where the kernel sums codes and minima apart, as large as the largest weight of its row.
     """
-    assert got.shape == (len(x), len(weight))
-    assert got.dtype is x.dtype
-    want = x.double() @ weight.double().T + (0 if bias is None else bias.double())
+    assert actual.shape == (len(x), len(weight))
+    assert actual.dtype is x.dtype
+    expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     size = x.double().abs().sum(-1, keepdim=True) * 2 * weight.double().abs().amax(-1)
-    allowed = x.shape[1] * 2.0**-24 * size + ULP[x.dtype] * want.abs()
-    assert ((got.double() - want).abs() <= allowed).all()
+    allowed = x.shape[1] * 2.0**-24 * size + ULP[x.dtype] * expected.abs()
+    assert ((actual.double() - expected).abs() <= allowed).all()
 
 
 @pytest.mark.slow_cases("interpreter-*-2-*")
@@ -82,9 +82,9 @@ def test_few_rows_are_multiplied_straight_from_the_blocks(ggml_type, shape, rows
     n_out, n_in = shape
     fields, x = packed_matrix(ggml_type, n_out, n_in, device), activations(rows, n_in, dtype, device)
     bias = torch.linspace(-1, 1, n_out).to(device, dtype) if rows > 1 else None
-    got = multiply_few_rows(x, fields, ggml_type, bias)
-    assert got.device.type == x.device.type
-    assert_close(got, x, decode(fields, ggml_type), bias)
+    actual = multiply_few_rows(x, fields, ggml_type, bias)
+    assert actual.device.type == x.device.type
+    assert_close(actual, x, decode(fields, ggml_type), bias)
 
 
 @pytest.mark.parametrize("one", [1, 3], ids=lambda one: f"{one} inputs of 3 choices")
@@ -93,8 +93,8 @@ def test_each_row_is_multiplied_by_the_matrix_of_its_expert(ggml_type, one, devi
     fields, x = packed_matrix(ggml_type, 5 * 2, 256, device), activations(2 * one, 256, torch.float32, device)
     ids = torch.tensor([4, 0, 2, 2, 1, 4], device=device)
     for multiply_some in (multiply_chosen, multiply_decoded):
-        got = multiply_some(x, ids, fields, ggml_type, 5)
-        for made, row, expert in zip(got, x.repeat_interleave(3 // one, 0), ids, strict=True):
+        actual = multiply_some(x, ids, fields, ggml_type, 5)
+        for made, row, expert in zip(actual, x.repeat_interleave(3 // one, 0), ids, strict=True):
             assert_close(made[None], row[None], decode(fields, ggml_type)[2 * expert : 2 * expert + 2], None)
 
 
@@ -118,8 +118,8 @@ def test_some_rows_are_multiplied_by_tiles_decoded_to_their_dtype(ggml_type, sha
     n_out, n_in = shape
     fields, x = packed_matrix(ggml_type, n_out, n_in, device), activations(rows, n_in, dtype, device)
     bias = torch.linspace(-1, 1, n_out).to(device, dtype) if rows > 5 else None
-    got = multiply_by_decoded_tiles(x, fields, ggml_type, bias)
-    assert_close(got, x, decode(fields, ggml_type).to(dtype), bias)
+    actual = multiply_by_decoded_tiles(x, fields, ggml_type, bias)
+    assert_close(actual, x, decode(fields, ggml_type).to(dtype), bias)
 
 
 @pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
@@ -127,16 +127,16 @@ def test_some_rows_are_multiplied_by_tiles_decoded_to_their_dtype(ggml_type, sha
 @EVERY_TYPE
 def test_a_matrix_is_decoded_to_the_bits_of_the_twin(ggml_type, shape, dtype, device):
     fields = packed_matrix(ggml_type, shape[0], shape[1], device)
-    got, want = decode_to(fields, ggml_type, dtype), decode(fields, ggml_type).to(dtype)
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    actual, expected = decode_to(fields, ggml_type, dtype), decode(fields, ggml_type).to(dtype)
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("name", "shape"), TABLE_SHAPES, ids=str)
 def test_a_table_is_decoded_to_the_bits_of_the_twin(name, shape, device):
     n_out, n_in = shape
     fields, table = packed_table(name, n_out, n_in, device)
-    got, want = decode_to(fields, table, torch.float32), decode(fields, table)
-    assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))
+    actual, expected = decode_to(fields, table, torch.float32), decode(fields, table)
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.usefixtures("wide_tiles")
@@ -196,16 +196,16 @@ def test_rows_go_the_way_that_was_the_fastest(name, dtype, ways):
 def test_some_rows_are_multiplied_by_tiles_of_a_table(name, dtype, device):
     fields, table = packed_table(name, 7, 768, device)
     x = activations(5, 768, dtype, device)
-    got = multiply_by_decoded_tiles(x, fields, table, None)
-    assert_close(got, x, decode(fields, table).to(dtype), None)
+    actual = multiply_by_decoded_tiles(x, fields, table, None)
+    assert_close(actual, x, decode(fields, table).to(dtype), None)
 
 
 @pytest.mark.parametrize("name", TABLES)
 def test_product_with_a_table_subtracts_no_large_sums(name, device):
     fields, table = packed_table(name, 7, 768, device)
     x, weight = activations(1, 768, torch.float32, device) + 4, decode(fields, table)
-    want = x.double() @ weight.double().T
-    errors = [float((y - want).norm() / want.norm()) for y in (multiply(x, fields, table, None), x @ weight.T)]
+    expected = x.double() @ weight.double().T
+    errors = [float((y - expected).norm() / expected.norm()) for y in (multiply(x, fields, table, None), x @ weight.T)]
     assert errors[0] < max(2 * errors[1], 2e-7)
 
 
@@ -213,8 +213,8 @@ def test_product_with_a_table_subtracts_no_large_sums(name, device):
 def test_each_row_is_multiplied_by_the_table_of_its_expert(name, device):
     fields, table = packed_table(name, 5 * 2, 768, device)
     x, ids = activations(2, 768, torch.float32, device), torch.tensor([4, 0, 2, 1], device=device)
-    got = multiply_chosen(x, ids, fields, table, 5)
-    for made, row, expert in zip(got, x.repeat_interleave(2, 0), ids, strict=True):
+    actual = multiply_chosen(x, ids, fields, table, 5)
+    for made, row, expert in zip(actual, x.repeat_interleave(2, 0), ids, strict=True):
         assert_close(made[None], row[None], decode(fields, table)[2 * expert : 2 * expert + 2], None)
 
 
@@ -235,18 +235,21 @@ def test_a_matrix_larger_than_the_scratch_is_multiplied_in_parts(device, monkeyp
 
 def test_float64_is_multiplied_in_float64(device):
     fields, x = packed_matrix(GGMLType.Q4_0, 5, 256, device), activations(1, 256, torch.float64, device)
-    want = x @ decode(fields, GGMLType.Q4_0).double().T
-    torch.testing.assert_close(multiply(x, fields, GGMLType.Q4_0, None), want, rtol=1e-13, atol=1e-13)
+    expected = x @ decode(fields, GGMLType.Q4_0).double().T
+    torch.testing.assert_close(multiply(x, fields, GGMLType.Q4_0, None), expected, rtol=1e-13, atol=1e-13)
 
 
 def assert_trained(fields: dict[str, torch.Tensor], kind: Kind, rows: int, dtype: torch.dtype, device: str) -> None:
     """Both products are with the matrix that the reference decodes and rounds to the dtype, the first to the bit."""
-    plain, ours = QuantisedLinear(fields, kind), LEAVES[f"{TRAINED}packed {kind.name}"](QuantisedLinear(fields, kind))
+    plain, ours = (
+        QuantisedLinear(fields, kind),
+        TRITON_KERNELS[f"{TRAINED}packed {kind.name}"](QuantisedLinear(fields, kind)),
+    )
     x, grad = (activations(rows, n, dtype, device) for n in (plain.in_features, plain.out_features))
     made = ours(x.requires_grad_())
     assert torch.equal(made, plain(x))
-    (got,) = torch.autograd.grad(made, x, grad)
-    assert_close(got, grad, decode(fields, kind).to(dtype).T, None)
+    (actual,) = torch.autograd.grad(made, x, grad)
+    assert_close(actual, grad, decode(fields, kind).to(dtype).T, None)
 
 
 @pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
@@ -268,10 +271,10 @@ def test_parts_of_a_gradient_are_summed_in_float32(dtype, device, monkeypatch):
     """The product of each part is rounded once, and the sum once: two roundings, however many parts there are."""
     monkeypatch.setattr(quantised, "SCRATCH", 2 * 256 + 1)
     fields, grad = packed_matrix(GGMLType.Q8_0, 151, 256, device), activations(6, 151, dtype, device)
-    want = grad.double() @ decode(fields, GGMLType.Q8_0).to(dtype).double()
-    got = back_by_library(grad, fields, GGMLType.Q8_0)
-    assert got.dtype is dtype
-    assert (got.double() - want).norm() < max(ULP[dtype], 1e-6) * want.norm()
+    expected = grad.double() @ decode(fields, GGMLType.Q8_0).to(dtype).double()
+    actual = back_by_library(grad, fields, GGMLType.Q8_0)
+    assert actual.dtype is dtype
+    assert (actual.double() - expected).norm() < max(ULP[dtype], 1e-6) * expected.norm()
 
 
 @pytest.mark.parametrize("field", ["codes", "scales", "d", "dmin"])

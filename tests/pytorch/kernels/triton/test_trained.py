@@ -79,9 +79,9 @@ def test_norm_whose_gain_is_trained_gives_the_gain_its_gradient(device):
     x, grad = (random(3, 20, dtype=torch.float32, device=device, seed=seed) for seed in (10, 11))
     plain = norm(20, torch.float32, device)
     plain.weight.requires_grad_()
-    (want,) = torch.autograd.grad(plain(x), plain.weight, grad)
-    (got,) = torch.autograd.grad(TrainedRMSNorm(plain)(x), plain.weight, grad)
-    assert torch.equal(got, want)
+    (expected,) = torch.autograd.grad(plain(x), plain.weight, grad)
+    (actual,) = torch.autograd.grad(TrainedRMSNorm(plain)(x), plain.weight, grad)
+    assert torch.equal(actual, expected)
 
 
 @EVERY_DTYPE
@@ -110,8 +110,8 @@ def assert_swiglu(gate: Tensor, up: Tensor, grad: Tensor, device: torch.device) 
     sizes = (wide_grad * wide_up).abs() * share * (1 + wide.abs() * rest)
     inners = [(1.5 * wide.abs() + 8) * EPS * exact[0].abs(), (3 * wide.abs() + 16) * EPS * sizes]
     inners.append((1.5 * wide.abs() + 8) * EPS * exact[2].abs())
-    for got, want, inner in zip(gradients(trained.swiglu, [gate, up], grad), exact, inners, strict=True):
-        assert_rounded(got, want, inner, device)
+    for actual, expected, inner in zip(gradients(trained.swiglu, [gate, up], grad), exact, inners, strict=True):
+        assert_rounded(actual, expected, inner, device)
 
 
 class Turning:
@@ -143,25 +143,25 @@ class Turning:
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 20), ((6, 2), 64), ((7, 1), 128)], ids=str)
 def test_rotation_turns_gradients_back(heads, head_dim, dtype, device):
     turning = Turning(heads, head_dim, dtype, device)
-    got = turning.run(trained.rotate_and_cache)
+    actual = turning.run(trained.rotate_and_cache)
     exact = turning.run(plain_rotate_and_cache, torch.float64)
-    assert torch.equal(got[2], turning.v)
-    for one, want in zip(got, exact, strict=True):
-        assert_rounded(one, want, TURN * torch.ones_like(want), device)
+    assert torch.equal(actual[2], turning.v)
+    for one, expected in zip(actual, exact, strict=True):
+        assert_rounded(one, expected, TURN * torch.ones_like(expected), device)
 
 
 def test_rotation_reads_heads_and_gradients_in_any_order(device):
     turning = Turning((6, 2), 8, torch.float32, device)
-    want = turning.run(trained.rotate_and_cache)
+    expected = turning.run(trained.rotate_and_cache)
     turning.q, turning.k, *turning.grads = (
         x.transpose(1, 2).contiguous().transpose(1, 2) for x in (turning.q, turning.k, *turning.grads)
     )
-    for got, one in zip(turning.run(trained.rotate_and_cache), want, strict=True):
-        assert torch.equal(got, one)
+    for actual, one in zip(turning.run(trained.rotate_and_cache), expected, strict=True):
+        assert torch.equal(actual, one)
     turning.grads = [grad[..., :1].expand_as(grad) for grad in turning.grads]  # as a sum over heads gives
     exact = turning.run(plain_rotate_and_cache, torch.float64)
-    for got, one in zip(turning.run(trained.rotate_and_cache), exact, strict=True):
-        assert_rounded(got, one, TURN * torch.ones_like(one), device)
+    for actual, one in zip(turning.run(trained.rotate_and_cache), exact, strict=True):
+        assert_rounded(actual, one, TURN * torch.ones_like(one), device)
 
 
 def test_an_observer_of_the_rotation_sees_every_stage_and_may_replace_it(device):
@@ -181,5 +181,7 @@ def test_an_observer_of_the_rotation_sees_every_stage_and_may_replace_it(device)
 def test_heads_of_which_a_part_is_turned_go_to_the_plain_function(device):
     turning = Turning((6, 2), 8, torch.float32, device)
     turning.angles = turning.angles[..., :2]
-    for got, want in zip(turning.run(trained.rotate_and_cache), turning.run(plain_rotate_and_cache), strict=True):
-        assert torch.equal(got, want)
+    for actual, expected in zip(
+        turning.run(trained.rotate_and_cache), turning.run(plain_rotate_and_cache), strict=True
+    ):
+        assert torch.equal(actual, expected)

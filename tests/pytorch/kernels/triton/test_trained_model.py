@@ -21,14 +21,14 @@ from llorch.pytorch.kernels import TRAINED, kernel_selection
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.triton.fused import FusedRMSNorm
-from llorch.pytorch.kernels.triton.leaves import LEAVES
+from llorch.pytorch.kernels.triton.kernels import TRITON_KERNELS
 from llorch.pytorch.kernels.triton.quantised import back_by_library, multiply_by_library
 from llorch.pytorch.lora.adapters import attach
 from llorch.pytorch.random_weights import random_model
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
 from llorch.training.batch import Batch
 
-KERNELS = {kind: make for kind, make in LEAVES.items() if kind.startswith(TRAINED)}
+KERNELS = {kind: make for kind, make in TRITON_KERNELS.items() if kind.startswith(TRAINED)}
 IDS = np.arange(12).reshape(2, 6)
 BATCH = Batch(IDS, IDS, np.tile(np.arange(6), (2, 1)), np.zeros_like(IDS), np.arange(2))
 
@@ -51,7 +51,7 @@ def model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Caus
 
 def with_kernels(made: CausalLM, monkeypatch: pytest.MonkeyPatch) -> CausalLM:
     """Kernels as on a CUDA device whose check found all of them right."""
-    monkeypatch.setattr(kernel_selection, "own_leaves", lambda at, *, training: KERNELS)
+    monkeypatch.setattr(kernel_selection, "built_kernels", lambda at, *, training: KERNELS)
     weight = made.model.norm.weight
     kernel_selection.speed_up_training(made, Target(weight.device, weight.dtype))
     assert not [path for path, module in made.named_modules() if isinstance(module, RMSNorm)]
@@ -74,9 +74,9 @@ def gradients(made: CausalLM, device: torch.device) -> dict[str, Tensor]:
     return {"hidden": hidden.detach(), **found}
 
 
-def distance(got: Tensor, exact: Tensor) -> float:
-    assert got.shape == exact.shape
-    return float((got.double() - exact).norm() / exact.norm())
+def distance(actual: Tensor, exact: Tensor) -> float:
+    assert actual.shape == exact.shape
+    return float((actual.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -87,13 +87,13 @@ def test_every_gradient_is_as_near_to_float64_as_that_of_the_plain_model(
     config = replace(config, n_layers=2, qk_norm=qk_norm)
     exact = gradients(model(config, torch.float64, device), device)
     near = gradients(model(config, dtype, device), device)
-    got = gradients(with_kernels(model(config, dtype, device), monkeypatch), device)
-    assert list(got) == list(exact)
-    assert len(got) == 1 + 4 * config.n_layers
-    for name, want in exact.items():
-        assert got[name].dtype is dtype
-        allowed = max(4 * distance(near[name], want), 4 * torch.finfo(dtype).eps)
-        assert distance(got[name], want) <= allowed, name
+    actual = gradients(with_kernels(model(config, dtype, device), monkeypatch), device)
+    assert list(actual) == list(exact)
+    assert len(actual) == 1 + 4 * config.n_layers
+    for name, expected in exact.items():
+        assert actual[name].dtype is dtype
+        allowed = max(4 * distance(near[name], expected), 4 * torch.finfo(dtype).eps)
+        assert distance(actual[name], expected) <= allowed, name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -106,12 +106,12 @@ def test_gradients_beside_packed_matrices_are_as_near_to_float64_as_those_of_the
     made = with_kernels(packed_model(config, dtype, device), monkeypatch)
     layers = [module for module in made.modules() if isinstance(module, QuantisedLinear)]
     assert {(layer.multiply, layer.multiply_back) for layer in layers} == {(multiply_by_library, back_by_library)}
-    got = gradients(made, device)
-    assert list(got) == list(exact)
-    assert len(got) == 1 + 2 * 7
-    for name, want in exact.items():
-        allowed = max(4 * distance(near[name], want), 4 * torch.finfo(dtype).eps)
-        assert distance(got[name], want) <= allowed, name
+    actual = gradients(made, device)
+    assert list(actual) == list(exact)
+    assert len(actual) == 1 + 2 * 7
+    for name, expected in exact.items():
+        allowed = max(4 * distance(near[name], expected), 4 * torch.finfo(dtype).eps)
+        assert distance(actual[name], expected) <= allowed, name
 
 
 def test_a_block_that_is_computed_again_gives_the_same_gradients(config, device, monkeypatch):
@@ -119,7 +119,7 @@ def test_a_block_that_is_computed_again_gives_the_same_gradients(config, device,
     once = with_kernels(model(config, torch.float32, device), monkeypatch)
     again = with_kernels(model(config, torch.float32, device), monkeypatch)
     checkpoint_gradients(again)
-    want, got = gradients(once, device), gradients(again, device)
-    assert want.keys() == got.keys()
-    assert len(got) == 1 + 4
-    assert all(torch.equal(got[name], want[name]) for name in want)
+    expected, actual = gradients(once, device), gradients(again, device)
+    assert expected.keys() == actual.keys()
+    assert len(actual) == 1 + 4
+    assert all(torch.equal(actual[name], expected[name]) for name in expected)

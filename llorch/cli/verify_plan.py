@@ -12,15 +12,15 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
-from llorch.cli.judged import KERNELS, NOT_JUDGED, TRAINING, JudgedModel, checkpoints_of, summary
 from llorch.cli.options import allowed_cores, use_threads
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.report import print_brief_end, print_end, print_line, print_model
 from llorch.cli.tables import console
+from llorch.cli.verify_summary import KERNELS, NOT_COMPARED, TRAINING, ModelReport, checkpoints_of, summary
 from llorch.cli.workers import Workers
-from llorch.engines import ProducerName
-from llorch.engines.abilities import cannot_judge
+from llorch.engines import EngineName
+from llorch.engines.unsupported import unsupported_reason
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
@@ -32,7 +32,7 @@ from llorch.judging.goldens.forward import N_GREEDY, unable_of
 from llorch.judging.goldens.training import MODELS as TRAINED
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import emulated
-from llorch.judging.verify import plan_live, verify_as_stored, verify_live, verify_stored
+from llorch.judging.verify import plan_live, verify_ggml, verify_live, verify_stored
 from llorch.model.model import Model, load
 from llorch.ops.numerics import EXACT, GGML, Numerics
 from llorch.runtime.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
@@ -55,7 +55,7 @@ TimedRows = tuple[list[Comparison], float]  # the comparisons of a job, and its 
 
 
 @dataclass(frozen=True)
-class ClaimedArithmetic:
+class DeclaredArithmetic:
     """What the user says of the arithmetic."""
 
     numerics: str | None  # None takes ggml for a file that llama.cpp rounds inputs for, else exact
@@ -81,7 +81,7 @@ class ModelPlan:
     """One model to judge, resolved once, before anything runs; see `_plan`."""
 
     spec: str
-    engines: tuple[ProducerName, ...]  # to run; none: stored goldens judge the model
+    engines: tuple[EngineName, ...]  # to run; none: stored goldens judge the model
     weights: Weights | None  # opened; None: the micro models of checkpoint 13
     numerics: Numerics = EXACT
 
@@ -97,7 +97,7 @@ class ModelPlan:
 
 
 def judge_all(
-    models: Sequence[str], against: Sequence[str], arithmetic: ClaimedArithmetic, *, prompt: str | None,
+    models: Sequence[str], against: Sequence[str], arithmetic: DeclaredArithmetic, *, prompt: str | None,
     tokens: list[int] | None, as_json: bool, strict: bool, detail: bool, verbose: bool,
 ) -> int:  # fmt: skip
     """Judge models one after the other, report each as soon as it is done, and return the exit code.
@@ -119,15 +119,15 @@ def judge_all(
     is_brief = not (models or verbose or detail or as_json)
     alone = bool(on_torch) or any(plan.engines for plan in plans)
     with Workers(_verify_jobs(plans), 1 if alone else allowed_cores()) as workers:
-        for judged in _judge_plans(plans, on_torch, arithmetic.residency, given, workers):
-            done.append(judged)
+        for report in _judge_plans(plans, on_torch, arithmetic.residency, given, workers):
+            done.append(report)
             if is_brief:
-                print_line(out, judged, max(map(len, (KERNELS, *specs))))
+                print_line(out, report, max(map(len, (KERNELS, *specs))))
             elif not as_json:
-                print_model(out, judged, detail=detail)
+                print_model(out, report, detail=detail)
     if is_wheel() and not models:
-        judged_here = f"this wheel verifies only {', '.join(IN_WHEEL)}, without long contexts and training"
-        say(f"note: {LeftOut(judged_here)}")
+        compared_here = f"this wheel verifies only {', '.join(IN_WHEEL)}, without long contexts and training"
+        say(f"note: {LeftOut(compared_here)}")
     if is_brief:
         counts = summary(done, absent, strict=strict)
         print_brief_end(out, done, absent, counts)
@@ -139,30 +139,30 @@ def judge_all(
 def _judge_plans(
     plans: Sequence[ModelPlan], on_torch: "Sequence[TorchBackend]", residency: Residency, given: LiveInput,
     workers: Workers[TimedRows],
-) -> Iterator[JudgedModel]:  # fmt: skip
+) -> Iterator[ModelReport]:  # fmt: skip
     """Judge each model on each backend, after the kernels of the backends; show progress."""
     for backend in on_torch:
         start = perf_counter()
-        if (judged := _kernels(backend)).rows:
-            yield replace(judged, seconds=perf_counter() - start)
+        if (report := _kernels(backend)).comparisons:
+            yield replace(report, seconds=perf_counter() - start)
     for plan in plans:
         for backend in on_torch or [None]:
             start = perf_counter()
             with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
                 if backend is not None:
-                    judged = replace(_judge_on_torch(plan, backend, given, tell), seconds=perf_counter() - start)
+                    report = replace(_judge_on_torch(plan, backend, given, tell), seconds=perf_counter() - start)
                 else:
-                    judged = _judge_on_numpy(plan, residency, given, tell, workers)
-            notes = [] if plan.weights is None else plan.weights.notes_on_left_out(NOT_JUDGED)
-            yield replace(judged, is_users=not _is_builtin(plan.spec), notes=notes)
+                    report = _judge_on_numpy(plan, residency, given, tell, workers)
+            notes = [] if plan.weights is None else plan.weights.notes_on_left_out(NOT_COMPARED)
+            yield replace(report, is_users=not _is_builtin(plan.spec), notes=notes)
 
 
-def reported(done: Sequence[JudgedModel], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
+def reported(done: Sequence[ModelReport], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
     """Close the report, or print all of it as JSON; the exit code."""
     counts = summary(done, absent, strict=strict)
     if as_json:
-        rows = [row.record() for judged in done for row in judged.rows]
-        click.echo(to_json({"version": VERSION, "rows": rows, "summary": counts}))
+        rows = [c.record() for report in done for c in report.comparisons]
+        click.echo(to_json({"version": VERSION, "comparisons": rows, "summary": counts}))
     else:
         out = console()
         out.print(used)
@@ -170,7 +170,7 @@ def reported(done: Sequence[JudgedModel], absent: Mapping[str, str], used: str, 
     return _exit_code(counts)
 
 
-def _torch_backends(arithmetic: ClaimedArithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
+def _torch_backends(arithmetic: DeclaredArithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
     """List the targets on the torch path, none for NumPy, and those that are left out, with the reason."""
     refuse_scheme(arithmetic)
     if arithmetic.backend == "numpy":
@@ -206,9 +206,9 @@ def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, 
     return reasons
 
 
-def _kernels(backend: "TorchBackend") -> JudgedModel:
+def _kernels(backend: "TorchBackend") -> ModelReport:
     """Report the check of llorch's kernels; without rows if none were asked for."""
-    return JudgedModel(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
+    return ModelReport(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
 
 
 def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], TimedRows]]:
@@ -235,7 +235,7 @@ def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison
 
 def _judge_on_numpy(
     plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say, workers: Workers[TimedRows]
-) -> JudgedModel:
+) -> ModelReport:
     """Judge a model on NumPy: by goldens, by live engines in exact numerics, or by llama.cpp in ggml numerics."""
     if not plan.engines:
         return _judge_by_goldens(plan, workers)
@@ -244,22 +244,22 @@ def _judge_on_numpy(
     return _judge_as_stored(plan, residency, given, tell)
 
 
-def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, tell: Say) -> JudgedModel:
+def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, tell: Say) -> ModelReport:
     """Judge a model on a torch backend: by live engines or by goldens, which may include goldens of training."""
     if plan.engines:
-        judged = _judge_by_engines(plan, given, tell, backend.live)
+        report = _judge_by_engines(plan, given, tell, backend.live)
     elif plan.weights is None:
-        judged = _from_goldens(plan.spec, backend.quantised)
-        judged = replace(judged, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
+        report = _from_goldens(plan.spec, backend.quantised)
+        report = replace(report, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
     else:
         trained = plan.is_trained and backend.trains
         runs = (backend.stored, backend.training) if trained else (backend.stored,)
-        judged = _from_goldens(plan.spec, lambda: chain.from_iterable(run(plan.spec) for run in runs))
-        judged = replace(judged, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if trained else ())))
-    return replace(judged, backend=backend.name)
+        report = _from_goldens(plan.spec, lambda: chain.from_iterable(run(plan.spec) for run in runs))
+        report = replace(report, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if trained else ())))
+    return replace(report, backend=backend.name)
 
 
-def _plan(spec: str, against: Sequence[str], wanted: ClaimedArithmetic, *, has_input: bool) -> ModelPlan:
+def _plan(spec: str, against: Sequence[str], wanted: DeclaredArithmetic, *, has_input: bool) -> ModelPlan:
     """Choose the engines that judge a model, and its numerics; no engine means stored goldens."""
     stored = _is_builtin(spec)
     if "golden" in against and not stored:
@@ -277,7 +277,7 @@ def _plan(spec: str, against: Sequence[str], wanted: ClaimedArithmetic, *, has_i
         return ModelPlan(spec, (), weights)
     if weights is None:
         raise click.UsageError(f"{spec}: the micro models of checkpoint 13 have goldens only; leave out --against")
-    engines = tuple(p for p in get_args(ProducerName) if not against or p in against)
+    engines = tuple(p for p in get_args(EngineName) if not against or p in against)
     if wanted.backend == "torch":
         return ModelPlan(spec, engines, weights)
     numerics = _numerics(weights, engines, wanted)
@@ -291,55 +291,57 @@ def _is_builtin(spec: str) -> bool:
     return spec in (*EVERY, QUANTISED) and not Path(spec).exists()
 
 
-def _judge_by_goldens(plan: ModelPlan, workers: Workers[TimedRows]) -> JudgedModel:
+def _judge_by_goldens(plan: ModelPlan, workers: Workers[TimedRows]) -> ModelReport:
     """Collect the comparisons of a built-in model with its goldens, from the processes that made them."""
     jobs = [job for job in workers.jobs if job[0] == plan.spec]
     times: list[float] = []
 
     def collect_rows() -> Iterator[Comparison]:
         for job in jobs:
-            rows, seconds = workers.result(job)
+            comparisons, seconds = workers.result(job)
             times.append(seconds)
-            yield from rows
+            yield from comparisons
 
-    judged = replace(_from_goldens(plan.spec, collect_rows), seconds=sum(times))
+    report = replace(_from_goldens(plan.spec, collect_rows), seconds=sum(times))
     if plan.weights is None:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one for each type, in a temporary folder"
-        return replace(judged, numerics=arithmetic, checkpoints=(CHECKPOINT,))
-    return replace(judged, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if plan.is_trained else ())))
+        return replace(report, numerics=arithmetic, checkpoints=(CHECKPOINT,))
+    return replace(report, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if plan.is_trained else ())))
 
 
-def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> JudgedModel:
+def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> ModelReport:
     """Collect the comparisons of one model; a missing golden becomes a reason for NOT RUN."""
     try:
-        unable = {} if name == QUANTISED else unable_of(goldens_folder() / name)
-        return JudgedModel(name, list(verify()), cannot_judge=unable)
+        unsupported = {} if name == QUANTISED else unable_of(goldens_folder() / name)
+        return ModelReport(name, list(verify()), unsupported_reason=unsupported)
     except FileNotFoundError as error:
-        return JudgedModel(name, [], [str(error)])
+        return ModelReport(name, [], [str(error)])
 
 
 def _judge_by_engines(
     plan: ModelPlan, given: LiveInput, tell: Say, verify: Callable[..., Iterator[Comparison]]
-) -> JudgedModel:
+) -> ModelReport:
     """Run the engines of a plan on its input, and compare every stage with each of them."""
     assert plan.weights is not None
     ids, text = _checked_input(Model(plan.weights), given)
     live = plan_live(plan.weights, ids, plan.engines, text=text)
     absent = {engine: missing for engine in plan.engines if (missing := _missing_package(engine)) is not None}
-    usable = [engine for engine in plan.engines if engine not in absent and engine not in live.unable]
+    usable = [engine for engine in plan.engines if engine not in absent and engine not in live.unsupported]
     failed: dict[str, str] = {}
-    rows = list(verify(replace(live, producers=usable), say=tell, failed=failed)) if usable else []
+    comparisons = list(verify(replace(live, engines=usable), progress=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
-    checkpoints = checkpoints_of(plan.config, quantised=any(row.checkpoint == "13" for row in rows))
-    unable = {**live.unable, **undecoded(plan.weights)}
-    return JudgedModel(live.name, rows, _format_reasons(reasons), checkpoints=checkpoints, cannot_judge=unable)
+    checkpoints = checkpoints_of(plan.config, quantised=any(c.checkpoint == "13" for c in comparisons))
+    unsupported = {**live.unsupported, **undecoded(plan.weights)}
+    return ModelReport(
+        live.name, comparisons, _format_reasons(reasons), checkpoints=checkpoints, unsupported_reason=unsupported
+    )
 
 
 def _format_reasons(of_engines: Mapping[str, str]) -> list[str]:
     return [f"{engine}: {reason.removeprefix(f'{engine}: ')}" for engine, reason in of_engines.items()]
 
 
-def _numerics(weights: Weights, engines: Sequence[ProducerName], wanted: ClaimedArithmetic) -> Numerics:
+def _numerics(weights: Weights, engines: Sequence[EngineName], wanted: DeclaredArithmetic) -> Numerics:
     """Choose the arithmetic that the user asks for, or else the one that suits the file."""
     if wanted.numerics == "ggml" and (weights.path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(
@@ -354,10 +356,12 @@ def _numerics(weights: Weights, engines: Sequence[ProducerName], wanted: Claimed
 def _suits_ggml(weights: Weights) -> bool:
     """Tell if llama.cpp rounds inputs for a file, and computes the model that the file holds."""
     config = weights.config
-    return bool(emulated(weights.using(GGML))) and not cannot_judge("llamacpp", config, config.max_position_embeddings)
+    return bool(emulated(weights.using(GGML))) and not unsupported_reason(
+        "llamacpp", config, config.max_position_embeddings
+    )
 
 
-def refuse_scheme(wanted: ClaimedArithmetic) -> None:
+def refuse_scheme(wanted: DeclaredArithmetic) -> None:
     """Refuse scheme numerics: no engine of `verify` computes a scheme, and no tolerance is derived for it."""
     if wanted.numerics == "scheme":
         raise click.UsageError(
@@ -365,13 +369,13 @@ def refuse_scheme(wanted: ClaimedArithmetic) -> None:
         )
 
 
-def refuse_residency(wanted: ClaimedArithmetic) -> None:
+def refuse_residency(wanted: DeclaredArithmetic) -> None:
     """Refuse `--weights` in exact numerics, where all matrices are decoded."""
     if wanted.residency != "auto":
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 
 
-def _judge_as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say) -> JudgedModel:
+def _judge_as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say) -> ModelReport:
     """Judge a GGUF file in its quantised arithmetic against llama.cpp, which runs the file as it is."""
     assert plan.weights is not None
     ids, text = _checked_input(Model(plan.weights), given)
@@ -379,11 +383,11 @@ def _judge_as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, te
     arithmetic = f"numerics {plan.numerics}; {emulated(model.weights)}"
     checkpoints = checkpoints_of(model.config, quantised=True)
     if (missing := _missing_package("llamacpp")) is not None:
-        return JudgedModel(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, checkpoints)
+        return ModelReport(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, checkpoints)
     say_plan(model)
     failed: dict[str, str] = {}
-    rows = list(verify_as_stored(model, ids, text=text, say=tell, failed=failed))
-    return JudgedModel(model.name, rows, _format_reasons(failed), arithmetic, checkpoints)
+    comparisons = list(verify_ggml(model, ids, text=text, progress=tell, failed=failed))
+    return ModelReport(model.name, comparisons, _format_reasons(failed), arithmetic, checkpoints)
 
 
 def _checked_input(model: Model, given: LiveInput) -> tuple[list[int], str | None]:

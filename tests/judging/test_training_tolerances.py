@@ -6,7 +6,14 @@ import torch
 
 from llorch.files import open_weights
 from llorch.judging.goldens.training_recipe import OPTIMIZER
-from llorch.judging.tolerances.training import CEILINGS, GATE, amplification, of_dump, of_parameters, wide_limit
+from llorch.judging.tolerances.training import (
+    CEILINGS,
+    FLOAT64_TOLERANCE,
+    amplification,
+    of_dump,
+    of_parameters,
+    wide_limit,
+)
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import Tolerance
 
@@ -22,10 +29,10 @@ def test_a_first_step_is_as_sensitive_as_its_gradient_is_small():
     np.testing.assert_allclose(found["w"], [np.sqrt(np.square(each).mean()), each.max()], rtol=1e-12)
 
 
-def test_nothing_is_granted_less_than_the_gate_and_what_is_amplified_more():
-    assert (wide_limit(None).error, wide_limit(None).worst) == (GATE, GATE)
-    limit = wide_limit(np.array([0.5, 30.0]))
-    assert (limit.error, limit.worst) == (GATE, pytest.approx(30 * GATE))
+def test_float64_tolerance_has_a_minimum_and_grows_with_amplification():
+    assert (wide_limit(None).error, wide_limit(None).worst) == (FLOAT64_TOLERANCE, FLOAT64_TOLERANCE)
+    tolerance = wide_limit(np.array([0.5, 30.0]))
+    assert (tolerance.error, tolerance.worst) == (FLOAT64_TOLERANCE, pytest.approx(30 * FLOAT64_TOLERANCE))
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -56,7 +63,7 @@ def steps(grads: list[np.ndarray]) -> tuple[list[np.ndarray], list[tuple[dict[st
     return moved, taken
 
 
-def test_somebodys_run_is_granted_roundings_there_and_back_and_far_angles_and_never_more_than_the_ceiling():
+def test_dump_tolerance_grows_with_roundings_up_to_a_ceiling():
     config = open_weights(builtin_path("micro-qwen3")).config
     forward, back = (of_dump(config, stage, "chained", "float32", 10) for stage in ("adapted_logits", "gradient"))
     assert 1e-6 < forward.error < back.error < 1e-4
@@ -64,6 +71,6 @@ def test_somebodys_run_is_granted_roundings_there_and_back_and_far_angles_and_ne
     assert of_dump(config, "first_moment", "isolated", "bfloat16", 10).error == CEILINGS["isolated"]
 
 
-def test_parameters_are_granted_their_own_ulps_in_learning_rates():
+def test_parameter_tolerance_adds_ulps_divided_by_the_learning_rate():
     own = of_parameters(np.array([3.0, 4.0]), 1e-4, Tolerance(1e-4, 1e-3))
     assert own.worst == pytest.approx(1e-3 + 4 * 2.0**-23 / 1e-4)

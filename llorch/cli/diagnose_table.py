@@ -95,7 +95,7 @@ def _print_lines(out: Console, lines: Sequence[_Line], *, every: bool, n_passes:
             *([str(result.n_pass)] if passes else []),
             line.label,
             result.local.fault_kind or short(result.local.error),
-            short(result.limit.error),
+            short(result.tolerance.error),
             times(result.over),
             *([short(result.total.error), short(result.total_limit.error)] if total else []),
             Text(result.verdict, _STYLES[result.verdict]),

@@ -10,23 +10,23 @@ import pytest
 from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
 from runs.refusals import refuses
 
-from llorch.engines import OURS, LoadPath, Producer, ProducerName, open_here
+from llorch.engines import OURS, EngineName, LoadPath, ReferenceEngine, open_here
 from llorch.families.config import LinearScaling, ModelConfig
 from llorch.files import Weights, export, open_weights
 from llorch.judging import verify as models
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens import float64_reference
-from llorch.judging.goldens.float64_reference import WITNESS
-from llorch.judging.goldens.forward import PRODUCERS, stored_route
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.goldens.forward import ENGINES, stored_load_path
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
-from llorch.judging.verify import ask, plan_live
+from llorch.judging.verify import plan_live, run_engines
 from llorch.ops.numerics import GGML
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import FAIL
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
-LLAMACPP, TRANSFORMERS = (LoadPath(name, name) for name in PRODUCERS)
+LLAMACPP, TRANSFORMERS = (LoadPath(name, name) for name in ENGINES)
 COPY, OUR_COPY = LoadPath("llamacpp", "llamacpp", "llamacpp"), LoadPath(OURS, OURS, OURS)
 SCALED = GGUF_METADATA | {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 2.0}
 NO_WORDS = {"tokenizer.ggml.model": "none", "llama.vocab_size": VOCAB}
@@ -55,7 +55,7 @@ QKV = tuple(f"attn_{part}.weight" for part in "qkv")
 
 @pytest.mark.live
 @pytest.mark.parametrize(
-    ("what", "name", "settings", "route"),
+    ("what", "name", "settings", "load_path"),
     [
         ("micro-llama", "llamacpp", {}, LLAMACPP),
         ("micro-llama", "llamacpp", {"dtype": "bfloat16"}, COPY),
@@ -66,27 +66,27 @@ QKV = tuple(f"attn_{part}.weight" for part in "qkv")
         ("folder", "llamacpp", {"dtype": "float16"}, OUR_COPY),
         ("folder", "transformers", {"dtype": "float64"}, TRANSFORMERS),
         ("micro-qwen2", "transformers", {}, TRANSFORMERS),
-        ("micro-qwen3", "transformers", {}, replace(TRANSFORMERS, told=("head_dim",))),
-        ("micro-llama3", "transformers", {}, replace(TRANSFORMERS, told=("rope_parameters",))),
+        ("micro-qwen3", "transformers", {}, replace(TRANSFORMERS, set_by_llorch=("head_dim",))),
+        ("micro-llama3", "transformers", {}, replace(TRANSFORMERS, set_by_llorch=("rope_parameters",))),
         ("file", "transformers", {}, TRANSFORMERS),
-        ("file, scaled", "transformers", {}, replace(TRANSFORMERS, told=("rope_parameters",))),
-        ("file, factors", "transformers", {}, replace(TRANSFORMERS, told=("inv_freq",))),
-        ("file, biased", "transformers", {}, LoadPath(OURS, OURS, told=("attention_bias",))),
+        ("file, scaled", "transformers", {}, replace(TRANSFORMERS, set_by_llorch=("rope_parameters",))),
+        ("file, factors", "transformers", {}, replace(TRANSFORMERS, set_by_llorch=("inv_freq",))),
+        ("file, biased", "transformers", {}, LoadPath(OURS, OURS, set_by_llorch=("attention_bias",))),
         ("Q4_K_M", "transformers", {}, TRANSFORMERS),
         ("Q1_0", "transformers", {"dtype": "float64"}, LoadPath(OURS, OURS)),
     ],
 )
 def test_an_engine_says_on_what_route_its_model_came(
-    what: str, name: ProducerName, settings: dict, route: LoadPath, tmp_path: Path
+    what: str, name: EngineName, settings: dict, load_path: LoadPath, tmp_path: Path
 ):
     with open_here(name, make(what, tmp_path), **settings) as engine:
-        assert engine.route == route
-        assert stored_route({"engines": {name: engine.provenance()}}, name) == route
+        assert engine.load_path == load_path
+        assert stored_load_path({"engines": {name: engine.provenance()}}, name) == load_path
 
 
 def test_goldens_that_do_not_say_how_a_file_came_are_refused():
     with refuses(ValueError, "llamacpp", "reference_outputs/regenerate.py", where="golden"):
-        stored_route({"engines": {"llamacpp": {}}}, "llamacpp")
+        stored_load_path({"engines": {"llamacpp": {}}}, "llamacpp")
 
 
 def eps_read(patch: pytest.MonkeyPatch) -> None:
@@ -122,8 +122,8 @@ def rows_written(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(export, "interleave", lambda rows, heads: rows)
 
 
-TRUE = "transformers", WITNESS
-PLANTED = [  # who disagrees, and whether that is what the routes say
+TRUE = "transformers", FLOAT64_REFERENCE
+INJECTED = [  # who disagrees, and whether that is what the routes say
     (tensor_read, "file", {"llamacpp", *TRUE}),
     (tensor_read, "folder", {*TRUE}),
     (tensor_read, "Q4_K_M", {"llamacpp", *TRUE}),
@@ -139,31 +139,31 @@ PLANTED = [  # who disagrees, and whether that is what the routes say
 
 @pytest.mark.nightly_cases(but=["eps_written-folder-red7"])
 @pytest.mark.live
-@pytest.mark.parametrize(("plant", "what", "red"), PLANTED)
+@pytest.mark.parametrize(("inject", "what", "red"), INJECTED)
 def test_a_mistake_of_our_reader_or_writer_is_red_where_rows_say_that_it_was_not_in_the_way(
-    plant: Callable, what: str, red: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inject: Callable, what: str, red: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     path = make(what, tmp_path)
     for module in (models, float64_reference):
-        monkeypatch.setattr(module, "open_producer", here)
+        monkeypatch.setattr(module, "open_engine", here)
     monkeypatch.setattr(models, "start", lambda engines: None)
-    plant(monkeypatch)
-    plan = plan_live(open_weights(path), IDS, PRODUCERS)
-    shown = ask(plan, say=print, failed=None)
-    suite = ForwardSuite("m", shown.weights, plan.cases, shown.evidence, shown.truth)
-    rows = [row for dtype in ("numpy", FLOAT64) for row in suite.rows(NumpyRunner(shown.weights, dtype))]
-    routes = {row.producer: row.route for row in rows if row.route is not None}
-    assert {row.producer for row in rows if row.verdict == FAIL} == red
-    assert {name for name, route in routes.items() if shows(route, plant.__name__)} == red
+    inject(monkeypatch)
+    plan = plan_live(open_weights(path), IDS, ENGINES)
+    shown = run_engines(plan, progress=print, failed=None)
+    suite = ForwardSuite("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
+    comparisons = [c for dtype in ("numpy", FLOAT64) for c in suite.comparisons(NumpyRunner(shown.weights, dtype))]
+    routes = {c.engine: c.load_path for c in comparisons if c.load_path is not None}
+    assert {c.engine for c in comparisons if c.verdict == FAIL} == red
+    assert {name for name, load_path in routes.items() if shows(load_path, inject.__name__)} == red
 
 
-def here(*given: Any, say: object = None, **named: Any) -> Producer:
+def here(*given: Any, progress: object = None, **named: Any) -> ReferenceEngine:
     """An engine in this process, where mistakes are planted."""
     return open_here(*given, **named)
 
 
-def shows(route: LoadPath, mistake: str) -> bool:
+def shows(load_path: LoadPath, mistake: str) -> bool:
     """Whether an engine whose file came this way knows better."""
     if mistake.endswith("written"):
-        return route.written == OURS
-    return route.read != OURS and not (mistake == "scaling_read" and "rope_parameters" in route.told)
+        return load_path.written == OURS
+    return load_path.read != OURS and not (mistake == "scaling_read" and "rope_parameters" in load_path.set_by_llorch)

@@ -29,7 +29,7 @@ RUN_ON = (LLAMA, QWEN2, QWEN3)
 
 
 @dataclass(frozen=True)
-class Witness:
+class EngineRun:
     """A run of an engine that somebody else wrote.
 
     Attributes:
@@ -50,14 +50,14 @@ class Witness:
         return all(find_spec(package) for package in self.needs)
 
 
-def witnesses() -> Iterator[Witness]:
+def engine_runs() -> Iterator[EngineRun]:
     """Yield the runs of all engines that others wrote."""
     for model in MODELS:
         for engine in ("transformers", "llamacpp"):
             for case in ("near", "far"):
-                yield Witness(f"{engine}, stored, {case}", model, _later(_stored, engine, model, case))
+                yield EngineRun(f"{engine}, stored, {case}", model, _later(_stored, engine, model, case))
     for kind, activations in QUANTISED.items():
-        yield Witness(f"llama.cpp on {kind}, stored", kind, _later(_quantised, kind, activations))
+        yield EngineRun(f"llama.cpp on {kind}, stored", kind, _later(_quantised, kind, activations))
     for model in RUN_ON:
         for dtype, attention in (
             ("float32", "sdpa"),
@@ -66,9 +66,9 @@ def witnesses() -> Iterator[Witness]:
             ("float16", "eager"),
         ):
             run = _later(_transformers, model, dtype, attention)
-            yield Witness(f"transformers, {dtype}, {attention}", model, run, ("torch", "transformers"))
+            yield EngineRun(f"transformers, {dtype}, {attention}", model, run, ("torch", "transformers"))
         for name, how in LLAMA_CPP.items():
-            yield Witness(f"llama.cpp, {name}", model, _later(_llamacpp, model, *how), ("llama_cpp",))
+            yield EngineRun(f"llama.cpp, {name}", model, _later(_llamacpp, model, *how), ("llama_cpp",))
 
 
 def _later(write: Callable[..., Written], *args: object) -> Callable[[Path], Written]:

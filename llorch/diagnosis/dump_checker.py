@@ -11,12 +11,12 @@ from llorch.diagnosis.expected import EngineArithmetic, Expectations, Expected, 
 from llorch.diagnosis.profile import profile
 from llorch.diagnosis.replay import EMBED, Arrays, Past, Replay
 from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, StageResult
-from llorch.engines.dumps.stage_dump import Seen
+from llorch.engines.dumps.stage_dump import DumpedArray
 from llorch.judging.expert_selection import ExpertSelection
 from llorch.stages.comparison import Difference, measure
 from llorch.stages.stage_ref import token_axis
 
-Say = Callable[[str], None]
+Progress = Callable[[str], None]
 _UNKNOWN = Difference(math.nan, math.nan)
 
 
@@ -58,13 +58,17 @@ class ArrayPair:
 
 
 def pair_of(
-    replay: Replay, seen: Seen, name: str, ours: np.ndarray, chosen_by: tuple[np.ndarray, np.ndarray] | None = None
+    replay: Replay,
+    dumped: DumpedArray,
+    name: str,
+    ours: np.ndarray,
+    chosen_by: tuple[np.ndarray, np.ndarray] | None = None,
 ) -> ArrayPair:
     """Pair a dumped stage with the same tokens of llorch's; scores and variances tell the ties of a choice."""
     stage, _ = replay.stages[name]
-    theirs, ours = seen.read().astype(ours.dtype), rows(ours, stage, seen)
+    theirs, ours = dumped.read().astype(ours.dtype), rows(ours, stage, dumped)
     if chosen_by is not None:
-        theirs = ExpertSelection(ours, *(rows(array, stage, seen) for array in chosen_by)).settled(theirs)
+        theirs = ExpertSelection(ours, *(rows(array, stage, dumped) for array in chosen_by)).settled(theirs)
     if stage.is_choice:  # their order says nothing
         theirs, ours = np.sort(theirs, axis=-1), np.sort(ours, axis=-1)
     return ArrayPair(theirs, ours, stage.masked, token_axis(stage))
@@ -101,18 +105,18 @@ class _ReplayRun:
         self.past, self.made, self.passed = self.past.next(), {}, {}
 
 
-class DumpJudge:
+class DumpChecker:
     """Judges the passes of a dump, one after the other.
 
     Three runs go side by side. Two take the engine's arrays, with the caches as the dump shows them and with caches of
     appended rows; the third is llorch's alone.
     """
 
-    def __init__(self, replay: Replay, say: Say = lambda line: None) -> None:
+    def __init__(self, replay: Replay, progress: Progress = lambda line: None) -> None:
         """Prepare; nothing is computed yet."""
         self.replay, self.pasts = replay, list[tuple[Past, ...]]()  # caches of the fed runs before each pass
         self.not_run: list[tuple[int, str]] = []  # pass and stage key of what the dump cannot be judged by
-        self._say, self._engine = say, EngineArithmetic(replay.dump)
+        self._say, self._engine = progress, EngineArithmetic(replay.dump)
         as_shown, appended, alone = (first_past(replay, as_given=as_given) for as_given in (True, False, True))
         self._fed = _ReplayRun(replay, as_shown), _ReplayRun(replay, appended)
         self._own = _ReplayRun(replay, alone, engine_fed=False)
@@ -139,19 +143,22 @@ class DumpJudge:
             for run in (*self._fed, self._own):
                 run.compute(n_pass, part)
             for name, allowed in expected.of_part(part, self._fed[0].made, self._fed[0].passed):
-                seen = self.replay.dump.seen.get((n_pass, name))
-                if seen is not None:
-                    yield self._result(n_pass, name, seen, expected, allowed(seen))
+                dumped = self.replay.dump.dumped.get((n_pass, name))
+                if dumped is not None:
+                    yield self._result(n_pass, name, dumped, expected, allowed(dumped))
 
     def _part(self, part: int) -> str:
         n_layers = self.replay.config.n_layers
         return f"layer {part + 1} of {n_layers}" if 0 <= part < n_layers else "outside the layers"
 
-    def _result(self, n_pass: int, name: str, seen: Seen, expected: Expectations, allowed: Expected) -> StageResult:
+    def _result(
+        self, n_pass: int, name: str, dumped: DumpedArray, expected: Expectations, allowed: Expected
+    ) -> StageResult:
         """Judge a stage with the cache that is nearer to what the engine did."""
-        (stage, layer), judged = self.replay.stages[name], self._engine.judged(n_pass, name)
+        (stage, layer), mode = self.replay.stages[name], self._engine.mode_at(n_pass, name)
         pairs = [
-            pair_of(self.replay, seen, name, run.made[name], expected.chosen_by(name, run.passed)) for run in self._fed
+            pair_of(self.replay, dumped, name, run.made[name], expected.chosen_by(name, run.passed))
+            for run in self._fed
         ]
         found = [(here if np.isfinite(here.ours).all() else here.where_finite()).difference for here in pairs]
         local, here = min(zip(found, pairs, strict=True), key=lambda pair: pair[0].over(allowed.local))
@@ -161,14 +168,14 @@ class DumpJudge:
             key=name,
             stage=stage.name,
             layer=layer,
-            name=seen.name,
+            name=dumped.name,
             local=local,
-            limit=allowed.local,
-            total=pair_of(self.replay, seen, name, self._own.made[name]).difference,
+            tolerance=allowed.local,
+            total=pair_of(self.replay, dumped, name, self._own.made[name]).difference,
             total_limit=allowed.total,
-            arithmetic=judged.name or "float32",
-            verdict=WRONG if wrong else HONEST if judged.name else RIGHT,
-            since=self.replay.since(n_pass, name),
+            arithmetic=mode.name or "float32",
+            verdict=WRONG if wrong else HONEST if mode.name else RIGHT,
+            ran_since=self.replay.ran_since(n_pass, name),
             profile=profile(here.theirs, here.ours, stage, self.replay.config)
             if wrong and not local.fault and not stage.is_choice
             else None,

@@ -15,16 +15,16 @@ from llorch.pytorch.kernels.triton.quantised_matvec import multiply_chosen
 from llorch.pytorch.models.experts import QuantisedExperts
 
 
-def trained_packed(leaf: QuantisedLinear) -> QuantisedLinear:
+def trained_packed(kernel: QuantisedLinear) -> QuantisedLinear:
     """Make a packed layer multiply forward and back by one matrix, that of the reference."""
-    leaf.multiply, leaf.multiply_back = multiply_by_library, back_by_library
-    return leaf
+    kernel.multiply, kernel.multiply_back = multiply_by_library, back_by_library
+    return kernel
 
 
-def packed_experts(leaf: QuantisedExperts) -> QuantisedExperts:
+def packed_experts(kernel: QuantisedExperts) -> QuantisedExperts:
     """Multiply packed matrices of experts by kernels."""
-    leaf.multiply, leaf.multiply_chosen = multiply, multiply_chosen
-    return leaf
+    kernel.multiply, kernel.multiply_chosen = multiply, multiply_chosen
+    return kernel
 
 
 def joined(block: Block) -> Block:
@@ -40,7 +40,7 @@ def joined(block: Block) -> Block:
     return block
 
 
-LEAVES: KernelTable = {
+TRITON_KERNELS: KernelTable = {
     "norm": FusedRMSNorm,
     "linear": DenseLinear,
     **{f"packed {kind}": PackedLinear for kind in KIND_NAMES},

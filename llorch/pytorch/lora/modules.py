@@ -111,12 +111,12 @@ class AdapterSetting:
     salt: int  # of its dropout
     rows: Tensor | None = None  # of lora_B, where the adapter belongs to several modules
 
-    def of_leaf(self, lora_B: Tensor) -> Tensor:
+    def of_module(self, lora_B: Tensor) -> Tensor:
         """Return the rows of lora_B, or of magnitudes, that belong to this module."""
         return lora_B if self.rows is None else lora_B[self.rows]
 
 
-class LoraLeaf(Dropping):
+class LoraModule(Dropping):
     """A frozen module, whatever multiplies there, and the adapters beside it."""
 
     def __init__(self, base_layer: Any, *, fixed: bool) -> None:
@@ -152,7 +152,7 @@ class LoraLeaf(Dropping):
         trainable: bool,
         minus: LoraTensors | None,
         part: MatrixPart,
-        shared: "LoraLeaf | None" = None,
+        shared: "LoraModule | None" = None,
     ) -> None:
         """Put an adapter beside the module, its parameters in `dtype`; it is not yet active.
 
@@ -221,7 +221,7 @@ class LoraLeaf(Dropping):
         return f"adapters={', '.join(self.names)}"
 
     def _factors(self, name: str) -> tuple[Tensor, Tensor]:
-        return self.own(self.lora_A[name]), self._settings[name].of_leaf(self.own(self.lora_B[name]))
+        return self.own(self.lora_A[name]), self._settings[name].of_module(self.own(self.lora_B[name]))
 
     def _length(self, name: str) -> Tensor:
         """Compute |W + scaling * B A| along the input; kept while nothing that it depends on is trained."""
@@ -238,13 +238,13 @@ class LoraLeaf(Dropping):
         raise NotImplementedError
 
 
-class LoraLinear(LoraLeaf):
+class LoraLinear(LoraModule):
     """A projection with adapters, with the interface of `nn.Linear`."""
 
     def adapted(
         self, name: str, x: Float[Tensor, "*rows in"], y: Float[Tensor, "*rows out"], *chosen: Tensor
     ) -> Float[Tensor, "*rows out"]:
-        """See `LoraLeaf.adapted`."""
+        """See `LoraModule.adapted`."""
         setting = self._settings[name]
         lora_A, lora_B = self._factors(name)
         share = setting.config.lora_dropout if self.training else 0.0
@@ -254,10 +254,10 @@ class LoraLinear(LoraLeaf):
             return delta(x, lora_A, lora_B, **how, onto=y)
         added = self._delta(x, lora_A, lora_B, **how)
         if name in self.start_A:
-            start_A, start_B = self.own(self.start_A[name]), setting.of_leaf(self.own(self.start_B[name]))
+            start_A, start_B = self.own(self.start_A[name]), setting.of_module(self.own(self.start_B[name]))
             added = added - self._delta(x, start_A, start_B, scaling=setting.scaling)
         if name in self.lora_magnitude_vector:
-            scale = setting.of_leaf(self.own(self.lora_magnitude_vector[name])) / self._length(name)
+            scale = setting.of_module(self.own(self.lora_magnitude_vector[name])) / self._length(name)
             base = y if mask is None else self.base_layer((x.to(added.dtype) * mask / (1 - share)).to(x.dtype))
             bias = bias_of(self.base_layer)
             added = (scale - 1) * (base if bias is None else base - bias) + scale * added
@@ -277,7 +277,7 @@ class LoraLinear(LoraLeaf):
         return self.joined(torch.cat([length(*each) for each in weight_tiles(self.base_layer)]))
 
 
-class LoraExperts(LoraLeaf):
+class LoraExperts(LoraModule):
     """The matrices of all experts with adapters, each with a pair of its own."""
 
     def adapted(
@@ -287,7 +287,7 @@ class LoraExperts(LoraLeaf):
         y: Float[Tensor, "batch seq topk out"],
         *chosen: Int[Tensor, "batch seq topk"],
     ) -> Float[Tensor, "batch seq topk out"]:
-        """See `LoraLeaf.adapted`."""
+        """See `LoraModule.adapted`."""
         setting, (ids,) = self._settings[name], chosen
         every_A, every_B = setting.target.by_expert(self.lora_A[name], self.lora_B[name])
         every_B = every_B if setting.rows is None else every_B[:, setting.rows]
@@ -299,13 +299,13 @@ class LoraExperts(LoraLeaf):
         return (y + grouped(multiply, x.to(every_A.dtype), ids, len(every_A))).to(y.dtype)
 
 
-class LoraEmbedding(LoraLeaf):
+class LoraEmbedding(LoraModule):
     """An embedding with adapters, with the interface of `nn.Embedding`; it has no dropout, as in PEFT."""
 
     def adapted(
         self, name: str, x: Int[Tensor, "*rows"], y: Float[Tensor, "*rows out"], *chosen: Tensor
     ) -> Float[Tensor, "*rows out"]:
-        """See `LoraLeaf.adapted`."""
+        """See `LoraModule.adapted`."""
         lora_A, lora_B, scaling = self.lora_A[name], self.lora_B[name], self._settings[name].scaling
         product = fixed_product if self.fixed else linear
         added = product(embedding(x, lora_A.mT) * scaling, lora_B)
@@ -324,20 +324,20 @@ class LoraEmbedding(LoraLeaf):
         return torch.stack([squares(*each) for each in weight_tiles(self.base_layer)]).sum(0).sqrt()
 
 
-def weight_tiles(leaf: Any) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
+def weight_tiles(lora_module: Any) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
     """Yield the matrix of a module, some rows at a time: as stored where dense, float32 where packed."""
-    leaf = leaf.leaf if isinstance(leaf, FixedRows) else leaf
-    if isinstance(leaf, PackedMatrix):
-        yield from tiles(leaf.fields, leaf.ggml_type, torch.float32)
+    lora_module = lora_module.kernel if isinstance(lora_module, FixedRows) else lora_module
+    if isinstance(lora_module, PackedMatrix):
+        yield from tiles(lora_module.fields, lora_module.ggml_type, torch.float32)
         return
-    step = max(1, TILE // leaf.weight.shape[1])
-    for start in range(0, len(leaf.weight), step):
-        yield slice(start, start + step), leaf.weight[start : start + step]
+    step = max(1, TILE // lora_module.weight.shape[1])
+    for start in range(0, len(lora_module.weight), step):
+        yield slice(start, start + step), lora_module.weight[start : start + step]
 
 
-def bias_of(leaf: Any) -> Float[Tensor, " out"] | None:
+def bias_of(lora_module: Any) -> Float[Tensor, " out"] | None:
     """Return the bias that a projection adds to its product; None where it has none."""
-    return leaf.leaf.bias if isinstance(leaf, FixedRows) else leaf.bias
+    return lora_module.kernel.bias if isinstance(lora_module, FixedRows) else lora_module.bias
 
 
 def as_float32(tensor: Tensor) -> Float32[np.ndarray, "*shape"]:

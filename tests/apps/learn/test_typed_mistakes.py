@@ -9,7 +9,7 @@ from fakes.scripted_learner import TAUGHT, by_hand
 
 from llorch.apps.learn.lessons import LESSON_OF, PARTS
 from llorch.apps.learn.materials import typed_mistakes
-from llorch.apps.learn.typed import typed
+from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 
 RNG = np.random.default_rng(0)
 
@@ -40,16 +40,16 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
 def twice_typed() -> list[tuple[str, str]]:
     """Mistakes that a lesson's page shows as a person types them, and that the library makes as well."""
     both = ((part, name) for lesson in TAUGHT for part, wrong in by_hand(lesson).items() for name in wrong)
-    return [(part, name) for part, name in both if part in GIVEN and name in typed(PARTS[part])]
+    return [(part, name) for part, name in both if part in GIVEN and name in make_typed_mistakes(PARTS[part])]
 
 
 @pytest.mark.parametrize(("part", "name"), twice_typed(), ids=["-".join(each) for each in twice_typed()])
 def test_code_from_the_library_computes_what_code_typed_by_hand_computes(part: str, name: str):
     theirs = by_hand(LESSON_OF[part])[part][name](**GIVEN[part])
-    ours = typed(PARTS[part])[name](**GIVEN[part])
-    for made, want in zip(*(each if isinstance(each, tuple) else (each,) for each in (ours, theirs)), strict=True):
-        np.testing.assert_allclose(made, want, rtol=1e-5, atol=1e-6)
-        assert np.asarray(made).dtype == np.asarray(want).dtype
+    ours = make_typed_mistakes(PARTS[part])[name](**GIVEN[part])
+    for made, expected in zip(*(each if isinstance(each, tuple) else (each,) for each in (ours, theirs)), strict=True):
+        np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-6)
+        assert np.asarray(made).dtype == np.asarray(expected).dtype
 
 
 def test_the_mistakes_that_two_people_typed_are_those_that_pages_show():
@@ -59,7 +59,7 @@ def test_the_mistakes_that_two_people_typed_are_those_that_pages_show():
 @pytest.mark.parametrize("part", ["rms_norm", "rope", "swiglu", "append", "lora_delta"])
 def test_code_from_the_library_differs_from_the_reference(part: str):
     right = PARTS[part].reference(**GIVEN[part])
-    wrong = {name: function(**GIVEN[part]) for name, function in typed(PARTS[part]).items()}
+    wrong = {name: function(**GIVEN[part]) for name, function in make_typed_mistakes(PARTS[part]).items()}
     assert len(wrong) > 4
     assert not [name for name, made in wrong.items() if np.array_equal(np.asarray(made), np.asarray(right))]
 
@@ -67,6 +67,6 @@ def test_code_from_the_library_differs_from_the_reference(part: str):
 def test_a_lesson_has_its_mistakes_in_the_order_of_the_library_and_by_hand_wins():
     lesson = LESSON_OF["rms_norm"]
     found = typed_mistakes(lesson)["rms_norm"]
-    assert [*found] == [*typed(PARTS["rms_norm"])]
-    assert found["norm-eps-outside-root"] is not typed(PARTS["rms_norm"])["norm-eps-outside-root"]
+    assert [*found] == [*make_typed_mistakes(PARTS["rms_norm"])]
+    assert found["norm-eps-outside-root"] is not make_typed_mistakes(PARTS["rms_norm"])["norm-eps-outside-root"]
     assert found["norm-eps-outside-root"].__name__ == "eps_outside_the_root"

@@ -7,7 +7,7 @@ import pytest
 from builders import diagnoses
 from runs.refusals import assert_tells
 
-from llorch.cli.diagnosed import print_diagnosis
+from llorch.cli.diagnose_table import print_diagnosis
 from llorch.cli.tables import Stdout
 from llorch.diagnosis.verdict import Diagnosis
 

@@ -19,8 +19,8 @@ from builders.tiny_models import random_tensors, write_folder
 from runs.refusals import refuses
 from tokenizers import models, pre_tokenizers, processors
 
-from llorch.engines import Producer, ProducerName, f32_copy
-from llorch.engines import open_here as open_producer  # what is watched here is inside the engines
+from llorch.engines import EngineName, ReferenceEngine, f32_copy
+from llorch.engines import open_here as open_engine  # what is watched here is inside the engines
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.judging.goldens.forward import SAMPLINGS
@@ -36,7 +36,7 @@ IDS = (3, 17, 250, 9, 44, 101, 7, 88, 129, 200, 55)
 # (ggml multiplies angles up, transformers multiplies position by frequency), and 4e-5 of that shows.
 NEAR, FAR = 4e-6, 2e-4
 
-Pair = tuple[Producer, Producer]
+Pair = tuple[ReferenceEngine, ReferenceEngine]
 
 
 @pytest.fixture(scope="module")
@@ -56,8 +56,8 @@ def qwen3(folders: dict[str, Path]) -> Iterator[Pair]:
 
 
 def opened_pair(path: Path) -> Iterator[Pair]:
-    with open_producer("llamacpp", path) as first:
-        with open_producer("transformers", path) as second:
+    with open_engine("llamacpp", path) as first:
+        with open_engine("transformers", path) as second:
             yield first, second
 
 
@@ -87,46 +87,46 @@ def random_folder(name: str, path: Path) -> Path:
     return path
 
 
-def distance(got: np.ndarray, want: np.ndarray) -> float:
+def distance(actual: np.ndarray, expected: np.ndarray) -> float:
     """Relative L2 distance; both must be infinite at the same places."""
-    finite = np.isfinite(want)
-    np.testing.assert_array_equal(got[~finite], want[~finite])
-    return float(np.linalg.norm(got[finite] - want[finite]) / np.linalg.norm(want[finite]))
+    finite = np.isfinite(expected)
+    np.testing.assert_array_equal(actual[~finite], expected[~finite])
+    return float(np.linalg.norm(actual[finite] - expected[finite]) / np.linalg.norm(expected[finite]))
 
 
 @pytest.mark.parametrize(("first_position", "bound"), [(0, NEAR), (4000, FAR)])
 def test_engines_agree_at_every_stage(pair: Pair, first_position: int, bound: float):
-    first, second = (producer.trace(IDS, first_position=first_position) for producer in pair)
+    first, second = (engine.trace(IDS, first_position=first_position) for engine in pair)
     assert list(first) == list(second)
     worst = {key: distance(first[key], second[key]) for key in first}
     assert {key: d for key, d in worst.items() if not d < bound} == {}
 
 
 def test_engines_agree_on_a_single_token(pair: Pair):
-    first, second = (producer.trace(IDS[:1]) for producer in pair)
+    first, second = (engine.trace(IDS[:1]) for engine in pair)
     assert max(distance(first[key], second[key]) for key in first) < NEAR
 
 
 def test_capture_does_not_change_the_logits(pair: Pair):
-    for producer in pair:
-        np.testing.assert_array_equal(producer.trace(IDS)["logits"], producer.logits(IDS), strict=True)
+    for engine in pair:
+        np.testing.assert_array_equal(engine.trace(IDS)["logits"], engine.logits(IDS), strict=True)
 
 
 def test_traces_are_contiguous_float32_and_only_scores_are_infinite(pair: Pair):
-    for producer in pair:
-        for key, array in producer.trace(IDS).items():
+    for engine in pair:
+        for key, array in engine.trace(IDS).items():
             assert array.dtype == np.float32, key
             assert array.flags.c_contiguous, key
             assert np.isfinite(array).all() != key.endswith("attn_scores"), key
 
 
 def test_selected_logits_are_those_of_the_last_token(pair: Pair):
-    for producer in pair:
-        assert distance(producer.selected_logits(IDS), producer.logits(IDS)[-1]) < NEAR
+    for engine in pair:
+        assert distance(engine.selected_logits(IDS), engine.logits(IDS)[-1]) < NEAR
 
 
 def test_engines_continue_with_the_same_tokens(pair: Pair):
-    first, second = (producer.greedy(IDS, 16) for producer in pair)
+    first, second = (engine.greedy(IDS, 16) for engine in pair)
     assert first == second
     assert len(first) == 16
 
@@ -134,7 +134,7 @@ def test_engines_continue_with_the_same_tokens(pair: Pair):
 @pytest.mark.parametrize("name", SAMPLINGS)
 def test_sampler_chains_agree(qwen3: Pair, name: str):
     logits = qwen3[0].selected_logits(IDS)
-    first, second = (producer.probabilities(logits, SAMPLINGS[name], IDS) for producer in qwen3)
+    first, second = (engine.probabilities(logits, SAMPLINGS[name], IDS) for engine in qwen3)
     np.testing.assert_array_equal(first > 0, second > 0)
     np.testing.assert_allclose(first, second, rtol=2e-6, atol=1e-9, strict=True, equal_nan=False)
     assert abs(first.sum() - 1) < 1e-5
@@ -143,28 +143,28 @@ def test_sampler_chains_agree(qwen3: Pair, name: str):
 def test_temperature_zero_puts_everything_on_the_best_token(qwen3: Pair):
     settings = dataclasses.replace(SAMPLINGS["all"], temperature=0.0)
     logits = qwen3[0].selected_logits(IDS)
-    for producer in qwen3:
-        assert producer.probabilities(logits, settings, ()).tolist() == np.eye(VOCABULARY)[logits.argmax()].tolist()
+    for engine in qwen3:
+        assert engine.probabilities(logits, settings, ()).tolist() == np.eye(VOCABULARY)[logits.argmax()].tolist()
 
 
 @pytest.mark.parametrize("first_position", [0, 5, 4000])
 def test_queries_are_rotated_to_the_asked_positions(qwen3: Pair, first_position: int):
     angles = np.outer(first_position + np.arange(len(IDS)), 3e5 ** (-np.arange(0, 32, 2) / 32))[:, None]
-    for producer in qwen3:
-        trace = producer.trace(IDS, first_position=first_position)
+    for engine in qwen3:
+        trace = engine.trace(IDS, first_position=first_position)
         x = trace["l0.q_norm"].astype(np.float64)
         turned = (x[..., :16] + 1j * x[..., 16:]) * np.exp(1j * angles)
-        want = np.concatenate([turned.real, turned.imag], axis=-1)
-        assert distance(trace["l0.q_rope"], want) < (NEAR if first_position < 10 else FAR)
+        expected = np.concatenate([turned.real, turned.imag], axis=-1)
+        assert distance(trace["l0.q_rope"], expected) < (NEAR if first_position < 10 else FAR)
 
 
 def test_end_tokens_and_generation_settings_of_a_folder_do_not_stop_greedy(qwen3: Pair, folders, tmp_path: Path):
-    want = qwen3[0].greedy(IDS, 8)
+    expected = qwen3[0].greedy(IDS, 8)
     folder = shutil.copytree(folders["folder-qwen3"], tmp_path / "ends")
-    settings = {"eos_token_id": want[:3], "do_sample": True, "temperature": 0.7, "repetition_penalty": 1.8}
+    settings = {"eos_token_id": expected[:3], "do_sample": True, "temperature": 0.7, "repetition_penalty": 1.8}
     (folder / "generation_config.json").write_text(json.dumps(settings))
-    with open_producer("transformers", folder) as producer:
-        assert producer.greedy(IDS, 8) == want
+    with open_engine("transformers", folder) as engine:
+        assert engine.greedy(IDS, 8) == expected
 
 
 def test_quantised_files_are_run_as_the_weights_they_mean(tmp_path: Path):
@@ -175,9 +175,9 @@ def test_quantised_files_are_run_as_the_weights_they_mean(tmp_path: Path):
     params.ftype = llama_cpp.LLAMA_FTYPE_MOSTLY_Q8_0
     original = builtin_path("micro-qwen2")
     assert llama_cpp.llama_model_quantize(bytes(original), bytes(path), ctypes.pointer(params)) == 0
-    with open_producer("llamacpp", path) as first:
+    with open_engine("llamacpp", path) as first:
         a = first.trace(IDS)
-    with open_producer("transformers", path) as second:
+    with open_engine("transformers", path) as second:
         b = second.trace(IDS)
     assert max(distance(a[key], b[key]) for key in a) < NEAR
 
@@ -194,10 +194,10 @@ def test_an_error_inside_the_callback_reaches_the_caller(qwen3: Pair, monkeypatc
 
 
 def test_a_graph_with_other_stages_is_refused(qwen3: Pair, monkeypatch: pytest.MonkeyPatch):
-    for producer, name in zip(qwen3, ("llamacpp", "transformers"), strict=True):
-        monkeypatch.setattr(producer, "config", dataclasses.replace(producer.config, n_layers=3))
+    for engine, name in zip(qwen3, ("llamacpp", "transformers"), strict=True):
+        monkeypatch.setattr(engine, "config", dataclasses.replace(engine.config, n_layers=3))
         with refuses(RuntimeError, "l2.attn_norm", "missing", where=name):
-            producer.trace(IDS)
+            engine.trace(IDS)
 
 
 def test_another_struct_layout_is_refused(monkeypatch: pytest.MonkeyPatch):
@@ -213,7 +213,7 @@ def test_a_full_disk_is_refused_before_writing(folders, monkeypatch: pytest.Monk
     usage = shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(f32_copy.shutil, "disk_usage", lambda _path: usage)
     with refuses(OSError, "GB", "TMPDIR") as caught:
-        open_producer("llamacpp", folders["folder-qwen3"])
+        open_engine("llamacpp", folders["folder-qwen3"])
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -223,27 +223,27 @@ def test_a_refusal_names_the_users_path_and_llama_cpps_own_reason(tmp_path: Path
     tensors |= {n.replace("weight", "bias"): np.ones(len(tensors[n]), np.float32) for n in projections}
     folder = write_folder(tmp_path / "biased", tensors, "qwen3", attention_bias=True)
     with refuses(OSError, "biased", "float32", "number of tensors"):
-        open_producer("llamacpp", folder)
+        open_engine("llamacpp", folder)
 
 
 @pytest.mark.parametrize("ids", [(), (VOCABULARY,), (-1,)])
 def test_ids_outside_the_vocabulary_are_refused(qwen3: Pair, ids: tuple[int, ...]):
-    for producer in qwen3:
+    for engine in qwen3:
         with refuses(ValueError, expected=f"0 to {VOCABULARY - 1}", got=ids[0] if ids else "none", where="ids"):
-            producer.trace(ids)
+            engine.trace(ids)
 
 
-def test_a_closed_producer_says_so(folders):
-    for name in get_args(ProducerName):
-        producer = open_producer(name, folders["folder-qwen3"])
-        producer.close()
+def test_closed_engine_raises_an_error(folders):
+    for name in get_args(EngineName):
+        engine = open_engine(name, folders["folder-qwen3"])
+        engine.close()
         with refuses(ValueError, "closed", where=name):
-            producer.logits(IDS)
+            engine.logits(IDS)
 
 
 def test_tokenizing_without_a_vocabulary_gives_none(qwen3: Pair):
-    for producer in qwen3:
-        assert producer.tokenize("some text", add_special=True, parse_special=True) is None
+    for engine in qwen3:
+        assert engine.tokenize("some text", add_special=True, parse_special=True) is None
 
 
 @pytest.mark.parametrize("add_special", [False, True])
@@ -258,12 +258,12 @@ def test_tokenizers_of_both_engines_agree(folders, tmp_path: Path, add_special: 
     words = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
     write_gguf(open_weights(folder), tmp_path / "words.gguf", tokenizer_metadata=words)
     text = "hello <|end|>\n h\u00e9 \U0001f600"
-    with open_producer("llamacpp", tmp_path / "words.gguf") as first:
-        got = first.tokenize(text, add_special=add_special, parse_special=parse_special)
-    with open_producer("transformers", folder) as second:
-        assert second.tokenize(text, add_special=add_special, parse_special=parse_special) == got
-    assert got is not None
-    assert got.count(258) == add_special + parse_special
+    with open_engine("llamacpp", tmp_path / "words.gguf") as first:
+        actual = first.tokenize(text, add_special=add_special, parse_special=parse_special)
+    with open_engine("transformers", folder) as second:
+        assert second.tokenize(text, add_special=add_special, parse_special=parse_special) == actual
+    assert actual is not None
+    assert actual.count(258) == add_special + parse_special
 
 
 def byte_tokenizer() -> tokenizers.Tokenizer:
@@ -277,18 +277,18 @@ def byte_tokenizer() -> tokenizers.Tokenizer:
 
 
 def test_provenance_is_json_and_names_the_engine(qwen3: Pair):
-    for producer in qwen3:
-        record = json.loads(json.dumps(producer.provenance()))
-        assert record["producer"] == producer.name
+    for engine in qwen3:
+        record = json.loads(json.dumps(engine.provenance()))
+        assert record["producer"] == engine.name
 
 
 @pytest.mark.parametrize(("name", "package"), [("llamacpp", "llama_cpp"), ("transformers", "torch")])
-def test_a_missing_engine_names_the_extra(name: ProducerName, package: str, monkeypatch: pytest.MonkeyPatch):
+def test_a_missing_engine_names_the_extra(name: EngineName, package: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, package, None)
     with refuses(MissingExtra, package, "llorch[golden]"):
-        open_producer(name, "any")
+        open_engine(name, "any")
 
 
-def test_importing_producers_imports_no_engine():
+def test_importing_llorch_engines_imports_no_engine_library():
     code = "import sys, llorch.engines; sys.exit(bool({'torch', 'transformers', 'llama_cpp'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

@@ -11,7 +11,7 @@ from llorch.ops.delta_rule import L2_EPS
 from llorch.runtime.fields import shortest
 
 
-def cannot_judge(engine: str, config: ModelConfig, n_tokens: int) -> str:
+def unsupported_reason(engine: str, config: ModelConfig, n_tokens: int) -> str:
     """Explain why an engine cannot judge runs of up to so many tokens; empty if it can."""
     if engine != "llamacpp":
         return ""

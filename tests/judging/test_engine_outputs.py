@@ -9,23 +9,23 @@ from runs.golden_files import unpacked
 from runs.refusals import refuses
 from runs.stored_goldens import golden_of
 
-from llorch.engines import LoadPath, Producer, one_by_one
+from llorch.engines import LoadPath, ReferenceEngine, one_by_one
 from llorch.families.layers import Layer, Temperature
 from llorch.files import open_weights
 from llorch.judging.goldens.float64_reference import require_numbers
 from llorch.judging.goldens.forward import (
+    ENGINES,
     FAR_POSITION,
-    PRODUCERS,
     SAMPLINGS,
     EngineOutput,
     Golden,
     cases_for,
     n_greedy_for,
     read,
+    run_cases,
     sampler_inputs,
     save,
     sha256,
-    take,
 )
 from llorch.judging.goldens.quantised import FOLDER as QUANTISED
 from llorch.judging.verify import stored, unable_for
@@ -38,10 +38,18 @@ def thin(model: str = "micro-llama") -> Golden:
     golden = golden_of(model)
 
     def cut(shown: EngineOutput) -> EngineOutput:
-        return EngineOutput.from_arrays({name: a.reshape(-1)[:1] for name, a in shown.arrays().items()}, shown.route)
+        return EngineOutput.from_arrays(
+            {name: a.reshape(-1)[:1] for name, a in shown.arrays().items()}, shown.load_path
+        )
 
-    truth = replace(golden.truth, evidence=cut(golden.truth.evidence), step_logits=golden.truth.step_logits[:1, :1])
-    return replace(golden, evidence={name: cut(shown) for name, shown in golden.evidence.items()}, truth=truth)
+    reference = replace(
+        golden.reference,
+        engine_output=cut(golden.reference.engine_output),
+        step_logits=golden.reference.step_logits[:1, :1],
+    )
+    return replace(
+        golden, engine_outputs={name: cut(shown) for name, shown in golden.engine_outputs.items()}, reference=reference
+    )
 
 
 @pytest.mark.parametrize("name", BUILTIN)
@@ -58,25 +66,25 @@ def test_stored_inputs_can_show_mistakes(name: str):
     assert 1 < config.n_kv_heads < config.n_heads
 
 
-def test_a_witness_that_shows_nan_where_the_truth_has_a_number_is_refused_and_only_there():
+def test_engine_nan_is_refused_only_where_the_reference_is_finite():
     golden = read(goldens_folder() / "micro-llama")
-    shown, truth = golden.evidence["llamacpp"], golden.truth
-    require_numbers("llamacpp", "llama", shown, truth)
+    shown, reference = golden.engine_outputs["llamacpp"], golden.reference
+    require_numbers("llamacpp", "llama", shown, reference)
     shown.traces["far"]["l1.ffn_act"][2, 3:5] = np.nan
     said = ("llamacpp", 2, shown.traces["far"]["l1.ffn_act"].size, "l1.ffn_act", "far", "NaN")
-    for against in (truth, None):
+    for against in (reference, None):
         with refuses(ValueError, *said):
             require_numbers("llamacpp", "llama", shown, against)
-    truth.evidence.traces["far"]["l1.ffn_act"][2, 3:5] = np.nan  # as of a file that holds NaN
-    require_numbers("llamacpp", "llama", shown, truth)
+    reference.engine_output.traces["far"]["l1.ffn_act"][2, 3:5] = np.nan  # as of a file that holds NaN
+    require_numbers("llamacpp", "llama", shown, reference)
     with refuses(ValueError, *said):
         require_numbers("llamacpp", "llama", shown, None)
 
 
 @pytest.mark.parametrize("name", BUILTIN)
-def test_greedy_goldens_of_both_producers_are_the_same_text(name: str):
-    evidence = golden_of(name).evidence
-    np.testing.assert_array_equal(evidence["llamacpp"].greedy, evidence["transformers"].greedy)
+def test_greedy_goldens_of_both_engines_are_equal(name: str):
+    engine_outputs = golden_of(name).engine_outputs
+    np.testing.assert_array_equal(engine_outputs["llamacpp"].greedy, engine_outputs["transformers"].greedy)
 
 
 def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp_path: Path):
@@ -88,11 +96,11 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
         assert (tmp_path / "one" / file.name).read_bytes() == (tmp_path / "two" / file.name).read_bytes()
         assert unpacked(file) == unpacked(goldens_folder() / "micro-llama" / file.name)
     again = read(tmp_path / "whole")
-    assert again.truth.isolated == golden.truth.isolated
+    assert again.reference.isolated == golden.reference.isolated
     assert again.cases == golden.cases
-    for producer in PRODUCERS:
-        for key, array in golden.evidence[producer].arrays().items():
-            np.testing.assert_array_equal(again.evidence[producer].arrays()[key], array)
+    for engine in ENGINES:
+        for key, array in golden.engine_outputs[engine].arrays().items():
+            np.testing.assert_array_equal(again.engine_outputs[engine].arrays()[key], array)
 
 
 @pytest.mark.parametrize("missing", ["golden.json", "llamacpp.safetensors.xz", "transformers.safetensors.xz"])
@@ -103,43 +111,53 @@ def test_a_missing_golden_is_an_error_that_names_the_command(tmp_path: Path, mis
         read(tmp_path)
 
 
-def with_one_witness(golden, reasons):
-    evidence = {name: shown for name, shown in golden.evidence.items() if name not in reasons}
-    isolated = {name: golden.truth.isolated[name] for name in evidence}
-    return replace(golden, evidence=evidence, cannot_judge=reasons, truth=replace(golden.truth, isolated=isolated))
+def with_one_engine(golden, reasons):
+    engine_outputs = {name: shown for name, shown in golden.engine_outputs.items() if name not in reasons}
+    isolated = {name: golden.reference.isolated[name] for name in engine_outputs}
+    return replace(
+        golden,
+        engine_outputs=engine_outputs,
+        unsupported_reason=reasons,
+        reference=replace(golden.reference, isolated=isolated),
+    )
 
 
-def test_goldens_of_one_producer_state_why_the_other_is_none(tmp_path: Path):
+def test_goldens_of_one_engine_store_why_the_other_is_unsupported(tmp_path: Path):
     golden = thin()
-    save(tmp_path, with_one_witness(golden, {"llamacpp": "it has no window"}))
+    save(tmp_path, with_one_engine(golden, {"llamacpp": "it has no window"}))
     again = read(tmp_path)
-    assert (again.cannot_judge, [*again.evidence]) == ({"llamacpp": "it has no window"}, ["transformers"])
+    assert (again.unsupported_reason, [*again.engine_outputs]) == ({"llamacpp": "it has no window"}, ["transformers"])
     assert not (tmp_path / "llamacpp.safetensors.xz").exists()
 
 
-@pytest.mark.parametrize("reasons", [{"llamacpp": ""}, {"nobody": "why"}, dict.fromkeys(PRODUCERS, "why")])
+@pytest.mark.parametrize("reasons", [{"llamacpp": ""}, {"nobody": "why"}, dict.fromkeys(ENGINES, "why")])
 def test_goldens_without_a_reason_or_without_anybody_are_refused(tmp_path: Path, reasons: dict[str, str]):
-    save(tmp_path, replace(thin(), cannot_judge=reasons))
+    save(tmp_path, replace(thin(), unsupported_reason=reasons))
     where = (tmp_path / "golden.json", "cannot_judge", "regenerate.py")
-    with refuses(ValueError, expected=PRODUCERS, got=dict(sorted(reasons.items())), where=where):
+    with refuses(ValueError, expected=ENGINES, got=dict(sorted(reasons.items())), where=where):
         read(tmp_path)
 
 
-def test_a_producer_is_left_out_where_and_only_where_it_cannot_judge(monkeypatch: pytest.MonkeyPatch):
-    alone = with_one_witness(golden_of("micro-llama"), {"llamacpp": "why"})
+def test_engine_is_left_out_only_where_it_is_unsupported(monkeypatch: pytest.MonkeyPatch):
+    alone = with_one_engine(golden_of("micro-llama"), {"llamacpp": "why"})
     monkeypatch.setattr("llorch.judging.verify.read", lambda folder: alone)
     with refuses(ValueError, {"llamacpp": "why"}, expected={}, where="micro-llama"):
         stored("micro-llama")
     window = replace(open_weights(builtin_path("micro-qwen2")).config, layers=(Layer(window=7),) * 2, n_layers=2)
-    assert list(unable_for(PRODUCERS, window, range(6), 2)) == ["llamacpp"]
-    assert unable_for(PRODUCERS, window, range(5), 2) == {}  # no token is too far away to be seen
+    assert list(unable_for(ENGINES, window, range(6), 2)) == ["llamacpp"]
+    assert unable_for(ENGINES, window, range(5), 2) == {}  # no token is too far away to be seen
 
 
 def test_the_far_case_begins_before_a_chunk_or_a_step_of_temperature():
     config = open_weights(builtin_path("micro-llama")).config
     chunked = replace(config, layers=(Layer(chunk=8192),) * config.n_layers, max_position_embeddings=2**14)
-    tempered = replace(config, temperature=Temperature(scale=0.1, floor=300, offset=0), max_position_embeddings=2**14)
-    assert [cases_for(range(9), one)["far"].first_position for one in (chunked, tempered)] == [8188, 4196]
+    has_attention_temperature = replace(
+        config, temperature=Temperature(scale=0.1, floor=300, offset=0), max_position_embeddings=2**14
+    )
+    assert [cases_for(range(9), one)["far"].first_position for one in (chunked, has_attention_temperature)] == [
+        8188,
+        4196,
+    ]
 
 
 def test_far_positions_stay_inside_a_short_context():
@@ -165,14 +183,14 @@ def test_a_large_model_and_a_full_context_are_continued_by_fewer_tokens():
 
 
 def test_an_engine_is_asked_for_every_case_setting_and_token():
-    engine = Mock(spec=Producer, route=LoadPath("an engine", "an engine"))
+    engine = Mock(spec=ReferenceEngine, load_path=LoadPath("an engine", "an engine"))
     engine.trace.side_effect = lambda ids, first_position: {"logits": np.array([first_position])}
     engine.selected_logits.return_value = np.zeros(50, np.float32)
     engine.probabilities.side_effect = lambda logits, settings, history: logits
     engine.greedy.side_effect = lambda ids, n: [4] * n
-    engine.together.side_effect = partial(one_by_one, engine)
+    engine.call_batch.side_effect = partial(one_by_one, engine)
     near = (3, 1, 2)
-    taken = take(engine, {"near": Pass(near), "far": Pass((3, 1), 400)})
+    taken = run_cases(engine, {"near": Pass(near), "far": Pass((3, 1), 400)})
     assert engine.trace.call_args_list == [call(near, first_position=0), call((3, 1), first_position=400)]
     assert engine.selected_logits.call_args_list == [call(near)]
     assert engine.greedy.call_args_list == [call(near, 24)]
@@ -181,7 +199,7 @@ def test_an_engine_is_asked_for_every_case_setting_and_token():
     assert {case: trace["logits"].tolist() for case, trace in taken.traces.items()} == {"near": [0], "far": [400]}
     assert taken.greedy.tolist() == [4] * 24
     assert taken.probabilities.keys() == SAMPLINGS.keys()
-    assert taken.route == engine.route
+    assert taken.load_path == engine.load_path
 
 
 def test_the_sampler_sees_logits_of_both_signs_and_likely_tokens_that_repeat():
@@ -210,12 +228,12 @@ def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str)
         read(tmp_path)
 
 
-def test_a_golden_without_distances_of_both_producers_is_refused(tmp_path: Path):
+def test_golden_without_distances_of_both_engines_is_refused(tmp_path: Path):
     golden = thin()
-    isolated = {"llamacpp": golden.truth.isolated["llamacpp"]}
-    save(tmp_path, replace(golden, truth=replace(golden.truth, isolated=isolated)))
+    isolated = {"llamacpp": golden.reference.isolated["llamacpp"]}
+    save(tmp_path, replace(golden, reference=replace(golden.reference, isolated=isolated)))
     where = (tmp_path / "golden.json", "isolated")
-    with refuses(ValueError, expected=PRODUCERS, got=["llamacpp"], where=where):
+    with refuses(ValueError, expected=ENGINES, got=["llamacpp"], where=where):
         read(tmp_path)
 
 

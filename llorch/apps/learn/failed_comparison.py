@@ -23,29 +23,35 @@ CONSTANT = 1e-3  # of the error: what is left where a factor makes it
 
 
 @dataclass(frozen=True)
-class Number:
+class ComparedNumber:
     """One number beside its golden."""
 
     where: str
-    golden: float
-    yours: float
+    expected: float
+    actual: float
 
     @property
     def off(self) -> float:
         """Difference between the learner's number and the golden's."""
-        return 0.0 if self.golden == self.yours else abs(self.golden - self.yours)
+        return 0.0 if self.expected == self.actual else abs(self.expected - self.actual)
 
 
-class Wrong:
+class FailedComparison:
     """A comparison that failed, of an array that has the shape it should have."""
 
-    def __init__(self, judged: LessonComparison) -> None:
+    def __init__(self, comparison: LessonComparison) -> None:
         """Take a comparison that has an expectation and an array."""
-        assert judged.claim is not None
-        assert judged.got is not None
-        self.claim, self.row, self._config = judged.claim, judged.row, judged.config
-        self.stage = BY_NAME.get(self.claim.place.stage) if self._config is not None else None
-        self.want, self.got = (self._by_token(array.astype(np.float64)) for array in (self.claim.want, judged.got))
+        assert comparison.expectation is not None
+        assert comparison.actual is not None
+        self.expectation, self.comparison, self._config = (
+            comparison.expectation,
+            comparison.comparison,
+            comparison.config,
+        )
+        self.stage = BY_NAME.get(self.expectation.stage_ref.stage) if self._config is not None else None
+        self.expected, self.actual = (
+            self._by_token(array.astype(np.float64)) for array in (self.expectation.expected, comparison.actual)
+        )
 
     def _by_token(self, array: np.ndarray) -> np.ndarray:
         """Reshape an array to (token, head, channel) where these axes are known."""
@@ -57,39 +63,39 @@ class Wrong:
     def off(self) -> np.ndarray:
         """Difference of every number; infinite where one side alone masks or is not finite."""
         with np.errstate(invalid="ignore"):
-            off = np.where(self.want == self.got, 0.0, np.abs(self.got - self.want))
+            off = np.where(self.expected == self.actual, 0.0, np.abs(self.actual - self.expected))
         return np.where(np.isfinite(off), off, np.inf)
 
     @cached_property
     def outside(self) -> np.ndarray:
         """Which numbers are wrong: those beyond the limit of the worst, else all that are off by more than the rest."""
-        finite = self.want[np.isfinite(self.want)]
-        for limit in (self._limit, self.claim.limit.error * float(np.sqrt(np.square(finite).mean()))):
+        finite = self.expected[np.isfinite(self.expected)]
+        for limit in (self._limit, self.expectation.tolerance.error * float(np.sqrt(np.square(finite).mean()))):
             if (self.off > limit).any():
                 return self.off > limit
         return self.off == self.off.max()
 
     @property
-    def first(self) -> Number:
+    def first(self) -> ComparedNumber:
         """The first that is wrong, token by token."""
         return self._number(int(self.outside.ravel().argmax()))
 
     @property
-    def worst(self) -> Number:
+    def worst(self) -> ComparedNumber:
         """Number with the largest difference."""
         return self._number(int(self.off.ravel().argmax()))
 
-    def _number(self, at: int) -> Number:
+    def _number(self, at: int) -> ComparedNumber:
         index = np.unravel_index(at, self.off.shape)
         names = self._axes()
         said = ", ".join(f"{name} {i}" for name, i in zip(names, index, strict=True) if name)
-        return Number(f"[{said}]" if said else "", float(self.want[index]), float(self.got[index]))
+        return ComparedNumber(f"[{said}]" if said else "", float(self.expected[index]), float(self.actual[index]))
 
     def _axes(self) -> tuple[str, ...]:
-        if self.row.place.stage in AFTER_LOGITS:
+        if self.comparison.stage_ref.stage in AFTER_LOGITS:
             return ("token id",)
         if self.stage is None:
-            return _axes_of_training(self.claim.place) or tuple(f"axis {at}:" for at in range(self.off.ndim))
+            return _axes_of_training(self.expectation.stage_ref) or tuple(f"axis {at}:" for at in range(self.off.ndim))
         axes = self.stage.axes.split()
         return "token", "head" if has_heads(self.stage) else "", CHANNELS.get(axes[-1], "channel")
 
@@ -110,69 +116,69 @@ class Wrong:
     @property
     def _limit(self) -> float:
         """Return the largest difference of a single number that the tolerance allows."""
-        finite = np.abs(self.want[np.isfinite(self.want)])
-        return self.claim.limit.worst * (self.claim.unit or float(finite.max(initial=0.0)))
+        finite = np.abs(self.expected[np.isfinite(self.expected)])
+        return self.expectation.tolerance.worst * (self.expectation.unit or float(finite.max(initial=0.0)))
 
     def _grows(self, tokens: np.ndarray) -> str:
         """Describe errors of all tokens but the first, else ""."""
-        first = self.claim.place.n_cached == 0 and len(tokens) > 2
+        first = self.expectation.stage_ref.n_cached == 0 and len(tokens) > 2
         return (
             "the mistake depends on positions or earlier tokens" if first and not tokens[0] and tokens[1:].all() else ""
         )
 
     def _looks_like(self) -> str:
         """Recognise a factor, another order, or a mask; empty if none of these fits."""
-        masked = np.isneginf(self.want) != np.isneginf(self.got)
+        masked = np.isneginf(self.expected) != np.isneginf(self.actual)
         if masked.any():
             return f"{int(masked.sum())} entries are masked on one side only"
         if not np.isfinite(self.off).all():
             return f"{int((~np.isfinite(self.off)).sum())} numbers are not finite"
-        want, got = (np.where(np.isfinite(x), x, 0.0) for x in (self.want, self.got))
-        if (factor := _factor(want, got)) is not None:
+        expected, actual = (np.where(np.isfinite(x), x, 0.0) for x in (self.expected, self.actual))
+        if (factor := _factor(expected, actual)) is not None:
             return f"every number is {factor:.5g} times the golden"
-        rows = [_factor(a, b) for a, b in zip(want, got, strict=True)] if want.ndim > 1 else [None]
+        rows = [_factor(a, b) for a, b in zip(expected, actual, strict=True)] if expected.ndim > 1 else [None]
         if all(each is not None for each in rows):
             return "each token has a different factor"
-        if self._close(np.sort(want, axis=None), np.sort(got, axis=None)):
+        if self._close(np.sort(expected, axis=None), np.sort(actual, axis=None)):
             return "the same numbers in another order"
         return ""
 
     def _close(self, a: np.ndarray, b: np.ndarray) -> bool:
         """Tell if two arrays differ by at most `CLEARLY` times the tolerance, relative to `a`."""
-        return bool(np.linalg.norm(a - b) <= CLEARLY * self.claim.limit.error * np.linalg.norm(a))
+        return bool(np.linalg.norm(a - b) <= CLEARLY * self.expectation.tolerance.error * np.linalg.norm(a))
 
     def still_right(self) -> list[str]:
         """List the properties that a wrong array still has."""
         said = ["shape", "dtype"]
-        want, got = self.want, self.got
-        if not np.isfinite(want).all() or not np.isfinite(got).all():
+        expected, actual = self.expected, self.actual
+        if not np.isfinite(expected).all() or not np.isfinite(actual).all():
             return said
-        if self.stage is not None and self.stage.name == "attn_probs" and np.allclose(got.sum(-1), 1, atol=1e-5):
+        if self.stage is not None and self.stage.name == "attn_probs" and np.allclose(actual.sum(-1), 1, atol=1e-5):
             said.append("every row sums to 1")
-        elif want.ndim > 1 and self._close(np.linalg.norm(want, axis=-1), np.linalg.norm(got, axis=-1)):
-            said.append(f"the length of every {'head vector' if want.shape[1] > 1 else 'row'}")
+        elif expected.ndim > 1 and self._close(np.linalg.norm(expected, axis=-1), np.linalg.norm(actual, axis=-1)):
+            said.append(f"the length of every {'head vector' if expected.shape[1] > 1 else 'row'}")
         return said
 
 
-def _axes_of_training(place: StageRef) -> tuple[str, ...]:
+def _axes_of_training(stage_ref: StageRef) -> tuple[str, ...]:
     """Name the axes of an adapter's tensor, of a block's input, or of a group with fixed axes."""
-    kind = place.part.rpartition(".")[2]
+    kind = stage_ref.part.rpartition(".")[2]
     of_part = {
         "lora_A": "rank in",
         "lora_B": "out rank",
         "block_in": "token channel",
         "last_block_out": "token channel",
     }
-    return tuple(OF_TRAINING.get(place.stage, of_part.get(kind, "")).split())
+    return tuple(OF_TRAINING.get(stage_ref.stage, of_part.get(kind, "")).split())
 
 
-def _factor(want: np.ndarray, got: np.ndarray) -> float | None:
+def _factor(expected: np.ndarray, actual: np.ndarray) -> float | None:
     """Return the factor of all numbers if it makes the whole difference; else None."""
-    size = float(np.square(want).sum())
+    size = float(np.square(expected).sum())
     if not size:
         return None
-    factor = float((want * got).sum()) / size
-    apart, left = np.linalg.norm(got - want), np.linalg.norm(got - factor * want)
+    factor = float((expected * actual).sum()) / size
+    apart, left = np.linalg.norm(actual - expected), np.linalg.norm(actual - factor * expected)
     return factor if left <= CONSTANT * apart and factor else None
 
 
@@ -188,7 +194,7 @@ def _which(name: str, wrong: np.ndarray) -> str:
     return ", ".join(f"{said} {'wrong' if bad else 'right'}" for said, (bad, _) in zip(spoken, runs, strict=True))
 
 
-def is_shown(judged: LessonComparison) -> bool:
+def is_shown(comparison: LessonComparison) -> bool:
     """Tell if the numbers of a comparison can be shown."""
-    both = judged.claim is not None and judged.got is not None
-    return both and judged.got.shape == judged.claim.want.shape  # type: ignore[union-attr] (both are there)
+    both = comparison.expectation is not None and comparison.actual is not None
+    return both and comparison.actual.shape == comparison.expectation.expected.shape  # type: ignore[union-attr] (both are there)

@@ -24,16 +24,16 @@ Tensor = Any  # of torch, which only lesson 14 imports
 Typed = Callable[[Exercise], Mapping[str, Call]]  # of an exercise: the name of each mistake, and the function
 
 
-def typed(part: Exercise) -> Mapping[str, Call]:
+def make_typed_mistakes(exercise: Exercise) -> Mapping[str, Call]:
     """Make the wrong functions of an exercise, by the names of the mistakes, in the order of the library."""
-    return {name: _in_dtype(function) for name, function in SPECIAL.get(part.name, _replaced)(part).items()}
+    return {name: _in_dtype(function) for name, function in SPECIAL.get(exercise.name, _replaced)(exercise).items()}
 
 
-def _replaced(part: Exercise) -> Mapping[str, Call]:
+def _replaced(exercise: Exercise) -> Mapping[str, Call]:
     """Return an exercise's reference with each known mistake, by the mistake's name."""
     return {
-        **{mistake.name: mistake.wrong(part.reference) for mistake in _mistakes_of(part.name)},
-        **typed_in_training(part),
+        **{mistake.name: mistake.wrong(exercise.reference) for mistake in _mistakes_of(exercise.name)},
+        **typed_in_training(exercise),
     }
 
 
@@ -61,7 +61,7 @@ def _as(result: Any, dtypes: Sequence[np.dtype]) -> Any:
     return result.astype(dtypes[0]) if is_other and dtypes else result
 
 
-def _both_caches(part: Exercise) -> Mapping[str, Call]:
+def _both_caches(exercise: Exercise) -> Mapping[str, Call]:
     """Do to keys and values alike what a row does to the rows of one cache."""
 
     def of_both(one: Call) -> Call:
@@ -74,17 +74,17 @@ def _both_caches(part: Exercise) -> Mapping[str, Call]:
     def right(past: np.ndarray, new: np.ndarray) -> np.ndarray:
         return np.concatenate([past, new], axis=1)
 
-    return {mistake.name: of_both(mistake.wrong(right)) for mistake in _mistakes_of(part.name)}
+    return {mistake.name: of_both(mistake.wrong(right)) for mistake in _mistakes_of(exercise.name)}
 
 
-def _decoders(part: Exercise) -> Mapping[str, Call]:
+def _decoders(exercise: Exercise) -> Mapping[str, Call]:
     """Decode blocks of one type as each mistake of that type does."""
-    kind = GGMLType[part.name.upper()]
+    kind = GGMLType[exercise.name.upper()]
 
     def decoder(mistake: Mistake[QuantisedInputs]) -> Call:
         def wrong(blocks: np.ndarray) -> np.ndarray:
             shape, no_inputs = (len(blocks), BLOCK), np.empty((0, 0), np.float32)
-            with replaced(part.replaces, instead(RIGHT_DECODERS[kind])):  # where this function stands itself
+            with replaced(exercise.replaces, instead(RIGHT_DECODERS[kind])):  # where this function stands itself
                 return mistake.result(QuantisedInputs(kind, blocks, shape, no_inputs), "decode").reshape(shape)
 
         return wrong
@@ -93,7 +93,7 @@ def _decoders(part: Exercise) -> Mapping[str, Call]:
     return {mistake.name: decoder(mistake) for mistake in able}
 
 
-def _outputs_of_attention(part: Exercise) -> Mapping[str, Call]:
+def _outputs_of_attention(exercise: Exercise) -> Mapping[str, Call]:
     def of_output(linear: Call) -> Call:
         def attention_output(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
             return linear(x=context, weight=o_proj, bias=o_bias)
@@ -103,7 +103,7 @@ def _outputs_of_attention(part: Exercise) -> Mapping[str, Call]:
     return _of_products("attn_out", of_output)
 
 
-def _feed_forwards(part: Exercise) -> Mapping[str, Call]:
+def _feed_forwards(exercise: Exercise) -> Mapping[str, Call]:
     """Get the last product wrong, or the whole."""
 
     def of_down(linear: Call) -> Call:
@@ -115,10 +115,10 @@ def _feed_forwards(part: Exercise) -> Mapping[str, Call]:
 
         return feed_forward
 
-    return {**_replaced(part), **_of_products("ffn_out", of_down)}
+    return {**_replaced(exercise), **_of_products("ffn_out", of_down)}
 
 
-def _logits_mistakes(part: Exercise) -> Mapping[str, Call]:
+def _logits_mistakes(exercise: Exercise) -> Mapping[str, Call]:
     """Get the product wrong, or what is done to the logits."""
 
     def of_output(linear: Call) -> Call:
@@ -130,7 +130,7 @@ def _logits_mistakes(part: Exercise) -> Mapping[str, Call]:
 
         return logits
 
-    return {**_replaced(part), **_of_products("logits", of_output)}
+    return {**_replaced(exercise), **_of_products("logits", of_output)}
 
 
 def _of_products(stage: str, brought: Callable[[Call], Call]) -> Mapping[str, Call]:
@@ -139,7 +139,7 @@ def _of_products(stage: str, brought: Callable[[Call], Call]) -> Mapping[str, Ca
     return {mistake.name: brought(mistake.wrong(LINEAR.reference)) for mistake in mistakes}
 
 
-def _norms_of_tensors(part: Exercise) -> Mapping[str, Call]:
+def _norms_of_tensors(exercise: Exercise) -> Mapping[str, Call]:
     """Normalise tensors as the wrong norms of lesson 01 normalise arrays."""
 
     def of_tensors(function: Call) -> Call:
@@ -148,10 +148,10 @@ def _norms_of_tensors(part: Exercise) -> Mapping[str, Call]:
 
         return rms_norm
 
-    return {name: of_tensors(function) for name, function in typed(RMS_NORM).items()}
+    return {name: of_tensors(function) for name, function in make_typed_mistakes(RMS_NORM).items()}
 
 
-def _turns_of_tensors(part: Exercise) -> Mapping[str, Call]:
+def _turns_of_tensors(exercise: Exercise) -> Mapping[str, Call]:
     """Rotate tensors as the wrong rotations of lesson 01b rotate arrays, one row of the batch after the other."""
 
     def of_tensors(function: Call) -> Call:
@@ -162,7 +162,7 @@ def _turns_of_tensors(part: Exercise) -> Mapping[str, Call]:
 
         return rope
 
-    return {name: of_tensors(function) for name, function in typed(ROPE).items()}
+    return {name: of_tensors(function) for name, function in make_typed_mistakes(ROPE).items()}
 
 
 def _array(tensor: Tensor, dtype: type[np.floating] = np.float32) -> np.ndarray:

@@ -8,52 +8,60 @@ from typing import Any
 import pytest
 from runs.refusals import assert_tells
 
-from llorch.cli.judged import EXACT, JudgedModel, checkpoints_of, closer_to_truth, first_failure, lines, summary
-from llorch.cli.judging import _exit_code
 from llorch.cli.report import closing_line, failure_report, print_brief_end, print_line, print_model
 from llorch.cli.tables import console
+from llorch.cli.verify_plan import _exit_code
+from llorch.cli.verify_summary import (
+    EXACT,
+    ModelReport,
+    checkpoints_of,
+    closer_to_reference,
+    first_failure,
+    lines,
+    summary,
+)
 from llorch.files import open_weights
 from llorch.judging.judge import Comparison
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import NOT_RUN
 
 
-def row(**changes: Any) -> Comparison:
+def comparison(**changes: Any) -> Comparison:
     """A row that passes, layer 0, with some fields changed."""
     fields: dict[str, Any] = {
-        "model": "m", "checkpoint": "05", "stage": "attn_out", "layer": 0, "case": "near", "producer": "llamacpp",
-        "backend": "numpy", "mode": "chained", "error": 1e-7, "worst": 1e-7, "truth_error": 1e-8,
-        "producer_error": 2e-7, "tolerance": 1e-6, "tolerance_worst": 1e-6, "verdict": "PASS",
+        "model": "m", "checkpoint": "05", "stage": "attn_out", "layer": 0, "case": "near", "engine": "llamacpp",
+        "backend": "numpy", "mode": "chained", "error": 1e-7, "worst": 1e-7, "reference_error": 1e-8,
+        "engine_error": 2e-7, "tolerance": 1e-6, "tolerance_worst": 1e-6, "verdict": "PASS",
     }  # fmt: skip
     return Comparison(**fields | changes)
 
 
-def judged(*rows: Comparison, **other: Any) -> JudgedModel:
-    return JudgedModel("m", list(rows), **other)
+def report(*rows: Comparison, **other: Any) -> ModelReport:
+    return ModelReport("m", list(rows), **other)
 
 
-def test_a_line_shows_the_row_closest_to_its_tolerance_with_both_producers_at_its_place():
+def test_line_shows_closest_comparison_with_errors_of_both_engines():
     found = lines(
-        judged(
-            row(error=9e-7, tolerance=1e-5),
-            row(layer=1, error=8e-7, producer_error=3e-7),
-            row(layer=1, producer="transformers", producer_error=4e-7),
+        report(
+            comparison(error=9e-7, tolerance=1e-5),
+            comparison(layer=1, error=8e-7, engine_error=3e-7),
+            comparison(layer=1, engine="transformers", engine_error=4e-7),
         )
     )
     line = next(line for line in found if line.checkpoint == "05")
     assert line.n_rows == 3
     assert line.closest is not None
     assert line.closest.layer == 1
-    assert line.producer_errors == {"llamacpp": 3e-7, "transformers": 4e-7}
+    assert line.engine_errors == {"llamacpp": 3e-7, "transformers": 4e-7}
 
 
 @pytest.mark.parametrize("at", [0, 1, 2])
 @pytest.mark.parametrize("worse", [{"error": 9e-7}, {"worst": 9e-7}, {"verdict": "TIE"}, {"verdict": "FAIL"}])
 def test_a_line_shows_its_worst_row_wherever_that_stands(worse: dict[str, Any], at: int):
-    rows = [row(layer=layer, **(worse if layer == at else {})) for layer in range(3)]
-    line = next(line for line in lines(judged(*rows)) if line.checkpoint == "05")
-    assert line.closest == rows[at]
-    assert line.verdict == rows[at].verdict
+    comparisons = [comparison(layer=layer, **(worse if layer == at else {})) for layer in range(3)]
+    line = next(line for line in lines(report(*comparisons)) if line.checkpoint == "05")
+    assert line.closest == comparisons[at]
+    assert line.verdict == comparisons[at].verdict
 
 
 @pytest.mark.parametrize(
@@ -70,22 +78,22 @@ def test_numbers_that_differ_count_more_than_what_was_not_run(
 
 @pytest.mark.parametrize("not_run", [[], ["no engine"]])
 def test_a_near_tie_fails_a_strict_run_alone(not_run: list[str]):
-    rows = [row(checkpoint=number, verdict="TIE" if number == "10" else "PASS") for number in EXACT]
+    comparisons = [comparison(checkpoint=number, verdict="TIE" if number == "10" else "PASS") for number in EXACT]
     for strict, code in ((True, 1), (False, 3 if not_run else 0)):
-        counts = summary([judged(*rows, not_run=not_run)], strict=strict)
+        counts = summary([report(*comparisons, not_run=not_run)], strict=strict)
         assert (counts["ties"], counts["failed"], counts["strict"]) == (1, 0, strict)
         assert _exit_code(counts) == code
 
 
 def test_a_failure_is_shown_before_a_near_tie_and_both_before_any_pass():
-    rows = [row(error=9e-7), row(layer=1, verdict="TIE"), row(layer=2, verdict="FAIL")]
+    comparisons = [comparison(error=9e-7), comparison(layer=1, verdict="TIE"), comparison(layer=2, verdict="FAIL")]
     for n, verdict in ((1, "PASS"), (2, "TIE"), (3, "FAIL")):
-        assert lines(judged(*rows[:n]))[6].verdict == verdict
+        assert lines(report(*comparisons[:n]))[6].verdict == verdict
 
 
 def test_every_checkpoint_of_the_arithmetic_has_a_line_also_without_a_row():
     for numbers in (EXACT, (*EXACT, "13")):
-        found = lines(replace(judged(row()), checkpoints=numbers))
+        found = lines(replace(report(comparison()), checkpoints=numbers))
         assert [line.checkpoint for line in found] == list(numbers)
         assert sum(line.verdict == NOT_RUN for line in found) == len(numbers) - 1
 
@@ -104,53 +112,55 @@ def test_every_checkpoint_of_the_arithmetic_has_a_line_also_without_a_row():
     ],
 )
 def test_the_first_failure_is_the_first_in_the_forward_pass(first: dict[str, Any], later: dict[str, Any]):
-    rows = [row(verdict="FAIL", **fields) for fields in (later, first)]
-    assert first_failure(judged(row(stage="embed", layer=None), *rows)) == rows[1]
+    comparisons = [comparison(verdict="FAIL", **fields) for fields in (later, first)]
+    assert first_failure(report(comparison(stage="embed", layer=None), *comparisons)) == comparisons[1]
 
 
 def test_nothing_failed_means_no_failure():
-    assert first_failure(judged(row(), row(verdict="TIE"))) is None
-    assert failure_report(judged(row())) == []
+    assert first_failure(report(comparison(), comparison(verdict="TIE"))) is None
+    assert failure_report(report(comparison())) == []
 
 
-def test_closeness_to_the_truth_needs_every_producer_and_counts_chained_places_only():
-    counts = closer_to_truth(
+def test_closer_to_reference_needs_all_engines_and_counts_only_chained():
+    counts = closer_to_reference(
         [
-            judged(
-                row(truth_error=1e-7, producer_error=1e-7),
-                row(truth_error=1e-7, producer_error=2e-7, producer="transformers"),
-                row(layer=1, truth_error=1e-7, producer_error=0.9e-7),
-                row(layer=1, truth_error=1e-7, producer_error=2e-7, producer="transformers"),
-                row(case="far", truth_error=1e-7),
-                row(layer=2, mode="isolated", truth_error=9.0),
+            report(
+                comparison(reference_error=1e-7, engine_error=1e-7),
+                comparison(reference_error=1e-7, engine_error=2e-7, engine="transformers"),
+                comparison(layer=1, reference_error=1e-7, engine_error=0.9e-7),
+                comparison(layer=1, reference_error=1e-7, engine_error=2e-7, engine="transformers"),
+                comparison(case="far", reference_error=1e-7),
+                comparison(layer=2, mode="isolated", reference_error=9.0),
             ),
-            judged(row(truth_error=9.0), row(layer=3, backend="numpy-float32")),
+            report(comparison(reference_error=9.0), comparison(layer=3, backend="numpy-float32")),
         ],
         "numpy",
     )
     assert counts == {
-        "near": {"places": 3, "ours": 1},
-        "far": {"places": 1, "ours": 1},
-        "all": {"places": 4, "ours": 2},
+        "near": {"comparisons": 3, "llorch": 1},
+        "far": {"comparisons": 1, "llorch": 1},
+        "all": {"comparisons": 4, "llorch": 2},
     }
 
 
-def test_without_a_truth_nothing_is_said_of_how_close_to_it_ours_is():
-    line = closing_line(summary([judged(row(truth_error=math.nan, producer_error=math.nan))]))
+def test_closing_line_without_reference_omits_closeness():
+    line = closing_line(summary([report(comparison(reference_error=math.nan, engine_error=math.nan))]))
     assert "truth" not in line
 
 
 def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
-    rows = [row(layer=n, truth_error=9.0 if n == 0 else 0.0) for n in range(300)]
-    rows.append(row(backend="numpy-float32", truth_error=9.0))
-    line = closing_line(summary([judged(*rows, not_run=["transformers: absent"])]))
+    comparisons = [comparison(layer=n, reference_error=9.0 if n == 0 else 0.0) for n in range(300)]
+    comparisons.append(comparison(backend="numpy-float32", reference_error=9.0))
+    line = closing_line(summary([report(*comparisons, not_run=["transformers: absent"])]))
     assert line.startswith("1 model, 301 comparisons: 301 passed, 0 failed, 13 checkpoints not run; ")
     assert " 99 % (near 99 %) of 300 " in line
     assert line.endswith(" 0 % (near 0 %)")
 
 
 def test_a_report_says_when_each_op_alone_is_right():
-    text = "\n".join(failure_report(judged(row(verdict="FAIL", error=2e-6, note="shape: expected (2,), got (1,)"))))
+    text = "\n".join(
+        failure_report(report(comparison(verdict="FAIL", error=2e-6, note="shape: expected (2,), got (1,)")))
+    )
     assert "checkpoint 05 attention_output: attn_out, layer 0, near, chained, numpy against llamacpp" in text
     assert (
         "error 2.0e-06 (tolerance 1.0e-06), worst element 1.0e-07 (tolerance 1.0e-06): shape: expected (2,), got (1,)"
@@ -160,52 +170,59 @@ def test_a_report_says_when_each_op_alone_is_right():
 
 
 def test_a_report_separates_the_cases_in_which_the_first_failing_stage_fails_from_those_in_which_it_passes():
-    alone, cached = row(stage="conv_state", mode="isolated"), {"stage": "conv_state", "checkpoint": "03"}
-    behind = [row(verdict="FAIL", case="near, 7 cached", mode="decode", **cached)]
-    behind.append(row(verdict="FAIL", case="long", mode="in parts", **cached))
-    text = "\n".join(failure_report(judged(alone, *behind)))
+    alone, cached = comparison(stage="conv_state", mode="isolated"), {"stage": "conv_state", "checkpoint": "03"}
+    behind = [comparison(verdict="FAIL", case="near, 7 cached", mode="decode", **cached)]
+    behind.append(comparison(verdict="FAIL", case="long", mode="in parts", **cached))
+    text = "\n".join(failure_report(report(alone, *behind)))
     assert "conv_state fails: near, 7 cached, decode; long, in parts" in text
     assert "conv_state passes: near, isolated" in text
     assert "llorch.ops.short_conv.next_state" in text
     assert "cached tokens" in text.splitlines()[-1]
     assert (
-        "cached tokens" not in "\n".join(failure_report(judged(alone, *behind, row(verdict="FAIL")))).splitlines()[-1]
+        "cached tokens"
+        not in "\n".join(failure_report(report(alone, *behind, comparison(verdict="FAIL")))).splitlines()[-1]
     )
 
 
 def test_a_report_of_wrong_choices_alone_does_not_blame_the_cache():
-    text = "\n".join(failure_report(judged(row(verdict="FAIL", mode="exact", stage="argmax", checkpoint="10"))))
+    text = "\n".join(failure_report(report(comparison(verdict="FAIL", mode="exact", stage="argmax", checkpoint="10"))))
     assert "cached tokens" not in text
 
 
-def test_the_truth_is_not_called_on_where_numbers_differ():
-    assert closing_line(summary([judged(row(verdict="FAIL"))])).endswith("13 checkpoints not run")
+def test_closing_line_with_a_failure_omits_closeness():
+    assert closing_line(summary([report(comparison(verdict="FAIL"))])).endswith("13 checkpoints not run")
 
 
 def test_a_detailed_line_is_of_a_stage_or_of_one_of_several_models():
-    rows = [row(), row(stage="attn_context"), row(model="Q4_0"), row(model="Q8_0"), row(model="Q8_0", layer=1)]
-    found = [line for line in lines(judged(*rows), by_stage=True) if line.n_rows]
+    comparisons = [
+        comparison(),
+        comparison(stage="attn_context"),
+        comparison(model="Q4_0"),
+        comparison(model="Q8_0"),
+        comparison(model="Q8_0", layer=1),
+    ]
+    found = [line for line in lines(report(*comparisons), by_stage=True) if line.n_rows]
     counted = [(line.stage, line.n_rows) for line in found]
     assert counted == [("attn_out", 1), ("attn_context", 1), ("Q4_0", 1), ("Q8_0", 2)]
 
 
-def test_witnesses_are_counted_where_several_are_expected():
-    assert summary([judged(row())])["witnesses"] == {"m": ["llamacpp"]}
-    assert summary([judged(row(), numerics="ggml")])["witnesses"] == {}
+def test_summary_names_engines_only_where_several_are_expected():
+    assert summary([report(comparison())])["engines"] == {"m": ["llamacpp"]}
+    assert summary([report(comparison(), numerics="ggml")])["engines"] == {}
 
 
-def test_a_witness_that_cannot_judge_is_counted_and_is_no_engine_that_is_missing():
+def test_summary_unsupported_engine_is_counted_but_not_as_missing():
     found = replace(
-        judged(row(), row(backend="numpy-float32"), checkpoints=["05"]),
-        cannot_judge={"llamacpp": "it reads no sliding_window"},
+        report(comparison(), comparison(backend="numpy-float32"), checkpoints=["05"]),
+        unsupported_reason={"llamacpp": "it reads no sliding_window"},
     )
     counts = summary([found])
-    assert counts["cannot_judge"] == [{"model": "m", "witness": "llamacpp", "reason": "it reads no sliding_window"}]
+    assert counts["unsupported"] == [{"model": "m", "engine": "llamacpp", "reason": "it reads no sliding_window"}]
     assert (counts["not_run"], counts["checkpoints_not_run"]) == ([], 0)
     assert "0 failed, 1 reference engine " in closing_line(counts)
 
 
-def test_a_dense_model_is_not_judged_by_checkpoints_of_experts():
+def test_dense_model_has_no_checkpoints_of_experts():
     config = open_weights(builtin_path("micro-qwen3")).config
     assert checkpoints_of(config) == EXACT
     assert {*checkpoints_of(config, quantised=True)} - {*EXACT} == {"13"}
@@ -222,45 +239,45 @@ def test_a_dense_model_is_not_judged_by_checkpoints_of_experts():
     ],
 )
 def test_a_line_that_did_not_run_counts_where_it_was_asked_for(other: dict, absent: dict, code: int):
-    counts = summary([judged(row(), **({"checkpoints": ("05",)} | other))], absent)
+    counts = summary([report(comparison(), **({"checkpoints": ("05",)} | other))], absent)
     assert _exit_code(counts) == code
     assert len(counts["backends_not_run"]) == len(absent)
 
 
-EVERY_CHECKPOINT = tuple(row(checkpoint=number) for number in EXACT)
+EVERY_CHECKPOINT = tuple(comparison(checkpoint=number) for number in EXACT)
 
 
 @pytest.mark.parametrize(
     ("model", "verdict", "exceptions"),
     [
-        (judged(*EVERY_CHECKPOINT), "PASS", ""),
-        (judged(*EVERY_CHECKPOINT, row(verdict="TIE")), "TIE", "1 TIE"),
-        (judged(*EVERY_CHECKPOINT, row(verdict="TIE"), row(verdict="FAIL")), "FAIL", "1 FAIL, 1 TIE"),
-        (judged(*EVERY_CHECKPOINT[1:], row(verdict="TIE")), "NOT RUN", "1 TIE, 1 NOT RUN"),
-        (judged(not_run=["no golden"], checkpoints=("00", "01")), "NOT RUN", "2 NOT RUN"),
-        (judged(*EVERY_CHECKPOINT, cannot_judge={"llamacpp": "a window"}), "PASS", "1 NOT RUN"),
+        (report(*EVERY_CHECKPOINT), "PASS", ""),
+        (report(*EVERY_CHECKPOINT, comparison(verdict="TIE")), "TIE", "1 TIE"),
+        (report(*EVERY_CHECKPOINT, comparison(verdict="TIE"), comparison(verdict="FAIL")), "FAIL", "1 FAIL, 1 TIE"),
+        (report(*EVERY_CHECKPOINT[1:], comparison(verdict="TIE")), "NOT RUN", "1 TIE, 1 NOT RUN"),
+        (report(not_run=["no golden"], checkpoints=("00", "01")), "NOT RUN", "2 NOT RUN"),
+        (report(*EVERY_CHECKPOINT, unsupported_reason={"llamacpp": "a window"}), "PASS", "1 NOT RUN"),
     ],
 )
 def test_line_of_a_model_has_its_verdict_and_counts_what_did_not_pass(
-    model: JudgedModel, verdict: str, exceptions: str, capsys: pytest.CaptureFixture[str]
+    model: ModelReport, verdict: str, exceptions: str, capsys: pytest.CaptureFixture[str]
 ):
     print_line(console(), replace(model, seconds=1.23), 4)
     line = capsys.readouterr().out.rstrip("\n")
-    n_passed = sum(row.verdict == "PASS" for row in model.rows)
-    assert re.match(rf"m +{verdict} +{n_passed} of {len(model.rows)} ", line)
+    n_passed = sum(c.verdict == "PASS" for c in model.comparisons)
+    assert re.match(rf"m +{verdict} +{n_passed} of {len(model.comparisons)} ", line)
     assert line.partition(" s")[0].endswith(" 1.2")
     assert line.rpartition(" s")[2].strip() == exceptions
 
 
 def test_line_of_a_model_names_what_it_was_compared_with(capsys: pytest.CaptureFixture[str]):
-    producers = ("peft-float64", "transformers", "peft", "llamacpp", "reader")
-    print_line(console(), judged(*(row(producer=name) for name in producers)), 4)
+    engines = ("peft-float64", "transformers", "peft", "llamacpp", "reader")
+    print_line(console(), report(*(comparison(engine=name) for name in engines)), 4)
     assert " llama.cpp, transformers, PEFT, float64 " in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("strict", [False, True])
 def test_near_tie_has_a_table_if_it_fails_the_run(strict: bool, capsys: pytest.CaptureFixture[str]):
-    models = [judged(*EVERY_CHECKPOINT, row(verdict="TIE", note="both"))]
+    models = [report(*EVERY_CHECKPOINT, comparison(verdict="TIE", note="both"))]
     print_brief_end(console(), models, {}, summary(models, strict=strict))
     *table, last = capsys.readouterr().out.splitlines()
     assert any("TIE: attn_out" in line for line in table) == bool(table) == strict
@@ -268,7 +285,7 @@ def test_near_tie_has_a_table_if_it_fails_the_run(strict: bool, capsys: pytest.C
 
 
 def test_last_line_has_few_words_also_if_nothing_is_right(capsys: pytest.CaptureFixture[str]):
-    models = [judged(row(verdict=verdict)) for verdict in ("PASS", "TIE", "FAIL")]
+    models = [report(comparison(verdict=verdict)) for verdict in ("PASS", "TIE", "FAIL")]
     print_brief_end(console(), models, {"torch-cuda": "no device"}, summary(models, {"torch-cuda": "no device"}))
     *_, absent, last = capsys.readouterr().out.splitlines()
     assert "torch-cuda" in absent
@@ -279,5 +296,5 @@ def test_last_line_has_few_words_also_if_nothing_is_right(capsys: pytest.Capture
 
 @pytest.mark.parametrize("is_users", [False, True])
 def test_table_of_a_users_file_ends_with_what_it_cannot_show(is_users: bool, capsys: pytest.CaptureFixture[str]):
-    print_model(console(), judged(*EVERY_CHECKPOINT, is_users=is_users), detail=False)
+    print_model(console(), report(*EVERY_CHECKPOINT, is_users=is_users), detail=False)
     assert ("converted" in capsys.readouterr().out.splitlines()[-2]) == is_users
