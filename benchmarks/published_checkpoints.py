@@ -89,7 +89,7 @@ def decoded(path: Path) -> Path:
 
 def tokenizer(name: str, path: Path) -> Iterator[Line]:
     """Compare ids: of a folder with transformers, of a GGUF file with llama.cpp."""
-    from runs.llama_vocabulary import LlamaVocabulary
+    from helpers.llama_vocabulary import LlamaVocabulary
 
     from llorch.model.model import load
     from tests.files.tokenizer.test_published import strings_for

@@ -72,7 +72,7 @@ def compare_decoded(path: Path, copy: Path) -> tuple[int, int, str]:
 def folder(n_threads: int) -> Iterator[Line]:
     """Judge the model as a folder, and as the GGUF file that is made of the folder."""
     import transformers
-    from runs.llama_vocabulary import LlamaVocabulary
+    from helpers.llama_vocabulary import LlamaVocabulary
 
     from llorch.engines.process import in_child
     from llorch.files.convert import convert

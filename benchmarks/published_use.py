@@ -56,8 +56,8 @@ def lora(n_threads: int) -> Iterator[Line]:
 def train_by_peft(base: Path, training: Any) -> Iterator[float]:
     """Train by PEFT and torch on the batches of a training; the loss of every step."""
     import torch
+    from helpers.training_passes import peft_name
     from peft import LoraConfig, get_peft_model
-    from runs.training_passes import peft_name
     from torch.nn.functional import cross_entropy
     from transformers import AutoModelForCausalLM
 

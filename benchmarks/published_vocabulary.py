@@ -29,7 +29,7 @@ def vocabularies(count: int) -> Iterator[Line]:
 
 def of_gguf(name: str, path: Path, count: int) -> Line:
     """Compare ids of a GGUF file with llama.cpp's."""
-    from runs.llama_vocabulary import LlamaVocabulary
+    from helpers.llama_vocabulary import LlamaVocabulary
 
     from llorch.files.gguf import open_gguf
     from llorch.files.tokenizer import Tokenizer

@@ -13,14 +13,14 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import pytest
-from runs import shape_checks
-from runs.clean_environment import clean_environment
-from runs.processor_time import ProcessorTime
-from runs.shared_folder import shared_folder
+from helpers import shape_checks
+from helpers.clean_environment import clean_environment
+from helpers.processor_time import ProcessorTime
+from helpers.shared_folder import shared_folder
 from threadpoolctl import threadpool_limits
 
 if TYPE_CHECKING:
-    from runs.chromium import Browser
+    from helpers.chromium import Browser
 
     from llorch.families.config import ModelConfig
 
@@ -157,7 +157,7 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 @pytest.fixture
 def warm_ranks() -> Iterator[None]:
     """Ranks of a mesh start as copies of a process that has imported torch already."""
-    from runs.warm_ranks import warm_ranks
+    from helpers.warm_ranks import warm_ranks
 
     with warm_ranks():
         yield
@@ -166,7 +166,7 @@ def warm_ranks() -> Iterator[None]:
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator["Browser"]:
     """A page in a real browser."""
-    from runs.chromium import PROGRAM, chromium
+    from helpers.chromium import PROGRAM, chromium
 
     if PROGRAM is None:
         pytest.skip("NOT RUN: no Chromium is installed")

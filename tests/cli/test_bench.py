@@ -3,8 +3,8 @@
 import json
 
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells
 
 from llorch.apps.bench import measure as bench
 from llorch.cli import bench as verb

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 from builders.chat_models import LLAMA_3, chat_folder
-from runs.command_line import REPOSITORY, invoke
-from runs.interrupts import heed_interrupts
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import REPOSITORY, invoke
+from helpers.interrupts import heed_interrupts
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli.chat import _harmless, _remembered_lines
 

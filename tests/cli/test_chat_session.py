@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from builders.chat_models import CHATML, LLAMA_3, chat_model
 from builders.random_adapters import random_adapter
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch import load_torch
 from llorch.cli.chat_session import ChatSession

@@ -10,8 +10,8 @@ from pathlib import Path
 import click
 import pytest
 from fakes.one_process import resume_in_one_process
-from runs.command_line import REPOSITORY, invoke, spawn, words_of
-from runs.refusals import assert_cli_refuses
+from helpers.command_line import REPOSITORY, invoke, spawn, words_of
+from helpers.refusals import assert_cli_refuses
 
 import llorch
 from llorch.apps.bench import measure as bench

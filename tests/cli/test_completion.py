@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs.command_line import REPOSITORY, invoke
+from helpers.command_line import REPOSITORY, invoke
 
 from llorch.runtime.builtin import EVERY
 

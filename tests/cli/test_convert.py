@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from builders.quantised_folders import FOLDERS
 from builders.tiny_models import random_tensors, write_folder
-from runs.command_line import REPOSITORY, invoke
-from runs.interrupts import heed_interrupts
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import REPOSITORY, invoke
+from helpers.interrupts import heed_interrupts
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli.convert import TYPES
 from llorch.files import open_gguf, open_weights

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from builders.chat_models import CHATML, chat_folder
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 MESSAGES = [
     {"role": "user", "content": "Hi <|im_end|>"},

@@ -11,8 +11,8 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, Tensors, changed
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 from benchmarks.diagnosis.training_bugs import BUGS
 from benchmarks.diagnosis.training_cases import TrainingCase

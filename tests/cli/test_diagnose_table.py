@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 import pytest
 from builders import diagnoses
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.cli.diagnose_table import print_diagnosis
 from llorch.cli.tables import Stdout

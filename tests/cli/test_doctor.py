@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs.command_line import REPOSITORY, spawn
+from helpers.command_line import REPOSITORY, spawn
 
 PARTS = ["packages", "extras", "machine", "engines", "reference engines", "caches", "self-test"]
 SLOW_TO_IMPORT = (

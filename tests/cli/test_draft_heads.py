@@ -10,8 +10,8 @@ import pytest
 import safetensors.numpy as container
 from builders.random_adapters import random_adapter
 from builders.tiny_models import write_file
-from runs.command_line import invoke
-from runs.refusals import assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells
 
 from llorch.files import open_gguf, open_weights
 from llorch.files.convert import convert

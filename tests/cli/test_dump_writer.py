@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses
 
 from llorch.cli.dump_writer import WRITERS
 from llorch.engines.dumps.index import open_raw

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import click
 import pytest
-from runs.command_line import invoke, words_of
+from helpers.command_line import invoke, words_of
 
 from llorch.cli import main
 from llorch.cli.verbs import HELP_ALL, PAGES, Option, Page, Verb, page_option

@@ -12,8 +12,8 @@ from builders.quantised_copies import quantised_copy
 from builders.quantised_folders import FOLDERS, changed, tensors_of, written
 from builders.tiny_models import random_tensors, write_file, write_folder
 from builders.whole_folders import write_whole_folder
-from runs.command_line import invoke, spawn
-from runs.refusals import assert_tells
+from helpers.command_line import invoke, spawn
+from helpers.refusals import assert_tells
 
 import llorch
 from llorch.cli.weight_types import in_short

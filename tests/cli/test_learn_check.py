@@ -6,9 +6,9 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
-from runs.one_model import lessons_on_one_model
-from runs.refusals import assert_cli_refuses
+from helpers.command_line import invoke
+from helpers.one_model import lessons_on_one_model
+from helpers.refusals import assert_cli_refuses
 
 WRONG = "def rms_norm(x, weight, eps):\n    print('seen')\n    return x * weight\n"
 RAISES = "def rms_norm(x, weight, eps):\n    print('seen')\n    return nothing\n"  # for which no cause is sought

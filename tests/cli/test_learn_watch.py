@@ -12,7 +12,7 @@ from pathlib import Path
 from select import select
 
 import pytest
-from runs.interrupts import heed_interrupts
+from helpers.interrupts import heed_interrupts
 
 from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.apps.learn.materials import hints_of, stub_of

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells
-from runs.training_runs import ragged_rows, small_data, write_rows
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells
+from helpers.training_runs import ragged_rows, small_data, write_rows
 
 from llorch.model.model import load
 from llorch.training.batch import IGNORED

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from builders.chat_models import CHATML, chat_folder
-from runs.command_line import invoke
-from runs.refusals import assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells
 
 END, TURN = 370, 372  # <|endoftext|> and <|im_end|> of `micro-qwen3`
 TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]

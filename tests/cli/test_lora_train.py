@@ -11,8 +11,8 @@ import click
 import pytest
 from builders.chat_models import CHATML, chat_folder, with_token_beyond_rows
 from builders.random_adapters import random_adapter, tiny_base
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.cli.lora.train import command
 from llorch.cli.lora.training_progress import try_it

@@ -5,8 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses
 
 from llorch.cli.mesh import MeshType
 from llorch.cli.options import ENGINES
@@ -17,7 +17,7 @@ START = "Once upon a time"
 
 @pytest.mark.slow
 def test_a_prompt_on_stdin_is_continued_as_by_one_process(tmp_path: Path):
-    from runs.mesh_programs import invoke_on_mesh
+    from helpers.mesh_programs import invoke_on_mesh
 
     how = ("run", "-n", "12", "-t", "0.8", "--seed", "7", "--backend", "torch", "--json")
     done = invoke_on_mesh(tmp_path, *how, "--mesh", "tp=2", stdin=START + "\n")
@@ -29,7 +29,7 @@ def test_a_prompt_on_stdin_is_continued_as_by_one_process(tmp_path: Path):
 
 @pytest.mark.slow
 def test_speeds_are_those_of_all_ranks(tmp_path: Path):
-    from runs.mesh_programs import invoke_on_mesh
+    from helpers.mesh_programs import invoke_on_mesh
 
     how = ("--prompt", "5", "--decode", "2", "--rounds", "1", "--json")
     done = invoke_on_mesh(tmp_path, "bench", "--mesh", "tp=2", *how)
@@ -40,7 +40,7 @@ def test_speeds_are_those_of_all_ranks(tmp_path: Path):
 
 
 def test_without_a_prompt_all_ranks_end_at_once(tmp_path: Path):
-    from runs.mesh_programs import invoke_on_mesh
+    from helpers.mesh_programs import invoke_on_mesh
 
     result = invoke_on_mesh(tmp_path, "run", "--mesh", "tp=2")
     assert_cli_refuses(result, 2, "argument", "stdin")

@@ -8,7 +8,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
+from helpers.command_line import invoke
 
 from llorch.runtime.builtin import EVERY, builtin_path
 

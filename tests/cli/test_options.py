@@ -5,8 +5,8 @@ from typing import Any
 
 import click
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, refuses
 
 from llorch.cli import main
 from llorch.cli.lora.settings_options import Pair

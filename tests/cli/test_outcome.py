@@ -14,8 +14,8 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from runs.command_line import REPOSITORY
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import REPOSITORY
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli import main
 from llorch.cli.outcome import error_line, reported

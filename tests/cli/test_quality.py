@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from builders.quantised_copies import quantised_copy
 from builders.story_files import rounded, tale
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses
 
 from llorch.files.convert import convert
 

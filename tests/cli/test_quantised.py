@@ -6,8 +6,8 @@ import struct
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, refuses
 
 from llorch.cli.inputs import say_plan
 from llorch.files import GGUFFile, open_weights

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from builders.random_adapters import random_adapter
-from runs.command_line import REPOSITORY, invoke, spawn
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import REPOSITORY, invoke, spawn
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 import llorch
 from llorch.lora.base import identity_of

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells
 
 from llorch.apps.learn.choice import opened
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS

@@ -14,9 +14,9 @@ import httpx2 as httpx
 import openai
 import pytest
 from builders.random_adapters import random_adapter
-from runs.command_line import REPOSITORY, invoke
-from runs.refusals import assert_cli_refuses, assert_tells
-from runs.served import listening
+from helpers.command_line import REPOSITORY, invoke
+from helpers.refusals import assert_cli_refuses, assert_tells
+from helpers.served import listening
 
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft

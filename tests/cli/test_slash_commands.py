@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from builders.chat_models import LLAMA_3, chat_folder
 from builders.random_adapters import random_adapter
-from runs.command_line import invoke
-from runs.refusals import assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells
 
 from llorch.cli.slash_commands import COMMANDS
 from llorch.lora.base import identity_of

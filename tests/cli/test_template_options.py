@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 from builders.chat_models import chat_folder
-from runs.command_line import invoke
-from runs.refusals import assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells
 
 # The date, a word if the variable asks for it, and the messages.
 DATED = (

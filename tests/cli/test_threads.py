@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from runs.command_line import REPOSITORY, invoke
-from runs.refusals import assert_cli_refuses
-from runs.training_runs import small_data
+from helpers.command_line import REPOSITORY, invoke
+from helpers.refusals import assert_cli_refuses
+from helpers.training_runs import small_data
 from threadpoolctl import threadpool_info
 
 from llorch.model.model import Model

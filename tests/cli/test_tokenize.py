@@ -4,8 +4,8 @@ import json
 
 import pytest
 from click.testing import CliRunner
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 import llorch
 from llorch.cli import main

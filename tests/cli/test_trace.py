@@ -9,8 +9,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses
 from safetensors import safe_open
 from safetensors.numpy import load_file
 

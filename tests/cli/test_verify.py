@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import numpy as np
 import pytest
 from builders.tiny_models import random_tensors, write_folder
-from runs.command_line import REPOSITORY, invoke, spawn
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import REPOSITORY, invoke, spawn
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 if TYPE_CHECKING:
     from llorch.judging.judge import Comparison
@@ -104,7 +104,7 @@ def what_verify_prints() -> str:
 
 @pytest.mark.slow  # README's first command; the plain test of each comparison is tests/judging/test_checkpoints.py
 def test_every_built_in_model_agrees_with_its_goldens():
-    from runs.stored_goldens import golden_of
+    from helpers.stored_goldens import golden_of
 
     from llorch.runtime.builtin import EVERY
 

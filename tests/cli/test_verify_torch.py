@@ -6,8 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_json_names_backends_and_what_was_not_run(monkeypatch: pytest.MonkeyPatc
 
     monkeypatch.delitem(torch.VARIANTS, "-batch")
     found = json.loads(invoke("verify", "micro-qwen3", "--backend", "torch", "--dtype", "bfloat16", "--json").stdout)
-    from runs.stored_goldens import weights_of
+    from helpers.stored_goldens import weights_of
 
     from llorch.judging.runners.torch import variants_for
     from llorch.judging.runners.training_torch import VARIANTS

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.families import COMMON, FAMILIES, WITH_TEXT_CLASS, random_folder, twin
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.families.config import FAMILIES as TABLE
 from llorch.families.family import BY_GGUF

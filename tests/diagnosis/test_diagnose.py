@@ -5,10 +5,10 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.situations import MICRO
-from inject.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
-from runs.refusals import assert_tells
-from runs.stored_goldens import golden_of
+from faults.situations import MICRO
+from faults.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from helpers.refusals import assert_tells
+from helpers.stored_goldens import golden_of
 
 from llorch.diagnosis.diagnose import causes, diagnose
 from llorch.diagnosis.dump_checker import DumpChecker

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 from fakes.fresh_engine import FreshEngine, raw_dump_of
-from inject.wrong_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
+from faults.wrong_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
 
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.dump_checker import DumpChecker

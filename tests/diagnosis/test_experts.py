@@ -2,8 +2,8 @@
 
 import numpy as np
 import pytest
-from inject.wrong_dumps import dumped, everywhere, mistake, passes, wide
-from runs.stored_goldens import golden_of
+from faults.wrong_dumps import dumped, everywhere, mistake, passes, wide
+from helpers.stored_goldens import golden_of
 
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.dump_checker import DumpChecker

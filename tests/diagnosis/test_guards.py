@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.raw_dumps import golden_trace, raw_dump, weights_of
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.diagnosis.guards import read_comparable, require_comparable
 from llorch.engines.dumps.raw import RawDump, digest

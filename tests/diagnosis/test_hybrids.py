@@ -5,7 +5,7 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from inject.wrong_dumps import dumped, everywhere, mistake, passes, wide
+from faults.wrong_dumps import dumped, everywhere, mistake, passes, wide
 
 from llorch.diagnosis.diagnose import causes
 from llorch.engines.dumps.stage_dump import StageDump

@@ -6,10 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 from builders.raw_dumps import raw_dump
-from inject.situations import models_of
-from inject.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
-from runs.refusals import assert_tells
-from runs.stored_goldens import golden_of
+from faults.situations import models_of
+from faults.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from helpers.refusals import assert_tells
+from helpers.stored_goldens import golden_of
 
 from llorch.diagnosis.diagnose import causes, diagnose
 from llorch.diagnosis.mistakes import Mistake

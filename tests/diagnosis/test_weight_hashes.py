@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, tensors_of
 from builders.raw_dumps import weights_of
-from inject.wrong_readers import READERS
-from runs.refusals import assert_tells, refuses
+from faults.wrong_readers import READERS
+from helpers.refusals import assert_tells, refuses
 
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.weight_hashes import check_weights

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, write_file
 from fakes.faulty_engine import ERRORS
-from runs.command_line import REPOSITORY, spawn
-from runs.refusals import assert_tells, refuses
+from helpers.command_line import REPOSITORY, spawn
+from helpers.refusals import assert_tells, refuses
 
 from llorch.engines import ReferenceEngine, open_engine, process
 from llorch.engines.process import EngineInChild, in_child

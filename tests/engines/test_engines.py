@@ -16,7 +16,7 @@ import pytest
 import tokenizers
 from builders.families import MICRO
 from builders.tiny_models import random_tensors, write_folder
-from runs.refusals import refuses
+from helpers.refusals import refuses
 from tokenizers import models, pre_tokenizers, processors
 
 from llorch.engines import EngineName, ReferenceEngine, f32_copy

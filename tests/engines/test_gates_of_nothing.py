@@ -5,8 +5,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.families import random_folder, twin
-from runs.command_line import invoke
-from runs.refusals import assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells
 from safetensors.numpy import load_file, save_file
 
 from llorch.engines import open_engine

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from builders.random_adapters import IDS as ADAPTER_IDS
 from builders.random_adapters import random_adapter, tiny_base
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.engines import LoadPath, f32_copy
 from llorch.engines import open_here as open_engine

@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells, refuses
-from runs.stored_goldens import golden_of, weights_of
+from helpers.refusals import assert_tells, refuses
+from helpers.stored_goldens import golden_of, weights_of
 
 from llorch.engines import check_ids, checked_trace
 from llorch.engines import open_here as open_engine

@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.tiny_models import random_tensors, write_folder
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.engines import LoadPath
 from llorch.engines import open_here as open_engine

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.engines import OURS, Call, open_here
 from llorch.files import open_weights

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from runs.refusals import Refusal, refuses, row
+from helpers.refusals import Refusal, refuses, row
 
 from llorch.families.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import Refusal, assert_tells, row
+from helpers.refusals import Refusal, assert_tells, row
 
 from llorch.engines.unsupported import unsupported_reason, unturned
 from llorch.families.config import ModelConfig, YarnScaling

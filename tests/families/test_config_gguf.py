@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import Refusal, refuses, row
+from helpers.refusals import Refusal, refuses, row
 
 from llorch.families.config import FactorScaling, LinearScaling, ModelConfig, YarnScaling
 from llorch.families.family import BY_GGUF

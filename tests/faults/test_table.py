@@ -4,10 +4,10 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from inject import fault as faults
-from inject import table
-from inject.fault import Check, InjectedFault, assert_seen
-from inject.into_numpy import FAULTS
+from faults import fault as faults
+from faults import table
+from faults.fault import Check, InjectedFault, assert_seen
+from faults.into_numpy import FAULTS
 
 from llorch.judging.judge import Comparison
 from llorch.stages.comparison import FAIL, PASS, TIE
@@ -23,7 +23,7 @@ SEEN = Check(
 
 
 def test_every_fault_stands_in_the_table():
-    from inject import into_torch, into_training
+    from faults import into_torch, into_training
 
     def named(start: str) -> set[str]:
         return {row.name for row in ROWS if row.backend.startswith(start)}

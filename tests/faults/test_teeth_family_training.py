@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders.families import SMALL, random_folder
 from builders.family_adapters import family_adapter
-from inject.situations import training_models_of
+from faults.situations import training_models_of
 
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import replaced

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.families import random_folder
-from inject.situations import by_name, chain, first_failing, models_of
-from inject.wrong_dumps import dump_of, everywhere, mistake_in
+from faults.situations import by_name, chain, first_failing, models_of
+from faults.wrong_dumps import dump_of, everywhere, mistake_in
 
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake

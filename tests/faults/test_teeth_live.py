@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from inject.fault import InjectedFault, assert_seen
-from inject.table import LIVE
+from faults.fault import InjectedFault, assert_seen
+from faults.table import LIVE
 
 pytestmark = pytest.mark.live
 

@@ -6,9 +6,9 @@ In float64 the mistakes are in code that every precision runs, which no run of l
 from pathlib import Path
 
 import pytest
-from inject.fault import InjectedFault, assert_seen
-from inject.table import FLOAT64, NUMPY
-from runs.stored_goldens import suite_of, weights_of
+from faults.fault import InjectedFault, assert_seen
+from faults.table import FLOAT64, NUMPY
+from helpers.stored_goldens import suite_of, weights_of
 
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.runners.numpy import FLOAT64 as IN_FLOAT64

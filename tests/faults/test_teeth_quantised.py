@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from inject.fault import InjectedFault, assert_seen
-from inject.table import PACKED
-from runs.refusals import assert_tells
-from runs.stored_goldens import quantised_golden, rounding_variant
+from faults.fault import InjectedFault, assert_seen
+from faults.table import PACKED
+from helpers.refusals import assert_tells
+from helpers.stored_goldens import quantised_golden, rounding_variant
 
 from llorch.files import packed
 from llorch.files.quant import GGMLType

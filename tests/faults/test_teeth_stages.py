@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from inject.situations import (
+from faults.situations import (
     MICRO,
     QuantisedSituation,
     Situation,
@@ -22,7 +22,7 @@ from inject.situations import (
     right,
     situations,
 )
-from runs.stored_goldens import golden_of, suite_of, weights_of
+from helpers.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.diagnosis.mistakes import (
     GENERATION,

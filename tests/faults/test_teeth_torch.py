@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from inject.fault import InjectedFault, assert_seen
-from inject.table import TORCH
+from faults.fault import InjectedFault, assert_seen
+from faults.table import TORCH
 
 
 def by_name(fault: InjectedFault) -> str:

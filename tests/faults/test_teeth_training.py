@@ -4,10 +4,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from inject.fault import InjectedFault, assert_seen
-from inject.into_training import over_in_half
-from inject.table import LESS_IN_HALF, NOT_IN_HALF, TORCH_TRAINING, TRAINING_FAULTS, TRAINING_FLOAT64
-from runs.kept_suites import kept
+from faults.fault import InjectedFault, assert_seen
+from faults.into_training import over_in_half
+from faults.table import LESS_IN_HALF, NOT_IN_HALF, TORCH_TRAINING, TRAINING_FAULTS, TRAINING_FLOAT64
+from helpers.kept_suites import kept
 
 from checkpoints.generated.pages import FOLDER, page
 from llorch.diagnosis.mistakes import MISTAKES

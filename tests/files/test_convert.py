@@ -8,7 +8,7 @@ import pytest
 from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, with_biases, write_folder
 from builders.whole_folders import VOCABULARIES, write_whole_folder
 from gguf import GGUFValueType, GGUFWriter
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files import Weights, open_gguf, open_weights
 from llorch.files.convert import convert

@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 from builders.tiny_models import random_tensors, with_biases, write_folder
 from builders.whole_folders import write_whole_folder
-from runs.command_line import REPOSITORY
-from runs.refusals import refuses
+from helpers.command_line import REPOSITORY
+from helpers.refusals import refuses
 
 from llorch.files import convert as conversion
 from llorch.files import open_gguf, open_weights

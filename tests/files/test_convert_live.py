@@ -15,9 +15,9 @@ from builders.quantised_folders import FOLDERS
 from builders.tiny_models import FAMILIES, random_tensors, write_folder
 from builders.vocabularies import NAMES, encoder_of, first_difference, generated_texts, real_vocabulary
 from builders.whole_folders import VOCABULARIES, tensors_with_rows, write_whole_folder
-from runs.command_line import invoke
-from runs.ggml_library import SILENT
-from runs.llama_vocabulary import LlamaVocabulary
+from helpers.command_line import invoke
+from helpers.ggml_library import SILENT
+from helpers.llama_vocabulary import LlamaVocabulary
 
 from llorch.files import open_gguf, open_weights
 from llorch.files.convert import convert

@@ -16,7 +16,7 @@ from builders.tiny_models import (
     write_file,
     write_folder,
 )
-from runs.refusals import Refusal, refuses, row
+from helpers.refusals import Refusal, refuses, row
 
 from llorch.families.config import FactorScaling, LinearScaling, YarnScaling
 from llorch.files import StringArray, Weights, open_gguf, open_weights

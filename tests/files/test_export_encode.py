@@ -5,8 +5,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.ggml_library import load_ggml
-from runs.refusals import refuses
+from helpers.ggml_library import load_ggml
+from helpers.refusals import refuses
 
 from llorch.files import encode as encoding
 from llorch.files.encode import LARGEST, encode, encoded_size

@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.tiny_models import FAMILIES, random_tensors, write_folder
-from runs.refusals import Refusal, refuses, row
+from helpers.refusals import Refusal, refuses, row
 
 from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.files import Weights, open_safetensors, open_weights

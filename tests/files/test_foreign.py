@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 from builders.tiny_models import random_tensors, write_folder
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, refuses
 
 from llorch.files import open_gguf, open_safetensors
 from llorch.files.convert import convert

@@ -9,8 +9,8 @@ import pytest
 from builders.gguf_bytes import ARRAY, STRING, U8, array, entry, gguf, sound_file, string
 from builders.gguf_bytes import row as tensor_row
 from gguf import GGUFReader, GGUFWriter
-from runs.refusals import Refusal, assert_tells, refuses, row
-from runs.work_limit import work_limit
+from helpers.refusals import Refusal, assert_tells, refuses, row
+from helpers.work_limit import work_limit
 
 from llorch.files import StringArray, open_gguf
 from llorch.files.quant import GGMLType

@@ -30,9 +30,9 @@ from builders.gguf_bytes import (
     string,
     u32,
 )
-from runs.refusals import Refusal, refuses
-from runs.refusals import row as refusal_row
-from runs.work_limit import work_limit
+from helpers.refusals import Refusal, refuses
+from helpers.refusals import row as refusal_row
+from helpers.work_limit import work_limit
 
 from llorch.files import open_gguf
 from llorch.files.gguf import MetadataLimits

@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.gguf_bytes import sound_file
-from runs.ggml_library import load_ggml
-from runs.work_limit import work_limit
+from helpers.ggml_library import load_ggml
+from helpers.work_limit import work_limit
 
 from llorch.files import open_gguf
 from llorch.runtime.errors import FormatError

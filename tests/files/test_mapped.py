@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.tiny_models import random_tensors, write_folder
-from runs.command_line import REPOSITORY, invoke
-from runs.refusals import assert_tells
+from helpers.command_line import REPOSITORY, invoke
+from helpers.refusals import assert_tells
 
 from llorch.files import open_gguf, open_safetensors, open_weights
 from llorch.files.tokenizer.huggingface import HuggingFaceVocabulary

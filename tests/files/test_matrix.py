@@ -2,7 +2,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files.matrix import Matrix
 from llorch.files.packed import TILE, Packed

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
+from helpers.command_line import invoke
 
 from llorch.files.new_file import folders_above, new_file, new_folder
 

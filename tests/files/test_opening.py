@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from builders.whole_folders import write_whole_folder
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.files.convert import convert

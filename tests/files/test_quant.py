@@ -3,7 +3,7 @@ import ctypes
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
-from runs.ggml_library import cpu_traits_of, load_ggml
+from helpers.ggml_library import cpu_traits_of, load_ggml
 
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode, decode_minima, has_bad_scale
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from gguf import GGMLQuantizationType
 from gguf.quants import dequantize
-from runs.ggml_library import load_ggml
-from runs.refusals import refuses
+from helpers.ggml_library import load_ggml
+from helpers.refusals import refuses
 
 from llorch.files import quant
 from llorch.files.blocks import DECODERS

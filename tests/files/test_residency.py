@@ -4,7 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 import llorch
 from llorch.files import Weights, open_weights, residency

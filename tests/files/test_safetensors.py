@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from builders.safetensors_bytes import safetensors_bytes
-from runs.refusals import Refusal, assert_tells, refuses, row
+from helpers.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.files import SafetensorsFolder, open_safetensors
 from llorch.files.safetensors import tensor_bytes, tensors_from

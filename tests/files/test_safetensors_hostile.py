@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.safetensors_bytes import safetensors_bytes, tensor
-from runs.refusals import refuses
-from runs.work_limit import work_limit
+from helpers.refusals import refuses
+from helpers.work_limit import work_limit
 
 from llorch.files import open_safetensors
 from llorch.files.strict_json import parse_json, read_json

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import safetensors.numpy
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.families.layers import DeltaNet
 from llorch.files import open_weights

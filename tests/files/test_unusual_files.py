@@ -8,7 +8,7 @@ import safetensors.numpy
 from builders.gguf_bytes import ARRAY, I32, STRING, U32, array, entry, gguf, row, string, u32
 from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
 from gguf import GGUFWriter
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.files.folder import SafetensorsFolder

@@ -17,7 +17,7 @@ from builders.tiny_models import (
     write_folder,
 )
 from gguf import MODEL_ARCH, get_tensor_name_map
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files import Weights, open_weights
 from llorch.files.convert import convert

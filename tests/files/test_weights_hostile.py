@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.tiny_models import GGUF_METADATA, HIDDEN, gguf_tensors, random_tensors, write_file, write_folder
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files import open_weights
 from llorch.runtime.errors import FormatError

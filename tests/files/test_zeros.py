@@ -21,8 +21,8 @@ from builders.tiny_models import (
     write_file,
     write_folder,
 )
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.files import SafetensorsFile, Weights, open_gguf, open_weights
 from llorch.files.convert import convert

@@ -6,9 +6,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from runs.kept_suites import quantised_rows
-from runs.refusals import refuses
-from runs.stored_goldens import quantised_golden
+from helpers.kept_suites import quantised_rows
+from helpers.refusals import refuses
+from helpers.stored_goldens import quantised_golden
 
 from llorch.judging.expectations import quantised as verify_quantised
 from llorch.judging.expectations.quantised import BACKENDS, verify_quantised_stored

@@ -9,9 +9,9 @@ from functools import cache
 from itertools import product
 
 import pytest
-from runs.kept_suites import torch_rows as rows
-from runs.stored_rows import WHOLE, suffixes
-from runs.torch_targets import CPU, CUDA
+from helpers.kept_suites import torch_rows as rows
+from helpers.stored_rows import WHOLE, suffixes
+from helpers.torch_targets import CPU, CUDA
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights

@@ -10,7 +10,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from runs.kept_suites import PARTS, forward_part, forward_rows
+from helpers.kept_suites import PARTS, forward_part, forward_rows
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.stage_dump import DumpedArray, StageDump

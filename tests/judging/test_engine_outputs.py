@@ -5,9 +5,9 @@ from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
-from runs.golden_files import unpacked
-from runs.refusals import refuses
-from runs.stored_goldens import golden_of
+from helpers.golden_files import unpacked
+from helpers.refusals import refuses
+from helpers.stored_goldens import golden_of
 
 from llorch.engines import LoadPath, ReferenceEngine, one_by_one
 from llorch.families.layers import Layer, Temperature

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.judging.expert_selection import ExpertSelection
 from llorch.judging.judge import Expectation, judge

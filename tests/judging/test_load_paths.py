@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.engines import OURS, EngineName, LoadPath, ReferenceEngine, open_here
 from llorch.families.config import LinearScaling, ModelConfig

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights

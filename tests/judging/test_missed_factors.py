@@ -5,7 +5,7 @@ from types import ModuleType
 
 import pytest
 from click.testing import CliRunner
-from runs.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY
 
 from llorch.runtime.builtin import EVERY
 

@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells, refuses
-from runs.stored_goldens import golden_of
+from helpers.refusals import assert_tells, refuses
+from helpers.stored_goldens import golden_of
 
 from llorch.files import open_weights
 from llorch.judging import verify as models

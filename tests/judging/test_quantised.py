@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.tiny_models import random_tensors, write_folder
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 import llorch
 from llorch.engines import LoadPath, open_engine

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
-from runs.stored_goldens import quantised_golden
+from helpers.refusals import refuses
+from helpers.stored_goldens import quantised_golden
 
 from llorch.engines import LoadPath
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.stored_goldens import quantised_golden
+from helpers.stored_goldens import quantised_golden
 
 from llorch.files import GGUFFile, open_weights
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode

@@ -5,7 +5,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from runs.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY
 
 from llorch.runtime.errors import EngineDied
 

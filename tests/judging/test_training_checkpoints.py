@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.kept_suites import kept
-from runs.refusals import refuses
-from runs.stored_goldens import training_golden_of, training_weights_of
-from runs.training_rows import ON_CUDA, TARGETS, WIDE, backends, comparisons, require_all
+from helpers.kept_suites import kept
+from helpers.refusals import refuses
+from helpers.stored_goldens import training_golden_of, training_weights_of
+from helpers.training_rows import ON_CUDA, TARGETS, WIDE, backends, comparisons, require_all
 
 from llorch.judging.expectations.adapter_files import EXPORTS
 from llorch.judging.expectations.training import verify_training_stored

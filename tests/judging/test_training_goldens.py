@@ -8,9 +8,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.golden_files import unpacked
-from runs.refusals import assert_tells, refuses
-from runs.stored_goldens import training_golden_of, training_weights_of
+from helpers.golden_files import unpacked
+from helpers.refusals import assert_tells, refuses
+from helpers.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.judging.expectations.training import comparisons, make_expectations, refuse_far_engines, tolerances
 from llorch.judging.expectations.training_places import MODES

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
-from runs.stored_goldens import training_golden_of, training_weights_of
-from runs.torch_targets import on
+from helpers.refusals import refuses
+from helpers.stored_goldens import training_golden_of, training_weights_of
+from helpers.torch_targets import on
 
 from llorch.judging.expectations.training import errors, make_expectations, refuse_far_engines
 from llorch.judging.expectations.training_places import at

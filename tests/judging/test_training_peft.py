@@ -4,8 +4,8 @@ import json
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
-from runs.stored_goldens import training_golden_of, training_weights_of
+from helpers.refusals import refuses
+from helpers.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.files.convert import convert
 from llorch.judging.expectations.training import make_expectations

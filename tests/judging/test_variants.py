@@ -6,7 +6,7 @@ import sys
 from types import ModuleType
 
 import pytest
-from runs.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY
 
 
 @pytest.fixture

@@ -19,7 +19,7 @@ from builders.tiny_models import (
     write_file,
     write_folder,
 )
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE

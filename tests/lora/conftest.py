@@ -1,1 +1,1 @@
-from runs.tiny_base import base, weights  # noqa: F401
+from helpers.tiny_base import base, weights  # noqa: F401

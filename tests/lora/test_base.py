@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from builders.random_adapters import tiny_base
 from builders.tiny_models import random_tensors, write_folder
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files import open_weights
 from llorch.files.export import write_gguf

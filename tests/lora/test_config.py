@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from runs.refusals import Refusal, refuses, row
+from helpers.refusals import Refusal, refuses, row
 
 from llorch.families.config import ModelConfig
 from llorch.lora.config import LAYER_TARGETS, LoraConfig

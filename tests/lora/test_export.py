@@ -8,7 +8,7 @@ import resource
 import numpy as np
 import pytest
 from builders.random_adapters import EVERY, adapted_logits, random_adapter, same_tensors, tiny_base
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files import open_weights
 from llorch.lora.base import identity_of

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from builders.random_adapters import EVERY, IDS, adapted_logits, plain_logits, random_adapter, same_tensors, tiny_base
 from gguf import GGUFWriter
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_gguf, open_weights

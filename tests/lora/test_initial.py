@@ -5,8 +5,8 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
-from runs.training_passes import ALL, SETTINGS
+from helpers.refusals import refuses
+from helpers.training_passes import ALL, SETTINGS
 
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights

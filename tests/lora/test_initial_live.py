@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs.training_passes import ALL, SETTINGS, base, batch, logits_of, peft_name
+from helpers.training_passes import ALL, SETTINGS, base, batch, logits_of, peft_name
 
 from llorch.files import open_weights
 from llorch.lora.adapter import wanted_shapes

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from builders.random_adapters import EVERY, adapted_logits, logits_of, random_adapter, tiny_base
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.lora.adapted_weights import AdaptedWeights

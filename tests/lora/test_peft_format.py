@@ -21,7 +21,7 @@ from builders.random_adapters import (
     tiny_base,
     torch_logits,
 )
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import open_safetensors, open_weights
 from llorch.lora.base import BaseIdentity, identity_of

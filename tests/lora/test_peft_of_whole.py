@@ -12,7 +12,7 @@ import safetensors.numpy as container
 from builders.families import WHOLE, WITH_TEXT_CLASS
 from builders.family_adapters import family_adapter
 from builders.random_adapters import random_adapter, same_tensors
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.families.config import FAMILIES, ModelConfig
 from llorch.files import open_weights

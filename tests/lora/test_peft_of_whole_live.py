@@ -14,7 +14,7 @@ from builders.random_adapters import (
     save_quietly,
     torch_logits,
 )
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.apps.doctor.adapter import examine
 from llorch.families.config import FAMILIES as TABLE

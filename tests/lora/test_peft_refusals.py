@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import safetensors.numpy as container
 from builders.random_adapters import random_adapter, tiny_base
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import safetensors.numpy as container
 from builders.random_adapters import random_adapter, tiny_base
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.files import open_weights
 from llorch.lora.base import identity_of

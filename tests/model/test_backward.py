@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from builders.random_adapters import EVERY, random_adapter, tiny_base
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights

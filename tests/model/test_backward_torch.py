@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders.families import MICRO
 from builders.random_adapters import random_adapter
-from runs.torch_detours import detoured
+from helpers.torch_detours import detoured
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.families.layers import DeltaNet, Layer
 from llorch.model.cache import KVCache

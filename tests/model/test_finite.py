@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.random_adapters import random_adapter
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells, refuses
 from safetensors.numpy import load_file, save_file
 
 import llorch

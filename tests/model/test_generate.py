@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.model.generate import Answer, HeldText, Token, log_probability, sample_ids, stream
 from llorch.ops.sampling import SamplingSettings

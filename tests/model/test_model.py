@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS
 from builders.random_adapters import random_adapter
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 import llorch
 from llorch.judging.expectations.quantised_models import write_model

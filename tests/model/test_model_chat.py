@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 from builders.chat_models import CHATML, LLAMA_3, THINKING, chat_folder
-from runs.command_line import invoke
-from runs.refusals import Refusal, assert_cli_refuses, refuses, row
+from helpers.command_line import invoke
+from helpers.refusals import Refusal, assert_cli_refuses, refuses, row
 
 import llorch
 from llorch.files.convert import convert

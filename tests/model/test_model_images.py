@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 from builders.chat_models import CHATML, chat_folder
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells, refuses
 
 import llorch
 

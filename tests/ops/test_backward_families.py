@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from runs.finite_differences import assert_is_gradient
+from helpers.finite_differences import assert_is_gradient
 
 from llorch.ops.delta_rule import (
     delta_rule,

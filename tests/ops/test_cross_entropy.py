@@ -4,8 +4,8 @@ import math
 
 import numpy as np
 import pytest
-from runs.finite_differences import assert_is_gradient
-from runs.refusals import refuses
+from helpers.finite_differences import assert_is_gradient
+from helpers.refusals import refuses
 
 from llorch.ops.cross_entropy import IGNORED, cross_entropy, cross_entropy_backward, shifted
 

@@ -4,7 +4,7 @@ import copy
 
 import numpy as np
 import pytest
-from runs.finite_differences import assert_is_gradient
+from helpers.finite_differences import assert_is_gradient
 
 from llorch.ops.linear import linear
 from llorch.ops.lora import Lora, LoraMatrix, embedding_lora_backward, embedding_lora_delta, lora_backward, lora_delta

@@ -3,7 +3,7 @@ import platform
 
 import numpy as np
 import pytest
-from runs.ggml_library import from_float_of_cpu, load_ggml
+from helpers.ggml_library import from_float_of_cpu, load_ggml
 
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.ops.rounding import (

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.ops.sampling import (
     SamplingSettings,

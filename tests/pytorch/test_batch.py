@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 import llorch
 from llorch.model.generate import Token

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import Cache

@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs.command_line import REPOSITORY, invoke
-from runs.refusals import Refusal, assert_cli_refuses, assert_tells, refuses, row
+from helpers.command_line import REPOSITORY, invoke
+from helpers.refusals import Refusal, assert_cli_refuses, assert_tells, refuses, row
 from threadpoolctl import threadpool_info
 
 from llorch.files import open_weights
@@ -134,7 +134,7 @@ def test_names_without_a_meaning_are_exit_code_2(verb: list[str]):
 WITHOUT_TORCH = """
 import json, sys
 sys.modules["torch"] = None
-from runs.command_line import invoke
+from helpers.command_line import invoke
 for verb in json.loads(sys.argv[1]):
     result = invoke(*verb, "--backend", "torch")
     print(json.dumps([result.exit_code, result.stdout, result.stderr]))

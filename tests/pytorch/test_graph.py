@@ -129,7 +129,7 @@ def test_size_classes_hold_what_they_must_and_waste_less_than_half():
 @pytest.mark.nightly_cases("adapters")
 @pytest.mark.parametrize("what", ["settings", "adapters"])
 def test_compiled_steps_make_the_tokens_of_eager_ones(what: str):
-    command = [sys.executable, "-m", "runs.compiled_steps", "micro-qwen3", what]
+    command = [sys.executable, "-m", "helpers.compiled_steps", "micro-qwen3", what]
     support = Path(__file__).parents[1] / "support"
     done = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False, cwd=support)
     assert done.stdout.strip() == "ok", done.stderr

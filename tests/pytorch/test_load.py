@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 import torch
 from builders.quantised_folders import FOLDERS, Tensors, changed
-from runs.command_line import REPOSITORY
-from runs.refusals import refuses
-from runs.split_runs import written
+from helpers.command_line import REPOSITORY
+from helpers.refusals import refuses
+from helpers.split_runs import written
 
 from llorch.files import Weights, open_weights, packed
 from llorch.files.convert import convert

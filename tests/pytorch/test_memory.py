@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from builders.quantised_folders import FOLDERS
-from runs.command_line import REPOSITORY, invoke
-from runs.refusals import assert_cli_refuses, assert_tells, refuses
-from runs.split_runs import written
+from helpers.command_line import REPOSITORY, invoke
+from helpers.refusals import assert_cli_refuses, assert_tells, refuses
+from helpers.split_runs import written
 
 from llorch.files import Weights, open_weights
 from llorch.files.quant import GGMLType

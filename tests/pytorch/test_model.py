@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from builders.tiny_models import random_tensors, write_folder
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.model.model import Model

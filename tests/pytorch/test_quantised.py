@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs.stored_goldens import quantised_golden
+from helpers.stored_goldens import quantised_golden
 
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations import packed as verification

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.files.quantised.matrix import QuantisedMatrix

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs.only_extra import run_with
+from helpers.only_extra import run_with
 
 BUILD = "import runpy, sys; sys.argv[0] = 'checkpoints/build.py'; runpy.run_path(sys.argv[0], run_name='__main__')"
 

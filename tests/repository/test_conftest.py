@@ -14,10 +14,10 @@ import numpy as np
 import pytest
 import torch
 from beartype import beartype
+from helpers.clean_environment import clean_environment
+from helpers.refusals import refuses
+from helpers.shape_checks import checked
 from jaxtyping import Float, TypeCheckError
-from runs.clean_environment import clean_environment
-from runs.refusals import refuses
-from runs.shape_checks import checked
 
 ROOT = Path(__file__).parents[2]
 THREADS = torch.get_num_threads()

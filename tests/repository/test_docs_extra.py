@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs.only_extra import blocked_by, run_with
+from helpers.only_extra import blocked_by, run_with
 
 NAMES = """
 import sys

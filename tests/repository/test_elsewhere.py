@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 ROOT = Path(__file__).parents[2]
 IMPORT_EVERYTHING = """

@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.runtime.builtin import DATA, find_data
 

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 import yaml
-from runs.command_line import REPOSITORY
-from runs.training_runs import small_data
+from helpers.command_line import REPOSITORY
+from helpers.training_runs import small_data
 
 FOLDER = REPOSITORY / "checkpoints" / "mesh"
 SBATCH = FOLDER / "train.sbatch"

@@ -6,7 +6,7 @@
 import re
 
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from checkpoints.generated import pages
 from checkpoints.generated.pages import END, FOLDER, page, render, same

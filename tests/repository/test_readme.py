@@ -11,10 +11,10 @@ from pathlib import Path
 
 import click
 import pytest
+from helpers.command_line import invoke, spawn
+from helpers.refusals import refuses
 from readme_blocks import PAGES as MARKED
 from readme_blocks import marked_block, readme_block
-from runs.command_line import invoke, spawn
-from runs.refusals import refuses
 
 from llorch.cli import main
 
@@ -66,7 +66,7 @@ def test_the_first_two_blocks_are_the_two_commands():
 
 
 def test_readme_counts_are_right_and_each_stage_has_three_outputs():
-    from runs.stored_goldens import golden_of
+    from helpers.stored_goldens import golden_of
 
     from llorch.judging.goldens.forward import ENGINES
     from llorch.runtime.builtin import EVERY
@@ -83,7 +83,7 @@ def test_readme_counts_are_right_and_each_stage_has_three_outputs():
 
 
 def test_models_whose_weights_llorch_decodes_for_transformers_are_those_of_the_readme():
-    from runs.stored_goldens import golden_of
+    from helpers.stored_goldens import golden_of
 
     from llorch.runtime.builtin import EVERY
 
@@ -115,7 +115,7 @@ def test_a_block_is_printed_without_llorch(tmp_path: Path):
 def test_a_command_on_built_in_models_runs(line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     if "--mesh" in line:
-        from runs.mesh_programs import invoke_on_mesh  # which imports torch
+        from helpers.mesh_programs import invoke_on_mesh  # which imports torch
 
         done = invoke_on_mesh(tmp_path, *shlex.split(line)[1:])
         assert done.exit_code == 0, done.stderr

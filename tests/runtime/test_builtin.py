@@ -3,8 +3,8 @@
 from pathlib import Path
 
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_tells, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells, refuses
 
 import llorch
 from llorch.files.hub import find

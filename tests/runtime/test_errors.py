@@ -8,7 +8,7 @@ import pytest
 from builders.gguf_bytes import STRING, entry, gguf, row, string
 from builders.safetensors_bytes import safetensors_bytes, tensor
 from builders.whole_folders import write_whole_folder
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.cli.outcome import error_line
 from llorch.files import open_weights

@@ -5,7 +5,7 @@ from copy import copy
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.runtime.errors import FormatError, MissingExtra, suggestion
 from llorch.runtime.fields import Fields, Recorded, shortest

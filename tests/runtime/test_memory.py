@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from runs.refusals import assert_cli_refuses
+from helpers.refusals import assert_cli_refuses
 
 from llorch.runtime import memory
 from llorch.runtime.memory import available_memory

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from fakes import worker_programs
-from runs.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY
 
 from llorch.runtime.channel import Channel
 from llorch.runtime.worker import DEVNULL, Worker, last_line, python, run, signal_name

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from click import ClickException
 from click.testing import CliRunner
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 pytest.importorskip(
     "jupytext", reason="NOT RUN: jupytext is not installed; pip install -c constraints.txt -e '.[docs]'"

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 import torch
 from click.testing import CliRunner
-from runs.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY
 
 from llorch.apps.bench.measure import COPY_BYTES, PRODUCT_WIDTH, Load
 from llorch.families.config import ModelConfig

@@ -7,8 +7,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from runs.command_line import REPOSITORY
-from runs.refusals import assert_tells
+from helpers.command_line import REPOSITORY
+from helpers.refusals import assert_tells
 
 from benchmarks.diagnosis import arithmetic, catalogue, rivals, score
 from benchmarks.diagnosis.bugs import BUGS, together

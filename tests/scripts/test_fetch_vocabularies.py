@@ -9,7 +9,7 @@ from pathlib import Path
 import fetch_vocabularies
 import pytest
 from fetch_vocabularies import LLAMA_CPP, PUBLISHERS, SMOLLM2, WANTED, Package, fetch, unpack
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 TREE = "llama_cpp_python-1.2.3/vendor/llama.cpp"
 MODULES = ("conversion/__init__.py", "conversion/qwen.py", "gguf-py/gguf/__init__.py", "gguf-py/gguf/vocab.py")

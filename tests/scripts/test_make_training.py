@@ -9,8 +9,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
-from runs.stored_goldens import training_golden_of, training_weights_of
+from helpers.refusals import refuses
+from helpers.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.judging.expectations.training_places import Arrays
 from llorch.judging.goldens.training import MODELS, Tolerances, TrainingGolden, golden_name

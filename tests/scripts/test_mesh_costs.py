@@ -8,8 +8,8 @@ from dataclasses import replace
 import pytest
 import torch
 from click.testing import CliRunner, Result
-from runs.command_line import REPOSITORY
-from runs.warm_ranks import warm_ranks
+from helpers.command_line import REPOSITORY
+from helpers.warm_ranks import warm_ranks
 
 from benchmarks import mesh_model
 from benchmarks.mesh_model import Job, Machine, memory, messages, step_time

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from benchmarks import mutants, mutation_areas
 from benchmarks.mutants import Mutant, Result, Tree, drawn, main

@@ -7,8 +7,8 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from helpers.command_line import REPOSITORY, invoke
 from readme_blocks import readme_block
-from runs.command_line import REPOSITORY, invoke
 
 from llorch.diagnosis.diagnose import diagnose
 from llorch.engines.dumps.index import open_raw

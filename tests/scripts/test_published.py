@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from build_llama_tools import build
 from click.testing import CliRunner
-from runs.command_line import REPOSITORY
-from runs.refusals import refuses
+from helpers.command_line import REPOSITORY
+from helpers.refusals import refuses
 
 from llorch.runtime.builtin import builtin_path
 

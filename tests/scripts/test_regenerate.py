@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from runs.golden_files import unpacked
-from runs.refusals import assert_tells, refuses
-from runs.stored_goldens import golden_of, suite_of, training_golden_of, weights_of
+from helpers.golden_files import unpacked
+from helpers.refusals import assert_tells, refuses
+from helpers.stored_goldens import golden_of, suite_of, training_golden_of, weights_of
 
 from llorch.files import Weights
 from llorch.judging.goldens import store as golden_store

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.runtime.errors import CheckpointMismatch
 from llorch.stages.comparison import EXACT, Difference, Report, Tolerance, check, compare, measure, measure_in

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from runs.refusals import refuses
-from runs.training_passes import in_peft, peft_name
+from helpers.refusals import refuses
+from helpers.training_passes import in_peft, peft_name
 
 from llorch.files import open_weights
 from llorch.runtime.builtin import builtin_path

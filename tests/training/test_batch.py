@@ -1,7 +1,7 @@
 """Examples and batches: what counts as trained, and the documents of packed rows."""
 
 import numpy as np
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.training.batch import IGNORED, PADDING, Batch, Example, trained_tokens
 

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.model.model import Model, load
 from llorch.training.data import DataSettings, TrainingData, read_data

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import get_args
 
 import pytest
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.model.model import Model, load
 from llorch.training.data import DataSettings, TrainingData, TrainingOrder, read_data

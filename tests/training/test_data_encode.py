@@ -14,7 +14,7 @@ from builders.chat_models import (
     chat_model,
     with_token_beyond_rows,
 )
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files import open_weights
 from llorch.files.convert import convert

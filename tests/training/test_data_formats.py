@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from runs.refusals import Refusal, assert_tells, refuses, row
+from helpers.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.runtime.errors import FormatError
 from llorch.training.batch import IGNORED

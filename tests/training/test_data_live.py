@@ -12,7 +12,7 @@ from builders.chat_models import CHATML, LLAMA_3, chat_folder
 from builders.huggingface_folders import write_folder
 from builders.vocabularies import generated_texts, real_vocabulary
 from fetch_vocabularies import TEMPLATES
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.files.tokenizer import Tokenizer

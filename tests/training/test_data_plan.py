@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from runs.refusals import Refusal, row
+from helpers.refusals import Refusal, row
 
 from llorch.training.batch import IGNORED, PADDING, Example, Examples
 from llorch.training.data.plan import PackedRows, TrainingOrder, batches, best_fit, make_batch, shuffled

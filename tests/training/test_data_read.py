@@ -5,7 +5,7 @@ import os
 from pathlib import Path
 
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.training.data.read import find_splits, read_records
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from fakes.faulty_disk import leftovers
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from benchmarks.kill_resume import kill_and_resume, lines, start, write_data
 from llorch.training.log import read_log

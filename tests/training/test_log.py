@@ -7,8 +7,8 @@ from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
-from runs.command_line import REPOSITORY
-from runs.refusals import refuses
+from helpers.command_line import REPOSITORY
+from helpers.refusals import refuses
 
 from llorch.training.log import RunLog, draw_curve, read_log
 

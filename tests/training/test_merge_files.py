@@ -15,7 +15,7 @@ import safetensors.numpy as container
 from builders.quantised_folders import FOLDERS
 from builders.random_adapters import EVERY, adapted_logits, plain_logits, random_adapter, tiny_base
 from builders.whole_folders import write_whole_folder
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.doctor.adapter import examine
 from llorch.files import open_gguf, open_weights

@@ -6,8 +6,8 @@ import numpy as np
 import pytest
 from builders.families import MICRO
 from builders.random_adapters import EVERY, fresh, random_adapter
-from runs.refusals import refuses
-from runs.work_limit import work_limit
+from helpers.refusals import refuses
+from helpers.work_limit import work_limit
 
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.quantised_models import write_model

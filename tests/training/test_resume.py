@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.training.resume import differences, environment, require_same
 

@@ -3,7 +3,7 @@
 import math
 
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.training.schedules import SCHEDULES, learning_rate
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from runs.refusals import Refusal, row
+from helpers.refusals import Refusal, row
 
 from llorch.training.settings import TrainSettings
 

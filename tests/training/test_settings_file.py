@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.runtime.errors import MissingExtra
 from llorch.training.settings_file import read_settings, settings_from

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes.faulty_disk import leftovers, read_parts, save_parts, tensors_of
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.runtime.errors import FormatError
 from llorch.training.snapshot_files import PARTS, RECORD, read_snapshot

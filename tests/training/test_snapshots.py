@@ -13,8 +13,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from fakes.faulty_disk import Fault, FaultyDisk, leftovers, on, save, tensors_of
-from runs.command_line import REPOSITORY
-from runs.refusals import assert_tells, refuses
+from helpers.command_line import REPOSITORY
+from helpers.refusals import assert_tells, refuses
 
 from benchmarks.snapshot_damage import noticed
 from llorch.training.snapshot_files import RECORD, TENSORS, read_snapshot

@@ -24,7 +24,7 @@ from fakes.faulty_disk import (
     save_parts,
     tensors_of,
 )  # fmt: skip
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.training.snapshot_files import Snapshot, read_snapshot
 from llorch.training.snapshots import SnapshotStore, step_name

@@ -7,7 +7,7 @@ import sys
 import threading
 
 import pytest
-from runs.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY
 
 from llorch.training.stopping import StopRequest
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.bench import measure as bench
 from llorch.apps.bench import torch as torch_bench

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.story_files import tale
-from runs.command_line import invoke
+from helpers.command_line import invoke
 
 import llorch
 from llorch.apps.evaluate.scores import ModelDifference, PairScores, compare_models, mean

@@ -7,7 +7,7 @@ import pytest
 from builders.story_files import rounded, tale, with_context, with_swapped_words, with_tensors
 from builders.tiny_models import GGUF_METADATA, gguf_tensors, write_file
 from builders.vocabularies import tiny_byte_level
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 import llorch
 from llorch.apps.evaluate.scores import PairScores, compare_rows, losses

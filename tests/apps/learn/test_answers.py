@@ -9,8 +9,8 @@ from zipfile import ZipFile
 
 import numpy as np
 import pytest
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 from llorch.apps.learn import answers as hand_in
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS, Lesson

@@ -1,6 +1,6 @@
 import numpy as np
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check, check_functions
 from llorch.apps.learn.checks import forward

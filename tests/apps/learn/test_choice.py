@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.learn.check import check
 from llorch.apps.learn.choice import chosen, opened

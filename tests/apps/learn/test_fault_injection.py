@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from fakes.scripted_learner import possible
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import FORWARD
 from llorch.apps.learn.fault_injection import FaultReport, InjectedFault, inject_faults

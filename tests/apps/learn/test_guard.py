@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.guard import guarded

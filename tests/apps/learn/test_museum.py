@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.learn.museum.answers import compare, solution
 from llorch.apps.learn.museum.exhibit import Exhibit, exhibit, exhibits

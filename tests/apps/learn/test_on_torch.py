@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from fakes.scripted_learner import pasted
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.implementation import Implementation

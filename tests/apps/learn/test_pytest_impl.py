@@ -5,7 +5,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.apps.learn import folder
 from llorch.apps.learn.lessons import BY_NUMBER

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from fakes.scripted_learner import ALIKE, TAUGHT, by_hand, named, pasted, possible, typed, untyped, written
-from runs.command_line import invoke
+from helpers.command_line import invoke
 
 from llorch.apps.learn.check import check
 from llorch.apps.learn.implementation import Implementation

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fakes.scripted_learner import TAUGHT, pasted
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check, check_functions
 from llorch.apps.learn.exercises import training

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check, check_functions
 from llorch.apps.learn.checks import forward as checks

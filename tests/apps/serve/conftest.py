@@ -6,12 +6,12 @@ from typing import TYPE_CHECKING
 import pytest
 
 if TYPE_CHECKING:
-    from runs.served import Served
+    from helpers.served import Served
 
 
 @pytest.fixture(scope="module")
 def server() -> Iterator["Served"]:
-    from runs.served import served
+    from helpers.served import served
 
     with served() as running:
         yield running

@@ -14,8 +14,8 @@ import openai
 import pytest
 from builders.chat_models import CHATML, chat_model
 from fakes.scripted_batch import ScriptedBatch
-from runs.refusals import assert_tells, refuses
-from runs.served import Served, served
+from helpers.refusals import assert_tells, refuses
+from helpers.served import Served, served
 
 from llorch.apps.serve.app import _no_such_route, meant_route
 

@@ -6,8 +6,8 @@ from typing import Any, get_args, get_type_hints
 
 import httpx2 as httpx
 import pytest
+from helpers.served import Served
 from openai.types.chat.completion_create_params import CompletionCreateParamsBase as CompletionCreateParams
-from runs.served import Served
 
 from llorch.apps.serve.requests import Body
 from llorch.apps.serve.unsupported_fields import ignored_fields

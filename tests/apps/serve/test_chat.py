@@ -8,7 +8,7 @@ from typing import Any
 import openai
 import pytest
 from builders.chat_models import CHATML, chat_model
-from runs.served import Served, served
+from helpers.served import Served, served
 
 from llorch.model.model import load
 from llorch.ops.sampling import SamplingSettings

@@ -5,7 +5,7 @@ from typing import Any
 import httpx2 as httpx
 import openai
 import pytest
-from runs.served import Served
+from helpers.served import Served
 
 from llorch.model.model import Model, load
 from llorch.ops.sampling import SamplingSettings

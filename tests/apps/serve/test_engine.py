@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 import pytest
 from fakes.scripted_batch import ScriptedBatch
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.serve.engine import Engine
 from llorch.apps.serve.work import Busy, Event, MadeToken, Unavailable, Work

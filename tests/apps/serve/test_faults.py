@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from runs.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 

@@ -8,7 +8,7 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
-from runs.refusals import Refusal, refuses, row
+from helpers.refusals import Refusal, refuses, row
 
 from llorch.apps.serve.grammar import MAX_CHARACTERS, MAX_DEPTH, MAX_VALUES, guide_for
 from llorch.model.cache import KVCache

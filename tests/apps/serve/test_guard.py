@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from fakes.raw_http import answer, ask, connect, error_code, request, served, until
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 

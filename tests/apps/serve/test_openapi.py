@@ -7,7 +7,7 @@ from typing import Any
 
 import httpx2 as httpx
 import pytest
-from runs.served import Served, served
+from helpers.served import Served, served
 
 from llorch.apps.serve.app import ROUTES
 from llorch.apps.serve.openapi import Described, description

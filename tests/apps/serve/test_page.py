@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 from builders.chat_models import LLAMA_3, chat_model
 from fakes.raw_http import served as listening
-from runs.chromium import Browser
-from runs.served import Served, served
+from helpers.chromium import Browser
+from helpers.served import Served, served
 
 from llorch.apps.serve.page import FILES
 from llorch.apps.serve.service import Service

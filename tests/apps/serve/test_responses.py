@@ -4,7 +4,7 @@ from typing import Any
 
 import openai
 import pytest
-from runs.served import Served
+from helpers.served import Served
 
 from llorch.model.model import load
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from fakes.raw_http import PATIENCE, answer, ask, connect, error_code, is_closed, request, served, until
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 pytest.importorskip("uvicorn", reason="NOT RUN: uvicorn is not installed")
 

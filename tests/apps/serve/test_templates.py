@@ -10,8 +10,8 @@ import httpx2 as httpx
 import openai
 import pytest
 from builders.chat_models import LLAMA_3, chat_model
-from runs.refusals import assert_tells
-from runs.served import Served, served
+from helpers.refusals import assert_tells
+from helpers.served import Served, served
 
 WRITES = "{% for i in range(30) %}{{ 'a b' * 12000 }}{% endfor %}"  # 1.08 MB
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from builders.quantised_copies import quantised_copy
 from builders.random_adapters import random_adapter
-from runs.served import Served, served
+from helpers.served import Served, served
 
 from llorch.files.convert import convert
 from llorch.model.model import Model, load

@@ -7,7 +7,7 @@ from typing import Any, Literal, get_args
 import httpx2 as httpx
 import pytest
 from builders.chat_models import chat_model
-from runs.served import served
+from helpers.served import served
 
 from llorch.apps.serve.requests import Strict
 from llorch.apps.serve.unsupported_fields import _INSTEAD, _WITHOUT

@@ -4,8 +4,8 @@ from collections.abc import Mapping
 
 import numpy as np
 import pytest
-from inject.situations import n_cached
-from runs.stored_goldens import golden_of, suite_of, weights_of
+from faults.situations import n_cached
+from helpers.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.apps.learn.lessons import PARTS
 from llorch.diagnosis.mistakes import MISTAKES, STAGE_MISTAKES, Mistake

@@ -3,7 +3,7 @@
 import re
 
 import pytest
-from runs.stored_goldens import weights_of
+from helpers.stored_goldens import weights_of
 
 from llorch.diagnosis.mistakes import (
     AFTER_LOGITS,

@@ -12,8 +12,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, NAMES, tensors_of, written
-from inject.wrong_dumps import WHOLE, dump_of
-from inject.wrong_readers import FURTHER_READERS, READERS
+from faults.wrong_dumps import WHOLE, dump_of
+from faults.wrong_readers import FURTHER_READERS, READERS
 
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS

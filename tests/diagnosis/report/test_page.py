@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders import diagnoses
-from runs.chromium import Browser
+from helpers.chromium import Browser
 
 from llorch.diagnosis.report.figures import BOTTOM, HEIGHT, LEFT, LEVELS, WIDTH, Rung, heat, histogram, ladder
 from llorch.diagnosis.report.page import MAX_FIGURES, page, rungs

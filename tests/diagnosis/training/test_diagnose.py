@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells
-from runs.without_gaps import without_gaps
+from helpers.refusals import assert_tells
+from helpers.without_gaps import without_gaps
 
 from benchmarks.diagnosis.training_bugs import BUGS
 from benchmarks.diagnosis.training_cases import TrainingCase, TrainingScore, score, written

@@ -6,9 +6,9 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.family_adapters import family_adapter
-from inject.situations import training_models_of
-from runs.stored_goldens import training_weights_of
-from runs.without_gaps import without_gaps
+from faults.situations import training_models_of
+from helpers.stored_goldens import training_weights_of
+from helpers.without_gaps import without_gaps
 
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import injected

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.mesh_training import second_step
-from runs.refusals import assert_tells
-from runs.training_runs import small_settings
-from runs.without_gaps import without_gaps
+from helpers.mesh_training import second_step
+from helpers.refusals import assert_tells
+from helpers.training_runs import small_settings
+from helpers.without_gaps import without_gaps
 
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.verdict import Diagnosis

@@ -10,8 +10,8 @@ import pytest
 import torch
 from builders.families import MICRO
 from fakes.handwritten_llama import Handwritten
-from runs.command_line import invoke
-from runs.refusals import assert_tells, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells, refuses
 from torch import nn
 
 import llorch

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from builders.raw_dumps import raw_array, weights_of
-from runs.refusals import Refusal, assert_tells, row
+from helpers.refusals import Refusal, assert_tells, row
 
 from llorch.engines.dumps.ids import ids_from_embedding
 from llorch.engines.dumps.mapping import NameMap, mapping_of

@@ -9,7 +9,7 @@ from typing import Literal
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.raw import RawArray, RawDump

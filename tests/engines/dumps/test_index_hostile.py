@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
-from runs.work_limit import work_limit
+from helpers.refusals import refuses
+from helpers.work_limit import work_limit
 
 from llorch.engines.dumps.index import open_raw
 from llorch.runtime.errors import FormatError

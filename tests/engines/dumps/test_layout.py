@@ -6,7 +6,7 @@ from itertools import permutations
 import numpy as np
 import pytest
 from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
-from runs.refusals import Refusal, assert_tells, refuses, row
+from helpers.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.engines.dumps.layout import Form, far_nearest, fitting_forms, unlike
 from llorch.engines.dumps.mapping import mapping_of

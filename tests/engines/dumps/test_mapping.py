@@ -3,7 +3,7 @@
 from pathlib import Path
 
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.engines.dumps.layout import DumpLayout
 from llorch.engines.dumps.mapping import mapping_of, read_mapping

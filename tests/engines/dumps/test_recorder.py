@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from builders.raw_dumps import golden_trace, weights_of
-from runs.refusals import Refusal, row
+from helpers.refusals import Refusal, row
 
 import llorch
 from llorch.engines.dumps.index import open_raw

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import numpy as np
 import pytest
 from builders.raw_dumps import as_llamacpp, as_transformers, golden_trace, raw_array, raw_dump, weights_of
-from runs.refusals import Refusal, assert_tells, row
+from helpers.refusals import Refusal, assert_tells, row
 
 from llorch.engines.dumps.layout import half_split
 from llorch.engines.dumps.mapping import mapping_of

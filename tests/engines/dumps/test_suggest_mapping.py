@@ -8,7 +8,7 @@ from string import ascii_lowercase
 import numpy as np
 import pytest
 from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.engines.dumps.mapping import mapping_of
 from llorch.engines.dumps.raw import RawArray, RawDump

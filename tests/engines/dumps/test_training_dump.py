@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import Refusal, assert_tells, refuses, row
+from helpers.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.training_dump import TrainingDump, training_dump

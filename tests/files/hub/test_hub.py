@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from fakes.fake_hub import COMMIT, FakeHub, Repository, serving
-from runs.command_line import REPOSITORY, invoke, spawn
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import REPOSITORY, invoke, spawn
+from helpers.refusals import assert_cli_refuses, assert_tells
 from safetensors.numpy import load
 
 Settings = Callable[..., None]

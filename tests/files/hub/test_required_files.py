@@ -2,7 +2,7 @@ import json
 from pathlib import Path
 
 import pytest
-from runs.refusals import Refusal, row
+from helpers.refusals import Refusal, row
 
 from llorch.files.hub.reference import Reference
 from llorch.files.hub.required_files import files_of_gguf, is_folder, of_folder, shards_of

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.files.quantised.activations import read_activations

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed, tensors_of, written
-from runs.refusals import Refusal, assert_tells, refuses, row
+from helpers.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.files import open_weights
 from llorch.files.convert import convert

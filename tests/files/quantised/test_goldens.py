@@ -6,7 +6,7 @@ import json
 import numpy as np
 import pytest
 from builders.quantised_folders import FOLDERS, NAMES, tensors_of
-from runs.refusals import refuses
+from helpers.refusals import refuses
 from safetensors.numpy import load_file
 
 from llorch.files import open_weights

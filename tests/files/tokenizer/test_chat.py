@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from builders.hostile_templates import COSTS, ESCAPES
 from builders.vocabularies import real_vocabulary
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files.tokenizer.chat import ChatTemplate, TemplateSettings
 from llorch.files.tokenizer.template_process import TemplateLimits, TemplateProcess

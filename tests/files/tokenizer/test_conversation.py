@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from builders.chat_models import CHATML, LLAMA_3, chat_model
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files.tokenizer.chat import ChatTemplate
 from llorch.files.tokenizer.conversation import Breaker, taken_out

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from builders.huggingface_folders import added_token, folder_content
 from builders.vocabularies import first_difference, generated_texts, tiny_byte_level, tiny_sentencepiece
-from runs.refusals import Refusal, assert_tells, refuses, row
+from helpers.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.files.tokenizer import Tokenizer
 from llorch.files.tokenizer.export_gguf import GGUFTokenizer, read_tokenizer, require_same_ids

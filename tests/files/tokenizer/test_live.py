@@ -19,8 +19,8 @@ from builders.vocabularies import (
     tiny_sentencepiece,
 )
 from fetch_vocabularies import STORED
-from runs.llama_vocabulary import LlamaVocabulary
-from runs.work_limit import work_limit
+from helpers.llama_vocabulary import LlamaVocabulary
+from helpers.work_limit import work_limit
 
 from llorch.files.gguf import open_gguf
 from llorch.files.tokenizer import Tokenizer

@@ -20,7 +20,7 @@ from builders.published_vocabularies import (
 from builders.tiny_models import GGUF_METADATA, write_file
 from builders.vocabularies import first_difference, real_vocabulary, strings_in_shares
 from fetch_vocabularies import BARE
-from runs.llama_vocabulary import LlamaVocabulary
+from helpers.llama_vocabulary import LlamaVocabulary
 from tokenizers.models import BPE
 
 from llorch.files.gguf import open_gguf
@@ -54,7 +54,7 @@ def strings_for(gguf: Path, count: int, *, seed: int) -> list[str]:
 
 def of_publisher(name: str, file: Path, texts: list[str]) -> list[list[int]]:
     """Encode texts in a process that has the publisher's library, which this one has not."""
-    judge = Path(__file__).parents[2] / "support/runs/publishers_judge.py"
+    judge = Path(__file__).parents[2] / "support/helpers/publishers_judge.py"
     path = str(Path(os.environ["LLORCH_VOCABULARIES"]) / PUBLISHERS)
     done = subprocess.run(
         [sys.executable, str(judge), name, str(file)], input=json.dumps(texts), capture_output=True, text=True,

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from builders.huggingface_folders import BYTE_LEVEL, Json, added_token, folder_content
 from builders.vocabularies import tiny_byte_level, tiny_sentencepiece
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files.tokenizer import Tokenizer
 from llorch.files.tokenizer.gguf_vocabulary import GGUFVocabulary

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from builders.huggingface_folders import added_token
 from builders.vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files.tokenizer import Tokenizer
 from llorch.files.tokenizer.conversation import Breaker, taken_out

@@ -11,8 +11,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from runs.command_line import REPOSITORY
-from runs.refusals import assert_tells, refuses
+from helpers.command_line import REPOSITORY
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files.tokenizer import template_process
 from llorch.files.tokenizer.template_process import TemplateLimits, TemplateProcess

@@ -10,7 +10,7 @@ import pytest
 from builders import chat_models
 from builders.vocabularies import real_vocabulary
 from fetch_vocabularies import TEMPLATES
-from runs.work_limit import work_limit
+from helpers.work_limit import work_limit
 
 from llorch.files.tokenizer import template_worker
 from llorch.files.tokenizer.template_process import RESIDENT

@@ -6,7 +6,7 @@ from itertools import pairwise
 
 import pytest
 from builders.vocabularies import generated_texts, tiny_byte_level, tiny_sentencepiece
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files.tokenizer import Tokenizer
 from llorch.files.tokenizer.gguf_vocabulary import GGUFVocabulary

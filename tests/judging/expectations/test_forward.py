@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells, refuses
-from runs.stored_goldens import golden_of, suite_of, weights_of
+from helpers.refusals import assert_tells, refuses
+from helpers.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.judging.expectations.forward import COPIES, ForwardSuite
 from llorch.judging.expert_selection import StageOverride, as_made

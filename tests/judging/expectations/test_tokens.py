@@ -4,7 +4,7 @@ from unittest.mock import Mock
 
 import numpy as np
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.judging.expectations.tokens import GreedyJudge, edge_of_top_p
 from llorch.judging.goldens.forward import sampler_inputs

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 from safetensors.numpy import load
 
 from llorch.judging.goldens.store import SUFFIX, GoldenStore, plain_distances, read_arrays, read_distances, write_arrays

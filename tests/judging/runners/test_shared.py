@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.stored_goldens import quantised_golden
+from helpers.stored_goldens import quantised_golden
 
 from llorch.files import open_weights
 from llorch.files.packed import Packed

@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs.refusals import assert_tells, refuses
-from runs.stored_goldens import golden_of, weights_of
-from runs.torch_targets import on
+from helpers.refusals import assert_tells, refuses
+from helpers.stored_goldens import golden_of, weights_of
+from helpers.torch_targets import on
 
 from llorch.judging.expectations.forward import ForwardSuite
 from llorch.judging.goldens.forward import EngineOutput

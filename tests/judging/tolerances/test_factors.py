@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.stored_goldens import golden_of, suite_of, weights_of
+from helpers.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.judging.tolerances.factors import limit_of_factor
 from llorch.judging.tolerances.forward import ForwardTolerances

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.stored_goldens import golden_of, weights_of
+from helpers.stored_goldens import golden_of, weights_of
 
 from llorch.engines import open_engine
 from llorch.files.matrix import Matrix

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.families import HYBRIDS, random_folder
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.model.blocks import forward

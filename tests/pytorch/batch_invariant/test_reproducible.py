@@ -13,9 +13,9 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs import reproducible_runs
-from runs.command_line import REPOSITORY
-from runs.reproducible_runs import (
+from helpers import reproducible_runs
+from helpers.command_line import REPOSITORY
+from helpers.reproducible_runs import (
     CPU,
     DTYPES,
     LENGTHS,
@@ -62,7 +62,7 @@ def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_c
 IN_THREADS = [("float32", "micro-qwen3"), ("bfloat16", "micro-llama")]
 TWO_THREADS = """
 import json, sys, torch
-from runs.reproducible_runs import verdict
+from helpers.reproducible_runs import verdict
 torch.set_num_threads(2)
 print(json.dumps([verdict(*given) for given in json.loads(sys.argv[1])]))
 """

@@ -1,7 +1,7 @@
 """Tensors of which each rank has a part."""
 
 import pytest
-from runs.sharded_runs import joined_together
+from helpers.sharded_runs import joined_together
 
 from llorch.pytorch.distributed.launch import on_ranks
 

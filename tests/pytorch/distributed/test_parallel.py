@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs.mesh_programs import invoke_on_mesh
-from runs.mesh_runs import compare
-from runs.refusals import assert_cli_refuses, assert_tells, refuses
+from helpers.mesh_programs import invoke_on_mesh
+from helpers.mesh_runs import compare
+from helpers.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch.families.layers import Layer
 from llorch.files import open_weights

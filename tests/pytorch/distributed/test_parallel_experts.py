@@ -4,8 +4,8 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.refusals import refuses
-from runs.split_runs import NoText, answered, generated, gradients
+from helpers.refusals import refuses
+from helpers.split_runs import NoText, answered, generated, gradients
 
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.distributed.launch import on_ranks

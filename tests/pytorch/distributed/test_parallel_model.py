@@ -5,9 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.command_line import spawn
-from runs.refusals import assert_tells, refuses
-from runs.split_runs import NoText, answered, generated, peak_of_loading, sizes_of, written
+from helpers.command_line import spawn
+from helpers.refusals import assert_tells, refuses
+from helpers.split_runs import NoText, answered, generated, peak_of_loading, sizes_of, written
 
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType

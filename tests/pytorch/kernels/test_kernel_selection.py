@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 from fakes.quick_interpreter import prepare_once_a_launch
-from runs.command_line import invoke
-from runs.refusals import assert_tells, refuses
+from helpers.command_line import invoke
+from helpers.refusals import assert_tells, refuses
 from torch import Tensor, nn
 
 import llorch

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from runs.refusals import refuses
-from runs.training_passes import CPU, base
-from runs.training_runs import losses_on_mesh, small_settings, trained
+from helpers.refusals import refuses
+from helpers.training_passes import CPU, base
+from helpers.training_runs import losses_on_mesh, small_settings, trained
 from torch import Tensor
 
 from llorch.ops.cross_entropy import IGNORED

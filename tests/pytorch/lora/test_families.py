@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders.families import SMALL, random_folder
 from builders.family_adapters import family_adapter
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.ops.cross_entropy import shifted

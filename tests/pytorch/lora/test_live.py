@@ -4,7 +4,7 @@ import pytest
 import torch
 from builders.families import MICRO
 from builders.random_adapters import random_adapter
-from runs.training_passes import SETTINGS, base, batch, in_peft, logits_of, loss_of, peft_name, watched
+from helpers.training_passes import SETTINGS, base, batch, in_peft, logits_of, loss_of, peft_name, watched
 from torch import Tensor
 
 from llorch.pytorch.lora.adapters import attach, lora_modules, trainable_parameters

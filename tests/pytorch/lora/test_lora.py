@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from runs.refusals import refuses
-from runs.training_passes import ALL, CPU, SETTINGS, base, batch, logits_of, loss_of
+from helpers.refusals import refuses
+from helpers.training_passes import ALL, CPU, SETTINGS, base, batch, logits_of, loss_of
 from torch import Tensor, nn
 
 from llorch.files import open_weights

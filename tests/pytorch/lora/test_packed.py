@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from runs.training_passes import ALL, CPU, batch, logits_of, loss_of
+from helpers.training_passes import ALL, CPU, batch, logits_of, loss_of
 
 from llorch.files import open_weights
 from llorch.judging.expectations.quantised_models import write_model

@@ -5,7 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs.training_passes import ALL, CPU, batch, logits_of, loss_of
+from helpers.training_passes import ALL, CPU, batch, logits_of, loss_of
 
 from llorch.files import open_weights
 from llorch.judging.expectations.quantised_models import write_model

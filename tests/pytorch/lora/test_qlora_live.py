@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from runs.training_passes import CPU, logits_of
+from helpers.training_passes import CPU, logits_of
 from torch.nn.functional import cross_entropy
 
 from llorch.files import Weights, open_weights

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from runs.refusals import Refusal, refuses, row
-from runs.training_passes import ALL, SETTINGS
+from helpers.refusals import Refusal, refuses, row
+from helpers.training_passes import ALL, SETTINGS
 
 import llorch
 from llorch.judging.expectations.quantised_models import write_model

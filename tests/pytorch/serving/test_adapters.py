@@ -2,7 +2,7 @@
 
 import pytest
 from builders.random_adapters import random_adapter
-from runs.continuous import alone, job, some_ids, together, varied_jobs
+from helpers.continuous import alone, job, some_ids, together, varied_jobs
 
 import llorch
 from llorch.model.generate import Sampled

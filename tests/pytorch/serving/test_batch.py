@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
-from runs.continuous import VARIED, Made, alone, job, n_free, some_ids, together, varied_jobs
-from runs.refusals import refuses
+from helpers.continuous import VARIED, Made, alone, job, n_free, some_ids, together, varied_jobs
+from helpers.refusals import refuses
 
 import llorch
 from llorch.model.generate import GenerationBatch, Sampled

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.model.generate import Job, Sampled, log_probability, sample_ids
 from llorch.ops.sampling import SamplingSettings

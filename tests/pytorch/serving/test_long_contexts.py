@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs.continuous import job, some_ids
+from helpers.continuous import job, some_ids
 from torch import Tensor
 
 from llorch.diagnosis.mistakes.planting import replaced

@@ -1,7 +1,7 @@
 """Who has which page of a pool."""
 
 import numpy as np
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.pytorch.serving.pages import PAGE, Lease, Pages, next_key
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 
 import pytest
 import torch
-from runs.refusals import refuses
+from helpers.refusals import refuses
 from torch import Tensor, nn
 
 from llorch.pytorch.train.adamw import AdamW

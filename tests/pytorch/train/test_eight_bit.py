@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from runs.bitsandbytes_codes import kernel_book, kernel_codes
+from helpers.bitsandbytes_codes import kernel_book, kernel_codes
 from torch import Tensor, nn
 
 from llorch.lora.adapter import wanted_shapes

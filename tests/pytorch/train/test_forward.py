@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files import open_weights
 from llorch.ops.rope import rope_tables

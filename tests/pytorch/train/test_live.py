@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs.training_passes import in_peft, peft_name
-from runs.training_runs import Silent, small_settings
+from helpers.training_passes import in_peft, peft_name
+from helpers.training_runs import Silent, small_settings
 from torch.nn.functional import cross_entropy
 
 from llorch.files.convert import convert

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from runs.training_passes import CPU, base
+from helpers.training_passes import CPU, base
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 

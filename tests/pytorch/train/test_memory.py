@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs.training_runs import small_settings, trained
+from helpers.training_runs import small_settings, trained
 
 from llorch.files import open_weights
 from llorch.lora.initial import initial_adapter

@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from runs.mesh_training import compare_training, made_run
-from runs.refusals import assert_tells
-from runs.training_runs import Silent, losses_on_mesh, small_settings, trained
+from helpers.mesh_training import compare_training, made_run
+from helpers.refusals import assert_tells
+from helpers.training_runs import Silent, losses_on_mesh, small_settings, trained
 from safetensors.numpy import load_file
 
 from llorch.files.convert import convert

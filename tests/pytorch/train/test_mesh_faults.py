@@ -6,9 +6,19 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs.command_line import spawn
-from runs.mesh_programs import PROGRAM, TORCHRUN, adapter, arguments, ended, failed, last_step, started, wait_for_steps
-from runs.refusals import assert_tells
+from helpers.command_line import spawn
+from helpers.mesh_programs import (
+    PROGRAM,
+    TORCHRUN,
+    adapter,
+    arguments,
+    ended,
+    failed,
+    last_step,
+    started,
+    wait_for_steps,
+)
+from helpers.refusals import assert_tells
 
 from llorch.training.snapshots import SnapshotStore
 

@@ -4,7 +4,7 @@ import importlib
 from pathlib import Path
 
 import pytest
-from runs.mesh_training import compare_live
+from helpers.mesh_training import compare_live
 
 from llorch.pytorch.distributed.launch import on_ranks
 from llorch.runtime.builtin import goldens_folder

@@ -7,7 +7,16 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs.mesh_programs import PROGRAM, TORCHRUN, arguments, ended, invoke_on_mesh, last_step, started, wait_for_steps
+from helpers.mesh_programs import (
+    PROGRAM,
+    TORCHRUN,
+    arguments,
+    ended,
+    invoke_on_mesh,
+    last_step,
+    started,
+    wait_for_steps,
+)
 
 
 def nodes(folder: Path, *more: str) -> list[subprocess.Popen[str]]:

@@ -2,7 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs.training_runs import small_settings
+from helpers.training_runs import small_settings
 
 from llorch.pytorch.train import plan as plans
 from llorch.pytorch.train.plan import plan_training

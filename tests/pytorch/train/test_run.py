@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 import torch
 from fakes.faulty_disk import leftovers
-from runs.refusals import assert_tells, refuses
-from runs.training_runs import Silent, ragged_rows, small_settings, trained, write_rows
+from helpers.refusals import assert_tells, refuses
+from helpers.training_runs import Silent, ragged_rows, small_settings, trained, write_rows
 
 from llorch.lora.files import read_adapter
 from llorch.model.model import load

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from fakes.faulty_disk import leftovers
-from runs.refusals import assert_tells, refuses
-from runs.sharded_runs import (
+from helpers.refusals import assert_tells, refuses
+from helpers.sharded_runs import (
     save_and_die,
     save_and_fail,
     save_training,
@@ -16,7 +16,7 @@ from runs.sharded_runs import (
     save_without_a_rank,
     whole_state,
 )  # fmt: skip
-from runs.training_runs import small_settings
+from helpers.training_runs import small_settings
 
 from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.train.plan import plan_training

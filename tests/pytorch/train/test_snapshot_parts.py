@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 import torch
-from runs.refusals import refuses
-from runs.sharded_runs import save_alone, whole_state
-from runs.training_runs import Silent, small_settings
+from helpers.refusals import refuses
+from helpers.sharded_runs import save_alone, whole_state
+from helpers.training_runs import Silent, small_settings
 from torch.distributed.checkpoint import metadata
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs.refusals import assert_tells, refuses
-from runs.training_runs import bits, distance, gradients, small_data, small_settings, trained
+from helpers.refusals import assert_tells, refuses
+from helpers.training_runs import bits, distance, gradients, small_data, small_settings, trained
 
 from llorch.files import open_weights
 from llorch.files.safetensors import tensor_bytes

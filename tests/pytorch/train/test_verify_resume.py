@@ -7,10 +7,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from runs.command_line import invoke, spawn
-from runs.mesh_programs import invoke_on_mesh
-from runs.refusals import assert_cli_refuses, assert_tells, refuses
-from runs.training_runs import small_data, small_settings
+from helpers.command_line import invoke, spawn
+from helpers.mesh_programs import invoke_on_mesh
+from helpers.refusals import assert_cli_refuses, assert_tells, refuses
+from helpers.training_runs import small_data, small_settings
 
 from llorch.pytorch.train.verify_resume import ADAPTER, Compared, Proof, RunComparison, compare_runs, verify_resume
 from llorch.runtime.errors import CheckpointMismatch

@@ -5,7 +5,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from benchmarks.atlas.catalogue import ENGINES, AtlasEngine
 from benchmarks.atlas.environments import NotInstalled, download_bytes, is_to_install, python_of

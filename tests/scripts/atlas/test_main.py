@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
-from runs.refusals import assert_cli_refuses
+from helpers.refusals import assert_cli_refuses
 
 from benchmarks.atlas import catalogue
 from benchmarks.atlas.__main__ import main

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from benchmarks.atlas.runs import Request, RunEnd, run_all, run_program
 

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from benchmarks.atlas.inputs import AtlasInput, Style
 from benchmarks.atlas.judging import EngineRunReport, StageRow

@@ -4,7 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 
 import numpy as np
-from runs.stored_goldens import golden_of
+from helpers.stored_goldens import golden_of
 
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.families.config import ModelConfig

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import safetensors.numpy as container
 from builders.random_adapters import random_adapter, tiny_base
-from runs.command_line import invoke
-from runs.refusals import assert_cli_refuses, assert_tells
+from helpers.command_line import invoke
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 from llorch.apps.doctor.adapter import examine
 from llorch.apps.doctor.adapter.checks import NUMBER_CHECKS, READER_CHECKS, check_run

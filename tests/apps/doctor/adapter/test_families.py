@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from builders.family_adapters import family_adapter
 from builders.random_adapters import random_adapter, tiny_base
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.apps.doctor.adapter import examine
 from llorch.apps.doctor.adapter.checks import check_run

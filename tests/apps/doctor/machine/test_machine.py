@@ -2,7 +2,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from runs.refusals import assert_tells
+from helpers.refusals import assert_tells
 
 from llorch.apps.doctor.machine.caches import of_caches
 from llorch.apps.doctor.machine.engines import _check_kernels, _devices, check_engines

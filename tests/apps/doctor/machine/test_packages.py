@@ -5,8 +5,8 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from runs.command_line import REPOSITORY
-from runs.refusals import assert_tells
+from helpers.command_line import REPOSITORY
+from helpers.refusals import assert_tells
 
 from llorch.apps.doctor.machine.child import imported_by, run_probe
 from llorch.apps.doctor.machine.packages import EXTRAS, NEEDED, imported, missing_extra, of_packages

@@ -4,7 +4,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from runs.refusals import refuses
+from helpers.refusals import refuses
 from torch import Tensor, nn
 
 from llorch.files import open_weights

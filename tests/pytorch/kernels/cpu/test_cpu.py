@@ -6,7 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from runs.refusals import assert_tells, refuses
+from helpers.refusals import assert_tells, refuses
 from torch import nn
 from torch.nn.functional import linear
 

@@ -5,7 +5,7 @@ from typing import cast
 
 import pytest
 import torch
-from runs.refusals import refuses
+from helpers.refusals import refuses
 
 from llorch.files.quant import GGMLType
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv

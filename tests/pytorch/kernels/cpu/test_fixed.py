@@ -7,7 +7,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
-from runs.shared_folder import shared_folder
+from helpers.shared_folder import shared_folder
 from torch.nn.functional import linear
 
 from llorch.files.quantised.codes import E4M3

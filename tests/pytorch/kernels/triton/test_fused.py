@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
+from helpers.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
 from torch import nn
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
@@ -164,7 +164,7 @@ def test_projections_remember_nothing_once_all_are_handed_out(device):
 @pytest.mark.slow
 def test_every_kernel_compiles_for_a_device_and_loads_16_bytes_at_a_time(tmp_path):
     environment = os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)}
-    script = Path(__file__).parents[3] / "support/runs/compile_kernels.py"
+    script = Path(__file__).parents[3] / "support/helpers/compile_kernels.py"
     run = subprocess.run([sys.executable, script], env=environment, capture_output=True, text=True, check=False)
     assert run.returncode == 0, run.stderr
     lines = run.stdout.splitlines()

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from runs.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
+from helpers.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 

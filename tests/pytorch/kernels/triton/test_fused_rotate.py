@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from runs.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
+from helpers.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 

@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from runs.kernel_tolerances import PLACES, kernel_device
-from runs.training_passes import ALL
+from helpers.kernel_tolerances import PLACES, kernel_device
+from helpers.training_passes import ALL
 from torch import Tensor
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")

@@ -11,15 +11,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from inject import faulty_ranks
+from faults import faulty_ranks
 
+from helpers.command_line import REPOSITORY, invoke
+from helpers.training_runs import small_data
+from helpers.warm_ranks import warm_ranks
 from llorch.pytorch.distributed import launch
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.runtime import launched_rank as torchrun
 from llorch.training.snapshots import SnapshotStore
-from runs.command_line import REPOSITORY, invoke
-from runs.training_runs import small_data
-from runs.warm_ranks import warm_ranks
 
 PROGRAM = str(REPOSITORY / "tests" / "support" / "inject" / "faulty_ranks.py")
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")

@@ -11,12 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from runs.stored_goldens import training_golden_of, training_weights_of
-from runs.torch_targets import on
+from helpers.stored_goldens import training_golden_of, training_weights_of
+from helpers.torch_targets import on
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from inject.fault import TRAINER, Inject, InjectedFault, replaced
+from faults.fault import TRAINER, Inject, InjectedFault, replaced
 from llorch.diagnosis.mistakes import MISTAKES, Mistake, planting
 from llorch.judging.expectations.adapter_files import exported, file_row
 from llorch.judging.expectations.training import comparisons, derive_tolerance, make_expectations

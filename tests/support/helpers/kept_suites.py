@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from helpers.stored_goldens import golden_of, quantised_golden
 from llorch.files import Weights
 from llorch.judging import verify as models
 from llorch.judging.expectations import quantised
@@ -22,7 +23,6 @@ from llorch.judging.judge import Comparison, with_load_paths
 from llorch.judging.runners import Runner
 from llorch.judging.tolerances import training as limits
 from llorch.runtime.builtin import goldens_folder
-from runs.stored_goldens import golden_of, quantised_golden
 
 PARTS = ("stage_rows", "decode_rows", "sampler_rows")
 OF_THE_FILE = ("tensors", "token_ids")
@@ -92,7 +92,7 @@ def forward_part(model: str, part: str) -> Sequence[Comparison]:
 @cache
 def quantised_rows() -> Sequence[Comparison]:
     """Judge all that checkpoint 13 compares."""
-    from runs import stored_rows  # which imports torch
+    from helpers import stored_rows  # which imports torch
 
     with kept():
         return stored_rows.quantised_rows()
@@ -101,7 +101,7 @@ def quantised_rows() -> Sequence[Comparison]:
 @cache
 def torch_rows(target: str, model: str) -> Sequence[Comparison]:
     """Judge a target of the torch path on a built-in model."""
-    from runs import stored_rows
+    from helpers import stored_rows
 
     with kept():
         return stored_rows.torch_rows(target, model)

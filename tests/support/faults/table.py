@@ -7,8 +7,8 @@ Mistakes in the inputs of a golden have a table of their own in the library, `ST
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
-from inject.fault import ANY, TRAINER, Check, InjectedFault
-from inject.situations import training_models_of
+from faults.fault import ANY, TRAINER, Check, InjectedFault
+from faults.situations import training_models_of
 from llorch.diagnosis.mistakes import MISTAKES, TRAINING
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.judging.goldens.forward import SAMPLINGS

@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 from builders import tiny_models
 from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
-from runs.stored_goldens import quantised_golden, suite_of, suite_of_case, weights_of
+from helpers.stored_goldens import quantised_golden, suite_of, suite_of_case, weights_of
 
-from inject.fault import Inject, InjectedFault, replaced
+from faults.fault import Inject, InjectedFault, replaced
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, matrix, open_weights

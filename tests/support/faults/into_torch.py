@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 import torch
-from runs.stored_goldens import suite_of_case, weights_of
-from runs.torch_targets import on
+from helpers.stored_goldens import suite_of_case, weights_of
+from helpers.torch_targets import on
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
-from inject.fault import InjectedFault
-from inject.into_numpy import live_suite
+from faults.fault import InjectedFault
+from faults.into_numpy import live_suite
 from llorch.apps.learn.lessons import PARTS
 from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.files import Weights

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 SUPPORT = Path(__file__).parents[1]
-PRELOADED = ("runs.warm_modules",)
+PRELOADED = ("helpers.warm_modules",)
 
 
 @cache

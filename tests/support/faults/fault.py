@@ -17,18 +17,18 @@ ANY = ""  # mode
 TRAINER = "as trainer"  # variant of a training run in torch: the way that saves memory
 Inject = Callable[[pytest.MonkeyPatch], None]
 RUNNERS = {  # backend -> function of the fault, the patch and a folder, which returns comparisons
-    "numpy": "inject.into_numpy:of_golden",
-    "numpy-float64": "inject.into_numpy:in_float64",
-    "numpy-ggml": "inject.into_numpy:of_packed",
-    "numpy-live": "inject.into_numpy:live",
-    "numpy-float64-live": "inject.into_numpy:in_float64_live",
-    "numpy-ggml-live": "inject.into_numpy:of_packed_live",
-    "torch": "inject.into_torch:of_golden",
-    "torch-live": "inject.into_torch:live",
-    "training": "inject.into_training:in_numpy",
-    "training-torch": "inject.into_training:in_torch",
-    "training-float64": "inject.into_training:in_float64",
-    "training-torch-float64": "inject.into_training:in_torch_float64",
+    "numpy": "faults.into_numpy:of_golden",
+    "numpy-float64": "faults.into_numpy:in_float64",
+    "numpy-ggml": "faults.into_numpy:of_packed",
+    "numpy-live": "faults.into_numpy:live",
+    "numpy-float64-live": "faults.into_numpy:in_float64_live",
+    "numpy-ggml-live": "faults.into_numpy:of_packed_live",
+    "torch": "faults.into_torch:of_golden",
+    "torch-live": "faults.into_torch:live",
+    "training": "faults.into_training:in_numpy",
+    "training-torch": "faults.into_training:in_torch",
+    "training-float64": "faults.into_training:in_float64",
+    "training-torch-float64": "faults.into_training:in_torch_float64",
 }
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 from builders.families import MICRO
-from runs.stored_goldens import (
+from helpers.stored_goldens import (
     cases_of,
     golden_of,
     quantised_golden,

@@ -3,11 +3,11 @@
 from collections.abc import Sequence
 from functools import cache
 
+from helpers.torch_targets import CPU, CUDA, on
 from llorch.judging.expectations.quantised import verify_quantised_stored
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.torch import VARIANTS, torch_runners
 from llorch.judging.verify import verify_stored
-from runs.torch_targets import CPU, CUDA, on
 
 # What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of
 # stage, is judged in all variants; `llorch verify --backend torch` does that for five models by day, and for all

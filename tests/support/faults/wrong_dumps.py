@@ -4,7 +4,7 @@ from collections.abc import Callable, Sequence
 from functools import cache
 
 import numpy as np
-from runs.stored_goldens import golden_of
+from helpers.stored_goldens import golden_of
 
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay
 from llorch.diagnosis.search.hypotheses import Hypothesis, known_mistakes

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
+from helpers.training_runs import Silent
 from llorch.files import open_weights
 from llorch.judging.expectations.training import stored
 from llorch.judging.runners import training_torch as torch_runner
@@ -22,7 +23,6 @@ from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import PASS
-from runs.training_runs import Silent
 
 
 class OwnMeans(worker.OnMesh):

@@ -3,7 +3,7 @@
 import ctypes
 from pathlib import Path
 
-from runs.ggml_library import SILENT
+from helpers.ggml_library import SILENT
 
 
 class LlamaVocabulary:
