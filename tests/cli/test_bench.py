@@ -4,7 +4,7 @@ import json
 
 import pytest
 from helpers.command_line import invoke
-from helpers.refusals import assert_tells
+from helpers.refusals import assert_cli_refuses
 
 from llorch.apps.bench import measure as bench
 from llorch.cli import bench as verb
@@ -57,9 +57,8 @@ def test_a_packed_file_is_measured_packed(tmp_path):
 def test_a_shape_that_does_not_fit_is_refused_before_it_is_made(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "available_memory", lambda: 1e9)
     result = invoke("bench", "--shape", "llama-2-7b", "--backend", "torch")
-    assert result.exit_code == 4
+    assert_cli_refuses(result, 4, "27.5 GB", "1.0 GB", "cpu", "--shape")
     assert result.stderr.startswith("llorch: bench: weights of llama-2-7b need ")
-    assert_tells(result.stderr, "27.5 GB", "1.0 GB", "cpu", "--shape")
 
 
 def test_the_names_of_shapes_are_those_of_the_module():

@@ -32,7 +32,8 @@ class Terminal:
     def __init__(self, process: subprocess.Popen, end: int) -> None:
         self.process, self._end, self.seen = process, end, ""
 
-    def type(self, text: str) -> None:
+    def type(self, text: str, prompt: str = "> ") -> None:
+        self.until(prompt)
         os.write(self._end, text.encode())
 
     def until(self, text: str) -> str:
@@ -71,24 +72,19 @@ def terminal(state: Path, *args: str) -> Iterator[Terminal]:
 
 def test_on_a_terminal_an_answer_can_be_stopped_and_mistakes_are_survived(folder: Path, tmp_path: Path):
     with terminal(tmp_path / "state", str(folder), "-n", "480", "-t", "1") as screen:
-        screen.until("> ")
         screen.type("/nonsense\n")
         screen.until("llorch: ")
         assert "/nonsense" in screen.until("\r\n")
-        screen.until("> ")
         screen.type("Once upon\\\n")
-        screen.until("... ")
-        screen.type("a time\n")
+        screen.type("a time\n", prompt="... ")
         screen.until("\r\n")
         while not screen.seen.strip():  # the answer begins
             screen.seen += os.read(screen._end, 64).decode("utf-8", "replace")
         screen.process.send_signal(signal.SIGINT)
         screen.until("stopped")
-        screen.until("> ")
         screen.type("/history\n")
         screen.until("1 user: Once upon\\na time")
         screen.until("2 assistant: ")
-        screen.until("> ")
         screen.type("\x04")
         assert screen.process.wait(timeout=60) == 0
     lines = (tmp_path / "state/chat_history").read_text()
@@ -99,10 +95,8 @@ def test_on_a_terminal_an_answer_can_be_stopped_and_mistakes_are_survived(folder
 def test_lines_of_earlier_conversations_come_back(folder: Path, tmp_path: Path):
     for first in ("/set temperature 0.5\n", "\x1b[A\n"):  # the arrow up
         with terminal(tmp_path, str(folder)) as screen:
-            screen.until("> ")
             screen.type(first)
             assert "temperature=0.5" in screen.until("top_k")
-            screen.until("> ")
             screen.type("\x04")
             assert screen.process.wait(timeout=60) == 0
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import click
 import pytest
 from fakes.one_process import resume_in_one_process
-from helpers.command_line import REPOSITORY, invoke, spawn, words_of
+from helpers.command_line import REPOSITORY, invoke, words_of
 from helpers.refusals import assert_cli_refuses
 
 import llorch
@@ -131,13 +131,6 @@ def test_traceback_shows_where_an_error_was_raised():
     assert result.stderr.splitlines()[-1].startswith("llorch: sampling: ")
 
 
-def test_text_goes_to_stdout_and_rates_to_stderr():
-    done = spawn("run", "story", "Once upon a time", "-n", "5", "-v")
-    assert done.returncode == 0
-    assert "tokens/s" not in done.stdout
-    assert "tokens/s" in done.stderr
-
-
 def test_a_reader_that_goes_away_is_no_traceback():
     command = [sys.executable, "-m", "llorch", "run", "story", "Once", "-n", "300", "--ignore-eos", "--json"]
     with subprocess.Popen(
@@ -149,24 +142,6 @@ def test_a_reader_that_goes_away_is_no_traceback():
         process.stdout.close()
         assert process.wait(60) == 141
         assert process.stderr.read() == ""
-
-
-@pytest.mark.parametrize("width", range(60, 81, 4))
-def test_no_word_of_a_help_page_is_broken(width: int):
-    def pages(command: click.Command, context: click.Context) -> Iterator[str]:
-        yield command.get_help(context)
-        if not isinstance(command, click.Group):
-            return
-        for name in command.list_commands(context):
-            found = command.get_command(context, name)
-            assert found is not None
-            yield from pages(found, found.context_class(found, parent=context, info_name=name))
-
-    top = main.context_class(main, info_name="llorch", terminal_width=width)
-    lines = [line for page in pages(main, top) for line in page.splitlines()]
-    assert len(lines) > 300
-    assert [line for line in lines if line.endswith("-")] == []
-    assert not any("\u2011" in line for line in lines)
 
 
 def test_a_line_is_not_broken_for_a_pipe_or_a_narrow_terminal(tmp_path: Path):

@@ -53,7 +53,7 @@ def tab(folder: Path, *words: str) -> list[str]:
     return done.stdout.split("\n")[:-1]
 
 
-@pytest.mark.slow_cases(but=["words7-offered7", "words10-offered10"])
+@pytest.mark.slow_cases(but=["words7-offered7", "words10-offered10", "words13-offered13"])
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
@@ -70,14 +70,11 @@ def tab(folder: Path, *words: str) -> list[str]:
         (("run", "notes"), ["the shell: -o default", ""]),
         (("run", "story", "--adapter", "x"), ["the shell: -o default", ""]),
         (("completion", ""), ["bash", "zsh", "fish"]),
+        (("tokenize", ""), [*EVERY, "mine", "my.gguf"]),  # before anything is typed
     ],
 )
 def test_a_word_is_completed(words: tuple[str, ...], offered: list[str], folder: Path):
     assert tab(folder, *words) == offered
-
-
-def test_models_come_before_anything_is_typed(folder: Path):
-    assert tab(folder, "tokenize", "") == [*EVERY, "mine", "my.gguf"]
 
 
 @pytest.mark.parametrize("line", ["llorch ", "llorch run ", "llorch verify --", "llorch learn "])

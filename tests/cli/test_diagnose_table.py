@@ -50,10 +50,8 @@ def test_many_right_layers_are_one_line():
 
 def test_a_right_dump_has_a_line_for_each_stage_of_the_table():
     lines = printed(diagnoses.right())
-    assert (len(stages(lines)), lines[-1]) == (
-        22,
-        "RIGHT: nothing is wrong; 79 stages compared; --all shows every stage",
-    )
+    assert len(stages(lines)) == 22
+    assert lines[-1] == "RIGHT: nothing is wrong; 79 stages compared; --all shows every stage"
 
 
 @pytest.mark.nightly_cases("every_layer", "logits_only", "two_passes")

@@ -64,10 +64,20 @@ def test_every_command_has_a_page_in_this_form():
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_a_help_page_is_short(name: str):
+def test_a_help_page_is_short_and_has_one_to_three_examples(name: str):
+    assert 1 <= len(PAGE_OF[name].examples) <= MOST_EXAMPLES
     for page in (HELP[name], FULL[name]):
         assert not too_long(page, len(options(name)))
         assert [line for line in page.splitlines() if len(line) > WIDTH] == []
+
+
+@pytest.mark.parametrize("width", range(60, 81, 4))
+def test_no_word_of_a_help_page_is_broken(width: int):
+    top = main.context_class(main, info_name="llorch", terminal_width=width)
+    lines = [line for context in contexts(main, top) for line in context.get_help().splitlines()]
+    assert len(lines) > 300
+    assert [line for line in lines if line.endswith("-")] == []
+    assert not any("\u2011" in line for line in lines)
 
 
 def test_a_long_help_page_is_found():
@@ -75,11 +85,6 @@ def test_a_long_help_page_is_found():
     assert too_long("line\n" * 60 + "line", 25)
     assert not too_long("line\n" * 63 + "line", 26)
     assert too_long("line\n" * 64 + "line", 26)
-
-
-@pytest.mark.parametrize("name", ALL)
-def test_a_help_page_has_one_to_three_examples(name: str):
-    assert 1 <= len(PAGE_OF[name].examples) <= MOST_EXAMPLES
 
 
 @pytest.mark.parametrize(("name", "line"), [(name, line) for name in PAGE_OF for line in PAGE_OF[name].examples])

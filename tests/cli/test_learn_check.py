@@ -87,9 +87,6 @@ def test_the_folder_is_said_by_option_environment_or_project(
 @pytest.mark.parametrize(
     ("words", "code", "said"),
     [
-        (["99"], 2, ("lesson", "'99'")),
-        (["rms_nrom"], 2, ("'rms_nrom'", "'rms_norm'")),
-        (["--impl", "missing"], 3, ("'missing'", "llorch learn init", "missing")),
         (["--impl", __file__], 2, ("folder", __file__)),
         (["--impl", "cmd:no-such-program"], 3, ("cmd:", "'no-such-program'")),
         (["--seconds", "0"], 2, ("--seconds", "0.0", "0<x")),

@@ -88,9 +88,3 @@ def test_lora_eval_data_file_is_evaluated_whole(run: Path, tmp_path: Path):
 def test_an_adapter_of_another_base_is_refused(run: Path):
     result = evaluate(run, model="micro-qwen2")
     assert_cli_refuses(result, 2, run, "BaseMismatch", "micro-qwen3", "micro-qwen2.gguf")
-
-
-def test_there_must_be_an_adapter(run: Path):
-    result = evaluate(run.parent / "data")
-    assert result.exit_code in (2, 3)
-    assert "adapter_config.json" in result.stderr

@@ -20,19 +20,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path, str]:
     base = chat_folder(folder / "base", "micro-qwen3", CHATML)
     name_ends(base, END)
     (folder / "data.jsonl").write_text(json.dumps({"messages": TURNS}) + "\n")
-    given = (
-        "--data",
-        str(folder / "data.jsonl"),
-        "-o",
-        str(folder / "run"),
-        "--steps",
-        "25",
-        "--lr",
-        "0.02",
-        "--r",
-        "4",
-    )
-    result = invoke("lora", "train", str(base), *given, "--schedule", "constant", "--save-every", "0")
+    how = "--steps 25 --lr 0.02 --r 4 --schedule constant --save-every 0".split()
+    words = ("--data", str(folder / "data.jsonl"), "-o", str(folder / "run"), *how)
+    result = invoke("lora", "train", str(base), *words)
     assert result.exit_code == 0, result.stderr
     return base, folder / "run", result.stderr
 

@@ -1,6 +1,5 @@
 """Numbers on the command line: no option of any verb takes a value that a library cannot hold."""
 
-from collections.abc import Iterator
 from typing import Any
 
 import click
@@ -8,29 +7,21 @@ import pytest
 from helpers.command_line import invoke
 from helpers.refusals import assert_cli_refuses, refuses
 
-from llorch.cli import main
 from llorch.cli.lora.settings_options import Pair
 from llorch.ops.sampling import SamplingSettings
 from llorch.training.settings import TrainSettings
+from tests.cli.test_help import ALL
 
 NUMBERS = click.types.IntParamType, click.types.FloatParamType
 OF_SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty"}  # ranges that Python users share
 
 
-def numbers(command: click.Command, words: tuple[str, ...] = ()) -> Iterator[tuple[str, click.Parameter]]:
-    """Each number that a command or one of its verbs takes."""
-    ctx = click.Context(command)
-    if isinstance(command, click.Group):
-        for name in command.list_commands(ctx):
-            verb = command.get_command(ctx, name)
-            assert verb is not None
-            yield from numbers(verb, (*words, name))
-    for one in command.params:
-        if isinstance(one.type, NUMBERS):
-            yield " ".join((*words, one.opts[-1])), one
-
-
-FOUND = dict(numbers(main))
+FOUND = {  # each number that a command or one of its verbs takes
+    f"{path.removeprefix('llorch ')} {param.opts[-1]}": param
+    for path, context in ALL.items()
+    for param in context.command.params
+    if isinstance(param.type, NUMBERS)
+}
 
 
 def test_the_numbers_of_all_verbs_are_found():

@@ -8,18 +8,11 @@ from typing import Any
 import pytest
 from helpers.refusals import assert_tells
 
+from llorch.cli import verify_summary
 from llorch.cli.report import closing_line, failure_report, print_brief_end, print_line, print_model
 from llorch.cli.tables import console
 from llorch.cli.verify_plan import _exit_code
-from llorch.cli.verify_summary import (
-    EXACT,
-    ModelReport,
-    checkpoints_of,
-    closer_to_reference,
-    first_failure,
-    lines,
-    summary,
-)
+from llorch.cli.verify_summary import EXACT, ModelReport, checkpoints_of, first_failure, lines, summary
 from llorch.files import open_weights
 from llorch.judging.judge import Comparison
 from llorch.runtime.builtin import builtin_path
@@ -38,6 +31,10 @@ def comparison(**changes: Any) -> Comparison:
 
 def report(*rows: Comparison, **other: Any) -> ModelReport:
     return ModelReport("m", list(rows), **other)
+
+
+def text_of(*rows: Comparison) -> str:
+    return "\n".join(failure_report(report(*rows)))
 
 
 def test_line_shows_closest_comparison_with_errors_of_both_engines():
@@ -122,7 +119,7 @@ def test_nothing_failed_means_no_failure():
 
 
 def test_closer_to_reference_needs_all_engines_and_counts_only_chained():
-    counts = closer_to_reference(
+    counts = verify_summary.closer_to_reference(
         [
             report(
                 comparison(reference_error=1e-7, engine_error=1e-7),
@@ -158,14 +155,10 @@ def test_the_closing_line_rounds_down_and_counts_what_was_not_run():
 
 
 def test_a_report_says_when_each_op_alone_is_right():
-    text = "\n".join(
-        failure_report(report(comparison(verdict="FAIL", error=2e-6, note="shape: expected (2,), got (1,)")))
-    )
+    text = text_of(comparison(verdict="FAIL", error=2e-6, note="shape: expected (2,), got (1,)"))
     assert "checkpoint 05 attention_output: attn_out, layer 0, near, chained, numpy against llamacpp" in text
-    assert (
-        "error 2.0e-06 (tolerance 1.0e-06), worst element 1.0e-07 (tolerance 1.0e-06): shape: expected (2,), got (1,)"
-        in text
-    )
+    errors = "error 2.0e-06 (tolerance 1.0e-06), worst element 1.0e-07 (tolerance 1.0e-06)"
+    assert f"{errors}: shape: expected (2,), got (1,)" in text
     assert "input: none" in text
 
 
@@ -173,20 +166,17 @@ def test_a_report_separates_the_cases_in_which_the_first_failing_stage_fails_fro
     alone, cached = comparison(stage="conv_state", mode="isolated"), {"stage": "conv_state", "checkpoint": "03"}
     behind = [comparison(verdict="FAIL", case="near, 7 cached", mode="decode", **cached)]
     behind.append(comparison(verdict="FAIL", case="long", mode="in parts", **cached))
-    text = "\n".join(failure_report(report(alone, *behind)))
+    text = text_of(alone, *behind)
     assert "conv_state fails: near, 7 cached, decode; long, in parts" in text
     assert "conv_state passes: near, isolated" in text
     assert "llorch.ops.short_conv.next_state" in text
     assert "cached tokens" in text.splitlines()[-1]
-    assert (
-        "cached tokens"
-        not in "\n".join(failure_report(report(alone, *behind, comparison(verdict="FAIL")))).splitlines()[-1]
-    )
+    assert "cached tokens" not in text_of(alone, *behind, comparison(verdict="FAIL")).splitlines()[-1]
 
 
 def test_a_report_of_wrong_choices_alone_does_not_blame_the_cache():
-    text = "\n".join(failure_report(report(comparison(verdict="FAIL", mode="exact", stage="argmax", checkpoint="10"))))
-    assert "cached tokens" not in text
+    wrong = comparison(verdict="FAIL", mode="exact", stage="argmax", checkpoint="10")
+    assert "cached tokens" not in text_of(wrong)
 
 
 def test_closing_line_with_a_failure_omits_closeness():
@@ -194,13 +184,8 @@ def test_closing_line_with_a_failure_omits_closeness():
 
 
 def test_a_detailed_line_is_of_a_stage_or_of_one_of_several_models():
-    comparisons = [
-        comparison(),
-        comparison(stage="attn_context"),
-        comparison(model="Q4_0"),
-        comparison(model="Q8_0"),
-        comparison(model="Q8_0", layer=1),
-    ]
+    comparisons = [comparison(), comparison(stage="attn_context"), comparison(model="Q4_0")]
+    comparisons += [comparison(model="Q8_0", layer=layer) for layer in (0, 1)]
     found = [line for line in lines(report(*comparisons), by_stage=True) if line.n_rows]
     counted = [(line.stage, line.n_rows) for line in found]
     assert counted == [("attn_out", 1), ("attn_context", 1), ("Q4_0", 1), ("Q8_0", 2)]

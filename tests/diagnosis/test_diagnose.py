@@ -13,10 +13,10 @@ from helpers.stored_goldens import golden_of
 from llorch.diagnosis.diagnose import causes, diagnose
 from llorch.diagnosis.dump_checker import DumpChecker
 from llorch.diagnosis.expected import HALF
-from llorch.diagnosis.replay import Change, Replay, StageChange
+from llorch.diagnosis.replay import UNCHANGED, Change, Replay, StageChange
 from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
 from llorch.diagnosis.search.trials import stage_of
-from llorch.diagnosis.verdict import RIGHT, Finding
+from llorch.diagnosis.verdict import RIGHT
 from llorch.engines.dumps.stage_dump import Features, StageDump
 from llorch.judging.goldens.forward import ENGINES
 from llorch.model.cache import KVCache
@@ -32,18 +32,10 @@ OF_EACH_STAGE = {mistake(name, MODEL).stages: name for name in MISTAKES if name 
 SAME_FROM_ZERO = {"rope-position-frozen": "rope-missing"}
 
 
-def names(found: Finding) -> set[str]:
-    return {each.name for each in (*found.suspects, *found.alternatives)}
-
-
-@pytest.mark.slow_cases(
-    but=[
-        "micro-llama3-llamacpp-far",
-        "micro-llama3-transformers-near",
-        "micro-ministral3-transformers-far",
-        "micro-qwen3-llamacpp-near",
-    ]
-)
+@pytest.mark.slow_cases(but=[
+    "micro-llama3-llamacpp-far", "micro-llama3-transformers-near", "micro-ministral3-transformers-far",
+    "micro-qwen3-llamacpp-near",
+])  # fmt: skip
 @pytest.mark.parametrize("case", ["near", "far"])
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("model", [*MICRO, *(pytest.param(x, marks=() if x in PLAIN else SLOW) for x in OTHERS)])
@@ -114,7 +106,7 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
     places = ("logits",) if "logits" in injected.stages else tuple(inside)
     (found,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), injected.change(places), BLOCKS))
     assert (found.key, found.kind) == (first, "mistake")
-    assert {name, *also} <= names(found)
+    assert {name, *also} <= {each.name for each in (*found.suspects, *found.alternatives)}
 
 
 @pytest.mark.nightly_cases(but=["<lambda>0-norm-eps-3e-06-3e-06-places0", "<lambda>0-soft-cap-37.0-37-places4"])
@@ -156,12 +148,8 @@ def test_what_is_none_of_the_known_is_local_and_has_no_name():
     change = StageChange(lambda inputs, stage, array: array * (1 + 0.01 * np.sin(np.arange(array.shape[-1]))))
     found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l1.v_proj": change})))
     (finding,) = found.findings
-    assert (finding.kind, finding.key, finding.starts_in, finding.suspects) == (
-        "unknown",
-        "l1.v_proj",
-        ("l1.v_proj",),
-        (),
-    )
+    assert (finding.kind, finding.key) == ("unknown", "l1.v_proj")
+    assert (finding.starts_in, finding.suspects) == (("l1.v_proj",), ())
     assert_tells(finding.sentence, "l1.v_proj")
     behind = next(result for result in found.results if result.key == "l1.block_out")
     assert behind.local.error < 1e-6 < behind.total.error  # inherited, not made there
@@ -224,11 +212,9 @@ def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():
     model, right = "micro-qwen3.5", ("embed", "l0.attn_norm", "l0.conv_out", "l0.q_l2", "l0.k_l2", "l0.beta")
     shown = (*right, "l0.delta_out", "l0.attn_residual")
     dump = dumped(model, passes(model), shown=lambda key: key in shown)
-    dumped_arrays = {
-        at: replace(one, read=lambda one=one: one.read() * np.float32(np.nan)) for at, one in dump.dumped.items()
-    }
+    nan = {at: replace(array, read=lambda a=array: a.read() * np.float32(np.nan)) for at, array in dump.dumped.items()}
     finite = {(0, name): dump.dumped[0, name] for name in right}
-    (found,) = causes(wide(model), replace(dump, dumped=dumped_arrays | finite))
+    (found,) = causes(wide(model), replace(dump, dumped=nan | finite))
     assert (found.kind, found.key, found.suspects) == ("not finite", "l0.delta_out", ())
 
 
@@ -243,10 +229,8 @@ def test_a_layer_that_was_skipped_is_named(shown: tuple[str, ...]):
 
 
 def test_a_mistake_that_explains_one_pass_alone_is_said_to_do_so():
-    right, turned = (
-        dumped(MODEL, passes(MODEL, 5, 7)),
-        dumped(MODEL, passes(MODEL, 5, 7), everywhere(mistake("rope-missing", MODEL), wide(MODEL))),
-    )
+    missing = everywhere(mistake("rope-missing", MODEL), wide(MODEL))
+    right, turned = (dumped(MODEL, passes(MODEL, 5, 7), change) for change in (UNCHANGED, missing))
     at = [(n_pass, "l0.q_rope") for n_pass in (0, 1)]
     noise = np.random.default_rng(0).standard_normal(right.dumped[at[1]].read().shape).astype(np.float32)
     wrong = {at[0]: turned.dumped[at[0]], at[1]: replace(right.dumped[at[1]], read=lambda: noise)}

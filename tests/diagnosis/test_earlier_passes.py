@@ -44,12 +44,10 @@ def diagnosed(name: str, raw: RawDump) -> Diagnosis:
     return diagnose(wide(ENDS[name][0]), dump)
 
 
-def batched(shown: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-    return {name: array[None] for name, array in shown.items()}
-
-
 @pytest.mark.slow_cases(but=["second chunk-batch of one", "step behind a window-"])
-@pytest.mark.parametrize("change", [dict, batched], ids=["", "batch of one"])
+@pytest.mark.parametrize(
+    "change", [dict, lambda shown: {name: array[None] for name, array in shown.items()}], ids=["", "batch of one"]
+)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_right_engine_is_not_accused(name: str, change: Callable):
     raw = run(name, change)
@@ -75,14 +73,10 @@ def test_ids_that_do_not_end_as_the_dump_does_leave_it_as_it_is():
     assert with_earlier(raw, None) is raw
 
 
-@pytest.mark.slow_cases(
-    but=[
-        "attn_probs-step behind a window",
-        "ffn_act-step behind a window",
-        "k_cache-second chunk",
-        "k_cache-step behind a window",
-    ]
-)
+@pytest.mark.slow_cases(but=[
+    "attn_probs-step behind a window", "ffn_act-step behind a window", "k_cache-second chunk",
+    "k_cache-step behind a window",
+])  # fmt: skip
 @pytest.mark.parametrize("name", ["one step", "second chunk", "chunk behind a window", "step behind a window"])
 @pytest.mark.parametrize("stage", ["k_cache", "attn_probs", "attn_context", "ffn_act"])
 def test_what_a_part_of_a_run_shows_wrong_is_found(name: str, stage: str):
@@ -93,10 +87,8 @@ def test_what_a_part_of_a_run_shows_wrong_is_found(name: str, stage: str):
 
     weights = stored(ENDS[name][0])[0]
     dump = stage_dump(run(name, spoilt), weights.config, weights=weights)
-    wrong = [
-        result.key for result in DumpChecker(Replay(wide(ENDS[name][0]), dump)).results() if result.verdict == WRONG
-    ]
-    assert wrong[0] == f"l1.{stage}"
+    results = DumpChecker(Replay(wide(ENDS[name][0]), dump)).results()
+    assert next(result.key for result in results if result.verdict == WRONG) == f"l1.{stage}"
 
 
 def test_a_window_that_forgets_too_much_is_accused():

@@ -97,9 +97,8 @@ def test_embeddings_of_other_tokens_than_those_that_are_said_are_refused(order: 
     refused("ids", dump_of({"embed": TRACE["embed"][list(order)]}), expected=wanted, got=(actual, how))
     some = DumpedArray("embed", "float32", lambda: bf16(TRACE["embed"][list(order)][1:3]), (1, 2))
     if order[1] != 1:
-        refused(
-            "ids", StageDump("mine", (Tokens(IDS),), {(0, "embed"): some}), expected=("2 tokens (335 376)", "pass 0")
-        )
+        dump = StageDump("mine", (Tokens(IDS),), {(0, "embed"): some})
+        refused("ids", dump, expected=("2 tokens (335 376)", "pass 0"))
 
 
 TABLE = WEIGHTS.array("embed_tokens")
@@ -200,12 +199,8 @@ def test_a_norm_that_the_engine_left_out_or_made_twice_is_left_to_the_diagnosis(
 
 @pytest.mark.parametrize("odd", [np.inf, np.nan, 1e38])
 def test_numbers_that_ran_away_are_left_to_the_diagnosis(odd: float):
-    assert (
-        notes_of(
-            dump_of({key: np.where(array > 1, np.float32(odd), 1e30 * array) for key, array in TRACE.items()}), WEIGHTS
-        )
-        == []
-    )
+    arrays = {key: np.where(array > 1, np.float32(odd), 1e30 * array) for key, array in TRACE.items()}
+    assert notes_of(dump_of(arrays), WEIGHTS) == []
 
 
 def test_where_nothing_was_made_of_it_a_norm_that_looks_left_out_is_noted():
@@ -233,15 +228,12 @@ def test_a_capture_that_is_not_the_run_in_production_is_refused():
     honest: list[dict[str, Any]] = [{"kv_cache": "float16"}, {"flash_attention": True}, {"activations": "Q8_0"}]
     for wider in honest:
         assert len(notes_of(in_production(TRACE["logits"] * noise, **wider), WEIGHTS)) == 1
-    refused(
-        "run", in_production(TRACE["logits"] * noise), expected=("logits", "token 0", "pass 0"), got=("error", "path")
-    )
+    noisy = in_production(TRACE["logits"] * noise)
+    refused("run", noisy, expected=("logits", "token 0", "pass 0"), got=("error", "path"))
     one_late = in_production(TRACE["logits"][10:11], tokens=(11,))
     refused("run", one_late, expected=("token 11", "pass 0"), got=("token 10", "first"))
-    nothing = StageDump(
-        "mine", (Tokens(IDS),), {}, production={0: DumpedArray("p", "float32", lambda: TRACE["logits"])}
-    )
-    assert notes_of(nothing, WEIGHTS) == []
+    production = {0: DumpedArray("p", "float32", lambda: TRACE["logits"])}
+    assert notes_of(StageDump("mine", (Tokens(IDS),), {}, production=production), WEIGHTS) == []
 
 
 @pytest.mark.parametrize(

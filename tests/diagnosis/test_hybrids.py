@@ -73,7 +73,5 @@ def test_what_is_wrong_is_found_where_it_is_made(weights: Weights, at: str, n_pa
 @pytest.mark.parametrize("model", ["micro-qwen3.5-moe", "micro-qwen3-next"])
 def test_a_memory_that_is_forgotten_between_passes_is_named(model: str):
     change = everywhere(mistake("delta-past-forgotten", model), wide(model))
-    found = causes(wide(model), dumped(model, passes(model, 10, 2), change))
-    assert [(finding.key, finding.n_pass, finding.suspects[0].name) for finding in found] == [
-        ("l0.delta_state", 1, "delta-past-forgotten")
-    ]
+    (finding,) = causes(wide(model), dumped(model, passes(model, 10, 2), change))
+    assert (finding.key, finding.n_pass, finding.suspects[0].name) == ("l0.delta_state", 1, "delta-past-forgotten")

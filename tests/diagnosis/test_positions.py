@@ -26,14 +26,10 @@ INJECTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*P
            for model in models_of(each)]  # fmt: skip
 
 
-@pytest.mark.slow_cases(
-    but=[
-        "rope-in-every-layer-micro-smollm3",
-        "shared-expert-of-llama4-*",
-        "temperature-on-keys-micro-ministral3",
-        "temperature-one-position-late-micro-llama4",
-    ]
-)
+@pytest.mark.slow_cases(but=[
+    "rope-in-every-layer-micro-smollm3", "shared-expert-of-llama4-*", "temperature-on-keys-micro-ministral3",
+    "temperature-one-position-late-micro-llama4",
+])  # fmt: skip
 @pytest.mark.parametrize(("injected", "model"), INJECTED)
 def test_injected_mistake_is_named_as_the_cause(injected: Mistake[StageInputs], model: str):
     weights, stages = wide(model), [stage for stage in injected.stages if BY_NAME[stage].applies_to(wide(model).config)]
@@ -116,10 +112,8 @@ def folded(model: str, *, compensated: bool) -> Change:
     assert abs(gain - 1) > 0.01
     forgotten = everywhere(mistake("yarn-gain-forgotten", model), wide(model))
     scores = [key for key, stage, _ in keys(wide(model).config) if stage.name == "attn_scores"]
-    scaled = StageChange(lambda inputs, stage, array: array * gain**2)
-    return Change(
-        {**forgotten.plants, **dict.fromkeys(scores, scaled if compensated else StageChange(lambda i, s, a: a))}
-    )
+    scaled = StageChange(lambda inputs, stage, array: array * (gain**2 if compensated else 1))
+    return Change({**forgotten.plants, **dict.fromkeys(scores, scaled)})
 
 
 @pytest.mark.parametrize("hidden", [(), ("attn_scores", "attn_probs"), ("q_rope", "attn_scores", "q_tempered")])

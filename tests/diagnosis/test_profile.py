@@ -27,13 +27,10 @@ def right(stage: str, config: ModelConfig) -> np.ndarray:
 @pytest.mark.parametrize(
     ("stage", "index", "place"),
     [
-        ("q_rope", (3, 1, 7), (3, 1, 7)),
-        ("k_cache", (1, 3, 7), (3, 1, 7)),
-        ("attn_probs", (1, 3, 2), (3, 1, 2)),
-        ("ffn_gate", (3, 9), (3, None, 9)),
-        ("logits", (3, 1), (3, None, 1)),
+        ("q_rope", (3, 1, 7), (3, 1, 7)), ("k_cache", (1, 3, 7), (3, 1, 7)), ("attn_probs", (1, 3, 2), (3, 1, 2)),
+        ("ffn_gate", (3, 9), (3, None, 9)), ("logits", (3, 1), (3, None, 1)),
     ],
-)
+)  # fmt: skip
 def test_an_error_is_found_where_it_was_made(
     stage: str, index: tuple, place: tuple, at_once: int, config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ):

@@ -74,8 +74,7 @@ def test_library_of_an_awq_folder_follows_its_version(settings: dict[str, str | 
     ],
 )
 def test_library_of_auto_round_folder_with_expressions_is_none(extra: object, package: str, tmp_path: Path):
-    folder = changed(tmp_path, "auto-round-gptq", lambda values: values.update(extra_config=extra))
-    assert package_of(folder) == package
+    assert package_of(changed(tmp_path, "auto-round-gptq", lambda values: values.update(extra_config=extra))) == package
 
 
 @pytest.fixture
@@ -157,8 +156,7 @@ def test_autoawq_is_given_the_group_size_of_the_scales(monkeypatch: pytest.Monke
         values["q_group_size"] = values.pop("group_size")
 
     made: Any = dequantisers.all_dequantised(changed(tmp_path, "awq-gemm", rename, whole_rows))
-    n_in = tensors_of(FOLDERS / "awq-gemm")[f"{DOWN}.qweight"][1][0]
-    assert made.pop(f"{DOWN}.weight") == (4, n_in)
+    assert made.pop(f"{DOWN}.weight") == (4, tensors_of(FOLDERS / "awq-gemm")[f"{DOWN}.qweight"][1][0])
     assert {*made.values()} == {(4, 32)}
 
 

@@ -52,8 +52,7 @@ def test_what_engines_show_is_what_float64_computes(models, family: str, first_p
     with open_here("transformers", file, n_threads=1, dtype="float64") as engine:
         assert engine.load_path.read == "llorch"
         reference = engine.trace(IDS, first_position=first_position)
-    ours = run(open_weights(file).astype(np.float64), Pass(IDS, first_position))
-    assert farthest(ours, reference) < 1e-13
+    assert farthest(run(open_weights(file).astype(np.float64), Pass(IDS, first_position)), reference) < 1e-13
     engines: list[tuple[EngineName, Path]] = [("llamacpp", file), ("transformers", file), ("transformers", folder)]
     for name, path in engines:
         with open_here(name, path, n_threads=1) as engine:
@@ -66,8 +65,7 @@ def test_layer_by_layer_it_is_the_same_model(models, family: str):
         shown = []
         for streamed in (False, True):
             with open_here("transformers", path, n_threads=1, dtype="float64", streamed=streamed) as engine:
-                calls = [("trace", (IDS,), {}), ("greedy", (IDS, 4), {})]
-                shown.append(engine.call_batch(calls))
+                shown.append(engine.call_batch([("trace", (IDS,), {}), ("greedy", (IDS, 4), {})]))
         assert farthest(shown[0][0], shown[1][0]) == 0
         assert shown[0][1] == shown[1][1]
 

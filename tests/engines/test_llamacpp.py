@@ -3,6 +3,7 @@
 import errno
 import re
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -42,12 +43,14 @@ def test_weights_and_inputs_of_products_are_rounded_and_nothing_else(dtype: Dtyp
     assert (round_activations(stream, kind) != stream).any()
 
 
-@half
-def test_a_full_disk_is_refused_with_the_dtype(dtype: DtypeName, kind: str, monkeypatch: pytest.MonkeyPatch):
-    usage = shutil.disk_usage("/")._replace(free=1000)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_a_full_disk_is_refused_with_the_dtype_before_writing(
+    dtype: DtypeName, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    base, usage = tiny_base(tmp_path / "base"), shutil.disk_usage("/")._replace(free=1000)
     monkeypatch.setattr(f32_copy.shutil, "disk_usage", lambda _path: usage)
     with refuses(OSError, dtype, "GB", "TMPDIR") as caught:
-        open_engine("llamacpp", PATH, dtype=dtype)
+        open_engine("llamacpp", base, dtype=dtype)
     assert caught.value.errno == errno.ENOSPC
 
 
@@ -106,9 +109,8 @@ def test_a_zero_adapter_gives_the_bits_of_the_base(made, tmp_path):
         lora.lora_B[:] = 0
     write_lora_gguf(adapter, tmp_path / "zero.gguf", config)
     with LlamaCpp(base) as plain:
-        np.testing.assert_array_equal(
-            logits_with_adapter(base, tmp_path / "zero.gguf", ADAPTER_IDS), plain.logits(ADAPTER_IDS)
-        )
+        adapted = logits_with_adapter(base, tmp_path / "zero.gguf", ADAPTER_IDS)
+        np.testing.assert_array_equal(adapted, plain.logits(ADAPTER_IDS))
 
 
 def test_what_llamacpp_refuses_is_an_error_with_its_words(made, tmp_path):

@@ -150,10 +150,8 @@ NO_MODEL_HAS = [
 def lacking(changes: dict[str, Any], expected: object, actual: object, where: str = "") -> Any:
     """A row, named by the key that is changed; `where` names another key at fault."""
     (key,) = changes
-    name = f"{key}: {where or actual}"
-    return row(
-        name, reading(**changes), "Unsupported", expected=expected, got=actual, where=("config.json", where or key)
-    )
+    name, where = f"{key}: {where or actual}", where or key
+    return row(name, reading(**changes), "Unsupported", expected=expected, got=actual, where=("config.json", where))
 
 
 SLIDING = ["full_attention", "sliding_attention", "full_attention"]
@@ -179,18 +177,18 @@ def test_layers_that_are_all_full_attention_are_read():
     assert read(layer_types=["full_attention"] * 3) == read()
 
 
+NOT_NULL = (
+    "attention_bias", "hidden_act", "is_causal", "max_position_embeddings", "mlp_bias", "rope_theta",
+    "tie_word_embeddings", "use_sliding_window",
+)  # fmt: skip
+NOT_NULL_OF_ROPE = ("rope_theta", "rope_type", "type", "original_max_position_embeddings", "truncate")
+
+
 @pytest.mark.parametrize(
     ("key", "changes"),
     [
-        *[
-            (key, {key: None})
-            for key in ("attention_bias", "hidden_act", "is_causal", "max_position_embeddings", "mlp_bias")
-        ],
-        *[(key, {key: None}) for key in ("rope_theta", "tie_word_embeddings", "use_sliding_window")],
-        *[
-            (key, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, key: None}})
-            for key in ("rope_theta", "rope_type", "type", "original_max_position_embeddings", "truncate")
-        ],
+        *((key, {key: None}) for key in NOT_NULL),
+        *((key, {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, key: None}}) for key in NOT_NULL_OF_ROPE),
         ("head_dim", {"model_type": "qwen2", "head_dim": None}),
         ("head_dim", {"model_type": "qwen3", "head_dim": None}),
     ],
@@ -220,10 +218,8 @@ OUT_OF_PLACE = [
     scaled({"type": "linear", "factor": 0.5}, "OutOfRange", "factor", 1.0, 0.5),
     scaled({"type": "yarn", "factor": math.inf}, "OutOfRange", "factor", 1.0, math.inf),
     scaled({"type": "yarn", "factor": 2, "attention_factor": 0}, "OutOfRange", "attention_factor", 1e-06, 0),
-    scaled(
-        {"type": "yarn", "factor": 2, "original_max_position_embeddings": 0}, "OutOfRange",
-        "original_max_position_embeddings", 1, 0,
-    ),
+    scaled({"type": "yarn", "factor": 2, "original_max_position_embeddings": 0}, "OutOfRange",
+           "original_max_position_embeddings", 1, 0),
     scaled({"type": "yarn", "factor": 2, "beta_slow": 0}, "OutOfRange", "beta_slow", 1e-06, 0),
     scaled(LLAMA3 | {"high_freq_factor": 0.5}, "OutOfRange", "high_freq_factor", 1.0, 0.5),
     scaled(LLAMA3 | {"low_freq_factor": 0}, "OutOfRange", "low_freq_factor", 1e-06, 0),

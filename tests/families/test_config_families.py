@@ -93,9 +93,8 @@ def test_experts_are_in_the_layers_that_the_configuration_says():
 def test_hybrids_have_delta_nets_gates_and_partial_rotation():
     config = read("qwen3_next")
     assert [config.layer(i).mixer for i in range(4)] == ["delta_net"] * 3 + ["attention"]
-    assert config.delta_net == DeltaNet(
-        conv_kernel=4, n_key_heads=2, n_value_heads=6, key_head_dim=12, value_head_dim=12
-    )
+    net = DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=6, key_head_dim=12, value_head_dim=12)
+    assert config.delta_net == net
     assert (config.rotary_dim, config.attention_gate, config.qk_norm, config.q_rows) == (4, True, True, 192)
     assert read("qwen3_5_text", partial_rotary_factor=0.5).rotary_dim == 8
     assert read("qwen3_5_text", full_attention_interval=2).layer(1).mixer == "attention"
@@ -122,10 +121,8 @@ def test_layers_of_llama_4_and_ministral_3():
     assert read("llama4_text", attn_temperature_tuning=False).temperature is None
     config = read("ministral3")
     assert config.rope_scaling == YarnScaling(factor=8.0, original_max_position_embeddings=32, attention_factor=1.0)
-    assert (config.temperature, config.layer(0).has_attention_temperature) == (
-        Temperature(scale=0.1, floor=32, offset=0),
-        True,
-    )
+    assert config.temperature == Temperature(scale=0.1, floor=32, offset=0)
+    assert config.layer(0).has_attention_temperature is True
     assert [read("smollm3").layer(i).rope for i in range(4)] == [True, True, True, False]
     assert read("smollm3", no_rope_layers=[0, 1, 1, 1]).layer(0).rope is False
 

@@ -15,16 +15,11 @@ def by_name(fault: InjectedFault) -> str:
     return f"{dtype}checkpoint_14_{fault.check.first[0]}_{fault.name.replace(' ', '-')}"
 
 
-@pytest.mark.slow_cases(
-    but=[
-        "none-*",
-        "checkpoint_14_*",
-        "bfloat16_checkpoint_14_01b_positi*",
-        "bfloat16_checkpoint_14_01b_rope-of-keys-missing",
-        "bfloat16_checkpoint_14_04_mask-of*",
-        "bfloat16_checkpoint_14_08_tied-head-not-tied",
-    ]
-)
+@pytest.mark.slow_cases(but=[
+    "none-*", "checkpoint_14_*", "bfloat16_checkpoint_14_01b_positi*",
+    "bfloat16_checkpoint_14_01b_rope-of-keys-missing", "bfloat16_checkpoint_14_04_mask-of*",
+    "bfloat16_checkpoint_14_08_tied-head-not-tied",
+])  # fmt: skip
 @pytest.mark.parametrize("fault", TORCH, ids=by_name)
 def test_a_fault_in_torch_is_red_where_it_is(fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert_seen(fault, monkeypatch, tmp_path)

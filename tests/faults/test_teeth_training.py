@@ -51,14 +51,10 @@ def test_page_17_names_the_mistakes_that_bfloat16_hardly_shows():
     assert f"{len(TRAINING_FAULTS) - len(LESS_IN_HALF | NOT_IN_HALF)} of {len(TRAINING_FAULTS)}" in text
 
 
-@pytest.mark.slow_cases(
-    but=[
-        "lora-alpha-not-divided-float32",
-        "lora-scaled-twice-bfloat16",
-        "loss-labels-not-shifted-float32",
-        "loss-smoothing-missing-bfloat16",
-    ]
-)
+@pytest.mark.slow_cases(but=[
+    "lora-alpha-not-divided-float32", "lora-scaled-twice-bfloat16", "loss-labels-not-shifted-float32",
+    "loss-smoothing-missing-bfloat16",
+])  # fmt: skip
 @pytest.mark.parametrize("fault", TORCH_TRAINING, ids=lambda fault: f"{fault.name}-{fault.dtype}")
 def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
     fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -67,18 +63,11 @@ def test_mistake_of_training_in_torch_goes_red_by_far_at_its_checkpoint_first(
 
 
 @pytest.mark.slow_cases(
-    "llorch.ops.attention.att*",
-    "llorch.ops.cross_entropy.cross_entropy_*",
-    "llorch.ops.lora.lora_backward",
-    "llorch.ops.rms_norm.rms_*",
-    "llorch.ops.rope.rope_backward",
-    "llorch.ops.swiglu.swiglu_backward",
-    "llorch.pytorch.lora.modules.delta-as-trainer",
-    "llorch.pytorch.lora.modules.DeltaFunction*",
-    "llorch.pytorch.train.adamw.AdamW.clip*",
-    "llorch.pytorch.train.adamw.AdamW.step",
-    "llorch.pytorch.train.step.*",
-)
+    "llorch.ops.attention.att*", "llorch.ops.cross_entropy.cross_entropy_*", "llorch.ops.lora.lora_backward",
+    "llorch.ops.rms_norm.rms_*", "llorch.ops.rope.rope_backward", "llorch.ops.swiglu.swiglu_backward",
+    "llorch.pytorch.lora.modules.delta-as-trainer", "llorch.pytorch.lora.modules.DeltaFunction*",
+    "llorch.pytorch.train.adamw.AdamW.clip*", "llorch.pytorch.train.adamw.AdamW.step", "llorch.pytorch.train.step.*",
+)  # fmt: skip
 @pytest.mark.parametrize("fault", TRAINING_FLOAT64, ids=lambda fault: "-".join((fault.name, *fault.variant.split())))
 def test_one_part_in_a_million_is_far_over_the_limit_of_float64(
     fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, with_biases, write_folder
+from builders.tiny_models import GGUF_METADATA, finish, gguf_tensors, random_tensors, with_biases, write_folder
 from builders.whole_folders import VOCABULARIES, write_whole_folder
 from gguf import GGUFValueType, GGUFWriter
 from helpers.refusals import assert_tells, refuses
@@ -147,12 +147,7 @@ def test_a_file_with_an_alignment_of_its_own_is_read_and_gets_the_usual_one(tmp_
     writer.add_custom_alignment(256)
     for key, value in GGUF_METADATA.items():
         writer.add_key_value(key, value, GGUFValueType.FLOAT32 if isinstance(value, float) else GGUFValueType.UINT32)
-    for name, array in gguf_tensors().items():
-        writer.add_tensor(name, array)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, gguf_tensors())
     convert(tmp_path / "m.gguf", tmp_path / "n.gguf")
     assert_same_tensors(open_weights(tmp_path / "n.gguf"), open_weights(tmp_path / "m.gguf"))
     with open_gguf(tmp_path / "n.gguf") as file:
@@ -287,6 +282,5 @@ def test_what_cannot_be_converted_is_refused(
 ):
     write_folder(tmp_path / "a", random_tensors("llama"))
     with refuses(kind, *told):
-        convert(
-            builtin_path(source) if source == "story" else tmp_path / source, tmp_path / target, ggml_type=ggml_type
-        )
+        path = builtin_path(source) if source == "story" else tmp_path / source
+        convert(path, tmp_path / target, ggml_type=ggml_type)

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from llorch.files.quant import GGMLType
 from llorch.ops.rope import frequencies, llama3_factors
 
 LLAMA_3_1 = Llama3Scaling(factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+YARN = YarnScaling(factor=4.0, original_max_position_embeddings=16, attention_factor=1.25, beta_fast=20.0)
 
 
 def written_config(config: ModelConfig) -> dict[str, object]:
@@ -99,24 +101,11 @@ def test_a_weight_beyond_float16_is_refused_by_name(tmp_path: Path):
         write_safetensors(weights, tmp_path, ggml_type=GGMLType.F16)
 
 
-@pytest.mark.parametrize(
-    "scaling",
-    [
-        None,
-        LinearScaling(factor=2.5),
-        LLAMA_3_1,
-        YarnScaling(factor=4.0, original_max_position_embeddings=16, attention_factor=1.25, beta_fast=20.0),
-    ],
-)
-def test_a_config_is_read_as_it_was(config: ModelConfig, scaling: object):
+@pytest.mark.parametrize("scaling", [None, LinearScaling(factor=2.5), LLAMA_3_1, YARN])
+def test_a_config_is_read_as_it_was(config: ModelConfig, scaling: Any):
     for family in ("llama", "qwen2", "qwen3"):
-        own = replace(
-            config,
-            family=family,  # type: ignore[arg-type]
-            rope_scaling=scaling,  # type: ignore[arg-type]
-            qk_norm=family == "qwen3",
-            qkv_bias=family == "qwen2",
-        )
+        norm, bias = family == "qwen3", family == "qwen2"
+        own = replace(config, family=family, rope_scaling=scaling, qk_norm=norm, qkv_bias=bias)
         assert ModelConfig.from_huggingface(written_config(own), path="config.json") == own
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from builders.gguf_bytes import ARRAY, STRING, U8, array, entry, gguf, sound_file, string
 from builders.gguf_bytes import row as tensor_row
+from builders.tiny_models import finish
 from gguf import GGUFReader, GGUFWriter
 from helpers.refusals import Refusal, assert_tells, refuses, row
 from helpers.work_limit import work_limit
@@ -59,11 +60,8 @@ def test_string_arrays_behave_like_sequences(sound: Path):
 
 def test_tensors_have_numpy_shapes_and_decode(sound: Path):
     with open_gguf(sound) as file:
-        assert {name: info.shape for name, info in file.tensors.items()} == {
-            "f32": (2, 3),
-            "f16": (4,),
-            "q4_0": (2, 32),
-        }
+        shapes = {name: info.shape for name, info in file.tensors.items()}
+        assert shapes == {"f32": (2, 3), "f16": (4,), "q4_0": (2, 32)}
         assert file.tensors["q4_0"].ggml_type is GGMLType.Q4_0
         assert file.array("f32").tolist() == [[0, 1, 2], [3, 4, 5]]
         assert file.array("f16").tolist() == [1, -2, 0.5, 65504]
@@ -82,9 +80,8 @@ def test_float32_tensors_are_read_only_views_of_the_map(sound: Path):
 def test_the_package_reader_sees_the_same_file(sound: Path):
     reader = GGUFReader(sound)
     with open_gguf(sound) as file:
-        assert {tensor.name: int(tensor.data_offset) for tensor in reader.tensors} == {
-            name: info.offset for name, info in file.tensors.items()
-        }
+        offsets = {name: info.offset for name, info in file.tensors.items()}
+        assert {tensor.name: int(tensor.data_offset) for tensor in reader.tensors} == offsets
         assert set(file.metadata) == {key for key in reader.fields if not key.startswith("GGUF.")}
 
 
@@ -98,12 +95,7 @@ def test_version_2_is_read(tmp_path: Path):
 def test_another_alignment_is_followed(tmp_path: Path):
     writer = GGUFWriter(tmp_path / "a.gguf", "llama")
     writer.add_custom_alignment(256)
-    for name in ("one", "two"):
-        writer.add_tensor(name, np.full(3, len(name) + 0.5, np.float32))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, {name: np.full(3, len(name) + 0.5, np.float32) for name in ("one", "two")})
     with open_gguf(tmp_path / "a.gguf") as file:
         assert file.tensors["two"].offset % 256 == 0
         assert file.array("two").tolist() == [3.5] * 3

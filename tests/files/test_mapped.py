@@ -37,9 +37,8 @@ except FormatError as error:
 def test_a_gguf_file_that_is_cut_between_two_runs_is_an_error_not_a_dead_process(tmp_path: Path):
     path = tmp_path / "cut.gguf"
     shutil.copy(builtin_path("micro-llama"), path)
-    done = subprocess.run(
-        [sys.executable, "-c", CUT, path], capture_output=True, text=True, check=False, cwd=REPOSITORY
-    )
+    command = [sys.executable, "-c", CUT, path]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY)
     assert (done.returncode, done.stderr) == (0, "")
     assert done.stdout.count("\n") == 1
     assert_tells(done.stdout, "Truncated", builtin_path("micro-llama").stat().st_size, "4096 bytes", where=path)

@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -125,7 +126,7 @@ def broken(kind: GGMLType, at_row: int, scale: bytes) -> Packed:
     sound = packed(kind)
     raw = sound.raw.copy().reshape(SHAPE[0], -1, BLOCK_SIZES[kind][1])
     raw[at_row, 2, :2] = np.frombuffer(scale, np.uint8)
-    return Packed(sound.name, sound.path, raw.reshape(-1), kind, SHAPE)
+    return replace(sound, raw=raw.reshape(-1))
 
 
 @pytest.mark.parametrize("scale", [b"\x00\x7e", b"\x00\x7c"], ids=["nan", "inf"])
@@ -142,9 +143,7 @@ def test_one_infinite_weight_of_a_packed_matrix_is_found_where_it_is_in_a_later_
     stored = packed(GGMLType.F16)
     values = stored.raw.copy().view("<f2").reshape(SHAPE)
     values[40, 3] = -np.inf
-    made = Matrix(
-        Packed(stored.name, stored.path, values.reshape(-1).view(np.uint8), stored.ggml_type, SHAPE), round_inputs=True
-    )
+    made = Matrix(replace(stored, raw=values.reshape(-1).view(np.uint8)), round_inputs=True)
     with refuses("NonFinite", "-inf", "(40, 3)", where="blk.0.attn_q.weight"):
         made.forward(activations())
 
@@ -155,11 +154,7 @@ def test_a_scale_that_means_nan_in_its_own_format_is_found_at_once(resident: boo
     raw = sound.raw.copy()
     raw.reshape(SHAPE[0], -1)[5, 17] = 0xFF  # the first byte of the second block
     with refuses("NonFinite", "NaN", "row 5", where="blk.0.attn_q.weight"):
-        Matrix(
-            Packed(sound.name, sound.path, raw, sound.ggml_type, SHAPE),
-            round_inputs=True,
-            decoded=sound.decode() if resident else None,
-        )
+        Matrix(replace(sound, raw=raw), round_inputs=True, decoded=sound.decode() if resident else None)
 
 
 def test_numerics_say_what_they_are():

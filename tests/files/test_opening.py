@@ -71,14 +71,10 @@ def test_a_setting_that_changes_a_result_is_refused_by_its_key(
         step()
 
 
-@pytest.mark.slow_cases(
-    but=[
-        "config.json-initializer_range",
-        "config.json-torch_dtype",
-        "generation_config.json-pad_token_id",
-        "tokenizer_config.json-addi*",
-    ]
-)
+@pytest.mark.slow_cases(but=[
+    "config.json-initializer_range", "config.json-torch_dtype", "generation_config.json-pad_token_id",
+    "tokenizer_config.json-addi*",
+])  # fmt: skip
 @pytest.mark.parametrize(("file", "key"), LEFT_ALONE)
 def test_a_setting_that_changes_no_result_is_left_alone(file: str, key: str, folder: Path):
     wanted = convert(folder, folder.parent / "before.gguf").target.read_bytes()

@@ -63,9 +63,8 @@ def test_no_type_of_ggml_is_missing(ggml: ctypes.CDLL):
 @pytest.mark.live
 def test_activations_are_rounded_to_what_ggml_rounds_them_to():
     traits = {kind: cpu_traits_of(kind) for kind in GGMLType}
-    assert ACTIVATION_TYPE == {
-        kind: GGMLType(found.vec_dot_type).name for kind, found in traits.items() if found.vec_dot
-    }
+    rounded = {kind: GGMLType(of_kind.vec_dot_type).name for kind, of_kind in traits.items() if of_kind.vec_dot}
+    assert rounded == ACTIVATION_TYPE
 
 
 def test_minima_of_blocks_are_found_behind_their_scales():
@@ -113,10 +112,9 @@ def test_q8_k_decodes_to_the_bits_of_ggml(ggml: ctypes.CDLL):
 
 
 def test_q8_1_is_its_scale_times_its_integers():
-    block = np.concatenate(
-        [np.array([0.25, 99.0], "<f2").view(np.uint8), np.arange(-16, 16, dtype=np.int8).view(np.uint8)]
-    )
-    assert decode(block, GGMLType.Q8_1, (32,)).tolist() == [quant / 4 for quant in range(-16, 16)]
+    scales, codes = np.array([0.25, 99.0], "<f2").view(np.uint8), np.arange(-16, 16, dtype=np.int8).view(np.uint8)
+    values = decode(np.concatenate([scales, codes]), GGMLType.Q8_1, (32,))
+    assert values.tolist() == [quant / 4 for quant in range(-16, 16)]
 
 
 def test_q1_0_takes_the_sign_from_each_bit_and_q2_0_minus_one_to_two_from_each_pair():
@@ -148,8 +146,7 @@ def test_only_mxfp4_can_hide_a_nan_scale():
 
 
 def test_the_type_numbers_agree_with_the_gguf_package():
-    assert {kind.name: kind.value for kind in GGMLQuantizationType}.items() <= {
-        kind.name: kind.value for kind in GGMLType
-    }.items()
+    theirs, ours = ({kind.name: kind.value for kind in types} for types in (GGMLQuantizationType, GGMLType))
+    assert theirs.items() <= ours.items()
     differing = {kind for kind in GGML_QUANT_SIZES if BLOCK_SIZES[kind] != GGML_QUANT_SIZES[kind]}
     assert differing <= {GGMLType.Q8_1}

@@ -28,6 +28,16 @@ def free(monkeypatch: pytest.MonkeyPatch, n_bytes: float) -> None:
     monkeypatch.setattr(residency, "available_memory", lambda: n_bytes)
 
 
+def taken_by_a_pass(model: llorch.Model, ids: np.ndarray) -> int:
+    """Bytes at most, behind a first pass."""
+    model.forward(ids[:4])
+    tracemalloc.start()
+    model.forward(ids)
+    taken = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    return taken
+
+
 def test_matrices_are_decoded_where_that_fits_and_else_stay_packed(weights: Weights, monkeypatch: pytest.MonkeyPatch):
     free(monkeypatch, 1e12)
     made = plan(weights)
@@ -72,12 +82,7 @@ def test_a_longer_context_and_a_wider_cache_need_more(weights: Weights):
 
 def test_what_is_planned_for_a_pass_is_enough_and_not_twice_of_that():
     model = llorch.load("story")
-    ids = np.arange(256)
-    model.forward(ids[:4])
-    tracemalloc.start()
-    model.forward(ids)
-    taken = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    taken = taken_by_a_pass(model, np.arange(256))
     assert taken < working_bytes(model.weights, 256) < 2 * taken
 
 
@@ -124,12 +129,7 @@ def test_a_hybrid_needs_rows_of_its_attention_layers_alone_and_states_of_one_siz
     wide = {"hidden_size": 256, "intermediate_size": 768, "num_attention_heads": 4, "head_dim": 64}
     net = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64}
     folder = random_folder("qwen3_5", tmp_path / "m", 0, **wide, **net, linear_value_head_dim=64)  # pyright: ignore
-    model, ids = llorch.load(folder), np.arange(256) % 100
-    config = model.config
-    assert remembered(config) == (2 * config.kv_width, 3 * (8 * 64 * 64 + 3 * (2 * 4 + 8) * 64))
-    model.forward(ids[:4])
-    tracemalloc.start()
-    model.forward(ids)
-    taken = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
+    model = llorch.load(folder)
+    assert remembered(model.config) == (2 * model.config.kv_width, 3 * (8 * 64 * 64 + 3 * (2 * 4 + 8) * 64))
+    taken = taken_by_a_pass(model, np.arange(256) % 100)
     assert taken < working_bytes(model.weights, 256) < 3 * taken

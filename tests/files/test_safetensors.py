@@ -4,7 +4,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
-from builders.safetensors_bytes import safetensors_bytes
+from builders.safetensors_bytes import safetensors_bytes, tensor
 from helpers.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.files import SafetensorsFolder, open_safetensors
@@ -48,34 +48,26 @@ def test_float32_tensors_are_read_only_views_of_the_map(tmp_path: Path):
     assert values[1, 2] == 5
 
 
-def test_float32_at_an_odd_address_is_copied_to_an_even_one(tmp_path: Path):
-    header = {
-        "byte": {"dtype": "U8", "shape": [1], "data_offsets": [0, 1]},
-        "a": {"dtype": "F32", "shape": [2], "data_offsets": [1, 9]},
-    }
-    path = tmp_path / "odd.safetensors"
-    path.write_bytes(safetensors_bytes(header, b"\0" + np.array([1.5, -2], "<f4").tobytes()))
-    with open_safetensors(path) as file:
-        assert file.array("a").flags.aligned
-        assert file.array("a").tolist() == [1.5, -2]
+EMPTY = json.dumps({"a": tensor(shape=[0, 3], offsets=[0, 0])}).encode()
+UNUSUAL = {  # header, data, and what is read
+    "an odd address": ({"byte": tensor("U8", [1], [0, 1]), "a": tensor("F32", [2], [1, 9])},
+                       b"\0" + np.array([1.5, -2], "<f4").tobytes(), np.array([1.5, -2], np.float32)),
+    "bfloat16": ({"a": tensor("BF16", [3], [0, 6])}, np.array([0x3F80, 0xBE20, 0x0001], "<u2").tobytes(),
+                 np.array([1, -0.15625, 2.0**-133], np.float32)),  # the smallest subnormal
+    "spaces around the header": (b"   " + EMPTY + b"   ", b"", np.zeros((0, 3), np.float32)),
+    "white space around the header": (b"\n\t" + EMPTY + b"\n\t", b"", np.zeros((0, 3), np.float32)),
+}  # fmt: skip
 
 
-def test_bfloat16_is_widened_exactly(tmp_path: Path):
-    bits = np.array([0x3F80, 0xBE20, 0x0001], "<u2")  # 1, -0.15625, the smallest subnormal
-    header = {"a": {"dtype": "BF16", "shape": [3], "data_offsets": [0, 6]}}
-    path = tmp_path / "bf16.safetensors"
-    path.write_bytes(safetensors_bytes(header, bits.tobytes()))
-    with open_safetensors(path) as file:
-        assert file.array("a").tolist() == [1.0, -0.15625, 2.0**-133]
-
-
-@pytest.mark.parametrize("padding", [b"   ", b"\n\t"])
-def test_white_space_around_the_header_is_accepted(tmp_path: Path, padding: bytes):
-    text = padding + json.dumps({"a": {"dtype": "F32", "shape": [0, 3], "data_offsets": [0, 0]}}).encode() + padding
+@pytest.mark.parametrize(("header", "data", "expected"), UNUSUAL.values(), ids=UNUSUAL)
+def test_unusual_tensors_are_read_exactly_at_even_addresses(
+    tmp_path: Path, header: object, data: bytes, expected: np.ndarray
+):
     path = tmp_path / "x.safetensors"
-    path.write_bytes(safetensors_bytes(text))
+    path.write_bytes(safetensors_bytes(header, data))
     with open_safetensors(path) as file:
-        assert file.array("a").shape == (0, 3)
+        np.testing.assert_array_equal(file.array("a"), expected, strict=True)
+        assert file.array("a").flags.aligned
 
 
 def test_an_unknown_tensor_is_missing(sharded: Path):
@@ -92,18 +84,9 @@ def test_the_shards_of_an_index_are_one_set_of_tensors(sharded: Path):
         assert folder.array("a").tolist() == [[0, 1, 2], [3, 4, 5]]
 
 
-def test_the_links_of_a_download_cache_are_followed(tmp_path: Path):
-    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "models--x" / "blobs"
-    snapshot.mkdir(parents=True)
-    blobs.mkdir()
-    safetensors.numpy.save_file(ONE, blobs / "1234")
-    (snapshot / "model.safetensors").symlink_to(blobs / "1234")
-    with SafetensorsFolder(snapshot) as folder:
-        assert folder.tensors.keys() == {"a"}
-
-
-def test_the_blobs_that_repositories_of_a_download_cache_share_are_followed(tmp_path: Path):
-    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / "blobs" / "12"
+@pytest.mark.parametrize("place", ["models--x/blobs", "blobs/12"], ids=["of the repository", "that several share"])
+def test_the_links_of_a_download_cache_to_its_blobs_are_followed(tmp_path: Path, place: str):
+    snapshot, blobs = tmp_path / "models--x" / "snapshots" / "abc", tmp_path / place
     snapshot.mkdir(parents=True)
     blobs.mkdir(parents=True)
     safetensors.numpy.save_file(ONE, blobs / "1234")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import safetensors.numpy
 from builders.gguf_bytes import ARRAY, I32, STRING, U32, array, entry, gguf, row, string, u32
-from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
+from builders.tiny_models import GGUF_METADATA, finish, gguf_tensors, random_tensors, write_file, write_folder
 from gguf import GGUFWriter
 from helpers.refusals import refuses
 
@@ -30,12 +30,7 @@ def parts(tmp_path: Path) -> list[Path]:
     writer = GGUFWriter(tmp_path / "parts.gguf", "llama", split_max_tensors=9)
     for key, value in GGUF_METADATA.items():
         (writer.add_float32 if isinstance(value, float) else writer.add_uint32)(key, value)  # type: ignore[arg-type]
-    for name, values in gguf_tensors().items():
-        writer.add_tensor(name, values)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer, gguf_tensors())
     return sorted(tmp_path.glob("parts-*.gguf"))
 
 

@@ -279,13 +279,8 @@ def test_a_tied_matrix_that_differs_is_found_in_every_variant(tmp_path: Path, pa
     other = embedding.copy()
     other[-1, -1] += 1
     tied(tmp_path, embedding, embedding.copy()).using(GGML, packed=packed)["embed_tokens"]
-    with refuses(
-        "Inconsistent",
-        "lm_head.weight",
-        "config.json",
-        "tie_word_embeddings to false",
-        expected="model.embed_tokens.weight",
-    ):
+    facts = ("lm_head.weight", "config.json", "tie_word_embeddings to false")
+    with refuses("Inconsistent", *facts, expected="model.embed_tokens.weight"):
         tied(tmp_path, embedding, other).using(GGML, packed=packed)["embed_tokens"]
 
 

@@ -3,6 +3,7 @@
 import re
 import shutil
 from functools import cache
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -46,19 +47,16 @@ def expected() -> dict[str, Places]:
             modes = [("isolated", "near"), ("chained", "near"), *(("decode", case) for case in AFTER)]
             modes += [("free", "near")] if stage.name == "logits" else []
             layers = (0, 1) if stage.in_layer else (None,)
-            of_model[stage.name] = {
-                (mode, layer, case, b) for mode, case in modes for layer in layers for b in BACKENDS
-            }
+            places = product(modes, layers, BACKENDS)
+            of_model[stage.name] = {(mode, layer, case, backend) for (mode, case), layer, backend in places}
     return every
 
 
 @pytest.mark.parametrize(("name", "places"), expected().items(), ids=expected())
 def test_checkpoint_13(name: str, places: Places):
     found: Places = {}
-    for comparison in comparisons()[name]:
-        found.setdefault(comparison.stage, set()).add(
-            (comparison.mode, comparison.layer, comparison.case, comparison.backend)
-        )
+    for c in comparisons()[name]:
+        found.setdefault(c.stage, set()).add((c.mode, c.layer, c.case, c.backend))
     assert found == places
     assert {c.checkpoint for c in comparisons()[name]} == {"13"}
     bad = [c for c in comparisons()[name] if c.verdict != PASS]

@@ -110,9 +110,8 @@ def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
     places: dict[tuple[str, str, str], set[tuple[str, int | None]]] = {}
     for comparison in rows(target, model):
         if comparison.mode in ("isolated", "chained") and comparison.stage in IN_LAYERS:
-            places.setdefault((comparison.backend, comparison.stage, comparison.mode), set()).add(
-                (comparison.case, comparison.layer)
-            )
+            place = places.setdefault((comparison.backend, comparison.stage, comparison.mode), set())
+            place.add((comparison.case, comparison.layer))
     for found in places.values():
         assert found == {(case, layer) for case in ("near", "far") for layer in range(n_layers)}
 

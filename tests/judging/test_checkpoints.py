@@ -84,9 +84,8 @@ def test_checkpoint_rows_are_all_looked_at_and_cover_every_layer_and_case(model:
     found: dict[tuple[str, ...], set[tuple[str, int | None]]] = {}
     for comparison in forward_rows(model):
         if comparison.stage in {s.name for s in STAGES if s.in_layer} and comparison.mode != "decode":
-            found.setdefault((comparison.stage, comparison.mode, comparison.engine, comparison.backend), set()).add(
-                (comparison.case, comparison.layer)
-            )
+            key = comparison.stage, comparison.mode, comparison.engine, comparison.backend
+            found.setdefault(key, set()).add((comparison.case, comparison.layer))
     for (stage, *_), places in found.items():
         layers = [layer for layer in range(config.n_layers) if BY_NAME[stage].applies_to(config, layer)]
         assert places == set(product(("near", "far"), layers)), stage
@@ -97,8 +96,7 @@ def test_comparisons_made_in_parts_equal_verify_stored():
 
 
 def test_every_checkpoint_has_a_test():
-    with_a_file_of_its_own = {
-        number for number in CHECKPOINTS if Path(__file__).with_name(f"test_checkpoint_{number}.py").is_file()
-    }
-    found = {number for number, *_ in EXPECTED} | with_a_file_of_its_own
+    folder = Path(__file__).parent
+    with_a_file = {number for number in CHECKPOINTS if (folder / f"test_checkpoint_{number}.py").is_file()}
+    found = {number for number, *_ in EXPECTED} | with_a_file
     assert found | {stage.checkpoint for stage in TRAINING_STAGES} == set(CHECKPOINTS)  # test_training_checkpoints.py

@@ -1,6 +1,7 @@
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock, call
 
 import numpy as np
@@ -38,18 +39,12 @@ def thin(model: str = "micro-llama") -> Golden:
     golden = golden_of(model)
 
     def cut(shown: EngineOutput) -> EngineOutput:
-        return EngineOutput.from_arrays(
-            {name: a.reshape(-1)[:1] for name, a in shown.arrays().items()}, shown.load_path
-        )
+        arrays = {name: array.reshape(-1)[:1] for name, array in shown.arrays().items()}
+        return EngineOutput.from_arrays(arrays, shown.load_path)
 
-    reference = replace(
-        golden.reference,
-        engine_output=cut(golden.reference.engine_output),
-        step_logits=golden.reference.step_logits[:1, :1],
-    )
-    return replace(
-        golden, engine_outputs={name: cut(shown) for name, shown in golden.engine_outputs.items()}, reference=reference
-    )
+    whole, engine_outputs = golden.reference, {name: cut(shown) for name, shown in golden.engine_outputs.items()}
+    reference = replace(whole, engine_output=cut(whole.engine_output), step_logits=whole.step_logits[:1, :1])
+    return replace(golden, engine_outputs=engine_outputs, reference=reference)
 
 
 @pytest.mark.parametrize("name", BUILTIN)
@@ -114,12 +109,8 @@ def test_a_missing_golden_is_an_error_that_names_the_command(tmp_path: Path, mis
 def with_one_engine(golden, reasons):
     engine_outputs = {name: shown for name, shown in golden.engine_outputs.items() if name not in reasons}
     isolated = {name: golden.reference.isolated[name] for name in engine_outputs}
-    return replace(
-        golden,
-        engine_outputs=engine_outputs,
-        unsupported_reason=reasons,
-        reference=replace(golden.reference, isolated=isolated),
-    )
+    reference = replace(golden.reference, isolated=isolated)
+    return replace(golden, engine_outputs=engine_outputs, unsupported_reason=reasons, reference=reference)
 
 
 def test_goldens_of_one_engine_store_why_the_other_is_unsupported(tmp_path: Path):
@@ -150,20 +141,11 @@ def test_engine_is_left_out_only_where_it_is_unsupported(monkeypatch: pytest.Mon
 
 def test_the_far_case_begins_before_a_chunk_or_a_step_of_temperature():
     config = open_weights(builtin_path("micro-llama")).config
-    chunked = replace(config, layers=(Layer(chunk=8192),) * config.n_layers, max_position_embeddings=2**14)
-    has_attention_temperature = replace(
-        config, temperature=Temperature(scale=0.1, floor=300, offset=0), max_position_embeddings=2**14
-    )
-    assert [cases_for(range(9), one)["far"].first_position for one in (chunked, has_attention_temperature)] == [
-        8188,
-        4196,
-    ]
-
-
-def test_far_positions_stay_inside_a_short_context():
-    config = open_weights(builtin_path("story")).config
-    far = cases_for(range(12), config)["far"]
-    assert far.positions[-1] < config.max_position_embeddings
+    chunked: dict[str, Any] = {"layers": (Layer(chunk=8192),) * config.n_layers}
+    tempered: dict[str, Any] = {"temperature": Temperature(scale=0.1, floor=300, offset=0)}
+    for changes, far in ((chunked, 8188), (tempered, 4196)):
+        changed = replace(config, max_position_embeddings=2**14, **changes)
+        assert cases_for(range(9), changed)["far"].first_position == far
 
 
 def test_the_far_case_lies_as_far_on_as_the_context_allows():
@@ -216,12 +198,9 @@ def test_the_sampler_sees_logits_of_both_signs_and_likely_tokens_that_repeat():
 def test_a_golden_without_one_of_its_parts_is_refused(tmp_path: Path, part: str):
     golden = thin()
     changes: dict[str, dict] = {
-        "far": {"cases": {"near": golden.cases["near"]}},
-        "tokens": {"tokens": []},
-        "tensors": {"tensors": {}},
-    }
-    save(tmp_path, replace(golden, **changes[part]))
-    changed = replace(golden, **changes[part])
+        "far": {"cases": {"near": golden.cases["near"]}}, "tokens": {"tokens": []}, "tensors": {"tensors": {}},
+    }  # fmt: skip
+    save(tmp_path, changed := replace(golden, **changes[part]))
     counts = (sorted(changed.cases), f"{len(changed.tensors)} tensors", f"{len(changed.tokens)} texts")
     expected = ("near", "far", "tensors", "tokens")
     with refuses(ValueError, expected=expected, got=counts, where=(tmp_path / "golden.json", "regenerate.py")):

@@ -59,9 +59,8 @@ def with_value(shown: EngineOutput, value: float, name: str = AT) -> EngineOutpu
 
 
 def asked(failed: dict[str, str] | None) -> LiveOutput:
-    return run_engines(
-        plan_live(open_weights(builtin_path(MODEL)), IDS, ["llamacpp", "transformers"]), progress=print, failed=failed
-    )
+    plan = plan_live(open_weights(builtin_path(MODEL)), IDS, ["llamacpp", "transformers"])
+    return run_engines(plan, progress=print, failed=failed)
 
 
 @pytest.mark.parametrize("engine", ["llamacpp", "transformers"])
@@ -76,29 +75,18 @@ def test_an_engine_that_shows_nan_is_not_heard_and_the_other_one_is(engines: Any
         asked(None)
 
 
-def test_engines_that_show_numbers_are_all_heard(engines: Any):
-    engines(GOLDEN.engine_outputs)
+@pytest.mark.parametrize("number", [0.5, np.nan])
+def test_engines_that_show_numbers_or_nan_as_the_reference_does_are_all_heard(engines: Any, number: float):
+    true = replace(GOLDEN.reference, engine_output=with_value(GOLDEN.reference.engine_output, number))
+    engines({name: with_value(shown, number) for name, shown in GOLDEN.engine_outputs.items()}, true)
     failed: dict[str, str] = {}
     assert asked(failed).engine_outputs.keys() == {"llamacpp", "transformers"}
     assert failed == {}
-
-
-def test_nan_in_engine_and_reference_is_no_engine_failure(engines: Any):
-    true = replace(GOLDEN.reference, engine_output=with_value(GOLDEN.reference.engine_output, np.nan))
-    engines({name: with_value(shown, np.nan) for name, shown in GOLDEN.engine_outputs.items()}, true)
-    failed: dict[str, str] = {}
-    assert asked(failed).engine_outputs.keys() == {"llamacpp", "transformers"}
-    assert failed == {}
-
-
-def as_stored(failed: dict[str, str] | None) -> list:
-    model = load(builtin_path(MODEL), numerics=GGML)
-    return list(verify_ggml(model, IDS, failed=failed))
 
 
 def test_a_file_run_as_it_is_has_no_rows_where_the_engine_shows_nan(engines: Any):
     engines({"llamacpp": with_value(GOLDEN.engine_outputs["llamacpp"], np.nan)})
     failed: dict[str, str] = {}
-    assert as_stored(failed) == []
+    assert list(verify_ggml(load(builtin_path(MODEL), numerics=GGML), IDS, failed=failed)) == []
     assert failed.keys() == {"llamacpp"}
     assert_tells(failed["llamacpp"], "l1.ffn_act", "far", "NaN")

@@ -87,9 +87,7 @@ def test_wrong_rounding_goes_red_at_the_first_product(folder: Path, monkeypatch:
 def test_compared_tokens_end_before_the_last_greedy_token(folder: Path, monkeypatch: pytest.MonkeyPatch):
     seen: list[Mapping] = []
 
-    def judge(
-        name: str, weights: Weights, cases: Mapping, engine_outputs: Mapping, reference: None, *, n_prompt: int
-    ) -> None:
+    def judge(name: str, weights: Weights, cases: Mapping, engine_outputs: Mapping, _: None, *, n_prompt: int) -> None:
         assert n_prompt == len(IDS)
         seen.extend((cases, engine_outputs))
         raise KeyboardInterrupt
@@ -139,9 +137,8 @@ def suite(
     trace = run(weights, case)
     trace["logits"] = change(trace["logits"].copy())
     greedy = trace["logits"][-n_greedy:].argmax(axis=-1)
-    shown = EngineOutput(
-        {"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, load_path=LoadPath("us", "us")
-    )
+    route = LoadPath("us", "us")
+    shown = EngineOutput({"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, load_path=route)
     n_prompt = len(ids) + 1 - n_greedy
     made = ForwardSuite("m", weights, {"near": case}, {"llamacpp": shown}, None, n_prompt=n_prompt)
     return made, GgmlRunner(weights, {"near": trace}, {"near": made.tolerances("near")})
@@ -238,9 +235,8 @@ def test_which_stages_are_rounded_follows_from_types_and_cache(folder: Path):
     assert stages["l0.attn_norm"] == stages["final_norm"] == {"Q8_K"}
     assert "l0.q_rope" not in stages
     half = rounded_stages(model(folder, "Q4_K_M", F16_CACHE).weights)
-    rounded_by_the_cache = {
-        f"l{layer}.{name}" for layer in (0, 1) for name in ("q_rope", "k_rope", "v_proj", "attn_probs")
-    }
+    names = ("q_rope", "k_rope", "v_proj", "attn_probs")
+    rounded_by_the_cache = {f"l{layer}.{name}" for layer in (0, 1) for name in names}
     assert half.keys() - stages.keys() == rounded_by_the_cache
     assert all(half[name] == {"F16"} for name in rounded_by_the_cache)
     assert rounded_stages(llorch.load("story", numerics=GGML).weights) == {}

@@ -3,6 +3,7 @@
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -32,21 +33,13 @@ def every(targets: tuple[str, ...] = TARGETS) -> pytest.MarkDecorator:
     """Each checkpoint on each backend with each model."""
     cases = [(n, backend, model) for model in MODELS for backend in backends(targets) for n in NUMBERS]
     cases = [case for case in cases if case[2] == MODELS[-1] or not case[1].startswith(WITH_ONE_MODEL)]
-    return pytest.mark.parametrize(
-        ("number", "backend", "model"),
-        [
-            pytest.param(
-                *case,
-                id="-".join((NAMES[NUMBERS.index(case[0])], *case[1:])),
-                marks=[pytest.mark.slow] if is_slow(*case) else [],
-            )
-            for case in cases
-        ],
-    )
+    return pytest.mark.parametrize(("number", "backend", "model"), [as_parameter(*case) for case in cases])
 
 
-def is_slow(number: str, backend: str, model: str) -> bool:
-    return backend.startswith(SLOW_WITH_OTHERS) and model != MODELS[-1]
+def as_parameter(number: str, backend: str, model: str) -> Any:
+    slow = backend.startswith(SLOW_WITH_OTHERS) and model != MODELS[-1]
+    name = f"{NAMES[NUMBERS.index(number)]}-{backend}-{model}"
+    return pytest.param(number, backend, model, id=name, marks=[pytest.mark.slow] if slow else [])
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -162,14 +155,10 @@ def test_checkpoint_18_learning_rates_are_transformers_own_to_the_last_bits(mode
 
 
 @each_model
-def test_checkpoint_19_is_a_run_that_learns(model: str):
+def test_checkpoint_19_is_a_run_that_learns_and_clips_some_steps(model: str):
     curve = training_golden_of(model).arrays["peft/curve/loss_curve"]
     assert curve.shape == (CURVE.n_steps,)
     assert curve[-3:].mean() < 0.5 * curve[:3].mean()
-
-
-@each_model
-def test_checkpoint_19_clips_some_steps_and_not_others(model: str):
     norms = training_golden_of(model).arrays["peft/curve/norm_curve"]
     assert (norms > CURVE.optimizer.max_norm).any()
     assert (norms < CURVE.optimizer.max_norm).any()

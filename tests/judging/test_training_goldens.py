@@ -2,7 +2,6 @@
 
 import json
 import lzma
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,10 +29,6 @@ def golden() -> TrainingGolden:
     return training_golden_of(MODEL)
 
 
-def changed(golden: TrainingGolden, key: str, change: Callable[[np.ndarray], np.ndarray]) -> TrainingGolden:
-    return replace(golden, arrays={**golden.arrays, f"peft/{key}": change(golden.arrays[f"peft/{key}"].copy())})
-
-
 def test_goldens_are_written_as_the_bytes_that_were_read(
     golden: TrainingGolden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
@@ -50,10 +45,8 @@ def test_stored_tolerances_follow_from_the_stored_arrays(model: str):
     assert {mode: {*groups} for mode, groups in made.items()} == {mode: {*groups} for mode, groups in stored.items()}
     for mode, groups in made.items():
         for group, tolerance in groups.items():
-            same = stored[mode][group]
-            assert (same.error, same.worst) == pytest.approx((tolerance.error, tolerance.worst), rel=1e-3), (
-                f"{mode} {group}"
-            )
+            same, place = stored[mode][group], f"{mode} {group}"
+            assert (same.error, same.worst) == pytest.approx((tolerance.error, tolerance.worst), rel=1e-3), place
 
 
 def test_what_is_exactly_zero_is_listed_and_comes_back(golden: TrainingGolden):
@@ -81,7 +74,7 @@ def test_a_single_array_that_is_missing_is_no_pass(golden: TrainingGolden, name:
 
 @pytest.mark.parametrize("key", ["plain/l0.gradient.q_proj.lora_A", "step 1/l0.parameters.up_proj.lora_B"])
 def test_peft_output_far_from_the_reference_is_refused(golden: TrainingGolden, key: str):
-    far = changed(golden, key, lambda array: array * np.float32(1.1))
+    far = replace(golden, arrays=golden.arrays | {f"peft/{key}": golden.arrays[f"peft/{key}"] * np.float32(1.1)})
     with refuses(ValueError, f"peft chained {key}", "error"):
         refuse_far_engines(MODEL, far, CONFIG, "float32")
 
@@ -101,10 +94,7 @@ def test_an_array_that_a_backend_does_not_make_fails(golden: TrainingGolden, dty
         for mode in MODES
     }
     assert all(c.verdict != FAIL for c in comparisons(MODEL, iter(wanted), ours, "made-up"))
-    ours["chained"] = {
-        stage_ref: array for stage_ref, array in ours["chained"].items() if stage_ref.stage != "loss_curve"
-    }
-    red = [c for c in comparisons(MODEL, iter(wanted), ours, "made-up") if c.verdict == FAIL]
-    (comparison,) = red
+    ours["chained"] = {place: array for place, array in ours["chained"].items() if place.stage != "loss_curve"}
+    (comparison,) = (c for c in comparisons(MODEL, iter(wanted), ours, "made-up") if c.verdict == FAIL)
     assert (comparison.stage, comparison.mode) == ("loss_curve", "chained")
     assert_tells(comparison.note.removeprefix("got:"), got="nothing")

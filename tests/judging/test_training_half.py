@@ -46,10 +46,8 @@ def test_stored_tolerances_are_four_times_the_largest_stored_distance_between_fl
 @pytest.mark.parametrize("model", MODELS)
 def test_every_group_of_15_to_19_is_compared_in_half_precision(model: str):
     golden = training_golden_of(model)
-    found = {
-        expectation.stage_ref.stage
-        for expectation in make_expectations(golden, training_weights_of(model).config, DTYPE)
-    }
+    every = make_expectations(golden, training_weights_of(model).config, DTYPE)
+    found = {expectation.stage_ref.stage for expectation in every}
     assert BY_GROUP.keys() - found == {"adapter_file", "norm_curve", *NUMPY_ALONE}
     own = {(mode, name) for mode, groups in golden.tolerances[DTYPE].items() for name in groups}
     assert not own & {("isolated", name) for name in FROM_FLOAT32}
@@ -137,10 +135,7 @@ def test_stored_errors_are_those_of_peft_running_now():
     golden, weights = training_golden_of(MODEL), training_weights_of(MODEL)
     engine = Peft(weights.path, n_threads=1, dtype=DTYPE)
     shown = engine.gradients(golden.adapter_for(weights.config), golden.batches[0])
-    now = replace(
-        golden, arrays={**golden.arrays, **{golden_name(stage_ref): array for stage_ref, array in shown.items()}}
-    )
-    (made, stored) = (
-        e["chained"]["gradient"]["plain"] for e in (errors(now, CONFIG, DTYPE), golden.half_errors[DTYPE])
-    )
+    now = replace(golden, arrays=golden.arrays | {golden_name(place): array for place, array in shown.items()})
+    both = errors(now, CONFIG, DTYPE), golden.half_errors[DTYPE]
+    made, stored = (distances["chained"]["gradient"]["plain"] for distances in both)
     assert made == pytest.approx(stored, rel=0.25)

@@ -81,12 +81,8 @@ def test_stored_isolated_reference_equals_a_new_peft_float64_run():
     golden = training_golden_of(MODEL)
     with float64_everywhere():
         made = Isolated(Peft(builtin_path(MODEL), n_threads=1, dtype="float64"), golden).arrays()
-    config = training_weights_of(MODEL).config
-    stored = {
-        expectation.stage_ref: expectation
-        for expectation in make_expectations(golden, config, "float64")
-        if expectation.mode == ISOLATED
-    }
+    every = make_expectations(golden, training_weights_of(MODEL).config, "float64")
+    stored = {expectation.stage_ref: expectation for expectation in every if expectation.mode == ISOLATED}
     assert made.keys() == stored.keys()
     assert {array.dtype for array in made.values()} == {np.dtype(np.float64)}
     assert max(stored[stage_ref].difference(array).error for stage_ref, array in made.items()) < FLOAT64_TOLERANCE

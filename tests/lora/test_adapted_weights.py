@@ -48,8 +48,7 @@ def test_dora_with_the_lengths_of_the_base_and_B_of_zeros_changes_nothing_beyond
     parameters = {}
     for name, array in adapter.flat().items():
         target = adapter.targets[name.rpartition(".")[0]]
-        axis = 0 if target.is_embedding else 1
-        lengths = np.linalg.norm(wide.array(target.weight), axis=axis)
+        lengths = np.linalg.norm(wide.array(target.weight), axis=0 if target.is_embedding else 1)
         parameters[name] = {"lora_A": array, "lora_B": 0 * array, "magnitude": lengths}[name.rpartition(".")[2]]
     actual = logits(AdaptedWeights(wide, adapter, parameters=parameters))
     np.testing.assert_allclose(actual, logits(wide), rtol=0, atol=1e-12)
@@ -67,11 +66,9 @@ def test_neither_the_base_nor_the_file_changes(weights: Weights):
 
 
 def test_what_has_no_adapter_is_the_very_array_of_the_base(weights: Weights):
-    adapted = AdaptedWeights(
-        weights, random_adapter(weights.config, target_modules=("q_proj",), layers_to_transform=(1,))
-    )
-    lora = [name for name in weights if isinstance(adapted[name], LoraMatrix)]
-    assert lora == ["layers.1.q_proj"]
+    adapter = random_adapter(weights.config, target_modules=("q_proj",), layers_to_transform=(1,))
+    adapted = AdaptedWeights(weights, adapter)
+    assert [name for name in weights if isinstance(adapted[name], LoraMatrix)] == ["layers.1.q_proj"]
     assert adapted["layers.1.q_proj"].base is weights["layers.1.q_proj"]
     assert adapted.layer(1)["q_proj"] is adapted["layers.1.q_proj"]
     assert adapted["layers.0.q_proj"] is weights["layers.0.q_proj"]
@@ -124,9 +121,6 @@ def test_ggml_numerics_of_the_base_are_kept_and_the_adapter_itself_is_not_rounde
     adapted = AdaptedWeights(base, random_adapter(base.config)).using(GGML, packed=True)
     matrix, x = adapted["layers.0.q_proj"], np.linspace(-1, 1, 512, dtype=np.float32).reshape(2, 256)
     assert matrix.activations == "Q8_0"
-    np.testing.assert_allclose(
-        matrix.forward(x) - base.using(GGML, packed=True)["layers.0.q_proj"].forward(x),
-        x @ matrix.lora.lora_A.T @ matrix.lora.lora_B.T * matrix.lora.scaling,
-        rtol=0,
-        atol=1e-5,
-    )
+    actual = matrix.forward(x) - base.using(GGML, packed=True)["layers.0.q_proj"].forward(x)
+    expected = x @ matrix.lora.lora_A.T @ matrix.lora.lora_B.T * matrix.lora.scaling
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)

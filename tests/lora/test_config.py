@@ -86,13 +86,8 @@ def test_the_scale_is_alpha_by_rank_or_by_its_root(config: ModelConfig):
 
 
 def test_a_pattern_sets_rank_and_alpha_of_what_ends_in_it(config: ModelConfig):
-    lora = LoraConfig(
-        r=4,
-        lora_alpha=8.0,
-        use_rslora=True,
-        rank_pattern={r"layers\.1\.self_attn\.q_proj": 9},
-        alpha_pattern={"q_proj": 6.0},
-    )
+    patterns = {"rank_pattern": {r"layers\.1\.self_attn\.q_proj": 9}, "alpha_pattern": {"q_proj": 6.0}}
+    lora = LoraConfig(r=4, lora_alpha=8.0, use_rslora=True, **patterns)
     first, second = (targets_of(config)[f"layers.{layer}.q_proj"] for layer in (0, 1))
     assert (lora.rank_of(first), lora.rank_of(second)) == (4, 9)
     assert lora.scaling_of(second) == 6 / math.sqrt(9)
@@ -122,16 +117,12 @@ def test_a_pattern_that_goes_back_for_ever_is_done_or_refused(config: ModelConfi
     [
         row("r=0", lambda: LoraConfig(r=0), ValueError, 1, where="r", got=0),
         row("r=True", lambda: LoraConfig(r=True), ValueError, 1, where="r", got=True),
-        row(
-            "rank_pattern", lambda: LoraConfig(rank_pattern={"q_proj": 0}), ValueError, 1,
-            where="rank_pattern q_proj", got=0,
-        ),
+        row("rank_pattern", lambda: LoraConfig(rank_pattern={"q_proj": 0}), ValueError, 1,
+            where="rank_pattern q_proj", got=0),
         row("alpha=nan", lambda: LoraConfig(lora_alpha=math.nan), ValueError, 0, where="lora_alpha", got=math.nan),
         row("alpha=0", lambda: LoraConfig(lora_alpha=0.0), ValueError, 0, where="lora_alpha", got=0.0),
-        row(
-            "alpha_pattern", lambda: LoraConfig(alpha_pattern={"q_proj": math.inf}), ValueError, 0,
-            where="alpha_pattern q_proj", got=math.inf,
-        ),
+        row("alpha_pattern", lambda: LoraConfig(alpha_pattern={"q_proj": math.inf}), ValueError, 0,
+            where="alpha_pattern q_proj", got=math.inf),
         row("dropout", lambda: LoraConfig(lora_dropout=1.0), ValueError, 0, 1, where="lora_dropout", got=1.0),
         row("no module", lambda: LoraConfig(target_modules=()), ValueError, where="target_modules", got="none"),
         row("no pattern", lambda: LoraConfig(target_modules="(q_proj"), ValueError, "'(q_proj'", "position 0"),

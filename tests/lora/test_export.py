@@ -35,8 +35,7 @@ def test_to_gguf_and_back_is_the_same_adapter_of_the_same_base(tmp_path, base):
 
 def test_scales_that_differ_are_folded_and_that_is_said(tmp_path, base):
     path, adapter = written(tmp_path, base, alpha_pattern={"q_proj": 1.0})
-    done = export(base, path, tmp_path / "a.gguf")
-    assert any("multiplied" in note for note in done.notes)
+    assert any("multiplied" in note for note in export(base, path, tmp_path / "a.gguf").notes)
     expected = adapted_logits(base, adapter)
     actual = adapted_logits(base, read_adapter(tmp_path / "a.gguf", open_weights(base).config))
     np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())

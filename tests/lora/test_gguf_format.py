@@ -166,10 +166,9 @@ def config() -> ModelConfig:
 
 def changed(folder: Path, change: dict) -> Path:
     """A sound adapter file, written anew with other values, tensors of other shapes, or without some."""
-    write_lora_gguf(
-        random_adapter(config(), target_modules=("q_proj", "embed_tokens")), folder / "sound.gguf", config()
-    )
-    with open_gguf(folder / "sound.gguf") as file:
+    sound = folder / "sound.gguf"
+    write_lora_gguf(random_adapter(config(), target_modules=("q_proj", "embed_tokens")), sound, config())
+    with open_gguf(sound) as file:
         tensors = {name: np.array(file.array(name)) for name in file.tensors}
     values: dict[str, object] = {"general.type": "adapter", "adapter.type": "lora", "adapter.lora.alpha": 5.0}
     values |= {key: value for key, value in change.items() if key in values}

@@ -103,6 +103,5 @@ def test_shapes_and_counts_of_qwen_05b_are_those_of_peft(kind: str):
         theirs = peft.get_peft_model(transformers.Qwen2ForCausalLM(config), made, low_cpu_mem_usage=True)
     lora = LoraConfig(r=8, **settings)
     targets = lora.targets(model)
-    ours = wanted_shapes(lora, model)
-    named = {peft_name(key, targets): shape for key, shape in ours.items()}
+    named = {peft_name(key, targets): shape for key, shape in wanted_shapes(lora, model).items()}
     assert named == {key: tuple(p.shape) for key, p in theirs.named_parameters() if p.requires_grad}

@@ -30,8 +30,7 @@ def test_merged_weights_give_the_logits_of_the_adapter_beside_the_base(tmp_path,
 
 
 def test_a_merged_matrix_is_the_sum_worked_by_hand(tmp_path):
-    config = open_weights(tiny_base(tmp_path / "base")).config
-    adapter = random_adapter(config, r=3, lora_alpha=6.0)
+    adapter = random_adapter(open_weights(tiny_base(tmp_path / "base")).config, r=3, lora_alpha=6.0)
     weight = np.full((32, 32), 0.25, np.float32)
     lora = adapter.tensors["layers.0.q_proj"]
     expected = (0.25 + 2.0 * lora.lora_B.astype(np.float64) @ lora.lora_A.astype(np.float64)).astype(np.float32)

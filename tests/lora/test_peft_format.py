@@ -53,9 +53,11 @@ KINDS = {
     "regular expression": {"target_modules": r".*\.1\..*(gate|k)_proj"},
 }
 TIED = ["every matrix", "embedding and output", "DoRA of embedding and output"]
-CASES = (
-    [("llama", False, kind) for kind in KINDS] + [("qwen3", True, kind) for kind in TIED] + [("qwen2", False, "DoRA")]
-)
+CASES = [
+    *(("llama", False, kind) for kind in KINDS),
+    *(("qwen3", True, kind) for kind in TIED),
+    ("qwen2", False, "DoRA"),
+]
 
 
 @pytest.mark.live
@@ -115,8 +117,7 @@ def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(t
 def test_patterns_keep_their_order_because_the_first_that_fits_counts(tmp_path, weights):
     adapter = random_adapter(weights.config, rank_pattern={r"layers\.1\.self_attn\.q_proj": 7, "q_proj": 2})
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
-    actual = read_peft(tmp_path / "adapter", weights.config)
-    assert actual.tensors["layers.1.q_proj"].lora_A.shape[0] == 7
+    assert read_peft(tmp_path / "adapter", weights.config).tensors["layers.1.q_proj"].lora_A.shape[0] == 7
 
 
 def test_the_base_is_recorded_beside_the_adapter(tmp_path, weights):
@@ -225,6 +226,5 @@ def test_an_adapter_that_tied_embedding_and_output_share_names_both(tmp_path, mo
     adapter = random_adapter(weights.config, target_modules=both)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     path = tmp_path / "adapter" / "adapter_config.json"
-    said = {"target_modules": modules, "ensure_weight_tying": True}
-    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"target_modules": modules, "ensure_weight_tying": True}))
     assert same_tensors(read_peft(tmp_path / "adapter", weights.config), adapter)

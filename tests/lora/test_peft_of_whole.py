@@ -36,8 +36,7 @@ def builtin_configs() -> dict[str, ModelConfig]:
 
 
 def config_of(family: str, *, whole: bool) -> ModelConfig:
-    alike = builtin_configs()[FAMILIES[family].written_as or family]
-    return replace(alike, family=family, part_of_whole=whole)
+    return replace(builtin_configs()[FAMILIES[family].written_as or family], family=family, part_of_whole=whole)
 
 
 def written(adapter: Adapter, folder: Path) -> tuple[dict, dict]:
@@ -55,10 +54,8 @@ def test_a_module_is_found_in_the_whole_and_back(family: str):
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "qwen3"])
 def test_families_of_text_have_one_form(family: str):
-    assert (
-        path_in_whole("model.layers.1.mlp.up_proj", FAMILIES[family].multimodal_prefixes)
-        == "model.layers.1.mlp.up_proj"
-    )
+    path = "model.layers.1.mlp.up_proj"
+    assert path_in_whole(path, FAMILIES[family].multimodal_prefixes) == path
 
 
 @pytest.mark.parametrize(
@@ -72,10 +69,8 @@ def test_families_of_text_have_one_form(family: str):
     ],
 )
 def test_the_folder_of_the_base_decides_which_names_are_written(tmp_path: Path, family: str, whole: bool, stored: str):
-    config = config_of(family, whole=whole)
-    adapter = family_adapter(config)
-    names = written(adapter, tmp_path / "adapter")[1]
-    assert all(name.startswith(f"base_model.model.{stored}") for name in names)
+    adapter = family_adapter(config_of(family, whole=whole))
+    assert all(name.startswith(f"base_model.model.{stored}") for name in written(adapter, tmp_path / "adapter")[1])
     assert is_of_whole(tmp_path / "adapter") == adapter.of_whole == (stored != "model.layers.")
 
 

@@ -60,8 +60,7 @@ def test_peft_computes_what_we_compute_from_the_folder_that_we_write(base: Path,
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     model = peft_model(base, tmp_path / "adapter", whole=True)
     assert_alike(torch_logits(model), adapted_logits(base, adapter), plain_logits(base))
-    trained = [name for name, _ in model.named_parameters() if "lora_" in name]
-    assert all("language_model" in name for name in trained)
+    assert all("language_model" in name for name, _ in model.named_parameters() if "lora_" in name)
 
 
 @pytest.mark.parametrize("modules", [("embed_tokens", "q_proj"), ("lm_head", "o_proj")])

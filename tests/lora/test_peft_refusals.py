@@ -133,7 +133,6 @@ def test_a_module_that_was_trained_whole_is_named_with_the_remedy(adapter, model
         ("layers_pattern", "blocks", "Unsupported"),
         ("bias", "lora_only", "Unsupported"),
         ("lora_bias", True, "Unsupported"),
-        ("modules_to_save", ["lm_head"], "Unsupported"),
         ("fan_in_fan_out", True, "Unsupported"),
         ("trainable_token_indices", [3], "Unsupported"),
         ("target_parameters", ["mlp.experts.gate_up_proj"], "Missing"),
@@ -169,13 +168,10 @@ def test_an_unknown_field_that_is_off_is_ignored_by_name(adapter, model, caplog)
     assert "warp_config" in caplog.text
 
 
-@pytest.mark.parametrize(
-    ("text", "code"),
-    [(b"{", "Malformed"), (b"[]", "Malformed"), (b'{"r": NaN}', "Malformed"), (b'{"r": 1, "r": 2}', "Malformed")],
-)
-def test_a_damaged_configuration_is_refused(adapter, model, text, code):
+@pytest.mark.parametrize("text", [b"{", b"[]", b'{"r": NaN}', b'{"r": 1, "r": 2}'])
+def test_a_damaged_configuration_is_refused(adapter, model, text):
     (adapter / CONFIG).write_bytes(text)
-    with refuses(code, where=adapter / CONFIG):
+    with refuses("Malformed", where=adapter / CONFIG):
         read_adapter(adapter, model[1])
 
 

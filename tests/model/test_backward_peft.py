@@ -120,8 +120,7 @@ def test_loss_and_every_gradient_are_those_of_peft(base: Path, weights: Weights,
     expected = cross_entropy(logits, torch.from_numpy(wanted), ignore_index=IGNORED, label_smoothing=0.1)
     expected.backward()
 
-    dtype = np.float64 if numbers == "float64" else np.float32
-    adapted = AdaptedWeights(weights.astype(dtype), adapter, masks=masks)
+    adapted = AdaptedWeights(weights.astype(np.float64 if numbers == "float64" else np.float32), adapter, masks=masks)
     with own_dtype_only():
         loss, grads = of_document(batch.ids[0], wanted, adapted, label_smoothing=0.1, n_trained=batch.n_trained)
     assert loss / batch.n_trained == pytest.approx(expected.item(), rel=LOSS)

@@ -88,8 +88,7 @@ def peft_run(base: Any, adapter: Adapter, batch: Batch, *, double: bool = False)
     import torch
 
     fields = {name: getattr(adapter.config, name) for name in PEFT_FIELDS}
-    modules = list(adapter.config.target_modules)
-    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=modules, **fields)
+    config = peft.LoraConfig(task_type="CAUSAL_LM", target_modules=list(adapter.config.target_modules), **fields)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT asks transformers for an attribute by its old name
         model: Any = peft.get_peft_model(base, config)
@@ -159,5 +158,4 @@ def test_qlora_losses_and_gradients_of_three_steps_are_those_of_peft(
 
 def test_peft_on_bitsandbytes_is_not_the_float64_reference(foreign: tuple[Run, Run]):
     quantised, reference = foreign
-    errors = dict(distances(quantised, reference))
-    assert 1e-8 < errors["gradients of step 0"] < 1e-5
+    assert 1e-8 < dict(distances(quantised, reference))["gradients of step 0"] < 1e-5

@@ -51,8 +51,7 @@ def adapter_of(weights: Weights, **settings) -> Adapter:
 
 def batch_of(rng, weights: Weights, *documents: tuple[int, ...]) -> Batch:
     """Rows of packed documents of these lengths, padded; about a third of the labels are ignored."""
-    width = max(sum(row) for row in documents)
-    ids = rng.integers(0, weights.config.vocab_size, (len(documents), width))
+    ids = rng.integers(0, weights.config.vocab_size, (len(documents), max(sum(row) for row in documents)))
     positions, numbers = np.full((2, *ids.shape), -1)
     for row, lengths in enumerate(documents):
         positions[row, : sum(lengths)] = np.concatenate([np.arange(n) for n in lengths])
@@ -134,8 +133,7 @@ def assert_step_is_torch_s(weights: Weights, adapter: Adapter, batches: Sequence
     "micro-qwen2-dora",
 )
 def test_a_step_of_packed_documents_in_several_batches_has_the_loss_and_gradients_of_torch(weights, adapter, rng):
-    batches = [batch_of(rng, weights, (5, 2), (8,)), batch_of(rng, weights, (4,))]
-    assert_step_is_torch_s(weights, adapter, batches, 0.1)
+    assert_step_is_torch_s(weights, adapter, [batch_of(rng, weights, (5, 2), (8,)), batch_of(rng, weights, (4,))], 0.1)
 
 
 def test_without_smoothing_and_with_logits_of_hundreds_the_gradients_are_those_of_torch(rng):

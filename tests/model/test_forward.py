@@ -35,8 +35,7 @@ def whole(wide: Weights) -> np.ndarray:
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
 def test_every_stage_has_the_dtype_of_the_weights(weights: Weights, dtype: type[np.floating]):
-    trace = run(weights.astype(dtype), Pass(IDS))
-    assert {array.dtype for array in trace.values()} == {np.dtype(dtype)}
+    assert {array.dtype for array in run(weights.astype(dtype), Pass(IDS)).values()} == {np.dtype(dtype)}
 
 
 def test_every_stage_is_recorded_in_table_order_with_its_stated_shape(weights: Weights):
@@ -48,8 +47,7 @@ def test_every_stage_is_recorded_in_table_order_with_its_stated_shape(weights: W
 
 def test_recording_changes_no_number(weights: Weights):
     recorded = run(weights, Pass(IDS))["logits"]
-    plain = forward(np.asarray(IDS), weights, KVCache(weights.config, weights.dtype))
-    np.testing.assert_array_equal(recorded, plain)
+    np.testing.assert_array_equal(recorded, forward(np.asarray(IDS), weights, KVCache(weights.config, weights.dtype)))
 
 
 def test_a_second_run_after_a_warm_up_gives_the_same_bits(weights: Weights):
@@ -76,8 +74,7 @@ def test_last_only_gives_the_last_row(wide: Weights, whole: np.ndarray):
 
 
 def test_a_token_cannot_see_those_after_it(weights: Weights):
-    changed = (*IDS[:-1], IDS[-1] + 1)
-    one, other = (run(weights, Pass(ids)) for ids in (IDS, changed))
+    one, other = (run(weights, Pass(ids)) for ids in (IDS, (*IDS[:-1], IDS[-1] + 1)))
     for key, stage, _ in keys(weights.config):
         if stage.axes.startswith("seq"):
             np.testing.assert_array_equal(one[key][:-1], other[key][:-1], err_msg=key)

@@ -48,8 +48,7 @@ def test_tokens_carry_id_text_logprob_and_finish():
 @pytest.mark.parametrize("character", ["é", "€", "😀"])
 def test_a_character_is_held_back_until_its_last_byte(character):
     data = character.encode()
-    actual = run([*data, 33], max_tokens=len(data) + 1)
-    assert texts(actual) == [""] * (len(data) - 1) + [character, "!"]
+    assert texts(run([*data, 33], max_tokens=len(data) + 1)) == [""] * (len(data) - 1) + [character, "!"]
 
 
 EURO = list("€".encode())
@@ -83,8 +82,7 @@ def test_text_is_handed_out_when_it_is_certain(ids, word, stop, expected, finish
 
 @pytest.mark.parametrize("end", [END, OTHER_END])
 def test_every_end_token_ends_the_text_and_has_none_itself(end):
-    actual = run([97, end], max_tokens=10)
-    assert actual == [Token(97, "a", -0.0, None), Token(end, "", -1.0, "eos")]
+    assert run([97, end], max_tokens=10) == [Token(97, "a", -0.0, None), Token(end, "", -1.0, "eos")]
 
 
 def test_without_end_ids_an_end_token_is_an_empty_token():
@@ -141,8 +139,7 @@ class Script:
 
 def test_the_prompt_is_fed_once_and_then_every_drawn_token():
     script = Script()
-    ids = [token_id for token_id, _ in sample_ids(script, [7, 7, 7], GREEDY, max_tokens=4)]
-    assert ids == [3, 4, 5, 6]
+    assert [token_id for token_id, _ in sample_ids(script, [7, 7, 7], GREEDY, max_tokens=4)] == [3, 4, 5, 6]
     assert script.calls == [[7, 7, 7], [3], [4], [5]]  # the last token is not run
 
 
@@ -156,8 +153,7 @@ def test_the_penalty_looks_at_prompt_and_drawn_tokens():
     def step(new: Sequence[int]) -> np.ndarray:
         return np.array([3.0, 2.9, 2.8, 2.7])
 
-    settings = SamplingSettings(repetition_penalty=2.0)
-    assert [i for i, _ in sample_ids(step, [0], settings, max_tokens=4)] == [1, 2, 3, 0]
+    assert [i for i, _ in sample_ids(step, [0], SamplingSettings(repetition_penalty=2.0), max_tokens=4)] == [1, 2, 3, 0]
 
 
 def test_a_seed_repeats_its_draws_and_another_does_not():
@@ -165,8 +161,7 @@ def test_a_seed_repeats_its_draws_and_another_does_not():
         return np.zeros(1000)
 
     def ids(seed: int) -> list[int]:
-        settings = SamplingSettings(temperature=1.0, seed=seed)
-        return [i for i, _ in sample_ids(step, [0], settings, max_tokens=20)]
+        return [i for i, _ in sample_ids(step, [0], SamplingSettings(temperature=1.0, seed=seed), max_tokens=20)]
 
     assert ids(1) == ids(1)
     assert ids(1) != ids(2)

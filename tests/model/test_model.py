@@ -173,15 +173,9 @@ def test_the_same_seed_gives_the_same_text_and_another_seed_another(model: llorc
 
 def test_generation_ends_where_the_context_ends():
     model = llorch.load("story")
-    ids = [1] * (model.config.max_position_embeddings - 3)
-    tokens = list(model.generate(ids, max_tokens=100, ignore_eos=True))
+    tokens = list(model.generate([1] * (model.config.max_position_embeddings - 3), max_tokens=100, ignore_eos=True))
     assert len(tokens) == 4  # three more positions, and the token that the last one predicts
     assert tokens[-1].finish == "length"
-
-
-def test_an_empty_prompt_is_refused(model: llorch.Model):
-    with refuses(ValueError, "token id", got="none"):
-        list(model.generate([], max_tokens=3))
 
 
 IDS = [3, 17, 8, 39, 0, 25]

@@ -24,8 +24,7 @@ def qkv(rng):
 def test_attention_scores_match_products_worked_by_hand():
     q = np.array([[[1.0, 2.0, 0.0, 1.0]], [[0.0, 1.0, 1.0, -1.0]]])  # 2 tokens, 1 head of 4
     k = np.array([[[3.0, 1.0, 5.0, 1.0], [2.0, 4.0, 0.0, 2.0]]])  # scale 1 / sqrt(4)
-    expected = np.array([[[3.0, -np.inf], [2.5, 1.0]]])
-    np.testing.assert_array_equal(attention_scores(q, k), expected)
+    np.testing.assert_array_equal(attention_scores(q, k), np.array([[[3.0, -np.inf], [2.5, 1.0]]]))
 
 
 def test_attention_probs_match_a_row_worked_by_hand():
@@ -61,11 +60,6 @@ def test_attention_after_a_cache_equals_the_last_rows_of_the_whole(qkv, cached):
     np.testing.assert_allclose(attend(q[cached:], k, v), attend(q, k, v)[cached:], rtol=1e-13)
 
 
-def test_attention_scores_of_one_token_see_the_whole_cache(qkv):
-    q, k, _ = qkv
-    assert np.isfinite(attention_scores(q[-1:], k)).all()
-
-
 def test_query_head_reads_key_head_of_its_group(qkv):
     q, k, v = qkv
     scores, actual = attention_scores(q, k), attend(q, k, v).reshape(SEQ, HEADS, HEAD_DIM)
@@ -96,10 +90,8 @@ def test_attention_probs_do_not_change_when_a_row_is_shifted(rng):
 
 def test_softmax_of_rows_of_plus_and_minus_300_is_finite(dtype):
     scores = np.array([[[300.0, -300.0, 300.0], [-300.0, -300.0, -np.inf], [-300.0, 300.0, -np.inf]]], dtype)
-    actual = attention_probs(scores)
-    np.testing.assert_allclose(actual, [[[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 1, 0]]], atol=1e-200)
+    np.testing.assert_allclose(attention_probs(scores), [[[0.5, 0, 0.5], [0.5, 0.5, 0], [0, 1, 0]]], atol=1e-200)
 
 
 def test_softmax_over_many_equal_scores_sums_to_one_in_float32():
-    probs = attention_probs(np.zeros((1, 1, 100_003), np.float32))
-    assert abs(float(probs.sum(dtype=np.float64)) - 1) < 1e-7
+    assert abs(float(attention_probs(np.zeros((1, 1, 100_003), np.float32)).sum(dtype=np.float64)) - 1) < 1e-7

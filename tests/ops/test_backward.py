@@ -45,8 +45,7 @@ def test_embedding_backward_is_the_gradient_and_sums_over_repeated_tokens(rng):
 
 def test_linear_backward_is_the_gradient(rng):
     x, weight, grad = rng.normal(size=(5, 4)), rng.normal(size=(3, 4)), rng.normal(size=(5, 3))
-    actual = linear_backward(grad, weight)
-    assert_is_gradient(actual, lambda x: float((linear(x, weight, np.ones(3)) * grad).sum()), x)
+    assert_is_gradient(linear_backward(grad, weight), lambda x: float((linear(x, weight, np.ones(3)) * grad).sum()), x)
 
 
 @pytest.mark.parametrize("shape", [(5, 6), (3, 4, 6)])  # rows of a block, heads of qk_norm
@@ -58,8 +57,7 @@ def test_rms_norm_backward_is_the_gradient(rng, shape):
 
 def test_rms_norm_backward_has_nothing_along_the_row_as_eps_vanishes(rng):
     x, weight, grad = rng.normal(size=(5, 6)), rng.normal(size=6), rng.normal(size=(5, 6))
-    actual = rms_norm_backward(grad, x, weight, eps=1e-300)
-    np.testing.assert_allclose((actual * x).sum(axis=-1), 0, atol=1e-14)
+    np.testing.assert_allclose((rms_norm_backward(grad, x, weight, eps=1e-300) * x).sum(axis=-1), 0, atol=1e-14)
 
 
 def test_rms_norm_backward_of_a_row_of_zeros_is_finite():
@@ -124,8 +122,7 @@ def test_attention_probs_backward_is_0_under_the_mask_and_in_the_sum_of_every_ro
 
 def test_attention_probs_backward_of_scores_of_300_either_way_is_finite(dtype):
     scores = np.array([[[300.0, -np.inf, -np.inf], [300, -300, -np.inf], [-300, -300, -300]]], dtype)
-    grad = np.array([[[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]], dtype)
-    actual = attention_probs_backward(grad, attention_probs(scores))
+    actual = attention_probs_backward(np.array([[[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]], dtype), attention_probs(scores))
     np.testing.assert_allclose(actual, [[[0, 0, 0], [0, 0, 0], [-1 / 3, 0, 1 / 3]]], rtol=0, atol=1e-6)
 
 

@@ -115,8 +115,7 @@ def test_what_is_read_after_a_stretch_of_tokens_has_its_gradient_before_it(rng):
     arrays, grad = given(rng, seq), np.zeros((seq, V_HEADS, VALUE_DIM))
     arrays[4] *= 0.01
     grad[-1] = rng.normal(size=grad.shape[1:])
-    found = delta_rule_backward(grad, *arrays)
-    for i, actual in enumerate(found[1:], start=1):
+    for i, actual in enumerate(delta_rule_backward(grad, *arrays)[1:], start=1):
         direction = rng.normal(size=actual.shape)
         direction[AT_ONCE:] = 0  # of the first stretch alone
         ahead, behind = (

@@ -25,8 +25,7 @@ def random_lora(rng, n_in: int, n_out: int, *, dora: bool, dropout: bool = False
 
 def test_the_delta_matches_a_product_worked_by_hand():
     lora_A, lora_B = np.array([[1.0, 2.0, 0.0]]), np.array([[3.0], [-1.0]])
-    actual = lora_delta(np.array([[1.0, 1.0, 9.0]]), lora_A, lora_B, scaling=0.5)
-    np.testing.assert_array_equal(actual, [[4.5, -1.5]])
+    np.testing.assert_array_equal(lora_delta(np.array([[1.0, 1.0, 9.0]]), lora_A, lora_B, scaling=0.5), [[4.5, -1.5]])
 
 
 def test_lora_backward_is_the_gradient(rng):

@@ -106,8 +106,7 @@ def test_temperature_zero_is_the_best_token_and_ties_go_to_the_lowest_id(dtype):
 
 
 def test_temperature_zero_still_looks_at_the_penalty():
-    settings = SamplingSettings(repetition_penalty=2.0, top_k=1)
-    assert np.argmax(probabilities(np.array([3.0, 4.0]), settings, [1])) == 0
+    assert np.argmax(probabilities(np.array([3.0, 4.0]), SamplingSettings(repetition_penalty=2.0, top_k=1), [1])) == 0
 
 
 def test_the_lowest_temperature_stays_finite_in_float32():

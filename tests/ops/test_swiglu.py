@@ -25,11 +25,6 @@ def test_swiglu_is_linear_in_up_but_not_in_gate(rng):
     assert not np.allclose(swiglu(2 * gate, up), 2 * swiglu(gate, up), rtol=1e-3)
 
 
-def test_swiglu_tells_gate_from_up(rng):
-    gate, up = rng.normal(size=(4, 5)), rng.normal(size=(4, 5))
-    assert not np.allclose(swiglu(gate, up), swiglu(up, gate), rtol=1e-3)
-
-
 def test_swiglu_passes_up_times_gate_when_the_gate_is_wide_open(dtype):
     gate, up = np.array([[100.0, 1e4]], dtype), np.array([[3.0, -2.0]], dtype)
     np.testing.assert_array_equal(swiglu(gate, up), gate * up, strict=True)

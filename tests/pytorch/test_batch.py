@@ -52,27 +52,21 @@ def assert_same(actual: list[Token], expected: list[Token], *, atol: float) -> N
 @pytest.mark.parametrize("ignore_eos", [True, False])
 def test_each_answer_is_that_of_the_prompt_alone(name: str, ignore_eos: bool):
     model = llorch.load_torch(name, dtype="float64")
-    answers = batched(model, max_tokens=LENGTHS, settings=SETTINGS, ignore_eos=ignore_eos)
-    for at, answer in enumerate(answers):
+    for at, answer in enumerate(batched(model, max_tokens=LENGTHS, settings=SETTINGS, ignore_eos=ignore_eos)):
         assert_same(answer, alone(model, at, settings=SETTINGS[at], ignore_eos=ignore_eos), atol=1e-11)
 
 
 def test_each_answer_in_float32_is_that_of_numpy(name: str):
     numpy, model = llorch.load(name), llorch.load_torch(name)
     for at, answer in enumerate(batched(model, max_tokens=LENGTHS, settings=SETTINGS)):
-        expected = list(numpy.generate(PROMPTS[at], max_tokens=LENGTHS[at], settings=SETTINGS[at]))
-        assert_same(answer, expected, atol=2e-5)
+        assert_same(answer, list(numpy.generate(PROMPTS[at], max_tokens=LENGTHS[at], settings=SETTINGS[at])), atol=2e-5)
 
 
 @pytest.mark.parametrize("order", [[0, 1, 2, 3, 4], [4, 2, 0, 3, 1], [2], [1, 0], [0, 0, 0, 1]])
 def test_a_reproducible_answer_is_the_same_to_the_last_bit_in_any_company(order: list[int]):
     model = llorch.load_torch("micro-qwen3", mode="reproducible")
-    answers = batched(
-        model,
-        [PROMPTS[at] for at in order],
-        max_tokens=[LENGTHS[at] for at in order],
-        settings=[SETTINGS[at] for at in order],
-    )
+    prompts, lengths, settings = ([of_each[at] for at in order] for of_each in (PROMPTS, LENGTHS, SETTINGS))
+    answers = batched(model, prompts, max_tokens=lengths, settings=settings)
     for at, answer in zip(order, answers, strict=True):
         assert answer == alone(model, at, settings=SETTINGS[at])
 
@@ -89,8 +83,7 @@ def test_what_a_penalty_counts_goes_with_its_sequence_when_others_leave():
     lengths = [2, 15, 2, 2, 9]  # then those that are left stand in other rows, twice
     answers = batched(model, max_tokens=lengths, settings=settings, ignore_eos=True)
     for prompt, n, answer in zip(PROMPTS, lengths, answers, strict=True):
-        alone = list(model.generate(prompt, max_tokens=n, settings=settings, ignore_eos=True))
-        assert_same(answer, alone, atol=1e-11)
+        assert_same(answer, list(model.generate(prompt, max_tokens=n, settings=settings, ignore_eos=True)), atol=1e-11)
 
 
 def test_infinity_that_an_earlier_batch_left_behind_is_no_nan():
@@ -134,8 +127,7 @@ def test_stop_strings_and_the_end_of_the_context_count_for_each_sequence():
 
 def test_a_prompt_without_tokens_to_make_gets_none():
     model = llorch.load_torch("micro-llama")
-    answers = batched(model, ["The", "A fox"], max_tokens=[0, 3], ignore_eos=True)
-    assert [len(answer) for answer in answers] == [0, 3]
+    assert [len(answer) for answer in batched(model, ["The", "A fox"], max_tokens=[0, 3], ignore_eos=True)] == [0, 3]
     assert batched(model, []) == []
 
 

@@ -48,22 +48,14 @@ def test_a_device_without_a_meaning_is_refused(device: str):
 
 EVERY_DTYPE = ("float32", "bfloat16", "float16", "float64")
 REFUSALS = [
-    row(
-        "dtype without a meaning", lambda: target("cpu", "int3"),
-        ValueError, where="dtype", expected=EVERY_DTYPE, got="'int3'",
-    ),
-    row(
-        "device beyond the last", lambda: require_index("cuda:9", 9, 2),
-        MissingDevice, "2", "cuda:0", "cuda:1", where="device cuda:9",
-    ),
-    row(
-        "bfloat16 that the device lacks", lambda: require_dtype("cuda", "Tesla T4", (7, 5), torch.bfloat16),
-        MissingDevice, "Tesla T4", "7.5", "bfloat16", "8.0", "--dtype float32", where="device cuda",
-    ),
-    row(
-        "float16 that the device lacks", lambda: require_dtype("cuda", "Old", (5, 2), torch.float16),
-        MissingDevice, "Old", "5.2", "float16", "5.3", "--dtype float32", where="device cuda",
-    ),
+    row("dtype without a meaning", lambda: target("cpu", "int3"),
+        ValueError, where="dtype", expected=EVERY_DTYPE, got="'int3'"),
+    row("device beyond the last", lambda: require_index("cuda:9", 9, 2),
+        MissingDevice, "2", "cuda:0", "cuda:1", where="device cuda:9"),
+    row("bfloat16 that the device lacks", lambda: require_dtype("cuda", "Tesla T4", (7, 5), torch.bfloat16),
+        MissingDevice, "Tesla T4", "7.5", "bfloat16", "8.0", "--dtype float32", where="device cuda"),
+    row("float16 that the device lacks", lambda: require_dtype("cuda", "Old", (5, 2), torch.float16),
+        MissingDevice, "Old", "5.2", "float16", "5.3", "--dtype float32", where="device cuda"),
 ]  # fmt: skip
 
 

@@ -136,12 +136,8 @@ def test_a_second_answer_in_the_storage_of_the_first_is_the_same(model: llorch.T
 
 def test_two_answers_at_the_same_time_do_not_meet(model: llorch.TorchModel):
     one, other = (list(model.generate(text, max_tokens=8, ignore_eos=True)) for text in (START, "The fox"))
-    both = zip(
-        model.generate(START, max_tokens=8, ignore_eos=True),
-        model.generate("The fox", max_tokens=8, ignore_eos=True),
-        strict=True,
-    )
-    assert list(both) == list(zip(one, other, strict=True))
+    both = (model.generate(text, max_tokens=8, ignore_eos=True) for text in (START, "The fox"))
+    assert list(zip(*both, strict=True)) == list(zip(one, other, strict=True))
 
 
 def test_an_answer_ends_at_an_end_token_unless_that_is_ignored(monkeypatch: pytest.MonkeyPatch):
@@ -165,8 +161,7 @@ def test_text_ends_before_a_stop_string():
 
 def test_generation_ends_where_the_context_ends():
     model = llorch.load_torch("story")
-    ids = [1] * (model.config.max_position_embeddings - 3)
-    tokens = list(model.generate(ids, max_tokens=100, ignore_eos=True))
+    tokens = list(model.generate([1] * (model.config.max_position_embeddings - 3), max_tokens=100, ignore_eos=True))
     assert len(tokens) == 4  # three more positions, and the token that the last one predicts
     assert tokens[-1].finish == "length"
 

@@ -50,8 +50,7 @@ def test_steps_that_look_at_all_slots_make_the_tokens_of_generate(model: llorch.
 
 def test_steps_leave_every_tensor_in_its_place(model: llorch.TorchModel):
     decoding = begun(model, [job(DRAWN)] * 2)
-    tensors = (*decoding.state, *decoding.cache.keys, *decoding.cache.values)
-    before = [tensor.data_ptr() for tensor in tensors]
+    before = [tensor.data_ptr() for tensor in (*decoding.state, *decoding.cache.keys, *decoding.cache.values)]
     for _ in range(3):
         decoding.step(64)
     assert [tensor.data_ptr() for tensor in (*decoding.state, *decoding.cache.keys, *decoding.cache.values)] == before

@@ -60,8 +60,7 @@ def test_packed_model_of_another_dtype_gives_the_logits_of_one_loaded_in_it(name
 @pytest.mark.parametrize("name", PACKED)
 def test_every_matrix_of_the_four_types_stays_packed(name, tmp_path):
     model = loaded(write_model(name, tmp_path), load_packed, torch.bfloat16)
-    matrices = [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
-    assert not matrices
+    assert not [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
     assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 2 * 7 + 1
     assert isinstance(model.model.embed_tokens, QuantisedEmbedding)
 
@@ -78,10 +77,8 @@ def test_a_tied_head_shares_the_memory_of_the_embedding(ggml_type, tmp_path):
     model = loaded(path, load_packed, torch.float32)
     head, embedding = (list(kernel.state_dict().values()) for kernel in (model.lm_head, model.model.embed_tokens))
     assert [tensor.data_ptr() for tensor in head] == [tensor.data_ptr() for tensor in embedding]
-    assert (
-        float((logits(model, torch.float32) - logits(loaded(path, load_dense, torch.float32), torch.float32)).norm())
-        < 1e-4
-    )
+    packed, dense = (logits(either, torch.float32) for either in (model, loaded(path, load_dense, torch.float32)))
+    assert float((packed - dense).norm()) < 1e-4
 
 
 @pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda kind: kind.name)
@@ -141,8 +138,7 @@ def test_rows_of_q_and_k_in_another_order_give_other_logits(tmp_path, monkeypatc
     path = write_model("Q4_K", tmp_path)
     right = logits(loaded(path, load_packed, torch.float32), torch.float32)
     monkeypatch.setattr(stored_kinds, "undo_interleave", lambda rows, heads: rows.copy())
-    wrong = logits(loaded(path, load_packed, torch.float32), torch.float32)
-    assert float((wrong - right).norm() / right.norm()) > 0.01
+    assert float((logits(loaded(path, load_packed, torch.float32), torch.float32) - right).norm() / right.norm()) > 0.01
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -189,8 +185,7 @@ def test_half_precision_load_never_holds_a_matrix_in_float32(monkeypatch: pytest
         return Weights.read(weights, name, dtype)
 
     monkeypatch.setattr(weights, "read", whole)
-    model = load_packed(weights, dtype=torch.bfloat16, device=CPU)
-    assert model.model.embed_tokens.weight.dtype is torch.bfloat16
+    assert load_packed(weights, dtype=torch.bfloat16, device=CPU).model.embed_tokens.weight.dtype is torch.bfloat16
 
 
 @pytest.mark.parametrize("bits", [0x7E00, 0x7C00], ids=["NaN", "infinity"])
@@ -210,8 +205,7 @@ def test_a_process_that_cuts_no_tensor_imports_no_dtensor():
     commands = "import llorch.cli.on_torch, llorch.apps.bench.torch, llorch.pytorch.train.trainer"
     code = f"import sys; {run}; {commands}; print(*sys.modules)"
     command = [sys.executable, "-c", code, str(builtin_path("micro-llama"))]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY)
-    modules = done.stdout.split()
+    modules = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY).stdout.split()
     assert "torch" in modules
     assert "torch.distributed.tensor" not in modules
 
@@ -219,8 +213,7 @@ def test_a_process_that_cuts_no_tensor_imports_no_dtensor():
 @pytest.mark.parametrize("load", [load_dense, load_packed])
 def test_zeros_across_two_tensors_are_refused_however_the_matrices_are_read(load: Callable, tmp_path: Path):
     path = write_model("Q8_0", tmp_path)
-    source = open_weights(path).source
-    entries = source.entries_by_file()[0]
+    entries = open_weights(path).source.entries_by_file()[0]
     gate = next(entry for entry in entries if entry.name == "blk.1.ffn_gate.weight")
     data, end = bytearray(path.read_bytes()), gate.offset + gate.n_bytes
     row_bytes = gate.n_bytes // gate.shape[0]

@@ -84,16 +84,13 @@ def test_matrices_in_half_precision_count_as_the_file_has_them():
     wide = sum(4 * n for name, n in size.items() if len(weights.shape(name)) == 1)
     coded = sum(packed_bytes(weights, name) for name in weights)
     at = target("cpu", "float32")
-    assert (
-        predict(weights, at, "packed", 1, 64).weights == coded + wide + 2 * size["embed_tokens"] + 2 * size["lm_head"]
-    )
+    assert predict(weights, at, "packed", 1, 64).weights == coded + wide + 2 * (size["embed_tokens"] + size["lm_head"])
 
 
 @pytest.mark.parametrize(("n_ranks", "width"), [(1, 2), (2, 2), (4, 4)])
 def test_part_of_a_matrix_without_whole_runs_of_columns_counts_as_float32(n_ranks: int, width: int, tmp_path: Path):
-    weights = open_weights(
-        written(tmp_path, GGMLType.F16, n_kv_heads=4, intermediate_size=192)
-    )  # a rank of 4 has 48 columns
+    # a rank of 4 has 48 columns
+    weights = open_weights(written(tmp_path, GGMLType.F16, n_kv_heads=4, intermediate_size=192))
     size = {name: math.prod(weights.shape(name)) for name in weights}
     expected = 0
     for name, n in size.items():

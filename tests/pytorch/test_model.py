@@ -58,8 +58,7 @@ def assert_close(actual: np.ndarray, expected: np.ndarray, *, atol: float = 1e-1
 def run(model: TorchModel, ids: torch.Tensor, mask: torch.Tensor) -> np.ndarray:
     """Logits of every token and of the padding."""
     cache = model.new_cache(len(ids), int(mask.sum(1).max()))
-    place = cache.place(positions_of(mask), ctx=cache.n_slots)
-    return model.module(ids, place, cache).numpy()
+    return model.module(ids, cache.place(positions_of(mask), ctx=cache.n_slots), cache).numpy()
 
 
 @pytest.mark.parametrize("far", [False, True])
@@ -116,8 +115,7 @@ def test_prefill_in_parts_equals_one_pass(model: TorchModel, splits: tuple[int, 
 
 def test_slots_that_are_not_filled_yet_change_nothing(model: TorchModel):
     cache = model.new_cache(1, 50)
-    positions = torch.arange(len(IDS))[None]
-    logits = model.module(torch.tensor([IDS]), cache.place(positions, ctx=50), cache)
+    logits = model.module(torch.tensor([IDS]), cache.place(torch.arange(len(IDS))[None], ctx=50), cache)
     assert_close(logits[0].numpy(), model.forward(IDS))
 
 
@@ -159,8 +157,7 @@ def test_norms_and_swiglu_are_rounded_once(dtype: torch.dtype):
     x, y = torch.randn(2, 64, 96, generator=torch.Generator().manual_seed(0)).to(dtype)
     wide, gain = x.double(), 1 + y[0]
     norm = wide / (wide.square().mean(-1, keepdim=True) + 1e-5).sqrt() * gain.double()
-    act = wide / (1 + (-wide).exp()) * y.double()
-    for actual, exact in ((rms_norm(x, gain, eps=1e-5), norm), (swiglu(x, y), act)):
+    for actual, exact in ((rms_norm(x, gain, eps=1e-5), norm), (swiglu(x, y), wide / (1 + (-wide).exp()) * y.double())):
         assert actual.dtype is dtype
         step = torch.finfo(dtype).eps * 2 ** exact.abs().log2().floor()
         off = (actual.double() - exact).abs() / step.clamp(min=torch.finfo(dtype).tiny * torch.finfo(dtype).eps)

@@ -87,8 +87,7 @@ def test_ties_are_broken_as_in_numpy():
         SamplingSettings(temperature=1.0, top_p=0.9),
         SamplingSettings(temperature=2.0, top_k=3, top_p=0.8),
     ):
-        expected = probabilities(logits, settings, [])
-        np.testing.assert_allclose(on_torch(logits, [settings], [])[0], expected, rtol=1e-14)
+        np.testing.assert_allclose(on_torch(logits, [settings], [])[0], probabilities(logits, settings, []), rtol=1e-14)
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -143,8 +142,7 @@ def test_draws_from_numbers_of_the_seed_are_those_of_numpy(rng: np.random.Genera
     drawn = np.random.default_rng(7)
     expected = [draw(distribution, float(drawn.random())) for _ in range(500)]
     u = torch.from_numpy(sampling.uniforms([settings], 500)).T
-    actual = sampling.draw(torch.from_numpy(distribution).expand(500, -1), u.contiguous())
-    assert actual[:, 0].tolist() == expected
+    assert sampling.draw(torch.from_numpy(distribution).expand(500, -1), u.contiguous())[:, 0].tolist() == expected
     assert len(set(expected)) > 50
 
 

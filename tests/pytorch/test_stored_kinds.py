@@ -122,8 +122,7 @@ def test_a_model_with_packed_matrices_computes_the_logits_of_the_decoded_one(fol
     packed, decoded = (load_torch(FOLDERS / folder, residency=residency) for residency in ("packed", "decoded"))
     codes = {name for name, _ in packed.module.named_buffers() if name.endswith(".codes")}
     assert len(codes) == len(quantised(packed.weights)) + len(in_half_precision(packed.weights))
-    ids = [3, 1, 4, 1, 5]
-    actual, expected = (model.forward(ids) for model in (packed, decoded))
+    actual, expected = (model.forward([3, 1, 4, 1, 5]) for model in (packed, decoded))
     assert np.linalg.norm(actual - expected) < 1e-5 * np.linalg.norm(expected)
 
 
@@ -138,8 +137,7 @@ def test_rows_with_one_zero_point_are_packed_by_the_kind_of_the_whole_matrix():
     kind = kind_of(weights_of(whole), "w")
     assert isinstance(kind, Table)
     assert kind.has_zeros
-    picked = whole.picked(np.array([5]))
-    alike = with_recipe(picked, zero=lambda parts, rows: np.full((len(rows), 2), 3, np.float32))
+    alike = with_recipe(whole.picked(np.array([5])), zero=lambda parts, rows: np.full((len(rows), 2), 3, np.float32))
     assert np.array_equal(decoded(alike, kind), alike.decode())
 
 

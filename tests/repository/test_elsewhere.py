@@ -73,11 +73,8 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 @pytest.mark.slow
 def test_every_module_that_needs_no_torch_is_imported(seen: Seen):
-    assert {
-        "llorch.judging.verify",
-        "llorch.training.snapshots",
-        "llorch.files.tokenizer.template_worker",
-    } <= seen.modules
+    modules = {"llorch.judging.verify", "llorch.training.snapshots", "llorch.files.tokenizer.template_worker"}
+    assert modules <= seen.modules
 
 
 @pytest.mark.nightly_cases(but=["trace mi*"])

@@ -12,15 +12,8 @@ ROOT = Path(__file__).parents[2]
 TABLE = "llorch/families/family.py"
 NAMES = {
     name
-    for key, family in FAMILIES.items()
-    for name in (
-        key,
-        f"{key}_text",
-        family.gguf,
-        family.classes,
-        family.multimodal_type,
-        f"{family.classes}ForCausalLM",
-    )
+    for key, row in FAMILIES.items()
+    for name in (key, f"{key}_text", row.gguf, row.classes, row.multimodal_type, f"{row.classes}ForCausalLM")
     if name
 }
 WORDS = {  # words that are names of families, too: of vocabularies and of pre-tokenizers of llama.cpp

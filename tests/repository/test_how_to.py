@@ -9,6 +9,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "checkpoints/how_to"
 PAGES = sorted(FOLDER.glob("*.md"))
+EVERY_PAGE = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
 DIFF = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 
 
@@ -23,15 +24,11 @@ def added(page: str) -> Iterator[tuple[str, str]]:
                 yield path, "\n".join(lines)
 
 
-def every_page():
-    return pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
-
-
 def test_there_is_a_page_for_each_kind_of_addition():
     assert {path.stem.rpartition("_")[2] for path in PAGES} == {"family", "type", "stage", "engine", "mistake"}
 
 
-@every_page()
+@EVERY_PAGE
 def test_a_diff_adds_code_that_is_there(path: Path):
     runs = list(added(path.read_text(encoding="utf-8")))
     assert runs
@@ -39,13 +36,13 @@ def test_a_diff_adds_code_that_is_there(path: Path):
     assert not missing, f"write the diff of {path.name} again"
 
 
-@every_page()
+@EVERY_PAGE
 def test_a_page_has_at_most_40_lines_and_is_linked_from_contributing(path: Path):
     assert path.read_text(encoding="utf-8").count("\n") <= 40
     assert f"]({path.relative_to(ROOT).as_posix()})" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
 
 
-@every_page()
+@EVERY_PAGE
 def test_commands_and_paths_of_a_page_name_existing_files(path: Path):
     text = re.sub(DIFF, "", path.read_text(encoding="utf-8"))
     named = set(re.findall(r"\b(?:tests|llorch|checkpoints|reference_outputs|\.ci)/[\w/.]*\w", text))

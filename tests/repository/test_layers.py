@@ -30,11 +30,8 @@ OPTIONAL = (
 )  # fmt: skip
 ONLY_ON_UNIX = ("fcntl", "resource", "pwd", "grp", "termios")
 PRINTING = (
-    "llorch/__main__.py",
-    "llorch/cli/",
-    "llorch/files/tokenizer/template_worker.py",
-    "llorch/apps/learn/sandbox.py",
-)
+    "llorch/__main__.py", "llorch/cli/", "llorch/files/tokenizer/template_worker.py", "llorch/apps/learn/sandbox.py",
+)  # fmt: skip
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
 SOURCES = {file.relative_to(ROOT).as_posix(): file.read_text(encoding="utf-8") for file in FILES}
 
@@ -209,13 +206,8 @@ def test_imports_at_the_top_are_told_from_those_in_functions():
 
 
 def run_python(code: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    program = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(ROOT)!r}); {code}"]
+    done = subprocess.run(program, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     return done.stdout.strip()
 

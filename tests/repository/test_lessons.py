@@ -13,6 +13,7 @@ from llorch.apps.learn.materials import hints_of, stub_of, typed_mistakes
 from llorch.stages.table import CHECKPOINTS
 
 BLOCKS = ("where we are", "idea", "maths", "picture", "reference", "run it", "mistake", "exercise", "engines differ")
+EVERY_LESSON = pytest.mark.parametrize("number", CHECKPOINTS)
 FETCHED = re.compile(r"!\[[^]]*\]\(https?:|<(?:img|script|iframe|link|video)\b")
 NUMPY_ONLY = """
 import runpy, sys
@@ -21,11 +22,7 @@ runpy.run_path(sys.argv[1], run_name="__main__")
 """
 
 
-def every_lesson():
-    return pytest.mark.parametrize("number", CHECKPOINTS)
-
-
-@every_lesson()
+@EVERY_LESSON
 def test_a_page_has_the_nine_blocks_in_their_order(number: str):
     text = page(FOLDER, number).read_text(encoding="utf-8")
     headings = iter(re.findall(r"^## (.*)$", text.lower(), re.MULTILINE))
@@ -34,14 +31,14 @@ def test_a_page_has_the_nine_blocks_in_their_order(number: str):
     assert "](fig/where.svg)" in text
 
 
-@every_lesson()
+@EVERY_LESSON
 def test_a_page_shows_nothing_that_is_fetched_from_elsewhere(number: str):
     assert not FETCHED.search(page(FOLDER, number).read_text(encoding="utf-8"))
     for figure in page(FOLDER, number).parent.glob("fig/*.svg"):
         assert not re.search(r"(?:href|src)=[\"'](?!#|data:)|url\((?!#)|@import", figure.read_text(encoding="utf-8"))
 
 
-@every_lesson()
+@EVERY_LESSON
 def test_a_page_folds_the_reference_code_that_the_exercise_asks_for(number: str):
     text = page(FOLDER, number).read_text(encoding="utf-8")
     shown = re.sub(r"<details>.*?</details>", "", text[: text.index("## Exercise")], flags=re.DOTALL)
@@ -62,7 +59,7 @@ def test_every_part_has_a_stub_three_hints_and_mistakes_of_its_own(lesson: Lesso
 
 @pytest.mark.slow
 @pytest.mark.nightly_cases(but=["01b"])  # checkpoints/build.py --check, a step of `.ci/run`, runs them too
-@every_lesson()
+@EVERY_LESSON
 def test_a_lesson_runs_as_a_plain_script_and_up_to_13_with_numpy_alone(number: str, tmp_path: Path):
     if number == "14":
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")

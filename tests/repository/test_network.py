@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from llorch.apps.doctor.machine import identity
+from tests.repository.test_layers import imported_modules
 
 ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "llorch").rglob("*.py"))
@@ -41,12 +42,8 @@ for line in sys.argv[1:]:
 
 def imports(source: str) -> set[str]:
     """Outermost packages that a file imports, anywhere in it, and those that it names to be imported."""
-    found = set()
+    found = {name.partition(".")[0] for name, _ in imported_modules(source, "llorch")}
     for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found |= {alias.name.partition(".")[0] for alias in node.names}
-        if isinstance(node, ast.ImportFrom) and node.module and not node.level:
-            found.add(node.module.partition(".")[0])
         if isinstance(node, ast.Call) and node.args and isinstance(node.args[0], ast.Constant):
             if getattr(node.func, "id", getattr(node.func, "attr", "")) in ("import_module", "__import__"):
                 found.add(str(node.args[0].value).partition(".")[0])

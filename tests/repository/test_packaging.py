@@ -2,7 +2,6 @@
 
 import re
 import shutil
-import subprocess
 import sys
 import tomllib
 from collections.abc import Iterator
@@ -21,6 +20,7 @@ from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.apps.learn.sandbox import _check_in_sandbox
 from llorch.runtime.builtin import IN_WHEEL
 from llorch.stages.comparison import NOT_RUN, PASS
+from tests.apps.doctor.machine.test_identity import commit
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())
@@ -81,13 +81,10 @@ def test_a_build_from_a_checkout_names_its_commit(target: type[WheelBuilder] | t
     (tmp_path / "llorch").mkdir()
     (tmp_path / "llorch/__init__.py").touch()
     (tmp_path / "hook.py").write_text((ROOT / ".ci/hatch_build.py").read_text())
-    git = ("git", "-c", "user.name=n", "-c", "user.email=e@example.org", "-C", str(tmp_path))
-    for command in (("init", "-q"), ("add", "."), ("commit", "-q", "-m", "m")):
-        subprocess.run([*git, *command], check=True)
+    head = commit(tmp_path)
     (made,) = target(str(tmp_path)).build(directory=str(tmp_path / "dist"))
     shutil.unpack_archive(made, tmp_path / "out", "zip" if made.endswith(".whl") else "gztar")
     (file,) = (tmp_path / "out").rglob("commit.txt")
-    head = subprocess.run([*git, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout
     assert head.startswith(file.read_text().strip())
     assert file.parent.name == "llorch"
 
@@ -124,15 +121,9 @@ def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_th
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize(
     "command",
-    [
-        "verify micro-mistral",
-        "verify quantised",
-        "run micro-qwen2",
-        "learn inputs 13 -o a.npz",
-        "learn inputs 17 -o a.npz",
-        "learn inputs 05b -o a.npz",
-    ],
-)
+    ["verify micro-mistral", "verify quantised", "run micro-qwen2", "learn inputs 13 -o a.npz",
+     "learn inputs 17 -o a.npz", "learn inputs 05b -o a.npz"],
+)  # fmt: skip
 def test_wheel_tells_in_one_line_how_to_get_missing_files(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):

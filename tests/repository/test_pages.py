@@ -16,12 +16,10 @@ from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import CHECKPOINTS, STAGES
 
 ALL = [FOLDER / "README.md", *(page(FOLDER, number) for number in CHECKPOINTS)]
+IDS = ["index", *(path.parent.name for path in ALL[1:])]
+EVERY_PAGE = pytest.mark.parametrize("path", ALL, ids=IDS)
 LINK = re.compile(r"\]\((?!https?:)([^)#]+)(?:#([a-z-]+))?\)")
 LINE = "<!-- generated: distances -->\n| `q_rope` | 3.5e-05 | ~3e-08 | 1.5e-04 |\n<!-- end -->\n"
-
-
-def every_page():
-    return pytest.mark.parametrize("path", ALL, ids=lambda path: "index" if path.parent == FOLDER else path.parent.name)
 
 
 def test_there_is_one_folder_for_each_number():
@@ -50,7 +48,7 @@ def test_both_tables_of_lessons_agree():
     assert {*guide} == {*CHECKPOINTS}
 
 
-@every_page()
+@EVERY_PAGE
 def test_links_lead_somewhere(path):
     prose = re.sub(r"^```.*?^```$", "", path.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target, heading in LINK.findall(prose):
@@ -61,7 +59,7 @@ def test_links_lead_somewhere(path):
             assert heading in {line.lstrip("# ").replace(" ", "-") for line in headings}
 
 
-@every_page()
+@EVERY_PAGE
 def test_text_is_ascii_and_tables_have_whole_lines_and_nothing_that_a_reader_of_markdown_would_swallow(path):
     text = path.read_text(encoding="utf-8")
     assert text.isascii()

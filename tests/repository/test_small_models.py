@@ -41,10 +41,6 @@ def metadata(model: Weights) -> dict:
     return dict(model.source.metadata)
 
 
-def gains(model: Weights) -> dict[str, np.ndarray]:
-    return {name: array for name, array in model.items() if name.endswith("_norm")}
-
-
 def test_all_models_together_stay_under_16_megabytes():
     sizes = {name: entry["bytes"] for name, entry in PROVENANCE.items()}
     assert sum(sizes.values()) < 16e6
@@ -84,9 +80,7 @@ def test_dimensions_are_pairwise_different(model: Weights):
     else:
         dimensions.append(config.q_width)
     assert len(set(dimensions)) == len(dimensions)
-    assert config.n_kv_heads > 1
-    assert config.group_size > 1
-    assert config.n_layers > 1
+    assert min(config.n_kv_heads, config.group_size, config.n_layers) > 1
 
 
 def test_rows_fill_whole_quantisation_blocks_and_the_vocabulary_does_not(model: Weights):
@@ -123,9 +117,7 @@ def test_each_model_is_of_its_kind(name: str, family: str, tied: bool, theta: fl
 def test_llama3_scaling_has_kept_ramped_and_divided_frequencies():
     scaling = open_weights(MODELS / "micro-llama3.gguf").config.rope_scaling
     factors = getattr(scaling, "factors", ())
-    assert len(factors) == 16
-    assert min(factors) == 1
-    assert max(factors) == 8
+    assert (len(factors), min(factors), max(factors)) == (16, 1, 8)
     assert any(1 < factor < 8 for factor in factors)
 
 
@@ -135,7 +127,8 @@ def test_qwen3_head_width_is_not_hidden_over_heads():
 
 
 def test_gains_are_neither_ones_nor_even(model: Weights):
-    for name, gain in gains(model).items():
+    gains = {name: array for name, array in model.items() if name.endswith("_norm")}
+    for name, gain in gains.items():
         assert np.mean(np.abs(gain - 1) > 0.05) > 0.5, name
         size = np.abs(gain).mean()
         assert gain.std() > 0.2 * size, name
@@ -184,15 +177,11 @@ def test_stories_are_well_formed(texts: list[str]):
     for text in texts:
         assert re.fullmatch(r"[A-Z][A-Za-z ,.!?\"']*[.!]", text), text
         assert text.count('"') % 2 == 0, text
-        assert not re.search(r"\s[,.!?]|\s\s|[.!?,]{2}|[.!?] [a-z]|\b[Aa] [aeiou]|\b(\w+) \1\b", _plain(text)), text
+        plain = re.sub(r'([.!?])" [a-z]', '" x', text)  # speech and who speaks may repeat or lack a capital by intent
+        assert not re.search(r"\s[,.!?]|\s\s|[.!?,]{2}|[.!?] [a-z]|\b[Aa] [aeiou]|\b(\w+) \1\b", plain), text
         assert 5 <= len(re.findall(r"[.!?]", text)) <= 40, text
 
 
 def test_equal_seeds_give_equal_stories(stories: Callable[[int], Iterator[str]], texts: list[str]):
     assert list(itertools.islice(stories(0), 20)) == texts[:20]
     assert list(itertools.islice(stories(1), 20)) != texts[:20]
-
-
-def _plain(text: str) -> str:
-    """Without what may repeat or lack a capital by intent: speech followed by who speaks."""
-    return re.sub(r'([.!?])" [a-z]', '" x', text)

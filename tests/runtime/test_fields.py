@@ -2,6 +2,7 @@
 
 import math
 from copy import copy
+from typing import Any
 
 import numpy as np
 import pytest
@@ -47,6 +48,7 @@ def test_a_missing_value_is_refused_by_name(values, getter, expected):
 
 
 LONG = "a" * 1000
+OFF = {"default": False}
 A_OR_B = {"unless": ("a", "b"), "default": "a"}
 ONLY_0 = {"unless": (0,), "default": 0}
 
@@ -62,10 +64,7 @@ ONLY_0 = {"unless": (0,), "default": 0}
         *(("number", {}, value, "OutOfRange", "finite", str(value)) for value in (math.nan, math.inf)),
         ("number", {}, 10**400, "OutOfRange", "finite", "1" + "0" * 79 + "... (401 characters)"),
         *(("text", {}, value, "Malformed", "string", repr(value)) for value in (1, b"llama")),
-        *(
-            ("boolean", {"default": False}, value, "Malformed", ("true", "false"), repr(value))
-            for value in (0, 1, "true")
-        ),
+        *(("boolean", OFF, value, "Malformed", ("true", "false"), repr(value)) for value in (0, 1, "true")),
         *(("section", {}, value, "Malformed", "object", repr(value)) for value in (5, [])),
         ("refuse", A_OR_B, "c", "Unsupported", ("'a'", "'b'"), "'c'"),
         *(("refuse", ONLY_0, value, "Unsupported", 0, repr(value)) for value in (np.zeros(2, int), [0], {"a": 0})),
@@ -93,22 +92,12 @@ def test_the_prefix_is_part_of_every_key_and_message():
         given.integer("m")
 
 
-def test_an_error_without_a_file_gets_the_file():
-    with pytest.raises(FormatError) as caught:
-        raise_named(FormatError("OutOfRange", "n: got 2"))
-    assert str(caught.value) == "x.json: OutOfRange: n: got 2"
-    assert (caught.value.code, caught.value.path) == ("OutOfRange", "x.json")
-
-
-def test_an_error_with_a_file_keeps_it():
-    with pytest.raises(FormatError) as caught:
-        raise_named(FormatError("Missing", "m", path="other.json"))
-    assert str(caught.value) == "other.json: Missing: m"
-
-
-def raise_named(error: FormatError) -> None:
-    with fields().naming_the_file():
-        raise error
+@pytest.mark.parametrize(("given", "path"), [({}, "x.json"), ({"path": "other.json"}, "other.json")])
+def test_an_error_without_a_file_gets_the_file_and_one_with_a_file_keeps_it(given: Any, path: str):
+    with pytest.raises(FormatError) as caught, fields().naming_the_file():
+        raise FormatError("OutOfRange", "n: got 2", **given)
+    assert (str(caught.value), caught.value.code) == (f"{path}: OutOfRange: n: got 2", "OutOfRange")
+    assert caught.value.path == path
 
 
 def test_a_format_error_is_one_line_whatever_the_file_says():

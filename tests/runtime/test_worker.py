@@ -124,9 +124,8 @@ def test_memory_is_limited(kind: str, is_copy: bool):
     def copy(channel: Channel) -> None:
         worker_programs.take_memory(channel, kind)
 
-    with Worker(
-        copy if is_copy and kind == "RLIMIT_DATA" else python("fakes.worker_programs:take_memory_apart", kind)
-    ) as worker:
+    apart = python("fakes.worker_programs:take_memory_apart", kind)
+    with Worker(copy if is_copy and kind == "RLIMIT_DATA" else apart) as worker:
         worker.channel.send(b"")
         assert worker.channel.receive() == b"MemoryError"
 
@@ -173,9 +172,8 @@ ENDS = {"killed": "os.kill(os.getpid(), signal.SIGKILL)", "aborts": "os.abort()"
 
 def start_parent(start: str, end: str) -> subprocess.CompletedProcess[str]:
     code = PARENT.format(support=str(REPOSITORY / "tests" / "support"), start=start, end=end)
-    return subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=60
-    )
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=REPOSITORY, timeout=60)
 
 
 @pytest.mark.parametrize(("start", "end"), [*((s, "killed") for s in STARTS), *(("busy copy", e) for e in ENDS)][:-1])

@@ -6,15 +6,10 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from benchmarks.diagnosis import folders
 from benchmarks.diagnosis.asking import of_folder
 from benchmarks.diagnosis.folder_readers import opened
-from benchmarks.diagnosis.folders import (
-    FOLDER_CASES,
-    FolderCase,
-    correct_diagnosis_of_folder,
-    folder_of,
-    right_matrices,
-)
+from benchmarks.diagnosis.folders import FOLDER_CASES, FolderCase, folder_of, right_matrices
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.search.block_hypotheses import LEFT_ALONE
 
@@ -50,16 +45,14 @@ def test_cases_are_many_and_name_known_mistakes():
     assert len(WRONG) > 30
     assert len(FOLDER_CASES) - len(WRONG) > 10
     assert sum(not case.names for case in WRONG) > 4
-    assert {name for case in WRONG for name in case.names} <= {
-        LEFT_ALONE,
-        *(mistake.name for mistake in QUANTISED_FOLDERS),
-    }
+    known = {LEFT_ALONE, *(mistake.name for mistake in QUANTISED_FOLDERS)}
+    assert {name for case in WRONG for name in case.names} <= known
     assert max(Counter((case.name, case.folder) for case in FOLDER_CASES).values()) == 1
 
 
 def test_bug_shows_in_the_first_product_of_a_wrong_matrix():
     case = next(case for case in WRONG if case.names == ("fp8-blocks-of-equal-size",))
-    correct = correct_diagnosis_of_folder(case)
+    correct = folders.correct_diagnosis_of_folder(case)
     assert correct.shows[-1] == (0, "l0.ffn_gate")
     assert set(correct.made) == {"l0.ffn_gate", "l0.ffn_up", "l0.ffn_out"}
 

@@ -16,21 +16,7 @@ from benchmarks.diagnosis.cases import Case, cases, correct_diagnosis_of
 from benchmarks.diagnosis.engine_runs import engine_runs
 from benchmarks.diagnosis.honest import HONEST, Honest, Run
 from benchmarks.diagnosis.reenacted import REPORTS, Report
-from benchmarks.diagnosis.score import (
-    COLUMNS,
-    PAGE,
-    QUICK,
-    RULES,
-    SHOWN,
-    Answer,
-    ask_all,
-    chosen,
-    figures,
-    marks,
-    missed,
-    shown,
-    table,
-)
+from benchmarks.diagnosis.score import PAGE, Answer, figures, marks, shown, table
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.engines.dumps.stage_dump import StageDump
 
@@ -94,8 +80,8 @@ def test_goals_that_are_missed_are_said():
         Answer("a", "planted", {"place": is_right, "name": True}, "", "", 0.1, {"skill": {"place": False}})
         for is_right in (True, False)
     )
-    assert missed([right]) == []
-    assert missed([right, wrong]) == ["place: 1/2 50.0 %"]
+    assert score.missed([right]) == []
+    assert score.missed([right, wrong]) == ["place: 1/2 50.0 %"]
     assert marks([right, wrong], "place", "skill") == [False, False]
     assert marks([right, wrong], "name", "skill") == []
     assert "goal missed: place: 1/2 50.0 %" in table([right, wrong])
@@ -107,7 +93,7 @@ def test_the_table_of_the_readme_has_a_row_for_each_criterion_and_rules_only_whe
         Answer("a", "planted", {"place": True, "name": True}, "", "", 0.1, rivals_of),
         Answer("b", "reports", {"place": True, "unknown": False}, "", "", 0.1, rivals_of),
         Answer("c", "planted", {"place": False, "name": False, "second": True}, "", "", 0.1),  # refused
-        Answer("d", "blocks", {"layer": True}, "", "", 0.1, {rule: {"layer": True} for rule in RULES}),
+        Answer("d", "blocks", {"layer": True}, "", "", 0.1, {rule: {"layer": True} for rule in score.RULES}),
         Answer("e", "engines", {"silent": True}, "", "", 0.1),
         Answer("f", "training", {"place": False, "silent": False}, "", "", 0.1),
     ]
@@ -127,9 +113,9 @@ CELL = re.compile(r"(\d+) of (\d+) \((\d+\.\d) %\)")
 
 def of_page() -> dict[str, list[tuple[int, int] | None]]:
     """Right answers and all answers of the page by criterion, in llorch's column and in those of the rules."""
-    titles = {title: criterion for criterion, title in SHOWN.items()}
+    titles = {title: criterion for criterion, title in score.SHOWN.items()}
     head, _, *rows = [line.strip("| ").split(" | ") for line in shown(PAGE.read_text()).splitlines()]
-    assert head == [*COLUMNS.values()]
+    assert head == [*score.COLUMNS.values()]
     found: dict[str, list[tuple[int, int] | None]] = {}
     for title, *cells in rows:
         matches = [CELL.fullmatch(cell) for cell in cells]
@@ -237,9 +223,9 @@ def test_rounding_of_float32_angles_is_the_number_on_the_page():
 
 @pytest.mark.nightly_cases(but=["folders"])
 @pytest.mark.slow
-@pytest.mark.parametrize("group", QUICK)
+@pytest.mark.parametrize("group", score.QUICK)
 def test_some_dumps_reach_the_goals(group: str):
-    answers = ask_all([job for job in chosen(quick=True) if job[0] == group])
+    answers = score.ask_all([job for job in score.chosen(quick=True) if job[0] == group])
     assert {answer.group for answer in answers} >= ({"planted", "blocks"} if group == "planted" else {group})
-    assert missed(answers) == [], table(answers)
+    assert score.missed(answers) == [], table(answers)
     assert more_wrong_than_shown(answers) == [], table(answers)

@@ -134,10 +134,9 @@ def test_every_stored_tolerance_has_to_follow_from_the_arrays(
     differences: Differences, golden: TrainingGolden, what: str, factor: float
 ):
     def moved(made: Tolerances) -> Tolerances:
-        every = {
+        return {
             mode: {g: replace(t, **{what: factor * getattr(t, what)}) for g, t in made[mode].items()} for mode in made
         }
-        return every
 
     every = {dtype: moved(made) for dtype, made in golden.tolerances.items()}
     lines = differences(golden, replace(golden, tolerances=every))

@@ -237,10 +237,8 @@ def test_check_returns_the_difference_that_passed(expected):
 
 def test_check_raises_with_label_numbers_place_and_limits():
     actual, expected = np.array([[1.0, 2.0], [3.0, 5.0]]), np.array([[1.0, 2.0], [3.0, 4.0]])
-    label = "micro-llama/l0.q_rope numpy"
-    with refuses(
-        CheckpointMismatch, "error 1.8e-01", "worst 2.5e-01", "(1, 1)", expected=4, got=5, where=label
-    ) as caught:
+    label, facts = "micro-llama/l0.q_rope numpy", ("error 1.8e-01", "worst 2.5e-01", "(1, 1)")
+    with refuses(CheckpointMismatch, *facts, expected=4, got=5, where=label) as caught:
         check(actual, expected, Tolerance(1e-6, 2e-5), label=label)
     assert_tells(str(caught.value).partition("tolerance")[2], "error 1.0e-06", "worst 2.0e-05")
 
@@ -248,11 +246,8 @@ def test_check_raises_with_label_numbers_place_and_limits():
 @pytest.mark.parametrize("factor", [1.01, 0.5, -2.0])
 def test_common_factor_is_the_projection_of_one_array_on_the_other(expected, factor):
     actual = (factor * expected).astype(expected.dtype)
-    for one, other in (
-        (actual, expected),
-        (np.asfortranarray(actual), expected),
-        (actual, np.asfortranarray(expected)),
-    ):
+    turned = np.asfortranarray(actual), np.asfortranarray(expected)
+    for one, other in ((actual, expected), (turned[0], expected), (actual, turned[1])):
         assert measure(one, other).common_factor == pytest.approx(factor, rel=1e-6)
 
 

@@ -48,9 +48,8 @@ def test_names_are_unique_and_checkpoints_exist():
 
 def test_every_stage_belongs_to_the_checkpoint_that_design_states():
     table = {number: {s.name for s in STAGES if s.checkpoint == number} for number in CHECKPOINTS}
-    assert {number: names for number, names in table.items() if names} == {
-        n: set(s.split()) for n, s in NUMBERED.items()
-    }
+    numbered = {number: set(names.split()) for number, names in NUMBERED.items()}
+    assert {number: names for number, names in table.items() if names} == numbered
     assert list(CHECKPOINTS) == "00 01 01b 02 03 04 05 05b 06 06b 07 08 09 10 11 12 13 14 15 16 17 18 19 20".split()
 
 

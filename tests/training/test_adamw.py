@@ -46,9 +46,8 @@ def test_moments_and_parameters_are_those_of_torch(rng: np.random.Generator, dty
         state = optimizer.state[theirs]
         for actual, expected in ((m, state["exp_avg"].numpy()), (v, state["exp_avg_sq"].numpy())):
             assert actual.dtype == dtype
-            assert np.linalg.norm(actual - expected) <= 4 * ulp * np.linalg.norm(
-                expected
-            )  # a product and a sum, fused in torch
+            # a product and a sum, fused in torch
+            assert np.linalg.norm(actual - expected) <= 4 * ulp * np.linalg.norm(expected)
         np.testing.assert_allclose(param, theirs.detach().numpy(), rtol=0, atol=8 * step * ulp)
 
 
@@ -63,9 +62,7 @@ def test_decay_is_apart_from_the_gradient():
 
 def test_the_clipped_gradients_are_those_of_torch(rng: np.random.Generator, dtype: type):
     grads = {"a": rng.standard_normal((3, 5)).astype(dtype), "b": rng.standard_normal(7).astype(dtype)}
-    params = [
-        torch.nn.Parameter(torch.zeros(*grad.shape, dtype=torch.from_numpy(grad).dtype)) for grad in grads.values()
-    ]
+    params = [torch.nn.Parameter(torch.zeros_like(torch.from_numpy(grad))) for grad in grads.values()]
     for max_norm in (0.5, 100.0, math.inf):
         for param, grad in zip(params, grads.values(), strict=True):
             param.grad = torch.tensor(grad)

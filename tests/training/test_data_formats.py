@@ -81,25 +81,13 @@ def test_a_call_without_arguments_may_be_written_in_every_usual_way(arguments: o
 
 
 def test_share_gpt_is_a_conversation():
-    turns = [
-        ("human", "q"),
-        ("function_call", '{"name": "f", "arguments": {"x": 1}}'),
-        ("observation", "r"),
-        ("gpt", "a"),
-    ]
+    text = '{"name": "f", "arguments": {"x": 1}}'
+    turns = [("human", "q"), ("function_call", text), ("observation", "r"), ("gpt", "a")]
     found = chat(conversations=[{"from": who, "value": text} for who, text in turns], system="s", tools="[]")
     call = {"type": "function", "function": {"name": "f", "arguments": {"x": 1}}}
-    assert found == Chat(
-        [
-            {"role": "system", "content": "s"},
-            USER,
-            {"role": "assistant", "content": "", "tool_calls": [call]},
-            {"role": "tool", "content": "r"},
-            ASSISTANT,
-        ],
-        None,
-        [2, 4],
-    )
+    system, result = {"role": "system", "content": "s"}, {"role": "tool", "content": "r"}
+    called = {"role": "assistant", "content": "", "tool_calls": [call]}
+    assert found == Chat([system, USER, called, result, ASSISTANT], None, [2, 4])
 
 
 def test_alpaca_is_a_conversation_and_a_prompt_for_models_without_a_template():
@@ -166,21 +154,16 @@ BAD = [
     bad("messages", {"messages": {}}, "Malformed", "messages", "list", {}),
     bad("no message", {"messages": []}, "Malformed", "messages", "list", []),
     bad("message", {"messages": ["a"]}, "Malformed", "messages[0]", ("role", "content"), "'a'"),
-    bad(
-        "role", {"messages": [USER, {"role": "bot", "content": ""}]}, "Unsupported", "messages[1].role", ROLES, "'bot'"
-    ),
+    bad("role", {"messages": [USER, {"role": "bot", "content": ""}]}, "Unsupported",
+        "messages[1].role", ROLES, "'bot'"),
     bad("role list", {"messages": [{"role": ["user"], "content": ""}]}, "Unsupported", "messages[0].role", ROLES),
     bad("content", {"messages": [{"role": "user"}]}, "Malformed", "messages[0].content", "text", None),
-    bad(
-        "parts", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "Malformed",
-        "messages[0].content[0].text", "text", None,
-    ),
+    bad("parts", {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "Malformed",
+        "messages[0].content[0].text", "text", None),
     bad("weight", {"messages": [ASSISTANT | {"weight": 2}]}, "OutOfRange", "messages[0].weight", (0, 1), 2),
     bad("weight list", {"messages": [ASSISTANT | {"weight": []}]}, "OutOfRange", "messages[0].weight", (0, 1), []),
-    bad(
-        "reasoning", {"messages": [ASSISTANT | {"reasoning_content": 3}]}, "Malformed",
-        "messages[0].reasoning_content", "text", 3,
-    ),
+    bad("reasoning", {"messages": [ASSISTANT | {"reasoning_content": 3}]}, "Malformed",
+        "messages[0].reasoning_content", "text", 3),
     bad("calls", {"messages": [USER | {"tool_calls": []}]}, "Malformed", "messages[0].tool_calls", "list"),
     bad("call", {"messages": [ASSISTANT | {"tool_calls": [{"name": 1}]}]}, "Malformed", "messages[0].tool_calls[0]"),
     bad("list of arguments", {"messages": [ASSISTANT | {"tool_calls": [{"name": "f", "arguments": []}]}]},
@@ -191,10 +174,8 @@ BAD = [
     bad("turn", {"conversations": [3]}, "Malformed", "conversations[0]", ("from", "value"), 3),
     bad("speaker", {"conversations": [{"from": "cat", "value": ""}]}, "Unsupported", "conversations[0].from", "gpt"),
     bad("value", {"conversations": [{"from": "gpt", "value": 3}]}, "Malformed", "conversations[0].value", "text", 3),
-    bad(
-        "function", {"conversations": [{"from": "function_call", "value": "f()"}]}, "Malformed",
-        "conversations[0].value", "call",
-    ),
+    bad("function", {"conversations": [{"from": "function_call", "value": "f()"}]}, "Malformed",
+        "conversations[0].value", "call"),
     bad("history", PAIR | {"history": "x"}, "Malformed", "history", "pairs", "'x'"),
     bad("pair", PAIR | {"history": [["x"]]}, "Malformed", "history[0]", "texts"),
     bad("output", {"instruction": "i", "output": 1}, "Malformed", "output", "string", 1),
@@ -252,8 +233,7 @@ def test_labels_of_plain_text_and_empty_images_are_no_judgement():
 
 
 def test_axolotl_turns_excluded_from_training_are_masked():
-    turns = [USER, ASSISTANT | {"train": False}, USER, ASSISTANT | {"training": True}, USER, ASSISTANT]
-    found = chat(messages=turns)
+    found = chat(messages=[USER, ASSISTANT | {"train": False}, USER, ASSISTANT | {"training": True}, USER, ASSISTANT])
     assert (found.learned, found.messages) == ([3, 5], [USER, ASSISTANT] * 3)
     found = chat(
         conversations=[{"from": "human", "value": "q", "id": 7}, {"from": "gpt", "value": "a", "train": False}]

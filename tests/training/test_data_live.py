@@ -126,8 +126,7 @@ def test_control_tokens_of_users_equal_the_sanitised_ids_of_transformers(both: t
             expected = tokenizer.apply_chat_template(
                 evil, tokenize=True, return_dict=True, sanitize_control_tokens=True
             )
-            found = ours(model, evil)
-            assert list(found.ids) == expected["input_ids"], (control, evil)
+            assert list(ours(model, evil).ids) == expected["input_ids"], (control, evil)
             compared += 1
     assert compared >= 45
 

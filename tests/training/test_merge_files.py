@@ -153,8 +153,7 @@ def test_the_sum_is_rounded_once(tmp_path, base):
 
 
 def test_what_rounding_swallowed_is_counted(tmp_path, base, weights):
-    adapter = random_adapter(weights.config, lora_alpha=1e-4)
-    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    write_peft(random_adapter(weights.config, lora_alpha=1e-4), tmp_path / "adapter", base=identity_of(weights))
     fine = merge(base, tmp_path / "adapter", tmp_path / "fine")
     coarse = merge(base, tmp_path / "adapter", tmp_path / "coarse", ggml_type=GGMLType.BF16)
     assert max(change.vanished for change in fine.changes.values()) < 0.05
@@ -183,8 +182,7 @@ def test_what_is_not_adapted_keeps_its_quantised_bytes(tmp_path):
     merge(tmp_path / "base.gguf", path, tmp_path / "merged.gguf", ggml_type=GGMLType.Q8_0)
     before, after = open_weights(tmp_path / "base.gguf"), open_weights(tmp_path / "merged.gguf")
     for name in before:
-        same = np.array_equal(before.as_stored(name).raw, after.as_stored(name).raw)
-        assert same != name.endswith("q_proj")
+        assert np.array_equal(before.as_stored(name).raw, after.as_stored(name).raw) != name.endswith("q_proj")
 
 
 def test_another_base_is_refused_unless_it_is_wanted(tmp_path, base):
@@ -306,6 +304,5 @@ def test_merged_embedding_is_compared_on_its_trained_tokens(weights):
     ids = probe_ids(weights.config.vocab_size, adapter)
     assert unseen in ids
     found = compare_logits(weights, adapter, MergedWeights(weights, adapter))
-    moved = logits_by(AdaptedWeights(weights, adapter), ids) - logits_by(weights, ids)
-    assert found.effect == np.abs(moved).max() > 0
+    assert found.effect == np.abs(logits_by(AdaptedWeights(weights, adapter), ids) - logits_by(weights, ids)).max() > 0
     assert found.error < 1e-4 * found.effect

@@ -32,15 +32,13 @@ def adapter(weights: Weights) -> Adapter:
 
 def batch(ids: np.ndarray, labels: np.ndarray) -> Batch:
     """Rows of one document each, without padding."""
-    rows = np.arange(len(ids))
-    return Batch(ids, labels, np.tile(np.arange(ids.shape[1]), (len(ids), 1)), np.zeros_like(ids), rows)
+    return Batch(ids, labels, np.tile(np.arange(ids.shape[1]), (len(ids), 1)), np.zeros_like(ids), np.arange(len(ids)))
 
 
 def rows(rng: np.random.Generator, n: int, seq: int) -> Batch:
     """Random rows of which a different share is learned."""
     ids = rng.integers(0, 300, (n, seq))
-    learned = np.arange(seq)[None, :] > rng.integers(0, seq - 1, (n, 1))
-    return batch(ids, np.where(learned, ids, IGNORED))
+    return batch(ids, np.where(np.arange(seq)[None, :] > rng.integers(0, seq - 1, (n, 1)), ids, IGNORED))
 
 
 def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray], relative: float) -> None:
@@ -91,8 +89,7 @@ def test_float32_step_keeps_its_dtype_and_is_close_to_float64(weights: Weights, 
     assert loss == pytest.approx(reference[0], rel=3e-6)
     assert {gradient.dtype for gradient in gradients.values()} == {np.dtype(np.float32)}
     for name, gradient in gradients.items():
-        error = np.linalg.norm(gradient - reference[1][name]) / np.linalg.norm(reference[1][name])
-        assert error < 2e-5, name
+        assert np.linalg.norm(gradient - reference[1][name]) / np.linalg.norm(reference[1][name]) < 2e-5, name
 
 
 def test_a_packed_base_gives_the_gradients_of_the_decoded_one(tmp_path, rng):

@@ -23,8 +23,7 @@ def test_rates_are_those_of_transformers(schedule: str, warmup_steps: int, total
     import torch
     import transformers
 
-    weight = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([weight], lr=3e-4)
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
     make = getattr(transformers, f"get_{schedule}_schedule_with_warmup")
     lengths = {} if schedule == "constant" else {"num_training_steps": total_steps}
     scheduler = make(optimizer, num_warmup_steps=warmup_steps, **lengths)

@@ -38,10 +38,8 @@ REFUSED = [
     refused("schedule", "step", *ONE_OF["schedule"], actual="'step'"),
     refused("warmup_steps", -1, 0, actual=-1),
     refused("warmup_ratio", 1.1, 0, 1, actual=1.1),
-    row(
-        "two warm-ups", lambda: settings(warmup_steps=3, warmup_ratio=0.1), ValueError, "warmup_steps", "warmup_ratio",
-        where="settings", got=(3, 0.1),
-    ),
+    row("two warm-ups", lambda: settings(warmup_steps=3, warmup_ratio=0.1), ValueError, "warmup_steps", "warmup_ratio",
+        where="settings", got=(3, 0.1)),
     refused("weight_decay", -0.1, 0, actual=-0.1),
     refused("max_grad_norm", float("nan"), 0, actual="nan"),
     refused("epochs", 0, 1, actual=0),

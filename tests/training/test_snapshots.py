@@ -48,8 +48,7 @@ def test_what_was_saved_comes_back_bit_by_bit_and_can_be_written_to(store: Snaps
 def test_other_readers_of_safetensors_read_a_snapshot(store: SnapshotStore):
     from safetensors.numpy import load_file
 
-    path = store.save(7, tensors_of(7), {})
-    for name, array in load_file(path / TENSORS).items():
+    for name, array in load_file(store.save(7, tensors_of(7), {}) / TENSORS).items():
         np.testing.assert_array_equal(array, tensors_of(7)[name], strict=True)
 
 

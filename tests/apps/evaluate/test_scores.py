@@ -5,16 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from llorch.apps.evaluate.scores import (
-    ModelDifference,
-    PairScores,
-    compare_models,
-    compare_rows,
-    log_softmax,
-    losses,
-    mean,
-    perplexity,
-)
+from llorch.apps.evaluate import scores as figures
+from llorch.apps.evaluate.scores import PairScores, compare_models, compare_rows, log_softmax, losses, mean, perplexity
 
 HALVES = np.log(np.array([[1, 1]], np.float32))
 QUARTERS = np.log(np.array([[1, 3]], np.float32))
@@ -107,7 +99,7 @@ def scores(rng: np.random.Generator) -> PairScores:
 
 
 @pytest.fixture
-def compared(scores: PairScores) -> ModelDifference:
+def compared(scores: PairScores) -> figures.ModelDifference:
     return compare_models(scores)
 
 
@@ -133,14 +125,14 @@ def test_the_error_of_a_perplexity_is_relative_to_it():
     assert perplexity(np.array([800.0, 900.0])).perplexity.value == math.inf
 
 
-def test_each_perplexity_is_that_of_its_model(scores: PairScores, compared: ModelDifference):
+def test_each_perplexity_is_that_of_its_model(scores: PairScores, compared: figures.ModelDifference):
     assert compared.n_scored == 400
     assert compared.kl == mean(scores.kl)
     assert compared.reference_perplexity == perplexity(scores.reference_loss).perplexity
     assert compared.perplexity == perplexity(scores.loss).perplexity
 
 
-def test_ratio_and_difference_are_of_the_model_to_the_reference(compared: ModelDifference):
+def test_ratio_and_difference_are_of_the_model_to_the_reference(compared: figures.ModelDifference):
     reference, model = compared.reference_perplexity.value, compared.perplexity.value
     assert model > reference
     assert compared.perplexity_ratio.value == pytest.approx(model / reference, rel=1e-14)
@@ -148,7 +140,7 @@ def test_ratio_and_difference_are_of_the_model_to_the_reference(compared: ModelD
     assert compared.perplexity_difference.value == model - reference
 
 
-def test_errors_count_only_what_is_not_common_to_both_models(scores: PairScores, compared: ModelDifference):
+def test_errors_count_only_what_is_not_common_to_both_models(scores: PairScores, compared: figures.ModelDifference):
     a, b = scores.reference_loss, scores.loss
     covariance = np.cov(a, b) / 400  # of the two means: the textbook form, which loses digits
     spread = math.sqrt(covariance[0, 0] + covariance[1, 1] - 2 * covariance[0, 1])
@@ -167,7 +159,7 @@ def test_quantiles_lie_between_their_neighbours(scores: PairScores):
     assert compare_models(few).kl_quantiles == pytest.approx(expected, rel=1e-14)
 
 
-def test_the_share_of_same_tokens_has_the_error_of_a_share(scores: PairScores, compared: ModelDifference):
+def test_the_share_of_same_tokens_has_the_error_of_a_share(scores: PairScores, compared: figures.ModelDifference):
     share = np.count_nonzero(scores.same_top) / 400
     assert compared.same_top.value == pytest.approx(share, rel=1e-15)
     assert compared.same_top.error == pytest.approx(math.sqrt(share * (1 - share) / 399), rel=1e-12)

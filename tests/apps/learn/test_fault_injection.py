@@ -26,11 +26,9 @@ def test_every_mistake_is_seen_in_a_solution_that_passes(number: str):
 
 
 def test_what_is_not_seen_is_said():
-    blunt = [
-        InjectedFault("rope-missing", "q_rope", 3.0, ()),
-        InjectedFault("norm-twice", "attn_norm", np.inf, ("norm-twice",)),
-    ]
-    head, line = str(FaultReport("01", blunt)).splitlines()
+    blunt = InjectedFault("rope-missing", "q_rope", 3.0, ())
+    sharp = InjectedFault("norm-twice", "attn_norm", np.inf, ("norm-twice",))
+    head, line = str(FaultReport("01", [blunt, sharp])).splitlines()
     assert_tells(head, "checkpoint_01", "1 of 2")
     assert_tells(line, "rope-missing", "q_rope", 3)
     taken = str(FaultReport("01", [InjectedFault("rope-missing", "q_rope", np.inf, ("norm-twice",))])).splitlines()

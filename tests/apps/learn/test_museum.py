@@ -47,12 +47,7 @@ ANSWERS = [
 ]
 
 
-@pytest.mark.nightly_cases(
-    "Blaizzy/mlx-vlm#1548-1 + weight",
-    "ggml-org/llama.cpp#2373-1e-6",
-    "nntile/nntile#347-o_proj transposed",
-    "sbryngelson/ANEForge#253-the bias is missing",
-)
+@pytest.mark.nightly_cases("*-1 + weight", "*-1e-6", "*-o_proj transposed", "*-the bias is missing")
 @pytest.mark.parametrize(
     ("thread", "answer", "is_right", "facts"), ANSWERS, ids=[f"{thread}-{answer}" for thread, answer, *_ in ANSWERS]
 )

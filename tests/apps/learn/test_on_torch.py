@@ -28,19 +28,13 @@ def doubled_in_place(x: Any, weight: Any, eps: float) -> Any:
 
 
 FAULTS = {
-    "dtype": (
-        lambda x, weight, eps: RIGHT(x, weight, eps).float(), ["y"],
-        {"expected": "torch.bfloat16", "got": "torch.float32"},
-    ),
-    "shape": (
-        lambda x, weight, eps: RIGHT(x, weight, eps)[0], ["y"], {"expected": "(1, 8, 96)", "got": "(8, 96)"},
-    ),
+    "dtype": (lambda x, weight, eps: RIGHT(x, weight, eps).float(), ["y"],
+              {"expected": "torch.bfloat16", "got": "torch.float32"}),
+    "shape": (lambda x, weight, eps: RIGHT(x, weight, eps)[0], ["y"], {"expected": "(1, 8, 96)", "got": "(8, 96)"}),
     "array": (lambda x, weight, eps: x.float().numpy(), ["y"], {"expected": "tensor", "got": "ndarray"}),
     "device": (lambda x, weight, eps: x.to("meta"), ["y", "x.device"], {"expected": "cpu", "got": "meta"}),
     "error": (lambda x, weight, eps: x @ x, ["RuntimeError", "[1, 96]"], {}),
-    "parameters": (
-        lambda x, gain, eps: x, ["'gain'"], {"expected": "(x, weight, eps)", "got": "(x, gain, eps)"},
-    ),
+    "parameters": (lambda x, gain, eps: x, ["'gain'"], {"expected": "(x, weight, eps)", "got": "(x, gain, eps)"}),
     "doubled_in_place": (doubled_in_place, ["changed", "x"], {}),
 }  # fmt: skip
 
@@ -75,16 +69,12 @@ def test_what_is_wrong_in_half_precision_alone_has_no_name_and_fails():
 
 
 def test_the_parts_run_in_the_model_that_users_hold():
+    from llorch.pytorch.causal_lm import RMSNorm
+
     seen: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
-        def call(**given: Any) -> Any:
-            seen.append(name)
-            return PARTS[name].reference(**given)
-
-        return call
-
-    from llorch.pytorch.causal_lm import RMSNorm
+        return lambda **given: seen.append(name) or PARTS[name].reference(**given)
 
     names = [exercise.name for exercise in LESSON.parts]
     with Implementation("noted", {name: noted(name) for name in names}).installed(LESSON.parts), torch.no_grad():

@@ -57,21 +57,9 @@ def test_a_list_is_as_good_as_a_stream():
     assert found == [*load("micro-llama").generate("Once", max_tokens=6)]
 
 
-def halves(step: Callable, prompt: np.ndarray, max_tokens: int) -> list[float]:
-    return [0.5]
-
-
-def no_step(step: Callable, prompt: np.ndarray, max_tokens: int) -> list[int]:
-    return [1]
-
-
 def outside(step: Callable, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
     step(prompt)
     yield 10**6
-
-
-def no_words(step: Callable, prompt: np.ndarray, max_tokens: int) -> None:
-    pass
 
 
 def endless(step: Callable, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
@@ -90,21 +78,17 @@ def of_no_type(data: np.ndarray) -> tuple:
     return names, shapes, types + 999, offsets
 
 
-def of_no_piece(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    return PARTS["merge"].reference(ids=ids, merges=merges, ranks=ranks) + 10**6
-
-
 @pytest.mark.parametrize(
     ("lesson", "part", "function", "facts"),
     [
-        ("12", "generate", halves, ["TypeError", "'float'"]),
-        ("12", "generate", no_step, [1, "step"]),
+        ("12", "generate", lambda step, prompt, max_tokens: [0.5], ["TypeError", "'float'"]),
+        ("12", "generate", lambda step, prompt, max_tokens: [1], [1, "step"]),
         ("12", "generate", outside, [10**6, "token"]),
-        ("12", "generate", no_words, ["TypeError", "'NoneType'"]),
+        ("12", "generate", lambda step, prompt, max_tokens: None, ["TypeError", "'NoneType'"]),
         ("12", "generate", endless, ["max_tokens"]),
         ("00", "tensor_table", beyond, ["token_embd.weight", "1365696 to 1519680", 1354272]),
         ("00", "tensor_table", of_no_type, ["token_embd.weight", 999]),
-        ("00", "merge", of_no_piece, [1000006, "piece"]),
+        ("00", "merge", lambda **given: PARTS["merge"].reference(**given) + 10**6, [1000006, "piece"]),
     ],
     ids=["halves", "no_step", "outside", "no_words", "endless", "beyond", "of_no_type", "of_no_piece"],
 )
@@ -154,12 +138,10 @@ def test_a_token_at_the_edge_of_top_p_is_no_bug(monkeypatch: pytest.MonkeyPatch,
 
     suite = SimpleNamespace(sampler_inputs=lambda: (np.zeros(10, np.float32), [0]))
     monkeypatch.setattr(after_logits, "suite_of", lambda model: suite)
-    expectation = Expectation(
-        StageRef("11", "probabilities", part="top_p"), "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6)
-    )
-    wrong = LessonComparison(
-        judge(expectation, uniform(n_kept), model="m", backend="learner"), expectation, uniform(n_kept)
-    )
+    place = StageRef("11", "probabilities", part="top_p")
+    expectation = Expectation(place, "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6))
+    comparison = judge(expectation, uniform(n_kept), model="m", backend="learner")
+    wrong = LessonComparison(comparison, expectation, uniform(n_kept))
     assert wrong.comparison.verdict == FAIL
     found = [*after_logits.FilterCheck().named([wrong])]
     assert [each.name for each in found if not each.stages] == names

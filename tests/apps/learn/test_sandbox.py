@@ -62,10 +62,8 @@ def test_of_an_exception_the_learners_own_lines_are_shown(tmp_path: Path):
     raised, *frames = said_of(found[0]).split("\n")
     assert raised.startswith("rms_norm: raised TypeError: ")
     file = tmp_path / "l01_rms_norm.py"
-    assert [frame.strip() for frame in frames] == [
-        f"{file}:6  return helper(x)",
-        f"{file}:10  return np.dot(x, x, x, x)",
-    ]
+    own = [f"{file}:6  return helper(x)", f"{file}:10  return np.dot(x, x, x, x)"]
+    assert [frame.strip() for frame in frames] == own
     assert "llorch/apps/learn/guard.py" in found[0].traceback
 
 
@@ -137,10 +135,8 @@ def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path
 
 def test_right_code_passes_and_what_it_started_ends_with_it(tmp_path: Path):
     thread = "import threading\nthreading.Thread(target=time.sleep, args=(10_000,)).start()\n\n\ndef rms_norm("
-    found, _ = checked(written(tmp_path, RIGHT, head=HEAD.replace("def rms_norm(", thread)), "01", seconds=10)
-    assert [(outcome.word, said_of(outcome), outcome.record["compared"] > 100) for outcome in found] == [
-        ("PASS", "", True)
-    ]
+    (found,), _ = checked(written(tmp_path, RIGHT, head=HEAD.replace("def rms_norm(", thread)), "01", seconds=10)
+    assert (found.word, said_of(found), found.record["compared"] > 100) == ("PASS", "", True)
 
 
 def test_a_new_python_checks_where_a_copy_of_this_process_is_not_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

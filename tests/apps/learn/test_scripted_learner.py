@@ -31,16 +31,10 @@ def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Impl
     found = check(lesson, written(tmp_path, lesson, pasted(lesson)))
     assert (found.word, found.fault, found.is_honest) == (PASS, "", False), str(found)
     assert {*hints_of(lesson)} == {exercise.name for exercise in lesson.parts}
-    assert {len(steps) for steps in hints_of(lesson).values()} == {3}
 
 
 @pytest.mark.nightly_cases(
-    but=[
-        "last_row-selected-first-row",
-        "masked_labels-loss-prompt-not-masked",
-        "penalise-penalty-divides-negative-logits",
-        "q4_0-block-scale-of-neighbour",
-    ]
+    but=["*-selected-first-row", "*-loss-prompt-not-masked", "*-divides-negative-logits", "q4_0-*-of-neighbour"]
 )
 @pytest.mark.parametrize(
     ("lesson", "part", "name"),

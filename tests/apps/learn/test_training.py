@@ -17,16 +17,13 @@ from llorch.apps.learn.lessons import BY_NUMBER, PARTS
 from llorch.stages.comparison import FAIL, PASS
 
 Array = np.ndarray
+CROSS_ENTROPY = PARTS["cross_entropy"].reference
 
 
 def norm_in_float32(grads: Mapping[str, Array], max_norm: float) -> tuple[Array, Any]:
     flat = np.concatenate([grad.ravel() for grad in grads.values()])
     norm = np.linalg.norm(flat)
     return flat * min(np.float32(1), np.float32(max_norm) / norm), norm
-
-
-def next_of_all(labels: Array) -> Array:
-    return labels + 1000
 
 
 def half(x: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
@@ -74,21 +71,11 @@ def test_a_mistake_is_the_one_that_makes_the_same_in_our_code(number: str, part:
     ("number", "part", "function", "said"),
     [
         ("15", "lora_delta", half, "lora_delta.q_proj of layer 0 [token 0, out 0]"),
-        (
-            "16",
-            "cross_entropy",
-            lambda **given: (PARTS["cross_entropy"].reference(**given)[0], 99),
-            "first wrong number   loss ",
-        ),
+        ("16", "cross_entropy", lambda **given: (CROSS_ENTROPY(**given)[0], 99), "first wrong number   loss "),
         ("17", "attention_scores_backward", one_head_of_a_group, "gradient.k_proj.lora_A of layer 0 [rank 0, in "),
         ("18", "adamw_step", one_tensor, "parameters.q_proj.lora_B of layer 1 [out 3, rank 1]"),
         ("18", "adamw_step", one_tensor, "3 of 384 numbers"),
-        (
-            "19",
-            "accumulated",
-            lambda **given: (training.accumulated(**given)[0] * 2, given["grad_sums"][0]),
-            "[step 0]",
-        ),
+        ("19", "accumulated", lambda **args: (training.accumulated(**args)[0] * 2, args["grad_sums"][0]), "[step 0]"),
     ],
 )
 def test_the_first_wrong_number_is_said_by_its_axes(number: str, part: str, function: Any, said: str):
@@ -98,7 +85,7 @@ def test_the_first_wrong_number_is_said_by_its_axes(number: str, part: str, func
 
 
 def test_what_our_step_cannot_go_on_with_is_said():
-    found = check_functions("16", shifted=next_of_all)
+    found = check_functions("16", shifted=lambda labels: labels + 1000)
     assert (found.word, found.suspects) == (FAIL, ())
     assert_tells(found.fault, "shifted", "cross entropy", "0 to 400", -100, got=(900, "row 0"))
 

@@ -63,12 +63,8 @@ def test_a_row_that_changes_nothing_gives_the_reference(name: str, part: str):
 def test_every_row_of_an_exercise_gives_something_else_than_the_reference(name: str):
     expected = each_result(PARTS[name].reference(**GIVEN[name]))
     wrong = {row: each_result(function(**GIVEN[name])) for row, function in make_typed_mistakes(PARTS[name]).items()}
-    unshown = {
-        "adamw-step-counted-per-tensor",
-        "loss-prompt-not-masked",
-        "export-one-alpha",
-        "schedule-without-warmup",
-    }  # need other inputs
+    # these need other inputs
+    unshown = {"adamw-step-counted-per-tensor", "loss-prompt-not-masked", "export-one-alpha", "schedule-without-warmup"}
     shown = {row for row, made in wrong.items() if not all(map(np.array_equal, made, expected))}
     assert wrong
     assert wrong.keys() - shown <= unshown

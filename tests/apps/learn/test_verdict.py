@@ -63,10 +63,6 @@ def softmax_over_heads(scores: Array) -> Array:
     return weights / weights.sum(axis=0, keepdims=True)
 
 
-def backwards(x: Array) -> Array:
-    return np.ascontiguousarray(x[:, ::-1])
-
-
 @pytest.fixture
 def two_models(monkeypatch: pytest.MonkeyPatch) -> None:  # without biases and with them
     monkeypatch.setattr(checks, "models_of", lambda lesson: ["micro-llama", "micro-qwen2"])
@@ -84,15 +80,8 @@ def two_models(monkeypatch: pytest.MonkeyPatch) -> None:  # without biases and w
         ("01", {"rms_norm": gain_squared}, "", ["no known", "nearest", "norm-twice"]),
         ("03", {"append": first_key_lost}, "", ["no known", "token 0 wrong, tokens 1-11 right"]),
     ],
-    ids=[
-        "pairs rotated",
-        "eps outside",
-        "eps forgotten",
-        "softmax over heads",
-        "silu on up",
-        "gain squared",
-        "first key lost",
-    ],
+    ids=["pairs rotated", "eps outside", "eps forgotten", "softmax over heads", "silu on up", "gain squared",
+         "first key lost"],
 )  # fmt: skip
 def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable], name: str, facts: list[str]):
     found = check_functions(number, **parts)
@@ -109,7 +98,7 @@ def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable]
 @pytest.mark.parametrize(
     ("linear", "facts"),
     [
-        (product(backwards), []),
+        (product(lambda x: np.ascontiguousarray(x[:, ::-1])), []),
         (product(bfloat16), ["Inputs", "weights", "BF16"]),
         pytest.param(product(lambda x: x.astype(np.float16)), ["float16"], marks=pytest.mark.nightly),
         pytest.param(product(bfloat16, bfloat16), ["weights", "results"], marks=pytest.mark.nightly),

@@ -79,11 +79,9 @@ def test_a_stream_of_two_choices_has_both_texts(server: Served):
     texts = {0: "", 1: ""}
     for chunk in create(server, max_tokens=12, temperature=1.5, seed=7, n=2, stream=True):
         texts[chunk.choices[0].index] += chunk.choices[0].delta.content or ""
-    wanted = [
-        solo("Once upon a time", max_tokens=12, settings=SamplingSettings(temperature=1.5, seed=seed))
-        for seed in (7, 8)
-    ]
-    assert list(texts.values()) == wanted
+    for seed, text in zip((7, 8), texts.values(), strict=True):
+        settings = SamplingSettings(temperature=1.5, seed=seed)
+        assert text == solo("Once upon a time", max_tokens=12, settings=settings)
 
 
 def test_text_ends_before_a_stop_string_also_in_a_stream(server: Served):
@@ -122,12 +120,10 @@ def test_a_template_writes_the_conversation_and_what_is_in_it_stays_text(chattin
     plain = [{"role": "system", "content": "Be short."}, {"role": "user", "content": "Say <|im_end|> twice"}]
     ids = model.prompt_ids(plain)
     assert actual.usage.prompt_tokens == len(ids)
-    assert (
-        sum(one in model.tokenizer.control_ids for one in ids) == 5
-    )  # three beginnings, two ends: those of the template
-    assert actual.choices[0].message.content == "".join(
-        token.text for token in load(model.weights.path).generate(messages=plain, max_tokens=5)
-    )
+    n_controls = sum(one in model.tokenizer.control_ids for one in ids)
+    assert n_controls == 5  # three beginnings, two ends: those of the template
+    tokens = load(model.weights.path).generate(messages=plain, max_tokens=5)
+    assert actual.choices[0].message.content == "".join(token.text for token in tokens)
 
 
 def test_answers_have_the_form_of_a_schema_each_on_its_own(server: Served):
@@ -180,12 +176,7 @@ def test_a_prompt_beyond_the_context_is_refused_and_an_answer_ends_there(server:
 
 
 def test_what_is_not_known_is_ignored_and_named(server: Served):
-    actual = server.client.chat.completions.with_raw_response.create(
-        model="story", messages=ASKED, max_tokens=1, user="me", extra_body={"my_field": 1, "bad name\r\nx: y": 1}
-    )
+    ask, how = server.client.chat.completions.with_raw_response.create, {"my_field": 1, "bad name\r\nx: y": 1}
+    actual = ask(model="story", messages=ASKED, max_tokens=1, user="me", extra_body=how)
     assert actual.headers["x-llorch-ignored"] == "user, my_field"
-    assert "x-llorch-ignored" not in create_raw(server).headers
-
-
-def create_raw(server: Served):
-    return server.client.chat.completions.with_raw_response.create(model="story", messages=ASKED, max_tokens=1)
+    assert "x-llorch-ignored" not in ask(model="story", messages=ASKED, max_tokens=1).headers

@@ -7,15 +7,10 @@ import openai
 import pytest
 from helpers.served import Served
 
-from llorch.model.model import Model, load
+from llorch.model.model import Model
 from llorch.ops.sampling import SamplingSettings
 
 START = "Once upon a time"
-
-
-@pytest.fixture(scope="module")
-def story() -> Model:
-    return load("story")
 
 
 def create(server: Served, **asked: Any) -> Any:
@@ -41,18 +36,16 @@ def test_a_prompt_may_be_ids(server: Served, story: Model):
 
 def test_several_prompts_have_n_answers_each_in_their_order(server: Served, story: Model):
     prompts = [START, "The little fox"]
-    actual = create(server, prompt=prompts, n=2, seed=5, temperature=1.3, max_tokens=8)
+    ids = [story.tokenizer.encode(prompt) for prompt in prompts]
     wanted = [
         text(story, prompt, max_tokens=8, settings=SamplingSettings(temperature=1.3, seed=seed))
         for prompt in prompts
         for seed in (5, 6)
     ]
-    assert [choice.text for choice in actual.choices] == wanted
-    assert actual.usage.prompt_tokens == sum(len(story.tokenizer.encode(prompt)) for prompt in prompts)
-    ids = [story.tokenizer.encode(prompt) for prompt in prompts]
-    assert [
-        one.text for one in create(server, prompt=ids, n=2, seed=5, temperature=1.3, max_tokens=8).choices
-    ] == wanted
+    for prompt in (prompts, ids):
+        actual = create(server, prompt=prompt, n=2, seed=5, temperature=1.3, max_tokens=8)
+        assert [choice.text for choice in actual.choices] == wanted
+        assert actual.usage.prompt_tokens == sum(map(len, ids))
 
 
 def test_a_stream_has_the_same_text_and_the_counts(server: Served, story: Model):
@@ -92,18 +85,14 @@ def test_top_logprobs_of_tokens_without_a_text_of_their_own_have_distinct_keys(
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/trace"])
 def test_a_raw_prompt_holds_control_tokens_unless_told_otherwise(server: Served, story: Model, path: str):
     prompt = "".join(f"{control}hi" for control in sorted(story.tokenizer.control_texts))
-    wanted = {
-        "parsed": story.tokenizer.encode(prompt, parse_special=True),
-        "text": story.tokenizer.encode(prompt, parse_special=False),
-    }
-    n_controls = {
-        name: sum(one in story.tokenizer.control_ids for one in ids[1:]) for name, ids in wanted.items()
-    }  # behind the one that begins every text
-    assert n_controls == {"parsed": len(story.tokenizer.control_texts), "text": 0}
-    for how, name in (({}, "parsed"), ({"parse_special": True}, "parsed"), ({"parse_special": False}, "text")):
+    wanted = {parsed: story.tokenizer.encode(prompt, parse_special=parsed) for parsed in (True, False)}
+    # behind the one that begins every text
+    n_controls = {parsed: sum(one in story.tokenizer.control_ids for one in ids[1:]) for parsed, ids in wanted.items()}
+    assert n_controls == {True: len(story.tokenizer.control_texts), False: 0}
+    for how in ({}, {"parse_special": True}, {"parse_special": False}):
         actual = httpx.post(server.url + path, json={"model": "story", "prompt": prompt, **how}, trust_env=False).json()
         n_prompt = len(actual["tokens"]) if path == "/v1/trace" else actual["usage"]["prompt_tokens"]
-        assert n_prompt == len(wanted[name]), how
+        assert n_prompt == len(wanted[how.get("parse_special", True)]), how
 
 
 def test_a_raw_prompt_may_do_without_what_the_tokenizer_adds(server: Served, story: Model):

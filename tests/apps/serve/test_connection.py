@@ -66,11 +66,7 @@ MANY: dict[str, Any] = {f"x{n:07}": "y" for n in range(2000)}
         (b"GET / HTTP/1.1\r\nhost: localhost\r\nx: " + b"y" * 20000, 431, "headers_too_large"),
         (request("POST", "/", b"0\r\n\r\n", transfer_encoding="chunked"), 400, "malformed_request"),
         (request(transfer_encoding="gzip"), 400, "malformed_request"),
-        (
-            b"POST / HTTP/1.0\r\nhost: localhost\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n",
-            400,
-            "malformed_request",
-        ),
+        (b"POST / HTTP/1.0\r\nhost: a\r\ntransfer-encoding: chunked\r\n\r\n0\r\n\r\n", 400, "malformed_request"),
         (request(content_length="-1"), 400, "malformed_request"),
         (request(content_length="1" * 30), 400, "malformed_request"),
         (b"GET / HTTP/1.1\r\nhost: a\r\nhost: b\r\n\r\n", 400, "malformed_request"),

@@ -41,8 +41,7 @@ def server() -> Iterator[Served]:
 
 
 def test_every_route_is_described():
-    paths = described()["paths"]
-    assert set(paths) == {one.path for one in ROUTES}
+    assert set(described()["paths"]) == {one.path for one in ROUTES}
 
 
 def test_it_is_served(server: Served):

@@ -443,9 +443,8 @@ def test_a_browser_lets_a_page_of_an_allowed_origin_read_answers_of_another_serv
     script = """fetch('URL/v1/models', {headers: {authorization: 'Bearer k3y', 'x-request-id': 'mine'}})
         .then(got => got.status + ' ' + got.headers.get('x-request-id'), error => error.name)"""
     with listening(guarded) as other:
-        page.visit(
-            f"{server.url}/v1/models", width=1000
-        )  # no page of llorch, whose policy lets it ask its own server alone
+        # no page of llorch, whose policy lets it ask its own server alone
+        page.visit(f"{server.url}/v1/models", width=1000)
         asked = page.call(
             "Runtime.evaluate", expression=script.replace("URL", f"http://127.0.0.1:{other.port}"), awaitPromise=True,
             returnByValue=True,

@@ -10,23 +10,10 @@ from fakes.raw_http import ask, error_code, request, served
 pytest.importorskip("starlette", reason="NOT RUN: starlette is not installed")
 
 KEY = "sk-r0utes"
-ROWS = {  # method, and the status of an empty request that is let in
-    "/health": ("GET", 200),
-    "/metrics": ("GET", 200),
-    "/openapi.json": ("GET", 200),
-    "/v1/models": ("GET", 200),
-    "/v1/chat/completions": ("POST", 400),
-    "/v1/completions": ("POST", 400),
-    "/v1/responses": ("POST", 400),
-    "/v1/trace": ("POST", 400),
-    "/tokenize": ("POST", 400),
-    "/detokenize": ("POST", 400),
-    "/": ("GET", 200),
-    "/script.js": ("GET", 200),
-    "/style.css": ("GET", 200),
-    "/icon.svg": ("GET", 200),
-    "/no/such/route": ("GET", 404),
-}
+GET = ("/health", "/metrics", "/openapi.json", "/v1/models", "/", "/script.js", "/style.css", "/icon.svg")
+POST = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/trace", "/tokenize", "/detokenize")
+# Method, and the status of an empty request that is let in.
+ROWS = dict.fromkeys(GET, ("GET", 200)) | dict.fromkeys(POST, ("POST", 400)) | {"/no/such/route": ("GET", 404)}
 KEYS: dict[str, dict[str, str]] = {
     "none": {},
     "wrong": {"authorization": f"Bearer {KEY}0"},

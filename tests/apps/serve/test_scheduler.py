@@ -18,11 +18,6 @@ SETTINGS = (
 )
 
 
-@pytest.fixture(scope="module")
-def story() -> Model:
-    return load("story")
-
-
 def job(model: Model, prompt: str, settings: SamplingSettings, max_tokens: int = 12) -> Job:
     return model.job(prompt, max_tokens=max_tokens, settings=settings, ignore_eos=True, adapter=None)
 

@@ -15,22 +15,14 @@ from llorch.diagnosis.mistakes import (
     SAMPLING,
     STAGE_MISTAKES,
     TRAINING,
-    Mistake,
     checkpoint_of,
     of_checkpoint,
 )
-from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.mistakes.variants import mistakes_of
 from llorch.judging.expectations.training_stages import BY_GROUP
-from llorch.stages.comparison import Tolerance
 from llorch.stages.table import BY_NAME, CHECKPOINTS
 
 EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *QUANTISED_FOLDERS, *TRAINING)
-TOLERANCE = Tolerance(1e-6, 1e-6)
-
-
-def named_mistake(name: str) -> Mistake[StageInputs]:
-    return Mistake(name=name, stages=("attn_norm",), diagnosis="Made up.", wrong=lambda s, stage: s["block_in"])
 
 
 def test_the_library_holds_more_than_a_hundred_mistakes_under_different_names():

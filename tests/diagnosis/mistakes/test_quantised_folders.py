@@ -63,13 +63,9 @@ UNCHANGED_IN = {
 }  # fmt: skip
 READ = {(mistake, CHANGED[mistake]): reader for mistake, reader in READERS.items()} | FURTHER_READERS
 PLAIN = (
-    "awq-zero-point-plus-one",
-    "folder-group-one-on",
-    "gptq-first-version-as-second",
-    "awq-plain-order",
-    "nf4-as-fp4",
+    "awq-zero-point-plus-one", "folder-group-one-on", "gptq-first-version-as-second", "awq-plain-order", "nf4-as-fp4",
     "exponent-bias-128",
-)
+)  # fmt: skip
 
 
 @cache

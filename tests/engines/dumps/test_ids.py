@@ -48,14 +48,10 @@ def test_the_dump_the_mapping_and_the_command_may_agree():
 REFUSALS = [
     row("other embeddings", lambda: dump(TABLE[[*IDS]] + 1), "Missing", "--tokens", where="ids:", got="none"),
     row("another width", lambda: dump(np.zeros((3, 95), np.float32)), "Missing", "--tokens", where="ids:", got="none"),
-    row(
-        "another number of passes", lambda: dump(*[TABLE[[*IDS]]] * 2, ids=IDS),
-        "Missing", "command", where="ids:", expected="2 passes", got=1,
-    ),
-    row(
-        "outside the vocabulary", lambda: dump(TABLE[[*IDS]], ids=(1, 401, 2)),
-        "OutOfRange", where="ids:", expected="0 to 400", got=401,
-    ),
+    row("another number of passes", lambda: dump(*[TABLE[[*IDS]]] * 2, ids=IDS),
+        "Missing", "command", where="ids:", expected="2 passes", got=1),
+    row("outside the vocabulary", lambda: dump(TABLE[[*IDS]], ids=(1, 401, 2)),
+        "OutOfRange", where="ids:", expected="0 to 400", got=401),
 ]  # fmt: skip
 
 

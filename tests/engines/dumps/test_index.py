@@ -80,8 +80,7 @@ def test_a_dtype_has_its_usual_spellings(text: str, name: str | None):
 
 def test_bfloat16_is_read_as_float32(tmp_path: Path):
     bits = Q.view(np.uint32) & 0xFFFF0000
-    data = (bits >> 16).astype("<u2").tobytes()
-    array = only(open_raw(write(tmp_path, entry(dtype="bf16"), data=data)))
+    array = only(open_raw(write(tmp_path, entry(dtype="bf16"), data=(bits >> 16).astype("<u2").tobytes())))
     assert array.stored == "bfloat16"
     np.testing.assert_array_equal(array.read(), bits.view(np.float32), strict=True)
 
@@ -154,12 +153,8 @@ def arrays_of(path: Path) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("save", [np.savez, np.savez_compressed])
 @pytest.mark.parametrize("order", ["C", "F"])
 def test_npz_files_are_read(tmp_path: Path, save: Callable[..., None], order: Literal["C", "F"]):
-    wanted: dict[str, np.ndarray] = {
-        "q": Q,
-        "half": Q.astype(np.float16),
-        "zeros": np.zeros((300, 400)),
-        "one": np.array(3),
-    }
+    wanted: dict[str, np.ndarray] = {"q": Q, "half": Q.astype(np.float16)}
+    wanted |= {"zeros": np.zeros((300, 400)), "one": np.array(3)}
     save(tmp_path / "x.npz", **{name: np.asarray(array, order=order) for name, array in wanted.items()})
     read = arrays_of(tmp_path / "x.npz")
     assert read.keys() == wanted.keys()

@@ -122,8 +122,7 @@ def test_fused_projections_are_cut(transposed: bool):
 
 def test_half_precision_is_widened_and_rows_are_those_of_their_tokens():
     half = of("ffn_out")[[3, 1]].astype(np.float16)
-    dump = stage_dump(raw_dump([raw_array("l1.ffn_out", half, tokens=(3, 1))], IDS), CONFIG)
-    dumped = dump.dumped[0, "l1.ffn_out"]
+    dumped = stage_dump(raw_dump([raw_array("l1.ffn_out", half, tokens=(3, 1))], IDS), CONFIG).dumped[0, "l1.ffn_out"]
     assert (dumped.tokens, dumped.stored, dumped.read().dtype) == ((3, 1), "float16", np.float32)
     last = stage_dump(raw_dump({"logits": of("logits")[-1]}, IDS), CONFIG)
     assert last.dumped[0, "logits"].tokens == (N - 1,)
@@ -141,22 +140,14 @@ FITTING, AS_TABLE = f"seq={N} heads=15 head_dim=32", "seq heads head_dim"
 LAYOUT, MALFORMED = "dump: layout: l1.q_rope (q_rope):", "dump: Malformed: l1.q_rope (q_rope): axes:"
 REFUSALS = [
     row("two axes", lambda: read_zeros(N, 7), GuardFailed, where=LAYOUT, expected=FITTING, got=(f"({N}, 7)", "axes")),
-    row(
-        "two of a batch", lambda: read_zeros(2, N, 15, 32),
-        GuardFailed, "[layout.q_rope]", "tokens", where=LAYOUT, expected=FITTING, got=f"(2, {N}, 15, 32)",
-    ),
-    row(
-        "unknown axis", lambda: read_zeros(N, 15, 32, axes="seq head head_dim"),
-        "Malformed", where=MALFORMED, expected=AS_TABLE, got=("seq head head_dim", "'heads'"),
-    ),
-    row(
-        "axis left out", lambda: read_zeros(N, 15, 32, axes="seq heads"),
-        "Malformed", where=MALFORMED, expected=AS_TABLE, got="seq heads",
-    ),
-    row(
-        "another size", lambda: read_zeros(N, 15, 33, axes=AS_TABLE),
-        GuardFailed, where=LAYOUT, expected=(AS_TABLE, f"({N}, 15, 32)"), got=f"({N}, 15, 33)",
-    ),
+    row("two of a batch", lambda: read_zeros(2, N, 15, 32),
+        GuardFailed, "[layout.q_rope]", "tokens", where=LAYOUT, expected=FITTING, got=f"(2, {N}, 15, 32)"),
+    row("unknown axis", lambda: read_zeros(N, 15, 32, axes="seq head head_dim"),
+        "Malformed", where=MALFORMED, expected=AS_TABLE, got=("seq head head_dim", "'heads'")),
+    row("axis left out", lambda: read_zeros(N, 15, 32, axes="seq heads"),
+        "Malformed", where=MALFORMED, expected=AS_TABLE, got="seq heads"),
+    row("another size", lambda: read_zeros(N, 15, 33, axes=AS_TABLE),
+        GuardFailed, where=LAYOUT, expected=(AS_TABLE, f"({N}, 15, 32)"), got=f"({N}, 15, 33)"),
 ]  # fmt: skip
 
 

@@ -40,8 +40,7 @@ def all_nodes(model: str, ids: tuple[int, ...], *, with_op: bool) -> list[RawArr
 def test_every_stage_is_found_among_all_nodes_of_llamacpp(model: str, with_op: bool):
     weights = weights_of(model)
     ids, trace = golden_trace(model, "llamacpp")
-    nodes = all_nodes(model, ids, with_op=with_op)
-    dump = stage_dump(raw_dump(nodes, ids), weights.config, weights=weights)
+    dump = stage_dump(raw_dump(all_nodes(model, ids, with_op=with_op), ids), weights.config, weights=weights)
     without = (
         ("k_cache", "v_cache") if with_op or weights.config.family == "llama" else ("k_cache", "v_cache", "attn_out")
     )

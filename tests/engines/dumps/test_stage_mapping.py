@@ -56,8 +56,7 @@ MINE = {
 
 
 def test_names_of_the_user_in_layouts_that_are_declared_or_found():
-    weights = weights_of("micro-llama")
-    config = weights.config
+    config = weights_of("micro-llama").config
     ids, trace = golden_trace("micro-llama", "transformers")
     arrays = {
         "blk.0.rot_q": trace["l0.q_rope"].reshape(1, len(ids), -1),

@@ -37,8 +37,7 @@ def in_layers(stage: str, layer: int | None, first: int = 0) -> str:
 def check(arrays: Mapping[str, np.ndarray] | Sequence[RawArray], *wanted: str) -> str:
     """The draft names every wanted stage, and its values are those of the engine."""
     text = suggest(raw_dump(arrays, IDS), WEIGHTS)
-    mapping = mapping_of(tomllib.loads(text))
-    dump = stage_dump(raw_dump(arrays, IDS), CONFIG, mapping=mapping, weights=WEIGHTS)
+    dump = stage_dump(raw_dump(arrays, IDS), CONFIG, mapping=mapping_of(tomllib.loads(text)), weights=WEIGHTS)
     assert {key for _, key in dump.dumped} == {*(wanted or TRACE)}, text
     for (_, key), dumped in dump.dumped.items():
         np.testing.assert_allclose(dumped.read(), TRACE[key], rtol=0, atol=1e-5, err_msg=f"{key}\n{text}")
@@ -104,8 +103,7 @@ def test_behind_a_mistake_the_order_of_writing_decides():
     for name in [*arrays][first_wrong:]:
         arrays[name] = (rng.permuted(arrays[name]) * 1.2).astype(np.float32)
     text = suggest(raw_dump(arrays, IDS), WEIGHTS)
-    names = tomllib.loads(text)["names"]
-    assert names == {
+    assert tomllib.loads(text)["names"] == {
         in_layers(s.name, layer).replace("b0", "b{i}"): s.name for _, s, layer in keys(CONFIG) if not layer
     }
     assert_tells(text, "shape and order")
@@ -138,8 +136,7 @@ def test_tokens_are_found_in_embeddings_and_written_down():
 
 
 def test_a_factor_is_said_and_not_undone():
-    text = check({"a": TRACE["l1.ffn_gate"]}, "l1.ffn_gate")
-    assert '"a" = "l1.ffn_gate"  # 1.0000 alike' in text
+    assert '"a" = "l1.ffn_gate"  # 1.0000 alike' in check({"a": TRACE["l1.ffn_gate"]}, "l1.ffn_gate")
     assert "4 times ours" in suggest(raw_dump({"a": 4 * TRACE["l1.ffn_gate"]}, IDS), WEIGHTS)
 
 
@@ -149,6 +146,5 @@ def test_suggest_names_every_stage_where_layers_differ(model: str):
     stages = {key: stage for key, stage, _ in keys(weights.config)}
     arrays = {key.replace(stages[key].name, NAMES[stages[key].name]): array for key, array in trace.items()}
     text = suggest(raw_dump(arrays, ids), weights)
-    mapping = mapping_of(tomllib.loads(text))
-    dump = stage_dump(raw_dump(arrays, ids), weights.config, mapping=mapping, weights=weights)
+    dump = stage_dump(raw_dump(arrays, ids), weights.config, mapping=mapping_of(tomllib.loads(text)), weights=weights)
     assert {key for _, key in dump.dumped} == {*trace}, text

@@ -111,8 +111,7 @@ def test_steps_micro_batches_and_settings_are_told_by_their_names():
 
 
 def test_passes_are_micro_batches_of_one_row_where_there_are_no_ids():
-    passes = (Tokens((5, 6, 7)), Tokens((8, 9)))
-    dump = training_dump(raw({"loss": 1.0}, passes), adapter())
+    dump = training_dump(raw({"loss": 1.0}, (Tokens((5, 6, 7)), Tokens((8, 9)))), adapter())
     assert [batch.labels.tolist() for batch in dump.steps[0].batches] == [[[-100, 6, 7]], [[-100, 9]]]
 
 

@@ -1,12 +1,11 @@
 import json
-import shutil
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from builders.quantised_folders import FOLDERS, changed
 from helpers.refusals import refuses
 
 from llorch.files import open_weights
@@ -17,7 +16,6 @@ from llorch.ops.scheme_rounding import SchemeRounding
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.stage_ref import Pass
 
-FOLDERS = Path(__file__).parents[3] / "reference_outputs" / "quantised_folders"
 RUN = [
     "ct-w8a8", "ct-fp8-dynamic", "ct-fp8-static-kv", "ct-mixed", "ct-fp8-block", "ct-mxfp4", "ct-mxfp8", "ct-nvfp4",
 ]  # fmt: skip
@@ -30,29 +28,17 @@ INT8_DYNAMIC = {
     "_data": {
         "act_mapping_type": {"_data": "SYMMETRIC", "_type": "MappingType"},
         "granularity": {"_data": {"dim": -1}, "_type": "PerRow", "_version": 1},
-        "reduce_range": False,
-        "set_inductor_config": True,
-        "weight_only_decode": False,
+        "reduce_range": False, "set_inductor_config": True, "weight_only_decode": False,
     },
-}
+}  # fmt: skip
 INT8_WEIGHT_ONLY = {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}
 PER_TENSOR, PER_ROW = ({"_type": name, "_version": 1, "_data": {}} for name in ("PerTensor", "PerRow"))
 INPUTS = ("attn_norm", "attn_context", "ffn_norm", "ffn_act")  # of products
-Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
-
-
-def changed(name: str, folder: Path, change: Callable[[dict[str, Any]], object]) -> Path:
-    """Copy a folder and change the quantisation settings of the copy."""
-    copy = Path(shutil.copytree(FOLDERS / name, folder / name))
-    config = json.loads((copy / "config.json").read_text())
-    change(config["quantization_config"])
-    (copy / "config.json").write_text(json.dumps(config))
-    return copy
 
 
 def inputs_changed(name: str, folder: Path, **values: object) -> Path:
     """Copy a folder and change `input_activations` of its first group."""
-    return changed(name, folder, lambda q: q["config_groups"]["group_0"]["input_activations"].update(values))
+    return changed(folder, name, lambda q: q["config_groups"]["group_0"]["input_activations"].update(values))
 
 
 def golden_of(name: str) -> tuple[tuple[int, ...], dict[str, np.ndarray]]:
@@ -131,21 +117,35 @@ def test_fp8_blocks_have_a_scale_per_token_and_block_of_columns():
     assert made.inputs == dict.fromkeys(whole, SchemeRounding("E4M3", "dynamic", 128))
 
 
-def test_fp8_with_dynamic_scales_and_no_blocks_is_refused(tmp_path: Path):
-    weights = open_weights(changed("fp8-tensor-static", tmp_path, lambda q: q.update(activation_scheme="dynamic")))
-    with refuses("Unsupported", "activation_scheme", got="dynamic"):
-        weights.using(SCHEME)
+KV_CACHE = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
+OUTPUTS = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
+REFUSED: dict[str, tuple[Any, ...]] = {  # a folder and how it is changed; code and facts of the refusal
+    "fp8 without blocks": ("fp8-tensor-static", lambda q: q.update(activation_scheme="dynamic"),
+                           "Unsupported", "activation_scheme", "got 'dynamic'"),
+    **{name: (name, None, "Unsupported", "quant_method")
+       for name in ("modelopt-fp8", "modelopt-nvfp4", "fbgemm-fp8", "bnb-int8", "bitnet-bitlinear")},
+    "floats": (builtin_path("micro-llama"), None, "Unsupported"),
+    "dynamic caches": ("ct-fp8-static-kv", lambda q: q["kv_cache_scheme"].update(dynamic=True),
+                       "Unsupported", "dynamic"),
+    "caches by heads": ("ct-fp8-static-kv", lambda q: q["kv_cache_scheme"].update(strategy="attn_head"),
+                        "Unsupported", "strategy"),
+    "a cache without scales": ("ct-fp8-dynamic", lambda q: q.update(kv_cache_scheme=KV_CACHE),
+                               "Missing", "model.layers.0.self_attn.k_scale"),
+    "outputs": ("ct-w8a8", lambda q: q["config_groups"]["group_0"].update(output_activations=OUTPUTS),
+                "Unsupported", "output_activations"),
+}  # fmt: skip
 
 
-@pytest.mark.parametrize("name", ["modelopt-fp8", "modelopt-nvfp4", "fbgemm-fp8", "bnb-int8", "bitnet-bitlinear"])
-def test_scheme_of_a_method_that_nobody_judges_is_refused(name: str):
-    weights = open_weights(FOLDERS / name)
-    with refuses("Unsupported", "quant_method"):
+@pytest.mark.parametrize("case", REFUSED)
+def test_scheme_that_llorch_does_not_compute_is_refused(case: str, tmp_path: Path):
+    name, change, code, *facts = REFUSED[case]
+    weights = open_weights(changed(tmp_path, name, change) if change else FOLDERS / name)
+    with refuses(code, *facts):
         weights.using(SCHEME)
 
 
 def torchao_changed(folder: Path, quant_type: object) -> Path:
-    return changed("torchao-int8", folder, lambda q: q.update(quant_type=quant_type))
+    return changed(folder, "torchao-int8", lambda q: q.update(quant_type=quant_type))
 
 
 def int8_dynamic(version: int = 2, **values: object) -> dict[str, object]:
@@ -204,50 +204,17 @@ def test_torchao_configs_of_weights_alone_round_nothing(quant_type: object, tmp_
     assert open_weights(torchao_changed(tmp_path, quant_type)).using(SCHEME).rounds_nothing
 
 
-def test_scheme_of_a_float_folder_is_refused():
-    with refuses("Unsupported"):
-        open_weights(builtin_path("micro-llama")).using(SCHEME)
-
-
 @pytest.mark.parametrize(
     "values",
     [
-        {"num_bits": 6},
-        {"symmetric": False},
         {"strategy": "tensor"},  # dynamic scales of all tokens of a pass
-        {"strategy": "channel"},
-        {"strategy": "group", "group_size": 48},
-        {"type": "bfp"},
-        {"dynamic": "local"},
-        {"scale_dtype": "torch.uint8"},
+        {"num_bits": 6}, {"symmetric": False}, {"strategy": "channel"}, {"strategy": "group", "group_size": 48},
+        {"type": "bfp"}, {"dynamic": "local"}, {"scale_dtype": "torch.uint8"},
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_input_activations_that_llorch_does_not_compute_are_refused(values: dict[str, object], tmp_path: Path):
     weights = open_weights(inputs_changed("ct-w8a8", tmp_path, **values))
     with refuses("Unsupported"):
         weights.using(SCHEME)
     run(weights, Pass((1, 2)))  # exact numerics do not need them
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("kv_cache_scheme", {"dynamic": True}), ("kv_cache_scheme", {"strategy": "attn_head"})]
-)
-def test_caches_that_llorch_does_not_compute_are_refused(key: str, value: dict[str, object], tmp_path: Path):
-    path = changed("ct-fp8-static-kv", tmp_path, lambda q: q[key].update(value))
-    with refuses("Unsupported", *value):
-        open_weights(path).using(SCHEME)
-
-
-def test_a_cache_without_scales_is_refused(tmp_path: Path):
-    scheme = {"num_bits": 8, "type": "float", "strategy": "tensor", "dynamic": False, "symmetric": True}
-    path = changed("ct-fp8-dynamic", tmp_path, lambda q: q.update(kv_cache_scheme=scheme))
-    with refuses("Missing", "model.layers.0.self_attn.k_scale"):
-        open_weights(path).using(SCHEME)
-
-
-def test_output_activations_are_refused(tmp_path: Path):
-    made = {"num_bits": 8, "type": "int", "strategy": "token", "dynamic": True}
-    path = changed("ct-w8a8", tmp_path, lambda q: q["config_groups"]["group_0"].update(output_activations=made))
-    with refuses("Unsupported", "output_activations"):
-        open_weights(path).using(SCHEME)

@@ -15,21 +15,11 @@ from llorch.files.quantised.blocks import block_type, blocks, group_size
 from llorch.files.quantised.matrix import QuantisedMatrix
 
 EXPECTED = {
-    "gptq-4bit": {GGMLType.Q4_0},
-    "gptq-4bit-asym": {GGMLType.Q5_0},
-    "gptq-8bit": {GGMLType.Q8_0},
-    "gptq-4bit-act-order": {None},
-    "awq-gemm": {GGMLType.Q5_0},
-    "ct-w8a8": {GGMLType.Q8_0},
-    "ct-mxfp4": {GGMLType.MXFP4},
-    "ct-nvfp4": {None},
-    "ct-fp8-block": {None},
-    "bnb-nf4": {None},
-    "bnb-int8": {None},
-    "mlx-4bit": {GGMLType.Q4_1},
-    "mlx-5bit": {GGMLType.Q5_1},
-    "mlx-6bit": {None},
-}
+    "gptq-4bit": {GGMLType.Q4_0}, "gptq-4bit-asym": {GGMLType.Q5_0}, "gptq-8bit": {GGMLType.Q8_0},
+    "gptq-4bit-act-order": {None}, "awq-gemm": {GGMLType.Q5_0}, "ct-w8a8": {GGMLType.Q8_0},
+    "ct-mxfp4": {GGMLType.MXFP4}, "ct-nvfp4": {None}, "ct-fp8-block": {None}, "bnb-nf4": {None}, "bnb-int8": {None},
+    "mlx-4bit": {GGMLType.Q4_1}, "mlx-5bit": {GGMLType.Q5_1}, "mlx-6bit": {None},
+}  # fmt: skip
 
 
 def matrices(folder: str) -> Iterator[QuantisedMatrix]:

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed, tensors_of, written
+from builders.quantised_folders import FOLDERS, NAMES, Tensor, Tensors, changed, tensors_of, written
 from helpers.refusals import Refusal, assert_tells, refuses, row
 
 from llorch.files import open_weights
@@ -87,9 +87,8 @@ def test_one_module_may_have_settings_of_its_own(settings: dict[str, object], tm
 
     def mix(tensors: Tensors) -> None:
         for module, origin in origins.items():
-            tensors |= {
-                name: one for name, one in tensors_of(FOLDERS / origin).items() if name.startswith(f"{module}.")
-            }
+            stored = tensors_of(FOLDERS / origin)
+            tensors |= {name: tensor for name, tensor in stored.items() if name.startswith(f"{module}.")}
 
     made = open_weights(changed(tmp_path, "gptq-4bit", said(**settings), mix)).source
     for module, origin in origins.items():
@@ -187,12 +186,10 @@ def test_awq_module_of_auto_round_may_have_a_group_size_of_its_own(of_folder: st
 @pytest.mark.parametrize("packing", ["auto_round", "auto_round:gptqmodel"])
 def test_packing_of_auto_round_without_auto_gptq_is_the_second_version(packing: str, tmp_path: Path):
     settings = said(quant_method="auto-round", packing_format=packing, checkpoint_format=None)
-    made = changed(tmp_path, "gptq-v2-4bit-asym-act-order", settings)
-    for name in ("q_proj", "down_proj"):
-        np.testing.assert_array_equal(
-            open_weights(made)[f"layers.0.{name}"],
-            open_weights(FOLDERS / "gptq-v2-4bit-asym-act-order")[f"layers.0.{name}"],
-        )
+    name = "gptq-v2-4bit-asym-act-order"
+    made, wanted = open_weights(changed(tmp_path, name, settings)), open_weights(FOLDERS / name)
+    for weight in ("layers.0.q_proj", "layers.0.down_proj"):
+        np.testing.assert_array_equal(made[weight], wanted[weight])
 
 
 @pytest.mark.parametrize("block", [(32, 128), (128, 32), (48, 20)])
@@ -244,34 +241,24 @@ def cut(name: str, axis: int) -> Callable[[Tensors], object]:
     return change
 
 
+def with_tensor(name: str, change: Callable[[str, list[int], bytes], Tensor]) -> Callable[[Tensors], object]:
+    return lambda tensors: tensors.update({name: change(*tensors[name])})
+
+
+def as_bytes(name: str) -> Callable[[Tensors], object]:
+    return with_tensor(name, lambda _, shape, data: ("U8", shape, data))
+
+
 def cut_rows(name: str, count: int) -> Callable[[Tensors], object]:
-    def change(tensors: Tensors) -> None:
-        dtype, shape, data = tensors[name]
-        tensors[name] = (dtype, [count, shape[1]], data[: len(data) * count // shape[0]])
-
-    return change
+    return with_tensor(
+        name, lambda dtype, shape, data: (dtype, [count, shape[1]], data[: len(data) * count // shape[0]])
+    )
 
 
-def as_dtype(name: str, dtype: str) -> Callable[[Tensors], object]:
-    return lambda tensors: tensors.update({name: (dtype, *tensors[name][1:])})
-
-
-def with_half(name: str, place: int, bits: int) -> Callable[[Tensors], object]:
-    """Put a 16-bit number into a tensor."""
-
-    def change(tensors: Tensors) -> None:
-        dtype, shape, data = tensors[name]
-        tensors[name] = (dtype, shape, data[: 2 * place] + bits.to_bytes(2, "little") + data[2 * place + 2 :])
-
-    return change
-
-
-def with_group(number: int) -> Callable[[Tensors], object]:
-    def change(tensors: Tensors) -> None:
-        dtype, shape, data = tensors[f"{Q}.g_idx"]
-        tensors[f"{Q}.g_idx"] = (dtype, shape, number.to_bytes(4, "little") + data[4:])
-
-    return change
+def with_number(name: str, place: int, number: int, n_bytes: int = 2) -> Callable[[Tensors], object]:
+    """Put a number of so many bytes into a tensor of such numbers."""
+    at, raw = n_bytes * place, number.to_bytes(n_bytes, "little")
+    return with_tensor(name, lambda dtype, shape, data: (dtype, shape, data[:at] + raw + data[at + n_bytes :]))
 
 
 def said(**values: object) -> Callable[[dict[str, Any]], object]:
@@ -358,20 +345,20 @@ REFUSALS = [
     row("act-order without groups", opened("gptq-4bit-act-order", tensors=without(f"{Q}.g_idx")), "Missing",
         f"{Q}.g_idx", "desc_act"),
     row("another order than said", opened("gptq-4bit-act-order", said(desc_act=False)), "Inconsistent", "desc_act"),
-    row("a group that is not there", opened("gptq-4bit-act-order", tensors=with_group(77)), "Inconsistent",
-        f"{Q}.g_idx", "77"),
+    row("a group that is not there", opened("gptq-4bit-act-order", tensors=with_number(f"{Q}.g_idx", 0, 77, 4)),
+        "Inconsistent", f"{Q}.g_idx", "77"),
     row("the second version as the first", opened("gptq-v2-4bit", said(checkpoint_format="gptq")), "Inconsistent",
         f"{Q}.qzeros", "gptq_v2", got=9),
     row("the first version as the second", opened("gptq-4bit", said(checkpoint_format="gptq_v2")), "Inconsistent",
         f"{Q}.qzeros", "gptq", got=7),
-    row("a scale that is not a number", opened("gptq-4bit", tensors=with_half(f"{Q}.scales", 3, 0x7E00)), "NonFinite",
-        f"{Q}.weight", got="nan"),
-    row("a scale of 0", opened("ct-w4a16", tensors=with_half(f"{Q}.weight_scale", 5, 0)), "OutOfRange", f"{Q}.weight",
-        got="0.0"),
+    row("a scale that is not a number", opened("gptq-4bit", tensors=with_number(f"{Q}.scales", 3, 0x7E00)),
+        "NonFinite", f"{Q}.weight", got="nan"),
+    row("a scale of 0", opened("ct-w4a16", tensors=with_number(f"{Q}.weight_scale", 5, 0)), "OutOfRange",
+        f"{Q}.weight", got="0.0"),
     row("another table", opened("bnb-nf4", said(bnb_4bit_quant_type="fp4")), "Inconsistent", "bnb_4bit_quant_type"),
     row("another class of BitNet", opened("bitnet-bitlinear", said(linear_class="trilinear")), "Unsupported",
         "linear_class", got="trilinear"),
-    row("codes of no dtype", opened("torchao-int8", tensors=as_dtype(f"{Q}._weight_qdata", "U8")), "Unsupported",
+    row("codes of no dtype", opened("torchao-int8", tensors=as_bytes(f"{Q}._weight_qdata")), "Unsupported",
         f"{Q}._weight_qdata", got="U8"),
     row("no whole words", opened("gptq-3bit", tensors=cut_rows(f"{Q}.qweight", 2)), "Inconsistent", f"{Q}.qweight",
         "bits"),

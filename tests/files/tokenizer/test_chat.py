@@ -92,14 +92,10 @@ def test_a_template_can_refuse():
 @pytest.mark.parametrize(
     "source",
     [
-        "{{ messages.__init__.__globals__ }}",
-        "{{ 'x'.format_map.__self__ }}{{ ''.__class__.x }}",
-        "{{ messages[3].role }}",
-        "{{ 1 // 0 }}",
-        "{{ messages + 1 }}",
-        "{% for x in 7 %}{% endfor %}",
+        "{{ messages.__init__.__globals__ }}", "{{ 'x'.format_map.__self__ }}{{ ''.__class__.x }}",
+        "{{ messages[3].role }}", "{{ 1 // 0 }}", "{{ messages + 1 }}", "{% for x in 7 %}{% endfor %}",
     ],
-)
+)  # fmt: skip
 def test_what_a_template_cannot_do_is_an_error_of_the_template(source: str):  # hostile ones are tried below
     template = ChatTemplate(source, variables={})
     with refuses("TemplateError", "chat template"):

@@ -29,10 +29,7 @@ FORMS = {
     "llama-3": (tiny_byte_level, {}),
     "qwen": (qwen, {}),
     "gpt-2": (qwen, {"pre_tokenizer": WITH_WORDS, "normalizer": None}),
-    "smollm": (
-        qwen,
-        {"pre_tokenizer": {"type": "Sequence", "pretokenizers": [DIGITS, WITH_WORDS]}, "normalizer": None},
-    ),
+    "smollm": (qwen, {"pre_tokenizer": DIGITS_AND_WORDS, "normalizer": None}),
     "llama-2": (tiny_sentencepiece, {}),
     "llama-2 first": (tiny_sentencepiece, metaspace("first")),
     "llama-2 always": (tiny_sentencepiece, metaspace("always")),
@@ -54,13 +51,10 @@ def write(folder: Path, form: str, *, config: Json | None = None, **changes: obj
 @pytest.mark.parametrize(
     ("form", "ids"),
     [
-        ("llama-3", [260, 259]),
-        ("qwen", [*b"wor"]),
-        ("gpt-2", [*b"wor"]),
-        ("smollm", [*b"wor"]),
+        ("llama-3", [260, 259]), ("qwen", [*b"wor"]), ("gpt-2", [*b"wor"]), ("smollm", [*b"wor"]),
         ("llama-2", [1, 259, 122, 114, 117]),
     ],
-)
+)  # fmt: skip
 def test_words_are_merged_and_the_template_put_around_them(tmp_path: Path, form: str, ids: list[int]):
     assert write(tmp_path, form).encode("wor") == ids
 

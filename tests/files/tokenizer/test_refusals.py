@@ -140,6 +140,7 @@ def config(name: str, **values: object) -> Change:
 
 SPLIT: Json = {"type": "Split", "pattern": {"Regex": "(a+)+$"}, "behavior": "Isolated", "invert": False}
 WORDS_OF_FOUR = WORDS["llama-bpe"]["pretokenizers"][0]["pattern"]["Regex"].replace("{1,3}", "{1,4}")
+LIKE_PATHS = {f"pretokenizers[{i}]": part for i, part in enumerate(WORDS["smollm"]["pretokenizers"])}
 PREFIXED = BYTE_LEVEL | {"add_prefix_space": True}
 STRIP = {"type": "Strip", "content": " ", "start": 1, "stop": 0}
 
@@ -154,71 +155,24 @@ FOLDERS = [
     faulty(lambda files: files.update({"tokenizer.json": None}), "Missing", "tokenizer.json", id="no file"),
     faulty(lambda files: files.update({"tokenizer.json": "{"}), "Malformed", "JSON", id="cut"),
     faulty(lambda files: files.update({"tokenizer.json": "[]"}), "Malformed", "object", id="a list"),
-    faulty(
-        at("pre_tokenizer/pretokenizers/0", SPLIT),
-        "Unsupported",
-        "pre_tokenizer.pretokenizers[0].pattern.Regex",
-        "got '(a+)+$'",
-        id="foreign regex",
-    ),
-    faulty(
-        at("pre_tokenizer/pretokenizers/0/invert", True),
-        "Unsupported",
-        "pre_tokenizer.pretokenizers[0].invert",
-        "expected False, got True",
-        id="inverted split",
-    ),
-    faulty(
-        at("pre_tokenizer/pretokenizers/0/pattern/Regex", WORDS_OF_FOUR),
-        "Unsupported",
-        "pre_tokenizer.pretokenizers[0].pattern.Regex",
-        r"\p{N}{1,3}|",
-        r"\p{N}{1,4}|",
-        id="one character of a regex",
-    ),
-    faulty(
-        at("pre_tokenizer/pretokenizers", [*WORDS["llama-bpe"]["pretokenizers"], BYTE_LEVEL]),
-        "Unsupported",
-        "pre_tokenizer.pretokenizers[2].type",
-        "expected nothing, got 'ByteLevel'",
-        id="one part more",
-    ),
-    faulty(
-        at("pre_tokenizer", {"type": "Whitespace"}),
-        "Unsupported",
-        "pre_tokenizer.type",
-        "got 'Whitespace'",
-        id="foreign pre-tokenizer",
-    ),
-    faulty(
-        at("pre_tokenizer", PREFIXED),
-        "Unsupported",
-        "pre_tokenizer.add_prefix_space",
-        "expected False, got True",
-        id="prefix space",
-    ),
+    faulty(at("pre_tokenizer/pretokenizers/0", SPLIT), "Unsupported", "pre_tokenizer.pretokenizers[0].pattern.Regex",
+           "got '(a+)+$'", id="foreign regex"),
+    faulty(at("pre_tokenizer/pretokenizers/0/invert", True), "Unsupported", "pre_tokenizer.pretokenizers[0].invert",
+           "expected False, got True", id="inverted split"),
+    faulty(at("pre_tokenizer/pretokenizers/0/pattern/Regex", WORDS_OF_FOUR), "Unsupported",
+           "pre_tokenizer.pretokenizers[0].pattern.Regex", r"\p{N}{1,3}|", r"\p{N}{1,4}|",
+           id="one character of a regex"),
+    faulty(at("pre_tokenizer/pretokenizers", [*WORDS["llama-bpe"]["pretokenizers"], BYTE_LEVEL]), "Unsupported",
+           "pre_tokenizer.pretokenizers[2].type", "expected nothing, got 'ByteLevel'", id="one part more"),
+    faulty(at("pre_tokenizer", {"type": "Whitespace"}), "Unsupported", "pre_tokenizer.type", "got 'Whitespace'",
+           id="foreign pre-tokenizer"),
+    faulty(at("pre_tokenizer", PREFIXED), "Unsupported", "pre_tokenizer.add_prefix_space", "expected False, got True",
+           id="prefix space"),
     faulty(at("pre_tokenizer", None), "Unsupported", "normalizer", id="no pre-tokenizer"),
-    faulty(
-        at(
-            "pre_tokenizer",
-            {
-                "type": "Sequence",
-                "pretokenizers[0]": WORDS["smollm"]["pretokenizers"][0],
-                "pretokenizers[1]": WORDS["smollm"]["pretokenizers"][1],
-            },
-        ),
-        "Unsupported",
-        "pre_tokenizer",
-        "{'type': 'Sequence'",
-        id="keys that look like paths",
-    ),
-    faulty(
-        at("normalizer", {"type": "Lowercase"}),
-        "Unsupported",
-        "normalizer.type",
-        "got 'Lowercase'",
-        id="foreign normalizer",
-    ),
+    faulty(at("pre_tokenizer", {"type": "Sequence", **LIKE_PATHS}), "Unsupported", "pre_tokenizer",
+           "{'type': 'Sequence'", id="keys that look like paths"),
+    faulty(at("normalizer", {"type": "Lowercase"}), "Unsupported", "normalizer.type", "got 'Lowercase'",
+           id="foreign normalizer"),
     faulty(at("model", None), "Missing", "model", id="no model"),
     faulty(at("model/type", "Unigram"), "Unsupported", "Unigram", id="unigram"),
     faulty(at("model/dropout", 0.1), "Unsupported", "dropout", id="dropout"),
@@ -242,9 +196,8 @@ FOLDERS = [
     faulty(at("post_processor", {"type": "Roberta"}), "Unsupported", "Roberta", id="foreign template"),
     faulty(lambda files: two_templates(files), "Unsupported", "one TemplateProcessing", id="two templates"),
     faulty(at("decoder", None), "Unsupported", "decoder.type", "expected 'ByteLevel', got nothing", id="no decoder"),
-    faulty(
-        at("decoder", STRIP), "Unsupported", "decoder.type", "expected 'ByteLevel', got 'Strip'", id="strip decoder"
-    ),
+    faulty(at("decoder", STRIP), "Unsupported", "decoder.type", "expected 'ByteLevel', got 'Strip'",
+           id="strip decoder"),
     faulty(at(f"{TEMPLATE}/single", []), "Malformed", "0 times", id="template without text"),
     faulty(at(f"{TEMPLATE}/single/0", 5), "Malformed", "got 5", id="template step"),
     faulty(at(f"{TEMPLATE}/special_tokens", {}), "Malformed", "special", id="template token"),
@@ -254,7 +207,7 @@ FOLDERS = [
     faulty(config("generation_config.json", eos_token_id=[1, 2.5]), "Malformed", "2.5", id="eos a float"),
     faulty(config("tokenizer_config.json", eos_token="<x>"), "Missing", "'<x>'", id="eos unknown"),
     faulty(config("tokenizer_config.json", eos_token=5), "Malformed", "got 5", id="eos a number"),
-]
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("change", "code", "facts"), FOLDERS)

@@ -75,12 +75,10 @@ def poison(array: np.ndarray) -> np.ndarray:
 @pytest.mark.parametrize(
     ("case", "name", "checkpoint"),
     [
-        ("near", "l1.ffn_gate", "06"),
-        ("far", "l0.q_rope", "01b"),
-        ("near", "l0.attn_probs", "04"),
+        ("near", "l1.ffn_gate", "06"), ("far", "l0.q_rope", "01b"), ("near", "l0.attn_probs", "04"),
         ("near", "logits", "08"),
     ],
-)
+)  # fmt: skip
 @pytest.mark.parametrize("change", [nudge, poison])
 def test_one_changed_number_of_a_golden_fails_its_stage_in_every_mode(
     case: str, name: str, checkpoint: str, change: Callable
@@ -359,9 +357,8 @@ def test_decode_comparisons_fail_if_a_failed_pass_changes_the_cache(monkeypatch:
     """A pass that is given the state itself, and not a copy, has changed it when it fails."""
     model = "micro-qwen3.5"
     golden = golden_of(model)
-    made = ForwardSuite(
-        model, weights_of(model), {"near": golden.cases["near"]}, golden.engine_outputs, golden.reference
-    )
+    near = {"near": golden.cases["near"]}
+    made = ForwardSuite(model, weights_of(model), near, golden.engine_outputs, golden.reference)
     numpy = NumpyRunner(weights_of(model))
     assert FAIL not in {c.verdict for c in made.decode_rows(numpy)}
 

@@ -85,10 +85,6 @@ def tolerances() -> ForwardTolerances:
     return ForwardTolerances(weights(np.float64), NEAR, golden())
 
 
-def silu(x: np.ndarray) -> np.ndarray:
-    return x / (1 + np.exp(-x))
-
-
 def rule(conv_out, q, k, beta, g):
     state = DeltaState.empty(NET, np.float64).delta
     return delta_rule(q, k, conv_out[:, 48:].reshape(-1, 6, 10), beta, g, state)
@@ -96,7 +92,8 @@ def rule(conv_out, q, k, beta, g):
 
 def normed(x, z):
     w = weights(np.float64)["delta_norm"]
-    return (x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-5) * w * silu(z).reshape(x.shape)).reshape(len(z), -1)
+    gate = (z / (1 + np.exp(-z))).reshape(x.shape)
+    return (x / np.sqrt(np.square(x).mean(-1, keepdims=True) + 1e-5) * w * gate).reshape(len(z), -1)
 
 
 def unit(x):
@@ -117,12 +114,8 @@ OPS = {
     "l1.attn_gate": (lambda x: 1 / (1 + np.exp(-x.reshape(-1, 6, 2, 16)[:, :, 1].reshape(-1, 96))), ["l1.q_gate_proj"]),
     "l1.attn_gated": (lambda x, gate: x * gate, ["l1.attn_context", "l1.attn_gate"]),
 }
-LEAST = {
-    "l0.log_decay": 0.2,
-    "l0.beta": 0.5,
-    "l0.delta_out": 0.5,
-    "l0.delta_state": 0.5,
-}  # the rest is what their roundings add
+# The rest is what their roundings add.
+LEAST = {"l0.log_decay": 0.2, "l0.beta": 0.5, "l0.delta_out": 0.5, "l0.delta_state": 0.5}
 
 
 def moved(op: Any, inputs: list[str], output: str, n: int = 30) -> float:
@@ -170,9 +163,8 @@ def _part_of(source: str, output: str) -> np.ndarray:
         x = tuple(golden()[name] for name in DELTA)
         stage = BY_NAME[output.removeprefix("l0.")]
         y, no_error = golden()[output], np.zeros((1, 1, 1))
-        return RULES[stage.name](
-            Step(stage, CONFIG, W.layer(0), NEAR.positions, x, y, given, FLOAT32, False, no_error)
-        )[0]
+        step = Step(stage, CONFIG, W.layer(0), NEAR.positions, x, y, given, FLOAT32, False, no_error)
+        return RULES[stage.name](step)[0]
 
     return made(True) - made(False)
 
@@ -204,9 +196,8 @@ def test_a_second_pass_is_derived_with_what_the_first_one_left():
     held = {name: first[name] for name in ("l0.conv_state", "l0.delta_state")}
     steps = takewhile(lambda step: not step[0].startswith("l1"), variances(W, Pass(NEAR.ids[:50]), first))
     past = {name: array for name, array in steps if name in held}
-    steps = takewhile(
-        lambda step: not step[0].startswith("l1"), variances(W, Pass(NEAR.ids[50:], 50), fed, past=past, states=held)
-    )
+    second = variances(W, Pass(NEAR.ids[50:], 50), fed, past=past, states=held)
+    steps = takewhile(lambda step: not step[0].startswith("l1"), second)
     made = {name: array[CHAINED].sum() for name, array in steps}
     assert made["l0.conv_state"] == pytest.approx(spread()["l0.conv_state"].sum(), rel=1e-6)
     assert made["l0.conv_out"] == pytest.approx(spread()["l0.conv_out"][50:].sum(), rel=1e-6)

@@ -37,14 +37,11 @@ def ones(stage: str, seq: int = 8) -> np.ndarray:
 @pytest.mark.parametrize(
     ("stage", "n_groups"),
     [
-        ("ffn_act", [8 * CONFIG.intermediate_size]),
-        ("ffn_gate", [8, CONFIG.intermediate_size]),
-        ("q_rope", [8 * CONFIG.n_heads]),
-        ("attn_scores", [8 * CONFIG.n_heads, 8]),
-        ("attn_context", [8, CONFIG.kv_width]),
-        ("moe_out", [8]),
+        ("ffn_act", [8 * CONFIG.intermediate_size]), ("ffn_gate", [8, CONFIG.intermediate_size]),
+        ("q_rope", [8 * CONFIG.n_heads]), ("attn_scores", [8 * CONFIG.n_heads, 8]),
+        ("attn_context", [8, CONFIG.kv_width]), ("moe_out", [8]),
     ],
-)
+)  # fmt: skip
 def test_limit_of_factor_shrinks_with_the_number_of_independent_groups(stage: str, n_groups: list[int]):
     steps = 100.0  # so that the smallest tolerance is smaller
     expected = FACTOR * steps * UNIT * math.sqrt(sum(1 / n for n in n_groups))

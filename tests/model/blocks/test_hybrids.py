@@ -92,8 +92,7 @@ def theirs(request) -> Theirs:
 
 
 def parts(seq: int, cuts: list[int]) -> list[slice]:
-    bounds = [0, *cuts, seq]
-    return [slice(*both) for both in pairwise(bounds)]
+    return [slice(*both) for both in pairwise([0, *cuts, seq])]
 
 
 def state(of_theirs: Any) -> np.ndarray:
@@ -160,8 +159,6 @@ def test_gated_attention_is_that_of_transformers(theirs, cuts):
     cache, actual = KVCache(CONFIG, np.float64), list[np.ndarray]()
     for part in parts(SEQ, cuts):
         tables = rope_tables(positions[part], head_dim=CONFIG.rotated, theta=1e4, scaling=None)
-        actual.append(
-            gated_attention(h[part], theirs.of_attention, CONFIG, *tables, cache.memory(1), lambda name, x: x)
-        )
+        actual.append(gated_attention(h[part], theirs.of_attention, CONFIG, *tables, cache.memory(1), lambda _, x: x))
         cache.advance(len(h[part]))
     np.testing.assert_allclose(np.concatenate(actual), expected, rtol=0, atol=1e-12 * np.abs(expected).max())

@@ -55,8 +55,7 @@ def fewer_prompts(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-llama"), ("bfloat16", "micro-qwen3")])
 def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_cut(dtype, name, own, request):
-    n_prompts = len(LENGTHS) if own else request.getfixturevalue("fewer_prompts")
-    assert verdict(dtype, name, own=own)[:2] == (n_prompts, 1)
+    assert verdict(dtype, name, own=own)[:2] == (len(LENGTHS) if own else request.getfixturevalue("fewer_prompts"), 1)
 
 
 IN_THREADS = [("float32", "micro-qwen3"), ("bfloat16", "micro-llama")]
@@ -300,8 +299,7 @@ def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tole
 
 def test_swiglu_and_norms_of_a_row_have_the_same_bits_wherever_it_stands():
     x = torch.randn(40, 37, generator=torch.Generator().manual_seed(0))  # a width that no vector register divides
-    norm = FixedNorm(RMSNorm(37, 1e-6))
-    for function in (norm, lambda rows: swiglu(rows, rows)):
+    for function in (FixedNorm(RMSNorm(37, 1e-6)), lambda rows: swiglu(rows, rows)):
         assert torch.equal(torch.cat([function(row) for row in x.split(1)]), function(x))
     assert not torch.equal(torch.cat([plain_swiglu(row, row) for row in x.split(1)]), plain_swiglu(x, x))
 

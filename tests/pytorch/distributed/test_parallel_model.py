@@ -60,8 +60,7 @@ def test_packed_matrices_are_cut_between_blocks(kind: GGMLType, tmp_path: Path):
 def test_blocks_that_ranks_do_not_divide_are_named(tmp_path: Path):
     weights = open_weights(written(tmp_path, GGMLType.Q4_K, n_heads=24))
     assert torn_blocks(weights, 1) is None
-    torn = str(torn_blocks(weights, 2))
-    assert_tells(torn, "layers.0.o_proj", expected="2 ranks", got=("3 blocks", 256, "Q4_K"))
+    assert_tells(str(torn_blocks(weights, 2)), "layers.0.o_proj", expected="2 ranks", got=("3 blocks", 256, "Q4_K"))
     assert torn_blocks(open_weights(written(tmp_path, GGMLType.Q8_0, n_heads=24)), 2) is None
 
 

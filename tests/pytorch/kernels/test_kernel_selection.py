@@ -93,12 +93,8 @@ def test_one_wrong_element_is_found(kind: str, dtype: str):
     assert_tells(found.fault(timed=False), f"{found.off:.3g}")
 
 
-class OneWrongGradient(nn.Module):
+class OneWrongGradient(OneWrong):
     """A kernel whose results are right, and whose gradient has one wrong element."""
-
-    def __init__(self, plain: Any) -> None:
-        super().__init__()
-        self.plain = plain
 
     def forward(self, x: Tensor, *given: Any) -> Any:
         x = x.view_as(x)
@@ -115,10 +111,8 @@ class OneWrongGradient(nn.Module):
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", WITH_GRADIENTS)
 def test_one_wrong_element_of_a_kernel_with_gradients_is_found(kind: str, dtype: str, wrong: Any):
-    found = tried(kind, {kind: wrong}, target("cpu", dtype), even)
-    assert 1 < found.off < math.inf
-    right = tried(kind, {kind: lambda plain: plain}, target("cpu", dtype), even)
-    assert right.fault(timed=True) == ""
+    assert 1 < tried(kind, {kind: wrong}, target("cpu", dtype), even).off < math.inf
+    assert tried(kind, {kind: lambda plain: plain}, target("cpu", dtype), even).fault(timed=True) == ""
 
 
 @pytest.mark.parametrize(
@@ -156,9 +150,7 @@ def test_steps_are_timed_as_often_as_a_clock_wants_and_a_recording_is_of_one_dec
             decoding.step(kernel_check.CTX)
 
     def often(call: Callable[[], object]) -> float:
-        return float(
-            len([call() for _ in range(kernel_check.CTX // 2)])
-        )  # of four steps: twice the slots that there are
+        return float(len([call() for _ in range(kernel_check.CTX // 2)]))  # of four steps: twice the slots there are
 
     assert tried("graph", {"graph": lambda plain: Recorded()}, target(), often).fault(timed=True) == ""
 
@@ -216,8 +208,7 @@ for kind in kinds:
 
 def test_kernel_check_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel_selection, "PATIENCE", 0.5)
-    found = try_apart(target(), ["waits"], program=["-c", "import time; time.sleep(60)"])
-    assert_tells(found["waits"].died, "0 s")
+    assert_tells(try_apart(target(), ["waits"], program=["-c", "import time; time.sleep(60)"])["waits"].died, "0 s")
 
 
 @pytest.mark.slow
@@ -347,8 +338,7 @@ def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
         "[*llorch.load_torch('micro-llama').generate([1], max_tokens=2)]\n"
         "print([name for name in sys.modules if name.startswith(('triton', 'llorch.pytorch.kernels.triton'))])"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[]\n"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
 @pytest.mark.parametrize(("verdict", "status"), [(SLOW, 0), (WRONG, 1)])

@@ -70,8 +70,7 @@ def test_element_4j_plus_i_is_part_j_of_word_i():
 def test_scales_of_q4_k_are_a_stream_of_twelve_bits(rng):
     scale, minimum = rng.integers(0, 64, (2, 8))
     stream = sum(int(s | m << 6) << 12 * run for run, (s, m) in enumerate(zip(scale, minimum, strict=True)))
-    packed = torch.from_numpy(np.frombuffer(stream.to_bytes(12, "little"), np.uint8).copy())[None]
-    actual = six_bits(packed)
+    actual = six_bits(torch.from_numpy(np.frombuffer(stream.to_bytes(12, "little"), np.uint8).copy())[None])
     assert (actual[0][0].tolist(), actual[1][0].tolist()) == (scale.tolist(), minimum.tolist())
 
 

@@ -25,15 +25,13 @@ def layer(ggml_type: GGMLType, bias: torch.Tensor | None = None) -> QuantisedLin
 def test_a_packed_layer_multiplies_as_one_with_decoded_weights_does(ggml_type, dtype):
     x, bias = activations(6, IN, dtype).view(2, 3, IN), torch.linspace(-1, 1, OUT).to(dtype)
     kernel = layer(ggml_type, bias)
-    expected = linear(x, decode(kernel.fields, ggml_type).to(dtype), bias)
-    assert torch.equal(kernel(x), expected)
+    assert torch.equal(kernel(x), linear(x, decode(kernel.fields, ggml_type).to(dtype), bias))
     assert kernel(x).dtype is dtype
 
 
 @EVERY_TYPE
 def test_tiles_of_a_few_rows_give_what_the_whole_gives(ggml_type, monkeypatch):
-    bias = torch.linspace(-1, 1, OUT, dtype=torch.float64)
-    kernel, x = layer(ggml_type, bias), activations(3, IN, torch.float64)
+    kernel, x = layer(ggml_type, torch.linspace(-1, 1, OUT, dtype=torch.float64)), activations(3, IN, torch.float64)
     whole = kernel(x)
     monkeypatch.setattr(quantised_linear, "TILE", 5 * IN)
     torch.testing.assert_close(kernel(x), whole, rtol=1e-14, atol=1e-14)
@@ -127,5 +125,4 @@ def test_a_packed_layer_says_what_it_is():
 def test_inputs_are_put_in_the_order_of_the_columns():
     kernel, x = QuantisedLinear(packed_matrix(GGMLType.Q8_0, OUT, IN), GGMLType.Q8_0), torch.randn(3, IN)
     columns = torch.randperm(IN)
-    expected = x @ decode(kernel.fields, kernel.ggml_type)[:, columns].T
-    torch.testing.assert_close(Reordered(kernel, columns)(x), expected)
+    torch.testing.assert_close(Reordered(kernel, columns)(x), x @ decode(kernel.fields, kernel.ggml_type)[:, columns].T)

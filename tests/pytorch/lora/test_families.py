@@ -30,8 +30,7 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
 
 def batch_of(rng: np.random.Generator, weights: Weights, rows: list[list[int]]) -> Batch:
     """Rows of documents of these lengths, padded; nothing is learned of the first tokens."""
-    width = max(map(sum, rows))
-    ids = rng.integers(0, weights.config.vocab_size, (len(rows), width))
+    ids = rng.integers(0, weights.config.vocab_size, (len(rows), max(map(sum, rows))))
     positions, numbers = np.full((2, *ids.shape), -1)
     for row, lengths in enumerate(rows):
         positions[row, : sum(lengths)] = np.concatenate([np.arange(n) for n in lengths])
@@ -42,16 +41,14 @@ def batch_of(rng: np.random.Generator, weights: Weights, rows: list[list[int]]) 
 def torch_loss(model, batch: Batch) -> torch.Tensor:
     logits = model.lm_head(hidden_states(model, batch, CPU))
     labels = torch.from_numpy(np.stack([shifted(row) for row in batch.labels]))
-    total = torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum")
-    return total / batch.n_trained
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="sum") / batch.n_trained
 
 
 @pytest.mark.nightly_cases(but=["ministral3-True"])
 @pytest.mark.parametrize("recomputed", [False, True])
 def test_a_step_has_the_loss_and_the_gradients_of_numpy(weights, rng, recomputed):
     adapter = family_adapter(weights.config)
-    packed = weights.config.delta_net is None
-    batch = batch_of(rng, weights, [[9, 12], [17]] if packed else [[21], [17]])
+    batch = batch_of(rng, weights, [[9, 12], [17]] if weights.config.delta_net is None else [[21], [17]])
     loss, grads = loss_and_gradients(weights, adapter, [batch], label_smoothing=0.0)
     model = load_dense(weights, dtype=torch.float64, device=CPU)
     attach(model, adapter, trainable=True)

@@ -128,8 +128,7 @@ def test_the_sum_of_product_and_delta_is_rounded_once():
     attach(module, adapter)
     tensors = adapter.tensors["layers.0.k_proj"]
     matrix = adapter.scaling("layers.0.k_proj") * torch.from_numpy(tensors.lora_B @ tensors.lora_A).double()
-    actual = module.get_submodule(path)(x)
-    assert torch.equal(actual, (product.double() + x.double() @ matrix.T).bfloat16())
+    assert torch.equal(module.get_submodule(path)(x), (product.double() + x.double() @ matrix.T).bfloat16())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
@@ -137,8 +136,7 @@ def test_the_sum_of_product_and_delta_is_rounded_once():
 def test_the_sum_with_the_base_has_the_bits_of_torchs_own_sum(share: float, dtype: torch.dtype):
     x, y, lora_A, lora_B = (noise(*shape, seed=at) for at, shape in enumerate([(2, 5, 12), (2, 5, 7), (3, 12), (7, 3)]))
     given = [x.to(dtype), lora_A, lora_B, y.to(dtype)]
-    mask = noise(2, 5, 12, seed=5) > 0 if share else None
-    how: Any = {"scaling": 1.5, "mask": mask, "share": share}
+    how: Any = {"scaling": 1.5, "mask": noise(2, 5, 12, seed=5) > 0 if share else None, "share": share}
     grad, results = noise(2, 5, 7, seed=6).to(dtype), []
     for together in (True, False):
         x, lora_A, lora_B, y = (tensor.detach().requires_grad_() for tensor in given)

@@ -69,8 +69,7 @@ def test_no_pass_decodes_a_matrix_as_a_whole(folder: Path, monkeypatch: pytest.M
 def test_training_changes_no_field(name: str, folder: Path):
     packed, _ = both(name, folder, torch.bfloat16)
     before = {key: buffer.clone() for key, buffer in packed.named_buffers()}
-    adapter = random_adapter(packed.config, target_modules=(*ALL, "embed_tokens", "lm_head"))
-    attach(packed, adapter, trainable=True)
+    attach(packed, random_adapter(packed.config, target_modules=(*ALL, "embed_tokens", "lm_head")), trainable=True)
     optimizer = torch.optim.AdamW(trainable_parameters(packed).values(), lr=0.01)
     for _ in range(2):
         loss_of(logits_of(packed, batch(90)), batch(90)).backward()

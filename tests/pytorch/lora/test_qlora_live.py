@@ -32,8 +32,7 @@ def losses(parameters: list[Any], logits: Any, batch: Batch) -> np.ndarray:
     """Losses of some steps of AdamW; the last is that after the last step."""
     optimizer, seen = torch.optim.AdamW(parameters, **ADAMW), []
     for _ in range(STEPS + 1):
-        made = logits()
-        loss = cross_entropy(made[0, :-1], torch.from_numpy(batch.labels[0, 1:]), ignore_index=IGNORED)
+        loss = cross_entropy(logits()[0, :-1], torch.from_numpy(batch.labels[0, 1:]), ignore_index=IGNORED)
         seen.append(loss.item())
         optimizer.zero_grad()
         loss.backward()

@@ -187,9 +187,8 @@ def test_in_mode_reproducible_no_bit_of_an_adapted_row_depends_on_its_company():
     lora_A, lora_B, x = (torch.randn(*shape, generator=generator) for shape in ((16, 896), (600, 16), (150, 896)))
     lora_module = LoraLinear(FixedRows(torch.nn.Linear(896, 600)), fixed=True)
     config = LoraConfig(r=16, target_modules=("q_proj",))
-    target = LoraTarget(
-        "layers.0.q_proj", "model.layers.0.self_attn.q_proj", 896, 600, (part := MatrixPart("layers.0.q_proj"),), ()
-    )
+    part = MatrixPart("layers.0.q_proj")
+    target = LoraTarget("layers.0.q_proj", "model.layers.0.self_attn.q_proj", 896, 600, (part,), ())
     tensors = LoraTensors(lora_A.numpy(), lora_B.numpy())
     lora_module.add("one", config, target, tensors, dtype=torch.float32, trainable=False, minus=None, part=part)
     lora_module.activate("one")
@@ -211,19 +210,13 @@ def test_a_trace_names_the_same_stages_as_without_an_adapter(model: TorchModel):
 
 MISTAKES = [
     row("unknown", lambda model: text(model, STARTS[0], "four"), ValueError, "'four'", "one", "two", "three"),
-    row(
-        "one for two prompts",
-        lambda model: list(model.generate_batch(STARTS[:2], adapter=["one"])),
-        ValueError, "adapter", where="generate_batch", expected=2, got=1,
-    ),
+    row("one for two prompts", lambda model: list(model.generate_batch(STARTS[:2], adapter=["one"])),
+        ValueError, "adapter", where="generate_batch", expected=2, got=1),
     row("there", lambda model: model.add_adapter("one", small(model, 1)), ValueError, "'one'", "already"),
     row("spaced", lambda model: model.add_adapter("a b", small(model, 1)), ValueError, expected="letters", got="'a b'"),
     row("of torch", lambda model: model.add_adapter("keys", small(model, 1)), ValueError, "torch", "'keys'"),
-    row(
-        "of another model",
-        lambda model: model.add_adapter("x", small(load_torch("micro-qwen2"), 1)),
-        ValueError, "model", "names", "shapes", where="'x'",
-    ),
+    row("of another model", lambda model: model.add_adapter("x", small(load_torch("micro-qwen2"), 1)),
+        ValueError, "model", "names", "shapes", where="'x'"),
 ]  # fmt: skip
 
 

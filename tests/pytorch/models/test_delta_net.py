@@ -56,8 +56,7 @@ def test_few_and_many_tokens_follow_the_formula(seq: int) -> None:
 
 def test_in_float32_what_follows_a_strong_decay_is_not_lost() -> None:
     exact = given(CHUNK, dtype=torch.float32)
-    wide = [x.double() for x in exact]
-    for actual, expected in zip(delta_rule(*exact), one_by_one(*wide), strict=True):
+    for actual, expected in zip(delta_rule(*exact), one_by_one(*(x.double() for x in exact)), strict=True):
         assert off(actual, expected) < 3e-7
 
 
@@ -76,8 +75,7 @@ def test_passes_of_any_length_give_one_state() -> None:
 
 def test_gradients_flow_through_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 3)  # then five tokens are two chunks
-    tensors = [x[:1].requires_grad_() for x in given(5)]
-    assert torch.autograd.gradcheck(delta_rule, tensors)
+    assert torch.autograd.gradcheck(delta_rule, [x[:1].requires_grad_() for x in given(5)])
 
 
 def test_a_convolution_passes_over_padding_anywhere() -> None:

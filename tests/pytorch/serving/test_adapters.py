@@ -57,8 +57,7 @@ def test_pages_of_an_adapter_mean_nothing_to_another(model: TorchModel):
 def test_what_runs_goes_on_with_an_adapter_that_is_removed_or_replaced(model: TorchModel):
     jobs = [job([1, 2, at], 12, adapter=name) for at, name in enumerate(("one", "two", None, "one"))]
     expected, batch = [alone(model, one) for one in jobs], batch_of(model, 5)
-    tickets = [batch.join(one) for one in jobs]
-    made = {ticket: [] for ticket in tickets if ticket is not None}
+    made = {ticket: [] for ticket in map(batch.join, jobs) if ticket is not None}
     for n_steps in range(60):
         if n_steps == 10:
             model.remove_adapter("one")

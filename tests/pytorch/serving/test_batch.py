@@ -107,8 +107,7 @@ def test_an_answer_can_be_a_prefix_too(model: TorchModel):
 def test_jobs_that_come_at_once_share_what_the_first_of_them_reads(model: TorchModel):
     batch, ids = batch_of(model), some_ids(model, 2 * PAGE)
     jobs = [job([*ids, at, at], 8, VARIED[at]) for at in range(3)]
-    tickets = [batch.join(one) for one in jobs]
-    made: dict[int, Made] = {ticket: [] for ticket in tickets if ticket is not None}
+    made: dict[int, Made] = {ticket: [] for ticket in map(batch.join, jobs) if ticket is not None}
     while any(len(answer) < 8 for answer in made.values()):
         for ticket, one in batch.step().items():
             assert isinstance(one, Sampled)
@@ -183,8 +182,7 @@ def test_who_runs_waits_for_one_stretch_at_most_whatever_is_to_be_read(model: To
     talker = joined(batch, [7], 30)
     assert [*batch.step()] == [talker]
     readers = [joined(batch, some_ids(model, 40, seed)) for seed in (1, 2)]
-    steps = [sorted(batch.step()) for _ in range(12)]
-    assert steps == [
+    assert [sorted(batch.step()) for _ in range(12)] == [
         [talker], [], [talker], [], [talker], [readers[0]], [talker, readers[0]], [], [talker, readers[0]],
         [], [talker, readers[0]], [readers[1]],
     ]  # fmt: skip

@@ -1,5 +1,7 @@
 """Contexts that lie in pages, against the cache that keeps them in rows."""
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -25,8 +27,16 @@ def paged(config: ModelConfig, n_pages: int = 6, dtype: torch.dtype = torch.floa
 
 
 def new(config: ModelConfig, batch: int, seq: int, seed: int) -> torch.Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(batch, seq, config.n_kv_heads, config.head_dim, generator=generator)
+    return torch.randn(batch, seq, config.n_kv_heads, config.head_dim, generator=torch.Generator().manual_seed(seed))
+
+
+def appended(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *stores: tuple[Any, Any], compiled: bool) -> list[Any]:
+    """Keys and values of caches at places, after these were appended by the page or the compiled kernel."""
+    if not compiled:
+        return [store.append(LAYER, k, v, place) for place, store in stores]
+    if (made := library()) is None:
+        pytest.skip("NOT RUN: no C compiler")
+    return [CpuRotate(made)(q, k, v, LAYER, place, store, lambda _, x: x)[1:] for place, store in stores]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -35,8 +45,7 @@ def test_a_context_is_what_was_written_wherever_its_pages_lie(dtype: torch.dtype
     config = config_of()
     cache, plain = paged(config, dtype=dtype), Cache(config, batch=2, n_slots=3 * PAGE, dtype=dtype, device=CPU)
     filled = [PAGE + 7, 3]
-    rows = [SequenceRow([4, 2], 0, 0), SequenceRow([5], 1, 0)]
-    for at, (row, n) in enumerate(zip(rows, filled, strict=True)):
+    for at, (row, n) in enumerate(zip([SequenceRow([4, 2], 0, 0), SequenceRow([5], 1, 0)], filled, strict=True)):
         k, v = new(config, 1, n, at), new(config, 1, n, 9 + at)
         place = cache.begin([row], n)
         keys, values = cache.append(LAYER, k, v, place)
@@ -45,18 +54,10 @@ def test_a_context_is_what_was_written_wherever_its_pages_lie(dtype: torch.dtype
         assert place.visible is None
     q, k, v = new(config, 2, 1, 20), new(config, 2, 1, 21), new(config, 2, 1, 22)
     place = cache.begin([SequenceRow([4, 2], 0, filled[0]), SequenceRow([5], 1, filled[1])], 1)
-    positions = torch.tensor([[n] for n in filled])
-    other = plain.place(positions, ctx=PAGE + 8)
+    other = plain.place(torch.tensor([[n] for n in filled]), ctx=PAGE + 8)
     if compiled:
-        if (made := library()) is None:
-            pytest.skip("NOT RUN: no C compiler")
         q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
-        given = [
-            CpuRotate(made)(q, k, v, LAYER, at, store, lambda _, x: x)[1:]
-            for at, store in ((place, cache), (other, plain))
-        ]
-    else:
-        given = [store.append(LAYER, k, v, at) for at, store in ((place, cache), (other, plain))]
+    given = appended(q, k, v, (place, cache), (other, plain), compiled=compiled)
     (keys, values), (want_keys, want_values) = given
     for name in ("cos", "sin", "visible"):
         assert torch.equal(getattr(place, name), getattr(other, name))
@@ -76,19 +77,9 @@ def test_a_sequence_alone_is_looked_at_where_its_pages_lie(dtype: torch.dtype, n
     config = config_of()
     cache, plain = paged(config, dtype=dtype), Cache(config, batch=1, n_slots=3 * PAGE, dtype=dtype, device=CPU)
     k, v = (new(config, 1, PAGE + 9, seed).to(dtype) for seed in (1, 2))
-    place, other = (
-        cache.begin([SequenceRow([3, 4], 0, 0)], PAGE + 9),
-        plain.place(torch.arange(PAGE + 9)[None], ctx=PAGE + 9),
-    )
-    if name == "llorch":
-        if (made := library()) is None:
-            pytest.skip("NOT RUN: no C compiler")
-        given = [
-            CpuRotate(made)(k, k, v, LAYER, at, store, lambda _, x: x)[1:]
-            for at, store in ((place, cache), (other, plain))
-        ]
-    else:
-        given = [store.append(LAYER, k, v, at) for at, store in ((place, cache), (other, plain))]
+    place = cache.begin([SequenceRow([3, 4], 0, 0)], PAGE + 9)
+    other = plain.place(torch.arange(PAGE + 9)[None], ctx=PAGE + 9)
+    given = appended(k, k, v, (place, cache), (other, plain), compiled=name == "llorch")
     assert cache.pages is None
     assert all(torch.equal(actual, expected) for actual, expected in zip(*given, strict=True))
     assert given[0][0].data_ptr() == cache._pools[0][LAYER][:, :, 3 * PAGE :].data_ptr()

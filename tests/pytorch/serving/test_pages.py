@@ -129,8 +129,7 @@ def test_nothing_leaks_in_a_thousand_random_jobs():
                 pages.publish(pages.take(some), its_keys[len(some.pages) - 1])
         counted = [page for one, _ in leases for page in one.pages]
         assert {page: counted.count(page) for page in range(1, 21)} == pages._holders
-        places = [*pages._free, *pages._kept, *{*counted}]
-        assert sorted(places) == list(range(1, 21))
+        assert sorted([*pages._free, *pages._kept, *{*counted}]) == list(range(1, 21))
         assert pages._n_reserved == sum(one.n_reserved for one, _ in leases)
         assert pages.n_available >= 0
     assert n_refused > 20
@@ -143,6 +142,5 @@ def test_nothing_leaks_in_a_thousand_random_jobs():
 
 def test_a_key_stands_for_every_id_and_their_order_and_what_came_before():
     ids = list(range(PAGE))
-    keys = {next_key(b"", ids), next_key(b"x", ids), next_key(b"", ids[::-1]), next_key(b"", [*ids[:-1], 0])}
-    assert len(keys) == 4
+    assert len({next_key(b"", ids), next_key(b"x", ids), next_key(b"", ids[::-1]), next_key(b"", [*ids[:-1], 0])}) == 4
     assert next_key(b"", ids) == next_key(b"", ids)

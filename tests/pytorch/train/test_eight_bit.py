@@ -44,8 +44,7 @@ def test_a_book_has_256_different_values_from_its_lowest_to_one(book: CodeBook):
 
 
 def test_the_smallest_decade_worked_by_hand():
-    positive = SIGNED.values[SIGNED.values > 0]
-    np.testing.assert_allclose(positive[:3], [0.55e-6, 3.25e-6, 7.75e-6], rtol=1e-6)
+    np.testing.assert_allclose(SIGNED.values[SIGNED.values > 0][:3], [0.55e-6, 3.25e-6, 7.75e-6], rtol=1e-6)
     np.testing.assert_allclose(UNSIGNED.values[1:3], [3.25e-7, 7.75e-7], rtol=1e-6)
 
 
@@ -95,11 +94,8 @@ def test_values_of_the_book_and_zeros_in_company_come_back_as_they_are(book: Cod
 @BOOKS
 def test_a_number_next_to_a_threshold_falls_on_its_own_side(book: CodeBook):
     """So no cell of the tables holds two thresholds; where it did, one of these would get the code of another."""
-    sides = [
-        np.nextafter(book.thresholds, np.float32(-2)),
-        book.thresholds,
-        np.nextafter(book.thresholds, np.float32(2)),
-    ]
+    below, above = (np.nextafter(book.thresholds, np.float32(towards)) for towards in (-2, 2))
+    sides = [below, book.thresholds, above]
     x = np.stack([np.append(side, np.float32(1)) for side in sides])
     expected = np.arange(256)
     np.testing.assert_array_equal(encoded(x, book).codes.numpy(), [expected, expected, np.minimum(expected + 1, 255)])
@@ -139,8 +135,7 @@ def test_a_step_uses_the_moments_before_they_are_rounded():
             ours.step(1e-3)
             made[eight_bit, step] = [parameter.detach().clone() for parameter in made[eight_bit].values()]
     assert all(torch.equal(one, other) for one, other in zip(made[False, 1], made[True, 1], strict=True))
-    apart = [float((x - y).abs().max()) for x, y in zip(made[False, 2], made[True, 2], strict=True)]
-    assert 0 < max(apart) < 1e-3
+    assert 0 < max(float((x - y).abs().max()) for x, y in zip(made[False, 2], made[True, 2], strict=True)) < 1e-3
 
 
 @pytest.mark.live
@@ -173,8 +168,7 @@ def curve(*, eight_bit: bool) -> np.ndarray:
     ours, losses = AdamW(params, lr_ratio=1.0, eight_bit=eight_bit, **HYPER), []
     for _ in range(100):
         x, noise = torch.randn(256, 64, generator=generator), torch.randn(256, 96, generator=generator)
-        y = x @ params["q_proj.lora_A"].mT @ params["q_proj.lora_B"].mT
-        loss = (y - x @ wanted.mT - noise).square().mean()
+        loss = (x @ params["q_proj.lora_A"].mT @ params["q_proj.lora_B"].mT - x @ wanted.mT - noise).square().mean()
         ours.zero_grad()
         loss.backward()
         ours.clip(1.0)

@@ -55,8 +55,7 @@ def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, na
         target_modules=LORA["target_modules"], **kind,
     )  # fmt: skip
     training: Any = Training(plan_training(settings))
-    peft_kind = {f"use_{key}": value for key, value in kind.items()}
-    theirs = in_peft(name, training.adapter, **LORA, **peft_kind)
+    theirs = in_peft(name, training.adapter, **LORA, **{f"use_{key}": value for key, value in kind.items()})
     expected = loop(theirs, training, weight_decay=0.1)
     actual = [training.run_step() for _ in range(STEPS)]
     np.testing.assert_allclose([one.loss for one in actual], [loss for loss, _ in expected], rtol=1e-5, strict=True)

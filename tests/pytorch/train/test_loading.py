@@ -79,9 +79,7 @@ def test_packed_matrices_get_compiled_products_with_gradients_on_the_cpu():
 
 
 def test_a_model_without_packed_matrices_is_trained_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        kernel_selection, "built_kernels", lambda at, *, training: pytest.fail("kernels were asked for")
-    )
+    monkeypatch.setattr(kernel_selection, "built_kernels", lambda at, *, training: pytest.fail("asked for kernels"))
     module = loaded(torch.float32)
     prepare(module, target("cpu", "float32"))
     assert isinstance(module.lm_head, FrozenLinear)

@@ -75,7 +75,6 @@ def test_the_longest_row_of_the_data_decides(tmp_path: Path, packing: bool):
     found = training.memory
     assert found is not None
     longest = training.data.settings.max_length if packing else max(training.data.train.lengths)
-    n_rows = len(training.data.rows(training.data.train))
-    assert found.n_tokens == min(2, n_rows) * longest
+    assert found.n_tokens == min(2, len(training.data.rows(training.data.train))) * longest
     n_parameters = sum(parameter.numel() for parameter in training.parameters.values())
     assert found.trained >= 3 * 4 * n_parameters  # gradients and two moments

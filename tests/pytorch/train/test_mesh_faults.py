@@ -88,8 +88,7 @@ def test_ranks_of_a_launcher_refuse_together_a_mesh_of_another_size_and_a_folder
     code, said = ended(started([*launch, *arguments(tmp_path)]))
     assert code == 1
     assert_tells(said[0], "--resume", "folder")
-    codes = [line.split()[2] for line in said if "exitcode  :" in line]
-    assert set(codes) == {"2"}
+    assert {line.split()[2] for line in said if "exitcode  :" in line} == {"2"}
 
 
 @pytest.mark.slow

@@ -84,8 +84,7 @@ def test_run_writes_log_curve_snapshots_and_adapter(tmp_path: Path):
         (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True)
     ]  # fmt: skip
     expected = trained(settings, steps=4)
-    adapter = read_adapter(folder, load("micro-qwen3").config)
-    assert {n: a.tobytes() for n, a in adapter.flat().items()} == {
+    assert {n: a.tobytes() for n, a in read_adapter(folder, load("micro-qwen3").config).flat().items()} == {
         n: a.tobytes() for n, a in expected.adapter.flat().items()
     }
     assert (result.steps, result.n_parameters) == (4, expected.adapter.n_parameters)
@@ -300,8 +299,7 @@ def test_non_finite_loss_ends_the_run_and_keeps_the_last_snapshot(tmp_path: Path
 def test_without_a_validation_set_there_is_none(tmp_path: Path):
     settings = small_settings(tmp_path)
     data = write_rows(tmp_path / "alone.jsonl", ragged_rows())
-    result = run(replace(settings, data=str(data)), tmp_path / "run")
-    assert result.valid_loss is None
+    assert run(replace(settings, data=str(data)), tmp_path / "run").valid_loss is None
     assert [one["step"] for one in lines(tmp_path / "run")] == [1, 2, 3, 4]
 
 

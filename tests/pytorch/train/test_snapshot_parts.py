@@ -45,8 +45,7 @@ def test_tensors_of_each_dtype_are_read_as_they_were(folder: Path):
 def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
     """Change the one part that is described of a tensor."""
     described: Any = FileSystemReader(folder).read_metadata()
-    chunks = described.state_dict_metadata[NAME].chunks
-    change(chunks)
+    change(described.state_dict_metadata[NAME].chunks)
     (folder / ".metadata").write_bytes(pickle.dumps(described))
 
 

@@ -32,8 +32,7 @@ from llorch.training.settings import TrainSettings
 @pytest.mark.nightly_cases("True")
 @pytest.mark.parametrize("eight_bit", [False, True])
 def test_training_learns_what_the_rows_have_in_common(tmp_path: Path, eight_bit: bool):
-    settings = small_settings(tmp_path, steps=12, lr=3e-2, r=64, alpha=128.0, eight_bit=eight_bit)
-    training = trained(settings, steps=0)
+    training = trained(small_settings(tmp_path, steps=12, lr=3e-2, r=64, alpha=128.0, eight_bit=eight_bit), steps=0)
     before = training.validate()
     losses = [training.run_step().loss for _ in range(12)]
     assert losses[-1] < 0.5 * losses[0]

@@ -7,25 +7,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from benchmarks.atlas import inputs as atlas
 from benchmarks.atlas.catalogue import BY_NAME
-from benchmarks.atlas.inputs import (
-    FAMILIES,
-    FEATURES,
-    QUANTISED,
-    AtlasInput,
-    every_input,
-    json_config,
-    quantised_inputs,
-    write_input,
-)
+from benchmarks.atlas.inputs import AtlasInput, every_input, json_config, quantised_inputs, write_input
 from llorch.files import open_weights
 
 
 def test_names_are_unique_and_every_feature_is_used():
     inputs = list(every_input())
     assert len({each.name for each in inputs}) == len(inputs)
-    assert {each.feature for each in inputs} == {"", *FEATURES}
-    assert {name for family in FAMILIES.values() for name in family.features} == FEATURES.keys()
+    assert {each.feature for each in inputs} == {"", *atlas.FEATURES}
+    assert {name for family in atlas.FAMILIES.values() for name in family.features} == atlas.FEATURES.keys()
 
 
 def test_styles_say_the_same_at_two_places():
@@ -72,7 +64,7 @@ def test_what_is_there_is_not_written_again(tmp_path: Path):
 def test_quantised_inputs_are_folders_and_files_with_tokens_of_their_vocabulary(tmp_path: Path):
     inputs = list(quantised_inputs())
     assert [each.name for each in inputs[:2]] == ["gptq-4bit", "gptq-4bit.gguf"]
-    assert len(inputs) == 2 * len(QUANTISED)
+    assert len(inputs) == 2 * len(atlas.QUANTISED)
     assert not {each.name for each in inputs} & {each.name for each in every_input()}
     assert all(each.is_quantised and not each.controls for each in inputs)
     folder, file = (open_weights(write_input(AtlasInput("ct-w4a16", gguf=gguf), tmp_path)) for gguf in (False, True))

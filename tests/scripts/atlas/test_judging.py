@@ -8,11 +8,10 @@ import pytest
 from builders.quantised_folders import FOLDERS
 from helpers.refusals import assert_tells, refuses
 
-import llorch
 from benchmarks.atlas.judging import EngineRunReport, StageRow, Trace, judge
 from benchmarks.atlas.verdicts import word_of
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
-from llorch.files import open_weights
+from llorch.files import Weights, open_weights
 from llorch.model.model import Model
 from llorch.ops.numerics import SCHEME, Numerics
 from llorch.runtime.builtin import builtin_path
@@ -22,26 +21,32 @@ IDS = [5, 9, 33, 120, 7, 64, 9, 200]
 FEW = [5, 9, 23, 12, 7, 6, 9, 20]  # of the quantised folders
 
 
+def traced(weights: Weights, ids: list[int]) -> dict[str, np.ndarray]:
+    trace: dict[str, np.ndarray] = {}
+    Model(weights).forward(ids, trace=trace)
+    return trace
+
+
 @pytest.fixture(scope="module")
 def reference() -> Trace:
-    trace: dict[str, np.ndarray] = {}
-    Model(open_weights(MODEL).astype(np.float64)).forward(IDS, trace=trace)
-    return trace
+    return traced(open_weights(MODEL).astype(np.float64), IDS)
 
 
 @pytest.fixture(scope="module")
 def theirs() -> Trace:
-    trace: dict[str, np.ndarray] = {}
-    llorch.load(MODEL).forward(IDS, trace=trace)
-    return trace
+    return traced(open_weights(MODEL), IDS)
 
 
-def run_report(folder: Path, trace: Trace, reference: Trace, dtype: str = "float32") -> EngineRunReport:
-    with DumpWriter(folder, dtype=dtype) as dump:
-        dump.begin(IDS)
+def write(folder: Path, trace: Trace, ids: list[int]) -> None:
+    with DumpWriter(folder, dtype="float32") as dump:
+        dump.begin(ids)
         for key, array in trace.items():
             layer, _, name = key.rpartition(".")
             dump.add(name, array, layer=int(layer[1:]) if layer else None)
+
+
+def run_report(folder: Path, trace: Trace, reference: Trace) -> EngineRunReport:
+    write(folder, trace, IDS)
     return judge(MODEL, folder, reference)
 
 
@@ -78,9 +83,8 @@ def exchanged(theirs: Trace, reference: Trace) -> tuple[np.ndarray, int, int]:
 
 def test_another_expert_is_wrong(theirs: Trace, reference: Trace, tmp_path: Path):
     ids, *_ = exchanged(theirs, reference)
-    assert not run_report(
-        tmp_path, {**theirs, "l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}, reference
-    ).is_right
+    shown = {**theirs, "l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}
+    assert not run_report(tmp_path, shown, reference).is_right
 
 
 def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace, reference: Trace, tmp_path: Path):
@@ -102,20 +106,13 @@ def test_a_dump_without_logits_says_so(theirs: Trace, reference: Trace, tmp_path
 
 def run_of(name: str, numerics: Numerics, change: float = 1.0) -> dict[str, np.ndarray]:
     """Every stage of a quantised folder in float32."""
-    trace: dict[str, np.ndarray] = {}
-    Model(open_weights(FOLDERS / name).using(numerics=numerics)).forward(FEW, trace=trace)
+    trace = traced(open_weights(FOLDERS / name).using(numerics=numerics), FEW)
     return {key: array * np.float32(change if key == "l0.ffn_gate" else 1) for key, array in trace.items()}
 
 
 def compare_folder(name: str, shown: Trace, folder: Path) -> EngineRunReport:
-    exact: dict[str, np.ndarray] = {}
-    Model(open_weights(FOLDERS / name).astype(np.float64)).forward(FEW, trace=exact)
-    with DumpWriter(folder, dtype="float32") as dump:
-        dump.begin(FEW)
-        for key, array in shown.items():
-            layer, _, stage = key.rpartition(".")
-            dump.add(stage, array, layer=int(layer[1:]) if layer else None)
-    return judge(FOLDERS / name, folder, exact)
+    write(folder, shown, FEW)
+    return judge(FOLDERS / name, folder, traced(open_weights(FOLDERS / name).astype(np.float64), FEW))
 
 
 @pytest.mark.parametrize("name", ["ct-w8a8", "ct-fp8-static-kv"])

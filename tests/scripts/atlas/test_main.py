@@ -35,11 +35,8 @@ def test_names_are_listed_and_each_adapter_has_pinned_requirements():
     for engine in catalogue.ENGINES:
         if not engine.why_not:
             assert len(engine.adapter.read_text().splitlines()) < 100, engine.name
-            pins = [
-                line
-                for line in engine.adapter.with_suffix(".txt").read_text().splitlines()
-                if not line.startswith(("#", "-"))
-            ]
+            lines = engine.adapter.with_suffix(".txt").read_text().splitlines()
+            pins = [line for line in lines if not line.startswith(("#", "-"))]
             assert pins
             assert all("==" in line for line in pins), engine.name
 

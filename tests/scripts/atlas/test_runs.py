@@ -4,6 +4,7 @@ import json
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers.refusals import assert_tells
@@ -43,24 +44,19 @@ answer("numpy", load, compute)
 
 @pytest.fixture
 def asked(tmp_path: Path):
-    (tmp_path / "adapter.py").write_text(ADAPTER)
-
-    def ask(*models: str, seconds: float = 60, start: float = 60) -> list[RunEnd]:
+    def ask(*models: str, adapter: str = ADAPTER, seconds: float = 60, **how: Any) -> list[RunEnd]:
+        (tmp_path / "adapter.py").write_text(adapter)
         requests = [Request(each, [[1, 2]], str(tmp_path / each), str(tmp_path / "scratch")) for each in models]
         command = [sys.executable, str(tmp_path / "adapter.py")]
-        return run_all(command, requests, tmp_path, seconds=seconds, start=start, memory=100_000_000)
+        return run_all(command, requests, tmp_path, seconds=seconds, start=60, memory=100_000_000, **how)
 
     return ask
 
 
-def test_seconds_are_those_of_the_run_and_not_of_the_look(tmp_path: Path):
+def test_seconds_are_those_of_the_run_and_not_of_the_look(asked, tmp_path: Path):
     """Three runs take 0.02 s each by their own clock and end before the first look."""
-    code = ADAPTER.replace(
-        "def compute(engine, run, dump):\n", "def compute(engine, run, dump):\n    time.sleep(0.02)\n"
-    )
-    (tmp_path / "adapter.py").write_text(code)
-    requests = [Request(each, [[1, 2]], str(tmp_path / each), str(tmp_path / "scratch")) for each in "abc"]
-    ended = run_all([sys.executable, str(tmp_path / "adapter.py")], requests, tmp_path)
+    head = "def compute(engine, run, dump):\n"
+    ended = asked(*"abc", adapter=ADAPTER.replace(head, f"{head}    time.sleep(0.02)\n"))
     measured = [json.loads((tmp_path / each / "said.json").read_text())["seconds"] for each in "abc"]
     assert [each.seconds for each in ended] == measured
     assert min(measured) >= 0.02
@@ -91,21 +87,16 @@ def test_what_hangs_is_ended_with_all_that_it_started(asked, model: str):
     assert words == ["done", "hung", "done"]
 
 
-def test_every_end_is_told_once(tmp_path: Path):
-    (tmp_path / "adapter.py").write_text(ADAPTER)
-    requests = [Request(each, [[1]], str(tmp_path / each), str(tmp_path)) for each in ("a", "exits", "b")]
+def test_every_end_is_told_once(asked):
     told: list[RunEnd] = []
-    ended = run_all([sys.executable, str(tmp_path / "adapter.py")], requests, tmp_path, report=told.append)
+    ended = asked("a", "exits", "b", report=told.append)
     assert told == ended
     assert len(ended) == 3
 
 
-def test_no_run_reaches_the_network(tmp_path: Path):
+def test_no_run_reaches_the_network(asked):
     code = "from os import environ as e; exit(e['HF_HUB_OFFLINE'] != '1' or not e['https_proxy'].endswith(':9'))"
-    (tmp_path / "adapter.py").write_text(code)
-    (ended,) = run_all(
-        [sys.executable, str(tmp_path / "adapter.py")], [Request("a", [[1]], str(tmp_path), str(tmp_path))], tmp_path
-    )
+    (ended,) = asked("a", adapter=code)
     assert_tells(ended.error, "status 0")
 
 

@@ -21,14 +21,9 @@ FACTS = {"date": "2026-01-01", "processor": "one"}
 
 
 def verdict(
-    name: str,
-    verdict: str,
-    run_report: EngineRunReport | None = None,
-    feature: str = "",
-    style: Style = "new",
-    said: str = "",
+    name: str, verdict: str, run: EngineRunReport | None = None, feature: str = "", style: Style = "new", said: str = ""
 ) -> EngineReport:
-    return EngineReport("engine", "", AtlasInput(name, feature, style), verdict, said, "1.0", 0.1, run_report)
+    return EngineReport("engine", "", AtlasInput(name, feature, style), verdict, said, "1.0", 0.1, run)
 
 
 @pytest.mark.parametrize(
@@ -78,10 +73,8 @@ def test_bug_of_another_way_has_a_report_only_where_the_own_way_has_none():
     made = [*own, *(replace(each, way="half", run_report=sdpa) for each in own[:1]), replace(own[1], way="half")]
     made += [replace(verdict("qwen2", "wrong", OFF, "eps"), way="half"), replace(own[2], way="half")]
     found = dict(bugs(confirmed(made)))
-    assert [[(each.way, each.input.family) for each in of] for of in found.values()] == [
-        [("half", "qwen2")],
-        [("", "llama")],
-    ]
+    ways = [[(each.way, each.input.family) for each in of] for of in found.values()]
+    assert ways == [[("half", "qwen2")], [("", "llama")]]
     assert "half on a CPU" in report(*next(iter(found.items())), None)
     assert "float32 on a CPU" in report(*list(found.items())[1], None)
 

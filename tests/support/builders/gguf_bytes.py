@@ -31,16 +31,9 @@ def row(name: bytes, dims: Sequence[int], *, kind: int = TYPE_F32, offset: int =
 
 
 def gguf(
-    entries: Sequence[bytes] = (),
-    rows: Sequence[bytes] = (),
-    data: bytes = b"",
-    *,
-    magic: bytes = b"GGUF",
-    version: int = 3,
-    n_entries: int | None = None,
-    n_tensors: int | None = None,
-    alignment: int = 32,
-) -> bytes:
+    entries: Sequence[bytes] = (), rows: Sequence[bytes] = (), data: bytes = b"", *, magic: bytes = b"GGUF",
+    version: int = 3, n_entries: int | None = None, n_tensors: int | None = None, alignment: int = 32,
+) -> bytes:  # fmt: skip
     tensors = len(rows) if n_tensors is None else n_tensors
     keys = len(entries) if n_entries is None else n_entries
     header = magic + struct.pack("<IQQ", version, tensors, keys) + b"".join(entries) + b"".join(rows)

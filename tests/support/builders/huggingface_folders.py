@@ -54,12 +54,10 @@ def folder_content(metadata: Mapping[str, object]) -> tuple[Json, Json]:
         return folder_json(model, special, parts, begin="<s>"), {"bos_token": "<s>", "eos_token": "</s>"}
     llama_3 = metadata["tokenizer.ggml.pre"] == "llama-bpe"
     model = {
-        "type": "BPE",
-        "ignore_merges": llama_3,
-        "byte_fallback": False,
+        "type": "BPE", "ignore_merges": llama_3, "byte_fallback": False,
         "vocab": {tokens[i]: int(i) for i in np.flatnonzero(types == 1)},
         "merges": [raw.decode() for raw in metadata["tokenizer.ggml.merges"]],  # type: ignore[union-attr]
-    }
+    }  # fmt: skip
     parts = {
         "normalizer": None if llama_3 else {"type": "NFC"},
         "pre_tokenizer": deepcopy(WORDS["llama-bpe" if llama_3 else "qwen2"]),  # tests change it
@@ -80,13 +78,10 @@ def folder_json(model: Mapping[str, object], special: Mapping[str, int], parts: 
         "special_tokens": {begin: {"id": begin, "ids": [special.get(begin or "")], "tokens": [begin]}},
     }
     return parts | {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
+        "version": "1.0", "truncation": None, "padding": None, "model": dict(model),
         "added_tokens": [added_token(token_id, text) for text, token_id in special.items()],
         "post_processor": {"type": "Sequence", "processors": [BYTE_LEVEL, template]} if begin else None,
-        "model": dict(model),
-    }
+    }  # fmt: skip
 
 
 def added_token(token_id: int, text: str, *, special: bool = True) -> Json:
@@ -104,10 +99,7 @@ def sentencepiece_model(tokens: list[str], text: Mapping[str, int], scores: np.n
         if token[:cut] in text and token[cut:] in text
     ]
     return {
-        "type": "BPE",
-        "byte_fallback": True,
-        "fuse_unk": True,
-        "unk_token": "<unk>",
+        "type": "BPE", "byte_fallback": True, "fuse_unk": True, "unk_token": "<unk>",
         "vocab": {token: token_id for token_id, token in enumerate(tokens)},
         "merges": [merge for _, _, _, merge in sorted(merges)],
-    }
+    }  # fmt: skip

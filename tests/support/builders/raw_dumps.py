@@ -96,13 +96,9 @@ def _layer_names(config: ModelConfig) -> list[str]:
 
 
 def _add_projection(
-    add: Callable[[str, str, np.ndarray], None],
-    paired: Callable[[np.ndarray], np.ndarray],
-    letter: str,
-    i: int,
-    layer: Mapping[str, np.ndarray],
-    config: ModelConfig,
-) -> None:
+    add: Callable[[str, str, np.ndarray], None], paired: Callable[[np.ndarray], np.ndarray], letter: str, i: int,
+    layer: Mapping[str, np.ndarray], config: ModelConfig,
+) -> None:  # fmt: skip
     node, projected = f"{letter.upper()}cur-{i}", layer[f"{letter}_proj"]
     projected = projected if letter == "v" else paired(projected)
     heads = projected.reshape(len(projected), -1, config.head_dim)

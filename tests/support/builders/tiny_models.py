@@ -4,7 +4,9 @@ The names here are typed out once more on purpose: they are what the table in ll
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 import safetensors.numpy
@@ -118,10 +120,15 @@ def write_file(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, o
                 writer.add_string(key, value)
             case list():
                 writer.add_array(key, value)
+    finish(writer, tensors)
+    return path
+
+
+def finish(writer: GGUFWriter, tensors: Mapping[str, np.ndarray] = MappingProxyType({})) -> None:
+    """Add tensors to what a writer has, and write its file."""
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
-    return path

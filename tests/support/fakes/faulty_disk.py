@@ -18,7 +18,6 @@ from llorch.training import snapshot_files, snapshots
 from llorch.training.snapshots import SnapshotStore
 
 OPERATIONS = ("mkdir", "open", "write", "fsync", "close", "rename", "unlink", "rmdir", "listdir")
-LEFTOVERS = (".new", ".old", ".gone")
 
 
 class Crash(BaseException):

@@ -187,6 +187,10 @@ def cut_to_10_bits(x: Tensor) -> Tensor:
     return (x.view(torch.int32) & ~0x1FFF).view(torch.float32) if x.dtype == torch.float32 else x
 
 
+def product_of_10_bits(self: nn.Linear, x: Tensor) -> Tensor:
+    return linear(cut_to_10_bits(x), cut_to_10_bits(self.weight), self.bias)
+
+
 def norm_rounded_before_gain(x: Tensor, weight: Tensor, *, eps: float) -> Tensor:
     normed = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + eps)
     return (normed.bfloat16() * weight).to(x.dtype)
@@ -299,11 +303,7 @@ FAULTS: dict[str, BreakModel] = {
     "eps outside the root": of_library("rms_norm", "norm-eps-outside-root"),
     "norm rounded before the gain": method(torch_model, "rms_norm", lambda _: norm_rounded_before_gain),
     "gain missing": of_library("rms_norm", "norm-gain-missing"),
-    "products of 10 bits": method(
-        nn.Linear,
-        "forward",
-        lambda _: lambda self, x: linear(cut_to_10_bits(x), cut_to_10_bits(self.weight), self.bias),
-    ),
+    "products of 10 bits": method(nn.Linear, "forward", lambda _: product_of_10_bits),
     "bias of queries missing": in_every_layer(without_bias),
     "norms of queries and keys swapped": in_every_layer(norms_swapped),
     "last token not cached": appended(not_the_last),

@@ -71,16 +71,9 @@ def _of_group(fault: InjectedFault, runner: NumpyTrainingRunner | TorchTrainingR
     ours: dict[str, Arrays] = {"isolated": dict(up_to(last, runner.isolated())), "chained": {}}
     if last <= "17":
         ours["chained"] = dict(up_to(last, runner.chained()))
-    expectations = make_expectations(
-        training_golden_of(fault.model), training_weights_of(fault.model).config, "float64"
-    )
-    found = comparisons(
-        fault.model,
-        (expectation for expectation in expectations if expectation.stage_ref.stage == group),
-        ours,
-        "float64",
-    )
-    return [c for c in found if not c.note]
+    every = make_expectations(training_golden_of(fault.model), training_weights_of(fault.model).config, "float64")
+    mine = (expectation for expectation in every if expectation.stage_ref.stage == group)
+    return [c for c in comparisons(fault.model, mine, ours, "float64") if not c.note]
 
 
 def _off(made: Any) -> Any:
@@ -111,23 +104,15 @@ def rows_with(mistake: Mistake[Any], model: str) -> list[Comparison]:
         logits, files = exported(weights, golden)
         ours = {"isolated": dict(runner.isolated()), "chained": dict(runner.merged()) | logits}
         of_files = [file_row(model, kind, table, golden.files[kind]) for kind, table in files.items()]
-        expectations = [
-            expectation
-            for expectation in make_expectations(golden, weights.config, "float32")
-            if expectation.stage_ref.checkpoint == last
-        ]
-        return in_order([*comparisons(model, iter(expectations), ours, "numpy"), *of_files])
+        every = make_expectations(golden, weights.config, "float32")
+        mine = (expectation for expectation in every if expectation.stage_ref.checkpoint == last)
+        return in_order([*comparisons(model, mine, ours, "numpy"), *of_files])
 
 
 def compare(
-    model: str,
-    golden: TrainingGolden,
-    runner: NumpyTrainingRunner | TorchTrainingRunner,
-    last: str,
-    *,
-    dtype: DtypeName = "float32",
-    left_out: Sequence[str] = (),
-) -> list[Comparison]:
+    model: str, golden: TrainingGolden, runner: NumpyTrainingRunner | TorchTrainingRunner, last: str, *,
+    dtype: DtypeName = "float32", left_out: Sequence[str] = (),
+) -> list[Comparison]:  # fmt: skip
     """Rows of a runner up to a checkpoint; ten steps in a row show nothing more than one from the golden's state."""
     before = {"isolated": last, "chained": "17" if last == "18" else last}
     ours: dict[str, Arrays] = {mode: {} for mode in before}
@@ -153,10 +138,8 @@ def over_in_half(comparison: Comparison) -> float:
     """By what factor a row is over the tolerance of bfloat16; 0 where that has none."""
     if comparison.mode == "exact" or not shows(comparison.stage_ref, comparison.mode, "bfloat16"):
         return 0.0
-    config = training_weights_of(comparison.model).config
-    allowed = derive_tolerance(
-        training_golden_of(comparison.model), config, comparison.stage_ref, comparison.mode, "bfloat16"
-    )
+    golden, config = training_golden_of(comparison.model), training_weights_of(comparison.model).config
+    allowed = derive_tolerance(golden, config, comparison.stage_ref, comparison.mode, "bfloat16")
     return Difference(comparison.error, comparison.worst).over(allowed)
 
 

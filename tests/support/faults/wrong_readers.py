@@ -118,9 +118,8 @@ def nvfp4_of_modelopt(tensors: Tensors, *, divided: bool) -> Matrices:
 def double_quantised_without_offset(tensors: Tensors) -> Matrices:
     made = {}
     for module in modules(tensors, ".weight.absmax"):
-        state = json.loads(
-            next(tensors[name][2] for name in tensors if name.startswith(f"{module}.weight.quant_state"))
-        )
+        stored = next(tensors[name][2] for name in tensors if name.startswith(f"{module}.weight.quant_state"))
+        state = json.loads(stored)
         packed, codes = array(tensors, f"{module}.weight").reshape(-1), array(tensors, f"{module}.weight.absmax")
         levels = array(tensors, f"{module}.weight.nested_quant_map")[codes]
         nested = array(tensors, f"{module}.weight.nested_absmax")

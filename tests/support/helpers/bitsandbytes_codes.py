@@ -21,10 +21,7 @@ def kernel_book(*, signed: bool) -> CodeBook:
         return kernel_codes(np.append(x, np.float32(1)), values.numpy())[:-1].astype(int)
 
     one = int(np.float32(1).view(np.int32))
-    low, high = (
-        np.full(255, -one if signed else 0),
-        np.full(255, one),
-    )  # floats counted from 0, so that they can be halved
+    low, high = np.full(255, -one if signed else 0), np.full(255, one)  # floats counted from 0, so they can be halved
     while (high - low > 1).any():
         middle = (low + high) // 2
         above = codes(_float(middle)) > BOUNDARIES

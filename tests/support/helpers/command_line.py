@@ -22,15 +22,9 @@ def invoke(*args: str, stdin: str = "") -> Result:
 def spawn(*args: str, stdin: str = "", cwd: Path = REPOSITORY, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run a command as a process of its own."""
     return subprocess.run(
-        [sys.executable, "-m", "llorch", *args],
-        input=stdin,
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-        cwd=cwd,
-        env=os.environ | environment,
-    )
+        [sys.executable, "-m", "llorch", *args], input=stdin, capture_output=True, text=True, timeout=600, check=False,
+        cwd=cwd, env=os.environ | environment,
+    )  # fmt: skip
 
 
 def words_of(line: str) -> list[str]:

@@ -32,14 +32,10 @@ def varied_jobs(model: TorchModel, adapters: Sequence[str | None] = (None,)) -> 
     """Prompts that begin alike and not, of lengths around whole pages, with settings of every kind."""
     common = some_ids(model, 140)
     lengths = [(0, 5, 6), (130, 3, 5), (129, 0, 3), (100, 24, 8), (128, 0, 3), (65, 0, 2)]
+    prompts = [[*common[:begin], *some_ids(model, rest, at)] for at, (begin, rest, _) in enumerate(lengths)]
     return [
-        job(
-            [*common[:begin], *some_ids(model, rest, at)],
-            n,
-            VARIED[at % len(VARIED)],
-            adapter=adapters[at % len(adapters)],
-        )
-        for at, (begin, rest, n) in enumerate(lengths)
+        job(prompts[at], n, VARIED[at % len(VARIED)], adapter=adapters[at % len(adapters)])
+        for at, (_, _, n) in enumerate(lengths)
     ]
 
 

@@ -31,20 +31,8 @@ def arguments(folder: Path, *more: str, mesh: str = "dp=2") -> list[str]:
     data = folder / "data"
     if not data.exists():
         small_data(folder)
-    shape = "--steps 8 --batch-size 4 --save-every 2 --eval-every 100".split()
-    return [
-        "lora",
-        "train",
-        "micro-llama",
-        "--data",
-        str(data),
-        "-o",
-        str(folder / "run"),
-        *shape,
-        "--mesh",
-        mesh,
-        *more,
-    ]
+    shape = f"--steps 8 --batch-size 4 --save-every 2 --eval-every 100 --mesh {mesh}".split()
+    return ["lora", "train", "micro-llama", "--data", str(data), "-o", str(folder / "run"), *shape, *more]
 
 
 @dataclass(frozen=True)

@@ -42,15 +42,9 @@ class Served:
 
 @contextmanager
 def served(
-    model: Model | str = "story",
-    *,
-    batch: GenerationBatch | None = None,
-    n_jobs: int = 4,
-    n_waiting: int = 32,
-    context: int = 512,
-    timeout: float = 60.0,
-    stuck_after: float = 600.0,
-) -> Iterator[Served]:
+    model: Model | str = "story", *, batch: GenerationBatch | None = None, n_jobs: int = 4, n_waiting: int = 32,
+    context: int = 512, timeout: float = 60.0, stuck_after: float = 600.0,
+) -> Iterator[Served]:  # fmt: skip
     """Serve a model: with Turns, or a batch of the test's own."""
     opened = load(model) if isinstance(model, str) else model
     batch = batch or Turns(opened, n_jobs=n_jobs)

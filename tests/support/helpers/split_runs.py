@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.distributed as dist
+from builders.tiny_models import finish
 from gguf import GGUFWriter
 
 from llorch.families.config import ModelConfig
@@ -53,10 +54,7 @@ def written(folder: Path, kind: GGMLType, like: ModelConfig = MODELS["Q8_0"].con
             raw = matrix_bytes(kind, (rows, weight.shape[-1]), key=weight.name).view(np.int8)
             known: Any = kind
             writer.add_tensor(weight.gguf, raw, raw_shape=weight.shape, raw_dtype=known)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    finish(writer)
     return folder / f"{kind.name}.gguf"
 
 

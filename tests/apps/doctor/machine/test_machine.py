@@ -46,12 +46,7 @@ def test_threads_that_somebody_set_are_shown(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_devices_are_those_that_torch_sees(
-    facts: dict[str, object],
-    driver: bool,
-    state: str,
-    told: tuple[str, ...],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    facts: dict, driver: bool, state: str, told: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if driver:
         (tmp_path / "driver").touch()

@@ -100,8 +100,7 @@ def test_a_block_that_reads_pages_has_the_bits_of_one_whose_context_is_gathered(
             rows = [
                 SequenceRow(own, row, n + step * seq) for row, (n, own) in enumerate(zip(filled, pages, strict=True))
             ]
-            ids = torch.arange(2 * seq).view(2, seq) + step
-            made.append(model(ids, cache.begin(rows, seq), cache, keep=keep))
+            made.append(model(torch.arange(2 * seq).view(2, seq) + step, cache.begin(rows, seq), cache, keep=keep))
             assert cache.pages is not None
         made.append(torch.cat([store for pool in cache._pools for store in pool]))
     assert all(torch.equal(actual, expected) for actual, expected in zip(made[:4], made[4:], strict=True))
@@ -120,8 +119,7 @@ def test_block_with_a_kernel_of_another_mode_is_not_one_call(fixed):
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
 @torch.no_grad()
 def test_packed_block_in_one_call_equals_its_kernels_bit_for_bit(kind, tmp_path):
-    path = write_model(kind, tmp_path)
-    model = load_packed(open_weights(path), dtype=torch.float32, device=CPU)
+    model = load_packed(open_weights(write_model(kind, tmp_path)), dtype=torch.float32, device=CPU)
     use_sdpa(model)
     install_kernels(model, kernels_for(CPU, torch.float32, required=True))
     assert any(isinstance(part, CpuQuantisedLinear) for part in parts(model))

@@ -56,8 +56,7 @@ def test_swiglu_is_right_at_every_single_gate():
 
 
 def test_swiglu_of_a_gate_far_below_zero_is_nothing():
-    gate = torch.full((16,), -1000.0)
-    assert CpuSwiglu(COMPILED)(gate, torch.ones(16)).abs().max() == 0
+    assert CpuSwiglu(COMPILED)(torch.full((16,), -1000.0), torch.ones(16)).abs().max() == 0
 
 
 def cache(dtype: torch.dtype, batch: int = 2) -> Cache:
@@ -122,8 +121,7 @@ def test_attention_of_a_few_tokens_is_that_of_the_page(batch, seq, ctx, masked, 
 
 def test_what_attention_does_not_see_does_not_count_even_when_it_is_huge():
     q, keys, values = (numbers(1, n, s, 16, dtype=torch.float32) for n, s in ((1, 2), (2, 20), (2, 20)))
-    visible = torch.arange(20).view(1, 1, 1, 20) < 10
-    run = partial(CpuAttention(COMPILED, None), visible=visible, keep=keep_nothing)
+    run = partial(CpuAttention(COMPILED, None), visible=torch.arange(20).view(1, 1, 1, 20) < 10, keep=keep_nothing)
     before = run(q, keys, values)
     keys[:, :, 10:], values[:, :, 10:] = 1e4, -1e30
     assert torch.equal(run(q, keys, values), before)

@@ -75,8 +75,7 @@ def test_decoding_has_the_bits_of_the_twin(ggml_type, dtype):
     kernel = layer(ggml_type, dtype)
     actual = torch.empty(OUT - 3, 768, dtype=dtype)
     kernel.library.llorch_decode(*kernel.matrix_of(dtype), actual.data_ptr(), 3, OUT - 3, 768)
-    expected = decode(kernel.fields, ggml_type)[3:].to(dtype)
-    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+    assert torch.equal(actual.view(torch.uint8), decode(kernel.fields, ggml_type)[3:].to(dtype).view(torch.uint8))
 
 
 @pytest.mark.parametrize("ggml_type", list(KINDS)[:3], ids=lambda kind: kind.name)

@@ -1,10 +1,14 @@
-"""Kernels in Triton's interpreter, where there is no device."""
+"""Kernels in Triton's interpreter, and on a device where there is one."""
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import TYPE_CHECKING
 
 import pytest
 from fakes.quick_interpreter import prepare_once_a_launch
+
+if TYPE_CHECKING:
+    import torch
 
 
 @pytest.fixture(autouse=True, scope="session")
@@ -13,3 +17,10 @@ def quick_interpreter() -> Iterator[None]:
         if find_spec("triton"):
             prepare_once_a_launch(patch)
         yield
+
+
+@pytest.fixture(params=["interpreter", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> "torch.device":
+    from helpers.kernel_tolerances import kernel_device
+
+    return kernel_device(request.param)

@@ -73,8 +73,7 @@ def test_a_model_answers_as_in_float64(folder: Path, way: str):
 def test_packed_experts_answer_as_in_float64(family: str, kind: str, kernels: str, tmp_path: Path):
     folder = random_folder(family, tmp_path / "hf", 3, **EVEN)
     path = convert(folder, tmp_path / "packed.gguf", ggml_type=GGMLType[kind]).target
-    model = require_same(path, device="cuda", kernels=kernels, residency="packed", off=1e-5)
-    decoding = model._spare
+    decoding = require_same(path, device="cuda", kernels=kernels, residency="packed", off=1e-5)._spare
     assert decoding is not None
     assert isinstance(decoding.replay, GraphedSteps) is (kernels == "own")
 
@@ -86,7 +85,6 @@ def test_packed_experts_answer_as_in_float64(family: str, kind: str, kernels: st
     "mlx-4bit", "mlx-4bit-experts", "mlx-8bit", "mlx-mxfp8",
 ])  # fmt: skip
 def test_quantised_folders_answer_as_in_float64(name: str, kernels: str):
-    model = require_same(FOLDERS / name, device="cuda", kernels=kernels, residency="packed", off=1e-5)
-    decoding = model._spare
+    decoding = require_same(FOLDERS / name, device="cuda", kernels=kernels, residency="packed", off=1e-5)._spare
     assert decoding is not None
     assert isinstance(decoding.replay, GraphedSteps) is (kernels == "own")

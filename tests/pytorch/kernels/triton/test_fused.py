@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
+from helpers.kernel_tolerances import DTYPES, EPS, assert_rounded, random
 from torch import nn
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
@@ -21,11 +21,6 @@ from llorch.pytorch.kernels.triton.fused import FusedRMSNorm
 
 EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 SUM = 40  # roundings on the way of a term through a sum: those of one thread, then those of the tree of threads
-
-
-@pytest.fixture(params=PLACES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return kernel_device(request.param)
 
 
 def norm(width: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
+from helpers.kernel_tolerances import DTYPES, EPS, assert_rounded, random
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 
@@ -17,11 +17,6 @@ EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
 N_SLOTS = 100
 LOST = {torch.float32: 0.0, torch.bfloat16: 2.0**-16, torch.float16: 2.0**-20}  # of a probability held in two numbers
 BATCH = 2
-
-
-@pytest.fixture(params=PLACES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return kernel_device(request.param)
 
 
 @pytest.fixture
@@ -57,8 +52,7 @@ def assert_attends(actual: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, va
     sizes = attention(q.double(), keys.double(), values.double().abs(), visible, keep_nothing)
     head_dim = q.shape[-1]
     score = head_dim * EPS * q.double().norm(dim=-1).max() * keys.double().norm(dim=-1).max() / math.sqrt(head_dim)
-    inner = (2 * score + keys.shape[2] * EPS + LOST[q.dtype]) * sizes
-    assert_rounded(actual, exact, inner, q.device)
+    assert_rounded(actual, exact, (2 * score + keys.shape[2] * EPS + LOST[q.dtype]) * sizes, q.device)
     assert stages["attn_probs"].shape[-1] == keys.shape[2]
 
 
@@ -108,8 +102,7 @@ def test_keys_and_values_may_lie_in_memory_in_different_ways(device):
     expected = decode_attention(q, keys, values, None, keep_nothing)
     apart = values.transpose(1, 2).contiguous().transpose(1, 2)
     assert torch.equal(decode_attention(q, keys, apart, None, keep_nothing), expected)
-    turned = keys.mT.contiguous().mT
-    assert torch.equal(decode_attention(q, turned, values, None, keep_nothing), expected)
+    assert torch.equal(decode_attention(q, keys.mT.contiguous().mT, values, None, keep_nothing), expected)
 
 
 def test_more_tokens_than_one_go_to_torch(device):

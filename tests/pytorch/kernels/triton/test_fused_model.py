@@ -86,8 +86,7 @@ def test_fused_stages_are_as_close_to_float64_as_unfused_ones(config, family, dt
         for name, array in actual.items():
             assert array.dtype is dtype
             assert array.device.type == device.type
-            allowed = max(4 * distance(near[name], expected[name]), floor)
-            assert distance(array, expected[name]) <= allowed, name
+            assert distance(array, expected[name]) <= max(4 * distance(near[name], expected[name]), floor), name
 
 
 def test_a_model_that_nobody_observes_gives_the_same_logits(config, device):

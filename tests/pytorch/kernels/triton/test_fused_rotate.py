@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
+from helpers.kernel_tolerances import DTYPES, EPS, assert_rounded, random
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 
@@ -19,11 +19,6 @@ POSITIONS = [[[-1, -1, 3, 4, 5], [2, 3, 4, -1, 5]], [[7], [-1]], [[0, 1, 2]]]  #
 N_SLOTS = 11
 LAYER = 1
 INNER = 3 * EPS * 6  # two products and their sum in float32; no two parts of a sum are together larger than 6
-
-
-@pytest.fixture(params=PLACES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return kernel_device(request.param)
 
 
 class Pass:

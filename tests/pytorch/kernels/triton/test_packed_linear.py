@@ -38,8 +38,7 @@ def layers_of(names: tuple[str, ...], device: str, *, bias: bool = False) -> lis
     made = [QuantisedLinear(*matrix(name, rows, device)) for name, rows in zip(names, SIZES, strict=True)]
     for layer in made:
         if bias:
-            numbers = torch.linspace(-1, 1, layer.out_features, device=device)
-            layer.bias = nn.Parameter(numbers, requires_grad=False)
+            layer.bias = nn.Parameter(torch.linspace(-1, 1, layer.out_features, device=device), requires_grad=False)
     return made
 
 

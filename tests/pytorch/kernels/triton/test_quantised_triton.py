@@ -69,8 +69,7 @@ def assert_close(actual: torch.Tensor, x: torch.Tensor, weight: torch.Tensor, bi
     assert actual.dtype is x.dtype
     expected = x.double() @ weight.double().T + (0 if bias is None else bias.double())
     size = x.double().abs().sum(-1, keepdim=True) * 2 * weight.double().abs().amax(-1)
-    allowed = x.shape[1] * 2.0**-24 * size + ULP[x.dtype] * expected.abs()
-    assert ((actual.double() - expected).abs() <= allowed).all()
+    assert ((actual.double() - expected).abs() <= x.shape[1] * 2.0**-24 * size + ULP[x.dtype] * expected.abs()).all()
 
 
 @pytest.mark.slow_cases("interpreter-*-2-*")
@@ -118,8 +117,7 @@ def test_some_rows_are_multiplied_by_tiles_decoded_to_their_dtype(ggml_type, sha
     n_out, n_in = shape
     fields, x = packed_matrix(ggml_type, n_out, n_in, device), activations(rows, n_in, dtype, device)
     bias = torch.linspace(-1, 1, n_out).to(device, dtype) if rows > 5 else None
-    actual = multiply_by_decoded_tiles(x, fields, ggml_type, bias)
-    assert_close(actual, x, decode(fields, ggml_type).to(dtype), bias)
+    assert_close(multiply_by_decoded_tiles(x, fields, ggml_type, bias), x, decode(fields, ggml_type).to(dtype), bias)
 
 
 @pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
@@ -196,8 +194,7 @@ def test_rows_go_the_way_that_was_the_fastest(name, dtype, ways):
 def test_some_rows_are_multiplied_by_tiles_of_a_table(name, dtype, device):
     fields, table = packed_table(name, 7, 768, device)
     x = activations(5, 768, dtype, device)
-    actual = multiply_by_decoded_tiles(x, fields, table, None)
-    assert_close(actual, x, decode(fields, table).to(dtype), None)
+    assert_close(multiply_by_decoded_tiles(x, fields, table, None), x, decode(fields, table).to(dtype), None)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kernel_tolerances import DTYPES, EPS, PLACES, assert_rounded, kernel_device, random
-from torch import Tensor, nn
+from helpers.kernel_tolerances import EPS, assert_rounded, random
+from torch import Tensor
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
 
@@ -15,15 +15,9 @@ from llorch.pytorch.causal_lm import RMSNorm, keep_nothing, rms_norm, rope, swig
 from llorch.pytorch.causal_lm import rotate_and_cache as plain_rotate_and_cache
 from llorch.pytorch.kernels.triton import trained
 from llorch.pytorch.kernels.triton.trained import TrainedRMSNorm
+from tests.pytorch.kernels.triton.test_fused import EVERY_DTYPE, SUM, norm
 
-EVERY_DTYPE = pytest.mark.parametrize("dtype", DTYPES, ids=str)
-SUM = 40  # roundings on the way of a term through a sum, as in test_fused
 TURN = 3 * EPS * 6  # two products and their sum in float32; no two parts of a sum are together larger than 6
-
-
-@pytest.fixture(params=PLACES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return kernel_device(request.param)
 
 
 def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> tuple[Tensor, ...]:
@@ -31,12 +25,6 @@ def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: T
     given = [x.detach().requires_grad_() for x in inputs]
     made = function(*given)
     return made.detach(), *torch.autograd.grad(made, given, grad)
-
-
-def norm(width: int, dtype: torch.dtype, device: torch.device) -> RMSNorm:
-    plain = RMSNorm(width, 1e-5)
-    plain.weight = nn.Parameter(1 + random(width, dtype=dtype, device=device, seed=1), requires_grad=False)
-    return plain
 
 
 def norm_inner(x: Tensor, grad: Tensor, plain: RMSNorm) -> Tensor:
@@ -106,8 +94,7 @@ def assert_swiglu(gate: Tensor, up: Tensor, grad: Tensor, device: torch.device) 
     wide, wide_up, wide_grad = gate.double(), up.double(), grad.double()
     exact = gradients(swiglu, [wide, wide_up], wide_grad)
     share = wide.sigmoid()
-    rest = (-wide).sigmoid()
-    sizes = (wide_grad * wide_up).abs() * share * (1 + wide.abs() * rest)
+    sizes = (wide_grad * wide_up).abs() * share * (1 + wide.abs() * (-wide).sigmoid())
     inners = [(1.5 * wide.abs() + 8) * EPS * exact[0].abs(), (3 * wide.abs() + 16) * EPS * sizes]
     inners.append((1.5 * wide.abs() + 8) * EPS * exact[2].abs())
     for actual, expected, inner in zip(gradients(trained.swiglu, [gate, up], grad), exact, inners, strict=True):

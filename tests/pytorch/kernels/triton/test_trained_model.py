@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from helpers.kernel_tolerances import PLACES, kernel_device
 from helpers.training_passes import ALL
 from torch import Tensor
 
@@ -31,11 +30,6 @@ from llorch.training.batch import Batch
 KERNELS = {kind: make for kind, make in TRITON_KERNELS.items() if kind.startswith(TRAINED)}
 IDS = np.arange(12).reshape(2, 6)
 BATCH = Batch(IDS, IDS, np.tile(np.arange(6), (2, 1)), np.zeros_like(IDS), np.arange(2))
-
-
-@pytest.fixture(params=PLACES)
-def device(request: pytest.FixtureRequest) -> torch.device:
-    return kernel_device(request.param)
 
 
 def model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
