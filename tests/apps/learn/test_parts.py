@@ -109,7 +109,7 @@ def test_fault_after_a_known_mistake_is_a_note():
     found = check_functions("12", generate=text_again)
     assert (found.word, found.fault) == (FAIL, "")
     assert [each.name for each in found.suspects] == ["generation-text-fed-again"]
-    assert_tells(found.notes[0], "generate", "ValueError", 512)
+    assert_tells(found.notes[0], "generate", "UserError", 512)
 
 
 def test_top_p_without_crossing_token_is_named_where_p_is_one_too():
