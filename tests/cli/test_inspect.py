@@ -5,6 +5,7 @@ import re
 from collections.abc import Iterable
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -42,7 +43,7 @@ def test_json_has_config_tokenizer_and_every_tensor():
 
 
 def test_settings_that_no_rule_reads_are_listed_with_their_values(tmp_path: Path):
-    unread: dict[str, object] = {"attention_dropout": 0.1, "num_experts": 4}
+    unread: dict[str, Any] = {"attention_dropout": 0.1, "num_experts": 4}
     rope_scaling = {"rope_type": "linear", "factor": 2, "x": 1}
     folder = write_folder(tmp_path / "m", random_tensors("llama"), **unread, rope_scaling=rope_scaling)
     found = json.loads(invoke("inspect", str(folder), "--json").stdout)
