@@ -73,7 +73,7 @@ Fault = tuple[FaultKind, str]
 
 @dataclass(frozen=True)
 class Difference:
-    """How far `actual` is from `expected`; `fault` says why values were not compared at all."""
+    """Distance of `actual` from `expected`; `fault` gives the reason if the values cannot be compared."""
 
     error: float
     worst: float
