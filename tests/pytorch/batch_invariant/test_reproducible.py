@@ -55,7 +55,7 @@ def fewer_prompts(monkeypatch: pytest.MonkeyPatch) -> int:
 @pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-llama"), ("bfloat16", "micro-qwen3")])
 def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_cut(dtype, name, own, request):
-    n_prompts = len(LENGTHS) if own else request.getfixturevalue("fewer_prompts")  # before the run
+    n_prompts = len(LENGTHS) if own else request.getfixturevalue("fewer_prompts")  # it shortens what the next line runs
     assert verdict(dtype, name, own=own)[:2] == (n_prompts, 1)
 
 

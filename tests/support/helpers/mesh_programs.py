@@ -21,7 +21,7 @@ from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.runtime import launched_rank as torchrun
 from llorch.training.snapshots import SnapshotStore
 
-PROGRAM = str(REPOSITORY / "tests" / "support" / "faults" / "faulty_ranks.py")
+PROGRAM = str((REPOSITORY / "tests/support/faults/faulty_ranks.py").resolve(strict=True))  # a move fails every test
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TALK = ("model: ", "data: ", "steps: ", "step ", "train.jsonl: ", "valid.jsonl: ")  # of a run that goes well
 

@@ -61,7 +61,7 @@ def loss_of(logits: Tensor, of: Batch) -> Tensor:
 
 @contextmanager
 def watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
-    """Record the outputs of the modules less those of their bases."""
+    """Record what adapters add: the output of each module less that of its base."""
     seen: dict[str, Tensor] = {}
     with ExitStack() as hooks:
         for name, module in modules.items():

@@ -25,7 +25,7 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Assert that the distance from the float64 reference is what the dtype allows."""
+    """Assert that the distance from the float64 reference is at most what the dtype allows."""
     assert actual.dtype == dtype
     assert actual.shape == expected.shape
     error = float((actual.double() - expected).norm() / expected.norm())
