@@ -185,10 +185,12 @@ def judge_file(path: Path, summary: ModelSummary, dtypes: Sequence[str]) -> None
     for name in (*ENGINES, REFERENCE):
         summary.judges[name] += any(c.engine == name for c in comparisons)
     summary.n_ties += sum(c.verdict == TIE for c in comparisons)
-    errors = [c.error for c in comparisons if c.engine == REFERENCE and c.mode != "exact"]
+    errors = [c.difference.error for c in comparisons if c.engine == REFERENCE and c.mode != "exact"]
     summary.farthest = max([summary.farthest, *errors])
     summary.failures += [
-        f"{path.name} {c.backend} {c.engine} {c.stage} {c.mode} {c.note}" for c in comparisons if c.verdict == FAIL
+        f"{path.name} {c.backend} {c.engine} {c.stage_ref.name} {c.mode} {c.note}"
+        for c in comparisons
+        if c.verdict == FAIL
     ]
     if unsupported if is_dense else not errors:
         summary.failures.append(f"{path.name}: not judged by {unsupported}")

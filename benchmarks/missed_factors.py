@@ -60,7 +60,7 @@ class Seen:
         """Count a comparison."""
         self.verdicts[comparison.mode, comparison.verdict == FAIL] += 1
         if comparison.mode == "isolated":
-            self.tolerance = max(self.tolerance, comparison.tolerance_factor)
+            self.tolerance = max(self.tolerance, comparison.tolerance.common_factor or 0.0)
 
     def of(self, mode: str) -> tuple[int, int]:
         """Count the comparisons that fail, and all."""
@@ -105,7 +105,7 @@ def forward_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
     suite = ForwardSuite(model, weights, golden.cases, golden.engine_outputs, golden.reference)
     for runner in torch_runners(at)(weights, wide=True):
         injected: Any = WithFactor(runner, at, factor)
-        yield from (c for c in suite.stage_rows(injected) if not BY_NAME[c.stage].is_choice)
+        yield from (c for c in suite.stage_rows(injected) if not BY_NAME[c.stage_ref.name].is_choice)
 
 
 def gradient_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
@@ -142,7 +142,7 @@ def main(models: tuple[str, ...], dtype: str, device: str, factor: float) -> Non
     for model in models or EVERY:
         of_model = Seen()
         for comparison in forward_rows(model, at, factor):
-            seen[comparison.stage].add(comparison)
+            seen[comparison.stage_ref.name].add(comparison)
             of_model.add(comparison)
         click.echo(f"{model}: {'{} of {}'.format(*of_model.of('isolated'))} isolated comparisons fail", err=True)
         if model in TRAINED and dtype in TRAINED_DTYPES:

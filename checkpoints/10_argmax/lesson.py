@@ -92,7 +92,9 @@ found = check_functions("10", argmax=wrong)
 print(found)
 print(
     {
-        each.comparison.case: sum(other.comparison.case == each.comparison.case for other in found.wrong)
+        each.comparison.stage_ref.run: sum(
+            other.comparison.stage_ref.run == each.comparison.stage_ref.run for other in found.wrong
+        )
         for each in found.comparisons
     }
 )

@@ -36,9 +36,11 @@ def distances(comparisons: Sequence[Comparison], mode: str) -> str:
     mine = [c for c in comparisons if c.mode == mode and c.stage_ref.stage != "probabilities"]
     columns = ["stage", *(f"{dtype}: {what}" for dtype in HALVES for what in ("llorch", "tolerance"))]
     lines = []
-    for stage in dict.fromkeys(c.stage for c in mine):
-        found = [[c for c in mine if c.stage == stage and c.backend.endswith(f"-{dtype}")] for dtype in HALVES]
-        cells = ((roughly(max(r.error for r in f)), f"~{short(max(r.tolerance for r in f), 2)}") for f in found)
+    for stage in dict.fromkeys(c.stage_ref.name for c in mine):
+        found = [[c for c in mine if c.stage_ref.name == stage and c.backend.endswith(f"-{dtype}")] for dtype in HALVES]
+        errors = (roughly(max(c.difference.error for c in of_dtype)) for of_dtype in found)
+        tolerances = (f"~{short(max(c.tolerance.error for c in of_dtype), 2)}" for of_dtype in found)
+        cells = zip(errors, tolerances, strict=True)
         lines.append([f"`{stage}`", *(cell for pair in cells for cell in pair)])
     models = ", ".join(dict.fromkeys(c.model for c in mine))
     return f"Models: {models}.\n\n{table(columns, lines, right=len(columns) - 1)}"
@@ -46,8 +48,8 @@ def distances(comparisons: Sequence[Comparison], mode: str) -> str:
 
 def ladder(comparisons: Sequence[Comparison]) -> str:
     """List how the error of one model grows from layer to layer in each dtype, in the case `near`."""
-    chained = [c for c in comparisons if (c.mode, c.case, c.engine) == ("chained", "near", ENGINES[0])]
-    places = dict.fromkeys(c.stage_ref.key for c in chained if c.stage in ("embed", "block_out", "logits"))
+    chained = [c for c in comparisons if (c.mode, c.stage_ref.run, c.engine) == ("chained", "near", ENGINES[0])]
+    places = dict.fromkeys(c.stage_ref.key for c in chained if c.stage_ref.name in ("embed", "block_out", "logits"))
     found = {(c.stage_ref.key, c.backend.rpartition("-")[2]): c.reference_error for c in chained}
     lines = ([f"`{place}`", *(roughly(found[place, dtype]) for dtype in ARITHMETICS)] for place in places)
     return table(["after", *ARITHMETICS], lines, right=len(ARITHMETICS))

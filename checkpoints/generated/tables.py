@@ -40,7 +40,7 @@ def page_blocks(number: str, comparisons: Sequence[Comparison]) -> Blocks:
     Returns:
         Name to Markdown, only the parts that this checkpoint has.
     """
-    mine = [c for c in comparisons if c.checkpoint == number]
+    mine = [c for c in comparisons if c.stage_ref.checkpoint == number]
     measured = [c for c in mine if c.mode != "exact"]
     exact = [c for c in mine if c.mode == "exact"]
     in_table = [stage for stage in STAGES if stage.checkpoint == number]
@@ -76,7 +76,8 @@ def distances(comparisons: Sequence[Comparison]) -> str:
     """
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
     for comparison in comparisons:
-        groups.setdefault((comparison.stage, comparison.mode, comparison.stage_ref.case), []).append(comparison)
+        stage_ref = comparison.stage_ref
+        groups.setdefault((stage_ref.name, comparison.mode, stage_ref.case), []).append(comparison)
     ordered = sorted(groups, key=lambda k: (_place(k[0]), MODES.index(k[1]), k[2] != "near"))
     llorch = ("llorch float64", "llorch float32", "tolerance")
     columns = ("stage", "mode", "case", *(ENGINE_LABELS[p] for p in ENGINES), *llorch)
@@ -88,7 +89,7 @@ def equal(comparisons: Sequence[Comparison]) -> str:
     """Count the models in which everything that must be equal is equal."""
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for comparison in comparisons:
-        groups.setdefault((comparison.stage, comparison.engine), []).append(comparison)
+        groups.setdefault((comparison.stage_ref.name, comparison.engine), []).append(comparison)
     lines = ([f"`{stage}`", ENGINE_LABELS[engine], _verdicts(of)] for (stage, engine), of in groups.items())
     return f"{_models(comparisons)}.\n\n{table(('compared', 'with', 'equal'), lines)}"
 
@@ -145,7 +146,7 @@ def routes(comparisons: Sequence[Comparison]) -> Iterator[Sequence[str]]:
     models: dict[tuple[str, str], dict[str, None]] = {}
     for comparison in comparisons:
         if comparison.load_path is not None:
-            name = QUANTISED if comparison.checkpoint == "13" else comparison.model
+            name = QUANTISED if comparison.stage_ref.checkpoint == "13" else comparison.model
             models.setdefault((ENGINE_LABELS.get(comparison.engine, comparison.engine), str(comparison.load_path)), {})[
                 name
             ] = None
@@ -188,9 +189,9 @@ def link(function: str) -> str:
 
 def _largest(comparisons: Sequence[Comparison]) -> list[str]:
     engines = [max(c.engine_error for c in comparisons if c.engine == engine) for engine in ENGINES]
-    wide = max((c.error for c in comparisons if c.engine == FLOAT64_REFERENCE), default=math.nan)
+    wide = max((c.difference.error for c in comparisons if c.engine == FLOAT64_REFERENCE), default=math.nan)
     ours = max(c.reference_error for c in comparisons if c.engine != FLOAT64_REFERENCE)  # NaN of all isolated rows
-    allowed = max(c.tolerance for c in comparisons)
+    allowed = max(c.tolerance.error for c in comparisons)
     return [*(short(distance, 2) for distance in engines), *(roughly(n) for n in (wide, ours)), f"~{short(allowed, 2)}"]
 
 
@@ -215,7 +216,7 @@ def _place(stage: str) -> int:
 
 
 def _compared(number: str, comparisons: Sequence[Comparison]) -> str:
-    mine = [c for c in comparisons if c.checkpoint == number]
+    mine = [c for c in comparisons if c.stage_ref.checkpoint == number]
     found = dict.fromkeys(c.stage_ref.stage for c in mine if c.mode != "decode")
     named = ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"
     return named + ("; every stage again, in two passes" if number == "03" else "")

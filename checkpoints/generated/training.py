@@ -15,7 +15,7 @@ HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of
 
 def training_blocks(number: str, comparisons: Sequence[Comparison]) -> Blocks:
     """Make the generated blocks of one page, by name, from the rows of checkpoints 15 to 20."""
-    mine = [c for c in comparisons if c.checkpoint == number]
+    mine = [c for c in comparisons if c.stage_ref.checkpoint == number]
     exact = [c for c in mine if c.mode == "exact"]
     blocks = {
         "stages": stages(number),
@@ -40,7 +40,8 @@ def distances(comparisons: Sequence[Comparison]) -> str:
     """
     groups: dict[tuple[str, str, str], list[Comparison]] = {}
     for comparison in comparisons:
-        groups.setdefault((comparison.stage_ref.stage, comparison.mode, comparison.case), []).append(comparison)
+        stage_ref = comparison.stage_ref
+        groups.setdefault((stage_ref.stage, comparison.mode, stage_ref.run), []).append(comparison)
     places = list(BY_GROUP)
     ordered = sorted(groups, key=lambda k: (places.index(k[0]), MODES.index(k[1])))
     engines = [p for p in (LLAMACPP, TRANSFORMERS, PEFT) if any(c.engine == p for c in comparisons)]
@@ -87,7 +88,7 @@ def _largest(comparisons: Sequence[Comparison], engines: Sequence[str]) -> list[
     for name in engines:
         found = [c.engine_error for c in comparisons if c.engine == name]
         cells.append(short(max(found), 2) if found else "-")
-    wide = max((c.error for c in comparisons if c.engine == PEFT_FLOAT64), default=math.nan)
+    wide = max((c.difference.error for c in comparisons if c.engine == PEFT_FLOAT64), default=math.nan)
     narrow = [c for c in comparisons if c.engine != PEFT_FLOAT64]
-    ours, allowed = max(c.reference_error for c in narrow), max(c.tolerance for c in narrow)
+    ours, allowed = max(c.reference_error for c in narrow), max(c.tolerance.error for c in narrow)
     return [*cells, roughly(wide), roughly(ours), short(allowed, 2)]

@@ -116,7 +116,7 @@ def print_model(out: Console, report: ModelReport, *, detail: bool) -> None:
         _print_lines(out, report, training, TRAINING_ENGINES, detail=detail)
     for comparison in report.comparisons:
         if comparison.note and comparison.verdict == PASS and comparison.model == report.model:
-            out.print(f"{comparison.stage}, {comparison.case}: {comparison.note}")
+            out.print(f"{comparison.stage_ref.name}, {comparison.stage_ref.run}: {comparison.note}")
     _print_reasons(out, report)
     for tie in _ties(report):
         out.print(Text(f"{TIE}: {tie}", _STYLES[TIE]))
@@ -140,7 +140,7 @@ def routes(report: ModelReport) -> list[str]:
     found: dict[LoadPath, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for comparison in report.comparisons:
         if comparison.load_path is not None and not comparison.load_path.is_direct:
-            found[comparison.load_path][comparison.engine].add(comparison.checkpoint)
+            found[comparison.load_path][comparison.engine].add(comparison.stage_ref.checkpoint)
     return [
         f"{', '.join(f'{p} at {min(at)}' if len(at) == 1 else p for p, at in engines.items())}: {load_path}"
         for load_path, engines in found.items()
@@ -174,7 +174,8 @@ def legend(models: Sequence[ModelReport]) -> str:
     torch = (
         _TORCH_ROWS.format(split=_SPLIT if re.search("-[dt]p[0-9]", "".join(backends)) else _WAYS) if backends else ""
     )
-    training = _TRAINING if any(c.checkpoint in TRAINING for report in models for c in report.comparisons) else ""
+    checkpoints = {c.stage_ref.checkpoint for report in models for c in report.comparisons}
+    training = "" if checkpoints.isdisjoint(TRAINING) else _TRAINING
     return (
         exact
         + torch
@@ -222,23 +223,24 @@ def failure_report(report: ModelReport) -> list[str]:
     comparison = first_failure(report)
     if comparison is None:
         return []
+    difference, tolerance = comparison.difference, comparison.tolerance
     limits = (
-        f"error {comparison.error:.1e} (tolerance {comparison.tolerance:.1e}), worst element {comparison.worst:.1e} "
-        f"(tolerance {comparison.tolerance_worst:.1e})"
+        f"error {difference.error:.1e} (tolerance {tolerance.error:.1e}), worst element {difference.worst:.1e} "
+        f"(tolerance {tolerance.worst:.1e})"
     )
-    exact = f"{comparison.error:.1%} of the elements differ, expected none"
-    of_numpy = comparison.stage in BY_NAME and comparison.backend in BACKENDS
+    exact = f"{difference.error:.1%} of the elements differ, expected none"
+    stage = BY_NAME.get(comparison.stage_ref.name) if comparison.backend in BACKENDS else None
     return [
-        f"first failing stage of {report.model}: checkpoint {comparison.checkpoint} "
-        f"{CHECKPOINTS[comparison.checkpoint]}: {comparison.stage}, "
+        f"first failing stage of {report.model}: checkpoint {comparison.stage_ref.checkpoint} "
+        f"{CHECKPOINTS[comparison.stage_ref.checkpoint]}: {comparison.stage_ref.name}, "
         f"{_where(comparison)}, {comparison.backend} against {comparison.engine}",
         f"  {exact if comparison.mode == 'exact' else limits}" + (f": {comparison.note}" if comparison.note else ""),
-        *([f"  {comparison.stage} is computed by {BY_NAME[comparison.stage].function}"] if of_numpy else []),
+        *([f"  {stage.name} is computed by {stage.function}"] if stage else []),
         *_by_case(
             [
                 other
                 for other in report.comparisons
-                if (other.stage, other.backend) == (comparison.stage, comparison.backend)
+                if (other.stage_ref.name, other.backend) == (comparison.stage_ref.name, comparison.backend)
             ]
         ),
         *_isolated_failures(report),
@@ -249,17 +251,17 @@ def _by_case(comparisons: Sequence[Comparison]) -> list[str]:
     """Write the cases in which rows of one stage fail, and those in which all pass; nothing where no case passes."""
     verdicts: dict[str, set[str]] = defaultdict(set)
     for comparison in comparisons:
-        verdicts[f"{comparison.case}, {comparison.mode}"].add(comparison.verdict)
+        verdicts[f"{comparison.stage_ref.run}, {comparison.mode}"].add(comparison.verdict)
     failed = [case for case, found in verdicts.items() if FAIL in found]
     passed = [case for case in verdicts if case not in failed]
-    stage = comparisons[0].stage
+    stage = comparisons[0].stage_ref.name
     return [f"  {stage} fails: {'; '.join(failed)}", f"  {stage} passes: {'; '.join(passed)}"] if passed else []
 
 
 def _isolated_failures(report: ModelReport) -> list[str]:
     """Write how many rows fail, which stages fail from the golden's inputs, and what that says about the mistake."""
     failing = [c for c in report.comparisons if c.verdict == FAIL]
-    alone = list(dict.fromkeys(c.stage for c in failing if c.mode == "isolated"))
+    alone = list(dict.fromkeys(c.stage_ref.name for c in failing if c.mode == "isolated"))
     modes = {c.mode for c in failing} - {"exact"}  # of choices, which follow from all before them
     is_cached = bool(modes) and modes <= {"decode", IN_PARTS}
     cached = "none; only passes behind cached tokens fail: look at the cache, and at the positions of new tokens"
@@ -301,7 +303,7 @@ def _ties(report: ModelReport) -> list[str]:
     alike: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for comparison in report.comparisons:
         if comparison.verdict == TIE:
-            alike[comparison.stage, comparison.note].append(comparison)
+            alike[comparison.stage_ref.name, comparison.note].append(comparison)
     found = []
     for (stage, note), comparisons in alike.items():
         n_backends = len({c.backend for c in comparisons})
@@ -323,9 +325,10 @@ def _format_errors(line: Line, engines: Sequence[str]) -> list[str]:
     if comparison is None:
         return ["-"] * (3 + len(engines))
     if comparison.mode == "exact":
-        return [_short(comparison.error), *["-"] * (1 + len(engines)), "exact"]
+        return [_short(comparison.difference.error), *["-"] * (1 + len(engines)), "exact"]
     theirs = [_short(line.engine_errors[p]) if p in line.engine_errors else "-" for p in engines]
-    return [_short(comparison.error), _short(comparison.reference_error), *theirs, _short(comparison.tolerance)]
+    errors = (comparison.difference.error, comparison.reference_error)
+    return [*map(_short, errors), *theirs, _short(comparison.tolerance.error)]
 
 
 def _short(number: float) -> str:
@@ -337,8 +340,8 @@ def _short(number: float) -> str:
 def _where(comparison: Comparison | None) -> str:
     if comparison is None:
         return ""
-    layer = "" if comparison.layer is None else f"layer {comparison.layer}, "
-    return f"{layer}{comparison.case}, {comparison.mode}"
+    layer = "" if comparison.stage_ref.layer is None else f"layer {comparison.stage_ref.layer}, "
+    return f"{layer}{comparison.stage_ref.run}, {comparison.mode}"
 
 
 def _count(n: int, noun: str, several: str = "") -> str:

@@ -37,7 +37,7 @@ def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
     """Compare llorch's stages with the stages of a dump, report the comparisons, and return the exit code."""
     with progress(f"verifying {plan.spec}") as tell:
         comparisons, not_run = dump_rows(plan.weights, plan.dump, model=plan.spec, progress=tell)
-    checkpoints = sorted({c.checkpoint for c in comparisons})
+    checkpoints = sorted({c.stage_ref.checkpoint for c in comparisons})
     notes = plan.weights.notes_on_left_out(NOT_COMPARED)
     report = ModelReport(plan.spec, comparisons, not_run, checkpoints=checkpoints, dump=str(plan.path), notes=notes)
     if not as_json:

@@ -330,7 +330,7 @@ def _judge_by_engines(
     failed: dict[str, str] = {}
     comparisons = list(verify(replace(live, engines=usable), progress=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
-    checkpoints = checkpoints_of(plan.config, quantised=any(c.checkpoint == "13" for c in comparisons))
+    checkpoints = checkpoints_of(plan.config, quantised=any(c.stage_ref.checkpoint == "13" for c in comparisons))
     unsupported = {**live.unsupported, **undecoded(plan.weights)}
     return ModelReport(
         live.name, comparisons, _format_reasons(reasons), checkpoints=checkpoints, unsupported_reason=unsupported

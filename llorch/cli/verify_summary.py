@@ -12,7 +12,7 @@ from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.training import PEFT_FLOAT64
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS
-from llorch.stages.comparison import FAIL, NOT_RUN, PASS, TIE, times_over
+from llorch.stages.comparison import FAIL, NOT_RUN, PASS, TIE
 from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES, keys
 
 NOT_COMPARED = "not judged"  # of tensors that llorch does not compute with
@@ -51,7 +51,7 @@ class ModelReport:
     @property
     def engines(self) -> list[str]:
         """The reference engines that stages were compared with."""
-        return sorted({c.engine for c in self.comparisons if c.stage in BY_NAME} - {FLOAT64_REFERENCE})
+        return sorted({c.engine for c in self.comparisons if c.stage_ref.name in BY_NAME} - {FLOAT64_REFERENCE})
 
     @property
     def n_not_run(self) -> int:
@@ -89,10 +89,10 @@ def lines(report: ModelReport, *, by_stage: bool = False) -> list[Line]:
     groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for comparison in report.comparisons:
         stage = (
-            comparison.stage_ref.stage if comparison.checkpoint in TRAINING else comparison.stage
+            comparison.stage_ref.stage if comparison.stage_ref.checkpoint in TRAINING else comparison.stage_ref.name
         )  # one of many tensors there
         part = stage if comparison.model == report.model else comparison.model
-        groups[comparison.checkpoint, part if by_stage else ""].append(comparison)
+        groups[comparison.stage_ref.checkpoint, part if by_stage else ""].append(comparison)
     out = []
     for checkpoint in report.checkpoints:
         found = [(stage, comparisons) for (number, stage), comparisons in groups.items() if number == checkpoint]
@@ -122,7 +122,7 @@ def closer_to_reference(models: Sequence[ModelReport], backend: str) -> dict[str
     for number, report in enumerate(models):
         for comparison in report.comparisons:
             known = comparison.mode == "chained" and not math.isnan(comparison.reference_error)
-            if known and comparison.backend == backend and comparison.checkpoint not in TRAINING:
+            if known and comparison.backend == backend and comparison.stage_ref.checkpoint not in TRAINING:
                 places[number, _place_of(comparison)].append(comparison)
     counts: dict[str, Counter[str]] = defaultdict(Counter)
     for (_, (case, *_)), here in places.items():
@@ -139,7 +139,7 @@ def worst_float64(comparisons: Sequence[Comparison]) -> dict | None:
         for c in comparisons
         if c.engine in (FLOAT64_REFERENCE, PEFT_FLOAT64) and c.mode != "exact" and not _is_narrow(c)
     ]
-    return max(wide, key=lambda c: c.error).record() if wide else None
+    return max(wide, key=lambda c: c.difference.error).record() if wide else None
 
 
 def _is_narrow(comparison: Comparison) -> bool:
@@ -179,22 +179,16 @@ def summary(models: Sequence[ModelReport], absent: Mapping[str, str] | None = No
 
 def _not_run(report: ModelReport) -> set[str]:
     """Return the model's checkpoints of which there is no comparison."""
-    return {*report.checkpoints} - {c.checkpoint for c in report.comparisons}
+    return {*report.checkpoints} - {c.stage_ref.checkpoint for c in report.comparisons}
 
 
 def _place_of(comparison: Comparison) -> tuple[str, str, str, int | None]:
-    return comparison.case, comparison.mode, comparison.stage, comparison.layer
+    return comparison.stage_ref.run, comparison.mode, comparison.stage_ref.name, comparison.stage_ref.layer
 
 
 def _closeness(comparison: Comparison) -> tuple[int, float]:
     """Return a sort key: severity of the verdict, then the largest ratio of an error to its tolerance."""
-    parts = (
-        (comparison.error, comparison.tolerance),
-        (comparison.worst, comparison.tolerance_worst),
-        (comparison.token_error, comparison.tolerance_token),
-        (abs(comparison.common_factor - 1), comparison.tolerance_factor),
-    )
-    return _SEVERITY[comparison.verdict], max(times_over(*part) for part in parts if not math.isnan(part[0]))
+    return _SEVERITY[comparison.verdict], comparison.difference.over(comparison.tolerance)
 
 
 _STAGE_ORDER = {name: place for place, name in enumerate(BY_NAME)}
@@ -203,11 +197,12 @@ _CHECKPOINT_ORDER = {number: place for place, number in enumerate(CHECKPOINTS)}
 
 def _order(comparison: Comparison) -> tuple[int, float, int, int]:
     """Return a sort key: the file and its tokens first, then the forward pass, then sampling."""
-    stage = BY_NAME.get(comparison.stage)
+    stage_ref = comparison.stage_ref
+    stage = BY_NAME.get(stage_ref.name)
     if stage is None:
-        part, layer, place = (0 if comparison.checkpoint == "00" else 2), 0.0, _CHECKPOINT_ORDER[comparison.checkpoint]
+        part, layer, place = (0 if stage_ref.checkpoint == "00" else 2), 0.0, _CHECKPOINT_ORDER[stage_ref.checkpoint]
     else:
         place = _STAGE_ORDER[stage.name]
         outside = -1.0 if place == 0 else float("inf")  # embed comes before all layers, the rest after them
-        part, layer = 1, float(comparison.layer) if comparison.layer is not None else outside
+        part, layer = 1, outside if stage_ref.layer is None else float(stage_ref.layer)
     return part, layer, place, _MODES.index(comparison.mode)

@@ -8,7 +8,7 @@ from llorch.diagnosis.dump_checker import Progress
 from llorch.diagnosis.verdict import EARLIER_PASSES, StageResult
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights
-from llorch.judging.judge import Comparison, row_of
+from llorch.judging.judge import Comparison, judge_difference
 from llorch.judging.runners.numpy import FLOAT64, GGML
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import BY_NAME
@@ -40,6 +40,6 @@ def _rows_of(result: StageResult, engine: str, model: str, backend: str) -> Iter
     """Yield a result as isolated comparison and, if it has a total error, as chained one."""
     stage_ref = StageRef(BY_NAME[result.stage].checkpoint, result.stage, result.layer, f"pass {result.n_pass}")
     local, total = (result.local, result.tolerance), (result.total, result.total_limit)
-    yield row_of(*local, stage_ref, "isolated", engine, model=model, backend=backend)
+    yield judge_difference(*local, stage_ref, "isolated", engine, model=model, backend=backend)
     if not math.isnan(result.total.error):
-        yield row_of(*total, stage_ref, "chained", engine, model=model, backend=backend)
+        yield judge_difference(*total, stage_ref, "chained", engine, model=model, backend=backend)

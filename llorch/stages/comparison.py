@@ -19,7 +19,7 @@ import numpy as np
 from llorch.runtime.errors import CheckpointMismatch, UserError
 from llorch.stages.table import Stage, forward_order
 
-PASS, FAIL, TIE, NOT_RUN = "PASS", "FAIL", "TIE", "NOT RUN"  # verdicts
+PASS, FAIL, TIE, ROUNDING, NOT_RUN = "PASS", "FAIL", "TIE", "ROUNDING", "NOT RUN"  # verdicts
 FLOAT32_ULP = 2.0**-23
 FLOOR = 4 * FLOAT32_ULP  # 4 ulp of the tensor's scale: no tolerance is ever below it
 FLOORS: Mapping[str, float] = {  # by dtype of a run; half precision: 4 ulp of a number just below that scale

@@ -3,6 +3,7 @@
 import math
 import re
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -16,15 +17,19 @@ from llorch.cli.verify_summary import EXACT, ModelReport, checkpoints_of, first_
 from llorch.files import open_weights
 from llorch.judging.judge import Comparison
 from llorch.runtime.builtin import builtin_path
-from llorch.stages.comparison import NOT_RUN
+from llorch.stages.comparison import NOT_RUN, Difference, Tolerance
+from llorch.stages.stage_ref import StageRef
 
 
-def comparison(**changes: Any) -> Comparison:
-    """A row that passes, layer 0, with some fields changed."""
+def comparison(
+    stage: str = "attn_out", checkpoint: str = "05", layer: int | None = 0, case: str = "near", n_cached: int = 0,
+    error: float = 1e-7, worst: float = 1e-7, tolerance: float = 1e-6, **changes: Any,
+) -> Comparison:  # fmt: skip
+    """Build a comparison that passes, with some fields changed."""
     fields: dict[str, Any] = {
-        "model": "m", "checkpoint": "05", "stage": "attn_out", "layer": 0, "case": "near", "engine": "llamacpp",
-        "backend": "numpy", "mode": "chained", "error": 1e-7, "worst": 1e-7, "reference_error": 1e-8,
-        "engine_error": 2e-7, "tolerance": 1e-6, "tolerance_worst": 1e-6, "verdict": "PASS",
+        "model": "m", "stage_ref": StageRef(checkpoint, stage, layer, case, n_cached=n_cached), "mode": "chained",
+        "engine": "llamacpp", "backend": "numpy", "difference": Difference(error, worst),
+        "tolerance": Tolerance(tolerance, 1e-6), "verdict": "PASS", "engine_error": 2e-7, "reference_error": 1e-8,
     }  # fmt: skip
     return Comparison(**fields | changes)
 
@@ -48,7 +53,7 @@ def test_line_shows_closest_comparison_with_errors_of_both_engines():
     line = next(line for line in found if line.checkpoint == "05")
     assert line.n_rows == 3
     assert line.closest is not None
-    assert line.closest.layer == 1
+    assert line.closest.stage_ref.layer == 1
     assert line.engine_errors == {"llamacpp": 3e-7, "transformers": 4e-7}
 
 
@@ -163,9 +168,12 @@ def test_a_report_says_when_each_op_alone_is_right():
 
 
 def test_a_report_separates_the_cases_in_which_the_first_failing_stage_fails_from_those_in_which_it_passes():
-    alone, cached = comparison(stage="conv_state", mode="isolated"), {"stage": "conv_state", "checkpoint": "03"}
-    behind = [comparison(verdict="FAIL", case="near, 7 cached", mode="decode", **cached)]
-    behind.append(comparison(verdict="FAIL", case="long", mode="in parts", **cached))
+    alone, cached = (
+        comparison(stage="conv_state", mode="isolated"),
+        partial(comparison, "conv_state", "03", verdict="FAIL"),
+    )
+    behind = [cached(n_cached=7, mode="decode")]
+    behind.append(cached(case="long", mode="in parts"))
     text = text_of(alone, *behind)
     assert "conv_state fails: near, 7 cached, decode; long, in parts" in text
     assert "conv_state passes: near, isolated" in text

@@ -19,7 +19,7 @@ CASES = labelled("engine_cases")
 def failures(path: Path, engines: tuple[EngineName, ...]) -> list[str]:
     comparisons = list(verify_live(plan_live(open_weights(path), IDS, engines)))
     assert {c.engine for c in comparisons if c.mode == "chained"} >= {*engines, "transformers-float64"}
-    return [f"{c.engine} {c.stage} {c.mode} {c.note}" for c in comparisons if c.verdict in (FAIL, TIE)]
+    return [f"{c.engine} {c.stage_ref.name} {c.mode} {c.note}" for c in comparisons if c.verdict in (FAIL, TIE)]
 
 
 @pytest.mark.nightly_cases(but=["mistral"])

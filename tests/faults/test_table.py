@@ -10,11 +10,14 @@ from faults.fault import Check, InjectedFault, assert_seen
 from faults.into_numpy import FAULTS
 
 from llorch.judging.judge import Comparison
-from llorch.stages.comparison import FAIL, PASS, TIE
+from llorch.stages.comparison import FAIL, PASS, TIE, Difference, Tolerance
+from llorch.stages.stage_ref import StageRef
 
 ROWS = (*table.NUMPY, *table.FLOAT64, *table.PACKED, *table.TORCH, *table.LIVE, *table.TORCH_TRAINING)
-RIGHT = Comparison("m", "05", "ffn_act", 0, "near", "llamacpp", "numpy", "isolated", 1, 1, 1, 1, 1, 1, PASS)
-RED = replace(RIGHT, verdict=FAIL, error=20, stage="attn_norm", checkpoint="01")
+RIGHT = Comparison(
+    "m", StageRef("05", "ffn_act", 0), "isolated", "llamacpp", "numpy", Difference(1, 1), Tolerance(1, 1), PASS
+)
+RED = replace(RIGHT, verdict=FAIL, difference=Difference(20, 1), stage_ref=StageRef("01", "attn_norm", 0))
 SEEN = Check(
     ("01", "attn_norm", 0), "isolated", factor=10, engines=frozenset({"llamacpp"}), red={"isolated": {"attn_norm"}},
     by=10, some=("isolated", "attn_norm"), every=("isolated", "attn_norm"), over={("isolated", "attn_norm"): 10},

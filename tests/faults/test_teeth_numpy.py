@@ -33,4 +33,4 @@ def test_numpy_float64_error_is_far_below_its_tolerance():
     comparisons = suite_of("micro-qwen3").comparisons(NumpyRunner(weights_of("micro-qwen3"), IN_FLOAT64))
     assert {c.engine for c in comparisons} == {FLOAT64_REFERENCE}
     assert {c.mode for c in comparisons} == {"isolated", "chained", "decode", "exact"}
-    assert max(c.error for c in comparisons) < MATHEMATICS.error / 4
+    assert max(c.difference.error for c in comparisons) < MATHEMATICS.error / 4

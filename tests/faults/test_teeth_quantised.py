@@ -64,6 +64,6 @@ def test_another_variant_of_rounding_is_red(other: VariantName, monkeypatch: pyt
     assert {c.verdict for c in rounding_rows(quantised_golden())} == {PASS}
     right = verify_quantised.quantize_blocks
     monkeypatch.setattr(verify_quantised, "quantize_blocks", lambda rows, kind, _: right(rows, kind, other))
-    verdicts = {c.stage: c.verdict for c in rounding_rows(quantised_golden())}
+    verdicts = {c.stage_ref.name: c.verdict for c in rounding_rows(quantised_golden())}
     assert verdicts[f"rounding.Q8_0.{rounding_variant()}"] == verdicts[f"rounding.Q8_1.{rounding_variant()}"] == FAIL
     assert verdicts[f"rounding.Q8_K.{rounding_variant()}"] == PASS  # one algorithm everywhere

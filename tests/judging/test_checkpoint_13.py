@@ -56,9 +56,9 @@ def expected() -> dict[str, Places]:
 def test_checkpoint_13(name: str, places: Places):
     found: Places = {}
     for c in comparisons()[name]:
-        found.setdefault(c.stage, set()).add((c.mode, c.layer, c.case, c.backend))
+        found.setdefault(c.stage_ref.name, set()).add((c.mode, c.stage_ref.layer, c.stage_ref.run, c.backend))
     assert found == places
-    assert {c.checkpoint for c in comparisons()[name]} == {"13"}
+    assert {c.stage_ref.checkpoint for c in comparisons()[name]} == {"13"}
     bad = [c for c in comparisons()[name] if c.verdict != PASS]
     assert not bad, f"{len(bad)} of {len(comparisons()[name])} rows fail, first: {bad[0]}"
 
@@ -78,7 +78,7 @@ def test_checkpoint_13_rows_are_all_looked_at():
     ],
 )
 def test_checkpoint_13_grants_what_is_derived(mode: str, stages: set[str], least: float, most: float):
-    tolerance = [c.tolerance for c in quantised_rows() if c.mode == mode and c.stage in stages]
+    tolerance = [c.tolerance.error for c in quantised_rows() if c.mode == mode and c.stage_ref.name in stages]
     assert least <= max(tolerance) <= most
 
 
@@ -99,8 +99,8 @@ def test_checkpoint_13_does_not_judge_a_model_that_the_goldens_are_not_of(monkey
     monkeypatch.setattr(verify_quantised, "read", lambda folder: quantised_golden())
     monkeypatch.setattr(verify_quantised, "MODELS", {"Q1_0": MODELS["Q1_0"]})
     monkeypatch.setattr(verify_quantised, "write_model", lambda name, folder: write_other(folder))
-    (comparison,) = [c for c in verify_quantised_stored() if not c.stage.startswith(("decode.", "rounding."))]
-    assert (comparison.model, comparison.stage, comparison.verdict) == ("Q1_0", "file", FAIL)
+    (comparison,) = [c for c in verify_quantised_stored() if not c.stage_ref.name.startswith(("decode.", "rounding."))]
+    assert (comparison.model, comparison.stage_ref.name, comparison.verdict) == ("Q1_0", "file", FAIL)
     assert len(set(re.findall(r"\b[0-9a-f]{12}\b", comparison.note))) == 2
 
 

@@ -82,7 +82,7 @@ def require_all(target: str, suffix: str, model: str) -> None:
     """Every comparison was made, and passes."""
     found = [c for c in rows(target, model) if belongs(c, target, suffix, model)]
     expected_keys = {*expected(target, suffix, model)}
-    assert {(c.checkpoint, c.mode, c.stage, c.engine) for c in found} == expected_keys
+    assert {(c.stage_ref.checkpoint, c.mode, c.stage_ref.name, c.engine) for c in found} == expected_keys
     good = (PASS, TIE) if target.endswith("16") else (PASS,)
     bad = [c for c in found if c.verdict not in good]
     assert not bad, f"{len(bad)} of {len(found)} rows fail, first: {bad[0]}"
@@ -90,7 +90,7 @@ def require_all(target: str, suffix: str, model: str) -> None:
 
 def belongs(comparison: Comparison, target: str, suffix: str, model: str) -> bool:
     """Rows of a variant; those of the file itself are the first one's."""
-    of_the_file = comparison.stage in ("tensors", "token_ids")
+    of_the_file = comparison.stage_ref.name in ("tensors", "token_ids")
     return suffix == suffixes(target, model)[0] if of_the_file else comparison.backend == f"{target}{suffix}"
 
 
@@ -98,7 +98,7 @@ def belongs(comparison: Comparison, target: str, suffix: str, model: str) -> boo
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_rows_are_all_looked_at(target: str, model: str):
-    backends = {c.backend for c in rows(target, model) if c.stage not in ("tensors", "token_ids")}
+    backends = {c.backend for c in rows(target, model) if c.stage_ref.name not in ("tensors", "token_ids")}
     assert backends == {f"{target}{suffix}" for suffix in suffixes(target, model)}
 
 
@@ -109,9 +109,9 @@ def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
     n_layers = config_of(model).n_layers
     places: dict[tuple[str, str, str], set[tuple[str, int | None]]] = {}
     for comparison in rows(target, model):
-        if comparison.mode in ("isolated", "chained") and comparison.stage in IN_LAYERS:
-            place = places.setdefault((comparison.backend, comparison.stage, comparison.mode), set())
-            place.add((comparison.case, comparison.layer))
+        if comparison.mode in ("isolated", "chained") and comparison.stage_ref.name in IN_LAYERS:
+            place = places.setdefault((comparison.backend, comparison.stage_ref.name, comparison.mode), set())
+            place.add((comparison.stage_ref.run, comparison.stage_ref.layer))
     for found in places.values():
         assert found == {(case, layer) for case in ("near", "far") for layer in range(n_layers)}
 
@@ -121,13 +121,13 @@ def test_checkpoint_14_rows_cover_every_layer_and_case(target: str, model: str):
 @pytest.mark.parametrize("target", CPU)
 def test_checkpoint_14_ties_are_of_half_precision_alone(target: str, model: str):
     ties = [c for c in rows(target, model) if c.verdict == TIE]
-    assert {c.stage for c in ties} <= ({"generation", "argmax"} if target.endswith("16") else set())
+    assert {c.stage_ref.name for c in ties} <= ({"generation", "argmax"} if target.endswith("16") else set())
 
 
 @SMALLEST
 @pytest.mark.parametrize("model", BUILTIN)
 def test_checkpoint_14_float64_error_is_far_below_its_tolerance(model: str):
     every = [c for c in rows("torch-cpu-float64", model) if c.mode != "exact"]
-    assert {c.tolerance for c in every if c.stage_ref.n_cached < 7} == {0.0, MATHEMATICS.error}
-    assert max(c.tolerance for c in every) <= 1e-11  # of one token alone
-    assert max(c.error for c in every) < MATHEMATICS.error / 4
+    assert {c.tolerance.error for c in every if c.stage_ref.n_cached < 7} == {0.0, MATHEMATICS.error}
+    assert max(c.tolerance.error for c in every) <= 1e-11  # of one token alone
+    assert max(c.difference.error for c in every) < MATHEMATICS.error / 4

@@ -36,7 +36,8 @@ SHOWN_BY = {"03": (STAGE, DECODE), **dict.fromkeys(("09", "10", "11", "12"), (SA
 def comparisons(model: str, parts: Sequence[str] = PARTS) -> dict[Key, list[Comparison]]:
     grouped: dict[Key, list[Comparison]] = {}
     for comparison in (c for part in parts for c in forward_part(model, part)):
-        grouped.setdefault((comparison.checkpoint, comparison.model, comparison.stage), []).append(comparison)
+        stage_ref = comparison.stage_ref
+        grouped.setdefault((stage_ref.checkpoint, comparison.model, stage_ref.name), []).append(comparison)
     return grouped
 
 
@@ -83,9 +84,9 @@ def test_checkpoint_rows_are_all_looked_at_and_cover_every_layer_and_case(model:
     config = open_weights(builtin_path(model)).config
     found: dict[tuple[str, ...], set[tuple[str, int | None]]] = {}
     for comparison in forward_rows(model):
-        if comparison.stage in {s.name for s in STAGES if s.in_layer} and comparison.mode != "decode":
-            key = comparison.stage, comparison.mode, comparison.engine, comparison.backend
-            found.setdefault(key, set()).add((comparison.case, comparison.layer))
+        if comparison.stage_ref.name in {s.name for s in STAGES if s.in_layer} and comparison.mode != "decode":
+            key = comparison.stage_ref.name, comparison.mode, comparison.engine, comparison.backend
+            found.setdefault(key, set()).add((comparison.stage_ref.run, comparison.stage_ref.layer))
     for (stage, *_), places in found.items():
         layers = [layer for layer in range(config.n_layers) if BY_NAME[stage].applies_to(config, layer)]
         assert places == set(product(("near", "far"), layers)), stage

@@ -10,6 +10,7 @@ from llorch.stages.comparison import EXACT, FACTOR, FAIL, PASS, TIE
 from llorch.stages.stage_ref import StageRef
 
 SCORES = np.array([[4.0, 3.0, 2.0, 2.0 - 1e-6, 0.0], [0.0, 1.0, 2.0, 3.0, 4.0]])
+TOPK_IDS = StageRef("06b", "topk_ids", 0)
 IDS = np.array([[0, 1, 2], [4, 3, 2]])
 
 
@@ -31,7 +32,7 @@ def choice(variance: float) -> ExpertSelection:
 )
 def test_a_choice(ours: list[list[int]], verdict: str, goes_on: object) -> None:
     actual = np.array(ours)
-    expectation = Expectation(StageRef("06b", "topk_ids", 0), "chained", "witness", IDS, EXACT, choice=choice(1e-13))
+    expectation = Expectation(TOPK_IDS, "chained", "engine", IDS, EXACT, expert_selection=choice(1e-13))
     comparison = judge(expectation, actual, model="m", backend="numpy")
     assert comparison.verdict == verdict
     assert bool(comparison.note) == (verdict != PASS)
@@ -46,7 +47,7 @@ def test_a_swap_is_a_tie_up_to_what_rounding_moves_whoever_chose_the_better_expe
     moved = FACTOR * np.sqrt(2 * (1e-6 + 1e-6))  # the scores of both experts are off, in both runs
     scores = np.array([[4.0, 3.0, 2.0, 2.0 + (1 if better else -1) * share * moved]])
     chosen = ExpertSelection(np.array([[0, 1, 2]]), scores, np.full_like(scores, 1e-6))
-    expectation = Expectation(StageRef("06b", "topk_ids", 0), "chained", "witness", chosen.ids, EXACT, choice=chosen)
+    expectation = Expectation(TOPK_IDS, "chained", "engine", chosen.ids, EXACT, expert_selection=chosen)
     comparison = judge(expectation, np.array([[0, 1, 3]]), model="m", backend="numpy")
     assert comparison.verdict == verdict
     assert_tells(comparison.note, "token 0", "[3]", "[2]", f"{moved:.1e}")

@@ -56,8 +56,8 @@ PLAIN = ("story-*", "micro-mistral-*", "micro-qwen2-numpy", "micro-qwen3.5-numpy
 def test_long_contexts_and_far_positions_equal_the_reference(model: str, backend: str):
     comparisons = long_rows(model, backend)
     assert [c for c in comparisons if c.verdict != PASS] == []
-    assert {c.case for c in comparisons} <= OF_ALL
-    assert ("long" in {c.case for c in comparisons}) == (model != "story")  # whose context holds 512 tokens
+    assert {c.stage_ref.run for c in comparisons} <= OF_ALL
+    assert ("long" in {c.stage_ref.run for c in comparisons}) == (model != "story")  # whose context holds 512 tokens
 
 
 def test_a_long_text_is_cut_into_chunks_of_three_sizes_and_single_steps():
@@ -83,8 +83,8 @@ def test_a_stage_that_never_arrives_fails_in_every_case_and_mode():
     suite = stored_long(MODEL, weights)
     far = {case: this for case, this in suite.golden.cases.items() if case != "long"}
     suite.golden = replace(suite.golden, cases=far)  # a long text takes seconds
-    comparisons = [c for c in suite.comparisons(Silent(weights)) if (c.stage, c.layer) == ("ffn_out", 1)]
-    assert {(c.case, c.mode) for c in comparisons} == {(case, WHOLE) for case in far}
+    comparisons = [c for c in suite.comparisons(Silent(weights)) if c.stage_ref.key == "l1.ffn_out"]
+    assert {(c.stage_ref.run, c.mode) for c in comparisons} == {(case, WHOLE) for case in far}
     assert {c.verdict for c in comparisons} == {FAIL}
 
 
@@ -237,4 +237,4 @@ def test_a_bug_of_long_contexts_fails_by_ten_times_the_tolerance(bug: str, backe
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     with injected(bug, backend):
         failed = [c for c in long_rows(MODEL, backend) if c.verdict == FAIL]
-    assert max(c.error / c.tolerance for c in failed) >= 10
+    assert max(c.difference.error / c.tolerance.error for c in failed) >= 10

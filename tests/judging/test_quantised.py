@@ -54,12 +54,13 @@ def compare(folder: Path, name: str, numerics: Numerics = GGML, residency: str =
 def test_every_stage_of_a_stored_file_agrees_with_llama_cpp_running_it(folder: Path, name: str, numerics: Numerics):
     comparisons = compare(folder, name, numerics)
     assert [c for c in comparisons if c.verdict == FAIL] == []
-    assert {c.checkpoint for c in comparisons} == {number for number in CHECKPOINTS if number < "14"} - {"05b", "06b"}
-    (selected,) = (c for c in comparisons if c.checkpoint == "09")
-    within = selected.error <= selected.tolerance and selected.worst <= selected.tolerance_worst
+    expected = {number for number in CHECKPOINTS if number < "14"} - {"05b", "06b"}
+    assert {c.stage_ref.checkpoint for c in comparisons} == expected
+    (selected,) = (c for c in comparisons if c.stage_ref.checkpoint == "09")
+    within = selected.difference.within(selected.tolerance)
     assert (selected.verdict == PASS) == within  # what passes needs no excuse
-    products = [c for c in comparisons if c.stage in ("q_proj", "ffn_out", "logits") and c.mode == "isolated"]
-    assert max(c.error for c in products) ** 2 <= 1e-12
+    products = [c for c in comparisons if c.stage_ref.name in ("q_proj", "ffn_out", "logits") and c.mode == "isolated"]
+    assert max(c.difference.error for c in products) ** 2 <= 1e-12
 
 
 @pytest.mark.live
@@ -79,8 +80,8 @@ WRONG: dict[str, Callable] = {
 def test_wrong_rounding_goes_red_at_the_first_product(folder: Path, monkeypatch: pytest.MonkeyPatch, wrong: str):
     monkeypatch.setattr(matrix, "round_activations", WRONG[wrong])
     failing = [c for c in compare(folder, "Q4_K_M") if c.verdict == FAIL]
-    assert {c.stage for c in failing if c.mode == "isolated"} >= {"q_proj", "attn_out", "ffn_out", "logits"}
-    assert max(c.error / c.tolerance for c in failing if c.tolerance) > 100
+    assert {c.stage_ref.name for c in failing if c.mode == "isolated"} >= {"q_proj", "attn_out", "ffn_out", "logits"}
+    assert max(c.difference.error / c.tolerance.error for c in failing if c.tolerance.error) > 100
 
 
 @pytest.mark.live
@@ -110,7 +111,7 @@ def test_matrices_of_several_tiles_are_decoded_as_ggml_does_and_counted_once(
     assert {c.verdict for c in files.decode_rows("m", weights)} == {PASS}
     monkeypatch.setattr(files, "in_child", lambda *what: in_child(*what)[::-1])
     (comparison,) = files.decode_rows("m", weights)
-    assert (comparison.stage, comparison.verdict, comparison.error) == ("decode.Q8_0", FAIL, 1.0)
+    assert (comparison.stage_ref.name, comparison.verdict, comparison.difference.error) == ("decode.Q8_0", FAIL, 1.0)
 
 
 @pytest.mark.live
@@ -123,9 +124,9 @@ def test_llama_cpp_rounds_for_a_file_only(tmp_path: Path):
 @pytest.mark.live
 def test_flips_are_counted_and_what_they_would_do_is_said(folder: Path):
     comparisons = compare(folder, "BF16")
-    (near,) = (c for c in comparisons if (c.stage, c.mode, c.case) == ("logits", "free", "near"))
-    flips = sum(c.flips for c in comparisons if (c.mode, c.case) == ("chained", "near"))
-    assert_tells(near.note, f"{flips} values", f"{near.error:.1e}")
+    (near,) = (c for c in comparisons if (c.stage_ref.name, c.mode, c.stage_ref.run) == ("logits", "free", "near"))
+    flips = sum(c.flips for c in comparisons if (c.mode, c.stage_ref.run) == ("chained", "near"))
+    assert_tells(near.note, f"{flips} values", f"{near.difference.error:.1e}")
     assert flips > 0
 
 
@@ -183,7 +184,7 @@ def test_our_text_runs_free_and_another_token_must_be_explained_by_flips(folder:
 
     _, runner = suite(folder, IDS, 1)
     made, runner = suite(folder, [*IDS, *runner.text(IDS, 1).tolist()], 2, prefer)
-    (comparison,) = (c for c in made.sampler_rows(runner) if c.stage == "generation")
+    (comparison,) = (c for c in made.sampler_rows(runner) if c.stage_ref.name == "generation")
     assert comparison.verdict == verdict
     assert comparison.note.startswith("token 1: expected") == (margin > 0)
 

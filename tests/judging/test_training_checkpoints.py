@@ -84,7 +84,8 @@ def test_checkpoint_15_has_the_adapter_of_the_recipe(model: str):
 
 @each_model
 def test_checkpoint_15_covers_all_matrices_of_all_layers(model: str):
-    found = {(c.layer, c.stage) for c in comparisons(model, "numpy") if c.stage.startswith("lora_delta.")}
+    stage_refs = [c.stage_ref for c in comparisons(model, "numpy")]
+    found = {(stage_ref.layer, stage_ref.part) for stage_ref in stage_refs if stage_ref.stage == "lora_delta"}
     assert len(found) == 7 * training_weights_of(model).config.n_layers
 
 
@@ -119,9 +120,10 @@ def test_checkpoint_17_golden_with_b_zero_has_no_gradient_for_a(model: str):
 
 @each_model
 def test_checkpoint_17_grants_no_error_to_gradients_that_are_zero(model: str):
-    alike = [c for c in comparisons(model, "numpy") if c.case == "zero_b" and c.stage.endswith("lora_A")]
+    in_run = [c for c in comparisons(model, "numpy") if c.stage_ref.run == "zero_b"]
+    alike = [c for c in in_run if c.stage_ref.name.endswith("lora_A")]
     assert alike
-    assert {(c.error, c.reference_error, c.engine_error) for c in alike} == {(0.0, 0.0, 0.0)}
+    assert {(c.difference.error, c.reference_error, c.engine_error) for c in alike} == {(0.0, 0.0, 0.0)}
 
 
 @each_model
@@ -132,11 +134,11 @@ def test_checkpoint_18_clips_in_every_step(model: str):
 
 @each_model
 def test_checkpoint_18_never_grants_more_than_a_fifth_of_a_learning_rate(model: str):
-    alike = [c for c in comparisons(model, "numpy") if c.stage.startswith("parameters.")]
-    assert max(c.tolerance_worst for c in alike) <= 0.2
-    assert max(c.tolerance for c in alike) <= 0.02
+    alike = [c for c in comparisons(model, "numpy") if c.stage_ref.name.startswith("parameters.")]
+    assert max(c.tolerance.worst for c in alike) <= 0.2
+    assert max(c.tolerance.error for c in alike) <= 0.02
     alone = [c for c in alike if c.mode == "isolated"]
-    assert max(c.tolerance_worst for c in alone) <= 1e-3
+    assert max(c.tolerance.worst for c in alone) <= 1e-3
 
 
 @pytest.mark.parametrize("mode", ["isolated", "chained"])
@@ -148,9 +150,9 @@ def test_checkpoint_18_stored_tolerances_are_under_their_ceilings(mode: str):
 
 @each_model
 def test_checkpoint_18_learning_rates_are_transformers_own_to_the_last_bits(model: str):
-    alike = [c for c in comparisons(model, "numpy") if c.stage == "learning_rate" and c.backend != WIDE]
-    assert {c.case for c in alike} == {"constant", "linear", "cosine"}
-    assert max(c.tolerance for c in alike) == 1e-15
+    alike = [c for c in comparisons(model, "numpy") if c.stage_ref.name == "learning_rate" and c.backend != WIDE]
+    assert {c.stage_ref.run for c in alike} == {"constant", "linear", "cosine"}
+    assert max(c.tolerance.error for c in alike) == 1e-15
     assert np.finfo(np.float64).eps < 1e-15
 
 
@@ -166,14 +168,15 @@ def test_checkpoint_19_is_a_run_that_learns_and_clips_some_steps(model: str):
 
 @each_model
 def test_checkpoint_19_is_tight(model: str):
-    alike = [c for c in comparisons(model, "numpy") if c.stage == "loss_curve"]
-    assert max(c.tolerance for c in alike) < 2e-6
+    alike = [c for c in comparisons(model, "numpy") if c.stage_ref.name == "loss_curve"]
+    assert max(c.tolerance.error for c in alike) < 2e-6
     assert training_weights_of(model).config.n_layers > 1
 
 
 @each_model
 def test_checkpoint_20_compares_every_form_with_the_engine_that_loads_it(model: str):
-    found = {(c.stage, c.engine) for c in comparisons(model, "numpy") if c.stage.startswith("exported_logits.")}
+    exported = [c for c in comparisons(model, "numpy") if c.stage_ref.stage == "exported_logits"]
+    found = {(c.stage_ref.name, c.engine) for c in exported}
     assert found == {(f"exported_logits.{kind}", LOADED_BY[kind]) for kind in EXPORTS}
 
 
@@ -188,7 +191,7 @@ def test_checkpoint_20_looks_at_every_tensor_of_adapter_files(model: str):
 
 @each_model
 def test_checkpoint_20_says_which_adapter_file_nobody_else_wrote(model: str):
-    found = {c.stage: c.engine for c in comparisons(model, "numpy") if c.mode == "exact"}
+    found = {c.stage_ref.name: c.engine for c in comparisons(model, "numpy") if c.mode == "exact"}
     assert found == {"adapter_file.peft_folder": "peft", "adapter_file.lora_gguf": "ours"}
 
 

@@ -96,5 +96,5 @@ def test_an_array_that_a_backend_does_not_make_fails(golden: TrainingGolden, dty
     assert all(c.verdict != FAIL for c in comparisons(MODEL, iter(wanted), ours, "made-up"))
     ours["chained"] = {place: array for place, array in ours["chained"].items() if place.stage != "loss_curve"}
     (comparison,) = (c for c in comparisons(MODEL, iter(wanted), ours, "made-up") if c.verdict == FAIL)
-    assert (comparison.stage, comparison.mode) == ("loss_curve", "chained")
+    assert (comparison.stage_ref.name, comparison.mode) == ("loss_curve", "chained")
     assert_tells(comparison.note.removeprefix("got:"), got="nothing")

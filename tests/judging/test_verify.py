@@ -54,7 +54,7 @@ def test_every_text_is_compared_and_the_share_of_wrong_ones_is_given():
     checks = [TokenCheck("Once", {"llamacpp": encode("Once")}) for _ in range(3)]
     assert [c.verdict for c in token_rows("micro-qwen2", encode, checks)] == [PASS]
     (comparison,) = token_rows("micro-qwen2", encode, [*checks, TokenCheck("upon", {"llamacpp": [1]})])
-    assert (comparison.verdict, comparison.error) == (FAIL, 0.25)
+    assert (comparison.verdict, comparison.difference.error) == (FAIL, 0.25)
     assert comparison.note.startswith("'upon': ")
 
 
@@ -65,7 +65,7 @@ def live(ids: Sequence[int], engines: Sequence[EngineName] = ("llamacpp",), **gi
 @pytest.mark.live
 def test_a_live_run_starts_with_the_tensors_of_the_other_reader(monkeypatch: pytest.MonkeyPatch):
     first = next(live(range(8)))
-    assert (first.stage, first.verdict) == ("tensors", PASS)
+    assert (first.stage_ref.name, first.verdict) == ("tensors", PASS)
     monkeypatch.setattr(verify, "foreign_tensors", lambda path: {**foreign_tensors(path), "more": "F32 1"})
     first = next(live(range(8)))
     assert (first.verdict, first.note) == (FAIL, "more (nothing, not F32 1)")
@@ -85,9 +85,9 @@ def test_the_other_reader_is_not_ours(kind: str, tmp_path: Path, monkeypatch: py
 def test_the_text_of_a_live_run_is_tokenized_by_the_engine_too(monkeypatch: pytest.MonkeyPatch):
     text = "Once upon a time"
     ids = Model(open_weights(PATH)).tokenizer.encode(text)
-    assert next(c.verdict for c in live(ids, text=text) if c.stage == "token_ids") == PASS
+    assert next(c.verdict for c in live(ids, text=text) if c.stage_ref.name == "token_ids") == PASS
     monkeypatch.setattr(Tokenizer, "encode", lambda tokenizer, text: ids[::-1])
-    assert next(c.verdict for c in live(ids, text=text) if c.stage == "token_ids") == FAIL
+    assert next(c.verdict for c in live(ids, text=text) if c.stage_ref.name == "token_ids") == FAIL
 
 
 def test_goldens_of_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -112,14 +112,14 @@ def test_a_file_verifies_live_against_both_engines(name: str):
     comparisons = list(verify_live(plan, progress=said.append))
     assert {c.verdict for c in comparisons} == {PASS}
     assert {c.engine for c in comparisons} == {"reader", "llamacpp", "transformers", "transformers-float64"}
-    assert {c.checkpoint for c in comparisons} >= {"00", "01b", "03", "08", "12"}
+    assert {c.stage_ref.checkpoint for c in comparisons} >= {"00", "01b", "03", "08", "12"}
     assert "running llamacpp" in said
 
 
 @pytest.mark.live
 def test_live_and_stored_errors_are_alike():
     both = verify_stored("micro-qwen2", long=False), live(range(40, 52), ["llamacpp", "transformers"])
-    stored, now = ([c.engine_error for c in rows if (c.mode, c.case) == ("chained", "near")] for rows in both)
+    stored, now = ([c.engine_error for c in rows if (c.mode, c.stage_ref.run) == ("chained", "near")] for rows in both)
     assert len(stored) == len(now)
     assert 0.2 < np.median([*filter(None, now)]) / np.median([*filter(None, stored)]) < 5
 

@@ -31,6 +31,7 @@ from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.stage_ref import Pass
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 35, 8, 27, 13)
+ENGINES = {"llamacpp", "transformers", FLOAT64_REFERENCE}
 WIDTHS = {"q": HEADS * HEAD_DIM, "k": KV_HEADS * HEAD_DIM, "v": KV_HEADS * HEAD_DIM, "o": HIDDEN}
 
 
@@ -65,7 +66,7 @@ def test_a_bias_of_the_output_projection_is_added(folder: Path):
 def test_a_folder_with_every_bias_verifies_live_against_both_engines(folder: Path):
     comparisons = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp", "transformers"])))
     assert [c for c in comparisons if c.verdict != PASS] == []
-    assert {c.engine for c in comparisons if c.stage == "attn_out"} == {"llamacpp", "transformers", FLOAT64_REFERENCE}
+    assert {c.engine for c in comparisons if c.stage_ref.name == "attn_out"} == ENGINES
 
 
 @pytest.mark.live
@@ -73,14 +74,15 @@ def test_a_folder_with_every_bias_verifies_live_against_both_engines(folder: Pat
 def test_quantised_folder_of_a_family_with_a_layout_of_its_own_verifies_live(name: str, tmp_path: Path):
     comparisons = list(verify_live(plan_live(open_weights(in_fp8(tmp_path / "fp8", name)), IDS, ["transformers"])))
     assert [c for c in comparisons if c.verdict == FAIL] == []
-    assert {c.engine for c in comparisons if c.stage == "logits"} == {"transformers", FLOAT64_REFERENCE}
+    assert {c.engine for c in comparisons if c.stage_ref.name == "logits"} == {"transformers", FLOAT64_REFERENCE}
 
 
 @pytest.mark.live
 def test_near_and_far_cases_are_compared_at_their_positions(folder: Path):
     comparisons = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"])))
-    assert {c.case for c in comparisons if c.stage == "q_rope" and c.mode != "decode"} == {"near", "far"}
-    assert {c.case for c in comparisons if c.mode == "decode"} == {
+    rotated = [c for c in comparisons if c.stage_ref.name == "q_rope" and c.mode != "decode"]
+    assert {c.stage_ref.run for c in rotated} == {"near", "far"}
+    assert {c.stage_ref.run for c in comparisons if c.mode == "decode"} == {
         *(f"near, {n} cached" for n in (1, 6, 11)),
         *(f"far, {n} cached" for n in (1, 4, 7)),
     }
@@ -98,7 +100,7 @@ def test_a_folder_of_several_files_is_read_whole_by_the_other_reader(tmp_path: P
     index = {"metadata": {}, "weight_map": {name: file for file, part in files.items() for name in part}}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
     comparisons = list(verify_live(plan_live(open_weights(folder), IDS, ["llamacpp"])))
-    assert comparisons[0].stage == "tensors"
+    assert comparisons[0].stage_ref.name == "tensors"
     assert [c for c in comparisons if c.verdict == FAIL] == []
 
     failed: dict[str, str] = {}
@@ -117,7 +119,7 @@ def test_a_file_with_its_own_frequency_factors_verifies_live_against_both_engine
     path = write_file(tmp_path / "factors.gguf", {**tensors, "rope_freqs.weight": factors}, metadata)
     comparisons = list(verify_live(plan_live(open_weights(path), IDS, ["llamacpp", "transformers"])))
     assert [c for c in comparisons if c.verdict != PASS] == []
-    assert {c.engine for c in comparisons if c.stage == "q_rope"} == {"llamacpp", "transformers", FLOAT64_REFERENCE}
+    assert {c.engine for c in comparisons if c.stage_ref.name == "q_rope"} == ENGINES
 
 
 @pytest.mark.live

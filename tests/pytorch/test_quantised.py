@@ -47,9 +47,9 @@ def expected(device: str, dtype: str) -> dict[str, set[Compared]]:
 def test_checkpoint_14_quantised(device: str, dtype: str):
     found: dict[str, set[Compared]] = {}
     for comparison in comparisons(device, dtype):
-        found.setdefault(comparison.model, set()).add((comparison.stage, comparison.mode, comparison.backend))
+        found.setdefault(comparison.model, set()).add((comparison.stage_ref.name, comparison.mode, comparison.backend))
     assert found == expected(device, dtype)
-    assert {c.checkpoint for c in comparisons(device, dtype)} == {"13"}
+    assert {c.stage_ref.checkpoint for c in comparisons(device, dtype)} == {"13"}
     bad = [c for c in comparisons(device, dtype) if c.verdict != PASS]
     assert not bad, f"{len(bad)} of {len(comparisons(device, dtype))} rows fail, first: {bad[0]}"
     assert {"Q8_0", "Q4_0", "Q4_K", "Q6_K", "Q4_K_M"} == set(PACKED_MODELS)
@@ -58,17 +58,18 @@ def test_checkpoint_14_quantised(device: str, dtype: str):
 def test_checkpoint_14_quantised_covers_both_layers():
     layers: dict[tuple[str, ...], set[int | None]] = {}
     for comparison in comparisons("cpu", "float32"):
-        if comparison.mode == "isolated" and comparison.stage != "logits":
-            layers.setdefault((comparison.model, comparison.stage, comparison.backend), set()).add(comparison.layer)
+        stage_ref = comparison.stage_ref
+        if comparison.mode == "isolated" and stage_ref.name != "logits":
+            layers.setdefault((comparison.model, stage_ref.name, comparison.backend), set()).add(stage_ref.layer)
     assert all(found == {0, 1} for found in layers.values())
 
 
 def test_checkpoint_14_quantised_float32_tolerance_is_as_in_numpy():
-    assert max(c.tolerance for c in comparisons("cpu", "float32")) <= 2.5e-6
+    assert max(c.tolerance.error for c in comparisons("cpu", "float32")) <= 2.5e-6
 
 
 def test_checkpoint_14_quantised_grants_half_precision_a_few_roundings_only():
-    tolerance = {dtype: max(c.tolerance for c in comparisons("cpu", dtype)) for dtype in ("bfloat16", "float16")}
+    tolerance = {dtype: max(c.tolerance.error for c in comparisons("cpu", dtype)) for dtype in ("bfloat16", "float16")}
     assert tolerance["bfloat16"] < 0.04
     assert tolerance["float16"] < 0.005
 
@@ -124,7 +125,7 @@ def test_a_mistake_in_the_fields_turns_every_product_red(name, spoil, tmp_path, 
     monkeypatch.setattr(load, "pack_file_blocks", wrong)
     found = products(name, tmp_path)
     assert {c.backend for c in found} == {"torch-cpu-float32", "torch-cpu-float32-plain"}
-    assert all(c.verdict == FAIL and c.error > 10 * c.tolerance for c in found)
+    assert all(c.verdict == FAIL and c.difference.error > 10 * c.tolerance.error for c in found)
 
 
 def test_bytes_that_are_read_without_their_sign_turn_every_product_of_the_twin_red(tmp_path, monkeypatch):
@@ -134,20 +135,20 @@ def test_bytes_that_are_read_without_their_sign_turn_every_product_of_the_twin_r
     monkeypatch.setattr(packing, "DECODERS", {GGMLType.Q8_0: unsigned})
     found = [c for c in products("Q8_0", tmp_path) if c.backend.endswith("-plain")]
     assert found
-    assert all(c.verdict == FAIL and c.error > 10 * c.tolerance for c in found)
+    assert all(c.verdict == FAIL and c.difference.error > 10 * c.tolerance.error for c in found)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
 def test_rows_of_q_and_k_in_the_order_of_the_file_turn_their_products_red(name, tmp_path, monkeypatch):
     monkeypatch.setattr(stored_kinds, "undo_interleave", lambda rows, heads: rows.copy())
     for comparison in products(name, tmp_path):
-        reordered = comparison.stage in ("q_proj", "k_proj")
+        reordered = comparison.stage_ref.name in ("q_proj", "k_proj")
         assert comparison.verdict == (FAIL if reordered else PASS)
-        assert not reordered or comparison.error > 10 * comparison.tolerance
+        assert not reordered or comparison.difference.error > 10 * comparison.tolerance.error
 
 
 def test_products_of_another_file_are_not_compared(monkeypatch):
     monkeypatch.setattr(quantised, "fingerprint", lambda path: "another")
     monkeypatch.setattr(verification, "PACKED_MODELS", ("Q4_0",))
-    stages = [c.stage for c in verify_quantised_torch(target("cpu", "float32"))]
+    stages = [c.stage_ref.name for c in verify_quantised_torch(target("cpu", "float32"))]
     assert stages == [*(f"decode.{kind.name}" for kind in PACKERS), "file"]

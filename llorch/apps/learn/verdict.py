@@ -83,7 +83,7 @@ class LessonReport:
         """Format the verdict for a person: under 15 lines, one line for a pass."""
         head = [f"checkpoint_{self.lesson}_{BY_NUMBER[self.lesson].name}", self.word]
         if self.word == FAIL:
-            run = [f"{c.model}, {c.case}" for c in (each.comparison for each in self.wrong[:1])]
+            run = [f"{c.model}, {c.stage_ref.run}" for c in (each.comparison for each in self.wrong[:1])]
             return "\n".join(["   ".join([*head, *filter(None, [self.where]), *run]), *self._failed()])
         head += [self.reason] if self.reason else []
         if self.unwritten:
@@ -100,9 +100,8 @@ class LessonReport:
             yield from self._numbers(FailedComparison(self.wrong[0]))
         elif self.wrong:
             comparison = self.wrong[0].comparison
-            yield from _line(
-                "first wrong", f"{_stage_key(comparison)}   {comparison.note or f'error {comparison.error:.1e}'}"
-            )
+            reason = comparison.note or f"error {comparison.difference.error:.1e}"
+            yield from _line("first wrong", f"{_stage_key(comparison)}   {reason}")
         if self.wrong:
             yield from self._diagnosis_lines()
         for note in self.notes[:NOTES]:
@@ -121,7 +120,7 @@ class LessonReport:
         engines = "" if math.isnan(comparison.engine_error) else f" (engine's own error {comparison.engine_error:.0e})"
         outside, error = (
             int(wrong.outside.sum()),
-            f"error {comparison.error:.1e}, tolerance {comparison.tolerance:.1e}{engines}",
+            f"error {comparison.difference.error:.1e}, tolerance {comparison.tolerance.error:.1e}{engines}",
         )
         yield from _line("how much", f"{outside} of {wrong.off.size} numbers; {comparison.note or error}")
         if pattern := wrong.pattern():
@@ -130,9 +129,9 @@ class LessonReport:
 
     def _others(self) -> Iterator[str]:
         """Yield the stages, models and parts that are right in every comparison."""
-        bad = {each.comparison.stage for each in self.wrong}, {each.comparison.model for each in self.wrong}
+        bad = {each.comparison.stage_ref.name for each in self.wrong}, {each.comparison.model for each in self.wrong}
         stages = dict.fromkeys(
-            each.comparison.stage for each in self.comparisons if each.comparison.stage not in bad[0]
+            each.comparison.stage_ref.name for each in self.comparisons if each.comparison.stage_ref.name not in bad[0]
         )
         models = dict.fromkeys(
             each.comparison.model for each in self.comparisons if each.comparison.model not in bad[1]
@@ -190,8 +189,8 @@ def _line(label: str, said: str) -> Iterator[str]:
 
 
 def _stage_key(comparison: Comparison) -> str:
-    layer = "" if comparison.layer is None else f" of layer {comparison.layer}"
-    return f"{comparison.stage}{layer}"
+    layer = "" if comparison.stage_ref.layer is None else f" of layer {comparison.stage_ref.layer}"
+    return f"{comparison.stage_ref.name}{layer}"
 
 
 def _format_number(number: ComparedNumber) -> str:
@@ -201,10 +200,10 @@ def _format_number(number: ComparedNumber) -> str:
 
 def _passed(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Describe the comparison that is nearest to its tolerance, and count the comparisons."""
-    worst = max(comparisons, key=lambda c: times_over(c.error, c.tolerance))
+    worst = max(comparisons, key=lambda c: times_over(c.difference.error, c.tolerance.error))
     engines = "" if math.isnan(worst.engine_error) else f", the engine's own ~{worst.engine_error:.0e}"
-    if worst.tolerance or worst.error:
-        yield f"worst error ~{worst.error:.1e}, tolerance ~{worst.tolerance:.1e}{engines}"
+    if worst.tolerance.error or worst.difference.error:
+        yield f"worst error ~{worst.difference.error:.1e}, tolerance ~{worst.tolerance.error:.1e}{engines}"
     yield f"{len(comparisons)} comparisons, {len({c.model for c in comparisons})} models"
 
 

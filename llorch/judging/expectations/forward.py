@@ -237,7 +237,7 @@ class ForwardSuite:
             engine_error=self._isolated_error(engine, case, key(ATTENTION, layer) if fused else name),
             masked=stage.masked,
             token_axis=token_axis(stage),
-            choice=choice,
+            expert_selection=choice,
         )
 
     def chained(self, runner: Runner, case: str, engine: str, n_cached: int, name: str) -> Expectation:
@@ -260,7 +260,7 @@ class ForwardSuite:
             engine_error=self._errors.get(at),
             masked=stage.masked,
             token_axis=token_axis(stage),
-            choice=self._choice(runner, "chained", case, engine, name, n_cached) if stage.is_choice else None,
+            expert_selection=self._choice(runner, "chained", case, engine, name, n_cached) if stage.is_choice else None,
         )
         if engine != FLOAT64_REFERENCE:
             self._errors[at] = expectation.engine_error_of_golden  # the same for every runner
@@ -362,7 +362,7 @@ class ForwardSuite:
         )  # fmt: skip
         comparison = judge(expectation, runner.free(self.cases[case]), model=self.model, backend=runner.name)  # type: ignore[attr-defined]
         n_flips = sum(each.flips for each in chained)
-        said = f"{n_flips} values flip; without replacing them, the error is {comparison.error:.1e}"
+        said = f"{n_flips} values flip; without replacing them, the error is {comparison.difference.error:.1e}"
         return replace(comparison, note=comparison.note or said)
 
     def _beside_one_pass(
@@ -378,9 +378,9 @@ class ForwardSuite:
         tolerances, single = self._limits_for(runner, "near"), golden.traces["near"]["logits"][-1]
         equal = measure(ours, single).within(tolerances.last_row())
         only_flips = measure(golden.selected_logits, single).within(tolerances.free_last_row())
-        if not (equal and only_flips and (comparison.checkpoint == "09" or ours.argmax() == single.argmax())):
+        if not (equal and only_flips and (comparison.stage_ref.checkpoint == "09" or ours.argmax() == single.argmax())):
             return comparison
-        reason = comparison.note or f"error {comparison.error:.1e}"
+        reason = comparison.note or f"error {comparison.difference.error:.1e}"
         return as_tie(comparison, f"{reason}; equal to llama.cpp's result for all rows in one batch")
 
     def _margins(self, runner: Runner) -> Margins:

@@ -120,7 +120,7 @@ def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Compa
             packable = weights.using(numerics.GGML, packed=packed)
             runner = GgmlRunner(packable, {CASE: golden.traces[name]}, {CASE: suite.tolerances(CASE)}, backend)
             for comparison in with_load_paths(chain(suite.stage_rows(runner), suite.decode_rows(runner)), suite.routes):
-                yield replace(comparison, checkpoint=CHECKPOINT)
+                yield replace(comparison, stage_ref=replace(comparison.stage_ref, checkpoint=CHECKPOINT))
 
 
 def suite_of(name: str, weights: Weights, golden: QuantisedGolden) -> ForwardSuite:

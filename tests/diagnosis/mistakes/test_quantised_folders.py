@@ -189,7 +189,7 @@ def test_checkpoint_13_of_a_folder_is_red_with_each_mistake(mistake: str, monkey
     comparisons = list(files.matrix_rows(name, folder))
     red = [c for c in comparisons if c.verdict == FAIL]
     assert red
-    assert all(c.checkpoint == "13" and c.tolerance == 0 < c.error for c in red)
+    assert all(c.stage_ref.checkpoint == "13" and c.tolerance.error == 0 < c.difference.error for c in red)
 
 
 def first_matrix(name: str) -> QuantisedMatrix:

@@ -49,11 +49,12 @@ def shown(case: str, name: str, change: Callable[[np.ndarray], np.ndarray]) -> d
 def sampler_rows(
     engine_output: EngineOutput, reference: ReferenceOutput | None = GOLDEN.reference
 ) -> dict[str, Comparison]:
-    return {c.stage: c for c in suite({"llamacpp": engine_output}, reference).sampler_rows(runner())}
+    return {c.stage_ref.name: c for c in suite({"llamacpp": engine_output}, reference).sampler_rows(runner())}
 
 
 def failing(comparisons: list[Comparison]) -> set[tuple[str, str, str, str]]:
-    return {(c.checkpoint, c.stage, c.mode, c.case) for c in comparisons if c.verdict == FAIL}
+    failed = ((c.stage_ref, c.mode) for c in comparisons if c.verdict == FAIL)
+    return {(stage_ref.checkpoint, stage_ref.name, mode, stage_ref.run) for stage_ref, mode in failed}
 
 
 def test_the_token_of_a_golden_is_not_chosen_by_our_code(monkeypatch: pytest.MonkeyPatch):
@@ -137,12 +138,12 @@ class Silent(NumpyRunner):
 @pytest.mark.parametrize("backend", ["numpy", FLOAT64])
 def test_a_stage_that_never_arrives_fails_in_every_place_where_it_was_due(backend: str):
     comparisons, there = (suite().comparisons(one) for one in (Silent(weights_of(MODEL), backend), runner(backend)))
-    due = [replace(c, verdict=FAIL) for c in there if (c.stage, c.layer) == ("ffn_up", 1)]
-    where = [(c.mode, c.case, c.engine) for c in due]
+    due = [replace(c, verdict=FAIL) for c in there if (c.stage_ref.name, c.stage_ref.layer) == ("ffn_up", 1)]
+    where = [(c.mode, c.stage_ref.run, c.engine) for c in due]
     assert {mode for mode, *_ in where} == {"isolated", "chained", "decode"}
-    lost = [c for c in comparisons if (c.stage, c.layer) == ("ffn_up", 1)]
-    assert [(c.mode, c.case, c.engine) for c in lost] == where
-    assert {(c.verdict, c.error) for c in lost} == {(FAIL, np.inf)}
+    lost = [c for c in comparisons if (c.stage_ref.name, c.stage_ref.layer) == ("ffn_up", 1)]
+    assert [(c.mode, c.stage_ref.run, c.engine) for c in lost] == where
+    assert {(c.verdict, c.difference.error) for c in lost} == {(FAIL, np.inf)}
     assert len(comparisons) == len(there)
 
 
@@ -160,9 +161,9 @@ def test_a_stage_with_values_too_far_off_for_a_flip_fails_though_its_numbers_are
     comparisons = [c for c in suite().stage_rows(Flipping(weights_of(MODEL))) if c.mode == "isolated"]
     assert {c.flips for c in comparisons} == {3}
     failed = [c for c in comparisons if c.verdict != PASS]
-    assert {(c.stage, c.layer, c.verdict) for c in failed} == {("ffn_up", 1, FAIL)}
-    assert {(c.case, c.engine) for c in failed} == {(case, name) for case in GOLDEN.cases for name in ENGINES}
-    assert all(c.error <= c.tolerance for c in failed)
+    assert {(c.stage_ref.name, c.stage_ref.layer, c.verdict) for c in failed} == {("ffn_up", 1, FAIL)}
+    assert {(c.stage_ref.run, c.engine) for c in failed} == {(case, name) for case in GOLDEN.cases for name in ENGINES}
+    assert all(c.difference.error <= c.tolerance.error for c in failed)
     assert_tells(failed[0].note, "2 values")
 
 
@@ -173,19 +174,23 @@ def test_every_stage_layer_case_and_cut_has_rows_of_its_own():
         n = len(whole.ids)
         decoded = [("decode", f"{case}, {k} cached") for k in (1, n // 2, n - 1)]
         for place in (("isolated", case), ("chained", case), *decoded):
-            found = [(c.stage, c.layer) for c in comparisons if (c.mode, c.case) == place]
+            found = [(c.stage_ref.name, c.stage_ref.layer) for c in comparisons if (c.mode, c.stage_ref.run) == place]
             assert stages <= set(found)
             assert len(found) == len(set(found))
 
 
 def test_distances_of_a_row_are_those_of_its_golden():
     comparisons = suite(shown("near", "l0.ffn_up", lambda a: a * np.float32(1.001))).stage_rows(runner())
-    mine = {r.mode: r for r in comparisons if (r.stage, r.layer, r.case, r.engine) == ("ffn_up", 0, "near", "llamacpp")}
+    mine = {
+        r.mode: r
+        for r in comparisons
+        if (r.stage_ref.name, r.stage_ref.layer, r.stage_ref.run, r.engine) == ("ffn_up", 0, "near", "llamacpp")
+    }
     stored = GOLDEN.reference.isolated["llamacpp"]["near"]["l0.ffn_up"].error
     assert np.isnan(mine["isolated"].reference_error)
     assert mine["isolated"].engine_error == stored
     assert mine["chained"].engine_error == pytest.approx(1e-3, rel=0.01)
-    assert mine["chained"].error == pytest.approx(1e-3, rel=0.01)
+    assert mine["chained"].difference.error == pytest.approx(1e-3, rel=0.01)
     assert 0 < mine["chained"].reference_error < 1e-6
 
 
@@ -238,17 +243,18 @@ def test_sums_in_another_order_pass_beside_engines_that_happen_to_be_exact(monke
     lucky = suite(exact, replace(GOLDEN.reference, isolated={p: dict.fromkeys(GOLDEN.cases, nothing) for p in ENGINES}))
     monkeypatch.setattr(forward_page, "linear", in_four_lanes)
     comparisons = lucky.comparisons(runner(OWN_SUMS))
-    assert max(c.error for c in comparisons if c.stage in ("ffn_out", "attn_out")) > 4e-7  # more than a rounding
+    outputs = [c for c in comparisons if c.stage_ref.name in ("ffn_out", "attn_out")]
+    assert max(c.difference.error for c in outputs) > 4e-7  # more than a rounding
     assert failing(comparisons) == set()
 
 
 @pytest.mark.parametrize("stage", ["q_proj", "k_cache", "attn_norm", "embed"])
 def test_float64_is_compared_only_with_the_reference(stage: str):
-    comparisons = [c for c in suite().comparisons(runner(FLOAT64)) if c.stage == stage]
+    comparisons = [c for c in suite().comparisons(runner(FLOAT64)) if c.stage_ref.name == stage]
     assert {c.engine for c in comparisons} == {"transformers-float64"}
     for comparison in comparisons:
         exact = comparison.mode == "isolated" and stage in COPIES
-        assert comparison.tolerance == (EXACT if exact else MATHEMATICS).error
+        assert comparison.tolerance.error == (EXACT if exact else MATHEMATICS).error
         assert comparison.verdict == PASS
 
 
@@ -274,7 +280,7 @@ def test_different_best_token_of_an_engine_fails_checkpoint_10(engine: str):
     best = int(np.argmax(engine_output.selected_logits))
     other = (best + 5) % weights_of(MODEL).config.vocab_size
     comparison = sampler_rows(replace(engine_output, selected_logits=with_best(engine, other)))["argmax"]
-    assert (comparison.checkpoint, comparison.verdict) == ("10", FAIL)
+    assert (comparison.stage_ref.checkpoint, comparison.verdict) == ("10", FAIL)
     assert comparison.note.startswith(f"token 0: expected {other}, got {best}, ")
 
 
@@ -344,13 +350,18 @@ def test_a_token_less_fails_in_every_filter():
 def test_every_row_says_where_it_stands_as_data():
     for comparison in suite_of(MODEL).comparisons(runner()):
         where = comparison.stage_ref
-        shown = comparison.checkpoint, comparison.stage, comparison.layer, comparison.case
+        shown = (
+            comparison.stage_ref.checkpoint,
+            comparison.stage_ref.name,
+            comparison.stage_ref.layer,
+            comparison.stage_ref.run,
+        )
         assert shown == (where.checkpoint, where.name, where.layer, where.run)
         if where.stage in BY_NAME:
-            assert where.key == key(comparison.stage, comparison.layer)
+            assert where.key == key(comparison.stage_ref.name, comparison.stage_ref.layer)
         record: dict[str, Any] = comparison.record()
         assert "place" not in record
-        assert record["stage"] == comparison.stage
+        assert record["stage"] == comparison.stage_ref.name
 
 
 def test_decode_comparisons_fail_if_a_failed_pass_changes_the_cache(monkeypatch: pytest.MonkeyPatch):
@@ -366,5 +377,5 @@ def test_decode_comparisons_fail_if_a_failed_pass_changes_the_cache(monkeypatch:
         return cache._states.get(layer) or right(cache, layer)
 
     monkeypatch.setattr(KVCache, "memory", shared)
-    bad = {c.stage for c in made.decode_rows(numpy) if c.verdict == FAIL}
+    bad = {c.stage_ref.name for c in made.decode_rows(numpy) if c.verdict == FAIL}
     assert {"conv_out", "delta_state", "delta_out"} <= bad

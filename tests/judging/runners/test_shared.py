@@ -58,7 +58,8 @@ def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(
     right = Packed.decode
     spoilt = "blk.1.ffn_up.weight"
     monkeypatch.setattr(Packed, "decode", lambda self: right(self) * np.float32(1 + 1e-3 * (self.name == spoilt)))
-    red = {(c.stage, c.layer) for c in comparisons(weights) if c.mode == "isolated" and c.verdict == FAIL}
+    failed = [c.stage_ref for c in comparisons(weights) if c.mode == "isolated" and c.verdict == FAIL]
+    red = {(stage_ref.name, stage_ref.layer) for stage_ref in failed}
     assert red == {("ffn_up", 1)}
 
 

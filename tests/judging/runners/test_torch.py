@@ -102,7 +102,7 @@ def test_a_stage_of_another_shape_fails_instead_of_being_broadcast():
         head.forward = lambda x, right=head.forward: right(x)[..., :1]
 
     bad = [c for c in comparisons(with_model(SINGLE, cut)) if c.verdict == FAIL]
-    assert {c.stage for c in bad} == {"logits"}
+    assert {c.stage_ref.name for c in bad} == {"logits"}
     assert all(c.note.startswith("shape: ") and "got (12, 1)" in c.note for c in bad)
 
 
@@ -113,7 +113,7 @@ def test_isolated_stages_are_fed_the_golden_and_not_our_own(suffix: str):
     trace["l0.attn_out"] = trace["l0.attn_out"] * 2
     changed = replace(golden, traces={"near": trace})
     made = comparisons(sound(SINGLE, suffix), engine_outputs={"llamacpp": changed})
-    bad = {(c.stage, c.layer) for c in made if c.mode == "isolated" and c.verdict == FAIL}
+    bad = {(c.stage_ref.name, c.stage_ref.layer) for c in made if c.mode == "isolated" and c.verdict == FAIL}
     assert bad == {("attn_out", 0), ("attn_residual", 0)}  # what is made from it is fed the golden's residual again
 
 
@@ -124,13 +124,15 @@ def test_in_half_precision_a_factor_of_one_per_cent_fails_its_isolated_stage_alo
             mlp.act = lambda gate, up, right=mlp.act: 1.01 * right(gate, up)
 
     made = [c for c in comparisons(with_model(HALF, inject)) if c.mode == "isolated"]
-    assert {(c.stage, c.verdict) for c in made if c.stage == "ffn_act"} == {("ffn_act", FAIL)}
-    assert {c.stage for c in made if c.verdict == FAIL} == {"ffn_act"}
+    assert {(c.stage_ref.name, c.verdict) for c in made if c.stage_ref.name == "ffn_act"} == {("ffn_act", FAIL)}
+    assert {c.stage_ref.name for c in made if c.verdict == FAIL} == {"ffn_act"}
     for comparison in (c for c in made if c.verdict == FAIL):
-        assert comparison.error <= comparison.tolerance
-        assert 1.008 < comparison.common_factor < 1.012
-        assert comparison.tolerance_factor < 0.009
-        assert_tells(comparison.note, f"{comparison.common_factor:.4f}", f"{comparison.tolerance_factor:.4f}")
+        assert comparison.difference.error <= comparison.tolerance.error
+        assert 1.008 < comparison.difference.common_factor < 1.012
+        tolerance = comparison.tolerance.common_factor
+        assert tolerance is not None
+        assert tolerance < 0.009
+        assert_tells(comparison.note, f"{comparison.difference.common_factor:.4f}", f"{tolerance:.4f}")
         assert {"common_factor", "tolerance_factor"} <= comparison.record().keys()
 
 
@@ -138,13 +140,14 @@ def test_in_half_precision_a_factor_of_one_per_cent_fails_its_isolated_stage_alo
 def test_common_factor_is_shown_only_where_it_is_compared(target: str):
     for comparison in comparisons(sound(target)):
         has_factor = target == HALF and comparison.mode == "isolated"
+        record: dict[str, Any] = comparison.record()
         assert comparison.verdict != FAIL
-        assert has_factor == (abs(comparison.common_factor - 1) <= comparison.tolerance_factor), comparison
-        assert has_factor or math.isnan(comparison.common_factor)
+        assert has_factor == (abs(record["common_factor"] - 1) <= record["tolerance_factor"]), comparison
+        assert has_factor or math.isnan(record["common_factor"])
 
 
 def test_in_half_precision_a_near_tie_is_shown_with_its_gap():
-    by_stage = {c.stage: c for c in comparisons(sound(HALF), "sampler_rows") if c.engine == "llamacpp"}
+    by_stage = {c.stage_ref.name: c for c in comparisons(sound(HALF), "sampler_rows") if c.engine == "llamacpp"}
     for stage in ("argmax", "generation"):
         assert by_stage[stage].verdict == TIE
         assert re.fullmatch(r"token 0: .*, got .* 2.5e-03, .* 1.9e-01", by_stage[stage].note)
@@ -156,7 +159,7 @@ def test_another_greedy_token_fails_unless_it_is_as_likely(target: str):
     other = golden.greedy.copy()
     other[3] += 1
     made = comparisons(sound(target), "sampler_rows", {"llamacpp": replace(golden, greedy=other)})
-    assert [c.stage for c in made if c.verdict == FAIL] == ["generation"]
+    assert [c.stage_ref.name for c in made if c.verdict == FAIL] == ["generation"]
 
 
 @pytest.mark.parametrize("broken", [lambda text: text[::-1], lambda text: text[:-1]], ids=["wrong", "too short"])
@@ -172,15 +175,15 @@ def test_a_text_that_goes_wrong_or_ends_too_soon_fails(
         return broken(made) if anew == (len(prompt) > n) else made
 
     monkeypatch.setattr(TorchRunner, "text", text)
-    assert {c.verdict for c in comparisons(sound(HALF), "sampler_rows") if c.stage == "generation"} == {FAIL}
+    assert {c.verdict for c in comparisons(sound(HALF), "sampler_rows") if c.stage_ref.name == "generation"} == {FAIL}
 
 
 def test_fused_attention_has_a_limit_of_its_own_derived_as_all_are():
     fused = comparisons(sound(SINGLE, "-sdpa"))
-    plainly = {(c.stage, c.layer, c.mode): c.tolerance for c in comparisons(sound(SINGLE))}
+    plainly = {(c.stage_ref, c.mode): c.tolerance.error for c in comparisons(sound(SINGLE))}
     for comparison in fused:
-        one, other = comparison.tolerance, plainly[comparison.stage, comparison.layer, comparison.mode]
-        alone = (comparison.stage, comparison.mode) == ("attn_context", "isolated")
+        one, other = comparison.tolerance.error, plainly[comparison.stage_ref, comparison.mode]
+        alone = (comparison.stage_ref.name, comparison.mode) == ("attn_context", "isolated")
         assert (other < one <= 10 * other) if alone else one == other
     assert {c.verdict for c in fused} == {PASS}
 

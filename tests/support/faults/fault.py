@@ -1,17 +1,16 @@
 """A fault injected into running code, and the check that must see it: the rows of the table of fault injection."""
 
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any
 
-import numpy as np
 import pytest
 
 from llorch.judging.judge import Comparison
 from llorch.ops.numerics import DtypeName
-from llorch.stages.comparison import FAIL, Difference, Tolerance
+from llorch.stages.comparison import FAIL
 
 ANY = ""  # mode
 TRAINER = "as trainer"  # variant of a training run in torch: the way that saves memory
@@ -97,14 +96,12 @@ class InjectedFault:
 
 def factor(comparison: Comparison) -> float:
     """Divide the error of a comparison by its tolerance."""
-    tokens = None if np.isnan(comparison.token_error) else np.array([comparison.token_error])
-    tolerance = Tolerance(comparison.tolerance, comparison.tolerance_worst, comparison.tolerance_token)
-    return Difference(comparison.error, comparison.worst, tokens=tokens).over(tolerance)
+    return comparison.difference.over(replace(comparison.tolerance, common_factor=None))
 
 
 def assert_seen(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> Sequence[Comparison]:
     """Inject a fault, judge the run, and require its check; returns the comparisons."""
-    rows = resolve_name(RUNNERS[fault.backend])(fault, patch, folder)
+    rows: Sequence[Comparison] = resolve_name(RUNNERS[fault.backend])(fault, patch, folder)
     check, failing = fault.check, [row for row in rows if row.verdict == FAIL]
     is_right = check == Check(others=check.others)
     assert rows
@@ -112,11 +109,11 @@ def assert_seen(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -
     if check.first:
         _assert_first(check, rows, failing)
     for mode, stages in check.red.items():
-        assert {r.stage for r in failing if mode in (ANY, r.mode) and factor(r) >= check.by} == {*stages}, mode
+        assert {r.stage_ref.name for r in failing if mode in (ANY, r.mode) and factor(r) >= check.by} == {*stages}, mode
     if check.some:
-        assert check.some in {(row.mode, row.stage) for row in failing}
+        assert check.some in {(row.mode, row.stage_ref.name) for row in failing}
     if check.every:
-        assert {row.verdict for row in rows if (row.mode, row.stage) == check.every} == {FAIL}
+        assert {row.verdict for row in rows if (row.mode, row.stage_ref.name) == check.every} == {FAIL}
     for (mode, stage), least in check.over.items():
         factors = [factor(row) for row in rows if mode in (ANY, row.mode) and _group(row) == stage]
         assert max(factors) >= least, f"{stage}: {max(factors):.1f} times the tolerance"
@@ -124,7 +121,7 @@ def assert_seen(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -
         assert {row.mode for row in failing} <= check.only_in
     if check.others is not None:
         assert {row.verdict for row in rows} - {FAIL} <= check.others
-    assert check.cases <= {row.case for row in failing}
+    assert check.cases <= {row.stage_ref.run for row in failing}
     return rows
 
 
@@ -132,18 +129,19 @@ def _assert_first(check: Check, comparisons: Sequence[Comparison], failing: Sequ
     """The first comparison that fails is where it has to be, and all engines show it by far."""
     first = next(c for c in failing if check.first_in in (ANY, c.mode))
     assert _place(first)[: len(check.first)] == check.first, first
-    alike = [r for r in comparisons if (_place(r), r.case, r.mode) == (_place(first), first.case, first.mode)]
+    run = _place(first), first.stage_ref.run, first.mode
+    alike = [c for c in comparisons if (_place(c), c.stage_ref.run, c.mode) == run]
     assert check.engines <= {c.engine for c in alike}
     assert all(factor(c) >= check.factor for c in alike), [factor(c) for c in alike]
 
 
 def _place(comparison: Comparison) -> tuple[str, str, int | None]:
-    return comparison.checkpoint, comparison.stage, comparison.layer
+    return comparison.stage_ref.checkpoint, comparison.stage_ref.name, comparison.stage_ref.layer
 
 
 def _group(comparison: Comparison) -> str:
     """The stage of the forward pass, or the group of stages of training."""
-    return comparison.stage_ref.stage or comparison.stage
+    return comparison.stage_ref.stage or comparison.stage_ref.name
 
 
 def replaced(owner: Any, name: str, make: Callable[[Any], Any]) -> Inject:

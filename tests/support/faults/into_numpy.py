@@ -57,7 +57,7 @@ def of_packed(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> 
     """Comparisons of a model of a stored type with the golden of checkpoint 13; in its first layer, if so named."""
     FAULTS[fault.name](patch)
     comparisons = stage_rows(fault.model, write_model(fault.model, folder), quantised_golden())
-    return [c for c in comparisons if fault.rows != "layer 0" or c.layer == 0]
+    return [c for c in comparisons if fault.rows != "layer 0" or c.stage_ref.layer == 0]
 
 
 def live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:

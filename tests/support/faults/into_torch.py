@@ -44,7 +44,7 @@ def of_golden(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[
     variant, name = TorchVariant(make, hidden=base.hidden, in_batch=base.in_batch), f"torch-cpu-{fault.dtype}"
     runner = TorchRunner(weights_of(fault.model), on(name), variant, f"{name}-broken")
     rows = getattr(suite_of_case(fault.model, fault.case), fault.rows)(runner)
-    return [row for row in rows if row.mode != "isolated" or row.checkpoint == "11"]
+    return [row for row in rows if row.mode != "isolated" or row.stage_ref.checkpoint == "11"]
 
 
 def live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:

@@ -126,7 +126,7 @@ def compare(
 
 
 def in_order(comparisons: Iterable[Comparison]) -> list[Comparison]:
-    return sorted(comparisons, key=lambda c: (c.checkpoint, c.mode != "isolated", c.mode == "exact"))
+    return sorted(comparisons, key=lambda c: (c.stage_ref.checkpoint, c.mode != "isolated", c.mode == "exact"))
 
 
 def up_to(last: str, arrays: Results) -> Results:
@@ -140,7 +140,7 @@ def over_in_half(comparison: Comparison) -> float:
         return 0.0
     golden, config = training_golden_of(comparison.model), training_weights_of(comparison.model).config
     allowed = derive_tolerance(golden, config, comparison.stage_ref, comparison.mode, "bfloat16")
-    return Difference(comparison.error, comparison.worst).over(allowed)
+    return Difference(comparison.difference.error, comparison.difference.worst).over(allowed)
 
 
 def alpha_alone(right: Any) -> Any:

@@ -71,6 +71,6 @@ def compare(
         comparisons = list(verify_live(plan_live(open_weights(model), range(3, 15), ("transformers",)), runners))
     else:
         comparisons = list(verify_stored(model, runners, long=with_long))  # these take six times as long as the rest
-    failed = [(c.mode, c.stage) for c in comparisons if c.verdict != PASS]
+    failed = [(c.mode, c.stage_ref.name) for c in comparisons if c.verdict != PASS]
     torch.distributed.destroy_process_group()
     return len(comparisons), len(failed), list(dict.fromkeys(failed))

@@ -84,7 +84,7 @@ def compare_live(model: str, golden: Any, axes: Mapping[str, int], dtype: str) -
     weights = open_weights(builtin_path(model))
     comparisons = list(torch_runner.mesh_rows(model, weights, golden, target("cpu", dtype, "torch"), start(axes)))
     leave()
-    return len(comparisons), [f"{c.stage_ref.checkpoint} {c.stage}" for c in comparisons if c.verdict != PASS]
+    return len(comparisons), [f"{c.stage_ref.checkpoint} {c.stage_ref.name}" for c in comparisons if c.verdict != PASS]
 
 
 def made_run(settings: Any, folder: Path, axes: Mapping[str, int], fault: str = "", **how: Any) -> list[str]:

@@ -63,10 +63,10 @@ def require_all(number: str, backend: str, model: str) -> list[Comparison]:
     """Every comparison of a checkpoint was made on a backend, and passes."""
     target = "numpy" if backend in ON_NUMPY else backend.removesuffix("-trainer")
     every = [c for c in comparisons(model, target) if c.backend == backend]
-    found = [f"{c.mode} {c.engine} {c.case}/{c.stage_ref.key}" for c in every if c.mode != "exact"]
+    found = [f"{c.mode} {c.engine} {c.stage_ref.run}/{c.stage_ref.key}" for c in every if c.mode != "exact"]
     assert sorted(found) == sorted(expected(backend, model))
-    mine = [c for c in every if c.checkpoint == number]
-    files = [c.stage for c in mine if c.mode == "exact"]
+    mine = [c for c in every if c.stage_ref.checkpoint == number]
+    files = [c.stage_ref.name for c in mine if c.mode == "exact"]
     assert files == ([f"adapter_file.{kind}" for kind in ADAPTER_FILES] if (number, backend) == ("20", "numpy") else [])
     bad = [c for c in mine if c.verdict != PASS]
     assert not bad, f"{len(bad)} of {len(mine)} rows fail, first: {bad[0]}"

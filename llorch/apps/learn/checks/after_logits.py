@@ -168,7 +168,7 @@ class ArgmaxCheck(AfterLogitsCheck):
         """Return the row of logits of the case."""
         suite = suite_of(wrong.comparison.model)
         row = suite.engine_outputs[wrong.comparison.engine].selected_logits
-        row = tied_row(row) if wrong.comparison.case == "tie" else row
+        row = tied_row(row) if wrong.comparison.stage_ref.run == "tie" else row
         return SamplerInputs(row[None], SAMPLINGS["all"], suite.cases["near"].ids)
 
 
