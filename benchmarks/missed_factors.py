@@ -19,11 +19,12 @@ import click
 import numpy as np
 import torch
 
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.training import comparisons, make_expectations
 from llorch.judging.expectations.training import stored as stored_training
 from llorch.judging.goldens.training import MODELS as TRAINED
 from llorch.judging.judge import Comparison
+from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners import Runner, StageObserver
 from llorch.judging.runners.torch import torch_runners
 from llorch.judging.runners.torch_observed import WIDENED
@@ -102,10 +103,10 @@ def times(array: np.ndarray, factor: float, name: str, at: Target) -> np.ndarray
 def forward_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
     """Judge every stage of a built-in model, isolated and chained."""
     weights, golden = stored(model)
-    suite = ForwardSuite(model, weights, golden.cases, golden.engine_outputs, golden.reference)
+    suite = ForwardExpectations(model, weights, golden.cases, golden.engine_outputs, golden.reference)
     for runner in torch_runners(at)(weights, wide=True):
         injected: Any = WithFactor(runner, at, factor)
-        yield from (c for c in suite.stage_rows(injected) if not BY_NAME[c.stage_ref.name].is_choice)
+        yield from (c for c in RunnerCheck(suite, injected).stage_rows() if not BY_NAME[c.stage_ref.name].is_choice)
 
 
 def gradient_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:

@@ -3,7 +3,7 @@
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.verify import stored
 from llorch.stages.comparison import distance
 from llorch.stages.table import BY_NAME
@@ -33,7 +33,7 @@ def ladder() -> Figure:
     """Plot the tolerance of a run of story after every layer, by dtype, and the errors of both engines in float32."""
     weights, golden = stored("story")
     assert golden.reference is not None
-    suite = ForwardSuite("story", weights, golden.cases, golden.engine_outputs, golden.reference)
+    suite = ForwardExpectations("story", weights, golden.cases, golden.engine_outputs, golden.reference)
     places = [*(f"l{layer}.block_out" for layer in range(weights.config.n_layers)), "logits"]
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     axes = figure.subplots()

@@ -6,7 +6,7 @@ from checkpoints.generated.tables import Blocks, roughly, short, table
 from llorch.diagnosis.mistakes import STAGE_MISTAKES
 from llorch.diagnosis.mistakes.variants import VISIBLE, variants
 from llorch.files import open_weights
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.goldens.forward import ENGINES, Golden
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import run
@@ -74,7 +74,7 @@ def injected_mistakes(goldens: Mapping[str, Golden]) -> str:
 def _plant(name: str, golden: Golden) -> Iterator[tuple[str, str, float]]:
     """Yield dtype, mistake and the factor over the tolerance: in the first layer, with and without a cache."""
     weights = open_weights(builtin_path(name))
-    suite = ForwardSuite(name, weights, golden.cases, golden.engine_outputs, golden.reference)
+    suite = ForwardExpectations(name, weights, golden.cases, golden.engine_outputs, golden.reference)
     for case, whole in golden.cases.items():
         trace = golden.engine_outputs[ENGINES[0]].traces[case]
         for n_cached in (0, len(whole.ids) // 2):

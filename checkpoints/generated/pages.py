@@ -18,7 +18,6 @@ from llorch.files import Weights
 from llorch.judging.expectations.quantised import CHECKPOINT as QUANTISED
 from llorch.judging.expectations.quantised import verify_quantised_stored
 from llorch.judging.expectations.training import verify_training_stored
-from llorch.judging.expectations.training_stages import CHECKPOINTS as TRAINING
 from llorch.judging.goldens.forward import Golden, read
 from llorch.judging.goldens.training import MODELS as TRAINED
 from llorch.judging.judge import Comparison
@@ -27,6 +26,7 @@ from llorch.judging.tolerances.rounding import ARITHMETICS
 from llorch.judging.verify import verify_stored
 from llorch.runtime.builtin import BUILTIN, goldens_folder
 from llorch.stages.table import CHECKPOINTS
+from llorch.stages.training import CHECKPOINTS as TRAINING
 
 FOLDER = Path(__file__).resolve().parents[1]
 START, END = "<!-- generated: ", "<!-- end -->"

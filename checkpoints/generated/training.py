@@ -5,10 +5,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from checkpoints.generated.tables import ENGINE_LABELS, Blocks, equal, link, mistakes, roughly, short, table
 from llorch.judging.expectations.training_places import LLAMACPP, MODES, PEFT, TRANSFORMERS
-from llorch.judging.expectations.training_stages import BY_GROUP, TRAINING_STAGES
 from llorch.judging.goldens.training import HALF_DTYPES, MODELS, PEFT_FLOAT64, TrainingGolden, read
 from llorch.judging.judge import Comparison
 from llorch.runtime.builtin import goldens_folder
+from llorch.stages.training import BY_GROUP, TRAINING_STAGES
 
 HALF = "17"  # the checkpoint whose page shows runs in half precision, of all of them
 

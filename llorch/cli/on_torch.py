@@ -4,8 +4,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
-from llorch.judging.expectations.kernels import kernel_rows
-from llorch.judging.expectations.packed import verify_quantised_torch
+from llorch.judging.expectations.packed import compare_own_kernels, verify_quantised_torch
 from llorch.judging.judge import Comparison
 from llorch.judging.runners import Runner
 from llorch.judging.runners.torch import parallel_runners, torch_runners
@@ -41,7 +40,7 @@ class TorchBackend:
 
     def kernels(self) -> Iterator[Comparison]:
         """Try our kernels, where they were asked for by name."""
-        return kernel_rows(self.target) if self.target.kernels == "own" else iter(())
+        return compare_own_kernels(self.target) if self.target.kernels == "own" else iter(())
 
     @property
     def trains(self) -> bool:

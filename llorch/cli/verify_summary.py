@@ -7,13 +7,13 @@ from dataclasses import dataclass, field
 
 from llorch.families.config import ModelConfig
 from llorch.judging.expectations.long_contexts import LONG_MODES
-from llorch.judging.expectations.training_stages import CHECKPOINTS as TRAINING
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.training import PEFT_FLOAT64
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, TIE
 from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES, keys
+from llorch.stages.training import CHECKPOINTS as TRAINING
 
 NOT_COMPARED = "not judged"  # of tensors that llorch does not compute with
 KERNELS = "kernels"  # in place of a model: ours beside torch's own

@@ -26,7 +26,7 @@ from llorch.judging.expectations.files import (
     own_tensors,
     token_rows,
 )
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.long_contexts import LongSuite
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE, require_numbers, run_reference
 from llorch.judging.goldens.forward import (
@@ -40,16 +40,17 @@ from llorch.judging.goldens.forward import (
     n_greedy_for,
     note_failure,
     read,
+    require_weights,
     run_cases,
-    sha256,
 )
 from llorch.judging.goldens.long_contexts import long_cases, read_long
 from llorch.judging.judge import Comparison
+from llorch.judging.runner_check import check_runner
 from llorch.judging.runners import Runner
 from llorch.judging.runners.numpy import GgmlRunner, numpy_runners
 from llorch.judging.runners.shared import SharedWeights
 from llorch.model.model import Model
-from llorch.runtime.builtin import builtin_path, goldens_folder, is_wheel
+from llorch.runtime.builtin import goldens_folder, is_wheel
 from llorch.runtime.errors import UserError
 from llorch.runtime.memory import available_memory
 from llorch.stages.stage_ref import Pass
@@ -90,22 +91,19 @@ def verify_stored(
     weights, golden = stored(name)
     yield from foundation_rows(name, own_tensors(weights.source), golden.tensors, backend=backend)
     yield from token_rows(name, Model(weights).tokenizer.encode, golden.tokens, backend=backend)
-    suite = ForwardSuite(name, weights, golden.cases, golden.engine_outputs, golden.reference)
+    suite = ForwardExpectations(name, weights, golden.cases, golden.engine_outputs, golden.reference)
     long_suite = (
         stored_long(name, weights, golden.reference.engine_output.load_path) if long and not is_wheel() else None
     )
     for runner in runners(weights, wide=True):
-        yield from suite.comparisons(runner)
+        yield from check_runner(suite, runner)
         yield from long_suite.comparisons(runner) if long_suite else ()
 
 
 def stored_long(name: str, weights: Weights, load_path: LoadPath | None = None) -> LongSuite:
     """Open the goldens of long contexts of a built-in model; for the exceptions see `verify_stored`."""
     golden = read_long(goldens_folder() / name)
-    if golden.weights_sha256 != sha256(builtin_path(name)):
-        raise UserError(
-            f"golden {name}: expected long contexts of these weights, got others; run reference_outputs/regenerate.py"
-        )
+    require_weights(name, golden.weights_sha256)
     if golden.cases.keys() != long_cases(weights.config).keys():
         raise UserError(f"golden {name}: expected the cases {', '.join(long_cases(weights.config))} of long contexts, "
                          f"got {', '.join(golden.cases)}; run reference_outputs/regenerate.py")  # fmt: skip
@@ -114,11 +112,8 @@ def stored_long(name: str, weights: Weights, load_path: LoadPath | None = None) 
 
 def stored(name: str) -> tuple[Weights, Golden]:
     """Open a built-in model and its goldens; for the exceptions see `verify_stored`."""
-    path = builtin_path(name)
     golden = read(goldens_folder() / name)
-    if golden.provenance["weights_sha256"] != sha256(path):
-        raise UserError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
-    weights = open_weights(path)
+    weights = open_weights(require_weights(name, golden.provenance["weights_sha256"]))
     unsupported = unable_for(ENGINES, weights.config, golden.cases["near"].ids, N_GREEDY)
     if golden.unsupported_reason != unsupported:
         raise UserError(
@@ -209,10 +204,10 @@ def verify_live(
     if isinstance(source, QuantisedFolder):
         progress("decoding the matrices")
         yield from matrix_rows(plan.name, source)
-    suite = ForwardSuite(plan.name, shown.weights, plan.cases, shown.engine_outputs, shown.reference)
+    suite = ForwardExpectations(plan.name, shown.weights, plan.cases, shown.engine_outputs, shown.reference)
     for runner in runners(shown.weights, wide=shown.reference is not None):
         progress(f"comparing {runner.name}")
-        yield from suite.comparisons(runner)
+        yield from check_runner(suite, runner)
 
 
 def run_engines(plan: LivePlan, *, progress: Progress, failed: dict[str, str] | None) -> LiveOutput:
@@ -328,9 +323,9 @@ def verify_ggml(
     yield from decode_rows(name, model.weights)
     progress("comparing stages")
     weights = SharedWeights(model.weights, progress) if model.weights.packed else model.weights
-    suite = ForwardSuite(name, weights, cases, {"llamacpp": engine_output}, None, n_prompt=len(ids))
+    suite = ForwardExpectations(name, weights, cases, {"llamacpp": engine_output}, None, n_prompt=len(ids))
     tolerances = {case: suite.tolerances(case) for case in cases}
-    yield from suite.comparisons(GgmlRunner(weights, engine_output.traces, tolerances))
+    yield from check_runner(suite, GgmlRunner(weights, engine_output.traces, tolerances))
 
 
 def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:

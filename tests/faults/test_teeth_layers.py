@@ -20,7 +20,7 @@ from llorch.diagnosis.search.hypotheses import FAMILIES
 from llorch.engines import EngineName
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import open_weights
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.verify import plan_live, run_engines
 from llorch.stages.comparison import measure
 from llorch.stages.stage_ref import Tokens
@@ -40,20 +40,22 @@ UNSHOWN = [mistake for mistake in STAGE_MISTAKES if not models_of(mistake)]
 
 
 @pytest.fixture(scope="module")
-def suites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForwardSuite]:
+def suites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForwardExpectations]:
     folder = tmp_path_factory.mktemp("layers")
 
-    def suite(path: Path) -> ForwardSuite:
+    def suite(path: Path) -> ForwardExpectations:
         plan = plan_live(open_weights(path), IDS, (ENGINE,))
         shown = run_engines(plan, progress=print, failed=None)
-        return ForwardSuite("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
+        return ForwardExpectations("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
 
     return {name: suite(random_folder(family, folder / name, 0, **own)) for name, (family, own) in MODELS.items()}
 
 
 @pytest.mark.nightly_cases(but=["checkpoint_04_window-in-o*"])
 @pytest.mark.parametrize("mistake", dict.fromkeys((*UNSHOWN, *LAYERS)), ids=by_name)
-def test_it_goes_red_by_far_where_it_is_and_is_named(mistake: Mistake[StageInputs], suites: dict[str, ForwardSuite]):
+def test_it_goes_red_by_far_where_it_is_and_is_named(
+    mistake: Mistake[StageInputs], suites: dict[str, ForwardExpectations]
+):
     able = [suite for suite in suites.values() if mistake.applies_to(suite.weights.config)]
     assert able
     for suite in able:
@@ -66,14 +68,14 @@ def test_it_goes_red_by_far_where_it_is_and_is_named(mistake: Mistake[StageInput
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_the_engine_shows_is_not_accused(model: str, suites: dict[str, ForwardSuite]):
+def test_what_the_engine_shows_is_not_accused(model: str, suites: dict[str, ForwardExpectations]):
     suite = suites[model]
     dump = StageDump.of_arrays([suite.cases["near"]], suite.engine_outputs[ENGINE].traces["near"])
     assert diagnose(suite.weights.astype(np.float64, keep=True), dump).findings == []
 
 
 @pytest.mark.parametrize("value", [5, 14])
-def test_a_window_of_another_size_is_recovered(value: int, suites: dict[str, ForwardSuite]):
+def test_a_window_of_another_size_is_recovered(value: int, suites: dict[str, ForwardExpectations]):
     weights = suites["mistral"].weights.astype(np.float64, keep=True)
     window = next(family for family in FAMILIES if family.name == "mask-window").made(value, weights.config)
     (found,) = diagnose(weights, dump_of(weights, [Tokens(IDS, 0)], everywhere(window, weights))).findings
@@ -81,7 +83,7 @@ def test_a_window_of_another_size_is_recovered(value: int, suites: dict[str, For
     assert "config has another" in found.sentence
 
 
-def alone(mistake: Mistake[StageInputs], suite: ForwardSuite, stage: str, layer: int | None) -> float:
+def alone(mistake: Mistake[StageInputs], suite: ForwardExpectations, stage: str, layer: int | None) -> float:
     """By what factor it exceeds the limit where it is given what the engine showed."""
     trace, place = suite.engine_outputs[ENGINE].traces["near"], key(stage, layer)
     inputs = stage_inputs(BY_NAME[stage], layer, suite.weights, suite.cases["near"], trace, reads=mistake.reads)
@@ -89,7 +91,7 @@ def alone(mistake: Mistake[StageInputs], suite: ForwardSuite, stage: str, layer:
     return measure(wrong, trace[place], masked=BY_NAME[stage].masked).over(suite.tolerances("near").isolated(place))
 
 
-def named(name: str, suite: ForwardSuite) -> list[str]:
+def named(name: str, suite: ForwardExpectations) -> list[str]:
     """What a diagnosis calls it in a dump of a run that has it wherever it can be made."""
     weights = suite.weights.astype(np.float64, keep=True)
     dump = dump_of(weights, [Tokens(IDS, 0)], everywhere(mistake_in(name, weights), weights))

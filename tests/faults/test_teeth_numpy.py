@@ -11,6 +11,7 @@ from faults.table import FLOAT64, NUMPY
 from helpers.stored_goldens import suite_of, weights_of
 
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.runner_check import check_runner
 from llorch.judging.runners.numpy import FLOAT64 as IN_FLOAT64
 from llorch.judging.runners.numpy import NumpyRunner
 from llorch.judging.tolerances.forward import MATHEMATICS
@@ -30,7 +31,7 @@ def test_a_fault_of_every_precision_is_red_in_float64(
 
 
 def test_numpy_float64_error_is_far_below_its_tolerance():
-    comparisons = suite_of("micro-qwen3").comparisons(NumpyRunner(weights_of("micro-qwen3"), IN_FLOAT64))
+    comparisons = check_runner(suite_of("micro-qwen3"), NumpyRunner(weights_of("micro-qwen3"), IN_FLOAT64))
     assert {c.engine for c in comparisons} == {FLOAT64_REFERENCE}
     assert {c.mode for c in comparisons} == {"isolated", "chained", "decode", "exact"}
     assert max(c.difference.error for c in comparisons) < MATHEMATICS.error / 4

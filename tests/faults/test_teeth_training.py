@@ -13,7 +13,7 @@ from checkpoints.generated.pages import FOLDER, page
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.diagnosis.mistakes.planting import owner_of
 from llorch.diagnosis.mistakes.variants import VISIBLE
-from llorch.judging.expectations.training_stages import BY_GROUP
+from llorch.stages.training import BY_GROUP
 
 # A keyword with another number does not read this file, because it has these names.
 NAMES = ("checkpoint_15", "checkpoint_16", "checkpoint_17", "checkpoint_18", "checkpoint_19", "checkpoint_20")

@@ -14,7 +14,6 @@ from helpers.kept_suites import PARTS, forward_part, forward_rows
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.judging.expectations.training_stages import TRAINING_STAGES
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import ENGINES, SAMPLINGS
 from llorch.judging.judge import Comparison
@@ -23,6 +22,7 @@ from llorch.judging.verify import verify_stored
 from llorch.runtime.builtin import EVERY, FOLDERS, builtin_path
 from llorch.stages.comparison import PASS
 from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES
+from llorch.stages.training import TRAINING_STAGES
 
 Key = tuple[str, str, str]  # checkpoint, model, stage
 Compared = set[tuple[str, str, str]]  # mode, engine, backend

@@ -14,11 +14,12 @@ from llorch.engines import OURS, EngineName, LoadPath, ReferenceEngine, open_her
 from llorch.families.config import LinearScaling, ModelConfig
 from llorch.files import Weights, export, open_weights
 from llorch.judging import verify as models
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens import float64_reference
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import ENGINES, stored_load_path
+from llorch.judging.runner_check import check_runner
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
 from llorch.judging.verify import plan_live, run_engines
 from llorch.ops.numerics import GGML
@@ -150,8 +151,8 @@ def test_a_mistake_of_our_reader_or_writer_is_red_where_rows_say_that_it_was_not
     inject(monkeypatch)
     plan = plan_live(open_weights(path), IDS, ENGINES)
     shown = run_engines(plan, progress=print, failed=None)
-    suite = ForwardSuite("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
-    comparisons = [c for dtype in ("numpy", FLOAT64) for c in suite.comparisons(NumpyRunner(shown.weights, dtype))]
+    suite = ForwardExpectations("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
+    comparisons = [c for dtype in ("numpy", FLOAT64) for c in check_runner(suite, NumpyRunner(shown.weights, dtype))]
     routes = {c.engine: c.load_path for c in comparisons if c.load_path is not None}
     assert {c.engine for c in comparisons if c.verdict == FAIL} == red
     assert {name for name, load_path in routes.items() if shows(load_path, inject.__name__)} == red

@@ -15,10 +15,11 @@ from llorch.engines import LoadPath, open_engine
 from llorch.engines.process import in_child
 from llorch.files import Weights, matrix, open_weights
 from llorch.judging.expectations import files
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.forward import EngineOutput
 from llorch.judging.judge import Comparison, compare_exact
+from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated, rounded_stages, run
 from llorch.judging.verify import verify_ggml
 from llorch.model.model import Model
@@ -93,7 +94,7 @@ def test_compared_tokens_end_before_the_last_greedy_token(folder: Path, monkeypa
         seen.extend((cases, engine_outputs))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("llorch.judging.verify.ForwardSuite", judge)
+    monkeypatch.setattr("llorch.judging.verify.ForwardExpectations", judge)
     with pytest.raises(KeyboardInterrupt):
         list(verify_ggml(model(folder, "F16"), IDS))
     cases, engine_outputs = seen
@@ -132,7 +133,7 @@ def test_flips_are_counted_and_what_they_would_do_is_said(folder: Path):
 
 def suite(
     folder: Path, ids: Sequence[int], n_greedy: int, change: Callable[[np.ndarray], np.ndarray] = lambda logits: logits
-) -> tuple[ForwardSuite, GgmlRunner]:
+) -> tuple[ForwardExpectations, GgmlRunner]:
     """One whose golden is our own pass, but for its logits; their best tokens are its greedy text."""
     weights, case = model(folder, "Q8_0").weights, Pass(tuple(ids))
     trace = run(weights, case)
@@ -141,7 +142,7 @@ def suite(
     route = LoadPath("us", "us")
     shown = EngineOutput({"near": trace}, trace["logits"][-1], probabilities={}, greedy=greedy, load_path=route)
     n_prompt = len(ids) + 1 - n_greedy
-    made = ForwardSuite("m", weights, {"near": case}, {"llamacpp": shown}, None, n_prompt=n_prompt)
+    made = ForwardExpectations("m", weights, {"near": case}, {"llamacpp": shown}, None, n_prompt=n_prompt)
     return made, GgmlRunner(weights, {"near": trace}, {"near": made.tolerances("near")})
 
 
@@ -154,7 +155,7 @@ def test_only_flips_between_two_runs_of_llama_cpp_excuse_a_failure(folder: Path,
     shown = replace(made.engine_outputs["llamacpp"], selected_logits=row * np.float32(selected))
     for checkpoint in ("09", "10"):
         failed = compare_exact(StageRef(checkpoint, "argmax"), "llamacpp", 1.0, "said before", model="m")
-        comparison = made._beside_one_pass(runner, failed, row, shown)
+        comparison = RunnerCheck(made, runner)._beside_one_pass(failed, row, shown)
         assert comparison.verdict == (TIE if ties else FAIL)
         assert comparison.note.startswith("said before")
         assert ("llama.cpp" in comparison.note) == ties
@@ -169,7 +170,7 @@ def test_two_runs_of_llama_cpp_may_be_apart_as_far_as_flips_move_them_and_no_far
     selected = row * (1 + share * min(most.error, most.worst))  # as far off in every number
     shown = replace(made.engine_outputs["llamacpp"], selected_logits=selected.astype(row.dtype))
     failed = compare_exact(StageRef("09", "selected_logits"), "llamacpp", 1.0, "", model="m")
-    assert made._beside_one_pass(runner, failed, row, shown).verdict == verdict
+    assert RunnerCheck(made, runner)._beside_one_pass(failed, row, shown).verdict == verdict
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [(-1.0, PASS), (1e-3, TIE), (1.0, FAIL)])
@@ -184,7 +185,7 @@ def test_our_text_runs_free_and_another_token_must_be_explained_by_flips(folder:
 
     _, runner = suite(folder, IDS, 1)
     made, runner = suite(folder, [*IDS, *runner.text(IDS, 1).tolist()], 2, prefer)
-    (comparison,) = (c for c in made.sampler_rows(runner) if c.stage_ref.name == "generation")
+    (comparison,) = (c for c in RunnerCheck(made, runner).sampler_rows() if c.stage_ref.name == "generation")
     assert comparison.verdict == verdict
     assert comparison.note.startswith("token 1: expected") == (margin > 0)
 

@@ -13,12 +13,12 @@ from helpers.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.judging.expectations.training import comparisons, make_expectations, refuse_far_engines, tolerances
 from llorch.judging.expectations.training_places import MODES
-from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens import store as golden_store
 from llorch.judging.goldens.training import FILES, MODELS, TrainingGolden, names, save
 from llorch.ops.numerics import DtypeName
 from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import FAIL
+from llorch.stages.training import BY_GROUP
 
 MODEL = "micro-qwen3"
 CONFIG = training_weights_of(MODEL).config

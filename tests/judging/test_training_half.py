@@ -15,7 +15,6 @@ from helpers.torch_targets import on
 
 from llorch.judging.expectations.training import errors, make_expectations, refuse_far_engines
 from llorch.judging.expectations.training_places import at
-from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens.training import FILES, HALF_DTYPES, MODELS, golden_name
 from llorch.judging.runners.training_torch import TorchTrainingRunner, torch_rows, verify_training_torch
 from llorch.judging.tolerances import training as limits
@@ -23,6 +22,7 @@ from llorch.judging.tolerances.training import FROM_FLOAT32, NUMPY_ALONE, ceilin
 from llorch.runtime.builtin import builtin_path, goldens_folder
 from llorch.stages.comparison import FACTOR, FLOORS
 from llorch.stages.table import keys
+from llorch.stages.training import BY_GROUP
 
 MODEL = "micro-qwen3"
 DTYPE = "bfloat16"

@@ -20,7 +20,7 @@ PACKAGES = (  # each may import those before it, at the top of a file or in a fu
 )  # fmt: skip
 LAYER = {name: level for level, name in enumerate(PACKAGES)}
 ON_TORCH = (  # nothing imports these at its top
-    "llorch/pytorch/", "llorch/engines/", "llorch/judging/runners/torch", "llorch/judging/runners/training_ranks",
+    "llorch/pytorch/", "llorch/engines/", "llorch/judging/runners/torch",
     "llorch/judging/runners/training_torch", "llorch/judging/expectations/packed", "llorch/apps/learn/on_torch/",
     "llorch/apps/serve/", "llorch/apps/bench/torch",
 )  # fmt: skip

@@ -18,10 +18,10 @@ from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import Check, LessonComparison, Mode, NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.apps.learn.verdict import BORROWED, LessonReport, word_for
-from llorch.judging.expectations.training_stages import CHECKPOINTS as TRAINING
 from llorch.runtime.errors import LearnerFault, MissingExtra
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.table import CHECKPOINTS, STAGES
+from llorch.stages.training import CHECKPOINTS as TRAINING
 
 FORWARD = tuple(number for number in CHECKPOINTS if number in {stage.checkpoint for stage in STAGES} - {"00"})
 

@@ -15,8 +15,8 @@ from llorch.diagnosis.mistakes.in_stage import IN_STAGE
 from llorch.diagnosis.mistakes.planting import Replacement
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig
-from llorch.judging.expectations.training_stages import TRAINING_STAGES
 from llorch.stages.table import BY_NAME
+from llorch.stages.training import TRAINING_STAGES
 
 Inputs = TypeVar("Inputs")
 Wrong = Callable[[StageInputs, str], np.ndarray]  # of a stage of the table

@@ -1,4 +1,6 @@
-"""Packed matrices on the torch path against llama.cpp: decoding bit by bit, and every product of the micro models.
+"""The torch path alone: packed matrices against llama.cpp, and llorch's kernels against torch's own modules.
+
+Decoding of packed matrices is compared bit by bit, and so is every product of the micro models.
 
 llama.cpp multiplies rounded activations. So every kernel gets the golden's input, rounded as ggml rounds it, and its
 product has the tolerance of NumPy's product. In half precision the tolerance is the cost of rounding inputs, weights
@@ -26,12 +28,13 @@ from llorch.ops.numerics import GGML
 from llorch.ops.rounding import round_activations
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels.kernel_selection import speed_up
+from llorch.pytorch.kernels.kernel_selection import speed_up, verdicts
 from llorch.pytorch.kernels.packing import PACKERS, decode, pack
+from llorch.pytorch.kernels.table import kernels_for
 from llorch.pytorch.load import load_packed
 from llorch.pytorch.paths import path_of
 from llorch.runtime.builtin import goldens_folder
-from llorch.stages.comparison import PASS, Tolerance
+from llorch.stages.comparison import FAIL, PASS, Difference, Tolerance
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import Stage, input_keys, keys, matrix_of
 
@@ -123,3 +126,14 @@ def multiply(module: nn.Module, x: np.ndarray, target: Target) -> np.ndarray:
         y = module(torch.from_numpy(x).to(target.device, target.dtype))
     assert (y.device.type, y.dtype) == (target.device.type, target.dtype)
     return y.float().cpu().numpy()
+
+
+def compare_own_kernels(target: Target) -> Iterator[Comparison]:
+    """Try every kernel anew; an error is a part of what is allowed, and the note has the time beside torch's."""
+    kinds = [*kernels_for(target.device, target.dtype, required=True)]
+    for kind, verdict in (verdicts(target, kinds, anew=True) if kinds else {}).items():
+        fault, note = verdict.fault(timed=False), f"{verdict.slow:.2f} times the time of torch's kernel"
+        yield Comparison(
+            "kernels", StageRef("14", kind, case="tried"), "isolated", "torch", str(target),
+            Difference(verdict.off, verdict.off), Tolerance(1.0, 1.0), FAIL if fault else PASS, note=fault or note,
+        )  # fmt: skip

@@ -17,10 +17,11 @@ import numpy as np
 from llorch.files import Weights, open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.judging.expectations.files import fingerprint
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.judging.goldens.quantised import CASE, FOLDER, ROUNDED_TO, QuantisedGolden, read, types
 from llorch.judging.judge import Comparison, compare_exact, with_load_paths
+from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import GGML, GgmlRunner
 from llorch.ops import numerics
 from llorch.ops.rounding import (
@@ -119,13 +120,16 @@ def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Compa
         for backend, packed in BACKENDS.items():
             packable = weights.using(numerics.GGML, packed=packed)
             runner = GgmlRunner(packable, {CASE: golden.traces[name]}, {CASE: suite.tolerances(CASE)}, backend)
-            for comparison in with_load_paths(chain(suite.stage_rows(runner), suite.decode_rows(runner)), suite.routes):
+            for comparison in with_load_paths(
+                chain(RunnerCheck(suite, runner).stage_rows(), RunnerCheck(suite, runner).decode_rows()),
+                suite.load_paths,
+            ):
                 yield replace(comparison, stage_ref=replace(comparison.stage_ref, checkpoint=CHECKPOINT))
 
 
-def suite_of(name: str, weights: Weights, golden: QuantisedGolden) -> ForwardSuite:
+def suite_of(name: str, weights: Weights, golden: QuantisedGolden) -> ForwardExpectations:
     """Build the checks of one model."""
-    return ForwardSuite(name, weights, {CASE: golden.case}, golden.engine_outputs(name), None)
+    return ForwardExpectations(name, weights, {CASE: golden.case}, golden.engine_outputs(name), None)
 
 
 def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantName) -> np.ndarray:

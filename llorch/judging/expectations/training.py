@@ -18,8 +18,7 @@ from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.adapter_files import exported, file_row
 from llorch.judging.expectations.training_places import CHAINED, ISOLATED, MODES, Arrays, stage_refs
-from llorch.judging.expectations.training_stages import BY_GROUP
-from llorch.judging.goldens.forward import sha256
+from llorch.judging.goldens.forward import require_weights
 from llorch.judging.goldens.training import (
     PEFT_FLOAT64,
     Errors,
@@ -36,10 +35,11 @@ from llorch.judging.runners.numpy import BACKENDS, FLOAT64
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner
 from llorch.judging.tolerances import training as limits
 from llorch.ops.numerics import DtypeName
-from llorch.runtime.builtin import builtin_path, goldens_folder
+from llorch.runtime.builtin import goldens_folder
 from llorch.runtime.errors import UserError
 from llorch.stages.comparison import Difference, Tolerance, tolerance_from
 from llorch.stages.stage_ref import StageRef
+from llorch.stages.training import BY_GROUP
 
 ToleranceFunction = Callable[[StageRef, str], Tolerance]  # of a place and a mode
 
@@ -51,11 +51,8 @@ def verify_training_stored(name: str) -> Iterator[Comparison]:
 
 def stored(name: str) -> tuple[Weights, TrainingGolden]:
     """Open a model and its training goldens; those of other weights are refused."""
-    path = builtin_path(name)
     golden = read(goldens_folder() / name)
-    if golden.provenance["weights_sha256"] != sha256(path):
-        raise UserError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
-    return open_weights(path), golden
+    return open_weights(require_weights(name, golden.provenance["weights_sha256"])), golden
 
 
 def numpy_rows(name: str, weights: Weights, golden: TrainingGolden) -> Iterator[Comparison]:

@@ -7,7 +7,6 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens.training_recipe import (
     MERGED,
     SCHEDULES,
@@ -21,6 +20,7 @@ from llorch.lora.adapter import LORA_A, LORA_B
 from llorch.lora.config import LAYER_TARGETS
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import DENSE_PRODUCTS
+from llorch.stages.training import BY_GROUP
 
 ISOLATED, CHAINED = MODES = ("isolated", "chained")
 PEFT, LLAMACPP, TRANSFORMERS = ("peft", "llamacpp", "transformers")

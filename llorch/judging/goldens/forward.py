@@ -19,6 +19,8 @@ from llorch.families.config import ModelConfig
 from llorch.files.tensor_names import inventory
 from llorch.judging.goldens.store import Distances, GoldenStore, plain_distances, read_distances, refused
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.builtin import builtin_path
+from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import Pass
 
 ENGINES = ("llamacpp", "transformers")
@@ -302,6 +304,14 @@ def unable_of(folder: Path) -> Mapping[str, str]:
         wanted = f"expected reasons for some of {' and '.join(ENGINES)} in cannot_judge"
         raise refused(store.path, f"{wanted}, got {unsupported}")
     return unsupported
+
+
+def require_weights(name: str, weights_sha256: object) -> Path:
+    """Return the path of a built-in model; UserError if its goldens were made for other weights."""
+    path = builtin_path(name)
+    if weights_sha256 != sha256(path):
+        raise UserError(f"golden {name}: expected the weights {path}, got others; run reference_outputs/regenerate.py")
+    return path
 
 
 def sha256(path: Path) -> str:

@@ -44,7 +44,6 @@ from llorch.judging.goldens.training_recipe import (
 )
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.training_numpy import Results
-from llorch.judging.runners.training_ranks import all_rows, own_input, whole_output
 from llorch.judging.tolerances.training import NUMPY_ALONE
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
@@ -52,8 +51,8 @@ from llorch.ops.numerics import DtypeName
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.device import Target
 from llorch.pytorch.distributed.dtensor import like, own, part_of, whole_together
-from llorch.pytorch.distributed.launch import named_on
-from llorch.pytorch.distributed.sharding_plan import cut_for
+from llorch.pytorch.distributed.launch import gathered, named_on, summed
+from llorch.pytorch.distributed.sharding_plan import COLUMNS, ROWS, cut_for
 from llorch.pytorch.load import Cut, all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, lora_modules, trainable_parameters
 from llorch.pytorch.train.adamw import AdamW
@@ -391,3 +390,35 @@ def _gradient_of(tensor: Tensor) -> Tensor:
 def array_of(tensor: Tensor) -> np.ndarray:
     """Return a tensor as an array on the CPU; without a copy if it is there."""
     return tensor.detach().cpu().numpy()
+
+
+def all_rows(worker: Alone, rows: Tensor, n_rows: int) -> Tensor:
+    """Collect the values of all rows of a batch, given the rows that this rank computes."""
+    if not isinstance(worker, OnMesh):
+        return rows
+    rank, found = worker.data_parallel.get_local_rank(), rows.new_zeros(n_rows, *rows.shape[1:])
+    if rank < n_rows:
+        found[rank :: worker.data_parallel.size()] = rows
+    return worker.summed(found)
+
+
+def own_input(worker: Alone, matrix: str, x: Tensor) -> Tensor:
+    """Select the part of a matrix's input, by the matrix's canonical name, that this rank multiplies."""
+    if not isinstance(worker, OnMesh) or not _is_one_of(matrix, ROWS):
+        return x
+    ranks = worker.tensor_parallel
+    return x.chunk(ranks.size(), -1)[ranks.get_local_rank()]
+
+
+def whole_output(worker: Alone, matrix: str, part: Tensor) -> Tensor:
+    """Combine the output of a matrix on this rank with the outputs of the other ranks."""
+    if not isinstance(worker, OnMesh):
+        return part
+    if _is_one_of(matrix, ROWS):
+        return summed(part.clone(), worker.tensor_parallel)
+    return gathered(part, -1, worker.tensor_parallel) if _is_one_of(matrix, COLUMNS) else part
+
+
+def _is_one_of(matrix: str, paths: tuple[str, ...]) -> bool:
+    """Tell if a matrix has the name of one of the paths' modules."""
+    return matrix.endswith(tuple(path.rpartition(".")[2] for path in paths))

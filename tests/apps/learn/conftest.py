@@ -13,7 +13,7 @@ import pytest
 
 if TYPE_CHECKING:
     from llorch.files import Weights
-    from llorch.judging.expectations.forward import ForwardSuite
+    from llorch.judging.expectations.forward import ForwardExpectations
     from llorch.judging.goldens.forward import Golden
 
 
@@ -46,8 +46,8 @@ def stored_once(model: str) -> "tuple[Weights, Golden]":
 
 
 @cache
-def brief_suite(model: str) -> "ForwardSuite":
-    from llorch.judging.expectations.forward import ForwardSuite
+def brief_suite(model: str) -> "ForwardExpectations":
+    from llorch.judging.expectations.forward import ForwardExpectations
     from llorch.stages.stage_ref import Pass
 
     class CutOnce(Pass):
@@ -57,4 +57,4 @@ def brief_suite(model: str) -> "ForwardSuite":
 
     weights, golden = stored_once(model)
     cases = {name: CutOnce(case.ids, case.first_position) for name, case in golden.cases.items()}
-    return ForwardSuite(model, weights, cases, golden.engine_outputs, golden.reference)
+    return ForwardExpectations(model, weights, cases, golden.engine_outputs, golden.reference)

@@ -19,8 +19,8 @@ from llorch.diagnosis.mistakes import (
     of_checkpoint,
 )
 from llorch.diagnosis.mistakes.variants import mistakes_of
-from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.stages.table import BY_NAME, CHECKPOINTS
+from llorch.stages.training import BY_GROUP
 
 EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *QUANTISED_FOLDERS, *TRAINING)
 

@@ -9,10 +9,11 @@ import pytest
 from helpers.refusals import assert_tells, refuses
 from helpers.stored_goldens import golden_of, suite_of, weights_of
 
-from llorch.judging.expectations.forward import COPIES, ForwardSuite
+from llorch.judging.expectations.forward import COPIES, ForwardExpectations
 from llorch.judging.expert_selection import StageOverride, as_made
 from llorch.judging.goldens.forward import ENGINES, N_GREEDY, EngineOutput, ReferenceOutput
 from llorch.judging.judge import Comparison
+from llorch.judging.runner_check import RunnerCheck, check_runner
 from llorch.judging.runners import StageObserver, Trace
 from llorch.judging.runners import numpy as numpy_runner
 from llorch.judging.runners.numpy import FLOAT64, OWN_SUMS, NumpyRunner
@@ -31,8 +32,10 @@ THEIRS = GOLDEN.engine_outputs["llamacpp"]
 
 def suite(
     engine_outputs: Mapping[str, EngineOutput] | None = None, reference: ReferenceOutput | None = GOLDEN.reference
-) -> ForwardSuite:
-    return ForwardSuite(MODEL, weights_of(MODEL), GOLDEN.cases, engine_outputs or GOLDEN.engine_outputs, reference)
+) -> ForwardExpectations:
+    return ForwardExpectations(
+        MODEL, weights_of(MODEL), GOLDEN.cases, engine_outputs or GOLDEN.engine_outputs, reference
+    )
 
 
 def runner(name: str = "numpy") -> NumpyRunner:
@@ -49,7 +52,9 @@ def shown(case: str, name: str, change: Callable[[np.ndarray], np.ndarray]) -> d
 def sampler_rows(
     engine_output: EngineOutput, reference: ReferenceOutput | None = GOLDEN.reference
 ) -> dict[str, Comparison]:
-    return {c.stage_ref.name: c for c in suite({"llamacpp": engine_output}, reference).sampler_rows(runner())}
+    return {
+        c.stage_ref.name: c for c in RunnerCheck(suite({"llamacpp": engine_output}, reference), runner()).sampler_rows()
+    }
 
 
 def failing(comparisons: list[Comparison]) -> set[tuple[str, str, str, str]]:
@@ -58,7 +63,7 @@ def failing(comparisons: list[Comparison]) -> set[tuple[str, str, str, str]]:
 
 
 def test_the_token_of_a_golden_is_not_chosen_by_our_code(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.judging.expectations.forward.greedy", lambda logits: int(logits.argmin()))
+    monkeypatch.setattr("llorch.judging.runner_check.greedy", lambda logits: int(logits.argmin()))
     assert sampler_rows(THEIRS)["argmax"].verdict == FAIL
 
 
@@ -84,7 +89,7 @@ def poison(array: np.ndarray) -> np.ndarray:
 def test_one_changed_number_of_a_golden_fails_its_stage_in_every_mode(
     case: str, name: str, checkpoint: str, change: Callable
 ):
-    bad = failing(suite(shown(case, name, change)).comparisons(runner()))
+    bad = failing(check_runner(suite(shown(case, name, change)), runner()))
     stage, n = name.rpartition(".")[2], len(GOLDEN.cases[case].ids)
     assert {(checkpoint, stage, mode, case) for mode in ("isolated", "chained")} <= bad
     assert {("03", stage, "decode", f"{case}, {k} cached") for k in (1, n // 2, n - 1)} <= bad
@@ -137,7 +142,7 @@ class Silent(NumpyRunner):
 
 @pytest.mark.parametrize("backend", ["numpy", FLOAT64])
 def test_a_stage_that_never_arrives_fails_in_every_place_where_it_was_due(backend: str):
-    comparisons, there = (suite().comparisons(one) for one in (Silent(weights_of(MODEL), backend), runner(backend)))
+    comparisons, there = (check_runner(suite(), one) for one in (Silent(weights_of(MODEL), backend), runner(backend)))
     due = [replace(c, verdict=FAIL) for c in there if (c.stage_ref.name, c.stage_ref.layer) == ("ffn_up", 1)]
     where = [(c.mode, c.stage_ref.run, c.engine) for c in due]
     assert {mode for mode, *_ in where} == {"isolated", "chained", "decode"}
@@ -158,7 +163,7 @@ class Flipping(NumpyRunner):
 
 
 def test_a_stage_with_values_too_far_off_for_a_flip_fails_though_its_numbers_are_right():
-    comparisons = [c for c in suite().stage_rows(Flipping(weights_of(MODEL))) if c.mode == "isolated"]
+    comparisons = [c for c in RunnerCheck(suite(), Flipping(weights_of(MODEL))).stage_rows() if c.mode == "isolated"]
     assert {c.flips for c in comparisons} == {3}
     failed = [c for c in comparisons if c.verdict != PASS]
     assert {(c.stage_ref.name, c.stage_ref.layer, c.verdict) for c in failed} == {("ffn_up", 1, FAIL)}
@@ -168,7 +173,7 @@ def test_a_stage_with_values_too_far_off_for_a_flip_fails_though_its_numbers_are
 
 
 def test_every_stage_layer_case_and_cut_has_rows_of_its_own():
-    comparisons = suite({"llamacpp": THEIRS}).comparisons(runner())
+    comparisons = check_runner(suite({"llamacpp": THEIRS}), runner())
     stages = {(stage.name, layer) for _, stage, layer in keys(weights_of(MODEL).config)}
     for case, whole in GOLDEN.cases.items():
         n = len(whole.ids)
@@ -180,7 +185,7 @@ def test_every_stage_layer_case_and_cut_has_rows_of_its_own():
 
 
 def test_distances_of_a_row_are_those_of_its_golden():
-    comparisons = suite(shown("near", "l0.ffn_up", lambda a: a * np.float32(1.001))).stage_rows(runner())
+    comparisons = RunnerCheck(suite(shown("near", "l0.ffn_up", lambda a: a * np.float32(1.001))), runner()).stage_rows()
     mine = {
         r.mode: r
         for r in comparisons
@@ -242,7 +247,7 @@ def test_sums_in_another_order_pass_beside_engines_that_happen_to_be_exact(monke
     nothing = dict.fromkeys(GOLDEN.reference.isolated["llamacpp"]["near"], Difference(0.0, 0.0))
     lucky = suite(exact, replace(GOLDEN.reference, isolated={p: dict.fromkeys(GOLDEN.cases, nothing) for p in ENGINES}))
     monkeypatch.setattr(forward_page, "linear", in_four_lanes)
-    comparisons = lucky.comparisons(runner(OWN_SUMS))
+    comparisons = check_runner(lucky, runner(OWN_SUMS))
     outputs = [c for c in comparisons if c.stage_ref.name in ("ffn_out", "attn_out")]
     assert max(c.difference.error for c in outputs) > 4e-7  # more than a rounding
     assert failing(comparisons) == set()
@@ -250,7 +255,7 @@ def test_sums_in_another_order_pass_beside_engines_that_happen_to_be_exact(monke
 
 @pytest.mark.parametrize("stage", ["q_proj", "k_cache", "attn_norm", "embed"])
 def test_float64_is_compared_only_with_the_reference(stage: str):
-    comparisons = [c for c in suite().comparisons(runner(FLOAT64)) if c.stage_ref.name == stage]
+    comparisons = [c for c in check_runner(suite(), runner(FLOAT64)) if c.stage_ref.name == stage]
     assert {c.engine for c in comparisons} == {"transformers-float64"}
     for comparison in comparisons:
         exact = comparison.mode == "isolated" and stage in COPIES
@@ -260,8 +265,8 @@ def test_float64_is_compared_only_with_the_reference(stage: str):
 
 def test_without_reference_float32_passes_and_float64_has_no_comparisons():
     alone = suite({"llamacpp": THEIRS}, None)
-    assert failing(alone.comparisons(runner())) == set()
-    assert alone.comparisons(runner(FLOAT64)) == []
+    assert failing(check_runner(alone, runner())) == set()
+    assert check_runner(alone, runner(FLOAT64)) == []
 
 
 # Checkpoints 09 to 12.
@@ -348,7 +353,7 @@ def test_a_token_less_fails_in_every_filter():
 
 
 def test_every_row_says_where_it_stands_as_data():
-    for comparison in suite_of(MODEL).comparisons(runner()):
+    for comparison in check_runner(suite_of(MODEL), runner()):
         where = comparison.stage_ref
         shown = (
             comparison.stage_ref.checkpoint,
@@ -369,13 +374,13 @@ def test_decode_comparisons_fail_if_a_failed_pass_changes_the_cache(monkeypatch:
     model = "micro-qwen3.5"
     golden = golden_of(model)
     near = {"near": golden.cases["near"]}
-    made = ForwardSuite(model, weights_of(model), near, golden.engine_outputs, golden.reference)
+    made = ForwardExpectations(model, weights_of(model), near, golden.engine_outputs, golden.reference)
     numpy = NumpyRunner(weights_of(model))
-    assert FAIL not in {c.verdict for c in made.decode_rows(numpy)}
+    assert FAIL not in {c.verdict for c in RunnerCheck(made, numpy).decode_rows()}
 
     def shared(cache: KVCache, layer: int, right: Callable[[KVCache, int], Any] = KVCache.memory) -> Any:
         return cache._states.get(layer) or right(cache, layer)
 
     monkeypatch.setattr(KVCache, "memory", shared)
-    bad = {c.stage_ref.name for c in made.decode_rows(numpy) if c.verdict == FAIL}
+    bad = {c.stage_ref.name for c in RunnerCheck(made, numpy).decode_rows() if c.verdict == FAIL}
     assert {"conv_out", "delta_state", "delta_out"} <= bad

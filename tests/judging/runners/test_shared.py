@@ -14,6 +14,7 @@ from llorch.judging.expectations.quantised import suite_of
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.quantised import CASE
 from llorch.judging.judge import Comparison
+from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import GgmlRunner
 from llorch.judging.runners.shared import SharedWeights
 from llorch.ops.numerics import GGML
@@ -31,7 +32,7 @@ def comparisons(weights: SharedWeights, *, shared: bool = True) -> list[Comparis
     same = weights if shared else open_weights(weights.path).using(GGML, packed=True)
     suite = suite_of(NAME, same, quantised_golden())
     runner = GgmlRunner(same, {CASE: quantised_golden().traces[NAME]}, {CASE: suite.tolerances(CASE)})
-    return [*suite.stage_rows(runner), *suite.decode_rows(runner)]
+    return [*(check := RunnerCheck(suite, runner)).stage_rows(), *check.decode_rows()]
 
 
 def test_rows_are_those_of_passes_that_share_nothing(weights: SharedWeights):

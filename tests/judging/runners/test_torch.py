@@ -12,9 +12,10 @@ from helpers.refusals import assert_tells, refuses
 from helpers.stored_goldens import golden_of, weights_of
 from helpers.torch_targets import on
 
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.goldens.forward import EngineOutput
 from llorch.judging.judge import Comparison
+from llorch.judging.runner_check import RunnerCheck, check_runner
 from llorch.judging.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain, variants_for
 from llorch.judging.runners.torch_observed import ObservedCase
 from llorch.judging.tolerances.forward import SCORES
@@ -33,8 +34,10 @@ def comparisons(
 ) -> list[Comparison]:
     golden = golden_of(NAME)
     near = {"near": golden.cases["near"]}
-    suite = ForwardSuite(NAME, weights_of(NAME), near, engine_outputs or dict(golden.engine_outputs), golden.reference)
-    return list(getattr(suite, kind)(runner))
+    suite = ForwardExpectations(
+        NAME, weights_of(NAME), near, engine_outputs or dict(golden.engine_outputs), golden.reference
+    )
+    return list(getattr(RunnerCheck(suite, runner), kind)())
 
 
 @cache
@@ -67,8 +70,8 @@ def test_a_state_that_is_not_forgotten_fails(monkeypatch: pytest.MonkeyPatch):
     golden, name = golden_of("micro-qwen3-next"), "micro-qwen3-next"
     runner = TorchRunner(weights_of(name), on(SINGLE), VARIANTS[""], SINGLE)
     monkeypatch.setattr(Cache, "forget", lambda self: None)
-    suite = ForwardSuite(name, weights_of(name), golden.cases, golden.engine_outputs, golden.reference)
-    assert any(c.verdict == FAIL and c.mode == "decode" for c in suite.comparisons(runner))
+    suite = ForwardExpectations(name, weights_of(name), golden.cases, golden.engine_outputs, golden.reference)
+    assert any(c.verdict == FAIL and c.mode == "decode" for c in check_runner(suite, runner))
 
 
 def test_a_model_in_another_dtype_than_the_target_is_refused():

@@ -343,7 +343,7 @@ def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
 
 @pytest.mark.parametrize(("verdict", "status"), [(SLOW, 0), (WRONG, 1)])
 def test_verify_shows_the_trial_of_kernels_that_are_asked_for(verdict, status, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.judging.expectations.kernels.verdicts", lambda at, kinds, anew: {"norm": verdict})
+    monkeypatch.setattr("llorch.judging.expectations.packed.verdicts", lambda at, kinds, anew: {"norm": verdict})
     monkeypatch.setattr("llorch.cli.on_torch.TorchBackend.stored", lambda self, model: iter(()))
     result = invoke("verify", "micro-llama3", "--kernels", "own", "--dtype", "float32", "--json")
     (row,) = json.loads(result.stdout)["comparisons"]

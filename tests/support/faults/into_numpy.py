@@ -15,12 +15,13 @@ from faults.fault import Inject, InjectedFault, replaced
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, matrix, open_weights
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised import stage_rows
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import ENGINES
 from llorch.judging.judge import Comparison
+from llorch.judging.runner_check import RunnerCheck, check_runner
 from llorch.judging.runners import numpy as runners
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
 from llorch.judging.verify import plan_live, run_engines, verify_ggml, verify_live
@@ -44,13 +45,13 @@ def of_golden(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[
     inject = replaced(forward, mistake.part, mistake.wrong) if mistake else FAULTS[fault.name]
     inject(patch)
     suite, runner = suite_of_case(fault.model, fault.case, "llamacpp"), NumpyRunner(weights_of(fault.model))
-    return [row for kind in fault.rows.split() for row in getattr(suite, kind)(runner)]
+    return [row for kind in fault.rows.split() for row in getattr(RunnerCheck(suite, runner), kind)()]
 
 
 def in_float64(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[Comparison]:
     """Comparisons of a run in float64 with the float64 reference."""
     FAULTS[fault.name](patch)
-    return suite_of(fault.model).comparisons(NumpyRunner(weights_of(fault.model), FLOAT64))
+    return check_runner(suite_of(fault.model), NumpyRunner(weights_of(fault.model), FLOAT64))
 
 
 def of_packed(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
@@ -65,7 +66,7 @@ def live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[
     suite = live_suite(fault.model, folder)
     FAULTS[fault.name](patch)
     runner = NumpyRunner(suite.weights)
-    return [*suite.decode_rows(runner), *suite.sampler_rows(runner)]
+    return [*(check := RunnerCheck(suite, runner)).decode_rows(), *check.sampler_rows()]
 
 
 def in_float64_live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[Comparison]:
@@ -85,7 +86,7 @@ def of_packed_live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path
 
 
 @cache
-def live_suite(kind: str, folder: Path) -> ForwardSuite:
+def live_suite(kind: str, folder: Path) -> ForwardExpectations:
     """Run both engines on a random model with many tokens, as a GGUF file or a Hugging Face folder."""
     path = folder / f"live-{kind}"
     if kind == "file":
@@ -95,7 +96,7 @@ def live_suite(kind: str, folder: Path) -> ForwardSuite:
         write_folder(path, with_vocabulary(random_tensors("qwen3")), "qwen3", vocab_size=LIVE_VOCAB)
     plan = plan_live(open_weights(path), LIVE_IDS, ENGINES)
     shown = run_engines(plan, progress=print, failed=None)
-    return ForwardSuite("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
+    return ForwardExpectations("m", shown.weights, plan.cases, shown.engine_outputs, shown.reference)
 
 
 def with_vocabulary(tensors: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -20,6 +20,7 @@ from llorch.apps.learn.lessons import PARTS
 from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.files import Weights
 from llorch.judging.judge import Comparison
+from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain
 from llorch.ops.rope import rope_tables
 from llorch.pytorch import causal_lm as torch_model
@@ -43,7 +44,7 @@ def of_golden(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[
 
     variant, name = TorchVariant(make, hidden=base.hidden, in_batch=base.in_batch), f"torch-cpu-{fault.dtype}"
     runner = TorchRunner(weights_of(fault.model), on(name), variant, f"{name}-broken")
-    rows = getattr(suite_of_case(fault.model, fault.case), fault.rows)(runner)
+    rows = getattr(RunnerCheck(suite_of_case(fault.model, fault.case), runner), fault.rows)()
     return [row for row in rows if row.mode != "isolated" or row.stage_ref.checkpoint == "11"]
 
 
@@ -57,7 +58,7 @@ def live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[
         return model
 
     runner = TorchRunner(suite.weights, on(name), TorchVariant(make, hidden=frozenset()), name)
-    return [*suite.decode_rows(runner), *suite.sampler_rows(runner)]
+    return [*(check := RunnerCheck(suite, runner)).decode_rows(), *check.sampler_rows()]
 
 
 def method(owner: Any, name: str, make: Callable[[Any], Any]) -> BreakModel:

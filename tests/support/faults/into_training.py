@@ -21,7 +21,6 @@ from llorch.diagnosis.mistakes import MISTAKES, Mistake, planting
 from llorch.judging.expectations.adapter_files import exported, file_row
 from llorch.judging.expectations.training import comparisons, derive_tolerance, make_expectations
 from llorch.judging.expectations.training_places import Arrays
-from llorch.judging.expectations.training_stages import BY_GROUP
 from llorch.judging.goldens.training import TrainingGolden
 from llorch.judging.judge import Comparison
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner, Results
@@ -32,6 +31,7 @@ from llorch.pytorch import causal_lm
 from llorch.pytorch.lora import modules
 from llorch.pytorch.train import adamw, forward, loss
 from llorch.stages.comparison import Difference
+from llorch.stages.training import BY_GROUP
 
 
 def in_numpy(fault: InjectedFault, _: pytest.MonkeyPatch, __: Path) -> Sequence[Comparison]:

@@ -32,7 +32,7 @@ from llorch.diagnosis.mistakes.variants import (
 )
 from llorch.files import Weights, open_weights
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens import training as training_goldens
 from llorch.judging.goldens.forward import ENGINES, SAMPLINGS, sampler_inputs
@@ -266,7 +266,7 @@ def chain(mistake: Mistake[StageInputs], weights: Weights, whole: Pass, stage: s
 
 
 def first_failing(
-    trace: Mapping[str, np.ndarray], suite: ForwardSuite, case: str, engine: str, n_cached: int
+    trace: Mapping[str, np.ndarray], suite: ForwardExpectations, case: str, engine: str, n_cached: int
 ) -> tuple[str, int | None] | None:
     """The first stage of a pass that is not within the limits of its golden, and its layer."""
     tolerances, whole = suite.tolerances(case), suite.cases[case]

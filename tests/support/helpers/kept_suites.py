@@ -16,10 +16,11 @@ from helpers.stored_goldens import golden_of, quantised_golden
 from llorch.files import Weights
 from llorch.judging import verify as models
 from llorch.judging.expectations import quantised
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.goldens.forward import Golden
 from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden
 from llorch.judging.judge import Comparison, with_load_paths
+from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners import Runner
 from llorch.judging.tolerances import training as limits
 from llorch.runtime.builtin import goldens_folder
@@ -27,7 +28,7 @@ from llorch.runtime.builtin import goldens_folder
 PARTS = ("stage_rows", "decode_rows", "sampler_rows")
 OF_THE_FILE = ("tensors", "token_ids")
 CEILING = cache(limits.ceiling)
-SUITES: dict[str, ForwardSuite] = {}
+SUITES: dict[str, ForwardExpectations] = {}
 
 
 @contextmanager
@@ -35,7 +36,7 @@ def kept() -> Iterator[None]:
     """Have those who judge what is stored use what is kept, until the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "read", read)
-        patch.setattr(models, "ForwardSuite", _suite)
+        patch.setattr(models, "ForwardExpectations", _suite)
         patch.setattr(quantised, "read", _read_quantised)
         patch.setattr(limits, "ceiling", CEILING)
         yield
@@ -52,9 +53,9 @@ def _read_quantised(folder: Path) -> QuantisedGolden:
     return quantised_golden()
 
 
-def _suite(name: str, weights: Weights, *shown: object) -> ForwardSuite:
+def _suite(name: str, weights: Weights, *shown: object) -> ForwardExpectations:
     if name not in SUITES:
-        SUITES[name] = ForwardSuite(name, weights, *shown)  # pyright: ignore[reportArgumentType]
+        SUITES[name] = ForwardExpectations(name, weights, *shown)  # pyright: ignore[reportArgumentType]
     suite = SUITES[name]
     assert all(
         kept is new for kept, new in zip((suite.cases, suite.engine_outputs, suite.reference), shown, strict=True)
@@ -76,15 +77,15 @@ def forward_part(model: str, part: str) -> Sequence[Comparison]:
 
     Args:
         model: A built-in model.
-        part: A method of the suite.
+        part: A method of `RunnerCheck`.
     """
 
-    def comparisons(suite: ForwardSuite, runner: Runner) -> list[Comparison]:
+    def check_part(expectations: ForwardExpectations, runner: Runner) -> list[Comparison]:
         with runner.arithmetic():
-            return [*with_load_paths(getattr(suite, part)(runner), suite.routes)]
+            return [*with_load_paths(getattr(RunnerCheck(expectations, runner), part)(), expectations.load_paths)]
 
     with kept(), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(ForwardSuite, "comparisons", comparisons)
+        patch.setattr(models, "check_runner", check_part)
         found = models.verify_stored(model, long=False)  # test_long_contexts.py judges those
         return [c for c in found if part == PARTS[0] or c.stage_ref.name not in OF_THE_FILE]
 

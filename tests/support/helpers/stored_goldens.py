@@ -4,7 +4,7 @@ import json
 from functools import cache
 
 from llorch.files import Weights, open_weights
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.goldens import forward as goldens
 from llorch.judging.goldens import quantised as quantised_goldens
 from llorch.judging.goldens import training as training_goldens
@@ -54,14 +54,14 @@ def training_weights_of(model: str) -> Weights:
 
 
 @cache
-def suite_of(model: str) -> ForwardSuite:
+def suite_of(model: str) -> ForwardExpectations:
     golden = golden_of(model)
-    return ForwardSuite(model, weights_of(model), golden.cases, golden.engine_outputs, golden.reference)
+    return ForwardExpectations(model, weights_of(model), golden.cases, golden.engine_outputs, golden.reference)
 
 
 @cache
-def suite_of_case(model: str, case: str, *engines: str) -> ForwardSuite:
+def suite_of_case(model: str, case: str, *engines: str) -> ForwardExpectations:
     """The suite of one case, with some of the reference engines or all."""
     golden = golden_of(model)
     engine_outputs = {name: output for name, output in golden.engine_outputs.items() if name in engines or not engines}
-    return ForwardSuite(model, weights_of(model), {case: golden.cases[case]}, engine_outputs, golden.reference)
+    return ForwardExpectations(model, weights_of(model), {case: golden.cases[case]}, engine_outputs, golden.reference)

@@ -18,10 +18,11 @@ from llorch.apps.learn.judging import LessonComparison, Mode
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
 from llorch.diagnosis.verdict import Suspect
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.tokens import edge_of_top_p
 from llorch.judging.goldens.forward import SAMPLINGS
 from llorch.judging.judge import Expectation, compare_exact, judge
+from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import NumpyRunner, run
 from llorch.ops import sampling
 from llorch.runtime.builtin import BUILTIN, held
@@ -35,7 +36,7 @@ class AfterLogitsModel:
 
     def __init__(self, model: str, implementation: Implementation, parts: Sequence[Exercise], *, chained: bool) -> None:
         """Load a built-in model by name, with the learner's functions in place."""
-        self.suite: ForwardSuite = suite_of(model)
+        self.suite: ForwardExpectations = suite_of(model)
         self.runner, self.chained = NumpyRunner(self.suite.weights, BACKEND), chained
         self.engines = self.suite.engines(self.runner)
         self.installed = lambda: implementation.installed(parts)
@@ -192,9 +193,8 @@ class FilterCheck(AfterLogitsCheck):
         for engine in here.engines:
             for name, actual in made.items():
                 expectation = here.suite.distribution(here.runner, engine, name)
-                yield LessonComparison(
-                    here.suite.distribution_row(here.runner, expectation, actual), expectation, actual
-                )
+                comparison = RunnerCheck(here.suite, here.runner).distribution_row(expectation, actual)
+                yield LessonComparison(comparison, expectation, actual)
 
     def inputs(self, wrong: LessonComparison) -> SamplerInputs:
         """Return the logits as the filters get them."""

@@ -20,7 +20,7 @@ from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
-from llorch.judging.expectations.forward import ForwardSuite
+from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.judge import Expectation, judge
 from llorch.judging.runners import Trace
 from llorch.judging.runners.numpy import NumpyRunner, run
@@ -149,10 +149,10 @@ def stages_of(lesson: Lesson) -> set[str]:
 
 
 @cache
-def suite_of(model: str) -> ForwardSuite:
+def suite_of(model: str) -> ForwardExpectations:
     """Load the expectations of a built-in model; made once."""
     weights, golden = stored(model)
-    return ForwardSuite(model, weights, golden.cases, golden.engine_outputs, golden.reference)
+    return ForwardExpectations(model, weights, golden.cases, golden.engine_outputs, golden.reference)
 
 
 @cache
