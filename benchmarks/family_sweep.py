@@ -147,14 +147,14 @@ def write_dense(folder: Path, rng: np.random.Generator, sizes: Sizes) -> None:
     import torch
     from safetensors.torch import save_file
 
-    from llorch.families.config import ModelConfig
+    from llorch.families.read_huggingface import config_from_huggingface
     from llorch.files.tensor_names import inventory
 
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(sizes))
     scale = 10 ** rng.uniform(-2, -0.7)  # from nearly linear to saturated attention
     tensors = {}
-    for weight in inventory(ModelConfig.from_huggingface(sizes, path=folder)).values():
+    for weight in inventory(config_from_huggingface(sizes, path=folder)).values():
         array = scale * rng.standard_normal(weight.shape, dtype=np.float32)
         tensors[weight.huggingface] = torch.from_numpy(1 + array if weight.name.endswith("norm") else array)
     dtype = torch.bfloat16 if rng.random() < 0.3 else torch.float32

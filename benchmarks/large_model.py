@@ -73,7 +73,7 @@ def write(path: Path, shape: str) -> None:
     import numpy as np
     from gguf import GGMLQuantizationType, GGUFWriter
 
-    from llorch.families.config import FAMILIES
+    from llorch.families.table import FAMILIES
     from llorch.files.export import add_hyperparameters
     from llorch.files.tensor_names import inventory
 
@@ -113,7 +113,7 @@ def llama_7b():
 
 def qwen_05b():
     """Make a configuration with the shape of Qwen2.5-0.5B."""
-    from llorch.families.config import ModelConfig
+    from llorch.families.read_huggingface import config_from_huggingface
 
     values = {
         "model_type": "qwen2", "architectures": ["Qwen2ForCausalLM"], "hidden_act": "silu",
@@ -121,12 +121,12 @@ def qwen_05b():
         "num_key_value_heads": 2, "vocab_size": 151936, "rms_norm_eps": 1e-6, "rope_theta": 1e6,
         "max_position_embeddings": 32768, "tie_word_embeddings": True,
     }  # fmt: skip
-    return ModelConfig.from_huggingface(values, path=Path("config.json"))
+    return config_from_huggingface(values, path=Path("config.json"))
 
 
 def qwen3_30b_a3b():
     """Make a configuration with the shape of Qwen3-30B-A3B."""
-    from llorch.families.config import ModelConfig
+    from llorch.families.read_huggingface import config_from_huggingface
 
     values = {
         "model_type": "qwen3_moe", "hidden_size": 2048, "intermediate_size": 6144, "num_hidden_layers": 48,
@@ -134,7 +134,7 @@ def qwen3_30b_a3b():
         "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 768, "norm_topk_prob": True,
         "rms_norm_eps": 1e-6, "rope_theta": 1e6, "max_position_embeddings": 40960,
     }  # fmt: skip
-    return ModelConfig.from_huggingface(values, path=Path("config.json"))
+    return config_from_huggingface(values, path=Path("config.json"))
 
 
 SHAPES = {"7B": llama_7b, "0.5B": qwen_05b, EXPERTS: qwen3_30b_a3b}

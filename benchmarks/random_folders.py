@@ -123,7 +123,7 @@ EIGHT_BITS = ("GPTQ 8-bit", "W8A16", "FP8", "MLX 8-bit")
 
 def write_folder(kind: str, config: dict[str, object], folder: Path) -> Path:
     """Write a folder of a kind for a configuration; embeddings and norms in BF16, as such folders have them."""
-    from llorch.families.config import ModelConfig
+    from llorch.families.read_huggingface import config_from_huggingface
     from llorch.files.tensor_names import huggingface_tensors
 
     settings, matrix = KINDS[kind]
@@ -133,7 +133,7 @@ def write_folder(kind: str, config: dict[str, object], folder: Path) -> Path:
         json.dumps(config | {"torch_dtype": "bfloat16"} | ({key: settings} if settings else {}))
     )
     draw, named = Draws(), dict[str, tuple[str, np.ndarray]]()
-    for each in huggingface_tensors(ModelConfig.from_huggingface(config, path=folder)):
+    for each in huggingface_tensors(config_from_huggingface(config, path=folder)):
         module = each.name.removesuffix(".weight")
         if each.name.endswith("_proj.weight"):
             out, n_in = each.shape

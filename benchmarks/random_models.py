@@ -81,7 +81,7 @@ def random_model(config: dict[str, object]) -> Iterator[Path]:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from llorch.families.config import ModelConfig
+    from llorch.families.read_huggingface import config_from_huggingface
     from llorch.files import open_weights
     from llorch.files.export import write_gguf
     from llorch.files.tensor_names import huggingface_tensors
@@ -91,7 +91,7 @@ def random_model(config: dict[str, object]) -> Iterator[Path]:
         folder = Path(name)
         click.echo("writing random weights", err=True)
         (folder / "config.json").write_text(json.dumps(config))
-        tensors = huggingface_tensors(ModelConfig.from_huggingface(config, path=folder))
+        tensors = huggingface_tensors(config_from_huggingface(config, path=folder))
         arrays = {each.name: 0.02 * rng.standard_normal(each.shape, dtype=np.float32) for each in tensors}
         arrays |= {name: 1 + array for name, array in arrays.items() if name.endswith("norm.weight")}
         save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})

@@ -164,7 +164,7 @@ def model_file(shape: str) -> Iterator[Path]:
     import numpy as np
     from safetensors.numpy import save_file
 
-    from llorch.families.config import ModelConfig
+    from llorch.families.read_huggingface import config_from_huggingface
     from llorch.files.convert import convert
     from llorch.files.tensor_names import huggingface_tensors
     from llorch.runtime.builtin import builtin_path
@@ -177,7 +177,7 @@ def model_file(shape: str) -> Iterator[Path]:
             config = json.loads((folder / "config.json").read_text()) | LAYERS
             (folder / "config.json").write_text(json.dumps(config))
             rng = np.random.default_rng(0)
-            tensors = huggingface_tensors(ModelConfig.from_huggingface(config, path=folder))
+            tensors = huggingface_tensors(config_from_huggingface(config, path=folder))
             arrays = {each.name: 0.02 * rng.standard_normal(each.shape, dtype=np.float32) for each in tensors}
             arrays |= {name: 1 + array for name, array in arrays.items() if name.endswith("norm.weight")}
             save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})

@@ -209,12 +209,12 @@ def eight_bit() -> str:
     """Count the bytes per parameter that AdamW keeps, for adapters of the Qwen2.5-0.5B shape."""
     import torch
 
-    from llorch.families.config import ModelConfig
+    from llorch.families.read_huggingface import config_from_huggingface
     from llorch.lora.adapter import wanted_shapes
     from llorch.lora.config import ALL_LINEAR, LoraConfig
     from llorch.pytorch.train.adamw import AdamW
 
-    model, lines = ModelConfig.from_huggingface(QWEN_05B, path=Path("config.json")), []
+    model, lines = config_from_huggingface(QWEN_05B, path=Path("config.json")), []
     for what, modules in (("all matrices", ALL_LINEAR), ("q and v", ("q_proj", "v_proj"))):
         shapes = wanted_shapes(LoraConfig(target_modules=modules), model)
         params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}

@@ -20,7 +20,7 @@ from small_models.shapes import RECIPES
 from small_models.training import train
 from small_models.vocabulary import train_vocabulary
 
-from llorch.families.config import FAMILIES
+from llorch.families.table import FAMILIES
 from llorch.runtime.builtin import FOLDERS, OTHERS
 
 MODELS = Path(__file__).resolve().parent.parent / "llorch" / "models"
@@ -42,7 +42,7 @@ def make(name: str, *, out: Path, steps: int | None, state: Path | None) -> None
     model, losses = train(name, recipe, vocabulary, state=state)
     path = out / (name if name in FOLDERS else f"{name}.gguf")
     if name in FOLDERS:
-        turned = FAMILIES[recipe.family].transposed_experts == "files"
+        turned = FAMILIES[recipe.family].layout.transposed_experts == "files"
         folder.write(path, model, vocabulary, turned=turned)
     elif name in OTHERS:
         converted.write(path, model, vocabulary.metadata)

@@ -16,7 +16,7 @@ from typing import Any, Literal
 import numpy as np
 from safetensors.numpy import save_file
 
-from llorch.families.config import ModelConfig
+from llorch.families.read_huggingface import config_from_huggingface
 from llorch.files.convert import convert
 from llorch.files.tensor_names import huggingface_tensors
 from llorch.runtime.builtin import EVERY, builtin_path, goldens_folder
@@ -271,7 +271,7 @@ def _old_style(rope: dict[str, Any]) -> dict[str, Any]:
 def random_tensors(config: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
     """Draw random tensors by their names in a folder, in the order of the names: no gain is one, no bias zero."""
     rng, made = np.random.default_rng(0), {}
-    shapes = {each.name: each.shape for each in huggingface_tensors(ModelConfig.from_huggingface(config, path=folder))}
+    shapes = {each.name: each.shape for each in huggingface_tensors(config_from_huggingface(config, path=folder))}
     for name in sorted(shapes):
         draw = rng.standard_normal(shapes[name]).astype(np.float32)
         if name.endswith("A_log"):

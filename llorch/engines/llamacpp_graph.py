@@ -4,11 +4,20 @@ One name can mean up to four tensors (`Qcur-0` is the product, the sum with the 
 heads), and the output projection has no name of its own in some families. So a node is known by its name, its
 operation and one of its sources together. A node that matches twice is an error, and so is a stage without one.
 
-Source: llama.cpp `src/llama-graph.cpp`, `src/models/{llama,qwen2,qwen3}.cpp`; of delta nets see `llamacpp_delta_net`,
-of experts `llamacpp_experts`.
+Experts: files may hold the gate and up matrices of all experts as one: then both are views of one product. Some
+architectures call a dense product and that of the shared expert alike, so these are known by their weights.
+
+Delta nets: the rule is one fused operation on the CPU, of which both parts are views with names. Queries and keys come
+out of their L2 norm as a SCALE behind an RMS_NORM that has no name. In memory a state is (value, key) of each head, a
+convolution's state has the channel first. The files of Qwen3.5 have value heads in another order than Hugging Face:
+head j of every key head in turn (tiled), not all heads of one key head (grouped); those of Qwen3-Next do not, but their
+b and a are one matrix.
+
+Source: llama.cpp `src/llama-graph.cpp`, `src/models/{llama,llama4,qwen2,qwen3,qwen2moe,qwen3moe}.cpp`,
+`src/models/{delta-net-base,qwen3next,qwen35,qwen35moe}.cpp`, `conversion/qwen.py`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import llama_cpp
@@ -16,10 +25,13 @@ import numpy as np
 
 from llorch.engines import ggml_tensor
 from llorch.engines.ggml_tensor import GgmlTensor
-from llorch.engines.llamacpp_delta_net import Rule, delta_net_rules, delta_net_stages
-from llorch.engines.llamacpp_experts import expert_rules, of_experts
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.layers import DeltaNet, Experts
+from llorch.families.table import FAMILIES
 from llorch.files.tensor_names import undo_interleave
+
+B_AND_A = "b_and_a"  # of Qwen3-Next: of every key head its b, then its a
+Rule = tuple[str, str, str | None, str | None]  # stage, operation, name without its layer, source
 
 
 class NodeRule(NamedTuple):
@@ -48,14 +60,11 @@ def node_rules(config: ModelConfig) -> list[NodeRule]:
 def _layer_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
     hybrid = config.delta_net is not None
     yield "attn_norm", "MUL", "attn_norm", "blk.{i}.attn_norm.weight"
-    yield from delta_net_rules(config) if "delta_net" in config.traits(layer) else _attention_rules(config, layer)
+    yield from _delta_net_rules(config) if "delta_net" in config.traits(layer) else _attention_rules(config, layer)
     yield "attn_residual", "ADD", "attn_residual" if hybrid else "ffn_inp", None
-    if hybrid:
-        yield "ffn_norm", "MUL", "attn_post_norm", "blk.{i}.post_attention_norm.weight"
-    else:  # Llama 4 gives that name to what attention made
-        name = "ffn_norm" if FAMILIES[config.family].named_norm else None
-        yield "ffn_norm", "MUL", name, "blk.{i}.ffn_norm.weight"
-    yield from expert_rules(config) if "experts" in config.traits(layer) else _FEED_FORWARD_RULES
+    norm = FAMILIES[config.family].layout.names.get("ffn_norm", "ffn_norm")
+    yield "ffn_norm", "MUL", None, f"blk.{{i}}.{norm}.weight"  # Llama 4 gives its usual name to what attention made
+    yield from _expert_rules(config) if "experts" in config.traits(layer) else _FEED_FORWARD_RULES
     yield "block_out", "ADD", "l_out", None
 
 
@@ -101,6 +110,64 @@ def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
         yield "attn_out", "MUL_MAT", None, "blk.{i}.attn_output.weight"
 
 
+def _delta_net_rules(config: ModelConfig) -> Iterator[Rule]:
+    """Stage, operation, name without its layer, and source of the nodes of one layer."""
+    yield "qkv_in", "MUL_MAT", None, "blk.{i}.attn_qkv.weight"
+    yield "z_in", "MUL_MAT", "z", "blk.{i}.attn_gate.weight"
+    if FAMILIES[config.family].delta_net == "fused":
+        yield B_AND_A, "MUL_MAT", "linear_attn_mixed_ba", "blk.{i}.ssm_ba.weight"
+        yield "beta", "SIGMOID", None, "b-{i} (cont)"
+    else:
+        yield "b_in", "MUL_MAT", None, "blk.{i}.ssm_beta.weight"
+        yield "a_in", "MUL_MAT", None, "blk.{i}.ssm_alpha.weight"
+        yield "beta", "SIGMOID", "beta_sigmoid", None
+    yield "conv_state", "CPY", None, "conv_state_last-{i}"
+    yield "conv_out", "SILU", "conv_output_silu", None
+    yield "q_l2", "SCALE", None, "q_conv-{i}"
+    yield "k_l2", "SCALE", None, "k_conv-{i}"
+    yield "log_decay", "MUL", "gate", "blk.{i}.ssm_a"
+    yield "delta_state", "VIEW", "new_state", None
+    yield "delta_out", "VIEW", "attn_output", None
+    yield "gated_norm", "RESHAPE", "final_output", None
+    yield "linear_out", "MUL_MAT", "linear_attn_out", "blk.{i}.ssm_out.weight"
+
+
+def _expert_rules(config: ModelConfig) -> Iterator[Rule]:
+    """Stage, operation, name without its layer, and source of the nodes of one layer."""
+    experts = config.experts
+    assert experts is not None
+    yield "router_logits", "MUL_MAT", "ffn_moe_logits", "blk.{i}.ffn_gate_inp.weight"
+    if not experts.scaled_inputs:
+        yield "router_probs", "SOFT_MAX", "ffn_moe_probs", None
+    yield "topk_ids", "VIEW", "ffn_moe_topk", None
+    if experts.norm_topk_prob:
+        yield "topk_weights", "DIV", "ffn_moe_weights_norm", None
+    else:
+        yield "topk_weights", "GET_ROWS", "ffn_moe_weights", None
+    if experts.scaled_inputs:
+        yield "expert_in", "MUL", "ffn_moe_weighted", None
+    for part in ("gate", "up"):
+        yield f"expert_{part}", "MUL_MAT_ID", f"ffn_moe_{part}", f"blk.{{i}}.ffn_{part}_exps.weight"
+        yield f"expert_{part}", "VIEW", f"ffn_moe_{part}", "ffn_moe_gate_up-{i}"
+    yield "expert_act", "SWIGLU", "ffn_moe_swiglu", None
+    yield "expert_out", "MUL_MAT_ID", "ffn_moe_down", "blk.{i}.ffn_down_exps.weight"
+    if experts.shared_size:
+        yield from _shared_rules(config)
+    else:
+        yield "moe_out", "CONT" if experts.n_experts_per_token == 1 else "ADD", "ffn_moe_out", None
+
+
+def _shared_rules(config: ModelConfig) -> Iterator[Rule]:
+    yield "shared_ffn_gate", "MUL_MAT", None, "blk.{i}.ffn_gate_shexp.weight"
+    yield "shared_ffn_up", "MUL_MAT", None, "blk.{i}.ffn_up_shexp.weight"
+    yield "shared_ffn_act", "SWIGLU", "ffn_swiglu", None
+    yield "shared_out", "MUL_MAT", None, "blk.{i}.ffn_down_shexp.weight"
+    nodes = FAMILIES[config.family].llamacpp.nodes
+    if config.experts is not None and config.experts.shared_gate:
+        yield "shared_gate", *nodes.get("shared_gate", ("SIGMOID", "shared_expert_gate_sigmoid")), None
+    yield "moe_out", *nodes.get("moe_out", ("ADD", "ffn_out")), None
+
+
 class GraphCapture:
     """Receives the nodes of one decode and keeps the arrays of the stages."""
 
@@ -111,7 +178,8 @@ class GraphCapture:
         self.arrays: dict[str, np.ndarray] = {}
         self._rules: dict[tuple[str, str], list[NodeRule]] = {}
         self._unnamed: list[NodeRule] = []
-        for rule in node_rules(config):
+        self._all_rules = node_rules(config)
+        for rule in self._all_rules:
             known = self._unnamed if rule.name is None else self._rules.setdefault((rule.op, rule.name), [])
             known.append(rule)
 
@@ -153,12 +221,19 @@ class GraphCapture:
 
     def stages(self) -> dict[str, np.ndarray]:
         """Return the captured arrays in llorch's shapes and in Hugging Face's order of head dimensions."""
+        if missing := [rule for rule in self._all_rules if rule.stage not in self.arrays]:
+            stage, *rule = missing[0]
+            raise RuntimeError(
+                f"llama.cpp: expected a node for every stage, got none for {stage} (operation, name, source: "
+                f"{', '.join(map(str, rule))}); correct the rule in llorch/engines/llamacpp_graph.py, or layout and "
+                "llamacpp of the record in llorch/families"
+            )
         out = {}
         for stage, array in self.arrays.items():
             layer, dot, short = stage.rpartition(".")
             if short in ("kq", "kqv"):
                 continue
-            shaped = delta_net_stages(short, array, self.config) or {short: self._shaped(short, array)}
+            shaped = _delta_net_stages(short, array, self.config) or {short: self._shaped(short, array)}
             for name, each in shaped.items():
                 wide = each.dtype if each.dtype.kind == "i" else np.float32  # a cache may be float16
                 out[f"{layer}{dot}{name}"] = each.astype(wide, copy=False)
@@ -167,11 +242,11 @@ class GraphCapture:
     def _shaped(self, short: str, array: np.ndarray) -> np.ndarray:
         """Reshape a node of llama.cpp to the axes of its stage."""
         n, config = self.n_tokens, self.config
-        if (rows := of_experts(short, array, config.experts)) is not None:
+        if (rows := _expert_stage(short, array, config.experts)) is not None:
             return rows
-        interleaved = FAMILIES[
-            config.family
-        ].interleaved_rope_gguf  # its GGUF files store the rows of Q and K in RoPE pairs
+        interleaved = (
+            FAMILIES[config.family].layout.interleaved_rope == "gguf"
+        )  # its GGUF files store the rows of Q and K in RoPE pairs
         match short:
             case "q_norm" | "k_norm" | "q_rope" | "k_rope" | "q_tempered" | "q_head_norm" | "k_head_norm":
                 heads = array.reshape(n, -1, config.head_dim)
@@ -188,6 +263,68 @@ class GraphCapture:
                 return array[0, :, :, :n]
             case _:
                 return array.reshape(n, -1)
+
+
+def _expert_stage(short: str, array: np.ndarray, experts: Experts | None) -> np.ndarray | None:
+    """Reshape a stage to one row for each token and each of its experts; None for stages without experts."""
+    if experts is None or short not in (
+        "topk_ids",
+        "expert_in",
+        "expert_gate",
+        "expert_up",
+        "expert_act",
+        "expert_out",
+    ):
+        return None
+    if short == "topk_ids":
+        return array.reshape(-1, experts.n_experts_per_token).astype(np.int64)
+    return array.reshape(-1, experts.n_experts_per_token, array.shape[-1])
+
+
+def _delta_net_stages(short: str, array: np.ndarray, config: ModelConfig) -> Mapping[str, np.ndarray]:
+    """Split a node into its stages, in the table's shapes and Hugging Face's order of heads; none for other nodes."""
+    net = config.delta_net
+    if net is None:
+        return {}
+    match short:
+        case "b_and_a":
+            of_key_heads = array.reshape(array.shape[-2], net.n_key_heads, 2, -1)
+            return {"b_in": _heads_joined(of_key_heads[:, :, 0]), "a_in": _heads_joined(of_key_heads[:, :, 1])}
+        case "qkv_in" | "conv_out":
+            return {short: _channels(array.reshape(-1, net.conv_width), net, config)}
+        case "conv_state":
+            return {short: _channels(array.reshape(net.conv_width, -1).T, net, config)}
+        case "b_in" | "a_in" | "beta" | "log_decay":
+            return {short: _heads(array.reshape(-1, net.n_value_heads), 1, net, config)}
+        case "q_l2" | "k_l2":
+            return {short: array.reshape(-1, net.n_key_heads, net.key_head_dim)}
+        case "delta_state":
+            states = array.reshape(net.n_value_heads, net.value_head_dim, net.key_head_dim)
+            return {short: _heads(states, 0, net, config).swapaxes(1, 2)}
+        case "delta_out" | "z_in" | "gated_norm":
+            heads = _heads(array.reshape(-1, net.n_value_heads, net.value_head_dim), 1, net, config)
+            return {short: heads if short == "delta_out" else _heads_joined(heads)}
+        case _:
+            return {}
+
+
+def _heads_joined(heads: np.ndarray) -> np.ndarray:
+    return heads.reshape(len(heads), -1)
+
+
+def _channels(rows: np.ndarray, net: DeltaNet, config: ModelConfig) -> np.ndarray:
+    """Order the channels of the convolution as the engine orders the heads of values."""
+    values = rows[:, 2 * net.key_width :].reshape(len(rows), net.n_value_heads, net.value_head_dim)
+    return np.concatenate([rows[:, : 2 * net.key_width], _heads_joined(_heads(values, 1, net, config))], axis=1)
+
+
+def _heads(array: np.ndarray, axis: int, net: DeltaNet, config: ModelConfig) -> np.ndarray:
+    """Bring the axis of value heads into Hugging Face's order."""
+    if FAMILIES[config.family].delta_net == "fused":  # others are tiled
+        return array
+    before, after = array.shape[:axis], array.shape[axis + 1 :]
+    tiled = array.reshape(*before, -1, net.n_key_heads, *after)
+    return tiled.swapaxes(axis, axis + 1).reshape(array.shape)
 
 
 def half_split(heads: np.ndarray) -> np.ndarray:

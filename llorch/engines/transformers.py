@@ -44,16 +44,11 @@ from llorch.engines.transformers_streamed import (
     named_once,
     without_weights,
 )
-from llorch.families.config import (
-    FAMILIES,
-    FactorScaling,
-    Family,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    YarnScaling,
-)
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.families.family import Family
 from llorch.families.layers import Experts
+from llorch.families.rules import BETA, bias_key
+from llorch.families.table import FAMILIES
 from llorch.files import Weights, open_weights
 from llorch.files.export_huggingface import delta_net_settings
 from llorch.files.layerwise import fits
@@ -187,7 +182,9 @@ class Transformers:
         positions = torch.arange(first_position, first_position + len(ids))[None]
         # Llama 4 counts positions by its cache: far on it is given one that has dropped what came before.
         cache = (
-            _cache_from(first_position, self.config.n_layers) if FAMILIES[self.config.family].counts_by_cache else None
+            _cache_from(first_position, self.config.n_layers)
+            if "counts_by_cache" in FAMILIES[self.config.family].transformers.habits
+            else None
         )
         with self._arithmetic():
             shown = self._model(self._ids(ids), position_ids=positions, use_cache=True, past_key_values=cache)
@@ -394,7 +391,9 @@ def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeNam
 def _expected_config(config: ModelConfig) -> dict[str, Any]:
     """Translate llorch's hyperparameters to transformers' names."""
     family = FAMILIES[config.family]
-    biases = {family.bias_key[0]: config.qkv_bias} if family.qkv_bias is None else {}
+    biases = {bias_key(family.transformers.keys, "o_bias"): config.o_bias} if family.o_bias is None else {}
+    if family.qkv_bias is None:
+        biases[bias_key(family.transformers.keys, "qkv_bias")] = config.qkv_bias
     return (
         biases
         | _experts_settings(config.experts)
@@ -411,7 +410,7 @@ def _expected_config(config: ModelConfig) -> dict[str, Any]:
             "max_position_embeddings": config.max_position_embeddings,
             "tie_word_embeddings": config.tie_word_embeddings,
         }
-        | _of_family(config, family)
+        | {**family.transformers.engine_settings(config)}
     )
 
 
@@ -425,35 +424,6 @@ def _experts_settings(experts: Experts | None) -> dict[str, Any]:
         "num_experts_per_tok": experts.n_experts_per_token,
         "moe_intermediate_size": experts.expert_size,
         "norm_topk_prob": experts.norm_topk_prob,
-    }
-
-
-def _of_family(config: ModelConfig, family: Family) -> dict[str, Any]:
-    """Return the settings for RoPE by layer, temperatures, chunks and norms of heads, and what the family adds."""
-    layers, temperature, settings = [config.layer(i) for i in range(config.n_layers)], config.temperature, {}
-    if family.rope_interval:
-        settings["no_rope_layers"] = [int(layer.rope) for layer in layers]
-    if family.temperature is not None and temperature is not None:
-        settings |= {"floor_scale": temperature.floor, "attn_scale": temperature.scale}
-    if family.sparse == "listed":
-        settings |= _listed_experts(config)
-    if family.chunk is not None:
-        settings["attention_chunk_size"] = next((layer.chunk for layer in layers if layer.chunk), family.chunk)
-    if family.temperature is not None:
-        settings["attn_temperature_tuning"] = temperature is not None
-    if family.head_norm:
-        settings["use_qk_norm"] = any(layer.head_norm for layer in layers)
-    return settings | {**family.told}
-
-
-def _listed_experts(config: ModelConfig) -> dict[str, Any]:
-    assert config.experts is not None
-    return {
-        "intermediate_size": config.experts.expert_size,
-        "intermediate_size_mlp": config.intermediate_size,
-        "num_local_experts": config.experts.n_experts,
-        "num_experts_per_tok": config.experts.n_experts_per_token,
-        "moe_layers": [i for i in range(config.n_layers) if config.layer(i).experts],
     }
 
 
@@ -493,8 +463,8 @@ def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, o
     1e-8.
     """
     theta: dict[str, object] = {"rope_theta": config.rope_theta}
-    if FAMILIES[config.family].tempered == "beta":
-        theta["llama_4_scaling_beta"] = 0.0 if config.temperature is None else config.temperature.scale
+    if BETA in FAMILIES[config.family].rope_defaults:
+        theta[BETA] = 0.0 if config.temperature is None else config.temperature.scale
     if config.delta_net is not None:
         theta["partial_rotary_factor"] = config.rotated / config.head_dim
     if FAMILIES[config.family].sections:  # of a position in a text all three are the same

@@ -22,7 +22,7 @@ from safetensors import safe_open
 from torch import nn
 from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, get_gguf_hf_weights_map
 
-from llorch.families.config import FAMILIES
+from llorch.families.table import FAMILIES
 from llorch.files import Weights
 from llorch.files.layerwise import LayerwiseJobs, Turn
 from llorch.files.tensor_names import Weight, inventory
@@ -118,7 +118,7 @@ class OurTensors:
         if (place := name.split("."))[4:5] == ["experts"]:
             stacks = [self._weights.read(f"layers.{place[2]}.experts_{one}") for one in _JOINED[place[-1]]]
             stack = torch.from_numpy(np.concatenate(stacks, axis=1)).to(self._dtype)
-            turned = FAMILIES[self._weights.config.family].transposed_experts == "modules"
+            turned = FAMILIES[self._weights.config.family].layout.transposed_experts == "modules"
             return stack.mT.contiguous() if turned else stack
         first, *others = self._parts[name]
         array = self._as_theirs(first)

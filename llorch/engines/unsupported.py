@@ -5,8 +5,10 @@ llorch computes what the configuration says, and the other engine gives the verd
 
 import numpy as np
 
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.family import EPSILON
 from llorch.families.llamacpp_limits import cannot_express
+from llorch.families.table import FAMILIES
 from llorch.ops.delta_rule import L2_EPS
 from llorch.runtime.fields import shortest
 
@@ -18,9 +20,11 @@ def unsupported_reason(engine: str, config: ModelConfig, n_tokens: int) -> str:
     if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
         eps = shortest(config.rms_norm_eps)
         return f"llama.cpp uses rms_norm_eps for the L2 norms of delta nets, too: {eps}, not {L2_EPS}"
-    if not FAMILIES[config.family].reads_eps:  # a fault, not a choice: a later version of its file reads the key
+    if (
+        EPSILON not in FAMILIES[config.family].llamacpp.reads
+    ):  # a fault, not a choice: a later version of its file reads the key
         gguf = FAMILIES[config.family].gguf
-        return f"llama.cpp does not read attention.layer_norm_rms_epsilon for {gguf}, so its norms use an epsilon of 0"
+        return f"llama.cpp does not read {EPSILON} for {gguf}, so its norms use an epsilon of 0"
     if pairs := unturned(config):  # a fault: transformers turns them, and models that see are trained with it
         sections, left = (", ".join(map(str, listed)) for listed in (config.rope_sections, pairs))
         return f"llama.cpp does not rotate pairs {left} of a head in a text: rope.dimension_sections is {sections}"
@@ -29,7 +33,9 @@ def unsupported_reason(engine: str, config: ModelConfig, n_tokens: int) -> str:
 
 def not_a_number(engine: str, family: str, stage: str) -> str:
     """Explain a known NaN of an engine in a stage, as the end of a message; empty if none is known."""
-    if (engine, stage) == ("llamacpp", "shared_gate") and FAMILIES[family].divided_gate:
+    if (engine, stage) == ("llamacpp", "shared_gate") and FAMILIES[family].llamacpp.nodes.get("shared_gate", ("",))[
+        0
+    ] == "DIV":
         return "; llama.cpp computes sigmoid(x) as silu(x) / x, and x is 0 for one token"
     return ""
 

@@ -1,26 +1,20 @@
 """Hyperparameters of one model, read from a Hugging Face `config.json` or from GGUF metadata.
 
-This is the only place that reads hyperparameters. A family states what its blocks contain (biases, query and
-key norms); the weight loader then checks that the file agrees. Whatever is not named here is refused by name.
+A family states what its blocks contain (biases, query and key norms); the weight loader then checks that the file
+agrees. Whatever the readers do not name is refused by name.
 
-    families       what the blocks of each family contain
-    scaling        RoPE for longer contexts
-    huggingface    config.json to the fields of a ModelConfig, below
-    gguf           metadata to the same
-    llamacpp       what a GGUF file, and so llama.cpp, cannot express
+    family              the record of a family; `table` lists the records, one module holds those of one family
+    read_huggingface    config.json to a ModelConfig
+    read_gguf           metadata to the same
+    rules               rules of files that several families share
+    rope_scaling        RoPE for longer contexts
+    llamacpp_limits     what a GGUF file, and so llama.cpp, cannot express
 """
 
 import math
-from collections.abc import Container, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Any
 
-import numpy as np
-
-from llorch.families import read_gguf as gguf
-from llorch.families import read_huggingface as huggingface
-from llorch.families.family import FAMILIES, MOST_LAYERS, Family, FamilyName
 from llorch.families.layers import DeltaNet, Experts, Layer, Temperature
 from llorch.families.rope_scaling import (
     FactorScaling,
@@ -31,13 +25,13 @@ from llorch.families.rope_scaling import (
     yarn_gain,
 )
 from llorch.runtime.errors import FormatError
-from llorch.runtime.fields import Fields, shortest
+from llorch.runtime.fields import shortest
 
 __all__ = [
-    "FAMILIES", "FactorScaling", "Family", "FamilyName", "LinearScaling", "Llama3Scaling", "ModelConfig",
-    "RopeScaling", "YarnScaling", "yarn_gain",
+    "FactorScaling", "LinearScaling", "Llama3Scaling", "ModelConfig", "RopeScaling", "YarnScaling", "yarn_gain",
 ]  # fmt: skip
 
+MOST_LAYERS = 512
 DENSE_LAYER = Layer()
 _LARGEST = {
     "hidden_size": 2**20, "intermediate_size": 2**24, "n_layers": MOST_LAYERS, "n_heads": 2**16, "n_kv_heads": 2**16,
@@ -53,7 +47,7 @@ _LARGEST_OF_DELTA_NET = {
 class ModelConfig:
     """The hyperparameters of a decoder of one of the families; OutOfRange for what no model can have."""
 
-    family: FamilyName
+    family: str  # its name in `llorch.families.table`
     hidden_size: int  # width of the residual stream
     intermediate_size: int  # width of the feed-forward part
     n_layers: int  # 1 to 512
@@ -192,33 +186,6 @@ class ModelConfig:
     def group_size(self) -> int:
         """Query heads that share one key and value head."""
         return self.n_heads // self.n_kv_heads
-
-    @classmethod
-    def from_huggingface(cls, values: Mapping[str, object], *, path: str | Path) -> "ModelConfig":
-        """Read the object of a `config.json`; a FormatError names the key and the file `path`."""
-        return _config_from(huggingface.read(values, path), path)
-
-    @classmethod
-    def from_gguf(
-        cls,
-        metadata: Mapping[str, object],
-        *,
-        tensor_names: Container[str],
-        vocab_size: int,
-        rope_factors: np.ndarray | None,
-        path: str | Path,
-    ) -> "ModelConfig":
-        """Read GGUF metadata; errors as in `from_huggingface`.
-
-        Biases and tying show in `tensor_names` only; `vocab_size` is the number of rows of `token_embd.weight`,
-        `rope_factors` the tensor `rope_freqs.weight`, when there is one.
-        """
-        return _config_from(gguf.read(metadata, tensor_names, vocab_size, rope_factors, path), path)
-
-
-def _config_from(fields: dict[str, Any], path: str | Path) -> ModelConfig:
-    with Fields({}, path).naming_the_file():
-        return ModelConfig(**fields)
 
 
 def _check_sizes(of: object, largest: Mapping[str, int]) -> None:

@@ -1,191 +1,161 @@
-"""The families as data: what the blocks of each contain, and what its files leave unsaid.
+"""The record of one model family: names, facts of its architecture, and what its files and engines do otherwise.
+
+One module of this package holds the records of one family, and its rules as functions; `table` lists them all.
 
 Source: transformers `configuration_*.py` of each; llama.cpp `src/models/*.cpp`, which fixes what a GGUF file lacks.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Literal
 
-from llorch.families.layers import Temperature
+from llorch.families.config import ModelConfig
+from llorch.families.layers import Layer, Temperature
+from llorch.families.rules import full_attention, no_gguf_window
+from llorch.runtime.fields import Fields
 
-FamilyName = Literal[
-    "llama", "qwen2", "qwen3", "mistral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5", "qwen3_5_moe", "smollm3",
-    "ministral3", "llama4", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe",
-]  # fmt: skip
+EPSILON = "attention.layer_norm_rms_epsilon"
+FREQUENCY_FACTORS = "rope_freqs.weight"
+OUTPUT_BIAS = "attn_output.bias"
+TEMPERATURE_SCALE = "attention.temperature_scale"
+EXPERT_STEP = "interleave_moe_layer_step"
+YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # all three are read, or none
+
+
+def no_settings(config: ModelConfig) -> Mapping[str, object]:
+    """Add no setting."""
+    return {}
+
+
+def no_limits(config: ModelConfig, n_tokens: int) -> Iterator[str]:
+    """Yield no reason."""
+    return iter(())
+
+
+def no_temperature(fields: Fields) -> Temperature | None:
+    """Leave the queries as they are."""
+    return None
+
+
+@dataclass(frozen=True, kw_only=True)
+class TensorLayout:
+    """Names and order of the numbers in files. Read by `files/tensor_names.py`, and where another module is named.
+
+    Attributes:
+        names: Parts of tensor names that differ: `ffn_norm` (the norm before the feed-forward part, in GGUF files),
+            `mlp` and `router` (in Hugging Face folders). Also read by `lora/targets.py`.
+        interleaved_rope: Files whose rows of q and k lie in the pairs (2j, 2j + 1): none, GGUF files, or both formats.
+            Also read by both readers here, `engines/llamacpp_graph.py`, `engines/dumps/reading.py` and mistakes of
+            `diagnosis/mistakes`.
+        transposed_experts: One tensor (experts, in, out) in published folders, or in the modules of transformers, too.
+        norm_weight_offset: Hugging Face stores gains less one, but that of the delta net.
+        has_mtp_layers: Files may have further layers, which predict further tokens (`files/opening.py`).
+        multimodal_prefixes: Beginnings of the paths of modules in the text part alone, and in the whole model.
+    """
+
+    names: Mapping[str, str] = field(default_factory=dict)
+    interleaved_rope: Literal["", "gguf", "both"] = ""
+    transposed_experts: Literal["", "files", "modules"] = ""
+    norm_weight_offset: bool = False
+    has_mtp_layers: bool = False
+    multimodal_prefixes: tuple[str, str] = ("", "")
+
+
+@dataclass(frozen=True, kw_only=True)
+class LlamaCppQuirks:
+    """Things that llama.cpp computes or expects. Read by `families/llamacpp_limits.py`, and where a module is named.
+
+    Attributes:
+        reads: Optional tensors and keys that it reads for this architecture, see the constants of this module. Read by
+            `families/read_gguf.py`, `files/export.py`, `engines/unsupported.py`.
+        nodes: Operation and name of the graph node of a stage, where they differ (`engines/llamacpp_graph.py`).
+        norm_topk_prob: The constant that it has for this setting; None: no experts, or it does not apply.
+        same_width: It expects that all heads together are as wide as the model.
+        limits: Further reasons why it differs in runs of so many tokens.
+    """
+
+    reads: frozenset[str] = frozenset({EPSILON})
+    nodes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    norm_topk_prob: bool | None = None
+    same_width: bool = False
+    limits: Callable[[ModelConfig, int], Iterator[str]] = no_limits
+
+
+@dataclass(frozen=True, kw_only=True)
+class TransformersQuirks:
+    """Things that transformers and PEFT do.
+
+    Attributes:
+        keys: Keys of config.json that differ, by the usual name. `qkv_bias` and `o_bias` are usually decided by
+            attention_bias. Read by `families/read_huggingface.py`, `files/export_huggingface.py`,
+            `engines/transformers.py`.
+        config_settings: Further keys that llorch writes into config.json (`files/export_huggingface.py`).
+        engine_settings: Further settings that transformers needs to run a GGUF file (`engines/transformers.py`).
+        pre_tokenizer: The one of transformers, whatever tokenizer.json says (`files/tokenizer/export_huggingface.py`).
+        habits: transformers counts positions by the length of its cache (`engines/transformers.py`); PEFT takes names
+            of modules for parameters of experts (`lora/targets.py`, `lora/peft_config.py`).
+    """
+
+    keys: Mapping[str, str] = field(default_factory=dict)
+    config_settings: Callable[[ModelConfig], Mapping[str, object]] = no_settings
+    engine_settings: Callable[[ModelConfig], Mapping[str, object]] = no_settings
+    pre_tokenizer: str = ""
+    habits: frozenset[Literal["counts_by_cache", "old_expert_names"]] = frozenset()
 
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """What the blocks of a family contain; None means that the file decides."""
+    """A family: the two readers of this package read every fact; further readers are named.
 
-    gguf: str  # architecture in GGUF files
-    classes: str  # stem of its classes in transformers
-    multimodal_type: str = ""  # model type of the whole that it is the text part of
-    multimodal_prefixes: tuple[str, str] = (
-        "",
-        "",
-    )  # what paths of modules begin with in the text part alone, and in the whole
-    written_as: FamilyName | None = (
-        None  # family with the same text part; transformers has no class for this part alone
-    )
-    # Biases and norms:
+    Attributes:
+        gguf: Architecture in GGUF files. Every reader and writer of GGUF files.
+        classes: Stem of its classes in transformers (`engines/transformers.py`).
+        multimodal_type: Model type of the whole model that it is the text part of.
+        written_as: Family with the same text part, where transformers has no class for this part alone.
+        qkv_bias: Bias of q, k and v; None: the file decides, in config.json by a key (`TransformersQuirks.keys`).
+        o_bias: Bias of o_proj, likewise.
+        qk_norm: RMSNorm of every query and key head before RoPE.
+        delta_net: Delta nets lie between layers of gated attention. A delta net has four input matrices (qkv, z, b, a),
+            or two fused ones (`files/tensor_names.py`, `engines/llamacpp_graph.py`, `lora/targets.py`).
+        rope_interval: Every n-th layer has no RoPE, unless config.json lists layers; 0: all have RoPE.
+        sections: RoPE of three axes, all equal for text (`files/export.py`, `engines/unsupported.py`).
+        router: Weights of the chosen experts, by which function of the logits; empty: no experts. After a sigmoid the
+            weights multiply what the experts are given.
+        shared_expert: An expert that every token has; if gated, its output is multiplied by a sigmoid.
+        read_layers: Rule of config.json for windows, chunks, delta nets and layers with experts.
+        read_gguf_layers: The same of GGUF metadata.
+        read_temperature: Rule of config.json for the temperature of the queries, in the layers without RoPE if the
+            family has such layers, else in all.
+        read_gguf_temperature: The same of GGUF metadata.
+        defaults: What transformers takes for keys that config.json omits. None: null means the same as no key.
+        layout: Names and order of numbers in files.
+        llamacpp: Things that llama.cpp computes or expects.
+        transformers: Things that transformers and PEFT do.
+    """
+
+    gguf: str
+    classes: str
+    multimodal_type: str = ""
+    written_as: str | None = None
     qkv_bias: bool | None = None
     o_bias: bool | None = None
-    bias_key: tuple[str, bool] = ("attention_bias", False)  # of config.json, where it decides on qkv_bias; its default
     qk_norm: bool = False
-    head_norm: bool = False  # heads are divided by their root mean square after RoPE, unless use_qk_norm is false
-    norm_weight_offset: bool = False  # Hugging Face stores gains less one, but that of the delta net
-    # Where config.json names none, as in transformers:
-    head_dim: int | None = None  # None is hidden_size / n_heads
-    null_head_dim: bool = False  # a null is such a case, too
-    n_kv_heads: int | None = None  # None is n_heads
-    context: int = 32768
-    rope_theta: float = 10000.0
-    rope_parameters: Mapping[str, object] | None = None
-    tied: bool = False
-    # Attention, layer by layer:
-    hybrid: bool = False  # delta nets between layers of gated attention
-    fused_projections: bool = False  # a delta net has two matrices: queries, keys, values and gates; b and a
-    window: Literal["", "asked", "given", "required", "late", "every_other", "unrotated"] = ""  # see `huggingface`
-    max_window_layers: int = 28  # where config.json names none
-    chunk: int | None = None  # layers with RoPE see a chunk of so many tokens, unless config.json names another number
-    rope_interval: int = 0  # every n-th layer has no RoPE, unless config.json lists layers; 0: all have RoPE
-    rotary_share: float | None = None  # part of a head that RoPE turns where the file names none; None: always all
-    interleaved_rope_hf: bool = False  # RoPE turns neighbours in Hugging Face folders, too
-    sections: Literal["", "halves", "interleaved"] = ""  # RoPE of three axes, all equal for text
-    tempered: Literal["", "beta", "unrotated"] = ""  # all layers, by llama_4_scaling_beta; or those without RoPE
-    temperature: Temperature | None = None  # of those without RoPE, where config.json names none
-    # Experts:
-    experts: bool = False  # a router and some experts
-    sparse: Literal["", "step", "listed"] = ""  # all layers have them; those of decoder_sparse_step; of moe_layers
-    shared: bool = False  # beside an expert that every token has
-    shared_gate: bool = False  # which is multiplied by a sigmoid
-    scaled_inputs: bool = False  # a sigmoid of the chosen logits multiplies what the experts are given
-    n_experts_per_token: int | None = None  # where config.json names none; None: it has to
-    norm_topk_prob_default: bool | None = False  # where config.json names none; None: always true, no such key
-    aux_loss: bool = True  # transformers can train the router to spread tokens over experts
-    # Names:
-    ffn_norm: str = "ffn_norm"  # of GGUF files
-    mlp: str = "mlp"  # of Hugging Face folders
-    router: str = "gate"  # of Hugging Face folders
-    keys: Mapping[str, str] = field(default_factory=dict)  # of config.json: the usual name to the one of this family
-    written: Mapping[str, object] = field(default_factory=dict)  # what llorch writes into config.json, too
-    told: Mapping[str, object] = field(default_factory=dict)  # what transformers is told, too, to run a GGUF file
-    # Order of numbers in files:
-    interleaved_rope_gguf: bool = False  # GGUF files hold the rows of q and k in the pairs that llama.cpp turns
-    transposed_experts: Literal["", "files", "modules"] = ""  # one tensor (experts, in, out); in the modules, too
-    has_mtp_layers: bool = False  # files may have further layers, which predict further tokens
-    words: str = ""  # pre-tokenizer of transformers, whatever tokenizer.json says
-    # llama.cpp computes or expects:
-    norm_topk_prob: bool | None = None  # None: no experts, or it does not apply
-    factors: bool = False  # it reads rope_freqs.weight
-    reads_o_bias: bool = False  # it reads attn_output.bias
-    reads_eps: bool = True  # it reads the epsilon of the norms
-    reads_yarn: bool = False  # it reads the betas of YaRN, and its gain as a multiplier of a logarithm
-    same_width: bool = False  # it expects that all heads together are as wide as the model
-    untied: bool = False  # it expects an output matrix
-    no_head_norm: int = 0  # number of experts for which it leaves the norm of heads out
-    divided_gate: bool = False  # it computes the sigmoid of the shared gate as silu(x) / x
-    merged_out: bool = False  # its sum of shared and chosen experts has a name of its own
-    named_norm: bool = True  # its norm before the feed-forward part has the name ffn_norm
-    # transformers and PEFT do:
-    counts_by_cache: bool = False  # transformers counts positions by the length of its cache
-    old_expert_names: bool = False  # PEFT takes names of modules for parameters of experts
+    delta_net: Literal["", "separate", "fused"] = ""
+    rope_interval: int = 0
+    sections: Literal["", "halves", "interleaved"] = ""
+    router: Literal["", "softmax", "sigmoid"] = ""
+    shared_expert: Literal["", "plain", "gated"] = ""
+    read_layers: Callable[[Fields, list[Layer]], list[Layer]] = full_attention
+    read_gguf_layers: Callable[[Fields, list[Layer]], list[Layer]] = no_gguf_window
+    read_temperature: Callable[[Fields], Temperature | None] = no_temperature
+    read_gguf_temperature: Callable[[Fields], Temperature | None] = no_temperature
+    defaults: Mapping[str, object]
+    layout: TensorLayout = TensorLayout()
+    llamacpp: LlamaCppQuirks = LlamaCppQuirks()
+    transformers: TransformersQuirks = TransformersQuirks()
 
-
-_FIXED: dict[str, Any] = {"qkv_bias": False, "o_bias": False}
-_QWEN2: dict[str, Any] = {
-    "qkv_bias": True, "o_bias": False, "window": "late", "same_width": True,
-}  # fmt: skip
-_QWEN3: dict[str, Any] = {"qk_norm": True, "n_kv_heads": 32, "head_dim": 128}
-_HYBRID: dict[str, Any] = {
-    "qk_norm": True, "head_dim": 256, "hybrid": True, "rotary_share": 0.25, "norm_weight_offset": True,
-    "has_mtp_layers": True, "ffn_norm": "post_attention_norm",
-}  # fmt: skip
-_EXPERTS: dict[str, Any] = {"experts": True, "shared": True, "shared_gate": True, "norm_topk_prob": True}
-_LLAMA: dict[str, Any] = {"interleaved_rope_gguf": True, "factors": True}
-_BESIDE_EYES: dict[str, Any] = {"multimodal_prefixes": ("model.", "model.language_model.")}
-_YARN_OF_MINISTRAL = {
-    "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 16384,
-    "mscale_all_dim": 1.0, "mscale": 1.0, "llama_4_scaling_beta": 0.1,
-}  # fmt: skip
-
-MOST_LAYERS = 512
-
-FAMILIES: dict[str, Family] = {
-    "llama": Family(
-        gguf="llama", classes="Llama", context=2048, null_head_dim=True, written={"mlp_bias": False},
-        reads_o_bias=True, **_LLAMA,
-    ),
-    "qwen2": Family(gguf="qwen2", classes="Qwen2", n_kv_heads=32, words="qwen2", **_QWEN2),
-    "qwen3": Family(gguf="qwen3", classes="Qwen3", window="late", **_QWEN3),
-    "mistral": Family(
-        gguf="llama", classes="Mistral", n_kv_heads=8, context=131072, window="required",
-        written={"sliding_window": None}, **_LLAMA, **_FIXED,
-    ),
-    "qwen2_moe": Family(
-        gguf="qwen2moe", classes="Qwen2Moe", o_bias=False, bias_key=("qkv_bias", True), n_kv_heads=16,
-        window="every_other", experts=True, sparse="step", shared=True, shared_gate=True, norm_topk_prob=False,
-        same_width=True, untied=True, divided_gate=True,
-    ),
-    "qwen3_moe": Family(
-        gguf="qwen3moe", classes="Qwen3Moe", n_kv_heads=4, window="asked", experts=True, sparse="step",
-        norm_topk_prob=True, qk_norm=True, old_expert_names=True,
-    ),
-    "qwen3_next": Family(
-        gguf="qwen3next", classes="Qwen3Next", n_kv_heads=2, fused_projections=True, sparse="step",
-        norm_topk_prob_default=True, old_expert_names=True, **_HYBRID, **_EXPERTS,
-    ),
-    "qwen3_5": Family(
-        gguf="qwen35", classes="Qwen3_5", n_kv_heads=4, multimodal_type="qwen3_5", sections="interleaved",
-        **_BESIDE_EYES, **_HYBRID,
-    ),
-    "qwen3_5_moe": Family(
-        gguf="qwen35moe", classes="Qwen3_5Moe", n_kv_heads=2, multimodal_type="qwen3_5_moe", sections="interleaved",
-        norm_topk_prob_default=None, words="qwen35", **_BESIDE_EYES, **_HYBRID, **_EXPERTS,
-    ),
-    "smollm3": Family(
-        gguf="smollm3", classes="SmolLM3", n_kv_heads=4, rope_theta=2e6, tied=True, window="unrotated",
-        rope_interval=4, interleaved_rope_gguf=True, written={"mlp_bias": False, "pad_token_id": None},
-        told={"pad_token_id": None},
-    ),
-    "ministral3": Family(
-        gguf="mistral3", classes="Ministral3", n_kv_heads=8, head_dim=128, context=262144, window="given",
-        rope_parameters=_YARN_OF_MINISTRAL, tempered="beta", interleaved_rope_gguf=True, reads_yarn=True,
-        told={"sliding_window": None, "pad_token_id": None}, **_FIXED,
-    ),
-    "llama4": Family(
-        gguf="llama4", classes="Llama4", n_kv_heads=8, head_dim=128, context=131072, rope_theta=5e5, chunk=8192,
-        rope_interval=4, head_norm=True, no_head_norm=128, tempered="unrotated",
-        temperature=Temperature(scale=0.1, floor=8192, offset=1), experts=True, sparse="listed", shared=True,
-        scaled_inputs=True, n_experts_per_token=1, aux_loss=False, transposed_experts="modules",
-        interleaved_rope_hf=True, multimodal_type="llama4", multimodal_prefixes=("", "language_model."),
-        mlp="feed_forward", router="router", factors=True,
-        keys={
-            "intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size",
-            "num_experts": "num_local_experts",
-        },
-        merged_out=True, named_norm=False, counts_by_cache=True,
-    ),
-    "qwen2_5_vl": Family(
-        gguf="qwen2vl", classes="Qwen2_5_VL", n_kv_heads=8, rope_theta=1e6, max_window_layers=80, sections="halves",
-        multimodal_type="qwen2_5_vl", written_as="qwen2", reads_eps=False, **_BESIDE_EYES, **_QWEN2,
-    ),
-    "qwen3_vl": Family(
-        gguf="qwen3vl", classes="Qwen3VL", context=128000, rope_theta=5e5, sections="interleaved",
-        multimodal_type="qwen3_vl", written_as="qwen3", **_BESIDE_EYES, **_QWEN3,
-    ),
-    "qwen3_vl_moe": Family(
-        gguf="qwen3vlmoe", classes="Qwen3VLMoe", n_kv_heads=16, context=128000, rope_theta=5e5, qk_norm=True,
-        experts=True, sparse="step", norm_topk_prob_default=None, norm_topk_prob=True, transposed_experts="files",
-        sections="interleaved", multimodal_type="qwen3_vl_moe", written_as="qwen3_moe", **_BESIDE_EYES,
-    ),
-}  # fmt: skip
-BY_MODEL_TYPE = {name: name for name, family in FAMILIES.items() if not family.multimodal_type} | {
-    f"{family.multimodal_type}_text": name for name, family in FAMILIES.items() if family.multimodal_type
-}
-BY_WHOLE = {
-    family.multimodal_type: name for name, family in FAMILIES.items() if family.multimodal_type
-}  # models that see, too
-BY_GGUF = {family.gguf: name for name, family in reversed(FAMILIES.items())}  # the first of two that share a name
+    @property
+    def rope_defaults(self) -> Mapping[str, object]:
+        """RoPE settings that transformers takes where config.json has none."""
+        settings = self.defaults.get("rope_parameters")
+        return settings if isinstance(settings, Mapping) else {}

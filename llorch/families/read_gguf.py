@@ -10,10 +10,12 @@ from typing import Any
 
 import numpy as np
 
-from llorch.families.family import BY_GGUF, FAMILIES, MOST_LAYERS, Family
-from llorch.families.layers import DeltaNet, Experts, Layer, Temperature
-from llorch.families.read_huggingface import head_width, one_for_each, unread
+from llorch.families.config import MOST_LAYERS, ModelConfig
+from llorch.families.family import FREQUENCY_FACTORS, OUTPUT_BIAS, YARN, Family
+from llorch.families.layers import DeltaNet, Experts, Layer
+from llorch.families.read_huggingface import head_width, one_for_each, unread, with_temperature
 from llorch.families.rope_scaling import FactorScaling, LinearScaling, RopeScaling, YarnScaling, yarn_gain
+from llorch.families.table import BY_GGUF, FAMILIES
 from llorch.runtime.errors import FormatError
 from llorch.runtime.fields import Fields
 
@@ -22,21 +24,25 @@ _IGNORED_OF_YARN = {
     "yarn_ext_factor": (1.0, -1.0), "yarn_attn_factor": (1.0,), "yarn_beta_fast": (32.0,), "yarn_beta_slow": (1.0,),
     "yarn_log_multiplier": (0.0,),
 }  # fmt: skip
-_READ_OF_YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # where it reads YaRN
 _SOFTMAX, _SIGMOID = 1, 2  # numbers of expert_gating_func
 
 # Keys that hold a number for each layer in some files, as llama.cpp allows it.
 _PER_LAYER = ("attention.head_count", "attention.head_count_kv", "feed_forward_length")
 
 
-def read(
+def config_from_gguf(
     metadata: Mapping[str, object],
+    *,
     tensor_names: Container[str],
     vocab_size: int,
     rope_factors: np.ndarray | None,
     path: str | Path,
-) -> dict[str, Any]:
-    """Read the fields of a `ModelConfig`; see `ModelConfig.from_gguf`."""
+) -> ModelConfig:
+    """Read GGUF metadata; a FormatError names the key and the file `path`.
+
+    Biases and tying show in `tensor_names` only; `vocab_size` is the number of rows of `token_embd.weight`,
+    `rope_factors` the tensor `rope_freqs.weight`, when there is one.
+    """
     arch = Fields(metadata, path).text("general.architecture")
     if arch not in BY_GGUF:
         raise unread(arch, path, sorted(BY_GGUF))
@@ -46,42 +52,40 @@ def read(
     n_heads = fields.integer("attention.head_count", low=1)
     hidden_size = fields.integer("embedding_length", low=1)
     with fields.naming_the_file():
-        head_dim = head_width(fields, "attention.key_length", hidden_size, n_heads, None)
+        head_dim = head_width(fields, "attention.key_length", hidden_size, n_heads)
         rotary_dim = _rotary_dim(fields, family, head_dim)
         _refuse_variants(fields, family, head_dim)
         n_layers = _n_layers(fields, family)
         context = fields.integer("context_length")
         experts = _read_experts(fields, family)
-        temperature = _temperature(fields, family, context)
-        layers = _read_layers(
-            fields, family, n_layers, context, experts, has_attention_temperature=temperature is not None
+        layers = _read_layers(fields, family, n_layers, has_experts=experts is not None)
+        layers, temperature = with_temperature(layers, family, lambda: family.read_gguf_temperature(fields))
+        return ModelConfig(
+            family=name,
+            hidden_size=hidden_size,
+            intermediate_size=_intermediate_size(fields, experts),
+            n_layers=n_layers,
+            n_heads=n_heads,
+            n_kv_heads=fields.integer("attention.head_count_kv", default=n_heads, low=1),
+            head_dim=head_dim,
+            vocab_size=vocab_size,
+            rms_norm_eps=fields.number("attention.layer_norm_rms_epsilon"),
+            rope_theta=fields.number("rope.freq_base", default=10000.0),
+            rope_scaling=_read_scaling(fields, family, name, rope_factors),
+            max_position_embeddings=context,
+            qkv_bias=family.qkv_bias if family.qkv_bias is not None else _has_bias(layers, tensor_names),
+            o_bias=OUTPUT_BIAS in family.llamacpp.reads and f"blk.0.{OUTPUT_BIAS}" in tensor_names,
+            qk_norm=family.qk_norm,
+            tie_word_embeddings="output.weight" not in tensor_names,
+            layers=one_for_each(layers),
+            experts=experts,
+            delta_net=_read_delta_net(fields) if family.delta_net else None,
+            attention_gate=bool(family.delta_net),
+            rotary_dim=rotary_dim,
+            rope_sections=_sections(fields, family),
+            interleaved_rope_hf=family.layout.interleaved_rope == "both",
+            temperature=temperature,
         )
-        return {
-            "family": name,
-            "hidden_size": hidden_size,
-            "intermediate_size": _intermediate_size(fields, experts),
-            "n_layers": n_layers,
-            "n_heads": n_heads,
-            "n_kv_heads": fields.integer("attention.head_count_kv", default=n_heads, low=1),
-            "head_dim": head_dim,
-            "vocab_size": vocab_size,
-            "rms_norm_eps": fields.number("attention.layer_norm_rms_epsilon"),
-            "rope_theta": fields.number("rope.freq_base", default=10000.0),
-            "rope_scaling": _read_scaling(fields, family, name, rope_factors),
-            "max_position_embeddings": context,
-            "qkv_bias": family.qkv_bias if family.qkv_bias is not None else _has_bias(layers, tensor_names),
-            "o_bias": family.reads_o_bias and "blk.0.attn_output.bias" in tensor_names,
-            "qk_norm": family.qk_norm,
-            "tie_word_embeddings": "output.weight" not in tensor_names,
-            "layers": one_for_each(layers),
-            "experts": experts,
-            "delta_net": _read_delta_net(fields) if family.hybrid else None,
-            "attention_gate": family.hybrid,
-            "rotary_dim": rotary_dim,
-            "rope_sections": _sections(fields, family),
-            "interleaved_rope_hf": family.interleaved_rope_hf,
-            "temperature": temperature if any(layer.has_attention_temperature for layer in layers) else None,
-        }
 
 
 def _require_vocab_size(fields: Fields, n_rows: int) -> None:
@@ -118,16 +122,10 @@ def _has_bias(layers: list[Layer], tensor_names: Container[str]) -> bool:
 
 
 def _refuse_variants(fields: Fields, family: Family, head_dim: int) -> None:
-    if not family.experts:
+    if not family.router:
         fields.refuse("expert_count", unless=(0,), default=0)
-    if not family.has_mtp_layers:
+    if not family.layout.has_mtp_layers:
         fields.refuse("nextn_predict_layers", unless=(0,), default=0)
-    if family.chunk is None and 0 < fields.integer("attention.sliding_window", default=0) < fields.integer(
-        "context_length"
-    ):
-        window = fields.integer("attention.sliding_window")
-        expected = f"no window below the context length (llama.cpp reads no window for {family.gguf})"
-        raise fields.error("Unsupported", "attention.sliding_window", expected, window)
     fields.refuse("attention.causal", unless=(True,), default=True)
     fields.refuse("attention.value_length", unless=(head_dim,), default=head_dim)
 
@@ -135,7 +133,7 @@ def _refuse_variants(fields: Fields, family: Family, head_dim: int) -> None:
 def _rotary_dim(fields: Fields, family: Family, head_dim: int) -> int:
     """Return how many numbers of a head RoPE turns, 0 for the whole head."""
     width = fields.integer("rope.dimension_count", default=head_dim)
-    if width != head_dim and family.rotary_share is None:
+    if width != head_dim and "partial_rotary_factor" not in family.defaults:
         message = f"config: rope.dimension_count must be head_dim = {head_dim}, got {width}"
         raise FormatError("OutOfRange", message)
     return 0 if width == head_dim else width
@@ -163,7 +161,7 @@ def _read_integers(fields: Fields, key: str) -> list[int]:
 def _n_layers(fields: Fields, family: Family) -> int:
     """Return the number of layers, without the blocks after them that predict further tokens."""
     n_layers = fields.integer("block_count")
-    extra = fields.integer("nextn_predict_layers", default=0, low=0) if family.has_mtp_layers else 0
+    extra = fields.integer("nextn_predict_layers", default=0, low=0) if family.layout.has_mtp_layers else 0
     if extra and extra >= n_layers:
         raise fields.error("Inconsistent", "nextn_predict_layers", f"fewer than block_count = {n_layers}", extra)
     return n_layers - extra
@@ -171,31 +169,32 @@ def _n_layers(fields: Fields, family: Family) -> int:
 
 def _read_experts(fields: Fields, family: Family) -> Experts | None:
     """Read the experts' sizes and counts; None for a family without experts."""
-    if not family.experts:
+    if not family.router:
         return None
     n_experts = fields.integer("expert_count", low=1)
     used = fields.integer("expert_used_count", low=1)
     fields.refuse("expert_weights_scale", unless=(0.0, 1.0), default=0.0)
     fields.refuse("expert_group_count", unless=(0, 1), default=0)
-    gating = _SIGMOID if family.scaled_inputs else _SOFTMAX
+    gating = _SIGMOID if family.router == "sigmoid" else _SOFTMAX
     fields.refuse("expert_gating_func", unless=(0, gating), default=0)
-    if family.scaled_inputs:
+    if family.router == "sigmoid":
         size = fields.integer("expert_feed_forward_length", low=1)
         return Experts(
             n_experts=n_experts, n_experts_per_token=used, expert_size=size, shared_size=size,
             norm_topk_prob=False, scaled_inputs=True,
         )  # fmt: skip
-    assert family.norm_topk_prob is not None
-    fields.refuse("expert_weights_norm", unless=(family.norm_topk_prob,), default=family.norm_topk_prob)
+    norm_topk_prob = family.llamacpp.norm_topk_prob
+    assert norm_topk_prob is not None
+    fields.refuse("expert_weights_norm", unless=(norm_topk_prob,), default=norm_topk_prob)
     has_size = fields.has("expert_feed_forward_length")  # the oldest Qwen2-MoE files have the sum only
     size = fields.integer("expert_feed_forward_length") if has_size else fields.integer("feed_forward_length") // used
     shared = 0
-    if family.shared:
+    if family.shared_expert:
         has_shared = fields.has("expert_shared_feed_forward_length")
         shared = fields.integer("expert_shared_feed_forward_length" if has_shared else "feed_forward_length")
     return Experts(
         n_experts=n_experts, n_experts_per_token=used, expert_size=size, shared_size=shared,
-        shared_gate=family.shared_gate, norm_topk_prob=family.norm_topk_prob,
+        shared_gate=family.shared_expert == "gated", norm_topk_prob=norm_topk_prob,
     )  # fmt: skip
 
 
@@ -217,49 +216,20 @@ def _read_delta_net(fields: Fields) -> DeltaNet:
     )
 
 
-def _read_layers(
-    fields: Fields,
-    family: Family,
-    n_layers: int,
-    context: int,
-    experts: Experts | None,
-    *,
-    has_attention_temperature: bool,
-) -> list[Layer]:
+def _read_layers(fields: Fields, family: Family, n_layers: int, *, has_experts: bool) -> list[Layer]:
     """Read the facts of every layer: mixer, window, RoPE, experts."""
     if not 1 <= n_layers <= MOST_LAYERS:
         return []  # refused with the other sizes
-    with_experts = _with_experts(fields, family, n_layers) if experts is not None else [False] * n_layers
-    _refuse_other_chunks(fields, family)
-    head_norm = family.head_norm and experts is not None and experts.n_experts != family.no_head_norm
-    recurrent = _recurrent(fields, n_layers) if family.hybrid else [False] * n_layers
-    rope = [not family.rope_interval or (i + 1) % family.rope_interval != 0 for i in range(n_layers)]
-    chunk = family.chunk if family.chunk is not None and context > family.chunk else None
-    return [
+    recurrent = _recurrent(fields, n_layers) if family.delta_net else [False] * n_layers
+    layers = [
         Layer(
             mixer="delta_net" if recurrent[i] else "attention",
-            experts=with_experts[i],
-            rope=rope[i],
-            head_norm=head_norm and rope[i],
-            has_attention_temperature=has_attention_temperature and not (family.tempered == "unrotated" and rope[i]),
-            chunk=chunk if rope[i] else None,
+            experts=has_experts,
+            rope=not family.rope_interval or (i + 1) % family.rope_interval != 0,
         )
         for i in range(n_layers)
     ]
-
-
-def _with_experts(fields: Fields, family: Family, n_layers: int) -> list[bool]:
-    if family.sparse != "listed":
-        return [True] * n_layers
-    step = fields.integer("interleave_moe_layer_step", low=0)
-    return [step > 0 and (i + 1) % step == 0 for i in range(n_layers)]
-
-
-def _refuse_other_chunks(fields: Fields, family: Family) -> None:
-    if family.chunk is not None:
-        interval = family.rope_interval
-        fields.refuse("attention.sliding_window_pattern", unless=(interval,), default=interval)
-        fields.refuse("attention.sliding_window", unless=(family.chunk,), default=family.chunk)
+    return family.read_gguf_layers(fields, layers)
 
 
 def _recurrent(fields: Fields, n_layers: int) -> list[bool]:
@@ -274,17 +244,6 @@ def _recurrent(fields: Fields, n_layers: int) -> list[bool]:
     return [bool(one) for one in listed[:n_layers]]
 
 
-def _temperature(fields: Fields, family: Family, context: int) -> Temperature | None:
-    """Return the temperature of the queries that the family or the file states, or None."""
-    if family.tempered != "beta":
-        return family.temperature
-    scale = fields.number("attention.temperature_scale", default=0.0, low=0.0)
-    if not scale:
-        return None
-    floor = fields.integer("rope.scaling.original_context_length", default=context, low=1)
-    return Temperature(scale=scale, floor=floor, offset=0)
-
-
 def _read_scaling(fields: Fields, family: Family, name: str, rope_factors: np.ndarray | None) -> RopeScaling | None:
     """Read RoPE scaling as llama.cpp does: linear if the type is absent; a factor of 0 means none."""
     kind = fields.text("rope.scaling.type", default="linear")
@@ -292,7 +251,7 @@ def _read_scaling(fields: Fields, family: Family, name: str, rope_factors: np.nd
     if kind not in ("none", "linear", "yarn"):
         raise fields.error("Unsupported", "rope.scaling.type", "none, linear or yarn", kind)
     if rope_factors is not None:
-        if not family.factors:
+        if FREQUENCY_FACTORS not in family.llamacpp.reads:
             raise fields.error(
                 "Unexpected", "rope_freqs.weight", "frequency factors only for the llama architecture", name
             )
@@ -311,11 +270,11 @@ def _read_scaling(fields: Fields, family: Family, name: str, rope_factors: np.nd
 
 def _yarn(fields: Fields, family: Family, factor: float) -> YarnScaling:
     """Read the YaRN settings; refuse any that llama.cpp ignores for the family and that differ from its constants."""
-    read = _READ_OF_YARN if family.reads_yarn else ()
+    read = tuple(key for key in YARN if key in family.llamacpp.reads)
     for key, ignored in _IGNORED_OF_YARN.items():
         if key not in read:
             fields.refuse(f"rope.scaling.{key}", unless=ignored, default=ignored[0])
-    context, own = fields.integer("context_length"), {key: _own(fields, read, key) for key in _READ_OF_YARN}
+    context, own = fields.integer("context_length"), {key: _own(fields, read, key) for key in YARN}
     gain = yarn_gain(factor) / (yarn_gain(factor, multiplier) if (multiplier := own["yarn_log_multiplier"]) else 1.0)
     return YarnScaling(
         factor=factor,

@@ -20,15 +20,9 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, RopeScalingType
 
-from llorch.families.config import (
-    FAMILIES,
-    FactorScaling,
-    LinearScaling,
-    Llama3Scaling,
-    ModelConfig,
-    YarnScaling,
-    yarn_gain,
-)
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, yarn_gain
+from llorch.families.family import EXPERT_STEP, FREQUENCY_FACTORS, TEMPERATURE_SCALE, YARN
+from llorch.families.table import FAMILIES
 from llorch.files import GGUFFile, Weights
 from llorch.files.encode import LARGEST, encode, encoded_size
 from llorch.files.export_blocks import kept_bytes
@@ -250,7 +244,7 @@ def _rope_factors(weights: Weights) -> np.ndarray | None:
             values = llama3_factors(frequencies(config.rotated, config.rope_theta), scaling)
         case _:
             return None
-    if not FAMILIES[config.family].factors:
+    if FREQUENCY_FACTORS not in FAMILIES[config.family].llamacpp.reads:
         message = f"llama.cpp reads frequency factors for the llama family only, got {config.family}"
         raise FormatError("Unsupported", message, path=weights.path)
     return values.astype(np.float32)
@@ -261,7 +255,7 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.n_layers)
-    if not FAMILIES[config.family].experts or config.intermediate_size != _expert_size(config):
+    if not FAMILIES[config.family].router or config.intermediate_size != _expert_size(config):
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
@@ -272,7 +266,7 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     _add_rope(writer, config)
     _add_experts(writer, config)
     _add_delta_net(writer, config)
-    if FAMILIES[config.family].tempered == "beta" and config.temperature is not None:
+    if TEMPERATURE_SCALE in FAMILIES[config.family].llamacpp.reads and config.temperature is not None:
         writer.add_attn_temperature_scale(config.temperature.scale)
         if not isinstance(config.rope_scaling, YarnScaling):  # which has said it
             writer.add_rope_scaling_orig_ctx_len(config.temperature.floor)
@@ -288,7 +282,7 @@ def _add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_expert_count(experts.n_experts)
     writer.add_expert_used_count(experts.n_experts_per_token)
     writer.add_expert_feed_forward_length(experts.expert_size)
-    if FAMILIES[config.family].sparse == "listed":
+    if EXPERT_STEP in FAMILIES[config.family].llamacpp.reads:
         first = next((i for i in range(config.n_layers) if config.layer(i).experts), -1)
         writer.add_interleave_moe_layer_step(first + 1)
     elif experts.shared_size:
@@ -321,7 +315,7 @@ def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
             writer.add_rope_scaling_type(RopeScalingType.YARN)
             writer.add_rope_scaling_factor(yarn.factor)
             writer.add_rope_scaling_orig_ctx_len(yarn.original_max_position_embeddings)
-            _add_yarn(writer, yarn, reads_all=FAMILIES[config.family].reads_yarn)
+            _add_yarn(writer, yarn, reads_all={*YARN} <= FAMILIES[config.family].llamacpp.reads)
 
 
 def _add_yarn(writer: GGUFWriter, yarn: YarnScaling, *, reads_all: bool) -> None:

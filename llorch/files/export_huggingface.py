@@ -14,9 +14,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.families.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.families.family import Family
-from llorch.families.layers import Experts
+from llorch.families.rules import BETA, bias_key
+from llorch.families.table import FAMILIES
 from llorch.files import Weights
 from llorch.files.encode import encode, encoded_size
 from llorch.files.export import assembled, rope_sections
@@ -66,9 +67,7 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
     """Express a configuration as transformers does, without token ids; RoPE in keys that both 4 and 5 read."""
     name = written_family(config)
     family = FAMILIES[name]
-    if family.o_bias is None and config.qkv_bias != config.o_bias:
-        message = f"attention_bias of {name}: transformers has one switch for q, k, v and o, this model has a bias for "
-        raise FormatError("Unsupported", message + ("q, k and v" if config.qkv_bias else "o") + " only", path=path)
+    biases = _biases(config, family, path)
     values = {
         "architectures": [f"{family.classes}ForCausalLM"],
         "model_type": f"{family.multimodal_type}_text" if family.multimodal_type else name,
@@ -87,22 +86,29 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
         "torch_dtype": DTYPES[ggml_type],
         "use_cache": True,
     }
-    if family.qkv_bias is None:
-        values[family.bias_key[0]] = config.qkv_bias
     return (
         values
-        | {**family.written}
+        | biases
         | _experts_settings(config, family)
         | delta_net_settings(config)
-        | _positions(config, family)
+        | {**family.transformers.config_settings(config)}
     )
 
 
+def _biases(config: ModelConfig, family: Family, path: Path) -> dict[str, bool]:
+    """Express the biases of attention by the keys of the family, of which one may decide on all four."""
+    facts = {"qkv_bias": (family.qkv_bias, config.qkv_bias), "o_bias": (family.o_bias, config.o_bias)}
+    keys = {fact: bias_key(family.transformers.keys, fact) for fact, (fixed, _) in facts.items() if fixed is None}
+    if len(keys) == 2 and len({*keys.values()}) == 1 and config.qkv_bias != config.o_bias:
+        message = f"{keys['o_bias']} of {written_family(config)}: transformers has one switch for q, k, v and o, "
+        actual = "q, k and v" if config.qkv_bias else "o"
+        raise FormatError("Unsupported", f"{message}this model has a bias for {actual} only", path=path)
+    return {key: facts[fact][1] for fact, key in keys.items()}
+
+
 def _experts_settings(config: ModelConfig, family: Family) -> dict[str, object]:
-    if (experts := config.experts) is None:
+    if (experts := config.experts) is None or family.router == "sigmoid":
         return {}
-    if family.sparse == "listed":
-        return _listed_experts(config, experts)
     values: dict[str, object] = {
         "num_experts": experts.n_experts,
         "num_experts_per_tok": experts.n_experts_per_token,
@@ -127,34 +133,6 @@ def delta_net_settings(config: ModelConfig) -> dict[str, object]:
         "linear_key_head_dim": net.key_head_dim,
         "linear_value_head_dim": net.value_head_dim,
     }
-
-
-def _listed_experts(config: ModelConfig, experts: Experts) -> dict[str, object]:
-    with_experts = [i for i in range(config.n_layers) if config.layer(i).experts]
-    return {
-        "intermediate_size": experts.expert_size,
-        "intermediate_size_mlp": config.intermediate_size,
-        "num_local_experts": experts.n_experts,
-        "num_experts_per_tok": experts.n_experts_per_token,
-        "moe_layers": with_experts,
-        "interleave_moe_layer_step": with_experts[0] + 1 if with_experts else 1,
-    }
-
-
-def _positions(config: ModelConfig, family: Family) -> dict[str, object]:
-    """Name the layers without RoPE, and what else a layer does by the position."""
-    layers, values = [config.layer(i) for i in range(config.n_layers)], dict[str, object]()
-    if family.rope_interval:
-        values["no_rope_layers"] = [int(layer.rope) for layer in layers]
-    if family.chunk is not None:
-        values["layer_types"] = ["chunked_attention" if layer.rope else "full_attention" for layer in layers]
-        values["attention_chunk_size"] = family.chunk
-    if family.head_norm:
-        values["use_qk_norm"] = any(layer.head_norm for layer in layers)
-    if family.temperature is not None:
-        floor, scale = family.temperature.floor, family.temperature.scale
-        values |= {"attn_temperature_tuning": True, "floor_scale": floor, "attn_scale": scale}
-    return values
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
@@ -198,15 +176,15 @@ def _array_of(weights: Weights, tensor: Tensor) -> np.ndarray:
 def _rope_settings(config: ModelConfig, path: Path) -> dict[str, object]:
     """Write RoPE with the keys that transformers 4 has too, or with the newer ones for a family that it lacks."""
     theta, scaling, kind = shortest(config.rope_theta), _rope_scaling(config, path), written_family(config)
-    if FAMILIES[kind].rotary_share is not None:
+    if "partial_rotary_factor" in FAMILIES[kind].defaults:
         values: dict[str, object] = {"rope_theta": theta, "partial_rotary_factor": config.rotated / config.head_dim}
         if FAMILIES[kind].sections:
             values["mrope_section"] = rope_sections(config.rotated // 2, FAMILIES[kind].sections)
         return {"rope_parameters": values | (scaling or {"rope_type": "default"})}
-    if FAMILIES[kind].tempered == "beta":
+    if BETA in FAMILIES[kind].rope_defaults:
         beta = 0.0 if config.temperature is None else shortest(config.temperature.scale)
         original = config.max_position_embeddings if config.temperature is None else config.temperature.floor
-        values = {"rope_theta": theta, "llama_4_scaling_beta": beta, "original_max_position_embeddings": original}
+        values = {"rope_theta": theta, BETA: beta, "original_max_position_embeddings": original}
         return {"rope_parameters": values | _with_mscale(scaling or {"rope_type": "default"})}
     return {"rope_theta": theta, "rope_scaling": scaling}
 

@@ -8,8 +8,10 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from llorch.families.config import FAMILIES, ModelConfig
-from llorch.families.family import BY_WHOLE
+from llorch.families.config import ModelConfig
+from llorch.families.read_gguf import config_from_gguf
+from llorch.families.read_huggingface import config_from_huggingface
+from llorch.families.table import BY_WHOLE, FAMILIES
 from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
 from llorch.files.quantised import QuantisedFolder, is_quantised
@@ -106,7 +108,7 @@ def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
     """Return the names of tensors in blocks after the last layer, which predict further tokens."""
     names = {name for name in file.tensors if re.match(r"blk\.(\d+)\.", name)}
     extra = {name for name in names if int(name.split(".")[1]) >= config.n_layers}
-    if extra and FAMILIES[config.family].has_mtp_layers:
+    if extra and FAMILIES[config.family].layout.has_mtp_layers:
         logger.info("%s: ignored %d tensors for the prediction of further tokens", file.path, len(extra))
         return extra
     return set()
@@ -125,16 +127,14 @@ def _gguf_config(file: GGUFFile) -> ModelConfig:
         raise FormatError("Inconsistent", message, path=file.path)
     factors = file.array(_ROPE_FACTORS).reshape(-1) if _ROPE_FACTORS in file.tensors else None
     names = file.tensors.keys()
-    return ModelConfig.from_gguf(
-        file.metadata, tensor_names=names, vocab_size=rows, rope_factors=factors, path=file.path
-    )
+    return config_from_gguf(file.metadata, tensor_names=names, vocab_size=rows, rope_factors=factors, path=file.path)
 
 
 def _open_huggingface(path: Path) -> Weights:
     values = _read_config(path)
     if "auto_map" in values:
         logger.warning("%s: config.json names custom code (auto_map), which llorch does not run", path)
-    config = ModelConfig.from_huggingface(values, path=path / "config.json")
+    config = config_from_huggingface(values, path=path / "config.json")
     folder = _quantised_folder(path, values) if is_quantised(values, path) else SafetensorsFolder(path)
     unused: set[str] = set()
     if isinstance(folder, QuantisedFolder):
@@ -181,7 +181,7 @@ def unread_settings(path: Path) -> dict[str, object]:
     """
     if path.is_dir():
         values = Recorded(_read_config(path))
-        ModelConfig.from_huggingface(values, path=path / "config.json")
+        config_from_huggingface(values, path=path / "config.json")
         return {
             key: value
             for key, value in values.unread().items()
@@ -225,7 +225,7 @@ def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:
 def _not_text(folder: SafetensorsFolder, config: ModelConfig, *, sees: bool) -> set[str]:
     """Find tensors that do not belong to the text model; log how many of them hold trained numbers."""
     ignored = {name for name in folder.tensors if name.endswith(".rotary_emb.inv_freq")}
-    prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].has_mtp_layers else ()))
+    prefixes = (*(_EYES if sees else ()), *(_PREDICTING if FAMILIES[config.family].layout.has_mtp_layers else ()))
     others = {name for name in folder.tensors if name.startswith(prefixes)}
     if others:
         logger.info("%s: ignored %d tensors outside the text part", folder.path, len(others))

@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.families.config import FAMILIES, ModelConfig
-from llorch.families.family import BY_GGUF
+from llorch.families.config import ModelConfig
 from llorch.families.layers import Temperature
+from llorch.families.table import BY_GGUF, FAMILIES
 from llorch.files import Weights, open_weights
 from llorch.files.folder import require_inside
 from llorch.files.new_file import existing_folder, folders_above

@@ -23,7 +23,9 @@ from operator import attrgetter
 
 import numpy as np
 
-from llorch.families.config import FAMILIES, Family, FamilyName, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.family import Family
+from llorch.families.table import FAMILIES
 from llorch.files.tensor_storage import AS_IS, Layout, in_gguf, joined_layout
 
 
@@ -107,7 +109,7 @@ LAYER_WEIGHTS = (
     ),
 )  # fmt: skip
 
-_FORMS = sorted({family.multimodal_prefixes for family in FAMILIES.values() if family.multimodal_type})
+_FORMS = sorted({family.layout.multimodal_prefixes for family in FAMILIES.values() if family.multimodal_type})
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,7 +134,7 @@ class Weight:
 def inventory(config: ModelConfig) -> dict[str, Weight]:
     """Return every weight of a model by canonical name, in the order of the forward pass inside a layer."""
     family, weights = FAMILIES[config.family], {}
-    words = {"mlp": family.mlp, "router": family.router, "ffn_norm": family.ffn_norm}
+    words = {"mlp": "mlp", "router": "gate", "ffn_norm": "ffn_norm", **family.layout.names}
     layers: list[int | None] = [None, *range(config.n_layers)]
     for layer in layers:
         traits = config.traits(layer)
@@ -145,7 +147,7 @@ def inventory(config: ModelConfig) -> dict[str, Weight]:
                 gguf + row.gguf.format(**words),
                 huggingface + row.huggingface.format(e="{e}", **words),
                 tuple(1 if axis == "one" else attrgetter(axis)(config) for axis in row.axes),
-                getattr(config, row.heads) if row.heads and family.interleaved_rope_gguf else 0,
+                getattr(config, row.heads) if row.heads and family.layout.interleaved_rope == "gguf" else 0,
                 row.is_matrix and len(row.axes) > 1,
             )
             weights[weight.name] = _laid_out(weight, row.name, config, family)
@@ -182,13 +184,13 @@ def path_alone(path: str) -> str:
 def _laid_out(weight: Weight, short: str, config: ModelConfig, family: Family) -> Weight:
     """Add the layouts of a weight that differ from one tensor in Hugging Face's order."""
     net = config.delta_net
-    if family.norm_weight_offset and short.endswith("norm") and short != "delta_norm":
+    if family.layout.norm_weight_offset and short.endswith("norm") and short != "delta_norm":
         return replace(weight, in_huggingface=Layout(form="less_one"))
-    if family.transposed_experts == "modules" and short.startswith("experts_"):
+    if family.layout.transposed_experts == "modules" and short.startswith("experts_"):
         return _fused(weight, short, turned=True)
     if net is None:
         return weight
-    tiled = not family.fused_projections
+    tiled = family.delta_net == "separate"
     weight = replace(weight, in_gguf=in_gguf(short, net, config.hidden_size, tiled=tiled))
     match short:
         case "conv":
@@ -230,7 +232,7 @@ class Tensor:
     expert: int | None = None
 
 
-def written_family(config: ModelConfig) -> FamilyName:
+def written_family(config: ModelConfig) -> str:
     """Return the family that is written for the text part alone.
 
     For a family with a column `written_as` it is the text family with the same computation.
@@ -280,7 +282,7 @@ def _as_found(weight: Weight, names: Mapping[str, tuple[int, ...]], family: Fami
     short = weight.name.rpartition(".")[2]
     if short.startswith("experts_"):
         if not weight.in_huggingface.turned and weight.huggingface.format(e=0) not in names:
-            turned = family.transposed_experts == "files" and not _is_straight(weight, short, names)
+            turned = family.layout.transposed_experts == "files" and not _is_straight(weight, short, names)
             fused = _fused(weight, short, turned=turned)
             weight = fused if fused.huggingface in names else weight
         joined_name = weight.gguf.replace(f"ffn_{short.split('_')[1]}_exps", "ffn_gate_up_exps")

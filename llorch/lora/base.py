@@ -19,7 +19,8 @@ from typing import Literal, NamedTuple
 
 import numpy as np
 
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files import Weights
 from llorch.files.export import read_once
 from llorch.files.new_file import new_file

@@ -20,7 +20,8 @@ from pathlib import Path
 import numpy as np
 from gguf import GGUFWriter
 
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files.export import TensorToWrite, write_entries
 from llorch.files.gguf import GGUFFile
 from llorch.files.new_file import new_file

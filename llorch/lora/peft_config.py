@@ -9,7 +9,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files.strict_json import read_json
 from llorch.lora.config import ALL_LINEAR, LoraConfig, modules, pattern_of, patterns_of
 from llorch.lora.targets import OF_EXPERTS, LoraTarget
@@ -211,7 +212,7 @@ def in_version_5(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraCo
 
     Gate and up are one parameter in transformers 5. It gets the sum of both ranks, and alpha in proportion.
     """
-    if not FAMILIES[model.family].old_expert_names:
+    if "old_expert_names" not in FAMILIES[model.family].transformers.habits:
         return config
     if isinstance(config.target_modules, str):
         message = f"target_modules: expected a list of names for {model.family}, got {config.target_modules!r:.60}"

@@ -42,7 +42,8 @@ from typing import Any
 
 import numpy as np
 
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files.tensor_names import Weight, interleave, inventory, path_in_whole, prefixes_of, written_family
 
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # those names
@@ -126,7 +127,7 @@ def targets_of(config: ModelConfig) -> Mapping[str, LoraTarget]:
     found |= {"lm_head": LoraTarget("lm_head", "lm_head", hidden, vocab, (MatrixPart(head),), (MatrixPart("output"),))}
     text_has_no_class = written_family(config) != config.family
     return (
-        in_whole(found, FAMILIES[config.family].multimodal_prefixes)
+        in_whole(found, FAMILIES[config.family].layout.multimodal_prefixes)
         if config.part_of_whole or text_has_no_class
         else found
     )
@@ -146,7 +147,10 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
     """Yield the matrices of a layer that an adapter can be put on, in forward order."""
     traits, (ours, _, theirs) = config.traits(layer), prefixes_of(layer)
     family = FAMILIES[config.family]
-    mlp, as_parameter = family.mlp, ".weight" if family.old_expert_names else ""
+    mlp, as_parameter = (
+        family.layout.names.get("mlp", "mlp"),
+        ".weight" if "old_expert_names" in family.transformers.habits else "",
+    )
 
     def plain(short: str, path: str) -> LoraTarget:
         return _whole_target(weights[ours + short], theirs + path)
@@ -155,7 +159,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         return [weights[ours + short] for short in shorts]
 
     if "delta_net" in traits:
-        if family.fused_projections:
+        if family.delta_net == "fused":
             for short, of in (("in_proj_qkvz", ("in_qkv", "in_z")), ("in_proj_ba", ("in_b", "in_a"))):
                 yield _joined_target(f"{theirs}linear_attn.{short}", short, named(*of))
         else:
@@ -171,7 +175,7 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         ("gate_up_proj", ("experts_gate_proj", "experts_up_proj")),
         ("down_proj", ("experts_down_proj",)),
     ):
-        turned = family.transposed_experts == "modules"
+        turned = family.layout.transposed_experts == "modules"
         yield _experts_target(f"{theirs}{mlp}.experts.{short}", short, named(*of), turned=turned)
     if "shared" in traits:
         for short in OF_EXPERTS:

@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from types import MappingProxyType
 
 import numpy as np
 
@@ -54,10 +55,21 @@ class Recorded(dict[str, object]):
 class Fields:
     """A mapping of unknown values; every getter returns the wanted type or raises `FormatError`."""
 
-    def __init__(self, values: Mapping[str, object], path: str | Path, *, prefix: str = "") -> None:
-        """Wrap values as parsed, null counting as absent; `prefix` is put before every key that is asked for."""
+    def __init__(
+        self,
+        values: Mapping[str, object],
+        path: str | Path,
+        *,
+        prefix: str = "",
+        defaults: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
+        """Wrap values as parsed, null counting as absent; `prefix` is put before every key that is asked for.
+
+        A value of `defaults` comes before the default of a getter. None there: null is no wrong value of the key.
+        """
         self.values = values
         self.path = path
+        self.defaults = defaults
         self._prefix = prefix
 
     def has(self, key: str) -> bool:
@@ -74,7 +86,7 @@ class Fields:
 
     def refuse_null(self, *keys: str) -> None:
         """Refuse an explicit null where it does not mean the default."""
-        for key in filter(self.is_null, keys):
+        for key in (key for key in keys if self.is_null(key) and (key, None) not in self.defaults.items()):
             raise self.error("Malformed", key, "a value, or no such key", None)
 
     def error(self, code: ErrorCode, key: str, expected: str, actual: object) -> FormatError:
@@ -142,6 +154,8 @@ class Fields:
     def _get(self, key: str, default: object, expected: str) -> object:
         """Return a value, or `default` if it is absent or null; raise FormatError if it is required."""
         value = self.values.get(self._prefix + key)
+        if value is None:
+            value = self.defaults.get(key)
         if value is None:
             if default is _REQUIRED:
                 raise FormatError("Missing", f"{self._prefix}{key}: expected {expected}, got nothing", path=self.path)

@@ -8,7 +8,8 @@ import numpy as np
 import torch
 import transformers
 
-from llorch.families.config import FAMILIES, Llama3Scaling, ModelConfig
+from llorch.families.config import Llama3Scaling, ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files.tensor_names import interleave, inventory
 from llorch.ops.rope import frequencies, llama3_factors
 from small_models.shapes import Recipe

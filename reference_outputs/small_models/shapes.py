@@ -7,8 +7,6 @@ cannot: llama.cpp wants the q_width of a qwen2 file equal to its hidden size.
 from dataclasses import dataclass, field
 from typing import Any
 
-from llorch.families.config import FamilyName
-
 
 @dataclass(frozen=True, kw_only=True)
 class Recipe:
@@ -31,7 +29,7 @@ class Recipe:
         threads: Torch threads.
     """
 
-    family: FamilyName
+    family: str
     vocabulary: str
     config: dict[str, Any] = field(repr=False)
     seed: int

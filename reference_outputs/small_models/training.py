@@ -15,7 +15,7 @@ import torch
 import transformers
 
 from llorch.engines.transformers import CLASSES
-from llorch.families.config import FAMILIES
+from llorch.families.table import FAMILIES
 from small_models.corpus import stories
 from small_models.shapes import Recipe
 from small_models.vocabulary import Vocabulary

@@ -8,7 +8,8 @@ from builders.families import FAMILIES, random_folder
 from builders.family_adapters import family_adapter
 from builders.random_adapters import logits_of
 
-from llorch.families.config import FAMILIES as TABLE
+from llorch.families.family import EPSILON
+from llorch.families.table import FAMILIES as TABLE
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
@@ -19,7 +20,9 @@ from llorch.lora.peft_format import write_peft
 from llorch.training.merge_files import merge
 
 pytestmark = pytest.mark.live
-READ_BY_LLAMACPP = [name for name in FAMILIES if TABLE[name].reads_eps]  # elsewhere it has an epsilon of its own
+READ_BY_LLAMACPP = [
+    name for name in FAMILIES if EPSILON in TABLE[name].llamacpp.reads
+]  # elsewhere it has an epsilon of its own
 IDS = [int(i) for i in np.random.default_rng(5).integers(0, 104, 70)]
 
 

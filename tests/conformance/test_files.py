@@ -8,8 +8,8 @@ import pytest
 from builders.families import COMMON, FAMILIES, WITH_TEXT_CLASS, random_folder, twin
 from helpers.refusals import refuses
 
-from llorch.families.config import FAMILIES as TABLE
-from llorch.families.family import BY_GGUF
+from llorch.families.table import BY_GGUF
+from llorch.families.table import FAMILIES as TABLE
 from llorch.files import Weights, open_gguf, open_weights
 from llorch.files.convert import convert
 from llorch.files.quant import GGMLType
@@ -44,7 +44,7 @@ def test_a_file_of_llamacpps_converter_has_the_weights_of_its_folder(family: str
 @pytest.mark.parametrize("kind", ["MOSTLY_F16", "MOSTLY_Q8_0"])
 def test_our_file_has_the_tensors_of_llamacpps_converter(family: str, kind: str, tmp_path: Path):
     sizes: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 64, "moe_intermediate_size": 32}
-    known = {} if TABLE[family].keys else COMMON | dict(FAMILIES[family].config)  # sizes under other names
+    known = {} if TABLE[family].transformers.keys else COMMON | dict(FAMILIES[family].config)  # sizes under other names
     folder = random_folder(family, tmp_path / "folder", 3, **{key: sizes[key] for key in sizes.keys() & known})
     theirs = open_gguf(twin(folder, tmp_path / "twin.gguf", kind=kind))
     convert(folder, tmp_path / "ours.gguf", ggml_type=GGMLType[kind.removeprefix("MOSTLY_")])

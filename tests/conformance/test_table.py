@@ -4,7 +4,7 @@ import pytest
 from builders import tiny_models
 from builders.families import FAMILIES, labelled
 
-from llorch.families.config import FAMILIES as TABLE
+from llorch.families.table import FAMILIES as TABLE
 
 
 def test_every_family_has_a_row():

@@ -90,6 +90,17 @@ def test_a_node_that_comes_twice_is_refused(monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.live
+def test_a_stage_without_a_node_is_refused_with_its_rule_and_file(monkeypatch: pytest.MonkeyPatch):
+    from llorch.engines import llamacpp_graph
+
+    rules = (("ffn_gate", "MUL_MAT", "no_such_node", None), *llamacpp_graph._FEED_FORWARD_RULES[1:])
+    monkeypatch.setattr(llamacpp_graph, "_FEED_FORWARD_RULES", rules)
+    with open_engine("llamacpp", weights_of(NAME).path) as engine:
+        with refuses(RuntimeError, "MUL_MAT", "no_such_node-0", "llamacpp_graph.py", where="l0.ffn_gate"):
+            engine.trace((3, 1, 4))
+
+
+@pytest.mark.live
 def test_a_stage_that_is_computed_twice_is_refused():
     from llorch.engines.transformers import Transformers
     from llorch.engines.transformers_capture import captured as watched

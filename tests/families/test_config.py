@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 from helpers.refusals import Refusal, refuses, row
 
-from llorch.families.config import FAMILIES, FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.families.read_huggingface import config_from_huggingface
+from llorch.families.table import FAMILIES
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -23,7 +25,7 @@ YARN = YarnScaling(factor=4.0, original_max_position_embeddings=256, attention_f
 
 
 def read(**changes: object) -> ModelConfig:
-    return ModelConfig.from_huggingface({**LLAMA, **changes}, path="config.json")
+    return config_from_huggingface({**LLAMA, **changes}, path="config.json")
 
 
 def without(key: str) -> dict[str, Any]:
@@ -66,13 +68,13 @@ def test_config_json_missing_keys_get_transformers_defaults(family, defaults):
     gone = ("num_key_value_heads", "max_position_embeddings")
     values = {key: LLAMA[key] for key in LLAMA if key not in gone}
     values |= {"model_type": family, "num_attention_heads": 64, "hidden_size": 512}
-    config = ModelConfig.from_huggingface(values, path="config.json")
+    config = config_from_huggingface(values, path="config.json")
     assert (config.n_kv_heads, config.head_dim, config.max_position_embeddings) == defaults
     if family == "qwen2":  # whose 32 must divide the query heads
         with refuses("OutOfRange", "n_kv_heads", got=("n_heads=8", "n_kv_heads=32")):
-            ModelConfig.from_huggingface(values | {"num_attention_heads": 8}, path="config.json")
+            config_from_huggingface(values | {"num_attention_heads": 8}, path="config.json")
     values["num_key_value_heads"] = None  # null is no missing key: as many as there are query heads
-    assert ModelConfig.from_huggingface(values, path="config.json").n_kv_heads == 64
+    assert config_from_huggingface(values, path="config.json").n_kv_heads == 64
 
 
 def test_head_dim_of_the_file_needs_no_even_split():
@@ -81,7 +83,7 @@ def test_head_dim_of_the_file_needs_no_even_split():
 
 
 def test_defaults_are_those_of_transformers():
-    config = ModelConfig.from_huggingface(without("rope_theta") | {"head_dim": None, "rope_scaling": None}, path="c")
+    config = config_from_huggingface(without("rope_theta") | {"head_dim": None, "rope_scaling": None}, path="c")
     assert (config.rope_theta, config.head_dim) == (10000.0, 8)
     assert (config.tie_word_embeddings, config.qkv_bias) == (False, False)
 
@@ -115,7 +117,7 @@ def test_theta_of_transformers_5_is_read_from_rope_parameters():
 @pytest.mark.parametrize("key", sorted({*LLAMA} - {"num_key_value_heads", "rope_theta", "max_position_embeddings"}))
 def test_a_missing_key_is_refused_by_name(key):
     with refuses("Missing", where=("config.json", key), got="nothing"):
-        ModelConfig.from_huggingface(without(key), path="config.json")
+        config_from_huggingface(without(key), path="config.json")
 
 
 def reading(**changes: object) -> Callable[[], ModelConfig]:

@@ -10,6 +10,8 @@ from llorch.engines.unsupported import unsupported_reason, unturned
 from llorch.families.config import ModelConfig, YarnScaling
 from llorch.families.layers import DeltaNet, Experts, Layer, Temperature
 from llorch.families.llamacpp_limits import cannot_express
+from llorch.families.read_gguf import config_from_gguf
+from llorch.families.read_huggingface import config_from_huggingface
 
 DENSE: dict[str, Any] = {
     "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 4, "num_attention_heads": 6,
@@ -37,7 +39,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 def read(kind: str, **changes: Any) -> ModelConfig:
     values = DENSE | FAMILIES[kind] | {"model_type": kind} | changes
-    return ModelConfig.from_huggingface({key: v for key, v in values.items() if v is not ...}, path="config.json")
+    return config_from_huggingface({key: v for key, v in values.items() if v is not ...}, path="config.json")
 
 
 def windows(config: ModelConfig) -> list[int | None]:
@@ -106,7 +108,7 @@ def test_hybrids_have_delta_nets_gates_and_partial_rotation():
 def test_the_text_part_of_a_model_that_sees_is_read():
     text = DENSE | FAMILIES["qwen3_5_text"] | {"model_type": "qwen3_5_text"}
     whole = {"model_type": "qwen3_5", "text_config": text, "vision_config": {"depth": 3}, "tie_word_embeddings": True}
-    config = ModelConfig.from_huggingface(whole, path="config.json")
+    config = config_from_huggingface(whole, path="config.json")
     assert (config.family, config.tie_word_embeddings, config.n_layers) == ("qwen3_5", True, 4)
 
 
@@ -211,7 +213,7 @@ def from_gguf(arch: str = "qwen35moe", **changes: Any) -> ModelConfig:
     metadata = {f"{arch}.{key}": value for key, value in (HYBRID | named).items() if value is not ...}
     metadata["general.architecture"] = arch
     names = {"output.weight"}
-    return ModelConfig.from_gguf(metadata, tensor_names=names, vocab_size=99, rope_factors=None, path="x.gguf")
+    return config_from_gguf(metadata, tensor_names=names, vocab_size=99, rope_factors=None, path="x.gguf")
 
 
 def test_gguf_missing_keys_get_the_values_of_llamacpp():

@@ -8,7 +8,8 @@ import pytest
 from helpers.refusals import Refusal, refuses, row
 
 from llorch.families.config import FactorScaling, LinearScaling, ModelConfig, YarnScaling
-from llorch.families.family import BY_GGUF
+from llorch.families.read_gguf import config_from_gguf
+from llorch.families.table import BY_GGUF
 
 TIED = frozenset({"token_embd.weight"})
 UNTIED = TIED | {"output.weight"}
@@ -25,7 +26,7 @@ def read(
     values = {**LLAMA, **{key.replace("__", "."): value for key, value in changes.items()}}
     metadata: dict[str, object] = {f"{arch}.{key}": value for key, value in values.items() if key not in drop}
     metadata["general.architecture"] = arch
-    return ModelConfig.from_gguf(
+    return config_from_gguf(
         metadata, tensor_names=tensor_names, vocab_size=100, rope_factors=rope_factors, path="x.gguf"
     )
 
@@ -135,7 +136,7 @@ def test_a_file_without_architecture_or_eps_is_refused():
     with refuses("Missing", "x.gguf", where="llama.attention.layer_norm_rms_epsilon", expected="number", got="nothing"):
         read(drop=("attention.layer_norm_rms_epsilon",))
     with refuses("Missing", "x.gguf", where="general.architecture", expected="string"):
-        ModelConfig.from_gguf({}, tensor_names=TIED, vocab_size=3, rope_factors=None, path="x.gguf")
+        config_from_gguf({}, tensor_names=TIED, vocab_size=3, rope_factors=None, path="x.gguf")
 
 
 def test_equal_numbers_for_every_layer_are_one_number():

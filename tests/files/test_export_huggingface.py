@@ -12,6 +12,7 @@ from builders.tiny_models import FAMILIES, random_tensors, write_folder
 from helpers.refusals import Refusal, refuses, row
 
 from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
+from llorch.families.read_huggingface import config_from_huggingface
 from llorch.files import Weights, open_safetensors, open_weights
 from llorch.files.export_huggingface import huggingface_config, huggingface_size, write_safetensors
 from llorch.files.quant import GGMLType
@@ -106,7 +107,7 @@ def test_a_config_is_read_as_it_was(config: ModelConfig, scaling: Any):
     for family in ("llama", "qwen2", "qwen3"):
         norm, bias = family == "qwen3", family == "qwen2"
         own = replace(config, family=family, rope_scaling=scaling, qk_norm=norm, qkv_bias=bias)
-        assert ModelConfig.from_huggingface(written_config(own), path="config.json") == own
+        assert config_from_huggingface(written_config(own), path="config.json") == own
 
 
 @pytest.mark.parametrize(("factor", "context"), [(8.0, 8192), (32.0, 8192), (16.0, 4096)])
@@ -114,7 +115,7 @@ def test_frequency_factors_become_the_llama3_scaling_that_gives_them(config: Mod
     scaling = replace(LLAMA_3_1, factor=factor, original_max_position_embeddings=context)
     values = llama3_factors(frequencies(128, 500000.0), scaling).astype(np.float32)
     own = llama(config, head_dim=128, rope_theta=500000.0, rope_scaling=FactorScaling(factors=tuple(values.tolist())))
-    assert ModelConfig.from_huggingface(written_config(own), path="c").rope_scaling == scaling
+    assert config_from_huggingface(written_config(own), path="c").rope_scaling == scaling
 
 
 def with_factors(config: ModelConfig, *factors: float) -> object:

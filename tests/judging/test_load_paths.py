@@ -12,7 +12,7 @@ from helpers.refusals import refuses
 
 from llorch.engines import OURS, EngineName, LoadPath, ReferenceEngine, open_here
 from llorch.families.config import LinearScaling, ModelConfig
-from llorch.files import Weights, export, open_weights
+from llorch.files import Weights, export, open_weights, opening
 from llorch.judging import verify as models
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised_models import write_model
@@ -91,21 +91,22 @@ def test_goldens_that_do_not_say_how_a_file_came_are_refused():
 
 
 def eps_read(patch: pytest.MonkeyPatch) -> None:
-    for name in ("from_gguf", "from_huggingface"):
-        right = getattr(ModelConfig, name)
-        misread(patch, name, right, lambda config: {"rms_norm_eps": 1.1 * config.rms_norm_eps})
+    for name in ("config_from_gguf", "config_from_huggingface"):
+        misread(patch, name, lambda config: {"rms_norm_eps": 1.1 * config.rms_norm_eps})
 
 
 def scaling_read(patch: pytest.MonkeyPatch) -> None:
-    misread(patch, "from_gguf", ModelConfig.from_gguf, lambda _: {"rope_scaling": LinearScaling(factor=2.001)})
+    misread(patch, "config_from_gguf", lambda _: {"rope_scaling": LinearScaling(factor=2.001)})
 
 
-def misread(patch: pytest.MonkeyPatch, name: str, right: Callable, change: Callable[[ModelConfig], dict]) -> None:
+def misread(patch: pytest.MonkeyPatch, name: str, change: Callable[[ModelConfig], dict]) -> None:
+    right = getattr(opening, name)
+
     def wrong(*given: object, **named: object) -> ModelConfig:
         config = right(*given, **named)
         return replace(config, **change(config))
 
-    patch.setattr(ModelConfig, name, wrong)
+    patch.setattr(opening, name, wrong)
 
 
 def tensor_read(patch: pytest.MonkeyPatch) -> None:

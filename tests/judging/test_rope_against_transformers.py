@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from llorch.families.config import ModelConfig, YarnScaling
+from llorch.families.read_huggingface import config_from_huggingface
 from llorch.ops.rope import frequencies, rope_tables, scale_frequencies
 from llorch.runtime.errors import FormatError
 
@@ -53,7 +54,7 @@ def test_frequencies_and_gain_are_those_of_transformers(name, theta, head_dim):
     values = config_json(SCALINGS[name], theta=theta, head_dim=head_dim)
     theirs = LlamaRotaryEmbedding(LlamaConfig(**values))
     expected = np.asarray(theirs.inv_freq.tolist())
-    config = ModelConfig.from_huggingface(values, path="config.json")
+    config = config_from_huggingface(values, path="config.json")
     scaling = config.rope_scaling
     actual = scale_frequencies(frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
     np.testing.assert_allclose(actual, expected, rtol=1e-6)  # transformers computes in float32
@@ -71,7 +72,7 @@ def test_tables_are_those_of_transformers_near_and_far(name):
     positions = np.array([0, 1, 7, 100, 4095, 16_000])
     theirs = LlamaRotaryEmbedding(LlamaConfig(**values))
     expected = theirs(torch.zeros(1), torch.from_numpy(positions)[None])
-    config = ModelConfig.from_huggingface(values, path="config.json")
+    config = config_from_huggingface(values, path="config.json")
     actual = rope_tables(positions, head_dim=64, theta=config.rope_theta, scaling=config.rope_scaling)
     for ours, full in zip(actual, expected, strict=True):
         half = full[0, :, :32].numpy()
@@ -89,7 +90,7 @@ def random_yarn(rng: np.random.Generator) -> tuple[dict[str, Any], float, int]:
 
 def config_unless_crossing(values: dict[str, Any]) -> ModelConfig | None:
     try:
-        return ModelConfig.from_huggingface(values, path="config.json")
+        return config_from_huggingface(values, path="config.json")
     except FormatError as error:
         if "beta_fast=" in str(error):  # as of a ramp that ends before its start
             return None

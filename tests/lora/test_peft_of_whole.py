@@ -14,7 +14,8 @@ from builders.family_adapters import family_adapter
 from builders.random_adapters import random_adapter, same_tensors
 from helpers.refusals import refuses
 
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files import open_weights
 from llorch.files.tensor_names import path_alone, path_in_whole
 from llorch.lora.adapter import Adapter
@@ -48,14 +49,14 @@ def written(adapter: Adapter, folder: Path) -> tuple[dict, dict]:
 def test_a_module_is_found_in_the_whole_and_back(family: str):
     head = "language_model.lm_head" if family == "llama4" else "lm_head"
     for alone, whole in (("model.layers.1.mlp.up_proj", f"{BLOCKS[family]}1.mlp.up_proj"), ("lm_head", head)):
-        assert path_in_whole(alone, FAMILIES[family].multimodal_prefixes) == whole
+        assert path_in_whole(alone, FAMILIES[family].layout.multimodal_prefixes) == whole
         assert path_alone(whole) == path_alone(alone) == alone
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen2_moe", "qwen3"])
 def test_families_of_text_have_one_form(family: str):
     path = "model.layers.1.mlp.up_proj"
-    assert path_in_whole(path, FAMILIES[family].multimodal_prefixes) == path
+    assert path_in_whole(path, FAMILIES[family].layout.multimodal_prefixes) == path
 
 
 @pytest.mark.parametrize(

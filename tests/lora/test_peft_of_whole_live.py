@@ -17,7 +17,7 @@ from builders.random_adapters import (
 from helpers.refusals import refuses
 
 from llorch.apps.doctor.adapter import examine
-from llorch.families.config import FAMILIES as TABLE
+from llorch.families.table import FAMILIES as TABLE
 from llorch.files import open_weights
 from llorch.files.convert import convert
 from llorch.lora.base import identity_of
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:.*alpha_pattern keys did not match any targeted module"),
     pytest.mark.filterwarnings("error:Found missing adapter keys"),
 ]
-EXPERTS = {family: ["experts.gate_up_proj", "experts.down_proj"] for family in WHOLE if TABLE[family].experts}
+EXPERTS = {family: ["experts.gate_up_proj", "experts.down_proj"] for family in WHOLE if TABLE[family].router}
 KINDS = {  # of target_modules that PEFT takes, fitting the text part alone
     "regex": r".*language_model\..*\.(q_proj|o_proj|in_proj_z|up_proj)",
     "list": ["language_model.layers.1.mlp.up_proj", "language_model.layers.0.mlp.down_proj", "lm_head"],

@@ -8,7 +8,8 @@ import numpy as np
 from llorch.diagnosis.mistakes.in_stage import PROJECTIONS, projected
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.linear import linear
 
@@ -95,7 +96,7 @@ def output_heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
 
 def _has_paired_rows(config: ModelConfig) -> bool:
     """Tell if GGUF files of the model's family interleave the rows of q and k."""
-    return FAMILIES[config.family].interleaved_rope_gguf
+    return FAMILIES[config.family].layout.interleaved_rope == "gguf"
 
 
 PROJECTION: tuple[Mistake[StageInputs], ...] = (

@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 
 Function = Callable[..., Any]
 DELTA, SCALING = "llorch.ops.lora.lora_delta", "llorch.lora.config.LoraConfig.scaling_of"
@@ -138,7 +139,7 @@ def one_alpha(right: Function) -> Function:
 
 def interleaves(config: ModelConfig) -> bool:
     """Tell if GGUF files of a family hold rows of q and k in pairs."""
-    return FAMILIES[config.family].interleaved_rope_gguf
+    return FAMILIES[config.family].layout.interleaved_rope == "gguf"
 
 
 ADAPTER: tuple[Mistake[Any], ...] = (

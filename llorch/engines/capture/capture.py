@@ -30,6 +30,7 @@ from llorch.engines.capture.calls_experts import EXPERTS
 from llorch.engines.dumps.raw import digest
 from llorch.engines.dumps.recorder import Recorder
 from llorch.families.config import ModelConfig
+from llorch.families.read_huggingface import config_from_huggingface
 from llorch.runtime.errors import FormatError, UserError
 from llorch.stages.table import BY_NAME, STAGES
 
@@ -153,7 +154,7 @@ def config_of(model: nn.Module) -> ModelConfig | None:
     if not hasattr(theirs, "to_dict"):
         return None
     try:
-        return ModelConfig.from_huggingface(theirs.to_dict(), path=type(model).__name__)
+        return config_from_huggingface(theirs.to_dict(), path=type(model).__name__)
     except FormatError:
         return None
 

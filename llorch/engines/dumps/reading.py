@@ -22,7 +22,8 @@ from llorch.engines.dumps.layout import (
 from llorch.engines.dumps.raw import RawArray
 from llorch.engines.dumps.replay import our_stage
 from llorch.engines.dumps.stage_dump import DumpedArray
-from llorch.families.config import FAMILIES, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files import Weights
 from llorch.runtime.errors import FormatError
 from llorch.stages.stage_ref import Tokens
@@ -122,7 +123,11 @@ class StageReader:
             self._by_shape.setdefault(" ".join(named.stages), read.form)
         if "seq" in named.table and named.array.tokens is None and read.tokens is not None:
             self._last_only.append(named.array.name)
-        if named.by_llamacpp and FAMILIES[self.config.family].interleaved_rope_gguf and named.stages[0] in PAIRED:
+        if (
+            named.by_llamacpp
+            and FAMILIES[self.config.family].layout.interleaved_rope == "gguf"
+            and named.stages[0] in PAIRED
+        ):
             paired = replace(named, layout=replace(named.layout, permuted=True))
             named = paired if self._has_pairs(named, paired, read) else named
         name, stored = named.array.name, named.array.stored

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from llorch.families.config import FAMILIES
+from llorch.families.table import FAMILIES
 from llorch.files.tokenizer.byte_level import PRE_TOKENIZERS
 from llorch.files.tokenizer.chat_templates import templates_of_metadata
 from llorch.files.tokenizer.export_gguf import NORMALIZER, PREFIX, SPACE_PREFIX
@@ -39,7 +39,7 @@ _ALIASES = {
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2",
     "gpt-4o": "llama4",
 }  # fmt: skip
-_FIXED_WORDS = {family.words for family in FAMILIES.values()} - {""}
+_FIXED_WORDS = {family.transformers.pre_tokenizer for family in FAMILIES.values()} - {""}
 _ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}  # in GGUF keys, in those of transformers
 _TEXT = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
 
@@ -70,7 +70,7 @@ def translate_vocabulary(
     else:
         kept = Fields(metadata, path).text(SPACE_PREFIX, default="")
         parts = _sentencepiece(table, "never" if vocabulary.space_prefix == "never" else kept)
-    wanted = FAMILIES[family].words
+    wanted = FAMILIES[family].transformers.pre_tokenizer
     if wanted == "qwen35" and parts["pre_tokenizer"] == WORDS["qwen2"]:
         notes.append("transformers keeps combining marks with the letters, like Qwen 3.5; the file does not")
     elif wanted and parts["pre_tokenizer"] != WORDS[wanted]:
@@ -98,7 +98,7 @@ def translate_vocabulary(
 def _normalizer(kept: Fields, pre: str, family: str, notes: list[str]) -> Json | None:
     if kept.text(NORMALIZER, default="") == "NFC":
         return {"type": "NFC"}
-    if FAMILIES[family].words:
+    if FAMILIES[family].transformers.pre_tokenizer:
         notes.append(f"transformers composes characters first (NFC) for every {family}, llama.cpp does not")
         return {"type": "NFC"}
     if _ALIASES.get(pre, pre) in _FIXED_WORDS:

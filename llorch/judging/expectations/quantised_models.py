@@ -15,7 +15,8 @@ from types import MappingProxyType
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFWriter
 
-from llorch.families.config import FAMILIES, FamilyName, ModelConfig
+from llorch.families.config import ModelConfig
+from llorch.families.table import FAMILIES
 from llorch.files.export import add_hyperparameters
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.tensor_names import Weight, inventory
@@ -34,7 +35,7 @@ class ModelRecipe:
         others: Canonical names of the matrices that have another type, with that type.
     """
 
-    family: FamilyName
+    family: str
     ggml_type: GGMLType
     others: Mapping[str, GGMLType] = field(default_factory=dict)
 
@@ -52,7 +53,7 @@ class ModelRecipe:
             hidden_size=256,
             intermediate_size=512,
             n_layers=2,
-            n_heads=8 if family.same_width else 24,
+            n_heads=8 if family.llamacpp.same_width else 24,
             n_kv_heads=2,
             head_dim=32,
             vocab_size=96,
@@ -67,7 +68,7 @@ class ModelRecipe:
         )
 
 
-def _pure(family: FamilyName, *types: GGMLType) -> dict[str, ModelRecipe]:
+def _pure(family: str, *types: GGMLType) -> dict[str, ModelRecipe]:
     return {kind.name: ModelRecipe(family, kind) for kind in types}
 
 

@@ -1,9 +1,10 @@
-"""Many feed-forward parts, of which a router chooses a few for each token: the MoE models of Qwen.
+"""Many feed-forward parts, of which a router chooses a few for each token: the MoE models of Qwen, Llama 4.
 
 The softmax over all experts and the sum of what the chosen ones make are at least float32. Equal probabilities: the
 expert with the lower number is chosen, as in NumPy.
 
-Source: transformers `modeling_qwen2_moe.py`, Qwen2MoeSparseMoeBlock; `modeling_qwen3_moe.py`.
+Source: transformers `modeling_qwen2_moe.py`, Qwen2MoeSparseMoeBlock; `modeling_qwen3_moe.py`;
+`modeling_llama4.py`, Llama4TextMoe.
 """
 
 from collections.abc import Callable
@@ -58,6 +59,20 @@ class SparseMoe(nn.Module):
                 shared = keep("shared_gate", self.sigmoid(widened(self.shared_expert_gate(h)))) * shared
             out = out + shared
         return keep("moe_out", out.to(h.dtype))
+
+
+class Llama4Moe(SparseMoe):
+    """Route each token to a few experts, multiply what each is given, add up what they make, and the shared one."""
+
+    def forward(self, h: Hidden, keep: Keep) -> Hidden:
+        """Compute the array that the feed-forward part adds to the residual stream."""
+        logits = keep("router_logits", self.gate(h))
+        ids = keep("topk_ids", logits.sort(dim=-1, descending=True, stable=True).indices[..., : self.n_chosen])
+        weights = keep("topk_weights", self.sigmoid(widened(logits.gather(-1, ids))).to(h.dtype))
+        shares = keep("expert_in", h[:, :, None] * weights[..., None])  # (batch, seq, topk, hidden)
+        out = self.mixed(self.experts(shares, ids, keep), weights.new_ones(weights.shape))
+        assert self.shared_expert is not None  # Llama 4 always has one
+        return keep("moe_out", (out + widened(self.shared_expert(h, keep))).to(h.dtype))
 
 
 class ExpertsModule(nn.Module):

@@ -1,11 +1,10 @@
 """The torch model of every family: the dense modules, with parts of other modules where a layer is another.
 
     causal_lm          the loop, the dense block, attention and feed-forward: Llama, Qwen2, Qwen3
-    experts            a router, and a few of many feed-forward parts: the MoE models of Qwen
-    gated_attention    attention whose context is gated: Qwen3-Next, Qwen3.5
+    experts            a router, and a few of many feed-forward parts: the MoE models of Qwen, Llama 4
     delta_net          the gated delta net in place of attention, by the rule of `delta_rule`: Qwen3-Next, Qwen3.5
-    positions          windows, chunks, layers without RoPE, temperature: Mistral, Qwen2, SmolLM3, Ministral 3, Llama 4
-    llama4             experts of Llama 4
+    positions          windows, chunks, layers without RoPE, temperature: Mistral, Qwen2, SmolLM3, Ministral 3, Llama 4;
+                       attention whose context is gated: Qwen3-Next, Qwen3.5
 
 A part has the name that it has in transformers, and is called as the dense one is.
 """
@@ -17,10 +16,8 @@ from torch import nn
 from llorch.families.config import ModelConfig
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.models.delta_net import GatedDeltaNet
-from llorch.pytorch.models.experts import SparseMoe
-from llorch.pytorch.models.gated_attention import GatedAttention
-from llorch.pytorch.models.llama4 import Llama4Moe
-from llorch.pytorch.models.positions import AttentionByPosition
+from llorch.pytorch.models.experts import Llama4Moe, SparseMoe
+from llorch.pytorch.models.positions import AttentionByPosition, GatedAttention
 
 
 def build(config: ModelConfig) -> CausalLM:

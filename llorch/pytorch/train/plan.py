@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch.distributed.device_mesh import DeviceMesh
 
-from llorch.families.config import FAMILIES
+from llorch.families.table import FAMILIES
 from llorch.files import Weights, open_weights
 from llorch.files.hub import find
 from llorch.lora.adapter import Adapter
@@ -135,7 +135,7 @@ def _left_out(weights: Weights) -> list[str]:
 
     This loss keeps routers from always choosing the same experts.
     """
-    if weights.config.experts is None or not FAMILIES[weights.config.family].aux_loss:
+    if FAMILIES[weights.config.family].router != "softmax" or weights.config.experts is None:
         return []
     values = text_settings(weights)
     if not values.get("output_router_logits"):

@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders.families import FAMILIES, random_folder
 
-from llorch.families.config import FAMILIES as TABLE
+from llorch.families.table import FAMILIES as TABLE
 from llorch.files import Weights, open_weights
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
@@ -28,7 +28,7 @@ PARTS = (1, 33, 3, 33)
 TWO = pytest.mark.parametrize("folder", ["qwen2_moe", "qwen3_5_moe"], indirect=True)
 
 
-@pytest.fixture(scope="module", params=[name for name in FAMILIES if TABLE[name].experts or TABLE[name].hybrid])
+@pytest.fixture(scope="module", params=[name for name in FAMILIES if TABLE[name].router or TABLE[name].delta_net])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return random_folder(request.param, tmp_path_factory.mktemp("families"), 3)
 

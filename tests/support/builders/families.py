@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from llorch.engines import EngineName
-from llorch.families.config import FAMILIES as TABLE
+from llorch.families.table import FAMILIES as TABLE
 from llorch.runtime.builtin import BUILTIN
 
 BOTH: tuple[EngineName, ...] = ("llamacpp", "transformers")
@@ -128,7 +128,7 @@ FAMILIES: dict[str, RandomFamily] = {
     "qwen3_vl_moe": RandomFamily(config=_DENSE | _EXPERTS | {"head_dim": 16, "rope_parameters": _MROPE_OF_EYES}),
 }  # fmt: skip
 SMALL = {name: family.small for name, family in FAMILIES.items() if family.small is not None}
-HYBRIDS = tuple(name for name in FAMILIES if TABLE[name].hybrid)
+HYBRIDS = tuple(name for name in FAMILIES if TABLE[name].delta_net)
 WHOLE = tuple(name for name in FAMILIES if TABLE[name].multimodal_type)  # text parts of models that see
 WITH_TEXT_CLASS = tuple(name for name in WHOLE if not TABLE[name].written_as)  # transformers has a class of text alone
 MICRO = tuple(name for name in BUILTIN if name.startswith("micro"))  # small built-in models of dense families
@@ -169,7 +169,7 @@ def random_folder(family: str, path: Path, seed: int, *, nested: bool = False, *
     _randomise(model, np.random.default_rng(seed))
     path.mkdir(parents=True, exist_ok=True)
     model.save_pretrained(path)
-    if facts.transposed_experts == "files":
+    if facts.layout.transposed_experts == "files":
         turn_experts(path)
     return path
 

@@ -13,7 +13,7 @@ from builders.tiny_models import finish
 from gguf import GGUFWriter
 
 from llorch.families.config import ModelConfig
-from llorch.families.family import FAMILIES
+from llorch.families.table import FAMILIES
 from llorch.files import open_weights
 from llorch.files.export import add_hyperparameters
 from llorch.files.quant import GGMLType

@@ -1,0 +1,206 @@
+"""Llama 4: chunks and norms of heads in the layers with RoPE, a temperature in the others, experts in listed layers.
+
+Source: transformers `configuration_llama4.py`; llama.cpp `src/models/llama4.cpp`.
+"""
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+
+from llorch.families.config import ModelConfig
+from llorch.families.family import (
+    EPSILON,
+    EXPERT_STEP,
+    FREQUENCY_FACTORS,
+    Family,
+    LlamaCppQuirks,
+    TensorLayout,
+    TransformersQuirks,
+)
+from llorch.families.layers import Layer, Temperature
+from llorch.families.rules import below_context, read_integers, read_layer_list
+from llorch.runtime.fields import Fields
+
+# Constants of llama.cpp, and what transformers takes where config.json names none.
+CHUNK = 8192
+TEMPERATURE = Temperature(scale=0.1, floor=8192, offset=1)
+NO_HEAD_NORM = 128  # number of experts for which llama.cpp leaves the norm of heads out
+ROPE_INTERVAL = 4
+
+
+def read_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
+    """Place experts, chunks and norms of heads."""
+    if any(layer.experts for layer in layers):
+        layers = [
+            replace(layer, experts=there)
+            for layer, there in zip(layers, _with_experts(fields, len(layers)), strict=True)
+        ]
+    default_kinds = ["chunked_attention" if layer.rope else "full_attention" for layer in layers]
+    fields.refuse("use_sliding_window", unless=(False,), default=False)
+    kinds = read_layer_list(fields, "layer_types", default_kinds, ("chunked_attention", "full_attention"))
+    chunk = _read_chunk(fields) if "chunked_attention" in kinds else None
+    head_norm = fields.boolean("use_qk_norm", default=True)
+    return [
+        replace(layer, head_norm=head_norm and layer.rope, chunk=chunk if kind == "chunked_attention" else None)
+        for layer, kind in zip(layers, kinds, strict=True)
+    ]
+
+
+def _with_experts(fields: Fields, n_layers: int) -> list[bool]:
+    step = fields.integer("interleave_moe_layer_step", default=1, low=1)
+    moe = read_integers(fields, "moe_layers") if fields.has("moe_layers") else [*range(step - 1, n_layers, step)]
+    if any(not 0 <= i < n_layers for i in moe):
+        raise fields.error("Inconsistent", "moe_layers", f"layers from 0 to {n_layers - 1}", moe)
+    return [i in moe for i in range(n_layers)]
+
+
+def _read_chunk(fields: Fields) -> int | None:
+    chunk = fields.integer("attention_chunk_size", default=CHUNK, low=1)
+    fields.refuse_null("attention_chunk_size")
+    return below_context(fields, chunk)
+
+
+def read_temperature(fields: Fields) -> Temperature | None:
+    """Read the temperature of the layers without RoPE, which can be switched off."""
+    if not _tunes(fields):
+        return None
+    floor = fields.integer("floor_scale", default=TEMPERATURE.floor, low=1)
+    return replace(TEMPERATURE, scale=fields.number("attn_scale", default=TEMPERATURE.scale), floor=floor)
+
+
+def _tunes(fields: Fields) -> bool:
+    """Tell if queries grow with the position: true or false, in the first releases 4 or 0."""
+    tuning = fields.values.get("attn_temperature_tuning", True)
+    return bool(tuning) if isinstance(tuning, int) else fields.boolean("attn_temperature_tuning", default=True)
+
+
+def read_gguf_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
+    """Place experts, chunks and norms of heads as llama.cpp does; refuse other chunks."""
+    step = fields.integer(EXPERT_STEP, low=0)
+    fields.refuse("attention.sliding_window_pattern", unless=(ROPE_INTERVAL,), default=ROPE_INTERVAL)
+    fields.refuse("attention.sliding_window", unless=(CHUNK,), default=CHUNK)
+    head_norm = fields.integer("expert_count") != NO_HEAD_NORM
+    chunk = CHUNK if fields.integer("context_length") > CHUNK else None
+    return [
+        replace(
+            layer,
+            experts=step > 0 and (i + 1) % step == 0,
+            head_norm=head_norm and layer.rope,
+            chunk=chunk if layer.rope else None,
+        )
+        for i, layer in enumerate(layers)
+    ]
+
+
+def read_gguf_temperature(fields: Fields) -> Temperature:
+    """Return the constant of llama.cpp."""
+    return TEMPERATURE
+
+
+def limits(config: ModelConfig, n_tokens: int) -> Iterator[str]:
+    """Yield the reasons why llama.cpp's constants change a run of `n_tokens`."""
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    for chunk in (layer.chunk or math.inf for layer in layers if layer.rope):
+        if chunk != CHUNK and min(chunk, CHUNK) < n_tokens:
+            actual = "none" if chunk == math.inf else chunk
+            yield f"llama.cpp hard-codes attention_chunk_size {CHUNK}, this configuration has {actual}"
+    same = config.temperature == TEMPERATURE and all(layer.has_attention_temperature != layer.rope for layer in layers)
+    lowest = min(TEMPERATURE.floor, TEMPERATURE.floor if config.temperature is None else config.temperature.floor)
+    if not same and n_tokens >= lowest:
+        yield (
+            f"llama.cpp hard-codes floor_scale {TEMPERATURE.floor} and attn_scale {TEMPERATURE.scale}, this "
+            "configuration has other values"
+        )
+    yield from _limits_of_layers(config, layers)
+
+
+def _limits_of_layers(config: ModelConfig, layers: list[Layer]) -> Iterator[str]:
+    """Yield the reasons why llama.cpp expects experts, or norms of heads, in other layers."""
+    if config.experts is None:
+        yield f"llama.cpp cannot run {config.family} without experts"
+        return
+    norms = config.experts.n_experts != NO_HEAD_NORM
+    if any(layer.rope and layer.head_norm != norms for layer in layers):
+        yield (
+            f"llama.cpp normalises heads unless there are {NO_HEAD_NORM} experts, use_qk_norm differs for "
+            f"{config.experts.n_experts} experts"
+        )
+    step = next((i + 1 for i, layer in enumerate(layers) if layer.experts), 0)
+    if [layer.experts for layer in layers] != [step > 0 and (i + 1) % step == 0 for i in range(len(layers))]:
+        yield "llama.cpp expects experts in every n-th layer, moe_layers has other layers"
+
+
+def config_settings(config: ModelConfig) -> Mapping[str, object]:
+    """Express experts by listed layers, and the constants of llama.cpp."""
+    layers = [config.layer(i) for i in range(config.n_layers)]
+    with_experts = [i for i, layer in enumerate(layers) if layer.experts]
+    return _expert_settings(config) | {
+        "interleave_moe_layer_step": with_experts[0] + 1 if with_experts else 1,
+        "no_rope_layers": [int(layer.rope) for layer in layers],
+        "layer_types": ["chunked_attention" if layer.rope else "full_attention" for layer in layers],
+        "attention_chunk_size": CHUNK,
+        "use_qk_norm": any(layer.head_norm for layer in layers),
+        "attn_temperature_tuning": True,
+        "floor_scale": TEMPERATURE.floor,
+        "attn_scale": TEMPERATURE.scale,
+    }
+
+
+def engine_settings(config: ModelConfig) -> Mapping[str, object]:
+    """Express experts, chunks and the temperature."""
+    layers, temperature = [config.layer(i) for i in range(config.n_layers)], config.temperature
+    scales = {} if temperature is None else {"floor_scale": temperature.floor, "attn_scale": temperature.scale}
+    return {"no_rope_layers": [int(layer.rope) for layer in layers], **scales} | _expert_settings(config) | {
+        "attention_chunk_size": next((layer.chunk for layer in layers if layer.chunk), CHUNK),
+        "attn_temperature_tuning": temperature is not None,
+        "use_qk_norm": any(layer.head_norm for layer in layers),
+    }  # fmt: skip
+
+
+def _expert_settings(config: ModelConfig) -> dict[str, object]:
+    assert config.experts is not None
+    return {
+        "intermediate_size": config.experts.expert_size,
+        "intermediate_size_mlp": config.intermediate_size,
+        "num_local_experts": config.experts.n_experts,
+        "num_experts_per_tok": config.experts.n_experts_per_token,
+        "moe_layers": [i for i in range(config.n_layers) if config.layer(i).experts],
+    }
+
+
+FAMILY = Family(
+    gguf="llama4",
+    classes="Llama4",
+    multimodal_type="llama4",
+    rope_interval=ROPE_INTERVAL,
+    router="sigmoid",
+    shared_expert="plain",
+    read_layers=read_layers,
+    read_gguf_layers=read_gguf_layers,
+    read_temperature=read_temperature,
+    read_gguf_temperature=read_gguf_temperature,
+    defaults={
+        "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e5,
+        "num_experts_per_tok": 1,
+    },
+    layout=TensorLayout(
+        names={"mlp": "feed_forward", "router": "router"},
+        interleaved_rope="both",
+        transposed_experts="modules",
+        multimodal_prefixes=("", "language_model."),
+    ),
+    llamacpp=LlamaCppQuirks(
+        reads=frozenset({EPSILON, FREQUENCY_FACTORS, EXPERT_STEP}),
+        nodes={"moe_out": ("ADD", "ffn_moe_out_merged")},
+        limits=limits,
+    ),
+    transformers=TransformersQuirks(
+        keys={
+            "intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size",
+            "num_experts": "num_local_experts",
+        },
+        config_settings=config_settings,
+        engine_settings=engine_settings,
+        habits=frozenset({"counts_by_cache"}),
+    ),
+)  # fmt: skip

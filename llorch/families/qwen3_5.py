@@ -1,0 +1,43 @@
+"""Qwen3.5, dense and with experts: gated delta nets, the text part of models that see."""
+
+from dataclasses import replace
+
+from llorch.families.family import Family, LlamaCppQuirks, TensorLayout, TransformersQuirks
+from llorch.families.layers import Layer
+from llorch.families.rules import delta_net_layers, only_sparse_layers
+from llorch.runtime.fields import Fields
+
+
+def read_layers_with_experts(fields: Fields, layers: list[Layer]) -> list[Layer]:
+    """Place delta nets; all layers have experts."""
+    return delta_net_layers(fields, only_sparse_layers(fields, layers))
+
+
+FAMILY = Family(
+    gguf="qwen35",
+    classes="Qwen3_5",
+    multimodal_type="qwen3_5",
+    qk_norm=True,
+    delta_net="separate",
+    sections="interleaved",
+    read_layers=delta_net_layers,
+    defaults={
+        "max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25,
+    },
+    layout=TensorLayout(
+        names={"ffn_norm": "post_attention_norm"}, norm_weight_offset=True, has_mtp_layers=True,
+        multimodal_prefixes=("model.", "model.language_model."),
+    ),
+)  # fmt: skip
+WITH_EXPERTS = replace(
+    FAMILY,
+    gguf="qwen35moe",
+    classes="Qwen3_5Moe",
+    multimodal_type="qwen3_5_moe",
+    router="softmax",
+    shared_expert="gated",
+    read_layers=read_layers_with_experts,
+    defaults={**FAMILY.defaults, "num_key_value_heads": 2},
+    llamacpp=LlamaCppQuirks(norm_topk_prob=True),
+    transformers=TransformersQuirks(pre_tokenizer="qwen35"),
+)

@@ -1,0 +1,23 @@
+"""Qwen3-MoE: windows in all layers, if the file asks for them."""
+
+from llorch.families.family import Family, LlamaCppQuirks, TransformersQuirks
+from llorch.families.layers import Layer
+from llorch.families.rules import asks_for_window, sparse_layers, with_windows
+from llorch.runtime.fields import Fields
+
+
+def read_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
+    """Put windows on all layers or on none."""
+    return with_windows(fields, sparse_layers(fields, layers), [asks_for_window(fields)] * len(layers))
+
+
+FAMILY = Family(
+    gguf="qwen3moe",
+    classes="Qwen3Moe",
+    qk_norm=True,
+    router="softmax",
+    read_layers=read_layers,
+    defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "norm_topk_prob": False},
+    llamacpp=LlamaCppQuirks(norm_topk_prob=True),
+    transformers=TransformersQuirks(habits=frozenset({"old_expert_names"})),
+)
