@@ -19,6 +19,7 @@ FREQUENCY_FACTORS = "rope_freqs.weight"
 OUTPUT_BIAS = "attn_output.bias"
 TEMPERATURE_SCALE = "attention.temperature_scale"
 EXPERT_STEP = "interleave_moe_layer_step"
+NULLABLE = frozenset({"num_key_value_heads", "head_dim"})
 YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # all three are read, or none
 
 
@@ -89,6 +90,8 @@ class TransformersQuirks:
         keys: Keys of config.json that differ, by the usual name. `qkv_bias` and `o_bias` are usually decided by
             attention_bias. Read by `families/read_huggingface.py`, `files/export_huggingface.py`,
             `engines/transformers.py`.
+        nullable: Keys whose null does not mean their default: as many key heads as query heads, heads that share the
+            width of the model. Other families refuse a null of `_NEVER_NULL` (`families/read_huggingface.py`).
         config_settings: Further keys that llorch writes into config.json (`files/export_huggingface.py`).
         engine_settings: Further settings that transformers needs to run a GGUF file (`engines/transformers.py`).
         pre_tokenizer: The one of transformers, whatever tokenizer.json says (`files/tokenizer/export_huggingface.py`).
@@ -97,6 +100,7 @@ class TransformersQuirks:
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
+    nullable: frozenset[str] = frozenset({"num_key_value_heads"})
     config_settings: Callable[[ModelConfig], Mapping[str, object]] = no_settings
     engine_settings: Callable[[ModelConfig], Mapping[str, object]] = no_settings
     pre_tokenizer: str = ""
@@ -127,7 +131,7 @@ class Family:
         read_temperature: Rule of config.json for the temperature of the queries, in the layers without RoPE if the
             family has such layers, else in all.
         read_gguf_temperature: The same of GGUF metadata.
-        defaults: What transformers takes for keys that config.json omits. None: null means the same as no key.
+        defaults: What transformers takes for keys that config.json omits.
         layout: Names and order of numbers in files.
         llamacpp: Things that llama.cpp computes or expects.
         transformers: Things that transformers and PEFT do.

@@ -6,6 +6,7 @@ from llorch.families.config import ModelConfig
 from llorch.families.family import (
     EPSILON,
     FREQUENCY_FACTORS,
+    NULLABLE,
     OUTPUT_BIAS,
     Family,
     LlamaCppQuirks,
@@ -22,8 +23,8 @@ def config_settings(config: ModelConfig) -> Mapping[str, object]:
 FAMILY = Family(
     gguf="llama",
     classes="Llama",
-    defaults={"max_position_embeddings": 2048, "head_dim": None},
+    defaults={"max_position_embeddings": 2048},
     layout=TensorLayout(interleaved_rope="gguf"),
     llamacpp=LlamaCppQuirks(reads=frozenset({EPSILON, FREQUENCY_FACTORS, OUTPUT_BIAS})),
-    transformers=TransformersQuirks(config_settings=config_settings),
+    transformers=TransformersQuirks(nullable=NULLABLE, config_settings=config_settings),
 )

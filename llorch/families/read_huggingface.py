@@ -42,7 +42,10 @@ def config_from_huggingface(values: Mapping[str, object], *, path: str | Path) -
     fields = _text_part(whole)
     name = _family(fields.text("model_type"), path)
     family = FAMILIES[name]
-    fields = Fields(fields.values, path, defaults=family.defaults)
+    nulls = {key for key in family.transformers.nullable if fields.is_null(key)}
+    fields = Fields(
+        fields.values, path, defaults={key: value for key, value in family.defaults.items() if key not in nulls}
+    )
     _refuse_variants(fields, family)
     n_heads = fields.integer("num_attention_heads", low=1)
     hidden_size = fields.integer("hidden_size", low=1)
@@ -61,7 +64,7 @@ def config_from_huggingface(values: Mapping[str, object], *, path: str | Path) -
             intermediate_size=_intermediate_size(fields, family, experts),
             n_layers=fields.integer("num_hidden_layers"),
             n_heads=n_heads,
-            n_kv_heads=_n_kv_heads(fields, n_heads),
+            n_kv_heads=fields.integer("num_key_value_heads", default=n_heads, low=1),
             head_dim=head_dim,
             vocab_size=fields.integer("vocab_size"),
             rms_norm_eps=fields.number("rms_norm_eps"),
@@ -150,14 +153,8 @@ def _bias(fields: Fields, family: Family, fact: Literal["qkv_bias", "o_bias"]) -
     return value if fixed is None else fixed
 
 
-def _n_kv_heads(fields: Fields, n_heads: int) -> int:
-    """Read the number of key/value heads; null, or no default of the family, means one for each query head."""
-    key = "num_key_value_heads"
-    return n_heads if fields.is_null(key) else fields.integer(key, default=n_heads, low=1)
-
-
 def _refuse_variants(fields: Fields, family: Family) -> None:
-    fields.refuse_null(*_NEVER_NULL)
+    fields.refuse_null(*(key for key in _NEVER_NULL if key not in family.transformers.nullable))
     for key, known in _LACKED.items():
         fields.refuse(key, unless=known, default=known[0])
     if family.router == "softmax" and "norm_topk_prob" not in fields.defaults:

@@ -12,6 +12,7 @@ from llorch.families import (
     qwen3_moe,
     qwen3_next,
     qwen_vl,
+    seed_oss,
     smollm3,
 )
 from llorch.families.family import Family
@@ -27,6 +28,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_5": qwen3_5.FAMILY,
     "qwen3_5_moe": qwen3_5.WITH_EXPERTS,
     "smollm3": smollm3.FAMILY,
+    "seed_oss": seed_oss.FAMILY,
     "ministral3": ministral3.FAMILY,
     "llama4": llama4.FAMILY,
     "qwen2_5_vl": qwen_vl.QWEN2_5_VL,

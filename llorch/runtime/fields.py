@@ -65,7 +65,7 @@ class Fields:
     ) -> None:
         """Wrap values as parsed, null counting as absent; `prefix` is put before every key that is asked for.
 
-        A value of `defaults` comes before the default of a getter. None there: null is no wrong value of the key.
+        A value of `defaults` comes before the default of a getter.
         """
         self.values = values
         self.path = path
@@ -86,7 +86,7 @@ class Fields:
 
     def refuse_null(self, *keys: str) -> None:
         """Refuse an explicit null where it does not mean the default."""
-        for key in (key for key in keys if self.is_null(key) and (key, None) not in self.defaults.items()):
+        for key in filter(self.is_null, keys):
             raise self.error("Malformed", key, "a value, or no such key", None)
 
     def error(self, code: ErrorCode, key: str, expected: str, actual: object) -> FormatError:

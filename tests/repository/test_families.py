@@ -13,7 +13,15 @@ PACKAGE = "llorch/families/"
 NAMES = {
     name
     for key, row in FAMILIES.items()
-    for name in (key, f"{key}_text", row.gguf, row.classes, row.multimodal_type, f"{row.classes}ForCausalLM")
+    for name in (
+        key,
+        f"{key}_text",
+        row.gguf,
+        row.classes,
+        row.multimodal_type,
+        f"{row.classes}ForCausalLM",
+        f"{row.classes}Attention",
+    )
     if name
 }
 WORDS = {  # words that are names of families, too: of vocabularies and of pre-tokenizers of llama.cpp

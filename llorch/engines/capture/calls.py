@@ -14,6 +14,8 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from llorch.families.rules import BETA
+
 # Given a stage, its layer and its array without the batch, which may be a view that the engine goes on with; says
 # whether it wrote other values into that.
 Keep = Callable[[str, int, torch.Tensor], bool]
@@ -43,9 +45,10 @@ class AttentionCalls(Calls):
         """Begin to watch the functions that one attention module calls."""
         super().__init__(module, layer, keep, given)
         self._turning, self._left = "", list[str]()  # a function whose first calls make rotated heads
+        rope = getattr(module.config, "rope_parameters", None) or {}
         if hasattr(module, "qk_norm"):  # Llama 4: (batch, seq, heads, head_dim)
             self._turning, self._left = "type_as", ["q_rope", "k_rope"]
-        elif type(module).__name__ == "Ministral3Attention":  # (batch, heads, seq, head_dim)
+        elif BETA in rope:  # Ministral 3: (batch, heads, seq, head_dim)
             self._turning, self._left = "add", ["q_rope"]
 
     def called(self, name: str, args: tuple, made: Any) -> None:

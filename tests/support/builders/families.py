@@ -44,6 +44,7 @@ _YARN = {
     "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0, "llama_4_scaling_beta": 0.1,
 }  # fmt: skip
 _MROPE_OF_EYES = _MROPE | {"partial_rotary_factor": 1.0, "mrope_section": [3, 3, 2]}
+_OTHER_BIASES = {"attention_bias": False, "attention_out_bias": True}
 _ONE_OF_EACH = {"num_hidden_layers": 2, "layer_types": ["linear_attention", "full_attention"]}
 _VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "out_hidden_size": 48}
 _LLAMA4_VISION = {
@@ -104,6 +105,10 @@ FAMILIES: dict[str, RandomFamily] = {
         config=_DENSE | {"num_hidden_layers": 4, "tie_word_embeddings": True},
         small={"num_hidden_layers": 2, "no_rope_layers": [0, 1]},
         engine_cases={"": ({}, BOTH), "window": ({"use_sliding_window": True, "sliding_window": 9}, TRANSFORMERS)},
+    ),
+    "seed_oss": RandomFamily(
+        config=_DENSE | {"head_dim": 16}, gradients={"": {}, "other biases": _OTHER_BIASES},
+        engine_cases={"": ({}, BOTH), "other biases": (_OTHER_BIASES, TRANSFORMERS)},
     ),
     "ministral3": RandomFamily(
         config=_DENSE | {"head_dim": 16, "rope_parameters": _YARN}, small={"num_hidden_layers": 2},
