@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from builders import families, tiny_models
 
 from llorch.families.table import FAMILIES
 
@@ -88,3 +89,12 @@ def test_no_condition_outside_the_table_names_a_family():
     modules = {name: path for name, path in files.items() if not name.startswith(PACKAGE)}
     found = {name: named(path.read_text(encoding="utf-8")) for name, path in modules.items()}
     assert {name: families for name, families in found.items() if families} == WORDS
+
+
+def test_every_family_has_a_row():
+    assert families.FAMILIES.keys() | tiny_models.FAMILIES.keys() == FAMILIES.keys()
+
+
+@pytest.mark.parametrize("column", ["gradients", "engine_cases"])
+def test_every_family_has_a_model_in_each_column(column: str):
+    assert {family for family, _ in families.labelled(column).values()} == families.FAMILIES.keys()

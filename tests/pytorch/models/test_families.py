@@ -19,6 +19,7 @@ from llorch.pytorch.decoding import recordable
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.memory import predict
 from llorch.pytorch.model import TorchModel, load_torch
+from llorch.pytorch.models.experts import mixed
 
 pytestmark = pytest.mark.live  # transformers makes the models
 
@@ -126,3 +127,12 @@ def test_answers_of_a_batch_are_those_that_prompts_get_alone(folder):
 def test_steps_that_ask_which_experts_are_chosen_are_not_recorded(folder):
     assert recordable(opened(folder).module)
     assert not recordable(opened(folder, mode="reproducible").module)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_experts_make_is_added_up_in_float32(dtype: torch.dtype):
+    made, weights = torch.randn(1, 5, 8, 32).to(dtype), torch.rand(1, 5, 8).softmax(-1).to(dtype)
+    expected = (weights.double()[..., None] * made.double()).sum(2)
+    actual = mixed(made, weights)
+    assert actual.dtype is torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)
