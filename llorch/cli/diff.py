@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from llorch.judging.diff import Side
     from llorch.stages.comparison import Report
 
-VERSION = 1  # of what --json gives
+VERSION = 2  # of what --json gives
 
 
 @verb(

@@ -75,7 +75,7 @@ class ReferenceChoice(click.ParamType):
     "Output",
     page_option("--detail", is_flag=True, help="One line per stage, not per checkpoint."),
     page_option("-v", "--verbose", is_flag=True, help="Tables of all models, also without MODEL."),
-    json_option("One object {version, rows, summary}; NaN and infinity become null."),
+    json_option("One object {version, comparisons, summary}; NaN and infinity become null."),
 )
 def command(
     *, models: tuple[str, ...], against: tuple[Any, ...], mapping: Path | None, prompt: str | None,

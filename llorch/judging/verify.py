@@ -301,31 +301,41 @@ def verify_ggml(
         MissingExtra: llama.cpp is not installed.
         RuntimeError: llama.cpp failed, and `failed` is not given.
     """
-    path, name = Path(model.weights.path), model.name
-    n_greedy = n_greedy_for(model.config, len(ids))
-    require_memory(model.config, len(ids) + n_greedy, n_traces=6)
+    require_memory(model.config, len(ids) + n_greedy_for(model.config, len(ids)), n_traces=6)
     progress("running llamacpp")
     with note_failure("llamacpp", failed):
-        _require_able("llamacpp", path, unable_for(("llamacpp",), model.config, ids, n_greedy))
-        with open_engine("llamacpp", path, numerics=model.weights.numerics) as engine:
-            greedy = engine.greedy(ids, n_greedy)
-            cases = cases_for(ids, model.config) | {"near": Pass((*ids, *greedy[:-1]))}
-            engine_output = replace(run_cases(engine, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
-            require_numbers("llamacpp", model.config.family, engine_output, None)
-            theirs = engine.tokenize(text, add_special=True, parse_special=False) if text is not None else None
+        cases, engine_output, texts = _run_as_stored(model, ids, text)
     if failed:
         return
     progress("comparing tensors")
-    foreign = foreign_tensors(path)
-    yield from foundation_rows(name, own_tensors(model.weights.source), foreign)
-    if text is not None and theirs is not None:
-        yield from token_rows(name, model.tokenizer.encode, [TokenCheck(text, {"llamacpp": theirs})])
-    yield from decode_rows(name, model.weights)
+    name, weights = model.name, model.weights
+    yield from foundation_rows(name, own_tensors(weights.source), foreign_tensors(weights.path))
+    if texts:
+        yield from token_rows(name, model.tokenizer.encode, texts)
+    yield from decode_rows(name, weights)
     progress("comparing stages")
-    weights = SharedWeights(model.weights, progress) if model.weights.packed else model.weights
+    weights = SharedWeights(weights, progress) if weights.packed else weights
     suite = ForwardExpectations(name, weights, cases, {"llamacpp": engine_output}, None, n_prompt=len(ids))
     tolerances = {case: suite.tolerances(case) for case in cases}
     yield from check_runner(suite, GgmlRunner(weights, engine_output.traces, tolerances))
+
+
+def _run_as_stored(
+    model: Model, ids: Sequence[int], text: str | None
+) -> tuple[Mapping[str, Pass], EngineOutput, Sequence[TokenCheck]]:
+    """Run llama.cpp on a GGUF file as it is; return the inputs with its greedy text, its outputs and its token ids."""
+    weights, config = model.weights, model.config
+    n_greedy = n_greedy_for(config, len(ids))
+    _require_able("llamacpp", weights.path, unable_for(("llamacpp",), config, ids, n_greedy))
+    with open_engine("llamacpp", weights.path, numerics=weights.numerics) as engine:
+        greedy = engine.greedy(ids, n_greedy)
+        cases = cases_for(ids, config) | {"near": Pass((*ids, *greedy[:-1]))}
+        output = replace(run_cases(engine, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
+        require_numbers("llamacpp", config.family, output, None)
+        if text is None:
+            return cases, output, []
+        token_ids = engine.tokenize(text, add_special=True, parse_special=False)
+        return cases, output, [TokenCheck(text, {"llamacpp": token_ids})]
 
 
 def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:

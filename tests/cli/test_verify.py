@@ -52,7 +52,7 @@ def changed_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def changed_weight(changed_folder: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of that model, which stands for the built-in one."""
-    monkeypatch.setattr("llorch.judging.verify.builtin_path", lambda _: changed_folder / f"{CHANGED}.gguf")
+    monkeypatch.setattr("llorch.judging.goldens.forward.builtin_path", lambda _: changed_folder / f"{CHANGED}.gguf")
     monkeypatch.setattr("llorch.judging.verify.goldens_folder", lambda: changed_folder / "goldens")
     return CHANGED
 

@@ -92,7 +92,7 @@ def test_the_text_of_a_live_run_is_tokenized_by_the_engine_too(monkeypatch: pyte
 
 def test_goldens_of_other_weights_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     shutil.copy(builtin_path("micro-qwen3"), tmp_path / "micro-qwen2.gguf")
-    monkeypatch.setattr(verify, "builtin_path", lambda name: tmp_path / f"{name}.gguf")
+    monkeypatch.setattr("llorch.judging.goldens.forward.builtin_path", lambda name: tmp_path / f"{name}.gguf")
     where = ("golden micro-qwen2", tmp_path / "micro-qwen2.gguf")
     with refuses(ValueError, "weights", "reference_outputs/regenerate.py", where=where):
         list(verify_stored("micro-qwen2"))

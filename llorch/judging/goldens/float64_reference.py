@@ -45,16 +45,21 @@ def run_reference(
     """
     with open_engine("transformers", path, dtype="float64", progress=progress) as engine:
         (_, prompt, _), *asked = calls_for(cases, n_greedy)
-        isolated: list[Call] = [
-            ("isolated", (case.ids, theirs.traces[name]), {"first_position": case.first_position})
-            for theirs in engine_outputs.values()
-            for name, case in cases.items()
-        ]
+        isolated = _isolated_calls(cases, engine_outputs)
         (greedy, steps), *answers = engine.call_batch([("continued", prompt, {}), *asked, *isolated])
         shown = shown_by(engine, cases, [greedy, *answers[: len(asked)]])
         measured = iter(answers[len(asked) :])
         distances = {engine: {name: next(measured) for name in cases} for engine in engine_outputs}
         return ReferenceOutput(shown, steps, distances)
+
+
+def _isolated_calls(cases: Mapping[str, Pass], engine_outputs: Mapping[str, EngineOutput]) -> list[Call]:
+    """List the calls that compute every stage of every engine from the engine's own inputs."""
+    return [
+        ("isolated", (case.ids, output.traces[name]), {"first_position": case.first_position})
+        for output in engine_outputs.values()
+        for name, case in cases.items()
+    ]
 
 
 def require_numbers(engine: str, family: str, shown: EngineOutput, reference: ReferenceOutput | None) -> None:

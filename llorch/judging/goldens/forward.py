@@ -261,15 +261,7 @@ def read(folder: Path) -> Golden:
     record, unsupported = store.record(), unable_of(folder)
     engines = [name for name in ENGINES if name not in unsupported]
     shown = store.arrays([*engines, REFERENCE])
-    if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
-        raise refused(
-            store.path,
-            f"expected the cases near and far, tensors and tokens, got cases {sorted(record['cases'])}, "
-            f"{len(record['tensors'])} tensors, {len(record['tokens'])} texts",
-        )
-    if record.get("isolated", {}).keys() != {*engines}:
-        actual = sorted(record.get("isolated", {})) or "none"
-        raise refused(store.path, f"expected isolated distances for {' and '.join(engines)}, got {actual}")
+    _require_whole(store.path, record, engines)
     steps = shown[REFERENCE].pop(STEP_LOGITS)
     made = {
         name: EngineOutput.from_arrays(a, stored_load_path(record["provenance"], name)) for name, a in shown.items()
@@ -283,6 +275,20 @@ def read(folder: Path) -> Golden:
         provenance=record["provenance"],
         unsupported_reason=unsupported,
     )
+
+
+def _require_whole(path: Path, record: Mapping[str, Any], engines: Sequence[str]) -> None:
+    """Refuse a record that lacks cases, tensors, texts, or the distances of an engine."""
+    if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
+        raise refused(
+            path,
+            f"expected the cases near and far, tensors and tokens, got cases {sorted(record['cases'])}, "
+            f"{len(record['tensors'])} tensors, {len(record['tokens'])} texts",
+        )
+    distances = record.get("isolated", {})
+    if distances.keys() != {*engines}:
+        expected = " and ".join(engines)
+        raise refused(path, f"expected isolated distances for {expected}, got {sorted(distances) or 'none'}")
 
 
 def unable_of(folder: Path) -> Mapping[str, str]:

@@ -4,7 +4,7 @@ In a batch the judged sequence has a neighbour with other tokens, of another len
 padding. Only what belongs to the judged tokens is shown and replaced.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -106,14 +106,8 @@ class ObservedCase:
             CheckpointMismatch: A stage is not of the dtype or not on the device that is judged.
         """
         new = [self._new(row, stop) for row in self._rows]
-        width = max(len(part) for part in new) + (PADDING if len(new) > 1 else 0)
-        firsts = [0 if last_only else width - len(part) for part in new]
-        ids, positions = np.zeros((len(new), width), np.int64), np.full((len(new), width), -1)
-        for row, (first, part) in enumerate(zip(firsts, new, strict=True)):
-            columns = slice(first, first + len(part))
-            ids[row, columns] = np.asarray(self._rows[row])[part]
-            positions[row, columns] = self._first_position + np.asarray(part)
-        n_slots = max(part.stop for part in new)
+        ids, positions, firsts = self._padded(new, last_only=last_only)
+        width, n_slots = ids.shape[1], max(part.stop for part in new)
         seq = slice(firsts[-1], firsts[-1] + len(new[-1]))
         where = Columns(self._model.config, seq, slice(0, stop), width, n_slots)
         keep = keep_nothing
@@ -128,6 +122,17 @@ class ObservedCase:
         )
         self.n_cached = stop
         return as_numpy(logits[-1] if last_only else logits[-1, seq])
+
+    def _padded(self, new: Sequence[range], *, last_only: bool) -> tuple[np.ndarray, np.ndarray, list[int]]:
+        """Lay out the new tokens of all rows: ids, positions (-1 in padding), and the first column of each row."""
+        width = max(len(part) for part in new) + (PADDING if len(new) > 1 else 0)
+        firsts = [0 if last_only else width - len(part) for part in new]
+        ids, positions = np.zeros((len(new), width), np.int64), np.full((len(new), width), -1)
+        for row, (first, part) in enumerate(zip(firsts, new, strict=True)):
+            columns = slice(first, first + len(part))
+            ids[row, columns] = np.asarray(self._rows[row])[part]
+            positions[row, columns] = self._first_position + np.asarray(part)
+        return ids, positions, firsts
 
     def _new(self, row: tuple[int, ...], stop: int) -> range:
         """Return the tokens of a row that a pass adds.

@@ -130,21 +130,14 @@ def variances(
     config, n_runs = weights.config, 3 if weights.numerics.rounds_activations else 2
     made, passed, divisor = fed if made is None else made, dict[str, np.ndarray](), np.zeros((n_runs, 1, 1), np.float32)
     for name, stage, layer in keys(config):
-        inputs = input_keys(stage, layer, config)
+        inputs, state = input_keys(stage, layer, config), STATES.get(stage.name)
         step = Step(
-            stage,
-            config,
-            weights if layer is None else weights.layer(layer),
-            this.positions,
-            tuple(_finite(fed[each], masked=each.endswith("attn_scores")) for each in inputs),
-            _finite(made[name], masked=stage.masked),
-            tuple(passed[each] for each in inputs),
-            arithmetic(name),
-            weights.cache_dtype is np.float16,
-            divisor,
-            past.get(key(STATES.get(stage.name, stage.name), layer)),
-            states.get(key(STATES.get(stage.name, ""), layer)),
-        )
+            stage, config, weights if layer is None else weights.layer(layer), this.positions,
+            tuple(_finite(fed[name], masked=name.endswith("attn_scores")) for name in inputs),
+            _finite(made[name], masked=stage.masked), tuple(passed[name] for name in inputs), arithmetic(name),
+            weights.cache_dtype is np.float16, divisor, past.get(key(state or stage.name, layer)),
+            states.get(key(state or "", layer)),
+        )  # fmt: skip
         variance = _RULES[stage.name](step)
         if stage.name in CACHES and arithmetic(name) != arithmetic(inputs[0]):
             variance = variance + step.rounding
