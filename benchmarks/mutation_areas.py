@@ -54,7 +54,7 @@ AREAS = (
         "families/config* runtime/fields files/weights* stages/table repository/examples",
     ),
     Area("hub", "files/hub/*", "files/hub/*"),
-    Area("machine", "apps/doctor/__init__ apps/doctor/machine/*", "apps/doctor/machine/* cli/doctor"),
+    Area("machine", "apps/doctor/* apps/doctor/machine/*", "apps/doctor/machine/* cli/doctor"),
     Area(
         "files",
         "files/[!ceob]* files/opening files/blocks/*",

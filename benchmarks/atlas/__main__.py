@@ -14,9 +14,9 @@ import click
 
 from benchmarks.atlas import catalogue
 from benchmarks.atlas.catalogue import AtlasEngine
-from benchmarks.atlas.environments import download_bytes, is_to_install
 from benchmarks.atlas.inputs import every_input, quantised_inputs
 from benchmarks.atlas.run_matrix import fill
+from benchmarks.atlas.runs import download_bytes, is_to_install
 from benchmarks.atlas.verdicts import NOT_RUN, EngineReport
 from benchmarks.atlas.write_report import record, write_atlas, write_quantised
 from llorch.apps.bench.measure import processor

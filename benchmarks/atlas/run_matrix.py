@@ -10,10 +10,9 @@ from pathlib import Path
 import numpy as np
 
 from benchmarks.atlas.catalogue import AtlasEngine
-from benchmarks.atlas.environments import NotInstalled, python_of
 from benchmarks.atlas.inputs import AtlasInput, write_input
 from benchmarks.atlas.judging import judge
-from benchmarks.atlas.runs import Request, RunEnd, run_all
+from benchmarks.atlas.runs import NotInstalled, Request, RunEnd, python_of, run_all
 from benchmarks.atlas.verdicts import NOT_RUN, UNREADABLE, EngineReport, confirmed, word_of
 from llorch.engines import open_engine
 from llorch.files import open_weights

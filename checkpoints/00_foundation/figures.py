@@ -7,8 +7,8 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 import llorch
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercises.foundation import InMemory, merge
-from llorch.apps.learn.implementation import Implementation
 from llorch.files.gguf import read_head, read_tensor_table
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor
 from llorch.runtime.builtin import builtin_path

@@ -162,8 +162,7 @@ for i, row in zip(ids, x, strict=True):
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["00"])["embedding"]["embedding-dimensions-not-reversed"]
 print(inspect.getsource(wrong))

@@ -124,8 +124,7 @@ print("with gain", y.shape, "rms", rms(y)[:4].round(4))
 # is invisible.
 
 # %%
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["01"])["rms_norm"]["norm-eps-outside-root"]
 print(inspect.getsource(wrong))

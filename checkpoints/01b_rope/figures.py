@@ -6,8 +6,7 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Circle
 
 import llorch
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 from llorch.judging.goldens.forward import read
 from llorch.ops.rope import frequencies, rope, rope_tables
 from llorch.runtime.builtin import goldens_folder

@@ -127,8 +127,7 @@ print("lengths kept:        ", bool(np.all(np.abs(kept - 1) < 1e-6)))
 # %%
 import inspect
 
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["01b"])["rope"]["rope-interleaved-pairs"]
 print(inspect.getsource(wrong))

@@ -107,8 +107,7 @@ print(square.shape, "right", (x @ square.T)[0, :3].round(3), " turned over", (x 
 # %%
 import inspect
 
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["02"])["qkv"]["qkv-heads-interleaved"]
 print(inspect.getsource(wrong))

@@ -103,8 +103,7 @@ print("the same logits:", same)
 # %%
 import inspect
 
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["03"])["append"]["cache-one-slot-early"]
 print(inspect.getsource(wrong))
@@ -115,7 +114,7 @@ print(inspect.getsource(wrong))
 # and the last slot stays empty. In the running model it writes this:
 
 # %%
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation
 
 
 def told() -> str:

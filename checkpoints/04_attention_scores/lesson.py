@@ -141,8 +141,7 @@ for name, factor in (("scaled", 1.0), ("not scaled", np.sqrt(32))):
 # This mask is right for every prompt and wrong for every token after it. It lets query $t$ see the keys up to $t$:
 
 # %%
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["04"])["attention_scores"]["mask-ignores-cache"]
 print(inspect.getsource(wrong))
@@ -156,7 +155,7 @@ for cached in (0, 5, 11):
 # comparison: it lacks the scale.
 
 # %%
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation
 
 BEGINNING = "Once upon a time there was a little fox"
 

@@ -119,8 +119,7 @@ print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.attn_out"
 # makes the right shape:
 
 # %%
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["05"])["attention_context"]["heads-joined-without-transpose"]
 print(inspect.getsource(wrong))

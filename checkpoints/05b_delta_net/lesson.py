@@ -118,8 +118,7 @@ for what, one, other in (("two parts", after, state), ("chunks of 64", in_chunks
 # Where does the decay go? The state fades *before* the lookup. The other order looks just as good:
 
 # %%
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["05b"])["delta_rule"]["delta-correction-before-decay"]
 print(inspect.getsource(wrong))

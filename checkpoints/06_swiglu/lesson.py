@@ -117,9 +117,8 @@ print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.ffn_out"]
 # A port that starts from GPT-2 may keep its curve, GELU:
 
 # %%
-from llorch.apps.learn.implementation import Implementation
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.choice import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["06"])["swiglu"]
 wrong = typed["swiglu-gelu-tanh"]

@@ -103,8 +103,7 @@ print(f"the closest decision in layer 0: {gaps.min():.4f} between two logits of 
 # this mistake:
 
 # %%
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["06b"])["topk_weights"]["topk-weights-not-normalised"]
 print(inspect.getsource(wrong))

@@ -143,7 +143,7 @@ print("the same rows, within 1e-5:", bool(np.abs(np.concatenate([first, second])
 # The mistake is one letter. The name `h` holds the normalised rows, and the addition takes it instead of `x`:
 
 # %%
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["07"])["block"]
 wrong = typed["attention-residual-from-normed"]
@@ -154,7 +154,7 @@ print(wrong.__doc__)
 # with the gain of the first, and a missing line (queries and keys are never rotated). `story` then writes:
 
 # %%
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation
 
 
 def continued(**parts) -> str:

@@ -97,9 +97,8 @@ print("llama.cpp's logits, within 1e-4:", bool(np.abs(z - theirs["logits"]).max(
 # The last norm is easy to forget: it stands outside the blocks, and its absence raises no error.
 
 # %%
-from llorch.apps.learn.implementation import Implementation
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.choice import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["08"])["logits"]["logits-final-norm-skipped"]
 print(inspect.getsource(wrong))

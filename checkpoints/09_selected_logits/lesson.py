@@ -78,8 +78,7 @@ print(f"largest difference ~{np.abs(last[0] - logits[-1]).max():.0e}")
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["09"])["last_row"]["selected-row-before-last"]
 print(inspect.getsource(wrong))

@@ -83,8 +83,7 @@ print(
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["10"])["argmax"]["argmax-last-of-ties"]
 print(inspect.getsource(wrong))

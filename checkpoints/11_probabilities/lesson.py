@@ -101,8 +101,7 @@ for name, kept in (
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["11"])
 wrong = typed["penalise"]["penalty-divides-negative-logits"]

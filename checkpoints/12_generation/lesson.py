@@ -105,8 +105,7 @@ print("llorch      ", ours == golden.engine_outputs["llamacpp"].greedy.tolist())
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["12"])["generate"]["generation-first-token-twice"]
 print(inspect.getsource(wrong))

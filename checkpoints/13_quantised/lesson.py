@@ -91,8 +91,7 @@ print("equal  ", np.array_equal(ours, values[finite]), "in", finite.sum(), "bloc
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["13"])["q4_0"]
 print(inspect.getsource(inspect.getclosurevars(wrong["block-nibbles-alternate"]).globals["neighbours"]))

@@ -133,8 +133,7 @@ for dtype in DTYPES[1:]:
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["14"])["torch_rms_norm"]["norm-squares-in-half"]
 print(inspect.getsource(wrong))

@@ -103,8 +103,7 @@ for name in ("q_proj", "k_proj", "v_proj", "down_proj"):
 # and every engine agrees.
 
 # %%
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 lora, s = adapter.tensors["layers.0.q_proj"], adapter.scaling("layers.0.q_proj")
 x = golden.shown(at("attn_norm", 0))

@@ -116,8 +116,7 @@ print("shifted  ", [round(cross_entropy(z, np.array([i]), label_smoothing=0.0)[0
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["16"])
 not_shifted = wrong["shifted"]["loss-labels-not-shifted"]

@@ -146,8 +146,7 @@ for kind in ("lora_A", "lora_B"):
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 from llorch.ops.attention import attention_probs, attention_probs_backward
 
 wrong = typed_mistakes(BY_NUMBER["17"])["attention_probs_backward"]["gradient-softmax-as-sigmoid"]

@@ -6,8 +6,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from llorch.apps.learn.exercises.training import adamw_step
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 from llorch.judging.expectations.training import stored
 from llorch.judging.goldens.training_recipe import CURVE, SMOOTHING, step_batches
 from llorch.training.adamw import clip_by_norm

@@ -116,8 +116,7 @@ for what, actual in zip(("parameters", "first_moment", "second_moment"), made, s
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 
 def adam_with_l2(param, grad, m, v, step, lr, beta1, beta2, eps, weight_decay):

@@ -5,10 +5,9 @@ from typing import Any
 import numpy as np
 from matplotlib.figure import Figure
 
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercises.training import ACCUMULATED
-from llorch.apps.learn.implementation import Implementation
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 from llorch.judging.expectations.training import stored
 from llorch.judging.expectations.training_places import at
 from llorch.judging.goldens.training_recipe import CURVE

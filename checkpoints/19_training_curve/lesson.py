@@ -90,8 +90,7 @@ print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - whole) 
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["19"])["accumulated"]
 for name, wrong in typed.items():

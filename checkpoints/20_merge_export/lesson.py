@@ -133,8 +133,7 @@ print(f"in the other order:     off by {np.abs(wrong - beside).max():.2f}")
 
 # %%
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 typed = typed_mistakes(BY_NUMBER["20"])
 print(inspect.getsource(typed["interleave"]["export-b-rows-not-permuted"]))

@@ -46,7 +46,7 @@ class Main(Verbs):
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
     """Print the line and end."""
-    from llorch.apps.doctor.machine.identity import version_line
+    from llorch.apps.doctor.machine.packages import version_line
 
     if value and not ctx.resilient_parsing:
         click.echo(version_line(llorch.__version__))

@@ -1,6 +1,7 @@
 """`llorch doctor`: what there is on this machine to run with, and what is broken."""
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
 
 import click
 
@@ -8,7 +9,11 @@ from llorch.cli.options import json_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, to_json
 
-_SHOWN = {"ok": "ok", "absent": "-", "note": "note", "broken": "BROKEN"}
+if TYPE_CHECKING:
+    from llorch.apps.doctor.health import HealthCheck
+
+JSON_HELP = "One object: version, broken, findings with area, name, state, text and repair."
+_SHOWN = {"ok": "ok", "absent": "-", "warning": "warning", "broken": "BROKEN"}
 
 
 @verb(
@@ -17,7 +22,7 @@ _SHOWN = {"ok": "ok", "absent": "-", "note": "note", "broken": "BROKEN"}
     "llorch doctor --json",
     "llorch doctor > report.txt",
 )
-@json_option("One object: version, broken, findings with part, name, state, text and repair.")
+@json_option(JSON_HELP)
 def command(*, as_json: bool) -> None:
     """Check packages, processor, memory, devices, compiled kernels, reference engines and caches; run a forward pass.
 
@@ -26,21 +31,26 @@ def command(*, as_json: bool) -> None:
 
     Exit codes: 0 all that is installed works, 1 something is broken.
     """
-    from llorch.apps.doctor.machine import REPORT_VERSION, examine
+    from llorch.apps.doctor.machine import examine
 
-    with progress("looking at") as tell:
-        findings = list(examine(tell))
-    broken = sum(one.state == "broken" for one in findings)
+    with progress("looking at") as report:
+        checks = list(examine(report))
+    end_with_report(checks, as_json=as_json)
+
+
+def end_with_report(checks: "Sequence[HealthCheck]", *, as_json: bool) -> NoReturn:
+    """Print the report of a doctor, and end with its exit code."""
+    from llorch.apps.doctor.health import n_broken, report_values
+    from llorch.cli.tables import console, print_table, table
+
+    broken = n_broken(checks)
     if as_json:
-        listed = [asdict(one) for one in findings]
-        click.echo(to_json({"version": REPORT_VERSION, "broken": broken, "findings": listed}))
+        click.echo(to_json(report_values(checks)))
     else:
-        from llorch.cli.tables import console, print_table, table
-
-        rows = table("part", "name", "", "found", "to install or repair")
-        for one in findings:
-            rows.add_row(one.part, one.name, _SHOWN[one.state], one.text, one.repair)
+        rows = table("area", "name", "", "found", "to install or repair")
+        for check in checks:
+            rows.add_row(check.area, check.name, _SHOWN[check.state], check.text, check.repair)
         out = console()
         print_table(out, rows)
-        out.print(f"{broken} broken" if broken else "everything that is installed works")
+        out.print(f"{broken} broken" if broken else "nothing is broken")
     raise click.exceptions.Exit(DIFFERS if broken else OK)

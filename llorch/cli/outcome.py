@@ -143,7 +143,7 @@ def _explain(error: BaseException, *, traceback: bool) -> None:
 
         click.echo("".join(tracebacks.format_exception(error)), err=True, nl=False)
     if isinstance(error, LearnerFault):
-        from llorch.apps.learn.frames import own_frames
+        from llorch.apps.learn.calling import own_frames
 
         for line in own_frames(error.__cause__ or error):
             click.echo(f"  {printable(line)}", err=True)

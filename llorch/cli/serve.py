@@ -125,9 +125,8 @@ def command(
         from llorch.apps.serve.app import make_app
         from llorch.apps.serve.engine import Engine
         from llorch.apps.serve.guard import Guard, require_key
-        from llorch.apps.serve.server import RunningServer, bind, serve
+        from llorch.apps.serve.server import RunningServer, bind, serve, watch_engine
         from llorch.apps.serve.service import Service
-        from llorch.apps.serve.watchdog import watch_engine
     except ModuleNotFoundError as error:
         raise MissingExtra("serve", error.name or "starlette") from None
 

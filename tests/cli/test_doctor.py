@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from helpers.command_line import REPOSITORY, spawn
 
-PARTS = ["packages", "extras", "machine", "engines", "reference engines", "caches", "self-test"]
+AREAS = ["packages", "extras", "machine", "engines", "reference engines", "caches", "self-test"]
 SLOW_TO_IMPORT = (
     "accelerate", "bitsandbytes", "compressed_tensors", "huggingface_hub", "llama_cpp", "llguidance", "matplotlib",
     "peft", "prometheus_client", "pydantic", "starlette", "tensorboard", "transformers", "uvicorn",
@@ -18,10 +18,10 @@ def test_where_all_works_the_exit_code_is_0_and_every_part_is_looked_at():
     done = spawn("doctor", "--json")
     assert done.returncode == 0, done.stdout
     said = json.loads(done.stdout)
-    assert (said["version"], said["broken"]) == (1, 0)
-    assert list(dict.fromkeys(one["part"] for one in said["findings"])) == PARTS
-    assert {one["state"] for one in said["findings"]} <= {"ok", "absent", "note"}
-    assert all(one.keys() == {"part", "name", "state", "text", "repair"} for one in said["findings"])
+    assert (said["version"], said["broken"]) == (2, 0)
+    assert list(dict.fromkeys(one["area"] for one in said["findings"])) == AREAS
+    assert {one["state"] for one in said["findings"]} <= {"ok", "absent", "warning"}
+    assert all(one.keys() == {"area", "name", "state", "text", "repair"} for one in said["findings"])
 
 
 def test_packages_that_end_the_process_do_not_end_this_one(tmp_path: Path):
@@ -32,7 +32,7 @@ def test_packages_that_end_the_process_do_not_end_this_one(tmp_path: Path):
     done = spawn("doctor", "--json", PYTHONPATH=f"{tmp_path}:{REPOSITORY}")
     assert done.returncode == 1, done.stderr
     said = json.loads(done.stdout)
-    assert list(dict.fromkeys(one["part"] for one in said["findings"])) == PARTS
+    assert list(dict.fromkeys(one["area"] for one in said["findings"])) == AREAS
     broken = {one["name"]: one for one in said["findings"] if one["state"] == "broken"}
     assert said["broken"] == len(broken)
     assert broken.keys() >= {"learn", "torch", "train", "devices"}

@@ -10,8 +10,7 @@ from helpers.command_line import invoke
 from helpers.one_model import lessons_on_one_model
 from helpers.refusals import assert_cli_refuses
 
-from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP
-from llorch.apps.learn.materials import hints_of, stub_of
+from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, hints_of, stub_of
 from llorch.apps.learn.progress import LearnerProgress
 from llorch.apps.learn.sandbox import Outcome, outcomes
 

@@ -14,8 +14,7 @@ from select import select
 import pytest
 from helpers.interrupts import heed_interrupts
 
-from llorch.apps.learn.lessons import BY_NUMBER
-from llorch.apps.learn.materials import hints_of, stub_of
+from llorch.apps.learn.lessons import BY_NUMBER, hints_of, stub_of
 from llorch.cli.learn.watch import KEYS
 
 NORM = BY_NUMBER["01"]

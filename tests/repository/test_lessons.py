@@ -8,8 +8,7 @@ from pathlib import Path
 import pytest
 
 from checkpoints.generated.pages import FOLDER, page
-from llorch.apps.learn.lessons import LESSONS, Lesson
-from llorch.apps.learn.materials import hints_of, stub_of, typed_mistakes
+from llorch.apps.learn.lessons import LESSONS, Lesson, hints_of, stub_of, typed_mistakes
 from llorch.stages.table import CHECKPOINTS
 
 BLOCKS = ("where we are", "idea", "maths", "picture", "reference", "run it", "mistake", "exercise", "engines differ")

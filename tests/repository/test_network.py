@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from llorch.apps.doctor.machine import identity
+from llorch.apps.doctor.machine import packages
 from tests.repository.test_layers import imported_modules
 
 ROOT = Path(__file__).parents[2]
@@ -85,8 +85,8 @@ def test_a_command_on_a_model_that_is_here_opens_no_socket(line: str):
 def test_installer_is_named_by_no_module():
     named = re.compile(rf"[\"'](?:{'|'.join(PROGRAMS)})[\"']")
     found = [file.relative_to(ROOT).as_posix() for file in FILES if named.search(file.read_text())]
-    assert found == ["llorch/apps/doctor/machine/identity.py"]
-    assert identity._COMMAND[:2] == ("git", "describe")  # reads the checkout, for llorch --version
+    assert found == ["llorch/apps/doctor/machine/packages.py"]
+    assert packages._GIT[:2] == ("git", "describe")  # reads the checkout, for llorch --version
 
 
 def test_a_socket_would_be_seen(monkeypatch: pytest.MonkeyPatch):

@@ -15,12 +15,12 @@ from helpers.command_line import invoke
 from helpers.refusals import assert_tells
 
 import llorch
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.apps.learn.sandbox import _check_in_sandbox
 from llorch.runtime.builtin import IN_WHEEL
 from llorch.stages.comparison import NOT_RUN, PASS
-from tests.apps.doctor.machine.test_identity import commit
+from tests.apps.doctor.machine.test_packages import commit
 
 ROOT = Path(__file__).parents[2]
 SETTINGS = tomllib.loads((ROOT / "pyproject.toml").read_text())

@@ -16,11 +16,10 @@ from typing import Any
 
 import numpy as np
 
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Call, Exercise
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import Lesson
-from llorch.apps.learn.npz import from_npz, to_npz
-from llorch.apps.learn.program import flat
+from llorch.apps.learn.program import flat, from_npz, to_npz
 from llorch.files.mapped import read_regular
 from llorch.files.new_file import new_file
 from llorch.runtime.errors import FormatError, LearnerFault, UserError

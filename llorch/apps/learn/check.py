@@ -6,15 +6,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
+from llorch.apps.learn.calling import all_frames, own_frames
 from llorch.apps.learn.checks.after_logits import ArgmaxCheck, FilterCheck, GenerationCheck, RowCheck
 from llorch.apps.learn.checks.forward import ForwardCheck
-from llorch.apps.learn.checks.foundation import FoundationCheck
-from llorch.apps.learn.checks.quantised import BlocksCheck
+from llorch.apps.learn.checks.foundation import BlocksCheck, FoundationCheck
 from llorch.apps.learn.checks.training import TrainingCheck
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.edge_cases import require_edges
 from llorch.apps.learn.exercise import Call
-from llorch.apps.learn.frames import all_frames, own_frames
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import Check, LessonComparison, Mode, NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.apps.learn.verdict import BORROWED, LessonReport, word_for

@@ -3,16 +3,74 @@
 import os
 import shlex
 import tomllib
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import Any
 
-from llorch.apps.learn.exercise import Call
+import numpy as np
+
+from llorch.apps.learn.exercise import Adapt, Call, Exercise
 from llorch.apps.learn.folder import read_folder, renamed_in
-from llorch.apps.learn.implementation import Implementation
-from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
+from llorch.apps.learn.guard import guarded
+from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, PARTS
 from llorch.apps.learn.program import PREFIX, Program
+from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files.mapped import read_regular
 from llorch.runtime.errors import FormatError, UserError
+
+
+class Implementation:
+    """Functions of a learner by the name of the part.
+
+    Attributes:
+        source: Names it in messages.
+        written: What there is.
+        renamed: What seems to be a part that is not written, under another name: a sentence by part.
+        notes: What calls showed that is harmless but worth knowing, once each.
+    """
+
+    def __init__(self, source: str, written: Mapping[str, Call], renamed: Mapping[str, str] | None = None) -> None:
+        """Hold the functions that a learner wrote, by name."""
+        self.source, self.written, self.renamed = source, written, renamed or {}
+        self.notes: dict[str, None] = {}
+
+    def unwritten(self, parts: Iterable[Exercise]) -> list[str]:
+        """Name the parts that are not written."""
+        return [exercise.name for exercise in parts if exercise.name not in self.written]
+
+    @contextmanager
+    def installed(self, parts: Iterable[Exercise] | None = None, *, live: bool = False) -> Iterator[None]:
+        """Run llorch with these parts (default: all) in place of its own functions, as far as they are written.
+
+        The whole process has them meanwhile: nothing else may compute.
+
+        Args:
+            parts: Which.
+            live: Nothing is judged: see `guard`.
+
+        Raises:
+            LearnerFault: Inside, where a part raises or returns what nothing can go on with.
+        """
+        with ExitStack() as stack:
+            stack.enter_context(np.errstate(all="ignore"))  # numbers that are none are told by the verdict
+            stack.enter_context(warnings.catch_warnings())
+            warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # torch, of arguments
+            for exercise in PARTS.values() if parts is None else parts:
+                if exercise.name in self.written:
+                    call = guarded(exercise, self.written[exercise.name], note=self._note, live=live)
+                    for place, adapt in exercise.places.items():
+                        stack.enter_context(replaced(place, _adapter(adapt, call)))
+            yield
+
+    def _note(self, line: str) -> None:
+        self.notes[line] = None
+
+
+def _adapter(adapt: Adapt, call: Call) -> Callable[[Any], Any]:
+    return lambda right: adapt(call, right)
+
 
 VARIABLE = "LLORCH_IMPL"
 _MAX_FILE = 1 << 20  # bytes of a pyproject.toml

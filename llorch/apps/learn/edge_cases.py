@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.guard import guarded
-from llorch.apps.learn.implementation import Implementation
 from llorch.runtime.errors import LearnerFault
 
 _WHOLE = np.int64

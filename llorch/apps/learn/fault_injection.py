@@ -13,10 +13,9 @@ import numpy as np
 
 from llorch.apps.learn.check import FORWARD, check
 from llorch.apps.learn.checks.forward import ForwardModel, models_of, written_parts
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.judging import NearMiss
-from llorch.apps.learn.lessons import Lesson
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import Lesson, typed_mistakes
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong

@@ -10,9 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.calling import called, named, not_within_itself, require_parameters
+from llorch.apps.learn.calling import called, named, not_within_itself, of_other_dtype, require_parameters
 from llorch.apps.learn.exercise import Call, Exercise
-from llorch.apps.learn.inner_calls import of_other_dtype
 from llorch.runtime.errors import LearnerFault
 
 Note = Callable[[str], None]

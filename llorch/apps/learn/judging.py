@@ -6,7 +6,7 @@ from typing import Literal, Protocol
 
 import numpy as np
 
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.verdict import Suspect
 from llorch.families.config import ModelConfig

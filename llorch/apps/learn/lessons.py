@@ -4,13 +4,19 @@ Whose files lie where is said here once: a lesson's page, stub, hints and typed 
 of the repository, which the wheel carries; what a learner writes is `lNN_name.py` in a folder of their own.
 """
 
-from collections.abc import Mapping
+import ast
+import hashlib
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
+from runpy import run_path
 
-from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.exercises import after_logits, families, forward, foundation, on_torch, quantised, training
+from llorch.apps.learn.exercise import Call, Exercise
+from llorch.apps.learn.exercises import after_logits, families, forward, foundation, training
+from llorch.apps.learn.typed_mistakes import make_typed_mistakes
+from llorch.diagnosis.mistakes import MISTAKES
 from llorch.stages.table import CHECKPOINTS
 
 WARM_UP = "00w"  # on the page of 00: its stub is right but for a constant, so that the first green takes a minute
@@ -76,8 +82,8 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("10", 10, (after_logits.ARGMAX,)),
     Lesson("11", 30, FILTERS),
     Lesson("12", 35, (after_logits.POSITIONS, after_logits.GENERATE)),
-    Lesson("13", 45, (quantised.Q8_0, quantised.Q4_0)),
-    Lesson("14", 45, (on_torch.RMS_NORM, on_torch.ROPE)),
+    Lesson("13", 45, (after_logits.Q8_0, after_logits.Q4_0)),
+    Lesson("14", 45, (after_logits.TORCH_RMS_NORM, after_logits.TORCH_ROPE)),
     Lesson("15", 25, (training.LORA_SCALING, training.LORA_DELTA)),
     Lesson("16", 25, (training.MASKED_LABELS, training.SHIFTED, training.CROSS_ENTROPY)),
     Lesson("17", 75, training.BACKWARD),
@@ -88,3 +94,61 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
 PARTS: Mapping[str, Exercise] = {exercise.name: exercise for lesson in LESSONS for exercise in lesson.parts}
 LESSON_OF: Mapping[str, Lesson] = {exercise.name: lesson for lesson in LESSONS for exercise in lesson.parts}
+
+
+def sources(folder: Path, lesson: Lesson) -> list[Path]:
+    """List the files of a lesson, by name; none while the lesson's file is missing."""
+    found: set[Path] = set()
+    new = {folder / f"{lesson.module}.py"}
+    while new := {path for path in new - found if path.is_file()}:
+        found |= new
+        new = {folder / f"{module}.py" for path in new for module in _imported(path)}
+    return sorted(found)
+
+
+def lesson_fingerprint(folder: Path, lesson: Lesson) -> str:
+    """Hash the files of a lesson with SHA-256."""
+    digest = hashlib.sha256()
+    for path in sources(folder, lesson):
+        data = path.read_bytes()
+        digest.update(f"{path.name} {len(data)}\n".encode() + data)
+    return digest.hexdigest()
+
+
+def _imported(path: Path) -> Iterator[str]:
+    try:
+        tree = ast.parse(path.read_bytes())
+    except (SyntaxError, ValueError):
+        return  # it imports nothing
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        if isinstance(node, ast.ImportFrom) and node.module:
+            yield node.module
+
+
+def stub_of(lesson: Lesson) -> str:
+    """Read the text of the file that a learner completes."""
+    return (lesson.folder / "stub.py").read_text(encoding="utf-8")
+
+
+@cache
+def hints_of(lesson: Lesson) -> Mapping[str, Sequence[str]]:
+    """Return three hints for every part: a direction, the formula with shapes, the function itself."""
+    found = tomllib.loads((lesson.folder / "hints.toml").read_text(encoding="utf-8"))
+    return {name: table["steps"] for name, table in found.items()}
+
+
+@cache
+def typed_mistakes(lesson: Lesson) -> Mapping[str, Mapping[str, Call]]:
+    """Map the lesson's parts to the names of known mistakes, and these to functions that people write then.
+
+    Most are made from the library (`typed_mistakes`). The lesson's `mistakes.py` holds the ones that its page
+    shows, and those that cannot be made.
+    """
+    by_hand = run_path(str(lesson.folder / "mistakes.py"))["WRONG"]
+    wrong = {
+        exercise.name: {**make_typed_mistakes(exercise), **by_hand.get(exercise.name, {})} for exercise in lesson.parts
+    }
+    in_order = {part: {name: found[name] for name in MISTAKES if name in found} for part, found in wrong.items()}
+    return {part: found for part, found in in_order.items() if found}

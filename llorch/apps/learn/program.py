@@ -7,19 +7,66 @@ axes, what is None is left out. Exit status 69 says that the part is not written
 on stdin. What it writes to stderr is passed on. A part that is given the model as a function is never one of its.
 """
 
+import io
 import os
 import shlex
 import shutil
 from collections.abc import Iterator, Mapping
 from typing import Any
+from zipfile import ZIP_STORED, ZipFile, ZipInfo
 
 import numpy as np
 
 from llorch.apps.learn.exercise import Call, Exercise
 from llorch.apps.learn.lessons import PARTS
-from llorch.apps.learn.npz import from_npz, to_npz
 from llorch.runtime.errors import LearnerFault, UserError
 from llorch.runtime.worker import DEVNULL, run, signal_name
+
+MANIFEST = "manifest.json"
+
+
+def to_npz(arrays: Mapping[str, np.ndarray], manifest: str | None = None) -> bytes:
+    """Write an npz file as bytes, equal for equal arrays. A manifest, if given, is stored with the arrays."""
+    file = io.BytesIO()
+    with ZipFile(file, "w", ZIP_STORED) as archive:
+        if manifest is not None:
+            archive.writestr(ZipInfo(MANIFEST), manifest)
+        for name, array in arrays.items():
+            member = io.BytesIO()
+            np.lib.format.write_array(member, np.asarray(array, order="C"), allow_pickle=False)
+            archive.writestr(ZipInfo(f"{name}.npy"), member.getvalue())
+    return file.getvalue()
+
+
+def from_npz(data: bytes, *, most: int) -> dict[str, np.ndarray]:
+    """Read the arrays of an npz file.
+
+    Args:
+        data: The file.
+        most: Bytes that the arrays may have together.
+
+    Returns:
+        The arrays by name, without `.npy`.
+
+    Raises:
+        ValueError: The file is no npz, is cut or is too large; it has members other than arrays, arrays of
+            objects, or a name twice.
+    """
+    found: dict[str, np.ndarray] = {}
+    try:
+        with ZipFile(io.BytesIO(data)) as archive:
+            members = [info for info in archive.infolist() if info.filename != MANIFEST]
+            if (size := sum(info.file_size for info in members)) > most:
+                raise UserError(f"expected at most {most} bytes, got {size}")
+            for info in members:
+                name = info.filename.removesuffix(".npy")
+                if name in found:
+                    raise UserError(f"expected each name once, got {name} twice")
+                found[name] = np.lib.format.read_array(io.BytesIO(archive.read(info)), allow_pickle=False)
+    except Exception as error:  # zipfile and numpy raise a dozen classes for broken bytes
+        raise UserError(f"not an npz of arrays: {error}") from None
+    return found
+
 
 PREFIX = "cmd:"
 UNWRITTEN = 69  # the exit status; EX_UNAVAILABLE of sysexits.h

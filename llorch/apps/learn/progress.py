@@ -4,20 +4,26 @@ Read anew before every change, so that a loop in one window and a check in anoth
 cannot be read is kept under another name.
 """
 
+import hashlib
 import json
+import platform
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from llorch.apps.learn.lessons import BY_NUMBER, Lesson
+import numpy as np
+
+from llorch.apps.learn import lessons as all_lessons
+from llorch.apps.learn.lessons import BY_NUMBER, Lesson, lesson_fingerprint, sources, stub_of
 from llorch.apps.learn.sandbox import Outcome
-from llorch.apps.learn.sources import lesson_fingerprint
 from llorch.apps.learn.verdict import BORROWED
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
+from llorch.judging.goldens.store import SUFFIX
+from llorch.runtime.builtin import goldens_folder
 from llorch.runtime.errors import FormatError
 from llorch.runtime.fields import Fields
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS
@@ -145,3 +151,58 @@ def _standing(values: Any, path: Path, number: str) -> Standing:
         status, fields.integer("attempts", default=0, low=0), hints, fields.boolean("solution", default=False),
         fields.text("tried", default=""), fields.text("passed", default=""), fields.text("wrong", default=""),
     )  # fmt: skip
+
+
+CERTIFICATE_VERSION = 1
+
+
+def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict[str, Any]:
+    """Collect the verdicts, versions and hashes that a certificate records.
+
+    Args:
+        folder: Folder of the learner.
+        outcomes: Outcomes of every lesson.
+        version: Version of llorch.
+
+    Returns:
+        An object for JSON.
+    """
+    goldens = goldens_folder()
+    files = sorted([*goldens.glob("*/*.json"), *goldens.glob(f"*/*{SUFFIX}")])
+    lessons = {each.lesson: {"verdict": each.word, "comparisons": each.record["compared"]} for each in outcomes}
+    code = {path for number in lessons for path in sources(folder, all_lessons.BY_NUMBER[number])}
+    return {
+        "version": CERTIFICATE_VERSION,
+        "versions": {"llorch": version, "python": platform.python_version(), "numpy": np.__version__},
+        "lessons": lessons,
+        "code": {path.name: _hash(path) for path in sorted(code)},
+        "goldens": {path.relative_to(goldens).as_posix(): _hash(path) for path in files},
+    }
+
+
+def with_untouched(folder: Path, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
+    """Call a stub BORROWED that nobody has changed: the stub of the first lesson is wrong on purpose."""
+    for each in outcomes:
+        lesson = all_lessons.BY_NUMBER[each.lesson]
+        (file, *others) = sources(folder, lesson) or [folder]
+        is_stub = not others and file.is_file() and file.read_text("utf-8", "replace") == stub_of(lesson)
+        yield replace(each, word=BORROWED) if is_stub else each
+
+
+def differences(said: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
+    """Return a line for each value in which two certificates differ."""
+    lines = []
+    for key in ("lessons", "code", "goldens"):
+        theirs, ours = said.get(key), found[key]
+        if not isinstance(theirs, Mapping):
+            return [f"{key}: expected an object, got {theirs!r}"]
+        lines += [
+            f"{key}: {name}: expected {theirs.get(name, 'nothing')}, got {ours.get(name, 'nothing')}"
+            for name in sorted({*theirs, *ours})
+            if theirs.get(name) != ours.get(name)
+        ]
+    return lines
+
+
+def _hash(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()

@@ -22,13 +22,11 @@ from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.calling import named
+from llorch.apps.learn.calling import all_frames, is_own, named
 from llorch.apps.learn.check import check
-from llorch.apps.learn.choice import opened
+from llorch.apps.learn.choice import Implementation, opened
 from llorch.apps.learn.exercise import Call
 from llorch.apps.learn.fault_injection import FaultReport, inject_faults
-from llorch.apps.learn.frames import all_frames, is_own
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import Mode
 from llorch.apps.learn.lessons import BY_NUMBER, Lesson
 from llorch.apps.learn.verdict import LessonReport

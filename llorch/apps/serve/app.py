@@ -1,17 +1,17 @@
 """The app: every route of the server, and what becomes of errors.
 
-chat, completions, responses, tokens, tracing, page        the routes
+chat, completions, responses, tracing                      the routes
 http, events                                               bodies in; answers out, whole and as streams
-requests, replies (.._of_responses), unsupported_fields    pydantic models of requests and answers: `openapi`
+requests (.._of_responses), replies, unsupported_fields    pydantic models of requests and answers: `openapi`
 api_errors                                                 errors of the OpenAI interface
-service, grammar, thinking                                 names and limits; prompts and forms become jobs
-response_stream, work, engine                              an answer, its job, the thread that owns the batch
+service, grammar                                           names and limits; prompts and forms become jobs
+response_stream, engine                                    an answer, its job, the thread that owns the batch
 scheduler                                                  a batch on the NumPy path
-metrics, usage, logprobs                                   counts and log probabilities
-connection, server, watchdog, guard, refusal, request_id   connections, their limits, checks of each request
+connection, server, guard, refusal                         connections, their limits, checks of each request
 """
 
 import re
+from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -21,10 +21,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llorch.apps.serve import chat, completions, page, responses, tokens, tracing
+from llorch.apps.serve import chat, completions, responses, tracing
 from llorch.apps.serve.api_errors import ApiError
+from llorch.apps.serve.engine import Metrics
 from llorch.apps.serve.http import reply, service_of
-from llorch.apps.serve.metrics import Metrics
 from llorch.apps.serve.openapi import Described, description
 from llorch.apps.serve.replies import (
     ChatCompletion,
@@ -36,12 +36,25 @@ from llorch.apps.serve.replies import (
     Tokenized,
     Trace,
 )
-from llorch.apps.serve.replies_of_responses import Response as ResponsesReply
+from llorch.apps.serve.replies import Response as ResponsesReply
 from llorch.apps.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TraceRequest
 from llorch.apps.serve.requests_of_responses import ResponsesRequest
 from llorch.apps.serve.service import Service
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
+_PAGE = Path(__file__).parent / "page"
+PAGE_FILES = {  # by path: what lies in the folder, and its type
+    "/": ("index.html", "text/html"),
+    "/script.js": ("script.js", "text/javascript"),
+    "/style.css": ("style.css", "text/css"),
+    "/icon.svg": ("icon.svg", "image/svg+xml"),
+}
+_PAGE_HEADERS = {
+    "content-security-policy": "default-src 'self'; base-uri 'none'; form-action 'none'; frame-ancestors 'none'",
+    "x-content-type-options": "nosniff",
+    "referrer-policy": "no-referrer",
+    "cache-control": "no-cache",
+}
 
 
 def make_app(service: Service) -> Starlette:
@@ -82,8 +95,14 @@ async def openapi(request: Request) -> Response:
     return JSONResponse(description(ROUTES, version=service_of(request).version))
 
 
+async def page_file(request: Request) -> Response:
+    """Answer with one file of the web page."""
+    name, kind = PAGE_FILES[request.url.path]
+    return Response((_PAGE / name).read_bytes(), media_type=kind, headers=_PAGE_HEADERS)
+
+
 ROUTES = (
-    *(Described(path, page.show, "The page for a browser.", kind) for path, (_, kind) in page.FILES.items()),
+    *(Described(path, page_file, "The page for a browser.", kind) for path, (_, kind) in PAGE_FILES.items()),
     Described("/health", health, "Health of the server.", Health),
     Described("/metrics", metrics, "Counters, for Prometheus.", "text/plain"),
     Described("/openapi.json", openapi, "This description.", "application/json"),
@@ -92,8 +111,8 @@ ROUTES = (
     Described("/v1/completions", completions.answer, "Continue texts.", Completion, CompletionRequest, True),
     Described("/v1/responses", responses.answer, "Answer a conversation.", ResponsesReply, ResponsesRequest, True),
     Described("/v1/trace", tracing.answer, "Values of every stage.", Trace, TraceRequest),
-    Described("/tokenize", tokens.tokenize, "Convert text to token ids.", Tokenized, TokenizeRequest),
-    Described("/detokenize", tokens.detokenize, "Convert token ids to text.", Detokenized, DetokenizeRequest),
+    Described("/tokenize", completions.tokenize, "Convert text to token ids.", Tokenized, TokenizeRequest),
+    Described("/detokenize", completions.detokenize, "Convert token ids to text.", Detokenized, DetokenizeRequest),
 )
 
 

@@ -2,15 +2,16 @@
 
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llorch.apps.serve.api_errors import ApiError, wrong
+from llorch.apps.serve.engine import MadeToken
 from llorch.apps.serve.events import DONE, EventStream, event, tokens_as_events
 from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
-from llorch.apps.serve.logprobs import for_chat
 from llorch.apps.serve.replies import (
     ChatChoice,
     ChatChunk,
@@ -19,14 +20,16 @@ from llorch.apps.serve.replies import (
     ChatMessage,
     ChunkChoice,
     Delta,
+    finish_reason,
+    for_chat,
+    timings,
+    usage,
 )
-from llorch.apps.serve.requests import ChatRequest
+from llorch.apps.serve.requests import ChatRequest, Templated
 from llorch.apps.serve.response_stream import Answering
 from llorch.apps.serve.service import Service, first_seed
-from llorch.apps.serve.thinking import template_variables
 from llorch.apps.serve.unsupported_fields import ignored_fields
-from llorch.apps.serve.usage import finish_reason, timings, usage
-from llorch.apps.serve.work import MadeToken
+from llorch.files.tokenizer.conversation import Chats
 from llorch.model.generate import Job
 
 
@@ -130,3 +133,36 @@ class _Chat:
     def _make_chunk(self, choices: list[ChunkChoice], **counts: object) -> ChatChunk:
         """Make a chunk of a stream with the id, model and time that all its chunks have."""
         return ChatChunk(object="chat.completion.chunk", choices=choices, **counts, **self._common)
+
+
+_SIGNS = ("think", "reasoning")  # in the source of a template whose model thinks
+
+
+def template_variables(body: Templated, chats: Chats) -> Mapping[str, object]:
+    """Return the variables of the chat template for one request.
+
+    ApiError for a wish that the template has no variable for. A wish for no thoughts is met by a template that has
+    none.
+    """
+    found: dict[str, object] = dict(body.chat_template_kwargs or {})
+    for field, value in body.thinking.items():
+        wanted = _variable(value, chats)
+        if wanted is None:
+            if value in (False, "none") and not any(map(chats.template_mentions, _SIGNS)):
+                continue
+            text = f"{field}: the chat template of this model has no variable for {value!r}; leave the field out"
+            raise ApiError(400, text, param=field, code="unsupported")
+        name, meant = wanted
+        if found.setdefault(name, meant) != meant:
+            raise wrong(field, f"{name} to be {found[name]!r} in every field that sets this variable", value)
+    return found
+
+
+def _variable(value: bool | str, chats: Chats) -> tuple[str, object] | None:
+    """Find the variable of the template that switches thinking, and its value."""
+    switches = isinstance(value, bool) or value == "none"
+    if switches and chats.template_mentions("enable_thinking"):
+        return "enable_thinking", value is True
+    if isinstance(value, str) and chats.template_mentions("reasoning_effort"):
+        return "reasoning_effort", value
+    return None

@@ -8,16 +8,27 @@ from dataclasses import dataclass
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llorch.apps.serve.api_errors import ApiError
+from llorch.apps.serve.engine import MadeToken
 from llorch.apps.serve.events import DONE, EventStream, event, tokens_as_events
 from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
-from llorch.apps.serve.logprobs import for_completion
-from llorch.apps.serve.replies import Completion, CompletionChoice, CompletionLogprobs
-from llorch.apps.serve.requests import CompletionRequest
+from llorch.apps.serve.replies import (
+    Completion,
+    CompletionChoice,
+    CompletionLogprobs,
+    Detokenized,
+    Piece,
+    Tokenized,
+    finish_reason,
+    for_completion,
+    piece,
+    timings,
+    usage,
+)
+from llorch.apps.serve.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from llorch.apps.serve.response_stream import Answering
-from llorch.apps.serve.service import Service, first_seed
+from llorch.apps.serve.service import Service, first_seed, require_short
 from llorch.apps.serve.unsupported_fields import ignored_fields
-from llorch.apps.serve.usage import finish_reason, timings, usage
-from llorch.apps.serve.work import MadeToken
 from llorch.model.generate import Job
 
 MAX_TOKENS = 16  # where nobody says, as OpenAI has it
@@ -106,3 +117,40 @@ class _Completion:
     def _make_reply(self, choices: list[CompletionChoice], **counts: object) -> Completion:
         """Make a reply with the id, model and time that all chunks of a stream have."""
         return Completion(choices=choices, **self._common, **counts)  # type: ignore[arg-type] (pydantic checks them)
+
+
+async def tokenize(request: Request) -> Response:
+    """Answer with the token ids of a text."""
+    body, service = await read_body(request, TokenizeRequest), service_of(request)
+    ignored = ignored_fields(body)
+    return reply(await run_beside_loop(service, lambda: _tokenized(service, body)), ignored)
+
+
+async def detokenize(request: Request) -> Response:
+    """Convert ids to text; control tokens become their text."""
+    body, service = await read_body(request, DetokenizeRequest), service_of(request)
+    ignored = ignored_fields(body)
+    return reply(await run_beside_loop(service, lambda: _detokenized(service, body)), ignored)
+
+
+def _tokenized(service: Service, body: TokenizeRequest) -> Tokenized:
+    require_short(body.content, param="content")
+    tokenizer = service.model.tokenizer
+    ids = tokenizer.encode(body.content, add_special=body.add_special, parse_special=body.parse_special)
+    if not body.with_pieces:
+        return Tokenized(tokens=ids)
+    return Tokenized(tokens=[Piece(id=one, piece=_readable(piece(tokenizer, one))) for one in ids])
+
+
+def _detokenized(service: Service, body: DetokenizeRequest) -> Detokenized:
+    try:
+        return Detokenized(content=service.model.tokenizer.decode(body.tokens, skip_special=False))
+    except ValueError as error:
+        raise ApiError(400, f"tokens: {error}", param="tokens") from None
+
+
+def _readable(data: bytes) -> str | list[int]:
+    try:
+        return data.decode()
+    except UnicodeDecodeError:
+        return list(data)

@@ -23,8 +23,16 @@ from uvicorn import Config
 from uvicorn.protocols.http.h11_impl import H11Protocol
 from uvicorn.server import ServerState
 
-from llorch.apps.serve.refusal import BODY_TOO_SLOW, FULL, HEADERS_TOO_LARGE, HEADERS_TOO_SLOW, MALFORMED, Refusal
-from llorch.apps.serve.request_id import HEADER, request_id
+from llorch.apps.serve.refusal import (
+    BODY_TOO_SLOW,
+    FULL,
+    HEADER,
+    HEADERS_TOO_LARGE,
+    HEADERS_TOO_SLOW,
+    MALFORMED,
+    Refusal,
+    request_id,
+)
 
 Awaited = Literal["headers", "body", "another", "nothing"]  # of the client; nothing: an answer is being made
 

@@ -10,10 +10,10 @@ from starlette.responses import StreamingResponse
 from starlette.types import Receive, Scope, Send
 
 from llorch.apps.serve.api_errors import ApiError
+from llorch.apps.serve.engine import MadeToken
 from llorch.apps.serve.http import naming
 from llorch.apps.serve.replies import ErrorReply, Reply
 from llorch.apps.serve.response_stream import Answering, of_failure
-from llorch.apps.serve.work import MadeToken
 
 SILENCE = 10.0  # seconds after which a stream says that it is alive
 DONE = b"data: [DONE]\n\n"

@@ -9,10 +9,10 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from llorch.apps.serve.api_errors import ApiError, of_validation
+from llorch.apps.serve.engine import Busy, Unavailable
 from llorch.apps.serve.replies import Reply
 from llorch.apps.serve.response_stream import of_failure
 from llorch.apps.serve.service import Service
-from llorch.apps.serve.work import Busy, Unavailable
 from llorch.files.strict_json import parse_json
 from llorch.runtime.errors import FormatError
 

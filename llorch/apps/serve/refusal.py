@@ -1,7 +1,9 @@
 """How a request is refused before any route has seen it: a status, and an error in the shape of OpenAI's."""
 
 import json
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+import re
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
@@ -50,3 +52,31 @@ HEADERS_TOO_LARGE = Refusal(431, "the headers of the request are too long", "hea
 MALFORMED = Refusal(400, "expected an HTTP/1.1 request", "malformed_request")
 FULL = Refusal(503, "too many connections", "too_many_connections", {"retry-after": "1"})
 STOPPING = Refusal(503, "the server is stopping", "stopping", {"retry-after": "5", "connection": "close"})
+
+
+HEADER = b"x-request-id"
+_GOOD = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")  # nothing that ends a header, a line of a log or a quotation
+
+
+def request_id(headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
+    """Return the id that a client gave to its request; a new one if it gave none, several or an invalid one."""
+    given = [value for name, value in headers if name == HEADER]
+    if len(given) == 1 and _GOOD.fullmatch(given[0]):
+        return given[0]
+    return f"req_{secrets.token_hex(12)}".encode()
+
+
+def identified(app: App) -> App:
+    """Wrap an application so that every answer has the id of its request."""
+
+    async def named(scope: Any, receive: Receive, send: Send) -> None:
+        name = request_id(scope["headers"])
+
+        async def naming(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER, name)]}
+            await send(message)
+
+        await app(scope, receive, naming)
+
+    return named

@@ -3,9 +3,13 @@
 Fields without a value are left out where OpenAI leaves them out; what has to be there as null is given as None.
 """
 
-from typing import Literal
+from collections.abc import Sequence
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
+
+from llorch.apps.serve.engine import MadeToken, Work
+from llorch.files.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length"]
 
@@ -235,3 +239,183 @@ class Trace(Reply):
     tokens: list[int]
     stages: list[Stage]
     arrays: dict[str, str]
+
+
+Status = Literal["in_progress", "completed", "incomplete"]
+
+
+class OutputText(Reply):
+    """The text of an answer."""
+
+    type: Literal["output_text"]
+    text: str
+    annotations: list[str]
+    logprobs: list[TokenLogprob]
+
+
+class OutputMessage(Reply):
+    """An answer."""
+
+    type: Literal["message"]
+    id: str
+    status: Status
+    role: Literal["assistant"]
+    content: list[OutputText]
+
+
+class Why(Reply):
+    """Why an answer is incomplete."""
+
+    reason: Literal["max_output_tokens"]
+
+
+class InputDetails(Reply):
+    """Of the prompt."""
+
+    cached_tokens: int
+
+
+class OutputDetails(Reply):
+    """Of the answer."""
+
+    reasoning_tokens: int
+
+
+class ResponseUsage(Reply):
+    """Tokens of a request."""
+
+    input_tokens: int
+    input_tokens_details: InputDetails
+    output_tokens: int
+    output_tokens_details: OutputDetails
+    total_tokens: int
+
+
+class Response(Reply):
+    """Of /v1/responses."""
+
+    id: str
+    object: Literal["response"]
+    created_at: int
+    status: Status
+    error: None
+    incomplete_details: Why | None
+    instructions: str | None
+    max_output_tokens: int | None
+    model: str
+    output: list[OutputMessage]
+    parallel_tool_calls: bool
+    temperature: float
+    tool_choice: Literal["none"]
+    tools: list[str]
+    top_p: float
+    metadata: dict[str, str]
+    usage: ResponseUsage | None
+
+
+class ResponseEvent(Reply):
+    """An event of its stream; which fields there are follows from the type."""
+
+    type: str
+    sequence_number: int
+    response: Response | None = None
+    item_id: str | None = None
+    output_index: int | None = None
+    content_index: int | None = None
+    item: OutputMessage | None = None
+    part: OutputText | None = None
+    delta: str | None = None
+    text: str | None = None
+    logprobs: list[TokenLogprob] | None = None
+
+
+def usage(works: Sequence[Work], *, n_prompt: int) -> Usage:
+    """Count the tokens of all answers to a request; each prompt of `n_prompt` tokens is counted once."""
+    made, cached = sum(work.n_made for work in works), max((work.n_cached for work in works), default=0)
+    return Usage(
+        prompt_tokens=n_prompt,
+        completion_tokens=made,
+        total_tokens=n_prompt + made,
+        prompt_tokens_details=CachedTokens(cached_tokens=min(cached, n_prompt)),
+    )
+
+
+def timings(works: Sequence[Work]) -> Timings:
+    """Measure from the first answer that began to the last that ended."""
+    began = min(work.joined or work.submitted for work in works)
+    first = max(work.first or began for work in works)
+    last = max(work.last or first for work in works)
+    n_read, n_made = sum(len(work.job.ids) - work.n_cached for work in works), sum(work.n_made for work in works)
+    return Timings(
+        cache_n=sum(work.n_cached for work in works),
+        prompt_n=n_read,
+        prompt_ms=1e3 * (first - began),
+        prompt_per_second=_rate(n_read, first - began),
+        predicted_n=n_made,
+        predicted_ms=1e3 * (last - first),
+        predicted_per_second=_rate(n_made - len(works), last - first),
+    )
+
+
+def finish_reason(finish: str | None) -> Finish | None:
+    """Translate the end of an answer to OpenAI's words: an end token is a stop."""
+    return "length" if finish == "length" else None if finish is None else "stop"
+
+
+def _rate(n: int, seconds: float) -> float:
+    return n / seconds if n > 0 and seconds > 0 else 0.0
+
+
+LEAST = -9999.0  # JSON has no infinity
+
+
+def piece(tokenizer: Tokenizer, token_id: int) -> bytes:
+    """Return the bytes of a token; of a control token, those of its text."""
+    if token_id in tokenizer.control_ids:
+        return tokenizer.decode([token_id], skip_special=False).encode()
+    return tokenizer.token_bytes(token_id)
+
+
+def for_chat(tokenizer: Tokenizer, made: MadeToken) -> ChatLogprobs:
+    """Make the log probabilities of one token for a chat; none for an end token, which is no part of the answer."""
+    token = made.token
+    if token.finish == "eos":
+        return ChatLogprobs(content=[], refusal=None)
+    top = [TopLogprob(**_logprob_record(tokenizer, *one)) for one in made.top]
+    entry = TokenLogprob(**_logprob_record(tokenizer, token.id, token.logprob), top_logprobs=top)
+    return ChatLogprobs(content=[entry], refusal=None)
+
+
+def _logprob_record(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
+    data = piece(tokenizer, token_id)
+    return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": max(logprob, LEAST)}
+
+
+def for_completion(tokenizer: Tokenizer, tokens: Sequence[MadeToken], *, start: int) -> CompletionLogprobs:
+    """Make the log probabilities of some tokens in the older form, without end tokens."""
+    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for made in tokens:
+        if made.token.finish != "eos":
+            keys = _distinct_keys(tokenizer, [made.token.id, *(token_id for token_id, _ in made.top)])
+            found["tokens"].append(keys[made.token.id])
+            found["token_logprobs"].append(max(made.token.logprob, LEAST))
+            found["top_logprobs"].append({keys[token_id]: max(logprob, LEAST) for token_id, logprob in made.top[::-1]})
+            found["text_offset"].append(start)
+        start += len(made.token.text)
+    return CompletionLogprobs(**found)
+
+
+def _distinct_keys(tokenizer: Tokenizer, token_ids: Sequence[int]) -> dict[int, str]:
+    r"""Name each token by its text, by `bytes:\xf0\x9f` for a part of a character, as OpenAI's older API does.
+
+    The second token with the same text is `token_id:5`, as in vLLM.
+    """
+    names: dict[str, int] = {}
+    for token_id in dict.fromkeys(token_ids):
+        data = piece(tokenizer, token_id)
+        try:
+            text = data.decode()
+        except UnicodeDecodeError:
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+        names[text if text not in names else f"token_id:{token_id}"] = token_id
+    return {token_id: name for name, token_id in names.items()}

@@ -9,8 +9,7 @@ from functools import partial
 from typing import TypeVar
 
 from llorch.apps.serve.api_errors import ApiError
-from llorch.apps.serve.engine import Engine
-from llorch.apps.serve.work import Busy, Event, Failed, MadeToken, Unavailable, Work
+from llorch.apps.serve.engine import Busy, Engine, Event, Failed, MadeToken, Unavailable, Work
 from llorch.model.generate import Answer, Job
 from llorch.model.model import OpenModel
 

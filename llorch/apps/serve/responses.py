@@ -8,11 +8,11 @@ from dataclasses import dataclass, field
 from starlette.requests import Request
 from starlette.responses import Response as HttpResponse
 
+from llorch.apps.serve.chat import template_variables
+from llorch.apps.serve.engine import MadeToken
 from llorch.apps.serve.events import EventStream, event, tokens_as_events
 from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
-from llorch.apps.serve.logprobs import for_chat
-from llorch.apps.serve.replies import TokenLogprob
-from llorch.apps.serve.replies_of_responses import (
+from llorch.apps.serve.replies import (
     InputDetails,
     OutputDetails,
     OutputMessage,
@@ -21,14 +21,14 @@ from llorch.apps.serve.replies_of_responses import (
     ResponseEvent,
     ResponseUsage,
     Status,
+    TokenLogprob,
     Why,
+    for_chat,
 )
 from llorch.apps.serve.requests_of_responses import ResponsesRequest
 from llorch.apps.serve.response_stream import Answering
 from llorch.apps.serve.service import Service, first_seed
-from llorch.apps.serve.thinking import template_variables
 from llorch.apps.serve.unsupported_fields import ignored_fields
-from llorch.apps.serve.work import MadeToken
 from llorch.model.generate import Job
 
 

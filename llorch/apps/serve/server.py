@@ -18,8 +18,8 @@ from uvicorn import Config
 from uvicorn.server import ServerState
 
 from llorch.apps.serve.connection import ClientLimits, Connection, open_connections
-from llorch.apps.serve.refusal import STOPPING, App, Receive, Send
-from llorch.apps.serve.request_id import identified
+from llorch.apps.serve.engine import Engine
+from llorch.apps.serve.refusal import STOPPING, App, Receive, Send, identified
 from llorch.runtime.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -190,3 +190,21 @@ def _within_open_files(limits: ClientLimits) -> ClientLimits:
     if soft != resource.RLIM_INFINITY and soft < wanted:
         resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
     return replace(limits, connections=max(1, min(limits.connections, wanted - OTHER_FILES)))
+
+
+LOOK = 0.5  # seconds between two looks
+
+
+def watch_engine(engine: Engine, running: RunningServer) -> None:
+    """Stop a server when its engine has died, or is stuck; in a thread, which ends with the process."""
+    threading.Thread(target=_watch, args=(engine, running), name="llorch-watch", daemon=True).start()
+
+
+def _watch(engine: Engine, running: RunningServer) -> None:
+    """Stop the server with an error once the engine has failed or a step does not return."""
+    never = threading.Event()
+    while not never.wait(LOOK):
+        if engine.is_stuck:
+            engine.give_up(TimeoutError("a step of the engine does not return"))
+        if engine.failure is not None and not engine.draining:
+            return running.stop(RuntimeError(f"serve: the engine has died: {engine.failure!r}"))

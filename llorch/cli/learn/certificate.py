@@ -39,8 +39,8 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
 
     Exit code 1, with --check: something other than a version differs.
     """
-    from llorch.apps.learn.certificate import certificate, differences, with_untouched
     from llorch.apps.learn.lessons import BY_NUMBER
+    from llorch.apps.learn.progress import certificate, differences, with_untouched
     from llorch.apps.learn.sandbox import outcomes
     from llorch.cli.learn.shown import counted
     from llorch.files.new_file import new_file

@@ -35,7 +35,7 @@ def command(*, lesson: str, part: str | None, impl: str | None) -> None:
 
 def show_hint(folder: Path, lesson: "Lesson", part: str | None = None) -> None:
     """Take one step more and print all so far."""
-    from llorch.apps.learn.materials import hints_of
+    from llorch.apps.learn.lessons import hints_of
     from llorch.apps.learn.progress import LearnerProgress
 
     hints = hints_of(lesson)
@@ -54,7 +54,7 @@ def _in_work(folder: Path, lesson: "Lesson", taken: dict[str, int], *, wrong: st
     Else it is the first that has hints left, else the first.
     """
     from llorch.apps.learn.folder import unwritten_in
-    from llorch.apps.learn.materials import hints_of
+    from llorch.apps.learn.lessons import hints_of
 
     hints = hints_of(lesson)
     if wrong in hints:

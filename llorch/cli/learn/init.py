@@ -24,8 +24,7 @@ def command(*, folder: Path) -> None:
 
     Files that exist stay as they are.
     """
-    from llorch.apps.learn.lessons import LESSONS
-    from llorch.apps.learn.materials import stub_of
+    from llorch.apps.learn.lessons import LESSONS, stub_of
     from llorch.cli.output import say
 
     files = {"pyproject.toml": PROJECT} | {f"{lesson.module}.py": stub_of(lesson) for lesson in LESSONS}

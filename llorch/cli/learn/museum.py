@@ -24,7 +24,7 @@ number_argument = click.argument("number", type=WholeNumber())
 @click.pass_context
 def command(context: click.Context) -> None:
     """List real bugs in engines of Llama and Qwen, as exercises: find the cause from the numbers."""
-    from llorch.apps.learn.museum.exhibit import exhibits
+    from llorch.apps.learn.museum import exhibits
 
     if context.invoked_subcommand is None:
         for shown in exhibits():
@@ -39,7 +39,7 @@ def command(context: click.Context) -> None:
 @click.argument("folder", type=click.Path(path_type=Path))
 def open_one(number: int, folder: Path) -> None:
     """Write the dump of bug NUMBER and a README with its report into FOLDER."""
-    from llorch.apps.learn.museum.exhibit import exhibit, write
+    from llorch.apps.learn.museum import exhibit, write
 
     shown = exhibit(number)
     write(shown, folder)
@@ -59,8 +59,7 @@ def answer(number: int, words: tuple[str, ...]) -> None:
 
     Exit codes: 0 WORDS are the cause, 1 they are not.
     """
-    from llorch.apps.learn.museum.answers import compare
-    from llorch.apps.learn.museum.exhibit import exhibit
+    from llorch.apps.learn.museum import compare, exhibit
 
     found = compare(exhibit(number), " ".join(words))
     click.echo(found.said)
@@ -74,7 +73,6 @@ def answer(number: int, words: tuple[str, ...]) -> None:
 @number_argument
 def show_solution(number: int) -> None:
     """Show the cause of bug NUMBER, the thread that reported it, and the fix."""
-    from llorch.apps.learn.museum.answers import solution
-    from llorch.apps.learn.museum.exhibit import exhibit
+    from llorch.apps.learn.museum import exhibit, solution
 
     click.echo(solution(exhibit(number)))

@@ -28,7 +28,7 @@ def command(*, lesson: str, impl: str | None) -> None:
 
 def reset(folder: Path, lesson: "Lesson") -> None:
     """Set the file aside, write the stub, forget the verdict."""
-    from llorch.apps.learn.materials import stub_of
+    from llorch.apps.learn.lessons import stub_of
     from llorch.apps.learn.progress import LearnerProgress, set_aside
 
     stub, file = stub_of(lesson), folder / f"{lesson.module}.py"

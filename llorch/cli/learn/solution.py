@@ -31,7 +31,7 @@ def command(*, lesson: str, impl: str | None) -> None:
 
 def show_solution(folder: Path, lesson: "Lesson") -> None:
     """Print the last hint of every part."""
-    from llorch.apps.learn.materials import hints_of
+    from llorch.apps.learn.lessons import hints_of
     from llorch.apps.learn.progress import LearnerProgress
 
     with LearnerProgress(folder, say).changed(lesson) as standing:

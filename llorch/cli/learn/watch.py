@@ -126,8 +126,7 @@ class _Loop:
             click.echo(counted(found))
 
     def _fingerprints(self) -> dict[str, str]:
-        from llorch.apps.learn.lessons import LESSONS
-        from llorch.apps.learn.sources import lesson_fingerprint
+        from llorch.apps.learn.lessons import LESSONS, lesson_fingerprint
 
         return {lesson.number: lesson_fingerprint(self.folder, lesson) for lesson in LESSONS}
 

@@ -1,13 +1,13 @@
 """`llorch lora doctor`: what is wrong with an adapter that loads without an error."""
 
-from dataclasses import asdict
 from pathlib import Path
 
 import click
 
+from llorch.cli.doctor import JSON_HELP, end_with_report
 from llorch.cli.lora.options import any_base_option
 from llorch.cli.options import MODEL, group, json_option, page_option, verb
-from llorch.cli.output import progress, to_json
+from llorch.cli.output import progress
 
 
 @verb(
@@ -32,31 +32,24 @@ from llorch.cli.output import progress, to_json
         "  [default: both, for models of up to 600 M weights]",
     ),
 )  # fmt: skip
-@json_option("A list of objects: check, verdict (ok, warning, WRONG, NOT RUN), text.")
+@json_option(JSON_HELP)
 def command(*, paths: tuple[str, ...], base: str | None, against: str | None, any_base: bool, as_json: bool) -> None:
     """Check ADAPTER, a PEFT directory or a LoRA GGUF file, for faults that no program reports.
 
     BASE is a GGUF file, a Hugging Face folder or a built-in model; --base gives it, too.
-    Each line is one check. WRONG: the adapter computes something else than you expect. Warning: it does in some
-    programs. NOT RUN: something is missing.
+    Each line is one check. BROKEN: the adapter computes something else than you expect. warning: it does in some
+    programs. "-": not checked, because something is missing.
 
-    Exit codes: 0 no check is WRONG, 1 a check is WRONG.
+    Exit codes: 0 nothing is broken, 1 something is broken.
     """
-    from llorch.apps.doctor.adapter import ENGINES, WRONG, examine
+    from llorch.apps.doctor.adapter import ENGINES, examine
     from llorch.cli.inputs import model_path
 
     engines = _engines(against, ENGINES)
     model, adapter = _base_and_adapter(paths, base)
     with progress(f"examining {adapter}") as report:
-        findings = examine(adapter, model_path(model), against=engines, any_base=any_base, report=report)
-    if as_json:
-        click.echo(to_json([asdict(finding) for finding in findings], indent=1))
-    else:
-        width = max(len(finding.check) for finding in findings)
-        for finding in findings:
-            click.echo(f"{finding.verdict:8}{finding.check:{width}}  {finding.text}")
-    if any(finding.verdict == WRONG for finding in findings):
-        raise click.exceptions.Exit(1)
+        checks = examine(adapter, model_path(model), against=engines, any_base=any_base, report=report)
+    end_with_report(checks, as_json=as_json)
 
 
 def _base_and_adapter(paths: tuple[str, ...], base: str | None) -> tuple[str, Path]:

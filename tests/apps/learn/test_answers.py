@@ -13,9 +13,8 @@ from helpers.command_line import invoke
 from helpers.refusals import assert_cli_refuses, assert_tells
 
 from llorch.apps.learn import answers as hand_in
-from llorch.apps.learn.lessons import BY_NUMBER, PARTS, Lesson
-from llorch.apps.learn.materials import typed_mistakes
-from llorch.apps.learn.npz import to_npz
+from llorch.apps.learn.lessons import BY_NUMBER, PARTS, Lesson, typed_mistakes
+from llorch.apps.learn.program import to_npz
 from llorch.cli.outcome import DIFFERS, OK, USAGE
 
 Made = Callable[[str, dict[str, Callable[..., Any]]], Path]

@@ -4,8 +4,8 @@ from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check, check_functions
 from llorch.apps.learn.checks import forward
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Call
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, PARTS, Lesson
 from llorch.apps.learn.verdict import BORROWED
 from llorch.stages.comparison import FAIL, PASS

@@ -7,8 +7,7 @@ from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.learn.check import check
 from llorch.apps.learn.choice import chosen, opened
-from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
-from llorch.apps.learn.materials import stub_of
+from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, stub_of
 
 
 @pytest.fixture

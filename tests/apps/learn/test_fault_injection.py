@@ -6,8 +6,8 @@ from fakes.scripted_learner import possible
 from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import FORWARD
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.fault_injection import FaultReport, InjectedFault, inject_faults
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS
 
 REFERENCE = Implementation("reference", {name: exercise.reference for name, exercise in PARTS.items()})

@@ -8,8 +8,8 @@ import pytest
 
 from llorch.apps.learn.check import check, check_functions
 from llorch.apps.learn.checks import forward
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.folder import read_folder
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS
 from llorch.stages.comparison import FAIL, PASS
 

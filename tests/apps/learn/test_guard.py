@@ -9,8 +9,8 @@ import pytest
 from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.learn.check import check_functions
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.guard import guarded
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import PARTS
 from llorch.runtime.errors import LearnerFault
 from llorch.stages.comparison import FAIL, PASS

@@ -6,8 +6,7 @@ import pytest
 from click.testing import CliRunner
 from helpers.refusals import assert_tells, refuses
 
-from llorch.apps.learn.museum.answers import compare, solution
-from llorch.apps.learn.museum.exhibit import Exhibit, exhibit, exhibits
+from llorch.apps.learn.museum import Exhibit, compare, exhibit, exhibits, solution
 from llorch.cli import main
 
 QUICK = {"onnx/onnx#7274", "ggml-org/llama.cpp#27016", "meta-llama/llama-models#241"}

@@ -11,7 +11,7 @@ from fakes.scripted_learner import pasted
 from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS
 from llorch.stages.comparison import FAIL, PASS
 

@@ -9,7 +9,7 @@ from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.checks import after_logits
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.judging import LessonComparison
 from llorch.apps.learn.lessons import PARTS
 from llorch.judging.judge import Expectation, judge

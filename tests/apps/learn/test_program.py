@@ -12,11 +12,9 @@ import pytest
 from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.learn.check import check
-from llorch.apps.learn.choice import opened
-from llorch.apps.learn.implementation import Implementation
+from llorch.apps.learn.choice import Implementation, opened
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS
-from llorch.apps.learn.npz import from_npz, to_npz
-from llorch.apps.learn.program import Program, flat
+from llorch.apps.learn.program import Program, flat, from_npz, to_npz
 from llorch.runtime.errors import LearnerFault, UserError
 from llorch.stages.comparison import FAIL, PASS
 

@@ -3,10 +3,9 @@ from pathlib import Path
 
 import pytest
 
-from llorch.apps.learn.lessons import BY_NUMBER
+from llorch.apps.learn.lessons import BY_NUMBER, lesson_fingerprint, sources
 from llorch.apps.learn.progress import LearnerProgress, Standing
 from llorch.apps.learn.sandbox import Outcome
-from llorch.apps.learn.sources import lesson_fingerprint, sources
 
 NORM, ROPE = BY_NUMBER["01"], BY_NUMBER["01b"]
 

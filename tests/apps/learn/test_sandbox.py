@@ -117,7 +117,7 @@ def test_a_crash_says_the_learners_line_and_is_that_of_its_lesson(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["a b", "\xfc", "\u4f60", "\U0001f98a"])
 def test_a_frame_below_a_folder_beyond_ascii_is_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.apps.learn.frames._OF_OTHERS", (tmp_path / name,))
+    monkeypatch.setattr("llorch.apps.learn.calling._OF_OTHERS", (tmp_path / name,))
     escaped = str(tmp_path / name / "guard.py").encode("ascii", "backslashreplace")
     said: list[str] = []
     printed = _Printed("03", said.append)

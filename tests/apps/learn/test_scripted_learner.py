@@ -8,9 +8,8 @@ from fakes.scripted_learner import ALIKE, TAUGHT, by_hand, named, pasted, possib
 from helpers.command_line import invoke
 
 from llorch.apps.learn.check import check
-from llorch.apps.learn.implementation import Implementation
-from llorch.apps.learn.lessons import BY_NUMBER, WARM_UP, Lesson
-from llorch.apps.learn.materials import hints_of, stub_of, typed_mistakes
+from llorch.apps.learn.choice import Implementation
+from llorch.apps.learn.lessons import BY_NUMBER, WARM_UP, Lesson, hints_of, stub_of, typed_mistakes
 from llorch.apps.learn.verdict import BORROWED
 from llorch.stages.comparison import FAIL, PASS
 

@@ -10,9 +10,9 @@ from fakes.scripted_learner import TAUGHT, pasted
 from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check, check_functions
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercises import training
 from llorch.apps.learn.folder import read_folder
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS
 from llorch.stages.comparison import FAIL, PASS
 

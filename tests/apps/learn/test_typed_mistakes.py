@@ -7,8 +7,7 @@ import numpy as np
 import pytest
 from fakes.scripted_learner import TAUGHT, by_hand
 
-from llorch.apps.learn.lessons import LESSON_OF, PARTS
-from llorch.apps.learn.materials import typed_mistakes
+from llorch.apps.learn.lessons import LESSON_OF, PARTS, typed_mistakes
 from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 
 RNG = np.random.default_rng(0)

@@ -10,8 +10,7 @@ import numpy as np
 import pytest
 
 from llorch.apps.learn.lessons import PARTS
-from llorch.apps.learn.typed_mistakes import make_typed_mistakes
-from llorch.apps.learn.typed_training import BROUGHT
+from llorch.apps.learn.typed_mistakes import BROUGHT, make_typed_mistakes
 from llorch.diagnosis.mistakes import MISTAKES, Mistake
 
 RNG = np.random.default_rng(0)

@@ -8,8 +8,8 @@ from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check, check_functions
 from llorch.apps.learn.checks import forward as checks
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercises import forward
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.apps.learn.verdict import BORROWED, WIDTH, LessonReport
 from llorch.stages.comparison import FAIL, PASS

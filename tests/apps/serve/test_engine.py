@@ -11,8 +11,7 @@ import pytest
 from fakes.scripted_batch import ScriptedBatch
 from helpers.refusals import assert_tells, refuses
 
-from llorch.apps.serve.engine import Engine
-from llorch.apps.serve.work import Busy, Event, MadeToken, Unavailable, Work
+from llorch.apps.serve.engine import Busy, Engine, Event, MadeToken, Unavailable, Work
 from llorch.model.generate import Answer, IdsOnly, Job
 from llorch.ops.sampling import SamplingSettings
 

@@ -13,7 +13,7 @@ from fakes.raw_http import served as listening
 from helpers.chromium import Browser
 from helpers.served import Served, served
 
-from llorch.apps.serve.page import FILES
+from llorch.apps.serve.app import PAGE_FILES
 from llorch.apps.serve.service import Service
 from llorch.model.model import Model
 
@@ -458,13 +458,13 @@ def test_everything_that_is_typed_into_has_a_label(page: Browser):
     assert page.evaluate("document.querySelectorAll('[role=button]:not([tabindex])').length") == 0
 
 
-@pytest.mark.parametrize("path", FILES)
+@pytest.mark.parametrize("path", PAGE_FILES)
 def test_no_file_names_another_place_and_all_are_under_a_policy(server: Served, path: str):
     reply = server.client.with_options(base_url=server.url)._client.get(f"{server.url}{path}")
     assert reply.status_code == 200
-    assert reply.headers["content-type"].startswith(FILES[path][1])
+    assert reply.headers["content-type"].startswith(PAGE_FILES[path][1])
     assert reply.headers["content-security-policy"].startswith("default-src 'self';")
     text = reply.text.replace("http://www.w3.org/2000/svg", "")
     assert "//" not in text.replace("// ", "")
     assert "innerHTML" not in text
-    assert (Path("llorch/apps/serve/page") / FILES[path][0]).read_text() == reply.text
+    assert (Path("llorch/apps/serve/page") / PAGE_FILES[path][0]).read_text() == reply.text

@@ -1,7 +1,7 @@
 """The numbers at the end of a reply: tokens that were read, cached and made, and their times."""
 
-from llorch.apps.serve.usage import timings, usage
-from llorch.apps.serve.work import Work
+from llorch.apps.serve.engine import Work
+from llorch.apps.serve.replies import timings, usage
 from llorch.model.generate import Answer, IdsOnly, Job
 from llorch.ops.sampling import SamplingSettings
 

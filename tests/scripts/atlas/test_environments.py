@@ -8,7 +8,7 @@ import pytest
 from helpers.refusals import refuses
 
 from benchmarks.atlas.catalogue import ENGINES, AtlasEngine
-from benchmarks.atlas.environments import NotInstalled, download_bytes, is_to_install, python_of
+from benchmarks.atlas.runs import NotInstalled, download_bytes, is_to_install, python_of
 
 installs = pytest.mark.slow
 

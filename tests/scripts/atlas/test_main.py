@@ -54,7 +54,7 @@ def test_script_without_yes_installs_nothing_and_is_told_the_size(tmp_path: Path
 @pytest.mark.parametrize("package", ["torch", "transformers", "matplotlib"])
 def test_missing_extra_is_said_before_anything_is_installed(package: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("benchmarks.atlas.__main__.find_spec", lambda name: None if name == package else object())
-    monkeypatch.setattr("benchmarks.atlas.environments.run", None)
+    monkeypatch.setattr("benchmarks.atlas.runs.run", None)
     assert_cli_refuses(invoke("--yes"), 3, package)
 
 

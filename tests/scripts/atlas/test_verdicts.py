@@ -10,8 +10,8 @@ from helpers.refusals import assert_tells
 from benchmarks.atlas.inputs import AtlasInput, Style
 from benchmarks.atlas.judging import EngineRunReport, StageRow
 from benchmarks.atlas.page import bugs, readme
-from benchmarks.atlas.reports import report
 from benchmarks.atlas.verdicts import EngineReport, confirmed, word_of
+from benchmarks.atlas.write_report import report
 
 FINE, HALF = EngineRunReport([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
 OFF = EngineRunReport(

@@ -9,11 +9,10 @@ from typing import Any
 
 from llorch.apps.learn.check import FORWARD
 from llorch.apps.learn.checks.forward import models_of
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.folder import read_folder
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import NearMiss
-from llorch.apps.learn.lessons import LESSONS, Lesson
-from llorch.apps.learn.materials import hints_of, stub_of, typed_mistakes
+from llorch.apps.learn.lessons import LESSONS, Lesson, hints_of, stub_of, typed_mistakes
 from llorch.apps.learn.verdict import LessonReport
 from llorch.diagnosis.mistakes import MISTAKES, of_checkpoint
 from llorch.families.config import ModelConfig

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from llorch.apps.doctor.adapter.checks import NUMBER_CHECKS, READER_CHECKS, check_run
 from llorch.apps.doctor.adapter.engines import compare_engines
-from llorch.apps.doctor.adapter.finding import OK, WARNING, WRONG, AdapterFinding
+from llorch.apps.doctor.health import HealthCheck
 from llorch.files import Weights, open_weights
 from llorch.lora.files import check_base, read_adapter
 from llorch.runtime.errors import ErrorCode, FormatError
@@ -34,8 +34,8 @@ def examine(
     against: tuple[str, ...] | None = None,
     any_base: bool = False,
     report: Callable[[str], None] = lambda line: None,
-) -> list[AdapterFinding]:
-    """Check an adapter, a PEFT directory or a LoRA GGUF file; nothing is wrong where no finding is `WRONG`.
+) -> list[HealthCheck]:
+    """Check an adapter, a PEFT directory or a LoRA GGUF file; nothing is wrong where no check is broken.
 
     `against` are engines whose logits are compared; None takes those that are installed, for models of moderate size.
     `any_base` warns of another base instead of calling it wrong.
@@ -45,8 +45,9 @@ def examine(
         try:
             read = read_adapter(adapter, weights.config)
         except FormatError as error:
-            return [AdapterFinding(_CHECK_OF.get(error.code, "readable files"), WRONG, str(error))]
-        findings = [AdapterFinding("all tensors", OK, f"{len(read.flat())} tensors of {len(read.targets)} matrices")]
+            return [HealthCheck("files", _CHECK_OF.get(error.code, "readable files"), "broken", str(error))]
+        text = f"{len(read.flat())} tensors of {len(read.targets)} matrices"
+        findings = [HealthCheck("files", "all tensors", "ok", text)]
         report("base")
         findings.append(_base(adapter, weights, any_base=any_base))
         findings += [check(read, weights) for check in READER_CHECKS]
@@ -59,10 +60,10 @@ def examine(
     return findings
 
 
-def _base(adapter: Path, weights: Weights, *, any_base: bool) -> AdapterFinding:
+def _base(adapter: Path, weights: Weights, *, any_base: bool) -> HealthCheck:
     """Check that the adapter belongs to the base model; an unknown or another base is a warning."""
     try:
         status = check_base(adapter, weights, any_base=any_base)
     except FormatError as error:
-        return AdapterFinding("base", WRONG, str(error))
-    return AdapterFinding("base", WARNING if status.kind in ("unknown", "another") else OK, status.message)
+        return HealthCheck("files", "base", "broken", str(error))
+    return HealthCheck("files", "base", "warning" if status.kind in ("unknown", "another") else "ok", status.message)

@@ -8,7 +8,7 @@ from tempfile import TemporaryDirectory
 
 import numpy as np
 
-from llorch.apps.doctor.adapter.finding import OK, WRONG, AdapterFinding
+from llorch.apps.doctor.health import HealthCheck
 from llorch.engines.process import in_child
 from llorch.engines.unsupported import unsupported_reason
 from llorch.files import Weights
@@ -19,7 +19,6 @@ from llorch.lora.gguf_format import write_lora_gguf
 from llorch.lora.peft_format import is_of_whole, write_peft
 from llorch.lora.targets import alone
 from llorch.runtime.errors import EngineDied, FormatError
-from llorch.stages.comparison import NOT_RUN
 from llorch.training.merge_files import LARGEST_COMPARED, logits_by, probe_ids
 
 _PACKAGES = {"peft": ("peft", "transformers", "torch"), "llamacpp": ("llama_cpp",)}
@@ -30,13 +29,13 @@ _OF_SPREAD, _OF_EFFECT, _LEAST = 1e-3, 0.05, 2e-5
 
 def compare_engines(
     path: Path, adapter: Adapter, weights: Weights, against: tuple[str, ...] | None, report: Callable[[str], None]
-) -> list[AdapterFinding]:
+) -> list[HealthCheck]:
     """Run the adapter here and in other engines, all in float32: a finding on our own logits and for each engine."""
     size = sum(int(np.prod(weights.shape(name))) for name in weights)
     engines = against if against is not None else tuple(_PACKAGES)
     if against is None and size > LARGEST_COMPARED:
         text = f"{size / 1e6:.0f} M weights take long; compare all the same with --against ENGINE"
-        return [AdapterFinding("logits", NOT_RUN, text)]
+        return [HealthCheck("engines", "logits", "absent", text)]
     ids = probe_ids(weights.config.vocab_size, adapter)
     report("logits")
     plain, beside = logits_by(weights, ids), logits_by(AdaptedWeights(weights, adapter), ids)
@@ -47,44 +46,43 @@ def compare_engines(
     return found
 
 
-def _effect(plain: np.ndarray, beside: np.ndarray) -> AdapterFinding:
+def _effect(plain: np.ndarray, beside: np.ndarray) -> HealthCheck:
     """Check that an adapter changes the logits and that these are finite."""
     effect = float(np.abs(beside - plain).max())
     text = f"the adapter changes them by up to {effect:.3g}; their standard deviation is {beside.std():.3g}"
     if not np.isfinite(beside).all():
-        return AdapterFinding("logits", WRONG, "expected finite logits with the adapter, got NaN or infinity")
-    return AdapterFinding(
-        "logits", OK if effect else WRONG, text if effect else "equal to the base's: the adapter has no effect"
-    )
+        text = "expected finite logits with the adapter, got NaN or infinity"
+        return HealthCheck("engines", "logits", "broken", text)
+    if not effect:
+        return HealthCheck("engines", "logits", "broken", "equal to the base's: the adapter has no effect")
+    return HealthCheck("engines", "logits", "ok", text)
 
 
 def _engine(
     engine: str, path: Path, adapter: Adapter, weights: Weights, plain: np.ndarray, beside: np.ndarray, ids: np.ndarray
-) -> AdapterFinding:
+) -> HealthCheck:
     """Run an adapter in an engine, and compare its logits with llorch's."""
     if unsupported := unsupported_reason(engine, weights.config, len(ids)):
-        return AdapterFinding(_TITLES[engine], NOT_RUN, f"the engine is no reference for this base: {unsupported}")
+        return HealthCheck("engines", _TITLES[engine], "absent", f"no reference for this base: {unsupported}")
     missing = [package for package in _PACKAGES[engine] if find_spec(package) is None]
     if missing:
-        return AdapterFinding(
-            _TITLES[engine], NOT_RUN, f"{', '.join(missing)} not installed: pip install 'llorch[golden]'"
-        )
+        text = f"no {', no '.join(missing)}"
+        return HealthCheck("engines", _TITLES[engine], "absent", text, "pip install 'llorch[golden]'")
     try:
         with TemporaryDirectory(prefix="llorch-") as folder:
             theirs = _RUNS[engine](path, adapter, weights, ids.tolist(), Path(folder))
     except (EngineDied, FormatError) as error:
-        return AdapterFinding(_TITLES[engine], NOT_RUN, str(error))
+        return HealthCheck("engines", _TITLES[engine], "absent", str(error))
     except (OSError, RuntimeError, ValueError, KeyError) as error:
-        return AdapterFinding(_TITLES[engine], WRONG, f"refused: {' '.join(str(error).split())[:300]}")
+        return HealthCheck("engines", _TITLES[engine], "broken", f"refused: {' '.join(str(error).split())[:300]}")
     allowed = min(_OF_SPREAD * float(beside.std()), _OF_EFFECT * float(np.abs(beside - plain).max()))
     error = float(np.abs(theirs - beside).max())
     text = f"differ from llorch's by up to {error:.3g}"
     if error <= max(allowed, _LEAST * float(np.abs(beside).max())):
-        return AdapterFinding(_TITLES[engine], OK, text)
+        return HealthCheck("engines", _TITLES[engine], "ok", text)
     like_base = float(np.abs(theirs - plain).max())
-    return AdapterFinding(
-        _TITLES[engine], WRONG, f"{text}, and from the logits without the adapter by up to {like_base:.3g}"
-    )
+    text = f"{text}, and from the logits without the adapter by up to {like_base:.3g}"
+    return HealthCheck("engines", _TITLES[engine], "broken", text)
 
 
 def _in_peft(path: Path, adapter: Adapter, weights: Weights, ids: list[int], folder: Path) -> np.ndarray:

@@ -1,13 +1,116 @@
-"""The packages of llorch and of its extras: which are there, in which version, and whether they can be imported."""
+"""The packages of llorch and of its extras: which are installed, in which version, and whether they can be imported.
 
+Each package is imported in a child process, which it may end or never come back from. `version_line` is the line of
+`llorch --version`: version, commit and the extras whose packages are installed; it imports nothing.
+"""
+
+import json
 import re
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future
 from importlib.metadata import PackageNotFoundError, version
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
-from llorch.apps.doctor.machine.child import imported_by
-from llorch.apps.doctor.machine.finding import HealthCheck
+from llorch.apps.doctor.health import HealthCheck
 from llorch.runtime.errors import MissingExtra
+from llorch.runtime.worker import Ended, run, signal_name
+
+_MARK = "llorch:"  # opens llorch's lines; imported packages may print, too
+
+
+def run_probe(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]:
+    """Run a program and return the values that it passes to `say`, and the reason why it failed ("" for none).
+
+    Args:
+        code: The program; `say(value)` is defined, `sys` and `json` are imported.
+        arguments: Arguments of the command line.
+        timeout: Seconds until the program is ended.
+    """
+    head = f"import json, sys\ndef say(value): print({_MARK!r} + json.dumps(value), flush=True)\n"
+    command = [sys.executable, "-c", head + code, *arguments]
+    ended = run(command, seconds=timeout)
+    return list(_printed_values(ended.text)), _reason_of_end(ended, timeout)
+
+
+def _printed_values(out: str) -> Iterator[Any]:
+    """Yield the JSON values that the child printed after a mark; skip all other lines."""
+    for line in out.splitlines():
+        before, mark, value = line.partition(_MARK)
+        if mark and not before:
+            yield json.loads(value)
+
+
+def _reason_of_end(ended: Ended, timeout: float) -> str:
+    if ended.limit:
+        return f"did not answer within {timeout:.0f} s"
+    if ended.status < 0:
+        return f"signal ended the process: {signal_name(ended.status)}"
+    if ended.status == 0:
+        return ""
+    return f"the process ended with code {ended.status}" + (f": {ended.last_words}" if ended.last_words else "")
+
+
+_IMPORTING = """
+import importlib
+for name in sys.argv[1:]:
+    say([name, None])
+    try:
+        importlib.import_module(name)
+        say([name, ""])
+    except BaseException as error:
+        say([name, f"{type(error).__name__}: {error}"])
+"""
+
+
+def imported_by(modules: Sequence[str], *, timeout: float) -> dict[str, str]:
+    """Import modules one after the other: of each what is wrong with it, or nothing."""
+    found: dict[str, str] = {}
+    while len(found) < len(modules):
+        rest = [name for name in modules if name not in found]
+        said, why = run_probe(_IMPORTING, *rest, timeout=timeout)
+        found |= {name: " ".join(error.split()) for name, error in said if error is not None}
+        if len(found) < len(modules):  # the process ended in one of them; a new one goes on after it
+            name = said[-1][0] if said else rest[0]
+            found[name] = found.get(name) or why or "the process ended"
+    return found
+
+
+_PACKAGE = Path(__file__).parents[3]
+_GIT = ("git", "describe", "--always", "--dirty", "--exclude=*")
+_GIT_TIMEOUT = 10.0  # seconds
+
+
+def version_line(version: str) -> str:
+    """Write the line for bug reports; `version` is that of llorch."""
+    extras = ", ".join(installed_extras()) or "none"
+    return f"llorch {version} ({commit_of(_PACKAGE)}, extras: {extras})"
+
+
+def commit_of(package: Path) -> str:
+    """Name the commit: of the checkout, else the one that the build wrote into `commit.txt`, else none."""
+    if (package.parent / ".git").exists():
+        found = _described(package.parent)
+    else:
+        file = package / "commit.txt"
+        found = file.read_text(encoding="ascii").strip() if file.is_file() else ""
+    return f"commit {found}" if found else "unknown commit"
+
+
+def installed_extras() -> list[str]:
+    """List the extras all of whose packages can be found."""
+    return [extra for extra, wanted in EXTRAS.items() if all(find_spec(module_of(one)) for one in wanted)]
+
+
+def _described(checkout: Path) -> str:
+    try:
+        ended = run(_GIT, seconds=_GIT_TIMEOUT, cwd=checkout)
+    except OSError:
+        return ""
+    return "" if ended.status or ended.limit else ended.text.strip()
+
 
 # As in pyproject.toml, by extra: a name in the package index and the least version.
 NEEDED = (

@@ -12,8 +12,8 @@ from typing import Any, ClassVar
 import numpy as np
 
 from llorch.apps.learn.checks.forward import BACKEND, parts_so_far, suite_of, written_parts
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import LessonComparison, Mode
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs

@@ -12,8 +12,8 @@ from types import MappingProxyType
 
 import numpy as np
 
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import LessonComparison, Mode, NearMiss
 from llorch.apps.learn.lessons import LESSONS, PARTS, Lesson
 from llorch.diagnosis.diagnose import causes

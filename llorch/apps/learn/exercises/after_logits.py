@@ -11,6 +11,9 @@ from typing import Any
 import numpy as np
 
 from llorch.apps.learn.exercise import Call, Exercise
+from llorch.files.blocks import SCRATCH_BYTES, Chunk, Decoder
+from llorch.files.blocks.uniform import decode_q4_0 as our_q4_0
+from llorch.files.blocks.uniform import decode_q8_0 as our_q8_0
 from llorch.model.cache import KVCache
 from llorch.model.generate import log_probability
 from llorch.ops.sampling import SamplingSettings
@@ -153,4 +156,62 @@ POSITIONS = Exercise(
 GENERATE = Exercise(
     name="generate", reference=generate, returns=("ids",), streams=True, replaces="llorch.model.generate.sample_ids",
     adapt=_generate_adapted,
+)  # fmt: skip
+
+
+ELEMENTS = 32  # of a block
+
+
+def _reference_of(decode: Decoder) -> Callable[[np.ndarray], np.ndarray]:
+    def reference(blocks: np.ndarray) -> np.ndarray:
+        values = np.empty((len(blocks), ELEMENTS), np.float32)
+        decode(Chunk(blocks, np.empty(values.size * SCRATCH_BYTES, np.uint8)), values)
+        return values
+
+    return reference
+
+
+def _into(call: Call, right: Call) -> Call:
+    def adapted(chunk: Chunk, out: np.ndarray) -> None:
+        out[...] = call(blocks=chunk.blocks)
+
+    return adapted
+
+
+Q8_0 = Exercise(
+    name="q8_0", reference=_reference_of(our_q8_0), returns=("values",), adapt=_into,
+    replaces="llorch.files.blocks.uniform.decode_q8_0",
+)  # fmt: skip
+Q4_0 = Exercise(
+    name="q4_0", reference=_reference_of(our_q4_0), returns=("values",), adapt=_into,
+    replaces="llorch.files.blocks.uniform.decode_q4_0",
+)  # fmt: skip
+
+
+Tensor = Any  # of torch, which no other lesson waits for
+
+
+def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Normalise the last axis in float32 or wider, and round once."""
+    from llorch.apps.learn.on_torch import our_rms_norm
+
+    return our_rms_norm(x, weight, eps=eps)
+
+
+def torch_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate every head of a batch in float32 or wider, and round once."""
+    from llorch.apps.learn.on_torch import our_rope
+
+    return our_rope(x, cos, sin)
+
+
+TORCH_RMS_NORM = Exercise(
+    name="torch_rms_norm", reference=torch_rms_norm, returns=("y",), on_torch=True,
+    replaces="llorch.pytorch.causal_lm.rms_norm", stages=("attn_norm", "ffn_norm", "final_norm", "q_norm", "k_norm"),
+    adapt=lambda call, right: lambda x, weight, *, eps: call(x=x, weight=weight.detach(), eps=eps),
+)  # fmt: skip
+TORCH_ROPE = Exercise(
+    name="torch_rope", reference=torch_rope, returns=("y",), on_torch=True,
+    replaces="llorch.pytorch.causal_lm.rope", stages=("q_rope", "k_rope"),
+    adapt=lambda call, right: lambda x, cos, sin: call(x=x, cos=cos, sin=sin),
 )  # fmt: skip

@@ -11,8 +11,8 @@ from functools import cache
 import numpy as np
 
 from llorch.apps.learn.checks.forward import BACKEND, stages_of, suite_of, suspects_named_by, wide, written_parts
+from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.implementation import Implementation
 from llorch.apps.learn.judging import LessonComparison, Mode
 from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.diagnose import causes

@@ -6,7 +6,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-import llorch.apps.learn.on_torch.ours  # noqa: F401 (before a function of llorch is replaced)
 from llorch.apps.learn.calling import called, not_within_itself, require_parameters
 from llorch.apps.learn.exercise import Call, Exercise
 from llorch.runtime.errors import LearnerFault

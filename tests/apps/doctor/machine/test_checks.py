@@ -1,13 +1,19 @@
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers.refusals import assert_tells
 
-from llorch.apps.doctor.machine.caches import of_caches
-from llorch.apps.doctor.machine.engines import _check_kernels, _devices, check_engines
-from llorch.apps.doctor.machine.hardware import of_hardware, processor
-from llorch.apps.doctor.machine.self_test import self_test
+from llorch.apps.doctor.machine.checks import (
+    _check_kernels,
+    _devices,
+    check_engines,
+    of_caches,
+    of_hardware,
+    processor,
+    self_test,
+)
 from llorch.runtime.builtin import goldens_folder
 
 
@@ -39,7 +45,7 @@ def test_threads_that_somebody_set_are_shown(monkeypatch: pytest.MonkeyPatch):
     ("facts", "driver", "state", "told"),
     [
         ({"built_for": "", "devices": []}, False, "ok", ("cpu",)),
-        ({"built_for": "", "devices": []}, True, "note", ("cpu", "GPU", "torch")),
+        ({"built_for": "", "devices": []}, True, "warning", ("cpu", "GPU", "torch")),
         ({"built_for": "13.0", "devices": [], "why": "too old"}, True, "broken", ("GPU", "CUDA 13.0", "too old")),
         ({"built_for": "13.0", "devices": ["H100, 80 GB, sm_90"]}, True, "ok", ("cpu; H100, 80 GB, sm_90",)),
         ({}, False, "broken", ("torch crashes",)),
@@ -50,9 +56,9 @@ def test_devices_are_those_that_torch_sees(
 ):
     if driver:
         (tmp_path / "driver").touch()
-    monkeypatch.setattr("llorch.apps.doctor.machine.engines._DRIVER", tmp_path / "driver")
+    monkeypatch.setattr("llorch.apps.doctor.machine.checks._DRIVER", tmp_path / "driver")
     found = _devices(facts, "crashes")
-    assert (found.state, bool(found.repair)) == (state, state in ("note", "broken"))
+    assert (found.state, bool(found.repair)) == (state, state in ("warning", "broken"))
     assert_tells(found.text, *told)
 
 
@@ -73,9 +79,9 @@ def test_cpu_kernels_check_names_the_compiler_or_what_is_missing(facts: dict[str
 
 def test_engine_versions_are_compared_with_those_of_the_goldens(monkeypatch: pytest.MonkeyPatch):
     there = {"llama-cpp-python": "0.3.36", "transformers": "5.99.1", "torch": "2.13.0+cu130"}
-    monkeypatch.setattr("llorch.apps.doctor.machine.engines.installed_version", there.get)
+    monkeypatch.setattr("llorch.apps.doctor.machine.checks.installed_version", there.get)
     llamacpp, transformers = check_engines({})
-    assert (llamacpp.state, transformers.state) == ("ok", "note")
+    assert (llamacpp.state, transformers.state) == ("ok", "warning")
     assert_tells(llamacpp.text, "llama-cpp-python 0.3.36")
     there_is, made_by = transformers.text.split(";")
     assert_tells(there_is, "transformers 5.99.1", "torch 2.13.0+cu130")
@@ -102,7 +108,7 @@ def test_caches_are_where_the_environment_says_and_links_count_once(tmp_path: Pa
 def test_a_cache_below_a_file_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "home").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
-    assert [cache.state for cache in of_caches()] == ["note", "note"]
+    assert [cache.state for cache in of_caches()] == ["warning", "warning"]
 
 
 def test_the_cache_is_where_huggingface_hub_keeps_it(monkeypatch: pytest.MonkeyPatch):
@@ -121,3 +127,10 @@ def test_the_self_test_sees_a_wrong_number_and_a_missing_golden(tmp_path: Path):
     wrong = self_test(tmp_path)
     assert wrong.state == "broken"
     assert_tells(wrong.text, "stage")
+
+
+@pytest.mark.parametrize(("free", "state"), [(10**9, "ok"), (10**9 - 1, "warning")])
+def test_a_cache_is_noted_where_less_than_a_gigabyte_is_free(free: int, state: str, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda _place: SimpleNamespace(free=free))
+    monkeypatch.setattr("os.access", lambda _place, _mode: True)
+    assert {check.state for check in of_caches()} == {state}
