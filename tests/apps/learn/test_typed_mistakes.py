@@ -5,10 +5,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.scripted_learner import TAUGHT, by_hand
+from fakes.scripted_learner import TAUGHT, by_hand, possible
+from helpers.refusals import assert_tells
 
-from llorch.apps.learn.lessons import LESSON_OF, PARTS, typed_mistakes
-from llorch.apps.learn.typed_mistakes import make_typed_mistakes
+from llorch.apps.learn.check import FORWARD
+from llorch.apps.learn.choice import Implementation
+from llorch.apps.learn.fault_injection import FaultReport, InjectedFault, inject_faults
+from llorch.apps.learn.lessons import BY_NUMBER, LESSON_OF, PARTS, typed_mistakes
+from llorch.apps.learn.typed_mistakes import BROUGHT, make_typed_mistakes
+from llorch.diagnosis.mistakes import MISTAKES, Mistake
 
 RNG = np.random.default_rng(0)
 
@@ -69,3 +74,92 @@ def test_a_lesson_has_its_mistakes_in_the_order_of_the_library_and_by_hand_wins(
     assert [*found] == [*make_typed_mistakes(PARTS["rms_norm"])]
     assert found["norm-eps-outside-root"] is not make_typed_mistakes(PARTS["rms_norm"])["norm-eps-outside-root"]
     assert found["norm-eps-outside-root"].__name__ == "eps_outside_the_root"
+
+
+GRADS = {"a": numbers(2, 3), "b": numbers(4)}
+TRAINING_GIVEN: Mapping[str, Mapping[str, Any]] = {
+    "lora_scaling": {"r": 8, "lora_alpha": 16.0, "own_r": 4, "own_alpha": 6.0, "use_rslora": True},
+    "masked_labels": {"ids": np.array([3, 4, 5]), "learned": np.array([False, True, True])},
+    "lora_backward": {
+        "grad": numbers(5, 4), "x": numbers(5, 6), "weight": numbers(4, 6), "lora_A": numbers(3, 6),
+        "lora_B": numbers(4, 3), "scaling": 0.5,
+    },
+    "residual_backward": {"grad": numbers(5, 4), "through": numbers(5, 4)},
+    "clip_by_norm": {"grads": GRADS, "max_norm": 0.5},
+    "adamw_step": {
+        "param": numbers(6), "grad": numbers(6), "m": numbers(6), "v": np.abs(numbers(6)), "step": 3, "lr": 0.01,
+        "beta1": 0.9, "beta2": 0.99, "eps": 1e-3, "weight_decay": 0.1,
+    },
+    "learning_rate": {"step": 5, "schedule": "cosine", "peak": 0.1, "warmup_steps": 3, "total_steps": 20},
+    "accumulated": {"loss_sums": numbers(3), "n_trained": np.array([2, 3, 4]), "grad_sums": numbers(3, 6)},
+    "merged": {"weight": numbers(4, 6), "lora_A": numbers(3, 6), "lora_B": numbers(4, 3), "scaling": 0.5},
+    "gguf_alpha": {"lora_alpha": 16.0, "scalings": np.array([2.0, 2.0]), "ranks": np.array([8, 8])},
+}  # fmt: skip
+EACH = [(name, part) for name, ways in BROUGHT.items() for part in ways]
+
+
+def each_result(returned: Any) -> list[np.ndarray]:
+    return [np.asarray(each) for each in (returned if isinstance(returned, tuple) else (returned,))]
+
+
+@pytest.mark.parametrize(("name", "part"), EACH, ids=[f"{name}-{part.rpartition('.')[2]}" for name, part in EACH])
+def test_a_row_that_changes_nothing_gives_the_reference(name: str, part: str):
+    nothing = Mistake[Any](
+        name="nothing-wrong", stages=("loss",), diagnosis="Nothing is wrong.", part=part, wrong=lambda right: right
+    )
+    made = each_result(BROUGHT[name][part](nothing, PARTS[name])(**TRAINING_GIVEN[name]))
+    expected = each_result(PARTS[name].reference(**TRAINING_GIVEN[name]))
+    assert len(made) == len(expected)
+    for ours, right in zip(made, expected, strict=True):
+        np.testing.assert_array_equal(ours, right)
+
+
+@pytest.mark.parametrize("name", BROUGHT)
+def test_every_row_of_an_exercise_gives_something_else_than_the_reference(name: str):
+    expected = each_result(PARTS[name].reference(**TRAINING_GIVEN[name]))
+    wrong = {
+        row: each_result(function(**TRAINING_GIVEN[name])) for row, function in make_typed_mistakes(PARTS[name]).items()
+    }
+    # these need other inputs
+    unshown = {"adamw-step-counted-per-tensor", "loss-prompt-not-masked", "export-one-alpha", "schedule-without-warmup"}
+    shown = {row for row, made in wrong.items() if not all(map(np.array_equal, made, expected))}
+    assert wrong
+    assert wrong.keys() - shown <= unshown
+
+
+def test_a_count_of_tensors_goes_up_from_call_to_call():
+    counted = make_typed_mistakes(PARTS["adamw_step"])["adamw-step-counted-per-tensor"]
+    first, second = (counted(**TRAINING_GIVEN["adamw_step"])[0] for _ in range(2))
+    assert not np.array_equal(first, second)
+
+
+def test_rows_of_a_lesson_have_a_function_and_gradients_of_other_blocks_have_none():
+    made = {row for exercise in PARTS.values() for row in make_typed_mistakes(exercise)}
+    of_lessons = {row for row, mistake in MISTAKES.items() if mistake.stages[0] in ("token_losses", "parameters")}
+    assert of_lessons <= made
+    assert not {row for row in made if row.startswith(("gradient-rout", "gradient-decay", "gradient-state"))}
+
+
+REFERENCE = Implementation("reference", {name: exercise.reference for name, exercise in PARTS.items()})
+QUICK = ("03",)
+# What is hidden in a part, or made by `linear`, is planted in other lessons.
+AT_LEAST = {"05": 4, "05b": 15, "06": 10, "06b": 15}
+
+
+@pytest.mark.parametrize(
+    "number", [pytest.param(number, marks=() if number in QUICK else pytest.mark.nightly) for number in FORWARD]
+)
+def test_every_mistake_is_seen_in_a_solution_that_passes(number: str):
+    found = inject_faults(BY_NUMBER[number], REFERENCE)
+    assert all(each.bites for each in found.faults), str(found)
+    assert len(found.faults) >= AT_LEAST.get(number, len(possible(BY_NUMBER[number])) - 2)
+
+
+def test_what_is_not_seen_is_said():
+    blunt = InjectedFault("rope-missing", "q_rope", 3.0, ())
+    sharp = InjectedFault("norm-twice", "attn_norm", np.inf, ("norm-twice",))
+    head, line = str(FaultReport("01", [blunt, sharp])).splitlines()
+    assert_tells(head, "checkpoint_01", "1 of 2")
+    assert_tells(line, "rope-missing", "q_rope", 3)
+    taken = str(FaultReport("01", [InjectedFault("rope-missing", "q_rope", np.inf, ("norm-twice",))])).splitlines()
+    assert_tells(taken[1], "rope-missing", "q_rope", "norm-twice")

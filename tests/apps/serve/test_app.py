@@ -4,8 +4,11 @@ import json
 import logging
 import socket
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Set
 from contextlib import contextmanager
+from copy import deepcopy
+from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +16,15 @@ import httpx2 as httpx
 import openai
 import pytest
 from builders.chat_models import CHATML, chat_model
+from fakes.raw_http import ask, error_code, request
+from fakes.raw_http import served as raw_served
 from fakes.scripted_batch import ScriptedBatch
 from helpers.refusals import assert_tells, refuses
 from helpers.served import Served, served
 
-from llorch.apps.serve.app import _no_such_route, meant_route
+from llorch.apps.serve.app import ROUTES, _no_such_route, meant_route
+from llorch.apps.serve.openapi import Described, description
+from llorch.apps.serve.requests import Body
 
 CHAT = "/v1/chat/completions"
 ASKED: Any = [{"role": "user", "content": "Once upon a time"}]
@@ -212,3 +219,157 @@ def test_the_texts_of_control_tokens_are_inert_in_every_message(tmp_path: Path):
         for text in sorted(model.tokenizer.control_texts):
             ids = server.service.chat_ids([{"role": "user", "content": f"a{text}b"}])
             assert sum(one in model.tokenizer.control_ids for one in ids) == controls
+
+
+EXAMPLES = 25  # of each route
+INPUTS = ("prompt", "messages", "tokens")  # one of them
+# Limits that must be the same, and variables that the template of this model does not have.
+ONE_IN_MANY = (
+    "n_predict", "num_predict", "max_new_tokens", "max_completion_tokens", "enable_thinking", "think",
+    "reasoning_effort", "reasoning",
+)  # fmt: skip
+
+
+@cache
+def described() -> dict[str, Any]:
+    return description(ROUTES, version="1")
+
+
+@pytest.fixture(scope="module")
+def schema() -> Any:
+    import schemathesis
+
+    return schemathesis.openapi.from_dict(deepcopy(described()))
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[Served]:
+    with served("micro-llama", context=64) as running:
+        yield running
+
+
+def test_every_route_is_described():
+    assert set(described()["paths"]) == {one.path for one in ROUTES}
+
+
+def test_it_is_served(server: Served):
+    found = httpx.get(f"{server.url}/openapi.json", trust_env=False).json()
+    assert found["openapi"] == "3.1.0"
+    assert found == described()
+
+
+def make_sound(body: dict[str, Any], fields: Set[str]) -> None:
+    """Change what a schema cannot say, so that some requests have an answer."""
+    for name in ONE_IN_MANY:
+        body.pop(name, None)
+    body |= {"model": "micro-llama"} | dict.fromkeys({"max_tokens", "max_output_tokens"} & fields, 2)
+    if fields >= {*INPUTS}:
+        given = next((name for name in INPUTS if body.get(name)), None)
+        body |= {"prompt": "Once"} if given is None else dict.fromkeys({*INPUTS} - {given})
+    for message in body.get("messages") or ():
+        if isinstance(message, dict) and message.get("content") is None:
+            message["content"] = "Once"
+
+
+@pytest.mark.nightly_cases("/v1/chat/completions", "/v1/responses")
+@pytest.mark.parametrize("route", ROUTES, ids=lambda one: one.path)
+def test_what_is_described_is_what_happens(server: Served, schema: Any, route: Described):
+    import schemathesis  # which takes a second
+    from hypothesis import HealthCheck, Phase, given, settings
+    from schemathesis.checks import not_a_server_error
+    from schemathesis.specs.openapi.checks import response_schema_conformance, status_code_conformance
+
+    operation = schema[route.path][route.method]
+    statuses = set()
+
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=EXAMPLES if route.asked else 2, derandomize=True, deadline=None, database=None,
+        phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
+    )  # fmt: skip
+    def run(case: schemathesis.Case) -> None:
+        if isinstance(case.body, dict) and route.asked is not None and issubclass(route.asked, Body):
+            make_sound(case.body, route.asked.model_fields.keys())
+        answer = case.call(base_url=server.url)
+        statuses.add(answer.status_code)
+        case.validate_response(
+            answer, checks=[not_a_server_error, status_code_conformance, response_schema_conformance]
+        )
+
+    run()
+    assert 200 in statuses
+
+
+pytest.importorskip("starlette", reason="NOT RUN: starlette is not installed")
+
+KEY = "sk-r0utes"
+GET = ("/health", "/metrics", "/openapi.json", "/v1/models", "/", "/script.js", "/style.css", "/icon.svg")
+POST = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/trace", "/tokenize", "/detokenize")
+# Method, and the status of an empty request that is let in.
+ROWS = dict.fromkeys(GET, ("GET", 200)) | dict.fromkeys(POST, ("POST", 400)) | {"/no/such/route": ("GET", 404)}
+KEYS: dict[str, dict[str, str]] = {
+    "none": {},
+    "wrong": {"authorization": f"Bearer {KEY}0"},
+    "no ASCII": {"authorization": "Bearer \u00e9"},
+    "right": {"authorization": f"Bearer {KEY}"},
+}
+PLACES: dict[str, dict[str, str]] = {
+    "here": {},
+    "our page": {"origin": "http://localhost"},
+    "foreign host": {"host": "evil.example"},
+    "empty host": {"host": ":11434"},
+    "foreign page": {"origin": "http://evil.example"},
+}
+
+
+@pytest.fixture(scope="module")
+def app() -> Iterator[Any]:
+    from llorch.apps.serve.app import make_app
+    from llorch.apps.serve.engine import Engine
+    from llorch.apps.serve.scheduler import Turns
+    from llorch.apps.serve.service import Service
+    from llorch.model.model import load
+
+    model = load("story")
+    engine = Engine(Turns(model, n_jobs=1), n_jobs=1)
+    engine.start()
+    yield make_app(Service(model, engine, context=64, timeout=60, version="1"))
+    engine.stop()
+
+
+@pytest.fixture(scope="module")
+def port(app: Any) -> Iterator[int]:
+    from llorch.apps.serve.guard import Guard
+
+    with raw_served(Guard(app, key=KEY)) as running:
+        yield running.port
+
+
+def test_every_route_has_a_row(app: Any):
+    assert {route.path for route in app.routes} <= ROWS.keys()
+
+
+def expected(path: str, key: str, place: str) -> int:
+    if place not in ("here", "our page"):
+        return 403
+    return ROWS[path][1] if key == "right" or path == "/health" else 401
+
+
+@pytest.mark.parametrize("path", ROWS)
+def test_who_is_let_in(port: int, path: str):
+    method = ROWS[path][0]
+    body = b"{}" if method == "POST" else b""
+    for key, place in product(KEYS, PLACES):
+        status, headers, said = ask(port, request(method, path, body, **PLACES[place], **KEYS[key]))
+        assert status == expected(path, key, place), (key, place)
+        assert not [name for name in headers if name.startswith("access-control")]
+        if status >= 400:
+            error_code(said)
+
+
+@pytest.mark.parametrize("path", [path for path in ROWS if path != "/no/such/route"])
+def test_other_methods_are_refused_with_those_that_are_meant(port: int, path: str):
+    for method in {"GET": ("POST", "DELETE", "OPTIONS"), "POST": ("GET", "PUT", "OPTIONS")}[ROWS[path][0]]:
+        status, headers, body = ask(port, request(method, path, authorization=f"Bearer {KEY}"))
+        assert (status, error_code(body)) == (405, None)
+        assert ROWS[path][0].lower() in headers["allow"]
