@@ -162,7 +162,7 @@ def lazy(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 for dtype in DTYPES[1:]:
     x, w = rows.to(dtype), gain.to(dtype)
     print(f"{str(dtype)[6:]:8}  rounded once {off(rms_norm(x, w, eps=1e-5))}   at every step {off(lazy(x, w, 1e-5))}")
-print(check_functions("14", torch_rms_norm=lazy).word)
+print(check_functions("14", torch_rms_norm=lazy).label)
 
 # %% [markdown]
 # In float32 it is right. In bfloat16 it rounds after every operation and loses more than half a bit. This is worse,

@@ -58,8 +58,8 @@ def test_verdicts_go_to_stdout_and_what_the_code_prints_to_stderr(folder: Path):
 def test_json_has_what_stands_in_the_verdict(folder: Path):
     write(folder, RAISES)
     found = json.loads(check(folder, "00", "01", "--json", "--chain").stdout)
-    assert (found["version"], found["mode"], found["impl"]) == (1, "chained", str(folder))
-    assert [(each["lesson"], each["word"]) for each in found["lessons"]] == [("00", "BORROWED"), ("01", "FAIL")]
+    assert (found["version"], found["mode"], found["impl"]) == (2, "chained", str(folder))
+    assert [(each["lesson"], each["verdict"]) for each in found["lessons"]] == [("00", "NOT RUN"), ("01", "FAIL")]
     assert "raised NameError" in found["lessons"][1]["fault"]
 
 

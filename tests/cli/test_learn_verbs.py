@@ -95,7 +95,7 @@ def test_a_part_that_is_none_is_usage(folder: Path):
 
 def test_a_solution_below_the_stub_passes_and_is_remembered(folder: Path):
     write(folder, f"{stub_of(NORM)}\n\n{learn('solution', '01')}")
-    assert [outcome.word for outcome in outcomes(str(folder), ["01"], progress=pytest.fail)] == ["PASS"]
+    assert [outcome.label for outcome in outcomes(str(folder), ["01"], progress=pytest.fail)] == ["PASS"]
     assert kept(folder)["solution"] is True
 
 

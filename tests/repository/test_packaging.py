@@ -143,4 +143,4 @@ def test_the_newest_version_of_the_changelog_is_that_of_the_package():
 def test_wheel_lesson_without_goldens_is_not_run_and_others_pass(number: str, word: str):
     written = {exercise.name: exercise.reference for exercise in BY_NUMBER[number].parts}
     outcome = _check_in_sandbox(number, Implementation("the reference", written), "isolated", with_faults=False)
-    assert (outcome.word, "sdist" in outcome.record["reason"]) == (word, word == NOT_RUN)
+    assert (outcome.label, "sdist" in outcome.record["reason"]) == (word, word == NOT_RUN)

@@ -16,7 +16,7 @@ from llorch.apps.learn.edge_cases import require_edges
 from llorch.apps.learn.exercise import Call
 from llorch.apps.learn.judging import Check, LessonComparison, Mode, NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
-from llorch.apps.learn.verdict import BORROWED, LessonReport, word_for
+from llorch.apps.learn.verdict import BORROWED, LessonReport
 from llorch.runtime.errors import LearnerFault, MissingExtra
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.table import CHECKPOINTS, STAGES
@@ -60,11 +60,11 @@ def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated
         LeftOut: The lesson needs goldens that a wheel leaves out.
     """
     found = _judge_lesson(lesson, implementation, mode)
-    if mode == "isolated" or found.word != FAIL:
+    if mode == "isolated" or found.label != FAIL:
         return found
     before = [each for each in LESSONS[: LESSONS.index(lesson)] if not each.on_torch]
     for at, earlier in enumerate(before):  # what is wrong there is handed on
-        if (first := _judge_lesson(earlier, implementation, mode)).word == FAIL:
+        if (first := _judge_lesson(earlier, implementation, mode)).label == FAIL:
             behind = ", ".join(each.number for each in (*before[at + 1 :], lesson))
             return replace(first, notes=[*first.notes, f"not checked: {behind}"])
     return found
@@ -74,27 +74,31 @@ def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) ->
     """Compare what the learner's functions of a lesson make, and return the verdict."""
     unwritten, how, fault, traceback = implementation.unwritten(lesson.parts), check_of(lesson), "", ""
     implementation.notes.clear()
-    comparisons: list[LessonComparison] = []
+    by_part: dict[str, list[LessonComparison]] = {}
     renamed = [implementation.renamed[name] for name in unwritten if name in implementation.renamed]
     try:
-        comparisons.extend(how.comparisons(lesson, implementation, mode))
-        if all(each.comparison.verdict != FAIL for each in comparisons):
+        for part, comparison in how.comparisons(lesson, implementation, mode):
+            by_part.setdefault(part, []).append(comparison)
+        if not LessonReport(lesson.number, "", by_part).wrong:
             require_edges(implementation, lesson.parts)
     except LearnerFault as error:
         fault = "\n    ".join([str(error), *own_frames(error.__cause__ or error)])
         traceback = all_frames(error)
     found = LessonReport(
-        lesson.number, word_for(comparisons, unwritten, fault), comparisons, unwritten, fault, traceback=traceback,
-        notes=[*renamed, *implementation.notes],
-    )  # fmt: skip
+        lesson.number, "", by_part, unwritten, fault, traceback=traceback, notes=[*renamed, *implementation.notes]
+    )
+    if fault or found.wrong:
+        found = replace(found, label=FAIL)
+    else:
+        found = replace(found, label=BORROWED if unwritten or not by_part else PASS)
     if not found.wrong:
         return found
-    found = replace(found, where=_where(found.wrong[0].part, implementation))
+    found = replace(found, where=_where(found.wrong_by_part[0][0], implementation))
     with suppress(LearnerFault):  # what was judged before a fault may have a name
-        found = replace(found, suspects=how.suspects(lesson, implementation, mode, found.wrong))
+        found = replace(found, suspects=how.suspects(lesson, implementation, mode, found.wrong_by_part))
     if fault:
         return _first_things_first(found)
-    return replace(found, word=BORROWED if unwritten else PASS, where="") if found.is_honest else found
+    return replace(found, label=BORROWED if unwritten else PASS, where="") if found.is_honest else found
 
 
 def _first_things_first(found: LessonReport) -> LessonReport:

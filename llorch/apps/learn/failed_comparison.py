@@ -6,6 +6,7 @@ from itertools import groupby
 
 import numpy as np
 
+from llorch.apps.learn.checks.forward import suite_of
 from llorch.apps.learn.judging import LessonComparison
 from llorch.diagnosis.mistakes import AFTER_LOGITS
 from llorch.diagnosis.profile import by_token, has_heads
@@ -43,21 +44,17 @@ class FailedComparison:
         """Take a comparison that has an expectation and an array."""
         assert comparison.expectation is not None
         assert comparison.actual is not None
-        self.expectation, self.comparison, self._config = (
-            comparison.expectation,
-            comparison.comparison,
-            comparison.config,
-        )
-        self.stage = BY_NAME.get(self.expectation.stage_ref.stage) if self._config is not None else None
+        self.expectation, self.comparison = comparison.expectation, comparison.comparison
+        self.stage = BY_NAME.get(self.expectation.stage_ref.stage)
         self.expected, self.actual = (
             self._by_token(array.astype(np.float64)) for array in (self.expectation.expected, comparison.actual)
         )
 
     def _by_token(self, array: np.ndarray) -> np.ndarray:
         """Reshape an array to (token, head, channel) where these axes are known."""
-        if self.stage is None or self._config is None:
+        if self.stage is None:
             return array
-        return by_token(array, self.stage, self._config)
+        return by_token(array, self.stage, suite_of(self.comparison.model).weights.config)
 
     @cached_property
     def off(self) -> np.ndarray:

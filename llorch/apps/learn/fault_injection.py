@@ -85,7 +85,7 @@ def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[InjectedF
         for name, function in wrong.items():
             seen = check(lesson, Implementation(implementation.source, {**implementation.written, part: function}))
             named = tuple(each.name for each in seen.suspects if not isinstance(each, NearMiss))
-            yield InjectedFault(name, part, math.inf if seen.word == FAIL else 0.0, named)
+            yield InjectedFault(name, part, math.inf if seen.label == FAIL else 0.0, named)
 
 
 def _injected_faults(lesson: Lesson, implementation: Implementation) -> Iterator[InjectedFault]:

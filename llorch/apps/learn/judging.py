@@ -9,7 +9,6 @@ import numpy as np
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.verdict import Suspect
-from llorch.families.config import ModelConfig
 from llorch.judging.judge import Comparison, Expectation
 
 Mode = Literal["isolated", "chained"]
@@ -23,15 +22,14 @@ class LessonComparison:
         comparison: Its verdict.
         expectation: The expectation; None where things are equal or not.
         actual: What the learner's code made; None if it never came.
-        part: That alone was in place; empty where several were.
-        config: Of the model, where the array is a stage of the table: its axes have names then.
     """
 
     comparison: Comparison
     expectation: Expectation | None
     actual: np.ndarray | None
-    part: str = ""
-    config: ModelConfig | None = None
+
+
+PartComparison = tuple[str, LessonComparison]  # the part that alone was in place, empty where several were
 
 
 @dataclass(frozen=True)
@@ -42,12 +40,12 @@ class NearMiss(Suspect):
 class Check(Protocol):
     """How the lessons of a kind are judged: of the forward pass, after the logits, of quantised files, of training."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
         """Yield every comparison, with the learner's parts in place: those of the lesson, or all so far."""
         ...
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Suspect]:
         """Name the known mistakes that explain the failed comparisons; empty if none does.
 

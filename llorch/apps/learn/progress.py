@@ -19,7 +19,7 @@ import numpy as np
 from llorch.apps.learn import lessons as all_lessons
 from llorch.apps.learn.lessons import BY_NUMBER, Lesson, lesson_fingerprint, sources, stub_of
 from llorch.apps.learn.sandbox import Outcome
-from llorch.apps.learn.verdict import BORROWED
+from llorch.apps.learn.verdict import BORROWED, verdict_of
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.judging.goldens.store import SUFFIX
@@ -30,7 +30,7 @@ from llorch.stages.comparison import FAIL, NOT_RUN, PASS
 
 VERSION = 1
 CHANGED = "CHANGED"  # since it was checked
-WORDS = (PASS, FAIL, BORROWED, NOT_RUN)
+LABELS = (PASS, FAIL, BORROWED, NOT_RUN)
 _LARGEST = 1 << 20  # bytes
 Progress = Callable[[str], None]
 
@@ -97,19 +97,19 @@ class LearnerProgress:
         lesson = BY_NUMBER[outcome.lesson]
         code = lesson_fingerprint(self.folder, lesson)
         with self.changed(lesson) as standing:
-            standing.status = outcome.word
+            standing.status = outcome.label
             standing.wrong = _wrong_part(outcome.record)
-            if outcome.word in (PASS, FAIL):
+            if outcome.label in (PASS, FAIL):
                 standing.attempts += code != standing.tried
                 standing.tried = code
-            if outcome.word == PASS:
+            if outcome.label == PASS:
                 standing.passed = code
 
     def is_passed(self, lesson: Lesson, standing: Standing) -> bool:
         """Tell if the current code passed the lesson."""
-        return self.word(lesson, standing) == PASS
+        return self.label(lesson, standing) == PASS
 
-    def word(self, lesson: Lesson, standing: Standing) -> str:
+    def label(self, lesson: Lesson, standing: Standing) -> str:
         """Return the last verdict if it is about the present code; else say that the code has changed."""
         is_old = standing.status in (PASS, FAIL) and standing.tried != lesson_fingerprint(self.folder, lesson)
         return CHANGED if is_old else standing.status
@@ -143,8 +143,8 @@ def _standing(values: Any, path: Path, number: str) -> Standing:
         raise FormatError("Malformed", f"lesson {number}: expected {', '.join(asdict(Standing()))}", path=path)
     fields = Fields(values, path)
     status, hints = fields.text("status", default=""), values.get("hints", {})
-    if status not in ("", *WORDS):
-        raise fields.error("Malformed", "status", ", ".join(WORDS), status)
+    if status not in ("", *LABELS):
+        raise fields.error("Malformed", "status", ", ".join(LABELS), status)
     if not isinstance(hints, dict) or not all(type(n) is int and n >= 0 for n in hints.values()):
         raise fields.error("Malformed", "hints", "a number for each part", hints)
     return Standing(
@@ -153,7 +153,7 @@ def _standing(values: Any, path: Path, number: str) -> Standing:
     )  # fmt: skip
 
 
-CERTIFICATE_VERSION = 1
+CERTIFICATE_VERSION = 2
 
 
 def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict[str, Any]:
@@ -169,7 +169,10 @@ def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict
     """
     goldens = goldens_folder()
     files = sorted([*goldens.glob("*/*.json"), *goldens.glob(f"*/*{SUFFIX}")])
-    lessons = {each.lesson: {"verdict": each.word, "comparisons": each.record["compared"]} for each in outcomes}
+    lessons = {
+        outcome.lesson: {"verdict": verdict_of(outcome.label), "comparisons": outcome.record["compared"]}
+        for outcome in outcomes
+    }
     code = {path for number in lessons for path in sources(folder, all_lessons.BY_NUMBER[number])}
     return {
         "version": CERTIFICATE_VERSION,
@@ -186,7 +189,7 @@ def with_untouched(folder: Path, outcomes: Iterable[Outcome]) -> Iterator[Outcom
         lesson = all_lessons.BY_NUMBER[each.lesson]
         (file, *others) = sources(folder, lesson) or [folder]
         is_stub = not others and file.is_file() and file.read_text("utf-8", "replace") == stub_of(lesson)
-        yield replace(each, word=BORROWED) if is_stub else each
+        yield replace(each, label=BORROWED) if is_stub else each
 
 
 def differences(said: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:

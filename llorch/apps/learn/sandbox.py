@@ -53,14 +53,14 @@ class Outcome:
 
     Attributes:
         lesson: The number that was asked for; in chained mode the verdict may be that of an earlier one.
-        word: Of the verdict.
+        label: Of the verdict.
         text: The verdict as a person reads it.
         record: The verdict as `--json` gives it.
         traceback: Of what the learner's code raised, all of it.
     """
 
     lesson: str
-    word: str
+    label: str
     text: str
     record: Mapping[str, Any]
     traceback: str = ""
@@ -228,7 +228,7 @@ def outcome_of(number: str, verdict: LessonReport, tried: FaultReport | None = N
     text, record = str(verdict), verdict.record()
     if tried is not None:
         text, record = f"{text}\n{tried}", record | {"teeth": [asdict(each) for each in tried.faults]}
-    return Outcome(number, verdict.word, text, record, verdict.traceback)
+    return Outcome(number, verdict.label, text, record, verdict.traceback)
 
 
 def _clock(folder: str, mode: Any) -> np.ndarray:
@@ -271,7 +271,7 @@ def _check_in_sandbox(number: str, implementation: Implementation, mode: Mode, w
     lesson = BY_NUMBER[number]
     try:
         verdict = check(lesson, implementation, mode)
-        tried = inject_faults(lesson, implementation) if with_faults and verdict.word == PASS else None
+        tried = inject_faults(lesson, implementation) if with_faults and verdict.label == PASS else None
         return outcome_of(number, verdict, tried)
     except (MissingExtra, LeftOut) as error:
         return outcome_of(number, LessonReport(number, NOT_RUN, reason=str(error)))

@@ -1,7 +1,7 @@
-"""The verdict of one lesson: one of four words, and what a person needs to go on."""
+"""The verdict of one lesson, and what a person needs to go on."""
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from textwrap import wrap
@@ -11,7 +11,7 @@ from llorch.apps.learn.judging import LessonComparison, NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 from llorch.diagnosis.verdict import Suspect, percent
 from llorch.judging.judge import Comparison
-from llorch.stages.comparison import FAIL, PASS, times_over
+from llorch.stages.comparison import FAIL, NOT_RUN, times_over
 from llorch.stages.table import STAGES
 
 BORROWED = "BORROWED"
@@ -25,8 +25,8 @@ class LessonReport:
 
     Attributes:
         lesson: Its number.
-        word: PASS, FAIL, BORROWED (a part is not written, and nothing written is wrong) or NOT RUN.
-        comparisons: Every comparison.
+        label: The verdict PASS, FAIL or NOT RUN, or BORROWED: a part is not written, and nothing written is wrong.
+        by_part: Every comparison, by the part that alone was in place; by "" where several were.
         unwritten: Parts that are not written.
         fault: What the learner's code did that nothing can go on with, with its frames; empty if it ran.
         suspects: Known mistakes that make what failed; see `Check.suspects`.
@@ -37,8 +37,8 @@ class LessonReport:
     """
 
     lesson: str
-    word: str
-    comparisons: Sequence[LessonComparison] = field(default=(), repr=False)
+    label: str
+    by_part: Mapping[str, Sequence[LessonComparison]] = field(default_factory=dict, repr=False)
     unwritten: Sequence[str] = ()
     fault: str = ""
     suspects: Sequence[Suspect] = ()
@@ -47,12 +47,25 @@ class LessonReport:
     where: str = ""
     traceback: str = field(default="", repr=False)
 
+    @property
+    def comparisons(self) -> list[LessonComparison]:
+        """Every comparison, in the order of the parts."""
+        return [comparison for comparisons in self.by_part.values() for comparison in comparisons]
+
     @cached_property
+    def wrong_by_part(self) -> list[tuple[str, LessonComparison]]:
+        """The comparisons that failed, each with its part, the one to begin with first."""
+        return [
+            (part, comparison)
+            for part, comparisons in self.by_part.items()
+            for comparison in sorted(comparisons, key=_place_in_run)
+            if comparison.comparison.verdict == FAIL
+        ]
+
+    @property
     def wrong(self) -> list[LessonComparison]:
         """The comparisons that failed, the one to begin with first."""
-        parts = list(dict.fromkeys(each.part for each in self.comparisons))
-        failed = (each for each in self.comparisons if each.comparison.verdict == FAIL)
-        return sorted(failed, key=lambda each: (parts.index(each.part), *_place_in_run(each)))
+        return [comparison for _, comparison in self.wrong_by_part]
 
     @property
     def is_honest(self) -> bool:
@@ -64,7 +77,7 @@ class LessonReport:
         first = FailedComparison(self.wrong[0]) if self.wrong and is_shown(self.wrong[0]) else None
         return {
             "lesson": self.lesson,
-            "word": self.word,
+            "verdict": verdict_of(self.label),
             "where": self.where,
             "compared": len(self.comparisons),
             "wrong": [each.comparison.record() for each in self.wrong],
@@ -81,8 +94,8 @@ class LessonReport:
 
     def __str__(self) -> str:
         """Format the verdict for a person: under 15 lines, one line for a pass."""
-        head = [f"checkpoint_{self.lesson}_{BY_NUMBER[self.lesson].name}", self.word]
-        if self.word == FAIL:
+        head = [f"checkpoint_{self.lesson}_{BY_NUMBER[self.lesson].name}", self.label]
+        if self.label == FAIL:
             run = [f"{c.model}, {c.stage_ref.run}" for c in (each.comparison for each in self.wrong[:1])]
             return "\n".join(["   ".join([*head, *filter(None, [self.where]), *run]), *self._failed()])
         head += [self.reason] if self.reason else []
@@ -215,8 +228,6 @@ def _next(number: str) -> Iterator[str]:
         yield f"next: {behind[0]} {BY_NUMBER[behind[0]].name}"
 
 
-def word_for(comparisons: Sequence[LessonComparison], unwritten: Sequence[str], fault: str) -> str:
-    """Return the word of the verdict: FAIL, BORROWED or PASS."""
-    if fault or any(each.comparison.verdict == FAIL for each in comparisons):
-        return FAIL
-    return BORROWED if unwritten or not comparisons else PASS
+def verdict_of(label: str) -> str:
+    """Return the verdict of a label: what is not written is NOT RUN."""
+    return NOT_RUN if label == BORROWED else label

@@ -64,7 +64,7 @@ def command(
             print_outcome(outcome, full=full)
     if as_json:
         listed = [outcome.record for outcome in found]
-        click.echo(to_json({"version": 1, "impl": source, "mode": mode, "lessons": listed}, indent=1))
+        click.echo(to_json({"version": 2, "impl": source, "mode": mode, "lessons": listed}, indent=1))
     elif len(found) > 1:
         click.echo(counted(found))
     click.get_current_context().exit(exit_code(found, strict=strict))
@@ -83,7 +83,7 @@ def _judge_answers(
     (lesson,) = chosen_lessons(lessons)
     found = outcome_of(lesson.number, check(lesson, answered(lesson, answers)))
     if as_json:
-        record = {"version": 1, "impl": str(answers), "mode": "isolated", "lessons": [found.record]}
+        record = {"version": 2, "impl": str(answers), "mode": "isolated", "lessons": [found.record]}
         click.echo(to_json(record, indent=1))
     else:
         print_outcome(found, full=full)

@@ -35,7 +35,7 @@ def show_list(folder: Path) -> None:
     for lesson in LESSONS:
         this = standing[lesson.number]
         numbers = (str(n or "") for n in (this.attempts, sum(this.hints.values())))
-        shown = coloured(progress.word(lesson, this))
+        shown = coloured(progress.label(lesson, this))
         rows.add_row(
             lesson.number, lesson.name, str(lesson.minutes), shown, *numbers, "solution seen" if this.solution else ""
         )

@@ -17,10 +17,10 @@ STYLES = {PASS: "bold green", FAIL: "bold red", "BORROWED": "yellow", NOT_RUN: "
 
 
 def coloured(text: str) -> Text:
-    """Colour the four words of verdicts."""
+    """Colour the labels of verdicts."""
     shown = Text(text)
-    for word, style in STYLES.items():
-        shown.highlight_words([word], style)
+    for label, style in STYLES.items():
+        shown.highlight_words([label], style)
     return shown
 
 
@@ -33,12 +33,12 @@ def print_outcome(outcome: "Outcome", *, full: bool = False, out: Console | None
 
 
 def counted(outcomes: "Iterable[Outcome]") -> str:
-    """Count outcomes by their word: `2 PASS, 1 FAIL`."""
-    counts = Counter(outcome.word for outcome in outcomes)
-    return ", ".join(f"{counts[word]} {word}" for word in STYLES if counts[word])
+    """Count outcomes by label: `2 PASS, 1 FAIL`."""
+    counts = Counter(outcome.label for outcome in outcomes)
+    return ", ".join(f"{counts[label]} {label}" for label in STYLES if counts[label])
 
 
 def exit_code(outcomes: "Sequence[Outcome]", *, strict: bool) -> int:
     """Return 1 if a lesson failed, 3 if one did not run and `strict` is on, else 0."""
-    words = {outcome.word for outcome in outcomes}
-    return 1 if FAIL in words else 3 if strict and NOT_RUN in words else 0
+    labels = {outcome.label for outcome in outcomes}
+    return 1 if FAIL in labels else 3 if strict and NOT_RUN in labels else 0

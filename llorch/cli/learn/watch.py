@@ -133,4 +133,4 @@ class _Loop:
 
 def _is_untouched(outcome: "Outcome") -> bool:
     """Tell if the learner has written nothing of the lesson, so that nothing was compared."""
-    return outcome.word == "BORROWED" and not outcome.record["compared"]
+    return outcome.label == "BORROWED" and not outcome.record["compared"]

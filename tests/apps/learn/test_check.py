@@ -32,7 +32,7 @@ def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the l
     if lesson.on_torch:
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     found = check(lesson, REFERENCE, "chained")
-    assert (found.word, found.wrong, found.fault) == (PASS, [], "")
+    assert (found.label, found.wrong, found.fault) == (PASS, [], "")
     assert found.comparisons
 
 
@@ -41,14 +41,14 @@ def test_what_is_not_written_is_borrowed(lesson: Lesson):
     if lesson.on_torch:
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     found = check(lesson, Implementation("nothing", {}))
-    assert (found.word, list(found.unwritten)) == (BORROWED, [exercise.name for exercise in lesson.parts])
+    assert (found.label, list(found.unwritten)) == (BORROWED, [exercise.name for exercise in lesson.parts])
 
 
 def test_a_wrong_formula_fails():
     def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
         return x / (np.sqrt((x * x).mean(-1, keepdims=True)) + eps) * weight
 
-    assert check_functions("01", rms_norm=rms_norm).word == FAIL
+    assert check_functions("01", rms_norm=rms_norm).label == FAIL
 
 
 def naive_softmax(scores: np.ndarray) -> np.ndarray:
@@ -82,7 +82,7 @@ def always_scaled(grads: dict[str, np.ndarray], max_norm: float) -> tuple[np.nda
 )
 def test_what_no_golden_holds_is_asked_too(lesson: str, part: str, wrong: Call, facts: list[str]):
     found = check_functions(lesson, **{part: wrong})
-    assert (found.word, found.wrong) == (FAIL, [])
+    assert (found.label, found.wrong) == (FAIL, [])
     assert_tells(found.fault, part, *facts)
 
 
@@ -107,9 +107,9 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Implementation:
 @NUMBERED
 def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Implementation, tmp_path: Path):
     word = FAIL if lesson.number == WARM_UP else BORROWED  # that one is written, with a wrong constant
-    assert check(lesson, stubs).word == word
+    assert check(lesson, stubs).label == word
     found = check(lesson, written(tmp_path, lesson, pasted(lesson)))
-    assert (found.word, found.fault, found.is_honest) == (PASS, "", False), str(found)
+    assert (found.label, found.fault, found.is_honest) == (PASS, "", False), str(found)
     assert {*hints_of(lesson)} == {exercise.name for exercise in lesson.parts}
 
 
@@ -127,7 +127,7 @@ def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Impl
 )
 def test_a_typed_mistake_fails_with_its_name(lesson: Lesson, part: str, name: str):
     found = check(lesson, Implementation("typed", {part: typed_mistakes(lesson)[part][name]}))
-    assert (found.word, found.fault) == (FAIL, "")
+    assert (found.label, found.fault) == (FAIL, "")
     assert {name, *ALIKE.get(name, ())} & named(found), str(found)
 
 

@@ -14,7 +14,7 @@ EACH = [pytest.param(each.number, mode, id=f"checkpoint_{each.number}-{mode}")
 @pytest.mark.parametrize(("number", "mode"), EACH)
 def test_implementation(number: str, mode: Mode, pytestconfig: pytest.Config):
     (found,) = outcomes(pytestconfig.option.impl, [number], mode, progress=print)
-    if found.word == FAIL:
+    if found.label == FAIL:
         pytest.fail(found.text, pytrace=False)
-    if found.word != PASS:
-        pytest.skip(f"{found.word}: {', '.join(found.record['unwritten']) or found.record['reason']}")
+    if found.label != PASS:
+        pytest.skip(f"{found.label}: {', '.join(found.record['unwritten']) or found.record['reason']}")

@@ -24,8 +24,8 @@ def rms_norm(x, weight, eps):
 """
 
 
-def word(folder: Path, number: str) -> str:
-    return check(BY_NUMBER[number], Implementation(str(folder), read_folder(folder))).word
+def label(folder: Path, number: str) -> str:
+    return check(BY_NUMBER[number], Implementation(str(folder), read_folder(folder))).label
 
 
 @pytest.fixture(autouse=True)
@@ -40,14 +40,14 @@ def folder(tmp_path: Path) -> Path:
 
 
 def test_a_part_may_be_a_function_a_lambda_or_a_class(folder: Path):
-    assert word(folder, "01") == PASS
+    assert label(folder, "01") == PASS
     (folder / f"{NORM}.py").write_text(RIGHT.replace("def rms_norm", "def norm") + "rms_norm = lambda **w: norm(**w)\n")
-    assert word(folder, "01") == PASS
+    assert label(folder, "01") == PASS
     (folder / f"{NORM}.py").write_text(
         "class _Norm:\n    def __call__(self, x, weight, eps):\n"
         "        return x / (((x * x).mean(-1, keepdims=True)) + eps) ** 0.5 * weight\nrms_norm = _Norm()\n"
     )
-    assert word(folder, "01") == PASS
+    assert label(folder, "01") == PASS
 
 
 @pytest.mark.parametrize("stub", [STUB, "async " + STUB], ids=["def", "async"])
@@ -90,7 +90,7 @@ def test_an_edit_is_seen_also_in_other_files_of_the_folder(folder: Path):
     halves = folder / "halves.py"
     for text, wanted in (("0.5", FAIL), ("1.0", PASS), ("2.0", FAIL)):  # as long as each other, and as old
         halves.write_text(f"def half(x):\n    return np_float(x * {text})\nnp_float = float\n")
-        assert word(folder, "01") == wanted
+        assert label(folder, "01") == wanted
 
 
 def test_two_folders_have_files_of_one_name(tmp_path: Path):
@@ -103,7 +103,7 @@ def test_two_folders_have_files_of_one_name(tmp_path: Path):
 
 def test_what_a_file_prints_does_not_matter(folder: Path, capsys: pytest.CaptureFixture[str]):
     (folder / f"{NORM}.py").write_text(RIGHT.replace("    return", "    print(x.shape)\n    return"))
-    assert word(folder, "01") == PASS
+    assert label(folder, "01") == PASS
     assert capsys.readouterr().out
 
 
@@ -184,7 +184,7 @@ def test_versions_of_the_code_are_counted_and_the_one_that_passed_is_known(progr
     )
     assert progress.is_passed(NORM_LESSON, passed)
     write(progress, "c")
-    assert (progress.word(NORM_LESSON, passed), progress.is_passed(NORM_LESSON, passed)) == ("CHANGED", False)
+    assert (progress.label(NORM_LESSON, passed), progress.is_passed(NORM_LESSON, passed)) == ("CHANGED", False)
     assert note(progress, "BORROWED").attempts == 2  # nothing was judged
 
 

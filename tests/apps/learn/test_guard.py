@@ -74,7 +74,7 @@ FAULTS = {
 @pytest.mark.parametrize(("function", "facts", "fields"), FAULTS.values(), ids=FAULTS)
 def test_a_fault_is_one_sentence(function: Callable[..., Any], facts: list[str], fields: dict[str, Any]):
     found = check_functions("01", rms_norm=function)
-    assert found.word == FAIL
+    assert found.label == FAIL
     assert_tells(found.fault.splitlines()[0], "rms_norm", *facts, **fields)
 
 
@@ -106,7 +106,7 @@ def test_what_is_right_may_be_anything_that_numpy_reads():
         rows = torch.from_numpy(x)
         return rows * torch.rsqrt(rows.square().mean(-1, keepdim=True) + eps) * torch.from_numpy(weight)
 
-    assert check_functions("01", rms_norm=rms_norm).word == PASS
+    assert check_functions("01", rms_norm=rms_norm).label == PASS
 
 
 def test_memory_that_was_written_to_without_asking():
@@ -152,7 +152,7 @@ def test_nan_and_views_are_noted():
         return rows
 
     found = check_functions("00", embedding=embedding)
-    assert found.word == FAIL
+    assert found.label == FAIL
     assert any("embedding: rows" in note and "1 NaN of" in note and "(1, 2)" in note for note in found.notes)
     found = check_functions("06", swiglu=lambda gate, up: up)
     (note,) = found.notes

@@ -94,7 +94,7 @@ def of_no_type(data: np.ndarray) -> tuple:
 )
 def test_what_nothing_can_go_on_with_is_said(lesson: str, part: str, function: Callable, facts: list[object]):
     found = check_functions(lesson, **{part: function})
-    assert found.word == FAIL
+    assert found.label == FAIL
     assert_tells(found.fault.splitlines()[0], part, *facts)
 
 
@@ -107,7 +107,7 @@ def test_fault_after_a_known_mistake_is_a_note():
             yield text[-1]
 
     found = check_functions("12", generate=text_again)
-    assert (found.word, found.fault) == (FAIL, "")
+    assert (found.label, found.fault) == (FAIL, "")
     assert [each.name for each in found.suspects] == ["generation-text-fed-again"]
     assert_tells(found.notes[0], "generate", "UserError", 512)
 

@@ -88,8 +88,8 @@ def test_c_program_passes_or_fails_like_python_functions(tmp_path: Path, monkeyp
     for name, text in (("right", IN_C), ("wrong", IN_C.replace("sum / width + eps", "sum / width"))):
         Path(f"{name}.c").write_text(text)
         subprocess.run([compiler, "-O1", "-o", name, f"{name}.c", "-lm"], check=True)
-    assert check(BY_NUMBER["01"], opened("cmd:./right")).word == PASS
-    assert check(BY_NUMBER["01"], opened("cmd:./wrong")).word == FAIL
+    assert check(BY_NUMBER["01"], opened("cmd:./right")).label == PASS
+    assert check(BY_NUMBER["01"], opened("cmd:./wrong")).label == FAIL
     assert opened("cmd:./right").unwritten(PARTS.values()) == [name for name in PARTS if name != "rms_norm"]
 
 

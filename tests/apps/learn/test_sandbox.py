@@ -53,7 +53,7 @@ def said_of(outcome: Outcome) -> str:
 )  # fmt: skip
 def test_code_that_never_ends_well_fails_its_lesson_alone(tmp_path: Path, body: str, facts: list[str]):
     found, _ = checked(written(tmp_path, f"    {body}"))
-    assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
+    assert [outcome.label for outcome in found] == ["FAIL", "BORROWED"]
     assert_tells(said_of(found[0]).splitlines()[0], *facts)
 
 
@@ -82,7 +82,7 @@ def test_a_file_that_cannot_be_imported_fails_its_lesson_alone(
 ):
     (tmp_path / "l02_qkv.py").write_text("from l01_rms_norm import rms_norm\n")  # gets the reference
     found, _ = checked(written(tmp_path, "", head=head), "01", "02")
-    assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
+    assert [outcome.label for outcome in found] == ["FAIL", "BORROWED"]
     assert f"rms_norm: raised {raised}" in said_of(found[0])
     assert line is None or said_of(found[0]).endswith(f"l01_rms_norm.py:{line}")
 
@@ -109,7 +109,7 @@ def test_a_crash_says_the_learners_line_and_is_that_of_its_lesson(tmp_path: Path
         "import ctypes\n\n\ndef append(past_k, past_v, k, v):\n    ctypes.string_at(0)\n"
     )
     found, said = checked(tmp_path, seconds=10)
-    assert [outcome.word for outcome in found] == ["PASS", "FAIL"]
+    assert [outcome.label for outcome in found] == ["PASS", "FAIL"]
     assert {line.split(":")[0] for line in said} == {"03 prints"}
     assert f'03 prints:   File "{tmp_path}/l03_kv_cache.py", line 5 in append' in said
     assert not [line for line in said if "guard.py" in line]
@@ -128,7 +128,7 @@ def test_a_frame_below_a_folder_beyond_ascii_is_known(name: str, tmp_path: Path,
 def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path):
     flood = "    for n in range(10_000):\n        print(n, '\\x1b[2J')\n    os.write(1, b'unended')\n    1 / 0\n"
     found, said = checked(written(tmp_path, flood))
-    assert [outcome.word for outcome in found] == ["FAIL", "BORROWED"]
+    assert [outcome.label for outcome in found] == ["FAIL", "BORROWED"]
     assert said[:2] == ["01 prints: 0 \\x1b[2J", "01 prints: 1 \\x1b[2J"]
     assert (len(said), said[-1]) == (21, "01 prints: (9981 more lines)")
 
@@ -136,7 +136,7 @@ def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path
 def test_right_code_passes_and_what_it_started_ends_with_it(tmp_path: Path):
     thread = "import threading\nthreading.Thread(target=time.sleep, args=(10_000,)).start()\n\n\ndef rms_norm("
     (found,), _ = checked(written(tmp_path, RIGHT, head=HEAD.replace("def rms_norm(", thread)), "01", seconds=10)
-    assert (found.word, said_of(found), found.record["compared"] > 100) == ("PASS", "", True)
+    assert (found.label, said_of(found), found.record["compared"] > 100) == ("PASS", "", True)
 
 
 def test_a_new_python_checks_where_a_copy_of_this_process_is_not_safe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -155,7 +155,7 @@ def test_every_lesson_has_its_own_time(tmp_path: Path):
     swiglu = f"{head}def swiglu(gate, up):\n{wait}    return gate\n"
     (tmp_path / "l06_swiglu.py").write_text(swiglu)
     found, _ = checked(tmp_path, "01", "06", seconds=5)
-    assert [(outcome.word, said_of(outcome)) for outcome in found] == [("PASS", ""), ("FAIL", "")]
+    assert [(outcome.label, said_of(outcome)) for outcome in found] == [("PASS", ""), ("FAIL", "")]
 
 
 @pytest.mark.parametrize(("seconds", "advice"), [("0.02", "--seconds"), ("9", "loop")])
@@ -173,7 +173,7 @@ def test_a_stream_takes_its_time_while_it_is_read(tmp_path: Path, body: str):
     names = ", ".join(inspect.signature(generate.reference).parameters)
     (tmp_path / "l12_generation.py").write_text(f"def {generate.name}({names}):\n{body}")
     found, _ = checked(tmp_path, "12", seconds=0.3)
-    assert found[0].word == "FAIL"
+    assert found[0].label == "FAIL"
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: only Linux ends a process with the one that started it")

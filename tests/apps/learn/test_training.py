@@ -64,7 +64,7 @@ def one_tensor(param: Array, **given: Any) -> tuple[Array, ...]:
 )
 def test_a_mistake_is_the_one_that_makes_the_same_in_our_code(number: str, part: str, function: Any, name: str):
     found = check_functions(number, **{part: function})
-    assert (found.word, found.wrong[0].part) == (FAIL, part)
+    assert (found.label, found.wrong[0].part) == (FAIL, part)
     assert [each.name for each in found.suspects] == ([name] if name else [])
 
 
@@ -88,7 +88,7 @@ def test_the_first_wrong_number_is_said_by_its_axes(number: str, part: str, func
 
 def test_what_our_step_cannot_go_on_with_is_said():
     found = check_functions("16", shifted=lambda labels: labels + 1000)
-    assert (found.word, found.suspects) == (FAIL, ())
+    assert (found.label, found.suspects) == (FAIL, ())
     assert_tells(found.fault, "shifted", "cross entropy", "0 to 400", -100, got=(900, "row 0"))
 
 
@@ -103,8 +103,8 @@ def test_where_results_go_on_earlier_parts_are_in_the_step(number: str):
 
     parts = {exercise.name: exercise.reference for exercise in BY_NUMBER[number].parts}
     found = check(BY_NUMBER[number], Implementation("x", parts | {"rms_norm": forgetful}), "chained")
-    assert (found.lesson, found.word) == ("01", FAIL)
-    assert check(BY_NUMBER[number], Implementation("x", parts), "chained").word == PASS
+    assert (found.lesson, found.label) == ("01", FAIL)
+    assert check(BY_NUMBER[number], Implementation("x", parts), "chained").label == PASS
 
 
 @pytest.mark.slow
@@ -114,7 +114,7 @@ def test_who_has_written_everything_trains_as_peft_does(tmp_path: Path):
     everything = Implementation(str(tmp_path), read_folder(tmp_path))
     for number in ("15", "16", "17", "18", "19", "20"):
         found = check(BY_NUMBER[number], everything, "chained")
-        assert (found.word, found.unwritten) == (PASS, []), str(found)
+        assert (found.label, found.unwritten) == (PASS, []), str(found)
 
 
 torch = pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
@@ -144,13 +144,13 @@ FAULTS = {
 @pytest.mark.parametrize(("function", "facts", "fields"), FAULTS.values(), ids=FAULTS)
 def test_what_nothing_can_go_on_with_is_said(function: Callable[..., Any], facts: list[str], fields: dict[str, Any]):
     found = check_functions("14", torch_rms_norm=function)
-    assert found.word == FAIL
+    assert found.label == FAIL
     assert_tells(found.fault.splitlines()[0], "torch_rms_norm", *facts, **fields)
 
 
 def test_numbers_that_are_none_are_noted():
     found = check_functions("14", torch_rms_norm=lambda x, weight, eps: RIGHT(x, weight, eps) * float("nan"))
-    assert found.word == FAIL
+    assert found.label == FAIL
     assert_tells(next(note for note in found.notes if "1152" in note), "torch_rms_norm: y", "1152 NaN of 1152")
 
 
@@ -166,7 +166,7 @@ def test_what_is_wrong_in_half_precision_alone_has_no_name_and_fails():
         return RIGHT(x, weight, eps) * (1 if x.dtype == torch.float32 else 1.1)
 
     found = check_functions("14", torch_rms_norm=of_bfloat16)
-    assert (found.word, [*found.suspects]) == (FAIL, [])
+    assert (found.label, [*found.suspects]) == (FAIL, [])
     assert {each.comparison.backend for each in found.wrong} == {"learner-bfloat16"}
 
 

@@ -14,7 +14,7 @@ import numpy as np
 from llorch.apps.learn.checks.forward import BACKEND, parts_so_far, suite_of, written_parts
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import LessonComparison, Mode
+from llorch.apps.learn.judging import LessonComparison, Mode, PartComparison
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
 from llorch.diagnosis.verdict import Suspect
@@ -61,13 +61,13 @@ class AfterLogitsCheck(ABC):
     def inputs(self, wrong: LessonComparison) -> Any:
         """Return the inputs of the wrong result, in the form that the library's mistakes read."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
         """See `Check`."""
         for parts in groups(lesson, implementation, mode):
-            yield from self._judge_parts(implementation, parts, mode)
+            yield from (("", comparison) for comparison in self._judge_parts(implementation, parts, mode))
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Suspect]:
         """See `Check`; of every part by itself, as each may have a mistake of its own."""
         found: dict[str, Suspect] = {}

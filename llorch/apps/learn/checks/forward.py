@@ -14,7 +14,7 @@ import numpy as np
 
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import LessonComparison, Mode, NearMiss
+from llorch.apps.learn.judging import LessonComparison, Mode, NearMiss, PartComparison
 from llorch.apps.learn.lessons import LESSONS, PARTS, Lesson
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
@@ -40,29 +40,30 @@ TRIED = 2  # runs whose error nothing known makes, before that is said
 class ForwardCheck:
     """See `Check`."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
         """See `Check`."""
         for model in models_of(lesson):
             if mode == "chained":
                 so_far = parts_so_far(lesson, implementation)
-                yield from ForwardModel(model, so_far, implementation).comparisons(stages_of(lesson), mode)
+                run = ForwardModel(model, so_far, implementation)
+                yield from (("", comparison) for comparison in run.comparisons(stages_of(lesson), mode))
                 continue
             for exercise in written_parts(lesson, implementation):  # one at a time: one hides what another makes
-                made = ForwardModel(model, [exercise], implementation).comparisons(set(exercise.stages), mode)
-                yield from (replace(each, part=exercise.name) for each in made)
+                run = ForwardModel(model, [exercise], implementation)
+                yield from ((exercise.name, comparison) for comparison in run.comparisons({*exercise.stages}, mode))
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Suspect]:
         """Diagnose the learner's run; the first function and model that give a name decide."""
-        parts = {each.part: [PARTS[each.part]] if each.part else parts_so_far(lesson, implementation) for each in wrong}
+        parts = {part: [PARTS[part]] if part else parts_so_far(lesson, implementation) for part, _ in wrong}
         return suspects_named_by(
             wrong, lambda part, model, case: ForwardModel(model, parts[part], implementation).causes(case)
         )
 
 
 def suspects_named_by(
-    wrong: Sequence[LessonComparison], causes_of: Callable[[str, str, str], Iterator[Finding]]
+    wrong: Sequence[PartComparison], causes_of: Callable[[str, str, str], Iterator[Finding]]
 ) -> Sequence[Suspect]:
     """Return the suspects that diagnoses of the wrong results name.
 
@@ -80,9 +81,9 @@ def suspects_named_by(
     return _suspects_of_findings(said)
 
 
-def _runs(wrong: Sequence[LessonComparison]) -> list[tuple[str, str, str]]:
+def _runs(wrong: Sequence[PartComparison]) -> list[tuple[str, str, str]]:
     """List the parts, models and cases that are wrong: each part once first, cases from position 0 first."""
-    runs = list(dict.fromkeys((each.part, each.comparison.model, each.comparison.stage_ref.case) for each in wrong))
+    runs = list(dict.fromkeys((part, c.comparison.model, c.comparison.stage_ref.case) for part, c in wrong))
     runs.sort(key=lambda run: run[2] != "near")
     turns = [[part for part, *_ in runs[:at]].count(part) for at, (part, *_) in enumerate(runs)]
     return [runs[at] for at in sorted(range(len(runs)), key=turns.__getitem__)]
@@ -236,9 +237,7 @@ class ForwardModel:
 
     def _compare(self, expectation: Expectation, actual: np.ndarray | None) -> LessonComparison:
         """Compare an array of the learner's code with its expected array."""
-        return LessonComparison(
-            judge(expectation, actual, model=self.model, backend=BACKEND), expectation, actual, config=self.config
-        )
+        return LessonComparison(judge(expectation, actual, model=self.model, backend=BACKEND), expectation, actual)
 
     def _keys(self, stages: set[str]) -> Iterator[str]:
         shown = self._visible_stages(stages)

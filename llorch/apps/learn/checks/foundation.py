@@ -16,7 +16,7 @@ from llorch.apps.learn.checks.forward import BACKEND, ForwardCheck, parts_so_far
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.exercises.foundation import BFLOAT16, MERGE, TENSOR_TABLE
-from llorch.apps.learn.judging import LessonComparison, Mode
+from llorch.apps.learn.judging import LessonComparison, Mode, PartComparison
 from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.mistakes import QuantisedInputs
 from llorch.diagnosis.mistakes.variants import quantised_variants
@@ -40,21 +40,20 @@ Install = Callable[[], AbstractContextManager[None]]
 class FoundationCheck:
     """See `Check`."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
         """See `Check`."""
         for exercise, comparisons in {BFLOAT16: numbers, TENSOR_TABLE: tables, MERGE: texts}.items():
             if exercise in written_parts(lesson, implementation):
                 together = parts_so_far(lesson, implementation) if mode == "chained" else [exercise]
-                yield from (
-                    LessonComparison(c, None, None) for c in comparisons(partial(implementation.installed, together))
-                )
+                judged = comparisons(partial(implementation.installed, together))
+                yield from (("", LessonComparison(comparison, None, None)) for comparison in judged)
         yield from ForwardCheck().comparisons(lesson, implementation, mode)
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Suspect]:
         """See `Check`; the library knows those of the embedding."""
-        return ForwardCheck().suspects(lesson, implementation, mode, [each for each in wrong if each.expectation])
+        return ForwardCheck().suspects(lesson, implementation, mode, [(part, c) for part, c in wrong if c.expectation])
 
 
 def numbers(installed: Install) -> Iterator[Comparison]:
@@ -104,19 +103,19 @@ def golden() -> QuantisedGolden:
 class BlocksCheck:
     """See `Check`. A part reads what no other part has made: chained is no other way."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
         """See `Check`."""
         for exercise in written_parts(lesson, implementation):
             kind, (blocks, values) = _block_type(exercise), _golden(exercise)
             ours = _decoded(exercise, implementation, blocks)
             comparison = replace(decode_row(kind, ours, values), backend=BACKEND)
-            yield LessonComparison(comparison, None, ours, part=exercise.name)
+            yield exercise.name, LessonComparison(comparison, None, ours)
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Suspect]:
         """Return known mistakes that make the learner's numbers of ordinary blocks."""
-        exercise = PARTS[wrong[0].part]
+        exercise = PARTS[wrong[0][0]]
         blocks, values = (each[:ORDINARY] for each in _golden(exercise))
         ours = _decoded(exercise, implementation, blocks)
         inputs = QuantisedInputs(_block_type(exercise), blocks, values.shape, np.empty((0, 0), np.float32))

@@ -18,7 +18,7 @@ import numpy as np
 from llorch.apps.learn.checks.forward import BACKEND, parts_so_far, written_parts
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import LessonComparison, Mode
+from llorch.apps.learn.judging import LessonComparison, Mode, PartComparison
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import injected, replaced
@@ -45,14 +45,15 @@ HIDING = ("llorch.ops.linear.linear",)  # merges what stands beside a matrix
 class TrainingCheck:
     """See `Check`."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
         """See `Check`."""
         for run, parts in runs(lesson, implementation, mode):
             alone = parts[0].name if mode == "isolated" else ""
-            yield from (replace(each, part=alone) for each in run.comparisons(run.made(learned(implementation, parts))))
+            output = run.made(learned(implementation, parts))
+            yield from ((alone, comparison) for comparison in run.comparisons(output))
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Suspect]:
         """Name the known mistakes of the lesson that make llorch's code give the learner's results, the best first.
 

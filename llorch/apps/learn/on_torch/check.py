@@ -5,7 +5,6 @@ no known mistake makes the same numbers to the last digit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from functools import cache
 
 import numpy as np
@@ -13,7 +12,7 @@ import numpy as np
 from llorch.apps.learn.checks.forward import BACKEND, stages_of, suite_of, suspects_named_by, wide, written_parts
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import LessonComparison, Mode
+from llorch.apps.learn.judging import LessonComparison, Mode, PartComparison
 from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
@@ -39,20 +38,21 @@ def runner_of(model: str, backend: str) -> TorchRunner:
 class TorchCheck:
     """See `Check`. Chained, both parts run at once, on what they made themselves."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
         """See `Check`."""
         written = written_parts(lesson, implementation)
         for model in MODELS:
             for backend in (FLOAT32, BFLOAT16):
                 if mode == "chained":
-                    yield from OnTorch(model, backend, written, implementation).chained(stages_of(lesson))
+                    run = OnTorch(model, backend, written, implementation)
+                    yield from (("", comparison) for comparison in run.chained(stages_of(lesson)))
                     continue
                 for exercise in written:
-                    made = OnTorch(model, backend, [exercise], implementation).isolated({*exercise.stages})
-                    yield from (replace(each, part=exercise.name) for each in made)
+                    run = OnTorch(model, backend, [exercise], implementation)
+                    yield from ((exercise.name, comparison) for comparison in run.isolated({*exercise.stages}))
 
     def suspects(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[LessonComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Suspect]:
         """Diagnose the float32 run; return no suspect if that run is right."""
         written = written_parts(lesson, implementation)
@@ -60,7 +60,7 @@ class TorchCheck:
         def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
             return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).causes(case)
 
-        return suspects_named_by([each for each in wrong if each.comparison.backend == FLOAT32], causes_of)
+        return suspects_named_by([(part, c) for part, c in wrong if c.comparison.backend == FLOAT32], causes_of)
 
 
 class OnTorch:
@@ -111,4 +111,4 @@ class OnTorch:
     def _compare(self, expectation: Expectation, actual: np.ndarray) -> LessonComparison:
         """Compare an array of the learner's torch code with its expected array."""
         comparison = judge(expectation, actual, model=self.model, backend=self.runner.name)
-        return LessonComparison(comparison, expectation, actual, config=self.suite.weights.config)
+        return LessonComparison(comparison, expectation, actual)
