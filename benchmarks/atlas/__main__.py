@@ -17,13 +17,14 @@ from benchmarks.atlas.catalogue import AtlasEngine
 from benchmarks.atlas.inputs import every_input, quantised_inputs
 from benchmarks.atlas.run_matrix import fill
 from benchmarks.atlas.runs import download_bytes, is_to_install
-from benchmarks.atlas.verdicts import NOT_RUN, EngineReport
+from benchmarks.atlas.verdicts import EngineReport
 from benchmarks.atlas.write_report import record, write_atlas, write_quantised
 from llorch.apps.bench.measure import processor
 from llorch.cli.outcome import MISSING, reported
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.tables import console, print_table, table
 from llorch.runtime.errors import MissingExtra, suggestion
+from llorch.stages.comparison import NOT_RUN
 
 T = TypeVar("T")
 _OUTPUT = Path("benchmarks/atlas/results")
@@ -85,8 +86,8 @@ def _run(
         verdicts = list[EngineReport]()
         for engine_verdicts in fill(engines, inputs, home, report_progress):
             verdicts += engine_verdicts
-            counts = Counter(verdict.verdict for verdict in engine_verdicts)
-            say(f"{engine_verdicts[0].engine}: {', '.join(f'{n} {verdict}' for verdict, n in counts.items())}")
+            counts = Counter(verdict.label for verdict in engine_verdicts)
+            say(f"{engine_verdicts[0].engine}: {', '.join(f'{n} {label}' for label, n in counts.items())}")
         facts = _facts()
         if output and only_quantised:
             write_quantised(verdicts, facts, output, to_json)
@@ -149,10 +150,12 @@ def _print_verdicts(verdicts: Sequence[EngineReport]) -> None:
     rows = table("engine", "input", "verdict", ">distance", "first wrong stage", "mistake or error message")
     for verdict in verdicts:
         run_report = verdict.run_report
-        cause = verdict.said if run_report is None else " ".join(filter(None, (run_report.mistake, verdict.correction)))
+        cause = (
+            verdict.message if run_report is None else " ".join(filter(None, (run_report.mistake, verdict.correction)))
+        )
         rows.add_row(
             " ".join(filter(None, (verdict.engine, verdict.way, verdict.version))), verdict.input.name,
-            verdict.verdict.upper() if verdict.verdict == NOT_RUN else verdict.verdict,
+            verdict.label,
             f"{run_report.error:.1e}" if run_report else "", run_report.key if run_report else "",
             " ".join(cause.split())[:120],
         )  # fmt: skip

@@ -6,29 +6,30 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, groupby, product
 
 from benchmarks.atlas.inputs import AtlasInput
-from benchmarks.atlas.verdicts import BUG, HONEST, NOT_RUN, RIGHT, UNREADABLE, WRONG, EngineReport
+from benchmarks.atlas.verdicts import CAUSE_CONFIRMED, ROUNDING, UNREADABLE, EngineReport
 from llorch.runtime.errors import MissingExtra
+from llorch.stages.comparison import FAIL, NOT_RUN, PASS
 from llorch.stages.table import BY_NAME
 
-WORDS = (RIGHT, HONEST, BUG, WRONG, "refused", "crashed", "hung", "too large", UNREADABLE)
+LABELS = (PASS, ROUNDING, CAUSE_CONFIRMED, FAIL, "refused", "crashed", "hung", "too large", UNREADABLE)
 _QUOTED = ("refused", "crashed")  # their texts are the engines' messages
-_LARGEST = "largest right distance"
+_LARGEST = "largest distance of a PASS"
 _LEGEND = """\
 Every engine ran unmodified, with its own loader, in a separate environment. A number is the distance of the engine's
 logits from the float64 reference, |engine - reference| / |reference|. The float64 reference is transformers in float64.
 
-- **right**: every stage that the engine shows is within the tolerance of the engine's arithmetic (tolerances:
+- **PASS**: every stage that the engine shows is within the tolerance of the engine's arithmetic (tolerances:
   `llorch/judging/tolerances/forward.py`).
-- **honest difference**: a stage differs by more than float32 explains, but [the engine's
+- **ROUNDING**: a stage differs by more than float32 explains, but [the engine's
   arithmetic](../../../checkpoints/honest_differences.md) explains it. The end of the page names this arithmetic.
-- **bug**: the difference is larger, and one named correction from outside made the engine right.
-- **wrong**: the difference is larger, and no known correction makes the engine agree.
+- **FAIL, cause confirmed**: the difference is larger, and one named correction from outside made the engine right.
+- **FAIL**: the difference is larger, and no known correction makes the engine agree.
 - **refused**: the engine reports that it does not support this model.
 - **crashed**: the engine raised another error, or its process ended.
 - **unreadable**: the adapter wrote data that do not fit their description.
 
 The top of each adapter in `benchmarks/atlas/engines/` says what the adapter changes. A mistake of the adapter may cause
-a **wrong**. Three causes have no correction by an input. They were found in the source of keras-hub and shown by a run:
+a **FAIL**. Three causes have no correction by an input. They were found in the source of keras-hub and shown by a run:
 [weights of Mistral in float16](reports/by_cause/keras-hub-mistral-weights-in-float16.md),
 [an eps of Qwen3](reports/by_cause/keras-hub-qwen3-layer-norm-epsilon.md) and
 [the output matrix of SmolLM3](reports/by_cause/keras-hub-smollm3-lm-head-not-loaded.md). The file
@@ -44,7 +45,7 @@ def readme(verdicts: Sequence[EngineReport], facts: Mapping[str, str], reports: 
         "Made by `python -m benchmarks.atlas`: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
         _LEGEND,
         engines_table(ran),
-        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.verdict == NOT_RUN),
+        *(f"NOT RUN: {each.engine}: {each.message}." for each in verdicts if each.verdict == NOT_RUN),
         "![The distance of every stage from the float64 reference](stages.svg)",
         "## Bugs\n\n" + (bugs_table(ran, reports) or "No bug was confirmed."),
         "## Hugging Face folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
@@ -61,9 +62,9 @@ of each format. transformers and mlx-lm read the folders by their own loaders. l
 reference is transformers in float64 on the weights that llorch decoded. Goldens of other libraries check these weights,
 bit by bit.
 
-- **right**: every stage is within the tolerance of float32.
-- **honest difference**: the engine rounds more than float32 does, and the end of the page names the rounding.
-- **wrong**: more than rounding. The end of the page names the first stage and, if it is known, the mistake.
+- **PASS**: every stage is within the tolerance of float32.
+- **ROUNDING**: the engine rounds more than float32 does, and the end of the page names the rounding.
+- **FAIL**: more than rounding. The end of the page names the first stage and, if it is known, the mistake.
 - **refused**, **crashed**: the message of the engine is at the end of the page.
 
 transformers ran with compressed-tensors and bitsandbytes, without the packages that it wants for the other methods.
@@ -93,7 +94,7 @@ def quantised_page(verdicts: Sequence[EngineReport], facts: Mapping[str, str]) -
         + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
         _QUANTISED,
         engines_table(ran),
-        *(f"NOT RUN: {each.engine}: {each.said}." for each in verdicts if each.verdict == NOT_RUN),
+        *(f"NOT RUN: {each.engine}: {each.message}." for each in verdicts if each.verdict == NOT_RUN),
         "## Folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
         "## GGUF files made of them\n\n" + inputs_table([each for each in ran if each.input.gguf]),
         "## Messages and causes\n\n" + _IN_SOURCES + "\n\nMessages and diagnoses:\n\n" + "\n".join(_sayings(ran)),
@@ -105,12 +106,12 @@ def engines_table(verdicts: Sequence[EngineReport]) -> str:
     """Count the inputs of each engine by verdict, as a table."""
     rows = []
     for name, own in _by_engine(verdicts):
-        count = Counter(each.verdict for each in own)
+        count = Counter(each.label for each in own)
         version = next((each.version for each in own if each.version), "")
-        rights = [each.run_report.error for each in own if each.run_report and each.verdict == RIGHT]
+        rights = [each.run_report.error for each in own if each.run_report and each.verdict == PASS]
         largest = f"{max(rights):.0e}" if rights else ""
-        rows.append([name, version, *(str(count[verdict] or "") for verdict in WORDS), largest])
-    return _markdown_table(["engine", "version", *WORDS, _LARGEST], rows)
+        rows.append([name, version, *(str(count[label] or "") for label in LABELS), largest])
+    return _markdown_table(["engine", "version", *LABELS, _LARGEST], rows)
 
 
 def inputs_table(verdicts: Sequence[EngineReport]) -> str:
@@ -125,11 +126,11 @@ def inputs_table(verdicts: Sequence[EngineReport]) -> str:
 
 
 def _cell(verdict: EngineReport | None) -> str:
-    """Format the table cell of a verdict: the error alone if the engine is right, else its word and any error."""
+    """Format the table cell of a report: the error alone for a PASS, else its label and any error."""
     if verdict is None:
         return ""
     size = f"{verdict.run_report.error:.0e}" if verdict.run_report else ""
-    return size if verdict.verdict == RIGHT else f"**{verdict.verdict}** {size}" if size else verdict.verdict
+    return size if verdict.verdict == PASS else f"**{verdict.label}** {size}" if size else verdict.label
 
 
 def bugs_table(verdicts: Sequence[EngineReport], reports: Mapping[str, str]) -> str:
@@ -164,7 +165,7 @@ def bugs(verdicts: Iterable[EngineReport]) -> Iterator[tuple[str, list[EngineRep
         what = mistake or f"{verdict.input.feature or verdict.input.family} wrong"
         return f"{_name(verdict)}: {what}; right with {verdict.correction}"
 
-    every = [each for each in verdicts if each.verdict == BUG]
+    every = [each for each in verdicts if each.cause_confirmed]
     plain = {(each.engine, each.input) for each in every if not each.way}
     found = sorted((each for each in every if not each.way or (each.engine, each.input) not in plain), key=title)
     return ((name, list(own)) for name, own in groupby(found, key=title))
@@ -174,13 +175,13 @@ def _sayings(verdicts: Sequence[EngineReport]) -> Iterator[str]:
     """Yield the messages of engines, and the known causes of results that are not right, once each."""
     said: dict[tuple[str, str, str], list[AtlasInput]] = {}
     for each in verdicts:
-        if each.said:
-            said.setdefault((_name(each), each.verdict, each.said), []).append(each.input)
-    for (name, verdict, text), inputs in said.items():
+        if each.message:
+            said.setdefault((_name(each), each.label, each.message), []).append(each.input)
+    for (name, label, text), inputs in said.items():
         shown = ", ".join(f"`{this.name}`" for this in inputs[:4]) + (
             f" and {len(inputs) - 4} more" if len(inputs) > 4 else ""
         )
-        yield f"- {name}, {verdict}: {shown}: {_quoted(text) if verdict in _QUOTED else ' '.join(text.split())}"
+        yield f"- {name}, {label}: {shown}: {_quoted(text) if label in _QUOTED else ' '.join(text.split())}"
 
 
 def _quoted(text: str) -> str:
@@ -221,7 +222,10 @@ def _largest(verdicts: Sequence[EngineReport]) -> Iterator[tuple[str, dict[str, 
     """Find the largest distance of each stage, for engines that are right on some input, in the order of the table."""
     for name, own in _by_engine(verdicts):
         rows = [
-            row for each in own if each.run_report and each.verdict in (RIGHT, HONEST) for row in each.run_report.stages
+            row
+            for each in own
+            if each.run_report and each.verdict in (PASS, ROUNDING)
+            for row in each.run_report.stages
         ]
         largest = {stage: max((row.error for row in rows if row.stage == stage), default=0.0) for stage in BY_NAME}
         if rows:

@@ -13,11 +13,12 @@ from benchmarks.atlas.catalogue import AtlasEngine
 from benchmarks.atlas.inputs import AtlasInput, write_input
 from benchmarks.atlas.judging import judge
 from benchmarks.atlas.runs import NotInstalled, Request, RunEnd, python_of, run_all
-from benchmarks.atlas.verdicts import NOT_RUN, UNREADABLE, EngineReport, confirmed, word_of
+from benchmarks.atlas.verdicts import DONE, UNREADABLE, EngineReport, confirmed, with_verdict
 from llorch.engines import open_engine
 from llorch.files import open_weights
 from llorch.files.quant import ACTIVATION_TYPE, GGMLType
 from llorch.runtime.errors import FormatError, GuardFailed
+from llorch.stages.comparison import NOT_RUN
 
 Progress = Callable[[str], None]
 
@@ -96,7 +97,7 @@ def _of_engine(
         progress(f"{engine.name}: the environment")
         python = environment.result()
     except NotInstalled as error:
-        yield EngineReport(engine.name, "", NO_INPUT, NOT_RUN, str(error))
+        yield EngineReport(engine.name, "", NO_INPUT, "", NOT_RUN, str(error))
         return
     for way, options in engine.ways.items():
         readable = [each for each in fed if engine.reads(way, gguf=each.input.gguf, quantised=each.input.is_quantised)]
@@ -118,7 +119,7 @@ def _of_engine(
             readable, requests, run_all(command, requests, folder, report=told), strict=True
         ):
             verdict = _verdict(engine.name, way, each, Path(request.out), ended)
-            yield replace(verdict, said=verdict.said.replace(str(home), "HOME"))
+            yield replace(verdict, message=verdict.message.replace(str(home), "HOME"))
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -143,13 +144,12 @@ def rounded_inputs(file: Path) -> str:
 
 
 def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: RunEnd) -> EngineReport:
-    """Judge the dump of a run; a run that failed or a dump that cannot be compared has a word of its own."""
-    made = EngineReport(engine, way, this.input, ended.verdict, ended.error, ended.version, ended.seconds)
-    if ended.verdict != "done":
-        return made
+    """Judge the dump of a run; a run that failed or a dump that cannot be compared has an outcome alone."""
+    report = EngineReport(engine, way, this.input, ended.outcome, "", ended.error, ended.version, ended.seconds)
+    if ended.outcome != DONE:
+        return report
     try:
         run_report = judge(this.source, dump, this.reference)
     except (FormatError, GuardFailed, ValueError) as error:
-        return replace(made, verdict=UNREADABLE, said=str(error))
-    verdict, said = word_of(run_report)
-    return replace(made, verdict=verdict, said=said, run_report=run_report)
+        return replace(report, outcome=UNREADABLE, message=str(error))
+    return with_verdict(report, run_report)

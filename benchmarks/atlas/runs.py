@@ -1,4 +1,4 @@
-"""Runs of an engine in processes of their own: one that hangs, crashes or takes all memory ends as a word about it.
+"""Runs of an engine in processes of their own: one that hangs, crashes or takes all memory ends with an outcome.
 
 A process does run after run. When one of them ends the process, or is silent for too long, the next process goes on
 behind it. No process reaches the network: the hub is told to be offline, every proxy is a port that nobody listens at.
@@ -108,13 +108,13 @@ class RunEnd:
     """End of a run.
 
     Attributes:
-        verdict: `done`, `refused`, `crashed`, `hung` or `too large`.
+        outcome: `done`, `refused`, `crashed`, `hung` or `too large`.
         error: Message of the engine.
         version: Version of the engine; empty if it died.
         seconds: Duration of the run, measured by its process if that process reported the end.
     """
 
-    verdict: str
+    outcome: str
     error: str = ""
     version: str = ""
     seconds: float = 0.0

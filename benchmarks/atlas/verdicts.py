@@ -1,8 +1,8 @@
-"""Verdict on an engine for one input. A bug is confirmed only if a correction from outside makes it go away.
+"""Verdict on an engine for one input. A cause is confirmed only if a correction from outside makes the error go away.
 
 An input has control inputs, which differ from it in one thing: the style of the configuration, or one feature. If an
 engine is wrong on an input and right on a control input, that one correction is the cause. Two corrections at once
-could blame one mistake for the effect of two: such an input stays `wrong`.
+could blame one mistake for the effect of two: the cause of such an input stays unconfirmed.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -12,9 +12,11 @@ from typing import Any
 from benchmarks.atlas.inputs import AtlasInput
 from benchmarks.atlas.judging import EngineRunReport
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
+from llorch.stages.comparison import FAIL, PASS
 
-RIGHT, HONEST, BUG, WRONG, NOT_RUN = "right", "honest difference", "bug", "wrong", "not run"
-UNREADABLE = "unreadable"
+ROUNDING = "ROUNDING"  # more than float32 explains; the arithmetic of the engine explains it
+DONE, UNREADABLE = "done", "unreadable"  # outcomes; for others see RunEnd
+CAUSE_CONFIRMED = "FAIL, cause confirmed"
 _EXACT = "float32"
 _OF_READING = frozenset(mistake.name for mistake in QUANTISED_FOLDERS)  # no adapter can make one
 
@@ -27,9 +29,10 @@ class EngineReport:
         engine: Its name.
         way: Name of the options that it ran with; empty for its defaults.
         input: Input of the engine.
-        verdict: `right`, `honest difference`, `bug`, `wrong` (no correction confirmed a cause), `refused`, `crashed`,
-            `hung`, `too large`, `unreadable` (the adapter wrote no dump of this input), `not run`.
-        said: Message of the engine, or the known cause.
+        outcome: End of the run: `done`, `refused`, `crashed`, `hung`, `too large`, or `unreadable` (the adapter wrote
+            no dump of this input). Empty if there was no run.
+        verdict: PASS, ROUNDING, FAIL or NOT RUN; empty for a run that is not done.
+        message: Message of the engine, or the known cause.
         version: Version of the engine.
         seconds: Duration of the run.
         run_report: Distances, if the run ended well.
@@ -41,8 +44,9 @@ class EngineReport:
     engine: str
     way: str
     input: AtlasInput
-    verdict: str
-    said: str = ""
+    outcome: str = DONE
+    verdict: str = ""
+    message: str = ""
     version: str = ""
     seconds: float = 0.0
     run_report: EngineRunReport | None = None
@@ -50,46 +54,61 @@ class EngineReport:
     correction: str = ""
     agreed: EngineRunReport | None = None
 
+    @property
+    def cause_confirmed(self) -> bool:
+        """True if the engine is right on a control input."""
+        return self.confirmed_by is not None
+
+    @property
+    def label(self) -> str:
+        """Verdict of a run that is done, with `cause confirmed` if it is; outcome of any other run."""
+        return CAUSE_CONFIRMED if self.cause_confirmed else self.verdict or self.outcome
+
     def record(self) -> dict[str, Any]:
-        """Convert a verdict to plain values for JSON; the writer must replace NaN and infinity."""
-        made = _round_to_three_digits(asdict(self)) | {"input": self.input.name}
-        return made | {"confirmed_by": self.confirmed_by.name if self.confirmed_by else None}
+        """Convert a report to plain values for JSON; the writer must replace NaN and infinity."""
+        values = _round_to_three_digits(asdict(self)) | {"input": self.input.name}
+        confirmed_by = self.confirmed_by.name if self.confirmed_by else None
+        return values | {"cause_confirmed": self.cause_confirmed, "confirmed_by": confirmed_by}
 
 
-def word_of(run_report: EngineRunReport) -> tuple[str, str]:
-    """Choose the verdict of a run that ended well, before any cause is confirmed, and describe the known cause."""
+def with_verdict(report: EngineReport, run_report: EngineRunReport) -> EngineReport:
+    """Add the verdict of a run that is done, before any cause is confirmed, and a message on its known cause."""
+    verdict, message = _verdict_of(run_report)
+    outcome = DONE if verdict else UNREADABLE
+    return replace(report, outcome=outcome, verdict=verdict, message=message, run_report=run_report)
+
+
+def _verdict_of(run_report: EngineRunReport) -> tuple[str, str]:
+    """Choose a verdict and describe the known cause; no verdict if the dump does not show what the engine computed."""
     if run_report.is_right and run_report.tie:
-        return HONEST, f"{run_report.arithmetic}; experts at a tie: {run_report.tie}"
+        return ROUNDING, f"{run_report.arithmetic}; experts at a tie: {run_report.tie}"
     if run_report.is_right:
-        return (RIGHT, "") if run_report.arithmetic == _EXACT else (HONEST, run_report.arithmetic)
+        return (PASS, "") if run_report.arithmetic == _EXACT else (ROUNDING, run_report.arithmetic)
     if (
         run_report.stages[-1].over <= 1 and run_report.wrong and run_report.mistake not in _OF_READING
     ):  # nothing came of it: it is not what the engine went on with
         off = max(run_report.stages, key=lambda row: row.over)
         return (
-            UNREADABLE,
+            "",
             f"the array named {off.stage} differs by {off.over:.0f} times the tolerance, but the logits are right",
         )
-    said = run_report.findings[0] if run_report.findings else ""
-    return (WRONG if run_report.wrong else HONEST), said
+    return (FAIL if run_report.wrong else ROUNDING), next(iter(run_report.findings), "")
 
 
 def confirmed(verdicts: Sequence[EngineReport]) -> Iterator[EngineReport]:
-    """Mark a wrong verdict as a bug if a control input made the engine agree; the verdict then names the cause."""
+    """Name the cause of a FAIL if the engine is right on a control input."""
     by_place: Mapping[tuple[str, str, AtlasInput], EngineReport] = {
         (each.engine, each.way, each.input): each for each in verdicts
     }
     for each in verdicts:
-        controls = each.input.controls if each.verdict == WRONG else []
+        controls = each.input.controls if each.verdict == FAIL else []
         tried = [by_place.get((each.engine, each.way, one)) for one in controls]
-        control = next((one for one in tried if one is not None and one.verdict in (RIGHT, HONEST)), None)
+        control = next((one for one in tried if one is not None and one.verdict in (PASS, ROUNDING)), None)
         if control is None:
             yield each
         else:
             correction = _correction(each.input, control.input)
-            yield replace(
-                each, verdict=BUG, confirmed_by=control.input, correction=correction, agreed=control.run_report
-            )
+            yield replace(each, confirmed_by=control.input, correction=correction, agreed=control.run_report)
 
 
 def _correction(this: AtlasInput, control: AtlasInput) -> str:

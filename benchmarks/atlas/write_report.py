@@ -69,7 +69,7 @@ def _first_program(own: Sequence[EngineReport], home: Path) -> ProgramOutput | N
 
 def record(verdicts: Sequence[EngineReport], facts: Mapping[str, str]) -> dict[str, object]:
     """Collect the verdicts as plain values, for a program."""
-    return {"version": 1, **facts, "verdicts": [each.record() for each in verdicts]}
+    return {"version": 2, **facts, "verdicts": [each.record() for each in verdicts]}
 
 
 def _slug(title: str) -> str:

@@ -8,8 +8,9 @@ import pytest
 from builders.quantised_folders import FOLDERS
 from helpers.refusals import assert_tells, refuses
 
+from benchmarks.atlas.inputs import AtlasInput
 from benchmarks.atlas.judging import EngineRunReport, StageRow, Trace, judge
-from benchmarks.atlas.verdicts import word_of
+from benchmarks.atlas.verdicts import EngineReport, with_verdict
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights, open_weights
 from llorch.model.model import Model
@@ -45,6 +46,10 @@ def write(folder: Path, trace: Trace, ids: list[int]) -> None:
             dump.add(name, array, layer=int(layer[1:]) if layer else None)
 
 
+def labelled(found: EngineRunReport) -> EngineReport:
+    return with_verdict(EngineReport("engine", "", AtlasInput("any")), found)
+
+
 def run_report(folder: Path, trace: Trace, reference: Trace) -> EngineRunReport:
     write(folder, trace, IDS)
     return judge(MODEL, folder, reference)
@@ -53,7 +58,7 @@ def run_report(folder: Path, trace: Trace, reference: Trace) -> EngineRunReport:
 def test_a_right_run_is_right_in_every_stage(theirs: Trace, reference: Trace, tmp_path: Path):
     found = run_report(tmp_path, theirs, reference)
     assert found.is_right
-    assert word_of(found) == ("right", "")
+    assert (labelled(found).label, labelled(found).message) == ("PASS", "")
     assert {row.stage for row in found.stages} == {key.rpartition(".")[2] for key in reference}
     assert 0 < found.error < 1e-5
 
@@ -61,15 +66,14 @@ def test_a_right_run_is_right_in_every_stage(theirs: Trace, reference: Trace, tm
 def test_logits_that_are_off_are_wrong_and_the_stage_is_named(theirs: Trace, reference: Trace, tmp_path: Path):
     last = [key for key in theirs if key.endswith(".block_out")][-1]
     found = run_report(tmp_path, {last: theirs[last], "logits": 1.01 * theirs["logits"]}, reference)
-    assert word_of(found)[0] == "wrong"
+    assert labelled(found).label == "FAIL"
     assert found.key == "logits"
 
 
 def test_a_stage_of_which_nothing_came_is_the_adapters(theirs: Trace, reference: Trace, tmp_path: Path):
     found = run_report(tmp_path, {**theirs, "l1.q_rope": 2 * theirs["l1.q_rope"]}, reference)
-    verdict, said = word_of(found)
-    assert verdict == "unreadable"
-    assert_tells(said, "q_rope")
+    assert labelled(found).label == "unreadable"
+    assert_tells(labelled(found).message, "q_rope")
 
 
 def exchanged(theirs: Trace, reference: Trace) -> tuple[np.ndarray, int, int]:
@@ -94,7 +98,7 @@ def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace,
     shown = {"l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}
     found = run_report(tmp_path, shown, {**reference, "l0.router_probs": scores})
     assert f"expected [{replaced}], got [{other}]" in found.tie
-    assert word_of(found)[0] == "honest difference"
+    assert labelled(found).label == "ROUNDING"
     before = {**theirs, "l0.q_proj": 1.01 * theirs["l0.q_proj"], **shown}
     assert not run_report(tmp_path, before, {**reference, "l0.router_probs": scores}).is_right
 
@@ -119,18 +123,17 @@ def compare_folder(name: str, shown: Trace, folder: Path) -> EngineRunReport:
 def test_engine_that_rounds_activations_as_the_folder_says_is_honest(name: str, tmp_path: Path):
     found = compare_folder(name, run_of(name, SCHEME), tmp_path)
     assert not found.is_right
-    verdict, said = word_of(found)
-    assert verdict == "honest difference"
-    assert_tells(said, "scheme")
+    assert labelled(found).label == "ROUNDING"
+    assert_tells(labelled(found).message, "scheme")
 
 
 def test_engine_that_rounds_activations_and_errs_is_wrong(tmp_path: Path):
     found = compare_folder("ct-w8a8", run_of("ct-w8a8", SCHEME, 1.1), tmp_path)
-    assert word_of(found)[0] == "wrong"
+    assert labelled(found).label == "FAIL"
 
 
 def test_mistake_of_reading_is_wrong_although_the_logits_are_within_their_tolerance():
     stages = [StageRow("ffn_gate", 1e-2, 1e-3, 10.0), StageRow("logits", 1e-3, 2e-3, 0.5)]
     found = EngineRunReport(stages, 10.0, "bfloat16", wrong=True, findings=("said",), key="l0.ffn_gate")
-    assert word_of(found)[0] == "unreadable"
-    assert word_of(replace(found, mistake="fp8-blocks-of-equal-size"))[0] == "wrong"
+    assert labelled(found).label == "unreadable"
+    assert labelled(replace(found, mistake="fp8-blocks-of-equal-size")).label == "FAIL"

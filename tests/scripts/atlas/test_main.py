@@ -67,5 +67,5 @@ def test_an_engine_that_cannot_be_had_is_a_line(tmp_path: Path, monkeypatch: pyt
     assert "NOT RUN" in result.stdout
     assert "no wheel for it" in result.stdout
     result = invoke("absent", "--input", "llama", "--home", "home", "--json")
-    assert json.loads(result.stdout)["verdicts"][0]["verdict"] == "not run"
+    assert json.loads(result.stdout)["verdicts"][0]["verdict"] == "NOT RUN"
     assert sorted(path.name for path in tmp_path.iterdir()) == ["home"]

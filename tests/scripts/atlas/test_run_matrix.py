@@ -65,7 +65,14 @@ def verdicts(engine: AtlasEngine, home: Path) -> list[EngineReport]:
 
 
 def test_the_bug_is_found_named_and_confirmed(verdicts: list[EngineReport]):
-    assert [each.verdict for each in verdicts] == ["bug", "right", "right", "refused", "unreadable", "not run"]
+    assert [each.label for each in verdicts] == [
+        "FAIL, cause confirmed",
+        "PASS",
+        "PASS",
+        "refused",
+        "unreadable",
+        "NOT RUN",
+    ]
     bug = verdicts[0]
     assert bug.run_report
     assert bug.agreed

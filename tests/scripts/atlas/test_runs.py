@@ -75,7 +75,7 @@ def test_seconds_are_those_of_the_run_and_not_of_the_look(asked, tmp_path: Path)
 
 @pytest.mark.slow_cases(but=["breaks", "refuses"])
 @pytest.mark.parametrize(
-    ("model", "verdict", "error"),
+    ("model", "outcome", "error"),
     [
         ("refuses", "refused", r"^ValueError: sliding windows are not supported$"),
         ("breaks", "crashed", r"^KeyError: 'rope_theta' \(adapter.py:9, load\)$"),
@@ -85,16 +85,16 @@ def test_seconds_are_those_of_the_run_and_not_of_the_look(asked, tmp_path: Path)
     ],
     ids=["refuses", "breaks", "exits", "aborts", "grows"],
 )
-def test_what_ends_badly_is_a_word_and_the_rest_goes_on(asked, model: str, verdict: str, error: str):
+def test_what_ends_badly_is_a_word_and_the_rest_goes_on(asked, model: str, outcome: str, error: str):
     first, ended, last = asked("first", model, "last")
-    assert ended.verdict == verdict
+    assert ended.outcome == outcome
     assert re.search(error, ended.error)
-    assert first.verdict == last.verdict == "done"
+    assert first.outcome == last.outcome == "done"
 
 
 @pytest.mark.parametrize("model", ["hangs", "children hang"])
 def test_what_hangs_is_ended_with_all_that_it_started(asked, model: str):
-    words = [each.verdict for each in asked("first", model, "last", seconds=2)]  # those that start may take longer
+    words = [each.outcome for each in asked("first", model, "last", seconds=2)]  # those that start may take longer
     assert words == ["done", "hung", "done"]
 
 

@@ -10,7 +10,7 @@ from helpers.refusals import assert_tells
 from benchmarks.atlas.inputs import AtlasInput, Style
 from benchmarks.atlas.judging import EngineRunReport, StageRow
 from benchmarks.atlas.page import bugs, readme
-from benchmarks.atlas.verdicts import EngineReport, confirmed, word_of
+from benchmarks.atlas.verdicts import EngineReport, confirmed, with_verdict
 from benchmarks.atlas.write_report import report
 
 FINE, HALF = EngineRunReport([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
@@ -21,33 +21,34 @@ FACTS = {"date": "2026-01-01", "processor": "one"}
 
 
 def verdict(
-    name: str, verdict: str, run: EngineRunReport | None = None, feature: str = "", style: Style = "new", said: str = ""
+    name: str, label: str, run: EngineRunReport | None = None, feature: str = "", style: Style = "new", said: str = ""
 ) -> EngineReport:
-    return EngineReport("engine", "", AtlasInput(name, feature, style), verdict, said, "1.0", 0.1, run)
+    outcome, verdict = ("done", label) if label.isupper() else (label, "")
+    return EngineReport("engine", "", AtlasInput(name, feature, style), outcome, verdict, said, "1.0", 0.1, run)
 
 
 @pytest.mark.parametrize(
-    ("run_report", "verdict"),
+    ("run_report", "label"),
     [
-        (FINE, "right"),
-        (EngineRunReport(FINE.stages, 0.3, HALF), "honest difference"),
-        (EngineRunReport(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "honest difference"),
-        (OFF, "wrong"),
+        (FINE, "PASS"),
+        (EngineRunReport(FINE.stages, 0.3, HALF), "ROUNDING"),
+        (EngineRunReport(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "ROUNDING"),
+        (OFF, "FAIL"),
         (EngineRunReport([StageRow("q_rope", 0.2, 1e-6, 2e5), *FINE.stages], 2e5, "float32", wrong=True), "unreadable"),
     ],
 )
-def test_words(run_report: EngineRunReport, verdict: str):
-    assert word_of(run_report)[0] == verdict
+def test_words(run_report: EngineRunReport, label: str):
+    assert with_verdict(verdict("llama", ""), run_report).label == label
 
 
 def test_only_what_a_correction_made_agree_is_a_bug():
     made = list(confirmed([
-        verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE),
-        verdict("qwen3", "wrong", OFF, "eps"), verdict("qwen3", "wrong", OFF),
-        verdict("qwen2", "wrong", OFF, "eps"), verdict("qwen2", "refused"),
-        verdict("mistral", "wrong", OFF, "eps"),
+        verdict("llama", "FAIL", OFF, "eps"), verdict("llama", "PASS", FINE),
+        verdict("qwen3", "FAIL", OFF, "eps"), verdict("qwen3", "FAIL", OFF),
+        verdict("qwen2", "FAIL", OFF, "eps"), verdict("qwen2", "refused"),
+        verdict("mistral", "FAIL", OFF, "eps"),
     ]))  # fmt: skip
-    assert [each.verdict for each in made] == ["bug", "right", "wrong", "wrong", "wrong", "refused", "wrong"]
+    assert [each.label for each in made] == ["FAIL, cause confirmed", "PASS", "FAIL", "FAIL", "FAIL", "refused", "FAIL"]
     assert made[0].confirmed_by == AtlasInput("llama")
     assert made[0].correction.endswith(" eps")
     assert made[0].agreed is FINE
@@ -55,23 +56,23 @@ def test_only_what_a_correction_made_agree_is_a_bug():
 
 def test_a_correction_of_the_same_meaning_comes_first():
     (bug, *_) = confirmed([
-        verdict("llama", "wrong", OFF, "theta"), verdict("llama", "right", FINE),
-        verdict("llama", "right", FINE, "theta", "old"),
+        verdict("llama", "FAIL", OFF, "theta"), verdict("llama", "PASS", FINE),
+        verdict("llama", "PASS", FINE, "theta", "old"),
     ])  # fmt: skip
     assert bug.confirmed_by == AtlasInput("llama", "theta", "old")
     assert_tells(bug.correction, "rope", "config.json")
 
 
 def test_two_corrections_at_once_confirm_nothing():
-    (found, *_) = confirmed([verdict("llama", "wrong", OFF, "theta"), verdict("llama", "right", FINE, "", "old")])
-    assert found.verdict == "wrong"
+    (found, *_) = confirmed([verdict("llama", "FAIL", OFF, "theta"), verdict("llama", "PASS", FINE, "", "old")])
+    assert found.label == "FAIL"
 
 
 def test_bug_of_another_way_has_a_report_only_where_the_own_way_has_none():
     sdpa = replace(OFF, mistake="eps 2")
-    own = [verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE), verdict("qwen2", "right", FINE)]
+    own = [verdict("llama", "FAIL", OFF, "eps"), verdict("llama", "PASS", FINE), verdict("qwen2", "PASS", FINE)]
     made = [*own, *(replace(each, way="half", run_report=sdpa) for each in own[:1]), replace(own[1], way="half")]
-    made += [replace(verdict("qwen2", "wrong", OFF, "eps"), way="half"), replace(own[2], way="half")]
+    made += [replace(verdict("qwen2", "FAIL", OFF, "eps"), way="half"), replace(own[2], way="half")]
     found = dict(bugs(confirmed(made)))
     ways = [[(each.way, each.input.family) for each in of] for of in found.values()]
     assert ways == [[("half", "qwen2")], [("", "llama")]]
@@ -80,22 +81,22 @@ def test_bug_of_another_way_has_a_report_only_where_the_own_way_has_none():
 
 
 def test_report_tells_what_the_maintainers_know():
-    bug = replace(verdict("llama", "wrong", OFF), engine="mlx-lm")
-    (found, *_) = confirmed([bug, replace(bug, input=AtlasInput("llama", "", "old"), verdict="right", run_report=FINE)])
+    bug = replace(verdict("llama", "FAIL", OFF), engine="mlx-lm")
+    (found, *_) = confirmed([bug, replace(bug, input=AtlasInput("llama", "", "old"), verdict="PASS", run_report=FINE)])
     assert_tells(report("title", [found], None), "rope_parameters", 953)
 
 
 def test_another_engine_confirms_nothing():
-    other = EngineReport("other", "", AtlasInput("llama"), "right", run_report=FINE)
-    assert next(confirmed([verdict("llama", "wrong", OFF, "eps"), other])).verdict == "wrong"
+    other = replace(verdict("llama", "PASS", FINE), engine="other")
+    assert next(confirmed([verdict("llama", "FAIL", OFF, "eps"), other])).label == "FAIL"
 
 
 def test_the_page_has_every_verdict():
     verdicts = list(confirmed([
-        verdict("llama", "wrong", OFF, "eps"), verdict("llama", "right", FINE),
-        verdict("qwen3", "wrong", OFF, said="why"),
+        verdict("llama", "FAIL", OFF, "eps"), verdict("llama", "PASS", FINE),
+        verdict("qwen3", "FAIL", OFF, said="why"),
         verdict("mistral", "refused", said="ValueError: no windows | here"), verdict("qwen2", "hung", said="no answer"),
-        EngineReport("absent", "", AtlasInput(""), "not run", "no wheel for this processor"),
+        EngineReport("absent", "", AtlasInput(""), "", "NOT RUN", "no wheel for this processor"),
     ]))  # fmt: skip
     ((title, own),) = bugs(verdicts)
     page = readme(verdicts, FACTS, {title: "reports/x.md"})
@@ -104,7 +105,7 @@ def test_the_page_has_every_verdict():
         "date 2026-01-01, processor one.",
         "| engine | 1.0 | 1 |  | 1 | 1 | 1 |  | 1 |  |  | 3e-07 |",
         "| [engine 1.0](reports/x.md) | `llama-eps` | logits | eps 1e-6 | 2e-01 | ", " eps: 3e-07 |",
-        "| `llama-eps` | **bug** 2e-01 |", "| `llama` | 3e-07 |", "| `qwen3` | **wrong** 2e-01 |",
+        "| `llama-eps` | **FAIL, cause confirmed** 2e-01 |", "| `llama` | 3e-07 |", "| `qwen3` | **FAIL** 2e-01 |",
         "| `mistral` | refused |",
         "NOT RUN: absent: no wheel for this processor.",
         "- engine, refused: `mistral`: `ValueError: no windows | here`",
