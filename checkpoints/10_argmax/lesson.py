@@ -91,9 +91,7 @@ found = check_functions("10", argmax=wrong)
 print(found)
 print(
     {
-        each.comparison.stage_ref.run: sum(
-            other.comparison.stage_ref.run == each.comparison.stage_ref.run for other in found.wrong
-        )
+        each.stage_ref.run: sum(other.stage_ref.run == each.stage_ref.run for other in found.wrong)
         for each in found.comparisons
     }
 )

@@ -121,7 +121,7 @@ for part, name in (
     ("distribution", "probabilities-not-renormalised"),
 ):
     found = check_functions("11", **{part: typed[part][name]})
-    shown = sorted({each.comparison.stage_ref.part for each in found.wrong})
+    shown = sorted({each.stage_ref.part for each in found.wrong})
     print(f"{name:31} {len(found.wrong):2}   {', '.join(shown)}")
 
 # %% [markdown]

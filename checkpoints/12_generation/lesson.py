@@ -117,7 +117,7 @@ print(check_functions("12", generate=wrong))
 # %%
 for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
     found = check_functions("12", generate=function)
-    models = list(dict.fromkeys(each.comparison.model for each in found.wrong))
+    models = list(dict.fromkeys(each.model for each in found.wrong))
     print(f"{name:36} {len(models)} of 5")
 
 # %% [markdown]

@@ -14,9 +14,10 @@ from llorch.apps.learn.checks.training import TrainingCheck
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.edge_cases import require_edges
 from llorch.apps.learn.exercise import Call
-from llorch.apps.learn.judging import Check, LessonComparison, Mode, NearMiss
+from llorch.apps.learn.judging import Check, Mode, NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.apps.learn.verdict import BORROWED, LessonReport
+from llorch.judging.judge import Comparison
 from llorch.runtime.errors import LearnerFault, MissingExtra
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.table import CHECKPOINTS, STAGES
@@ -74,7 +75,7 @@ def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) ->
     """Compare what the learner's functions of a lesson make, and return the verdict."""
     unwritten, how, fault, traceback = implementation.unwritten(lesson.parts), check_of(lesson), "", ""
     implementation.notes.clear()
-    by_part: dict[str, list[LessonComparison]] = {}
+    by_part: dict[str, list[Comparison]] = {}
     renamed = [implementation.renamed[name] for name in unwritten if name in implementation.renamed]
     try:
         for part, comparison in how.comparisons(lesson, implementation, mode):

@@ -7,9 +7,9 @@ from itertools import groupby
 import numpy as np
 
 from llorch.apps.learn.checks.forward import suite_of
-from llorch.apps.learn.judging import LessonComparison
 from llorch.diagnosis.mistakes import AFTER_LOGITS
 from llorch.diagnosis.profile import by_token, has_heads
+from llorch.judging.judge import Comparison
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import BY_NAME
 
@@ -40,11 +40,11 @@ class ComparedNumber:
 class FailedComparison:
     """A comparison that failed, of an array that has the shape it should have."""
 
-    def __init__(self, comparison: LessonComparison) -> None:
+    def __init__(self, comparison: Comparison) -> None:
         """Take a comparison that has an expectation and an array."""
         assert comparison.expectation is not None
         assert comparison.actual is not None
-        self.expectation, self.comparison = comparison.expectation, comparison.comparison
+        self.comparison, self.expectation = comparison, comparison.expectation
         self.stage = BY_NAME.get(self.expectation.stage_ref.stage)
         self.expected, self.actual = (
             self._by_token(array.astype(np.float64)) for array in (self.expectation.expected, comparison.actual)
@@ -191,7 +191,7 @@ def _which(name: str, wrong: np.ndarray) -> str:
     return ", ".join(f"{said} {'wrong' if bad else 'right'}" for said, (bad, _) in zip(spoken, runs, strict=True))
 
 
-def is_shown(comparison: LessonComparison) -> bool:
+def is_shown(comparison: Comparison) -> bool:
     """Tell if the numbers of a comparison can be shown."""
     both = comparison.expectation is not None and comparison.actual is not None
     return both and comparison.actual.shape == comparison.expectation.expected.shape  # type: ignore[union-attr] (both are there)

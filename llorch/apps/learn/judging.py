@@ -1,7 +1,7 @@
-"""What a check gives: rows of the judge, and the arrays behind them."""
+"""What a check of a lesson yields: comparisons with their arrays, and mistakes that explain those that fail."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal, Protocol
 
 import numpy as np
@@ -9,27 +9,12 @@ import numpy as np
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.verdict import Suspect
-from llorch.judging.judge import Comparison, Expectation
+from llorch.judging.judge import Comparison, Expectation, judge
 
 Mode = Literal["isolated", "chained"]
 
 
-@dataclass(frozen=True)
-class LessonComparison:
-    """One comparison.
-
-    Attributes:
-        comparison: Its verdict.
-        expectation: The expectation; None where things are equal or not.
-        actual: What the learner's code made; None if it never came.
-    """
-
-    comparison: Comparison
-    expectation: Expectation | None
-    actual: np.ndarray | None
-
-
-PartComparison = tuple[str, LessonComparison]  # the part that alone was in place, empty where several were
+PartComparison = tuple[str, Comparison]  # the part that alone was in place, empty where several were
 
 
 @dataclass(frozen=True)
@@ -54,3 +39,9 @@ class Check(Protocol):
         is honest, the lesson is passed.
         """
         ...
+
+
+def judge_with_arrays(expectation: Expectation, actual: np.ndarray | None, *, model: str, backend: str) -> Comparison:
+    """Compare an array of a learner with its expectation; the comparison holds both, because they are shown later."""
+    comparison = judge(expectation, actual, model=model, backend=backend)
+    return replace(comparison, expectation=expectation, actual=actual)

@@ -7,7 +7,7 @@ from functools import cached_property
 from textwrap import wrap
 
 from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, is_shown
-from llorch.apps.learn.judging import LessonComparison, NearMiss
+from llorch.apps.learn.judging import NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 from llorch.diagnosis.verdict import Suspect, percent
 from llorch.judging.judge import Comparison
@@ -38,7 +38,7 @@ class LessonReport:
 
     lesson: str
     label: str
-    by_part: Mapping[str, Sequence[LessonComparison]] = field(default_factory=dict, repr=False)
+    by_part: Mapping[str, Sequence[Comparison]] = field(default_factory=dict, repr=False)
     unwritten: Sequence[str] = ()
     fault: str = ""
     suspects: Sequence[Suspect] = ()
@@ -48,22 +48,22 @@ class LessonReport:
     traceback: str = field(default="", repr=False)
 
     @property
-    def comparisons(self) -> list[LessonComparison]:
+    def comparisons(self) -> list[Comparison]:
         """Every comparison, in the order of the parts."""
         return [comparison for comparisons in self.by_part.values() for comparison in comparisons]
 
     @cached_property
-    def wrong_by_part(self) -> list[tuple[str, LessonComparison]]:
+    def wrong_by_part(self) -> list[tuple[str, Comparison]]:
         """The comparisons that failed, each with its part, the one to begin with first."""
         return [
             (part, comparison)
             for part, comparisons in self.by_part.items()
             for comparison in sorted(comparisons, key=_place_in_run)
-            if comparison.comparison.verdict == FAIL
+            if comparison.verdict == FAIL
         ]
 
     @property
-    def wrong(self) -> list[LessonComparison]:
+    def wrong(self) -> list[Comparison]:
         """The comparisons that failed, the one to begin with first."""
         return [comparison for _, comparison in self.wrong_by_part]
 
@@ -80,7 +80,7 @@ class LessonReport:
             "verdict": verdict_of(self.label),
             "where": self.where,
             "compared": len(self.comparisons),
-            "wrong": [each.comparison.record() for each in self.wrong],
+            "wrong": [each.record() for each in self.wrong],
             "first": asdict(first.first) if first else None,
             "worst": asdict(first.worst) if first else None,
             "pattern": first.pattern() if first else "",
@@ -96,13 +96,13 @@ class LessonReport:
         """Format the verdict for a person: under 15 lines, one line for a pass."""
         head = [f"checkpoint_{self.lesson}_{BY_NUMBER[self.lesson].name}", self.label]
         if self.label == FAIL:
-            run = [f"{c.model}, {c.stage_ref.run}" for c in (each.comparison for each in self.wrong[:1])]
+            run = [f"{c.model}, {c.stage_ref.run}" for c in self.wrong[:1]]
             return "\n".join(["   ".join([*head, *filter(None, [self.where]), *run]), *self._failed()])
         head += [self.reason] if self.reason else []
         if self.unwritten:
             head.append(f"not written yet, llorch's code runs instead: {', '.join(self.unwritten)}")
         if self.comparisons:
-            head += [*_passed([each.comparison for each in self.comparisons]), *_next(self.lesson)]
+            head += [*_passed(self.comparisons), *_next(self.lesson)]
         notes = [*(f"not your bug: {each.sentence}" for each in self.suspects if self.is_honest), *self.notes]
         return "\n".join(["   ".join(head), *(f"  {note}" for note in notes)])
 
@@ -112,7 +112,7 @@ class LessonReport:
         if self.wrong and is_shown(self.wrong[0]):
             yield from self._numbers(FailedComparison(self.wrong[0]))
         elif self.wrong:
-            comparison = self.wrong[0].comparison
+            comparison = self.wrong[0]
             reason = comparison.note or f"error {comparison.difference.error:.1e}"
             yield from _line("first wrong", f"{_stage_key(comparison)}   {reason}")
         if self.wrong:
@@ -142,13 +142,9 @@ class LessonReport:
 
     def _others(self) -> Iterator[str]:
         """Yield the stages, models and parts that are right in every comparison."""
-        bad = {each.comparison.stage_ref.name for each in self.wrong}, {each.comparison.model for each in self.wrong}
-        stages = dict.fromkeys(
-            each.comparison.stage_ref.name for each in self.comparisons if each.comparison.stage_ref.name not in bad[0]
-        )
-        models = dict.fromkeys(
-            each.comparison.model for each in self.comparisons if each.comparison.model not in bad[1]
-        )
+        bad = {each.stage_ref.name for each in self.wrong}, {each.model for each in self.wrong}
+        stages = dict.fromkeys(each.stage_ref.name for each in self.comparisons if each.stage_ref.name not in bad[0])
+        models = dict.fromkeys(each.model for each in self.comparisons if each.model not in bad[1])
         for said, names in (("", stages), ("all of ", models)):
             if names:
                 listed = [*names][:LISTED] + ([f"{len(names) - LISTED} more"] if len(names) > LISTED else [])
@@ -176,9 +172,9 @@ def _explains(suspect: Suspect) -> str:
     return f"explains {percent(suspect.share)} of the error" if suspect.left else "explains the whole error"
 
 
-def _place_in_run(each: LessonComparison) -> tuple[float, ...]:
+def _place_in_run(each: Comparison) -> tuple[float, ...]:
     """Return a sort key: isolated before chained, the beginning of a text before its end, the first stage first."""
-    stage_ref = each.comparison.stage_ref
+    stage_ref = each.stage_ref
     layer = (
         -1
         if stage_ref.layer is None and stage_ref.stage == "embed"
@@ -187,7 +183,7 @@ def _place_in_run(each: LessonComparison) -> tuple[float, ...]:
         else stage_ref.layer
     )
     return (
-        each.comparison.mode != "isolated",
+        each.mode != "isolated",
         stage_ref.n_cached,
         stage_ref.case != "near",
         layer,

@@ -89,7 +89,7 @@ def test_what_no_golden_holds_is_asked_too(lesson: str, part: str, wrong: Call, 
 def test_a_check_cuts_each_pass_at_its_ends_and_in_its_middle(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(forward, "suite_of", WHOLE_SUITE)
     monkeypatch.setattr(forward, "models_of", lambda lesson: ["micro-llama"])
-    stage_refs = {each.comparison.stage_ref for each in check(BY_NUMBER["03"], REFERENCE).comparisons}
+    stage_refs = {each.stage_ref for each in check(BY_NUMBER["03"], REFERENCE).comparisons}
     cut = {case: {each.n_cached for each in stage_refs if each.case == case} - {0} for case in ("near", "far")}
     assert cut == {"near": {1, 6, 11}, "far": {1, 4, 7}}
 

@@ -10,9 +10,9 @@ from helpers.refusals import assert_tells
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.checks import after_logits
 from llorch.apps.learn.choice import Implementation
-from llorch.apps.learn.judging import LessonComparison
+from llorch.apps.learn.judging import judge_with_arrays
 from llorch.apps.learn.lessons import PARTS
-from llorch.judging.judge import Expectation, judge
+from llorch.judging.judge import Expectation
 from llorch.model.model import Model, load
 from llorch.ops.sampling import SamplingSettings
 from llorch.runtime.builtin import BUILTIN
@@ -128,7 +128,7 @@ def test_a_right_table_of_other_strides_passes():
         return names, np.asfortranarray(shapes), types, offsets
 
     found = check_functions("00", tensor_table=tensor_table)
-    assert {each.comparison.verdict for each in found.comparisons} == {PASS}
+    assert {each.verdict for each in found.comparisons} == {PASS}
 
 
 @pytest.mark.parametrize(("n_kept", "names"), [(9, ["edge-of-top-p"]), (7, [])])
@@ -140,8 +140,7 @@ def test_a_token_at_the_edge_of_top_p_is_no_bug(monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(after_logits, "suite_of", lambda model: suite)
     place = StageRef("11", "probabilities", part="top_p")
     expectation = Expectation(place, "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6))
-    comparison = judge(expectation, uniform(n_kept), model="m", backend="learner")
-    wrong = LessonComparison(comparison, expectation, uniform(n_kept))
-    assert wrong.comparison.verdict == FAIL
+    wrong = judge_with_arrays(expectation, uniform(n_kept), model="m", backend="learner")
+    assert wrong.verdict == FAIL
     found = [*after_logits.FilterCheck().named([wrong])]
     assert [each.name for each in found if not each.stages] == names

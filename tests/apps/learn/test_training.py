@@ -64,7 +64,7 @@ def one_tensor(param: Array, **given: Any) -> tuple[Array, ...]:
 )
 def test_a_mistake_is_the_one_that_makes_the_same_in_our_code(number: str, part: str, function: Any, name: str):
     found = check_functions(number, **{part: function})
-    assert (found.label, found.wrong[0].part) == (FAIL, part)
+    assert (found.label, found.wrong_by_part[0][0]) == (FAIL, part)
     assert [each.name for each in found.suspects] == ([name] if name else [])
 
 
@@ -167,7 +167,7 @@ def test_what_is_wrong_in_half_precision_alone_has_no_name_and_fails():
 
     found = check_functions("14", torch_rms_norm=of_bfloat16)
     assert (found.label, [*found.suspects]) == (FAIL, [])
-    assert {each.comparison.backend for each in found.wrong} == {"learner-bfloat16"}
+    assert {each.backend for each in found.wrong} == {"learner-bfloat16"}
 
 
 def test_the_parts_run_in_the_model_that_users_hold():

@@ -7,6 +7,7 @@ it.
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -14,14 +15,14 @@ import numpy as np
 from llorch.apps.learn.checks.forward import BACKEND, parts_so_far, suite_of, written_parts
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import LessonComparison, Mode, PartComparison
+from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
 from llorch.diagnosis.verdict import Suspect
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.tokens import edge_of_top_p
 from llorch.judging.goldens.forward import SAMPLINGS
-from llorch.judging.judge import Expectation, compare_exact, judge
+from llorch.judging.judge import Comparison, Expectation, compare_exact
 from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import NumpyRunner, run
 from llorch.ops import sampling
@@ -41,11 +42,9 @@ class AfterLogitsModel:
         self.engines = self.suite.engines(self.runner)
         self.installed = lambda: implementation.installed(parts)
 
-    def compare(self, expectation: Expectation, actual: np.ndarray) -> LessonComparison:
+    def compare(self, expectation: Expectation, actual: np.ndarray) -> Comparison:
         """Compare a result with its expectation, within a tolerance."""
-        return LessonComparison(
-            judge(expectation, actual, model=self.suite.model, backend=BACKEND), expectation, actual
-        )
+        return judge_with_arrays(expectation, actual, model=self.suite.model, backend=BACKEND)
 
 
 class AfterLogitsCheck(ABC):
@@ -54,11 +53,11 @@ class AfterLogitsCheck(ABC):
     stage: ClassVar[str]  # the step after the logits
 
     @abstractmethod
-    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
+    def of(self, here: AfterLogitsModel) -> Iterator[Comparison]:
         """Yield all comparisons of one model."""
 
     @abstractmethod
-    def inputs(self, wrong: LessonComparison) -> Any:
+    def inputs(self, wrong: Comparison) -> Any:
         """Return the inputs of the wrong result, in the form that the library's mistakes read."""
 
     def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
@@ -74,13 +73,11 @@ class AfterLogitsCheck(ABC):
         for parts in groups(lesson, implementation, mode) if wrong else ():
             here = []
             with suppress(LearnerFault):  # in a later model: what was judged before it has a name, too
-                here.extend(
-                    each for each in self._judge_parts(implementation, parts, mode) if each.comparison.verdict == FAIL
-                )
+                here.extend(each for each in self._judge_parts(implementation, parts, mode) if each.verdict == FAIL)
             found |= {suspect.name: suspect for suspect in (self.named(here) if here else ())}
         return list(found.values())
 
-    def named(self, wrong: Sequence[LessonComparison]) -> Iterator[Suspect]:
+    def named(self, wrong: Sequence[Comparison]) -> Iterator[Suspect]:
         """Yield the known mistakes that explain all of the error."""
         known: Sequence[Mistake[Any]] = [each for each in (*SAMPLING, *GENERATION) if self.stage in each.stages]
         read = [self.inputs(each) for each in wrong]
@@ -92,7 +89,7 @@ class AfterLogitsCheck(ABC):
 
     def _judge_parts(
         self, implementation: Implementation, parts: Sequence[Exercise], mode: Mode
-    ) -> Iterator[LessonComparison]:
+    ) -> Iterator[Comparison]:
         """Judge parts of an implementation on every built-in model that is on this machine."""
         for model in held(BUILTIN):
             yield from self.of(AfterLogitsModel(model, implementation, parts, chained=mode == "chained"))
@@ -106,7 +103,7 @@ def groups(lesson: Lesson, implementation: Implementation, mode: Mode) -> list[l
     return [[exercise] for exercise in written]
 
 
-def _left(wrong: LessonComparison, made: np.ndarray) -> float:
+def _left(wrong: Comparison, made: np.ndarray) -> float:
     """Return the difference between the learner's result and a mistake's, as a multiple of the tolerance."""
     tolerance = wrong.expectation.tolerance if wrong.expectation else EXACT  # ids
     return measure(wrong.actual, made if wrong.actual is None else made.astype(wrong.actual.dtype)).over(tolerance)
@@ -127,17 +124,17 @@ class RowCheck(AfterLogitsCheck):
 
     stage = "selected_logits"
 
-    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
+    def of(self, here: AfterLogitsModel) -> Iterator[Comparison]:
         """Compare the row after the prompt."""
         with here.installed():
             row = here.runner.last_row(here.suite.cases["near"])
         for engine in here.engines:
             yield here.compare(here.suite.selected(here.runner, engine), row)
 
-    def inputs(self, wrong: LessonComparison) -> SamplerInputs:
+    def inputs(self, wrong: Comparison) -> SamplerInputs:
         """Return the logits of all tokens."""
-        near = suite_of(wrong.comparison.model).cases["near"]
-        return SamplerInputs(run(suite_of(wrong.comparison.model).weights, near)["logits"], SAMPLINGS["all"], near.ids)
+        near = suite_of(wrong.model).cases["near"]
+        return SamplerInputs(run(suite_of(wrong.model).weights, near)["logits"], SAMPLINGS["all"], near.ids)
 
 
 class ArgmaxCheck(AfterLogitsCheck):
@@ -148,28 +145,26 @@ class ArgmaxCheck(AfterLogitsCheck):
 
     stage = "argmax"
 
-    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
+    def of(self, here: AfterLogitsModel) -> Iterator[Comparison]:
         """Compare the argmax of a row with the golden, except at near-ties; of equal logits the lowest id is right."""
         for engine, golden in here.engines.items():
             with here.installed():
                 row = here.runner.last_row(here.suite.cases["near"]) if here.chained else golden.selected_logits
                 best, lowest = (np.asarray([sampling.greedy(each)]) for each in (row, tied_row(golden.selected_logits)))
             expected = np.asarray([int(np.argmax(golden.selected_logits))])
-            yield LessonComparison(
-                here.suite.tokens(here.runner).comparison("10", "argmax", engine, best, expected), None, best
-            )
+            comparison = here.suite.tokens(here.runner).comparison("10", "argmax", engine, best, expected)
+            yield replace(comparison, actual=best)
             wrong = float(lowest[0] != expected[0])
             note = f"expected {expected[0]}, the lowest id among equal logits, got {lowest[0]}" if wrong else ""
             tie = StageRef("10", "argmax", case="tie")
-            yield LessonComparison(
-                compare_exact(tie, engine, wrong, note, model=here.suite.model, backend=BACKEND), None, lowest
-            )
+            comparison = compare_exact(tie, engine, wrong, note, model=here.suite.model, backend=BACKEND)
+            yield replace(comparison, actual=lowest)
 
-    def inputs(self, wrong: LessonComparison) -> SamplerInputs:
+    def inputs(self, wrong: Comparison) -> SamplerInputs:
         """Return the row of logits of the case."""
-        suite = suite_of(wrong.comparison.model)
-        row = suite.engine_outputs[wrong.comparison.engine].selected_logits
-        row = tied_row(row) if wrong.comparison.stage_ref.run == "tie" else row
+        suite = suite_of(wrong.model)
+        row = suite.engine_outputs[wrong.engine].selected_logits
+        row = tied_row(row) if wrong.stage_ref.run == "tie" else row
         return SamplerInputs(row[None], SAMPLINGS["all"], suite.cases["near"].ids)
 
 
@@ -186,7 +181,7 @@ class FilterCheck(AfterLogitsCheck):
 
     stage = "probabilities"
 
-    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
+    def of(self, here: AfterLogitsModel) -> Iterator[Comparison]:
         """Compare the result of every setting on the same logits."""
         with here.installed():
             made: Mapping[str, np.ndarray] = here.runner.probabilities(*here.suite.sampler_inputs())
@@ -194,14 +189,14 @@ class FilterCheck(AfterLogitsCheck):
             for name, actual in made.items():
                 expectation = here.suite.distribution(here.runner, engine, name)
                 comparison = RunnerCheck(here.suite, here.runner).distribution_row(expectation, actual)
-                yield LessonComparison(comparison, expectation, actual)
+                yield replace(comparison, expectation=expectation, actual=actual)
 
-    def inputs(self, wrong: LessonComparison) -> SamplerInputs:
+    def inputs(self, wrong: Comparison) -> SamplerInputs:
         """Return the logits as the filters get them."""
-        logits, history = suite_of(wrong.comparison.model).sampler_inputs()
-        return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.comparison.stage_ref.part], history)
+        logits, history = suite_of(wrong.model).sampler_inputs()
+        return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.stage_ref.part], history)
 
-    def named(self, wrong: Sequence[LessonComparison]) -> Iterator[Suspect]:
+    def named(self, wrong: Sequence[Comparison]) -> Iterator[Suspect]:
         """Yield the known mistakes; rounding comes first, if only tokens at the edge of top-p differ."""
         edges = [_edge(each) for each in wrong]
         if all(edges):
@@ -209,12 +204,12 @@ class FilterCheck(AfterLogitsCheck):
         yield from super().named(wrong)
 
 
-def _edge(wrong: LessonComparison) -> str:
+def _edge(wrong: Comparison) -> str:
     """Describe the tokens at the edge of top-p if only those differ, else ""."""
-    expectation, name = wrong.expectation, wrong.comparison.stage_ref.part
+    expectation, name = wrong.expectation, wrong.stage_ref.part
     if expectation is None or wrong.actual is None:
         return ""
-    logits, _ = suite_of(wrong.comparison.model).sampler_inputs()
+    logits, _ = suite_of(wrong.model).sampler_inputs()
     return edge_of_top_p(expectation.expected, wrong.actual, logits, SAMPLINGS[name], expectation.tolerance)
 
 
@@ -223,17 +218,15 @@ class GenerationCheck(AfterLogitsCheck):
 
     stage = "generation"
 
-    def of(self, here: AfterLogitsModel) -> Iterator[LessonComparison]:
+    def of(self, here: AfterLogitsModel) -> Iterator[Comparison]:
         """Compare the greedy text, token by token."""
         with here.installed():
             text = here.runner.text(here.suite.prompt, here.suite.n_greedy(here.runner))
         for engine, golden in here.engines.items():
             comparison = here.suite.tokens(here.runner).comparison("12", "generation", engine, text, golden.greedy)
-            yield LessonComparison(comparison, None, text)
+            yield replace(comparison, actual=text)
 
-    def inputs(self, wrong: LessonComparison) -> GenerationInputs:
+    def inputs(self, wrong: Comparison) -> GenerationInputs:
         """Return the weights, the prompt and the number of tokens."""
-        suite = suite_of(wrong.comparison.model)
-        return GenerationInputs(
-            suite.weights, tuple(suite.prompt), len(suite.engine_outputs[wrong.comparison.engine].greedy)
-        )
+        suite = suite_of(wrong.model)
+        return GenerationInputs(suite.weights, tuple(suite.prompt), len(suite.engine_outputs[wrong.engine].greedy))

@@ -14,14 +14,14 @@ import numpy as np
 
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import LessonComparison, Mode, NearMiss, PartComparison
+from llorch.apps.learn.judging import Mode, NearMiss, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import LESSONS, PARTS, Lesson
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.forward import ForwardExpectations
-from llorch.judging.judge import Expectation, judge
+from llorch.judging.judge import Comparison, Expectation
 from llorch.judging.runners import Trace
 from llorch.judging.runners.numpy import NumpyRunner, run
 from llorch.judging.verify import stored
@@ -83,7 +83,7 @@ def suspects_named_by(
 
 def _runs(wrong: Sequence[PartComparison]) -> list[tuple[str, str, str]]:
     """List the parts, models and cases that are wrong: each part once first, cases from position 0 first."""
-    runs = list(dict.fromkeys((part, c.comparison.model, c.comparison.stage_ref.case) for part, c in wrong))
+    runs = list(dict.fromkeys((part, c.model, c.stage_ref.case) for part, c in wrong))
     runs.sort(key=lambda run: run[2] != "near")
     turns = [[part for part, *_ in runs[:at]].count(part) for at, (part, *_) in enumerate(runs)]
     return [runs[at] for at in sorted(range(len(runs)), key=turns.__getitem__)]
@@ -173,7 +173,7 @@ class ForwardModel:
         self.runner = NumpyRunner(self.weights, BACKEND)
         self.hidden = {name for exercise in parts for name in exercise.hidden(self.config)}
 
-    def comparisons(self, stages: set[str], mode: Mode) -> Iterator[LessonComparison]:
+    def comparisons(self, stages: set[str], mode: Mode) -> Iterator[Comparison]:
         """Compare stages: isolated if the mode is and all inputs are visible, else chained; also cached passes."""
         alone = (
             {stage.name for stage in self._visible_stages(stages) if self._alone(stage)}
@@ -219,14 +219,14 @@ class ForwardModel:
                 forward(np.asarray(ids), self.weights, cache, keep=keep)
         return traces
 
-    def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[LessonComparison]:
+    def _isolated(self, case: str, this: Pass, stages: set[str]) -> Iterator[Comparison]:
         """Compare stages computed from each engine's golden inputs."""
         for engine, golden in self.suite.engine_outputs.items() if stages else ():
             trace = self.trace(this, golden=golden.traces[case])
             for name in self._keys(stages):
                 yield self._compare(self.suite.isolated(self.runner, case, engine, name), trace.get(name))
 
-    def _chained(self, case: str, this: Pass, stages: set[str], n_cached: int) -> Iterator[LessonComparison]:
+    def _chained(self, case: str, this: Pass, stages: set[str], n_cached: int) -> Iterator[Comparison]:
         """Compare stages of one run from the token ids, after `n_cached` tokens, with each engine."""
         if not (names := list(self._keys(stages))):
             return
@@ -235,9 +235,9 @@ class ForwardModel:
             for name in names:
                 yield self._compare(self.suite.chained(self.runner, case, engine, n_cached, name), trace.get(name))
 
-    def _compare(self, expectation: Expectation, actual: np.ndarray | None) -> LessonComparison:
+    def _compare(self, expectation: Expectation, actual: np.ndarray | None) -> Comparison:
         """Compare an array of the learner's code with its expected array."""
-        return LessonComparison(judge(expectation, actual, model=self.model, backend=BACKEND), expectation, actual)
+        return judge_with_arrays(expectation, actual, model=self.model, backend=BACKEND)
 
     def _keys(self, stages: set[str]) -> Iterator[str]:
         shown = self._visible_stages(stages)

@@ -16,7 +16,7 @@ from llorch.apps.learn.checks.forward import BACKEND, ForwardCheck, parts_so_far
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.exercises.foundation import BFLOAT16, MERGE, TENSOR_TABLE
-from llorch.apps.learn.judging import LessonComparison, Mode, PartComparison
+from llorch.apps.learn.judging import Mode, PartComparison
 from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.mistakes import QuantisedInputs
 from llorch.diagnosis.mistakes.variants import quantised_variants
@@ -45,8 +45,7 @@ class FoundationCheck:
         for exercise, comparisons in {BFLOAT16: numbers, TENSOR_TABLE: tables, MERGE: texts}.items():
             if exercise in written_parts(lesson, implementation):
                 together = parts_so_far(lesson, implementation) if mode == "chained" else [exercise]
-                judged = comparisons(partial(implementation.installed, together))
-                yield from (("", LessonComparison(comparison, None, None)) for comparison in judged)
+                yield from (("", c) for c in comparisons(partial(implementation.installed, together)))
         yield from ForwardCheck().comparisons(lesson, implementation, mode)
 
     def suspects(
@@ -108,8 +107,7 @@ class BlocksCheck:
         for exercise in written_parts(lesson, implementation):
             kind, (blocks, values) = _block_type(exercise), _golden(exercise)
             ours = _decoded(exercise, implementation, blocks)
-            comparison = replace(decode_row(kind, ours, values), backend=BACKEND)
-            yield exercise.name, LessonComparison(comparison, None, ours)
+            yield exercise.name, replace(decode_row(kind, ours, values), backend=BACKEND, actual=ours)
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]

@@ -18,7 +18,7 @@ import numpy as np
 from llorch.apps.learn.checks.forward import BACKEND, parts_so_far, written_parts
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import LessonComparison, Mode, PartComparison
+from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import injected, replaced
@@ -29,7 +29,7 @@ from llorch.judging.expectations.adapter_files import Table, exported, file_row,
 from llorch.judging.expectations.training import make_expectations, stored
 from llorch.judging.expectations.training_places import CHAINED, ISOLATED, Arrays
 from llorch.judging.goldens.training import MODELS, TrainingGolden
-from llorch.judging.judge import Expectation, judge
+from llorch.judging.judge import Comparison, Expectation
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner, Results
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.runtime.errors import LearnerFault
@@ -61,7 +61,7 @@ class TrainingCheck:
         """
         for run, parts in runs(lesson, implementation, "isolated"):
             theirs = run.made(learned(implementation, parts))
-            if not any(each.comparison.verdict == FAIL for each in run.comparisons(theirs)):
+            if not any(each.verdict == FAIL for each in run.comparisons(theirs)):
                 continue
             known = [m for m in TRAINING if lesson.number in m.checkpoints and m.applies_to(run.weights.config)]
             if not theirs.equals(run.made(learned(implementation, parts))):
@@ -162,14 +162,13 @@ class CheckpointRun:
             write_lora_gguf(self.golden.adapter_for(config), path, config)
             return {"lora_gguf": gguf_table(path)}
 
-    def comparisons(self, made: TrainingOutput) -> Iterator[LessonComparison]:
+    def comparisons(self, made: TrainingOutput) -> Iterator[Comparison]:
         """Compare each result of the learner with its expectation, and each file with its golden."""
         for expectation in self.expectations:
             actual = made.arrays[expectation.mode].get(expectation.stage_ref)
-            yield LessonComparison(judge(expectation, actual, model=self.model, backend=BACKEND), expectation, actual)
+            yield judge_with_arrays(expectation, actual, model=self.model, backend=BACKEND)
         for kind, table in made.tables.items():
-            comparison = file_row(self.model, kind, table, self.golden.files[kind])
-            yield LessonComparison(replace(comparison, backend=BACKEND), None, None)
+            yield replace(file_row(self.model, kind, table, self.golden.files[kind]), backend=BACKEND)
 
     def explained(self, theirs: TrainingOutput, mistake: Mistake[Any]) -> Suspect | None:
         """Return a known mistake if llorch's code with it gives the same results everywhere; else None.

@@ -12,12 +12,12 @@ import numpy as np
 from llorch.apps.learn.checks.forward import BACKEND, stages_of, suite_of, suspects_named_by, wide, written_parts
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import LessonComparison, Mode, PartComparison
+from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.diagnose import causes
 from llorch.diagnosis.verdict import Finding, Suspect
 from llorch.engines.dumps.stage_dump import StageDump
-from llorch.judging.judge import Expectation, judge
+from llorch.judging.judge import Comparison, Expectation
 from llorch.judging.runners import StageObserver
 from llorch.judging.runners.torch import VARIANTS, TorchRunner
 from llorch.pytorch.device import target
@@ -60,7 +60,7 @@ class TorchCheck:
         def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
             return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).causes(case)
 
-        return suspects_named_by([(part, c) for part, c in wrong if c.comparison.backend == FLOAT32], causes_of)
+        return suspects_named_by([(part, c) for part, c in wrong if c.backend == FLOAT32], causes_of)
 
 
 class OnTorch:
@@ -71,7 +71,7 @@ class OnTorch:
         self.model, self.parts, self.implementation = model, parts, implementation
         self.suite, self.runner = suite_of(model), runner_of(model, backend)
 
-    def isolated(self, stages: set[str]) -> Iterator[LessonComparison]:
+    def isolated(self, stages: set[str]) -> Iterator[Comparison]:
         """Compare every stage, fed the numbers of the goldens."""
         for case, this in self.suite.cases.items():
             for engine, golden in self.suite.engine_outputs.items():
@@ -79,7 +79,7 @@ class OnTorch:
                 for name in self._keys(stages):
                     yield self._compare(self.suite.isolated(self.runner, case, engine, name), trace[name])
 
-    def chained(self, stages: set[str]) -> Iterator[LessonComparison]:
+    def chained(self, stages: set[str]) -> Iterator[Comparison]:
         """Compare every stage of a pass, fed the results of the stages before it."""
         for case in self.suite.cases:
             trace = self._pass(case)
@@ -108,7 +108,6 @@ class OnTorch:
     def _keys(self, stages: set[str]) -> Iterator[str]:
         return (name for name, stage, _ in keys(self.suite.weights.config) if stage.name in stages)
 
-    def _compare(self, expectation: Expectation, actual: np.ndarray) -> LessonComparison:
+    def _compare(self, expectation: Expectation, actual: np.ndarray) -> Comparison:
         """Compare an array of the learner's torch code with its expected array."""
-        comparison = judge(expectation, actual, model=self.model, backend=self.runner.name)
-        return LessonComparison(comparison, expectation, actual)
+        return judge_with_arrays(expectation, actual, model=self.model, backend=self.runner.name)
