@@ -6,7 +6,8 @@ beyond them, the diagnosis names the stage and the mistake.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -20,12 +21,14 @@ from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.files import Weights, open_weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.judging.expert_selection import ExpertSelection
+from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
+from llorch.judging.judge import Comparison, judge_difference
 from llorch.judging.tolerances.forward import derive_tolerance, variances
 from llorch.judging.tolerances.rounding import CHAINED
 from llorch.ops.numerics import SCHEME
 from llorch.runtime.errors import FormatError
-from llorch.stages.comparison import EXACT, Difference, Tolerance, measure
-from llorch.stages.stage_ref import Pass, has_tokens, part_of, token_axis
+from llorch.stages.comparison import EXACT, FAIL, ROUNDING, Tolerance, measure
+from llorch.stages.stage_ref import Pass, StageRef, has_tokens, part_of, token_axis
 from llorch.stages.table import BY_NAME
 
 _ANY = Tolerance(np.inf, np.inf)
@@ -38,22 +41,11 @@ Trace = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
-class StageRow:
-    """Stage in all layers and passes: its largest error, and that error as a share of its tolerance."""
-
-    stage: str
-    error: float
-    allowed: float
-    over: float
-
-
-@dataclass(frozen=True)
 class EngineRunReport:
-    """Comparison of a run that ended well.
+    """Comparisons of a run that ended well with the float64 reference, and what the diagnosis says of them.
 
     Attributes:
-        stages: In the order of the forward pass; the last is `logits`.
-        over: Factor by which the worst stage exceeds its tolerance; at most 1: the arithmetic explains all.
+        comparisons: Every stage in every layer and pass, in the order of the forward pass; the last is of the logits.
         arithmetic: Arithmetic in which it was judged.
         wrong: A stage is beyond its tolerance, and no arithmetic explains it.
         findings: Sentences of the diagnosis, if a stage is beyond its tolerance.
@@ -62,14 +54,18 @@ class EngineRunReport:
         tie: Note on the first tie, where rounding chose other experts; nothing after the tie is judged.
     """
 
-    stages: Sequence[StageRow]
-    over: float
+    comparisons: Sequence[Comparison]
     arithmetic: str
     wrong: bool = False
-    findings: Sequence[str] = field(default=())
+    findings: Sequence[str] = ()
     mistake: str = ""
     key: str = ""
     tie: str = ""
+
+    @cached_property
+    def over(self) -> float:
+        """Factor by which the worst stage exceeds its tolerance; at most 1: the arithmetic explains all."""
+        return max(over_tolerance(comparison) for comparison in self.comparisons)
 
     @property
     def is_right(self) -> bool:
@@ -77,9 +73,45 @@ class EngineRunReport:
         return self.over <= 1
 
     @property
+    def has_right_logits(self) -> bool:
+        """True if the logits are within their tolerance."""
+        return over_tolerance(self.worst_of("logits")) <= 1
+
+    @property
     def error(self) -> float:
         """Error of the logits."""
-        return self.stages[-1].error
+        return self.errors["logits"]
+
+    @cached_property
+    def errors(self) -> dict[str, float]:
+        """Largest error of each stage, over layers and passes."""
+        return {stage: max(c.difference.error for c in own) for stage, own in self._by_stage.items()}
+
+    @cached_property
+    def _by_stage(self) -> dict[str, list[Comparison]]:
+        by_stage: dict[str, list[Comparison]] = {}
+        for comparison in self.comparisons:
+            by_stage.setdefault(comparison.stage_ref.stage, []).append(comparison)
+        return {name: by_stage[name] for name in BY_NAME if name in by_stage}
+
+    def worst_of(self, stage: str) -> Comparison:
+        """Return the comparison of a stage that is farthest beyond its tolerance."""
+        return max(self._by_stage[stage], key=over_tolerance)
+
+    def record(self) -> dict[str, object]:
+        """Convert the report to plain values for JSON, with one object for each stage."""
+        stages: list[dict[str, object]] = []
+        for stage, error in self.errors.items():
+            worst = self.worst_of(stage)
+            tolerance, over = worst.tolerance.error, over_tolerance(worst)
+            stages.append({"stage": stage, "error": error, "tolerance": tolerance, "over": over})
+        values = {"over": self.over, "arithmetic": self.arithmetic, "wrong": self.wrong, "findings": [*self.findings]}
+        return {"stages": stages, **values, "mistake": self.mistake, "key": self.key, "tie": self.tie}
+
+
+def over_tolerance(comparison: Comparison) -> float:
+    """Return the difference as a multiple of the tolerance."""
+    return comparison.difference.over(comparison.tolerance)
 
 
 def judge(model: Path, dump_folder: Path, reference: Trace) -> EngineRunReport:
@@ -101,54 +133,58 @@ def judge(model: Path, dump_folder: Path, reference: Trace) -> EngineRunReport:
     dump = stage_dump(open_raw(dump_folder), weights.config, weights=weights)
     require_comparable(dump, weights)
     ties: list[str] = []
-    differences = list(_differences(weights, dump, reference, ties))
-    stages = list(_by_stage(differences))
-    if not stages or stages[-1].stage != "logits":
-        raise ValueError(f"{dump_folder}: expected logits of at least 1 token, got {len(stages)} stages without logits")
-    over, arithmetic = max(row.over for row in stages), EngineArithmetic(dump).mode_at(0, "logits").name or "float32"
-    if over <= 1:
-        return EngineRunReport(stages, over, arithmetic, tie=ties[0] if ties else "")
-    return _diagnosed(weights, dump, EngineRunReport(stages, over, arithmetic))
+    comparisons = list(_compare_stages(weights, dump, reference, model.name, ties))
+    if not comparisons or comparisons[-1].stage_ref.stage != "logits":
+        n_stages = len({comparison.stage_ref.stage for comparison in comparisons})
+        raise ValueError(f"{dump_folder}: expected logits of at least 1 token, got {n_stages} stages without logits")
+    arithmetic = EngineArithmetic(dump).mode_at(0, "logits").name or "float32"
+    run_report = EngineRunReport(comparisons, arithmetic)
+    if run_report.is_right:
+        return replace(run_report, tie=ties[0] if ties else "")
+    run_report = _diagnosed(weights, dump, run_report)
+    return run_report if run_report.wrong else replace(run_report, comparisons=[*map(_as_rounding, comparisons)])
 
 
-def _differences(
-    weights: Weights, dump: StageDump, reference: Trace, ties: list[str]
-) -> Iterator[tuple[str, Difference, Tolerance]]:
+def _as_rounding(comparison: Comparison) -> Comparison:
+    """Return a comparison of a run whose arithmetic explains what is beyond its tolerance."""
+    return replace(comparison, verdict=ROUNDING) if comparison.verdict == FAIL else comparison
+
+
+def _compare_stages(
+    weights: Weights, dump: StageDump, reference: Trace, model: str, ties: list[str]
+) -> Iterator[Comparison]:
     """Compare each stage of each pass with the float64 reference; after a tie of experts nothing is a fault."""
     engine, scores = EngineArithmetic(dump), dict[str, np.ndarray]()
     ids = tuple(token for tokens in dump.passes for token in tokens.ids)
     with np.errstate(all="ignore"):
         for key, variance in variances(weights, Pass(ids), reference, lambda key: engine.mode_at(0, key).arithmetic):
-            stage, stop = BY_NAME[key.rpartition(".")[2]], 0
+            layer, _, name = key.rpartition(".")
+            stage, stop = BY_NAME[name], 0
             if stage.name.startswith("router_"):
                 scores[stage.name] = variance[CHAINED]
             for number, tokens in enumerate(dump.passes):
                 start, stop = stop, stop + len(tokens.ids)
-                seen = dump.dumped.get((number, key))
-                if seen is None or not (has_tokens(stage) or stop == len(ids)):
+                dumped = dump.dumped.get((number, key))
+                if dumped is None or not (has_tokens(stage) or stop == len(ids)):
                     continue
-                right = rows(part_of(stage, reference[key], start, stop), stage, seen)
-                theirs = seen.read().astype(right.dtype)
+                expected = rows(part_of(stage, reference[key], start, stop), stage, dumped)
+                actual = dumped.read().astype(expected.dtype)
                 if stage.is_choice:
-                    by = stage.input_names(weights.config, None)[0]
-                    at = rows(np.arange(start, stop), stage, seen)
-                    choice = ExpertSelection(right, reference[key.replace(stage.name, by)][at], scores[by][at])
-                    apart = choice.difference(theirs)
-                    ties += [] if apart.error else filter(None, [choice.note(theirs)])
-                    yield stage.name, apart, _ANY if ties else EXACT
-                    continue
-                spread = rows(part_of(stage, variance[CHAINED], start, stop), stage, seen)
-                found = measure(theirs, right, masked=stage.masked, token_axis=token_axis(stage))
-                yield stage.name, found, _ANY if ties else derive_tolerance(right, spread, stage)
-
-
-def _by_stage(differences: Sequence[tuple[str, Difference, Tolerance]]) -> Iterator[StageRow]:
-    names = dict.fromkeys(name for name, _, _ in differences)
-    for name in sorted(names, key=list(BY_NAME).index):
-        here = [(found, allowed) for each, found, allowed in differences if each == name]
-        worst, allowed = max(here, key=lambda pair: pair[0].over(pair[1]))
-        error = max(found.error for found, _ in here)
-        yield StageRow(name, error, allowed.error, worst.over(allowed))
+                    score = stage.input_names(weights.config, None)[0]
+                    positions = rows(np.arange(start, stop), stage, dumped)
+                    by_position = reference[key.replace(stage.name, score)][positions], scores[score][positions]
+                    selection = ExpertSelection(expected, *by_position)
+                    difference, tolerance = selection.difference(actual), EXACT
+                    ties += [] if difference.error else filter(None, [selection.note(actual)])
+                else:
+                    spread = rows(part_of(stage, variance[CHAINED], start, stop), stage, dumped)
+                    difference = measure(actual, expected, masked=stage.masked, token_axis=token_axis(stage))
+                    tolerance = derive_tolerance(expected, spread, stage)
+                stage_ref = StageRef(stage.checkpoint, name, int(layer[1:]) if layer else None, f"pass {number}")
+                yield judge_difference(
+                    difference, _ANY if ties else tolerance, stage_ref, "chained", FLOAT64_REFERENCE, model=model,
+                    backend=dump.features.engine or "dump",
+                )  # fmt: skip
 
 
 def _diagnosed(weights: Weights, dump: StageDump, run_report: EngineRunReport) -> EngineRunReport:
@@ -179,4 +215,4 @@ def _scheme_said(weights: Weights, dump: StageDump, run_report: EngineRunReport)
         return ""
     if all(finding.kind == "honest" for finding in diagnose(rounded.astype(np.float64), dump).findings):
         return _SCHEME
-    return _FLIPS if run_report.arithmetic.startswith(tuple(HALF)) and run_report.stages[-1].over <= 1 else ""
+    return _FLIPS if run_report.arithmetic.startswith(tuple(HALF)) and run_report.has_right_logits else ""

@@ -202,7 +202,7 @@ def picture(verdicts: Sequence[EngineReport]) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("train", "matplotlib") from None
-    shown = {row.stage for each in verdicts if each.run_report for row in each.run_report.stages}
+    shown = {stage for each in verdicts if each.run_report for stage in each.run_report.errors}
     names = [name for name in BY_NAME if name in shown]
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots()
@@ -221,14 +221,9 @@ def picture(verdicts: Sequence[EngineReport]) -> str:
 def _largest(verdicts: Sequence[EngineReport]) -> Iterator[tuple[str, dict[str, float]]]:
     """Find the largest distance of each stage, for engines that are right on some input, in the order of the table."""
     for name, own in _by_engine(verdicts):
-        rows = [
-            row
-            for each in own
-            if each.run_report and each.verdict in (PASS, ROUNDING)
-            for row in each.run_report.stages
-        ]
-        largest = {stage: max((row.error for row in rows if row.stage == stage), default=0.0) for stage in BY_NAME}
-        if rows:
+        right = [each.run_report for each in own if each.run_report and each.verdict in (PASS, ROUNDING)]
+        largest = {stage: max((run.errors.get(stage, 0.0) for run in right), default=0.0) for stage in BY_NAME}
+        if right:
             yield name, {stage: error for stage, error in largest.items() if error > 0}
 
 

@@ -6,15 +6,14 @@ could blame one mistake for the effect of two: the cause of such an input stays 
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 from benchmarks.atlas.inputs import AtlasInput
-from benchmarks.atlas.judging import EngineRunReport
+from benchmarks.atlas.judging import EngineRunReport, over_tolerance
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
-from llorch.stages.comparison import FAIL, PASS
+from llorch.stages.comparison import FAIL, PASS, ROUNDING
 
-ROUNDING = "ROUNDING"  # more than float32 explains; the arithmetic of the engine explains it
 DONE, UNREADABLE = "done", "unreadable"  # outcomes; for others see RunEnd
 CAUSE_CONFIRMED = "FAIL, cause confirmed"
 _EXACT = "float32"
@@ -66,9 +65,10 @@ class EngineReport:
 
     def record(self) -> dict[str, Any]:
         """Convert a report to plain values for JSON; the writer must replace NaN and infinity."""
-        values = _round_to_three_digits(asdict(self)) | {"input": self.input.name}
+        values = {field.name: getattr(self, field.name) for field in fields(self)} | {"input": self.input.name}
+        values |= {key: run and run.record() for key, run in (("run_report", self.run_report), ("agreed", self.agreed))}
         confirmed_by = self.confirmed_by.name if self.confirmed_by else None
-        return values | {"cause_confirmed": self.cause_confirmed, "confirmed_by": confirmed_by}
+        return _round_to_three_digits(values | {"cause_confirmed": self.cause_confirmed, "confirmed_by": confirmed_by})
 
 
 def with_verdict(report: EngineReport, run_report: EngineRunReport) -> EngineReport:
@@ -84,14 +84,11 @@ def _verdict_of(run_report: EngineRunReport) -> tuple[str, str]:
         return ROUNDING, f"{run_report.arithmetic}; experts at a tie: {run_report.tie}"
     if run_report.is_right:
         return (PASS, "") if run_report.arithmetic == _EXACT else (ROUNDING, run_report.arithmetic)
-    if (
-        run_report.stages[-1].over <= 1 and run_report.wrong and run_report.mistake not in _OF_READING
-    ):  # nothing came of it: it is not what the engine went on with
-        off = max(run_report.stages, key=lambda row: row.over)
-        return (
-            "",
-            f"the array named {off.stage} differs by {off.over:.0f} times the tolerance, but the logits are right",
-        )
+    is_of_reading = run_report.mistake in _OF_READING
+    if run_report.wrong and run_report.has_right_logits and not is_of_reading:  # the engine went on with other numbers
+        worst = max(run_report.comparisons, key=over_tolerance)
+        over = f"differs by {over_tolerance(worst):.0f} times the tolerance, but the logits are right"
+        return "", f"the array named {worst.stage_ref.stage} {over}"
     return (FAIL if run_report.wrong else ROUNDING), next(iter(run_report.findings), "")
 
 

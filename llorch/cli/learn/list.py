@@ -26,7 +26,7 @@ def show_list(folder: Path) -> None:
     """Print a table of the lessons, with their state in a folder."""
     from llorch.apps.learn.lessons import LESSONS
     from llorch.apps.learn.progress import LearnerProgress
-    from llorch.cli.learn.folder import coloured
+    from llorch.cli.learn.shown import coloured
     from llorch.cli.tables import console, print_table, table
 
     progress = LearnerProgress(folder, say)

@@ -5,11 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders.comparisons import atlas_comparison
 from builders.quantised_folders import FOLDERS
 from helpers.refusals import assert_tells, refuses
 
 from benchmarks.atlas.inputs import AtlasInput
-from benchmarks.atlas.judging import EngineRunReport, StageRow, Trace, judge
+from benchmarks.atlas.judging import EngineRunReport, Trace, judge
 from benchmarks.atlas.verdicts import EngineReport, with_verdict
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights, open_weights
@@ -59,7 +60,8 @@ def test_a_right_run_is_right_in_every_stage(theirs: Trace, reference: Trace, tm
     found = run_report(tmp_path, theirs, reference)
     assert found.is_right
     assert (labelled(found).label, labelled(found).message) == ("PASS", "")
-    assert {row.stage for row in found.stages} == {key.rpartition(".")[2] for key in reference}
+    assert {comparison.verdict for comparison in found.comparisons} == {"PASS"}
+    assert found.errors.keys() == {key.rpartition(".")[2] for key in reference}
     assert 0 < found.error < 1e-5
 
 
@@ -133,7 +135,7 @@ def test_engine_that_rounds_activations_and_errs_is_wrong(tmp_path: Path):
 
 
 def test_mistake_of_reading_is_wrong_although_the_logits_are_within_their_tolerance():
-    stages = [StageRow("ffn_gate", 1e-2, 1e-3, 10.0), StageRow("logits", 1e-3, 2e-3, 0.5)]
-    found = EngineRunReport(stages, 10.0, "bfloat16", wrong=True, findings=("said",), key="l0.ffn_gate")
+    comparisons = [atlas_comparison("ffn_gate", 1e-2, 1e-3), atlas_comparison("logits", 1e-3, 2e-3)]
+    found = EngineRunReport(comparisons, "bfloat16", wrong=True, findings=("said",), key="l0.ffn_gate")
     assert labelled(found).label == "unreadable"
     assert labelled(replace(found, mistake="fp8-blocks-of-equal-size")).label == "FAIL"

@@ -5,17 +5,18 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders.comparisons import atlas_comparison
 from helpers.refusals import assert_tells
 
 from benchmarks.atlas.inputs import AtlasInput, Style
-from benchmarks.atlas.judging import EngineRunReport, StageRow
+from benchmarks.atlas.judging import EngineRunReport
 from benchmarks.atlas.page import bugs, readme
 from benchmarks.atlas.verdicts import EngineReport, confirmed, with_verdict
 from benchmarks.atlas.write_report import report
 
-FINE, HALF = EngineRunReport([StageRow("logits", 3e-7, 1e-6, 0.3)], 0.3, "float32"), "bfloat16, as declared"
+FINE, HALF = EngineRunReport([atlas_comparison("logits", 3e-7)], "float32"), "bfloat16, as declared"
 OFF = EngineRunReport(
-    [StageRow("logits", 0.2, 1e-6, 2e5)], 2e5, "float32", wrong=True, findings=["why"], mistake="eps 1e-6", key="logits"
+    [atlas_comparison("logits", 0.2)], "float32", wrong=True, findings=["why"], mistake="eps 1e-6", key="logits"
 )
 FACTS = {"date": "2026-01-01", "processor": "one"}
 
@@ -31,10 +32,10 @@ def verdict(
     ("run_report", "label"),
     [
         (FINE, "PASS"),
-        (EngineRunReport(FINE.stages, 0.3, HALF), "ROUNDING"),
-        (EngineRunReport(OFF.stages, 2.0, "float32", wrong=False, findings=["flash attention"]), "ROUNDING"),
+        (EngineRunReport(FINE.comparisons, HALF), "ROUNDING"),
+        (EngineRunReport(OFF.comparisons, "float32", wrong=False, findings=["flash attention"]), "ROUNDING"),
         (OFF, "FAIL"),
-        (EngineRunReport([StageRow("q_rope", 0.2, 1e-6, 2e5), *FINE.stages], 2e5, "float32", wrong=True), "unreadable"),
+        (EngineRunReport([atlas_comparison("q_rope", 0.2), *FINE.comparisons], "float32", wrong=True), "unreadable"),
     ],
 )
 def test_words(run_report: EngineRunReport, label: str):
