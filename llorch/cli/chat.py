@@ -26,7 +26,7 @@ from llorch.cli.options import (
 )
 from llorch.cli.outcome import error_line
 from llorch.cli.output import say
-from llorch.cli.run import load_adapter, refuse_misplaced
+from llorch.cli.run import load_adapter, open_model, refuse_misplaced
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -76,13 +76,10 @@ def command(
     answer, Ctrl-D ends the conversation.
     """
     from llorch.cli.chat_session import ChatSession
-    from llorch.cli.inputs import chosen_numerics, conversation, model_path, say_plan
+    from llorch.cli.inputs import chosen_numerics, conversation, model_path
     from llorch.ops.sampling import SamplingSettings
 
-    refuse_misplaced(
-        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, numerics=numerics,
-        f16=kv_cache == "f16",
-    )  # fmt: skip
+    refuse_misplaced(backend, device, dtype, kernels, numerics, kv_cache)
     if any_base and adapter is None:
         raise click.UsageError("--any-base goes with --adapter")
     settings, template = SamplingSettings(**sampling), template_settings(template_date, chat_template_kwargs)
@@ -90,17 +87,9 @@ def command(
     before: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
     if history is not None:
         before = conversation(None, system, history) or []
-    loaded: Any
-    if backend == "torch":
-        from llorch import load_torch
-
-        where = {"device": device or "cpu", "dtype": dtype or "float32", "kernels": kernels}
-        loaded = load_torch(path, residency=residency, n_tokens=CONTEXT, **where)
-    else:
-        from llorch.model.model import load
-
-        loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=CONTEXT)
-        say_plan(loaded)
+    loaded = open_model(
+        path, backend, arithmetic, device=device, dtype=dtype, kernels=kernels, residency=residency, n_tokens=CONTEXT
+    )
     loaded.chats.settings = template
     talk = ChatSession(loaded, before, settings, max_tokens=max_tokens)
     threads = use_threads(loaded.config)

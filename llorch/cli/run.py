@@ -31,6 +31,7 @@ from llorch.cli.options import (
 from llorch.cli.output import say, to_json
 
 if TYPE_CHECKING:
+    from llorch.ops.numerics import Numerics
     from llorch.pytorch.distributed.launch import DeviceMesh
 
 OURS = "reference"  # as an implementation
@@ -94,8 +95,7 @@ def command(
     MODEL is a file, a folder or a name (see llorch --help; default: story). Without PROMPT, or with -, the prompt is
     read from stdin.
     """
-    from llorch.cli.inputs import chosen_numerics, model_path, say_plan
-    from llorch.model.model import load
+    from llorch.cli.inputs import chosen_numerics, model_path
     from llorch.ops.numerics import EXACT
     from llorch.ops.sampling import SamplingSettings
 
@@ -104,10 +104,7 @@ def command(
     require_tensor_parallel(
         axes, {"--device": device not in (None, "cpu"), "--compile": compiled, "--adapter": adapter, "--impl": impl}
     )
-    refuse_misplaced(
-        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=compiled, numerics=numerics,
-        f16=kv_cache == "f16",
-    )  # fmt: skip
+    refuse_misplaced(backend, device, dtype, kernels, numerics, kv_cache, compiled=compiled)
     if any_base and adapter is None:
         raise click.UsageError("--any-base goes with --adapter")
     arithmetic = chosen_numerics(numerics, kv_cache)
@@ -119,13 +116,13 @@ def command(
         _use_parts(impl, can=backend == "numpy" and arithmetic == EXACT and adapter is None)
         timing = Timing()
         most = _n_bytes(text, messages) + max_tokens  # a token stands for a byte or more
-        loaded: Any
-        if backend == "torch":
-            wanted = {"dtype": dtype or "float32", "kernels": kernels, "residency": residency, "n_tokens": most}
-            loaded = _on_torch(path, mesh, device=device or "cpu", compiled=compiled, **wanted)
+        if mesh is None:
+            loaded = open_model(
+                path, backend, arithmetic, device=device, dtype=dtype, kernels=kernels, compiled=compiled,
+                residency=residency, n_tokens=most,
+            )  # fmt: skip
         else:
-            loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=most)
-            say_plan(loaded)
+            loaded = _open_part(path, mesh, dtype=dtype, kernels=kernels, residency=residency, n_tokens=most)
         for note in loaded.weights.notes_on_left_out("not used"):
             say(f"note: {note}")
         if messages is not None:  # every rank writes the same date
@@ -163,21 +160,15 @@ def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
 
 
 def refuse_misplaced(
-    backend: str,
-    *,
-    device: str | None,
-    dtype: str | None,
-    kernels: bool,
-    compiled: bool,
-    numerics: str | None,
-    f16: bool,
-) -> None:
+    backend: str, device: str | None, dtype: str | None, kernels: str, numerics: str | None, kv_cache: str,
+    *, compiled: bool = False,
+) -> None:  # fmt: skip
     """Raise a usage error for options that mean nothing to the backend."""
     if backend == "numpy":
-        given = {"--device": device, "--dtype": dtype, "--kernels": kernels, "--compile": compiled}
+        given = {"--device": device, "--dtype": dtype, "--kernels": kernels != "auto", "--compile": compiled}
         other = "torch; the NumPy path runs on the CPU in float32"
     else:
-        given = {f"--numerics {numerics}": numerics not in (None, "exact"), "--kv-cache f16": f16}
+        given = {f"--numerics {numerics}": numerics not in (None, "exact"), "--kv-cache f16": kv_cache == "f16"}
         other = "numpy; the torch path always computes in exact numerics"
     for option, value in given.items():
         if value:
@@ -207,15 +198,32 @@ def load_adapter(loaded: Any, adapter: Path, *, any_base: bool) -> str:
     return "adapter"
 
 
-def _on_torch(path: Path, mesh: "DeviceMesh | None", *, device: str, compiled: bool, **wanted: Any) -> Any:
-    """Load a whole model on torch, or on a mesh the part of this rank."""
-    from llorch import load_torch  # from there: it says what to install where torch is absent
+def open_model(
+    path: Path, backend: str, arithmetic: "Numerics", *, device: str | None, dtype: str | None, kernels: Any,
+    residency: Any, n_tokens: int, **only_torch: Any,
+) -> Any:  # fmt: skip
+    """Open a model on a backend; say where the matrices of the NumPy path lie."""
+    if backend == "torch":
+        from llorch import load_torch  # from there: it says what to install where torch is absent
 
-    if mesh is None:
-        return load_torch(path, device=device, compiled=compiled, **wanted)
+        return load_torch(
+            path, device=device or "cpu", dtype=dtype or "float32", kernels=kernels, residency=residency,
+            n_tokens=n_tokens, **only_torch,
+        )  # fmt: skip
+    from llorch.cli.inputs import say_plan
+    from llorch.model.model import load
+
+    loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=n_tokens)
+    say_plan(loaded)
+    return loaded
+
+
+def _open_part(path: Path, mesh: "DeviceMesh", *, dtype: str | None, **wanted: Any) -> Any:
+    """Open the part of a model that this rank of a mesh computes."""
+    from llorch import load_torch  # noqa: F401 (it says what to install where torch is absent)
     from llorch.pytorch.distributed.parallel_model import load_parallel
 
-    return load_parallel(path, mesh, **wanted)
+    return load_parallel(path, mesh, dtype=dtype or "float32", **wanted)
 
 
 class Timing:

@@ -23,7 +23,7 @@ from llorch.cli.options import (
     verb,
 )
 from llorch.cli.output import say
-from llorch.cli.run import refuse_misplaced
+from llorch.cli.run import open_model, refuse_misplaced
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -172,29 +172,19 @@ def _open_batch(
 ) -> "tuple[Any, GenerationBatch]":  # fmt: skip
     """Open a model and the batch that runs it."""
     from llorch.apps.serve.scheduler import Turns
-    from llorch.cli.inputs import chosen_numerics, model_path, say_plan
-    from llorch.model.model import load
+    from llorch.cli.inputs import chosen_numerics, model_path
 
-    refuse_misplaced(
-        backend, device=device, dtype=dtype, kernels=kernels != "auto", compiled=False, numerics=numerics,
-        f16=kv_cache == "f16",
+    refuse_misplaced(backend, device, dtype, kernels, numerics, kv_cache)
+    arithmetic, path = chosen_numerics(numerics, kv_cache), model_path(model)
+    if backend == "numpy" and mode != "fast":
+        raise click.UsageError("--mode reproducible goes with --backend torch; the NumPy path never batches answers")
+    loaded = open_model(
+        path, backend, arithmetic, device=device, dtype=dtype, kernels=kernels, mode=mode, residency=residency,
+        n_tokens=n_jobs * context,
     )  # fmt: skip
-    arithmetic, path, n_tokens = chosen_numerics(numerics, kv_cache), model_path(model), n_jobs * context
     if backend == "numpy":
-        if mode != "fast":
-            raise click.UsageError(
-                "--mode reproducible goes with --backend torch; the NumPy path never batches answers"
-            )
-        loaded = load(path, numerics=arithmetic, residency=residency, n_tokens=n_tokens)
-        say_plan(loaded)
         return loaded, Turns(loaded, n_jobs=n_jobs)
-    from llorch import load_torch  # from there: it says what to install where torch is absent
-
-    on_torch = load_torch(
-        path, device=device or "cpu", dtype=dtype or "float32", kernels=kernels, residency=residency, mode=mode,
-        n_tokens=n_tokens,
-    )  # fmt: skip
     from llorch.pytorch.serving.batch import ContinuousBatch
 
-    context = min(context, on_torch.config.max_position_embeddings)
-    return on_torch, ContinuousBatch(on_torch, n_jobs=n_jobs, n_tokens=n_jobs * context)
+    context = min(context, loaded.config.max_position_embeddings)
+    return loaded, ContinuousBatch(loaded, n_jobs=n_jobs, n_tokens=n_jobs * context)

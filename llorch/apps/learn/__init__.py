@@ -9,7 +9,7 @@ verification judges the result by the goldens of both engines. The order to read
     guard, calling            checks around a learner's function; one call, and the learner's line that raised
     choice                    the implementation that a command means; llorch fills in what is not written
     judging, checks/          the result of a check, and the check of each kind of lesson
-    verdict, check            the four words, and the way from a lesson to one; `failed_comparison` shows a failure
+    verdict, check            the verdict of a lesson, and the way to it; `failed_comparison` shows a failure
     sandbox                   a check in a process of its own
     progress                  what is done so far, and the certificate
     on_torch/                 lesson 14: exercises on tensors; nothing else here imports torch

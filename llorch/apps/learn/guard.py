@@ -40,18 +40,17 @@ def guarded(exercise: Exercise, function: Call, *, note: Note = lambda line: Non
         returned = called(exercise, function, handed)
         if not live:
             _require_unchanged(exercise, given, handed)
-        results, made = [], _as_arrays(exercise, returned)
-        for (name, value), array, like in zip(exercise.results(returned).items(), made, known[key], strict=True):
+        results, arrays = exercise.results(returned).items(), _as_arrays(exercise, returned)
+        for (name, value), array, like in zip(results, arrays, known[key], strict=True):
             if array.dtype != like[1] and (inner := of_other_dtype(exercise, function, handed)):
-                raise LearnerFault(
-                    inner[0], f"{inner[1]} ({exercise.name} calls it, and its {name} is {array.dtype} too)"
-                )
+                other = f"{inner[1]} ({exercise.name} calls it, and its {name} is {array.dtype} too)"
+                raise LearnerFault(inner[0], other)
             _require_like(exercise, name, array, like, value)
             _require_numbers(exercise, name, array, like, note=note, live=live)
-            if any(np.shares_memory(array, each) for each in _arrays(handed)):
+            if any(np.shares_memory(array, argument) for argument in _arrays(handed)):
                 note(f"{exercise.name}: {name} is a view of an argument; the check uses a copy")
-            results.append(array.copy())
-        return results[0] if len(results) == 1 else tuple(results)
+        copies = tuple(array.copy() for array in arrays)
+        return copies[0] if len(copies) == 1 else copies
 
     return call
 

@@ -1,6 +1,9 @@
 """`llorch lora merge`: base and adapter to one model."""
 
+from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import click
 
@@ -8,6 +11,9 @@ from llorch.cli.convert import TYPES, cleaning_up_when_terminated
 from llorch.cli.lora.options import any_base_option, force_option
 from llorch.cli.options import MODEL, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
+
+if TYPE_CHECKING:
+    from llorch.training.merge_files import Merge
 
 
 @verb(
@@ -44,8 +50,6 @@ def command(
     BASE is a GGUF file, a Hugging Face folder or a built-in model. ADAPTER is a PEFT directory or a LoRA GGUF file. A
     TARGET that ends in .gguf becomes a GGUF file; any other name becomes a Hugging Face folder.
     """
-    from dataclasses import asdict
-
     from llorch.cli.inputs import model_path
     from llorch.files.quant import GGMLType
     from llorch.training.merge_files import merge
@@ -58,22 +62,28 @@ def command(
         )  # fmt: skip
     for note in done.notes:
         say(f"note: {note}")
-    if as_json:
-        matrices = {name: asdict(change) for name, change in done.changes.items()}
-        values = {"type": done.ggml_type.name, "base_types": done.base_types, "n_bytes": done.n_bytes}
-        values |= {"matrices": matrices, "logits": asdict(done.logits) if done.logits else None, "notes": done.notes}
-        click.echo(to_json({"target": str(target), **values}))
-        return
+    click.echo(to_json(_record(target, done)) if as_json else "\n".join(_describe(target, done)))
+
+
+def _record(target: Path, done: "Merge") -> dict[str, object]:
+    """Return the values of --json."""
+    matrices = {name: asdict(change) for name, change in done.changes.items()}
+    values = {"type": done.ggml_type.name, "base_types": done.base_types, "n_bytes": done.n_bytes}
+    logits = asdict(done.logits) if done.logits else None
+    return {"target": str(target), **values, "matrices": matrices, "logits": logits, "notes": done.notes}
+
+
+def _describe(target: Path, done: "Merge") -> Iterator[str]:
+    """Yield the lines for a person."""
     worst = max(done.changes.values(), key=lambda change: change.vanished)
     largest = max(change.change for change in done.changes.values())
-    click.echo(f"{target}: {done.ggml_type.name}, {done.n_bytes / 1e6:.1f} MB, {len(done.changes)} matrices merged")
-    click.echo(
-        f"largest change of a weight {largest:.3g}; changes lost to rounding: up to {worst.vanished:.1%} of a matrix"
-    )
+    yield f"{target}: {done.ggml_type.name}, {done.n_bytes / 1e6:.1f} MB, {len(done.changes)} matrices merged"
+    yield f"largest change of a weight {largest:.3g}; changes lost to rounding: up to {worst.vanished:.1%} of a matrix"
     if done.logits is None:
-        click.echo("logits NOT COMPARED (to compare them, add --logits)")
+        yield "logits NOT COMPARED (to compare them, add --logits)"
     else:
-        click.echo(
-            f"logits: the adapter changes them by up to {done.logits.effect:.3g}, "
-            f"merging by up to {done.logits.error:.3g} (standard deviation {done.logits.spread:.3g})"
+        effect, error, spread = done.logits.effect, done.logits.error, done.logits.spread
+        yield (
+            f"logits: the adapter changes them by up to {effect:.3g}, merging by up to {error:.3g} "
+            f"(standard deviation {spread:.3g})"
         )
