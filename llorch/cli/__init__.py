@@ -6,7 +6,7 @@ verb checks which options go together, calls the package that does the work, and
     verbs, options    groups of verbs and their help pages; options that several verbs share
     inputs            a MODEL, a prompt, ids, a conversation, as users write them
     outcome, output   every exception as a line and an exit code; the place of output; `tables` prints tables
-    run, tokenize, trace, dump_writer, convert, inspect (`contents`, `weight_types`), bench, quality, data/, lora/,
+    run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/,
     learn/            the verbs
     chat              `chat_session` is the conversation, `slash_commands` its commands
     diagnose, diff    values of other engines: `dump_input` reads them, `diagnose_table` prints the findings

@@ -17,7 +17,7 @@ from helpers.command_line import invoke, spawn
 from helpers.refusals import assert_tells
 
 import llorch
-from llorch.cli.weight_types import in_short
+from llorch.cli.contents import in_short
 from llorch.files import GGUFFile
 from llorch.files.convert import convert
 from llorch.files.metadata import Cursor, StringArray, read_metadata

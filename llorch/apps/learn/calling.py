@@ -1,4 +1,9 @@
-"""One call of a learner's function: its parameters, the errors that it raises, and the function that it replaces."""
+"""One call of a learner's function: its parameters, its errors, the functions that it calls and the one it replaces.
+
+Nothing guards the calls of inner functions, because a learner's file imports the functions of other lessons as they
+are. To find one that returns another dtype, the outer function runs once more, with a profiler that sees what the
+functions of lesson files, or of its own module, return. Tracebacks show the lines of the learner's code alone.
+"""
 
 import functools
 import inspect

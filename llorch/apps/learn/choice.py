@@ -1,4 +1,9 @@
-"""Which implementation is meant, and opening it: the one way for every command, and for pytest."""
+"""A learner's implementation, and which one a command or pytest means.
+
+An exercise that is not written is taken from the reference. An implementation is a folder of Python files
+(`l01_rms_norm.py` ...), or a program in any language (`cmd:./my-llama`) that is called with the name of an exercise,
+reads its arguments from stdin as npz and writes its results to stdout as npz.
+"""
 
 import os
 import shlex

@@ -14,7 +14,7 @@ from pathlib import Path
 from runpy import run_path
 
 from llorch.apps.learn.exercise import Call, Exercise
-from llorch.apps.learn.exercises import after_logits, families, forward, foundation, training
+from llorch.apps.learn.exercises import after_logits, forward, foundation, training
 from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.stages.table import CHECKPOINTS
@@ -73,9 +73,9 @@ LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of tra
     Lesson("03", 40, (forward.APPEND,)),
     Lesson("04", 35, (forward.ATTENTION_SCORES, forward.ATTENTION_PROBS)),
     Lesson("05", 20, (forward.ATTENTION_CONTEXT, forward.ATTENTION_OUTPUT)),
-    Lesson("05b", 60, (families.SHORT_CONV, families.L2_NORM, families.LOG_DECAY, families.DELTA_RULE)),
+    Lesson("05b", 60, (forward.SHORT_CONV, forward.L2_NORM, forward.LOG_DECAY, forward.DELTA_RULE)),
     Lesson("06", 25, (forward.SWIGLU, forward.FEED_FORWARD)),
-    Lesson("06b", 35, (families.TOP_K, families.TOPK_WEIGHTS, families.EXPERT_OUTPUTS, families.MIXED)),
+    Lesson("06b", 35, (forward.TOP_K, forward.TOPK_WEIGHTS, forward.EXPERT_OUTPUTS, forward.MIXED)),
     Lesson("07", 30, (forward.BLOCK,)),
     Lesson("08", 20, (forward.LOGITS,)),
     Lesson("09", 10, (after_logits.LAST_ROW,)),

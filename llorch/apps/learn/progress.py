@@ -1,7 +1,8 @@
 """A learner's progress, in `.llorch/progress.json` next to their code: a local, readable file, easy to compare.
 
 Read anew before every change, so that a loop in one window and a check in another do not undo each other. A file that
-cannot be read is kept under another name.
+cannot be read is kept under another name. A certificate holds hashes of code and goldens, versions and verdicts;
+whoever has the code and llorch computes it again.
 """
 
 import hashlib

@@ -1,6 +1,7 @@
 """Functions that contain a known mistake, as a learner types them: made from rows of `llorch.diagnosis.mistakes`.
 
 A row that replaces a function of a lesson takes the arguments of that function. This module adapts the other rows.
+Rows of training replace functions of llorch: each is put around that function, and called as the lesson's function is.
 """
 
 import inspect

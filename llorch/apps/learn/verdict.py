@@ -175,20 +175,11 @@ def _explains(suspect: Suspect) -> str:
 def _place_in_run(each: Comparison) -> tuple[float, ...]:
     """Return a sort key: isolated before chained, the beginning of a text before its end, the first stage first."""
     stage_ref = each.stage_ref
-    layer = (
-        -1
-        if stage_ref.layer is None and stage_ref.stage == "embed"
-        else math.inf
-        if stage_ref.layer is None
-        else stage_ref.layer
-    )
-    return (
-        each.mode != "isolated",
-        stage_ref.n_cached,
-        stage_ref.case != "near",
-        layer,
-        _ORDER.get(stage_ref.stage, 0),
-    )
+    layer = stage_ref.layer
+    if layer is None:
+        layer = -1 if stage_ref.stage == "embed" else math.inf
+    is_far, order = stage_ref.case != "near", _ORDER.get(stage_ref.stage, 0)
+    return each.mode != "isolated", stage_ref.n_cached, is_far, layer, order
 
 
 def _line(label: str, said: str) -> Iterator[str]:

@@ -1,8 +1,8 @@
-"""The app: every route of the server, and what becomes of errors.
+"""The app: every route of the server, their description (OpenAPI 3.1), and what becomes of errors.
 
 chat, completions, responses, tracing                      the routes
 http, events                                               bodies in; answers out, whole and as streams
-requests (.._of_responses), replies, unsupported_fields    pydantic models of requests and answers: `openapi`
+requests, replies, unsupported_fields                      pydantic models of requests and answers
 api_errors                                                 errors of the OpenAI interface
 service, grammar                                           names and limits; prompts and forms become jobs
 response_stream, engine                                    an answer, its job, the thread that owns the batch
@@ -11,8 +11,13 @@ connection, server, guard, refusal                         connections, their li
 """
 
 import re
+from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
+from pydantic import BaseModel
+from pydantic.json_schema import models_json_schema
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
@@ -25,11 +30,11 @@ from llorch.apps.serve import chat, completions, responses, tracing
 from llorch.apps.serve.api_errors import ApiError
 from llorch.apps.serve.engine import Metrics
 from llorch.apps.serve.http import reply, service_of
-from llorch.apps.serve.openapi import Described, description
 from llorch.apps.serve.replies import (
     ChatCompletion,
     Completion,
     Detokenized,
+    ErrorReply,
     Health,
     ModelCard,
     ModelList,
@@ -38,8 +43,81 @@ from llorch.apps.serve.replies import (
 )
 from llorch.apps.serve.replies import Response as ResponsesReply
 from llorch.apps.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TraceRequest
-from llorch.apps.serve.requests_of_responses import ResponsesRequest
+from llorch.apps.serve.responses import ResponsesRequest
 from llorch.apps.serve.service import Service
+
+_SCHEMAS = "#/components/schemas/"
+_EVENT = {"type": "object", "properties": {"event": {"type": "string"}, "data": {"type": "string"}}}
+_STATUSES = {
+    400: "A field is wrong, or the context is exceeded.",
+    401: "The API key is missing or wrong.",
+    403: "The Host or Origin header is not allowed.",
+    404: "There is no such model.",
+    413: "The body is too large.",
+    429: "The waiting list is full.",
+    500: "The answer failed.",
+    503: "The server is shutting down, or the engine died.",
+    504: "The answer took too long.",
+}
+
+
+@dataclass(frozen=True)
+class Described:
+    """A route, and what is said of it."""
+
+    path: str
+    endpoint: Callable[[Request], Awaitable[Response]]
+    summary: str
+    replied: type[BaseModel] | str  # or a media type
+    asked: type[BaseModel] | None = None  # a body, which is posted
+    streams: bool = False  # where the body says `stream`
+
+    @property
+    def method(self) -> str:
+        """HTTP method of the route."""
+        return "GET" if self.asked is None else "POST"
+
+
+def description(routes: Sequence[Described], *, version: str) -> dict[str, Any]:
+    """Make the whole document."""
+    asked = [(route.asked, "validation") for route in routes if route.asked is not None]
+    replied = [(route.replied, "serialization") for route in routes if not isinstance(route.replied, str)]
+    models: Any = [*asked, *replied, (ErrorReply, "serialization")]
+    _, schemas = models_json_schema(models, ref_template=_SCHEMAS + "{model}")
+    return {
+        "openapi": "3.1.0",
+        "info": {"title": "llorch", "version": version, "description": "The OpenAI interface for one model."},
+        "paths": {route.path: {route.method.lower(): _operation(route)} for route in routes},
+        "components": {"schemas": schemas["$defs"], "securitySchemes": {"key": {"type": "http", "scheme": "bearer"}}},
+    }
+
+
+def _operation(route: Described) -> dict[str, Any]:
+    content: dict[str, Any] = {}
+    if isinstance(route.replied, str):
+        content[route.replied] = {"schema": {"type": "string" if route.replied.startswith("text/") else "object"}}
+    else:
+        content["application/json"] = _schema(route.replied)
+    if route.streams:
+        content["text/event-stream"] = {"schema": _EVENT}
+    errors = _STATUSES if route.asked else {status: _STATUSES[status] for status in (401, 403, 503)}
+    wrong = {
+        str(status): {"description": text, "content": {"application/json": _schema(ErrorReply)}}
+        for status, text in errors.items()
+    }
+    operation: dict[str, Any] = {
+        "summary": route.summary,
+        "responses": {"200": {"description": "The answer.", "content": content}, **wrong},
+        "security": [{}] if route.path == "/health" else [{}, {"key": []}],
+    }
+    if route.asked is not None:
+        operation["requestBody"] = {"required": True, "content": {"application/json": _schema(route.asked)}}
+    return operation
+
+
+def _schema(model: type[BaseModel]) -> dict[str, Any]:
+    return {"schema": {"$ref": _SCHEMAS + model.__name__}}
+
 
 _PROMETHEUS = "text/plain; version=0.0.4; charset=utf-8"
 _PAGE = Path(__file__).parent / "page"

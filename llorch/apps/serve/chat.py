@@ -1,4 +1,9 @@
-"""`/v1/chat/completions`: a conversation in, the assistant's turn out."""
+"""`/v1/chat/completions`: a conversation in, the assistant's turn out.
+
+What a request asks of thoughts before the answer becomes variables of the chat template, or is refused. Qwen's
+templates read `enable_thinking`, others `reasoning_effort`. Clients say the same in fields of their own:
+`enable_thinking`, `think` (Ollama), `reasoning_effort` and `reasoning.effort` (OpenAI).
+"""
 
 import secrets
 import time

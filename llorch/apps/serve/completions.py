@@ -1,4 +1,4 @@
-"""`/v1/completions`: texts or ids in, what goes on from there out."""
+"""`/v1/completions`: texts or ids in, what goes on from there out; `/tokenize` and `/detokenize`."""
 
 import secrets
 import time

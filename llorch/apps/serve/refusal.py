@@ -1,4 +1,8 @@
-"""How a request is refused before any route has seen it: a status, and an error in the shape of OpenAI's."""
+"""How a request is refused before any route has seen it, and its name.
+
+A refusal is a status and an error in the shape of OpenAI's. `x-request-id` names each request, by the client's own
+name if it sent one, in every answer and refusal.
+"""
 
 import json
 import re

@@ -1,6 +1,7 @@
 """What is answered: the JSON of replies, as pydantic models, which describe it to others; names are OpenAI's.
 
 Fields without a value are left out where OpenAI leaves them out; what has to be there as null is given as None.
+The functions below count tokens and times and write log probabilities, each token as text and as bytes.
 """
 
 from collections.abc import Sequence

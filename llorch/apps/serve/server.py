@@ -1,7 +1,7 @@
 """Listening on a socket until a signal, and leaving without a loss.
 
 The first SIGTERM or SIGINT lets running answers finish, for `grace_seconds`, while new requests get 503; the second
-ends the process at once.
+ends the process at once. A server whose engine will not compute any more ends with an error.
 """
 
 import asyncio

@@ -22,8 +22,7 @@ from fakes.scripted_batch import ScriptedBatch
 from helpers.refusals import assert_tells, refuses
 from helpers.served import Served, served
 
-from llorch.apps.serve.app import ROUTES, _no_such_route, meant_route
-from llorch.apps.serve.openapi import Described, description
+from llorch.apps.serve.app import ROUTES, Described, _no_such_route, description, meant_route
 from llorch.apps.serve.requests import Body
 
 CHAT = "/v1/chat/completions"

@@ -1,7 +1,7 @@
-"""Lesson 00: a number format and a tensor table beside the gguf package, token ids beside llama.cpp, embedding rows.
+"""Lessons of files. 00: a number format, a tensor table, token ids and embedding rows; 13: quantised blocks.
 
-The gguf package's table of each built-in file, and llama.cpp's ids of six texts, are among the goldens; what the
-package makes of all finite bfloat16 numbers is asked for here.
+The gguf package's table of each built-in file, llama.cpp's ids of six texts and the blocks that ggml's own C decodes
+are among the goldens; what the package makes of all finite bfloat16 numbers is asked for here.
 """
 
 from collections.abc import Callable, Iterator, Sequence

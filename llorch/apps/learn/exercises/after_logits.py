@@ -1,7 +1,7 @@
-"""Parts behind the logits: lessons 09 to 12.
+"""Parts behind the logits, of quantised blocks and of torch: lessons 09 to 14.
 
 Filters get and give float64 logits, as ours do; a removed token has -inf. The loop is given the model as a function,
-which only Python can be; all else can be written in any language.
+which only Python can be; all else can be written in any language. Parts of lesson 14 take tensors on any device.
 """
 
 from collections.abc import Callable, Iterator, Sequence
