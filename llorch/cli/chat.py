@@ -158,11 +158,8 @@ def _show(outcome: Any) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if finish in ("length", "stopped"):
-        say(
-            {"length": "note: the answer stops at --max-tokens or at the end of the context", "stopped": "stopped"}[
-                finish
-            ]
-        )
+        limit = "note: the answer stops at --max-tokens or at the end of the context"
+        say(limit if finish == "length" else finish)
 
 
 def _harmless(text: str) -> str:

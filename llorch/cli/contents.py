@@ -263,10 +263,8 @@ def read_contents(path: Path) -> Contents:
         quantisation = _attempt(problems, lambda: of_folder(path))
     else:
         with open_gguf(path) as file:
-            kind, metadata = (
-                f"GGUF v{file.version}",
-                {key: _metadata_value(value) for key, value in file.metadata.items()},
-            )
+            kind = f"GGUF v{file.version}"
+            metadata = {key: _metadata_value(value) for key, value in file.metadata.items()}
             tensors = _tensor_records(file, lambda tensor: tensor.ggml_type.name)
             tokenizer = _attempt(problems, lambda: Tokenizer.from_gguf(file) if has_vocabulary(file) else None)
             _attempt(problems, lambda: templates_of_metadata(file.metadata, path))

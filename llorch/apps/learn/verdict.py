@@ -131,11 +131,9 @@ class LessonReport:
         yield from () if fits else _line("", beside)
         yield from _line("worst", f"{worst.where}   difference {worst.off:.1e}")
         engines = "" if math.isnan(comparison.engine_error) else f" (engine's own error {comparison.engine_error:.0e})"
-        outside, error = (
-            int(wrong.outside.sum()),
-            f"error {comparison.difference.error:.1e}, tolerance {comparison.tolerance.error:.1e}{engines}",
-        )
-        yield from _line("how much", f"{outside} of {wrong.off.size} numbers; {comparison.note or error}")
+        error = f"error {comparison.difference.error:.1e}, tolerance {comparison.tolerance.error:.1e}{engines}"
+        how_much = f"{int(wrong.outside.sum())} of {wrong.off.size} numbers; {comparison.note or error}"
+        yield from _line("how much", how_much)
         if pattern := wrong.pattern():
             yield from _line("pattern", pattern)
         yield from _line("still right", "; ".join([", ".join(wrong.still_right()), *self._others()]))

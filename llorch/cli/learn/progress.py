@@ -55,7 +55,5 @@ def _read_standing(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], in
 def _as_json(folder: Path) -> str:
     standing, passed, left = _read_standing(folder)
     lessons = {number: asdict(each) for number, each in standing.items()}
-    return to_json(
-        {"version": 1, "passed": [lesson.number for lesson in passed], "minutes_left": left, "lessons": lessons},
-        indent=1,
-    )
+    values = {"passed": [lesson.number for lesson in passed], "minutes_left": left, "lessons": lessons}
+    return to_json({"version": 1, **values}, indent=1)

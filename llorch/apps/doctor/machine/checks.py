@@ -108,11 +108,8 @@ def _check_engine(
         return HealthCheck(
             "reference engines", engine, "broken", f"{text}: cannot be imported", "pip install 'llorch[golden]'"
         )
-    others = [
-        f"{p} {made_by[key]}"
-        for key, p in packages.items()
-        if _version_without_build(made_by[key]) != _version_without_build(found[p])
-    ]
+    versions = {package: made_by[key] for key, package in packages.items()}
+    others = [f"{p} {v}" for p, v in versions.items() if _version_without_build(v) != _version_without_build(found[p])]
     if others:
         return HealthCheck(
             "reference engines", engine, "warning", f"{text}; the goldens were made with {', '.join(others)}"

@@ -130,14 +130,8 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     "learn": ("watchfiles>=1.0",),
 }  # fmt: skip
 _MODULES = {"pyyaml": "yaml", "llama-cpp-python": "llama_cpp"}  # where it is not the name with _ for -
-_WITH_TORCH = (
-    "torch",
-    "accelerate",
-    "bitsandbytes",
-    "compressed-tensors",
-    "peft",
-    "transformers",
-)  # one process loads torch for all
+# One process loads torch for all of these.
+_WITH_TORCH = ("torch", "accelerate", "bitsandbytes", "compressed-tensors", "peft", "transformers")
 _TIMEOUT = 120.0  # seconds
 
 

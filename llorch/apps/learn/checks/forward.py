@@ -175,11 +175,7 @@ class ForwardModel:
 
     def comparisons(self, stages: set[str], mode: Mode) -> Iterator[Comparison]:
         """Compare stages: isolated if the mode is and all inputs are visible, else chained; also cached passes."""
-        alone = (
-            {stage.name for stage in self._visible_stages(stages) if self._alone(stage)}
-            if mode == "isolated"
-            else set()
-        )
+        alone = {stage.name for stage in self._visible_stages(stages) if mode == "isolated" and self._alone(stage)}
         for case, this in self.suite.cases.items():
             yield from self._isolated(case, this, alone)
             yield from self._chained(case, this, stages - alone, 0)

@@ -91,12 +91,8 @@ def runs(
     for model in MODELS:
         if mode == "chained":
             parts = [exercise for exercise in parts_so_far(lesson, implementation) if _may_chain(exercise)]
-            yield (
-                CheckpointRun(
-                    model, lesson.number, frozenset(s for exercise in lesson.parts for s in exercise.stages), mode
-                ),
-                parts,
-            )
+            stages = frozenset(stage for exercise in lesson.parts for stage in exercise.stages)
+            yield CheckpointRun(model, lesson.number, stages, mode), parts
             continue
         for exercise in written_parts(lesson, implementation):
             yield CheckpointRun(model, lesson.number, frozenset(exercise.stages), mode), [exercise]
@@ -194,11 +190,8 @@ class CheckpointRun:
 
 def _is_brief(expectation: Expectation) -> bool:
     """Tell if a check of the lesson alone compares this expectation."""
-    return (
-        expectation.mode == ISOLATED
-        or expectation.stage_ref.checkpoint == "19"
-        or expectation.stage_ref.stage == "merged_logits"
-    )
+    stage_ref = expectation.stage_ref
+    return expectation.mode == ISOLATED or stage_ref.checkpoint == "19" or stage_ref.stage == "merged_logits"
 
 
 def _shortened(expectation: Expectation) -> Expectation:
