@@ -113,7 +113,7 @@ AREAS = (
         "judging/runners/torch judging/training_checkpoints pytorch/quantised judging/checkpoint_14 faults/teeth_torch "
         "cli/verify_torch",
     ),
-    Area("quality", "apps/evaluate/* apps/bench/*", "apps/evaluate/[sw]* cli/quality apps/bench/* cli/bench"),
+    Area("quality", "apps/evaluate/* apps/bench/*", "apps/evaluate/[sw]* cli/quality apps/bench/*"),
     Area("report", "diagnosis/report/*", "diagnosis/report/*"),
     Area("engines", "engines/*", "engines/* judging/engine_outputs", live=True),
     Area("serve", "apps/serve/*", "apps/serve/*"),

@@ -11,6 +11,7 @@ import pytest
 from benchmarks.atlas import write_report
 from benchmarks.atlas.catalogue import AtlasEngine
 from benchmarks.atlas.inputs import AtlasInput
+from benchmarks.atlas.repro_scripts import ProgramOutput, shown
 from benchmarks.atlas.run_matrix import fill
 from benchmarks.atlas.verdicts import EngineReport
 from llorch.cli.output import to_json
@@ -97,3 +98,49 @@ def test_files_are_written_and_the_program_shows_the_bug(
     assert len(program.splitlines()) < 30
     done = subprocess.run([sys.executable, "-c", program], cwd=tmp_path, capture_output=True, text=True, check=True)
     assert f"It printed:\n\n```\n{done.stdout}```" in report.read_text()
+
+
+BIASED, PLAIN = AtlasInput("llama", "biases", gguf=True), AtlasInput("llama", gguf=True)
+SHOWN_LOGITS = """
+import torch
+from transformers import AutoModelForCausalLM
+def logits(file, ids):
+    model = AutoModelForCausalLM.from_pretrained(".", gguf_file=file, dtype=torch.float32)
+    return model(torch.tensor([ids])).logits[0]{injected}
+"""
+
+
+@pytest.fixture(scope="module")
+def shown_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    shown_home = tmp_path_factory.mktemp("home")
+    (shown_home / "inputs").mkdir()
+    return shown_home
+
+
+def run(injected: str, shown_home: Path, this: AtlasInput, control: AtlasInput) -> ProgramOutput | None:
+    engine = AtlasEngine("planted", "planted", gguf=True, snippet=SHOWN_LOGITS.format(injected=injected))
+    return shown(this, control, engine, Path(sys.executable), shown_home)
+
+
+@pytest.mark.nightly_cases(but=["llama-biases.gguf-llama.gguf"])
+@pytest.mark.parametrize(
+    ("this", "control"),
+    [
+        (AtlasInput("llama", "eps", gguf=True), PLAIN),  # rows in pairs
+        (BIASED, PLAIN),  # tensors that one of them lacks
+        (AtlasInput("llama", "tied", gguf=True), PLAIN),  # or the other
+        (AtlasInput("qwen2", "eps", gguf=True), AtlasInput("qwen2", gguf=True)),
+    ],
+    ids=lambda each: each.name,
+)
+def test_a_bug_of_a_file_is_shown_in_few_lines(this: AtlasInput, control: AtlasInput, shown_home: Path):
+    made = run(f' + 0.01 * (file == "{this.name}") + 5e-5', shown_home, this, control)
+    assert made
+    assert len(made.program.splitlines()) < 30
+    assert [line.split()[0] for line in made.printed.splitlines()] == [this.name, control.name]
+
+
+@pytest.mark.nightly_cases(but=[' [*] float("nan")'])
+@pytest.mark.parametrize("injected", ["", " + 0.01", ' * float("nan")', "[999]"])
+def test_what_does_not_show_it_is_not_kept(injected: str, shown_home: Path):
+    assert run(injected, shown_home, AtlasInput("qwen2", "eps", gguf=True), AtlasInput("qwen2", gguf=True)) is None
