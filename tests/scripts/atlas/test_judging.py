@@ -125,6 +125,7 @@ def compare_folder(name: str, shown: Trace, folder: Path) -> EngineRunReport:
 def test_engine_that_rounds_activations_as_the_folder_says_is_honest(name: str, tmp_path: Path):
     found = compare_folder(name, run_of(name, SCHEME), tmp_path)
     assert not found.is_right
+    assert {comparison.verdict for comparison in found.comparisons} == {"PASS", "ROUNDING"}
     assert labelled(found).label == "ROUNDING"
     assert_tells(labelled(found).message, "scheme")
 
