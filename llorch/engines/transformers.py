@@ -47,10 +47,10 @@ from llorch.engines.transformers_streamed import (
 from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.families.family import Family
 from llorch.families.layers import Experts
-from llorch.families.rules import BETA, bias_key
+from llorch.families.rules import BETA
 from llorch.families.table import FAMILIES
 from llorch.files import Weights, open_weights
-from llorch.files.export_huggingface import delta_net_settings
+from llorch.files.export_huggingface import bias_settings, delta_net_settings
 from llorch.files.layerwise import fits
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.tensor_names import count_parameters, written_family
@@ -391,11 +391,8 @@ def _config_of_file(config: ModelConfig, theirs: dict[str, Any], dtype: DtypeNam
 def _expected_config(config: ModelConfig) -> dict[str, Any]:
     """Translate llorch's hyperparameters to transformers' names."""
     family = FAMILIES[config.family]
-    biases = {bias_key(family.transformers.keys, "o_bias"): config.o_bias} if family.o_bias is None else {}
-    if family.qkv_bias is None:
-        biases[bias_key(family.transformers.keys, "qkv_bias")] = config.qkv_bias
     return (
-        biases
+        bias_settings(config, family)
         | _experts_settings(config.experts)
         | delta_net_settings(config)
         | {

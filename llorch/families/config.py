@@ -3,7 +3,7 @@
 A family states what its blocks contain (biases, query and key norms); the weight loader then checks that the file
 agrees. Whatever the readers do not name is refused by name.
 
-    family              the record of a family; `table` lists the records, one module holds those of one family
+    family              the record of a family; each family has a module, `table` lists them
     read_huggingface    config.json to a ModelConfig
     read_gguf           metadata to the same
     rules               rules of files that several families share

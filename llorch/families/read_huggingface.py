@@ -50,7 +50,7 @@ def config_from_huggingface(values: Mapping[str, object], *, path: str | Path) -
     n_heads = fields.integer("num_attention_heads", low=1)
     hidden_size = fields.integer("hidden_size", low=1)
     context = fields.integer("max_position_embeddings")
-    qkv_bias, o_bias = (_bias(fields, family, name) for name in ("qkv_bias", "o_bias"))
+    qkv_bias, o_bias = _bias(fields, family, "qkv_bias"), _bias(fields, family, "o_bias")
     with fields.naming_the_file():
         head_dim = head_width(fields, "head_dim", hidden_size, n_heads)
         rope = rope_settings(fields)

@@ -67,7 +67,10 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
     """Express a configuration as transformers does, without token ids; RoPE in keys that both 4 and 5 read."""
     name = written_family(config)
     family = FAMILIES[name]
-    biases = _biases(config, family, path)
+    biases, o_key = bias_settings(config, family), bias_key(family.transformers.keys, "o_bias")
+    if biases.get(o_key, config.o_bias) != config.o_bias:
+        message = f"{o_key} of {name}: transformers has one switch for q, k, v and o, this model has a bias for "
+        raise FormatError("Unsupported", message + ("q, k and v" if config.qkv_bias else "o") + " only", path=path)
     values = {
         "architectures": [f"{family.classes}ForCausalLM"],
         "model_type": f"{family.multimodal_type}_text" if family.multimodal_type else name,
@@ -95,15 +98,10 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
     )
 
 
-def _biases(config: ModelConfig, family: Family, path: Path) -> dict[str, bool]:
-    """Express the biases of attention by the keys of the family, of which one may decide on all four."""
-    facts = {"qkv_bias": (family.qkv_bias, config.qkv_bias), "o_bias": (family.o_bias, config.o_bias)}
-    keys = {fact: bias_key(family.transformers.keys, fact) for fact, (fixed, _) in facts.items() if fixed is None}
-    if len(keys) == 2 and len({*keys.values()}) == 1 and config.qkv_bias != config.o_bias:
-        message = f"{keys['o_bias']} of {written_family(config)}: transformers has one switch for q, k, v and o, "
-        actual = "q, k and v" if config.qkv_bias else "o"
-        raise FormatError("Unsupported", f"{message}this model has a bias for {actual} only", path=path)
-    return {key: facts[fact][1] for fact, key in keys.items()}
+def bias_settings(config: ModelConfig, family: Family) -> dict[str, bool]:
+    """Express the biases that the family leaves to the file; one key for both says what q, k and v have."""
+    facts = (("o_bias", family.o_bias, config.o_bias), ("qkv_bias", family.qkv_bias, config.qkv_bias))
+    return {bias_key(family.transformers.keys, name): value for name, fixed, value in facts if fixed is None}
 
 
 def _experts_settings(config: ModelConfig, family: Family) -> dict[str, object]:

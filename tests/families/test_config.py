@@ -3,6 +3,7 @@
 import dataclasses
 import math
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,8 @@ from helpers.refusals import Refusal, refuses, row
 from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.families.read_huggingface import config_from_huggingface
 from llorch.families.table import FAMILIES
+from llorch.files.export_huggingface import huggingface_config
+from llorch.files.quant import GGMLType
 
 LLAMA: dict[str, Any] = {
     "model_type": "llama", "hidden_size": 48, "intermediate_size": 80, "num_hidden_layers": 3,
@@ -20,6 +23,10 @@ LLAMA: dict[str, Any] = {
 LLAMA3: dict[str, Any] = {
     "rope_type": "llama3", "factor": 32.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
     "original_max_position_embeddings": 8192,
+}  # fmt: skip
+GONE = ("head_dim", "num_key_value_heads")
+SEED = {key: LLAMA[key] for key in LLAMA if key not in GONE} | {
+    "model_type": "seed_oss", "hidden_size": 128, "num_attention_heads": 16,
 }  # fmt: skip
 YARN = YarnScaling(factor=4.0, original_max_position_embeddings=256, attention_factor=0.1 * math.log(4) + 1)
 
@@ -54,6 +61,26 @@ def test_biases_and_norms_follow_the_family(family, attention_bias, contents):
     config = read(model_type=family, attention_bias=attention_bias, head_dim=16)
     assert (config.qkv_bias, config.o_bias, config.qk_norm) == contents
     assert config.family == family
+
+
+@pytest.mark.parametrize(
+    ("changes", "biases"),
+    [
+        ({}, (True, False)), ({"attention_bias": False}, (False, False)), ({"attention_out_bias": True}, (True, True)),
+        ({"attention_bias": False, "attention_out_bias": True}, (False, True)),
+    ],
+)  # fmt: skip
+def test_a_family_may_have_a_key_of_its_own_for_the_bias_of_o_proj(changes, biases):
+    config = read(model_type="seed_oss", **changes)
+    assert (config.qkv_bias, config.o_bias) == biases
+    written = huggingface_config(config, GGMLType.F32, path=Path("config.json"))
+    assert (written["attention_bias"], written["attention_out_bias"]) == biases
+
+
+def test_a_null_is_not_always_the_default_of_an_absent_key():
+    absent, null = (config_from_huggingface(values, path="c") for values in (SEED, SEED | {key: None for key in GONE}))
+    assert (absent.head_dim, absent.n_kv_heads) == (128, 8)
+    assert (null.head_dim, null.n_kv_heads) == (8, 16)
 
 
 def test_head_dim_of_the_file_wins_over_the_split():
