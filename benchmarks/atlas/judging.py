@@ -190,8 +190,8 @@ def _compare_stages(
 def _diagnosed(weights: Weights, dump: StageDump, run_report: EngineRunReport) -> EngineRunReport:
     """Diagnose a run that exceeds a tolerance, and add the causes and the first wrong stage to its comparison."""
     found = diagnose(weights.astype(np.float64), dump)
-    wrong = [finding for finding in found.findings if finding.kind != "honest"]
-    names = [f"{each.name} {each.value}".strip() for each in wrong[0].suspects] if wrong else []
+    wrong = [finding for finding in found.findings if finding.kind != "rounding"]
+    names = [f"{each.name} {each.value}".strip() for each in wrong[0].causes] if wrong else []
     if wrong and not names and (said := _scheme_said(weights, dump, run_report)):
         return replace(run_report, findings=(said,))
     return replace(
@@ -213,6 +213,6 @@ def _scheme_said(weights: Weights, dump: StageDump, run_report: EngineRunReport)
         return ""
     if rounded.rounds_nothing:
         return ""
-    if all(finding.kind == "honest" for finding in diagnose(rounded.astype(np.float64), dump).findings):
+    if all(finding.kind == "rounding" for finding in diagnose(rounded.astype(np.float64), dump).findings):
         return _SCHEME
     return _FLIPS if run_report.arithmetic.startswith(tuple(HALF)) and run_report.has_right_logits else ""

@@ -67,7 +67,7 @@ class Heard:
     @property
     def wrong(self) -> list[Finding]:
         """Findings that are not honest."""
-        return [finding for finding in self.made.findings if finding.kind != "honest"] if self.made else []
+        return [finding for finding in self.made.findings if finding.kind != "rounding"] if self.made else []
 
     def __str__(self) -> str:
         """Say in short that it was refused, the findings, or that nothing is wrong."""
@@ -75,7 +75,7 @@ class Heard:
 
 
 def _short(finding: Finding) -> str:
-    names = " + ".join(f"{each.name} {each.value}".strip() for each in finding.suspects)
+    names = " + ".join(f"{each.name} {each.value}".strip() for each in finding.causes)
     return f"pass {finding.n_pass} {finding.key} {finding.kind} {names}".strip()
 
 
@@ -115,7 +115,7 @@ def of_case(case: Case, group: str, correct: CorrectDiagnosis, value: str = "") 
     right = {"layer" if blocks else "place": said or bool(first and in_place(first, correct, layer_only=blocks))}
     right["name" if correct.names else "unknown"] = said or bool(first and well_named(first, correct))
     if value:
-        right["value"] = bool(first and first.suspects and _same_value(first.suspects[0].value, value))
+        right["value"] = bool(first and first.causes and _same_value(first.causes[0].value, value))
     if len(case.bugs) > 1:
         second = correct_diagnosis_of(case, case.bugs[1])
         right["second"] = any(_is_second(finding, second) for finding in heard.wrong[1:])
@@ -177,8 +177,8 @@ def in_place(finding: Finding, correct: CorrectDiagnosis, *, layer_only: bool = 
 def well_named(finding: Finding, correct: CorrectDiagnosis) -> bool:
     """Check that a finding has the name of the bug, or no name for a bug that no list of known mistakes has."""
     if not correct.names:
-        return finding.kind in ("unknown", "not finite") and not finding.suspects
-    return bool(finding.suspects) and finding.suspects[0].name in correct.names
+        return finding.kind in ("unknown", "not finite") and not finding.causes
+    return bool(finding.causes) and finding.causes[0].name in correct.names
 
 
 def _is_second(finding: Finding, correct: CorrectDiagnosis) -> bool:

@@ -56,7 +56,7 @@ def cells(variant: Honest) -> Iterator[str]:
         if not some:
             yield "-"
             continue
-        error, over = max(result.local.error for result in some), max(result.over for result in some)
+        error, over = max(result.isolated.difference.error for result in some), max(result.over for result in some)
         yield f"{error:.0e} ({over:.2f})" if error else "0"
 
 

@@ -122,7 +122,7 @@ class TrainingScore:
     @property
     def wrong(self) -> list[Any]:
         """Findings that accuse."""
-        return [finding for finding in self.found.findings if finding.kind != "honest"]
+        return [finding for finding in self.found.findings if finding.kind != "rounding"]
 
     @property
     def stage(self) -> bool:
@@ -137,12 +137,12 @@ class TrainingScore:
         """True if the finding has the right name, or rightly none, and the right number."""
         if self.case.bug is None or not self.wrong:
             return self.stage
-        suspects = self.wrong[0].suspects
+        causes = self.wrong[0].causes
         if not self.case.bug.names:
-            return not suspects
+            return not causes
         value = self.case.bug.value
-        return any(one.name in self.case.bug.names for one in suspects) and (
-            value is None or any(one.value and np.isclose(float(one.value), value, rtol=1e-2) for one in suspects)
+        return any(one.name in self.case.bug.names for one in causes) and (
+            value is None or any(one.value and np.isclose(float(one.value), value, rtol=1e-2) for one in causes)
         )
 
 

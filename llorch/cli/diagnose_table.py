@@ -9,13 +9,13 @@ from rich.console import Console
 from rich.text import Text
 
 from llorch.cli.tables import print_table, table
-from llorch.diagnosis.report.record import causes, count, explained, headline, ranges, short, times, verdict
-from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult
+from llorch.diagnosis.report.record import count, explained, headline, ranges, short, times, verdict
+from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck
 from llorch.runtime.errors import printable
-from llorch.stages.comparison import NOT_RUN
+from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING
 from llorch.stages.table import BY_NAME
 
-_STYLES = {RIGHT: "green", HONEST: "yellow", WRONG: "bold red", NOT_RUN: "yellow"}
+_STYLES = {PASS: "green", ROUNDING: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 _NAME = 40  # characters of a name that others chose
 _NOTES = 12  # lines of a list that a table of stages is not
 
@@ -25,7 +25,7 @@ class _Line:
     """A line of the table: one stage, or several of which this one is nearest to its limit."""
 
     label: str
-    result: StageResult
+    result: StageCheck
     n_stages: int = 1
 
 
@@ -54,7 +54,7 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Line]:
 
     Without a cause, yield a line for each stage.
     """
-    found = causes(diagnosis)
+    found = diagnosis.failures
     if not found:
         yield from _by_stage(diagnosis.results)
         return
@@ -71,13 +71,13 @@ def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Line]:
             yield from (_Line(result.key, result) for result in results)
 
 
-def _by_stage(results: Sequence[StageResult]) -> Iterator[_Line]:
+def _by_stage(results: Sequence[StageCheck]) -> Iterator[_Line]:
     for stage in BY_NAME:
         if mine := [result for result in results if result.stage == stage]:
             yield _Line(stage, _worst(mine), len(mine))
 
 
-def _worst(results: Sequence[StageResult]) -> StageResult:
+def _worst(results: Sequence[StageCheck]) -> StageCheck:
     """Return the result with the largest ratio of error to tolerance."""
     return max(results, key=lambda result: result.over)
 
@@ -90,17 +90,18 @@ def _print_lines(out: Console, lines: Sequence[_Line], *, every: bool, n_passes:
         *passes, "stage", ">local error", ">tolerance", ">error/tolerance", *total, "verdict", *several, "in the dump"
     )
     for line in lines:
-        result = line.result
+        result, local, chained = line.result, line.result.isolated, line.result.chained
+        inherited = [short(chained.difference.error), short(chained.tolerance.error)] if chained else ["-", "-"]
         cells = [
             *([str(result.n_pass)] if passes else []),
             line.label,
-            result.local.fault_kind or short(result.local.error),
-            short(result.tolerance.error),
+            local.difference.fault_kind or short(local.difference.error),
+            short(local.tolerance.error),
             times(result.over),
-            *([short(result.total.error), short(result.total_limit.error)] if total else []),
+            *(inherited if every else []),
             Text(result.verdict, _STYLES[result.verdict]),
             *([str(line.n_stages), result.key if line.n_stages > 1 else ""] if several else []),
-            _cut(result.name),
+            _cut(result.engine_name),
         ]
         rows.add_row(*cells)
     print_table(out, rows)
@@ -113,22 +114,22 @@ def _cut(name: str) -> str:
 
 def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
     """Print the first cause at length, and a line for each further finding."""
-    found = [*causes(diagnosis), *(each for each in diagnosis.findings if each.kind == "honest")]
+    found = [*diagnosis.failures, *(each for each in diagnosis.findings if each.kind == "rounding")]
     if not found:
         return
     first, *others = found
     out.print(_headed(first))
-    if first.kind != "honest":
-        for suspect in first.suspects:
-            value = f"; found: {printable(suspect.value)}" if suspect.value else ""
-            out.print(f"  {suspect.name}: {explained(suspect)}{value}")
+    if first.kind != "rounding":
+        for cause in first.causes:
+            value = f"; found: {printable(cause.value)}" if cause.value else ""
+            out.print(f"  {cause.name}: {explained(cause)}{value}")
         if first.alternatives:
-            names = ", ".join(suspect.name for suspect in first.alternatives)
+            names = ", ".join(cause.name for cause in first.alternatives)
             out.print(
                 f"  these mistakes explain the error equally well, and this dump cannot distinguish them: {names}"
             )
-        for suspect in first.near_misses:
-            out.print(f"  near miss: {suspect.name}: {printable(suspect.sentence.rstrip('.'))}; {explained(suspect)}")
+        for cause in first.near_misses:
+            out.print(f"  near miss: {cause.name}: {printable(cause.sentence.rstrip('.'))}; {explained(cause)}")
         if first.places:
             out.print(f"  shows in {ranges(first.layers)}: {count(len(first.places), 'stage')}")
     for finding in others[:_NOTES]:
@@ -139,7 +140,7 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
 
 
 def _headed(finding: Finding) -> Text:
-    kind = HONEST if finding.kind == "honest" else WRONG
+    kind = ROUNDING if finding.kind == "rounding" else FAIL
     return Text.assemble((kind, _STYLES[kind]), f"  {printable(finding.sentence)}")
 
 
@@ -162,7 +163,7 @@ def _print_unseen(out: Console, diagnosis: Diagnosis) -> None:
 
 
 def _closing(diagnosis: Diagnosis) -> str:
-    n_causes = len(causes(diagnosis))
+    n_causes = len(diagnosis.failures)
     if not n_causes:
         return headline(diagnosis)
     return f"{count(n_causes, 'cause')} in {count(len(diagnosis.results), 'stage')}"

@@ -1,6 +1,7 @@
 """`llorch verify --against DUMP`: an engine that is not run, but wrote down what it computed."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import click
@@ -12,8 +13,11 @@ from llorch.cli.report import print_model
 from llorch.cli.tables import console
 from llorch.cli.verify_plan import DeclaredArithmetic, refuse_residency, refuse_scheme, reported
 from llorch.cli.verify_summary import NOT_COMPARED, ModelReport
+from llorch.diagnosis.diagnose import judge_stages
 from llorch.diagnosis.guards import require_read_rightly
-from llorch.diagnosis.rows import dump_rows
+from llorch.diagnosis.verdict import EARLIER_PASSES
+from llorch.judging.judge import Comparison
+from llorch.stages.comparison import PASS, ROUNDING
 
 
 def plan_check(
@@ -36,7 +40,10 @@ def plan_check(
 def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
     """Compare llorch's stages with the stages of a dump, report the comparisons, and return the exit code."""
     with progress(f"verifying {plan.spec}") as tell:
-        comparisons, not_run = dump_rows(plan.weights, plan.dump, model=plan.spec, progress=tell)
+        checker, checks = judge_stages(plan.weights, plan.dump, tell, plan.spec)
+    comparisons = [_as_pass(c) for check in checks for c in (check.isolated, check.chained) if c is not None]
+    names = ", ".join(dict.fromkeys(name for _, name in checker.not_run))
+    not_run = [f"{names}: {EARLIER_PASSES}"] if names else []
     checkpoints = sorted({c.stage_ref.checkpoint for c in comparisons})
     notes = plan.weights.notes_on_left_out(NOT_COMPARED)
     report = ModelReport(plan.spec, comparisons, not_run, checkpoints=checkpoints, dump=str(plan.path), notes=notes)
@@ -45,3 +52,8 @@ def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
             say(f"note: {note}")
         print_model(console(), report, detail=detail)
     return reported([report], {}, plan.threads, strict=False, as_json=as_json)
+
+
+def _as_pass(comparison: Comparison) -> Comparison:
+    """Pass what the declared arithmetic explains: a verification judges by its tolerance."""
+    return replace(comparison, verdict=PASS) if comparison.verdict == ROUNDING else comparison

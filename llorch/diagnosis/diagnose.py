@@ -11,32 +11,22 @@ from dataclasses import replace
 
 import numpy as np
 
+from llorch.diagnosis.attempt import NEAR_MISS, Attempt
 from llorch.diagnosis.dump_checker import DumpChecker, Progress
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.replay import Replay
-from llorch.diagnosis.search.folded_gain import is_folded, with_gain
+from llorch.diagnosis.search.cause_search import CauseSearch
 from llorch.diagnosis.search.hypotheses import Hypothesis
-from llorch.diagnosis.search.trials import Trial, Trials
-from llorch.diagnosis.verdict import (
-    EARLIER_PASSES,
-    HONEST,
-    RIGHT,
-    WRONG,
-    Diagnosis,
-    Finding,
-    Kind,
-    StageResult,
-    Suspect,
-    percent,
-)
+from llorch.diagnosis.search.norm_places import is_folded, with_gain
+from llorch.diagnosis.verdict import EARLIER_PASSES, Diagnosis, Finding, Kind, StageCheck, percent
 from llorch.engines.dumps.stage_dump import Misread, StageDump
 from llorch.files import Weights
-from llorch.stages.comparison import measure
+from llorch.judging.cause import Cause
+from llorch.stages.comparison import FAIL, PASS, ROUNDING, measure
 from llorch.stages.table import matrix_of
 
-NEAR_MISS = 0.5  # what explains less of an error is no suspect
 N_NEAR_MISSES = 3
 ALIKE = 3  # other layers that are looked at before a stage is called unknown in all of them
 CANDIDATES = 8  # of the named, whose reach is compared
@@ -56,14 +46,14 @@ def diagnose(
     Returns:
         The diagnosis.
     """
-    judge, results = judge_stages(weights, dump, progress)
-    dump, trials = judge.replay.dump, Trials(judge.replay, judge.pasts)
-    found, left_open = _without_open(list(_findings(results, trials, progress)), results, judge.replay)
+    judge, results = judge_stages(weights, dump, progress, model)
+    dump, search = judge.replay.dump, CauseSearch(judge.replay, judge.pasts)
+    found, left_open = _without_open(list(_findings(results, search, progress)), results, judge.replay)
     results = [result for result in results if (result.n_pass, result.key) not in left_open]
     progress("looking for mistakes that this dump cannot show")
-    hidden = _could_not_show(results, trials)
+    hidden = _could_not_show(results, search)
     misread = dump.misread
-    if misread is not None and not misread.is_rounding and all(finding.kind == "honest" for finding in found):
+    if misread is not None and not misread.is_rounding and all(finding.kind == "rounding" for finding in found):
         found = [_misread(misread), *found]
     findings = [*found, *_arithmetic(results)]
     not_run = [*judge.not_run, *left_open]
@@ -73,21 +63,12 @@ def diagnose(
 
 def _misread(misread: Misread) -> Finding:
     """Make the finding of matrices that were read wrongly, although the stages of the dump do not show it."""
-    suspects = (Suspect(name, sentence, (), 1.0, 0.0) for name, sentence in misread.mistakes.items())
-    return Finding(
-        kind="mistake" if misread.mistakes else "unknown",
-        key="weights",
-        n_pass=0,
-        starts_in=("weights",),
-        layers=(),
-        suspects=tuple(suspects),
-        near_misses=(),
-        places=(),
-        sentence=f"weights: {misread.sentence}.",
-    )
+    causes = (Cause(name, "mistake", sentence, (), 1.0, 0.0) for name, sentence in misread.mistakes.items())
+    kind = "mistake" if misread.mistakes else "unknown"
+    return Finding(kind, "weights", 0, ("weights",), (), tuple(causes), (), (), f"weights: {misread.sentence}.")
 
 
-def _is_misread(result: StageResult, replay: Replay) -> bool:
+def _is_misread(result: StageCheck, replay: Replay) -> bool:
     """Tell if a result, or what ran since the dump showed a stage, is a product with a matrix that was read wrongly."""
     misread = replay.dump.misread
     if misread is None or misread.is_rounding:
@@ -97,29 +78,31 @@ def _is_misread(result: StageResult, replay: Replay) -> bool:
     return any((name if layer is None else f"layers.{layer}.{name}") in misread.names for name, layer in matrices)
 
 
-def causes(weights: Weights, dump: StageDump) -> Iterator[Finding]:
+def findings(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     """Yield the findings of `diagnose` alone, each computed when it is asked for: the first takes a fraction of all."""
     judge, results = judge_stages(weights, dump, lambda line: None)
-    trials = Trials(judge.replay, judge.pasts)
-    for finding in _findings(results, trials, lambda line: None):
+    search = CauseSearch(judge.replay, judge.pasts)
+    for finding in _findings(results, search, lambda line: None):
         yield from _without_open([finding], results, judge.replay)[0]
     yield from _arithmetic(results)
 
 
-def judge_stages(weights: Weights, dump: StageDump, progress: Progress) -> tuple[DumpChecker, list[StageResult]]:
+def judge_stages(
+    weights: Weights, dump: StageDump, progress: Progress, model: str = ""
+) -> tuple[DumpChecker, list[StageCheck]]:
     """Judge every stage of a dump, as it is or with YaRN's gain moved if the engine has it in another place."""
-    judge = DumpChecker(Replay(weights, dump), progress)
+    judge = DumpChecker(Replay(weights, dump), progress, model=model)
     results = list(judge.results())
-    wrong = any(result.verdict == WRONG for result in results)
+    wrong = any(result.verdict == FAIL for result in results)
     if wrong and (other := with_gain(dump, weights.config)) is not None:
-        again = DumpChecker(Replay(weights, other), progress)
+        again = DumpChecker(Replay(weights, other), progress, model=model)
         if is_folded(results, with_it := list(again.results())):
             return again, with_it
     return judge, results
 
 
 def _without_open(
-    found: Sequence[Finding], results: Sequence[StageResult], replay: Replay
+    found: Sequence[Finding], results: Sequence[StageCheck], replay: Replay
 ) -> tuple[list[Finding], list[tuple[int, str]]]:
     """Separate the findings that stand from the stages that unknown earlier tokens may explain.
 
@@ -128,44 +111,47 @@ def _without_open(
     if replay.dump.n_before is not None or has_no_past(results, replay):
         return [*found], []
     ran_since = {(result.n_pass, result.key): result.ran_since for result in results}
-    is_open = [
-        finding.kind == "unknown" and reads_past(replay, ran_since[finding.n_pass, finding.key]) for finding in found
-    ]
-    left_open = [place for finding, is_ in zip(found, is_open, strict=True) if is_ for place in finding.places]
-    return [finding for finding, is_ in zip(found, is_open, strict=True) if not is_], left_open
+    unknown = (finding for finding in found if finding.kind == "unknown")
+    left_open = [finding for finding in unknown if reads_past(replay, ran_since[finding.n_pass, finding.key])]
+    standing = [finding for finding in found if finding not in left_open]
+    return standing, [place for finding in left_open for place in finding.places]
 
 
-def settled(results: Sequence[StageResult], findings: Sequence[Finding]) -> list[StageResult]:
-    """Mark results as HONEST if they were beyond their tolerance until an honest difference explained them."""
-    explained = {place for finding in findings if finding.kind == "honest" for place in finding.places}
-    return [replace(r, verdict=HONEST) if (r.n_pass, r.key) in explained else r for r in results]
+def settled(results: Sequence[StageCheck], findings: Sequence[Finding]) -> list[StageCheck]:
+    """Mark results as ROUNDING if they were beyond their tolerance until a rounding explained them."""
+    explained = {place for finding in findings if finding.kind == "rounding" for place in finding.places}
+    return [r.with_verdict(ROUNDING) if (r.n_pass, r.key) in explained else r for r in results]
 
 
-def _findings(results: Sequence[StageResult], trials: Trials, progress: Progress) -> Iterator[Finding]:
+def _findings(results: Sequence[StageCheck], search: CauseSearch, progress: Progress) -> Iterator[Finding]:
     """Yield one finding for each cause, the first of the run first."""
-    wrong = [result for result in results if result.verdict == WRONG]
-    right = [result for result in results if result.verdict == RIGHT]
+    wrong = [result for result in results if result.verdict == FAIL]
+    right = [result for result in results if result.verdict == PASS]
     all_named = True  # pairs are looked for until something is unknown: what comes of that may be anything
     while wrong:
         first, *rest = wrong
         progress(f"{first.key}: looking for the mistake")
         was_right = any(result.key == first.key and result.n_pass < first.n_pass for result in right)
-        tried = trials.of(first, pairs=all_named and not was_right, was_right=was_right)
-        named = [trial for trial in tried if trial.named]
-        best, explained = _widest(first, named[:CANDIDATES], rest, right, trials)
+        attempts = search.of(first, pairs=all_named and not was_right, was_right=was_right)
+        named = [attempt for attempt in attempts if attempt.is_named]
+        best, explained = _widest(first, named[:CANDIDATES], rest, right, search)
         all_named = all_named and best is not None
-        left = [result for result in rest if result not in explained]
-        explained = [
-            *explained,
-            *(_alike(first, left, trials, was_right=was_right) if best is None else _spoilt(first, left)),
-        ]
-        yield _finding(first, best, explained, tried, is_misread=_is_misread(first, trials.replay))
-        wrong = [result for result in rest if result not in explained]
+        left = _without(rest, explained)
+        alike = _alike(first, left, search, was_right=was_right) if best is None else _spoilt(first, left)
+        explained = [*explained, *alike]
+        yield _finding(first, best, explained, attempts, is_misread=_is_misread(first, search.replay))
+        wrong = _without(rest, explained)
+
+
+def _without(results: Sequence[StageCheck], others: Sequence[StageCheck]) -> list[StageCheck]:
+    """Return the results that are not among others."""
+    places = {(result.n_pass, result.key) for result in others}
+    return [result for result in results if (result.n_pass, result.key) not in places]
 
 
 def _alike(
-    first: StageResult, rest: Sequence[StageResult], trials: Trials, *, was_right: bool
-) -> Iterator[StageResult]:
+    first: StageCheck, rest: Sequence[StageCheck], search: CauseSearch, *, was_right: bool
+) -> Iterator[StageCheck]:
     """Yield results that share the unexplained cause of `first`.
 
     They are unreadable results, if `first` is unreadable too; products with matrices that were read wrongly, if `first`
@@ -173,123 +159,92 @@ def _alike(
     """
     spoilt = list(_spoilt(first, rest))
     yield from spoilt
-    if _is_misread(first, trials.replay):
-        yield from (result for result in rest if result not in spoilt and _is_misread(result, trials.replay))
+    if _is_misread(first, search.replay):
+        yield from (result for result in _without(rest, spoilt) if _is_misread(result, search.replay))
         return
-    here = [result for result in rest if result.stage == first.stage and result not in spoilt]
+    here = [result for result in _without(rest, spoilt) if result.stage == first.stage]
     looked_at = [result for result in here if result.n_pass == first.n_pass][:ALIKE]
-    tried = {r.layer: trials.of(r, pairs=False, was_right=was_right) for r in looked_at}
-    known = {layer for layer, found in tried.items() if any(trial.named for trial in found)}
+    tried = {r.layer: search.of(r, pairs=False, was_right=was_right) for r in looked_at}
+    known = {layer for layer, found in tried.items() if any(attempt.is_named for attempt in found)}
     yield from (result for result in here if result.layer not in known)
 
 
-def _spoilt(first: StageResult, rest: Sequence[StageResult]) -> Iterator[StageResult]:
+def _spoilt(first: StageCheck, rest: Sequence[StageCheck]) -> Iterator[StageCheck]:
     """Yield the unreadable results that were made from an unreadable result; none if `first` is readable."""
-    if first.local.fault is not None:
-        yield from (result for result in rest if result.local.fault is not None)
+    if first.isolated.difference.fault is not None:
+        yield from (result for result in rest if result.isolated.difference.fault is not None)
 
 
 def _widest(
-    first: StageResult,
-    named: Sequence[Trial],
-    rest: Sequence[StageResult],
-    right: Sequence[StageResult],
-    trials: Trials,
-) -> tuple[Trial | None, list[StageResult]]:
-    """Choose the named trial that spoils no right result and explains the most other wrong results."""
-    reach = [[result for result in rest if trials.explains(trial, result)] for trial in named]
-    named, reach = _consistent(named, reach, rest, first)
-    if not named:
-        return None, []
-    spoils = [any(_would_spoil(trial, result, trials) for result in right) for trial in named]
-    best = max(range(len(named)), key=lambda at: (not spoils[at], len(reach[at]), -at))
-    return named[best], reach[best]
+    first: StageCheck, named: Sequence[Attempt], rest: Sequence[StageCheck], right: Sequence[StageCheck],
+    search: CauseSearch,
+) -> tuple[Attempt | None, list[StageCheck]]:  # fmt: skip
+    """Choose the named attempt that spoils no right result and explains the most other wrong results.
+
+    Attempts that leave most of the other errors of the same stage and layer unexplained are dropped.
+    """
+    reach = [(attempt, [result for result in rest if search.explains(attempt, result)]) for attempt in named]
+    half = sum(result.key == first.key for result in rest) / 2
+    consistent = [(a, explained) for a, explained in reach if sum(r.key == first.key for r in explained) >= half]
+
+    def rank(attempt: Attempt, explained: Sequence[StageCheck]) -> tuple[bool, int]:
+        return not any(_would_spoil(attempt, result, search) for result in right), len(explained)
+
+    return max(consistent, key=lambda pair: rank(*pair), default=(None, []))
 
 
-def _consistent(
-    named: Sequence[Trial], reach: Sequence[list[StageResult]], rest: Sequence[StageResult], first: StageResult
-) -> tuple[list[Trial], list[list[StageResult]]]:
-    """Drop trials that leave most of the other errors of the same stage and layer unexplained."""
-    others = [r for r in rest if r.key == first.key]
-    kept = [at for at in range(len(named)) if 2 * sum(r.key == first.key for r in reach[at]) >= len(others)]
-    return [named[at] for at in kept], [reach[at] for at in kept]
-
-
-def _would_spoil(trial: Trial, result: StageResult, trials: Trials) -> bool:
+def _would_spoil(attempt: Attempt, result: StageCheck, search: CauseSearch) -> bool:
     """Tell if a hypothesis, made in all passes and layers, would show in a result that is right."""
-    (hypothesis, *others) = trial.hypotheses
+    (hypothesis, *others) = attempt.hypotheses
     if others or not hypothesis.at(result.ran_since):
         return False
-    return _shows(hypothesis, result, trials.made(result), trials)
+    return _shows(hypothesis, result, search.made(result), search)
 
 
 def _finding(
-    first: StageResult, best: Trial | None, explained: Sequence[StageResult], tried: Sequence[Trial], *,
+    first: StageCheck, best: Attempt | None, explained: Sequence[StageCheck], attempts: Sequence[Attempt], *,
     is_misread: bool,
 ) -> Finding:  # fmt: skip
-    """Make the finding of the first wrong result: the best trial, what it explains, near misses, alternatives."""
-    results = [first, *explained]
-    suspects = _suspects_of_trial(best, tried) if best is not None else ()
-    taken = {suspect.name for suspect in suspects}
-    alone = [trial for trial in tried if len(trial.hypotheses) == 1 and trial.hypotheses[0].name not in taken]
-    others = {t.hypotheses[0].name: _suspect(t.hypotheses[0], t) for t in reversed(alone) if t.named and suspects}
-    near = {t.hypotheses[0].name: _suspect(t.hypotheses[0], t) for t in alone if t.share >= NEAR_MISS}
-    misses = sorted((suspect for name, suspect in near.items() if name not in others), key=lambda each: -each.share)
-    kind: Kind = "unknown"
-    if best is not None:
-        kind = "honest" if all(each.kind == "honest" for each in best.hypotheses) else "mistake"
-    elif first.local.fault_kind == "non-finite":
-        kind = "not finite"
-    return Finding(
-        kind=kind,
-        key=first.key,
-        n_pass=first.n_pass,
-        starts_in=best.places if best is not None else first.ran_since,
-        layers=tuple(sorted({result.layer for result in results if result.layer is not None})),
-        suspects=suspects,
-        near_misses=tuple(misses[:N_NEAR_MISSES]),
-        places=tuple((result.n_pass, result.key) for result in results),
-        sentence=_sentence(
-            first,
-            kind,
-            suspects,
-            best.places if best is not None else first.ran_since,
-            [t for t in alone if t.named],
-            is_misread=is_misread,
-        ),
-        alternatives=tuple(reversed(others.values())),
-    )
+    """Make the finding of the first wrong result: the best attempt, what it explains, near misses, alternatives."""
+    causes = _causes(best, attempts) if best is not None else ()
+    names = {cause.name for cause in causes}
+    alone = [a for a in attempts if len(a.hypotheses) == 1 and a.names.isdisjoint(names)]
+    named = [attempt for attempt in alone if attempt.is_named]
+    alternatives = {cause.name: cause for a in reversed(named) for cause in a.causes() if causes}
+    near = {c.name: c for a in alone if a.explained_share >= NEAR_MISS for c in a.causes("near miss")}
+    misses = [cause for name, cause in near.items() if name not in alternatives]
+    kind: Kind = "not finite" if first.isolated.difference.fault_kind == "non-finite" else "unknown"
+    kind, starts_in = (kind, first.ran_since) if best is None else (best.finding_kind, best.stages)
+    return Finding.of(
+        kind, [first, *explained], _sentence(first, kind, causes, starts_in, named, is_misread=is_misread), starts_in,
+        causes, tuple(sorted(misses, key=lambda cause: -cause.explained_share)[:N_NEAR_MISSES]),
+        tuple(reversed(alternatives.values())),
+    )  # fmt: skip
 
 
-def _suspects_of_trial(best: Trial, tried: Sequence[Trial]) -> tuple[Suspect, ...]:
-    """Name the suspects of the best trial.
+def _causes(best: Attempt, attempts: Sequence[Attempt]) -> tuple[Cause, ...]:
+    """Name the causes of the best attempt.
 
     A single mistake without a value takes the value of a setting that has the same effect in the same places.
     """
-    made = [_suspect(hypothesis, best) for hypothesis in best.hypotheses]
-    if len(made) == 1 and not made[0].value:
-        values = (t.hypotheses[0] for t in tried if t.named and len(t.hypotheses) == 1 and t.places == best.places)
-        same = next((each for each in values if each.value and each.name != "scaled"), None)
-        if same is not None:
-            one = made[0]
-            made = [Suspect(one.name, f"{one.sentence} {same.sentence}", one.stages, one.share, one.left, same.value)]
-    return tuple(made)
-
-
-def _suspect(hypothesis: Hypothesis, trial: Trial) -> Suspect:
-    return Suspect(
-        hypothesis.name, hypothesis.sentence, hypothesis.at(trial.places), trial.share, trial.left, hypothesis.value
-    )
+    cause, *others = best.causes()
+    if others or cause.value:
+        return (cause, *others)
+    alike = (a.hypotheses[0] for a in attempts if a.is_named and len(a.hypotheses) == 1 and a.stages == best.stages)
+    setting = next((hypothesis for hypothesis in alike if hypothesis.value and hypothesis.name != "scaled"), None)
+    if setting is None:
+        return (cause,)
+    return (replace(cause, sentence=f"{cause.sentence} {setting.sentence}", value=setting.value),)
 
 
 def _sentence(
-    first: StageResult, kind: Kind, suspects: Sequence[Suspect], starts_in: Sequence[str], here: Sequence[Trial], *,
+    first: StageCheck, kind: Kind, causes: Sequence[Cause], starts_in: Sequence[str], here: Sequence[Attempt], *,
     is_misread: bool,
 ) -> str:  # fmt: skip
     """Format a finding as one message for a person."""
     where = starts_in[0] if len(starts_in) == 1 else f"{starts_in[0]} to {starts_in[-1]}"
     if kind == "not finite":
-        return f"{first.key}: {first.local.describe()}, although its inputs are finite."
+        return f"{first.key}: {first.isolated.difference.describe()}, although its inputs are finite."
     if kind == "unknown":
         local = f"the error starts in {where}"
         concentrated = _concentrated(first)
@@ -300,11 +255,11 @@ def _sentence(
             known = "this error matches no known mistake"
         reader = "; suspect the engine's reader: a matrix has other numbers than the folder" if is_misread else ""
         return f"{first.key}: {known}; {local}{concentrated}{reader}."
-    said = " And: ".join(suspect.sentence for suspect in suspects)
-    return f"{where}: {said} This explains {percent(suspects[0].share)} of the error."
+    said = " And: ".join(cause.sentence for cause in causes)
+    return f"{where}: {said} This explains {percent(causes[0].explained_share)} of the error."
 
 
-def _concentrated(result: StageResult) -> str:
+def _concentrated(result: StageCheck) -> str:
     """Describe the one token, head or channel that has nearly all of an error; empty if there is none."""
     if result.profile is None:
         return ""
@@ -319,35 +274,29 @@ def _concentrated(result: StageResult) -> str:
     return f", and nearly all of the error is in {' and '.join(said)}" if said else ""
 
 
-def _arithmetic(results: Sequence[StageResult]) -> Iterator[Finding]:
-    """Yield an honest finding for each kind of arithmetic that explains differences; it names the used tolerance."""
-    kinds: dict[str, list[StageResult]] = defaultdict(list)
+def _arithmetic(results: Sequence[StageCheck]) -> Iterator[Finding]:
+    """Yield a finding for each kind of arithmetic that explains differences; it names the used tolerance."""
+    kinds: dict[str, list[StageCheck]] = defaultdict(list)
     for result in results:
-        if result.verdict == HONEST:
+        if result.verdict == ROUNDING:
             kinds[result.arithmetic].append(result)
     for kind, here in kinds.items():
         most = max(here, key=lambda result: result.over)
-        yield Finding(
-            kind="honest",
-            key=here[0].key,
-            n_pass=here[0].n_pass,
-            starts_in=(here[0].key,),
-            layers=tuple(sorted({result.layer for result in here if result.layer is not None})),
-            suspects=(),
-            near_misses=(),
-            places=tuple((result.n_pass, result.key) for result in here),
-            sentence=f"{kind}: {len(here)} stages use at most {most.over:.2f} of the tolerance for this arithmetic: "
-            f"{most.key} has error {most.local.error:.1e}, tolerance {most.tolerance.error:.1e}. This is no mistake.",
+        sentence = (
+            f"{kind}: {len(here)} stages use at most {most.over:.2f} of the tolerance for this arithmetic: {most.key} "
+            f"has error {most.isolated.difference.error:.1e}, tolerance {most.isolated.tolerance.error:.1e}. "
+            "This is no mistake."
         )
+        yield Finding.of("rounding", here, sentence, (here[0].key,))
 
 
-def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[str, Sequence[str]]:
+def _could_not_show(results: Sequence[StageCheck], search: CauseSearch) -> Mapping[str, Sequence[str]]:
     """List the known mistakes that change no stage of the dump by enough, by reason."""
     one_of_each = list({(bool(r.n_pass), r.stage, len(r.ran_since)): r for r in results}.values())
-    rights = {id(result): trials.made(result) for result in one_of_each}
+    rights = {id(result): search.made(result) for result in one_of_each}
     reasons: dict[str, list[str]] = defaultdict(list)
-    first, *later = trials.replay.dump.passes
-    has_past = bool(later) or trials.replay.n_before > 0
+    first, *later = search.replay.dump.passes
+    has_past = bool(later) or search.replay.n_before > 0
 
     def reason(mistake: Hypothesis) -> str:
         if mistake.after_cached and not has_past:
@@ -355,25 +304,25 @@ def _could_not_show(results: Sequence[StageResult], trials: Trials) -> Mapping[s
         able = [r for r in one_of_each if mistake.at(r.ran_since) and (r.n_pass or not mistake.after_cached)]
         if not able:
             return "the dump has neither its stage nor a later one"
-        if any(_shows(mistake, result, rights[id(result)], trials) for result in able):
+        if any(_shows(mistake, result, rights[id(result)], search) for result in able):
             return ""
         span = f"{len(first.ids)} tokens from position {first.first_position} on"
         return f"the effect is no larger than rounding in {span}"
 
     listed = set[str]()
-    for mistake in trials.mistakes:  # some are there more than once, in other matrices
+    for mistake in search.mistakes:  # some are there more than once, in other matrices
         if mistake.name not in listed and (said := reason(mistake)):
             listed.add(mistake.name)
             reasons[said].append(mistake.name)
     return dict(reasons)
 
 
-def _shows(mistake: Hypothesis, result: StageResult, right: np.ndarray | None, trials: Trials) -> bool:
+def _shows(mistake: Hypothesis, result: StageCheck, right: np.ndarray | None, search: CauseSearch) -> bool:
     """Tell if a mistake changes a stage by more than rounding does."""
-    wrong = trials.made(result, mistake.change(mistake.at(result.ran_since)))
+    wrong = search.made(result, mistake.change(mistake.at(result.ran_since)))
     if wrong is None or right is None or wrong.shape != right.shape:
         return True
-    stage, _ = trials.replay.stages[result.key]
-    dumped = trials.replay.dump.dumped[result.n_pass, result.key]
+    stage, _ = search.replay.stages[result.key]
+    dumped = search.replay.dump.dumped[result.n_pass, result.key]
     found = measure(rows(wrong, stage, dumped), rows(right, stage, dumped), masked=stage.masked)
-    return found.over(result.tolerance) >= VISIBLE
+    return found.over(result.isolated.tolerance) >= VISIBLE

@@ -1,23 +1,30 @@
-"""Every stage of a dump compared with llorch's: local error, inherited error, and the tolerance of a right engine."""
+"""Every stage of a dump compared with llorch's: local error, inherited error, and the tolerance of a right engine.
+
+`profile` finds the tokens, heads and channels of an error, and its size in steps of float32.
+"""
 
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 import numpy as np
+from jaxtyping import Float
 
 from llorch.diagnosis.earlier_passes import first_past, first_variances, unknown_stages
 from llorch.diagnosis.expected import EngineArithmetic, Expectations, Expected, rows
-from llorch.diagnosis.profile import profile
 from llorch.diagnosis.replay import EMBED, Arrays, Past, Replay
-from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, StageResult
+from llorch.diagnosis.verdict import Profile, StageCheck
 from llorch.engines.dumps.stage_dump import DumpedArray
+from llorch.families.config import ModelConfig
 from llorch.judging.expert_selection import ExpertSelection
-from llorch.stages.comparison import Difference, measure
-from llorch.stages.stage_ref import token_axis
+from llorch.judging.judge import judge_difference
+from llorch.judging.runners.numpy import FLOAT64, GGML
+from llorch.stages.comparison import FAIL, PASS, ROUNDING, Difference, measure
+from llorch.stages.stage_ref import StageRef, token_axis
+from llorch.stages.table import Stage
 
 Progress = Callable[[str], None]
-_UNKNOWN = Difference(math.nan, math.nan)
 
 
 @dataclass(frozen=True)
@@ -112,8 +119,11 @@ class DumpChecker:
     appended rows; the third is llorch's alone.
     """
 
-    def __init__(self, replay: Replay, progress: Progress = lambda line: None) -> None:
-        """Prepare; nothing is computed yet."""
+    def __init__(self, replay: Replay, progress: Progress = lambda line: None, *, model: str = "") -> None:
+        """Prepare; nothing is computed yet. `model` is the name of the model, for reports."""
+        backend = GGML if replay.weights.numerics.rounds_activations else FLOAT64
+        engine = replay.dump.features.engine or "dump"
+        self._compare = partial(judge_difference, engine=engine, model=model, backend=backend)
         self.replay, self.pasts = replay, list[tuple[Past, ...]]()  # caches of the fed runs before each pass
         self.not_run: list[tuple[int, str]] = []  # pass and stage key of what the dump cannot be judged by
         self._say, self._engine = progress, EngineArithmetic(replay.dump)
@@ -122,7 +132,7 @@ class DumpChecker:
         self._own = _ReplayRun(replay, alone, engine_fed=False)
         self._held = first_variances(replay, as_shown), dict[str, np.ndarray]()  # of caches and states; states
 
-    def results(self) -> Iterator[StageResult]:
+    def results(self) -> Iterator[StageCheck]:
         """Yield every stage of every pass, in the order of the run."""
         unknown = zip(unknown_stages(self.replay), unknown_stages(self.replay, fed=False), strict=True)
         for n_pass, (here, in_own_run) in enumerate(unknown):
@@ -131,11 +141,11 @@ class DumpChecker:
                 if result.key in here:
                     self.not_run.append((n_pass, result.key))
                 else:
-                    yield replace(result, total=_UNKNOWN) if result.key in in_own_run else result
+                    yield replace(result, chained=None) if result.key in in_own_run else result
             for run in (*self._fed, self._own):
                 run.end_pass()
 
-    def _results_of_pass(self, n_pass: int) -> Iterator[StageResult]:
+    def _results_of_pass(self, n_pass: int) -> Iterator[StageCheck]:
         """Yield the results of one pass, part by part of the model."""
         expected = Expectations(self.replay, n_pass, self._engine, *self._held)
         for part in range(EMBED, self.replay.config.n_layers + 1):
@@ -153,7 +163,7 @@ class DumpChecker:
 
     def _result(
         self, n_pass: int, name: str, dumped: DumpedArray, expected: Expectations, allowed: Expected
-    ) -> StageResult:
+    ) -> StageCheck:
         """Judge a stage with the cache that is nearer to what the engine did."""
         (stage, layer), mode = self.replay.stages[name], self._engine.mode_at(n_pass, name)
         pairs = [
@@ -162,21 +172,95 @@ class DumpChecker:
         ]
         found = [(here if np.isfinite(here.ours).all() else here.where_finite()).difference for here in pairs]
         local, here = min(zip(found, pairs, strict=True), key=lambda pair: pair[0].over(allowed.local))
-        wrong = not local.within(allowed.local)
-        return StageResult(
-            n_pass=n_pass,
-            key=name,
-            stage=stage.name,
-            layer=layer,
-            name=dumped.name,
-            local=local,
-            tolerance=allowed.local,
-            total=pair_of(self.replay, dumped, name, self._own.made[name]).difference,
-            total_limit=allowed.total,
-            arithmetic=mode.name or "float32",
-            verdict=WRONG if wrong else HONEST if mode.name else RIGHT,
-            ran_since=self.replay.ran_since(n_pass, name),
-            profile=profile(here.theirs, here.ours, stage, self.replay.config)
-            if wrong and not local.fault and not stage.is_choice
-            else None,
+        total = pair_of(self.replay, dumped, name, self._own.made[name]).difference
+        stage_ref = StageRef(stage.checkpoint, stage.name, layer, f"pass {n_pass}", n_pass=n_pass)
+        isolated = self._compare(local, allowed.local, stage_ref, "isolated")
+        is_located = isolated.verdict == FAIL and not local.fault and not stage.is_choice
+        check = StageCheck(
+            isolated,
+            self._compare(total, allowed.total, stage_ref, "chained"),
+            self.replay.ran_since(n_pass, name),
+            dumped.name,
+            mode.name or "float32",
+            profile(here.theirs, here.ours, stage, self.replay.config) if is_located else None,
         )
+        return check.with_verdict(ROUNDING) if mode.name and check.verdict == PASS else check
+
+
+MAX_STRETCHES = 512  # of a vocabulary
+N_ULPS = 26  # 0, up to 1, 2, 4 ... 2^23, which is the number itself; and all that is farther off
+AT_ONCE = 2**22  # elements that are looked at
+
+
+def profile(
+    actual: Float[np.ndarray, "*shape"], expected: Float[np.ndarray, "*shape"], stage: Stage, config: ModelConfig
+) -> Profile:
+    """Find the tokens, heads and channels in which two arrays differ.
+
+    Args:
+        actual: The stage as the engine showed it; rows of some tokens suffice.
+        expected: Right values of the same tokens; entries that both mask with -inf are equal.
+        stage: Its row of the table.
+        config: The model.
+
+    Returns:
+        Relative error of each token, head and channel, infinite where zero is right and the engine has another value;
+        no heads for a stage without them, and at most `MAX_STRETCHES` stretches of logits. Also a count of the errors
+        by their size in float32 ulps.
+    """
+    theirs, ours = (by_token(array, stage, config) for array in (actual, expected))
+    n_tokens, n_heads, width = ours.shape
+    stretches = np.arange(width) * min(width, MAX_STRETCHES) // width if stage.name == "logits" else np.arange(width)
+    tokens, heads, channels = np.zeros((2, n_tokens)), np.zeros((2, n_heads)), np.zeros((2, width))
+    ulps = np.zeros(N_ULPS, np.int64)
+    step = max(1, AT_ONCE // (n_heads * width))
+    for start in range(0, n_tokens, step):
+        rows = slice(start, start + step)
+        off, right = _absolute_differences(theirs[rows], ours[rows])
+        ulps += _ulps(off, right)
+        for at, squares in enumerate((np.square(off), np.square(right))):
+            tokens[at, rows] = squares.sum(axis=(1, 2))
+            heads[at] += squares.sum(axis=(0, 2))
+            channels[at] += squares.sum(axis=(0, 1))
+    shares = _share(np.stack([np.bincount(stretches, weights=of) for of in channels]))
+    return Profile(_share(tokens), _share(heads) if has_heads(stage) else None, shares, ulps)
+
+
+def has_heads(stage: Stage) -> bool:
+    """Tell if a stage, or its width, is cut into heads."""
+    return bool({"heads", "kv_heads", "q_width", "kv_width"} & set(stage.axes.split()))
+
+
+def by_token(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray:
+    """Reshape a stage to (token, head, channel); one head if the stage has none."""
+    axes = stage.axes.split()
+    if axes[-1] in ("q_width", "kv_width"):
+        return array.reshape(len(array), -1, config.head_dim)
+    if len(axes) == 2:
+        return array[:, None]
+    return array if axes[0] == "seq" else array.swapaxes(0, 1)
+
+
+def _absolute_differences(actual: np.ndarray, expected: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return absolute differences and the right values, in float64; 0 where both mask."""
+    a, b = actual.astype(np.float64), expected.astype(np.float64)
+    masked = np.isneginf(b)
+    with np.errstate(invalid="ignore"):
+        off = np.where(masked & np.isneginf(a), 0.0, np.abs(a - b))
+    return np.where(np.isnan(off), math.inf, off), np.where(masked, 0.0, b)
+
+
+def _ulps(off: np.ndarray, right: np.ndarray) -> np.ndarray:
+    """Count the errors by their number of float32 steps, in bins of powers of two; bin 0 holds exact values."""
+    size = np.fmin(np.abs(right), 2.0**127).astype(np.float32)  # whose next number float32 has, too
+    step = np.spacing(size).astype(np.float64)
+    with np.errstate(divide="ignore"):
+        n = np.ceil(np.log2(off / step))
+    bins = np.where(off == 0, 0, np.clip(n, 0, N_ULPS - 2) + 1)
+    return np.bincount(bins.astype(np.int64).ravel(), minlength=N_ULPS)
+
+
+def _share(squares: np.ndarray) -> np.ndarray:
+    """Divide norms of the difference by norms of the right values."""
+    off, size = np.sqrt(squares)
+    return np.where(size > 0, off / np.where(size > 0, size, 1.0), np.where(off > 0, math.inf, 0.0))

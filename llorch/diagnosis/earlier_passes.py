@@ -10,9 +10,10 @@ from collections.abc import Iterator, Sequence
 import numpy as np
 
 from llorch.diagnosis.replay import Past, Replay
-from llorch.diagnosis.verdict import WRONG, StageResult
+from llorch.diagnosis.verdict import StageCheck
 from llorch.judging.tolerances.forward import CACHES, STATES
 from llorch.judging.tolerances.rounding import CHAINED
+from llorch.stages.comparison import FAIL
 from llorch.stages.table import Stage, input_keys, key
 
 N_RUNS = CHAINED + 1  # of variances
@@ -94,18 +95,18 @@ def reads_past(replay: Replay, places: Sequence[str]) -> bool:
     return any(memory_of(replay.stages[place][0]) for place in places)
 
 
-def has_no_past(results: Sequence[StageResult], replay: Replay) -> bool:
+def has_no_past(results: Sequence[StageCheck], replay: Replay) -> bool:
     """Tell if a wrong stage of the first pass shows that no token comes before the dump.
 
     The first token reads the caches too. A missing past would change its row, so a right row proves that there is none.
     """
-    wrong = (result for result in results if result.n_pass == 0 and result.verdict == WRONG)
+    wrong = (result for result in results if result.n_pass == 0 and result.verdict == FAIL)
     return any(_first_token_is_right(result) for result in wrong if reads_past(replay, result.ran_since))
 
 
-def _first_token_is_right(result: StageResult) -> bool:
+def _first_token_is_right(result: StageCheck) -> bool:
     """Tell if the first token's error is within its tolerance; False without errors by token."""
-    errors, limits = result.local.tokens, result.tolerance.tokens
+    errors, limits = result.isolated.difference.tokens, result.isolated.tolerance.tokens
     if errors is None or limits is None:
         return False
     return bool(errors[0] <= np.broadcast_to(limits, errors.shape)[0])

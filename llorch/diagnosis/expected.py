@@ -169,13 +169,7 @@ class Expectations:
             if stage.is_choice:
                 self._scores[name] = before, spread[ISOLATED] * (self._replay.fed(self._n_pass, before) is None)
             before, spread = name, variance
-            if stage.name in STATES.values():
-                self._states[name] = fed[name]
-            if stage.name in CACHES or stage.name in STATES.values():
-                kept = variance.copy()
-                if self._replay.fed(self._n_pass, name) is not None:
-                    kept[ISOLATED] = 0
-                self._past[name] = kept
+            self._keep_memory(name, stage, variance, fed)
             yield (
                 name,
                 lambda seen, name=name, stage=stage, variance=variance: Expected(
@@ -186,6 +180,15 @@ class Expectations:
         for arrays in (self._made, self._fed):
             for name in [name for name in arrays if name != last]:
                 del arrays[name]
+
+    def _keep_memory(self, name: str, stage: Stage, variance: np.ndarray, fed: Arrays) -> None:
+        """Keep a state, and the variance of a cache or a state, for the next pass."""
+        if stage.name in STATES.values():
+            self._states[name] = fed[name]
+        if stage.name in CACHES or stage.name in STATES.values():
+            self._past[name] = variance.copy()
+            if self._replay.fed(self._n_pass, name) is not None:
+                self._past[name][ISOLATED] = 0
 
     def chosen_by(self, name: str, passed: Arrays) -> tuple[np.ndarray, np.ndarray] | None:
         """Return the scores behind a choice, and their variances: 0 if the dump shows the scores; None if no choice."""

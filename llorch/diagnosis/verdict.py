@@ -1,19 +1,19 @@
 """Parts of a diagnosis."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import numpy as np
 
-from llorch.stages.comparison import Difference, Tolerance
+from llorch.judging.cause import Cause
+from llorch.judging.judge import Comparison
 
-RIGHT, HONEST, WRONG = "RIGHT", "HONEST", "WRONG"
 EARLIER_PASSES = (
     "the dump does not have the passes that filled the cache; give the ids of the whole text with --tokens, and llorch "
     "computes these passes itself"
 )
-Kind = Literal["mistake", "honest", "unknown", "not finite"]
+Kind = Literal["mistake", "rounding", "unknown", "not finite"]
 
 
 @dataclass(frozen=True)
@@ -35,64 +35,59 @@ class Profile:
 
 
 @dataclass(frozen=True)
-class StageResult:
-    """Stage of the dump compared with llorch's.
+class StageCheck:
+    """Stage of a dump, or quantity of a training step, compared with llorch's.
 
     Attributes:
-        n_pass: Number of the pass.
-        key: Stage key, `l0.q_rope`.
-        stage: Name in the stage table.
-        layer: None outside the layers.
-        name: Name in the engine.
-        local: Difference from llorch's result on the engine's inputs.
-        tolerance: Tolerance of `local` for a right engine of this arithmetic.
-        total: Difference from llorch's run: local and inherited.
-        total_limit: Tolerance of `total` for a right engine.
-        arithmetic: Arithmetic in which it is judged: float32, bfloat16 ..., and the source of that knowledge.
-        verdict: RIGHT, HONEST (explained by the arithmetic), WRONG.
+        isolated: Difference from llorch's result on the engine's inputs; the verdict is ROUNDING if the arithmetic
+            explains it.
+        chained: Difference from llorch's own run: local and inherited; None if the dump lacks what it starts from.
         ran_since: Stages that ran since the last ones the dump shows, itself the last; one of them made an error.
+        engine_name: Name in the engine.
+        arithmetic: Arithmetic in which it is judged: float32, bfloat16 ..., and the source of that knowledge.
         profile: Location of its error; None if it is right.
     """
 
-    n_pass: int
-    key: str
-    stage: str
-    layer: int | None
-    name: str
-    local: Difference
-    tolerance: Tolerance
-    total: Difference
-    total_limit: Tolerance
-    arithmetic: str
-    verdict: str
+    isolated: Comparison
+    chained: Comparison | None
     ran_since: tuple[str, ...]
+    engine_name: str
+    arithmetic: str
     profile: Profile | None = None
+
+    @property
+    def n_pass(self) -> int:
+        """Number of the pass."""
+        return self.isolated.stage_ref.n_pass
+
+    @property
+    def stage(self) -> str:
+        """Name in the stage table."""
+        return self.isolated.stage_ref.stage
+
+    @property
+    def layer(self) -> int | None:
+        """Layer, None outside the layers."""
+        return self.isolated.stage_ref.layer
+
+    @property
+    def key(self) -> str:
+        """Stage key, `l0.q_rope`."""
+        return self.isolated.stage_ref.key
+
+    @property
+    def verdict(self) -> str:
+        """PASS, ROUNDING (explained by the arithmetic) or FAIL."""
+        return self.isolated.verdict
 
     @property
     def over(self) -> float:
         """Factor by which the local error exceeds its tolerance."""
-        return self.local.over(self.tolerance)
+        return self.isolated.difference.over(self.isolated.tolerance)
 
-
-@dataclass(frozen=True)
-class Suspect:
-    """Hypothesis compared with the error.
-
-    Attributes:
-        name: Name of the mistake, setting or arithmetic: `rope-interleaved-pairs`, `norm-eps`.
-        sentence: The mistake and the right way, with the recovered value: "eps is 1e-5 here, the file says 1e-6".
-        stages: Keys of the stages in which it was injected.
-        share: Share of the error that it explains, 0 to 1.
-        left: Factor by which the remaining error exceeds the tolerance; at most 1: all is explained.
-        value: Recovered value of a setting: a number, or its name.
-    """
-
-    name: str
-    sentence: str
-    stages: tuple[str, ...]
-    share: float
-    left: float
-    value: str = ""
+    def with_verdict(self, verdict: str) -> "StageCheck":
+        """Return the check with another verdict."""
+        return replace(self, isolated=replace(self.isolated, verdict=verdict))
 
 
 @dataclass(frozen=True)
@@ -100,12 +95,12 @@ class Finding:
     """Cause, and all stages of the dump that it explains.
 
     Attributes:
-        kind: `mistake` when suspects explain it; `honest` when it is arithmetic; `unknown`: no known mistake matches.
+        kind: `mistake` when causes explain it; `rounding` when it is arithmetic; `unknown`: no known mistake matches.
         key: Stage key where it shows first; `weights` if the hashes of the engine's weights alone show it.
         n_pass: Pass in which it shows first.
         starts_in: Stage keys in which it must have been made: one if the dump has no gap, or if the cause is named.
         layers: Layers in which it shows, in order; empty outside the layers.
-        suspects: The named ones, which together explain it; empty for `unknown`.
+        causes: The named ones, which together explain it; empty for `unknown`.
         near_misses: Hypotheses that explain more than half of it, but leave more than rounding does.
         alternatives: Hypotheses that explain it as well as the named ones: this dump cannot tell them apart.
         places: Passes and stage keys of all results that it explains.
@@ -117,11 +112,24 @@ class Finding:
     n_pass: int
     starts_in: tuple[str, ...]
     layers: tuple[int, ...]
-    suspects: tuple[Suspect, ...]
-    near_misses: tuple[Suspect, ...]
+    causes: tuple[Cause, ...]
+    near_misses: tuple[Cause, ...]
     places: tuple[tuple[int, str], ...]
     sentence: str
-    alternatives: tuple[Suspect, ...] = ()
+    alternatives: tuple[Cause, ...] = ()
+
+    @classmethod
+    def of(
+        cls, kind: Kind, results: Sequence[StageCheck], sentence: str, starts_in: tuple[str, ...],
+        causes: tuple[Cause, ...] = (), near_misses: tuple[Cause, ...] = (), alternatives: tuple[Cause, ...] = (),
+    ) -> "Finding":  # fmt: skip
+        """Make the finding that explains some results; the first of them is where it shows first."""
+        layers = tuple(sorted({result.layer for result in results if result.layer is not None}))
+        places = tuple((result.n_pass, result.key) for result in results)
+        return cls(
+            kind, results[0].key, results[0].n_pass, starts_in, layers, causes, near_misses, places, sentence,
+            alternatives,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -132,7 +140,7 @@ class Diagnosis:
         model: The model's name.
         source: Source of the dump.
         results: Every stage of it, in the order of passes and of the forward pass.
-        findings: Causes, the first in the order of the run first; honest ones are among them.
+        findings: Causes, the first in the order of the run first; roundings are among them.
         could_not_show: Known mistakes that no stage of this dump could have shown, by reason.
         notes: Facts about the dump that were found, not declared.
         not_run: Passes and stage keys that could not be judged, by reason.
@@ -140,7 +148,7 @@ class Diagnosis:
 
     model: str
     source: str
-    results: Sequence[StageResult]
+    results: Sequence[StageCheck]
     findings: Sequence[Finding]
     could_not_show: Mapping[str, Sequence[str]]
     notes: Sequence[str] = ()
@@ -149,7 +157,12 @@ class Diagnosis:
     @property
     def is_right(self) -> bool:
         """True if nothing is wrong: arithmetic explains every difference."""
-        return not any(finding.kind != "honest" for finding in self.findings)
+        return not self.failures
+
+    @property
+    def failures(self) -> list[Finding]:
+        """The findings that no arithmetic explains, the first of the run first."""
+        return [finding for finding in self.findings if finding.kind != "rounding"]
 
 
 def percent(share: float) -> str:

@@ -50,6 +50,7 @@ class StageRef:
         case: Of which run: `near` and `far`, `plain`, `step 2`.
         part: Of the stage: a tensor, a setting of the sampler, a type of blocks.
         n_cached: Tokens that another pass put into the cache before.
+        n_pass: Pass of a dump, or step of a dump of training.
     """
 
     checkpoint: str
@@ -58,6 +59,7 @@ class StageRef:
     case: str = "near"
     part: str = ""
     n_cached: int = 0
+    n_pass: int = 0
 
     @property
     def name(self) -> str:

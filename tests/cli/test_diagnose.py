@@ -58,7 +58,7 @@ def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_right_dump_ends_well(right: Path):
     result = invoke("diagnose", str(right), *MODEL)
     assert result.exit_code == 0, result.stderr
-    assert result.stdout.splitlines()[-1].startswith("RIGHT: nothing is wrong; ")
+    assert result.stdout.splitlines()[-1].startswith("PASS: nothing is wrong; ")
     assert result.stderr == ""
 
 
@@ -66,8 +66,8 @@ def test_a_wrong_one_is_reported_in_every_form(wrong: Path, tmp_path: Path):
     page, xml = tmp_path / "page.html", tmp_path / "cases.xml"
     result = invoke("diagnose", str(wrong), *MODEL, "--html", str(page), "--junit", str(xml))
     assert result.exit_code == 1
-    assert "WRONG  l0.q_rope" in result.stdout
-    assert "l0.v_proj" not in result.stdout.split("WRONG  l0.q_rope")[1].split("known mistakes")[0]
+    assert "FAIL  l0.q_rope" in result.stdout
+    assert "l0.v_proj" not in result.stdout.split("FAIL  l0.q_rope")[1].split("known mistakes")[0]
     said = json.loads(invoke("diagnose", str(wrong), *MODEL, "--json").stdout)
     assert (said["right"], said["findings"][0]["key"]) == (False, "l0.q_rope")
     assert "First cause: l0.q_rope" in page.read_text()
@@ -120,7 +120,7 @@ def test_suggest_drafts_a_mapping_with_which_the_dump_is_read(wrong: Path, tmp_p
     assert re.search(r'"h\{i\}/z_q_rope" = "q_rope"', draft.stdout)
     (tmp_path / "names.toml").write_text(draft.stdout)
     result = invoke("diagnose", str(mine), *MODEL, "--map", str(tmp_path / "names.toml"))
-    assert (result.exit_code, "WRONG  l0.q_rope" in result.stdout) == (1, True)
+    assert (result.exit_code, "FAIL  l0.q_rope" in result.stdout) == (1, True)
 
 
 @pytest.mark.parametrize("words", ["diagnose", "verify micro-llama --against"])
@@ -211,8 +211,8 @@ def test_a_known_mistake_of_a_reader_is_named_from_hashes_and_from_stages(tmp_pa
     assert (result.exit_code, result.stderr) == (1, "")
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: weights: ")]
     assert_tells(note, "7 of 12 tensors", "and 4 more are read", "nested-offset-dropped", "mend the reader")
-    assert "WRONG  l0.q_proj: " in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("WRONG: 1 cause ")
+    assert "FAIL  l0.q_proj: " in result.stdout
+    assert result.stdout.splitlines()[-1].startswith("FAIL: 1 cause ")
 
 
 def test_a_mistake_that_the_dump_cannot_show_is_listed_once(tmp_path: Path):
@@ -227,7 +227,7 @@ def test_a_mistake_that_the_dump_cannot_show_is_listed_once(tmp_path: Path):
 def test_an_unknown_mistake_of_a_reader_is_located_in_the_stages(tmp_path: Path):
     result = invoke("diagnose", *misread(tmp_path, with_reversed_codes))
     assert (result.exit_code, result.stderr) == (1, "")
-    assert "WRONG  l0.ffn_out: " in result.stdout
+    assert "FAIL  l0.ffn_out: " in result.stdout
     assert "nested-offset-dropped: explains" not in result.stdout
     (note,) = [line for line in result.stdout.splitlines() if line.startswith("note: weights: ")]
     facts = ("1 of 12 tensors", "model.layers.0.mlp.down_proj.weight has other", "only quantised", "reader")
@@ -238,10 +238,10 @@ def test_an_unknown_mistake_in_several_matrices_is_one_cause(tmp_path: Path):
     modules = ("self_attn.k_proj", "self_attn.o_proj", "mlp.down_proj")
     words = misread(tmp_path, lambda tensors: with_reversed_codes(tensors, *modules))
     result = invoke("diagnose", *words)
-    (found,) = [line for line in result.stdout.splitlines() if line.startswith("WRONG  ")]
+    (found,) = [line for line in result.stdout.splitlines() if line.startswith("FAIL  ")]
     assert_tells(found, "l0.k_proj", "no known mistake", "engine's reader")
     assert "shows in layer 0: 3 stages" in result.stdout
-    assert result.stdout.splitlines()[-1].startswith("WRONG: 1 cause ")
+    assert result.stdout.splitlines()[-1].startswith("FAIL: 1 cause ")
 
 
 @pytest.mark.parametrize(
@@ -252,7 +252,7 @@ def test_a_misread_matrix_that_no_stage_shows_is_a_cause(change: Callable[[Tenso
     words = misread(tmp_path, change, shown=("embed", "l0.attn_norm"))
     result = invoke("diagnose", *words, "--html", str(page), "--junit", str(xml))
     assert (result.exit_code, result.stderr) == (1, "")
-    assert "WRONG  weights: " in result.stdout
+    assert "FAIL  weights: " in result.stdout
     assert said in result.stdout
     assert "shows in" not in result.stdout
     assert "First cause: weights" in page.read_text()
@@ -271,7 +271,7 @@ def test_matrices_rounded_after_decoding_are_a_note_and_no_mistake(tmp_path: Pat
     result = invoke("diagnose", str(dump), "--model", str(folder))
     assert (result.exit_code, result.stderr) == (0, "")
     assert_tells(result.stdout, "7 of 12", "rounded to bfloat16")
-    assert result.stdout.splitlines()[-1].startswith("RIGHT")
+    assert result.stdout.splitlines()[-1].startswith("PASS")
 
 
 @pytest.mark.parametrize("verb", ["verify", "diff"])
@@ -310,9 +310,9 @@ def test_an_adapter_folder_makes_it_a_dump_of_training(tmp_path: Path):
 def test_a_dump_of_experts_is_read_with_their_ids_as_integers(tmp_path: Path):
     model = ("--model", "micro-qwen3-moe")
     invoke("trace", "micro-qwen3-moe", "--tokens", ",".join(map(str, IDS)), "-o", str(tmp_path / "dump"))
-    assert "RIGHT" in invoke("diagnose", str(tmp_path / "dump"), *model).stdout
+    assert "PASS" in invoke("diagnose", str(tmp_path / "dump"), *model).stdout
     trace = run(open_weights(builtin_path("micro-qwen3-moe")), Pass(IDS))
     trace["l1.topk_ids"] = trace["l1.topk_ids"].astype(np.int32) + 100  # of no expert
     result = invoke("diagnose", str(write(tmp_path / "wrong", trace)), *model)
     assert result.exit_code == 1
-    assert "WRONG  l1.topk_ids: " in result.stdout
+    assert "FAIL  l1.topk_ids: " in result.stdout

@@ -34,7 +34,7 @@ def test_the_table_ends_with_the_first_cause():
 
 def test_causes_come_before_honest_differences_and_then_what_was_not_shown():
     text = "\n".join(printed(diagnoses.two_bugs()))
-    order = ("WRONG  l1.q_rope", "WRONG  l3.v_proj", "HONEST  l3.ffn_act", "cannot show", "2 causes in 79 stages")
+    order = ("FAIL  l1.q_rope", "FAIL  l3.v_proj", "ROUNDING  l3.ffn_act", "cannot show", "2 causes in 79 stages")
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
     (line,) = [line for line in text.splitlines() if "rope-interleaved-pairs: " in line and "found: " in line]
     assert_tells(line, "99.98 %", "interleaved")
@@ -51,7 +51,7 @@ def test_many_right_layers_are_one_line():
 def test_a_right_dump_has_a_line_for_each_stage_of_the_table():
     lines = printed(diagnoses.right())
     assert len(stages(lines)) == 22
-    assert lines[-1] == "RIGHT: nothing is wrong; 79 stages compared; --all shows every stage"
+    assert lines[-1] == "PASS: nothing is wrong; 79 stages compared; --all shows every stage"
 
 
 @pytest.mark.nightly_cases("every_layer", "logits_only", "two_passes")

@@ -10,18 +10,18 @@ from faults.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passe
 from helpers.refusals import assert_tells
 from helpers.stored_goldens import golden_of
 
-from llorch.diagnosis.diagnose import causes, diagnose
+from llorch.diagnosis.diagnose import diagnose, findings
 from llorch.diagnosis.dump_checker import DumpChecker
 from llorch.diagnosis.expected import HALF
 from llorch.diagnosis.replay import UNCHANGED, Change, Replay, StageChange
-from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
-from llorch.diagnosis.search.trials import stage_of
-from llorch.diagnosis.verdict import RIGHT
+from llorch.diagnosis.search.cause_search import stage_of
+from llorch.diagnosis.search.hypotheses import known_mistakes, setting_families
 from llorch.engines.dumps.stage_dump import Features, StageDump
 from llorch.judging.goldens.forward import ENGINES
 from llorch.model.cache import KVCache
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.runtime.builtin import OTHERS
+from llorch.stages.comparison import PASS
 from llorch.stages.table import keys
 
 PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have
@@ -43,8 +43,8 @@ def test_what_an_engine_of_others_shows_is_right(model: str, engine: str, case: 
     this, trace = golden_of(model).cases[case], golden_of(model).engine_outputs[engine].traces[case]
     for shown in ([*trace], ["logits"], [key for key in trace if BLOCKS(key)], [key for key in trace if "l1." in key]):
         dump = StageDump.of_arrays([this], {key: trace[key] for key in shown})
-        results = list(DumpChecker(Replay(wide(model), dump)).results())  # findings come of what is not RIGHT
-        assert {result.verdict for result in results} == {RIGHT}
+        results = list(DumpChecker(Replay(wide(model), dump)).results())  # findings come of what is not PASS
+        assert {result.verdict for result in results} == {PASS}
         assert {result.key for result in results} == {*shown}
         assert max(result.over for result in results) < 1
 
@@ -66,8 +66,8 @@ def test_the_cache_beside_a_dump_is_the_one_that_runs(monkeypatch: pytest.Monkey
         return np.concatenate([keys[:, : -len(k)] * 0, keys[:, -len(k) :] * first], axis=1), values
 
     monkeypatch.setattr(KVCache, "append", append)
-    found = list(causes(wide(MODEL), dump))
-    assert (found[0].kind != "honest", found[0].key, found[0].n_pass) == (True, "l0.k_cache", first)
+    found = list(findings(wide(MODEL), dump))
+    assert (found[0].kind != "rounding", found[0].key, found[0].n_pass) == (True, "l0.k_cache", first)
 
 
 @pytest.mark.slow_cases(
@@ -82,10 +82,10 @@ def test_injected_mistake_is_named_from_a_complete_dump(name: str):
     places = injected.at(tuple(f"l{layer}.{stage}" if stage not in ("embed", "final_norm", "logits") else stage
                                for layer in range(wide(model).config.n_layers)
                                for stage in injected.stages))  # fmt: skip
-    first, *_ = causes(wide(model), dumped(model, tokens, injected.change(places), WHOLE))
-    assert SAME_FROM_ZERO.get(name, name) == first.suspects[0].name
+    first, *_ = findings(wide(model), dumped(model, tokens, injected.change(places), WHOLE))
+    assert SAME_FROM_ZERO.get(name, name) == first.causes[0].name
     assert stage_of(first.key) in injected.stages
-    assert first.suspects[0].share > 0.7
+    assert first.causes[0].explained_share > 0.7
 
 
 @pytest.mark.slow_cases("rope-interleaved-pairs-l0.block_out-also0")
@@ -104,9 +104,9 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
     injected = mistake(name, MODEL)
     inside = (f"l{layer}.{stage}" for layer in (0, 1) for stage in injected.stages)
     places = ("logits",) if "logits" in injected.stages else tuple(inside)
-    (found,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), injected.change(places), BLOCKS))
+    (found,) = findings(wide(MODEL), dumped(MODEL, passes(MODEL), injected.change(places), BLOCKS))
     assert (found.key, found.kind) == (first, "mistake")
-    assert {name, *also} <= {each.name for each in (*found.suspects, *found.alternatives)}
+    assert {name, *also} <= {each.name for each in (*found.causes, *found.alternatives)}
 
 
 @pytest.mark.nightly_cases(but=["<lambda>0-norm-eps-3e-06-3e-06-places0", "<lambda>0-soft-cap-37.0-37-places4"])
@@ -127,20 +127,20 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
 def test_a_value_is_recovered(family: str, value: float, said: str, places: tuple[str, ...], shown: Any):
     if shown is BLOCKS and family == "rope-position-offset":
         shown = lambda key: key.endswith("k_rope")  # noqa: E731 (scores do not show it, nor what is behind them)
-    known = next(each for each in FAMILIES if each.name == family)
-    change = known.made(value, wide(MODEL).config).change(places)
-    found, *_ = causes(wide(MODEL), dumped(MODEL, passes(MODEL), change, shown))
-    assert said in [each.value for each in (*found.suspects, *found.alternatives)]
+    known = next(each for each in setting_families(wide(MODEL).config) if each.name == family)
+    change = known.hypothesis(value).change(places)
+    found, *_ = findings(wide(MODEL), dumped(MODEL, passes(MODEL), change, shown))
+    assert said in [each.value for each in (*found.causes, *found.alternatives)]
 
 
 @pytest.mark.slow
 def test_a_second_mistake_behind_the_first_is_found_in_the_same_run():
     first, second = mistake("rope-interleaved-pairs", MODEL), mistake("swiglu-gelu", MODEL)
     plants = {**first.change(("l0.q_rope", "l1.q_rope")).plants, **second.change(("l0.ffn_act", "l1.ffn_act")).plants}
-    whole = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants)))
-    assert [found.suspects[0].name for found in whole] == ["rope-interleaved-pairs", "swiglu-gelu"]
-    (pair,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants), BLOCKS))
-    assert {each.name for each in pair.suspects} == {"rope-interleaved-pairs", "swiglu-gelu"}
+    whole = findings(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants)))
+    assert [found.causes[0].name for found in whole] == ["rope-interleaved-pairs", "swiglu-gelu"]
+    (pair,) = findings(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants), BLOCKS))
+    assert {each.name for each in pair.causes} == {"rope-interleaved-pairs", "swiglu-gelu"}
     assert pair.layers == (0, 1)
 
 
@@ -149,16 +149,17 @@ def test_what_is_none_of_the_known_is_local_and_has_no_name():
     found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l1.v_proj": change})))
     (finding,) = found.findings
     assert (finding.kind, finding.key) == ("unknown", "l1.v_proj")
-    assert (finding.starts_in, finding.suspects) == (("l1.v_proj",), ())
+    assert (finding.starts_in, finding.causes) == (("l1.v_proj",), ())
     assert_tells(finding.sentence, "l1.v_proj")
     behind = next(result for result in found.results if result.key == "l1.block_out")
-    assert behind.local.error < 1e-6 < behind.total.error  # inherited, not made there
+    assert behind.chained is not None
+    assert behind.isolated.difference.error < 1e-6 < behind.chained.difference.error  # inherited, not made there
 
 
 def test_numbers_that_are_far_too_small_do_not_widen_their_own_tolerance():
     small = Change({"l1.v_proj": StageChange(lambda inputs, stage, array: array * 1e-3)})
     right, wrong = (
-        next(one for one in DumpChecker(Replay(wide(MODEL), dump)).results() if one.key == "l1.v_proj")
+        next(check.isolated for check in DumpChecker(Replay(wide(MODEL), dump)).results() if check.key == "l1.v_proj")
         for dump in (dumped(MODEL, passes(MODEL), Change({})), dumped(MODEL, passes(MODEL), small))
     )
     assert wrong.tolerance.error == right.tolerance.error
@@ -171,7 +172,7 @@ def test_one_wrong_token_is_said():
         array[5] += 1
         return array
 
-    (finding,) = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": StageChange(wrong)})))
+    (finding,) = findings(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": StageChange(wrong)})))
     assert_tells(finding.sentence, "l0.ffn_up", "token 5")
 
 
@@ -182,20 +183,20 @@ def test_half_precision_is_honest_and_its_mistakes_are_named_all_the_same(dtype:
     half = {key: rounded for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", "attn_scores")}
     features = Features(dtype=dtype) if declared else Features()
     right = replace(dumped(MODEL, passes(MODEL), Change(half)), features=features)
-    (finding,) = causes(wide(MODEL), right)
-    assert finding.kind == "honest"
+    (finding,) = findings(wide(MODEL), right)
+    assert finding.kind == "rounding"
     assert_tells(finding.sentence, dtype)
     turned = mistake("rope-interleaved-pairs", MODEL).change(("l0.q_rope", "l0.k_rope", "l1.q_rope", "l1.k_rope"))
-    wrong, *_ = causes(wide(MODEL), dumped(MODEL, passes(MODEL), Change({**half, **turned.plants})))
-    assert wrong.suspects[0].name == "rope-interleaved-pairs"
+    wrong, *_ = findings(wide(MODEL), dumped(MODEL, passes(MODEL), Change({**half, **turned.plants})))
+    assert wrong.causes[0].name == "rope-interleaved-pairs"
 
 
 def test_a_cache_in_half_and_rounded_inputs_explain_what_nobody_declared():
     cache = StageChange(lambda i, s, array: round_activations(np.ascontiguousarray(array), "F16"))
     places = [f"l{layer}.{stage}" for layer in (0, 1) for stage in ("k_cache", "v_cache")]
     dump = dumped(MODEL, passes(MODEL), Change(dict.fromkeys(places, cache)), lambda key: "cache" not in key)
-    (found,) = causes(wide(MODEL), dump)
-    assert (found.kind, found.suspects[0].name) == ("honest", "cache-in-float16")
+    (found,) = findings(wide(MODEL), dump)
+    assert (found.kind, found.causes[0].name) == ("rounding", "cache-in-float16")
 
 
 def test_what_a_dump_cannot_show_is_said_with_the_reason():
@@ -214,8 +215,8 @@ def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():
     dump = dumped(model, passes(model), shown=lambda key: key in shown)
     nan = {at: replace(array, read=lambda a=array: a.read() * np.float32(np.nan)) for at, array in dump.dumped.items()}
     finite = {(0, name): dump.dumped[0, name] for name in right}
-    (found,) = causes(wide(model), replace(dump, dumped=nan | finite))
-    assert (found.kind, found.key, found.suspects) == ("not finite", "l0.delta_out", ())
+    (found,) = findings(wide(model), replace(dump, dumped=nan | finite))
+    assert (found.kind, found.key, found.causes) == ("not finite", "l0.delta_out", ())
 
 
 @pytest.mark.parametrize(
@@ -224,8 +225,8 @@ def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():
 def test_a_layer_that_was_skipped_is_named(shown: tuple[str, ...]):
     last = everywhere(mistake("block-skipped", MODEL), wide(MODEL)).plants["l1.block_out"]
     dump = dumped(MODEL, passes(MODEL), Change({"l1.block_out": last}), lambda key: key in shown)
-    (found,) = causes(wide(MODEL), dump)
-    assert (found.key, found.suspects[0].name) == (shown[-1], "block-skipped")
+    (found,) = findings(wide(MODEL), dump)
+    assert (found.key, found.causes[0].name) == (shown[-1], "block-skipped")
 
 
 def test_a_mistake_that_explains_one_pass_alone_is_said_to_do_so():
@@ -235,7 +236,7 @@ def test_a_mistake_that_explains_one_pass_alone_is_said_to_do_so():
     noise = np.random.default_rng(0).standard_normal(right.dumped[at[1]].read().shape).astype(np.float32)
     wrong = {at[0]: turned.dumped[at[0]], at[1]: replace(right.dumped[at[1]], read=lambda: noise)}
     shown = {key: array for key, array in right.dumped.items() if key[1] in ("embed", "l0.q_norm")}
-    found, *_ = causes(wide(MODEL), replace(right, dumped=shown | wrong))
+    found, *_ = findings(wide(MODEL), replace(right, dumped=shown | wrong))
     assert (found.kind, found.n_pass, found.near_misses[0].name) == ("unknown", 0, "rope-missing")
     assert_tells(found.sentence, "rope-missing", 0)
 

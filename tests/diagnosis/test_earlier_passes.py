@@ -10,11 +10,12 @@ from faults.wrong_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.dump_checker import DumpChecker
 from llorch.diagnosis.replay import Change, Replay
-from llorch.diagnosis.verdict import EARLIER_PASSES, WRONG, Diagnosis
+from llorch.diagnosis.verdict import EARLIER_PASSES, Diagnosis
 from llorch.engines.dumps.raw import RawDump, with_earlier
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.judging.verify import stored
+from llorch.stages.comparison import FAIL
 from llorch.stages.stage_ref import Tokens
 
 LLAMA, MISTRAL = "micro-llama", "micro-mistral"  # Mistral sees 19 tokens
@@ -63,7 +64,7 @@ def test_dump_with_earlier_tokens_is_diagnosed_from_the_first_token(name: str):
     assert [len(tokens.ids) for tokens in given.passes] == [ENDS[name][1][0], len(raw.passes[0].ids)]
     found = diagnosed(name, given)
     assert (found.findings, found.not_run) == ([], {})
-    assert all(np.isfinite(result.total.error) for result in found.results)
+    assert all(result.chained is not None for result in found.results)
 
 
 def test_ids_that_do_not_end_as_the_dump_does_leave_it_as_it_is():
@@ -88,7 +89,7 @@ def test_what_a_part_of_a_run_shows_wrong_is_found(name: str, stage: str):
     weights = stored(ENDS[name][0])[0]
     dump = stage_dump(run(name, spoilt), weights.config, weights=weights)
     results = DumpChecker(Replay(wide(ENDS[name][0]), dump)).results()
-    assert next(result.key for result in results if result.verdict == WRONG) == f"l1.{stage}"
+    assert next(result.key for result in results if result.verdict == FAIL) == f"l1.{stage}"
 
 
 def test_a_window_that_forgets_too_much_is_accused():
@@ -117,7 +118,7 @@ def test_a_mistake_behind_a_state_that_is_not_shown_is_named():
     model = "micro-qwen3.5"
     change = everywhere(mistake("gate-sigmoid-missing", model), wide(model))
     (found,) = diagnose(wide(model), part(dumped(model, passes(model, 7, 1), change), 1, 7)).findings
-    assert found.suspects[0].name == "gate-sigmoid-missing"
+    assert found.causes[0].name == "gate-sigmoid-missing"
 
 
 @pytest.mark.parametrize("model", ["micro-qwen3.5", pytest.param(LLAMA, marks=pytest.mark.nightly)])

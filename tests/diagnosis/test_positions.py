@@ -11,9 +11,9 @@ from faults.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passe
 from helpers.refusals import assert_tells
 from helpers.stored_goldens import golden_of
 
-from llorch.diagnosis.diagnose import causes, diagnose
+from llorch.diagnosis.diagnose import diagnose, findings
 from llorch.diagnosis.mistakes import Mistake
-from llorch.diagnosis.mistakes.layers import LAYERS
+from llorch.diagnosis.mistakes.cache import LAYERS
 from llorch.diagnosis.mistakes.positions import POSITIONS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.diagnosis.replay import UNCHANGED, Change, StageChange
@@ -35,8 +35,8 @@ def test_injected_mistake_is_named_as_the_cause(injected: Mistake[StageInputs], 
     weights, stages = wide(model), [stage for stage in injected.stages if BY_NAME[stage].applies_to(wide(model).config)]
     first = golden_of(model).cases[injected.cases[0]].first_position
     change = everywhere(mistake(injected.name, model), weights)
-    found = list(causes(weights, dumped(model, passes(model, first_position=first), change)))
-    assert [suspect.name for each in found for suspect in each.suspects] == [injected.name]
+    found = list(findings(weights, dumped(model, passes(model, first_position=first), change)))
+    assert [cause.name for each in found for cause in each.causes] == [injected.name]
     assert found[0].key in {key(stage, injected.first_layer(stage, weights.config)) for stage in stages}
 
 
@@ -60,8 +60,8 @@ def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Cal
     taken = Change(setting=lambda setting: replace(setting, config=replace(config, layers=layers)))
     there = {place for place, _, _ in keys(config)}
     dump = dumped(model, passes(model, first_position=first), taken, lambda place: place in there and shown(place))
-    (found,) = causes(wide(model), dump)
-    assert [suspect.name for suspect in found.suspects] == [name]
+    (found,) = findings(wide(model), dump)
+    assert [cause.name for cause in found.causes] == [name]
 
 
 def turned_by_divided_positions(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
@@ -77,8 +77,8 @@ def test_divided_positions_are_named():
     weights = wide("story")
     places = [key(stage, layer) for layer in range(weights.config.n_layers) for stage in ("q_rope", "k_rope")]
     divided = Change(dict.fromkeys(places, StageChange(turned_by_divided_positions)))
-    (found,) = causes(weights, dumped("story", passes("story"), divided, BLOCKS))
-    assert [(suspect.name, suspect.value) for suspect in found.suspects] == [("rope-position-factor", "4")]
+    (found,) = findings(weights, dumped("story", passes("story"), divided, BLOCKS))
+    assert [(cause.name, cause.value) for cause in found.causes] == [("rope-position-factor", "4")]
 
 
 @pytest.mark.slow
@@ -88,7 +88,7 @@ def test_hypotheses_that_exclude_each_other_are_no_crash():
     at = (0, "logits")
     noise = np.random.default_rng(0).standard_normal(dump.dumped[at].read().shape).astype(np.float32)
     dump = replace(dump, dumped={at: replace(dump.dumped[at], read=lambda: noise)})
-    assert [found.kind for found in causes(wide("micro-ministral3"), dump)] == ["unknown"]
+    assert [found.kind for found in findings(wide("micro-ministral3"), dump)] == ["unknown"]
 
 
 @pytest.mark.parametrize("name", ["", "rope-in-every-layer", "rope-missing-one-layer-early"])
@@ -101,7 +101,7 @@ def test_heads_that_an_engine_calls_rotated_in_a_layer_without_rope_are_left_out
         shown[f"l3.{which}_rope"] = shown[f"l3.{which}_proj"].reshape(len(tokens.ids), -1, weights.config.head_dim)
     dump = stage_dump(raw_dump(shown, tokens.ids), weights.config, weights=weights)
     assert_tells("; ".join(dump.notes), "q_rope", "k_rope", "layer 3")
-    assert [suspect.name for found in causes(weights, dump) for suspect in found.suspects] == ([name] if name else [])
+    assert [cause.name for found in findings(weights, dump) for cause in found.causes] == ([name] if name else [])
 
 
 def folded(model: str, *, compensated: bool) -> Change:
@@ -130,11 +130,11 @@ def test_yarn_gain_in_the_scale_of_the_scores_is_no_mistake(hidden: tuple[str, .
 def test_yarn_gain_that_nothing_makes_up_for_is_named(shown: str):
     model = "micro-ministral3"
     dump = dumped(model, passes(model), folded(model, compensated=False), lambda key: key.endswith(shown))
-    assert [each.name for found in causes(wide(model), dump) for each in found.suspects] == ["yarn-gain-forgotten"]
+    assert [each.name for found in findings(wide(model), dump) for each in found.causes] == ["yarn-gain-forgotten"]
 
 
 def test_inverse_frequencies_of_zero_are_one_cause_in_all_passes():
     model = "micro-ministral3"
     change = everywhere(mistake("rope-frequencies-zero", model), wide(model))
-    (found,) = causes(wide(model), dumped(model, passes(model, 7, 4, 1), change))
-    assert (found.n_pass, found.key, found.suspects[0].name) == (0, "l0.q_rope", "rope-frequencies-zero")
+    (found,) = findings(wide(model), dumped(model, passes(model, 7, 4, 1), change))
+    assert (found.n_pass, found.key, found.causes[0].name) == (0, "l0.q_rope", "rope-frequencies-zero")

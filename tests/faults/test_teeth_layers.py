@@ -13,10 +13,10 @@ from faults.wrong_dumps import dump_of, everywhere, mistake_in
 
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
-from llorch.diagnosis.mistakes.layers import LAYERS
+from llorch.diagnosis.mistakes.cache import LAYERS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
 from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
-from llorch.diagnosis.search.hypotheses import FAMILIES
+from llorch.diagnosis.search.hypotheses import setting_families
 from llorch.engines import EngineName
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import open_weights
@@ -77,9 +77,10 @@ def test_what_the_engine_shows_is_not_accused(model: str, suites: dict[str, Forw
 @pytest.mark.parametrize("value", [5, 14])
 def test_a_window_of_another_size_is_recovered(value: int, suites: dict[str, ForwardExpectations]):
     weights = suites["mistral"].weights.astype(np.float64, keep=True)
-    window = next(family for family in FAMILIES if family.name == "mask-window").made(value, weights.config)
+    families = setting_families(weights.config)
+    window = next(family for family in families if family.name == "mask-window").hypothesis(value)
     (found,) = diagnose(weights, dump_of(weights, [Tokens(IDS, 0)], everywhere(window, weights))).findings
-    assert (found.suspects[0].name, found.suspects[0].value) == ("mask-window", str(value))
+    assert (found.causes[0].name, found.causes[0].value) == ("mask-window", str(value))
     assert "config has another" in found.sentence
 
 
@@ -95,4 +96,4 @@ def named(name: str, suite: ForwardExpectations) -> list[str]:
     """What a diagnosis calls it in a dump of a run that has it wherever it can be made."""
     weights = suite.weights.astype(np.float64, keep=True)
     dump = dump_of(weights, [Tokens(IDS, 0)], everywhere(mistake_in(name, weights), weights))
-    return [suspect.name for found in diagnose(weights, dump).findings for suspect in found.suspects]
+    return [cause.name for found in diagnose(weights, dump).findings for cause in found.causes]

@@ -91,7 +91,7 @@ def test_without_its_bug_the_port_is_right(model: str, compiled: Callable[[str],
 def test_its_bug_is_named(model: str, compiled: Callable[[str], Path], tmp_path: Path):
     dump, weights = dumped(tmp_path, compiled(SOURCE), model)
     (finding,) = diagnose(weights, dump).findings
-    assert [suspect.name for suspect in finding.suspects] == ["rope-interleaved-pairs"]
+    assert [cause.name for cause in finding.causes] == ["rope-interleaved-pairs"]
     assert finding.key == "l0.q_rope"
 
 

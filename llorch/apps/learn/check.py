@@ -14,7 +14,7 @@ from llorch.apps.learn.checks.training import TrainingCheck
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.edge_cases import require_edges
 from llorch.apps.learn.exercise import Call
-from llorch.apps.learn.judging import Check, Mode, NearMiss
+from llorch.apps.learn.judging import Check, Mode
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.apps.learn.verdict import BORROWED, LessonReport
 from llorch.judging.judge import Comparison
@@ -104,7 +104,7 @@ def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) ->
 
 def _first_things_first(found: LessonReport) -> LessonReport:
     """Make a fault a note where a known mistake was found before it: the fault may come of that."""
-    is_named = any(not isinstance(each, NearMiss) for each in found.suspects) and not found.is_honest
+    is_named = any(each.kind != "near miss" for each in found.suspects) and not found.is_honest
     return replace(found, fault="", notes=[*found.notes, found.fault.splitlines()[0]]) if is_named else found
 
 

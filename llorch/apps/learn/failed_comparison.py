@@ -7,8 +7,8 @@ from itertools import groupby
 import numpy as np
 
 from llorch.apps.learn.checks.forward import suite_of
+from llorch.diagnosis.dump_checker import by_token, has_heads
 from llorch.diagnosis.mistakes import AFTER_LOGITS
-from llorch.diagnosis.profile import by_token, has_heads
 from llorch.judging.judge import Comparison
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import BY_NAME

@@ -14,7 +14,6 @@ import numpy as np
 from llorch.apps.learn.check import FORWARD, check
 from llorch.apps.learn.checks.forward import ForwardModel, models_of, written_parts
 from llorch.apps.learn.choice import Implementation
-from llorch.apps.learn.judging import NearMiss
 from llorch.apps.learn.lessons import Lesson, typed_mistakes
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
@@ -84,7 +83,7 @@ def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[InjectedF
     for part, wrong in typed_mistakes(lesson).items():
         for name, function in wrong.items():
             seen = check(lesson, Implementation(implementation.source, {**implementation.written, part: function}))
-            named = tuple(each.name for each in seen.suspects if not isinstance(each, NearMiss))
+            named = tuple(each.name for each in seen.suspects if each.kind != "near miss")
             yield InjectedFault(name, part, math.inf if seen.label == FAIL else 0.0, named)
 
 
@@ -136,5 +135,5 @@ def _injected_fault(
     ]
     over = min(expectation.difference(array).over(expectation.tolerance) for expectation in expectations)
     first: Finding | None = next(model.causes_in(this, n_cached, wrong), None) if over >= VISIBLE else None
-    suspects = () if first is None else (*first.suspects, *first.alternatives)
+    suspects = () if first is None else (*first.causes, *first.alternatives)
     return InjectedFault(name, place, over, tuple(each.name for each in suspects))

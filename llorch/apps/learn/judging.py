@@ -1,25 +1,20 @@
 """What a check of a lesson yields: comparisons with their arrays, and mistakes that explain those that fail."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Literal, Protocol
 
 import numpy as np
 
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import Lesson
-from llorch.diagnosis.verdict import Suspect
+from llorch.judging.cause import Cause
 from llorch.judging.judge import Comparison, Expectation, judge
 
 Mode = Literal["isolated", "chained"]
 
 
 PartComparison = tuple[str, Comparison]  # the part that alone was in place, empty where several were
-
-
-@dataclass(frozen=True)
-class NearMiss(Suspect):
-    """What explains much of an error, but not all of it: it is not the cause."""
 
 
 class Check(Protocol):
@@ -31,12 +26,12 @@ class Check(Protocol):
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
-    ) -> Sequence[Suspect]:
+    ) -> Sequence[Cause]:
         """Name the known mistakes that explain the failed comparisons; empty if none does.
 
-        The first suspect gives the diagnosis its name. Suspects that cannot be told apart from the first follow, then
-        instances of `NearMiss`. A suspect of kind honest (arithmetic) is no mistake and has no `stages`; if the first
-        is honest, the lesson is passed.
+        The first cause gives the diagnosis its name. Causes that cannot be told apart from the first follow, then
+        near misses. A cause of kind `rounding` is no mistake and has no `stages`; if the first is one, the lesson is
+        passed.
         """
         ...
 

@@ -7,9 +7,9 @@ from functools import cached_property
 from textwrap import wrap
 
 from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, is_shown
-from llorch.apps.learn.judging import NearMiss
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
-from llorch.diagnosis.verdict import Suspect, percent
+from llorch.diagnosis.verdict import percent
+from llorch.judging.cause import Cause
 from llorch.judging.judge import Comparison
 from llorch.stages.comparison import FAIL, NOT_RUN, times_over
 from llorch.stages.table import STAGES
@@ -41,7 +41,7 @@ class LessonReport:
     by_part: Mapping[str, Sequence[Comparison]] = field(default_factory=dict, repr=False)
     unwritten: Sequence[str] = ()
     fault: str = ""
-    suspects: Sequence[Suspect] = ()
+    suspects: Sequence[Cause] = ()
     reason: str = ""
     notes: Sequence[str] = ()
     where: str = ""
@@ -84,7 +84,7 @@ class LessonReport:
             "first": asdict(first.first) if first else None,
             "worst": asdict(first.worst) if first else None,
             "pattern": first.pattern() if first else "",
-            "suspects": [asdict(each) | {"near_miss": isinstance(each, NearMiss)} for each in self.suspects],
+            "suspects": [asdict(each) | {"near_miss": each.kind == "near miss"} for each in self.suspects],
             "honest": self.is_honest,
             "unwritten": [*self.unwritten],
             "fault": self.fault,
@@ -150,8 +150,8 @@ class LessonReport:
 
     def _diagnosis_lines(self) -> Iterator[str]:
         """Yield the lines that name the mistake, and mistakes that explain the error as well or nearly."""
-        near = [each for each in self.suspects if isinstance(each, NearMiss)]
-        named = [each for each in self.suspects if not isinstance(each, NearMiss)]
+        near = [each for each in self.suspects if each.kind == "near miss"]
+        named = [each for each in self.suspects if each.kind != "near miss"]
         if named:
             first, *alike = named
             value = f" ({first.value})" if first.value else ""
@@ -162,12 +162,12 @@ class LessonReport:
         else:
             yield from _line("diagnosis", "this matches no known mistake")
         if near:
-            said = ", ".join(f"{each.name} ({percent(each.share)})" for each in near)
+            said = ", ".join(f"{each.name} ({percent(each.explained_share)})" for each in near)
             yield from _line("not the cause" if named else "nearest", said)
 
 
-def _explains(suspect: Suspect) -> str:
-    return f"explains {percent(suspect.share)} of the error" if suspect.left else "explains the whole error"
+def _explains(cause: Cause) -> str:
+    return f"explains {percent(cause.explained_share)} of the error" if cause.remaining else "explains the whole error"
 
 
 def _place_in_run(each: Comparison) -> tuple[float, ...]:

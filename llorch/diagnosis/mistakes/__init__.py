@@ -13,27 +13,28 @@ from collections.abc import Mapping
 from typing import Any
 
 from llorch.diagnosis.mistakes.attention import ATTENTION
-from llorch.diagnosis.mistakes.block import BLOCK
-from llorch.diagnosis.mistakes.cache import CACHE
+from llorch.diagnosis.mistakes.block import BLOCK, EMBEDDING
+from llorch.diagnosis.mistakes.cache import CACHE, LAYERS
 from llorch.diagnosis.mistakes.delta_net import DELTA_NET
-from llorch.diagnosis.mistakes.embedding import EMBEDDING
 from llorch.diagnosis.mistakes.experts import EXPERTS
 from llorch.diagnosis.mistakes.feed_forward import FEED_FORWARD
 from llorch.diagnosis.mistakes.gated_attention import GATED_ATTENTION
 from llorch.diagnosis.mistakes.generation import GENERATION, GenerationInputs
-from llorch.diagnosis.mistakes.layers import LAYERS
 from llorch.diagnosis.mistakes.mistake import AFTER_LOGITS, IN_PRODUCTS, Mistake, checkpoint_of
 from llorch.diagnosis.mistakes.norm import NORM
 from llorch.diagnosis.mistakes.positions import POSITIONS
 from llorch.diagnosis.mistakes.projection import PROJECTION
-from llorch.diagnosis.mistakes.quantised import QuantisedInputs
+from llorch.diagnosis.mistakes.quantised import ROUNDINGS, QuantisedInputs
 from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
 from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS
-from llorch.diagnosis.mistakes.quantised_rounding import ROUNDINGS
 from llorch.diagnosis.mistakes.rope import ROPE
 from llorch.diagnosis.mistakes.sampling import SAMPLING, SamplerInputs
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
-from llorch.diagnosis.mistakes.training import TRAINING
+from llorch.diagnosis.mistakes.training_adapter import ADAPTER
+from llorch.diagnosis.mistakes.training_families import OF_FAMILIES
+from llorch.diagnosis.mistakes.training_gradients import GRADIENTS
+from llorch.diagnosis.mistakes.training_loss import LOSSES
+from llorch.diagnosis.mistakes.training_optimizer import OPTIMIZER
 
 __all__ = [
     "AFTER_LOGITS",
@@ -57,6 +58,8 @@ STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
     *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *GATED_ATTENTION, *DELTA_NET, *FEED_FORWARD,
     *EXPERTS, *BLOCK, *POSITIONS, *LAYERS,
 )  # fmt: skip
+# of checkpoints 15 to 20, in their order
+TRAINING: tuple[Mistake[Any], ...] = (*ADAPTER, *LOSSES, *GRADIENTS, *OF_FAMILIES, *OPTIMIZER)
 QUANTISED: tuple[Mistake[QuantisedInputs], ...] = (*BLOCKS, *ROUNDINGS)
 
 MISTAKES: Mapping[str, Mistake[Any]] = {

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.cache import KEY
+from llorch.diagnosis.mistakes.in_stage import KEY
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig, YarnScaling

@@ -1,4 +1,8 @@
-"""Inputs of the mistakes of checkpoint 13: a stored matrix and its activations, and the right steps."""
+"""Mistakes of checkpoint 13 in rounding the activations that a quantised matrix is multiplied with.
+
+`QuantisedInputs` are the inputs of all mistakes of this checkpoint: a stored matrix and its activations. `RIGHT` has
+the right steps.
+"""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -6,11 +10,21 @@ from pathlib import Path
 
 import numpy as np
 
+from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, GGMLType, decode, decode_minima
 from llorch.ops.linear import linear, product
-from llorch.ops.rounding import HOST_VARIANT, ActivationKind, VariantName, block_sums, round_activations
+from llorch.ops.rounding import (
+    BLOCK_SIZE,
+    HOST_VARIANT,
+    ActivationKind,
+    BlockKind,
+    VariantName,
+    block_sums,
+    quantize_blocks,
+    round_activations,
+)
 
 
 @dataclass(frozen=True)
@@ -99,3 +113,125 @@ def in_rounding(round_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong
         return rounded if step == "rounding" else s.product(rounded=rounded)
 
     return wrong
+
+
+def _rounded_codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Return activations in blocks, with their scales before and after storage."""
+    kind: BlockKind = s.activations  # pyright: ignore[reportAssignmentType]
+    blocks = s.x.reshape(-1, BLOCK_SIZE[kind])
+    exact = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    stored = exact if kind == "Q8_K" else exact.astype(np.float16).astype(np.float32)
+    return blocks, exact, stored
+
+
+def scale_not_stored(s: QuantisedInputs) -> np.ndarray:
+    """Multiply the codes by the float32 scale instead of the stored scale."""
+    kind: BlockKind = s.activations  # pyright: ignore[reportAssignmentType]
+    codes, _ = quantize_blocks(s.x, kind, s.variant)
+    blocks, exact, _ = _rounded_codes(s)
+    return (codes.reshape(blocks.shape).astype(np.float32) * exact).reshape(s.x.shape)
+
+
+def codes_truncated(s: QuantisedInputs) -> np.ndarray:
+    """Truncate codes towards zero."""
+    blocks, exact, stored = _rounded_codes(s)
+    with np.errstate(all="ignore"):
+        codes = np.trunc(np.where(exact > 0, blocks / exact, 0))
+    return (codes * stored).astype(np.float32).reshape(s.x.shape)
+
+
+def codes_up_to_128(s: QuantisedInputs) -> np.ndarray:
+    """Divide the maximum by 128 for the scale."""
+    blocks, exact, _ = _rounded_codes(s)
+    scale = exact * np.float32(127 / 128)
+    stored = scale if s.activations == "Q8_K" else scale.astype(np.float16).astype(np.float32)
+    with np.errstate(all="ignore"):
+        codes = np.clip(np.rint(np.where(scale > 0, blocks / scale, 0)), -128, 127)
+    return (codes * stored).astype(np.float32).reshape(s.x.shape)
+
+
+def sums_not_rounded(s: QuantisedInputs, step: str) -> np.ndarray:
+    """Sum the activations that the codes stand for: the result of decoding both sides."""
+    return s.product(rounded=s.rounded())
+
+
+def sums_of_inputs(s: QuantisedInputs, step: str) -> np.ndarray:
+    """Sum the activations before their rounding."""
+    return s.product(sums=s.x.reshape(len(s.x), -1, 32).sum(axis=-1).astype(np.float16).astype(np.float32))
+
+
+ROUNDED = ("rounding", "product")
+Q8_0_INPUTS, Q8_1_INPUTS, Q8_K_INPUTS = (
+    tuple(kind.name for kind, rounded in ACTIVATION_TYPE.items() if rounded == wanted)
+    for wanted in ("Q8_0", "Q8_1", "Q8_K")
+)
+BLOCK_INPUTS = (*Q8_0_INPUTS, *Q8_1_INPUTS, *Q8_K_INPUTS)
+
+ROUNDINGS: tuple[Mistake[QuantisedInputs], ...] = (
+    Mistake(
+        name="activation-not-rounded", stages=ROUNDED, cases=("F16", "BF16", *BLOCK_INPUTS),
+        wrong=in_rounding(lambda s: s.x),
+        diagnosis="Activations were multiplied as they are; llama.cpp rounds them to the partner type of the weights "
+        "first.",
+    ),
+    Mistake(
+        name="activation-in-blocks-of-32", stages=ROUNDED, cases=Q8_K_INPUTS,
+        wrong=in_rounding(lambda s: s.rounded("Q8_0")),
+        diagnosis="Activations were rounded to Q8_0; K and IQ types go with Q8_K, blocks of 256 with a float32 scale.",
+    ),
+    Mistake(
+        name="activation-in-blocks-of-256", stages=("product",), cases=(*Q8_0_INPUTS, *Q8_1_INPUTS),
+        wrong=in_rounding(lambda s: s.rounded("Q8_K")),
+        diagnosis="Activations were rounded to Q8_K; types in blocks of 32 go with Q8_0, those with a minimum with "
+        "Q8_1.",
+    ),
+    Mistake(
+        name="activation-float16-for-bfloat16", stages=ROUNDED, cases=("BF16",),
+        wrong=in_rounding(lambda s: s.rounded("F16")),
+        diagnosis="Activations were rounded to float16; BF16 weights go with bfloat16 ones.",
+    ),
+    Mistake(
+        name="activation-bfloat16-for-float16", stages=ROUNDED, cases=("F16",),
+        wrong=in_rounding(lambda s: s.rounded("BF16")),
+        diagnosis="Activations were rounded to bfloat16; F16 weights go with float16 ones.",
+    ),
+    Mistake(
+        name="activation-bfloat16-cut-off", stages=ROUNDED, cases=("BF16",),
+        wrong=in_rounding(lambda s: (s.x.view(np.uint32) & np.uint32(0xFFFF_0000)).view(np.float32)),
+        diagnosis="The lower 16 bits were cut off; bfloat16 is rounded to nearest, ties to even.",
+    ),
+    Mistake(
+        name="activation-scale-not-float16", stages=ROUNDED, cases=(*Q8_0_INPUTS, *Q8_1_INPUTS),
+        wrong=in_rounding(scale_not_stored),
+        diagnosis="Codes were multiplied by the float32 scale; Q8_0 and Q8_1 store it as float16, and that counts.",
+    ),
+    Mistake(
+        name="activation-codes-cut-off", stages=ROUNDED, cases=BLOCK_INPUTS, wrong=in_rounding(codes_truncated),
+        diagnosis="Codes were cut off towards zero; they are rounded to nearest.",
+    ),
+    Mistake(
+        name="activation-scale-of-128", stages=ROUNDED, cases=BLOCK_INPUTS, wrong=in_rounding(codes_up_to_128),
+        diagnosis="The scale is the maximum over 128; it is over 127, so that codes are symmetric.",
+    ),
+    Mistake(
+        name="activation-halves-away-from-zero", stages=("rounding",), cases=("Q8_0", "Q4_1"),
+        wrong=in_rounding(lambda s: s.rounded(variant="generic")),
+        diagnosis="Codes were computed as plain C does it, by the reciprocal of the scale and with halves away from "
+        "zero; with SIMD on x86 halves go to even.",
+    ),
+    Mistake(
+        name="activation-by-reciprocal", stages=("rounding",), cases=("Q8_0", "Q4_1"),
+        wrong=in_rounding(lambda s: s.rounded(variant="neon")),
+        diagnosis="Activations were multiplied by the reciprocal of the scale, as on ARM; x86 multiplies by 127 over "
+        "the maximum, and edges between two codes differ.",
+    ),
+    Mistake(
+        name="block-sums-not-rounded", stages=("product",), cases=Q8_1_INPUTS, wrong=sums_not_rounded,
+        diagnosis="Minima were multiplied by the sum of the rounded activations; Q8_1 keeps that sum as float16, made "
+        "from the scale before it is rounded.",
+    ),
+    Mistake(
+        name="block-sums-of-inputs", stages=("product",), cases=Q8_1_INPUTS, wrong=sums_of_inputs,
+        diagnosis="Minima were multiplied by the sum of the activations themselves; Q8_1 sums the codes.",
+    ),
+)  # fmt: skip

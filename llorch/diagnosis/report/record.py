@@ -11,11 +11,12 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
+from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck
+from llorch.judging.cause import Cause
 from llorch.runtime.errors import printable
-from llorch.stages.comparison import NOT_RUN, Difference, Tolerance
+from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING
 
-VERSION = 1  # of the record; a change that a reader would trip over makes it the next one
+VERSION = 2  # of the record; a change that a reader would trip over makes it the next one
 
 
 def record(diagnosis: Diagnosis) -> dict[str, object]:
@@ -44,23 +45,24 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
     }
 
 
-def _stage_record(result: StageResult) -> dict[str, object]:
-    shown: dict[str, object] = {each.name: getattr(result, each.name) for each in fields(result)}
-    shown |= {
-        name: {"error": value.error, "worst": value.worst}
-        for name, value in shown.items()
-        if isinstance(value, Difference | Tolerance)
-    }
-    local, profile = result.local, result.profile
-    at = {
-        "index": list(local.index),
-        "actual": local.actual,
-        "expected": local.expected,
-        "fault": local.fault,
+def _stage_record(result: StageCheck) -> dict[str, object]:
+    difference, profile = result.isolated.difference, result.profile
+    return {
+        "n_pass": result.n_pass,
+        "key": result.key,
+        "verdict": result.verdict,
+        "engine_name": result.engine_name,
+        "arithmetic": result.arithmetic,
+        "ran_since": result.ran_since,
         "over": result.over,
+        "isolated": result.isolated.record(),
+        "chained": result.chained and result.chained.record(),
+        "index": list(difference.index),
+        "actual": difference.actual,
+        "expected": difference.expected,
+        "fault": difference.fault,
+        "profile": profile and {each.name: _as_list(getattr(profile, each.name)) for each in fields(profile)},
     }
-    lists = profile and {each.name: _as_list(getattr(profile, each.name)) for each in fields(profile)}
-    return shown | at | {"profile": lists}
 
 
 def _as_list(array: np.ndarray | None) -> list[float] | None:
@@ -80,7 +82,7 @@ def junit(diagnosis: Diagnosis) -> str:
     sentences = by_place(diagnosis.findings)
     for number, group in groupby(diagnosis.results, key=lambda result: result.n_pass):
         results = list(group)
-        failures = sum(result.verdict == WRONG for result in results)
+        failures = sum(result.verdict == FAIL for result in results)
         skipped = [(why, at) for why, places in diagnosis.not_run.items() for n, at in places if n == number]
         counts = {
             "tests": str(len(results) + len(skipped)), "failures": str(failures), "errors": "0",
@@ -107,10 +109,10 @@ def _add_finding(top: ElementTree.Element, diagnosis: Diagnosis, finding: Findin
     ElementTree.SubElement(case, "failure", message=printable(finding.sentence), type=finding.kind)
 
 
-def _add_case(suite: ElementTree.Element, model: str, result: StageResult, finding: Finding | None) -> None:
+def _add_case(suite: ElementTree.Element, model: str, result: StageCheck, finding: Finding | None) -> None:
     case = ElementTree.SubElement(suite, "testcase", classname=printable(model), name=result.key)
-    measured = printable(f"{result.name}: {numbers(result)}")
-    if result.verdict == WRONG:
+    measured = printable(f"{result.engine_name}: {numbers(result)}")
+    if result.verdict == FAIL:
         message = finding.sentence if finding else measured
         failure = ElementTree.SubElement(
             case, "failure", message=printable(message), type=finding.kind if finding else ""
@@ -125,13 +127,16 @@ def by_place(findings: Iterable[Finding]) -> Mapping[tuple[int, str], Finding]:
     return {place: finding for finding in findings for place in finding.places}
 
 
-def numbers(result: StageResult) -> str:
+def numbers(result: StageCheck) -> str:
     """Format the errors of a stage with their tolerances."""
-    if result.local.fault is not None:
-        return result.local.fault
-    local = f"local error {short(result.local.error)} (tolerance {short(result.tolerance.error)})"
-    total = f"error from llorch's run {short(result.total.error)} (tolerance {short(result.total_limit.error)})"
-    return f"{local}, {times(result.over)} the tolerance; {total}"
+    local, total = result.isolated, result.chained
+    if local.difference.fault is not None:
+        return local.difference.fault
+    error, limit = (total.difference.error, total.tolerance.error) if total else (math.nan, math.nan)
+    return (
+        f"local error {short(local.difference.error)} (tolerance {short(local.tolerance.error)}), {times(result.over)} "
+        f"the tolerance; error from llorch's run {short(error)} (tolerance {short(limit)})"
+    )
 
 
 def short(number: float) -> str:
@@ -146,10 +151,10 @@ def times(factor: float) -> str:
     return f"{float(f'{factor:.2g}'):g} x"
 
 
-def explained(suspect: Suspect) -> str:
+def explained(cause: Cause) -> str:
     """Format how much of the error is explained, and how much is left."""
-    rest = "the rest is within tolerance" if suspect.left <= 1 else f"the rest is {times(suspect.left)} the tolerance"
-    return f"explains {percent(suspect.share)} of the error; {rest}"
+    over = "within tolerance" if cause.remaining <= 1 else f"{times(cause.remaining)} the tolerance"
+    return f"explains {percent(cause.explained_share)} of the error; the rest is {over}"
 
 
 def percent(share: float) -> str:
@@ -175,26 +180,21 @@ def count(n: int, one: str, many: str = "") -> str:
 
 
 def verdict(diagnosis: Diagnosis) -> str:
-    """Judge the whole dump: RIGHT, HONEST (rounding explains it), WRONG, or NOT RUN if nothing was compared."""
+    """Judge the whole dump: PASS, ROUNDING (rounding explains it), FAIL, or NOT RUN if nothing was compared."""
     if not diagnosis.is_right:
-        return WRONG
+        return FAIL
     if not diagnosis.results:
         return NOT_RUN
-    return HONEST if any(result.verdict == HONEST for result in diagnosis.results) else RIGHT
-
-
-def causes(diagnosis: Diagnosis) -> list[Finding]:
-    """Return the findings that are not honest, the first of the run first."""
-    return [finding for finding in diagnosis.findings if finding.kind != "honest"]
+    return ROUNDING if any(result.verdict == ROUNDING for result in diagnosis.results) else PASS
 
 
 def headline(diagnosis: Diagnosis) -> str:
     """Summarise a diagnosis in one sentence: the first cause, or that nothing is wrong."""
-    if found := causes(diagnosis):
+    if found := diagnosis.failures:
         return found[0].sentence
     left_out = sum(map(len, diagnosis.not_run.values()))
     if not diagnosis.results:
         return "llorch cannot judge any stage of the dump" if left_out else "the dump has no stage"
-    said = {HONEST: "nothing is wrong: arithmetic explains every difference", RIGHT: "nothing is wrong"}
+    said = {ROUNDING: "nothing is wrong: arithmetic explains every difference", PASS: "nothing is wrong"}
     not_run = f", {left_out} NOT RUN" if left_out else ""
     return f"{said[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}"

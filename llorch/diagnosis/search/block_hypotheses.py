@@ -7,13 +7,14 @@ from typing import Any
 
 import numpy as np
 
+from llorch.diagnosis.attempt import Hypothesis
 from llorch.diagnosis.mistakes import Mistake
 from llorch.diagnosis.mistakes.norm import NORMS
 from llorch.diagnosis.mistakes.quantised import QuantisedInputs
 from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
 from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS, divisors, requantised
 from llorch.diagnosis.replay import Change, LayerSetting, Places
-from llorch.diagnosis.search.hypotheses import WEIGHTED, Hypothesis
+from llorch.diagnosis.search.hypotheses import WEIGHTED
 from llorch.files import Weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.matrix import QuantisedMatrix

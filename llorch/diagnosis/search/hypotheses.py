@@ -1,17 +1,18 @@
 """Every hypothesis that a diagnosis replays: possible deviations of the engine from the right computation.
 
 There are three kinds. *Mistakes* are the library of `diagnosis/mistakes`. *Settings* have a value that is recovered
-from the error: an eps, a base, a scale, an offset, the layer that weights were taken from. *Honest* ones are
+from the error: an eps, a base, a scale, an offset, the layer that weights were taken from. *Roundings* are
 arithmetic: a cache, the inputs of products or the weights in a narrower type.
 """
 
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
+from llorch.diagnosis.attempt import Hypothesis, SettingFamily
 from llorch.diagnosis.expected import HALF
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.attention import hidden_in, with_mask
@@ -26,7 +27,6 @@ from llorch.ops.rope import frequencies, llama3_factors, rope
 from llorch.ops.rounding import BLOCK_SIZE, ActivationKind, round_activations
 from llorch.stages.table import BY_NAME, DENSE_PRODUCTS, STAGES, rope_input
 
-Kind = Literal["mistake", "setting", "honest"]
 ATTENDED = ("q_rope", "k_cache", "attn_probs", "v_cache")  # inputs of attention's two
 PRODUCTS = (*(stage.name for stage in STAGES if stage.matrix), "attn_scores", "attn_context")
 PROJECTED = tuple(dict.fromkeys(stage.dense_input for stage in DENSE_PRODUCTS))  # inputs of products with a matrix
@@ -36,63 +36,6 @@ SCALED = tuple(stage.name for stage in STAGES if stage.name not in ("attn_scores
 
 
 _NO_EPS = 1e-300  # a configuration has none that is 0
-
-
-@dataclass(frozen=True)
-class Hypothesis:
-    """Possible deviation of an engine, with its value if it has one.
-
-    Attributes:
-        name: As reports call it.
-        kind: Mistake, setting or honest difference.
-        stages: Names of the stages where it strikes.
-        sentence: The deviation and the right way.
-        change: Makes the change of a run that plants it at some places.
-        value: Recovered value, empty if there is none.
-        after_cached: It shows only in a pass that continues a cache.
-        rounds: It rounds to few bits.
-        by_place: It can have been made in some stages or layers only.
-        in_layers: Tells if it can have been made in a layer.
-    """
-
-    name: str
-    kind: Kind
-    stages: tuple[str, ...]
-    sentence: str
-    change: Callable[[Places], Change]
-    value: str = ""
-    after_cached: bool = False
-    rounds: bool = False
-    by_place: bool = True
-    in_layers: Callable[[int], bool] = lambda layer: True
-
-    def at(self, places: Places) -> tuple[str, ...]:
-        """Select the places where the hypothesis can be made."""
-        return tuple(place for place in places if self._strikes(*place.rpartition(".")[::2]))
-
-    def _strikes(self, layer: str, stage: str) -> bool:
-        return stage in self.stages and (not layer or self.in_layers(int(layer.removeprefix("l"))))
-
-
-@dataclass(frozen=True)
-class SettingFamily:
-    """A setting with any value.
-
-    Attributes:
-        name: As reports call it.
-        stages: Names of the stages that read it.
-        values: Gives the values to try first, for a configuration.
-        made: The hypothesis with a value.
-        refined: Values between them are tried too, on a logarithmic scale.
-        later: It may show in a later pass only.
-    """
-
-    name: str
-    stages: tuple[str, ...]
-    values: Callable[[ModelConfig], Sequence[float]]
-    made: Callable[[float, ModelConfig], Hypothesis]
-    refined: bool = False
-    later: bool = False
 
 
 def known_mistakes(config: ModelConfig) -> Iterator[Hypothesis]:
@@ -139,7 +82,7 @@ def _number(value: float) -> str:
     return f"{value:.6g}"
 
 
-def _eps(value: float, config: ModelConfig) -> Hypothesis:
+def _eps(config: ModelConfig, value: float) -> Hypothesis:
     """Plant another eps; no eps has the name that the library gives it in the norm before attention."""
     missing = next(mistake for mistake in NORM if mistake.name == "norm-eps-missing")
     said = f"eps is {_number(value)} here; this model's config says {_number(config.rms_norm_eps)}."
@@ -167,7 +110,7 @@ def _as_llama3(config: ModelConfig) -> Llama3Scaling | None:
     return None
 
 
-def _theta(value: float, config: ModelConfig) -> Hypothesis:
+def _theta(config: ModelConfig, value: float) -> Hypothesis:
     return Hypothesis(
         "rope-theta", "setting", ROTATED,
         f"The base of RoPE is {_number(value)} here; this model's config says {_number(config.rope_theta)}.",
@@ -176,7 +119,7 @@ def _theta(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _unscaled(value: float, config: ModelConfig) -> Hypothesis:
+def _unscaled(config: ModelConfig, value: float) -> Hypothesis:
     """Make the hypothesis that the model's scaling of RoPE is missing; the value is not used."""
     return Hypothesis(
         "rope-scaling-missing", "setting", ROTATED, "The frequencies were not scaled, as the config says.",
@@ -184,7 +127,7 @@ def _unscaled(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
+def _linear_scaling(config: ModelConfig, value: float) -> Hypothesis:
     """Make the hypothesis that positions are divided; the config can say this, unless it has a scaling already."""
     if config.rope_scaling is None:
         change = _configured(rope_scaling=LinearScaling(factor=value))
@@ -197,7 +140,7 @@ def _linear_scaling(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
+def _llama3_factor(config: ModelConfig, value: float) -> Hypothesis:
     scaling = replace(_as_llama3(config) or _LLAMA3, factor=value)
     return Hypothesis(
         "rope-llama3-factor", "setting", ROTATED,
@@ -206,7 +149,7 @@ def _llama3_factor(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _offset(value: float, config: ModelConfig, *, later_passes_only: bool = False) -> Hypothesis:
+def _offset(config: ModelConfig, value: float, *, later_passes_only: bool = False) -> Hypothesis:
     """Make the hypothesis that positions are shifted by a number."""
     n = int(value)
 
@@ -222,7 +165,7 @@ def _offset(value: float, config: ModelConfig, *, later_passes_only: bool = Fals
     )  # fmt: skip
 
 
-def _rotated_share(value: float, config: ModelConfig) -> Hypothesis:
+def _rotated_share(config: ModelConfig, value: float) -> Hypothesis:
     def wrong(inputs: StageInputs, stage: str, array: np.ndarray) -> np.ndarray:
         x, n = inputs.heads(rope_input(stage[0], inputs.config)), int(value * config.head_dim) // 2 * 2
         angle = inputs.positions[:, None] * frequencies(n, inputs.config.rope_theta)
@@ -235,7 +178,7 @@ def _rotated_share(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
+def _scores_scale(config: ModelConfig, value: float) -> Hypothesis:
     right = config.head_dim**-0.5
     return Hypothesis(
         "scores-scale", "setting", ("attn_scores",),
@@ -244,7 +187,7 @@ def _scores_scale(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _window(value: float, config: ModelConfig) -> Hypothesis:
+def _window(config: ModelConfig, value: float) -> Hypothesis:
     """Make the hypothesis that a token attends only to the last few tokens."""
     n = int(value)
 
@@ -263,7 +206,7 @@ def _window(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _soft_cap(value: float, config: ModelConfig) -> Hypothesis:
+def _soft_cap(config: ModelConfig, value: float) -> Hypothesis:
     return Hypothesis(
         "soft-cap", "setting", CAPPED,
         f"x went through {_number(value)} * tanh(x / {_number(value)}), as in Gemma; Llama and Qwen have no cap.",
@@ -271,14 +214,14 @@ def _soft_cap(value: float, config: ModelConfig) -> Hypothesis:
     )  # fmt: skip
 
 
-def _scaled(value: float, config: ModelConfig) -> Hypothesis:
+def _scaled(config: ModelConfig, value: float) -> Hypothesis:
     return Hypothesis(
         "scaled", "setting", SCALED,
         f"The stage is {_number(value)} times the right result.", _changed_by(lambda x: x * value), _number(value),
     )  # fmt: skip
 
 
-def _other_layer(value: float, config: ModelConfig) -> Hypothesis:
+def _other_layer(config: ModelConfig, value: float) -> Hypothesis:
     """Make the hypothesis that the weights of another layer were used."""
     layer = int(value)
 
@@ -317,36 +260,38 @@ def _steps(first: int, last: int) -> list[float]:
 
 _SHARES = tuple(2.0**n for n in range(-6, 7))
 
-FAMILIES: tuple[SettingFamily, ...] = (
-    SettingFamily("norm-eps", tuple(NORMS), lambda config: (0.0, *_steps(-12, -3)), _eps, refined=True),
-    SettingFamily("rope-theta", ROTATED, lambda config: _steps(2, 8), _theta, refined=True),
-    SettingFamily("rope-scaling-missing", ROTATED, lambda config: (1.0,) if config.rope_scaling else (), _unscaled),
-    SettingFamily("rope-position-factor", ROTATED, lambda config: _SHARES, _linear_scaling, refined=True),
-    SettingFamily("rope-llama3-factor", ROTATED, lambda config: (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor),
-    SettingFamily(
-        "rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 65) if n], _offset, later=True,
-    ),
-    SettingFamily(
-        "rope-position-offset", ROTATED, lambda config: [n for n in range(-16, 17) if n],
-        partial(_offset, later_passes_only=True), later=True,
-    ),
-    SettingFamily("rope-rotated-share", ROTATED, lambda config: (0.25, 0.5, 0.75), _rotated_share),
-    SettingFamily(
-        "scores-scale", ("attn_scores",), lambda config: [share * config.head_dim**-0.5 for share in _SHARES],
-        _scores_scale, refined=True,
-    ),
-    SettingFamily("mask-window", ("attn_scores",), lambda config: range(1, 65), _window, later=True),
-    SettingFamily("soft-cap", CAPPED, lambda config: (5.0, 15.0, 30.0, 50.0, 100.0), _soft_cap, refined=True),
-    SettingFamily("scaled", SCALED, lambda config: (-1.0, config.hidden_size**0.5, *_SHARES), _scaled, refined=True),
-    SettingFamily("weights-of-other-layer", WEIGHTED, lambda config: range(config.n_layers), _other_layer),
-)  # fmt: skip
+
+def setting_families(config: ModelConfig) -> tuple[SettingFamily, ...]:
+    """List the settings that an engine may have with another value than the configuration."""
+    rows: list[tuple[str, tuple[str, ...], Sequence[float], Callable[[ModelConfig, float], Hypothesis], str]] = [
+        ("norm-eps", tuple(NORMS), (0.0, *_steps(-12, -3)), _eps, "refined"),
+        ("rope-theta", ROTATED, _steps(2, 8), _theta, "refined"),
+        ("rope-scaling-missing", ROTATED, (1.0,) if config.rope_scaling else (), _unscaled, ""),
+        ("rope-position-factor", ROTATED, _SHARES, _linear_scaling, "refined"),
+        ("rope-llama3-factor", ROTATED, (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor, ""),
+        ("rope-position-offset", ROTATED, [n for n in range(-16, 65) if n], _offset, "later"),
+        ("rope-position-offset", ROTATED, [n for n in range(-16, 17) if n], partial(_offset, later_passes_only=True),
+         "later"),
+        ("rope-rotated-share", ROTATED, (0.25, 0.5, 0.75), _rotated_share, ""),
+        ("scores-scale", ("attn_scores",), [share * config.head_dim**-0.5 for share in _SHARES], _scores_scale,
+         "refined"),
+        ("mask-window", ("attn_scores",), range(1, 65), _window, "later"),
+        ("soft-cap", CAPPED, (5.0, 15.0, 30.0, 50.0, 100.0), _soft_cap, "refined"),
+        ("scaled", SCALED, (-1.0, config.hidden_size**0.5, *_SHARES), _scaled, "refined"),
+        ("weights-of-other-layer", WEIGHTED, range(config.n_layers), _other_layer, ""),
+    ]  # fmt: skip
+    return tuple(
+        SettingFamily(name, stages, values, partial(make, config), how == "refined", how == "later")
+        for name, stages, values, make, how in rows
+        if values
+    )
 
 
-def honest(config: ModelConfig) -> Iterator[Hypothesis]:
+def rounding_hypotheses(config: ModelConfig) -> Iterator[Hypothesis]:
     """Yield the kinds of arithmetic that an engine may use without declaring them."""
     for name, kind in HALF.items():
         yield Hypothesis(
-            f"cache-in-{name}", "honest", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
+            f"cache-in-{name}", "rounding", ("k_cache", "v_cache"), f"Keys and values are kept in {name}.",
             _changed_by(partial(_rounded_to, kind=kind)), rounds=True, by_place=False,
         )  # fmt: skip
         for what, rounding in (
@@ -354,7 +299,7 @@ def honest(config: ModelConfig) -> Iterator[Hypothesis]:
             ("Matrices", partial(_in_matrices, rounding=partial(_rounded_to, kind=kind))),
         ):
             yield Hypothesis(
-                f"weights-in-{name}", "honest", WEIGHTED, f"{what} were rounded to {name}.",
+                f"weights-in-{name}", "rounding", WEIGHTED, f"{what} were rounded to {name}.",
                 _changed(partial(_with_weights, rounding=rounding)), rounds=True, by_place=False,
             )  # fmt: skip
     kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
@@ -397,7 +342,7 @@ def _product_hypothesis(
         return Change(dict.fromkeys(places, StageChange(kept)) if results else {}, passed_on, rounded)
 
     return Hypothesis(
-        name, "honest", PRODUCTS if weights else PRODUCTS[:-2],
+        name, "rounding", PRODUCTS if weights else PRODUCTS[:-2],
         f"{what} of products are rounded to {kind}.", change, rounds=True, by_place=False,
     )  # fmt: skip
 

@@ -1,19 +1,25 @@
-"""Check of arrays named as the output of a norm or of the last block: were they dumped at that point?
+"""Check of arrays that may have been dumped at another point than their names say: norms, and YaRN's gain.
 
-The array alone does not decide: an engine may have left out a norm or its gain, and the diagnosis judges that. Later
-products decide: if they follow from the right point, the array was dumped at a wrong one.
+Arrays at a norm: the array alone does not decide, because an engine may have left out a norm or its gain, and the
+diagnosis judges that. Later products decide: if they follow from the right point, the array was dumped at a wrong one.
+
+YaRN's gain: an engine may multiply the scores by its square instead of cosines and sines by it. Both ways are
+mathematically equal. Rotated queries and keys are then smaller by the gain, and the scores are right.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
-from llorch.engines.dumps.stage_dump import StageDump
+from llorch.diagnosis.verdict import StageCheck
+from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
+from llorch.families.config import ModelConfig, YarnScaling
 from llorch.files import Weights
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.runtime.errors import GuardFailed
+from llorch.stages.comparison import FAIL
 from llorch.stages.table import BY_NAME, DENSE_PRODUCTS, input_key, input_keys, key, keys, matrix_of
 
 _UNIT = 3e-3  # how far the mean square of a normalised row is from 1, in bfloat16 too
@@ -136,3 +142,34 @@ def relative_distance(actual: np.ndarray, expected: np.ndarray) -> float:
     """Divide the norm of a difference by the norm of the wanted values; the norm itself if these are zero."""
     size = float(np.linalg.norm(expected))
     return float(np.linalg.norm(actual - expected)) / size if size else float(np.linalg.norm(actual))
+
+
+TURNED = ("q_rope", "k_rope", "q_tempered", "k_cache")
+BEHIND = "attn_scores"
+_MIXED = (BEHIND, "attn_probs", "attn_context")
+
+
+def with_gain(dump: StageDump, config: ModelConfig) -> StageDump | None:
+    """Multiply rotated queries and keys by the gain; None where the model has none, or the dump no such array."""
+    yarn = config.rope_scaling
+    gain = yarn.attention_factor if isinstance(yarn, YarnScaling) else 1.0
+    turned = {place for place in dump.dumped if place[1].rpartition(".")[2] in TURNED}
+    if gain == 1.0 or not turned:
+        return None
+    note = f"YaRN's gain, {gain:.6g}, is in the scale of the scores, not in queries and keys: this gives equal scores"
+    dumped = {place: _times(dumped, gain) if place in turned else dumped for place, dumped in dump.dumped.items()}
+    return replace(dump, dumped=dumped, notes=(*dump.notes, note))
+
+
+def is_folded(as_shown: Sequence[StageCheck], with_it: Sequence[StageCheck]) -> bool:
+    """Tell if the gain makes every wrong stage of attention right, the scores or a later stage included."""
+    wrong, left = ({(r.n_pass, r.key) for r in results if r.verdict == FAIL} for results in (as_shown, with_it))
+    if any(result.verdict == FAIL and result.stage in (*TURNED, *_MIXED) for result in with_it):
+        return False
+    cured = wrong - left
+    return any((r.n_pass, r.key) in cured and any(at.endswith(BEHIND) for at in r.ran_since) for r in as_shown)
+
+
+def _times(dumped: DumpedArray, gain: float) -> DumpedArray:
+    """Return the dumped array as one that reads its values times the gain."""
+    return replace(dumped, read=lambda: (read := dumped.read()) * read.dtype.type(gain))

@@ -9,21 +9,23 @@ it are not judged.
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import numpy as np
 
-from llorch.diagnosis.training.gaps import could_not_show
-from llorch.diagnosis.training.hypotheses import TrainingHypothesis, families, known, where_of
-from llorch.diagnosis.training.judge import JudgedArray, TrainingJudge, first_wrong
-from llorch.diagnosis.training.replay import FLOW, Key, TrainingReplay
-from llorch.diagnosis.training.score import AFTER_CLIPPING, NEAR, Cure, Scored, Scorer
-from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, StageResult, Suspect
+from llorch.diagnosis.attempt import NEAR_MISS, Attempt, Hypothesis
+from llorch.diagnosis.training.hypotheses import AFTER_CLIPPING, known, setting_families
+from llorch.diagnosis.training.judge import TrainingJudge, key_of
+from llorch.diagnosis.training.replay import FLOW, TrainingReplay
+from llorch.diagnosis.training.score import Cure, Scorer, changes_of, could_not_show
+from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck
 from llorch.engines.dumps.raw import RawDump
 from llorch.engines.dumps.training_dump import TrainingDump, training_dump
 from llorch.files import Weights
 from llorch.judging.expectations.training_places import ISOLATED
 from llorch.lora.adapter import Adapter
 from llorch.ops.numerics import DtypeName
+from llorch.stages.comparison import FAIL, PASS, ROUNDING
 
 MOST_FINDINGS = 8
 HALF: tuple[DtypeName, ...] = ("bfloat16", "float16")
@@ -52,13 +54,13 @@ def diagnose_training(weights: Weights, adapter: Adapter, raw: RawDump, *, model
     """
     dump, wide = training_dump(raw, adapter), weights.astype(np.float64, keep=True)
     dtype = _dtype(dump)
-    found = _Search(wide, adapter, dump, dtype)
+    found = _Search(wide, adapter, dump, dtype, model)
     unknown = {place for finding in found.findings if finding.kind == "unknown" for place in finding.places}
     if dtype == "float32" and not dump.dtype and unknown:
-        in_half = _Search(wide, adapter, dump, HALF[0])
-        half_keys = {(row.key[0], _key(row.key)) for row in in_half.rows}
-        found = in_half if unknown <= half_keys and not in_half.findings else found
-    return found.diagnosis(model)
+        in_half = _Search(wide, adapter, dump, HALF[0], model)
+        half_places = {(check.n_pass, check.key) for check in in_half.checks}
+        found = in_half if unknown <= half_places and not in_half.findings else found
+    return found.diagnosis()
 
 
 def _dtype(dump: TrainingDump) -> DtypeName:
@@ -71,8 +73,8 @@ def _dtype(dump: TrainingDump) -> DtypeName:
 class _Search:
     """The findings of one dump in one arithmetic."""
 
-    def __init__(self, weights: Weights, adapter: Adapter, dump: TrainingDump, dtype: DtypeName) -> None:
-        self.weights, self.adapter = weights, adapter
+    def __init__(self, weights: Weights, adapter: Adapter, dump: TrainingDump, dtype: DtypeName, model: str) -> None:
+        self.weights, self.adapter, self.model = weights, adapter, model
         self.dtype: DtypeName = dtype
         self.findings: list[Finding] = []
         self._take(dump)
@@ -81,191 +83,150 @@ class _Search:
     def _take(self, dump: TrainingDump) -> None:
         """Replay and judge this dump from now on."""
         self.dump, self.replay = dump, TrainingReplay(self.weights, self.adapter, dump)
-        self.judge = TrainingJudge(dump, self.weights.config, self.adapter.flat(), self.dtype)
+        self.judge = self._judge_in(self.dtype)
+
+    def _judge_in(self, dtype: DtypeName) -> TrainingJudge:
+        return TrainingJudge(self.dump, self.weights.config, self.adapter.flat(), dtype, model=self.model)
 
     def _run(self) -> None:
         """Name the first cause, judge the rest with it in the code, and so on."""
         cure: Cure = ()
         closed: dict[str, int] = {}  # quantities that nothing explains: where they are wrong first
-        self.first = self.judge.rows(self.replay.run())
+        self.first = self.judge.checks(self.replay.run())
         while True:
-            self.rows = self.judge.rows(self.replay.run(cure))
-            wrong = _next(self.rows, closed)
+            self.checks = self.judge.checks(self.replay.run(cure))
+            wrong = _next(self.checks, closed)
             if wrong is None or len(self.findings) == MOST_FINDINGS:
                 break
-            of_group = [row for row in self.rows if row.key[:2] == wrong.key[:2]]
-            best, near = (None, []) if wrong.difference.fault else self._explained(of_group, cure)
-            self.findings.append(_finding(wrong, of_group, self.rows, best, near))
+            of_group = [check for check in self.checks if _run_index(check) == _run_index(wrong)]
+            best, near = (None, []) if wrong.isolated.difference.fault else self._explained(of_group, cure)
+            self.findings.append(_finding(wrong, of_group, self.checks, best, near))
             if best is None:
-                closed[wrong.key[1]] = _run_index(wrong.key)
-            elif best.cause[0].name == AFTER_CLIPPING:
+                closed[wrong.stage] = _run_index(wrong)
+            elif AFTER_CLIPPING in best.names:
                 self._take(self.dump.as_clipped())
             else:
-                cure += best.injected
+                cure += changes_of(best)
 
-    def _explained(self, wrong: Sequence[JudgedArray], cure: Cure) -> tuple[Scored | None, list[Scored]]:
+    def _explained(self, wrong: Sequence[StageCheck], cure: Cure) -> tuple[Attempt | None, list[Attempt]]:
         """Find the cause that makes a wrong quantity as the dump shows it.
 
         Try known mistakes first, then numbers as they fit best, then two causes at once. Also return the causes that
         cannot be told from the best one; if there is no best one, return the causes that come near.
         """
-        scorer, ran_since = Scorer(self.replay, self.judge, wrong, cure), self._since(wrong[0].key)
-        tried = [(one,) for one in known(self.weights.config, ran_since, wrong[0].key[1])]
+        scorer, ran_since = Scorer(self.replay, self.judge, wrong, cure), self._since(wrong[0])
+        tried = [(one,) for one in known(self.weights.config, ran_since, wrong[0].stage)]
         scored = scorer.best_first(tried)
         best, alike = scorer.chosen(scored)
-        if best is None or scorer.n_right(best) < len(self.rows):  # a number may leave less
+        if best is None or scorer.n_right(best) < len(self.checks):  # a number may leave less
             numbers = [(one,) for one in self._numbers(scorer, ran_since)]
             scored = [*scored, *scorer.best_first(numbers)]
             best, alike = scorer.chosen(scored)
             tried += numbers
         if best is None:
-            scored.sort(key=lambda one: -one.share)
-            partial = [one.cause[0] for one in scored if one.share > PARTIAL][:2]
+            scored.sort(key=lambda attempt: -attempt.explained_share)
+            partial = [attempt.hypotheses[0] for attempt in scored if attempt.explained_share > PARTIAL][:2]
             pairs = [(a, b) for a in partial for (b,) in tried if a.name != b.name]
             best, alike = scorer.chosen(scorer.best_first(pairs))
-        near = {one.names: one for one in reversed(scored) if one.share > NEAR}  # the best of each name
+        near = {a.names: a for a in reversed(scored) if a.explained_share > NEAR_MISS}  # the best of each name
         return best, alike if best else [*near.values()][:-4:-1]
 
-    def _since(self, wrong: Key) -> set[str]:
+    def _since(self, wrong: StageCheck) -> set[str]:
         """Collect the quantities made since the last right one of the dump, the wrong one included."""
-        right: dict[int, bool] = {}
-        for row in self.rows:
-            right[_run_index(row.key)] = right.get(_run_index(row.key), True) and row.over <= 1
+        end = _run_index(wrong)
+        failed = {_run_index(check) for check in self.checks if check.verdict == FAIL}
+        right = {_run_index(check) for check in self.checks} - failed
         first = min(step.number for step in self.dump.steps if step.batches) * len(FLOW)
-        last = max((at for at, all_right in right.items() if all_right and at < _run_index(wrong)), default=first - 1)
-        return {
-            FLOW[at % len(FLOW)]
-            for at in range(max(last + 1, _run_index(wrong) - 2 * len(FLOW)), _run_index(wrong) + 1)
-        }
+        last = max((index for index in right if index < end), default=first - 1)
+        return {FLOW[index % len(FLOW)] for index in range(max(last + 1, end - 2 * len(FLOW)), end + 1)}
 
-    def _numbers(self, scorer: Scorer, ran_since: set[str]) -> Iterator[TrainingHypothesis]:
+    def _numbers(self, scorer: Scorer, ran_since: set[str]) -> Iterator[Hypothesis]:
         """Yield the hypotheses of a changed number, with the value that fits the wrong quantity best."""
-        number, group, _ = scorer.wrong[0].key
-        run = self.replay.run(scorer.cure, until=scorer.wrong[0].key)
+        number, group, _ = until = key_of(scorer.wrong[0])
+        run = self.replay.run(scorer.cure, until=until)
         ours = (array for (n, of, _), array in run.arrays.items() if (n, of) == (number, "gradient"))
         norm = math.sqrt(sum(float(np.square(array).sum()) for array in ours)) or math.inf
         scale = self.adapter.scaling(next(iter(self.adapter.targets)))
-        for family in families(self.dump, scorer.step, scale, norm):
-            for where in where_of(family, group):
-                if family.group in ran_since or where == "back":
-                    yield from scorer.fitted(family, where, norm)
+        for family in setting_families(self.dump, scorer.step, scale, norm, ran_since, group):
+            yield from scorer.fitted(family)
 
-    def diagnosis(self, model: str) -> Diagnosis:
+    def diagnosis(self) -> Diagnosis:
         """Collect results, findings and notes in one diagnosis."""
-        alone = {row.key: row for row in self.judge.rows(self.replay.run(fed=False), fed=False)}
-        causes = {place for finding in self.findings for place in finding.places if finding.kind != "honest"}
-        uncured = {row.key: row for row in self.first}
-        strict = TrainingJudge(self.dump, self.weights.config, self.adapter.flat(), "float32")
-        exact = {row.key for row in strict.rows(self.replay.run()) if row.over <= 1}
+        alone = {key_of(check): check.isolated for check in self.judge.checks(self.replay.run(fed=False), fed=False)}
+        causes = {place for finding in self.findings for place in finding.places if finding.kind != "rounding"}
+        uncured = {key_of(check): check for check in self.first}
+        strict = self._judge_in("float32").checks(self.replay.run())
+        exact = {key_of(check) for check in strict if check.verdict == PASS}
         results = []
-        for row in self.rows:
-            wrong = (row.key[0], _key(row.key)) in causes
-            shown = uncured.get(row.key, row) if wrong else row
-            right = RIGHT if self.dtype == "float32" or row.key in exact else HONEST
-            results.append(_result(shown, alone[row.key], self.dtype, WRONG if wrong or row.over > 1 else right))
+        for check in self.checks:
+            key, is_wrong = key_of(check), (check.n_pass, check.key) in causes
+            verdict = PASS if self.dtype == "float32" or key in exact else ROUNDING
+            shown = replace(uncured.get(key, check) if is_wrong else check, chained=alone[key])
+            results.append(shown.with_verdict(FAIL if is_wrong or check.verdict == FAIL else verdict))
         hidden, notes = could_not_show(self.replay, self.judge, self.adapter, self.weights.config)
         findings = [*self.findings, *_of_arithmetic(results, self.dtype)]
-        return Diagnosis(model, self.dump.source, results, findings, hidden, (*self.dump.notes, *notes))
+        return Diagnosis(self.model, self.dump.source, results, findings, hidden, (*self.dump.notes, *notes))
 
 
-def _next(rows: Sequence[JudgedArray], closed: Mapping[str, int]) -> JudgedArray | None:
-    """Return the first wrong row whose group is not closed as unexplained, and which inherits no unexplained error."""
+def _next(checks: Sequence[StageCheck], closed: Mapping[str, int]) -> StageCheck | None:
+    """Return the first failed check whose group is not closed as unexplained, and which inherits no such error."""
     first = min(closed.values(), default=math.inf)
-    left = [row for row in rows if row.key[1] not in closed and (row.mode == ISOLATED or _run_index(row.key) < first)]
-    return first_wrong(left)
+    wrong = (check for check in checks if check.verdict == FAIL and check.stage not in closed)
+    return next((check for check in wrong if check.isolated.mode == ISOLATED or _run_index(check) < first), None)
 
 
-def _run_index(key: Sequence) -> int:
+def _run_index(check: StageCheck) -> int:
     """Return the position of a quantity in the run: the groups of all steps in a row."""
-    return key[0] * len(FLOW) + FLOW.index(key[1])
-
-
-def _key(key: Key) -> str:
-    """Format the name of a place in training: `l0.gradient.q_proj.lora_A`."""
-    _, group, name = key
-    if name.startswith("layers."):
-        _, layer, name = name.split(".", 2)
-        group = f"l{layer}.{group}"
-    return f"{group}.{name}" if name else group
-
-
-def _layer(key: Key) -> int | None:
-    return int(key[2].split(".")[1]) if key[2].startswith("layers.") else None
+    return check.n_pass * len(FLOW) + FLOW.index(check.stage)
 
 
 def _finding(
-    wrong: JudgedArray,
-    of_group: Sequence[JudgedArray],
-    rows: Sequence[JudgedArray],
-    best: Scored | None,
-    near: Sequence[Scored],
-) -> Finding:
+    wrong: StageCheck, of_group: Sequence[StageCheck], checks: Sequence[StageCheck], best: Attempt | None,
+    near: Sequence[Attempt],
+) -> Finding:  # fmt: skip
     """Make the finding of one cause.
 
     It covers the quantity where the cause was found. An unexplained one also covers the quantities that follow.
     """
-    of_group = of_group if best else [row for row in rows if row.key[1] == wrong.key[1]]
-    places = [row for row in of_group if row.over > 1]
-    where = f"step {wrong.key[0]}, {_key(wrong.key)}"
+    of_group = of_group if best else [check for check in checks if check.stage == wrong.stage]
+    places = [check for check in of_group if check.verdict == FAIL]
+    where = f"step {wrong.n_pass}, {wrong.key}"
+    misses = tuple(attempt.causes("near miss")[0] for attempt in near)
     if best is None:
-        kind = "not finite" if wrong.difference.fault else "unknown"
-        starts_in, sentence = _unexplained(wrong, rows, where)
-    else:
-        kind = "honest" if all(one.honest for one in best.cause) else "mistake"
-        starts_in = tuple(dict.fromkeys(one.injected.mistake.stages[0] for one in best.cause))
-        said = " ".join(one.sentence for one in best.cause)
-        sentence = f"{where}: {said} This explains {_percent_or_all(best.share)} of the error."
-        if near:
-            alike = ", ".join(one.cause[0].name for one in near)
-            sentence += f" This dump cannot tell this mistake from {alike}."
-    suspects = () if best is None else tuple(_suspect(one, places, best) for one in best.cause)
-    misses = tuple(_suspect(one.cause[0], places, one) for one in near)
-    layers = tuple(sorted({layer for row in places if (layer := _layer(row.key)) is not None}))
-    return Finding(
-        kind, _key(wrong.key), wrong.key[0], starts_in, layers, suspects, misses,
-        tuple((row.key[0], _key(row.key)) for row in places), sentence,
-    )  # fmt: skip
+        starts_in, sentence = _unexplained(wrong, checks, where)
+        kind = "not finite" if wrong.isolated.difference.fault else "unknown"
+        return Finding.of(kind, places, sentence, starts_in, (), misses)
+    starts_in = tuple(dict.fromkeys(hypothesis.change.mistake.stages[0] for hypothesis in best.hypotheses))
+    said = " ".join(hypothesis.sentence for hypothesis in best.hypotheses)
+    sentence = f"{where}: {said} This explains {_percent_or_all(best.explained_share)} of the error."
+    if misses:
+        sentence += f" This dump cannot tell this mistake from {', '.join(cause.name for cause in misses)}."
+    return Finding.of(best.finding_kind, places, sentence, starts_in, best.causes(), misses)
 
 
-def _unexplained(wrong: JudgedArray, rows: Sequence[JudgedArray], where: str) -> tuple[tuple[str, ...], str]:
+def _unexplained(wrong: StageCheck, checks: Sequence[StageCheck], where: str) -> tuple[tuple[str, ...], str]:
     """Describe where an unexplained error must have been made."""
-    if wrong.difference.fault:
-        return (_key(wrong.key),), f"{where}: {wrong.difference.fault}."
-    before = [row for row in rows if row.key[:2] == wrong.key[:2]]
-    first = before.index(wrong)
+    if fault := wrong.isolated.difference.fault:
+        return (wrong.key,), f"{where}: {fault}."
+    before = [check.key for check in checks if _run_index(check) == _run_index(wrong)]
+    first = before.index(wrong.key)
     right = f"; {first} of the {len(before)} quantities before it are right" if first else ""
-    target = wrong.key[2].split(".")[-2] if wrong.key[1] == "gradient" else ""
+    target = key_of(wrong)[2].split(".")[-2] if wrong.stage == "gradient" else ""
     behind = BEHIND.get(target, "")
-    starts_in = tuple(f"l{_layer(wrong.key)}.{name}" for name in behind.split(", ")) if behind else (_key(wrong.key),)
+    starts_in = tuple(f"l{wrong.layer}.{name}" for name in behind.split(", ")) if behind else (wrong.key,)
     off = f"error {wrong.over:.3g} times the tolerance of its arithmetic"
     return starts_in, f"{where}: this error matches no known mistake ({off}{right})."
-
-
-def _suspect(one: TrainingHypothesis, places: Sequence[JudgedArray], scored: Scored) -> Suspect:
-    injected = tuple(_key(row.key) for row in places)
-    return Suspect(one.name, one.sentence, injected, scored.share, scored.left, one.value)
 
 
 def _percent_or_all(share: float) -> str:
     return "all" if share >= 0.99995 else f"{100 * share:.2f} %"
 
 
-def _result(row: JudgedArray, alone: JudgedArray, dtype: DtypeName, verdict: str) -> StageResult:
-    """Convert a judged array to a result; `alone` is the array judged in a run without the engine's arrays."""
-    number, group, _ = row.key
-    arithmetic = dtype if row.mode != ISOLATED else "float32"
-    return StageResult(
-        number, _key(row.key), group, _layer(row.key), row.shown.name, row.difference, row.tolerance, alone.difference,
-        alone.tolerance, arithmetic, verdict, (group,),
-    )  # fmt: skip
-
-
-def _of_arithmetic(results: Sequence[StageResult], dtype: DtypeName) -> list[Finding]:
+def _of_arithmetic(results: Sequence[StageCheck], dtype: DtypeName) -> list[Finding]:
     """Report the differences that half precision makes in a right run; empty if there are none."""
-    honest = [result for result in results if result.verdict == HONEST]
-    if not honest:
+    roundings = [result for result in results if result.verdict == ROUNDING]
+    if not roundings:
         return []
-    most = max(honest, key=lambda result: result.over)
-    said = f"{len(honest)} quantities differ as {dtype} explains, by at most {most.over:.2g} of its tolerance"
-    places = tuple((result.n_pass, result.key) for result in honest)
-    return [Finding("honest", honest[0].key, honest[0].n_pass, (), (), (), (), places, said)]
+    most = max(roundings, key=lambda result: result.over)
+    said = f"{len(roundings)} quantities differ as {dtype} explains, by at most {most.over:.2g} of its tolerance"
+    return [Finding.of("rounding", roundings, said, ())]

@@ -2,11 +2,13 @@
 
 import math
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
 
+from llorch.diagnosis.attempt import Hypothesis, SettingFamily
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.mistake import ONE_STEP
 from llorch.diagnosis.mistakes.training_adapter import SCALING
@@ -15,7 +17,7 @@ from llorch.diagnosis.mistakes.training_mesh import MESH
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
 from llorch.diagnosis.mistakes.training_optimizer import STEP as UPDATE
 from llorch.diagnosis.training.replay import FLOW, InjectedMistake, Where
-from llorch.engines.dumps.training_dump import TrainingDump, TrainingStep
+from llorch.engines.dumps.training_dump import Settings, TrainingDump, TrainingStep
 from llorch.families.config import ModelConfig
 from llorch.training.batch import PADDING, Batch
 
@@ -26,40 +28,9 @@ OUTSIDE = {  # mistakes that no step makes, by the first of their stages
 }  # fmt: skip
 RANDOM = ("lora-dropout-at-evaluation",)  # makes numbers that nobody can make again
 IN_FORWARD = FLOW[:3]
-
-
-@dataclass(frozen=True)
-class TrainingHypothesis:
-    """Possible deviation of a training step; `honest` if it is no mistake."""
-
-    injected: InjectedMistake
-    name: str
-    sentence: str
-    value: str = ""  # the number that was recovered
-    honest: bool = False
-
-
-@dataclass(frozen=True)
-class ScaledMistakes:
-    """Mistakes that differ in one number, above 0; `logarithm` is moved until they fit best.
-
-    Attributes:
-        name: Name of the setting.
-        group: Group in which it shows first.
-        starts: Numbers to try first.
-        make: The mistake with a number.
-        said: Formats the meaning of a number, and its short form.
-        setting: The field of `Settings` that it is, if it is one.
-        most: Largest number that has a meaning.
-    """
-
-    name: str
-    group: str
-    starts: Sequence[float]
-    make: Callable[[float], Mistake[Any]]
-    said: Callable[[float], tuple[str, str]]
-    setting: str = ""
-    most: float = math.inf
+AFTER_CLIPPING = "gradients-after-clipping"
+MakeMistake = Callable[[float], Mistake[Any]]
+Describe = Callable[[float], tuple[str, str]]  # of a number: its meaning, and its short form
 
 
 def group_of(mistake: Mistake[Any]) -> str:
@@ -76,12 +47,12 @@ def possible(config: ModelConfig) -> list[Mistake[Any]]:
     return [m for m in (*replayed, *MORE) if m.applies_to(config)]
 
 
-def known(config: ModelConfig, ran_since: Collection[str], wrong: str) -> Iterator[TrainingHypothesis]:
+def known(config: ModelConfig, ran_since: Collection[str], wrong: str) -> Iterator[Hypothesis]:
     """Yield the known mistakes of the quantities of which one is wrong, in every way in which they can be made."""
     for mistake in (*possible(config), *MESH):
         group = group_of(mistake)
         for injected in ways(mistake, group in ran_since, wrong):
-            yield TrainingHypothesis(injected, mistake.name, mistake.diagnosis)
+            yield Hypothesis(mistake.name, "mistake", mistake.stages, mistake.diagnosis, injected)
 
 
 def ways(mistake: Mistake[Any], in_gap: bool, wrong: str) -> Iterator[InjectedMistake]:
@@ -97,32 +68,83 @@ def ways(mistake: Mistake[Any], in_gap: bool, wrong: str) -> Iterator[InjectedMi
         yield from (InjectedMistake(mistake, "back", along) for along in backs)
 
 
-def families(dump: TrainingDump, step: TrainingStep, scale: float, norm: float) -> list[ScaledMistakes]:
-    """List the numbers that may differ; `scale` is the adapter's, `norm` that of the step's gradients."""
-    settings = dump.settings
-    found = [
-        ScaledMistakes("lora-scaling", "adapted_logits", (0.5, 2.0, 8.0), scaled, lambda x: (
+def setting_families(
+    dump: TrainingDump, step: TrainingStep, scale: float, norm: float, ran_since: Collection[str], wrong: str
+) -> Iterator[SettingFamily]:
+    """Yield the numbers that may differ, once for each part of a step in which they may.
+
+    Args:
+        dump: The dump, with its settings.
+        step: The step of the wrong quantity.
+        scale: Scale of the adapter.
+        norm: Norm of the step's gradients.
+        ran_since: Groups that were made since the last right one.
+        wrong: Group of the wrong quantity.
+    """
+    for name, group, values, mistake, describe, setting, most in _settings(dump.settings, step.lr, scale, norm):
+        is_declared = not setting or setting in dump.said
+        for where in _where_of(group, wrong):
+            make = partial(_with_value, name, group, mistake, describe, where, is_declared)
+            if name == "loss-normalisation" and where == "back":
+                make = partial(_scaled_gradients, group, dump.settings.max_grad_norm, norm)
+            if group in ran_since or where == "back":
+                yield SettingFamily(name, (group,), values, make, most=most)
+
+
+def _settings(
+    settings: Settings, lr: float, scale: float, norm: float
+) -> list[tuple[str, str, Sequence[float], MakeMistake, Describe, str, float]]:
+    """List name, group, first values, mistake, meaning, field of `Settings` and largest value of each number."""
+    beta1, beta2 = settings.betas
+    return [
+        ("lora-scaling", "adapted_logits", (0.5, 2.0, 8.0), scaled, lambda x: (
             f"The adapter's product is multiplied by {scale * x:.4g} here; its configuration gives {scale:.4g}.",
-            f"{scale * x:.4g}")),
-        ScaledMistakes("label-smoothing", "token_losses", (0.1,), smoothed,
-               told("label smoothing", settings.label_smoothing),
-               "label_smoothing", 1.0),
-        ScaledMistakes("loss-normalisation", "loss", (1.0,), loss_times, lambda x: (
-            f"The loss is {x:.6g} times the right one in every step.", f"{x:.6g}")),
-        ScaledMistakes("max-grad-norm", "clipped", (0.9 * min(norm, settings.max_grad_norm),), in_clip,
-               told("max_grad_norm", settings.max_grad_norm), "max_grad_norm"),
-        ScaledMistakes("adamw-beta1", "first_moment", (1 - settings.betas[0],), lambda x: in_update(
-            betas=(1 - x, settings.betas[1])), told("beta1", settings.betas[0], lambda x: 1 - x), "betas", 1.0),
-        ScaledMistakes("adamw-beta2", "second_moment", (1 - settings.betas[1],), lambda x: in_update(
-            betas=(settings.betas[0], 1 - x)), told("beta2", settings.betas[1], lambda x: 1 - x), "betas", 1.0),
-        ScaledMistakes("learning-rate", "parameters", (settings.lr,), lambda x: in_update(lr=x),
-               told("the learning rate", step.lr), "lr"),
-        ScaledMistakes("adamw-weight-decay", "parameters", (0.01, 1.0), lambda x: in_update(weight_decay=x),
-               told("weight_decay", settings.weight_decay), "weight_decay"),
-        ScaledMistakes("adamw-eps", "parameters", (1e-8, 1e-6, 1e-4, 1e-10), lambda x: in_update(eps=x),
-               told("eps", settings.eps), "eps"),
+            f"{scale * x:.4g}"), "", math.inf),
+        ("label-smoothing", "token_losses", (0.1,), smoothed, told("label smoothing", settings.label_smoothing),
+         "label_smoothing", 1.0),
+        ("loss-normalisation", "loss", (1.0,), loss_times, lambda x: (
+            f"The loss is {x:.6g} times the right one in every step.", f"{x:.6g}"), "", math.inf),
+        ("max-grad-norm", "clipped", (0.9 * min(norm, settings.max_grad_norm),), in_clip,
+         told("max_grad_norm", settings.max_grad_norm), "max_grad_norm", math.inf),
+        ("adamw-beta1", "first_moment", (1 - beta1,), lambda x: in_update(betas=(1 - x, beta2)),
+         told("beta1", beta1, lambda x: 1 - x), "betas", 1.0),
+        ("adamw-beta2", "second_moment", (1 - beta2,), lambda x: in_update(betas=(beta1, 1 - x)),
+         told("beta2", beta2, lambda x: 1 - x), "betas", 1.0),
+        ("learning-rate", "parameters", (settings.lr,), lambda x: in_update(lr=x),
+         told("the learning rate", lr), "lr", math.inf),
+        ("adamw-weight-decay", "parameters", (0.01, 1.0), lambda x: in_update(weight_decay=x),
+         told("weight_decay", settings.weight_decay), "weight_decay", math.inf),
+        ("adamw-eps", "parameters", (1e-8, 1e-6, 1e-4, 1e-10), lambda x: in_update(eps=x),
+         told("eps", settings.eps), "eps", math.inf),
     ]  # fmt: skip
-    return found
+
+
+def _with_value(
+    name: str, group: str, mistake: MakeMistake, describe: Describe, where: Where, is_declared: bool, value: float
+) -> Hypothesis:
+    """Make the hypothesis that a number has a value; it is no mistake if the dump does not declare the setting."""
+    sentence, shown = describe(value)
+    injected = InjectedMistake(mistake(value), where, along=True)
+    if is_declared:
+        return Hypothesis(name, "setting", (group,), sentence, injected, shown)
+    return Hypothesis(name, "rounding", (group,), f"{sentence} The dump does not declare it.", injected, shown)
+
+
+def _scaled_gradients(group: str, largest: float, norm: float, factor: float) -> Hypothesis:
+    """Make the hypothesis that all gradients are a multiple of the right ones: clipped already, or scaled."""
+    injected, shown = InjectedMistake(loss_times(factor), "back", along=True), f"{factor:.6g}"
+    if norm > largest and math.isclose(factor, largest / norm, rel_tol=1e-3):
+        sentence = "These are the gradients after clipping; name them `clipped.`, or dump them before clipping."
+        return Hypothesis(AFTER_CLIPPING, "rounding", (group,), sentence, injected, shown)
+    sentence = f"All gradients are {factor:.6g} times the gradients of the dumped loss."
+    return Hypothesis("gradient-scale", "setting", (group,), sentence, injected, shown)
+
+
+def _where_of(group: str, wrong: str) -> tuple[Where, ...]:
+    """List the parts of a step in which a number may differ."""
+    if group not in IN_FORWARD:
+        return ("both",)
+    return ("both", "shown") if wrong in IN_FORWARD else ("back",) if wrong == "gradient" else ()
 
 
 def told(what: str, right: float, shown: Callable[[float], float] = float) -> Callable[[float], tuple[str, str]]:
@@ -260,15 +282,3 @@ MORE = (  # known, but in no checkpoint's library
         for name, (said, count) in DIVISORS.items()
     ),
 )  # fmt: skip
-
-
-def unsaid(dump: TrainingDump, family: ScaledMistakes) -> bool:
-    """Tell if the dump does not declare a setting that differs: that is no mistake."""
-    return bool(family.setting) and family.setting not in dump.said
-
-
-def where_of(family: ScaledMistakes, wrong: str) -> tuple[Where, ...]:
-    """List the parts of a step in which a number may differ."""
-    if family.group not in IN_FORWARD:
-        return ("both",)
-    return ("both", "shown") if wrong in IN_FORWARD else ("back",) if wrong == "gradient" else ()

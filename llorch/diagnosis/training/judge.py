@@ -1,46 +1,38 @@
 """Every quantity of a training dump compared with llorch's: its error, its tolerance, and its inputs."""
 
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property
+from collections.abc import Iterable
+from dataclasses import replace
+from functools import cached_property, partial
 
 import numpy as np
 
 from llorch.diagnosis.training.replay import FLOW, Key, ReplayedRun
+from llorch.diagnosis.verdict import StageCheck
 from llorch.engines.dumps.training_dump import StepArray, TrainingDump, TrainingStep
 from llorch.families.config import ModelConfig
 from llorch.judging.expectations.training_places import CHAINED, ISOLATED
 from llorch.judging.goldens.training_recipe import OptimizerRecipe
+from llorch.judging.judge import judge_difference
+from llorch.judging.runners.numpy import FLOAT64
 from llorch.judging.tolerances import training as limits
 from llorch.ops.numerics import DtypeName
 from llorch.stages.comparison import FLOORS, Difference, Tolerance, measure, measure_in
+from llorch.stages.stage_ref import StageRef
+from llorch.stages.training import BY_GROUP
 
 MOMENTS = ("first_moment", "second_moment")
-
-
-@dataclass(frozen=True)
-class JudgedArray:
-    """Array of the dump compared with llorch's; `mode` is isolated if llorch's was made from the dump's inputs."""
-
-    key: Key
-    shown: StepArray
-    mode: str
-    difference: Difference
-    tolerance: Tolerance
-
-    @property
-    def over(self) -> float:
-        """Factor by which it exceeds its tolerance."""
-        return self.difference.over(self.tolerance)
 
 
 class TrainingJudge:
     """Judges replays of one dump in one arithmetic."""
 
-    def __init__(self, dump: TrainingDump, config: ModelConfig, tensors: Iterable[str], dtype: DtypeName) -> None:
-        """Prepare; `tensors` are all that are trained."""
+    def __init__(
+        self, dump: TrainingDump, config: ModelConfig, tensors: Iterable[str], dtype: DtypeName, *, model: str = ""
+    ) -> None:  # fmt: skip
+        """Prepare; `tensors` are all that are trained, `model` is the name of the model."""
         self.dump, self.config = dump, config
+        self._compare = partial(judge_difference, engine="dump", model=model, backend=FLOAT64)
         self.dtype: DtypeName = dtype
         self._gradients = [("gradient", name) for name in tensors]
         self.last_position = max(
@@ -49,11 +41,13 @@ class TrainingJudge:
         self.steps = {step.number: step for step in dump.steps}
         self._tolerances: dict[tuple[Key, str], Tolerance] = {}
 
-    def rows(self, run: ReplayedRun, *, fed: bool = True) -> list[JudgedArray]:
-        """Compare all arrays of the dump that a run also made, in the order in which they are made."""
-        return [
-            self._row(step, group, name, run, mode if fed else CHAINED) for step, group, name, mode in self._compared
-        ]
+    def checks(self, run: ReplayedRun, *, fed: bool = True) -> list[StageCheck]:
+        """Compare all arrays of the dump that a run also made, in the order in which they are made.
+
+        The mode is isolated if llorch's array was made from the dump's inputs.
+        """
+        compared = self._compared
+        return [self._check(step, group, name, run, mode if fed else CHAINED) for step, group, name, mode in compared]
 
     @cached_property
     def _compared(self) -> list[tuple[TrainingStep, str, str, str]]:
@@ -65,13 +59,15 @@ class TrainingJudge:
             found += [(step, *name, self.mode(step, *name)) for name in checked_names]
         return found
 
-    def _row(self, step: TrainingStep, group: str, name: str, run: ReplayedRun, mode: str) -> JudgedArray:
+    def _check(self, step: TrainingStep, group: str, name: str, run: ReplayedRun, mode: str) -> StageCheck:
         """Compare one array with llorch's; tolerances come from the first run that was judged."""
-        key = (step.number, group, name)
+        place, key = (step, group, name), (step.number, group, name)
         shown, expected = step.shown[group, name], run.arrays[step.number, group, name]
         if (key, mode) not in self._tolerances:
             self._tolerances[key, mode] = self._limit(step, group, name, mode, run)
-        return JudgedArray(key, shown, mode, self.difference(step, group, shown, expected), self._tolerances[key, mode])
+        difference = self.difference(step, group, shown, expected)
+        isolated = self._compare(difference, self._tolerances[key, mode], _stage_ref(*place), mode)
+        return StageCheck(isolated, None, (group,), shown.name, "float32" if mode == ISOLATED else self.dtype)
 
     def difference(self, step: TrainingStep, group: str, shown: StepArray, expected: np.ndarray) -> Difference:
         """Measure the difference between an array of the dump and llorch's."""
@@ -83,10 +79,16 @@ class TrainingJudge:
             return measure_in(actual, expected, unit=self.rate(step))
         return measure(actual, expected)
 
-    def apart(self, row: JudgedArray, one: np.ndarray, other: np.ndarray) -> float:
+    def apart(self, check: StageCheck, one: np.ndarray, other: np.ndarray) -> float:
         """Measure the difference between two of llorch's arrays, in tolerances, at the rows that the dump has."""
-        step = self.steps[row.key[0]]
-        return self.difference(step, row.key[1], replace(row.shown, array=one), other).over(row.tolerance)
+        shown = replace(self.shown(check), array=one)
+        difference = self.difference(self.steps[check.n_pass], check.stage, shown, other)
+        return difference.over(check.isolated.tolerance)
+
+    def shown(self, check: StageCheck) -> StepArray:
+        """Return the array of the dump."""
+        number, group, name = key_of(check)
+        return self.steps[number].shown[group, name]
 
     def rate(self, step: TrainingStep) -> float:
         """Return the unit of parameters: the learning rate of the step, or of the settings if that is 0."""
@@ -161,6 +163,14 @@ def _backward(name: str) -> tuple[int, int, str]:
     return -layer, order.index(target) if target in order else 0, parts[-1]
 
 
-def first_wrong(rows: Sequence[JudgedArray]) -> JudgedArray | None:
-    """Return the first row that is over its tolerance."""
-    return next((row for row in rows if row.over > 1), None)
+def key_of(check: StageCheck) -> Key:
+    """Return the key of a quantity's array in a run."""
+    stage_ref = check.isolated.stage_ref
+    in_layer = "" if stage_ref.layer is None else f"layers.{stage_ref.layer}."
+    return stage_ref.n_pass, stage_ref.stage, f"{in_layer}{stage_ref.part}"
+
+
+def _stage_ref(step: TrainingStep, group: str, name: str) -> StageRef:
+    layer, part = (int(name.split(".")[1]), name.split(".", 2)[2]) if name.startswith("layers.") else (None, name)
+    checkpoint = BY_GROUP["gradient" if group == "clipped" else group].checkpoint
+    return StageRef(checkpoint, group, layer, f"step {step.number}", part, n_pass=step.number)

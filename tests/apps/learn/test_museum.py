@@ -22,8 +22,8 @@ BY_THREAD = {shown.thread: shown for shown in exhibits()}
 )
 def test_every_dump_shows_its_cause_and_nothing_else(shown: Exhibit):
     (found,) = shown.findings
-    named = {each.name for each in (*found.suspects, *found.alternatives)}
-    values = {each.value for each in found.suspects}
+    named = {each.name for each in (*found.causes, *found.alternatives)}
+    values = {each.value for each in found.causes}
     for name, _, value in (injected.partition("=") for injected in shown.injected):
         assert name in named or (name, found.kind) == ("overflow", "not finite")
         assert not value or float(value) in {float(each) for each in values if each}

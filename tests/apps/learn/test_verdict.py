@@ -86,7 +86,7 @@ def two_models(monkeypatch: pytest.MonkeyPatch) -> None:  # without biases and w
 def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable], name: str, facts: list[str]):
     found = check_functions(number, **parts)
     assert (found.label, found.where) == (FAIL, f"{next(iter(parts))}() of this page")
-    assert [each.name for each in found.suspects if each.share > 0.999][:1] == ([name] if name else [])
+    assert [each.name for each in found.suspects if each.explained_share > 0.999][:1] == ([name] if name else [])
     lines = str(found).splitlines()
     assert len(lines) < 15
     assert max(map(len, lines)) <= WIDTH

@@ -1,10 +1,21 @@
-"""The library of mistakes as data: names, stages, sentences; and the diagnosis that reads it."""
+"""The library of mistakes as data: names, stages, sentences; and the diagnosis that reads it.
+
+Functions of lessons inside their stages: the right function makes the right array, wherever a mistake has a part.
+Wrong functions in the place of right ones: wherever these are used, and never for longer than they are wanted.
+"""
 
 import re
+import sys
+from collections.abc import Mapping
+from types import ModuleType
+from typing import Any
 
+import numpy as np
 import pytest
-from helpers.stored_goldens import weights_of
+from faults.situations import n_cached
+from helpers.stored_goldens import golden_of, suite_of, weights_of
 
+from llorch.apps.learn.lessons import PARTS
 from llorch.diagnosis.mistakes import (
     AFTER_LOGITS,
     GENERATION,
@@ -15,12 +26,20 @@ from llorch.diagnosis.mistakes import (
     SAMPLING,
     STAGE_MISTAKES,
     TRAINING,
+    Mistake,
     checkpoint_of,
     of_checkpoint,
 )
+from llorch.diagnosis.mistakes.in_stage import IN_STAGE
+from llorch.diagnosis.mistakes.planting import injected
+from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
 from llorch.diagnosis.mistakes.variants import mistakes_of
-from llorch.stages.table import BY_NAME, CHECKPOINTS
+from llorch.judging.runners import training_numpy as runner
+from llorch.lora.config import LoraConfig
+from llorch.stages.comparison import measure
+from llorch.stages.table import BY_NAME, CHECKPOINTS, key
 from llorch.stages.training import BY_GROUP
+from llorch.training import adamw
 
 EVERY = (*STAGE_MISTAKES, *SAMPLING, *GENERATION, *QUANTISED, *QUANTISED_FOLDERS, *TRAINING)
 
@@ -79,3 +98,69 @@ def test_rows_in_the_order_of_the_file_are_a_suspect_where_files_have_pairs(mode
     suspects = {mistake.name for mistake in mistakes_of("k_proj", weights_of(model).config, 0, n_cached=0)}
     assert "qk-rows-left-interleaved" in suspects
     assert "qk-rows-reordered-needlessly" not in suspects
+
+
+MODELS = ("micro-qwen3", "micro-qwen3-next")  # dense; with experts and a delta net
+
+
+def rows() -> Mapping[tuple[str, str], Mistake[StageInputs]]:
+    """One row of the library for each function and stage."""
+    return {(mistake.part, stage): mistake for mistake in STAGE_MISTAKES if mistake.part for stage in mistake.stages}
+
+
+def test_a_part_is_a_function_of_a_lesson_or_of_llorch():
+    named = {mistake.part for mistake in MISTAKES.values() if mistake.part}
+    assert {part for part in named if not part.startswith("llorch.")} == IN_STAGE.keys() <= PARTS.keys()
+
+
+@pytest.mark.parametrize(("part", "stage"), rows(), ids=["-".join(each) for each in rows()])
+def test_the_right_function_in_its_stage_makes_the_right_array(part: str, stage: str):
+    model = next(name for name in MODELS if BY_NAME[stage].applies_to(weights_of(name).config))
+    weights, golden, row = weights_of(model), golden_of(model), rows()[part, stage]
+    whole, trace = golden.cases["near"], next(iter(golden.engine_outputs.values())).traces["near"]
+    layer, n = BY_NAME[stage].first_layer(weights.config), n_cached(row, whole)
+    now = part_of_trace(trace, weights.config, n, len(whole.ids))
+    past = part_of_trace(trace, weights.config, 0, n) if n else None
+    inputs = stage_inputs(BY_NAME[stage], layer, weights, whole.after(n), now, past, reads=row.reads)
+    made = np.asarray(IN_STAGE[part](lambda right: right, inputs, stage))
+    name = key(stage, layer)
+    found = measure(made.astype(now[name].dtype).reshape(now[name].shape), now[name], masked=BY_NAME[stage].masked)
+    assert found.within(suite_of(model).tolerances("near").isolated(name)), found
+
+
+MISSING, LATE = "adamw-decay-missing", "adamw-step-counted-late"
+
+
+def of(*names: str) -> list[Mistake[Any]]:
+    return [MISTAKES[name] for name in names]
+
+
+def test_users_of_a_function_have_the_wrong_one_too():
+    with injected(*of("gradient-graph-cut-between-blocks", "loss-labels-not-shifted")):
+        assert runner.shifted.__qualname__.startswith("not_shifted")
+
+
+def test_injected_mistakes_stack_and_are_undone_after_an_error():
+    right, of_class = adamw.moved, vars(LoraConfig)["scaling_of"]
+    with pytest.raises(RuntimeError, match="inside"), injected(*of(MISSING, LATE, "lora-alpha-not-divided")):  # noqa: PT012
+        assert adamw.moved is not right
+        assert vars(LoraConfig)["scaling_of"] is not of_class
+        raise RuntimeError("inside")
+    assert adamw.moved is right
+    assert vars(LoraConfig)["scaling_of"] is of_class
+
+
+@pytest.mark.parametrize("n_imports", [1, 2])
+def test_a_user_that_is_imported_after_another_mistake_has_the_wrong_one_too(
+    monkeypatch: pytest.MonkeyPatch, n_imports: int
+):
+    users = [ModuleType("llorch.of_this_test") for _ in range(n_imports)]
+    for user in users:  # the second is the same module, imported again
+        vars(user)["moved"] = adamw.moved
+        with injected(*of("loss-labels-not-shifted")):
+            pass
+        monkeypatch.delitem(sys.modules, user.__name__, raising=False)
+        monkeypatch.setitem(sys.modules, user.__name__, user)
+    with injected(*of(MISSING)):
+        assert vars(users[-1])["moved"] is adamw.moved
+    assert vars(users[-1])["moved"] is adamw.moved

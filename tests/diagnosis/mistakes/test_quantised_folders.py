@@ -15,7 +15,7 @@ from builders.quantised_folders import FOLDERS, NAMES, tensors_of, written
 from faults.wrong_dumps import WHOLE, dump_of
 from faults.wrong_readers import FURTHER_READERS, READERS
 
-from llorch.diagnosis.diagnose import causes
+from llorch.diagnosis.diagnose import findings
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.mistakes.quantised_folders import divisors, requantised
 from llorch.diagnosis.replay import UNCHANGED
@@ -112,13 +112,13 @@ def floats(read: Arrays, name: str, folder: Path) -> Weights:
 
 def first_cause(name: str, read: Arrays, folder: Path, shown: Callable[[str], bool] = WHOLE) -> Finding | None:
     dump = dump_of(floats(read, name, folder).astype(np.float64), TOKENS, UNCHANGED, shown)
-    return next(causes(right(name).astype(np.float64), dump), None)
+    return next(findings(right(name).astype(np.float64), dump), None)
 
 
 def require_named(mistake: str, found: Finding | None) -> None:
     assert found is not None
-    assert (found.kind, [suspect.name for suspect in found.suspects]) == ("mistake", [mistake])
-    assert found.suspects[0].share > 0.99
+    assert (found.kind, [cause.name for cause in found.causes]) == ("mistake", [mistake])
+    assert found.causes[0].explained_share > 0.99
 
 
 def test_each_mistake_is_made_in_a_folder():
@@ -165,7 +165,7 @@ def test_projections_alone_name_it(tmp_path: Path):
 def test_a_right_reader_is_not_accused(name: str, tmp_path: Path):
     read = {tensor: matrix.decode() for tensor, matrix in matrices(name).items()}
     found = first_cause(name, read, tmp_path)
-    assert found is None or found.kind == "honest"
+    assert found is None or found.kind == "rounding"
 
 
 @pytest.mark.parametrize("mistake", BY_NAME)

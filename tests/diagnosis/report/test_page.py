@@ -10,9 +10,22 @@ import pytest
 from builders import diagnoses
 from helpers.chromium import Browser
 
-from llorch.diagnosis.report.figures import BOTTOM, HEIGHT, LEFT, LEVELS, WIDTH, Rung, heat, histogram, ladder
-from llorch.diagnosis.report.page import MAX_FIGURES, page, rungs
-from llorch.diagnosis.verdict import WRONG, Diagnosis
+from llorch.diagnosis.report.page import (
+    BOTTOM,
+    HEIGHT,
+    LEFT,
+    LEVELS,
+    MAX_FIGURES,
+    WIDTH,
+    Rung,
+    heat,
+    histogram,
+    ladder,
+    page,
+    rungs,
+)
+from llorch.diagnosis.verdict import Diagnosis
+from llorch.stages.comparison import FAIL
 
 every = pytest.mark.parametrize("make", diagnoses.ALL)
 EMPTY = {"meta", "br", "line", "rect", "circle", "path", "polyline"}
@@ -71,16 +84,16 @@ def test_hostile_names_are_text():
 
 def test_the_first_cause_is_marked_in_its_layer():
     text = page(diagnoses.two_bugs())
-    (cell,) = re.findall(r'<li class="WRONG first">✗ (\w+)', text)
+    (cell,) = re.findall(r'<li class="FAIL first">✗ (\w+)', text)
     assert cell == "q_rope"
     assert "Layer 1, stage by stage" in text
     assert text.index("First cause: l1.q_rope") < text.index("Another cause: l3.v_proj")
-    assert text.index("Another cause: l3.v_proj") < text.index("Honest difference: l3.ffn_act")
+    assert text.index("Another cause: l3.v_proj") < text.index("Rounding: l3.ffn_act")
 
 
 def test_a_page_has_the_ladder_of_the_layers():
     made = diagnoses.one_bug()
-    (wrong,) = [result for result in made.results if result.verdict == WRONG]
+    (wrong,) = [result for result in made.results if result.verdict == FAIL]
     assert ladder(rungs(made.results, wrong)) in page(made)
 
 
@@ -94,12 +107,13 @@ def test_only_so_many_findings_have_figures():
 
 def test_a_rung_is_the_worst_of_a_layer_and_what_has_come_together():
     made = diagnoses.one_bug()
-    (wrong,) = [result for result in made.results if result.verdict == WRONG]
+    (wrong,) = [result for result in made.results if result.verdict == FAIL]
     found = rungs(made.results, wrong)
     assert [rung.label for rung in found] == ["embed", "0", "1", "2", "3", "norm", "logits"]
     assert [rung.local > rung.limit for rung in found] == [False, False, True, False, False, False, False]
-    assert found[2].local == wrong.local.error
-    assert found[3].total > wrong.total.error
+    assert wrong.chained is not None
+    assert found[2].local == wrong.isolated.difference.error
+    assert found[3].total > wrong.chained.difference.error
 
 
 @pytest.mark.parametrize(("value", "level"), [(0, 0), (1, 0), (1.1, 1), (11, 2), (1e5, 6), (1e300, 6), (np.inf, 6)])

@@ -10,7 +10,8 @@ from builders import diagnoses
 
 from llorch.cli.output import to_json
 from llorch.diagnosis.report.record import VERSION, headline, junit, percent, ranges, record, span, times, verdict
-from llorch.diagnosis.verdict import WRONG, Diagnosis
+from llorch.diagnosis.verdict import Diagnosis
+from llorch.stages.comparison import FAIL
 
 KEYS = {"version", "model", "source", "right", "findings", "stages", "could_not_show", "notes", "not_run"}
 every = pytest.mark.parametrize("make", diagnoses.ALL)
@@ -33,19 +34,19 @@ def test_the_record_is_json_that_every_parser_takes(make: Callable[[], Diagnosis
 
 def test_the_record_has_what_was_measured_and_where():
     read = json.loads(to_json(record(diagnoses.one_bug())))
-    (wrong,) = [stage for stage in read["stages"] if stage["verdict"] == WRONG]
-    assert wrong["local"]["error"] > wrong["tolerance"]["error"]
+    (wrong,) = [stage for stage in read["stages"] if stage["verdict"] == FAIL]
+    assert wrong["isolated"]["error"] > wrong["isolated"]["tolerance"]
     assert wrong["over"] > 1000
     assert (wrong["index"], wrong["actual"], wrong["expected"]) == ([3, 3, 3], 0.55, -0.82)
     assert len(wrong["profile"]["tokens"]) == diagnoses.N_TOKENS
     (found,) = read["findings"]
-    assert (found["suspects"][0]["value"], found["near_misses"][0]["left"]) == ("interleaved", 21000)
+    assert (found["causes"][0]["value"], found["near_misses"][0]["remaining"]) == ("interleaved", 21000)
 
 
 def test_what_is_not_finite_is_null_and_its_fault_is_said():
     read = json.loads(to_json(record(diagnoses.not_finite())))
-    (wrong,) = [stage for stage in read["stages"] if stage["verdict"] == WRONG]
-    assert (wrong["local"]["error"], wrong["over"]) == (None, None)
+    (wrong,) = [stage for stage in read["stages"] if stage["verdict"] == FAIL]
+    assert (wrong["isolated"]["error"], wrong["over"]) == (None, None)
     assert wrong["fault"].startswith("non-finite: 3 of 4096")
 
 
@@ -57,8 +58,8 @@ def test_junit_has_a_suite_for_each_pass_and_a_case_for_each_stage(make: Callabl
         str(sum(result.n_pass == number for result in made.results))
         for number in sorted({result.n_pass for result in made.results})
     ]
-    honest = {place for each in made.findings if each.kind == "honest" for place in each.places}
-    wrong = [r.key for r in made.results if r.verdict == WRONG and (r.n_pass, r.key) not in honest]
+    roundings = {place for each in made.findings if each.kind == "rounding" for place in each.places}
+    wrong = [r.key for r in made.results if r.verdict == FAIL and (r.n_pass, r.key) not in roundings]
     assert bool(wrong) != made.is_right
     assert [case.get("name") for case in top.iter("testcase") if case.find("failure") is not None] == wrong
     assert sum(int(suite.get("failures", "")) for suite in top) == len(wrong)
@@ -101,8 +102,8 @@ def test_control_characters_of_names_are_written_out():
         (times(0.4), "0.4 x"),
         (times(51234.0), "51000 x"),
         (times(float("inf")), "without end"),
-        (verdict(diagnoses.honest()), "HONEST"),
-        (verdict(diagnoses.undeclared()), "HONEST"),
+        (verdict(diagnoses.rounding()), "ROUNDING"),
+        (verdict(diagnoses.undeclared()), "ROUNDING"),
         (verdict(diagnoses.nothing_seen()), "NOT RUN"),
     ],
 )

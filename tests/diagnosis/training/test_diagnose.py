@@ -47,7 +47,7 @@ def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
     found = scored(name, style)
     assert (found.stage, found.named, len(found.wrong)) == (True, True, 1), found.found.findings
     assert found.wrong[0].kind == "mistake"
-    assert min(one.share for one in found.wrong[0].suspects) > 0.99
+    assert min(one.explained_share for one in found.wrong[0].causes) > 0.99
 
 
 @pytest.mark.nightly_cases(but=["sign-of-momentum"])
@@ -56,7 +56,7 @@ def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
 def test_what_no_known_mistake_makes_is_said_to_be_none_of_them_once(name: str):
     found = scored(name)
     assert (found.stage, found.named, [one.kind for one in found.wrong]) == (True, True, ["unknown"])
-    assert found.wrong[0].suspects == ()
+    assert found.wrong[0].causes == ()
     assert_tells(found.wrong[0].sentence, "step", found.wrong[0].key)
 
 
@@ -73,7 +73,7 @@ def test_a_right_trainer_is_accused_of_nothing(style: str):
     found = scored("right", style).found
     assert found.is_right
     assert found.findings == []
-    assert {result.verdict for result in found.results} == {"RIGHT"}
+    assert {result.verdict for result in found.results} == {"PASS"}
 
 
 def diagnosed(
@@ -113,7 +113,7 @@ def test_a_setting_that_the_dump_does_not_say_is_recovered_and_no_mistake(tmp_pa
     found = diagnosed(tmp_path, {"lr": None})
     assert found.is_right
     (finding,) = found.findings
-    assert (finding.kind, finding.suspects[0].value) == ("honest", "0.002")
+    assert (finding.kind, finding.causes[0].value) == ("rounding", "0.002")
     assert_tells(finding.sentence, "0.002", "dump")
 
 
@@ -126,7 +126,7 @@ def test_numbers_that_are_none_are_told_before_anything_else(tmp_path: Path):
 def test_a_second_bug_behind_the_first_is_found_in_the_same_run(tmp_path: Path):
     found = diagnosed(tmp_path, {"step1.loss": 1.0}, name="eps-inside", dtype="float32").findings
     assert [(one.kind, one.key) for one in found] == [("unknown", "loss"), ("mistake", found[1].key)]
-    assert found[1].suspects[0].name == "adamw-eps-inside-root"
+    assert found[1].causes[0].name == "adamw-eps-inside-root"
 
 
 @pytest.mark.parametrize("style", ["usual", pytest.param("whole", marks=SLOW)])

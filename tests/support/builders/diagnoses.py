@@ -7,12 +7,15 @@ from functools import cache
 import numpy as np
 
 from llorch.diagnosis.diagnose import settled
-from llorch.diagnosis.profile import profile
-from llorch.diagnosis.verdict import HONEST, RIGHT, WRONG, Diagnosis, Finding, Kind, StageResult, Suspect
+from llorch.diagnosis.dump_checker import profile
+from llorch.diagnosis.verdict import Diagnosis, Finding, Kind, StageCheck
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
+from llorch.judging.cause import Cause
+from llorch.judging.judge import Comparison
 from llorch.runtime.builtin import builtin_path
-from llorch.stages.comparison import Difference, Tolerance
+from llorch.stages.comparison import FAIL, PASS, ROUNDING, Difference, Tolerance
+from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import Stage, keys
 
 LIMIT = Tolerance(4.8e-7, 2e-6)
@@ -27,7 +30,7 @@ def config(n_layers: int = 4, **changes: int) -> ModelConfig:
 
 
 @cache
-def shown(stage: Stage, model: ModelConfig, size: float) -> StageResult:
+def shown(stage: Stage, model: ModelConfig, size: float) -> StageCheck:
     """A stage of layer 0, off by `size` of its limit, the more the later the token and the head."""
     expected = np.random.default_rng(1).normal(size=stage.shape(model, seq=N_TOKENS, ctx=N_TOKENS)).astype(np.float32)
     off = np.random.default_rng(2).normal(size=expected.shape)
@@ -35,34 +38,36 @@ def shown(stage: Stage, model: ModelConfig, size: float) -> StageResult:
         off *= np.geomspace(0.01, 1, n).reshape([-1 if at == axis else 1 for at in range(expected.ndim)])
     actual = expected + off * size * LIMIT.error
     error = float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-    verdict = RIGHT if size < 0.9 else HONEST if size < 2 else WRONG
-    found = None if verdict == RIGHT else profile(actual, expected, stage, model)
+    verdict = PASS if size < 0.9 else ROUNDING if size < 2 else FAIL
+    profiled = None if verdict == PASS else profile(actual, expected, stage, model)
     local = Difference(error, 3 * error, None, (3,) * expected.ndim, 0.55, -0.82)
-    arithmetic = "float32, as its arrays are stored"
-    return StageResult(0, "", stage.name, None, "", local, LIMIT, local, LIMIT, arithmetic, verdict, (), found)
+    isolated = Comparison("story", StageRef("", stage.name), "isolated", "dump", "numpy", local, LIMIT, verdict)
+    return StageCheck(isolated, isolated, (), "", "float32, as its arrays are stored", profiled)
 
 
-def results(model: ModelConfig, sizes: Mapping[str, float], *, rename: Callable[[str], str] = str) -> list[StageResult]:
+def results(model: ModelConfig, sizes: Mapping[str, float], *, rename: Callable[[str], str] = str) -> list[StageCheck]:
     """Every stage of a model, off by 0.3 of the limit where nothing else is said; what is inherited grows."""
-    found, inherited = [], 1e-7
+    checks, inherited = [], 1e-7
     for name, stage, layer in keys(model):
         size = sizes.get(name, 0.3)
-        one = shown(stage, replace(model, n_layers=1), size)
-        inherited = min(1.0, max(inherited * 1.02, one.local.error if size > 2 else 0.0))
-        total = replace(one.local, error=inherited)
-        found.append(replace(one, key=name, layer=layer, name=rename(name), total=total, ran_since=(name,)))
-    return found
+        check = shown(stage, replace(model, n_layers=1), size)
+        isolated = replace(check.isolated, stage_ref=StageRef(stage.checkpoint, stage.name, layer))
+        inherited = min(1.0, max(inherited * 1.02, isolated.difference.error if size > 2 else 0.0))
+        chained = replace(isolated, difference=replace(isolated.difference, error=inherited))
+        checks.append(replace(check, isolated=isolated, chained=chained, engine_name=rename(name), ran_since=(name,)))
+    return checks
 
 
 def finding(place: str, kind: Kind = "mistake", *, name: str = "rope-interleaved-pairs", said: str = PAIRS) -> Finding:
     layer = int(place[1 : place.index(".")]) if "." in place else None
-    suspect = Suspect(name, said, (place,), 0.9998, 0.4, "interleaved")
-    near = Suspect("rope-theta", "theta is 10000 here, the file says 500000.", (place,), 0.61, 21_000.0, "10000")
-    known = kind in ("mistake", "honest")
+    cause = Cause(name, "mistake", said, (place,), 0.9998, 0.4, "interleaved")
+    sentence = "theta is 10000 here, the file says 500000."
+    near = Cause("rope-theta", "near miss", sentence, (place,), 0.61, 21_000.0, "10000")
+    known = kind in ("mistake", "rounding")
     return Finding(
-        kind, place, 0, (place,), () if layer is None else (layer,), (suspect,) if known else (), (near,),
+        kind, place, 0, (place,), () if layer is None else (layer,), (cause,) if known else (), (near,),
         ((0, place),), f"{place}: {said}; explains 99.98 % of the error" if known else f"{place}: none of the known",
-        (Suspect("rope-sine-sign", "the sine has another sign", (place,), 0.9998, 0.5),) if known else (),
+        (Cause("rope-sine-sign", "mistake", "the sine has another sign", (place,), 0.9998, 0.5),) if known else (),
     )  # fmt: skip
 
 
@@ -81,13 +86,13 @@ def right() -> Diagnosis:
     return diagnosis({})
 
 
-def honest() -> Diagnosis:
-    return diagnosis({"l1.ffn_act": 1.5}, [finding("l1.ffn_act", "honest", name="bf16", said="this is what bf16 does")])
+def rounding() -> Diagnosis:
+    return diagnosis({"l1.ffn_act": 1.5}, [finding("l1.ffn_act", "rounding", name="bf16", said="bf16 does this")])
 
 
 def undeclared() -> Diagnosis:
     """Beyond the limits of float32, until a rounding that nobody declared was found."""
-    return diagnosis({"l1.ffn_act": 900.0}, [finding("l1.ffn_act", "honest", name="Q8_0", said="inputs in Q8_0")])
+    return diagnosis({"l1.ffn_act": 900.0}, [finding("l1.ffn_act", "rounding", name="Q8_0", said="inputs in Q8_0")])
 
 
 def one_bug() -> Diagnosis:
@@ -97,14 +102,17 @@ def one_bug() -> Diagnosis:
 def two_bugs() -> Diagnosis:
     sizes = {"l1.q_rope": 5e5, "l2.q_rope": 4e5, "l3.v_proj": 2e3, "l3.ffn_act": 1.5}
     first = replace(finding("l1.q_rope"), layers=(1, 2), places=((0, "l1.q_rope"), (0, "l2.q_rope")))
-    more = [finding("l3.v_proj", "unknown"), finding("l3.ffn_act", "honest", name="bf16", said="this is bf16")]
+    more = [finding("l3.v_proj", "unknown"), finding("l3.ffn_act", "rounding", name="bf16", said="this is bf16")]
     return diagnosis(sizes, [first, *more])
 
 
 def not_finite() -> Diagnosis:
     made = diagnosis({"l0.attn_scores": 1e9}, [finding("l0.attn_scores", "not finite")])
     bad = Difference.of_fault(("non-finite", "3 of 4096 values of got"))
-    return replace(made, results=[replace(r, local=bad, total=bad) if r.verdict == WRONG else r for r in made.results])
+    results = [
+        replace(r, isolated=replace(r.isolated, difference=bad)) if r.verdict == FAIL else r for r in made.results
+    ]
+    return replace(made, results=results)
 
 
 def hundred_layers() -> Diagnosis:
@@ -128,7 +136,9 @@ def logits_only() -> Diagnosis:
 
 def two_passes() -> Diagnosis:
     made = two_bugs()
-    later = [replace(result, n_pass=1) for result in made.results]
+    refs = [replace(check.isolated.stage_ref, n_pass=1) for check in made.results]
+    isolated = [replace(c.isolated, stage_ref=ref) for c, ref in zip(made.results, refs, strict=True)]
+    later = [replace(check, isolated=c) for check, c in zip(made.results, isolated, strict=True)]
     return replace(made, results=[*made.results, *later])
 
 
@@ -137,6 +147,6 @@ def nothing_seen() -> Diagnosis:
 
 
 ALL = (
-    right, honest, undeclared, one_bug, two_bugs, not_finite, hundred_layers, every_layer, hostile, logits_only,
+    right, rounding, undeclared, one_bug, two_bugs, not_finite, hundred_layers, every_layer, hostile, logits_only,
     two_passes, nothing_seen,
 )  # fmt: skip

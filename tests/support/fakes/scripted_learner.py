@@ -11,7 +11,6 @@ from llorch.apps.learn.check import FORWARD
 from llorch.apps.learn.checks.forward import models_of
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.folder import read_folder
-from llorch.apps.learn.judging import NearMiss
 from llorch.apps.learn.lessons import LESSONS, Lesson, hints_of, stub_of, typed_mistakes
 from llorch.apps.learn.verdict import LessonReport
 from llorch.diagnosis.mistakes import MISTAKES, of_checkpoint
@@ -80,4 +79,4 @@ def possible(lesson: Lesson) -> list[str]:
 
 def named(found: LessonReport) -> set[str]:
     """What a verdict takes for the cause, with what it cannot tell from that."""
-    return {each.name for each in found.suspects if not isinstance(each, NearMiss)}
+    return {each.name for each in found.suspects if each.kind != "near miss"}

@@ -18,7 +18,7 @@ from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
-from llorch.diagnosis.verdict import Suspect
+from llorch.judging.cause import Cause
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.tokens import edge_of_top_p
 from llorch.judging.goldens.forward import SAMPLINGS
@@ -67,9 +67,9 @@ class AfterLogitsCheck(ABC):
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
-    ) -> Sequence[Suspect]:
+    ) -> Sequence[Cause]:
         """See `Check`; of every part by itself, as each may have a mistake of its own."""
-        found: dict[str, Suspect] = {}
+        found: dict[str, Cause] = {}
         for parts in groups(lesson, implementation, mode) if wrong else ():
             here = []
             with suppress(LearnerFault):  # in a later model: what was judged before it has a name, too
@@ -77,7 +77,7 @@ class AfterLogitsCheck(ABC):
             found |= {suspect.name: suspect for suspect in (self.named(here) if here else ())}
         return list(found.values())
 
-    def named(self, wrong: Sequence[Comparison]) -> Iterator[Suspect]:
+    def named(self, wrong: Sequence[Comparison]) -> Iterator[Cause]:
         """Yield the known mistakes that explain all of the error."""
         known: Sequence[Mistake[Any]] = [each for each in (*SAMPLING, *GENERATION) if self.stage in each.stages]
         read = [self.inputs(each) for each in wrong]
@@ -85,7 +85,7 @@ class AfterLogitsCheck(ABC):
             ways = (mistake.result, *mistake.also)
             lefts = (min(_left(each, way(s, self.stage)) for way in ways) for each, s in zip(wrong, read, strict=True))
             if (worst := _worst_within(lefts)) is not None:
-                yield Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, worst)
+                yield Cause(mistake.name, "mistake", mistake.diagnosis, mistake.stages, 1.0, worst)
 
     def _judge_parts(
         self, implementation: Implementation, parts: Sequence[Exercise], mode: Mode
@@ -196,11 +196,11 @@ class FilterCheck(AfterLogitsCheck):
         logits, history = suite_of(wrong.model).sampler_inputs()
         return SamplerInputs(logits[None].astype(np.float64), SAMPLINGS[wrong.stage_ref.part], history)
 
-    def named(self, wrong: Sequence[Comparison]) -> Iterator[Suspect]:
+    def named(self, wrong: Sequence[Comparison]) -> Iterator[Cause]:
         """Yield the known mistakes; rounding comes first, if only tokens at the edge of top-p differ."""
         edges = [_edge(each) for each in wrong]
         if all(edges):
-            yield Suspect("edge-of-top-p", f"not your bug: {edges[0]}", (), 1.0, 0.0)
+            yield Cause("edge-of-top-p", "rounding", f"not your bug: {edges[0]}", (), 1.0, 0.0)
         yield from super().named(wrong)
 
 

@@ -6,7 +6,7 @@ computes with ours only: the learner's parts are in place while the pass runs, a
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import astuple, replace
+from dataclasses import replace
 from functools import cache
 from types import MappingProxyType
 
@@ -14,12 +14,13 @@ import numpy as np
 
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import Mode, NearMiss, PartComparison, judge_with_arrays
+from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import LESSONS, PARTS, Lesson
-from llorch.diagnosis.diagnose import causes
-from llorch.diagnosis.verdict import Finding, Suspect
+from llorch.diagnosis.diagnose import findings
+from llorch.diagnosis.verdict import Finding
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
+from llorch.judging.cause import Cause
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.judge import Comparison, Expectation
 from llorch.judging.runners import Trace
@@ -54,7 +55,7 @@ class ForwardCheck:
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
-    ) -> Sequence[Suspect]:
+    ) -> Sequence[Cause]:
         """Diagnose the learner's run; the first function and model that give a name decide."""
         parts = {part: [PARTS[part]] if part else parts_so_far(lesson, implementation) for part, _ in wrong}
         return suspects_named_by(
@@ -64,7 +65,7 @@ class ForwardCheck:
 
 def suspects_named_by(
     wrong: Sequence[PartComparison], causes_of: Callable[[str, str, str], Iterator[Finding]]
-) -> Sequence[Suspect]:
+) -> Sequence[Cause]:
     """Return the suspects that diagnoses of the wrong results name.
 
     Diagnoses run for one exercise, model and case after another, until one gives a name.
@@ -74,7 +75,7 @@ def suspects_named_by(
         found = causes_of(part, model, case)
         first = next(found, None)
         said += [first] if first is not None else []
-        if first is not None and first.kind == "honest":
+        if first is not None and first.kind == "rounding":
             said += found  # nothing else may be there
         if any(each.kind == "mistake" for each in said) or _n_unknown(said) >= TRIED:
             break
@@ -91,30 +92,29 @@ def _runs(wrong: Sequence[PartComparison]) -> list[tuple[str, str, str]]:
 
 def _n_unknown(said: Sequence[Finding]) -> int:
     """Count the findings that are not honest deviations."""
-    return sum(each.kind != "honest" for each in said)
+    return sum(each.kind != "rounding" for each in said)
 
 
-def _suspects_of_findings(said: Sequence[Finding]) -> list[Suspect]:
+def _suspects_of_findings(said: Sequence[Finding]) -> list[Cause]:
     """Return the suspects of the first mistake, else of the first unknown cause, else of arithmetic."""
-    found = sorted(said, key=lambda each: {"mistake": 0, "honest": 2}.get(each.kind, 1))
+    found = sorted(said, key=lambda each: {"mistake": 0, "rounding": 2}.get(each.kind, 1))
     if not found:
         return []
     first = found[0]
-    if first.kind == "honest":
+    if first.kind == "rounding":
         return list({each.name: each for each in map(_honest_suspect, said)}.values())
-    near = [NearMiss(*astuple(each)) for each in first.near_misses]
-    return [*_as_one(first.suspects), *first.alternatives, *near]
+    return [*_as_one(first.causes), *first.alternatives, *first.near_misses]
 
 
-def _honest_suspect(finding: Finding) -> Suspect:
+def _honest_suspect(finding: Finding) -> Cause:
     """Make the suspect of an honest finding: the arithmetic that explains it, with no stage to mend."""
-    if finding.suspects:
-        return replace(_as_one(finding.suspects)[0], stages=())
+    if finding.causes:
+        return replace(_as_one(finding.causes)[0], stages=())
     kind = finding.sentence.partition(":")[0]
-    return Suspect(kind, f"Numbers are {kind}.", (), 1.0, 1.0)
+    return Cause(kind, "rounding", f"Numbers are {kind}.", (), 1.0, 1.0)
 
 
-def _as_one(suspects: Sequence[Suspect]) -> list[Suspect]:
+def _as_one(suspects: Sequence[Cause]) -> list[Cause]:
     """Join two suspects that explain an error together."""
     if len(suspects) < 2:
         return [*suspects]
@@ -196,7 +196,7 @@ class ForwardModel:
         """Diagnose a pass with injected results in `wrong`; the run is over before the diagnosis begins."""
         traces = self.traces(this, n_cached, wrong)
         begin = [Pass(this.ids[:n_cached], this.first_position)] if n_cached else []
-        return causes(wide(self.model), StageDump.of_arrays([*begin, this.after(n_cached)], *traces))
+        return findings(wide(self.model), StageDump.of_arrays([*begin, this.after(n_cached)], *traces))
 
     def traces(self, this: Pass, n_cached: int, wrong: Trace = MappingProxyType({})) -> list[dict[str, np.ndarray]]:
         """Return every stage that shows, of one or two passes; in the last one `wrong` takes the place of some."""

@@ -20,10 +20,10 @@ from llorch.apps.learn.judging import Mode, PartComparison
 from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.mistakes import QuantisedInputs
 from llorch.diagnosis.mistakes.variants import quantised_variants
-from llorch.diagnosis.verdict import Suspect
 from llorch.files.blocks import uniform
 from llorch.files.gguf import GGUFFile
 from llorch.files.quant import GGMLType, decode
+from llorch.judging.cause import Cause
 from llorch.judging.expectations.files import foundation_rows, own_tensors, token_rows
 from llorch.judging.expectations.quantised import decode_row
 from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden, read
@@ -50,7 +50,7 @@ class FoundationCheck:
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
-    ) -> Sequence[Suspect]:
+    ) -> Sequence[Cause]:
         """See `Check`; the library knows those of the embedding."""
         return ForwardCheck().suspects(lesson, implementation, mode, [(part, c) for part, c in wrong if c.expectation])
 
@@ -111,14 +111,14 @@ class BlocksCheck:
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
-    ) -> Sequence[Suspect]:
+    ) -> Sequence[Cause]:
         """Return known mistakes that make the learner's numbers of ordinary blocks."""
         exercise = PARTS[wrong[0][0]]
         blocks, values = (each[:ORDINARY] for each in _golden(exercise))
         ours = _decoded(exercise, implementation, blocks)
         inputs = QuantisedInputs(_block_type(exercise), blocks, values.shape, np.empty((0, 0), np.float32))
         return [
-            Suspect(mistake.name, mistake.diagnosis, ("decode",), 1.0, 0.0)
+            Cause(mistake.name, "mistake", mistake.diagnosis, ("decode",), 1.0, 0.0)
             for mistake, made in quantised_variants("decode", inputs).wrong
             if np.array_equal(ours, made, equal_nan=True)
         ]

@@ -23,8 +23,8 @@ from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import injected, replaced
 from llorch.diagnosis.training.hypotheses import RANDOM
-from llorch.diagnosis.verdict import Suspect
 from llorch.files import Weights
+from llorch.judging.cause import Cause
 from llorch.judging.expectations.adapter_files import Table, exported, file_row, gguf_table
 from llorch.judging.expectations.training import make_expectations, stored
 from llorch.judging.expectations.training_places import CHAINED, ISOLATED, Arrays
@@ -54,7 +54,7 @@ class TrainingCheck:
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
-    ) -> Sequence[Suspect]:
+    ) -> Sequence[Cause]:
         """Name the known mistakes of the lesson that make llorch's code give the learner's results, the best first.
 
         In both modes the search runs each part in isolation: a part that is right there was given wrong inputs.
@@ -65,9 +65,9 @@ class TrainingCheck:
                 continue
             known = [m for m in TRAINING if lesson.number in m.checkpoints and m.applies_to(run.weights.config)]
             if not theirs.equals(run.made(learned(implementation, parts))):
-                return [Suspect(m.name, m.diagnosis, m.stages, 1.0, 0.0) for m in known if m.name in REMEMBERS]
+                return [Cause(m.name, "mistake", m.diagnosis, m.stages, 1.0, 0.0) for m in known if m.name in REMEMBERS]
             if found := [one for one in (run.explained(theirs, m) for m in known) if one]:
-                return sorted(found, key=lambda one: one.left)
+                return sorted(found, key=lambda cause: cause.remaining)
         return []
 
 
@@ -166,13 +166,13 @@ class CheckpointRun:
         for kind, table in made.tables.items():
             yield replace(file_row(self.model, kind, table, self.golden.files[kind]), backend=BACKEND)
 
-    def explained(self, theirs: TrainingOutput, mistake: Mistake[Any]) -> Suspect | None:
+    def explained(self, theirs: TrainingOutput, mistake: Mistake[Any]) -> Cause | None:
         """Return a known mistake if llorch's code with it gives the same results everywhere; else None.
 
         A run that also has `mistake.along`, the fault that mostly comes with this mistake, counts as well.
         """
         left = min(self._left(theirs, self.made(_with(mistake, along))) for along in {False, mistake.along is not None})
-        return Suspect(mistake.name, mistake.diagnosis, mistake.stages, 1.0, left) if left <= 1 else None
+        return Cause(mistake.name, "mistake", mistake.diagnosis, mistake.stages, 1.0, left) if left <= 1 else None
 
     def _left(self, theirs: TrainingOutput, ours: TrainingOutput) -> float:
         """Return the largest difference between two outputs, as a multiple of its tolerance."""

@@ -14,11 +14,11 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.diagnosis.diagnose import causes
+from llorch.diagnosis.diagnose import findings
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.diagnosis.replay import Change, Past, Replay, StageChange
-from llorch.diagnosis.search.hypotheses import FAMILIES, known_mistakes
-from llorch.diagnosis.search.trials import stage_of, together
+from llorch.diagnosis.search.cause_search import stage_of, together
+from llorch.diagnosis.search.hypotheses import known_mistakes, setting_families
 from llorch.diagnosis.verdict import Finding
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
@@ -82,15 +82,15 @@ class Exhibit:
             if name == "overflow":
                 made.append(Change({places[-1]: StageChange(lambda inputs, stage, array: _overflowing(array))}))
                 continue
-            family = next((each for each in FAMILIES if each.name == name), None)
-            hypothesis = family.made(float(value or 1), replay.config) if family else known[name]
+            family = next((each for each in setting_families(replay.config) if each.name == name), None)
+            hypothesis = family.hypothesis(float(value or 1)) if family else known[name]
             made.append(hypothesis.change(hypothesis.at(places)))
         return together(made)
 
     @cached_property
     def findings(self) -> Sequence[Finding]:
         """The findings of a diagnosis of the dump."""
-        return list(causes(_wide(self.model), self.dump()))
+        return list(findings(_wide(self.model), self.dump()))
 
 
 def _overflowing(array: np.ndarray) -> np.ndarray:
@@ -196,7 +196,7 @@ def compare(shown: Exhibit, answer: str) -> MuseumAnswer:
         Whether it is the cause, with a hint if it is not.
     """
     findings, said = shown.findings, _plain_words(answer)
-    causes = [each for finding in findings for each in (*finding.suspects, *finding.alternatives)]
+    causes = [each for finding in findings for each in (*finding.causes, *finding.alternatives)]
     names = {*(each.name for each in causes), *(name.partition("=")[0] for name in shown.injected)}
     values = {float(name.partition("=")[2]) for name in shown.injected if "=" in name}
     is_other = said in {_plain_words(name) for name in MISTAKES.keys() - names}

@@ -14,9 +14,10 @@ from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import PARTS, Lesson
-from llorch.diagnosis.diagnose import causes
-from llorch.diagnosis.verdict import Finding, Suspect
+from llorch.diagnosis.diagnose import findings
+from llorch.diagnosis.verdict import Finding
 from llorch.engines.dumps.stage_dump import StageDump
+from llorch.judging.cause import Cause
 from llorch.judging.judge import Comparison, Expectation
 from llorch.judging.runners import StageObserver
 from llorch.judging.runners.torch import VARIANTS, TorchRunner
@@ -53,7 +54,7 @@ class TorchCheck:
 
     def suspects(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
-    ) -> Sequence[Suspect]:
+    ) -> Sequence[Cause]:
         """Diagnose the float32 run; return no suspect if that run is right."""
         written = written_parts(lesson, implementation)
 
@@ -89,7 +90,7 @@ class OnTorch:
 
     def causes(self, case: str) -> Iterator[Finding]:
         """Diagnose one pass; the run is over before the diagnosis begins."""
-        return causes(wide(self.model), StageDump.of_arrays([self.suite.cases[case]], self._pass(case)))
+        return findings(wide(self.model), StageDump.of_arrays([self.suite.cases[case]], self._pass(case)))
 
     def _pass(self, case: str) -> dict[str, np.ndarray]:
         return self._trace(lambda observe: self.runner.chained(case, self.suite.cases[case], observe))

@@ -6,21 +6,18 @@ hypothesis explains the whole error, pairs of the nearest are tried.
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from itertools import combinations
 
 import numpy as np
 
+from llorch.diagnosis.attempt import NAMED, ORDER, Attempt, Hypothesis, SettingFamily
 from llorch.diagnosis.dump_checker import ArrayPair, pair_of
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay, StageChange
 from llorch.diagnosis.search.block_hypotheses import block_mistakes
-from llorch.diagnosis.search.hypotheses import FAMILIES, Hypothesis, SettingFamily, honest, known_mistakes
-from llorch.diagnosis.verdict import StageResult
+from llorch.diagnosis.search.hypotheses import known_mistakes, rounding_hypotheses, setting_families
+from llorch.diagnosis.verdict import StageCheck
 from llorch.stages.comparison import Difference, Tolerance, times_over
 
-NAMED = 4.0  # times its limit that a named one may leave: limits are those of the right numbers, not of the wrong ones
-EXPLAINS = 0.9  # the share of the error that it explains at least
-EXPLAINS_ROUNDED = 0.7  # where it rounds to few bits: the rest are values between two of them that fell otherwise
 FEW_LAYERS = 2  # up to so many a mistake may have been made in one place of one layer
 EQUAL = 0.05  # of a limit: values that leave so little more are one, and the first of the list is named
 PAIRED = 32  # of the nearest hypotheses, where pairs are tried
@@ -28,122 +25,96 @@ NARROW, WITH_SETTINGS = 3, 6  # stages since the last ones, up to which mistakes
 REFINED = 0.2  # a value is looked for only as long as some explains so much
 _HOPELESS, _STEPS = 10, 36  # of a golden section: 36 of them leave a 30 millionth of where it began
 _GOLDEN = (math.sqrt(5) - 1) / 2
-_ORDER = {"mistake": 0, "setting": 1, "honest": 2}
 
 
 class _Seen(Exception):
     """A run went as far as it had to."""
 
 
-@dataclass(frozen=True)
-class Trial:
-    """Hypotheses planted at some places, and what they leave of the error of a result."""
-
-    hypotheses: tuple[Hypothesis, ...]
-    places: tuple[str, ...]
-    share: float
-    left: float
-
-    @property
-    def named(self) -> bool:
-        """True if nothing is left but rounding."""
-        if all(each.rounds for each in self.hypotheses):
-            return self.share >= EXPLAINS_ROUNDED
-        return self.share >= EXPLAINS and self.left <= NAMED
-
-    @property
-    def rank(self) -> tuple[float, ...]:
-        """The better comes first: of equals mistakes before settings, few places before many."""
-        kinds = max(_ORDER[each.kind] for each in self.hypotheses) if self.named else 0
-        return not self.named, len(self.hypotheses), kinds, round(self.left, 1), len(self.places)
-
-
-class Trials:
-    """Tries hypotheses beside one dump."""
+class CauseSearch:
+    """Attempts to explain the wrong results of one dump."""
 
     def __init__(self, replay: Replay, pasts: Sequence[Sequence[Past]]) -> None:
-        """Prepare trials; `pasts` are the caches before each pass, in each way in which the engine may keep them."""
+        """Prepare; `pasts` are the caches before each pass, in each way in which the engine may keep them."""
         self.replay, self._pasts = replay, pasts
         self.mistakes = (*known_mistakes(replay.config), *block_mistakes(replay.weights))
-        self._honest = tuple(honest(replay.config))
+        self._roundings = tuple(rounding_hypotheses(replay.config))
+        self._families = setting_families(replay.config)
         self._entered: tuple[object, Mapping[str, np.ndarray]] = (None, {})
         self._sizes: dict[tuple[int, str], np.ndarray | None] = {}
 
-    def of(self, result: StageResult, *, pairs: bool = True, was_right: bool = False) -> list[Trial]:
+    def of(self, result: StageCheck, *, pairs: bool = True, was_right: bool = False) -> list[Attempt]:
         """Try every hypothesis that can be made since the dump showed the last stages; the nearest first.
 
         If the same stage `was_right` in an earlier pass, skip hypotheses that would have shown there.
         """
-        trials = list(self._singles(result, was_right=was_right))
-        if pairs and not any(trial.named for trial in trials):
-            trials += self._pairs(result, trials)
-        return sorted(trials, key=lambda trial: trial.rank)
+        attempts = list(self._singles(result, was_right=was_right))
+        if pairs and not any(attempt.is_named for attempt in attempts):
+            attempts += self._pairs(result, attempts)
+        return sorted(attempts, key=lambda attempt: attempt.rank)
 
-    def explains(self, trial: Trial, result: StageResult) -> bool:
-        """Tell if the trial's hypotheses explain another result, in the same stages or wherever they can be made."""
-        stages = {stage_of(place) for place in trial.places}
+    def explains(self, attempt: Attempt, result: StageCheck) -> bool:
+        """Tell if the attempt's hypotheses explain another result, in the same stages or wherever they can be made."""
+        stages = {stage_of(place) for place in attempt.stages}
         same = tuple(place for place in result.ran_since if stage_of(place) in stages)
-        able = all(each.at(same) for each in trial.hypotheses)
-        tried = [*([same] if able else []), *choices(trial.hypotheses, result.ran_since)]
-        return any(self.tried(trial.hypotheses, places, result).named for places in tried)
+        able = all(each.at(same) for each in attempt.hypotheses)
+        tried = [*([same] if able else []), *choices(attempt.hypotheses, result.ran_since)]
+        return any(self.tried(attempt.hypotheses, places, result).is_named for places in tried)
 
-    def _singles(self, result: StageResult, *, was_right: bool) -> Iterator[Trial]:
-        """Try each known mistake, each honest deviation and each setting alone."""
-        for hypothesis in (*self.mistakes, *self._honest):
+    def _singles(self, result: StageCheck, *, was_right: bool) -> Iterator[Attempt]:
+        """Try each known mistake, each rounding and each setting alone."""
+        for hypothesis in (*self.mistakes, *self._roundings):
             for places in choices((hypothesis,), result.ran_since)[: 1 if was_right else None]:
-                trial = self.tried((hypothesis,), places, result)
-                yield trial
-                if trial.named:
+                attempt = self.tried((hypothesis,), places, result)
+                yield attempt
+                if attempt.is_named:
                     break
-        yield from (self._valued(family, result) for family in self._families(result) if family.later or not was_right)
+        families = self._families_read(result)
+        yield from (self._valued(family, result) for family in families if family.later or not was_right)
 
-    def _families(self, result: StageResult) -> Iterator[SettingFamily]:
+    def _families_read(self, result: StageCheck) -> Iterator[SettingFamily]:
         """Yield the settings that a stage reads which ran since the dump showed the last stages."""
-        for family in FAMILIES:
-            if family.values(self.replay.config) and {*map(stage_of, result.ran_since)} & {*family.stages}:
-                yield family
+        ran_since = {stage_of(place) for place in result.ran_since}
+        return (family for family in self._families if not ran_since.isdisjoint(family.stages))
 
-    def _pairs(self, result: StageResult, singles: Sequence[Trial]) -> Iterator[Trial]:
+    def _pairs(self, result: StageCheck, singles: Sequence[Attempt]) -> Iterator[Attempt]:
         """Try pairs of the best single hypotheses, and mistakes together with settings."""
-        best: dict[str, Trial] = {}
-        for trial in sorted(singles, key=lambda trial: trial.left):
-            best.setdefault(trial.hypotheses[0].name, trial)
+        best: dict[str, Attempt] = {}
+        for attempt in sorted(singles, key=lambda attempt: attempt.remaining):
+            best.setdefault(attempt.hypotheses[0].name, attempt)
         nearest = list(best.values())[:PAIRED]
         for one, other in combinations(nearest, 2):
-            first, second = sorted((*one.hypotheses, *other.hypotheses), key=lambda each: _ORDER[each.kind])
-            if second.kind != "mistake" or not set(one.places) & set(other.places):  # two mistakes make one stage once
-                yield self.tried((first, second), tuple(dict.fromkeys((*one.places, *other.places))), result)
+            first, second = sorted((*one.hypotheses, *other.hypotheses), key=lambda each: ORDER[each.kind])
+            if second.kind != "mistake" or not set(one.stages) & set(other.stages):  # two mistakes make one stage once
+                yield self.tried((first, second), tuple(dict.fromkeys((*one.stages, *other.stages))), result)
         if len(result.ran_since) <= NARROW:
-            mistakes = [trial for trial in nearest if trial.hypotheses[0].kind == "mistake"][:WITH_SETTINGS]
-            for family in self._families(result):
-                for value in family.values(self.replay.config):
-                    setting = family.made(value, self.replay.config)
+            mistakes = [attempt for attempt in nearest if attempt.hypotheses[0].kind == "mistake"][:WITH_SETTINGS]
+            for family in self._families_read(result):
+                for setting in map(family.hypothesis, family.values):
                     for mistake in mistakes:
-                        places = tuple(dict.fromkeys((*mistake.places, *setting.at(result.ran_since))))
+                        places = tuple(dict.fromkeys((*mistake.stages, *setting.at(result.ran_since))))
                         yield self.tried((*mistake.hypotheses, setting), places, result)
 
-    def _valued(self, family: SettingFamily, result: StageResult) -> Trial:
-        """Try a setting with each value of its list, and between them; return the best trial."""
-        config = self.replay.config
+    def _valued(self, family: SettingFamily, result: StageCheck) -> Attempt:
+        """Try a setting with each value of its list, and between them; return the best attempt."""
 
-        def tried(value: float, places: tuple[str, ...]) -> Trial:
-            return self.tried((family.made(value, config),), places, result)
+        def tried(value: float, places: tuple[str, ...]) -> Attempt:
+            return self.tried((family.hypothesis(value),), places, result)
 
-        values = family.values(config)
-        where = choices((family.made(values[0], config),), result.ran_since)
+        where = choices((family.hypothesis(family.values[0]),), result.ran_since)
         if len({self.replay.stages[place][1] for place in result.ran_since} - {None}) > 1:
             where = where[:1]  # a setting is that of all layers
-        trials = {(value, places): tried(value, places) for value in values for places in where}
-        best, places = min(trials, key=lambda at: trials[at].left)
-        if (least := trials[best, places].left) <= 1:
-            best, places = next(at for at in trials if trials[at].left <= least + EQUAL)
-        if not family.refined or best <= 0 or trials[best, places].left <= 1:
-            return trials[best, places]
-        return _refined(best, [value for value in values if value > 0], lambda value: tried(value, places))
+        attempts = {(value, places): tried(value, places) for value in family.values for places in where}
+        best, places = min(attempts, key=lambda at: attempts[at].remaining)
+        if (least := attempts[best, places].remaining) <= 1:
+            best, places = next(at for at in attempts if attempts[at].remaining <= least + EQUAL)
+        if not family.refined or best <= 0 or attempts[best, places].remaining <= 1:
+            return attempts[best, places]
+        return _refined(best, [value for value in family.values if value > 0], lambda value: tried(value, places))
 
-    def tried(self, hypotheses: tuple[Hypothesis, ...], places: tuple[str, ...], result: StageResult) -> Trial:
+    def tried(self, hypotheses: tuple[Hypothesis, ...], places: tuple[str, ...], result: StageCheck) -> Attempt:
         """Try hypotheses at some places, with the cache that leaves the least error."""
-        change, trials = together([each.change(each.at(places)) for each in hypotheses]), []
+        change, attempts = together([each.change(each.at(places)) for each in hypotheses]), []
         dumped = self.replay.dump.dumped[result.n_pass, result.key]
         for past in self._pasts[result.n_pass][: 1 + (result.n_pass > 0)]:  # the first pass has none
             made = self.made(result, change, past)
@@ -154,20 +125,21 @@ class Trials:
                 continue
             here = here.where_finite()
             found = here.difference
-            before = result.local.error  # infinite where shape or mask is another: to have that one is to explain it
+            # infinite where shape or mask is another: to have that one is to explain it
+            before = result.isolated.difference.error
             share = 1 - times_over(found.error, before) if math.isfinite(found.error) else 0.0  # all zero beside none
             if found.fault is None:
-                trials.append(Trial(hypotheses, places, max(share, 0.0), self._left(result, found, here)))
-        return min(trials, key=lambda trial: trial.left, default=Trial(hypotheses, places, 0.0, math.inf))
+                attempts.append(Attempt(hypotheses, places, max(share, 0.0), self._remaining(result, found, here)))
+        return min(attempts, key=lambda attempt: attempt.remaining, default=Attempt(hypotheses, places, 0.0, math.inf))
 
-    def _left(self, result: StageResult, found: Difference, here: ArrayPair) -> float:
-        """Return the error that a trial leaves, as a multiple of the tolerance of the right numbers.
+    def _remaining(self, result: StageCheck, found: Difference, here: ArrayPair) -> float:
+        """Return the error that a attempt leaves, as a multiple of the tolerance of the right numbers.
 
         If the tolerances per token have another shape, use the tolerance of the whole array. In a wrong row near zero,
         a small rounding error looks large: measure the error against the size of the right row if that makes it small
         enough for a name, at most `NAMED`.
         """
-        tolerance, sizes = result.tolerance, here.sizes
+        tolerance, sizes = result.isolated.tolerance, here.sizes
         shape = found.tokens.shape if found.tokens is not None else None
         if isinstance(tolerance.tokens, np.ndarray) and shape not in (None, tolerance.tokens.shape):
             tolerance = Tolerance(tolerance.error, tolerance.worst)
@@ -181,7 +153,7 @@ class Trials:
         beside_right = found.over(Tolerance(tolerance.error, tolerance.worst, tolerance.tokens * np.maximum(larger, 1)))
         return beside_right if beside_right <= NAMED else left
 
-    def _right_sizes(self, result: StageResult) -> np.ndarray | None:
+    def _right_sizes(self, result: StageCheck) -> np.ndarray | None:
         at = result.n_pass, result.key
         if at not in self._sizes:
             right = self.made(result)
@@ -189,13 +161,14 @@ class Trials:
             self._sizes[at] = None if right is None else pair_of(self.replay, dumped, result.key, right).sizes
         return self._sizes[at]
 
-    def made(self, result: StageResult, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
+    def made(self, result: StageCheck, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
         """Compute the stage of a result with a change injected; None if the change yields no array."""
         part, past = self.replay.part_of(result.key), past or self._pasts[result.n_pass][0]
         found: list[np.ndarray] = []
+        key = result.key
 
         def observe(name: str, array: np.ndarray) -> None:
-            if name == result.key:
+            if name == key:
                 found.append(array)
                 raise _Seen
 
@@ -210,7 +183,7 @@ class Trials:
                 return None  # of a shape that the next stages do not take; of a setting that the other one takes away
         return None
 
-    def _begin(self, result: StageResult, change: Change, past: Past) -> tuple[int, np.ndarray | None]:
+    def _begin(self, result: StageCheck, change: Change, past: Past) -> tuple[int, np.ndarray | None]:
         """Find the first part that a change concerns, and its input; None if the dump shows it or if it is ids."""
         part = self.replay.part_of(result.key)
         first = self.replay.first_part(result.n_pass, part)
@@ -296,20 +269,20 @@ def _combine_changes(first: Mapping[str, StageChange], second: Mapping[str, Stag
     )
 
 
-def _refined(start: float, values: Sequence[float], tried: Callable[[float], Trial]) -> Trial:
+def _refined(start: float, values: Sequence[float], tried: Callable[[float], Attempt]) -> Attempt:
     """Search the best value near `start`, by golden section of its logarithm, with as few digits as suffice."""
     low = math.log(max((value for value in values if value < start), default=start / 8))
     high = math.log(min((value for value in values if value > start), default=start * 8))
     one, two = (tried(math.exp(x)) for x in (high - _GOLDEN * (high - low), low + _GOLDEN * (high - low)))
     for n_steps in range(_STEPS):
-        if one.left < two.left:
+        if one.remaining < two.remaining:
             high, two = low + _GOLDEN * (high - low), one
             one = tried(math.exp(high - _GOLDEN * (high - low)))
         else:
             low, one = high - _GOLDEN * (high - low), two
             two = tried(math.exp(low + _GOLDEN * (high - low)))
-        if n_steps == _HOPELESS and max(one.share, two.share) < REFINED:
+        if n_steps == _HOPELESS and max(one.explained_share, two.explained_share) < REFINED:
             break
-    best = min(one, two, key=lambda trial: trial.left)
-    shorter = (tried(float(f"{math.exp((low + high) / 2):.{digits}g}")) for digits in range(1, 7) if best.named)
-    return next((trial for trial in shorter if trial.left <= max(1.0, 1.05 * best.left)), best)
+    best = min(one, two, key=lambda attempt: attempt.remaining)
+    shorter = (tried(float(f"{math.exp((low + high) / 2):.{digits}g}")) for digits in range(1, 7) if best.is_named)
+    return next((attempt for attempt in shorter if attempt.remaining <= max(1.0, 1.05 * best.remaining)), best)
