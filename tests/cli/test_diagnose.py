@@ -294,6 +294,16 @@ def test_verify_accepts_a_dump_as_reference_engine(right: Path, wrong: Path):
     assert invoke("verify", "micro-llama", "--against", str(wrong)).exit_code == 1
 
 
+def test_what_a_declared_arithmetic_explains_is_rounding_and_passes_a_verification(tmp_path: Path):
+    trace = run(open_weights(builtin_path("micro-llama")), Pass(IDS))
+    shown = {name: trace[name] for name in ("embed", "l0.attn_norm", "l0.q_proj")}
+    dump = str(write(tmp_path / "half", shown, dtype="bfloat16"))
+    said = json.loads(invoke("diagnose", dump, *MODEL, "--json").stdout)
+    assert {stage["verdict"] for stage in said["stages"]} == {"ROUNDING"}
+    said = json.loads(invoke("verify", "micro-llama", "--against", dump, "--json").stdout)
+    assert {comparison["verdict"] for comparison in said["comparisons"]} == {"PASS"}
+
+
 @pytest.mark.slow
 def test_an_adapter_folder_makes_it_a_dump_of_training(tmp_path: Path):
     weights = open_weights(builtin_path("micro-qwen3"))
