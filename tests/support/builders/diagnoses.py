@@ -53,7 +53,8 @@ def results(model: ModelConfig, sizes: Mapping[str, float], *, rename: Callable[
         check = shown(stage, replace(model, n_layers=1), size)
         isolated = replace(check.isolated, stage_ref=StageRef(stage.checkpoint, stage.name, layer))
         inherited = min(1.0, max(inherited * 1.02, isolated.difference.error if size > 2 else 0.0))
-        chained = replace(isolated, difference=replace(isolated.difference, error=inherited))
+        difference = replace(isolated.difference, error=inherited)
+        chained = replace(isolated, mode="chained", difference=difference)
         checks.append(replace(check, isolated=isolated, chained=chained, engine_name=rename(name), ran_since=(name,)))
     return checks
 
