@@ -62,7 +62,7 @@ def _layer_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
     yield "attn_norm", "MUL", "attn_norm", "blk.{i}.attn_norm.weight"
     yield from _delta_net_rules(config) if "delta_net" in config.traits(layer) else _attention_rules(config, layer)
     yield "attn_residual", "ADD", "attn_residual" if hybrid else "ffn_inp", None
-    norm = FAMILIES[config.family].layout.names.get("ffn_norm", "ffn_norm")
+    norm = FAMILIES[config.family].layout.all_names["ffn_norm"]
     yield "ffn_norm", "MUL", None, f"blk.{{i}}.{norm}.weight"  # Llama 4 gives its usual name to what attention made
     yield from _expert_rules(config) if "experts" in config.traits(layer) else _FEED_FORWARD_RULES
     yield "block_out", "ADD", "l_out", None
@@ -83,10 +83,9 @@ def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
         name, tensor = f"{letter.upper()}cur", f"blk.{{i}}.attn_{letter}"
         if config.attention_gate and letter == "q":
             yield "q_gate_proj", "MUL_MAT", "Qcur_full", f"{tensor}.weight"
-        elif config.qkv_bias:
-            yield f"{letter}_proj", "ADD", name, f"{tensor}.bias"
         else:
-            yield f"{letter}_proj", "MUL_MAT", name, f"{tensor}.weight"
+            operation, part = ("ADD", "bias") if config.qkv_bias else ("MUL_MAT", "weight")
+            yield f"{letter}_proj", operation, name, f"{tensor}.{part}"
     for letter in "qk":
         name = f"{letter.upper()}cur"
         if config.qk_norm:
@@ -104,10 +103,8 @@ def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
     if config.attention_gate:
         yield "attn_gate", "SIGMOID", "gate_sigmoid", None
         yield "attn_gated", "MUL", "attn_gated", None
-    if config.o_bias:
-        yield "attn_out", "ADD", None, "blk.{i}.attn_output.bias"
-    else:
-        yield "attn_out", "MUL_MAT", None, "blk.{i}.attn_output.weight"
+    operation, part = ("ADD", "bias") if config.o_bias else ("MUL_MAT", "weight")
+    yield "attn_out", operation, None, f"blk.{{i}}.attn_output.{part}"
 
 
 def _delta_net_rules(config: ModelConfig) -> Iterator[Rule]:
@@ -244,9 +241,7 @@ class GraphCapture:
         n, config = self.n_tokens, self.config
         if (rows := _expert_stage(short, array, config.experts)) is not None:
             return rows
-        interleaved = (
-            FAMILIES[config.family].layout.interleaved_rope == "gguf"
-        )  # its GGUF files store the rows of Q and K in RoPE pairs
+        interleaved = FAMILIES[config.family].layout.interleaved_rope == "gguf"
         match short:
             case "q_norm" | "k_norm" | "q_rope" | "k_rope" | "q_tempered" | "q_head_norm" | "k_head_norm":
                 heads = array.reshape(n, -1, config.head_dim)

@@ -181,11 +181,8 @@ class Transformers:
         """Return the logits of every token from a run without capture, bit-identical to the logits of `trace`."""
         positions = torch.arange(first_position, first_position + len(ids))[None]
         # Llama 4 counts positions by its cache: far on it is given one that has dropped what came before.
-        cache = (
-            _cache_from(first_position, self.config.n_layers)
-            if "counts_by_cache" in FAMILIES[self.config.family].transformers.habits
-            else None
-        )
+        counts_by_cache = "counts_by_cache" in FAMILIES[self.config.family].transformers.habits
+        cache = _cache_from(first_position, self.config.n_layers) if counts_by_cache else None
         with self._arithmetic():
             shown = self._model(self._ids(ids), position_ids=positions, use_cache=True, past_key_values=cache)
         return as_array(shown.logits[0])

@@ -20,9 +20,7 @@ def unsupported_reason(engine: str, config: ModelConfig, n_tokens: int) -> str:
     if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
         eps = shortest(config.rms_norm_eps)
         return f"llama.cpp uses rms_norm_eps for the L2 norms of delta nets, too: {eps}, not {L2_EPS}"
-    if (
-        EPSILON not in FAMILIES[config.family].llamacpp.reads
-    ):  # a fault, not a choice: a later version of its file reads the key
+    if EPSILON not in FAMILIES[config.family].llamacpp.reads:  # a fault: a later version of its file reads the key
         gguf = FAMILIES[config.family].gguf
         return f"llama.cpp does not read {EPSILON} for {gguf}, so its norms use an epsilon of 0"
     if pairs := unturned(config):  # a fault: transformers turns them, and models that see are trained with it
@@ -33,9 +31,8 @@ def unsupported_reason(engine: str, config: ModelConfig, n_tokens: int) -> str:
 
 def not_a_number(engine: str, family: str, stage: str) -> str:
     """Explain a known NaN of an engine in a stage, as the end of a message; empty if none is known."""
-    if (engine, stage) == ("llamacpp", "shared_gate") and FAMILIES[family].llamacpp.nodes.get("shared_gate", ("",))[
-        0
-    ] == "DIV":
+    divides = FAMILIES[family].llamacpp.nodes.get("shared_gate", ("", ""))[0] == "DIV"
+    if (engine, stage) == ("llamacpp", "shared_gate") and divides:
         return "; llama.cpp computes sigmoid(x) as silu(x) / x, and x is 0 for one token"
     return ""
 

@@ -44,7 +44,7 @@ class TensorLayout:
 
     Attributes:
         names: Parts of tensor names that differ: `ffn_norm` (the norm before the feed-forward part, in GGUF files),
-            `mlp` and `router` (in Hugging Face folders). Also read by `lora/targets.py`.
+            `mlp` and `router` (in Hugging Face folders). Also read by `engines/llamacpp_graph.py`, `lora/targets.py`.
         interleaved_rope: Files whose rows of q and k lie in the pairs (2j, 2j + 1): none, GGUF files, or both formats.
             Also read by both readers here, `engines/llamacpp_graph.py`, `engines/dumps/reading.py` and mistakes of
             `diagnosis/mistakes`.
@@ -60,6 +60,11 @@ class TensorLayout:
     norm_weight_offset: bool = False
     has_mtp_layers: bool = False
     multimodal_prefixes: tuple[str, str] = ("", "")
+
+    @property
+    def all_names(self) -> Mapping[str, str]:
+        """The parts of tensor names, with the usual ones."""
+        return {"mlp": "mlp", "router": "gate", "ffn_norm": "ffn_norm", **self.names}
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -71,7 +71,7 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
     if biases.get(o_key, config.o_bias) != config.o_bias:
         message = f"{o_key} of {name}: transformers has one switch for q, k, v and o, this model has a bias for "
         raise FormatError("Unsupported", message + ("q, k and v" if config.qkv_bias else "o") + " only", path=path)
-    values = {
+    values: dict[str, object] = {
         "architectures": [f"{family.classes}ForCausalLM"],
         "model_type": f"{family.multimodal_type}_text" if family.multimodal_type else name,
         "hidden_act": "silu",
@@ -89,13 +89,8 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
         "torch_dtype": DTYPES[ggml_type],
         "use_cache": True,
     }
-    return (
-        values
-        | biases
-        | _experts_settings(config, family)
-        | delta_net_settings(config)
-        | {**family.transformers.config_settings(config)}
-    )
+    values |= biases | _experts_settings(config, family) | delta_net_settings(config)
+    return values | {**family.transformers.config_settings(config)}
 
 
 def bias_settings(config: ModelConfig, family: Family) -> dict[str, bool]:

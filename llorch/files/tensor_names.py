@@ -134,7 +134,7 @@ class Weight:
 def inventory(config: ModelConfig) -> dict[str, Weight]:
     """Return every weight of a model by canonical name, in the order of the forward pass inside a layer."""
     family, weights = FAMILIES[config.family], {}
-    words = {"mlp": "mlp", "router": "gate", "ffn_norm": "ffn_norm", **family.layout.names}
+    words = family.layout.all_names
     layers: list[int | None] = [None, *range(config.n_layers)]
     for layer in layers:
         traits = config.traits(layer)

@@ -147,10 +147,8 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
     """Yield the matrices of a layer that an adapter can be put on, in forward order."""
     traits, (ours, _, theirs) = config.traits(layer), prefixes_of(layer)
     family = FAMILIES[config.family]
-    mlp, as_parameter = (
-        family.layout.names.get("mlp", "mlp"),
-        ".weight" if "old_expert_names" in family.transformers.habits else "",
-    )
+    mlp = family.layout.all_names["mlp"]
+    as_parameter = ".weight" if "old_expert_names" in family.transformers.habits else ""
 
     def plain(short: str, path: str) -> LoraTarget:
         return _whole_target(weights[ours + short], theirs + path)

@@ -20,9 +20,8 @@ from llorch.lora.peft_format import write_peft
 from llorch.training.merge_files import merge
 
 pytestmark = pytest.mark.live
-READ_BY_LLAMACPP = [
-    name for name in FAMILIES if EPSILON in TABLE[name].llamacpp.reads
-]  # elsewhere it has an epsilon of its own
+# Elsewhere it has an epsilon of its own.
+READ_BY_LLAMACPP = [name for name in FAMILIES if EPSILON in TABLE[name].llamacpp.reads]
 IDS = [int(i) for i in np.random.default_rng(5).integers(0, 104, 70)]
 
 

@@ -123,11 +123,8 @@ class StageReader:
             self._by_shape.setdefault(" ".join(named.stages), read.form)
         if "seq" in named.table and named.array.tokens is None and read.tokens is not None:
             self._last_only.append(named.array.name)
-        if (
-            named.by_llamacpp
-            and FAMILIES[self.config.family].layout.interleaved_rope == "gguf"
-            and named.stages[0] in PAIRED
-        ):
+        is_interleaved = named.by_llamacpp and FAMILIES[self.config.family].layout.interleaved_rope == "gguf"
+        if is_interleaved and named.stages[0] in PAIRED:
             paired = replace(named, layout=replace(named.layout, permuted=True))
             named = paired if self._has_pairs(named, paired, read) else named
         name, stored = named.array.name, named.array.stored
