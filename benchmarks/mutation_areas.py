@@ -104,7 +104,7 @@ AREAS = (
     Area(
         "training_proof",
         "judging/goldens/t* judging/tolerances/t* judging/expectations/training* judging/expectations/a* "
-        "judging/runners/training_numpy",
+        "judging/runners/training_numpy stages/training",
         "judging/training_* faults/teeth_training scripts/make_training",
     ),
     Area(
