@@ -31,8 +31,7 @@ from llorch.pytorch.random_weights import random_model
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import prepare
-from llorch.pytorch.train.step import Stepper
-from llorch.pytorch.train.worker import Alone, OnMesh
+from llorch.pytorch.train.step import Alone, OnMesh, Stepper
 from llorch.training.batch import Batch
 
 KINDS = {  # operation of torch -> kind; bytes are those of the larger side

@@ -51,14 +51,14 @@ AREAS = (
     Area(
         "config",
         "families/* runtime/fields runtime/errors runtime/builtin stages/__init__ stages/table",
-        "families/config* runtime/fields files/weights* stages/table repository/examples",
+        "families/config* runtime/fields files/weights* stages/table repository/small_models",
     ),
     Area("hub", "files/hub/*", "files/hub/*"),
     Area("machine", "apps/doctor/* apps/doctor/machine/*", "apps/doctor/machine/* cli/doctor"),
     Area(
         "files",
         "files/[!ceob]* files/opening files/blocks/*",
-        "files/[!ceob]* files/opening judging/verify_folder model/model_images",
+        "files/[!ceob]* files/opening judging/verify_folder model/model_chat",
     ),
     Area("quantised", "files/quantised/*", "files/quantised/*"),
     Area(
@@ -120,7 +120,7 @@ AREAS = (
     Area(
         "cli",
         "__init__ __main__ runtime/__init__ runtime/launched_rank runtime/threads runtime/channel runtime/worker cli/*",
-        "cli/* repository/layers runtime/worker runtime/channel",
+        "cli/* repository/layers runtime/worker",
     ),
     Area("cli_learn", "cli/learn/*", "cli/learn_*"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run pytorch/train/verify_resume"),

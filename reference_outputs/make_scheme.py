@@ -34,8 +34,7 @@ from compressed_tensors.quantization.lifecycle.forward import fake_quantize
 from compressed_tensors.quantization.utils import compute_dynamic_scales_and_zp
 from transformers import AutoModelForCausalLM
 
-from llorch.engines.float64_everywhere import float64_everywhere
-from llorch.engines.transformers_capture import captured
+from llorch.engines.transformers_capture import captured, float64_everywhere
 from llorch.files import open_weights
 
 FOLDER = Path(__file__).resolve().parent / "quantised_folders"

@@ -76,7 +76,7 @@ def make_training(name: str) -> TrainingGolden:
 
     Refuse an engine that is further from the float64 reference than any tolerance allows.
     """
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
     from reference_outputs.peft_reference import Peft
 
     path = builtin_path(name)
@@ -122,7 +122,7 @@ def make_training(name: str) -> TrainingGolden:
 
 def reference_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """Run PEFT, unmodified, in pure float64: each stage on the golden's inputs, and all stages from the beginning."""
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
     from reference_outputs.peft_reference import Peft
 
     adapter, config = golden.adapter_for(weights.config), weights.config
@@ -143,7 +143,7 @@ def reference_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarr
 
 def isolated_reference(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarray]:
     """Compute the part of `reference_of` that depends on the golden's inputs."""
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
     from reference_outputs.peft_isolated import Isolated
     from reference_outputs.peft_reference import Peft
 

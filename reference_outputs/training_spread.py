@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from make_training import apart
 
-from llorch.engines.float64_everywhere import float64_everywhere
+from llorch.engines.transformers_capture import float64_everywhere
 from llorch.families.config import ModelConfig
 from llorch.judging.expectations.training import tolerances
 from llorch.judging.expectations.training_places import CHAINED, Arrays

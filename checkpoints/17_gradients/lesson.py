@@ -199,7 +199,7 @@ for who, found in (("PEFT", theirs), ("ours", grads)):
 # %% [markdown]
 # - `model.double()` in transformers is no float64 reference: RMSNorm, RoPE, softmax and loss pass through float32.
 #   For the float64 reference, llorch turns every requested float dtype, in any operator, into float64
-#   ([`float64_everywhere.py`](../../llorch/engines/float64_everywhere.py)).
+#   ([`transformers_capture.py`](../../llorch/engines/transformers_capture.py)).
 # - Autograd has no gradient for frozen tensors. Block inputs get one because a hook requests it.
 # - In the output of `llorch verify`, a backend whose name ends with `-trainer` is the torch path in the memory-saving
 #   mode of `llorch lora train`: attention is fused, oneDNN multiplies by the frozen weights, each block runs again

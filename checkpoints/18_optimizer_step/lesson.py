@@ -83,7 +83,7 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 #
 # <!-- source: llorch.training.adamw.moved -->
 #
-# <!-- source: llorch.training.schedules.learning_rate -->
+# <!-- source: llorch.training.adamw.learning_rate -->
 #
 # ## Run it
 #

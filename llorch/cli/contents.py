@@ -24,7 +24,7 @@ from llorch.files.quantised import QuantisedFolder, is_quantised
 from llorch.files.quantised.activations import codes_of_engine
 from llorch.files.strict_json import read_settings
 from llorch.files.tokenizer import Tokenizer
-from llorch.files.tokenizer.chat_templates import read_templates, templates_of_metadata
+from llorch.files.tokenizer.chat import read_templates, templates_of_metadata
 from llorch.runtime.errors import FormatError
 from llorch.runtime.fields import shortest
 

@@ -20,7 +20,7 @@ from llorch.cli.tables import console
 from llorch.cli.verify_summary import KERNELS, NOT_COMPARED, TRAINING, ModelReport, checkpoints_of, summary
 from llorch.cli.workers import Workers
 from llorch.engines import EngineName
-from llorch.engines.unsupported import unsupported_reason
+from llorch.engines.interface import unsupported_reason
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from llorch.engines.messages import message, raised, receive
+from llorch.engines.child import message, raised, receive
 from llorch.runtime.errors import EngineDied, UserError
 from llorch.runtime.worker import Worker, last_line, python, signal_name, tail
 

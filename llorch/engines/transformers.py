@@ -5,7 +5,7 @@ its loader knows, so that a number which llorch misreads does not get into the f
 (`head_dim` of Qwen3, a frequency scaling, whether there are biases) it is told by us; tensors of which it does not know
 the type are read and decoded by us. The route says both.
 
-In float64 every cast to a narrower dtype is widened, see float64_everywhere: this is the float64 reference, by
+In float64 every cast to a narrower dtype is widened, see `float64_everywhere`: this is the float64 reference, by
 which others are judged. A model that does not fit the memory has one layer at a time in it, see transformers_streamed.
 In bfloat16 and float16 all weights are cast, gains of norms too, as `from_pretrained(dtype=...)` does it; the RoPE
 frequencies stay float32, which `model.to(dtype)` would round.
@@ -32,9 +32,8 @@ from transformers.modeling_gguf_pytorch_utils import load_gguf_checkpoint
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from llorch.engines.child import tell
-from llorch.engines.float64_everywhere import float64_everywhere
 from llorch.engines.interface import OURS, Call, LoadPath, Trace, check_ids, checked_trace, one_by_one
-from llorch.engines.transformers_capture import as_array, captured
+from llorch.engines.transformers_capture import as_array, captured, float64_everywhere
 from llorch.engines.transformers_streamed import (
     FileTensors,
     FolderTensors,

@@ -10,12 +10,12 @@ configuration describe different models. The order to read:
     mapped          a file opened once, mapped, watched for change; `metadata` and `gguf` read a GGUF file through it,
                     `strict_json`, `safetensors` and `folder` a Hugging Face folder; quantised/ reads quantised folders;
                     `foreign` knows what a failed download leaves in place of a file
-    quant           the types of ggml, decoded by `blocks/`; `packed` is a tensor as stored, `matrix` multiplies
+    quant           the types of ggml, decoded by `blocks/`, and encoded; `packed` is a tensor as stored, and `matrix`
+                    multiplies
     zeros           the search for zeros in a file whose download was interrupted
     weights         the arrays, and matrices that multiply themselves; `opening` checks that all are there
     residency       matrices decoded or packed while a model runs; `layerwise` runs passes one layer at a time
-    encode          float32 to those types; `export` and `export_huggingface` write models (`export_blocks` keeps
-                    blocks),
+    export          writes a GGUF file (`export_blocks` keeps blocks), `export_huggingface` a folder;
                     `new_file` puts a complete file in its place
 """
 

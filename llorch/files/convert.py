@@ -13,7 +13,6 @@ import numpy as np
 
 from llorch.families.llamacpp_limits import cannot_express
 from llorch.files import GGUFFile, Weights, open_weights
-from llorch.files.encode import LARGEST, encode
 from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, most_used, write_gguf_content
 from llorch.files.export_blocks import Blocks, find_blocks
 from llorch.files.export_huggingface import DTYPES, huggingface_config, huggingface_size, write_json, write_safetensors
@@ -30,7 +29,7 @@ from llorch.files.output_paths import (
     without_quantisation,
 )
 from llorch.files.packed import StoredType, has_codes
-from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.files.quant import BLOCK_SIZES, LARGEST, GGMLType, decode, encode
 from llorch.files.quantised import is_quantised
 from llorch.files.strict_json import read_settings
 from llorch.files.tensor_names import inventory, written_family

@@ -1,4 +1,4 @@
-"""Write weights as a GGUF file that llama.cpp loads, in any type of `encode`.
+"""Write weights as a GGUF file that llama.cpp loads, in any type of `quant.LARGEST`.
 
 Hyperparameters go into metadata keys, the llama3 frequency scaling into the tensor `rope_freqs.weight` (one
 divisor per frequency), and q and k of the llama family into the paired row order that llama.cpp rotates.
@@ -24,12 +24,11 @@ from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, 
 from llorch.families.family import EXPERT_STEP, FREQUENCY_FACTORS, TEMPERATURE_SCALE, YARN
 from llorch.families.table import FAMILIES
 from llorch.files import GGUFFile, Weights
-from llorch.files.encode import LARGEST, encode, encoded_size
 from llorch.files.export_blocks import kept_bytes
 from llorch.files.mapped import release_pages
 from llorch.files.metadata import NUMBERS, StringArray
 from llorch.files.new_file import new_file
-from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.files.quant import BLOCK_SIZES, LARGEST, GGMLType, encode, encoded_size
 from llorch.files.tensor_names import Tensor, Weight, gguf_tensors, interleave, inventory
 from llorch.files.tensor_storage import AS_IS
 from llorch.ops.rope import frequencies, llama3_factors

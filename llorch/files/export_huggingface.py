@@ -19,9 +19,8 @@ from llorch.families.family import Family
 from llorch.families.rules import BETA, bias_key
 from llorch.families.table import FAMILIES
 from llorch.files import Weights
-from llorch.files.encode import encode, encoded_size
 from llorch.files.export import assembled, rope_sections
-from llorch.files.quant import GGMLType
+from llorch.files.quant import GGMLType, encode, encoded_size
 from llorch.files.safetensors import header_bytes
 from llorch.files.tensor_names import Tensor, huggingface_tensors, inventory, written_family
 from llorch.ops.rope import frequencies, llama3_factors

@@ -18,7 +18,7 @@ from llorch.files.folder import require_inside
 from llorch.files.new_file import existing_folder, folders_above
 from llorch.files.quantised import SETTINGS
 from llorch.files.tensor_names import inventory, written_family
-from llorch.files.tokenizer.chat_templates import MORE_TEMPLATES, template_files
+from llorch.files.tokenizer.chat import MORE_TEMPLATES, template_files
 from llorch.runtime.errors import FormatError, UserError
 
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"

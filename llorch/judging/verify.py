@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 
 from llorch.engines import EngineName, LoadPath, Progress, open_engine
+from llorch.engines.interface import unsupported_reason
 from llorch.engines.process import start
-from llorch.engines.unsupported import unsupported_reason
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.layerwise import largest_part

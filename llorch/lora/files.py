@@ -7,7 +7,7 @@ import numpy as np
 
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.files.hub.cached import look
+from llorch.files.hub.fetch import look
 from llorch.files.hub.reference import Reference
 from llorch.files.packed import has_codes
 from llorch.files.tensor_names import inventory

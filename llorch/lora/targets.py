@@ -47,6 +47,7 @@ from llorch.families.table import FAMILIES
 from llorch.files.tensor_names import Weight, interleave, inventory, path_in_whole, prefixes_of, written_family
 
 OF_EXPERTS = ("gate_proj", "up_proj", "down_proj")  # those names
+_STACKS = {"gate_up_proj": ("experts_gate_proj", "experts_up_proj"), "down_proj": ("experts_down_proj",)}
 ROUTERS = ("gate", "router")
 
 
@@ -169,11 +170,8 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
         yield from (plain(short, f"{mlp}.{short}{as_parameter}") for short in OF_EXPERTS)
         return
     yield plain("router", weights[ours + "router"].huggingface.removeprefix(theirs))
-    for short, of in (
-        ("gate_up_proj", ("experts_gate_proj", "experts_up_proj")),
-        ("down_proj", ("experts_down_proj",)),
-    ):
-        turned = family.layout.transposed_experts == "modules"
+    turned = family.layout.transposed_experts == "modules"
+    for short, of in _STACKS.items():
         yield _experts_target(f"{theirs}{mlp}.experts.{short}", short, named(*of), turned=turned)
     if "shared" in traits:
         for short in OF_EXPERTS:

@@ -1,18 +1,19 @@
 """Generation: sample a token, feed it back, and hand out text as soon as it is certain.
 
 Text is held back while a character is incomplete (a token may end inside its UTF-8 bytes) and while it may be the
-beginning of a stop string.
+beginning of a stop string. Numbers that are not finite show in the logits; a second pass that looks at every stage
+names where they begin.
 """
 
 import codecs
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import NoReturn, Protocol, runtime_checkable
 
 import numpy as np
 
 from llorch.ops.sampling import SamplingSettings, draw, probabilities
-from llorch.runtime.errors import UserError
+from llorch.runtime.errors import NonFiniteRun, UserError
 
 Step = Callable[[Sequence[int]], np.ndarray]  # new ids -> logits of the last one, (vocab,)
 
@@ -204,3 +205,20 @@ def _overlap(text: str, stop: str) -> int:
     """Return the length of the longest end of `text` that begins `stop`."""
     longest = min(len(text), len(stop) - 1)
     return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
+
+
+Look = Callable[[str, np.ndarray], None]  # name and array of a stage
+
+
+def name_first_stage(run: Callable[[Look], object], *, where: object, dtype: str) -> NoReturn:
+    """Run the same tokens again, showing every stage, and raise a NonFiniteRun of the first that is not finite."""
+
+    def look(name: str, array: np.ndarray) -> None:
+        masked = name.endswith("attn_scores")  # -inf hides a later key there
+        n_wrong = array.size - np.count_nonzero(np.isfinite(array) | (np.isneginf(array) & masked))
+        if n_wrong:
+            raise NonFiniteRun(name, f"{n_wrong} of {array.size} values", where=where, dtype=dtype)
+
+    with np.errstate(all="ignore"):
+        run(look)
+    raise NonFiniteRun("logits", "in the first run only, not when computed again", where=where, dtype=dtype)

@@ -16,8 +16,7 @@ from llorch.files.hub.reference import name_of
 from llorch.files.opening import ids_of_images
 from llorch.files.residency import Residency, ResidencyPlan, plan
 from llorch.files.tokenizer import Tokenizer
-from llorch.files.tokenizer.chat import Message
-from llorch.files.tokenizer.chat_templates import read_templates, templates_of_metadata
+from llorch.files.tokenizer.chat import Message, read_templates, templates_of_metadata
 from llorch.files.tokenizer.conversation import Chats
 from llorch.files.tokenizer.messages import checked_messages
 from llorch.lora.adapted_weights import AdaptedWeights
@@ -25,8 +24,7 @@ from llorch.lora.adapter import Adapter, require_fits, require_free, require_kno
 from llorch.lora.files import adapter_for
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache, require_context
-from llorch.model.finite import Look, name_first_stage
-from llorch.model.generate import Answer, Job, Step, Token, sample_ids, stream
+from llorch.model.generate import Answer, Job, Look, Step, Token, name_first_stage, sample_ids, stream
 from llorch.ops.numerics import EXACT, Numerics
 from llorch.ops.sampling import SamplingSettings
 from llorch.runtime.errors import UserError

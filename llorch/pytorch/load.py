@@ -1,12 +1,20 @@
-"""Weights of a file or folder put into the torch model, one tensor at a time."""
+"""Weights of a file or folder put into the torch model, one tensor at a time.
+
+The paths of weights in the torch modules are as in transformers, but experts are one stack and decays are made.
+
+A product with a packed matrix reads all of its bytes, one after the other. In pages of 4 kB the processor looks up the
+place of a page for every 64 lines that it fetches, and fetches no line ahead beyond a page. `LargePages` are pages of
+2 MB, which Linux gives to memory that asks for them. Source: madvise(2), MADV_HUGEPAGE.
+"""
 
 import math
+import mmap
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from llorch.families.config import ModelConfig
@@ -15,17 +23,82 @@ from llorch.files.mapped import release_pages
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.matrix import QuantisedMatrix
-from llorch.files.tensor_names import Weight, inventory
+from llorch.files.tensor_names import LAYER_WEIGHTS, MODEL_WEIGHTS, Weight, inventory, prefixes_of
 from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, has_finite_numbers, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
-from llorch.pytorch.large_pages import LargePages
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
-from llorch.pytorch.paths import path_of
 from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_file_blocks, pack_stored, stays_half
 from llorch.runtime.memory import return_freed_memory
+
+_WORDS = {"mlp": "mlp", "router": "gate", "e": ""}
+PATHS = {row.name: row.huggingface.format(**_WORDS).replace("..", ".") for row in (*MODEL_WEIGHTS, *LAYER_WEIGHTS)}
+PATHS["decay"] = "linear_attn.decay"
+
+
+def path_of(name: str) -> str:
+    """Return the attribute path of a weight, given its canonical name."""
+    *layer, short = name.split(".")
+    return (prefixes_of(int(layer[1]))[2] if layer else "") + PATHS[short]
+
+
+_CHUNK = 1 << 26  # bytes that are mapped at once; those that nothing was copied to take no memory
+_LEAST = 1 << 14  # bytes of a tensor that is worth a copy
+_LINE = 64  # bytes of a line of the processor's cache
+
+
+class LargePages:
+    """Memory for the weights of one model. It is freed with this object and the last tensor that lies in it."""
+
+    def __init__(self) -> None:
+        """Start without memory."""
+        self._chunks: list[tuple[int, mmap.mmap]] = []  # address, memory
+        self._taken = 0  # bytes of the last chunk
+
+    def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
+        """Make a tensor of the CPU, still to be written; in ordinary memory if it is small or there are no pages."""
+        room = self._room(torch.Size(shape), dtype)
+        return torch.empty(shape, dtype=dtype) if room is None else room
+
+    def copied(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Copy tensors of the CPU into large pages.
+
+        Small ones stay, those that `empty` has made, and all of them if there are no such pages.
+        """
+        return {name: self._copied(field) for name, field in fields.items()}
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        if tensor.device.type != "cpu" or self._holds(tensor):
+            return tensor
+        room = self._room(tensor.shape, tensor.dtype)
+        return tensor if room is None else room.copy_(tensor)
+
+    def _holds(self, tensor: Tensor) -> bool:
+        return any(address <= tensor.data_ptr() < address + len(chunk) for address, chunk in self._chunks)
+
+    def _room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Take memory for a tensor; None for a small one, or where the system has no large pages or no memory."""
+        size = shape.numel() * dtype.itemsize
+        if size < _LEAST or not self._has_room(size):
+            return None
+        start, self._taken = self._taken, self._taken + -(-size // _LINE) * _LINE
+        return torch.frombuffer(self._chunks[-1][1], dtype=dtype, count=shape.numel(), offset=start).view(shape)
+
+    def _has_room(self, size: int) -> bool:
+        """Map another chunk if the last one is too full; False where that fails."""
+        if self._chunks and self._taken + size <= len(self._chunks[-1][1]):
+            return True
+        try:
+            chunk = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            chunk.madvise(mmap.MADV_HUGEPAGE)
+        except (AttributeError, OSError):
+            return False
+        self._chunks.append((torch.frombuffer(chunk, dtype=torch.uint8).data_ptr(), chunk))
+        self._taken = 0
+        return True
+
 
 BETWEEN_RETURNS = 1 << 25  # bytes that are read before freed memory is returned to the system
 

@@ -21,8 +21,7 @@ from llorch.files.tensor_names import inventory
 from llorch.pytorch.device import DTYPES, Target
 from llorch.pytorch.distributed.sharding_plan import cut_axis, of_a_rank
 from llorch.pytorch.kernels.cpu.library import library
-from llorch.pytorch.load import BETWEEN_RETURNS
-from llorch.pytorch.paths import path_of
+from llorch.pytorch.load import BETWEEN_RETURNS, path_of
 from llorch.pytorch.stored_kinds import kind_of, packed_bytes, stays_half
 from llorch.runtime.memory import available_memory
 

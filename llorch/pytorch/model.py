@@ -15,8 +15,7 @@ from llorch.files.hub import find
 from llorch.files.residency import Residency
 from llorch.files.tokenizer.chat import Message
 from llorch.model.cache import require_context
-from llorch.model.finite import Look, name_first_stage
-from llorch.model.generate import Answer, Job, Token
+from llorch.model.generate import Answer, Job, Look, Token, name_first_stage
 from llorch.model.model import Prompt, given
 from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.batch import RunningBatch, one_each

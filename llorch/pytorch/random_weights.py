@@ -17,10 +17,9 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, pack, shorten, values_of, width
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear
-from llorch.pytorch.load import put
+from llorch.pytorch.load import path_of, put
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
-from llorch.pytorch.paths import path_of
 from llorch.runtime.errors import UserError
 
 GROUP = 64  # columns that share a scale of a table, as MLX and bitsandbytes have them

@@ -69,7 +69,7 @@ TRAINING_STAGES: tuple[TrainingStage, ...] = (
     ),
     TrainingStage(
         name="learning_rate", checkpoint="18", formula="a pure function of the step",
-        function="llorch.training.schedules.learning_rate", peft="get_last_lr() of transformers' schedules",
+        function="llorch.training.adamw.learning_rate", peft="get_last_lr() of transformers' schedules",
     ),
     TrainingStage(
         name="loss_curve", checkpoint="19", formula="loss of every step of a run",

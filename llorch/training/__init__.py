@@ -7,7 +7,7 @@ read:
     data/          rows of a file to the batches of a step
     batch          what a batch is
     numpy_step     loss and gradients of one step in NumPy: the reference
-    adamw          clipping and the update, in NumPy; `schedules` the learning rates
+    adamw          clipping, the update and the learning rates, in NumPy
     snapshots      states on disk that survive a crash; `snapshot_files` their files, every bit under a digest
     resume         what has to be equal for a resumed run to be the same to the last bit
     log            one line per step, and the curve

@@ -1,4 +1,4 @@
-"""AdamW as torch computes it: decay first, bias-corrected moments, eps outside the corrected root.
+"""AdamW as torch computes it: decay first, bias-corrected moments, eps outside the corrected root; and learning rates.
 
     p <- p * (1 - lr * weight_decay)
     m <- m + (1 - beta1) * (g - m)             v <- beta2 * v + (1 - beta2) * g * g
@@ -8,12 +8,22 @@ Weight decay is decoupled from the gradient and scaled by the rate of its own te
 on A and B and on the magnitude of DoRA, as in PEFT under the Trainer. What it pulls to zero is the adapter, so the
 model is pulled to its base; not with DoRA, whose magnitude begins as the length of the base's rows.
 
+Learning rates are pure functions of the step: a run that is resumed has nothing to restore.
+
+    warm-up   peak * step / warmup_steps                                                     while step < warmup_steps
+    constant  peak
+    linear    peak * (total_steps - step) / (total_steps - warmup_steps)
+    cosine    peak * (1 + cos(pi * (step - warmup_steps) / (total_steps - warmup_steps))) / 2
+
+Steps are counted as in transformers: the first one is 0, so a run with warm-up begins with a rate of 0; linear and
+cosine reach 0 one step after the last.
+
 Source: arXiv:1711.05101; torch/optim/adamw.py and torch/nn/utils/clip_grad.py; LoRA+ arXiv:2402.12354,
-peft/optimizers/loraplus.py.
+peft/optimizers/loraplus.py; transformers/optimization.py, `get_{constant,linear,cosine}_schedule_with_warmup`.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 from jaxtyping import Float
@@ -79,3 +89,22 @@ class NonFiniteNorm(UserError):
         names = list(names)
         found = f"NaN or infinity in {len(names)}: {', '.join(names[:5])}" if names else "their squares overflow"
         super().__init__(f"gradients: expected a finite norm, got {norm}; {found}; no parameter was updated")
+
+
+SCHEDULES: dict[str, Callable[[int, int], float]] = {  # steps done and steps in all, after warm-up -> share of the peak
+    "constant": lambda done, span: 1.0,
+    "linear": lambda done, span: max(0.0, (span - done) / max(1, span)),
+    "cosine": lambda done, span: max(0.0, 0.5 * (1.0 + math.cos(math.pi * (done / max(1, span))))),
+}
+
+
+def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
+    """Compute the learning rate of one step; `step` counts the steps before it, from 0 on.
+
+    `peak` is the rate after `warmup_steps`, over which it rises from 0; `total_steps` include them.
+    """
+    if schedule not in SCHEDULES:
+        raise UserError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")
+    if step < warmup_steps:
+        return peak * (step / warmup_steps)
+    return peak * SCHEDULES[schedule](step - warmup_steps, total_steps - warmup_steps)

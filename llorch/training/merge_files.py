@@ -11,7 +11,6 @@ from jaxtyping import Int64
 
 from llorch.files import Weights, open_weights
 from llorch.files.convert import choose_type, write_model
-from llorch.files.encode import encode
 from llorch.files.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
 from llorch.files.new_file import new_folder
 from llorch.files.output_paths import (
@@ -25,9 +24,9 @@ from llorch.files.output_paths import (
     without_quantisation,
 )
 from llorch.files.packed import StoredType, has_codes
-from llorch.files.quant import GGMLType, decode
+from llorch.files.quant import GGMLType, decode, encode
 from llorch.files.tensor_names import inventory
-from llorch.files.tokenizer.generation_ends import GENERATION, chat_ends, unnamed_ends, with_ends
+from llorch.files.tokenizer.conversation import GENERATION, chat_ends, unnamed_ends, with_ends
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.files import adapter_for, check_merge

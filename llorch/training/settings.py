@@ -2,19 +2,24 @@
 
 A field is said once: its default, its text and what its values may be. The options of `llorch lora train`, the names of
 a settings file and the refusals all follow from it.
+
+Settings of a base that transformers trains with and llorch does not are named.
 """
 
 import math
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from datetime import date, datetime
+from pathlib import Path
 from typing import Any, Literal, get_args
 
+from llorch.files import Weights
+from llorch.files.strict_json import read_settings
 from llorch.files.tokenizer.chat import TemplateSettings
 from llorch.lora.config import ALL_LINEAR, LoraConfig
 from llorch.lora.initial import INITS
 from llorch.runtime.errors import UserError
-from llorch.training.schedules import SCHEDULES
+from llorch.training.adamw import SCHEDULES
 
 TrainOn = Literal["assistant", "last", "all"]
 DTYPES = ("float32", "bfloat16", "float64")
@@ -204,3 +209,21 @@ class TrainSettings:
         day = self.template_date or date.today().isoformat()
         rate = self.rate_for(hidden_size)
         return replace(self, lr=rate, dtype=self.dtype_name, max_length=length, template_date=day)
+
+
+_DROPOUT = "attention_dropout"  # the only dropout that the text models of transformers read, in all families of llorch
+
+
+def text_settings(weights: Weights) -> dict[str, Any]:
+    """Return the config.json of a base, of a multimodal model its text part; {} for a GGUF file, which has none."""
+    whole = read_settings(Path(weights.path) / "config.json")
+    text = whole.get("text_config")
+    return text if isinstance(text, dict) else whole
+
+
+def say_dropout(weights: Weights) -> str:
+    """Name the dropout that config.json asks for and llorch does not train with; empty if it asks for none."""
+    share = text_settings(weights).get(_DROPOUT)
+    if not share:
+        return ""
+    return f"config.json has {_DROPOUT} {share}: transformers and PEFT train with this dropout, llorch trains without"

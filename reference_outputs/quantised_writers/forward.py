@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from llorch.engines.float64_everywhere import float64_everywhere
+from llorch.engines.transformers_capture import float64_everywhere
 from quantised_writers.base import VOCAB
 from quantised_writers.dequantise import row_of
 

@@ -1,4 +1,4 @@
-"""Random models of every family, with windows, without RoPE, with temperature, judged by every engine that can."""
+"""Random models of every family, judged by every engine that can; and a family is a row of the tests."""
 
 from pathlib import Path
 

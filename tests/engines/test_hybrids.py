@@ -8,7 +8,7 @@ import pytest
 from builders.families import HYBRIDS, random_folder, twin
 
 from llorch.engines import EngineName, Trace, open_here
-from llorch.engines.unsupported import unsupported_reason
+from llorch.engines.interface import unsupported_reason
 from llorch.files import open_weights
 from llorch.judging.runners.numpy import run
 from llorch.model.blocks.delta_net import heads

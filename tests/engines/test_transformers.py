@@ -1,10 +1,12 @@
-"""The reference engine `transformers`: its dtypes, and what it says of models that transformers does not take."""
+"""The reference engine `transformers`: its dtypes, models that it does not take; logits of an adapter in PEFT."""
 
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy as container
+from builders.random_adapters import IDS, adapted_logits, random_adapter, tiny_base
 from builders.tiny_models import random_tensors, write_folder
 from helpers.refusals import refuses
 
@@ -15,12 +17,13 @@ from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.files.tensor_names import inventory
 from llorch.judging.expectations.quantised_models import write_model
+from llorch.lora.base import identity_of
+from llorch.lora.peft_format import write_peft
 from llorch.ops.numerics import DtypeName
 from llorch.runtime.builtin import builtin_path
 
 pytestmark = pytest.mark.live
-
-IDS = (3, 17, 250, 9, 44, 101, 7, 88)
+TOKEN_IDS = (3, 17, 250, 9, 44, 101, 7, 88)
 
 
 def test_a_configuration_that_transformers_refuses_is_said_in_one_line(tmp_path: Path):
@@ -45,14 +48,14 @@ def significant_bits(array: np.ndarray) -> int:
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2", "micro-qwen3"])
 def test_a_run_in_half_precision_rounds_every_stage_and_keeps_the_frequencies(name: str, dtype: DtypeName, bits: int):
     with open_engine("transformers", builtin_path(name), dtype=dtype) as engine:
-        trace = engine.trace(IDS)
+        trace = engine.trace(TOKEN_IDS)
         model = engine._model  # type: ignore[attr-defined]
         assert {str(weight.dtype) for weight in model.parameters()} == {f"torch.{dtype}"}
         assert str(model.model.rotary_emb.inv_freq.dtype) == "torch.float32"
         assert engine.provenance()["knobs"]["dtype"] == dtype  # type: ignore[index]
-        assert np.isfinite(engine.selected_logits(IDS)).all()
-        assert engine.greedy(IDS, 3)
-        np.testing.assert_array_equal(engine.logits(IDS), trace["logits"], strict=True)
+        assert np.isfinite(engine.selected_logits(TOKEN_IDS)).all()
+        assert engine.greedy(TOKEN_IDS, 3)
+        np.testing.assert_array_equal(engine.logits(TOKEN_IDS), trace["logits"], strict=True)
     for key, array in trace.items():
         assert array.dtype == np.float32
         assert np.isfinite(array).all() != key.endswith("attn_scores")
@@ -62,7 +65,7 @@ def test_a_run_in_half_precision_rounds_every_stage_and_keeps_the_frequencies(na
 
 def test_a_run_in_float32_needs_all_bits():
     with open_engine("transformers", builtin_path("micro-llama")) as engine:
-        assert significant_bits(engine.trace(IDS)["logits"]) == 24
+        assert significant_bits(engine.trace(TOKEN_IDS)["logits"]) == 24
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -106,9 +109,9 @@ def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_none_may_be
     monkeypatch: pytest.MonkeyPatch,
 ):
     with open_engine("transformers", builtin_path("micro-llama"), dtype="float64") as engine:
-        trace = engine.trace(IDS)
+        trace = engine.trace(TOKEN_IDS)
         trace["l1.attn_context"] = 1.25 * trace["l1.attn_context"]
-        found = engine.isolated(IDS, trace)  # pyright: ignore[reportAttributeAccessIssue]
+        found = engine.isolated(TOKEN_IDS, trace)  # pyright: ignore[reportAttributeAccessIssue]
         moved = {"l1.attn_context", "l1.attention"}
         assert {name for name, difference in found.items() if difference.error > 1e-9} == moved | {"l1.attn_out"}
         assert [found[name].error for name in sorted(moved)] == [pytest.approx(0.25)] * 2
@@ -116,4 +119,36 @@ def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_none_may_be
 
         monkeypatch.delitem(HUGGINGFACE, "output of lm_head")
         with refuses(RuntimeError, ["logits"], where="transformers"):
-            engine.isolated(IDS, trace)  # pyright: ignore[reportAttributeAccessIssue]
+            engine.isolated(TOKEN_IDS, trace)  # pyright: ignore[reportAttributeAccessIssue]
+
+
+@pytest.fixture
+def made(tmp_path):
+    base = tiny_base(tmp_path / "base")
+    weights = open_weights(base)
+    adapter = random_adapter(weights.config)
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
+    return base, tmp_path / "adapter", adapter
+
+
+def test_a_gguf_base_serves_as_well_as_a_folder(made, tmp_path):
+    from llorch.engines.peft import peft_logits
+
+    base, folder, adapter = made
+    write_gguf(open_weights(base), tmp_path / "base.gguf")
+    for model in (base, tmp_path / "base.gguf"):
+        expected = adapted_logits(base, adapter)
+        np.testing.assert_allclose(
+            peft_logits(model, folder, IDS), expected, rtol=0, atol=2e-6 * np.abs(expected).max()
+        )
+
+
+def test_keys_that_fit_nothing_are_an_error_where_peft_only_warns(made):
+    from llorch.engines.peft import peft_logits
+
+    base, folder, _ = made
+    path = folder / "adapter_model.safetensors"
+    tensors = {name.replace("q_proj", "query"): array for name, array in container.load_file(path).items()}
+    container.save_file(tensors, path, {"format": "pt"})
+    with pytest.raises(RuntimeError, match="missing adapter keys"):
+        peft_logits(base, folder, IDS)

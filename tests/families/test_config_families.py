@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from helpers.refusals import Refusal, assert_tells, row
 
-from llorch.engines.unsupported import unsupported_reason, unturned
+from llorch.engines.interface import unsupported_reason, unturned
 from llorch.families.config import ModelConfig, YarnScaling
 from llorch.families.layers import DeltaNet, Experts, Layer, Temperature
 from llorch.families.llamacpp_limits import cannot_express

@@ -74,7 +74,7 @@ def test_the_norm_is_that_of_the_gradients_before_clipping(engine):
 
 
 def test_stored_isolated_reference_equals_a_new_peft_float64_run():
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
     from reference_outputs.peft_isolated import Isolated
     from reference_outputs.peft_reference import Peft
 

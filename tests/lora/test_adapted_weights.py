@@ -1,16 +1,25 @@
-"""An adapter beside frozen weights: what changes, what must not, and over which bases it stands."""
+"""An adapter beside frozen weights, as arrays, and what `lora inspect` tells of it."""
 
 import hashlib
 from pathlib import Path
 
 import numpy as np
 import pytest
+import safetensors.numpy as container
 from builders.families import MICRO
-from builders.random_adapters import EVERY, fresh, random_adapter
+from builders.random_adapters import EVERY, fresh, random_adapter, tiny_base
+from helpers.refusals import assert_tells
 
+from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.adapted_weights import AdaptedWeights
+from llorch.lora.adapter import Adapter, LoraTensors, checked
+from llorch.lora.base import identity_of
+from llorch.lora.config import LoraConfig
+from llorch.lora.gguf_format import write_lora_gguf
+from llorch.lora.peft_format import write_peft
+from llorch.lora.summary import product_norm, summarise
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
 from llorch.ops.lora import LoraMatrix
@@ -124,3 +133,84 @@ def test_ggml_numerics_of_the_base_are_kept_and_the_adapter_itself_is_not_rounde
     actual = matrix.forward(x) - base.using(GGML, packed=True)["layers.0.q_proj"].forward(x)
     expected = x @ matrix.lora.lora_A.T @ matrix.lora.lora_B.T * matrix.lora.scaling
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
+
+
+LORA = LoraConfig(r=2, lora_alpha=3.0, target_modules=("q_proj", "embed_tokens"), rank_pattern={r"layers\.1\..*": 3})
+
+
+def tensors(config: ModelConfig, rng: np.random.Generator, lora: LoraConfig = LORA) -> dict[str, LoraTensors]:
+    found = {}
+    for name, target in lora.targets(config).items():
+        rank = lora.rank_of(target)
+        a, b = (rng.normal(size=shape).astype(np.float32) for shape in ((rank, target.n_in), (target.n_out, rank)))
+        found[name] = LoraTensors(a, b, np.ones(target.n_out, np.float32) if lora.use_dora else None)
+    return found
+
+
+@pytest.fixture
+def adapter(config: ModelConfig, rng: np.random.Generator) -> Adapter:
+    return checked(LORA, tensors(config, rng), config)
+
+
+def test_an_adapter_counts_its_numbers_and_names_them_in_order(adapter: Adapter, config: ModelConfig):
+    q = [(config.hidden_size + config.q_width) * rank for rank in (2, 3, 2)]
+    assert adapter.n_parameters == sum(q) + 2 * (config.vocab_size + config.hidden_size)
+    assert list(adapter.flat())[:3] == ["embed_tokens.lora_A", "embed_tokens.lora_B", "layers.0.q_proj.lora_A"]
+    assert adapter.scaling("layers.0.q_proj") == 1.5
+
+
+def test_the_order_of_the_tensors_does_not_matter(config: ModelConfig, rng: np.random.Generator):
+    backwards = dict(reversed(tensors(config, rng).items()))
+    assert list(checked(LORA, backwards, config).tensors) == list(LORA.targets(config))
+
+
+SETTINGS = {"target_modules": ("q_proj", "embed_tokens"), "use_rslora": True, "rank_pattern": {"q_proj": 5}}
+
+
+@pytest.fixture
+def made(tmp_path):
+    weights = open_weights(tiny_base(tmp_path / "base"))
+    adapter = random_adapter(weights.config, **SETTINGS)
+    write_peft(adapter, tmp_path / "adapter", base=identity_of(weights, "the base"))
+    return tmp_path, weights, adapter
+
+
+def test_the_norm_of_a_product_needs_no_product(rng):
+    lora_A, lora_B = rng.standard_normal((3, 20)), rng.standard_normal((30, 3))
+    assert product_norm(lora_A, lora_B) == pytest.approx(np.linalg.norm(lora_B @ lora_A), rel=1e-12)
+
+
+def test_ranks_scales_and_norms_are_those_of_the_adapter(made):
+    folder, weights, adapter = made
+    summary = summarise(folder / "adapter", weights)
+    assert summary.n_parameters == adapter.n_parameters
+    assert (summary.base, summary.dtypes, summary.problems) == ("the base", ["F32"], [])
+    by_path = {matrix.path: matrix for matrix in summary.matrices}
+    assert by_path.keys() == {target.path for target in adapter.targets.values()}
+    for name, target in adapter.targets.items():
+        actual, tensors = by_path[target.path], adapter.tensors[name]
+        delta = adapter.scaling(name) * tensors.lora_B @ tensors.lora_A
+        assert (actual.rank, actual.scaling) == (adapter.config.rank_of(target), adapter.scaling(name))
+        assert actual.norm == pytest.approx(np.linalg.norm(delta), rel=1e-5)
+        assert actual.relative == pytest.approx(actual.norm / np.linalg.norm(weights.array(target.weight)), rel=1e-5)
+
+
+def test_a_gguf_file_tells_the_same_norms(made):
+    folder, weights, adapter = made
+    write_lora_gguf(adapter, folder / "a.gguf", weights.config)
+    norms = [sorted(m.norm for m in summarise(folder / name).matrices) for name in ("adapter", "a.gguf")]
+    np.testing.assert_allclose(norms[0], norms[1], rtol=1e-6)
+    assert summarise(folder / "a.gguf").base is None
+
+
+def test_halves_and_nan_are_named(made):
+    folder, _, _ = made
+    path = folder / "adapter" / "adapter_model.safetensors"
+    tensors = container.load_file(path)
+    del tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]
+    tensors["base_model.model.model.layers.1.self_attn.q_proj.lora_B.weight"][0, 0] = np.nan
+    container.save_file(tensors, path, {"format": "pt"})
+    problems = summarise(folder / "adapter").problems
+    half, odd = (next(one for one in problems if f"layers.{layer}." in one) for layer in (0, 1))
+    assert_tells(half, "lora_A", "lora_B", where="model.layers.0.self_attn.q_proj")
+    assert_tells(odd, "NaN", where="model.layers.1.self_attn.q_proj")

@@ -132,7 +132,7 @@ def distances(actual: Run, expected: Run) -> Iterator[tuple[str, float]]:
 @pytest.fixture(scope="module")
 def foreign(weights: Weights, adapter: Adapter) -> tuple[Run, Run]:
     """Run PEFT on bitsandbytes in float32, and PEFT in float64."""
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
 
     batch = document(weights)
     quantised = quantised_model()

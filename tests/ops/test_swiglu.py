@@ -1,8 +1,9 @@
-"""SwiGLU: values by hand, then the limits of silu."""
+"""SwiGLU and sigmoid: values by hand, then their limits."""
 
 import numpy as np
 import pytest
 
+from llorch.ops.sigmoid import sigmoid
 from llorch.ops.swiglu import swiglu
 
 pytestmark = pytest.mark.usefixtures("arithmetic")
@@ -35,3 +36,13 @@ def test_swiglu_of_very_negative_gates_is_zero_without_a_warning(dtype):
     actual = swiglu(gate, up)  # a warning is an error in this suite
     assert np.isfinite(actual).all()
     np.testing.assert_allclose(actual, 0, atol=1e-40)
+
+
+def test_sigmoid_matches_values_worked_by_hand():
+    x = np.array([[0.0, np.log(3.0)], [-np.log(3.0), -np.log(9.0)]])
+    np.testing.assert_allclose(sigmoid(x), [[0.5, 0.75], [0.25, 0.1]], rtol=1e-15)
+
+
+def test_far_from_zero_sigmoid_is_0_or_1_without_a_warning(dtype):
+    actual = sigmoid(np.array([-1e4, -800.0, 800.0, 1e4], dtype))
+    np.testing.assert_array_equal(actual, np.array([0, 0, 1, 1], dtype), strict=True)

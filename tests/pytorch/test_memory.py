@@ -19,9 +19,9 @@ from llorch.pytorch import memory, model
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed.sharding_plan import cut_axis
 from llorch.pytorch.kernels.cpu.library import library
+from llorch.pytorch.load import path_of
 from llorch.pytorch.memory import free_memory, predict, require_memory, room_of_pages
 from llorch.pytorch.model import load_torch
-from llorch.pytorch.paths import path_of
 from llorch.pytorch.serving.paged_cache import PagedCache
 from llorch.pytorch.stored_kinds import packed_bytes
 from llorch.runtime.builtin import builtin_path

@@ -1,4 +1,4 @@
-"""What pyproject.toml, the wheel and CHANGELOG.md say is true of the package."""
+"""What pyproject.toml, the wheel and CHANGELOG.md say is true of the package; the site needs only the extra docs."""
 
 import re
 import shutil
@@ -12,6 +12,7 @@ import pytest
 from hatchling.builders.sdist import SdistBuilder
 from hatchling.builders.wheel import WheelBuilder
 from helpers.command_line import invoke
+from helpers.only_extra import blocked_by, run_with
 from helpers.refusals import assert_tells
 
 import llorch
@@ -144,3 +145,29 @@ def test_wheel_lesson_without_goldens_is_not_run_and_others_pass(number: str, wo
     written = {exercise.name: exercise.reference for exercise in BY_NUMBER[number].parts}
     outcome = _check_in_sandbox(number, Implementation("the reference", written), "isolated", with_faults=False)
     assert (outcome.label, "sdist" in outcome.record["reason"]) == (word, word == NOT_RUN)
+
+
+NAMES = """
+import sys
+sys.path.insert(0, ".")
+from checkpoints.reference import commands, names
+print(len(names()), len(commands()))
+"""
+
+
+def test_packages_of_other_extras_are_blocked():
+    blocked = blocked_by("docs")
+    assert not {"click", "numpy", "torch"} & {*blocked}
+    assert {*blocked} & {"pytest", "ruff", "_pytest"}
+
+
+@pytest.mark.slow
+def test_reference_pages_need_no_package_beyond_docs():
+    done = run_with("docs", NAMES)
+    assert done.returncode == 0, done.stderr
+    assert min(map(int, done.stdout.split())) > 10_000
+
+
+@pytest.mark.slow
+def test_site_is_built_with_the_packages_of_docs(site: Path):
+    assert (site / "README.html").is_file() or (site / "index.html").is_file()

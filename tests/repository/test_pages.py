@@ -4,6 +4,10 @@
 """
 
 import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 from helpers.refusals import refuses
@@ -11,6 +15,7 @@ from helpers.refusals import refuses
 from checkpoints.generated import pages
 from checkpoints.generated.pages import END, FOLDER, page, render, same
 from checkpoints.generated.tables import equal, table
+from llorch.apps.learn.lessons import LESSONS, Lesson, hints_of, stub_of, typed_mistakes
 from llorch.judging.judge import compare_exact
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import CHECKPOINTS, STAGES
@@ -135,3 +140,124 @@ def test_the_table_of_equal_things_counts_those_that_are():
         compare_exact(stage_ref, "llamacpp", wrong, "", model=model) for model, wrong in (("a", 0.0), ("b", 0.5))
     ]
     assert equal(comparisons).endswith("| `generation` | llama.cpp | 1 of 2 |")
+
+
+ROOT = Path(__file__).parents[2]
+HOW_TO = ROOT / "checkpoints/how_to"
+PAGES = sorted(HOW_TO.glob("*.md"))
+EVERY_HOW_TO = pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+DIFF = re.compile(r"^```diff\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+
+
+def added(page: str) -> Iterator[tuple[str, str]]:
+    """Yield every run of lines that the diffs of a page add, with the path of its file."""
+    for diff in DIFF.findall(page):
+        path = ""
+        for part in re.split(r"^(\+\+\+ b/.*\n|--- a/.*\n|@@ .*\n)", diff, flags=re.MULTILINE):
+            if part.startswith("+++ b/"):
+                path = part.removeprefix("+++ b/").strip()
+            elif lines := [line[1:] for line in part.splitlines() if line.startswith("+")]:
+                yield path, "\n".join(lines)
+
+
+def test_there_is_a_page_for_each_kind_of_addition():
+    assert {path.stem.rpartition("_")[2] for path in PAGES} == {"family", "type", "stage", "engine", "mistake"}
+
+
+@EVERY_HOW_TO
+def test_a_diff_adds_code_that_is_there(path: Path):
+    runs = list(added(path.read_text(encoding="utf-8")))
+    assert runs
+    missing = [(file, lines) for file, lines in runs if lines not in (ROOT / file).read_text(encoding="utf-8")]
+    assert not missing, f"write the diff of {path.name} again"
+
+
+@EVERY_HOW_TO
+def test_a_page_has_at_most_40_lines_and_is_linked_from_contributing(path: Path):
+    assert path.read_text(encoding="utf-8").count("\n") <= 40
+    assert f"]({path.relative_to(ROOT).as_posix()})" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+
+
+@EVERY_HOW_TO
+def test_commands_and_paths_of_a_page_name_existing_files(path: Path):
+    text = re.sub(DIFF, "", path.read_text(encoding="utf-8"))
+    named = set(re.findall(r"\b(?:tests|llorch|checkpoints|reference_outputs|\.ci)/[\w/.]*\w", text))
+    assert any(name.startswith("tests/") for name in named)
+    assert [name for name in named if not (ROOT / name).exists()] == []
+
+
+def test_added_lines_are_found_with_their_file_in_one_run_for_each_part():
+    page = (
+        "```diff\n--- a/x.py\n+++ b/x.py\n@@ -1 +1,2 @@ here\n-a\n+b\n+c\n@@ -9,0 +10 @@\n+d\n"
+        "--- a/y\n+++ b/y\n@@ -0,0 +1 @@\n+e\n```\n+f\n"
+    )
+    assert list(added(page)) == [("x.py", "b\nc"), ("x.py", "d"), ("y", "e")]
+
+
+BLOCKS = ("where we are", "idea", "maths", "picture", "reference", "run it", "mistake", "exercise", "engines differ")
+EVERY_LESSON = pytest.mark.parametrize("number", CHECKPOINTS)
+FETCHED = re.compile(r"!\[[^]]*\]\(https?:|<(?:img|script|iframe|link|video)\b")
+NUMPY_ONLY = """
+import runpy, sys
+sys.modules.update(dict.fromkeys(["torch", "matplotlib", "transformers", "peft", "llama_cpp", "scipy"]))
+runpy.run_path(sys.argv[1], run_name="__main__")
+"""
+
+
+@EVERY_LESSON
+def test_a_page_has_the_nine_blocks_in_their_order(number: str):
+    text = page(FOLDER, number).read_text(encoding="utf-8")
+    headings = iter(re.findall(r"^## (.*)$", text.lower(), re.MULTILINE))
+    assert [block for block in BLOCKS if not any(block in heading for heading in headings)] == []
+    assert f"llorch learn check {number}" in text
+    assert "](fig/where.svg)" in text
+
+
+@EVERY_LESSON
+def test_a_page_shows_nothing_that_is_fetched_from_elsewhere(number: str):
+    assert not FETCHED.search(page(FOLDER, number).read_text(encoding="utf-8"))
+    for figure in page(FOLDER, number).parent.glob("fig/*.svg"):
+        assert not re.search(r"(?:href|src)=[\"'](?!#|data:)|url\((?!#)|@import", figure.read_text(encoding="utf-8"))
+
+
+@EVERY_LESSON
+def test_a_page_folds_the_reference_code_that_the_exercise_asks_for(number: str):
+    text = page(FOLDER, number).read_text(encoding="utf-8")
+    shown = re.sub(r"<details>.*?</details>", "", text[: text.index("## Exercise")], flags=re.DOTALL)
+    defined = set(re.findall(r"^def (\w+)\(", shown, re.MULTILINE))
+    assert "<details>" in text[: text.index("## Exercise")]
+    assert not defined & {exercise.name for lesson in LESSONS if lesson.number == number for exercise in lesson.parts}
+
+
+@pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
+def test_every_part_has_a_stub_three_hints_and_mistakes_of_its_own(lesson: Lesson):
+    if lesson.on_torch:
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
+    for exercise in lesson.parts:
+        assert re.search(rf"^def {exercise.name}\(", stub_of(lesson), re.MULTILINE)
+        assert len(hints_of(lesson)[exercise.name]) == 3
+    assert {*typed_mistakes(lesson)} <= {exercise.name for exercise in lesson.parts}
+
+
+@pytest.mark.slow
+@pytest.mark.nightly_cases(but=["01b"])  # checkpoints/build.py --check, a step of `.ci/run`, runs them too
+@EVERY_LESSON
+def test_a_lesson_runs_as_a_plain_script_and_up_to_13_with_numpy_alone(number: str, tmp_path: Path):
+    if number == "14":
+        pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
+    lesson = str(page(FOLDER, number).with_name("lesson.py"))
+    alone = ["-c", NUMPY_ONLY] if number <= "13" else []
+    done = subprocess.run([sys.executable, *alone, lesson], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout
+
+
+@pytest.mark.parametrize("path", ["checkpoints/guide/learning.md", "checkpoints/README.md"])
+def test_the_tables_list_the_lessons_in_their_order_with_their_minutes(path: str):
+    text = (FOLDER.parent / path).read_text(encoding="utf-8").split("<!-- generated: ")[0]
+    found = {
+        no: int(m) for no, m in re.findall(r"^\| (\w+) \| \[[\w ]+\]\([^)]*\) \|.*\| (\d+) \|$", text, re.MULTILINE)
+    }
+    assert sorted(found) == sorted(CHECKPOINTS)
+    told = {lesson.number: lesson.minutes for lesson in LESSONS if lesson.number in CHECKPOINTS}
+    assert [(number, minutes) for number, minutes in found.items() if number in told] == list(told.items())

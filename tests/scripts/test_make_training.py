@@ -84,7 +84,7 @@ def with_run(golden: TrainingGolden, run: Arrays) -> TrainingGolden:
 def test_a_processor_that_rounds_otherwise_has_no_differences(
     disturbed: ModuleType, lenient: Differences, golden: TrainingGolden
 ):
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
 
     with float64_everywhere():
         engine = disturbed.DisturbedPeft(training_weights_of(MODEL).path, dtype="float64")

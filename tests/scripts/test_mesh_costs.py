@@ -48,7 +48,7 @@ def careless(*arguments: object) -> list:
     """Ranks that sum gradients after every pass of a step, not once."""
     from mesh_ranks import measured  # type: ignore[import-not-found]
 
-    from llorch.pytorch.train.worker import OnMesh
+    from llorch.pytorch.train.step import OnMesh
 
     OnMesh.sum_gradients = lambda self, *, now: None  # type: ignore[method-assign]
     return measured(*arguments)

@@ -1,4 +1,4 @@
-"""AdamW in NumPy: worked by hand, equal to torch's, and LoRA+ in the groups of PEFT."""
+"""AdamW in NumPy, by hand and beside torch's; LoRA+ in the groups of PEFT; learning rates equal to transformers'."""
 
 import math
 
@@ -11,7 +11,7 @@ from helpers.training_passes import in_peft, peft_name
 
 from llorch.files import open_weights
 from llorch.runtime.builtin import builtin_path
-from llorch.training.adamw import NonFiniteNorm, adamw_step, clip_by_norm, rate_factor
+from llorch.training.adamw import SCHEDULES, NonFiniteNorm, adamw_step, clip_by_norm, learning_rate, rate_factor
 
 HYPER = {"betas": (0.9, 0.99), "eps": 1e-6, "weight_decay": 0.1}
 
@@ -97,3 +97,50 @@ def test_rates_of_lora_plus_are_those_of_peft():
             assert rate == 1e-6  # the group that we do not have
         else:
             assert rate == 1e-3 * rate_factor(name, lr_ratio=16.0), name
+
+
+RUNS = [(0, 10), (1, 10), (3, 10), (10, 10), (12, 10), (7, 1000), (0, 1)]
+
+
+def rates(schedule: str, warmup_steps: int, total_steps: int, peak: float = 3e-4) -> list[float]:
+    kind = {"schedule": schedule, "peak": peak, "warmup_steps": warmup_steps, "total_steps": total_steps}
+    return [learning_rate(step, **kind) for step in range(total_steps + 2)]
+
+
+@pytest.mark.nightly_cases(but=["constant-10-10"])
+@pytest.mark.live
+@pytest.mark.parametrize(("warmup_steps", "total_steps"), RUNS)
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_rates_are_those_of_transformers(schedule: str, warmup_steps: int, total_steps: int):
+    import torch
+    import transformers
+
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=3e-4)
+    make = getattr(transformers, f"get_{schedule}_schedule_with_warmup")
+    lengths = {} if schedule == "constant" else {"num_training_steps": total_steps}
+    scheduler = make(optimizer, num_warmup_steps=warmup_steps, **lengths)
+    expected = []
+    for _ in range(total_steps + 2):
+        expected.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    assert rates(schedule, warmup_steps, total_steps) == expected
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_the_peak_is_reached_right_after_the_warm_up(schedule: str):
+    actual = rates(schedule, 4, 20)
+    assert actual[:5] == [0.0, 3e-4 * 0.25, 3e-4 * 0.5, 3e-4 * 0.75, 3e-4]
+    assert max(actual) == actual[4]
+
+
+def test_linear_and_cosine_fall_to_zero_and_stay_there():
+    assert rates("linear", 2, 12)[12:] == [0.0, 0.0]
+    assert rates("cosine", 2, 12)[12] == 0.0
+    assert math.isclose(rates("cosine", 2, 12)[7], 1.5e-4, rel_tol=1e-12)  # half the peak half way
+    assert rates("constant", 2, 12)[2:] == [3e-4] * 12
+
+
+def test_an_unknown_schedule_is_refused_with_those_that_exist():
+    with refuses(ValueError, expected=("constant", "linear", "cosine"), got="'polynomial'"):
+        learning_rate(0, schedule="polynomial", peak=1.0, warmup_steps=0, total_steps=1)

@@ -1,14 +1,28 @@
-"""What has to be equal for a run to be resumed, and how a difference is told."""
+"""What has to be equal for a run to be resumed, and runs that signals end."""
 
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from helpers.refusals import refuses
+from fakes.faulty_disk import leftovers
+from helpers.command_line import REPOSITORY
+from helpers.refusals import assert_tells, refuses
 
+from benchmarks.kill_resume import kill_and_resume, lines, start, write_data
+from llorch.training.log import read_log
 from llorch.training.resume import differences, environment, require_same
+from llorch.training.snapshots import SnapshotStore
+from llorch.training.stopping import StopRequest
 
 SAVED: dict[str, Any] = {
     "base": "ab12",
@@ -96,3 +110,91 @@ def test_the_environment_of_a_device_holds_the_switches_of_cuda():
     finally:
         torch.backends.cuda.matmul.allow_tf32 = allowed
     assert f"tf32_matmul: saved {allowed}, now {not allowed}" in found.values()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kills", [3, pytest.param(10, marks=pytest.mark.nightly)])
+def test_a_run_that_is_killed_several_times_ends_with_the_bits_of_one_that_is_not(kills: int, tmp_path: Path):
+    outcome = kill_and_resume(tmp_path, kills=kills, seed=0)  # the moments differ all the same
+    print(f"killed after log lines {outcome.killed_after}, {outcome.in_a_save} times inside a save")
+    assert len(outcome.killed_after) == kills
+    comparison = outcome.comparison
+    assert comparison is not None
+    assert [tensor for tensor in comparison.tensors if tensor.differing_bits] == []
+    assert comparison.differing_lines == 0
+    assert outcome.left == []
+    assert outcome.exact
+
+
+@contextmanager
+def interruptible() -> Iterator[None]:
+    """Let processes that are started here obey SIGINT, even where the tests themselves ignore it."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "number",
+    [signal.SIGTERM, pytest.param(signal.SIGINT, marks=pytest.mark.slow)],  # cheap tests below send both
+    ids=["SIGTERM", "SIGINT"],
+)
+def test_signal_ends_the_step_saves_a_snapshot_and_exits_with_its_code(number: signal.Signals, tmp_path: Path):
+    folder, steps = tmp_path / "run", 50_000  # more than are made before the signal, however slow this process is
+    with interruptible():
+        process = start(folder, write_data(tmp_path / "data"), steps=steps)
+    begin = time.monotonic()
+    while lines(folder) <= 3:
+        assert process.poll() is None
+        assert time.monotonic() - begin < 300
+        time.sleep(0.01)
+    process.send_signal(number)
+    _, said = process.communicate(timeout=300)
+    assert process.returncode == 128 + number
+    found = SnapshotStore(folder).newest()
+    assert found is not None
+    assert found.step == read_log(folder / "log.jsonl")[-1]["step"] < steps
+    assert_tells(said.splitlines()[-1], found.step, steps, "--resume", where=folder)
+    assert leftovers(folder) == []
+
+
+TWICE = """
+import os, signal
+from llorch.training.stopping import StopRequest
+with StopRequest() as stop:
+    os.kill(os.getpid(), signal.SIGTERM)
+    print(int(stop.number), flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("still here", flush=True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_is_noted_and_nothing_else_happens(number: signal.Signals):
+    before = signal.getsignal(number)
+    with StopRequest() as stop:
+        assert stop.number is None
+        os.kill(os.getpid(), number)
+        assert stop.number == number
+    assert signal.getsignal(number) is before
+
+
+def test_second_signal_ends_the_process_at_once():
+    done = subprocess.run([sys.executable, "-c", TWICE], capture_output=True, text=True, check=False, cwd=REPOSITORY)
+    assert (done.returncode, done.stdout) == (128 + signal.SIGINT, "15\n")
+
+
+def test_outside_the_main_thread_there_is_nothing_to_listen_to():
+    seen = []
+
+    def run() -> None:
+        with StopRequest() as stop:
+            seen.append(stop.number)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert seen == [None]

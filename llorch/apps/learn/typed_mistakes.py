@@ -360,7 +360,7 @@ BROUGHT: Mapping[str, Mapping[str, Brought]] = {  # exercise -> function of llor
     "residual_backward": {"llorch.model.backward.block_backward": _residual},
     "clip_by_norm": {ADAMW + "clip_by_norm": _clip},
     "adamw_step": {ADAMW + "adamw_step": _step, ADAMW + "moved": _inside_step, ADAMW + "moments": _inside_step},
-    "learning_rate": {"llorch.training.schedules.learning_rate": _rate},
+    "learning_rate": {"llorch.training.adamw.learning_rate": _rate},
     "accumulated": {"llorch.training.numpy_step.loss_and_gradients": _accumulated},
     "merged": {"llorch.lora.merge.merged_matrix": _wrong_merge},
     "gguf_alpha": {"llorch.lora.gguf_format.common_alpha": _alpha},

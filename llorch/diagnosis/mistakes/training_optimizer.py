@@ -11,7 +11,7 @@ from llorch.diagnosis.mistakes.mistake import Mistake
 Function = Callable[..., Any]
 ADAMW = "llorch.training.adamw."
 MOVED, MOMENTS, STEP, CLIP = ADAMW + "moved", ADAMW + "moments", ADAMW + "adamw_step", ADAMW + "clip_by_norm"
-RATE = "llorch.training.schedules.learning_rate"
+RATE = "llorch.training.adamw.learning_rate"
 OF_MOMENTS = ("first_moment", "second_moment", "parameters")
 
 

@@ -24,9 +24,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
-from llorch.engines.capture.calls import AttentionCalls, Calls, watched_calls
-from llorch.engines.capture.calls_delta_net import DeltaNetCalls
-from llorch.engines.capture.calls_experts import EXPERTS
+from llorch.engines.capture.calls import EXPERTS, AttentionCalls, Calls, DeltaNetCalls, watched_calls
 from llorch.engines.dumps.raw import digest
 from llorch.engines.dumps.recorder import Recorder
 from llorch.families.config import ModelConfig

@@ -6,13 +6,13 @@ Nothing is judged here. The order to read:
 
     stage_dump     the result of every reader
     raw            arrays as files hold them, under the engine's names. `index` reads the folder that anyone can write,
-                   `tensor_files` the formats of other tools; `stored` is one array in a file
+                   `tensor_files` the formats of other tools
     recorder       stages that a Python engine shows while it runs; `pytorch.capture.capture` attaches it to a module
     stage_mapping  arrays to stages: `engine_names` has the names of llorch, llama.cpp and Hugging Face, `mapping` reads
-                   a user's names, `ids` finds tokens, `reading` finds rows and the order of axes, `replay` compares
-                   with llorch's own run
+                   a user's names, `ids` finds tokens, `reading` finds rows and the order of axes, and compares with
+                   llorch's own run
     layout         heads joined or split, a batch axis, fused projections, transposed, permuted: declared or found
     suggest_mapping   a draft of such a mapping: `match_stages` finds the stage whose values an array has
-    training_dump  optimizer steps: losses, gradients, moments, parameters; `training_rows` reads their tokens
+    training_dump  optimizer steps: losses, gradients, moments, parameters
     writers/       the writer in Python, C, Rust and C++
 """

@@ -34,28 +34,18 @@ def passes_of(
         GuardFailed: Two sources disagree, or a pass does not begin where the previous pass ended.
     """
     n_passes = 1 + max((number for number, _ in raw.arrays), default=0)
-    given = (Tokens(tuple(map(int, ids)), first_position),) if ids else ()
-    said = {"the dump": raw.passes, "the mapping": mapping.passes, "the command": given}
-    said = {who: passes for who, passes in said.items() if passes}
+    stated = (Tokens(tuple(map(int, ids)), first_position),) if ids else ()
+    sources = {"the dump": raw.passes, "the mapping": mapping.passes, "the command": stated}
+    sources = {who: passes for who, passes in sources.items() if passes}
     notes = []
-    if not said and weights is not None:
-        found = _in_embeddings(embeddings, weights, n_passes, first_position)
-        said = {"the embeddings": found} if found else {}
-        notes = (
-            [f"llorch found the token ids in {embeddings[0].name}, which holds rows of the embedding table"]
-            if found
-            else []
-        )
-    if not said:
-        raise FormatError(
-            "Missing",
-            "ids: expected the token ids of the run, got none; give --tokens, or [run] ids in a mapping",
-            path=raw.source,
-        )
-    (who, passes), *others = said.items()
-    for other, theirs in others:
-        if theirs != passes:
-            raise _contradiction(raw.source, who, passes, other, theirs)
+    if (
+        not sources
+        and weights is not None
+        and (passes := _in_embeddings(embeddings, weights, n_passes, first_position))
+    ):
+        sources = {"the embeddings": passes}
+        notes = [f"llorch found the token ids in {embeddings[0].name}, which holds rows of the embedding table"]
+    who, passes = _agreed_passes(sources, raw.source)
     if n_passes > len(passes):
         message = f"ids: expected token ids for {n_passes} passes, got {len(passes)} from {who}"
         raise FormatError("Missing", message, path=raw.source)
@@ -64,6 +54,18 @@ def passes_of(
         raise FormatError("OutOfRange", f"ids: expected 0 to {vocab_size - 1}, got {wrong}", path=raw.source)
     require_one_after_the_other(passes, raw.source)
     return passes, notes
+
+
+def _agreed_passes(sources: Mapping[str, Sequence[Tokens]], path: str) -> tuple[str, tuple[Tokens, ...]]:
+    """Return the first source and its passes; all sources state the same ones."""
+    if not sources:
+        message = "ids: expected the token ids of the run, got none; give --tokens, or [run] ids in a mapping"
+        raise FormatError("Missing", message, path=path)
+    (who, passes), *others = sources.items()
+    for other, theirs in others:
+        if theirs != passes:
+            raise _contradiction(path, who, passes, other, theirs)
+    return who, tuple(passes)
 
 
 def _contradiction(

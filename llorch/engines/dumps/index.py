@@ -19,9 +19,8 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from llorch.engines.dumps.raw import RawArray, RawDump
+from llorch.engines.dumps.raw import RawArray, RawDump, Stored, known_dtype, require_dtype, require_name, require_shape
 from llorch.engines.dumps.stage_dump import Features
-from llorch.engines.dumps.stored import Stored, known_dtype, require_dtype, require_name, require_shape
 from llorch.engines.dumps.tensor_files import from_npy_folder, open_npy, open_npz, open_safetensors_dump
 from llorch.files.folder import file_inside
 from llorch.files.mapped import read_regular

@@ -8,8 +8,7 @@ import numpy as np
 
 from llorch.engines.dumps.layout import PAIRED, DumpLayout, unlike
 from llorch.engines.dumps.raw import RawArray
-from llorch.engines.dumps.reading import ArrayReading, NamedArray, StageReader
-from llorch.engines.dumps.replay import run_passes
+from llorch.engines.dumps.reading import ArrayReading, NamedArray, StageReader, run_passes
 from llorch.files import Weights
 from llorch.runtime.errors import FormatError
 from llorch.stages.stage_ref import Tokens

@@ -1,9 +1,13 @@
-"""Which tokens an array has and in which order its axes stand, found from its shape; then it is read as its stage."""
+"""Which tokens an array has and in which order its axes stand, found from its shape; then it is read as its stage.
+
+Our own run of the tokens of a dump goes as far as it is asked for.
+"""
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 
@@ -20,11 +24,12 @@ from llorch.engines.dumps.layout import (
     unlike,
 )
 from llorch.engines.dumps.raw import RawArray
-from llorch.engines.dumps.replay import our_stage
 from llorch.engines.dumps.stage_dump import DumpedArray
 from llorch.families.config import ModelConfig
 from llorch.families.table import FAMILIES
 from llorch.files import Weights
+from llorch.model.blocks import forward
+from llorch.model.cache import KVCache
 from llorch.runtime.errors import FormatError
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME, axis_sizes, key
@@ -308,3 +313,34 @@ def tokens_before(named: Sequence[NamedArray], passes: tuple[Tokens, ...], confi
     if any(reader.has_later_keys(each) for each in shown):
         return first
     return 0 if shown else None
+
+
+class _Enough(Exception):
+    """Ends a run behind the last stage that somebody wants."""
+
+
+def run_passes(weights: Weights, passes: Sequence[Tokens], observe: Callable[[int, str, np.ndarray], bool]) -> None:
+    """Run passes one after the other into one cache; `observe` is shown every stage, and says whether to go on."""
+    first, rounding = passes[0].first_position, weights.cache_rounding
+    cache = KVCache(weights.config, weights.dtype, first_position=first, rounding=rounding)
+
+    def keep(number: int, name: str, array: np.ndarray) -> np.ndarray:
+        if not observe(number, name, array):
+            raise _Enough
+        return array
+
+    with suppress(_Enough):
+        for number, tokens in enumerate(passes):
+            forward(np.array(tokens.ids), weights, cache, keep=partial(keep, number))
+
+
+def our_stage(weights: Weights, passes: Sequence[Tokens], n_pass: int, key: str) -> np.ndarray:
+    """Compute one stage of one pass; later stages are not computed."""
+    found: list[np.ndarray] = []
+
+    def observe(number: int, name: str, array: np.ndarray) -> bool:
+        found.extend([array.copy()] if (number, name) == (n_pass, key) else [])
+        return not found
+
+    run_passes(weights, passes, observe)
+    return found[0]

@@ -24,10 +24,9 @@ from typing import ParamSpec, TypeVar
 import numpy as np
 
 from llorch.engines.dumps.mapping import NameMap
-from llorch.engines.dumps.raw import RawArray, RawDump
+from llorch.engines.dumps.raw import RawArray, RawDump, as_numbers
 from llorch.engines.dumps.stage_dump import Features, StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
-from llorch.engines.dumps.stored import as_numbers
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import Weights
 from llorch.runtime.errors import UserError

@@ -18,9 +18,8 @@ from zipfile import ZIP_DEFLATED, ZIP_STORED, BadZipFile, ZipFile, ZipInfo
 
 import numpy as np
 
-from llorch.engines.dumps.raw import RawArray, RawDump
+from llorch.engines.dumps.raw import RawArray, RawDump, Stored, from_bytes, require_dtype, require_name, require_shape
 from llorch.engines.dumps.stage_dump import Features
-from llorch.engines.dumps.stored import Stored, from_bytes, require_dtype, require_name, require_shape
 from llorch.files.mapped import MappedFile, open_regular
 from llorch.files.safetensors import open_safetensors
 from llorch.files.strict_json import parse_json

@@ -3,10 +3,8 @@
 Input: the name that a user writes. Output: a path. This package alone uses the network, through huggingface_hub. It
 looks into huggingface_hub's cache first and uses files of the cache unchanged. The order to read:
 
-    reference       `org/name[:QUANT][@REVISION]`
-    required_files  the files of a repository that a model needs
-    cached          the files that are in the cache
-    fetch           the other files: asked for, sized, downloaded; every error is one line
+    reference       `org/name[:QUANT][@REVISION]`, and the files of a repository that a model needs
+    fetch           the files that are in the cache; the others are asked for, sized, downloaded; an error is one line
 """
 
 from collections.abc import Callable

@@ -95,30 +95,36 @@ def _add_gptq(source: Source, module: str, own: Fields, *, less_one: bool) -> No
     size, groups = n_groups(source, module, n_in, group_size, partial=True)
     if ordered and not source.has(module, "g_idx"):
         raise source.error("Missing", f"{module}.g_idx: expected the group of each column (desc_act), got none")
-    parts = {
-        "qweight": source.take(module, "qweight", ["I32"]),
-        "qzeros": source.take(module, "qzeros", ["I32"], (groups, n_out * bits // 32), f"bits {bits}"),
-        "scales": source.take(module, "scales", _SCALES, (groups, n_out), f"group_size {group_size}"),
-    }
-    if source.has(module, "g_idx"):
-        parts["g_idx"] = source.take(module, "g_idx", ["I32"], (n_in,), f"bits {bits}")
+    parts = _take_parts(source, module, own, groups, (n_out, n_in))
 
     def zero(parts: Parts, rows: Rows) -> np.ndarray:
         stored = across(parts["qzeros"].array, bits, rows, n_out)
         return ((stored + less_one) & ((1 << bits) - 1)).astype(np.float32)
 
     def check(parts: Parts) -> str | None:
-        return _wrong_groups(parts, size, ordered=ordered) or (
-            _wrong_zero(zero(parts, slice(0, n_out)), 1 << (bits - 1), less_one=less_one, name=module)
-            if symmetric
-            else None
-        )
+        wrong = _wrong_groups(parts, size, ordered=ordered)
+        if wrong or not symmetric:
+            return wrong
+        return _wrong_zero(zero(parts, slice(0, n_out)), 1 << (bits - 1), less_one=less_one, name=module)
 
     codes = CodesOf("qweight", bits, (n_out, n_in), "columns")
     recipe = Recipe(
         codes=codes, values=integers(bits), zero=zero, scale=_turned("scales"), group=_group(parts, size), check=check
     )
     source.add(module, f"GPTQ {bits}-bit, {_columns(size, n_in)}", (n_out, n_in), parts, recipe)
+
+
+def _take_parts(source: Source, module: str, own: Fields, groups: int, shape: tuple[int, int]) -> dict[str, str]:
+    (n_out, n_in), bits = shape, own.integer("bits")
+    zeros, scales = (groups, n_out * bits // 32), (groups, n_out)
+    parts = {
+        "qweight": source.take(module, "qweight", ["I32"]),
+        "qzeros": source.take(module, "qzeros", ["I32"], zeros, f"bits {bits}"),
+        "scales": source.take(module, "scales", _SCALES, scales, f"group_size {own.integer('group_size')}"),
+    }
+    if source.has(module, "g_idx"):
+        parts["g_idx"] = source.take(module, "g_idx", ["I32"], (n_in,), f"bits {bits}")
+    return parts
 
 
 def _columns(size: int, n_in: int) -> str:

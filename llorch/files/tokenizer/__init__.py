@@ -8,8 +8,8 @@ as the model reads it and keep the words of users plain text. Nothing of a file 
     gguf_vocabulary  the metadata, checked: `gguf_table` its lists, `merges` those of BPE, `special` what is no text
     byte_level       words by regular expression, then merges, in the library; `sentencepiece` merges by score, here
     huggingface      tokenizer.json, checked; `pipeline` has the parts that are known, which the library then builds
-    chat_templates   templates as files keep them; `messages` what a conversation may be
-    conversation     control tokens in the words of users are made inert; `chat` renders, in a process of its own:
+    messages         what a conversation may be, and what a template leaves out of it
+    conversation     control tokens in the words of users are made inert; `chat` has templates, which a process renders:
                      `template_process` asks, `template_worker` answers
     export_gguf      a folder's tokenizer as metadata of a GGUF file; `export_huggingface` the way back
 """

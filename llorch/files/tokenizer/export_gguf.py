@@ -17,7 +17,7 @@ from tokenizers import models
 
 from llorch.files.strict_json import read_json, read_settings
 from llorch.files.tokenizer.byte_level import PRE_TOKENIZERS
-from llorch.files.tokenizer.chat_templates import read_templates, templates_metadata
+from llorch.files.tokenizer.chat import read_templates, templates_metadata
 from llorch.files.tokenizer.gguf_table import TokenType
 from llorch.files.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.files.tokenizer.huggingface import HuggingFaceVocabulary

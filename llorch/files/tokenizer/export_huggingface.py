@@ -16,7 +16,7 @@ from pathlib import Path
 
 from llorch.families.table import FAMILIES
 from llorch.files.tokenizer.byte_level import PRE_TOKENIZERS
-from llorch.files.tokenizer.chat_templates import templates_of_metadata
+from llorch.files.tokenizer.chat import templates_of_metadata
 from llorch.files.tokenizer.export_gguf import NORMALIZER, PREFIX, SPACE_PREFIX
 from llorch.files.tokenizer.gguf_table import TokenTable, TokenType
 from llorch.files.tokenizer.gguf_vocabulary import GGUFVocabulary
@@ -62,20 +62,7 @@ def translate_vocabulary(
     table = TokenTable(metadata, path)
     _require_unicode(table, path)
     fields = Fields(metadata, path, prefix=PREFIX)
-    notes: list[str] = []
-    if fields.text("model") == "gpt2":
-        pre = fields.text("pre", default="default")
-        parts = _byte_level(table, pre, fields)
-        parts["normalizer"] = _normalizer(Fields(metadata, path), pre, family, notes)
-    else:
-        kept = Fields(metadata, path).text(SPACE_PREFIX, default="")
-        parts = _sentencepiece(table, "never" if vocabulary.space_prefix == "never" else kept)
-    wanted = FAMILIES[family].transformers.pre_tokenizer
-    if wanted == "qwen35" and parts["pre_tokenizer"] == WORDS["qwen2"]:
-        notes.append("transformers keeps combining marks with the letters, like Qwen 3.5; the file does not")
-    elif wanted and parts["pre_tokenizer"] != WORDS[wanted]:
-        expected = f"{wanted}, which transformers uses for every model of this family"
-        raise fields.error("Unsupported", "pre", expected, fields.text("pre", default=""))
+    parts, notes = _translate_parts(table, vocabulary, Fields(metadata, path), fields, family)
     parts["added_tokens"] = _added_tokens(table, vocabulary)
     _add_tokens(parts["model"]["vocab"], parts["added_tokens"])
     ids = {role: fields.integer(f"{role}_token_id") for role in _ROLES if fields.has(f"{role}_token_id")}
@@ -93,6 +80,27 @@ def translate_vocabulary(
         eos_token_ids=sorted(ends, key=lambda token_id: (token_id != ids.get("eos"), token_id)),
         notes=notes,
     )
+
+
+def _translate_parts(
+    table: TokenTable, vocabulary: GGUFVocabulary, kept: Fields, fields: Fields, family: str
+) -> tuple[Json, list[str]]:
+    """Translate model, normalizer and pre-tokenizer; note where transformers uses others for the family."""
+    notes: list[str] = []
+    if fields.text("model") == "gpt2":
+        pre = fields.text("pre", default="default")
+        parts = _byte_level(table, pre, fields)
+        parts["normalizer"] = _normalizer(kept, pre, family, notes)
+    else:
+        stored_prefix = kept.text(SPACE_PREFIX, default="")
+        parts = _sentencepiece(table, "never" if vocabulary.space_prefix == "never" else stored_prefix)
+    wanted = FAMILIES[family].transformers.pre_tokenizer
+    if wanted == "qwen35" and parts["pre_tokenizer"] == WORDS["qwen2"]:
+        notes.append("transformers keeps combining marks with the letters, like Qwen 3.5; the file does not")
+    elif wanted and parts["pre_tokenizer"] != WORDS[wanted]:
+        expected = f"{wanted}, which transformers uses for every model of this family"
+        raise fields.error("Unsupported", "pre", expected, fields.text("pre", default=""))
+    return parts, notes
 
 
 def _normalizer(kept: Fields, pre: str, family: str, notes: list[str]) -> Json | None:

@@ -31,8 +31,7 @@ from llorch.pytorch.device import Target
 from llorch.pytorch.kernels.kernel_selection import speed_up, verdicts
 from llorch.pytorch.kernels.packing import PACKERS, decode, pack
 from llorch.pytorch.kernels.table import kernels_for
-from llorch.pytorch.load import load_packed
-from llorch.pytorch.paths import path_of
+from llorch.pytorch.load import load_packed, path_of
 from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import FAIL, PASS, Difference, Tolerance
 from llorch.stages.stage_ref import StageRef

@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from llorch.engines import Call, Progress, open_engine
-from llorch.engines.unsupported import not_a_number
+from llorch.engines.interface import not_a_number
 from llorch.judging.goldens.forward import EngineOutput, ReferenceOutput, calls_for, shown_by
 from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import Pass

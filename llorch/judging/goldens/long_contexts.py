@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 
 from llorch.engines import ReferenceEngine, open_engine
-from llorch.engines.unsupported import unsupported_reason
+from llorch.engines.interface import unsupported_reason
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.goldens.store import Distances, GoldenStore, plain_distances, read_distances, refused

@@ -14,8 +14,8 @@ from llorch.families.config import ModelConfig
 from llorch.lora.adapter import Adapter, LoraTensors, checked
 from llorch.lora.config import LAYER_TARGETS, LoraConfig
 from llorch.lora.targets import LoraTarget
+from llorch.training.adamw import learning_rate
 from llorch.training.batch import IGNORED, PADDING, Batch
-from llorch.training.schedules import learning_rate
 
 SMOOTHING = 0.1
 STEPS_SHOWN = (1, 2, 10)  # of the optimizer

@@ -51,7 +51,7 @@ from llorch.ops.cross_entropy import IGNORED, cross_entropy, shifted
 from llorch.ops.linear import linear
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import input_key, key
-from llorch.training import adamw, numpy_step, schedules
+from llorch.training import adamw, numpy_step
 
 Results = Iterator[tuple[StageRef, np.ndarray]]
 Named = Mapping[str, np.ndarray]
@@ -271,7 +271,7 @@ class NumpyTrainingRunner:
     def _schedules(self) -> Results:
         for name in SCHEDULES:
             how = {"schedule": name, "peak": OPTIMIZER.learning_rate, "warmup_steps": SCHEDULE_WARMUP}
-            rates = [schedules.learning_rate(i, total_steps=SCHEDULE_STEPS, **how) for i in range(SCHEDULE_STEPS)]
+            rates = [adamw.learning_rate(i, total_steps=SCHEDULE_STEPS, **how) for i in range(SCHEDULE_STEPS)]
             yield at("learning_rate", case=name), np.asarray(rates)
 
 

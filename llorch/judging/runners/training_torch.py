@@ -59,8 +59,7 @@ from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.loss import loss_sum
-from llorch.pytorch.train.step import Stepper
-from llorch.pytorch.train.worker import Alone, OnMesh
+from llorch.pytorch.train.step import Alone, OnMesh, Stepper
 from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import StageRef
 from llorch.training.batch import IGNORED

@@ -3,7 +3,7 @@
     tp    tensor parallel: ranks that share every layer. Each has some output rows of q, k, v, gate and up, so that it
           has whole heads and a part of the inner width; of o and down the input columns that belong to them, and the
           parts of the result are summed. Norms, embedding and logits are whole. Each has some experts, see
-          `llorch.pytorch.distributed.parallel_experts`; routers are whole.
+          `llorch.pytorch.distributed.parallel`; routers are whole.
     dp    data parallel: ranks that have other rows of a batch. Each keeps a share of every parameter (FSDP2); those of
           a block are put together when it runs, and gradients are summed as they are shared out again.
 
@@ -23,12 +23,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
 
-from llorch.pytorch.causal_lm import CausalLM, Keep, keep_nothing
+from llorch.pytorch.causal_lm import CausalLM, Hidden, Keep, keep_nothing
 from llorch.pytorch.distributed.launch import axes_of, gathered, summed
-from llorch.pytorch.distributed.parallel_experts import split_experts
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, EXPERTS, ROWS, require_split, sharing_layers
 from llorch.pytorch.lora.modules import LoraModule
-from llorch.pytorch.models.experts import QuantisedExperts, SparseMoe
+from llorch.pytorch.models.experts import Chosen, ExpertsModule, PerExpert, QuantisedExperts, SparseMoe
 from llorch.runtime.errors import UserError
 from llorch.stages.table import BY_NAME
 
@@ -196,3 +195,45 @@ def _of_whole_stages(keep: Keep, ranks: DeviceMesh) -> Keep:
         return part if made is whole else made.chunk(ranks.size(), axis)[ranks.get_local_rank()]
 
     return shown
+
+
+class OwnExperts(ExpertsModule):
+    """The experts of a rank, with the interface of all of them; gives zeros for choices of other ranks' experts."""
+
+    def __init__(self, experts: ExpertsModule, first: int) -> None:
+        """Take over the modules of experts whose stacks were cut; `first` is the number of the first one."""
+        nn.Module.__init__(self)
+        for name, child in experts.named_children():
+            setattr(self, name, child)
+        self.act = experts.act
+        self.first = first
+
+    def forward(self, h: Hidden | PerExpert, ids: Chosen, keep: Keep) -> PerExpert:
+        """Compute the outputs of the chosen experts that are on this rank, and zeros for the others.
+
+        An expert is given its token, or its share of the token.
+        """
+        mine = (ids >= self.first) & (ids < self.first + self.gate_proj.n_experts)
+        x = h if h.dim() > ids.dim() else h[:, :, None].expand(*ids.shape, -1)
+
+        def keep_all(name: str, rows: Tensor) -> Tensor:
+            return keep(name, _among_zeros(rows, mine))[mine][None, :, None]
+
+        chosen = (ids - self.first)[mine][None, :, None]  # (1, rows, 1): the choices that are computed here
+        return _among_zeros(super().forward(x[mine][None, :, None], chosen, keep_all), mine)
+
+
+def _among_zeros(rows: Tensor, mine: Tensor) -> PerExpert:
+    """Put the rows of some choices at their places in a tensor of all choices; other rows are zero."""
+    return rows.new_zeros(*mine.shape, rows.shape[-1]).masked_scatter(mine[..., None], rows)
+
+
+def split_experts(layer: Any, ranks: DeviceMesh, n_experts: int, sum_over: Callable[[Tensor], Tensor]) -> None:
+    """Let a layer whose stacks of experts were cut ask those that are here, and sum what all ranks make."""
+    first = int(torch.arange(n_experts).chunk(ranks.size())[ranks.get_local_rank()][0])
+    layer.mlp.experts = OwnExperts(layer.mlp.experts, first)
+    layer.mlp.experts.register_forward_hook(_summed_by(sum_over))
+
+
+def _summed_by(sum_over: Callable[[Tensor], Tensor]) -> Any:
+    return lambda _, args, part: sum_over(part)

@@ -16,8 +16,7 @@ from llorch.families.layers import Layer
 from llorch.files import Weights
 from llorch.files.tensor_names import inventory
 from llorch.pytorch.distributed.launch import axes_of
-from llorch.pytorch.load import Cut, all_of
-from llorch.pytorch.paths import path_of
+from llorch.pytorch.load import Cut, all_of, path_of
 from llorch.pytorch.stored_kinds import block_size, kind_of
 from llorch.runtime.errors import UserError
 

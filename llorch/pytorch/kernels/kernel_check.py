@@ -23,8 +23,8 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.decoding import Decoding, size_class
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels import TRAINED, KernelTable, family_examples, trained_examples
-from llorch.pytorch.kernels.example import KernelExample, Numbers
+from llorch.pytorch.kernels import TRAINED, KernelTable, examples
+from llorch.pytorch.kernels.examples import KernelExample, Numbers
 from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, Kind
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
@@ -166,12 +166,12 @@ def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
     if kind in _EXAMPLES:
         return _EXAMPLES[kind](config, at)
     if kind.startswith(TRAINED):
-        return trained_examples.EXAMPLES[kind.removeprefix(TRAINED)](
+        return examples.TRAINED_EXAMPLES[kind.removeprefix(TRAINED)](
             config, at, TOKENS if config is ODD else MANY_TOKENS[at.device.type]
         )
     if (name := kind.removeprefix("packed ")) in CPU_KIND_NAMES:
         return _packed(config, at, kind_named(name))
-    return family_examples.example_of(kind, config, at)
+    return examples.example_of(kind, config, at)
 
 
 def _example_of(plain: Any, *inputs: tuple[Tensor, ...]) -> KernelExample:

@@ -33,8 +33,8 @@ from llorch.pytorch.batch_invariant.reproducible import FixedRows, is_fixed
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.distributed.dtensor import is_part
 from llorch.pytorch.kernels.quantised_linear import Reordered
+from llorch.pytorch.load import path_of
 from llorch.pytorch.lora.modules import LoraEmbedding, LoraExperts, LoraLinear, LoraModule, as_float32
-from llorch.pytorch.paths import path_of
 from llorch.runtime.errors import UserError
 
 

@@ -9,6 +9,7 @@ A job reserves pages for its prompt and its `max_tokens` when it joins: it waits
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 from weakref import WeakKeyDictionary
 
@@ -22,10 +23,61 @@ from llorch.pytorch.causal_lm import CausalLM, keep_nothing
 from llorch.pytorch.memory import room_of_pages
 from llorch.pytorch.model import TorchModel
 from llorch.pytorch.serving.choosing import Choosing, next_tokens
-from llorch.pytorch.serving.paged_cache import PagedCache
-from llorch.pytorch.serving.pages import PAGE, Pages
-from llorch.pytorch.serving.run import ServedJob
+from llorch.pytorch.serving.paged_cache import PagedCache, SequenceRow
+from llorch.pytorch.serving.pages import PAGE, Lease, Pages, next_key
 from llorch.runtime.errors import UserError
+
+
+@dataclass
+class ServedJob:
+    """A job on its way."""
+
+    job: Job
+    module: CausalLM  # that of its adapter, as it was when the job joined
+    choosing: Choosing
+    keys: list[bytes]  # of its prefixes of so many whole pages, none to begin with
+    ids: list[int] = field(default_factory=list)  # of prompt and answer
+    lease: Lease = field(default_factory=Lease)
+    state: int = -1  # the row of its states
+    n_done: int = 0  # tokens that the cache has
+    n_cached: int = 0
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        """Begin with the prompt."""
+        self.extend(self.job.ids)
+
+    @property
+    def is_reading(self) -> bool:
+        """True if there is more of the prompt to read."""
+        return not self.failed and self.n_done < len(self.job.ids)
+
+    @property
+    def goes_on(self) -> bool:
+        """True if the last token of the job is to be fed."""
+        return not (self.failed or self.is_reading) and len(self.ids) < len(self.job.ids) + self.job.max_tokens
+
+    @property
+    def row(self) -> SequenceRow:
+        """The places of the job's tokens."""
+        return SequenceRow(self.lease.pages, self.state, self.n_done)
+
+    @property
+    def sharable(self) -> list[bytes]:
+        """Keys of pages that others may have computed: one token of the prompt at least is to be read."""
+        return self.keys[1 : (len(self.job.ids) - 1) // PAGE + 1]
+
+    def extend(self, ids: Sequence[int]) -> None:
+        """Add tokens, and the keys of pages that they fill."""
+        self.ids.extend(ids)
+        for start in range((len(self.keys) - 1) * PAGE, len(self.ids) - PAGE + 1, PAGE):
+            self.keys.append(next_key(self.keys[-1], self.ids[start : start + PAGE]))
+
+    def skip(self) -> None:
+        """Pass over tokens that the cache has already."""
+        self.n_cached += len(self.lease.pages) * PAGE - self.n_done
+        self.n_done = len(self.lease.pages) * PAGE
+
 
 Results = Mapping[int, Sampled | Exception]
 

@@ -6,7 +6,7 @@ order to read:
     run         a run in its folder: steps, log, validations, snapshots
     trainer     model, adapter, optimizer and data at some step
     sharded_snapshots      states of a run of several processes, saved while it goes on; `snapshot_parts` reads them
-    step        one optimizer step on given batches, by a `worker`: one process, or a rank of a mesh
+    step        one optimizer step on given batches, by one process or a rank of a mesh
     forward     the model's pass over a batch whose documents do not see each other
     loss        cross entropy without all logits at once
     adamw       the update; `eight_bit` its moments in 8 bits

@@ -11,8 +11,7 @@ from llorch.model.model import OpenModel
 from llorch.pytorch.device import target
 from llorch.pytorch.lora.adapters import activate, attach
 from llorch.pytorch.train.loading import load_for_training
-from llorch.pytorch.train.step import mean_loss
-from llorch.pytorch.train.worker import Alone
+from llorch.pytorch.train.step import Alone, mean_loss
 from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError
 from llorch.training.data import PackedRows, TrainingData, batches, read_data

@@ -20,12 +20,11 @@ from llorch.pytorch.lora.dropout import MASKS
 from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError, UserError
 from llorch.runtime.launched_rank import own_device
-from llorch.training.base_settings import say_dropout, text_settings
+from llorch.training.adamw import learning_rate
 from llorch.training.data import TrainingData, TrainingOrder, read_data
-from llorch.training.data.ends import say_unnamed, trained_ends
+from llorch.training.data.dataset import say_unnamed, trained_ends
 from llorch.training.resume import environment
-from llorch.training.schedules import learning_rate
-from llorch.training.settings import TrainSettings
+from llorch.training.settings import TrainSettings, say_dropout, text_settings
 
 _SPOKEN_FOR = {  # settings that change no bit of a step, or that other parts of the identity speak for
     "model", "data", "epochs", "steps", "warmup_steps", "warmup_ratio", "gradient_checkpointing", "device",

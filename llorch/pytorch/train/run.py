@@ -31,7 +31,7 @@ from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training
 from llorch.runtime.errors import FormatError, MissingExtra, UserError
-from llorch.training.data.changed import first_change, write_rows
+from llorch.training.data.dataset import first_change, write_rows
 from llorch.training.log import LOG, NoLog, RunLog, draw_curve, read_log, require_tensorboard
 from llorch.training.resume import differences, require_same
 from llorch.training.settings import TrainSettings

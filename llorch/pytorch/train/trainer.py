@@ -17,8 +17,7 @@ from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_bytes, step_memory
 from llorch.pytorch.train.plan import TrainingPlan
-from llorch.pytorch.train.step import NonFiniteLoss, Stepper, mean_loss
-from llorch.pytorch.train.worker import Alone, OnMesh
+from llorch.pytorch.train.step import Alone, NonFiniteLoss, OnMesh, Stepper, mean_loss
 from llorch.runtime.errors import UserError
 from llorch.training.data import batches
 

@@ -1,11 +1,20 @@
-"""A data set: from files to examples, with a digest that tells whether the data of a resumed run is the same."""
+"""A data set: from files to examples, with a digest that tells whether the data of a resumed run is the same.
+
+One line for each example of a run lets a later run name the row that changed. `trained_ends` has the tokens that the
+examples end with.
+"""
 
 import hashlib
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import asdict, dataclass, replace
+from itertools import zip_longest
 from pathlib import Path
 
+import numpy as np
+
+from llorch.files.new_file import new_file
+from llorch.files.tokenizer.conversation import unnamed_ends
 from llorch.model.model import OpenModel
 from llorch.runtime.errors import FormatError
 from llorch.training.batch import Example, Examples
@@ -123,3 +132,67 @@ def _digest_of_data(splits: tuple[Examples, ...], settings: DataSettings) -> str
             digest.update(len(part).to_bytes(8, "little"))
             digest.update(part)
     return digest.hexdigest()
+
+
+ROWS = "rows.txt"
+_DIGITS = 16  # of a SHA-256 in hexadecimal: enough to notice a change
+
+
+def write_rows(data: TrainingData, folder: Path) -> None:
+    """Write a digest and a source for each example into the folder of a run."""
+    with new_file(folder / ROWS) as path, path.open("w", encoding="utf-8") as file:
+        file.writelines(f"{line}\n" for line in _digest_lines(data))
+
+
+def first_change(data: TrainingData, folder: Path) -> str:
+    """Name the first example that is not as a run recorded it; empty where the run has no such record."""
+    try:
+        saved = (folder / ROWS).read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError):
+        return ""
+    counts = f"{len(saved)} examples then, {len(data.train) + len(data.valid) + len(data.test)} now"
+    for old, new in zip_longest(saved, _digest_lines(data)):
+        if old is None:
+            return f"{_source(new)} is new ({counts})"
+        if new is None:
+            return f"{_source(old)} is gone ({counts})"
+        if old[:_DIGITS] != new[:_DIGITS]:
+            return f"{_source(new)} is the first example that differs ({counts})"
+    return f"no example changed ({counts}), so the settings of the data differ"
+
+
+def _digest_lines(data: TrainingData) -> Iterator[str]:
+    for split in ("train", "valid", "test"):
+        for example in getattr(data, split):
+            yield f"{_digest_of_example(example, split)} {split} {example.source}"
+
+
+def _digest_of_example(example: Example, split: str) -> str:
+    content = np.array([example.ids, example.labels], "<i8").tobytes()
+    return hashlib.sha256(split.encode() + content).hexdigest()[:_DIGITS]
+
+
+def _source(line: str) -> str:
+    return line.split(" ", 2)[-1]
+
+
+def trained_ends(examples: Examples, model: OpenModel) -> list[int]:
+    """Find the end tokens that examples teach; FormatError where the model has no vocabulary."""
+    ends = model.tokenizer.eos_token_ids
+    try:
+        ends |= model.chats.end_ids
+    except FormatError:
+        pass  # its chat template cannot be read, so no conversation was learned
+    return examples.trained_among(ends)
+
+
+def say_unnamed(ends: Collection[int], model: OpenModel) -> str:
+    """Say where `generate` of transformers goes on although a text ends; nothing where it stops."""
+    missing = unnamed_ends(ends, model.weights.path)
+    if not missing:
+        return ""
+    texts = ", ".join(f"{model.tokenizer.decode([one], skip_special=False)} ({one})" for one in missing)
+    return (
+        f"transformers' generate() does not stop at {texts}, which the base's generation_config.json does not name;"
+        " llorch lora merge writes the name; without a merge pass eos_token_id to generate()"
+    )

@@ -19,8 +19,8 @@ from dataclasses import dataclass, replace
 
 from llorch.files.tokenizer.chat import Message, TemplateSettings
 from llorch.files.tokenizer.conversation import Conversation
+from llorch.files.tokenizer.messages import unwritten_call, unwritten_keys
 from llorch.files.tokenizer.tokenizer import require_rows
-from llorch.files.tokenizer.unwritten import unwritten_call, unwritten_keys
 from llorch.model.model import OpenModel
 from llorch.runtime.errors import FormatError
 from llorch.training.batch import IGNORED, Example

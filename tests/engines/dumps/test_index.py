@@ -12,9 +12,8 @@ import pytest
 from helpers.refusals import assert_tells
 
 from llorch.engines.dumps.index import open_raw
-from llorch.engines.dumps.raw import RawArray, RawDump
+from llorch.engines.dumps.raw import RawArray, RawDump, known_dtype
 from llorch.engines.dumps.stage_dump import Features
-from llorch.engines.dumps.stored import known_dtype
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files.safetensors import tensor_bytes
 from llorch.stages.stage_ref import Tokens

@@ -2,20 +2,27 @@
 
 from dataclasses import dataclass
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from builders.families import HYBRIDS, random_folder
+from helpers.refusals import refuses
 
 from llorch.families.config import ModelConfig
 from llorch.families.layers import DeltaNet, Layer
+from llorch.files import Weights, open_weights
+from llorch.model.blocks import forward
 from llorch.model.blocks.delta_net import delta_net
 from llorch.model.blocks.gated_attention import gated_attention
 from llorch.model.cache import DeltaState, KVCache
+from llorch.model.generate import IdsOnly
+from llorch.model.model import Model
 from llorch.ops.rope import rope_tables
+from llorch.runtime.errors import NonFiniteRun
 
 pytestmark = pytest.mark.live  # transformers makes the models
-
 SEQ = 150
 NET = DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=6, key_head_dim=12, value_head_dim=10)
 CONFIG = ModelConfig(
@@ -69,7 +76,7 @@ def theirs(request) -> Theirs:
     import torch
     import transformers
 
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
 
     name, torch_modules = request.param, transformers.models
     module = {
@@ -113,7 +120,7 @@ def test_a_delta_net_is_that_of_transformers_however_it_is_cut(theirs, cuts):
     import torch
     import transformers
 
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
 
     h, memory = np.random.default_rng(1).normal(size=(SEQ, 40)) * 2, DeltaState.empty(NET, np.float64)
     cache = transformers.DynamicCache(config=theirs.config)
@@ -133,7 +140,7 @@ def test_short_passes_leave_the_states_of_transformers(theirs, seq):
     import torch
     import transformers
 
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
 
     h, memory = np.random.default_rng(1).normal(size=(seq, 40)), DeltaState.empty(NET, np.float64)
     cache = transformers.DynamicCache(config=theirs.config)
@@ -148,7 +155,7 @@ def test_short_passes_leave_the_states_of_transformers(theirs, seq):
 def test_gated_attention_is_that_of_transformers(theirs, cuts):
     import torch
 
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
 
     h, first = np.random.default_rng(2).normal(size=(SEQ, 40)), 7
     positions = np.arange(first, first + SEQ)
@@ -162,3 +169,83 @@ def test_gated_attention_is_that_of_transformers(theirs, cuts):
         actual.append(gated_attention(h[part], theirs.of_attention, CONFIG, *tables, cache.memory(1), lambda _, x: x))
         cache.advance(len(h[part]))
     np.testing.assert_allclose(np.concatenate(actual), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+LENGTHS = (70, 1, 200, 2, 3, 4, 63, 64, 65, 129)  # of the text of a seed
+
+
+def ids_of(seed: int, n: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 104, n)
+
+
+@pytest.mark.parametrize("family", HYBRIDS)
+@pytest.mark.parametrize("seed", [pytest.param(i, marks=[pytest.mark.slow] if i > 2 else []) for i in range(10)])
+def test_logits_are_those_of_transformers_in_float64(tmp_path: Path, family: str, seed: int):
+    import torch
+    import transformers
+
+    from llorch.engines.transformers_capture import float64_everywhere
+
+    folder, ids = random_folder(family, tmp_path / family, seed), ids_of(seed, LENGTHS[seed])
+    with float64_everywhere(), torch.no_grad():
+        model = transformers.AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
+        )
+        expected = model(torch.tensor(ids[None]), use_cache=False).logits[0].numpy()
+    weights = open_weights(folder).astype(np.float64)
+    actual = forward(ids, weights, KVCache(weights.config, np.float64))
+    np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+@pytest.fixture(scope="module")
+def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
+
+    return open_weights(random_folder("qwen3_5", tmp_path_factory.mktemp("hybrid") / "m", 3)).astype(np.float64)
+
+
+@pytest.mark.parametrize("cuts", [[1], [2], [3], [63], [64, 65], [7, 71, 135], list(range(1, 140))], ids=str)
+def test_a_text_in_parts_is_that_text(weights: Weights, cuts: list[int]):
+    ids = ids_of(1, 140)
+    whole, cache = forward(ids, weights, KVCache(weights.config, np.float64)), KVCache(weights.config, np.float64)
+    parts = np.concatenate([forward(part, weights, cache) for part in np.split(ids, cuts)])
+    np.testing.assert_allclose(parts, whole, rtol=0, atol=1e-12 * np.abs(whole).max())
+
+
+def test_a_prompt_longer_than_a_pass_is_cut_by_the_model(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.model.model.PREFILL_CHUNK", 50)
+    ids, model = ids_of(2, 170), Model(weights)
+    whole = forward(ids, weights, KVCache(weights.config, np.float64))
+    np.testing.assert_allclose(model.forward(ids), whole, rtol=0, atol=1e-12 * np.abs(whole).max())
+
+
+@pytest.mark.parametrize("failing", ["embed", "l0.delta_state", "l2.gated_norm", "l3.k_cache", "logits"])
+def test_failed_pass_does_not_change_the_cache(weights: Weights, failing: str):
+    ids, cache = ids_of(4, 90), KVCache(weights.config, np.float64)
+    expected = forward(ids, weights, KVCache(weights.config, np.float64))[60:]
+    forward(ids[:60], weights, cache)
+
+    def keep(name: str, array: np.ndarray) -> np.ndarray:
+        if name == failing:
+            raise KeyboardInterrupt
+        return array
+
+    with pytest.raises(KeyboardInterrupt):
+        forward(ids[60:], weights, cache, keep=keep)
+    np.testing.assert_allclose(forward(ids[60:], weights, cache), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+
+
+@pytest.mark.parametrize(
+    ("weight", "stage"), [("decay", "log_decay"), ("conv", "conv_out"), ("delta_norm", "gated_norm")]
+)
+def test_what_is_not_finite_is_named_where_it_begins(weights: Weights, weight: str, stage: str):
+    class Broken(Weights):
+        def __init__(self) -> None:
+            vars(self).update(vars(weights))
+
+        def __getitem__(self, name: str) -> Any:
+            return weights[name] * (np.nan if name == f"layers.1.{weight}" else 1)
+
+    model = Model(Broken())
+    vars(model)["tokenizer"] = IdsOnly()
+    with refuses(NonFiniteRun, f"l1.{stage}"):
+        list(model.generate(ids_of(0, 70).tolist(), max_tokens=2, ignore_eos=True))

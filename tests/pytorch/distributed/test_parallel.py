@@ -5,22 +5,26 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from helpers.mesh_programs import invoke_on_mesh
 from helpers.mesh_runs import compare
 from helpers.refusals import assert_cli_refuses, assert_tells, refuses
+from helpers.sharded_runs import joined_together
+from helpers.split_runs import NoText, answered, generated, gradients
 
 from llorch.families.layers import Layer
 from llorch.files import open_weights
+from llorch.lora.config import LoraConfig
 from llorch.pytorch.distributed.launch import on_ranks, start
 from llorch.pytorch.distributed.sharding_plan import cannot_split, of_a_rank
+from llorch.pytorch.model import load_torch
 from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import EngineDied
 from llorch.runtime.launched_rank import is_rank
 
 pytestmark = pytest.mark.usefixtures("warm_ranks")
-
 SIZES: Any = {
     "num_attention_heads": 6, "num_key_value_heads": 3, "intermediate_size": 66, "hidden_size": 40, "head_dim": 8,
     "vocab_size": 99, "num_hidden_layers": 2,
@@ -164,3 +168,35 @@ def test_the_command_line_judges_on_ranks_with_one_voice(tmp_path: Path):
 )
 def test_what_cannot_run_on_a_mesh_is_one_line(arguments: tuple[str, ...], facts: tuple[str, ...], tmp_path: Path):
     assert_cli_refuses(invoke_on_mesh(tmp_path, "verify", *arguments), 2, *facts)
+
+
+ATTENTION: Any = {"r": 4, "lora_alpha": 8, "target_modules": ("q_proj", "k_proj", "v_proj", "o_proj")}
+
+
+@pytest.mark.slow
+def test_tokens_are_those_of_one_process():
+    model = load_torch("micro-qwen2-moe")
+    vars(model)["tokenizer"] = NoText()
+    assert on_ranks(2, generated, "micro-qwen2-moe", 2, {})["tokens"] == [answered(model)] * 2
+
+
+def test_gradients_of_adapters_on_attention_are_those_of_one_process():
+    lora = LoraConfig(**ATTENTION)
+    alone, split = gradients("micro-qwen2-moe", 1, lora), on_ranks(2, gradients, "micro-qwen2-moe", 2, lora)
+    assert alone.keys() == split.keys()
+    for name, expected in alone.items():
+        largest = float(np.abs(expected).max())
+        assert largest > 0
+        np.testing.assert_allclose(split[name], expected, rtol=0, atol=1e-12 * largest, strict=True, equal_nan=False)
+
+
+@pytest.mark.slow
+def test_adapters_on_experts_are_refused():
+    lora = LoraConfig(r=4, lora_alpha=8, target_parameters=("experts.down_proj",))
+    with refuses(EngineDied, "adapters", "experts"):
+        on_ranks(2, gradients, "micro-qwen2-moe", 2, lora)
+
+
+@pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}, {"dp": 3, "tp": 1}])
+def test_many_tensors_joined_at_once_are_those_that_were_dealt(axes: dict[str, int]):
+    assert on_ranks(axes["dp"] * axes["tp"], joined_together, axes) == []

@@ -18,8 +18,7 @@ from llorch.pytorch.lora.adapters import attach, trainable_parameters
 from llorch.pytorch.lora.dropout import Dropping, drop_mask, keyed, only, salt_of, token_keys
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
-from llorch.pytorch.train.step import Stepper
-from llorch.pytorch.train.worker import Alone
+from llorch.pytorch.train.step import Alone, Stepper
 from llorch.training.batch import Batch, Example
 from llorch.training.data import batches
 

@@ -77,7 +77,7 @@ def adapter(weights: Weights) -> Adapter:
 @pytest.fixture(scope="module")
 def foreign(weights: Weights, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
     """Losses of PEFT on bitsandbytes in float32, and of PEFT in float64."""
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
 
     quantised = quantised_model()
     state = dense_weights(quantised)

@@ -7,6 +7,7 @@ from torch import Tensor
 from llorch.pytorch.models import delta_rule as module
 from llorch.pytorch.models.delta_net import ShortConv
 from llorch.pytorch.models.delta_rule import CHUNK, delta_rule
+from llorch.pytorch.models.experts import mixed
 
 K_HEADS, V_HEADS, KEY, VALUE = 2, 6, 8, 5
 
@@ -97,3 +98,12 @@ def test_a_pass_of_padding_alone_changes_nothing() -> None:
     torch.nn.init.normal_(conv.weight)
     _, last = conv(torch.randn(2, 2, 5), before, torch.zeros(2, 2, dtype=torch.bool))
     assert torch.equal(last, before)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_what_experts_make_is_added_up_in_float32(dtype: torch.dtype):
+    made, weights = torch.randn(1, 5, 8, 32).to(dtype), torch.rand(1, 5, 8).softmax(-1).to(dtype)
+    expected = (weights.double()[..., None] * made.double()).sum(2)
+    actual = mixed(made, weights)
+    assert actual.dtype is torch.float32
+    torch.testing.assert_close(actual.double(), expected, rtol=1e-5, atol=1e-6)

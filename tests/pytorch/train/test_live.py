@@ -1,22 +1,25 @@
 """Training against PEFT and torch.optim: the same first adapter and the same batches, step by step."""
 
+import importlib
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.mesh_training import compare_live
 from helpers.training_passes import in_peft, peft_name
 from helpers.training_runs import Silent, small_settings
 from torch.nn.functional import cross_entropy
 
 from llorch.files.convert import convert
 from llorch.files.hub import find
+from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
+from llorch.runtime.builtin import goldens_folder
 
-pytestmark = [pytest.mark.live, pytest.mark.filterwarnings("ignore")]
 STEPS = 21
 LORA = {"r": 3, "lora_alpha": 5.0, "target_modules": ("q_proj", "v_proj", "o_proj", "down_proj")}
 
@@ -45,6 +48,8 @@ def loop(model: Any, training: Any, *, weight_decay: float) -> list[tuple[float,
     return seen
 
 
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore")
 @pytest.mark.nightly_cases(but=["micro-qwen2-kind2"])
 @pytest.mark.parametrize(
     ("name", "kind"), [("micro-qwen3", {}), ("micro-llama", {"rslora": True}), ("micro-qwen2", {"dora": True})]
@@ -67,6 +72,8 @@ def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, na
         assert np.abs(array - peft).max() < 0.2 * training.settings.lr, key  # Adam divides by small gradients
 
 
+@pytest.mark.live
+@pytest.mark.filterwarnings("ignore")
 def test_the_adapter_of_a_run_does_in_peft_what_it_does_here(tmp_path: Path):
     import peft
     from transformers import AutoModelForCausalLM
@@ -93,3 +100,16 @@ def test_the_adapter_of_a_run_does_in_peft_what_it_does_here(tmp_path: Path):
         n_trained += example.n_trained
     assert result.valid_loss is not None
     assert total / n_trained == pytest.approx(result.valid_loss["last"][1], rel=1e-5)
+
+
+@pytest.mark.live
+@pytest.mark.slow
+@pytest.mark.usefixtures("warm_ranks")
+@pytest.mark.nightly_cases(but=["float64"])
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_training_on_four_ranks_of_a_layer_is_that_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
+    monkeypatch.syspath_prepend(str(goldens_folder()))
+    golden = importlib.import_module("make_training").make_training("micro-llama3")
+    n_rows, failed = on_ranks(4, compare_live, "micro-llama3", golden, {"dp": 1, "tp": 4}, dtype)
+    assert failed == []
+    assert n_rows > 500

@@ -1,12 +1,26 @@
 """Training on several ranks: the losses, the gradients and the adapter of one process, and mistakes that are red."""
 
 import json
+import os
+import signal
+import socket
+import subprocess
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from helpers.mesh_programs import (
+    PROGRAM,
+    TORCHRUN,
+    arguments,
+    ended,
+    invoke_on_mesh,
+    last_step,
+    started,
+    wait_for_steps,
+)
 from helpers.mesh_training import compare_training, made_run
 from helpers.refusals import assert_tells
 from helpers.training_runs import Silent, losses_on_mesh, small_settings, trained
@@ -17,8 +31,6 @@ from llorch.files.hub import find
 from llorch.files.quant import GGMLType
 from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.train.run import Run
-
-pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 SLOW = pytest.mark.slow
 FLOAT64 = {"dtype": "float64", "model": "micro-llama"}
@@ -46,6 +58,7 @@ def assert_same_run(one: Path, other: Path, *, rel: float) -> None:
         assert np.linalg.norm(actual[name] - expected[name]) <= max(rel, 2**-22) * np.linalg.norm(expected[name]), name
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.slow
 def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path: Path):
     settings = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=4)
@@ -58,6 +71,7 @@ def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path:
     assert_tells(watcher.notes[0], "dp=2, tp=2", "one process")
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.slow_cases(but=["micro-llama-axes0-*"])
 @pytest.mark.parametrize(
     ("model", "axes", "kind"),
@@ -83,6 +97,7 @@ def test_other_layouts_kinds_and_families_give_the_losses_of_one_process(
     assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @SLOW
 def test_a_packed_base_is_cut_by_its_blocks(tmp_path: Path):
     convert(find("story"), tmp_path / "packed.gguf", ggml_type=GGMLType.Q8_0)
@@ -92,6 +107,7 @@ def test_a_packed_base_is_cut_by_its_blocks(tmp_path: Path):
     assert on_ranks(4, losses_on_mesh, settings, BOTH, 3) == pytest.approx(expected, rel=1e-12)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @SLOW
 def test_a_run_of_one_process_goes_on_on_a_mesh_and_from_there_on_another(tmp_path: Path):
     longer = [small_settings(tmp_path, **FLOAT64, steps=steps, schedule="constant") for steps in (2, 4, 6)]
@@ -107,6 +123,7 @@ def settings_run(settings: Any, folder: Path, axes: Mapping[str, int]) -> list[s
     return made_run(settings, folder, axes, resume=True)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.parametrize(
     ("model", "axes", "dtype"),
     [
@@ -125,6 +142,7 @@ def test_checkpoints_of_training_hold_on_a_mesh(model: str, axes: Mapping[str, i
     assert n_rows > 500
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("fault", "axes", "first", "most"),
@@ -145,12 +163,14 @@ def test_a_mistake_of_several_ranks_goes_red_where_it_is_made(
     assert 20 < len(failed) < n_rows <= most
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_ranks_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert on_ranks(1, int, "7") == 7
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @SLOW
 def test_dropout_of_its_own_on_every_rank_is_another_run(tmp_path: Path):
     settings = small_settings(tmp_path, **FLOAT64, dropout=0.3)
@@ -161,6 +181,7 @@ def test_dropout_of_its_own_on_every_rank_is_another_run(tmp_path: Path):
     assert abs(one[2]["loss"] / other[2]["loss"] - 1) > 1e-6
 
 
+@pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.slow_cases("given0-facts0")
 @pytest.mark.parametrize(
     ("given", "facts"),
@@ -176,6 +197,7 @@ def test_what_a_mesh_cannot_do_is_refused_on_every_rank(
     assert_tells(on_ranks(4, refused, small_settings(tmp_path, **{**FLOAT64, **given}), BOTH), *facts)
 
 
+@pytest.mark.usefixtures("warm_ranks")
 def test_an_adapter_that_comes_after_sharding_is_refused(tmp_path: Path):
     assert_tells(on_ranks(1, attached_twice, small_settings(tmp_path, **FLOAT64)), "adapter 'second'", "parallelize")
 
@@ -202,3 +224,44 @@ def refused(settings: Any, axes: Mapping[str, int]) -> str:
         Training(plan_training(settings, start(axes)))
     leave()
     return str(error.value)
+
+
+def nodes(folder: Path, *more: str) -> list[subprocess.Popen[str]]:
+    """Two agents, of which the first keeps the store by which they meet."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    meeting = f"--rdzv-backend c10d --rdzv-id test --rdzv-endpoint localhost:{port} --local-addr localhost".split()
+    command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *meeting]
+    run = [PROGRAM, *arguments(folder, *more, mesh="dp=2,tp=2")]
+    return [started([*command, "--rdzv-conf", f"is_host={is_host}", *run]) for is_host in (1, 0)]
+
+
+def kill_node(agent: subprocess.Popen[str]) -> None:
+    """The agent and its ranks, at once."""
+    children = Path(f"/proc/{agent.pid}/task/{agent.pid}/children").read_text().split()
+    for pid in (agent.pid, *map(int, children)):
+        os.kill(pid, signal.SIGKILL)
+    agent.communicate()
+
+
+@pytest.mark.slow
+@pytest.mark.nightly_cases("with the store")
+@pytest.mark.parametrize("lost", [0, 1], ids=["with the store", "the other one"])
+def test_where_a_node_is_lost_the_other_ends_with_a_line_and_both_go_on_later(lost: int, tmp_path: Path):
+    agents = nodes(tmp_path, "--steps", "400", "--rank-timeout", "20")
+    wait_for_steps(tmp_path, 5)
+    kill_node(agents[lost])
+    code, said = ended(agents[1 - lost])
+    ours = [line for line in said if line.startswith("llorch: ")]
+    assert code == 1
+    assert len(ours) in (1, 2), said  # both ranks that are left may see it before one has told the other
+    assert all(line.startswith(("llorch: lost ", "llorch: waited 20 s ")) for line in ours)
+    done = last_step(tmp_path)
+    assert done >= 2  # whole before that of step 4 began; that is written beside the steps
+    go_on = ("--steps", str(done + 2), "--resume", "--allow-change")
+    if lost == 0:
+        assert [ended(agent)[0] for agent in nodes(tmp_path, *go_on)] == [0, 0]
+    else:  # on one node, whose ranks start in a tenth of the time
+        assert invoke_on_mesh(tmp_path, *arguments(tmp_path, *go_on, mesh="dp=2,tp=2")).exit_code == 0
+    assert last_step(tmp_path) == done + 2

@@ -21,9 +21,8 @@ from llorch.pytorch.lora.adapters import attach
 from llorch.pytorch.train import trainer as torch_trainer
 from llorch.pytorch.train.loading import load_for_training
 from llorch.pytorch.train.plan import plan_training
-from llorch.pytorch.train.step import mean_loss
+from llorch.pytorch.train.step import Alone, mean_loss
 from llorch.pytorch.train.trainer import NonFiniteLoss
-from llorch.pytorch.train.worker import Alone
 from llorch.runtime.builtin import builtin_path
 from llorch.training.data import batches
 from llorch.training.settings import TrainSettings

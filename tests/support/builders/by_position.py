@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from llorch.engines.float64_everywhere import float64_everywhere
+from llorch.engines.transformers_capture import float64_everywhere
 from llorch.families.config import ModelConfig, YarnScaling
 from llorch.families.layers import Layer, Temperature
 from llorch.files import Weights

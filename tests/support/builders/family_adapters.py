@@ -34,7 +34,7 @@ def float64_peft(base: Path, adapter: Path, attention: str = "eager") -> Any:
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    from llorch.engines.float64_everywhere import float64_everywhere
+    from llorch.engines.transformers_capture import float64_everywhere
 
     loader = AutoModelForImageTextToText if is_of_whole(adapter) else AutoModelForCausalLM
     with float64_everywhere(refuse=False):  # what rotations are made of is computed here

@@ -254,7 +254,7 @@ SHARED = {  # code that both precisions share -> the group of stages that shows 
     "llorch.training.adamw.clip_by_norm": "grad_norm",
     "llorch.training.adamw.moments": "first_moment",
     "llorch.training.adamw.moved": "parameters",
-    "llorch.training.schedules.learning_rate": "learning_rate",
+    "llorch.training.adamw.learning_rate": "learning_rate",
     "llorch.lora.merge.merged_matrix": "merged_weight",
 }
 SHARED_TORCH = {

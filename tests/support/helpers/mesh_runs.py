@@ -12,7 +12,7 @@ from llorch.judging.verify import plan_live, verify_live, verify_stored
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel, sharding_plan
 from llorch.pytorch.distributed.launch import start, summed
-from llorch.pytorch.distributed.parallel_experts import OwnExperts, split_experts
+from llorch.pytorch.distributed.parallel import OwnExperts, split_experts
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, part_of_rank
 from llorch.pytorch.models.experts import ExpertsModule
 from llorch.stages.comparison import PASS

@@ -17,7 +17,7 @@ from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel
 from llorch.pytorch.distributed.dtensor import whole
 from llorch.pytorch.distributed.launch import leave, start
-from llorch.pytorch.train import adamw, step, trainer, worker
+from llorch.pytorch.train import adamw, step, trainer
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.run import Run
 from llorch.pytorch.train.trainer import Training
@@ -25,7 +25,7 @@ from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import PASS
 
 
-class OwnMeans(worker.OnMesh):
+class OwnMeans(step.OnMesh):
     """Every rank divides by its own tokens, and ranks are averaged."""
 
     def rows_of(self, batch: Any) -> tuple[Any, float]:

@@ -18,8 +18,7 @@ import numpy as np
 
 from llorch.apps.doctor.health import HealthCheck
 from llorch.files import Weights
-from llorch.files.encode import encode
-from llorch.files.quant import GGMLType, decode
+from llorch.files.quant import GGMLType, decode, encode
 from llorch.files.strict_json import read_json
 from llorch.lora.adapter import Adapter
 from llorch.lora.initial import base_matrix
@@ -28,12 +27,11 @@ from llorch.lora.summary import product_norm, stored_types
 from llorch.model.model import Model, OpenModel
 from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError
-from llorch.training.base_settings import say_dropout
 from llorch.training.batch import IGNORED, Example
 from llorch.training.data import TrainingData, read_data
-from llorch.training.data.changed import first_change
-from llorch.training.data.ends import say_unnamed, trained_ends
+from llorch.training.data.dataset import first_change, say_unnamed, trained_ends
 from llorch.training.merge_files import LARGEST_COMPARED
+from llorch.training.settings import say_dropout
 from llorch.training.settings_file import settings_from
 
 _SAFE = "llorch lora export BASE ADAPTER NEW --vllm-safe"

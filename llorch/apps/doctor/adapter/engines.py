@@ -9,8 +9,8 @@ from tempfile import TemporaryDirectory
 import numpy as np
 
 from llorch.apps.doctor.health import HealthCheck
+from llorch.engines.interface import unsupported_reason
 from llorch.engines.process import in_child
-from llorch.engines.unsupported import unsupported_reason
 from llorch.files import Weights
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter

@@ -29,8 +29,8 @@ from llorch.ops.rope import rope_backward as our_rope_backward
 from llorch.ops.swiglu import swiglu_backward as our_swiglu_backward
 from llorch.training.adamw import adamw_step as our_adamw_step
 from llorch.training.adamw import clip_by_norm as our_clip_by_norm
+from llorch.training.adamw import learning_rate as our_learning_rate
 from llorch.training.batch import Batch
-from llorch.training.schedules import learning_rate as our_learning_rate
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
@@ -296,7 +296,7 @@ ADAMW_STEP = Exercise(
 )  # fmt: skip
 LEARNING_RATE = Exercise(
     name="learning_rate", reference=learning_rate, returns=("rate",), stages=("learning_rate",),
-    replaces="llorch.training.schedules.learning_rate",
+    replaces="llorch.training.adamw.learning_rate",
     adapt=lambda call, right: lambda step, **how: float(call(step=step, **how)),
 )  # fmt: skip
 ACCUMULATED = Exercise(

@@ -6,7 +6,7 @@
 
 #include "cpu_numbers.h"
 
-enum order { ROWS, HIGH_FIRST, COLUMNS, AWQ }; /* `ORDERS` in stored_codes.py says what they are */
+enum order { ROWS, HIGH_FIRST, COLUMNS, AWQ }; /* `ORDERS` in quantised.py says what they are */
 enum { SIDE = 16, BLOCK = 64 };                /* words of a tile's side; words of a line that are read together */
 enum kind { Q8_0 = 2, Q4_0, Q4_K, Q6_K };      /* `KINDS` in quantised.py */
 enum { WORTH_THREADS = 1 << 10 };              /* blocks */

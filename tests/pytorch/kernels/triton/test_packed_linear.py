@@ -15,8 +15,8 @@ from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 
 pytest.importorskip("triton", reason="NOT RUN: triton is not installed")
 
-from llorch.pytorch.kernels.triton import packed_linear
-from llorch.pytorch.kernels.triton.packed_linear import PackedLinear, join_alike
+from llorch.pytorch.kernels.triton import kernels
+from llorch.pytorch.kernels.triton.kernels import PackedLinear, join_alike
 
 SIZES = (6, 2, 3)
 
@@ -51,8 +51,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         seen.append(len(fields["codes"]))
         return multiply_few_rows(x, fields, kind, bias)
 
-    multiply_few_rows = packed_linear.multiply_few_rows
-    monkeypatch.setattr(packed_linear, "multiply_few_rows", noted)
+    multiply_few_rows = kernels.multiply_few_rows
+    monkeypatch.setattr(kernels, "multiply_few_rows", noted)
     return seen
 
 
