@@ -13,7 +13,7 @@ The packages, in the order to read. A package imports only those above it.
 
     llorch/
       runtime/            errors, child processes, memory, threads, names of built-in models
-      families/           facts of each family; hyperparameters of a file: config.py
+      families/           one file a family; hyperparameters of a file: config.py
       stages/             the stage table, the place of an array in a run, differences
       ops/                one operation a file, its gradient below it
       files/              GGUF, Hugging Face folders, quantised blocks; tokenizer/, hub/, convert.py
