@@ -96,15 +96,15 @@ def _judge_lesson(lesson: Lesson, implementation: Implementation, mode: Mode) ->
         return found
     found = replace(found, where=_where(found.wrong_by_part[0][0], implementation))
     with suppress(LearnerFault):  # what was judged before a fault may have a name
-        found = replace(found, suspects=how.suspects(lesson, implementation, mode, found.wrong_by_part))
+        found = replace(found, causes=how.find_causes(lesson, implementation, mode, found.wrong_by_part))
     if fault:
         return _first_things_first(found)
-    return replace(found, label=BORROWED if unwritten else PASS, where="") if found.is_honest else found
+    return replace(found, label=BORROWED if unwritten else PASS, where="") if found.is_rounding else found
 
 
 def _first_things_first(found: LessonReport) -> LessonReport:
     """Make a fault a note where a known mistake was found before it: the fault may come of that."""
-    is_named = any(each.kind != "near miss" for each in found.suspects) and not found.is_honest
+    is_named = any(each.kind != "near miss" for each in found.causes) and not found.is_rounding
     return replace(found, fault="", notes=[*found.notes, found.fault.splitlines()[0]]) if is_named else found
 
 

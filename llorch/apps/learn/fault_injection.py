@@ -83,7 +83,7 @@ def _typed(lesson: Lesson, implementation: Implementation) -> Iterator[InjectedF
     for part, wrong in typed_mistakes(lesson).items():
         for name, function in wrong.items():
             seen = check(lesson, Implementation(implementation.source, {**implementation.written, part: function}))
-            named = tuple(each.name for each in seen.suspects if each.kind != "near miss")
+            named = tuple(each.name for each in seen.causes if each.kind != "near miss")
             yield InjectedFault(name, part, math.inf if seen.label == FAIL else 0.0, named)
 
 
@@ -128,12 +128,12 @@ def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]
 def _injected_fault(
     name: str, model: ForwardModel, case: str, n_cached: int, wrong: dict[str, np.ndarray]
 ) -> InjectedFault:
-    """Measure by how many tolerances a wrong stage is off, at the engine where it is least; name the suspects."""
+    """Measure by how many tolerances a wrong stage is off, at the engine where it is least; name the causes."""
     this, (place, array) = model.suite.cases[case], *wrong.items()
     expectations = [
         model.suite.chained(model.runner, case, engine, n_cached, place) for engine in model.suite.engine_outputs
     ]
     over = min(expectation.difference(array).over(expectation.tolerance) for expectation in expectations)
     first: Finding | None = next(model.causes_in(this, n_cached, wrong), None) if over >= VISIBLE else None
-    suspects = () if first is None else (*first.causes, *first.alternatives)
-    return InjectedFault(name, place, over, tuple(each.name for each in suspects))
+    causes = () if first is None else (*first.causes, *first.alternatives)
+    return InjectedFault(name, place, over, tuple(each.name for each in causes))

@@ -24,7 +24,7 @@ class Check(Protocol):
         """Yield every comparison, with the learner's parts in place: those of the lesson, or all so far."""
         ...
 
-    def suspects(
+    def find_causes(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Cause]:
         """Name the known mistakes that explain the failed comparisons; empty if none does.

@@ -29,7 +29,7 @@ class LessonReport:
         by_part: Every comparison, by the part that alone was in place; by "" where several were.
         unwritten: Parts that are not written.
         fault: What the learner's code did that nothing can go on with, with its frames; empty if it ran.
-        suspects: Known mistakes that make what failed; see `Check.suspects`.
+        causes: Known mistakes that make what failed; see `Check.find_causes`.
         reason: Why it did not run.
         notes: What is harmless but worth knowing.
         where: The part that is wrong, `my_llama/l01b_rope.py:14 rope()`; empty if nothing is.
@@ -41,7 +41,7 @@ class LessonReport:
     by_part: Mapping[str, Sequence[Comparison]] = field(default_factory=dict, repr=False)
     unwritten: Sequence[str] = ()
     fault: str = ""
-    suspects: Sequence[Cause] = ()
+    causes: Sequence[Cause] = ()
     reason: str = ""
     notes: Sequence[str] = ()
     where: str = ""
@@ -68,9 +68,9 @@ class LessonReport:
         return [comparison for _, comparison in self.wrong_by_part]
 
     @property
-    def is_honest(self) -> bool:
+    def is_rounding(self) -> bool:
         """True if what failed is arithmetic: another hardware or library, no mistake."""
-        return bool(self.suspects) and not self.suspects[0].stages
+        return bool(self.causes) and not self.causes[0].stages
 
     def record(self) -> dict[str, object]:
         """Return the verdict as `--json` gives it."""
@@ -84,8 +84,8 @@ class LessonReport:
             "first": asdict(first.first) if first else None,
             "worst": asdict(first.worst) if first else None,
             "pattern": first.pattern() if first else "",
-            "suspects": [asdict(each) | {"near_miss": each.kind == "near miss"} for each in self.suspects],
-            "honest": self.is_honest,
+            "causes": [asdict(each) | {"near_miss": each.kind == "near miss"} for each in self.causes],
+            "rounding": self.is_rounding,
             "unwritten": [*self.unwritten],
             "fault": self.fault,
             "reason": self.reason,
@@ -103,7 +103,7 @@ class LessonReport:
             head.append(f"not written yet, llorch's code runs instead: {', '.join(self.unwritten)}")
         if self.comparisons:
             head += [*_passed(self.comparisons), *_next(self.lesson)]
-        notes = [*(f"not your bug: {each.sentence}" for each in self.suspects if self.is_honest), *self.notes]
+        notes = [*(f"not your bug: {each.sentence}" for each in self.causes if self.is_rounding), *self.notes]
         return "\n".join(["   ".join(head), *(f"  {note}" for note in notes)])
 
     def _failed(self) -> Iterator[str]:
@@ -150,8 +150,8 @@ class LessonReport:
 
     def _diagnosis_lines(self) -> Iterator[str]:
         """Yield the lines that name the mistake, and mistakes that explain the error as well or nearly."""
-        near = [each for each in self.suspects if each.kind == "near miss"]
-        named = [each for each in self.suspects if each.kind != "near miss"]
+        near = [each for each in self.causes if each.kind == "near miss"]
+        named = [each for each in self.causes if each.kind != "near miss"]
         if named:
             first, *alike = named
             value = f" ({first.value})" if first.value else ""

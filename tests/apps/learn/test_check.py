@@ -109,7 +109,7 @@ def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Impl
     word = FAIL if lesson.number == WARM_UP else BORROWED  # that one is written, with a wrong constant
     assert check(lesson, stubs).label == word
     found = check(lesson, written(tmp_path, lesson, pasted(lesson)))
-    assert (found.label, found.fault, found.is_honest) == (PASS, "", False), str(found)
+    assert (found.label, found.fault, found.is_rounding) == (PASS, "", False), str(found)
     assert {*hints_of(lesson)} == {exercise.name for exercise in lesson.parts}
 
 

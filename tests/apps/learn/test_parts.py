@@ -108,7 +108,7 @@ def test_fault_after_a_known_mistake_is_a_note():
 
     found = check_functions("12", generate=text_again)
     assert (found.label, found.fault) == (FAIL, "")
-    assert [each.name for each in found.suspects] == ["generation-text-fed-again"]
+    assert [each.name for each in found.causes] == ["generation-text-fed-again"]
     assert_tells(found.notes[0], "generate", "UserError", 512)
 
 
@@ -119,7 +119,7 @@ def test_top_p_without_crossing_token_is_named_where_p_is_one_too():
         return np.where(np.isin(np.arange(logits.size), kept), logits, -np.inf)
 
     found = check_functions("11", keep_top_p=keep_top_p)
-    assert [each.name for each in found.suspects] == ["top-p-drops-crossing-token"]
+    assert [each.name for each in found.causes] == ["top-p-drops-crossing-token"]
 
 
 def test_a_right_table_of_other_strides_passes():

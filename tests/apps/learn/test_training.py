@@ -65,7 +65,7 @@ def one_tensor(param: Array, **given: Any) -> tuple[Array, ...]:
 def test_a_mistake_is_the_one_that_makes_the_same_in_our_code(number: str, part: str, function: Any, name: str):
     found = check_functions(number, **{part: function})
     assert (found.label, found.wrong_by_part[0][0]) == (FAIL, part)
-    assert [each.name for each in found.suspects] == ([name] if name else [])
+    assert [each.name for each in found.causes] == ([name] if name else [])
 
 
 @pytest.mark.nightly_cases(but=["15-lora_delta-half-lora_*", "16-cross_entropy-<lambda*"])
@@ -88,7 +88,7 @@ def test_the_first_wrong_number_is_said_by_its_axes(number: str, part: str, func
 
 def test_what_our_step_cannot_go_on_with_is_said():
     found = check_functions("16", shifted=lambda labels: labels + 1000)
-    assert (found.label, found.suspects) == (FAIL, ())
+    assert (found.label, found.causes) == (FAIL, ())
     assert_tells(found.fault, "shifted", "cross entropy", "0 to 400", -100, got=(900, "row 0"))
 
 
@@ -166,7 +166,7 @@ def test_what_is_wrong_in_half_precision_alone_has_no_name_and_fails():
         return RIGHT(x, weight, eps) * (1 if x.dtype == torch.float32 else 1.1)
 
     found = check_functions("14", torch_rms_norm=of_bfloat16)
-    assert (found.label, [*found.suspects]) == (FAIL, [])
+    assert (found.label, [*found.causes]) == (FAIL, [])
     assert {each.backend for each in found.wrong} == {"learner-bfloat16"}
 
 

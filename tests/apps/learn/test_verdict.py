@@ -86,7 +86,7 @@ def two_models(monkeypatch: pytest.MonkeyPatch) -> None:  # without biases and w
 def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable], name: str, facts: list[str]):
     found = check_functions(number, **parts)
     assert (found.label, found.where) == (FAIL, f"{next(iter(parts))}() of this page")
-    assert [each.name for each in found.suspects if each.explained_share > 0.999][:1] == ([name] if name else [])
+    assert [each.name for each in found.causes if each.explained_share > 0.999][:1] == ([name] if name else [])
     lines = str(found).splitlines()
     assert len(lines) < 15
     assert max(map(len, lines)) <= WIDTH
@@ -108,7 +108,7 @@ def test_a_failure_is_named_and_shown(number: str, parts: Mapping[str, Callable]
 @pytest.mark.usefixtures("two_models")
 def test_arithmetic_is_no_bug(linear: Callable[..., Array], facts: list[str]):
     found = check_functions("02", linear=linear, qkv=forward.qkv)
-    assert (found.label, found.is_honest) == (PASS, bool(facts))
+    assert (found.label, found.is_rounding) == (PASS, bool(facts))
     assert (len(str(found).splitlines()) > 1) == bool(facts)
     assert_tells(str(found), *facts)
 
@@ -121,7 +121,7 @@ def test_a_mistake_beside_arithmetic_fails():
         return q, k[:, ::-1], v
 
     found = check_functions("02", linear=product(bfloat16), qkv=qkv)
-    assert (found.label, found.is_honest) == (FAIL, False)
+    assert (found.label, found.is_rounding) == (FAIL, False)
 
 
 def test_the_first_lesson_that_differs_is_said_where_results_go_on():
@@ -133,7 +133,7 @@ def test_the_first_lesson_that_differs_is_said_where_results_go_on():
 
 def test_a_pass_is_one_line():
     found = check_functions("01", rms_norm=forward.rms_norm)
-    assert (found.label, found.wrong, found.suspects) == (PASS, [], ())
+    assert (found.label, found.wrong, found.causes) == (PASS, [], ())
     assert str(found).count("\n") == 0
     assert len(found.comparisons) == 192
     assert_tells(str(found), PASS, 192, 4, "02 qkv")  # comparisons, models, the next lesson

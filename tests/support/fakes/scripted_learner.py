@@ -79,4 +79,4 @@ def possible(lesson: Lesson) -> list[str]:
 
 def named(found: LessonReport) -> set[str]:
     """What a verdict takes for the cause, with what it cannot tell from that."""
-    return {each.name for each in found.suspects if each.kind != "near miss"}
+    return {each.name for each in found.causes if each.kind != "near miss"}

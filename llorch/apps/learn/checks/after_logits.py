@@ -65,7 +65,7 @@ class AfterLogitsCheck(ABC):
         for parts in groups(lesson, implementation, mode):
             yield from (("", comparison) for comparison in self._judge_parts(implementation, parts, mode))
 
-    def suspects(
+    def find_causes(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Cause]:
         """See `Check`; of every part by itself, as each may have a mistake of its own."""
@@ -74,7 +74,7 @@ class AfterLogitsCheck(ABC):
             here = []
             with suppress(LearnerFault):  # in a later model: what was judged before it has a name, too
                 here.extend(each for each in self._judge_parts(implementation, parts, mode) if each.verdict == FAIL)
-            found |= {suspect.name: suspect for suspect in (self.named(here) if here else ())}
+            found |= {cause.name: cause for cause in (self.named(here) if here else ())}
         return list(found.values())
 
     def named(self, wrong: Sequence[Comparison]) -> Iterator[Cause]:

@@ -53,20 +53,20 @@ class ForwardCheck:
                 run = ForwardModel(model, [exercise], implementation)
                 yield from ((exercise.name, comparison) for comparison in run.comparisons({*exercise.stages}, mode))
 
-    def suspects(
+    def find_causes(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Cause]:
         """Diagnose the learner's run; the first function and model that give a name decide."""
         parts = {part: [PARTS[part]] if part else parts_so_far(lesson, implementation) for part, _ in wrong}
-        return suspects_named_by(
-            wrong, lambda part, model, case: ForwardModel(model, parts[part], implementation).causes(case)
+        return causes_named_by(
+            wrong, lambda part, model, case: ForwardModel(model, parts[part], implementation).find_causes(case)
         )
 
 
-def suspects_named_by(
+def causes_named_by(
     wrong: Sequence[PartComparison], causes_of: Callable[[str, str, str], Iterator[Finding]]
 ) -> Sequence[Cause]:
-    """Return the suspects that diagnoses of the wrong results name.
+    """Return the causes that diagnoses of the wrong results name.
 
     Diagnoses run for one exercise, model and case after another, until one gives a name.
     """
@@ -79,7 +79,7 @@ def suspects_named_by(
             said += found  # nothing else may be there
         if any(each.kind == "mistake" for each in said) or _n_unknown(said) >= TRIED:
             break
-    return _suspects_of_findings(said)
+    return _causes_of_findings(said)
 
 
 def _runs(wrong: Sequence[PartComparison]) -> list[tuple[str, str, str]]:
@@ -91,35 +91,35 @@ def _runs(wrong: Sequence[PartComparison]) -> list[tuple[str, str, str]]:
 
 
 def _n_unknown(said: Sequence[Finding]) -> int:
-    """Count the findings that are not honest deviations."""
+    """Count the findings that are not rounding."""
     return sum(each.kind != "rounding" for each in said)
 
 
-def _suspects_of_findings(said: Sequence[Finding]) -> list[Cause]:
-    """Return the suspects of the first mistake, else of the first unknown cause, else of arithmetic."""
+def _causes_of_findings(said: Sequence[Finding]) -> list[Cause]:
+    """Return the causes of the first mistake, else of the first unknown cause, else of arithmetic."""
     found = sorted(said, key=lambda each: {"mistake": 0, "rounding": 2}.get(each.kind, 1))
     if not found:
         return []
     first = found[0]
     if first.kind == "rounding":
-        return list({each.name: each for each in map(_honest_suspect, said)}.values())
+        return list({each.name: each for each in map(_rounding_cause, said)}.values())
     return [*_as_one(first.causes), *first.alternatives, *first.near_misses]
 
 
-def _honest_suspect(finding: Finding) -> Cause:
-    """Make the suspect of an honest finding: the arithmetic that explains it, with no stage to mend."""
+def _rounding_cause(finding: Finding) -> Cause:
+    """Make the cause of a finding of kind rounding: the arithmetic that explains it, with no stage to mend."""
     if finding.causes:
         return replace(_as_one(finding.causes)[0], stages=())
     kind = finding.sentence.partition(":")[0]
     return Cause(kind, "rounding", f"Numbers are {kind}.", (), 1.0, 1.0)
 
 
-def _as_one(suspects: Sequence[Cause]) -> list[Cause]:
-    """Join two suspects that explain an error together."""
-    if len(suspects) < 2:
-        return [*suspects]
-    name, sentence = " + ".join(each.name for each in suspects), " And: ".join(each.sentence for each in suspects)
-    return [replace(suspects[0], name=name, sentence=sentence)]
+def _as_one(causes: Sequence[Cause]) -> list[Cause]:
+    """Join two causes that explain an error together."""
+    if len(causes) < 2:
+        return [*causes]
+    name, sentence = " + ".join(each.name for each in causes), " And: ".join(each.sentence for each in causes)
+    return [replace(causes[0], name=name, sentence=sentence)]
 
 
 def written_parts(lesson: Lesson, implementation: Implementation) -> list[Exercise]:
@@ -187,7 +187,7 @@ class ForwardModel:
         with self.implementation.installed(self.parts):
             return run(self.weights, this, **how)  # type: ignore[arg-type]
 
-    def causes(self, case: str) -> Iterator[Finding]:
+    def find_causes(self, case: str) -> Iterator[Finding]:
         """Diagnose a case that runs in two passes, the second on the cache of the first; yield the findings."""
         this = self.suite.cases[case]
         return self.causes_in(this, len(this.ids) // 2)

@@ -48,11 +48,13 @@ class FoundationCheck:
                 yield from (("", c) for c in comparisons(partial(implementation.installed, together)))
         yield from ForwardCheck().comparisons(lesson, implementation, mode)
 
-    def suspects(
+    def find_causes(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Cause]:
         """See `Check`; the library knows those of the embedding."""
-        return ForwardCheck().suspects(lesson, implementation, mode, [(part, c) for part, c in wrong if c.expectation])
+        return ForwardCheck().find_causes(
+            lesson, implementation, mode, [(part, c) for part, c in wrong if c.expectation]
+        )
 
 
 def numbers(installed: Install) -> Iterator[Comparison]:
@@ -109,7 +111,7 @@ class BlocksCheck:
             ours = _decoded(exercise, implementation, blocks)
             yield exercise.name, replace(decode_row(kind, ours, values), backend=BACKEND, actual=ours)
 
-    def suspects(
+    def find_causes(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Cause]:
         """Return known mistakes that make the learner's numbers of ordinary blocks."""

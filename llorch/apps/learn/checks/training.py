@@ -52,7 +52,7 @@ class TrainingCheck:
             output = run.made(learned(implementation, parts))
             yield from ((alone, comparison) for comparison in run.comparisons(output))
 
-    def suspects(
+    def find_causes(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Cause]:
         """Name the known mistakes of the lesson that make llorch's code give the learner's results, the best first.

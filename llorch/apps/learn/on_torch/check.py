@@ -9,7 +9,7 @@ from functools import cache
 
 import numpy as np
 
-from llorch.apps.learn.checks.forward import BACKEND, stages_of, suite_of, suspects_named_by, wide, written_parts
+from llorch.apps.learn.checks.forward import BACKEND, causes_named_by, stages_of, suite_of, wide, written_parts
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
@@ -52,16 +52,16 @@ class TorchCheck:
                     run = OnTorch(model, backend, [exercise], implementation)
                     yield from ((exercise.name, comparison) for comparison in run.isolated({*exercise.stages}))
 
-    def suspects(
+    def find_causes(
         self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
     ) -> Sequence[Cause]:
-        """Diagnose the float32 run; return no suspect if that run is right."""
+        """Diagnose the float32 run; return no cause if that run is right."""
         written = written_parts(lesson, implementation)
 
         def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
-            return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).causes(case)
+            return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).find_causes(case)
 
-        return suspects_named_by([(part, c) for part, c in wrong if c.backend == FLOAT32], causes_of)
+        return causes_named_by([(part, c) for part, c in wrong if c.backend == FLOAT32], causes_of)
 
 
 class OnTorch:
@@ -88,7 +88,7 @@ class OnTorch:
                 for name in self._keys(stages):
                     yield self._compare(self.suite.chained(self.runner, case, engine, 0, name), trace[name])
 
-    def causes(self, case: str) -> Iterator[Finding]:
+    def find_causes(self, case: str) -> Iterator[Finding]:
         """Diagnose one pass; the run is over before the diagnosis begins."""
         return findings(wide(self.model), StageDump.of_arrays([self.suite.cases[case]], self._pass(case)))
 
