@@ -332,10 +332,9 @@ def _run_as_stored(
         cases = cases_for(ids, config) | {"near": Pass((*ids, *greedy[:-1]))}
         output = replace(run_cases(engine, cases, n_greedy=1), greedy=np.asarray(greedy, np.int64))
         require_numbers("llamacpp", config.family, output, None)
-        if text is None:
-            return cases, output, []
-        token_ids = engine.tokenize(text, add_special=True, parse_special=False)
-        return cases, output, [TokenCheck(text, {"llamacpp": token_ids})]
+        token_ids = None if text is None else engine.tokenize(text, add_special=True, parse_special=False)
+        texts = [] if text is None or token_ids is None else [TokenCheck(text, {"llamacpp": token_ids})]
+        return cases, output, texts
 
 
 def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None:
