@@ -129,7 +129,7 @@ def test_the_doctor_finds_that_peft_agrees(base: Path, tmp_path: Path):
     weights = open_weights(base)
     write_peft(family_adapter(weights.config, lora_alpha=0.3), tmp_path / "adapter", base=identity_of(weights))
     last = examine(tmp_path / "adapter", base, against=("peft",))[-1]
-    assert (last.check, last.verdict) == ("logits in PEFT", "ok"), last.text
+    assert (last.name, last.state) == ("logits in PEFT", "ok"), last.text
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
@@ -138,4 +138,4 @@ def test_the_doctor_judges_an_adapter_of_a_whole_beside_a_file_of_its_text(base:
     weights = open_weights(twin)
     write_peft(family_adapter(weights.config, lora_alpha=0.3), tmp_path / "adapter", base=identity_of(weights))
     last = examine(tmp_path / "adapter", twin, against=("peft",))[-1]
-    assert (last.check, last.verdict) == ("logits in PEFT", "ok"), last.text
+    assert (last.name, last.state) == ("logits in PEFT", "ok"), last.text

@@ -249,8 +249,8 @@ def test_each_use_of_an_adapter_of_a_quantised_base_tells_the_quantisation_error
     _, verdict = adapter_for(open_weights(original), adapter, any_base=False)
     assert "quantisation error" in verdict
     assert "quantisation error" in export(original, adapter, tmp_path / "x.gguf").notes[0]
-    finding = next(one for one in examine(adapter, original, against=()) if one.check == "base")
-    assert (finding.verdict, "quantisation error" in finding.text) == ("warning", True)
+    finding = next(one for one in examine(adapter, original, against=()) if one.name == "base")
+    assert (finding.state, "quantisation error" in finding.text) == ("warning", True)
 
 
 @pytest.mark.parametrize("target", ["base", "adapter", "."])
