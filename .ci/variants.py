@@ -27,9 +27,9 @@ REPOSITORY = Path(__file__).parents[1]
 FILES = (
     "model/backward model/cache model/forward pytorch/kernels/cpu/cpu pytorch/kernels/cpu/block "
     "pytorch/kernels/cpu/layer pytorch/kernels/cpu/quantised pytorch/train/loading model/model ops/attention "
-    "ops/backward ops/cross_entropy ops/dora ops/linear ops/lora ops/rms_norm ops/rope ops/swiglu judging/quantised "
-    "pytorch/cache pytorch/model pytorch/quantised pytorch/batch_invariant/reproducible training/numpy_step "
-    "pytorch/train/forward pytorch/train/loss diagnosis/diagnose diagnosis/training/diagnose"
+    "ops/backward ops/cross_entropy ops/linear ops/lora ops/rms_norm ops/rope ops/swiglu judging/quantised "
+    "pytorch/batch pytorch/model pytorch/quantised pytorch/batch_invariant/reproducible training/numpy_step "
+    "pytorch/train/loss diagnosis/diagnose diagnosis/training/diagnose"
 )
 
 

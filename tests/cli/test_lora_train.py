@@ -279,7 +279,8 @@ def name_ends(base: Path, *ends: int) -> None:
 
 def examined(run: Path, base: Path) -> dict[str, tuple[str, str]]:
     result = invoke("lora", "doctor", str(run), "--base", str(base), "--against", "none", "--any-base", "--json")
-    return {found["check"]: (found["verdict"], found["text"]) for found in json.loads(result.stdout)}
+    checks = json.loads(result.stdout)["findings"]
+    return {check["name"]: (check["state"], check["text"]) for check in checks}
 
 
 def test_training_names_the_end_token_that_transformers_does_not_know(trained):

@@ -40,8 +40,8 @@ def guarded(exercise: Exercise, function: Call, *, note: Note = lambda line: Non
         returned = called(exercise, function, handed)
         if not live:
             _require_unchanged(exercise, given, handed)
-        results, arrays = exercise.results(returned).items(), _as_arrays(exercise, returned)
-        for (name, value), array, like in zip(results, arrays, known[key], strict=True):
+        arrays = _as_arrays(exercise, returned)  # counts them
+        for (name, value), array, like in zip(exercise.results(returned).items(), arrays, known[key], strict=True):
             if array.dtype != like[1] and (inner := of_other_dtype(exercise, function, handed)):
                 other = f"{inner[1]} ({exercise.name} calls it, and its {name} is {array.dtype} too)"
                 raise LearnerFault(inner[0], other)
