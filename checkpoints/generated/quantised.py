@@ -80,7 +80,8 @@ def _line(name: str, comparisons: Sequence[Comparison], exact: float) -> list[st
     cells = []
     for modes in (("isolated",), ("chained", "decode"), ("free",)):
         found = [c for c in mine if c.mode in modes]
-        cells += [f"~{short(max(getattr(c, what) for c in found), 1)}" for what in ("error", "tolerance")]
+        largest = (max(c.difference.error for c in found), max(c.tolerance.error for c in found))
+        cells += [f"~{short(number, 1)}" for number in largest]
     flips = sum(c.flips for c in mine if c.mode == "chained" and c.backend == BACKEND)
     recipe = MODELS[name]
     kinds = sorted({ACTIVATION_TYPE[kind] for kind in recipe.types})

@@ -12,7 +12,6 @@ from helpers.refusals import refuses
 
 from llorch.engines import LoadPath
 from llorch.engines import open_here as open_engine
-from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.files.tensor_names import inventory
@@ -98,7 +97,7 @@ def test_a_quantised_file_is_decoded_by_transformers_where_it_can(tmp_path: Path
 def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_computes(monkeypatch: pytest.MonkeyPatch):
     right = open_weights(builtin_path("micro-llama3")).config
     wrong = replace(right, rms_norm_eps=1.1 * right.rms_norm_eps, rope_theta=1.00001 * right.rope_theta)
-    monkeypatch.setattr(ModelConfig, "from_gguf", lambda *_, **__: wrong)
+    monkeypatch.setattr("llorch.files.opening.config_from_gguf", lambda *_, **__: wrong)
     with open_engine("transformers", builtin_path("micro-llama3"), dtype="float64") as engine:
         settings = engine._model.config  # pyright: ignore[reportAttributeAccessIssue]
     assert settings.rms_norm_eps == right.rms_norm_eps

@@ -244,7 +244,7 @@ def test_what_is_wrong_in_a_model_is_named_from_the_folder_that_a_capture_wrote(
     dump.save(tmp_path / "dump")
     result = invoke("diagnose", str(tmp_path / "dump"), "--model", str(tmp_path / "folder"))
     assert result.exit_code == 1, result.stderr
-    assert_tells(result.stdout, "WRONG", "eps", "0.0001", where="l0.attn_norm")
+    assert_tells(result.stdout, "FAIL", "eps", "0.0001", where="l0.attn_norm")
     model.model.norm.weight.mul_(1.01)
     with llorch.capture(model) as dump:
         model(torch.tensor([[3, 1, 4]]))
