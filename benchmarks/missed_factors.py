@@ -23,7 +23,6 @@ from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.training import comparisons, make_expectations
 from llorch.judging.expectations.training import stored as stored_training
 from llorch.judging.goldens.training import MODELS as TRAINED
-from llorch.judging.judge import Comparison
 from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners import Runner, StageObserver
 from llorch.judging.runners.torch import torch_runners
@@ -31,6 +30,7 @@ from llorch.judging.runners.torch_observed import WIDENED
 from llorch.judging.runners.training_torch import DTYPES as TRAINED_DTYPES
 from llorch.judging.runners.training_torch import TorchTrainingRunner
 from llorch.judging.tolerances.training import NUMPY_ALONE
+from llorch.judging.types import Comparison
 from llorch.judging.verify import stored
 from llorch.pytorch.device import Target, target
 from llorch.runtime.builtin import EVERY

@@ -12,12 +12,13 @@ from typing import TYPE_CHECKING
 
 import made_again
 import numpy as np
+from training_tolerances import errors, refuse_far_engines, tolerances
 
 from llorch.engines import EngineName, open_engine
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.adapter_files import EXPORTS, export_all, file_tables, safetensors_table
-from llorch.judging.expectations.training import errors, refuse_far_engines, tolerances, unit
+from llorch.judging.expectations.training import unit
 from llorch.judging.expectations.training_places import (
     CHAINED,
     HELD_LIKE,

@@ -21,6 +21,7 @@ import click
 import make_quantised
 import make_training
 import numpy as np
+from make_long import make_long
 
 from llorch.engines import ReferenceEngine, open_engine
 from llorch.files import Weights, open_weights
@@ -40,7 +41,7 @@ from llorch.judging.goldens.forward import (
     save,
     sha256,
 )
-from llorch.judging.goldens.long_contexts import LongGolden, make_long, read_long, save_long
+from llorch.judging.goldens.long_contexts import LongGolden, read_long, save_long
 from llorch.judging.goldens.quantised import FOLDER as QUANTISED
 from llorch.judging.goldens.quantised import read as read_quantised
 from llorch.judging.goldens.quantised import save as save_quantised

@@ -13,10 +13,10 @@ from typing import Any
 
 import torch
 from make_training import apart
+from training_tolerances import tolerances
 
 from llorch.engines.transformers_capture import float64_everywhere
 from llorch.families.config import ModelConfig
-from llorch.judging.expectations.training import tolerances
 from llorch.judging.expectations.training_places import CHAINED, Arrays
 from llorch.judging.goldens.training import TrainingGolden
 from llorch.judging.goldens.training_recipe import OPTIMIZER, STEPS_SHOWN, step_batches

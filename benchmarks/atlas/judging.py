@@ -20,11 +20,12 @@ from llorch.engines.dumps.stage_dump import StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.files import Weights, open_weights
 from llorch.files.quantised import QuantisedFolder
+from llorch.judging.compare import judge_difference
 from llorch.judging.expert_selection import ExpertSelection
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
-from llorch.judging.judge import Comparison, judge_difference
 from llorch.judging.tolerances.forward import derive_tolerance, variances
 from llorch.judging.tolerances.rounding import CHAINED
+from llorch.judging.types import Comparison
 from llorch.ops.numerics import SCHEME
 from llorch.runtime.errors import FormatError
 from llorch.stages.comparison import EXACT, FAIL, ROUNDING, Tolerance, measure

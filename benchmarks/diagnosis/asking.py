@@ -13,9 +13,9 @@ import numpy as np
 
 from benchmarks.diagnosis import rivals
 from benchmarks.diagnosis.cases import Case, CorrectDiagnosis, correct_diagnosis_of, run_case
+from benchmarks.diagnosis.controls import Control
 from benchmarks.diagnosis.engine_runs import EngineRun, path_of
 from benchmarks.diagnosis.folders import FolderCase, correct_diagnosis_of_folder, write_case
-from benchmarks.diagnosis.honest import Honest
 from benchmarks.diagnosis.port import model_path
 from benchmarks.diagnosis.reenacted import Report
 from benchmarks.diagnosis.styles import Written
@@ -33,7 +33,7 @@ class Answer:
 
     Attributes:
         name: Name of the case.
-        group: `planted`, `reports`, `blocks` or `honest`.
+        group: `planted`, `reports`, `blocks` or `control`.
         right: By criterion, those that apply.
         said: The findings in short.
         expected: The correct diagnosis.
@@ -66,7 +66,7 @@ class Heard:
 
     @property
     def wrong(self) -> list[Finding]:
-        """Findings that are not honest."""
+        """Findings that are not rounding."""
         return [finding for finding in self.made.findings if finding.kind != "rounding"] if self.made else []
 
     def __str__(self) -> str:
@@ -132,14 +132,14 @@ def of_report(report: Report) -> Answer:
     return of_case(case, "reports", replace(correct_diagnosis_of(case, report.bug), names=report.names), report.value)
 
 
-def of_honest(variant: Honest, model: str) -> Answer:
+def of_control(variant: Control, model: str) -> Answer:
     """Write a dump of a right engine, ask, and see that nothing is found."""
     with folder() as place:
         heard = ask(model, variant.run(model).write(place))
         beside = rivals.answers(model, heard.dump) if heard.dump else {}
     right = {"silent": heard.made is not None and not heard.wrong}
     theirs = {rule: {"silent": answer.place is None} for rule, answer in beside.items()}
-    return Answer(f"{variant.name}/{model}", "honest", right, str(heard), "nothing is wrong", heard.seconds, theirs)
+    return Answer(f"{variant.name}/{model}", "control", right, str(heard), "nothing is wrong", heard.seconds, theirs)
 
 
 def of_engine_run(engine_run: EngineRun) -> Answer:

@@ -1,4 +1,4 @@
-"""The catalogue of honest differences: what right engines are off, stage by stage, and what was expected of them.
+"""The catalogue of rounding differences: what right engines are off, stage by stage, and what was expected of them.
 
     python -m benchmarks.diagnosis.catalogue           print the table of checkpoints/honest_differences.md
 
@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 
 from benchmarks.diagnosis.asking import weights_of
-from benchmarks.diagnosis.honest import HONEST, LLAMA, QWEN2, QWEN3, Honest
+from benchmarks.diagnosis.controls import CONTROLS, LLAMA, QWEN2, QWEN3, Control
 from llorch.diagnosis.diagnose import diagnose
 
 MODELS = (LLAMA, QWEN2, QWEN3)
@@ -39,12 +39,12 @@ def table() -> Iterator[str]:
     """Yield the lines of a Markdown table."""
     yield f"| right engines | {' | '.join(PARTS)} |"
     yield f"|---|{'---|' * len(PARTS)}"
-    by_name = {variant.name: variant for variant in HONEST}
+    by_name = {variant.name: variant for variant in CONTROLS}
     for name in ROWS:
         yield f"| {name} | {' | '.join(cells(by_name[name]))} |"
 
 
-def cells(variant: Honest) -> Iterator[str]:
+def cells(variant: Control) -> Iterator[str]:
     """Yield one cell for each group of stages: the largest local error of an engine, and its share of the tolerance."""
     results = [
         result

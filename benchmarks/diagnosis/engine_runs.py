@@ -14,7 +14,7 @@ from pathlib import Path
 
 import numpy as np
 
-from benchmarks.diagnosis.honest import LLAMA, MODELS, QWEN2, QWEN3, Run, Shown, prompt
+from benchmarks.diagnosis.controls import LLAMA, MODELS, QWEN2, QWEN3, Run, Shown, prompt
 from benchmarks.diagnosis.styles import Written
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.store import SUFFIX, read_arrays

@@ -6,7 +6,7 @@
     python -m benchmarks.diagnosis.score --json FILE    every answer beside what was expected
 
 Every dump is written to a folder and read by the code of `llorch diagnose`. What counts is the *first* finding that is
-not honest. A dump that is refused before it is judged got a wrong answer, unless a guard says just what is wrong.
+not rounding. A dump that is refused before it is judged got a wrong answer, unless a guard says just what is wrong.
 
     place    it shows first where the bug first changes the dump, in pass, layer and stage; and of the stages in which
              it must have been made the bug was made in one
@@ -15,7 +15,7 @@ not honest. A dump that is refused before it is judged got a wrong answer, unles
     value    the recovered value is the planted one, to three digits
     unknown  of a bug that no list of known mistakes has: "none of the known", and no suspect
     second   of two bugs, the second is found behind the first, where it was made, under its name
-    silent   of right engines: there is no finding but honest ones
+    silent   of right engines: no finding but rounding
 
 Dumps of training are of an independent trainer of adapters, and those of folders of engines that read a quantised
 Hugging Face folder, most of them wrongly; the rules of others have nothing to say of either.
@@ -39,11 +39,11 @@ from typing import TYPE_CHECKING
 
 import click
 
-from benchmarks.diagnosis.asking import Answer, of_case, of_engine_run, of_folder, of_honest, of_report
+from benchmarks.diagnosis.asking import Answer, of_case, of_control, of_engine_run, of_folder, of_report
 from benchmarks.diagnosis.cases import Case, cases, correct_diagnosis_of
+from benchmarks.diagnosis.controls import CONTROLS
 from benchmarks.diagnosis.engine_runs import engine_runs
 from benchmarks.diagnosis.folders import FOLDER_CASES
-from benchmarks.diagnosis.honest import HONEST
 from benchmarks.diagnosis.reenacted import REPORTS
 
 if TYPE_CHECKING:
@@ -63,7 +63,7 @@ SHOWN = {  # rows of the page
 }
 COLUMNS = {"": "llorch", "skill": "rules of size and name", "fixed": "first over 1e-3", "cosine": "cosine under 0.99"}
 PAGE = Path(__file__).parents[2] / "checkpoints/guide/diagnosis.md"
-QUICK = {"planted": 30, "reports": 6, "honest": 23, "engines": 7, "folders": 12, "training": 18}  # one of so many
+QUICK = {"planted": 30, "reports": 6, "control": 23, "engines": 7, "folders": 12, "training": 18}  # one of so many
 Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
 
 
@@ -95,8 +95,8 @@ def every_job() -> list[Job]:
     """List every dump that can be judged."""
     injected = [("planted", case.name, partial(_injected, case)) for case in cases()]
     reports = [("reports", report.bug.name, partial(of_report, report)) for report in REPORTS]
-    pairs = [(variant, model) for variant in HONEST for model in variant.models]
-    honest = [("honest", f"{variant.name}/{model}", partial(of_honest, variant, model)) for variant, model in pairs]
+    pairs = [(variant, model) for variant in CONTROLS for model in variant.models]
+    controls = [("control", f"{variant.name}/{model}", partial(of_control, variant, model)) for variant, model in pairs]
     engines = [
         ("live" if one.needs else "engines", f"{one.name}/{one.model}", partial(of_engine_run, one))
         for one in engine_runs()
@@ -104,7 +104,7 @@ def every_job() -> list[Job]:
     ]
     folders = [("folders", f"folders/{case.name}/{case.folder}", partial(of_folder, case)) for case in FOLDER_CASES]
     training = [("training", case.name, partial(_training, case)) for case in _training_cases()]
-    return [*injected, *reports, *honest, *engines, *folders, *training]
+    return [*injected, *reports, *controls, *engines, *folders, *training]
 
 
 def _training_cases() -> list["TrainingCase"]:

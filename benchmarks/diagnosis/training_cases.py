@@ -1,4 +1,4 @@
-"""Training dumps with one bug each, and honest ones; what is said of them, and what is true.
+"""Training dumps with one bug each, and correct ones; what is said of them, and what is true.
 
 python -m benchmarks.diagnosis.training_cases
 """
@@ -58,7 +58,7 @@ class TrainingCase:
         said, adapter = SETTINGS | dict(bug.settings), make_adapter(config)
         micros = [[micro_batch(config.vocab_size, 10 * step + k) for k in (1, 2)] for step in range(1, N_STEPS + 1)]
         if self.peft:
-            from benchmarks.diagnosis.training_honest import peft_steps
+            from benchmarks.diagnosis.training_controls import peft_steps
 
             shown = peft_steps(self.model, adapter, micros, self.peft)
         else:
@@ -165,11 +165,11 @@ def main() -> None:
         if asked or not (one.stage and one.named and len(one.wrong) <= 1):
             print(f"{one.case.name:44} stage {one.stage!s:5} name {one.named!s:5} {one.seconds:.1f} s")
             print(*(f"    {finding.kind}: {finding.sentence}" for finding in one.found.findings), sep="\n")
-    bugs, honest = ([one for one in scores if bool(one.case.bug) == wanted] for wanted in (True, False))
+    bugs, controls = ([one for one in scores if bool(one.case.bug) == wanted] for wanted in (True, False))
     print(
         f"{len(bugs)} bugs: stage {sum(one.stage for one in bugs)}, name {sum(one.named for one in bugs)}, a second "
-        f"cause accused {sum(len(one.wrong) > 1 for one in bugs)}; {len(honest)} honest: "
-        f"{sum(bool(one.wrong) for one in honest)} false alarms; at most {max(one.seconds for one in scores):.1f} s"
+        f"cause accused {sum(len(one.wrong) > 1 for one in bugs)}; {len(controls)} correct: "
+        f"{sum(bool(one.wrong) for one in controls)} false alarms; at most {max(one.seconds for one in scores):.1f} s"
     )
 
 

@@ -4,7 +4,7 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from llorch.diagnosis.mistakes import TRAINING
-from llorch.diagnosis.mistakes.planting import injected
+from llorch.diagnosis.mistakes.mistake import injected
 from llorch.judging.expectations.training import stored
 from llorch.judging.expectations.training_places import of_tensors
 from llorch.ops.precision import own_dtype_only

@@ -8,9 +8,9 @@ from llorch.diagnosis.mistakes.variants import VISIBLE, variants
 from llorch.files import open_weights
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.goldens.forward import ENGINES, Golden
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import run
 from llorch.judging.tolerances.rounding import ARITHMETICS
+from llorch.judging.types import Comparison
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import measure
 from llorch.stages.stage_ref import part_of

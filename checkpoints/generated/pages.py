@@ -20,9 +20,9 @@ from llorch.judging.expectations.quantised import verify_quantised_stored
 from llorch.judging.expectations.training import verify_training_stored
 from llorch.judging.goldens.forward import Golden, read
 from llorch.judging.goldens.training import MODELS as TRAINED
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner, numpy_runners
 from llorch.judging.tolerances.rounding import ARITHMETICS
+from llorch.judging.types import Comparison
 from llorch.judging.verify import verify_stored
 from llorch.runtime.builtin import BUILTIN, goldens_folder
 from llorch.stages.table import CHECKPOINTS

@@ -11,9 +11,9 @@ from llorch.files.quant import ACTIVATION_TYPE
 from llorch.judging.expectations.quantised import BACKENDS
 from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.judging.goldens.quantised import FOLDER, read
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import GGML as BACKEND
 from llorch.judging.runners.numpy import run
+from llorch.judging.types import Comparison
 from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import PASS, measure
 

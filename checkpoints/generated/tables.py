@@ -14,7 +14,7 @@ from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import ENGINES, SAMPLINGS, Golden
 from llorch.judging.goldens.quantised import FOLDER as QUANTISED
 from llorch.judging.goldens.training import PEFT_FLOAT64
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.runtime.builtin import EVERY, goldens_folder
 from llorch.stages.comparison import PASS, TIE
 from llorch.stages.table import BY_NAME, STAGES, Stage

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from checkpoints.generated.tables import ENGINE_LABELS, Blocks, equal, link, mistakes, roughly, short, table
 from llorch.judging.expectations.training_places import LLAMACPP, MODES, PEFT, TRANSFORMERS
 from llorch.judging.goldens.training import HALF_DTYPES, MODELS, PEFT_FLOAT64, TrainingGolden, read
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.runtime.builtin import goldens_folder
 from llorch.stages.training import BY_GROUP, TRAINING_STAGES
 

@@ -3,7 +3,8 @@
 Input: words. Output: results on stdout, everything else (progress, warnings, errors) on stderr, and an exit code. A
 verb checks which options go together, calls the package that does the work, and prints. The order to read:
 
-    verbs, options    groups of verbs and their help pages; options that several verbs share
+    verbs, options    groups of verbs and their help pages; options that several verbs share, in `model_options` those
+                      of a model and how it is opened, in `threads` the number of threads
     inputs            a MODEL, a prompt, ids, a conversation, as users write them
     outcome, output   every exception as a line and an exit code; the place of output; `tables` prints tables
     run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/,
@@ -19,8 +20,8 @@ from textwrap import fill
 import click
 
 import llorch
-from llorch.cli.options import wait_asleep
 from llorch.cli.outcome import reported
+from llorch.cli.threads import wait_asleep
 from llorch.cli.verbs import Verbs
 from llorch.runtime.builtin import EVERY
 

@@ -7,31 +7,19 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from llorch.cli.mesh import mesh_option, on_mesh, require_tensor_parallel, timeout_option
-from llorch.cli.options import (
-    MODEL,
-    WholeNumber,
-    backend_options,
-    group,
-    json_option,
-    page_option,
-    residency_option,
-    threads_option,
-    use_threads,
-    verb,
-)
+from llorch.cli.model_options import backend_options, residency_option
+from llorch.cli.options import MODEL, WholeNumber, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
+from llorch.cli.threads import threads_option, use_threads
 
 if TYPE_CHECKING:
+    from llorch.apps.bench.measure import Load, Subject, TimedEngine
     from llorch.apps.bench.torch import MeasuredModel
-    from llorch.pytorch.device import Target
+    from llorch.files.residency import Residency
+    from llorch.pytorch.device import Kernels, Target
     from llorch.pytorch.distributed.launch import DeviceMesh
 
-SHAPES = (
-    "qwen2.5-0.5b",
-    "llama-3.2-1b",
-    "llama-2-7b",
-    "llama-3-8b",
-)  # as in llorch.apps.bench.measure, which is slow to import
+SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # of real_shapes, which is slow to import
 TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
@@ -44,8 +32,8 @@ class ModelChoice:
     weights_type: str | None
     device: str | None
     dtype: str | None
-    kernels: Any
-    residency: Any
+    kernels: "Kernels"
+    residency: "Residency"
     compiled: bool
 
 
@@ -118,7 +106,7 @@ def _refuse_misplaced(chosen: ModelChoice, backend: str) -> None:
             raise click.UsageError(f"{option} goes with --backend torch")
 
 
-def _on_numpy(chosen: ModelChoice, load: Any) -> tuple[Any, Any]:
+def _on_numpy(chosen: ModelChoice, load: "Load") -> "tuple[TimedEngine, Subject]":
     """Load the model for the NumPy path; return the engine to time and the description of the model."""
     from llorch.apps.bench.measure import NumpyEngine, numpy_subject
     from llorch.cli.inputs import model_path
@@ -132,7 +120,7 @@ def _on_numpy(chosen: ModelChoice, load: Any) -> tuple[Any, Any]:
     return NumpyEngine(model, load), numpy_subject(model)
 
 
-def _on_torch(chosen: ModelChoice, load: Any, mesh: "DeviceMesh | None") -> tuple[Any, Any]:
+def _on_torch(chosen: ModelChoice, load: "Load", mesh: "DeviceMesh | None") -> "tuple[TimedEngine, Subject]":
     """Load the model for the torch path; return the engine to time and the description of the model."""
     from llorch.runtime.errors import MissingExtra
 
@@ -152,7 +140,7 @@ def _on_torch(chosen: ModelChoice, load: Any, mesh: "DeviceMesh | None") -> tupl
     return engine, torch_subject(made.module, made.target, made.name, made.weights)
 
 
-def _open_measured(chosen: ModelChoice, at: "Target", load: Any, mesh: "DeviceMesh | None") -> "MeasuredModel":
+def _open_measured(chosen: ModelChoice, at: "Target", load: "Load", mesh: "DeviceMesh | None") -> "MeasuredModel":
     from llorch.apps.bench.torch import opened, opened_on, random
     from llorch.cli.inputs import model_path
 

@@ -9,27 +9,17 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.options import (
-    MODEL,
-    TEXT,
-    WholeNumber,
-    backend_options,
-    group,
-    numerics_options,
-    page_option,
-    sampling_options,
-    template_options,
-    template_settings,
-    threads_option,
-    use_threads,
-    verb,
-)
+from llorch.cli.model_options import ModelOptions, adapter_options, model_options, sampling_options, template_options
+from llorch.cli.options import FILE, MODEL, TEXT, WholeNumber, group, page_option, verb
 from llorch.cli.outcome import error_line
 from llorch.cli.output import say
-from llorch.cli.run import load_adapter, open_model, refuse_misplaced
+from llorch.cli.run import load_adapter
+from llorch.cli.threads import threads_option, use_threads
 
 if TYPE_CHECKING:
     from datetime import datetime
+
+    from llorch.cli.chat_session import ChatSession
 
 CONTEXT = 8192  # tokens to keep memory for
 
@@ -45,9 +35,7 @@ CONTEXT = 8192  # tokens to keep memory for
 @group(
     "Input",
     page_option("--system", type=TEXT, help="System message."),
-    page_option(
-        "--history", type=click.Path(path_type=Path, dir_okay=False), help="Earlier messages, as /save writes them."
-    ),
+    page_option("--history", type=FILE, help="Earlier messages, as /save writes them."),
 )
 @group(
     "Output",
@@ -57,18 +45,12 @@ CONTEXT = 8192  # tokens to keep memory for
 )
 @sampling_options
 @template_options
-@group(
-    "Model",
-    page_option("--adapter", type=click.Path(path_type=Path), help="LoRA adapter: PEFT directory or GGUF file."),
-    page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
-)
-@numerics_options
-@backend_options
+@group("Model", *adapter_options)
+@model_options
 @threads_option
 def command(
     *, model: str, system: str | None, history: Path | None, max_tokens: int, adapter: Path | None, any_base: bool,
-    numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None, dtype: str | None,
-    kernels: Any, template_date: "datetime | None", chat_template_kwargs: "dict | None", **sampling: Any,
+    template_date: "datetime | None", chat_template_kwargs: "dict | None", **values: Any,
 ) -> None:  # fmt: skip
     """Talk to MODEL (default: story) on the terminal.
 
@@ -76,34 +58,29 @@ def command(
     answer, Ctrl-D ends the conversation.
     """
     from llorch.cli.chat_session import ChatSession
-    from llorch.cli.inputs import chosen_numerics, conversation, model_path
+    from llorch.cli.inputs import earlier_messages, model_path
+    from llorch.files.tokenizer.chat import TemplateSettings
     from llorch.ops.sampling import SamplingSettings
 
-    refuse_misplaced(backend, device, dtype, kernels, numerics, kv_cache)
+    options = ModelOptions.taken_from(values)
+    arithmetic = options.arithmetic()
     if any_base and adapter is None:
         raise click.UsageError("--any-base goes with --adapter")
-    settings, template = SamplingSettings(**sampling), template_settings(template_date, chat_template_kwargs)
-    arithmetic, path = chosen_numerics(numerics, kv_cache), model_path(model)
-    before: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
-    if history is not None:
-        before = conversation(None, system, history) or []
-    loaded = open_model(
-        path, backend, arithmetic, device=device, dtype=dtype, kernels=kernels, residency=residency, n_tokens=CONTEXT
-    )
-    loaded.chats.settings = template
+    settings, path = SamplingSettings(**values), model_path(model)
+    before = earlier_messages(system, history)
+    loaded = options.open(path, arithmetic, n_tokens=CONTEXT)
+    loaded.chats.settings = TemplateSettings(chat_template_kwargs, template_date)
     talk = ChatSession(loaded, before, settings, max_tokens=max_tokens)
-    threads = use_threads(loaded.config)
-    if adapter is not None:
-        talk.adapter = load_adapter(loaded, adapter, any_base=any_base)
+    threads, n_most = use_threads(loaded.config), loaded.config.max_position_embeddings
+    talk.adapter = load_adapter(loaded, adapter, any_base=any_base)
     live = sys.stdin.isatty()
     plain = "" if loaded.chats.has_template else " (no chat template: messages are joined by blank lines)"
-    room = f"{loaded.config.max_position_embeddings} tokens of context"
-    say(f"{loaded.name}{plain}: {room}, {threads}; /help, Ctrl-D ends")
+    say(f"{loaded.name}{plain}: {n_most} tokens of context, {threads}; /help, Ctrl-D ends")
     with _remembered_lines() if live else nullcontext():
         _converse(talk, live=live)
 
 
-def _converse(talk: Any, *, live: bool) -> None:
+def _converse(talk: "ChatSession", *, live: bool) -> None:
     """Answer line by line; a mistake on a terminal prints one line, and the conversation goes on."""
     from llorch.cli.inputs import stdin_lines
     from llorch.cli.slash_commands import Quit, obey

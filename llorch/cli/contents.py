@@ -61,7 +61,7 @@ Matrix = tuple[str, StoredType, tuple[int, ...], int]  # name, type, shape, byte
 def of_file(file: GGUFFile) -> Quantisation | None:
     """Summarise the types of a GGUF file; None if every matrix is floats."""
     matrices = [(name, one.ggml_type, one.shape, one.n_bytes) for name, one in file.tensors.items()]
-    return _summarised("ggml", matrices)
+    return _summarised("ggml", matrices, [], [], None)
 
 
 def of_folder(path: Path) -> Quantisation | None:
@@ -106,11 +106,7 @@ def rows_of(made: Quantisation) -> Mapping[str, str]:
 
 
 def _summarised(
-    method: str,
-    tensors: Iterable[Matrix],
-    activations: list[str] | None = None,
-    caches: list[str] | None = None,
-    not_read: str | None = None,
+    method: str, tensors: Iterable[Matrix], activations: list[str], caches: list[str], not_read: str | None
 ) -> Quantisation | None:
     """Summarise the types of quantised matrices; None if no matrix is quantised."""
     matrices = [one for one in tensors if len(one[2]) > 1]
@@ -127,8 +123,8 @@ def _summarised(
         bits_per_weight=_sizes(matrices)[2],
         not_quantised=floats,
         not_quantised_in_short=in_short(floats, [name.removesuffix(".weight") for name, *_ in matrices]),
-        activations=activations or [],
-        kv_cache=caches or [],
+        activations=activations,
+        kv_cache=caches,
         not_read=not_read,
     )
 
@@ -270,12 +266,11 @@ def read_contents(path: Path) -> Contents:
             _attempt(problems, lambda: templates_of_metadata(file.metadata, path))
             quantisation = of_file(file)
     weights = _attempt(problems, lambda: open_table(path))
-    config = None if weights is None else weights.config
     sampled = 0 if weights is None else _attempt(problems, lambda: _sample(weights)) or 0
     return Contents(
         path=path,
         format=kind,
-        config=asdict(config) if config is not None else None,
+        config=None if weights is None else asdict(weights.config),
         tokenizer=_describe(tokenizer) if tokenizer is not None else None,
         metadata=metadata,
         quantisation=quantisation,

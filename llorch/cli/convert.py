@@ -8,7 +8,7 @@ from pathlib import Path
 
 import click
 
-from llorch.cli.options import MODEL, group, json_option, page_option, verb
+from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
@@ -23,7 +23,7 @@ _TERMINATED = 128 + signal.SIGTERM
     page="convert.md",
 )
 @click.argument("source", type=MODEL)
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("target", type=PATH)
 @group(
     "Output",
     page_option(
@@ -51,9 +51,9 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
     for note in done.notes:
         say(f"note: {note}")
     if done.fallbacks:
-        say(f"note: {len(done.fallbacks)} matrices are F16; their rows do not divide into {done.ggml_type.name} "
-            "blocks: "
-            + ", ".join(done.fallbacks[:4]) + (", ..." if len(done.fallbacks) > 4 else ""))  # fmt: skip
+        names = ", ".join(done.fallbacks[:4]) + (", ..." if len(done.fallbacks) > 4 else "")
+        why = f"their rows do not divide into {done.ggml_type.name} blocks"
+        say(f"note: {len(done.fallbacks)} matrices are F16; {why}: {names}")
     say_blocks(done.kept, done.decoded)
     if as_json:
         names = ("n_tensors", "n_bytes", "fallbacks", "kept", "decoded", "has_vocabulary", "notes")

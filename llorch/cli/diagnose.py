@@ -1,27 +1,18 @@
 """`llorch diagnose`: the first wrong stage of somebody's engine, and the mistake."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.dump_input import dump_path, first_position_option, map_option
-from llorch.cli.options import (
-    MODEL,
-    TEXT,
-    group,
-    json_option,
-    page_option,
-    refuse_both,
-    threads_option,
-    tokens_option,
-    verb,
-)
+from llorch.cli.dump_input import first_position_option, map_option
+from llorch.cli.options import FILE, MODEL, TEXT, group, json_option, page_option, refuse_both, tokens_option, verb
+from llorch.cli.outcome import DIFFERS, MISSING, OK
+from llorch.cli.output import progress, to_json
+from llorch.cli.threads import threads_option
 
 if TYPE_CHECKING:
     from llorch.diagnosis.verdict import Diagnosis
-
-_FILE = click.Path(path_type=Path, dir_okay=False)
 
 
 @verb(
@@ -31,7 +22,7 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "llorch diagnose path/to/trace.safetensors --model story --tokens 9,4,7 --all",
     page="diagnose.md",
 )
-@click.argument("dump", type=dump_path)
+@click.argument("dump", type=click.Path(path_type=Path))
 @group(
     "Input",
     page_option("--model", type=MODEL, required=True, help="Model that the engine ran: a file, a folder or a name."),
@@ -48,13 +39,13 @@ _FILE = click.Path(path_type=Path, dir_okay=False)
     "Output",
     page_option("--all", "every", is_flag=True, help="All stages, also those after the first cause."),
     json_option("One object {version, right, findings, stages, not_run, ...}; NaN and infinity become null."),
-    page_option("--junit", type=_FILE, help="JUnit XML file to write, one test case per stage."),
-    page_option("--html", type=_FILE, help="Page for a browser to write."),
+    page_option("--junit", type=FILE, help="JUnit XML file to write, one test case per stage."),
+    page_option("--html", type=FILE, help="Page for a browser to write."),
 )
 @threads_option
 def command(
-    *, dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None,
-    first_position: int | None, adapter: Path | None, every: bool, as_json: bool, junit: Path | None, html: Path | None,
+    *, dump: Path, model: str, adapter: Path | None, every: bool, as_json: bool, junit: Path | None, html: Path | None,
+    **how: Any,
 ) -> None:  # fmt: skip
     """Find the first wrong stage of an engine and name the mistake, from a dump of its tensors.
 
@@ -67,41 +58,27 @@ def command(
     """
     from llorch.cli.diagnose_table import print_diagnosis
     from llorch.cli.dump_input import require_folders, write_text
-    from llorch.cli.outcome import DIFFERS, MISSING
-    from llorch.cli.output import to_json
     from llorch.cli.tables import console
-    from llorch.diagnosis.report.page import page
-    from llorch.diagnosis.report.record import junit as as_junit
-    from llorch.diagnosis.report.record import record
+    from llorch.diagnosis.report import page, record
 
-    refuse_both(prompt, tokens)
+    refuse_both(how["prompt"], how["tokens"])
     require_folders((junit, html))
-    if adapter is not None:
-        found = _diagnose_training(dump, model, adapter)
-    else:
-        found = _diagnose_stages(dump, model, mapping, tokens, prompt, first_position)
-    write_text(junit, lambda: as_junit(found))
-    write_text(html, lambda: page(found))
+    diagnosis = _diagnose_stages(dump, model, **how) if adapter is None else _diagnose_training(dump, model, adapter)
+    write_text(junit, lambda: record.junit(diagnosis))
+    write_text(html, lambda: page.page(diagnosis))
     if as_json:
-        click.echo(to_json(record(found)))
+        click.echo(to_json(record.record(diagnosis)))
     else:
-        print_diagnosis(console(), found, every=every)
-    if not found.is_right:
-        raise click.exceptions.Exit(DIFFERS)
-    if not found.results:
-        raise click.exceptions.Exit(MISSING)
+        print_diagnosis(console(), diagnosis, every=every)
+    raise click.exceptions.Exit(DIFFERS if not diagnosis.is_right else OK if diagnosis.results else MISSING)
 
 
-def _diagnose_stages(
-    dump: Path, model: str, mapping: Path | None, tokens: list[int] | None, prompt: str | None,
-    first_position: int | None,
-) -> "Diagnosis":  # fmt: skip
+def _diagnose_stages(dump: Path, model: str, **how: Any) -> "Diagnosis":
     """Plan the judging of a dump of a forward pass, and diagnose it."""
     from llorch.cli.dump_input import plan_dump
-    from llorch.cli.output import progress
     from llorch.diagnosis.diagnose import diagnose
 
-    plan = plan_dump(dump, model, mapping=mapping, prompt=prompt, tokens=tokens, first_position=first_position)
+    plan = plan_dump(dump, model, **how)
     with progress(f"diagnosing {dump}") as tell:
         return diagnose(plan.weights, plan.dump, model=model, progress=tell)
 
@@ -109,7 +86,6 @@ def _diagnose_stages(
 def _diagnose_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":
     """Open the model, the adapter and the dump of a training run, and diagnose it."""
     from llorch.cli.inputs import model_path
-    from llorch.cli.output import progress
     from llorch.diagnosis.training.diagnose import diagnose_training
     from llorch.engines.dumps.index import open_raw
     from llorch.files import open_weights

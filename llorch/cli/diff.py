@@ -5,14 +5,16 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.dump_input import dump_path, first_position_option, map_option
-from llorch.cli.options import MODEL, group, json_option, page_option, tokens_option, verb
+from llorch.cli.dump_input import first_position_option, map_option
+from llorch.cli.options import MODEL, PATH, group, json_option, page_option, tokens_option, verb
+from llorch.cli.outcome import DIFFERS
+from llorch.cli.output import progress, to_json
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from llorch.files import Weights
-    from llorch.judging.diff import Side
+    from llorch.judging.dump_diff import Side
     from llorch.stages.comparison import Report
 
 VERSION = 2  # of what --json gives
@@ -25,14 +27,12 @@ VERSION = 2  # of what --json gives
     "llorch diff --suggest path/to/mine --model story > names.toml",
     page="diagnose.md",
 )
-@click.argument("dumps", nargs=-1, required=True, type=dump_path, metavar="A [B]")
+@click.argument("dumps", nargs=-1, required=True, type=PATH, metavar="A [B]")
 @group(
     "Input",
     page_option("--model", type=MODEL, help="Model that both ran; needed to compare by stage."),
     map_option,
-    page_option(
-        "--map-b", type=click.Path(path_type=Path), help="TOML file for the names of B.  [default: that of --map]"
-    ),
+    page_option("--map-b", type=PATH, help="TOML file for the names of B.  [default: that of --map]"),
     tokens_option("Token ids of the run, if the dumps have none."),
     first_position_option,
 )
@@ -52,22 +52,17 @@ def command(
     Exit code 1: a stage differs by more than the tolerance that the output names.
     """
     if suggest:
-        _suggest(dumps, model, tokens, first_position)
-        return
+        return _suggest(dumps, model, tokens, first_position)
     if len(dumps) != 2:
         raise click.UsageError(f"expected two dumps, A and B, or one dump with --suggest, got {len(dumps)}")
-    from llorch.cli.outcome import DIFFERS
-    from llorch.cli.output import to_json
     from llorch.cli.tables import console
-    from llorch.judging.diff import diff
+    from llorch.judging.dump_diff import diff
 
     weights = _open_model(model) if model is not None else None
     if weights is None and (mapping or map_b or tokens):
         raise click.UsageError("--map, --map-b and --tokens go with --model")
-    sides = [
-        _side(path, weights, given, tokens, first_position)
-        for path, given in zip(dumps, (mapping, map_b or mapping), strict=True)
-    ]
+    mappings = zip(dumps, (mapping, map_b or mapping), strict=True)
+    sides = [_side(path, weights, names, tokens, first_position) for path, names in mappings]
     reports = dict(diff(*sides))
     if as_json:
         click.echo(to_json(_record(reports)))
@@ -90,7 +85,6 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
         raise click.UsageError(
             f"--suggest: expected one dump and its --model, got {len(dumps)} dumps{'' if model else ' and no --model'}"
         )
-    from llorch.cli.output import progress
     from llorch.engines.dumps.index import open_raw
     from llorch.engines.dumps.raw import with_earlier
     from llorch.engines.dumps.suggest_mapping import suggest
@@ -106,7 +100,7 @@ def _side(
 ) -> "Side":
     """Read a dump as one side of a comparison, by stages if there are weights, else by its own array names."""
     from llorch.engines.dumps.index import open_raw
-    from llorch.judging.diff import Side
+    from llorch.judging.dump_diff import Side
 
     if weights is None:
         return Side.of_names(open_raw(path))

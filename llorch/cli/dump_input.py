@@ -5,21 +5,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import click
-
-from llorch.cli.options import WholeNumber, group, page_option
+from llorch.cli.options import PATH, WholeNumber, group, page_option
 
 if TYPE_CHECKING:
     from llorch.engines.dumps.stage_dump import StageDump
     from llorch.files import Weights
     from llorch.ops.numerics import Numerics
 
-dump_path = click.Path(path_type=Path)
 map_option = group(
-    "Input",
-    page_option(
-        "--map", "mapping", type=click.Path(path_type=Path), help="TOML file that maps the dump's names to stages."
-    ),
+    "Input", page_option("--map", "mapping", type=PATH, help="TOML file that maps the dump's names to stages.")
 )
 first_position_option = group(
     "Input", page_option("--first-position", type=WholeNumber(min=0), help="Position of the first token.  [default: 0]")
@@ -48,8 +42,8 @@ def plan_dump(
     import numpy as np
 
     from llorch.cli.inputs import model_path
-    from llorch.cli.options import use_threads
     from llorch.cli.output import progress
+    from llorch.cli.threads import use_threads
     from llorch.diagnosis.guards import read_comparable
     from llorch.files import open_weights
     from llorch.model.model import Model

@@ -143,12 +143,16 @@ def conversation(chat: str | None, system: str | None, history: Path | None) -> 
         if system is not None:
             raise click.UsageError("--system goes with --chat or --history")
         return None
+    messages = earlier_messages(system, history)
+    return messages if chat is None else [*messages, {"role": "user", "content": prompt_text(chat)}]
+
+
+def earlier_messages(system: str | None, history: Path | None) -> list[dict[str, object]]:
+    """Read the messages of a file; a system message goes first, if there is one."""
     before = [] if history is None else read_history(history)
     if system is not None and before and before[0]["role"] == "system":
         raise click.UsageError(f"--system: {history} already begins with a system message; leave out --system")
-    messages: list[dict[str, object]] = [] if system is None else [{"role": "system", "content": system}]
-    messages += before
-    return messages if chat is None else [*messages, {"role": "user", "content": prompt_text(chat)}]
+    return before if system is None else [{"role": "system", "content": system}, *before]
 
 
 def read_history(path: Path) -> list[dict[str, object]]:

@@ -80,10 +80,7 @@ def require_tensor_parallel(axes: Mapping[str, int] | None, given: Mapping[str, 
 def on_mesh(
     axes: Mapping[str, int] | None, *, rank_timeout: float, device: str = "cpu"
 ) -> Iterator["DeviceMesh | None"]:
-    """Enter a mesh, if one is asked for; an error that ends one rank ends all of them.
-
-    In a process that no launcher started the command is run on ranks, and ends with their code.
-    """
+    """Enter a mesh, if one is asked for, on ranks started for it; an error of one rank ends all of them."""
     if axes is None:
         yield None
         return
@@ -121,6 +118,7 @@ def of_first(mesh: "DeviceMesh | None", read: Callable[[], Made]) -> Made:
 
 
 def _launch_ranks(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
+    """Run the command on ranks, and end with their code."""
     from llorch.pytorch.distributed.launch import RanksEnded, on_ranks
 
     try:

@@ -5,11 +5,11 @@ from dataclasses import dataclass
 from functools import partial
 
 from llorch.judging.expectations.packed import compare_own_kernels, verify_quantised_torch
-from llorch.judging.judge import Comparison
 from llorch.judging.runners import Runner
 from llorch.judging.runners.torch import parallel_runners, torch_runners
 from llorch.judging.runners.training_torch import DTYPES as TRAINED_DTYPES
 from llorch.judging.runners.training_torch import verify_training_torch
+from llorch.judging.types import Comparison
 from llorch.judging.verify import verify_live, verify_stored
 from llorch.pytorch.device import Kernels, Target, target
 from llorch.pytorch.distributed.launch import DeviceMesh, named_on

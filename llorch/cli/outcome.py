@@ -22,38 +22,21 @@ from typing import TextIO
 
 import click
 
-from llorch.runtime.errors import (
-    CheckpointMismatch,
-    EngineDied,
-    Guard,
-    GuardFailed,
-    LearnerFault,
-    MissingDevice,
-    MissingExtra,
-    NonFiniteRun,
-    RankFailed,
-    UserError,
-    printable,
-    shortened,
-)
+from llorch.runtime import errors
+from llorch.runtime.errors import LearnerFault, MissingExtra, UserError, printable, shortened
 
 OK, DIFFERS, USAGE, MISSING, NO_MEMORY, BUG, DISK = 0, 1, 2, 3, 4, 70, 74
 INTERRUPTED, BROKEN_PIPE = 130, 141  # 128 + the signal, as a shell reports them
-GUARDS: Mapping[Guard, int] = {"ids": 10, "positions": 11, "norm": 12, "layout": 13, "weights": 14, "run": 15}
+GUARDS: Mapping[errors.Guard, int] = {"ids": 10, "positions": 11, "norm": 12, "layout": 13, "weights": 14, "run": 15}
 
-_CODES: tuple[tuple[type[BaseException], int], ...] = (
-    (KeyboardInterrupt, INTERRUPTED),
-    (BrokenPipeError, BROKEN_PIPE),
-    (CheckpointMismatch, DIFFERS),
-    (LearnerFault, DIFFERS),
-    (NonFiniteRun, USAGE),
-    (MissingExtra, MISSING),
-    (MissingDevice, MISSING),
-    (EngineDied, MISSING),
-    (FileNotFoundError, MISSING),
-    (MemoryError, NO_MEMORY),
-    (UserError, USAGE),
-    (OSError, USAGE),
+_CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
+    ((KeyboardInterrupt,), INTERRUPTED),
+    ((BrokenPipeError,), BROKEN_PIPE),
+    ((errors.CheckpointMismatch, LearnerFault), DIFFERS),
+    ((errors.NonFiniteRun,), USAGE),
+    ((MissingExtra, errors.MissingDevice, errors.EngineDied, FileNotFoundError), MISSING),
+    ((MemoryError,), NO_MEMORY),
+    ((UserError, OSError), USAGE),
 )
 _OF_FILES = {
     errno.EMFILE: "raise the limit of open files: ulimit -n 1024",
@@ -72,11 +55,11 @@ def exit_code(error: BaseException) -> int:
         return DISK
     if isinstance(error, ModuleNotFoundError):
         return MISSING if _missing_extra(error) else BUG
-    if isinstance(error, RankFailed):
+    if isinstance(error, errors.RankFailed):
         return MISSING if error.exit_code is None else error.exit_code
-    if isinstance(error, GuardFailed):
+    if isinstance(error, errors.GuardFailed):
         return GUARDS[error.guard]
-    return next((code for kind, code in _CODES if isinstance(error, kind)), BUG)
+    return next((code for kinds, code in _CODES if isinstance(error, kinds)), BUG)
 
 
 def _missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:

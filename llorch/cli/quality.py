@@ -8,18 +8,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.options import (
-    MODEL,
-    WholeNumber,
-    group,
-    json_option,
-    numerics_options,
-    page_option,
-    threads_option,
-    use_threads,
-    verb,
-)
+from llorch.cli.model_options import numerics_options
+from llorch.cli.options import MODEL, PATH, WholeNumber, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
+from llorch.cli.threads import threads_option, use_threads
 from llorch.runtime.errors import UserError, decode_utf8
 from llorch.runtime.memory import available_memory
 
@@ -48,7 +40,7 @@ Line = tuple[str, "Estimate | float"]  # what (in % it is shown times 100), and 
 @click.argument("model", type=MODEL, required=False)
 @group(
     "Input",
-    page_option("--text", "path", required=True, type=click.Path(path_type=Path), help="File of UTF-8 text."),
+    page_option("--text", "path", required=True, type=PATH, help="File of UTF-8 text."),
     page_option(
         "--context", type=WholeNumber(), help="Tokens per window.  [default: 512, or the most that both models hold]"
     ),
@@ -160,7 +152,6 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
 
 
 def _print_quality(about: dict[str, Any], scores: "ModelDifference | Prediction") -> None:
-    from llorch.apps.evaluate.scores import ModelDifference
     from llorch.cli.tables import console, print_table, table
 
     out = console()
@@ -168,20 +159,19 @@ def _print_quality(about: dict[str, Any], scores: "ModelDifference | Prediction"
     cut = f"{about['windows']} windows of {about['context']} tokens, {scores.n_scored} scored, {unused} unused"
     out.print(f"{about['text']}: {cut}")
     rows = table("figure", ">value", ">+-")
-    for what, figure in (_comparison_lines if isinstance(scores, ModelDifference) else _prediction_lines)(scores):  # type: ignore[arg-type]
+    for what, figure in _figures(scores):
         times = 100 if what.endswith("(%)") else 1
         value, error = (figure, None) if isinstance(figure, int | float) else (figure.value, figure.error)
         rows.add_row(what, f"{times * value:.7g}", "" if error is None else f"{times * error:.2g}")
     print_table(out, rows)
 
 
-def _prediction_lines(scores: "Prediction") -> list[Line]:
-    """List the printed figures of one model: name and value."""
-    return [("perplexity", scores.perplexity), ("loss (nats)", scores.loss)]
+def _figures(scores: "ModelDifference | Prediction") -> list[Line]:
+    """List the printed figures of one model, or of a model against a reference: name and value."""
+    from llorch.apps.evaluate.scores import Prediction
 
-
-def _comparison_lines(scores: "ModelDifference") -> list[Line]:
-    """List the printed figures of a model against a reference: name and value."""
+    if isinstance(scores, Prediction):
+        return [("perplexity", scores.perplexity), ("loss (nats)", scores.loss)]
     return [
         ("perplexity of the reference", scores.reference_perplexity),
         ("perplexity of the model", scores.perplexity),

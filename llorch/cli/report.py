@@ -15,8 +15,8 @@ from llorch.judging.expectations.long_contexts import IN_PARTS
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import ENGINES
 from llorch.judging.goldens.training import PEFT_FLOAT64
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS
+from llorch.judging.types import Comparison
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.stages.comparison import FACTOR, FAIL, FLOOR, NOT_RUN, PASS, TIE
 from llorch.stages.table import BY_NAME, CHECKPOINTS
@@ -171,19 +171,12 @@ def legend(models: Sequence[ModelReport]) -> str:
         return _DUMP
     exact = _ROWS if any(not report.numerics and not report.backend for report in models) else ""
     backends = [report.backend for report in models if report.backend]
-    torch = (
-        _TORCH_ROWS.format(split=_SPLIT if re.search("-[dt]p[0-9]", "".join(backends)) else _WAYS) if backends else ""
-    )
+    split = _SPLIT if re.search("-[dt]p[0-9]", "".join(backends)) else _WAYS
+    torch = _TORCH_ROWS.format(split=split) if backends else ""
     checkpoints = {c.stage_ref.checkpoint for report in models for c in report.comparisons}
     training = "" if checkpoints.isdisjoint(TRAINING) else _TRAINING
-    return (
-        exact
-        + torch
-        + (_CASES if exact or torch else "")
-        + _COLUMNS
-        + (_DERIVED if any(report.numerics for report in models) else "")
-        + training
-    )
+    derived = _DERIVED if any(report.numerics for report in models) else ""
+    return exact + torch + (_CASES if exact or torch else "") + _COLUMNS + derived + training
 
 
 def print_end(out: Console, models: Sequence[ModelReport], absent: Mapping[str, str], counts: Mapping) -> None:
@@ -228,6 +221,7 @@ def failure_report(report: ModelReport) -> list[str]:
         f"error {difference.error:.1e} (tolerance {tolerance.error:.1e}), worst element {difference.worst:.1e} "
         f"(tolerance {tolerance.worst:.1e})"
     )
+    place = comparison.stage_ref.name, comparison.backend
     exact = f"{difference.error:.1%} of the elements differ, expected none"
     stage = BY_NAME.get(comparison.stage_ref.name) if comparison.backend in BACKENDS else None
     return [
@@ -236,13 +230,7 @@ def failure_report(report: ModelReport) -> list[str]:
         f"{_where(comparison)}, {comparison.backend} against {comparison.engine}",
         f"  {exact if comparison.mode == 'exact' else limits}" + (f": {comparison.note}" if comparison.note else ""),
         *([f"  {stage.name} is computed by {stage.function}"] if stage else []),
-        *_by_case(
-            [
-                other
-                for other in report.comparisons
-                if (other.stage_ref.name, other.backend) == (comparison.stage_ref.name, comparison.backend)
-            ]
-        ),
+        *_by_case([other for other in report.comparisons if (other.stage_ref.name, other.backend) == place]),
         *_isolated_failures(report),
     ]
 

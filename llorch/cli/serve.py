@@ -8,22 +8,11 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import llorch
-from llorch.cli.options import (
-    MODEL,
-    RealNumber,
-    WholeNumber,
-    backend_options,
-    group,
-    numerics_options,
-    page_option,
-    template_options,
-    template_settings,
-    threads_option,
-    use_threads,
-    verb,
-)
+from llorch.cli.model_options import ModelOptions, model_options, template_options
+from llorch.cli.options import MODEL, RealNumber, WholeNumber, group, page_option, verb
 from llorch.cli.output import say
-from llorch.cli.run import open_model, refuse_misplaced
+from llorch.cli.threads import threads_option, use_threads
+from llorch.runtime.errors import MissingExtra
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -97,8 +86,7 @@ class Origin(click.ParamType):
     page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
 )
 @template_options
-@numerics_options
-@backend_options
+@model_options
 @group(
     "Numerics",
     page_option(
@@ -111,14 +99,14 @@ class Origin(click.ParamType):
 def command(
     *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...], parallel: int, queue: int, timeout: float, adapters: tuple[tuple[str, Path], ...],
-    any_base: bool, verbose: bool, backend: str, ctx: int | None, template_date: "datetime | None",
+    any_base: bool, verbose: bool, ctx: int | None, mode: str, template_date: "datetime | None",
     chat_template_kwargs: "dict | None", **opening: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL (default: story) to the openai client, curl and a browser.
 
     /openapi.json describes all routes. A line on stderr says when the server is ready. Ctrl-C or SIGTERM ends it.
     """
-    from llorch.runtime.errors import MissingExtra
+    from llorch.files.tokenizer.chat import TemplateSettings
     from llorch.runtime.threads import let_go
 
     try:
@@ -135,8 +123,8 @@ def command(
         require_key(bound, api_key)
         if ctx is not None:
             _require_context(model, ctx)
-        loaded, batch = _open_batch(model, backend, parallel, ctx or CONTEXT, **opening)
-        loaded.chats.settings = template_settings(template_date, chat_template_kwargs)
+        loaded, batch = _open_batch(model, ModelOptions(**opening), mode, parallel, ctx or CONTEXT)
+        loaded.chats.settings = TemplateSettings(chat_template_kwargs, template_date)
         threads = use_threads(loaded.config)
         for name, path in adapters:
             say(f"{path}: {loaded.add_adapter(name, path, any_base=any_base)}")
@@ -167,22 +155,17 @@ def _require_context(model: str, wanted: int) -> None:
 
 
 def _open_batch(
-    model: str, backend: str, n_jobs: int, context: int, *, numerics: str | None, kv_cache: str, residency: Any,
-    device: str | None, dtype: str | None, kernels: Any, mode: Any,
-) -> "tuple[Any, GenerationBatch]":  # fmt: skip
+    model: str, options: ModelOptions, mode: str, n_jobs: int, context: int
+) -> "tuple[Any, GenerationBatch]":
     """Open a model and the batch that runs it."""
     from llorch.apps.serve.scheduler import Turns
-    from llorch.cli.inputs import chosen_numerics, model_path
+    from llorch.cli.inputs import model_path
 
-    refuse_misplaced(backend, device, dtype, kernels, numerics, kv_cache)
-    arithmetic, path = chosen_numerics(numerics, kv_cache), model_path(model)
-    if backend == "numpy" and mode != "fast":
+    arithmetic, path = options.arithmetic(), model_path(model)
+    if options.backend == "numpy" and mode != "fast":
         raise click.UsageError("--mode reproducible goes with --backend torch; the NumPy path never batches answers")
-    loaded = open_model(
-        path, backend, arithmetic, device=device, dtype=dtype, kernels=kernels, mode=mode, residency=residency,
-        n_tokens=n_jobs * context,
-    )  # fmt: skip
-    if backend == "numpy":
+    loaded = options.open(path, arithmetic, n_tokens=n_jobs * context, mode=mode)
+    if options.backend == "numpy":
         return loaded, Turns(loaded, n_jobs=n_jobs)
     from llorch.pytorch.serving.batch import ContinuousBatch
 

@@ -64,7 +64,7 @@ def trace(talk: ChatSession, rest: str) -> str:
     if not talk.messages:
         raise UserError("chat: expected a message to trace, got none; write a message first")
     ids, arrays = talk.ids(), talk.trace()
-    write(path, arrays, json.dumps({"engine": "llorch", "first_position": 0, "ids": ids, "model": talk.model.name}))
+    write(path, arrays, {"engine": "llorch", "first_position": 0, "ids": ids, "model": talk.model.name})
     return f"wrote {len(arrays)} stages of {len(ids)} tokens to {path}"
 
 

@@ -1,24 +1,15 @@
 """`llorch trace`: every stage of a run, written to a file or a folder."""
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import click
 
-from llorch.cli.options import (
-    ENGINES,
-    MODEL,
-    TEXT,
-    WholeNumber,
-    group,
-    page_option,
-    refuse_both,
-    threads_option,
-    tokens_option,
-    use_threads,
-    verb,
-)
+from llorch.cli.options import ENGINES, MODEL, TEXT, WholeNumber, group, page_option, refuse_both, tokens_option, verb
 from llorch.cli.output import progress, say
+from llorch.cli.threads import threads_option, use_threads
 
 SUFFIXES = (".safetensors", ".npz")
 OF_A_DUMP = {"index.jsonl", "data.bin"}
@@ -86,13 +77,10 @@ def command(
     ids, _ = choose_ids(loaded, prompt, tokens)
     with progress(f"running {engine_name or 'llorch'}"):
         arrays = _take(path, ids, first_position, engine_name)
-    engine = {"engine": engine_name or "llorch", "first_position": first_position, "ids": ids, "model": model}
-    if output.suffix:
-        write(output, arrays, json.dumps(engine, sort_keys=True))
-    else:
-        _write_folder(output, arrays, ids, first_position, engine_name or "llorch")
-    size = sum(array.nbytes for array in arrays.values())
-    say(f"wrote {len(arrays)} stages of {len(ids)} tokens to {output} ({size / 1e6:.1f} MB); {threads}")
+    facts = {"engine": engine_name or "llorch", "first_position": first_position, "ids": ids, "model": model}
+    (write if output.suffix else _write_folder)(output, arrays, facts)
+    size = sum(array.nbytes for array in arrays.values()) / 1e6
+    say(f"wrote {len(arrays)} stages of {len(ids)} tokens to {output} ({size:.1f} MB); {threads}")
 
 
 def _check_place(output: Path, model: Path) -> None:
@@ -116,18 +104,19 @@ def _take(path: Path, ids: list[int], first_position: int, engine_name: str | No
         return engine.trace(ids, first_position=first_position)
 
 
-def _write_folder(output: Path, arrays: dict, ids: list[int], first_position: int, engine: str) -> None:
+def _write_folder(output: Path, arrays: dict, facts: Mapping[str, Any]) -> None:
     from llorch.engines.dumps.writers.dump_writer import DumpWriter
     from llorch.files.new_file import new_folder
 
-    with new_folder(output) as folder, DumpWriter(folder, engine=engine, dtype="float32", kv_cache="float32") as dump:
-        dump.begin(ids, first_position)
+    how = {"engine": facts["engine"], "dtype": "float32", "kv_cache": "float32"}
+    with new_folder(output) as folder, DumpWriter(folder, **how) as dump:
+        dump.begin(facts["ids"], facts["first_position"])
         for key, array in arrays.items():
             dump.add(key, array)
 
 
-def write(output: Path, arrays: dict, metadata: str) -> None:
-    """Write arrays to a .npz file, or with metadata to a .safetensors file."""
+def write(output: Path, arrays: dict, facts: Mapping[str, Any]) -> None:
+    """Write arrays to a .npz file, or with the facts of the run as metadata to a .safetensors file."""
     import numpy as np
 
     from llorch.files.new_file import new_file
@@ -137,4 +126,4 @@ def write(output: Path, arrays: dict, metadata: str) -> None:
         if output.suffix == ".npz":
             np.savez(file, **arrays)
         else:
-            file.writelines(tensor_bytes(arrays, metadata={"llorch": metadata}))
+            file.writelines(tensor_bytes(arrays, metadata={"llorch": json.dumps(facts, sort_keys=True)}))

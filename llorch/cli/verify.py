@@ -1,6 +1,7 @@
 """`llorch verify`: every checkpoint against goldens or live engines."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -8,20 +9,9 @@ import click
 
 from llorch.cli.dump_input import map_option
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
-from llorch.cli.options import (
-    ENGINES,
-    MODEL,
-    TEXT,
-    backend_group,
-    group,
-    json_option,
-    numerics_group,
-    page_option,
-    refuse_both,
-    threads_option,
-    tokens_option,
-    verb,
-)
+from llorch.cli.model_options import ModelOptions, backend_group, numerics_group
+from llorch.cli.options import ENGINES, MODEL, TEXT, group, json_option, page_option, refuse_both, tokens_option, verb
+from llorch.cli.threads import threads_option
 
 GOLDEN = "golden"
 
@@ -78,10 +68,8 @@ class ReferenceChoice(click.ParamType):
     json_option("One object {version, comparisons, summary}; NaN and infinity become null."),
 )
 def command(
-    *, models: tuple[str, ...], against: tuple[Any, ...], mapping: Path | None, prompt: str | None,
-    tokens: list[int] | None, numerics: str | None, kv_cache: str, residency: Any, backend: str, device: str | None,
-    dtype: str | None, kernels: Any, axes: Mapping[str, int] | None, rank_timeout: float, as_json: bool, strict: bool,
-    detail: bool, verbose: bool,
+    *, models: tuple[str, ...], against: tuple[Any, ...], mapping: Path | None, axes: Mapping[str, int] | None,
+    rank_timeout: float, as_json: bool, strict: bool, detail: bool, verbose: bool, **values: Any,
 ) -> None:  # fmt: skip
     """Check every stage of the forward pass against llama.cpp and transformers.
 
@@ -90,29 +78,34 @@ def command(
 
     Exit codes: 0 all pass, 1 numbers differ, 3 an engine, a golden or the device is missing.
     """
-    refuse_both(prompt, tokens)
-    dumps = [each for each in against if isinstance(each, Path)]
+    refuse_both(values["prompt"], values["tokens"])
+    dump = _chosen_dump(against, mapping)
+    from llorch.cli.verify_plan import LiveInput, judge_all
+
+    options = ModelOptions.taken_from(values)
+    if axes is not None:
+        if dump or options.device or options.kernels != "auto":
+            why = "which runs the reference implementation on the CPU"
+            raise click.UsageError(f"--device, --kernels and a dump do not go with --mesh, {why}")
+        options = replace(options, backend="torch")
+    live, shown = LiveInput(**values), {"as_json": as_json, "detail": detail}
+    with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
+        if dump is not None:
+            from llorch.cli.verify_dump import judge_dump, plan_check
+
+            code = judge_dump(plan_check(models, dump, mapping, options, live), **shown)
+        else:
+            code = judge_all(models, against, options, live, mesh, strict=strict, verbose=verbose, **shown)
+    raise click.exceptions.Exit(code)
+
+
+def _chosen_dump(against: tuple[Any, ...], mapping: Path | None) -> Path | None:
+    """Return the dump of `--against`, if there is one; UsageError for what does not go together."""
+    dumps = [reference for reference in against if isinstance(reference, Path)]
     if (dumps or GOLDEN in against) and len(against) > 1:
         raise click.UsageError(
             f"--against: expected golden alone, a dump alone, or engines, got {', '.join(map(str, against))}"
         )
     if mapping is not None and not dumps:
         raise click.UsageError("--map goes with a dump: --against path/to/dump")
-    from llorch.cli.verify_plan import DeclaredArithmetic, judge_all
-
-    if axes is not None and (dumps or device or kernels != "auto"):
-        raise click.UsageError(
-            "--device, --kernels and a dump do not go with --mesh, which runs the reference implementation on the CPU"
-        )
-    given: Any = {"prompt": prompt, "tokens": tokens}
-    shown: Any = {"as_json": as_json, "detail": detail}
-    with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
-        where = "torch" if mesh else backend
-        arithmetic = DeclaredArithmetic(numerics, kv_cache, residency, where, device, dtype, kernels, mesh)
-        if dumps:
-            from llorch.cli.verify_dump import judge_dump, plan_check
-
-            code = judge_dump(plan_check(models, dumps[0], mapping, arithmetic, **given), **shown)
-        else:
-            code = judge_all(models, against, arithmetic, strict=strict, verbose=verbose, **given, **shown)
-    raise click.exceptions.Exit(code)
+    return dumps[0] if dumps else None

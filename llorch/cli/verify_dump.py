@@ -8,31 +8,30 @@ import click
 
 from llorch.cli.dump_input import DumpPlan, plan_dump
 from llorch.cli.inputs import chosen_numerics
+from llorch.cli.model_options import ModelOptions
 from llorch.cli.output import progress, say
 from llorch.cli.report import print_model
 from llorch.cli.tables import console
-from llorch.cli.verify_plan import DeclaredArithmetic, refuse_residency, refuse_scheme, reported
+from llorch.cli.verify_plan import LiveInput, refuse_residency, refuse_scheme, reported
 from llorch.cli.verify_summary import NOT_COMPARED, ModelReport
 from llorch.diagnosis.diagnose import judge_stages
 from llorch.diagnosis.guards import require_read_rightly
 from llorch.diagnosis.verdict import EARLIER_PASSES
-from llorch.judging.judge import Comparison
 from llorch.stages.comparison import PASS, ROUNDING
 
 
 def plan_check(
-    models: Sequence[str], dump: Path, mapping: Path | None, arithmetic: DeclaredArithmetic, *, prompt: str | None,
-    tokens: list[int] | None,
-) -> DumpPlan:  # fmt: skip
+    models: Sequence[str], dump: Path, mapping: Path | None, options: ModelOptions, live: LiveInput
+) -> DumpPlan:
     """Resolve what `verify --against DUMP` asks for; UsageError if the options do not go with a dump."""
-    if len(models) != 1 or arithmetic.backend != "numpy":
+    if len(models) != 1 or options.backend != "numpy":
         raise click.UsageError(
             "--against with a dump: expected one MODEL and the NumPy path; give one MODEL, without --backend"
         )
-    refuse_residency(arithmetic)
-    refuse_scheme(arithmetic)
-    numerics = chosen_numerics(arithmetic.numerics, arithmetic.kv_cache)
-    plan = plan_dump(dump, models[0], mapping=mapping, prompt=prompt, tokens=tokens, numerics=numerics)
+    refuse_residency(options)
+    refuse_scheme(options)
+    numerics = chosen_numerics(options.numerics, options.kv_cache)
+    plan = plan_dump(dump, models[0], mapping=mapping, prompt=live.prompt, tokens=live.tokens, numerics=numerics)
     require_read_rightly(plan.dump)
     return plan
 
@@ -41,7 +40,9 @@ def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
     """Compare llorch's stages with the stages of a dump, report the comparisons, and return the exit code."""
     with progress(f"verifying {plan.spec}") as tell:
         checker, checks = judge_stages(plan.weights, plan.dump, tell, plan.spec)
-    comparisons = [_as_pass(c) for check in checks for c in (check.isolated, check.chained) if c is not None]
+    comparisons = [c for check in checks for c in (check.isolated, check.chained) if c is not None]
+    # The tolerance passes what the declared arithmetic explains.
+    comparisons = [replace(c, verdict=PASS) if c.verdict == ROUNDING else c for c in comparisons]
     names = ", ".join(dict.fromkeys(name for _, name in checker.not_run))
     not_run = [f"{names}: {EARLIER_PASSES}"] if names else []
     checkpoints = sorted({c.stage_ref.checkpoint for c in comparisons})
@@ -52,8 +53,3 @@ def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
             say(f"note: {note}")
         print_model(console(), report, detail=detail)
     return reported([report], {}, plan.threads, strict=False, as_json=as_json)
-
-
-def _as_pass(comparison: Comparison) -> Comparison:
-    """Pass what the declared arithmetic explains: a verification judges by its tolerance."""
-    return replace(comparison, verdict=PASS) if comparison.verdict == ROUNDING else comparison

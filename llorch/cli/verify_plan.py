@@ -12,11 +12,12 @@ from typing import TYPE_CHECKING, get_args
 import click
 
 from llorch.cli.inputs import choose_ids, chosen_numerics, model_path, say_plan
-from llorch.cli.options import allowed_cores, use_threads
+from llorch.cli.model_options import ModelOptions
 from llorch.cli.outcome import DIFFERS, MISSING, OK
 from llorch.cli.output import progress, say, to_json
 from llorch.cli.report import print_brief_end, print_end, print_line, print_model
 from llorch.cli.tables import console
+from llorch.cli.threads import allowed_cores, use_threads
 from llorch.cli.verify_summary import KERNELS, NOT_COMPARED, TRAINING, ModelReport, checkpoints_of, summary
 from llorch.cli.workers import Workers
 from llorch.engines import EngineName
@@ -30,8 +31,8 @@ from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.expectations.training import verify_training_stored
 from llorch.judging.goldens.forward import N_GREEDY, unable_of
 from llorch.judging.goldens.training import MODELS as TRAINED
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import emulated
+from llorch.judging.types import Comparison
 from llorch.judging.verify import plan_live, verify_ggml, verify_live, verify_stored
 from llorch.model.model import Model, load
 from llorch.ops.numerics import EXACT, GGML, Numerics
@@ -40,7 +41,6 @@ from llorch.runtime.errors import LeftOut, MissingExtra, UserError
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend
-    from llorch.pytorch.device import Kernels
     from llorch.pytorch.distributed.launch import DeviceMesh
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
@@ -52,20 +52,6 @@ MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes
 
 Say = Callable[[str], None]
 TimedRows = tuple[list[Comparison], float]  # the comparisons of a job, and its seconds
-
-
-@dataclass(frozen=True)
-class DeclaredArithmetic:
-    """What the user says of the arithmetic."""
-
-    numerics: str | None  # None takes ggml for a file that llama.cpp rounds inputs for, else exact
-    kv_cache: str  # its type, with ggml numerics
-    residency: Residency  # where matrices lie, with ggml numerics
-    backend: str = "numpy"  # or torch, whose device, dtype and kernels follow
-    device: str | None = None
-    dtype: str | None = None
-    kernels: "Kernels" = "auto"
-    mesh: "DeviceMesh | None" = None
 
 
 @dataclass(frozen=True)
@@ -97,29 +83,24 @@ class ModelPlan:
 
 
 def judge_all(
-    models: Sequence[str], against: Sequence[str], arithmetic: DeclaredArithmetic, *, prompt: str | None,
-    tokens: list[int] | None, as_json: bool, strict: bool, detail: bool, verbose: bool,
+    models: Sequence[str], against: Sequence[str], options: ModelOptions, live: LiveInput,
+    mesh: "DeviceMesh | None", *, as_json: bool, strict: bool, detail: bool, verbose: bool,
 ) -> int:  # fmt: skip
     """Judge models one after the other, report each as soon as it is done, and return the exit code.
 
-    No models stand for all built-in ones, of which each has one line, and a table with `verbose` or `detail`; `against`
-    is `golden` or names of engines; by default, goldens of built-in models and all engines of others. `prompt` and
-    `tokens` are for live engines.
+    No models stand for all built-in ones, of which each has one line, and a table with `verbose` or `detail`. `against`
+    is `golden` or names of engines; by default, goldens of built-in models and all engines of others.
     """
-    given = LiveInput(prompt, tokens)
-    on_torch, absent = _torch_backends(arithmetic)
-    specs = dict.fromkeys(models or (IN_WHEEL if is_wheel() else (*EVERY, QUANTISED)))
-    if arithmetic.mesh is not None:
-        unsplit = _not_split(specs, arithmetic.mesh["tp"].size(), given=bool(models))
-        absent = {**absent, **unsplit}
-        specs = {spec: None for spec in specs if spec not in unsplit}
-    plans = [_plan(spec, against, arithmetic, has_input=given != LiveInput(None, None)) for spec in specs]
+    on_torch, absent = _torch_backends(options, mesh)
+    specs, unsplit = _chosen_specs(models, mesh)
+    absent = {**absent, **unsplit}
+    plans = [_plan(spec, against, options, has_input=live != LiveInput(None, None)) for spec in specs]
     threads = use_threads(*(plan.config for plan in plans))
     out, done = console(), []
     is_brief = not (models or verbose or detail or as_json)
     alone = bool(on_torch) or any(plan.engines for plan in plans)
     with Workers(_verify_jobs(plans), 1 if alone else allowed_cores()) as workers:
-        for report in _judge_plans(plans, on_torch, arithmetic.residency, given, workers):
+        for report in _judge_plans(plans, on_torch, options.residency, live, workers):
             done.append(report)
             if is_brief:
                 print_line(out, report, max(map(len, (KERNELS, *specs))))
@@ -128,41 +109,43 @@ def judge_all(
     if is_wheel() and not models:
         compared_here = f"this wheel verifies only {', '.join(IN_WHEEL)}, without long contexts and training"
         say(f"note: {LeftOut(compared_here)}")
-    if is_brief:
-        counts = summary(done, absent, strict=strict)
-        print_brief_end(out, done, absent, counts)
-        return _exit_code(counts)
     used = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
-    return reported(done, absent, used, strict=strict, as_json=as_json)
+    return reported(done, absent, used, strict=strict, as_json=as_json, is_brief=is_brief)
 
 
 def _judge_plans(
-    plans: Sequence[ModelPlan], on_torch: "Sequence[TorchBackend]", residency: Residency, given: LiveInput,
+    plans: Sequence[ModelPlan], on_torch: "Sequence[TorchBackend]", residency: Residency, live: LiveInput,
     workers: Workers[TimedRows],
 ) -> Iterator[ModelReport]:  # fmt: skip
     """Judge each model on each backend, after the kernels of the backends; show progress."""
     for backend in on_torch:
         start = perf_counter()
-        if (report := _kernels(backend)).comparisons:
-            yield replace(report, seconds=perf_counter() - start)
+        if rows := list(backend.kernels()):  # none where llorch's kernels were not asked for
+            seconds = perf_counter() - start
+            yield ModelReport(KERNELS, rows, checkpoints=("14",), backend=backend.name, seconds=seconds)
     for plan in plans:
         for backend in on_torch or [None]:
             start = perf_counter()
             with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
                 if backend is not None:
-                    report = replace(_judge_on_torch(plan, backend, given, tell), seconds=perf_counter() - start)
+                    report = replace(_judge_on_torch(plan, backend, live, tell), seconds=perf_counter() - start)
                 else:
-                    report = _judge_on_numpy(plan, residency, given, tell, workers)
+                    report = _judge_on_numpy(plan, residency, live, tell, workers)
             notes = [] if plan.weights is None else plan.weights.notes_on_left_out(NOT_COMPARED)
             yield replace(report, is_users=not _is_builtin(plan.spec), notes=notes)
 
 
-def reported(done: Sequence[ModelReport], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool) -> int:
+def reported(
+    done: Sequence[ModelReport], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool,
+    is_brief: bool = False,
+) -> int:  # fmt: skip
     """Close the report, or print all of it as JSON; the exit code."""
     counts = summary(done, absent, strict=strict)
     if as_json:
         rows = [c.record() for report in done for c in report.comparisons]
         click.echo(to_json({"version": VERSION, "comparisons": rows, "summary": counts}))
+    elif is_brief:
+        print_brief_end(console(), done, absent, counts)
     else:
         out = console()
         out.print(used)
@@ -170,45 +153,46 @@ def reported(done: Sequence[ModelReport], absent: Mapping[str, str], used: str, 
     return _exit_code(counts)
 
 
-def _torch_backends(arithmetic: DeclaredArithmetic) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
+def _torch_backends(
+    options: ModelOptions, mesh: "DeviceMesh | None"
+) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
     """List the targets on the torch path, none for NumPy, and those that are left out, with the reason."""
-    refuse_scheme(arithmetic)
-    if arithmetic.backend == "numpy":
-        if arithmetic.device or arithmetic.dtype or arithmetic.kernels != "auto":
+    refuse_scheme(options)
+    if options.backend == "numpy":
+        if options.device or options.dtype or options.kernels != "auto":
             raise click.UsageError(
                 "--device, --dtype and --kernels go with --backend torch; NumPy runs on the CPU in float32"
             )
         return [], {}
-    if arithmetic.numerics == "ggml" or arithmetic.kv_cache != "f32":
+    if options.numerics == "ggml" or options.kv_cache != "f32":
         raise click.UsageError(
             "--numerics ggml goes with --backend numpy; the torch path always computes in exact numerics"
         )
-    refuse_residency(arithmetic)
+    refuse_residency(options)
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")
     from llorch.cli.on_torch import backends_not_run, torch_backends
 
-    backends = torch_backends(arithmetic.device, arithmetic.dtype, arithmetic.kernels, arithmetic.mesh)
+    backends = torch_backends(options.device, options.dtype, options.kernels, mesh)
     return backends, backends_not_run(backends)
 
 
-def _not_split(specs: Iterable[str], n_ranks: int, *, given: bool) -> dict[str, str]:
-    """List the models that a mesh leaves out, and why; ValueError for one that the user named."""
+def _chosen_specs(models: Sequence[str], mesh: "DeviceMesh | None") -> tuple[list[str], dict[str, str]]:
+    """List the models to judge, and those that a mesh leaves out with the reasons; UserError if the user named one."""
+    specs = list(dict.fromkeys(models or (IN_WHEEL if is_wheel() else (*EVERY, QUANTISED))))
+    if mesh is None:
+        return specs, {}
     from llorch.pytorch.distributed.sharding_plan import cannot_split
 
+    n_ranks = mesh["tp"].size()
     reasons: dict[str, str] = {}
     for spec in specs:
         packed = spec == QUANTISED and _is_builtin(spec)
         reason = "packed matrices" if packed else cannot_split(open_weights(model_path(spec)).config, n_ranks)
-        if reason and given:
+        if reason and models:
             raise UserError(f"{spec}: --mesh tp={n_ranks}: {reason}")
         reasons |= {spec: reason} if reason else {}
-    return reasons
-
-
-def _kernels(backend: "TorchBackend") -> ModelReport:
-    """Report the check of llorch's kernels; without rows if none were asked for."""
-    return ModelReport(KERNELS, list(backend.kernels()), checkpoints=("14",), backend=backend.name)
+    return [spec for spec in specs if spec not in reasons], reasons
 
 
 def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], TimedRows]]:
@@ -234,20 +218,20 @@ def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison
 
 
 def _judge_on_numpy(
-    plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say, workers: Workers[TimedRows]
+    plan: ModelPlan, residency: Residency, live: LiveInput, tell: Say, workers: Workers[TimedRows]
 ) -> ModelReport:
     """Judge a model on NumPy: by goldens, by live engines in exact numerics, or by llama.cpp in ggml numerics."""
     if not plan.engines:
         return _judge_by_goldens(plan, workers)
     if plan.numerics == EXACT:
-        return _judge_by_engines(plan, given, tell, verify_live)
-    return _judge_as_stored(plan, residency, given, tell)
+        return _judge_by_engines(plan, live, tell, verify_live)
+    return _judge_as_stored(plan, residency, live, tell)
 
 
-def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, tell: Say) -> ModelReport:
+def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", live: LiveInput, tell: Say) -> ModelReport:
     """Judge a model on a torch backend: by live engines or by goldens, which may include goldens of training."""
     if plan.engines:
-        report = _judge_by_engines(plan, given, tell, backend.live)
+        report = _judge_by_engines(plan, live, tell, backend.live)
     elif plan.weights is None:
         report = _from_goldens(plan.spec, backend.quantised)
         report = replace(report, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
@@ -259,7 +243,7 @@ def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", given: LiveInput, 
     return replace(report, backend=backend.name)
 
 
-def _plan(spec: str, against: Sequence[str], wanted: DeclaredArithmetic, *, has_input: bool) -> ModelPlan:
+def _plan(spec: str, against: Sequence[str], options: ModelOptions, *, has_input: bool) -> ModelPlan:
     """Choose the engines that judge a model, and its numerics; no engine means stored goldens."""
     stored = _is_builtin(spec)
     if "golden" in against and not stored:
@@ -270,7 +254,7 @@ def _plan(spec: str, against: Sequence[str], wanted: DeclaredArithmetic, *, has_
             raise click.UsageError(
                 f"{spec}: goldens belong to a fixed input; add --against llamacpp to run another input"
             )
-        if wanted.numerics == "ggml" or wanted.kv_cache != "f32":
+        if options.numerics == "ggml" or options.kv_cache != "f32":
             raise click.UsageError(
                 f"{spec}: the goldens hold exact numerics; for other numerics, add --against llamacpp"
             )
@@ -278,11 +262,11 @@ def _plan(spec: str, against: Sequence[str], wanted: DeclaredArithmetic, *, has_
     if weights is None:
         raise click.UsageError(f"{spec}: the micro models of checkpoint 13 have goldens only; leave out --against")
     engines = tuple(p for p in get_args(EngineName) if not against or p in against)
-    if wanted.backend == "torch":
+    if options.backend == "torch":
         return ModelPlan(spec, engines, weights)
-    numerics = _numerics(weights, engines, wanted)
+    numerics = _numerics(weights, engines, options)
     if numerics == EXACT:
-        refuse_residency(wanted)
+        refuse_residency(options)
     return ModelPlan(spec, engines, weights, numerics)
 
 
@@ -319,21 +303,21 @@ def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> Mode
 
 
 def _judge_by_engines(
-    plan: ModelPlan, given: LiveInput, tell: Say, verify: Callable[..., Iterator[Comparison]]
+    plan: ModelPlan, live: LiveInput, tell: Say, verify: Callable[..., Iterator[Comparison]]
 ) -> ModelReport:
     """Run the engines of a plan on its input, and compare every stage with each of them."""
     assert plan.weights is not None
-    ids, text = _checked_input(Model(plan.weights), given)
-    live = plan_live(plan.weights, ids, plan.engines, text=text)
+    ids, text = _checked_input(Model(plan.weights), live)
+    run = plan_live(plan.weights, ids, plan.engines, text=text)
     absent = {engine: missing for engine in plan.engines if (missing := _missing_package(engine)) is not None}
-    usable = [engine for engine in plan.engines if engine not in absent and engine not in live.unsupported]
+    usable = [engine for engine in plan.engines if engine not in absent and engine not in run.unsupported]
     failed: dict[str, str] = {}
-    comparisons = list(verify(replace(live, engines=usable), progress=tell, failed=failed)) if usable else []
+    comparisons = list(verify(replace(run, engines=usable), progress=tell, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
     checkpoints = checkpoints_of(plan.config, quantised=any(c.stage_ref.checkpoint == "13" for c in comparisons))
-    unsupported = {**live.unsupported, **undecoded(plan.weights)}
+    unsupported = {**run.unsupported, **undecoded(plan.weights)}
     return ModelReport(
-        live.name, comparisons, _format_reasons(reasons), checkpoints=checkpoints, unsupported_reason=unsupported
+        run.name, comparisons, _format_reasons(reasons), checkpoints=checkpoints, unsupported_reason=unsupported
     )
 
 
@@ -341,16 +325,16 @@ def _format_reasons(of_engines: Mapping[str, str]) -> list[str]:
     return [f"{engine}: {reason.removeprefix(f'{engine}: ')}" for engine, reason in of_engines.items()]
 
 
-def _numerics(weights: Weights, engines: Sequence[EngineName], wanted: DeclaredArithmetic) -> Numerics:
+def _numerics(weights: Weights, engines: Sequence[EngineName], options: ModelOptions) -> Numerics:
     """Choose the arithmetic that the user asks for, or else the one that suits the file."""
-    if wanted.numerics == "ggml" and (weights.path.is_dir() or "llamacpp" not in engines):
+    if options.numerics == "ggml" and (weights.path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(
             f"{weights.path}: --numerics ggml needs a .gguf file and --against llamacpp; "
             "llorch convert writes such a file"
         )
-    rounded = wanted.numerics is None and weights.path.is_file() and "llamacpp" in engines
+    rounded = options.numerics is None and weights.path.is_file() and "llamacpp" in engines
     default = GGML if rounded and _suits_ggml(weights) else EXACT
-    return chosen_numerics(wanted.numerics or default.name, wanted.kv_cache)
+    return chosen_numerics(options.numerics or default.name, options.kv_cache)
 
 
 def _suits_ggml(weights: Weights) -> bool:
@@ -361,24 +345,24 @@ def _suits_ggml(weights: Weights) -> bool:
     )
 
 
-def refuse_scheme(wanted: DeclaredArithmetic) -> None:
+def refuse_scheme(options: ModelOptions) -> None:
     """Refuse scheme numerics: no engine of `verify` computes a scheme, and no tolerance is derived for it."""
-    if wanted.numerics == "scheme":
+    if options.numerics == "scheme":
         raise click.UsageError(
             "--numerics scheme goes with run, chat, serve and quality; verify judges exact and ggml numerics"
         )
 
 
-def refuse_residency(wanted: DeclaredArithmetic) -> None:
+def refuse_residency(options: ModelOptions) -> None:
     """Refuse `--weights` in exact numerics, where all matrices are decoded."""
-    if wanted.residency != "auto":
+    if options.residency != "auto":
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 
 
-def _judge_as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, tell: Say) -> ModelReport:
+def _judge_as_stored(plan: ModelPlan, residency: Residency, live: LiveInput, tell: Say) -> ModelReport:
     """Judge a GGUF file in its quantised arithmetic against llama.cpp, which runs the file as it is."""
     assert plan.weights is not None
-    ids, text = _checked_input(Model(plan.weights), given)
+    ids, text = _checked_input(Model(plan.weights), live)
     model = load(plan.weights.path, numerics=plan.numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
     arithmetic = f"numerics {plan.numerics}; {emulated(model.weights)}"
     checkpoints = checkpoints_of(model.config, quantised=True)
@@ -390,8 +374,8 @@ def _judge_as_stored(plan: ModelPlan, residency: Residency, given: LiveInput, te
     return ModelReport(model.name, comparisons, _format_reasons(failed), arithmetic, checkpoints)
 
 
-def _checked_input(model: Model, given: LiveInput) -> tuple[list[int], str | None]:
-    ids, text = choose_ids(model, given.prompt, given.tokens)
+def _checked_input(model: Model, live: LiveInput) -> tuple[list[int], str | None]:
+    ids, text = choose_ids(model, live.prompt, live.tokens)
     context = model.config.max_position_embeddings
     if len(ids) > context:  # before the engines work on it for minutes
         raise UserError(

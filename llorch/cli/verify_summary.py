@@ -9,8 +9,8 @@ from llorch.families.config import ModelConfig
 from llorch.judging.expectations.long_contexts import LONG_MODES
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.training import PEFT_FLOAT64
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS
+from llorch.judging.types import Comparison
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, TIE
 from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES, keys
 from llorch.stages.training import CHECKPOINTS as TRAINING
@@ -88,11 +88,10 @@ def lines(report: ModelReport, *, by_stage: bool = False) -> list[Line]:
     """
     groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for comparison in report.comparisons:
-        stage = (
-            comparison.stage_ref.stage if comparison.stage_ref.checkpoint in TRAINING else comparison.stage_ref.name
-        )  # one of many tensors there
+        stage_ref = comparison.stage_ref
+        stage = stage_ref.stage if stage_ref.checkpoint in TRAINING else stage_ref.name  # one of many tensors there
         part = stage if comparison.model == report.model else comparison.model
-        groups[comparison.stage_ref.checkpoint, part if by_stage else ""].append(comparison)
+        groups[stage_ref.checkpoint, part if by_stage else ""].append(comparison)
     out = []
     for checkpoint in report.checkpoints:
         found = [(stage, comparisons) for (number, stage), comparisons in groups.items() if number == checkpoint]

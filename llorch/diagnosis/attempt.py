@@ -5,11 +5,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
-from llorch.judging.cause import Cause, CauseKind
+from llorch.judging.types import Cause, CauseKind
 
-RunChange = TypeVar(
-    "RunChange"
-)  # of a run of the forward pass, see `replay`; of a training step, see `training/replay`
+# of a run of the forward pass, see `replay`; of a training step, see `training/replay`
+RunChange = TypeVar("RunChange")
 Kind = Literal["mistake", "setting", "rounding"]
 EXPLAINS = 0.9  # the share of the error that a named hypothesis explains at least
 EXPLAINS_ROUNDED = 0.7  # where it rounds to few bits: the rest are values between two of them that fell otherwise

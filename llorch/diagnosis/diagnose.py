@@ -23,7 +23,7 @@ from llorch.diagnosis.search.norm_places import is_folded, with_gain
 from llorch.diagnosis.verdict import EARLIER_PASSES, Diagnosis, Finding, Kind, StageCheck, percent
 from llorch.engines.dumps.stage_dump import Misread, StageDump
 from llorch.files import Weights
-from llorch.judging.cause import Cause
+from llorch.judging.types import Cause
 from llorch.stages.comparison import FAIL, PASS, ROUNDING, measure
 from llorch.stages.table import matrix_of
 

@@ -17,8 +17,8 @@ from llorch.diagnosis.replay import EMBED, Arrays, Past, Replay
 from llorch.diagnosis.verdict import Profile, StageCheck
 from llorch.engines.dumps.stage_dump import DumpedArray
 from llorch.families.config import ModelConfig
+from llorch.judging.compare import judge_difference
 from llorch.judging.expert_selection import ExpertSelection
-from llorch.judging.judge import judge_difference
 from llorch.judging.runners.numpy import FLOAT64, GGML
 from llorch.stages.comparison import FAIL, PASS, ROUNDING, Difference, measure
 from llorch.stages.stage_ref import StageRef, token_axis
@@ -195,18 +195,11 @@ AT_ONCE = 2**22  # elements that are looked at
 def profile(
     actual: Float[np.ndarray, "*shape"], expected: Float[np.ndarray, "*shape"], stage: Stage, config: ModelConfig
 ) -> Profile:
-    """Find the tokens, heads and channels in which two arrays differ.
+    """Find the tokens, heads and channels in which two arrays of the same tokens differ.
 
-    Args:
-        actual: The stage as the engine showed it; rows of some tokens suffice.
-        expected: Right values of the same tokens; entries that both mask with -inf are equal.
-        stage: Its row of the table.
-        config: The model.
-
-    Returns:
-        Relative error of each token, head and channel, infinite where zero is right and the engine has another value;
-        no heads for a stage without them, and at most `MAX_STRETCHES` stretches of logits. Also a count of the errors
-        by their size in float32 ulps.
+    Return the relative error of each, infinite where zero is right and the engine has another value; no heads for a
+    stage without them, and at most `MAX_STRETCHES` stretches of logits. Also count the errors by their size in float32
+    ulps. Entries that both arrays mask with -inf are equal.
     """
     theirs, ours = (by_token(array, stage, config) for array in (actual, expected))
     n_tokens, n_heads, width = ours.shape

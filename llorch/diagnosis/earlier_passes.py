@@ -55,14 +55,9 @@ def memory_of(stage: Stage) -> str:
 
 
 def unknown_stages(replay: Replay, *, fed: bool = True) -> Iterator[frozenset[str]]:
-    """Name the stages of each pass that nobody can compute without the passes before the dump.
+    """Yield the trace keys of each pass that nobody can compute without the passes before the dump.
 
-    Args:
-        replay: The replay of the dump.
-        fed: Stages of the dump replace the computed ones.
-
-    Yields:
-        Trace keys, of one pass after the other.
+    If `fed`, stages of the dump replace the computed ones.
     """
     memories = {key(memory, layer) for stage, layer in replay.stages.values() if (memory := memory_of(stage))}
     lost = {name for name in memories if replay.n_before and not _shows_past(replay, name)}

@@ -21,9 +21,8 @@ from llorch.stages.table import BY_NAME, Stage
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
 FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice a rounding: queries and sums are float16 too, whatever the cache is
-KEPT = frozenset(
-    {*SCORES, "router_probs", "delta_state"}
-)  # float32 in many narrower engines, never below in float32 ones
+# float32 in many narrower engines, never below in float32 ones
+KEPT = frozenset({*SCORES, "router_probs", "delta_state"})
 _MIN_VALUES = 16  # fewer different ones say nothing of a dtype
 _TOLERANCES = Tolerance(FLOOR, FLOOR, FLOOR)
 
@@ -40,15 +39,10 @@ def dtype_shown(array: np.ndarray) -> str:
 
 @dataclass(frozen=True)
 class StageMode:
-    """Arithmetic in which a stage is judged.
-
-    Attributes:
-        arithmetic: Arithmetic for the tolerances.
-        name: Name for a person; empty for plain float32.
-    """
+    """Arithmetic in which a stage is judged."""
 
     arithmetic: Arithmetic
-    name: str = ""
+    name: str = ""  # for a person; empty for plain float32
 
 
 class EngineArithmetic:
@@ -150,13 +144,7 @@ class Expectations:
     def of_part(self, part: int, made: Arrays, fed: Arrays) -> Iterator[tuple[str, Callable[..., Expected]]]:
         """Yield the stages of a part of the model that just ran, each with a function that gives its tolerances.
 
-        Args:
-            part: Number of the part.
-            made: Arrays that llorch computed.
-            fed: Arrays that were passed on, the input of the part among them.
-
-        Yields:
-            Stage key, and its tolerances for the tokens that the dump shows.
+        `made` are the arrays that llorch computed, `fed` those that were passed on, the input of the part among them.
         """
         self._made.update(made)
         self._fed.update(fed)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.diagnosis.search.norm_places import check_norms, relative_distance
+from llorch.diagnosis.search.norm_places import check_norms, dumped_tokens, relative_distance
 from llorch.diagnosis.weight_hashes import check_weights
 from llorch.engines.dumps.ids import ids_from_embedding, parting, require_one_after_the_other, shown
 from llorch.engines.dumps.index import open_raw
@@ -45,9 +45,6 @@ def read_comparable(
         ids: The tokens of all passes, as the user knows them; None: the dump must have them.
         first_position: Position of the first of them, as the user knows it.
 
-    Returns:
-        The stages, with the oddities that the guards found among its notes.
-
     Raises:
         FileNotFoundError: There is no dump, or no mapping.
         FormatError: The dump or the mapping cannot be read.
@@ -70,7 +67,9 @@ def require_comparable(
     first_position: int | None = None,
     hashes: Mapping[str, str] | None = None,
 ) -> StageDump:
-    """Refuse a dump that cannot be compared, before any number is.
+    """Refuse a dump that cannot be compared, before any number is; return it with oddities among its notes.
+
+    Its `misread` then tells that the engine's reader of a quantised folder is the suspect.
 
     Args:
         dump: Dump of the engine.
@@ -78,10 +77,6 @@ def require_comparable(
         ids: The tokens of all passes, as the user knows them.
         first_position: Position of the first of them.
         hashes: `RawDump.weights`.
-
-    Returns:
-        The dump, with oddities that do not make the numbers incomparable among its notes. Its `misread` tells that the
-        engine's reader of a quantised folder is the suspect.
 
     Raises:
         GuardFailed: Tokens, positions, layout, weights, norms or the run are not the declared ones.
@@ -112,7 +107,8 @@ def _require_ids(dump: StageDump, weights: Weights, ids: Sequence[int] | None) -
     for number, tokens in enumerate(dump.passes):
         if (number, "embed") not in dump.dumped:
             continue
-        rows, wanted = _rows_and_ids(dump.dumped[number, "embed"], tokens.ids)
+        dumped = dump.dumped[number, "embed"]
+        rows, wanted = dumped.read(), [tokens.ids[token] for token in dumped_tokens(dump, number, dumped)]
         right = embedding(np.array(wanted), weights["embed_tokens"])
         is_known = relative_distance(rows, right) < _CLOSE or not np.isfinite(rows).all()
         found = None if is_known else ids_from_embedding(rows, weights)
@@ -130,11 +126,6 @@ def _is_wrong_lookup(found: Sequence[int], wanted: Sequence[int], n_rows: int) -
     """Tell if the right tokens were looked up with a constant offset of rows, or without their higher bytes."""
     steps = {(b - a) % n_rows for a, b in zip(found, wanted, strict=True)}
     return len(steps) == 1 or all(step % 256 == 0 for step in steps)
-
-
-def _rows_and_ids(dumped: DumpedArray, ids: Sequence[int]) -> tuple[np.ndarray, list[int]]:
-    """Read the dumped rows of a stage, and the token id of each."""
-    return dumped.read(), [*ids] if dumped.tokens is None else [ids[token] for token in dumped.tokens]
 
 
 def _require_positions(dump: StageDump, config: ModelConfig, first_position: int | None) -> None:
@@ -198,8 +189,7 @@ def _check_run(dump: StageDump) -> list[str]:
 
 
 def _by_token(dump: StageDump, number: int, dumped: DumpedArray) -> dict[int, np.ndarray]:
-    tokens = range(len(dump.passes[number].ids)) if dumped.tokens is None else dumped.tokens
-    return dict(zip(tokens, dumped.read(), strict=True))
+    return dict(zip(dumped_tokens(dump, number, dumped), dumped.read(), strict=True))
 
 
 def _half_the_digits(dump: StageDump, dumped: DumpedArray) -> float:

@@ -6,8 +6,9 @@ There a hypothesis can be *planted*: the result of a known mistake on the same i
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import MappingProxyType
 from typing import Any
 
@@ -49,18 +50,21 @@ class LayerSetting:
     n_cached: int
     layer_weights: Callable[[int | None], Mapping[str, Any]]
 
+    @cached_property
+    def rope_tables(self) -> tuple[np.ndarray, np.ndarray]:
+        """Cosines and sines of the positions."""
+        config = self.config
+        return rope_tables(
+            self.positions, head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling
+        )
+
 
 @dataclass(frozen=True)
 class StageChange:
-    """Replacement of a stage.
+    """Replacement of a stage."""
 
-    Attributes:
-        wrong: Makes it from the stage's inputs, the stage's name and llorch's array.
-        reads: Stages that it reads in addition to the inputs of the stage.
-    """
-
-    wrong: Callable[[StageInputs, str, np.ndarray], np.ndarray]
-    reads: tuple[str, ...] = ()
+    wrong: Callable[[StageInputs, str, np.ndarray], np.ndarray]  # of the stage's inputs, its name and llorch's array
+    reads: tuple[str, ...] = ()  # stages in addition to the inputs of the stage
 
 
 @dataclass(frozen=True)
@@ -90,7 +94,9 @@ class Replay:
         self.n_before = dump.n_before or 0  # tokens in the cache, of passes that the dump does not have
         self.stages = {name: (stage, layer) for name, stage, layer in keys(weights.config)}
         self.order = {name: at for at, name in enumerate(self.stages)}
-        self.layer_weights = lru_cache(maxsize=2)(self._layer_weights)
+        self.layer_weights = lru_cache(maxsize=2)(
+            lambda layer: weights if layer is None else dict(weights.layer(layer))
+        )
         self._read = lru_cache(maxsize=64)(self._read_fed)
 
     def tokens(self, n_pass: int) -> Tokens:
@@ -179,59 +185,51 @@ class Replay:
         x: np.ndarray | None = None,
         fed: bool = True,
     ) -> Arrays:
-        """Run some parts of the model, one after the other.
+        """Run the parts of the model from `first` to `last` (None: to the end); return what the last part passed on.
 
-        Args:
-            n_pass: Number of the pass in the dump.
-            observe: Called with each stage that llorch computed, before the engine's array replaces it.
-            past: Contents of the caches before the pass; the run adds what they hold after it.
-            change: Deviation from the right computation.
-            first: The first part.
-            last: The last part; None for all parts.
-            x: Input of the first part; None for the engine's array, which the dump then shows.
-            fed: Replace llorch's arrays by the engine's.
-
-        Returns:
-            The arrays that the stages of the last part passed on.
+        `observe` is called with each stage that llorch computed, before the engine's array replaces it if `fed`. `past`
+        are the caches before the pass; the run adds what they hold after it. `x` is the input of the first part; None
+        for the engine's array, which the dump then shows.
         """
-        setting = change.setting(
-            LayerSetting(self.config, self.this(n_pass).positions, self.n_cached(n_pass), self.layer_weights)
-        )
-        config, passed = setting.config, dict[str, np.ndarray]()
-        if x is None:
-            x = self._array(n_pass, self.input_of(first)) if first > EMBED else np.empty(0)
-        tables = rope_tables(
-            setting.positions, head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling
-        )
+        right = LayerSetting(self.config, self.this(n_pass).positions, self.n_cached(n_pass), self.layer_weights)
+        setting = change.setting(right)
+        if x is None and first > EMBED:
+            x = self.fed(n_pass, self.input_of(first))
+            assert x is not None, self.input_of(first)
+        passed: Arrays = {} if x is None else {self.input_of(first): x}
         for part in range(first, (self.config.n_layers if last is None else last) + 1):
-            passed = {self.input_of(part): x} if part > EMBED else {}
+            passed = self._run_part(n_pass, part, passed, observe, past, change, setting, fed=fed)
+        return passed
 
-            def keep(name: str, array: np.ndarray, layer: int | None = None, passed: dict = passed) -> np.ndarray:
-                place = key(name, layer)
-                if place in change.plants:
-                    stage_change = change.plants[place]
-                    made = stage_change.wrong(
-                        self._inputs(n_pass, place, setting, passed, past, stage_change.reads), name, array
-                    )
-                    array = np.ascontiguousarray(made, dtype=self._dtype(place))
-                observe(place, array)
-                theirs = self.fed(n_pass, place) if fed else None
-                array = array if theirs is None else self._with_left_out(n_pass, place, theirs, array)
-                passed[place] = change.passed_on[place](array) if place in change.passed_on else array
-                return passed[place]
+    def _run_part(
+        self, n_pass: int, part: int, before: Arrays, observe: See, past: "Past", change: Change,
+        setting: LayerSetting, *, fed: bool,
+    ) -> Arrays:  # fmt: skip
+        """Run one part of the model on what the part before it passed on."""
+        config, w = setting.config, setting.layer_weights(part if 0 <= part < self.config.n_layers else None)
+        passed = {self.input_of(part): before[self.input_of(part)]} if part > EMBED else {}
 
-            if 0 <= part < self.config.n_layers:
-                w = setting.layer_weights(part)
-                parts = parts_of(config, part, setting.positions)
-                x = block(x, w, config, *tables, past.memory(part), partial(_in_layer, keep, part), **parts)
-                past.note(part, passed)
-                continue
-            w = setting.layer_weights(None)
-            if part == EMBED:
-                x = keep("embed", embedding(np.asarray(self.tokens(n_pass).ids), w["embed_tokens"]))
-            else:
-                x = keep("final_norm", rms_norm(x, w["final_norm"], eps=config.rms_norm_eps))
-                keep("logits", linear(x, w[output_matrix(config)]))
+        def keep(name: str, array: np.ndarray, layer: int | None = None) -> np.ndarray:
+            place = key(name, layer)
+            if (stage_change := change.plants.get(place)) is not None:
+                inputs = self._inputs(n_pass, place, setting, passed, past, stage_change.reads)
+                array = np.ascontiguousarray(stage_change.wrong(inputs, name, array), dtype=self._dtype(place))
+            observe(place, array)
+            theirs = self.fed(n_pass, place) if fed else None
+            array = array if theirs is None else self._with_left_out(n_pass, place, theirs, array)
+            passed[place] = change.passed_on[place](array) if place in change.passed_on else array
+            return passed[place]
+
+        if part == EMBED:
+            keep("embed", embedding(np.asarray(self.tokens(n_pass).ids), w["embed_tokens"]))
+        elif part < self.config.n_layers:
+            x, tables = passed[self.input_of(part)], setting.rope_tables
+            parts = parts_of(config, part, setting.positions)
+            block(x, w, config, *tables, past.memory(part), partial(keep, layer=part), **parts)
+            past.note(part, passed)
+        else:
+            x = keep("final_norm", rms_norm(passed[self.input_of(part)], w["final_norm"], eps=config.rms_norm_eps))
+            keep("logits", linear(x, w[output_matrix(config)]))
         return passed
 
     def _with_left_out(self, n_pass: int, name: str, theirs: np.ndarray, ours: np.ndarray) -> np.ndarray:
@@ -239,11 +237,6 @@ class Replay:
         if self.dump.dumped[n_pass, name].keys is None or theirs.shape != ours.shape:
             return theirs
         return np.where(np.isnan(theirs), ours, theirs)
-
-    def _array(self, n_pass: int, name: str) -> np.ndarray:
-        theirs = self.fed(n_pass, name)
-        assert theirs is not None, name
-        return theirs
 
     def _inputs(
         self, n_pass: int, place: str, setting: LayerSetting, passed: Arrays, past: "Past", reads: tuple[str, ...]
@@ -254,23 +247,8 @@ class Replay:
         arrays = {name: passed[input_key(name, layer, self.config)] for name in names}
         if layer is not None:
             arrays |= past.before(layer)
-        return StageInputs(
-            config=setting.config,
-            weights=setting.layer_weights(layer),
-            arrays=arrays,
-            ids=np.asarray(self.tokens(n_pass).ids),
-            positions=setting.positions,
-            dtype=self.weights.dtype,
-            layer=layer,
-        )
-
-    def _layer_weights(self, layer: int | None) -> Mapping[str, Any]:
-        return self.weights if layer is None else dict(self.weights.layer(layer))
-
-
-def _in_layer(keep: Callable[..., np.ndarray], layer: int, name: str, array: np.ndarray) -> np.ndarray:
-    """Call `keep` with its arguments in the order of the forward pass."""
-    return keep(name, array, layer)
+        ids, weights = np.asarray(self.tokens(n_pass).ids), setting.layer_weights(layer)
+        return StageInputs(setting.config, weights, arrays, ids, setting.positions, self.weights.dtype, layer)
 
 
 class Past:
@@ -285,14 +263,9 @@ class Past:
         held: dict[int, tuple[np.ndarray, np.ndarray]] | None = None, as_given: bool = True,
         rounding: CacheRounding = MappingProxyType({}),
     ) -> None:  # fmt: skip
-        """Create the caches before the first pass.
+        """Create the caches before the first pass; `held` are keys and values of earlier tokens by layer, if any.
 
-        Args:
-            config: Configuration of the model.
-            dtype: Dtype of keys and values.
-            held: Keys and values of earlier tokens by layer; None: there are no earlier tokens.
-            as_given: The caches hold what attention got; False: they hold the appended rows.
-            rounding: Rounding of the caches, see `KVCache`.
+        They hold what attention got if `as_given`, else the appended rows. For `rounding` see `KVCache`.
         """
         self._rounding = rounding
         if held is None:
@@ -356,8 +329,6 @@ class Past:
         )
 
     def _with(self, before: dict[int, tuple[np.ndarray, np.ndarray]], states: dict[int, DeltaState]) -> "Past":
-        made = object.__new__(Past)
-        made.as_given, made._first, made._before, made._after = self.as_given, self._first, before, {}
-        made._states, made._states_after = states, {}
-        made._of_one_layer, made._rounding = self._of_one_layer, self._rounding
+        made = copy(self)
+        made._before, made._after, made._states, made._states_after = before, {}, states, {}
         return made

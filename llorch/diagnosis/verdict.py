@@ -6,8 +6,7 @@ from typing import Literal
 
 import numpy as np
 
-from llorch.judging.cause import Cause
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Cause, Comparison
 
 EARLIER_PASSES = (
     "the dump does not have the passes that filled the cache; give the ids of the whole text with --tokens, and llorch "

@@ -37,15 +37,9 @@ def check_weights(
 ) -> tuple[list[str], Misread | None]:
     """Compare the weights that an engine ran with the file.
 
-    Args:
-        weights: Weights of the model.
-        hashes: `digest` of decoded tensors, by the engine's names.
-        source: Source of the dump.
-        dtype: Dtype in which the engine says that it computes: weights rounded to it count as equal.
-
-    Returns:
-        A sentence for each way in which tensors of equal numbers differ from llorch's, and what the engine's reader of
-        a quantised folder got wrong, if it is the suspect.
+    `hashes` are the `digest` of decoded tensors, by the engine's names; `dtype` is that in which the engine says that
+    it computes: weights rounded to it count as equal. Return a sentence for each way in which tensors of equal numbers
+    differ from llorch's, and what the engine's reader of a quantised folder got wrong, if it is the suspect.
 
     Raises:
         GuardFailed: Some have other numbers, and the engine's reader is not the suspect.
@@ -97,6 +91,7 @@ class _Ours:
     def __init__(self, weights: Weights, dtype: str) -> None:
         self._weights, self._dtype, self._inventory = weights, dtype, inventory(weights.config)
         self._names = _names(weights.config)
+        self._own_roundings = [ROUNDED[name] for name in ("", dtype) if name in ROUNDED]
         self._tried: dict[str, tuple[str, str] | None] = {}  # by short name: layout and rounding of the first one
         self.mistakes: dict[str, Mistake[QuantisedMatrix]] = {}  # known mistakes of reading, by the words of `guise`
         self.roundings: set[str] = set()  # words of `guise` for llorch's numbers rounded to another dtype
@@ -104,8 +99,7 @@ class _Ours:
 
     def find(self, name: str) -> str | None:
         """Return llorch's name of a tensor; None if it is no weight of the model."""
-        ends = (name, *_name_suffixes(name))
-        return next((self._names[end] for end in ends if end in self._names), None)
+        return next((self._names[end] for end in _name_suffixes(name) if end in self._names), None)
 
     def is_quantised(self, name: str) -> bool:
         """Tell if a tensor is a matrix of a quantised folder, stored in codes."""
@@ -141,9 +135,8 @@ class _Ours:
             return ""
         short, found = name.rpartition(".")[2], list(self.mistakes.values())
         others = [] if short in self._unknown else [one for one in QUANTISED_FOLDERS if one not in found]
-        roundings = [ROUNDED[dtype] for dtype in ("", self._dtype) if dtype in ROUNDED]
         for mistake, array in wrong_readings(self._weights.as_stored(name), [*found, *others]):
-            if told in {digest(rounding(array)) for rounding in roundings}:
+            if told in {digest(rounding(array)) for rounding in self._own_roundings}:
                 how = f"is read with the mistake {mistake.name} ({mistake.diagnosis.removesuffix('.')})"
                 self.mistakes[how] = mistake
                 return how
@@ -157,15 +150,15 @@ class _Ours:
 
     def is_in_folder(self, name: str, told: str) -> bool:
         """Tell if a tensor is as a Hugging Face folder has it: joined, gains less one, the logarithm of a decay."""
-        tensor = next((self._in_folder[end] for end in (name, *_name_suffixes(name)) if end in self._in_folder), None)
+        tensor = next((self._in_folder[end] for end in _name_suffixes(name) if end in self._in_folder), None)
         if tensor is None:
             return False
         arrays = [assembled(self._weights, tensor, in_gguf=False)]
         slot = self._weights.slots[tensor.weights[0].name]
         if slot.layout == tensor.weights[0].in_huggingface:  # less one, its last digits are in the file alone
             arrays.append(self._weights.source.array(slot.source_name))
-        roundings = [ROUNDED[dtype] for dtype in ("", self._dtype) if dtype in ROUNDED]
-        return told in {digest(rounding(array.astype(np.float32))) for array in arrays for rounding in roundings}
+        singles = [array.astype(np.float32) for array in arrays]
+        return told in {digest(rounding(array)) for array in singles for rounding in self._own_roundings}
 
     @cached_property
     def _in_folder(self) -> dict[str, Tensor]:
@@ -220,9 +213,9 @@ def _names(config: ModelConfig) -> dict[str, str]:
 
 
 def _name_suffixes(name: str) -> Iterator[str]:
-    """Yield a name without its first parts, the longest first: wrappers add parts in front."""
+    """Yield a name, and the name without its first parts, the longest first: wrappers add parts in front."""
     parts = name.split(".")
-    return (".".join(parts[n:]) for n in range(1, len(parts)))
+    return (".".join(parts[n:]) for n in range(len(parts)))
 
 
 def _sentence(names: list[str], how: str) -> str:

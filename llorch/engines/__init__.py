@@ -9,36 +9,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import cast, get_args
 
-from llorch.engines.interface import (
-    OURS,
-    Call,
-    EngineName,
-    LoadPath,
-    ReferenceEngine,
-    Trace,
-    check_ids,
-    checked_trace,
-    one_by_one,
-    stored_load_path,
-)
+from llorch.engines.interface import OURS, Call, EngineName, LoadPath, ReferenceEngine, stored_load_path
 from llorch.engines.process import GGML_VARIABLES, EngineInChild, Progress
 from llorch.ops.numerics import EXACT, DtypeName, Numerics
 from llorch.runtime.errors import MissingExtra, UserError
 from llorch.runtime.threads import n_asked
 
 __all__ = [
-    "OURS",
-    "Call",
-    "EngineName",
-    "LoadPath",
-    "Progress",
-    "ReferenceEngine",
-    "Trace",
-    "check_ids",
-    "checked_trace",
-    "one_by_one",
-    "open_engine",
-    "open_here",
+    "OURS", "Call", "EngineName", "LoadPath", "Progress", "ReferenceEngine", "open_engine", "open_here",
     "stored_load_path",
 ]  # fmt: skip
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}

@@ -77,7 +77,7 @@ def raised(module: str, kind: str, args: Sequence, state: Mapping[str, object]) 
     return error
 
 
-def _encode_value(value: Any, arrays: list[np.ndarray]) -> Any:
+def _encode_value(value: object, arrays: list[np.ndarray]) -> Any:
     """Convert a value to JSON, with its arrays appended to a list; TypeError for other types."""
     if value is None or isinstance(value, bool | int | float | str):
         return value

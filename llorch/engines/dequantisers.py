@@ -217,9 +217,8 @@ def _bitsandbytes(folder: Folder) -> Mapping[str, Matrix]:
         packed = tensors.pop("weight")
         state: Any = QuantState.from_dict(tensors, torch.device("cpu"))
         absmax = dequantize_blockwise(state.absmax, state.state2) + state.offset if state.nested else state.absmax
-        return _dequantize_4bit_compute(
-            packed.reshape(-1), absmax, state.code, state.blocksize, state.shape, torch.float32
-        )
+        codes = packed.reshape(-1)
+        return _dequantize_4bit_compute(codes, absmax, state.code, state.blocksize, state.shape, torch.float32)
 
     def eight_bits(name: str) -> torch.Tensor:
         tensors = folder.tensors(name)

@@ -79,9 +79,6 @@ def _is_f32_gguf(weights: Weights) -> bool:
 def _check_room(n_bytes: int, dtype: DtypeName, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
-        raise OSError(
-            errno.ENOSPC,
-            f"llama.cpp needs these weights as a {dtype} GGUF file of {n_bytes / 1e9:.1f} GB, "
-            f"but only {free / 1e9:.1f} GB are free; set TMPDIR to a larger place",
-            str(folder),
-        )
+        needed = f"llama.cpp needs these weights as a {dtype} GGUF file of {n_bytes / 1e9:.1f} GB"
+        message = f"{needed}, but only {free / 1e9:.1f} GB are free; set TMPDIR to a larger place"
+        raise OSError(errno.ENOSPC, message, str(folder))

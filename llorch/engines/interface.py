@@ -163,7 +163,7 @@ def unsupported_reason(engine: str, config: ModelConfig, n_tokens: int) -> str:
     if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
         eps = shortest(config.rms_norm_eps)
         return f"llama.cpp uses rms_norm_eps for the L2 norms of delta nets, too: {eps}, not {L2_EPS}"
-    if EPSILON not in FAMILIES[config.family].llamacpp.reads:  # a fault: a later version of its file reads the key
+    if not FAMILIES[config.family].llamacpp.reads_epsilon:  # a fault: a later version of its file reads the key
         gguf = FAMILIES[config.family].gguf
         return f"llama.cpp does not read {EPSILON} for {gguf}, so its norms use an epsilon of 0"
     if pairs := unturned(config):  # a fault: transformers turns them, and models that see are trained with it

@@ -25,6 +25,7 @@ from llorch.engines import ggml_tensor
 from llorch.engines.f32_copy import FLOAT_TYPES, float_gguf
 from llorch.engines.interface import Call, LoadPath, Trace, check_ids, checked_trace, one_by_one
 from llorch.engines.llamacpp_graph import GraphCapture, GraphWatcher
+from llorch.engines.process import GGML_VARIABLES
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.files.tensor_names import count_parameters
@@ -36,14 +37,7 @@ from llorch.runtime.threads import n_threads_for
 logger = logging.getLogger(__name__)
 
 ERROR_LEVEL, CONTINUED = 4, 5  # GGML_LOG_LEVEL_ERROR, GGML_LOG_LEVEL_CONT
-KNOBS = {
-    "flash_attn": "disabled",
-    "use_extra_bufts": False,
-    "n_gpu_layers": 0,
-    "n_ubatch": "all tokens",
-    "GGML_CPU_DISABLE_FUSION": "1",
-    "GGML_CPU_TILED_MM": "0",
-}
+KNOBS = {"flash_attn": "disabled", "use_extra_bufts": False, "n_gpu_layers": 0, "n_ubatch": "all tokens"}
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
@@ -177,6 +171,8 @@ class LlamaCpp:
 
     def provenance(self) -> dict[str, object]:
         """Return the facts about a golden's origin that the golden must state."""
+        weights = FLOAT_TYPES[self.dtype].name if self.numerics == EXACT else "as in the file"
+        cache_types = {"type_k": self._cache_type, "type_v": self._cache_type}
         return {
             "producer": self.name,
             "llama_cpp_python": llama_cpp.__version__,
@@ -185,12 +181,8 @@ class LlamaCpp:
             "system": llama_cpp.llama_print_system_info().decode().strip(" |"),
             "n_threads": self.n_threads,
             "route": self.load_path.stored(),
-            "knobs": self._knobs(),
+            "knobs": {"weights": weights, **cache_types, **KNOBS, **GGML_VARIABLES},
         }
-
-    def _knobs(self) -> dict[str, object]:
-        weights = FLOAT_TYPES[self.dtype].name if self.numerics == EXACT else "as in the file"
-        return {"weights": weights, "type_k": self._cache_type, "type_v": self._cache_type, **KNOBS}
 
     @property
     def _cache_type(self) -> str:

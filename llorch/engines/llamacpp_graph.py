@@ -24,11 +24,11 @@ import llama_cpp
 import numpy as np
 
 from llorch.engines import ggml_tensor
+from llorch.engines.dumps.layout import half_split
 from llorch.engines.ggml_tensor import GgmlTensor
 from llorch.families.config import ModelConfig
-from llorch.families.layers import DeltaNet, Experts
+from llorch.families.layers import DeltaNet
 from llorch.families.table import FAMILIES
-from llorch.files.tensor_names import undo_interleave
 
 B_AND_A = "b_and_a"  # of Qwen3-Next: of every key head its b, then its a
 Rule = tuple[str, str, str | None, str | None]  # stage, operation, name without its layer, source
@@ -239,8 +239,6 @@ class GraphCapture:
     def _shaped(self, short: str, array: np.ndarray) -> np.ndarray:
         """Reshape a node of llama.cpp to the axes of its stage."""
         n, config = self.n_tokens, self.config
-        if (rows := _expert_stage(short, array, config.experts)) is not None:
-            return rows
         interleaved = FAMILIES[config.family].layout.interleaved_rope == "gguf"
         match short:
             case "q_norm" | "k_norm" | "q_rope" | "k_rope" | "q_tempered" | "q_head_norm" | "k_head_norm":
@@ -256,24 +254,12 @@ class GraphCapture:
                 return array[0, :, :, :n].transpose(0, 2, 1)  # stored with the tokens as fastest axis
             case "attn_scores" | "attn_probs":
                 return array[0, :, :, :n]
+            case "topk_ids":
+                return array.reshape(n, -1).astype(np.int64)
+            case "expert_in" | "expert_gate" | "expert_up" | "expert_act" | "expert_out":
+                return array.reshape(n, -1, array.shape[-1])
             case _:
                 return array.reshape(n, -1)
-
-
-def _expert_stage(short: str, array: np.ndarray, experts: Experts | None) -> np.ndarray | None:
-    """Reshape a stage to one row for each token and each of its experts; None for stages without experts."""
-    if experts is None or short not in (
-        "topk_ids",
-        "expert_in",
-        "expert_gate",
-        "expert_up",
-        "expert_act",
-        "expert_out",
-    ):
-        return None
-    if short == "topk_ids":
-        return array.reshape(-1, experts.n_experts_per_token).astype(np.int64)
-    return array.reshape(-1, experts.n_experts_per_token, array.shape[-1])
 
 
 def _delta_net_stages(short: str, array: np.ndarray, config: ModelConfig) -> Mapping[str, np.ndarray]:
@@ -320,11 +306,6 @@ def _heads(array: np.ndarray, axis: int, net: DeltaNet, config: ModelConfig) -> 
     before, after = array.shape[:axis], array.shape[axis + 1 :]
     tiled = array.reshape(*before, -1, net.n_key_heads, *after)
     return tiled.swapaxes(axis, axis + 1).reshape(array.shape)
-
-
-def half_split(heads: np.ndarray) -> np.ndarray:
-    """Bring the last axis from llama.cpp's order of pairs (2j, 2j+1) to Hugging Face's (j, j + half)."""
-    return undo_interleave(heads.reshape(-1), heads.size // heads.shape[-1]).reshape(heads.shape)
 
 
 class GraphWatcher:

@@ -91,12 +91,16 @@ class EngineProcess:
         kind, *answer = received
         if kind == "value":
             return answer[0]
-        *what_it_was, trace = answer
-        error = raised(*what_it_was)
+        *description, trace = answer
+        raise self._error(description, trace)
+
+    def _error(self, description: list, trace: str) -> Exception:
+        """Make the exception that the engine raised, with the place in its process as a note."""
+        error = raised(*description)
         if isinstance(error, ValueError) and not isinstance(error, UserError):
             error = UserError(str(error))  # the engine refuses the model
         error.add_note(f"in the process of {self.engine}:\n{trace}")
-        raise error
+        return error
 
     def end(self) -> None:
         """End the process, whatever it does."""

@@ -71,6 +71,7 @@ def _classes_of(family: Family) -> tuple[Any, Any]:
 CLASSES: dict[str, tuple[Any, Any]] = {name: _classes_of(family) for name, family in FAMILIES.items()}
 AS_CONFIG = "as config.json says"
 DIVIDED = "inv_freq divided by rope_freqs.weight of the file"
+ROPE_TYPES = {LinearScaling: "linear", YarnScaling: "yarn", Llama3Scaling: "llama3"}  # transformers' names
 # What the converter of llama.cpp turned into rope_freqs.weight: Llama 3.1, Llama 3.2.
 PUBLISHED_LLAMA3 = tuple(
     Llama3Scaling(factor=f, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
@@ -91,36 +92,25 @@ class Transformers:
         dtype: DtypeName = "float32",
         streamed: bool | None = None,
     ) -> None:
-        """Load a model; the threads are those of the process until `close`.
-
-        `streamed`: one layer at a time is in memory; if not told, where the whole does not fit.
-        """
-        self.path = Path(path)
+        """Load a model, `streamed` with one layer at a time in memory; its threads are the process's until `close`."""
+        self.path, self.dtype = Path(path), dtype
         weights = open_weights(self.path)
         if not self.path.is_dir():  # a file has no eyes, and transformers no class for the text of a model that has
             weights.config = replace(weights.config, family=written_family(weights.config))
         self.config = weights.config
-        self.dtype = dtype
         self.n_threads = n_threads or n_threads_for(count_parameters(self.config))
-        with ExitStack() as resources:
+        self._streamed: Streamed | None = None
+        with ExitStack() as resources, _quiet(), _refusals(), self._arithmetic(refuse=False):
             resources.enter_context(limited(self.n_threads))
             resources.enter_context(closing(weights.source))
-            self._streamed: Streamed | None = None
-            with _quiet(), _refusals(), self._arithmetic(refuse=False):
-                if not fits(weights, dtype) if streamed is None else streamed:
-                    model, tensors, self.rope, self.load_path = _model_without_weights(weights, dtype)
-                    self._streamed = Streamed(model, tensors, getattr(torch, dtype), self.n_threads, tell)
-                    resources.callback(self._streamed.close)
-                elif isinstance(weights.source, QuantisedFolder):
-                    model, self.rope, self.load_path = _model_of_codes(weights, dtype), AS_CONFIG, LoadPath(OURS, OURS)
-                elif self.path.is_dir():
-                    model, self.rope = _model_of_folder(self.path, self.config, dtype), AS_CONFIG
-                    self.load_path = LoadPath("transformers", "transformers")
-                else:
-                    model, self.rope, self.load_path = _model_of_file(weights, dtype)
+            if not fits(weights, dtype) if streamed is None else streamed:
+                model, tensors, self.rope, self.load_path = _model_without_weights(weights, dtype)
+                self._streamed = Streamed(model, tensors, getattr(torch, dtype), self.n_threads, tell)
+                resources.callback(self._streamed.close)
+            else:
+                model, self.rope, self.load_path = _model_with_weights(weights, dtype)
             self._resources = resources.pop_all()
-        # The folder's generation settings (end tokens, penalties, sampling) must not enter the greedy run.
-        model.generation_config = GenerationConfig()
+        model.generation_config = GenerationConfig()  # not the folder's end tokens, penalties and sampling
         if self.config.experts is not None:  # expert by expert, which shows what each of them makes
             model.set_experts_implementation("eager")
         self._loaded = model.eval()
@@ -181,7 +171,8 @@ class Transformers:
         positions = torch.arange(first_position, first_position + len(ids))[None]
         # Llama 4 counts positions by its cache: far on it is given one that has dropped what came before.
         counts_by_cache = "counts_by_cache" in FAMILIES[self.config.family].transformers.habits
-        cache = _cache_from(first_position, self.config.n_layers) if counts_by_cache else None
+        layers = [_LayerFrom(first_position) for _ in range(self.config.n_layers)] if counts_by_cache else None
+        cache = None if layers is None else Cache(layers=layers)
         with self._arithmetic():
             shown = self._model(self._ids(ids), position_ids=positions, use_cache=True, past_key_values=cache)
         return as_array(shown.logits[0])
@@ -277,24 +268,28 @@ class _LayerFrom(DynamicLayer):
         return super().get_seq_length() + query_length, self._first
 
 
-def _cache_from(first_position: int, n_layers: int) -> Cache:
-    """Return an empty cache whose first token will be at a position."""
-    return Cache(layers=[_LayerFrom(first_position) for _ in range(n_layers)])
+def _model_with_weights(weights: Weights, dtype: DtypeName) -> tuple[Any, str, LoadPath]:
+    """Load the whole model. Return it with a note on its RoPE, and the load path."""
+    path = Path(weights.path)
+    if isinstance(weights.source, QuantisedFolder):
+        return _model_of_codes(weights, dtype), AS_CONFIG, LoadPath(OURS, OURS)
+    if path.is_dir():
+        return _model_of_folder(path, weights.config, dtype), AS_CONFIG, LoadPath("transformers", "transformers")
+    return _model_of_file(weights, dtype)
 
 
 def _model_of_folder(path: Path, config: ModelConfig, dtype: DtypeName) -> Any:
-    model, report = CLASSES[config.family][1].from_pretrained(
-        path,
-        local_files_only=True,
-        use_safetensors=True,
-        dtype=getattr(torch, dtype),
-        attn_implementation="eager",
-        output_loading_info=True,
-    )
+    model, report = _from_pretrained(CLASSES[config.family][1], path, dtype, use_safetensors=True)
     faults = {kind: names for kind, names in report.items() if names}
     if faults:
         raise RuntimeError(f"transformers: the tensors of {path} do not match the model: {faults}")
     return model
+
+
+def _from_pretrained(model_class: Any, path: Path, dtype: DtypeName, **settings: object) -> tuple[Any, dict]:
+    """Load a model by transformers' own loader. Return it with the loader's report."""
+    settings |= {"local_files_only": True, "dtype": getattr(torch, dtype), "attn_implementation": "eager"}
+    return model_class.from_pretrained(path, output_loading_info=True, **settings)
 
 
 def _config_of_folder(path: Path, config_class: Any) -> Any:
@@ -311,13 +306,13 @@ def _model_of_codes(weights: Weights, dtype: DtypeName) -> Any:
     config_class, model_class = CLASSES[weights.config.family]
     config = _config_of_folder(Path(weights.path), config_class)
     config._attn_implementation = "eager"
+    return _filled(model_class, config, weights, dtype)
+
+
+def _filled(model_class: Any, config: Any, weights: Weights, dtype: DtypeName) -> Any:
+    """Build a model of the numbers that llorch's readers decode."""
     with no_init_weights():
         model = model_class(config)
-    return _filled(model, weights, dtype)
-
-
-def _filled(model: Any, weights: Weights, dtype: DtypeName) -> Any:
-    """Fill a model with the numbers that llorch's readers decode."""
     model.tie_weights()  # or the output matrix would be asked for, too
     ours = OurTensors(weights, getattr(torch, dtype))
     model.load_state_dict({name: ours.read(name) for name in named_once(model)}, strict=False, assign=True)
@@ -357,10 +352,7 @@ def _model_of_file(weights: Weights, dtype: DtypeName) -> tuple[Any, str, LoadPa
     if not (dtype == "float64" and weights.config.delta_net):  # gains and decays would be rounded on the way
         model, reader = _as_transformers_reads(path, model_class, deepcopy(engine_config), dtype), "transformers"
     if model is None:
-        reader = OURS
-        with no_init_weights():
-            model = model_class(engine_config)
-        model = _filled(model, weights, dtype)
+        model, reader = _filled(model_class, engine_config, weights, dtype), OURS
     if note == DIVIDED:
         _divide_frequencies(model, weights.config)
     return model, note, LoadPath(reader, reader, set_by_llorch=tuple(told))
@@ -435,15 +427,8 @@ def _as_transformers_reads(path: Path, model_class: Any, engine_config: Any, dty
     """
     try:
         with redirect_stderr(StringIO()):  # its progress bar has no switch
-            model, report = model_class.from_pretrained(
-                path.parent,
-                gguf_file=path.name,
-                config=engine_config,
-                local_files_only=True,
-                dtype=getattr(torch, dtype),
-                attn_implementation="eager",
-                output_loading_info=True,
-            )
+            settings = {"gguf_file": path.name, "config": engine_config}
+            model, report = _from_pretrained(model_class, path.parent, dtype, **settings)
     except (ImportError, NotImplementedError, RuntimeError, ValueError):
         return None
     return None if any(report.values()) else model
@@ -462,34 +447,25 @@ def _rope_parameters(config: ModelConfig, dtype: DtypeName) -> tuple[dict[str, o
         theta["partial_rotary_factor"] = config.rotated / config.head_dim
     if FAMILIES[config.family].sections:  # of a position in a text all three are the same
         theta["mrope_section"] = [config.rotated // 2, 0, 0]
-    match config.rope_scaling:
-        case None:
-            return {"rope_type": "default"} | theta, "default"
-        case LinearScaling() as scaling:
-            return {"rope_type": "linear"} | asdict(scaling) | theta, "linear"
-        case YarnScaling() as scaling:
-            return {"rope_type": "yarn"} | asdict(scaling) | theta, "yarn"
-        case Llama3Scaling() as scaling:
-            return {"rope_type": "llama3"} | asdict(scaling) | theta, "llama3"
-        case FactorScaling() as scaling:
-            for published in PUBLISHED_LLAMA3 if dtype != "float64" else ():
-                rope = {"rope_type": "llama3"} | asdict(published) | theta
-                if np.allclose(_factors_of(rope, config.head_dim), scaling.factors, rtol=1e-6, atol=0):
-                    return rope, f"llama3 with factor {published.factor:g}, the divisors of the file"
-            return {"rope_type": "default"} | theta, DIVIDED
+    scaling = config.rope_scaling
+    if scaling is None:
+        return {"rope_type": "default"} | theta, "default"
+    if not isinstance(scaling, FactorScaling):
+        rope_type = ROPE_TYPES[type(scaling)]
+        return {"rope_type": rope_type} | asdict(scaling) | theta, rope_type
+    for published in PUBLISHED_LLAMA3 if dtype != "float64" else ():
+        rope = {"rope_type": "llama3"} | asdict(published) | theta
+        if np.allclose(_factors_of(rope, config.head_dim), scaling.factors, rtol=1e-6, atol=0):
+            return rope, f"llama3 with factor {published.factor:g}, the divisors of the file"
+    return {"rope_type": "default"} | theta, DIVIDED
 
 
 def _factors_of(rope: dict[str, object], head_dim: int) -> np.ndarray:
     """Compute the divisors that transformers' own llama3 scaling means."""
     probe = transformers.LlamaConfig(head_dim=head_dim, rope_parameters=rope, max_position_embeddings=131072)
-    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](probe)
-    return (_plain_frequencies(probe) / scaled).numpy()
-
-
-def _plain_frequencies(engine_config: Any) -> torch.Tensor:
-    """Compute RoPE frequencies without scaling, by transformers."""
     rotary = transformers.models.llama.modeling_llama.LlamaRotaryEmbedding
-    return rotary.compute_default_rope_parameters(engine_config)[0]
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](probe)
+    return (rotary.compute_default_rope_parameters(probe)[0] / scaled).numpy()
 
 
 def _divide_frequencies(model: Any, config: ModelConfig) -> None:

@@ -95,11 +95,9 @@ def captured(
     """
     recorder = HookRecorder(config, golden or {}, note)
     with ExitStack() as hooks:
-        for point in hook_points(model, config):
-            hooks.enter_context(
-                point.hook(lambda stage, i, tensor: recorder.keep(key(stage, i), without_batch(stage, tensor)))
-            )
         keep = lambda stage, i, tensor: recorder.keep(key(stage, i), tensor)  # noqa: E731
+        for point in hook_points(model, config):
+            hooks.enter_context(point.hook(lambda stage, i, tensor: keep(stage, i, without_batch(stage, tensor))))
         hooks.enter_context(watched_calls(model, CALLS, keep, recorder.instead))
         before = _RECORDER.set(recorder)
         hooks.callback(_RECORDER.reset, before)
@@ -171,16 +169,15 @@ class Float64Everywhere(TorchDispatchMode):
         self._refuse = refuse
 
     def __torch_dispatch__(
-        self, func: Callable[..., Any], types: Any, args: tuple = (), kwargs: dict[str, Any] | None = None
+        self, func: Callable[..., Any], types: object, args: tuple = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Run one operator, as wide as it goes."""
         kwargs = {name: _widened(value) for name, value in (kwargs or {}).items()}
         made = func(*map(_widened, args), **kwargs)
         if func is torch.ops.aten.lift_fresh.default and made.dtype in NARROW:
             return made.double()  # numbers of NumPy, on their way in
-        if self._refuse and any(
-            isinstance(kernel, torch.Tensor) and kernel.dtype in NARROW for kernel in tree_leaves(made)
-        ):
+        tensors = (value for value in tree_leaves(made) if isinstance(value, torch.Tensor))
+        if self._refuse and any(tensor.dtype in NARROW for tensor in tensors):
             raise RuntimeError(f"float64 reference: {func} computed below float64, so this run is no reference")
         return made
 
@@ -197,6 +194,6 @@ def float64_everywhere(*, refuse: bool = True) -> Iterator[None]:
         torch.set_default_dtype(before)
 
 
-def _widened(value: Any) -> Any:
+def _widened(value: object) -> object:
     """Return float64 for a narrower torch dtype, any other value as it is."""
     return torch.float64 if isinstance(value, torch.dtype) and value in NARROW else value

@@ -16,20 +16,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from llorch.families.layers import DeltaNet, Experts, Layer, Temperature
-from llorch.families.rope_scaling import (
-    FactorScaling,
-    LinearScaling,
-    Llama3Scaling,
-    RopeScaling,
-    YarnScaling,
-    yarn_gain,
-)
+from llorch.families.rope_scaling import FactorScaling, LinearScaling, Llama3Scaling, RopeScaling, YarnScaling
 from llorch.runtime.errors import FormatError
 from llorch.runtime.fields import shortest
 
-__all__ = [
-    "FactorScaling", "LinearScaling", "Llama3Scaling", "ModelConfig", "RopeScaling", "YarnScaling", "yarn_gain",
-]  # fmt: skip
+__all__ = ["FactorScaling", "LinearScaling", "Llama3Scaling", "ModelConfig", "RopeScaling", "YarnScaling"]
 
 MOST_LAYERS = 512
 DENSE_LAYER = Layer()

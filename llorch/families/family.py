@@ -5,7 +5,7 @@ One module of this package holds the records of one family, and its rules as fun
 Source: transformers `configuration_*.py` of each; llama.cpp `src/models/*.cpp`, which fixes what a GGUF file lacks.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -21,21 +21,6 @@ TEMPERATURE_SCALE = "attention.temperature_scale"
 EXPERT_STEP = "interleave_moe_layer_step"
 NULLABLE = frozenset({"num_key_value_heads", "head_dim"})
 YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # all three are read, or none
-
-
-def no_settings(config: ModelConfig) -> Mapping[str, object]:
-    """Add no setting."""
-    return {}
-
-
-def no_limits(config: ModelConfig, n_tokens: int) -> Iterator[str]:
-    """Yield no reason."""
-    return iter(())
-
-
-def no_temperature(fields: Fields) -> Temperature | None:
-    """Leave the queries as they are."""
-    return None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,18 +58,20 @@ class LlamaCppQuirks:
 
     Attributes:
         reads: Optional tensors and keys that it reads for this architecture, see the constants of this module. Read by
-            `families/read_gguf.py`, `files/export.py`, `engines/unsupported.py`.
+            `families/read_gguf.py`, `files/export.py`.
+        reads_epsilon: It reads the key `EPSILON` for this architecture (`engines/interface.py`).
         nodes: Operation and name of the graph node of a stage, where they differ (`engines/llamacpp_graph.py`).
         norm_topk_prob: The constant that it has for this setting; None: no experts, or it does not apply.
         same_width: It expects that all heads together are as wide as the model.
         limits: Further reasons why it differs in runs of so many tokens.
     """
 
-    reads: frozenset[str] = frozenset({EPSILON})
+    reads: frozenset[str] = frozenset()
+    reads_epsilon: bool = True
     nodes: Mapping[str, tuple[str, str]] = field(default_factory=dict)
     norm_topk_prob: bool | None = None
     same_width: bool = False
-    limits: Callable[[ModelConfig, int], Iterator[str]] = no_limits
+    limits: Callable[[ModelConfig, int], Iterable[str]] = lambda config, n_tokens: ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,8 +93,8 @@ class TransformersQuirks:
 
     keys: Mapping[str, str] = field(default_factory=dict)
     nullable: frozenset[str] = frozenset({"num_key_value_heads"})
-    config_settings: Callable[[ModelConfig], Mapping[str, object]] = no_settings
-    engine_settings: Callable[[ModelConfig], Mapping[str, object]] = no_settings
+    config_settings: Callable[[ModelConfig], Mapping[str, object]] = lambda config: {}
+    engine_settings: Callable[[ModelConfig], Mapping[str, object]] = lambda config: {}
     pre_tokenizer: str = ""
     habits: frozenset[Literal["counts_by_cache", "old_expert_names"]] = frozenset()
 
@@ -127,12 +114,13 @@ class Family:
         delta_net: Delta nets lie between layers of gated attention. A delta net has four input matrices (qkv, z, b, a),
             or two fused ones (`files/tensor_names.py`, `engines/llamacpp_graph.py`, `lora/targets.py`).
         rope_interval: Every n-th layer has no RoPE, unless config.json lists layers; 0: all have RoPE.
-        sections: RoPE of three axes, all equal for text (`files/export.py`, `engines/unsupported.py`).
+        sections: RoPE of three axes, all equal for text (`files/export.py`, `engines/interface.py`).
         router: Weights of the chosen experts, by which function of the logits; empty: no experts. After a sigmoid the
             weights multiply what the experts are given.
         shared_expert: An expert that every token has; if gated, its output is multiplied by a sigmoid.
-        read_layers: Rule of config.json for windows, chunks, delta nets and layers with experts.
-        read_gguf_layers: The same of GGUF metadata.
+        layer_rules: Rules of config.json, each applied to the layers that the one before returned: for layers with
+            experts first, then for windows, chunks or delta nets.
+        read_gguf_layers: Rule of GGUF metadata for the same.
         read_temperature: Rule of config.json for the temperature of the queries, in the layers without RoPE if the
             family has such layers, else in all.
         read_gguf_temperature: The same of GGUF metadata.
@@ -154,10 +142,10 @@ class Family:
     sections: Literal["", "halves", "interleaved"] = ""
     router: Literal["", "softmax", "sigmoid"] = ""
     shared_expert: Literal["", "plain", "gated"] = ""
-    read_layers: Callable[[Fields, list[Layer]], list[Layer]] = full_attention
+    layer_rules: tuple[Callable[[Fields, list[Layer]], list[Layer]], ...] = (full_attention,)
     read_gguf_layers: Callable[[Fields, list[Layer]], list[Layer]] = no_gguf_window
-    read_temperature: Callable[[Fields], Temperature | None] = no_temperature
-    read_gguf_temperature: Callable[[Fields], Temperature | None] = no_temperature
+    read_temperature: Callable[[Fields], Temperature | None] = lambda fields: None
+    read_gguf_temperature: Callable[[Fields], Temperature | None] = lambda fields: None
     defaults: Mapping[str, object]
     layout: TensorLayout = TensorLayout()
     llamacpp: LlamaCppQuirks = LlamaCppQuirks()

@@ -9,7 +9,6 @@ from dataclasses import replace
 
 from llorch.families.config import ModelConfig
 from llorch.families.family import (
-    EPSILON,
     EXPERT_STEP,
     FREQUENCY_FACTORS,
     Family,
@@ -31,10 +30,8 @@ ROPE_INTERVAL = 4
 def read_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
     """Place experts, chunks and norms of heads."""
     if any(layer.experts for layer in layers):
-        layers = [
-            replace(layer, experts=there)
-            for layer, there in zip(layers, _with_experts(fields, len(layers)), strict=True)
-        ]
+        with_experts = _with_experts(fields, len(layers))
+        layers = [replace(layer, experts=has) for layer, has in zip(layers, with_experts, strict=True)]
     default_kinds = ["chunked_attention" if layer.rope else "full_attention" for layer in layers]
     fields.refuse("use_sliding_window", unless=(False,), default=False)
     kinds = read_layer_list(fields, "layer_types", default_kinds, ("chunked_attention", "full_attention"))
@@ -81,20 +78,11 @@ def read_gguf_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
     fields.refuse("attention.sliding_window", unless=(CHUNK,), default=CHUNK)
     head_norm = fields.integer("expert_count") != NO_HEAD_NORM
     chunk = CHUNK if fields.integer("context_length") > CHUNK else None
+    with_experts = [step > 0 and (i + 1) % step == 0 for i in range(len(layers))]
     return [
-        replace(
-            layer,
-            experts=step > 0 and (i + 1) % step == 0,
-            head_norm=head_norm and layer.rope,
-            chunk=chunk if layer.rope else None,
-        )
-        for i, layer in enumerate(layers)
+        replace(layer, experts=experts, head_norm=head_norm and layer.rope, chunk=chunk if layer.rope else None)
+        for layer, experts in zip(layers, with_experts, strict=True)
     ]
-
-
-def read_gguf_temperature(fields: Fields) -> Temperature:
-    """Return the constant of llama.cpp."""
-    return TEMPERATURE
 
 
 def limits(config: ModelConfig, n_tokens: int) -> Iterator[str]:
@@ -169,29 +157,19 @@ def _expert_settings(config: ModelConfig) -> dict[str, object]:
 
 
 FAMILY = Family(
-    gguf="llama4",
-    classes="Llama4",
-    multimodal_type="llama4",
-    rope_interval=ROPE_INTERVAL,
-    router="sigmoid",
-    shared_expert="plain",
-    read_layers=read_layers,
-    read_gguf_layers=read_gguf_layers,
-    read_temperature=read_temperature,
-    read_gguf_temperature=read_gguf_temperature,
+    gguf="llama4", classes="Llama4", multimodal_type="llama4", rope_interval=ROPE_INTERVAL, router="sigmoid",
+    shared_expert="plain", layer_rules=(read_layers,), read_gguf_layers=read_gguf_layers,
+    read_temperature=read_temperature, read_gguf_temperature=lambda fields: TEMPERATURE,  # constants of llama.cpp
     defaults={
         "max_position_embeddings": 131072, "num_key_value_heads": 8, "head_dim": 128, "rope_theta": 5e5,
         "num_experts_per_tok": 1,
     },
     layout=TensorLayout(
-        names={"mlp": "feed_forward", "router": "router"},
-        interleaved_rope="both",
-        transposed_experts="modules",
+        names={"mlp": "feed_forward", "router": "router"}, interleaved_rope="both", transposed_experts="modules",
         multimodal_prefixes=("", "language_model."),
     ),
     llamacpp=LlamaCppQuirks(
-        reads=frozenset({EPSILON, FREQUENCY_FACTORS, EXPERT_STEP}),
-        nodes={"moe_out": ("ADD", "ffn_moe_out_merged")},
+        reads=frozenset({FREQUENCY_FACTORS, EXPERT_STEP}), nodes={"moe_out": ("ADD", "ffn_moe_out_merged")},
         limits=limits,
     ),
     transformers=TransformersQuirks(
@@ -199,8 +177,6 @@ FAMILY = Family(
             "intermediate_size": "intermediate_size_mlp", "moe_intermediate_size": "intermediate_size",
             "num_experts": "num_local_experts",
         },
-        config_settings=config_settings,
-        engine_settings=engine_settings,
-        habits=frozenset({"counts_by_cache"}),
+        config_settings=config_settings, engine_settings=engine_settings, habits=frozenset({"counts_by_cache"}),
     ),
 )  # fmt: skip

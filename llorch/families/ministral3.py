@@ -1,23 +1,12 @@
 """Ministral 3: YaRN, and queries that grow with the position in all layers."""
 
-from collections.abc import Mapping
-
-from llorch.families.config import ModelConfig
-from llorch.families.family import (
-    EPSILON,
-    TEMPERATURE_SCALE,
-    YARN,
-    Family,
-    LlamaCppQuirks,
-    TensorLayout,
-    TransformersQuirks,
-)
+from llorch.families.family import TEMPERATURE_SCALE, YARN, Family, LlamaCppQuirks, TensorLayout, TransformersQuirks
 from llorch.families.layers import Layer, Temperature
 from llorch.families.rules import BETA, rope_settings, with_windows
 from llorch.runtime.fields import Fields
 
 
-def read_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
+def window_everywhere(fields: Fields, layers: list[Layer]) -> list[Layer]:
     """Put the window, if there is one, on all layers."""
     return with_windows(fields, layers, [fields.has("sliding_window")] * len(layers))
 
@@ -41,19 +30,9 @@ def read_gguf_temperature(fields: Fields) -> Temperature | None:
     return Temperature(scale=scale, floor=floor, offset=0)
 
 
-def engine_settings(config: ModelConfig) -> Mapping[str, object]:
-    """Leave out a window and a padding token, which transformers has by default."""
-    return {"sliding_window": None, "pad_token_id": None}
-
-
 FAMILY = Family(
-    gguf="mistral3",
-    classes="Ministral3",
-    qkv_bias=False,
-    o_bias=False,
-    read_layers=read_layers,
-    read_temperature=read_temperature,
-    read_gguf_temperature=read_gguf_temperature,
+    gguf="mistral3", classes="Ministral3", qkv_bias=False, o_bias=False, layer_rules=(window_everywhere,),
+    read_temperature=read_temperature, read_gguf_temperature=read_gguf_temperature,
     defaults={
         "max_position_embeddings": 262144, "num_key_value_heads": 8, "head_dim": 128,
         "rope_parameters": {
@@ -62,6 +41,8 @@ FAMILY = Family(
         },
     },
     layout=TensorLayout(interleaved_rope="gguf"),
-    llamacpp=LlamaCppQuirks(reads=frozenset({EPSILON, TEMPERATURE_SCALE, *YARN})),
-    transformers=TransformersQuirks(engine_settings=engine_settings),
+    llamacpp=LlamaCppQuirks(reads=frozenset({TEMPERATURE_SCALE, *YARN})),
+    transformers=TransformersQuirks(  # which has both by default
+        engine_settings=lambda config: {"sliding_window": None, "pad_token_id": None}
+    ),
 )  # fmt: skip

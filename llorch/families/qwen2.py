@@ -8,7 +8,7 @@ FAMILY = Family(
     classes="Qwen2",
     qkv_bias=True,
     o_bias=False,
-    read_layers=late_windows,
+    layer_rules=(late_windows,),
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 32},
     llamacpp=LlamaCppQuirks(same_width=True),
     transformers=TransformersQuirks(pre_tokenizer="qwen2"),

@@ -5,17 +5,13 @@ from collections.abc import Iterator
 from llorch.families.config import ModelConfig
 from llorch.families.family import Family, LlamaCppQuirks, TransformersQuirks
 from llorch.families.layers import Layer
-from llorch.families.rules import asks_for_window, sparse_layers, with_windows
+from llorch.families.rules import sparse_layers, windows_if_asked
 from llorch.runtime.fields import Fields
 
 
-def read_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
+def even_windows(fields: Fields, layers: list[Layer]) -> list[Layer]:
     """Put windows on layers 0, 2, 4 ... below `max_window_layers`."""
-    layers = sparse_layers(fields, layers)
-    if not asks_for_window(fields):
-        return with_windows(fields, layers, [False] * len(layers))
-    late = fields.integer("max_window_layers", default=28)
-    return with_windows(fields, layers, [i % 2 == 0 and i < late for i in range(len(layers))], takes_list=True)
+    return windows_if_asked(fields, layers, lambda i, late: i % 2 == 0 and i < late)
 
 
 def limits(config: ModelConfig, n_tokens: int) -> Iterator[str]:
@@ -25,20 +21,14 @@ def limits(config: ModelConfig, n_tokens: int) -> Iterator[str]:
 
 
 FAMILY = Family(
-    gguf="qwen2moe",
-    classes="Qwen2Moe",
-    o_bias=False,
-    router="softmax",
-    shared_expert="gated",
-    read_layers=read_layers,
+    gguf="qwen2moe", classes="Qwen2Moe", o_bias=False, router="softmax", shared_expert="gated",
+    layer_rules=(sparse_layers, even_windows),
     defaults={
         "max_position_embeddings": 32768, "num_key_value_heads": 16, "qkv_bias": True, "norm_topk_prob": False,
     },
     llamacpp=LlamaCppQuirks(
         nodes={"shared_gate": ("DIV", "ffn_shexp_gate")},  # silu(x) / x
-        norm_topk_prob=False,
-        same_width=True,
-        limits=limits,
+        norm_topk_prob=False, same_width=True, limits=limits,
     ),
     transformers=TransformersQuirks(keys={"qkv_bias": "qkv_bias"}),
 )  # fmt: skip

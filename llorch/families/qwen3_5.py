@@ -3,24 +3,11 @@
 from dataclasses import replace
 
 from llorch.families.family import Family, LlamaCppQuirks, TensorLayout, TransformersQuirks
-from llorch.families.layers import Layer
 from llorch.families.rules import delta_net_layers, only_sparse_layers
-from llorch.runtime.fields import Fields
-
-
-def read_layers_with_experts(fields: Fields, layers: list[Layer]) -> list[Layer]:
-    """Place delta nets; all layers have experts."""
-    return delta_net_layers(fields, only_sparse_layers(fields, layers))
-
 
 FAMILY = Family(
-    gguf="qwen35",
-    classes="Qwen3_5",
-    multimodal_type="qwen3_5",
-    qk_norm=True,
-    delta_net="separate",
-    sections="interleaved",
-    read_layers=delta_net_layers,
+    gguf="qwen35", classes="Qwen3_5", multimodal_type="qwen3_5", qk_norm=True, delta_net="separate",
+    sections="interleaved", layer_rules=(delta_net_layers,),
     defaults={
         "max_position_embeddings": 32768, "num_key_value_heads": 4, "head_dim": 256, "partial_rotary_factor": 0.25,
     },
@@ -36,7 +23,7 @@ WITH_EXPERTS = replace(
     multimodal_type="qwen3_5_moe",
     router="softmax",
     shared_expert="gated",
-    read_layers=read_layers_with_experts,
+    layer_rules=(only_sparse_layers, delta_net_layers),
     defaults={**FAMILY.defaults, "num_key_value_heads": 2},
     llamacpp=LlamaCppQuirks(norm_topk_prob=True),
     transformers=TransformersQuirks(pre_tokenizer="qwen35"),

@@ -6,9 +6,9 @@ from llorch.families.rules import asks_for_window, sparse_layers, with_windows
 from llorch.runtime.fields import Fields
 
 
-def read_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
+def windows_everywhere(fields: Fields, layers: list[Layer]) -> list[Layer]:
     """Put windows on all layers or on none."""
-    return with_windows(fields, sparse_layers(fields, layers), [asks_for_window(fields)] * len(layers))
+    return with_windows(fields, layers, [asks_for_window(fields)] * len(layers))
 
 
 FAMILY = Family(
@@ -16,7 +16,7 @@ FAMILY = Family(
     classes="Qwen3Moe",
     qk_norm=True,
     router="softmax",
-    read_layers=read_layers,
+    layer_rules=(sparse_layers, windows_everywhere),
     defaults={"max_position_embeddings": 32768, "num_key_value_heads": 4, "norm_topk_prob": False},
     llamacpp=LlamaCppQuirks(norm_topk_prob=True),
     transformers=TransformersQuirks(habits=frozenset({"old_expert_names"})),

@@ -1,24 +1,11 @@
 """Qwen3-Next: gated delta nets, and experts. llama.cpp and transformers hold two fused matrices of a delta net."""
 
 from llorch.families.family import Family, LlamaCppQuirks, TensorLayout, TransformersQuirks
-from llorch.families.layers import Layer
 from llorch.families.rules import delta_net_layers, sparse_layers
-from llorch.runtime.fields import Fields
-
-
-def read_layers(fields: Fields, layers: list[Layer]) -> list[Layer]:
-    """Place delta nets and experts."""
-    return delta_net_layers(fields, sparse_layers(fields, layers))
-
 
 FAMILY = Family(
-    gguf="qwen3next",
-    classes="Qwen3Next",
-    qk_norm=True,
-    delta_net="fused",
-    router="softmax",
-    shared_expert="gated",
-    read_layers=read_layers,
+    gguf="qwen3next", classes="Qwen3Next", qk_norm=True, delta_net="fused", router="softmax", shared_expert="gated",
+    layer_rules=(sparse_layers, delta_net_layers),
     defaults={
         "max_position_embeddings": 32768, "num_key_value_heads": 2, "head_dim": 256, "partial_rotary_factor": 0.25,
         "norm_topk_prob": True,

@@ -4,29 +4,17 @@ from dataclasses import replace
 
 from llorch.families import qwen2, qwen3, qwen3_moe
 from llorch.families.family import LlamaCppQuirks, TensorLayout, TransformersQuirks
-from llorch.families.layers import Layer
 from llorch.families.rules import full_attention, sparse_layers
-from llorch.runtime.fields import Fields
-
-
-def read_layers_with_experts(fields: Fields, layers: list[Layer]) -> list[Layer]:
-    """Place experts; no layer has a window."""
-    return full_attention(fields, sparse_layers(fields, layers))
-
 
 _PREFIXES = ("model.", "model.language_model.")
 QWEN2_5_VL = replace(
     qwen2.FAMILY,
-    gguf="qwen2vl",
-    classes="Qwen2_5_VL",
-    multimodal_type="qwen2_5_vl",
-    written_as="qwen2",
-    sections="halves",
+    gguf="qwen2vl", classes="Qwen2_5_VL", multimodal_type="qwen2_5_vl", written_as="qwen2", sections="halves",
     defaults={
         "max_position_embeddings": 32768, "num_key_value_heads": 8, "rope_theta": 1e6, "max_window_layers": 80,
     },
     layout=TensorLayout(multimodal_prefixes=_PREFIXES),
-    llamacpp=LlamaCppQuirks(reads=frozenset(), same_width=True),
+    llamacpp=LlamaCppQuirks(reads_epsilon=False, same_width=True),
     transformers=TransformersQuirks(),
 )  # fmt: skip
 QWEN3_VL = replace(
@@ -36,7 +24,7 @@ QWEN3_VL = replace(
     multimodal_type="qwen3_vl",
     written_as="qwen3",
     sections="interleaved",
-    read_layers=full_attention,
+    layer_rules=(full_attention,),
     defaults={"max_position_embeddings": 128000, "num_key_value_heads": 32, "head_dim": 128, "rope_theta": 5e5},
     layout=TensorLayout(multimodal_prefixes=_PREFIXES),
 )
@@ -47,7 +35,7 @@ QWEN3_VL_MOE = replace(
     multimodal_type="qwen3_vl_moe",
     written_as="qwen3_moe",
     sections="interleaved",
-    read_layers=read_layers_with_experts,
+    layer_rules=(sparse_layers, full_attention),
     defaults={"max_position_embeddings": 128000, "num_key_value_heads": 16, "rope_theta": 5e5},
     layout=TensorLayout(transposed_experts="files", multimodal_prefixes=_PREFIXES),
     transformers=TransformersQuirks(),

@@ -40,7 +40,9 @@ def config_from_huggingface(values: Mapping[str, object], *, path: str | Path) -
     """Read the object of a `config.json`; a FormatError names the key and the file `path`."""
     whole = Fields(values, path)
     fields = _text_part(whole)
-    name = _family(fields.text("model_type"), path)
+    if (kind := fields.text("model_type")) not in BY_MODEL_TYPE:
+        raise unread(kind, path)
+    name = BY_MODEL_TYPE[kind]
     family = FAMILIES[name]
     nulls = {key for key in family.transformers.nullable if fields.is_null(key)}
     fields = Fields(
@@ -50,6 +52,7 @@ def config_from_huggingface(values: Mapping[str, object], *, path: str | Path) -
     n_heads = fields.integer("num_attention_heads", low=1)
     hidden_size = fields.integer("hidden_size", low=1)
     context = fields.integer("max_position_embeddings")
+    tied = fields.boolean("tie_word_embeddings", default=False)
     qkv_bias, o_bias = _bias(fields, family, "qkv_bias"), _bias(fields, family, "o_bias")
     with fields.naming_the_file():
         head_dim = head_width(fields, "head_dim", hidden_size, n_heads)
@@ -74,7 +77,7 @@ def config_from_huggingface(values: Mapping[str, object], *, path: str | Path) -
             qkv_bias=qkv_bias,
             o_bias=o_bias,
             qk_norm=family.qk_norm,
-            tie_word_embeddings=_tied(whole, fields),
+            tie_word_embeddings=whole.boolean("tie_word_embeddings", default=tied),  # the whole has precedence
             layers=one_for_each(layers),
             experts=experts,
             delta_net=_read_delta_net(fields) if family.delta_net else None,
@@ -134,18 +137,6 @@ def _text_part(whole: Fields) -> Fields:
     return Fields(values, whole.path)
 
 
-def _family(kind: str, path: str | Path) -> str:
-    if kind not in BY_MODEL_TYPE:
-        raise unread(kind, path)
-    return BY_MODEL_TYPE[kind]
-
-
-def _tied(whole: Fields, text: Fields) -> bool:
-    """Tell if embedding and output share a matrix; the whole configuration has precedence over its text part."""
-    inner = text.boolean("tie_word_embeddings", default=False)
-    return whole.boolean("tie_word_embeddings", default=inner)
-
-
 def _bias(fields: Fields, family: Family, fact: Literal["qkv_bias", "o_bias"]) -> bool:
     """Return a fact of the family, or what the file says under the key of the family."""
     fixed = family.qkv_bias if fact == "qkv_bias" else family.o_bias
@@ -191,13 +182,9 @@ def _read_experts(fields: Fields, family: Family) -> Experts | None:
 
 
 def _shared_size(fields: Fields, family: Family, expert_size: int) -> int:
-    match family.shared_expert:
-        case "":
-            return 0
-        case "plain":
-            return expert_size
-        case "gated":
-            return fields.integer("shared_expert_intermediate_size", low=1)
+    if family.shared_expert == "gated":
+        return fields.integer("shared_expert_intermediate_size", low=1)
+    return expert_size if family.shared_expert else 0
 
 
 def _normalises(fields: Fields, family: Family) -> bool:
@@ -223,7 +210,10 @@ def _read_layers(fields: Fields, family: Family, *, has_experts: bool) -> list[L
     if not 1 <= n_layers <= MOST_LAYERS:
         return []  # refused with the other sizes
     rope = _with_rope(fields, n_layers, family.rope_interval) if family.rope_interval else [True] * n_layers
-    return family.read_layers(fields, [Layer(experts=has_experts, rope=rotates) for rotates in rope])
+    layers = [Layer(experts=has_experts, rope=rotates) for rotates in rope]
+    for rule in family.layer_rules:
+        layers = rule(fields, layers)
+    return layers
 
 
 def _with_rope(fields: Fields, n_layers: int, usual: int) -> list[bool]:

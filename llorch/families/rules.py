@@ -3,7 +3,7 @@
 Source: transformers `configuration_*.py`; llama.cpp `src/models/*.cpp`.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 
 from llorch.families.layers import Layer
@@ -38,10 +38,15 @@ def with_windows(fields: Fields, layers: list[Layer], windowed: list[bool], *, t
 
 def late_windows(fields: Fields, layers: list[Layer]) -> list[Layer]:
     """Put windows, if the file asks for them, on the layers from `max_window_layers` on."""
-    if not (asked := asks_for_window(fields)):
+    return windows_if_asked(fields, layers, lambda i, late: i >= late)
+
+
+def windows_if_asked(fields: Fields, layers: list[Layer], is_windowed: Callable[[int, int], bool]) -> list[Layer]:
+    """Put windows, if the file asks for them, on layers by their index and `max_window_layers`."""
+    if not asks_for_window(fields):
         return with_windows(fields, layers, [False] * len(layers))
     late = fields.integer("max_window_layers", default=28)
-    return with_windows(fields, layers, [i >= late for i in range(len(layers))], takes_list=asked)
+    return with_windows(fields, layers, [is_windowed(i, late) for i in range(len(layers))], takes_list=True)
 
 
 def asks_for_window(fields: Fields) -> bool:
@@ -124,9 +129,9 @@ def read_integers(fields: Fields, key: str) -> list[int]:
     listed = fields.values.get(key)
     if listed is None:
         return []
-    if not isinstance(listed, list) or not all(type(one) in (int, bool) for one in listed):
+    if not isinstance(listed, list) or not all(type(number) in (int, bool) for number in listed):
         raise fields.error("Malformed", key, "a list of integers", listed)
-    return [int(one) for one in listed]
+    return [int(number) for number in listed]
 
 
 def read_layer_list(fields: Fields, key: str, default_kinds: list[str], known: tuple[str, ...] | None) -> list[str]:

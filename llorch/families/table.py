@@ -38,7 +38,6 @@ FAMILIES: dict[str, Family] = {
 BY_MODEL_TYPE = {name: name for name, family in FAMILIES.items() if not family.multimodal_type} | {
     f"{family.multimodal_type}_text": name for name, family in FAMILIES.items() if family.multimodal_type
 }
-BY_WHOLE = {
-    family.multimodal_type: name for name, family in FAMILIES.items() if family.multimodal_type
-}  # models that see, too
+# Models that see, too.
+BY_WHOLE = {family.multimodal_type: name for name, family in FAMILIES.items() if family.multimodal_type}
 BY_GGUF = {family.gguf: name for name, family in reversed(FAMILIES.items())}  # the first of two that share a name

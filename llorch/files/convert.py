@@ -4,8 +4,8 @@ The target is written under another name beside its place, read back, and rename
 tensor is in memory at a time.
 """
 
-from collections.abc import Callable, Mapping
-from contextlib import closing
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -35,7 +35,7 @@ from llorch.files.strict_json import read_settings
 from llorch.files.tensor_names import inventory, written_family
 from llorch.files.tensor_storage import Layout
 from llorch.files.tokenizer.export_gguf import probes_for, read_tokenizer, require_same_ids
-from llorch.files.tokenizer.export_huggingface import HuggingFaceTokenizer, translate_vocabulary
+from llorch.files.tokenizer.export_huggingface import translate_vocabulary
 from llorch.files.tokenizer.gguf_vocabulary import GGUFVocabulary
 from llorch.files.tokenizer.huggingface import HuggingFaceVocabulary
 from llorch.ops.sampling import SamplingSettings
@@ -88,13 +88,12 @@ def convert(
 ) -> Conversion:
     """Write a GGUF file or Hugging Face folder as the other, or in another type; by its name a .gguf is a GGUF file.
 
-    A quantised folder can become a folder of floats, too.
-
-    Type None keeps that of the matrices where the target can hold it without loss, else takes F32; a folder has one
-    type for all, norms and biases too. A matrix of a quantised folder stays packed in a GGUF file where a type of ggml
-    has exactly its numbers. Refused: a target that exists (FileExistsError; with `force` a file, and a
-    folder of nothing but a model's, is replaced), a type that its format lacks or a target that is the source
-    (ValueError), what it cannot express (FormatError). After an error nothing is left of the target.
+    A quantised folder can become a folder of floats, too. Type None keeps that of the matrices where the target can
+    hold it without loss, else takes F32; a folder has one type for all, norms and biases too. A matrix of a quantised
+    folder stays packed in a GGUF file where a type of ggml has exactly its numbers. Refused: a target that exists
+    (FileExistsError; with `force` a file, and a folder of nothing but a model's, is replaced), a type that its format
+    lacks or a target that is the source (ValueError), what it cannot express (FormatError). After an error nothing is
+    left of the target.
     """
     source, target = Path(source), Path(target)
     if source.is_dir() and target.suffix != ".gguf" and not _stores_codes(source):
@@ -117,20 +116,15 @@ def write_model(
     from_folder = not isinstance(weights.source, GGUFFile)
     has_vocabulary = _to_gguf(job) if to_gguf else _to_floats(job) if from_folder else _to_huggingface(job)
     types = gguf_types(weights.config, job.ggml_type, blocks.kept) if to_gguf else {}
-    shapes = {weight.name: weight.shape for weight in inventory(weights.config).values()}
+    shapes = {name: row.shape for name, row in inventory(weights.config).items()}
+    block_size = BLOCK_SIZES[job.ggml_type][0]
     return Conversion(
         source=weights.path,
         target=target,
         ggml_type=most_used(weights.config, job.ggml_type, blocks.kept),
         n_tensors=len(shapes),
         n_bytes=size_of(target),
-        fallbacks=[
-            name
-            for name, kind in types.items()
-            if kind is GGMLType.F16
-            and job.ggml_type is not GGMLType.F16
-            and shapes[name][-1] % BLOCK_SIZES[job.ggml_type][0]
-        ],
+        fallbacks=[name for name, kind in types.items() if kind is GGMLType.F16 and shapes[name][-1] % block_size],
         kept={name: kind.name for name, kind in blocks.kept.items()},
         decoded=blocks.decoded,
         has_vocabulary=has_vocabulary,
@@ -215,10 +209,9 @@ def _tokenizer_metadata(job: _Job) -> dict[str, object]:
     if not (folder / "tokenizer.json").is_file():
         others = [name for name in _FOREIGN_TOKENIZERS if (folder / name).exists()]
         if others:
-            message = (
-                f"expected tokenizer.json, got {others[0]}; save the tokenizer with transformers as tokenizer.json"
-            )
-            raise FormatError("Missing", message, path=folder)
+            message = f"expected tokenizer.json, got {others[0]}"
+            remedy = "save the tokenizer with transformers as tokenizer.json"
+            raise FormatError("Missing", f"{message}; {remedy}", path=folder)
         job.notes.append("the folder has no tokenizer.json, so the GGUF file has no vocabulary")
         return {}
     tokenizer = read_tokenizer(folder, job.weights.config.vocab_size)
@@ -261,13 +254,23 @@ def _stores_codes(folder: Path) -> bool:
 def _to_floats(job: _Job) -> bool:
     """Write the folder of floats that a quantised folder stands for."""
     source, dtype = Path(job.weights.path), DTYPES[job.ggml_type]
-    with placing(job.target, huggingface_size(job.weights.config, job.ggml_type)), new_folder(job.target) as folder:
-        copied_beside(source, folder)
-        write_safetensors(job.weights, folder, ggml_type=job.ggml_type, on_tensor=counting(job.weights, job.report))
+    with new_model_folder(job.weights, job.target, job.ggml_type, job.report, beside=source) as folder:
         values = without_quantisation(read_settings(source / CONFIG))
         write_json(folder / CONFIG, values | {key: dtype for key in ("dtype", "torch_dtype") if key in values})
-        read_back(folder, job.weights, job.target)
     return (source / "tokenizer.json").is_file()
+
+
+@contextmanager
+def new_model_folder(
+    weights: Weights, target: Path, ggml_type: GGMLType, report: Callable[[str], None], *, beside: Path | None = None
+) -> Iterator[Path]:
+    """Write tensors, and copy the files `beside` those of the source; the body adds the rest, then all is read back."""
+    with placing(target, huggingface_size(weights.config, ggml_type)), new_folder(target) as folder:
+        if beside is not None:
+            copied_beside(beside, folder)
+        write_safetensors(weights, folder, ggml_type=ggml_type, on_tensor=counting(weights, report))
+        yield folder
+        read_back(folder, weights, target)
 
 
 def _to_huggingface(job: _Job) -> bool:
@@ -277,42 +280,28 @@ def _to_huggingface(job: _Job) -> bool:
     if (family := written_family(weights.config)) != weights.config.family:
         job.notes.append(f"the text part of {weights.config.family} is written as a {family} model")
     config = huggingface_config(weights.config, job.ggml_type, path=source.path)
-    has_vocabulary = "tokenizer.ggml.tokens" in source.metadata
-    vocabulary = GGUFVocabulary(source.metadata, source.path) if has_vocabulary else None
+    vocabulary = GGUFVocabulary(source.metadata, source.path) if "tokenizer.ggml.tokens" in source.metadata else None
     if vocabulary is None:
         job.notes.append("the file has no vocabulary, so the folder has no tokenizer")
-    with placing(job.target, huggingface_size(weights.config, job.ggml_type)), new_folder(job.target) as folder:
-        write_safetensors(weights, folder, ggml_type=job.ggml_type, on_tensor=counting(weights, job.report))
-        if vocabulary is not None:
-            job.report("tokenizer")
-            tokenizer = translate_vocabulary(
-                source.metadata,
-                vocabulary,
-                source.path,
-                family=written_family(weights.config),
-                context=weights.config.max_position_embeddings,
-            )
-            job.notes += tokenizer.notes
-            _write_tokenizer(folder, tokenizer, source.metadata, source.path)
-            config |= _model_ids(tokenizer)
-        write_json(folder / "config.json", config)
-        read_back(folder, weights, job.target)
-        if vocabulary is not None:
-            texts = probes_for(source.metadata)
-            require_same_ids(vocabulary, HuggingFaceVocabulary(folder), texts, path=source.path)
-    return has_vocabulary
+    with new_model_folder(weights, job.target, job.ggml_type, job.report) as folder:
+        model_ids = {} if vocabulary is None else _write_tokenizer(job, folder, source, vocabulary)
+        write_json(folder / CONFIG, config | model_ids)
+    return vocabulary is not None
 
 
-def _write_tokenizer(folder: Path, tokenizer: HuggingFaceTokenizer, metadata: Mapping[str, object], path: Path) -> None:
+def _write_tokenizer(job: _Job, folder: Path, source: GGUFFile, vocabulary: GGUFVocabulary) -> dict[str, object]:
+    """Write the files of a tokenizer; return the ids of special tokens under the keys of a config.json."""
+    job.report("tokenizer")
+    family, context = written_family(job.weights.config), job.weights.config.max_position_embeddings
+    tokenizer = translate_vocabulary(source.metadata, vocabulary, source.path, family=family, context=context)
+    job.notes += tokenizer.notes
     write_json(folder / "tokenizer.json", tokenizer.tokenizer)
     write_json(folder / "tokenizer_config.json", tokenizer.config)
-    names = {key: f"general.sampling.{name}" for key, name in _SAMPLING.items()}
-    sampling = _sampling(Fields(metadata, path), names)
-    generation = _model_ids(tokenizer) | ({"do_sample": True} if sampling else {}) | sampling
-    write_json(folder / "generation_config.json", generation)
-
-
-def _model_ids(tokenizer: HuggingFaceTokenizer) -> dict[str, object]:
-    """Return the special token ids under the keys of a config.json; several end tokens become a list."""
     ends = tokenizer.eos_token_ids
-    return {**tokenizer.token_ids, **({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})}
+    ids = {**tokenizer.token_ids, **({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})}
+    names = {key: f"general.sampling.{name}" for key, name in _SAMPLING.items()}
+    sampling = _sampling(Fields(source.metadata, source.path), names)
+    write_json(folder / "generation_config.json", ids | ({"do_sample": True} if sampling else {}) | sampling)
+    texts = probes_for(source.metadata)
+    require_same_ids(vocabulary, HuggingFaceVocabulary(folder), texts, path=source.path)
+    return ids

@@ -20,8 +20,9 @@ from pathlib import Path
 import numpy as np
 from gguf import GGML_QUANT_VERSION, GGMLQuantizationType, GGUFValueType, GGUFWriter, LlamaFileType, RopeScalingType
 
-from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling, yarn_gain
+from llorch.families.config import FactorScaling, LinearScaling, Llama3Scaling, ModelConfig, YarnScaling
 from llorch.families.family import EXPERT_STEP, FREQUENCY_FACTORS, TEMPERATURE_SCALE, YARN
+from llorch.families.rope_scaling import yarn_gain
 from llorch.families.table import FAMILIES
 from llorch.files import GGUFFile, Weights
 from llorch.files.export_blocks import kept_bytes
@@ -80,10 +81,7 @@ def write_gguf_content(
     kept: Mapping[str, GGMLType] = _NONE,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write all weights to a file that nobody reads yet; the rest is as in `write_gguf`.
-
-    `kept` has the types of matrices that stay packed, see `find_blocks`.
-    """
+    """Write all weights to a file that nobody reads yet, as `write_gguf`; `kept`: see `find_blocks`."""
 
     def add_metadata(writer: GGUFWriter) -> None:
         writer.add_file_type(FILE_TYPES[most_used(weights.config, ggml_type, kept)])
@@ -129,10 +127,7 @@ def write_entries(
 
 
 def gguf_types(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType] = _NONE) -> dict[str, GGMLType]:
-    """Choose the type of each weight in a file, by canonical name.
-
-    A weight in `kept` gets its type there; other matrices get `ggml_type` if their rows allow it.
-    """
+    """Choose the type of each weight in a file: that in `kept`, else `ggml_type` if its rows allow it."""
     return {name: kept.get(name) or _type_of(weight, ggml_type) for name, weight in inventory(config).items()}
 
 
@@ -254,7 +249,8 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_context_length(config.max_position_embeddings)
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.n_layers)
-    if not FAMILIES[config.family].router or config.intermediate_size != _expert_size(config):
+    expert_size = 0 if config.experts is None else config.experts.expert_size
+    if not FAMILIES[config.family].router or config.intermediate_size != expert_size:
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
@@ -269,10 +265,6 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
         writer.add_attn_temperature_scale(config.temperature.scale)
         if not isinstance(config.rope_scaling, YarnScaling):  # which has said it
             writer.add_rope_scaling_orig_ctx_len(config.temperature.floor)
-
-
-def _expert_size(config: ModelConfig) -> int:
-    return 0 if config.experts is None else config.experts.expert_size
 
 
 def _add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
@@ -344,7 +336,8 @@ def _add_value(writer: GGUFWriter, key: str, value: object) -> None:
         case bool():
             writer.add_bool(key, value)
         case int():
-            writer.add_key_value(key, value, _integer_type(value))
+            size = 32 if -(2**31) <= value < 2**32 else 64
+            writer.add_key_value(key, value, GGUFValueType[f"{'INT' if value < 0 else 'UINT'}{size}"])
         case float():
             wide = math.isfinite(value) and abs(value) > float(np.finfo(np.float32).max)
             writer.add_key_value(key, value, GGUFValueType.FLOAT64 if wide else GGUFValueType.FLOAT32)
@@ -354,19 +347,7 @@ def _add_value(writer: GGUFWriter, key: str, value: object) -> None:
             kind = GGUFValueType.BOOL if value.dtype == bool else _VALUE_TYPES[value.dtype]
             writer.add_key_value(key, value.tolist(), GGUFValueType.ARRAY, kind)
         case Sequence():
-            writer.add_key_value(key, list(value), GGUFValueType.ARRAY, _element_type(value))
+            kind = GGUFValueType.STRING if isinstance(value, StringArray) else GGUFValueType.get_type(value[0])
+            writer.add_key_value(key, list(value), GGUFValueType.ARRAY, kind)
         case _:
             raise TypeError(f"{key} must be a scalar, a string, an array or strings, got {type(value).__name__}")
-
-
-def _integer_type(value: int) -> GGUFValueType:
-    wide = not -(2**31) <= value < 2**32
-    if value < 0:
-        return GGUFValueType.INT64 if wide else GGUFValueType.INT32
-    return GGUFValueType.UINT64 if wide else GGUFValueType.UINT32
-
-
-def _element_type(values: Sequence) -> GGUFValueType:
-    if isinstance(values, StringArray):
-        return GGUFValueType.STRING
-    return GGUFValueType.get_type(values[0])

@@ -50,10 +50,8 @@ def write_safetensors(
         _write_shard(weights, folder / name, shard, ggml_type, on_tensor)
     if len(shards) > 1:
         weight_map = {tensor.name: name for name, shard in zip(names, shards, strict=True) for tensor in shard}
-        index = {
-            "metadata": {"total_size": huggingface_size(weights.config, ggml_type)},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
+        metadata = {"total_size": huggingface_size(weights.config, ggml_type)}
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         write_json(folder / "model.safetensors.index.json", index)
 
 
@@ -155,14 +153,12 @@ def _write_shard(
         for tensor in shard:
             if not tensor.expert:  # of a stack the first only
                 on_tensor(tensor.weights[0].huggingface)
-            for part in encode(_array_of(weights, tensor), ggml_type, name=tensor.name, path=weights.path):
+            if tensor.expert is None:
+                array = assembled(weights, tensor, in_gguf=False)
+            else:
+                array = weights.read_expert(tensor.weights[0].name, tensor.expert)
+            for part in encode(array, ggml_type, name=tensor.name, path=weights.path):
                 file.write(part.data)
-
-
-def _array_of(weights: Weights, tensor: Tensor) -> np.ndarray:
-    if tensor.expert is not None:
-        return weights.read_expert(tensor.weights[0].name, tensor.expert)
-    return assembled(weights, tensor, in_gguf=False)
 
 
 def _rope_settings(config: ModelConfig, path: Path) -> dict[str, object]:
@@ -204,11 +200,7 @@ def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:
 
 
 def _explained(factors: tuple[float, ...], config: ModelConfig, path: Path) -> Llama3Scaling:
-    """Find the llama3 scaling that gives the factors of a file.
-
-    The scaling has the low and high factor of Llama 3 or of Llama 4. FormatError Unsupported if no such scaling gives
-    them.
-    """
+    """Find the scaling of Llama 3 or 4 that gives the factors of a file; FormatError Unsupported for none."""
     plain = frequencies(config.rotated, config.rope_theta)
     for context, high in product(_CONTEXTS, (4.0, 1.0)):
         scaling = Llama3Scaling(

@@ -10,10 +10,8 @@ import os
 from collections.abc import Container, Mapping
 from pathlib import Path
 
-import numpy as np
-
-from llorch.files.packed import Packed
-from llorch.files.safetensors import SafetensorsFile, SafetensorsInfo
+from llorch.files.mapped import on_error
+from llorch.files.safetensors import SafetensorsFile, SafetensorsInfo, SafetensorsTensors
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import is_plain_name
 from llorch.runtime.errors import FormatError
@@ -26,27 +24,17 @@ _INDEX = "model.safetensors.index.json"
 _MAX_INDEX = 25_000_000
 
 
-class SafetensorsFolder:
+class SafetensorsFolder(SafetensorsTensors):
     """The weights of a Hugging Face folder: one file, or the shards of an index, as one set of tensors."""
 
     def __init__(self, path: str | Path) -> None:
         """Find and open the file or the shards; FormatError Missing, Unsafe, or what a shard is refused for."""
-        self.path = Path(path)
-        self._shards: list[SafetensorsFile] = []
-        self._shard_of: dict[str, SafetensorsFile] = {}
-        self.stored: dict[str, SafetensorsInfo] = {}  # tensors of the files
+        super().__init__(path)
+        self.stored = {}
         self.unlisted: list[str] = []  # tensors of the shards that the index does not list
-        try:
+        with on_error(self.close):
             self._open_all()
-        except BaseException:
-            self.close()
-            raise
-        self.tensors = self.stored  # what is read as a weight
-
-    @property
-    def fingerprint(self) -> list[tuple[int, ...]]:
-        """See `MappedFile.fingerprint`; one for each shard."""
-        return [one for shard in self._shards for one in shard.fingerprint]
+        self.tensors = self.stored
 
     def _open_all(self) -> None:
         index, single = self.path / _INDEX, self.path / "model.safetensors"
@@ -60,17 +48,17 @@ class SafetensorsFolder:
             return
         for shard in sorted(set(weight_map.values())):
             self._add(file_inside(self.path, shard))
-        _check_index(index, weight_map, {name: shard.path.name for name, shard in self._shard_of.items()})
-        self.unlisted = sorted(self._shard_of.keys() - weight_map.keys())
+        _check_index(index, weight_map, {name: file.path.name for name, file in self._file_of.items()})
+        self.unlisted = sorted(self.stored.keys() - weight_map.keys())
 
     def _add(self, path: Path) -> None:
         shard = SafetensorsFile(path)
-        self._shards.append(shard)
+        self._files.append(shard._file)
         twice = sorted(shard.tensors.keys() & self.stored.keys())
         if twice:
             raise FormatError("Duplicate", f"tensor {twice[0]!r} is in two shards", path=path)
-        self.stored |= shard.tensors
-        self._shard_of |= dict.fromkeys(shard.tensors, shard)
+        self.stored = {**self.stored, **shard.tensors}
+        self._file_of |= dict.fromkeys(shard.tensors, shard._file)
 
     def require_listed(self, ignored: Container[str]) -> None:
         """Refuse (Unexpected) tensors that the index does not list; note those that are `ignored` anyway."""
@@ -82,45 +70,11 @@ class SafetensorsFolder:
             first, count = self.unlisted[0], len(self.unlisted)
             logger.warning("note: %s does not list %d tensors, which llorch ignores, as %s", index, count, first)
 
-    def entries_by_file(self) -> list[list[SafetensorsInfo]]:
-        """Return the tensors of each shard, in the order of their bytes."""
-        return [sorted(shard.tensors.values(), key=lambda info: (info.offset, info.n_bytes)) for shard in self._shards]
-
-    def file_of(self, name: str) -> Path:
-        """Return the path of the shard that holds a tensor."""
-        return self._shard(name).path
-
-    def raw(self, name: str) -> np.ndarray:
-        """Look at the bytes of a tensor of the files, as `SafetensorsFile.raw`."""
-        return self._shard(name).raw(name)
-
-    def array(self, name: str) -> np.ndarray:
-        """Read a tensor as float32; as `SafetensorsFile.array`."""
-        return self._shard(name).array(name)
-
-    def packed(self, name: str) -> Packed:
-        """Look at a tensor as it is stored; as `SafetensorsFile.packed`."""
-        return self._shard(name).packed(name)
-
-    def require_whole(self, name: str) -> None:
-        """Refuse to go on with a tensor whose file was cut since; as `SafetensorsFile.require_whole`."""
-        self._shard(name).require_whole(name)
-
-    def _shard(self, name: str) -> SafetensorsFile:
-        if name not in self._shard_of:
+    def info(self, name: str) -> SafetensorsInfo:
+        """Return the entry of a tensor in the header of its file; FormatError Missing for an unknown name."""
+        if name not in self.stored:
             raise FormatError("Missing", f"no tensor {name!r} in this folder", path=self.path)
-        return self._shard_of[name]
-
-    def close(self) -> None:
-        """Close all shards; arrays that were handed out stay valid."""
-        for shard in self._shards:
-            shard.close()
-
-    def __enter__(self) -> "SafetensorsFolder":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.close()
+        return self.stored[name]
 
 
 def _single_file(folder: Path) -> Path:
@@ -151,10 +105,7 @@ def file_inside(folder: Path, name: str) -> Path:
 
 
 def require_inside(path: Path, folder: Path) -> Path:
-    """Refuse (Unsafe) a link out of a folder, but not into the `blobs` of a download cache, which stores files so.
-
-    These are those of its repository, or of all repositories.
-    """
+    """Refuse (Unsafe) a link out of a folder, but for the `blobs` of a download cache, its own or the common ones."""
     home, target = folder.resolve(), path.resolve()
     allowed = [home]
     if home.parent.name == "snapshots":

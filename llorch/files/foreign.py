@@ -23,16 +23,9 @@ _STARTS = (  # without white space, in lower case
 
 
 def refuse_other_format(head: bytes, expected: str, path: str | Path, *, text: bool = True) -> None:
-    """Refuse a file that is known to be something else, with a remedy; return for any other file.
+    """Refuse a file whose `head`, its first `HEAD` bytes, is known as something else; with `text` any text, too.
 
-    Args:
-        head: The first bytes of the file, at least `HEAD` if it has as many.
-        expected: The format of the reader, with its article.
-        path: The file.
-        text: Refuse any text, too.
-
-    Raises:
-        FormatError: BadMagic for another format, Truncated for an empty file.
+    `expected` is the format of the reader, with its article. FormatError: BadMagic, Truncated for an empty file.
     """
     if not head:
         raise FormatError("Truncated", f"expected {expected}, got an empty file; {_AGAIN}", path=path)

@@ -20,7 +20,7 @@ import numpy as np
 from gguf import GGUFValueType
 
 from llorch.files.foreign import HEAD, refuse_other_format
-from llorch.files.mapped import Entry, MappedFile, TensorFile, note_once
+from llorch.files.mapped import Entry, MappedFile, TensorFile, note_once, on_error
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor, MetadataLimits, StringArray, Value, read_metadata
 from llorch.files.packed import Packed
 from llorch.files.quant import BLOCK_SIZES, GGMLType
@@ -54,15 +54,13 @@ class GGUFFile(TensorFile[TensorInfo]):
 
     def __init__(self, path: str | Path, *, limits: MetadataLimits = DEFAULT_LIMITS) -> None:
         """Read and check header, metadata and tensor table of a GGUF v2 or v3 file."""
-        super().__init__(path)
-        try:
+        self._file = MappedFile(path)
+        super().__init__(path, self._file)
+        with on_error(self.close):
             cursor = Cursor(self._file, limits)
             self.version, n_tensors, self.metadata, self.alignment = read_head(cursor)
-            self.tensors = read_tensor_table(cursor, n_tensors, self.alignment)
+            self.tensors = self.stored = read_tensor_table(cursor, n_tensors, self.alignment)
             _check_end(cursor, self.tensors, self.alignment)
-        except BaseException:
-            self.close()
-            raise
 
     def array(self, name: str) -> np.ndarray:
         """Read a tensor as float32, finite or not: a view of the map for F32, else a decoded copy."""
@@ -71,14 +69,6 @@ class GGUFFile(TensorFile[TensorInfo]):
             return packed.raw.view("<f4").reshape(packed.shape)
         packed.require_scales()
         return packed.decode()
-
-    def entries_by_file(self) -> list[list[TensorInfo]]:
-        """Return the tensors of each file of the model, in the order of their bytes."""
-        return [sorted(self.tensors.values(), key=lambda info: info.offset)]
-
-    def file_of(self, name: str) -> Path:
-        """Return the path of the file that holds a tensor."""
-        return self.path
 
     def packed(self, name: str) -> Packed:
         """Look at a tensor as it is stored; FormatError DType for integer tensors, or as `raw`."""
@@ -94,68 +84,31 @@ class SplitGGUFFile(GGUFFile):
     def __init__(self, paths: Sequence[Path], *, limits: MetadataLimits = DEFAULT_LIMITS) -> None:
         """Open all parts, the first one first; FormatError where one does not belong to the others."""
         super().__init__(paths[0], limits=limits)
-        self._parts: list[GGUFFile] = [self]
-        self._part_of: dict[str, GGUFFile] = dict.fromkeys(self.tensors, self)
-        try:
+        with on_error(self.close):
             for number, path in enumerate(paths[1:], start=1):
                 self._add(GGUFFile(path, limits=limits), number)
             n_tensors = self.metadata.get(_N_TENSORS, len(self.tensors))
             if not isinstance(n_tensors, int) or n_tensors != len(self.tensors):
                 message = f"{_N_TENSORS}: expected {n_tensors} tensors in all parts, got {len(self.tensors)}"
                 raise FormatError("Inconsistent", message, path=self.path)
-        except BaseException:
-            self.close()
-            raise
 
     def _add(self, part: GGUFFile, number: int) -> None:
-        self._parts.append(part)
+        self._files.append(part._file)
         said = part.metadata.get(_PART, 0), part.metadata.get(_N_PARTS, 1)
         if not all(isinstance(one, int) for one in said) or said != (number, self.metadata[_N_PARTS]):
             message = f"{_PART}, {_N_PARTS}: expected {number}, {self.metadata[_N_PARTS]}, got {said[0]}, {said[1]}"
             raise FormatError("Inconsistent", message, path=part.path)
         if twice := sorted(part.tensors.keys() & self.tensors.keys()):
             raise FormatError("Duplicate", f"tensor {twice[0]!r} is in two parts", path=part.path)
-        self.tensors = {**self.tensors, **part.tensors}
-        self._part_of |= dict.fromkeys(part.tensors, part)
-
-    @property
-    def fingerprint(self) -> list[tuple[int, ...]]:
-        """Return `MappedFile.fingerprint` of each part."""
-        return [part._file.fingerprint for part in self._parts]
-
-    def entries_by_file(self) -> list[list[TensorInfo]]:
-        """Return the tensors of each part, in the order of their bytes."""
-        by_offset = sorted(self.tensors.values(), key=lambda info: info.offset)
-        return [[info for info in by_offset if self._part_of[info.name] is part] for part in self._parts]
-
-    def file_of(self, name: str) -> Path:
-        """Return the path of the part that holds a tensor."""
-        return self._part_of[name].path
-
-    def raw(self, name: str) -> np.ndarray:
-        """Look at the bytes of a tensor, as `TensorFile.raw`."""
-        info = self.info(name)
-        return self._part_of[name]._file.view(info.offset, info.n_bytes)
-
-    def require_whole(self, name: str) -> None:
-        """Refuse a tensor whose file was cut since, as `TensorFile.require_whole`."""
-        self.info(name)
-        self._part_of[name]._file.require_whole()
-
-    def close(self) -> None:
-        """Close all parts; arrays that were handed out stay valid."""
-        for part in self._parts:
-            part._file.close()
+        self.tensors = self.stored = {**self.tensors, **part.tensors}
+        self._file_of |= dict.fromkeys(part.tensors, part._file)
 
 
 def open_gguf(path: str | Path, *, limits: MetadataLimits = DEFAULT_LIMITS) -> GGUFFile:
     """Open a GGUF file, or a model in several files given any one of them, also in a `with` statement."""
     file = GGUFFile(path, limits=limits)
-    try:
+    with on_error(file.close):
         paths = _parts_of(file)
-    except BaseException:
-        file.close()
-        raise
     if len(paths) == 1:
         return file
     file.close()
@@ -296,9 +249,8 @@ def _read_type(cursor: Cursor, name: str) -> GGMLType:
     try:
         return GGMLType(number)
     except ValueError:
-        raise cursor.error(
-            "Unsupported", f"{name} has ggml type {number}, which ggml does not define or has removed"
-        ) from None
+        message = f"{name} has ggml type {number}, which ggml does not define or has removed"
+        raise cursor.error("Unsupported", message) from None
 
 
 def _size_in_bytes(cursor: Cursor, name: str, dims: list[int], ggml_type: GGMLType) -> int:

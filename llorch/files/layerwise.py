@@ -37,13 +37,9 @@ class LayerwiseJobs(Generic[T]):
         self._error: BaseException | None = None
 
     def run(self) -> list[T]:
-        """Run the jobs to their ends.
+        """Run the jobs to their ends; return what they returned, in their order.
 
-        Returns:
-            What they returned, in their order.
-
-        Raises:
-            BaseException: What the first to fail raised; the others end at their next turn.
+        Raised is what the first to fail raised; the others end at their next turn.
         """
         threads = [
             Thread(target=copy_context().run, args=(self._work, at), daemon=True) for at in range(len(self._jobs))

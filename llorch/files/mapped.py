@@ -15,9 +15,10 @@ import mmap
 import os
 import stat
 import weakref
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -38,6 +39,16 @@ _NO_FILES = {
 }  # fmt: skip
 
 
+@contextmanager
+def on_error(clean_up: Callable[[], object]) -> Iterator[None]:
+    """Call a function, such as the `close` of what was opened, if the body fails."""
+    try:
+        yield
+    except BaseException:
+        clean_up()
+        raise
+
+
 def open_regular(path: str | Path) -> int:
     """Open a file that somebody else made for reading, through links.
 
@@ -51,12 +62,9 @@ def open_regular(path: str | Path) -> int:
     if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):  # it was replaced meanwhile
         os.close(descriptor)
         raise _no_regular_file(path, stat.S_IFMT(kind))
-    try:
+    with on_error(partial(os.close, descriptor)):
         refuse_pointer(os.read(descriptor, HEAD), path)
         os.lseek(descriptor, 0, os.SEEK_SET)
-    except BaseException:
-        os.close(descriptor)
-        raise
     return descriptor
 
 
@@ -112,20 +120,16 @@ class MappedFile:
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
-            raise MemoryError(
-                f"{self.path}: mapping the file needs {self.size / 1e9:.2f} GB of address space, "
-                f"{address_space_left() / 1e9:.2f} GB are left; raise ulimit -v"
-            ) from None
+            message = f"{self.path}: mapping the file needs {self.size / 1e9:.2f} GB of address space"
+            left = f"{address_space_left() / 1e9:.2f} GB are left"
+            raise MemoryError(f"{message}, {left}; raise ulimit -v") from None
 
     def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
         """Build (not raise) the error that names this file."""
         return FormatError(code, message, path=self.path, offset=offset)
 
     def view(self, offset: int, n_bytes: int) -> np.ndarray:
-        """Return a read-only view of a range inside `size`; the view keeps the map alive.
-
-        Errors are those of `require_unchanged`.
-        """
+        """Return a read-only view of a range inside `size`, which keeps the map alive; as `require_unchanged`."""
         self.require_unchanged()
         return self._bytes[offset : offset + n_bytes]
 
@@ -172,42 +176,57 @@ Opened = TypeVar("Opened", bound="TensorFile[Any]")  # Self would trip the check
 
 
 class TensorFile(Generic[Info]):
-    """An open file with a table of named tensors; a context manager that closes it."""
+    """Open files with one table of named tensors; a context manager that closes them."""
 
-    tensors: Mapping[str, Info]
+    stored: Mapping[str, Info]  # the tensors of the files
+    tensors: Mapping[str, Info]  # what is read as a weight: the same, or matrices made of several
 
-    def __init__(self, path: str | Path) -> None:
-        """Open and map the file; the table is the subclass's business."""
-        self._file = MappedFile(path)
-        self.path = self._file.path
+    def __init__(self, path: str | Path, *files: MappedFile) -> None:
+        """Begin with the files that are open already; the tables are the subclass's business."""
+        self.path = Path(path)
+        self._files = [*files]
+        self._file_of: dict[str, MappedFile] = {}  # of the tensors in other files than the first
 
     @property
     def fingerprint(self) -> list[tuple[int, ...]]:
         """See `MappedFile.fingerprint`; one for each file."""
-        return [self._file.fingerprint]
+        return [file.fingerprint for file in self._files]
+
+    def entries_by_file(self) -> list[list[Info]]:
+        """Return the tensors of each file of the model, in the order of their bytes."""
+        entries: dict[MappedFile, list[Info]] = {file: [] for file in self._files}
+        for info in sorted(self.stored.values(), key=lambda info: (info.offset, info.n_bytes)):
+            entries[self._mapped(info.name)].append(info)
+        return [*entries.values()]
+
+    def file_of(self, name: str) -> Path:
+        """Return the path of the file that holds a tensor."""
+        return self._mapped(name).path
+
+    def _mapped(self, name: str) -> MappedFile:
+        return self._file_of.get(name, self._files[0])
 
     def info(self, name: str) -> Info:
         """Return a tensor's line of the table; FormatError Missing for an unknown name."""
-        if name not in self.tensors:
-            raise self._file.error("Missing", f"no tensor {name!r} among the {len(self.tensors)} tensors of this file")
-        return self.tensors[name]
+        if name not in self.stored:
+            message = f"no tensor {name!r} among the {len(self.stored)} tensors of this file"
+            raise FormatError("Missing", message, path=self.path)
+        return self.stored[name]
 
     def raw(self, name: str) -> np.ndarray:
-        """Return a read-only uint8 view of a tensor.
-
-        FormatError Missing for an unknown name, Truncated or Inconsistent if the file changed.
-        """
+        """Return a read-only uint8 view of a tensor; FormatError Missing, or Truncated or Inconsistent if changed."""
         info = self.info(name)
-        return self._file.view(info.offset, info.n_bytes)
+        return self._mapped(name).view(info.offset, info.n_bytes)
 
     def require_whole(self, name: str) -> None:
         """Refuse (Truncated) to go on with a tensor that was taken from a file which was cut since."""
         self.info(name)
-        self._file.require_whole()
+        self._mapped(name).require_whole()
 
     def close(self) -> None:
-        """Close the file; arrays that were handed out stay valid."""
-        self._file.close()
+        """Close all files; arrays that were handed out stay valid."""
+        for file in self._files:
+            file.close()
 
     def __enter__(self: Opened) -> Opened:
         return self

@@ -201,10 +201,8 @@ class Cursor:
     def _refuse_string(self, index: int, position: int, length: int, what: str) -> None:
         self.position = position
         self.skip(8 + length, f"string {index} of {what}")
-        allowed = self.limits.string_bytes
-        raise self.error(
-            "TooLarge", f"string {index} of {what} has {length} bytes, at most {allowed} are allowed", position
-        )
+        message = f"string {index} of {what} has {length} bytes, at most {self.limits.string_bytes} are allowed"
+        raise self.error("TooLarge", message, position)
 
 
 def read_metadata(cursor: Cursor, count: int) -> tuple[dict[str, Value], dict[str, GGUFValueType]]:

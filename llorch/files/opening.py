@@ -14,6 +14,7 @@ from llorch.families.read_huggingface import config_from_huggingface
 from llorch.families.table import BY_WHOLE, FAMILIES
 from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
+from llorch.files.mapped import on_error
 from llorch.files.quantised import QuantisedFolder, is_quantised
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import Weight, found_in, path_alone
@@ -51,11 +52,8 @@ def open_weights(path: str | Path) -> Weights:
     No other tensor is read yet.
     """
     weights = open_table(path)
-    try:
+    with on_error(weights.source.close):
         weights.require_written()
-    except BaseException:
-        weights.source.close()
-        raise
     return weights
 
 
@@ -67,23 +65,19 @@ def open_table(path: str | Path) -> Weights:
     if path.suffix in PICKLE_SUFFIXES:
         raise FormatError("Unsafe", "a pickle can run code; convert the model to safetensors first", path=path)
     if path.suffix == ".safetensors":
-        raise FormatError(
-            "Unsupported", "expected the folder that holds config.json, got a single file; give the folder", path=path
-        )
+        message = "expected the folder that holds config.json, got a single file; give the folder"
+        raise FormatError("Unsupported", message, path=path)
     return _open_gguf(path)
 
 
 def _open_gguf(path: Path) -> Weights:
     file = open_gguf(path)
-    try:
+    with on_error(file.close):
         config = _gguf_config(file)
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         slots = {name: _in_gguf(weight, file) for name, weight in found_in(shapes, config).items()}
         ignored = {_ROPE_FACTORS} | _predicting(file, config)
         _check_tensors(slots, file, ignored=ignored, family=config.family)
-    except BaseException:
-        file.close()
-        raise
     return Weights(config=config, path=path, source=file, slots=slots, left_out=_left_out(ignored))
 
 
@@ -117,9 +111,8 @@ def _predicting(file: GGUFFile, config: ModelConfig) -> set[str]:
 def _gguf_config(file: GGUFFile) -> ModelConfig:
     embedding = file.tensors.get("token_embd.weight")
     if embedding is None:
-        raise FormatError(
-            "Missing", "expected a tensor token_embd.weight, got none; the file holds no model", path=file.path
-        )
+        message = "expected a tensor token_embd.weight, got none; the file holds no model"
+        raise FormatError("Missing", message, path=file.path)
     rows = embedding.shape[0]
     tokens = file.metadata.get("tokenizer.ggml.tokens")
     if isinstance(tokens, StringArray) and len(tokens) != rows:
@@ -141,7 +134,7 @@ def _open_huggingface(path: Path) -> Weights:
         unused = folder.source.unused
         for note in folder.source.notes:
             logger.warning("note: %s: %s", folder.source.settings.path, note)
-    try:
+    with on_error(folder.close):
         plain = _by_path(folder)
         shapes = {path: folder.tensors[name].shape for path, name in plain.items()}
         slots = {name: _in_folder(weight, plain) for name, weight in found_in(shapes, config).items()}
@@ -155,9 +148,6 @@ def _open_huggingface(path: Path) -> Weights:
             ignored.add(head)
         _refuse_mlx(config, slots, folder)
         _check_tensors(slots, folder, ignored=ignored, family=config.family)
-    except BaseException:
-        folder.close()
-        raise
     return Weights(config=config, path=path, source=folder, slots=slots, left_out=_left_out(ignored))
 
 
@@ -175,18 +165,12 @@ def _read_config(folder: Path) -> dict[str, object]:
 
 
 def unread_settings(path: Path) -> dict[str, object]:
-    """Return the settings of a folder or GGUF file that no rule of llorch reads, by key; errors as `open_weights`.
-
-    Of a GGUF file these are the keys of the architecture.
-    """
+    """Return what no rule of llorch reads, by key: of a folder, or of the architecture in a GGUF file."""
     if path.is_dir():
         values = Recorded(_read_config(path))
         config_from_huggingface(values, path=path / "config.json")
-        return {
-            key: value
-            for key, value in values.unread().items()
-            if key.removeprefix("text_config.") not in _READ_ELSEWHERE
-        }
+        unread = values.unread().items()
+        return {key: value for key, value in unread if key.removeprefix("text_config.") not in _READ_ELSEWHERE}
     with open_gguf(path) as file:
         metadata: Any = Recorded(file.metadata)
         file.metadata = metadata
@@ -214,12 +198,11 @@ def _by_path(folder: SafetensorsFolder) -> dict[str, str]:
 
 def _in_folder(weight: Weight, plain: Mapping[str, str]) -> Slot:
     """Return the place of a weight in the folder, with the prefix that the folder's names have."""
-    name = weight.huggingface
-    first = plain.get(name.format(e=0))
-    found = name if first is None else first.removesuffix(name.format(e=0).removeprefix("model."))
+    name, first = weight.huggingface, plain.get(weight.huggingface.format(e=0))
     if first is not None:
-        found += name.removeprefix("model.")
-    return Slot(found, weight.shape, is_matrix=weight.is_matrix, layout=weight.in_huggingface)
+        prefix = first.removesuffix(name.format(e=0).removeprefix("model."))
+        name = prefix + name.removeprefix("model.")
+    return Slot(name, weight.shape, is_matrix=weight.is_matrix, layout=weight.in_huggingface)
 
 
 def _not_text(folder: SafetensorsFolder, config: ModelConfig, *, sees: bool) -> set[str]:
@@ -247,12 +230,9 @@ def _refuse_mlx(config: ModelConfig, slots: Mapping[str, Slot], folder: Safetens
     for name, slot in slots.items():
         found = folder.tensors.get(slot.source_name)
         if name.endswith(".conv") and found is not None and found.shape == (*slot.shape, 1) and slot.shape[1] != 1:
-            message = (
-                f"{slot.source_name} has shape {found.shape}, as in folders of MLX, which changes norm weights, too"
-            )
-            raise FormatError(
-                "Unsupported", f"{message}; use the folder before its conversion to MLX", path=folder.path
-            )
+            message = f"{slot.source_name} has shape {found.shape}, as in folders of MLX, which changes norm weights"
+            remedy = "use the folder before its conversion to MLX"
+            raise FormatError("Unsupported", f"{message}, too; {remedy}", path=folder.path)
 
 
 def _check_tensors(
@@ -285,11 +265,8 @@ def _hint(source: GGUFFile | SafetensorsFolder, unexpected: list[str]) -> str:
     found = [f"*.{end}" for end in _OF_QUANTISED if end in ends]
     if not found or isinstance(source, GGUFFile | QuantisedFolder):
         return ""
-    tensors = ", ".join(found)
-    return (
-        f"; config.json has no quantization_config, which quantised tensors ({tensors}) need: "
-        "restore the config.json that the quantiser wrote"
-    )
+    missing = f"no quantization_config, which quantised tensors ({', '.join(found)}) need"
+    return f"; config.json has {missing}: restore the config.json that the quantiser wrote"
 
 
 def _untied(missing: list[str]) -> str:

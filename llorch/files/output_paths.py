@@ -33,15 +33,10 @@ def size_of(path: Path) -> int:
     return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
-def files_beside(folder: Path) -> list[Path]:
-    """List the files of a folder beside its tensors, e.g. tokenizer and templates; Unsafe for a link out."""
-    named = [require_inside(folder / name, folder) for name in _BESIDE if (folder / name).is_file()]
-    return [*named, *template_files(folder).values()]
-
-
 def copied_beside(source: Path, folder: Path) -> None:
-    """Copy the files beside the tensors byte for byte into another folder; Unsafe for one that links out."""
-    for file in files_beside(source):
+    """Copy the files beside the tensors, e.g. of the tokenizer, byte for byte; Unsafe for one that links out."""
+    named = [require_inside(source / name, source) for name in _BESIDE if (source / name).is_file()]
+    for file in [*named, *template_files(source).values()]:
         copy = folder / file.relative_to(source)
         copy.parent.mkdir(exist_ok=True)
         shutil.copyfile(file, copy)
@@ -70,7 +65,6 @@ def check_places(
     makes folders that are missing. ValueError: it is a source, or holds one.
     FileExistsError: it exists, without `force`; or is a folder where a file is written, or holds what is not `known`.
     """
-    to_gguf = target.suffix == ".gguf"
     for source in sources:
         if not source.exists():
             raise FileNotFoundError(f"{source}: no such file or folder")
@@ -84,17 +78,19 @@ def check_places(
             raise UserError(f"{target}: the target would replace the source {source}; choose another name")
     if not force:
         raise FileExistsError(errno.EEXIST, "exists; choose another name, or replace it with --force", str(target))
+    if message := _reason_to_keep(target, what, known):
+        raise FileExistsError(errno.EEXIST, message, str(target))
+
+
+def _reason_to_keep(target: Path, what: str, known: Callable[[Path], bool]) -> str:
+    """Say why a file or folder is not replaced even with --force; empty where it is."""
+    to_gguf = target.suffix == ".gguf"
     if target.is_dir() == to_gguf:
         kind = "a folder" if to_gguf else "a file"
-        raise FileExistsError(
-            errno.EEXIST, f"is {kind}, and llorch does not replace it; choose another name", str(target)
-        )
+        return f"is {kind}, and llorch does not replace it; choose another name"
     foreign = sorted(file.name for file in target.iterdir() if not known(file)) if not to_gguf else []
-    if foreign:
-        message = (
-            f"holds {foreign[0]}, which is no file of {what}; choose another name, llorch does not replace this folder"
-        )
-        raise FileExistsError(errno.EEXIST, message, str(target))
+    remedy = "choose another name, llorch does not replace this folder"
+    return f"holds {foreign[0]}, which is no file of {what}; {remedy}" if foreign else ""
 
 
 def counting(weights: Weights, report: Callable[[str], None]) -> Callable[[str], None]:

@@ -77,40 +77,25 @@ BLOCK_SIZES: dict[int, tuple[int, int]] = {
 }
 
 # What ggml's CPU backend rounds activations to before it multiplies them with weights of a type.
+_TYPES_BY_ACTIVATION: Mapping[ActivationKind, str] = {
+    "F32": "F32",
+    "F16": "F16",
+    "BF16": "BF16",
+    "Q8_0": "Q4_0 Q5_0 Q8_0 IQ4_NL MXFP4 NVFP4 Q1_0 Q2_0",
+    "Q8_1": "Q4_1 Q5_1",
+    "Q8_K": "Q2_K Q3_K Q4_K Q5_K Q6_K IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S IQ4_XS TQ1_0 TQ2_0",
+}
 ACTIVATION_TYPE: Mapping[GGMLType, ActivationKind] = MappingProxyType(
-    {
-        GGMLType.F32: "F32",
-        GGMLType.F16: "F16",
-        GGMLType.BF16: "BF16",
-        **dict.fromkeys(
-            (
-                GGMLType.Q4_0, GGMLType.Q5_0, GGMLType.Q8_0, GGMLType.IQ4_NL, GGMLType.MXFP4, GGMLType.NVFP4,
-                GGMLType.Q1_0, GGMLType.Q2_0,
-            ),
-            "Q8_0",
-        ),
-        **dict.fromkeys((GGMLType.Q4_1, GGMLType.Q5_1), "Q8_1"),
-        **dict.fromkeys(
-            (
-                GGMLType.Q2_K, GGMLType.Q3_K, GGMLType.Q4_K, GGMLType.Q5_K, GGMLType.Q6_K,
-                GGMLType.IQ1_S, GGMLType.IQ1_M, GGMLType.IQ2_XXS, GGMLType.IQ2_XS, GGMLType.IQ2_S,
-                GGMLType.IQ3_XXS, GGMLType.IQ3_S, GGMLType.IQ4_XS, GGMLType.TQ1_0, GGMLType.TQ2_0,
-            ),
-            "Q8_K",
-        ),
-    }
-)  # fmt: skip
-
-
-MINIMA: Mapping[GGMLType, Callable[[Chunk], np.ndarray]] = MappingProxyType(
-    {
-        GGMLType.Q4_1: minima_of_block,
-        GGMLType.Q5_1: minima_of_block,
-        GGMLType.Q2_K: minima_of_q2_k,
-        GGMLType.Q4_K: minima_of_q4_k,
-        GGMLType.Q5_K: minima_of_q4_k,
-    }
+    {GGMLType[name]: kind for kind, names in _TYPES_BY_ACTIVATION.items() for name in names.split()}
 )
+
+MINIMA: Mapping[GGMLType, Callable[[Chunk], np.ndarray]] = {
+    GGMLType.Q4_1: minima_of_block,
+    GGMLType.Q5_1: minima_of_block,
+    GGMLType.Q2_K: minima_of_q2_k,
+    GGMLType.Q4_K: minima_of_q4_k,
+    GGMLType.Q5_K: minima_of_q4_k,
+}
 
 
 def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
@@ -139,15 +124,9 @@ def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
 
 
 def decode_minima(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """Decode the number added to every element of a block, the m of x = q * d + m, for a type in `MINIMA`.
+    """Decode the number added to every element of a block, the m of x = q * d + m, of a matrix of a type in `MINIMA`.
 
-    Args:
-        raw: The bytes of a matrix.
-        ggml_type: The type of the matrix.
-        shape: The shape (out, in) of the matrix.
-
-    Returns:
-        (out, blocks) float32; super-blocks have one number for each of their blocks.
+    Returned is (out, blocks) float32; super-blocks have one number for each of their blocks.
     """
     blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
     step = _ELEMENTS_AT_ONCE // BLOCK_SIZES[ggml_type][0]

@@ -5,13 +5,12 @@ fits the memory that is free now. F32 matrices are neither: they are used in pla
 """
 
 import math
-from collections.abc import Iterator
+from collections import Counter
 from dataclasses import dataclass
 from typing import Literal
 
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
-from llorch.files.packed import StoredType
 from llorch.runtime.memory import available_memory
 
 Residency = Literal["auto", "decoded", "packed"]
@@ -48,12 +47,12 @@ def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) 
     """Choose a residency that fits with so many tokens of context; MemoryError, with the figures, where none does."""
     n_tokens = min(n_tokens, weights.config.max_position_embeddings)
     working = _OVERHEAD + working_bytes(weights, n_tokens)
-    stored = list(_matrix_sizes(weights))
-    types: dict[str, int] = {}
-    for kind, _, n_bytes in stored:
-        types[kind.name] = types.get(kind.name, 0) + n_bytes
-    packed = sum(n_bytes for _, _, n_bytes in stored) + working
-    decoded = sum(4 * size for _, size, _ in stored) + working
+    matrices = [name for name in weights if weights.slots[name].multiplied]
+    types: Counter[str] = Counter()
+    for name in matrices:
+        types[weights.stored_type(name).name] += weights.stored_bytes(name)
+    packed = types.total() + working
+    decoded = sum(4 * math.prod(weights.shape(name)) for name in matrices) + working
     free = available_memory()
     residency = wanted if wanted != "auto" else ("decoded" if decoded <= free else "packed")
     made = ResidencyPlan(residency, types, decoded, packed, free)
@@ -63,10 +62,7 @@ def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) 
 
 
 def working_bytes(weights: Weights, n_tokens: int) -> int:
-    """Estimate from above the bytes of the cache and of the activations of one pass.
-
-    The numerics decide the width of a cached number.
-    """
+    """Estimate from above the bytes of the cache (its width: the numerics) and activations of one pass."""
     config = weights.config
     per_value = 2 if weights.numerics.kv_cache == "f16" else 4
     per_token, of_states = remembered(config)
@@ -95,18 +91,9 @@ def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
     return 4 * (rows + scores + config.vocab_size)
 
 
-def _matrix_sizes(weights: Weights) -> Iterator[tuple[StoredType, int, int]]:
-    """Yield the type, elements and bytes of every matrix."""
-    for name in weights:
-        if weights.slots[name].multiplied:
-            yield weights.stored_type(name), math.prod(weights.shape(name)), weights.stored_bytes(name)
-
-
 def _refusal(weights: Weights, made: ResidencyPlan, n_tokens: int) -> str:
-    text = (
-        f"{weights.path}: needs about {made.needed / _GB:.1f} GB ({made.residency}, {n_tokens} tokens), "
-        f"{made.free / _GB:.1f} GB are free"
-    )
+    text = f"{weights.path}: needs about {made.needed / _GB:.1f} GB ({made.residency}, {n_tokens} tokens)"
+    text += f", {made.free / _GB:.1f} GB are free"
     if made.residency == "decoded" and made.packed <= made.free:
         return f"{text}; packed weights would need {made.packed / _GB:.1f} GB, use --weights packed"
     return f"{text}; use a smaller model, a smaller type or fewer tokens"

@@ -20,7 +20,7 @@ import numpy as np
 from jaxtyping import UInt8
 
 from llorch.files.foreign import HEAD, refuse_other_format
-from llorch.files.mapped import Entry, MappedFile, TensorFile
+from llorch.files.mapped import Entry, MappedFile, TensorFile, on_error
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.strict_json import parse_json
@@ -55,19 +55,8 @@ class SafetensorsInfo(Entry):
         return self.dtype in _FLOATS or self.dtype not in _BITS
 
 
-class SafetensorsFile(TensorFile[SafetensorsInfo]):
-    """An open safetensors file: header in memory, tensors on demand."""
-
-    def __init__(self, path: str | Path) -> None:
-        """Read and check the header."""
-        super().__init__(path)
-        try:
-            header, data_start = _read_header(self._file)
-            self.metadata = _read_metadata(self._file, header.pop("__metadata__", {}))
-            self.tensors = _read_tensors(self._file, header, data_start)
-        except BaseException:
-            self.close()
-            raise
+class SafetensorsTensors(TensorFile[SafetensorsInfo]):
+    """The tensors of one safetensors file or of several, on demand."""
 
     def array(self, name: str) -> np.ndarray:
         """Read a tensor as float32: a view of the map for F32 (a copy at an odd address), else a converted copy."""
@@ -80,8 +69,22 @@ class SafetensorsFile(TensorFile[SafetensorsInfo]):
         """Look at a tensor as it is stored; FormatError DType for any but F32, F16, BF16 and F64, or as `raw`."""
         info, raw = self.info(name), self.raw(name)
         if info.dtype not in _FLOATS:
-            raise self._file.error("DType", f"{name} must be F32, F16, BF16 or F64, got {info.dtype}")
-        return Packed(name, self.path, raw, _FLOATS[info.dtype], info.shape)
+            message = f"{name} must be F32, F16, BF16 or F64, got {info.dtype}"
+            raise FormatError("DType", message, path=self.file_of(name))
+        return Packed(name, self.file_of(name), raw, _FLOATS[info.dtype], info.shape)
+
+
+class SafetensorsFile(SafetensorsTensors):
+    """An open safetensors file: header in memory, tensors on demand."""
+
+    def __init__(self, path: str | Path) -> None:
+        """Read and check the header."""
+        self._file = MappedFile(path)
+        super().__init__(path, self._file)
+        with on_error(self.close):
+            header, data_start = _read_header(self._file)
+            self.metadata = _read_metadata(self._file, header.pop("__metadata__", {}))
+            self.tensors = self.stored = _read_tensors(self._file, header, data_start)
 
 
 def open_safetensors(path: str | Path) -> SafetensorsFile:
@@ -180,10 +183,7 @@ def tensor_bytes(
 def header_bytes(
     rows: Iterable[tuple[str, str, tuple[int, ...], int]], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Make the header from name, dtype, shape and bytes of each tensor, in the order of the data.
-
-    The header leaves the data aligned.
-    """
+    """Make the header, which leaves the data aligned, from name, dtype, shape and bytes of each tensor."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     begin = 0
     for name, dtype, shape, n_bytes in rows:

@@ -56,8 +56,7 @@ _STACK = ("experts.n_experts",)
 _PARTS = {"gate": (_SIZE, "hidden_size"), "up": (_SIZE, "hidden_size"), "down": ("hidden_size", _SIZE)}
 
 # Names without their prefixes `layers.{i}.`, `blk.{i}.` and `model.layers.{i}.`; `{e}` is the number of an expert, and
-# `{mlp}`, `{router}` and `{ffn_norm}` are
-# what the family says.
+# `{mlp}`, `{router}` and `{ffn_norm}` are what the family says.
 LAYER_WEIGHTS = (
     WeightRow("attn_norm", "attn_norm.weight", "input_layernorm.weight", ("hidden_size",)),
     WeightRow("q_proj", "attn_q.weight", "self_attn.q_proj.weight", ("q_rows", "hidden_size"), _ATTENTION, "n_heads"),
@@ -233,10 +232,7 @@ class Tensor:
 
 
 def written_family(config: ModelConfig) -> str:
-    """Return the family that is written for the text part alone.
-
-    For a family with a column `written_as` it is the text family with the same computation.
-    """
+    """Return the family that is written for the text part alone: one with the same computation."""
     return FAMILIES[config.family].written_as or config.family
 
 
@@ -295,10 +291,7 @@ def _as_found(weight: Weight, names: Mapping[str, tuple[int, ...]], family: Fami
 
 
 def _is_straight(weight: Weight, short: str, names: Mapping[str, tuple[int, ...]]) -> bool:
-    """Tell if both tensors of all experts are (experts, out, in), as transformers 5 writes them for every family.
-
-    The shape of one may be the same both ways, never that of both.
-    """
+    """Tell if both tensors of experts are (experts, out, in): one may have the same shape both ways, not both."""
     prefix, (n_experts, n_out, n_in) = weight.huggingface.partition("experts.")[0], weight.shape
     size, hidden = (n_in, n_out) if short == "experts_down_proj" else (n_out, n_in)
     return (

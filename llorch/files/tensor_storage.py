@@ -139,10 +139,7 @@ def rows_of(matrix: Packed, layout: Layout) -> Packed:
 
 
 def in_gguf(short: str, net: DeltaNet, hidden_size: int, *, tiled: bool) -> Layout:
-    """Return the layout of a delta net's weight in a GGUF file.
-
-    The value heads of Qwen3.5 are tiled, those of Qwen3-Next are not.
-    """
+    """Return the layout of a delta net's weight in a GGUF file: `tiled` value heads are those of Qwen3.5."""
     if not tiled:
         return joined_layout(short, net, hidden_size) if short in ("in_b", "in_a") else AS_IS
     if net.n_key_heads == net.n_value_heads:

@@ -62,11 +62,7 @@ class Weights(Mapping):
         slots: Mapping[str, Slot],
         left_out: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
-        """Wrap an open file that was checked against its configuration; slots by canonical name.
-
-        `left_out` counts tensors with trained numbers that llorch does not compute with: a part of the model to the
-        prefixes of its names, these to their counts.
-        """
+        """Wrap an open file that was checked; `left_out` counts tensors that llorch ignores, by part and prefix."""
         self.config = config
         self.path = path
         self.source = source
@@ -113,17 +109,14 @@ class Weights(Mapping):
         return slot.layout.made(self._loaded[name], self.dtype)
 
     def read(self, name: str, dtype: type[np.floating] = np.float32) -> np.ndarray:
-        """Decode a weight anew, without keeping it.
-
-        Float32 from F32 whose rows need no reordering is a view of the map.
-        """
+        """Decode a weight anew, without keeping it; a view of the map for F32 whose rows keep their order."""
         slot = self.slots[name]
         made = slot.layout.made(self._in_order(name), dtype)
         if name.endswith(".decay") and not (made <= 0).all():
-            message = (
-                f"{slot.source_name}: expected -exp(A_log), at most 0, got {made.max():.6g} (from an old converter)"
+            message = f"{slot.source_name}: expected -exp(A_log), at most 0, got {made.max():.6g}"
+            raise FormatError(
+                "Inconsistent", f"{message} (from an old converter); convert the model again", path=self.path
             )
-            raise FormatError("Inconsistent", f"{message}; convert the model again", path=self.path)
         return made
 
     def require_written(self) -> None:
@@ -146,8 +139,7 @@ class Weights(Mapping):
             arrays.append(self.source.array(tensor))
             require_finite(arrays[-1], tensor, self.path)
         self.search_zeros(name)
-        if slot.must_equal is not None:
-            self._require_equal(slot)
+        self._require_equal(slot)
         array = arrays[0] if len(arrays) == 1 else np.stack(arrays)
         array = slot.layout.taken(array, slot.shape)
         return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
@@ -199,10 +191,7 @@ class Weights(Mapping):
         return len(self.slots)
 
     def layer(self, index: int) -> "LayerWeights":
-        """Return the weights of one layer by short name, such as `q_proj` and `attn_norm`.
-
-        Each is loaded at its first access. IndexError for a layer that the model lacks.
-        """
+        """Return the weights of a layer by short name, loaded at first access; IndexError for an unknown layer."""
         if not 0 <= index < self.config.n_layers:
             raise IndexError(f"layer must be from 0 to {self.config.n_layers - 1}, got {index}")
         return LayerWeights(self, self._layers[index])
@@ -218,9 +207,7 @@ class Weights(Mapping):
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
         """Choose how matrices are multiplied, and whether they stay packed; None keeps it.
 
-        Raises:
-            TypeError: `numerics` is no instance of `Numerics`, such as a word of the command line.
-            FormatError: Unsupported for numerics that these weights do not have.
+        TypeError for what is no `Numerics`; FormatError Unsupported for numerics that these weights do not have.
         """
         if not isinstance(numerics, Numerics | None):
             message = "numerics: expected an instance of Numerics, as EXACT, GGML and SCHEME of llorch.ops.numerics are"
@@ -231,7 +218,10 @@ class Weights(Mapping):
         if other.numerics.name == "ggml":
             self._require_products()
         elif other.numerics == SCHEME:
-            other._activations = self._scheme()
+            if not isinstance(self.source, QuantisedFolder):
+                message = "scheme numerics: expected a quantised Hugging Face folder, got none; use exact numerics"
+                raise FormatError("Unsupported", message, path=self.path)
+            other._activations = self.source.activations
         other.packed = self.packed if packed is None else packed
         other._matrices = {}
         return other
@@ -251,12 +241,6 @@ class Weights(Mapping):
         """Tell if scheme numerics equal exact ones, because the folder quantises weights alone."""
         return not self._activations.inputs and not self._activations.caches
 
-    def _scheme(self) -> Activations:
-        if isinstance(self.source, QuantisedFolder):
-            return self.source.activations
-        message = "scheme numerics: expected a quantised Hugging Face folder, got none; use exact numerics"
-        raise FormatError("Unsupported", message, path=self.path)
-
     def notes_on_left_out(self, fate: str) -> list[str]:
         """Tell for each part that llorch leaves out how many tensors it has; `fate` is such as "not judged"."""
         return [
@@ -269,10 +253,7 @@ class Weights(Mapping):
         return self.slots[name].shape
 
     def as_stored(self, name: str) -> Packed:
-        """Return the tensor that a weight is read from, as the file holds it.
-
-        If each expert has its own tensor, this is the first one.
-        """
+        """Return the tensor of the file that a weight is read from, of experts with their own the first."""
         return self.source.packed(next(iter(self.slots[name].tensors)))
 
     def all_stored(self, name: str) -> list[Packed]:
@@ -302,12 +283,8 @@ class Weights(Mapping):
             kind = self.stored_type(name)
             is_matrix = slot.multiplied
             if kind not in ACTIVATION_TYPE if is_matrix else in_gguf and kind is not GGMLType.F32:
-                what = (
-                    "and llama.cpp cannot multiply this type"
-                    if is_matrix
-                    else "and llama.cpp reads vectors in F32 only"
-                )
-                message = f"{slot.source_name} has type {kind.name}, {what}; use exact numerics"
+                what = "cannot multiply this type" if is_matrix else "reads vectors in F32 only"
+                message = f"{slot.source_name} has type {kind.name}, and llama.cpp {what}; use exact numerics"
                 raise FormatError("Unsupported", message, path=self.path)
 
     def _multiplies_itself(self, slot: Slot) -> bool:
@@ -318,8 +295,7 @@ class Weights(Mapping):
 
     def _matrix(self, name: str) -> Matrix:
         slot = self.slots[name]
-        if slot.must_equal is not None:
-            self._require_equal(slot)
+        self._require_equal(slot)
         packed = rows_of(self.source.packed(slot.source_name), slot.layout)
         decoded, columns = None, slot.layout.columns
         if not self.packed:
@@ -344,13 +320,13 @@ class Weights(Mapping):
 
     def _require_equal(self, slot: Slot) -> None:
         """Refuse a folder with both tied tensors if their numbers differ."""
-        assert slot.must_equal is not None
+        if slot.must_equal is None:
+            return
         one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
         if not one.holds_the_same(other):
-            message = (
-                f"{slot.must_equal}: expected the numbers of {slot.source_name} (tie_word_embeddings is true), got "
-                f"others; set tie_word_embeddings to false in config.json, or remove {slot.must_equal} from the file"
-            )
+            wanted = f"the numbers of {slot.source_name} (tie_word_embeddings is true)"
+            remedy = f"set tie_word_embeddings to false in config.json, or remove {slot.must_equal} from the file"
+            message = f"{slot.must_equal}: expected {wanted}, got others; {remedy}"
             raise FormatError("Inconsistent", message, path=self.path)
 
 

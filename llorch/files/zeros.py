@@ -166,10 +166,7 @@ class ZeroSearch:
 
 
 def zeros_at_end(entries: Sequence[Entry], raw: Callable[[str], np.ndarray]) -> Iterator[tuple[Entry, int]]:
-    """Yield, in the order of the file, each tensor that ends in the zeros at the end of the file, and its zero bytes.
-
-    `entries` are in the order of the file; `raw` reads the bytes of a tensor.
-    """
+    """Yield each tensor that ends in the zeros at the end of its file, in order, and its number of zero bytes."""
     touched = []
     for entry in reversed(entries):
         n_zero = _zero_bytes(raw(entry.name))
@@ -212,26 +209,26 @@ def refusal(entry: Entry, n_zero: int, path: Path) -> FormatError:
 
 def zero_rows(stored: Packed) -> int:
     """Count the rows at the end of a matrix that decode to zero; one row is decoded of a matrix that has none."""
-    stop, step = stored.shape[0], 1
-    while stop:
-        start = max(0, stop - step)
-        nonzero = np.flatnonzero(stored.decode_rows(slice(start, stop)).any(axis=1))
-        if nonzero.size:
-            return stored.shape[0] - start - int(nonzero[-1]) - 1
-        stop, step = start, min(2 * step, stored.rows_at_once)
-    return stored.shape[0]
+    return _count_zeros(
+        stored.shape[0], lambda rows: stored.decode_rows(rows).any(axis=1), first=1, most=stored.rows_at_once
+    )
 
 
 def _zero_bytes(raw: np.ndarray) -> int:
     """Count the zero bytes at the end."""
-    stop, step = raw.size, _READ_FIRST
+    return _count_zeros(raw.size, lambda span: raw[span], first=_READ_FIRST, most=_READ_AT_ONCE)
+
+
+def _count_zeros(size: int, read: Callable[[slice], np.typing.ArrayLike], *, first: int, most: int) -> int:
+    """Count the zeros at the end of `size` numbers; `first` and then more of them are read at a time."""
+    stop, step = size, first
     while stop:
         start = max(0, stop - step)
-        nonzero = np.flatnonzero(raw[start:stop])
+        nonzero = np.flatnonzero(read(slice(start, stop)))
         if nonzero.size:
-            return raw.size - start - int(nonzero[-1]) - 1
-        stop, step = start, min(2 * step, _READ_AT_ONCE)
-    return raw.size
+            return size - start - int(nonzero[-1]) - 1
+        stop, step = start, min(2 * step, most)
+    return size
 
 
 def _rows_of(entry: Entry) -> tuple[int, int]:

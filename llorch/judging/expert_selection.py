@@ -5,7 +5,7 @@ float64 reference that rounding decides between them. That is a TIE, and the run
 because otherwise all later stages would differ by a whole expert. Any other difference is a FAIL.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import numpy as np
@@ -40,7 +40,7 @@ class ExpertSelection:
         """Return the ids that a run continues with: the reference engine's ids, but llorch's where llorch is wrong."""
         if self.fault(ours):
             return ours
-        wrong = [token for token, tie in self._apart(ours) if not tie]
+        wrong = self._wrong_tokens(ours)
         made = self.ids.astype(ours.dtype)
         made[wrong] = ours[wrong]
         return made
@@ -50,22 +50,20 @@ class ExpertSelection:
         if fault := self.fault(ours):
             return Difference.of_fault(fault)
         assert ours is not None
-        wrong = [token for token, tie in self._apart(ours) if not tie]
+        wrong = self._wrong_tokens(ours)
         return Difference(len(wrong) / len(ours), float(bool(wrong)), None, tuple(wrong[:1]))
 
     def note(self, ours: np.ndarray) -> str:
         """Say where choices differ, and whether rounding explains it; empty where they are equal."""
-        said = []
-        for token, tie in self._apart(ours):
-            actual, expected = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
-            gap, moved = self._gap(token, actual, expected)
-            said.append(
+        notes = []
+        for token, actual, expected, gap, moved in self._exchanges(ours):
+            notes.append(
                 f"token {token}: expected {expected}, got {actual}, float64 gap {gap:.1e}, rounding {moved:.1e}"
             )
-            if not tie:
-                return said[-1]
-        more = f" and {len(said) - 1} tokens more" if len(said) > 1 else ""
-        return f"{said[0]}{more}; later stages use the reference engine's experts" if said else ""
+            if not gap <= moved:
+                return notes[-1]
+        more = f" and {len(notes) - 1} tokens more" if len(notes) > 1 else ""
+        return f"{notes[0]}{more}; later stages use the reference engine's experts" if notes else ""
 
     def fault(self, ours: "np.ndarray | None") -> Fault | None:
         """Explain why ids cannot be compared at all; None if they can."""
@@ -79,17 +77,16 @@ class ExpertSelection:
         is_twice = (in_order[:, 1:] == in_order[:, :-1]).any()
         return ("ids", "expected different experts, got one twice") if is_twice else None
 
-    def _both_ways(self, ours: np.ndarray, token: int) -> tuple[tuple[np.ndarray, np.ndarray], ...]:
-        return (ours[token], self.ids[token]), (self.ids[token], ours[token])
+    def _wrong_tokens(self, ours: np.ndarray) -> list[int]:
+        """List the tokens whose experts differ by more than rounding explains."""
+        return [token for token, _, _, gap, moved in self._exchanges(ours) if not gap <= moved]
 
-    def _apart(self, ours: np.ndarray) -> list[tuple[int, bool]]:
-        """Find tokens with another set of experts, and if rounding decides between the two sets."""
-        found = []
+    def _exchanges(self, ours: np.ndarray) -> Iterator[tuple[int, list[int], list[int], float, float]]:
+        """Yield the tokens with another set of experts: llorch's and the engine's experts, and what `_gap` returns."""
         for token in np.flatnonzero((np.sort(ours, axis=-1) != np.sort(self.ids, axis=-1)).any(axis=-1)).tolist():
-            actual, expected = (sorted({*a.tolist()} - {*b.tolist()}) for a, b in self._both_ways(ours, token))
-            gap, moved = self._gap(token, actual, expected)
-            found.append((token, gap <= moved))
-        return found
+            actual, expected = {*ours[token].tolist()}, {*self.ids[token].tolist()}
+            exchanged = sorted(actual - expected), sorted(expected - actual)
+            yield token, *exchanged, *self._gap(token, *exchanged)
 
     def _gap(self, token: int, actual: list[int], expected: list[int]) -> tuple[float, float]:
         """Measure how far llorch's worst expert scores below the best that it replaced.

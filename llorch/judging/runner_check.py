@@ -8,16 +8,18 @@ from typing import Any
 
 import numpy as np
 
+from llorch.judging.compare import as_tie, judge, with_load_paths
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.tokens import GreedyJudge, edge_of_top_p
 from llorch.judging.goldens.forward import SAMPLINGS, EngineOutput
-from llorch.judging.judge import Comparison, Expectation, as_tie, judge, with_load_paths
 from llorch.judging.runners import Runner, StageObserver
 from llorch.judging.runners.shared import SharedWeights
 from llorch.judging.tolerances.forward import NOTHING_KNOWN
+from llorch.judging.types import Comparison, Expectation
 from llorch.ops.sampling import greedy
 from llorch.stages.comparison import FAIL, measure
 from llorch.stages.stage_ref import StageRef
+from llorch.stages.table import BY_NAME
 
 
 def check_runner(expectations: ForwardExpectations, runner: Runner) -> list[Comparison]:
@@ -81,10 +83,9 @@ class RunnerCheck:
         inputs = self.expectations.cases[case]
         run = partial(self.runner.chained, case, inputs, n_cached=n_cached, override=override)
         comparisons = self._observe(expectations, run)
-        return [
-            *comparisons,
-            *([self._free_row(case, comparisons)] if self.expectations.rounds and not n_cached else ()),
-        ]
+        if self.expectations.rounds and not n_cached:
+            comparisons.append(self._free_row(case, comparisons))
+        return comparisons
 
     def _observe(
         self, expectations: Sequence[Callable[[str], Expectation]], run: Callable[[StageObserver], None]
@@ -147,9 +148,8 @@ class RunnerCheck:
         """Judge the run as users get it, with nothing replaced; the tolerance covers the effect of flips only."""
         engine, golden = next(iter(self.expectations.engine_outputs.items()))
         tolerance = self.expectations.tolerances_for(self.runner, case).free()
-        expectation = Expectation(
-            StageRef("08", "logits", None, case), "free", engine, golden.traces[case]["logits"], tolerance, token_axis=0
-        )
+        stage_ref, expected = StageRef("08", "logits", None, case), golden.traces[case]["logits"]
+        expectation = Expectation(stage_ref, "free", engine, expected, tolerance, stage=BY_NAME["logits"])
         comparison = self._judge(expectation, self.runner.free(self.expectations.cases[case]))  # type: ignore[attr-defined]
         n_flips = sum(c.flips for c in chained)
         note = f"{n_flips} values flip; without replacing them, the error is {comparison.difference.error:.1e}"

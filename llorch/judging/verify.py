@@ -44,11 +44,11 @@ from llorch.judging.goldens.forward import (
     run_cases,
 )
 from llorch.judging.goldens.long_contexts import long_cases, read_long
-from llorch.judging.judge import Comparison
 from llorch.judging.runner_check import check_runner
 from llorch.judging.runners import Runner
 from llorch.judging.runners.numpy import GgmlRunner, numpy_runners
 from llorch.judging.runners.shared import SharedWeights
+from llorch.judging.types import Comparison
 from llorch.model.model import Model
 from llorch.runtime.builtin import goldens_folder, is_wheel
 from llorch.runtime.errors import UserError
@@ -72,16 +72,9 @@ class LiveOutput:
 def verify_stored(
     name: str, runners: Runners = numpy_runners, *, backend: str = "numpy", long: bool = True
 ) -> Iterator[Comparison]:
-    """Judge a built-in model against its stored goldens.
+    """Judge a built-in model against its stored goldens, checkpoint 00 first; the file is judged as `backend`.
 
-    Args:
-        name: A built-in model.
-        runners: Makes what is judged.
-        backend: Whose rows those of the file are.
-        long: Judge long contexts, too; a wheel has no goldens of these.
-
-    Yields:
-        Rows, checkpoint 00 first.
+    `long`: judge long contexts, too; a wheel has no goldens of these.
 
     Raises:
         FileNotFoundError: A golden is missing.
@@ -92,9 +85,8 @@ def verify_stored(
     yield from foundation_rows(name, own_tensors(weights.source), golden.tensors, backend=backend)
     yield from token_rows(name, Model(weights).tokenizer.encode, golden.tokens, backend=backend)
     suite = ForwardExpectations(name, weights, golden.cases, golden.engine_outputs, golden.reference)
-    long_suite = (
-        stored_long(name, weights, golden.reference.engine_output.load_path) if long and not is_wheel() else None
-    )
+    load_path = golden.reference.engine_output.load_path
+    long_suite = stored_long(name, weights, load_path) if long and not is_wheel() else None
     for runner in runners(weights, wide=True):
         yield from check_runner(suite, runner)
         yield from long_suite.comparisons(runner) if long_suite else ()
@@ -116,9 +108,8 @@ def stored(name: str) -> tuple[Weights, Golden]:
     weights = open_weights(require_weights(name, golden.provenance["weights_sha256"]))
     unsupported = unable_for(ENGINES, weights.config, golden.cases["near"].ids, N_GREEDY)
     if golden.unsupported_reason != unsupported:
-        raise UserError(
-            f"golden {name}: leaves out {golden.unsupported_reason}, expected {unsupported}; run regenerate.py"
-        )
+        actual = golden.unsupported_reason
+        raise UserError(f"golden {name}: leaves out {actual}, expected {unsupported}; run regenerate.py")
     return weights, golden
 
 
@@ -144,23 +135,11 @@ class LivePlan:
     engines: Sequence[EngineName]  # to run
     unsupported: Mapping[str, str]  # engines that cannot check the model, with the reasons
 
-    @property
-    def path(self) -> Path:
-        """The file or folder that the engines open."""
-        return self.weights.path
-
 
 def plan_live(
     weights: Weights, ids: Sequence[int], engines: Sequence[EngineName], *, text: str | None = None
 ) -> LivePlan:
-    """Resolve the inputs of `verify_live`.
-
-    Args:
-        weights: An opened GGUF file or Hugging Face folder.
-        ids: The prompt.
-        engines: Names of the engines to run.
-        text: The prompt's text, if llorch tokenized it; its ids are then compared too.
-    """
+    """Resolve the inputs of `verify_live`; `text` is the prompt's, if llorch tokenized it: its ids are compared too."""
     n_greedy = n_greedy_for(weights.config, len(ids))
     unsupported = unable_for(engines, weights.config, ids, n_greedy)
     cases = cases_for(ids, weights.config)
@@ -175,30 +154,18 @@ def verify_live(
     progress: Progress = lambda line: None,
     failed: dict[str, str] | None = None,
 ) -> Iterator[Comparison]:
-    """Judge any model against reference engines that run now.
+    """Judge any model against reference engines that run now, checkpoint 00 first; the file is judged as `backend`.
 
-    Args:
-        plan: The model, the prompt and the engines.
-        runners: Makes what is judged.
-        backend: Whose rows those of the file are.
-        progress: Told what is being done.
-        failed: Filled with the engines that could not run the model, and why; without it such an error is raised.
-
-    Yields:
-        Rows, checkpoint 00 first.
-
-    Raises:
-        MemoryError: The traces or the model would not fit.
-        MissingExtra: An engine is not installed.
-        RuntimeError: An engine failed, and `failed` is not given.
-        CheckpointMismatch: What ran is not the model, or not where it was to run.
+    `failed` is filled with the engines that could not run the model, and why. Without it they raise: MemoryError if the
+    traces or the model would not fit, MissingExtra if an engine is not installed, RuntimeError if it failed. In any
+    case CheckpointMismatch: what ran is not the model, or not where it was to run.
     """
     shown = run_engines(plan, progress=progress, failed=failed)
     if not shown.engine_outputs:
         return
     progress("reading the tensor table")
     source = shown.weights.source
-    yield from foundation_rows(plan.name, own_tensors(source), foreign_tensors(plan.path), backend=backend)
+    yield from foundation_rows(plan.name, own_tensors(source), foreign_tensors(plan.weights.path), backend=backend)
     if shown.texts:
         yield from token_rows(plan.name, Model(shown.weights).tokenizer.encode, shown.texts, backend=backend)
     if isinstance(source, QuantisedFolder):
@@ -230,40 +197,25 @@ def run_engines(plan: LivePlan, *, progress: Progress, failed: dict[str, str] | 
         progress(f"running {FLOAT64_REFERENCE}")
         with note_failure(FLOAT64_REFERENCE, failed):
             require_reference(weights)
-            reference = run_reference(
-                plan.path,
-                plan.cases,
-                engine_outputs,
-                n_greedy=plan.n_greedy,
-                progress=_from(progress, FLOAT64_REFERENCE),
-            )
+            tell = _from(progress, FLOAT64_REFERENCE)
+            reference = run_reference(weights.path, plan.cases, engine_outputs, n_greedy=plan.n_greedy, progress=tell)
+    without_nan: dict[str, EngineOutput] = {}
+    for name, output in engine_outputs.items():
+        with note_failure(name, failed):
+            require_numbers(name, config.family, output, reference)
+            without_nan[name] = output
     if ours.residency == "packed":
         weights = SharedWeights(weights, progress)
-    return LiveOutput(weights, _of_numbers(engine_outputs, reference, config.family, failed), reference, texts)
+    return LiveOutput(weights, without_nan, reference, texts)
 
 
 def _run_engine(name: EngineName, plan: LivePlan, progress: Progress) -> tuple[EngineOutput, Sequence[int] | None]:
     """Run one reference engine, and tokenize the text of the plan by it."""
-    _require_able(name, plan.path, plan.unsupported)
-    with open_engine(name, plan.path, progress=progress) as engine:
+    _require_able(name, plan.weights.path, plan.unsupported)
+    with open_engine(name, plan.weights.path, progress=progress) as engine:
         shown = run_cases(engine, plan.cases, n_greedy=plan.n_greedy)
         tokens = engine.tokenize(plan.text, add_special=True, parse_special=False) if plan.text is not None else None
         return shown, tokens
-
-
-def _of_numbers(
-    engine_outputs: Mapping[str, EngineOutput],
-    reference: ReferenceOutput | None,
-    family: str,
-    failed: dict[str, str] | None,
-) -> dict[str, EngineOutput]:
-    """Keep the outputs without NaN; the reason for each of the others goes to `failed`."""
-    kept: dict[str, EngineOutput] = {}
-    for name, shown in engine_outputs.items():
-        with note_failure(name, failed):
-            require_numbers(name, family, shown, reference)
-            kept[name] = shown
-    return kept
 
 
 def _require_able(engine: str, path: Path, unsupported: Mapping[str, str]) -> None:
@@ -284,22 +236,9 @@ def verify_ggml(
     progress: Progress = lambda line: None,
     failed: dict[str, str] | None = None,
 ) -> Iterator[Comparison]:
-    """Judge a GGUF file under ggml numerics, against llama.cpp running the file as it is.
+    """Judge a GGUF file under the model's numerics, against llama.cpp running the file as it is; see `verify_live`.
 
-    Args:
-        model: Loaded from a GGUF file, with the numerics to judge.
-        ids: The prompt.
-        text: The prompt's text, when it was tokenized by us; its ids are then compared too.
-        progress: Told what is being done.
-        failed: Filled with why llama.cpp could not run the model; without it such an error is raised.
-
-    Yields:
-        Rows, checkpoint 00 first.
-
-    Raises:
-        MemoryError: The traces would not fit.
-        MissingExtra: llama.cpp is not installed.
-        RuntimeError: llama.cpp failed, and `failed` is not given.
+    `text` is the prompt's, if llorch tokenized it: its ids are compared too.
     """
     require_memory(model.config, len(ids) + n_greedy_for(model.config, len(ids)), n_traces=6)
     progress("running llamacpp")
@@ -344,12 +283,8 @@ def require_memory(config: ModelConfig, n_tokens: int, *, n_traces: int) -> None
     """
     values = sum(math.prod(stage.shape(config, seq=n_tokens, ctx=n_tokens)) for _, stage, _ in keys(config))
     needed = 4 * values * n_traces
-    free = available_memory()
-    if needed > free:
-        raise MemoryError(
-            f"verify: the traces of {n_tokens} tokens need {needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; "
-            "give a shorter prompt"
-        )
+    what = f"verify: the traces of {n_tokens} tokens need {needed / 1e9:.1f} GB"
+    _require_free(needed, what, "give a shorter prompt")
 
 
 def require_engines(weights: Weights, engines: Sequence[EngineName], *, ours: float) -> None:
@@ -358,19 +293,18 @@ def require_engines(weights: Weights, engines: Sequence[EngineName], *, ours: fl
     llama.cpp maps a file, transformers holds a copy of its own, of one layer at least.
     """
     needed = ours + largest_part(weights, "float32") * ("transformers" in engines)
-    free = available_memory()
-    if needed > free:
-        raise MemoryError(
-            f"{weights.path}: exact numerics need at least one layer in float32 in every engine, about "
-            f"{needed / 1e9:.1f} GB, but {free / 1e9:.1f} GB are free; use --numerics ggml, or --against llamacpp alone"
-        )
+    what = f"{weights.path}: exact numerics need at least one layer in float32 in every engine"
+    advice = "use --numerics ggml, or --against llamacpp alone"
+    _require_free(needed, f"{what}, about {needed / 1e9:.1f} GB", advice)
 
 
 def require_reference(weights: Weights) -> None:
     """Refuse a model of which one layer does not fit as float64, before an engine reads it (MemoryError)."""
-    needed, free = largest_part(weights, "float64"), available_memory()
-    if needed > free:
-        raise MemoryError(
-            f"the float64 reference needs {needed / 1e9:.1f} GB for one layer, but {free / 1e9:.1f} GB are free; "
-            "close other programs, or use a machine with more memory"
-        )
+    needed = largest_part(weights, "float64")
+    what = f"the float64 reference needs {needed / 1e9:.1f} GB for one layer"
+    _require_free(needed, what, "close other programs, or use a machine with more memory")
+
+
+def _require_free(needed: float, what: str, advice: str) -> None:
+    if needed > (free := available_memory()):
+        raise MemoryError(f"{what}, but {free / 1e9:.1f} GB are free; {advice}")

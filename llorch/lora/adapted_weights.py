@@ -28,8 +28,7 @@ class AdaptedWeights(Weights):
         """Put an adapter beside a frozen base.
 
         `parameters`, named as in `Adapter.flat`, are used in place of the adapter's; in the midst of a float64 training
-        they are float64. `masks` are dropout masks of the adapters' inputs by canonical name; without one nothing is
-        dropped.
+        they are float64. `masks` are dropout masks of the adapters' inputs by canonical name.
         """
         vars(self).update(vars(weights))  # the same open file and the same arrays
         self._base = weights
@@ -70,10 +69,7 @@ class AdaptedWeights(Weights):
     def _lora(
         self, target: LoraTarget | None, part: MatrixPart | None = None, expert: int | None = None
     ) -> Lora | None:
-        """Make the adapter of a target in the dtype of the run; None without a target.
-
-        For a part or one expert, make the adapter of that matrix.
-        """
+        """Make the adapter of a target, or of a part or an expert of it, in the run's dtype; None without one."""
         if target is None:
             return None
         values = {kind: self._parameters.get(f"{target.name}.{kind}") for kind in (LORA_A, LORA_B, MAGNITUDE)}

@@ -77,8 +77,7 @@ def assembled(
 ) -> Adapter:
     """Make a float32 adapter of the arrays of `Adapter.flat`, in any float dtype.
 
-    Copied, because the file may be closed and training writes into them. FormatError: Missing, Unexpected, Shape or
-    NonFinite, with the tensors concerned.
+    Copied: the file may be closed, and training writes into them. FormatError Missing, Unexpected, Shape or NonFinite.
     """
     path = None if where is None else str(where)
     targets = targets_in(config, model, path)
@@ -86,9 +85,8 @@ def assembled(
     flat = {name: np.array(array, np.float32, copy=copy or None) for name, array in arrays.items()}
     bad = [name for name, array in flat.items() if not np.isfinite(array).all()]
     if bad:
-        raise FormatError(
-            "NonFinite", f"adapter: expected finite numbers, got NaN or infinity in {some(sorted(bad))}", path=path
-        )
+        message = f"adapter: expected finite numbers, got NaN or infinity in {some(sorted(bad))}"
+        raise FormatError("NonFinite", message, path=path)
     found = {
         name: LoraTensors(flat[f"{name}.{LORA_A}"], flat[f"{name}.{LORA_B}"], flat.get(f"{name}.{MAGNITUDE}"))
         for name in targets
@@ -139,10 +137,8 @@ def require_fits(name: str, adapter: Adapter, model: ModelConfig) -> None:
     every = targets_of(model)
     foreign = [target.name for target in adapter.targets.values() if every.get(target.name) != target]
     if foreign:
-        what = ", ".join(foreign)
-        raise UserError(
-            f"adapter {name!r}: expected names and shapes of this model, got others for {what}; give the right base"
-        )
+        message = f"adapter {name!r}: expected names and shapes of this model, got others for {', '.join(foreign)}"
+        raise UserError(f"{message}; give the right base")
 
 
 def _require_shapes(arrays: Mapping[str, np.ndarray], wanted: Mapping[str, tuple[int, ...]], path: str | None) -> None:

@@ -132,25 +132,18 @@ def remembered_identity(weights: Weights) -> BaseIdentity:
     except (OSError, FormatError):
         identity = identity_of(weights)
     if place == _cache_file(weights):
-        _remember(place, identity.to_json())
+        with suppress(OSError):
+            place.parent.mkdir(parents=True, exist_ok=True)
+            with new_file(place) as temporary:
+                temporary.write_text(identity.to_json())
     return identity
 
 
 def _cache_file(weights: Weights) -> Path:
-    """Return the cache file of a base.
-
-    The file name depends on the base as it lies on the disk and on the configuration, which says how to read it.
-    """
+    """Return the cache file of a base, named after its files and its configuration, which says how to read it."""
     key = json.dumps([_FORMAT, weights.source.fingerprint, repr(weights.config)])
     root = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(root) / "llorch" / "bases" / f"{hashlib.sha256(key.encode()).hexdigest()}.json"
-
-
-def _remember(place: Path, text: str) -> None:
-    with suppress(OSError):
-        place.parent.mkdir(parents=True, exist_ok=True)
-        with new_file(place) as temporary:
-            temporary.write_text(text)
 
 
 def require_base(made_for: BaseIdentity, base: BaseIdentity, *, where: object) -> BaseStatus:
@@ -169,10 +162,7 @@ def require_base(made_for: BaseIdentity, base: BaseIdentity, *, where: object) -
 
 
 def require_name(made_for: str | None, base: str, *, where: object, stored: str = "") -> BaseStatus:
-    """Refuse (BaseMismatch) an adapter that names another base; of both names only the ends count.
-
-    `stored` is what `types_differ` tells of both.
-    """
+    """Refuse (BaseMismatch) a base whose name ends differently; `stored` is what `types_differ` tells."""
     if not made_for:
         return BaseStatus("unknown", "unknown, because the adapter does not name its base")
     if _name_end(made_for) == _name_end(base):
@@ -180,9 +170,8 @@ def require_name(made_for: str | None, base: str, *, where: object, stored: str 
             return BaseStatus("unknown", f"unknown: the name {made_for} fits, but {stored}")
         return BaseStatus("named", f"the name {made_for} fits; the adapter has no digest to check")
     message = f"expected the base {made_for} (by name, there is no digest), got {base}{', and ' * bool(stored)}{stored}"
-    raise FormatError(
-        "BaseMismatch", f"{message}; if both are one model, add --any-base (any_base=True)", path=str(where)
-    )
+    remedy = "if both are one model, add --any-base (any_base=True)"
+    raise FormatError("BaseMismatch", f"{message}; {remedy}", path=str(where))
 
 
 def _constants(config: ModelConfig) -> str:

@@ -65,27 +65,18 @@ class LoraConfig:
                 raise UserError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 
     def targets(self, config: ModelConfig) -> Mapping[str, LoraTarget]:
-        """Return the matrices that the adapter changes, in forward order.
-
-        ValueError for a module that is nowhere in the model, or if no matrix matches.
-        """
+        """Return the matrices that the adapter changes, in forward order; ValueError if a name fits none."""
         every = targets_of(config)
         named = {"module": (self.target_modules, False), "parameter": (self.target_parameters, True)}
         for kind, (ends, is_parameter) in named.items():
             paths = [t.path for t in every.values() if t.is_parameter is is_parameter]
-            absent = (
-                [end for end in ends if not any(_path_ends_with(path, end) for path in paths)]
-                if ends != ALL_LINEAR
-                else []
-            )
-            if absent and isinstance(ends, tuple):
+            names = ends if isinstance(ends, tuple) else ()
+            if absent := [end for end in names if not any(_path_ends_with(path, end) for path in paths)]:
                 raise UserError(f"lora config: {_absent(kind, absent, paths, config)}")
         found = {name: target for name, target in every.items() if self._takes(target)}
         if not found:
-            chosen = {
-                name: getattr(self, name) for name in ("target_modules", "exclude_modules", "layers_to_transform")
-            }
-            told = ", ".join(f"{name} {value!r:.80}" for name, value in chosen.items() if value)
+            keys = ("target_modules", "exclude_modules", "layers_to_transform")
+            told = ", ".join(f"{key} {value!r:.80}" for key in keys if (value := getattr(self, key)))
             raise UserError(f"lora config: {told} match no matrix of the model")
         return found
 
@@ -101,9 +92,8 @@ class LoraConfig:
         ]
         if idle:
             told = ", ".join(f"{name} {value!r}" for name, value in idle[:8]) + (" and more" if idle[8:] else "")
-            raise UserError(
-                f"lora config: expected names that match a matrix of the adapter, got {told}; correct or remove it"
-            )
+            message = f"lora config: expected names that match a matrix of the adapter, got {told}"
+            raise UserError(f"{message}; correct or remove it")
 
     def rank_of(self, target: LoraTarget) -> int:
         """Rank of the adapter of one matrix."""
@@ -127,10 +117,7 @@ class LoraConfig:
 
 
 def names_of(targets: Mapping[str, LoraTarget], model: ModelConfig) -> dict[str, Any]:
-    """Make `target_modules` and `target_parameters`: ends of paths if all layers have the same, else whole paths.
-
-    Both are sorted.
-    """
+    """Make `target_modules` and `target_parameters`, sorted: ends of paths, whole paths if layers differ."""
     found = {}
     for name, is_parameter in (("target_modules", False), ("target_parameters", True)):
         paths = {target.path for target in targets.values() if target.is_parameter is is_parameter}
@@ -144,8 +131,7 @@ def names_of(targets: Mapping[str, LoraTarget], model: ModelConfig) -> dict[str,
 def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) -> LoraConfig:
     """Translate a configuration from names of a multimodal model to names of its text part alone.
 
-    `form` is the `multimodal_prefixes` of the family. Modules outside the text part are left out; ValueError if no
-    other module is left.
+    `form`: `multimodal_prefixes` of the family. Modules outside the text are left out; ValueError if none is left.
     """
     targets = in_whole(targets_of(model), form)
     seen = {name: replace(target, path=target.whole_path) for name, target in targets.items()}
@@ -157,10 +143,7 @@ def from_whole(config: LoraConfig, model: ModelConfig, form: tuple[str, str]) ->
 
 
 def patterns_of(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict[str, Any]:
-    """Make `rank_pattern` and `alpha_pattern` that give each target, by its path, its rank and alpha.
-
-    The patterns of the configuration are kept if they do so already.
-    """
+    """Make patterns that give each target, by path, its rank and alpha: the present ones if they do."""
     moved = [(replace(target, path=path), target) for path, target in targets.items()]
     if all(config.rank_of(a) == config.rank_of(b) and config.alpha_of(a) == config.alpha_of(b) for a, b in moved):
         return {"rank_pattern": dict(config.rank_pattern), "alpha_pattern": dict(config.alpha_pattern)}
@@ -222,10 +205,9 @@ def _matches(pattern: str, path: str) -> bool:
     try:
         return regex.fullmatch(pattern, path, timeout=_MATCH_SECONDS) is not None
     except TimeoutError:
-        where = "target_modules, exclude_modules, rank_pattern or alpha_pattern"
-        raise UserError(
-            f"lora config: {where}: {pattern!r} took over {_MATCH_SECONDS} s to match {path}; simplify it"
-        ) from None
+        where = "lora config: target_modules, exclude_modules, rank_pattern or alpha_pattern"
+        message = f"{where}: {pattern!r} took over {_MATCH_SECONDS} s to match {path}; simplify it"
+        raise UserError(message) from None
     except regex.error as error:
         raise UserError(f"lora config: {pattern!r} is no regular expression: {error}") from None
 

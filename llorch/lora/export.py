@@ -83,10 +83,9 @@ def _write_adapter(adapter: Adapter, target: Path, model: ModelConfig, base: Bas
 def plain_adapter(adapter: Adapter, model: ModelConfig) -> Adapter:
     """Make an equal adapter without rank and alpha patterns.
 
-    The adapter keeps its numbers if one rank and one alpha already suffice; else every scale becomes 1. Then each scale
-    is multiplied into its B, and smaller ranks are filled up with zeros. Servers read less than PEFT writes: vLLM has
-    no alpha or rank patterns and no DoRA, SGLang no rank-stabilised scale. FormatError Unsupported for DoRA and for
-    `target_parameters`.
+    It keeps its numbers if one rank and one alpha already suffice; else each scale is multiplied into its B, and
+    smaller ranks are filled up with zeros. Servers read less than PEFT writes: vLLM has no alpha or rank patterns and
+    no DoRA, SGLang no rank-stabilised scale. FormatError Unsupported for DoRA and for `target_parameters`.
     """
     config = adapter.config
     if config.use_dora:

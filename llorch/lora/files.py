@@ -124,11 +124,7 @@ def _relative_difference(trained: Weights, weights: Weights) -> float:
 
 
 def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bool) -> tuple[Adapter, str]:
-    """Return an adapter that fits some weights, and one sentence about its base.
-
-    If the adapter records its base, every tensor of the weights is read once. The base of an adapter in memory is
-    unknown.
-    """
+    """Return an adapter that fits some weights, and one sentence about its base, as `check_base` and `read_adapter`."""
     if isinstance(adapter, Adapter):
         return adapter, "base: unknown, because the adapter is not from a file"
     status = check_base(adapter, weights, any_base=any_base)

@@ -44,8 +44,7 @@ def write_lora_gguf(
 ) -> None:
     """Write an adapter for llama.cpp in F32, complete or absent.
 
-    Unsupported: what llama.cpp cannot load or would compute wrongly, which is DoRA, and adapters of the output or the
-    embedding where these are tied.
+    Unsupported is what llama.cpp lacks or computes wrongly: DoRA, adapters of a tied output or embedding.
     """
     path = Path(path)
     _refuse(adapter, model, path)
@@ -98,15 +97,13 @@ def common_alpha(adapter: Adapter) -> float | None:
 
 def _refuse(adapter: Adapter, model: ModelConfig, path: Path) -> None:
     outer = [name for name in ("embed_tokens", "lm_head") if name in adapter.targets]
+    remedy = "merge instead: llorch lora merge BASE ADAPTER x.gguf"
     if adapter.config.use_dora:
-        message = (
-            "llama.cpp does not support magnitude vectors (DoRA); merge instead: llorch lora merge BASE ADAPTER x.gguf"
-        )
-        raise FormatError("Unsupported", message, path=path)
+        message = "llama.cpp does not support magnitude vectors (DoRA)"
+        raise FormatError("Unsupported", f"{message}; {remedy}", path=path)
     if model.tie_word_embeddings and outer:
         message = f"{', '.join(outer)}: a tied base has one GGUF tensor for embedding and output, so a GGUF adapter"
-        message += " cannot adapt one of them; merge instead: llorch lora merge BASE ADAPTER x.gguf"
-        raise FormatError("Unsupported", message, path=path)
+        raise FormatError("Unsupported", f"{message} cannot adapt one of them; {remedy}", path=path)
 
 
 def _stored(adapter: Adapter, *, folded: bool) -> dict[str, np.ndarray]:
@@ -150,11 +147,8 @@ def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, LoraTarget]:
         raise FormatError(code, message, path=file.path)
     one, other = halves.values()
     if one ^ other:
-        raise FormatError(
-            "Missing",
-            f"expected .lora_a and .lora_b for each matrix, got one of them for {some(sorted(one ^ other))}",
-            path=file.path,
-        )
+        message = f"expected .lora_a and .lora_b for each matrix, got one of them for {some(sorted(one ^ other))}"
+        raise FormatError("Missing", message, path=file.path)
     outside = sorted(one - known.keys())
     if outside or not one:
         message = f"expected adapters of this model's matrices, got {some(outside) or 'no tensors'}"

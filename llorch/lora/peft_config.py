@@ -198,12 +198,10 @@ def with_tied(config: LoraConfig, model: ModelConfig, folder: Path) -> LoraConfi
     if not model.tie_word_embeddings or not Fields(read_json(path, limit=_LIMIT), path).boolean(_TYING, default=False):
         return config
     named = {target.name for target in config.targets(model).values()} & {*_TIED}
-    if not named or isinstance(config.target_modules, str):
-        return (
-            replace(config, target_modules=f"(?:{config.target_modules})|(?:.*\\.)?(?:{'|'.join(_TIED)})")
-            if named
-            else config
-        )
+    if not named:
+        return config
+    if isinstance(config.target_modules, str):
+        return replace(config, target_modules=f"(?:{config.target_modules})|(?:.*\\.)?(?:{'|'.join(_TIED)})")
     return replace(config, target_modules=tuple(sorted({*config.target_modules, *_TIED})))
 
 

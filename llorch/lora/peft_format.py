@@ -105,10 +105,7 @@ def base_of_peft(folder: str | Path) -> BaseIdentity | str | None:
 
 
 def copies_in_peft(folder: str | Path, model: ModelConfig) -> Mapping[str, np.ndarray]:
-    """Read the matrices of the base, `embed_tokens` or `lm_head`, that PEFT stores next to their adapters.
-
-    Their shapes are those of the model; FormatError as in `read_peft`.
-    """
+    """Read the base's matrices, `embed_tokens` or `lm_head`, that lie next to their adapters, as `read_peft`."""
     folder = Path(folder)
     with SafetensorsFile(tensor_file(folder)) as file:
         names = [name for name in file.tensors if name.endswith(_COPY)]
@@ -160,10 +157,7 @@ def _plain_names(file: SafetensorsFile, folder: Path) -> dict[str, str]:
 
 
 def _of_text(config: LoraConfig, model: ModelConfig, file: SafetensorsFile, folder: Path) -> LoraConfig:
-    """Translate a configuration to names of the text part alone.
-
-    FormatError Unsupported if the vision part was trained, too.
-    """
+    """Translate to names of the text part alone; FormatError Unsupported if the vision part was trained."""
     eyes = sorted(name for name in file.tensors if _EYES.match(name.removeprefix(_PREFIX)))
     if eyes:
         message = f"adapter: expected tensors of the text model only, got {len(eyes)} of the vision part, "
@@ -189,10 +183,7 @@ def _stored_names(config: LoraConfig, targets: Mapping[str, LoraTarget]) -> dict
 
 
 def _module_of(target: LoraTarget, targets: Mapping[str, LoraTarget]) -> str:
-    """Return the module that PEFT puts an adapter on.
-
-    Of two parameters of one module, the first is inside the second.
-    """
+    """Return the module that PEFT puts an adapter on; of two parameters of one, the first is inside."""
     if not target.is_parameter:
         return target.stored_path
     owner, _, name = target.stored_path.rpartition(".")
@@ -217,9 +208,8 @@ def _check_copies(file: SafetensorsFile, targets: Mapping[str, LoraTarget]) -> N
             continue
         target = next((t for t in targets.values() if f"{_PREFIX}{t.path}.{_COPY}" == _name_in_text_model(name)), None)
         if target is None or target.name not in ("embed_tokens", "lm_head"):
-            raise FormatError(
-                "Unexpected", f"expected adapter tensors only, got the base matrix {name}", path=file.path
-            )
+            message = f"expected adapter tensors only, got the base matrix {name}"
+            raise FormatError("Unexpected", message, path=file.path)
         shape = (target.n_in, target.n_out) if target.is_embedding else (target.n_out, target.n_in)
         if info.shape != shape:
             message = f"{name} expected {shape}, got {info.shape}: the vocabulary was resized"

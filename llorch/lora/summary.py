@@ -123,21 +123,12 @@ def _summary(
     each = zip(lora_A, lora_B, strict=True) if lora_A.ndim == 3 else [(lora_A, lora_B)]
     norm = scaling * math.hypot(*(product_norm(a, b) for a, b in each)) if fits else float("nan")
     base = _base_norm(whole, weights)
-    return MatrixSummary(
-        path=path,
-        rank=rank,
-        scaling=scaling,
-        n_parameters=lora_A.size + lora_B.size,
-        norm=norm,
-        relative=None if base is None else norm / base,
-    )
+    size, relative = lora_A.size + lora_B.size, None if base is None else norm / base
+    return MatrixSummary(path=path, rank=rank, scaling=scaling, n_parameters=size, norm=norm, relative=relative)
 
 
 def _parameter(path: str, config: LoraConfig | None) -> str:
-    """Return the path of the weight that an adapter in a PEFT directory changes.
-
-    For a parameter this is the parameter's path, not its module's.
-    """
+    """Return the path of the weight (for a parameter its own, not its module's) that an adapter changes."""
     if config is None:
         return path
     owner, names = path.removesuffix(".base_layer"), config.target_parameters

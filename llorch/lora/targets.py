@@ -100,10 +100,7 @@ class LoraTarget:
         return (self.n_in if self.turned else self.n_out, rank * max(1, self.n_experts))
 
     def by_expert(self, lora_A: Any, lora_B: Any) -> tuple[Any, Any]:
-        """Return views (experts, r, in) and (experts, out, r) of both, arrays or tensors.
-
-        Without experts return both unchanged.
-        """
+        """Return views (experts, r, in) and (experts, out, r), arrays or tensors; without experts both as is."""
         if not self.n_experts:
             return lora_A, lora_B
         first = lora_A.reshape(self.n_experts, -1, lora_A.shape[1])
@@ -126,12 +123,9 @@ def targets_of(config: ModelConfig) -> Mapping[str, LoraTarget]:
     head = "embed_tokens" if config.tie_word_embeddings else "lm_head"
     vocab, hidden = weights["embed_tokens"].shape
     found |= {"lm_head": LoraTarget("lm_head", "lm_head", hidden, vocab, (MatrixPart(head),), (MatrixPart("output"),))}
-    text_has_no_class = written_family(config) != config.family
-    return (
-        in_whole(found, FAMILIES[config.family].layout.multimodal_prefixes)
-        if config.part_of_whole or text_has_no_class
-        else found
-    )
+    if config.part_of_whole or written_family(config) != config.family:  # whose text part has no class of its own
+        return in_whole(found, FAMILIES[config.family].layout.multimodal_prefixes)
+    return found
 
 
 def in_whole(targets: Mapping[str, LoraTarget], form: tuple[str, str]) -> dict[str, LoraTarget]:
@@ -146,21 +140,17 @@ def alone(targets: Mapping[str, LoraTarget]) -> dict[str, LoraTarget]:
 
 def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) -> Iterator[LoraTarget]:
     """Yield the matrices of a layer that an adapter can be put on, in forward order."""
-    traits, (ours, _, theirs) = config.traits(layer), prefixes_of(layer)
-    family = FAMILIES[config.family]
+    traits, (ours, _, theirs), family = config.traits(layer), prefixes_of(layer), FAMILIES[config.family]
     mlp = family.layout.all_names["mlp"]
     as_parameter = ".weight" if "old_expert_names" in family.transformers.habits else ""
 
     def plain(short: str, path: str) -> LoraTarget:
         return _whole_target(weights[ours + short], theirs + path)
 
-    def named(*shorts: str) -> list[Weight]:
-        return [weights[ours + short] for short in shorts]
-
     if "delta_net" in traits:
         if family.delta_net == "fused":
             for short, of in (("in_proj_qkvz", ("in_qkv", "in_z")), ("in_proj_ba", ("in_b", "in_a"))):
-                yield _joined_target(f"{theirs}linear_attn.{short}", short, named(*of))
+                yield _joined_target(f"{theirs}linear_attn.{short}", short, [weights[ours + part] for part in of])
         else:
             yield from (plain(f"in_{which}", f"linear_attn.in_proj_{which}") for which in ("qkv", "z", "b", "a"))
         yield plain("out_proj", "linear_attn.out_proj")
@@ -172,10 +162,10 @@ def _of_layer(config: ModelConfig, layer: int, weights: Mapping[str, Weight]) ->
     yield plain("router", weights[ours + "router"].huggingface.removeprefix(theirs))
     turned = family.layout.transposed_experts == "modules"
     for short, of in _STACKS.items():
-        yield _experts_target(f"{theirs}{mlp}.experts.{short}", short, named(*of), turned=turned)
+        parts = [weights[ours + part] for part in of]
+        yield _experts_target(f"{theirs}{mlp}.experts.{short}", short, parts, turned=turned)
     if "shared" in traits:
-        for short in OF_EXPERTS:
-            yield plain(f"shared_{short}", f"{mlp}.shared_expert.{short}{as_parameter}")
+        yield from (plain(f"shared_{short}", f"{mlp}.shared_expert.{short}{as_parameter}") for short in OF_EXPERTS)
     if "shared_gate" in traits:
         yield plain("shared_gate", f"{mlp}.shared_expert_gate")
 

@@ -31,6 +31,7 @@ from llorch.runtime.errors import UserError
 from llorch.runtime.fields import Fields
 from llorch.runtime.memory import keep_freed_memory
 
+Ids = Sequence[int] | np.ndarray
 Prompt = str | Sequence[int] | Sequence[Message]
 _CHARACTERS_PER_TOKEN = 4  # of English; most texts of so many fit, and are tokenized once
 PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
@@ -123,10 +124,7 @@ class OpenModel:
         return Chats(lambda: self.chat_templates, self.tokenizer, path=self.weights.path)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Encode a text with special tokens, or a conversation up to the answer; ids stay as they are.
-
-        ValueError for a text that is far longer than the context.
-        """
+        """Encode a text with special tokens, or a conversation; UserError for one that is far too long. Ids stay."""
         if isinstance(prompt, str):
             self.require_fits(prompt)
             return self.tokenizer.encode(prompt)
@@ -186,7 +184,7 @@ class OpenModel:
     def _ids_of_images(self) -> dict[int, str]:
         return ids_of_images(self.weights)
 
-    def checked_ids(self, ids: Sequence[int] | np.ndarray) -> np.ndarray:
+    def checked_ids(self, ids: Ids) -> np.ndarray:
         """Convert token ids to int64; ValueError if there are none, or one is out of range."""
         array = np.asarray(ids)
         if array.ndim != 1 or array.size == 0:
@@ -256,13 +254,7 @@ class Model(OpenModel):
         return self._forward(ids, weights, cache, trace=trace, last_only=last_only)
 
     def _forward(
-        self,
-        ids: Sequence[int] | np.ndarray,
-        weights: Weights,
-        cache: KVCache,
-        *,
-        trace: dict[str, np.ndarray] | None = None,
-        last_only: bool,
+        self, ids: Ids, weights: Weights, cache: KVCache, *, trace: dict[str, np.ndarray] | None = None, last_only: bool
     ) -> Float[np.ndarray, "rows vocab"]:
         """Check the ids, run the forward pass with some weights, and return the logits."""
         ids = self.checked_ids(ids)

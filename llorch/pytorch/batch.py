@@ -100,10 +100,7 @@ class RunningBatch:
 
 
 def one_each(value: object, n: int, *, name: str) -> list:
-    """Return a list of n settings, from one setting for all prompts or from a sequence of one per prompt.
-
-    Raises ValueError for a sequence of another length.
-    """
+    """Return a list of n settings, from one for all or a sequence of n; UserError for another length."""
     values = list(value) if isinstance(value, Sequence) else [value] * n
     if len(values) != n:
         raise UserError(f"generate_batch: expected 1 {name} for all prompts or {n}, one per prompt, got {len(values)}")

@@ -20,6 +20,8 @@ from llorch.families.layers import Bound, DeltaNet
 from llorch.ops.rope import rope_tables
 from llorch.runtime.errors import UserError
 
+NewRows = Float[Tensor, "batch seq kv_heads head_dim"]
+Context = Float[Tensor, "batch kv_heads ctx head_dim"]
 Visible = Bool[Tensor, "batch 1 seq ctx"] | None  # None: each token sees all before it, and there is no padding
 
 
@@ -77,17 +79,21 @@ class Cache:
                 f"cache: expected positions within the context, got {first_position} to {last - 1}; the context has "
                 f"{config.max_position_embeddings} tokens"
             )
-        nets = [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)]
-        shapes = [(batch, config.n_kv_heads, 0 if is_net else n_slots + 1, config.head_dim) for is_net in nets]
-        self.keys = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.values = [torch.zeros(shape, dtype=dtype, device=device) for shape in shapes]
-        self.states = {
-            i: State.empty(config.delta_net, batch, dtype, device)
-            for i, is_net in enumerate(nets)
-            if is_net and config.delta_net is not None
-        }
+        self._reserve(config, batch, n_slots + 1, batch, dtype, device)
         self._sequence = torch.arange(batch, device=device)[:, None]  # (batch, 1)
         self._set_positions(config, first_position, n_slots, dtype, device)
+
+    def _reserve(
+        self, config: ModelConfig, batch: int, n_slots: int, n_states: int, dtype: torch.dtype, device: torch.device
+    ) -> None:
+        """Make empty keys, values and states of all layers."""
+        net, nets = config.delta_net, [i for i in range(config.n_layers) if config.layer(i).mixer == "delta_net"]
+        sizes = [0 if i in nets else n_slots for i in range(config.n_layers)]
+        self.keys, self.values = (
+            [torch.zeros(batch, config.n_kv_heads, size, config.head_dim, dtype=dtype, device=device) for size in sizes]
+            for _ in range(2)
+        )
+        self.states = {} if net is None else {i: State.empty(net, n_states, dtype, device) for i in nets}
 
     def _set_positions(
         self, config: ModelConfig, first_position: int, n_slots: int, dtype: torch.dtype, device: torch.device
@@ -149,10 +155,7 @@ class Cache:
     def _near(
         self, bound: Bound, positions: Int[Tensor, "batch seq"], ctx: int, seen_up_to: Tensor, visible: Visible
     ) -> Visible:
-        """Mark the slots that tokens see under a bound, beyond which they do not look back.
-
-        The result is `visible` if the bound lies before all slots.
-        """
+        """Mark the slots that tokens see under a bound; `visible` where the bound lies before all slots."""
         kind, size = bound
         first = self.first_position
         if ctx <= size if kind == "window" else first // size == (first + ctx - 1) // size:
@@ -161,21 +164,13 @@ class Cache:
         slot = self._slot[:ctx]
         return (slot <= seen_up_to) & (slot >= (start - first)[:, None, :, None])
 
-    def append(
-        self,
-        layer: int,
-        k: Float[Tensor, "batch seq kv_heads head_dim"],
-        v: Float[Tensor, "batch seq kv_heads head_dim"],
-        place: PassPlacement,
-    ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
+    def append(self, layer: int, k: NewRows, v: NewRows, place: PassPlacement) -> tuple[Context, Context]:
         """Write rotated keys and values of the new tokens; gives those of the context."""
         for store, new in ((self.keys[layer], k), (self.values[layer], v)):
             store[self._sequence, :, place.slots] = new.to(store.dtype)
         return self.context(layer, place)
 
-    def context(
-        self, layer: int, place: PassPlacement
-    ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
+    def context(self, layer: int, place: PassPlacement) -> tuple[Context, Context]:
         """Return the keys and values that attention looks at, views of the cache."""
         return self.keys[layer][:, :, : place.ctx], self.values[layer][:, :, : place.ctx]
 
@@ -196,13 +191,7 @@ class NoCache(Cache):
         """Hold nothing."""
         self.cos = torch.empty(0, device=device)
 
-    def append(
-        self,
-        layer: int,
-        k: Float[Tensor, "batch seq kv_heads head_dim"],
-        v: Float[Tensor, "batch seq kv_heads head_dim"],
-        place: PassPlacement,
-    ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
+    def append(self, layer: int, k: NewRows, v: NewRows, place: PassPlacement) -> tuple[Context, Context]:
         """Give back keys and values as a context, heads first."""
         return k.transpose(1, 2), v.transpose(1, 2)
 

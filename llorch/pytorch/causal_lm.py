@@ -19,13 +19,12 @@ from torch.nn.functional import silu
 
 from llorch.families.config import ModelConfig
 from llorch.model.forward import dense_only
-from llorch.pytorch.cache import Cache, PassPlacement, Visible
+from llorch.pytorch.cache import Cache, Context, PassPlacement, Visible
 
 Keep = Callable[[str, Tensor], Tensor]
 PartsOf = Callable[[ModelConfig, int], Mapping[str, nn.Module]]  # of a layer, what is not the dense page's, by name
 Hidden = Float[Tensor, "batch seq hidden"]
 Heads = Float[Tensor, "batch seq _heads head_dim"]
-Context = Float[Tensor, "batch kv_heads ctx head_dim"]
 
 
 def keep_nothing(name: str, array: Tensor) -> Tensor:

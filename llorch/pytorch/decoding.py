@@ -20,6 +20,7 @@ from llorch.pytorch.sampling import BatchSettings, Needs, choose, seen_tokens, u
 
 SMALLEST = 256  # slots of the smallest class; below, looking at all of them costs nothing beside the weights
 
+Ids = Int[Tensor, "batch seq"]
 Forward = Callable[[Tensor, PassPlacement, Cache], Tensor]  # ids, where they stand, cache -> logits of each
 Replay = Callable[["Decoding", int], None]  # slots to look at
 Agree = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]  # tokens and log probabilities, as all ranks take them
@@ -50,7 +51,7 @@ class Decoding:
         self.n_done = 0  # tokens per sequence that were made
         self.adapters: Sequence[str | None] = [None] * batch
         self.replay: Replay | None = None  # of a recorded step, where there is one
-        self.agree: Agree = chosen_alone
+        self.agree: Agree = lambda token, logprob: (token, logprob)  # of one process: what it has chosen
 
     @property
     def batch(self) -> int:
@@ -142,11 +143,6 @@ class Decoding:
         return small
 
 
-def chosen_alone(token: Tensor, logprob: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the choice of this process unchanged: there are no other ranks to agree with."""
-    return token, logprob
-
-
 def n_slots(jobs: Sequence[Job]) -> int:
     """Count the slots that a batch needs per sequence."""
     return max(job.n_slots for job in jobs)
@@ -163,13 +159,7 @@ def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[Int[np.ndarray, "batc
 
 
 def read_prompts(
-    module: CausalLM,
-    ids: Int[Tensor, "batch seq"],
-    positions: Int[Tensor, "batch seq"],
-    cache: Cache,
-    *,
-    causal: bool,
-    chunk: int,
+    module: CausalLM, ids: Ids, positions: Ids, cache: Cache, *, causal: bool, chunk: int
 ) -> Float[Tensor, "batch vocab"]:
     """Fill an empty cache, `chunk` columns per pass to bound the activations; logits of the last column."""
     last = (ids.shape[1] - 1) // chunk * chunk
@@ -182,10 +172,7 @@ def read_prompts(
 
 
 def size_class(ctx: int, n_slots: int) -> int:
-    """Return the smallest size of a graph, in slots, that holds `ctx`.
-
-    Sizes are 256, 384, 512, 768, 1024, ..., and at most `n_slots`.
-    """
+    """Return the first of 256, 384, 512, 768, 1024, ... slots that holds `ctx`, at most `n_slots`: that of a graph."""
     size = SMALLEST
     while size < ctx:
         size = size * 3 // 2 if size & (size - 1) == 0 else size * 4 // 3
@@ -198,9 +185,5 @@ def recordable(module: nn.Module) -> bool:
 
 
 def compiled_forward(module: nn.Module, *, growing: bool) -> Forward:
-    """Compile the forward pass of a step with torch.compile, which makes one function of all layers.
-
-    `growing`: each step looks at more slots than the step before, as steps do that are not replayed. The function is
-    then compiled for any number of slots.
-    """
+    """Compile the forward pass of a step, all layers as one; `growing`: for steps that look at more and more slots."""
     return torch.compile(module, dynamic=True if growing else None)

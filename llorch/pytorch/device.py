@@ -56,10 +56,7 @@ def target(device: str = "cpu", dtype: str = "float32", kernels: str = "auto") -
 
 
 def compute_as_named(at: Target) -> None:
-    """Turn off the switches of torch that make products less exact than their dtype, for the whole process.
-
-    On CUDA also what it then says of them.
-    """
+    """Turn off, for the whole process, what makes products less exact than their dtype, and what CUDA says of that."""
     torch.set_float32_matmul_precision("highest")  # no TF32, no bfloat16 parts
     if at.device.type == "cuda":
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False

@@ -63,10 +63,7 @@ class LargePages:
         return torch.empty(shape, dtype=dtype) if room is None else room
 
     def copied(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors of the CPU into large pages.
-
-        Small ones stay, those that `empty` has made, and all of them if there are no such pages.
-        """
+        """Copy tensors of the CPU into large pages; small ones stay, and those of `empty`, and all without pages."""
         return {name: self._copied(field) for name, field in fields.items()}
 
     def _copied(self, tensor: Tensor) -> Tensor:
@@ -111,23 +108,15 @@ def all_of(path: str, tensor: torch.Tensor) -> torch.Tensor:
 
 
 def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
-    """Build the model with every weight decoded to one dtype and frozen; NaN and infinity are refused.
-
-    A weight is whole only until it is `cut`, one after the other.
-    """
+    """Build the model of frozen weights in one dtype, each whole only until `cut`; NaN and infinity are refused."""
     model = _empty(weights.config)
     for row in _in_turn(weights):
         _put_dense(model, weights, row, dtype, device, cut)
-    if weights.config.tie_word_embeddings:
-        model.lm_head.weight = model.model.embed_tokens.weight
-    return model.eval()
+    return completed(model)
 
 
 def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
-    """Load a model as `load_dense` does, but keep every matrix packed that has a packed kind.
-
-    Matrices in BF16 or F16 stay so where `stays_half` says it.
-    """
+    """Load a model as `load_dense` does, but keep what has a packed kind packed, and what `stays_half` in 16 bits."""
     model, pages = _empty(weights.config), LargePages()
     for row in _in_turn(weights):
         kind = _kept_kind(weights, row, dtype, device, cut)
@@ -135,7 +124,12 @@ def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, c
             _put_packed(model, weights, row, kind, dtype, device, cut, pages)
         else:
             _put_dense(model, weights, row, dtype, device, cut)
-    if weights.config.tie_word_embeddings:
+    return completed(model)
+
+
+def completed(model: CausalLM) -> CausalLM:
+    """Share a tied embedding with the output matrix, and leave the mode of training."""
+    if model.config.tie_word_embeddings:
         embedding = model.model.embed_tokens
         if isinstance(embedding, QuantisedEmbedding):
             model.lm_head = QuantisedLinear(embedding.fields, embedding.ggml_type)
@@ -242,11 +236,10 @@ def _put_packed(
         fields = shorten(fields)
     if use_pages:
         fields = pages.copied(fields)
-    owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
     columns = None if slot.layout.columns is None else slot.layout.columns.index()
     if (order := group_order(stored[0])) is not None:
         columns = np.argsort(order)
-    setattr(model.get_submodule(owner), name, _kernel(fields, kind, row, dtype, columns))
+    put_fields(model, row, fields, kind, dtype, columns)
 
 
 def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
@@ -265,14 +258,19 @@ def _packed_matrices(weights: Weights, row: Weight) -> list[Packed]:
     return [rows_of(weights.as_stored(row.name), weights.slots[row.name].layout)]
 
 
-def _kernel(fields: Fields, kind: Kind, row: Weight, dtype: torch.dtype, columns: np.ndarray | None) -> nn.Module:
-    """Build the module of a packed weight; `columns` reorders its inputs."""
+def put_fields(
+    model: nn.Module, row: Weight, fields: Fields, kind: Kind, dtype: torch.dtype, columns: np.ndarray | None = None
+) -> None:
+    """Set the module of a packed weight; `columns` reorders its inputs."""
     if row.name == "embed_tokens":
-        return QuantisedEmbedding(fields, kind, dtype)
-    if len(row.shape) == 3:
-        return QuantisedExperts(fields, kind, row.shape[0])
-    kernel = QuantisedLinear(fields, kind)
-    return kernel if columns is None else Reordered(kernel, torch.from_numpy(columns).to(fields["codes"].device))
+        kernel = QuantisedEmbedding(fields, kind, dtype)
+    elif len(row.shape) == 3:
+        kernel = QuantisedExperts(fields, kind, row.shape[0])
+    else:
+        kernel = QuantisedLinear(fields, kind)
+        if columns is not None:
+            kernel = Reordered(kernel, torch.from_numpy(columns).to(fields["codes"].device))
+    model.set_submodule(path_of(row.name).removesuffix(".weight"), kernel)
 
 
 def _require_finite(fields: Fields, kind: Kind, stored: Sequence[Packed]) -> None:

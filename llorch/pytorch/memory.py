@@ -7,9 +7,9 @@ needed elsewhere.
 import math
 from bisect import bisect_right
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import accumulate
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import torch
 
@@ -33,11 +33,9 @@ _CPU_KERNELS = (torch.float32, torch.bfloat16)  # dtypes in which they multiply 
 # chose them: 0.5 MB a shape were seen (32 experts of 4 layers, 256 and 1,024 tokens, float32 and bfloat16).
 _SHAPE, _MOST_SHAPES = 1 << 19, 1024
 _TILE = 1 << 22  # elements of a packed matrix that are decoded at once
-_GB = 1e9
 
 
-@dataclass(frozen=True)
-class Wanted:
+class Wanted(NamedTuple):
     """The options of a run that decide its memory."""
 
     residency: Literal["decoded", "packed"]
@@ -109,8 +107,8 @@ def require_memory(
     wanted = Wanted("decoded", batch, n_tokens, n_ranks)
     if residency == "auto":
         residency = _choice(weights, target, wanted, free, from_blocks=from_blocks)
-    wanted = replace(wanted, residency=residency)
-    need = _need(weights, target, wanted)
+    wanted = wanted._replace(residency=residency)
+    need = predict(weights, target, *wanted)
     if need.peak > free:
         each = f" for each of {n_here} ranks" if n_here > 1 else ""
         raise MemoryError(_refusal(weights, target, wanted, need, free, each))
@@ -193,10 +191,6 @@ def free_memory(device: torch.device) -> float:
     return float(torch.cuda.mem_get_info(device)[0] + cached)
 
 
-def _need(weights: Weights, target: Target, wanted: Wanted) -> Need:
-    return predict(weights, target, wanted.residency, wanted.batch, wanted.n_tokens, wanted.n_ranks)
-
-
 def _choice(
     weights: Weights, target: Target, decoded: Wanted, free: float, *, from_blocks: bool
 ) -> Literal["decoded", "packed"]:
@@ -205,7 +199,7 @@ def _choice(
         return "decoded"
     if from_blocks and (target.device.type == "cuda" or (target.dtype in _CPU_KERNELS and library() is not None)):
         return "packed"
-    return "decoded" if _need(weights, target, decoded).peak <= free else "packed"
+    return "decoded" if predict(weights, target, *decoded).peak <= free else "packed"
 
 
 def _stays_packed(weights: Weights, name: str, residency: str) -> bool:
@@ -304,9 +298,8 @@ def _part_rows(config: ModelConfig, layer: int) -> int:
 def _refusal(weights: Weights, target: Target, wanted: Wanted, need: Need, free: float, each: str) -> str:
     parts = {"weights": need.weights, "cache": need.cache, "activations": need.activations + need.logits}
     figures = ", ".join(f"{name} {_gb(n_bytes)}" for name, n_bytes in parts.items())
-    peak = need.peak
     return (
-        f"{weights.path}: needs about {_gb(peak)} on {target.device} ({target.dtype_name}, {wanted.residency}, "
+        f"{weights.path}: needs about {_gb(need.peak)} on {target.device} ({target.dtype_name}, {wanted.residency}, "
         f"batch {wanted.batch}, {wanted.n_tokens} tokens: {figures}), {_gb(free)} are free{each}; "
         + _suggestion(weights, target, wanted, free)
     )
@@ -315,7 +308,7 @@ def _refusal(weights: Weights, target: Target, wanted: Wanted, need: Need, free:
 def _suggestion(weights: Weights, target: Target, wanted: Wanted, free: float) -> str:
     """Name the first change, from the least painful on, with which the run fits."""
     for words, other_target, other in _alternatives(weights, target, wanted):
-        peak = _need(weights, other_target, other).peak
+        peak = predict(weights, other_target, *other).peak
         if peak <= free:
             return f"{words} would need {_gb(peak)}"
     return "use a smaller model or a smaller --dtype"
@@ -325,11 +318,11 @@ def _alternatives(weights: Weights, target: Target, wanted: Wanted) -> Iterator[
     """Yield cheaper requests, as a hint for the user: smaller batch, shorter context, packed weights, bfloat16."""
     half = Target(target.device, DTYPES["bfloat16"])
     packable = wanted.residency == "decoded" and any(kind_of(weights, name) for name in weights)
-    packed = replace(wanted, residency="packed")
+    packed = wanted._replace(residency="packed")
     for batch in _halvings(wanted.batch, least=1):
-        yield f"a batch of {batch}", target, replace(wanted, batch=batch)
+        yield f"a batch of {batch}", target, wanted._replace(batch=batch)
     for n_tokens in _halvings(wanted.n_tokens, least=256):
-        yield f"{n_tokens} tokens of context", target, replace(wanted, n_tokens=n_tokens)
+        yield f"{n_tokens} tokens of context", target, wanted._replace(n_tokens=n_tokens)
     if packable:
         yield "--weights packed", target, packed
     if target.dtype.itemsize > 2:
@@ -337,7 +330,7 @@ def _alternatives(weights: Weights, target: Target, wanted: Wanted) -> Iterator[
         if packable:
             yield "--dtype bfloat16 --weights packed", half, packed
         for n_tokens in _halvings(wanted.n_tokens, least=256):
-            yield f"--dtype bfloat16 with {n_tokens} tokens of context", half, replace(wanted, n_tokens=n_tokens)
+            yield f"--dtype bfloat16 with {n_tokens} tokens of context", half, wanted._replace(n_tokens=n_tokens)
 
 
 def _halvings(n: int, *, least: int) -> Iterator[int]:
@@ -347,4 +340,4 @@ def _halvings(n: int, *, least: int) -> Iterator[int]:
 
 
 def _gb(n_bytes: int | float) -> str:
-    return f"{n_bytes / _GB:.2f} GB"
+    return f"{n_bytes / 1e9:.2f} GB"

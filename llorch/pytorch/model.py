@@ -43,6 +43,7 @@ class TorchModel(AdaptedModules):
         """Wrap a module with its weights and the kernels of a mode; `compiled`: decoding goes through torch.compile."""
         super().__init__(weights, module, compiled=compiled)
         self.target, self.mode = target, mode
+        self._config_here = weights.config  # of a rank: that of its heads
         self._spare: Decoding | None = None
 
     @property
@@ -58,7 +59,7 @@ class TorchModel(AdaptedModules):
     def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
         """Create an empty cache; see `llorch.pytorch.cache.Cache`."""
         kind = {"dtype": self.target.dtype, "device": self.target.device}
-        return Cache(self.config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
+        return Cache(self._config_here, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
 
     @torch.no_grad()
     def forward(

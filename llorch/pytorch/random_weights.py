@@ -16,9 +16,7 @@ from llorch.files.tensor_names import Weight, inventory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
 from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, pack, shorten, values_of, width
-from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear
-from llorch.pytorch.load import path_of, put
-from llorch.pytorch.models.experts import QuantisedExperts
+from llorch.pytorch.load import completed, path_of, put, put_fields
 from llorch.pytorch.models.families import build
 from llorch.runtime.errors import UserError
 
@@ -43,16 +41,11 @@ def random_model(config: ModelConfig, target: Target, packed: Kind | None = None
         model = build(config)
     for row in inventory(config).values():
         if packed is not None and row.is_matrix:
-            _put_blocks(model, row, target, packed)
+            fields = random_fields((math.prod(row.shape[:-1]), row.shape[-1]), packed, target.device)
+            put_fields(model, row, fields, packed, target.dtype)
         else:
             _put_dense(model, row, target)
-    if config.tie_word_embeddings:
-        embedding = model.model.embed_tokens
-        if packed is None:
-            model.lm_head.weight = embedding.weight
-        else:
-            model.lm_head = QuantisedLinear(embedding.fields, packed)
-    return model.eval()
+    return completed(model)
 
 
 def _put_dense(model: CausalLM, row: Weight, target: Target) -> None:
@@ -61,19 +54,6 @@ def _put_dense(model: CausalLM, row: Weight, target: Target) -> None:
     if row.name.endswith("decay"):
         tensor = -1 - tensor.abs()
     put(model, path_of(row.name), tensor + 1 if row.name.endswith("norm") else tensor)
-
-
-def _put_blocks(model: CausalLM, row: Weight, target: Target, packed: Kind) -> None:
-    """Put a module with random packed fields in the weight's place."""
-    fields = random_fields((math.prod(row.shape[:-1]), row.shape[-1]), packed, target.device)
-    if row.name == "embed_tokens":
-        kernel = QuantisedEmbedding(fields, packed, target.dtype)
-    else:
-        kernel = (
-            QuantisedLinear(fields, packed) if len(row.shape) == 2 else QuantisedExperts(fields, packed, row.shape[0])
-        )
-    owner, _, name = path_of(row.name).removesuffix(".weight").rpartition(".")
-    setattr(model.get_submodule(owner), name, kernel)
 
 
 def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) -> Fields:

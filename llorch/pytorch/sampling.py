@@ -18,6 +18,8 @@ from llorch.ops.sampling import SamplingSettings
 
 Wide = Float64[Tensor, "batch vocab"]
 PerRow = Float64[Tensor, "batch 1"]
+IntPerRow = Int[Tensor, "batch 1"]
+Logits = Float[Tensor, "batch vocab"]
 Marks = Bool[Tensor, "batch vocab"]
 Counts = Int[Tensor, "batch vocab"]
 
@@ -49,7 +51,7 @@ class BatchSettings:
     """The settings of every row in tensors that keep their place; see `SamplingSettings`."""
 
     temperature: PerRow
-    top_k: Int[Tensor, "batch 1"]
+    top_k: IntPerRow
     top_p: PerRow
     min_p: PerRow
     repetition_penalty: PerRow
@@ -91,7 +93,7 @@ def penalise_repeats(logits: Wide, counts: Counts, presence: PerRow, frequency: 
     return logits - presence * (counts > 0) - frequency * counts
 
 
-def keep_first(logits: Wide, top_k: Int[Tensor, "batch 1"], top_p: PerRow) -> Wide:
+def keep_first(logits: Wide, top_k: IntPerRow, top_p: PerRow) -> Wide:
     """Keep the `top_k` highest logits and their equals; of those the smallest set that holds a mass of `top_p`.
 
     Sorting a whole vocabulary takes a CPU as long as a token of a small model, so there the highest logits are tried
@@ -109,11 +111,7 @@ def keep_first(logits: Wide, top_k: Int[Tensor, "batch 1"], top_p: PerRow) -> Wi
 
 
 def _first_of(
-    logits: Wide,
-    ordered: Float64[Tensor, "batch some"],
-    order: Int[Tensor, "batch some"],
-    k: Int[Tensor, "batch 1"],
-    top_p: PerRow,
+    logits: Wide, ordered: Float64[Tensor, "batch some"], order: Int[Tensor, "batch some"], k: IntPerRow, top_p: PerRow
 ) -> tuple[Wide, Bool[Tensor, "batch 1"]]:
     """Filter by the highest logits, given in order with their ids; says of each row whether they were enough."""
     vocab, some = logits.shape[-1], order.shape[-1]
@@ -140,9 +138,7 @@ def softmax(logits: Wide) -> Wide:
     return weights / weights.sum(-1, keepdim=True)
 
 
-def probabilities(
-    logits: Float[Tensor, "batch vocab"], settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts
-) -> Float[Tensor, "batch vocab"]:
+def probabilities(logits: Logits, settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts) -> Logits:
     """Compute the distributions that sampling draws from; removed tokens have probability zero.
 
     Temperature 0 puts all probability on the likeliest token, and a tie goes to the lowest id. The distributions are
@@ -160,9 +156,7 @@ def probabilities(
     return torch.where(greedy, best, softmax(keep_min_p(wide, settings.min_p))).to(out)
 
 
-def _penalised(
-    logits: Float[Tensor, "batch vocab"], settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts
-) -> Wide:
+def _penalised(logits: Logits, settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts) -> Wide:
     wide = logits.double()
     if needs.penalty:
         wide = penalise(wide, seen, settings.repetition_penalty)
@@ -171,7 +165,7 @@ def _penalised(
     return wide
 
 
-def draw(distribution: Float[Tensor, "batch vocab"], u: PerRow) -> Int[Tensor, "batch 1"]:
+def draw(distribution: Logits, u: PerRow) -> IntPerRow:
     """Return the token of each row whose stretch of the cumulated distribution holds `u`, 0 <= u < 1."""
     cumulated = distribution.double().cumsum(-1)
     token = torch.searchsorted(cumulated, u * cumulated[:, -1:], right=True)
@@ -179,14 +173,14 @@ def draw(distribution: Float[Tensor, "batch vocab"], u: PerRow) -> Int[Tensor, "
 
 
 def choose(
-    logits: Float[Tensor, "batch vocab"],
+    logits: Logits,
     settings: BatchSettings,
     needs: Needs,
     seen: Marks,
     counts: Counts,
     u: PerRow,
     allowed: Marks | None = None,
-) -> tuple[Int[Tensor, "batch 1"], PerRow]:
+) -> tuple[IntPerRow, PerRow]:
     """Choose the next token of each row, and return it with its log probability under the unfiltered logits.
 
     The log probability is NaN where a logit of the row is not finite. `seen` marks the tokens of prompt and answer,

@@ -49,10 +49,7 @@ def kind_of(weights: Weights, name: str) -> Kind | None:
 
 
 def stays_half(weights: Weights, name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
-    """Return whether a matrix stays in the BF16 or F16 of its file, for kernels that widen it at every use.
-
-    `columns`: those that this process keeps. The kernels read whole runs of them.
-    """
+    """Return whether a matrix stays in BF16 or F16, for kernels that widen whole runs of its `columns` at every use."""
     if dtype is not torch.float32 or device.type != "cpu" or weights.stored_type(name) not in HALF_TYPES:
         return False
     is_matrix, is_alone = len(weights.shape(name)) == 2, weights.slots[name].must_equal is None
@@ -140,10 +137,7 @@ def _some_rows(stored: Sequence[Packed], interleaved_heads: int) -> Iterator[tup
 
 
 def pack_stored(matrix: QuantisedMatrix, kind: Table, empty: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
-    """Split a matrix into fields, as `packing.pack` does; `in_group_order` has put its columns in order.
-
-    `empty` makes the tensor of the codes.
-    """
+    """Split a matrix in group order into fields, as `packing.pack` does; `empty` makes the tensor of the codes."""
     recipe, size = matrix.recipe, _scale_columns(matrix)
     fields = {"codes": _packed_codes(matrix, kind, empty), "d": _of_groups(matrix, recipe.scale, size)}
     if recipe.minimum is not None:

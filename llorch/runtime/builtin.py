@@ -10,10 +10,7 @@ OTHERS = (  # of families with pages of their own
     "micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5", "micro-qwen3.5-moe", "micro-qwen3-next",
     "micro-smollm3", "micro-ministral3", "micro-llama4",
 )  # fmt: skip
-FOLDERS = (
-    "micro-mistral",
-    "micro-qwen3-vl-moe",
-)  # windows, which no GGUF file can say; a text part with turned experts
+FOLDERS = ("micro-mistral", "micro-qwen3-vl-moe")  # windows, which GGUF cannot say; a text part with turned experts
 EVERY = (*BUILTIN, *OTHERS, *FOLDERS)
 IN_WHEEL = ("micro-llama", "micro-qwen3", "story")  # with forward goldens, without those of long contexts and training
 DATA = ("pirate",)

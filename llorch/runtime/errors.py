@@ -6,26 +6,11 @@ from difflib import get_close_matches
 from pathlib import Path
 from typing import Literal
 
-ErrorCode = Literal[
-    "Truncated",
-    "BadMagic",
-    "Unsupported",
-    "TooLarge",
-    "Malformed",
-    "Duplicate",
-    "OutOfBounds",
-    "OutOfRange",
-    "Missing",
-    "Unexpected",
-    "Shape",
-    "DType",
-    "NonFinite",
-    "Inconsistent",
-    "Unsafe",
-    "BaseMismatch",
-    "TemplateBudget",
-    "TemplateError",
-]
+ErrorCode = (
+    Literal["Truncated", "BadMagic", "Malformed", "Duplicate", "OutOfBounds", "TooLarge", "Unsafe"]  # of bytes
+    | Literal["Missing", "Unexpected", "Shape", "DType", "OutOfRange", "NonFinite", "Inconsistent"]  # of what they mean
+    | Literal["Unsupported", "BaseMismatch", "TemplateBudget", "TemplateError"]  # of its use
+)
 
 _MOST_QUOTED, _MOST_OF_WORD = 80, 200  # characters of a value, and of a list of names without a space
 _LONG = re.compile(

@@ -63,10 +63,7 @@ class Fields:
         prefix: str = "",
         defaults: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """Wrap values as parsed, null counting as absent; `prefix` is put before every key that is asked for.
-
-        A value of `defaults` comes before the default of a getter.
-        """
+        """Wrap values as parsed, null as absent; `prefix` goes before each key, `defaults` before those of a getter."""
         self.values = values
         self.path = path
         self.defaults = defaults

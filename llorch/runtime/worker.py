@@ -47,6 +47,9 @@ class Worker:
         output: Unbuffered file of what the child prints, if `PIPE` was asked for.
     """
 
+    output: Any
+    _process: "subprocess.Popen[bytes] | _Copy"
+
     def __init__(
         self, start: Sequence[str] | Callable[[Channel], object], *, talks: bool = True,
         output: int | BinaryIO | None = None, env: Mapping[str, str] | None = None, cwd: str | Path | None = None,
@@ -63,9 +66,6 @@ class Worker:
             cwd: Working directory of a command.
             dies_by: Signal that a copy gets when the thread that started it ends; by default SIGKILL.
         """
-        self.output: Any = None
-        self._channel: Channel | None = None
-        self._process: subprocess.Popen[bytes] | _Copy
         if callable(start):
             self._process, self._channel, self.output = _copied(start, output, dies_by)
         else:
@@ -76,9 +76,9 @@ class Worker:
             )  # fmt: skip
             self.output = self._process.stderr if talks else self._process.stdout
             self._channel = Channel(self._process.stdout, self._process.stdin) if talks else None
-        files = [file for file in (self._channel, self.output) if file is not None]
-        self.pid, self._files = self._process.pid, files
-        self._end = finalize(self, _end, self._process, files)
+        self.pid = self._process.pid
+        self._files = [file for file in (self._channel, self.output) if file is not None]
+        self._end = finalize(self, _end, self._process, self._files)
         _RUNNING.add(self)
 
     @property
@@ -272,29 +272,14 @@ def run(
 ) -> Ended:  # fmt: skip
     """Run a program to its end, and end it when it reaches a limit. OSError if it cannot be started.
 
-    Args:
-        command: The program and its arguments.
-        seconds: Time limit; None for none.
-        stdin: Its input, or `PIPE` for a program that ends when its stdin does (see `end_with_parent`).
-        output: stdout is read (`PIPE`) or dropped (`DEVNULL`).
-        errors: stderr is read (`PIPE`), dropped (`DEVNULL`) or passed on (None).
-        most: Limit of stdout, and of stderr, in bytes.
-        env: Variables.
-        cwd: Working directory.
-        session: The program leads a session, which ends with it.
+    The limits are `seconds`, and `most` bytes of stdout and of stderr. `stdin` is its input, or `PIPE` for a program
+    that ends when its stdin does (see `end_with_parent`). stdout is read (`PIPE`) or dropped (`DEVNULL`), stderr may be
+    passed on, too (None). With `session` the program leads a session, which ends with it.
     """
-    with tempfile.TemporaryFile() as file:
-        if not isinstance(stdin, int):
-            file.write(stdin)
-            file.seek(0)
-        process = subprocess.Popen(
-            command, bufsize=0, stdin=stdin if isinstance(stdin, int) else file, stdout=output, stderr=errors, env=env,
-            cwd=cwd, start_new_session=session,
-        )  # fmt: skip
-    end = float("inf") if seconds is None else time.monotonic() + seconds
+    process = _started(command, stdin, stdout=output, stderr=errors, env=env, cwd=cwd, start_new_session=session)
     readers = [_PipeReader(pipe, most) for pipe in (process.stdout, process.stderr) if pipe]
     try:
-        limit = _limit_of(process, readers, most, end)
+        limit = _limit_of(process, readers, most, seconds)
     finally:
         if session:
             _kill_session(process.pid)
@@ -308,13 +293,23 @@ def run(
     return Ended(status, read.get(process.stdout, b""), read.get(process.stderr, b""), limit)
 
 
+def _started(command: Sequence[str], stdin: bytes | int, **options: Any) -> subprocess.Popen:
+    """Start a program that reads some bytes, a pipe or nothing."""
+    with tempfile.TemporaryFile() as file:
+        if not isinstance(stdin, int):
+            file.write(stdin)
+            file.seek(0)
+        return subprocess.Popen(command, bufsize=0, stdin=stdin if isinstance(stdin, int) else file, **options)
+
+
 def _limit_of(
-    process: subprocess.Popen, readers: Sequence[_PipeReader], most: int, end: float
+    process: subprocess.Popen, readers: Sequence[_PipeReader], most: int, seconds: float | None
 ) -> Literal["", "time", "output", "exit"]:
     """Wait for the end of a program, and name the limit that it reaches."""
+    end = None if seconds is None else time.monotonic() + seconds
 
     def left(least: float = 0.0) -> float | None:
-        return None if end == float("inf") else max(end - time.monotonic(), least)
+        return None if end is None else max(end - time.monotonic(), least)
 
     for reader in readers:
         reader.join(left())

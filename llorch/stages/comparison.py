@@ -16,7 +16,7 @@ from typing import Literal
 
 import numpy as np
 
-from llorch.runtime.errors import CheckpointMismatch, UserError
+from llorch.runtime.errors import UserError
 from llorch.stages.table import Stage, forward_order
 
 PASS, FAIL, TIE, ROUNDING, NOT_RUN = "PASS", "FAIL", "TIE", "ROUNDING", "NOT RUN"  # verdicts
@@ -133,38 +133,23 @@ class Difference:
 
 
 def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tolerance:
-    """Derive a tolerance from the distances between the reference engines and the float64 reference.
+    """Derive a tolerance from the distances of each reference engine (and layer) from the float64 reference.
 
-    Args:
-        distances: Distance of each reference engine (and layer) from the float64 reference; at least one, none with a
-            fault.
-        floor: The smallest tolerance of the dtype, see `FLOORS`.
-
-    Returns:
-        4 times the largest distance, never under the floor.
-
-    Raises:
-        ValueError: No distance, or one with a fault or without a finite size: it would let everything pass.
+    It is 4 times the largest distance, and at least the `floor` of the dtype, see `FLOORS`. ValueError: no distance, or
+    one with a fault or without a finite size; it would let everything pass.
     """
     faults = [d.describe() for d in distances if d.fault is not None or not math.isfinite(d.error + d.worst)]
     if faults or not distances:
         raise UserError(f"tolerance: expected faultless distances of the engines, got {faults or 'none'}")
-    return Tolerance(
-        max(floor, FACTOR * max(d.error for d in distances)), max(floor, FACTOR * max(d.worst for d in distances))
-    )
+    error, worst = max(d.error for d in distances), max(d.worst for d in distances)
+    return Tolerance(max(floor, FACTOR * error), max(floor, FACTOR * worst))
 
 
 def measure(actual: object, expected: object, *, masked: bool = False, token_axis: int | None = None) -> Difference:
-    """Measure how far one array is from another.
+    """Measure how far one array is from another; `fault` gives the reason if they cannot be compared.
 
-    Args:
-        actual: The array under test.
-        expected: The array to reproduce.
-        masked: Whether -inf marks masked entries; both sides must then have it in the same places.
-        token_axis: Along which tokens stand, to measure each of them too.
-
-    Returns:
-        The difference; with `fault` set when the values could not be compared.
+    `masked`: -inf marks masked entries, which both sides must then have in the same places. `token_axis`: along which
+    tokens stand, to measure each of them, too.
     """
     fault = array_fault(actual, expected)
     if fault is not None:
@@ -200,15 +185,7 @@ def measure_in(actual: object, expected: object, *, unit: float) -> Difference:
     """Measure the distance between two arrays in a fixed unit, for numbers whose size says nothing about their error.
 
     Parameters in training move by about a learning rate per step, whatever their size. The learning rate is then the
-    unit.
-
-    Args:
-        actual: The array under test.
-        expected: The array to reproduce.
-        unit: Size of one unit, > 0.
-
-    Returns:
-        The root mean square of the differences and the largest, both in units; with `fault` as in `measure`.
+    unit. The error is the root mean square of the differences, in units; `fault` is as in `measure`.
     """
     fault = array_fault(actual, expected)
     if fault is not None:
@@ -221,29 +198,6 @@ def measure_in(actual: object, expected: object, *, unit: float) -> Difference:
     index = _index_of(apart.argmax(), apart.shape)
     error = float(np.sqrt(np.square(apart).mean()))
     return Difference(error, float(apart[index]), None, index, float(actual[index]), float(expected[index]))
-
-
-def check(actual: object, expected: object, tolerance: Tolerance, *, label: str, masked: bool = False) -> Difference:
-    """Measure, and raise when the tolerance is exceeded.
-
-    Args:
-        actual: The array under test.
-        expected: The array to reproduce.
-        tolerance: What passes.
-        label: Names the comparison in the error, `model/stage numpy vs engine`.
-        masked: See `measure`.
-
-    Returns:
-        The difference, when it passes.
-
-    Raises:
-        CheckpointMismatch: It does not.
-    """
-    difference = measure(actual, expected, masked=masked)
-    if not difference.within(tolerance):
-        allowed = f"error {tolerance.error:.1e}, worst {tolerance.worst:.1e}"
-        raise CheckpointMismatch(f"{label}: {difference.describe()}; tolerance: {allowed}")
-    return difference
 
 
 @dataclass(frozen=True)
@@ -345,10 +299,8 @@ def _measure_exact(actual: np.ndarray, expected: np.ndarray) -> Difference:
     """Measure arrays that must be equal: `error` is the share of wrong entries, `worst` 1 if there is one."""
     wrong = actual != expected
     index = _index_of(wrong.argmax(), wrong.shape)
-    # One wrong integer is wrong however many are right: `worst` is 1, above every tolerance.
-    return Difference(
-        float(wrong.mean()), float(wrong.any()), None, index, float(actual[index]), float(expected[index])
-    )
+    error, worst = float(wrong.mean()), float(wrong.any())  # one wrong integer is above every tolerance
+    return Difference(error, worst, None, index, float(actual[index]), float(expected[index]))
 
 
 def _index_of(at: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:

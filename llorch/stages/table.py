@@ -141,14 +141,12 @@ STAGES: tuple[Stage, ...] = (
         needs=("attention",),
     ),
     Stage(
-        name="q_norm", checkpoint="02", axes="seq heads head_dim", needs=("qk_norm",),
-        inputs=("q_proj|q_gate_proj",),
+        name="q_norm", checkpoint="02", axes="seq heads head_dim", needs=("qk_norm",), inputs=("q_proj|q_gate_proj",),
         formula="rms_norm of every query head", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="Qcur_normed-{i} (MUL)", transformers="output of layers.{i}.self_attn.q_norm",
     ),
     Stage(
-        name="k_norm", checkpoint="02", axes="seq kv_heads head_dim", needs=("qk_norm",),
-        inputs=("k_proj",),
+        name="k_norm", checkpoint="02", axes="seq kv_heads head_dim", needs=("qk_norm",), inputs=("k_proj",),
         formula="rms_norm of every key head", function="llorch.ops.rms_norm.rms_norm",
         llamacpp="Kcur_normed-{i} (MUL)", transformers="output of layers.{i}.self_attn.k_norm",
     ),
@@ -159,8 +157,7 @@ STAGES: tuple[Stage, ...] = (
         llamacpp="Qcur-{i} (ROPE)", transformers="query given to the attention function of layer {i}",
     ),
     Stage(
-        name="k_rope", checkpoint="01b", axes="seq kv_heads head_dim", needs=("rope",),
-        inputs=("k_norm|k_proj",),
+        name="k_rope", checkpoint="01b", axes="seq kv_heads head_dim", needs=("rope",), inputs=("k_norm|k_proj",),
         formula="pairs (j, j + half) turned by position * inv_freq[j]", function="llorch.ops.rope.rope",
         llamacpp="Kcur-{i} (ROPE)", transformers="newest keys given to the attention function of layer {i}",
     ),
@@ -200,8 +197,7 @@ STAGES: tuple[Stage, ...] = (
         inputs=("q_tempered|q_head_norm|q_rope|q_norm|q_proj|q_gate_proj", "k_cache"),
         formula="q k^T / sqrt(head_dim), -inf for later keys", function="llorch.ops.attention.attention_scores",
         llamacpp="kq-{i} (MUL_MAT) times the scale, plus the mask of kq_soft_max-{i}",
-        transformers="scores that the softmax of layer {i} gets",
-        needs=("attention",),
+        transformers="scores that the softmax of layer {i} gets", needs=("attention",),
     ),
     Stage(
         name="attn_probs", checkpoint="04", axes="heads seq ctx", inputs=("attn_scores",),
@@ -212,8 +208,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="attn_context", checkpoint="05", axes="seq q_width", inputs=("attn_probs", "v_cache"),
         formula="probs v, heads joined", function="llorch.ops.attention.attention_context",
-        llamacpp="kqv_out-{i} (CONT)", transformers="input of layers.{i}.self_attn.o_proj",
-        needs=("attention",),
+        llamacpp="kqv_out-{i} (CONT)", transformers="input of layers.{i}.self_attn.o_proj", needs=("attention",),
     ),
     Stage(
         name="attn_gate", checkpoint="05", axes="seq q_width", inputs=("q_gate_proj",), needs=("gate",),
@@ -229,8 +224,7 @@ STAGES: tuple[Stage, ...] = (
         name="attn_out", checkpoint="05", axes="seq hidden", inputs=("attn_gated|attn_context",), matrix="o_proj",
         formula="attn_context @ o_proj.T + o_bias", function="llorch.ops.linear.linear",
         llamacpp="attn_out-{i}, or the MUL_MAT with blk.{i}.attn_output.weight",
-        transformers="output of layers.{i}.self_attn.o_proj",
-        needs=("attention",),
+        transformers="output of layers.{i}.self_attn.o_proj", needs=("attention",),
     ),
     Stage(
         name="qkv_in", checkpoint="05b", axes="seq conv_width", inputs=("attn_norm",), matrix="in_qkv",
@@ -241,8 +235,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="z_in", checkpoint="05b", axes="seq value_width", inputs=("attn_norm",), matrix="in_z",
         formula="attn_norm @ in_z.T, gate of the gated norm", function="llorch.ops.linear.linear",
-        llamacpp="z-{i} (MUL_MAT)",
-        transformers="output of layers.{i}.linear_attn.in_proj_z", needs=("delta_net",),
+        llamacpp="z-{i} (MUL_MAT)", transformers="output of layers.{i}.linear_attn.in_proj_z", needs=("delta_net",),
     ),
     Stage(
         name="b_in", checkpoint="05b", axes="seq v_heads", inputs=("attn_norm",), matrix="in_b",
@@ -283,14 +276,12 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="beta", checkpoint="05b", axes="seq v_heads", inputs=("b_in",),
         formula="1 / (1 + exp(-b_in)), share of the update written to S", function="llorch.ops.sigmoid.sigmoid",
-        llamacpp="beta-{i} (UNARY)",
-        transformers="beta given to the delta rule of layer {i}", needs=("delta_net",),
+        llamacpp="beta-{i} (UNARY)", transformers="beta given to the delta rule of layer {i}", needs=("delta_net",),
     ),
     Stage(
         name="log_decay", checkpoint="05b", axes="seq v_heads", inputs=("a_in",),
         formula="-exp(A_log) * softplus(a_in + dt_bias)", function="llorch.ops.delta_rule.log_decay",
-        llamacpp="gate-{i} (MUL)",
-        transformers="g given to the delta rule of layer {i}", needs=("delta_net",),
+        llamacpp="gate-{i} (MUL)", transformers="g given to the delta rule of layer {i}", needs=("delta_net",),
     ),
     Stage(
         name="delta_state", checkpoint="03", axes="v_heads key_dim value_dim",
@@ -352,8 +343,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="router_logits", checkpoint="06b", axes="seq experts", inputs=("ffn_norm",), matrix="router",
         formula="ffn_norm @ router.T", function="llorch.ops.linear.linear",
-        llamacpp="ffn_moe_logits-{i} (MUL_MAT)",
-        transformers="logits in layers.{i}.mlp.gate", needs=("experts",),
+        llamacpp="ffn_moe_logits-{i} (MUL_MAT)", transformers="logits in layers.{i}.mlp.gate", needs=("experts",),
     ),
     Stage(
         name="router_probs", checkpoint="06b", axes="seq experts", inputs=("router_logits",),
@@ -364,8 +354,7 @@ STAGES: tuple[Stage, ...] = (
     Stage(
         name="topk_ids", checkpoint="06b", axes="seq topk", inputs=("router_probs|router_logits",),
         formula="the experts with the largest probabilities, a set", function="llorch.ops.routing.top_k",
-        llamacpp="ffn_moe_topk-{i} (VIEW of ARGSORT)",
-        transformers="topk in layers.{i}.mlp.gate", needs=("experts",),
+        llamacpp="ffn_moe_topk-{i} (VIEW of ARGSORT)", transformers="topk in layers.{i}.mlp.gate", needs=("experts",),
     ),
     Stage(
         name="topk_weights", checkpoint="06b", axes="seq topk", inputs=("router_probs|router_logits", "topk_ids"),
@@ -415,8 +404,7 @@ STAGES: tuple[Stage, ...] = (
         transformers="output of layers.{i}.mlp.shared_expert.gate_proj", needs=("shared",),
     ),
     Stage(
-        name="shared_ffn_up", checkpoint="06b", axes="seq shared_inter", inputs=("ffn_norm",),
-        matrix="shared_up_proj",
+        name="shared_ffn_up", checkpoint="06b", axes="seq shared_inter", inputs=("ffn_norm",), matrix="shared_up_proj",
         formula="ffn_norm @ shared_up_proj.T", function="llorch.ops.linear.linear",
         llamacpp="MUL_MAT with blk.{i}.ffn_up_shexp.weight",
         transformers="output of layers.{i}.mlp.shared_expert.up_proj", needs=("shared",),
@@ -512,14 +500,7 @@ def matrix_of(stage: Stage, config: ModelConfig) -> str:
 
 
 def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
-    """Yield every stage of a model in the order of the forward pass.
-
-    Args:
-        config: The model.
-
-    Yields:
-        Trace key, stage, and layer (None outside the layers).
-    """
+    """Yield trace key, stage and layer (None outside the layers) of every stage, in the order of the forward pass."""
     outside = [stage for stage in STAGES if not stage.in_layer]
     yield outside[0].name, outside[0], None
     for layer in range(config.n_layers):
@@ -531,14 +512,7 @@ def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
 
 
 def forward_order(names: Iterable[str]) -> list[str]:
-    """Sort trace keys; a file may have stored them in another order.
-
-    Args:
-        names: Trace keys.
-
-    Returns:
-        Stages in the order of the forward pass, then whatever else there is, as it came.
-    """
+    """Sort trace keys into the order of the forward pass; other names come last, as they came."""
     return sorted(names, key=_forward_place)
 
 

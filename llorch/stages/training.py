@@ -1,7 +1,7 @@
 """The table of what checkpoints 15 to 20 compare, one row per group; `llorch.stages.table` has the forward pass.
 
 A stage is a group and what it is of, `gradient.q_proj.lora_A`. All stages of a group share limits, see
-`training.limits`. A *case* says of which run it is: `plain`, `smoothed`, `zero_b`, `step 2` ...
+`judging.tolerances.training`. A *case* says of which run it is: `plain`, `smoothed`, `zero_b`, `step 2` ...
 """
 
 from collections.abc import Mapping

@@ -110,10 +110,7 @@ class Examples(Sequence[Example]):
         return sorted({*np.unique(self._ids[self._learned]).tolist()} & {*ids})
 
     def content(self) -> Iterable[bytes]:
-        """Yield the bytes that tell one data set from another: ids, learned tokens, ends of examples.
-
-        Sources do not count.
-        """
+        """Yield what tells one data set from another: ids, learned tokens, ends of examples; no sources."""
         yield self._ids.astype("<i4").tobytes()
         yield self._learned.tobytes()
         yield self._ends.astype("<i8").tobytes()

@@ -98,17 +98,13 @@ def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
 
 
 def _opened_at(path: Path, offset: int) -> Any:
-    """Open a file for writing after its first `offset` bytes; cut off the rest.
-
-    FormatError Truncated if the file is shorter.
-    """
+    """Open a file for writing after its first `offset` bytes, without the rest; FormatError Truncated."""
     file = path.open("r+b" if offset else "wb")
     size = file.seek(0, os.SEEK_END)
     if size < offset:
         file.close()
-        raise FormatError(
-            "Truncated", f"log: expected at least {offset} bytes as the snapshot recorded, got {size}", path=path
-        )
+        message = f"log: expected at least {offset} bytes as the snapshot recorded, got {size}"
+        raise FormatError("Truncated", message, path=path)
     file.truncate(offset)
     file.seek(offset)
     return file

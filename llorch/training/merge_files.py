@@ -1,7 +1,7 @@
 """A base and an adapter on disk to a merged model on disk, and what rounding did to the adapter on the way."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,22 +10,12 @@ import numpy as np
 from jaxtyping import Int64
 
 from llorch.files import Weights, open_weights
-from llorch.files.convert import choose_type, write_model
-from llorch.files.export_huggingface import DTYPES, huggingface_size, write_json, write_safetensors
-from llorch.files.new_file import new_folder
-from llorch.files.output_paths import (
-    CONFIG,
-    check_places,
-    copied_beside,
-    counting,
-    placing,
-    read_back,
-    size_of,
-    without_quantisation,
-)
+from llorch.files.convert import choose_type, new_model_folder, write_model
+from llorch.files.export_huggingface import DTYPES, write_json
+from llorch.files.output_paths import CONFIG, check_places, size_of, without_quantisation
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import GGMLType, decode, encode
-from llorch.files.tensor_names import inventory
+from llorch.files.tensor_names import count_parameters
 from llorch.files.tokenizer.conversation import GENERATION, chat_ends, unnamed_ends, with_ends
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
@@ -56,7 +46,7 @@ class Agreement:
     error: float  # largest difference between the base with the adapter and the merged model
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Merge:
     """What was done."""
 
@@ -96,23 +86,10 @@ def merge(
         merged, notes = MergedWeights(weights, read), [verdict, *check_merge(adapter, weights, any_base=any_base)]
         kind = _type_for(merged, target, ggml_type, notes)
         notes += _write_merged(merged, target, kind, report)
-        with closing((written := open_weights(target)).source):
-            report("checking the written file")
-            changes = {name: _change(weights, merged, written, name) for name in parts_of(read)}
-            n_weights = sum(int(np.prod(weight.shape)) for weight in inventory(weights.config).values())
-            wanted = n_weights <= LARGEST_COMPARED if logits is None else logits
-            agreement = compare_logits(weights, read, written) if wanted else None
-        return Merge(
-            base=base,
-            adapter=adapter,
-            target=target,
-            ggml_type=kind,
-            base_types=sorted(kind.name for kind in _types(weights)),
-            n_bytes=size_of(target),
-            changes=changes,
-            logits=agreement,
-            notes=notes,
-        )
+        report("checking the written file")
+        changes, agreement = _compare_written(weights, merged, target, logits)
+        base_types = sorted(kind.name for kind in _types(weights))
+        return Merge(base, adapter, target, kind, base_types, size_of(target), changes, agreement, notes)
 
 
 def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, notes: list[str]) -> GGMLType:
@@ -127,42 +104,31 @@ def _type_for(merged: MergedWeights, target: Path, wanted: GGMLType | None, note
 
 def _write_merged(merged: MergedWeights, target: Path, kind: GGMLType, report: Callable[[str], None]) -> list[str]:
     """Write a folder or a GGUF file; return the notes of the writer."""
-    if Path(merged.path).is_dir() and target.suffix != ".gguf":
-        notes = _write_merged_folder(merged, target, ggml_type=kind, report=report)
-        return [*notes, *merged.notes_on_left_out("not written")]
-    return write_model(merged, target, ggml_type=kind, report=report).notes
+    source = Path(merged.path)
+    if not source.is_dir() or target.suffix == ".gguf":
+        return write_model(merged, target, ggml_type=kind, report=report).notes
+    with new_model_folder(merged, target, kind, report, beside=source) as folder:
+        notes = _write_settings(merged, folder, source, kind)
+    return [*notes, *merged.notes_on_left_out("not written")]
 
 
-def _write_merged_folder(
-    merged: MergedWeights, target: Path, *, ggml_type: GGMLType, report: Callable[[str], None]
-) -> list[str]:
-    """Write a folder that transformers loads, complete or absent; returns what was changed beside the tensors.
-
-    Every other file is copied byte for byte; Unsafe for one that links out of the source.
-    """
-    source, notes = Path(merged.path), []
-    with placing(target, huggingface_size(merged.config, ggml_type)), new_folder(target) as folder:
-        copied_beside(source, folder)
-        write_safetensors(merged, folder, ggml_type=ggml_type, on_tensor=counting(merged, report))
-        stated = json.loads((source / CONFIG).read_bytes())
-        values, changes = without_quantisation(stated), _changes(merged, source, ggml_type)
-        if changes or values != stated:
-            write_json(folder / CONFIG, values | changes)
-            notes = [f"{CONFIG}: {key} is {json.dumps(value)} now" for key, value in changes.items()]
-        if more := unnamed_ends(chat_ends(source), source):
-            values = with_ends(source, more)
-            write_json(folder / GENERATION, values)
-            notes.append(
-                f"{GENERATION}: eos_token_id is {json.dumps(values['eos_token_id'])} now, so that generate of"
-                " transformers stops where the chat template ends a turn"
-            )
-        read_back(folder, merged, target)
+def _write_settings(merged: MergedWeights, folder: Path, source: Path, ggml_type: GGMLType) -> list[str]:
+    """Write what is not as in the source: entries of config.json, and end tokens; return notes of it."""
+    notes, stated = list[str](), json.loads((source / CONFIG).read_bytes())
+    values, changes = without_quantisation(stated), _changes(merged, stated, ggml_type)
+    if changes or values != stated:
+        write_json(folder / CONFIG, values | changes)
+        notes = [f"{CONFIG}: {key} is {json.dumps(value)} now" for key, value in changes.items()]
+    if more := unnamed_ends(chat_ends(source), source):
+        values = with_ends(source, more)
+        write_json(folder / GENERATION, values)
+        reason = "so that generate of transformers stops where the chat template ends a turn"
+        notes.append(f"{GENERATION}: eos_token_id is {json.dumps(values['eos_token_id'])} now, {reason}")
     return notes
 
 
-def _changes(merged: MergedWeights, source: Path, ggml_type: GGMLType) -> dict[str, object]:
+def _changes(merged: MergedWeights, values: Mapping[str, object], ggml_type: GGMLType) -> dict[str, object]:
     """Return the entries of the configuration that would be wrong for the merged tensors, with their new values."""
-    values = json.loads((source / CONFIG).read_bytes())
     changes: dict[str, object] = {}
     if values.get("tie_word_embeddings", False) != merged.config.tie_word_embeddings:
         changes["tie_word_embeddings"] = merged.config.tie_word_embeddings
@@ -170,6 +136,16 @@ def _changes(merged: MergedWeights, source: Path, ggml_type: GGMLType) -> dict[s
     if stored != {ggml_type}:
         changes |= {key: DTYPES[ggml_type] for key in ("dtype", "torch_dtype") if key in values}
     return changes
+
+
+def _compare_written(
+    weights: Weights, merged: MergedWeights, target: Path, logits: bool | None
+) -> tuple[dict[str, MatrixChange], Agreement | None]:
+    """Read the written model: what became of each merged matrix, and of the logits if they are wanted."""
+    compared = count_parameters(weights.config) <= LARGEST_COMPARED if logits is None else logits
+    with closing((written := open_weights(target)).source):
+        changes = {name: _change(weights, merged, written, name) for name in parts_of(merged.adapter)}
+        return changes, compare_logits(weights, merged.adapter, written) if compared else None
 
 
 def _types(weights: Weights) -> set[StoredType]:
@@ -194,11 +170,8 @@ def compare_logits(weights: Weights, adapter: Adapter, merged: Weights) -> Agree
     """Run three models on the same tokens."""
     ids = probe_ids(weights.config.vocab_size, adapter)
     plain, beside, inside = (logits_by(w, ids) for w in (weights, AdaptedWeights(weights, adapter), merged))
-    return Agreement(
-        spread=float(beside.std()),
-        effect=float(np.abs(beside - plain).max()),
-        error=float(np.abs(inside - beside).max()),
-    )
+    effect, error = (float(np.abs(other - beside).max()) for other in (plain, inside))
+    return Agreement(spread=float(beside.std()), effect=effect, error=error)
 
 
 def probe_ids(vocab_size: int, adapter: Adapter) -> Int64[np.ndarray, " ids"]:

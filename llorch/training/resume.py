@@ -55,8 +55,7 @@ def require_same(
 ) -> list[str]:
     """Refuse (Inconsistent) to resume a run that is not the same any more, unless that is allowed.
 
-    Returns the differences, for the record of the run; none when it will be bit-exact. `data_change` is asked for the
-    row that changed where the data is not the same.
+    Returns the differences, none if it will be bit-exact. `data_change` names the row that changed in other data.
     """
     found = differences(saved, now)
     if "data" in found and (row := data_change()):

@@ -142,8 +142,8 @@ class TrainSettings:
     def __post_init__(self) -> None:
         """Refuse values without a meaning."""
         for one in fields(self):
-            value: Any = getattr(self, one.name)
-            allowed: Any = one.metadata.get("allowed")
+            value = getattr(self, one.name)
+            allowed = one.metadata.get("allowed")
             if isinstance(value, int) and value > _MOST and one.name != "seed":
                 raise UserError(f"settings: {one.name} must be at most {_MOST}, got {value}")
             if not allowed or (value is None and one.default is None):
@@ -153,9 +153,8 @@ class TrainSettings:
                 expected = allowed if is_range else f"one of {', '.join(allowed)}"
                 raise UserError(f"settings: {one.name} must be {expected}, got {value!r}")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            raise UserError(
-                f"settings: give warmup_steps or warmup_ratio, got both ({self.warmup_steps} and {self.warmup_ratio})"
-            )
+            both = f"{self.warmup_steps} and {self.warmup_ratio}"
+            raise UserError(f"settings: give warmup_steps or warmup_ratio, got both ({both})")
         _ = self.lora  # which refuses what has no meaning there
         _template_settings(self.template_date, self.chat_template_kwargs)
 

@@ -16,64 +16,43 @@ from llorch.training.settings import TrainSettings
 SHORT = {"layers": "layers_to_transform"}  # names that are also understood, and flags have
 _MAX_FILE = 1 << 20  # bytes
 _MERGE = "llorch trains a new adapter; merge the old adapter first (llorch lora merge) and train on the merged model"
-FOREIGN = {  # settings of other trainers, and what to use instead; of TRL, Axolotl, LLaMA-Factory, mlx-lm
-    "full": "llorch trains adapters only; a large --r with all-linear is closest to full fine-tuning",
-    "finetuning_type": "llorch trains LoRA adapters only; --dora is a variant",
-    "fine_tune_type": "llorch trains LoRA adapters only; --dora is a variant",
-    "report_to": "log.jsonl is always written, and --tensorboard writes events",
-    "wandb": "log.jsonl is always written, and --tensorboard writes events",
-    "adapter": f"{_MERGE}; --resume continues a stopped run",
-    "adapter_name_or_path": f"{_MERGE}; --resume continues a stopped run",
-    "resume_adapter_file": f"{_MERGE}; --resume continues a stopped run",
-    "resume_from_checkpoint": "use --resume",
-    "learning_rate": "use --lr",
-    "num_train_epochs": "use --epochs",
-    "num_epochs": "use --epochs",
-    "max_steps": "use --steps",
-    "iters": "use --steps",
-    "per_device_train_batch_size": "use --batch-size",
-    "micro_batch_size": "use --batch-size",
-    "gradient_accumulation_steps": "use --accumulation",
-    "grad_accumulation_steps": "use --accumulation",
-    "lora_r": "use --r",
-    "lora_rank": "use --r",
-    "rank": "use --r",
-    "lora_alpha": "use --alpha",
-    "lora_dropout": "use --dropout",
-    "lora_target": "use --target-modules",
-    "lora_target_modules": "use --target-modules",
-    "use_dora": "use --dora",
-    "use_rslora": "use --rslora",
-    "lr_scheduler": "use --schedule",
-    "lr_scheduler_type": "use --schedule",
-    "max_seq_length": "use --max-length",
-    "sequence_len": "use --max-length",
-    "cutoff_len": "use --max-length",
-    "sample_packing": "use --packing",
-    "mask_prompt": "llorch trains no prompt tokens unless --train-on all is given",
-    "assistant_only_loss": "llorch trains only the assistant's turns unless --train-on all is given",
-    "completion_only_loss": "llorch trains only completions unless --train-on all is given",
-    "load_in_4bit": "give a quantised model and --weights packed",
-    "load_in_8bit": "give a quantised model and --weights packed",
-    "qlora": "give a quantised model and --weights packed",
-    "quantization_bit": "give a quantised model and --weights packed",
-    "modules_to_save": "llorch trains no whole matrices; --target-modules adapts lm_head and embed_tokens",
-    "bf16": "use --dtype bfloat16",
-    "fp16": "use --dtype bfloat16; llorch does not train in float16",
-    "optim": "llorch trains with AdamW; --eight-bit keeps its moments in 8 bits",
-    "optimizer": "llorch trains with AdamW; --eight-bit keeps its moments in 8 bits",
-    "dataset": "use --data",
-    "dataset_name": "use --data",
-    "train_file": "use --data",
-    "model_name_or_path": "give the model as the argument MODEL, or as model in a config file",
-    "base_model": "give the model as the argument MODEL, or as model in a config file",
-    "save_steps": "use --save-every",
-    "save_total_limit": "use --keep",
-    "eval_steps": "use --eval-every",
-    "val_set_size": "use --valid",
-    "deepspeed": "use --mesh, which splits a run with torch's FSDP2",
-    "fsdp": "use --mesh, which splits a run with torch's FSDP2",
+_ADVICE = {  # what to use instead of settings of other trainers: of TRL, Axolotl, LLaMA-Factory, mlx-lm
+    "llorch trains adapters only; a large --r with all-linear is closest to full fine-tuning": "full",
+    "llorch trains LoRA adapters only; --dora is a variant": "finetuning_type fine_tune_type",
+    "log.jsonl is always written, and --tensorboard writes events": "report_to wandb",
+    f"{_MERGE}; --resume continues a stopped run": "adapter adapter_name_or_path resume_adapter_file",
+    "use --resume": "resume_from_checkpoint",
+    "use --lr": "learning_rate",
+    "use --epochs": "num_train_epochs num_epochs",
+    "use --steps": "max_steps iters",
+    "use --batch-size": "per_device_train_batch_size micro_batch_size",
+    "use --accumulation": "gradient_accumulation_steps grad_accumulation_steps",
+    "use --r": "lora_r lora_rank rank",
+    "use --alpha": "lora_alpha",
+    "use --dropout": "lora_dropout",
+    "use --target-modules": "lora_target lora_target_modules",
+    "use --dora": "use_dora",
+    "use --rslora": "use_rslora",
+    "use --schedule": "lr_scheduler lr_scheduler_type",
+    "use --max-length": "max_seq_length sequence_len cutoff_len",
+    "use --packing": "sample_packing",
+    "llorch trains no prompt tokens unless --train-on all is given": "mask_prompt",
+    "llorch trains only the assistant's turns unless --train-on all is given": "assistant_only_loss",
+    "llorch trains only completions unless --train-on all is given": "completion_only_loss",
+    "give a quantised model and --weights packed": "load_in_4bit load_in_8bit qlora quantization_bit",
+    "llorch trains no whole matrices; --target-modules adapts lm_head and embed_tokens": "modules_to_save",
+    "use --dtype bfloat16": "bf16",
+    "use --dtype bfloat16; llorch does not train in float16": "fp16",
+    "llorch trains with AdamW; --eight-bit keeps its moments in 8 bits": "optim optimizer",
+    "use --data": "dataset dataset_name train_file",
+    "give the model as the argument MODEL, or as model in a config file": "model_name_or_path base_model",
+    "use --save-every": "save_steps",
+    "use --keep": "save_total_limit",
+    "use --eval-every": "eval_steps",
+    "use --valid": "val_set_size",
+    "use --mesh, which splits a run with torch's FSDP2": "deepspeed fsdp",
 }
+FOREIGN = {name: advice for advice, names in _ADVICE.items() for name in names.split()}
 _NAMES = tuple(field.name for field in fields(TrainSettings))
 
 
@@ -86,10 +65,8 @@ def settings_from(*sources: tuple[str, Mapping[str, Any]]) -> TrainSettings:
     for where, values in sources:
         merged |= {_known(name, where): _typed(_known(name, where), value, where) for name, value in values.items()}
     if missing := [name for name in ("model", "data") if name not in merged]:
-        raise UserError(
-            f"settings: {' and '.join(missing)}: expected a value, got none; "
-            "give it on the command line or in a config file"
-        )
+        message = f"settings: {' and '.join(missing)}: expected a value, got none"
+        raise UserError(f"{message}; give it on the command line or in a config file")
     return TrainSettings(**merged)
 
 
@@ -145,7 +122,7 @@ def _known(name: str, where: str) -> str:
     raise UserError(f"{where}: unknown setting {name!r}; {hint}")
 
 
-def _typed(name: str, value: Any, where: str) -> Any:
+def _typed(name: str, value: object, where: str) -> Any:
     """Convert a value to the type of its field; YAML reads 1e-4 as text, and a whole number may stand for a rate."""
     if name in ("target_modules", "exclude_modules"):
         return _parse_modules(name, value, where)
@@ -169,7 +146,7 @@ def _typed(name: str, value: Any, where: str) -> Any:
     return _require_kind(kinds[0], name, value, where)
 
 
-def _require_kind(kind: type, name: str, value: Any, where: str) -> Any:
+def _require_kind(kind: type, name: str, value: object, where: str) -> Any:
     """Return a value as the type of its setting; ValueError if it is of another type."""
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
@@ -182,7 +159,7 @@ def _require_kind(kind: type, name: str, value: Any, where: str) -> Any:
     raise UserError(f"{where}: {name} must be {words[kind]}, got {value!r}")
 
 
-def _parse_modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
+def _parse_modules(name: str, value: object, where: str) -> tuple[str, ...] | str:
     """Parse names, a list or text with commas; text with other characters is a regular expression, or `all-linear`."""
     if isinstance(value, str):
         names = [part.strip() for part in value.split(",")]
@@ -193,23 +170,20 @@ def _parse_modules(name: str, value: Any, where: str) -> tuple[str, ...] | str:
     raise UserError(f"{where}: {name} must be a list of module names or text, got {value!r}")
 
 
-def _parse_layers(value: Any, where: str) -> tuple[int, ...] | None:
+def _parse_layers(value: object, where: str) -> tuple[int, ...] | None:
     """Parse layer numbers, a list or text with commas and ranges: `0,4-7`."""
+    layers = value
     if isinstance(value, str) and re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", value.replace(" ", "")):
         ends = [[int(number) for number in part.split("-")] for part in value.split(",")]
-        layers: Any = [layer for first, *last in ends for layer in range(first, (last or [first])[0] + 1)]
-    else:
-        layers = value
-    if layers is None or (isinstance(layers, list | tuple) and layers and all(_is_count(n) for n in layers)):
-        return None if layers is None else tuple(sorted(set(layers)))
+        layers = [layer for first, *last in ends for layer in range(first, (last or [first])[0] + 1)]
+    if layers is None:
+        return None
+    if isinstance(layers, list | tuple) and layers and all(type(layer) is int and layer >= 0 for layer in layers):
+        return tuple(sorted(set(layers)))
     raise UserError(f"{where}: layers_to_transform must be a list of layers or text such as 0,4-7, got {value!r}")
 
 
-def _is_count(number: Any) -> bool:
-    return type(number) is int and number >= 0
-
-
-def _pattern(name: str, value: Any, where: str) -> Mapping[str, Any]:
+def _pattern(name: str, value: object, where: str) -> Mapping[str, Any]:
     """Read a mapping of ends of module paths to numbers; where several ends fit a path, the first one counts."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
         raise UserError(f"{where}: {name} must be names with numbers (q_proj: 8), got {value!r}")

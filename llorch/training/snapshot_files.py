@@ -53,10 +53,7 @@ def record_bytes(step: int, record: Mapping[str, Any], digests: Mapping[str, Any
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> str:
-    """Write a file that must be new, and wait until it lies on the device; gives its SHA-256.
-
-    After an OSError part of it may be there.
-    """
+    """Write a new file to the device; gives its SHA-256. After an OSError part of it may be there."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     sha256 = hashlib.sha256()
     try:
@@ -93,11 +90,8 @@ def remove_tree(path: Path) -> None:
 
 def no_parts(folder: Path) -> Mapping[str, np.ndarray]:
     """Refuse the tensors of several processes, where there is nobody to read them."""
-    raise FormatError(
-        "Unsupported",
-        "several processes wrote these tensors, which only the torch path reads; install torch",
-        path=folder,
-    )
+    message = "several processes wrote these tensors, which only the torch path reads; install torch"
+    raise FormatError("Unsupported", message, path=folder)
 
 
 def read_snapshot(path: Path, read_parts: ReadParts = no_parts) -> Snapshot:
@@ -110,10 +104,9 @@ def read_snapshot(path: Path, read_parts: ReadParts = no_parts) -> Snapshot:
         case {"format": 1, "step": int(step), "tensors": {"files": dict(digests)}, "record": dict(record)}:
             _require_parts(path, digests)
             return Snapshot(step, read_parts(path / PARTS), record, path)
-    message = (
-        f"expected a snapshot of format {FORMAT}, got {values!r:.80}; read it with the version of llorch that wrote it"
-    )
-    raise FormatError("Unsupported", message, path=path / RECORD)
+    message = f"expected a snapshot of format {FORMAT}, got {values!r:.80}"
+    remedy = "read it with the version of llorch that wrote it"
+    raise FormatError("Unsupported", f"{message}; {remedy}", path=path / RECORD)
 
 
 def _read_tensors(path: Path, digest: object) -> Mapping[str, np.ndarray]:
@@ -128,9 +121,8 @@ def _require_parts(path: Path, digests: Mapping[str, object]) -> None:
     for name in sorted(digests):
         _require_file(path, f"{PARTS}/{name}")
     if more := sorted(set(os.listdir(path / PARTS)) - digests.keys()):
-        raise FormatError(
-            "Unexpected", f"expected only the files that were saved, got also {more[0]}", path=path / PARTS
-        )
+        message = f"expected only the files that were saved, got also {more[0]}"
+        raise FormatError("Unexpected", message, path=path / PARTS)
     for name, digest in digests.items():
         _require_digest(_digest_of_file(path / PARTS / name), digest, path / PARTS / name)
 

@@ -55,8 +55,7 @@ class SnapshotStore:
     def lock(self) -> Iterator[str | None]:
         """Hold the run folder, which is made if need be, and clear what a killed run left in it.
 
-        The lock ends with the process, however that ends; BlockingIOError while another one holds it. Yields a sentence
-        where this system has no such lock, else None.
+        The lock ends with the process; BlockingIOError while another holds it. Yields a warning where there is none.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
         with _flock(self.folder) as without:
@@ -116,8 +115,7 @@ class SnapshotStore:
     def newest(self, read_parts: ReadParts = no_parts) -> Snapshot | None:
         """Read the newest undamaged snapshot, with the reasons why newer ones were passed over; None without any.
 
-        `read_parts` reads the tensors that several processes wrote. FormatError where there are some snapshots, and
-        none can be used.
+        `read_parts` reads what several processes wrote. FormatError where none of the snapshots can be used.
         """
         reasons: list[str] = []
         for step in reversed(self.steps()):
@@ -128,11 +126,8 @@ class SnapshotStore:
                 continue
             return replace(found, skipped=tuple(reasons))
         if reasons:
-            raise FormatError(
-                "Inconsistent",
-                f"expected a snapshot that can be read, got none: {'; '.join(reasons)}",
-                path=self.snapshots,
-            )
+            message = f"expected a snapshot that can be read, got none: {'; '.join(reasons)}"
+            raise FormatError("Inconsistent", message, path=self.snapshots)
         return None
 
     def steps(self) -> list[int]:

@@ -202,9 +202,7 @@ def test_undo_takes_the_last_turn_and_retry_the_last_answer(folder: Path):
 
 
 def test_the_system_message_comes_first_and_can_go(folder: Path):
-    out, _, _ = typed(
-        folder, "Hi", "/system Be brief.", "/history", "/system Be kind.", "/history", "/system", "/history"
-    )
+    out = typed(folder, "Hi", "/system Be brief.", "/history", "/system Be kind.", "/history", "/system", "/history")[0]
     assert out[2] == "1 system: Be brief."
     assert out[3] == "2 user: Hi"
     assert [line for line in out if "system:" in line] == ["1 system: Be brief.", "1 system: Be kind."]

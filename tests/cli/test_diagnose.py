@@ -1,5 +1,6 @@
-"""`llorch diagnose` and `llorch diff` as users call them, on dumps in files."""
+"""`llorch diagnose` and `llorch diff` as users call them, on dumps in files, and what a terminal shows."""
 
+import io
 import json
 import re
 import shutil
@@ -10,12 +11,16 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
+from builders import diagnoses
 from builders.quantised_folders import FOLDERS, Tensors, changed
 from helpers.command_line import invoke
 from helpers.refusals import assert_cli_refuses, assert_tells
 
 from benchmarks.diagnosis.training_bugs import BUGS
 from benchmarks.diagnosis.training_cases import TrainingCase
+from llorch.cli.diagnose_table import print_diagnosis
+from llorch.cli.tables import Stdout
+from llorch.diagnosis.verdict import Diagnosis
 from llorch.engines.dumps.raw import digest
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files import open_weights
@@ -71,9 +76,7 @@ def test_a_wrong_one_is_reported_in_every_form(wrong: Path, tmp_path: Path):
     said = json.loads(invoke("diagnose", str(wrong), *MODEL, "--json").stdout)
     assert (said["right"], said["findings"][0]["key"]) == (False, "l0.q_rope")
     assert "First cause: l0.q_rope" in page.read_text()
-    failures = [
-        case.get("name") for case in ElementTree.parse(xml).iter("testcase") if case.find("failure") is not None
-    ]
+    failures = [case.get("name") for case in ElementTree.parse(xml).iterfind(".//testcase[failure]")]
     assert failures[:2] == ["l0.q_rope", "l0.k_rope"]
 
 
@@ -257,7 +260,7 @@ def test_a_misread_matrix_that_no_stage_shows_is_a_cause(change: Callable[[Tenso
     assert "shows in" not in result.stdout
     assert "First cause: weights" in page.read_text()
     assert "visible in" not in page.read_text()
-    cases = [case.get("name") for case in ElementTree.parse(xml).iter("testcase") if case.find("failure") is not None]
+    cases = [case.get("name") for case in ElementTree.parse(xml).iterfind(".//testcase[failure]")]
     assert cases == ["weights"]
 
 
@@ -326,3 +329,71 @@ def test_a_dump_of_experts_is_read_with_their_ids_as_integers(tmp_path: Path):
     result = invoke("diagnose", str(write(tmp_path / "wrong", trace)), *model)
     assert result.exit_code == 1
     assert "FAIL  l1.topk_ids: " in result.stdout
+
+
+def printed(made: Diagnosis, *, every: bool = False) -> list[str]:
+    out = Stdout(file=io.StringIO(), markup=False, highlight=False, emoji=False, soft_wrap=True, width=200)
+    print_diagnosis(out, made, every=every)
+    return out.file.getvalue().splitlines()  # type: ignore[attr-defined]
+
+
+def stages(lines: list[str]) -> list[str]:
+    """The first column of the table."""
+    start = next(at for at, line in enumerate(lines) if "error/tolerance" in line)
+    return [line.split("  ")[0] for line in lines[start + 1 : lines.index("", start)]]
+
+
+def test_the_table_ends_with_the_first_cause():
+    lines = printed(diagnoses.two_bugs())
+    assert stages(lines)[:2] == ["embed", "layer 0"]
+    assert [name.split()[0] for name in stages(lines)[2:]] == [
+        f"l1.{stage}" for stage in ("attn_norm", "q_proj", "k_proj", "v_proj", "q_rope")
+    ]
+
+
+def test_causes_come_before_roundings_and_then_what_was_not_shown():
+    text = "\n".join(printed(diagnoses.two_bugs()))
+    order = ("FAIL  l1.q_rope", "FAIL  l3.v_proj", "ROUNDING  l3.ffn_act", "cannot show", "2 causes in 79 stages")
+    assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
+    (line,) = [line for line in text.splitlines() if "rope-interleaved-pairs: " in line and "found: " in line]
+    assert_tells(line, "99.98 %", "interleaved")
+    assert "near miss: rope-theta: theta is 10000 here, the file says 500000; explains 61.00 %" in text
+    assert "them: rope-sine-sign" in text
+    assert "shows in layers 1-2: 2 stages" in text
+    assert "12 tokens: mask-window" in text
+
+
+def test_many_right_layers_are_one_line():
+    assert stages(printed(diagnoses.hundred_layers()))[1].startswith("layers 0-89")
+
+
+def test_a_right_dump_has_a_line_for_each_stage_of_the_table():
+    lines = printed(diagnoses.right())
+    assert len(stages(lines)) == 22
+    assert lines[-1] == "PASS: nothing is wrong; 79 stages compared; --all shows every stage"
+
+
+@pytest.mark.nightly_cases("every_layer", "logits_only", "two_passes")
+@pytest.mark.parametrize(
+    "make",
+    [
+        pytest.param(make, marks=[pytest.mark.nightly] if make is diagnoses.hundred_layers else [])  # 1900 lines
+        for make in diagnoses.ALL
+    ],
+)
+def test_every_stage_is_shown_where_that_is_asked_for(make: Callable[[], Diagnosis]):
+    made = make()
+    lines = printed(made, every=True)
+    if made.results:
+        assert len(stages(lines)) == len(made.results)
+        assert any("inherited" in line for line in lines)
+    assert all(line.isprintable() for line in lines)
+
+
+def test_findings_without_end_are_counted():
+    assert "and 47 more; --json and --html have all" in printed(diagnoses.every_layer())
+
+
+def test_what_is_not_finite_is_said_in_its_place():
+    (line,) = [line for line in printed(diagnoses.not_finite()) if line.startswith("l0.attn_scores")]
+    assert line.split()[1:5] == ["non-finite", "4.8e-07", "without", "end"]

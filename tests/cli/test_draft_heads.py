@@ -23,14 +23,6 @@ from llorch.training.merge_files import merge
 N_TENSORS = 15
 
 
-def in_folder(folder: Path) -> Path:
-    convert(builtin_path("micro-qwen3.5"), folder)
-    path = folder / "model.safetensors"
-    head = {f"mtp.layers.0.part{number}.weight": np.ones((2, 2), np.float32) for number in range(N_TENSORS)}
-    container.save_file(container.load_file(path) | head, path, {"format": "pt"})
-    return folder
-
-
 def in_file(path: Path) -> Path:
     with open_gguf(builtin_path("micro-qwen3.5")) as source:
         metadata: dict[str, Any] = {
@@ -49,9 +41,13 @@ def in_file(path: Path) -> Path:
 @pytest.fixture(params=["folder", "file"])
 def model(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Path, str]:
     """A model with a draft head, and the names of its tensors."""
-    if request.param == "folder":
-        return in_folder(tmp_path / "model"), "mtp.*"
-    return in_file(tmp_path / "model.gguf"), "blk.2.*"
+    if request.param == "file":
+        return in_file(tmp_path / "model.gguf"), "blk.2.*"
+    convert(builtin_path("micro-qwen3.5"), tmp_path / "model")
+    path = tmp_path / "model" / "model.safetensors"
+    head = {f"mtp.layers.0.part{number}.weight": np.ones((2, 2), np.float32) for number in range(N_TENSORS)}
+    container.save_file(container.load_file(path) | head, path, {"format": "pt"})
+    return tmp_path / "model", "mtp.*"
 
 
 def assert_note(text: str, names: str) -> None:

@@ -99,15 +99,10 @@ def test_an_example_with_a_mistake_is_refused(line: str, parsed: Callable[[str],
     assert parsed(line) == 2
 
 
-def groups_of(page: str) -> dict[str, str]:
-    """Give the names of options below each heading of a page."""
-    sections = (section.partition(":\n") for section in page.split("\n\n"))
-    return {title: re.sub(r"(?m)^ {3,}.*", "", text).replace("[no-]", "") for title, _, text in sections}
-
-
 @pytest.mark.parametrize("name", [name for name in ALL if name != "llorch"])
 def test_every_option_belongs_to_a_group(name: str):
-    groups = groups_of(FULL[name])
+    sections = (section.partition(":\n") for section in FULL[name].split("\n\n"))
+    groups = {title: re.sub(r"(?m)^ {3,}.*", "", text).replace("[no-]", "") for title, _, text in sections}
     for option in options(name):
         assert isinstance(option, Option)
         assert re.search(rf"(?m)^  .*{option.opts[-1]}\b", groups[option.group]), option.name

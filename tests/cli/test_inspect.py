@@ -1,4 +1,4 @@
-"""`llorch inspect`."""
+"""`llorch inspect` and `llorch tokenize`."""
 
 import json
 import re
@@ -13,10 +13,12 @@ from builders.quantised_copies import quantised_copy
 from builders.quantised_folders import FOLDERS, changed, tensors_of, written
 from builders.tiny_models import random_tensors, write_file, write_folder
 from builders.whole_folders import write_whole_folder
+from click.testing import CliRunner
 from helpers.command_line import invoke, spawn
-from helpers.refusals import assert_tells
+from helpers.refusals import assert_cli_refuses, assert_tells
 
 import llorch
+from llorch.cli import main
 from llorch.cli.contents import in_short
 from llorch.files import GGUFFile
 from llorch.files.convert import convert
@@ -114,9 +116,7 @@ MALFORMED = (
 
 @pytest.mark.parametrize("kind", ARRAYS)
 @pytest.mark.parametrize("key", [*MALFORMED, "general.name", "general.license"])
-def test_a_key_that_holds_an_array_is_shown_and_named_where_it_matters(
-    key: str, kind: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_key_with_an_array_is_shown_and_named_where_it_matters(key: str, kind: str, monkeypatch: pytest.MonkeyPatch):
     def changed(cursor: Cursor, count: int) -> tuple[dict, dict]:
         values, kinds = read_metadata(cursor, count)
         return values | {key: ARRAYS[kind]}, kinds
@@ -297,3 +297,73 @@ def test_inspect_gguf_file_counts_matrices_and_bits_of_each_type(tmp_path: Path)
     made = summary_of(tmp_path / "m.gguf")
     assert [(one["type"], one["n_matrices"], one["bits_per_weight"]) for one in made["types"]] == [("Q4_0", 9, 4.5)]
     assert (made["method"], made["not_quantised"]) == ("ggml", [])
+
+
+TEXT = "The fox\tate caf\u00e9 \U0001f98a."
+
+
+def test_ids_are_those_of_the_tokenizer():
+    found = json.loads(invoke("tokenize", "story", TEXT, "--json").stdout)
+    assert found["ids"] == llorch.load("story").tokenizer.encode(TEXT)
+    assert [token["id"] for token in found["tokens"]] == found["ids"]
+
+
+def test_bytes_of_the_pieces_make_the_text():
+    tokens = json.loads(invoke("tokenize", "story", TEXT, "--no-special", "--json").stdout)["tokens"]
+    assert b"".join(bytes.fromhex(token["bytes"]) for token in tokens).decode() == TEXT
+
+
+def test_a_piece_that_is_part_of_a_character_has_bytes_and_no_text():
+    tokens = json.loads(invoke("tokenize", "story", "\U0001f98a", "--no-special", "--json").stdout)["tokens"]
+    assert {token["text"] for token in tokens} == {None}
+    assert "b'\\xf0'" in invoke("tokenize", "story", "\U0001f98a").stdout
+
+
+def test_text_lists_one_id_and_one_quoted_piece_per_line():
+    lines = invoke("tokenize", "story", "The fox\n").stdout.splitlines()
+    assert [line.split(maxsplit=1)[1] for line in lines] == ['"<|begin_of_text|>"', '"The"', '" fox"', '"\\n"']
+
+
+@pytest.mark.parametrize(("flags", "n_begin"), [([], 1), (["--no-special"], 0), (["--parse-special"], 2)])
+def test_the_text_of_a_control_token_stays_text_unless_asked_for(flags: list[str], n_begin: int):
+    found = json.loads(invoke("tokenize", "story", "<|begin_of_text|>x", *flags, "--json").stdout)
+    assert found["ids"].count(998) == n_begin
+
+
+def test_text_may_come_from_stdin():
+    assert invoke("tokenize", "story", stdin="The fox\n").stdout == invoke("tokenize", "story", "The fox").stdout
+
+
+@pytest.mark.nightly_cases("chat-ascii", "chat-latin-1", "chat-utf-8")
+@pytest.mark.parametrize("charset", ["utf-8", "latin-1", "ascii"])  # as the locale may say
+@pytest.mark.parametrize("verb", ["run", "chat", "tokenize"])
+def test_a_byte_on_stdin_that_is_not_utf8_is_named_with_its_offset_in_every_locale(verb: str, charset: str):
+    result = CliRunner(charset=charset).invoke(main, [verb, "story"], input=b"caf\xc3\xa9\n \xe9")
+    assert (result.exit_code, "Traceback" in result.stderr) == (2, False)
+    assert_tells(result.stderr.splitlines()[-1], got=("0xe9", "offset 7"), where="stdin")
+
+
+def test_text_on_stdin_is_utf8_whatever_the_locale_says():
+    result = CliRunner(charset="latin-1").invoke(main, ["tokenize", "story", "--json"], input=b"caf\xc3\xa9\r\n!\n")
+    assert json.loads(result.stdout)["ids"] == llorch.load("story").tokenizer.encode("caf\u00e9\n!")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("tokenize", "story", "{}"), ("run", "story", "{}"), ("run", "story", "x", "--stop", "{}"),
+        ("run", "story", "--chat", "{}"), ("run", "story", "--chat", "x", "--system", "{}"),
+        ("chat", "story", "--system", "{}"), ("trace", "story", "{}", "-o", "t.npz"),
+        ("verify", "story", "--prompt", "{}"), ("diagnose", "dump", "--model", "story", "--prompt", "{}"),
+    ],
+    ids=" ".join,
+)  # fmt: skip
+def test_a_byte_of_an_argument_that_is_not_utf8_is_named_with_its_offset(words: tuple[str, ...]):
+    result = invoke(*(word.replace("{}", "caf\udce9") for word in words))
+    assert_cli_refuses(result, 2, got=("0xe9", "offset 3"))
+
+
+def test_stdin_without_an_end_is_refused(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.cli.inputs.MOST_STDIN", 1000)
+    assert invoke("tokenize", "story", stdin="x" * 1000).exit_code == 0
+    assert_cli_refuses(invoke("tokenize", "story", stdin="x" * 1001), 2, 1000, where="stdin")

@@ -151,9 +151,8 @@ def test_a_certificate_can_be_computed_again(folder: Path, monkeypatch: pytest.M
 
 
 def test_a_certificate_of_a_stub_that_nobody_has_changed_has_no_failure(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(
-        "llorch.apps.learn.lessons.BY_NUMBER", {number: BY_NUMBER[number] for number in ("00", WARM_UP)}
-    )
+    few = {number: BY_NUMBER[number] for number in ("00", WARM_UP)}
+    monkeypatch.setattr("llorch.apps.learn.lessons.BY_NUMBER", few)
     stub = folder / f"{BY_NUMBER[WARM_UP].module}.py"
     stub.write_text(stub_of(BY_NUMBER[WARM_UP]))
     assert "FAIL" not in learn("certificate")

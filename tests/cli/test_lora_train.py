@@ -155,9 +155,7 @@ def test_a_token_without_a_row_in_the_embedding_is_one_line_of_each_command(tmp_
         ("story --data pirate -o {}/new --device tpu", 2, ("device", "cuda:N", "'tpu'")),
     ],
 )
-def test_lora_train_refusal_is_one_line_and_creates_no_folder(
-    words: str, code: int, expected: tuple[object, ...], tmp_path: Path
-):
+def test_refusal_is_one_line_and_creates_no_folder(words: str, code: int, expected: tuple[object, ...], tmp_path: Path):
     (tmp_path / "bad.yaml").write_text("learning-rate: 1\n")
     result = invoke("lora", "train", *words.replace("{}", str(tmp_path)).split())
     assert (result.exit_code, result.stdout) == (code, "")
@@ -193,9 +191,7 @@ def written(file: Path, *rows: dict[str, Any]) -> str:
         ([{"text": "\u001b[2J"}, {"text": "-n 5 six"}], ["Once upon a time"]),
     ],
 )
-def test_the_first_short_question_of_the_data_is_asked(
-    rows: list[dict], expected: list[str], folder: Path, tmp_path: Path
-):
+def test_the_first_short_question_of_data_is_asked(rows: list[dict], expected: list[str], folder: Path, tmp_path: Path):
     words = shlex.split(try_it(str(folder), written(tmp_path / "rows.jsonl", *rows), tmp_path / "my adapter"))
     assert words == ["llorch", "run", str(folder), *expected, "--adapter", str(tmp_path / "my adapter")]
 

@@ -21,8 +21,6 @@ from tests.cli.test_help import ALL
 
 NUMBERS = click.types.IntParamType, click.types.FloatParamType
 OF_SAMPLING = {"temperature", "top_p", "min_p", "repetition_penalty"}  # ranges that Python users share
-
-
 FOUND = {  # each number that a command or one of its verbs takes
     f"{path.removeprefix('llorch ')} {param.opts[-1]}": param
     for path, context in ALL.items()
@@ -156,10 +154,9 @@ def test_a_word_is_completed(words: tuple[str, ...], offered: list[str], folder:
 @pytest.mark.parametrize("line", ["llorch ", "llorch run ", "llorch verify --", "llorch learn "])
 def test_nothing_heavy_is_loaded_for_it(line: str):
     words = {"COMP_WORDS": line, "COMP_CWORD": str(len(line.split()) - line.endswith("--"))}
-    done = subprocess.run(
-        [sys.executable, "-c", LOADED], capture_output=True, text=True, check=True, cwd=REPOSITORY,
-        env=os.environ | words | {"_LLORCH_COMPLETE": "bash_complete"},
-    )  # fmt: skip
+    env = os.environ | words | {"_LLORCH_COMPLETE": "bash_complete"}
+    command = [sys.executable, "-c", LOADED]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, cwd=REPOSITORY, env=env)
     assert done.stderr == "[]\n"
     assert len(done.stdout.splitlines()) > 5
 

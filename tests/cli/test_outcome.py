@@ -131,7 +131,7 @@ def test_json_has_null_where_a_number_is_not_finite():
 def shell(command: str) -> tuple[int, str]:
     """The exit code and stderr of a command line."""
     done = subprocess.run(
-        ["sh", "-c", command], capture_output=True, check=False, cwd=REPOSITORY, text=True, stdin=subprocess.DEVNULL
+        ["sh", "-c", command], capture_output=True, cwd=REPOSITORY, text=True, stdin=subprocess.DEVNULL
     )
     return done.returncode, done.stderr
 
@@ -244,9 +244,7 @@ def test_python_without_the_packages_tells_the_command_that_installs_them():
 @pytest.mark.parametrize("module", ["gguf", "jaxtyping", "numpy", "regex", "tokenizers"])
 def test_package_that_a_verb_lacks_is_told_in_one_line(module: str):
     code = f"import sys; sys.modules[{module!r}] = None; from llorch.cli import main; main(['run', 'story', 'x'])"
-    done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY, check=False
-    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
     assert_cli_refuses(done, 3, module, "pip install -c constraints.txt -e .")
 
 

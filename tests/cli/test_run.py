@@ -125,12 +125,10 @@ def test_the_text_is_that_of_the_adapter_and_stderr_says_what_is_known_of_its_ba
 
 @BACKENDS
 def test_a_gguf_adapter_makes_the_same_text(backend: str, folder: Path):
-    both = [
-        invoke("run", "story", START, "-n", "12", "--backend", backend, "--adapter", str(folder / name))
-        for name in ("peft", "lora.gguf")
-    ]
-    assert both[0].stdout == both[1].stdout
-    assert "base: unknown" in both[1].stderr
+    how = ("run", "story", START, "-n", "12", "--backend", backend, "--adapter")
+    peft, gguf = (invoke(*how, str(folder / name)) for name in ("peft", "lora.gguf"))
+    assert peft.stdout == gguf.stdout
+    assert "base: unknown" in gguf.stderr
 
 
 @BACKENDS

@@ -55,12 +55,7 @@ class Process:
 
     process: subprocess.Popen[str]
     ready: str
-
-    @property
-    def url(self) -> str:
-        found = re.search(r"http://[^ ;]+", self.ready)
-        assert found is not None
-        return found[0]
+    url: str
 
 
 @contextmanager
@@ -72,7 +67,7 @@ def serving(*args: str, start: tuple[str, str] = ("-m", "llorch")) -> Iterator[P
     try:
         assert process.stderr is not None
         ready = next((line for line in process.stderr if " at http://" in line), "")
-        yield Process(process, ready)
+        yield Process(process, ready, re.findall(r"http://[^ ;]+", ready)[0])
     finally:
         process.kill()
         process.communicate()

@@ -125,9 +125,7 @@ from llorch.cli import main
 main(["run", "story", "Once", "-n", "1", "--backend", "torch"], prog_name="llorch")
 """
     said = {name: value for name, value in os.environ.items() if name not in WAITING} | by_the_user
-    done = subprocess.run(
-        [sys.executable, "-c", watch], capture_output=True, text=True, check=False, cwd=REPOSITORY, env=said
-    )
+    done = subprocess.run([sys.executable, "-c", watch], capture_output=True, text=True, cwd=REPOSITORY, env=said)
     assert done.stdout.splitlines() == [" ".join((name, *expected)) for name in ("numpy", "torch")], done.stderr
 
 

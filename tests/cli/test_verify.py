@@ -18,7 +18,7 @@ from helpers.command_line import REPOSITORY, invoke, spawn
 from helpers.refusals import assert_cli_refuses, assert_tells
 
 if TYPE_CHECKING:
-    from llorch.judging.judge import Comparison
+    from llorch.judging.types import Comparison
 
 CHANGED = "micro-qwen2"
 TOKENS = "3,1,4,15,9,2,6,5"
@@ -189,9 +189,7 @@ def test_json_has_every_row_and_a_summary_that_counts_them():
     forward = [row for row in rows if row["mode"] == "chained" and row["checkpoint"] < "15"]
     places = len({(row["case"], row["stage"], row["layer"]) for row in forward})
     closer = summary["closer_to_reference"]
-    assert {backend: counts["all"]["comparisons"] for backend, counts in closer.items()} == dict.fromkeys(
-        BACKENDS, places
-    )
+    assert {name: counts["all"]["comparisons"] for name, counts in closer.items()} == dict.fromkeys(BACKENDS, places)
 
 
 @pytest.fixture
@@ -262,9 +260,7 @@ def test_a_missing_golden_is_not_run_and_never_a_pass(tmp_path: Path, monkeypatc
     assert "1 model, 0 comparisons: 0 passed, 0 failed, 20 checkpoints not run" in result.stdout
 
 
-def test_without_engines_a_file_is_not_run_and_the_command_that_adds_them_is_shown(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_engines_a_file_is_not_run_and_how_to_add_them_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     monkeypatch.setitem(sys.modules, "torch", None)
     folder = write_folder(tmp_path / "tiny-1.5", random_tensors("qwen2"), "qwen2")

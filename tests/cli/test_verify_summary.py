@@ -15,7 +15,7 @@ from llorch.cli.tables import console
 from llorch.cli.verify_plan import _exit_code
 from llorch.cli.verify_summary import EXACT, ModelReport, checkpoints_of, first_failure, lines, summary
 from llorch.files import open_weights
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import NOT_RUN, Difference, Tolerance
 from llorch.stages.stage_ref import StageRef
@@ -70,9 +70,7 @@ def test_a_line_shows_its_worst_row_wherever_that_stands(worse: dict[str, Any], 
     ("failed", "not_run", "code"), [(0, [], 0), (0, ["no engine"], 3), (2, [], 1), (2, ["no engine"], 1)]
 )
 @pytest.mark.parametrize("checkpoints_not_run", [0, 1])
-def test_numbers_that_differ_count_more_than_what_was_not_run(
-    failed: int, not_run: list[str], checkpoints_not_run: int, code: int
-):
+def test_failures_outweigh_what_was_not_run(failed: int, not_run: list[str], checkpoints_not_run: int, code: int):
     counts = {"failed": failed, "not_run": not_run, "checkpoints_not_run": checkpoints_not_run}
     counts |= {"strict": True, "ties": 0}
     assert _exit_code(counts) == (3 if checkpoints_not_run and code == 0 else code)
@@ -168,12 +166,9 @@ def test_a_report_says_when_each_op_alone_is_right():
 
 
 def test_a_report_separates_the_cases_in_which_the_first_failing_stage_fails_from_those_in_which_it_passes():
-    alone, cached = (
-        comparison(stage="conv_state", mode="isolated"),
-        partial(comparison, "conv_state", "03", verdict="FAIL"),
-    )
-    behind = [cached(n_cached=7, mode="decode")]
-    behind.append(cached(case="long", mode="in parts"))
+    alone = comparison(stage="conv_state", mode="isolated")
+    cached = partial(comparison, "conv_state", "03", verdict="FAIL")
+    behind = [cached(n_cached=7, mode="decode"), cached(case="long", mode="in parts")]
     text = text_of(alone, *behind)
     assert "conv_state fails: near, 7 cached, decode; long, in parts" in text
     assert "conv_state passes: near, isolated" in text

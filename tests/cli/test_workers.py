@@ -14,7 +14,6 @@ from llorch.cli.workers import Workers
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: no process is started elsewhere")
 
-
 WORK = 300  # seconds; a test that waits for its end finds that the work was finished
 
 

@@ -8,7 +8,6 @@ from builders.families import FAMILIES, labelled, random_folder
 from builders.family_adapters import family_adapter, float64_peft, gradients_of
 from builders.random_adapters import logits_of
 
-from llorch.families.family import EPSILON
 from llorch.families.table import FAMILIES as TABLE
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
@@ -22,7 +21,7 @@ from llorch.training.numpy_step import of_document
 
 pytestmark = pytest.mark.live
 # Elsewhere it has an epsilon of its own.
-READ_BY_LLAMACPP = [name for name in FAMILIES if EPSILON in TABLE[name].llamacpp.reads]
+READ_BY_LLAMACPP = [name for name in FAMILIES if TABLE[name].llamacpp.reads_epsilon]
 IDS = [int(i) for i in np.random.default_rng(5).integers(0, 104, 70)]
 
 

@@ -177,7 +177,7 @@ def test_one_wrong_token_is_said():
 
 
 @pytest.mark.parametrize(("dtype", "declared"), [("bfloat16", False), ("float16", True)])
-def test_half_precision_is_honest_and_its_mistakes_are_named_all_the_same(dtype: str, declared: bool):
+def test_half_precision_is_rounding_and_its_mistakes_are_named_all_the_same(dtype: str, declared: bool):
     kind: ActivationKind = HALF[dtype]
     rounded = StageChange(lambda inputs, stage, array: round_activations(np.ascontiguousarray(array), kind))
     half = {key: rounded for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", "attn_scores")}

@@ -59,11 +59,9 @@ def notes_of(dump: StageDump, weights: Weights = WEIGHTS, **said: Any) -> list[s
     return [*require_comparable(dump, weights, **said).notes]
 
 
-def refused(
-    guard: str, dump: StageDump, *facts: object, said: Mapping[str, Any] | None = None, **fields: object
-) -> None:
+def refused(guard: str, dump: StageDump, *facts: object, said: Mapping[str, Any] = {}, **fields: object) -> None:
     with refuses(GuardFailed, *facts, **fields) as caught:
-        require_comparable(dump, WEIGHTS, **(said or {}))
+        require_comparable(dump, WEIGHTS, **said)
     assert caught.value.guard == guard
     assert str(caught.value).startswith(f"mine: {guard}: ")
 
@@ -225,8 +223,8 @@ def test_a_capture_that_is_not_the_run_in_production_is_refused():
         (note,) = notes_of(dump, WEIGHTS)
         assert_tells(note, "run: logits", "token 0", "pass 0")
         assert re.search(error, note)
-    honest: list[dict[str, Any]] = [{"kv_cache": "float16"}, {"flash_attention": True}, {"activations": "Q8_0"}]
-    for wider in honest:
+    arithmetics: list[dict[str, Any]] = [{"kv_cache": "float16"}, {"flash_attention": True}, {"activations": "Q8_0"}]
+    for wider in arithmetics:
         assert len(notes_of(in_production(TRACE["logits"] * noise, **wider), WEIGHTS)) == 1
     noisy = in_production(TRACE["logits"] * noise)
     refused("run", noisy, expected=("logits", "token 0", "pass 0"), got=("error", "path"))

@@ -32,8 +32,6 @@ def weight(name: str) -> np.ndarray:
 
 Q, K, UP = "model.layers.1.self_attn.q_proj.weight", "blk.1.attn_k.weight", "model.layers.1.mlp.up_proj.weight"
 HEADS, KV_HEADS = WEIGHTS.config.n_heads, WEIGHTS.config.n_kv_heads
-
-
 GUISES: dict[str, tuple[str, np.ndarray, str]] = {  # a name, what is under it, what the note tells of it
     "q of neighbouring pairs": (Q, interleave(weight("q_proj"), HEADS), "neighbouring pairs"),
     "k of neighbouring pairs": (K, interleave(weight("k_proj"), KV_HEADS), "neighbouring pairs"),

@@ -231,9 +231,7 @@ def deadly_to_llamacpp(path: Path) -> Path:
     ("options", "engine"),
     [((), "one reference engine: transformers"), (("--numerics", "ggml"), None), (("--against", "llamacpp"), None)],
 )
-def test_verify_reports_a_llamacpp_crash_and_uses_transformers(
-    tmp_path: Path, options: tuple[str, ...], engine: str | None
-):
+def test_llamacpp_crash_is_reported_and_transformers_used(tmp_path: Path, options: tuple[str, ...], engine: str | None):
     done = spawn("verify", str(deadly_to_llamacpp(tmp_path / "deadly.gguf")), "--tokens", IDS, *options)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("NOT RUN: ")]
     assert_tells(line, "NOT RUN: llamacpp", "SIGABRT", "in loading")

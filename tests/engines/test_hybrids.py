@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from builders.families import HYBRIDS, random_folder, twin
 
-from llorch.engines import EngineName, Trace, open_here
-from llorch.engines.interface import unsupported_reason
+from llorch.engines import EngineName, open_here
+from llorch.engines.interface import Trace, unsupported_reason
 from llorch.files import open_weights
 from llorch.judging.runners.numpy import run
 from llorch.model.blocks.delta_net import heads

@@ -8,8 +8,8 @@ import pytest
 from helpers.refusals import assert_tells, refuses
 from helpers.stored_goldens import golden_of, weights_of
 
-from llorch.engines import check_ids, checked_trace
 from llorch.engines import open_here as open_engine
+from llorch.engines.interface import check_ids, checked_trace
 
 NAME = "micro-qwen3"
 CONFIG = weights_of(NAME).config

@@ -104,7 +104,7 @@ def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_comput
     assert settings.rope_parameters["rope_theta"] == right.rope_theta
 
 
-def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_none_may_be_missing(
+def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_all_are_needed(
     monkeypatch: pytest.MonkeyPatch,
 ):
     with open_engine("transformers", builtin_path("micro-llama"), dtype="float64") as engine:
@@ -137,9 +137,8 @@ def test_a_gguf_base_serves_as_well_as_a_folder(made, tmp_path):
     write_gguf(open_weights(base), tmp_path / "base.gguf")
     for model in (base, tmp_path / "base.gguf"):
         expected = adapted_logits(base, adapter)
-        np.testing.assert_allclose(
-            peft_logits(model, folder, IDS), expected, rtol=0, atol=2e-6 * np.abs(expected).max()
-        )
+        actual = peft_logits(model, folder, IDS)
+        np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
 def test_keys_that_fit_nothing_are_an_error_where_peft_only_warns(made):

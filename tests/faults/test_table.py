@@ -9,7 +9,7 @@ from faults import table
 from faults.fault import Check, InjectedFault, assert_seen
 from faults.into_numpy import FAULTS
 
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.stages.comparison import FAIL, PASS, TIE, Difference, Tolerance
 from llorch.stages.stage_ref import StageRef
 

@@ -53,9 +53,7 @@ def suites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForwardExpecta
 
 @pytest.mark.nightly_cases(but=["checkpoint_04_window-in-o*"])
 @pytest.mark.parametrize("mistake", dict.fromkeys((*UNSHOWN, *LAYERS)), ids=by_name)
-def test_it_goes_red_by_far_where_it_is_and_is_named(
-    mistake: Mistake[StageInputs], suites: dict[str, ForwardExpectations]
-):
+def test_it_is_red_by_far_where_it_is_and_named(mistake: Mistake[StageInputs], suites: dict[str, ForwardExpectations]):
     able = [suite for suite in suites.values() if mistake.applies_to(suite.weights.config)]
     assert able
     for suite in able:

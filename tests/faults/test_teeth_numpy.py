@@ -24,9 +24,7 @@ def test_a_fault_is_red_where_it_is(fault: InjectedFault, tmp_path: Path, monkey
 
 @pytest.mark.slow_cases(but=["cache-*", "eps-*"])
 @pytest.mark.parametrize("fault", FLOAT64, ids=str)
-def test_a_fault_of_every_precision_is_red_in_float64(
-    fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_fault_of_any_precision_shows_in_float64(fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     assert_seen(fault, monkeypatch, tmp_path)
 
 

@@ -76,8 +76,7 @@ def test_the_temperature_of_ministral_goes_along_without_yarn(tmp_path: Path, sc
 @pytest.mark.parametrize("kind", VOCABULARIES)
 def test_a_folder_becomes_a_file_and_the_same_folder_again(tmp_path: Path, kind: str):
     source = write_whole_folder(tmp_path / "source", kind)
-    done = convert(source, tmp_path / "m.gguf")
-    assert any("NFC" in note for note in done.notes) == kind.startswith("qwen")
+    assert any("NFC" in note for note in convert(source, tmp_path / "m.gguf").notes) == kind.startswith("qwen")
     convert(tmp_path / "m.gguf", tmp_path / "back")
     one, other = load(source), load(tmp_path / "back")
     assert_same_tensors(one.weights, other.weights)
@@ -164,8 +163,7 @@ def test_half_precision_goes_round_without_being_asked_for(tmp_path: Path, ggml_
 
 def test_a_second_rounding_is_noted(tmp_path: Path):
     convert(builtin_path("story"), tmp_path / "m.gguf", ggml_type=GGMLType.Q8_0)
-    done = convert(tmp_path / "m.gguf", tmp_path / "n.gguf", ggml_type=GGMLType.Q4_0)
-    (note,) = done.notes
+    (note,) = convert(tmp_path / "m.gguf", tmp_path / "n.gguf", ggml_type=GGMLType.Q4_0).notes
     assert_tells(note, "Q8_0", "Q4_0", "rounding")
     assert not convert(tmp_path / "m.gguf", tmp_path / "o.gguf", ggml_type=GGMLType.F32).notes
 

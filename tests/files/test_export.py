@@ -120,8 +120,7 @@ def test_llama3_scaling_becomes_the_factors_of_the_converter(tmp_path: Path):
         blend = 1 / ((1 - smooth) / 8.0 + smooth)
         wanted.append(1.0 if wavelength < 32 / 4.0 else 8.0 if wavelength > 32 / 1.0 else blend)
     assert back.factors == pytest.approx(wanted, rel=1e-6)
-    again = round_trip(open_weights(tmp_path / "out.gguf"), tmp_path / "again.gguf").config.rope_scaling
-    assert again == back
+    assert round_trip(open_weights(tmp_path / "out.gguf"), tmp_path / "again.gguf").config.rope_scaling == back
 
 
 def test_llama3_scaling_of_another_family_is_refused(tmp_path: Path):
@@ -199,8 +198,7 @@ def test_plain_lists_of_strings_are_written_too(tmp_path: Path):
 
 @pytest.mark.parametrize("ggml_type", FILE_TYPES, ids=lambda one: one.name)
 def test_matrices_get_the_type_and_vectors_stay_f32(tmp_path: Path, ggml_type: GGMLType):
-    source = write_folder(tmp_path, tensors := wide_tensors(), **WIDE)
-    weights = open_weights(source)
+    weights = open_weights(write_folder(tmp_path, tensors := wide_tensors(), **WIDE))
     write_gguf(weights, tmp_path / "out.gguf", ggml_type=ggml_type)
     expected = gguf_types(weights.config, ggml_type)
     with open_gguf(tmp_path / "out.gguf") as file:
@@ -212,8 +210,7 @@ def test_matrices_get_the_type_and_vectors_stay_f32(tmp_path: Path, ggml_type: G
         assert file.metadata["general.file_type"] == FILE_TYPES[ggml_type]
         assert ("general.quantization_version" in file.metadata) == (ggml_type.name[0] in "QTM")
         assert sum(info.n_bytes for info in file.tensors.values()) == gguf_size(weights.config, ggml_type)
-        actual = file.array("blk.1.attn_norm.weight")
-        assert np.array_equal(actual, tensors["model.layers.1.input_layernorm.weight"])
+        assert np.array_equal(file.array("blk.1.attn_norm.weight"), tensors["model.layers.1.input_layernorm.weight"])
 
 
 def test_rows_that_are_no_whole_number_of_blocks_become_f16(tmp_path: Path):

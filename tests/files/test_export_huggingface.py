@@ -47,8 +47,7 @@ def test_tensors_come_back_with_every_bit(tmp_path: Path, family: str):
 
 @pytest.mark.parametrize("ggml_type", [GGMLType.F16, GGMLType.BF16], ids=lambda one: one.name)
 def test_half_precision_is_rounded_to_nearest(tmp_path: Path, ggml_type: GGMLType):
-    tensors = random_tensors("llama")
-    weights = open_weights(write_folder(tmp_path / "a", tensors))
+    weights = open_weights(write_folder(tmp_path / "a", random_tensors("llama")))
     write_folder(tmp_path / "b", {})
     write_safetensors(weights, tmp_path / "b", ggml_type=ggml_type)
     back = open_weights(tmp_path / "b")
@@ -89,8 +88,7 @@ def test_shards_are_filled_none_is_empty_and_all_come_back(tmp_path: Path, ggml_
 
 
 def test_the_config_names_the_dtype_of_the_tensors(config: ModelConfig):
-    kinds = {GGMLType.F32: "float32", GGMLType.F16: "float16", GGMLType.BF16: "bfloat16"}
-    for kind, name in kinds.items():
+    for kind, name in {GGMLType.F32: "float32", GGMLType.F16: "float16", GGMLType.BF16: "bfloat16"}.items():
         assert huggingface_config(config, kind, path=Path("m"))["torch_dtype"] == name
 
 

@@ -20,8 +20,7 @@ needs_proc = pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="
 
 
 def resident_kilobytes() -> int:
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmRSS:")[2].split()[0])
+    return int(Path("/proc/self/status").read_text().partition("VmRSS:")[2].split()[0])
 
 
 def n_bytes_read() -> int:

@@ -45,8 +45,7 @@ def test_a_gguf_file_that_is_cut_between_two_runs_is_an_error_not_a_dead_process
 
 
 def test_a_closed_file_is_no_longer_watched(tmp_path: Path):
-    folder = write_folder(tmp_path, random_tensors("llama"))
-    weights = open_weights(folder)
+    weights = open_weights(write_folder(tmp_path, random_tensors("llama")))
     before = weights["lm_head"].copy()
     weights.source.close()
     assert np.array_equal(weights["lm_head"], before)

@@ -82,8 +82,7 @@ def test_rows_of_heads_come_out_in_the_order_of_hugging_face(kind: GGMLType):
 
 
 def test_a_matrix_of_several_tiles_is_the_same_as_one_in_one_piece():
-    shape = (3 * TILE // 512 + 7, 512)
-    stored = packed(GGMLType.Q4_0, shape)
+    stored = packed(GGMLType.Q4_0, (3 * TILE // 512 + 7, 512))
     x = activations()
     whole = Matrix(stored, round_inputs=True, decoded=stored.decode())
     agree(Matrix(stored, round_inputs=True).forward(x), whole.forward(x))
@@ -96,8 +95,7 @@ def test_rows_of_an_embedding_are_exact_and_in_the_dtype_of_the_run(resident: bo
     stored = packed(GGMLType.Q4_K)
     decoded = stored.decode()
     made = Matrix(stored, dtype=dtype, round_inputs=True, decoded=decoded if resident else None)
-    rows = made.rows(np.array([3, 90, 3]))
-    np.testing.assert_array_equal(rows, decoded[[3, 90, 3]].astype(dtype), strict=True)
+    np.testing.assert_array_equal(made.rows(np.array([3, 90, 3])), decoded[[3, 90, 3]].astype(dtype), strict=True)
 
 
 @pytest.mark.parametrize("resident", [True, False], ids=["decoded", "packed"])

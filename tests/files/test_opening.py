@@ -53,8 +53,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def change(file: Path, key: str, value: object) -> None:
-    values = json.loads(file.read_text()) | {key: value}
-    file.write_text(json.dumps(values))
+    file.write_text(json.dumps(json.loads(file.read_text()) | {key: value}))
 
 
 def steps(folder: Path) -> dict[str, Callable[[], object]]:
@@ -177,5 +176,4 @@ def test_an_adapter_that_is_an_error_document_is_refused(name: str, tmp_path: Pa
     config = {"peft_type": "LORA", "r": 2, "lora_alpha": 2, "target_modules": ["q_proj"]}
     (tmp_path / "adapter_config.json").write_text(json.dumps(config))
     (tmp_path / name).write_bytes(OTHERS["error"][0])
-    result = invoke("lora", "inspect", str(tmp_path))
-    assert_cli_refuses(result, 2, "login", where=name)
+    assert_cli_refuses(invoke("lora", "inspect", str(tmp_path)), 2, "login", where=name)

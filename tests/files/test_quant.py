@@ -69,8 +69,7 @@ def test_block_sizes_are_those_of_ggml(ggml: ctypes.CDLL, kind: GGMLType):
 @pytest.mark.live
 def test_no_type_of_ggml_is_missing(ggml: ctypes.CDLL):
     ggml.ggml_get_type_traits.restype = ctypes.POINTER(Traits)
-    in_use = {number for number in range(43) if ggml.ggml_get_type_traits(number).contents.block_size}
-    assert in_use == set(GGMLType)
+    assert {number for number in range(43) if ggml.ggml_get_type_traits(number).contents.block_size} == set(GGMLType)
 
 
 @pytest.mark.live
@@ -161,8 +160,7 @@ def test_only_mxfp4_can_hide_a_nan_scale():
 def test_the_type_numbers_agree_with_the_gguf_package():
     theirs, ours = ({kind.name: kind.value for kind in types} for types in (GGMLQuantizationType, GGMLType))
     assert theirs.items() <= ours.items()
-    differing = {kind for kind in GGML_QUANT_SIZES if BLOCK_SIZES[kind] != GGML_QUANT_SIZES[kind]}
-    assert differing <= {GGMLType.Q8_1}
+    assert {kind for kind in GGML_QUANT_SIZES if BLOCK_SIZES[kind] != GGML_QUANT_SIZES[kind]} <= {GGMLType.Q8_1}
 
 
 ROWS, WIDTH = 200, 512

@@ -169,8 +169,7 @@ def file_of(header: object, data: bytes) -> np.ndarray:
 
 def test_odd_sizes_before_wide_types_leave_all_tensors_aligned():
     tensors = {"a": np.arange(3, dtype=np.uint8), "b/c": np.arange(5, dtype=np.float64), "d": np.array(7)}
-    data = np.frombuffer(b"".join(map(bytes, tensor_bytes(tensors))), np.uint8)
-    found = tensors_from(data, WHERE)
+    found = tensors_from(np.frombuffer(b"".join(map(bytes, tensor_bytes(tensors))), np.uint8), WHERE)
     for name, array in tensors.items():
         np.testing.assert_array_equal(found[name], array, strict=True)
         assert found[name].flags.aligned

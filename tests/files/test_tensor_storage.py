@@ -194,8 +194,7 @@ def test_what_is_put_into_a_tensor_is_taken_out_of_it(short: str, tiled: bool):
 
 def test_gains_and_logarithms_are_made_once_in_the_dtype_that_is_asked_for():
     stored = np.array([0.1, -0.3, 1e-9], np.float32)
-    gain = Layout(form="less_one").made(stored, np.float64)
-    assert np.array_equal(gain, 1 + stored.astype(np.float64))
+    assert np.array_equal(Layout(form="less_one").made(stored, np.float64), 1 + stored.astype(np.float64))
     logarithm = np.array([-3, 0.5, 2.7], np.float32)
     decay = Layout(form="logarithm").made(logarithm, np.float32)
     assert np.array_equal(decay, (-np.exp(logarithm.astype(np.float64))).astype(np.float32))

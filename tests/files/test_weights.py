@@ -264,8 +264,7 @@ def test_matrices_of_float32_and_float64_are_never_packed(tmp_path: Path, dtype:
 
 def test_vectors_of_float16_are_arrays_whatever_the_variant(tmp_path: Path):
     variant = folder_of(np.float16, tmp_path).using(GGML, packed=True)
-    kinds = {len(variant.shape(name)): type(variant[name]) for name in variant}
-    assert kinds == {1: np.ndarray, 2: Matrix}
+    assert {len(variant.shape(name)): type(variant[name]) for name in variant} == {1: np.ndarray, 2: Matrix}
 
 
 def tied(tmp_path: Path, embedding: np.ndarray, output: np.ndarray) -> Weights:
@@ -303,8 +302,7 @@ def test_tied_tensors_are_compared_as_numbers_and_not_as_bytes(tmp_path: Path):
     half = random_tensors("llama")["model.embed_tokens.weight"].astype(np.float16)
     assert np.array_equal(tied(tmp_path, half, half.astype(np.float32))["embed_tokens"], half)
     file = tmp_path / "model.safetensors"
-    tensors = safetensors.numpy.load_file(file) | {"lm_head.weight": half}
-    safetensors.numpy.save_file(tensors, file)
+    safetensors.numpy.save_file(safetensors.numpy.load_file(file) | {"lm_head.weight": half}, file)
     content = file.read_bytes()
     start = content.index(b'"lm_head.weight"')
     # The same bytes, said to be bfloat16: one more letter, one space less of padding.

@@ -15,7 +15,7 @@ from llorch.judging.expectations import quantised as verify_quantised
 from llorch.judging.expectations.quantised import BACKENDS, verify_quantised_stored
 from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.judging.goldens.quantised import FOLDER, ROUNDED_TO, types
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import FAIL, FLOOR, PASS
 from llorch.stages.table import BY_NAME, STAGES

@@ -17,9 +17,9 @@ from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import ENGINES, SAMPLINGS
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.torch import VARIANTS
 from llorch.judging.tolerances.forward import MATHEMATICS, SCORES
+from llorch.judging.types import Comparison
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.runtime.builtin import BUILTIN, builtin_path
 from llorch.stages.comparison import PASS, TIE

@@ -16,8 +16,8 @@ from llorch.families.config import ModelConfig
 from llorch.files import open_weights
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import ENGINES, SAMPLINGS
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS, FLOAT64
+from llorch.judging.types import Comparison
 from llorch.judging.verify import verify_stored
 from llorch.runtime.builtin import EVERY, FOLDERS, builtin_path
 from llorch.stages.comparison import PASS

@@ -10,7 +10,8 @@ from helpers.golden_files import unpacked
 from helpers.refusals import refuses
 from helpers.stored_goldens import golden_of
 
-from llorch.engines import LoadPath, ReferenceEngine, one_by_one
+from llorch.engines import LoadPath, ReferenceEngine
+from llorch.engines.interface import one_by_one
 from llorch.families.layers import Layer, Temperature
 from llorch.files import open_weights
 from llorch.judging.goldens.float64_reference import require_numbers

@@ -4,8 +4,9 @@ import numpy as np
 import pytest
 from helpers.refusals import assert_tells
 
+from llorch.judging.compare import judge
 from llorch.judging.expert_selection import ExpertSelection
-from llorch.judging.judge import Expectation, judge
+from llorch.judging.types import Expectation
 from llorch.stages.comparison import EXACT, FACTOR, FAIL, PASS, TIE
 from llorch.stages.stage_ref import StageRef
 

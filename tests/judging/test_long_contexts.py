@@ -13,15 +13,15 @@ from helpers.refusals import refuses
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights
 from llorch.judging.expectations.long_contexts import IN_PARTS, WHOLE, bounds_of
-from llorch.judging.goldens import long_contexts as long_goldens
 from llorch.judging.goldens.long_contexts import LAST, N_LONG, read_long, save_long
-from llorch.judging.judge import Comparison
 from llorch.judging.runners import Runner
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
+from llorch.judging.types import Comparison
 from llorch.judging.verify import stored, stored_long
 from llorch.runtime.builtin import EVERY
 from llorch.stages.comparison import FAIL, PASS, Difference
 from llorch.stages.stage_ref import Pass
+from reference_outputs.make_long import refuse_far
 
 MODEL = "micro-qwen2"  # has all cases
 OF_ALL = {"long", "position 16390", "position 131080"}
@@ -93,10 +93,10 @@ def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):
     save_long(tmp_path, replace(golden, distances={}))
     with refuses(ValueError, "no engine", "long", "regenerate.py"):
         read_long(tmp_path)
-    long_goldens._refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(0.0049, 0.0049)}})
+    refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(0.0049, 0.0049)}})
     for error in (0.0051, np.inf, np.nan):
         with refuses(ValueError, "llamacpp", "long l0.ffn_up", expected=0.005, where="m.gguf"):
-            long_goldens._refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(error, error)}})
+            refuse_far(Path("m.gguf"), "llamacpp", {"long": {"l0.ffn_up": Difference(error, error)}})
 
 
 @pytest.mark.nightly_cases("long.safetensors.xz")

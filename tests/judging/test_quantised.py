@@ -14,13 +14,14 @@ import llorch
 from llorch.engines import LoadPath, open_engine
 from llorch.engines.process import in_child
 from llorch.files import Weights, matrix, open_weights
+from llorch.judging.compare import compare_exact
 from llorch.judging.expectations import files
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.forward import EngineOutput
-from llorch.judging.judge import Comparison, compare_exact
 from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated, rounded_stages, run
+from llorch.judging.types import Comparison
 from llorch.judging.verify import verify_ggml
 from llorch.model.model import Model
 from llorch.ops.numerics import GGML, Numerics

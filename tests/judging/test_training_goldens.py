@@ -11,7 +11,7 @@ from helpers.golden_files import unpacked
 from helpers.refusals import assert_tells, refuses
 from helpers.stored_goldens import training_golden_of, training_weights_of
 
-from llorch.judging.expectations.training import comparisons, make_expectations, refuse_far_engines, tolerances
+from llorch.judging.expectations.training import comparisons, make_expectations
 from llorch.judging.expectations.training_places import MODES
 from llorch.judging.goldens import store as golden_store
 from llorch.judging.goldens.training import FILES, MODELS, TrainingGolden, names, save
@@ -19,6 +19,7 @@ from llorch.ops.numerics import DtypeName
 from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import FAIL
 from llorch.stages.training import BY_GROUP
+from reference_outputs.training_tolerances import refuse_far_engines, tolerances
 
 MODEL = "micro-qwen3"
 CONFIG = training_weights_of(MODEL).config

@@ -16,7 +16,7 @@ from llorch.files.tokenizer import Tokenizer
 from llorch.judging import verify
 from llorch.judging.expectations.files import differing, foreign_tensors, own_tensors
 from llorch.judging.goldens.forward import TokenCheck
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.judging.verify import foundation_rows, plan_live, token_rows, verify_live, verify_stored
 from llorch.model.model import Model
 from llorch.runtime.builtin import builtin_path

@@ -14,7 +14,7 @@ from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.lora.adapter import Adapter, LoraTensors, checked
+from llorch.lora.adapter import LoraTensors, checked
 from llorch.lora.base import identity_of
 from llorch.lora.config import LoraConfig
 from llorch.lora.gguf_format import write_lora_gguf
@@ -147,12 +147,8 @@ def tensors(config: ModelConfig, rng: np.random.Generator, lora: LoraConfig = LO
     return found
 
 
-@pytest.fixture
-def adapter(config: ModelConfig, rng: np.random.Generator) -> Adapter:
-    return checked(LORA, tensors(config, rng), config)
-
-
-def test_an_adapter_counts_its_numbers_and_names_them_in_order(adapter: Adapter, config: ModelConfig):
+def test_an_adapter_counts_its_numbers_and_names_them_in_order(config: ModelConfig, rng: np.random.Generator):
+    adapter = checked(LORA, tensors(config, rng), config)
     q = [(config.hidden_size + config.q_width) * rank for rank in (2, 3, 2)]
     assert adapter.n_parameters == sum(q) + 2 * (config.vocab_size + config.hidden_size)
     assert list(adapter.flat())[:3] == ["embed_tokens.lora_A", "embed_tokens.lora_B", "layers.0.q_proj.lora_A"]

@@ -19,7 +19,6 @@ from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameter
 from llorch.runtime.builtin import builtin_path
 
 EVERY = (*ALL, "embed_tokens", "lm_head")
-EVERY_INIT = pytest.mark.parametrize("init", INITS)
 
 
 @pytest.fixture(scope="module")
@@ -62,7 +61,7 @@ def test_gaussian_has_a_deviation_of_one_over_the_rank_of_the_matrix(weights: We
         assert not made.tensors[name].lora_B.any()
 
 
-@EVERY_INIT
+@pytest.mark.parametrize("init", INITS)
 def test_of_an_embedding_b_is_normal_and_a_is_zero(weights: Weights, init: str):
     tensors = drawn(weights, init=init, r=32).tensors["embed_tokens"]
     assert not tensors.lora_A.any()
@@ -229,13 +228,10 @@ def move(module, theirs, start) -> None:
     with torch.no_grad():
         for key in start.tensors:
             left = torch.randn(len(start.tensors[key].lora_A), generator=generator)
-            for side, other in ((ours[f"{key}.lora_B"], ours[f"{key}.lora_A"]), peft_sides(numbers, key, start)):
+            of_peft = [numbers[peft_name(f"{key}.{half}", start.targets)] for half in ("lora_B", "lora_A")]
+            for side, other in ((ours[f"{key}.lora_B"], ours[f"{key}.lora_A"]), of_peft):
                 signs = torch.sign(other[:, 0])  # fixes the sign of each pair of singular vectors
                 side += 0.3 * left * signs * torch.ones(len(side), 1)
-
-
-def peft_sides(numbers, key: str, start) -> tuple[torch.Tensor, torch.Tensor]:
-    return numbers[peft_name(f"{key}.lora_B", start.targets)], numbers[peft_name(f"{key}.lora_A", start.targets)]
 
 
 @pytest.mark.live
@@ -255,6 +251,5 @@ def test_shapes_and_counts_of_qwen_05b_are_those_of_peft(kind: str):
     with torch.device("meta"):
         theirs = peft.get_peft_model(transformers.Qwen2ForCausalLM(config), made, low_cpu_mem_usage=True)
     lora = LoraConfig(r=8, **settings)
-    targets = lora.targets(model)
-    named = {peft_name(key, targets): shape for key, shape in wanted_shapes(lora, model).items()}
+    named = {peft_name(key, lora.targets(model)): shape for key, shape in wanted_shapes(lora, model).items()}
     assert named == {key: tuple(p.shape) for key, p in theirs.named_parameters() if p.requires_grad}

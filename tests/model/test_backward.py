@@ -37,11 +37,8 @@ def adapter(weights: Weights) -> Adapter:
 
 def loss(weights: Weights, moved: Mapping[str, np.ndarray]) -> float:
     """The loss when some stages are off by a little."""
-
-    def keep(name: str, array: np.ndarray) -> np.ndarray:
-        return array + moved[name] if name in moved else array
-
-    logits = forward(IDS, weights, KVCache(weights.config, weights.dtype), keep=keep)
+    cache = KVCache(weights.config, weights.dtype)
+    logits = forward(IDS, weights, cache, keep=lambda name, array: array + moved.get(name, 0))
     total, n_trained = cross_entropy(logits, WANTED, label_smoothing=0.1)
     return total / n_trained
 

@@ -1,4 +1,3 @@
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -130,10 +129,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-def one_of_a_batch(folder: Path) -> Iterator[Any]:
-    return llorch.load_torch(folder).generate_batch([[5, 6], [7]], settings=[SamplingSettings(), DRAWN])
-
-
 @pytest.mark.parametrize("settings", [SamplingSettings(), DRAWN], ids=["greedy", "drawn"])
 @pytest.mark.parametrize(
     "start",
@@ -141,7 +136,7 @@ def one_of_a_batch(folder: Path) -> Iterator[Any]:
         lambda folder, how: llorch.load(folder).generate([5, 6], settings=how),
         lambda folder, how: llorch.load(folder, numerics=GGML).generate([5, 6], settings=how),
         lambda folder, how: llorch.load_torch(folder).generate([5, 6], settings=how),
-        lambda folder, how: one_of_a_batch(folder),
+        lambda folder, _: llorch.load_torch(folder).generate_batch([[5, 6], [7]], settings=[SamplingSettings(), DRAWN]),
     ],
     ids=["numpy", "ggml", "torch", "batch"],
 )

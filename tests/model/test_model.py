@@ -67,9 +67,7 @@ def test_what_is_no_list_of_ids_is_refused(model: llorch.Model, ids: np.ndarray,
         model.forward(ids)
 
 
-def test_a_prompt_longer_than_the_context_is_refused_before_any_work(
-    model: llorch.Model, monkeypatch: pytest.MonkeyPatch
-):
+def test_prompt_longer_than_context_is_refused_before_any_work(model: llorch.Model, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.model.model.forward", None)
     context = model.config.max_position_embeddings
     too_long = [1] * (context + 1)
@@ -78,9 +76,7 @@ def test_a_prompt_longer_than_the_context_is_refused_before_any_work(
 
 
 @pytest.mark.parametrize("as_messages", [False, True])
-def test_a_text_far_longer_than_the_context_is_refused_from_its_beginning(
-    as_messages: bool, monkeypatch: pytest.MonkeyPatch
-):
+def test_text_far_longer_than_context_is_refused_from_its_beginning(as_messages: bool, monkeypatch: pytest.MonkeyPatch):
     model, seen = llorch.load("story"), list[int]()
     encode = model.tokenizer.encode
 
@@ -127,9 +123,7 @@ def test_a_long_prompt_runs_in_chunks_and_gives_the_same_logits(model: llorch.Mo
 
 
 @pytest.mark.parametrize("n_tokens", [3, 4, 5, 8, 11, 12, 13])
-def test_chunks_of_any_number_and_size_give_every_row_once(
-    model: llorch.Model, monkeypatch: pytest.MonkeyPatch, n_tokens: int
-):
+def test_chunks_of_any_size_give_every_row_once(model: llorch.Model, monkeypatch: pytest.MonkeyPatch, n_tokens: int):
     ids = np.random.default_rng(n_tokens).integers(0, model.config.vocab_size, n_tokens)
     whole = model.forward(ids)
     monkeypatch.setattr("llorch.model.model.PREFILL_CHUNK", 4)
@@ -246,17 +240,12 @@ def test_answers_that_are_begun_together_keep_their_adapters():
 
 
 def test_a_trace_has_the_stages_of_the_adapted_pass():
-    model, trace = load("micro-qwen2"), {}
+    model, trace, plain = load("micro-qwen2"), {}, {}
     model.add_adapter("one", small(model, 1))
     logits = model.forward(IDS, trace=trace, adapter="one")
+    model.forward(IDS, trace=plain)
     assert np.array_equal(trace["logits"], logits)
-    assert not np.array_equal(trace["l0.q_proj"], _plain_trace(model)["l0.q_proj"])
-
-
-def _plain_trace(model: Model) -> dict[str, np.ndarray]:
-    trace: dict[str, np.ndarray] = {}
-    model.forward(IDS, trace=trace)
-    return trace
+    assert not np.array_equal(trace["l0.q_proj"], plain["l0.q_proj"])
 
 
 def test_adapters_come_from_both_kinds_of_files(tmp_path: Path):

@@ -68,8 +68,7 @@ def test_each_answer_in_float32_is_that_of_numpy(name: str):
 def test_a_reproducible_answer_is_the_same_to_the_last_bit_in_any_company(order: list[int]):
     model = llorch.load_torch("micro-qwen3", mode="reproducible")
     prompts, lengths, settings = ([of_each[at] for at in order] for of_each in (PROMPTS, LENGTHS, SETTINGS))
-    answers = batched(model, prompts, max_tokens=lengths, settings=settings)
-    for at, answer in zip(order, answers, strict=True):
+    for at, answer in zip(order, batched(model, prompts, max_tokens=lengths, settings=settings), strict=True):
         assert answer == alone(model, at, settings=SETTINGS[at])
 
 

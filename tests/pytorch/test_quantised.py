@@ -14,7 +14,7 @@ from llorch.judging.expectations import packed as verification
 from llorch.judging.expectations import quantised
 from llorch.judging.expectations.packed import PACKED_MODELS, product_rows, verify_quantised_torch
 from llorch.judging.expectations.quantised_models import MODELS, write_model
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.pytorch import load, stored_kinds
 from llorch.pytorch.device import target
 from llorch.pytorch.kernels import packing

@@ -1,5 +1,6 @@
 """Packed matrices of quantised folders, against the folders' own decoding in NumPy."""
 
+import ctypes
 from collections.abc import Callable
 from contextlib import closing
 from dataclasses import replace
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 import torch
 from builders.quantised_folders import FOLDERS, NAMES, Tensors, changed
+from helpers.kernel_tolerances import distance
 from helpers.refusals import refuses
 
 from llorch.files import Weights, open_weights
@@ -41,6 +43,12 @@ def first(folder: str) -> QuantisedMatrix:
     matrix = weights.as_stored(quantised(weights)[0])
     assert isinstance(matrix, QuantisedMatrix)
     return matrix
+
+
+def first_kind(folder: str) -> Table:
+    kind = kind_of(weights_of(first(folder)), "w")
+    assert isinstance(kind, Table)
+    return kind
 
 
 class Source:
@@ -90,10 +98,8 @@ def test_packed_matrices_of_every_folder_decode_to_the_bits_of_the_folder(folder
 )
 def test_scales_take_16_bits_where_these_hold_every_number(folder, dtypes):
     matrix = in_group_order(first(folder))
-    kind = kind_of(weights_of(first(folder)), "w")
     assert isinstance(matrix, QuantisedMatrix)
-    assert isinstance(kind, Table)
-    fields = shorten(pack_stored(matrix, kind))
+    fields = shorten(pack_stored(matrix, first_kind(folder)))
     assert {name: field.dtype for name, field in fields.items() if name != "codes"} == dtypes
 
 
@@ -133,9 +139,7 @@ def loaded(path: Path, load: Any) -> CausalLM:
 
 
 def test_rows_with_one_zero_point_are_packed_by_the_kind_of_the_whole_matrix():
-    whole = first("awq-gemm")
-    kind = kind_of(weights_of(whole), "w")
-    assert isinstance(kind, Table)
+    whole, kind = first("awq-gemm"), first_kind("awq-gemm")
     assert kind.has_zeros
     alike = with_recipe(whole.picked(np.array([5])), zero=lambda parts, rows: np.full((len(rows), 2), 3, np.float32))
     assert np.array_equal(decoded(alike, kind), alike.decode())
@@ -181,36 +185,30 @@ def test_a_code_that_is_no_number_is_refused(tmp_path):
         loaded(changed(tmp_path, "ct-fp8-dynamic", tensors=spoil), load_packed)
 
 
-@pytest.mark.parametrize("folder", ["awq-gemm", "gptq-4bit-asym", "mlx-4bit", "mlx-8bit"])
-def test_product_with_zero_points_subtracts_no_large_sums(folder: str):
-    compiled, matrix = library(), first(folder)
-    if compiled is None:
+@pytest.fixture
+def compiled() -> ctypes.CDLL:
+    if (compiled := library()) is None:
         pytest.skip("NOT RUN: no C compiler")
-    kind = kind_of(weights_of(matrix), "one")
-    assert isinstance(kind, Table)
+    return compiled
+
+
+@pytest.mark.parametrize("folder", ["awq-gemm", "gptq-4bit-asym", "mlx-4bit", "mlx-8bit"])
+def test_product_with_zero_points_subtracts_no_large_sums(folder: str, compiled: ctypes.CDLL):
+    matrix, kind = first(folder), first_kind(folder)
     weight = torch.from_numpy(matrix.decode())
     x = torch.from_numpy(np.random.default_rng(3).standard_normal((3, weight.shape[1])).astype(np.float32)) + 4
     expected = x.double() @ weight.double().T
-
-    def error(made: torch.Tensor) -> float:
-        return float((made.double() - expected).norm() / expected.norm())
-
     packed = CpuQuantisedLinear(pack_stored(matrix, kind), kind, None, compiled)
-    assert error(packed(x)) < max(2 * error(x @ weight.T), 2e-7)
+    assert distance(packed(x), expected) < max(2 * distance(x @ weight.T, expected), 2e-7)
 
 
 @pytest.mark.parametrize("folder", ["mlx-4bit", "mlx-8bit"])
-def test_a_group_whose_numbers_are_all_0_changes_no_other_group(folder: str):
-    compiled, matrix = library(), first(folder)
-    if compiled is None:
-        pytest.skip("NOT RUN: no C compiler")
-    kind = kind_of(weights_of(matrix), "one")
-    assert isinstance(kind, Table)
-    fields = pack_stored(matrix, kind)
+def test_a_group_whose_numbers_are_all_0_changes_no_other_group(folder: str, compiled: ctypes.CDLL):
+    kind = first_kind(folder)
+    fields = pack_stored(first(folder), kind)
     for name in ("d", "minimum"):
         fields[name][0, 0] = 0
     weight = decode(fields, kind)
     x = torch.from_numpy(np.random.default_rng(3).standard_normal((3, weight.shape[1])).astype(np.float32))
-    expected = x.double() @ weight.double().T
-    made = CpuQuantisedLinear(fields, kind, None, compiled)(x)
-    assert float((made.double() - expected).norm() / expected.norm()) < 1e-6
+    actual = CpuQuantisedLinear(fields, kind, None, compiled)(x)
+    assert distance(actual, x.double() @ weight.double().T) < 1e-6

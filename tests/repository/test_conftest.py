@@ -238,9 +238,7 @@ def item_of(case: str, *marks: pytest.Mark) -> Any:
         (pytest.mark.nightly_cases(but=["micro-*", "gone"]), [], ["nightly"]),
     ],
 )
-def test_cases_get_the_mark_of_their_pattern(
-    hooks: Any, mark: pytest.MarkDecorator, first: list[str], second: list[str]
-):
+def test_cases_get_the_mark_of_a_pattern(hooks: Any, mark: pytest.MarkDecorator, first: list[str], second: list[str]):
     of = mark.mark
     items = [item_of("f.py::test_a[micro-llama]", of), item_of("f.py::test_a[story]", of), item_of("f.py::test_b")]
     config = config_of_part(1, 1)
@@ -333,9 +331,7 @@ def test_variables_by_which_ci_steers_the_tests_stay():
 def test_a_test_of_colours_passes_whatever_the_shell_says(n_workers: str):
     test = "tests/cli/test_data.py::test_a_terminal_gets_colours_unless_it_does_not_want_any"
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", n_workers, test]
-    done = subprocess.run(
-        command, cwd=ROOT, capture_output=True, text=True, check=False, env=os.environ | {"NO_COLOR": "1"}
-    )
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=os.environ | {"NO_COLOR": "1"})
     assert done.returncode == 0, done.stdout
 
 

@@ -15,13 +15,8 @@ NAMES = {
     name
     for key, row in FAMILIES.items()
     for name in (
-        key,
-        f"{key}_text",
-        row.gguf,
-        row.classes,
-        row.multimodal_type,
-        f"{row.classes}ForCausalLM",
-        f"{row.classes}Attention",
+        *(key, f"{key}_text", row.gguf, row.multimodal_type),
+        *(f"{row.classes}{suffix}" for suffix in ("", "ForCausalLM", "Attention")),
     )
     if name
 }
@@ -36,8 +31,9 @@ WORDS = {  # words that are names of families, too: of vocabularies and of pre-t
 
 def named(source: str) -> set[str]:
     """Find the families that conditions of a module name: comparisons, cases, look-ups, and tables by family."""
-    tree = ast.parse(source)
-    return {name for node in ast.walk(tree) for part in conditions(node) for name in names_in(part)}
+    parts = (part for node in ast.walk(ast.parse(source)) for part in conditions(node))
+    nodes = (node for part in parts for node in ast.walk(part))
+    return {node.value for node in nodes if isinstance(node, ast.Constant) and node.value in NAMES}
 
 
 def conditions(node: ast.AST) -> Iterator[ast.AST]:
@@ -61,10 +57,6 @@ def looked_up(value: ast.expr) -> Iterator[ast.expr]:
             yield from parts
         case ast.Dict(keys=keys):
             yield from (key for key in keys if key is not None)
-
-
-def names_in(part: ast.AST) -> Iterator[str]:
-    yield from (node.value for node in ast.walk(part) if isinstance(node, ast.Constant) and node.value in NAMES)
 
 
 @pytest.mark.parametrize(

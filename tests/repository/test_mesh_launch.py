@@ -64,10 +64,8 @@ def submitted(folder: Path, mesh: str, steps: int, gpus: int) -> None:
         RDZV_PORT=str(free_port()),
     )  # fmt: skip
     env["PATH"] = f"{programs}{os.pathsep}{env['PATH']}"
-    done = subprocess.run(
-        ["bash", SBATCH, folder / "run", *what(folder, mesh, steps).split()],
-        env=env, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
+    command = ["bash", SBATCH, folder / "run", *what(folder, mesh, steps).split()]
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
 
@@ -111,9 +109,7 @@ def of_one_process(folder: Path, steps: int) -> list[float]:
 @pytest.mark.parametrize(
     ("start", "mesh", "gpus"), [(submitted, "tp=2", 1), (submitted, "dp=2,tp=2", 2), (pods, "dp=2", 1)]
 )
-def test_two_machines_train_as_one_process_does_and_a_second_start_goes_on(
-    start: Any, mesh: str, gpus: int, tmp_path: Path
-):
+def test_two_machines_train_as_one_process_and_a_second_start_goes_on(start: Any, mesh: str, gpus: int, tmp_path: Path):
     start(tmp_path, mesh, 2, gpus)
     expected = of_one_process(tmp_path, 2)
     assert losses(tmp_path) == pytest.approx(expected, rel=1e-12)

@@ -125,9 +125,7 @@ def test_verify_in_a_wheel_judges_what_it_holds_and_one_line_tells_how_to_get_th
     ["verify micro-mistral", "verify quantised", "run micro-qwen2", "learn inputs 13 -o a.npz",
      "learn inputs 17 -o a.npz", "learn inputs 05b -o a.npz"],
 )  # fmt: skip
-def test_wheel_tells_in_one_line_how_to_get_missing_files(
-    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wheel_tells_in_a_line_how_to_get_missing_files(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     result = invoke(*command.split())
     assert result.exit_code == 3

@@ -16,7 +16,7 @@ from checkpoints.generated import pages
 from checkpoints.generated.pages import END, FOLDER, page, render, same
 from checkpoints.generated.tables import equal, table
 from llorch.apps.learn.lessons import LESSONS, Lesson, hints_of, stub_of, typed_mistakes
-from llorch.judging.judge import compare_exact
+from llorch.judging.compare import compare_exact
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import CHECKPOINTS, STAGES
 

@@ -96,9 +96,7 @@ def test_nightly_published_job_runs_every_part_of_the_table_with_existing_script
     assert "benchmarks/published.py" in scripts
     assert [script for script in scripts if not (ROOT / script).is_file()] == []
     looped, single = re.findall(r"printf -- '--only %s ' ([\w ]+)\)", run), re.findall(r"--only ([a-z]+)", run)
-    (names,) = re.findall(
-        r"^NAMES = \((.*?)^\)", (ROOT / "benchmarks/published.py").read_text(), re.DOTALL | re.MULTILINE
-    )
+    (names,) = re.findall(r"(?ms)^NAMES = \((.*?)^\)", (ROOT / "benchmarks/published.py").read_text())
     assert [*" ".join(looped).split(), *single] == re.findall(r'"(\w+)"', names)
 
 

@@ -45,8 +45,7 @@ def test_the_port_is_right(model: str, case: str, cuts: tuple[int, ...]):
         port.run(part.tolist())
     correct = reference_arrays(model)
     for name, actual in stage_keys(port.tape[-1]).items():
-        expected = correct[f"{case}/{name}"]
-        expected = rows_of_the_last_pass(expected, actual.shape)
+        expected = rows_of_the_last_pass(correct[f"{case}/{name}"], actual.shape)
         finite = np.isfinite(expected)
         np.testing.assert_array_equal(np.isfinite(actual), finite)
         assert actual.dtype == np.float32
@@ -108,12 +107,8 @@ def test_what_is_written_is_read_as_the_stages_that_it_shows(style: str, tmp_pat
     model = "micro-qwen2" if style == "modules" else "micro-llama"
     case = Case((), model, style)
     written, weights = run_case(case, tmp_path), open_weights(builtin_path(model))
-    dump = stage_dump(
-        open_raw(written.path),
-        weights.config,
-        mapping=written.mapping and read_mapping(written.mapping),
-        ids=written.tokens and written.tokens.ids,
-    )
+    mapping, ids = written.mapping and read_mapping(written.mapping), written.tokens and written.tokens.ids
+    dump = stage_dump(open_raw(written.path), weights.config, mapping=mapping, ids=ids)
     tapes = run(model, case.plan)
     assert dump.passes == tuple(passes_of(model, case.plan))[: 1 if style == "modules" else None]
     wanted = {(n, key): stage_keys(tape)[key] for n, tape in enumerate(tapes) for key in shown(style, model, n, tape)}

@@ -13,8 +13,8 @@ from helpers.refusals import assert_tells
 from benchmarks.diagnosis import arithmetic, catalogue, rivals, score
 from benchmarks.diagnosis.bugs import BUGS, together
 from benchmarks.diagnosis.cases import Case, cases, correct_diagnosis_of
+from benchmarks.diagnosis.controls import CONTROLS, Control, Run
 from benchmarks.diagnosis.engine_runs import engine_runs
-from benchmarks.diagnosis.honest import HONEST, Honest, Run
 from benchmarks.diagnosis.reenacted import REPORTS, Report
 from benchmarks.diagnosis.score import PAGE, Answer, figures, marks, shown, table
 from llorch.diagnosis.mistakes import MISTAKES
@@ -23,11 +23,11 @@ from llorch.engines.dumps.stage_dump import StageDump
 SETTINGS = {"norm-eps", "rope-theta", "rope-scaling-factor"}
 
 
-@pytest.mark.parametrize("variant", HONEST, ids=lambda variant: variant.name)
-def test_a_right_engine_is_as_near_as_its_arithmetic_allows(variant: Honest):
+@pytest.mark.parametrize("variant", CONTROLS, ids=lambda variant: variant.name)
+def test_a_right_engine_is_as_near_as_its_arithmetic_allows(variant: Control):
     model = variant.models[0]
     run = variant.run(model)
-    right = Honest("", arithmetic.wide, start=variant.start, passes=tuple(len(one.ids) for one in run.passes))
+    right = Control("", arithmetic.wide, start=variant.start, passes=tuple(len(one.ids) for one in run.passes))
     wanted = {(one.n_pass, one.key): one.array for one in right.run(model).shown}
     assert run.shown
     for one in run.shown:
@@ -38,8 +38,8 @@ def test_a_right_engine_is_as_near_as_its_arithmetic_allows(variant: Honest):
 
 
 def test_a_row_of_a_batch_is_the_one_that_was_asked_for():
-    batched = next(variant for variant in HONEST if variant.name == "last row of a batch of 3")
-    assert batched.run("micro-llama").passes == Honest("alone").run("micro-llama").passes
+    batched = next(variant for variant in CONTROLS if variant.name == "last row of a batch of 3")
+    assert batched.run("micro-llama").passes == Control("alone").run("micro-llama").passes
 
 
 @pytest.mark.parametrize("report", REPORTS, ids=lambda report: report.bug.name)
@@ -53,7 +53,7 @@ def test_a_report_is_reenacted_where_it_says(report: Report):
 
 
 def test_there_are_enough_of_them():
-    assert len(HONEST) >= 32
+    assert len(CONTROLS) >= 32
     assert len({report.thread for report in REPORTS}) >= 20
 
 
@@ -62,7 +62,7 @@ def test_there_are_enough_of_them():
     [(1.01, "precision_ordering", False), (1.04, "missing_multiplier", False), (-1, "missing_algorithm", True)],
 )
 def test_the_rules_of_others_say_what_they_say(factor: float, cause: str, is_far: bool):
-    clean = Honest("").run("micro-qwen2")
+    clean = Control("").run("micro-qwen2")
     arrays = {one.key: one.array for one in clean.shown} | {"l1.v_proj": _array(clean, "l1.v_proj") * factor}
     said = rivals.answers("micro-qwen2", StageDump.of_arrays(clean.passes, arrays))
     assert said["fixed"].place == said["skill"].place == (0, "l1.v_proj")
@@ -135,7 +135,7 @@ def more_wrong_than_shown(answers: list[Answer]) -> list[str]:
 @pytest.mark.parametrize(
     ("criterion", "group", "n_wrong", "found"),
     [
-        ("silent", "honest", 1, ["silent"]),
+        ("silent", "control", 1, ["silent"]),
         ("place", "planted", 1, []),
         ("place", "planted", 2, ["place"]),
         ("place", "training", 2, []),
@@ -153,7 +153,7 @@ def totals() -> dict[str, int]:
     return {criterion: row[0][1] for criterion, row in of_page().items() if row[0] is not None}
 
 
-N_RIGHT = sum(len(variant.models) for variant in HONEST) + sum(1 for _ in engine_runs())
+N_RIGHT = sum(len(variant.models) for variant in CONTROLS) + sum(1 for _ in engine_runs())
 
 
 def test_the_readme_shows_as_many_bugs_reports_and_right_engines_as_there_are():
@@ -165,7 +165,7 @@ def test_the_readme_shows_as_many_bugs_reports_and_right_engines_as_there_are():
     assert len(BUGS) + total["second"] + len(REPORTS) < n_wrong <= 2 * len(BUGS) + total["second"] + len(REPORTS)
     said = re.search(r"injects (\d+) bugs .{,60} repeats (\d+) bug reports, and runs (\d+) correct variants", page)
     assert said is not None
-    assert [*map(int, said.groups())] == [len(BUGS), len(REPORTS), len(HONEST)]
+    assert [*map(int, said.groups())] == [len(BUGS), len(REPORTS), len(CONTROLS)]
     assert f"{n_wrong + N_RIGHT} dumps, " in page
 
 
@@ -208,7 +208,7 @@ def test_the_catalogue_has_a_row_for_each_of_its_engines_and_none_is_accused():
     assert rows[0][1:] == [*catalogue.PARTS]
     assert [row[0] for row in rows[2:]] == [*catalogue.ROWS]
     assert all(float(share) < 1 for share in re.findall(r"\((\d[\d.]*)\)", page))
-    by_name = {variant.name: variant for variant in HONEST}
+    by_name = {variant.name: variant for variant in CONTROLS}
     assert [*catalogue.cells(by_name["joined products"])][3] == "0"
 
 

@@ -21,8 +21,6 @@ from llorch.stages.comparison import FACTOR, Tolerance
 from llorch.stages.stage_ref import StageRef
 
 MODEL = "micro-qwen3"
-
-
 Differences = Callable[[TrainingGolden, TrainingGolden], list[str]]
 
 
@@ -81,9 +79,7 @@ def with_run(golden: TrainingGolden, run: Arrays) -> TrainingGolden:
 
 
 @pytest.mark.live
-def test_a_processor_that_rounds_otherwise_has_no_differences(
-    disturbed: ModuleType, lenient: Differences, golden: TrainingGolden
-):
+def test_other_rounding_has_no_differences(disturbed: ModuleType, lenient: Differences, golden: TrainingGolden):
     from llorch.engines.transformers_capture import float64_everywhere
 
     with float64_everywhere():

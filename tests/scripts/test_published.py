@@ -41,9 +41,7 @@ def run(script: ModuleType, folder: Path, *words: str) -> tuple[int, list[dict[s
 
 
 @pytest.mark.parametrize("wrong", [0, 2])
-def test_the_exit_code_is_1_where_a_line_is_wrong(
-    wrong: int, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_wrong_line_makes_exit_code_1(wrong: int, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     one = script.Line("a", "b", 3, wrong)
     monkeypatch.setattr(script, "parts", lambda full, threads: {"speed": lambda: iter([one])})
     code, lines = run(script, tmp_path, "--only", "speed")
@@ -120,9 +118,7 @@ def test_a_text_that_ends_early_is_wrong(benchmarks: None):
     ("actual", "numerics", "right"),
     [(13.012, "exact", True), (13.014, "exact", False), (13.9, "ggml", True), (14.2, "ggml", False)],
 )
-def test_perplexities_of_float_weights_agree_to_a_thousandth(
-    actual: float, numerics: str, right: bool, benchmarks: None
-):
+def test_perplexities_of_floats_agree_to_a_thousandth(actual: float, numerics: str, right: bool, benchmarks: None):
     texts = importlib.import_module("published_texts")
     assert texts.agree(actual, 13.0, 1.1, numerics) == right
     assert not texts.agree(float("nan"), 13.0, 1.1, numerics)

@@ -174,9 +174,7 @@ def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, m
         new, stored, weights.config, {}, stored.arrays
     )
     monkeypatch.setattr(script.make_training, "checked", without_peft)
-    monkeypatch.setattr(
-        script, "run_reference", lambda path, cases, engine_outputs, n_greedy: golden_of(NAME).reference
-    )
+    monkeypatch.setattr(script, "run_reference", lambda *given, n_greedy: golden_of(NAME).reference)
     return CliRunner().invoke(script.main, [NAME, *words])
 
 
@@ -232,9 +230,7 @@ def test_check_of_a_missing_golden_is_an_error(
 
 
 @pytest.mark.slow
-def test_without_check_the_goldens_are_written(
-    script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_without_check_it_writes(script: ModuleType, golden: Golden, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (filters,) = golden_store._FILTERS
     monkeypatch.setattr(golden_store, "_FILTERS", [{**filters, "preset": 0}])  # packed fast, and read as any other
     done = command(script, monkeypatch, tmp_path, golden)

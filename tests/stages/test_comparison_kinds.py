@@ -6,8 +6,7 @@ import numpy as np
 import pytest
 from helpers.refusals import assert_tells, refuses
 
-from llorch.runtime.errors import CheckpointMismatch
-from llorch.stages.comparison import EXACT, Difference, Report, Tolerance, check, compare, measure, measure_in
+from llorch.stages.comparison import EXACT, Difference, Report, Tolerance, compare, measure, measure_in
 
 ANYTHING = Tolerance(math.inf, math.inf)
 TIGHT = Tolerance(1e-6, 1e-6)
@@ -149,17 +148,6 @@ def test_report_first_divergence_uses_its_own_tolerance():
     difference = {"embed": Difference(1e-3, 1e-3, None, (0,), 1.0, 2.0)}
     assert Report(difference, Tolerance(1e-2, 1e-2)).first_divergence is None
     assert Report(difference, Tolerance(1e-4, 1e-2)).first_divergence == "embed"
-
-
-def test_check_names_a_fault_instead_of_numbers():
-    with refuses(CheckpointMismatch, "shape", "error inf", "worst inf", expected="(3,)", got="(2,)", where="here"):
-        check(np.ones(2), np.ones(3), ANYTHING, label="here")
-
-
-def test_check_of_scores_takes_the_mask_into_account(scores):
-    assert check(scores.copy(), scores, EXACT, label="here", masked=True).error == 0
-    with refuses(CheckpointMismatch, "non-finite", where="here"):
-        check(scores.copy(), scores, ANYTHING, label="here")
 
 
 def test_a_difference_in_units_worked_by_hand():

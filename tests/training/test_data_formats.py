@@ -123,7 +123,6 @@ def test_the_alpaca_data_set_is_not_taken_for_text():
 
 
 def bad(name: str, values: dict[str, object], code: str, where: str, expected: object = (), actual: object = ()) -> Any:
-    """A row of the table of refusals."""
     places = ("d/train.jsonl:7: ", f"{where}:") if where else "d/train.jsonl:7: "
     return row(name, lambda: parsed(**values), code, where=places, expected=expected, got=actual)
 

@@ -6,8 +6,6 @@ import runpy
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +18,7 @@ from benchmarks.snapshot_damage import noticed
 from llorch.runtime.errors import FormatError
 from llorch.training.snapshot_files import PARTS, RECORD, TENSORS, read_snapshot
 from llorch.training.snapshots import SnapshotStore
+from tests.files.test_convert_failures import without_privileges
 
 
 @pytest.fixture
@@ -172,21 +171,8 @@ def test_save_out_of_memory_removes_partial_files(store: SnapshotStore):
     assert store.steps() == [10]
 
 
-@contextmanager
-def not_root() -> Iterator[None]:
-    """Root may write anywhere; nobody may not."""
-    root = os.geteuid() == 0
-    if root:
-        os.seteuid(65534)
-    try:
-        yield
-    finally:
-        if root:
-            os.seteuid(0)
-
-
 def test_a_read_only_folder_is_one_line():
-    with not_root(), tempfile.TemporaryDirectory() as folder:
+    with without_privileges(), tempfile.TemporaryDirectory() as folder:
         store = SnapshotStore(Path(folder))
         save(store, 10)
         store.snapshots.chmod(0o500)

@@ -154,10 +154,8 @@ def report(
     subject: Subject, load: Load, prefills: Sequence[float], decodes: Sequence[float], *, copy: float, product: float
 ) -> dict:
     """Turn seconds into speeds and shares of the ceilings; see `measure`."""
-    prefill, decode = (
-        {"tokens_per_s": speeds([load.batch * n / s for s in times])}
-        for n, times in ((load.prompt, prefills), (load.decode, decodes))
-    )
+    prefill = {"tokens_per_s": speeds([load.batch * load.prompt / seconds for seconds in prefills])}
+    decode = {"tokens_per_s": speeds([load.batch * load.decode / seconds for seconds in decodes])}
     steps = decode["tokens_per_s"]["median"] / load.batch
     prompts_per_s = prefill["tokens_per_s"]["median"] / (load.batch * load.prompt)
     context = load.prompt + load.decode / 2  # on average
@@ -167,13 +165,10 @@ def report(
     prefill |= rates("flop", prefill_flop * prompts_per_s, "matmul", product)
     decode |= {"bytes_per_step": bytes_per_step} | rates("bytes", bytes_per_step * steps, "copy", copy)
     decode |= rates("flop", decode_flop * steps, "matmul", product)
+    names = ("backend", "device_name", "weights", "threads", "versions")
     return {
         "model": subject.name,
-        "backend": subject.backend,
-        "device_name": subject.device_name,
-        "weights": subject.weights,
-        "threads": subject.threads,
-        "versions": subject.versions,
+        **{name: getattr(subject, name) for name in names},
         "date": datetime.now(UTC).isoformat(timespec="seconds"),
         "prompt": load.prompt,
         "decoded": load.decode,

@@ -14,7 +14,7 @@ Source: llama.cpp tools/perplexity/perplexity.cpp, `kl_divergence`, for what is 
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int
@@ -38,12 +38,7 @@ class PairScores:
     @classmethod
     def join(cls, parts: "Sequence[PairScores]") -> "PairScores":
         """Put the tokens of several parts in one row."""
-        return cls(
-            np.concatenate([part.reference_loss for part in parts]),
-            np.concatenate([part.loss for part in parts]),
-            np.concatenate([part.kl for part in parts]),
-            np.concatenate([part.same_top for part in parts]),
-        )
+        return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
 
 def log_softmax(logits: Logits) -> Float64[np.ndarray, "rows vocab"]:

@@ -12,7 +12,7 @@ verification judges the result by the goldens of both engines. The order to read
     verdict, check            the verdict of a lesson, and the way to it; `failed_comparison` shows a failure
     sandbox                   a check in a process of its own
     progress                  what is done so far, and the certificate
-    on_torch/                 lesson 14: exercises on tensors; nothing else here imports torch
+    on_torch/                 lesson 14: exercises on tensors; for it alone torch is imported
     typed_mistakes            functions with a mistake, made from the rows of `llorch.diagnosis.mistakes`
     fault_injection           each mistake in place of the learner's function: does the check name it
     museum/                   bugs of real people, as exercises

@@ -51,7 +51,7 @@ class RecordedCalls:
     def _recording(self, exercise: Exercise) -> Call:
         """Return the reference of an exercise, which also records the arguments of every call."""
 
-        def call(**given: Any) -> Any:
+        def call(**given: object) -> Any:
             name = f"{exercise.name}/{len(self.of_part[exercise.name]):04d}"
             self.of_part[exercise.name].append(_digest_of_inputs(given))
             answers = {each: f"{name}/{each}" for each in exercise.returns}
@@ -78,18 +78,10 @@ class RecordedCalls:
 
 
 def write_calls(lesson: Lesson, path: Path) -> int:
-    """Write what an implementation in any language has to answer.
-
-    Args:
-        lesson: Which.
-        path: Of the file.
-
-    Returns:
-        The number of calls.
+    """Write what an implementation in any language has to answer; return the number of calls.
 
     Raises:
         ValueError: A part of the lesson is a loop that calls others, or is given torch tensors.
-        OSError: It cannot be written.
     """
     if any(exercise.in_python_only for exercise in lesson.parts):
         raise UserError(f"inputs: lesson {lesson.number} has an exercise with a loop or torch; write it in Python")
@@ -100,18 +92,10 @@ def write_calls(lesson: Lesson, path: Path) -> int:
 
 
 def answered(lesson: Lesson, path: Path) -> Implementation:
-    """Take a file of answers for an implementation.
-
-    Args:
-        lesson: Which they are of.
-        path: Of the file.
-
-    Returns:
-        The implementation; parts without an answer are not written.
+    """Take a file of answers for an implementation; parts without an answer are not written.
 
     Raises:
         FormatError: The file is none of arrays, or has a name that no answer has.
-        OSError: It cannot be read.
     """
     data = read_regular(path, limit=_MOST)
     try:
@@ -142,7 +126,7 @@ def _looking_up(exercise: Exercise, digests: list[bytes], arrays: Mapping[str, n
     first = {digest: n for n, digest in reversed(list(enumerate(digests)))}
     next_one = 0
 
-    def call(**given: Any) -> Any:
+    def call(**given: object) -> Any:
         nonlocal next_one
         digest = _digest_of_inputs(given)
         n = next_one % len(digests)

@@ -28,7 +28,7 @@ def not_within_itself(exercise: Exercise, function: Call) -> Call:
     is_running = False
 
     @functools.wraps(function)
-    def call(**given: Any) -> Any:
+    def call(**given: object) -> Any:
         nonlocal is_running
         if is_running:
             raise LearnerFault(
@@ -81,21 +81,15 @@ CallObserver = Callable[[FrameType, str, Any], None]
 
 
 def of_other_dtype(outer: Exercise, function: Call, given: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Find the first inner part that returns another dtype than its reference does.
+    """Find the first inner part of a wrong one that returns another dtype than its reference does.
 
-    Args:
-        outer: The part whose result has the wrong dtype.
-        function: The learner's code for it.
-        given: Its arguments.
-
-    Returns:
-        The name of the inner part and a sentence about it; None if every inner part is right or there is none.
+    Return the name of the inner part and a sentence about it; None if every inner part is right or there is none.
     """
     home = getattr(inspect.unwrap(function), "__globals__", None)
     running: dict[FrameType, Mapping[str, Any]] = {}
     calls: list[tuple[Exercise, Mapping[str, Any], Any]] = []
 
-    def observe(frame: FrameType, event: str, returned: Any) -> None:
+    def observe(frame: FrameType, event: str, returned: object) -> None:
         exercise = _part_of(frame, home) if event in ("call", "return") else None
         if exercise is None or exercise.name == outer.name:
             return
@@ -130,7 +124,7 @@ def _arguments(frame: FrameType) -> Mapping[str, Any]:
 
 
 def _dtypes(
-    exercise: Exercise, arguments: Mapping[str, Any], returned: Any
+    exercise: Exercise, arguments: Mapping[str, Any], returned: object
 ) -> Iterator[tuple[str, np.dtype, np.dtype]]:
     """Give each result's name, dtype and right dtype, as far as the reference takes the same arguments."""
     try:

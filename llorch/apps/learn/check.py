@@ -17,7 +17,7 @@ from llorch.apps.learn.exercise import Call
 from llorch.apps.learn.judging import Check, Mode
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.apps.learn.verdict import BORROWED, LessonReport
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.runtime.errors import LearnerFault, MissingExtra
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.table import CHECKPOINTS, STAGES
@@ -46,15 +46,9 @@ def _torch_check() -> Check:
 
 
 def check(lesson: Lesson, implementation: Implementation, mode: Mode = "isolated") -> LessonReport:
-    """Judge what is written of one lesson.
+    """Judge what is written of one lesson; what the learner's code raises is in the verdict.
 
-    Args:
-        lesson: Which.
-        implementation: Whose.
-        mode: Whether its parts are fed the goldens' own numbers, or all that is written runs on its own results.
-
-    Returns:
-        The verdict; what the learner's code raises is in it.
+    Isolated, its parts are fed the goldens' own numbers; chained, all that is written runs on its own results.
 
     Raises:
         MissingExtra: The lesson is that on torch, which is not installed.
@@ -120,13 +114,5 @@ def _where(part: str, implementation: Implementation) -> str:
 
 
 def check_functions(number: str, **functions: Call) -> LessonReport:
-    """Judge some functions by the names of their parts; lesson pages show verdicts with it.
-
-    Args:
-        number: Of the lesson.
-        functions: What is written of it.
-
-    Returns:
-        The verdict.
-    """
+    """Judge the functions of a lesson by the names of their parts; lesson pages show verdicts with it."""
     return check(BY_NUMBER[number], Implementation("this page", functions))

@@ -11,12 +11,12 @@ import tomllib
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.exercise import Adapt, Call, Exercise
+from llorch.apps.learn.exercise import Call, Exercise
 from llorch.apps.learn.folder import read_folder, renamed_in
 from llorch.apps.learn.guard import guarded
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, PARTS
@@ -49,11 +49,7 @@ class Implementation:
     def installed(self, parts: Iterable[Exercise] | None = None, *, live: bool = False) -> Iterator[None]:
         """Run llorch with these parts (default: all) in place of its own functions, as far as they are written.
 
-        The whole process has them meanwhile: nothing else may compute.
-
-        Args:
-            parts: Which.
-            live: Nothing is judged: see `guard`.
+        The whole process has them meanwhile: nothing else may compute. In a `live` run nothing is judged, see `guard`.
 
         Raises:
             LearnerFault: Inside, where a part raises or returns what nothing can go on with.
@@ -66,15 +62,11 @@ class Implementation:
                 if exercise.name in self.written:
                     call = guarded(exercise, self.written[exercise.name], note=self._note, live=live)
                     for place, adapt in exercise.places.items():
-                        stack.enter_context(replaced(place, _adapter(adapt, call)))
+                        stack.enter_context(replaced(place, partial(adapt, call)))
             yield
 
     def _note(self, line: str) -> None:
         self.notes[line] = None
-
-
-def _adapter(adapt: Adapt, call: Call) -> Callable[[Any], Any]:
-    return lambda right: adapt(call, right)
 
 
 VARIABLE = "LLORCH_IMPL"
@@ -82,15 +74,10 @@ _MAX_FILE = 1 << 20  # bytes of a pyproject.toml
 
 
 def chosen(option: str | None = None) -> str | None:
-    """Find the chosen implementation, the strongest source first.
+    """Find the chosen implementation, a folder or `cmd:` and a program; None where nothing was chosen.
 
-    The sources are an option, LLORCH_IMPL, and `impl` below [tool.llorch] in a pyproject.toml.
-
-    Args:
-        option: Option of the command, if it was given.
-
-    Returns:
-        A folder, or `cmd:` and a program; None where nothing was chosen.
+    The strongest source comes first: the option of a command, LLORCH_IMPL, `impl` below [tool.llorch] in a
+    pyproject.toml.
 
     Raises:
         FormatError: The pyproject.toml, the nearest one here or above, cannot be read.
@@ -122,14 +109,7 @@ def _of_project(here: Path) -> str | None:
 
 
 def opened(spec: str, around: Callable[[Call], Call] = lambda call: call) -> Implementation:
-    """Open what was chosen.
-
-    Args:
-        spec: A folder, or `cmd:` and a program.
-        around: Put around every Python function of a folder, and around the import of each file.
-
-    Returns:
-        The implementation.
+    """Open a folder, or `cmd:` and a program; `around` is put around every function and every import of a folder.
 
     Raises:
         FileNotFoundError: Nothing is there.

@@ -95,7 +95,7 @@ def require_edges(implementation: Implementation, parts: Iterable[Exercise]) -> 
                 raise LearnerFault(exercise.name, f"of {asked} {said}")
 
 
-def _format_array(value: Any) -> str:
+def _format_array(value: object) -> str:
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_format_array(each)}" for key, each in value.items()) + "}"
     return np.array2string(np.asarray(value), precision=3, separator=", ")

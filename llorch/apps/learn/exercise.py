@@ -14,9 +14,9 @@ Call = Callable[..., Any]  # a part by keyword: arrays, numbers, texts, a dict o
 Adapt = Callable[[Call, Call], Call]
 
 
-def nothing(config: ModelConfig) -> tuple[str, ...]:
-    """Return an empty tuple, for an exercise that hides no stage."""
-    return ()
+def by_keyword(*names: str) -> Adapt:
+    """Make a wrapper that passes positional arguments under these names, in this order."""
+    return lambda call, right: lambda *given, **how: call(**dict(zip(names[: len(given)], given, strict=True)), **how)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,7 +45,7 @@ class Exercise:
     streams: bool = False
     on_torch: bool = False
     stages: tuple[str, ...] = ()
-    hidden: Callable[[ModelConfig], tuple[str, ...]] = nothing
+    hidden: Callable[[ModelConfig], tuple[str, ...]] = lambda config: ()
 
     def __post_init__(self) -> None:
         """Give a reference that is a lambda the part's name, which Python shows where a call is wrong."""

@@ -9,7 +9,7 @@ import numpy as np
 from llorch.apps.learn.checks.forward import suite_of
 from llorch.diagnosis.dump_checker import by_token, has_heads
 from llorch.diagnosis.mistakes import AFTER_LOGITS
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.table import BY_NAME
 
@@ -160,12 +160,9 @@ class FailedComparison:
 def _axes_of_training(stage_ref: StageRef) -> tuple[str, ...]:
     """Name the axes of an adapter's tensor, of a block's input, or of a group with fixed axes."""
     kind = stage_ref.part.rpartition(".")[2]
-    of_part = {
-        "lora_A": "rank in",
-        "lora_B": "out rank",
-        "block_in": "token channel",
-        "last_block_out": "token channel",
-    }
+    of_part = {"lora_A": "rank in", "lora_B": "out rank"} | dict.fromkeys(
+        ("block_in", "last_block_out"), "token channel"
+    )
     return tuple(OF_TRAINING.get(stage_ref.stage, of_part.get(kind, "")).split())
 
 

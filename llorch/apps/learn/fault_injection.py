@@ -65,15 +65,7 @@ class FaultReport:
 
 
 def inject_faults(lesson: Lesson, implementation: Implementation) -> FaultReport:
-    """Try every known mistake of a lesson in the run of a solution that passes.
-
-    Args:
-        lesson: Which.
-        implementation: Whose solution.
-
-    Returns:
-        What was seen of each.
-    """
+    """Try every known mistake of a lesson in the run of a solution that passes."""
     found = _injected_faults(lesson, implementation) if lesson.number in FORWARD else _typed(lesson, implementation)
     return FaultReport(lesson.number, list(found))
 
@@ -117,9 +109,8 @@ def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]
             golden = next(iter(model.suite.engine_outputs.values())).traces[case]  # of what does not show
             now = part_of_trace(golden, model.config, n, len(this.ids)) | right[-1]
             inputs = stage_inputs(
-                stage, layer, model.weights, this.after(n), now, right[0] if n else None,
-                reads=mistake.reads,
-            )  # fmt: skip
+                stage, layer, model.weights, this.after(n), now, right[0] if n else None, reads=mistake.reads
+            )
             with np.errstate(all="ignore"):
                 wrong = {key(stage.name, layer): made_wrong(mistake, inputs, stage.name)}
             yield _injected_fault(mistake.name, model, case, n, wrong)

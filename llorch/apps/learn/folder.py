@@ -24,15 +24,10 @@ _folders: set[str] = set()  # whose files were imported so far
 
 
 def read_folder(folder: Path, around: Callable[[Call], Call] = lambda call: call) -> dict[str, Call]:
-    """Import what is written, as it is now.
+    """Import what is written, as it is now: functions by the name of the part, without those that are not written.
 
-    Args:
-        folder: With some of the files that `llorch learn init` made.
-        around: Put around every function, and around the import of each file.
-
-    Returns:
-        Functions by the name of the part; those that are not written are absent. Those of a file that cannot be
-        imported raise what it raised.
+    Functions of a file that cannot be imported raise what it raised. `around` is put around every function, and around
+    the import of each file.
     """
     written: dict[str, Call] = {}
     with _importable(folder, around):
@@ -53,22 +48,14 @@ def read_folder(folder: Path, around: Callable[[Call], Call] = lambda call: call
 def _raising(error: BaseException) -> Call:
     """Return an exercise that raises this error when it is called."""
 
-    def part(**given: Any) -> Any:
+    def part(**given: object) -> Any:
         raise error
 
     return part
 
 
 def renamed_in(folder: Path, written: Container[str]) -> dict[str, str]:
-    """Find functions that seem to be parts under another name, or in another lesson's file.
-
-    Args:
-        folder: Of a learner.
-        written: Names of the parts that are written.
-
-    Returns:
-        A sentence by the name of the part.
-    """
+    """Find functions that seem to be parts under another name, or in another lesson's file: a sentence by part."""
     found: dict[str, str] = {}
     files = {lesson.module: _functions_of(folder / f"{lesson.module}.py") for lesson in LESSONS}
     for lesson in LESSONS:
@@ -154,7 +141,7 @@ class _Finder(MetaPathFinder):
     def __init__(self, folder: Path, around: Callable[[Call], Call]) -> None:
         self._folder, self._around = folder, around
 
-    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+    def find_spec(self, fullname: str, path: object = None, target: object = None) -> ModuleSpec | None:
         file = self._folder / f"{fullname}.py"
         if fullname not in _MODULES:
             return None

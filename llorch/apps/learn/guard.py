@@ -16,6 +16,7 @@ from llorch.runtime.errors import LearnerFault
 
 Note = Callable[[str], None]
 _SMALL = 1 << 16  # bytes
+Tensor = Any  # of torch, which only lesson 14 imports
 Like = tuple[tuple[int, ...], np.dtype, bool]  # shape, dtype, whether it has NaN
 
 
@@ -24,13 +25,11 @@ def guarded(exercise: Exercise, function: Call, *, note: Note = lambda line: Non
     if exercise.streams:
         return _guarded_stream(exercise, function)
     if exercise.on_torch:
-        from llorch.apps.learn.on_torch.guard import guarded_on_torch  # imports torch
-
-        return guarded_on_torch(exercise, function, note=note)
+        return _guarded_on_torch(exercise, function, note=note)
     known: dict[object, list[Like]] = {}
     function = not_within_itself(exercise, function)
 
-    def call(**given: Any) -> Any:
+    def call(**given: object) -> Any:
         key = _shape_facts(given) if live else None
         if not known:
             require_parameters(exercise, function, given)
@@ -42,21 +41,65 @@ def guarded(exercise: Exercise, function: Call, *, note: Note = lambda line: Non
             _require_unchanged(exercise, given, handed)
         arrays = _as_arrays(exercise, returned)  # counts them
         for (name, value), array, like in zip(exercise.results(returned).items(), arrays, known[key], strict=True):
-            if array.dtype != like[1] and (inner := of_other_dtype(exercise, function, handed)):
-                other = f"{inner[1]} ({exercise.name} calls it, and its {name} is {array.dtype} too)"
-                raise LearnerFault(inner[0], other)
+            if array.dtype != like[1]:
+                _require_inner_dtypes(exercise, function, handed, f"its {name} is {array.dtype} too")
             _require_like(exercise, name, array, like, value)
             _require_numbers(exercise, name, array, like, note=note, live=live)
             if any(np.shares_memory(array, argument) for argument in _arrays(handed)):
                 note(f"{exercise.name}: {name} is a view of an argument; the check uses a copy")
-        copies = tuple(array.copy() for array in arrays)
-        return copies[0] if len(copies) == 1 else copies
+        return arrays[0].copy() if len(arrays) == 1 else tuple(array.copy() for array in arrays)
 
     return call
 
 
+def _require_inner_dtypes(exercise: Exercise, function: Call, handed: Mapping[str, Any], result: str) -> None:
+    """Raise LearnerFault for a function that the learner's one calls, if that has the wrong dtype first."""
+    if inner := of_other_dtype(exercise, function, handed):
+        raise LearnerFault(inner[0], f"{inner[1]} ({exercise.name} calls it, and {result})")
+
+
+def _guarded_on_torch(exercise: Exercise, function: Call, *, note: Note) -> Call:
+    """Wrap a function of tensors in its checks, as NumPy has no bfloat16; the function is given copies."""
+    import torch  # which only lesson 14 needs
+
+    function = not_within_itself(exercise, function)
+
+    def call(**given: Any) -> torch.Tensor:
+        require_parameters(exercise, function, given)
+        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
+        handed = given | {name: tensor.clone() for name, tensor in tensors.items()}
+        actual, expected = called(exercise, function, handed), exercise.reference(**given)
+        for name, tensor in tensors.items():
+            if not torch.equal(tensor.nan_to_num(), handed[name].nan_to_num()):
+                raise LearnerFault(exercise.name, f"changed its argument {name}; compute into a new tensor")
+        _require_like_tensor(exercise, actual, expected)
+        if (nan := actual.isnan()).any() and not expected.isnan().any():
+            note(f"{exercise.name}: {exercise.returns[0]} has {int(nan.sum())} NaN of {actual.numel()} numbers")
+        return actual.contiguous()
+
+    return call
+
+
+def _require_like_tensor(exercise: Exercise, actual: Tensor, expected: Tensor) -> None:
+    name = exercise.returns[0]
+    if not isinstance(actual, type(expected)):
+        raise LearnerFault(exercise.name, f"expected {name} to be a torch tensor, got {type(actual).__name__}")
+    if actual.shape != expected.shape:
+        raise LearnerFault(
+            exercise.name, f"expected {name} of shape {tuple(expected.shape)}, got {tuple(actual.shape)}"
+        )
+    if actual.dtype != expected.dtype:
+        raise LearnerFault(
+            exercise.name, f"expected {name} of dtype {expected.dtype}, got {actual.dtype}; end with .to(x.dtype)"
+        )
+    if actual.device != expected.device:
+        raise LearnerFault(
+            exercise.name, f"expected {name} on {expected.device}, got {actual.device}; make it with x.device"
+        )
+
+
 def _guarded_stream(exercise: Exercise, function: Call) -> Call:
-    def call(**given: Any) -> Iterator[int]:
+    def call(**given: object) -> Iterator[int]:
         require_parameters(exercise, function, given)
         try:
             for each in function(**given):
@@ -87,7 +130,7 @@ def _wanted(exercise: Exercise, given: Mapping[str, Any]) -> list[Like]:
     return [(array.shape, array.dtype, _has_nan(array)) for array in map(np.asarray, results)]
 
 
-def _shape_facts(value: Any) -> object:
+def _shape_facts(value: object) -> object:
     """Return the facts that decide the shapes of results: shapes, and the values of everything that is not a float."""
     if isinstance(value, Mapping):
         return tuple((name, _shape_facts(each)) for name, each in value.items())
@@ -111,7 +154,7 @@ def _require_unchanged(exercise: Exercise, before: Mapping[str, Any], after: Map
             raise LearnerFault(exercise.name, f"changed its argument {name}; compute into a new array")
 
 
-def _as_arrays(exercise: Exercise, returned: Any) -> list[np.ndarray]:
+def _as_arrays(exercise: Exercise, returned: object) -> list[np.ndarray]:
     n = len(exercise.returns)
     if returned is None:
         raise LearnerFault(exercise.name, "expected a result, got None; end the function with return")
@@ -127,7 +170,7 @@ def _as_arrays(exercise: Exercise, returned: Any) -> list[np.ndarray]:
     return [_as_array(exercise, name, value) for name, value in exercise.results(returned).items()]
 
 
-def _as_array(exercise: Exercise, name: str, value: Any) -> np.ndarray:
+def _as_array(exercise: Exercise, name: str, value: object) -> np.ndarray:
     try:
         array = np.asarray(value)
     except Exception as error:
@@ -139,7 +182,7 @@ def _as_array(exercise: Exercise, name: str, value: Any) -> np.ndarray:
     return array
 
 
-def _require_like(exercise: Exercise, name: str, actual: np.ndarray, like: Like, returned: Any) -> None:
+def _require_like(exercise: Exercise, name: str, actual: np.ndarray, like: Like, returned: object) -> None:
     shape, dtype, _ = like
     if actual.shape != shape:
         raise LearnerFault(exercise.name, f"expected {name} of shape {shape}, got {actual.shape}")

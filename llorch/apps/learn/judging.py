@@ -8,8 +8,8 @@ import numpy as np
 
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import Lesson
-from llorch.judging.cause import Cause
-from llorch.judging.judge import Comparison, Expectation, judge
+from llorch.judging.compare import judge
+from llorch.judging.types import Cause, Comparison, Expectation
 
 Mode = Literal["isolated", "chained"]
 

@@ -39,14 +39,7 @@ def to_npz(arrays: Mapping[str, np.ndarray], manifest: str | None = None) -> byt
 
 
 def from_npz(data: bytes, *, most: int) -> dict[str, np.ndarray]:
-    """Read the arrays of an npz file.
-
-    Args:
-        data: The file.
-        most: Bytes that the arrays may have together.
-
-    Returns:
-        The arrays by name, without `.npy`.
+    """Read the arrays of an npz file by name, without `.npy`; together they may have `most` bytes.
 
     Raises:
         ValueError: The file is no npz, is cut or is too large; it has members other than arrays, arrays of
@@ -115,7 +108,7 @@ class Program(Mapping[str, Call]):
         return ended.status != UNWRITTEN
 
     def _function(self, exercise: Exercise) -> Call:
-        def call(**given: Any) -> Any:
+        def call(**given: object) -> Any:
             status, data = self._run(exercise.name, to_npz(flat(given)))
             if status != 0:
                 raise LearnerFault(exercise.name, f"the program {_ended(status)}")

@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn import lessons as all_lessons
 from llorch.apps.learn.lessons import BY_NUMBER, Lesson, lesson_fingerprint, sources, stub_of
 from llorch.apps.learn.sandbox import Outcome
 from llorch.apps.learn.verdict import BORROWED, verdict_of
@@ -139,7 +138,7 @@ def _standings(values: Mapping[str, object], path: Path) -> dict[str, Standing]:
     return {number: _standing(each, path, number) for number, each in lessons.items()}
 
 
-def _standing(values: Any, path: Path, number: str) -> Standing:
+def _standing(values: object, path: Path, number: str) -> Standing:
     if not isinstance(values, dict) or values.keys() - asdict(Standing()).keys():
         raise FormatError("Malformed", f"lesson {number}: expected {', '.join(asdict(Standing()))}", path=path)
     fields = Fields(values, path)
@@ -158,23 +157,14 @@ CERTIFICATE_VERSION = 2
 
 
 def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict[str, Any]:
-    """Collect the verdicts, versions and hashes that a certificate records.
-
-    Args:
-        folder: Folder of the learner.
-        outcomes: Outcomes of every lesson.
-        version: Version of llorch.
-
-    Returns:
-        An object for JSON.
-    """
+    """Collect the verdicts, versions and hashes that a certificate records; `version` is that of llorch."""
     goldens = goldens_folder()
     files = sorted([*goldens.glob("*/*.json"), *goldens.glob(f"*/*{SUFFIX}")])
     lessons = {
         outcome.lesson: {"verdict": verdict_of(outcome.label), "comparisons": outcome.record["compared"]}
         for outcome in outcomes
     }
-    code = {path for number in lessons for path in sources(folder, all_lessons.BY_NUMBER[number])}
+    code = {path for number in lessons for path in sources(folder, BY_NUMBER[number])}
     return {
         "version": CERTIFICATE_VERSION,
         "versions": {"llorch": version, "python": platform.python_version(), "numpy": np.__version__},
@@ -187,7 +177,7 @@ def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict
 def with_untouched(folder: Path, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
     """Call a stub BORROWED that nobody has changed: the stub of the first lesson is wrong on purpose."""
     for each in outcomes:
-        lesson = all_lessons.BY_NUMBER[each.lesson]
+        lesson = BY_NUMBER[each.lesson]
         (file, *others) = sources(folder, lesson) or [folder]
         is_stub = not others and file.is_file() and file.read_text("utf-8", "replace") == stub_of(lesson)
         yield replace(each, label=BORROWED) if is_stub else each

@@ -18,7 +18,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from functools import partial, wraps
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -79,18 +79,10 @@ def outcomes(
     with_faults: bool = False,
     progress: Progress,
 ) -> Iterator[Outcome]:
-    """Check lessons one after the other.
+    """Check lessons one after the other, and yield what came of each.
 
-    Args:
-        source: A learner's folder or program, see `choice`.
-        numbers: Of the lessons.
-        mode: See `check`.
-        seconds: That the learner's code may take for each lesson.
-        with_faults: Whether known mistakes are tried in what passes.
-        progress: Told what that code prints, line by line.
-
-    Yields:
-        What came of each lesson.
+    The code of `source` (see `choice`) may take `seconds` for each lesson; `progress` is told what it prints, line by
+    line. `with_faults`: known mistakes are tried in what passes.
 
     Raises:
         FileNotFoundError: The folder or program is not there.
@@ -100,16 +92,7 @@ def outcomes(
     while rest:
         checker = _Checker(source, (mode, seconds, with_faults), progress)
         try:
-            if isinstance(said := checker.answer("import"), Exception):
-                raise said
-            if said is None:
-                yield from (checker.ended(number, " while your files were imported") for number in rest)
-                return
-            is_up = True
-            while rest and is_up:
-                found = checker.answer(number := rest.pop(0))
-                is_up = found is not None
-                yield found or checker.ended(number)
+            yield from checker.outcomes(rest)
         finally:
             checker.end()
 
@@ -131,6 +114,19 @@ class _Checker:
         if sys.platform == "linux":
             start = partial(_work, source, how, self._clock)
         self._worker = Worker(start, output=PIPE)
+
+    def outcomes(self, rest: list[str]) -> Iterator[Outcome]:
+        """Take lessons from `rest` and yield what came of each, as long as the process lives."""
+        if isinstance(said := self.answer("import"), Exception):
+            raise said
+        if said is None:
+            yield from (self.ended(number, " while your files were imported") for number in rest)
+            rest.clear()
+        is_up = True
+        while rest and is_up:
+            found = self.answer(number := rest.pop(0))
+            is_up = found is not None
+            yield found or self.ended(number)
 
     def answer(self, asked: str) -> Any:
         """Send a lesson's number or `import`; print output until the answer. None if the process ended or hangs."""
@@ -231,7 +227,7 @@ def outcome_of(number: str, verdict: LessonReport, tried: FaultReport | None = N
     return Outcome(number, verdict.label, text, record, verdict.traceback)
 
 
-def _clock(folder: str, mode: Any) -> np.ndarray:
+def _clock(folder: str, mode: Literal["r+", "w+"]) -> np.ndarray:
     """Open a number that both processes see."""
     return np.memmap(Path(folder, "clock"), np.float64, mode, shape=1)
 
@@ -332,7 +328,7 @@ class _Allowed:
 
     def timed(self, function: Call) -> Call:
         @wraps(function)
-        def call(**given: Any) -> Any:
+        def call(**given: object) -> Any:
             with self.running():
                 made = function(**given)
             return self._stream(made) if isinstance(made, Iterator) else made

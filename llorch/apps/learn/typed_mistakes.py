@@ -6,7 +6,6 @@ Rows of training replace functions of llorch: each is put around that function, 
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
 from functools import wraps
 from types import SimpleNamespace
 from typing import Any
@@ -18,9 +17,10 @@ from llorch.apps.learn.exercises.after_logits import our_q4_0, our_q8_0
 from llorch.apps.learn.exercises.forward import LINEAR, RMS_NORM, ROPE, SWIGLU, our_linear
 from llorch.apps.learn.exercises.training import in_one_row, our_adamw_step, our_clip_by_norm, our_lora_backward
 from llorch.diagnosis.mistakes import MISTAKES, QUANTISED, TRAINING, Mistake, QuantisedInputs
-from llorch.diagnosis.mistakes.planting import instead, owner_of, replaced
+from llorch.diagnosis.mistakes.planting import instead, owner_of, replaced, replaced_all
 from llorch.files.quant import GGMLType
 from llorch.lora.config import LoraConfig
+from llorch.lora.targets import LoraTarget
 from llorch.ops.linear import linear_backward
 
 RIGHT_DECODERS = {GGMLType.Q8_0: our_q8_0, GGMLType.Q4_0: our_q4_0}
@@ -210,7 +210,7 @@ def _called_alike(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Call the wrong function as llorch calls the right one: arrays by position, settings by name."""
     wrong, names = mistake.wrong(exercise.reference), inspect.signature(exercise.reference)
 
-    def typed(*given: Any, **named: Any) -> Any:
+    def typed(*given: object, **named: object) -> Any:
         arguments = names.bind(*given, **named).arguments
         arrays = [value for value in arguments.values() if isinstance(value, Array)]
         settings = {name: value for name, value in arguments.items() if not isinstance(value, Array)}
@@ -219,14 +219,10 @@ def _called_alike(mistake: Mistake[Any], exercise: Exercise) -> Call:
     return typed
 
 
-def _rate(mistake: Mistake[Any], exercise: Exercise) -> Call:
-    return mistake.wrong(exercise.reference)
-
-
 def _wrong_scaling(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Make a configuration of the settings, in which one matrix may have its own rank and alpha."""
 
-    def right(config: LoraConfig, target: Any) -> float:
+    def right(config: LoraConfig, target: LoraTarget) -> float:
         own = {"own_r": config.rank_of(target), "own_alpha": config.alpha_of(target)}
         return exercise.reference(r=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora, **own)
 
@@ -266,7 +262,7 @@ def _wrong_lora_backward(mistake: Mistake[Any], exercise: Exercise) -> Call:
     def lora_backward(
         grad: Array, x: Array, weight: Array, lora_A: Array, lora_B: Array, scaling: float
     ) -> tuple[Array, Array, Array]:
-        def right(matrix: Any, grad: Array, x: Array) -> tuple[Array, dict[str, Array]]:
+        def right(matrix: object, grad: Array, x: Array) -> tuple[Array, dict[str, Array]]:
             d_x, d_A, d_B = exercise.reference(grad, x, weight, lora_A, lora_B, scaling)
             return d_x, {"lora_A": d_A, "lora_B": d_B}
 
@@ -293,19 +289,13 @@ def _clip(mistake: Mistake[Any], exercise: Exercise) -> Call:
     return clip_by_norm
 
 
-def _step(mistake: Mistake[Any], exercise: Exercise) -> Call:
-    return _with_betas(mistake.wrong(our_adamw_step))
-
-
 def _inside_step(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Put a wrong function into llorch's step, with the wrong function that belongs to it."""
-    rows = [(mistake.part, mistake.wrong), *([mistake.along] if mistake.along else [])]
-    made = [(function, instead(wrong(getattr(*owner_of(function))))) for function, wrong in rows]  # once: some count
+    changes = mistake.changes(along=True)
+    replacements = [(part, instead(wrong(getattr(*owner_of(part))))) for part, wrong in changes]  # once: some count
 
-    def step(*arrays: Array, **how: Any) -> tuple[Array, ...]:
-        with ExitStack() as planting:
-            for function, wrong in made:
-                planting.enter_context(replaced(function, wrong))
+    def step(*arrays: Array, **how: object) -> tuple[Array, ...]:
+        with replaced_all(replacements):
             return our_adamw_step(*arrays, **how)
 
     return _with_betas(step)
@@ -326,7 +316,7 @@ def _accumulated(mistake: Mistake[Any], exercise: Exercise) -> Call:
     """Take the sums of each micro-batch for the batches of a step."""
 
     def accumulated(loss_sums: Array, n_trained: Array, grad_sums: Array) -> tuple[float, Array]:
-        def right(weights: Any, adapter: Any, batches: list[int], **how: Any) -> tuple[float, dict[str, Array]]:
+        def right(weights: None, adapter: None, batches: list[int], **how: object) -> tuple[float, dict[str, Array]]:
             loss, grad = exercise.reference(loss_sums[batches], n_trained[batches], grad_sums[batches])
             return loss, {"all": grad}
 
@@ -359,8 +349,12 @@ BROUGHT: Mapping[str, Mapping[str, Brought]] = {  # exercise -> function of llor
     "lora_backward": {LORA + "lora_backward": _beside_matrix, LORA + "LoraMatrix.backward": _wrong_lora_backward},
     "residual_backward": {"llorch.model.backward.block_backward": _residual},
     "clip_by_norm": {ADAMW + "clip_by_norm": _clip},
-    "adamw_step": {ADAMW + "adamw_step": _step, ADAMW + "moved": _inside_step, ADAMW + "moments": _inside_step},
-    "learning_rate": {"llorch.training.adamw.learning_rate": _rate},
+    "adamw_step": {
+        ADAMW + "adamw_step": lambda mistake, exercise: _with_betas(mistake.wrong(our_adamw_step)),
+        ADAMW + "moved": _inside_step,
+        ADAMW + "moments": _inside_step,
+    },
+    "learning_rate": {ADAMW + "learning_rate": lambda mistake, exercise: mistake.wrong(exercise.reference)},
     "accumulated": {"llorch.training.numpy_step.loss_and_gradients": _accumulated},
     "merged": {"llorch.lora.merge.merged_matrix": _wrong_merge},
     "gguf_alpha": {"llorch.lora.gguf_format.common_alpha": _alpha},

@@ -9,8 +9,7 @@ from textwrap import wrap
 from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, is_shown
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 from llorch.diagnosis.verdict import percent
-from llorch.judging.cause import Cause
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Cause, Comparison
 from llorch.stages.comparison import FAIL, NOT_RUN, times_over
 from llorch.stages.table import STAGES
 
@@ -207,10 +206,8 @@ def _passed(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 def _next(number: str) -> Iterator[str]:
     """Name the lesson after this one."""
-    numbers = [lesson.number for lesson in LESSONS]
-    behind = numbers[numbers.index(number) + 1 :] if number in numbers else []
-    if behind:
-        yield f"next: {behind[0]} {BY_NUMBER[behind[0]].name}"
+    for lesson in LESSONS[LESSONS.index(BY_NUMBER[number]) + 1 :][:1]:
+        yield f"next: {lesson.number} {lesson.name}"
 
 
 def verdict_of(label: str) -> str:

@@ -28,10 +28,10 @@ class ApiError(Exception):
         return JSONResponse(self.body(), self.status, headers)
 
 
-def wrong(param: str, expected: str, actual: object = None, *, code: str | None = None) -> ApiError:
+def wrong(param: str, expected: str, actual: object = None) -> ApiError:
     """Make an error of status 400 for a field of the request."""
     text = f"{param}: expected {expected}" + ("" if actual is None else f", got {_shortened(actual)}")
-    return ApiError(400, text, param=param, code=code)
+    return ApiError(400, text, param=param)
 
 
 def of_validation(error: ValidationError, body: object) -> ApiError:

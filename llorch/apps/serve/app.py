@@ -26,22 +26,10 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from llorch.apps.serve import chat, completions, responses, tracing
+from llorch.apps.serve import chat, completions, replies, responses, tracing
 from llorch.apps.serve.api_errors import ApiError
 from llorch.apps.serve.engine import Metrics
 from llorch.apps.serve.http import reply, service_of
-from llorch.apps.serve.replies import (
-    ChatCompletion,
-    Completion,
-    Detokenized,
-    ErrorReply,
-    Health,
-    ModelCard,
-    ModelList,
-    Tokenized,
-    Trace,
-)
-from llorch.apps.serve.replies import Response as ResponsesReply
 from llorch.apps.serve.requests import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest, TraceRequest
 from llorch.apps.serve.responses import ResponsesRequest
 from llorch.apps.serve.service import Service
@@ -82,7 +70,7 @@ def description(routes: Sequence[Described], *, version: str) -> dict[str, Any]:
     """Make the whole document."""
     asked = [(route.asked, "validation") for route in routes if route.asked is not None]
     replied = [(route.replied, "serialization") for route in routes if not isinstance(route.replied, str)]
-    models: Any = [*asked, *replied, (ErrorReply, "serialization")]
+    models: Any = [*asked, *replied, (replies.ErrorReply, "serialization")]
     _, schemas = models_json_schema(models, ref_template=_SCHEMAS + "{model}")
     return {
         "openapi": "3.1.0",
@@ -102,7 +90,7 @@ def _operation(route: Described) -> dict[str, Any]:
         content["text/event-stream"] = {"schema": _EVENT}
     errors = _STATUSES if route.asked else {status: _STATUSES[status] for status in (401, 403, 503)}
     wrong = {
-        str(status): {"description": text, "content": {"application/json": _schema(ErrorReply)}}
+        str(status): {"description": text, "content": {"application/json": _schema(replies.ErrorReply)}}
         for status, text in errors.items()
     }
     operation: dict[str, Any] = {
@@ -152,7 +140,7 @@ async def health(request: Request) -> Response:
     trouble = "the server is shutting down" if engine.draining else engine.trouble
     if trouble is not None:
         raise ApiError(503, trouble, code="unavailable")
-    return reply(Health(status="ok"))
+    return reply(replies.Health(status="ok"))
 
 
 async def models(request: Request) -> Response:
@@ -160,7 +148,8 @@ async def models(request: Request) -> Response:
     service = service_of(request)
     about = {"object": "model", "created": service.created, "owned_by": "llorch", "context_length": service.context}
     chats = "template" if service.has_template else "plain"
-    return reply(ModelList(object="list", data=[ModelCard(id=name, chat=chats, **about) for name in service.names]))
+    cards = [replies.ModelCard(id=name, chat=chats, **about) for name in service.names]
+    return reply(replies.ModelList(object="list", data=cards))
 
 
 async def metrics(request: Request) -> Response:
@@ -181,16 +170,18 @@ async def page_file(request: Request) -> Response:
 
 ROUTES = (
     *(Described(path, page_file, "The page for a browser.", kind) for path, (_, kind) in PAGE_FILES.items()),
-    Described("/health", health, "Health of the server.", Health),
+    Described("/health", health, "Health of the server.", replies.Health),
     Described("/metrics", metrics, "Counters, for Prometheus.", "text/plain"),
     Described("/openapi.json", openapi, "This description.", "application/json"),
-    Described("/v1/models", models, "The model, alone and with each adapter.", ModelList),
-    Described("/v1/chat/completions", chat.answer, "Answer a conversation.", ChatCompletion, ChatRequest, True),
-    Described("/v1/completions", completions.answer, "Continue texts.", Completion, CompletionRequest, True),
-    Described("/v1/responses", responses.answer, "Answer a conversation.", ResponsesReply, ResponsesRequest, True),
-    Described("/v1/trace", tracing.answer, "Values of every stage.", Trace, TraceRequest),
-    Described("/tokenize", completions.tokenize, "Convert text to token ids.", Tokenized, TokenizeRequest),
-    Described("/detokenize", completions.detokenize, "Convert token ids to text.", Detokenized, DetokenizeRequest),
+    Described("/v1/models", models, "The model, alone and with each adapter.", replies.ModelList),
+    Described("/v1/chat/completions", chat.answer, "Answer a conversation.", replies.ChatCompletion, ChatRequest, True),
+    Described("/v1/completions", completions.answer, "Continue texts.", replies.Completion, CompletionRequest, True),
+    Described("/v1/responses", responses.answer, "Answer a conversation.", replies.Response, ResponsesRequest, True),
+    Described("/v1/trace", tracing.answer, "Values of every stage.", replies.Trace, TraceRequest),
+    Described("/tokenize", completions.tokenize, "Convert text to token ids.", replies.Tokenized, TokenizeRequest),
+    Described(
+        "/detokenize", completions.detokenize, "Convert token ids to text.", replies.Detokenized, DetokenizeRequest
+    ),
 )
 
 

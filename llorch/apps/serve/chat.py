@@ -5,31 +5,18 @@ templates read `enable_thinking`, others `reasoning_effort`. Clients say the sam
 `enable_thinking`, `think` (Ollama), `reasoning_effort` and `reasoning.effort` (OpenAI).
 """
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llorch.apps.serve import replies
 from llorch.apps.serve.api_errors import ApiError, wrong
 from llorch.apps.serve.engine import MadeToken
 from llorch.apps.serve.events import DONE, EventStream, event, tokens_as_events
 from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
-from llorch.apps.serve.replies import (
-    ChatChoice,
-    ChatChunk,
-    ChatCompletion,
-    ChatLogprobs,
-    ChatMessage,
-    ChunkChoice,
-    Delta,
-    finish_reason,
-    for_chat,
-    timings,
-    usage,
-)
 from llorch.apps.serve.requests import ChatRequest, Templated
 from llorch.apps.serve.response_stream import Answering
 from llorch.apps.serve.service import Service, first_seed
@@ -74,48 +61,40 @@ class _Chat:
     answering: Answering
 
     def __post_init__(self) -> None:
-        self._common = {
-            "id": f"chatcmpl-{secrets.token_hex(12)}",
-            "created": int(time.time()),
-            "model": self.body.model,
-            "system_fingerprint": self.service.fingerprint,
-        }
+        self._common = self.service.reply_fields("chatcmpl", self.body.model)
         self._n_prompt = len(self.answering.works[0].job.ids)
 
     async def whole(self, ignored: Sequence[str]) -> Response:
         """Answer with the whole completion at once."""
         made = await self.answering.whole()
         choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
-        counts = {
-            "usage": usage(self.answering.works, n_prompt=self._n_prompt),
-            "timings": timings(self.answering.works),
-        }
-        return reply(ChatCompletion(object="chat.completion", choices=choices, **counts, **self._common), ignored)
+        counts = replies.counts(self.answering.works, n_prompt=self._n_prompt)
+        completion = replies.ChatCompletion(object="chat.completion", choices=choices, **counts, **self._common)
+        return reply(completion, ignored)
 
-    def _choice(self, index: int, tokens: Sequence[MadeToken]) -> ChatChoice:
+    def _choice(self, index: int, tokens: Sequence[MadeToken]) -> replies.ChatChoice:
         text = "".join(one.token.text for one in tokens)
         entries = [entry for one in tokens for entry in self._logprobs(one).content] if self.body.logprobs else None
-        finish = finish_reason(tokens[-1].token.finish)
+        finish = replies.finish_reason(tokens[-1].token.finish)
         assert finish is not None
-        return ChatChoice(
+        return replies.ChatChoice(
             index=index,
-            message=ChatMessage(role="assistant", content=text, refusal=None),
-            logprobs=None if entries is None else ChatLogprobs(content=entries, refusal=None),
+            message=replies.ChatMessage(role="assistant", content=text, refusal=None),
+            logprobs=None if entries is None else replies.ChatLogprobs(content=entries, refusal=None),
             finish_reason=finish,
         )
 
-    def _logprobs(self, one: MadeToken) -> ChatLogprobs:
-        return for_chat(self.service.model.tokenizer, one)
+    def _logprobs(self, one: MadeToken) -> replies.ChatLogprobs:
+        return replies.for_chat(self.service.model.tokenizer, one)
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed completion as tokens come."""
         for index in range(len(self.answering.works)):
-            yield event(self._chunk(index, Delta(role="assistant", content="")))
+            yield event(self._chunk(index, replies.Delta(role="assistant", content="")))
         async for some in tokens_as_events(self.answering, self._token_events):
             yield some
         if self.body.wants_usage:
-            counts = usage(self.answering.works, n_prompt=self._n_prompt)
-            yield event(self._make_chunk([], usage=counts, timings=timings(self.answering.works)))
+            yield event(self._make_chunk([], **replies.counts(self.answering.works, n_prompt=self._n_prompt)))
         yield DONE
 
     def _token_events(self, index: int, one: MadeToken) -> bytes:
@@ -123,21 +102,22 @@ class _Chat:
         token, found = one.token, b""
         if token.text or (self.body.logprobs and token.finish != "eos"):
             logprobs = self._logprobs(one) if self.body.logprobs else None
-            found = event(self._chunk(index, Delta(content=token.text), logprobs=logprobs))
+            found = event(self._chunk(index, replies.Delta(content=token.text), logprobs=logprobs))
         if token.finish is not None:
-            found += event(self._chunk(index, Delta(), finish=token.finish))
+            found += event(self._chunk(index, replies.Delta(), finish=token.finish))
         return found
 
     def _chunk(
-        self, index: int, delta: Delta, *, logprobs: ChatLogprobs | None = None, finish: str | None = None
-    ) -> ChatChunk:
+        self, index: int, delta: replies.Delta, logprobs: replies.ChatLogprobs | None = None, finish: str | None = None
+    ) -> replies.ChatChunk:
         """Make the chunk of a stream that adds text, or the reason of its end, to one choice."""
-        choice = ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=finish_reason(finish))
+        reason = replies.finish_reason(finish)
+        choice = replies.ChunkChoice(index=index, delta=delta, logprobs=logprobs, finish_reason=reason)
         return self._make_chunk([choice])
 
-    def _make_chunk(self, choices: list[ChunkChoice], **counts: object) -> ChatChunk:
+    def _make_chunk(self, choices: list[replies.ChunkChoice], **counts: Any) -> replies.ChatChunk:
         """Make a chunk of a stream with the id, model and time that all its chunks have."""
-        return ChatChunk(object="chat.completion.chunk", choices=choices, **counts, **self._common)
+        return replies.ChatChunk(object="chat.completion.chunk", choices=choices, **counts, **self._common)
 
 
 _SIGNS = ("think", "reasoning")  # in the source of a template whose model thinks

@@ -1,30 +1,17 @@
 """`/v1/completions`: texts or ids in, what goes on from there out; `/tokenize` and `/detokenize`."""
 
-import secrets
-import time
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from starlette.requests import Request
 from starlette.responses import Response
 
+from llorch.apps.serve import replies
 from llorch.apps.serve.api_errors import ApiError
 from llorch.apps.serve.engine import MadeToken
 from llorch.apps.serve.events import DONE, EventStream, event, tokens_as_events
 from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
-from llorch.apps.serve.replies import (
-    Completion,
-    CompletionChoice,
-    CompletionLogprobs,
-    Detokenized,
-    Piece,
-    Tokenized,
-    finish_reason,
-    for_completion,
-    piece,
-    timings,
-    usage,
-)
 from llorch.apps.serve.requests import CompletionRequest, DetokenizeRequest, TokenizeRequest
 from llorch.apps.serve.response_stream import Answering
 from llorch.apps.serve.service import Service, first_seed, require_short
@@ -71,26 +58,21 @@ class _Completion:
         works = self.answering.works
         self._n_prompt = sum(len(work.job.ids) for work in works[:: self.body.n or 1])
         self._lengths = [0] * len(works)  # characters of each answer so far
-        self._common = {
-            "id": f"cmpl-{secrets.token_hex(12)}",
-            "object": "text_completion",
-            "created": int(time.time()),
-            "model": self.body.model,
-            "system_fingerprint": self.service.fingerprint,
-        }
+        self._common = self.service.reply_fields("cmpl", self.body.model)
 
     async def whole(self, ignored: Sequence[str]) -> Response:
         """Answer with the whole completion at once."""
         made = await self.answering.whole()
         choices = [self._choice(index, tokens) for index, tokens in enumerate(made)]
-        return reply(self._make_reply(choices, **self._counts()), ignored)
+        counts = replies.counts(self.answering.works, n_prompt=self._n_prompt)
+        return reply(self._make_reply(choices, **counts), ignored)
 
     async def events(self) -> AsyncIterator[bytes]:
         """Yield the events of a streamed completion as tokens come."""
         async for some in tokens_as_events(self.answering, self._token_event):
             yield some
         if self.body.wants_usage:
-            yield event(self._make_reply([], **self._counts()))
+            yield event(self._make_reply([], **replies.counts(self.answering.works, n_prompt=self._n_prompt)))
         yield DONE
 
     def _token_event(self, index: int, one: MadeToken) -> bytes:
@@ -99,24 +81,19 @@ class _Completion:
         shown = token.text or token.finish is not None or self.body.logprobs is not None
         return event(self._make_reply([self._choice(index, [one])])) if shown else b""
 
-    def _choice(self, index: int, tokens: Sequence[MadeToken]) -> CompletionChoice:
+    def _choice(self, index: int, tokens: Sequence[MadeToken]) -> replies.CompletionChoice:
         """Build the choice that adds these tokens, and count their characters for later offsets."""
-        logprobs: CompletionLogprobs | None = None
+        logprobs: replies.CompletionLogprobs | None = None
         if self.body.logprobs is not None:
-            logprobs = for_completion(self.service.model.tokenizer, tokens, start=self._lengths[index])
+            logprobs = replies.for_completion(self.service.model.tokenizer, tokens, start=self._lengths[index])
         text = "".join(one.token.text for one in tokens)
         self._lengths[index] += len(text)
-        finish = finish_reason(tokens[-1].token.finish)
-        return CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
+        finish = replies.finish_reason(tokens[-1].token.finish)
+        return replies.CompletionChoice(index=index, text=text, logprobs=logprobs, finish_reason=finish)
 
-    def _counts(self) -> dict[str, object]:
-        """Return usage and timings of all answers."""
-        works = self.answering.works
-        return {"usage": usage(works, n_prompt=self._n_prompt), "timings": timings(works)}
-
-    def _make_reply(self, choices: list[CompletionChoice], **counts: object) -> Completion:
+    def _make_reply(self, choices: list[replies.CompletionChoice], **counts: Any) -> replies.Completion:
         """Make a reply with the id, model and time that all chunks of a stream have."""
-        return Completion(choices=choices, **self._common, **counts)  # type: ignore[arg-type] (pydantic checks them)
+        return replies.Completion(object="text_completion", choices=choices, **self._common, **counts)
 
 
 async def tokenize(request: Request) -> Response:
@@ -133,18 +110,19 @@ async def detokenize(request: Request) -> Response:
     return reply(await run_beside_loop(service, lambda: _detokenized(service, body)), ignored)
 
 
-def _tokenized(service: Service, body: TokenizeRequest) -> Tokenized:
+def _tokenized(service: Service, body: TokenizeRequest) -> replies.Tokenized:
     require_short(body.content, param="content")
     tokenizer = service.model.tokenizer
     ids = tokenizer.encode(body.content, add_special=body.add_special, parse_special=body.parse_special)
     if not body.with_pieces:
-        return Tokenized(tokens=ids)
-    return Tokenized(tokens=[Piece(id=one, piece=_readable(piece(tokenizer, one))) for one in ids])
+        return replies.Tokenized(tokens=ids)
+    pieces = [replies.Piece(id=token_id, piece=_readable(replies.piece(tokenizer, token_id))) for token_id in ids]
+    return replies.Tokenized(tokens=pieces)
 
 
-def _detokenized(service: Service, body: DetokenizeRequest) -> Detokenized:
+def _detokenized(service: Service, body: DetokenizeRequest) -> replies.Detokenized:
     try:
-        return Detokenized(content=service.model.tokenizer.decode(body.tokens, skip_special=False))
+        return replies.Detokenized(content=service.model.tokenizer.decode(body.tokens, skip_special=False))
     except ValueError as error:
         raise ApiError(400, f"tokens: {error}", param="tokens") from None
 

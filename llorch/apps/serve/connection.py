@@ -202,14 +202,11 @@ class Connection(H11Protocol):
 
     def _take_the_place_of_another(self) -> bool:
         """Drop who has waited longest without a request; False where all have one."""
-        others = [each for each in open_connections(self.server_state) if each is not self]
-        idle = [
-            each
-            for each in others
-            if each.awaited in ("headers", "another") and each.transport.get_write_buffer_size() == 0
-        ]
+        others = [other for other in open_connections(self.server_state) if other is not self]
+        waiting = [other for other in others if other.awaited in ("headers", "another")]
+        idle = [other for other in waiting if other.transport.get_write_buffer_size() == 0]
         if idle:
-            min(idle, key=lambda each: each.since).transport.abort()
+            min(idle, key=lambda other: other.since).transport.abort()
         return bool(idle)
 
     def _refuse(self, refusal: Refusal) -> None:

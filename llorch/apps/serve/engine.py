@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
@@ -68,25 +69,17 @@ class Metrics:
     def __init__(self) -> None:
         """Start with all counts at zero."""
         self._registry = registry = CollectorRegistry()
-        self._requests = Counter(
-            "llorch_requests", "Requests, by route and status.", ["route", "status"], registry=registry
-        )
-        self._running = Gauge("llorch_answers_running", "Answers that run in the batch.", registry=registry)
-        self._waiting = Gauge(
-            "llorch_answers_waiting", "Answers that wait for a place in the batch.", registry=registry
-        )
-        self._prompt = Counter("llorch_prompt_tokens", "Prompt tokens.", registry=registry)
-        self._cached = Counter("llorch_cached_tokens", "Prompt tokens from the cache.", registry=registry)
-        self._made = Counter("llorch_answer_tokens", "Generated tokens.", registry=registry)
-        self.cancelled = Counter(
-            "llorch_answers_cancelled", "Answers cancelled because the client left.", registry=registry
-        )
-        self._to_first = Histogram(
-            "llorch_first_token_seconds", "Time from a request to the first token.", registry=registry, buckets=_SECONDS
-        )
-        self._per_token = Histogram(
-            "llorch_token_seconds", "Time from one token to the next.", registry=registry, buckets=_SECONDS
-        )
+        counter, gauge = partial(Counter, registry=registry), partial(Gauge, registry=registry)
+        histogram = partial(Histogram, registry=registry, buckets=_SECONDS)
+        self._requests = counter("llorch_requests", "Requests, by route and status.", ["route", "status"])
+        self._running = gauge("llorch_answers_running", "Answers that run in the batch.")
+        self._waiting = gauge("llorch_answers_waiting", "Answers that wait for a place in the batch.")
+        self._prompt = counter("llorch_prompt_tokens", "Prompt tokens.")
+        self._cached = counter("llorch_cached_tokens", "Prompt tokens from the cache.")
+        self._made = counter("llorch_answer_tokens", "Generated tokens.")
+        self.cancelled = counter("llorch_answers_cancelled", "Answers cancelled because the client left.")
+        self._to_first = histogram("llorch_first_token_seconds", "Time from a request to the first token.")
+        self._per_token = histogram("llorch_token_seconds", "Time from one token to the next.")
 
     def watch(self, running: Callable[[], int], waiting: Callable[[], int]) -> None:
         """Ask these how many answers there are, whenever somebody looks."""
@@ -124,17 +117,9 @@ _POLL = 0.05  # seconds between two tries to let a job in that found no room, wh
 class Engine:
     """Runs answers of a batch."""
 
-    def __init__(
-        self,
-        batch: GenerationBatch,
-        *,
-        n_jobs: int,
-        n_waiting: int = 32,
-        stuck_after: float = 600.0,
-        metrics: Metrics | None = None,
-    ) -> None:
+    def __init__(self, batch: GenerationBatch, *, n_jobs: int, n_waiting: int = 32, stuck_after: float = 600.0) -> None:
         """Prepare; `n_jobs` run at a time, and `n_waiting` more may wait. A step has ended after `stuck_after` s."""
-        self.metrics = metrics or Metrics()
+        self.metrics = Metrics()
         self.failure: BaseException | None = None  # what the thread died of
         self.draining = False
         self._batch, self._limit, self._stuck_after = batch, n_jobs + n_waiting, stuck_after

@@ -48,7 +48,8 @@ class JsonGuide:
             return self._ends.copy()
         bits = allocate_token_bitmask(1, self._n_tokens + 1)
         fill_next_token_bitmask(self._matcher, bits)
-        self._refuse_error()
+        if self._matcher.is_error():
+            raise _unsupported(self._matcher)
         mask = np.zeros_like(self._ends)
         mask[: self._n_tokens] = np.unpackbits(bits.view(np.uint8)[0], count=self._n_tokens, bitorder="little")
         mask[self._ends] = self._matcher.is_accepting()
@@ -60,24 +61,17 @@ class JsonGuide:
         if not self._ended and not self._matcher.consume_token(token_id):
             raise _unsupported(self._matcher)
 
-    def _refuse_error(self) -> None:
-        if self._matcher.is_error():
-            raise _unsupported(self._matcher)
-
 
 def guide_for(
     tokenizer: Tokenizer, schema: Mapping[str, object] | None, *, vocab_size: int, end_ids: frozenset[int] | None = None
 ) -> JsonGuide:
-    """Hold one answer to a JSON schema.
+    """Hold one answer to a JSON schema: return a guide before the first token.
 
     Args:
         tokenizer: Whose tokens the answer has; what is made of it is kept for the next call.
         schema: The schema; None for any JSON object.
         vocab_size: Logits of the model, which may have more rows than the tokenizer has tokens.
         end_ids: Tokens that end the answer; by default those of the tokenizer.
-
-    Returns:
-        A guide before the first token.
 
     Raises:
         FormatError: Unsupported: the schema is none, cannot be fulfilled, or uses what the library lacks, such as

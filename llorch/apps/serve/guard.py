@@ -17,9 +17,8 @@ import re
 import socket
 import time
 from collections.abc import Callable, Collection
-from typing import Any
 
-from llorch.apps.serve.refusal import App, Message, Receive, Refusal, Send
+from llorch.apps.serve.refusal import App, Message, Receive, Refusal, Scope, Send
 from llorch.runtime.errors import UserError, printable
 
 _HOST = re.compile(r"(\[[^\[\]]+\]|[^:\[\]]+)(:[0-9]*)?")
@@ -89,7 +88,7 @@ class Guard:
         self._origins = frozenset(origin.encode() for origin in origins)
         self._n_held = 0  # bytes of bodies under way
 
-    async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Answer a request."""
         start, status = time.perf_counter(), CLIENT_LEFT
         allowed = _allowing(self._allowed_origin(scope), bool(self._origins))
@@ -108,7 +107,7 @@ class Guard:
                 path = printable(scope["path"])[:LOGGED]
                 self._log(f"{scope['method']} {path} {status} {1000 * (time.perf_counter() - start):.0f} ms")
 
-    async def _answer(self, scope: Any, receive: Receive, send: Send) -> None:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Refuse a request by its headers or body, or pass it on to the app."""
         refusal = self._refuse_headers(scope)
         if refusal is not None:
@@ -125,7 +124,7 @@ class Guard:
         finally:
             self._n_held -= len(body)
 
-    def _refuse_headers(self, scope: Any) -> Refusal | None:
+    def _refuse_headers(self, scope: Scope) -> Refusal | None:
         """Refuse a request for its line or its headers alone."""
         of_name = _by_name(scope)
         hosts = of_name.get(b"host", [])
@@ -143,7 +142,7 @@ class Guard:
         length = of_name.get(b"content-length", [b"0"])[0]
         return BODY_TOO_LARGE if int(length) > self._max_body else None
 
-    def _is_ours(self, host: bytes, scope: Any) -> bool:
+    def _is_ours(self, host: bytes, scope: Scope) -> bool:
         """Tell if a `Host` header names this server."""
         name = _without_port(host.decode("latin-1").lower())
         reached = scope["server"][0].removeprefix("::ffff:") if scope.get("server") else ""
@@ -156,7 +155,7 @@ class Guard:
             return False
         return where == host.decode("latin-1").lower() or _without_port(where) in self._hosts
 
-    def _allowed_origin(self, scope: Any) -> bytes | None:
+    def _allowed_origin(self, scope: Scope) -> bytes | None:
         """Return the origin of a request, if this other origin is allowed."""
         origins = _by_name(scope).get(b"origin", [])
         return origins[0] if len(origins) == 1 and origins[0] in self._origins else None
@@ -176,9 +175,8 @@ class Guard:
             tried = [credentials]
         else:
             return False
-        return any(
-            [hmac.compare_digest(_digest_of_key(one.strip()), self._key) for one in tried]
-        )  # a list: all in one time
+        # a list: all in one time
+        return any([hmac.compare_digest(_digest_of_key(key.strip()), self._key) for key in tried])
 
     async def _read(self, body: bytearray, receive: Receive) -> tuple[Refusal | None, bool]:
         """Read into `body`: what it is refused for, and whether a rest of it was not read, or never came."""
@@ -208,7 +206,7 @@ def _without_port(host: str) -> str:
     return found[1] if found else ""
 
 
-def _by_name(scope: Any) -> dict[bytes, list[bytes]]:
+def _by_name(scope: Scope) -> dict[bytes, list[bytes]]:
     """Collect the values of each header."""
     found: dict[bytes, list[bytes]] = {}
     for name, value in scope["headers"]:
@@ -216,7 +214,7 @@ def _by_name(scope: Any) -> dict[bytes, list[bytes]]:
     return found
 
 
-def _is_preflight(scope: Any) -> bool:
+def _is_preflight(scope: Scope) -> bool:
     """Tell if this is the preflight request of a browser, which carries no key."""
     return scope["method"] == "OPTIONS" and b"access-control-request-method" in _by_name(scope)
 

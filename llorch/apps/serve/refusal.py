@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
-Message = MutableMapping[str, Any]
+Scope = Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Any, Receive, Send], Awaitable[None]]  # of ASGI
+App = Callable[[Scope, Receive, Send], Awaitable[None]]  # of ASGI
 
 
 @dataclass(frozen=True)
@@ -73,7 +73,7 @@ def request_id(headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
 def identified(app: App) -> App:
     """Wrap an application so that every answer has the id of its request."""
 
-    async def named(scope: Any, receive: Receive, send: Send) -> None:
+    async def named(scope: Scope, receive: Receive, send: Send) -> None:
         name = request_id(scope["headers"])
 
         async def naming(message: Message) -> None:

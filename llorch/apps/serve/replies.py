@@ -341,6 +341,11 @@ def usage(works: Sequence[Work], *, n_prompt: int) -> Usage:
     )
 
 
+def counts(works: Sequence[Work], *, n_prompt: int) -> dict[str, Any]:
+    """Return the usage and the timings of all answers to a request, by their names in a reply."""
+    return {"usage": usage(works, n_prompt=n_prompt), "timings": timings(works)}
+
+
 def timings(works: Sequence[Work]) -> Timings:
     """Measure from the first answer that began to the last that ended."""
     began = min(work.joined or work.submitted for work in works)

@@ -46,6 +46,7 @@ _PARSE_SPECIAL = "False: the text of a control token in a prompt stays text."
 _LIMITS = ("max_completion_tokens", "max_tokens", "n_predict", "num_predict", "max_new_tokens")
 TokenId = Annotated[int, Field(ge=0, lt=1 << 31)]
 Ids = Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]
+_PROMPTS = Field(min_length=1, max_length=16)  # how many of one request
 
 
 class Strict(BaseModel):
@@ -313,14 +314,7 @@ class ChatRequest(Answers, Templated):
 class CompletionRequest(Answers):
     """Of /v1/completions."""
 
-    prompt: (
-        Text
-        | Ids
-        | Annotated[list[Text], Field(min_length=1, max_length=16)]
-        | Annotated[
-            list[Annotated[list[TokenId], Field(min_length=1, max_length=1 << 20)]], Field(min_length=1, max_length=16)
-        ]
-    )
+    prompt: Text | Ids | Annotated[list[Text], _PROMPTS] | Annotated[list[Ids], _PROMPTS]
     logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     parse_special: bool | None = Field(None, description=_PARSE_SPECIAL)
     add_special_tokens: bool | None = Field(None, description="False: the tokenizer adds no token to a text.")
@@ -328,10 +322,8 @@ class CompletionRequest(Answers):
     @model_validator(mode="after")
     def _together(self) -> "CompletionRequest":
         """Refuse more answers in sum than a request may have."""
-        if len(self.prompts) * (self.n or 1) > MAX_ANSWERS:
-            raise wrong(
-                "n", f"at most {MAX_ANSWERS} answers for all prompts together", len(self.prompts) * (self.n or 1)
-            )
+        if (n_answers := len(self.prompts) * (self.n or 1)) > MAX_ANSWERS:
+            raise wrong("n", f"at most {MAX_ANSWERS} answers for all prompts together", n_answers)
         return self
 
     @property

@@ -4,8 +4,8 @@ import asyncio
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from contextlib import suppress
-from functools import partial
 from typing import TypeVar
 
 from llorch.apps.serve.api_errors import ApiError
@@ -98,37 +98,26 @@ class Answering:
 
 async def between_steps(engine: Engine, function: Callable[[], Result], timeout: float) -> Result:
     """Run a function on the engine's thread; ApiError if the engine takes none, the function raises, or time is up."""
-    loop = asyncio.get_running_loop()
-    done: asyncio.Future[Result] = loop.create_future()
+    done: Future[Result] = Future()
 
     def run(error: Exception | None) -> None:
-        if done.cancelled():
+        if not done.set_running_or_notify_cancel():
             return
         try:
-            told = partial(_set_result, done, function()) if error is None else partial(_fail, done, error)
+            if error is not None:
+                raise error
+            done.set_result(function())
         except Exception as raised:
-            told = partial(_fail, done, raised)
-        with suppress(RuntimeError):  # the loop has ended: nobody waits
-            loop.call_soon_threadsafe(told)
+            done.set_exception(raised)
 
     handed_over(engine.call, run)
     try:
         async with asyncio.timeout(timeout):
-            return await done
+            return await asyncio.wrap_future(done)
     except TimeoutError:
         raise _late(timeout) from None
     except Exception as error:
         raise of_failure(error) from None
-
-
-def _set_result(done: asyncio.Future[Result], result: Result) -> None:
-    if not done.done():
-        done.set_result(result)
-
-
-def _fail(done: asyncio.Future, error: Exception) -> None:
-    if not done.done():
-        done.set_exception(error)
 
 
 def _late(seconds: float) -> ApiError:

@@ -8,26 +8,14 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, model_validator
 from starlette.requests import Request
-from starlette.responses import Response as HttpResponse
+from starlette.responses import Response
 
+from llorch.apps.serve import replies
 from llorch.apps.serve.api_errors import wrong
 from llorch.apps.serve.chat import template_variables
 from llorch.apps.serve.engine import MadeToken
 from llorch.apps.serve.events import EventStream, event, tokens_as_events
 from llorch.apps.serve.http import read_body, reply, run_beside_loop, service_of, unless_gone
-from llorch.apps.serve.replies import (
-    InputDetails,
-    OutputDetails,
-    OutputMessage,
-    OutputText,
-    Response,
-    ResponseEvent,
-    ResponseUsage,
-    Status,
-    TokenLogprob,
-    Why,
-    for_chat,
-)
 from llorch.apps.serve.requests import (
     AnswerForm,
     Count,
@@ -150,7 +138,7 @@ class ResponsesRequest(Sampling, Templated):
         return None if wanted is None else wanted.answer_form("text.format")
 
 
-async def answer(request: Request) -> HttpResponse:
+async def answer(request: Request) -> Response:
     """Answer a request of this route."""
     body, service = await read_body(request, ResponsesRequest), service_of(request)
     ignored = ignored_fields(body)
@@ -181,14 +169,14 @@ class _Responding:
     body: ResponsesRequest
     answering: Answering
     _text: str = ""
-    _logprobs: list[TokenLogprob] = field(default_factory=list)
+    _logprobs: list[replies.TokenLogprob] = field(default_factory=list)
     _finish: str | None = None
     _n_events: int = 0
     _id: str = field(default_factory=lambda: f"resp_{secrets.token_hex(12)}")
     _item_id: str = field(default_factory=lambda: f"msg_{secrets.token_hex(12)}")
     _created: int = field(default_factory=lambda: int(time.time()))
 
-    async def whole(self, ignored: Sequence[str]) -> HttpResponse:
+    async def whole(self, ignored: Sequence[str]) -> Response:
         """Answer with the whole response at once."""
         for one in (await self.answering.whole())[0]:
             self._take(one)
@@ -208,11 +196,11 @@ class _Responding:
         yield self._event("response.output_item.done", output_index=0, item=self._output()[0])
         yield self._event(f"response.{self._status}", response=self._response())
 
-    def _take(self, one: MadeToken) -> list[TokenLogprob]:
+    def _take(self, one: MadeToken) -> list[replies.TokenLogprob]:
         """Add a token; its log probabilities, where they are wanted."""
         self._text += one.token.text
         self._finish = one.token.finish
-        said = for_chat(self.service.model.tokenizer, one).content if self.body.include else []
+        said = replies.for_chat(self.service.model.tokenizer, one).content if self.body.include else []
         self._logprobs += said
         return said
 
@@ -224,30 +212,30 @@ class _Responding:
         place = {"item_id": self._item_id, "output_index": 0, "content_index": 0}
         return self._event("response.output_text.delta", delta=one.token.text, logprobs=logprobs, **place)
 
-    def _event(self, kind: str, **what: object) -> bytes:
+    def _event(self, kind: str, **what: Any) -> bytes:
         self._n_events += 1
-        return event(ResponseEvent(type=kind, sequence_number=self._n_events - 1, **what), kind)  # type: ignore[arg-type]
+        return event(replies.ResponseEvent(type=kind, sequence_number=self._n_events - 1, **what), kind)
 
     @property
-    def _status(self) -> Status:
+    def _status(self) -> replies.Status:
         return "in_progress" if self._finish is None else "incomplete" if self._finish == "length" else "completed"
 
-    def _message(self, status: Status, content: list[OutputText]) -> OutputMessage:
+    def _message(self, status: replies.Status, content: list[replies.OutputText]) -> replies.OutputMessage:
         """Make the message of the assistant that a response holds."""
-        return OutputMessage(type="message", id=self._item_id, status=status, role="assistant", content=content)
+        return replies.OutputMessage(type="message", id=self._item_id, status=status, role="assistant", content=content)
 
-    def _output(self) -> list[OutputMessage]:
+    def _output(self) -> list[replies.OutputMessage]:
         return [self._message(self._status, [_output_text(self._text, self._logprobs)])]
 
-    def _response(self) -> Response:
+    def _response(self) -> replies.Response:
         ended, work = self._finish is not None, self.answering.works[0]
-        return Response(
+        return replies.Response(
             id=self._id,
             object="response",
             created_at=self._created,
             status=self._status,
             error=None,
-            incomplete_details=Why(reason="max_output_tokens") if self._finish == "length" else None,
+            incomplete_details=replies.Why(reason="max_output_tokens") if self._finish == "length" else None,
             instructions=self.body.instructions,
             max_output_tokens=self.body.max_output_tokens,
             model=self.body.model,
@@ -261,17 +249,17 @@ class _Responding:
             usage=self._usage() if ended else None,
         )
 
-    def _usage(self) -> ResponseUsage:
+    def _usage(self) -> replies.ResponseUsage:
         work = self.answering.works[0]
         n_prompt = len(work.job.ids)
-        return ResponseUsage(
+        return replies.ResponseUsage(
             input_tokens=n_prompt,
-            input_tokens_details=InputDetails(cached_tokens=work.n_cached),
+            input_tokens_details=replies.InputDetails(cached_tokens=work.n_cached),
             output_tokens=work.n_made,
-            output_tokens_details=OutputDetails(reasoning_tokens=0),
+            output_tokens_details=replies.OutputDetails(reasoning_tokens=0),
             total_tokens=n_prompt + work.n_made,
         )
 
 
-def _output_text(text: str, logprobs: list[TokenLogprob]) -> OutputText:
-    return OutputText(type="output_text", text=text, annotations=[], logprobs=logprobs)
+def _output_text(text: str, logprobs: list[replies.TokenLogprob]) -> replies.OutputText:
+    return replies.OutputText(type="output_text", text=text, annotations=[], logprobs=logprobs)

@@ -12,14 +12,14 @@ import threading
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
-from typing import Any, cast
+from typing import cast
 
 from uvicorn import Config
 from uvicorn.server import ServerState
 
 from llorch.apps.serve.connection import ClientLimits, Connection, open_connections
 from llorch.apps.serve.engine import Engine
-from llorch.apps.serve.refusal import STOPPING, App, Receive, Send, identified
+from llorch.apps.serve.refusal import STOPPING, App, Receive, Scope, Send, identified
 from llorch.runtime.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
@@ -127,7 +127,7 @@ async def _serve(
 def _refusing_when_stopped(app: App, stopping: asyncio.Event) -> App:
     """Wrap an application so that it refuses every new request, also for its health, once the server stops."""
 
-    async def either(scope: Any, receive: Receive, send: Send) -> None:
+    async def either(scope: Scope, receive: Receive, send: Send) -> None:
         if not stopping.is_set():
             return await app(scope, receive, send)
         await STOPPING.say(send, receive)

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from llorch.apps.serve.api_errors import ApiError
 from llorch.apps.serve.engine import Engine
@@ -24,6 +24,8 @@ if TYPE_CHECKING:
 
 MAX_TEXT = 1 << 20  # bytes of the text of one request
 MAX_SEED = 1 << 31
+Messages = Sequence[dict[str, object]]
+Variables = Mapping[str, object] | None  # of a chat template
 
 
 class Service:
@@ -48,6 +50,11 @@ class Service:
         base = self.model.name
         return {base: None} | {f"{base}:{adapter}": adapter for adapter in self.model.adapters}
 
+    def reply_fields(self, prefix: str, model: str) -> dict[str, Any]:
+        """Make the fields that all parts of a reply have; `prefix` begins its id."""
+        reply_id, now = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
+        return {"id": reply_id, "created": now, "model": model, "system_fingerprint": self.fingerprint}
+
     def adapter(self, name: str) -> str | None:
         """Find the adapter of a model name; ApiError for an unknown name."""
         names = self.names
@@ -56,13 +63,7 @@ class Service:
                           code="model_not_found")  # fmt: skip
         return names[name]
 
-    def chat_ids(
-        self,
-        messages: Sequence[dict[str, object]],
-        *,
-        param: str = "messages",
-        variables: Mapping[str, object] | None = None,
-    ) -> list[int]:
+    def chat_ids(self, messages: Messages, *, param: str = "messages", variables: Variables = None) -> list[int]:
         """Encode a conversation up to the answer; a template may not write more than a client may."""
         require_short(*(str(message.get("content") or "") for message in messages), param=param)
         with self._refused_for(param):
@@ -71,12 +72,7 @@ class Service:
             return self.model.chats.encoded(written)
 
     def unwritten_keys(
-        self,
-        messages: Sequence[dict[str, object]],
-        *,
-        param: str = "messages",
-        first: int = 0,
-        variables: Mapping[str, object] | None = None,
+        self, messages: Messages, *, param: str = "messages", first: int = 0, variables: Variables = None
     ) -> list[str]:
         """Name the keys of messages and the variables that the model's template does not read.
 
@@ -135,13 +131,8 @@ class Service:
             text = f"{param}: {len(ids)} tokens do not fit the context of {self.context} tokens; shorten the prompt"
             raise ApiError(400, text, param=param, code="context_length_exceeded")
         try:
-            job = self.model.job(
-                list(ids),
-                max_tokens=min(max_tokens or room, room),
-                settings=settings,
-                ignore_eos=False,
-                adapter=adapter,
-            )
+            most = min(max_tokens or room, room)
+            job = self.model.job(list(ids), max_tokens=most, settings=settings, ignore_eos=False, adapter=adapter)
         except ValueError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         job = replace(job, end_ids=job.end_ids | end_ids, n_top=n_top)
@@ -151,10 +142,9 @@ class Service:
         vocab_size = self.model.config.vocab_size
         try:
             return guide_for(self.model.tokenizer, form.schema, vocab_size=vocab_size, end_ids=end_ids)
-        except FormatError as error:
-            raise ApiError(400, f"{form.param}: {error.message}", param=form.param) from None
         except ValueError as error:
-            raise ApiError(400, f"{form.param}: {error}", param=form.param) from None
+            text = error.message if isinstance(error, FormatError) else str(error)
+            raise ApiError(400, f"{form.param}: {text}", param=form.param) from None
 
 
 def first_seed(seed: int | None) -> int:

@@ -81,11 +81,8 @@ class _Figures(dict[str, np.ndarray]):
         if name in self._wanted:
             self._room -= array.nbytes
             if self._room < 0:
-                raise ApiError(
-                    400,
-                    f"arrays: expected at most {MAX_BYTES} bytes, got more; ask for fewer arrays or tokens",
-                    param="arrays",
-                )
+                text = f"arrays: expected at most {MAX_BYTES} bytes, got more; ask for fewer arrays or tokens"
+                raise ApiError(400, text, param="arrays")
             super().__setitem__(name, array.copy())
 
     def encoded(self) -> dict[str, str]:

@@ -1,16 +1,18 @@
 """`llorch data show`: which tokens of training data are learned."""
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
-from llorch.cli.options import MODEL, WholeNumber, group, json_option, page_option, template_options, verb
+from llorch.cli.model_options import template_options
+from llorch.cli.options import MODEL, WholeNumber, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
     from datetime import datetime
 
-    from llorch.training.data import TrainOn
+    from llorch.model.model import Model
+    from llorch.training.data import TrainingData, TrainOn
 
 
 @verb(
@@ -44,10 +46,7 @@ if TYPE_CHECKING:
     page_option("-n", "count", type=WholeNumber(min=0), default=3, show_default=True, help="Number of examples shown."),
 )
 @json_option("One object: counts, notes, and the examples with ids and a mask of learned tokens.")
-def command(
-    *, model: str, data: str, count: int, split: str, max_length: int | None, train_on: "TrainOn", parse_special: bool,
-    template_date: "datetime | None", chat_template_kwargs: "dict | None", as_json: bool,
-) -> None:  # fmt: skip
+def command(*, model: str, data: str, count: int, split: str, as_json: bool, **values: Any) -> None:
     """Encode DATA for MODEL; print counts and examples that show which tokens training learns.
 
     Learned tokens are green, or in [[brackets]] without colour. Control tokens are underlined.
@@ -56,21 +55,12 @@ def command(
     text; prompt and completion; messages; conversations (ShareGPT); instruction and output (Alpaca); input_ids.
     """
     from llorch.cli.data.examples import as_object, facts_of, pieces_of, print_examples, summary
-    from llorch.cli.inputs import has_vocabulary, model_path, say_once
+    from llorch.cli.inputs import has_vocabulary, model_path
     from llorch.files import open_weights
     from llorch.model.model import Model
-    from llorch.runtime.builtin import find_data
-    from llorch.training.data import DataSettings, read_data
 
     opened = Model(open_weights(model_path(model)))
-    room = max_length or min(DataSettings.max_length, opened.config.max_position_embeddings)
-    settings = DataSettings(
-        max_length=room, train_on=train_on, parse_special=parse_special,
-        chat_template_kwargs=chat_template_kwargs or {},
-        template_date=None if template_date is None else template_date.date().isoformat(),
-    )  # fmt: skip
-    with progress("reading data") as tell:
-        found = read_data(find_data(data, say_once), opened, settings, progress=tell)
+    found = _read_data(opened, data, **values)
     examples = {"train": found.train, "valid": found.valid, "test": found.test}[split]
     if not examples:
         raise FileNotFoundError(f"data: {data} has no {split}.jsonl")
@@ -83,5 +73,22 @@ def command(
     for line in found.notes:
         say(line)
     print_examples(shown)
-    for line in summary(split, facts):
-        click.echo(line)
+    click.echo("\n".join(summary(split, facts)))
+
+
+def _read_data(
+    model: "Model", data: str, *, max_length: int | None, train_on: "TrainOn", parse_special: bool,
+    template_date: "datetime | None", chat_template_kwargs: "dict | None",
+) -> "TrainingData":  # fmt: skip
+    """Read data as training reads it, with the default length of `llorch lora train`."""
+    from llorch.cli.inputs import say_once
+    from llorch.runtime.builtin import find_data
+    from llorch.training.data import DataSettings, read_data
+
+    settings = DataSettings(
+        max_length=max_length or min(DataSettings.max_length, model.config.max_position_embeddings), train_on=train_on,
+        parse_special=parse_special, chat_template_kwargs=chat_template_kwargs or {},
+        template_date=None if template_date is None else template_date.date().isoformat(),
+    )  # fmt: skip
+    with progress("reading data") as tell:
+        return read_data(find_data(data, say_once), model, settings, progress=tell)

@@ -7,7 +7,7 @@ import click
 
 import llorch
 from llorch.cli.learn.folder import impl_option, learners_folder
-from llorch.cli.options import group, page_option, verb
+from llorch.cli.options import PATH, group, page_option, verb
 from llorch.cli.output import say
 
 
@@ -19,21 +19,12 @@ from llorch.cli.output import say
 )
 @impl_option
 @group(
-    "Input",
-    page_option(
-        "--check",
-        "given",
-        type=click.Path(path_type=Path),
-        help="Certificate to recompute and compare; writes nothing.",
-    ),
+    "Input", page_option("--check", "given", type=PATH, help="Certificate to recompute and compare; writes nothing.")
 )
 @group(
     "Output",
-    page_option(
-        "-o", "--output", type=click.Path(path_type=Path),
-        help="File to write.  [default: certificate.json in your folder]",
-    ),
-)  # fmt: skip
+    page_option("-o", "--output", type=PATH, help="File to write.  [default: certificate.json in your folder]"),
+)
 def command(*, impl: str | None, output: Path | None, given: Path | None) -> None:
     """Check every lesson and write verdicts, comparisons, versions, and hashes of your files and of the goldens.
 

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from llorch.cli.learn.folder import near, one_lesson
-from llorch.cli.options import group, page_option, verb
+from llorch.cli.options import FILE, group, page_option, verb
 from llorch.cli.output import say
 
 
@@ -16,12 +16,7 @@ from llorch.cli.output import say
     "llorch learn inputs 17 -o gradients.npz",
 )
 @click.argument("lesson")
-@group(
-    "Output",
-    page_option(
-        "-o", "--output", type=click.Path(path_type=Path, dir_okay=False), required=True, help="New .npz file."
-    ),
-)
+@group("Output", page_option("-o", "--output", type=FILE, required=True, help="New .npz file."))
 def command(*, lesson: str, output: Path) -> None:
     """Write the arguments of every call that LESSON makes; rope/0007/x is argument x of call 7 of rope.
 

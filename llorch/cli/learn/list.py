@@ -35,8 +35,6 @@ def show_list(folder: Path) -> None:
     for lesson in LESSONS:
         this = standing[lesson.number]
         numbers = (str(n or "") for n in (this.attempts, sum(this.hints.values())))
-        shown = coloured(progress.label(lesson, this))
-        rows.add_row(
-            lesson.number, lesson.name, str(lesson.minutes), shown, *numbers, "solution seen" if this.solution else ""
-        )
+        shown, solution = coloured(progress.label(lesson, this)), "solution seen" if this.solution else ""
+        rows.add_row(lesson.number, lesson.name, str(lesson.minutes), shown, *numbers, solution)
     print_table(console(), rows)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import click
 
-from llorch.cli.options import WholeNumber
+from llorch.cli.options import PATH, WholeNumber
 from llorch.cli.outcome import DIFFERS
 from llorch.cli.verbs import Verb, VerbGroup
 
@@ -36,7 +36,7 @@ def command(context: click.Context) -> None:
     examples=("llorch learn museum open 3 bug3",),
 )  # fmt: skip
 @number_argument
-@click.argument("folder", type=click.Path(path_type=Path))
+@click.argument("folder", type=PATH)
 def open_one(number: int, folder: Path) -> None:
     """Write the dump of bug NUMBER and a README with its report into FOLDER."""
     from llorch.apps.learn.museum import exhibit, write

@@ -45,9 +45,8 @@ def show_lesson(folder: Path, lesson: "Lesson | None") -> None:
     if lesson is None:
         click.echo("every lesson passes; to record this, run: llorch learn certificate")
         return
-    click.echo(
-        f"{lesson.number} {lesson.name}, {lesson.minutes} min: {', '.join(exercise.name for exercise in lesson.parts)}"
-    )
+    parts = ", ".join(exercise.name for exercise in lesson.parts)
+    click.echo(f"{lesson.number} {lesson.name}, {lesson.minutes} min: {parts}")
     page = next(path for path in (lesson.folder / PAGE, lesson.folder.parent / PAGE) if path.exists())
     click.echo(f"  read   {near(page)}")
     click.echo(f"  write  {near(folder / f'{lesson.module}.py')}")

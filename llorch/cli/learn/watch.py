@@ -21,7 +21,7 @@ from llorch.cli.learn.next import next_lesson, show_lesson
 from llorch.cli.learn.progress import summed_up
 from llorch.cli.learn.reset import reset
 from llorch.cli.learn.solution import show_solution
-from llorch.cli.options import verb
+from llorch.cli.options import PATH, verb
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
@@ -95,9 +95,8 @@ def _single_keys() -> Iterator[bool]:
 def _read_keys(queue: "SimpleQueue[str]") -> None:
     """Put each key that is pressed into the queue, and "q" when the terminal is gone."""
     with suppress(OSError):
-        while key := os.read(
-            sys.stdin.fileno(), 1
-        ):  # not through sys.stdin, whose lock a copied process would wait for
+        # not through sys.stdin, whose lock a copied process would wait for
+        while key := os.read(sys.stdin.fileno(), 1):
             queue.put(key.decode("ascii", "replace"))
     queue.put("q")  # the terminal is gone
 
@@ -111,7 +110,7 @@ KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
     "llorch learn my_llama",
     "llorch learn watch my_llama --seconds 30",
 )
-@click.argument("folder", type=click.Path(path_type=Path), required=False)
+@click.argument("folder", type=PATH, required=False)
 @impl_option
 @seconds_option
 @full_option

@@ -7,8 +7,9 @@ import click
 
 from llorch.cli.lora.options import any_base_option
 from llorch.cli.lora.settings_options import chosen_settings, settings_options
-from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
+from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
+from llorch.cli.threads import threads_option
 
 
 @verb(
@@ -19,7 +20,7 @@ from llorch.cli.output import progress, say, to_json
     page="lora.md",
 )
 @click.argument("model", type=MODEL)
-@click.argument("adapter", type=click.Path(path_type=Path))
+@click.argument("adapter", type=PATH)
 @group(
     "Data",
     page_option(
@@ -48,7 +49,7 @@ def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, 
     from llorch.cli.lora.options import require_torch, threads_for_training
 
     require_torch()
-    from llorch.pytorch.train.judging import judge_adapter
+    from llorch.pytorch.train.trainer import judge_adapter
 
     settings = chosen_settings(given)
     say(threads_for_training(settings))

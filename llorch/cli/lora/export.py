@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from llorch.cli.lora.options import any_base_option, force_option
-from llorch.cli.options import MODEL, group, json_option, page_option, verb
+from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
 from llorch.cli.output import say, to_json
 
 
@@ -17,8 +17,8 @@ from llorch.cli.output import say, to_json
     page="lora.md",
 )
 @click.argument("base", type=MODEL)
-@click.argument("adapter", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("adapter", type=PATH)
+@click.argument("target", type=PATH)
 @any_base_option
 @group(
     "Output",

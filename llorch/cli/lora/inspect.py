@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import click
 
 from llorch.cli.lora.options import any_base_option
-from llorch.cli.options import MODEL, group, json_option, page_option, verb
+from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
 from llorch.cli.output import say, to_json
 
 if TYPE_CHECKING:
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     "llorch lora inspect adapter.gguf --base path/to/base --json",
     page="lora.md",
 )
-@click.argument("adapter", type=click.Path(path_type=Path))
+@click.argument("adapter", type=PATH)
 @group(
     "Input",
     page_option("--base", type=MODEL, help="Model of the adapter, to check shapes and compare norms."),

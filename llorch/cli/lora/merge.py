@@ -9,7 +9,7 @@ import click
 
 from llorch.cli.convert import TYPES, cleaning_up_when_terminated
 from llorch.cli.lora.options import any_base_option, force_option
-from llorch.cli.options import MODEL, group, json_option, page_option, verb
+from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:
@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     page="lora.md",
 )
 @click.argument("base", type=MODEL)
-@click.argument("adapter", type=click.Path(path_type=Path))
-@click.argument("target", type=click.Path(path_type=Path))
+@click.argument("adapter", type=PATH)
+@click.argument("target", type=PATH)
 @group(
     "Output",
     page_option(

@@ -3,7 +3,8 @@
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
 
-from llorch.cli.options import group, page_option, use_threads
+from llorch.cli.options import group, page_option
+from llorch.cli.threads import use_threads
 from llorch.runtime.errors import MissingExtra
 
 if TYPE_CHECKING:

@@ -7,14 +7,12 @@ from typing import Any, get_args, get_type_hints
 
 import click
 
-from llorch.cli.options import SEED, JsonObject, RealNumber, WholeNumber, group, page_option
+from llorch.cli.options import PATH, SEED, JsonObject, RealNumber, WholeNumber, group, page_option
 from llorch.runtime.builtin import DATA, EVERY, wins
 from llorch.training.settings import TrainSettings
 from llorch.training.settings_file import SHORT, read_settings, settings_from
 
-config_option = page_option(
-    "--config", type=click.Path(path_type=Path), help="Settings file, .yaml or .toml; options win."
-)
+config_option = page_option("--config", type=PATH, help="Settings file, .yaml or .toml; options win.")
 _GROUPS: Mapping[str, tuple[str, ...]] = {  # headings of the help page
     "Data": (
         "valid", "max_length", "train_on", "parse_special", "packing", "template_date", "chat_template_kwargs",

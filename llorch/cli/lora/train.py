@@ -6,12 +6,15 @@ from typing import Any
 
 import click
 
+from llorch.cli.lora.options import require_torch, threads_for_training
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
-from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
+from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
 from llorch.cli.output import say, to_json
+from llorch.cli.threads import threads_option
 from llorch.runtime.launched_rank import n_restarts
 from llorch.training.settings_file import FOREIGN
+from llorch.training.stopping import Stopped
 
 
 @verb(
@@ -30,9 +33,7 @@ from llorch.training.settings_file import FOREIGN
 @group("Data", page_option("--data", help="JSONL file, .json list, folder or pirate."))
 @group(
     "Run",
-    page_option(
-        "-o", "--output", type=click.Path(path_type=Path), required=True, help="Folder of the run; new or empty."
-    ),
+    page_option("-o", "--output", type=PATH, required=True, help="Folder of the run; new or empty."),
     config_option,
     page_option("--resume", is_flag=True, help="Continuation of the run in the folder."),
     page_option("--allow-change", is_flag=True, help="Continuation after a change; not bit-exact."),
@@ -52,16 +53,13 @@ def command(
     Each setting can also be a key of the --config file.
     Try the adapter with: llorch run MODEL --adapter FOLDER
     """
-    from llorch.cli.lora.options import require_torch, threads_for_training
     from llorch.cli.lora.training_progress import TrainingProgress, try_it
-    from llorch.training.stopping import Stopped
 
     require_torch()
     from llorch.pytorch.train.run import RUN, Run, saved_settings, saved_threads
 
     resume = resume or (n_restarts() > 0 and (output / RUN).exists())  # the launcher starts ranks anew with the same
-    before = [(RUN, saved_settings(output))] if resume else []
-    settings = chosen_settings(given, config, *before)
+    settings = chosen_settings(given, config, *([(RUN, saved_settings(output))] if resume else []))
     try:
         with on_mesh(axes, rank_timeout=rank_timeout, device=settings.device) as mesh, TrainingProgress() as progress:
             threads_for_training(settings, recorded=saved_threads(output) if resume else None)

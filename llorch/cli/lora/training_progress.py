@@ -13,16 +13,7 @@ from llorch.files import open_weights
 from llorch.files.hub import find
 from llorch.model.model import OpenModel
 from llorch.runtime.builtin import find_data
-from llorch.training.data.formats import (
-    Chat,
-    Instruction,
-    LearnedTokens,
-    Parsed,
-    PromptCompletion,
-    Text,
-    format_of,
-    parse,
-)
+from llorch.training.data import formats
 from llorch.training.data.read import find_splits, read_records
 
 if TYPE_CHECKING:
@@ -128,27 +119,27 @@ def try_it(model: str, data: str, adapter: Path) -> str:
     if not has_vocabulary(opened.weights.source):
         return shlex.join(["llorch", "lora", "eval", model, str(adapter), "--data", data])
     records = islice(read_records(find_splits(find_data(data))["train"]), _ROWS)
-    found = (_question_of(parse(record, format_of(record)), opened) for record in records)
+    found = (_question_of(formats.parse(record, formats.format_of(record)), opened) for record in records)
     asked = next(filter(None, found), ["Once upon a time"])
     return shlex.join(["llorch", "run", model, *asked, "--adapter", str(adapter)])
 
 
-def _question_of(row: Parsed, model: OpenModel) -> list[str]:
+def _question_of(row: formats.Parsed, model: OpenModel) -> list[str]:
     """Give the question of a row as arguments; nothing if it is no short text."""
     match row:
-        case Instruction():
+        case formats.Instruction():
             return _question_of(row.chat if model.chat_templates or row.plain is None else row.plain, model)
-        case Chat():
+        case formats.Chat():
             first, second = [*row.messages, {}][:2]
             system, user = (first, second) if first["role"] == "system" else ({}, first)
             options = {"--chat": user, "--system": system} if user.get("role") == "user" else {}
             said = {option: str(message["content"]) for option, message in options.items() if message}
             return [f"{option}={text}" for option, text in said.items()] if all(map(_is_short, said.values())) else []
-        case PromptCompletion():
+        case formats.PromptCompletion():
             text = row.prompt or _beginning(row.completion)
-        case Text():
+        case formats.Text():
             text = _beginning(row.text)
-        case LearnedTokens():
+        case formats.LearnedTokens():
             text = model.tokenizer.decode(row.ids[:_BEGINNING])
     return [text] if _is_short(text) and not text.startswith("-") else []
 

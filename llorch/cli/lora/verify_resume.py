@@ -10,9 +10,10 @@ import click
 
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.mesh import mesh_option
-from llorch.cli.options import MODEL, group, json_option, page_option, threads_option, verb
+from llorch.cli.options import MODEL, group, json_option, page_option, verb
 from llorch.cli.outcome import DIFFERS, OK
 from llorch.cli.output import progress, say, to_json
+from llorch.cli.threads import threads_option
 from llorch.runtime.launched_rank import is_rank
 
 if TYPE_CHECKING:
@@ -110,12 +111,10 @@ def _as_json(proof: "Proof") -> dict[str, Any]:
 
 
 def _comparison_as_json(comparison: "RunComparison") -> dict[str, Any]:
+    tensors = {t.name: {"values": t.n_values, "differing_bits": t.differing_bits} for t in comparison.tensors}
     return {
         "equal": comparison.equal,
-        "tensors": {
-            tensor.name: {"values": tensor.n_values, "differing_bits": tensor.differing_bits}
-            for tensor in comparison.tensors
-        },
+        "tensors": tensors,
         "log_lines": comparison.n_lines,
         "differing_log_lines": comparison.differing_lines,
     }

@@ -52,16 +52,14 @@ def _scale(s: StageInputs) -> float:
     return s.config.head_dim**-0.5
 
 
-def _hidden(s: StageInputs, *, shift: int = 0) -> np.ndarray:
-    """Mask hidden keys, (seq, ctx), True if hidden: after the query (shift 0) or before the first visible key."""
-    return hidden_in(s, s.kind, shift=shift)
+def hidden_in(s: StageInputs, kind: Layer | None = None, *, shift: int = 0) -> np.ndarray:
+    """Mask hidden keys, (seq, ctx), True if hidden: after the query (shift 0) or before the first visible key.
 
-
-def hidden_in(s: StageInputs, kind: Layer, *, shift: int = 0) -> np.ndarray:
-    """Mask hidden keys as `_hidden` does, as if the layer were of another kind."""
+    The layer counts as one of `kind`, if that is given.
+    """
     seq, ctx = len(s.positions), s["k_cache"].shape[1]
     hidden = np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1 + shift)
-    first = seen_from(kind, s.positions, ctx)
+    first = seen_from(kind or s.kind, s.positions, ctx)
     return hidden if first is None else hidden | (np.arange(ctx) < first[:, None])
 
 
@@ -70,25 +68,21 @@ def _shown(scores: np.ndarray, stage: str) -> np.ndarray:
     return scores if stage == "attn_scores" else attention_probs(scores)
 
 
-def _with_scale(s: StageInputs, stage: str, scale: float) -> np.ndarray:
-    """Compute the masked scores, or their probabilities for another stage, with the given scale."""
-    return _shown(np.where(_hidden(s), -np.inf, _attention_products(s) * s.dtype(scale)), stage)
-
-
-def with_mask(s: StageInputs, stage: str, hidden: np.ndarray) -> np.ndarray:
-    """Compute scores, or the probabilities made from them, from right products and another mask."""
-    return _shown(np.where(hidden, -np.inf, _attention_products(s) * s.dtype(_scale(s))), stage)
+def with_mask(s: StageInputs, stage: str, hidden: np.ndarray, *, scale: float | None = None) -> np.ndarray:
+    """Compute scores, or the probabilities made from them, from right products with another mask or scale."""
+    scores = _attention_products(s) * s.dtype(_scale(s) if scale is None else scale)
+    return _shown(np.where(hidden, -np.inf, scores), stage)
 
 
 def mask_ignores_cache(s: StageInputs, stage: str) -> np.ndarray:
     """Place a square mask at the first key, as if the cache were empty."""
-    seq, ctx = _hidden(s).shape
+    seq, ctx = hidden_in(s).shape
     return with_mask(s, stage, np.triu(np.ones((seq, ctx), dtype=bool), k=1))
 
 
 def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
     """Hide each query's own key, except where it is the only one: the first query of a text keeps its key."""
-    hidden = _hidden(s, shift=-1)
+    hidden = hidden_in(s, shift=-1)
     hidden[hidden.all(axis=1), 0] = False
     return with_mask(s, stage, hidden)
 
@@ -168,17 +162,19 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="scores-scaled-by-hidden", stages=SCORES, reads=QUERY_AND_KEY,
-        wrong=lambda s, stage: _with_scale(s, stage, s.config.hidden_size**-0.5),
+        wrong=lambda s, stage: with_mask(s, stage, hidden_in(s), scale=s.config.hidden_size**-0.5),
         diagnosis="The products were divided by sqrt(hidden_size); divide by sqrt(head_dim).",
     ),
     Mistake(
         name="scores-scaled-by-hidden-over-heads", stages=SCORES, reads=QUERY_AND_KEY,
         applies_to=lambda config: config.q_width != config.hidden_size,
-        wrong=lambda s, stage: _with_scale(s, stage, (s.config.hidden_size // s.config.n_heads) ** -0.5),
+        wrong=lambda s, stage: with_mask(
+            s, stage, hidden_in(s), scale=(s.config.hidden_size // s.config.n_heads) ** -0.5
+        ),
         diagnosis="The products were divided by sqrt(hidden_size / n_heads); this model's config sets head_dim.",
     ),
     Mistake(
-        name="mask-missing", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, np.zeros_like(_hidden(s))),
+        name="mask-missing", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, np.zeros_like(hidden_in(s))),
         reads=QUERY_AND_KEY,
         diagnosis="Every token saw all other tokens; hide the keys after the query.",
     ),
@@ -197,7 +193,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="No token but the first saw itself: the mask starts one diagonal too early.",
     ),
     Mistake(
-        name="mask-reversed", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, ~_hidden(s, shift=-1)),
+        name="mask-reversed", stages=SCORES, wrong=lambda s, stage: with_mask(s, stage, ~hidden_in(s, shift=-1)),
         reads=QUERY_AND_KEY,
         diagnosis="The mask hid the past and showed the future; a query may see the lower triangle.",
     ),
@@ -207,7 +203,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="mask-minus-ten", stages=SCORES, reads=QUERY_AND_KEY,
-        wrong=lambda s, stage: _shown(_attention_products(s) * s.dtype(_scale(s)) - s.dtype(10) * _hidden(s), stage),
+        wrong=lambda s, stage: _shown(_attention_products(s) * s.dtype(_scale(s)) - s.dtype(10) * hidden_in(s), stage),
         diagnosis="Hidden scores were lowered by 10; they must be -inf, or a share of the future leaks through.",
     ),
     Mistake(
@@ -228,7 +224,7 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="mask-after-softmax", stages=("attn_probs",), reads=QUERY_AND_KEY,
-        wrong=lambda s, _: np.where(_hidden(s), 0, attention_probs(_attention_products(s) * s.dtype(_scale(s)))),
+        wrong=lambda s, _: np.where(hidden_in(s), 0, attention_probs(_attention_products(s) * s.dtype(_scale(s)))),
         diagnosis="The mask was applied after the softmax, so rows sum to less than one; mask the scores.",
     ),
     Mistake(

@@ -1,7 +1,6 @@
 """Mistakes of checkpoints 00, 05, 07 and 08: rows of the embedding table, residual sums, last norm, output matrix."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
@@ -22,7 +21,7 @@ def _logits_of(s: StageInputs, x: np.ndarray) -> np.ndarray:
 def log_probabilities(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Return the log softmax of the logits."""
 
-    def wrong(**given: Any) -> np.ndarray:
+    def wrong(**given: object) -> np.ndarray:
         logits = right(**given).astype(np.float64)
         shifted = logits - logits.max(axis=-1, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))

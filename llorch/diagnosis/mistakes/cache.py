@@ -120,12 +120,16 @@ def _windowed(by: int) -> Other:
     return other
 
 
-def _without_windows(config: ModelConfig, layer: int) -> Layer:
-    return replace(config.layer(layer), window=None)
+def _without(field: str) -> Other:
+    """Take the window or the chunk away from the layers that have one."""
+    return lambda config, layer: replace(config.layer(layer), **{field: None})
 
 
-def _windows_everywhere(config: ModelConfig, layer: int) -> Layer:
-    return replace(config.layer(layer), window=max((each.window or 0 for each in config.layers), default=0) or None)
+def _everywhere(field: str) -> Other:
+    """Give the largest window or chunk of the model to every layer."""
+    return lambda config, layer: replace(
+        config.layer(layer), **{field: max((getattr(each, field) or 0 for each in config.layers), default=0) or None}
+    )
 
 
 def _windows_exchanged(config: ModelConfig, layer: int) -> Layer:
@@ -135,17 +139,9 @@ def _windows_exchanged(config: ModelConfig, layer: int) -> Layer:
     return replace(config.layer(layer), window=there) if len(windows) > 1 else config.layer(layer)
 
 
-def _without_chunks(config: ModelConfig, layer: int) -> Layer:
-    return replace(config.layer(layer), chunk=None)
-
-
 def _chunk_as_window(config: ModelConfig, layer: int) -> Layer:
     this = config.layer(layer)
     return this if this.chunk is None else replace(this, chunk=None, window=this.chunk)
-
-
-def _chunks_everywhere(config: ModelConfig, layer: int) -> Layer:
-    return replace(config.layer(layer), chunk=max((each.chunk or 0 for each in config.layers), default=0) or None)
 
 
 def _tempered_everywhere(config: ModelConfig, layer: int) -> Layer:
@@ -224,51 +220,31 @@ def _taken(
 
 
 LAYERS: tuple[Mistake[StageInputs], ...] = (
-    _taken(
-        "window-ignored", _without_windows,
-        "Every token saw all earlier tokens; layers with a sliding window show it itself and window - 1 earlier ones.",
-    ),
-    _taken(
-        "window-one-too-wide", _windowed(1),
-        "A token saw itself and a whole window of earlier tokens; the window includes the token itself.",
-    ),
-    _taken(
-        "window-one-too-narrow", _windowed(-1),
-        "The last token of the window was hidden: a token sees itself and window - 1 earlier ones.",
-    ),
-    _taken(
-        "window-in-other-layers", _windows_exchanged,
+    _taken("window-ignored", _without("window"),
+        "Every token saw all earlier tokens; layers with a sliding window show it itself and window - 1 earlier ones."),
+    _taken("window-one-too-wide", _windowed(1),
+        "A token saw itself and a whole window of earlier tokens; the window includes the token itself."),
+    _taken("window-one-too-narrow", _windowed(-1),
+        "The last token of the window was hidden: a token sees itself and window - 1 earlier ones."),
+    _taken("window-in-other-layers", _windows_exchanged,
         "Layers with a sliding window and those without were exchanged; with max_window_layers the first ones have "
-        "none.",
-    ),
-    _taken(
-        "window-in-every-layer", _windows_everywhere,
-        "Every layer had the sliding window; layer_types or max_window_layers names the layers.",
-    ),
-    _taken(
-        "chunk-ignored", _without_chunks, cases=("far",), diagnosis=
-        "Every token saw all earlier tokens; in Llama 4's layers with RoPE it sees only its chunk.",
-    ),
-    _taken(
-        "chunk-taken-for-window", _chunk_as_window,
-        "A token saw a sliding window of the chunk's size; it sees the tokens from the start of its chunk.",
-    ),
-    _taken(
-        "chunk-in-every-layer", _chunks_everywhere, cases=("far",), diagnosis=
-        "Every layer saw only chunks; layers without RoPE see the whole text.",
-    ),
-    _taken(
-        "rope-in-every-layer", _rope_everywhere, stages=("q_tempered", "k_cache", "attn_scores"),
-        cases=("near", "far"), diagnosis=
-        "RoPE was applied in a layer without it; every fourth layer has none: (i + 1) % 4 == 0.",
-    ),
-    _taken(
-        "rope-missing-one-layer-early", _one_layer_early,
-        stages=("q_rope", "k_rope", "q_tempered", "k_cache", "attn_scores"), cases=("near", "far"), diagnosis=
-        "Layers without RoPE were taken to be 0, 4, 8 ...; counted from 0 they are 3, 7, 11 ...: (i + 1) % 4 == 0.",
-    ),
-    _taken(
-        "temperature-in-every-layer", _tempered_everywhere, stages=("attn_scores",), cases=("far",), diagnosis=
-        "Queries of a layer with RoPE were multiplied by the temperature; Llama 4 has it only in layers without RoPE.",
-    ),
+        "none."),
+    _taken("window-in-every-layer", _everywhere("window"),
+        "Every layer had the sliding window; layer_types or max_window_layers names the layers."),
+    _taken("chunk-ignored", _without("chunk"), cases=("far",),
+        diagnosis="Every token saw all earlier tokens; in Llama 4's layers with RoPE it sees only its chunk."),
+    _taken("chunk-taken-for-window", _chunk_as_window,
+        "A token saw a sliding window of the chunk's size; it sees the tokens from the start of its chunk."),
+    _taken("chunk-in-every-layer", _everywhere("chunk"), cases=("far",),
+        diagnosis="Every layer saw only chunks; layers without RoPE see the whole text."),
+    _taken("rope-in-every-layer", _rope_everywhere, stages=("q_tempered", "k_cache", "attn_scores"),
+        cases=("near", "far"),
+        diagnosis="RoPE was applied in a layer without it; every fourth layer has none: (i + 1) % 4 == 0."),
+    _taken("rope-missing-one-layer-early", _one_layer_early,
+        stages=("q_rope", "k_rope", "q_tempered", "k_cache", "attn_scores"), cases=("near", "far"),
+        diagnosis="Layers without RoPE were taken to be 0, 4, 8 ...; counted from 0 they are 3, 7, 11 ...: (i + 1) % "
+        "4 == 0."),
+    _taken("temperature-in-every-layer", _tempered_everywhere, stages=("attn_scores",), cases=("far",),
+        diagnosis="Queries of a layer with RoPE were multiplied by the temperature; Llama 4 has it only in layers "
+        "without RoPE."),
 )  # fmt: skip

@@ -84,10 +84,6 @@ def _softplus(x: np.ndarray) -> np.ndarray:
     return np.logaddexp(0, x)
 
 
-def _value_heads(s: StageInputs) -> np.ndarray:
-    return heads(s["conv_out"], s.config)[2]
-
-
 def _stepped(step: Step) -> Replacement:
     """Run the delta rule token by token; `step` updates all value heads at once."""
 
@@ -145,7 +141,7 @@ def state_in_bfloat16(s: StageInputs, stage: str) -> np.ndarray:
 
 def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:
     """Start every chunk with an empty state."""
-    given = [s["q_l2"], s["k_l2"], _value_heads(s), s["beta"], s["log_decay"]]
+    given = [s["q_l2"], s["k_l2"], heads(s["conv_out"], s.config)[2], s["beta"], s["log_decay"]]
     parts, out = range(0, len(given[0]), CHUNK), []
     state = s["past_delta"]
     for start in parts:

@@ -72,11 +72,9 @@ def sorted_by_id(right: Function) -> Function:
 
 def shared_alone(right: Function) -> Function:
     """Leave out the chosen experts where there is a shared one."""
-
-    def wrong(outs: np.ndarray, weights: np.ndarray, shared: np.ndarray | None, gate: np.ndarray | None) -> np.ndarray:
-        return right(outs, weights if shared is None else np.zeros_like(weights), shared, gate)
-
-    return wrong
+    return lambda outs, weights, shared, gate: right(
+        outs, weights if shared is None else np.zeros_like(weights), shared, gate
+    )
 
 
 def _ranked(scores: np.ndarray) -> np.ndarray:
@@ -111,16 +109,9 @@ def _weighted(change: Callable[[np.ndarray], np.ndarray]) -> Replacement:
 
 def _shared_gate(change: Callable[[np.ndarray], np.ndarray]) -> Replacement:
     """Open the gate of the shared expert differently."""
-
-    def replacement(right: Function) -> Function:
-        def wrong(
-            outs: np.ndarray, weights: np.ndarray, shared: np.ndarray | None, gate: np.ndarray | None
-        ) -> np.ndarray:
-            return right(outs, weights, shared, None if gate is None else change(gate))
-
-        return wrong
-
-    return replacement
+    return lambda right: (
+        lambda outs, weights, shared, gate: right(outs, weights, shared, None if gate is None else change(gate))
+    )
 
 
 def _lost(weights: np.ndarray) -> np.ndarray:

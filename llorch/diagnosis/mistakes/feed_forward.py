@@ -75,44 +75,20 @@ FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
         name="ffn-fused-rows-alternate", stages=GATE_AND_UP, wrong=fused_rows_alternate,
         diagnosis="A fused matrix was cut into even and odd rows; it holds all rows of gate, then all rows of up.",
     ),
-    _act(
-        "swiglu-silu-on-up", lambda gate, up: gate * _silu(up),
-        "SiLU was applied to up; it belongs to gate: silu(gate) * up.",
-    ),
-    _act(
-        "swiglu-silu-on-both", lambda gate, up: _silu(gate) * _silu(up),
-        "SiLU was applied to gate and up; up enters as it is: silu(gate) * up.",
-    ),
-    _act(
-        "swiglu-silu-of-product", lambda gate, up: _silu(gate * up),
-        "SiLU was applied to gate * up; it belongs to gate alone: silu(gate) * up.",
-    ),
-    _act(
-        "swiglu-silu-twice", lambda gate, up: _silu(_silu(gate)) * up,
-        "SiLU was applied to gate twice, perhaps once inside the projection.",
-    ),
-    _act(
-        "swiglu-sigmoid-only", lambda gate, up: _sigmoid(gate) * up,
-        "sigmoid(gate) * up was computed (GLU); SiLU is gate * sigmoid(gate).",
-    ),
-    _act(
-        "swiglu-relu", lambda gate, up: np.maximum(gate, 0) * up,
-        "ReLU was used; these models have SiLU.",
-    ),
-    _act(
-        "swiglu-gelu", gelu,
-        "GELU was used (exact); these models have SiLU.",
-    ),
-    _act(
-        "swiglu-gelu-tanh", gelu_tanh,
-        "GELU was used (tanh approximation); these models have SiLU.",
-    ),
-    _act(
-        "swiglu-gelu-quick", lambda gate, up: gate * _sigmoid(gate.dtype.type(1.702) * gate) * up,
-        "gate * sigmoid(1.702 * gate) was used (quick GELU); SiLU has no factor.",
-    ),
-    _act(
-        "swiglu-up-missing", lambda gate, up: _silu(gate),
-        "The result is silu(gate) alone; multiply it by up.",
-    ),
+    _act("swiglu-silu-on-up", lambda gate, up: gate * _silu(up),
+        "SiLU was applied to up; it belongs to gate: silu(gate) * up."),
+    _act("swiglu-silu-on-both", lambda gate, up: _silu(gate) * _silu(up),
+        "SiLU was applied to gate and up; up enters as it is: silu(gate) * up."),
+    _act("swiglu-silu-of-product", lambda gate, up: _silu(gate * up),
+        "SiLU was applied to gate * up; it belongs to gate alone: silu(gate) * up."),
+    _act("swiglu-silu-twice", lambda gate, up: _silu(_silu(gate)) * up,
+        "SiLU was applied to gate twice, perhaps once inside the projection."),
+    _act("swiglu-sigmoid-only", lambda gate, up: _sigmoid(gate) * up,
+        "sigmoid(gate) * up was computed (GLU); SiLU is gate * sigmoid(gate)."),
+    _act("swiglu-relu", lambda gate, up: np.maximum(gate, 0) * up, "ReLU was used; these models have SiLU."),
+    _act("swiglu-gelu", gelu, "GELU was used (exact); these models have SiLU."),
+    _act("swiglu-gelu-tanh", gelu_tanh, "GELU was used (tanh approximation); these models have SiLU."),
+    _act("swiglu-gelu-quick", lambda gate, up: gate * _sigmoid(gate.dtype.type(1.702) * gate) * up,
+        "gate * sigmoid(1.702 * gate) was used (quick GELU); SiLU has no factor."),
+    _act("swiglu-up-missing", lambda gate, up: _silu(gate), "The result is silu(gate) alone; multiply it by up."),
 )  # fmt: skip

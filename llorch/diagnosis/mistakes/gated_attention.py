@@ -2,15 +2,13 @@
 
 import numpy as np
 
+from llorch.diagnosis.mistakes.in_stage import ROTATED, rotated_heads
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig
 from llorch.ops.linear import linear
 from llorch.ops.rope import frequencies, rope
 from llorch.ops.sigmoid import sigmoid
-from llorch.stages.table import rope_input
-
-ROTATED = ("q_rope", "k_rope")
 
 
 def _both(s: StageInputs) -> np.ndarray:
@@ -33,13 +31,9 @@ def _rotated_by(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray) -> np.ndarr
     return rope(x, np.cos(angle), np.sin(angle))
 
 
-def _heads(s: StageInputs, stage: str) -> np.ndarray:
-    return s.heads(rope_input(stage[0], s.config))
-
-
 def last_part_rotated(s: StageInputs, stage: str) -> np.ndarray:
     """Rotate the tail of each head instead of its beginning."""
-    kept, tail = np.split(_heads(s, stage), [s.config.head_dim - s.config.rotated], axis=-1)
+    kept, tail = np.split(rotated_heads(s, stage), [s.config.head_dim - s.config.rotated], axis=-1)
     return np.concatenate([kept, _rotated_by(s, tail, frequencies(s.config.rotated, s.config.rope_theta))], axis=-1)
 
 
@@ -101,13 +95,15 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-over-full-head", stages=ROTATED, applies_to=_partial,
-        wrong=lambda s, stage: _rotated_by(s, _heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)),
+        wrong=lambda s, stage: _rotated_by(
+            s, rotated_heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)
+        ),
         diagnosis="The whole head was rotated; this model's partial_rotary_factor rotates only a part.",
     ),
     Mistake(
         name="rope-partial-by-head-dim", stages=ROTATED, applies_to=_partial,
         wrong=lambda s, stage: _rotated_by(
-            s, _heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)[: s.config.rotated // 2]
+            s, rotated_heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)[: s.config.rotated // 2]
         ),
         diagnosis="Frequencies fell by head_dim; the exponent is 2 * j / the width that is rotated.",
     ),

@@ -4,7 +4,7 @@ The functions are those that lessons have learners write, called as a learner's 
 arguments. What surrounds the call in the stage stays right.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -38,6 +38,7 @@ HEAD_NORMS = ("q_norm", "k_norm")
 QUERY_AND_KEY = BY_NAME["attn_scores"].inputs
 (KEY,) = BY_NAME["k_cache"].inputs
 LENGTHS = ("q_l2", "k_l2")
+ROTATED = ("q_rope", "k_rope")
 BY_EXPERT = {"expert_gate": "gate_proj", "expert_up": "up_proj", "expert_out": "down_proj"}  # stage -> matrix
 
 
@@ -98,10 +99,6 @@ def rows_of_cache(s: StageInputs, stage: str) -> tuple[np.ndarray, np.ndarray]:
     return s[past], s.heads(new).swapaxes(0, 1)
 
 
-def _embedding(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    return wrong(lambda ids, table: embedding(ids, table))(ids=s.ids, table=s.weights["embed_tokens"])
-
-
 def _rms_norm(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
     gain = s.weights[stage].astype(np.float64)
     return wrong(rms_norm)(x=normalised_rows(s, stage), weight=gain, eps=s.config.rms_norm_eps)
@@ -147,22 +144,6 @@ def _attention_scores(wrong: Replacement, s: StageInputs, stage: str) -> np.ndar
     return scores if stage == "attn_scores" else attention_probs(scores)
 
 
-def _attention_probs(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    return wrong(attention_probs)(scores=s["attn_scores"])
-
-
-def _attention_context(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    return wrong(attention_context)(probs=s["attn_probs"], v=s["v_cache"])
-
-
-def _short_conv(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    return wrong(short_conv)(x=s["qkv_in"], kernel=s.weights["conv"], state=s["past_conv"])
-
-
-def _l2_norm(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    return wrong(l2_norm)(x=key_heads(s, stage))
-
-
 def _log_decay(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
     return wrong(log_decay)(a=s["a_in"].astype(np.float64), dt_bias=s.weights["dt_bias"], decay=s.weights["decay"])
 
@@ -201,10 +182,6 @@ def _expert_outputs(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarra
     return wrong(right)(h=h, ids=s["topk_ids"], **matrices)
 
 
-def _swiglu(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    return wrong(swiglu)(gate=s["ffn_gate"], up=s["ffn_up"])
-
-
 def _top_k(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
     assert s.config.experts is not None
     return wrong(top_k)(scores=s["router_probs"], k=s.config.experts.n_experts_per_token)
@@ -227,19 +204,11 @@ def _mixed(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 def _logits(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
     """Make the logits from what the last norm made."""
 
-    def right(lm_head: Any, embed_tokens: Any, **before: Any) -> np.ndarray:
+    def right(lm_head: Any, embed_tokens: Any, **before: object) -> np.ndarray:
         return linear(s["final_norm"], embed_tokens if lm_head is None else lm_head)
 
     tied, table = s.config.tie_word_embeddings, s.weights["embed_tokens"]
     return wrong(right)(lm_head=None if tied else s.weights[output_matrix(s.config)], embed_tokens=table)
-
-
-def _last_row(wrong: Replacement, s: Any, step: str) -> np.ndarray:
-    return wrong(lambda logits: logits[-1])(logits=s.logits)
-
-
-def _argmax(wrong: Replacement, s: Any, step: str) -> np.ndarray:
-    return np.asarray([wrong(greedy)(row=s.row)])
 
 
 def _filter(name: str) -> InStage:
@@ -276,7 +245,7 @@ def _generate(wrong: Replacement, g: Any, step: str) -> np.ndarray:
     """Run a wrong greedy loop on a model; the cache stays behind its step."""
     cache = g.empty_cache()
 
-    def run(new: Any) -> np.ndarray:
+    def run(new: Sequence[int]) -> np.ndarray:
         return forward(np.asarray(new), g.weights, cache, last_only=True)[0]
 
     ids = wrong(greedy_loop)(step=run, prompt=np.asarray(g.prompt), max_tokens=g.n_tokens)
@@ -303,7 +272,9 @@ def _positions(wrong: Replacement, g: Any, step: str) -> np.ndarray:
 
 
 IN_STAGE: Mapping[str, InStage] = {
-    "embedding": _embedding,
+    "embedding": lambda wrong, s, stage: wrong(lambda ids, table: embedding(ids, table))(
+        ids=s.ids, table=s.weights["embed_tokens"]
+    ),
     "rms_norm": _rms_norm,
     "frequencies": _frequencies,
     "scale_frequencies": _scale_frequencies,
@@ -311,22 +282,24 @@ IN_STAGE: Mapping[str, InStage] = {
     "rope": _rope,
     "append": _append,
     "attention_scores": _attention_scores,
-    "attention_probs": _attention_probs,
-    "attention_context": _attention_context,
-    "short_conv": _short_conv,
-    "l2_norm": _l2_norm,
+    "attention_probs": lambda wrong, s, stage: wrong(attention_probs)(scores=s["attn_scores"]),
+    "attention_context": lambda wrong, s, stage: wrong(attention_context)(probs=s["attn_probs"], v=s["v_cache"]),
+    "short_conv": lambda wrong, s, stage: wrong(short_conv)(
+        x=s["qkv_in"], kernel=s.weights["conv"], state=s["past_conv"]
+    ),
+    "l2_norm": lambda wrong, s, stage: wrong(l2_norm)(x=key_heads(s, stage)),
     "log_decay": _log_decay,
     "delta_rule": _delta_rule,
     "linear": _linear,
     "feed_forward": _feed_forward,
     "expert_outputs": _expert_outputs,
-    "swiglu": _swiglu,
+    "swiglu": lambda wrong, s, stage: wrong(swiglu)(gate=s["ffn_gate"], up=s["ffn_up"]),
     "top_k": _top_k,
     "topk_weights": _topk_weights,
     "mixed": _mixed,
     "logits": _logits,
-    "last_row": _last_row,
-    "argmax": _argmax,
+    "last_row": lambda wrong, s, step: wrong(lambda logits: logits[-1])(logits=s.logits),
+    "argmax": lambda wrong, s, step: np.asarray([wrong(greedy)(row=s.row)]),
     "penalise": _penalise,
     **{name: _filter(name) for name in ("keep_top_k", "keep_top_p", "keep_min_p")},
     "distribution": _distribution,

@@ -6,13 +6,14 @@ running code in the place of a function of llorch, and the checkpoint of `stages
 """
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.in_stage import IN_STAGE
-from llorch.diagnosis.mistakes.planting import Replacement
+from llorch.diagnosis.mistakes.planting import Replacement, replaced_all
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig
 from llorch.stages.table import BY_NAME
@@ -24,16 +25,6 @@ AFTER_LOGITS = {"selected_logits": "09", "argmax": "10", "probabilities": "11", 
 IN_TRAINING = {stage.name: stage.checkpoint for stage in TRAINING_STAGES}
 IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # what a quantised product consists of
 ONE_STEP = ("plain",)  # the runs of training that show most of its mistakes
-
-
-def every_model(config: ModelConfig) -> bool:
-    """Return True: the mistake can be made with any configuration."""
-    return True
-
-
-def every_layer(config: ModelConfig, layer: int) -> bool:
-    """Return True: the mistake can be made in any layer."""
-    return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,8 +63,8 @@ class Mistake(Generic[Inputs]):
     cases: tuple[str, ...] = ("near", "far")
     rounds: bool = False
     after_cached: bool = False
-    applies_to: Callable[[ModelConfig], bool] = every_model
-    in_layers: Callable[[ModelConfig, int], bool] = every_layer
+    applies_to: Callable[[ModelConfig], bool] = lambda config: True
+    in_layers: Callable[[ModelConfig, int], bool] = lambda config, layer: True
 
     def result(self, inputs: Inputs, stage: str) -> np.ndarray:
         """Make the wrong array of a stage from the inputs of the right one."""
@@ -86,10 +77,27 @@ class Mistake(Generic[Inputs]):
         layers = range(config.n_layers)
         return next(i for i in layers if BY_NAME[stage].applies_to(config, i) and self.in_layers(config, i))
 
+    def changes(self, *, along: bool = False) -> list[tuple[str, Replacement]]:
+        """List the functions of llorch that it replaces, with their replacements; with the second one if `along`."""
+        return [(self.part, self.wrong), *([self.along] if along and self.along else [])]
+
     @property
     def checkpoints(self) -> tuple[str, ...]:
         """Numbers of the checkpoints that its stages belong to, the first stage's first."""
         return tuple(dict.fromkeys(checkpoint_of(stage) for stage in self.stages))
+
+
+def training_mistake(
+    name: str, stages: tuple[str, ...], part: str, wrong: Replacement, diagnosis: str, **fields: Any
+) -> Mistake[Any]:
+    """Make a mistake of training that shows in one step, unless `fields` has other cases."""
+    fields = {"cases": ONE_STEP} | fields
+    return Mistake(name=name, stages=stages, part=part, wrong=wrong, diagnosis=diagnosis, **fields)
+
+
+def injected(*mistakes: Mistake[Any], along: bool = False) -> AbstractContextManager[None]:
+    """Run with mistakes in the code, one upon the other; with what mostly goes wrong with them if `along`."""
+    return replaced_all(change for mistake in mistakes for change in mistake.changes(along=along))
 
 
 def checkpoint_of(stage: str) -> str:

@@ -2,10 +2,10 @@
 
 import importlib
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from types import ModuleType
-from typing import Any, Protocol
+from typing import Any
 
 Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a right function: the wrong one
 
@@ -15,29 +15,15 @@ def instead(function: Callable[..., Any]) -> Replacement:
     return lambda right: function
 
 
-class Plantable(Protocol):
-    """A mistake that replaces a function of llorch."""
-
-    @property
-    def part(self) -> str:
-        """The function, `llorch.training.adamw.moved`."""
-        ...
-
-    @property
-    def wrong(self) -> Replacement:
-        """Makes the wrong function from the right one."""
-        ...
-
-
 @contextmanager
-def injected(*mistakes: Plantable) -> Iterator[None]:
-    """Run with mistakes in the code, one upon the other; what was there is back at the end, whatever happens.
+def replaced_all(changes: Iterable[tuple[str, Replacement]]) -> Iterator[None]:
+    """Replace functions, one upon the other; what was there is back at the end, whatever happens.
 
     The whole process has them meanwhile: nothing else may compute.
     """
     with ExitStack() as planting:
-        for mistake in mistakes:
-            planting.enter_context(replaced(mistake.part, mistake.wrong))
+        for part, wrong in changes:
+            planting.enter_context(replaced(part, wrong))
         yield
 
 
@@ -67,7 +53,7 @@ def owner_of(part: str) -> tuple[Any, str]:
         return getattr(importlib.import_module(module), owner), name
 
 
-def _users(name: str, right: Any) -> list[ModuleType]:
+def _users(name: str, right: object) -> list[ModuleType]:
     seen = len(sys.modules), sys.modules[next(reversed(sys.modules))]
     if seen != _Ours.seen:
         _Ours.seen = seen

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.in_stage import KEY
+from llorch.diagnosis.mistakes.in_stage import KEY, ROTATED, rotated_heads
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig, YarnScaling
@@ -17,9 +17,6 @@ from llorch.families.layers import Temperature
 from llorch.families.rope_scaling import yarn_gain
 from llorch.ops.rope import frequencies, rope, scale_frequencies
 from llorch.ops.routing import router_probs
-from llorch.stages.table import rope_input
-
-ROTATED = ("q_rope", "k_rope")
 
 
 def _tempers(config: ModelConfig) -> bool:
@@ -92,7 +89,7 @@ def _with_gain(gain: Callable[[YarnScaling], float]) -> Callable[[StageInputs, s
         yarn = s.config.rope_scaling
         assert isinstance(yarn, YarnScaling)
         tables = s.tables(replace(yarn, attention_factor=gain(yarn)))
-        return s.turn(s.heads(rope_input(stage[0], s.config)), *tables)
+        return s.turn(rotated_heads(s, stage), *tables)
 
     return wrong
 
@@ -124,7 +121,7 @@ def _with_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[[St
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         assert isinstance(s.config.rope_scaling, YarnScaling)
         angle, gain = s.positions[:, None] * made(s.config), s.config.rope_scaling.attention_factor
-        return s.turn(s.heads(rope_input(stage[0], s.config)), np.cos(angle) * gain, np.sin(angle) * gain)
+        return s.turn(rotated_heads(s, stage), np.cos(angle) * gain, np.sin(angle) * gain)
 
     return wrong
 
@@ -152,7 +149,7 @@ def keys_tempered(s: StageInputs, stage: str) -> np.ndarray:
 
 def turned_as_halves(s: StageInputs, stage: str) -> np.ndarray:
     """Rotate the pairs (j, j + half), as in all Hugging Face files but these."""
-    return rope(s.heads(rope_input(stage[0], s.config)), *s.tables(s.config.rope_scaling))
+    return rope(rotated_heads(s, stage), *s.tables(s.config.rope_scaling))
 
 
 def divided_by_length(s: StageInputs, stage: str) -> np.ndarray:

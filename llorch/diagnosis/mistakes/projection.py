@@ -94,7 +94,7 @@ def output_heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
     return linear(x, columns.reshape(weight.shape), bias)
 
 
-def _has_paired_rows(config: ModelConfig) -> bool:
+def has_paired_rows(config: ModelConfig) -> bool:
     """Tell if GGUF files of the model's family interleave the rows of q and k."""
     return FAMILIES[config.family].layout.interleaved_rope == "gguf"
 
@@ -149,20 +149,20 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
         "queries, then all keys, then all values.",
     ),
     Mistake(
-        name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), applies_to=_has_paired_rows,
+        name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), applies_to=has_paired_rows,
         wrong=lambda s, stage: _reordered(s, stage, lambda rows: interleave(rows, _n_heads(s, stage))),
         diagnosis="Rows of q and k are in the interleaved order of Llama GGUF files; bring them to half-split order, "
         "or rotate neighbouring pairs.",
     ),
     Mistake(
         name="qk-rows-reordered-needlessly", stages=("q_proj", "k_proj"),
-        applies_to=lambda config: not _has_paired_rows(config),
+        applies_to=lambda config: not has_paired_rows(config),
         wrong=lambda s, stage: _reordered(s, stage, lambda rows: undo_interleave(rows, _n_heads(s, stage))),
         diagnosis="Rows of q and k were reordered as for a Llama GGUF file; Qwen files are in half-split order.",
     ),
     Mistake(
         name="k-rows-reordered-by-query-heads", stages=("k_proj",), wrong=keys_reordered_by_query_heads,
-        applies_to=lambda config: _has_paired_rows(config) and config.kv_width % (2 * config.n_heads) == 0,
+        applies_to=lambda config: has_paired_rows(config) and config.kv_width % (2 * config.n_heads) == 0,
         diagnosis="Rows of k were reordered with the number of query heads; with grouped heads k has n_kv_heads.",
     ),
     Mistake(

@@ -5,7 +5,7 @@ the right steps.
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -46,10 +46,6 @@ class QuantisedInputs:
         """Decode the matrix."""
         return decode(self.blocks, self.kind, self.shape)
 
-    def with_blocks(self, blocks: np.ndarray) -> "QuantisedInputs":
-        """Replace the bytes of the matrix."""
-        return replace(self, blocks=blocks)
-
     def rounded(self, kind: ActivationKind | None = None, variant: VariantName | None = None) -> np.ndarray:
         """Round the activations that the matrix is multiplied with."""
         return round_activations(self.x, kind or self.activations, variant or self.variant)
@@ -84,22 +80,12 @@ Wrong = Callable[[QuantisedInputs, str], np.ndarray]
 
 def in_blocks(spoil: Callable[[QuantisedInputs], QuantisedInputs]) -> Wrong:
     """Make a mistake from a function that spoils the bytes of the blocks."""
-
-    def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
-        spoilt = spoil(s)
-        return spoilt.decoded() if step == "decode" else spoilt.product()
-
-    return wrong
+    return lambda s, step: spoil(s).decoded() if step == "decode" else spoil(s).product()
 
 
 def in_matrix(decode_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
     """Make a mistake from a wrong decoding; it also changes the product with that matrix."""
-
-    def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
-        matrix = decode_wrongly(s)
-        return matrix if step == "decode" else s.product(matrix=matrix)
-
-    return wrong
+    return lambda s, step: decode_wrongly(s) if step == "decode" else s.product(matrix=decode_wrongly(s))
 
 
 def in_rounding(round_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
@@ -107,12 +93,7 @@ def in_rounding(round_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong
 
     The product then uses the sums of the wrongly rounded activations.
     """
-
-    def wrong(s: QuantisedInputs, step: str) -> np.ndarray:
-        rounded = round_wrongly(s)
-        return rounded if step == "rounding" else s.product(rounded=rounded)
-
-    return wrong
+    return lambda s, step: round_wrongly(s) if step == "rounding" else s.product(rounded=round_wrongly(s))
 
 
 def _rounded_codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

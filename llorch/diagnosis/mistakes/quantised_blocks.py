@@ -5,6 +5,8 @@ the codes put where the second is looked for, a scale taken from the neighbour. 
 in `llorch.files.blocks`.
 """
 
+from dataclasses import replace
+
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake
@@ -29,7 +31,7 @@ def _spoilt(s: QuantisedInputs, part: slice, new: np.ndarray | np.uint8) -> Quan
     """Return a copy of the inputs with some bytes of every block overwritten."""
     blocks = s.blocks.reshape(-1, BLOCK_SIZES[s.kind][1]).copy()
     blocks[:, part] = new
-    return s.with_blocks(blocks)
+    return replace(s, blocks=blocks)
 
 
 def _block_part(s: QuantisedInputs, part: slice) -> np.ndarray:
@@ -89,7 +91,7 @@ def stride_padded(s: QuantisedInputs) -> QuantisedInputs:
     size = BLOCK_SIZES[s.kind][1]
     flat = s.blocks.reshape(-1)
     starts = np.arange(flat.size // size) * (size + 2)
-    return s.with_blocks(flat[(starts[:, None] + np.arange(size)) % flat.size])
+    return replace(s, blocks=flat[(starts[:, None] + np.arange(size)) % flat.size])
 
 
 def fifth_bits_of_first_half(s: QuantisedInputs) -> QuantisedInputs:

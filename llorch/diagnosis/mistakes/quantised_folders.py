@@ -42,10 +42,6 @@ def _then(reader: Reader, change: Callable[[np.ndarray], np.ndarray]) -> Reader:
     return lambda parts, rows: change(reader(parts, rows))
 
 
-def _row_numbers(rows: Rows) -> np.ndarray:
-    return np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-
-
 def _n_code_bits(matrix: QuantisedMatrix) -> int:
     return int(matrix.values.size - 1).bit_length()
 
@@ -244,22 +240,19 @@ def _by_block(matrix: QuantisedMatrix, block_of: Callable[[int, int], np.ndarray
 
 def blocks_of_equal_size(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Derive the block size from the number of scales, as if no block were partial."""
-    equal = lambda length, n: np.arange(length) // -(-length // n)  # noqa: E731
-    return _by_block(matrix, equal)
+    return _by_block(matrix, lambda length, n: np.arange(length) // -(-length // n))
 
 
 def scales_tiled(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Repeat the scales as a whole."""
-    tiled = lambda length, n: np.arange(length) % n  # noqa: E731
-    return _by_block(matrix, tiled)
+    return _by_block(matrix, lambda length, n: np.arange(length) % n)
 
 
 def partial_blocks_as_the_last_whole(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Give a partial block the scale of the whole block before it."""
     size = matrix.recipe.group
     assert isinstance(size, int)
-    clipped = lambda length, n: np.minimum(np.arange(length) // size, max(length // size - 1, 0))  # noqa: E731
-    return _by_block(matrix, clipped)
+    return _by_block(matrix, lambda length, n: np.minimum(np.arange(length) // size, max(length // size - 1, 0)))
 
 
 def exponents_as_integers(matrix: QuantisedMatrix) -> QuantisedMatrix:
@@ -282,7 +275,7 @@ def rows_of_a_byte_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Take the four rows in a byte for four adjacent rows."""
 
     def codes(parts: Parts, rows: Rows) -> np.ndarray:
-        ids = _row_numbers(rows)
+        ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return parts["codes"].array[ids // 4] >> (ids % 4 * 2).astype(np.uint8)[:, None] & 3
 
     return _with(matrix, codes=codes)

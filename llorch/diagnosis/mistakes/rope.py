@@ -5,14 +5,13 @@ from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.in_stage import rotated_heads, scaled_frequencies, turned
+from llorch.diagnosis.mistakes.in_stage import ROTATED, rotated_heads, scaled_frequencies, turned
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import FactorScaling, Llama3Scaling, ModelConfig
 from llorch.ops.rope import frequencies
 
-ROTATED = ("q_rope", "k_rope")
 SPEEDS, SCALING, TABLES, PART = "frequencies", "scale_frequencies", "rope_tables", "rope"
 Function = Callable[..., Any]
 
@@ -52,14 +51,7 @@ def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
 
 def _tables_at(moved: Callable[[np.ndarray], np.ndarray]) -> Replacement:
     """Make the tables of other positions."""
-
-    def replacement(right: Function) -> Function:
-        def wrong(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-            return right(moved(positions), inv_freq)
-
-        return wrong
-
-    return replacement
+    return lambda right: lambda positions, inv_freq: right(moved(positions), inv_freq)
 
 
 def tables_in_half(right: Function) -> Function:

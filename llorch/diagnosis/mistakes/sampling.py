@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -67,7 +66,7 @@ def penalty_subtracted(logits: np.ndarray, history: np.ndarray, penalty: float) 
 def temperature_after_filters(right: Function) -> Function:
     """Apply the filters to logits at temperature 1, then the temperature."""
 
-    def wrong(**given: Any) -> np.ndarray:
+    def wrong(**given: object) -> np.ndarray:
         kept = np.where(right(**given | {"temperature": 1.0}) > 0, right(**given | UNFILTERED), 0)
         return kept / kept.sum()
 

@@ -104,17 +104,9 @@ def stage_inputs(
         empty = np.empty((config.n_kv_heads, 0, config.head_dim), weights.dtype)
         arrays["past_k"] = (past or {}).get(key("k_cache", layer), empty)
         arrays["past_v"] = (past or {}).get(key("v_cache", layer), empty)
-    return StageInputs(
-        config=config,
-        weights=weights if layer is None else weights.layer(layer),
-        arrays={
-            name: array if array.dtype.kind == "i" else array.astype(weights.dtype) for name, array in arrays.items()
-        },
-        ids=np.asarray(this.ids),
-        positions=this.positions,
-        dtype=weights.dtype,
-        layer=layer,
-    )
+    arrays = {name: array if array.dtype.kind == "i" else array.astype(weights.dtype) for name, array in arrays.items()}
+    own = weights if layer is None else weights.layer(layer)
+    return StageInputs(config, own, arrays, np.asarray(this.ids), this.positions, weights.dtype, layer)
 
 
 def there(names: Sequence[str], config: ModelConfig, layer: int | None) -> tuple[str, ...]:

@@ -6,9 +6,9 @@ from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
-from llorch.families.config import ModelConfig
-from llorch.families.table import FAMILIES
+from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.projection import has_paired_rows
+from llorch.lora.adapter import Adapter
 
 Function = Callable[..., Any]
 DELTA, SCALING = "llorch.ops.lora.lora_delta", "llorch.lora.config.LoraConfig.scaling_of"
@@ -103,15 +103,13 @@ def delta_missing(right: Function) -> Function:
 
 def merged_twice(right: Function) -> Function:
     """Add the product to weights that already contain it."""
-    return lambda weight, adapter, name, **where: right(
-        right(weight, adapter, name, **where), adapter, name, **where
-    )  # fmt: skip
+    return lambda weight, *others, **where: right(right(weight, *others, **where), *others, **where)
 
 
 def merged_unscaled(right: Function) -> Function:
     """Merge W + B A, without the scale."""
 
-    def wrong(weight: np.ndarray, adapter: Any, name: str, **where: object) -> np.ndarray:
+    def wrong(weight: np.ndarray, adapter: Adapter, name: str, **where: object) -> np.ndarray:
         merged = right(weight, adapter, name, **where)
         return (weight + (merged - weight) / np.float32(adapter.scaling(name))).astype(np.float32)
 
@@ -120,11 +118,7 @@ def merged_unscaled(right: Function) -> Function:
 
 def merged_subtracted(right: Function) -> Function:
     """Subtract the product instead of adding it."""
-
-    def wrong(weight: np.ndarray, adapter: Any, name: str, **where: object) -> np.ndarray:
-        return weight - (right(weight, adapter, name, **where) - weight)
-
-    return wrong
+    return lambda weight, adapter, name, **where: weight - (right(weight, adapter, name, **where) - weight)
 
 
 def rows_not_permuted(right: Function) -> Function:
@@ -137,93 +131,39 @@ def one_alpha(right: Function) -> Function:
     return lambda adapter: adapter.config.lora_alpha
 
 
-def interleaves(config: ModelConfig) -> bool:
-    """Tell if GGUF files of a family hold rows of q and k in pairs."""
-    return FAMILIES[config.family].layout.interleaved_rope == "gguf"
-
-
 ADAPTER: tuple[Mistake[Any], ...] = (
-    Mistake(
-        name="lora-scaled-twice", stages=("lora_delta",), part=DELTA, wrong=scaled_twice,
-        along=(BACK, scaled_twice),
-        cases=ONE_STEP,
-        diagnosis="The product was multiplied by the scale twice, alpha^2 / r^2; it is scaled once.",
-    ),
-    Mistake(
-        name="lora-not-scaled", stages=("lora_delta",), part=DELTA, wrong=not_scaled,
-        along=(BACK, not_scaled),
-        cases=ONE_STEP,
-        diagnosis="B A x was added without its scale; multiply it by alpha / r.",
-    ),
-    Mistake(
-        name="lora-alpha-not-divided", stages=("lora_delta",), part=SCALING, wrong=alpha_not_divided,
-        cases=ONE_STEP,
-        diagnosis="The scale is alpha itself; it is alpha divided by the rank.",
-    ),
-    Mistake(
-        name="lora-rank-pattern-ignored", stages=("lora_delta",), part=SCALING, wrong=rank_of_default,
-        cases=ONE_STEP,
-        diagnosis="Alpha was divided by the rank of the configuration; rank_pattern gives this matrix another rank.",
-    ),
-    Mistake(
-        name="lora-alpha-pattern-ignored", stages=("lora_delta",), part=SCALING, wrong=alpha_of_default,
-        cases=ONE_STEP,
-        diagnosis="All matrices got the same alpha; alpha_pattern gives some another, which vLLM ignores, too.",
-    ),
-    Mistake(
-        name="lora-rslora-ignored", stages=("lora_delta",), part=SCALING, wrong=rslora_ignored, cases=("rslora",),
-        diagnosis="Alpha was divided by the rank; with use_rslora it is divided by the root of the rank.",
-    ),
-    Mistake(
-        name="lora-a-transposed", stages=("lora_delta",), part=DELTA, wrong=a_transposed,
-        along=(BACK, a_transposed_back),
-        cases=ONE_STEP,
-        diagnosis="A was read as (in, r), MLX's order; PEFT stores it as (r, in).",
-    ),
-    Mistake(
-        name="lora-b-transposed", stages=("lora_delta",), part=DELTA, wrong=b_transposed,
-        along=(BACK, b_transposed_back),
-        cases=ONE_STEP,
-        diagnosis="B was read as (r, out), MLX's order; PEFT stores it as (out, r).",
-    ),
-    Mistake(
-        name="lora-dropout-at-evaluation", stages=("lora_delta",), part=DELTA, wrong=dropped_at_evaluation,
-        cases=ONE_STEP,
-        diagnosis="Parts of the adapter's input were dropped; dropout is for training steps and off everywhere else.",
-    ),
-    Mistake(
-        name="lora-delta-missing", stages=("lora_delta",), part=DELTA, wrong=delta_missing,
-        along=(BACK, delta_missing),
-        cases=ONE_STEP,
-        diagnosis="The adapter has no effect: its names did not match, or it is not active.",
-    ),
-    Mistake(
-        name="merge-twice", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_twice,
-        cases=ONE_STEP,
-        diagnosis="The adapter was added to weights into which it was merged before.",
-    ),
-    Mistake(
-        name="merge-without-scale", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_unscaled,
-        cases=ONE_STEP,
-        diagnosis="B A was added to the weight; add scaling * B A.",
-    ),
-    Mistake(
-        name="merge-subtracted", stages=("merged_weight", "merged_logits"), part=MERGE, wrong=merged_subtracted,
-        cases=ONE_STEP,
-        diagnosis="The product was subtracted from the weight, as in unmerging; merging adds it.",
-    ),
-    Mistake(
-        name="export-b-rows-not-permuted", stages=("adapter_file", "exported_logits"), applies_to=interleaves,
-        part="llorch.lora.targets.interleave", wrong=rows_not_permuted,
-        cases=ONE_STEP,
-        diagnosis="B of q and k has the rows of Hugging Face; files of the llama family hold them in pairs, and "
-        "llama.cpp says nothing of the difference.",
-    ),
-    Mistake(
-        name="export-one-alpha", stages=("adapter_file", "exported_logits"),
-        part="llorch.lora.gguf_format.common_alpha", wrong=one_alpha,
-        cases=ONE_STEP,
-        diagnosis="One alpha was written for all matrices; where rank-stabilised LoRA or alpha_pattern give them other "
-        "scales, the scale is multiplied into B and no alpha is written.",
-    ),
+    training_mistake("lora-scaled-twice", ("lora_delta",), DELTA, scaled_twice,
+        "The product was multiplied by the scale twice, alpha^2 / r^2; it is scaled once.", along=(BACK, scaled_twice)),
+    training_mistake("lora-not-scaled", ("lora_delta",), DELTA, not_scaled,
+        "B A x was added without its scale; multiply it by alpha / r.", along=(BACK, not_scaled)),
+    training_mistake("lora-alpha-not-divided", ("lora_delta",), SCALING, alpha_not_divided,
+        "The scale is alpha itself; it is alpha divided by the rank."),
+    training_mistake("lora-rank-pattern-ignored", ("lora_delta",), SCALING, rank_of_default,
+        "Alpha was divided by the rank of the configuration; rank_pattern gives this matrix another rank."),
+    training_mistake("lora-alpha-pattern-ignored", ("lora_delta",), SCALING, alpha_of_default,
+        "All matrices got the same alpha; alpha_pattern gives some another, which vLLM ignores, too."),
+    training_mistake("lora-rslora-ignored", ("lora_delta",), SCALING, rslora_ignored,
+        "Alpha was divided by the rank; with use_rslora it is divided by the root of the rank.", cases=("rslora",)),
+    training_mistake("lora-a-transposed", ("lora_delta",), DELTA, a_transposed,
+        "A was read as (in, r), MLX's order; PEFT stores it as (r, in).", along=(BACK, a_transposed_back)),
+    training_mistake("lora-b-transposed", ("lora_delta",), DELTA, b_transposed,
+        "B was read as (r, out), MLX's order; PEFT stores it as (out, r).", along=(BACK, b_transposed_back)),
+    training_mistake("lora-dropout-at-evaluation", ("lora_delta",), DELTA, dropped_at_evaluation,
+        "Parts of the adapter's input were dropped; dropout is for training steps and off everywhere else."),
+    training_mistake("lora-delta-missing", ("lora_delta",), DELTA, delta_missing,
+        "The adapter has no effect: its names did not match, or it is not active.", along=(BACK, delta_missing)),
+    training_mistake("merge-twice", ("merged_weight", "merged_logits"), MERGE, merged_twice,
+        "The adapter was added to weights into which it was merged before."),
+    training_mistake("merge-without-scale", ("merged_weight", "merged_logits"), MERGE, merged_unscaled,
+        "B A was added to the weight; add scaling * B A."),
+    training_mistake("merge-subtracted", ("merged_weight", "merged_logits"), MERGE, merged_subtracted,
+        "The product was subtracted from the weight, as in unmerging; merging adds it."),
+    training_mistake("export-b-rows-not-permuted", ("adapter_file", "exported_logits"),
+        "llorch.lora.targets.interleave", rows_not_permuted,
+        "B of q and k has the rows of Hugging Face; files of the llama family hold them in pairs, and llama.cpp says "
+        "nothing of the difference.", applies_to=has_paired_rows),
+    training_mistake("export-one-alpha", ("adapter_file", "exported_logits"), "llorch.lora.gguf_format.common_alpha",
+        one_alpha,
+        "One alpha was written for all matrices; where rank-stabilised LoRA or alpha_pattern give them other scales, "
+        "the scale is multiplied into B and no alpha is written."),
 )  # fmt: skip

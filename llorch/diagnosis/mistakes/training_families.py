@@ -8,17 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
+from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.training_gradients import GRADIENT, OPS, gradient_missing
 from llorch.families.config import ModelConfig
 
 Function = Callable[..., Any]
-OPS = "llorch.ops."
 CHUNK = 4  # of the state that is cut; shorter than the documents of tests
-
-
-def nothing(right: Function) -> Function:
-    """Return a zero gradient."""
-    return lambda *given, **how: np.zeros_like(right(*given, **how))
 
 
 def sum_as_constant(right: Function) -> Function:
@@ -63,7 +58,7 @@ def state_cut(right: Function) -> Function:
     """Send no gradient through the state between chunks."""
     n_tokens = 0
 
-    def wrong(*given: Any) -> tuple[np.ndarray, ...]:
+    def wrong(*given: np.ndarray) -> tuple[np.ndarray, ...]:
         nonlocal n_tokens
         n_tokens += 1
         d_state, *others = right(*given)
@@ -94,62 +89,36 @@ def has_delta_net(config: ModelConfig) -> bool:
     return config.delta_net is not None
 
 
-def _family_gradient_mistake(
-    name: str, part: str, wrong: Function, of: Callable[[ModelConfig], bool], diagnosis: str
-) -> Mistake[Any]:
-    return Mistake(
-        name=f"gradient-{name}",
-        stages=("gradient",),
-        part=part,
-        wrong=wrong,
-        diagnosis=diagnosis,
-        cases=ONE_STEP,
-        applies_to=of,
-    )
-
-
 OF_FAMILIES: tuple[Mistake[Any], ...] = (
-    _family_gradient_mistake(
-        "router-left-out", OPS + "routing.router_probs_backward", nothing, has_experts,
-        "The router got no gradient; its weights multiply the outputs of the experts.",
-    ),
-    _family_gradient_mistake(
-        "routing-sum-as-constant", OPS + "routing.topk_weights_backward", sum_as_constant,
-        lambda config: config.experts is not None and config.experts.norm_topk_prob,
+    training_mistake("gradient-router-left-out", GRADIENT, OPS + "routing.router_probs_backward", gradient_missing,
+        "The router got no gradient; its weights multiply the outputs of the experts.", applies_to=has_experts),
+    training_mistake("gradient-routing-sum-as-constant", GRADIENT, OPS + "routing.topk_weights_backward",
+        sum_as_constant,
         "The sum that divides the weights was treated as a constant; it depends on the probabilities.",
-    ),
-    _family_gradient_mistake(
-        "router-softmax-of-chosen", OPS + "routing.router_probs_backward", of_chosen_alone,
-        lambda config: config.experts is not None and not config.experts.norm_topk_prob,
+        applies_to=lambda config: config.experts is not None and config.experts.norm_topk_prob),
+    training_mistake("gradient-router-softmax-of-chosen", GRADIENT, OPS + "routing.router_probs_backward",
+        of_chosen_alone,
         "Logits of experts that were not chosen got no gradient; the softmax divides by all of them.",
-    ),
-    _family_gradient_mistake(
-        "experts-unweighted", OPS + "routing.mixed_backward", unweighted, has_experts,
-        "Each expert got the whole gradient of the sum; it gets the share of its weight.",
-    ),
-    _family_gradient_mistake(
-        "gate-as-constant", OPS + "sigmoid.sigmoid_backward", nothing,
-        lambda config: config.attention_gate or (config.experts is not None and config.experts.shared_gate),
+        applies_to=lambda config: config.experts is not None and not config.experts.norm_topk_prob),
+    training_mistake("gradient-experts-unweighted", GRADIENT, OPS + "routing.mixed_backward", unweighted,
+        "Each expert got the whole gradient of the sum; it gets the share of its weight.", applies_to=has_experts),
+    training_mistake("gradient-gate-as-constant", GRADIENT, OPS + "sigmoid.sigmoid_backward", gradient_missing,
         "A gate was treated as a constant; it depends on the token.",
-    ),
-    _family_gradient_mistake(
-        "decay-left-out", OPS + "delta_rule.log_decay_backward", nothing, has_delta_net,
-        "The decay was treated as a constant; in_proj_a computes it from the token.",
-    ),
-    _family_gradient_mistake(
-        "state-cut-between-chunks", OPS + "delta_rule_backward.token_backward", state_cut, has_delta_net,
+        applies_to=lambda config: config.attention_gate or (config.experts is not None and config.experts.shared_gate)),
+    training_mistake("gradient-decay-left-out", GRADIENT, OPS + "delta_rule.log_decay_backward", gradient_missing,
+        "The decay was treated as a constant; in_proj_a computes it from the token.", applies_to=has_delta_net),
+    training_mistake("gradient-state-cut-between-chunks", GRADIENT, OPS + "delta_rule_backward.token_backward",
+        state_cut,
         "The state passed no gradient to the previous chunk; later tokens read what that chunk wrote.",
-    ),
-    _family_gradient_mistake(
-        "delta-keys-of-one-head", OPS + "delta_rule_backward.delta_rule_backward", of_one_value_head, has_delta_net,
+        applies_to=has_delta_net),
+    training_mistake("gradient-delta-keys-of-one-head", GRADIENT, OPS + "delta_rule_backward.delta_rule_backward",
+        of_one_value_head,
         "A key got the gradient of one value head; it gets the sum over all heads that read it.",
-    ),
-    _family_gradient_mistake(
-        "l2-norm-as-constant", OPS + "delta_rule.l2_norm_backward", length_as_constant, has_delta_net,
+        applies_to=has_delta_net),
+    training_mistake("gradient-l2-norm-as-constant", GRADIENT, OPS + "delta_rule.l2_norm_backward", length_as_constant,
         "The length of a key was treated as a constant; it depends on the key and removes the gradient along it.",
-    ),
-    _family_gradient_mistake(
-        "conv-taps-turned", OPS + "short_conv.short_conv_backward", taps_turned, has_delta_net,
+        applies_to=has_delta_net),
+    training_mistake("gradient-conv-taps-turned", GRADIENT, OPS + "short_conv.short_conv_backward", taps_turned,
         "The kernel was not reversed for the gradient; a value contributes to later tokens, not to earlier ones.",
-    ),
+        applies_to=has_delta_net),
 )  # fmt: skip

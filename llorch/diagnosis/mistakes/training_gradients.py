@@ -5,14 +5,15 @@ from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
+from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
 from llorch.diagnosis.mistakes.training_adapter import not_scaled
 from llorch.families.config import ModelConfig
 from llorch.ops.linear import linear_backward
+from llorch.ops.lora import LoraMatrix
 from llorch.ops.rms_norm import root_mean_square
 
 Function = Callable[..., Any]
-OPS = "llorch.ops."
+OPS, GRADIENT = "llorch.ops.", ("gradient",)
 
 
 def softmax_diagonal(right: Function) -> Function:
@@ -59,11 +60,7 @@ def values_of_one_head(right: Function) -> Function:
 
 def norm_first_term(right: Function) -> Function:
     """Treat the root as a constant."""
-
-    def wrong(grad: np.ndarray, x: np.ndarray, weight: np.ndarray, *, eps: float) -> np.ndarray:
-        return grad * weight / root_mean_square(x, eps)
-
-    return wrong
+    return lambda grad, x, weight, *, eps: grad * weight / root_mean_square(x, eps)
 
 
 def norm_without_gain(right: Function) -> Function:
@@ -104,15 +101,15 @@ def lora_input_left_out(right: Function) -> Function:
 def base_left_out(right: Function) -> Function:
     """Send no gradient through the frozen matrix, as if a matrix that is not trained passed none on."""
 
-    def wrong(matrix: Any, grad: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    def wrong(matrix: LoraMatrix, grad: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         d_x, trained = right(matrix, grad, x)
         return d_x - linear_backward(grad, matrix.base), trained
 
     return wrong
 
 
-def graph_cut(right: Function) -> Function:
-    """Return a zero gradient for the blocks below."""
+def gradient_missing(right: Function) -> Function:
+    """Return a zero gradient."""
     return lambda *given, **parts: np.zeros_like(right(*given, **parts))
 
 
@@ -141,79 +138,49 @@ def is_grouped(config: ModelConfig) -> bool:
     return config.n_heads > config.n_kv_heads
 
 
-def _gradient_mistake(name: str, part: str, wrong: Function, diagnosis: str, **more: Any) -> Mistake[Any]:
-    return Mistake(name=name, stages=("gradient",), part=part, wrong=wrong, cases=ONE_STEP, diagnosis=diagnosis, **more)
-
-
 GRADIENTS: tuple[Mistake[Any], ...] = (
-    _gradient_mistake(
-        "gradient-softmax-term-missing", OPS + "attention.attention_probs_backward", softmax_diagonal,
-        "The gradient was only multiplied by the probabilities; also subtract the sum of the product over the keys.",
-    ),
-    _gradient_mistake(
-        "gradient-softmax-as-sigmoid", OPS + "attention.attention_probs_backward", softmax_second_twice,
-        "The softmax was derived as p (1 - p), element by element; probabilities of a row depend on each other.",
-    ),
-    _gradient_mistake(
-        "gradient-scores-not-scaled", OPS + "attention.attention_scores_backward", scores_not_scaled,
-        "The gradients of queries and keys were not divided by sqrt(head_dim), as the scores are.",
-    ),
-    _gradient_mistake(
-        "gradient-keys-not-summed-over-group", OPS + "attention.attention_scores_backward", keys_of_one_head,
-        "A key got the gradient of one query head; it gets the sum over all heads of its group.", applies_to=is_grouped,
-    ),
-    _gradient_mistake(
-        "gradient-values-not-summed-over-group", OPS + "attention.attention_context_backward", values_of_one_head,
+    training_mistake("gradient-softmax-term-missing", GRADIENT, OPS + "attention.attention_probs_backward",
+        softmax_diagonal,
+        "The gradient was only multiplied by the probabilities; also subtract the sum of the product over the keys."),
+    training_mistake("gradient-softmax-as-sigmoid", GRADIENT, OPS + "attention.attention_probs_backward",
+        softmax_second_twice,
+        "The softmax was derived as p (1 - p), element by element; probabilities of a row depend on each other."),
+    training_mistake("gradient-scores-not-scaled", GRADIENT, OPS + "attention.attention_scores_backward",
+        scores_not_scaled,
+        "The gradients of queries and keys were not divided by sqrt(head_dim), as the scores are."),
+    training_mistake("gradient-keys-not-summed-over-group", GRADIENT, OPS + "attention.attention_scores_backward",
+        keys_of_one_head,
+        "A key got the gradient of one query head; it gets the sum over all heads of its group.",
+        applies_to=is_grouped),
+    training_mistake("gradient-values-not-summed-over-group", GRADIENT, OPS + "attention.attention_context_backward",
+        values_of_one_head,
         "A value got the gradient of one query head; it gets the sum over all heads of its group.",
-        applies_to=is_grouped,
-    ),
-    _gradient_mistake(
-        "gradient-norm-second-term-missing", OPS + "rms_norm.rms_norm_backward", norm_first_term,
-        "The root mean square was treated as a constant; it depends on the row, which gives a second term.",
-    ),
-    _gradient_mistake(
-        "gradient-norm-gain-missing", OPS + "rms_norm.rms_norm_backward", norm_without_gain,
-        "The gain of the norm is missing in the gradient; frozen or not, it scales the gradient.",
-    ),
-    _gradient_mistake(
-        "gradient-rope-turned-on", OPS + "rope.rope_backward", turned_on,
-        "The gradient was rotated by the angle of the forward pass; rotate it by the negative angle.",
-    ),
-    _gradient_mistake(
-        "gradient-rope-missing", OPS + "rope.rope_backward", not_turned,
-        "The gradient of queries and keys was not rotated; rotate it by the negative angle of its position.",
-    ),
-    _gradient_mistake(
-        "gradient-silu-second-term-missing", OPS + "swiglu.swiglu_backward", silu_as_gate,
-        "The sigmoid of the gate was treated as a constant; silu' is s (1 + z (1 - s)).",
-    ),
-    _gradient_mistake(
-        "gradient-lora-not-scaled", OPS + "lora.lora_backward", not_scaled,
-        "The scale is in the forward pass only; it multiplies the gradients of A, B and the input too.",
-    ),
-    _gradient_mistake(
-        "gradient-lora-input-left-out", OPS + "lora.lora_backward", lora_input_left_out,
-        "The gradient of the adapter's input is missing; x goes into both the matrix and the adapter.",
-    ),
-    _gradient_mistake(
-        "gradient-frozen-weight-stops-it", OPS + "lora.LoraMatrix.backward", base_left_out,
-        "The frozen matrix blocked the gradient; it is not trained, but passes the gradient on.",
-    ),
-    _gradient_mistake(
-        "gradient-graph-cut-between-blocks", "llorch.model.backward.block_backward", graph_cut,
-        "Blocks below got no gradient: the graph was cut, as by recomputation with a frozen input, and their adapters "
-        "are never trained.",
-    ),
-    _gradient_mistake(
-        "gradient-residual-left-out", "llorch.model.backward.block_backward", residual_cut,
-        "The gradient of the residual stream was lost; it passes every block unchanged.",
-    ),
-    _gradient_mistake(
-        "gradient-divided-by-rows", OPS + "cross_entropy.cross_entropy_backward", rows_for_tokens,
-        "The gradient was divided by the rows of the document; it is divided by the learned tokens of the step.",
-    ),
-    _gradient_mistake(
-        "gradient-target-missing", OPS + "cross_entropy.cross_entropy_backward", target_missing,
-        "The gradient of the logits is the probabilities minus the target; the target was not subtracted.",
-    ),
+        applies_to=is_grouped),
+    training_mistake("gradient-norm-second-term-missing", GRADIENT, OPS + "rms_norm.rms_norm_backward", norm_first_term,
+        "The root mean square was treated as a constant; it depends on the row, which gives a second term."),
+    training_mistake("gradient-norm-gain-missing", GRADIENT, OPS + "rms_norm.rms_norm_backward", norm_without_gain,
+        "The gain of the norm is missing in the gradient; frozen or not, it scales the gradient."),
+    training_mistake("gradient-rope-turned-on", GRADIENT, OPS + "rope.rope_backward", turned_on,
+        "The gradient was rotated by the angle of the forward pass; rotate it by the negative angle."),
+    training_mistake("gradient-rope-missing", GRADIENT, OPS + "rope.rope_backward", not_turned,
+        "The gradient of queries and keys was not rotated; rotate it by the negative angle of its position."),
+    training_mistake("gradient-silu-second-term-missing", GRADIENT, OPS + "swiglu.swiglu_backward", silu_as_gate,
+        "The sigmoid of the gate was treated as a constant; silu' is s (1 + z (1 - s))."),
+    training_mistake("gradient-lora-not-scaled", GRADIENT, OPS + "lora.lora_backward", not_scaled,
+        "The scale is in the forward pass only; it multiplies the gradients of A, B and the input too."),
+    training_mistake("gradient-lora-input-left-out", GRADIENT, OPS + "lora.lora_backward", lora_input_left_out,
+        "The gradient of the adapter's input is missing; x goes into both the matrix and the adapter."),
+    training_mistake("gradient-frozen-weight-stops-it", GRADIENT, OPS + "lora.LoraMatrix.backward", base_left_out,
+        "The frozen matrix blocked the gradient; it is not trained, but passes the gradient on."),
+    training_mistake("gradient-graph-cut-between-blocks", GRADIENT, "llorch.model.backward.block_backward",
+        gradient_missing,
+        "Blocks below got no gradient: the graph was cut, as by recomputation with a frozen input, and their "
+        "adapters are never trained."),
+    training_mistake("gradient-residual-left-out", GRADIENT, "llorch.model.backward.block_backward", residual_cut,
+        "The gradient of the residual stream was lost; it passes every block unchanged."),
+    training_mistake("gradient-divided-by-rows", GRADIENT, OPS + "cross_entropy.cross_entropy_backward",
+        rows_for_tokens,
+        "The gradient was divided by the rows of the document; it is divided by the learned tokens of the step."),
+    training_mistake("gradient-target-missing", GRADIENT, OPS + "cross_entropy.cross_entropy_backward", target_missing,
+        "The gradient of the logits is the probabilities minus the target; the target was not subtracted."),
 )  # fmt: skip

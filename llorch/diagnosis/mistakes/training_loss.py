@@ -1,14 +1,17 @@
 """Mistakes of checkpoints 16 and 19: which tokens are learned, what each costs, and what the sum is divided by."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
+from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.files import Weights
+from llorch.lora.adapter import Adapter
 from llorch.training.batch import IGNORED, Batch
 
 Function = Callable[..., Any]
+Split = Callable[[Sequence[Batch]], Sequence[Sequence[Batch]]]  # of the batches of a step: shares of them
 LOSS = "llorch.ops.cross_entropy.cross_entropy"
 BACK = "llorch.ops.cross_entropy.cross_entropy_backward"
 DOCUMENTS = "llorch.training.batch.Batch.each_document"
@@ -27,12 +30,7 @@ def shifted_twice(right: Function) -> Function:
 
 def prompt_learned(right: Function) -> Function:
     """Use all tokens as labels."""
-
-    def wrong(batch: Batch) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        for ids, _ in right(batch):
-            yield ids, np.concatenate([[IGNORED], ids[1:]])
-
-    return wrong
+    return lambda batch: ((ids, np.concatenate([[IGNORED], ids[1:]])) for ids, _ in right(batch))
 
 
 def smoothing_missing(right: Function) -> Function:
@@ -105,25 +103,21 @@ def in_bits(right: Function) -> Function:
     return wrong
 
 
-def mean_of_means(right: Function) -> Function:
-    """Divide each batch by its own tokens, and average the means."""
+def divided_by_share(
+    split: Split = lambda batches: [[batch] for batch in batches], *, averaged: bool = True
+) -> Function:
+    """Divide each share of a step, by default each batch, by its own tokens; then average or add up the means."""
 
-    def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, Mapping]:
-        parts = [right(weights, adapter, [batch], **how) for batch in batches]
-        grads = {name: sum(part[1][name] for part in parts) / len(parts) for name in parts[0][1]}
-        return sum(part[0] for part in parts) / len(parts), grads
+    def make(right: Function) -> Function:
+        def wrong(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **how: object) -> tuple[float, Mapping]:
+            parts = [right(weights, adapter, share, **how) for share in split(batches)]
+            n = len(parts) if averaged else 1
+            grads = {name: sum(part[1][name] for part in parts) / n for name in parts[0][1]}
+            return sum(part[0] for part in parts) / n, grads
 
-    return wrong
+        return wrong
 
-
-def summed_means(right: Function) -> Function:
-    """Add up the means of all batches."""
-
-    def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, Mapping]:
-        parts = [right(weights, adapter, [batch], **how) for batch in batches]
-        return sum(part[0] for part in parts), {name: sum(part[1][name] for part in parts) for name in parts[0][1]}
-
-    return wrong
+    return make
 
 
 def last_batch_only(right: Function) -> Function:
@@ -132,65 +126,31 @@ def last_batch_only(right: Function) -> Function:
 
 
 LOSSES: tuple[Mistake[Any], ...] = (
-    Mistake(
-        name="loss-labels-not-shifted", stages=("token_losses", "loss"), wrong=not_shifted,
-        part="llorch.ops.cross_entropy.shifted",
-        cases=ONE_STEP,
-        diagnosis="Each row of logits was compared with its own token; it predicts the next token.",
-    ),
-    Mistake(
-        name="loss-labels-shifted-twice", stages=("token_losses", "loss"), wrong=shifted_twice,
-        part="llorch.ops.cross_entropy.shifted",
-        cases=ONE_STEP,
-        diagnosis="Labels that were shifted already were shifted again by the loss; shift them in one place.",
-    ),
-    Mistake(
-        name="loss-prompt-not-masked", stages=("token_losses", "loss"), part=DOCUMENTS, wrong=prompt_learned,
-        cases=ONE_STEP,
-        diagnosis="The prompt was learned too; only labels other than -100 count.",
-    ),
-    Mistake(
-        name="loss-smoothing-missing", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_missing,
-        along=(BACK, smoothing_missing),
-        cases=("smoothed",),
-        diagnosis="Label smoothing has no effect on the loss.",
-    ),
-    Mistake(
-        name="loss-smoothing-over-ignored", stages=("loss",), part=LOSS, wrong=smoothing_over_ignored,
-        along=(BACK, smoothing_over_ignored_back),
-        cases=("smoothed",),
-        diagnosis="The uniform part of label smoothing was summed over positions that are not learned; it belongs to "
-        "those that are.",
-    ),
-    Mistake(
-        name="loss-smoothing-added", stages=("token_losses", "loss"), part=LOSS, wrong=smoothing_added,
-        along=(BACK, smoothing_added_back),
-        cases=("smoothed",),
-        diagnosis="The uniform part was added to the whole loss of the label; that loss has the weight 1 - e.",
-    ),
-    Mistake(
-        name="loss-divided-by-all-tokens", stages=("loss",), part=LOSS, wrong=divided_by_all,
-        cases=ONE_STEP,
-        diagnosis="The sum was divided by all tokens; divide it by the learned tokens.",
-    ),
-    Mistake(
-        name="loss-in-bits", stages=("token_losses", "loss"), part=LOSS, wrong=in_bits,
-        along=(BACK, in_bits_back),
-        cases=ONE_STEP,
-        diagnosis="The logarithm is to the base of 2; losses are in nats.",
-    ),
-    Mistake(
-        name="accumulation-mean-of-means", stages=("loss_curve",), part=STEP, wrong=mean_of_means, cases=("curve",),
-        diagnosis="Each micro-batch was divided by its own tokens and the means were averaged; the sum over the whole "
-        "step is divided once, by all its learned tokens.",
-    ),
-    Mistake(
-        name="accumulation-not-divided", stages=("loss_curve",), part=STEP, wrong=summed_means, cases=("curve",),
-        diagnosis="The means of the micro-batches were added up; the loss grows with their number.",
-    ),
-    Mistake(
-        name="accumulation-last-batch-only", stages=("loss_curve",), part=STEP, wrong=last_batch_only,
-        cases=("curve",),
-        diagnosis="Only the last micro-batch of a step counts: gradients were cleared before each of them.",
-    ),
+    training_mistake("loss-labels-not-shifted", ("token_losses", "loss"), "llorch.ops.cross_entropy.shifted",
+        not_shifted,
+        "Each row of logits was compared with its own token; it predicts the next token."),
+    training_mistake("loss-labels-shifted-twice", ("token_losses", "loss"), "llorch.ops.cross_entropy.shifted",
+        shifted_twice,
+        "Labels that were shifted already were shifted again by the loss; shift them in one place."),
+    training_mistake("loss-prompt-not-masked", ("token_losses", "loss"), DOCUMENTS, prompt_learned,
+        "The prompt was learned too; only labels other than -100 count."),
+    training_mistake("loss-smoothing-missing", ("token_losses", "loss"), LOSS, smoothing_missing,
+        "Label smoothing has no effect on the loss.", along=(BACK, smoothing_missing), cases=("smoothed",)),
+    training_mistake("loss-smoothing-over-ignored", ("loss",), LOSS, smoothing_over_ignored,
+        "The uniform part of label smoothing was summed over positions that are not learned; it belongs to those that "
+        "are.", along=(BACK, smoothing_over_ignored_back), cases=("smoothed",)),
+    training_mistake("loss-smoothing-added", ("token_losses", "loss"), LOSS, smoothing_added,
+        "The uniform part was added to the whole loss of the label; that loss has the weight 1 - e.",
+        along=(BACK, smoothing_added_back), cases=("smoothed",)),
+    training_mistake("loss-divided-by-all-tokens", ("loss",), LOSS, divided_by_all,
+        "The sum was divided by all tokens; divide it by the learned tokens."),
+    training_mistake("loss-in-bits", ("token_losses", "loss"), LOSS, in_bits,
+        "The logarithm is to the base of 2; losses are in nats.", along=(BACK, in_bits_back)),
+    training_mistake("accumulation-mean-of-means", ("loss_curve",), STEP, divided_by_share(),
+        "Each micro-batch was divided by its own tokens and the means were averaged; the sum over the whole step is "
+        "divided once, by all its learned tokens.", cases=("curve",)),
+    training_mistake("accumulation-not-divided", ("loss_curve",), STEP, divided_by_share(averaged=False),
+        "The means of the micro-batches were added up; the loss grows with their number.", cases=("curve",)),
+    training_mistake("accumulation-last-batch-only", ("loss_curve",), STEP, last_batch_only,
+        "Only the last micro-batch of a step counts: gradients were cleared before each of them.", cases=("curve",)),
 )  # fmt: skip

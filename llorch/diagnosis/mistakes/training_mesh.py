@@ -10,16 +10,20 @@ meta-pytorch/torchtune#2172 (means of ranks), and modelscope/mcore-bridge#173 (a
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import fields
+from functools import partial
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.mistake import ONE_STEP, Mistake
-from llorch.diagnosis.mistakes.training_loss import STEP
+from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.training_gradients import GRADIENT
+from llorch.diagnosis.mistakes.training_loss import STEP, divided_by_share
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
-from llorch.lora.adapter import LORA_A, LORA_B
-from llorch.ops.lora import lora_backward
+from llorch.files import Weights
+from llorch.lora.adapter import LORA_A, LORA_B, Adapter
+from llorch.model.forward import Keep
+from llorch.ops.lora import Lora, lora_backward
 from llorch.training.batch import Batch
 
 Function = Callable[..., Any]
@@ -36,25 +40,11 @@ DEALS: Mapping[str, Deal] = {
 }
 
 
-def mean_of_rank_means(n_ranks: int, deal: Deal) -> Function:
-    """Divide each rank by its own tokens, and average the ranks."""
-
-    def make(right: Function) -> Function:
-        def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:
-            parts = [right(weights, adapter, rows, **how) for rows in dealt(batches, n_ranks, deal)]
-            grads = {name: sum(part[1][name] for part in parts) / len(parts) for name in parts[0][1]}
-            return sum(part[0] for part in parts) / len(parts), grads
-
-        return wrong
-
-    return make
-
-
 def gradient_of_one_rank(n_ranks: int, deal: Deal, rank: int) -> Function:
     """Use only the gradient of one rank's rows, divided by the number of tokens of all ranks."""
 
     def make(right: Function) -> Function:
-        def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:
+        def wrong(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **how: object) -> tuple[float, Mapping]:
             loss, whole = right(weights, adapter, batches, **how)
             shares = dealt(batches, n_ranks, deal)
             if rank >= len(shares):
@@ -72,7 +62,7 @@ def divided_by_ranks(n_ranks: int) -> Function:
     """Average gradients over ranks whose losses were divided by the tokens of all ranks."""
 
     def make(right: Function) -> Function:
-        def wrong(*given: Any, **how: Any) -> tuple[float, dict[str, Any]]:
+        def wrong(*given: object, **how: object) -> tuple[float, Mapping]:
             loss, grads = right(*given, **how)
             return loss, {name: grad / n_ranks for name, grad in grads.items()}
 
@@ -99,7 +89,7 @@ def factor_of_one_rank(n_ranks: int, rank: int) -> Function:
     """Use one rank's part of the gradient of a LoRA factor that all ranks of a sharded layer hold."""
 
     def make(right: Function) -> Function:
-        def wrong(d_y: np.ndarray, name: str, x: np.ndarray, weight: Any, keep: Any) -> np.ndarray:
+        def wrong(d_y: np.ndarray, name: str, x: np.ndarray, weight: Any, keep: Keep) -> np.ndarray:
             def kept(key: str, whole: np.ndarray) -> np.ndarray:
                 lora, kind = weight.lora, key.rpartition(".")[2]
                 given = (d_y, lora.kept(x), lora.lora_A, lora.lora_B)
@@ -112,7 +102,7 @@ def factor_of_one_rank(n_ranks: int, rank: int) -> Function:
     return make
 
 
-def _rank_gradient(kind: str, given: tuple[np.ndarray, ...], lora: Any, n_ranks: int, rank: int) -> np.ndarray:
+def _rank_gradient(kind: str, given: tuple[np.ndarray, ...], lora: Lora, n_ranks: int, rank: int) -> np.ndarray:
     d_y, x, lora_A, lora_B = given
     if kind == LORA_A:
         mine = np.array_split(np.arange(len(lora_B)), n_ranks)[rank]
@@ -123,12 +113,13 @@ def _rank_gradient(kind: str, given: tuple[np.ndarray, ...], lora: Any, n_ranks:
 
 def dealt(batches: Sequence[Batch], n_ranks: int, deal: Deal) -> list[list[Batch]]:
     """Split the batches into the rows of each rank; ranks without a row to learn from are left out."""
-    shares = ([_rows_of_batch(b, deal(len(b.ids), n_ranks, rank)) for b in batches] for rank in range(n_ranks))
+    shares = ([rows_of_batch(b, deal(len(b.ids), n_ranks, rank)) for b in batches] for rank in range(n_ranks))
     learned = ([batch for batch in share if batch.n_trained] for share in shares)
     return [share for share in learned if share]
 
 
-def _rows_of_batch(batch: Batch, rows: Sequence[int]) -> Batch:
+def rows_of_batch(batch: Batch, rows: Sequence[int]) -> Batch:
+    """Select some rows of a batch."""
     return Batch(**{field.name: getattr(batch, field.name)[list(rows)] for field in fields(Batch)})
 
 
@@ -139,50 +130,39 @@ def _n_trained(batches: Sequence[Batch]) -> int:
 def _loss_mistakes(n_ranks: int) -> Iterator[Mistake[Any]]:
     """Yield the mistakes in the loss of a mesh, one for each way to deal out the rows."""
     for how, deal in DEALS.items():
-        yield _mistake(
-            "mesh-mean-of-rank-means", "loss", STEP, mean_of_rank_means(n_ranks, deal),
+        yield training_mistake(
+            "mesh-mean-of-rank-means", ("loss",), STEP, divided_by_share(partial(dealt, n_ranks=n_ranks, deal=deal)),
             f"Each of {n_ranks} ranks (rows {how}) divided its loss by its own number of tokens, and the means were "
             "averaged; the sum over all ranks is divided once, by the number of trained tokens on all ranks.",
         )  # fmt: skip
 
 
 def _gradient_mistakes(n_ranks: int) -> Iterator[Mistake[Any]]:
-    """Yield the mistakes in the sum of gradients over the ranks of a mesh."""
+    """Yield the mistakes in the sum of gradients over the ranks of a mesh, and in the norm of this sum."""
     for rank, (how, deal) in product(range(n_ranks), DEALS.items()):
-        yield _mistake(
-            "mesh-gradient-not-summed", "gradient", STEP, gradient_of_one_rank(n_ranks, deal, rank),
+        yield training_mistake(
+            "mesh-gradient-not-summed", GRADIENT, STEP, gradient_of_one_rank(n_ranks, deal, rank),
             f"This is the gradient of rank {rank} alone ({n_ranks} ranks, rows {how}); the gradients of all ranks must "
             "be summed. They are not if the adapter was attached after the model was sharded.",
         )  # fmt: skip
     for rank in range(n_ranks):
-        yield _mistake(
-            "mesh-replicated-factor-not-summed", "gradient", PROJECTION, factor_of_one_rank(n_ranks, rank),
+        yield training_mistake(
+            "mesh-replicated-factor-not-summed", GRADIENT, PROJECTION, factor_of_one_rank(n_ranks, rank),
             f"A LoRA factor copied to {n_ranks} ranks (A of q, k, v, gate and up, B of o and down) got only the part "
             f"of its gradient that rank {rank} computes; the parts of all ranks are summed.",
         )  # fmt: skip
-    yield _mistake(
-        "mesh-divided-by-world-size", "gradient", STEP, divided_by_ranks(n_ranks),
+    yield training_mistake(
+        "mesh-divided-by-world-size", GRADIENT, STEP, divided_by_ranks(n_ranks),
         f"Gradients were averaged over {n_ranks} ranks, which is the default; each loss is already divided by the "
         "number of tokens on all ranks, so gradients are summed.",
     )  # fmt: skip
-
-
-def _norm_mistakes(n_ranks: int) -> Iterator[Mistake[Any]]:
-    """Yield the mistakes in the norm of gradients that several ranks have."""
-    yield _mistake(
-        "mesh-norm-counts-copies", "grad_norm", CLIP, norm_of_copies(n_ranks),
+    yield training_mistake(
+        "mesh-norm-counts-copies", ("grad_norm",), CLIP, norm_of_copies(n_ranks),
         f"The norm counts every gradient {n_ranks} times, once for each rank that has a copy; a replicated gradient "
         "counts once.",
     )  # fmt: skip
 
 
-def _mistake(name: str, stage: str, part: str, wrong: Function, diagnosis: str) -> Mistake[Any]:
-    return Mistake(name=name, stages=(stage,), part=part, wrong=wrong, cases=ONE_STEP, diagnosis=diagnosis)
-
-
 MESH: tuple[Mistake[Any], ...] = tuple(
-    mistake
-    for n_ranks in N_RANKS
-    for of in (_loss_mistakes, _gradient_mistakes, _norm_mistakes)
-    for mistake in of(n_ranks)
+    mistake for n_ranks in N_RANKS for of in (_loss_mistakes, _gradient_mistakes) for mistake in of(n_ranks)
 )

@@ -2,16 +2,17 @@
 
 import math
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
 
 Function = Callable[..., Any]
 ADAMW = "llorch.training.adamw."
 MOVED, MOMENTS, STEP, CLIP = ADAMW + "moved", ADAMW + "moments", ADAMW + "adamw_step", ADAMW + "clip_by_norm"
-RATE = "llorch.training.adamw.learning_rate"
+RATE = ADAMW + "learning_rate"
 OF_MOMENTS = ("first_moment", "second_moment", "parameters")
 
 
@@ -38,11 +39,9 @@ def counted_from_zero(right: Function) -> Function:
 
 def decay_in_gradient(right: Function) -> Function:
     """Add weight decay to the gradient."""
-
-    def wrong(p: np.ndarray, grad: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> tuple[np.ndarray, ...]:
-        return right(p, grad + p.dtype.type(how["weight_decay"]) * p, m, v, **how | {"weight_decay": 0.0})
-
-    return wrong
+    return lambda p, grad, m, v, **how: right(
+        p, grad + p.dtype.type(how["weight_decay"]) * p, m, v, **how | {"weight_decay": 0.0}
+    )
 
 
 def decay_missing(right: Function) -> Function:
@@ -52,12 +51,9 @@ def decay_missing(right: Function) -> Function:
 
 def decay_not_times_rate(right: Function) -> Function:
     """Decay the parameter by wd, not by lr * wd."""
-
-    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
-        kept = (p * (1 - how["weight_decay"])).astype(p.dtype)
-        return right(kept, m, v, **how | {"weight_decay": 0.0})
-
-    return wrong
+    return lambda p, m, v, **how: right(
+        (p * (1 - how["weight_decay"])).astype(p.dtype), m, v, **how | {"weight_decay": 0.0}
+    )
 
 
 def decay_after_update(right: Function) -> Function:
@@ -93,11 +89,7 @@ def betas_swapped(right: Function) -> Function:
 
 def moment_not_weighted(right: Function) -> Function:
     """Compute m = b1 m + g, as in SGD with momentum."""
-
-    def wrong(grad: np.ndarray, m: np.ndarray, v: np.ndarray, *, betas: tuple[float, float]) -> tuple[np.ndarray, ...]:
-        return (betas[0] * m + grad).astype(grad.dtype), right(grad, m, v, betas=betas)[1]
-
-    return wrong
+    return lambda grad, m, v, *, betas: ((betas[0] * m + grad).astype(grad.dtype), right(grad, m, v, betas=betas)[1])
 
 
 def clip_ignored(right: Function) -> Function:
@@ -148,11 +140,7 @@ def one_step_early(right: Function) -> Function:
 
 def decay_from_the_start(right: Function) -> Function:
     """Use, after the warm-up, the rate of a schedule without a warm-up."""
-
-    def wrong(step: int, **how: Any) -> float:
-        return right(step, **how if step < how["warmup_steps"] else how | {"warmup_steps": 0})
-
-    return wrong
+    return lambda step, **how: right(step, **how if step < how["warmup_steps"] else how | {"warmup_steps": 0})
 
 
 def without_warmup(right: Function) -> Function:
@@ -160,97 +148,47 @@ def without_warmup(right: Function) -> Function:
     return lambda step, **how: right(max(step, how["warmup_steps"]), **how)
 
 
-def _mistake(
-    name: str,
-    stages: tuple[str, ...],
-    part: str,
-    wrong: Function,
-    diagnosis: str,
-    *,
-    cases: tuple[str, ...] = ("step 1", "step 2"),
-    along: tuple[str, Function] | None = None,
-) -> Mistake[Any]:
-    cases = ("linear", "cosine") if part == RATE else cases
-    return Mistake(name=name, stages=stages, part=part, wrong=wrong, diagnosis=diagnosis, cases=cases, along=along)
-
+_update_mistake = partial(training_mistake, cases=("step 1", "step 2"))
+_schedule_mistake = partial(training_mistake, cases=("linear", "cosine"))
 
 OPTIMIZER: tuple[Mistake[Any], ...] = (
-    _mistake(
-        "clip-ignored", OF_MOMENTS, CLIP, clip_ignored,
-        "Gradients above the largest norm went into the update as they are.",
-    ),
-    _mistake(
-        "clip-per-tensor", OF_MOMENTS, CLIP, clip_per_tensor,
-        "Each tensor was clipped to the norm by itself; clip by the norm of all gradients together.",
-    ),
-    _mistake(
-        "clip-by-value", OF_MOMENTS, CLIP, clip_by_value,
-        "Elements were cut off at the limit; all gradients are scaled by one factor, which keeps their direction.",
-    ),
-    _mistake(
-        "clip-norm-of-tensors-added", ("grad_norm", *OF_MOMENTS), CLIP, norm_of_norms,
-        "The norms of the tensors were added up; add their squares and take the root.",
-    ),
-    _mistake(
-        "adamw-betas-swapped", ("first_moment", "second_moment"), MOMENTS, betas_swapped,
+    _update_mistake("clip-ignored", OF_MOMENTS, CLIP, clip_ignored,
+        "Gradients above the largest norm went into the update as they are."),
+    _update_mistake("clip-per-tensor", OF_MOMENTS, CLIP, clip_per_tensor,
+        "Each tensor was clipped to the norm by itself; clip by the norm of all gradients together."),
+    _update_mistake("clip-by-value", OF_MOMENTS, CLIP, clip_by_value,
+        "Elements were cut off at the limit; all gradients are scaled by one factor, which keeps their direction."),
+    _update_mistake("clip-norm-of-tensors-added", ("grad_norm", *OF_MOMENTS), CLIP, norm_of_norms,
+        "The norms of the tensors were added up; add their squares and take the root."),
+    _update_mistake("adamw-betas-swapped", ("first_moment", "second_moment"), MOMENTS, betas_swapped,
         "beta1 and beta2 were exchanged; beta1 is for the gradient, beta2, nearer to 1, for its square.",
-        along=(MOVED, betas_swapped),
-    ),
-    _mistake(
-        "adamw-moment-not-weighted", ("first_moment", "parameters"), MOMENTS, moment_not_weighted,
-        "The gradient was added to the first moment whole, as momentum of SGD does; its weight is 1 - beta1.",
-    ),
-    _mistake(
-        "adamw-decay-in-gradient", OF_MOMENTS, STEP, decay_in_gradient,
-        "Weight decay was added to the gradient (Adam with L2); AdamW takes it from the parameter, without moments.",
-    ),
-    _mistake(
-        "adamw-no-bias-correction", ("parameters",), MOVED, uncorrected,
-        "Moments were used as they are; they start at zero and are divided by 1 - beta^t.",
-    ),
-    _mistake(
-        "adamw-step-counted-per-tensor", ("parameters",), MOVED, counted_per_tensor,
-        "The count of steps went up with every tensor; there is one count, and it goes up once per step.",
-    ),
-    _mistake(
-        "adamw-step-counted-late", ("parameters",), MOVED, counted_from_zero,
+        along=(MOVED, betas_swapped)),
+    _update_mistake("adamw-moment-not-weighted", ("first_moment", "parameters"), MOMENTS, moment_not_weighted,
+        "The gradient was added to the first moment whole, as momentum of SGD does; its weight is 1 - beta1."),
+    _update_mistake("adamw-decay-in-gradient", OF_MOMENTS, STEP, decay_in_gradient,
+        "Weight decay was added to the gradient (Adam with L2); AdamW takes it from the parameter, without moments."),
+    _update_mistake("adamw-no-bias-correction", ("parameters",), MOVED, uncorrected,
+        "Moments were used as they are; they start at zero and are divided by 1 - beta^t."),
+    _update_mistake("adamw-step-counted-per-tensor", ("parameters",), MOVED, counted_per_tensor,
+        "The count of steps went up with every tensor; there is one count, and it goes up once per step."),
+    _update_mistake("adamw-step-counted-late", ("parameters",), MOVED, counted_from_zero,
         "The second step was corrected as if it were the first; t is the number of this step, from 1.",
-        cases=("step 2",),
-    ),
-    _mistake(
-        "adamw-decay-missing", ("parameters",), MOVED, decay_missing,
-        "Weight decay has no effect.",
-    ),
-    _mistake(
-        "adamw-decay-not-times-rate", ("parameters",), MOVED, decay_not_times_rate,
-        "Parameters were multiplied by 1 - weight_decay; it is 1 - lr * weight_decay.",
-    ),
-    _mistake(
-        "adamw-decay-after-update", ("parameters",), MOVED, decay_after_update,
-        "The updated parameter decayed; torch decays first and then updates.",
-    ),
-    _mistake(
-        "adamw-eps-inside-root", ("parameters",), MOVED, eps_inside,
-        "eps was added under the root; it is added to the root, after the bias correction.",
-    ),
-    _mistake(
-        "adamw-root-missing", ("parameters",), MOVED, root_missing,
-        "The update was divided by the second moment; it is divided by its root.",
-    ),
-    _mistake(
-        "schedule-one-step-late", ("learning_rate",), RATE, one_step_late,
-        "Each step used the rate of the previous step; the first step uses the schedule at 0 completed steps.",
-    ),
-    _mistake(
-        "schedule-one-step-early", ("learning_rate",), RATE, one_step_early,
-        "Each step used the rate of the next step; steps are counted from 0, so a run with warm-up starts at rate 0.",
-    ),
-    _mistake(
-        "schedule-decays-from-the-start", ("learning_rate",), RATE, decay_from_the_start,
-        "The decay ran from step 0 and jumps after the warm-up; it runs from the end of the warm-up.",
-    ),
-    _mistake(
-        "schedule-without-warmup", ("learning_rate",), RATE, without_warmup,
-        "The rate started at its peak; it rises from 0 over the warm-up.",
-    ),
+        cases=("step 2",)),
+    _update_mistake("adamw-decay-missing", ("parameters",), MOVED, decay_missing, "Weight decay has no effect."),
+    _update_mistake("adamw-decay-not-times-rate", ("parameters",), MOVED, decay_not_times_rate,
+        "Parameters were multiplied by 1 - weight_decay; it is 1 - lr * weight_decay."),
+    _update_mistake("adamw-decay-after-update", ("parameters",), MOVED, decay_after_update,
+        "The updated parameter decayed; torch decays first and then updates."),
+    _update_mistake("adamw-eps-inside-root", ("parameters",), MOVED, eps_inside,
+        "eps was added under the root; it is added to the root, after the bias correction."),
+    _update_mistake("adamw-root-missing", ("parameters",), MOVED, root_missing,
+        "The update was divided by the second moment; it is divided by its root."),
+    _schedule_mistake("schedule-one-step-late", ("learning_rate",), RATE, one_step_late,
+        "Each step used the rate of the previous step; the first step uses the schedule at 0 completed steps."),
+    _schedule_mistake("schedule-one-step-early", ("learning_rate",), RATE, one_step_early,
+        "Each step used the rate of the next step; steps are counted from 0, so a run with warm-up starts at rate 0."),
+    _schedule_mistake("schedule-decays-from-the-start", ("learning_rate",), RATE, decay_from_the_start,
+        "The decay ran from step 0 and jumps after the warm-up; it runs from the end of the warm-up."),
+    _schedule_mistake("schedule-without-warmup", ("learning_rate",), RATE, without_warmup,
+        "The rate started at its peak; it rises from 0 over the warm-up."),
 )  # fmt: skip

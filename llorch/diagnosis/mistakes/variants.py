@@ -69,30 +69,13 @@ def variants(
 
 
 def sampler_variants(step: str, inputs: SamplerInputs, config: ModelConfig) -> Variants:
-    """Run a step after the logits, right and wrong.
-
-    Args:
-        step: `selected_logits`, `argmax` or `probabilities`.
-        inputs: Inputs of the step.
-        config: The model.
-
-    Returns:
-        Right and wrong results.
-    """
+    """Run a step after the logits, right and wrong: `selected_logits`, `argmax` or `probabilities`."""
     known = [mistake for mistake in SAMPLING if step in mistake.stages and mistake.applies_to(config)]
     return Variants(RIGHT[step](inputs), [(mistake, mistake.result(inputs, step)) for mistake in known])
 
 
 def quantised_variants(step: str, inputs: QuantisedInputs) -> Variants:
-    """Run a part of a quantised product, right and wrong.
-
-    Args:
-        step: `decode`, `rounding` or `product`.
-        inputs: A matrix and its activations.
-
-    Returns:
-        Right and wrong results.
-    """
+    """Run a part of a quantised product, right and wrong: `decode`, `rounding` or `product`."""
     known = [mistake for mistake in QUANTISED if step in mistake.stages and inputs.kind.name in mistake.cases]
     return Variants(quantised.RIGHT[step](inputs), [(mistake, mistake.result(inputs, step)) for mistake in known])
 

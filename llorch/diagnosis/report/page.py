@@ -6,7 +6,7 @@ llorch's own words enter a figure; the text beside it gives the same facts.
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
@@ -16,7 +16,7 @@ from jinja2 import Environment, StrictUndefined
 
 from llorch.diagnosis.dump_checker import N_ULPS
 from llorch.diagnosis.report.record import count, explained, headline, ranges, short, span, times, verdict
-from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck
+from llorch.diagnosis.verdict import Diagnosis, StageCheck
 from llorch.runtime.errors import printable
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING, times_over
 from llorch.stages.table import STAGES
@@ -140,20 +140,14 @@ class Map:
 
 
 def page(diagnosis: Diagnosis) -> str:
-    """Render a diagnosis as an HTML page.
-
-    Args:
-        diagnosis: The findings about a dump.
-
-    Returns:
-        A whole HTML document. Names that others chose are escaped, their control characters written out.
-    """
+    """Render a diagnosis as an HTML document. Names that others chose are escaped, control characters written out."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, finalize=_printable_value, trim_blocks=True)
     environment.filters |= {f.__name__: f for f in (short, times, ranges, explained, count, span)}
     template = environment.from_string(Path(__file__).with_name("page.html").read_text(encoding="utf-8"))
     by_place = {(result.n_pass, result.key): result for result in diagnosis.results}
     shown = _looked_at(diagnosis)
     steps = rungs(diagnosis.results, shown) if shown else []
+    causes_first = sorted(diagnosis.findings, key=lambda finding: finding.kind == "rounding")
     return template.render(
         diagnosis=diagnosis, verdict=verdict(diagnosis), headline=headline(diagnosis), marks=MARKS,
         n_causes=len(diagnosis.failures), arithmetics=Counter(result.arithmetic for result in diagnosis.results),
@@ -161,7 +155,7 @@ def page(diagnosis: Diagnosis) -> str:
         strip=strip(diagnosis, shown) if shown else [], ladder=ladder(steps) if len(steps) > 1 else "",
         findings=[
             (finding, by_place.get((finding.n_pass, finding.key)) if at < MAX_FIGURES else None)
-            for at, finding in enumerate(_causes_first(diagnosis))
+            for at, finding in enumerate(causes_first)
         ],
         maps=maps, levels=LEVELS, ulps=histogram,
     )  # fmt: skip
@@ -169,10 +163,6 @@ def page(diagnosis: Diagnosis) -> str:
 
 def _printable_value(value: object) -> object:
     return printable(value) if type(value) is str else value
-
-
-def _causes_first(diagnosis: Diagnosis) -> list[Finding]:
-    return sorted(diagnosis.findings, key=lambda finding: finding.kind == "rounding")
 
 
 def _looked_at(diagnosis: Diagnosis) -> StageCheck | None:
@@ -201,14 +191,9 @@ def strip(diagnosis: Diagnosis, looked_at: StageCheck) -> list[Cell]:
 
 def rungs(results: Sequence[StageCheck], looked_at: StageCheck) -> list[Rung]:
     """Summarise each layer: its worst local error, the tolerance of that error, and the total error at its end."""
-
-    def by_layer() -> Iterator[list[StageCheck]]:
-        of_pass = (result for result in results if result.n_pass == looked_at.n_pass)
-        for _, group in groupby(of_pass, key=lambda result: result.key if result.layer is None else result.layer):
-            yield list(group)
-
-    found = []
-    for group in by_layer():
+    found, of_pass = [], (result for result in results if result.n_pass == looked_at.n_pass)
+    for _, checks in groupby(of_pass, key=lambda result: result.key if result.layer is None else result.layer):
+        group = list(checks)
         worst = max(group, key=lambda result: times_over(_error(result), result.isolated.tolerance.error))
         label = worst.key.removeprefix("final_") if worst.layer is None else str(worst.layer)
         total = group[-1].chained  # None where only the passes before the dump would give it

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import numpy as np
 
 from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck
-from llorch.judging.cause import Cause
+from llorch.judging.types import Cause
 from llorch.runtime.errors import printable
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING
 
@@ -20,15 +20,7 @@ VERSION = 2  # of the record; a change that a reader would trip over makes it th
 
 
 def record(diagnosis: Diagnosis) -> dict[str, object]:
-    """Convert a diagnosis to plain values.
-
-    Args:
-        diagnosis: The findings about a dump.
-
-    Returns:
-        An object {version, model, source, right, findings, stages, could_not_show, notes, not_run}; numbers may be
-        infinite or NaN, for which JSON has null.
-    """
+    """Convert a diagnosis to plain values; numbers may be infinite or NaN, for which JSON has null."""
     return {
         "version": VERSION,
         "model": diagnosis.model,
@@ -72,11 +64,7 @@ def _as_list(array: np.ndarray | None) -> list[float] | None:
 def junit(diagnosis: Diagnosis) -> str:
     """Write XML as JUnit does: a test suite for each pass, a test case for each stage.
 
-    Args:
-        diagnosis: The findings about a dump.
-
-    Returns:
-        The document; a wrong stage is a failure with the sentence of its finding.
+    A wrong stage is a failure with the sentence of its finding.
     """
     top = ElementTree.Element("testsuites", name="llorch diagnose")
     sentences = by_place(diagnosis.findings)

@@ -13,8 +13,8 @@ from llorch.diagnosis.mistakes.norm import NORMS
 from llorch.diagnosis.mistakes.quantised import QuantisedInputs
 from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
 from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS, divisors, requantised
-from llorch.diagnosis.replay import Change, LayerSetting, Places
-from llorch.diagnosis.search.hypotheses import WEIGHTED
+from llorch.diagnosis.replay import Change, LayerSetting
+from llorch.diagnosis.search.hypotheses import WEIGHTED, ChangedWeights
 from llorch.files import Weights
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.matrix import QuantisedMatrix
@@ -72,15 +72,18 @@ def _decoded_by(decoded: Wrong, weights: Weights, stages: Sequence[str]) -> Any:
     right = () if "embed" in stages else ("embed_tokens",)
     wrong = lru_cache(maxsize=16)(lambda name: None if name in right else decoded(name))
 
+    def decoded_or_right(names: Mapping[str, str], name: str, weight: Any) -> Any:
+        matrix = wrong(names.get(name, name))
+        return weight if matrix is None else matrix
+
     def change(setting: LayerSetting) -> LayerSetting:
-        return replace(
-            setting, layer_weights=lambda layer: _Decoded(setting.layer_weights(layer), wrong, weights, layer)
-        )
+        def layer_weights(layer: int | None) -> Mapping[str, Any]:
+            names = {} if layer is None else weights.layer(layer).names
+            return ChangedWeights(setting.layer_weights(layer), partial(decoded_or_right, names))
 
-    def changed(places: Places) -> Change:
-        return Change(setting=change)
+        return replace(setting, layer_weights=layer_weights)
 
-    return changed
+    return lambda places: Change(setting=change)
 
 
 def _folder_matrix(mistake: Mistake[QuantisedMatrix], weights: Weights, name: str) -> np.ndarray | None:
@@ -104,22 +107,3 @@ def _matrix(mistake: Mistake[QuantisedInputs], weights: Weights, name: str) -> n
     with np.errstate(all="ignore"):
         made = mistake.result(inputs, "decode").astype(weights.dtype)
     return undo_interleave(made, slot.interleaved_heads) if slot.interleaved_heads else made
-
-
-class _Decoded(Mapping[str, Any]):
-    """Weights of a layer, or of what is outside the layers, those of some types decoded wrongly."""
-
-    def __init__(self, right: Mapping[str, Any], wrong: Any, weights: Weights, layer: int | None) -> None:
-        self._right, self._wrong = right, wrong
-        self._names = {} if layer is None else weights.layer(layer).names
-
-    def __getitem__(self, name: str) -> Any:
-        right = self._right[name]
-        wrong = self._wrong(self._names.get(name, name))
-        return right if wrong is None else wrong
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._right)
-
-    def __len__(self) -> int:
-        return len(self._right)

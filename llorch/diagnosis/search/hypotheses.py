@@ -57,9 +57,8 @@ def _change_by_mistake(mistake: Mistake[StageInputs], places: Places) -> Change:
         try:
             return mistake.result(inputs, stage)
         except (AttributeError, IndexError, TypeError):  # a matrix that multiplies itself has no rows to be moved
-            return mistake.result(
-                replace(inputs, weights=_RoundedWeights(inputs.weights, lambda weight: weight)), stage
-            )
+            decoded = _rounded_weights(inputs.weights, lambda weight: weight)
+            return mistake.result(replace(inputs, weights=decoded), stage)
 
     return Change(dict.fromkeys(places, StageChange(wrong, mistake.reads)))
 
@@ -370,21 +369,24 @@ def _in_matrices(x: Any, rounding: Callable[..., np.ndarray]) -> np.ndarray:
 
 
 def _with_weights(setting: LayerSetting, rounding: Callable[..., np.ndarray]) -> LayerSetting:
-    def weights(layer: int | None) -> Mapping[str, Any]:
-        return _RoundedWeights(setting.layer_weights(layer), rounding)
-
-    return replace(setting, layer_weights=weights)
+    return replace(setting, layer_weights=lambda layer: _rounded_weights(setting.layer_weights(layer), rounding))
 
 
-class _RoundedWeights(Mapping[str, Any]):
-    """Weights, each rounded when it is read."""
+def _rounded_weights(weights: Mapping[str, Any], rounding: Callable[..., np.ndarray]) -> Mapping[str, Any]:
+    return ChangedWeights(
+        weights, lambda name, weight: rounding(weight.dequantize() if isinstance(weight, QuantMethod) else weight)
+    )
 
-    def __init__(self, weights: Mapping[str, Any], rounding: Callable[..., np.ndarray]) -> None:
-        self._weights, self._rounding = weights, rounding
+
+class ChangedWeights(Mapping[str, Any]):
+    """Weights, each changed when it is read; `change` gets its name and the weight."""
+
+    def __init__(self, weights: Mapping[str, Any], change: Callable[[str, Any], Any]) -> None:
+        """Hold the weights."""
+        self._weights, self._change = weights, change
 
     def __getitem__(self, name: str) -> Any:
-        weight = self._weights[name]
-        return self._rounding(weight.dequantize() if isinstance(weight, QuantMethod) else weight)
+        return self._change(name, self._weights[name])
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._weights)

@@ -79,7 +79,8 @@ def _misnamed_stages(dump: StageDump, weights: Weights, number: int) -> Iterator
     for name, stage, layer in keys(weights.config):
         if (number, name) not in dump.dumped or (stage.name not in _PRODUCTS and name != last):
             continue
-        array, tokens = dump.dumped[number, name].read(), _dumped_tokens(dump, number, name)
+        dumped = dump.dumped[number, name]
+        array, tokens = dumped.read(), dumped_tokens(dump, number, dumped)
         norm = stage.name if name != last else "final_norm"
         gain = weights["final_norm"] if norm == "final_norm" else weights.layer(layer or 0)[norm]
         behind = rms_norm(array, gain.astype(array.dtype), eps=eps)
@@ -100,7 +101,7 @@ def _is_elsewhere(dump: StageDump, weights: Weights, number: int, suspect: _Susp
         place = number, key(name, suspect.layer)
         if place not in dump.dumped:
             continue
-        theirs = _dumped_tokens(dump, *place)
+        theirs = dumped_tokens(dump, number, dump.dumped[place])
         common = [token for token in suspect.tokens if token in theirs][:_ROWS]
         seen = dump.dumped[place].read()[[theirs.index(token) for token in common]]
         rows = [suspect.tokens.index(token) for token in common]
@@ -121,16 +122,17 @@ def _product(weights: Weights, name: str, layer: int | None, rows: np.ndarray) -
     return linear(rows, own[matrix], own.get(matrix.replace("_proj", "_bias")) if layer is not None else None)
 
 
-def _dumped_tokens(dump: StageDump, number: int, name: str) -> Sequence[int]:
-    tokens = dump.dumped[number, name].tokens
-    return range(len(dump.passes[number].ids)) if tokens is None else tokens
+def dumped_tokens(dump: StageDump, number: int, dumped: DumpedArray) -> Sequence[int]:
+    """Return the tokens of a pass whose rows an array has."""
+    return range(len(dump.passes[number].ids)) if dumped.tokens is None else dumped.tokens
 
 
 def _equals(dump: StageDump, number: int, name: str, array: np.ndarray, tokens: Sequence[int]) -> bool:
     """Tell if the dump has an array of the same tokens and, but for rounding, the same values."""
-    if (number, name) not in dump.dumped or [*_dumped_tokens(dump, number, name)] != [*tokens]:
+    dumped = dump.dumped.get((number, name))
+    if dumped is None or [*dumped_tokens(dump, number, dumped)] != [*tokens]:
         return False
-    return relative_distance(array, dump.dumped[number, name].read()) < _SAME
+    return relative_distance(array, dumped.read()) < _SAME
 
 
 def _is_unit(rows: np.ndarray) -> bool:

@@ -6,19 +6,19 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-import numpy as np
-
 from llorch.diagnosis.attempt import Hypothesis, SettingFamily
 from llorch.diagnosis.mistakes import TRAINING, Mistake
-from llorch.diagnosis.mistakes.mistake import ONE_STEP
+from llorch.diagnosis.mistakes.mistake import training_mistake
 from llorch.diagnosis.mistakes.training_adapter import SCALING
-from llorch.diagnosis.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP, mean_of_means
-from llorch.diagnosis.mistakes.training_mesh import MESH
+from llorch.diagnosis.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP, Function, divided_by_share
+from llorch.diagnosis.mistakes.training_mesh import MESH, rows_of_batch
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
 from llorch.diagnosis.mistakes.training_optimizer import STEP as UPDATE
 from llorch.diagnosis.training.replay import FLOW, InjectedMistake, Where
 from llorch.engines.dumps.training_dump import Settings, TrainingDump, TrainingStep
 from llorch.families.config import ModelConfig
+from llorch.files import Weights
+from llorch.lora.adapter import Adapter
 from llorch.training.batch import PADDING, Batch
 
 IN_FLOW = {"lora_delta": "adapted_logits", "loss_curve": "loss"}  # group of the table -> the one that a dump shows
@@ -73,13 +73,8 @@ def setting_families(
 ) -> Iterator[SettingFamily]:
     """Yield the numbers that may differ, once for each part of a step in which they may.
 
-    Args:
-        dump: The dump, with its settings.
-        step: The step of the wrong quantity.
-        scale: Scale of the adapter.
-        norm: Norm of the step's gradients.
-        ran_since: Groups that were made since the last right one.
-        wrong: Group of the wrong quantity.
+    `scale` is that of the adapter, `norm` that of the step's gradients; `ran_since` are the groups made since the last
+    right one, `wrong` the group of the wrong quantity.
     """
     for name, group, values, mistake, describe, setting, most in _settings(dump.settings, step.lr, scale, norm):
         is_declared = not setting or setting in dump.said
@@ -158,79 +153,72 @@ def told(what: str, right: float, shown: Callable[[float], float] = float) -> Ca
 
 def scaled(factor: float) -> Mistake[Any]:
     """Multiply every scale of the adapter by a factor."""
-    wrong = lambda right: lambda config, target: right(config, target) * factor  # noqa: E731
-    return _step_mistake("lora-scaling", "lora_delta", SCALING, wrong)
+    return training_mistake(
+        "lora-scaling", ("lora_delta",), SCALING, lambda right: lambda *given: right(*given) * factor, ""
+    )
 
 
 def smoothed(share: float) -> Mistake[Any]:
     """Use another label smoothing."""
-    wrong = lambda right: lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": share})  # noqa: E731
-    return replace(_step_mistake("label-smoothing", "token_losses", LOSS, wrong), along=(BACK, wrong))
+
+    def wrong(right: Function) -> Function:
+        return lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": share})
+
+    return training_mistake("label-smoothing", ("token_losses",), LOSS, wrong, "", along=(BACK, wrong))
 
 
 def loss_times(factor: float) -> Mistake[Any]:
     """Multiply the loss of a step and its gradients by a factor."""
-
-    def wrong(right: Callable[..., Any]) -> Callable[..., Any]:
-        def made(*given: Any, **how: Any) -> tuple[float, dict[str, np.ndarray]]:
-            loss, grads = right(*given, **how)
-            return loss * factor, {name: grad * factor for name, grad in grads.items()}
-
-        return made
-
-    return _step_mistake("loss-normalisation", "loss", STEP, wrong)
+    return training_mistake("loss-normalisation", ("loss",), STEP, multiplied(lambda batches: factor), "")
 
 
 def in_clip(max_norm: float) -> Mistake[Any]:
     """Use another largest norm."""
-    return _step_mistake(
-        "max-grad-norm", "first_moment", CLIP, lambda right: lambda grads, **_: right(grads, max_norm=max_norm)
+    return training_mistake(
+        "max-grad-norm", ("first_moment",), CLIP, lambda right: lambda grads, **_: right(grads, max_norm=max_norm), ""
     )
 
 
 def in_update(**other: Any) -> Mistake[Any]:
     """Use other settings of AdamW."""
-    wrong = lambda right: lambda *arrays, **how: right(*arrays, **how | other)  # noqa: E731
-    return _step_mistake("adamw", "first_moment" if "betas" in other else "parameters", UPDATE, wrong)
+    stage = "first_moment" if "betas" in other else "parameters"
+    return training_mistake(
+        "adamw", (stage,), UPDATE, lambda right: lambda *arrays, **how: right(*arrays, **how | other), ""
+    )
 
 
-def _step_mistake(name: str, stage: str, part: str, wrong: Callable[..., Any]) -> Mistake[Any]:
-    return Mistake(name=name, stages=(stage,), part=part, wrong=wrong, cases=ONE_STEP, diagnosis="")
+def rows_one_by_one(batches: Sequence[Batch]) -> list[list[Batch]]:
+    """Make a share of every row that has tokens."""
+    return [
+        [rows_of_batch(batch, [i])]
+        for batch in batches
+        for i in range(len(batch.ids))
+        if (batch.documents[i] != PADDING).any()
+    ]
 
 
-def mean_of_rows(right: Callable[..., Any]) -> Callable[..., Any]:
-    """Divide each row by its own tokens, and average the means."""
-    of_means = mean_of_means(right)
-
-    def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> Any:
-        rows = [
-            Batch(*(each[i : i + 1] for each in (b.ids, b.labels, b.positions, b.documents, b.samples)))
-            for b in batches
-            for i in range(len(b.ids))
-            if (b.documents[i] != PADDING).any()
-        ]
-        return of_means(weights, adapter, rows, **how)
-
-    return wrong
-
-
-def rslora_turned(right: Callable[..., Any]) -> Callable[..., Any]:
+def rslora_turned(right: Function) -> Function:
     """Divide alpha by the rank instead of its root, or the other way round."""
     return lambda config, target: right(replace(config, use_rslora=not config.use_rslora), target)
 
 
-def divided(count: Callable[[Sequence[Batch]], int]) -> Callable[..., Any]:
-    """Divide the sum of a step by another number than its learned tokens."""
+def multiplied(factor_of: Callable[[Sequence[Batch]], float]) -> Function:
+    """Multiply the loss of a step and its gradients by a factor that its batches give."""
 
-    def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def wrong(weights: Any, adapter: Any, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Any]]:
+    def make(right: Function) -> Function:
+        def wrong(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **how: object) -> tuple[float, Mapping]:
             loss, grads = right(weights, adapter, batches, **how)
-            factor = sum(batch.n_trained for batch in batches) / count(batches)
+            factor = factor_of(batches)
             return loss * factor, {name: grad * factor for name, grad in grads.items()}
 
         return wrong
 
     return make
+
+
+def divided(count: Callable[[Sequence[Batch]], int]) -> Function:
+    """Divide the sum of a step by another number than its learned tokens."""
+    return multiplied(lambda batches: sum(batch.n_trained for batch in batches) / count(batches))
 
 
 def _slots(batches: Sequence[Batch]) -> int:
@@ -262,23 +250,12 @@ DIVISORS: Mapping[str, tuple[str, Callable[[Sequence[Batch]], int]]] = {
     "loss-summed": ("by nothing", lambda batches: 1),
 }
 MORE = (  # known, but in no checkpoint's library
-    Mistake(
-        name="lora-rslora-not-asked-for", stages=("lora_delta",), part=SCALING, wrong=rslora_turned,
-        cases=ONE_STEP,
-        diagnosis="Alpha was divided by the root of the rank; without use_rslora it is divided by the rank.",
-    ),
-    Mistake(
-        name="loss-mean-of-rows", stages=("loss",), part=STEP, wrong=mean_of_rows,
-        cases=ONE_STEP,
-        diagnosis="Each row was divided by its own tokens and the means were averaged; the sum over the whole step is "
-        "divided once, by all its learned tokens.",
-    ),
-    *(
-        Mistake(
-            name=name, stages=("loss",), part=STEP, wrong=divided(count),
-            cases=ONE_STEP,
-            diagnosis=f"The sum of the losses was divided {said}; it is divided by the learned tokens of the step.",
-        )
-        for name, (said, count) in DIVISORS.items()
-    ),
+    training_mistake("lora-rslora-not-asked-for", ("lora_delta",), SCALING, rslora_turned,
+        "Alpha was divided by the root of the rank; without use_rslora it is divided by the rank."),
+    training_mistake("loss-mean-of-rows", ("loss",), STEP, divided_by_share(rows_one_by_one),
+        "Each row was divided by its own tokens and the means were averaged; the sum over the whole step is divided "
+        "once, by all its learned tokens."),
+    *(training_mistake(name, ("loss",), STEP, divided(count),
+        f"The sum of the losses was divided {said}; it is divided by the learned tokens of the step.")
+      for name, (said, count) in DIVISORS.items()),
 )  # fmt: skip

@@ -11,9 +11,9 @@ from llorch.diagnosis.training.replay import FLOW, Key, ReplayedRun
 from llorch.diagnosis.verdict import StageCheck
 from llorch.engines.dumps.training_dump import StepArray, TrainingDump, TrainingStep
 from llorch.families.config import ModelConfig
+from llorch.judging.compare import judge_difference
 from llorch.judging.expectations.training_places import CHAINED, ISOLATED
 from llorch.judging.goldens.training_recipe import OptimizerRecipe
-from llorch.judging.judge import judge_difference
 from llorch.judging.runners.numpy import FLOAT64
 from llorch.judging.tolerances import training as limits
 from llorch.ops.numerics import DtypeName
@@ -29,7 +29,7 @@ class TrainingJudge:
 
     def __init__(
         self, dump: TrainingDump, config: ModelConfig, tensors: Iterable[str], dtype: DtypeName, *, model: str = ""
-    ) -> None:  # fmt: skip
+    ) -> None:
         """Prepare; `tensors` are all that are trained, `model` is the name of the model."""
         self.dump, self.config = dump, config
         self._compare = partial(judge_difference, engine="dump", model=model, backend=FLOAT64)
@@ -143,10 +143,8 @@ class TrainingJudge:
 
     def _amplified(self, step: TrainingStep, name: str, run: ReplayedRun) -> Tolerance:
         """Bound the errors that gradients, which the dump does not show, may cause in parameters."""
-        settings, own = (
-            self.dump.settings,
-            limits.of_dump(self.config, "gradient", CHAINED, self.dtype, self.last_position),
-        )
+        settings = self.dump.settings
+        own = limits.of_dump(self.config, "gradient", CHAINED, self.dtype, self.last_position)
         numbers = [number for number, one in self.steps.items() if one.batches and number <= step.number]
         made = [tuple({name: run.arrays[n, group, name]} for group in ("clipped", *MOMENTS)) for n in numbers]
         recipe = OptimizerRecipe(step.lr, settings.betas, settings.eps, settings.weight_decay, math.inf)

@@ -6,14 +6,14 @@ the inputs that the dump does not show. Not fed, only the adapter and the tokens
 """
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from llorch.diagnosis.mistakes import Mistake
-from llorch.diagnosis.mistakes.planting import Replacement, replaced
+from llorch.diagnosis.mistakes.planting import Replacement, replaced, replaced_all
 from llorch.diagnosis.mistakes.training_loss import STEP
 from llorch.engines.dumps.training_dump import Settings, StepArray, TrainingDump, TrainingStep
 from llorch.files import Weights
@@ -55,8 +55,7 @@ class InjectedMistake:
     @property
     def changes(self) -> list[tuple[str, Replacement]]:
         """The functions of llorch that go wrong, each with its replacement."""
-        along = [self.mistake.along] if self.along and self.mistake.along else []
-        return [(self.mistake.part, self.mistake.wrong), *along]
+        return self.mistake.changes(along=self.along)
 
     def is_made_in(self, where: str) -> bool:
         """Tell if a part of a step, or its optimizer, has the mistake."""
@@ -214,7 +213,7 @@ def _optimizer(
     current = ""
 
     def noting(right: Callable[..., Any]) -> Callable[..., Any]:
-        def moments(grad: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> tuple[np.ndarray, ...]:
+        def moments(grad: np.ndarray, m: np.ndarray, v: np.ndarray, **how: object) -> tuple[np.ndarray, ...]:
             found = dict(zip(STATE[1:], right(grad, m, v, **how), strict=True))
             for group, array in found.items():
                 made[group][current] = array
@@ -253,7 +252,7 @@ def _answering(given: _Given, answer: tuple[float, Named]) -> Replacement:
     asked = [*given[0], *given[1].values()]
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def answering(weights: Weights, *now: Any, **how: Any) -> tuple[float, Named]:
+        def answering(weights: Weights, *now: object, **how: object) -> tuple[float, Named]:
             now_asked = [*now, *(how.get(name) for name in given[1])]
             is_same = all(one is other for one, other in zip(asked, now_asked, strict=True))
             return answer if is_same else right(weights, *now, **how)
@@ -263,12 +262,6 @@ def _answering(given: _Given, answer: tuple[float, Named]) -> Replacement:
     return make
 
 
-@contextmanager
-def _inside(mistakes: tuple[InjectedMistake, ...], where: str) -> Any:
+def _inside(mistakes: tuple[InjectedMistake, ...], where: str) -> AbstractContextManager[None]:
     """Plant those that are made in a part of the step."""
-    with ExitStack() as planting:
-        for one in mistakes:
-            if one.is_made_in(where):
-                for part, wrong in one.changes:
-                    planting.enter_context(replaced(part, wrong))
-        yield
+    return replaced_all(change for one in mistakes if one.is_made_in(where) for change in one.changes)

@@ -44,6 +44,10 @@ class Calls:
     def __init__(self, module: Any, layer: int, keep: Keep, given: Mapping[str, Any]) -> None:
         """Begin; `given` are the arguments of the module that have names."""
         self.module, self.layer, self.keep, self.given = module, layer, keep, given
+        self.begin()
+
+    def begin(self) -> None:
+        """Begin to watch the functions that the module calls."""
 
     def called(self, name: str, args: tuple, made: Any) -> None:
         """See a call of a function: what it was given, and what it made."""
@@ -55,12 +59,11 @@ class Calls:
 class AttentionCalls(Calls):
     """Attention: its gate, by the only sigmoid in it, and rotated heads that are changed once more before they meet."""
 
-    def __init__(self, module: Any, layer: int, keep: Keep, given: Mapping[str, Any]) -> None:
-        """Begin to watch the functions that one attention module calls."""
-        super().__init__(module, layer, keep, given)
-        self._turning, self._left = "", list[str]()  # a function whose first calls make rotated heads
-        rope = getattr(module.config, "rope_parameters", None) or {}
-        if hasattr(module, "qk_norm"):  # Llama 4: (batch, seq, heads, head_dim)
+    def begin(self) -> None:
+        """Choose the function whose first calls make rotated heads."""
+        self._turning, self._left = "", list[str]()
+        rope = getattr(self.module.config, "rope_parameters", None) or {}
+        if hasattr(self.module, "qk_norm"):  # Llama 4: (batch, seq, heads, head_dim)
             self._turning, self._left = "type_as", ["q_rope", "k_rope"]
         elif BETA in rope:  # Ministral 3: (batch, heads, seq, head_dim)
             self._turning, self._left = "add", ["q_rope"]
@@ -132,10 +135,10 @@ def watched_calls(
 class DeltaNetCalls(Calls):
     """Looks at one delta net."""
 
-    def __init__(self, module: Any, layer: int, keep: Keep, given: Mapping[str, Any]) -> None:
-        """Begin to watch the functions that one delta net calls."""
-        super().__init__(module, layer, keep, given)
-        self._n_tokens = given["hidden_states"].shape[1]
+    def begin(self) -> None:
+        """Watch the modules in a delta net, too."""
+        module = self.module
+        self._n_tokens = self.given["hidden_states"].shape[1]
         self._repeated = module.num_v_heads // module.num_k_heads
         self._softplus = self._inverse_norm = None  # what these functions made last
         self._left = {"silu": ["conv_out"], "sigmoid": ["beta"], "l2": ["q_l2", "k_l2"]}  # stages not seen yet

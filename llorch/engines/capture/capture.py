@@ -69,21 +69,12 @@ def capture(
         ValueError: The model is compiled, or no module has such a name. In the block: a batch, padding, positions
             with gaps, or no token ids among the arguments.
     """
-    _require_eager(model)
     config = config_of(model)
-    points = list(hook_points(model, config, names))
-    missing = (names or HUGGINGFACE).keys() - {point.name for point in points}
-    if not points or (names and missing):
-        kind = type(model).__name__
-        raise UserError(
-            f"capture: expected modules of {kind} called {', '.join(sorted(missing))}, got none; "
-            "call capture(model, {name: stage}) with names of model.named_modules()"
-        )
+    points = _require_points(model, config, names)
     watch = _Watch(Recorder(source=type(model).__name__, **_features(model) | features), config)
     if weights:
-        watch.recorder.weights = {
-            name: digest(_on_cpu(tensor)[0].float().numpy()) for name, tensor in model.state_dict().items()
-        }
+        hashes = {name: digest(_on_cpu(tensor)[0].float().numpy()) for name, tensor in model.state_dict().items()}
+        watch.recorder.weights = hashes
     with ExitStack() as hooks:
         hooks.enter_context(model.register_forward_pre_hook(watch.begin, with_kwargs=True))
         for point in points:
@@ -92,6 +83,24 @@ def capture(
             hooks.enter_context(_watched_attention(model, watch))
             hooks.enter_context(watched_calls(model, CALLS, watch.keep))
         yield watch.recorder
+
+
+def _require_points(model: nn.Module, config: ModelConfig | None, names: Mapping[str, str] | None) -> list["HookPoint"]:
+    """Find the places to watch; refuse a compiled model, which calls no hooks, and names that no module has."""
+    kind = type(model).__name__
+    if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules()):
+        raise UserError(
+            f"capture: expected a model in eager mode, got {kind} from torch.compile, which calls no hooks; "
+            "capture the model before torch.compile, or `model._orig_mod`"
+        )
+    points = list(hook_points(model, config, names))
+    missing = (names or HUGGINGFACE).keys() - {point.name for point in points}
+    if not points or (names and missing):
+        raise UserError(
+            f"capture: expected modules of {kind} called {', '.join(sorted(missing))}, got none; "
+            "call capture(model, {name: stage}) with names of model.named_modules()"
+        )
+    return points
 
 
 @dataclass(frozen=True)
@@ -107,7 +116,7 @@ class HookPoint:
     def hook(self, keep: Callable[[str, int | None, torch.Tensor], Any]) -> Any:
         """Have `keep` called with what is seen here; removed by the handle that is returned."""
 
-        def see(shown: Any) -> None:
+        def see(shown: object) -> None:
             tensor = shown[0] if isinstance(shown, tuple) else shown
             if not isinstance(tensor, torch.Tensor):
                 what = f"{self.end} of {type(self.module).__name__}, got {type(tensor).__name__}"
@@ -171,9 +180,8 @@ class _Watch:
         if ids is None:
             raise UserError(f"capture: expected token ids among the arguments, got none in {', '.join(given)}")
         if ids.dim() == 2 and len(ids) != 1:
-            raise UserError(
-                f"capture: expected one sequence, got a batch of {len(ids)}; capture one sequence at a time"
-            )
+            what = f"expected one sequence, got a batch of {len(ids)}"
+            raise UserError(f"capture: {what}; capture one sequence at a time")
         mask = given.get("attention_mask")
         if isinstance(mask, torch.Tensor) and mask.dim() == 2 and not bool(mask.all()):
             raise UserError("capture: expected no padding, got an attention_mask with zeros; remove the padding")
@@ -214,7 +222,7 @@ class _Watch:
         self.keep("attn_probs", layer, probs[0, ..., :n_context])
         return self._context(layer, output, probs)
 
-    def _context(self, layer: int, output: torch.Tensor, probs: Any) -> tuple[torch.Tensor, Any]:
+    def _context(self, layer: int, output: torch.Tensor, probs: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Keep the output of attention as the context, unless another hook shows that stage."""
         if shown_at(CONTEXT, self._config, layer) != "attn_context":
             self.keep("attn_context", layer, output[0].flatten(1))
@@ -286,15 +294,6 @@ def _first_position(given: Mapping[str, Any]) -> int | None:
     if "past_key_values" not in given:
         return None
     return 0 if given["past_key_values"] is None else given["past_key_values"].get_seq_length()
-
-
-def _require_eager(model: nn.Module) -> None:
-    """Refuse a compiled model, since it calls no hooks."""
-    if any(module._compiled_call_impl is not None or hasattr(module, "_orig_mod") for module in model.modules()):
-        raise UserError(
-            f"capture: expected a model in eager mode, got {type(model).__name__} from torch.compile, "
-            "which calls no hooks; capture the model before torch.compile, or `model._orig_mod`"
-        )
 
 
 def _features(model: nn.Module) -> dict[str, str | bool]:

@@ -7,7 +7,7 @@ Nothing is judged here. The order to read:
     stage_dump     the result of every reader
     raw            arrays as files hold them, under the engine's names. `index` reads the folder that anyone can write,
                    `tensor_files` the formats of other tools
-    recorder       stages that a Python engine shows while it runs; `pytorch.capture.capture` attaches it to a module
+    recorder       stages that a Python engine shows while it runs; `engines.capture.capture` attaches it to a module
     stage_mapping  arrays to stages: `engine_names` has the names of llorch, llama.cpp and Hugging Face, `mapping` reads
                    a user's names, `ids` finds tokens, `reading` finds rows and the order of axes, and compares with
                    llorch's own run

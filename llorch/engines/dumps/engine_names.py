@@ -75,18 +75,10 @@ def _of_layer(alternatives: list[tuple[str, ...]], config: ModelConfig, layer: i
 
 
 def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nth: int, of: int) -> Meaning | None:
-    """Look up the stages that a name stands for; None for an unknown name.
+    """Look up the stages that a name stands for: none for a node of llama.cpp that is no stage; None if unknown.
 
-    Args:
-        name: Name that the engine uses.
-        layer: Layer declared with the name.
-        config: The model.
-        op: Operation of ggml, where the dump states it.
-        nth: Index of this array among the arrays of this name in the pass, from 0.
-        of: Number of arrays of this name in the pass.
-
-    Returns:
-        The meaning. It has no stages for a node of llama.cpp that is not a stage.
+    `op` is the operation of ggml, where the dump states it. The array is the `nth`, from 0, of the arrays of this name
+    in the pass.
     """
     if _NO_STAGES.fullmatch(name):  # `norm` is not multiplied with its gain yet; that of transformers is `model.norm`
         return Meaning((), by_llamacpp=True)
@@ -143,16 +135,13 @@ def _projected(letter: str, layer: int, config: ModelConfig, op: str, nth: int, 
         stages = {"ADD" if config.qkv_bias else "MUL_MAT": projected, "ROPE": rotated}.get(op, ())
         return Meaning(stages, layer, True)
     name = f"{letter.upper()}cur"
+    without_operation = f"{name} comes without an operation: llorch reads"
     if nth == of - 1:
-        made = "the projection" if letter == "v" else "the rotated heads"
-        return Meaning(
-            rotated, layer, True, f"{name} comes without an operation: llorch reads the last {name} as {made}"
-        )
+        part = "the projection" if letter == "v" else "the rotated heads"
+        return Meaning(rotated, layer, True, f"{without_operation} the last {name} as {part}")
     if nth == int(config.qkv_bias) and letter != "v":
-        which = "sum with the bias" if config.qkv_bias else "product"
-        return Meaning(
-            projected, layer, True, f"{name} comes without an operation: llorch reads the first {name} as the {which}"
-        )
+        part = "the sum with the bias" if config.qkv_bias else "the product"
+        return Meaning(projected, layer, True, f"{without_operation} the first {name} as {part}")
     return Meaning((), layer, True)
 
 

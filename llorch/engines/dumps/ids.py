@@ -15,6 +15,7 @@ _ROWS_AT_ONCE = 4096
 _SHOWN_IDS = 8
 _SAME_ROW = 1e-2  # of its norm: rows that were rounded to bfloat16 are within 2^-9
 
+EMBEDDINGS = "the embeddings"  # a source of tokens, in messages
 FIRST_TOKEN_TWICE = "the first token is there twice"  # a benchmark looks for it
 
 
@@ -29,23 +30,15 @@ def passes_of(
 ) -> tuple[tuple[Tokens, ...], list[str]]:
     """Find the tokens of every pass, and write a note if they were found in `embeddings` (arrays by pass).
 
-    Raises:
-        FormatError: Nothing states the tokens, a pass has none, or the model has no such token.
-        GuardFailed: Two sources disagree, or a pass does not begin where the previous pass ended.
+    FormatError: nothing states the tokens, a pass has none, or the model has no such token. GuardFailed: two sources
+    disagree, or a pass does not begin where the previous pass ended.
     """
     n_passes = 1 + max((number for number, _ in raw.arrays), default=0)
     stated = (Tokens(tuple(map(int, ids)), first_position),) if ids else ()
     sources = {"the dump": raw.passes, "the mapping": mapping.passes, "the command": stated}
-    sources = {who: passes for who, passes in sources.items() if passes}
-    notes = []
-    if (
-        not sources
-        and weights is not None
-        and (passes := _in_embeddings(embeddings, weights, n_passes, first_position))
-    ):
-        sources = {"the embeddings": passes}
-        notes = [f"llorch found the token ids in {embeddings[0].name}, which holds rows of the embedding table"]
-    who, passes = _agreed_passes(sources, raw.source)
+    if not any(sources.values()) and weights is not None:
+        sources = {EMBEDDINGS: _in_embeddings(embeddings, weights, n_passes, first_position)}
+    who, passes = _agreed_passes({who: passes for who, passes in sources.items() if passes}, raw.source)
     if n_passes > len(passes):
         message = f"ids: expected token ids for {n_passes} passes, got {len(passes)} from {who}"
         raise FormatError("Missing", message, path=raw.source)
@@ -53,7 +46,9 @@ def passes_of(
     if wrong is not None:
         raise FormatError("OutOfRange", f"ids: expected 0 to {vocab_size - 1}, got {wrong}", path=raw.source)
     require_one_after_the_other(passes, raw.source)
-    return passes, notes
+    if who != EMBEDDINGS:
+        return passes, []
+    return passes, [f"llorch found the token ids in {embeddings[0].name}, which holds rows of the embedding table"]
 
 
 def _agreed_passes(sources: Mapping[str, Sequence[Tokens]], path: str) -> tuple[str, tuple[Tokens, ...]]:
@@ -78,23 +73,18 @@ def _contradiction(
         return GuardFailed("ids", f"{message}; run the engine on the same tokens", source=source)
     firsts = ([each.first_position for each in tokens] for tokens in (theirs, passes))
     wanted, actual = (", ".join(map(str, positions)) for positions in firsts)
-    message = (
-        f"expected passes from {wanted} on, as in {other}, got {actual} in {who}; run the engine at the same positions"
-    )
-    return GuardFailed("positions", message, source=source)
+    message = f"expected passes from {wanted} on, as in {other}, got {actual} in {who}"
+    return GuardFailed("positions", f"{message}; run the engine at the same positions", source=source)
 
 
 def require_one_after_the_other(passes: Sequence[Tokens], source: str) -> None:
     """Refuse (GuardFailed) passes of which one does not begin where the one before ended."""
     for number, (before, after) in enumerate(pairwise(passes), 1):
-        end = before.first_position + len(before.ids)
-        if after.first_position != end:
-            raise GuardFailed(
-                "positions",
-                f"expected pass {number} to begin at {end}, where the previous pass ends, got {after.first_position}; "
-                "make one dump for each sequence, with all passes of the sequence",
-                source=source,
-            )
+        end, start = before.first_position + len(before.ids), after.first_position
+        if start != end:
+            message = f"expected pass {number} to begin at {end}, where the previous pass ends, got {start}"
+            advice = "make one dump for each sequence, with all passes of the sequence"
+            raise GuardFailed("positions", f"{message}; {advice}", source=source)
 
 
 def _in_embeddings(
@@ -115,14 +105,9 @@ def _in_embeddings(
 
 
 def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] | None:
-    """Find the tokens that have these embeddings.
+    """Find the tokens that have these embeddings, (tokens, hidden): the lowest ids if several rows are equal.
 
-    Args:
-        array: Array of the stage `embed`, (tokens, hidden).
-        weights: Weights of the model.
-
-    Returns:
-        Token ids; the lowest id if several rows are equal. None if a row is not in the embedding table.
+    None if a row is not in the embedding table.
     """
     wanted = array.astype(np.float64)
     best = np.full(len(wanted), np.inf)
@@ -150,10 +135,8 @@ def parting(wanted: list[int], actual: list[int]) -> str:
         for end, rest in ((longer[:n_more], longer[n_more:]), (longer[len(shorter) :], longer[: len(shorter)])):
             if n_more > 0 and rest == shorter and len({*end}) == 1:
                 return f": {what} {n_more} times {end[0]}"
-    at = next(
-        (n for n, (a, b) in enumerate(zip(wanted, actual, strict=False)) if a != b), min(len(wanted), len(actual))
-    )
-    return f": first difference at token {at}"
+    differing = (index for index, (a, b) in enumerate(zip(wanted, actual, strict=False)) if a != b)
+    return f": first difference at token {next(differing, min(len(wanted), len(actual)))}"
 
 
 def shown(ids: Sequence[int]) -> str:

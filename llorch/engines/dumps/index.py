@@ -126,9 +126,8 @@ class _Folder:
         name = require_name(line.text("name"), line.path)
         number = line.integer("pass", default=max(len(self.passes) - 1, 0), low=0)
         if number and number >= len(self.passes):
-            raise line.error(
-                "Missing", "pass", f"one of the {len(self.passes)} passes that the lines above begin", number
-            )
+            expected = f"one of the {len(self.passes)} passes that the lines above begin"
+            raise line.error("Missing", "pass", expected, number)
         stored = self._stored(line, name)
         array = RawArray(
             name, stored.dtype, stored.shape, stored.read,
@@ -174,9 +173,8 @@ class _Folder:
             return None
         key, values = keys[0], _counts(line, keys[0])
         if len(keys) == 2 or (key == "positions" and number >= len(self.passes)):
-            raise line.error(
-                "Malformed", key, "either tokens, or positions in a pass that a line above begins", list(values)
-            )
+            expected = "either tokens, or positions in a pass that a line above begins"
+            raise line.error("Malformed", key, expected, list(values))
         if key == "positions":
             values = tuple(value - self.passes[number].first_position for value in values)
         n_tokens = len(self.passes[number].ids) if number < len(self.passes) else 2**31
@@ -243,6 +241,5 @@ def _counts(line: Fields, key: str) -> tuple[int, ...]:
 
 def _refuse_others(line: Fields, known: Iterable[str]) -> None:
     for key in line.values.keys() - set(known):
-        raise FormatError(
-            "Unexpected", f"{key[:80]!r} is not a key of such a line{suggestion(key, known)}", path=line.path
-        )
+        message = f"{key[:80]!r} is not a key of such a line{suggestion(key, known)}"
+        raise FormatError("Unexpected", message, path=line.path)

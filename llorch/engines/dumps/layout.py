@@ -86,11 +86,9 @@ def declared_form(
     if sorted(axes) != sorted(wanted):
         known = [*wanted, *table, "batch"]
         odd = next((axis for axis in declared if axis not in known), "")
-        raise FormatError(
-            "Malformed",
-            f"axes: expected {' '.join(dict.fromkeys([*table, *wanted]))} and batch, in any order, heads joined or "
-            f"split, got {' '.join(declared)}{suggestion(odd, known) if odd else ''}",
-        )
+        expected = f"{' '.join(dict.fromkeys([*table, *wanted]))} and batch, in any order, heads joined or split"
+        actual = f"{' '.join(declared)}{suggestion(odd, known) if odd else ''}"
+        raise FormatError("Malformed", f"axes: expected {expected}, got {actual}")
     form = Form(axes, tuple(sizes[axis] for axis in axes))
     if math.prod(form.sizes) == math.prod(shape):
         return form
@@ -98,9 +96,8 @@ def declared_form(
     without_batch = [n for axis, n in zip(declared, inner, strict=False) if axis != "batch" or n != 1]
     if "ctx" in axes and len(without_batch) == len(axes) and without_batch[axes.index("ctx")] > sizes["ctx"]:
         padded = Form(axes, tuple(without_batch))
-        if all(
-            actual == size or axis == "ctx" for axis, actual, size in zip(axes, padded.sizes, form.sizes, strict=True)
-        ):
+        sizes_of_axes = zip(axes, padded.sizes, form.sizes, strict=True)
+        if all(actual == size or axis == "ctx" for axis, actual, size in sizes_of_axes):
             return padded
     raise FormatError("Shape", f"expected {' '.join(declared)} to be {form.sizes}, got {shape}")
 
@@ -193,18 +190,7 @@ def cut(fused: np.ndarray, parts: Sequence[str], order: str, config: ModelConfig
 
 
 def finished(array: np.ndarray, stage: Stage, layout: DumpLayout, config: ModelConfig, later: np.ndarray) -> np.ndarray:
-    """Undo the declared layout of an array in the table's shape.
-
-    Args:
-        array: Array in the shape of the table.
-        stage: Stage of the array.
-        layout: Declared layout.
-        config: The model.
-        later: True where a key is later than its query, (tokens, ctx).
-
-    Returns:
-        Array of the stage.
-    """
+    """Undo the declared layout of an array in the table's shape; `later`, (tokens, ctx): the key is after the query."""
     if layout.permuted and stage.name in PAIRED:
         array = half_split(array.reshape(-1, config.head_dim)).reshape(array.shape)
     if layout.times != 1:

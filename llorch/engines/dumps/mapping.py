@@ -20,7 +20,7 @@ dtype = "bfloat16"                     # engine, kv_cache, activations, flash_at
 
 import re
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -76,18 +76,7 @@ class NameMap:
 
 
 def read_mapping(path: str | Path) -> NameMap:
-    """Read such a file.
-
-    Args:
-        path: Of a TOML file.
-
-    Returns:
-        Everything it states, checked.
-
-    Raises:
-        FileNotFoundError: There is none.
-        FormatError: It is not TOML, or something in it is unknown or of another type.
-    """
+    """Read and check a mapping file; FormatError if it is not TOML, or if a key or value in it is not known."""
     path = Path(path)
     content = read_regular(path, limit=_MAX_FILE)
     try:
@@ -117,15 +106,12 @@ def mapping_of(values: Mapping[str, object], path: str | Path = "mapping") -> Na
     return NameMap(str(path), stood_for, fixed, declared, _passes_of(run), said)
 
 
-def _require_known(values: Mapping[str, object], known: object, prefix: str, path: str | Path) -> None:
+def _require_known(values: Mapping[str, object], known: Collection[str], prefix: str, path: str | Path) -> None:
     """Refuse keys that are not known, with the nearest known one as a suggestion."""
     for key in values:
-        if key not in known:  # type: ignore[operator] (a collection of names)
-            raise FormatError(
-                "Unexpected",
-                f"{prefix}{key}: expected one of {', '.join(known)}{suggestion(key, known)}",  # type: ignore[arg-type]
-                path=path,
-            )
+        if key not in known:
+            message = f"{prefix}{key}: expected one of {', '.join(known)}{suggestion(key, known)}"
+            raise FormatError("Unexpected", message, path=path)
 
 
 def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
@@ -143,9 +129,8 @@ def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
     for stage in stages or (value,):
         if not isinstance(stage, str) or stage not in known or stages.count(stage) > 1:
             near = suggestion(stage, known) if isinstance(stage, str) else ""
-            expected = (
-                "a stage (see llorch.stages.table)" if known is not fusable else f"projections of {', '.join(fusable)}"
-            )
+            projections = f"projections of {', '.join(fusable)}"
+            expected = projections if known is fusable else "a stage (see llorch.stages.table)"
             error = names.error("Malformed", pattern, expected, stage)
             raise FormatError(error.code, error.message + near, path=error.path)
     return stages, int(layer[1]) if layer else None

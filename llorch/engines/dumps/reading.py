@@ -190,11 +190,8 @@ class StageReader:
         forms = fitting_forms(named.table, shape, sizes)
         if not forms:
             expected = " ".join(f"{axis}={math.prod(sizes[a] for a in single_axes([axis]))}" for axis in named.table)
-            raise FormatError(
-                "Shape",
-                f"expected {expected}, in any order of the axes, got {shape}; give axes under "
-                f"[layout.{named.stages[0]}], or check that model and tokens belong to this run",
-            )
+            advice = f"give axes under [layout.{named.stages[0]}], or check that model and tokens belong to this run"
+            raise FormatError("Shape", f"expected {expected}, in any order of the axes, got {shape}; {advice}")
         return [ArrayReading(tokens, form, sizes, n_tokens) for form in forms]
 
     def _decide(self, named: NamedArray, ways: list[ArrayReading]) -> ArrayReading:
@@ -293,13 +290,7 @@ def _with_left_out(array: np.ndarray, stage: str, read: ArrayReading) -> np.ndar
 def tokens_before(named: Sequence[NamedArray], passes: tuple[Tokens, ...], config: ModelConfig) -> int | None:
     """Count the tokens that the cache held before the first pass, by the keys that its arrays have.
 
-    Args:
-        named: Arrays of the dump.
-        passes: What the dump has.
-        config: The model.
-
-    Returns:
-        None where a text that begins at its first position would be shown in the same way.
+    None where a text that begins at its first position would be shown in the same way.
     """
     first = passes[0].first_position
     if not first:

@@ -81,7 +81,7 @@ class Recorder:
         axes: str = "",
         stored: str = "",
     ) -> None:
-        """Record an array of the pass that was begun last.
+        """Record an array of the pass that was begun last; ValueError if there is none, or it has the name already.
 
         Args:
             name: Of the stage table, or the engine's own.
@@ -90,9 +90,6 @@ class Recorder:
             tokens: Which tokens of the pass it has, counted from 0; all unless told.
             axes: Names of its axes, `seq heads head_dim`, where they are not those of the stage.
             stored: What its bits are where NumPy has no such type: `bfloat16` for unsigned integers of 16 bits.
-
-        Raises:
-            ValueError: No pass was begun, or this one has the name already.
         """
         place = (len(self.passes) - 1, name, layer)
         if not self.passes or place in self.arrays:
@@ -100,15 +97,9 @@ class Recorder:
             raise UserError(f"recorder: {twice if self.passes else 'call begin(ids) before the first array'}")
         stored = stored or array.dtype.name
         kept = array.view(np.uint16).copy() if array.dtype.name == "bfloat16" else array.copy()
-        self.arrays[place] = RawArray(
-            name,
-            stored,
-            kept.shape,
-            functools.partial(as_numbers, kept, stored),
-            layer,
-            tokens if tokens is None else tuple(tokens),
-            tuple(axes.split()),
-        )
+        read = functools.partial(as_numbers, kept, stored)
+        tokens = tokens if tokens is None else tuple(tokens)
+        self.arrays[place] = RawArray(name, stored, kept.shape, read, layer, tokens, tuple(axes.split()))
 
     def stage(self, name: str, *, layer: str = "layer") -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
         """Make a decorator that records the result of a function as `name`.

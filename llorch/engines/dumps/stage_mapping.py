@@ -56,39 +56,32 @@ def stage_dump(
 ) -> StageDump:
     """Find out which stages the arrays of a dump are, and in which layout; arrays are read later, one by one.
 
-    Args:
-        raw: The dump.
-        config: Of the model that the engine ran.
-        mapping: What the user says of names, layouts and the run.
-        ids: Tokens of the only pass, where neither dump nor mapping has them.
-        first_position: Of these tokens.
-        weights: Of the model. With them our own run decides where a shape fits several orders of the axes, and tokens
-            that nobody states are found in the embeddings.
-
-    Returns:
-        The stages; what was found rather than declared is in its notes.
-
-    Raises:
-        FormatError: No ids; a stage twice; a layer the model does not have; no array that is a stage.
-        GuardFailed: The same is said in two ways; an array fits its stage in no layout.
+    `ids` and `first_position` are tokens of the only pass, where neither dump nor mapping has them. With `weights`
+    llorch's own run decides where a shape fits several orders of the axes, and finds tokens that nobody states.
+    FormatError: no ids; a stage twice; a layer that the model does not have; no array that is a stage. GuardFailed: the
+    same is stated in two ways; an array fits its stage in no layout.
     """
     mapping = mapping or NameMap()
     names = names_of(raw, config, mapping)
-    production = [each for each in names.unnamed if each[1].name == PRODUCTION]
-    unnamed = [each for each in names.unnamed if each not in production]
     if not names.named:
         raise _without_stages(raw, weights)
-    embeddings = {each.n_pass: each.array for each in names.named if each.stages == ("embed",)}
-    passes, found = passes_of(raw, mapping, ids, first_position, weights, embeddings, config.vocab_size)
+    embeddings = {named.n_pass: named.array for named in names.named if named.stages == ("embed",)}
+    passes, notes_on_ids = passes_of(raw, mapping, ids, first_position, weights, embeddings, config.vocab_size)
     n_before = tokens_before(names.named, passes, config)
     reader = StageReader(config, passes, weights, n_before or 0)
     stages, left_out = _stages(raw, names.named, reader)
-    notes = [*raw.notes, *found, *names.notes(), *reader.notes(), *left_out, *_about_unnamed(unnamed)]
+    notes = [*raw.notes, *notes_on_ids, *names.notes(), *reader.notes(), *left_out, *_about_unnamed(names.unnamed)]
     features = Features(**asdict(raw.features) | mapping.features)  # type: ignore[arg-type] (checked when it was read)
-    as_logits = [NamedArray(n_pass, array, ("logits",), None, DumpLayout()) for n_pass, array in production]
-    logits, _ = _stages(raw, as_logits, reader)
-    unwatched = {n_pass: dumped for (n_pass, _), dumped in logits.items()}
-    return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), unwatched, n_before)
+    production = _production_logits(raw, names, reader)
+    return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), production, n_before)
+
+
+def _production_logits(raw: RawDump, names: Names, reader: StageReader) -> dict[int, DumpedArray]:
+    """Find the logits of the run that nobody watched, by pass."""
+    production = ((n_pass, array) for n_pass, array in names.unnamed if array.name == PRODUCTION)
+    named = [NamedArray(n_pass, array, ("logits",), None, DumpLayout()) for n_pass, array in production]
+    logits, _ = _stages(raw, named, reader)
+    return {n_pass: dumped for (n_pass, _), dumped in logits.items()}
 
 
 def _without_stages(raw: RawDump, weights: Weights | None) -> FormatError:
@@ -104,40 +97,29 @@ def _without_stages(raw: RawDump, weights: Weights | None) -> FormatError:
 
 
 def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
-    """Find the stages that every name stands for.
+    """Find the stages that every name stands for; an array that is known to be no stage is left out.
 
-    Args:
-        raw: The dump.
-        config: Configuration of the model.
-        mapping: Takes precedence over the names that engines use.
-
-    Returns:
-        Arrays, named and unnamed. Arrays that are known to be no stage are in neither list.
-
-    Raises:
-        FormatError: The model does not have the stage or the layer, or the stage does not hold such numbers.
+    The mapping takes precedence over the names that engines use. FormatError if the model does not have the stage or
+    the layer, or if the stage does not hold such numbers.
     """
     names = Names()
     times = Counter((n_pass, array.name, array.layer) for n_pass, array in raw.arrays)
     before: Counter[tuple[int, str, int | None]] = Counter()
     node: Meaning | None = None  # the last one of llama.cpp that is a stage
     for n_pass, array in raw.arrays:
-        place = n_pass, array.name, array.layer
-        mapped = mapping.find(array.name, array.layer)
-        if mapped is not None:
-            pattern, meaning = mapped[0], Meaning(mapping.names[mapped[0]], mapped[1])
+        pattern, place = "", (n_pass, array.name, array.layer)
+        if mapped := mapping.find(array.name, array.layer):
+            pattern, layer = mapped
+            meaning = Meaning(mapping.names[pattern], layer)
         else:
-            pattern, counts = "", {"nth": before[place], "of": times[place]}
-            meaning = meaning_of(array.name, array.layer, config, op=array.op, **counts)
+            meaning = meaning_of(array.name, array.layer, config, op=array.op, nth=before[place], of=times[place])
             meaning = meaning or nameless(array.name, array.op, node, config)
         before[place] += 1
         if meaning is None:
             names.unnamed.append((n_pass, array))
-        elif not meaning.stages:
-            continue
-        elif (other := _of_other_layers(meaning, config)) is not None:
+        elif meaning.stages and (other := _of_other_layers(meaning, config)):
             names.elsewhere.setdefault(other, set()).add(meaning.layer)
-        else:
+        elif meaning.stages:
             node = meaning if meaning.by_llamacpp else None
             layout = mapping.layout(meaning.stages[0], pattern)
             names.named.append(_named_array(raw.source, n_pass, array, meaning, layout, config))
@@ -193,17 +175,15 @@ def _stages(
             if first is dumped or each.by_llamacpp:  # whose reshapes have the name of what they reshape
                 continue
             if first.name == dumped.name:
-                raise FormatError(
-                    "Duplicate",
-                    f"{dumped.name}: expected one array in pass {each.n_pass}, got two; begin a new pass for each run",
-                    path=raw.source,
-                )
+                message = f"{dumped.name}: expected one array in pass {each.n_pass}, got two"
+                raise FormatError("Duplicate", f"{message}; begin a new pass for each run", path=raw.source)
             notes.append(f"{dumped.name} is {place[1]}, like {first.name}: left out")
     return found, notes
 
 
 def _about_unnamed(unnamed: Sequence[tuple[int, RawArray]]) -> list[str]:
     """Write one note on all unnamed arrays, with numbers as {i}."""
+    unnamed = [(n_pass, array) for n_pass, array in unnamed if array.name != PRODUCTION]
     if not unnamed:
         return []
     patterns = _patterns(unnamed)

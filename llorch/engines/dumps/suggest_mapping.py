@@ -34,19 +34,10 @@ _Choice = tuple[float, dict[str, Guess]]  # what it costs, by the name of the pa
 
 
 def suggest(raw: RawDump, weights: Weights, ids: Sequence[int] = (), *, first_position: int = 0) -> str:
-    """Draft a mapping for the arrays of a dump whose names nobody knows.
+    """Draft a mapping for the arrays of a dump whose names nobody knows: a TOML file, each line with how sure it is.
 
-    Args:
-        raw: The dump.
-        weights: Of the model.
-        ids: Its tokens, where it does not say them; without any they are found in an array of embeddings.
-        first_position: Of these tokens.
-
-    Returns:
-        The text of a TOML file, each line with how sure it is.
-
-    Raises:
-        FormatError: The tokens are not known.
+    `ids` and `first_position` are its tokens, where it does not state them; without any they are found in an array of
+    embeddings, or FormatError is raised.
     """
     config = weights.config
     unnamed = names_of(raw, config, NameMap()).unnamed
@@ -179,9 +170,8 @@ def _layout_lines(pattern: Pattern, guess: Guess, offset: int, rotated: Collecti
     if guess.layout.permuted and guess.stages[0][0] in rotated:
         lines.append('permuted = "interleaved"')
     elif guess.layout.permuted:
-        lines.append(
-            '# permuted = "interleaved"  # only if RoPE rotates neighbouring pairs; otherwise the rows have GGUF order'
-        )
+        when = "only if RoPE rotates neighbouring pairs; otherwise the rows have GGUF order"
+        lines.append(f'# permuted = "interleaved"  # {when}')
     is_stage = pattern.is_numbered and len(guess.stages) == 1
     about = guess.stages[0] if is_stage else _spelled(pattern, guess, offset)
     return ["", f"[layout.{about}]", *lines] if lines else []

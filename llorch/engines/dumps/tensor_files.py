@@ -129,13 +129,12 @@ def _read_deflated(stored: Stored, member: ZipInfo, start: int, name: str) -> np
     file = MappedFile(stored.path)
     data = _inflate(file.view(start, member.compress_size).tobytes(), member.file_size, name, stored.path)
     if len(data) != member.file_size or zlib.crc32(data) != member.CRC:
-        raise FormatError(
-            "Malformed", f"{name} does not inflate to the size and checksum in the file", path=stored.path
-        )
-    array = from_bytes(
-        data[stored.offset :], stored.dtype, stored.shape if stored.strides is None else stored.shape[::-1]
-    )
-    return array if stored.strides is None else np.ascontiguousarray(array.T)
+        message = f"{name} does not inflate to the size and checksum in the file"
+        raise FormatError("Malformed", message, path=stored.path)
+    data = data[stored.offset :]
+    if stored.strides is None:
+        return from_bytes(data, stored.dtype, stored.shape)
+    return np.ascontiguousarray(from_bytes(data, stored.dtype, stored.shape[::-1]).T)
 
 
 def _inflate(data: bytes, limit: int, name: str, path: Path) -> bytes:

@@ -119,9 +119,8 @@ def training_dump(raw: RawDump, adapter: Adapter) -> TrainingDump:
     found = sorted({step for step, *_ in reader.arrays} | {1 if reader.passes else 0} - {0})
     steps = [reader.step(number, settings) for number in found]
     if not any(step.batches for step in steps) or not any(step.shown for step in steps):
-        raise UserError(
-            f"training dump: expected token ids and training arrays, got one of the two or neither ({raw.source})"
-        )
+        expected = "expected token ids and training arrays, got one of the two or neither"
+        raise UserError(f"training dump: {expected} ({raw.source})")
     run = [step.number for step in steps if step.batches]
     if run != list(range(run[0], run[0] + len(run))):
         raise UserError(f"training dump: expected token ids for consecutive steps, got steps {run} ({raw.source})")
@@ -168,10 +167,8 @@ class _StepReader:
                 shown[self._tensor(name)] = self._read_tensor(name, array)
         for name, of_micros in parts.items():
             if sorted(of_micros) != micros:
-                raise UserError(
-                    f"training dump: {name} of step {number}: expected micro-batches {micros}, got "
-                    f"{sorted(of_micros)} ({self.source})"
-                )
+                message = f"expected micro-batches {micros}, got {sorted(of_micros)} ({self.source})"
+                raise UserError(f"training dump: {name} of step {number}: {message}")
             arrays = [of_micros[micro] for micro in micros]
             shown[OF_TOKENS[name], ""] = StepArray(arrays[0].name, arrays[0].stored, *placed(name, arrays, batches))
         lr = shown.pop(("learning_rate", ""), None)
@@ -309,8 +306,6 @@ def _losses(array: RawArray, batch: Batch) -> tuple[np.ndarray, np.ndarray]:
         width = read.size // n_rows
         losses[:, :width], known[:, :width] = read.reshape(n_rows, width), True
     else:
-        raise UserError(
-            f"training dump: {array.name}: expected losses for {held.shape} tokens, or for the {learned.sum()} learned "
-            f"tokens only, got {array.shape}"
-        )
+        expected = f"losses for {held.shape} tokens, or for the {learned.sum()} learned tokens only"
+        raise UserError(f"training dump: {array.name}: expected {expected}, got {array.shape}")
     return losses[held], known[held]

@@ -6,8 +6,7 @@ scales that are not finite give numbers that are not finite, and whoever decodes
 
 A type has a function named after it on the page of its kind; the head of the page is its layout, byte by byte. Read
 `chunk` first (how bytes and bits of many blocks are moved at once), then `uniform`, floats and the plain types (code
-times scale), `super_blocks`, the K types (scales of scales), `tabled` (codes look up a number) and `grids` (codes look
-up eight).
+times scale), `super_blocks`, the K types (scales of scales), and `tables` (codes look up a number, or up to eight).
 
 The gguf package decodes the same types to the same bits, and needs 2 to 12 times as long (benchmarks/by_hand.md).
 """
@@ -18,7 +17,7 @@ from types import MappingProxyType, ModuleType
 
 import numpy as np
 
-from llorch.files.blocks import grids, super_blocks, tabled, uniform
+from llorch.files.blocks import super_blocks, tables, uniform
 from llorch.files.blocks.chunk import SCRATCH_BYTES, Chunk
 
 __all__ = ["DECODERS", "SCRATCH_BYTES", "Chunk", "Decoder"]
@@ -28,8 +27,7 @@ Decoder = Callable[[Chunk, np.ndarray], None]
 _TYPES = {
     uniform: "F32 F16 BF16 F64 Q1_0 Q2_0 Q4_0 Q4_1 Q5_0 Q5_1 Q8_0 Q8_1 Q8_K TQ2_0",
     super_blocks: "Q2_K Q3_K Q4_K Q5_K Q6_K",
-    tabled: "IQ4_NL IQ4_XS MXFP4 NVFP4",
-    grids: "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S",
+    tables: "IQ4_NL IQ4_XS MXFP4 NVFP4 IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S",
 }
 
 

@@ -20,19 +20,10 @@ Report = Callable[[str], None]
 def find(path_or_name: str | Path, *, consent: Consent = lambda line: True, report: Report = lambda line: None) -> Path:
     """Find the file or folder that a user means; download a model of the hub that is not in the cache.
 
-    Args:
-        path_or_name: A built-in name, an existing path, or `org/name[:QUANT][@REVISION]`; tried in this order. A `Path`
-            is a path first, and so is a text such as `./story`.
-        consent: Asked before a download, in a line with its size.
-        report: Told the commit of a model of the hub, and that a path has a built-in name.
-
-    Returns:
-        A .gguf file or a Hugging Face folder.
-
-    Raises:
-        FileNotFoundError: There is no such model, or it cannot be had.
-        OSError: The disk has no room for it.
-        MissingExtra: huggingface_hub is not installed.
+    It is a built-in name, an existing path, or `org/name[:QUANT][@REVISION]`, tried in this order; a `Path` is a path
+    first, and so is a text such as `./story`. `consent` is asked before a download, in a line with its size; `report`
+    is told the commit of a model of the hub, and that a path has a built-in name. FileNotFoundError: there is no such
+    model, or it cannot be had; OSError: the disk has no room for it; MissingExtra: huggingface_hub is not installed.
     """
     spec = str(path_or_name)
     path = Path(path_or_name)

@@ -33,17 +33,11 @@ from llorch.runtime.errors import MissingExtra
 
 @dataclass(frozen=True)
 class Cached:
-    """A model in the cache.
+    """A model in the cache."""
 
-    Attributes:
-        path: Its GGUF file, or its folder.
-        commit: Commit of the repository.
-        whole: True if all is there; else a folder has weights, but others fetched it and left the tokenizer out.
-    """
-
-    path: Path
-    commit: str
-    whole: bool = True
+    path: Path  # its GGUF file, or its folder
+    commit: str  # of the repository
+    whole: bool = True  # else a folder has weights, but others fetched it and left the tokenizer out
 
 
 def repository_folder(repo: str) -> Path:
@@ -58,7 +52,8 @@ def look(wanted: Reference) -> Cached | None:
     """Find a model in the cache, at the commit that its revision was when it was last asked for."""
     home = repository_folder(wanted.repo)
     folder = home / "snapshots" / _commit(home, wanted.revision or "main")
-    files = set(_files(folder))
+    # A link to a blob that is gone is no file.
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
     if not wanted.quant and is_folder(files):
         complete = all((folder / name).exists() for name in _weight_files(folder))
         whole = all((folder / name).exists() for name in (CONFIG, *TOKENIZER))
@@ -75,12 +70,6 @@ def _commit(home: Path, revision: str) -> str:
         return revision
     ref = home / "refs" / revision
     return ref.read_text().strip() if ref.is_file() else "none"
-
-
-def _files(folder: Path) -> Iterator[str]:
-    for path in folder.rglob("*"):
-        if path.is_file():  # a link to a blob that is gone is none
-            yield path.relative_to(folder).as_posix()
 
 
 def _weight_files(folder: Path) -> list[str]:
@@ -135,12 +124,12 @@ def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable
     files = {sibling.rfilename: sibling for sibling in found.siblings or []}
     commit = str(found.sha)
     is_gguf = bool(wanted.quant) or not is_folder(files)
-    names = (
-        files_of_gguf(files, wanted)
-        if is_gguf
-        else of_folder(files, _shards(wanted, commit) if WEIGHTS not in files else ())
-    )
-    _require_all(wanted, names, files)
+    if is_gguf:
+        names = files_of_gguf(files, wanted)
+    else:
+        names = of_folder(files, _shards(wanted, commit) if WEIGHTS not in files else ())
+    if absent := [name for name in names if name not in files]:
+        raise FileNotFoundError(f"model '{wanted}': {INDEX} names {absent[0]!r}, which is not in the repository")
     missing = list(_missing(wanted, commit, [files[name] for name in names]))
     n_bytes = sum(sibling.size or 0 for sibling in missing)
     if missing:
@@ -148,12 +137,9 @@ def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable
         described = f"{wanted}: {len(missing)} of {len(names)} files of commit {commit}, {_format_bytes(n_bytes)}"
         if not consent(described):
             raise FileNotFoundError(f"model '{wanted}': not downloaded, because the answer was no")
+    patterns = [glob.escape(name) for name in names]
     with _in_words(wanted):
-        folder = Path(
-            snapshot_download(
-                wanted.repo, revision=wanted.revision or "main", allow_patterns=list(map(glob.escape, names))
-            )
-        )
+        folder = Path(snapshot_download(wanted.repo, revision=wanted.revision or "main", allow_patterns=patterns))
     report(f"{wanted}: commit {folder.name}")
     return folder / names[0] if is_gguf else folder
 
@@ -170,12 +156,6 @@ def _shards(wanted: Reference, commit: str) -> list[str]:
         raise FileNotFoundError(f"model '{wanted}': {INDEX} does not name files of weights") from None
 
 
-def _require_all(wanted: Reference, names: Iterable[str], files: dict[str, Any]) -> None:
-    absent = [name for name in names if name not in files]
-    if absent:
-        raise FileNotFoundError(f"model '{wanted}': {INDEX} names {absent[0]!r}, which is not in the repository")
-
-
 def _missing(wanted: Reference, commit: str, siblings: Iterable[Any]) -> Iterator[Any]:
     """Yield the files whose bytes the cache does not have."""
     home = repository_folder(wanted.repo)
@@ -190,10 +170,8 @@ def _require_room(wanted: Reference, n_bytes: int) -> None:
     place = next(folder for folder in home.parents if folder.exists())
     free = shutil.disk_usage(place).free
     if n_bytes > free:
-        message = (
-            f"{wanted} needs {_format_bytes(n_bytes)}, {_format_bytes(free)} are free; set HF_HOME to a larger disk"
-        )
-        raise OSError(errno.ENOSPC, message, str(place))
+        message = f"{wanted} needs {_format_bytes(n_bytes)}, {_format_bytes(free)} are free"
+        raise OSError(errno.ENOSPC, f"{message}; set HF_HOME to a larger disk", str(place))
 
 
 def _format_bytes(n_bytes: int) -> str:

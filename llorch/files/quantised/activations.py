@@ -45,18 +45,9 @@ class Activations:
 
 
 def read_activations(method: str, source: Source) -> Activations:
-    """Read how a folder rounds activations.
+    """Read how a folder rounds activations, for every matrix and layer that has a rounding; `method`: `quant_method`.
 
-    Args:
-        method: The name of its `quant_method`.
-        source: Its settings, and the matrices that were found.
-
-    Returns:
-        The rounding of every matrix and layer that has one.
-
-    Raises:
-        FormatError: Unsupported for a scheme that llorch does not compute; Missing, Shape, OutOfRange or Inconsistent
-            for scales and groups that do not fit.
+    FormatError: Unsupported for a scheme that llorch lacks; Missing, Shape, OutOfRange, Inconsistent for what is wrong.
     """
     made = Activations()
     if method in _READERS:
@@ -79,27 +70,19 @@ def codes_of_engine(method: str, settings: Fields) -> str | None:
         case "modelopt":
             return {"F": "E4M3", "N": "E2M1"}.get(str(settings.values.get("quant_algo"))[:1])
         case "torchao":
-            names = [_type_of(config).lower().replace("_", "") for config in _torchao_configs_of(settings)]
+            configs = _torchao_configs(settings.values.get("quant_type"))
+            names = [_type_of(config).lower().replace("_", "") for config in configs]
             found = [codes for name in names for start, codes in _TORCHAO_CODES.items() if name.startswith(start)]
             return " and ".join(dict.fromkeys(found)) or None
     return None
 
 
-def _is_true(settings: Fields) -> bool:
-    """Return True, for methods that quantise weights alone whatever their settings are."""
-    return True
-
-
-_WEIGHTS_ALONE: Mapping[str, Callable[[Fields], bool]] = MappingProxyType(
-    {
-        "gptq": _is_true,
-        "awq": _is_true,
-        "mlx": _is_true,
-        "auto-round": lambda settings: settings.integer("act_bits", default=16) >= 16,
-        "intel/auto-round": lambda settings: settings.integer("act_bits", default=16) >= 16,
-        "bitsandbytes": lambda settings: settings.boolean("load_in_4bit", default=False),
-    }
-)
+_WEIGHTS_ALONE: Mapping[str, Callable[[Fields], bool]] = {  # methods, and whether their settings say so
+    **dict.fromkeys(("gptq", "awq", "mlx"), lambda settings: True),
+    "auto-round": lambda settings: settings.integer("act_bits", default=16) >= 16,
+    "intel/auto-round": lambda settings: settings.integer("act_bits", default=16) >= 16,
+    "bitsandbytes": lambda settings: settings.boolean("load_in_4bit", default=False),
+}
 
 
 def _read_compressed_tensors(source: Source, made: Activations) -> None:
@@ -176,25 +159,18 @@ def _read_fp8(source: Source, made: Activations) -> None:
 
 def _read_torchao(source: Source, made: Activations) -> None:
     """Read the rounding that torchao's config means for every matrix; Unsupported if llorch does not compute it."""
-    configs = _torchao_configs_of(source.settings)
+    configs = [*_torchao_configs(source.settings.values.get("quant_type"))]
     if configs and all(_type_of(config) in _TORCHAO_WEIGHTS_ALONE for config in configs):
         return
     if len(configs) != 1 or not _is_int8_per_token(configs[0]):
-        expected = (
-            f"{_INT8_DYNAMIC} of version 2, symmetric and PerRow, for all modules, or configs that quantise weights "
-            "alone, for scheme numerics (use exact numerics)"
-        )
+        expected = f"{_INT8_DYNAMIC} of version 2, symmetric and PerRow, for all modules, or configs that quantise"
+        expected += " weights alone, for scheme numerics (use exact numerics)"
         raise source.settings.error("Unsupported", "quant_type", expected, [_type_of(config) for config in configs])
     made.inputs.update(dict.fromkeys(source.found, SchemeRounding("int8", "dynamic", by_reciprocal=True)))
 
 
-def _torchao_configs_of(settings: Fields) -> list[object]:
-    """List the configs of a torchao folder: one for all modules, or those of single modules."""
-    return list(_torchao_configs(settings.values.get("quant_type")))
-
-
 def _torchao_configs(quant_type: object) -> Iterator[object]:
-    """Yield the configs below a value, which may be one, or a mapping of modules to configs."""
+    """Yield the configs of a torchao folder, given one for all modules or a mapping of modules to configs."""
     if not isinstance(quant_type, Mapping):
         yield from [] if quant_type is None else [quant_type]
     elif "_type" not in quant_type:

@@ -17,7 +17,7 @@ from llorch.files.packed import Rows
 from llorch.files.quantised.codes import INT8
 from llorch.files.quantised.float8 import add_scaled
 from llorch.files.quantised.matrix import CodesOf, Parts, Recipe
-from llorch.files.quantised.source import Shape, Source, matches_part, names_in
+from llorch.files.quantised.source import Shape, Source, matches_part, names_in, two_sizes
 from llorch.files.strict_json import parse_json
 from llorch.runtime.fields import Fields
 
@@ -51,27 +51,26 @@ def _add_four_bit(source: Source, module: str, kind: str) -> None:
     if wanted != kind:
         raise source.settings.error("Inconsistent", "bnb_4bit_quant_type", f"{kind!r}, as {module} has it", wanted)
     state = _state(source, source.take(module, f"weight.{_STATE}{kind}", ["U8"]))
-    shape, size = _stated_shape(source, state), state.integer("blocksize", low=1)
+    shape, size = two_sizes(state, "shape", "rows and columns"), state.integer("blocksize", low=1)
     n_blocks = -(-prod(shape) // size)
     parts = {
         "codes": source.take(module, "weight", ["U8"], ((prod(shape) + 1) // 2, 1)),
         "values": source.take(module, "weight.quant_map", ["F32"], (16,)),
         "absmax": source.take(module, "weight.absmax", ["U8", "F32"], (n_blocks,)),
     }
-    nested = source.tensors[parts["absmax"]].dtype == "U8"
-    if nested:
-        n_nested = -(-n_blocks // state.integer("nested_blocksize", low=1))
+    scale, name = BlockScales(shape, size), f"{kind.upper()}, blocks of {size}"
+    if source.tensors[parts["absmax"]].dtype == "U8":
+        nested_size = state.integer("nested_blocksize", low=1)
+        n_nested = -(-n_blocks // nested_size)
         parts["nested_absmax"] = source.take(module, "weight.nested_absmax", ["F32"], (n_nested,))
         parts["nested_values"] = source.take(module, "weight.nested_quant_map", ["F32"], (256,))
+        scale = BlockScales(shape, size, nested_size, np.float32(state.number("nested_offset")))
+        name += ", double quantised"
     source.unused.add(f"{module}.weight.{_STATE}{kind}")
+    codes, group = CodesOf("codes", 4, shape, "high first"), gcd(size, shape[1])
     recipe = Recipe(
-        codes=CodesOf("codes", 4, shape, "high first"),
-        values=lambda parts: parts["values"].floats(),
-        scale=_block_scales(state, shape, nested=nested),
-        group=gcd(size, shape[1]),
-        zero_scales=True,
+        codes=codes, values=lambda parts: parts["values"].floats(), scale=scale, group=group, zero_scales=True
     )
-    name = f"{kind.upper()}, blocks of {size}" + (", double quantised" if nested else "")
     source.add(module, name, shape, parts, recipe)
 
 
@@ -80,19 +79,6 @@ def _state(source: Source, name: str) -> Fields:
     if not isinstance(values, dict):
         raise source.error("Malformed", f"{name}: expected a JSON object, got {type(values).__name__}")
     return Fields(values, source.settings.path)
-
-
-def _stated_shape(source: Source, state: Fields) -> Shape:
-    shape = state.values.get("shape")
-    if not isinstance(shape, list) or len(shape) != 2 or not all(type(one) is int and one > 0 for one in shape):
-        raise state.error("Malformed", "shape", "rows and columns", shape)
-    return shape[0], shape[1]
-
-
-def _span(rows: Rows, shape: Shape) -> np.ndarray:
-    """Give the places of the numbers of some rows in the flat matrix, (rows, in)."""
-    ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-    return ids[:, None] * shape[1] + np.arange(shape[1])
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,16 +96,11 @@ class BlockScales:
     def __call__(self, parts: Parts, rows: Rows, /) -> np.ndarray:
         """Read the scales of some rows, (rows, groups)."""
         group = gcd(self.size, self.shape[1])
-        blocks = _span(rows, (self.shape[0], self.shape[1] // group)) * group // self.size
+        n_groups = self.shape[1] // group
+        ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
+        blocks = (ids[:, None] * n_groups + np.arange(n_groups)) * group // self.size
         stored = parts["absmax"].array[blocks]
         if self.nested_size is None:
             return stored
         scale = parts["nested_values"].floats()[stored] * parts["nested_absmax"].floats()[blocks // self.nested_size]
         return scale if self.offset is None else scale + self.offset
-
-
-def _block_scales(state: Fields, shape: Shape, *, nested: bool) -> BlockScales:
-    size = state.integer("blocksize")
-    if not nested:
-        return BlockScales(shape, size)
-    return BlockScales(shape, size, state.integer("nested_blocksize"), np.float32(state.number("nested_offset")))

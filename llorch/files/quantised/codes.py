@@ -46,14 +46,9 @@ def ten_per_word(words: np.ndarray, count: int) -> UInt8[np.ndarray, "rows codes
 def across(
     words: np.ndarray, bits: int, rows: Rows, n_rows: int, order: Sequence[int] | None = None
 ) -> UInt8[np.ndarray, "rows other"]:
-    """Return the codes of some rows of a matrix each of whose words holds codes of neighbouring rows.
+    """Return the codes of some of the `n_rows` rows of a matrix each of whose words holds codes of neighbouring rows.
 
-    Args:
-        words: (other, rows * bits / 32), 32-bit words; word j of a line holds codes of neighbouring rows.
-        bits: Bits of a code.
-        rows: The rows that are wanted.
-        n_rows: Rows of the whole matrix.
-        order: Where in its word the code of each row is; None for a code stream.
+    `words` are (other, rows * bits / 32), 32 bits each; `order`: where in its word each row is, None for a code stream.
     """
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(n_rows)

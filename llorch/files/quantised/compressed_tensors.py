@@ -21,8 +21,8 @@ import numpy as np
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E2M1, INT8, across, integers, ten_per_word
 from llorch.files.quantised.float8 import add_blocks, add_mx, add_scaled, exponents_of
-from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
-from llorch.files.quantised.source import Shape, Source, matches_module, n_groups, names_in
+from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, columns_of, floats_of, name_groups
+from llorch.files.quantised.source import Shape, Source, matches_module, n_groups, names_in, two_sizes
 from llorch.runtime.fields import Fields
 
 _FLOATS = ("BF16", "F16", "F32")
@@ -32,7 +32,6 @@ _FLOATS = ("BF16", "F16", "F32")
 class ModuleGroup:
     """One group of modules."""
 
-    name: str  # of its key
     targets: list[str]
     settings: Fields
     weights: Fields
@@ -51,10 +50,8 @@ def read_compressed_tensors(source: Source) -> None:
     source.require_left_alone("ignore", ignored, matches_module)
     _require_whole(source, groups, ignored)
     source.note_unmatched("targets", [target for group in groups for target in group.targets], matches_module)
-    source.leave_out(
-        "input_scale", "input_zero_point", "input_global_scale", "weight_shape", "k_scale", "v_scale", "q_scale"
-    )
-    source.leave_out("output_scale", "output_zero_point")
+    source.leave_out("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
+    source.leave_out("weight_shape", "k_scale", "v_scale", "q_scale")
 
 
 def _refuse_transforms(settings: Fields) -> None:
@@ -81,16 +78,11 @@ def groups_of(settings: Fields) -> list[ModuleGroup]:
         targets = group.values.get("targets")
         if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
             raise group.error("Malformed", f"config_groups.{name}.targets", "a list of names", targets)
-        stated = group if group.has("format") else settings
-        groups.append(ModuleGroup(name, targets, group, weights, _exact_format(stated.text("format"), weights)))
+        form = (group if group.has("format") else settings).text("format")
+        if form == "naive-quantized":  # of floats or of integers
+            form = "float-quantized" if weights.text("type", default="int") == "float" else "int-quantized"
+        groups.append(ModuleGroup(targets, group, weights, form))
     return groups
-
-
-def _exact_format(name: str, weights: Fields) -> str:
-    """Return the exact format: "naive-quantized" stands for a format of floats or of integers."""
-    if name != "naive-quantized":
-        return name
-    return "float-quantized" if weights.text("type", default="int") == "float" else "int-quantized"
 
 
 def group_of(source: Source, groups: list[ModuleGroup], module: str) -> ModuleGroup:
@@ -124,30 +116,23 @@ def _add_packed(source: Source, module: str, weights: Fields) -> None:
     n_words = source.shape(module, "weight_packed")[1]
     gaps = bits == 3 and n_words == -(-n_in // 10) and n_words != -(-n_in * 3 // 32)
     if not gaps and n_words != -(-n_in * bits // 32):
-        message = (
-            f"{module}.weight_packed: expected {-(-n_in * bits // 32)} words a row (num_bits {bits}), got {n_words}"
-        )
-        raise source.error("Shape", message)
+        wanted = f"{-(-n_in * bits // 32)} words a row (num_bits {bits})"
+        raise source.error("Shape", f"{module}.weight_packed: expected {wanted}, got {n_words}")
     size, groups, parts = _scales(source, module, weights, n_out, n_in)
     parts["codes"] = source.take(module, "weight_packed", ["I32"], (n_out, n_words))
     zero = None
     if not symmetric:
-        wanted = -(-n_out * bits // 32), groups
-        parts["zero"] = source.take(module, "weight_zero_point", ["I32"], wanted, "symmetric false")
+        zeros = -(-n_out * bits // 32), groups
+        parts["zero"] = source.take(module, "weight_zero_point", ["I32"], zeros, "symmetric false")
         zero = _zero_points(bits, n_out)
 
     def with_gaps(parts: Parts, rows: Rows) -> np.ndarray:
         return ten_per_word(parts["codes"].array[rows], n_in)
 
-    recipe = Recipe(
-        codes=with_gaps if gaps else CodesOf("codes", bits, (n_out, n_in)),
-        values=integers(bits, offset=1 << (bits - 1) if zero is None else 0),
-        zero=zero,
-        scale=floats_of("scale"),
-        group=(lambda parts: parts["g_idx"].array) if "g_idx" in parts else size,
-    )
-    kind = "one scale a row" if size == n_in else f"groups of {size}"
-    source.add(module, f"compressed-tensors {bits}-bit, {kind}", (n_out, n_in), parts, recipe)
+    codes = with_gaps if gaps else CodesOf("codes", bits, (n_out, n_in))
+    values = integers(bits, offset=1 << (bits - 1) if zero is None else 0)
+    recipe = Recipe(codes=codes, values=values, zero=zero, scale=floats_of("scale"), group=columns_of(parts, size))
+    source.add(module, f"compressed-tensors {bits}-bit, {name_groups(size, n_in)}", (n_out, n_in), parts, recipe)
 
 
 def _zero_points(bits: int, n_out: int) -> Reader:
@@ -186,23 +171,15 @@ def _add_int8(source: Source, module: str, weights: Fields) -> None:
     n_out, n_in = source.shape(module, "weight")
     size, _, parts = _scales(source, module, weights, n_out, n_in)
     parts["weight"] = source.take(module, "weight", ["I8"])
-    recipe = Recipe(
-        codes=CodesOf("weight", 8, (n_out, n_in)),
-        values=INT8,
-        scale=floats_of("scale"),
-        group=(lambda parts: parts["g_idx"].array) if "g_idx" in parts else size,
-    )
-    kind = "one scale a row" if size == n_in else f"groups of {size}"
-    source.add(module, f"compressed-tensors int8, {kind}", (n_out, n_in), parts, recipe)
+    codes = CodesOf("weight", 8, (n_out, n_in))
+    recipe = Recipe(codes=codes, values=INT8, scale=floats_of("scale"), group=columns_of(parts, size))
+    source.add(module, f"compressed-tensors int8, {name_groups(size, n_in)}", (n_out, n_in), parts, recipe)
 
 
 def _add_float8(source: Source, module: str, weights: Fields) -> None:
     strategy = weights.text("strategy")
     if strategy == "block":
-        block = weights.values.get("block_structure")
-        if not isinstance(block, list) or len(block) != 2 or not all(type(one) is int and one > 0 for one in block):
-            raise weights.error("Malformed", "block_structure", "two sizes", block)
-        add_blocks(source, module, "weight_scale", (block[0], block[1]), "block_structure")
+        add_blocks(source, module, "weight_scale", two_sizes(weights, "block_structure"), "block_structure")
     elif strategy == "tensor":
         add_scaled(source, module, "weight_scale", "FP8, one scale", lambda shape: [(1,), (), (1, 1)])
     elif strategy == "channel":
@@ -237,19 +214,9 @@ def add_fp4(
 ) -> None:  # fmt: skip
     """Note a matrix of E2M1 codes, the lower half of a byte first, with a scale for some columns."""
     n_out, n_bytes = source.tensors[parts["codes"]].shape
-    recipe = Recipe(
-        codes=CodesOf("codes", 4, (n_out, 2 * n_bytes)),
-        values=E2M1,
-        scale=scale,
-        divisor=divisor,
-        group=size,
-        zero_scales=True,
-    )
-    source.add(module, f"{name}, groups of {size}", (n_out, 2 * n_bytes), parts, recipe)
-
-
-def _add_mxfp8(source: Source, module: str, weights: Fields) -> None:
-    add_mx(source, module, "weight_scale")
+    codes = CodesOf("codes", 4, (n_out, 2 * n_bytes))
+    recipe = Recipe(codes=codes, values=E2M1, scale=scale, divisor=divisor, group=size, zero_scales=True)
+    source.add(module, f"{name}, groups of {size}", codes.shape, parts, recipe)
 
 
 _FORMATS = {
@@ -258,5 +225,5 @@ _FORMATS = {
     "float-quantized": _add_float8,
     "nvfp4-pack-quantized": _add_nvfp4,
     "mxfp4-pack-quantized": _add_mxfp4,
-    "mxfp8-quantized": _add_mxfp8,
+    "mxfp8-quantized": lambda source, module, weights: add_mx(source, module, "weight_scale"),
 }

@@ -14,7 +14,7 @@ import numpy as np
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E4M3, E8M0
 from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
-from llorch.files.quantised.source import Shape, Source, matches_part, names_in
+from llorch.files.quantised.source import Shape, Source, matches_part, names_in, two_sizes
 
 _SCALES = ("F32", "BF16", "F16")
 _EXPONENTS = ("F8_E8M0", "U8")
@@ -25,7 +25,7 @@ def read_fp8(source: Source) -> None:
     """Find the matrices of a folder of `quant_method: "fp8"` or `"mxfp8"`."""
     settings = source.settings
     settings.refuse("fmt", unless=("e4m3", "float8_e4m3fn"), default="e4m3")
-    block = _block(source)
+    block = two_sizes(settings, "weight_block_size") if settings.has("weight_block_size") else None
     for module in eight_bit_modules(source, *_NAMES):
         suffix = next((name for name in _NAMES if source.has(module, name)), _NAMES[0])
         if settings.text("quant_method") == "mxfp8":
@@ -37,16 +37,6 @@ def read_fp8(source: Source) -> None:
     for key in ("modules_to_not_convert", "ignored_layers"):
         source.require_left_alone(key, names_in(source, key), matches_part)
     source.leave_out("activation_scale", "input_scale", "qscale_act")
-
-
-def _block(source: Source) -> tuple[int, int] | None:
-    """Return rows and columns of a block that has one scale, None if scales do not belong to blocks."""
-    value = source.settings.values.get("weight_block_size")
-    if value is None:
-        return None
-    if not isinstance(value, list) or len(value) != 2 or not all(type(one) is int and one > 0 for one in value):
-        raise source.settings.error("Malformed", "weight_block_size", "two sizes", value)
-    return value[0], value[1]
 
 
 def read_fbgemm(source: Source) -> None:
@@ -77,19 +67,13 @@ def add_scaled(
     """Note a matrix of bytes with one scale, or one for each row; `shapes` are those that its scale may have."""
     shape = source.shape(module, "weight")
     parts = {"weight": source.take(module, "weight", [dtype]), "scale": source.take(module, suffix, _SCALES)}
-    _require_shape(source, parts["scale"], shapes(shape))
+    if (actual := source.tensors[parts["scale"]].shape) not in (allowed := shapes(shape)):
+        message = f"{parts['scale']}: expected {' or '.join(map(str, allowed))}, got {actual}"
+        raise source.error("Shape", f"{message}, which quantization_config does not ask for")
     recipe = Recipe(
         codes=CodesOf("weight", 8, shape), values=values, scale=floats_of("scale"), factor=factor, group=shape[1]
     )
     source.add(module, name, shape, parts, recipe)
-
-
-def _require_shape(source: Source, name: str, shapes: list[Shape]) -> None:
-    if (actual := source.tensors[name].shape) not in shapes:
-        wanted = " or ".join(map(str, shapes))
-        raise source.error(
-            "Shape", f"{name}: expected {wanted}, got {actual}, which quantization_config does not ask for"
-        )
 
 
 def add_blocks(source: Source, module: str, suffix: str, block: tuple[int, int], key: str) -> None:

@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
-from types import MappingProxyType
 
 import numpy as np
 
 from llorch.files.folder import SafetensorsFolder, file_inside
+from llorch.files.mapped import on_error
 from llorch.files.packed import Packed
 from llorch.files.quantised.activations import Activations, read_activations
 from llorch.files.quantised.bitsandbytes import read_bitsandbytes
@@ -27,39 +27,31 @@ from llorch.runtime.fields import Fields
 logger = logging.getLogger(__name__)
 
 _MLX = "mlx"  # its settings name no method
-METHODS: Mapping[str, Callable[[Source], None]] = MappingProxyType(
-    {
-        "gptq": read_gptq,
-        "awq": read_awq,
-        "compressed-tensors": read_compressed_tensors,
-        "fp8": read_fp8,
-        "mxfp8": read_fp8,
-        "fbgemm_fp8": read_fbgemm,
-        "bitsandbytes": read_bitsandbytes,
-        "modelopt": read_modelopt,
-        "auto-round": read_auto_round,
-        "intel/auto-round": read_auto_round,
-        "bitnet": read_bitnet,
-        "torchao": read_torchao,
-        _MLX: read_mlx,
-    }
-)
+METHODS: Mapping[str, Callable[[Source], None]] = {
+    "gptq": read_gptq,
+    "awq": read_awq,
+    "compressed-tensors": read_compressed_tensors,
+    "fp8": read_fp8,
+    "mxfp8": read_fp8,
+    "fbgemm_fp8": read_fbgemm,
+    "bitsandbytes": read_bitsandbytes,
+    "modelopt": read_modelopt,
+    "auto-round": read_auto_round,
+    "intel/auto-round": read_auto_round,
+    "bitnet": read_bitnet,
+    "torchao": read_torchao,
+    _MLX: read_mlx,
+}
 SETTINGS = ("quantization_config", "quantization")  # keys of config.json
-_BESIDE = (
-    "quantize_config.json",
-    "quant_config.json",
-    "hf_quant_config.json",
-)  # of writers that leave config.json alone
+# Files of writers that leave config.json alone.
+_BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
 _LIMIT = 1 << 22
 
 
 def settings_of(values: Mapping[str, object], folder: Path) -> tuple[str, Fields] | None:
-    """Read the method of a folder and its settings; None if nothing is quantised.
+    """Read the method of a folder and its settings, in config.json or a file next to it; None if nothing is quantised.
 
-    The settings stand in config.json or in a file next to it.
-
-    Raises:
-        FormatError: Unsupported for a method that llorch does not read, Malformed for settings that are no object.
+    FormatError: Unsupported for a method that llorch does not read, Malformed for settings that are no object.
     """
     path = folder / "config.json"
     if isinstance(values.get("quantization"), Mapping):
@@ -72,9 +64,8 @@ def settings_of(values: Mapping[str, object], folder: Path) -> tuple[str, Fields
         return None
     method = settings.text("quant_method")
     if method not in METHODS:
-        known = ", ".join(name for name in METHODS)
-        message = f"quant_method: expected one of {known}, got {method!r}; use the folder before its quantisation"
-        raise FormatError("Unsupported", message, path=settings.path)
+        message = f"quant_method: expected one of {', '.join(METHODS)}, got {method!r}"
+        raise FormatError("Unsupported", f"{message}; use the folder before its quantisation", path=settings.path)
     return method, settings
 
 
@@ -102,7 +93,7 @@ class QuantisedFolder(SafetensorsFolder):
     def __init__(self, path: str | Path, values: Mapping[str, object]) -> None:
         """Open the folder of a config.json and find its matrices; FormatError, with key and tensor, if one is wrong."""
         super().__init__(path)
-        try:
+        with on_error(self.close):
             made = settings_of(values, self.path)
             assert made is not None
             self.method, settings = made
@@ -111,9 +102,6 @@ class QuantisedFolder(SafetensorsFolder):
             if not self.source.found:
                 message = f"quant_method {self.method}: expected quantised tensors, got none"
                 raise FormatError("Inconsistent", message, path=settings.path)
-        except BaseException:
-            self.close()
-            raise
         self.tensors = self._matrices() | self._floats()
         if scales := sorted(self.source.unused & {name for name in self.stored if name.endswith("_scale")}):
             logger.info("%s: %d scales that exact numerics leave out, as %s", path, len(scales), scales[0])
@@ -124,14 +112,11 @@ class QuantisedFolder(SafetensorsFolder):
         return self.source.found
 
     def _matrices(self) -> dict[str, SafetensorsInfo]:
-        return {
-            name: SafetensorsInfo(
-                name, found.shape, 0,
-                sum(self.stored[part].n_bytes for part in found.parts.values()) // (found.expert or (0, 1))[1],
-                found.scheme.name,
-            )
-            for name, found in self.source.found.items()
-        }  # fmt: skip
+        infos = {}
+        for name, found in self.source.found.items():
+            n_bytes = sum(self.stored[part].n_bytes for part in found.parts.values()) // (found.expert or (0, 1))[1]
+            infos[name] = SafetensorsInfo(name, found.shape, 0, n_bytes, found.scheme.name)
+        return infos
 
     def _floats(self) -> dict[str, SafetensorsInfo]:
         """Return the tensors that belong to no quantised matrix."""
@@ -140,7 +125,7 @@ class QuantisedFolder(SafetensorsFolder):
 
     def _part(self, name: str) -> StoredPart:
         info = self.stored[name]
-        return StoredPart(name, info.dtype, info.shape, self._shard(name).raw(name))
+        return StoredPart(name, info.dtype, info.shape, self.raw(name))
 
     def array(self, name: str) -> np.ndarray:
         """Read a tensor or a matrix as float32; a matrix is decoded and its scales are looked at."""

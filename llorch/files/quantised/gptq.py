@@ -21,7 +21,7 @@ import numpy as np
 
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import across, awq, integers, stream
-from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, StoredPart, floats_of
+from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, StoredPart, columns_of, floats_of, name_groups
 from llorch.files.quantised.source import Source, matches_module, matches_part, n_groups, names_in, plain_path
 from llorch.runtime.fields import Fields
 
@@ -55,8 +55,7 @@ def _of_module(source: Source, module: str) -> Fields:
 def _own_settings(source: Source, module: str) -> Mapping[str, Any]:
     """Find a module in `dynamic` of gptqmodel or `extra_config` of AutoRound; the first that matches is meant.
 
-    In `extra_config` the name of the module, in any spelling, goes before expressions, and an empty expression is
-    passed over.
+    In `extra_config` the name of the module, in any spelling, goes before expressions; empty ones are passed over.
     """
     for key, matches in (("dynamic", re.match), ("extra_config", re.search)):
         section = source.settings.section(key)
@@ -95,11 +94,15 @@ def _add_gptq(source: Source, module: str, own: Fields, *, less_one: bool) -> No
     size, groups = n_groups(source, module, n_in, group_size, partial=True)
     if ordered and not source.has(module, "g_idx"):
         raise source.error("Missing", f"{module}.g_idx: expected the group of each column (desc_act), got none")
-    parts = _take_parts(source, module, own, groups, (n_out, n_in))
+    parts = {
+        "qweight": source.take(module, "qweight", ["I32"]),
+        "qzeros": source.take(module, "qzeros", ["I32"], (groups, n_out * bits // 32), f"bits {bits}"),
+        "scales": source.take(module, "scales", _SCALES, (groups, n_out), f"group_size {group_size}"),
+    }
+    if source.has(module, "g_idx"):
+        parts["g_idx"] = source.take(module, "g_idx", ["I32"], (n_in,), f"bits {bits}")
 
-    def zero(parts: Parts, rows: Rows) -> np.ndarray:
-        stored = across(parts["qzeros"].array, bits, rows, n_out)
-        return ((stored + less_one) & ((1 << bits) - 1)).astype(np.float32)
+    zero = _zero_points(bits, n_out, less_one=less_one)
 
     def check(parts: Parts) -> str | None:
         wrong = _wrong_groups(parts, size, ordered=ordered)
@@ -107,43 +110,24 @@ def _add_gptq(source: Source, module: str, own: Fields, *, less_one: bool) -> No
             return wrong
         return _wrong_zero(zero(parts, slice(0, n_out)), 1 << (bits - 1), less_one=less_one, name=module)
 
-    codes = CodesOf("qweight", bits, (n_out, n_in), "columns")
-    recipe = Recipe(
-        codes=codes, values=integers(bits), zero=zero, scale=_turned("scales"), group=_group(parts, size), check=check
-    )
-    source.add(module, f"GPTQ {bits}-bit, {_columns(size, n_in)}", (n_out, n_in), parts, recipe)
+    codes, group = CodesOf("qweight", bits, (n_out, n_in), "columns"), columns_of(parts, size)
+    recipe = Recipe(codes=codes, values=integers(bits), zero=zero, scale=_turned("scales"), group=group, check=check)
+    source.add(module, f"GPTQ {bits}-bit, {name_groups(size, n_in)}", (n_out, n_in), parts, recipe)
 
 
-def _take_parts(source: Source, module: str, own: Fields, groups: int, shape: tuple[int, int]) -> dict[str, str]:
-    (n_out, n_in), bits = shape, own.integer("bits")
-    zeros, scales = (groups, n_out * bits // 32), (groups, n_out)
-    parts = {
-        "qweight": source.take(module, "qweight", ["I32"]),
-        "qzeros": source.take(module, "qzeros", ["I32"], zeros, f"bits {bits}"),
-        "scales": source.take(module, "scales", _SCALES, scales, f"group_size {own.integer('group_size')}"),
-    }
-    if source.has(module, "g_idx"):
-        parts["g_idx"] = source.take(module, "g_idx", ["I32"], (n_in,), f"bits {bits}")
-    return parts
-
-
-def _columns(size: int, n_in: int) -> str:
-    return "one scale a row" if size == n_in else f"groups of {size}"
-
-
-def _turned(part: str) -> Reader:
-    """Read floats of a part (groups, rows)."""
+def _zero_points(bits: int, n_out: int, *, less_one: bool) -> Reader:
+    """Read zero points, which are packed along the rows, stored as they are or `less_one`."""
 
     def read(parts: Parts, rows: Rows) -> np.ndarray:
-        stored = parts[part]
-        return np.ascontiguousarray(stored.floats()[:, rows].T)
+        stored = across(parts["qzeros"].array, bits, rows, n_out)
+        return ((stored + less_one) & ((1 << bits) - 1)).astype(np.float32)
 
     return read
 
 
-def _group(parts: Mapping[str, str], size: int) -> Any:
-    """Return the size of groups, or the reader of each column's group if the file lists them."""
-    return (lambda parts: parts["g_idx"].array) if "g_idx" in parts else size
+def _turned(part: str) -> Reader:
+    """Read floats of a part (groups, rows)."""
+    return lambda parts, rows: np.ascontiguousarray(parts[part].floats()[:, rows].T)
 
 
 def _wrong_groups(parts: Parts, size: int, *, ordered: bool) -> str | None:
@@ -164,12 +148,10 @@ def _wrong_zero(zeros: np.ndarray, wanted: int, *, less_one: bool, name: str) ->
     wrong = zeros[zeros != wanted]
     if not wrong.size:
         return None
-    said, other, off = ("gptq", "gptq_v2", 1) if less_one else ("gptq_v2", "gptq", -1)
+    version, other, off = ("gptq", "gptq_v2", 1) if less_one else ("gptq_v2", "gptq", -1)
     fits = f"; {other} would fit" if (zeros == wanted + off).all() else ""
-    return (
-        f"{name}.qzeros: sym and checkpoint_format {said} ask for the zero point {wanted} everywhere, "
-        f"got {wrong[0]:g}{fits}"
-    )
+    settings = f"sym and checkpoint_format {version}"
+    return f"{name}.qzeros: {settings} ask for the zero point {wanted} everywhere, got {wrong[0]:g}{fits}"
 
 
 def read_awq(source: Source) -> None:
@@ -215,7 +197,7 @@ def _add_gemm(source: Source, module: str, group_size: int) -> None:
         scale=_turned("scales"),
         group=size,
     )
-    source.add(module, f"AWQ 4-bit, {_columns(size, n_in)}", (n_out, n_in), parts, recipe)
+    source.add(module, f"AWQ 4-bit, {name_groups(size, n_in)}", (n_out, n_in), parts, recipe)
 
 
 def _add_gemv(source: Source, module: str, group_size: int) -> None:
@@ -241,4 +223,4 @@ def _add_gemv(source: Source, module: str, group_size: int) -> None:
         group=size,
         check=lambda parts: _wrong_padding(parts["scales"], groups),
     )
-    source.add(module, f"AWQ 4-bit (gemv), {_columns(size, n_in)}", (n_out, n_in), parts, recipe)
+    source.add(module, f"AWQ 4-bit (gemv), {name_groups(size, n_in)}", (n_out, n_in), parts, recipe)

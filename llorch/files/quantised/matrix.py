@@ -100,10 +100,7 @@ class CodesOf:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Recipe:
-    """The rule that makes the numbers of a matrix.
-
-    `group` is the number of columns that share a scale, or gives the group of each column.
-    """
+    """The rule that makes the numbers of a matrix; `group`: columns that share a scale, or each column's group."""
 
     codes: Reader  # (rows, in) uint8
     values: np.ndarray | Callable[[Parts], np.ndarray]  # float32 by code; the table may be a part
@@ -212,11 +209,18 @@ class QuantisedMatrix(Packed):
         return slice(*rows.indices(self.shape[0])[:2]) if isinstance(rows, slice) else rows
 
 
-def floats_of(part: str, *, block: int = 1) -> Reader:
-    """Read the floats of a part for some rows.
+def columns_of(parts: Mapping[str, str], size: int) -> int | Callable[[Parts], np.ndarray]:
+    """Return the `group` of a recipe: a size, or the reader of each column's group if the file lists them (`g_idx`)."""
+    return (lambda parts: parts["g_idx"].array) if "g_idx" in parts else size
 
-    The part is one number, one column, (rows, groups), or (blocks of `block` rows, groups).
-    """
+
+def name_groups(size: int, n_in: int) -> str:
+    """Name, for people, the columns that share a scale."""
+    return "one scale a row" if size == n_in else f"groups of {size}"
+
+
+def floats_of(part: str, *, block: int = 1) -> Reader:
+    """Read floats of one number, one column, (rows, groups), or (blocks of `block` rows, groups)."""
 
     def read(parts: Parts, rows: Rows) -> Float32[np.ndarray, "rows groups"]:
         stored = parts[part]

@@ -84,10 +84,8 @@ def _add_affine(source: Source, module: str, settings: Fields) -> None:
         "scale": source.take(module, "scales", _FLOATS, (n_out, groups), said),
         "bias": source.take(module, "biases", _FLOATS, (n_out, groups), said),
     }
-    recipe = Recipe(
-        codes=CodesOf("codes", bits, (n_out, n_in)),
-        values=integers(bits), scale=floats_of("scale"), minimum=floats_of("bias"), group=size, zero_scales=True,
-    )  # fmt: skip
+    codes, scale, minimum = CodesOf("codes", bits, (n_out, n_in)), floats_of("scale"), floats_of("bias")
+    recipe = Recipe(codes=codes, values=integers(bits), scale=scale, minimum=minimum, group=size, zero_scales=True)
     source.add(module, f"MLX {bits}-bit, groups of {size}", (n_out, n_in), parts, recipe)
 
 
@@ -104,11 +102,9 @@ def _add_mlx_float(bits: int, size: int, name: str) -> Callable[..., None]:
             "codes": source.take(module, "weight", ["U32"]),
             "scale": source.take(module, "scales", ["U8"], (n_out, n_in // size), f"mode {name.lower()}"),
         }
-        recipe = Recipe(
-            codes=CodesOf("codes", bits, (n_out, n_in)), values=values,
-            scale=(lambda parts, rows: E4M3[parts["scale"].array[rows]]) if size == 16 else exponents_of("scale"),
-            group=size, zero_scales=True,
-        )  # fmt: skip
+        codes = CodesOf("codes", bits, (n_out, n_in))
+        scale = (lambda parts, rows: E4M3[parts["scale"].array[rows]]) if size == 16 else exponents_of("scale")
+        recipe = Recipe(codes=codes, values=values, scale=scale, group=size, zero_scales=True)
         source.add(module, f"MLX {name}, groups of {size}", (n_out, n_in), parts, recipe)
 
     return add
@@ -170,12 +166,8 @@ def read_auto_round(source: Source) -> None:
         case "auto_awq" | "awq":
             read_awq(source)
         case _:
-            raise source.settings.error(
-                "Unsupported",
-                "packing_format",
-                "'auto_round', 'auto_round:auto_gptq', 'auto_round:gptqmodel' or 'auto_round:auto_awq'",
-                packing,
-            )
+            expected = "'auto_round', 'auto_round:auto_gptq', 'auto_round:gptqmodel' or 'auto_round:auto_awq'"
+            raise source.settings.error("Unsupported", "packing_format", expected, packing)
 
 
 def read_bitnet(source: Source) -> None:
@@ -224,10 +216,8 @@ def read_torchao(source: Source) -> None:
         if source.has(module, "_weight_zero_point"):
             parts["zero"] = source.take(module, "_weight_zero_point", ["I8", *_FLOATS], (n_out, 1))
         is_float = source.tensors[name].dtype == "F8_E4M3"
-        recipe = Recipe(
-            codes=CodesOf("codes", 8, (n_out, n_in)),
-            values=E4M3 if is_float else INT8, zero=floats_of("zero") if "zero" in parts else None,
-            scale=floats_of("scale"), group=n_in,
-        )  # fmt: skip
+        codes, values = CodesOf("codes", 8, (n_out, n_in)), E4M3 if is_float else INT8
+        zero = floats_of("zero") if "zero" in parts else None
+        recipe = Recipe(codes=codes, values=values, zero=zero, scale=floats_of("scale"), group=n_in)
         kind = "float8" if is_float else "int8"
         source.add(module, f"torchao {kind}, one scale a row", (n_out, n_in), parts, recipe)

@@ -9,7 +9,7 @@ from llorch.files.packed import Scheme
 from llorch.files.quantised.matrix import Recipe, StoredPart
 from llorch.files.safetensors import SafetensorsInfo
 from llorch.files.tensor_names import path_alone
-from llorch.runtime.errors import FormatError
+from llorch.runtime.errors import ErrorCode, FormatError
 from llorch.runtime.fields import Fields
 
 _PATH = re.compile(r"[\w-]+(\.[\w-]+)+")  # of a module, no expression and no class
@@ -52,10 +52,7 @@ class Source:
         return f"{module}.{suffix}" in self.tensors
 
     def take(self, module: str, suffix: str, dtypes: Iterable[str], shape: Shape | None = None, key: str = "") -> str:
-        """Return the name of a tensor.
-
-        FormatError Missing, DType or Shape names `key`, the setting that requires the tensor.
-        """
+        """Return the name of a tensor; FormatError Missing, DType or Shape names `key`, which requires it."""
         why = f"; {key} says so" if key else ""
         info, known = self._info(module, suffix, why), (*dtypes,)
         name = info.name
@@ -85,12 +82,9 @@ class Source:
         self.found[f"{module}.weight"] = Found(Scheme(name), shape, parts, recipe)
 
     def add_experts(self, module: str, name: str, add: Callable[["Source", str], None]) -> None:
-        """Note every matrix of a stack of experts.
+        """Note every matrix of a module whose tensors have the experts as first axis.
 
-        Args:
-            module: The module whose tensors have the experts as first axis.
-            name: The module of one expert, with `{e}` in place of its number.
-            add: The function that notes one matrix; its source has the tensors without the first axis.
+        `name` is the module of one expert, with `{e}` for its number; `add` notes one matrix, of tensors without it.
         """
         n_experts = self.shape(module, "weight", axes=3)[0]
         stacked = {key: info for key, info in self.tensors.items() if key.startswith(f"{module}.")}
@@ -131,9 +125,9 @@ class Source:
             listed = ", ".join(names[:3]) + (f" and {len(names) - 3} more" if len(names) > 3 else "")
             self.notes.append(f"{key}: expected modules of this folder, got {listed}; correct the spelling")
 
-    def error(self, code: str, message: str) -> FormatError:
+    def error(self, code: ErrorCode, message: str) -> FormatError:
         """Make an error that names the file of the settings."""
-        return FormatError(code, message, path=self.settings.path)  # pyright: ignore[reportArgumentType]
+        return FormatError(code, message, path=self.settings.path)
 
 
 def n_groups(source: Source, module: str, n_in: int, group_size: int, *, partial: bool = False) -> tuple[int, int]:
@@ -146,6 +140,14 @@ def n_groups(source: Source, module: str, n_in: int, group_size: int, *, partial
         message = f"group_size: expected a divisor of the {n_in} columns of {module}, got {group_size}"
         raise source.error("Inconsistent", message)
     return group_size, -(-n_in // group_size)
+
+
+def two_sizes(settings: Fields, key: str, expected: str = "two sizes") -> tuple[int, int]:
+    """Read a list of two positive integers; FormatError Malformed."""
+    value = settings.values.get(key)
+    if not isinstance(value, list) or len(value) != 2 or not all(type(size) is int and size > 0 for size in value):
+        raise settings.error("Malformed", key, expected, value)
+    return value[0], value[1]
 
 
 def matches_part(pattern: str, module: str) -> bool:

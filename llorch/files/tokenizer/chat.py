@@ -66,8 +66,7 @@ class ChatTemplate:
     ) -> str:
         """Write a conversation as the text that the model reads; keys without a value are left out.
 
-        FormatError: TemplateError when the template refuses it or fails on it, TemplateBudget beyond 1 s of processor
-        time, 512 MiB or 4 Mi characters.
+        FormatError: TemplateError when the template refuses it or fails; TemplateBudget beyond `TemplateLimits`.
         """
         chat = [{key: value for key, value in message.items() if value is not None} for message in messages]
         known = {"messages": chat, "tools": tools, "documents": None, "add_generation_prompt": add_generation_prompt}

@@ -62,10 +62,7 @@ class Breaker:
         return bool(self._whole.search(text) or self._single.search(text)) or self._end(text) < len(text)
 
     def broken(self, values: object, mark: str) -> object:
-        """Copy values with `mark` after the first character of each control token's text.
-
-        A text of one character gets it twice.
-        """
+        """Copy values with `mark` after the first character of each control token; twice if that is all."""
         return _mapped(values, lambda text: self._break(text, mark))
 
     def _break(self, text: str, mark: str) -> str:
@@ -105,10 +102,7 @@ class Conversation:
         self._template = template
 
     def text(self, count: int, *, opened: bool = False) -> tuple[str, list[int]]:
-        """Render the first messages as text, and return the inert places in it.
-
-        If `opened`, the text ends with the opening of an assistant's turn.
-        """
+        """Render the first messages, and an assistant's opening if `opened`; return text and inert places."""
         text = self._template.render(
             self._messages[:count], tools=self._tools, add_generation_prompt=opened, settings=self._settings
         )
@@ -166,9 +160,8 @@ class Chats:
     ) -> Written:
         """Write a conversation of a chat, up to the answer if `opened`.
 
-        For a model without a template, write the words alone, with a blank line between two messages; the model goes on
-        with the text. `variables` of the template take precedence over those of the settings. FormatError where a
-        template cannot take the messages.
+        For a model without a template, write the words alone, with a blank line between two messages. `variables` of
+        the template go before those of the settings. FormatError where a template cannot take the messages.
         """
         if not self.has_template:
             for place, message in enumerate(messages):
@@ -243,16 +236,13 @@ class Chats:
 def _no_template(names: Collection[str], path: str | Path) -> FormatError:
     """Make the error for a conversation that needs the default template; the model may have others, by `names`."""
     if names:
-        message = (
-            f"expected a default chat template, got only templates with names ({', '.join(sorted(names))}); write "
-            "one of them to chat_template.jinja in the Hugging Face folder, which makes it the default"
-        )
+        message = f"expected a default chat template, got only templates with names ({', '.join(sorted(names))})"
+        remedy = "write one of them to chat_template.jinja in the Hugging Face folder, which makes it the default"
     else:
-        message = (
-            "expected a chat template for a conversation, the model has none; add chat_template.jinja to the"
-            " Hugging Face folder, or use plain text (a prompt, or rows of prompt and completion)"
-        )
-    return FormatError("Missing", message, path=path)
+        message = "expected a chat template for a conversation, the model has none"
+        remedy = "add chat_template.jinja to the Hugging Face folder, or use plain text"
+        remedy += " (a prompt, or rows of prompt and completion)"
+    return FormatError("Missing", f"{message}; {remedy}", path=path)
 
 
 def _joined_words(messages: Sequence[Message]) -> str:

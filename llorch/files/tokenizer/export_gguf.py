@@ -95,10 +95,7 @@ def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str
 
 
 def probes_for(metadata: Mapping[str, object]) -> list[str]:
-    """Return the probes whose ids folder and file share.
-
-    Probes with a leading space are left out where the folder treats the space differently.
-    """
+    """Return the probes whose ids both share: none with a leading space that the folder treats otherwise."""
     return [text for text in PROBES if SPACE_PREFIX not in metadata or not text.startswith(" ")]
 
 
@@ -128,10 +125,7 @@ def _token_table(
 
 
 def _pre_tokenizer(content: Mapping[str, Any], path: Path) -> str:
-    """Return the name under which llama.cpp knows a pre-tokenizer.
-
-    `HuggingFaceVocabulary` has checked that it is known.
-    """
+    """Return llama.cpp's name of a pre-tokenizer, one that `HuggingFaceVocabulary` knows."""
     name = str(name_of_words(content["pre_tokenizer"]))
     ignores = content["model"].get("ignore_merges") is True
     if name == "llama-bpe" and not ignores:

@@ -51,8 +51,7 @@ class GGUFVocabulary:
     ) -> tuple[list[int], Iterator[int]]:
         """Cut text at special tokens, encode what lies between, and tell where tokens start: -1 for an added beginning.
 
-        `parse_special` cuts at control tokens too, not only at user-defined ones; text that `continues` stands behind
-        a control token.
+        `parse_special` cuts at control tokens, too; text that `continues` stands behind a control token.
         """
         ids = [*self._added_first] if add_special else []
         parts: list[tuple[int, bool, Iterable[int]]] = [(-1, False, [0] * len(ids))]
@@ -154,10 +153,8 @@ class GGUFVocabulary:
             return ()
         for text in ("</s>", *_PHI_3_KEEPS):
             if text not in ids:
-                message = (
-                    f"general.name: llama.cpp opens a model named phi-3 only if it has the token {text}, got {name!r}"
-                )
-                raise FormatError("Missing", message, path=self._path)
+                message = f"general.name: llama.cpp opens a model named phi-3 only if it has the token {text}"
+                raise FormatError("Missing", f"{message}, got {name!r}", path=self._path)
         return [text for text in special if text not in _PHI_3_KEEPS]
 
     def _tokens_to_add(self, fields: Fields, role: Literal["bos", "eos"], *, default: bool) -> list[int]:

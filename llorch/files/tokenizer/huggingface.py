@@ -5,7 +5,6 @@ Source: tokenizers `src/tokenizer/serialization.rs`, `src/models/bpe/serializati
 
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
 from threading import Lock
@@ -60,8 +59,7 @@ class HuggingFaceVocabulary:
     ) -> tuple[list[int], Iterator[int]]:
         """Encode text, with `add_special` in the file's template, and tell where tokens start: -1 before the text.
 
-        Text that `continues` after a control token gets no space put before it, unless each control token is followed
-        by one.
+        Text that `continues` after a control token gets no space before it, unless each control token has one behind.
         """
         with self._lock, self._without_prefix(continues):  # the switch belongs to the tokenizer, not to the call
             self._tokenizer.encode_special_tokens = not parse_special
@@ -148,12 +146,12 @@ class HuggingFaceVocabulary:
             if free != token_id:
                 raise self._fields.error("Inconsistent", f"added_tokens {token.content!r}", f"id {free}", token_id)
             self._texts[token_id] = token.content
-        named = NamedIds.read(folder, {text: token_id for token_id, text in self._texts.items()})
-        self.vocab_size = max(max(self._texts) + 1, named.rows)
+        begins, ends, rows = _named_ids(folder, {text: token_id for token_id, text in self._texts.items()})
+        self.vocab_size = max(max(self._texts) + 1, rows)
         return SpecialTokens(
-            bos_token_id=named.bos_token_id,
-            eos_token_id=named.eos_token_id,
-            eos_token_ids=named.eos_token_ids | find_end_tokens(by_text, {}),
+            bos_token_id=next(iter(begins), None),
+            eos_token_id=next(iter(ends), None),
+            eos_token_ids=frozenset(ends) | find_end_tokens(by_text, {}),
             hidden=frozenset(token_id for token_id, token in added if token.special),
             visible=frozenset(token_id for token_id, token in added if not token.special),
         )
@@ -172,32 +170,20 @@ class HuggingFaceVocabulary:
         return token_id
 
 
-@dataclass(frozen=True, kw_only=True)
-class NamedIds:
-    """Begin and end tokens that config.json, generation_config.json and tokenizer_config.json name, if there."""
+def _named_ids(folder: Path, ids: Mapping[str, int]) -> tuple[list[int], list[int], int]:
+    """Read the begin and end tokens that the files of a folder name, and the rows of the embedding table.
 
-    bos_token_id: int | None
-    eos_token_id: int | None  # the first that is named
-    eos_token_ids: frozenset[int]
-    rows: int  # of the embedding table; it may be padded beyond the last token
-
-    @classmethod
-    def read(cls, folder: Path, ids: Mapping[str, int]) -> "NamedIds":
-        """Read the files of a folder; FormatError where one names no token of the vocabulary."""
-        files = (folder / f"{name}.json" for name in ("config", "generation_config", "tokenizer_config"))
-        model, generation, tokenizer = (Fields(read_settings(file), file) for file in files)
-        rows = model.integer("vocab_size", default=0, low=0)
-        limit = max(rows, max(ids.values()) + 1)
-        begins, ends = (
-            [*_id_of_text(tokenizer, f"{role}_token", ids), *_token_ids((model, generation), f"{role}_token_id", limit)]
-            for role in ("bos", "eos")
-        )
-        return cls(
-            bos_token_id=next(iter(begins), None),
-            eos_token_id=next(iter(ends), None),
-            eos_token_ids=frozenset(ends),
-            rows=rows,
-        )
+    The table may be padded beyond the last token. FormatError where a file names no token of the vocabulary.
+    """
+    files = (folder / f"{name}.json" for name in ("config", "generation_config", "tokenizer_config"))
+    model, generation, tokenizer = (Fields(read_settings(file), file) for file in files)
+    rows = model.integer("vocab_size", default=0, low=0)
+    limit = max(rows, max(ids.values()) + 1)
+    begins, ends = (
+        [*_id_of_text(tokenizer, f"{role}_token", ids), *_token_ids((model, generation), f"{role}_token_id", limit)]
+        for role in ("bos", "eos")
+    )
+    return begins, ends, rows
 
 
 def _token_ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:

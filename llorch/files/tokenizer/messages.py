@@ -28,10 +28,8 @@ def refuse_media(fields: Fields, name: str, message: Mapping[str, object]) -> No
     """Refuse a message with an image, a video or audio: llorch reads text only."""
     media = [key for key in MEDIA if message.get(key) not in (None, "", [], {})]
     if media:
-        key = media[0]
-        raise fields.error(
-            "Unsupported", f"{name}.{key}", f"no {key} (llorch reads no images, audio or files)", message[key]
-        )
+        expected = f"no {media[0]} (llorch reads no images, audio or files)"
+        raise fields.error("Unsupported", f"{name}.{media[0]}", expected, message[media[0]])
 
 
 def parsed(text: str) -> object:
@@ -45,9 +43,8 @@ def parsed(text: str) -> object:
 def tool_call(fields: Fields, name: str, call: object) -> dict[str, object]:
     """Check a call of a function, and bring it into the form that templates take.
 
-    It comes as `{"name", "arguments"}`, perhaps as `function` of an object, arguments perhaps as JSON text; it leaves
-    as `{"type": "function", "function": {"name", "arguments"}}` and whatever else the object says. Some clients write
-    no arguments as an empty text or null.
+    It comes as `{"name", "arguments"}`, perhaps as `function` of an object, arguments perhaps as JSON text, null or "";
+    it leaves as `{"type": "function", "function": {"name", "arguments"}}`, with the `id` of the object.
     """
     outer = call if isinstance(call, Mapping) else {}
     function = outer.get("function", outer)

@@ -122,10 +122,8 @@ def _expect(part: object, known: Sequence[Json | None], what: str, path: Path) -
         return known[known.index(part)]
     candidates = [*filter(None, known), *WORDS.values()] if what == "pre_tokenizer" else known
     field, expected, actual = _first_difference(part, candidates)
-    message = (
-        f"{what}{field}: expected {expected}, got {actual}; llorch has the tokenizers of Llama 2, 3 and 4, "
-        "Qwen 2 and 3.5, Tekken, SmolLM2 and GPT-2"
-    )
+    known_models = "llorch has the tokenizers of Llama 2, 3 and 4, Qwen 2 and 3.5, Tekken, SmolLM2 and GPT-2"
+    message = f"{what}{field}: expected {expected}, got {actual}; {known_models}"
     raise FormatError("Unsupported", message, path=path)
 
 

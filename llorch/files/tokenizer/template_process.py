@@ -110,10 +110,8 @@ def _command() -> list[str]:
 
 
 def _no_start(command: list[str], status: int | None) -> str:
-    return (
-        f"chat templates: the rendering process ended with status {status} before it was ready;"
-        f" to see why, run: {' '.join(command)}"
-    )
+    message = f"chat templates: the rendering process ended with status {status} before it was ready"
+    return f"{message}; to see why, run: {' '.join(command)}"
 
 
 def _encoded(request: Mapping[str, object]) -> bytes:

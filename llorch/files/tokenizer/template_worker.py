@@ -15,7 +15,7 @@ import faulthandler
 import json
 import os
 import signal
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
@@ -57,10 +57,7 @@ def main() -> None:
 
 
 def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
-    """Render a `source` with its `variables` at a `time`, or only compile it without any variables.
-
-    The answer is `text`, or `code` and `message`.
-    """
+    """Render a `source` with `variables` at a `time`, or only compile it: `text`, or `code` and `message`."""
     try:
         template = _compiled(str(request["source"]))
     except MemoryError:
@@ -71,7 +68,8 @@ def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
     if not isinstance(variables, dict):
         return {"text": ""}
     try:
-        clock = {"strftime_now": _clock(str(request["time"]))} if "time" in request else {}
+        # With it templates write the date; the process has no clock of its own.
+        clock = {"strftime_now": datetime.fromisoformat(str(request["time"])).strftime} if "time" in request else {}
         return {"text": _rendered(template, variables | clock, max_text)}
     except MemoryError:
         raise
@@ -79,11 +77,6 @@ def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
         return {"code": "TemplateBudget", "message": f"writes over {max_text} characters"}
     except Exception as error:  # whatever the template does with what it sees
         return {"code": "TemplateError", "message": f"refuses this: {_short_reason(error)}"}
-
-
-def _clock(time: str) -> Callable[[str], str]:
-    """Make the function with which templates write the date; the process has no clock of its own."""
-    return datetime.fromisoformat(time).strftime
 
 
 def _short_reason(error: Exception) -> str:

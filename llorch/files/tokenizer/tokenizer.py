@@ -70,22 +70,17 @@ class Tokenizer:
         """Encode what a chat template made: the text of control tokens is these tokens, but not inside of user text.
 
         `inert` are places that no control token may run over: one inside each text of one that a user wrote; where one
-        is a single character, the place behind it, twice. Returned are ids, and for each the character in which it
-        starts.
+        is a single character, the place behind it, twice. Returned are ids, and in which character each starts.
         """
         ids, starts = self.encode_spans(text, add_special=False, parse_special=True)
         if not inert:
             return ids, starts
-        controls = self._controls(ids, starts, len(text))
+        spans = zip(ids, starts, [*starts[1:], len(text)], strict=True)
+        controls = [(start, stop) for one, start, stop in spans if one in self.control_ids]
         taken = [(first, last) for first, last in controls if not _is_inert(text, first, last, inert)]
         if len(taken) == len(controls):
             return ids, starts
         return self._encode_between(text, taken)
-
-    def _controls(self, ids: list[int], starts: list[int], end: int) -> list[tuple[int, int]]:
-        """List the spans of the control tokens: first character, and the character after the last."""
-        ends = [*starts[1:], end]
-        return [(start, stop) for one, start, stop in zip(ids, starts, ends, strict=True) if one in self.control_ids]
 
     def _encode_between(self, text: str, controls: list[tuple[int, int]]) -> tuple[list[int], list[int]]:
         """Encode with these control tokens and no others."""

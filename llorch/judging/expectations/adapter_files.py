@@ -14,11 +14,12 @@ from pathlib import Path
 import numpy as np
 
 from llorch.files import GGUFFile, Weights, open_weights
+from llorch.judging.compare import compare_exact
 from llorch.judging.expectations.files import differing, foreign_tensors, format_wrong_tensors
 from llorch.judging.expectations.training_places import PEFT, Arrays, at
 from llorch.judging.goldens.training import TrainingGolden
-from llorch.judging.judge import Comparison, compare_exact
 from llorch.judging.runners.training_numpy import logits_of
+from llorch.judging.types import Comparison
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of

@@ -21,8 +21,9 @@ from llorch.files.gguf import GGUFFile
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.quantised import QuantisedFolder
+from llorch.judging.compare import compare_exact
 from llorch.judging.goldens.forward import TokenCheck
-from llorch.judging.judge import Comparison, compare_exact
+from llorch.judging.types import Comparison
 from llorch.stages.stage_ref import StageRef
 
 logger = logging.getLogger(__name__)
@@ -48,9 +49,8 @@ def token_rows(
         texts = [check for check in checks if engine in check.ids]
         wrong = [check for check in texts if encode(check.text) != list(check.ids[engine])]
         note = f"{wrong[0].text!r}: {encode(wrong[0].text)} not {wrong[0].ids[engine]}" if wrong else ""
-        yield compare_exact(
-            StageRef("00", "token_ids"), engine, len(wrong) / len(texts), note, model=model, backend=backend
-        )
+        share = len(wrong) / len(texts)
+        yield compare_exact(StageRef("00", "token_ids"), engine, share, note, model=model, backend=backend)
 
 
 def decode_rows(model: str, weights: Weights) -> Iterator[Comparison]:
@@ -135,8 +135,21 @@ def fingerprint(path: Path) -> str:
 
 
 def foreign_tensors(path: Path) -> Table:
-    """Build the tensor table of a GGUF file or a Hugging Face folder by the reader that is not llorch's."""
-    return _by_safetensors(path) if path.is_dir() else _by_gguf(path)
+    """Build the tensor table by a reader that is not llorch's: the gguf package; safetensors, without digests."""
+    if not path.is_dir():
+        from gguf import GGUFReader
+
+        tensors = GGUFReader(path).tensors
+        return {t.name: _entry(t.tensor_type.name, tuple(t.shape[::-1].tolist()), t.data) for t in tensors}
+    from safetensors import safe_open
+
+    table: dict[str, str] = {}
+    for file in sorted(path.glob("*.safetensors")):
+        with safe_open(file, framework="np") as opened:
+            for name in opened.keys():
+                part = opened.get_slice(name)
+                table[name] = _entry(part.get_dtype(), tuple(part.get_shape()))
+    return table
 
 
 def differing(own: Table, foreign: Table) -> list[str]:
@@ -152,29 +165,6 @@ def format_wrong_tensors(wrong: Sequence[str], own: Table, foreign: Table) -> st
     actual, wanted = (table.get(first, "nothing").split()[:2] for table in (own, foreign))
     what = "other bytes" if actual == wanted else f"{' '.join(actual)}, not {' '.join(wanted)}"
     return ", ".join([f"{first} ({what})", *others])
-
-
-def _by_gguf(path: Path) -> Table:
-    """Read the table of a GGUF file with the gguf package, with a digest of each tensor's bytes."""
-    from gguf import GGUFReader
-
-    return {
-        t.name: _entry(t.tensor_type.name, tuple(int(n) for n in reversed(t.shape)), t.data)
-        for t in GGUFReader(path).tensors
-    }
-
-
-def _by_safetensors(folder: Path) -> Table:
-    """Read the table of a folder with the safetensors package, without digests."""
-    from safetensors import safe_open
-
-    table: dict[str, str] = {}
-    for file in sorted(folder.glob("*.safetensors")):
-        with safe_open(file, framework="np") as opened:
-            for name in opened.keys():
-                part = opened.get_slice(name)
-                table[name] = _entry(part.get_dtype(), tuple(part.get_shape()))
-    return table
 
 
 def _entry(dtype: str, shape: tuple[int, ...], data: np.ndarray | None = None) -> str:

@@ -20,7 +20,6 @@ from llorch.judging.expectations.tokens import GreedyJudge
 from llorch.judging.expert_selection import ExpertSelection, StageOverride, as_made
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import EngineOutput, ReferenceOutput, sampler_inputs
-from llorch.judging.judge import Expectation
 from llorch.judging.runners import Runner
 from llorch.judging.tolerances.forward import (
     MATHEMATICS,
@@ -32,10 +31,11 @@ from llorch.judging.tolerances.forward import (
     widened,
 )
 from llorch.judging.tolerances.rounding import ARITHMETICS, CHAINED, FLOAT32, ISOLATED
+from llorch.judging.types import Expectation
 from llorch.runtime.errors import UserError
 from llorch.stages.comparison import EXACT, Difference, Tolerance, distance
-from llorch.stages.stage_ref import Pass, StageRef, part_of, token_axis
-from llorch.stages.table import ATTENTION, BY_NAME, Stage, input_keys, key, keys
+from llorch.stages.stage_ref import Pass, StageRef, part_of
+from llorch.stages.table import ATTENTION, BY_NAME, input_keys, key, keys
 
 COPIES = ("embed", "k_cache", "v_cache", "conv_state")  # isolated they are exact: nothing is computed
 
@@ -53,18 +53,10 @@ class ForwardExpectations:
         *,
         n_prompt: int | None = None,
     ) -> None:
-        """Prepare; nothing is computed yet.
+        """Prepare; nothing is computed yet. ValueError: a trace has not exactly the stages of the model.
 
-        Args:
-            model: Its name in the rows.
-            weights: The model in float32, with its numerics.
-            cases: The inputs.
-            engine_outputs: Outputs of each reference engine for them.
-            reference: The float64 reference; None where no engine has it: tolerances are then only the derived ones.
-            n_prompt: Tokens of `near` before the greedy text, where it holds that too.
-
-        Raises:
-            ValueError: A trace has not exactly the stages of the model.
+        Weights are those of the model in float32, with its numerics. Without a float64 `reference` tolerances are only
+        the derived ones. `n_prompt` counts the tokens of `near` before the greedy text, if it holds that, too.
         """
         self.model, self.weights, self.cases = model, weights, cases
         self.engine_outputs, self.reference = engine_outputs, reference
@@ -93,8 +85,8 @@ class ForwardExpectations:
         """
         found: dict[bytes, list[str]] = {}
         for engine, golden in self.engines(runner).items():
-            chosen = (golden.traces[case][name].tobytes() for name in self._choices)
-            found.setdefault(b"".join(chosen), []).append(engine)
+            expert_ids = (golden.traces[case][name].tobytes() for name in self._choices)
+            found.setdefault(b"".join(expert_ids), []).append(engine)
         return [*found.values()]
 
     def override_selection(self, runner: Runner, case: str, engine: str) -> StageOverride:
@@ -103,9 +95,8 @@ class ForwardExpectations:
         def override(name: str, array: np.ndarray, start: int) -> np.ndarray:
             if name not in self._choices:
                 return array
-            return self.expert_selection(runner, "chained", case, engine, name, start, start + len(array)).settled(
-                array
-            )
+            selection = self.expert_selection(runner, "chained", case, engine, name, start, start + len(array))
+            return selection.settled(array)
 
         return override if self._choices else as_made
 
@@ -123,12 +114,12 @@ class ForwardExpectations:
             scores = golden[input_keys(stage, layer, self.weights.config)[0]]
             half = ARITHMETICS.get(runner.dtype, FLOAT32)
             variance = half.rounding(scores) if half.is_half else np.zeros_like(scores)
-        elif runner.dtype == "float64":
-            scores = best[key("router_logits", layer)]
-            variance = np.full_like(scores, np.square(MATHEMATICS.worst * np.abs(scores).max()))
         else:
             scores = best[key("router_logits", layer)]
-            variance = self.tolerances_for(runner, case).chained_variance(key("router_logits", layer))
+            if runner.dtype == "float64":
+                variance = np.full_like(scores, np.square(MATHEMATICS.worst * np.abs(scores).max()))
+            else:
+                variance = self.tolerances_for(runner, case).chained_variance(key("router_logits", layer))
         part = slice(start, stop)
         return ExpertSelection(golden[name][part], scores[part], variance[part])
 
@@ -146,73 +137,56 @@ class ForwardExpectations:
     def isolated(self, runner: Runner, case: str, engine: str, name: str) -> Expectation:
         """Build the expectation of a stage that receives the inputs that the golden received."""
         stage, layer = self._places[name]
+        stage_ref = StageRef(stage.checkpoint, stage.name, layer, case)
+        expected = self.engines(runner)[engine].traces[case][name]
+        if runner.dtype == "float64":
+            tolerance = EXACT if stage.name in COPIES else MATHEMATICS
+        else:
+            tolerance = self.tolerances_for(runner, case).isolated(name)
         choice = self.expert_selection(runner, "isolated", case, engine, name) if stage.is_choice else None
         fused = runner.hidden >= SCORES and stage.name == "attn_context"
+        error = self._isolated_error(engine, case, key(ATTENTION, layer) if fused else name)
         return Expectation(
-            StageRef(stage.checkpoint, stage.name, layer, case),
-            "isolated",
-            engine,
-            self.engines(runner)[engine].traces[case][name],
-            self._isolated_limit(runner, case, stage, name),
-            engine_error=self._isolated_error(engine, case, key(ATTENTION, layer) if fused else name),
-            masked=stage.masked,
-            token_axis=token_axis(stage),
-            expert_selection=choice,
+            stage_ref, "isolated", engine, expected, tolerance, engine_error=error, stage=stage, expert_selection=choice
         )
 
     def chained(self, runner: Runner, case: str, engine: str, n_cached: int, name: str) -> Expectation:
         """Build the expectation of a stage in llorch's own pass, or in the second part of that pass."""
         (stage, layer), stop = self._places[name], len(self.cases[case].ids)
-        true = self.reference.engine_output.traces[case][name] if self.reference is not None else None
+        stage_ref = StageRef("03" if n_cached else stage.checkpoint, stage.name, layer, case, n_cached=n_cached)
+        mode = "decode" if n_cached else "chained"
         expected = part_of(stage, self.engines(runner)[engine].traces[case][name], n_cached, stop)
-        at = engine, case, n_cached, name
-        expectation = Expectation(
-            StageRef("03" if n_cached else stage.checkpoint, stage.name, layer, case, n_cached=n_cached),
-            "decode" if n_cached else "chained",
-            engine,
-            expected,
-            self._chained_limit(runner, case, engine, name, n_cached),
-            reference=expected
-            if engine == FLOAT64_REFERENCE
-            else None
-            if true is None
-            else part_of(stage, true, n_cached, stop),
-            engine_error=self._errors.get(at),
-            masked=stage.masked,
-            token_axis=token_axis(stage),
-            expert_selection=self.expert_selection(runner, "chained", case, engine, name, n_cached)
-            if stage.is_choice
-            else None,
-        )
-        if engine != FLOAT64_REFERENCE:
-            self._errors[at] = expectation.engine_error_of_golden  # the same for every runner
-        return expectation
-
-    def _chained_limit(self, runner: Runner, case: str, engine: str, name: str, n_cached: int) -> Tolerance:
+        choice = self.expert_selection(runner, "chained", case, engine, name, n_cached) if stage.is_choice else None
         if engine == FLOAT64_REFERENCE:
-            return self.tolerances(case).in_float64(name, n_cached)
-        return self.tolerances_for(runner, case).chained(name, n_cached)
+            tolerance = self.tolerances(case).in_float64(name, n_cached)
+            return Expectation(
+                stage_ref, mode, engine, expected, tolerance, reference=expected, stage=stage, expert_selection=choice
+            )
+        reference = None
+        if self.reference is not None:
+            reference = part_of(stage, self.reference.engine_output.traces[case][name], n_cached, stop)
+        tolerance, place = self.tolerances_for(runner, case).chained(name, n_cached), (engine, case, n_cached, name)
+        error = self._errors.get(place)
+        expectation = Expectation(
+            stage_ref, mode, engine, expected, tolerance, reference, error, stage, expert_selection=choice
+        )
+        self._errors[place] = expectation.engine_error_of_golden  # the same for every runner
+        return expectation
 
     def tolerances(self, case: str, dtype: str = "float32", *, fused: bool = False) -> ForwardTolerances:
         """Return the tolerances of a case, for runs in a dtype; fused attention shows no scores."""
         if (case, dtype, fused) not in self._limits:
-            golden = (
-                self.reference.engine_output if self.reference is not None else next(iter(self.engine_outputs.values()))
-            )
+            reference = self.reference
+            golden = next(iter(self.engine_outputs.values())) if reference is None else reference.engine_output
+
+            def distance(mode: str, stage: str) -> Difference | None:
+                as_one = fused and (mode, stage) == ("isolated", "attn_context")
+                return self._distances.get((case, mode, ATTENTION if as_one else stage))
+
             self._limits[case, dtype, fused] = ForwardTolerances(
-                self.weights,
-                self.cases[case],
-                golden.traces[case],
-                ARITHMETICS[dtype],
-                fused=fused,
-                distance=lambda mode, stage: self._distance(case, mode, stage, fused=fused),
+                self.weights, self.cases[case], golden.traces[case], ARITHMETICS[dtype], fused=fused, distance=distance
             )
         return self._limits[case, dtype, fused]
-
-    def _distance(self, case: str, mode: str, stage: str, *, fused: bool) -> Difference | None:
-        """Return the engines' largest distance from the float64 reference at a stage, None if unknown."""
-        alone = fused and (mode, stage) == ("isolated", "attn_context")
-        return self._distances.get((case, mode, ATTENTION if alone else stage))
 
     def tolerances_for(self, runner: Runner, case: str) -> ForwardTolerances:
         """Return the tolerances of a case for a runner."""
@@ -237,10 +211,9 @@ class ForwardExpectations:
         """Checkpoint 11: what one of `SAMPLINGS` makes of `sampler_inputs`."""
         true = self.reference.engine_output.probabilities[name] if self.reference is not None else None
         expected = self.engines(runner)[engine].probabilities[name]
-        allowed = MATHEMATICS if runner.dtype == "float64" else self.softmax_limit()
-        return Expectation(
-            StageRef("11", "probabilities", part=name), "isolated", engine, expected, allowed, reference=true
-        )
+        tolerance = MATHEMATICS if runner.dtype == "float64" else self.softmax_limit()
+        stage_ref = StageRef("11", "probabilities", part=name)
+        return Expectation(stage_ref, "isolated", engine, expected, tolerance, reference=true)
 
     def margins(self, runner: Runner) -> Margins:
         """Find between which tokens rounding decides: by float64 logits, under ggml numerics by llama.cpp's pass."""
@@ -256,16 +229,10 @@ class ForwardExpectations:
         """Return the logits and history that the filters are shown."""
         return sampler_inputs(self.cases["near"].ids, self.weights.config.vocab_size)
 
-    def _isolated_limit(self, runner: Runner, case: str, stage: Stage, key: str) -> Tolerance:
-        if runner.dtype == "float64":
-            return EXACT if stage.name in COPIES else MATHEMATICS
-        return self.tolerances_for(runner, case).isolated(key)
-
     def softmax_limit(self) -> Tolerance:
         """Return the tolerance of distributions, which are made from float32 logits."""
-        return widened(
-            limit_of_softmax(self.weights.config.vocab_size), self._distances.get(("near", "isolated", "probabilities"))
-        )
+        distance = self._distances.get(("near", "isolated", "probabilities"))
+        return widened(limit_of_softmax(self.weights.config.vocab_size), distance)
 
     def _isolated_error(self, engine: str, case: str, key: str) -> float:
         """Return the error of a golden against float64 on the golden's own inputs; NaN without a float64 reference."""
@@ -279,9 +246,8 @@ class ForwardExpectations:
             return
         near, logits = self.reference.engine_output, BY_NAME["logits"]
         for engine, shown in self.engine_outputs.items():
-            self._note(
-                "near", CHAINED, "selected_logits", distance(shown.selected_logits, near.selected_logits, logits)
-            )
+            selected = distance(shown.selected_logits, near.selected_logits, logits)
+            self._note("near", CHAINED, "selected_logits", selected)
             for name, golden in shown.probabilities.items():
                 self._note("near", ISOLATED, "probabilities", distance(golden, near.probabilities[name], logits))
             for case in self.cases:
@@ -303,7 +269,6 @@ class ForwardExpectations:
     def _require_all_stages(self, engine: str, case: str, trace: Mapping[str, np.ndarray]) -> None:
         wrong = sorted(trace.keys() ^ {key for key, _, _ in self.keys})
         if wrong:
-            raise UserError(
-                f"{self.model}: expected the {len(self.keys)} stages of the model in the {case} trace of {engine}; "
-                f"missing or unknown: {', '.join(wrong[:5])}; run reference_outputs/regenerate.py"
-            )
+            expected = f"expected the {len(self.keys)} stages of the model in the {case} trace of {engine}"
+            actual = f"missing or unknown: {', '.join(wrong[:5])}"
+            raise UserError(f"{self.model}: {expected}; {actual}; run reference_outputs/regenerate.py")

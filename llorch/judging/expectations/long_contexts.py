@@ -12,12 +12,13 @@ import numpy as np
 
 from llorch.engines import LoadPath
 from llorch.files import Weights
+from llorch.judging.compare import judge
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.long_contexts import LAST, LongGolden, compared_stages, last_tokens
-from llorch.judging.judge import Comparison, Expectation, judge
 from llorch.judging.runners import Runner
 from llorch.judging.runners.numpy import OWN_SUMS
 from llorch.judging.tolerances.forward import MATHEMATICS, WORST
+from llorch.judging.types import Comparison, Expectation
 from llorch.stages.comparison import FACTOR, FLOORS, Tolerance
 from llorch.stages.stage_ref import Pass, StageRef, token_axis
 from llorch.stages.table import Stage
@@ -45,25 +46,17 @@ class LongSuite:
                 with runner.arithmetic():
                     seen = LastTokens(self._stages, this)
                     runner.in_parts(this, bounds, seen.observe)
-                for name, (stage, layer) in self._stages.items():
+                for name, (stage, _) in self._stages.items():
                     if stage.name not in runner.hidden:
-                        expectation = self._expectation(runner, case, mode, name, stage, layer)
+                        expectation = self._expectation(runner, case, mode, name)
                         comparison = judge(expectation, seen.of(name), model=self.model, backend=runner.name)
                         yield replace(comparison, load_path=self.load_path)
 
-    def _expectation(
-        self, runner: Runner, case: str, mode: str, name: str, stage: Stage, layer: int | None
-    ) -> Expectation:
-        true = self.golden.reference[case][name]
-        return Expectation(
-            StageRef(stage.checkpoint, stage.name, layer, case),
-            mode,
-            FLOAT64_REFERENCE,
-            true.astype(runner.dtype),
-            self.tolerance(runner, case, name),
-            reference=true,
-            token_axis=token_axis(stage),
-        )
+    def _expectation(self, runner: Runner, case: str, mode: str, name: str) -> Expectation:
+        stage, layer = self._stages[name]
+        reference, stage_ref = self.golden.reference[case][name], StageRef(stage.checkpoint, stage.name, layer, case)
+        expected, tolerance = reference.astype(runner.dtype), self.tolerance(runner, case, name)
+        return Expectation(stage_ref, mode, FLOAT64_REFERENCE, expected, tolerance, reference=reference, stage=stage)
 
     def tolerance(self, runner: Runner, case: str, name: str) -> Tolerance:
         """Make a tolerance of the engines' distances; in float64 of what rounding costs an angle at a far position."""

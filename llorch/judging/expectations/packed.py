@@ -18,12 +18,13 @@ from torch import nn
 
 from llorch.files import Weights, open_weights
 from llorch.files.quant import ACTIVATION_TYPE
+from llorch.judging.compare import compare_exact, judge, with_load_paths
 from llorch.judging.expectations.quantised import CHECKPOINT, ENGINE, made_models, other_bits, suite_of
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.goldens.quantised import CASE, FOLDER, QuantisedGolden, read
-from llorch.judging.judge import Comparison, Expectation, compare_exact, judge, with_load_paths
 from llorch.judging.tolerances.forward import WORST, product_error
 from llorch.judging.tolerances.rounding import ARITHMETICS, FLOAT32
+from llorch.judging.types import Comparison, Expectation
 from llorch.ops.numerics import GGML
 from llorch.ops.rounding import round_activations
 from llorch.pytorch.causal_lm import CausalLM
@@ -41,17 +42,9 @@ PACKED_MODELS = tuple(name for name, recipe in MODELS.items() if recipe.types <=
 
 
 def verify_quantised_torch(target: Target) -> Iterator[Comparison]:
-    """Judge packed matrices against the stored goldens of checkpoint 13.
+    """Judge packed matrices against the stored goldens of checkpoint 13; see `read` for the exceptions.
 
-    Args:
-        target: Device and dtype.
-
-    Yields:
-        Rows of the stages `decode.<type>`, `file`, and for every model in `PACKED_MODELS` its products, isolated.
-
-    Raises:
-        FileNotFoundError: A golden is missing.
-        ValueError: A part of one is missing.
+    The stages are `decode.<type>`, `file`, and for every model in `PACKED_MODELS` its products, isolated.
     """
     golden = read(goldens_folder() / FOLDER)
     yield from packed_decode_rows(golden, target)
@@ -101,7 +94,7 @@ def kernel_rows(
                 error = product_error(x, matrix, trace[key], arithmetic)
                 allowed = Tolerance(error, WORST * error)
             stage_ref = StageRef(CHECKPOINT, stage.name, layer, CASE)
-            expectation = Expectation(stage_ref, "isolated", ENGINE, trace[key], allowed, token_axis=0)
+            expectation = Expectation(stage_ref, "isolated", ENGINE, trace[key], allowed, stage=stage)
             yield judge(expectation, multiply(kernel_at(model, stage, layer), x, target), model=name, backend=backend)
 
 

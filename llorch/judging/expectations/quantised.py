@@ -16,13 +16,14 @@ import numpy as np
 
 from llorch.files import Weights, open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
+from llorch.judging.compare import compare_exact, with_load_paths
 from llorch.judging.expectations.files import fingerprint
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.judging.goldens.quantised import CASE, FOLDER, ROUNDED_TO, QuantisedGolden, read, types
-from llorch.judging.judge import Comparison, compare_exact, with_load_paths
 from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import GGML, GgmlRunner
+from llorch.judging.types import Comparison
 from llorch.ops import numerics
 from llorch.ops.rounding import (
     BLOCK_SIZE,
@@ -43,14 +44,9 @@ CHECKPOINT = "13"
 
 
 def verify_quantised_stored() -> Iterator[Comparison]:
-    """Judge all that checkpoint 13 compares against the stored goldens.
+    """Judge all that checkpoint 13 compares against the stored goldens; see `read` for the exceptions.
 
-    Yields:
-        Rows of the stages `decode.<type>`, `rounding.<type>`, `file`, and for every model its stages.
-
-    Raises:
-        FileNotFoundError: A golden is missing.
-        ValueError: A part of one is missing.
+    The stages are `decode.<type>`, `rounding.<type>`, `file`, and for every model its stages.
     """
     yield from block_rows()
     yield from model_rows(MODELS)

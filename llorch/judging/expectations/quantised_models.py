@@ -129,15 +129,7 @@ _IQ1_M_SIZE = 0.0065
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """Write a micro model as a GGUF file without vocabulary.
-
-    Args:
-        name: A key of `MODELS`.
-        folder: Where to.
-
-    Returns:
-        The file.
-    """
+    """Write one of `MODELS` into a folder, as a GGUF file without vocabulary; return its path."""
     recipe, path = MODELS[name], folder / f"{name}.gguf"
     config = recipe.config
     writer = GGUFWriter(path, config.family)
@@ -164,16 +156,7 @@ def write_model(name: str, folder: Path) -> Path:
 
 
 def random_blocks(ggml_type: GGMLType, count: int, *, key: str) -> np.ndarray:
-    """Draw blocks of random codes and scales.
-
-    Args:
-        ggml_type: Their type.
-        count: How many.
-        key: Names the random bits: the same key gives the same blocks.
-
-    Returns:
-        One block per row, uint8.
-    """
+    """Draw blocks of random codes and scales, one per row, uint8; the same `key` gives the same blocks."""
     block_bytes = BLOCK_SIZES[ggml_type][1]
     blocks = _random_bytes(count * block_bytes, key).reshape(count, block_bytes)
     match ggml_type:
@@ -195,16 +178,7 @@ def random_blocks(ggml_type: GGMLType, count: int, *, key: str) -> np.ndarray:
 
 
 def matrix_bytes(ggml_type: GGMLType, shape: tuple[int, ...], *, key: str) -> np.ndarray:
-    """Make the bytes of a random matrix.
-
-    Args:
-        ggml_type: Type of the matrix.
-        shape: (out, in).
-        key: As for `random_blocks`.
-
-    Returns:
-        The bytes, uint8.
-    """
+    """Make the bytes of a random matrix, (out, in), of `random_blocks`."""
     return random_blocks(ggml_type, shape[0] * shape[1] // BLOCK_SIZES[ggml_type][0], key=key).reshape(-1)
 
 
@@ -253,8 +227,7 @@ def _scatter_scale(words: np.ndarray) -> None:
 
     Four bits of the scale stand at the top of each of four numbers. The other bits of these numbers are inner scales.
     """
-    bits = _scale_of(
-        words[:, 0] >> 12 | words[:, 1] >> 12 << 4 | words[:, 2] >> 12 << 8 | words[:, 3] >> 12 << 12, _IQ1_M_SIZE
-    )
+    random_bits = words[:, 0] >> 12 | words[:, 1] >> 12 << 4 | words[:, 2] >> 12 << 8 | words[:, 3] >> 12 << 12
+    bits = _scale_of(random_bits, _IQ1_M_SIZE)
     for place in range(4):
         words[:, place] = words[:, place] & 0x0FFF | (bits >> 4 * place & 0xF) << 12

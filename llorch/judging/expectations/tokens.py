@@ -6,9 +6,10 @@ from itertools import zip_longest
 
 import numpy as np
 
-from llorch.judging.judge import Comparison, as_tie, compare_exact
+from llorch.judging.compare import as_tie, compare_exact
 from llorch.judging.runners import Runner
 from llorch.judging.tolerances.forward import Margins, moved_past_p
+from llorch.judging.types import Comparison
 from llorch.ops.sampling import SamplingSettings
 from llorch.stages.comparison import Tolerance, measure
 from llorch.stages.stage_ref import StageRef

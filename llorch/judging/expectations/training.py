@@ -2,11 +2,10 @@
 
 Every expected array comes from PEFT, torch or llama.cpp, and has a float64 reference: unmodified PEFT and torch in
 float64. llorch in float64 is compared with this reference itself: any wrong formula or constant shows, on any
-processor. Tolerances are those of `training.limits`. Parameters are measured in learning rates: see
+processor. Tolerances are those of `tolerances.training`. Parameters are measured in learning rates: see
 `checkpoints/18_optimizer_step`.
 """
 
-from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,28 +15,25 @@ import numpy as np
 from llorch.engines import OURS, stored_load_path
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
+from llorch.judging.compare import judge
 from llorch.judging.expectations.adapter_files import exported, file_row
-from llorch.judging.expectations.training_places import CHAINED, ISOLATED, MODES, Arrays, stage_refs
+from llorch.judging.expectations.training_places import CHAINED, ISOLATED, Arrays, stage_refs
 from llorch.judging.goldens.forward import require_weights
 from llorch.judging.goldens.training import (
     PEFT_FLOAT64,
-    Errors,
-    Tolerances,
     TrainingGolden,
     engine_of,
     lacking,
     read,
-    text,
 )
 from llorch.judging.goldens.training_recipe import OPTIMIZER
-from llorch.judging.judge import Comparison, Expectation, judge
 from llorch.judging.runners.numpy import BACKENDS, FLOAT64
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner
 from llorch.judging.tolerances import training as limits
+from llorch.judging.types import Comparison, Expectation
 from llorch.ops.numerics import DtypeName
 from llorch.runtime.builtin import goldens_folder
-from llorch.runtime.errors import UserError
-from llorch.stages.comparison import Difference, Tolerance, tolerance_from
+from llorch.stages.comparison import Tolerance
 from llorch.stages.stage_ref import StageRef
 from llorch.stages.training import BY_GROUP
 
@@ -75,9 +71,8 @@ def _rows_of(
         if backend == "numpy":
             logits, files = exported(weights, golden)
             ours[CHAINED].update(logits)
-    yield from with_load_paths(
-        comparisons(name, expectations, ours, backend, left_out=() if files else limits.FROM_FILES), golden
-    )
+    left_out = () if files else limits.FROM_FILES
+    yield from with_load_paths(comparisons(name, expectations, ours, backend, left_out=left_out), golden)
     yield from (file_row(name, kind, table, golden.files[kind]) for kind, table in files.items())
 
 
@@ -146,60 +141,3 @@ def derive_tolerance(
     if made is None:
         raise lacking([f"tolerance of {held} {mode} {stage_ref.stage}"])
     return made.at_most(limits.ceiling(config, stage_ref.stage, mode, held))
-
-
-def distances(
-    golden: TrainingGolden, config: ModelConfig, dtype: DtypeName
-) -> Iterator[tuple[Expectation, Difference]]:
-    """Yield the distances of the reference engines from the float64 reference.
-
-    Each distance stands with an expectation that has the largest tolerance.
-    """
-
-    def most(stage_ref: StageRef, mode: str) -> Tolerance:
-        return limits.ceiling(config, stage_ref.stage, mode, limits.held_to(stage_ref, mode, dtype))
-
-    for expectation in make_expectations(golden, config, dtype, most):
-        assert expectation.reference is not None
-        yield (
-            expectation,
-            expectation.difference(expectation.expected.astype(expectation.reference.dtype), expectation.reference),
-        )
-
-
-def refuse_far_engines(name: str, golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> None:
-    """Refuse goldens that are further from the float64 reference than rounding explains."""
-    far = [
-        f"{expectation.engine} {expectation.mode} {text(expectation.stage_ref)}: {found.describe()}"
-        for expectation, found in distances(golden, config, dtype)
-        if not found.within(expectation.tolerance)
-    ]
-    if far:
-        raise UserError(
-            f"training goldens of {name}: {len(far)} too far from the float64 reference:\n" + "\n".join(far)
-        )
-
-
-def tolerances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Tolerances:
-    """Derive the tolerances of a dtype from the distances of the engines from the float64 reference."""
-    found: dict[tuple[str, str], list[Difference]] = defaultdict(list)
-    for expectation, distance in distances(golden, config, dtype):
-        if limits.held_to(expectation.stage_ref, expectation.mode, dtype) == dtype:
-            found[expectation.mode, expectation.stage_ref.stage].append(distance)
-    made: dict[str, dict[str, Tolerance]] = {mode: {} for mode in MODES}
-    for (mode, stage), each in found.items():
-        tolerance = tolerance_from(each, floor=limits.floor(stage, dtype))
-        made[mode][stage] = tolerance.at_most(limits.ceiling(config, stage, mode, dtype))
-    return made
-
-
-def errors(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Errors:
-    """Collect the largest errors of the reference engines, with three digits; more digits would be noise.
-
-    The errors are measured against the float64 reference.
-    """
-    out: dict[str, dict[str, dict[str, float]]] = {}
-    for expectation, found in distances(golden, config, dtype):
-        cases = out.setdefault(expectation.mode, {}).setdefault(expectation.stage_ref.stage, {})
-        cases[expectation.stage_ref.case] = max(float(f"{found.error:.2e}"), cases.get(expectation.stage_ref.case, 0.0))
-    return out

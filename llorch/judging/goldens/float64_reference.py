@@ -27,17 +27,10 @@ def run_reference(
     n_greedy: int,
     progress: Progress | None = None,
 ) -> ReferenceOutput:
-    """Run the engine in float64.
+    """Run transformers in float64 on a GGUF file or a Hugging Face folder.
 
-    Args:
-        path: A GGUF file or a Hugging Face folder.
-        cases: The inputs.
-        engine_outputs: Outputs of each reference engine for them.
-        n_greedy: Length of the greedy continuation.
-        progress: Told how far it is, where the model is so large that one layer at a time is in memory.
-
-    Returns:
-        The float64 reference.
+    It is also run, isolated, on the `engine_outputs` for the same cases. `n_greedy` is the length of the greedy
+    continuation. `progress` is told of the layers, where one at a time is in memory.
 
     Raises:
         MissingExtra: transformers is not installed.
@@ -45,21 +38,16 @@ def run_reference(
     """
     with open_engine("transformers", path, dtype="float64", progress=progress) as engine:
         (_, prompt, _), *asked = calls_for(cases, n_greedy)
-        isolated = _isolated_calls(cases, engine_outputs)
+        isolated: list[Call] = [
+            ("isolated", (case.ids, output.traces[name]), {"first_position": case.first_position})
+            for output in engine_outputs.values()
+            for name, case in cases.items()
+        ]
         (greedy, steps), *answers = engine.call_batch([("continued", prompt, {}), *asked, *isolated])
         shown = shown_by(engine, cases, [greedy, *answers[: len(asked)]])
         measured = iter(answers[len(asked) :])
         distances = {engine: {name: next(measured) for name in cases} for engine in engine_outputs}
         return ReferenceOutput(shown, steps, distances)
-
-
-def _isolated_calls(cases: Mapping[str, Pass], engine_outputs: Mapping[str, EngineOutput]) -> list[Call]:
-    """List the calls that compute every stage of every engine from the engine's own inputs."""
-    return [
-        ("isolated", (case.ids, output.traces[name]), {"first_position": case.first_position})
-        for output in engine_outputs.values()
-        for name, case in cases.items()
-    ]
 
 
 def require_numbers(engine: str, family: str, shown: EngineOutput, reference: ReferenceOutput | None) -> None:

@@ -1,7 +1,7 @@
 """Outputs of the reference engines for a model: of engines that run now, or stored as goldens.
 
 A *case* is an input: `near` starts at position 0, `far` some thousands of positions on, where RoPE angles are large.
-Goldens of one engine are in one file, see `golden_store`; names are `<case>/<stage key>`. So is the float64 reference.
+Goldens of one engine are in one file, see `store`; names are `<case>/<stage key>`. So is the float64 reference.
 """
 
 import hashlib
@@ -111,22 +111,14 @@ class Golden:
     cases: Mapping[str, Pass]
     engine_outputs: Mapping[str, EngineOutput]  # by engine
     reference: ReferenceOutput
-    tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `foundation`
+    tensors: Mapping[str, str]  # the file's tensor table by a foreign reader, see `expectations.files`
     tokens: Sequence[TokenCheck]
     provenance: Mapping[str, object]
     unsupported_reason: Mapping[str, str] = field(default_factory=dict)  # engines that have none, and why
 
 
 def cases_for(ids: Sequence[int], config: ModelConfig) -> dict[str, Pass]:
-    """Make the inputs from one prompt: at the start, and as far on as the context allows.
-
-    Args:
-        ids: The prompt.
-        config: Bounds the positions.
-
-    Returns:
-        Case to pass.
-    """
+    """Make the inputs from one prompt, by case: at the start, and as far on as the context allows."""
     n_far = min(FAR_TOKENS, len(ids))
     far = min(_far_position(config, n_far), config.max_position_embeddings - n_far)
     return {"near": Pass(tuple(ids)), "far": Pass(tuple(ids[:n_far]), far)}
@@ -140,31 +132,17 @@ def _far_position(config: ModelConfig, n_far: int) -> int:
 
 
 def n_greedy_for(config: ModelConfig, n_prompt: int) -> int:
-    """Choose the number of tokens that continue a prompt.
-
-    Args:
-        config: The model; its context and its size bound the number.
-        n_prompt: Length of the prompt.
-
-    Returns:
-        The number.
-    """
+    """Choose the number of tokens that continue a prompt; the context and the size of the model bound it."""
     n_elements = sum(math.prod(weight.shape) for weight in inventory(config).values())
     wanted = [N_GREEDY, *(n for size, n in N_GREEDY_OF_LARGE.items() if n_elements > size)]
     return min(*wanted, config.max_position_embeddings - n_prompt + 1)
 
 
 def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tuple[int, ...]]:
-    """Make logits and a history as input of the sampling filters.
+    """Make logits and a history as input of the sampling filters, from a prompt.
 
-    A model that is sure of its next token would hide most mistakes.
-
-    Args:
-        ids: The prompt.
-        vocab_size: Length of the logits.
-
-    Returns:
-        Logits of both signs among which no token dominates, and a history in which tokens repeat, likely ones too.
+    Logits have both signs, and no token dominates: a model that is sure of its next token would hide most mistakes. In
+    the history tokens repeat, likely ones too.
     """
     logits = np.random.default_rng(vocab_size).normal(0, 2, vocab_size).astype(np.float32)
     likely = [int(token) for token in np.argsort(-logits)[:4]]
@@ -172,16 +150,7 @@ def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tup
 
 
 def run_cases(engine: ReferenceEngine, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> EngineOutput:
-    """Run a reference engine on every case.
-
-    Args:
-        engine: Opened on the model.
-        cases: See `cases_for`.
-        n_greedy: Length of the greedy continuation.
-
-    Returns:
-        What it showed.
-    """
+    """Run a reference engine on every case of `cases_for`; `n_greedy` is the length of the greedy continuation."""
     return shown_by(engine, cases, engine.call_batch(calls_for(cases, n_greedy)))
 
 
@@ -207,15 +176,7 @@ def shown_by(engine: ReferenceEngine, cases: Mapping[str, Pass], answers: Sequen
 
 @contextmanager
 def note_failure(name: str, failed: dict[str, str] | None) -> Iterator[None]:
-    """Note that an engine cannot run a model, or did not survive it, and let the others go on.
-
-    Args:
-        name: The engine.
-        failed: Filled with the reason; without it errors are raised.
-
-    Yields:
-        Nothing.
-    """
+    """Note in `failed` why an engine cannot run a model, or did not survive it; without it such errors are raised."""
     try:
         yield
     except (ImportError, LookupError, MemoryError, OSError, RuntimeError, ValueError) as error:
@@ -226,12 +187,7 @@ def note_failure(name: str, failed: dict[str, str] | None) -> Iterator[None]:
 
 
 def save(folder: Path, golden: Golden) -> None:
-    """Write the goldens of one model; the same content gives the same bytes.
-
-    Args:
-        folder: Made when absent.
-        golden: What to store.
-    """
+    """Write the goldens of one model; the same content gives the same bytes."""
     files = {engine: engine_output.arrays() for engine, engine_output in golden.engine_outputs.items()}
     files[REFERENCE] = golden.reference.engine_output.arrays() | {STEP_LOGITS: golden.reference.step_logits}
     record = ({"cannot_judge": golden.unsupported_reason} if golden.unsupported_reason else {}) | {
@@ -245,17 +201,11 @@ def save(folder: Path, golden: Golden) -> None:
 
 
 def read(folder: Path) -> Golden:
-    """Read stored goldens.
-
-    Args:
-        folder: Written by `save`.
-
-    Returns:
-        The goldens.
+    """Read what `save` wrote. A missing golden is a failure, never a pass.
 
     Raises:
-        FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
-        ValueError: A part of it is missing.
+        FileNotFoundError: A file is missing.
+        ValueError: A part of one is missing.
     """
     store = GoldenStore(folder)
     record, unsupported = store.record(), unable_of(folder)
@@ -263,9 +213,8 @@ def read(folder: Path) -> Golden:
     shown = store.arrays([*engines, REFERENCE])
     _require_whole(store.path, record, engines)
     steps = shown[REFERENCE].pop(STEP_LOGITS)
-    made = {
-        name: EngineOutput.from_arrays(a, stored_load_path(record["provenance"], name)) for name, a in shown.items()
-    }
+    load_paths = {name: stored_load_path(record["provenance"], name) for name in shown}
+    made = {name: EngineOutput.from_arrays(arrays, load_paths[name]) for name, arrays in shown.items()}
     return Golden(
         reference=ReferenceOutput(made.pop(REFERENCE), steps, read_distances(record["isolated"])),
         cases={name: Pass(tuple(case["ids"]), case["first_position"]) for name, case in record["cases"].items()},
@@ -280,11 +229,9 @@ def read(folder: Path) -> Golden:
 def _require_whole(path: Path, record: Mapping[str, Any], engines: Sequence[str]) -> None:
     """Refuse a record that lacks cases, tensors, texts, or the distances of an engine."""
     if record["cases"].keys() != {"near", "far"} or not record["tensors"] or not record["tokens"]:
-        raise refused(
-            path,
-            f"expected the cases near and far, tensors and tokens, got cases {sorted(record['cases'])}, "
-            f"{len(record['tensors'])} tensors, {len(record['tokens'])} texts",
-        )
+        n_tensors, n_texts = len(record["tensors"]), len(record["tokens"])
+        actual = f"cases {sorted(record['cases'])}, {n_tensors} tensors, {n_texts} texts"
+        raise refused(path, f"expected the cases near and far, tensors and tokens, got {actual}")
     distances = record.get("isolated", {})
     if distances.keys() != {*engines}:
         expected = " and ".join(engines)
@@ -292,13 +239,7 @@ def _require_whole(path: Path, record: Mapping[str, Any], engines: Sequence[str]
 
 
 def unable_of(folder: Path) -> Mapping[str, str]:
-    """Read which reference engines the stored goldens lack, and why; at least one is left.
-
-    Args:
-        folder: Folder that `save` has written.
-
-    Returns:
-        Reason for each missing reference engine.
+    """Read which reference engines the stored goldens lack, with the reasons.
 
     Raises:
         FileNotFoundError: There are no goldens.

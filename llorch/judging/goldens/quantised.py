@@ -2,7 +2,7 @@
 
 The file `blocks` holds blocks of every type beside their decoded numbers, `rounding` rows of activations beside the
 bytes that they are rounded to, `<model>` every stage of one of the models in `quantised_models`.
-There is no tolerance among them: all are derived, see `quantised_limits`.
+There is no tolerance among them: all are derived, see `tolerances`.
 """
 
 from collections.abc import Mapping
@@ -46,11 +46,8 @@ class QuantisedGolden:
     def engine_outputs(self, model: str) -> dict[str, EngineOutput]:
         """Return the engine output that a verifier is given for one model."""
         none, load_path = np.empty(0), stored_load_path(self.provenance, "llamacpp")
-        return {
-            "llamacpp": EngineOutput(
-                {CASE: self.traces[model]}, none, probabilities={}, greedy=none, load_path=load_path
-            )
-        }
+        traces = {CASE: self.traces[model]}
+        return {"llamacpp": EngineOutput(traces, none, probabilities={}, greedy=none, load_path=load_path)}
 
 
 def types() -> list[GGMLType]:
@@ -59,27 +56,16 @@ def types() -> list[GGMLType]:
 
 
 def save(folder: Path, golden: QuantisedGolden) -> None:
-    """Write goldens; the same content gives the same bytes.
-
-    Args:
-        folder: Made when absent.
-        golden: What to store.
-    """
+    """Write goldens; the same content gives the same bytes."""
     record = {"case": asdict(golden.case), "files": golden.files, "provenance": golden.provenance}
     GoldenStore(folder).write(record, {"blocks": golden.blocks, "rounding": golden.rounding, **golden.traces})
 
 
 def read(folder: Path) -> QuantisedGolden:
-    """Read stored goldens.
-
-    Args:
-        folder: Written by `save`.
-
-    Returns:
-        The goldens.
+    """Read what `save` wrote. A missing golden is a failure, never a pass.
 
     Raises:
-        FileNotFoundError: A file is missing; a missing golden is a failure, never a pass.
+        FileNotFoundError: A file is missing.
         ValueError: A part of one is missing.
     """
     store = GoldenStore(folder)

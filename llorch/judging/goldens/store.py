@@ -43,13 +43,7 @@ class GoldenStore:
         return self.folder / self.name
 
     def write(self, record: Mapping[str, object], files: Mapping[str, Arrays], *, indent: int | None = 1) -> None:
-        """Write the record and the files of arrays; the same content gives the same bytes.
-
-        Args:
-            record: Values that JSON holds.
-            files: Name of a file, without `SUFFIX`, to its arrays.
-            indent: Of the record; None for one line.
-        """
+        """Write the record and the files of arrays, by name without `SUFFIX`; the same content gives the same bytes."""
         self.folder.mkdir(parents=True, exist_ok=True)
         for name, arrays in files.items():
             write_arrays(self.folder / f"{name}{SUFFIX}", arrays)
@@ -109,17 +103,7 @@ def write_arrays(path: Path, arrays: Mapping[str, np.ndarray]) -> None:
 
 
 def read_arrays(path: Path) -> dict[str, np.ndarray]:
-    """Read what `write_arrays` wrote.
-
-    Args:
-        path: Ends in `SUFFIX`.
-
-    Returns:
-        Arrays by name, in the order of their names.
-
-    Raises:
-        ValueError: The file is damaged.
-    """
+    """Read what `write_arrays` wrote, in the order of the names; ValueError if the file is damaged."""
     from safetensors import SafetensorError
     from safetensors.numpy import load
 

@@ -3,7 +3,7 @@
 The file `peft` holds the adapter as `adapter/<flat name>`, every array as `<engine>/<case>/<stage key>` and what
 PEFT makes of the same in float64 as `truth/<mode>/<case>/<stage key>`; `training.json` the batches, the tensor tables
 of adapter files, tolerances and where all this comes from. What PEFT made exactly zero is listed by name and stored
-nowhere. Names are made from the places of `training.places`, and there is one array for each of these, no other.
+nowhere. Names are made from `expectations.training_places`, and there is one array for each of these, no other.
 """
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -73,7 +73,7 @@ class TrainingGolden:
         return self._array(reference_name(mode, at("adapted_logits") if stage_ref.stage in FROM_FILES else stage_ref))
 
     def amplified(self, stage_ref: StageRef) -> np.ndarray | None:
-        """Return the result of `limits.amplification` at a place; None where errors do not grow."""
+        """Return the result of `tolerances.training.amplification` at a place; None where errors do not grow."""
         return self._array(amplified_name(stage_ref)) if stage_ref.stage == "parameters" else None
 
     def adapter_for(self, config: ModelConfig, lora: LoraConfig = LORA) -> Adapter:
@@ -88,9 +88,8 @@ class TrainingGolden:
         if missing := wanted - self.arrays.keys():
             raise lacking(sorted(missing))
         if unknown := sorted(self.arrays.keys() - wanted):
-            raise UserError(
-                f"golden {FILES[0]}: expected a stage for all, got {len(unknown)} arrays without: {_few(unknown)}"
-            )
+            actual = f"{len(unknown)} arrays without: {_few(unknown)}"
+            raise UserError(f"golden {FILES[0]}: expected a stage for all, got {actual}")
 
     def _array(self, name: str) -> np.ndarray:
         if name not in self.arrays:

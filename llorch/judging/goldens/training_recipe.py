@@ -71,25 +71,11 @@ SHARED_INPUT = ("q_proj", "k_proj", "v_proj")  # of layer 0: what goes into them
 MERGED = "layers.0.k_proj"  # the matrix that is stored merged
 
 
-class Bits:
-    """Numbers from bits that NumPy promises never to change; exact in float32."""
-
-    def __init__(self, key: int) -> None:
-        """Start the stream of a key."""
-        self._bits = np.random.Philox(key=key)
-
-    def signed(self, *shape: int) -> np.ndarray:
-        """Draw numbers uniformly between -1 and 1."""
-        raw = self._bits.random_raw(int(np.prod(shape))) >> 40
-        return (raw / 2.0**23 - 1).reshape(shape).astype(np.float32)
-
-
 def make_adapter(config: ModelConfig) -> Adapter:
     """Make the adapter that every run starts from, the same numbers on every machine: neither A nor B is zero."""
-    bits = Bits(config.vocab_size)
-    tensors = {
-        name: _initial_tensors(bits, target, LORA.rank_of(target)) for name, target in LORA.targets(config).items()
-    }
+    bits = np.random.Philox(key=config.vocab_size)
+    targets = LORA.targets(config).items()
+    tensors = {name: _initial_tensors(bits, target, LORA.rank_of(target)) for name, target in targets}
     return checked(LORA, tensors, config)
 
 
@@ -125,7 +111,13 @@ def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list
     return [batches[(first + i) % len(batches)] for i in range(accumulation)]
 
 
-def _initial_tensors(bits: Bits, target: LoraTarget, rank: int) -> LoraTensors:
+def _initial_tensors(bits: np.random.Philox, target: LoraTarget, rank: int) -> LoraTensors:
     """Draw both factors, neither of them zero."""
-    lora_A = bits.signed(rank, target.n_in) * np.float32(target.n_in**-0.5)
-    return LoraTensors(lora_A, bits.signed(target.n_out, rank) * np.float32(0.25))
+    lora_A = _signed(bits, rank, target.n_in) * np.float32(target.n_in**-0.5)
+    return LoraTensors(lora_A, _signed(bits, target.n_out, rank) * np.float32(0.25))
+
+
+def _signed(bits: np.random.Philox, *shape: int) -> np.ndarray:
+    """Draw numbers between -1 and 1, exact in float32, from bits that NumPy promises never to change."""
+    raw = bits.random_raw(int(np.prod(shape))) >> 40
+    return (raw / 2.0**23 - 1).reshape(shape).astype(np.float32)

@@ -49,16 +49,9 @@ CACHE_ROUNDS = frozenset({"k_cache", "v_cache", "attn_scores", "attn_context"}) 
 
 
 def run(weights: Weights, this: Pass, *, n_cached: int = 0, golden: Trace | None = None) -> dict[str, np.ndarray]:
-    """Trace llorch's forward pass; with `n_cached` trace the second of two passes.
+    """Trace llorch's forward pass, by stage key; with `n_cached` the second of two passes, behind so many tokens.
 
-    Args:
-        weights: The model in the dtype to run.
-        this: The tokens.
-        n_cached: Tokens that a first pass puts into the cache.
-        golden: Replaces each stage as soon as it was recorded, so that every stage is isolated.
-
-    Returns:
-        Stage key to array.
+    The golden replaces each stage as soon as it was recorded, so that every stage is isolated.
     """
     trace: dict[str, np.ndarray] = {}
     show(weights, this, trace.__setitem__, n_cached=n_cached, golden=golden)
@@ -75,10 +68,9 @@ def show(
     override: StageOverride = as_made,
     after_failure: bool = False,
 ) -> None:
-    """Show the trace of `run` stage by stage.
+    """Show the trace of `run` stage by stage; a stage without a golden goes on with what `override` returns.
 
-    The pass continues with the values that `override` returns for a stage without a golden. With `after_failure` a
-    pass of other tokens fails before the second pass.
+    With `after_failure` a pass of other tokens fails before the second pass.
     """
     whole = _of_this_shape(golden or {}, weights, this)
 
@@ -99,7 +91,7 @@ def show(
 
 
 def _of_this_shape(golden: Trace, weights: Weights, this: Pass) -> dict:
-    """Stage key to stage and golden, where that has the shape that it must have."""
+    """Map stage keys to stage and golden, where the golden has the shape that it must have."""
     n = len(this.ids)
     return {
         name: (stage, golden[name])
@@ -150,7 +142,10 @@ class NumpyRunner:
         """Take float32 weights; `name` is `numpy` (as it runs: small sums in float64), `OWN_SUMS` or `FLOAT64`."""
         self.name = name
         self.dtype: DtypeName = "float64" if name == FLOAT64 else "float32"
-        self.weights = weights.astype(np.float64, keep=_fits_in_float64(weights)) if name == FLOAT64 else weights
+        self.weights = weights
+        if name == FLOAT64:
+            n_bytes = 8 * sum(math.prod(weights.shape(weight)) for weight in weights)
+            self.weights = weights.astype(np.float64, keep=n_bytes < available_memory() / 2)
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """Return the context of the backend: sums in float32 for `OWN_SUMS`."""
@@ -195,11 +190,6 @@ class NumpyRunner:
     def _step(self, cache: KVCache) -> Callable[[Sequence[int]], np.ndarray]:
         """Return the function that feeds new tokens and returns the last one's logits."""
         return lambda new: forward(np.asarray(new), self.weights, cache, last_only=True)[0]
-
-
-def _fits_in_float64(weights: Weights) -> bool:
-    """Check if half of the free memory would hold all weights in float64."""
-    return 8 * sum(math.prod(weights.shape(name)) for name in weights) < available_memory() / 2
 
 
 def numpy_runners(weights: Weights, *, wide: bool) -> Iterator[NumpyRunner]:

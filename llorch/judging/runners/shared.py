@@ -125,7 +125,6 @@ class SharedWeights(Weights):
     def _matrix(self, name: str) -> Matrix:
         matrix = super()._matrix(name)
         stored = matrix.packed
-        matrix.packed = _PackedOnce(
-            stored.name, stored.path, stored.raw, stored.ggml_type, stored.shape, kept=self._kept, once=stored
-        )
+        header = stored.name, stored.path, stored.raw, stored.ggml_type, stored.shape
+        matrix.packed = _PackedOnce(*header, kept=self._kept, once=stored)
         return matrix

@@ -203,10 +203,8 @@ class TorchRunner:
         expected = {key for key, stage, _ in keys(self.model.config) if stage.name not in self.hidden}
         wrong = sorted(expected ^ trace.keys())
         if wrong:
-            raise CheckpointMismatch(
-                f"{self.model.name}: {self.name}: expected exactly its {len(expected)} stages; "
-                f"missing or unknown: {', '.join(wrong[:5])}"
-            )
+            message = f"expected exactly its {len(expected)} stages; missing or unknown: {', '.join(wrong[:5])}"
+            raise CheckpointMismatch(f"{self.model.name}: {self.name}: {message}")
 
     @torch.inference_mode()
     def _filtered(
@@ -224,9 +222,8 @@ class TorchRunner:
 
 def require_target(model: TorchModel) -> None:
     """Refuse a model with a parameter of another dtype or on another device than its target says (ValueError)."""
+    expected = f"{model.target.dtype} on {model.target.device}"
     for name, parameter in model.module.named_parameters():
         if (parameter.dtype, parameter.device) != (model.target.dtype, model.target.device):
-            raise ValueError(
-                f"{name}: expected {model.target.dtype} on {model.target.device} for {model.target}, "
-                f"got {parameter.dtype} on {parameter.device}"
-            )
+            actual = f"{parameter.dtype} on {parameter.device}"
+            raise ValueError(f"{name}: expected {expected} for {model.target}, got {actual}")

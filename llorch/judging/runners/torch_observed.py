@@ -59,13 +59,7 @@ class ObservedCase:
     """
 
     def __init__(self, model: TorchModel, this: Pass, *, in_batch: bool = False) -> None:
-        """Start with an empty cache.
-
-        Args:
-            model: What is judged.
-            this: The tokens.
-            in_batch: Run them in row 1 of 2, with padding.
-        """
+        """Start with an empty cache; `in_batch`: run the tokens in row 1 of 2, with padding."""
         self._model, self._first_position, self._ids = model, this.first_position, this.ids
         room = model.config.max_position_embeddings - this.first_position - len(this.ids)
         neighbour = (*reversed(this.ids), *this.ids[: min(MORE, room)])
@@ -90,41 +84,31 @@ class ObservedCase:
         last_only: bool = False,
         override: StageOverride = as_made,
     ) -> Float[np.ndarray, "rows vocab"]:
-        """Run the judged tokens up to `stop`.
+        """Run the judged tokens up to `stop`, and return their logits; with `last_only` those of the last token.
 
-        Args:
-            stop: Judged tokens that are in the cache afterwards.
-            trace: Filled with every stage that the model shows.
-            golden: With `trace`, takes the place of each stage as soon as that was shown.
-            last_only: Logits of the last token only; padding then stands behind the tokens instead of before them.
-            override: What the pass goes on with for a stage that has no golden.
-
-        Returns:
-            Logits of the judged tokens.
-
-        Raises:
-            CheckpointMismatch: A stage is not of the dtype or not on the device that is judged.
+        `trace` is filled with every stage that the model shows. As soon as a stage was shown, the `golden` takes its
+        place, or else what `override` returns. CheckpointMismatch: a stage has not the dtype or device that is judged.
         """
-        new = [self._new(row, stop) for row in self._rows]
+        new, device = [self._new(row, stop) for row in self._rows], self._model.target.device
         ids, positions, firsts = self._padded(new, last_only=last_only)
-        width, n_slots = ids.shape[1], max(part.stop for part in new)
-        seq = slice(firsts[-1], firsts[-1] + len(new[-1]))
-        where = Columns(self._model.config, seq, slice(0, stop), width, n_slots)
+        seq, n_slots = slice(firsts[-1], firsts[-1] + len(new[-1])), max(part.stop for part in new)
         keep = keep_nothing
         if trace is not None or override is not as_made:
+            where = Columns(self._model.config, seq, slice(0, stop), ids.shape[1], n_slots)
             goes_on = partial(_with_golden, golden or {}, override, new[-1].start)
             keep = observer({} if trace is None else trace, goes_on, where, self._model.target)
-        device = self._model.target.device
         place = self._cache.place(torch.from_numpy(positions).to(device), ctx=n_slots, causal=len(new) == 1)
-        rows = torch.tensor([first + len(part) - 1 for first, part in zip(firsts, new, strict=True)], device=device)
-        logits = self._model.module(
-            torch.from_numpy(ids).to(device), place, self._cache, keep=keep, rows=rows if last_only else None
-        )
+        last_columns = [first + len(part) - 1 for first, part in zip(firsts, new, strict=True)]
+        rows = torch.tensor(last_columns, device=device) if last_only else None
+        logits = self._model.module(torch.from_numpy(ids).to(device), place, self._cache, keep=keep, rows=rows)
         self.n_cached = stop
         return as_numpy(logits[-1] if last_only else logits[-1, seq])
 
     def _padded(self, new: Sequence[range], *, last_only: bool) -> tuple[np.ndarray, np.ndarray, list[int]]:
-        """Lay out the new tokens of all rows: ids, positions (-1 in padding), and the first column of each row."""
+        """Lay out the new tokens of all rows: ids, positions (-1 in padding), and the first column of each row.
+
+        Padding stands before the tokens; behind them for `last_only`.
+        """
         width = max(len(part) for part in new) + (PADDING if len(new) > 1 else 0)
         firsts = [0 if last_only else width - len(part) for part in new]
         ids, positions = np.zeros((len(new), width), np.int64), np.full((len(new), width), -1)
@@ -151,17 +135,10 @@ def _with_golden(
 
 
 def observer(trace: Trace, goes_on: Callable[[str, np.ndarray], np.ndarray], where: Columns, target: Target) -> Keep:
-    """Build a `keep` that records the judged part of each stage, and can replace that part.
+    """Build a `keep` that records the judged part of each stage in `trace`, and can replace that part.
 
-    Args:
-        trace: Receives the recorded arrays.
-        goes_on: Returns the array that the pass continues with, rounded to the dtype of the run. If it returns the
-            recorded array itself, the stage stays as it is.
-        where: The judged part.
-        target: Device and dtype that every stage must have.
-
-    Returns:
-        The function; it raises CheckpointMismatch for a stage of another dtype or device.
+    `goes_on` returns the array that the pass continues with, rounded to the dtype of the run; if it is the recorded
+    array itself, the stage stays as it is. CheckpointMismatch: a stage is of another dtype or device than `target`.
     """
 
     def keep(name: str, stage: Tensor) -> Tensor:
@@ -184,7 +161,5 @@ def _require_target(name: str, stage: Tensor, target: Target) -> None:
     if BY_NAME[short].is_choice:
         dtype = torch.int64
     if (stage.dtype, stage.device) != (dtype, target.device):
-        raise CheckpointMismatch(
-            f"{name}: expected {dtype} on {target.device}, got {stage.dtype} on {stage.device}; "
-            f"the run was not made for {target}"
-        )
+        message = f"expected {dtype} on {target.device}, got {stage.dtype} on {stage.device}"
+        raise CheckpointMismatch(f"{name}: {message}; the run was not made for {target}")

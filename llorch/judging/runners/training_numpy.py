@@ -96,9 +96,8 @@ class NumpyTrainingRunner:
 
     def curve(self, n_steps: int) -> Results:
         """Run the first steps of the run that has a stored loss curve; yield the arrays of losses and norms."""
-        _, losses, norms, _ = zip(
-            *self._trained(n_steps, CURVE.accumulation, CURVE.optimizer, SMOOTHING, CURVE.rate), strict=True
-        )
+        steps = self._trained(n_steps, CURVE.accumulation, CURVE.optimizer, SMOOTHING, CURVE.rate)
+        _, losses, norms, _ = zip(*steps, strict=True)
         yield at("loss_curve", case="curve"), np.asarray(losses)
         yield at("norm_curve", case="curve"), np.asarray(norms)
 
@@ -122,9 +121,8 @@ class NumpyTrainingRunner:
         for step in STEPS_ALONE:
             start = {name: self._all_given(where) for name, where in before(step, self.n_layers).items()}
             state = start if step > 1 else self._initial()
-            yield from self._results_of_step(
-                step, *self._update(step, start["gradient"], state, OPTIMIZER, OPTIMIZER.learning_rate)
-            )
+            norm, state = self._update(step, start["gradient"], state, OPTIMIZER, OPTIMIZER.learning_rate)
+            yield from self._results_of_step(step, norm, state)
         yield from self._schedules()
 
     def _merged_weight(self) -> Results:
@@ -186,15 +184,13 @@ class NumpyTrainingRunner:
 
     def _isolated_gradients(self) -> Results:
         """Run each block alone: the input, and the gradient of the output, are the golden's."""
-        given = {
-            stage_ref: self._golden_array(stage_ref) for pair in borders(self.n_layers).items() for stage_ref in pair
-        }
+        ends = borders(self.n_layers)
+        given = {stage_ref: self._golden_array(stage_ref) for stage_ref in (*ends, *ends.values())}
         found = list(self._block_gradients(given))
         tensors = of_tensors("gradient", self.n_layers)
         yield from join_documents([blocks for blocks, _ in found]).items()
-        yield from named(
-            tensors, {name: np.sum([grads[name] for _, grads in found], axis=0) for name in tensors}
-        ).items()
+        sums = {name: np.sum([grads[name] for _, grads in found], axis=0) for name in tensors}
+        yield from named(tensors, sums).items()
 
     def _block_gradients(self, given: Arrays) -> Iterator[tuple[Arrays, Named]]:
         """Yield the gradients of every document: of the blocks' inputs and the last output, and of every tensor.
@@ -256,9 +252,8 @@ class NumpyTrainingRunner:
             yield step, loss, norm, state
 
     def _steps(self) -> Results:
-        for step, _, norm, state in self._trained(
-            max(STEPS_SHOWN), 1, OPTIMIZER, 0.0, lambda step: OPTIMIZER.learning_rate
-        ):
+        steps = self._trained(max(STEPS_SHOWN), 1, OPTIMIZER, 0.0, lambda step: OPTIMIZER.learning_rate)
+        for step, _, norm, state in steps:
             if step in STEPS_SHOWN:
                 yield from self._results_of_step(step, norm, state)
 

@@ -1,10 +1,10 @@
 """Checkpoints 15 to 20, but for files, on the torch path: the modules, kernels, loss and optimizer that training uses.
 
-Isolated and chained are as in `runner`. The trainer's own `Stepper` makes gradients and steps; isolated, hooks put the
-golden's numbers in where a block begins, and its gradient in where one ends. In half precision the base and its
-activations are, the adapter, its gradients and the optimizer stay float32. `-trainer` is how `llorch lora train` runs
-when it saves memory: fused attention, products of frozen weights by oneDNN, blocks that run again for their gradients,
-logits that never exist all at once. On a mesh every rank runs so, and all of them show the whole of each array.
+The trainer's own `Stepper` makes gradients and steps. Isolated, hooks put in the golden's numbers where a block begins,
+and its gradient where one ends. In half precision the base and its activations are half, the adapter, its gradients
+and the optimizer float32. `-trainer` is how `llorch lora train` runs when it saves memory: fused attention, products of
+frozen weights by oneDNN, blocks that run again for their gradients, logits that never exist all at once. On a mesh
+every rank runs so, and all of them show the whole of each array.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -42,9 +42,9 @@ from llorch.judging.goldens.training_recipe import (
     step_batches,
     with_zero_b,
 )
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.training_numpy import Results
 from llorch.judging.tolerances.training import NUMPY_ALONE
+from llorch.judging.types import Comparison
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
 from llorch.ops.numerics import DtypeName
@@ -55,6 +55,7 @@ from llorch.pytorch.distributed.launch import gathered, named_on, summed
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, ROWS, cut_for
 from llorch.pytorch.load import Cut, all_of, load_dense
 from llorch.pytorch.lora.adapters import attach, lora_modules, trainable_parameters
+from llorch.pytorch.lora.modules import LoraModule
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients, hidden_states
 from llorch.pytorch.train.loading import load_for_training
@@ -87,9 +88,8 @@ def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = N
 def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Comparison]:
     """Compare training runs in torch with goldens that are at hand, for each variant."""
     for suffix, as_trainer in VARIANTS.items():
-        yield from _judge_runner(
-            name, TorchTrainingRunner(weights, golden, target, as_trainer=as_trainer), f"{target}{suffix}"
-        )
+        runner = TorchTrainingRunner(weights, golden, target, as_trainer=as_trainer)
+        yield from _judge_runner(name, runner, f"{target}{suffix}")
 
 
 def mesh_rows(
@@ -154,8 +154,9 @@ class TorchTrainingRunner:
     def _worker(self, adapter: Adapter) -> Alone:
         if self.as_trainer:
             width = max(batch.ids.shape[1] for batch in self.batches)
-            how: Any = {"residency": "decoded", "batch": 2, "n_tokens": width, "mesh": self._mesh}
-            module = load_for_training(self.weights, self.target, **how)
+            module = load_for_training(
+                self.weights, self.target, residency="decoded", batch=2, n_tokens=width, mesh=self._mesh
+            )
         else:
             module = load_dense(self.weights, dtype=self.target.dtype, device=self.target.device)
         attach(module, adapter, name=NAME, trainable=True)
@@ -200,7 +201,7 @@ class TorchTrainingRunner:
         """Compute the adapter's deltas: each kernel of the forward pass is also given the golden's input."""
         worker, deltas = self._worker(adapter), dict[str, Tensor]()
 
-        def note(lora_module: Any, name: str, _: Tensor) -> None:
+        def note(lora_module: LoraModule, name: str, _: Tensor) -> None:
             if name in where:
                 given = self._golden_tensor(at(INPUT_OF[where[name].part], where[name].layer))
                 deltas[name] = whole_output(worker, name, _delta(lora_module, own_input(worker, name, given)))
@@ -214,7 +215,7 @@ class TorchTrainingRunner:
         """Compute the deltas on llorch's activations, the logits, and the losses of llorch's hidden states."""
         worker, deltas = self._worker(self.adapter), dict[str, Tensor]()
 
-        def note(lora_module: Any, name: str, x: Tensor) -> None:
+        def note(lora_module: LoraModule, name: str, x: Tensor) -> None:
             deltas[name] = whole_output(worker, name, _delta(lora_module, x))
 
         _at_each_module(worker.module, note)
@@ -229,10 +230,8 @@ class TorchTrainingRunner:
         for case, smoothing in SMOOTHINGS.items():
             losses = [self._loss(hidden, lm_head, labels, smoothing) for labels in _one_by_one(batch.labels)]
             yield at("token_losses", case=case), array_of(torch.stack(losses))
-            yield (
-                at("loss", case=case),
-                array_of(self._loss(hidden, lm_head, batch.labels, smoothing) / batch.n_trained),
-            )
+            mean = self._loss(hidden, lm_head, batch.labels, smoothing) / batch.n_trained
+            yield at("loss", case=case), array_of(mean)
 
     def _loss(self, hidden: Tensor, lm_head: nn.Module, labels: np.ndarray, smoothing: float) -> Tensor:
         return loss_sum(hidden, lm_head, torch.from_numpy(labels), label_smoothing=smoothing, chunk=self.chunk)
@@ -325,17 +324,17 @@ class TorchTrainingRunner:
 
 
 @torch.no_grad()
-def _delta(lora_module: Any, x: Tensor) -> Tensor:
+def _delta(lora_module: LoraModule, x: Tensor) -> Tensor:
     """Compute the adapter's addition to a result of zero, in the dtype of the adapter."""
     lora_B = lora_module.own(lora_module.lora_B[NAME])
     return lora_module.adapted(NAME, x, lora_B.new_zeros((*x.shape[:-1], len(lora_B))))
 
 
-def _at_each_module(module: CausalLM, note: Callable[[Any, str, Tensor], None]) -> None:
+def _at_each_module(module: CausalLM, note: Callable[[LoraModule, str, Tensor], None]) -> None:
     """Call `note` with a module with an adapter, its matrix and its input, whenever the forward pass reaches one."""
     for _, target, lora_module in lora_modules(module):
 
-        def noted(lora_module: Any, inputs: tuple, name: str = target.name) -> None:
+        def noted(lora_module: LoraModule, inputs: tuple, name: str = target.name) -> None:
             note(lora_module, name, inputs[0])
 
         lora_module.register_forward_pre_hook(noted)

@@ -61,18 +61,10 @@ SHARED: Mapping[str, tuple[str, ...]] = MappingProxyType(
 def limit_of_factor(
     golden: np.ndarray, variance: np.ndarray, stage: Stage, config: ModelConfig, arithmetic: Arithmetic, *, fused: bool
 ) -> float:
-    """Derive how far the common factor of an isolated stage may be from 1.
+    """Derive how far the common factor of an isolated stage may be from 1, in half precision.
 
-    Args:
-        golden: The array.
-        variance: Expected squared errors of its elements.
-        stage: The stage.
-        config: The model.
-        arithmetic: Half precision.
-        fused: Whether attention hides its scores: then a rounded key moves all later queries.
-
-    Returns:
-        The tolerance.
+    `variance` are the expected squared errors of the elements. `fused`: attention hides its scores, and a rounded key
+    moves all later queries.
     """
     names = [name for axis in stage.axes.split() for name in _PARTS.get(axis, axis).split()]
     shape = _shape(stage, golden.shape, names, config)

@@ -184,15 +184,10 @@ class ForwardTolerances:
         fused: bool = False,
         distance: Callable[[str, str], Difference | None] = lambda mode, stage: None,
     ) -> None:
-        """Prepare; for the first arguments see `variances`.
+        """Take a model with its numerics, and the tokens and the whole trace of a golden.
 
-        Args:
-            weights: The model, with its numerics.
-            this: The tokens of the golden.
-            golden: Its trace, whole.
-            arithmetic: Of the run.
-            fused: Whether scores and probabilities are not fed, isolated, but made.
-            distance: The engines' largest distance from the float64 reference, by mode and stage.
+        `fused`: an isolated run computes scores and probabilities instead of being fed them. `distance` gives the
+        engines' largest distance from the float64 reference, by mode and stage.
         """
         self._stages = {name: stage for name, stage, _ in keys(weights.config)}
         self._golden, self._distance, self._config = golden, distance, weights.config
@@ -336,15 +331,9 @@ NOTHING_KNOWN = Margins(None, None, 0.0)
 
 
 def derive_tolerance(golden: np.ndarray, variance: np.ndarray, stage: Stage) -> Tolerance:
-    """Derive the tolerance of an array as a whole, in its worst element and in each of its tokens.
+    """Derive the tolerance of an array, or a part of it, as a whole, in its worst element and in each of its tokens.
 
-    Args:
-        golden: The array, or the part of it that is judged.
-        variance: Variance of the same elements, in one run.
-        stage: Stage of the array.
-
-    Returns:
-        The tolerance; exact where nothing adds or passes on an error.
+    `variance` is that of the same elements, in one run. The tolerance is exact where no error is added or passed on.
     """
     if not variance.any():
         return EXACT

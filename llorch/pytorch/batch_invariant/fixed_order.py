@@ -4,15 +4,14 @@ Sums are trees of additions, exp is a polynomial; all else is +, -, *, / and squ
 """
 
 import math
-from typing import Any
 
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import pad
 
-from llorch.pytorch.causal_lm import Heads, Hidden, widened
-from llorch.pytorch.models.delta_net import ShortConv
+from llorch.pytorch.causal_lm import Heads, Hidden, RMSNorm, widened
+from llorch.pytorch.models.delta_net import GatedNorm, ShortConv
 from llorch.pytorch.models.delta_rule import Keys, Matrices, OfHeads, Values
 from llorch.pytorch.models.experts import PerExpert
 from llorch.pytorch.models.positions import HeadNorm
@@ -24,7 +23,7 @@ LN2_HIGH, LN2_LOW = 355 / 512, -2.121944400546905827678785e-4  # their sum is ln
 class FixedNorm(nn.Module):
     """RMSNorm with a sum of one order."""
 
-    def __init__(self, norm: Any) -> None:
+    def __init__(self, norm: RMSNorm | GatedNorm) -> None:
         """Take over the gain and epsilon of an RMSNorm."""
         super().__init__()
         self.weight: nn.Parameter = norm.weight
@@ -39,16 +38,11 @@ class FixedNorm(nn.Module):
 
 def swiglu(gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]) -> Float[Tensor, "*rows inter"]:
     """Compute gate / (1 + exp(-gate)) * up, rounded once."""
-    wide = widened(gate)
-    return (wide / (exp(-wide) + 1) * widened(up)).to(gate.dtype)
+    return (silu(widened(gate)) * widened(up)).to(gate.dtype)
 
 
 class FixedHeadNorm(HeadNorm):
     """The norm of heads, which has no gain, with a sum of one order."""
-
-    def __init__(self, plain: HeadNorm) -> None:
-        """Take over what is added to the mean square."""
-        super().__init__(plain.eps)
 
     def forward(self, x: Heads) -> Heads:
         """Bring every head to unit root mean square."""
@@ -59,7 +53,7 @@ class FixedHeadNorm(HeadNorm):
 class FixedGatedNorm(nn.Module):
     """The gated norm with a sum of one order."""
 
-    def __init__(self, plain: Any) -> None:
+    def __init__(self, plain: GatedNorm) -> None:
         """Take over the gain and epsilon of a plain one."""
         super().__init__()
         self.norm = FixedNorm(plain)

@@ -24,21 +24,8 @@ from jaxtyping import Float
 from torch import Tensor, matmul, nn
 from torch.nn.functional import pad
 
-from llorch.pytorch.batch_invariant.fixed_order import (
-    KEYS,
-    FixedConv,
-    FixedGatedNorm,
-    FixedHeadNorm,
-    FixedNorm,
-    delta_rule,
-    l2_norm,
-    mixed,
-    normalised,
-    sigmoid,
-    softmax,
-    softplus,
-    swiglu,
-)  # fmt: skip
+from llorch.pytorch.batch_invariant import fixed_order
+from llorch.pytorch.batch_invariant.fixed_order import KEYS, softmax
 from llorch.pytorch.cache import Visible
 from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep, RMSNorm, rotate_and_cache, widened
 from llorch.pytorch.kernels import KernelTable
@@ -109,9 +96,7 @@ def _agreeing_sizes(product: Product, like: Float[Tensor, "rows width"]) -> tupl
         return lambda rows: torch.cat([product(_padded(tile, size)) for tile in rows.split(size)])[: len(rows)]
 
     generator, narrow, wide = torch.Generator().manual_seed(0), tiled(ROWS), True
-    tell = (
-        16 if like.dtype.itemsize == 2 else narrow(like[:1]).shape[1]
-    )  # results of a row that would show another order
+    tell = 16 if like.dtype.itemsize == 2 else narrow(like[:1]).shape[1]  # results of a row that show another order
     for _ in range(max(1, ENOUGH // tell)):
         rows = _telling_rows(narrow, like, generator)
         if not _stand_alone(narrow, rows):
@@ -121,10 +106,7 @@ def _agreeing_sizes(product: Product, like: Float[Tensor, "rows width"]) -> tupl
 
 
 def _stand_alone(product: Product, rows: Float[Tensor, "tokens ..."]) -> bool:
-    """Return whether rows have the same bits a place further on, and above zeros.
-
-    A kernel that adds in another order changes about a third of all results, so that many that agree are no accident.
-    """
+    """Return whether rows have equal bits a place further on, and above zeros; else a third of them would differ."""
     expected = product(rows)
     kept = (torch.arange(ROWS) <= torch.arange(len(rows) // ROWS)[:, None] % (ROWS - 1)).flatten().to(rows.device)
     above = product(torch.where(kept.view(-1, *[1] * (rows.ndim - 1)), rows, 0))
@@ -161,10 +143,8 @@ def attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: 
     n = _queries(wide_q[0], keys[0])
     scores = torch.stack([_tiled_scores(*one, n) for one in zip(wide_q, keys, strict=True)]) / math.sqrt(q.shape[-1])
     probs = keep("attn_probs", softmax(keep("attn_scores", scores.masked_fill(~mask, -math.inf))))
-    context = torch.stack(
-        [_context(*one, n) for one in zip(probs, values, strict=True)]
-    )  # (batch, heads, seq, head_dim)
-    return context.transpose(1, 2).to(q.dtype)
+    context = torch.stack([_context(*pair, n) for pair in zip(probs, values, strict=True)])
+    return context.transpose(1, 2).to(q.dtype)  # (batch, seq, heads, head_dim)
 
 
 def _queries(q: Float[Tensor, "heads seq head_dim"], keys: Float[Tensor, "kv_heads ctx head_dim"]) -> int:
@@ -248,8 +228,9 @@ class FixedExperts(nn.Module):
 
 
 FUNCTIONS: Mapping[str, Any] = {  # by the name that modules have for them
-    "rotate": rotate_and_cache, "attend": attention, "act": swiglu, "softmax": softmax, "sigmoid": sigmoid,
-    "softplus": softplus, "normalised": normalised, "mixed": mixed, "l2_norm": l2_norm, "rule": delta_rule,
+    "rotate": rotate_and_cache, "attend": attention, "act": fixed_order.swiglu, "softmax": softmax,
+    "sigmoid": fixed_order.sigmoid, "softplus": fixed_order.softplus, "normalised": fixed_order.normalised,
+    "mixed": fixed_order.mixed, "l2_norm": fixed_order.l2_norm, "rule": fixed_order.delta_rule,
 }  # fmt: skip
 
 
@@ -271,31 +252,28 @@ def make_reproducible(model: CausalLM, *, own: bool = True) -> None:
             setattr(module, name, _fixed(kernel, kernels))
 
 
-def _fixed(kernel: Any, kernels: KernelTable) -> Any:
+def _fixed(kernel: nn.Module, kernels: KernelTable) -> nn.Module:
     """Wrap a module so that its rows do not depend on the batch; return one that needs no wrapper."""
     if isinstance(kernel, RMSNorm):
-        return FixedNorm(kernel)
+        return fixed_order.FixedNorm(kernel)
     if isinstance(kernel, HeadNorm):
-        return FixedHeadNorm(kernel)
+        return fixed_order.FixedHeadNorm(kernel.eps)
     if isinstance(kernel, nn.Linear | QuantisedLinear | CpuLinear) and not is_fixed(kernel):
         return FixedRows(kernel)
     if isinstance(kernel, ExpertLinear | QuantisedExperts):
         return FixedExperts(kernel, kernels)
     if isinstance(kernel, GatedNorm):
-        return FixedGatedNorm(kernel)
-    return FixedConv(kernel) if isinstance(kernel, ShortConv) else kernel
+        return fixed_order.FixedGatedNorm(kernel)
+    return fixed_order.FixedConv(kernel) if isinstance(kernel, ShortConv) else kernel
 
 
-def is_fixed(kernel: Any) -> bool:
+def is_fixed(kernel: object) -> bool:
     """Return whether no row of a projection depends on the other rows."""
     return isinstance(kernel, FixedRows) or getattr(kernel, "fixed", False)
 
 
 def _in_one_order(like: Tensor) -> KernelTable:
-    """Return the CPU kernels whose sums have one order; an empty table for other devices.
-
-    Without a compiler these are products by oneDNN, whose sums have one order for few and many rows.
-    """
+    """Return the CPU kernels whose sums have one order, without a compiler oneDNN's; none for other devices."""
     if like.device.type != "cpu":
         return {}
     keep_freed_memory()

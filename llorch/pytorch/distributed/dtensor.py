@@ -34,10 +34,7 @@ def whole(tensor: Tensor) -> Tensor:
 
 
 def whole_together(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Join the parts of many tensors, all of one mesh and dtype, with one exchange for each axis of the mesh.
-
-    The result is that of `whole`, and all ranks must call this together.
-    """
+    """Do with many tensors of one mesh and dtype what `whole` does, by one exchange for each axis of the mesh."""
     parts = {name: tensor for name, tensor in tensors.items() if is_part(tensor)}
     if not parts:
         return dict(tensors)
@@ -69,7 +66,8 @@ def part_of(complete: Tensor, example: Tensor) -> Tensor:
     for axis, placement in reversed(list(enumerate(example.placements))):
         if not placement.is_replicate():
             cut: Any = placement  # Shard or _StridedShard, which are no relatives
-            complete = _chunk_of(complete, mesh.size(axis), cut.dim, mesh.get_local_rank(axis))
+            chunks, rank = complete.chunk(mesh.size(axis), cut.dim), mesh.get_local_rank(axis)
+            complete = chunks[rank] if rank < len(chunks) else complete.narrow(cut.dim, 0, 0)
     return complete
 
 
@@ -78,14 +76,9 @@ def _size_before(tensor: "DTensor", axis: int, dim: int) -> int:
     mesh, size = tensor.device_mesh, tensor.shape[dim]
     for later in range(mesh.ndim - 1, axis, -1):
         if getattr(tensor.placements[later], "dim", None) == dim:
-            chunk = _longest(size, mesh.size(later))
+            chunk = -(-size // mesh.size(later))
             size = max(0, min(size - mesh.get_local_rank(later) * chunk, chunk))
     return size
-
-
-def _longest(size: int, count: int) -> int:
-    """Return the length of the first of some chunks as torch cuts them."""
-    return -(-size // count)
 
 
 def _gathered(
@@ -97,8 +90,8 @@ def _gathered(
     count = group.size()
     rows: dict[str, Tensor] = {}
     for name, part in parts.items():
-        row = part.movedim(dims[name], 0)
-        rows[name] = pad(row, (0, 0) * (row.ndim - 1) + (0, _longest(sizes[name], count) - len(row)))
+        row, longest = part.movedim(dims[name], 0), -(-sizes[name] // count)
+        rows[name] = pad(row, (0, 0) * (row.ndim - 1) + (0, longest - len(row)))
     sent = torch.cat([row.flatten() for row in rows.values()])
     received = [torch.empty_like(sent) for _ in range(count)]
     dist.all_gather(received, sent, group=group)
@@ -107,9 +100,3 @@ def _gathered(
         name: one.reshape(-1, *row.shape[1:])[: sizes[name]].movedim(0, dims[name]).contiguous()
         for (name, row), one in zip(rows.items(), found, strict=True)
     }
-
-
-def _chunk_of(tensor: Tensor, count: int, dim: int, number: int) -> Tensor:
-    """Return one of some chunks as torch cuts them; the last ones may be shorter or empty."""
-    chunks = tensor.chunk(count, dim)
-    return chunks[number] if number < len(chunks) else tensor.narrow(dim, 0, 0)

@@ -9,7 +9,7 @@ Source: torch.distributed.Store, which outlives the ranks.
 
 import json
 import time
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any
 
@@ -32,11 +32,7 @@ class Ending:
         self._seconds = f"{timeout.total_seconds():g} s"
 
     def of(self, error: BaseException, code: int, line: str) -> BaseException:
-        """Return the exception with which this rank ends.
-
-        `error` is the exception that this rank raised; `code` and `line` are the exit code and the line of that
-        exception.
-        """
+        """Return the exception with which this rank ends, given its own with the exit code and the line of that one."""
         try:
             said = self._why(error, code, line)
             here = self._here() if said is None else {}
@@ -100,15 +96,11 @@ def is_of_messages(error: BaseException) -> bool:
     """Return whether a message was not sent or did not arrive, or another rank failed instead of sending it."""
     if isinstance(error, (RankFailed, dist.DistError)):
         return True
-    return isinstance(error, RuntimeError) and _has(error, _OF_MESSAGES)
+    return isinstance(error, RuntimeError) and any(word in str(error) for word in _OF_MESSAGES)
 
 
 def _is_late(error: BaseException) -> bool:
-    return _has(error, _LATE)
-
-
-def _has(error: BaseException, words: Collection[str]) -> bool:
-    return any(word in str(error) for word in words)
+    return any(word in str(error) for word in _LATE)
 
 
 def _message_of(error: BaseException) -> str:

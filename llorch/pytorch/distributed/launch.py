@@ -47,7 +47,7 @@ class RanksEnded(Exception):
 
 
 def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: timedelta = TIMEOUT) -> Any:
-    """Call a function in so many processes of this machine.
+    """Call a function in so many processes of this machine; return the result of rank 0, which alone prints.
 
     Args:
         n_ranks: The number of processes.
@@ -55,12 +55,9 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
         arguments: The arguments of the function.
         timeout: Time that ranks have to end after SIGTERM or SIGINT, which this process passes on to them.
 
-    Returns:
-        The result of rank 0; only rank 0 prints.
-
     Raises:
         EngineDied: A rank did not survive, or raised; the others are ended.
-        Ended: A rank left with an exit code, or a signal ended this process.
+        RanksEnded: A rank left with an exit code, or a signal ended this process.
     """
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
@@ -144,10 +141,7 @@ class Ranks:
         self.is_first = self.rank == 0
 
     def first(self, work: Callable[[], Made]) -> Made:
-        """Call `work` on the first rank and return the result on all ranks.
-
-        If `work` raises, the other ranks raise RankFailed.
-        """
+        """Call `work` on the first rank and return its result on all; if it raises, others raise RankFailed."""
         if self.mesh is None:
             return work()
         made: list[Any] = [None, False]

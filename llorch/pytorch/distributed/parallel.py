@@ -38,22 +38,16 @@ SPLIT = frozenset({"q_width", "kv_width", "heads", "kv_heads", "inter", "shared_
 def parallelize(module: CausalLM, mesh: DeviceMesh) -> CausalLM:
     """Leave each rank its part of a model, in place; `keep` is shown whole stages on every rank.
 
-    Args:
-        module: The model with its weights, which were cut when they were loaded, see `sharding_plan.cut_for`, and
-            if it is to be trained its adapters, whole.
-        mesh: With an axis `tp`, `dp` or both; `dp` is for training, under `Together`.
-
-    Returns:
-        The module.
-
-    Raises:
-        ValueError: The ranks of `tp` do not divide the heads or the inner width, or a layer is not dense.
+    Its weights were cut as they were loaded, see `sharding_plan.cut_for`; adapters that are to be trained are whole.
+    The mesh has an axis `tp`, `dp` or both; `dp` is for training, under `Together`. UserError where the ranks of `tp`
+    do not divide the heads or the inner width, or a layer is not dense.
     """
     if (ranks := sharing_layers(mesh)) is not None:
         require_split(module.config, ranks.size())
         connect(module, ranks)
     if "dp" in axes_of(mesh):
-        share_out(module, mesh["dp"])
+        for layer in module.model.layers:
+            _sharded(layer, module, mesh["dp"])
     return module
 
 
@@ -73,12 +67,6 @@ def connect(module: CausalLM, ranks: DeviceMesh) -> None:
     module.register_forward_pre_hook(
         lambda _, args, kwargs: (args, _with_whole_stages(kwargs, ranks)), with_kwargs=True
     )
-
-
-def share_out(module: CausalLM, ranks: DeviceMesh) -> None:
-    """Leave each rank a share of every parameter of the blocks; gradients are summed in at least float32."""
-    for layer in module.model.layers:
-        _sharded(layer, module, ranks)
 
 
 class Together(nn.Module):
@@ -141,10 +129,7 @@ def _cut_adapters(submodule: LoraModule, ranks: DeviceMesh, *, by_rows: bool) ->
 
 
 def _own_part(parameter: Tensor) -> Tensor:
-    """Return the tensor that a rank computes with.
-
-    If all ranks have a factor whole, each rank finds a part of the factor's gradient.
-    """
+    """Return the tensor that a rank computes with; where all have it whole, each finds a part of its gradient."""
     if not isinstance(parameter, DTensor):
         return parameter
     return parameter.to_local(grad_placements=[Partial() if p.is_replicate() else p for p in parameter.placements])
@@ -157,13 +142,12 @@ def _entering(x: Tensor, ranks: DeviceMesh) -> Tensor:
 
 def _leaving(part: Tensor, ranks: DeviceMesh) -> Tensor:
     """Sum the results of all ranks; the gradient of the sum is the gradient of each part."""
-    return (
-        DTensor.from_local(part, ranks, [Partial()], run_check=False).redistribute(placements=[Replicate()]).to_local()
-    )
+    parts = DTensor.from_local(part, ranks, [Partial()], run_check=False)
+    return parts.redistribute(placements=[Replicate()]).to_local()
 
 
 def _sharded(part: nn.Module, module: CausalLM, ranks: DeviceMesh) -> None:
-    """Shard a part with FSDP; its gradients are summed over the ranks, not averaged."""
+    """Shard a part with FSDP; its gradients are summed over the ranks, in at least float32, not averaged."""
     wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     fully_shard(part, mesh=ranks, mp_policy=MixedPrecisionPolicy(reduce_dtype=wide, cast_forward_inputs=False))
     assert isinstance(part, FSDPModule)
@@ -209,10 +193,7 @@ class OwnExperts(ExpertsModule):
         self.first = first
 
     def forward(self, h: Hidden | PerExpert, ids: Chosen, keep: Keep) -> PerExpert:
-        """Compute the outputs of the chosen experts that are on this rank, and zeros for the others.
-
-        An expert is given its token, or its share of the token.
-        """
+        """Compute the outputs of this rank's experts for their token, or their share of it, and zeros for others."""
         mine = (ids >= self.first) & (ids < self.first + self.gate_proj.n_experts)
         x = h if h.dim() > ids.dim() else h[:, :, None].expand(*ids.shape, -1)
 
@@ -232,8 +213,4 @@ def split_experts(layer: Any, ranks: DeviceMesh, n_experts: int, sum_over: Calla
     """Let a layer whose stacks of experts were cut ask those that are here, and sum what all ranks make."""
     first = int(torch.arange(n_experts).chunk(ranks.size())[ranks.get_local_rank()][0])
     layer.mlp.experts = OwnExperts(layer.mlp.experts, first)
-    layer.mlp.experts.register_forward_hook(_summed_by(sum_over))
-
-
-def _summed_by(sum_over: Callable[[Tensor], Tensor]) -> Any:
-    return lambda _, args, part: sum_over(part)
+    layer.get_submodule("mlp.experts").register_forward_hook(lambda _, args, part: sum_over(part))

@@ -9,8 +9,8 @@ ranks. The kernel of experts is left out too, because it does not tell how many 
 """
 
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -21,7 +21,6 @@ from llorch.files import Weights, open_weights
 from llorch.files.hub import find
 from llorch.files.residency import Residency
 from llorch.lora.adapter import Adapter
-from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.decoding import Agree, Decoding
 from llorch.pytorch.device import Kernels, Target, compute_as_named, target
@@ -46,6 +45,7 @@ class ParallelModel(TorchModel):
 
         super().__init__(weights, target, parallelize(module, mesh["tp"]))
         self.ranks = mesh["tp"]
+        self._config_here = of_a_rank(self.config, self.ranks.size())
 
     @property
     def where(self) -> str:
@@ -55,12 +55,6 @@ class ParallelModel(TorchModel):
     def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
         """Refuse it (ValueError): the factors would have to be cut, too."""
         raise UserError("tensor parallel: generation cannot split an adapter; merge it first with llorch lora merge")
-
-    def new_cache(self, batch: int, n_slots: int, first_position: int = 0) -> Cache:
-        """Create an empty cache for the heads of this rank."""
-        kind = {"dtype": self.target.dtype, "device": self.target.device}
-        config = of_a_rank(self.config, self.ranks.size())
-        return Cache(config, batch=batch, n_slots=n_slots, first_position=first_position, **kind)
 
     def _fast(self, decoding: Decoding, adapters: Sequence[str | None]) -> Decoding:
         """Add fast steps, and let all ranks take the tokens of the first rank."""
@@ -92,16 +86,8 @@ def load_parallel(
 ) -> ParallelModel:
     """Open a model on the CPU of which this rank keeps its part; a weight is whole only until it is cut.
 
-    Args:
-        path_or_name: As in `llorch.load`; the same on every rank.
-        mesh: With an axis `tp`.
-        dtype: The dtype of weights and activations.
-        kernels: See `load_torch`.
-        residency: See `load_torch`; `auto` decodes matrices whose blocks the ranks do not divide.
-        n_tokens: Tokens of context to keep memory for.
-
-    Returns:
-        The model, to be asked by all ranks for the same.
+    All ranks give the same arguments, those of `load_torch`, and then ask the model for the same. The mesh has an axis
+    `tp`; `auto` decodes matrices whose blocks the ranks do not divide.
 
     Raises:
         ValueError: The ranks do not divide the model, or with `packed` its blocks.
@@ -111,10 +97,10 @@ def load_parallel(
     compute_as_named(at)
     weights = open_weights(find(path_or_name))
     require_split(weights.config, n_ranks)
-    room: Any = {"n_tokens": n_tokens, "n_ranks": n_ranks, "n_here": len(ranks_here(n_ranks))}
-    room["from_blocks"] = any(kind.startswith("packed") for kind in built_kernels(at))
-    residency = _divided(weights, residency, n_ranks)
-    chosen = Ranks(mesh).first(lambda: require_memory(weights, at, residency, **room))  # before any takes what is free
+    form, n_here = _divided(weights, residency, n_ranks), len(ranks_here(n_ranks))
+    from_blocks = any(kind.startswith("packed") for kind in built_kernels(at))
+    choose = partial(require_memory, n_tokens=n_tokens, from_blocks=from_blocks, n_ranks=n_ranks, n_here=n_here)
+    chosen = Ranks(mesh).first(lambda: choose(weights, at, form))  # before any rank takes what is free
     load = load_packed if chosen == "packed" else load_dense
     module = load(weights, dtype=at.dtype, device=at.device, cut=cut_for(weights.config, mesh))
     speed_up(module, at, "sdpa", compiled=False, without=WHOLE_ONLY)

@@ -81,11 +81,7 @@ def of_a_rank(config: ModelConfig, n_ranks: int) -> ModelConfig:
 
 
 def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
-    """Return the function that cuts each weight as it is loaded, so that no rank has the whole model.
-
-    Raises:
-        ValueError: As `parallelize`.
-    """
+    """Return the function that cuts each weight as it is loaded, so that no rank has the whole model."""
     if (ranks := sharing_layers(mesh)) is None:
         return all_of
     require_split(config, ranks.size())
@@ -107,8 +103,6 @@ def part_of_rank(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
     if axis is None:
         is_added = path.endswith(tuple(f"{matrix}.bias" for matrix in ROWS))
         return torch.zeros_like(whole) if is_added and rank else whole
-    if whole.shape[axis] % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
-        raise UserError(
-            f"tensor parallel: {path}: expected a size divisible by {n_ranks} ranks, got {whole.shape[axis]}"
-        )
+    if (size := whole.shape[axis]) % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
+        raise UserError(f"tensor parallel: {path}: expected a size divisible by {n_ranks} ranks, got {size}")
     return whole.chunk(n_ranks, axis)[rank].clone()

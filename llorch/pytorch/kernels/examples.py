@@ -16,7 +16,7 @@ from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import NoCache, PassPlacement
 from llorch.pytorch.causal_lm import RMSNorm, keep_nothing, rotate_and_cache, swiglu, widened
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, Kind
+from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv, l2_norm
 from llorch.pytorch.models.delta_rule import delta_rule
@@ -49,6 +49,11 @@ class Numbers:
 Size = tuple[int, int]  # batch, sequence
 
 
+def in_dtype(*inputs: tuple[Tensor, ...]) -> Callable[[torch.dtype], list[tuple]]:
+    """Return the function that gives inputs in a dtype."""
+    return lambda dtype: [tuple(tensor.to(dtype) for tensor in tensors) for tensors in inputs]
+
+
 def _with_gradients(call: Callable[..., Sequence[Tensor]], n_results: int) -> Callable[..., tuple[Tensor, ...]]:
     """Extend a call by its backward pass; the last `n_results` arguments are the gradients of its results."""
 
@@ -64,11 +69,7 @@ def _with_gradients(call: Callable[..., Sequence[Tensor]], n_results: int) -> Ca
 
 def _example_with_one_result(plain: object, *given: Tensor) -> KernelExample:
     """Make the example of a trained kernel that returns one tensor."""
-    return KernelExample(
-        plain,
-        lambda dtype: [tuple(tensor.to(dtype) for tensor in given)],
-        _with_gradients(lambda kernel, *inputs: (kernel(*inputs),), 1),
-    )
+    return KernelExample(plain, in_dtype(given), _with_gradients(lambda kernel, *inputs: (kernel(*inputs),), 1))
 
 
 def _norm(config: ModelConfig, at: Target, size: Size) -> KernelExample:
@@ -85,12 +86,9 @@ def _act(config: ModelConfig, at: Target, size: Size) -> KernelExample:
 
 def _rotate(config: ModelConfig, at: Target, size: Size) -> KernelExample:
     numbers, half = Numbers(at), config.head_dim // 2
-    given = [numbers(*size, n, config.head_dim) for n in (config.n_heads, config.n_kv_heads) * 2]
+    given = tuple(numbers(*size, n, config.head_dim) for n in (config.n_heads, config.n_kv_heads) * 2)
     positions = torch.arange(size[1], device=at.device).expand(size)
     angles = (positions[..., None] * torch.logspace(0, -4, half, device=at.device)).double()  # (batch, seq, half)
-
-    def inputs(dtype: torch.dtype) -> list[tuple]:
-        return [tuple(tensor.to(dtype) for tensor in given)]
 
     def turned(kernel: Callable, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
         wide = torch.promote_types(q.dtype, torch.float32)
@@ -99,7 +97,7 @@ def _rotate(config: ModelConfig, at: Target, size: Size) -> KernelExample:
         q, keys, _ = kernel(q, k, k.detach(), 0, place, NoCache(at.device), keep_nothing)
         return q, keys.transpose(1, 2)
 
-    return KernelExample(rotate_and_cache, inputs, _with_gradients(turned, 2))
+    return KernelExample(rotate_and_cache, in_dtype(given), _with_gradients(turned, 2))
 
 
 def _packed(name: str, config: ModelConfig, at: Target, size: Size) -> KernelExample:
@@ -117,14 +115,6 @@ TRAINED_EXAMPLES: dict[str, Callable[[ModelConfig, Target, Size], KernelExample]
 
 N_EXPERTS, TOP = 9, 4
 LENGTHS = (1, 7, 80)  # of sequences; the first is that of decoding
-PACKED_EXPERTS = "packed experts "
-
-
-def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
-    """Make the examples of a kind of kernel, at the shapes of a model."""
-    if kind.startswith(PACKED_EXPERTS):
-        return _packed_experts(config, at, kind_named(kind.removeprefix(PACKED_EXPERTS)))
-    return EXAMPLES[kind](config, at)
 
 
 def _frozen(weight: Tensor) -> nn.Parameter:
@@ -179,9 +169,7 @@ def _delta_rule(config: ModelConfig, at: Target) -> KernelExample:
         wide = torch.promote_types(dtype, torch.float32)
         return [tuple(x.to(wide) for x in tensors) for tensors in given]
 
-    return KernelExample(
-        delta_rule, inputs, lambda kernel, *x: kernel(*x[:-1], x[-1].clone())
-    )  # ours writes the state there
+    return KernelExample(delta_rule, inputs, lambda kernel, *x: kernel(*x[:-1], x[-1].clone()))  # which ours changes
 
 
 def _routed_example(config: ModelConfig, at: Target, plain: nn.Module, width: int) -> KernelExample:
@@ -199,8 +187,8 @@ def _experts(config: ModelConfig, at: Target) -> KernelExample:
     return _routed_example(config, at, plain, width)
 
 
-def _packed_experts(config: ModelConfig, at: Target, kind: Kind) -> KernelExample:
-    width = -(-config.hidden_size // 256) * 256
+def _packed_experts(name: str, config: ModelConfig, at: Target) -> KernelExample:
+    kind, width = kind_named(name), -(-config.hidden_size // 256) * 256
     torch.manual_seed(0)
     fields = random_fields((N_EXPERTS * (config.intermediate_size // 8), width), kind, at.device)
     return _routed_example(config, at, QuantisedExperts(fields, kind, N_EXPERTS), width)
@@ -208,4 +196,5 @@ def _packed_experts(config: ModelConfig, at: Target, kind: Kind) -> KernelExampl
 
 EXAMPLES: dict[str, Callable[[ModelConfig, Target], KernelExample]] = {
     "conv": _conv, "gated norm": _gated_norm, "l2 norm": _l2_norm, "delta rule": _delta_rule, "experts": _experts,
+    **{f"packed experts {name}": partial(_packed_experts, name) for name in KIND_NAMES},
 }  # fmt: skip

@@ -7,9 +7,10 @@ dtype and the sums of float32 before them can lead. One wrong element is far mor
 
 import copy
 import math
-import time
+import timeit
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -23,9 +24,9 @@ from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM, RMSNorm, keep_nothing, rotate_and_cache, swiglu
 from llorch.pytorch.decoding import Decoding, size_class
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels import TRAINED, KernelTable, examples
-from llorch.pytorch.kernels.examples import KernelExample, Numbers
-from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, Kind
+from llorch.pytorch.kernels import TRAINED, KernelTable
+from llorch.pytorch.kernels.examples import EXAMPLES, TRAINED_EXAMPLES, KernelExample, Numbers, in_dtype
+from llorch.pytorch.kernels.packing import CPU_KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
 from llorch.pytorch.kernels.table import install_kernels
@@ -95,7 +96,7 @@ def _ours(kind: str, kernels: KernelTable, plain: Any) -> Any:
     return plain
 
 
-def _off(example: KernelExample, ours: Any, dtype: torch.dtype) -> float:
+def _off(example: KernelExample, ours: object, dtype: torch.dtype) -> float:
     """Return the largest error of llorch's kernel against float64, in multiples of its tolerance."""
     plain = copy.deepcopy(example.plain)
     exact = _results(example, plain.to(example.wide) if isinstance(plain, nn.Module) else plain, example.wide)
@@ -108,23 +109,20 @@ def _off(example: KernelExample, ours: Any, dtype: torch.dtype) -> float:
     )
 
 
-def _results(example: KernelExample, kernel: Any, dtype: torch.dtype) -> list[Tensor]:
+def _results(example: KernelExample, kernel: object, dtype: torch.dtype) -> list[Tensor]:
     made = [example.call(kernel, *given) for given in example.inputs(dtype)]
     return [tensor for one in made for tensor in (one if isinstance(one, tuple) else (one,))]
 
 
 def _distances(actual: Tensor, exact: Tensor, dtype: torch.dtype) -> tuple[float, float]:
-    """Compute the relative error of the whole, and that of the worst element relative to the largest.
-
-    Both are infinite if the results have another form.
-    """
+    """Compute the relative errors of the whole and of the worst element; infinite for results of another form."""
     if actual.shape != exact.shape or actual.dtype is not dtype or not actual.isfinite().all():
         return math.inf, math.inf
     off, size = actual.double() - exact.double(), exact.double()
     return float(off.norm() / size.norm()), float(off.abs().max() / size.abs().max())
 
 
-def _decoding(example: KernelExample, kernel: Any, dtype: torch.dtype) -> Callable[[], object]:
+def _decoding(example: KernelExample, kernel: object, dtype: torch.dtype) -> Callable[[], object]:
     """Return a call of the kernel with the example's first inputs, for a clock."""
     given = example.inputs(dtype)[0]
     return lambda: example.call(kernel, *given)
@@ -152,37 +150,21 @@ def seconds(device: torch.device, kind: str) -> Clock:
 
 def _least(call: Callable[[], object]) -> float:
     """Return the least seconds of 20 calls on the host."""
-
-    def once() -> float:
-        start = time.perf_counter()
-        call()
-        return time.perf_counter() - start
-
-    return min(once() for _ in range(20))
+    return min(timeit.repeat(call, number=1, repeat=20))
 
 
 def example_of(kind: str, config: ModelConfig, at: Target) -> KernelExample:
     """Make the examples of a kind of kernel, at the shapes of a model."""
-    if kind in _EXAMPLES:
-        return _EXAMPLES[kind](config, at)
     if kind.startswith(TRAINED):
-        return examples.TRAINED_EXAMPLES[kind.removeprefix(TRAINED)](
-            config, at, TOKENS if config is ODD else MANY_TOKENS[at.device.type]
-        )
-    if (name := kind.removeprefix("packed ")) in CPU_KIND_NAMES:
-        return _packed(config, at, kind_named(name))
-    return examples.example_of(kind, config, at)
-
-
-def _example_of(plain: Any, *inputs: tuple[Tensor, ...]) -> KernelExample:
-    """Make an example of a kernel that is given tensors only."""
-    return KernelExample(plain, lambda dtype: [tuple(tensor.to(dtype) for tensor in given) for given in inputs])
+        size = TOKENS if config is ODD else MANY_TOKENS[at.device.type]
+        return TRAINED_EXAMPLES[kind.removeprefix(TRAINED)](config, at, size)
+    return _EXAMPLES[kind](config, at)
 
 
 def _norm(config: ModelConfig, at: Target) -> KernelExample:
     numbers, plain = Numbers(at), RMSNorm(config.hidden_size, config.rms_norm_eps)
     plain.weight = nn.Parameter(1 + numbers(config.hidden_size) / 2, requires_grad=False)
-    return _example_of(plain, *((numbers(rows, 1, config.hidden_size),) for rows in (1, 5)))
+    return KernelExample(plain, in_dtype(*((numbers(rows, 1, config.hidden_size),) for rows in (1, 5))))
 
 
 def _linear(config: ModelConfig, at: Target) -> KernelExample:
@@ -190,19 +172,20 @@ def _linear(config: ModelConfig, at: Target) -> KernelExample:
     plain = nn.Linear(width, out, device="meta")
     plain.weight = nn.Parameter(numbers(out, width), requires_grad=False)
     plain.bias = nn.Parameter(numbers(out), requires_grad=False)
-    return _example_of(plain, *((numbers(rows, 1, width),) for rows in (1, 3, 8, 9)))
+    return KernelExample(plain, in_dtype(*((numbers(rows, 1, width),) for rows in (1, 3, 8, 9))))
 
 
-def _packed(config: ModelConfig, at: Target, ggml_type: Kind) -> KernelExample:
-    numbers, width = Numbers(at), -(-config.hidden_size // 256) * 256
+def _packed(name: str, config: ModelConfig, at: Target) -> KernelExample:
+    numbers, kind, width = Numbers(at), kind_named(name), -(-config.hidden_size // 256) * 256
     torch.manual_seed(0)
-    plain = QuantisedLinear(random_fields((config.intermediate_size, width), ggml_type, at.device), ggml_type)
-    return _example_of(plain, *((numbers(rows, width),) for rows in (1, 2, 8, 40, 300)))
+    plain = QuantisedLinear(random_fields((config.intermediate_size, width), kind, at.device), kind)
+    return KernelExample(plain, in_dtype(*((numbers(rows, width),) for rows in (1, 2, 8, 40, 300))))
 
 
 def _act(config: ModelConfig, at: Target) -> KernelExample:
     numbers, width = Numbers(at), config.intermediate_size
-    return _example_of(swiglu, *((4 * numbers(rows, 1, width), numbers(rows, 1, width)) for rows in (1, 5)))
+    inputs = [(4 * numbers(rows, 1, width), numbers(rows, 1, width)) for rows in (1, 5)]
+    return KernelExample(swiglu, in_dtype(*inputs))
 
 
 def _attend(config: ModelConfig, at: Target) -> KernelExample:
@@ -255,10 +238,7 @@ def _block_example(config: ModelConfig, at: Target) -> KernelExample:
 
 
 def _graph(config: ModelConfig, at: Target) -> KernelExample:
-    """Make an example of a graph: some steps of one sequence, replayed and one by one.
-
-    The steps one by one are the reference, in the dtype itself.
-    """
+    """Make an example of a graph: steps of one sequence, replayed; one by one, in the dtype, they are the reference."""
     model = random_model(config, at)
     use_sdpa(model)
 
@@ -280,5 +260,5 @@ def _graph(config: ModelConfig, at: Target) -> KernelExample:
 
 _EXAMPLES: dict[str, Callable[[ModelConfig, Target], KernelExample]] = {
     "norm": _norm, "linear": _linear, "rotate": _rotate, "attend": _attend, "act": _act, "block": _block_example,
-    "graph": _graph,
+    "graph": _graph, **{f"packed {name}": partial(_packed, name) for name in CPU_KIND_NAMES}, **EXAMPLES,
 }  # fmt: skip

@@ -88,10 +88,7 @@ def speed_up_training(module: CausalLM, at: Target) -> None:
 
 
 def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, KernelCheck]:
-    """Return the verdicts on some kinds of kernels, found now or by an earlier process.
-
-    `anew`: do not use the verdicts of an earlier process.
-    """
+    """Return the verdicts on some kinds of kernels, found now or, without `anew`, by an earlier process."""
     folder = private_folder()
     kept = None if folder is None else folder / f"kernels-{_name(at)}.json"
     found = {} if kept is None or anew else _read_results(kept)
@@ -165,10 +162,7 @@ def device_name(device: torch.device) -> str:
 
 
 def _name(at: Target) -> str:
-    """Hash everything that decides the results.
-
-    The results depend on the device with its driver, the compiler, the dtype, and every source of this path.
-    """
+    """Hash all that decides the results: device with driver, compiler, dtype, versions, every source of this path."""
     if at.device.type == "cpu":
         where = identity(find_compiler() or [])
     else:

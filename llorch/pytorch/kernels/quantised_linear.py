@@ -16,6 +16,7 @@ from torch.nn.functional import linear
 from llorch.pytorch.kernels.packing import Fields, Kind, decode, width
 
 Multiply = Callable[[Tensor, Fields, Kind, Tensor | None], Tensor]
+OfRows = Callable[[Tensor], Tensor]
 MultiplyBack = Callable[[Tensor, Fields, Kind], Tensor]
 
 _INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.float32: torch.int32}
@@ -23,11 +24,7 @@ TILE = 1 << 22  # elements decoded in one go: little beside a model, enough for 
 
 
 class PackedMatrix(nn.Module):
-    """The fields of a packed matrix.
-
-    They are kept as integers, so that `.to(dtype)` of a model does not change them: its format fixes the dtype of a
-    scale.
-    """
+    """The fields of a packed matrix, kept as integers, so that `.to(dtype)` of a model changes none of them."""
 
     def __init__(self, fields: Fields, ggml_type: Kind) -> None:
         """Keep fields made by `pack`; matrices that are given the same ones share them."""
@@ -64,10 +61,16 @@ class QuantisedLinear(PackedMatrix):
         """Multiply, in the dtype of `x`."""
         flat = x.reshape(-1, self.in_features)
         if torch.is_grad_enabled() and x.requires_grad:
-            y: Any = FrozenProduct.apply(flat, self)
+            y: Any = FrozenProduct.apply(flat, self._product, self._gradient)
         else:
-            y = self.multiply(flat, self.fields, self.ggml_type, self.bias)
+            y = self._product(flat)
         return y.view(*x.shape[:-1], self.out_features)
+
+    def _product(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
+        return self.multiply(x, self.fields, self.ggml_type, self.bias)
+
+    def _gradient(self, grad: Float[Tensor, "rows out"]) -> Float[Tensor, "rows in"]:
+        return self.multiply_back(grad, self.fields, self.ggml_type)
 
 
 class Reordered(nn.Module):
@@ -86,18 +89,18 @@ class Reordered(nn.Module):
 
 
 class FrozenProduct(torch.autograd.Function):
-    """The product of a `QuantisedLinear`; nothing is kept for the backward pass, which decodes the matrix again."""
+    """A product with a frozen matrix; no tensor is kept for the backward pass, which has the matrix itself."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: QuantisedLinear) -> Tensor:
-        """Multiply by what the layer multiplies with."""
-        ctx.layer = layer
-        return layer.multiply(x, layer.fields, layer.ggml_type, layer.bias)
+    def forward(ctx: Any, x: Tensor, multiply: OfRows, multiply_back: OfRows) -> Tensor:
+        """Multiply; keep the function that makes the gradient of `x`."""
+        ctx.multiply_back = multiply_back
+        return multiply(x)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        """Compute the gradient of the input; the layer gets None."""
-        return ctx.layer.multiply_back(grads[0], ctx.layer.fields, ctx.layer.ggml_type), None
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        """Compute the gradient of the input."""
+        return ctx.multiply_back(grads[0]), None, None
 
 
 class QuantisedEmbedding(PackedMatrix):

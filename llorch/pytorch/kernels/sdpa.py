@@ -7,7 +7,6 @@ tokens `enable_gqa` is a twentieth faster than expanding and allocates nothing.
 """
 
 import torch
-from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from llorch.pytorch.cache import Visible
@@ -34,13 +33,9 @@ def sdpa_attention(q: Heads, keys: Context, values: Context, visible: Visible, k
         visible = torch.ones(seq, ctx, dtype=torch.bool, device=q.device).tril(ctx - seq)
     grouped = n_heads != kv_heads
     if grouped and visible is not None and q.is_cuda:  # no fused CUDA kernel takes a mask and groups
-        keys, values, grouped = _every_head(keys, n_heads), _every_head(values, n_heads), False
+        keys, values = (heads.repeat_interleave(n_heads // kv_heads, dim=1) for heads in (keys, values))
+        grouped = False
     context = scaled_dot_product_attention(
         q.transpose(1, 2), keys, values, attn_mask=visible, is_causal=causal, enable_gqa=grouped
     )
     return context.transpose(1, 2)
-
-
-def _every_head(context: Tensor, n_heads: int) -> Tensor:
-    """Return the keys or values repeated for each query head, in new memory."""
-    return context.repeat_interleave(n_heads // context.shape[1], dim=1)

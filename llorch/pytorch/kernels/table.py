@@ -23,10 +23,7 @@ from llorch.runtime.errors import MissingDevice, MissingExtra
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> KernelTable:
-    """Return all kernels of llorch for a device and a dtype.
-
-    `required`: raise an error that names what they need, where it is absent.
-    """
+    """Return all kernels of llorch for a device and a dtype; `required`: raise where what they need is absent."""
     if device.type == "cpu":
         compiled = library()
         if required and compiled is None:
@@ -46,10 +43,7 @@ def kernels_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> 
 
 
 def install_kernels(model: CausalLM, kernels: KernelTable) -> None:
-    """Put kernels in place of the plain modules.
-
-    Eager attention stays, because someone wants its stages.
-    """
+    """Put kernels in place of the plain modules; eager attention stays, because someone wants its stages."""
     for module in list(model.modules()):
         for name, kernel in module.named_children():
             setattr(module, name, faster(kernel, kernels))

@@ -45,7 +45,9 @@ def attach(
 
     `minus` is taken off what the adapter makes, frozen: the start of one that is trained with PiSSA.
     """
-    _require_free(module, name)
+    require_free(name, adapter_names(module))
+    if hasattr(nn.ParameterDict(), name):
+        raise UserError(f"adapter: torch reserves the name {name!r}; choose another name")
     require_fits(name, adapter, module.config)
     dtype = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     if trainable:
@@ -58,11 +60,12 @@ def attach(
         _require_gradients(module, adapter, dtype)
     for target in adapter.targets.values():
         tensors, start = adapter.tensors[target.name], None if minus is None else minus.tensors[target.name]
-        how: Any = {"dtype": dtype, "trainable": trainable, "minus": start, "shared": None}
+        shared: LoraModule | None = None
         for part, path in zip(target.parts, paths_of(target), strict=True):
             lora_module = _wrapped(module, target, path)
-            lora_module.add(name, adapter.config, target, tensors, part=part, **how)
-            how["shared"] = how["shared"] or lora_module
+            options = {"dtype": dtype, "trainable": trainable, "minus": start, "shared": shared}
+            lora_module.add(name, adapter.config, target, tensors, part=part, **options)
+            shared = shared or lora_module
     activate(module, name)
 
 
@@ -72,7 +75,7 @@ def detach(module: CausalLM, name: str) -> None:
     for path, _, lora_module in lora_modules(module):
         lora_module.remove(name)
         if not lora_module.names:
-            _put(module, path, lora_module.base_layer)
+            module.set_submodule(path, lora_module.base_layer)
 
 
 def activate(module: CausalLM, name: str | None) -> None:
@@ -84,10 +87,7 @@ def activate(module: CausalLM, name: str | None) -> None:
 
 
 def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, nn.Parameter]:
-    """Return the very parameters of an adapter that the forward pass uses.
-
-    Names and order are those of `Adapter.flat`.
-    """
+    """Return the very parameters of an adapter that the forward pass uses, named and ordered as `Adapter.flat`."""
     require_adapter(module, name)
     return {
         f"{target.name}.{kind}": parameter
@@ -97,10 +97,7 @@ def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, n
 
 
 def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
-    """Copy an adapter out of a model, as float32; one that was attached with `minus` as `over_original` makes it.
-
-    Raises FormatError NonFinite with every tensor that has NaN or infinity.
-    """
+    """Copy an adapter out of a model, as float32, `minus` as by `over_original`; FormatError if it is not finite."""
     require_adapter(module, name)
     found = [(target.name, lora_module) for _, target, lora_module in lora_modules(module) if name in lora_module.names]
     config, where = found[0][1].config_of(name), f"adapter {name!r}"
@@ -146,19 +143,8 @@ def _wrapped(module: CausalLM, target: LoraTarget, path: str) -> LoraModule:
         fixed = is_fixed(getattr(module.lm_head, "base_layer", module.lm_head))
         kind = LoraEmbedding if target.is_embedding else LoraExperts if target.n_experts else LoraLinear
         lora_module = kind(lora_module, fixed=fixed)
-        _put(module, path, lora_module)
+        module.set_submodule(path, lora_module)
     return lora_module
-
-
-def _put(module: nn.Module, path: str, lora_module: nn.Module) -> None:
-    owner, _, name = path.rpartition(".")
-    setattr(module.get_submodule(owner), name, lora_module)
-
-
-def _require_free(module: CausalLM, name: str) -> None:
-    require_free(name, adapter_names(module))
-    if hasattr(nn.ParameterDict(), name):
-        raise UserError(f"adapter: torch reserves the name {name!r}; choose another name")
 
 
 def _freeze(module: CausalLM) -> None:

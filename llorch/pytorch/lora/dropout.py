@@ -39,10 +39,7 @@ def token_keys(
 
 
 def salt_of(name: str) -> int:
-    """Hash the name of a matrix, `layers.0.q_proj`, to a number.
-
-    Modules that have parts of one matrix drop the same features of their input.
-    """
+    """Hash the name of a matrix, `layers.0.q_proj`: modules with parts of it drop the same features of their input."""
     return int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "little", signed=True)
 
 

@@ -22,7 +22,7 @@ from llorch.pytorch.batch_invariant.reproducible import FixedRows, in_tiles
 from llorch.pytorch.distributed.dtensor import whole as all_of
 from llorch.pytorch.kernels.quantised_linear import TILE, PackedMatrix, tiles
 from llorch.pytorch.lora.dropout import Dropping, salt_of
-from llorch.pytorch.models.experts import grouped
+from llorch.pytorch.models.experts import Chosen, PerExpert, grouped
 
 
 def delta(
@@ -89,10 +89,7 @@ def _narrow(x: Tensor, lora_A: Tensor, scaling: float, mask: Tensor | None, shar
 
 
 def _wide(x: Tensor, mask: Tensor | None, share: float, dtype: torch.dtype) -> Tensor:
-    """Return the input in the dtype of the computation, without the dropped features.
-
-    The kept features are divided by 1 - share.
-    """
+    """Return the input in a dtype, without the dropped features; kept ones are divided by 1 - share."""
     return x.to(dtype) if mask is None else x.to(dtype) * mask / (1 - share)
 
 
@@ -199,10 +196,7 @@ class LoraModule(Dropping):
         return LoraTensors(as_float32(self.start_A[name]), as_float32(self.start_B[name]))
 
     def forward(self, x: Tensor, *chosen: Tensor) -> Tensor:
-        """Compute the result of the base with the results of the active adapters.
-
-        Modules of experts also take the ids of the chosen experts.
-        """
+        """Add the results of active adapters to the base's; modules of experts take the ids of those chosen, too."""
         y = self.base_layer(x, *chosen)
         for name, rows in self.parts:
             if rows is None:
@@ -280,13 +274,7 @@ class LoraLinear(LoraModule):
 class LoraExperts(LoraModule):
     """The matrices of all experts with adapters, each with a pair of its own."""
 
-    def adapted(
-        self,
-        name: str,
-        x: Float[Tensor, "batch seq _given in"],
-        y: Float[Tensor, "batch seq topk out"],
-        *chosen: Int[Tensor, "batch seq topk"],
-    ) -> Float[Tensor, "batch seq topk out"]:
+    def adapted(self, name: str, x: PerExpert, y: PerExpert, *chosen: Chosen) -> PerExpert:
         """See `LoraModule.adapted`."""
         setting, (ids,) = self._settings[name], chosen
         every_A, every_B = setting.target.by_expert(self.lora_A[name], self.lora_B[name])

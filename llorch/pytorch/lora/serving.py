@@ -38,8 +38,7 @@ def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
         own = copy(lora_module)
         own._modules = dict(lora_module._modules)
         own.parts = tuple(route for route in routes if route[0] in lora_module.names)
-        owner, _, name = path.rpartition(".")
-        setattr(made.get_submodule(owner), name, own)
+        made.set_submodule(path, own)
     return made
 
 

@@ -8,6 +8,7 @@ Padding may stand anywhere in a row: the convolution passes over it, and it writ
 Source: transformers `modeling_qwen3_next.py`, Qwen3NextGatedDeltaNet; arXiv:2412.06464.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -23,6 +24,7 @@ from llorch.pytorch.models.delta_rule import delta_rule
 Channels = Float[Tensor, "batch seq conv_width"]
 Taps = Float[Tensor, "batch taps conv_width"]
 Real = Bool[Tensor, "batch seq"] | None
+OfTensor = Callable[[Tensor], Tensor]
 
 
 class GatedDeltaNet(nn.Module):
@@ -45,10 +47,10 @@ class GatedDeltaNet(nn.Module):
         self.register_buffer("decay", torch.zeros(net.n_value_heads))  # -exp(A_log)
         self.norm: Any = GatedNorm(net.value_head_dim, config.rms_norm_eps)
         self.out_proj: Any = nn.Linear(net.value_width, hidden, bias=False)
-        self.l2_norm: Any = l2_norm
-        self.sigmoid: Any = torch.sigmoid
-        self.softplus: Any = softplus
-        self.rule: Any = delta_rule
+        self.l2_norm: OfTensor = l2_norm
+        self.sigmoid: OfTensor = torch.sigmoid
+        self.softplus: OfTensor = softplus
+        self.rule: Callable[..., tuple[Tensor, Tensor]] = delta_rule
 
     def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
         """Compute the array that the delta net adds to the residual stream."""
@@ -77,7 +79,7 @@ class ShortConv(nn.Module):
         """Start with the weights of nobody."""
         super().__init__()
         self.weight = nn.Parameter(torch.empty(width, kernel))
-        self.act: Any = silu
+        self.act: OfTensor = silu
 
     def forward(self, x: Channels, before: Taps, real: Real) -> tuple[Channels, Taps]:
         """Compute the outputs, and the last inputs of each sequence; `before` has the last inputs of earlier passes."""

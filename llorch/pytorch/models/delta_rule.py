@@ -29,13 +29,11 @@ Matrices = Float[Tensor, "batch v_heads key_dim value_dim"]
 def delta_rule(
     q: Keys, k: Keys, v: Values, beta: OfHeads, log_decay: OfHeads, state: Matrices
 ) -> tuple[Values, Matrices]:
-    """Compute the value that each token reads, and the state after the last token.
-
-    Value head h has key head h // (v_heads / k_heads).
-    """
+    """Compute what each token reads, and the last state; value head h has key head h // (v_heads / k_heads)."""
     k_heads, step = k.shape[2], 1 if q.shape[1] <= FEW else CHUNK
     q, k = ((x * scale).transpose(1, 2)[:, :, None] for x, scale in ((q, k.shape[-1] ** -0.5), (k, 1)))
-    v, beta, log_decay = (_grouped(x, k_heads) for x in (v, beta[..., None], log_decay[..., None]))
+    of_values = v, beta[..., None], log_decay[..., None]
+    v, beta, log_decay = (x.transpose(1, 2).unflatten(1, (k_heads, -1)) for x in of_values)
     matrices = state.unflatten(1, (k_heads, -1))  # (batch, k_heads, group, key_dim, value_dim); others: seq, width
     rule, made = _token if step == 1 else _chunk, []
     parts = zip(*(x.split(step, dim=-2) for x in (q, k, v, beta, log_decay)), strict=True)
@@ -43,11 +41,6 @@ def delta_rule(
         out, matrices = rule(some_q, some_k, some_v, some_beta, some_decay, matrices)
         made.append(out)
     return torch.cat(made, dim=-2).flatten(1, 2).transpose(1, 2), matrices.flatten(1, 2)
-
-
-def _grouped(x: Tensor, k_heads: int) -> Tensor:
-    """Tokens behind heads, heads that share a key head together: (batch, k_heads, group, seq, width)."""
-    return x.transpose(1, 2).unflatten(1, (k_heads, -1))
 
 
 def _token(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, state: Tensor) -> tuple[Tensor, Tensor]:
@@ -69,10 +62,7 @@ def _chunk(q: Tensor, k: Tensor, v: Tensor, beta: Tensor, log_decay: Tensor, sta
 
 
 def _decays(log_decay: Float[Tensor, "*heads seq 1"]) -> tuple[Float[Tensor, "*heads seq seq"], Tensor]:
-    """Compute the share that token i keeps of the write of token j, and the share of the state before the chunk.
-
-    The share is 0 before token j wrote.
-    """
+    """Compute the shares that token i keeps of token j's write, 0 before it, and of the state before the chunk."""
     seq = log_decay.shape[-2]
     later = torch.ones(seq, seq, dtype=torch.bool, device=log_decay.device).tril(-1)
     sums = log_decay.expand(*log_decay.shape[:-1], seq).where(later, 0).cumsum(-2)

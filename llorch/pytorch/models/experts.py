@@ -38,10 +38,10 @@ class SparseMoe(nn.Module):
         self.experts = ExpertsModule(kind.n_experts, hidden, kind.expert_size)
         self.shared_expert = SharedExpert(hidden, kind.shared_size) if kind.shared_size else None
         self.shared_expert_gate: Any = nn.Linear(hidden, 1, bias=False) if kind.shared_gate else None
-        self.softmax: Any = softmax
-        self.sigmoid: Any = torch.sigmoid
-        self.normalised: Any = normalised
-        self.mixed: Any = mixed
+        self.softmax: Callable[[Tensor], Tensor] = softmax
+        self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
+        self.normalised: Callable[[Tensor], Tensor] = normalised
+        self.mixed: Callable[[Tensor, Tensor], Tensor] = mixed
 
     def forward(self, h: Hidden, keep: Keep) -> Hidden:
         """Compute the array that the feed-forward part adds to the residual stream."""
@@ -84,7 +84,7 @@ class ExpertsModule(nn.Module):
         self.gate_proj: Any = ExpertLinear(n_experts, hidden, size)
         self.up_proj: Any = ExpertLinear(n_experts, hidden, size)
         self.down_proj: Any = ExpertLinear(n_experts, size, hidden)
-        self.act: Any = swiglu
+        self.act: Callable[[Tensor, Tensor], Tensor] = swiglu
 
     def forward(self, h: Hidden | PerExpert, ids: Chosen, keep: Keep) -> PerExpert:
         """Compute the output of each chosen expert for its token, or for its share of the token."""
@@ -157,10 +157,7 @@ class SharedExpert(MLP):
 
 
 def reads_nothing_back(x: PerExpert, ids: Chosen, n_experts: int) -> bool:
-    """Return whether the host does not ask the device which experts are chosen.
-
-    The host may not ask if a step is recorded, and need not ask if there are few rows.
-    """
+    """Return whether the host asks the device for no ids: it may not in a recorded step, and need not for few rows."""
     return x.is_cuda and (ids.shape[1] == 1 or ids.numel() <= n_experts)
 
 

@@ -10,6 +10,7 @@ Source: transformers `modeling_{mistral,qwen2,smollm3,ministral3,llama4}.py`; `m
 Qwen3NextAttention.
 """
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -55,9 +56,8 @@ class Rotation(nn.Module):
     ) -> tuple[Heads, Context, Context]:
         """Return the queries, and the keys and values of the whole context."""
         if self.turn is not None:
-            q, k = (
-                keep("q_rope", self.turn(q, place.cos, place.sin)), keep("k_rope", self.turn(k, place.cos, place.sin))
-            )  # fmt: skip
+            q = keep("q_rope", self.turn(q, place.cos, place.sin))
+            k = keep("k_rope", self.turn(k, place.cos, place.sin))
         if self.head_norm is not None:
             q, k = keep("q_head_norm", self.head_norm(q)), keep("k_head_norm", self.head_norm(k))
         if self.has_attention_temperature and place.heat is not None:
@@ -94,7 +94,7 @@ class GatedAttention(Attention):
         """Build the modules of one layer."""
         super().__init__(config, layer)
         self.q_proj: Any = nn.Linear(config.hidden_size, 2 * config.q_width, bias=config.qkv_bias)
-        self.sigmoid: Any = torch.sigmoid
+        self.sigmoid: Callable[[Tensor], Tensor] = torch.sigmoid
 
     def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
         """Compute the array that attention adds to the residual stream."""

@@ -86,17 +86,11 @@ class ContinuousBatch:
     """The jobs of one model, which others must not use meanwhile; its adapters may change between two calls."""
 
     def __init__(self, model: TorchModel, *, n_jobs: int, n_tokens: int | None = None, chunk: int = 256) -> None:
-        """Reserve the cache.
+        """Reserve the cache for at most `n_jobs` together; `chunk` tokens of a prompt are read per pass.
 
-        Args:
-            model: The model that runs.
-            n_jobs: At most so many run together.
-            n_tokens: Tokens of all jobs that the cache holds, in whole pages of 64; what half of the memory holds.
-            chunk: Tokens of a prompt that are read per pass.
-
-        Raises:
-            MemoryError: So many tokens do not fit.
-            ValueError: A number is below 1, or the model is compiled: each number of jobs would be compiled anew.
+        The cache holds `n_tokens` of all jobs, in whole pages of 64, by default as many as half of the memory holds.
+        MemoryError where they do not fit; UserError for a number below 1, or a compiled model, which each number of
+        jobs would compile anew.
         """
         if model.compiles:
             raise UserError(
@@ -106,20 +100,14 @@ class ContinuousBatch:
             raise UserError(f"batch: expected numbers of at least 1, got {n_jobs=}, {n_tokens=}, {chunk=}")
         self._model, self._chunk, self._device = model, chunk, model.target.device
         self._pages = Pages(room_of_pages(model.weights, model.target, n_jobs=n_jobs, page=PAGE, n_tokens=n_tokens))
-        self._cache = PagedCache(
-            model.config,
-            n_pages=self._pages.n_pages,
-            n_states=n_jobs,
-            n_positions=min(self._pages.n_pages * PAGE, model.config.max_position_embeddings),
-            dtype=model.target.dtype,
-            device=self._device,
-        )
+        n_pages, kind = self._pages.n_pages, {"dtype": model.target.dtype, "device": self._device}
+        longest = min(n_pages * PAGE, model.config.max_position_embeddings)
+        self._cache = PagedCache(model.config, n_pages=n_pages, n_states=n_jobs, n_positions=longest, **kind)
         self._shares = not self._cache.states
         self._runs: dict[int, ServedJob] = {}
-        self._tickets, self._free_states = count(), list(range(n_jobs))
+        self._tickets, self._n_roots, self._free_states = count(), count(), list(range(n_jobs))
         self._reading_is_next = True
         self._roots: WeakKeyDictionary[CausalLM, bytes] = WeakKeyDictionary()
-        self._n_roots = count()
         self._mixed: tuple[list[CausalLM], CausalLM] | None = None  # modules of some rows, and the one for all of them
 
     def join(self, job: Job) -> int | None:

@@ -27,10 +27,7 @@ class Choosing:
         return float(self._numbers.random())
 
     def allowed(self) -> Bool[np.ndarray, " vocab"] | None:
-        """Mark the tokens that may come next; None stands for all.
-
-        Raises ValueError if no token is allowed, and any error of the guide.
-        """
+        """Mark the tokens that may come next, None for all; ValueError for no token, and any error of the guide."""
         if self.job.guide is None:
             return None
         allowed, n = np.asarray(self.job.guide.allowed(), bool), self.seen.shape[1]

@@ -17,7 +17,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from llorch.families.config import ModelConfig
-from llorch.pytorch.cache import Cache, PassPlacement, State
+from llorch.pytorch.cache import Cache, Context, PassPlacement, State
 from llorch.pytorch.serving.pages import NOBODYS, PAGE
 
 
@@ -49,17 +49,9 @@ class PagedCache(Cache):
         """Start empty; a sequence may have `n_positions` tokens."""
         self._sequence = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the only row
         self._set_positions(config, 0, n_positions, dtype, device)
-        nets = [config.layer(i).mixer == "delta_net" for i in range(config.n_layers)]
-        slots = (n_pages + 1) * PAGE
-        shapes = [(1, config.n_kv_heads, 0 if is_net else slots, config.head_dim) for is_net in nets]
-        self._pools = [[torch.zeros(shape, dtype=dtype, device=device) for shape in shapes] for _ in range(2)]
+        self._reserve(config, 1, (n_pages + 1) * PAGE, n_states, dtype, device)
+        self._pools = self.keys, self.values
         self._first = NOBODYS  # page with which keys and values begin
-        self.keys, self.values = self._pools
-        self.states = {
-            i: State.empty(config.delta_net, n_states, dtype, device)
-            for i, is_net in enumerate(nets)
-            if is_net and config.delta_net is not None
-        }
         heads = torch.arange(config.n_kv_heads, device=device)
         self._heads = heads[:, None] * (n_pages + 1)  # the first page of each head
         self._rows = torch.zeros(0, dtype=torch.int64, device=device)  # of the pass that runs
@@ -81,9 +73,7 @@ class PagedCache(Cache):
         even = bool((positions[:, -1] == ctx - 1).all())
         return replace(self.place(self._here(positions), ctx=ctx, causal=even), slots=self._here(slots))
 
-    def context(
-        self, layer: int, place: PassPlacement
-    ) -> tuple[Float[Tensor, "batch kv_heads ctx head_dim"], Float[Tensor, "batch kv_heads ctx head_dim"]]:
+    def context(self, layer: int, place: PassPlacement) -> tuple[Context, Context]:
         """Return the keys and values that attention looks at, gathered unless all their pages are adjacent."""
         if self.pages is None:
             return super().context(layer, place)
@@ -126,6 +116,6 @@ class PagedCache(Cache):
 
 def _gathered(
     store: Float[Tensor, "1 kv_heads slots head_dim"], pages: Int[Tensor, "batch kv_heads pages"], ctx: int
-) -> Float[Tensor, "batch kv_heads ctx head_dim"]:
+) -> Context:
     found = store.view(-1, PAGE * store.shape[-1]).index_select(0, pages.flatten())
     return found.view(*pages.shape[:2], -1, store.shape[-1])[:, :, :ctx]

@@ -4,8 +4,7 @@ Documents that are packed into one row see only themselves. If no row holds two 
 alone: padding stands at the end of a row, so no token sees it, and no loss is taken there.
 """
 
-from functools import lru_cache
-from typing import Any
+from functools import lru_cache, partial
 
 import numpy as np
 import torch
@@ -47,22 +46,21 @@ def place_of(module: CausalLM, batch: Batch, device: torch.device) -> PassPlacem
         raise UserError("train: packing mixes documents in models with delta nets; train without --packing")
     wide = torch.promote_types(module.model.norm.weight.dtype, torch.float32)
     positions = batch.positions.clip(min=0)
-    visible = _own_document(torch.from_numpy(batch.documents).to(device)) if packed else None
+    visible = None
+    if packed:
+        documents = torch.from_numpy(batch.documents).to(device)
+        visible = (documents[:, :, None] == documents[:, None, :]).tril()[:, None]  # (batch, 1, seq, ctx)
     at = torch.from_numpy(positions).to(device)
-    cos, sin = (table[at] for table in _angles(config, longest, wide, device))  # (batch, seq, half)
+    n_angles = 1 << (longest - 1).bit_length()  # few tables serve batches of any length
+    cos, sin = (table[at] for table in _angles(config, n_angles, wide, device))  # (batch, seq, half)
     near = {layer.bound: _near(layer.bound, at, visible) for layer in config.layers if layer.bound is not None}
     heat = config.temperature and config.temperature.of(positions.reshape(-1)).reshape(positions.shape)
     heat = None if heat is None else torch.from_numpy(heat).to(device, wide)
     return PassPlacement(at, cos, sin, visible, positions.shape[1], near, heat)
 
 
-def _angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Angles, Angles]:
-    """Return cosines and sines of the positions below `n`, and of some more: few tables serve batches of any length."""
-    return _first_angles(config, 1 << max(0, n - 1).bit_length(), dtype, device)
-
-
 @lru_cache(maxsize=4)
-def _first_angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Angles, Angles]:
+def _angles(config: ModelConfig, n: int, dtype: torch.dtype, device: torch.device) -> tuple[Angles, Angles]:
     """Keep tables on the device: the processor takes milliseconds for them, in which a GPU would wait in every step."""
     kind = {"head_dim": config.rotated, "theta": config.rope_theta, "scaling": config.rope_scaling}
     cos, sin = (torch.from_numpy(table).to(device, dtype) for table in rope_tables(np.arange(n), **kind))
@@ -78,12 +76,6 @@ def _near(bound: Bound, positions: Int[Tensor, "batch seq"], visible: Visible) -
     return seen & (positions[:, None, None, :] >= first[:, None, :, None])
 
 
-def _own_document(documents: Tensor) -> Bool[Tensor, "batch 1 seq ctx"]:
-    """Make a block-diagonal and causal mask."""
-    same = documents[:, :, None] == documents[:, None, :]  # (batch, seq, ctx)
-    return same.tril()[:, None]
-
-
 def checkpoint_gradients(module: CausalLM) -> None:
     """Keep only the input of each block and compute the block again when its gradient is wanted.
 
@@ -91,8 +83,5 @@ def checkpoint_gradients(module: CausalLM) -> None:
     Source: arXiv:1604.06174; torch.utils.checkpoint without reentrance, which does not cut the graph at a frozen input.
     """
     for layer in module.model.layers:
-        layer.forward = _recomputed(layer.forward)  # type: ignore[method-assign]
-
-
-def _recomputed(forward: Any) -> Any:
-    return lambda *given: checkpoint(forward, *given, use_reentrant=False, preserve_rng_state=False)
+        how = {"use_reentrant": False, "preserve_rng_state": False}
+        layer.forward = partial(checkpoint, layer.forward, **how)  # type: ignore[method-assign]

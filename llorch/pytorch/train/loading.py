@@ -9,6 +9,7 @@ takes the transposed weights of the backward product as they lie (2 cores of an 
 420 GFLOP/s against 80 to 140). Other dtypes go to oneDNN in torch anyway.
 """
 
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -17,12 +18,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights
+from llorch.files.residency import Residency
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.distributed.sharding_plan import cut_for
 from llorch.pytorch.kernels.kernel_selection import built_kernels, speed_up_training
-from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.kernels.quantised_linear import FrozenProduct, QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import all_of, load_dense, load_packed
 from llorch.pytorch.memory import require_memory
@@ -40,21 +42,11 @@ class FrozenLinear(nn.Module):
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply, in float32."""
-        return _Product.apply(x, self.weight, self.bias)
-
-
-class _Product(torch.autograd.Function):
-    """Product by oneDNN with a frozen weight and bias: neither gets a gradient, and only the weight is kept."""
-
-    @staticmethod
-    def forward(ctx, x, weight, bias):
-        ctx.save_for_backward(weight)
-        return _multiply(x, weight, bias)
-
-    @staticmethod
-    def backward(ctx, *grad_outputs):
-        (weight,) = ctx.saved_tensors
-        return _multiply(grad_outputs[0], weight.T, None), None, None
+        weight, bias = self.weight, self.bias
+        y: Any = FrozenProduct.apply(
+            x, lambda rows: _multiply(rows, weight, bias), lambda grad: _multiply(grad, weight.T, None)
+        )
+        return y
 
 
 def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -67,12 +59,8 @@ def freeze_linears(module: CausalLM) -> None:
         return
     for owner in list(module.modules()):
         for name, linear in owner.named_children():
-            if (
-                isinstance(linear, nn.Linear)
-                and linear.weight.dtype is torch.float32
-                and linear.weight.device.type == "cpu"
-            ):
-                setattr(owner, name, FrozenLinear(linear.weight, linear.bias))
+            if isinstance(linear, nn.Linear) and (weight := linear.weight).dtype is torch.float32 and weight.is_cpu:
+                setattr(owner, name, FrozenLinear(weight, linear.bias))
 
 
 def load_for_training(
@@ -82,25 +70,19 @@ def load_for_training(
     compute_as_named(at)
     if at.device.type != "cpu":
         built_kernels(at, training=True)  # a first check needs memory of the device, so it comes before the model
-    cut, room = (all_of, {}) if mesh is None else (cut_for(weights.config, mesh), _shared_by(mesh))
-    how: Any = {"residency": cast(Any, residency), "batch": batch, "n_tokens": n_tokens, **room}
-    chosen = Ranks(mesh).first(lambda: require_memory(weights, at, **how))  # before any rank takes what is free
+    cut, n_ranks, n_here = all_of, 1, 1  # ranks that share every layer, and that share the memory of this machine
+    if mesh is not None:
+        cut, n_ranks, n_here = cut_for(weights.config, mesh), axes_of(mesh)["tp"], len(ranks_here(mesh.size()))
+    choose = partial(require_memory, batch=batch, n_tokens=n_tokens, n_ranks=n_ranks, n_here=n_here)
+    form = cast(Residency, residency)
+    chosen = Ranks(mesh).first(lambda: choose(weights, at, form))  # before any rank takes what is free
     module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device, cut=cut)
     prepare(module, at)
     return module
 
 
-def _shared_by(mesh: DeviceMesh) -> dict[str, int]:
-    """Return how many ranks share every layer, and how many share the memory of this machine."""
-    return {"n_ranks": axes_of(mesh)["tp"], "n_here": len(ranks_here(mesh.size()))}
-
-
 def prepare(module: CausalLM, at: Target) -> None:
-    """Put the kernels in place that training runs on.
-
-    These are fused attention, products with packed matrices, and on CUDA fused norms, rotations and activations. The
-    CPU gets faster frozen products.
-    """
+    """Put the kernels in place that training runs on, and on the CPU faster frozen products."""
     if at.device.type != "cpu" or any(isinstance(linear, QuantisedLinear) for linear in module.modules()):
         speed_up_training(module, at)
     else:

@@ -19,19 +19,18 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import cross_entropy, pad
 
-from llorch.pytorch.causal_lm import widened
+from llorch.pytorch.causal_lm import Hidden, widened
 from llorch.pytorch.lora.dropout import only
 from llorch.training.batch import IGNORED
 
+Rows = Float[Tensor, "rows hidden"]
+PerRow = Int64[Tensor, " rows"]
+Loss = Float[Tensor, ""]
+
 
 def loss_sum(
-    hidden: Float[Tensor, "batch seq hidden"],
-    lm_head: nn.Module,
-    labels: Int64[Tensor, "batch seq"],
-    *,
-    label_smoothing: float,
-    chunk: int | None,
-) -> Float[Tensor, ""]:
+    hidden: Hidden, lm_head: nn.Module, labels: Int64[Tensor, "batch seq"], *, label_smoothing: float, chunk: int | None
+) -> Loss:
     """Sum the loss over the trained tokens of a batch; divide by those of the whole optimizer step.
 
     The label of token t judges the logits of token t - 1; on the CPU labels need no waiting. `chunk` is the number of
@@ -47,9 +46,7 @@ def loss_sum(
     return _ChunkedLoss.apply(rows, targets, tokens, lm_head, label_smoothing, chunk, *trained)  # type: ignore[return-value]
 
 
-def _trained_rows(
-    hidden: Float[Tensor, "batch seq hidden"], labels: Int64[Tensor, "batch seq"]
-) -> tuple[Float[Tensor, "rows hidden"], Int64[Tensor, " rows"], Int64[Tensor, " rows"]]:
+def _trained_rows(hidden: Hidden, labels: Int64[Tensor, "batch seq"]) -> tuple[Rows, PerRow, PerRow]:
     """Return the hidden states that predict a trained token, these tokens, and the numbers of the rows in the batch."""
     compared_by = pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
     index = (compared_by != IGNORED).nonzero()[:, 0]
@@ -57,14 +54,7 @@ def _trained_rows(
     return hidden.flatten(0, 1)[tokens], targets, tokens
 
 
-def _all_at_once(
-    rows: Float[Tensor, "rows hidden"],
-    lm_head: nn.Module,
-    targets: Int64[Tensor, " rows"],
-    tokens: Int64[Tensor, " rows"],
-    *,
-    smoothing: float,
-) -> Float[Tensor, ""]:
+def _all_at_once(rows: Rows, lm_head: nn.Module, targets: PerRow, tokens: PerRow, *, smoothing: float) -> Loss:
     """Sum the loss of some rows through torch's cross entropy; autograd keeps their logits."""
     with only(lm_head, tokens):
         logits = lm_head(rows)
@@ -98,24 +88,16 @@ class _ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *d_losses: Any) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, *d_losses: Tensor) -> Any:  # type: ignore[override]
         saved = ctx.saved_tensors
         d_rows, *d_trained = (d if d is None else (d_losses[0] * widened(d)).to(d.dtype) for d in saved)
         return d_rows, None, None, None, None, None, *d_trained
 
 
 def _chunk_loss(
-    rows: Float[Tensor, "rows hidden"],
-    targets: Int64[Tensor, " rows"],
-    lm_head: nn.Module,
-    trained: Sequence[Tensor],
-    *,
-    smoothing: float,
-) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows hidden"], Sequence[Tensor | None]]:
-    """Compute the loss of every row, and the gradients of the rows and of the trained tensors.
-
-    The logits of the chunk are freed at the end.
-    """
+    rows: Rows, targets: PerRow, lm_head: nn.Module, trained: Sequence[Tensor], *, smoothing: float
+) -> tuple[Float[Tensor, " rows"], Rows, Sequence[Tensor | None]]:
+    """Compute the loss of every row, and the gradients of rows and trained tensors; logits are freed at the end."""
     x = rows.detach().requires_grad_()
     with torch.enable_grad():
         logits = lm_head(x)
@@ -125,7 +107,7 @@ def _chunk_loss(
 
 
 def _token_losses(
-    logits: Float[Tensor, "rows vocab"], targets: Int64[Tensor, " rows"], *, smoothing: float
+    logits: Float[Tensor, "rows vocab"], targets: PerRow, *, smoothing: float
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
     """Compute the loss of every row, and its gradient in the memory of the logits."""
     index = torch.arange(len(logits), device=logits.device)

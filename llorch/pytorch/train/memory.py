@@ -95,14 +95,10 @@ def _kept(module: CausalLM, n_tokens: int, device: torch.device) -> int:
     nothing = np.full_like(ids, IGNORED)
     batch = Batch(ids, nothing, np.arange(n_tokens)[None], np.zeros_like(ids), np.arange(1))
     keys = token_keys(batch.samples, n_tokens, seed=0, step=0)
-    with keyed(module, keys), saved_tensors_hooks(saved, _unchanged):
+    with keyed(module, keys), saved_tensors_hooks(saved, lambda tensor: tensor):
         hidden = hidden_states(module, batch, device)  # keeps the graph, so that no storage is used twice
     del hidden
     return sum(found.values())
-
-
-def _unchanged(tensor: Tensor) -> Tensor:
-    return tensor
 
 
 def _now(device: torch.device) -> int:

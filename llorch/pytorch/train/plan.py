@@ -59,13 +59,9 @@ class TrainingPlan:
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
-        return learning_rate(
-            step,
-            schedule=self.settings.schedule,
-            peak=cast(float, self.settings.lr),
-            warmup_steps=self.settings.warmup_for(self.total_steps),
-            total_steps=self.total_steps,
-        )
+        schedule, total, peak = self.settings.schedule, self.total_steps, cast(float, self.settings.lr)
+        warmup = self.settings.warmup_for(total)
+        return learning_rate(step, schedule=schedule, peak=peak, warmup_steps=warmup, total_steps=total)
 
     def identity(self) -> dict[str, Any]:
         """Return the values that have to be equal for later steps to be the same, bit by bit; JSON."""
@@ -130,10 +126,7 @@ def _require_mesh(settings: TrainSettings, mesh: DeviceMesh | None) -> None:
 
 
 def _left_out(weights: Weights) -> list[str]:
-    """Name the loss that llorch does not train, where a folder asks transformers for it.
-
-    This loss keeps routers from always choosing the same experts.
-    """
+    """Name the loss that balances experts, which llorch does not train, where a folder asks for it."""
     if FAMILIES[weights.config.family].router != "softmax" or weights.config.experts is None:
         return []
     values = text_settings(weights)

@@ -76,10 +76,7 @@ class RunResult:
 
 
 def saved_settings(folder: Path) -> Mapping[str, Any]:
-    """Read the settings of an existing run.
-
-    Raises FileNotFoundError where there is no run, and FormatError where its settings are no object.
-    """
+    """Read the settings of a run; FileNotFoundError without a run, FormatError where they are no object."""
     if not (folder / RUN).is_file():
         raise FileNotFoundError(f"{folder}: expected {RUN} of a run to resume, got none; start it without --resume")
     values = read_json(folder / RUN, limit=_LIMIT)
@@ -91,7 +88,7 @@ def saved_settings(folder: Path) -> Mapping[str, Any]:
 
 def saved_threads(folder: Path) -> int | None:
     """Return the number of threads that computed an existing run; None where its record does not say."""
-    environment: Any = read_json(folder / RUN, limit=_LIMIT)
+    environment: object = read_json(folder / RUN, limit=_LIMIT)
     for name in ("identity", "environment", "threads"):
         environment = environment.get(name) if isinstance(environment, dict) else None
     return environment if isinstance(environment, int) and environment > 0 else None
@@ -144,7 +141,8 @@ class Run:
             begin = time.perf_counter()
             with self._opened_log(offset) as log:
                 self._loop(log, stop)
-            return self._finish(time.perf_counter() - begin)
+            seconds, adapter = time.perf_counter() - begin, self._training.adapter  # all ranks give their parts of it
+            return self._ranks.first(lambda: self._written(adapter, seconds))
 
     def _opened_log(self, offset: int) -> NoLog:
         """Open the log at a byte offset on the first rank; on other ranks return a log that writes nothing."""
@@ -161,7 +159,10 @@ class Run:
             if number := self._stopped_by(stop):
                 self._save(log.synced() if offset is None else offset)
                 self._saved()
-                raise self._stopped(number)
+                done = f"{training.step} of {training.total_steps} steps"
+                raise Stopped(
+                    number, f"stopped after {done}, which are saved in {self._folder}; continue with --resume"
+                )
             if training.step == training.total_steps:
                 return self._saved()
             self._step(log)
@@ -278,15 +279,6 @@ class Run:
         with new_file(self._folder / RUN) as path:
             path.write_text(json.dumps(values, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
         write_rows(training.data, self._folder)
-
-    def _stopped(self, number: int) -> Stopped:
-        done = f"{self._training.step} of {self._training.total_steps} steps"
-        return Stopped(number, f"stopped after {done}, which are saved in {self._folder}; continue with --resume")
-
-    def _finish(self, seconds: float) -> RunResult:
-        """Write the adapter on the first rank; return the result on all."""
-        adapter = self._training.adapter  # for which all ranks give their parts
-        return self._ranks.first(lambda: self._written(adapter, seconds))
 
     def _written(self, adapter: Adapter, seconds: float) -> RunResult:
         """Write the adapter and the loss curve, and summarise the run."""

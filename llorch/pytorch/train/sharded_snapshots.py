@@ -55,15 +55,9 @@ class ShardedSaver:
     def save(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
         """Begin a snapshot, once the one before is finished; tensors and record may be changed afterwards.
 
-        Args:
-            step: The step that was made.
-            tensors: The same names on every rank; a DTensor is saved whole, from the parts of all, and another tensor
-                as one of the ranks has it: it is the same on each.
-            record: Values that are no tensors; those of rank 0 count.
-
-        Raises:
-            OSError: On every rank: the snapshot before was not saved, see `wait`, or this one cannot be begun.
-            RuntimeError: Another rank is gone, or was silent for too long.
+        Names are the same on every rank. A DTensor is saved whole, from the parts of all, another tensor as one of the
+        ranks has it. The record holds values that are no tensors; that of rank 0 counts. Raises what `wait` raises, and
+        OSError on every rank where this snapshot cannot be begun.
         """
         self.wait()
         folder = self._from_rank_0(lambda: self._store.begin(step) / PARTS)
@@ -81,9 +75,8 @@ class ShardedSaver:
     def wait(self) -> None:
         """Finish the snapshot that is being written, if there is one.
 
-        Raises:
-            OSError: On every rank, the same: it was not saved, and nothing of it is left.
-            RuntimeError: Another rank is gone, or was silent for too long.
+        OSError, the same on every rank: it was not saved, and nothing of it is left. RuntimeError: another rank is gone
+        or was silent for too long.
         """
         pending, self._pending = self._pending, None
         if pending is not None:

@@ -43,17 +43,11 @@ class Alone:
         self.module = module
 
     def run(self, work: Work) -> Any:
-        """Call `work` with the model and return the result.
-
-        The parameters of the model are whole meanwhile, except those that a rank has a part of.
-        """
+        """Call `work` with the model; meanwhile its parameters are whole, but for those that a rank has a part of."""
         return work(self.module)
 
     def rows_of(self, batch: Batch) -> tuple[Batch, float]:
-        """Return the rows that are computed here, and the factor with which they count.
-
-        The factor is 0 for a rank that computes only because the other ranks need it to communicate.
-        """
+        """Return the rows of this process, and their factor; 0 on a rank that computes only to communicate."""
         return batch, 1.0
 
     def own_rows(self, rows: Tensor) -> Tensor:
@@ -143,9 +137,9 @@ class Stepper:
         total = torch.zeros((), dtype=torch.float64, device=self.device)
         for place, batch in enumerate(batches, start=1):
             rows, counts = self.worker.rows_of(batch)
-            how: Any = {"label_smoothing": self.label_smoothing, "chunk": self.chunk}
+            smoothing, chunk = self.label_smoothing, self.chunk
             with keyed(self.worker.module, token_keys(rows.samples, rows.ids.shape[1], seed=self.seed, step=number)):
-                loss = counts * batch_loss(self.worker, rows, self.device, **how)
+                loss = counts * batch_loss(self.worker, rows, self.device, label_smoothing=smoothing, chunk=chunk)
                 self.worker.sum_gradients(now=place == len(batches))
                 (loss / n_trained).backward()
             total += loss.detach()

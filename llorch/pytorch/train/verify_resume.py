@@ -9,10 +9,8 @@ and log are compared.
 """
 
 import gc
-import os
 import shutil
 import signal
-import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from itertools import zip_longest
@@ -24,7 +22,7 @@ import numpy as np
 
 from llorch.runtime.errors import CheckpointMismatch, UserError
 from llorch.runtime.threads import limited
-from llorch.runtime.worker import PIPE, end_with_parent, run
+from llorch.runtime.worker import PIPE, end_with_parent, python, run
 from llorch.training.log import LOG
 from llorch.training.settings import TrainSettings
 from llorch.training.settings_file import settings_from
@@ -117,11 +115,8 @@ def compare_runs(one: Path, other: Path) -> RunComparison:
     ours, theirs = _tensors(one), _tensors(other)
     names = sorted(ours.keys() | theirs.keys())
     lines = list(zip_longest(*((run / LOG).read_bytes().splitlines(keepends=True) for run in (one, other))))
-    return RunComparison(
-        tuple(_compared(name, ours.get(name), theirs.get(name)) for name in names),
-        len(lines),
-        sum(a != b for a, b in lines),
-    )
+    tensors = tuple(_compared(name, ours.get(name), theirs.get(name)) for name in names)
+    return RunComparison(tensors, len(lines), sum(a != b for a, b in lines))
 
 
 class _Quiet:
@@ -199,13 +194,20 @@ def _go_on_elsewhere(folder: Path, axes: Mapping[str, int] | None) -> None:
         from llorch.pytorch.train.run import saved_settings
 
         return _run(settings_from((RUN, saved_settings(folder))), folder, axes)
-    package = str(Path(__file__).parents[3])
-    path = os.pathsep.join([package, *filter(None, [os.environ.get("PYTHONPATH")])])
-    command = [sys.executable, "-m", "llorch.pytorch.train.verify_resume", str(folder)]
-    ended = run(command, seconds=None, env=os.environ | {"PYTHONPATH": path}, stdin=PIPE)
+    ended = run(python("llorch.pytorch.train.verify_resume:finish_here", str(folder)), seconds=None, stdin=PIPE)
     if ended.status:
         last = ended.last_words or "no message"
         raise CheckpointMismatch(f"verify-resume: the second half ended with code {ended.status}: {last}")
+
+
+def finish_here(folder: str) -> None:
+    """Finish a run in this process, which ends with the one that started it."""
+    end_with_parent()
+    from llorch.pytorch.train.run import saved_settings, saved_threads  # and torch with it
+
+    path = Path(folder)
+    with limited(saved_threads(path) or 1):
+        _run_here(settings_from((RUN, saved_settings(path))), path, resume=True)
 
 
 def _newest(folder: Path) -> Snapshot:
@@ -245,12 +247,3 @@ def _compared(name: str, one: np.ndarray | None, other: np.ndarray | None) -> Co
         return Compared(name, largest.size, 8 * largest.nbytes)
     bits = np.bitwise_count(one.reshape(-1).view(np.uint8) ^ other.reshape(-1).view(np.uint8))
     return Compared(name, one.size, int(bits.sum(dtype=np.int64)))
-
-
-if __name__ == "__main__":
-    end_with_parent()
-    from llorch.pytorch.train.run import saved_settings, saved_threads  # and torch with it
-
-    folder_of_run = Path(sys.argv[1])
-    with limited(saved_threads(folder_of_run) or 1):
-        _run_here(settings_from((RUN, saved_settings(folder_of_run))), folder_of_run, resume=True)

@@ -12,18 +12,7 @@ are learned, and a plan that says which of them a step takes. In the order to re
 
 from llorch.training.batch import Examples
 from llorch.training.data.dataset import TrainingData, read_data
-from llorch.training.data.plan import PackedRows, Row, TrainingOrder, batches, make_batch
+from llorch.training.data.plan import PackedRows, TrainingOrder, batches
 from llorch.training.settings import DataSettings, TrainOn
 
-__all__ = [
-    "DataSettings",
-    "Examples",
-    "PackedRows",
-    "Row",
-    "TrainOn",
-    "TrainingData",
-    "TrainingOrder",
-    "batches",
-    "make_batch",
-    "read_data",
-]
+__all__ = ["DataSettings", "Examples", "PackedRows", "TrainOn", "TrainingData", "TrainingOrder", "batches", "read_data"]

@@ -86,11 +86,8 @@ def _read_split(
         if n_rows % _REPORT_EVERY == 0:
             progress(f"{file.name}: {n_rows} rows")
     if not n_examples:
-        raise FormatError(
-            "Missing",
-            f"expected a row to train on, got none of {n_rows} within max_length; raise max_length",
-            path=file,
-        )
+        message = f"expected a row to train on, got none of {n_rows} within max_length; raise max_length"
+        raise FormatError("Missing", message, path=file)
     notes += _notes(file.name, name, n_rows, n_examples, unused, encoder)
 
 
@@ -108,9 +105,8 @@ def _held_out(train: Examples, share: float, file: Path, notes: list[str]) -> di
     for one in train:
         parts["valid" if digests[one.source].digest() <= last else "train"].append(one)
     if not parts["train"]:
-        raise FormatError(
-            "Missing", f"expected a row to train on, got none of {len(ranked)}: valid is {share:g}; lower it", path=file
-        )
+        message = f"expected a row to train on, got none of {len(ranked)}: valid is {share:g}; lower it"
+        raise FormatError("Missing", message, path=file)
     n_held = sum(digest <= last for digest in ranked)
     notes.append(f"{file.name}: {n_held} of {len(ranked)} rows are held out for validation (valid {share:g})")
     return {split: Examples(examples) for split, examples in parts.items()}
@@ -164,12 +160,9 @@ def first_change(data: TrainingData, folder: Path) -> str:
 def _digest_lines(data: TrainingData) -> Iterator[str]:
     for split in ("train", "valid", "test"):
         for example in getattr(data, split):
-            yield f"{_digest_of_example(example, split)} {split} {example.source}"
-
-
-def _digest_of_example(example: Example, split: str) -> str:
-    content = np.array([example.ids, example.labels], "<i8").tobytes()
-    return hashlib.sha256(split.encode() + content).hexdigest()[:_DIGITS]
+            content = np.array([example.ids, example.labels], "<i8").tobytes()
+            digest = hashlib.sha256(split.encode() + content).hexdigest()[:_DIGITS]
+            yield f"{digest} {split} {example.source}"
 
 
 def _source(line: str) -> str:
@@ -192,7 +185,6 @@ def say_unnamed(ends: Collection[int], model: OpenModel) -> str:
     if not missing:
         return ""
     texts = ", ".join(f"{model.tokenizer.decode([one], skip_special=False)} ({one})" for one in missing)
-    return (
-        f"transformers' generate() does not stop at {texts}, which the base's generation_config.json does not name;"
-        " llorch lora merge writes the name; without a merge pass eos_token_id to generate()"
-    )
+    message = f"transformers' generate() does not stop at {texts}"
+    reason = "which the base's generation_config.json does not name; llorch lora merge writes the name"
+    return f"{message}, {reason}; without a merge pass eos_token_id to generate()"

@@ -132,10 +132,9 @@ class Encoder:
 
         asked = chat.messages[: counts[0]], chat.tools, texts, given
         if call := unwritten_call(*asked):
-            message = (
-                "expected a chat template that writes tool calls, got one that drops them; use another template, or"
-            )
-            raise FormatError("Unsupported", f"messages{call}: {message} write the call into the content of the turn")
+            message = "expected a chat template that writes tool calls, got one that drops them"
+            remedy = "use another template, or write the call into the content of the turn"
+            raise FormatError("Unsupported", f"messages{call}: {message}; {remedy}")
         self.counts.update(f"rows in which the chat template does not write {key}" for key in {*unwritten_keys(*asked)})
 
     def _rendered(self, rendered: Rendered, *, ends_turns: bool) -> Learned:
@@ -225,10 +224,8 @@ def _turn(conversation: Conversation, place: int) -> tuple[str, int, list[int]]:
     text, inert = conversation.text(place + 1)
     if not text.startswith(before):
         common = next(i for i, c in enumerate(before) if i >= len(text) or text[i] != c)
-        raise FormatError(
-            "Unsupported",
-            f"chat template: the assistant's turn at messages[{place}] and the generation prompt start differently:"
-            f" expected {before[common:][:40]!r}, got {text[common:][:40]!r}; use a template that writes both"
-            " equally, or rows of prompt and completion",
-        )
+        turn = f"the assistant's turn at messages[{place}] and the generation prompt start differently"
+        actual = f"expected {before[common:][:40]!r}, got {text[common:][:40]!r}"
+        remedy = "use a template that writes both equally, or rows of prompt and completion"
+        raise FormatError("Unsupported", f"chat template: {turn}: {actual}; {remedy}")
     return text, len(before), inert

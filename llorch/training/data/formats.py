@@ -141,12 +141,8 @@ def _unpadded(fields: Fields, count: int) -> slice:
     first, last = mask.index(1), count - mask[::-1].index(1)
     if 0 in mask[first:last]:
         hole = first + mask[first:last].index(0)
-        raise fields.error(
-            "Unsupported",
-            f"attention_mask[{hole}]",
-            "1, because padding is allowed only before and after all tokens",
-            0,
-        )
+        expected = "1, because padding is allowed only before and after all tokens"
+        raise fields.error("Unsupported", f"attention_mask[{hole}]", expected, 0)
     return slice(first, last)
 
 
@@ -248,9 +244,8 @@ def _is_wanted(fields: Fields, name: str, message: dict[str, object]) -> bool:
             raise fields.error("Unsupported", f"{name}.{key}", expected, flag)
     for key in ("train_detail", "training_detail"):
         if message.get(key):
-            raise fields.error(
-                "Unsupported", f"{name}.{key}", "no such key, because llorch trains whole turns", message[key]
-            )
+            expected = "no such key, because llorch trains whole turns"
+            raise fields.error("Unsupported", f"{name}.{key}", expected, message[key])
     return weight != 0 and False not in flags.values()
 
 
@@ -304,9 +299,8 @@ def refuse_row(record: Record, present: Collection[str], format_name: str | None
     """Refuse a row whose keys, those `present`, say that it is no answer to learn, or that it is not text alone."""
     pairs = sorted(filter(_PAIRS.search, present))
     if pairs:
-        remedy = (
-            "keep only the good answers, for example: jq -c '{prompt, completion: .chosen}' data.jsonl > good.jsonl"
-        )
+        example = "for example: jq -c '{prompt, completion: .chosen}' data.jsonl > good.jsonl"
+        remedy = f"keep only the good answers, {example}"
         raise _error(record, f"a row of preference data: expected {_WANTED}; got {', '.join(pairs)}; {remedy}")
     media = [key for key in MEDIA if key in present and record.values[key] not in ("", [])]
     if media:

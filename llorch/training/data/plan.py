@@ -21,10 +21,7 @@ Row = tuple[Example, ...]
 
 
 def best_fit(lengths: Sequence[int] | Int64[np.ndarray, " examples"], *, room: int) -> list[list[int]]:
-    """Distribute examples of at most `room` tokens over rows of so many, by index.
-
-    Ties go to the earlier one, so equal data gives equal rows.
-    """
+    """Distribute examples, by index, over rows of `room` tokens; the earlier wins a tie."""
     rows: list[list[int]] = []
     open_rows: list[tuple[int, int]] = []  # room that is left and number of the row, sorted
     for index in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
@@ -92,11 +89,7 @@ class TrainingOrder:
 
 @lru_cache(maxsize=2)
 def shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, " count"]:
-    """Make a random order that depends on the arguments only.
-
-    The bits of PCG64 are equal in every version of NumPy; the order that `Generator.permutation` makes from them need
-    not be.
-    """
+    """Make an order of the arguments alone: PCG64's bits are equal in any NumPy, `permutation` need not be."""
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
     return np.argsort(bits, kind="stable")
 
@@ -104,10 +97,7 @@ def shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, " count"]:
 def batches(
     rows: Sequence[Row], batch_size: int, *, samples: Int64[np.ndarray, " rows"] | None = None
 ) -> Iterator[Batch]:
-    """Cut rows into batches, in order, for a step or to evaluate; the last one may have fewer rows.
-
-    `samples` are their numbers in the data; None: from 0 on.
-    """
+    """Cut rows into batches, in order, the last perhaps smaller; `samples` number them, None: from 0."""
     samples = np.arange(len(rows)) if samples is None else samples
     for start in range(0, len(rows), batch_size):
         part = range(start, min(start + batch_size, len(rows)))

@@ -41,17 +41,13 @@ def find_splits(path: Path) -> dict[str, Path]:
     files = {split: [path / f"{split}.{ending}" for ending in ("jsonl", "json")] for split in SPLITS}
     found = {split: next(filter(Path.is_file, both)) for split, both in files.items() if any(map(Path.is_file, both))}
     if "train" not in found:
-        raise FileNotFoundError(
-            f"data: expected train.jsonl in {path}, got none; valid.jsonl and test.jsonl are optional"
-        )
+        message = f"data: expected train.jsonl in {path}, got none"
+        raise FileNotFoundError(f"{message}; valid.jsonl and test.jsonl are optional")
     return found
 
 
 def read_records(path: Path) -> Iterator[Record]:
-    """Yield the rows of a file, line by line unless it is a list.
-
-    FormatError: a line or a list is too long, a row is no JSON object, or there is none.
-    """
+    """Yield the rows of a file, a list or lines; FormatError for one too long, no object, or none."""
     empty = True
     with os.fdopen(open_regular(path), "rb") as file:
         is_list = path.suffix == ".json" and file.read(1 << 12).removeprefix(_BOM).lstrip().startswith(b"[")
@@ -89,9 +85,8 @@ def _bounded_lines(file: IO[bytes], path: Path) -> Iterator[bytes]:
     number = 1
     while line := file.readline(_MAX_LINE + 1):
         if len(line) > _MAX_LINE:
-            raise FormatError(
-                "TooLarge", f"expected a line of at most {_MAX_LINE} bytes, got more", path=f"{path}:{number}"
-            )
+            message = f"expected a line of at most {_MAX_LINE} bytes, got more"
+            raise FormatError("TooLarge", message, path=f"{path}:{number}")
         yield line.removeprefix(_BOM) if number == 1 else line
         number += 1
 

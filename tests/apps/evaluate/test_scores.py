@@ -90,12 +90,8 @@ def test_parts_are_joined_in_order(rows: np.ndarray, targets: np.ndarray):
 def scores(rng: np.random.Generator) -> PairScores:
     """Two models that find the same tokens hard."""
     reference = rng.gamma(2, 1, 400)
-    return PairScores(
-        reference_loss=reference,
-        loss=np.abs(reference + rng.normal(0.01, 0.05, 400)),
-        kl=rng.gamma(0.5, 0.01, 400),
-        same_top=rng.random(400) < 0.9,
-    )
+    loss, kl, same_top = reference + rng.normal(0.01, 0.05, 400), rng.gamma(0.5, 0.01, 400), rng.random(400) < 0.9
+    return PairScores(reference_loss=reference, loss=np.abs(loss), kl=kl, same_top=same_top)
 
 
 @pytest.fixture

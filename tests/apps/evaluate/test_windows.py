@@ -165,9 +165,7 @@ def test_a_model_differs_from_a_second_copy_of_itself_by_exactly_nothing(story: 
     assert scores.same_top.all()
 
 
-def test_an_infinite_loss_is_refused_by_the_name_of_the_model(
-    story: llorch.Model, text: str, monkeypatch: pytest.MonkeyPatch
-):
+def test_infinite_loss_is_refused_by_name_of_the_model(story: llorch.Model, text: str, monkeypatch: pytest.MonkeyPatch):
     right = llorch.Model.forward
 
     def sure_of_one_token(model: llorch.Model, *given, **named) -> np.ndarray:
@@ -180,9 +178,7 @@ def test_an_infinite_loss_is_refused_by_the_name_of_the_model(
         list(score(story, windows))
 
 
-def test_logits_that_are_not_finite_are_refused_by_the_name_of_the_model(
-    story: llorch.Model, text: str, tmp_path: Path
-):
+def test_logits_that_are_not_finite_are_refused_by_name_of_the_model(story: llorch.Model, text: str, tmp_path: Path):
     path = with_tensors(tmp_path / "hot.gguf", lambda name, old: old * (1e38 if name == "output_norm.weight" else 1))
     hot = llorch.load(path)
     windows = cut_text([story, hot], text, context=16, limit=1)

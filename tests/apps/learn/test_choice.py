@@ -20,9 +20,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "a b"
 
 
-def test_an_option_is_stronger_than_the_environment_and_that_than_a_project(
-    project: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_option_is_stronger_than_environment_and_that_than_a_project(project: Path, monkeypatch: pytest.MonkeyPatch):
     (project / "pyproject.toml").write_text('[tool.llorch]\nimpl = "mine"\n')
     assert chosen() == str(project / "mine")
     monkeypatch.setenv("LLORCH_IMPL", "theirs")
@@ -99,10 +97,8 @@ def test_pytest_checks_an_implementation_and_nothing_else(tmp_path: Path):
         "def swiglu(gate, up):\n    return gate * up\ndef feed_forward(**given):\n    raise NotImplementedError\n"
     )
     which = "checkpoint_06- or checkpoint_04"  # not 06b
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-n", "0", "-v", "-k", which, f"--impl={tmp_path}"],
-        capture_output=True, text=True, cwd=REPOSITORY, check=False,
-    )  # fmt: skip
+    command = [sys.executable, "-m", "pytest", "-n", "0", "-v", "-k", which, f"--impl={tmp_path}"]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=REPOSITORY, check=False)
     assert "2 failed, 2 skipped" in done.stdout
     assert "test_implementation[checkpoint_06-isolated] FAILED" in done.stdout
     assert "BORROWED: attention_scores, attention_probs" in done.stdout

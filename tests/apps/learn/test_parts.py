@@ -12,7 +12,7 @@ from llorch.apps.learn.checks import after_logits
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.judging import judge_with_arrays
 from llorch.apps.learn.lessons import PARTS
-from llorch.judging.judge import Expectation
+from llorch.judging.types import Expectation
 from llorch.model.model import Model, load
 from llorch.ops.sampling import SamplingSettings
 from llorch.runtime.builtin import BUILTIN

@@ -151,9 +151,7 @@ SAVE = "import numpy as np; b = io.BytesIO(); np.savez{0}(b, {1}); d = b.getvalu
     ],
     ids=["exit", "unwritten", "crash", "nothing", "half", "hole", "objects", "names", "large", "endless"],
 )  # fmt: skip
-def test_whatever_a_program_does_is_a_sentence(
-    program: Made, monkeypatch: pytest.MonkeyPatch, text: str, facts: list[object]
-):
+def test_program_fault_is_a_sentence(program: Made, monkeypatch: pytest.MonkeyPatch, text: str, facts: list[object]):
     monkeypatch.setattr("llorch.apps.learn.program._MOST", 1 << 20)
     written = program("if sys.stdin.buffer.peek(1) == b'': sys.exit(0)\n" + text)
     with refuses(LearnerFault, "rms_norm", *facts):

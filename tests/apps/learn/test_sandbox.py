@@ -77,9 +77,7 @@ def test_of_an_exception_the_learners_own_lines_are_shown(tmp_path: Path):
         ("while True:\n    pass\n", "TookTooLong: ", None),
     ],
 )
-def test_a_file_that_cannot_be_imported_fails_its_lesson_alone(
-    tmp_path: Path, head: str, raised: str, line: str | None
-):
+def test_file_that_cannot_be_imported_fails_its_lesson_alone(tmp_path: Path, head: str, raised: str, line: str | None):
     (tmp_path / "l02_qkv.py").write_text("from l01_rms_norm import rms_norm\n")  # gets the reference
     found, _ = checked(written(tmp_path, "", head=head), "01", "02")
     assert [outcome.label for outcome in found] == ["FAIL", "BORROWED"]
@@ -87,9 +85,7 @@ def test_a_file_that_cannot_be_imported_fails_its_lesson_alone(
     assert line is None or said_of(found[0]).endswith(f"l01_rms_norm.py:{line}")
 
 
-def test_time_that_llorch_takes_before_an_import_is_not_that_of_the_code(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_time_of_llorch_before_an_import_is_not_that_of_the_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     forget = folder._forget_earlier
     monkeypatch.setattr(folder, "_forget_earlier", lambda: (time.sleep(1.2), forget()))
     (found,) = checked(written(tmp_path, "", head="exit(3)\n"), "01", seconds=1)[0]

@@ -190,10 +190,8 @@ def test_without_torch_it_is_not_run_and_all_others_are(tmp_path: Path):
     for number in ("13", "14", "15"):
         lesson = BY_NUMBER[number]
         (tmp_path / "mine" / f"{lesson.module}.py").write_text(pasted(lesson), encoding="utf-8")
-    done = subprocess.run(
-        [sys.executable, "-c", ALONE, *STRICT, "13", "14", "15"], cwd=tmp_path, capture_output=True, text=True,
-        timeout=60,
-    )  # fmt: skip
+    command = [sys.executable, "-c", ALONE, *STRICT, "13", "14", "15"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()
     assert (done.returncode, done.stderr) == (3, "")
     assert [PASS in line for line in lines[:3]] == [True, False, True]

@@ -116,10 +116,9 @@ def test_a_row_that_changes_nothing_gives_the_reference(name: str, part: str):
 
 @pytest.mark.parametrize("name", BROUGHT)
 def test_every_row_of_an_exercise_gives_something_else_than_the_reference(name: str):
-    expected = each_result(PARTS[name].reference(**TRAINING_GIVEN[name]))
-    wrong = {
-        row: each_result(function(**TRAINING_GIVEN[name])) for row, function in make_typed_mistakes(PARTS[name]).items()
-    }
+    part, given = PARTS[name], TRAINING_GIVEN[name]
+    expected = each_result(part.reference(**given))
+    wrong = {row: each_result(function(**given)) for row, function in make_typed_mistakes(part).items()}
     # these need other inputs
     unshown = {"adamw-step-counted-per-tensor", "loss-prompt-not-masked", "export-one-alpha", "schedule-without-warmup"}
     shown = {row for row, made in wrong.items() if not all(map(np.array_equal, made, expected))}

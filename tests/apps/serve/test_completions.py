@@ -70,9 +70,7 @@ def test_log_probabilities_in_the_older_form(server: Served, story: Model):
     assert [offset for one in chunks for offset in one.choices[0].logprobs.text_offset] == actual.logprobs.text_offset
 
 
-def test_top_logprobs_of_tokens_without_a_text_of_their_own_have_distinct_keys(
-    server: Served, monkeypatch: pytest.MonkeyPatch
-):
+def test_top_logprobs_of_tokens_without_own_text_have_distinct_keys(server: Served, monkeypatch: pytest.MonkeyPatch):
     pieces = (b"\xf0\x9f", b"\xe2\x80", b"a", b"")  # some tokens share one, as byte tokens and letters do in real files
     monkeypatch.setattr(server.service.model.tokenizer, "token_bytes", lambda token_id: pieces[token_id % 4])
     actual = create(server, logprobs=20, max_tokens=4).choices[0].logprobs

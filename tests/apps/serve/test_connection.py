@@ -23,9 +23,7 @@ async def echo(scope, receive, send):
             return
         n, more = n + len(message["body"]), message["more_body"]
     body = b"x" * BIG if scope["path"] == "/much" else f"{scope['method']} {n}".encode()
-    await send(
-        {"type": "http.response.start", "status": 200, "headers": [(b"content-length", str(len(body)).encode())]}
-    )
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
     await send({"type": "http.response.body", "body": body})
 
 

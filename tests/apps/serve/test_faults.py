@@ -42,9 +42,7 @@ def test_faults_hurt_nobody_but_themselves():
 
 
 @pytest.mark.parametrize("seconds", [0.1, 0.6])
-def test_a_server_that_is_stopped_while_it_starts_ends_and_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, seconds: float
-):
+def test_server_that_is_stopped_while_it_starts_ends_and_says_nothing(monkeypatch: pytest.MonkeyPatch, seconds: float):
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     from benchmarks.serve_faults_of_work import _stopped_after
 

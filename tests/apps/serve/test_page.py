@@ -302,9 +302,7 @@ def test_page_without_storage_or_with_too_much_to_store_chats(page: Browser):
     assert answers(page) == before
 
 
-def test_tokens_that_end_inside_a_character_are_shown_as_bytes(
-    page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch
-):
+def test_tokens_that_end_inside_a_character_show_bytes(page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch):
     pieces = [bytes([0xF0, code]) for code in range(0x90, 0xA0)]
     monkeypatch.setattr(server.service.model.tokenizer, "token_bytes", lambda one: pieces[one % len(pieces)])
     send(page, "Once")
@@ -433,9 +431,7 @@ def test_it_fits_the_screen(page: Browser, server: Served, width: int, scheme: s
 
 
 @pytest.mark.parametrize("allowed", [True, False])
-def test_a_browser_lets_a_page_of_an_allowed_origin_read_answers_of_another_server(
-    page: Browser, server: Served, allowed: bool
-):
+def test_page_of_an_allowed_origin_may_read_answers_of_another_server(page: Browser, server: Served, allowed: bool):
     from llorch.apps.serve.app import make_app
     from llorch.apps.serve.guard import Guard
 

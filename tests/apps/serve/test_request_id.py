@@ -108,9 +108,8 @@ def service() -> Any:
 
 
 def room(service, n_prompt: int, max_tokens: int | None) -> int:
-    return service.job(
-        [5] * n_prompt, SamplingSettings(), param="prompt", max_tokens=max_tokens, adapter=None
-    ).max_tokens
+    job = service.job([5] * n_prompt, SamplingSettings(), param="prompt", max_tokens=max_tokens, adapter=None)
+    return job.max_tokens
 
 
 @pytest.mark.parametrize(

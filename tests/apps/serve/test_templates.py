@@ -130,9 +130,7 @@ HISTORY = [  # of a client that sends back whatever it got
     ],
     ids=["no template", "llama 3", "writes names"],
 )
-def test_keys_of_messages_that_the_model_does_not_read_are_named(
-    tmp_path: Path, template: str | None, names: list[str]
-):
+def test_keys_of_messages_that_a_model_does_not_read_are_named(tmp_path: Path, template: str | None, names: list[str]):
     with served(chat_model(tmp_path / "story", "story", template)) as server:
 
         def ignored(path: str, field: str, messages: list[dict[str, Any]], **more: Any) -> list[str]:

@@ -31,7 +31,7 @@ from llorch.diagnosis.mistakes import (
     of_checkpoint,
 )
 from llorch.diagnosis.mistakes.in_stage import IN_STAGE
-from llorch.diagnosis.mistakes.planting import injected
+from llorch.diagnosis.mistakes.mistake import injected
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
 from llorch.diagnosis.mistakes.variants import mistakes_of
 from llorch.judging.runners import training_numpy as runner
@@ -151,9 +151,7 @@ def test_injected_mistakes_stack_and_are_undone_after_an_error():
 
 
 @pytest.mark.parametrize("n_imports", [1, 2])
-def test_a_user_that_is_imported_after_another_mistake_has_the_wrong_one_too(
-    monkeypatch: pytest.MonkeyPatch, n_imports: int
-):
+def test_user_imported_after_another_mistake_has_the_wrong_one_too(monkeypatch: pytest.MonkeyPatch, n_imports: int):
     users = [ModuleType("llorch.of_this_test") for _ in range(n_imports)]
     for user in users:  # the second is the same module, imported again
         vars(user)["moved"] = adamw.moved

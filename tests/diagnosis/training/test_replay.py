@@ -20,7 +20,7 @@ from helpers.without_gaps import without_gaps
 
 from benchmarks.diagnosis.training_cases import TrainingCase
 from llorch.diagnosis.mistakes import TRAINING, Mistake
-from llorch.diagnosis.mistakes.planting import injected
+from llorch.diagnosis.mistakes.mistake import injected
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.training.hypotheses import MORE
 from llorch.diagnosis.training.replay import FLOW, InjectedMistake, TrainingReplay
@@ -137,9 +137,7 @@ def diagnosed(folder: Path, axes: Mapping[str, int], fault: str) -> Diagnosis:
         pytest.param("mean of means", {"dp": 4, "tp": 1}, "mesh-mean-of-rank-means", "4 ranks", marks=SLOW),
     ],
 )
-def test_a_mistake_of_several_ranks_has_its_name(
-    tmp_path: Path, fault: str, axes: Mapping[str, int], name: str, fact: str
-):
+def test_mistake_of_several_ranks_is_named(tmp_path: Path, fault: str, axes: Mapping[str, int], name: str, fact: str):
     finding, *others = diagnosed(tmp_path, axes, fault).findings
     assert finding.causes[0].name == name
     assert_tells(finding.sentence, fact)

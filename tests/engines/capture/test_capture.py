@@ -91,9 +91,7 @@ ONE = torch.tensor([[1, 2]])
         (None, {"input_ids": ONE, "position_ids": torch.tensor([[3, 5]])}, ("positions", "[3, 5]")),
     ],
 )
-def test_what_is_no_plain_run_of_one_sequence_is_refused_and_the_hooks_go(
-    names: Any, call: Any, facts: tuple[str, ...]
-):
+def test_what_is_no_plain_run_of_one_sequence_is_refused_and_hooks_go(names: Any, call: Any, facts: tuple[str, ...]):
     model = Odd()
     with refuses(ValueError, *facts, where="capture"), llorch.capture(model, names):
         model(**call)
@@ -137,10 +135,8 @@ def test_a_compiled_model_is_refused(in_place: bool):
     compiled: Any = model if in_place else torch.compile(model, backend="eager")
     if in_place:
         model.compile(backend="eager")
-    with (
-        refuses(ValueError, where="capture", expected="eager", got=(type(compiled).__name__, "torch.compile")),
-        llorch.capture(compiled),
-    ):
+    actual = (type(compiled).__name__, "torch.compile")
+    with refuses(ValueError, where="capture", expected="eager", got=actual), llorch.capture(compiled):
         pass
 
 
@@ -183,9 +179,7 @@ def test_captured_stages_equal_the_engine_trace_bit_for_bit(model: Any, name: st
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["micro-qwen3"], indirect=True)
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
-def test_generated_tokens_are_passes_and_caches_those_of_the_context_whatever_attention_there_is(
-    model: Any, name: str, kind: str
-):
+def test_generated_tokens_are_passes_and_caches_those_of_context_with_any_attention(model: Any, name: str, kind: str):
     ids = golden_of(name)[0].cases["near"].ids
     model.set_attn_implementation(kind)
     with llorch.capture(model) as dump:

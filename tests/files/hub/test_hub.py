@@ -98,8 +98,7 @@ def test_a_folder_is_fetched_once_and_found_in_the_cache_from_then_on(hub: FakeH
 
 def test_a_revision_is_a_commit_of_its_own(hub: FakeHub):
     for spec in ("org/small@old", f"org/small@{OTHER}", "org/small"):
-        said = inspected(spec, "--json")
-        assert (COMMIT if spec == "org/small" else OTHER) in said.splitlines()[-1]
+        assert (COMMIT if spec == "org/small" else OTHER) in inspected(spec, "--json").splitlines()[-1]
     assert len([line for line in hub.asked if line.startswith("GET") and line.endswith("/model.safetensors")]) == 1
 
 

@@ -37,7 +37,6 @@ INPUTS = ("attn_norm", "attn_context", "ffn_norm", "ffn_act")  # of products
 
 
 def inputs_changed(name: str, folder: Path, **values: object) -> Path:
-    """Copy a folder and change `input_activations` of its first group."""
     return changed(folder, name, lambda q: q["config_groups"]["group_0"]["input_activations"].update(values))
 
 
@@ -68,8 +67,7 @@ def test_scheme_run_in_float64_equals_compressed_tensors(name: str, packed: bool
 
 def test_scheme_run_with_cached_tokens_equals_one_pass():
     ids, golden = golden_of("ct-fp8-static-kv")
-    weights = open_weights(FOLDERS / "ct-fp8-static-kv").using(SCHEME).astype(np.float64)
-    trace = run(weights, Pass(ids), n_cached=20)
+    trace = run(open_weights(FOLDERS / "ct-fp8-static-kv").using(SCHEME).astype(np.float64), Pass(ids), n_cached=20)
     assert np.abs(trace["logits"] - golden["logits"][20:]).max() < 1e-12
     np.testing.assert_array_equal(trace["l0.k_cache"], golden["l0.k_cache"])
 

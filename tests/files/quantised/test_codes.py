@@ -203,16 +203,14 @@ def test_each_number_is_that_of_the_library(name: str):
 
 
 LOGITS = load_file(FOLDERS / "logits.safetensors")
-WEIGHTS_ALONE = sorted(key.removesuffix("/weights") for key in LOGITS if key.endswith("/weights"))
 
 
-@pytest.mark.parametrize("name", WEIGHTS_ALONE)
+@pytest.mark.parametrize("name", sorted(key.removesuffix("/weights") for key in LOGITS if key.endswith("/weights")))
 def test_logits_are_those_of_a_foreign_engine_that_read_the_folder(name: str):
     """transformers, compressed-tensors, gptqmodel and others; float64 where the engine computes in it."""
     said, wanted = GOLDENS[name]["forward"], LOGITS[f"{name}/weights"].astype(np.float64)
     weights = open_weights(FOLDERS / name).astype(np.float64)
-    ids = np.array(said["tokens"])
-    made = forward(ids, weights, KVCache(weights.config, weights.dtype))[said["positions"]]
+    made = forward(np.array(said["tokens"]), weights, KVCache(weights.config, weights.dtype))[said["positions"]]
     # llorch rounds a weight to float32; only the numbers of NVFP4, with two scales of floats, do not fit it.
     allowed = 1e-6 if name == "ct-nvfp4" else 1e-12 if said["dtype"] == "float64" else 1e-5
     assert np.abs(made - wanted).max() / np.abs(wanted).max() < allowed

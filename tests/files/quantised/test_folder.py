@@ -201,8 +201,7 @@ def test_blocks_need_not_be_square(block: tuple[int, int], tmp_path: Path):
                 numbers = np.arange(1, 1 + np.prod(counts), dtype="<f4")
                 tensors[f"{name}_scale_inv"] = ("F32", counts, numbers.tobytes())
 
-    folder = changed(tmp_path, "fp8-block-partial", said(weight_block_size=[*block]), scales)
-    made = open_weights(folder)
+    made = open_weights(changed(tmp_path, "fp8-block-partial", said(weight_block_size=[*block]), scales))
     (tmp_path / "ones").mkdir()
     ones = changed(tmp_path / "ones", "fp8-block-partial", said(weight_block_size=[1, 1]), every_one)
     for name in ("q_proj", "down_proj"):
@@ -243,10 +242,6 @@ def cut(name: str, axis: int) -> Callable[[Tensors], object]:
 
 def with_tensor(name: str, change: Callable[[str, list[int], bytes], Tensor]) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: change(*tensors[name])})
-
-
-def as_bytes(name: str) -> Callable[[Tensors], object]:
-    return with_tensor(name, lambda _, shape, data: ("U8", shape, data))
 
 
 def cut_rows(name: str, count: int) -> Callable[[Tensors], object]:
@@ -358,7 +353,8 @@ REFUSALS = [
     row("another table", opened("bnb-nf4", said(bnb_4bit_quant_type="fp4")), "Inconsistent", "bnb_4bit_quant_type"),
     row("another class of BitNet", opened("bitnet-bitlinear", said(linear_class="trilinear")), "Unsupported",
         "linear_class", got="trilinear"),
-    row("codes of no dtype", opened("torchao-int8", tensors=as_bytes(f"{Q}._weight_qdata")), "Unsupported",
+    row("codes of no dtype", opened("torchao-int8", tensors=with_tensor(
+        f"{Q}._weight_qdata", lambda _, shape, data: ("U8", shape, data))), "Unsupported",
         f"{Q}._weight_qdata", got="U8"),
     row("no whole words", opened("gptq-3bit", tensors=cut_rows(f"{Q}.qweight", 2)), "Inconsistent", f"{Q}.qweight",
         "bits"),

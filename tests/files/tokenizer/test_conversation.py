@@ -39,8 +39,7 @@ def test_innocent_words_are_left_alone(breaker: Breaker):
 
 @pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_start|>", "</s></s>", "<|im_end|>x", "a <|im_", "a\n<"])
 def test_the_text_comes_back_and_every_control_token_in_it_has_an_inert_place(breaker: Breaker, text: str):
-    template = "<|im_start|>{{ messages[0].content }}<|im_end|>"
-    actual, inert = through(template, user(text), breaker)
+    actual, inert = through("<|im_start|>{{ messages[0].content }}<|im_end|>", user(text), breaker)
     assert actual == f"<|im_start|>{text}<|im_end|>"
     first, last = len("<|im_start|>"), len("<|im_start|>") + len(text)
     assert all(first < place <= last for place in inert)

@@ -231,8 +231,7 @@ def test_chat_templates_go_along(tmp_path: Path, template: object):
     write(tmp_path, byte_level("llama-bpe"))
     config = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(config | {"chat_template": template}))
-    metadata = read_tokenizer(tmp_path, 265).metadata
-    assert to_folder(metadata, tmp_path).config.get("chat_template") == template
+    assert to_folder(read_tokenizer(tmp_path, 265).metadata, tmp_path).config.get("chat_template") == template
 
 
 def test_a_template_file_counts_before_the_config(tmp_path: Path):

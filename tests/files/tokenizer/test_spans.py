@@ -109,8 +109,7 @@ def test_a_surrogate_is_refused(tokenizer: Tokenizer):
 
 
 def test_every_control_token_has_its_text_and_id(tokenizer: Tokenizer):
-    texts = {tokenizer.decode([one], skip_special=False) for one in tokenizer.control_ids}
-    assert texts == tokenizer.control_texts
+    assert {tokenizer.decode([one], skip_special=False) for one in tokenizer.control_ids} == tokenizer.control_texts
     assert tokenizer.eos_token_ids <= tokenizer.control_ids
 
 

@@ -50,8 +50,7 @@ def test_the_process_says_what_this_process_would(name: str):
 @pytest.mark.weights
 @pytest.mark.parametrize("name", TEMPLATES)
 def test_the_process_renders_real_templates_as_this_process_would(name: str):
-    source = (real_vocabulary("qwen2").parent / "templates" / f"{name}.jinja").read_text()
-    for request in requests(source):
+    for request in requests((real_vocabulary("qwen2").parent / "templates" / f"{name}.jinja").read_text()):
         assert RESIDENT.ask(request) == answer(request, max_text=MAX_TEXT)
 
 

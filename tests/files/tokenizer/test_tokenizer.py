@@ -141,12 +141,6 @@ def test_a_longer_special_text_wins_over_an_earlier_one():
     assert Cutter({}).cut("ab") == [(0, "ab")]
 
 
-def phi_3(**metadata: object) -> Tokenizer:
-    """Special tokens: 0 <unk>, 1 <s>, 2 </s>, 259 <|endoftext|> and 266 [x]."""
-    tokens = renamed({259: b"<|endoftext|>", 264: b"\xe2\x96\x81"}, tiny_sentencepiece())
-    return from_metadata(tiny_sentencepiece() | {"general.name": "My PHI-3 mini"} | metadata, {"tokens": tokens})
-
-
 @pytest.mark.parametrize(
     ("text", "parts"),
     [
@@ -157,7 +151,8 @@ def phi_3(**metadata: object) -> Tokenizer:
     ],
 )
 def test_a_model_named_phi_3_swallows_whitespace_behind_its_special_tokens(text: str, parts: list[tuple[int, str]]):
-    tokenizer = phi_3()
+    tokens = renamed({259: b"<|endoftext|>", 264: b"\xe2\x96\x81"}, tiny_sentencepiece())
+    tokenizer = from_metadata(tiny_sentencepiece() | {"general.name": "My PHI-3 mini"}, {"tokens": tokens})
     special = {"[x]": 266, "</s>": 2, "<s>": 1, "<unk>": 0}
     ids, starts = tokenizer.encode_spans(text, add_special=False, parse_special=True)
     expected: list[int] = []
@@ -243,8 +238,7 @@ def test_a_lone_surrogate_is_refused_with_its_place(make):
 
 
 def test_an_empty_token_gets_the_name_that_llama_cpp_gives_it():
-    tokenizer = byte_level(tokens=renamed({TOOL: b""}))
-    assert text_ids(tokenizer, f"[EMPTY_{TOOL}]") == [TOOL]
+    assert text_ids(byte_level(tokens=renamed({TOOL: b""})), f"[EMPTY_{TOOL}]") == [TOOL]
 
 
 def test_a_token_that_is_not_utf_8_keeps_its_bytes():

@@ -13,10 +13,10 @@ from llorch.files.packed import Packed
 from llorch.judging.expectations.quantised import suite_of
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.quantised import CASE
-from llorch.judging.judge import Comparison
 from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import GgmlRunner
 from llorch.judging.runners.shared import SharedWeights
+from llorch.judging.types import Comparison
 from llorch.ops.numerics import GGML
 from llorch.stages.comparison import FAIL
 

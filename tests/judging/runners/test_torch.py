@@ -14,11 +14,11 @@ from helpers.torch_targets import on
 
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.goldens.forward import EngineOutput
-from llorch.judging.judge import Comparison
 from llorch.judging.runner_check import RunnerCheck, check_runner
 from llorch.judging.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain, variants_for
 from llorch.judging.runners.torch_observed import ObservedCase
 from llorch.judging.tolerances.forward import SCORES
+from llorch.judging.types import Comparison
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.model import TorchModel

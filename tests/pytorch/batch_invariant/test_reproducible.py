@@ -8,7 +8,7 @@ import sys
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import pytest
@@ -40,7 +40,6 @@ from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.load import load_dense, load_packed
 from llorch.pytorch.lora import modules
 from llorch.pytorch.models import delta_net, delta_rule
-from llorch.pytorch.models.positions import HeadNorm
 from llorch.runtime.builtin import builtin_path
 
 
@@ -238,7 +237,10 @@ def random(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(len(shape)))
 
 
-def with_gain(norm: torch.nn.Module) -> torch.nn.Module:
+Norm = TypeVar("Norm", bound=torch.nn.Module)
+
+
+def with_gain(norm: Norm) -> Norm:
     norm.double().weight.data = random(6)
     return norm
 
@@ -255,7 +257,7 @@ FIXED_AND_TORCH = {
     "l2_norm": (fixed_order.l2_norm, lambda x: x / (x.square().sum(-1, keepdim=True) + 1e-6).sqrt(), (random(3, 7),)),
     "norm": (FixedNorm(with_gain(RMSNorm(6, 1e-6))), rms_norm_of_torch, (random(3, 6),)),
     "norm of heads": (
-        fixed_order.FixedHeadNorm(HeadNorm(1e-6)),
+        fixed_order.FixedHeadNorm(1e-6),
         lambda x: functional.rms_norm(x, (7,), eps=1e-6),
         (random(1, 2, 3, 7),),
     ),

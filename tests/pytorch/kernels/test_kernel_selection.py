@@ -36,7 +36,6 @@ EXPERTS = [f"packed experts {kind}" for kind in KIND_NAMES]
 HALVES = [f"{trained}packed {kind.name}" for kind in HALF_TYPES for trained in ("", TRAINED)]
 WITH_GRADIENTS = [f"{TRAINED}{kind}" for kind in ("norm", "rotate", "act", *ALL[: len(KIND_NAMES)])]
 QUICK = ("norm", "rotate", "attend", "act", *WITH_GRADIENTS)  # in Triton's interpreter
-EVERY_KIND = pytest.mark.parametrize("kind", ALL)
 RIGHT, WRONG, SLOW = KernelCheck(0.5, 0.9), KernelCheck(7.0, 0.9), KernelCheck(0.5, 1.4)
 
 
@@ -86,7 +85,7 @@ class OneWrong(nn.Module):
         return first if isinstance(made, Tensor) else (first, *made[1:])
 
 
-@EVERY_KIND
+@pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_one_wrong_element_is_found(kind: str, dtype: str):
     found = tried(kind, {kind: OneWrong}, target("cpu", dtype), even)

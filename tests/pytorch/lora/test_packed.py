@@ -94,16 +94,14 @@ def test_lengths_of_dense_rows_come_in_tiles_too(folder: Path, monkeypatch: pyte
     torch.testing.assert_close(tiled, whole, rtol=1e-12, atol=1e-12)
 
 
-EVERY_MATRIX = (*ALL, "embed_tokens", "lm_head")
-
-
 @pytest.mark.nightly_cases("packed-False", "packed-True")
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "packed"])
 def test_it_starts_as_the_base_learns_and_comes_out_as_a_plain_adapter(kind: str, rslora: bool, tmp_path: Path):
     weights = open_weights(builtin_path("micro-qwen2") if kind == "dense" else write_model("Q4_K_M", tmp_path))
     module = (load_dense if kind == "dense" else load_packed)(weights, dtype=torch.float64, device=CPU)
-    config = LoraConfig(r=4, target_modules=EVERY_MATRIX, use_rslora=rslora, alpha_pattern={"v_proj": 5.0})
+    modules = (*ALL, "embed_tokens", "lm_head")
+    config = LoraConfig(r=4, target_modules=modules, use_rslora=rslora, alpha_pattern={"v_proj": 5.0})
     start, before = initial_adapter(config, weights, init="pissa", seed=0), logits_of(module, batch(90))
     attach(module, start, trainable=True, minus=start)
     torch.testing.assert_close(logits_of(module, batch(90)), before, rtol=0, atol=1e-12)

@@ -8,6 +8,7 @@ import pytest
 import torch
 from builders.random_adapters import random_adapter
 from helpers.refusals import Refusal, refuses, row
+from helpers.split_runs import NoText
 from helpers.training_passes import ALL, SETTINGS
 
 import llorch
@@ -23,7 +24,6 @@ from llorch.pytorch.lora.modules import LoraLinear
 from llorch.pytorch.model import TorchModel, load_torch
 
 STARTS = ("Once upon a time", "The little fox", "A boy named", "There was a", "She said")
-EVERY_TARGET = (*ALL, "embed_tokens", "lm_head")
 MODES = pytest.mark.parametrize("mode", ["fast", "reproducible"])
 
 
@@ -95,7 +95,7 @@ def test_remove_adapter_restores_logits_and_modules_of_the_base(dtype: str, mode
     model = load_torch("micro-qwen2", dtype=dtype, mode=mode)
     ids, models = [3, 17, 8, 39, 0, 25], dict(model.module.named_modules())
     before = model.forward(ids)
-    model.add_adapter("one", small(model, 1, target_modules=EVERY_TARGET))
+    model.add_adapter("one", small(model, 1, target_modules=(*ALL, "embed_tokens", "lm_head")))
     assert not np.array_equal(model.forward(ids, adapter="one"), before)
     assert np.array_equal(model.forward(ids), before)
     model.remove_adapter("one")
@@ -128,15 +128,6 @@ def test_rows_with_different_adapters_are_what_each_prompt_gets_alone(dtype: str
         (first,) = model.generate(prompt, max_tokens=1, ignore_eos=True, adapter=name)
         in_batch = next(token.logprob for row, token in batch if row == at)
         assert in_batch == pytest.approx(first.logprob, rel=0, abs=allowed)
-
-
-class NoText:
-    """Stands for a tokenizer where ids are compared."""
-
-    eos_token_ids: frozenset[int] = frozenset()
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return b""
 
 
 def test_one_adapter_can_be_named_for_all_prompts(model: TorchModel):

@@ -98,5 +98,5 @@ def test_the_rotation_and_the_norm_of_llama4_are_those_of_numpy(rng):
     tables = rope_tables(np.arange(5), head_dim=10, theta=1e4, scaling=None)
     actual = rope_adjacent_on_torch(torch.from_numpy(x), *(torch.from_numpy(table)[None] for table in tables))
     np.testing.assert_allclose(actual[0], rope_adjacent(x[0], *tables), atol=1e-15)
-    for norm in (HeadNorm(1e-5), FixedHeadNorm(HeadNorm(1e-5))):
+    for norm in (HeadNorm(1e-5), FixedHeadNorm(1e-5)):
         np.testing.assert_allclose(norm(torch.from_numpy(x))[0], head_norm(x[0], eps=1e-5), rtol=1e-14)

@@ -95,8 +95,7 @@ def test_values_of_the_book_and_zeros_in_company_come_back_as_they_are(book: Cod
 def test_a_number_next_to_a_threshold_falls_on_its_own_side(book: CodeBook):
     """So no cell of the tables holds two thresholds; where it did, one of these would get the code of another."""
     below, above = (np.nextafter(book.thresholds, np.float32(towards)) for towards in (-2, 2))
-    sides = [below, book.thresholds, above]
-    x = np.stack([np.append(side, np.float32(1)) for side in sides])
+    x = np.stack([np.append(side, np.float32(1)) for side in [below, book.thresholds, above]])
     expected = np.arange(256)
     np.testing.assert_array_equal(encoded(x, book).codes.numpy(), [expected, expected, np.minimum(expected + 1, 255)])
 

@@ -26,8 +26,7 @@ from llorch.training.snapshots import SnapshotStore
 @pytest.mark.slow
 def test_a_run_whose_rank_is_killed_says_so_and_goes_on_in_one_process(tmp_path: Path):
     code, said = failed(tmp_path, "killed:1")
-    assert code == 3
-    assert len(said) == 1, said
+    assert (code, len(said)) == (3, 1), said
     assert said[0].startswith("llorch: rank 1 of 2: ")
     assert_tells(said[0], "Signal 9 (SIGKILL)")
     assert last_step(tmp_path) in (2, 4)
@@ -52,8 +51,7 @@ def test_what_fails_on_one_rank_ends_all_with_its_line_and_its_code(
     fault: str, code: int, facts: tuple[str, ...], tmp_path: Path
 ):
     actual, said = failed(tmp_path, fault)
-    assert actual == code
-    assert len(said) == 1, said
+    assert (actual, len(said)) == (code, 1), said
     assert_tells(said[0], *facts)
     assert not SnapshotStore(tmp_path / "run").steps()
     assert (tmp_path / "run").exists() == (fault in ("full:1", "nan:1"))
@@ -95,8 +93,7 @@ def test_ranks_of_a_launcher_refuse_together_a_mesh_of_another_size_and_a_folder
 @pytest.mark.parametrize("frozen", [0, 1])
 def test_for_a_rank_that_does_not_answer_the_others_wait_so_long(frozen: int, tmp_path: Path):
     code, said = failed(tmp_path, f"frozen:{frozen}", "--rank-timeout", "5")
-    assert code == 3
-    assert len(said) == 1, said
+    assert (code, len(said)) == (3, 1), said
     assert_tells(said[0], "llorch", "5 s", f"rank {frozen} of 2")
     assert last_step(tmp_path) in (2, 4)
 

@@ -93,7 +93,7 @@ def test_another_expert_is_wrong(theirs: Trace, reference: Trace, tmp_path: Path
     assert not run_report(tmp_path, shown, reference).is_right
 
 
-def test_another_expert_at_a_tie_is_honest_and_ends_the_judgement(theirs: Trace, reference: Trace, tmp_path: Path):
+def test_another_expert_at_a_tie_is_rounding_and_ends_the_judgement(theirs: Trace, reference: Trace, tmp_path: Path):
     ids, other, replaced = exchanged(theirs, reference)
     scores = reference["l0.router_probs"].copy()
     scores[0, other] = scores[0, replaced]
@@ -122,7 +122,7 @@ def compare_folder(name: str, shown: Trace, folder: Path) -> EngineRunReport:
 
 
 @pytest.mark.parametrize("name", ["ct-w8a8", "ct-fp8-static-kv"])
-def test_engine_that_rounds_activations_as_the_folder_says_is_honest(name: str, tmp_path: Path):
+def test_engine_that_rounds_activations_as_the_folder_says_is_right(name: str, tmp_path: Path):
     found = compare_folder(name, run_of(name, SCHEME), tmp_path)
     assert not found.is_right
     assert {comparison.verdict for comparison in found.comparisons} == {"PASS", "ROUNDING"}

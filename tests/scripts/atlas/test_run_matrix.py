@@ -66,14 +66,8 @@ def verdicts(engine: AtlasEngine, home: Path) -> list[EngineReport]:
 
 
 def test_the_bug_is_found_named_and_confirmed(verdicts: list[EngineReport]):
-    assert [each.label for each in verdicts] == [
-        "FAIL, cause confirmed",
-        "PASS",
-        "PASS",
-        "refused",
-        "unreadable",
-        "NOT RUN",
-    ]
+    labels = [verdict.label for verdict in verdicts]
+    assert labels == ["FAIL, cause confirmed", "PASS", "PASS", "refused", "unreadable", "NOT RUN"]
     bug = verdicts[0]
     assert bug.run_report
     assert bug.agreed

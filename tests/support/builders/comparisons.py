@@ -1,6 +1,7 @@
 """Comparisons of one stage, as the atlas has them."""
 
-from llorch.judging.judge import Comparison, judge_difference
+from llorch.judging.compare import judge_difference
+from llorch.judging.types import Comparison
 from llorch.stages.comparison import Difference, Tolerance
 from llorch.stages.stage_ref import StageRef
 

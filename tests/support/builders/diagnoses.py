@@ -11,8 +11,7 @@ from llorch.diagnosis.dump_checker import profile
 from llorch.diagnosis.verdict import Diagnosis, Finding, Kind, StageCheck
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.judging.cause import Cause
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Cause, Comparison
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import FAIL, PASS, ROUNDING, Difference, Tolerance
 from llorch.stages.stage_ref import StageRef

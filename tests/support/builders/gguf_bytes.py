@@ -62,5 +62,4 @@ def sound_file() -> bytes:
     f32 = np.arange(6, dtype="<f4").tobytes()
     f16 = np.array([1, -2, 0.5, 65504], "<f2").tobytes()
     block = np.array([0.5], "<f2").tobytes() + bytes(range(16))
-    data = f32.ljust(32, b"\0") + f16.ljust(32, b"\0") + (block * 2).ljust(64, b"\0")
-    return gguf(entries, rows, data)
+    return gguf(entries, rows, f32.ljust(32, b"\0") + f16.ljust(32, b"\0") + (block * 2).ljust(64, b"\0"))

@@ -30,8 +30,7 @@ def folder_content(metadata: Mapping[str, object]) -> tuple[Json, Json]:
     if metadata["tokenizer.ggml.model"] == "llama":
         scores = metadata["tokenizer.ggml.scores"]
         assert isinstance(scores, np.ndarray)
-        text = {tokens[i]: int(i) for i in np.flatnonzero(types == 1)}
-        model = sentencepiece_model(tokens, text, scores)
+        model = sentencepiece_model(tokens, {tokens[i]: int(i) for i in np.flatnonzero(types == 1)}, scores)
         parts = {
             "normalizer": {
                 "type": "Sequence",
@@ -85,7 +84,6 @@ def folder_json(model: Mapping[str, object], special: Mapping[str, int], parts: 
 
 
 def added_token(token_id: int, text: str, *, special: bool = True) -> Json:
-    """An entry of `added_tokens`."""
     flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False, "special": special}
     return {"id": token_id, "content": text, **flags}
 

@@ -57,8 +57,7 @@ def packed_table(name: str, n_out: int, n_in: int, device: str = "cpu") -> tuple
     fields = {"codes": join_four_bits(codes) if table.name == "TABLE_4" else codes}
     fields["d"] = torch.from_numpy(rng.uniform(-0.02, 0.02, scales).astype(np.float32))
     if offset:
-        size = 16 if offset == "zero" else 0.3
-        fields[offset] = torch.from_numpy(rng.uniform(0, size, scales).astype(np.float32))
+        fields[offset] = torch.from_numpy(rng.uniform(0, 16 if offset == "zero" else 0.3, scales).astype(np.float32))
     if name in ("AWQ", "W4 asym", "W4 asym, 16"):
         first = np.frombuffer(table.values, np.float32)[0]
         fields["zero"] = torch.from_numpy(rng.integers(0, 17, scales).astype(np.float32) + first)

@@ -71,7 +71,7 @@ def as_llamacpp(trace: Mapping[str, np.ndarray], config: ModelConfig, *, with_op
 
     add("embd", "GET_ROWS", trace["embed"])
     for i in range(config.n_layers):
-        layer = {name: trace[f"l{i}.{name}"] for name in _layer_names(config)}
+        layer = {stage.name: trace[f"l{i}.{stage.name}"] for _, stage, index in keys(config) if index == 0}
         add(f"norm-{i}", "RMS_NORM", layer["attn_norm"])
         add(f"attn_norm-{i}", "MUL", layer["attn_norm"])
         for letter in "qvk":
@@ -89,10 +89,6 @@ def as_llamacpp(trace: Mapping[str, np.ndarray], config: ModelConfig, *, with_op
     add("result_norm", "MUL", trace["final_norm"])
     add("result_output", "MUL_MAT", trace["logits"][-1:])
     return listed
-
-
-def _layer_names(config: ModelConfig) -> list[str]:
-    return [stage.name for _, stage, layer in keys(config) if layer == 0]
 
 
 def _add_projection(

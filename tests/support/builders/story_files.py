@@ -17,8 +17,7 @@ CORPUS = Path(__file__).parents[3] / "reference_outputs"
 def tale(monkeypatch: pytest.MonkeyPatch, count: int) -> str:
     """Stories of the kind that the model was trained on, one per line; the seed is not the one of its training."""
     monkeypatch.syspath_prepend(str(CORPUS))
-    stories = importlib.import_module("small_models.corpus").stories
-    return "\n".join(itertools.islice(stories(5), count))
+    return "\n".join(itertools.islice(importlib.import_module("small_models.corpus").stories(5), count))
 
 
 def with_tensors(path: Path, change: Callable[[str, np.ndarray], np.ndarray]) -> Path:

@@ -125,7 +125,6 @@ def write_file(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, o
 
 
 def finish(writer: GGUFWriter, tensors: Mapping[str, np.ndarray] = MappingProxyType({})) -> None:
-    """Add tensors to what a writer has, and write its file."""
     for name, values in tensors.items():
         writer.add_tensor(name, values)
     writer.write_header_to_file()

@@ -122,7 +122,6 @@ def save_parts(store: SnapshotStore, step: int) -> None:
 
 
 def read_parts(folder: Path) -> dict[str, np.ndarray]:
-    """What `save_parts` wrote."""
     return {file.stem.replace("|", "/"): np.load(file) for file in folder.iterdir()}
 
 

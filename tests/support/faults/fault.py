@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from llorch.judging.judge import Comparison
+from llorch.judging.types import Comparison
 from llorch.ops.numerics import DtypeName
 from llorch.stages.comparison import FAIL
 

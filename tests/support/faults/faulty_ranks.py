@@ -65,10 +65,6 @@ def _of_another_version(sound: Callable[..., Any], *args: Any) -> Any:
     return found | {"packages": found["packages"] | {"torch": "1.0"}}
 
 
-def _of_another_file(sound: Callable[..., Any], planned: TrainingPlan) -> Any:
-    return sound(planned) | {"base": "sha256:another"}
-
-
 FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "killed": (Training, "run_step", _sent(signal.SIGKILL, FAULT_STEP)),
     "frozen": (Training, "run_step", _sent(signal.SIGSTOP, FAULT_STEP)),
@@ -76,7 +72,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[..., Any]]] = {
     "full": (filesystem.FileSystem, "create_stream", _full),
     "missing": (plan, "find", _missing),
     "version": (plan, "environment", _of_another_version),
-    "file": (TrainingPlan, "identity", _of_another_file),
+    "file": (TrainingPlan, "identity", lambda sound, planned: sound(planned) | {"base": "sha256:another"}),
 }
 
 

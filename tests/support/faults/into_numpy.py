@@ -20,17 +20,17 @@ from llorch.judging.expectations.quantised import stage_rows
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE
 from llorch.judging.goldens.forward import ENGINES
-from llorch.judging.judge import Comparison
 from llorch.judging.runner_check import RunnerCheck, check_runner
 from llorch.judging.runners import numpy as runners
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
+from llorch.judging.types import Comparison
 from llorch.judging.verify import plan_live, run_engines, verify_ggml, verify_live
 from llorch.model import forward, generate
 from llorch.model.cache import KVCache
 from llorch.model.model import Model, load
 from llorch.ops import sampling
 from llorch.ops.numerics import GGML
-from llorch.ops.sampling import SamplingSettings, softmax
+from llorch.ops.sampling import softmax
 from llorch.runtime.builtin import builtin_path
 
 LIVE_VOCAB = 32_000
@@ -140,25 +140,10 @@ def forgetful(append: Callable) -> Callable:
     return wrong
 
 
-def zeros(append: Callable) -> Callable:
-    return lambda *given: tuple(array * 0 for array in append(*given))
-
-
 def zeros_in_a_step(append: Callable) -> Callable:
     def wrong(cache: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
         context = append(cache, layer, k, v)
         return context if context[0].shape[1] == len(k) else tuple(array * 0 for array in context)
-
-    return wrong
-
-
-def one_position_on(_: Callable) -> Callable:
-    return lambda cache, n: cache._first_position + cache.length + np.arange(n) + (cache.length > 0)
-
-
-def filters_ignored(_: Callable) -> Callable:
-    def wrong(logits: np.ndarray, settings: SamplingSettings, history: list[int]) -> np.ndarray:
-        return softmax(logits / logits.dtype.type(settings.temperature))
 
     return wrong
 
@@ -181,10 +166,6 @@ def float16_for_float32(init: Callable) -> Callable:
 def scaled(op: Callable) -> Callable:
     """The first argument is too large by one part in 1e9."""
     return lambda x, *rest: op(x * x.dtype.type(1 + 1e-9), *rest)
-
-
-def of_one_token(op: Callable) -> Callable:
-    return lambda gate, up: op(gate, up) * np.float32(1.001 if len(gate) == 1 else 1)
 
 
 def unsummed(_: Callable) -> Callable:
@@ -215,18 +196,28 @@ FAULTS: dict[str, Inject] = {
         forward, "attention", lambda run: lambda h, *rest: run(h, *rest) * h.dtype.type(1 + 1e-9)
     ),
     "gate of 1 + 1e-9": replaced(forward, "swiglu", scaled),
-    "activation of 1.001 in a step": replaced(forward, "swiglu", of_one_token),
+    "activation of 1.001 in a step": replaced(
+        forward, "swiglu", lambda swiglu: lambda gate, up: swiglu(gate, up) * np.float32(1.001 if len(gate) == 1 else 1)
+    ),
     "logits constant": replaced(forward, "linear", constant_logits),
     "positions from 0 after a cache": replaced(KVCache, "next_positions", lambda _: lambda cache, n: np.arange(n)),
-    "a step one position on": replaced(KVCache, "next_positions", one_position_on),
+    "a step one position on": replaced(
+        KVCache, "next_positions", lambda positions: lambda cache, n: positions(cache, n) + (cache.length > 0)
+    ),
     "cache forgets earlier keys": replaced(KVCache, "append", forgetful),
-    "cache of zeros": replaced(KVCache, "append", zeros),
+    "cache of zeros": replaced(
+        KVCache, "append", lambda append: lambda *given: tuple(array * 0 for array in append(*given))
+    ),
     "cache of zeros in a step": replaced(KVCache, "append", zeros_in_a_step),
     "float16 cache": replaced(KVCache, "__init__", float16_for_float32),
     "token after the best one": replaced(
         generate, "draw", lambda _: lambda distribution, u: int(distribution.argmax() + 1) % distribution.size
     ),
-    "filters ignored": replaced(runners, "probabilities", filters_ignored),
+    "filters ignored": replaced(
+        runners,
+        "probabilities",
+        lambda _: lambda logits, settings, history: softmax(logits / logits.dtype.type(settings.temperature)),
+    ),
     "top-p drops the crossing token": replaced(sampling, "keep_top_p", MISTAKES["top-p-drops-crossing-token"].wrong),
     "activations not rounded": replaced(matrix, "round_activations", lambda _: lambda x, kind: x),
     "sums not rounded": replaced(matrix, "block_sums", unsummed),

@@ -19,14 +19,14 @@ from faults.into_numpy import live_suite
 from llorch.apps.learn.lessons import PARTS
 from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.files import Weights
-from llorch.judging.judge import Comparison
 from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.torch import VARIANTS, TorchRunner, TorchVariant, plain
+from llorch.judging.types import Comparison
 from llorch.ops.rope import rope_tables
 from llorch.pytorch import causal_lm as torch_model
 from llorch.pytorch import decoding, sampling
 from llorch.pytorch.cache import Cache, PassPlacement
-from llorch.pytorch.causal_lm import Block, CausalLM, attention, keep_nothing, rope
+from llorch.pytorch.causal_lm import Block, CausalLM, attention
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel
 
@@ -89,10 +89,6 @@ def mask_by_columns(cache: Cache, place: PassPlacement, positions: Tensor) -> di
     return {"visible": (torch.arange(place.ctx) <= columns).expand(len(positions), 1, -1, -1)}
 
 
-def padding_in_slot_0(cache: Cache, place: PassPlacement, positions: Tensor) -> dict[str, Any]:
-    return {"slots": torch.where(positions < 0, 0, place.slots)}
-
-
 def tables(change: Callable[[Cache, Any], None]) -> BreakModel:
     """Change the tables of angles of every cache."""
 
@@ -112,45 +108,27 @@ def of_other_angles(cache: Cache, config: Any, *, first: int, scaling: Any) -> N
     cache.cos, cache.sin = (torch.from_numpy(table).to(cache.cos) for table in made)
 
 
-def from_position_0(cache: Cache, config: Any) -> None:
-    of_other_angles(cache, config, first=0, scaling=config.rope_scaling)
-
-
-def unscaled(cache: Cache, config: Any) -> None:
-    of_other_angles(cache, config, first=cache.first_position, scaling=None)
-
-
 def in_bfloat16(cache: Cache, config: Any) -> None:
     cache.cos, cache.sin = (table.bfloat16().to(table.dtype) for table in (cache.cos, cache.sin))
 
 
-def appended(change: Callable[..., Any]) -> BreakModel:
-    """Change how the cache takes keys and values."""
-    return method(Cache, "append", lambda append: lambda *given: change(append, *given))
+def appended(change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> BreakModel:
+    """Change the keys and values that the cache takes."""
+    return method(
+        Cache, "append", lambda append: lambda cache, layer, k, v, place: append(cache, layer, *change(k, v), place)
+    )
 
 
-def not_the_last(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
-    return append(cache, layer, k * (torch.arange(k.shape[1]) < k.shape[1] - 1)[:, None, None], v, place)
-
-
-def never_again(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
+def never_again(append: Any) -> Any:
     """Keep the keys and values that an earlier answer wrote."""
-    old = cache.keys[layer].clone()
-    append(cache, layer, k, v, place)
-    cache.keys[layer].copy_(torch.where(old.any(-1, keepdim=True), old, cache.keys[layer]))
-    return cache.keys[layer][:, :, : place.ctx], cache.values[layer][:, :, : place.ctx]
 
+    def wrong(cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
+        old = cache.keys[layer].clone()
+        append(cache, layer, k, v, place)
+        cache.keys[layer].copy_(torch.where(old.any(-1, keepdim=True), old, cache.keys[layer]))
+        return cache.keys[layer][:, :, : place.ctx], cache.values[layer][:, :, : place.ctx]
 
-def of_the_first_row(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
-    return append(cache, layer, k[:1].expand_as(k), v, place)
-
-
-def keys_as_values(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
-    return append(cache, layer, k, k, place)
-
-
-def of_one_layer(append: Any, cache: Cache, layer: int, k: Tensor, v: Tensor, place: PassPlacement) -> Any:
-    return append(cache, 0, k, v, place)
+    return wrong
 
 
 def of_library(part: str, name: str) -> BreakModel:
@@ -166,21 +144,16 @@ def tiled(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> T
 
 def fused(**how: Any) -> Callable[..., Tensor]:
     """Torch's fused attention without llorch's mask."""
-
-    def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> Tensor:
-        heads = scaled_dot_product_attention(q.transpose(1, 2), keys, values, enable_gqa=True, is_causal=True, **how)
-        return heads.transpose(1, 2)
-
-    return attend
+    return lambda q, keys, values, visible, keep: scaled_dot_product_attention(
+        q.transpose(1, 2), keys, values, enable_gqa=True, is_causal=True, **how
+    ).transpose(1, 2)
 
 
 def changed_stage(name: str, change: Callable[[Tensor], Tensor]) -> Any:
     """The page's attention, one of its stages changed on the way."""
-
-    def attend(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> Tensor:
-        return attention(q, keys, values, visible, lambda s, x: keep(s, change(x) if s == name else x))
-
-    return attend
+    return lambda q, keys, values, visible, keep: attention(
+        q, keys, values, visible, lambda stage, x: keep(stage, change(x) if stage == name else x)
+    )
 
 
 def cut_to_10_bits(x: Tensor) -> Tensor:
@@ -212,11 +185,6 @@ def attending(attend: Callable[..., Tensor]) -> BreakModel:
     return in_every_layer(lambda layer: setattr(layer.self_attn, "attend", attend))
 
 
-def context_lost(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> Tensor:
-    """Nothing once there is a cache."""
-    return attention(q, keys, values, visible, keep) * (q.shape[1] == keys.shape[2])
-
-
 def least_dropped(keep_first: Any) -> Any:
     """The token that carries the sum over p is removed."""
 
@@ -242,24 +210,12 @@ def token_after(choose: Any) -> Any:
     return wrong
 
 
-def keys_not_rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    return x if x.shape[2] == 3 else rope(x, cos, sin)
-
-
 def norms_swapped(layer: Any) -> None:
     layer.self_attn.q_norm, layer.self_attn.k_norm = layer.self_attn.k_norm, layer.self_attn.q_norm
 
 
 def gate_and_up_swapped(layer: Any) -> None:
     layer.mlp.gate_proj, layer.mlp.up_proj = layer.mlp.up_proj, layer.mlp.gate_proj
-
-
-def without_bias(layer: Any) -> None:
-    layer.self_attn.q_proj.bias = None
-
-
-def with_gelu(layer: Any) -> None:
-    layer.mlp.act = lambda gate, up: gelu(gate) * up
 
 
 def head_of_its_own(module: CausalLM, patch: pytest.MonkeyPatch) -> None:
@@ -277,11 +233,9 @@ def residual_from_norm(block: Any) -> Any:
 
 
 def last_column(forward: Any) -> Any:
-    def wrong(
-        self: CausalLM, ids: Tensor, place: Any, cache: Any, *, keep: Any = keep_nothing, rows: Any = None
-    ) -> Any:
+    def wrong(self: CausalLM, ids: Tensor, *given: Any, rows: Any = None, **how: Any) -> Any:
         rows = None if rows is None else torch.full_like(rows, ids.shape[1] - 1)
-        return forward(self, ids, place, cache, keep=keep, rows=rows)
+        return forward(self, ids, *given, rows=rows, **how)
 
     return wrong
 
@@ -289,12 +243,20 @@ def last_column(forward: Any) -> Any:
 FAULTS: dict[str, BreakModel] = {
     "none": lambda module, patch: None,
     "rope pairs interleaved": of_library("rope", "rope-interleaved-pairs"),
-    "rope of keys missing": method(torch_model, "rope", lambda _: keys_not_rotated),
+    "rope of keys missing": method(
+        torch_model, "rope", lambda right: lambda x, *tables: x if x.shape[2] == 3 else right(x, *tables)
+    ),
     "position off by one in padded rows": placed(off_by_one_in_padded_rows),
     "mask of columns ignores padding": placed(mask_by_columns),
-    "padding written over slot 0": placed(padding_in_slot_0),
-    "first position ignored": tables(from_position_0),
-    "rope scaling ignored": tables(unscaled),
+    "padding written over slot 0": placed(
+        lambda cache, place, positions: {"slots": torch.where(positions < 0, 0, place.slots)}
+    ),
+    "first position ignored": tables(
+        lambda cache, config: of_other_angles(cache, config, first=0, scaling=config.rope_scaling)
+    ),
+    "rope scaling ignored": tables(
+        lambda cache, config: of_other_angles(cache, config, first=cache.first_position, scaling=None)
+    ),
     "rope tables in bfloat16": tables(in_bfloat16),
     "fused attention without scale": attending(fused(scale=1.0)),
     "causal mask aligned to the first slot": attending(fused()),
@@ -305,18 +267,22 @@ FAULTS: dict[str, BreakModel] = {
     "norm rounded before the gain": method(torch_model, "rms_norm", lambda _: norm_rounded_before_gain),
     "gain missing": of_library("rms_norm", "norm-gain-missing"),
     "products of 10 bits": method(nn.Linear, "forward", lambda _: product_of_10_bits),
-    "bias of queries missing": in_every_layer(without_bias),
+    "bias of queries missing": in_every_layer(lambda layer: setattr(layer.self_attn.q_proj, "bias", None)),
     "norms of queries and keys swapped": in_every_layer(norms_swapped),
-    "last token not cached": appended(not_the_last),
-    "keys cached as values": appended(keys_as_values),
-    "keys of the first row for all": appended(of_the_first_row),
-    "cache of an earlier answer kept": appended(never_again),
-    "one cache for all layers": appended(of_one_layer),
+    "last token not cached": appended(lambda k, v: (k * (torch.arange(k.shape[1]) < k.shape[1] - 1)[:, None, None], v)),
+    "keys cached as values": appended(lambda k, v: (k, k)),
+    "keys of the first row for all": appended(lambda k, v: (k[:1].expand_as(k), v)),
+    "cache of an earlier answer kept": method(Cache, "append", never_again),
+    "one cache for all layers": method(
+        Cache, "append", lambda append: lambda cache, layer, *given: append(cache, 0, *given)
+    ),
     "residual from the norm": method(Block, "forward", residual_from_norm),
     "gate and up swapped": in_every_layer(gate_and_up_swapped),
-    "gelu for silu": in_every_layer(with_gelu),
+    "gelu for silu": in_every_layer(lambda layer: setattr(layer.mlp, "act", lambda gate, up: gelu(gate) * up)),
     "tied head not tied": head_of_its_own,
-    "context lost after a cache": attending(context_lost),
+    "context lost after a cache": attending(
+        lambda q, keys, *rest: attention(q, keys, *rest) * (q.shape[1] == keys.shape[2])
+    ),
     "logits constant": constant_logits,
     "token after the best one": method(decoding, "choose", token_after),
     "top-p drops the crossing token": method(sampling, "keep_first", least_dropped),

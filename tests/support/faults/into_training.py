@@ -18,14 +18,15 @@ from torch.utils.checkpoint import checkpoint
 
 from faults.fault import TRAINER, Inject, InjectedFault, replaced
 from llorch.diagnosis.mistakes import MISTAKES, Mistake, planting
+from llorch.diagnosis.mistakes.mistake import injected
 from llorch.judging.expectations.adapter_files import exported, file_row
 from llorch.judging.expectations.training import comparisons, derive_tolerance, make_expectations
 from llorch.judging.expectations.training_places import Arrays
 from llorch.judging.goldens.training import TrainingGolden
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner, Results
 from llorch.judging.runners.training_torch import TorchTrainingRunner
 from llorch.judging.tolerances.training import NUMPY_ALONE, shows
+from llorch.judging.types import Comparison
 from llorch.ops.numerics import DtypeName
 from llorch.pytorch import causal_lm
 from llorch.pytorch.lora import modules
@@ -97,7 +98,7 @@ def _off_in(part: str, right: Any) -> Any:
 def rows_with(mistake: Mistake[Any], model: str) -> list[Comparison]:
     """Rows of a model with a mistake in the code, checkpoint by checkpoint, up to the last of the mistake."""
     weights, golden, last = training_weights_of(model), training_golden_of(model), mistake.checkpoints[-1]
-    with planting.injected(mistake):
+    with injected(mistake):
         runner = NumpyTrainingRunner(weights, golden)
         if last < "20":
             return compare(model, golden, runner, last)
@@ -167,10 +168,6 @@ def not_shifted(right: Any) -> Any:
     return wrong
 
 
-def smoothing_missing(right: Any) -> Any:
-    return lambda rows, lm_head, targets, tokens, *, smoothing: right(rows, lm_head, targets, tokens, smoothing=0.0)
-
-
 def input_left_out(right: Any) -> Any:
     def wrong(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         d_x, *others = right(ctx, *grads)
@@ -222,7 +219,9 @@ IN_TORCH: dict[str, Inject] = {
     "lora-scaled-twice": replaced(modules, "delta", MISTAKES["lora-scaled-twice"].wrong),
     "lora-alpha-not-divided": replaced(modules, "delta", alpha_alone),
     "loss-labels-not-shifted": replaced(loss, "_trained_rows", not_shifted),
-    "loss-smoothing-missing": replaced(loss, "_all_at_once", smoothing_missing),
+    "loss-smoothing-missing": replaced(
+        loss, "_all_at_once", lambda right: lambda *given, smoothing: right(*given, smoothing=0.0)
+    ),
     "gradient-keys-not-summed-over-group": replaced(causal_lm, "attention", keys_of_one_head),
     "gradient-lora-input-left-out": replaced(modules.DeltaFunction, "backward", input_left_out),
     "gradient-graph-cut-between-blocks": replaced(forward, "checkpoint", graph_cut),

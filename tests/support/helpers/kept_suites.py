@@ -15,14 +15,15 @@ import pytest
 from helpers.stored_goldens import golden_of, quantised_golden
 from llorch.files import Weights
 from llorch.judging import verify as models
+from llorch.judging.compare import with_load_paths
 from llorch.judging.expectations import quantised
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.goldens.forward import Golden
 from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden
-from llorch.judging.judge import Comparison, with_load_paths
 from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners import Runner
 from llorch.judging.tolerances import training as limits
+from llorch.judging.types import Comparison
 from llorch.runtime.builtin import goldens_folder
 
 PARTS = ("stage_rows", "decode_rows", "sampler_rows")

@@ -28,6 +28,12 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> 
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(device, dtype)
 
 
+def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """Of all elements together, relative to their size."""
+    assert actual.shape == expected.shape
+    return float((actual.double() - expected).norm() / expected.norm())
+
+
 def assert_rounded(actual: torch.Tensor, exact: torch.Tensor, inner: torch.Tensor, device: torch.device) -> None:
     """Check that a result is the exact one, off by at most `inner` before it is rounded once to its dtype.
 

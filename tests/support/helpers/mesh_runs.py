@@ -18,16 +18,6 @@ from llorch.pytorch.models.experts import ExpertsModule
 from llorch.stages.comparison import PASS
 
 
-def averaged(part: Any, ranks: Any) -> Any:
-    """Parts are averaged, as gradients of equal batches are."""
-    return summed(part.clone(), ranks) / ranks.size()
-
-
-def unsummed_if_long(part: Any, ranks: Any) -> Any:
-    """Parts of a long pass are not summed."""
-    return part if part.shape[1] > 500 else summed(part, ranks)
-
-
 def of_another_rank(path: str, whole: Any, ranks: Any) -> Any:
     """The rows of a matrix go to the ranks in another order."""
     moved = whole.roll(len(whole) // ranks.size(), 0) if path.rpartition(".")[0].endswith(COLUMNS) else whole
@@ -48,8 +38,10 @@ def first_shifted(layer: Any, ranks: Any, *rest: Any) -> None:
 INJECTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "unsummed": lambda: setattr(parallel, "_leaving", lambda part, ranks: part),
-    "unsummed from 500 tokens on": lambda: setattr(parallel, "_leaving", unsummed_if_long),
-    "averaged": lambda: setattr(parallel, "_leaving", averaged),
+    "unsummed from 500 tokens on": lambda: setattr(
+        parallel, "_leaving", lambda part, ranks: part if part.shape[1] > 500 else summed(part, ranks)
+    ),
+    "averaged": lambda: setattr(parallel, "_leaving", lambda part, ranks: summed(part.clone(), ranks) / ranks.size()),
     "other rank": lambda: setattr(sharding_plan, "part_of_rank", of_another_rank),
     "experts of all ranks": lambda: setattr(OwnExperts, "forward", unmasked),
     "experts of another rank": lambda: setattr(parallel, "split_experts", first_shifted),

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from helpers.training_runs import Silent
@@ -56,17 +55,14 @@ def rank_seeds() -> None:
     where.token_keys = lambda *given, seed, **how: right(*given, seed=seed + torch.distributed.get_rank(), **how)
 
 
-def counted_twice(parts: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Every gradient is counted twice in the norm."""
-    return {name: torch.cat([whole(part)] * 2) for name, part in parts.items()}
-
-
 INJECTED: Mapping[str, Callable[[], None]] = {
     "": lambda: None,
     "mean of means": own_means,
     "attached late": late,
     "averaged": lambda: setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
-    "counted twice": lambda: setattr(adamw, "whole_together", counted_twice),
+    "counted twice": lambda: setattr(
+        adamw, "whole_together", lambda parts: {name: torch.cat([whole(part)] * 2) for name, part in parts.items()}
+    ),
     "unsummed factor": lambda: setattr(parallel, "_own_part", lambda part: part.to_local()),
     "seed of the rank": rank_seeds,
 }

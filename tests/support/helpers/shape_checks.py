@@ -131,10 +131,7 @@ def _is_array(kind: type) -> bool:
 
 @cache
 def _is_container(kind: type) -> bool:
-    return issubclass(kind, Iterable | tuple | str | type) and not _says_nothing_of_its_values(kind)
-
-
-def _says_nothing_of_its_values(kind: type) -> bool:
-    """Tell whether a class is a `Mapping` to anything, as those of a model's weights are: no check looks into it."""
+    """Tell whether a check looks into it; not into a `Mapping` to anything, as those of a model's weights are."""
     bases = vars(kind).get("__orig_bases__", kind.__bases__)
-    return any(base is Mapping or (get_origin(base) is Mapping and get_args(base)[1] is Any) for base in bases)
+    to_any = any(base is Mapping or (get_origin(base) is Mapping and get_args(base)[1] is Any) for base in bases)
+    return issubclass(kind, Iterable | tuple | str | type) and not to_any

@@ -180,28 +180,19 @@ def _after(event: threading.Event) -> Callable[..., Any]:
     return waiting
 
 
-def _full(_: object) -> Any:
-    @contextmanager
-    def create_stream(self: object, path: object, mode: str) -> Iterator[Any]:
-        with open("/dev/full", mode) as stream:
-            yield stream
-
-    return create_stream
+@contextmanager
+def _full(self: object, path: object, mode: str) -> Iterator[Any]:
+    with open("/dev/full", mode) as stream:
+        yield stream
 
 
-def _dying(_: object) -> Any:
-    def create_stream(self: object, path: Path, mode: str) -> None:
-        path.write_bytes(b"half")
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    return create_stream
+def _dying(self: object, path: Path, mode: str) -> None:
+    path.write_bytes(b"half")
+    os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _no_space(_: object) -> Any:
-    def write_file(*args: object) -> None:
-        raise OSError(28, "No space left on device")
-
-    return write_file
+def _no_space(*args: object) -> None:
+    raise OSError(28, "No space left on device")
 
 
 def save_and_fail(folder: Path) -> list[tuple[str, list[str], list[int]]]:
@@ -211,10 +202,10 @@ def save_and_fail(folder: Path) -> list[tuple[str, list[str], list[int]]]:
         saver.save(20, state_of_rank(20, mesh), {})  # which finishes the one before
         saver.wait()
         stream, write = filesystem.FileSystem.create_stream, snapshots.write_file
-        on_rank(1, _full, filesystem.FileSystem, "create_stream")
+        on_rank(1, lambda _: _full, filesystem.FileSystem, "create_stream")
         seen = [_failure(lambda: _saved(saver, 40, mesh), store)]
         filesystem.FileSystem.create_stream = stream
-        on_rank(0, _no_space, snapshots, "write_file")
+        on_rank(0, lambda _: _no_space, snapshots, "write_file")
         seen.append(_failure(lambda: _saved(saver, 40, mesh), store))
         snapshots.write_file = write
         saver.save(40, state_of_rank(40, mesh), {})
@@ -251,7 +242,7 @@ def save_and_die(folder: Path, rank: int) -> None:
     with saving(folder, {"dp": 2, "tp": 1}) as (saver, _, mesh):
         saver.save(20, state_of_rank(20, mesh), {})
         saver.wait()
-        on_rank(rank, _dying, filesystem.FileSystem, "create_stream")
+        on_rank(rank, lambda _: _dying, filesystem.FileSystem, "create_stream")
         try:
             saver.save(40, state_of_rank(40, mesh), {})
             saver.wait()

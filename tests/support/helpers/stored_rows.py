@@ -5,8 +5,8 @@ from functools import cache
 
 from helpers.torch_targets import CPU, CUDA, on
 from llorch.judging.expectations.quantised import verify_quantised_stored
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.torch import VARIANTS, torch_runners
+from llorch.judging.types import Comparison
 from llorch.judging.verify import verify_stored
 
 # What is judged of every model on the CPU: as it is written, and as users get it. `WHOLE`, which has every kind of

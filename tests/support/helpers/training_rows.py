@@ -7,9 +7,9 @@ from helpers.stored_goldens import training_golden_of, training_weights_of
 from helpers.torch_targets import on
 from llorch.judging.expectations.training import numpy_rows
 from llorch.judging.goldens.training import ADAPTER_FILES
-from llorch.judging.judge import Comparison
 from llorch.judging.runners.numpy import BACKENDS, FLOAT64
 from llorch.judging.runners.training_torch import VARIANTS, torch_rows
+from llorch.judging.types import Comparison
 from llorch.stages.comparison import PASS
 
 WIDE = FLOAT64

@@ -46,10 +46,9 @@ def examine(
             read = read_adapter(adapter, weights.config)
         except FormatError as error:
             return [HealthCheck("files", _CHECK_OF.get(error.code, "readable files"), "broken", str(error))]
-        text = f"{len(read.flat())} tensors of {len(read.targets)} matrices"
-        findings = [HealthCheck("files", "all tensors", "ok", text)]
         report("base")
-        findings.append(_base(adapter, weights, any_base=any_base))
+        text = f"{len(read.flat())} tensors of {len(read.targets)} matrices"
+        findings = [HealthCheck("files", "all tensors", "ok", text), _base(adapter, weights, any_base=any_base)]
         findings += [check(read, weights) for check in READER_CHECKS]
         for check in NUMBER_CHECKS:
             report(check.__name__.replace("_", " "))

@@ -10,7 +10,7 @@ never appended: the model never stops).
 """
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from itertools import islice
 from pathlib import Path
 
@@ -84,13 +84,7 @@ def base_dropout(adapter: Adapter, weights: Weights) -> HealthCheck:
     return HealthCheck("programs", "base dropout", "ok", "the base asks for none")
 
 
-READER_CHECKS: tuple[Callable[[Adapter, Weights], HealthCheck], ...] = (
-    rslora_scale,
-    patterns,
-    dora,
-    embedding_and_output,
-    base_dropout,
-)
+READER_CHECKS = (rslora_scale, patterns, dora, embedding_and_output, base_dropout)
 
 
 _LARGE, _MOST = 1.0, 0.5  # of the base's norm; of the elements that the adapter moves
@@ -169,9 +163,7 @@ def _magnitude_is_that_of_the_base(name: str, adapter: Adapter, weights: Weights
     return magnitude is not None and bool(np.allclose(magnitude, lengths, rtol=1e-5))
 
 
-NUMBER_CHECKS: tuple[Callable[[Path, Adapter, Weights], HealthCheck], ...] = (
-    trained, size_of_change, merged_bfloat16, stored_dtype,
-)  # fmt: skip
+NUMBER_CHECKS = (trained, size_of_change, merged_bfloat16, stored_dtype)
 
 
 _RUN, _LIMIT = "run.json", 1 << 20

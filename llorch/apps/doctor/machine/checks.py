@@ -72,9 +72,8 @@ def _devices(facts: Mapping[str, Any], why: str) -> HealthCheck:
         return HealthCheck("engines", "devices", "warning", text, "pip install --force-reinstall torch")
     why = facts.get("why") or "torch gives no reason"
     text = f"cpu; this machine has a GPU, but torch for CUDA {facts['built_for']} does not find it: {why}"
-    return HealthCheck(
-        "engines", "devices", "broken", text, "nvidia-smi  # the driver must support torch's CUDA version"
-    )
+    repair = "nvidia-smi  # the driver must support torch's CUDA version"
+    return HealthCheck("engines", "devices", "broken", text, repair)
 
 
 def _check_kernels(facts: Mapping[str, Any], why: str) -> HealthCheck:
@@ -84,9 +83,8 @@ def _check_kernels(facts: Mapping[str, Any], why: str) -> HealthCheck:
         text = "no C compiler, so a token takes at least twice as long on the torch path"
         return HealthCheck("engines", "C kernels", "absent", text, "apt-get install gcc  # or another C compiler")
     repair = "CC=gcc llorch doctor  # or another compiler"
-    return HealthCheck(
-        "engines", "C kernels", "broken", str(facts.get("why_not") or f"cannot build them: {why}"), repair
-    )
+    text = str(facts.get("why_not") or f"cannot build them: {why}")
+    return HealthCheck("engines", "C kernels", "broken", text, repair)
 
 
 def check_engines(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
@@ -102,18 +100,16 @@ def _check_engine(
     """Check that a reference engine's packages are installed and importable, in the versions that made the goldens."""
     found = {package: installed_version(package) for package in packages.values()}
     text = ", ".join(f"{package} {version}" if version else f"no {package}" for package, version in found.items())
+    repair = "pip install 'llorch[golden]'"
     if None in found.values():
-        return HealthCheck("reference engines", engine, "absent", text, "pip install 'llorch[golden]'")
+        return HealthCheck("reference engines", engine, "absent", text, repair)
     if any(probed.get(package) for package in found):
-        return HealthCheck(
-            "reference engines", engine, "broken", f"{text}: cannot be imported", "pip install 'llorch[golden]'"
-        )
+        return HealthCheck("reference engines", engine, "broken", f"{text}: cannot be imported", repair)
     versions = {package: made_by[key] for key, package in packages.items()}
     others = [f"{p} {v}" for p, v in versions.items() if _version_without_build(v) != _version_without_build(found[p])]
     if others:
-        return HealthCheck(
-            "reference engines", engine, "warning", f"{text}; the goldens were made with {', '.join(others)}"
-        )
+        text = f"{text}; the goldens were made with {', '.join(others)}"
+        return HealthCheck("reference engines", engine, "warning", text)
     return HealthCheck("reference engines", engine, "ok", f"{text}, the versions that made the goldens")
 
 

@@ -18,13 +18,13 @@ from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import GENERATION, SAMPLING, GenerationInputs, Mistake, SamplerInputs
-from llorch.judging.cause import Cause
+from llorch.judging.compare import compare_exact
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.tokens import edge_of_top_p
 from llorch.judging.goldens.forward import SAMPLINGS
-from llorch.judging.judge import Comparison, Expectation, compare_exact
 from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import NumpyRunner, run
+from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.ops import sampling
 from llorch.runtime.builtin import BUILTIN, held
 from llorch.runtime.errors import LearnerFault

@@ -20,11 +20,10 @@ from llorch.diagnosis.diagnose import findings
 from llorch.diagnosis.verdict import Finding
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.files import Weights, open_weights
-from llorch.judging.cause import Cause
 from llorch.judging.expectations.forward import ForwardExpectations
-from llorch.judging.judge import Comparison, Expectation
 from llorch.judging.runners import Trace
 from llorch.judging.runners.numpy import NumpyRunner, run
+from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.judging.verify import stored
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
@@ -77,7 +76,8 @@ def causes_named_by(
         said += [first] if first is not None else []
         if first is not None and first.kind == "rounding":
             said += found  # nothing else may be there
-        if any(each.kind == "mistake" for each in said) or _n_unknown(said) >= TRIED:
+        kinds = [finding.kind for finding in said]
+        if "mistake" in kinds or len(kinds) - kinds.count("rounding") >= TRIED:
             break
     return _causes_of_findings(said)
 
@@ -88,11 +88,6 @@ def _runs(wrong: Sequence[PartComparison]) -> list[tuple[str, str, str]]:
     runs.sort(key=lambda run: run[2] != "near")
     turns = [[part for part, *_ in runs[:at]].count(part) for at, (part, *_) in enumerate(runs)]
     return [runs[at] for at in sorted(range(len(runs)), key=turns.__getitem__)]
-
-
-def _n_unknown(said: Sequence[Finding]) -> int:
-    """Count the findings that are not rounding."""
-    return sum(each.kind != "rounding" for each in said)
 
 
 def _causes_of_findings(said: Sequence[Finding]) -> list[Cause]:

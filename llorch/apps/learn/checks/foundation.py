@@ -23,11 +23,11 @@ from llorch.diagnosis.mistakes.variants import quantised_variants
 from llorch.files.blocks import uniform
 from llorch.files.gguf import GGUFFile
 from llorch.files.quant import GGMLType, decode
-from llorch.judging.cause import Cause
+from llorch.judging.compare import compare_exact
 from llorch.judging.expectations.files import foundation_rows, own_tensors, token_rows
 from llorch.judging.expectations.quantised import decode_row
 from llorch.judging.goldens.quantised import FOLDER, QuantisedGolden, read
-from llorch.judging.judge import Comparison, compare_exact
+from llorch.judging.types import Cause, Comparison
 from llorch.judging.verify import stored
 from llorch.model.model import Model
 from llorch.runtime.builtin import BUILTIN, builtin_path, goldens_folder, held

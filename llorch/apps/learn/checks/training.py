@@ -7,7 +7,7 @@ runs from the tokens on: all steps, all files. In both, float32 computes.
 
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -21,16 +21,15 @@ from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import TRAINING, Mistake
-from llorch.diagnosis.mistakes.planting import injected, replaced
+from llorch.diagnosis.mistakes.mistake import injected
 from llorch.diagnosis.training.hypotheses import RANDOM
 from llorch.files import Weights
-from llorch.judging.cause import Cause
 from llorch.judging.expectations.adapter_files import Table, exported, file_row, gguf_table
 from llorch.judging.expectations.training import make_expectations, stored
 from llorch.judging.expectations.training_places import CHAINED, ISOLATED, Arrays
 from llorch.judging.goldens.training import MODELS, TrainingGolden
-from llorch.judging.judge import Comparison, Expectation
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner, Results
+from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.runtime.errors import LearnerFault
 from llorch.stages.comparison import FAIL, times_over
@@ -171,7 +170,8 @@ class CheckpointRun:
 
         A run that also has `mistake.along`, the fault that mostly comes with this mistake, counts as well.
         """
-        left = min(self._left(theirs, self.made(_with(mistake, along))) for along in {False, mistake.along is not None})
+        runs = (self.made(injected(mistake, along=along)) for along in {False, mistake.along is not None})
+        left = min(self._left(theirs, run) for run in runs)
         return Cause(mistake.name, "mistake", mistake.diagnosis, mistake.stages, 1.0, left) if left <= 1 else None
 
     def _left(self, theirs: TrainingOutput, ours: TrainingOutput) -> float:
@@ -201,13 +201,3 @@ def _shortened(expectation: Expectation) -> Expectation:
     return replace(
         expectation, expected=expectation.expected[:FIRST_STEPS], reference=expectation.reference[:FIRST_STEPS]
     )
-
-
-@contextmanager
-def _with(mistake: Mistake[Any], along: bool) -> Iterator[None]:
-    """Inject a mistake, and the one that mostly comes with it if `along`."""
-    with ExitStack() as planting:
-        planting.enter_context(injected(mistake))
-        if along and mistake.along:
-            planting.enter_context(replaced(*mistake.along))
-        yield

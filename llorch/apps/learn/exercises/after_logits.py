@@ -4,17 +4,16 @@ Filters get and give float64 logits, as ours do; a removed token has -inf. The l
 which only Python can be; all else can be written in any language. Parts of lesson 14 take tensors on any device.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.exercise import Call, Exercise
+from llorch.apps.learn.exercise import Call, Exercise, by_keyword
 from llorch.files.blocks import SCRATCH_BYTES, Chunk, Decoder
 from llorch.files.blocks.uniform import decode_q4_0 as our_q4_0
 from llorch.files.blocks.uniform import decode_q8_0 as our_q8_0
-from llorch.model.cache import KVCache
 from llorch.model.generate import log_probability
 from llorch.ops.sampling import SamplingSettings
 from llorch.ops.sampling import greedy as our_greedy
@@ -50,7 +49,7 @@ def generate(step: Callable[[Any], Array], prompt: Array, max_tokens: int) -> It
 def _row_adapted(call: Call, right: Call) -> Call:
     """Make the learner's function select the last row of `forward`'s logits, where only that is asked for."""
 
-    def adapted(*args: Any, last_only: bool = False, **more: Any) -> Array:
+    def adapted(*args: object, last_only: bool = False, **more: object) -> Array:
         logits = right(*args, **more)
         return call(logits=logits)[None] if last_only else logits
 
@@ -82,10 +81,7 @@ def _distribution_adapted(call: Call, right: Call) -> Call:
 
 
 def _positions_adapted(call: Call, right: Call) -> Call:
-    def adapted(cache: KVCache, n_tokens: int) -> Array:
-        return call(n_before=int(right(cache, n_tokens)[0]), n_new=n_tokens)
-
-    return adapted
+    return lambda cache, n_tokens: call(n_before=int(right(cache, n_tokens)[0]), n_new=n_tokens)
 
 
 def _generate_adapted(call: Call, right: Call) -> Call:
@@ -99,7 +95,7 @@ def _generate_adapted(call: Call, right: Call) -> Call:
             return
         rows: list[Array] = []
 
-        def shown(new: Any) -> Array:
+        def shown(new: Iterable[int]) -> Array:
             rows.append(step([int(each) for each in new]))
             return rows[-1].copy()
 
@@ -130,20 +126,19 @@ PENALISE = Exercise(
 )  # fmt: skip
 KEEP_TOP_K = Exercise(
     name="keep_top_k", reference=lambda logits, k: our_top_k(logits, k=k), returns=("logits",),
-    replaces="llorch.ops.sampling.keep_top_k", adapt=lambda call, right: lambda logits, *, k: call(logits=logits, k=k),
+    replaces="llorch.ops.sampling.keep_top_k", adapt=by_keyword("logits"),
 )  # fmt: skip
 KEEP_TOP_P = Exercise(
     name="keep_top_p", reference=lambda logits, p: our_top_p(logits, p=p), returns=("logits",),
-    replaces="llorch.ops.sampling.keep_top_p", adapt=lambda call, right: lambda logits, *, p: call(logits=logits, p=p),
+    replaces="llorch.ops.sampling.keep_top_p", adapt=by_keyword("logits"),
 )  # fmt: skip
 KEEP_MIN_P = Exercise(
     name="keep_min_p", reference=lambda logits, min_p: our_min_p(logits, min_p=min_p), returns=("logits",),
-    replaces="llorch.ops.sampling.keep_min_p",
-    adapt=lambda call, right: lambda logits, *, min_p: call(logits=logits, min_p=min_p),
+    replaces="llorch.ops.sampling.keep_min_p", adapt=by_keyword("logits"),
 )  # fmt: skip
 SOFTMAX = Exercise(
     name="softmax", reference=lambda logits: our_softmax(logits), returns=("probabilities",),
-    replaces="llorch.ops.sampling.softmax", adapt=lambda call, right: lambda logits: call(logits=logits),
+    replaces="llorch.ops.sampling.softmax", adapt=by_keyword("logits"),
 )  # fmt: skip
 DISTRIBUTION = Exercise(
     name="distribution", reference=distribution, returns=("probabilities",),
@@ -211,7 +206,6 @@ TORCH_RMS_NORM = Exercise(
     adapt=lambda call, right: lambda x, weight, *, eps: call(x=x, weight=weight.detach(), eps=eps),
 )  # fmt: skip
 TORCH_ROPE = Exercise(
-    name="torch_rope", reference=torch_rope, returns=("y",), on_torch=True,
-    replaces="llorch.pytorch.causal_lm.rope", stages=("q_rope", "k_rope"),
-    adapt=lambda call, right: lambda x, cos, sin: call(x=x, cos=cos, sin=sin),
+    name="torch_rope", reference=torch_rope, returns=("y",), on_torch=True, replaces="llorch.pytorch.causal_lm.rope",
+    stages=("q_rope", "k_rope"), adapt=by_keyword("x", "cos", "sin"),
 )  # fmt: skip

@@ -9,8 +9,10 @@ from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.exercise import Call, Exercise
-from llorch.families.config import ModelConfig, YarnScaling
+from llorch.apps.learn.exercise import Call, Exercise, by_keyword
+from llorch.families.config import ModelConfig, RopeScaling, YarnScaling
+from llorch.files import Weights
+from llorch.model.cache import KVCache
 from llorch.ops.attention import attention_context as our_context
 from llorch.ops.attention import attention_probs as our_probs
 from llorch.ops.attention import attention_scores as our_scores
@@ -102,10 +104,6 @@ def logits(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Arr
     return our_linear(our_rms_norm(x, final_norm, eps=eps), embed_tokens if lm_head is None else lm_head)
 
 
-def _norm_adapted(call: Call, right: Call) -> Call:
-    return lambda x, weight, *, eps: call(x=x, weight=weight, eps=eps)
-
-
 def _linear_adapted(call: Call, right: Call) -> Call:
     return lambda x, weight, bias=None: call(x=x, weight=dense(weight), bias=bias)
 
@@ -131,7 +129,7 @@ def _tables_adapted(call: Call, right: Call) -> Call:
     """Let llorch call the learner's function with the scaled frequencies, and apply the gain of YaRN."""
     from llorch.ops import rope  # under its own name: with the learner's frequencies, where they are written
 
-    def adapted(positions: Array, *, head_dim: int, theta: float, scaling: Any) -> tuple[Array, Array]:
+    def adapted(positions: Array, *, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Array, Array]:
         inv_freq = scale_frequencies(rope.frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
         gain = scaling.attention_factor if isinstance(scaling, YarnScaling) else 1.0
         cos, sin = call(positions=positions, inv_freq=inv_freq)
@@ -152,7 +150,7 @@ def _rope_adapted(call: Call, right: Call) -> Call:
 def _scale_adapted(call: Call, right: Call) -> Call:
     """Let llorch call the learner's function with the factors that llorch divides the frequencies by."""
 
-    def adapted(inv_freq: Array, scaling: Any, *, head_dim: int, theta: float) -> Array:
+    def adapted(inv_freq: Array, scaling: RopeScaling | None, *, head_dim: int, theta: float) -> Array:
         if scaling is None:
             return inv_freq
         return call(inv_freq=inv_freq, factors=inv_freq / right(inv_freq, scaling, head_dim=head_dim, theta=theta))
@@ -161,7 +159,7 @@ def _scale_adapted(call: Call, right: Call) -> Call:
 
 
 def _append_adapted(call: Call, right: Call) -> Call:
-    def adapted(cache: Any, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
+    def adapted(cache: KVCache, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
         past_k, past_v = (store[layer][:, : cache.length] for store in (cache._keys, cache._values))
         cache._keys[layer], cache._values[layer] = call(past_k=past_k, past_v=past_v, k=k, v=v)
         return cache._keys[layer], cache._values[layer]
@@ -170,17 +168,14 @@ def _append_adapted(call: Call, right: Call) -> Call:
 
 
 def _output_adapted(call: Call, right: Call) -> Call:
-    def adapted(context: Array, w: Mapping[str, Any], keep: Call) -> Array:
-        return keep("attn_out", call(context=context, o_proj=dense(w["o_proj"]), o_bias=w.get("o_bias")))
-
-    return adapted
+    return lambda context, w, keep: keep(
+        "attn_out", call(context=context, o_proj=dense(w["o_proj"]), o_bias=w.get("o_bias"))
+    )
 
 
 def _feed_forward_adapted(call: Call, right: Call) -> Call:
-    def adapted(h: Array, w: Mapping[str, Any], keep: Call) -> Array:
-        return keep("ffn_out", call(h=h, **{name: dense(w[name]) for name in ("gate_proj", "up_proj", "down_proj")}))
-
-    return adapted
+    names = ("gate_proj", "up_proj", "down_proj")
+    return lambda h, w, keep: keep("ffn_out", call(h=h, **{name: dense(w[name]) for name in names}))
 
 
 def _block_adapted(call: Call, right: Call) -> Call:
@@ -205,7 +200,7 @@ def _block_adapted(call: Call, right: Call) -> Call:
 
 
 def _logits_adapted(call: Call, right: Call) -> Call:
-    def adapted(x: Array, weights: Any, keep: Call) -> Array:
+    def adapted(x: Array, weights: Weights, keep: Call) -> Array:
         config, table = weights.config, dense(weights["embed_tokens"])
         output = None if config.tie_word_embeddings else dense(weights["lm_head"])
         given = {"final_norm": weights["final_norm"], "lm_head": output, "embed_tokens": table}
@@ -221,12 +216,11 @@ EMBEDDING = Exercise(
 )  # fmt: skip
 RMS_NORM = Exercise(
     name="rms_norm", reference=rms_norm, returns=("y",), stages=("attn_norm", "ffn_norm", "final_norm"),
-    replaces="llorch.ops.rms_norm.rms_norm", adapt=_norm_adapted,
+    replaces="llorch.ops.rms_norm.rms_norm", adapt=by_keyword("x", "weight"),
 )  # fmt: skip
 FREQUENCIES = Exercise(
     name="frequencies", reference=lambda head_dim, theta: our_frequencies(head_dim, theta), returns=("inv_freq",),
-    replaces="llorch.ops.rope.frequencies", stages=("q_rope", "k_rope"),
-    adapt=lambda call, right: lambda head_dim, theta: call(head_dim=head_dim, theta=theta),
+    replaces="llorch.ops.rope.frequencies", stages=("q_rope", "k_rope"), adapt=by_keyword("head_dim", "theta"),
 )  # fmt: skip
 SCALE_FREQUENCIES = Exercise(
     name="scale_frequencies", reference=lambda inv_freq, factors: inv_freq / factors, returns=("inv_freq",),
@@ -242,8 +236,7 @@ ROPE = Exercise(
 )  # fmt: skip
 LINEAR = Exercise(
     name="linear", reference=lambda x, weight, bias: our_linear(x, weight, bias), returns=("y",),
-    stages=tuple(stage.name for stage in DENSE_PRODUCTS),
-    replaces="llorch.ops.linear.linear", adapt=_linear_adapted,
+    stages=tuple(stage.name for stage in DENSE_PRODUCTS), replaces="llorch.ops.linear.linear", adapt=_linear_adapted,
 )  # fmt: skip
 QKV = Exercise(
     name="qkv", reference=qkv, returns=("q", "k", "v"), stages=("q_proj", "k_proj", "v_proj", "q_norm", "k_norm"),
@@ -256,16 +249,15 @@ APPEND = Exercise(
 )  # fmt: skip
 ATTENTION_SCORES = Exercise(
     name="attention_scores", reference=lambda q, k: our_scores(q, k), returns=("scores",), stages=("attn_scores",),
-    replaces="llorch.ops.attention.attention_scores", adapt=lambda call, right: lambda q, k: call(q=q, k=k),
+    replaces="llorch.ops.attention.attention_scores", adapt=by_keyword("q", "k"),
 )  # fmt: skip
 ATTENTION_PROBS = Exercise(
     name="attention_probs", reference=lambda scores: our_probs(scores), returns=("probs",), stages=("attn_probs",),
-    replaces="llorch.ops.attention.attention_probs", adapt=lambda call, right: lambda scores: call(scores=scores),
+    replaces="llorch.ops.attention.attention_probs", adapt=by_keyword("scores"),
 )  # fmt: skip
 ATTENTION_CONTEXT = Exercise(
     name="attention_context", reference=lambda probs, v: our_context(probs, v), returns=("context",),
-    stages=("attn_context",), replaces="llorch.ops.attention.attention_context",
-    adapt=lambda call, right: lambda probs, v: call(probs=probs, v=v),
+    stages=("attn_context",), replaces="llorch.ops.attention.attention_context", adapt=by_keyword("probs", "v"),
 )  # fmt: skip
 ATTENTION_OUTPUT = Exercise(
     name="attention_output", reference=attention_output, returns=("y",), stages=("attn_out",),
@@ -273,7 +265,7 @@ ATTENTION_OUTPUT = Exercise(
 )  # fmt: skip
 SWIGLU = Exercise(
     name="swiglu", reference=lambda gate, up: our_swiglu(gate, up), returns=("y",), stages=("ffn_act",),
-    replaces="llorch.ops.swiglu.swiglu", adapt=lambda call, right: lambda gate, up: call(gate=gate, up=up),
+    replaces="llorch.ops.swiglu.swiglu", adapt=by_keyword("gate", "up"),
 )  # fmt: skip
 FEED_FORWARD = Exercise(
     name="feed_forward", reference=feed_forward, returns=("y",), stages=("ffn_out",),
@@ -308,38 +300,32 @@ def _experts_adapted(call: Call, right: Call) -> Call:
     return adapted
 
 
-def _rule_adapted(call: Call, right: Call) -> Call:
-    return lambda q, k, v, beta, g, state: call(q=q, k=k, v=v, beta=beta, g=g, state=state)
-
-
+_RULE_ADAPTED = by_keyword("q", "k", "v", "beta", "g", "state")
 SHORT_CONV = Exercise(
     name="short_conv", reference=lambda x, kernel, state: our_short_conv(x, kernel, state), returns=("y",),
-    stages=("conv_out",), replaces="llorch.ops.short_conv.short_conv",
-    adapt=lambda call, right: lambda x, kernel, state: call(x=x, kernel=kernel, state=state),
+    stages=("conv_out",), replaces="llorch.ops.short_conv.short_conv", adapt=by_keyword("x", "kernel", "state"),
 )  # fmt: skip
 L2_NORM = Exercise(
     name="l2_norm", reference=lambda x: our_l2_norm(x), returns=("y",), stages=("q_l2", "k_l2"),
-    replaces="llorch.ops.delta_rule.l2_norm", adapt=lambda call, right: lambda x: call(x=x),
+    replaces="llorch.ops.delta_rule.l2_norm", adapt=by_keyword("x"),
 )  # fmt: skip
 LOG_DECAY = Exercise(
     name="log_decay", reference=lambda a, dt_bias, decay: our_log_decay(a, dt_bias, decay), returns=("g",),
-    stages=("log_decay",), replaces="llorch.ops.delta_rule.log_decay",
-    adapt=lambda call, right: lambda a, dt_bias, decay: call(a=a, dt_bias=dt_bias, decay=decay),
+    stages=("log_decay",), replaces="llorch.ops.delta_rule.log_decay", adapt=by_keyword("a", "dt_bias", "decay"),
 )  # fmt: skip
 DELTA_RULE = Exercise(
     name="delta_rule", reference=lambda q, k, v, beta, g, state: our_delta_rule(q, k, v, beta, g, state),
     returns=("out", "state"), stages=("delta_out", "delta_state"), replaces="llorch.ops.delta_rule.delta_rule",
-    adapt=_rule_adapted, also=(("llorch.ops.delta_rule.delta_rule_in_chunks", _rule_adapted),),
+    adapt=_RULE_ADAPTED, also=(("llorch.ops.delta_rule.delta_rule_in_chunks", _RULE_ADAPTED),),
 )  # fmt: skip
 TOP_K = Exercise(
     name="top_k", reference=lambda scores, k: our_top_k(scores, k), returns=("ids",), stages=("topk_ids",),
-    replaces="llorch.ops.routing.top_k", adapt=lambda call, right: lambda scores, k: call(scores=scores, k=k),
+    replaces="llorch.ops.routing.top_k", adapt=by_keyword("scores", "k"),
 )  # fmt: skip
 TOPK_WEIGHTS = Exercise(
-    name="topk_weights",
-    reference=lambda probs, ids, normalised: our_topk_weights(probs, ids, normalised=normalised),
+    name="topk_weights", reference=lambda probs, ids, normalised: our_topk_weights(probs, ids, normalised=normalised),
     returns=("weights",), stages=("topk_weights",), replaces="llorch.ops.routing.topk_weights",
-    adapt=lambda call, right: lambda probs, ids, *, normalised: call(probs=probs, ids=ids, normalised=normalised),
+    adapt=by_keyword("probs", "ids"),
 )  # fmt: skip
 EXPERT_OUTPUTS = Exercise(
     name="expert_outputs", reference=expert_outputs, returns=("outs",), stages=("expert_out",),

@@ -9,7 +9,6 @@ from functools import cache
 from itertools import pairwise
 from math import prod
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -20,7 +19,7 @@ from llorch.files.gguf import read_tensor_table as our_table
 from llorch.files.metadata import DEFAULT_LIMITS, Cursor
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.tokenizer.byte_level import ByteLevelBPE, text_bytes
-from llorch.runtime.errors import FormatError, LearnerFault
+from llorch.runtime.errors import ErrorCode, FormatError, LearnerFault
 
 Array = np.ndarray
 AXES = 4  # of a tensor in GGUF, at most
@@ -36,7 +35,7 @@ class InMemory:
         """Hold the bytes of a whole file."""
         self.map, self.size = data[:HEADER_BYTES].tobytes(), data.size
 
-    def error(self, code: Any, message: str, offset: int | None = None) -> FormatError:
+    def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
         """Make the error that a file with this fault gives."""
         return FormatError(code, message, path=self.path, offset=offset)
 

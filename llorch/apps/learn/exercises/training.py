@@ -3,13 +3,14 @@
 As in `forward`, ours are imported under other names, so that a reference stays one.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.exercise import Call, Exercise
+from llorch.apps.learn.exercise import Call, Exercise, by_keyword
 from llorch.apps.learn.exercises.forward import dense
+from llorch.files import Weights
 from llorch.files.tensor_names import interleave as our_interleave
 from llorch.lora.adapter import Adapter
 from llorch.lora.config import LoraConfig
@@ -22,6 +23,7 @@ from llorch.ops.cross_entropy import cross_entropy as our_cross_entropy
 from llorch.ops.cross_entropy import cross_entropy_backward as our_cross_entropy_backward
 from llorch.ops.cross_entropy import shifted as our_shifted
 from llorch.ops.linear import linear_backward as our_linear_backward
+from llorch.ops.lora import LoraMatrix
 from llorch.ops.lora import lora_backward as our_lora_backward
 from llorch.ops.lora import lora_delta as our_lora_delta
 from llorch.ops.rms_norm import rms_norm_backward as our_rms_norm_backward
@@ -136,7 +138,7 @@ def _cross_entropy_adapted(call: Call, right: Call) -> Call:
 def _lora_backward_adapted(call: Call, right: Call) -> Call:
     """Let llorch call the learner's function for plain LoRA; DoRA and dropout stay llorch's."""
 
-    def adapted(matrix: Any, grad: Array, x: Array) -> tuple[Array, dict[str, Array]]:
+    def adapted(matrix: LoraMatrix, grad: Array, x: Array) -> tuple[Array, dict[str, Array]]:
         lora = matrix.lora
         if lora is None or lora.magnitude is not None or lora.mask is not None:
             return right(matrix, grad, x)
@@ -150,11 +152,7 @@ def _lora_backward_adapted(call: Call, right: Call) -> Call:
 
 def _residual_adapted(call: Call, right: Call) -> Call:
     """Of what comes back through a block, that which took the detours."""
-
-    def adapted(d_out: Array, *given: Any, **parts: Any) -> Array:
-        return call(grad=d_out, through=right(d_out, *given, **parts) - d_out)
-
-    return adapted
+    return lambda d_out, *given, **parts: call(grad=d_out, through=right(d_out, *given, **parts) - d_out)
 
 
 def _clip_adapted(call: Call, right: Call) -> Call:
@@ -166,16 +164,15 @@ def _clip_adapted(call: Call, right: Call) -> Call:
 
 
 def _adamw_adapted(call: Call, right: Call) -> Call:
-    def adapted(param: Array, grad: Array, m: Array, v: Array, *, betas: tuple[float, float], **how: Any) -> Any:
-        return call(param=param, grad=grad, m=m, v=v, beta1=betas[0], beta2=betas[1], **how)
-
-    return adapted
+    return lambda param, grad, m, v, *, betas, **how: call(
+        param=param, grad=grad, m=m, v=v, beta1=betas[0], beta2=betas[1], **how
+    )
 
 
 def _accumulated_adapted(call: Call, right: Call) -> Call:
     """Let llorch call the learner's function with sums of losses and gradients of each batch."""
 
-    def adapted(weights: Any, adapter: Adapter, batches: Sequence[Batch], **how: Any) -> tuple[float, dict[str, Array]]:
+    def adapted(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **how: object) -> tuple[float, Arrays]:
         means = [right(weights, adapter, [batch], **how) for batch in batches]
         counts = np.array([batch.n_trained for batch in batches])
         losses = np.array([loss for loss, _ in means]) * counts
@@ -189,7 +186,7 @@ def _accumulated_adapted(call: Call, right: Call) -> Call:
 def _merged_adapted(call: Call, right: Call) -> Call:
     """Let llorch call the learner's function for plain LoRA; DoRA and embeddings stay llorch's."""
 
-    def adapted(weight: Array, adapter: Adapter, name: str, **where: Any) -> Array:
+    def adapted(weight: Array, adapter: Adapter, name: str, **where: object) -> Array:
         tensors = adapter.tensors[name]
         if tensors.magnitude is not None or adapter.targets[name].is_embedding:
             return right(weight, adapter, name, **where)
@@ -207,15 +204,10 @@ def _alpha_adapted(call: Call, right: Call) -> Call:
     return adapted
 
 
-def _by_keyword(*names: str) -> Callable[[Call, Call], Call]:
-    """Make a wrapper that passes positional arguments under these names, in this order."""
-    return lambda call, right: lambda *given, **how: call(**dict(zip(names, given, strict=True)), **how)
-
-
 def _backward(name: str, reference: Call, returns: tuple[str, ...], module: str, *given: str) -> Exercise:
     replaces = f"llorch.ops.{module}.{name}"
     return Exercise(
-        name=name, reference=reference, returns=returns, replaces=replaces, adapt=_by_keyword(*given),
+        name=name, reference=reference, returns=returns, replaces=replaces, adapt=by_keyword(*given),
         stages=("gradient",),
     )  # fmt: skip
 
@@ -227,7 +219,7 @@ LORA_SCALING = Exercise(
 LORA_DELTA = Exercise(
     name="lora_delta", returns=("delta",), stages=("lora_delta", "adapted_logits"),
     reference=lambda x, lora_A, lora_B, scaling: our_lora_delta(x, lora_A, lora_B, scaling=scaling),
-    replaces="llorch.ops.lora.lora_delta", adapt=_by_keyword("x", "lora_A", "lora_B"),
+    replaces="llorch.ops.lora.lora_delta", adapt=by_keyword("x", "lora_A", "lora_B"),
 )  # fmt: skip
 MASKED_LABELS = Exercise(
     name="masked_labels", reference=masked_labels, returns=("labels",), stages=("token_losses", "loss"),
@@ -235,7 +227,7 @@ MASKED_LABELS = Exercise(
 )  # fmt: skip
 SHIFTED = Exercise(
     name="shifted", reference=lambda labels: our_shifted(labels), returns=("wanted",), stages=("token_losses", "loss"),
-    replaces="llorch.ops.cross_entropy.shifted", adapt=_by_keyword("labels"),
+    replaces="llorch.ops.cross_entropy.shifted", adapt=by_keyword("labels"),
 )  # fmt: skip
 CROSS_ENTROPY = Exercise(
     name="cross_entropy", returns=("loss_sum", "n_trained"), stages=("token_losses", "loss"),
@@ -276,8 +268,8 @@ ATTENTION_SCORES_BACKWARD = _backward(
     "grad", "q", "k",
 )  # fmt: skip
 ROPE_BACKWARD = _backward(
-    "rope_backward", lambda grad, cos, sin: our_rope_backward(grad, cos, sin), ("d_x",), "rope", "grad", "cos", "sin",
-)  # fmt: skip
+    "rope_backward", lambda grad, cos, sin: our_rope_backward(grad, cos, sin), ("d_x",), "rope", "grad", "cos", "sin"
+)
 RESIDUAL_BACKWARD = Exercise(
     name="residual_backward", reference=lambda grad, through: grad + through, returns=("d_x",), stages=("gradient",),
     replaces="llorch.model.backward.block_backward", adapt=_residual_adapted,
@@ -310,7 +302,7 @@ MERGED = Exercise(
 INTERLEAVE = Exercise(
     name="interleave", reference=lambda rows, n_heads: our_interleave(rows, n_heads), returns=("rows",),
     stages=("adapter_file", "exported_logits"), replaces="llorch.files.tensor_names.interleave",
-    adapt=_by_keyword("rows", "n_heads"),
+    adapt=by_keyword("rows", "n_heads"),
 )  # fmt: skip
 GGUF_ALPHA = Exercise(
     name="gguf_alpha", reference=gguf_alpha, returns=("alpha",), stages=("adapter_file", "exported_logits"),

@@ -111,29 +111,14 @@ def exhibits() -> Sequence[Exhibit]:
 
 
 def exhibit(number: int) -> Exhibit:
-    """Return one exhibit.
-
-    Args:
-        number: From 1 on.
-
-    Returns:
-        The exhibit.
-
-    Raises:
-        ValueError: No exhibit has this number.
-    """
+    """Return the exhibit of a number, from 1 on; UserError if no exhibit has it."""
     if not 1 <= number <= len(exhibits()):
         raise UserError(f"museum: expected a number from 1 to {len(exhibits())}, got {number}; see llorch learn museum")
     return exhibits()[number - 1]
 
 
 def write(shown: Exhibit, folder: Path) -> None:
-    """Write the dump of an exhibit, and a README in the same folder.
-
-    Args:
-        shown: The exhibit.
-        folder: New folder; a dump in it is replaced.
-    """
+    """Write the dump of an exhibit, and a README in the same folder; a dump in it is replaced."""
     dump = shown.dump()
     with DumpWriter(folder, engine="theirs", dtype="float32") as writer:
         for number, tokens in enumerate(shown.passes):
@@ -174,27 +159,14 @@ channels that are wrong.
 
 @dataclass(frozen=True)
 class MuseumAnswer:
-    """The verdict on an answer.
-
-    Attributes:
-        is_right: Whether it names the cause.
-        said: Text for the learner.
-    """
+    """The verdict on an answer: whether it names the cause, and the text for the learner."""
 
     is_right: bool
     said: str
 
 
 def compare(shown: Exhibit, answer: str) -> MuseumAnswer:
-    """Judge an answer in free words.
-
-    Args:
-        shown: The exhibit.
-        answer: The name of a mistake or a part of it, a recovered value, or a stage.
-
-    Returns:
-        Whether it is the cause, with a hint if it is not.
-    """
+    """Judge an answer: the name of a mistake or a part of it, a recovered value, or a stage; add a hint if wrong."""
     findings, said = shown.findings, _plain_words(answer)
     causes = [each for finding in findings for each in (*finding.causes, *finding.alternatives)]
     names = {*(each.name for each in causes), *(name.partition("=")[0] for name in shown.injected)}
@@ -223,14 +195,7 @@ def _nudge(first: Finding, answer: str) -> str:
 
 
 def solution(shown: Exhibit) -> str:
-    """Tell the cause, the diagnosis and the repair.
-
-    Args:
-        shown: The exhibit.
-
-    Returns:
-        Some lines.
-    """
+    """Tell the cause, the diagnosis and the repair, in some lines."""
     said = [f"{shown.number}. {shown.thread}: {shown.symptom}", f"cause      {shown.cause}"]
     said += [f"diagnosis  {finding.sentence}" for finding in shown.findings[:2]]
     said.append(f"fix        {' '.join(shown.fix.split()) or 'not given here; see the thread'}")

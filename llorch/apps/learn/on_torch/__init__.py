@@ -1,7 +1,7 @@
 """Lesson 14: parts that are given torch tensors and return such. Nothing is imported before that lesson is checked.
 
 The names below are the references, which stay when a learner's functions replace llorch's, see `exercises.forward`.
-`guard` stands around a learner's function, `check` judges the run of our torch modules.
+`check` judges the run of our torch modules.
 """
 
 from llorch.pytorch.causal_lm import rms_norm as our_rms_norm

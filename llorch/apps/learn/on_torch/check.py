@@ -17,10 +17,9 @@ from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.diagnose import findings
 from llorch.diagnosis.verdict import Finding
 from llorch.engines.dumps.stage_dump import StageDump
-from llorch.judging.cause import Cause
-from llorch.judging.judge import Comparison, Expectation
 from llorch.judging.runners import StageObserver
 from llorch.judging.runners.torch import VARIANTS, TorchRunner
+from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.pytorch.device import target
 from llorch.runtime.threads import limited
 from llorch.stages.table import keys

@@ -7,15 +7,13 @@ many tokens or a kernel that is not one of these, the block runs as in `causal_l
 
 import ctypes
 import operator
-from collections.abc import Callable, Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
-from llorch.pytorch.kernels import TRAINED
+from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
 from llorch.pytorch.kernels.cpu.experts import CpuExperts, CpuQuantisedExperts
 from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
@@ -23,6 +21,8 @@ from llorch.pytorch.kernels.cpu.library import pointer
 from llorch.pytorch.kernels.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear, TrainedQuantisedLinear
 from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, KIND_NAMES
+from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
+from llorch.pytorch.models.experts import QuantisedExperts
 
 MOST = 64  # rows of a block in one call, where its kernels take any number
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -75,10 +75,7 @@ class CpuBlock(Block):
         return super().forward(x, place, cache, keep)
 
     def _described(self) -> _Block | None:
-        """Return the structure for the compiled function; None where the function cannot run the block.
-
-        The structure is made anew when a kernel or a weight is replaced or has moved.
-        """
+        """Return the structure for the compiled function, renewed after changes; None for a block it cannot run."""
         kernels = kernels_of(self)
         where = addresses(kernels)
         known_kernels, known_addresses, struct = self._known
@@ -148,27 +145,13 @@ def describe(block: Block, *, fixed: bool) -> _Block:
     return _Block(*gains, *matrices, half, fixed, *heads, attention.head_dim, first.eps)
 
 
-def cpu_kernels(
-    compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool = False
-) -> Mapping[str, Callable[[Any], Any]]:
-    """Return the kernels of the CPU by kind; without the compiled kernels, only products of oneDNN.
-
-    `fixed`: use the compiled kernels whose rows do not depend on the other rows, which no kernel of oneDNN promises.
-    """
+def cpu_kernels(compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool = False) -> KernelTable:
+    """Return the kernels of the CPU by kind; uncompiled, oneDNN's products alone. `fixed`: no row depends on others."""
     if dtype not in KINDS:
         return {}
     if compiled is None:
         return {"linear": lambda kernel: CpuLinear(kernel.weight, kernel.bias, None)}
-
-    def packed(kernel: Any) -> CpuQuantisedLinear:
-        return CpuQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, compiled, fixed=fixed)
-
-    def trained_packed(kernel: Any) -> TrainedQuantisedLinear:
-        return TrainedQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, compiled)
-
-    kernels: Mapping[str, Callable[[Any], Any]] = {
-        **{f"packed {kind}": packed for kind in CPU_KIND_NAMES},
-        **{f"{TRAINED}packed {kind}": trained_packed for kind in CPU_KIND_NAMES},
+    kernels: KernelTable = {
         "linear": lambda kernel: CpuLinear(kernel.weight, kernel.bias, compiled, fixed=fixed),
         "norm": lambda kernel: CpuRMSNorm(kernel.weight, kernel.eps, compiled),
         "rotate": lambda plain: CpuRotate(compiled),
@@ -180,13 +163,25 @@ def cpu_kernels(
         "delta rule": lambda plain: CpuDeltaRule(compiled),
         "block": lambda block: CpuBlock(block, compiled, fixed=fixed) if block.is_dense else block,
     }
-    return kernels if fixed else {**kernels, **_experts(compiled)}
+    if not fixed:
+        kernels = {**kernels, "experts": lambda kernel: CpuExperts(kernel.weight, compiled)}
+    return {**kernels, **_packed_kernels(compiled, fixed=fixed)}
 
 
-def _experts(compiled: ctypes.CDLL) -> Mapping[str, Callable[[Any], Any]]:
-    def packed(kernel: Any) -> CpuQuantisedExperts:
+def _packed_kernels(compiled: ctypes.CDLL, *, fixed: bool) -> KernelTable:
+    """Return the kernels of packed matrices by kind; those of experts depend on the other rows."""
+
+    def packed(kernel: QuantisedLinear) -> CpuQuantisedLinear:
+        return CpuQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, compiled, fixed=fixed)
+
+    def trained(kernel: QuantisedLinear) -> TrainedQuantisedLinear:
+        return TrainedQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, compiled)
+
+    def experts(kernel: QuantisedExperts) -> CpuQuantisedExperts:
         return CpuQuantisedExperts(kernel.fields, kernel.ggml_type, kernel.n_experts, compiled)
 
-    return {f"packed experts {kind}": packed for kind in KIND_NAMES} | {
-        "experts": lambda kernel: CpuExperts(kernel.weight, compiled)
+    return {
+        **{f"packed {kind}": packed for kind in CPU_KIND_NAMES},
+        **{f"{TRAINED}packed {kind}": trained for kind in CPU_KIND_NAMES},
+        **({} if fixed else {f"packed experts {kind}": experts for kind in KIND_NAMES}),
     }

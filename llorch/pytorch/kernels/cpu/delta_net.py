@@ -11,7 +11,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from llorch.pytorch.kernels.cpu.layer import HALF
+from llorch.pytorch.kernels.cpu.layer import HALF, Compiled
 from llorch.pytorch.kernels.cpu.library import pointer
 from llorch.pytorch.models.delta_net import Channels, Real, Taps, l2_norm
 from llorch.pytorch.models.delta_rule import Keys, Matrices, OfHeads, Values, delta_rule
@@ -55,12 +55,8 @@ class CpuGatedNorm(nn.Module):
         return y
 
 
-class CpuL2Norm:
+class CpuL2Norm(Compiled):
     """See `l2_norm`."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Keep the compiled functions."""
-        self.library = library
 
     def __call__(self, x: Keys) -> Keys:
         """Divide by the length of the last axis."""
@@ -68,16 +64,12 @@ class CpuL2Norm:
             return l2_norm(x)
         x, (batch, seq, heads, dim) = in_rows(x), x.shape
         y = torch.empty(x.shape)
-        self.library.llorch_l2_norm(x.data_ptr(), y.data_ptr(), batch * seq, stride_of(x), heads, dim)
+        self.library.llorch_l2_norm(x.data_ptr(), y.data_ptr(), batch * seq, x.stride(1), heads, dim)
         return y
 
 
-class CpuDeltaRule:
+class CpuDeltaRule(Compiled):
     """See `delta_rule`; the state is written where it was."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Keep the compiled functions."""
-        self.library = library
 
     def __call__(
         self, q: Keys, k: Keys, v: Values, beta: OfHeads, log_decay: OfHeads, state: Matrices
@@ -90,21 +82,13 @@ class CpuDeltaRule:
         held = [x.contiguous() for x in (q, k, beta, log_decay)]
         out = torch.empty(v.shape)
         pointers = map(pointer, (*held[:2], v, *held[2:], state, out))
-        sizes = batch, seq, k_heads, v_heads, key_dim, value_dim, stride_of(v)
+        sizes = batch, seq, k_heads, v_heads, key_dim, value_dim, v.stride(1)
         self.library.llorch_delta_rule(*pointers, *sizes)
         return out, state
 
 
 def in_rows(x: Float[Tensor, "batch seq heads width"]) -> Float[Tensor, "batch seq heads width"]:
-    """Return the numbers with the heads of a token side by side and tokens at one distance.
-
-    A tensor that has this layout, such as a part of wider rows, is returned without a copy.
-    """
+    """Return numbers with the heads of a token side by side and tokens at one distance; if they lie so, no copy."""
     width = x.shape[3]
     fits = x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == x.shape[1] * x.stride(1)
     return x if fits else x.contiguous()
-
-
-def stride_of(x: Float[Tensor, "batch seq heads width"]) -> int:
-    """Return the stride from one token to the next."""
-    return x.stride(1)

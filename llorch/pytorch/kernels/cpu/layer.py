@@ -35,12 +35,16 @@ class CpuRMSNorm(nn.Module):
         return y
 
 
-class CpuRotate:
-    """See `llorch.pytorch.causal_lm.rotate_and_cache`."""
+class Compiled:
+    """An operation in compiled functions."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         """Keep the compiled functions."""
         self.library = library
+
+
+class CpuRotate(Compiled):
+    """See `llorch.pytorch.causal_lm.rotate_and_cache`."""
 
     def __call__(
         self, q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
@@ -75,10 +79,7 @@ class CpuAttention:
     """Attention in `cpu_attention.c`; many tokens go to another kernel, such as torch's fused attention."""
 
     def __init__(self, library: ctypes.CDLL, many: Any | None) -> None:
-        """Keep the compiled functions and the kernel that stands here now.
-
-        Without such a kernel all tokens are attended to here, and no token depends on the other rows.
-        """
+        """Keep the compiled functions and the kernel for many tokens; without it no token depends on other rows."""
         self.library, self.many = library, many
 
     def __call__(self, q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
@@ -96,12 +97,8 @@ class CpuAttention:
         return y
 
 
-class CpuSwiglu:
+class CpuSwiglu(Compiled):
     """See `llorch.pytorch.causal_lm.swiglu`."""
-
-    def __init__(self, library: ctypes.CDLL) -> None:
-        """Keep the compiled functions."""
-        self.library = library
 
     def __call__(
         self, gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]

@@ -63,10 +63,7 @@ class NotBuilt(Exception):
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the kernels, built now or by an earlier process.
-
-    Returns None, after a warning, where they cannot be built or loaded.
-    """
+    """Load the kernels, built now or by an earlier process; None, after a warning, where that fails."""
     command, why = find_compiler(), "no C compiler is installed"
     if command is not None:
         try:
@@ -155,11 +152,7 @@ def built(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
 
 
 def build(command: Sequence[str], target: Path) -> None:
-    """Compile the kernels into a file, one source on each core.
-
-    Raises:
-        NotBuilt: With the first line that the compiler said.
-    """
+    """Compile the kernels into a file, one source on each core; NotBuilt has the first line of the compiler."""
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder, ThreadPoolExecutor(n_cores()) as pool:
         made = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
         for _ in pool.map(lambda source, to: _compile(command, "-c", str(source), "-o", str(to)), SOURCES, made):

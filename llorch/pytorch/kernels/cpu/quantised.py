@@ -21,7 +21,7 @@ from llorch.files.quantised.matrix import CodesOf, StoredPart
 from llorch.pytorch.kernels.cpu.library import pointer
 from llorch.pytorch.kernels.cpu.linear import TILE, product
 from llorch.pytorch.kernels.packing import RUN, TABLES, Fields, Kind, Table, values_of, width
-from llorch.pytorch.kernels.quantised_linear import PackedMatrix
+from llorch.pytorch.kernels.quantised_linear import FrozenProduct, PackedMatrix
 
 KINDS = {  # `kind` in cpu_products.c
     GGMLType.BF16: 1, GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5, GGMLType.F16: 8,
@@ -148,7 +148,7 @@ class TrainedQuantisedLinear(CpuQuantisedLinear):
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply by the decoded matrix, in the dtype of `x`, however few the rows are."""
-        y: Any = _DecodedProduct.apply(x.reshape(-1, self.in_features), self)
+        y: Any = FrozenProduct.apply(x.reshape(-1, self.in_features), self._many, self.multiply_back)
         return y.view(*x.shape[:-1], self.out_features)
 
     def multiply_back(self, grad: Float[Tensor, "rows out"]) -> Float[Tensor, "rows in"]:
@@ -157,19 +157,6 @@ class TrainedQuantisedLinear(CpuQuantisedLinear):
         for rows, tile in self._tiles(grad):
             total += product(grad[:, rows].contiguous(), tile.T, None)
         return total.to(grad.dtype)
-
-
-class _DecodedProduct(torch.autograd.Function):
-    """The product of a `TrainedQuantisedLinear`, which decodes its matrix again for the backward pass."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: TrainedQuantisedLinear) -> Tensor:
-        ctx.layer = layer
-        return layer._many(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return ctx.layer.multiply_back(grads[0]), None
 
 
 ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in cpu_packing.c

@@ -63,17 +63,13 @@ def _launch_parts(
     kv_heads, ctx = keys.shape[1:3]
     group, n_parts = n_heads // kv_heads, sums.shape[2]
     seen = q if visible is None else visible.contiguous().view(torch.uint8)
+    widen = q.dtype is torch.bfloat16 and knobs.runtime.interpret  # the interpreter multiplies its bits as integers
     _attend_part[(batch * kv_heads, n_parts)](
         q, keys, values, seen, sums, ends, math.log2(math.e) / math.sqrt(head_dim), part, ctx, kv_heads, group,
         batch * n_heads, head_dim, *keys.stride()[:3], *values.stride()[:3],
-        MASKED=visible is not None, WIDEN=_interpreted_bfloat16(q), BLOCK=_BLOCK_BYTES // q.element_size(),
+        MASKED=visible is not None, WIDEN=widen, BLOCK=_BLOCK_BYTES // q.element_size(),
         GROUP=max(_LEAST, triton.next_power_of_2(group)), WIDTH=max(_LEAST, triton.next_power_of_2(head_dim)),
     )  # fmt: skip
-
-
-def _interpreted_bfloat16(q: Tensor) -> bool:
-    """Return whether products need float32 operands: Triton's interpreter multiplies bfloat16 bits as integers."""
-    return q.dtype is torch.bfloat16 and knobs.runtime.interpret
 
 
 @triton.jit

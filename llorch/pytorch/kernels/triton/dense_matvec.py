@@ -65,10 +65,7 @@ class SharedInputProducts(threading.local):
         self._products: dict[nn.Module, Tensor] = {}
 
     def product(self, layer: nn.Module, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        """Return the product of a layer, made now or earlier with another layer's product for this very tensor.
-
-        A product that is asked for again is made again.
-        """
+        """Return a layer's product for this very tensor, made now or with another layer's; once more if asked again."""
         if x is not self._input or layer not in self._products:
             layers = [one for known in self._layers if (one := known()) is not None]
             products = self._multiply(x, layers)
@@ -80,16 +77,13 @@ class SharedInputProducts(threading.local):
 
 
 def multiply_row(x: Float[Tensor, "*one in"], layers: Sequence[DenseLinear]) -> list[Tensor]:
-    """Compute x @ weight.T + bias of at most `MOST_TOGETHER` layers of one width and dtype in one launch.
-
-    All have a bias, or none has.
-    """
+    """Compute x @ weight.T + bias of up to `MOST_TOGETHER` layers in one launch; they differ in their rows alone."""
     x, width = x.contiguous(), x.shape[-1]
     sizes = [layer.out_features for layer in layers]
     products = [x.new_empty(*x.shape[:-1], size) for size in sizes]
     weights = [layer.weight for layer in layers]
     biases = [product if layer.bias is None else layer.bias for layer, product in zip(layers, products, strict=True)]
-    rows = _rows_per_program(sum(sizes))
+    rows = 2 if sum(sizes) >= 2 * _PROGRAMS else 1  # two share inputs, and load at once; one where programs are few
     span = 16 // x.element_size()
     launch: Any = _multiply[(sum(triton.cdiv(size, rows) for size in sizes),)]
     launch(
@@ -103,11 +97,6 @@ def multiply_row(x: Float[Tensor, "*one in"], layers: Sequence[DenseLinear]) -> 
 def _three(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
     """Pointers for all places of the kernel; those beyond the last tensor are never read."""
     return [*tensors, *[tensors[0]] * (MOST_TOGETHER - len(tensors))]
-
-
-def _rows_per_program(n_out: int) -> int:
-    """Two, which share the inputs and whose loads are on their way at once; one where programs would be too few."""
-    return 2 if n_out >= 2 * _PROGRAMS else 1
 
 
 @triton.jit(do_not_specialize=["size0", "size1", "size2"])

@@ -69,11 +69,8 @@ def _normalise(x, weight, y, n_rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl
 def rotate_and_cache(
     q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
 ) -> tuple[Heads, Context, Context]:
-    """Compute `rotate_and_cache` of `causal_lm`; rotated keys are a copy where observed.
-
-    The plain function turns heads of which only a part is turned.
-    """
-    if 2 * place.cos.shape[-1] != q.shape[-1]:
+    """Compute `rotate_and_cache` of `causal_lm`; rotated keys are a copy where observed."""
+    if 2 * place.cos.shape[-1] != q.shape[-1]:  # only a part of a head is turned
         return plain_rotate_and_cache(q, k, v, layer, place, cache, keep)
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     observed = keep is not keep_nothing

@@ -5,6 +5,7 @@ class, made when the first sequence grows into it; all of them work on the same 
 """
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -30,12 +31,10 @@ class GraphedSteps:
         size = size_class(ctx, decoding.cache.n_slots)
         if size not in self._graphs:
             with torch.cuda.device(decoding.ids.device):
-                self._graphs[size] = self._record(decoding, size)
+                pool = next((made.pool() for made in self._graphs.values()), None)
+                step, warm_up = partial(decoding.step, size), partial(try_out, decoding, size)
+                self._graphs[size] = recorded(step, warm_up=warm_up, pool=pool)
         self._graphs[size].replay()
-
-    def _record(self, decoding: Decoding, ctx: int) -> Any:
-        pool = next((made.pool() for made in self._graphs.values()), None)
-        return recorded(lambda: decoding.step(ctx), warm_up=lambda: try_out(decoding, ctx), pool=pool)
 
 
 def recorded(call: Callable[[], object], *, warm_up: Callable[[], object], pool: Any = None) -> Any:

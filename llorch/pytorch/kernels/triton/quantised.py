@@ -201,10 +201,7 @@ def _bytes(codes, row, run, n_runs, there, PARTS: tl.constexpr):
 @triton.jit
 @no_type_check
 def _parts(words, row, run, n_runs, there, BITS: tl.constexpr):
-    """Unpack the eight parts of each of the four words of each run.
-
-    The axes (rows, runs, part, word) are in the order of the elements.
-    """
+    """Unpack the eight parts of each run's four words: (rows, runs, part, word), the order of the elements."""
     at = (row * (n_runs * 4) + run * 4)[:, :, None] + tl.arange(0, 4)[None, None, :]
     word = tl.load(words + at, mask=there[:, :, None], other=0).to(tl.int32)
     shift = BITS * tl.arange(0, 8)[None, None, :, None]

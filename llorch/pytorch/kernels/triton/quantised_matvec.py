@@ -51,11 +51,7 @@ def arguments(fields: Fields, kind: Kind) -> list[Tensor]:
 
 
 def rules(fields: Fields, kind: Kind) -> dict[str, Any]:
-    """Describe a table.
-
-    WAY names how codes become numbers, GROUP counts the columns of a scale, OFFSET names the offsets, FACTOR and
-    DIVISOR tell if the table has them.
-    """
+    """Describe a table: how codes become numbers, the columns of a scale, the kind of offset, what applies last."""
     if not isinstance(kind, Table):
         return {"WAY": "", "GROUP": 1, "OFFSET": "", "FACTOR": False, "DIVISOR": False}
     offset = next((name for name in ("zero", "minimum") if name in fields), "")

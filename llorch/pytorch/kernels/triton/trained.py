@@ -48,7 +48,7 @@ class NormFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
         """Compute the gradient of the input."""
         (x, weight), grad = ctx.saved_tensors, grads[0].contiguous()
         x = x.contiguous()
@@ -92,7 +92,7 @@ class SwigluFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
         """Compute the gradients of both inputs in one pass."""
         gate, up, grad = (x.contiguous() for x in (*ctx.saved_tensors, grads[0]))
         d_gate, d_up = torch.empty_like(gate), torch.empty_like(up)
@@ -118,11 +118,8 @@ def _swiglu_back(grad, gate, up, d_gate, d_up, n, TILE: tl.constexpr):
 def rotate_and_cache(
     q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
 ) -> tuple[Heads, Context, Context]:
-    """Compute `rotate_and_cache` of `causal_lm` with gradients of queries and keys.
-
-    The plain function turns heads of which only a part is turned.
-    """
-    if 2 * place.cos.shape[-1] != q.shape[-1]:
+    """Compute `rotate_and_cache` of `causal_lm` with gradients of queries and keys."""
+    if 2 * place.cos.shape[-1] != q.shape[-1]:  # only a part of a head is turned
         return plain_rotate_and_cache(q, k, v, layer, place, cache, keep)
     q_rope, k_rope = RotationFunction.apply(q, k, place.cos, place.sin)  # type: ignore[misc] (torch says Any)
     q_rope, k_rope = keep("q_rope", q_rope), keep("k_rope", k_rope)
@@ -141,7 +138,7 @@ class RotationFunction(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grads: Any) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
         """Turn the gradients back."""
         d_q, d_k = grads
         return *_turned(d_q, d_k, *ctx.saved_tensors, back=True), None, None

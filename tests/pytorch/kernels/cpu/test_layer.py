@@ -5,6 +5,7 @@ from typing import cast
 import numpy as np
 import pytest
 import torch
+from helpers.kernel_tolerances import distance
 from helpers.refusals import refuses
 from torch import nn
 
@@ -25,11 +26,8 @@ def numbers(*shape: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
 
 
 def assert_close(actual: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
-    """Assert that the distance from the float64 reference is at most what the dtype allows."""
     assert actual.dtype == dtype
-    assert actual.shape == expected.shape
-    error = float((actual.double() - expected).norm() / expected.norm())
-    assert error < CLOSE[dtype], error
+    assert distance(actual, expected) < CLOSE[dtype]
 
 
 @DTYPES

@@ -1,8 +1,11 @@
+import ctypes
+
 import numpy as np
 import pytest
 import torch
 from builders.packed_matrices import TABLES, packed_table
 from builders.quantised_folders import FOLDERS
+from helpers.kernel_tolerances import distance
 from torch import nn
 from torch.nn.functional import linear
 
@@ -28,17 +31,29 @@ from llorch.pytorch.stored_kinds import kind_of, pack_stored
 
 ROWS = [1, 3, FEW, FEW + 1, 40]
 OUT = 70
+EVERY_KIND = pytest.mark.parametrize("kind", [*KINDS, *TABLES], ids=lambda kind: getattr(kind, "name", kind))
 SHAPES = [
     (name, width) for width in (192, 768) for name, (_, group, _) in TABLES.items() if width % (group or width) == 0
 ]
 
 
-def layer(ggml_type, dtype: torch.dtype, *, width: int = 768, bias: bool = True) -> CpuQuantisedLinear:
-    blocks = random_blocks(ggml_type, OUT * width // BLOCK_SIZES[ggml_type][0], key=ggml_type.name)
-    fields = pack(torch.from_numpy(blocks.reshape(OUT, -1)), ggml_type)
+@pytest.fixture
+def compiled() -> ctypes.CDLL:
+    if (compiled := library()) is None:
+        pytest.skip("NOT RUN: no C compiler")
+    return compiled
+
+
+def layer(kind: GGMLType | str, dtype: torch.dtype, *, width: int = 768, bias: bool = True) -> CpuQuantisedLinear:
+    """Of blocks of a type of GGML, or of a table by its name."""
+    if isinstance(kind, str):
+        fields, packed_kind = packed_table(kind, OUT, width)
+    else:
+        blocks = random_blocks(kind, OUT * width // BLOCK_SIZES[kind][0], key=kind.name)
+        fields, packed_kind = pack(torch.from_numpy(blocks.reshape(OUT, -1)), kind), kind
     compiled = library()
     assert compiled is not None
-    return CpuQuantisedLinear(fields, ggml_type, bias_of(dtype) if bias else None, compiled)
+    return CpuQuantisedLinear(fields, packed_kind, bias_of(dtype) if bias else None, compiled)
 
 
 def bias_of(dtype: torch.dtype) -> nn.Parameter:
@@ -54,49 +69,44 @@ def reference(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
     return linear(x.double(), weight, None if kernel.bias is None else kernel.bias.double())
 
 
-def error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return float((actual.double() - expected).norm() / expected.norm())
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
 def test_float32_products_are_exact_to_float32_rounding(ggml_type, rows, bias):
     kernel = layer(ggml_type, torch.float32, bias=bias)
     x = inputs(rows, 768, torch.float32)
-    assert error(kernel(x), reference(x, kernel)) < 1e-6
+    assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
-def test_bfloat16_products_are_no_worse_than_those_of_torch_with_a_decoded_matrix(ggml_type, rows):
-    kernel = layer(ggml_type, torch.bfloat16)
-    x = inputs(rows, 768, torch.bfloat16)
-    decoded = decode(kernel.fields, ggml_type).bfloat16()
-    assert error(kernel(x), reference(x, kernel)) <= 1.01 * error(linear(x, decoded, kernel.bias), reference(x, kernel))
+@EVERY_KIND
+def test_bfloat16_products_are_no_worse_than_those_of_torch_with_a_decoded_matrix(kind, rows):
+    kernel, x = layer(kind, torch.bfloat16), inputs(rows, 768, torch.bfloat16)
+    decoded, expected = decode(kernel.fields, kernel.ggml_type).bfloat16(), reference(x, kernel)
+    assert distance(kernel(x), expected) <= 1.01 * distance(linear(x, decoded, kernel.bias), expected)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
-def test_decoding_has_the_bits_of_the_twin(ggml_type, dtype):
-    kernel = layer(ggml_type, dtype)
+@EVERY_KIND
+def test_decoding_has_the_bits_of_the_twin(kind, dtype):
+    kernel = layer(kind, dtype)
     actual = torch.empty(OUT - 3, 768, dtype=dtype)
     kernel.library.llorch_decode(*kernel.matrix_of(dtype), actual.data_ptr(), 3, OUT - 3, 768)
-    assert torch.equal(actual.view(torch.uint8), decode(kernel.fields, ggml_type)[3:].to(dtype).view(torch.uint8))
+    assert torch.equal(bits_of(actual), bits_of(decode(kernel.fields, kernel.ggml_type)[3:].to(dtype)))
 
 
 @pytest.mark.parametrize("ggml_type", list(KINDS)[:3], ids=lambda kind: kind.name)
 def test_rows_of_an_odd_number_of_blocks_are_summed_to_the_end(ggml_type):
     kernel = layer(ggml_type, torch.float32, width=9 * 32)
     x = inputs(1, 9 * 32, torch.float32)
-    assert error(kernel(x), reference(x, kernel)) < 1e-6
+    assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
 def test_a_matrix_of_many_tiles_is_multiplied_as_a_whole(monkeypatch):
     monkeypatch.setattr("llorch.pytorch.kernels.cpu.quantised.TILE", 768 * 8)
     kernel = layer(next(iter(KINDS)), torch.float32)
     x = inputs(FEW + 1, 768, torch.float32)
-    assert error(kernel(x), reference(x, kernel)) < 1e-6
+    assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
 def test_leading_axes_and_strides_of_the_input_do_not_matter():
@@ -104,14 +114,7 @@ def test_leading_axes_and_strides_of_the_input_do_not_matter():
     x = inputs(2 * 256, 3, torch.float32).view(2, 256, 3).transpose(1, 2)  # (2, 3, 256), not contiguous
     actual = kernel(x)
     assert actual.shape == (2, 3, OUT)
-    assert error(actual, reference(x, kernel)) < 1e-6
-
-
-def table_layer(name: str, dtype: torch.dtype, *, width: int = 768) -> CpuQuantisedLinear:
-    fields, table = packed_table(name, OUT, width)
-    compiled = library()
-    assert compiled is not None
-    return CpuQuantisedLinear(fields, table, bias_of(dtype), compiled)
+    assert distance(actual, reference(x, kernel)) < 1e-6
 
 
 def size_of(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
@@ -123,40 +126,19 @@ def size_of(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
 @pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize(("name", "width"), SHAPES)
 def test_float32_products_with_a_table_are_exact_to_float32_rounding(name, rows, width):
-    kernel = table_layer(name, torch.float32, width=width)
+    kernel = layer(name, torch.float32, width=width)
     x = inputs(rows, width, torch.float32)
     assert ((kernel(x).double() - reference(x, kernel)).abs() <= width * 2.0**-24 * size_of(x, kernel)).all()
-    assert error(kernel(x), reference(x, kernel)) < 1e-6
+    assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
 @pytest.mark.parametrize(("zero", "shifts"), [(-8.0, True), (8.0, True), (0.5, False), (9.0, False), (-9.0, False)])
-def test_zero_points_shift_a_list_of_integers_where_it_is_long_enough(zero, shifts):
+def test_zero_points_shift_a_list_of_integers_where_it_is_long_enough(zero, shifts, compiled):
     fields, table = packed_table("W4 asym", OUT, 768)
     fields["zero"][OUT // 2] = zero
     assert (int(shared_by_rows(table, fields)[1:2].view(torch.int32)) == _SHIFTED) is shifts
-    compiled = library()
-    assert compiled is not None
     kernel, x = CpuQuantisedLinear(fields, table, bias_of(torch.float32), compiled), inputs(1, 768, torch.float32)
-    assert error(kernel(x), reference(x, kernel)) < 1e-6
-
-
-@pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("name", TABLES)
-def test_bfloat16_products_with_a_table_are_no_worse_than_those_of_torch_with_a_decoded_matrix(name, rows):
-    kernel = table_layer(name, torch.bfloat16)
-    x = inputs(rows, 768, torch.bfloat16)
-    decoded = decode(kernel.fields, kernel.ggml_type).bfloat16()
-    assert error(kernel(x), reference(x, kernel)) <= 1.01 * error(linear(x, decoded, kernel.bias), reference(x, kernel))
-
-
-@pytest.mark.parametrize("dtype", HALF, ids=str)
-@pytest.mark.parametrize("name", TABLES)
-def test_decoding_a_table_has_the_bits_of_the_twin(name, dtype):
-    kernel = table_layer(name, dtype)
-    actual = torch.empty(OUT - 3, 768, dtype=dtype)
-    kernel.library.llorch_decode(*kernel.matrix_of(dtype), actual.data_ptr(), 3, OUT - 3, 768)
-    expected = decode(kernel.fields, kernel.ggml_type)[3:].to(dtype)
-    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
+    assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
 def trained(kernel: CpuQuantisedLinear) -> TrainedQuantisedLinear:
@@ -175,7 +157,7 @@ def assert_trained(kernel: CpuQuantisedLinear, rows: int, dtype: torch.dtype) ->
         (made.detach(), linear(x.detach().double(), weight, bias)),
         (actual, grad.double() @ weight),
     ):
-        assert error(number, expected) < (1e-6 if dtype is torch.float32 else 3e-3)
+        assert distance(number, expected) < (1e-6 if dtype is torch.float32 else 3e-3)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -188,7 +170,7 @@ def test_a_trained_product_and_its_gradient_have_the_matrix_of_the_twin(ggml_typ
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", TABLES)
 def test_a_trained_product_and_its_gradient_have_the_table_of_the_twin(name, dtype):
-    assert_trained(table_layer(name, dtype), 5, dtype)
+    assert_trained(layer(name, dtype), 5, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
@@ -221,10 +203,7 @@ def stored(order: Order, bits: int, out: int, n_in: int) -> tuple[CodesOf, Store
 
 
 @pytest.mark.parametrize(("order", "bits"), ORDERS)
-def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order, bits: int):
-    compiled = library()
-    if compiled is None:
-        pytest.skip("NOT RUN: no C compiler")
+def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order, bits: int, compiled: ctypes.CDLL):
     for out, n_in in CODE_SHAPES if order == "awq" else (*CODE_SHAPES, (5, 96)):
         codes, part = stored(order, bits, out, n_in)
         bytes_of_codes = torch.from_numpy(codes({"codes": part}, slice(0, out)).copy())
@@ -236,10 +215,7 @@ def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 64)], ids=str)  # the last one is shared by threads
 @pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
-def test_blocks_are_taken_apart_to_the_bits_of_the_reference(ggml_type: GGMLType, shape: tuple[int, int]):
-    compiled = library()
-    if compiled is None:
-        pytest.skip("NOT RUN: no C compiler")
+def test_blocks_are_taken_apart_to_the_bits_of_the_reference(ggml_type, shape, compiled: ctypes.CDLL):
     rows, n_bytes = shape[0], shape[1] * BLOCK_SIZES[ggml_type][1]
     blocks = np.random.default_rng(rows).integers(0, 256, rows * n_bytes + 1, dtype=np.uint8)[1:].reshape(rows, n_bytes)
     expected = pack(torch.from_numpy(blocks.copy()), ggml_type)
@@ -248,31 +224,30 @@ def test_blocks_are_taken_apart_to_the_bits_of_the_reference(ggml_type: GGMLType
     assert all(torch.equal(bits_of(actual[name]), bits_of(field)) for name, field in expected.items())
 
 
-def test_packed_codes_of_three_bits_are_left_to_the_reference():
-    compiled = library()
-    if compiled is None:
-        pytest.skip("NOT RUN: no C compiler")
+def test_packed_codes_of_three_bits_are_left_to_the_reference(compiled: ctypes.CDLL):
     codes = CodesOf("codes", 3, (8, 32))
     assert packed_codes(codes, StoredPart("w", "U32", (8, 3), np.zeros(96, np.uint8)), compiled) is None
 
 
 @pytest.mark.parametrize(("order", "bits"), ORDERS)
 @pytest.mark.parametrize("n_out", [24, 56], ids=["too long", "too short"])
-def test_a_part_of_another_size_than_its_codes_is_left_to_the_reference(order: Order, bits: int, n_out: int):
-    compiled = library()
-    if compiled is None:
-        pytest.skip("NOT RUN: no C compiler")
+def test_a_part_of_another_size_than_its_codes_is_left_to_the_reference(order: Order, bits: int, n_out: int, compiled):
     _, part = stored(order, bits, 40, 64)
     assert packed_codes(CodesOf("codes", bits, (n_out, 64), order), part, compiled) is None
 
 
-@pytest.mark.parametrize("folder", ["awq-gemm", "bnb-nf4", "gptq-4bit", "gptq-8bit", "mlx-4bit", "mlx-8bit"])
-def test_pack_stored_without_a_compiler_gives_equal_fields(folder: str, monkeypatch: pytest.MonkeyPatch):
+def first_matrix(folder: str) -> tuple[Table, QuantisedMatrix]:
     weights = open_weights(FOLDERS / folder)
     name = next(name for name in weights if isinstance(weights.as_stored(name), QuantisedMatrix))
     kind, matrix = kind_of(weights, name), weights.as_stored(name)
     assert isinstance(kind, Table)
     assert isinstance(matrix, QuantisedMatrix)
+    return kind, matrix
+
+
+@pytest.mark.parametrize("folder", ["awq-gemm", "bnb-nf4", "gptq-4bit", "gptq-8bit", "mlx-4bit", "mlx-8bit"])
+def test_pack_stored_without_a_compiler_gives_equal_fields(folder: str, monkeypatch: pytest.MonkeyPatch):
+    kind, matrix = first_matrix(folder)
     compiled = pack_stored(matrix, kind)
     monkeypatch.setattr(stored_kinds, "_compiled_pass", stored_kinds._compiled_pass.__wrapped__)
     monkeypatch.setattr(stored_kinds, "find_compiler", lambda: None)
@@ -283,11 +258,7 @@ def test_pack_stored_without_a_compiler_gives_equal_fields(folder: str, monkeypa
 
 
 def test_pack_stored_of_picked_rows_packs_these_rows():
-    weights = open_weights(FOLDERS / "gptq-4bit")
-    name = next(name for name in weights if isinstance(weights.as_stored(name), QuantisedMatrix))
-    kind, matrix = kind_of(weights, name), weights.as_stored(name)
-    assert isinstance(kind, Table)
-    assert isinstance(matrix, QuantisedMatrix)
+    kind, matrix = first_matrix("gptq-4bit")
     rows = np.array([5, 2, 7])
     whole, some = pack_stored(matrix, kind), pack_stored(matrix.picked(rows), kind)
     assert all(torch.equal(some[field], whole[field][rows]) for field in whole)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.kernel_tolerances import DTYPES, PLACES, kernel_device
+from helpers.kernel_tolerances import DTYPES, PLACES, distance, kernel_device
 from torch import nn
 
 pytest.importorskip("triton", reason="NOT RUN: triton not installed")
@@ -64,11 +64,6 @@ def _of_tokens(array: torch.Tensor, positions: list[list[int]]) -> torch.Tensor:
     if array.shape[1] != len(positions[0]):
         return array
     return array[torch.tensor(positions, device=array.device) >= 0]
-
-
-def distance(actual: torch.Tensor, exact: torch.Tensor) -> float:
-    assert actual.shape == exact.shape
-    return float((actual.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.nightly_cases("interpreter-*-torch.bfloat16", "interpreter-*-torch.float16")

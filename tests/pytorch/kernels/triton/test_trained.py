@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from helpers.kernel_tolerances import EPS, assert_rounded, random
+from helpers.kernel_tolerances import EPS, assert_rounded, distance, random
 from helpers.training_passes import ALL
 from torch import Tensor
 
@@ -229,11 +229,6 @@ def model_gradients(made: CausalLM, device: torch.device) -> dict[str, Tensor]:
     hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden))
     found = {name: weight.grad for name, weight in made.named_parameters() if weight.grad is not None}
     return {"hidden": hidden.detach(), **found}
-
-
-def distance(actual: Tensor, exact: Tensor) -> float:
-    assert actual.shape == exact.shape
-    return float((actual.double() - exact).norm() / exact.norm())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

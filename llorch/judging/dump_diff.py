@@ -36,18 +36,13 @@ class Side:
     @classmethod
     def of_stages(cls, dump: StageDump) -> "Side":
         """Make a side whose arrays have names of the stage table."""
-        return cls(
-            dump.source,
-            dump.passes,
-            {place: (dumped.read, dumped.stored, dumped.tokens) for place, dumped in dump.dumped.items()},
-        )
+        arrays = {place: (dumped.read, dumped.stored, dumped.tokens) for place, dumped in dump.dumped.items()}
+        return cls(dump.source, dump.passes, arrays)
 
     @classmethod
     def of_names(cls, dump: RawDump) -> "Side":
         """Make a side whose arrays have the names of their engine."""
-        arrays = {
-            (n_pass, key(array.name, array.layer)): (array.read, array.stored, None) for n_pass, array in dump.arrays
-        }
+        arrays = {(n_pass, key(a.name, a.layer)): (a.read, a.stored, None) for n_pass, a in dump.arrays}
         return cls(dump.source, dump.passes, arrays)
 
     def of_pass(self, number: int) -> dict[str, None]:
@@ -56,14 +51,7 @@ class Side:
 
 
 def diff(a: Side, b: Side) -> Iterator[tuple[int, Report]]:
-    """Compare two dumps of one run.
-
-    Args:
-        a: What is looked at.
-        b: What it should be.
-
-    Yields:
-        Each pass that both have, and its report.
+    """Compare a dump with the dump that it should be: yield each pass that both have, and its report.
 
     Raises:
         GuardFailed: They are of other tokens or positions, or all of their arrays are of another number of tokens.
@@ -71,8 +59,8 @@ def diff(a: Side, b: Side) -> Iterator[tuple[int, Report]]:
     """
     for number, (ours, theirs) in enumerate(zip(a.passes, b.passes, strict=False)):
         if ours != theirs:
-            said = f"expected {_format_ids(theirs)} in pass {number}, as {b.source} has, got {_format_ids(ours)}"
-            raise GuardFailed("positions" if ours.ids == theirs.ids else "ids", said, source=a.source)
+            message = f"expected {_format_ids(theirs)} in pass {number}, as {b.source} has, got {_format_ids(ours)}"
+            raise GuardFailed("positions" if ours.ids == theirs.ids else "ids", message, source=a.source)
     shared = {number for number, _ in a.arrays} & {number for number, _ in b.arrays}
     for number in sorted(shared):
         report = _compared(a, b, number)
@@ -86,16 +74,14 @@ def _require_one_pass(a: Side, b: Side, number: int, report: Report) -> None:
     if n_arrays < 2 or any(difference.fault_kind != "shape" for difference in report.differences.values()):
         return
     name, difference = next(iter(report.differences.items()))
-    what = f"expected shapes like in {b.source}, got other shapes in all {n_arrays} arrays of pass {number}"
-    raise GuardFailed(
-        "ids", f"{what} ({name}: {difference.fault}); dump the same pass with equal tokens", source=a.source
-    )
+    message = f"expected shapes like in {b.source}, got other shapes in all {n_arrays} arrays of pass {number}"
+    message += f" ({name}: {difference.fault}); dump the same pass with equal tokens"
+    raise GuardFailed("ids", message, source=a.source)
 
 
 def _format_ids(tokens: Tokens) -> str:
-    return (
-        f"ids {','.join(map(str, tokens.ids[:8]))}{',...' if len(tokens.ids) > 8 else ''} from {tokens.first_position}"
-    )
+    more = ",..." if len(tokens.ids) > 8 else ""
+    return f"ids {','.join(map(str, tokens.ids[:8]))}{more} from {tokens.first_position}"
 
 
 def _compared(a: Side, b: Side, number: int) -> Report:

@@ -1,6 +1,6 @@
 """Correct engines, each with its own arithmetic and its own way to write a dump: nothing is wrong in their dumps.
 
-An `Honest` is one such engine; `run` lets it loose on a built-in model. It declares what such an engine would say
+A `Control` is one such engine; `run` lets it loose on a built-in model. It declares what such an engine would say
 of itself, often nothing. The engines of others, llama.cpp and transformers, are in `engine_runs`.
 """
 
@@ -70,7 +70,7 @@ Chosen = Callable[[Sequence[Shown], int], Iterator[Shown]]  # what is written of
 
 
 @dataclass(frozen=True)
-class Honest:
+class Control:
     """A right engine.
 
     Attributes:
@@ -124,7 +124,7 @@ def last_token(shown: Sequence[Shown], n: int) -> Iterator[Shown]:
 
 
 @dataclass(frozen=True)
-class InBatch(Honest):
+class InBatch(Control):
     """A right engine that runs several prompts of different lengths at once, of which one is dumped.
 
     Attributes:
@@ -173,64 +173,64 @@ F32, BF16, F16 = ({"dtype": name} for name in ("float32", "bfloat16", "float16")
 HALF = {"bfloat16": to.bf16, "float16": to.f16}
 _FAR = (LLAMA, LLAMA3, QWEN2, QWEN3)
 
-HONEST: tuple[Honest, ...] = (
-    Honest("as it is"),
-    Honest("sums one by one", how.products(to.one_by_one), F32),
-    Honest("sums backwards", how.products(to.backwards)),
-    Honest("sums in blocks of 16", how.products(to.in_blocks), F32),
-    Honest("sums in 8 lanes", how.products(to.in_lanes)),
-    Honest("sums with Kahan's correction", how.products(to.kahan), F32),
-    Honest("sums in float64", how.products(to.in_float64)),
-    Honest("float64 all through", how.wide, {"dtype": "float64"}, stored="float64"),
-    Honest("float64 all through, stored as float32", how.together(how.wide, how.dumped(to.f32))),
-    Honest("exponentials as powers of two", how.powers_of_two, F32),
-    Honest("division by the root", how.divided_by_root),
-    Honest("joined products", how.joined, F32),
-    Honest("scale in the queries", how.scaled_queries),
-    Honest("flash attention", how.online(5), F32 | {"flash_attention": True}),
-    Honest("flash attention, not declared", how.online(4)),
-    Honest("float32 angles", how.angles(how.float32_angles), F32),
-    Honest("float32 angles at 4000", how.angles(how.float32_angles), F32, _FAR, 4000),
-    Honest("running angles at 4000", how.angles(how.running_angles), {}, _FAR, 4000),
-    Honest("float32 angles at 30000", how.angles(how.float32_angles), {}, (LLAMA3, QWEN2, QWEN3), 30000),
-    Honest("float32 angles at 100000", how.angles(how.float32_angles), F32, (LLAMA3,), 100000),
-    Honest("running angles at 100000", how.angles(how.running_angles), F32, (LLAMA3,), 100000),
-    Honest("float16 cache", how.cached(to.f16), F32 | {"kv_cache": "float16"}),
-    Honest("float16 cache, not declared", how.cached(to.f16)),
-    Honest("bfloat16 cache", how.cached(to.bf16), F32 | {"kv_cache": "bfloat16"}),
-    Honest("float16 cache as ggml has it", how.cached_as_ggml, F32 | {"kv_cache": "float16"}),
-    Honest("float16 cache and flash attention", how.together(how.cached(to.f16), how.online(6)),
+CONTROLS: tuple[Control, ...] = (
+    Control("as it is"),
+    Control("sums one by one", how.products(to.one_by_one), F32),
+    Control("sums backwards", how.products(to.backwards)),
+    Control("sums in blocks of 16", how.products(to.in_blocks), F32),
+    Control("sums in 8 lanes", how.products(to.in_lanes)),
+    Control("sums with Kahan's correction", how.products(to.kahan), F32),
+    Control("sums in float64", how.products(to.in_float64)),
+    Control("float64 all through", how.wide, {"dtype": "float64"}, stored="float64"),
+    Control("float64 all through, stored as float32", how.together(how.wide, how.dumped(to.f32))),
+    Control("exponentials as powers of two", how.powers_of_two, F32),
+    Control("division by the root", how.divided_by_root),
+    Control("joined products", how.joined, F32),
+    Control("scale in the queries", how.scaled_queries),
+    Control("flash attention", how.online(5), F32 | {"flash_attention": True}),
+    Control("flash attention, not declared", how.online(4)),
+    Control("float32 angles", how.angles(how.float32_angles), F32),
+    Control("float32 angles at 4000", how.angles(how.float32_angles), F32, _FAR, 4000),
+    Control("running angles at 4000", how.angles(how.running_angles), {}, _FAR, 4000),
+    Control("float32 angles at 30000", how.angles(how.float32_angles), {}, (LLAMA3, QWEN2, QWEN3), 30000),
+    Control("float32 angles at 100000", how.angles(how.float32_angles), F32, (LLAMA3,), 100000),
+    Control("running angles at 100000", how.angles(how.running_angles), F32, (LLAMA3,), 100000),
+    Control("float16 cache", how.cached(to.f16), F32 | {"kv_cache": "float16"}),
+    Control("float16 cache, not declared", how.cached(to.f16)),
+    Control("bfloat16 cache", how.cached(to.bf16), F32 | {"kv_cache": "bfloat16"}),
+    Control("float16 cache as ggml has it", how.cached_as_ggml, F32 | {"kv_cache": "float16"}),
+    Control("float16 cache and flash attention", how.together(how.cached(to.f16), how.online(6)),
            {"kv_cache": "float16", "flash_attention": True}),
-    Honest("TF32 products", how.inputs(to.tf32), F32),
-    Honest("bfloat16 products", how.inputs(to.bf16), F32 | {"activations": "BF16"}),
-    Honest("float16 inputs of matrices", how.of_matrices(to.f16), {"activations": "F16"}),
-    Honest("Q8_0 inputs of matrices", how.of_matrices(to.q8_0), F32 | {"activations": "Q8_0"}),
-    Honest("bfloat16 activations", how.stored(to.bf16), BF16),
-    Honest("bfloat16 activations, not declared", how.stored(to.bf16)),
-    Honest("bfloat16 activations, stored as such", how.stored(to.bf16), stored="bfloat16"),
-    Honest("float16 activations", how.stored(to.f16), F16),
-    Honest("float16 activations, stored as such", how.stored(to.f16), stored="float16"),
-    Honest("bfloat16, gain after rounding", how.together(how.stored(to.bf16), how.gain_after_rounding(to.bf16)),
+    Control("TF32 products", how.inputs(to.tf32), F32),
+    Control("bfloat16 products", how.inputs(to.bf16), F32 | {"activations": "BF16"}),
+    Control("float16 inputs of matrices", how.of_matrices(to.f16), {"activations": "F16"}),
+    Control("Q8_0 inputs of matrices", how.of_matrices(to.q8_0), F32 | {"activations": "Q8_0"}),
+    Control("bfloat16 activations", how.stored(to.bf16), BF16),
+    Control("bfloat16 activations, not declared", how.stored(to.bf16)),
+    Control("bfloat16 activations, stored as such", how.stored(to.bf16), stored="bfloat16"),
+    Control("float16 activations", how.stored(to.f16), F16),
+    Control("float16 activations, stored as such", how.stored(to.f16), stored="float16"),
+    Control("bfloat16, gain after rounding", how.together(how.stored(to.bf16), how.gain_after_rounding(to.bf16)),
            BF16),
-    Honest("bfloat16 weights and activations", how.together(how.weights(to.bf16), how.stored(to.bf16)), BF16),
-    Honest("float16 weights and activations", how.together(how.weights(to.f16), how.stored(to.f16)), F16),
-    Honest("bfloat16 weights", how.weights(to.bf16), F32),
-    Honest("float16 weights", how.weights(to.f16)),
-    Honest("dumped as bfloat16", how.dumped(to.bf16), F32, stored="bfloat16"),
-    Honest("dumped as float16", how.dumped(to.f16), stored="float16"),
+    Control("bfloat16 weights and activations", how.together(how.weights(to.bf16), how.stored(to.bf16)), BF16),
+    Control("float16 weights and activations", how.together(how.weights(to.f16), how.stored(to.f16)), F16),
+    Control("bfloat16 weights", how.weights(to.bf16), F32),
+    Control("float16 weights", how.weights(to.f16)),
+    Control("dumped as bfloat16", how.dumped(to.bf16), F32, stored="bfloat16"),
+    Control("dumped as float16", how.dumped(to.f16), stored="float16"),
     InBatch("batch of 2, padded on the right", declared=F32, others=(N_TOKENS + 4,)),
     InBatch("batch of 2, padded on the left", others=(N_TOKENS + 4,), pads_left=True),
     InBatch("last row of a batch of 3", declared=F32, row=2, others=(7, N_TOKENS)),
-    Honest("prefill in chunks", declared=F32, passes=(7, 7, 4)),
-    Honest("a prompt, then steps", passes=(14, 1, 1, 1, 1)),
-    Honest("a prompt, then steps, float16 cache", how.cached(to.f16), {"kv_cache": "float16"}, passes=(15, 1, 1)),
-    Honest("a prompt, then steps, bfloat16", how.stored(to.bf16), BF16, passes=(15, 1, 1)),
-    Honest("one layer", how.products(to.one_by_one), chosen=only(r"l1\..*")),
-    Honest("one layer, bfloat16", how.stored(to.bf16), BF16, chosen=only(r"l1\..*")),
-    Honest("block outputs only", how.products(to.in_lanes), F32, chosen=only(r"embed|l\d\.block_out|logits")),
-    Honest("block outputs only, bfloat16", how.stored(to.bf16), BF16, chosen=only(r"embed|l\d\.block_out|logits")),
-    Honest("logits only", how.products(to.one_by_one), chosen=only("logits")),
-    Honest("logits only, float16", how.stored(to.f16), F16, chosen=only("logits")),
-    Honest("the last token's logits only", how.products(to.backwards), chosen=last_token),
-    Honest("some stages", declared=F32, chosen=only(r"l\d\.(q_rope|v_proj|attn_out|ffn_act)|logits")),
+    Control("prefill in chunks", declared=F32, passes=(7, 7, 4)),
+    Control("a prompt, then steps", passes=(14, 1, 1, 1, 1)),
+    Control("a prompt, then steps, float16 cache", how.cached(to.f16), {"kv_cache": "float16"}, passes=(15, 1, 1)),
+    Control("a prompt, then steps, bfloat16", how.stored(to.bf16), BF16, passes=(15, 1, 1)),
+    Control("one layer", how.products(to.one_by_one), chosen=only(r"l1\..*")),
+    Control("one layer, bfloat16", how.stored(to.bf16), BF16, chosen=only(r"l1\..*")),
+    Control("block outputs only", how.products(to.in_lanes), F32, chosen=only(r"embed|l\d\.block_out|logits")),
+    Control("block outputs only, bfloat16", how.stored(to.bf16), BF16, chosen=only(r"embed|l\d\.block_out|logits")),
+    Control("logits only", how.products(to.one_by_one), chosen=only("logits")),
+    Control("logits only, float16", how.stored(to.f16), F16, chosen=only("logits")),
+    Control("the last token's logits only", how.products(to.backwards), chosen=last_token),
+    Control("some stages", declared=F32, chosen=only(r"l\d\.(q_rope|v_proj|attn_out|ffn_act)|logits")),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Honest training dumps of PEFT, transformers and torch's AdamW, each as it is: differences that are no bugs."""
+"""Control dumps of training by PEFT, transformers and torch's AdamW, each as it is: differences that are no bugs."""
 
 from collections.abc import Mapping
 from typing import Any

@@ -1,20 +1,19 @@
-"""The judge: it compares an array with the expected one. Every comparison of llorch is made here.
-
-An expectation is made from goldens alone: a place, a `mode` (how the place is reached), the engine whose array is
-expected, and the tolerance. A runner computes; `judge` compares.
-"""
+"""What is expected of an array, the result of its comparison, and the cause of an error."""
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
+from typing import Literal
 
 import numpy as np
 
 from llorch.engines import LoadPath
 from llorch.judging.expert_selection import ExpertSelection
-from llorch.stages.comparison import EXACT, FAIL, PASS, TIE, Difference, Tolerance, measure, measure_in
-from llorch.stages.stage_ref import StageRef
+from llorch.stages.comparison import Difference, Tolerance, measure, measure_in
+from llorch.stages.stage_ref import StageRef, token_axis
+from llorch.stages.table import Stage
+
+CauseKind = Literal["mistake", "setting", "rounding", "near miss"]
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,7 @@ class Expectation:
         tolerance: The tolerance.
         reference: The same array of the float64 reference; None where there is none, as for isolated stages.
         engine_error: The golden's distance from the float64 reference, where that is known without `reference`.
-        masked: Whether -inf marks masked entries.
-        token_axis: Along which tokens stand, where each is judged.
+        stage: The stage whose masked entries and tokens are judged; None where the array is judged as a whole.
         unit: What differences are measured in, instead of as shares of the golden.
         expert_selection: What experts were chosen by, where the array is a choice.
     """
@@ -42,8 +40,7 @@ class Expectation:
     tolerance: Tolerance
     reference: np.ndarray | None = None
     engine_error: float | None = None
-    masked: bool = False
-    token_axis: int | None = None
+    stage: Stage | None = None
     unit: float | None = None
     expert_selection: ExpertSelection | None = None
 
@@ -53,9 +50,10 @@ class Expectation:
             return (selection if expected is None else replace(selection, ids=expected)).difference(actual)
         if self.unit is not None:
             return measure_in(actual, self.expected if expected is None else expected, unit=self.unit)
+        masked = self.stage is not None and self.stage.masked
         if expected is not None:
-            return measure(actual, expected, masked=self.masked)
-        return measure(actual, self.expected, masked=self.masked, token_axis=self.token_axis)
+            return measure(actual, expected, masked=masked)
+        return measure(actual, self.expected, masked=masked, token_axis=self.stage and token_axis(self.stage))
 
     def reference_error_of(self, array: np.ndarray | None) -> float:
         """Measure the error of an array against the float64 reference; NaN if there is none."""
@@ -126,54 +124,24 @@ class Comparison:
         }  # fmt: skip
 
 
-def judge(expectation: Expectation, actual: np.ndarray | None, *, model: str, backend: str) -> Comparison:
-    """Compare an array of llorch with what is expected of it."""
-    difference = expectation.difference(actual)
-    is_reference = expectation.expected is expectation.reference and difference.fault is None
-    comparison = judge_difference(
-        difference, expectation.tolerance, expectation.stage_ref, expectation.mode, expectation.engine,
-        model=model, backend=backend,
-        reference_error=difference.error if is_reference else expectation.reference_error_of(actual),
-        engine_error=0.0 if is_reference else expectation.engine_error_of_golden,
-    )  # fmt: skip
-    selection = expectation.expert_selection
-    if selection is None or actual is None or difference.fault is not None or not (note := selection.note(actual)):
-        return comparison
-    return as_tie(comparison, note) if comparison.verdict == PASS else replace(comparison, note=note)
+@dataclass(frozen=True)
+class Cause:
+    """Possible cause of an error, compared with the error.
 
+    Attributes:
+        name: Name of the mistake, setting or arithmetic: `rope-interleaved-pairs`, `norm-eps`.
+        kind: What it is; `near miss`: it explains much of the error, but is not the cause.
+        sentence: The mistake and the right way, with the recovered value: "eps is 1e-5 here, the file says 1e-6".
+        stages: Keys of the stages in which it was injected.
+        explained_share: Share of the error that it explains, 0 to 1.
+        remaining: Factor by which the remaining error exceeds the tolerance; at most 1: all is explained.
+        value: Recovered value of a setting: a number, or its name.
+    """
 
-def judge_difference(
-    difference: Difference, tolerance: Tolerance, stage_ref: StageRef, mode: str, engine: str, *, model: str,
-    backend: str, reference_error: float = math.nan, engine_error: float = math.nan,
-) -> Comparison:  # fmt: skip
-    """Compare a difference with its tolerance. Errors against the float64 reference are NaN where there is none."""
-    return Comparison(
-        model, stage_ref, mode, engine, backend, difference, tolerance,
-        PASS if difference.within(tolerance) else FAIL, engine_error, reference_error,
-        note=difference.fault or _describe_factor(difference, tolerance),
-    )  # fmt: skip
-
-
-def _describe_factor(difference: Difference, tolerance: Tolerance) -> str:
-    """Describe a common factor beyond its tolerance; empty if it is within."""
-    if difference.has_no_factor(tolerance):
-        return ""
-    return f"common factor {difference.common_factor:.4f}, expected 1 within {tolerance.common_factor:.4f}"
-
-
-def compare_exact(
-    stage_ref: StageRef, engine: str, wrong: float, note: str, *, model: str, backend: str = "numpy"
-) -> Comparison:
-    """Compare things that must be equal; `wrong` is the share that is not equal."""
-    difference, verdict = Difference(wrong, wrong), FAIL if wrong else PASS
-    return Comparison(model, stage_ref, "exact", engine, backend, difference, EXACT, verdict, 0.0, wrong, note=note)
-
-
-def with_load_paths(comparisons: Iterable[Comparison], load_paths: Mapping[str, LoadPath]) -> Iterator[Comparison]:
-    """Add the load path of its reference engine to each comparison."""
-    return (replace(c, load_path=load_paths[c.engine]) for c in comparisons)
-
-
-def as_tie(comparison: Comparison, note: str) -> Comparison:
-    """Mark a comparison as a near-tie."""
-    return replace(comparison, verdict=TIE, note=note)
+    name: str
+    kind: CauseKind
+    sentence: str
+    stages: tuple[str, ...]
+    explained_share: float
+    remaining: float
+    value: str = ""

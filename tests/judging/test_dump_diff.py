@@ -9,7 +9,7 @@ from helpers.refusals import refuses
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
 from llorch.files import open_weights
-from llorch.judging.diff import Side, diff
+from llorch.judging.dump_diff import Side, diff
 from llorch.judging.runners.numpy import run
 from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import GuardFailed
