@@ -18,7 +18,7 @@ from llorch.stages.table import (
     STAGES,
     Stage,
     forward_order,
-    input_key,
+    input_keys,
     keys,
 )
 
@@ -62,7 +62,7 @@ def test_a_stage_reads_what_its_formula_names(stage: Stage):
 def test_every_input_comes_before_the_stage_that_reads_it(config: ModelConfig):
     seen: set[str] = set()
     for key, stage, layer in keys(config):
-        assert {input_key(name, layer, config) for name in stage.input_names(config, layer)} <= seen
+        assert {*input_keys(stage, layer, config)} <= seen
         seen.add(key)
 
 
