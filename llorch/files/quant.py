@@ -166,8 +166,8 @@ def _gguf_decoder(ggml_type: GGMLType) -> Decoder:
 _ENCODED_AT_ONCE = 1 << 18  # encoded in one go, so that memory does not grow with the tensor
 _FLOAT16, _BFLOAT16, _FLOAT32 = 65504.0, float.fromhex("0x1.fep127"), float(np.finfo(np.float32).max)
 
-# What can be written, and the largest magnitude that each type holds: where the scale of a block is a float16, its
-# multiple. Larger numbers would become infinite.
+# Types that llorch writes, and the largest magnitude of each; for a float16 block scale, a multiple of its maximum.
+# Larger numbers would become infinite.
 LARGEST: dict[GGMLType, float] = {
     GGMLType.F32: _FLOAT32, GGMLType.F16: _FLOAT16, GGMLType.BF16: _BFLOAT16, GGMLType.Q8_0: 127 * _FLOAT16,
     GGMLType.Q4_0: 8 * _FLOAT16, GGMLType.Q4_1: _FLOAT16, GGMLType.Q5_0: 16 * _FLOAT16, GGMLType.Q5_1: _FLOAT16,

@@ -1,4 +1,4 @@
-"""What is expected of an array, the result of its comparison, and the cause of an error."""
+"""Expected array with its tolerance, result of a comparison, and cause of an error."""
 
 import math
 from dataclasses import asdict, dataclass, field, replace

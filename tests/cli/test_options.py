@@ -103,7 +103,7 @@ finally:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where the shell is, with a model of one's own, and with `llorch` among its programs."""
+    """Prepare a working folder with a model, in which the shell finds `llorch`."""
     program = tmp_path / "bin/llorch"
     program.parent.mkdir()
     program.write_text(f'#!/bin/sh\nexec "{sys.executable}" -m llorch "$@"\n')
@@ -119,7 +119,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def tab(folder: Path, *words: str) -> list[str]:
-    """What bash offers for the last word."""
+    """Return the completions that bash offers for the last word."""
     done = subprocess.run(
         ["bash", "-c", TAB, "bash", "llorch", *words], cwd=folder, capture_output=True, text=True, check=True
     )

@@ -1,4 +1,4 @@
-"""Where an error lies in a stage, and dumps of experts and delta nets, in which more than numbers may differ.
+"""Profiles of an error within a stage; dumps of experts and delta nets, in which more than numbers may differ.
 
 Profiles have the token, head and channel in which an error was made, whatever the order of axes. The order of experts
 says nothing. Hybrids have a prompt, one token, a few more: the memory of a delta net goes from pass to pass.

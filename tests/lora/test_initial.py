@@ -1,4 +1,4 @@
-"""What an adapter starts from: PEFT's distributions, a seed for a name, PiSSA's part of W; PEFT's own, live."""
+"""Initial values of an adapter: PEFT's distributions, a seed per name, PiSSA's part of W; against PEFT, live."""
 
 import math
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""What `conftest.py` promises each test; and no test asserts seconds on a clock."""
+"""Guarantees that `conftest.py` gives each test; no test asserts seconds on a clock."""
 
 import ast
 import os

@@ -1,4 +1,4 @@
-"""What pyproject.toml, the wheel and CHANGELOG.md say is true of the package; the site needs only the extra docs."""
+"""pyproject.toml, the wheel and CHANGELOG.md describe the package; the site needs only the extra docs."""
 
 import re
 import shutil

@@ -62,7 +62,9 @@ def test_a_stage_reads_what_its_formula_names(stage: Stage):
 def test_every_input_comes_before_the_stage_that_reads_it(config: ModelConfig):
     seen: set[str] = set()
     for key, stage, layer in keys(config):
-        assert {*input_keys(stage, layer, config)} <= seen
+        inputs = input_keys(stage, layer, config)
+        assert len(inputs) == len([*stage.input_names(config, layer)])
+        assert {*inputs} <= seen
         seen.add(key)
 
 

@@ -1,4 +1,4 @@
-"""What has to be equal for a run to be resumed, and runs that signals end."""
+"""Settings that must be equal to resume a run, and runs that a signal ends."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""What a check of a lesson yields: comparisons with their arrays, and mistakes that explain those that fail."""
+"""Interface of a lesson's check: it yields comparisons with their arrays, and mistakes that explain failures."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace

@@ -1,8 +1,8 @@
 """`/v1/chat/completions`: a conversation in, the assistant's turn out.
 
-What a request asks of thoughts before the answer becomes variables of the chat template, or is refused. Qwen's
-templates read `enable_thinking`, others `reasoning_effort`. Clients say the same in fields of their own:
-`enable_thinking`, `think` (Ollama), `reasoning_effort` and `reasoning.effort` (OpenAI).
+Fields about thinking before the answer become variables of the chat template, or are refused. Qwen's templates read
+`enable_thinking`, others read `reasoning_effort`. Clients send `enable_thinking`, `think` (Ollama), `reasoning_effort`
+or `reasoning.effort` (OpenAI).
 """
 
 from collections.abc import AsyncIterator, Mapping, Sequence

@@ -1,7 +1,7 @@
-"""How a request is refused before any route has seen it, and its name.
+"""Refusals of requests before they reach a route, and request ids.
 
-A refusal is a status and an error in the shape of OpenAI's. `x-request-id` names each request, by the client's own
-name if it sent one, in every answer and refusal.
+A refusal is a status and an error in OpenAI's format. Every answer and refusal has the header `x-request-id`; its value
+is the id that the client sent, if it sent a valid one.
 """
 
 import json

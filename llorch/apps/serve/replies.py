@@ -271,13 +271,13 @@ class Why(Reply):
 
 
 class InputDetails(Reply):
-    """Of the prompt."""
+    """Details of the prompt's tokens."""
 
     cached_tokens: int
 
 
 class OutputDetails(Reply):
-    """Of the answer."""
+    """Details of the answer's tokens."""
 
     reasoning_tokens: int
 
@@ -293,7 +293,7 @@ class ResponseUsage(Reply):
 
 
 class Response(Reply):
-    """Of /v1/responses."""
+    """Reply of /v1/responses."""
 
     id: str
     object: Literal["response"]

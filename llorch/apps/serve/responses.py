@@ -84,7 +84,7 @@ class TextFormat(Format):
 
 
 class TextSettings(Strict):
-    """Of the answer's text."""
+    """Settings of the answer's text."""
 
     format: TextFormat | None = None
     verbosity: Literal["medium"] | None = None  # nothing makes an answer shorter or longer
@@ -97,7 +97,7 @@ class Reasoning(Strict):
 
 
 class ResponsesRequest(Sampling, Templated):
-    """Of /v1/responses: text alone, and nothing is kept."""
+    """Request body of /v1/responses; text only, and nothing is stored."""
 
     input: Text | Annotated[list[InputMessage], Field(min_length=1, max_length=4096)]
     instructions: Text | None = None

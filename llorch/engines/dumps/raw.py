@@ -103,14 +103,14 @@ def known_dtype(text: str) -> str | None:
 
 @dataclass(frozen=True)
 class Stored:
-    """Where an array lies.
+    """Location of an array in a file.
 
     Attributes:
-        path: The file.
-        offset: Of its first byte.
-        dtype: As `known_dtype` calls it.
-        shape: Slowest axis first.
-        strides: In bytes, of each axis; None where the array lies in one piece.
+        path: Path of the file.
+        offset: Offset of the first byte.
+        dtype: Dtype name of `known_dtype`.
+        shape: Shape, slowest axis first.
+        strides: Stride of each axis in bytes; None if the array is contiguous.
     """
 
     path: Path

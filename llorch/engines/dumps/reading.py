@@ -1,6 +1,6 @@
-"""Which tokens an array has and in which order its axes stand, found from its shape; then it is read as its stage.
+"""Find the tokens and the order of axes of an array from its shape, and read it as its stage.
 
-Our own run of the tokens of a dump goes as far as it is asked for.
+llorch runs the tokens of a dump only as far as its values are needed.
 """
 
 import math

@@ -141,7 +141,7 @@ def test_rows_of_a_lesson_have_a_function_and_gradients_of_other_blocks_have_non
 
 REFERENCE = Implementation("reference", {name: exercise.reference for name, exercise in PARTS.items()})
 QUICK = ("03",)
-# What is hidden in a part, or made by `linear`, is planted in other lessons.
+# Mistakes hidden in an exercise, or made by `linear`, are injected in other lessons.
 AT_LEAST = {"05": 4, "05b": 15, "06": 10, "06b": 15}
 
 

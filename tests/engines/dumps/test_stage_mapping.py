@@ -1,4 +1,4 @@
-"""Which stages arrays are, under the names and in the layouts of the engines, and the tokens of a run."""
+"""Names and layouts of engines are mapped to stages, and arrays to the tokens of a run."""
 
 from collections.abc import Mapping
 

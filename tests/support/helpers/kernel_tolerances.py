@@ -29,7 +29,7 @@ def random(*shape: int, dtype: torch.dtype, device: torch.device, seed: int) -> 
 
 
 def distance(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """Of all elements together, relative to their size."""
+    """Return the distance of two tensors, as a share of the norm of the expected one."""
     assert actual.shape == expected.shape
     return float((actual.double() - expected).norm() / expected.norm())
 

@@ -45,7 +45,7 @@ def compiled() -> ctypes.CDLL:
 
 
 def layer(kind: GGMLType | str, dtype: torch.dtype, *, width: int = 768, bias: bool = True) -> CpuQuantisedLinear:
-    """Of blocks of a type of GGML, or of a table by its name."""
+    """Make a layer of random blocks of a ggml type, or of a table by its name."""
     if isinstance(kind, str):
         fields, packed_kind = packed_table(kind, OUT, width)
     else:
