@@ -1,4 +1,4 @@
-"""The commands that make goldens again and judge torch by the stored ones, one a line.
+"""Commands that regenerate goldens and verify torch against the stored ones, one per line.
 
 python .ci/goldens.py day         five models and checkpoint 13 (`quantised`), torch in one dtype
 python .ci/goldens.py nightly     every model, and torch in every dtype
@@ -26,9 +26,9 @@ def commands(extent: str) -> list[str]:
         f"llorch verify {' '.join(names)} --backend torch --dtype {dtype}"
         for dtype in (DTYPES if extent == "nightly" else DTYPES[:1])
     ]
-    alone = [name for name in names if name in TRAINED]
-    together = " ".join(name for name in names if name not in TRAINED)
-    return [*verifications, *(f"python reference_outputs/regenerate.py --check {made}" for made in (*alone, together))]
+    trained = [name for name in names if name in TRAINED]
+    joined = " ".join(name for name in names if name not in TRAINED)
+    return [*verifications, *(f"python reference_outputs/regenerate.py --check {args}" for args in (*trained, joined))]
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ def test_file(name: str) -> str:
     return f"tests/{folder}{slash}test_{module}.py"
 
 
-ALWAYS = "tests/pytorch/batch_invariant/test_reproducible.py::test_so_is_a_query_of_attention"
+ALWAYS = "tests/pytorch/batch_invariant/test_reproducible.py::test_attention_computes_a_query_alone_on_faulty_kernels"
 VERIFY = ("-m llorch verify micro-qwen3 story", "-m llorch verify micro-qwen2 --backend torch --dtype float32")
 SHARES = 30  # one variant costs about 70 seconds of processor time
 AT_ONCE = 2  # variants; each has one core's work
@@ -61,7 +61,7 @@ print(json.dumps({
 
 @dataclass(frozen=True)
 class Variant:
-    """One way in which the libraries compute.
+    """Selection of the libraries' kernels.
 
     Attributes:
         environment: Environment variables of its processes.
@@ -135,13 +135,13 @@ def run(name: str, part: str) -> str:
         return f"NOT RUN: the processor has no {variant.flag}"
     with tempfile.TemporaryDirectory() as cache:  # compiled kernels are kept between processes, but not beyond
         inherited = {key: value for key, value in os.environ.items() if key not in CHOSEN}
-        own = dict.fromkeys(THREADS, "1") | {"XDG_CACHE_HOME": cache, "PYTHONPATH": str(REPOSITORY)}
-        environment = inherited | own | variant.environment
-        found = kernels(environment)
-        print(f"{name}: {found}", flush=True)
-        wrong = {key: value for key, value in variant.expected.items() if found[key] != value}
-        if wrong:
-            return f"FAILED: it did not take effect; expected {wrong}"
+        settings = dict.fromkeys(THREADS, "1") | {"XDG_CACHE_HOME": cache, "PYTHONPATH": str(REPOSITORY)}
+        environment = inherited | settings | variant.environment
+        actual = kernels(environment)
+        print(f"{name}: {actual}", flush=True)
+        mismatches = {key: value for key, value in variant.expected.items() if actual[key] != value}
+        if mismatches:
+            return f"FAILED: it did not take effect; expected {mismatches}"
         for command in variant.commands(part):
             try:
                 print(f"{name}:", *_python(command.split(), environment).splitlines()[-1:], flush=True)
@@ -153,8 +153,8 @@ def run(name: str, part: str) -> str:
 
 def _python(arguments: Sequence[str], environment: Mapping[str, str]) -> str:
     command = [sys.executable, *arguments]
-    both = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    return subprocess.run(command, check=True, text=True, env=dict(environment), cwd=REPOSITORY, **both).stdout
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+    return subprocess.run(command, check=True, text=True, env=dict(environment), cwd=REPOSITORY, **pipes).stdout
 
 
 def _processor_flags() -> set[str]:

@@ -1,4 +1,4 @@
-"""Products with packed matrices on CUDA: the time of each way, by kind of matrix and number of rows.
+"""Speed of products with packed matrices on CUDA: the time of each kernel, by kind of matrix and number of rows.
 
     python benchmarks/cuda_products.py                       14336 x 4096, bfloat16, all kinds
     python benchmarks/cuda_products.py --kind NF4 --rows 16
@@ -56,7 +56,7 @@ def random_matrix(name: str, shape: tuple[int, int]) -> Fields:
     n_bytes = shape[1] // 2 if kind.name == FOUR else shape[1]
     codes = torch.randint(0, 256, (shape[0], n_bytes), dtype=torch.uint8, device=device)
     if kind.values == E4M3.tobytes():
-        codes = codes.where(codes % 128 != 127, 0)  # no numbers
+        codes = codes.where(codes % 128 != 127, 0)  # codes without 127 and 255, which are NaN
     d = torch.full((shape[0], shape[1] // group), 0.003, device=device).to(dtype).float()
     d += 0 if dtype is not torch.float32 else torch.rand_like(d) / 1000
     fields = {"codes": codes, "d": d}
@@ -70,19 +70,19 @@ def ways(n_rows: int) -> dict[str, Product]:
     from llorch.pytorch.kernels.triton.quantised import multiply_by_decoded_tiles, multiply_by_library
     from llorch.pytorch.kernels.triton.quantised_matvec import multiply_few_rows
 
-    every: dict[str, tuple[Callable, int, int]] = {
+    kernels: dict[str, tuple[Callable, int, int]] = {
         "few": (multiply_few_rows, 1, 8), "tiles": (multiply_by_decoded_tiles, 2, 64),
         "library": (multiply_by_library, 2, 1 << 20),
     }  # fmt: skip
-    return {name: partial(_unbiased, way) for name, (way, least, most) in every.items() if least <= n_rows <= most}
+    return {name: partial(_no_bias, kernel) for name, (kernel, low, high) in kernels.items() if low <= n_rows <= high}
 
 
-def _unbiased(way: Callable, x: torch.Tensor, fields: Fields, kind: Kind) -> torch.Tensor:
-    return way(x, fields, kind, None)
+def _no_bias(kernel: Callable, x: torch.Tensor, fields: Fields, kind: Kind) -> torch.Tensor:
+    return kernel(x, fields, kind, None)
 
 
 def decoded(x: torch.Tensor, fields: Fields, kind: Kind) -> torch.Tensor:
-    """Decode the matrix alone."""
+    """Decode the matrix, without a product."""
     from llorch.pytorch.kernels.triton.quantised import decode_to
 
     return decode_to(fields, kind, x.dtype)
@@ -127,8 +127,8 @@ def measure_kind(name: str, rows: Sequence[int], shape: tuple[int, int], rate: f
     head = f"{name}: {n_bytes / 1e6:.0f} MB, bound {n_bytes / rate * 1e6:.1f} us"
     print(f"{head}, decode {recorded_time(decoded, x[:1], matrices, kind):.1f} us", flush=True)
     for n in rows:
-        times = {way: recorded_time(product, x[:n], matrices, kind) for way, product in ways(n).items()}
-        print(f"  {n:4} rows", *(f"{way} {us:7.1f} us" for way, us in times.items()), sep="  ", flush=True)
+        times = {kernel: recorded_time(product, x[:n], matrices, kind) for kernel, product in ways(n).items()}
+        print(f"  {n:4} rows", *(f"{kernel} {us:7.1f} us" for kernel, us in times.items()), sep="  ", flush=True)
 
 
 @click.command(help=__doc__)

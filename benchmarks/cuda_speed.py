@@ -1,4 +1,4 @@
-"""All of the CUDA path in one command: its tests, its checkpoints and its speed, written to one JSON file.
+"""CUDA path in one command: its tests, its checkpoints and its speed, written to one JSON file.
 
     python benchmarks/cuda_speed.py          on a machine with a CUDA device; needs the golden and dev extras
 
@@ -29,8 +29,8 @@ from llorch.files.tensor_names import inventory
 from llorch.pytorch.device import target
 
 SHAPE_NAMES = ("llama-2-7b", "llama-3-8b")
-TYPES = (None, "Q8_0", "Q4_K", "Q4_0")  # of the matrices; None is bfloat16
-TABLES = {"TABLE_4": "Q4_0", "NF4": "Q4_0", "TABLE_8": "Q8_0", "INT8": "Q8_0"}  # of folders: the type beside it
+TYPES = (None, "Q8_0", "Q4_K", "Q4_0")  # types of the matrices; None is bfloat16
+TABLES = {"TABLE_4": "Q4_0", "NF4": "Q4_0", "TABLE_8": "Q8_0", "INT8": "Q8_0"}  # folder kind: GGUF type to compare
 DECODE = Load(prompt=512, decode=64, batch=1, rounds=5)
 PREFILL = Load(prompt=4096, decode=1, batch=1, rounds=5)
 NOT_RUN, FAILED = 3, 1
@@ -38,7 +38,7 @@ NOT_RUN, FAILED = 3, 1
 
 @dataclass(frozen=True)
 class Goal:
-    """One figure that is to be reached."""
+    """Figure and the least value that it must reach."""
 
     name: str
     actual: float
@@ -55,11 +55,11 @@ def prefill_load(config: ModelConfig) -> Load:
     return Load(min(PREFILL.prompt, config.max_position_embeddings - 1), 1, 1, PREFILL.rounds)
 
 
-def ours(made: MeasuredModel, load: Load) -> dict:
+def measure_llorch(model: MeasuredModel, load: Load) -> dict:
     """Measure llorch's CUDA path; see `llorch.apps.bench.measure.measure`."""
-    engine = TorchEngine(made.module, made.target, load)
-    subject = torch_subject(made.module, made.target, made.name, made.weights)
-    return measure(engine, subject, load, lambda line: click.echo(f"{made.name}, {made.weights}: {line}", err=True))
+    engine = TorchEngine(model.module, model.target, load)
+    subject = torch_subject(model.module, model.target, model.name, model.weights)
+    return measure(engine, subject, load, lambda line: click.echo(f"{model.name}, {model.weights}: {line}", err=True))
 
 
 def same_in_transformers(module: Any, config: ModelConfig) -> Any:
@@ -67,7 +67,7 @@ def same_in_transformers(module: Any, config: ModelConfig) -> Any:
     from transformers import LlamaConfig, LlamaForCausalLM
     from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
-    theirs = LlamaConfig(
+    llama_config = LlamaConfig(
         vocab_size=config.vocab_size, hidden_size=config.hidden_size, intermediate_size=config.intermediate_size,
         num_hidden_layers=config.n_layers, num_attention_heads=config.n_heads, num_key_value_heads=config.n_kv_heads,
         head_dim=config.head_dim, rms_norm_eps=config.rms_norm_eps, tie_word_embeddings=config.tie_word_embeddings,
@@ -76,90 +76,90 @@ def same_in_transformers(module: Any, config: ModelConfig) -> Any:
     )  # fmt: skip
     state = {row.huggingface: module.get_parameter(row.huggingface) for row in inventory(config).values()}
     with torch.device("meta"):
-        model = LlamaForCausalLM(theirs)
+        model = LlamaForCausalLM(llama_config)
     model.load_state_dict(state, assign=True)
-    with torch.device(module.model.norm.weight.device):  # its table is no weight
-        model.model.rotary_emb = LlamaRotaryEmbedding(theirs)
+    with torch.device(module.model.norm.weight.device):  # its table is not in the state dict
+        model.model.rotary_emb = LlamaRotaryEmbedding(llama_config)
     return model.eval()
 
 
 @torch.no_grad()
-def theirs(model: Any, load: Load, device: torch.device) -> dict[str, dict[str, float]]:
+def measure_transformers(model: Any, load: Load, device: torch.device) -> dict[str, dict[str, float]]:
     """Measure tokens/s of transformers with a static cache, which `generate` compiles for decoding on CUDA.
 
     Decoding is what a generation takes beyond its first token.
     """
     ids = torch.from_numpy(prompts(load, model.config.vocab_size)).to(device)
-    one, many = ([_generate(model, ids, n, device) for _ in range(load.rounds + 2)][2:] for n in (1, load.decode + 1))
-    decode = [max(long - short, 1e-9) for long, short in zip(many, one, strict=True)]
+    short, full = ([_generate(model, ids, n, device) for _ in range(load.rounds + 2)][2:] for n in (1, load.decode + 1))
+    decode = [max(total - first, 1e-9) for total, first in zip(full, short, strict=True)]
     return {
-        "prefill": speeds([load.batch * load.prompt / s for s in one]),
-        "decode": speeds([load.batch * load.decode / s for s in decode]),
+        "prefill": speeds([load.batch * load.prompt / seconds for seconds in short]),
+        "decode": speeds([load.batch * load.decode / seconds for seconds in decode]),
     }
 
 
 def _generate(model: Any, ids: torch.Tensor, n: int, device: torch.device) -> float:
     start = time.perf_counter()
-    made = model.generate(
+    output = model.generate(
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=n, min_new_tokens=n, do_sample=False,
         cache_implementation="static", pad_token_id=0,
     )  # fmt: skip
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    assert made.shape[1] == ids.shape[1] + n
+    assert output.shape[1] == ids.shape[1] + n
     return time.perf_counter() - start
 
 
-def goals(decode: Mapping[str, dict], prefill: dict, other: Mapping[str, dict]) -> list[Goal]:
-    """List the goals of one shape, from llorch's decode runs by type of weights, its prefill run, and `theirs`."""
+def goals(decode: Mapping[str, dict], prefill: dict, reference: Mapping[str, dict]) -> list[Goal]:
+    """List the goals of one shape from llorch's decode runs by type of weights, its prefill run, and transformers."""
 
     def speed(run: dict, part: str) -> float:
         return run[part]["tokens_per_s"]["median"]
 
     dense = speed(decode["bfloat16"], "decode")
-    tables = {f"{name} decode / {beside} decode": (decode[name], decode[beside]) for name, beside in TABLES.items()}
+    tables = {f"{name} decode / {ggml} decode": (decode[name], decode[ggml]) for name, ggml in TABLES.items()}
     return [
         Goal("bfloat16 decode, share of the copy", decode["bfloat16"]["decode"]["share_of_copy"], 0.85),
         Goal("Q8_0 decode / bfloat16 decode", speed(decode["Q8_0"], "decode") / dense, 1.6),
         Goal("Q4_K decode / bfloat16 decode", speed(decode["Q4_K"], "decode") / dense, 2.5),
-        *(Goal(name, speed(one, "decode") / speed(two, "decode"), 0.9) for name, (one, two) in tables.items()),
+        *(Goal(name, speed(a, "decode") / speed(b, "decode"), 0.9) for name, (a, b) in tables.items()),
         Goal("prefill, share of the product", prefill["prefill"]["share_of_matmul"], 0.65),
-        Goal("decode / transformers", dense / other["decode"]["decode"]["median"], 1.0),
-        Goal("prefill / transformers", speed(prefill, "prefill") / other["prefill"]["prefill"]["median"], 1.0),
+        Goal("decode / transformers", dense / reference["decode"]["decode"]["median"], 1.0),
+        Goal("prefill / transformers", speed(prefill, "prefill") / reference["prefill"]["prefill"]["median"], 1.0),
     ]
 
 
 def one_shape(name: str, device: str) -> dict:
     """Measure everything about one shape, with one model at a time on the device."""
-    decode, prefill, other = {}, {}, {}
+    decode, prefill, reference = {}, {}, {}
     for kind in (*TYPES, *TABLES):
-        made = random(name, target(device, "bfloat16", "own"), kind, DECODE, compiled=False)
-        decode[made.weights] = ours(made, DECODE)
+        measured = random(name, target(device, "bfloat16", "own"), kind, DECODE, compiled=False)
+        decode[measured.weights] = measure_llorch(measured, DECODE)
         if kind is None:
             load = prefill_load(SHAPES[name])
-            prefill = ours(made, load)
-            plain = same_in_transformers(made.module, SHAPES[name])
-            other = {
-                "decode": theirs(plain, DECODE, made.target.device),
-                "prefill": theirs(plain, load, made.target.device),
+            prefill = measure_llorch(measured, load)
+            hf_model = same_in_transformers(measured.module, SHAPES[name])
+            reference = {
+                "decode": measure_transformers(hf_model, DECODE, measured.target.device),
+                "prefill": measure_transformers(hf_model, load, measured.target.device),
             }
-            del plain
-        del made
+            del hf_model
+        del measured
         gc.collect()
         torch.cuda.empty_cache()
-    found = goals(decode, prefill, other)
-    listed = [{"goal": goal.name, "got": goal.actual, "least": goal.least, "met": goal.met} for goal in found]
-    return {"shape": name, "goals": listed, "decode": decode, "prefill": prefill, "transformers": other}
+    shape_goals = goals(decode, prefill, reference)
+    records = [{"goal": goal.name, "got": goal.actual, "least": goal.least, "met": goal.met} for goal in shape_goals]
+    return {"shape": name, "goals": records, "decode": decode, "prefill": prefill, "transformers": reference}
 
 
 def run(command: Sequence[str], cwd: Path) -> dict:
-    """Run a command and keep its words, its exit code and the last lines of what it printed."""
+    """Run a command; return its words, its exit code and the last lines of its output."""
     click.echo(" ".join(command), err=True)
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
+    process = subprocess.run(command, cwd=cwd, capture_output=True, text=True, check=False)
     return {
         "command": list(command),
-        "exit_code": done.returncode,
-        "tail": (done.stdout + done.stderr).splitlines()[-20:],
+        "exit_code": process.returncode,
+        "tail": (process.stdout + process.stderr).splitlines()[-20:],
     }
 
 

@@ -1,6 +1,6 @@
-"""The engines that are timed, each with the model loaded: ours, llama.cpp and transformers.
+"""Engines that are timed, each with the model loaded: llorch, llama.cpp and transformers.
 
-Those of others run, and are timed, in processes of their own.
+The reference engines run, and are timed, in child processes.
 """
 
 from collections.abc import Sequence
@@ -39,14 +39,14 @@ class Timed:
 
 
 def foreign(kind: str, path: Path, *args: object) -> Any:
-    """Load an engine of others, `LlamaCpp` or `Transformers`, in a process of its own: a `Timed` there."""
+    """Load a reference engine, `LlamaCpp` or `Transformers`, in a child process, as a `Timed` there."""
     from llorch.engines.process import EngineInChild
 
     return EngineInChild({"LlamaCpp": "llama.cpp"}.get(kind, kind.lower()), path, "engines:Timed", kind, path, *args)
 
 
 class Llorch:
-    """Our NumPy path; its thread count comes from the environment, set before NumPy is imported."""
+    """llorch's NumPy path; its thread count comes from the environment, set before NumPy is imported."""
 
     def __init__(self, path: Path, numerics: "Numerics | None" = None, residency: "Residency" = "auto") -> None:
         """Load a GGUF file."""
@@ -68,12 +68,12 @@ class Llorch:
 
 
 class LlorchTorch:
-    """Our torch path on the CPU."""
+    """llorch's torch path on the CPU."""
 
     def __init__(
         self, path: Path, n_threads: int, dtype: str, residency: "Residency" = "auto", room: int = 1024
     ) -> None:
-        """Load a GGUF file; `room` is the number of tokens that the cache holds."""
+        """Load a GGUF file; `room` is the number of tokens in the cache."""
         import torch
 
         from llorch.pytorch.model import load_torch
@@ -103,7 +103,7 @@ class LlamaCpp:
     """llama.cpp as llama-cpp-python sets it up by default, on the CPU."""
 
     def __init__(self, path: Path, n_threads: int, extra_buffers: bool = True, n_ctx: int = 1024) -> None:
-        """Load a GGUF file; with `extra_buffers` packed matrices are laid out anew for the processor, as for AMX."""
+        """Load a GGUF file; with `extra_buffers` llama.cpp repacks matrices for the processor, as for AMX."""
         from llama_cpp import Llama, llama_cpp
 
         default = llama_cpp.llama_model_default_params()

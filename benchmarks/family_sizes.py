@@ -1,4 +1,4 @@
-"""Random sizes and settings of every family, as keys of its configuration; values that engines hard-code vary, too."""
+"""Random sizes and settings of every family, as keys of its configuration; includes keys that engines hard-code."""
 
 from typing import Any
 
@@ -16,7 +16,7 @@ SCALINGS: tuple[Sizes | None, ...] = (
 
 
 class Draw:
-    """The numbers of one model."""
+    """Random draws of one model."""
 
     def __init__(self, seed: int) -> None:
         """Start the draws from a seed; an equal seed gives an equal model."""
@@ -35,7 +35,7 @@ class Draw:
         return choices[self.rng.integers(len(choices))]
 
     def dense(self, *, own_head_dim: bool = True) -> Sizes:
-        """Draw the keys that all families have; without a `head_dim`, all heads together are as wide as the model."""
+        """Draw the keys that all families have; without a `head_dim`, n_heads * head_dim is the hidden size."""
         n_kv_heads, head_dim = self.between(1, 3), 8 * self.between(1, 3)
         n_heads = n_kv_heads * self.between(1, 3)
         sizes: Sizes = {
@@ -61,25 +61,25 @@ class Draw:
 
     def hybrid(self) -> Sizes:
         """Draw delta nets between layers of attention; keys and values seldom have different widths."""
-        n_keys, width, every = self.between(1, 3), 2 * self.between(2, 12), 2 if self.rarely() else 4
-        n_layers = self.between(every, 6)
-        kinds = ["full_attention" if (i + 1) % every == 0 else "linear_attention" for i in range(n_layers)]
+        n_keys, width, interval = self.between(1, 3), 2 * self.between(2, 12), 2 if self.rarely() else 4
+        n_layers = self.between(interval, 6)
+        kinds = ["full_attention" if (layer + 1) % interval == 0 else "linear_attention" for layer in range(n_layers)]
         return {
             "linear_num_key_heads": n_keys, "linear_num_value_heads": n_keys * self.between(1, 3),
             "linear_key_head_dim": width, "linear_value_head_dim": width + 2 if self.rarely() else width,
             "linear_conv_kernel_dim": self.between(2, 5), "num_hidden_layers": n_layers, "layer_types": kinds,
-            "full_attention_interval": every, "rms_norm_eps": 1e-5 if self.rarely() else 1e-6,
+            "full_attention_interval": interval, "rms_norm_eps": 1e-5 if self.rarely() else 1e-6,
         }  # fmt: skip
 
     def window(self, switch: str | None = None) -> Sizes:
         """Draw a window that a text may exceed and that is seldom turned on; `switch` is the key that turns it on."""
-        given = self.rarely()
-        asked = {switch: given} if switch else {}
-        return asked | {"sliding_window": self.between(3, 40) if given or switch else None}
+        is_enabled = self.rarely()
+        switches = {switch: is_enabled} if switch else {}
+        return switches | {"sliding_window": self.between(3, 40) if is_enabled or switch else None}
 
 
 def sections(draw: Draw, head_dim: int, share: float) -> Sizes:
-    """Draw RoPE of three axes over a share of the head; seldom so that llama.cpp does not rotate pairs of a text."""
+    """Draw RoPE of three axes over a share of the head; rarely with axes whose order llama.cpp does not follow."""
     half = int(head_dim * share) // 2
     axes = [half - 2 * (half // 3), half // 3, half // 3] if draw.rarely() else [(half + i) // 3 for i in (2, 1, 0)]
     return {"rope_parameters": {
@@ -170,8 +170,8 @@ def mistral(draw: Draw) -> Sizes:
 def smollm3(draw: Draw) -> Sizes:
     """Draw layers without RoPE: every fourth, seldom others."""
     sizes = draw.dense(own_head_dim=False) | {"num_hidden_layers": draw.between(4, 6)}
-    every = {"no_rope_layer_interval": 3} if draw.rarely() else {}
-    return sizes | every | draw.window("use_sliding_window")
+    interval = {"no_rope_layer_interval": 3} if draw.rarely() else {}
+    return sizes | interval | draw.window("use_sliding_window")
 
 
 def ministral3(draw: Draw) -> Sizes:

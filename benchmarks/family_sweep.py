@@ -1,4 +1,4 @@
-"""Random models of random sizes, a Hugging Face folder and its GGUF twin each, judged live by every engine that can.
+"""Random models of random sizes, each as Hugging Face folder and GGUF twin, judged live by every engine that can.
 
     python benchmarks/family_sweep.py --n 30                                         all families
     python benchmarks/family_sweep.py qwen3_moe llama4 --n 3 --torch float32         the torch path, too
@@ -49,7 +49,7 @@ class ModelSummary:
     family: str
     seed: int
     n_rows: int = 0
-    judges: Counter[str] = field(default_factory=Counter)  # files that an engine judged
+    judges: Counter[str] = field(default_factory=Counter)  # engine to the number of files that it judged
     n_twins: int = 0
     n_ties: int = 0
     farthest: float = 0.0  # error of a float64 run against the float64 reference
@@ -58,7 +58,7 @@ class ModelSummary:
     def __str__(self) -> str:
         """Write one line, and one more for each of the first failures."""
         line = f"{self.family} {self.seed}: {self.n_rows} rows, {self.n_ties} ties, {len(self.failures)} failed, "
-        line += f"judged by {', '.join(f'{name} {n}' for name, n in self.judges.items())}"
+        line += f"judged by {', '.join(f'{name} {count}' for name, count in self.judges.items())}"
         return "\n    ".join([line, *self.failures[:5], *self.failures[5:][-1:]])
 
 
@@ -75,7 +75,7 @@ def main(families: tuple[str, ...], n: int, seed: int, dtypes: tuple[str, ...], 
         raise click.UsageError("set LLORCH_LLAMACPP, see --help: llama.cpp's converter has to make the GGUF twins")
     start, summaries = time.perf_counter(), list[ModelSummary]()
     with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
-        cases = [(name, seed + i, dtypes) for i in range(n) for name in families]
+        cases = [(name, seed + index, dtypes) for index in range(n) for name in families]
         for future in as_completed([pool.submit(judge_model, *case) for case in cases]):
             summaries.append(future.result())
             click.echo(summaries[-1])
@@ -94,18 +94,18 @@ def sum_up(summaries: Sequence[ModelSummary]) -> str:
         f"{summaries[0].family:<12} {len(summaries)} models, {sum(summary.n_twins for summary in summaries)} twins: "
         f"{n_bad} failed; {sum(summary.n_rows for summary in summaries)} rows, "
         f"{sum(summary.n_ties for summary in summaries)} ties; files judged by "
-        + ", ".join(f"{name} {n}" for name, n in judges.items())
+        + ", ".join(f"{name} {count}" for name, count in judges.items())
         + (f"; float64 within {farthest:.1e} of the float64 reference" if farthest else "")
     )
 
 
 def judge_model(family: str, seed: int, dtypes: Sequence[str]) -> ModelSummary:
-    """Judge one model; record an error instead of raising it, so that the other models continue."""
+    """Judge one model; an error becomes a failure of the summary, so that the other models continue."""
     summary, draw = ModelSummary(family, seed), Draw(seed)
     sizes = FAMILIES[family](draw)
     try:
-        with tempfile.TemporaryDirectory(prefix="llorch-sweep-") as name:
-            for path in write_files(family, draw, sizes, Path(name)):
+        with tempfile.TemporaryDirectory(prefix="llorch-sweep-") as folder_name:
+            for path in write_files(family, draw, sizes, Path(folder_name)):
                 summary.n_twins += path.suffix == ".gguf"
                 judge_file(path, summary, dtypes)
     except Exception as error:  # any fault of any engine belongs in the table
@@ -115,7 +115,7 @@ def judge_model(family: str, seed: int, dtypes: Sequence[str]) -> ModelSummary:
     return summary
 
 
-def write_files(family: str, draw: Draw, sizes: Sizes, place: Path) -> Iterator[Path]:
+def write_files(family: str, draw: Draw, sizes: Sizes, parent: Path) -> Iterator[Path]:
     """Write the folder, and a GGUF twin if llama.cpp can express the model."""
     from builders.families import random_folder, twin
 
@@ -124,19 +124,19 @@ def write_files(family: str, draw: Draw, sizes: Sizes, place: Path) -> Iterator[
     from llorch.files import open_weights
     from llorch.files.convert import convert
 
-    path = place / "twin.gguf"
+    path = parent / "twin.gguf"
     if family in DENSE:
-        write_dense(place / "folder", draw.rng, sizes)
-        convert(place / "folder", path)
+        write_dense(parent / "folder", draw.rng, sizes)
+        convert(parent / "folder", path)
         if family == "quantised":
             kind = list(FILE_TYPES)[draw.seed % len(FILE_TYPES)]
-            copy = place / f"{kind}.gguf"
+            copy = parent / f"{kind}.gguf"
             in_child("llamacpp", path, "llorch.engines.f32_copy:write_by_llamacpp", path, copy, FILE_TYPES[kind])
             yield copy
         else:
-            yield from (place / "folder", path)
+            yield from (parent / "folder", path)
         return
-    folder = random_folder(family, place / "folder", draw.seed, **sizes)
+    folder = random_folder(family, parent / "folder", draw.seed, **sizes)
     yield folder
     if not cannot_express(open_weights(folder).config):
         yield twin(folder, path)
@@ -183,29 +183,31 @@ def judge_file(path: Path, summary: ModelSummary, dtypes: Sequence[str]) -> None
         )
     summary.n_rows += len(comparisons)
     for name in (*ENGINES, REFERENCE):
-        summary.judges[name] += any(c.engine == name for c in comparisons)
-    summary.n_ties += sum(c.verdict == TIE for c in comparisons)
-    errors = [c.difference.error for c in comparisons if c.engine == REFERENCE and c.mode != "exact"]
+        summary.judges[name] += any(row.engine == name for row in comparisons)
+    summary.n_ties += sum(row.verdict == TIE for row in comparisons)
+    errors = [row.difference.error for row in comparisons if row.engine == REFERENCE and row.mode != "exact"]
     summary.farthest = max([summary.farthest, *errors])
     summary.failures += [
-        f"{path.name} {c.backend} {c.engine} {c.stage_ref.name} {c.mode} {c.note}"
-        for c in comparisons
-        if c.verdict == FAIL
+        f"{path.name} {row.backend} {row.engine} {row.stage_ref.name} {row.mode} {row.note}"
+        for row in comparisons
+        if row.verdict == FAIL
     ]
     if unsupported if is_dense else not errors:
         summary.failures.append(f"{path.name}: not judged by {unsupported}")
 
 
-def runners(variants: Sequence[str] | None, dtypes: Sequence[str], weights: Any, *, wide: bool) -> Iterator[Any]:
+def runners(
+    variants: Sequence[str] | None, dtypes: Sequence[str], weights: Any, *, has_reference: bool
+) -> Iterator[Any]:
     """Yield the runners of NumPy, and of torch in some dtypes."""
     from llorch.judging.runners.numpy import numpy_runners
 
-    yield from numpy_runners(weights, wide=wide)
+    yield from numpy_runners(weights, has_reference=has_reference)
     for dtype in dtypes:
         from llorch.judging.runners.torch import torch_runners
         from llorch.pytorch.device import target
 
-        yield from torch_runners(target("cpu", dtype), only=variants)(weights, wide=wide)
+        yield from torch_runners(target("cpu", dtype), only=variants)(weights, has_reference=has_reference)
 
 
 if __name__ == "__main__":

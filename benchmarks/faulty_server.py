@@ -1,8 +1,8 @@
-"""`llorch` with a batch that is slow, and that fails as the seed of a request says.
+"""`llorch` with a slow batch, and with faults that depend on the seed of a request.
 
     python -m benchmarks.faulty_server 0.05 serve story --port 0
 
-Every step takes so many seconds more. `FAULTS` lists the effects of the seeds.
+Every step takes that many seconds longer. `FAULTS` lists the effects of the seeds.
 """
 
 import sys
@@ -21,38 +21,38 @@ FAULTS = {
 
 
 def inject(kind: type, seconds: float) -> None:
-    """Make a class of batches slow and faulty."""
+    """Make a batch class slow and faulty."""
     join, leave, step = kind.join, kind.leave, kind.step
-    seeds: dict[int, int] = {}  # of the jobs that are in it
+    seeds: dict[int, int] = {}  # seed of each job in the batch
     steps: dict[int, int] = {}
 
-    def joined(self: Any, job: Any) -> int | None:
+    def faulty_join(self: Any, job: Any) -> int | None:
         ticket = join(self, job)
         if ticket is not None:
             seeds[ticket], steps[ticket] = job.settings.seed, 0
         return ticket
 
-    def left(self: Any, ticket: int) -> None:
+    def faulty_leave(self: Any, ticket: int) -> None:
         del seeds[ticket]
         leave(self, ticket)
 
-    def stepped(self: Any) -> Mapping[int, object]:
+    def slow_step(self: Any) -> Mapping[int, object]:
         time.sleep(seconds)
-        there = set(seeds.values())
-        if 9003 in there:
+        seeds_present = set(seeds.values())
+        if 9003 in seeds_present:
             raise ArithmeticError("planted, of nobody")
-        if 9004 in there:
+        if 9004 in seeds_present:
             raise SystemExit("planted, the thread")
-        if 9005 in there:
+        if 9005 in seeds_present:
             threading.Event().wait()
-        made = dict(step(self))
-        for ticket in made:
+        outputs = dict(step(self))
+        for ticket in outputs:
             steps[ticket] += 1
             if seeds[ticket] == 9001 or (seeds[ticket] == 9002 and steps[ticket] == 4):
-                made[ticket] = ArithmeticError("planted, of one job")
-        return made
+                outputs[ticket] = ArithmeticError("planted, of one job")
+        return outputs
 
-    kind.join, kind.leave, kind.step = joined, left, stepped
+    kind.join, kind.leave, kind.step = faulty_join, faulty_leave, slow_step
 
 
 if __name__ == "__main__":

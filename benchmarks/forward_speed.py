@@ -53,9 +53,9 @@ def main(
         samples = interleave(engines, prompts, n_decode, rounds)
     print(f"{machine()}; {threads} threads; model file {n_bytes / 1e9:.2f} GB")
     report(samples, [name for name in names if name == "llorch"], [name for name in names if name != "llorch"])
-    if shape != "experts":  # of which a token reads some
-        read = {name: statistics.median(quiet(each["decode"])) * n_bytes / 1e9 for name, each in samples.items()}
-        print("decode reads " + ", ".join(f"{name} {speed:.0f} GB/s" for name, speed in read.items()))
+    if shape != "experts":  # a token reads only some of the experts
+        speeds = {name: statistics.median(quiet(timed["decode"])) * n_bytes / 1e9 for name, timed in samples.items()}
+        print("decode reads " + ", ".join(f"{name} {speed:.0f} GB/s" for name, speed in speeds.items()))
     if output is not None:
         output.write_text(json.dumps({"machine": machine(), "threads": threads, "samples": samples}))
     finish(samples, names)

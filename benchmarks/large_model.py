@@ -46,21 +46,21 @@ def main(threads: int, prompt: int, decode: int, shape: str, verify: tuple[str, 
         assert model.plan is not None
         print(f"file {path.stat().st_size / 1e9:.2f} GB; {model.plan.describe()}")
         cache = KVCache.of(model.weights)
-        for ids in (list(range(100, 100 + prompt)), *([7] for _ in range(decode))):
+        for token_ids in (list(range(100, 100 + prompt)), *([7] for _ in range(decode))):
             start = time.perf_counter()
-            model.forward(ids, cache=cache, last_only=True)
-            print(f"{len(ids)} tokens in {time.perf_counter() - start:.2f} s")
+            model.forward(token_ids, cache=cache, last_only=True)
+            print(f"{len(token_ids)} tokens in {time.perf_counter() - start:.2f} s")
         print(f"peak {peak():.2f} GB")
 
 
 def peak() -> float:
-    """Measure the largest memory of the process in gigabytes; pages of the mapped file count."""
+    """Measure the largest memory of the process in gigabytes; includes pages of the mapped file."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e6
 
 
 def judge(path: Path, n_tokens: int, verify: tuple[str, ...]) -> int:
     """Run `llorch verify` on the file and return its exit code."""
-    tokens, start = ",".join(str(100 + at) for at in range(n_tokens)), time.perf_counter()
+    tokens, start = ",".join(str(100 + i) for i in range(n_tokens)), time.perf_counter()
     status = subprocess.run([sys.executable, "-m", "llorch", *verify, path, "--tokens", tokens]).returncode
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss / 1e6
     size = path.stat().st_size / 1e9
@@ -78,23 +78,25 @@ def write(path: Path, shape: str) -> None:
     from llorch.files.tensor_names import inventory
 
     config = SHAPES[shape]()
-    stored = [
+    typed_weights = [
         (weight, None if weight.stays_f32 else type_of(weight.name, shape, config.n_layers))
         for weight in inventory(config).values()
     ]
     writer = GGUFWriter(path, FAMILIES[config.family].gguf)
     writer.add_tokenizer_model("no_vocab")
     add_hyperparameters(writer, config)
-    for weight, kind in stored:
-        n_bytes = size_of(weight.shape, kind)
-        raw = GGMLQuantizationType(kind) if kind is not None else None
-        writer.add_tensor_info(weight.gguf, weight.shape, np.dtype(np.float32), n_bytes, raw_dtype=raw)
+    for weight, ggml_type in typed_weights:
+        n_bytes = size_of(weight.shape, ggml_type)
+        raw_dtype = GGMLQuantizationType(ggml_type) if ggml_type is not None else None
+        writer.add_tensor_info(weight.gguf, weight.shape, np.dtype(np.float32), n_bytes, raw_dtype=raw_dtype)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for i, (weight, kind) in enumerate(stored):
+    for i, (weight, ggml_type) in enumerate(typed_weights):
         print(f"writing {weight.name}", file=sys.stderr)
-        writer.write_tensor_data(plain(weight.shape, i) if kind is None else blocks(weight.shape, kind, i))
+        writer.write_tensor_data(
+            make_float_tensor(weight.shape, i) if ggml_type is None else blocks(weight.shape, ggml_type, i)
+        )
     writer.close()
 
 
@@ -147,9 +149,9 @@ def type_of(name: str, shape: str, n_layers: int):
     if shape == "0.5B":
         return GGMLType.BF16
     layer = int(name.split(".")[1]) if name.startswith("layers.") else -1
-    often = {*range(n_layers // 8), *range(n_layers * 7 // 8, n_layers), *range(2, n_layers, 3)}  # as llama-quantize
-    more = name == "lm_head" or (layer in often and name.endswith(("v_proj", "down_proj")))
-    return GGMLType.Q6_K if more else GGMLType.Q4_K
+    six_bit = {*range(n_layers // 8), *range(n_layers * 7 // 8, n_layers), *range(2, n_layers, 3)}  # as llama-quantize
+    is_six_bit = name == "lm_head" or (layer in six_bit and name.endswith(("v_proj", "down_proj")))
+    return GGMLType.Q6_K if is_six_bit else GGMLType.Q4_K
 
 
 def size_of(shape: tuple[int, ...], kind) -> int:
@@ -162,8 +164,8 @@ def size_of(shape: tuple[int, ...], kind) -> int:
     return n_elements // size * n_bytes
 
 
-def plain(shape: tuple[int, ...], seed: int):
-    """Make gains of one, or the numbers of a router, which must not be equal."""
+def make_float_tensor(shape: tuple[int, ...], seed: int):
+    """Make norm gains of one, or router weights, which must not be equal."""
     import numpy as np
 
     if len(shape) == 1:
@@ -172,15 +174,15 @@ def plain(shape: tuple[int, ...], seed: int):
 
 
 def blocks(shape: tuple[int, ...], kind, shift: int):
-    """Make random blocks and repeat them: their contents do not matter here."""
+    """Make random blocks and repeat them; their contents do not matter here."""
     import numpy as np
 
     from llorch.files.quant import BLOCK_SIZES
     from llorch.judging.expectations.quantised_models import random_blocks
 
     n_bytes = BLOCK_SIZES[kind][1]
-    some = np.roll(random_blocks(kind, 1 << 12, key=kind.name), shift, axis=0)
-    return np.resize(some, (size_of(shape, kind) // n_bytes, n_bytes)).reshape(-1).view(np.int8)
+    rolled = np.roll(random_blocks(kind, 1 << 12, key=kind.name), shift, axis=0)
+    return np.resize(rolled, (size_of(shape, kind) // n_bytes, n_bytes)).reshape(-1).view(np.int8)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Work of the ranks of a mesh for `benchmarks/mesh.py`: steps of a model with random weights, and their costs.
 
-Every rank makes the whole model and keeps its part, so that no file is needed.
+Every rank makes the full model and keeps its shard, so that no file is needed.
 """
 
 import time
@@ -34,57 +34,59 @@ from llorch.pytorch.train.loading import prepare
 from llorch.pytorch.train.step import Alone, OnMesh, Stepper
 from llorch.training.batch import Batch
 
-KINDS = {  # operation of torch -> kind; bytes are those of the larger side
+KINDS = {  # operation of torch -> kind; bytes are the larger of input and output
     "allreduce_": "all-reduce", "all_reduce": "all-reduce", "_allgather_base_": "all-gather",
     "allgather_": "all-gather", "_reduce_scatter_base_": "reduce-scatter",
 }  # fmt: skip
-SILENT = {"_wrap_tensor_autograd", "wait_tensor"}  # of the same namespace, and send nothing
+SILENT = {"_wrap_tensor_autograd", "wait_tensor"}  # operations of these namespaces that send nothing
 
 
 @dataclass(frozen=True)
 class Cost:
     """Costs that a rank measured."""
 
-    kept: dict[str, int]  # bytes of weights, adapters and moments, exactly
-    held: int  # bytes of all tensors that lived at the same time in a step, at most
-    peak: int  # bytes that the process (on a GPU: torch) had at most, less those before there was a model
+    kept: dict[str, int]  # exact bytes of weights, adapters and moments
+    held: int  # largest bytes of tensors alive at the same time in a step
+    peak: int  # peak bytes of the process (on a GPU: of torch), less those before the model was made
     seconds: list[float]  # of every step
-    cpu: list[float]  # of them, those in which the process computed or waited busily
-    messages: dict[tuple[str, str, int], int]  # axis, kind, bytes -> how often in a step
+    cpu: list[float]  # processor time of every step, busy waiting included
+    messages: dict[tuple[str, str, int], int]  # axis, kind, bytes -> number per step
     losses: list[float]
 
 
 def measured(job: Job, device: str, steps: int, weighed: bool) -> list[Cost]:
-    """Train some steps on every rank, each in one thread; of all of them, in order. Weighing tensors takes time."""
+    """Train some steps on every rank, each with one thread; return all ranks' costs in order. `weighed` is slow."""
     torch.set_num_threads(1)
     mesh = start({"dp": job.dp, "tp": job.tp}, device=device)
-    before = _in_use(device)
-    stepper = made(job, target(device, {2: "bfloat16", 4: "float32"}[job.width]), mesh)
+    start_bytes = _used_bytes(device)
+    stepper = make_stepper(job, target(device, {2: "bfloat16", 4: "float32"}[job.width]), mesh)
     batches = [_rows(job, seed) for seed in range(job.passes)]
-    held = _Held()
-    with counting(mesh) as found, held if weighed else nullcontext():
+    alive = _AliveBytes()
+    with counting(mesh) as counts, alive if weighed else nullcontext():
         losses = [stepper.step(batches, 1e-4)[0]]
-    _forget_peak(device)
+    _reset_peak(device)
     seconds, cpu = [], []
     for _ in range(steps):
-        begin, own_begin = time.perf_counter(), time.process_time()
+        begin, cpu_begin = time.perf_counter(), time.process_time()
         losses.append(stepper.step(batches, 1e-4)[0])
         seconds.append(time.perf_counter() - begin)
-        cpu.append(time.process_time() - own_begin)
-    cost = Cost(_kept(stepper), held.most, _most(device) - before, seconds, cpu, dict(found), losses)
-    every: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(every, cost)
+        cpu.append(time.process_time() - cpu_begin)
+    cost = Cost(
+        _kept_bytes(stepper), alive.largest, _peak_bytes(device) - start_bytes, seconds, cpu, dict(counts), losses
+    )
+    costs: list[Any] = [None] * dist.get_world_size()
+    dist.all_gather_object(costs, cost)
     leave()
-    return every
+    return costs
 
 
-def made(job: Job, at: Target, mesh: DeviceMesh) -> Stepper:
+def make_stepper(job: Job, device_target: Target, mesh: DeviceMesh) -> Stepper:
     """Make the model, the adapter and the optimizer that train this rank's part."""
-    module = random_model(job.config, at)
-    cut = cut_for(job.config, mesh)
+    module = random_model(job.config, device_target)
+    shard = cut_for(job.config, mesh)
     for name, parameter in module.named_parameters():
-        parameter.data = cut(name, parameter.data)
-    prepare(module, at)
+        parameter.data = shard(name, parameter.data)
+    prepare(module, device_target)
     attach(module, _adapter(job), trainable=True)
     if job.recomputed:
         checkpoint_gradients(module)
@@ -92,7 +94,7 @@ def made(job: Job, at: Target, mesh: DeviceMesh) -> Stepper:
     optimizer = AdamW(
         trainable_parameters(module), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, lr_ratio=1.0, eight_bit=False
     )
-    return Stepper(worker, optimizer, at.device, label_smoothing=0.0, chunk=job.chunk, max_norm=1.0)
+    return Stepper(worker, optimizer, device_target.device, label_smoothing=0.0, chunk=job.chunk, max_norm=1.0)
 
 
 def _adapter(job: Job) -> Adapter:
@@ -102,8 +104,8 @@ def _adapter(job: Job) -> Adapter:
     def random(*shape: int) -> np.ndarray:
         return 0.01 * rng.standard_normal(shape, dtype=np.float32)
 
-    every = lora.targets(job.config).items()
-    tensors = {name: LoraTensors(random(job.r, each.n_in), random(each.n_out, job.r)) for name, each in every}
+    targets = lora.targets(job.config).items()
+    tensors = {name: LoraTensors(random(job.r, target.n_in), random(target.n_out, job.r)) for name, target in targets}
     return checked(lora, tensors, job.config)
 
 
@@ -115,63 +117,63 @@ def _rows(job: Job, seed: int) -> Batch:
     return Batch(ids, labels, positions, np.zeros_like(ids), np.arange(job.rows))
 
 
-def _kept(stepper: Stepper) -> dict[str, int]:
+def _kept_bytes(stepper: Stepper) -> dict[str, int]:
     """Count the bytes of the storages that exist between steps."""
-    trained = stepper.optimizer.params
-    frozen = [p for p in stepper.worker.module.parameters() if not p.requires_grad]
-    moments = [own(value) for name, value in stepper.optimizer.state().items() if name != "step"]
+    trainable = stepper.optimizer.params
+    frozen = [parameter for parameter in stepper.worker.module.parameters() if not parameter.requires_grad]
+    moments = [own(moment) for name, moment in stepper.optimizer.state().items() if name != "step"]
     return {
-        "weights": _storages([own(p.data) for p in frozen]),
-        "adapters": _storages([own(p.data) for p in trained.values()]),
+        "weights": _storages([own(parameter.data) for parameter in frozen]),
+        "adapters": _storages([own(parameter.data) for parameter in trainable.values()]),
         "moments": _storages(moments),
     }
 
 
 def _storages(tensors: list[Tensor]) -> int:
-    return sum({t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}.values())
+    return sum({tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
 @contextmanager
 def counting(mesh: DeviceMesh) -> Iterator[Mapping[tuple[str, str, int], int]]:
-    """Count the collectives that this process calls meanwhile, by axis, kind and bytes."""
+    """Count the collectives that this process calls in the body, by axis, kind and bytes."""
     with _Counting({str(mesh[axis].get_group().group_name): axis for axis in ("dp", "tp")}) as mode:
-        yield mode.found
+        yield mode.counts
 
 
 class _Counting(TorchDispatchMode):
     def __init__(self, axes: Mapping[str, str]) -> None:
         super().__init__()
-        self._axes = axes  # by the names of their groups
-        self.found: Counter[tuple[str, str, int]] = Counter()
+        self._axes = axes  # axis by name of its process group
+        self.counts: Counter[tuple[str, str, int]] = Counter()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         if func.namespace in ("c10d", "_c10d_functional") and name not in SILENT:
-            size = max(sum(each.numel() * each.element_size() for each in _tensors(side)) for side in (*args, out))
-            self.found[self._axis(args), KINDS[name], size] += 1
-        return out
+            size = max(sum(t.numel() * t.element_size() for t in _tensors(side)) for side in (*args, output))
+            self.counts[self._axis(args), KINDS[name], size] += 1
+        return output
 
     def _axis(self, args: Any) -> str:
-        names = [each if isinstance(each, str) else _group_name(each) for each in args]
+        names = [argument if isinstance(argument, str) else _group_name(argument) for argument in args]
         return next(self._axes[name] for name in names if name is not None and name in self._axes)
 
 
-class _Held(TorchDispatchMode):
-    """Sums, after every operation, the storages that are alive, of all tensors that it saw."""
+class _AliveBytes(TorchDispatchMode):
+    """Peak sum of the storages alive after an operation, over all tensors that operations used."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
+        self.largest = 0
         self._alive: WeakValueDictionary[int, torch.UntypedStorage] = WeakValueDictionary()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        for each in _tensors((args, out)):
-            storage = own(each).untyped_storage()
+        output = func(*args, **(kwargs or {}))
+        for tensor in _tensors((args, output)):
+            storage = own(tensor).untyped_storage()
             self._alive[storage._cdata] = storage
-        self.most = max(self.most, sum(storage.nbytes() for storage in self._alive.values()))
-        return out
+        self.largest = max(self.largest, sum(storage.nbytes() for storage in self._alive.values()))
+        return output
 
 
 def _group_name(value: Any) -> str | None:
@@ -179,7 +181,7 @@ def _group_name(value: Any) -> str | None:
         return None
     try:
         return dist.ProcessGroup.unbox(value).group_name
-    except RuntimeError:  # an operation, as sum
+    except RuntimeError:  # an operation such as sum
         return None
 
 
@@ -187,25 +189,25 @@ def _tensors(value: Any) -> Iterator[Tensor]:
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, (list, tuple)):
-        for each in value:
-            yield from _tensors(each)
+        for element in value:
+            yield from _tensors(element)
 
 
-def _in_use(device: str) -> int:
-    return torch.cuda.memory_allocated() if device == "cuda" else _resident("VmRSS")
+def _used_bytes(device: str) -> int:
+    return torch.cuda.memory_allocated() if device == "cuda" else _read_status("VmRSS")
 
 
-def _most(device: str) -> int:
-    return torch.cuda.max_memory_allocated() if device == "cuda" else _resident("VmHWM")
+def _peak_bytes(device: str) -> int:
+    return torch.cuda.max_memory_allocated() if device == "cuda" else _read_status("VmHWM")
 
 
-def _forget_peak(device: str) -> None:
+def _reset_peak(device: str) -> None:
     if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     else:
-        Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+        Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
 
-def _resident(field: str) -> int:
+def _read_status(field: str) -> int:
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(field)) * 1024

@@ -1,4 +1,4 @@
-"""Plant a common factor into every stage of the torch path in half precision, and count the comparisons that see it.
+"""Inject a common factor into every stage of the torch path in half precision; count comparisons that detect it.
 
     python benchmarks/missed_factors.py                                   all built-in models in bfloat16
     python benchmarks/missed_factors.py micro-qwen3 --dtype float16
@@ -29,7 +29,7 @@ from llorch.judging.runners.torch import torch_runners
 from llorch.judging.runners.torch_observed import WIDENED
 from llorch.judging.runners.training_torch import DTYPES as TRAINED_DTYPES
 from llorch.judging.runners.training_torch import TorchTrainingRunner
-from llorch.judging.tolerances.training import NUMPY_ALONE
+from llorch.judging.tolerances.training import NUMPY_ONLY
 from llorch.judging.types import Comparison
 from llorch.judging.verify import stored
 from llorch.pytorch.device import Target, target
@@ -37,7 +37,7 @@ from llorch.runtime.builtin import EVERY
 from llorch.stages.comparison import FAIL
 from llorch.stages.table import BY_NAME
 
-ENOUGH = 0.9  # of the isolated comparisons
+ENOUGH = 0.9  # share of the isolated comparisons that must fail
 MODES = ("isolated", "chained")
 FEW = "few numbers, or few large ones, make up the sums"
 WHY = {  # a stage misses a factor
@@ -51,7 +51,7 @@ WHY = {  # a stage misses a factor
 
 
 @dataclass
-class Seen:
+class StageCounts:
     """Verdicts of one stage, and the largest tolerance of its factor."""
 
     verdicts: Counter[tuple[str, bool]] = field(default_factory=Counter)
@@ -64,72 +64,72 @@ class Seen:
             self.tolerance = max(self.tolerance, comparison.tolerance.common_factor or 0.0)
 
     def of(self, mode: str) -> tuple[int, int]:
-        """Count the comparisons that fail, and all."""
-        red = self.verdicts[mode, True]
-        return red, red + self.verdicts[mode, False]
+        """Count the comparisons that fail, and all comparisons."""
+        n_failed = self.verdicts[mode, True]
+        return n_failed, n_failed + self.verdicts[mode, False]
 
 
-class WithFactor:
-    """A runner whose stages are shown with a factor."""
+class RunnerWithFactor:
+    """Runner whose observed stages are multiplied by a factor."""
 
-    def __init__(self, runner: Runner, at: Target, factor: float) -> None:
+    def __init__(self, runner: Runner, target: Target, factor: float) -> None:
         """Wrap a runner."""
-        self._runner, self._at, self._factor = runner, at, factor
+        self._runner, self._at, self._factor = runner, target, factor
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runner, name)
 
-    def isolated(self, this: Any, golden: Any, observe: StageObserver) -> None:
+    def isolated(self, inputs: Any, golden: Any, observe: StageObserver) -> None:
         """See `Runner.isolated`."""
-        self._runner.isolated(this, golden, self._injected(observe))
+        self._runner.isolated(inputs, golden, self._injected(observe))
 
-    def chained(self, case: str, this: Any, observe: StageObserver, **how: Any) -> None:
+    def chained(self, case: str, inputs: Any, observe: StageObserver, **options: Any) -> None:
         """See `Runner.chained`."""
-        self._runner.chained(case, this, self._injected(observe), **how)
+        self._runner.chained(case, inputs, self._injected(observe), **options)
 
     def _injected(self, observe: StageObserver) -> StageObserver:
-        return lambda name, array, **how: observe(name, times(array, self._factor, name, self._at), **how)
+        return lambda name, array, **options: observe(name, times(array, self._factor, name, self._at), **options)
 
 
-def times(array: np.ndarray, factor: float, name: str, at: Target) -> np.ndarray:
-    """Multiply a stage, and round it to the dtype of the run; a choice of experts has no factor."""
+def times(array: np.ndarray, factor: float, name: str, target: Target) -> np.ndarray:
+    """Multiply a stage, and round it to the dtype of the run; selected experts are integers and stay."""
     stage = name.rpartition(".")[2]
     if array.dtype.kind != "f":
         return array
-    made = torch.from_numpy(array) * factor
-    return (made if stage in WIDENED else made.to(at.dtype)).to(torch.float32).numpy()
+    product = torch.from_numpy(array) * factor
+    return (product if stage in WIDENED else product.to(target.dtype)).to(torch.float32).numpy()
 
 
-def forward_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
+def forward_rows(model: str, place: Target, factor: float) -> Iterator[Comparison]:
     """Judge every stage of a built-in model, isolated and chained."""
     weights, golden = stored(model)
     suite = ForwardExpectations(model, weights, golden.cases, golden.engine_outputs, golden.reference)
-    for runner in torch_runners(at)(weights, wide=True):
-        injected: Any = WithFactor(runner, at, factor)
-        yield from (c for c in RunnerCheck(suite, injected).stage_rows() if not BY_NAME[c.stage_ref.name].is_choice)
+    for runner in torch_runners(place)(weights, has_reference=True):
+        injected: Any = RunnerWithFactor(runner, place, factor)
+        yield from (c for c in RunnerCheck(suite, injected).stage_rows() if not BY_NAME[c.stage_ref.name].is_selection)
 
 
-def gradient_rows(model: str, at: Target, factor: float) -> Iterator[Comparison]:
+def gradient_rows(model: str, place: Target, factor: float) -> Iterator[Comparison]:
     """Judge the gradients of a built-in model that is trained, chained."""
     weights, golden = stored_training(model)
-    runner = TorchTrainingRunner(weights, golden, at, as_trainer=False)
-    made = {stage_ref: array * factor for stage_ref, array in runner.chained() if stage_ref.stage == "gradient"}
+    runner = TorchTrainingRunner(weights, golden, place, as_trainer=False)
+    gradients = {stage_ref: array * factor for stage_ref, array in runner.chained() if stage_ref.stage == "gradient"}
     expectations = (
         expectation
-        for expectation in make_expectations(golden, weights.config, at.dtype_name)
+        for expectation in make_expectations(golden, weights.config, place.dtype_name)
         if expectation.stage_ref.stage == "gradient" and expectation.mode == "chained"
     )
-    return comparisons(model, expectations, {"chained": made}, str(at), left_out=NUMPY_ALONE)
+    return comparisons(model, expectations, {"chained": gradients}, str(place), left_out=NUMPY_ONLY)
 
 
-def table(seen: Mapping[str, Seen]) -> Iterator[str]:
+def table(counts: Mapping[str, StageCounts]) -> Iterator[str]:
     """Yield a line for each stage: the comparisons that fail, and the reason if some isolated ones do not."""
     yield f"{'stage':16} {'isolated':>12} {'chained':>12}  tolerance of the factor"
-    for stage in (name for name in BY_NAME if name in seen):
-        red, n = seen[stage].of("isolated")
-        cells = "".join(f" {'{} of {}'.format(*seen[stage].of(mode)):>12}" for mode in MODES)
-        why = "" if red == n else f"   {WHY.get(stage, FEW)}"
-        yield f"{stage:16}{cells}  {seen[stage].tolerance:.4f}{why}"
+    for stage in (name for name in BY_NAME if name in counts):
+        n_failed, n_all = counts[stage].of("isolated")
+        cells = "".join(f" {'{} of {}'.format(*counts[stage].of(mode)):>12}" for mode in MODES)
+        reason = "" if n_failed == n_all else f"   {WHY.get(stage, FEW)}"
+        yield f"{stage:16}{cells}  {counts[stage].tolerance:.4f}{reason}"
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
@@ -139,23 +139,23 @@ def table(seen: Mapping[str, Seen]) -> Iterator[str]:
 @click.option("--factor", default=1.01, show_default=True)
 def main(models: tuple[str, ...], dtype: str, device: str, factor: float) -> None:
     """Entry point."""
-    at, seen, gradients = target(device, dtype), defaultdict[str, Seen](Seen), Counter[bool]()
+    place, counts, gradients = target(device, dtype), defaultdict[str, StageCounts](StageCounts), Counter[bool]()
     for model in models or EVERY:
-        of_model = Seen()
-        for comparison in forward_rows(model, at, factor):
-            seen[comparison.stage_ref.name].add(comparison)
-            of_model.add(comparison)
-        click.echo(f"{model}: {'{} of {}'.format(*of_model.of('isolated'))} isolated comparisons fail", err=True)
+        in_model = StageCounts()
+        for comparison in forward_rows(model, place, factor):
+            counts[comparison.stage_ref.name].add(comparison)
+            in_model.add(comparison)
+        click.echo(f"{model}: {'{} of {}'.format(*in_model.of('isolated'))} isolated comparisons fail", err=True)
         if model in TRAINED and dtype in TRAINED_DTYPES:
-            gradients.update(c.verdict == FAIL for c in gradient_rows(model, at, factor))
-    click.echo("\n".join(table(seen)))
-    totals = {mode: np.sum([each.of(mode) for each in seen.values()], axis=0) for mode in MODES}
-    shares = ", ".join(f"{red} of {n} {mode} comparisons ({red / n:.0%})" for mode, (red, n) in totals.items())
+            gradients.update(c.verdict == FAIL for c in gradient_rows(model, place, factor))
+    click.echo("\n".join(table(counts)))
+    totals = {mode: np.sum([stage.of(mode) for stage in counts.values()], axis=0) for mode in MODES}
+    shares = ", ".join(f"{bad} of {n} {mode} comparisons ({bad / n:.0%})" for mode, (bad, n) in totals.items())
     click.echo(
-        f"{at}, a factor of {factor:g} is seen in {shares} and {gradients[True]} of {gradients.total()} gradients"
+        f"{place}, a factor of {factor:g} is seen in {shares} and {gradients[True]} of {gradients.total()} gradients"
     )
-    red, n = totals["isolated"]
-    sys.exit(0 if red >= ENOUGH * n else 1)
+    bad, n = totals["isolated"]
+    sys.exit(0 if bad >= ENOUGH * n else 1)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Areas that `mutants.py` plants bugs in: source files, and the tests that guard them."""
+"""Areas in which `mutants.py` injects bugs: source files, and the tests that guard them."""
 
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -9,12 +9,12 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Area:
-    """Source files and the tests that hold them."""
+    """Source files and the tests that guard them."""
 
-    name: str  # on the command line
+    name: str  # name on the command line
     sources: str  # patterns below `llorch`, without suffix; a file is in one area
     guards: str  # patterns of test files below `tests`, without `test_` and suffix
-    live: bool = False  # whether the tests that run the engines are among them
+    live: bool = False  # True if the tests that run engines guard it, too
 
     def files(self) -> list[Path]:
         """List the source files, relative to the repository."""
@@ -22,23 +22,23 @@ class Area:
 
     def tests(self) -> list[Path]:
         """List the test files, relative to the repository."""
-        return _matching("tests", map(_of_tests, self.guards.split()))
+        return _matching("tests", map(_test_pattern, self.guards.split()))
 
 
-def _of_tests(name: str) -> str:
+def _test_pattern(name: str) -> str:
     folder, slash, module = name.rpartition("/")
     return f"{folder}{slash}test_{module}"
 
 
 def _matching(folder: str, patterns: Iterable[str]) -> list[Path]:
     """List the files below a folder; every pattern matches at least one."""
-    found: list[Path] = []
+    matching_files: list[Path] = []
     for pattern in patterns:
         files = sorted((ROOT / folder).glob(f"{pattern}.py"))
         if not files:
             raise ValueError(f"mutation_areas: a file for {folder}/{pattern}.py, got none")
-        found += [file.relative_to(ROOT) for file in files]
-    return list(dict.fromkeys(found))
+        matching_files += [file.relative_to(ROOT) for file in files]
+    return list(dict.fromkeys(matching_files))
 
 
 AREAS = (
@@ -98,7 +98,7 @@ AREAS = (
     Area(
         "diagnosis",
         "engines/dumps/* engines/dumps/writers/* diagnosis/* diagnosis/search/* diagnosis/training/*",
-        "engines/dumps/* diagnosis/* diagnosis/training/*",
+        "engines/dumps/* diagnosis/* diagnosis/search/* diagnosis/training/*",
     ),
     Area("mistakes", "diagnosis/mistakes/*", "diagnosis/mistakes/* faults/*"),
     Area(

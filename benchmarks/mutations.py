@@ -1,9 +1,9 @@
-"""The rules by which one place of a Python source is made wrong: what `mutants.py` plants.
+"""Rules that change one place of a Python source into a bug, for `mutants.py`.
 
-Own rules, because the libraries that are kept up do not fit: cosmic-ray 8.7 brings a database, GitPython and aiohttp
+llorch has its own rules, because maintained libraries do not fit: cosmic-ray 8.7 brings a database, GitPython, aiohttp
 and does not know the mistakes that this project has met (a keyword left out, a name missing in a table, a loop that
 stops after the first chunk); mutmut 3.8 decides itself what runs and has no random sample; libcst only rewrites.
-Left alone is what cannot change a number or an answer: docstrings, annotations, texts of errors, assertions.
+Excluded are places that cannot change a number or an answer: docstrings, annotations, texts of errors, assertions.
 """
 
 import ast
@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
 
-Change = tuple[str, ast.AST | str]  # rule, and what stands at the place of the node then
+Change = tuple[str, ast.AST | str]  # rule, and the replacement of the node
 
 COMPARE = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
@@ -27,22 +27,22 @@ SIBLINGS = (
     ("startswith", "endswith"), ("removeprefix", "removesuffix"), ("append", "extend"), ("lstrip", "rstrip"),
     ("find", "rfind"), ("zeros", "ones"), ("zeros_like", "ones_like"), ("partition", "rpartition"),
 )  # fmt: skip
-SIBLING = {one: other for pair in SIBLINGS for one, other in (pair, pair[::-1])}
+SIBLING = {name: sibling for pair in SIBLINGS for name, sibling in (pair, pair[::-1])}
 NO_ANSWER = {"help", "metavar", "show_default", "short_help", "stacklevel", "copy"}  # keywords that change no answer
 
 
 @dataclass(frozen=True)
 class Edit:
-    """One wrong place: the bytes from `start` to `end` of the source become `text`."""
+    """Change of one place: the bytes from `start` to `end` of the source become `text`."""
 
-    line: int  # where it begins, from 1
-    rule: str  # what was done
+    line: int  # first line, from 1
+    rule: str  # name of the rule
     start: int
     end: int
     text: str
-    before: str  # the lines that it changes
-    after: str  # what they become
-    at_import: bool  # whether importing the module runs it
+    old_lines: str  # changed lines before the edit
+    new_lines: str  # changed lines after the edit
+    at_import: bool  # True if importing the module runs the place
 
     def apply(self, source: str) -> str:
         """Return the source with this edit made."""
@@ -65,13 +65,13 @@ def edits(source: str) -> Iterator[Edit]:
     for row in data.splitlines(keepends=True):
         starts.append(starts[-1] + len(row))
     for node, at_import in _nodes(ast.parse(source)):
-        for rule, new in _changes(node):
+        for rule, replacement in _changes(node):
             first, last = node.lineno - 1, node.end_lineno or node.lineno
             start, end = starts[first] + node.col_offset, starts[last - 1] + (node.end_col_offset or 0)
-            text = data[start:end].decode() + new if isinstance(new, str) else ast.unparse(new)
-            before = data[starts[first] : starts[last]].decode()
-            after = data[starts[first] : start].decode() + text + data[end : starts[last]].decode()
-            yield Edit(node.lineno, rule, start, end, text, before.strip(), after.strip(), at_import)
+            text = data[start:end].decode() + replacement if isinstance(replacement, str) else ast.unparse(replacement)
+            old_lines = data[starts[first] : starts[last]].decode()
+            new_lines = data[starts[first] : start].decode() + text + data[end : starts[last]].decode()
+            yield Edit(node.lineno, rule, start, end, text, old_lines.strip(), new_lines.strip(), at_import)
 
 
 def _nodes(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.expr, bool]]:
@@ -119,8 +119,8 @@ def _children(node: ast.AST) -> list[ast.AST]:
 def _changes(node: ast.AST) -> Iterator[Change]:
     match node:
         case ast.Compare():
-            for i, op in enumerate(node.ops):
-                yield "comparison", _with(node, ops=[*node.ops[:i], COMPARE[type(op)](), *node.ops[i + 1 :]])
+            for index, op in enumerate(node.ops):
+                yield "comparison", _with(node, ops=[*node.ops[:index], COMPARE[type(op)](), *node.ops[index + 1 :]])
         case ast.BinOp() if type(node.op) in ARITHMETIC:
             yield "arithmetic", _with(node, op=ARITHMETIC[type(node.op)]())
         case ast.AugAssign() if type(node.op) in ARITHMETIC:
@@ -151,10 +151,10 @@ def _changes(node: ast.AST) -> Iterator[Change]:
 
 def _with(node: ast.AST, **fields: object) -> ast.AST:
     """Copy a node with other fields."""
-    made = copy.copy(node)
+    clone = copy.copy(node)
     for name, value in fields.items():
-        setattr(made, name, value)
-    return made
+        setattr(clone, name, value)
+    return clone
 
 
 def _constants(node: ast.Constant) -> Iterator[Change]:
@@ -180,12 +180,12 @@ def _subscripts(node: ast.Subscript) -> Iterator[Change]:
 def _calls(node: ast.Call) -> Iterator[Change]:
     for keyword in node.keywords:
         if keyword.arg not in NO_ANSWER:
-            left = [other for other in node.keywords if other is not keyword]
-            yield f"{keyword.arg or '**'}= left out", _with(node, keywords=left)
-    for i, (one, other) in enumerate(pairwise(node.args)):
-        named = isinstance(one, ast.Name | ast.Attribute) and isinstance(other, ast.Name | ast.Attribute)
-        if named and ast.dump(one) != ast.dump(other):
-            yield "arguments swapped", _with(node, args=[*node.args[:i], other, one, *node.args[i + 2 :]])
+            remaining = [argument for argument in node.keywords if argument is not keyword]
+            yield f"{keyword.arg or '**'}= left out", _with(node, keywords=remaining)
+    for index, (first, second) in enumerate(pairwise(node.args)):
+        are_names = isinstance(first, ast.Name | ast.Attribute) and isinstance(second, ast.Name | ast.Attribute)
+        if are_names and ast.dump(first) != ast.dump(second):
+            yield "arguments swapped", _with(node, args=[*node.args[:index], second, first, *node.args[index + 2 :]])
     match node.func:
         case ast.Name(id=name) if name in SIBLING:
             yield name, _with(node, func=ast.Name(SIBLING[name]))
@@ -198,23 +198,23 @@ def _tables(node: ast.Tuple | ast.List | ast.Set | ast.Dict) -> Iterator[Change]
     names = node.keys if isinstance(node, ast.Dict) else node.elts
     if len(names) < 2 or not all(map(_is_name, names)):
         return
-    for i in range(len(names)):
-        label = f"{ast.unparse(names[i])[:40]} left out" if names[i] else "** left out"  # pyright: ignore[reportArgumentType]
+    for index in range(len(names)):
+        label = f"{ast.unparse(names[index])[:40]} left out" if names[index] else "** left out"  # pyright: ignore[reportArgumentType]
         if isinstance(node, ast.Dict):
-            yield label, _with(node, keys=_without(node.keys, i), values=_without(node.values, i))
+            yield label, _with(node, keys=_without(node.keys, index), values=_without(node.values, index))
         else:
-            yield label, _with(node, elts=_without(node.elts, i))
+            yield label, _with(node, elts=_without(node.elts, index))
 
 
 def _is_name(node: ast.expr | None) -> bool:
-    """Check for a string, or a row of a table that begins with one."""
+    """Check for a string, or a row of a table that begins with a string."""
     if isinstance(node, ast.Tuple) and node.elts:
         node = node.elts[0]
     return isinstance(node, ast.Constant) and isinstance(node.value, str)
 
 
-def _without(items: list, i: int) -> list:
-    return [*items[:i], *items[i + 1 :]]
+def _without(items: list, index: int) -> list:
+    return [*items[:index], *items[index + 1 :]]
 
 
 def _statements(node: ast.stmt) -> Iterator[Change]:

@@ -46,10 +46,10 @@ def step_time(name: str, tokens: int) -> float:
     start = time.perf_counter()
     _, grads = loss_and_gradients(weights, adapter, [batch], label_smoothing=0.0, parameters=flat)
     clipped, _ = clip_by_norm(grads, max_norm=1.0)
-    for key, grad in clipped.items():
-        zero = np.zeros_like(grad)
+    for key, gradient in clipped.items():
+        zero = np.zeros_like(gradient)
         adamw_step(
-            flat[key], grad, zero, zero, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
+            flat[key], gradient, zero, zero, step=1, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
         )  # fmt: skip
     return time.perf_counter() - start
 

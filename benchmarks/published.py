@@ -1,4 +1,4 @@
-"""Real material, judged in one table: published vocabularies, chat templates, a model, checkpoints of the hub.
+"""Published vocabularies, chat templates, a model and hub checkpoints, judged in one table.
 
     python tests/support/fetch_vocabularies.py DIR
     python tests/support/build_llama_tools.py DIR                    programs of llama.cpp, some minutes
@@ -44,10 +44,10 @@ def main(full: bool, only: tuple[str, ...], threads: int, output: Path | None) -
     if hasattr(os, "sched_setaffinity"):  # engines take a thread for each core
         os.sched_setaffinity(0, sorted(os.sched_getaffinity(0))[-threads:])
     print("| what | judge | compared | wrong | note |\n|---|---|---|---|---|")
-    lines, every = [], parts(full, threads)
+    lines, lines_by_part = [], parts(full, threads)
     for name in only or NAMES:
         progress(f"part {name}")
-        for line in every[name]():
+        for line in lines_by_part[name]():
             print(line, flush=True)
             lines.append(line)
     if output is not None:
@@ -56,7 +56,7 @@ def main(full: bool, only: tuple[str, ...], threads: int, output: Path | None) -
 
 
 def parts(full: bool, n_threads: int) -> dict[str, Part]:
-    """Return what makes the lines of each part; a part imports its engines when it starts."""
+    """Return the function that makes the lines of each part; a part imports its engines when it starts."""
     import published_checkpoints as hub
     import published_files as files
     import published_speed as timing

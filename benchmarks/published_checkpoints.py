@@ -1,8 +1,8 @@
 """Published checkpoints of the hub, one of each family below 4 billion parameters, as a folder and as a GGUF file.
 
-Nothing is fixed but names: the commit is the newest one, and the table has it with the hash of the weights. Families
-without a checkpoint so small are not in the list: Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Llama 4, Mistral. A
-row says NOT RUN where the hub cannot be reached, a checkpoint is gated, or memory or disk are too small.
+Only names are fixed: the commit is the newest one, and the table has it with the hash of the weights. Families
+without a checkpoint of this size are not in the list: Qwen2-MoE, Qwen3-MoE, Qwen3-Next, Qwen3.5-MoE, Llama 4,
+Mistral. A row is NOT RUN if the hub cannot be reached, a checkpoint is gated, or memory or disk are too small.
 """
 
 from collections.abc import Callable, Iterator
@@ -31,7 +31,7 @@ N_STRINGS, N_PROMPTS = 2000, 3
 
 
 def checkpoints(n_windows: int, n_threads: int) -> Iterator[Line]:
-    """Download each checkpoint by llorch, and judge it."""
+    """Download each checkpoint with llorch, and judge it."""
     from llorch.files.hub import find
 
     for family, specs in CHECKPOINTS.items():
@@ -58,7 +58,7 @@ def identity(path: Path) -> str:
 
 
 def verdicts(name: str, path: Path, n_windows: int, n_threads: int) -> Iterator[Line]:
-    """Judge tokenizer, template, stages, texts and perplexity; one that ends by an error counts as wrong."""
+    """Judge tokenizer, template, stages, texts and perplexity; an exception counts as wrong."""
     steps: dict[str, Callable[[], Iterator[Line]]] = {
         "tokenizer": lambda: tokenizer(name, path),
         "template": lambda: template(name, path),
@@ -71,13 +71,13 @@ def verdicts(name: str, path: Path, n_windows: int, n_threads: int) -> Iterator[
             yield from lines()
         except MemoryError as error:
             yield not_run(f"{name}, {step}", "memory", str(error))
-        except Exception as error:  # the table goes on with the next step
+        except Exception as error:  # the table continues with the next step
             yield Line(f"{name}, {step}", "none", 0, 1, f"{type(error).__name__}: {' '.join(str(error).split())[:300]}")
     decoded(path).unlink(missing_ok=True)
 
 
 def decoded(path: Path) -> Path:
-    """Return the checkpoint as an F32 GGUF file, which is written at the first use."""
+    """Return the checkpoint as an F32 GGUF file, written at the first use."""
     from llorch.files.convert import convert
     from llorch.files.quant import GGMLType
 
@@ -88,27 +88,27 @@ def decoded(path: Path) -> Path:
 
 
 def tokenizer(name: str, path: Path) -> Iterator[Line]:
-    """Compare ids: of a folder with transformers, of a GGUF file with llama.cpp."""
+    """Compare ids of a folder with transformers', ids of a GGUF file with llama.cpp's."""
     from helpers.llama_vocabulary import LlamaVocabulary
 
     from llorch.model.model import load
     from tests.files.tokenizer.test_published import strings_for
 
-    ours = load(path).tokenizer
+    tokenizer_ = load(path).tokenizer
     strings = strings_for(decoded(path), N_STRINGS, seed=44)
-    theirs: Callable[[str], list[int]]
+    encode: Callable[[str], list[int]]
     if path.is_dir():
         library = auto_tokenizer(path)
-        theirs, judge = lambda text: library.encode(text, add_special_tokens=False), "transformers"
+        encode, judge = lambda text: library.encode(text, add_special_tokens=False), "transformers"
     else:
         vocabulary: Any = LlamaVocabulary(path)
-        theirs, judge = lambda text: vocabulary.encode(text, add_special=False, parse_special=True), "llama.cpp"
-    wrong = sum(ours.encode(text, add_special=False, parse_special=True) != theirs(text) for text in strings)
+        encode, judge = lambda text: vocabulary.encode(text, add_special=False, parse_special=True), "llama.cpp"
+    wrong = sum(tokenizer_.encode(text, add_special=False, parse_special=True) != encode(text) for text in strings)
     yield Line(f"{name}, ids", judge, len(strings), wrong)
 
 
 def auto_tokenizer(folder: Path) -> Any:
-    """Open the tokenizer of a folder by transformers."""
+    """Open the tokenizer of a folder with transformers."""
     import transformers
 
     return transformers.AutoTokenizer.from_pretrained(folder, local_files_only=True)
@@ -116,7 +116,7 @@ def auto_tokenizer(folder: Path) -> Any:
 
 def template(name: str, path: Path) -> Iterator[Line]:
     """Compare the texts of conversations with those of transformers."""
-    from published_vocabulary import rendered
+    from published_vocabulary import render_both
 
     from llorch.model.model import load
     from tests.files.tokenizer.test_chat import PUBLISHED_CHATS
@@ -127,8 +127,8 @@ def template(name: str, path: Path) -> Iterator[Line]:
         yield not_run(f"{name}, template", "transformers", "the model has no chat template")
         return
     specials = {"bos_token": model.tokenizer.bos_token_id, "eos_token": next(iter(model.tokenizer.eos_token_ids), None)}
-    texts = {key: model.tokenizer.token_bytes(one).decode() for key, one in specials.items() if one is not None}
-    verdicts = [rendered(source, texts, shape) for shape in PUBLISHED_CHATS]
+    texts = {key: model.tokenizer.token_bytes(i).decode() for key, i in specials.items() if i is not None}
+    verdicts = [render_both(source, texts, shape) for shape in PUBLISHED_CHATS]
     yield Line(
         f"{name}, template", "transformers", len(verdicts), sum(expected != actual for expected, actual in verdicts)
     )

@@ -1,7 +1,7 @@
 """SmolLM2 as other files: quantised by llama.cpp, converted to a folder and back, and cut in parts by llama.cpp.
 
 Every tensor of a quantised file is compared with llama.cpp's decoding of it, bit for bit. `llorch verify` judges the
-stages beside llama.cpp, which runs the same file.
+stages against llama.cpp, which runs the same file.
 """
 
 import subprocess
@@ -16,19 +16,19 @@ from published_texts import as_stored, prompts
 
 FIRST, SAMPLE, ALSO_VERIFIED = "LLAMA_FTYPE_", ("Q8_0", "Q4_0", "Q4_K_M", "Q2_K", "IQ4_XS", "TQ2_0"), ("Q4_K_M",)
 NO_TYPES = ("GUESSED", "ALL_F32")
-FLOAT32, N_STRINGS, N_NEW = 0, 2000, 16  # llama_ftype of F32; strings to encode; tokens of a text
+FLOAT32, N_STRINGS, N_NEW = 0, 2000, 16  # llama_ftype of F32; strings to encode; new tokens of a text
 
 
 def file_types(full: bool) -> dict[str, int]:
     """Return the types of files that llama.cpp writes, by name."""
     import llama_cpp
 
-    found = {
+    numbers = {
         name.removeprefix(FIRST).removeprefix("MOSTLY_"): getattr(llama_cpp, name)
         for name in dir(llama_cpp)
         if name.startswith(FIRST)
     }
-    return {name: number for name, number in found.items() if name not in NO_TYPES and (full or name in SAMPLE)}
+    return {name: number for name, number in numbers.items() if name not in NO_TYPES and (full or name in SAMPLE)}
 
 
 def types(full: bool, n_threads: int) -> Iterator[Line]:
@@ -46,8 +46,8 @@ def types(full: bool, n_threads: int) -> Iterator[Line]:
         except (ChildProcessError, EngineDied) as error:
             yield not_run(f"SmolLM2 as {name}", "llama.cpp", str(error))
             continue
-        wrong, n, note = compare_decoded(path, copy)
-        yield Line(f"SmolLM2 as {name}, tensors", "llama.cpp", n, wrong, note)
+        wrong, n_tensors, note = compare_decoded(path, copy)
+        yield Line(f"SmolLM2 as {name}, tensors", "llama.cpp", n_tensors, wrong, note)
         if full or name in ALSO_VERIFIED:
             yield as_stored(f"SmolLM2 as {name}, stages", path)
         path.unlink()
@@ -55,22 +55,22 @@ def types(full: bool, n_threads: int) -> Iterator[Line]:
 
 
 def compare_decoded(path: Path, copy: Path) -> tuple[int, int, str]:
-    """Compare every tensor with llama.cpp's decoding: how many differ, how many there are, and their types."""
+    """Compare every tensor with llama.cpp's decoding; return the number that differ, the number of all, and a note."""
     from llorch.files.gguf import open_gguf
 
     wrong, kinds = 0, Counter[str]()
-    with open_gguf(path) as ours, open_gguf(copy) as theirs:
-        for name, info in ours.tensors.items():
+    with open_gguf(path) as llorch_file, open_gguf(copy) as llamacpp_file:
+        for name, info in llorch_file.tensors.items():
             if len(info.shape) > 1:
                 kinds[info.ggml_type.name] += 1
-            wrong += not np.array_equal(ours.array(name), theirs.array(name))
-        wrong += len(ours.tensors.keys() ^ theirs.tensors.keys())
-        n = len(ours.tensors)
-    return wrong, n, "matrices: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
+            wrong += not np.array_equal(llorch_file.array(name), llamacpp_file.array(name))
+        wrong += len(llorch_file.tensors.keys() ^ llamacpp_file.tensors.keys())
+        n_tensors = len(llorch_file.tensors)
+    return wrong, n_tensors, "matrices: " + ", ".join(f"{count} {kind}" for kind, count in kinds.most_common())
 
 
 def folder(n_threads: int) -> Iterator[Line]:
-    """Judge the model as a folder, and as the GGUF file that is made of the folder."""
+    """Judge the model as a folder, and as the GGUF file converted from the folder."""
     import transformers
     from helpers.llama_vocabulary import LlamaVocabulary
 
@@ -78,11 +78,11 @@ def folder(n_threads: int) -> Iterator[Line]:
     from llorch.files.convert import convert
     from tests.files.tokenizer.test_published import strings_for
 
-    there, back, theirs = decoded_folder(), work("back.gguf"), work("by-llamacpp.gguf")
+    folder_path, gguf_path, llamacpp_path = decoded_folder(), work("back.gguf"), work("by-llamacpp.gguf")
     progress("folder: back to GGUF")
-    convert(there, back)
-    in_child("llamacpp", smollm2(), "published_quantise:quantise", smollm2(), theirs, FLOAT32, n_threads)
-    expected, actual = read_by_gguf(theirs), read_by_gguf(back)
+    convert(folder_path, gguf_path)
+    in_child("llamacpp", smollm2(), "published_quantise:quantise", smollm2(), llamacpp_path, FLOAT32, n_threads)
+    expected, actual = read_by_gguf(llamacpp_path), read_by_gguf(gguf_path)
     wrong = sum(not np.array_equal(expected[name], actual[name]) for name in expected.keys() & actual.keys())
     yield Line(
         "SmolLM2 to a folder and back, tensors",
@@ -93,20 +93,20 @@ def folder(n_threads: int) -> Iterator[Line]:
 
     progress("folder: ids")
     strings = strings_for(smollm2(), N_STRINGS, seed=43)
-    before, after = LlamaVocabulary(smollm2()), LlamaVocabulary(back)
-    library = transformers.AutoTokenizer.from_pretrained(there)
-    how: dict[str, Any] = {"add_special": False, "parse_special": True}
-    wanted = [before.encode(text, **how) for text in strings]
-    wrong = sum(after.encode(text, **how) != ids for text, ids in zip(strings, wanted, strict=True))
+    original, converted = LlamaVocabulary(smollm2()), LlamaVocabulary(gguf_path)
+    library = transformers.AutoTokenizer.from_pretrained(folder_path)
+    options: dict[str, Any] = {"add_special": False, "parse_special": True}
+    expected_ids = [original.encode(text, **options) for text in strings]
+    wrong = sum(converted.encode(text, **options) != ids for text, ids in zip(strings, expected_ids, strict=True))
     yield Line("SmolLM2 to a folder and back, ids", "llama.cpp", len(strings), wrong)
     wrong = sum(
-        library.encode(text, add_special_tokens=False) != ids for text, ids in zip(strings, wanted, strict=True)
+        library.encode(text, add_special_tokens=False) != ids for text, ids in zip(strings, expected_ids, strict=True)
     )
     yield Line("SmolLM2 as a folder, ids", "transformers, llama.cpp", len(strings), wrong)
-    before.close()
-    after.close()
+    original.close()
+    converted.close()
     progress("folder: texts")
-    yield folder_texts(there, back, n_threads)
+    yield folder_texts(folder_path, gguf_path, n_threads)
 
 
 def read_by_gguf(path: Path) -> dict[str, np.ndarray]:
@@ -116,50 +116,50 @@ def read_by_gguf(path: Path) -> dict[str, np.ndarray]:
     return {tensor.name: np.array(tensor.data) for tensor in GGUFReader(path).tensors}
 
 
-def folder_texts(there: Path, back: Path, n_threads: int) -> Line:
-    """Compare the texts of transformers, on the folder, with those of llama.cpp on the files before and after."""
+def folder_texts(folder_path: Path, gguf_path: Path, n_threads: int) -> Line:
+    """Compare transformers' texts on the folder with llama.cpp's texts on the files before and after conversion."""
     import torch
     import transformers
 
     from llorch.engines.process import EngineInChild
 
     torch.set_num_threads(n_threads)
-    library = transformers.AutoTokenizer.from_pretrained(there)
+    library = transformers.AutoTokenizer.from_pretrained(folder_path)
     ids = [library.encode(text) for text in prompts(5)]
     texts: list[list[list[int]]] = []
     engine: Any
-    for path in (decoded(), back):
+    for path in (decoded(), gguf_path):
         with EngineInChild("llamacpp", path, "published_llamacpp:Texts", path, n_threads) as engine:
             texts.append(engine.greedy_batch(ids, N_NEW))
-    model: Any = transformers.AutoModelForCausalLM.from_pretrained(there, dtype=torch.float32).eval()
-    found = []
+    model: Any = transformers.AutoModelForCausalLM.from_pretrained(folder_path, dtype=torch.float32).eval()
+    library_texts = []
     for prompt in ids:
-        made = model.generate(torch.tensor([prompt]), max_new_tokens=N_NEW, min_new_tokens=N_NEW, do_sample=False)
-        found.append(made[0, len(prompt) :].tolist())
-    wrong = sum(len({tuple(one) for one in row}) > 1 for row in zip(*texts, found, strict=True))
+        output = model.generate(torch.tensor([prompt]), max_new_tokens=N_NEW, min_new_tokens=N_NEW, do_sample=False)
+        library_texts.append(output[0, len(prompt) :].tolist())
+    wrong = sum(len({tuple(text_ids) for text_ids in row}) > 1 for row in zip(*texts, library_texts, strict=True))
     return Line(f"SmolLM2 to a folder and back, {N_NEW} greedy tokens", "transformers, llama.cpp", len(ids), wrong)
 
 
 def parts() -> Iterator[Line]:
-    """Judge the model in the parts that llama.cpp's tool writes, opened from each part."""
+    """Judge the model in parts written by llama.cpp's tool, opened from each part."""
     from llorch.files.gguf import open_gguf
     from llorch.model.model import load
 
-    what, program = "SmolLM2 in parts", tool("llama-gguf-split")
+    title, program = "SmolLM2 in parts", tool("llama-gguf-split")
     if program is None:
-        yield not_run(what, "llama-gguf-split", "tests/support/build_llama_tools.py builds the tool")
+        yield not_run(title, "llama-gguf-split", "tests/support/build_llama_tools.py builds the tool")
         return
     subprocess.run(
         [program, "--split", "--split-max-tensors", "64", smollm2(), work("part")], check=True, capture_output=True
     )
-    found = sorted(work("part").parent.glob("part-*-of-*.gguf"))
+    part_paths = sorted(work("part").parent.glob("part-*-of-*.gguf"))
     expected = load(smollm2())
     ids = expected.tokenizer.encode(PROMPT)
     logits, wrong = expected.forward(ids), 0
-    with open_gguf(smollm2()) as whole:
-        for part in found:
+    with open_gguf(smollm2()) as full_file:
+        for part in part_paths:
             model = load(part)
             wrong += not np.array_equal(model.forward(ids), logits)
-            for name in whole.tensors:
-                wrong += not np.array_equal(model.weights.source.array(name), whole.array(name))
-    yield Line(what, "llama-gguf-split", len(found), wrong, f"{len(found)} parts")
+            for name in full_file.tensors:
+                wrong += not np.array_equal(model.weights.source.array(name), full_file.array(name))
+    yield Line(title, "llama-gguf-split", len(part_paths), wrong, f"{len(part_paths)} parts")

@@ -1,4 +1,4 @@
-"""Lines of the table of `published.py`, the published model, and files that several parts make once."""
+"""Lines of the table of `published.py`, the published model, and files that several parts share."""
 
 import functools
 import os
@@ -20,7 +20,7 @@ class Line:
 
     what: str
     judge: str
-    n: int  # things that were compared; 0 where nothing ran, and then the note says why
+    n: int  # number of comparisons; 0 if nothing ran, then the note gives the reason
     wrong: int
     note: str = ""
 
@@ -32,9 +32,9 @@ class Line:
         return asdict(self)
 
 
-def not_run(what: str, judge: str, reason: str) -> Line:
-    """Make the line of a thing that could not be compared."""
-    return Line(what, judge, 0, 0, f"NOT RUN: {' '.join(reason.split())}")
+def not_run(title: str, judge: str, reason: str) -> Line:
+    """Make the line of a part that could not run."""
+    return Line(title, judge, 0, 0, f"NOT RUN: {' '.join(reason.split())}")
 
 
 def progress(text: str) -> None:
@@ -48,7 +48,7 @@ def all_lines(lines: Iterable[str]) -> str:
 
 
 def material() -> Path:
-    """Return the folder of the fetched material; ends the program where there is none."""
+    """Return the folder of the fetched material; exit if it is not set."""
     folder = os.environ.get("LLORCH_VOCABULARIES")
     if not folder:
         sys.exit("published: LLORCH_VOCABULARIES is not set; tests/support/fetch_vocabularies.py gets the files")

@@ -1,6 +1,6 @@
-"""llama.cpp writes texts, and shows logits of several ways to run a prompt; for `published_texts.py`.
+"""Texts by llama.cpp, and logits of several ways to run a prompt; for `published_texts.py`.
 
-It runs in a process for engines.
+It runs in a child process for engines.
 """
 
 from collections.abc import Sequence
@@ -14,10 +14,10 @@ from llorch.engines import llamacpp
 
 
 class Texts:
-    """The model with plain weights and, for one comparison, with weights laid out for the processor."""
+    """Model with plain weights and, for one comparison, with weights repacked for the processor."""
 
     def __init__(self, path: Path, n_threads: int) -> None:
-        """Load the model twice; what no layout changes is mapped once."""
+        """Load the model twice; weights that repacking does not change are mapped once."""
         with ExitStack() as resources:
             self._plain = resources.enter_context(llamacpp.LlamaCpp(path, n_threads=n_threads))
             default = llama_cpp.llama_model_default_params()
@@ -34,21 +34,21 @@ class Texts:
         self._resources.close()
 
     def greedy_batch(self, prompts: Sequence[Sequence[int]], n: int) -> list[list[int]]:
-        """Continue many prompts at once by `n` tokens; end tokens do not stop it."""
-        written: list[list[int]] = [[] for _ in prompts]
-        room = max(map(len, prompts)) + n
-        with closing(_Context(self._plain._model(), len(prompts), room, self._n_threads)) as context:
+        """Continue many prompts at once by `n` tokens; EOS does not stop it."""
+        texts: list[list[int]] = [[] for _ in prompts]
+        n_context = max(map(len, prompts)) + n
+        with closing(_Context(self._plain._model(), len(prompts), n_context, self._n_threads)) as context:
             steps = [list(prompt) for prompt in prompts]
             for _ in range(n):
-                best = [int(row.argmax()) for row in context.logits(steps)]
-                for text, token in zip(written, best, strict=True):
-                    text.append(token)
-                steps = [[token] for token in best]
-        return written
+                tokens = [int(row.argmax()) for row in context.logits(steps)]
+                for text_ids, token in zip(texts, tokens, strict=True):
+                    text_ids.append(token)
+                steps = [[token] for token in tokens]
+        return texts
 
     def runs(self, ids: Sequence[int]) -> dict[str, np.ndarray]:
         """Compute the logits of the last token in several runs of llama.cpp."""
-        found: dict[str, np.ndarray] = {}
+        logits: dict[str, np.ndarray] = {}
         for name, model, parts in (
             ("one pass", self._plain._model(), [ids]),
             ("cached", self._plain._model(), [ids[:-1], ids[-1:]]),
@@ -57,12 +57,12 @@ class Texts:
         ):
             with closing(_Context(model, 1, len(ids), self._n_threads)) as context:
                 for part in parts:
-                    found[name] = context.logits([part])[0]
-        return found
+                    logits[name] = context.logits([part])[0]
+        return logits
 
 
 class _Context:
-    """A context with a cache for each of several texts."""
+    """llama.cpp context with a KV cache for each of several texts."""
 
     def __init__(self, model: llama_cpp.llama_model_p, n_texts: int, room: int, n_threads: int) -> None:
         params = llama_cpp.llama_context_default_params()
@@ -83,19 +83,19 @@ class _Context:
         llama_cpp.llama_free(self._context)
 
     def logits(self, steps: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Run the next tokens of every text; the logits of each one's last."""
+        """Run the next tokens of every text; return the logits of each text's last token."""
         batch = llama_cpp.llama_batch_init(sum(map(len, steps)), 0, 1)
-        ends, n = [], 0
+        ends, n_tokens = [], 0
         try:
             for text, step in enumerate(steps):
                 for token in step:
-                    batch.token[n], batch.pos[n] = token, self._lengths[text]
-                    batch.n_seq_id[n], batch.seq_id[n][0], batch.logits[n] = 1, text, False
+                    batch.token[n_tokens], batch.pos[n_tokens] = token, self._lengths[text]
+                    batch.n_seq_id[n_tokens], batch.seq_id[n_tokens][0], batch.logits[n_tokens] = 1, text, False
                     self._lengths[text] += 1
-                    n += 1
-                batch.logits[n - 1] = True
-                ends.append(n - 1)
-            batch.n_tokens = n
+                    n_tokens += 1
+                batch.logits[n_tokens - 1] = True
+                ends.append(n_tokens - 1)
+            batch.n_tokens = n_tokens
             if status := llama_cpp.llama_decode(self._context, batch):
                 raise RuntimeError(f"llama.cpp: status {status}: {llamacpp.last_errors()}")
         finally:

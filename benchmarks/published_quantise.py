@@ -1,4 +1,4 @@
-"""llama.cpp writes a GGUF file anew in another type; for `published_files.py`, in a process for engines."""
+"""Quantisation of a GGUF file by llama.cpp; for `published_files.py`, in a child process for engines."""
 
 import ctypes
 from pathlib import Path
@@ -17,7 +17,7 @@ def _log(_level: int, text: bytes, _user_data: int | None) -> None:
 
 
 def quantise(source: Path, path: Path, file_type: int, n_threads: int) -> None:
-    """Write the copy; types that need the importance of columns are told that all are equally important."""
+    """Write the copy, with an importance matrix of ones for the types that need one."""
     llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
     settings = llama_cpp.llama_model_quantize_default_params()
     settings.ftype, settings.nthread, settings.allow_requantize = file_type, n_threads, True
@@ -28,7 +28,7 @@ def quantise(source: Path, path: Path, file_type: int, n_threads: int) -> None:
 
 
 def importance(source: Path) -> ctypes.Array:
-    """Make llama.cpp's table of the importance of columns: 1 for all."""
+    """Make llama.cpp's importance matrix: 1 for all columns."""
     with open_gguf(source) as file:
         widths = {name: info.shape[-1] for name, info in file.tensors.items() if len(info.shape) > 1}
     table = (llama_cpp.llama_model_imatrix_data * (len(widths) + 1))()  # an entry without a name ends it

@@ -1,7 +1,7 @@
-"""Speed of SmolLM2 beside llama.cpp: every round of every engine is a process, and rounds are interleaved.
+"""Speed of SmolLM2 against llama.cpp: every round of every engine is a process, and rounds are interleaved.
 
-A process imports its packages, then opens the file (which the system has in memory) and makes ids of a short
-text and runs them; then it reads a prompt of 1,200 tokens and decodes. Peak memory is that of the whole process.
+A process imports its packages, opens the file (which is in the page cache), encodes a short text and runs it; then it
+reads a prompt of 1,200 tokens and decodes. Peak memory is that of the process.
 """
 
 import json
@@ -20,7 +20,7 @@ from published_lines import PROMPT, Line, not_run, progress, smollm2
 from rounds import OTHERS, busy_seconds, processor
 
 N_PROMPT, N_DECODE, ROOM = 1200, 32, 1280
-# llama.cpp lays packed weights out for the processor; with AMX release 0.3.36 of its package ends by SIGSEGV there.
+# llama.cpp lays packed weights out for the processor; with AMX, release 0.3.36 of its package ends there by SIGSEGV.
 PLAIN = "llama.cpp, weights as stored"
 ENGINES = ("llorch, NumPy", "llorch, torch", "llama.cpp", PLAIN)
 FIGURES = {
@@ -32,65 +32,65 @@ FIGURES = {
 
 
 def speed(n_rounds: int, n_threads: int) -> Iterator[Line]:
-    """Time the engines in turn."""
+    """Time the engines in interleaved rounds."""
     smollm2().read_bytes()
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in ENGINES}
-    ended: dict[str, str] = {}
-    for at in range(n_rounds):
+    failures: dict[str, str] = {}
+    for index in range(n_rounds):
         for name in ENGINES:
-            progress(f"speed: round {at + 1} of {n_rounds}, {name}")
+            progress(f"speed: round {index + 1} of {n_rounds}, {name}")
             variables = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(n_threads))
-            words = [sys.executable, __file__, name, str(smollm2()), str(n_threads)]
-            done = subprocess.run(words, capture_output=True, text=True, check=False, env=os.environ | variables)
-            if done.returncode:
-                ended[name] = f"ended with {done.returncode}: {done.stderr.strip()[-200:]}"
+            command = [sys.executable, __file__, name, str(smollm2()), str(n_threads)]
+            process = subprocess.run(command, capture_output=True, text=True, check=False, env=os.environ | variables)
+            if process.returncode:
+                failures[name] = f"ended with {process.returncode}: {process.stderr.strip()[-200:]}"
             else:
-                samples[name].append(json.loads(done.stdout.splitlines()[-1]))
-    where = f"{processor()}, {n_threads} threads"
+                samples[name].append(json.loads(process.stdout.splitlines()[-1]))
+    host = f"{processor()}, {n_threads} threads"
     for name in ENGINES:
-        what = f"SmolLM2, speed of {name}"
-        yield not_run(what, where, ended[name]) if name in ended else figures(what, where, samples[name])
+        title = f"SmolLM2, speed of {name}"
+        yield not_run(title, host, failures[name]) if name in failures else figures(title, host, samples[name])
 
 
-def figures(what: str, where: str, rounds: list[dict[str, float]]) -> Line:
+def figures(title: str, host: str, rounds: list[dict[str, float]]) -> Line:
     """Make the line with the medians of an engine; a figure is never wrong."""
-    busy = sum(one["others"] > OTHERS for one in rounds)
-    medians = (f"{statistics.median(one[key] for one in rounds):.4g} {unit}" for key, unit in FIGURES.items())
-    beside = f"other work ran beside {busy} of {len(rounds)} rounds" if busy else "no other work ran"
-    return Line(what, where, len(rounds), 0, f"{', '.join(medians)}; {beside}")
+    n_busy = sum(sample["others"] > OTHERS for sample in rounds)
+    medians = (f"{statistics.median(sample[key] for sample in rounds):.4g} {unit}" for key, unit in FIGURES.items())
+    load_note = f"other work ran beside {n_busy} of {len(rounds)} rounds" if n_busy else "no other work ran"
+    return Line(title, host, len(rounds), 0, f"{', '.join(medians)}; {load_note}")
 
 
 def one_round(name: str, path: Path, n_threads: int) -> dict[str, float]:
     """Time one engine in this process."""
     open_engine, encode = opener(name, n_threads)
-    busy, own, began = busy_seconds(), time.process_time(), time.perf_counter()
+    busy, cpu_start, start_of_all = busy_seconds(), time.process_time(), time.perf_counter()
     engine = open_engine(path)
     engine.prefill(encode(engine, PROMPT))
-    found = {"first": time.perf_counter() - began}
+    measured = {"first": time.perf_counter() - start_of_all}
     start = time.perf_counter()
-    engine.prefill([1000 + i % 7000 for i in range(N_PROMPT)])
-    found["prompt"] = time.perf_counter() - start
-    found["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
+    engine.prefill([1000 + index % 7000 for index in range(N_PROMPT)])
+    measured["prompt"] = time.perf_counter() - start
+    measured["peak"] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1e3
     start = time.perf_counter()
     for token in range(2000, 2000 + N_DECODE):
         engine.decode(token)
-    ended = time.perf_counter()
-    found["decode"] = N_DECODE / (ended - start)
-    others = busy_seconds() - busy - (time.process_time() - own)
-    return found | {"others": others / (ended - began) / (os.cpu_count() or 1)}
+    end = time.perf_counter()
+    measured["decode"] = N_DECODE / (end - start)
+    other_seconds = busy_seconds() - busy - (time.process_time() - cpu_start)
+    return measured | {"others": other_seconds / (end - start_of_all) / (os.cpu_count() or 1)}
 
 
 def opener(name: str, n_threads: int) -> tuple[Callable[[Path], Any], Callable[[Any, str], list[int]]]:
-    """Import what an engine needs; gives what opens a file by it, and what makes ids of a text."""
+    """Import an engine's packages; return a function that opens a file, and one that encodes a text."""
     import engines
 
-    encode: Callable[[Any, str], list[int]] = lambda it, text: it._model.tokenizer.encode(text)  # noqa: E731
+    encode: Callable[[Any, str], list[int]] = lambda engine, text: engine._model.tokenizer.encode(text)  # noqa: E731
     if name in ("llama.cpp", PLAIN):
         import llama_cpp  # noqa: F401
 
         return partial(
             engines.LlamaCpp, n_threads=n_threads, extra_buffers=name != PLAIN, n_ctx=ROOM
-        ), lambda it, text: it._llama.tokenize(text.encode())
+        ), lambda engine, text: engine._llama.tokenize(text.encode())
     if name == "llorch, torch":
         import llorch.pytorch.model
 

@@ -1,14 +1,14 @@
-"""Prefill and decode speed of quantised files, ours against llama.cpp on the same file, measured in turn.
+"""Prefill and decode speed of quantised files, llorch's against llama.cpp's on the same file, interleaved.
 
     python benchmarks/quantised_speed.py                   Qwen2.5-0.5B shape, random weights, 2 threads
     python benchmarks/quantised_speed.py --type Q4_0 --layers 4
     python benchmarks/quantised_speed.py --no-extra-buffers    where llama.cpp ends by SIGSEGV, as it may with AMX
     python benchmarks/quantised_speed.py --folders --layers 4  quantised Hugging Face folders on torch
 
-llama.cpp makes the files. Ours runs them with matrices decoded at load and with matrices decoded at every use, each in
+llama.cpp makes the files. llorch runs them with matrices decoded at load and with matrices decoded at every use, in
 plain float32 (exact) and with activations rounded as llama.cpp rounds them (ggml).
 
-With --folders the torch path runs random folders of each format beside our Q4_0 and Q8_0 and llama.cpp's on the same
+With --folders the torch path runs random folders of each format, llorch's Q4_0 and Q8_0 and llama.cpp's on the same
 shape, all in the same rounds. Then each folder and file is opened in processes of its own, in turn: its peak memory
 above that of torch, and the processor time for each of its gigabytes, beside that of the folder in floats. --vocabulary
 151936 is Qwen2.5's: a folder keeps its embedding in floats, which then takes most of the time.
@@ -96,38 +96,38 @@ print(1e3 * size, held("VmHWM") - before, seconds / size)
 def of_folders(
     config: dict[str, object], n_threads: int, prompts: Sequence[int], n_decode: int, rounds: int, extra_buffers: bool
 ) -> dict[str, Samples]:  # fmt: skip
-    """Time the folders beside files of the same shape in the same rounds, then open each alone."""
+    """Time the folders and files of the same shape in the same rounds, then open each in its own process."""
     with random_model(config) as folder:
-        made = {kind: write_folder(kind, config, folder / f"of-{number}") for number, kind in enumerate(KINDS)}
+        folders = {kind: write_folder(kind, config, folder / f"of-{number}") for number, kind in enumerate(KINDS)}
         files = {name: quantised(folder / "model.gguf", name, n_threads) for name in ("Q4_0", "Q8_0")}
-        ours = {name: path for name, path in (made | files).items() if name != "float"}
+        llorch_paths = {name: path for name, path in (folders | files).items() if name != "float"}
         engines: dict[str, Callable[[], Engine]] = {
-            name: partial(LlorchTorch, path, n_threads, "float32", "packed") for name, path in ours.items()
+            name: partial(LlorchTorch, path, n_threads, "float32", "packed") for name, path in llorch_paths.items()
         }
         for name, path in files.items():
             engines[f"llama.cpp {name}"] = lambda path=path: foreign("LlamaCpp", path, n_threads, extra_buffers)
         samples = interleave(engines, prompts, n_decode, rounds)
         for name in files:
-            same_width = [kind for kind in made if kind in samples and (kind in EIGHT_BITS) == (name == "Q8_0")]
-            others = [one for one in (name, f"llama.cpp {name}") if one in samples]
-            report({one: samples[one] for one in (*same_width, *others)}, [*same_width, *others[:1]], others)
+            same_width = [kind for kind in folders if kind in samples and (kind in EIGHT_BITS) == (name == "Q8_0")]
+            peers = [key for key in (name, f"llama.cpp {name}") if key in samples]
+            report({key: samples[key] for key in (*same_width, *peers)}, [*same_width, *peers[:1]], peers)
         for dtype in ("float32", "bfloat16"):
-            report_opening(made | files, dtype, rounds)
+            report_opening(folders | files, dtype, rounds)
     return samples
 
 
 def report_opening(models: dict[str, Path], dtype: str, rounds: int) -> None:
     """Open each folder or file in its own process, in turn; print size, peak and time beside those of the floats."""
-    found: dict[str, list[list[float]]] = {kind: [] for kind in models}
+    samples: dict[str, list[list[float]]] = {kind: [] for kind in models}
     for _ in range(rounds):
         for kind, path in models.items():
             print(f"opening {kind} in {dtype}", file=sys.stderr)
-            run = [sys.executable, "-c", OPENING, str(path), dtype]
-            out = subprocess.run(run, check=True, capture_output=True, text=True).stdout
-            found[kind].append([float(word) for word in out.split()])
-    for kind, opened in found.items():
-        size, peak, seconds = (statistics.median(column) for column in zip(*opened, strict=True))
-        ratios = [ours[2] / floats[2] for ours, floats in zip(opened, found["float"], strict=True)]
+            command = [sys.executable, "-c", OPENING, str(path), dtype]
+            printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            samples[kind].append([float(word) for word in printed.split()])
+    for kind, timed in samples.items():
+        size, peak, seconds = (statistics.median(column) for column in zip(*timed, strict=True))
+        ratios = [run[2] / reference[2] for run, reference in zip(timed, samples["float"], strict=True)]
         print(f"{kind:<12} {dtype:<9} {size:6.0f} MB, peak {peak:6.0f} MB above torch, {seconds:5.2f} s/GB to open,"
               f" {statistics.median(ratios):5.2f} of float ({min(ratios):.2f}-{max(ratios):.2f})")  # fmt: skip
 
@@ -136,16 +136,16 @@ def engines_of(path: Path, n_threads: int, extra_buffers: bool) -> dict[str, Cal
     """Name the loaders of llama.cpp, and of llorch in both arithmetics and both residencies."""
     from llorch.ops.numerics import EXACT, GGML
 
-    ours = {
+    llorch_engines = {
         f"llorch {numerics} {residency}": partial(Llorch, path, numerics, residency)
         for numerics in (EXACT, GGML)
         for residency in ("decoded", "packed")
     }
-    return {"llama.cpp": lambda: foreign("LlamaCpp", path, n_threads, extra_buffers), **ours}
+    return {"llama.cpp": lambda: foreign("LlamaCpp", path, n_threads, extra_buffers), **llorch_engines}
 
 
 def quantised(source: Path, name: str, n_threads: int) -> Path:
-    """Have llama.cpp write a quantised copy; ends with 3 where it does not survive that."""
+    """Write a quantised copy with llama.cpp; exit with 3 if llama.cpp dies."""
     from llorch.engines.process import in_child
     from llorch.runtime.errors import EngineDied
 

@@ -1,4 +1,4 @@
-"""Quantised Hugging Face folders of a real shape with random codes and scales, for measurements of speed and memory."""
+"""Quantised Hugging Face folders of a real shape with random codes and scales, to measure speed and memory."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping
@@ -22,22 +22,22 @@ class Draws:
         self.rng = np.random.default_rng(0)
 
     def codes(self, *shape: int, dtype: type = np.uint32) -> np.ndarray:
-        """Bits that are all possible."""
+        """Draw codes with all bit patterns."""
         return np.frombuffer(self.rng.bytes(int(np.prod(shape)) * np.dtype(dtype).itemsize), dtype).reshape(shape)
 
     def scales(self, *shape: int, size: float = 0.004, sign: float = 1) -> np.ndarray:
-        """Positive numbers around a size."""
+        """Draw positive numbers around a size."""
         return (sign * size * self.rng.uniform(0.5, 1.5, shape)).astype(np.float32)
 
     def e4m3(self, *shape: int) -> np.ndarray:
-        """Bytes of E4M3 that are no NaN."""
+        """Draw bytes of E4M3 without NaN."""
         codes = self.codes(*shape, dtype=np.uint8).copy()
         codes[codes & 127 > 120] = 0
         return codes
 
 
 def bf16(array: np.ndarray) -> tuple[str, np.ndarray]:
-    """Cut float32 off to BF16."""
+    """Truncate float32 to BF16."""
     return "BF16", (np.ascontiguousarray(array, np.float32).view(np.uint32) >> 16).astype(np.uint16)
 
 
@@ -104,15 +104,15 @@ def _ct(form: str, **weights: Any) -> dict[str, Any]:
     return _CT | {"format": form, "config_groups": {"group_0": group}}
 
 
-_OF_GPTQ: dict[str, Any] = {"quant_method": "gptq", "group_size": _GROUP, "desc_act": False, "sym": True}
+_GPTQ_SETTINGS: dict[str, Any] = {"quant_method": "gptq", "group_size": _GROUP, "desc_act": False, "sym": True}
 KINDS: Mapping[str, tuple[dict[str, Any], Callable[[Draws, Shape], Tensors]]] = {  # settings, tensors of a matrix
     "float": ({}, lambda draw, shape: {"weight": bf16(draw.scales(*shape) * np.sign(draw.rng.random(shape) - 0.5))}),
-    "GPTQ 4-bit": (_OF_GPTQ | {"bits": 4}, lambda draw, shape: _gptq(draw, shape, 4)),
+    "GPTQ 4-bit": (_GPTQ_SETTINGS | {"bits": 4}, lambda draw, shape: _gptq(draw, shape, 4)),
     "AWQ": ({"quant_method": "awq", "bits": 4, "group_size": _GROUP, "zero_point": True, "version": "gemm"}, _awq),
     "W4A16": (_ct("pack-quantized", num_bits=4, type="int", strategy="group", group_size=_GROUP), _pack),
     "NF4": ({"quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4"}, _nf4),
     "MLX 4-bit": ({"bits": 4, "group_size": 64, "mode": "affine"}, lambda draw, shape: _mlx(draw, shape, 4)),
-    "GPTQ 8-bit": (_OF_GPTQ | {"bits": 8}, lambda draw, shape: _gptq(draw, shape, 8)),
+    "GPTQ 8-bit": (_GPTQ_SETTINGS | {"bits": 8}, lambda draw, shape: _gptq(draw, shape, 8)),
     "W8A16": (_ct("int-quantized", num_bits=8, type="int", strategy="channel"), lambda d, s: _bytes(d, s, "I8")),
     "FP8": (_ct("float-quantized", num_bits=8, type="float", strategy="channel"), lambda d, s: _bytes(d, s, "F8_E4M3")),
     "MLX 8-bit": ({"bits": 8, "group_size": 64, "mode": "affine"}, lambda draw, shape: _mlx(draw, shape, 8)),
@@ -122,7 +122,7 @@ EIGHT_BITS = ("GPTQ 8-bit", "W8A16", "FP8", "MLX 8-bit")
 
 
 def write_folder(kind: str, config: dict[str, object], folder: Path) -> Path:
-    """Write a folder of a kind for a configuration; embeddings and norms in BF16, as such folders have them."""
+    """Write a folder of a kind for a configuration; embeddings and norms in BF16, as in published folders."""
     from llorch.families.read_huggingface import config_from_huggingface
     from llorch.files.tensor_names import huggingface_tensors
 
@@ -132,35 +132,35 @@ def write_folder(kind: str, config: dict[str, object], folder: Path) -> Path:
     (folder / "config.json").write_text(
         json.dumps(config | {"torch_dtype": "bfloat16"} | ({key: settings} if settings else {}))
     )
-    draw, named = Draws(), dict[str, tuple[str, np.ndarray]]()
-    for each in huggingface_tensors(config_from_huggingface(config, path=folder)):
-        module = each.name.removesuffix(".weight")
-        if each.name.endswith("_proj.weight"):
-            out, n_in = each.shape
-            named |= {f"{module}.{name}": tensor for name, tensor in matrix(draw, (out, n_in)).items()}
+    draw, arrays = Draws(), dict[str, tuple[str, np.ndarray]]()
+    for tensor in huggingface_tensors(config_from_huggingface(config, path=folder)):
+        module = tensor.name.removesuffix(".weight")
+        if tensor.name.endswith("_proj.weight"):
+            out, n_in = tensor.shape
+            arrays |= {f"{module}.{name}": packed for name, packed in matrix(draw, (out, n_in)).items()}
         else:
-            array = 0.02 * draw.rng.standard_normal(each.shape, dtype=np.float32)
-            named[each.name] = bf16(array + 1 if "norm" in each.name else array)
-    _save(named, folder / "model.safetensors", mlx=kind.startswith("MLX"))
+            array = 0.02 * draw.rng.standard_normal(tensor.shape, dtype=np.float32)
+            arrays[tensor.name] = bf16(array + 1 if "norm" in tensor.name else array)
+    _save(arrays, folder / "model.safetensors", mlx=kind.startswith("MLX"))
     return folder
 
 
-def _save(named: Tensors, path: Path, *, mlx: bool) -> None:
+def _save(tensors: Tensors, path: Path, *, mlx: bool) -> None:
     """Write a safetensors file; the package of that name writes no FP8 of NumPy."""
     header: dict[str, object] = {"__metadata__": {"format": "mlx" if mlx else "pt"}}
-    for (name, (dtype, array)), (start, stop) in zip(named.items(), _places(named), strict=True):
+    for (name, (dtype, array)), (start, stop) in zip(tensors.items(), _data_offsets(tensors), strict=True):
         header[name] = {"dtype": dtype, "shape": [*array.shape], "data_offsets": [start, stop]}
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
     with path.open("wb") as file:
         file.write(len(text).to_bytes(8, "little") + text)
-        for _, array in named.values():
+        for _, array in tensors.values():
             file.write(np.ascontiguousarray(array).data)
     forget(path)
 
 
-def _places(named: Tensors) -> Iterator[tuple[int, int]]:
-    at = 0
-    for _, array in named.values():
-        yield at, at + array.nbytes
-        at += array.nbytes
+def _data_offsets(tensors: Tensors) -> Iterator[tuple[int, int]]:
+    offset = 0
+    for _, array in tensors.values():
+        yield offset, offset + array.nbytes
+        offset += array.nbytes

@@ -25,7 +25,7 @@ QWEN_05B: dict[str, object] = {
     "hidden_act": "silu",
 }
 
-HYBRID_05B: dict[str, object] = {  # Qwen3.5-0.8B, with fewer tokens
+HYBRID_05B: dict[str, object] = {  # Qwen3.5-0.8B, with a smaller vocabulary
     "model_type": "qwen3_5_text",
     "architectures": ["Qwen3_5ForCausalLM"],
     "hidden_size": 1024,
@@ -51,7 +51,7 @@ HYBRID_05B: dict[str, object] = {  # Qwen3.5-0.8B, with fewer tokens
     "hidden_act": "silu",
 }  # fmt: skip
 
-EXPERTS_05B: dict[str, object] = {  # 0.44 billion weights of a token's, 2 billion in all
+EXPERTS_05B: dict[str, object] = {  # 0.44 billion weights active per token, 2 billion in total
     "model_type": "qwen3_moe",
     "architectures": ["Qwen3MoeForCausalLM"],
     "hidden_size": 1024,
@@ -92,7 +92,7 @@ def random_model(config: dict[str, object]) -> Iterator[Path]:
         click.echo("writing random weights", err=True)
         (folder / "config.json").write_text(json.dumps(config))
         tensors = huggingface_tensors(config_from_huggingface(config, path=folder))
-        arrays = {each.name: 0.02 * rng.standard_normal(each.shape, dtype=np.float32) for each in tensors}
+        arrays = {tensor.name: 0.02 * rng.standard_normal(tensor.shape, dtype=np.float32) for tensor in tensors}
         arrays |= {name: 1 + array for name, array in arrays.items() if name.endswith("norm.weight")}
         save_file(arrays, folder / "model.safetensors", metadata={"format": "pt"})
         del arrays
@@ -103,7 +103,7 @@ def random_model(config: dict[str, object]) -> Iterator[Path]:
 
 
 def forget(path: Path) -> None:
-    """Let the system read a file anew: what was just written lies in small pages, which all engines read slower."""
+    """Drop a file from the page cache: just-written pages are small, and all engines read them slower."""
     if hasattr(os, "posix_fadvise"):
         with path.open("rb") as file:
             os.fsync(file.fileno())

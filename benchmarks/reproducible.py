@@ -1,9 +1,9 @@
-"""What reproducible mode holds, and what fast mode does instead; `reproducible_speed.py` says what it costs.
+"""Bit equality of logits in reproducible mode, and in fast mode; `reproducible_speed.py` measures the cost.
 
     python benchmarks/reproducible.py                      story, float32, 2 threads
     python benchmarks/reproducible.py --dtype bfloat16 --threads 1
 
-Prompts are told by the model itself. Each is run alone in one pass; then in batches of 1 to 16, in several orders,
+The model itself generates the prompts. Each is run alone in one pass; then in batches of 1 to 16, in several orders,
 padded on the left; then in two chunks and, from its middle on, token by token. Every logit is compared with that of the
 run alone, bit by bit.
 """
@@ -28,17 +28,17 @@ Prompts = Sequence[Sequence[int]]
 class Differences:
     """Differences of a prompt's logits alone from its logits in batches, chunks and decoding."""
 
-    rows: int = 0  # of logits compared
-    changed: int = 0  # those of which a bit differs
-    tokens: int = 0  # those whose most likely token is another
-    largest: float = 0.0  # difference of two logits
+    rows: int = 0  # rows of logits compared
+    changed: int = 0  # rows in which a bit differs
+    tokens: int = 0  # rows whose most likely token differs
+    largest: float = 0.0  # largest difference of two logits
 
-    def add(self, alone: torch.Tensor, other: torch.Tensor) -> None:
+    def add(self, single: torch.Tensor, batched: torch.Tensor) -> None:
         """Compare the logits of one prompt."""
-        self.rows += len(alone)
-        self.changed += int((alone != other).any(-1).sum())
-        self.tokens += int((alone.argmax(-1) != other.argmax(-1)).sum())
-        self.largest = max(self.largest, float((alone.double() - other.double()).abs().max()))
+        self.rows += len(single)
+        self.changed += int((single != batched).any(-1).sum())
+        self.tokens += int((single.argmax(-1) != batched.argmax(-1)).sum())
+        self.largest = max(self.largest, float((single.double() - batched.double()).abs().max()))
 
     def __str__(self) -> str:
         """Write the result in one line."""
@@ -49,19 +49,19 @@ class Differences:
         )
 
 
-def tell(model: TorchModel, n: int) -> list[list[int]]:
+def make_prompts(model: TorchModel, n: int) -> list[list[int]]:
     """Generate prompts of 5 to 100 tokens, ragged."""
-    told = []
+    prompts = []
     for seed in range(n):
         settings = SamplingSettings(temperature=1.0, seed=seed)
         start = model.tokenizer.encode("Once upon a time")
-        more = model.generate(start, max_tokens=1 + seed * 37 % 96, settings=settings, ignore_eos=True)
-        told.append([*start, *(token.id for token in more)])
-    return told
+        generated = model.generate(start, max_tokens=1 + seed * 37 % 96, settings=settings, ignore_eos=True)
+        prompts.append([*start, *(token.id for token in generated)])
+    return prompts
 
 
 @torch.no_grad()
-def together(model: TorchModel, prompts: Prompts) -> list[torch.Tensor]:
+def logits_in_batch(model: TorchModel, prompts: Prompts) -> list[torch.Tensor]:
     """Compute the logits of each prompt, all in one batch."""
     ids, positions = (torch.from_numpy(array).to(model.target.device) for array in left_padded(prompts))
     cache = model.new_cache(len(prompts), ids.shape[1])
@@ -70,18 +70,18 @@ def together(model: TorchModel, prompts: Prompts) -> list[torch.Tensor]:
 
 
 @torch.no_grad()
-def in_passes(model: TorchModel, prompt: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
-    """Compute the logits of a prompt that is cut at some places."""
-    cache, start, made = model.new_cache(1, len(prompt)), 0, []
+def logits_in_passes(model: TorchModel, prompt: Sequence[int], ends: Sequence[int]) -> torch.Tensor:
+    """Compute the logits of a prompt that is split at `ends`."""
+    cache, start, logits = model.new_cache(1, len(prompt)), 0, []
     for end in ends:
         positions = torch.arange(start, end, device=model.target.device)[None]
         ids = torch.tensor([prompt[start:end]], device=model.target.device)
-        made.append(model.module(ids, cache.place(positions, ctx=end, causal=True), cache)[0])
+        logits.append(model.module(ids, cache.place(positions, ctx=end, causal=True), cache)[0])
         start = end
-    return torch.cat(made)
+    return torch.cat(logits)
 
 
-def in_company(model: TorchModel, prompts: Prompts, orders: int) -> Iterator[tuple[int, torch.Tensor]]:
+def in_batches(model: TorchModel, prompts: Prompts, orders: int) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the index and the logits of every prompt, in every batch size and order."""
     for size in BATCHES:
         for order in range(orders):
@@ -89,15 +89,15 @@ def in_company(model: TorchModel, prompts: Prompts, orders: int) -> Iterator[tup
             members = np.random.default_rng(order).permutation(len(prompts)).tolist()
             for start in range(0, len(prompts), size):
                 batch = members[start : start + size]
-                yield from zip(batch, together(model, [prompts[i] for i in batch]), strict=True)
+                yield from zip(batch, logits_in_batch(model, [prompts[index] for index in batch]), strict=True)
 
 
 def cut(model: TorchModel, prompts: Prompts) -> Iterator[tuple[int, torch.Tensor]]:
     """Yield the index and the logits of every prompt, in two chunks, and with its second half token by token."""
-    for i, prompt in enumerate(prompts):
+    for index, prompt in enumerate(prompts):
         middle = len(prompt) // 2
-        yield i, in_passes(model, prompt, (middle, len(prompt)))
-        yield i, in_passes(model, prompt, range(middle, len(prompt) + 1))
+        yield index, logits_in_passes(model, prompt, (middle, len(prompt)))
+        yield index, logits_in_passes(model, prompt, range(middle, len(prompt) + 1))
 
 
 @click.command(help=__doc__)
@@ -114,13 +114,13 @@ def main(path: str, device: str, dtype: str, threads: int, n_prompts: int, order
     prompts = None
     for mode in ("fast", "reproducible"):
         model = load_torch(path, device=device, dtype=dtype, mode=mode)
-        prompts = prompts or tell(model, n_prompts)
-        alone = [in_passes(model, prompt, (len(prompt),)) for prompt in prompts]
-        for name, runs in (("batches", in_company(model, prompts, orders)), ("chunks and decode", cut(model, prompts))):
-            found = Differences()
-            for i, logits in runs:
-                found.add(alone[i], logits)
-            print(f"{mode}, {name}: {found}")
+        prompts = prompts or make_prompts(model, n_prompts)
+        single_logits = [logits_in_passes(model, prompt, (len(prompt),)) for prompt in prompts]
+        for name, runs in (("batches", in_batches(model, prompts, orders)), ("chunks and decode", cut(model, prompts))):
+            differences = Differences()
+            for index, logits in runs:
+                differences.add(single_logits[index], logits)
+            print(f"{mode}, {name}: {differences}")
 
 
 if __name__ == "__main__":

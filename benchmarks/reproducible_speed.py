@@ -1,4 +1,4 @@
-"""What mode `reproducible` costs beside mode `fast`, measured in turn: passes of the modules alone.
+"""Cost of mode `reproducible` against mode `fast`, interleaved: passes of the modules alone.
 
     python benchmarks/reproducible_speed.py                          Qwen2.5-0.5B shape, random weights, 2 threads
     python benchmarks/reproducible_speed.py --layers 4 --what "Q8_0 bfloat16"
@@ -21,7 +21,7 @@ from rounds import processor, set_threads
 
 BATCHES, LENGTH = (1, 4, 16), 64
 WHAT = ("float32", "bfloat16", "Q8_0 float32", "Q8_0 bfloat16", "Q4_0 float32", "Q4_0 bfloat16")
-Cell = tuple[str, int]  # what is run, sequences
+Cell = tuple[str, int]  # timed part, number of sequences
 
 
 class Runner:
@@ -37,18 +37,18 @@ class Runner:
         """Time every cell: a prompt of each sequence, and a step of decoding after it."""
         import torch
 
-        took: dict[Cell, float] = {}
+        seconds: dict[Cell, float] = {}
         for batch in BATCHES:
-            cache, each = self.model.new_cache(batch, LENGTH + steps), torch.arange(LENGTH + steps).expand(batch, -1)
+            cache, index = self.model.new_cache(batch, LENGTH + steps), torch.arange(LENGTH + steps).expand(batch, -1)
             clock = [time.perf_counter()]
-            for start, end in ((0, LENGTH), *((LENGTH + i, LENGTH + i + 1) for i in range(steps))):
-                place, last = cache.place(each[:, start:end], ctx=end), torch.full((batch,), end - start - 1)
+            for start, end in ((0, LENGTH), *((LENGTH + n, LENGTH + n + 1) for n in range(steps))):
+                slots, rows = cache.place(index[:, start:end], ctx=end), torch.full((batch,), end - start - 1)
                 with torch.inference_mode():
-                    self.model.module(each[:, start:end] % 50, place, cache, rows=last)
+                    self.model.module(index[:, start:end] % 50, slots, cache, rows=rows)
                 clock.append(time.perf_counter())
-            took["prefill", batch], *rest = [b - a for a, b in pairwise(clock)]
-            took["decode", batch] = statistics.median(rest)
-        return took
+            seconds["prefill", batch], *decode = [b - a for a, b in pairwise(clock)]
+            seconds["decode", batch] = statistics.median(decode)
+        return seconds
 
 
 @click.command(help=__doc__)
@@ -69,14 +69,14 @@ def main(
     print(
         f"{model or shape}, {processor()}, {threads} threads, torch {torch.__version__}: ms fast, reproducible, ratio"
     )
-    cells = [(what, batch) for what in ("prefill", "decode") for batch in BATCHES]
-    print(f"\n| | {' | '.join(f'{what} {batch}' for what, batch in cells)} |\n|---|{'---|' * len(cells)}")
+    cells = [(part, batch) for part in ("prefill", "decode") for batch in BATCHES]
+    print(f"\n| | {' | '.join(f'{part} {batch}' for part, batch in cells)} |\n|---|{'---|' * len(cells)}")
     with nullcontext() if model else random_model(SHAPES[shape] | {"num_hidden_layers": layers}) as folder:
         for kind in kinds:
-            *stored, dtype = kind.split()
-            path = model or _file(cast(Path, folder) / "model.gguf", stored)
-            took = _interleaved(path, dtype, "packed" if stored else "decoded", steps, rounds)
-            pairs = [[statistics.median(one[cell] for one in took[mode]) * 1e3 for mode in took] for cell in cells]
+            *packed, dtype = kind.split()
+            path = model or _write_file(cast(Path, folder) / "model.gguf", packed)
+            runs = _interleaved(path, dtype, "packed" if packed else "decoded", steps, rounds)
+            pairs = [[statistics.median(run[cell] for run in runs[mode]) * 1e3 for mode in runs] for cell in cells]
             print(f"| {kind} | {' | '.join(f'{a:.1f} {b:.1f} **{b / a:.2f}**' for a, b in pairs)} |", flush=True)
 
 
@@ -84,25 +84,25 @@ def _interleaved(
     path: Path | str, dtype: str, residency: str, steps: int, rounds: int
 ) -> dict[str, list[dict[Cell, float]]]:
     runners = {mode: Runner(path, mode, dtype, residency) for mode in ("fast", "reproducible")}
-    took: dict[str, list[dict[Cell, float]]] = {mode: [] for mode in runners}
-    for i in range(rounds + 1):
+    samples: dict[str, list[dict[Cell, float]]] = {mode: [] for mode in runners}
+    for number in range(rounds + 1):
         for mode, runner in runners.items():
-            click.echo(f"round {i} of {rounds}: {mode}", err=True)
-            measured = runner.seconds(steps)
-            if i > 0:
-                took[mode].append(measured)
-    return took
+            click.echo(f"round {number} of {rounds}: {mode}", err=True)
+            seconds = runner.seconds(steps)
+            if number > 0:
+                samples[mode].append(seconds)
+    return samples
 
 
-def _file(plain: Path, stored: list[str]) -> Path:
+def _write_file(float_file: Path, block_type: list[str]) -> Path:
     from llorch.files.convert import convert
     from llorch.files.quant import GGMLType
 
-    if not stored:
-        return plain
-    path = plain.with_name(f"{stored[0]}.gguf")
+    if not block_type:
+        return float_file
+    path = float_file.with_name(f"{block_type[0]}.gguf")
     if not path.exists():
-        convert(plain, path, ggml_type=GGMLType[stored[0]])
+        convert(float_file, path, ggml_type=GGMLType[block_type[0]])
     return path
 
 

@@ -1,4 +1,4 @@
-"""Speeds of several engines, measured in turn, and how much of the machine other programs took meanwhile.
+"""Interleaved speeds of several engines, and the share of the machine that other programs used at the same time.
 
 Rounds of all engines are interleaved, so that a drift of the machine meets each alike. Threads that wait for each other
 by spinning, as OpenBLAS's and llama.cpp's do, become many times slower when another program wants a core. So a timing
@@ -19,21 +19,21 @@ from typing import Any
 import click
 from engines import Engine
 
-OTHERS = 0.05  # share of the processors
-Samples = dict[str, list[tuple[float, float]]]  # what is timed: (tokens/s, share of others) of each round
+OTHERS = 0.05  # largest share of the processors in a quiet round
+Samples = dict[str, list[tuple[float, float]]]  # timed part: (tokens/s, share of other programs) of each round
 
 
 def set_threads() -> None:
-    """Give NumPy the `--threads` of the command line, 2 without; only before it is imported."""
-    wanted = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv else "2"
+    """Set the number of NumPy's threads from `--threads` on the command line, else 2; call before NumPy is imported."""
+    n_threads = sys.argv[sys.argv.index("--threads") + 1] if "--threads" in sys.argv else "2"
     for variable in ("OPENBLAS_NUM_THREADS", "OMP_NUM_THREADS"):
-        os.environ.setdefault(variable, wanted)
+        os.environ.setdefault(variable, n_threads)
 
 
 def interleave(
     makers: Mapping[str, Callable[[], Engine]], prompts: Sequence[int], n_decode: int, rounds: int
 ) -> dict[str, Samples]:
-    """Time every engine in every round, after one that warms up; an engine that does not survive has no samples.
+    """Time every engine in every round, after a warm-up round; an engine that dies has no samples.
 
     Prompts are lengths to prefill; decoding follows the first.
     """
@@ -41,9 +41,9 @@ def interleave(
 
     samples: dict[str, Samples] = {name: {} for name in makers}
     engines: dict[str, Any] = {}
-    for i in range(rounds + 1):
+    for round_number in range(rounds + 1):
         for name in list(samples):
-            click.echo(f"round {i} of {rounds}: {name}", err=True)
+            click.echo(f"round {round_number} of {rounds}: {name}", err=True)
             try:
                 engine = engines[name] = engines.get(name) or makers[name]()
                 measure = getattr(engine, "one_round", partial(one_round, engine))
@@ -52,44 +52,44 @@ def interleave(
                 click.echo(f"NOT RUN: {error}")
                 del samples[name]
                 continue
-            for what, sample in measured if i > 0 else ():
-                samples[name].setdefault(what, []).append(sample)
+            for part, sample in measured if round_number > 0 else ():
+                samples[name].setdefault(part, []).append(sample)
     return samples
 
 
-def finish(samples: Mapping[str, Samples], wanted: Collection[str]) -> None:
-    """End with 3 where an engine was not run."""
-    if samples.keys() != set(wanted):
+def finish(samples: Mapping[str, Samples], engine_names: Collection[str]) -> None:
+    """Exit with 3 if an engine did not run."""
+    if samples.keys() != set(engine_names):
         sys.exit(3)
 
 
 def one_round(engine: Engine, prompts: Sequence[int], n_decode: int) -> list[tuple[str, tuple[float, float]]]:
-    """Time an engine that is loaded here: what was timed, with tokens per second and the share of others."""
+    """Time an engine in this process: timed parts, with tokens per second and the share of other programs."""
 
     def decode() -> None:
         for token_id in range(2000, 2000 + n_decode):
             engine.decode(token_id)
 
-    made = []
-    for n in prompts:
-        ids = list(range(1000, 1000 + n))
-        made.append((f"prefill {n}", _timed(lambda ids=ids: engine.prefill(ids), n)))
-        if n == prompts[0]:
-            made.append(("decode", _timed(decode, n_decode)))
-    return made
+    samples = []
+    for n_tokens in prompts:
+        ids = list(range(1000, 1000 + n_tokens))
+        samples.append((f"prefill {n_tokens}", _time_action(lambda ids=ids: engine.prefill(ids), n_tokens)))
+        if n_tokens == prompts[0]:
+            samples.append(("decode", _time_action(decode, n_decode)))
+    return samples
 
 
-def _timed(action: Callable[[], None], n_tokens: int) -> tuple[float, float]:
+def _time_action(action: Callable[[], None], n_tokens: int) -> tuple[float, float]:
     """Measure tokens per second, and the share of the processors that other programs used meanwhile."""
-    busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
+    busy, cpu_start, start = busy_seconds(), time.process_time(), time.perf_counter()
     action()
     seconds = time.perf_counter() - start
-    others = busy_seconds() - busy - (time.process_time() - own)
-    return n_tokens / seconds, max(0.0, others) / seconds / (os.cpu_count() or 1)
+    other_seconds = busy_seconds() - busy - (time.process_time() - cpu_start)
+    return n_tokens / seconds, max(0.0, other_seconds) / seconds / (os.cpu_count() or 1)
 
 
 def busy_seconds() -> float:
-    """Read the seconds that all processors have worked since the start of the system; 0 if it does not say."""
+    """Read the seconds that all processors have worked since the system's start; 0 if it does not report them."""
     try:
         user, nice, system, _, _, irq, softirq, *_ = Path("/proc/stat").read_text().split()[1:9]
     except OSError:
@@ -99,31 +99,31 @@ def busy_seconds() -> float:
 
 def quiet(samples: Sequence[tuple[float, float]]) -> list[float]:
     """Keep the speeds measured while other programs were idle, or all speeds if they never were."""
-    kept = [speed for speed, others in samples if others <= OTHERS]
-    return kept or [speed for speed, _ in samples]
+    quiet_speeds = [speed for speed, other_share in samples if other_share <= OTHERS]
+    return quiet_speeds or [speed for speed, _ in samples]
 
 
-def report(samples: Mapping[str, Samples], ours: Sequence[str], theirs: Sequence[str]) -> None:
+def report(samples: Mapping[str, Samples], llorch_names: Sequence[str], engine_names: Sequence[str]) -> None:
     """Print medians, ranges, rounds kept, and the ratio of each of llorch's speeds to each of the other engines'."""
-    for name, of_engine in samples.items():
-        for what, measured in of_engine.items():
+    for name, engine_samples in samples.items():
+        for part, measured in engine_samples.items():
             speeds = quiet(measured)
             spread = f"{statistics.median(speeds):8.1f} ({min(speeds):.1f}-{max(speeds):.1f}) tokens/s"
-            n_quiet = sum(others <= OTHERS for _, others in measured)
-            print(f"{name:<24} {what:<12} {spread:<34} {n_quiet} of {len(measured)} rounds quiet")
-    for mine in ours:
-        for other in theirs:
-            if other not in samples:
+            n_quiet = sum(other_share <= OTHERS for _, other_share in measured)
+            print(f"{name:<24} {part:<12} {spread:<34} {n_quiet} of {len(measured)} rounds quiet")
+    for llorch_name in llorch_names:
+        for engine_name in engine_names:
+            if engine_name not in samples:
                 continue
-            of_median = [f"{what} {_ratio(samples, mine, other, what):.2f}" for what in samples[mine]]
-            print(f"{mine} / {other}: {', '.join(of_median)}")
+            ratios = [f"{part} {_ratio(samples, llorch_name, engine_name, part):.2f}" for part in samples[llorch_name]]
+            print(f"{llorch_name} / {engine_name}: {', '.join(ratios)}")
 
 
-def _ratio(samples: Mapping[str, Samples], mine: str, other: str, what: str) -> float:
+def _ratio(samples: Mapping[str, Samples], llorch: str, engine: str, part: str) -> float:
     """Return the median of the ratios of single rounds, so that a drift of the machine meets both speeds."""
-    pairs = list(zip(samples[mine][what], samples[other][what], strict=False))
-    both = [(one[0], two[0]) for one, two in pairs if max(one[1], two[1]) <= OTHERS]
-    return statistics.median(one / two for one, two in both or [(one[0], two[0]) for one, two in pairs])
+    pairs = list(zip(samples[llorch][part], samples[engine][part], strict=False))
+    both_quiet = [(a[0], b[0]) for a, b in pairs if max(a[1], b[1]) <= OTHERS]
+    return statistics.median(a / b for a, b in both_quiet or [(a[0], b[0]) for a, b in pairs])
 
 
 def machine() -> str:

@@ -1,4 +1,4 @@
-"""A client that writes bytes to a server on loopback, and sees what comes back and when."""
+"""HTTP client that writes raw bytes to a server on loopback, and records the answer and its time."""
 
 import asyncio
 import json
@@ -8,14 +8,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-PATIENCE = 240.0  # seconds for anything
+PATIENCE = 240.0  # seconds for any request
 
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that was read to its end."""
+    """Complete answer of the server."""
 
-    status: int  # 0 where the connection ended without any
+    status: int  # 0 if the connection ended without an answer
     headers: Mapping[str, str]
     body: bytes
     seconds: float
@@ -26,7 +26,7 @@ class Reply:
 
     @property
     def error(self) -> Mapping[str, Any]:
-        """The error, which has the shape of OpenAI's; empty where it has not."""
+        """Error of OpenAI's shape; empty if the body has another shape."""
         try:
             error = self.json()["error"]
         except (ValueError, KeyError, TypeError):
@@ -40,12 +40,12 @@ class Reply:
 
     @property
     def done(self) -> bool:
-        """True if the stream came to its end."""
+        """True if the stream is complete."""
         return self.body.rstrip().endswith(b"data: [DONE]")
 
     @property
     def text(self) -> str:
-        """Text that a stream of a chat wrote."""
+        """Text of a streamed chat."""
         choices = [event["choices"][0] for event in self.events() if event.get("choices")]
         return "".join(choice["delta"].get("content") or "" for choice in choices)
 
@@ -60,7 +60,7 @@ def request(method: str, path: str, body: object = None, **headers: str) -> byte
 
 @asynccontextmanager
 async def connection(port: int, data: bytes = b"") -> AsyncIterator[tuple[asyncio.StreamReader, asyncio.StreamWriter]]:
-    """Open a connection, send data, and cut the connection at the end, whatever is going on."""
+    """Open a connection, send data, and abort the connection at the end, in whatever state it is."""
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     try:
         writer.write(data)
@@ -82,8 +82,8 @@ async def send(port: int, data: bytes) -> Reply:
 
 async def read(reader: asyncio.StreamReader, start: float) -> Reply:
     """Read an answer to its end and join the chunks."""
-    head = await reader.readuntil(b"\r\n\r\n")
-    first, *lines = head.decode("latin-1").strip().split("\r\n")
+    header = await reader.readuntil(b"\r\n\r\n")
+    first, *lines = header.decode("latin-1").strip().split("\r\n")
     headers = dict(line.lower().split(": ", 1) for line in lines)
     body = b""
     if headers.get("transfer-encoding") == "chunked":
@@ -100,18 +100,18 @@ async def ask(port: int, method: str, path: str, body: object = None, **headers:
 
 
 async def measure(port: int) -> Mapping[str, float]:
-    """Read the counts of the server, without those that have labels."""
+    """Read the metrics of the server that have no labels."""
     lines = (await ask(port, "GET", "/metrics")).body.decode().splitlines()
     pairs = [line.split() for line in lines if line and line[0] != "#" and "{" not in line]
     return {name: float(value) for name, value in pairs}
 
 
-async def until(port: int, **wanted: float) -> Mapping[str, float]:
-    """Ask for the counts until they have the wanted values; the last word of a name stands for it."""
+async def until(port: int, **targets: float) -> Mapping[str, float]:
+    """Poll the metrics until they have the wanted values; keys are the last words of their names."""
     async with asyncio.timeout(PATIENCE):
         while True:
-            found = await measure(port)
-            short = {name.rpartition("_")[2]: value for name, value in found.items()}
-            if all(short[name] == value for name, value in wanted.items()):
-                return found
+            metrics = await measure(port)
+            by_last_word = {name.rpartition("_")[2]: value for name, value in metrics.items()}
+            if all(by_last_word[name] == value for name, value in targets.items()):
+                return metrics
             await asyncio.sleep(0.005)

@@ -1,4 +1,4 @@
-"""What clients, requests and the machine can do to `llorch serve`, done to real servers, with what becomes of it.
+"""Faults of clients, requests and the machine, provoked on real `llorch serve` processes, with the outcome of each.
 
     python benchmarks/serve_faults.py                      all faults, about six minutes
     python benchmarks/serve_faults.py --only S4 --only S13
@@ -37,16 +37,16 @@ ALONE = ("--parallel", "1")
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that is done to a server of its own."""
+    """Fault that is provoked on a server started for it."""
 
-    number: str  # as in the list of faults
-    what: str
+    number: str  # number in the list of faults
+    title: str
     expected: str
     run: Callable[[Server], Awaitable[Verdict]]
-    options: Sequence[str] = ()  # of the server
-    step: float | None = None  # seconds that each step takes more; such a server has the planted faults, too
+    options: Sequence[str] = ()  # options of the server
+    step: float | None = None  # seconds added to each step; such a server also has the injected faults
     key: str | None = None
-    model: Callable[[Path], str] = lambda folder: "story"  # written to a folder, or one that there is
+    model: Callable[[Path], str] = lambda folder: "story"  # writes a model to the folder, or names a built-in one
 
 
 FAULTS = (
@@ -89,7 +89,7 @@ def provoke(fault: Fault, backend: Sequence[str] = ()) -> Verdict:
 
 
 def judge(fault: Fault, backend: Sequence[str]) -> Verdict:
-    """Judge a fault; a fault that ends in an error was not survived."""
+    """Judge a fault; an exception counts as a failure."""
     try:
         return provoke(fault, backend)
     except Exception as error:
@@ -99,8 +99,8 @@ def judge(fault: Fault, backend: Sequence[str]) -> Verdict:
 def _allow_open_files() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < OPEN_FILES:
-        wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+        new_limit = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (new_limit, hard))
 
 
 @click.command(help=__doc__)
@@ -111,20 +111,20 @@ def _allow_open_files() -> None:
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON list instead.")
 def main(only: tuple[str, ...], soak: float, backend: str, jobs: int, as_json: bool) -> None:
     """Entry point."""
-    mixed = Fault(
+    soak_fault = Fault(
         "S16", f"{soak:g} min of mixed load", "< 1 MB in 10 min, no file left open", partial(work.soak, minutes=soak)
     )
-    faults = [fault for fault in (*FAULTS, mixed) if not only or fault.number in only]
+    faults = [fault for fault in (*FAULTS, soak_fault) if not only or fault.number in only]
     rows = []
     with ThreadPoolExecutor(jobs) as pool:
         for fault, verdict in zip(faults, pool.map(partial(judge, backend=BACKENDS[backend]), faults), strict=True):
             rows.append(
-                {"fault": fault.number, "what": fault.what, "expected": fault.expected, "measured": verdict.measured,
+                {"fault": fault.number, "what": fault.title, "expected": fault.expected, "measured": verdict.measured,
                  "ok": verdict.right, "in_time": verdict.in_time}
             )  # fmt: skip
             if not as_json:
-                word = "FAILED" if not verdict.right else "OK" if verdict.in_time else "SLOW"
-                line = f"{word:<7}{fault.number:<6}{fault.what:<38}{fault.expected:<44}{verdict.measured}"
+                label = "FAILED" if not verdict.right else "OK" if verdict.in_time else "SLOW"
+                line = f"{label:<7}{fault.number:<6}{fault.title:<38}{fault.expected:<44}{verdict.measured}"
                 print(line, flush=True)
     failed = [row["fault"] for row in rows if not row["ok"]]
     print(json.dumps(rows) if as_json else f"{machine()}; {len(rows) - len(failed)} of {len(rows)} as expected")

@@ -1,4 +1,4 @@
-"""Servers as processes of their own: ours, and llama-cpp-python's."""
+"""Servers in child processes: llorch's, and llama-cpp-python's."""
 
 import json
 import os
@@ -19,21 +19,21 @@ PATIENCE = 180.0  # seconds to load a model
 
 
 class Server:
-    """A server that runs, on loopback."""
+    """Running server on loopback."""
 
     def __init__(self, command: Sequence[str], port: int = 0, key: str | None = None) -> None:
-        """Start it; what it says on stderr is kept. Without a port the line that it is ready with has it."""
-        self.said: list[str] = []
+        """Start it and collect its stderr. Without a port, the line that reports readiness contains it."""
+        self.stderr_lines: list[str] = []
         self._key = key
         self.process = subprocess.Popen(
             [sys.executable, "-m", *command], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True,
             env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[1])} | ({"LLORCH_API_KEY": key} if key else {}),
         )  # fmt: skip
-        self._told = threading.Event()
-        self._listening = threading.Thread(target=self._listen, daemon=True)
-        self._listening.start()
+        self._is_ready = threading.Event()
+        self._reader = threading.Thread(target=self._listen, daemon=True)
+        self._reader.start()
         try:
-            self.port = port or self._said_port()
+            self.port = port or self._read_port()
             self.model = self._first_model()
         except BaseException:
             self.process.kill()
@@ -42,17 +42,17 @@ class Server:
     def _listen(self) -> None:
         assert self.process.stderr is not None
         for line in self.process.stderr:
-            self.said.append(line)
+            self.stderr_lines.append(line)
             if READY.search(line):
-                self._told.set()
-        self._told.set()
+                self._is_ready.set()
+        self._is_ready.set()
 
-    def _said_port(self) -> int:
-        self._told.wait(PATIENCE)
-        for line in self.said:
-            if found := READY.search(line):
-                return int(found[1])
-        raise RuntimeError(f"the server did not say that it is ready: {''.join(self.said)[-2000:]}")
+    def _read_port(self) -> int:
+        self._is_ready.wait(PATIENCE)
+        for line in self.stderr_lines:
+            if match := READY.search(line):
+                return int(match[1])
+        raise RuntimeError(f"the server did not say that it is ready: {''.join(self.stderr_lines)[-2000:]}")
 
     def _first_model(self) -> str:
         end = time.monotonic() + PATIENCE
@@ -70,7 +70,7 @@ class Server:
         raise RuntimeError(f"the server did not begin to answer; it is {self.process.poll() or 'alive'}")
 
     def cpu_seconds(self) -> float:
-        """Count the seconds of processor that the server has used; 0 if the system does not say."""
+        """Count the processor seconds of the server; 0 if the system does not report them."""
         try:
             user, system = Path(f"/proc/{self.process.pid}/stat").read_text().rpartition(")")[2].split()[11:13]
         except OSError:
@@ -78,7 +78,7 @@ class Server:
         return (int(user) + int(system)) / os.sysconf("SC_CLK_TCK")
 
     def resident(self) -> float:
-        """Count the megabytes that the server holds."""
+        """Count the resident megabytes of the server."""
         pages = int(Path(f"/proc/{self.process.pid}/statm").read_text().split()[1])
         return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
@@ -87,14 +87,14 @@ class Server:
         return len(list(Path(f"/proc/{self.process.pid}/fd").iterdir()))
 
     def stop(self) -> int:
-        """Ask it to end, if it has not ended; its exit code."""
+        """Stop the server if it still runs; return its exit code."""
         if self.process.poll() is None:
             self.process.send_signal(signal.SIGTERM)
         try:
             self.process.wait(60)
         except subprocess.TimeoutExpired:
             self.process.kill()
-        self._listening.join(10)
+        self._reader.join(10)
         return self.process.wait()
 
 
@@ -109,9 +109,9 @@ def faulty(seconds: float, model: str, *options: str) -> Server:
 
 
 def llama_cpp(model: Path, *, threads: int, context: int) -> Server:
-    """Start the server of llama-cpp-python, which answers requests one by one; no request ends another."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
+    """Start the server of llama-cpp-python, which answers requests one by one; new requests do not interrupt others."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
     words: dict[str, object] = {
         "model": model, "port": port, "n_threads": threads, "n_threads_batch": threads, "n_ctx": context,
         "interrupt_requests": False, "verbose": False,

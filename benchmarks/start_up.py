@@ -38,13 +38,13 @@ def main(vocabulary: Path | None, runs: int) -> None:
         commands[name] = [sys.executable, "-c", OPEN, str(vocabulary)]
     print(f"machine: {processor()}, {os.cpu_count()} cores; Python {sys.version.split()[0]}")
     for name, command in commands.items():
-        finished = [run(command) for _ in range(runs + 1)][1:]
-        seconds, peaks = zip(*finished, strict=True)
+        runs_measured = [run(command) for _ in range(runs + 1)][1:]
+        seconds, peaks = zip(*runs_measured, strict=True)
         print(f"{statistics.median(seconds):6.2f} s  {statistics.median(peaks) / 1e6:5.0f} MB  {name}")
 
 
 def run(command: list[str]) -> tuple[float, float]:
-    """Measure seconds and peak bytes of one process."""
+    """Measure the seconds and peak bytes of one process."""
     start = time.perf_counter()
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL)
     _, status, usage = os.wait4(process.pid, 0)

@@ -1,4 +1,4 @@
-"""Prefill and decode speed of our torch path on the CPU, against transformers and llama.cpp, measured in turn.
+"""Prefill and decode speed of llorch's torch path on the CPU, against transformers and llama.cpp, interleaved.
 
     python benchmarks/torch_speed.py                       Qwen2.5-0.5B shape, random weights, 2 threads
     python benchmarks/torch_speed.py --layers 4 --rounds 3 --what BF16
@@ -7,7 +7,7 @@
     python benchmarks/torch_speed.py --folder DIR          a model of any family, in both formats: DIR/model.gguf is F32
 
 Every engine runs the same weights in the same dtype. llama.cpp makes the quantised files and runs them with its own
-rounding of activations to 8 bits; ours keeps matrices packed and computes in the dtype that is named.
+rounding of activations to 8 bits; llorch keeps matrices packed and computes in the dtype that is named.
 """
 
 import json
@@ -25,7 +25,7 @@ from quantised_speed import quantised
 from random_models import SHAPES, forget, random_model
 from rounds import Samples, finish, interleave, processor, quiet, report, set_threads
 
-# What is compared: ours -> those it is held against, the first part of a name being its file.
+# Comparisons: llorch's run -> the runs that it is compared with. The first word of a name is its engine.
 PAIRS = {
     "F32": {"llorch float32": ["transformers float32", "llama.cpp"]},
     "BF16": {"llorch bfloat16": ["transformers bfloat16", "llama.cpp"]},
@@ -68,13 +68,13 @@ def main(
                 engines_of(kind, folder, path, threads, extra_buffers), prompts, n_decode, rounds
             )
             print(f"\n{kind}, {path.stat().st_size / 1e9:.2f} GB")
-            for ours, theirs in PAIRS[kind].items():
-                shown = {name: samples[kind][name] for name in (ours, *theirs) if name in samples[kind]}
-                report(shown, [ours], theirs)
+            for llorch, engines in PAIRS[kind].items():
+                pair = {name: samples[kind][name] for name in (llorch, *engines) if name in samples[kind]}
+                report(pair, [llorch], engines)
     print(f"\n{table(samples)}")
     if output is not None:
-        about = surroundings(threads) | {"date": datetime.now(UTC).isoformat(timespec="seconds"), "layers": layers}
-        output.write_text(json.dumps(about | {"medians": medians(samples), "samples": samples}, indent=1))
+        settings = surroundings(threads) | {"date": datetime.now(UTC).isoformat(timespec="seconds"), "layers": layers}
+        output.write_text(json.dumps(settings | {"medians": medians(samples), "samples": samples}, indent=1))
     for kind in kinds:
         finish(samples[kind], names_of(kind))
 
@@ -108,36 +108,36 @@ def engines_of(
 
 def names_of(kind: str) -> list[str]:
     """List all engines of a comparison."""
-    return list(dict.fromkeys(name for ours, theirs in PAIRS[kind].items() for name in (ours, *theirs)))
+    return list(dict.fromkeys(name for llorch, engines in PAIRS[kind].items() for name in (llorch, *engines)))
 
 
 def medians(samples: dict[str, dict[str, Samples]]) -> dict[str, dict[str, dict[str, float]]]:
     """Compute tokens per second of the quiet rounds: file type -> engine -> timed part."""
     return {
         kind: {
-            name: {what: statistics.median(quiet(measured)) for what, measured in of_engine.items()}
-            for name, of_engine in of_kind.items()
+            name: {part: statistics.median(quiet(measured)) for part, measured in engine_samples.items()}
+            for name, engine_samples in kind_samples.items()
         }
-        for kind, of_kind in samples.items()
+        for kind, kind_samples in samples.items()
     }
 
 
 def table(samples: dict[str, dict[str, Samples]]) -> str:
     """Write a line per pair, as Markdown: tokens per second of both sides and their ratio."""
     speeds = medians(samples)
-    timed = list(next(iter(next(iter(speeds.values())).values())))
-    lines = [f"| | ours | theirs | {' | '.join(timed)} |", "|---|---|---|" + "---|" * len(timed)]
-    for kind, of_kind in speeds.items():
-        for ours, theirs in PAIRS[kind].items():
-            for other in (name for name in theirs if name in of_kind):
-                pairs = [(of_kind[ours][what], of_kind[other][what]) for what in timed]
-                cells = [f"{mine:.1f} / {their:.1f} = {mine / their:.2f}" for mine, their in pairs]
-                lines.append(f"| {kind} | {ours} | {other} | {' | '.join(cells)} |")
+    parts = list(next(iter(next(iter(speeds.values())).values())))
+    lines = [f"| | ours | theirs | {' | '.join(parts)} |", "|---|---|---|" + "---|" * len(parts)]
+    for kind, kind_speeds in speeds.items():
+        for llorch, engines in PAIRS[kind].items():
+            for engine in (name for name in engines if name in kind_speeds):
+                pairs = [(kind_speeds[llorch][part], kind_speeds[engine][part]) for part in parts]
+                cells = [f"{a:.1f} / {b:.1f} = {a / b:.2f}" for a, b in pairs]
+                lines.append(f"| {kind} | {llorch} | {engine} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
 def surroundings(n_threads: int) -> dict[str, object]:
-    """List the machine and the packages that the figures belong to."""
+    """List the machine and the package versions of the figures."""
     import torch
 
     from llorch.pytorch.kernels.cpu.library import library

@@ -30,7 +30,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "all logits": {"chunk": 0},
     "DoRA, dropout": {"dora": True, "dropout": 0.1},
 }
-TOLERANCES = 0.15  # of what was measured
+TOLERANCES = 0.15  # largest error, as a share of the measured memory
 
 
 @click.command(help=__doc__)
@@ -52,24 +52,24 @@ def main(tokens: int, rows: int, threads: int, run: str | None) -> None:
 
 def ratios(name: str, tokens: int, rows: int, threads: int) -> list[float]:
     """Run a shape with all settings, and print a row for each."""
-    made, found = QWEN_05B | {"num_attention_heads": 4} | SHAPES[name], list[float]()
-    with random_model(made) as folder, tempfile.TemporaryDirectory() as place:
-        data = Path(place) / "data.jsonl"
+    config, memory_ratios = QWEN_05B | {"num_attention_heads": 4} | SHAPES[name], list[float]()
+    with random_model(config) as folder, tempfile.TemporaryDirectory() as data_folder:
+        data = Path(data_folder) / "data.jsonl"
         draws = random.Random(0)
         lines = (json.dumps({"input_ids": [draws.randrange(1000) for _ in range(tokens)]}) for _ in range(2 * rows))
         data.write_text("\n".join(lines))
-        for told, more in SETTINGS.items():
-            settings = {"model": str(folder), "data": str(data), "batch_size": rows, "steps": 2, "r": 8, **more}
+        for setting_name, options in SETTINGS.items():
+            settings = {"model": str(folder), "data": str(data), "batch_size": rows, "steps": 2, "r": 8, **options}
             command = [sys.executable, __file__, "--threads", str(threads), "--run", json.dumps(settings)]
-            result = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
-            found.append(result["estimated"] / result["measured"])
-            figures = " | ".join(f"{result[key] / 1e9:.2f}" for key in ("estimated", "measured"))
-            print(f"| {name} | {told} | {figures} | {found[-1]:.2f} |", flush=True)
-    return found
+            sizes = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+            memory_ratios.append(sizes["estimated"] / sizes["measured"])
+            figures = " | ".join(f"{sizes[key] / 1e9:.2f}" for key in ("estimated", "measured"))
+            print(f"| {name} | {setting_name} | {figures} | {memory_ratios[-1]:.2f} |", flush=True)
+    return memory_ratios
 
 
 def measured(settings: dict[str, Any], threads: int) -> dict[str, int]:
-    """Train in this process."""
+    """Train in this process; return estimated and measured peak bytes."""
     import torch
 
     from llorch.pytorch.train.plan import plan_training
@@ -80,7 +80,7 @@ def measured(settings: dict[str, Any], threads: int) -> dict[str, int]:
     training = Training(plan_training(TrainSettings(**settings)))
     estimate = training.memory
     assert estimate is not None
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     for _ in range(settings["steps"]):
         training.run_step()
     lines = Path("/proc/self/status").read_text().splitlines()

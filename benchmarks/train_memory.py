@@ -1,4 +1,4 @@
-"""Peak memory of a LoRA training step, ours against PEFT's: loss in chunks, recomputed blocks, 8-bit Adam.
+"""Peak memory of a LoRA training step, llorch's against PEFT's: loss in chunks, recomputed blocks, 8-bit Adam.
 
     python benchmarks/train_memory.py                             a vocabulary of 131072, 2 x 512 tokens, CPU
     python benchmarks/train_memory.py --shape qwen2.5-0.5b --dtype bfloat16 --rounds 1
@@ -62,11 +62,11 @@ def main(
     print(f"{processor()}, {threads} threads, {packages}; {shape}, {dtype}, {batch} x {tokens} tokens, r=8 on q,v")
     samples: dict[str, list[dict[str, float]]] = {name: [] for name in SIDES}
     config = SHAPES[shape] if layers is None else SHAPES[shape] | {"num_hidden_layers": layers}
-    with random_model(config) as made:
-        for i in range(rounds):
+    with random_model(config) as folder_of_model:
+        for round_number in range(rounds):
             for name in SIDES:
-                click.echo(f"round {i + 1} of {rounds}: {name}", err=True)
-                samples[name].append(in_a_process(name, made))
+                click.echo(f"round {round_number + 1} of {rounds}: {name}", err=True)
+                samples[name].append(in_a_process(name, folder_of_model))
     report(samples)
     print(eight_bit())
     if output is not None:
@@ -74,14 +74,14 @@ def main(
 
 
 def in_a_process(side: str, folder: Path) -> dict[str, float]:
-    """Run one side alone, with the options of this process."""
+    """Run one side in a child process, with the options of this process."""
     command = [sys.executable, *sys.argv, "--side", side, "--folder", str(folder)]
-    exact = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # glibc gives arrays back at once, and keeps no holes
-    done = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True, env=exact)
-    if done.returncode:
-        print(f"NOT RUN: {side}: its process ended with status {done.returncode}")
+    env = os.environ | {"MALLOC_MMAP_THRESHOLD_": "262144"}  # glibc returns large arrays at once, so peaks are exact
+    process = subprocess.run(command, stdout=subprocess.PIPE, check=False, text=True, env=env)
+    if process.returncode:
+        print(f"NOT RUN: {side}: its process ended with status {process.returncode}")
         sys.exit(3)
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(process.stdout.splitlines()[-1])
 
 
 def measured(side: str, folder: Path, dtype: str, size: tuple[int, int], steps: int, threads: int) -> dict[str, float]:
@@ -94,15 +94,15 @@ def measured(side: str, folder: Path, dtype: str, size: tuple[int, int], steps: 
     make = peft_side if side == "peft" else our_side
     step = make(folder, getattr(torch, dtype), ids, *SIDES[side])
     loss = step()
-    before = resident("VmRSS")
-    Path("/proc/self/clear_refs").write_text("5")  # sets VmHWM back
+    bytes_before = resident("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     seconds, cpu = [], []
     for _ in range(steps):
-        start, own = time.perf_counter(), time.process_time()
+        start, cpu_start = time.perf_counter(), time.process_time()
         step()
         seconds.append(time.perf_counter() - start)
-        cpu.append(time.process_time() - own)
-    return {"loss": loss, "before": before, "peak": resident("VmHWM"), "seconds": min(seconds), "cpu": min(cpu)}
+        cpu.append(time.process_time() - cpu_start)
+    return {"loss": loss, "before": bytes_before, "peak": resident("VmHWM"), "seconds": min(seconds), "cpu": min(cpu)}
 
 
 def resident(field: str) -> int:
@@ -120,13 +120,13 @@ def peft_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> 
     base = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype)
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     model = get_peft_model(base, lora).train()
-    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=1e-4)
+    trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(trainable, lr=1e-4)
 
     def step() -> float:
         loss = model(input_ids=ids, labels=ids).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        torch.nn.utils.clip_grad_norm_(trainable, 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
@@ -145,8 +145,8 @@ def our_side(folder: Path, dtype, ids, chunk: int | None, recomputed: bool) -> S
     from llorch.pytorch.train.loss import loss_sum
     from llorch.training.batch import IGNORED, Batch
 
-    module, kind = our_module(folder, dtype, recomputed), {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
-    optimizer = AdamW(trainable_parameters(module), lr_ratio=1.0, eight_bit=False, **kind)
+    module, kwargs = our_module(folder, dtype, recomputed), {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.01}
+    optimizer = AdamW(trainable_parameters(module), lr_ratio=1.0, eight_bit=False, **kwargs)
     positions, labels = np.broadcast_to(np.arange(ids.shape[1]), ids.shape).copy(), ids.clone()
     labels[:, 0] = IGNORED
     batch = Batch(ids.numpy(), labels.numpy(), positions, np.zeros_like(positions), np.arange(len(ids)))
@@ -187,42 +187,42 @@ def our_module(folder: Path, dtype, recomputed: bool):
 
 
 def report(samples: dict[str, list[dict[str, float]]]) -> None:
-    """Print medians of all rounds, as Markdown, and the ratios that are asked for."""
-    found = {
-        name: {what: statistics.median(sample[what] for sample in of_side) for what in of_side[0]}
-        for name, of_side in samples.items()
+    """Print medians of all rounds, as Markdown, and their ratios."""
+    medians = {
+        name: {quantity: statistics.median(sample[quantity] for sample in side_samples) for quantity in side_samples[0]}
+        for name, side_samples in samples.items()
     }
     columns = ["", "loss", "before, MB", "peak, MB", "of the step, MB", "s per step", "of processors"]
     print(f"\n| {' | '.join(columns)} |\n{'|---' * len(columns)}|")
-    for name, side in found.items():
-        sizes = [f"{bytes_ / 1e6:.0f}" for bytes_ in (side["before"], side["peak"], side["peak"] - side["before"])]
+    for name, side in medians.items():
+        sizes = [f"{size / 1e6:.0f}" for size in (side["before"], side["peak"], side["peak"] - side["before"])]
         print(f"| {name} | {side['loss']:.7f} | {' | '.join(sizes)} | {side['seconds']:.2f} | {side['cpu']:.2f} |")
-    peft, chunks, again = found["peft"], found["llorch, chunks"], found["llorch, chunks, recomputed"]
+    peft, chunks, rerun = medians["peft"], medians["llorch, chunks"], medians["llorch, chunks, recomputed"]
     print(f"\npeak of chunks / peft: {chunks['peak'] / peft['peak']:.2f}", end="; ")
     print(f"losses differ by {abs(chunks['loss'] - peft['loss']) / peft['loss']:.1e} of peft's")
-    of_step = [side["peak"] - side["before"] for side in (again, chunks)]
-    print(f"recomputed / kept: memory of the step {of_step[0] / of_step[1]:.2f}", end=", ")
-    print(f"time {again['seconds'] / chunks['seconds']:.2f}, of processors {again['cpu'] / chunks['cpu']:.2f}")
+    step_sizes = [side["peak"] - side["before"] for side in (rerun, chunks)]
+    print(f"recomputed / kept: memory of the step {step_sizes[0] / step_sizes[1]:.2f}", end=", ")
+    print(f"time {rerun['seconds'] / chunks['seconds']:.2f}, of processors {rerun['cpu'] / chunks['cpu']:.2f}")
 
 
 def eight_bit() -> str:
-    """Count the bytes per parameter that AdamW keeps, for adapters of the Qwen2.5-0.5B shape."""
+    """Count the bytes per parameter of AdamW's state, for adapters of the Qwen2.5-0.5B shape."""
     import torch
 
     from llorch.families.read_huggingface import config_from_huggingface
-    from llorch.lora.adapter import wanted_shapes
+    from llorch.lora.adapter import expected_shapes
     from llorch.lora.config import ALL_LINEAR, LoraConfig
     from llorch.pytorch.train.adamw import AdamW
 
     model, lines = config_from_huggingface(QWEN_05B, path=Path("config.json")), []
-    for what, modules in (("all matrices", ALL_LINEAR), ("q and v", ("q_proj", "v_proj"))):
-        shapes = wanted_shapes(LoraConfig(target_modules=modules), model)
+    for name, modules in (("all matrices", ALL_LINEAR), ("q and v", ("q_proj", "v_proj"))):
+        shapes = expected_shapes(LoraConfig(target_modules=modules), model)
         params = {name: torch.nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
         n, sizes = sum(parameter.numel() for parameter in params.values()), []
-        for each in (False, True):
-            adamw = AdamW(params, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, lr_ratio=1.0, eight_bit=each)
+        for flag in (False, True):
+            adamw = AdamW(params, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, lr_ratio=1.0, eight_bit=flag)
             sizes.append(sum(tensor.nbytes for tensor in adamw.state().values()) / n)
-        lines.append(f"AdamW, r=8 on {what}, {n} parameters: {sizes[0]:.2f} bytes each, in 8 bits {sizes[1]:.2f}")
+        lines.append(f"AdamW, r=8 on {name}, {n} parameters: {sizes[0]:.2f} bytes each, in 8 bits {sizes[1]:.2f}")
     return "\n".join(lines)
 
 

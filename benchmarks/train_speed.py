@@ -1,4 +1,4 @@
-"""Time of one training step of a LoRA adapter, ours against PEFT's, measured in turn on the same weights.
+"""Time of one LoRA training step, llorch's against PEFT's, interleaved on the same weights.
 
     python benchmarks/train_speed.py                                       Qwen2.5-0.5B shape, CPU, 2 threads
     python benchmarks/train_speed.py --device cuda --shape llama-3-8b --dtype bfloat16 --tokens 1024 --packed NF4
@@ -19,7 +19,7 @@ import click
 from rounds import OTHERS, busy_seconds, processor, set_threads
 
 SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-3-8b")
-Step = Callable[[], float]  # takes one step, gives its loss
+Step = Callable[[], float]  # takes one step and returns its loss
 
 
 @click.command(help=__doc__)
@@ -44,21 +44,21 @@ def main(
     import torch
 
     torch.set_num_threads(threads)
-    where = torch.cuda.get_device_name() if device.startswith("cuda") else processor()
+    host = torch.cuda.get_device_name() if device.startswith("cuda") else processor()
     packages = {name: version(name) for name in ("torch", "transformers", "peft")}
-    print(f"{where}, {threads} threads, {packages}; {shape}, {batch} x {tokens} tokens, r={rank} on {modules}")
-    found = {}
+    print(f"{host}, {threads} threads, {packages}; {shape}, {batch} x {tokens} tokens, r={rank} on {modules}")
+    samples = {}
     for dtype in dtypes:
-        named = tuple(modules.split(","))
-        sides = both(shape, layers, dtype, device, (batch, tokens), rank, named, chunk or None, packed)
+        module_names = tuple(modules.split(","))
+        sides = build_sides(shape, layers, dtype, device, (batch, tokens), rank, module_names, chunk or None, packed)
         print(f"{dtype}: first loss " + ", ".join(f"{name} {step():.6f}" for name, step in sides.items()))
-        found[dtype] = interleaved(sides, rounds, device)
-        report(dtype, found[dtype])
+        samples[dtype] = interleaved(sides, rounds, device)
+        report(dtype, samples[dtype])
     if output is not None:
-        output.write_text(json.dumps({"machine": where, "threads": threads, **packages, "samples": found}, indent=1))
+        output.write_text(json.dumps({"machine": host, "threads": threads, **packages, "samples": samples}, indent=1))
 
 
-def both(
+def build_sides(
     shape: str, layers: int | None, dtype: str, device: str, size: tuple[int, int], rank: int,
     modules: tuple[str, ...], chunk: int | None, packed: tuple[str, ...] = (),
 ) -> dict[str, Step]:  # fmt: skip
@@ -73,12 +73,12 @@ def both(
 
     config = CONFIGS[shape]
     config = config if layers is None else replace(config, n_layers=layers)
-    at = target(device, dtype)
-    module = random_model(config, at)
+    place = target(device, dtype)
+    module = random_model(config, place)
     ids = torch.randint(0, config.vocab_size, size, generator=torch.Generator().manual_seed(0))
-    theirs, adapter = peft_side(module, rank, modules, ids.to(at.device))
-    models = {"llorch": module} | {f"llorch {name}": random_model(config, at, kind_named(name)) for name in packed}
-    return {name: our_side(model, adapter, ids, at, chunk) for name, model in models.items()} | {"peft": theirs}
+    peft, adapter = peft_side(module, rank, modules, ids.to(place.device))
+    models = {"llorch": module} | {f"llorch {name}": random_model(config, place, kind_named(name)) for name in packed}
+    return {name: our_side(model, adapter, ids, place, chunk) for name, model in models.items()} | {"peft": peft}
 
 
 def peft_side(module, rank: int, modules: tuple[str, ...], ids):
@@ -99,25 +99,25 @@ def peft_side(module, rank: int, modules: tuple[str, ...], ids):
     model.model.rotary_emb = type(model.model.rotary_emb)(config=config).to(ids.device)
     lora = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=list(modules), task_type="CAUSAL_LM")
     wrapped = get_peft_model(model, lora).train()
-    trained = {name: p for name, p in wrapped.named_parameters() if p.requires_grad}
+    trainable = {name: parameter for name, parameter in wrapped.named_parameters() if parameter.requires_grad}
     torch.manual_seed(0)
-    for name, parameter in trained.items():
+    for name, parameter in trainable.items():
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.01)
-    optimizer = torch.optim.AdamW(trained.values(), lr=1e-4)
+    optimizer = torch.optim.AdamW(trainable.values(), lr=1e-4)
 
     def step() -> float:
         loss = wrapped(input_ids=ids, labels=ids).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(trained.values(), 1.0)
+        torch.nn.utils.clip_grad_norm_(trainable.values(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
         return loss.item()
 
-    return step, {name: p.detach().float().cpu().numpy().copy() for name, p in trained.items()}
+    return step, {name: parameter.detach().float().cpu().numpy().copy() for name, parameter in trainable.items()}
 
 
-def our_side(module, arrays: dict, ids, at, chunk: int | None) -> Step:
+def our_side(module, arrays: dict, ids, place, chunk: int | None) -> Step:
     """Make llorch's step, as `llorch lora train` takes it."""
     import numpy as np
     import torch
@@ -131,15 +131,15 @@ def our_side(module, arrays: dict, ids, at, chunk: int | None) -> Step:
     from llorch.pytorch.train.loss import loss_sum
     from llorch.training.batch import Batch
 
-    ends = tuple(sorted({name.split(".")[-4] for name in arrays}))
+    module_names = tuple(sorted({name.split(".")[-4] for name in arrays}))
     rank = next(iter(arrays.values())).shape[0]
-    lora = LoraConfig(r=rank, lora_alpha=2.0 * rank, target_modules=ends)
+    lora = LoraConfig(r=rank, lora_alpha=2.0 * rank, target_modules=module_names)
     key = "base_model.model.{}.lora_{}.default.weight"
     tensors = {
         name: LoraTensors(arrays[key.format(target.path, "A")], arrays[key.format(target.path, "B")])
         for name, target in lora.targets(module.config).items()
     }
-    prepare(module, at)
+    prepare(module, place)
     attach(module, checked(lora, tensors, module.config), trainable=True)
     optimizer = AdamW(
         trainable_parameters(module), betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, lr_ratio=1.0, eight_bit=False
@@ -151,9 +151,9 @@ def our_side(module, arrays: dict, ids, at, chunk: int | None) -> Step:
     batch = Batch(rows, labels, positions, np.zeros_like(rows), np.arange(len(rows)))
 
     def step() -> float:
-        hidden = hidden_states(module.train(), batch, at.device)
-        summed = loss_sum(hidden, module.lm_head, torch.from_numpy(labels), label_smoothing=0.0, chunk=chunk)
-        loss = summed / batch.n_trained
+        hidden = hidden_states(module.train(), batch, place.device)
+        loss_total = loss_sum(hidden, module.lm_head, torch.from_numpy(labels), label_smoothing=0.0, chunk=chunk)
+        loss = loss_total / batch.n_trained
         loss.backward()
         optimizer.clip(1.0)
         optimizer.step(1e-4)
@@ -168,15 +168,15 @@ def interleaved(sides: dict[str, Step], rounds: int, device: str) -> dict[str, l
     samples: dict[str, list[tuple[float, float]]] = {name: [] for name in sides}
     for _ in range(rounds):
         for name, step in sides.items():
-            busy, own, start = busy_seconds(), time.process_time(), time.perf_counter()
+            busy, cpu_start, start = busy_seconds(), time.process_time(), time.perf_counter()
             step()
             if device.startswith("cuda"):
                 import torch
 
                 torch.cuda.synchronize()
             seconds = time.perf_counter() - start
-            others = max(0.0, busy_seconds() - busy - (time.process_time() - own)) / seconds / 2
-            samples[name].append((seconds, others))
+            other_share = max(0.0, busy_seconds() - busy - (time.process_time() - cpu_start)) / seconds / 2
+            samples[name].append((seconds, other_share))
     return samples
 
 
@@ -184,9 +184,9 @@ def report(dtype: str, samples: dict[str, list[tuple[float, float]]]) -> None:
     """Print medians, ranges and the ratio."""
     medians = {}
     for name, measured in samples.items():
-        quiet = [seconds for seconds, others in measured if others <= OTHERS] or [seconds for seconds, _ in measured]
+        quiet = [seconds for seconds, share in measured if share <= OTHERS] or [seconds for seconds, _ in measured]
         medians[name] = statistics.median(quiet)
-        n_quiet = sum(others <= OTHERS for _, others in measured)
+        n_quiet = sum(share <= OTHERS for _, share in measured)
         spread = f"({min(quiet):.3f}-{max(quiet):.3f})"
         print(f"{dtype:<9} {name:<11} {medians[name]:.3f} s a step {spread}, {n_quiet} of {len(measured)} rounds quiet")
     print(f"{dtype:<9} llorch / peft: {medians['llorch'] / medians['peft']:.2f}")

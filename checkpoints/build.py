@@ -25,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script sees it
 from checkpoints.drawing import draw, same_figure
 from checkpoints.executing import executed
 from checkpoints.generated.pages import FOLDER, generated, page, render, same
-from llorch.diagnosis.mistakes.planting import owner_of
+from llorch.diagnosis.mistakes.planting import find_owner
 from llorch.stages.table import CHECKPOINTS
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -55,17 +55,17 @@ def main(numbers: Sequence[str], check: bool, only_figures: bool, site: Path | N
 
         build_site(site)
         return
-    wanted = numbers or list(CHECKPOINTS)
-    stale = [path for path, new in figures(FOLDER, wanted) if settle(path, new, check)]
+    lessons = numbers or list(CHECKPOINTS)
+    stale = [path for path, new in figures(FOLDER, lessons) if settle(path, new, check)]
     if not only_figures:
-        stale += [path for path, new in pages(FOLDER, wanted, index=not numbers) if settle(path, new, check)]
+        stale += [path for path, new in pages(FOLDER, lessons, index=not numbers) if settle(path, new, check)]
     for path in stale:
         click.echo(f"{path}: not current; write it with: python checkpoints/build.py" if check else f"{path}: written")
     sys.exit(1 if check and stale else 0)
 
 
 def settle(path: Path, new: str, check: bool) -> bool:
-    """Tell whether a file is outdated, and write it unless it is only checked."""
+    """Return True if a file is outdated, and write it unless `check`."""
     old = path.read_text(encoding="utf-8") if path.is_file() else ""
     if (same_figure if path.suffix == ".svg" else same)(old, new):
         return False
@@ -83,7 +83,7 @@ def figures(folder: Path, numbers: Sequence[str]) -> Iterator[tuple[Path, str]]:
 
 
 def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tuple[Path, str]]:
-    """Make every page of some lessons, and the index if wanted.
+    """Make every page of some lessons, and the index if requested.
 
     Args:
         folder: Folder of the checkpoints.
@@ -109,18 +109,18 @@ def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tupl
 def page_of(path: Path) -> tuple[Path, str]:
     """Run the cells of a page and include its sources; generated blocks stay empty."""
     lesson = path.with_name("lesson.py")
-    return path, SOURCE.sub(lambda found: source_of(found[1], label=str(lesson)), executed(lesson, ROOT))
+    return path, SOURCE.sub(lambda match: source_of(match[1], label=str(lesson)), executed(lesson, ROOT))
 
 
 def source_of(name: str, *, label: str) -> str:
     """Link to the file of `llorch.ops.rope.rope` and fold its source, since the exercise comes later on the page."""
-    owner, short = owner_of(name)  # a module may have the name of a function in it
-    found = getattr(owner, short, None)
-    if found is None or not (inspect.isroutine(found) or inspect.isclass(found)):
+    owner, short = find_owner(name)  # a module may have the name of a function in it
+    definition = getattr(owner, short, None)
+    if definition is None or not (inspect.isroutine(definition) or inspect.isclass(definition)):
         raise click.ClickException(f"{label}: expected the name of a function or class, got {name}")
-    found = inspect.unwrap(found)
-    file = Path(inspect.getsourcefile(found) or "").resolve().relative_to(ROOT).as_posix()
-    return FOLDED.format(file=file, name=short, code=inspect.getsource(found).rstrip())
+    definition = inspect.unwrap(definition)
+    file = Path(inspect.getsourcefile(definition) or "").resolve().relative_to(ROOT).as_posix()
+    return FOLDED.format(file=file, name=short, code=inspect.getsource(definition).rstrip())
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Settings of the web site; `checkpoints/website.py` lays out what it is built of."""
+"""Settings of the web site; `checkpoints/website.py` arranges its pages."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +18,8 @@ highlight_language = "text"  # of blocks that name none
 pygments_style = "tango"
 pygments_dark_style = "github-dark"
 
-found = find_spec("sphinx-mathjax-offline")  # as an extension it copies all of MathJax, 15 MB; one file of it is enough
-assert found is not None
-html_static_path = [str(Path(str(found.origin)).parent / "static/mathjax/tex-svg.js"), "site.css"]
+mathjax_spec = find_spec("sphinx-mathjax-offline")  # as an extension it would copy all of MathJax, 15 MB
+assert mathjax_spec is not None
+html_static_path = [str(Path(str(mathjax_spec.origin)).parent / "static/mathjax/tex-svg.js"), "site.css"]
 mathjax_path = "tex-svg.js"
 html_css_files = ["site.css"]

@@ -1,4 +1,4 @@
-"""Figures as SVG that is the same in every run, and reads on white and on black."""
+"""Figures as SVG that is the same in every run, and legible on white and on black."""
 
 import math
 import re
@@ -80,7 +80,7 @@ def strip(number: str) -> str:
     parts = []
     for row, (title, numbers) in enumerate(ROWS.items()):
         parts.append(f'<text class="row" x="4" y="{row * 86 + 14}">{title}</text>')
-        parts += [_box(each, 4 + 80 * column, row * 86 + 20, each == number) for column, each in enumerate(numbers)]
+        parts += [_box(label, 4 + 80 * column, row * 86 + 20, label == number) for column, label in enumerate(numbers)]
     title = f"Checkpoint {number}, {CHECKPOINTS[number].replace('_', ' ')}, among all {len(CHECKPOINTS)}"
     return f"""<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 884 260" width="884" height="260" role="img">
 <title>{title}</title>

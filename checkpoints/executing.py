@@ -36,8 +36,8 @@ def executed(lesson: Path, root: Path) -> str:
     notebook = jupytext.read(lesson, fmt="py:percent")
     with TemporaryDirectory(prefix="llorch") as folder:
         _run(notebook, lesson, root, folder)
-    shown = [text for n, cell in enumerate(notebook.cells, 1) for text in _shown(cell, f"{lesson}, cell {n}")]
-    return "\n\n".join(shown) + "\n"
+    blocks = [text for n, cell in enumerate(notebook.cells, 1) for text in _cell_blocks(cell, f"{lesson}, cell {n}")]
+    return "\n\n".join(blocks) + "\n"
 
 
 def _run(notebook: NotebookNode, lesson: Path, root: Path, folder: str) -> None:
@@ -51,19 +51,19 @@ def _run(notebook: NotebookNode, lesson: Path, root: Path, folder: str) -> None:
     try:
         asyncio.run(client.async_execute(cwd=str(root), env=environment, cleanup_kc=True))
     except (CellExecutionError, CellControlSignal, DeadKernelError) as error:
-        raise click.ClickException(f"{lesson}, {_where(notebook, error)}") from None
+        raise click.ClickException(f"{lesson}, {_describe_error(notebook, error)}") from None
 
 
-def _where(notebook: NotebookNode, error: Exception) -> str:
+def _describe_error(notebook: NotebookNode, error: Exception) -> str:
     """Name the cell that ended the run, and its last frame."""
     code = [n for n, cell in enumerate(notebook.cells, 1) if cell.cell_type == "code"]
     begun = [n for n in code if "execution" in notebook.cells[n - 1].metadata]
     failed = [out for n in begun for out in notebook.cells[n - 1].outputs if out.output_type == "error"]
-    said = "\n".join(COLOURS.sub("", frame) for frame in failed[-1].traceback[-2:]) if failed else str(error)
-    return f"cell {(begun or code)[-1]}: {said}"
+    message = "\n".join(COLOURS.sub("", frame) for frame in failed[-1].traceback[-2:]) if failed else str(error)
+    return f"cell {(begun or code)[-1]}: {message}"
 
 
-def _shown(cell: NotebookNode, label: str) -> Iterator[str]:
+def _cell_blocks(cell: NotebookNode, label: str) -> Iterator[str]:
     if cell.cell_type == "markdown":
         yield cell.source
     elif cell.cell_type == "code" and cell.source.strip():

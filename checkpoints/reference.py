@@ -33,9 +33,9 @@ def _helped(command: click.Command, context: click.Context) -> Iterator[str]:
     yield f"## {context.command_path}\n\n```text\n{command.get_help(context)}\n```"
     if isinstance(command, click.Group):
         for name in command.list_commands(context):
-            below = command.get_command(context, name)
-            assert below is not None
-            yield from _helped(below, click.Context(below, parent=context, info_name=name, terminal_width=WIDTH))
+            child = command.get_command(context, name)
+            assert child is not None
+            yield from _helped(child, click.Context(child, parent=context, info_name=name, terminal_width=WIDTH))
 
 
 def names() -> str:
@@ -48,14 +48,14 @@ def names() -> str:
 def functions() -> str:
     """Describe the operations of the forward pass and of its gradients."""
     parts = ["# Operations", _markdown(inspect.getdoc(llorch.ops) or "")]
-    for found in pkgutil.iter_modules(llorch.ops.__path__, "llorch.ops."):
-        module = import_module(found.name)
-        parts.append(f"## {found.name}\n\n{_markdown(inspect.getdoc(module) or '')}\n\n{_file(module)}")
-        mine = (value for value in vars(module).values() if getattr(value, "__module__", "") == found.name)
+    for module_info in pkgutil.iter_modules(llorch.ops.__path__, "llorch.ops."):
+        module = import_module(module_info.name)
+        parts.append(f"## {module_info.name}\n\n{_markdown(inspect.getdoc(module) or '')}\n\n{_file(module)}")
+        members = (value for value in vars(module).values() if getattr(value, "__module__", "") == module_info.name)
         parts += [
-            _described(each.__name__, each, "###")
-            for each in mine
-            if inspect.isfunction(each) and not each.__name__.startswith("_")
+            _described(function.__name__, function, "###")
+            for function in members
+            if inspect.isfunction(function) and not function.__name__.startswith("_")
         ]
     return "\n\n".join(parts)
 
@@ -63,14 +63,14 @@ def functions() -> str:
 def _described(name: str, value: Any, level: str) -> str:
     lines = [f"{level} `{name}`", _head(value), _markdown(inspect.getdoc(value) or "")]
     if inspect.isclass(value) and not issubclass(value, Exception):
-        lines += [_described(f"{name}.{each}", method, level + "#") for each, method in _methods(value)]
+        lines += [_described(f"{name}.{method_name}", method, level + "#") for method_name, method in _methods(value)]
     return "\n\n".join(line for line in lines if line)
 
 
 def _methods(owner: type) -> Iterator[tuple[str, Any]]:
     """List the public methods of a class and of its base classes in llorch."""
-    ours = [each for each in owner.__mro__ if each.__module__.startswith("llorch")]
-    for name, value in {name: value for each in reversed(ours) for name, value in vars(each).items()}.items():
+    bases = [cls for cls in owner.__mro__ if cls.__module__.startswith("llorch")]
+    for name, value in {name: value for cls in reversed(bases) for name, value in vars(cls).items()}.items():
         method = getattr(value, "fget", None) or getattr(value, "func", value)  # of a property, computed once or always
         if inspect.isfunction(method) and method.__doc__ and (name == "__init__" or not name.startswith("_")):
             yield name, method
@@ -81,25 +81,25 @@ def _head(value: Any) -> str:
     lines = textwrap.dedent(inspect.getsource(inspect.unwrap(value))).splitlines()
     (node,) = ast.parse("\n".join(lines)).body
     assert isinstance(node, ast.FunctionDef | ast.ClassDef)
-    first = min([node.lineno, *(each.lineno for each in node.decorator_list)])
-    shown = lines[first - 1 : node.body[0].lineno - 1]
+    first = min([node.lineno, *(decorator.lineno for decorator in node.decorator_list)])
+    head = lines[first - 1 : node.body[0].lineno - 1]
     if isinstance(node, ast.ClassDef):
-        fields = [each for each in node.body if isinstance(each, ast.AnnAssign)]
-        shown = [
+        fields = [field for field in node.body if isinstance(field, ast.AnnAssign)]
+        head = [
             lines[node.lineno - 1],
-            *(line for each in fields for line in lines[each.lineno - 1 : each.end_lineno]),
+            *(line for field in fields for line in lines[field.lineno - 1 : field.end_lineno]),
         ]
-    return "```python\n" + "\n".join(shown) + "\n```"
+    return "```python\n" + "\n".join(head) + "\n```"
 
 
 def _markdown(docstring: str) -> str:
     """Convert a docstring; its sections, `Args` and the like, become lists."""
-    before, *sections = SECTION.split(docstring)
-    made = [before.strip()]
+    summary, *sections = SECTION.split(docstring)
+    parts = [summary.strip()]
     for title, text in zip(sections[::2], sections[1::2], strict=True):
         entries = ENTRY.sub(r"\n- `\1`: ", text) if ENTRY.search(text) else textwrap.dedent(text)
-        made.append(f"*{title}*\n\n" + "\n".join(line.strip() for line in entries.strip().splitlines()))
-    return "\n\n".join(made)
+        parts.append(f"*{title}*\n\n" + "\n".join(line.strip() for line in entries.strip().splitlines()))
+    return "\n\n".join(parts)
 
 
 def _file(module: ModuleType) -> str:

@@ -1,4 +1,4 @@
-"""Draw the picture of README.md: what `llorch verify` prints, as a terminal shows it.
+"""Draw the picture of README.md: the output of `llorch verify`, as a terminal shows it.
 
     python checkpoints/terminal.py
 
@@ -28,17 +28,17 @@ def main() -> None:
     Raises:
         SystemExit: A comparison failed.
     """
-    done = subprocess.run([sys.executable, "-m", "llorch", "verify"], capture_output=True, text=True, check=False)
-    if done.returncode:
-        sys.exit(f"llorch verify: expected exit code 0, got {done.returncode}\n{done.stderr}")
-    PICTURE.write_text(picture(["$ llorch verify", *done.stdout.splitlines()]), encoding="utf-8")
+    process = subprocess.run([sys.executable, "-m", "llorch", "verify"], capture_output=True, text=True, check=False)
+    if process.returncode:
+        sys.exit(f"llorch verify: expected exit code 0, got {process.returncode}\n{process.stderr}")
+    PICTURE.write_text(picture(["$ llorch verify", *process.stdout.splitlines()]), encoding="utf-8")
 
 
 def picture(lines: Iterable[str]) -> str:
     """Draw lines as a terminal shows them.
 
     Args:
-        lines: The command, then what it prints.
+        lines: The command, then its output.
 
     Returns:
         The SVG, the same in every run on the same lines.

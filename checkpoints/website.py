@@ -77,59 +77,59 @@ def build_site(out: Path) -> None:
 
 
 class OneTree:
-    """Makes the navigation in the margin once for many pages: without this it takes 40 % of the time to build the site.
+    """Navigation in the margin, made once for many pages; otherwise it takes 40 % of the time to build the site.
 
     The pages of source files are not in the navigation. So it is the same on all of them, but for its links, which
     depend on the depth of the folder.
     """
 
     def __init__(self) -> None:
-        """Begin without any."""
-        self._made: dict[tuple[int, str], str] = {}
+        """Start with no navigation."""
+        self._trees: dict[tuple[int, str], str] = {}
 
     def __call__(self, app: Sphinx, page: str, template: str, context: dict[str, Any], tree: object) -> None:
-        """Sphinx calls it with the context of each page."""
+        """Replace the navigation in a page's context; Sphinx calls this for each page."""
         make = context["toctree"]
 
-        def kept(**options: object) -> str:
+        def cached_tree(**options: object) -> str:
             key = page.count("/"), repr(sorted(options.items()))
-            if key not in self._made:
-                self._made[key] = make(**options)
-            return self._made[key]
+            if key not in self._trees:
+                self._trees[key] = make(**options)
+            return self._trees[key]
 
         if page.startswith("source/"):
-            context["toctree"] = kept
+            context["toctree"] = cached_tree
 
 
 class Staging:
     """The files that Sphinx reads, in the same places as in the repository."""
 
     def __init__(self, folder: Path) -> None:
-        """Write into a folder."""
+        """Prepare to write into a folder."""
         self.folder = folder
 
     def stage(self) -> None:
-        """Write all of them."""
+        """Write all pages."""
         self._page("README.md", _contents())
         for path in (*GUIDE, *CONTENTS["Learn"], *COMMAND_PAGES, *MORE):
             self._page(path)
-        for path, made in REFERENCE.items():
-            self._write(path, self._linked(made(), path))
+        for path, make_page in REFERENCE.items():
+            self._write(path, self._linked(make_page(), path))
 
-    def _page(self, path: str, more: str = "") -> None:
+    def _page(self, path: str, appendix: str = "") -> None:
         text = (ROOT / path).read_text(encoding="utf-8")
-        self._write(_place(path), self._linked(text, path) + more)
+        self._write(_place(path), self._linked(text, path) + appendix)
 
     def _linked(self, text: str, path: str) -> str:
         """Replace links to files of the repository by links to their pages on the site."""
 
-        def link(found: re.Match[str]) -> str:
-            target = posixpath.normpath(posixpath.join(posixpath.dirname(path), found["path"]))
-            return f"]({posixpath.relpath(self._shown(target), posixpath.dirname(path) or '.')}"
+        def link(match: re.Match[str]) -> str:
+            target = posixpath.normpath(posixpath.join(posixpath.dirname(path), match["path"]))
+            return f"]({posixpath.relpath(self._site_page(target), posixpath.dirname(path) or '.')}"
 
         return LINK.sub(link, text)
 
-    def _shown(self, path: str) -> str:
+    def _site_page(self, path: str) -> str:
         """Return the page of a file or folder, and write it if it is missing.
 
         The site's search leaves these pages out, because the reference has the public names that they define.
@@ -151,7 +151,7 @@ class Staging:
     def _listing(self, folder: Path, place: str) -> str:
         files = sorted(file.relative_to(ROOT).as_posix() for file in folder.iterdir() if file.suffix in LANGUAGES)
         return "\n".join(
-            f"- [{posixpath.basename(file)}]({posixpath.relpath(self._shown(file), posixpath.dirname(place))})"
+            f"- [{posixpath.basename(file)}]({posixpath.relpath(self._site_page(file), posixpath.dirname(place))})"
             for file in files
         )
 

@@ -6,33 +6,32 @@ for token in model.generate("Once upon a time"):  id, text and log probability
 trace = {}
 logits = model.forward([1, 2, 3], trace=trace)    every stage by name
 print(llorch.compare(trace, other_trace))         first divergence
-model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same in torch; many prompts at once, too
+model = llorch.load_torch("story", device="cuda", dtype="bfloat16")    the same model in torch, with batched prompts
 model.add_adapter("pirate", "my-adapter")         a LoRA adapter, for model.generate(..., adapter="pirate")
 
-The packages, in the order to read. A package imports only those above it.
+The packages, in the order to read. A package imports only the packages above it.
 
     llorch/
       runtime/            errors, child processes, memory, threads, names of built-in models
-      families/           one file a family; hyperparameters of a file: config.py
-      stages/             the stage table, the place of an array in a run, differences
-      ops/                one operation a file, its gradient below it
+      families/           one file per model family; config.py has the hyperparameters
+      stages/             the stage table, references to arrays of a run, differences
+      ops/                one operation per file, with its backward
       files/              GGUF, Hugging Face folders, quantised blocks; tokenizer/, hub/, convert.py
       lora/               adapters as arrays and files
       model/              the model in NumPy: forward.py, backward.py, blocks/, cache.py, generate.py
-      training/           data, loss, update and snapshots of a training run, without torch
+      training/           data, loss, optimizer and snapshots of a training run, without torch
       pytorch/            the model on torch: models/, kernels/, distributed/, serving/, train/
       engines/            llama.cpp, transformers, PEFT, each in its own process; capture/, dumps/
-      judging/            goldens/, expectations/, tolerances/, runners/: every stage compared
-      diagnosis/          the first wrong stage of another engine, and its cause
+      judging/            compares every stage: goldens/, expectations/, tolerances/, runners/
+      diagnosis/          finds the first wrong stage of another engine, and its cause
       apps/               learn/, serve/, evaluate/, bench/, doctor/
-      cli/                the command line, one verb a file
+      cli/                the command line, one verb per file
     checkpoints/          lessons and guides; how_to/ adds a family, a stage, a mistake
     reference_outputs/    goldens, and the scripts that make them
     tests/                llorch/ops/rope.py is tested by tests/ops/test_rope.py
-    benchmarks/           figures, the atlas of other engines, injected bugs
+    benchmarks/           measurements, the atlas of other engines, injected bugs
 
-`llorch verify` finds a wrong line of llorch by the checkpoint of its stage. `llorch diagnose` finds the wrong stage of
-another engine by its dump.
+`llorch verify` checks every stage of llorch. `llorch diagnose` finds the wrong stage of another engine in its dump.
 """
 
 from importlib import import_module
@@ -72,7 +71,7 @@ __all__ = [
     "load_torch",
 ]
 
-_WHERE = {
+_MODULES = {
     "compare": "stages.comparison",
     "Difference": "stages.comparison",
     "Report": "stages.comparison",
@@ -90,11 +89,11 @@ _WHERE = {
 
 
 def __getattr__(name: str) -> object:
-    """Import on first use: `llorch --help` and `import llorch` need none of it."""
-    if name not in _WHERE:
+    """Import public names on first use, so that `import llorch` and `llorch --help` are fast."""
+    if name not in _MODULES:
         raise AttributeError(f"module 'llorch' has no attribute {name!r}")
     try:
-        return getattr(import_module(f"llorch.{_WHERE[name]}"), name)
+        return getattr(import_module(f"llorch.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
         from llorch.apps.doctor.machine.packages import missing_extra
 

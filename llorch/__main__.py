@@ -1,4 +1,4 @@
-"""`python -m llorch` is the command `llorch`."""
+"""Entry point of `python -m llorch`, the command `llorch`."""
 
 import sys
 

@@ -1,8 +1,8 @@
-"""Write the example data set that llorch carries: pirate tales, from text of our own.
+"""Write the example data set of the package: pirate tales, generated from a grammar.
 
     python reference_outputs/make_examples.py [--out DIR]
 
-The same seed gives the same files. No tale occurs twice, so what is held out was never trained on.
+The same seed gives the same files. No tale occurs twice, so validation and test share no tale with training.
 """
 
 import argparse
@@ -30,11 +30,11 @@ def tales(seed: int) -> Iterator[str]:
         One tale of a few sentences on one line.
     """
     rng = random.Random(seed)
-    told = set()
+    yielded = set()
     while True:
         tale = _tale(rng)
-        if tale not in told:
-            told.add(tale)
+        if tale not in yielded:
+            yielded.add(tale)
             yield tale
 
 

@@ -23,9 +23,9 @@ _TRIES = 200
 _FARTHEST = 5e-3  # of an engine from float64; float32 angles at position 131,080 cost 1.3e-3
 
 
-def unable_for_long(engine: str, config: ModelConfig, this: Pass) -> str:
-    """Say why an engine is no reference for a case; empty where it is one."""
-    return unsupported_reason(engine, config, int(this.positions[-1]) + 1 if this.first_position else len(this.ids))
+def unable_for_long(engine: str, config: ModelConfig, case: Pass) -> str:
+    """Return the reason why an engine is no reference for a case; empty if it is one."""
+    return unsupported_reason(engine, config, int(case.positions[-1]) + 1 if case.first_position else len(case.ids))
 
 
 def make_long(path: Path, engines: Sequence[str], weights_sha256: str) -> LongGolden:
@@ -45,25 +45,25 @@ def make_long(path: Path, engines: Sequence[str], weights_sha256: str) -> LongGo
     weights = open_weights(path)
     with open_engine("transformers", path, dtype="float64") as engine:
         cases, reference = _with_clear_choices(engine, weights)
-    kept = {case: _last_rows(weights.config, trace) for case, trace in reference.items()}
+    reference_rows = {case: _last_rows(weights.config, trace) for case, trace in reference.items()}
     distances: dict[str, dict[str, dict[str, Difference]]] = {}
     for name in engines:
-        able = {case: this for case, this in cases.items() if not unable_for_long(name, weights.config, this)}
+        able = {case: run for case, run in cases.items() if not unable_for_long(name, weights.config, run)}
         if not able:
             continue
         with open_engine(name, path, n_threads=2) as engine:  # type: ignore[arg-type] (a name of an engine)
-            shown = {case: _last_rows(weights.config, _trace(engine, this)) for case, this in able.items()}
-        distances[name] = {case: _distances(kept[case], trace) for case, trace in shown.items()}
+            rows = {case: _last_rows(weights.config, _trace(engine, run)) for case, run in able.items()}
+        distances[name] = {case: _distances(reference_rows[case], trace) for case, trace in rows.items()}
         refuse_far(path, name, distances[name])
-    return LongGolden(cases, kept, distances, weights_sha256)
+    return LongGolden(cases, reference_rows, distances, weights_sha256)
 
 
 def refuse_far(path: Path, engine: str, distances: Mapping[str, Mapping[str, Difference]]) -> None:
-    """Refuse (ValueError) an engine that is no reference: a tolerance made of its distance could not fail."""
-    for case, found in distances.items():
-        for name, each in found.items():
-            if not each.error <= _FARTHEST:
-                message = f"{engine}, {case} {name}: expected at most {_FARTHEST} from float64, got {each.describe()}"
+    """Refuse (ValueError) an engine that is no reference: a tolerance derived from its distance could never fail."""
+    for case, by_tensor in distances.items():
+        for name, diff in by_tensor.items():
+            if not diff.error <= _FARTHEST:
+                message = f"{engine}, {case} {name}: expected at most {_FARTHEST} from float64, got {diff.describe()}"
                 raise UserError(f"{path}: {message}")
 
 
@@ -71,7 +71,7 @@ def _with_clear_choices(engine: ReferenceEngine, weights: Weights) -> tuple[dict
     """Return the first random texts in which no expert is chosen by a narrow margin, and their traces."""
     for seed in range(_TRIES):
         cases = long_cases(weights.config, seed=seed)
-        reference = {case: _trace(engine, this) for case, this in cases.items()}
+        reference = {case: _trace(engine, run) for case, run in cases.items()}
         if all(_smallest_margin(weights.config, trace) >= _MARGIN for trace in reference.values()):
             return cases, reference
     raise UserError(f"{weights.path}: expected a text without ties of experts, got none in {_TRIES} random texts")
@@ -89,13 +89,13 @@ def _smallest_margin(config: ModelConfig, trace: Trace) -> float:
     return min(margins)
 
 
-def _trace(engine: ReferenceEngine, this: Pass) -> Trace:
-    return engine.trace(this.ids, first_position=this.first_position)
+def _trace(engine: ReferenceEngine, case: Pass) -> Trace:
+    return engine.trace(case.ids, first_position=case.first_position)
 
 
 def _last_rows(config: ModelConfig, trace: Trace) -> dict[str, np.ndarray]:
     return {name: last_tokens(stage, trace[name]).copy() for name, stage, _ in compared_stages(config)}
 
 
-def _distances(reference: Trace, shown: Trace) -> dict[str, Difference]:
-    return {name: measure(array.astype(np.float64), reference[name]) for name, array in shown.items()}
+def _distances(reference: Trace, engine_rows: Trace) -> dict[str, Difference]:
+    return {name: measure(array.astype(np.float64), reference[name]) for name, array in engine_rows.items()}

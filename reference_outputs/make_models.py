@@ -1,4 +1,4 @@
-"""Make the small models that llorch carries, from text of our own.
+"""Make the small models of the package, trained on generated stories.
 
     python reference_outputs/make_models.py [NAME ...] [--out DIR] [--steps N] [--state DIR]
 
@@ -42,8 +42,8 @@ def make(name: str, *, out: Path, steps: int | None, state: Path | None) -> None
     model, losses = train(name, recipe, vocabulary, state=state)
     path = out / (name if name in FOLDERS else f"{name}.gguf")
     if name in FOLDERS:
-        turned = FAMILIES[recipe.family].layout.transposed_experts == "files"
-        folder.write(path, model, vocabulary, turned=turned)
+        transposed = FAMILIES[recipe.family].layout.transposed_experts == "files"
+        folder.write(path, model, vocabulary, transposed=transposed)
     elif name in OTHERS:
         converted.write(path, model, vocabulary.metadata)
     else:

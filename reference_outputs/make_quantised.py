@@ -1,4 +1,4 @@
-"""Make the goldens of checkpoint 13: inputs that show mistakes, and what ggml and llama.cpp make of them."""
+"""Make the goldens of checkpoint 13: inputs that expose mistakes, and the results of ggml and llama.cpp."""
 
 import platform
 import tempfile
@@ -37,7 +37,7 @@ ELEMENT_EDGES = (0x0000, 0x8000, 0x0001, 0x83FF, 0x0400, 0x7BFF, 0x7C00, 0x7E00,
 
 
 def make_quantised() -> QuantisedGolden:
-    """Ask ggml and llama.cpp as they are installed here.
+    """Run the installed ggml and llama.cpp.
 
     Returns:
         The goldens.
@@ -100,28 +100,28 @@ def rounding_of(kind: ActivationKind) -> dict[str, np.ndarray]:
     return {f"{kind}.rows": rows} | {f"{kind}.{v}": quantize(rows, kind, v) for v in variants(kind)}
 
 
-def differences(new: QuantisedGolden, stored: QuantisedGolden) -> list[str]:
+def differences(new: QuantisedGolden, old: QuantisedGolden) -> list[str]:
     """List differences of newly made goldens from the stored ones.
 
     Blocks, rounding and files must be equal. On another processor, inputs of products may round to the other side of an
-    edge. Each set was judged against llorch's stages, so here only the tolerance of `all_flipped` must hold.
+    edge. Each golden was compared with llorch's stages, so here only the tolerance of `all_flipped` must hold.
 
     Args:
         new: Made now.
-        stored: Read from the repository.
+        old: Read from the repository.
 
     Returns:
         One line for each difference.
     """
-    pairs = [("case", new.case == stored.case)]
-    pairs += [(f"file {name}", new.files[name] == stored.files[name]) for name in MODELS]
-    for ours, theirs in ((new.blocks, stored.blocks), (new.rounding, stored.rounding)):
-        pairs += [(name, _same(ours.get(name), theirs.get(name))) for name in sorted(ours.keys() | theirs.keys())]
+    pairs = [("case", new.case == old.case)]
+    pairs += [(f"file {name}", new.files[name] == old.files[name]) for name in MODELS]
+    for remade, golden in ((new.blocks, old.blocks), (new.rounding, old.rounding)):
+        pairs += [(name, _same(remade.get(name), golden.get(name))) for name in sorted(remade.keys() | golden.keys())]
     lines = [f"quantised {name}: not as stored" for name, equal in pairs if not equal]
-    changed = [m for m in MODELS if any(not _same(new.traces[m].get(k), a) for k, a in stored.traces[m].items())]
+    changed = [m for m in MODELS if any(not _same(new.traces[m].get(k), a) for k, a in old.traces[m].items())]
     for model in changed:
-        for name, tolerance in all_flipped(model, stored).items():
-            actual, expected = new.traces[model].get(name), stored.traces[model][name]
+        for name, tolerance in all_flipped(model, old).items():
+            actual, expected = new.traces[model].get(name), old.traces[model][name]
             difference = measure(actual, expected, masked=name.endswith("attn_scores"))
             if not difference.within(tolerance):
                 lines.append(f"quantised {model} {name}: {difference.describe()}")
@@ -135,14 +135,14 @@ def all_flipped(model: str, golden: QuantisedGolden) -> Mapping[str, Tolerance]:
         weights = open_weights(write_model(model, Path(folder))).using(GGML)
         with closing(weights.source):
             stages = {name: stage for name, stage, _ in keys(weights.config)}
-            made = variances(weights, golden.case, trace)
+            by_stage = variances(weights, golden.case, trace)
             return {
-                name: derive_tolerance(trace[name], each[FREE] / 4, stages[name]) for name, each in made
+                name: derive_tolerance(trace[name], variance[FREE] / 4, stages[name]) for name, variance in by_stage
             }  # as `ForwardTolerances.free`
 
 
 class _Draw:
-    """Numbers from bits that NumPy promises never to change."""
+    """Generator of numbers from bits that NumPy promises never to change."""
 
     def __init__(self, key: int) -> None:
         self._bits = np.random.Philox(key=key)
@@ -174,7 +174,7 @@ def _with_model(golden: QuantisedGolden, name: str, path: Path) -> QuantisedGold
     """Add one model to the goldens.
 
     Raises:
-        ValueError: llama.cpp's products are not ours, so that one of the two is wrong.
+        ValueError: llama.cpp's products differ from llorch's: one of the two is wrong.
     """
     with open_engine("llamacpp", path, n_threads=2, numerics=GGML) as engine:
         trace = engine.trace(golden.case.ids)
@@ -185,11 +185,11 @@ def _with_model(golden: QuantisedGolden, name: str, path: Path) -> QuantisedGold
         files={**golden.files, name: fingerprint(path)},
         provenance=provenance,
     )
-    red = [c for c in stage_rows(name, path, golden) if c.verdict == FAIL]
-    if red:
-        raise ValueError(f"regenerate quantised: {len(red)} comparisons of {name} fail, the first is {red[0]}")
+    failed = [row for row in stage_rows(name, path, golden) if row.verdict == FAIL]
+    if failed:
+        raise ValueError(f"regenerate quantised: {len(failed)} comparisons of {name} fail, the first is {failed[0]}")
     return golden
 
 
-def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    return one is not None and other is not None and one.dtype == other.dtype and one.tobytes() == other.tobytes()
+def _same(new: np.ndarray | None, old: np.ndarray | None) -> bool:
+    return new is not None and old is not None and new.dtype == old.dtype and new.tobytes() == old.tobytes()

@@ -90,11 +90,11 @@ def inputs() -> np.ndarray:
 def rounded(x: np.ndarray, settings: Mapping[str, Any], number: float | None) -> np.ndarray:
     """Quantise and dequantise as a module with these `input_activations` does."""
     args, tensor = QuantizationArgs(symmetric=True, **settings), torch.from_numpy(x)[None]
-    given = None if number is None else torch.tensor([number], dtype=tensor.dtype)
+    scale_tensor = None if number is None else torch.tensor([number], dtype=tensor.dtype)
     if args.dynamic is False:
-        return fake_quantize(tensor, given, None, args)[0].numpy()  # pyright: ignore[reportArgumentType]
-    scale, zero = compute_dynamic_scales_and_zp(tensor, args, None, global_scale=given)  # pyright: ignore
-    return fake_quantize(tensor, scale, zero, args, global_scale=given)[0].numpy()
+        return fake_quantize(tensor, scale_tensor, None, args)[0].numpy()  # pyright: ignore[reportArgumentType]
+    scale, zero = compute_dynamic_scales_and_zp(tensor, args, None, global_scale=scale_tensor)  # pyright: ignore
+    return fake_quantize(tensor, scale, zero, args, global_scale=scale_tensor)[0].numpy()
 
 
 def traced(name: str) -> dict[str, np.ndarray]:
@@ -117,8 +117,8 @@ def traced(name: str) -> dict[str, np.ndarray]:
         with torch.no_grad(), float64_everywhere(), captured(model, weights.config) as stages:
             model(torch.tensor([IDS]))
         weights.source.close()
-    wanted = ["l0.attn_out", "logits", *ALSO.get(name, [])]
-    return {stage: stages[stage].astype(np.float64, casting="no") for stage in wanted}
+    stage_names = ["l0.attn_out", "logits", *ALSO.get(name, [])]
+    return {stage: stages[stage].astype(np.float64, casting="no") for stage in stage_names}
 
 
 def _decompress(model: Any) -> None:
@@ -129,20 +129,20 @@ def _decompress(model: Any) -> None:
 
 def record_of(x: np.ndarray) -> dict[str, Any]:
     """Record hashes of the rounded inputs in both dtypes, with the sign of zeros removed, and some of the numbers."""
-    made: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for name, (settings, number) in FUNCTIONS.items():
-        results = {str(dtype): rounded(x.astype(dtype), settings, number) + 0 for dtype in ("float64", "float32")}
-        made[name] = {dtype: sha256(array.tobytes()).hexdigest() for dtype, array in results.items()}
-        made[name]["samples"] = results["float64"].reshape(-1)[::193].tolist()
-    return made
+        arrays = {str(dtype): rounded(x.astype(dtype), settings, number) + 0 for dtype in ("float64", "float32")}
+        record[name] = {dtype: sha256(array.tobytes()).hexdigest() for dtype, array in arrays.items()}
+        record[name]["samples"] = arrays["float64"].reshape(-1)[::193].tolist()
+    return record
 
 
 def record_of_torchao(x: np.ndarray) -> dict[str, Any]:
     """Record the hash and some numbers of the inputs as torchao rounds them: int8 codes with a scale for each row."""
     from torchao.quantization import Int8Tensor, PerRow  # pyright: ignore[reportMissingImports]
 
-    made = Int8Tensor.from_hp(torch.from_numpy(x.astype(np.float32)), PerRow()).dequantize().numpy() + 0
-    return {"float32": sha256(made.tobytes()).hexdigest(), "samples": made.reshape(-1)[::193].tolist()}
+    rounded_rows = Int8Tensor.from_hp(torch.from_numpy(x.astype(np.float32)), PerRow()).dequantize().numpy() + 0
+    return {"float32": sha256(rounded_rows.tobytes()).hexdigest(), "samples": rounded_rows.reshape(-1)[::193].tolist()}
 
 
 def main() -> None:
@@ -154,13 +154,13 @@ def main() -> None:
     record = {"made_by": {name: version(name) for name in packages}, "ids": IDS, "rounded": record_of(arrays["inputs"])}
     record["rounded_by_torchao"] = record_of_torchao(arrays["inputs"])
     if "--check" in sys.argv[1:]:
-        with np.load(ARRAYS) as stored:
-            off = {name: float(np.abs(array - stored[name]).max()) for name, array in arrays.items()}
+        with np.load(ARRAYS) as golden:
+            gaps = {name: float(np.abs(array - golden[name]).max()) for name, array in arrays.items()}
         same = json.loads(RECORD.read_text(encoding="utf-8")) == record
         print(
-            f"{RECORD.name}: {'same' if same else 'differs'}; largest difference of {ARRAYS.name}: {max(off.values())}"
+            f"{RECORD.name}: {'same' if same else 'differs'}; largest difference of {ARRAYS.name}: {max(gaps.values())}"
         )
-        raise SystemExit(not same or max(off.values()) > 1e-12)
+        raise SystemExit(not same or max(gaps.values()) > 1e-12)
     np.savez_compressed(ARRAYS, allow_pickle=False, **arrays)
     RECORD.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8", newline="\n")
 

@@ -19,12 +19,12 @@ from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.judging.expectations.adapter_files import EXPORTS, export_all, file_tables, safetensors_table
 from llorch.judging.expectations.training import unit
-from llorch.judging.expectations.training_places import (
+from llorch.judging.expectations.training_refs import (
     CHAINED,
-    HELD_LIKE,
     ISOLATED,
     LLAMACPP,
     PEFT,
+    TOLERANCE_GROUP,
     TRANSFORMERS,
     Arrays,
     at,
@@ -38,7 +38,7 @@ from llorch.judging.goldens.training import (
     Tolerances,
     TrainingGolden,
     adapter_name,
-    amplified_name,
+    amplification_name,
     engine_of,
     golden_name,
     reference_name,
@@ -53,7 +53,7 @@ from llorch.judging.goldens.training_recipe import (
     step_batches,
     with_zero_b,
 )
-from llorch.judging.tolerances.training import FROM_FILES, amplification, wide_limit
+from llorch.judging.tolerances.training import FROM_FILES, amplification, tolerance_in_float64
 from llorch.lora.adapter import Adapter
 from llorch.model.model import Model
 from llorch.ops.numerics import DtypeName
@@ -65,7 +65,7 @@ from llorch.training.batch import Batch
 if TYPE_CHECKING:
     from reference_outputs.peft_reference import Peft
 
-TEXTS = (  # beginning and number of tokens, number of those that are not learned
+TEXTS = (  # beginning and number of tokens, number of masked ones
     (("Once upon a time, Mia the little fox", 10, 4), ("The fox ran home to the river.", 7, 3)),
     (("Tom asked: Where is my blue kite?", 8, 2), ("In the forest the owl sang a slow song.", 12, 5)),
     (("Anna and Ben built a boat.", 6, 1), ("One day the sun was very warm.", 9, 6)),
@@ -90,7 +90,7 @@ def make_training(name: str) -> TrainingGolden:
         reference_arrays = Peft(path, dtype="float64").provenance()
     golden = TrainingGolden(
         arrays={adapter_name(flat): array for flat, array in adapter.flat().items()},
-        rows=rows,
+        stored_batches=rows,
         files=files,
         tolerances={},
         half_errors={},
@@ -107,8 +107,8 @@ def make_training(name: str) -> TrainingGolden:
             "machine": platform.machine(),
         },
     )
-    shown = {golden_name(stage_ref): array for stage_ref, array in (peft_arrays(engine, golden) | exported).items()}
-    golden = replace(golden, arrays=golden.arrays | shown)
+    arrays = {golden_name(stage_ref): array for stage_ref, array in (peft_arrays(engine, golden) | exported).items()}
+    golden = replace(golden, arrays=golden.arrays | arrays)
     golden = replace(golden, arrays=golden.arrays | reference_of(weights, golden))
     halves: dict[DtypeName, TrainingGolden] = {dtype: in_half(weights, golden, dtype) for dtype in HALF_DTYPES}
     runs: dict[DtypeName, TrainingGolden] = {"float32": golden, **halves}
@@ -129,16 +129,16 @@ def reference_of(weights: Weights, golden: TrainingGolden) -> dict[str, np.ndarr
     adapter, config = golden.adapter_for(weights.config), weights.config
     with float64_everywhere():
         engine = Peft(weights.path, dtype="float64")
-        shown = peft_arrays(engine, golden)
+        peft = peft_arrays(engine, golden)
         steps = [step_batches(golden.batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
-        taken = engine.steps(adapter, steps, OPTIMIZER, shown=range(1, len(steps) + 1))
+        step_arrays = engine.steps(adapter, steps, OPTIMIZER, recorded_steps=range(1, len(steps) + 1))
     chained = [
-        stage_ref for stage_ref, modes in stage_refs(config.n_layers).items() if CHAINED in modes and stage_ref in shown
+        stage_ref for stage_ref, modes in stage_refs(config.n_layers).items() if CHAINED in modes and stage_ref in peft
     ]
     return (
         isolated_reference(weights, golden)
-        | {reference_name(CHAINED, stage_ref): shown[stage_ref] for stage_ref in chained}
-        | amplified(config.n_layers, taken, len(steps))
+        | {reference_name(CHAINED, stage_ref): peft[stage_ref] for stage_ref in chained}
+        | amplified(config.n_layers, step_arrays, len(steps))
     )
 
 
@@ -149,58 +149,58 @@ def isolated_reference(weights: Weights, golden: TrainingGolden) -> dict[str, np
     from reference_outputs.peft_reference import Peft
 
     with float64_everywhere():
-        made = Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
-    return {reference_name(ISOLATED, stage_ref): array for stage_ref, array in made.items()}
+        arrays = Isolated(Peft(weights.path, dtype="float64"), golden).arrays()
+    return {reference_name(ISOLATED, stage_ref): array for stage_ref, array in arrays.items()}
 
 
-def amplified(n_layers: int, taken: Arrays, n_steps: int) -> dict[str, np.ndarray]:
-    """Compute `limits.amplification` over all steps, and return it for the stored ones."""
+def amplified(n_layers: int, step_arrays: Arrays, n_steps: int) -> dict[str, np.ndarray]:
+    """Compute `limits.amplification` over all steps, and return the values of the stored steps."""
 
-    def of(stage: str, step: int) -> dict[str, np.ndarray]:
-        return {name: taken[stage_ref] for name, stage_ref in of_tensors(stage, n_layers, f"step {step}").items()}
+    def tensors(stage: str, step: int) -> dict[str, np.ndarray]:
+        return {name: step_arrays[stage_ref] for name, stage_ref in of_tensors(stage, n_layers, f"step {step}").items()}
 
-    every = range(1, n_steps + 1)
-    parts = [tuple(of(stage, step) for stage in ("given", "first_moment", "second_moment")) for step in every]
-    norms = [float(taken[at("grad_norm", case=f"step {step}")]) for step in every]
-    found = amplification(parts, norms, OPTIMIZER)
+    steps = range(1, n_steps + 1)
+    parts = [tuple(tensors(stage, step) for stage in ("given", "first_moment", "second_moment")) for step in steps]
+    norms = [float(step_arrays[at("grad_norm", case=f"step {step}")]) for step in steps]
+    amplifications = amplification(parts, norms, OPTIMIZER)
     return {
-        amplified_name(stage_ref): found[step - 1][name]
+        amplification_name(stage_ref): amplifications[step - 1][name]
         for step in STEPS_SHOWN
         for name, stage_ref in of_tensors("parameters", n_layers, f"step {step}").items()
     }
 
 
 def in_half(weights: Weights, golden: TrainingGolden, dtype: DtypeName) -> TrainingGolden:
-    """Make the golden that PEFT shows on a base in half precision, with the float64 reference for the same inputs."""
+    """Make the golden of PEFT on a base in half precision, with the float64 reference for the same inputs."""
     from reference_outputs.peft_reference import Peft
 
-    made = peft_arrays(Peft(weights.path, dtype=dtype), golden)
-    half = replace(golden, arrays=golden.arrays | {golden_name(stage_ref): array for stage_ref, array in made.items()})
+    peft = peft_arrays(Peft(weights.path, dtype=dtype), golden)
+    half = replace(golden, arrays=golden.arrays | {golden_name(stage_ref): array for stage_ref, array in peft.items()})
     return replace(half, arrays=half.arrays | isolated_reference(weights, half))
 
 
 def rows_of(weights: Weights) -> list[StoredBatch]:
-    """Encode the batches for one model; the first needs at least 8 distinct tokens, or it would hide mistakes."""
+    """Encode the batches for one model; the first has at least 8 distinct tokens, because fewer would hide mistakes."""
     encode = Model(weights).tokenizer.encode
-    made = [StoredBatch([encode(text)[:n] for text, n, _ in rows], [prompt for _, _, prompt in rows]) for rows in TEXTS]
-    distinct = {token for row in made[0].ids for token in row}
+    batches = [StoredBatch([encode(text)[:n] for text, n, _ in b], [prompt for _, _, prompt in b]) for b in TEXTS]
+    distinct = {token for row in batches[0].ids for token in row}
     if len(distinct) < 8:
         raise ValueError(f"regenerate: expected at least 8 distinct tokens in a batch, got {sorted(distinct)}")
-    return made
+    return batches
 
 
 def peft_arrays(engine: "Peft", golden: TrainingGolden) -> Arrays:
-    """Collect all that PEFT shows: deltas, logits, losses, gradients, optimizer steps, schedules and the curve."""
+    """Collect all arrays of PEFT: deltas, logits, losses, gradients, optimizer steps, schedules and the curve."""
     adapter, batches = golden.adapter_for(engine.config), golden.batches
-    stable = golden.adapter_for(engine.config, RSLORA)
-    found = engine.forward(adapter, batches[0]) | engine.forward(stable, batches[0], case="rslora")
-    found |= engine.losses(adapter, batches[0]) | engine.merged(adapter, batches[0])
-    found |= engine.gradients(with_zero_b(adapter), batches[0], case="zero_b")
-    found |= engine.gradients(adapter, batches[0]) | engine.schedules()
+    rslora_adapter = golden.adapter_for(engine.config, RSLORA)
+    arrays = engine.forward(adapter, batches[0]) | engine.forward(rslora_adapter, batches[0], case="rslora")
+    arrays |= engine.losses(adapter, batches[0]) | engine.merged(adapter, batches[0])
+    arrays |= engine.gradients(with_zero_b(adapter), batches[0], case="zero_b")
+    arrays |= engine.gradients(adapter, batches[0]) | engine.schedules()
     steps = [step_batches(batches, step, 1) for step in range(1, max(STEPS_SHOWN) + 1)]
-    found |= engine.steps(adapter, steps, OPTIMIZER, shown=STEPS_SHOWN)
-    found |= engine.curve(adapter, batches)
-    return {stage_ref: found[stage_ref] for stage_ref in stage_refs(engine.config.n_layers) if stage_ref in found}
+    arrays |= engine.steps(adapter, steps, OPTIMIZER, recorded_steps=STEPS_SHOWN)
+    arrays |= engine.curve(adapter, batches)
+    return {stage_ref: arrays[stage_ref] for stage_ref in stage_refs(engine.config.n_layers) if stage_ref in arrays}
 
 
 def export_arrays(
@@ -208,8 +208,8 @@ def export_arrays(
 ) -> tuple[Arrays, dict[str, Mapping[str, str]]]:
     """Compute logits of the engines that load llorch's exports, and the tables of adapter files.
 
-    PEFT's own file of the adapter is what ours has to equal; of the GGUF file, which nobody else writes rightly, it is
-    the one that llama.cpp made the right logits from.
+    llorch's adapter file must equal PEFT's own. For GGUF no other library writes a correct file, so the table is that
+    of the file with which llama.cpp computed the correct logits.
     """
     from llorch.engines.llamacpp import logits_with_adapter
 
@@ -235,81 +235,81 @@ def logits_of(engine: EngineName, path: Path, ids: Sequence[np.ndarray]) -> np.n
 
 
 def provenance_of(engine: EngineName, path: Path) -> dict[str, object]:
-    """Ask an engine for its own description."""
+    """Return an engine's own description."""
     with open_engine(engine, path, n_threads=2) as reference_engine:
         return reference_engine.provenance()
 
 
-def checked(new: TrainingGolden, stored: TrainingGolden, weights: Weights) -> list[str]:
+def checked(new: TrainingGolden, old: TrainingGolden, weights: Weights) -> list[str]:
     """List the `differences` of goldens from the stored ones; PEFT recomputes the float64 reference and the spread."""
     from training_spread import training_spread
 
-    spread = training_spread(weights.path, weights.config, stored)
-    return differences(new, stored, weights.config, spread, reference_of(weights, stored))
+    spread = training_spread(weights.path, weights.config, old)
+    return differences(new, old, weights.config, spread, reference_of(weights, old))
 
 
 def differences(
     new: TrainingGolden,
-    stored: TrainingGolden,
+    old: TrainingGolden,
     config: ModelConfig,
     spread: Mapping[StageRef, Tolerance],
     reference: Mapping[str, np.ndarray],
 ) -> list[str]:
     """List newly made goldens that differ from stored ones, and tolerances that do not follow from stored arrays.
 
-    The adapter, the batches and the files of adapters must be equal; arrays are held to the stored tolerances or to
-    `spread`, what rounding does to optimizer steps, the larger; `reference`, made now of the stored goldens, is held to
-    the tolerances of float64; tolerances of half precision are what `made_again` wants of them.
+    Adapter, batches and adapter files must be equal. Arrays must lie within the stored tolerance or `spread`, the
+    effect of rounding on optimizer steps, whichever is larger. `reference`, recomputed from the stored goldens, must
+    lie within the float64 tolerances; half-precision tolerances are compared by `made_again`.
     """
-    pairs = [(what, getattr(new, what) == getattr(stored, what)) for what in ("rows", "files")]
+    pairs = [("rows", new.stored_batches == old.stored_batches), ("files", new.files == old.files)]
     for name in of_tensors("parameters", config.n_layers):
-        ours, theirs = (golden.arrays.get(adapter_name(name)) for golden in (new, stored))
-        pairs.append((name, _same(ours, theirs)))
+        new_array, old_array = (golden.arrays.get(adapter_name(name)) for golden in (new, old))
+        pairs.append((name, _same(new_array, old_array)))
     lines = [f"training {name}: not as stored" for name, equal in pairs if not equal]
     for stage_ref, modes in stage_refs(config.n_layers).items():
-        found = apart(stage_ref, new.arrays.get(golden_name(stage_ref)), stored.arrays.get(golden_name(stage_ref)))
-        group = HELD_LIKE.get(stage_ref.stage, stage_ref.stage)
-        group_tolerances = [made[group] for made in stored.tolerances["float32"].values() if group in made]
-        if not any(found.within(tolerance) for tolerance in (*group_tolerances, spread.get(stage_ref, EXACT))):
-            lines.append(f"training {engine_of(stage_ref)} {text(stage_ref)}: {found.describe()}")
-        lines += [line for mode in modes for line in _reference_differs(reference, stored, mode, stage_ref)]
-    again = {dtype: made for dtype, made in new.tolerances.items() if dtype != "float32"}
-    kept = {dtype: made for dtype, made in stored.tolerances.items() if dtype != "float32"}
-    lines += made_again.differences(_by_dtype(again), _by_dtype(kept))
-    made = {"float32": tolerances(stored, config, "float32")}, {"float32": stored.tolerances["float32"]}
-    return lines + made_again.differences(*map(_by_dtype, made), times=made_again.AGAIN)
+        difference = compare(stage_ref, new.arrays.get(golden_name(stage_ref)), old.arrays.get(golden_name(stage_ref)))
+        group = TOLERANCE_GROUP.get(stage_ref.stage, stage_ref.stage)
+        group_tolerances = [by_group[group] for by_group in old.tolerances["float32"].values() if group in by_group]
+        if not any(difference.within(tolerance) for tolerance in (*group_tolerances, spread.get(stage_ref, EXACT))):
+            lines.append(f"training {engine_of(stage_ref)} {text(stage_ref)}: {difference.describe()}")
+        lines += [line for mode in modes for line in _reference_differs(reference, old, mode, stage_ref)]
+    new_half = {dtype: by_mode for dtype, by_mode in new.tolerances.items() if dtype != "float32"}
+    old_half = {dtype: by_mode for dtype, by_mode in old.tolerances.items() if dtype != "float32"}
+    lines += made_again.differences(_by_dtype(new_half), _by_dtype(old_half))
+    float32_pair = {"float32": tolerances(old, config, "float32")}, {"float32": old.tolerances["float32"]}
+    return lines + made_again.differences(*map(_by_dtype, float32_pair), times=made_again.AGAIN)
 
 
-def apart(stage_ref: StageRef, ours: np.ndarray | None, theirs: np.ndarray | None) -> Difference:
+def compare(stage_ref: StageRef, actual: np.ndarray | None, expected: np.ndarray | None) -> Difference:
     """Measure the difference of two arrays of a stage."""
     size = unit(stage_ref)
-    return measure(ours, theirs) if size is None else measure_in(ours, theirs, unit=size)
+    return measure(actual, expected) if size is None else measure_in(actual, expected, unit=size)
 
 
 def _reference_differs(
-    new: Mapping[str, np.ndarray], stored: TrainingGolden, mode: str, stage_ref: StageRef
+    new: Mapping[str, np.ndarray], old: TrainingGolden, mode: str, stage_ref: StageRef
 ) -> Iterator[str]:
     if stage_ref.stage in FROM_FILES:
-        return  # what the adapter means
+        return  # given by the adapter file
 
     def pair(name: str) -> tuple[np.ndarray | None, np.ndarray | None]:
-        return new.get(name), stored.arrays.get(name)
+        return new.get(name), old.arrays.get(name)
 
-    found, again = apart(stage_ref, *pair(reference_name(mode, stage_ref))), made_again.AGAIN - 1
-    if not found.within(wide_limit(stored.amplified(stage_ref) if mode == CHAINED else None)):
-        yield f"training truth {mode} {text(stage_ref)}: {found.describe()}"
+    difference, margin = compare(stage_ref, *pair(reference_name(mode, stage_ref))), made_again.AGAIN - 1
+    if not difference.within(tolerance_in_float64(old.amplification(stage_ref) if mode == CHAINED else None)):
+        yield f"training truth {mode} {text(stage_ref)}: {difference.describe()}"
     if stage_ref.stage == "parameters" and mode == CHAINED:
-        found = measure(*pair(amplified_name(stage_ref)))
-        if not found.within(Tolerance(again, again)):
-            yield f"training truth amplification {text(stage_ref)}: {found.describe()}"
+        difference = measure(*pair(amplification_name(stage_ref)))
+        if not difference.within(Tolerance(margin, margin)):
+            yield f"training truth amplification {text(stage_ref)}: {difference.describe()}"
 
 
-def _by_dtype(made: Mapping[str, Tolerances]) -> dict[str, made_again.Tolerances]:
+def _by_dtype(by_dtype: Mapping[str, Tolerances]) -> dict[str, made_again.Tolerances]:
     """Arrange tolerances like those of the forward pass, in one case."""
     return {
-        dtype: {"training": {mode: dict(groups) for mode, groups in modes.items()}} for dtype, modes in made.items()
+        dtype: {"training": {mode: dict(groups) for mode, groups in modes.items()}} for dtype, modes in by_dtype.items()
     }
 
 
-def _same(one: np.ndarray | None, other: np.ndarray | None) -> bool:
-    return one is not None and other is not None and one.dtype == other.dtype and np.array_equal(one, other)
+def _same(new: np.ndarray | None, old: np.ndarray | None) -> bool:
+    return new is not None and old is not None and new.dtype == old.dtype and np.array_equal(new, old)

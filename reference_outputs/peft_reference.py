@@ -1,11 +1,11 @@
 """Training goldens from PEFT: its LoRA on an unmodified transformers model, torch's loss, autograd, clipping and AdamW.
 
-The base is the one that the engine `transformers` loads, in float32, if not told. Deltas are what PEFT itself adds:
-the product of the output of `lora_B` and the scaling, seen by a torch function mode. Gradients come from autograd,
+The base is the one that the engine `transformers` loads, by default in float32. Deltas are the values that PEFT adds:
+the product of the output of `lora_B` and the scaling, captured by a torch function mode. Gradients come from autograd,
 those of block inputs from tensors that hooks retain. llorch computes nothing.
 
-On a base in bfloat16 PEFT keeps the adapter in float32, and so are its gradients and the optimizer; the loss is taken
-of float32 logits, as transformers' own loss is.
+On a base in bfloat16 PEFT keeps adapter, gradients and optimizer in float32. The loss is computed from float32 logits,
+as transformers' own loss is.
 """
 
 import warnings
@@ -24,9 +24,9 @@ from torch.overrides import TorchFunctionMode
 
 from llorch.engines.transformers import Transformers
 from llorch.families.config import ModelConfig
-from llorch.judging.expectations.training_places import (
+from llorch.judging.expectations.training_refs import (
     INPUT_OF,
-    MERGED_AT,
+    MERGED_REF,
     Arrays,
     after,
     at,
@@ -97,15 +97,15 @@ class Peft:
     def forward(self, adapter: Adapter, batch: Batch, *, case: str = "plain") -> Arrays:
         """Compute the inputs of the adapted projections, the values that PEFT adds to their outputs, and the logits.
 
-        The tokens of all rows stand one after the other.
+        The tokens of all rows are concatenated.
         """
-        model, seen = self.adapted(adapter), {}
-        with torch.no_grad(), Watch(model, adapter, seen, case=case):
-            seen[at("adapted_logits", case=case)] = logits_of(model, batch)
-        return {place: tokens_of(tensor, batch) for place, tensor in seen.items()}
+        model, stage_tensors = self.adapted(adapter), {}
+        with torch.no_grad(), Watch(model, adapter, stage_tensors, case=case):
+            stage_tensors[at("adapted_logits", case=case)] = logits_of(model, batch)
+        return {stage_ref: tokens_of(tensor, batch) for stage_ref, tensor in stage_tensors.items()}
 
     def losses(self, adapter: Adapter, batch: Batch) -> Arrays:
-        """Compute the mean loss over the learned tokens, and the loss of each, with and without smoothing."""
+        """Compute the mean loss over the tokens in the loss, and each token's loss, with and without smoothing."""
         with torch.no_grad():
             return losses_of(logits_of(self.adapted(adapter), batch), batch)
 
@@ -115,30 +115,35 @@ class Peft:
         The inputs themselves are in the result too.
         """
         model, blocks, ends = self.adapted(adapter), dict[StageRef, Tensor](), borders(self.config.n_layers)
-        with fed(model, blocks):
+        with capture_blocks(model, blocks):
             accumulate(model, [batch], smoothing=0.0)
         out = {stage_ref: tokens_of(tensor, batch) for stage_ref, tensor in blocks.items()}
         out |= {ends[stage_ref]: tokens_of(gradient_of(tensor), batch) for stage_ref, tensor in blocks.items()}
         return out | named(of_tensors("gradient", self.config.n_layers, case), gradients_of(model))
 
     def steps(
-        self, adapter: Adapter, steps: Sequence[Sequence[Batch]], recipe: OptimizerRecipe, *, shown: Sequence[int]
+        self,
+        adapter: Adapter,
+        steps: Sequence[Sequence[Batch]],
+        recipe: OptimizerRecipe,
+        *,
+        recorded_steps: Sequence[int],
     ) -> Arrays:
         """Run AdamW steps with clipping at a constant rate, from an adapter and the micro-batches of every step.
 
-        For the steps `shown`, counted from 1, return the gradients before clipping and their norm, and the moments and
-        parameters after the step.
+        For the steps `recorded_steps`, counted from 1, return the gradients before clipping and their norm, and the
+        moments and parameters after the step.
         """
-        model, found = self.adapted(adapter), Arrays()
+        model, arrays = self.adapted(adapter), Arrays()
         optimizer = optimizer_of(model, recipe)
         for step, batches in enumerate(steps, start=1):
             self._backward(model, batches)
-            before = named(of_tensors("given", self.config.n_layers, f"step {step}"), gradients_of(model))
-            made = updated(model, optimizer, recipe, step)
-            if step in shown:
-                found |= before | made
+            gradients = named(of_tensors("given", self.config.n_layers, f"step {step}"), gradients_of(model))
+            step_arrays = updated(model, optimizer, recipe, step)
+            if step in recorded_steps:
+                arrays |= gradients | step_arrays
             optimizer.zero_grad()
-        return found
+        return arrays
 
     def curve(self, adapter: Adapter, batches: Sequence[Batch]) -> Arrays:
         """Record loss and norm of every step, with a cosine schedule."""
@@ -160,7 +165,7 @@ class Peft:
         with torch.no_grad():
             logits = tokens_of(logits_of(model, batch), batch)
         matrix = model.get_parameter(f"{adapter.targets[MERGED].path}.weight")
-        return {at("merged_logits"): logits, MERGED_AT: array_of(matrix)}
+        return {at("merged_logits"): logits, MERGED_REF: array_of(matrix)}
 
     @staticmethod
     def schedules() -> Arrays:
@@ -193,17 +198,17 @@ class Peft:
 
 def _rates(maker: Callable[..., Any]) -> np.ndarray:
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=OPTIMIZER.learning_rate)
-    made = maker(optimizer, SCHEDULE_WARMUP, SCHEDULE_STEPS)
+    schedule = maker(optimizer, SCHEDULE_WARMUP, SCHEDULE_STEPS)
     rates = []
     for _ in range(SCHEDULE_STEPS):
-        rates.append(made.get_last_lr()[0])
+        rates.append(schedule.get_last_lr()[0])
         optimizer.step()
-        made.step()
+        schedule.step()
     return np.asarray(rates)
 
 
 def without_dropout(model: nn.Module) -> nn.Module:
-    """Set every dropout of a model to 0, whatever its config.json asks for: recipes train without.
+    """Set every dropout of a model to 0, whatever config.json says: the recipes train without dropout.
 
     transformers copies the settings into modules when it makes them: `attention_dropout`, `resid_pdrop` and others.
     """
@@ -232,9 +237,9 @@ def peft_settings(lora: LoraConfig) -> dict[str, Any]:
 
 def trained(model: Any) -> dict[str, nn.Parameter]:
     """Collect the trained parameters under flat names, in the order of the forward pass."""
-    found = {_flat_name(name): p for name, p in model.named_parameters() if p.requires_grad}
+    parameters = {_flat_name(name): p for name, p in model.named_parameters() if p.requires_grad}
     order = list(of_tensors("parameters", model.config.num_hidden_layers))
-    return {name: found[name] for name in sorted(found, key=order.index)}
+    return {name: parameters[name] for name in sorted(parameters, key=order.index)}
 
 
 def gradients_of(model: Any) -> dict[str, np.ndarray]:
@@ -264,26 +269,26 @@ def token_losses(logits: Tensor, batch: Batch, *, smoothing: float, reduction: s
 
 
 def losses_of(logits: Tensor, batch: Batch) -> Arrays:
-    """Compute the mean loss over the learned tokens, and the loss of each, with and without smoothing."""
-    kept, found = torch.from_numpy(batch.labels)[:, 1:].reshape(-1) != IGNORED, Arrays()
+    """Compute the mean loss over the tokens in the loss, and each token's loss, with and without smoothing."""
+    in_loss, arrays = torch.from_numpy(batch.labels)[:, 1:].reshape(-1) != IGNORED, Arrays()
     for case, smoothing in SMOOTHINGS.items():
-        mean, each = (token_losses(logits, batch, smoothing=smoothing, reduction=kind) for kind in ("mean", "none"))
-        found |= {at("loss", case=case): array_of(mean), at("token_losses", case=case): array_of(each[kept])}
-    return found
+        mean, losses = (token_losses(logits, batch, smoothing=smoothing, reduction=kind) for kind in ("mean", "none"))
+        arrays |= {at("loss", case=case): array_of(mean), at("token_losses", case=case): array_of(losses[in_loss])}
+    return arrays
 
 
 def clip(model: Any, recipe: OptimizerRecipe) -> Tensor:
-    """Clip by torch; the norm before."""
+    """Clip the gradients with torch; return their norm before it."""
     return torch.nn.utils.clip_grad_norm_(trained(model).values(), recipe.max_norm)
 
 
 class Watch(TorchFunctionMode):
-    """Notes what goes into projections, and the product of each `lora_B` output and its scaling."""
+    """Hooks that record the inputs of projections, and the product of each `lora_B` output and its scaling."""
 
-    def __init__(self, model: Any, adapter: Adapter, seen: dict[StageRef, Tensor], *, case: str) -> None:
-        """Register hooks on PEFT's model; they write into `seen`."""
+    def __init__(self, model: Any, adapter: Adapter, stage_tensors: dict[StageRef, Tensor], *, case: str) -> None:
+        """Register hooks on PEFT's model; they write into `stage_tensors`."""
         super().__init__()
-        self._seen, self._outputs = seen, {}
+        self._stage_tensors, self._outputs = stage_tensors, {}
         self._hooks = ExitStack()
         n_layers, inner = model.config.num_hidden_layers, model.base_model.model
         for name, stage_ref in of_matrices("lora_delta", n_layers, case).items():
@@ -301,12 +306,12 @@ class Watch(TorchFunctionMode):
         """Run a function of torch; keep its result if it scales the output of a watched module."""
         result: Any = func(*args, **(kwargs or {}))
         if func in (Tensor.mul, Tensor.__mul__) and id(args[0]) in self._outputs:
-            place, _ = self._outputs.pop(id(args[0]))
-            self._seen[place] = result.detach().clone()
+            stage_ref, _ = self._outputs.pop(id(args[0]))
+            self._stage_tensors[stage_ref] = result.detach().clone()
         return result
 
     def _input_hook(self, stage_ref: StageRef) -> Callable[..., None]:
-        return lambda _module, inputs: self._seen.update({stage_ref: inputs[0].detach().clone()})
+        return lambda _module, inputs: self._stage_tensors.update({stage_ref: inputs[0].detach().clone()})
 
     def _output_hook(self, stage_ref: StageRef) -> Callable[..., None]:
         return lambda _module, _inputs, output: self._outputs.update({id(output): (stage_ref, output)})
@@ -314,42 +319,42 @@ class Watch(TorchFunctionMode):
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence a warning of transformers: PEFT looks at names that transformers has given up."""
+    """Silence a warning of transformers: PEFT looks up names that transformers has deprecated."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)
         yield
 
 
 @contextmanager
-def fed(
-    model: Any, found: dict[StageRef, Tensor], given: Mapping[StageRef, Tensor] | None = None
+def capture_blocks(
+    model: Any, block_inputs: dict[StageRef, Tensor], replacements: Mapping[StageRef, Tensor] | None = None
 ) -> Iterator[list[Tensor]]:
-    """Find what goes into each block and comes out of the last, for its gradient; or what is given to them instead.
+    """Record the input of each block and the last block's output, with gradients, or replace them.
 
-    Yields what comes out of the blocks.
+    Yields the outputs of the blocks.
     """
 
     def hook(stage_ref: StageRef) -> Callable[..., tuple]:
         def enter(_module: Any, inputs: tuple) -> tuple:
-            x = inputs[0] if given is None else given[stage_ref]
-            x = x if x.requires_grad else x.detach().requires_grad_()  # frozen, its gradient is wanted all the same
+            x = inputs[0] if replacements is None else replacements[stage_ref]
+            x = x if x.requires_grad else x.detach().requires_grad_()  # a frozen input has no gradient otherwise
             x.retain_grad()
-            found[stage_ref] = x
+            block_inputs[stage_ref] = x
             return x, *inputs[1:]
 
         return enter
 
-    decoder, made = model.base_model.model.model, list[Tensor]()
+    decoder, block_outputs = model.base_model.model.model, list[Tensor]()
     with ExitStack() as hooks:
         for stage_ref, module in zip(borders(len(decoder.layers)), (*decoder.layers, decoder.norm), strict=True):
             hooks.enter_context(module.register_forward_pre_hook(hook(stage_ref)))
         for layer in decoder.layers:
-            hooks.enter_context(layer.register_forward_hook(lambda _module, _inputs, out: made.append(out)))
-        yield made
+            hooks.enter_context(layer.register_forward_hook(lambda _module, _inputs, out: block_outputs.append(out)))
+        yield block_outputs
 
 
 def accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> float:
-    """Run the backward passes of a step, and return its loss: the sum over learned tokens, divided by their number."""
+    """Run the backward passes of a step; return its loss: the sum over tokens in the loss, divided by their number."""
     n_trained = sum(batch.n_trained for batch in batches)
     total = 0.0
     for batch in batches:
@@ -360,7 +365,7 @@ def accumulate(model: Any, batches: Sequence[Batch], *, smoothing: float) -> flo
 
 
 def optimizer_of(model: Any, recipe: OptimizerRecipe) -> torch.optim.AdamW:
-    """Make torch's AdamW, which updates one tensor after the other."""
+    """Make torch's AdamW; it updates one tensor at a time."""
     return torch.optim.AdamW(
         trained(model).values(), lr=recipe.learning_rate, betas=recipe.betas, eps=recipe.eps,
         weight_decay=recipe.weight_decay, foreach=False, fused=False,
@@ -368,21 +373,21 @@ def optimizer_of(model: Any, recipe: OptimizerRecipe) -> torch.optim.AdamW:
 
 
 def updated(model: Any, optimizer: torch.optim.AdamW, recipe: OptimizerRecipe, step: int) -> Arrays:
-    """Clip and make a step: the norm before, and moments and parameters after it."""
-    found = {at("grad_norm", case=f"step {step}"): array_of(clip(model, recipe))}
+    """Clip, make a step, and return the norm before clipping and the moments and parameters after the step."""
+    arrays = {at("grad_norm", case=f"step {step}"): array_of(clip(model, recipe))}
     optimizer.step()
-    for stage, where in after(step, model.config.num_hidden_layers).items():
-        kept = {name: {"parameters": p, **optimizer.state[p]}[IN_TORCH[stage]] for name, p in trained(model).items()}
-        found |= named(where, {name: array_of(tensor) for name, tensor in kept.items()})
-    return found
+    for stage, stage_refs in after(step, model.config.num_hidden_layers).items():
+        tensors = {name: {"parameters": p, **optimizer.state[p]}[IN_TORCH[stage]] for name, p in trained(model).items()}
+        arrays |= named(stage_refs, {name: array_of(tensor) for name, tensor in tensors.items()})
+    return arrays
 
 
 def _flat_name(name: str) -> str:
     """Shorten `base_model.model.model.layers.0.self_attn.q_proj.lora_A.default.weight` to `layers.0.q_proj.lora_A`."""
     parts = name.split(".")
-    at = parts.index("layers")
+    start = parts.index("layers")
     kind = LORA_A if LORA_A in parts else LORA_B
-    return ".".join((*parts[at : at + 2], parts[parts.index(kind) - 1], kind))
+    return ".".join((*parts[start : start + 2], parts[parts.index(kind) - 1], kind))
 
 
 def tokens_of(tensor: Tensor, batch: Batch) -> np.ndarray:

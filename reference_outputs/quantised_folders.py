@@ -1,4 +1,4 @@
-"""Make the small quantised folders and the goldens of their weights again, or check that the stored ones can be made.
+"""Write the small quantised folders and the goldens of their weights, or check that the stored ones are reproduced.
 
     python reference_outputs/quantised_folders.py                 write all that can be made here
     python reference_outputs/quantised_folders.py gptq bnb        write those whose name starts so
@@ -57,17 +57,17 @@ def main(names: tuple[str, ...], check: bool) -> None:
         if names and not name.startswith(names):
             continue
         lines, report = make_again(name, packages, make, replace=not check)
-        made, said = golden_of(name, goldens.get(name, {}))
-        about, run = forward_of(name, goldens.get(name, {}).get("forward"))
-        made |= {"forward": about} if about else {}
+        golden, status = golden_of(name, goldens.get(name, {}))
+        facts, run = forward_of(name, goldens.get(name, {}).get("forward"))
+        golden |= {"forward": facts} if facts else {}
         logits |= run
         if check:
-            lines += [f"logits {key} differ" for key, new in run.items() if far(new, stored_logits.get(key))]
-        if check and made != {key: value for key, value in goldens.get(name, {}).items() if key != "writer"}:
+            lines += [f"logits {key} differ" for key, new in run.items() if differ(new, stored_logits.get(key))]
+        if check and golden != {key: value for key, value in goldens.get(name, {}).items() if key != "writer"}:
             lines.append("golden differs")
-        goldens[name] = {"writer": said_by(packages) or goldens.get(name, {}).get("writer")} | made
+        goldens[name] = {"writer": said_by(packages) or goldens.get(name, {}).get("writer")} | golden
         failures += len(lines)
-        report += f"; golden {said}" + (f"; logits {'made' if run else 'NOT RUN'}" if about else "")
+        report += f"; golden {status}" + (f"; logits {'made' if run else 'NOT RUN'}" if facts else "")
         click.echo("\n".join(f"{name}: {line}" for line in lines) or f"{name}: {report}")
     if not check:
         save_file(dict(sorted(logits.items())), LOGITS)
@@ -78,13 +78,13 @@ def main(names: tuple[str, ...], check: bool) -> None:
 
 
 def missing(packages: tuple[str, ...]) -> str:
-    """Say which package is not here, or not in the version that is needed; empty if none."""
+    """Return why a package cannot be used: missing, or of another version; empty if all are usable."""
     for package in packages:
         name, _, needed = package.partition("==")
-        if found := installed(name):
-            if not needed or found == needed:
+        if installed_version := installed(name):
+            if not needed or installed_version == needed:
                 continue
-            return f"it needs {name} {needed}, {found} is installed"
+            return f"it needs {name} {needed}, {installed_version} is installed"
         return "LLORCH_LLAMACPP is not set" if name == "llama.cpp" else f"{name} is not installed"
     return ""
 
@@ -113,15 +113,15 @@ def make_again(
     """Make a folder and compare it with the stored one, bit by bit; return the differences and a report."""
     if reason := missing(packages):
         return [], f"NOT RUN, {reason}"
-    stored = FOLDER / name
+    stored_folder = FOLDER / name
     with TemporaryDirectory() as temporary:
-        made = Path(temporary)
-        make(made)
-        lines = [file.name for file in made.glob("*.json") if read(file) != read(stored / file.name)]
-        new, old = tensors(made), tensors(stored)
+        new_folder = Path(temporary)
+        make(new_folder)
+        lines = [file.name for file in new_folder.glob("*.json") if read(file) != read(stored_folder / file.name)]
+        new, old = tensors(new_folder), tensors(stored_folder)
         lines += [f"tensor {key} differs" for key in sorted(new.keys() | old.keys()) if new.get(key) != old.get(key)]
         if lines and replace:
-            shutil.copytree(made, stored, dirs_exist_ok=True)
+            shutil.copytree(new_folder, stored_folder, dirs_exist_ok=True)
             return [], f"written by {said_by(packages)}"
     return lines, f"reproduced by {said_by(packages)}"
 
@@ -143,41 +143,41 @@ def tensors(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     }
 
 
-def golden_of(name: str, stored: Golden) -> tuple[Golden, str]:
+def golden_of(name: str, stored_golden: Golden) -> tuple[Golden, str]:
     """Dequantise the stored folder by the library of its row; keep the stored golden where that library is missing."""
     row = dequantise.row_of(name)
     if reason := missing(row.packages):
-        return {key: value for key, value in stored.items() if key != "writer"}, f"NOT RUN, {reason}"
+        return {key: value for key, value in stored_golden.items() if key != "writer"}, f"NOT RUN, {reason}"
     weights = row.run(FOLDER / name)
-    about = {"dequantiser": f"{said_by(row.packages)}: {row.function}", "rounds_to": row.rounds_to}
-    about |= {"note": row.note} if row.note else {}
-    return about | {"weights": {key: fingerprint(weights[key]) for key in sorted(weights)}}, "made"
+    golden = {"dequantiser": f"{said_by(row.packages)}: {row.function}", "rounds_to": row.rounds_to}
+    golden |= {"note": row.note} if row.note else {}
+    return golden | {"weights": {key: fingerprint(weights[key]) for key in sorted(weights)}}, "made"
 
 
-def forward_of(name: str, stored: Golden | None) -> tuple[Golden | None, dict[str, torch.Tensor]]:
+def forward_of(name: str, stored_facts: Golden | None) -> tuple[Golden | None, dict[str, torch.Tensor]]:
     """Run the engine of a folder; keep the stored facts where the engine is missing."""
     engine = forward.ENGINES.get(name)
     if engine is None or missing(engine.packages):
-        return stored, {}
+        return stored_facts, {}
     run = engine.run(FOLDER / name)
-    about = {"engine": said_by(engine.packages), "dtype": engine.dtype, "numerics": list(run), "tokens": forward.TOKENS}
-    about["positions"] = list(range(len(forward.TOKENS)))[forward.POSITIONS]
-    return about, {f"{name}/{numerics}": value.contiguous() for numerics, value in run.items()}
+    facts = {"engine": said_by(engine.packages), "dtype": engine.dtype, "numerics": list(run), "tokens": forward.TOKENS}
+    facts["positions"] = list(range(len(forward.TOKENS)))[forward.POSITIONS]
+    return facts, {f"{name}/{numerics}": value.contiguous() for numerics, value in run.items()}
 
 
-def far(new: torch.Tensor, stored: torch.Tensor | None) -> bool:
-    """Tell whether logits that are made again are not the stored ones."""
-    if stored is None or stored.shape != new.shape or stored.dtype != new.dtype:
+def differ(actual: torch.Tensor, expected: torch.Tensor | None) -> bool:
+    """Return True if newly made logits are not the stored ones."""
+    if expected is None or expected.shape != actual.shape or expected.dtype != actual.dtype:
         return True
-    limit = LIMITS[str(new.dtype).removeprefix("torch.")]
-    return bool((new - stored).norm() > limit * stored.norm())
+    limit = LIMITS[str(actual.dtype).removeprefix("torch.")]
+    return bool((actual - expected).norm() > limit * expected.norm())
 
 
 def fingerprint(weight: torch.Tensor) -> dict[str, object]:
     """Return shape, SHA-256 of the little-endian float32 bytes, and values at fixed positions."""
     values = np.ascontiguousarray(weight.detach().to(torch.float32).numpy(), "<f4")
-    places = np.linspace(0, values.size - 1, N_SAMPLES).astype(int)
-    samples = [float(f"{value:.9g}") for value in values.reshape(-1)[places]]
+    positions = np.linspace(0, values.size - 1, N_SAMPLES).astype(int)
+    samples = [float(f"{value:.9g}") for value in values.reshape(-1)[positions]]
     return {"shape": list(values.shape), "sha256": sha256(values.tobytes()).hexdigest(), "samples": samples}
 
 
@@ -198,8 +198,8 @@ def readme(goldens: dict[str, Golden]) -> str:
     for name, golden in goldens.items():
         lines.append(f"| `{name}` | {golden['writer']} | {golden['dequantiser']} | {golden['rounds_to']} |")
     page = (FOLDER / "README.md").read_text(encoding="utf-8")
-    before, after = page.split("<!-- table -->\n")[0], page.split("<!-- end of the table -->\n")[-1]
-    return f"{before}<!-- table -->\n" + "\n".join(lines) + f"\n<!-- end of the table -->\n{after}"
+    head, tail = page.split("<!-- table -->\n")[0], page.split("<!-- end of the table -->\n")[-1]
+    return f"{head}<!-- table -->\n" + "\n".join(lines) + f"\n<!-- end of the table -->\n{tail}"
 
 
 if __name__ == "__main__":

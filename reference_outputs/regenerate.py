@@ -1,14 +1,14 @@
-"""Make the goldens of the built-in models again, or check that the stored ones can be made again.
+"""Regenerate the goldens of the built-in models, or check that the stored ones are reproduced.
 
     python reference_outputs/regenerate.py                 write all
     python reference_outputs/regenerate.py micro-llama     write one
     python reference_outputs/regenerate.py quantised       write those of checkpoint 13
     python reference_outputs/regenerate.py --check         compare with the stored ones at their limits
 
-Goldens come from llama.cpp and transformers as they are installed here, the float64 reference from transformers.
-Nothing is written when an engine is missing, or further from this reference than its rounding explains. Goldens of
-checkpoint 13 come from llama.cpp and its ggml alone, those of 15 to 20 from PEFT with torch, and from llama.cpp; their
-float64 reference is PEFT's.
+Goldens come from the installed llama.cpp and transformers, the float64 reference from transformers.
+Nothing is written if an engine is missing, or further from this reference than its rounding explains. Goldens of
+checkpoint 13 come from llama.cpp and its ggml alone. Those of 15 to 20 come from PEFT with torch, and from llama.cpp;
+their float64 reference is PEFT's.
 """
 
 import platform
@@ -25,7 +25,7 @@ from make_long import make_long
 
 from llorch.engines import ReferenceEngine, open_engine
 from llorch.files import Weights, open_weights
-from llorch.judging.expectations.files import foreign_tensors
+from llorch.judging.expectations.files import library_tensors
 from llorch.judging.goldens.float64_reference import run_reference
 from llorch.judging.goldens.forward import (
     ENGINES,
@@ -49,7 +49,7 @@ from llorch.judging.goldens.training import MODELS as TRAINED
 from llorch.judging.goldens.training import read as read_training
 from llorch.judging.goldens.training import save as save_training
 from llorch.judging.tolerances.forward import MATHEMATICS, ForwardTolerances, limit_of_softmax
-from llorch.judging.verify import unable_for
+from llorch.judging.verify import unable_engines
 from llorch.model.model import Model
 from llorch.runtime.builtin import EVERY, OTHERS, builtin_path
 from llorch.stages.comparison import EXACT, FLOOR, Difference, Tolerance, measure
@@ -91,38 +91,38 @@ def main(names: tuple[str, ...], check: bool) -> None:
 
 
 def built_in(name: str, folder: Path, *, check: bool) -> list[str]:
-    """Make the goldens of one built-in model; write them, or say where they are not the stored ones."""
+    """Make the goldens of one built-in model; write them, or list their differences from the stored ones."""
     click.echo(f"{name}: running {' and '.join(ENGINES)}", err=True)
     golden = make(name)
     long = make_long(builtin_path(name), ENGINES, str(golden.provenance["weights_sha256"]))
     if check:
-        stored = read(folder)
-        lines = differences(name, golden, stored) + made_otherwise(name, stored)
+        old = read(folder)
+        lines = differences(name, golden, old) + made_otherwise(name, old)
         return lines + long_differences(long, read_long(folder))
     save(folder, golden)
     save_long(folder, long)
     return []
 
 
-def long_differences(new: LongGolden, stored: LongGolden) -> list[str]:
+def long_differences(new: LongGolden, old: LongGolden) -> list[str]:
     """List differences of newly made goldens of long contexts from the stored ones, a line for each."""
-    lines = [] if new.cases == stored.cases else ["long contexts: other cases than stored"]
-    for case, trace in stored.reference.items():
+    lines = [] if new.cases == old.cases else ["long contexts: other cases than stored"]
+    for case, trace in old.reference.items():
         for name, array in trace.items():
             difference = measure(new.reference.get(case, {}).get(name), array)
             if not difference.within(MATHEMATICS):
                 lines.append(f"{case} {name}: {difference.describe()}")
-    for engine, cases in stored.distances.items():
-        for case, each in cases.items():
-            made = new.distances.get(engine, {}).get(case, {})
+    for engine, cases in old.distances.items():
+        for case, base in cases.items():
+            actual = new.distances.get(engine, {}).get(case, {})
             # Another processor sums in another order: a float32 run is then as far from float64 again, not farther.
-            far = [name for name, kept in each.items() if name not in made or made[name].error > 4 * kept.error + FLOOR]
-            lines += [f"distance of {engine}, {case} {name}: {made.get(name)}, stored {each[name]}" for name in far]
+            far = [name for name, d in base.items() if name not in actual or actual[name].error > 4 * d.error + FLOOR]
+            lines += [f"distance of {engine}, {case} {name}: {actual.get(name)}, stored {base[name]}" for name in far]
     return lines
 
 
 def training(name: str, folder: Path, *, check: bool) -> list[str]:
-    """Make the goldens of checkpoints 15 to 20; write them, or say where they are not the stored ones."""
+    """Make the goldens of checkpoints 15 to 20; write them, or list their differences from the stored ones."""
     click.echo(f"{name}: running peft and llamacpp", err=True)
     golden = make_training.make_training(name)
     if check:
@@ -132,7 +132,7 @@ def training(name: str, folder: Path, *, check: bool) -> list[str]:
 
 
 def quantised(folder: Path, *, check: bool) -> list[str]:
-    """Make the goldens of checkpoint 13; write them, or say where they are not the stored ones."""
+    """Make the goldens of checkpoint 13; write them, or list their differences from the stored ones."""
     click.echo(f"{QUANTISED}: running ggml and llamacpp", err=True)
     golden = make_quantised.make_quantised()
     if check:
@@ -158,7 +158,7 @@ def make(name: str) -> Golden:
     engine_outputs: dict[str, EngineOutput] = {}
     engines: dict[str, object] = {}
     tokens: dict[str, dict[str, list[int]]] = {text: {} for text in TEXTS}
-    unsupported = unable_for(ENGINES, weights.config, ids, N_GREEDY)
+    unsupported = unable_engines(ENGINES, weights.config, ids, N_GREEDY)
     for engine_name in ENGINES:
         if engine_name in unsupported:
             continue
@@ -174,7 +174,7 @@ def make(name: str) -> Golden:
         cases=cases,
         engine_outputs=engine_outputs,
         reference=reference,
-        tensors=foreign_tensors(path),
+        tensors=library_tensors(path),
         tokens=[TokenCheck(text, ids) for text, ids in tokens.items()],
         unsupported_reason=unsupported,
         provenance={
@@ -189,7 +189,7 @@ def make(name: str) -> Golden:
 
 
 def prompt_of(name: str) -> tuple[str, int]:
-    """Return the text that a model is shown, and the number of its tokens."""
+    """Return the prompt of a model, and the number of its tokens."""
     return (LONG_PROMPT, N_TOKENS[name]) if name in N_TOKENS else (PROMPT, 12)
 
 
@@ -224,21 +224,21 @@ def refuse_far_engines(
         ValueError: An engine is further from the float64 reference than the tolerance derived for float32.
     """
     tolerances = limits_of(weights, cases, reference)
-    tolerance, true = allowed(tolerances, reference), reference.engine_output.arrays()
-    found = [
-        (f"{engine} chained {key}", difference_of(array.astype(true[key].dtype), true[key], key), tolerance[key])
-        for engine, shown in engine_outputs.items()
-        for key, array in shown.arrays().items()
+    tolerance, exact = allowed(tolerances, reference), reference.engine_output.arrays()
+    comparisons = [
+        (f"{engine} chained {key}", difference_of(array.astype(exact[key].dtype), exact[key], key), tolerance[key])
+        for engine, output in engine_outputs.items()
+        for key, array in output.arrays().items()
         if key in tolerance
     ]
-    found += [
+    comparisons += [
         (f"{engine} isolated {case}/{key}", reference.isolated[engine][case][key], tolerances[case].isolated(key))
         for engine, case, (key, *_) in product(engine_outputs, cases, keys(weights.config))
     ]
     far = [
-        f"{what}: {each.describe()}, allowed {tolerance.error:.1e}"
-        for what, each, tolerance in found
-        if not each.within(tolerance)
+        f"{label}: {diff.describe()}, allowed {tolerance.error:.1e}"
+        for label, diff, tolerance in comparisons
+        if not diff.within(tolerance)
     ]
     if far:
         raise ValueError(f"regenerate {name}: {len(far)} goldens far from the float64 reference:\n" + "\n".join(far))
@@ -246,13 +246,11 @@ def refuse_far_engines(
 
 def limits_of(weights: Weights, cases: Mapping[str, Pass], reference: ReferenceOutput) -> dict[str, ForwardTolerances]:
     """Derive the tolerances of float32, by case."""
-    return {
-        case: ForwardTolerances(weights, this, reference.engine_output.traces[case]) for case, this in cases.items()
-    }
+    return {case: ForwardTolerances(weights, run, reference.engine_output.traces[case]) for case, run in cases.items()}
 
 
 def allowed(tolerances: Mapping[str, ForwardTolerances], reference: ReferenceOutput) -> dict[str, Tolerance]:
-    """Derive the distance that two correct engines may have, by the name of the stored golden; texts must be equal."""
+    """Derive the allowed distance of two correct engines, by name of the stored golden; texts must be equal."""
     softmax = limit_of_softmax(reference.engine_output.selected_logits.size)
     traces = reference.engine_output.traces
     return {
@@ -267,50 +265,50 @@ def difference_of(actual: np.ndarray | None, expected: np.ndarray | None, key: s
     return measure(actual, expected, masked=key.endswith("attn_scores"))
 
 
-def differences(name: str, new: Golden, stored: Golden) -> list[str]:
+def differences(name: str, new: Golden, old: Golden) -> list[str]:
     """List differences of newly made goldens of a model from the stored ones, a line for each."""
     parts = ("cases", "tensors", "tokens", "unsupported_reason")
-    lines = [f"{what}: not as stored" for what in parts if getattr(new, what) != getattr(stored, what)]
-    tolerance = allowed(limits_of(open_weights(builtin_path(name)), stored.cases, stored.reference), stored.reference)
-    for engine in stored.engine_outputs:
-        lines += changed_route(engine, new.engine_outputs[engine], stored.engine_outputs[engine])
-        ours, theirs = new.engine_outputs[engine].arrays(), stored.engine_outputs[engine].arrays()
-        lines += [f"{engine} {key}: only on one side" for key in sorted(ours.keys() ^ theirs.keys())]
-        for key in ours.keys() & theirs.keys():
-            difference = difference_of(ours[key], theirs[key], key)
+    lines = [f"{part}: not as stored" for part in parts if getattr(new, part) != getattr(old, part)]
+    tolerance = allowed(limits_of(open_weights(builtin_path(name)), old.cases, old.reference), old.reference)
+    for engine in old.engine_outputs:
+        lines += changed_route(engine, new.engine_outputs[engine], old.engine_outputs[engine])
+        new_arrays, old_arrays = new.engine_outputs[engine].arrays(), old.engine_outputs[engine].arrays()
+        lines += [f"{engine} {key}: only on one side" for key in sorted(new_arrays.keys() ^ old_arrays.keys())]
+        for key in new_arrays.keys() & old_arrays.keys():
+            difference = difference_of(new_arrays[key], old_arrays[key], key)
             if not difference.within(tolerance.get(key, EXACT)):
                 lines.append(f"{engine} {key}: {difference.describe()}")
     return lines
 
 
-def changed_route(name: str, new: EngineOutput, stored: EngineOutput) -> list[str]:
-    """List a line if the file reached an engine by another load path than the stored one."""
-    return [] if new.load_path == stored.load_path else [f"{name}: {new.load_path}; stored: {stored.load_path}"]
+def changed_route(name: str, new: EngineOutput, old: EngineOutput) -> list[str]:
+    """Return one line if the file reached an engine by another load path than the stored one."""
+    return [] if new.load_path == old.load_path else [f"{name}: {new.load_path}; stored: {old.load_path}"]
 
 
-def made_otherwise(name: str, stored: Golden) -> list[str]:
-    """List differences of the stored float64 reference from one made again from the stored goldens, a line each."""
-    reference = run_reference(builtin_path(name), stored.cases, stored.engine_outputs, n_greedy=N_GREEDY)
-    lines = changed_route(REFERENCE, reference.engine_output, stored.reference.engine_output)
-    new, old = ({**t.engine_output.arrays(), "step logits": t.step_logits} for t in (reference, stored.reference))
+def made_otherwise(name: str, golden: Golden) -> list[str]:
+    """List differences of the stored float64 reference from one recomputed from the stored goldens, a line for each."""
+    reference = run_reference(builtin_path(name), golden.cases, golden.engine_outputs, n_greedy=N_GREEDY)
+    lines = changed_route(REFERENCE, reference.engine_output, golden.reference.engine_output)
+    new, old = ({**t.engine_output.arrays(), "step logits": t.step_logits} for t in (reference, golden.reference))
     for key in sorted(new.keys() | old.keys()):
         difference = difference_of(old.get(key), new.get(key), key)
         if not difference.within(MATHEMATICS):
             lines.append(f"truth {key}: {difference.describe()}")
-    for engine, (case, kept) in ((p, of) for p in stored.engine_outputs for of in stored.reference.isolated[p].items()):
-        made = reference.isolated[engine][case]
+    for engine, (case, base) in ((p, of) for p in golden.engine_outputs for of in golden.reference.isolated[p].items()):
+        actual = reference.isolated[engine][case]
         lines += [
-            f"distance of {engine}, {case} {key}: {kept.get(key)}, made again {made.get(key)}"
-            for key in sorted(made.keys() | kept.keys())
-            if key not in made or key not in kept or not same_distance(made[key], kept[key])
+            f"distance of {engine}, {case} {key}: {base.get(key)}, made again {actual.get(key)}"
+            for key in sorted(actual.keys() | base.keys())
+            if key not in actual or key not in base or not same_distance(actual[key], base[key])
         ]
     return lines
 
 
-def same_distance(made: Difference, kept: Difference) -> bool:
-    """Compare to the digits that are stored, except for changes that float64 in another order makes."""
-    pairs = (made.error, kept.error), (made.worst, kept.worst)
-    return all(abs(one - other) <= 1e-3 * other + MATHEMATICS.error for one, other in pairs)
+def same_distance(new: Difference, old: Difference) -> bool:
+    """Compare the stored digits, except for changes that float64 in another order makes."""
+    pairs = (new.error, old.error), (new.worst, old.worst)
+    return all(abs(actual - expected) <= 1e-3 * expected + MATHEMATICS.error for actual, expected in pairs)
 
 
 def size(folder: Path) -> int:

@@ -1,11 +1,11 @@
-"""Tolerances of the training goldens, and what refuses goldens, from the reference engines' distances from float64."""
+"""Tolerances of the training goldens and the refusal of wrong ones, both from the engines' distances from float64."""
 
 from collections import defaultdict
 from collections.abc import Iterator
 
 from llorch.families.config import ModelConfig
 from llorch.judging.expectations.training import make_expectations
-from llorch.judging.expectations.training_places import MODES
+from llorch.judging.expectations.training_refs import MODES
 from llorch.judging.goldens.training import Errors, Tolerances, TrainingGolden, text
 from llorch.judging.tolerances import training as limits
 from llorch.judging.types import Expectation
@@ -20,13 +20,13 @@ def distances(
 ) -> Iterator[tuple[Expectation, Difference]]:
     """Yield the distances of the reference engines from the float64 reference.
 
-    Each distance stands with an expectation that has the largest tolerance.
+    Each distance comes with an expectation that has the largest tolerance.
     """
 
-    def most(stage_ref: StageRef, mode: str) -> Tolerance:
-        return limits.ceiling(config, stage_ref.stage, mode, limits.held_to(stage_ref, mode, dtype))
+    def largest_tolerance(stage_ref: StageRef, mode: str) -> Tolerance:
+        return limits.ceiling(config, stage_ref.stage, mode, limits.tolerance_dtype(stage_ref, mode, dtype))
 
-    for expectation in make_expectations(golden, config, dtype, most):
+    for expectation in make_expectations(golden, config, dtype, largest_tolerance):
         assert expectation.reference is not None
         yield (
             expectation,
@@ -37,9 +37,9 @@ def distances(
 def refuse_far_engines(name: str, golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> None:
     """Refuse goldens that are further from the float64 reference than rounding explains."""
     far = [
-        f"{expectation.engine} {expectation.mode} {text(expectation.stage_ref)}: {found.describe()}"
-        for expectation, found in distances(golden, config, dtype)
-        if not found.within(expectation.tolerance)
+        f"{expectation.engine} {expectation.mode} {text(expectation.stage_ref)}: {diff.describe()}"
+        for expectation, diff in distances(golden, config, dtype)
+        if not diff.within(expectation.tolerance)
     ]
     if far:
         raise UserError(
@@ -49,15 +49,15 @@ def refuse_far_engines(name: str, golden: TrainingGolden, config: ModelConfig, d
 
 def tolerances(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Tolerances:
     """Derive the tolerances of a dtype from the distances of the engines from the float64 reference."""
-    found: dict[tuple[str, str], list[Difference]] = defaultdict(list)
+    stage_distances: dict[tuple[str, str], list[Difference]] = defaultdict(list)
     for expectation, distance in distances(golden, config, dtype):
-        if limits.held_to(expectation.stage_ref, expectation.mode, dtype) == dtype:
-            found[expectation.mode, expectation.stage_ref.stage].append(distance)
-    made: dict[str, dict[str, Tolerance]] = {mode: {} for mode in MODES}
-    for (mode, stage), each in found.items():
-        tolerance = tolerance_from(each, floor=limits.floor(stage, dtype))
-        made[mode][stage] = tolerance.at_most(limits.ceiling(config, stage, mode, dtype))
-    return made
+        if limits.tolerance_dtype(expectation.stage_ref, expectation.mode, dtype) == dtype:
+            stage_distances[expectation.mode, expectation.stage_ref.stage].append(distance)
+    out: dict[str, dict[str, Tolerance]] = {mode: {} for mode in MODES}
+    for (mode, stage), group in stage_distances.items():
+        tolerance = tolerance_from(group, floor=limits.floor(stage, dtype))
+        out[mode][stage] = tolerance.at_most(limits.ceiling(config, stage, mode, dtype))
+    return out
 
 
 def errors(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Errors:
@@ -66,7 +66,7 @@ def errors(golden: TrainingGolden, config: ModelConfig, dtype: DtypeName) -> Err
     The errors are measured against the float64 reference.
     """
     out: dict[str, dict[str, dict[str, float]]] = {}
-    for expectation, found in distances(golden, config, dtype):
+    for expectation, diff in distances(golden, config, dtype):
         cases = out.setdefault(expectation.mode, {}).setdefault(expectation.stage_ref.stage, {})
-        cases[expectation.stage_ref.case] = max(float(f"{found.error:.2e}"), cases.get(expectation.stage_ref.case, 0.0))
+        cases[expectation.stage_ref.case] = max(float(f"{diff.error:.2e}"), cases.get(expectation.stage_ref.case, 0.0))
     return out

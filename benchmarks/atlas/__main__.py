@@ -1,4 +1,4 @@
-"""`python -m benchmarks.atlas`: engines that people use, judged stage by stage."""
+"""`python -m benchmarks.atlas`: judge engines that people use, stage by stage."""
 
 import os
 import sys
@@ -28,7 +28,7 @@ from llorch.stages.comparison import NOT_RUN
 
 T = TypeVar("T")
 _OUTPUT = Path("benchmarks/atlas/results")
-_QUANTISED = "quantised"  # name of all quantised folders
+_QUANTISED = "quantised"  # name for all quantised folders
 
 
 @click.command(context_settings={"help_option_names": ["-h", "--help"]})
@@ -87,7 +87,7 @@ def _run(
         for engine_verdicts in fill(engines, inputs, home, report_progress):
             verdicts += engine_verdicts
             counts = Counter(verdict.label for verdict in engine_verdicts)
-            say(f"{engine_verdicts[0].engine}: {', '.join(f'{n} {label}' for label, n in counts.items())}")
+            say(f"{engine_verdicts[0].engine}: {', '.join(f'{count} {label}' for label, count in counts.items())}")
         facts = _facts()
         if output and only_quantised:
             write_quantised(verdicts, facts, output, to_json)
@@ -109,19 +109,19 @@ def _look_up(name: str, table: Mapping[str, T], kind: str) -> T:
 
 
 def _require_extras(*, drawing: bool) -> None:
-    """Refuse before anything is fetched what could not be judged or drawn."""
-    needed = {"torch": "golden", "transformers": "golden", **({"matplotlib": "train"} if drawing else {})}
-    for package, extra in needed.items():
+    """Raise before anything is downloaded if a package for judging or drawing is missing."""
+    packages = {"torch": "golden", "transformers": "golden", **({"matplotlib": "train"} if drawing else {})}
+    for package, extra in packages.items():
         if find_spec(package) is None:
             raise MissingExtra(extra, package)
 
 
 def _require_consent(engines: Sequence[AtlasEngine], home: Path, *, yes: bool) -> None:
-    """Say which packages would be fetched, and go on if the user agrees."""
-    needed = [engine for engine in engines if is_to_install(engine, home)]
-    if not needed:
+    """Print which packages would be downloaded, and continue if the user agrees."""
+    new_engines = [engine for engine in engines if is_to_install(engine, home)]
+    if not new_engines:
         return
-    sizes = ", ".join(f"{engine.name} {download_bytes(engine) / 1e6:.0f} MB" for engine in needed)
+    sizes = ", ".join(f"{engine.name} {download_bytes(engine) / 1e6:.0f} MB" for engine in new_engines)
     download = f"packages to download from the pip index into {home / 'environments'}: {sizes}"
     if yes:
         say(f"{download}; installing")

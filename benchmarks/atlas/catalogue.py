@@ -1,4 +1,4 @@
-"""The engines of the atlas: which adapter runs each, on which kind of file, and in which ways."""
+"""Engines of the atlas: adapter of each, kinds of files that it reads, and option sets that it runs with."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -14,16 +14,16 @@ class AtlasEngine:
     """Engine that is not part of llorch.
 
     Attributes:
-        name: For people, and on the command line.
+        name: Name for people, and on the command line.
         script: Name of its adapter and its requirements.
-        gguf: It reads GGUF files.
-        folders: It reads Hugging Face folders.
-        quantised: How it gets quantised folders: as they are, as the GGUF files that llorch makes of them, or not.
-        quantised_ways: Names of the ways in which it runs them.
-        ways: Options of the adapter, by the name of the row.
-        is_reference_engine: It is a reference engine of llorch and runs in llorch's environment.
+        gguf: True if it reads GGUF files.
+        folders: True if it reads Hugging Face folders.
+        quantised: Form of quantised folders for it: `folders`, `gguf` (converted by llorch), or empty.
+        quantised_ways: Names of the option sets that run them.
+        ways: Options of the adapter, by name of the option set.
+        is_reference_engine: True if it is a reference engine of llorch, run in llorch's environment.
         snippet: Python for a reproduction: imports, and `logits(model, ids)` of a folder or file, (tokens, vocab).
-        known: Bugs that the maintainers of the engine know, by words of the correction.
+        known: Notes on bugs that the engine's maintainers know, by words of the correction.
         folder: Folder of the adapter and its requirements.
         why_not: Reason why it cannot be run from a package registry on a CPU; empty if it can.
     """
@@ -37,19 +37,19 @@ class AtlasEngine:
     ways: Mapping[str, Mapping[str, Any]] = field(default_factory=lambda: _ONE_WAY)
     is_reference_engine: bool = False
     snippet: str = ""
-    known: Mapping[str, str] = field(default_factory=dict)
+    upstream: Mapping[str, str] = field(default_factory=dict)
     folder: Path = ADAPTERS
     why_not: str = ""
 
     def reads(self, way: str, *, gguf: bool, quantised: bool) -> bool:
-        """Tell if it is given inputs of a kind in one of its ways."""
+        """Return whether it runs inputs of a kind with one of its option sets."""
         if quantised:
             return way in self.quantised_ways and self.quantised == ("gguf" if gguf else "folders")
         return self.gguf if gguf else self.folders
 
     @property
     def adapter(self) -> Path:
-        """The script that runs it."""
+        """Path of the script that runs it."""
         return self.folder / f"{self.script}.py"
 
     @property
@@ -136,7 +136,9 @@ ENGINES: tuple[AtlasEngine, ...] = (
     ),
     AtlasEngine(
         "mlx-lm", "mlx_lm_hf", quantised="folders", snippet=_MLX_LM,
-        known={"rope keys": "The move of rope keys to `rope_parameters` is known upstream: mlx-lm pull request 953."},
+        upstream={
+            "rope keys": "The move of rope keys to `rope_parameters` is known upstream: mlx-lm pull request 953.",
+        },
     ),
     AtlasEngine("tinygrad", "tinygrad_gguf", gguf=True, folders=False, snippet=_TINYGRAD),
     AtlasEngine("transformer-lens", "transformer_lens_hf"),

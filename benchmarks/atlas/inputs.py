@@ -1,4 +1,4 @@
-"""Inputs of engines: random models of every family, each plain or with one special feature, and built-in models.
+"""Inputs of engines: random models of every family, without or with one special feature, and built-in models.
 
 An engine may get a model wrong but the plain control input right: then the feature is the cause. A model may also be
 wrong in one style of its configuration alone: then the style is the cause. Hugging Face wrote rope keys at the top of
@@ -24,15 +24,15 @@ from llorch.runtime.builtin import EVERY, builtin_path, goldens_folder
 Keys = Mapping[str, Any]
 Style = Literal["new", "old"]
 FEW, MANY = 40, 600  # tokens
-SEED, IDS = 7, (3, 250)  # every model has more
+SEED, IDS = 7, (3, 250)  # ids exist in every model
 QUANTISED_IDS = (3, 24)  # tokens of the quantised folders
-_TOKENIZER = "micro-llama"  # of all random models
-_SCALING = "rope_parameters"  # a feature that changes what stands there, rather than beside it
+_TOKENIZER = "micro-llama"  # tokenizer of all random models
+_SCALING = "rope_parameters"  # key of features that change RoPE settings, not top-level keys
 
 
 @dataclass(frozen=True)
 class AtlasFamily:
-    """A kind of model: its class in transformers, its own keys and those of RoPE, and which features it can have."""
+    """Kind of model: its class in transformers, its own keys and those of RoPE, and its possible features."""
 
     model_type: str
     architecture: str
@@ -149,7 +149,7 @@ class AtlasInput:
         family: One of `FAMILIES`, a built-in model, or one of `QUANTISED`.
         feature: Special feature of the model, one of `FEATURES`; empty for a plain model.
         style: Style of its configuration.
-        gguf: It is a GGUF file, not a Hugging Face folder.
+        gguf: True for a GGUF file, False for a Hugging Face folder.
     """
 
     family: str
@@ -165,7 +165,7 @@ class AtlasInput:
 
     @property
     def is_quantised(self) -> bool:
-        """Tell if it is a quantised Hugging Face folder, or a GGUF file that llorch made of one."""
+        """True if it is a quantised Hugging Face folder, or a GGUF file that llorch made of one."""
         return self.family in QUANTISED
 
     @property
@@ -173,8 +173,8 @@ class AtlasInput:
         """Token ids, a list for each pass."""
         rng = np.random.default_rng(SEED)
         ids = [
-            int(each)
-            for each in rng.integers(
+            int(token_id)
+            for token_id in rng.integers(
                 *(QUANTISED_IDS if self.is_quantised else IDS), MANY if self.feature == "long" else FEW
             )
         ]
@@ -183,17 +183,17 @@ class AtlasInput:
     @property
     def controls(self) -> "list[AtlasInput]":
         """Control inputs with one difference each: first the other style, then the model without the feature."""
-        without = [replace(self, feature="")] if self.feature else []
+        plain_inputs = [replace(self, feature="")] if self.feature else []
         is_styled = self.family in FAMILIES and not self.gguf and len(FAMILIES[self.family].styles) > 1
-        other = [replace(self, style="old" if self.style == "new" else "new")] if is_styled else []
-        return [*other, *without]
+        restyled = [replace(self, style="old" if self.style == "new" else "new")] if is_styled else []
+        return [*restyled, *plain_inputs]
 
 
 def every_input() -> Iterator[AtlasInput]:
     """Yield every input once, in the order of the table."""
-    for family, own in FAMILIES.items():
-        for feature in ("", *own.features):
-            yield from (AtlasInput(family, feature, style) for style in own.styles)
+    for family, atlas_family in FAMILIES.items():
+        for feature in ("", *atlas_family.features):
+            yield from (AtlasInput(family, feature, style) for style in atlas_family.styles)
             yield AtlasInput(family, feature, gguf=True)
     for model in EVERY:
         yield AtlasInput(model)
@@ -212,25 +212,25 @@ def _quantised_folder(name: str) -> Path:
     return goldens_folder() / "quantised_folders" / name
 
 
-def write_input(this: AtlasInput, home: Path) -> Path:
-    """Write the files of an input below a folder, unless they are there.
+def write_input(atlas_input: AtlasInput, home: Path) -> Path:
+    """Write the files of an input below a folder, unless they exist.
 
     Returns:
-        The Hugging Face folder, or the GGUF file beside it.
+        The Hugging Face folder, or the GGUF file next to it.
 
     Raises:
-        ValueError: No GGUF file can say what the configuration says.
+        ValueError: A GGUF file cannot express the configuration.
     """
-    folder = home / replace(this, gguf=False).name
+    folder = home / replace(atlas_input, gguf=False).name
     if not (folder / "config.json").exists():
         part = folder.with_name(f"{folder.name}.part")
         shutil.rmtree(part, ignore_errors=True)
-        source = _source(this)
+        source = _source_path(atlas_input)
         _ = shutil.copytree(source, part) if source.is_dir() else convert(source, part)
-        if this.family in FAMILIES:
-            _write_random(this, part)
+        if atlas_input.family in FAMILIES:
+            _write_random(atlas_input, part)
         part.rename(folder)
-    if not this.gguf:
+    if not atlas_input.gguf:
         return folder
     file = folder.with_name(f"{folder.name}.gguf")
     if not file.exists():
@@ -238,28 +238,28 @@ def write_input(this: AtlasInput, home: Path) -> Path:
     return file
 
 
-def _source(this: AtlasInput) -> Path:
-    """Return the model to copy: itself, or the one that lends its tokenizer to random weights."""
-    if this.is_quantised:
-        return _quantised_folder(this.family)
-    return builtin_path(_TOKENIZER if this.family in FAMILIES else this.family)
+def _source_path(atlas_input: AtlasInput) -> Path:
+    """Return the model to copy: the input itself, or the model whose tokenizer random models use."""
+    if atlas_input.is_quantised:
+        return _quantised_folder(atlas_input.family)
+    return builtin_path(_TOKENIZER if atlas_input.family in FAMILIES else atlas_input.family)
 
 
-def _write_random(this: AtlasInput, folder: Path) -> None:
-    """Replace the model that lent its tokenizer by random weights and a matching configuration."""
-    config = json_config(this) | {"vocab_size": json.loads((folder / "config.json").read_text())["vocab_size"]}
+def _write_random(atlas_input: AtlasInput, folder: Path) -> None:
+    """Replace the copied model by random weights and a matching configuration; its tokenizer stays."""
+    config = json_config(atlas_input) | {"vocab_size": json.loads((folder / "config.json").read_text())["vocab_size"]}
     (folder / "config.json").write_text(json.dumps(config, indent=2))
     save_file(random_tensors(config, folder), folder / "model.safetensors", metadata={"format": "pt"})
 
 
-def json_config(this: AtlasInput) -> dict[str, Any]:
+def json_config(atlas_input: AtlasInput) -> dict[str, Any]:
     """Return the contents of an input's `config.json`, without the size of the vocabulary."""
-    family = FAMILIES[this.family]
-    feature = dict(FEATURES.get(this.feature, {}))
+    family = FAMILIES[atlas_input.family]
+    feature = dict(FEATURES.get(atlas_input.feature, {}))
     rope = {**_ROPE, **family.rope, **feature.pop(_SCALING, {})}
     names = {"architectures": [family.architecture], "model_type": family.model_type}
-    plain = {**names, **_PLAIN, **family.keys, **_BY_STYLE[this.style], **feature}
-    return plain | ({"rope_parameters": rope} if this.style == "new" else _old_style(rope))
+    config = {**names, **_PLAIN, **family.keys, **_BY_STYLE[atlas_input.style], **feature}
+    return config | ({"rope_parameters": rope} if atlas_input.style == "new" else _old_style(rope))
 
 
 def _old_style(rope: dict[str, Any]) -> dict[str, Any]:
@@ -269,17 +269,17 @@ def _old_style(rope: dict[str, Any]) -> dict[str, Any]:
 
 
 def random_tensors(config: dict[str, Any], folder: Path) -> dict[str, np.ndarray]:
-    """Draw random tensors by their names in a folder, in the order of the names: no gain is one, no bias zero."""
-    rng, made = np.random.default_rng(0), {}
-    shapes = {each.name: each.shape for each in huggingface_tensors(config_from_huggingface(config, path=folder))}
+    """Draw random tensors by their names in a folder, in the order of the names: no norm gain is one, no bias zero."""
+    rng, tensors = np.random.default_rng(0), {}
+    shapes = {tensor.name: tensor.shape for tensor in huggingface_tensors(config_from_huggingface(config, path=folder))}
     for name in sorted(shapes):
         draw = rng.standard_normal(shapes[name]).astype(np.float32)
         if name.endswith("A_log"):
-            made[name] = np.log(rng.uniform(0.01, 16, shapes[name])).astype(np.float32)
+            tensors[name] = np.log(rng.uniform(0.01, 16, shapes[name])).astype(np.float32)
         elif name.endswith("dt_bias"):
-            made[name] = draw - 4
+            tensors[name] = draw - 4
         elif "norm" in name:
-            made[name] = 1 + draw / 5
+            tensors[name] = 1 + draw / 5
         else:
-            made[name] = draw * np.float32(0.05)
-    return made
+            tensors[name] = draw * np.float32(0.05)
+    return tensors

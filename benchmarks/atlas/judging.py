@@ -43,15 +43,15 @@ Trace = Mapping[str, np.ndarray]
 
 @dataclass(frozen=True)
 class EngineRunReport:
-    """Comparisons of a run that ended well with the float64 reference, and what the diagnosis says of them.
+    """Comparisons of a finished run with the float64 reference, and the findings of the diagnosis.
 
     Attributes:
         comparisons: Every stage in every layer and pass, in the order of the forward pass; the last is of the logits.
-        arithmetic: Arithmetic in which it was judged.
-        wrong: A stage is beyond its tolerance, and no arithmetic explains it.
+        arithmetic: Arithmetic of the tolerances.
+        wrong: True if a stage exceeds its tolerance and no arithmetic explains it.
         findings: Sentences of the diagnosis, if a stage is beyond its tolerance.
-        mistake: Names of the causes of the first of them, and the recovered value: `rope-theta 10000`; empty: unknown.
-        key: Stage key where it shows first, `l0.q_rope`.
+        mistake: Causes of the first finding, with recovered values: `rope-theta 10000`; empty: unknown.
+        key: Stage key where the mistake shows first, `l0.q_rope`.
         tie: Note on the first tie, where rounding chose other experts; nothing after the tie is judged.
     """
 
@@ -86,7 +86,7 @@ class EngineRunReport:
     @cached_property
     def errors(self) -> dict[str, float]:
         """Largest error of each stage, over layers and passes."""
-        return {stage: max(c.difference.error for c in own) for stage, own in self._by_stage.items()}
+        return {stage: max(c.difference.error for c in c_list) for stage, c_list in self._by_stage.items()}
 
     @cached_property
     def _by_stage(self) -> dict[str, list[Comparison]]:
@@ -119,7 +119,7 @@ def judge(model: Path, dump_folder: Path, reference: Trace) -> EngineRunReport:
     """Compare a dump with the float64 reference.
 
     Args:
-        model: The folder with the numbers that the engine was given.
+        model: The folder with the numbers of the engine's model.
         dump_folder: The folder that the engine wrote.
         reference: Stages of the whole sequence in float64, by trace key.
 
@@ -142,19 +142,19 @@ def judge(model: Path, dump_folder: Path, reference: Trace) -> EngineRunReport:
     run_report = EngineRunReport(comparisons, arithmetic)
     if run_report.is_right:
         return replace(run_report, tie=ties[0] if ties else "")
-    run_report = _diagnosed(weights, dump, run_report)
+    run_report = _add_diagnosis(weights, dump, run_report)
     return run_report if run_report.wrong else replace(run_report, comparisons=[*map(_as_rounding, comparisons)])
 
 
 def _as_rounding(comparison: Comparison) -> Comparison:
-    """Return a comparison of a run whose arithmetic explains what is beyond its tolerance."""
+    """Mark a comparison as ROUNDING if it exceeds its tolerance but the run's arithmetic explains it."""
     return replace(comparison, verdict=ROUNDING) if comparison.verdict == FAIL else comparison
 
 
 def _compare_stages(
     weights: Weights, dump: StageDump, reference: Trace, model: str, ties: list[str]
 ) -> Iterator[Comparison]:
-    """Compare each stage of each pass with the float64 reference; after a tie of experts nothing is a fault."""
+    """Compare each stage of each pass with the float64 reference; after a tie of experts no difference counts."""
     engine, scores = EngineArithmetic(dump), dict[str, np.ndarray]()
     ids = tuple(token for tokens in dump.passes for token in tokens.ids)
     with np.errstate(all="ignore"):
@@ -170,7 +170,7 @@ def _compare_stages(
                     continue
                 expected = rows(part_of(stage, reference[key], start, stop), stage, dumped)
                 actual = dumped.read().astype(expected.dtype)
-                if stage.is_choice:
+                if stage.is_selection:
                     score = stage.input_names(weights.config, None)[0]
                     positions = rows(np.arange(start, stop), stage, dumped)
                     by_position = reference[key.replace(stage.name, score)][positions], scores[score][positions]
@@ -188,23 +188,23 @@ def _compare_stages(
                 )  # fmt: skip
 
 
-def _diagnosed(weights: Weights, dump: StageDump, run_report: EngineRunReport) -> EngineRunReport:
+def _add_diagnosis(weights: Weights, dump: StageDump, run_report: EngineRunReport) -> EngineRunReport:
     """Diagnose a run that exceeds a tolerance, and add the causes and the first wrong stage to its comparison."""
-    found = diagnose(weights.astype(np.float64), dump)
-    wrong = [finding for finding in found.findings if finding.kind != "rounding"]
-    names = [f"{each.name} {each.value}".strip() for each in wrong[0].causes] if wrong else []
-    if wrong and not names and (said := _scheme_said(weights, dump, run_report)):
-        return replace(run_report, findings=(said,))
+    diagnosis = diagnose(weights.astype(np.float64), dump)
+    wrong = [finding for finding in diagnosis.findings if finding.kind != "rounding"]
+    names = [f"{cause.name} {cause.value}".strip() for cause in wrong[0].causes] if wrong else []
+    if wrong and not names and (explanation := _explain_scheme(weights, dump, run_report)):
+        return replace(run_report, findings=(explanation,))
     return replace(
         run_report,
-        wrong=not found.findings or bool(wrong),
-        findings=tuple(finding.sentence for finding in wrong or found.findings),
+        wrong=not diagnosis.findings or bool(wrong),
+        findings=tuple(finding.sentence for finding in wrong or diagnosis.findings),
         mistake=" + ".join(names),
         key=wrong[0].key if wrong else "",
     )
 
 
-def _scheme_said(weights: Weights, dump: StageDump, run_report: EngineRunReport) -> str:
+def _explain_scheme(weights: Weights, dump: StageDump, run_report: EngineRunReport) -> str:
     """Explain a run of a quantised folder whose settings round activations; empty if they do not explain it."""
     if not isinstance(weights.source, QuantisedFolder):
         return ""
@@ -212,7 +212,7 @@ def _scheme_said(weights: Weights, dump: StageDump, run_report: EngineRunReport)
         rounded = weights.using(numerics=SCHEME)
     except FormatError:  # no scheme that llorch computes
         return ""
-    if rounded.rounds_nothing:
+    if rounded.quantises_weights_only:
         return ""
     if all(finding.kind == "rounding" for finding in diagnose(rounded.astype(np.float64), dump).findings):
         return _SCHEME

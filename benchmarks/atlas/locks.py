@@ -24,37 +24,37 @@ COMPILE = ("uv", "pip", "compile", "--quiet", "--python-version", "3.11", "--no-
 
 
 def main(names: list[str]) -> None:
-    """Write the locks of some engines, or of all."""
+    """Write the lock files of some engines, or of all."""
     for pins in (ADAPTERS / f"{name}.txt" for name in names or INSTALLED):
         with TemporaryDirectory() as folder:
-            table, pinned = Path(folder, "pylock.toml"), Path(folder, "pinned.txt")
+            table, pins_file = Path(folder, "pylock.toml"), Path(folder, "pinned.txt")
             compiled("--format", "pylock.toml", str(pins), "-o", str(table))
-            compiled(str(pins), "-o", str(pinned))
+            compiled(str(pins), "-o", str(pins_file))
             n_bytes = sum(map(size, tomllib.loads(table.read_text(encoding="utf-8"))["packages"]))
-            lines = f"# {n_bytes} bytes to download\n{pinned.read_text(encoding='utf-8')}"
+            lines = f"# {n_bytes} bytes to download\n{pins_file.read_text(encoding='utf-8')}"
         pins.with_suffix(".lock").write_text(lines, encoding="utf-8", newline="\n")
 
 
 def compiled(*arguments: str) -> None:
-    """Resolve for every machine, else for this one: some packages exist for Linux only."""
+    """Resolve for every machine, else for this machine: some packages exist for Linux only."""
     if subprocess.run([*COMPILE, "--universal", *arguments], stderr=subprocess.DEVNULL, check=False).returncode:
         subprocess.run([*COMPILE, *arguments], check=True)
 
 
 def size(package: Mapping[str, Any]) -> int:
-    """Count the bytes of the file that is installed here; 0 for a package of other machines."""
+    """Count the bytes of the file that pip would install here; 0 for a package of other machines."""
     if "marker" in package and not Marker(package["marker"]).evaluate():
         return 0
     files = {name_of(wheel): bytes_of(wheel) for wheel in package.get("wheels", [])}
-    order = {tag: at for at, tag in enumerate(sys_tags())}
-    fit = [
+    order = {tag: index for index, tag in enumerate(sys_tags())}
+    candidates = [
         (min(order[tag] for tag in tags & order.keys()), name) for name, tags in tags_of(files) if tags & order.keys()
     ]
-    return files[min(fit)[1]] if fit else package["sdist"]["size"]
+    return files[min(candidates)[1]] if candidates else package["sdist"]["size"]
 
 
 def bytes_of(wheel: Mapping[str, Any]) -> int:
-    """Return the size that the index gives, or the size of the file if it lies on this machine."""
+    """Return the size in the index, or the size of the local file."""
     return wheel["size"] if "size" in wheel else Path(wheel.get("path") or urlparse(wheel["url"]).path).stat().st_size
 
 
@@ -64,7 +64,7 @@ def name_of(wheel: Mapping[str, Any]) -> str:
 
 
 def tags_of(names: Mapping[str, int]) -> list[tuple[str, frozenset]]:
-    """List the machines and Pythons that each wheel is for."""
+    """List the platform and Python tags of each wheel."""
     return [(name, parse_wheel_filename(name)[3]) for name in names]
 
 

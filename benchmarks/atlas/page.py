@@ -1,4 +1,4 @@
-"""The atlas as it is read: a table of engines, one of what they were fed, the bugs, and a picture of every stage."""
+"""Pages of the atlas: tables of engines and inputs, the bugs, and a picture of every stage."""
 
 import io
 from collections import Counter
@@ -12,7 +12,7 @@ from llorch.stages.comparison import FAIL, NOT_RUN, PASS
 from llorch.stages.table import BY_NAME
 
 LABELS = (PASS, ROUNDING, CAUSE_CONFIRMED, FAIL, "refused", "crashed", "hung", "too large", UNREADABLE)
-_QUOTED = ("refused", "crashed")  # their texts are the engines' messages
+_QUOTED = ("refused", "crashed")  # their messages are quoted from the engines
 _LARGEST = "largest distance of a PASS"
 _LEGEND = """\
 Every engine ran unmodified, with its own loader, in a separate environment. A number is the distance of the engine's
@@ -38,19 +38,19 @@ a **FAIL**. Three causes have no correction by an input. They were found in the 
 
 
 def readme(verdicts: Sequence[EngineReport], facts: Mapping[str, str], reports: Mapping[str, str]) -> str:
-    """Render the page: `facts` say where and when, `reports` map titles of bugs to the names of their files."""
-    ran = [each for each in verdicts if each.verdict != NOT_RUN]
+    """Render the page: `facts` are machine, date and versions, `reports` map titles of bugs to file names."""
+    ran = [v for v in verdicts if v.verdict != NOT_RUN]
     parts = [
         "# Atlas: popular engines, judged stage by stage",
         "Made by `python -m benchmarks.atlas`: " + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
         _LEGEND,
         engines_table(ran),
-        *(f"NOT RUN: {each.engine}: {each.message}." for each in verdicts if each.verdict == NOT_RUN),
+        *(f"NOT RUN: {v.engine}: {v.message}." for v in verdicts if v.verdict == NOT_RUN),
         "![The distance of every stage from the float64 reference](stages.svg)",
         "## Bugs\n\n" + (bugs_table(ran, reports) or "No bug was confirmed."),
-        "## Hugging Face folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
-        "## GGUF files\n\n" + inputs_table([each for each in ran if each.input.gguf]),
-        "## Messages and causes\n\n" + "\n".join(_sayings(ran)),
+        "## Hugging Face folders\n\n" + inputs_table([v for v in ran if not v.input.gguf]),
+        "## GGUF files\n\n" + inputs_table([v for v in ran if v.input.gguf]),
+        "## Messages and causes\n\n" + "\n".join(_message_lines(ran)),
     ]
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -85,8 +85,8 @@ Causes that were found in the source of the engines:
 
 
 def quantised_page(verdicts: Sequence[EngineReport], facts: Mapping[str, str]) -> str:
-    """Render the page of quantised folders; `facts` say where and when."""
-    ran = [each for each in verdicts if each.verdict != NOT_RUN]
+    """Render the page of quantised folders; `facts` are machine, date and versions."""
+    ran = [v for v in verdicts if v.verdict != NOT_RUN]
     parts = [
         "# Atlas: quantised Hugging Face folders",
         "Made by `python -m benchmarks.atlas transformers llama.cpp mlx-lm --input quantised "
@@ -94,10 +94,10 @@ def quantised_page(verdicts: Sequence[EngineReport], facts: Mapping[str, str]) -
         + ", ".join(f"{name} {value}" for name, value in facts.items()) + ".",
         _QUANTISED,
         engines_table(ran),
-        *(f"NOT RUN: {each.engine}: {each.message}." for each in verdicts if each.verdict == NOT_RUN),
-        "## Folders\n\n" + inputs_table([each for each in ran if not each.input.gguf]),
-        "## GGUF files made of them\n\n" + inputs_table([each for each in ran if each.input.gguf]),
-        "## Messages and causes\n\n" + _IN_SOURCES + "\n\nMessages and diagnoses:\n\n" + "\n".join(_sayings(ran)),
+        *(f"NOT RUN: {v.engine}: {v.message}." for v in verdicts if v.verdict == NOT_RUN),
+        "## Folders\n\n" + inputs_table([v for v in ran if not v.input.gguf]),
+        "## GGUF files made of them\n\n" + inputs_table([v for v in ran if v.input.gguf]),
+        "## Messages and causes\n\n" + _IN_SOURCES + "\n\nMessages and diagnoses:\n\n" + "\n".join(_message_lines(ran)),
     ]  # fmt: skip
     return "\n\n".join(part.strip() for part in parts) + "\n"
 
@@ -105,11 +105,11 @@ def quantised_page(verdicts: Sequence[EngineReport], facts: Mapping[str, str]) -
 def engines_table(verdicts: Sequence[EngineReport]) -> str:
     """Count the inputs of each engine by verdict, as a table."""
     rows = []
-    for name, own in _by_engine(verdicts):
-        count = Counter(each.label for each in own)
-        version = next((each.version for each in own if each.version), "")
-        rights = [each.run_report.error for each in own if each.run_report and each.verdict == PASS]
-        largest = f"{max(rights):.0e}" if rights else ""
+    for name, group in _by_engine(verdicts):
+        count = Counter(v.label for v in group)
+        version = next((v.version for v in group if v.version), "")
+        errors = [v.run_report.error for v in group if v.run_report and v.verdict == PASS]
+        largest = f"{max(errors):.0e}" if errors else ""
         rows.append([name, version, *(str(count[label] or "") for label in LABELS), largest])
     return _markdown_table(["engine", "version", *LABELS, _LARGEST], rows)
 
@@ -117,10 +117,10 @@ def engines_table(verdicts: Sequence[EngineReport]) -> str:
 def inputs_table(verdicts: Sequence[EngineReport]) -> str:
     """Render a table with a row for each input and a column for each engine."""
     engines = [name for name, _ in _by_engine(verdicts)]
-    by_place = {(_name(each), each.input): each for each in verdicts}
+    cells = {(_name(v), v.input): v for v in verdicts}
     rows = [
-        [f"`{this.name}`", *(_cell(by_place.get((engine, this))) for engine in engines)]
-        for this in dict.fromkeys(each.input for each in verdicts)
+        [f"`{case.name}`", *(_cell(cells.get((engine, case))) for engine in engines)]
+        for case in dict.fromkeys(v.input for v in verdicts)
     ]
     return _markdown_table(["input", *engines], rows)
 
@@ -134,17 +134,17 @@ def _cell(verdict: EngineReport | None) -> str:
 
 
 def bugs_table(verdicts: Sequence[EngineReport], reports: Mapping[str, str]) -> str:
-    """Render a table of confirmed bugs: where, what, how far, and what makes the engine agree."""
+    """Render a table of confirmed bugs: engine, inputs, stage, mistake, distance, and the correction."""
     rows = []
-    for title, own in bugs(verdicts):
-        first = own[0]
+    for title, group in bugs(verdicts):
+        first = group[0]
         assert first.run_report
         assert first.agreed
-        where = ", ".join(dict.fromkeys(f"`{each.input.name}`" for each in own))
+        inputs = ", ".join(dict.fromkeys(f"`{v.input.name}`" for v in group))
         rows.append([
-            f"[{first.engine} {first.version}]({reports[title]})", where, first.run_report.key,
+            f"[{first.engine} {first.version}]({reports[title]})", inputs, first.run_report.key,
             first.run_report.mistake or "not in the catalogue",
-            f"{max(each.run_report.error for each in own if each.run_report):.0e}",
+            f"{max(v.run_report.error for v in group if v.run_report):.0e}",
             f"{first.correction}: {first.agreed.error:.0e}",
         ])  # fmt: skip
     return (
@@ -155,33 +155,33 @@ def bugs_table(verdicts: Sequence[EngineReport], reports: Mapping[str, str]) -> 
 
 
 def bugs(verdicts: Iterable[EngineReport]) -> Iterator[tuple[str, list[EngineReport]]]:
-    """Group confirmed ones by way, mistake and correction, under a title.
+    """Group reports with a confirmed cause by option set, mistake and correction, under a title.
 
-    A bug of an engine's own way is not told again for its other ways.
+    A bug that shows with default options is not repeated for other option sets.
     """
 
     def title(verdict: EngineReport) -> str:
         mistake = verdict.run_report.mistake if verdict.run_report else ""
-        what = mistake or f"{verdict.input.feature or verdict.input.family} wrong"
-        return f"{_name(verdict)}: {what}; right with {verdict.correction}"
+        symptom = mistake or f"{verdict.input.feature or verdict.input.family} wrong"
+        return f"{_name(verdict)}: {symptom}; right with {verdict.correction}"
 
-    every = [each for each in verdicts if each.cause_confirmed]
-    plain = {(each.engine, each.input) for each in every if not each.way}
-    found = sorted((each for each in every if not each.way or (each.engine, each.input) not in plain), key=title)
-    return ((name, list(own)) for name, own in groupby(found, key=title))
+    reports = [v for v in verdicts if v.cause_confirmed]
+    with_defaults = {(v.engine, v.input) for v in reports if not v.way}
+    selected = sorted((v for v in reports if not v.way or (v.engine, v.input) not in with_defaults), key=title)
+    return ((name, list(group)) for name, group in groupby(selected, key=title))
 
 
-def _sayings(verdicts: Sequence[EngineReport]) -> Iterator[str]:
-    """Yield the messages of engines, and the known causes of results that are not right, once each."""
-    said: dict[tuple[str, str, str], list[AtlasInput]] = {}
-    for each in verdicts:
-        if each.message:
-            said.setdefault((_name(each), each.label, each.message), []).append(each.input)
-    for (name, label, text), inputs in said.items():
-        shown = ", ".join(f"`{this.name}`" for this in inputs[:4]) + (
+def _message_lines(verdicts: Sequence[EngineReport]) -> Iterator[str]:
+    """Yield the messages of engines, and the known causes of results that are not a PASS, once each."""
+    inputs_by_message: dict[tuple[str, str, str], list[AtlasInput]] = {}
+    for v in verdicts:
+        if v.message:
+            inputs_by_message.setdefault((_name(v), v.label, v.message), []).append(v.input)
+    for (name, label, text), inputs in inputs_by_message.items():
+        names = ", ".join(f"`{i.name}`" for i in inputs[:4]) + (
             f" and {len(inputs) - 4} more" if len(inputs) > 4 else ""
         )
-        yield f"- {name}, {label}: {shown}: {_quoted(text) if label in _QUOTED else ' '.join(text.split())}"
+        yield f"- {name}, {label}: {names}: {_quoted(text) if label in _QUOTED else ' '.join(text.split())}"
 
 
 def _quoted(text: str) -> str:
@@ -191,7 +191,7 @@ def _quoted(text: str) -> str:
 
 
 def picture(verdicts: Sequence[EngineReport]) -> str:
-    """Draw the largest distance of every stage over all inputs on which an engine is right, as SVG.
+    """Draw the largest distance of every stage over all inputs on which an engine is right, as an SVG.
 
     Raises:
         MissingExtra: matplotlib is not installed.
@@ -202,44 +202,44 @@ def picture(verdicts: Sequence[EngineReport]) -> str:
         from matplotlib.figure import Figure
     except ImportError:
         raise MissingExtra("train", "matplotlib") from None
-    shown = {stage for each in verdicts if each.run_report for stage in each.run_report.errors}
-    names = [name for name in BY_NAME if name in shown]
+    stages = {stage for v in verdicts if v.run_report for stage in v.run_report.errors}
+    names = [name for name in BY_NAME if name in stages]
     figure = Figure(figsize=(12, 5), layout="constrained")
     axes = figure.subplots()
     marks = cycle(product("os^vD", [f"C{colour}" for colour in range(7)]))
     for name, largest in _largest(verdicts):
-        at, (mark, colour) = [names.index(stage) for stage in largest], next(marks)
-        axes.plot(at, [*largest.values()], marker=mark, color=colour, ms=4, lw=0.6, label=name)
+        xs, (mark, colour) = [names.index(stage) for stage in largest], next(marks)
+        axes.plot(xs, [*largest.values()], marker=mark, color=colour, ms=4, lw=0.6, label=name)
     axes.set(yscale="log", ylabel="largest distance from the float64 reference", xticks=range(len(names)))
     axes.set_xticklabels(names, rotation=90)
     figure.legend(fontsize="small", loc="outside right upper")
     with rc_context({"svg.hashsalt": "llorch"}):
-        FigureCanvasSVG(figure).print_svg(drawn := io.StringIO(), metadata={"Date": None})
-    return drawn.getvalue()
+        FigureCanvasSVG(figure).print_svg(svg := io.StringIO(), metadata={"Date": None})
+    return svg.getvalue()
 
 
 def _largest(verdicts: Sequence[EngineReport]) -> Iterator[tuple[str, dict[str, float]]]:
-    """Find the largest distance of each stage, for engines that are right on some input, in the order of the table."""
-    for name, own in _by_engine(verdicts):
-        right = [each.run_report for each in own if each.run_report and each.verdict in (PASS, ROUNDING)]
-        largest = {stage: max((run.errors.get(stage, 0.0) for run in right), default=0.0) for stage in BY_NAME}
-        if right:
+    """Yield the largest distance of each stage, for engines that are right on some input, in table order."""
+    for name, group in _by_engine(verdicts):
+        passing = [v.run_report for v in group if v.run_report and v.verdict in (PASS, ROUNDING)]
+        largest = {stage: max((run.errors.get(stage, 0.0) for run in passing), default=0.0) for stage in BY_NAME}
+        if passing:
             yield name, {stage: error for stage, error in largest.items() if error > 0}
 
 
 def _name(verdict: EngineReport) -> str:
-    """Return the engine's name, followed by the way it was run if one is named."""
+    """Return the engine's name, followed by its option set if one is named."""
     return f"{verdict.engine}, {verdict.way}" if verdict.way else verdict.engine
 
 
 def _by_engine(verdicts: Iterable[EngineReport]) -> list[tuple[str, list[EngineReport]]]:
-    """Group verdicts by engine and way, in order of first appearance."""
-    made: dict[str, list[EngineReport]] = {}
-    for each in verdicts:
-        made.setdefault(_name(each), []).append(each)
-    return list(made.items())
+    """Group reports by engine and option set, in order of first appearance."""
+    groups: dict[str, list[EngineReport]] = {}
+    for v in verdicts:
+        groups.setdefault(_name(v), []).append(v)
+    return list(groups.items())
 
 
-def _markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
-    lines = [head, ["---"] * len(head), *rows]
+def _markdown_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

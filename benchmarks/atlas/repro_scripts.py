@@ -1,7 +1,7 @@
-"""A program for a report: it writes a model that an engine gets wrong and one that it gets right, and runs both.
+"""Reproduction program for a report: it writes a model that an engine gets wrong, a control model, and runs both.
 
-It needs nothing of llorch, only the engine's environment. It is run there, and what it prints is part of the report;
-of a program that does not show the bug nothing is.
+It needs only the engine's environment, not llorch. It is run there, and its output is part of the report. A report
+has no program if the program does not show the bug.
 """
 
 import json
@@ -24,20 +24,20 @@ from llorch.files import open_weights
 from llorch.files.tensor_names import inventory
 
 N_SHOWN = 4  # logits of the last token
-_CLOSE, _APART = 2e-4, 2e-3  # both sides are rounded to four digits
-_IDLE = {  # keys that no engine needs to read
+_CLOSE, _APART = 2e-4, 2e-3  # expected and actual logits are rounded to four digits
+_IDLE = {  # keys that do not change the result
     "attention_dropout", "bos_token_id", "dtype", "eos_token_id", "initializer_range", "pad_token_id",
     "output_router_logits", "pretraining_tp", "router_aux_loss_coef", "torch_dtype", "transformers_version",
     "use_cache",
 }  # fmt: skip
-_NEUTRAL = {**NO_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []}  # as where they are not there
+_NEUTRAL = {**NO_WINDOW, "decoder_sparse_step": 1, "mlp_only_layers": []}  # same result as without these keys
 _WIDTH = 119
 _LINE = re.compile(r"^\S+ expected \[(.*)\] got \[(.*)\]$", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class ProgramOutput:
-    """A program, and the lines that it printed in the engine's environment."""
+    """Program and the lines that it printed in the engine's environment."""
 
     program: str
     printed: str
@@ -45,20 +45,22 @@ class ProgramOutput:
 
 @dataclass(frozen=True)
 class _Case:
-    """One of the two models of a program: keys and tensors of its file, and its float64 reference."""
+    """Model of a program: keys and tensors of its file, and its float64 reference."""
 
     name: str
     keys: Mapping[str, Any]
-    fixed: Mapping[str, Sequence[float]]  # tensors that are not drawn
+    fixed: Mapping[str, Sequence[float]]  # tensors that are not random
     expected: Sequence[float]
     config: ModelConfig
 
 
-def shown(this: AtlasInput, control: AtlasInput, engine: AtlasEngine, python: Path, home: Path) -> ProgramOutput | None:
-    """Write and run a program that shows a bug; None if there is no program or if it does not show the bug.
+def run_repro_script(
+    case: AtlasInput, control: AtlasInput, engine: AtlasEngine, python: Path, home: Path
+) -> ProgramOutput | None:
+    """Write and run a program that shows a bug; None without a program, or if it does not show the bug.
 
     Args:
-        this: An input that the engine gets wrong.
+        case: An input that the engine gets wrong.
         control: A control input that the engine gets right.
         engine: The engine with the bug.
         python: The interpreter of its environment.
@@ -67,34 +69,34 @@ def shown(this: AtlasInput, control: AtlasInput, engine: AtlasEngine, python: Pa
     Raises:
         OSError: The files of an input cannot be written.
     """
-    if not engine.snippet or this.family not in FAMILIES:
+    if not engine.snippet or case.family not in FAMILIES:
         return None
-    written = program(this, control, engine, home)
-    printed = run_program([str(python), "-c", written], home / "programs" / f"{engine.script}-{this.name}")
-    lines = [*_LINE.finditer(printed)]
-    off = [np.abs(np.subtract(*(np.fromstring(each, sep=",") for each in line.groups()))).max() for line in lines]
-    if len(off) == 2 and off[0] > _APART and off[1] < _CLOSE:
-        return ProgramOutput(written, "\n".join(line.group() for line in lines))
+    source = program(case, control, engine, home)
+    output = run_program([str(python), "-c", source], home / "programs" / f"{engine.script}-{case.name}")
+    lines = [*_LINE.finditer(output)]
+    gaps = [np.abs(np.subtract(*(np.fromstring(x, sep=",") for x in line.groups()))).max() for line in lines]
+    if len(gaps) == 2 and gaps[0] > _APART and gaps[1] < _CLOSE:
+        return ProgramOutput(source, "\n".join(line.group() for line in lines))
     return None
 
 
-def program(this: AtlasInput, control: AtlasInput, engine: AtlasEngine, home: Path) -> str:
+def program(wrong: AtlasInput, control: AtlasInput, engine: AtlasEngine, home: Path) -> str:
     """Write a Python program that runs both models and prints expected and actual logits."""
-    ids = [token for part in this.parts for token in part]
-    cases = [(_case_of_file if this.gguf else _case_of_folder)(one, ids, home / "inputs") for one in (this, control)]
+    ids = [token for part in wrong.parts for token in part]
+    cases = [(_describe_file if wrong.gguf else _describe_folder)(i, ids, home / "inputs") for i in (wrong, control)]
     common = {key: value for key, value in cases[0].keys.items() if cases[1].keys.get(key, ...) == value}
-    has = [_tensor_shapes(case.config, pairs=this.gguf) for case in cases]
-    shapes = has[0] | has[1]
-    own = [
+    shapes_by_case = [_tensor_shapes(case.config, pairs=wrong.gguf) for case in cases]
+    shapes = shapes_by_case[0] | shapes_by_case[1]
+    case_data = [
         (case.name, {key: value for key, value in case.keys.items() if key not in common},
          tuple(name.removeprefix("{0}.") for name in shapes if name not in names), case.fixed, case.expected)
-        for case, names in zip(cases, has, strict=True)
+        for case, names in zip(cases, shapes_by_case, strict=True)
     ]  # fmt: skip
     common = {key: value for key, value in common.items() if _NEUTRAL.get(key, ...) != value}
     config = cases[0].config
-    return (_FOR_FILES if this.gguf else _FOR_FOLDERS).format(
+    return (_FOR_FILES if wrong.gguf else _FOR_FOLDERS).format(
         snippet=engine.snippet.strip(), seed=SEED, low=IDS[0], high=IDS[1], n_ids=len(ids), common=_short(common),
-        cases=_short(own), shapes=_short(_by_shape(shapes)), n_layers=config.n_layers,
+        cases=_short(case_data), shapes=_short(_by_shape(shapes)), n_layers=config.n_layers,
         size=f"{config.n_layers}, {config.experts.n_experts if config.experts else 1}", n_shown=N_SHOWN,
         family=config.family, family_upper=config.family.upper(), vocab_size=config.vocab_size,
     )  # fmt: skip
@@ -128,24 +130,24 @@ NAMES = gguf.get_tensor_name_map(gguf.MODEL_ARCH.{{family_upper}}, {{n_layers}})
     file.write_header_to_file(); file.write_kv_data_to_file(); file.write_tensors_to_file(); file.close(){_PRINTED}"""
 
 
-def _case_of_folder(this: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
-    """Write the input as a Hugging Face folder; describe it by the keys of its config.json that matter."""
-    folder = write_input(this, inputs)
+def _describe_folder(case: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
+    """Write the input as a Hugging Face folder; describe it by the relevant keys of its config.json."""
+    folder = write_input(case, inputs)
     config = json.loads((folder / "config.json").read_text())
-    keys = {key: value for key, value in config.items() if key not in _IDLE}
-    return _Case(this.name, keys, {}, _expected(folder, ids), open_weights(folder).config)
+    keys = {key: setting for key, setting in config.items() if key not in _IDLE}
+    return _Case(case.name, keys, {}, _expected(folder, ids), open_weights(folder).config)
 
 
-def _case_of_file(this: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
+def _describe_file(case: AtlasInput, ids: Sequence[int], inputs: Path) -> _Case:
     """Write the input as a GGUF file; describe it by the keys of its architecture and its RoPE factors."""
-    file = write_input(this, inputs)
+    file = write_input(case, inputs)
     reader = gguf.GGUFReader(file)
     prefix = f"{reader.fields['general.architecture'].contents()}."
     keys = {k.removeprefix(prefix): field.contents() for k, field in reader.fields.items() if k.startswith(prefix)}
-    keys = {k: float(f"{value:.6g}") if isinstance(value, float) else value for k, value in keys.items()}
-    fixed = {each.name: _rounded_list(each.data) for each in reader.tensors if each.name == "rope_freqs.weight"}
-    expected = _expected(write_input(replace(this, gguf=False), inputs), ids)
-    return _Case(this.name, keys, fixed, expected, open_weights(file).config)
+    keys = {k: float(f"{number:.6g}") if isinstance(number, float) else number for k, number in keys.items()}
+    fixed = {t.name: _rounded_list(t.data) for t in reader.tensors if t.name == "rope_freqs.weight"}
+    expected = _expected(write_input(replace(case, gguf=False), inputs), ids)
+    return _Case(case.name, keys, fixed, expected, open_weights(file).config)
 
 
 def _expected(folder: Path, ids: Sequence[int]) -> list[float]:
@@ -155,20 +157,20 @@ def _expected(folder: Path, ids: Sequence[int]) -> list[float]:
 
 
 def _rounded_list(numbers: np.ndarray) -> list[float]:
-    return [round(float(each), 4) for each in numbers]
+    return [round(float(number), 4) for number in numbers]
 
 
 def _tensor_shapes(config: ModelConfig, *, pairs: bool) -> dict[str, tuple[int, ...]]:
     """Map names of tensors to shapes; in a name {0} is a layer, {1} the number of an expert.
 
-    For a GGUF file whose rows of q and k lie in pairs, these are (heads, 2, half a head, in): so they are turned.
+    For a GGUF file with interleaved rows of q and k, these are (heads, 2, half a head, in), for a transposition.
     """
     shapes: dict[str, tuple[int, ...]] = {}
     for weight in inventory(config).values():
         name = re.sub(r"^model\.layers\.\d+\.", "{0}.", weight.huggingface.replace("{e}", "{1}"))
-        rows, *rest = weight.shape[1:] if "{1}" in name else weight.shape
+        rows, *other_axes = weight.shape[1:] if "{1}" in name else weight.shape
         heads = weight.interleaved_heads if pairs else 0
-        shapes[name] = (heads, 2, rows // heads // 2, *rest) if heads else (rows, *rest)
+        shapes[name] = (heads, 2, rows // heads // 2, *other_axes) if heads else (rows, *other_axes)
     return shapes
 
 

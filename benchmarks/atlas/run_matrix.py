@@ -24,13 +24,13 @@ Progress = Callable[[str], None]
 
 
 @dataclass(frozen=True)
-class Fed:
+class PreparedInput:
     """Written input, and its float64 reference.
 
     Attributes:
-        input: The input.
-        model: The folder or file that engines are given.
-        source: The folder whose numbers it has.
+        input: Description of the input.
+        model: Folder or file that engines load.
+        source: Hugging Face folder with the same weights.
         reference: Every stage in float64, by trace key.
     """
 
@@ -40,29 +40,29 @@ class Fed:
     reference: Mapping[str, np.ndarray]
 
 
-def prepare_inputs(inputs: Iterable[AtlasInput], home: Path, progress: Progress) -> Iterator[Fed]:
+def prepare_inputs(inputs: Iterable[AtlasInput], home: Path, progress: Progress) -> Iterator[PreparedInput]:
     """Write inputs and compute their float64 references with transformers.
 
     Raises:
         MissingExtra: transformers is not installed.
     """
-    truths: dict[Path, Mapping[str, np.ndarray]] = {}
+    references: dict[Path, Mapping[str, np.ndarray]] = {}
     folder = home / "inputs"
     folder.mkdir(parents=True, exist_ok=True)
-    for this in inputs:
-        progress(f"{this.name}: the float64 reference")
+    for atlas_input in inputs:
+        progress(f"{atlas_input.name}: the float64 reference")
         try:
-            model = write_input(this, folder)
+            model = write_input(atlas_input, folder)
         except FormatError:
-            if this.gguf:  # no such file can say it: there is no such input
+            if atlas_input.gguf:  # GGUF cannot express the model: there is no such input
                 continue
             raise
-        source = write_input(replace(this, gguf=False), folder)
-        ids = [token for part in this.parts for token in part]
-        if source not in truths:
+        source = write_input(replace(atlas_input, gguf=False), folder)
+        ids = [token for part in atlas_input.parts for token in part]
+        if source not in references:
             with open_engine("transformers", source, dtype="float64") as engine:
-                truths[source] = engine.trace(ids)
-        yield Fed(this, model, source, truths[source])
+                references[source] = engine.trace(ids)
+        yield PreparedInput(atlas_input, model, source, references[source])
 
 
 def fill(
@@ -74,23 +74,23 @@ def fill(
         engines: Engines, in their order.
         inputs: Inputs of the engines; an engine skips those that it cannot read.
         home: A folder for environments, inputs and runs; existing environments and inputs are used again.
-        progress: Told what is being done.
+        progress: Called with a line about each step.
 
     Yields:
         All verdicts of an engine, when its runs have ended.
     """
-    with ThreadPoolExecutor(1) as installer:  # packages of the next come while one runs
+    with ThreadPoolExecutor(1) as installer:  # installs the next engine while one runs
         environments = [installer.submit(python_of, engine, home) for engine in engines]
         try:
-            fed = list(prepare_inputs(inputs, home, progress))
+            prepared = list(prepare_inputs(inputs, home, progress))
             for engine, environment in zip(engines, environments, strict=True):
-                yield list(confirmed(list(_of_engine(engine, environment, fed, home, progress))))
+                yield list(confirmed(list(_run_engine(engine, environment, prepared, home, progress))))
         finally:
             installer.shutdown(wait=False, cancel_futures=True)
 
 
-def _of_engine(
-    engine: AtlasEngine, environment: Future[Path], fed: Sequence[Fed], home: Path, progress: Progress
+def _run_engine(
+    engine: AtlasEngine, environment: Future[Path], prepared: Sequence[PreparedInput], home: Path, progress: Progress
 ) -> Iterator[EngineReport]:
     """Run an engine with each of its options on all inputs that it reads, and yield the verdicts."""
     try:
@@ -100,25 +100,23 @@ def _of_engine(
         yield EngineReport(engine.name, "", NO_INPUT, "", NOT_RUN, str(error))
         return
     for way, options in engine.ways.items():
-        readable = [each for each in fed if engine.reads(way, gguf=each.input.gguf, quantised=each.input.is_quantised)]
+        readable = [p for p in prepared if engine.reads(way, gguf=p.input.gguf, quantised=p.input.is_quantised)]
         if not readable:
             continue
         folder = home / "runs" / engine.script / (way.replace(" ", "-") or "plain")
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
-        requests = [_request(each, folder, dict(options)) for each in readable]
+        requests = [_request(p, folder, dict(options)) for p in readable]
         command = [str(python), str(engine.adapter)]
         n_done = 0
 
-        def told(ended: RunEnd, of: str = f"{engine.name} {way}".strip(), n_runs: int = len(requests)) -> None:
+        def report(end: RunEnd, label: str = f"{engine.name} {way}".strip(), n_runs: int = len(requests)) -> None:
             nonlocal n_done
             n_done += 1
-            progress(f"{of}: {n_done} of {n_runs} runs")
+            progress(f"{label}: {n_done} of {n_runs} runs")
 
-        for each, request, ended in zip(
-            readable, requests, run_all(command, requests, folder, report=told), strict=True
-        ):
-            verdict = _verdict(engine.name, way, each, Path(request.out), ended)
+        for p, request, end in zip(readable, requests, run_all(command, requests, folder, report=report), strict=True):
+            verdict = _verdict(engine.name, way, p, Path(request.out), end)
             yield replace(verdict, message=verdict.message.replace(str(home), "HOME"))
         shutil.rmtree(folder, ignore_errors=True)
 
@@ -126,12 +124,14 @@ def _of_engine(
 NO_INPUT = AtlasInput("")
 
 
-def _request(this: Fed, folder: Path, options: dict[str, object]) -> Request:
+def _request(prepared: PreparedInput, folder: Path, options: dict[str, object]) -> Request:
     """Build the request for one run; `options` gets the rounding of activations that ggml applies to a GGUF file."""
-    name = this.input.name
-    if this.input.gguf and (kind := rounded_inputs(this.model)):
+    name = prepared.input.name
+    if prepared.input.gguf and (kind := rounded_inputs(prepared.model)):
         options |= {"activations": kind}
-    return Request(str(this.model), this.input.parts, str(folder / name), str(folder / f"{name}-scratch"), options)
+    return Request(
+        str(prepared.model), prepared.input.parts, str(folder / name), str(folder / f"{name}-scratch"), options
+    )
 
 
 def rounded_inputs(file: Path) -> str:
@@ -143,13 +143,13 @@ def rounded_inputs(file: Path) -> str:
     return max(rounded & {"Q8_0", "Q8_1", "Q8_K"}, default="")
 
 
-def _verdict(engine: str, way: str, this: Fed, dump: Path, ended: RunEnd) -> EngineReport:
-    """Judge the dump of a run; a run that failed or a dump that cannot be compared has an outcome alone."""
-    report = EngineReport(engine, way, this.input, ended.outcome, "", ended.error, ended.version, ended.seconds)
-    if ended.outcome != DONE:
+def _verdict(engine: str, way: str, prepared: PreparedInput, dump: Path, end: RunEnd) -> EngineReport:
+    """Judge the dump of a run; a run that failed, or a dump that cannot be compared, has only an outcome."""
+    report = EngineReport(engine, way, prepared.input, end.outcome, "", end.error, end.version, end.seconds)
+    if end.outcome != DONE:
         return report
     try:
-        run_report = judge(this.source, dump, this.reference)
+        run_report = judge(prepared.source, dump, prepared.reference)
     except (FormatError, GuardFailed, ValueError) as error:
         return replace(report, outcome=UNREADABLE, message=str(error))
     return with_verdict(report, run_report)

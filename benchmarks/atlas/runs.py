@@ -1,7 +1,7 @@
-"""Runs of an engine in processes of their own: one that hangs, crashes or takes all memory ends with an outcome.
+"""Runs of an engine in child processes: a run that hangs, crashes or takes all memory ends with an outcome.
 
-A process does run after run. When one of them ends the process, or is silent for too long, the next process goes on
-behind it. No process reaches the network: the hub is told to be offline, every proxy is a port that nobody listens at.
+A process does one run after the other. If a run ends the process, or is silent for too long, the next process
+continues after it. No process reaches the network: the hub is offline, and every proxy is a port without a listener.
 """
 
 import json
@@ -19,29 +19,29 @@ from benchmarks.atlas.catalogue import ADAPTERS, AtlasEngine
 from llorch.runtime.worker import Worker, last_line, run, signal_name, tail
 
 INSTALL = 900.0  # seconds
-_MARK = "llorch-requirements.txt"  # what is installed, once all of it is
+_MARK = "llorch-requirements.txt"  # copy of the lock file, written when all packages are installed
 
 
 class NotInstalled(Exception):
-    """An engine that cannot be had here; says why."""
+    """An engine cannot be installed here; the message has the reason."""
 
 
 def is_to_install(engine: AtlasEngine, home: Path) -> bool:
-    """Tell if `python_of` would fetch packages."""
-    return not engine.why_not and not engine.is_reference_engine and not _is_made(engine, _folder_of(engine, home))
+    """Return whether `python_of` would download packages."""
+    return not engine.why_not and not engine.is_reference_engine and not _is_complete(engine, _folder(engine, home))
 
 
 def download_bytes(engine: AtlasEngine) -> int:
-    """Read how much its packages are, from the first line of its lock: `# 355000000 bytes to download`."""
+    """Read the download size from the first line of the lock file: `# 355000000 bytes to download`."""
     return int(engine.lock.read_text(encoding="utf-8").split(maxsplit=2)[1])
 
 
-def _folder_of(engine: AtlasEngine, home: Path) -> Path:
+def _folder(engine: AtlasEngine, home: Path) -> Path:
     return home / "environments" / engine.script
 
 
-def _is_made(engine: AtlasEngine, folder: Path) -> bool:
-    """Tell if the folder holds a complete environment of the engine's current lock file."""
+def _is_complete(engine: AtlasEngine, folder: Path) -> bool:
+    """Return whether the folder holds a complete environment of the current lock file."""
     mark = folder / _MARK
     return mark.exists() and mark.read_text(encoding="utf-8") == engine.lock.read_text(encoding="utf-8")
 
@@ -52,15 +52,15 @@ def python_of(engine: AtlasEngine, home: Path) -> Path:
     A reference engine uses the interpreter that runs llorch.
 
     Raises:
-        NotInstalled: Its packages cannot be had, or not in `INSTALL` seconds.
+        NotInstalled: Its packages are unavailable, or were not installed in `INSTALL` seconds.
     """
     if engine.why_not:
         raise NotInstalled(engine.why_not)
     if engine.is_reference_engine:
         return Path(sys.executable)
-    folder = _folder_of(engine, home)
+    folder = _folder(engine, home)
     python = folder / ("Scripts" if os.name == "nt" else "bin") / "python"
-    if _is_made(engine, folder):
+    if _is_complete(engine, folder):
         return python
     shutil.rmtree(folder, ignore_errors=True)
     folder.parent.mkdir(parents=True, exist_ok=True)
@@ -80,21 +80,21 @@ def _install(command: list[str], folder: Path) -> None:
     if ended.status:
         shutil.rmtree(folder, ignore_errors=True)
         text = (ended.errors or ended.output).decode("utf-8", "replace")
-        said = [line for line in text.splitlines() if line.strip()]
-        errors = [line for line in said if "ERROR" in line.upper()] or said or ["no message"]
+        lines = [line for line in text.splitlines() if line.strip()]
+        errors = [line for line in lines if "ERROR" in line.upper()] or lines or ["no message"]
         raise NotInstalled(f"pip cannot install its packages: {errors[0].strip()[:300]}")
 
 
-SECONDS, START = 60.0, 60.0  # limit of a run, and what an engine may take for its start besides
+SECONDS, START = 60.0, 60.0  # limit of a run, and additional limit for the start of an engine
 PROGRAM = 120.0  # seconds of a report's program
 MEMORY = 6 << 30  # bytes of a process and its children
-REFUSALS = ("ValueError", "NotImplementedError")  # what is raised on purpose
-_LOOK = 0.1  # seconds between looks at a process
+REFUSALS = ("ValueError", "NotImplementedError")  # errors that an engine raises to refuse a model
+_LOOK = 0.1  # seconds between checks of a process
 
 
 @dataclass(frozen=True)
 class Request:
-    """Request to an adapter, see its harness."""
+    """Request to an adapter; see `engines/harness.py`."""
 
     model: str
     parts: Sequence[Sequence[int]]
@@ -122,13 +122,13 @@ class RunEnd:
 
 def run_all(
     command: Sequence[str], requests: Sequence[Request], folder: Path, *, seconds: float = SECONDS,
-    start: float = START, memory: int = MEMORY, report: Callable[[RunEnd], None] = lambda ended: None,
+    start: float = START, memory: int = MEMORY, report: Callable[[RunEnd], None] = lambda end: None,
 ) -> list[RunEnd]:  # fmt: skip
     """Run an adapter on all requests, even if some runs fail.
 
     Args:
         command: The interpreter and the script.
-        requests: In their order; what an earlier attempt left in their folders is not taken for a result.
+        requests: Requests in order; results of an earlier attempt are deleted.
         folder: Folder for the list, and for messages and files of the engine.
         seconds: Time limit of a run.
         start: Additional time for the first run of a process.
@@ -138,14 +138,14 @@ def run_all(
     Returns:
         The end of each run.
     """
-    ended: list[RunEnd] = []
+    ends: list[RunEnd] = []
     for request in requests:
         (Path(request.out) / "said.json").unlink(missing_ok=True)
-    while len(ended) < len(requests):
-        for each in _one_process(command, requests[len(ended) :], folder, seconds, start, memory):
-            ended.append(each)
-            report(each)
-    return ended
+    while len(ends) < len(requests):
+        for end in _run_process(command, requests[len(ends) :], folder, seconds, start, memory):
+            ends.append(end)
+            report(end)
+    return ends
 
 
 def run_program(command: Sequence[str], folder: Path, *, seconds: float = PROGRAM) -> str:
@@ -162,66 +162,66 @@ def run_program(command: Sequence[str], folder: Path, *, seconds: float = PROGRA
     return "" if ended.status or ended.limit else ended.text
 
 
-def _one_process(
+def _run_process(
     command: Sequence[str], requests: Sequence[Request], folder: Path, seconds: float, start: float, memory: int
 ) -> Iterator[RunEnd]:
-    """Yield the runs of one process, at least one."""
-    asked = folder / "runs.jsonl"
-    asked.write_text("".join(json.dumps(asdict(each)) + "\n" for each in requests), encoding="utf-8")
-    with (folder / "said.txt").open("wb") as said:
-        worker = Worker([*command, str(asked)], talks=False, output=said, env=_variables(folder), cwd=folder)
+    """Run requests in one process, and yield their ends, at least one."""
+    request_file = folder / "runs.jsonl"
+    request_file.write_text("".join(json.dumps(asdict(r)) + "\n" for r in requests), encoding="utf-8")
+    with (folder / "said.txt").open("wb") as log:
+        worker = Worker([*command, str(request_file)], talks=False, output=log, env=_variables(folder), cwd=folder)
     with worker:
         tolerance = seconds + start
         for request in requests:
-            ended = _watched(worker, request, folder / "said.txt", tolerance, memory)
-            yield ended
-            if not ended.version:  # the process is not to be used any more
+            end = _await_end(worker, request, folder / "said.txt", tolerance, memory)
+            yield end
+            if not end.version:  # the process cannot be used any more
                 return
             tolerance = seconds
 
 
-def _watched(worker: Worker, request: Request, words: Path, tolerance: float, memory: int) -> RunEnd:
-    """Wait for the end of an engine's run; end the wait if the run crashes, hangs or takes too much memory."""
-    since = time.monotonic()
+def _await_end(worker: Worker, request: Request, log: Path, tolerance: float, memory: int) -> RunEnd:
+    """Wait for the end of a run; stop waiting if it crashes, hangs or takes too much memory."""
+    start = time.monotonic()
     while True:
-        status = worker.status  # before the look: what it wrote last is seen
-        seconds = time.monotonic() - since
-        if (found := _read_end(request)) is not None:
-            return found
+        status = worker.status  # read first, so that its last output is not missed
+        seconds = time.monotonic() - start
+        if (end := _read_end(request)) is not None:
+            return end
         if status is not None:
-            said = last_line(tail(words))[:300] or "it said nothing"
-            return RunEnd("crashed", f"{_way_to_end(status)}: {said}", "", seconds)
+            message = last_line(tail(log))[:300] or "it said nothing"
+            return RunEnd("crashed", f"{_format_status(status)}: {message}", "", seconds)
         if seconds > tolerance:
             return RunEnd("hung", f"no answer within {tolerance:.0f} s", "", seconds)
-        if (held := worker.held_bytes) > memory:
+        if (n_bytes := worker.held_bytes) > memory:
             return RunEnd(
-                "too large", f"it used {held / 1e9:.1f} GB, expected at most {memory / 1e9:.1f} GB", "", seconds
+                "too large", f"it used {n_bytes / 1e9:.1f} GB, expected at most {memory / 1e9:.1f} GB", "", seconds
             )
         time.sleep(_LOOK)
 
 
 def _read_end(request: Request) -> RunEnd | None:
-    """Read how a run ended and how long it took: runs that end between two looks would take no time by this clock."""
+    """Read the outcome and duration of a run, which its process measured; None before its end."""
     path = Path(request.out) / "said.json"
     if not path.exists():
         return None
-    said = json.loads(path.read_text(encoding="utf-8"))
-    if said["state"] == "done":
-        return RunEnd("done", "", said["version"], said["seconds"])
-    meant = said["error"].partition(":")[0] in REFUSALS
-    error = said["error"] if meant else f"{said['error']} ({said['place']}, {said['phase']})"
-    return RunEnd("refused" if meant else "crashed", error, said["version"], said["seconds"])
+    answer = json.loads(path.read_text(encoding="utf-8"))
+    if answer["state"] == "done":
+        return RunEnd("done", "", answer["version"], answer["seconds"])
+    is_refusal = answer["error"].partition(":")[0] in REFUSALS
+    error = answer["error"] if is_refusal else f"{answer['error']} ({answer['place']}, {answer['phase']})"
+    return RunEnd("refused" if is_refusal else "crashed", error, answer["version"], answer["seconds"])
 
 
 def _variables(folder: Path) -> dict[str, str]:
-    """Return the environment variables of an engine's process: `folder` is its home, and no proxy leads outside."""
-    kept = {name: os.environ[name] for name in ("PATH", "LANG", "OMP_NUM_THREADS") if name in os.environ}
-    nowhere = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
+    """Return the environment of an engine's process: `folder` is its home, and no proxy leads outside."""
+    base = {name: os.environ[name] for name in ("PATH", "LANG", "OMP_NUM_THREADS") if name in os.environ}
+    proxies = dict.fromkeys(("http_proxy", "https_proxy", "HTTP_PROXY", "HTTPS_PROXY"), "http://127.0.0.1:9")
     offline = dict.fromkeys(("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "HF_DATASETS_OFFLINE"), "1")
-    places = {"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder)}
+    homes = {"HOME": str(folder), "TMPDIR": str(folder), "XDG_CACHE_HOME": str(folder)}
     shared = [str(ADAPTERS), str(Path(llorch.engines.dumps.writers.__path__[0]))]
-    return kept | nowhere | offline | places | {"PYTHONPATH": os.pathsep.join(shared), "PYTHONDONTWRITEBYTECODE": "1"}
+    return base | proxies | offline | homes | {"PYTHONPATH": os.pathsep.join(shared), "PYTHONDONTWRITEBYTECODE": "1"}
 
 
-def _way_to_end(status: int) -> str:
+def _format_status(status: int) -> str:
     return f"its process ended with status {status}" if status >= 0 else f"ended by {signal_name(status)}"

@@ -17,19 +17,19 @@ from llorch.stages.comparison import FAIL, PASS, ROUNDING
 DONE, UNREADABLE = "done", "unreadable"  # outcomes; for others see RunEnd
 CAUSE_CONFIRMED = "FAIL, cause confirmed"
 _EXACT = "float32"
-_OF_READING = frozenset(mistake.name for mistake in QUANTISED_FOLDERS)  # no adapter can make one
+_READING_MISTAKES = frozenset(mistake.name for mistake in QUANTISED_FOLDERS)  # no adapter can cause them
 
 
 @dataclass(frozen=True)
 class EngineReport:
-    """Line of the table.
+    """Line of the table: one engine, option set and input.
 
     Attributes:
-        engine: Its name.
+        engine: Name of the engine.
         way: Name of the options that it ran with; empty for its defaults.
         input: Input of the engine.
         outcome: End of the run: `done`, `refused`, `crashed`, `hung`, `too large`, or `unreadable` (the adapter wrote
-            no dump of this input). Empty if there was no run.
+            no dump of this input). Empty without a run.
         verdict: PASS, ROUNDING, FAIL or NOT RUN; empty for a run that is not done.
         message: Message of the engine, or the known cause.
         version: Version of the engine.
@@ -73,52 +73,52 @@ class EngineReport:
 
 def with_verdict(report: EngineReport, run_report: EngineRunReport) -> EngineReport:
     """Add the verdict of a run that is done, before any cause is confirmed, and a message on its known cause."""
-    verdict, message = _verdict_of(run_report)
+    verdict, message = _choose_verdict(run_report)
     outcome = DONE if verdict else UNREADABLE
     return replace(report, outcome=outcome, verdict=verdict, message=message, run_report=run_report)
 
 
-def _verdict_of(run_report: EngineRunReport) -> tuple[str, str]:
+def _choose_verdict(run_report: EngineRunReport) -> tuple[str, str]:
     """Choose a verdict and describe the known cause; no verdict if the dump does not show what the engine computed."""
     if run_report.is_right and run_report.tie:
         return ROUNDING, f"{run_report.arithmetic}; experts at a tie: {run_report.tie}"
     if run_report.is_right:
         return (PASS, "") if run_report.arithmetic == _EXACT else (ROUNDING, run_report.arithmetic)
-    is_of_reading = run_report.mistake in _OF_READING
-    if run_report.wrong and run_report.has_right_logits and not is_of_reading:  # the engine went on with other numbers
+    is_reading = run_report.mistake in _READING_MISTAKES
+    if run_report.wrong and run_report.has_right_logits and not is_reading:  # the engine did not use what it showed
         worst = max(run_report.comparisons, key=over_tolerance)
-        over = f"differs by {over_tolerance(worst):.0f} times the tolerance, but the logits are right"
-        return "", f"the array named {worst.stage_ref.stage} {over}"
+        excess = f"differs by {over_tolerance(worst):.0f} times the tolerance, but the logits are right"
+        return "", f"the array named {worst.stage_ref.stage} {excess}"
     return (FAIL if run_report.wrong else ROUNDING), next(iter(run_report.findings), "")
 
 
 def confirmed(verdicts: Sequence[EngineReport]) -> Iterator[EngineReport]:
-    """Name the cause of a FAIL if the engine is right on a control input."""
+    """Name the cause of each FAIL whose engine is right on a control input."""
     by_place: Mapping[tuple[str, str, AtlasInput], EngineReport] = {
-        (each.engine, each.way, each.input): each for each in verdicts
+        (report.engine, report.way, report.input): report for report in verdicts
     }
-    for each in verdicts:
-        controls = each.input.controls if each.verdict == FAIL else []
-        tried = [by_place.get((each.engine, each.way, one)) for one in controls]
-        control = next((one for one in tried if one is not None and one.verdict in (PASS, ROUNDING)), None)
+    for report in verdicts:
+        controls = report.input.controls if report.verdict == FAIL else []
+        reports = [by_place.get((report.engine, report.way, x)) for x in controls]
+        control = next((r for r in reports if r is not None and r.verdict in (PASS, ROUNDING)), None)
         if control is None:
-            yield each
+            yield report
         else:
-            correction = _correction(each.input, control.input)
-            yield replace(each, confirmed_by=control.input, correction=correction, agreed=control.run_report)
+            correction = _correction(report.input, control.input)
+            yield replace(report, confirmed_by=control.input, correction=correction, agreed=control.run_report)
 
 
-def _correction(this: AtlasInput, control: AtlasInput) -> str:
+def _correction(atlas_input: AtlasInput, control: AtlasInput) -> str:
     """Describe the control input by its difference from `this`: the feature it lacks, or the style of its keys."""
-    if this.style == control.style:
-        return f"the same model without {this.feature}"
+    if atlas_input.style == control.style:
+        return f"the same model without {atlas_input.feature}"
     return f"the same rope keys {'at the top of config.json' if control.style == 'old' else 'under rope_parameters'}"
 
 
 def _round_to_three_digits(value: Any) -> Any:
     """Round every number to three digits."""
     if isinstance(value, dict):
-        return {key: _round_to_three_digits(each) for key, each in value.items()}
+        return {key: _round_to_three_digits(child) for key, child in value.items()}
     if isinstance(value, list | tuple):
-        return [_round_to_three_digits(each) for each in value]
+        return [_round_to_three_digits(child) for child in value]
     return float(f"{value:.3g}") if isinstance(value, float) else value

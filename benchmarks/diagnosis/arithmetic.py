@@ -1,4 +1,4 @@
-"""Differences between correct engines, put into the port: orders of sums, roundings, ways through a prompt.
+"""Differences between correct engines, applied to the port: orders of sums, roundings, passes over a prompt.
 
 A change takes a new `Port` and replaces some of its steps. Nothing here is a mistake.
 """
@@ -23,7 +23,7 @@ def products(product: Product) -> Change:
     """Compute all products by `product`, those of attention too."""
 
     def change(port: Port) -> None:
-        def linear(_old: object, x: Array, name: str) -> Array:
+        def linear(_original: object, x: Array, name: str) -> Array:
             return port.bias(product(x, port.matrix(name)), name)
 
         def compare(_old: object, q: Array, keys: Array) -> Array:
@@ -50,7 +50,7 @@ def inputs(rounding: Rounding) -> Change:
     return products(lambda x, w: rounding(x) @ rounding(w).T)
 
 
-def stored(rounding: Rounding) -> Change:
+def activations(rounding: Rounding) -> Change:
     """Round every activation when it is written, cosines and sines too."""
 
     def change(port: Port) -> None:
@@ -86,16 +86,16 @@ def weights(rounding: Rounding) -> Change:
     """Round weights when they are loaded; gains of norms, which are no matrices, stay as they are."""
 
     def change(port: Port) -> None:
-        for held in (port.top, *port.layers):
-            held |= {name: rounding(array) for name, array in held.items() if array.ndim > 1}
+        for arrays in (port.top, *port.layers):
+            arrays |= {name: rounding(array) for name, array in arrays.items() if array.ndim > 1}
 
     return change
 
 
-def wide(port: Port) -> None:
+def float64_throughout(port: Port) -> None:
     """Compute everything in float64."""
-    for held in (port.top, *port.layers):
-        held |= {name: array.astype(np.float64) for name, array in held.items()}
+    for arrays in (port.top, *port.layers):
+        arrays |= {name: array.astype(np.float64) for name, array in arrays.items()}
     vars(port).update(all_keys=port.all_keys.astype(np.float64), all_values=port.all_values.astype(np.float64))
 
     def note(old: Callable[..., Array], name: str, array: Array) -> Array:
@@ -103,7 +103,7 @@ def wide(port: Port) -> None:
         port.tape[-1][next(reversed(port.tape[-1]))] = array.copy()
         return array
 
-    def tables(_old: object, places: Array) -> Array:
+    def tables(_original: object, places: Array) -> Array:
         angles = places[:, None, None] * port.speeds()
         return np.stack([np.cos(angles), np.sin(angles)])
 
@@ -115,19 +115,19 @@ def wide(port: Port) -> None:
 def gain_after_rounding(rounding: Rounding) -> Change:
     """Round the row before it is multiplied with the gain, as transformers does in half precision."""
 
-    def norm(_old: object, port: Port, x: Array, name: str) -> Array:
+    def norm(_original: object, port: Port, x: Array, name: str) -> Array:
         mean = np.mean(np.square(x), axis=-1, keepdims=True)
         return rounding(x / np.sqrt(mean + np.float32(port.eps))) * port.gain(name)
 
     return lambda port: port.around("norm", lambda old, x, name: norm(old, port, x, name))
 
 
-def angles(made: Callable[[Array, Array], Array]) -> Change:
+def angles(multiply: Callable[[Array, Array], Array]) -> Change:
     """Compute angles from positions and speeds by `made`, each engine in its way."""
 
     def change(port: Port) -> None:
-        def tables(_old: object, places: Array) -> Array:
-            angle = made(places, port.speeds())[:, None, :]
+        def tables(_original: object, places: Array) -> Array:
+            angle = multiply(places, port.speeds())[:, None, :]
             return np.stack([np.cos(angle), np.sin(angle)]).astype(np.float32)
 
         port.around("tables", tables)
@@ -151,7 +151,7 @@ def powers_of_two(port: Port) -> None:
     """Compute exponentials as powers of two, as kernels on accelerators do."""
     log2e = np.float32(1.4426950408889634)
 
-    def share(_old: object, scores: Array) -> Array:
+    def share(_original: object, scores: Array) -> Array:
         e = np.exp2((scores - scores.max(axis=-1, keepdims=True)) * log2e)
         return e * (1 / e.sum(axis=-1, keepdims=True))
 
@@ -162,7 +162,7 @@ def powers_of_two(port: Port) -> None:
 def divided_by_root(port: Port) -> None:
     """Divide norms by the root of a mean that is summed in another order."""
 
-    def norm(_old: object, x: Array, name: str) -> Array:
+    def norm(_original: object, x: Array, name: str) -> Array:
         mean = np.cumsum(np.square(x), axis=-1)[..., -1:] / np.float32(x.shape[-1])
         return port.gain(name) * x / np.sqrt(mean + np.float32(port.eps))
 
@@ -172,14 +172,14 @@ def divided_by_root(port: Port) -> None:
 def joined(port: Port) -> None:
     """Compute gate and up as one product, and q, k and v as another."""
     groups = {"q": "qkv", "g": "gu"}
-    made: dict[str, Array] = {}
+    parts: dict[str, Array] = {}
 
     def linear(old: Callable[..., Array], x: Array, name: str) -> Array:
         if name in groups:
-            matrices = [port.matrix(one) for one in groups[name]]
+            matrices = [port.matrix(part) for part in groups[name]]
             ends = np.cumsum([len(matrix) for matrix in matrices])[:-1]
-            made.update(zip(groups[name], np.split(x @ np.concatenate(matrices).T, ends, axis=-1), strict=True))
-        return port.bias(made.pop(name), name) if name in made else old(x, name)
+            parts.update(zip(groups[name], np.split(x @ np.concatenate(matrices).T, ends, axis=-1), strict=True))
+        return port.bias(parts.pop(name), name) if name in parts else old(x, name)
 
     port.around("linear", linear)
 
@@ -194,16 +194,16 @@ def online(size: int) -> Change:
     """Compute attention over `size` keys at a time, without scores or probabilities."""
 
     def change(port: Port) -> None:
-        seen: list[Array] = []
+        latest: list[Array] = []
 
         def compare(old: Callable[..., Array], q: Array, keys: Array) -> Array:
-            seen[:] = [old(q, keys)]
-            return seen[0]
+            latest[:] = [old(q, keys)]
+            return latest[0]
 
-        def mix(_old: object, _p: Array, values: Array) -> Array:
+        def mix(_original: object, _p: Array, values: Array) -> Array:
             for name in "SP":
                 del port.tape[-1][f"blk{port.layer}.{name}"]
-            (scores,) = seen
+            (scores,) = latest
             scores = np.where(port.visible(*scores.shape[1:]), scores, np.float32(-np.inf))
             return np.stack([_online(scores[h], values[port.source(h, "V")], size) for h in range(port.n_q)])
 
@@ -215,25 +215,25 @@ def online(size: int) -> Change:
 
 def _online(scores: Array, values: Array, size: int) -> Array:
     largest = np.full((len(scores), 1), -np.inf, scores.dtype)
-    total, made = np.zeros_like(largest), np.zeros((len(scores), values.shape[-1]), scores.dtype)
-    for at in range(0, len(values), size):
-        part = scores[:, at : at + size]
-        new = np.maximum(largest, part.max(axis=-1, keepdims=True))
-        e, shrunk = np.exp(part - new), np.exp(largest - new)
-        total = total * shrunk + e.sum(axis=-1, keepdims=True)
-        made = made * shrunk + e @ values[at : at + size]
-        largest = new
-    return made / total
+    total, output = np.zeros_like(largest), np.zeros((len(scores), values.shape[-1]), scores.dtype)
+    for start in range(0, len(values), size):
+        chunk = scores[:, start : start + size]
+        maximum = np.maximum(largest, chunk.max(axis=-1, keepdims=True))
+        e, factor = np.exp(chunk - maximum), np.exp(largest - maximum)
+        total = total * factor + e.sum(axis=-1, keepdims=True)
+        output = output * factor + e @ values[start : start + size]
+        largest = maximum
+    return output / total
 
 
 def together(*changes: Change) -> Change:
     """Apply all changes, one after the other."""
 
     def change(port: Port) -> None:
-        for one in changes:
-            one(port)
+        for change in changes:
+            change(port)
 
     return change
 
 
-in_bfloat16 = together(weights(bf16), stored(bf16))
+in_bfloat16 = together(weights(bf16), activations(bf16))

@@ -1,4 +1,4 @@
-"""One dump after the other: written, read as the command reads it, diagnosed, and marked; what is right see `score`."""
+"""Ask for a diagnosis of a dump: write it, read it as the command does, diagnose it, and mark the answer (`score`)."""
 
 import math
 import tempfile
@@ -18,7 +18,7 @@ from benchmarks.diagnosis.engine_runs import EngineRun, path_of
 from benchmarks.diagnosis.folders import FolderCase, correct_diagnosis_of_folder, write_case
 from benchmarks.diagnosis.port import model_path
 from benchmarks.diagnosis.reenacted import Report
-from benchmarks.diagnosis.styles import Written
+from benchmarks.diagnosis.styles import WrittenDump
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.guards import read_comparable
 from llorch.diagnosis.verdict import Diagnosis, Finding
@@ -52,30 +52,30 @@ class Answer:
 
 GUARDED = {
     "embedding-first-token-twice": FIRST_TOKEN_TWICE,
-}  # what a guard names before a number is judged
+}  # reported by a guard, before any number is judged
 
 
 @dataclass(frozen=True)
-class Heard:
+class DumpReading:
     """Result of reading a dump: refused, or diagnosed."""
 
     dump: StageDump | None
-    made: Diagnosis | None
+    diagnosis: Diagnosis | None
     refused: str
     seconds: float
 
     @property
     def wrong(self) -> list[Finding]:
         """Findings that are not rounding."""
-        return [finding for finding in self.made.findings if finding.kind != "rounding"] if self.made else []
+        return [finding for finding in self.diagnosis.findings if finding.kind != "rounding"] if self.diagnosis else []
 
     def __str__(self) -> str:
-        """Say in short that it was refused, the findings, or that nothing is wrong."""
+        """Describe the refusal, the findings, or that nothing is wrong."""
         return self.refused or "; ".join(map(_short, self.wrong)) or "nothing is wrong"
 
 
 def _short(finding: Finding) -> str:
-    names = " + ".join(f"{each.name} {each.value}".strip() for each in finding.causes)
+    names = " + ".join(f"{cause.name} {cause.value}".strip() for cause in finding.causes)
     return f"pass {finding.n_pass} {finding.key} {finding.kind} {names}".strip()
 
 
@@ -85,17 +85,17 @@ def weights_of(model: str) -> Weights:
     return open_weights(model_path(model)).astype(np.float64, keep=True)
 
 
-def ask(model: str, written: Written) -> Heard:
+def ask(model: str, file: WrittenDump) -> DumpReading:
     """Read a dump, guards included, and diagnose it, as the command does."""
-    start, dump, made, refused = time.process_time(), None, None, ""
-    ids, first = (written.tokens.ids, written.tokens.first_position) if written.tokens else (None, None)
+    start, dump, diagnosis, refusal = time.process_time(), None, None, ""
+    ids, first = (file.tokens.ids, file.tokens.first_position) if file.tokens else (None, None)
     try:
         weights = weights_of(model)
-        dump = read_comparable(written.path, weights, mapping=written.mapping, ids=ids, first_position=first)
-        made = diagnose(weights, dump, model=model)
-    except Exception as error:  # a crash is a wrong answer, and no reason not to ask on
-        refused = f"{type(error).__name__}: {error}"
-    return Heard(dump, made, refused, time.process_time() - start)
+        dump = read_comparable(file.path, weights, mapping=file.mapping, ids=ids, first_position=first)
+        diagnosis = diagnose(weights, dump, model=model)
+    except Exception as error:  # a crash is a wrong answer; other dumps are still asked
+        refusal = f"{type(error).__name__}: {error}"
+    return DumpReading(dump, diagnosis, refusal, time.process_time() - start)
 
 
 @contextmanager
@@ -106,86 +106,87 @@ def folder() -> Iterator[Path]:
 
 
 def of_case(case: Case, group: str, correct: CorrectDiagnosis, value: str = "") -> Answer:
-    """Write a dump with a bug, ask, and mark."""
-    with folder() as place:
-        heard = ask(case.model, run_case(case, place))
-        beside = rivals.answers(case.model, heard.dump) if heard.dump else {}
-    first, blocks = heard.wrong[0] if heard.wrong else None, case.style == "blocks"
-    said = any(name in GUARDED and GUARDED[name] in heard.refused for name in correct.names)
-    right = {"layer" if blocks else "place": said or bool(first and in_place(first, correct, layer_only=blocks))}
-    right["name" if correct.names else "unknown"] = said or bool(first and well_named(first, correct))
+    """Write a dump with a bug, ask for a diagnosis, and mark the answer."""
+    with folder() as path:
+        reading = ask(case.model, run_case(case, path))
+        rule_answers = rivals.answers(case.model, reading.dump) if reading.dump else {}
+    first, blocks = reading.wrong[0] if reading.wrong else None, case.style == "blocks"
+    is_guarded = any(name in GUARDED and GUARDED[name] in reading.refused for name in correct.names)
+    right = {"layer" if blocks else "place": is_guarded or bool(first and in_place(first, correct, layer_only=blocks))}
+    right["name" if correct.names else "unknown"] = is_guarded or bool(first and well_named(first, correct))
     if value:
         right["value"] = bool(first and first.causes and _same_value(first.causes[0].value, value))
     if len(case.bugs) > 1:
         second = correct_diagnosis_of(case, case.bugs[1])
-        right["second"] = any(_is_second(finding, second) for finding in heard.wrong[1:])
+        right["second"] = any(_is_second(finding, second) for finding in reading.wrong[1:])
     expected = (
-        f"{correct.shows[:3]} made in {correct.made[:2]}: {', '.join(correct.names) or 'none of the known'} {value}"
+        f"{correct.shows[:3]} made in {correct.starts_in[:2]}: "
+        f"{', '.join(correct.names) or 'none of the known'} {value}"
     )
-    theirs = {rule: _rival(answer, correct, blocks) for rule, answer in beside.items()}
-    return Answer(case.name, "blocks" if blocks else group, right, str(heard), expected, heard.seconds, theirs)
+    rule_marks = {rule: _mark_rule(answer, correct, blocks) for rule, answer in rule_answers.items()}
+    return Answer(case.name, "blocks" if blocks else group, right, str(reading), expected, reading.seconds, rule_marks)
 
 
 def of_report(report: Report) -> Answer:
-    """Re-enact a report, ask, and mark."""
+    """Re-enact a report, ask for a diagnosis, and mark the answer."""
     case = Case((report.bug,), report.bug.models[0], "all")
     return of_case(case, "reports", replace(correct_diagnosis_of(case, report.bug), names=report.names), report.value)
 
 
 def of_control(variant: Control, model: str) -> Answer:
-    """Write a dump of a right engine, ask, and see that nothing is found."""
-    with folder() as place:
-        heard = ask(model, variant.run(model).write(place))
-        beside = rivals.answers(model, heard.dump) if heard.dump else {}
-    right = {"silent": heard.made is not None and not heard.wrong}
-    theirs = {rule: {"silent": answer.place is None} for rule, answer in beside.items()}
-    return Answer(f"{variant.name}/{model}", "control", right, str(heard), "nothing is wrong", heard.seconds, theirs)
+    """Write a dump of a right engine, and check that the diagnosis finds nothing."""
+    with folder() as path:
+        reading = ask(model, variant.run(model).write(path))
+        rule_answers = rivals.answers(model, reading.dump) if reading.dump else {}
+    right = {"silent": reading.diagnosis is not None and not reading.wrong}
+    marks = {rule: {"silent": answer.place is None} for rule, answer in rule_answers.items()}
+    return Answer(f"{variant.name}/{model}", "control", right, str(reading), "nothing is wrong", reading.seconds, marks)
 
 
 def of_engine_run(engine_run: EngineRun) -> Answer:
-    """Have an engine that others wrote write its dump, ask, and see that nothing is found."""
-    with folder() as place:
-        heard = ask(str(path_of(engine_run.model, place)), engine_run.write(place))
-    right = {"silent": heard.made is not None and not heard.wrong}
+    """Write a dump with a reference engine, and check that the diagnosis finds nothing."""
+    with folder() as path:
+        reading = ask(str(path_of(engine_run.model, path)), engine_run.write(path))
+    right = {"silent": reading.diagnosis is not None and not reading.wrong}
     return Answer(
-        f"{engine_run.name}/{engine_run.model}", "engines", right, str(heard), "nothing is wrong", heard.seconds
+        f"{engine_run.name}/{engine_run.model}", "engines", right, str(reading), "nothing is wrong", reading.seconds
     )
 
 
 def of_folder(case: FolderCase) -> Answer:
-    """Have an engine read a quantised folder, write its dump, ask, and mark."""
-    with folder() as place:
-        heard = ask(case.model, write_case(case, place))
-    name, first = f"{case.name}/{case.folder}/{case.style}", heard.wrong[0] if heard.wrong else None
+    """Write the dump of an engine that reads a quantised folder, ask for a diagnosis, and mark the answer."""
+    with folder() as path:
+        reading = ask(case.model, write_case(case, path))
+    name, first = f"{case.name}/{case.folder}/{case.style}", reading.wrong[0] if reading.wrong else None
     if case.wrong is None:
-        right = {"silent": heard.made is not None and not heard.wrong}
-        return Answer(name, "folders", right, str(heard), "nothing is wrong", heard.seconds)
+        right = {"silent": reading.diagnosis is not None and not reading.wrong}
+        return Answer(name, "folders", right, str(reading), "nothing is wrong", reading.seconds)
     correct = correct_diagnosis_of_folder(case)
     right = {"place": bool(first and in_place(first, correct))}
     right["name" if correct.names else "unknown"] = bool(first and well_named(first, correct))
-    expected = f"{correct.shows[:3]} made in {correct.made[:2]}: {', '.join(correct.names) or 'none of the known'}"
-    return Answer(name, "folders", right, str(heard), expected, heard.seconds)
+    expected = f"{correct.shows[:3]} made in {correct.starts_in[:2]}: {', '.join(correct.names) or 'none of the known'}"
+    return Answer(name, "folders", right, str(reading), expected, reading.seconds)
 
 
 def in_place(finding: Finding, correct: CorrectDiagnosis, *, layer_only: bool = False) -> bool:
-    """Check that a finding is at the place of the bug."""
+    """Return whether a finding is at the place of the bug."""
     if layer_only:
         return (finding.n_pass, _layer(finding.key)) in {(n, _layer(key)) for n, key in correct.shows}
-    return (finding.n_pass, finding.key) in correct.shows and not set(finding.starts_in).isdisjoint(correct.made)
+    return (finding.n_pass, finding.key) in correct.shows and not set(finding.starts_in).isdisjoint(correct.starts_in)
 
 
 def well_named(finding: Finding, correct: CorrectDiagnosis) -> bool:
-    """Check that a finding has the name of the bug, or no name for a bug that no list of known mistakes has."""
+    """Return whether a finding has the name of the bug, or no name if the bug is no known mistake."""
     if not correct.names:
         return finding.kind in ("unknown", "not finite") and not finding.causes
     return bool(finding.causes) and finding.causes[0].name in correct.names
 
 
 def _is_second(finding: Finding, correct: CorrectDiagnosis) -> bool:
-    return not set(finding.starts_in).isdisjoint(correct.made) and well_named(finding, correct)
+    return not set(finding.starts_in).isdisjoint(correct.starts_in) and well_named(finding, correct)
 
 
-def _rival(answer: rivals.Answer, correct: CorrectDiagnosis, blocks: bool) -> dict[str, bool]:
+def _mark_rule(answer: rivals.Answer, correct: CorrectDiagnosis, blocks: bool) -> dict[str, bool]:
     shows = {(n, _layer(key)) if blocks else (n, key) for n, key in correct.shows}
     n_pass, key = answer.place or (-1, "")
     marks = {"layer" if blocks else "place": (n_pass, _layer(key) if blocks else key) in shows}

@@ -1,9 +1,9 @@
-"""The catalogue of rounding differences: what right engines are off, stage by stage, and what was expected of them.
+"""Catalogue of rounding differences: errors of right engines, stage by stage, against their tolerances.
 
     python -m benchmarks.diagnosis.catalogue           print the table of checkpoints/honest_differences.md
 
-Each cell is the largest error of the stage on its own (fed the engine's own numbers) over all layers of three models,
-and in brackets what share of its limit that is. A share above 1 would be a finding.
+Each cell is the largest isolated error of the stage (from the engine's own inputs) over all layers of three models,
+and in brackets its share of the tolerance. A share above 1 would be a finding.
 """
 
 from collections.abc import Iterator, Mapping
@@ -52,11 +52,11 @@ def cells(variant: Control) -> Iterator[str]:
         for result in diagnose(weights_of(model), variant.run(model).in_memory(), model=model).results
     ]
     for stages in PARTS.values():
-        some = [result for result in results if result.stage in stages]
-        if not some:
+        group = [result for result in results if result.stage in stages]
+        if not group:
             yield "-"
             continue
-        error, over = max(result.isolated.difference.error for result in some), max(result.over for result in some)
+        error, over = max(result.isolated.difference.error for result in group), max(result.over for result in group)
         yield f"{error:.0e} ({over:.2f})" if error else "0"
 
 

@@ -1,7 +1,7 @@
-"""Correct engines, each with its own arithmetic and its own way to write a dump: nothing is wrong in their dumps.
+"""Correct engines, each with its own arithmetic and way to write a dump: their dumps contain no error.
 
-A `Control` is one such engine; `run` lets it loose on a built-in model. It declares what such an engine would say
-of itself, often nothing. The engines of others, llama.cpp and transformers, are in `engine_runs`.
+A `Control` is one such engine; `run` runs it on a built-in model. It declares facts that such an engine would declare,
+often none. Reference engines, llama.cpp and transformers, are in `engine_runs`.
 """
 
 import re
@@ -14,7 +14,7 @@ import numpy as np
 from benchmarks.diagnosis import arithmetic as how
 from benchmarks.diagnosis import roundings as to
 from benchmarks.diagnosis.port import Port
-from benchmarks.diagnosis.styles import Written, stage_keys
+from benchmarks.diagnosis.styles import WrittenDump, stage_keys
 from llorch.engines.dumps.stage_dump import DumpedArray, Features, StageDump
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.stages.stage_ref import Tokens
@@ -25,8 +25,8 @@ N_TOKENS = 18
 
 
 @dataclass(frozen=True)
-class Shown:
-    """One array of a dump: of which pass and stage, and which tokens of the pass it has; None for all."""
+class StageArray:
+    """Array of a dump: its pass, its stage key, and its tokens of the pass; None for all tokens."""
 
     n_pass: int
     key: str
@@ -36,52 +36,52 @@ class Shown:
 
 @dataclass(frozen=True)
 class Run:
-    """Tensors that an engine shows, before they are written to a file."""
+    """Arrays of a run, before they are written to a file."""
 
     model: str
     passes: tuple[Tokens, ...]
-    shown: tuple[Shown, ...]
+    stage_arrays: tuple[StageArray, ...]
     features: Mapping[str, str | bool] = field(default_factory=dict)
-    stored: str = "float32"
+    dtype: str = "float32"
 
     def in_memory(self) -> StageDump:
         """Make a dump without a file."""
         dumped = {
-            (one.n_pass, one.key): DumpedArray(one.key, self.stored, lambda one=one: one.array, one.tokens)
-            for one in self.shown
+            (part.n_pass, part.key): DumpedArray(part.key, self.dtype, lambda part=part: part.array, part.tokens)
+            for part in self.stage_arrays
         }
         return StageDump(self.model, self.passes, dumped, Features(**self.features))  # type: ignore[arg-type]
 
-    def write(self, folder: Path) -> Written:
+    def write(self, folder: Path) -> WrittenDump:
         """Write a folder under the names of the stage table."""
         with DumpWriter(folder, **self.features) as dump:  # type: ignore[arg-type]
-            for n, tokens in enumerate(self.passes):
+            for n_pass, tokens in enumerate(self.passes):
                 dump.begin(tokens.ids, tokens.first_position)
-                for one in (one for one in self.shown if one.n_pass == n):
-                    layer, _, name = one.key.rpartition(".")
-                    array = to.stored_bits(one.array, self.stored)
-                    dump.add(name, array, layer=int(layer[1:]) if layer else None, tokens=one.tokens)
+                for stage in (stage for stage in self.stage_arrays if stage.n_pass == n_pass):
+                    layer, _, name = stage.key.rpartition(".")
+                    array = to.stored_bits(stage.array, self.dtype)
+                    dump.add(name, array, layer=int(layer[1:]) if layer else None, tokens=stage.tokens)
         index = folder / "index.jsonl"
         index.write_text(index.read_text().replace('"uint16"', '"bfloat16"'))  # NumPy has no name for these bits
-        return Written(folder)
+        return WrittenDump(folder)
 
 
-Chosen = Callable[[Sequence[Shown], int], Iterator[Shown]]  # what is written of a run whose passes have so many tokens
+Selection = Callable[[Sequence[StageArray], int], Iterator[StageArray]]  # arrays and tokens of the last pass
 
 
 @dataclass(frozen=True)
 class Control:
-    """A right engine.
+    """Correct engine.
 
     Attributes:
         name: Name of the variant.
         change: Change of the port.
-        declared: Facts that the engine says of itself.
+        declared: Facts that the engine declares.
         models: Models on which it runs.
         start: Position of its first token.
         passes: Tokens of each pass, one after the other into the same cache.
         chosen: Arrays that it writes.
-        stored: Dtype in which it writes them.
+        dtype: Dtype in which it writes them.
     """
 
     name: str
@@ -90,77 +90,79 @@ class Control:
     models: tuple[str, ...] = MODELS
     start: int = 0
     passes: tuple[int, ...] = (N_TOKENS,)
-    chosen: Chosen = lambda shown, n: iter(shown)
-    stored: str = "float32"
+    chosen: Selection = lambda arrays, n: iter(arrays)
+    dtype: str = "float32"
 
     def run(self, model: str) -> Run:
         """Run the engine on a built-in model."""
         port = Port(model, self.start)
         self.change(port)
-        drawn = prompt(model, sum(self.passes))
+        ids = prompt(model, sum(self.passes))
         ends = np.cumsum(self.passes)
-        parts = [tuple(drawn[end - n : end]) for end, n in zip(ends, self.passes, strict=True)]
+        parts = [tuple(ids[end - n : end]) for end, n in zip(ends, self.passes, strict=True)]
         for part in parts:
             port.run(part)
-        at = [self.start + int(end) - n for end, n in zip(ends, self.passes, strict=True)]
-        shown = [Shown(n, key, array) for n, tape in enumerate(port.tape) for key, array in stage_keys(tape).items()]
-        chosen = tuple(self.chosen(shown, self.passes[-1]))
-        return Run(model, tuple(map(Tokens, parts, at)), chosen, self.declared, self.stored)
+        positions = [self.start + int(end) - n for end, n in zip(ends, self.passes, strict=True)]
+        taped = [StageArray(n, key, x) for n, tape in enumerate(port.tape) for key, x in stage_keys(tape).items()]
+        selected = tuple(self.chosen(taped, self.passes[-1]))
+        return Run(model, tuple(map(Tokens, parts, positions)), selected, self.declared, self.dtype)
 
 
 def prompt(model: str, n: int) -> list[int]:
-    """Draw tokens that all differ, always the same ones for each model."""
+    """Draw distinct tokens, the same for each model at every call."""
     return np.random.default_rng(MODELS.index(model)).permutation(300)[:n].tolist()
 
 
-def only(pattern: str) -> Chosen:
+def only(pattern: str) -> Selection:
     """Choose the stages whose keys match."""
-    return lambda shown, n: (one for one in shown if re.fullmatch(pattern, one.key))
+    return lambda arrays, n: (stage for stage in arrays if re.fullmatch(pattern, stage.key))
 
 
-def last_token(shown: Sequence[Shown], n: int) -> Iterator[Shown]:
+def last_token(arrays: Sequence[StageArray], n: int) -> Iterator[StageArray]:
     """Choose the logits of the last token."""
-    return (Shown(one.n_pass, one.key, one.array[-1:], (n - 1,)) for one in shown if one.key == "logits")
+    return (
+        StageArray(stage.n_pass, stage.key, stage.array[-1:], (n - 1,)) for stage in arrays if stage.key == "logits"
+    )
 
 
 @dataclass(frozen=True)
 class InBatch(Control):
-    """A right engine that runs several prompts of different lengths at once, of which one is dumped.
+    """Correct engine that runs several prompts of different lengths at once, of which one is dumped.
 
     Attributes:
-        others: Lengths of the others.
+        other_lengths: Lengths of the other prompts.
         row: Index of the row that is dumped.
-        pads_left: Where the rows are filled up to one length.
+        pads_left: True if rows are padded on the left.
     """
 
-    others: tuple[int, ...] = (N_TOKENS - 5,)
+    other_lengths: tuple[int, ...] = (N_TOKENS - 5,)
     row: int = 0
     pads_left: bool = False
 
     def run(self, model: str) -> Run:
-        """Run all rows as one long pass, in which each token sees its own row alone, and pads nobody sees."""
-        lengths = [*self.others[: self.row], *self.passes, *self.others[self.row :]]
+        """Run all rows as one long pass, in which each token sees only its own row, and padding is hidden."""
+        lengths = [*self.other_lengths[: self.row], *self.passes, *self.other_lengths[self.row :]]
         width = max(lengths)
         port = Port(model, self.start)
         ids, rows, places, real = [], [], [], []
         for row, n in enumerate(lengths):
             first = width - n if self.pads_left else 0
-            mine = np.arange(width) - first
+            offsets = np.arange(width) - first
             rows += [row] * width
-            real += list((mine >= 0) & (mine < n))
-            places += list(np.where(real[-width:], mine, 0))
-            words = prompt(model, n) if row == self.row else prompt(model, 2 * n)[n:]
-            ids += [words[at] if 0 <= at < n else 0 for at in mine]
+            real += list((offsets >= 0) & (offsets < n))
+            places += list(np.where(real[-width:], offsets, 0))
+            prompt_ids = prompt(model, n) if row == self.row else prompt(model, 2 * n)[n:]
+            ids += [prompt_ids[offset] if 0 <= offset < n else 0 for offset in offsets]
         same_row = np.equal.outer(rows, rows)
-        before = np.less_equal.outer(np.arange(len(ids)), np.arange(len(ids))).T
+        is_past = np.less_equal.outer(np.arange(len(ids)), np.arange(len(ids))).T
         port.around("places", lambda _old, n: np.array(places) + self.start)
-        port.around("visible", lambda _old, n, context: same_row & before & np.array(real) | np.eye(n, dtype=bool))
+        port.around("visible", lambda _old, n, context: same_row & is_past & np.array(real) | np.eye(n, dtype=bool))
         self.change(port)
         port.run(ids)
-        mine = np.flatnonzero((np.array(rows) == self.row) & np.array(real))
-        shown = (Shown(0, key, _rows(key, array, mine)) for key, array in stage_keys(port.tape[0]).items())
-        passes = (Tokens(tuple(ids[at] for at in mine), self.start),)
-        return Run(model, passes, tuple(self.chosen(tuple(shown), self.passes[0])), self.declared, self.stored)
+        offsets = np.flatnonzero((np.array(rows) == self.row) & np.array(real))
+        arrays = (StageArray(0, key, _rows(key, array, offsets)) for key, array in stage_keys(port.tape[0]).items())
+        passes = (Tokens(tuple(ids[index] for index in offsets), self.start),)
+        return Run(model, passes, tuple(self.chosen(tuple(arrays), self.passes[0])), self.declared, self.dtype)
 
 
 def _rows(key: str, array: np.ndarray, tokens: np.ndarray) -> np.ndarray:
@@ -181,8 +183,8 @@ CONTROLS: tuple[Control, ...] = (
     Control("sums in 8 lanes", how.products(to.in_lanes)),
     Control("sums with Kahan's correction", how.products(to.kahan), F32),
     Control("sums in float64", how.products(to.in_float64)),
-    Control("float64 all through", how.wide, {"dtype": "float64"}, stored="float64"),
-    Control("float64 all through, stored as float32", how.together(how.wide, how.dumped(to.f32))),
+    Control("float64 all through", how.float64_throughout, {"dtype": "float64"}, dtype="float64"),
+    Control("float64 all through, stored as float32", how.together(how.float64_throughout, how.dumped(to.f32))),
     Control("exponentials as powers of two", how.powers_of_two, F32),
     Control("division by the root", how.divided_by_root),
     Control("joined products", how.joined, F32),
@@ -205,32 +207,33 @@ CONTROLS: tuple[Control, ...] = (
     Control("bfloat16 products", how.inputs(to.bf16), F32 | {"activations": "BF16"}),
     Control("float16 inputs of matrices", how.of_matrices(to.f16), {"activations": "F16"}),
     Control("Q8_0 inputs of matrices", how.of_matrices(to.q8_0), F32 | {"activations": "Q8_0"}),
-    Control("bfloat16 activations", how.stored(to.bf16), BF16),
-    Control("bfloat16 activations, not declared", how.stored(to.bf16)),
-    Control("bfloat16 activations, stored as such", how.stored(to.bf16), stored="bfloat16"),
-    Control("float16 activations", how.stored(to.f16), F16),
-    Control("float16 activations, stored as such", how.stored(to.f16), stored="float16"),
-    Control("bfloat16, gain after rounding", how.together(how.stored(to.bf16), how.gain_after_rounding(to.bf16)),
+    Control("bfloat16 activations", how.activations(to.bf16), BF16),
+    Control("bfloat16 activations, not declared", how.activations(to.bf16)),
+    Control("bfloat16 activations, stored as such", how.activations(to.bf16), dtype="bfloat16"),
+    Control("float16 activations", how.activations(to.f16), F16),
+    Control("float16 activations, stored as such", how.activations(to.f16), dtype="float16"),
+    Control("bfloat16, gain after rounding", how.together(how.activations(to.bf16), how.gain_after_rounding(to.bf16)),
            BF16),
-    Control("bfloat16 weights and activations", how.together(how.weights(to.bf16), how.stored(to.bf16)), BF16),
-    Control("float16 weights and activations", how.together(how.weights(to.f16), how.stored(to.f16)), F16),
+    Control("bfloat16 weights and activations", how.together(how.weights(to.bf16), how.activations(to.bf16)), BF16),
+    Control("float16 weights and activations", how.together(how.weights(to.f16), how.activations(to.f16)), F16),
     Control("bfloat16 weights", how.weights(to.bf16), F32),
     Control("float16 weights", how.weights(to.f16)),
-    Control("dumped as bfloat16", how.dumped(to.bf16), F32, stored="bfloat16"),
-    Control("dumped as float16", how.dumped(to.f16), stored="float16"),
-    InBatch("batch of 2, padded on the right", declared=F32, others=(N_TOKENS + 4,)),
-    InBatch("batch of 2, padded on the left", others=(N_TOKENS + 4,), pads_left=True),
-    InBatch("last row of a batch of 3", declared=F32, row=2, others=(7, N_TOKENS)),
+    Control("dumped as bfloat16", how.dumped(to.bf16), F32, dtype="bfloat16"),
+    Control("dumped as float16", how.dumped(to.f16), dtype="float16"),
+    InBatch("batch of 2, padded on the right", declared=F32, other_lengths=(N_TOKENS + 4,)),
+    InBatch("batch of 2, padded on the left", other_lengths=(N_TOKENS + 4,), pads_left=True),
+    InBatch("last row of a batch of 3", declared=F32, row=2, other_lengths=(7, N_TOKENS)),
     Control("prefill in chunks", declared=F32, passes=(7, 7, 4)),
     Control("a prompt, then steps", passes=(14, 1, 1, 1, 1)),
     Control("a prompt, then steps, float16 cache", how.cached(to.f16), {"kv_cache": "float16"}, passes=(15, 1, 1)),
-    Control("a prompt, then steps, bfloat16", how.stored(to.bf16), BF16, passes=(15, 1, 1)),
+    Control("a prompt, then steps, bfloat16", how.activations(to.bf16), BF16, passes=(15, 1, 1)),
     Control("one layer", how.products(to.one_by_one), chosen=only(r"l1\..*")),
-    Control("one layer, bfloat16", how.stored(to.bf16), BF16, chosen=only(r"l1\..*")),
+    Control("one layer, bfloat16", how.activations(to.bf16), BF16, chosen=only(r"l1\..*")),
     Control("block outputs only", how.products(to.in_lanes), F32, chosen=only(r"embed|l\d\.block_out|logits")),
-    Control("block outputs only, bfloat16", how.stored(to.bf16), BF16, chosen=only(r"embed|l\d\.block_out|logits")),
+    Control("block outputs only, bfloat16", how.activations(to.bf16), BF16,
+            chosen=only(r"embed|l\d\.block_out|logits")),
     Control("logits only", how.products(to.one_by_one), chosen=only("logits")),
-    Control("logits only, float16", how.stored(to.f16), F16, chosen=only("logits")),
+    Control("logits only, float16", how.activations(to.f16), F16, chosen=only("logits")),
     Control("the last token's logits only", how.products(to.backwards), chosen=last_token),
     Control("some stages", declared=F32, chosen=only(r"l\d\.(q_rope|v_proj|attn_out|ffn_act)|logits")),
 )  # fmt: skip

@@ -1,7 +1,7 @@
-"""Known mistakes that a bug may be named as; a bug that is not here is none of them.
+"""Known mistakes that are a right name for a bug; a bug that is not listed is no known mistake.
 
-Several names stand where several sentences are true: a wrong constant that has a name of its own and the setting that
-it belongs to, or two mistakes that compute the same.
+Several names are listed if several are right: a wrong constant with its own name and the setting that it belongs to,
+or two mistakes that compute the same.
 """
 
 _LINES = """
@@ -180,14 +180,14 @@ rows-out-of-pairs-and-no-bias: qk-rows-reordered-needlessly qkv-bias-missing
 NAMES: dict[str, tuple[str, ...]] = {
     bug: tuple(names.split()) for bug, names in (line.split(": ") for line in _LINES.strip().splitlines())
 }
-VALUES: dict[str, float] = {  # to be recovered with the name
+VALUES: dict[str, float] = {  # values to recover with the name
     "scale-of-a-tenth": 0.1, "scores-capped-at-50": 50, "window-of-six": 6, "window-of-twenty": 20,
     "eps-of-no-file": 3e-6, "eps-of-llama-in-qwen": 1e-5, "eps-of-qwen-in-llama": 1e-6, "base-of-old": 1e4,
     "base-of-qwen": 1e6, "base-of-nobody": 123456, "positions-from-one": 1, "positions-from-seven": 7,
     "stretched-by-32": 32, "quarter-of-heads-turned": 0.25, "turned-twice": 0.5,
     "positions-divided-by-four": 4, "capped-at-30": 30, "capped-at-50": 50,
 }  # fmt: skip
-ALIKE: dict[str, tuple[str, tuple[str, ...]]] = {  # what computes the same where stages between are not shown
+ALIKE: dict[str, tuple[str, tuple[str, ...]]] = {  # alternatives if the stages between are not dumped
     "keys-mixed": ("v_cache", ("cache-keys-and-values-exchanged",)),
     "keys-kept-twice": ("attn_context", ("context-mixes-keys",)),
     "read-before-written": ("attn_out v_proj", ("weight-never-loaded", "attention-dropped")),

@@ -1,7 +1,7 @@
-"""Engines that read a quantised folder, most of them wrongly: the port of this corpus on matrices of other readers.
+"""Engines that read a quantised folder, most of them wrongly: the corpus's port with matrices of other readers.
 
 `folder_readers` reads the folders of `reference_outputs/quantised_folders` from the descriptions of their formats. No
-reader was written from the known mistakes of llorch. `names` are those mistakes that the bug is; none: it is unknown.
+reader was written from llorch's known mistakes. `names` are the known mistakes that the bug is; empty: unknown.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -14,9 +14,9 @@ import numpy as np
 from benchmarks.diagnosis import folder_readers as read
 from benchmarks.diagnosis import roundings as to
 from benchmarks.diagnosis.cases import NOTICED, ROUNDED, CorrectDiagnosis, farthest_token
-from benchmarks.diagnosis.folder_readers import Matrices, Stored, opened
+from benchmarks.diagnosis.folder_readers import Folder, Matrices, opened
 from benchmarks.diagnosis.port import MATRICES, Port
-from benchmarks.diagnosis.styles import Tape, Written, shown, stage_keys, write
+from benchmarks.diagnosis.styles import Tape, WrittenDump, list_dumped_keys, stage_keys, write
 from llorch.runtime.builtin import goldens_folder
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import forward_order, key
@@ -24,21 +24,21 @@ from llorch.stages.table import forward_order, key
 PASSES = (Tokens((3, 11, 7, 20, 5, 9, 15, 22, 13), 0), Tokens((8,), 9), Tokens((17,), 10))
 _STAGES = {"q": "q_proj", "k": "k_proj", "v": "v_proj", "o": "attn_out", "g": "ffn_gate", "u": "ffn_up", "d": "ffn_out"}
 _SELF = {"q_proj", "k_proj", "v_proj", "o_proj"}
-Reader = Callable[[Stored], Matrices]
+Reader = Callable[[Folder], Matrices]
 
 
 @dataclass(frozen=True)
 class FolderCase:
-    """An engine on a quantised folder.
+    """Engine on a quantised folder.
 
     Attributes:
         name: Name of the bug, or of the right engine.
-        folder: Folder that it reads.
-        wrong: Its reader; None for a right engine.
+        folder: Name of the folder that it reads.
+        wrong: Reader with the bug; None for a right engine.
         names: Known mistakes that the bug is.
         style: Style of the dump.
-        change: What a right engine rounds.
-        declared: What it says of itself.
+        change: Change of the port in a right engine.
+        declared: Facts that it declares.
     """
 
     name: str
@@ -55,34 +55,34 @@ class FolderCase:
         return str(folder_of(self.folder))
 
 
-RIGHT: Mapping[str, Reader] = {  # by the beginning of a folder's name
+RIGHT: Mapping[str, Reader] = {  # by the start of a folder's name
     "gptq": read.gptq, "awq": read.awq, "ct-nvfp4": read.nvfp4, "ct-mxfp4": read.mxfp4, "ct": read.packed,
     "fp8": read.fp8, "modelopt-nvfp4": read.nvfp4, "bnb": read.bitsandbytes, "mlx": read.mlx,
 }  # fmt: skip
 
 
 def folder_of(name: str) -> Path:
-    """Return the place of a folder."""
+    """Return the path of a folder."""
     return goldens_folder() / "quantised_folders" / name
 
 
 @cache
 def right_matrices(name: str) -> Matrices:
-    """Read a folder rightly."""
+    """Read a folder correctly."""
     reader = next(reader for start, reader in RIGHT.items() if name.startswith(start))
     return reader(opened(folder_of(name)))
 
 
 def run(case: FolderCase, *, right: bool = False) -> Sequence[Tape]:
-    """Run the port on the matrices of a reader, which it holds in float32."""
+    """Run the port on the matrices of a reader, in float32."""
     port = Port(case.model)
-    made = right_matrices(case.folder)
+    matrices = right_matrices(case.folder)
     if case.wrong is not None and not right:
-        made = case.wrong(opened(folder_of(case.folder)))
-    for name, matrix in made.items():
+        matrices = case.wrong(opened(folder_of(case.folder)))
+    for name, matrix in matrices.items():
         _put(port, name, matrix.astype(np.float32))
     case.change(port)
-    with np.errstate(all="ignore"):  # wrong scales overflow, as in C
+    with np.errstate(all="ignore"):  # wrong scales may overflow, as in C
         for tokens in PASSES:
             port.run(tokens.ids)
     return port.tape
@@ -97,24 +97,24 @@ def _put(port: Port, name: str, matrix: np.ndarray) -> None:
         port.layers[int(name.split(".")[2])][MATRICES[name.split(".")[-2]]] = matrix
 
 
-def write_case(case: FolderCase, folder: Path) -> Written:
+def write_case(case: FolderCase, folder: Path) -> WrittenDump:
     """Write the dump of a case into an empty folder."""
     return write(case.style, folder, case.model, PASSES, run(case))
 
 
 def correct_diagnosis_of_folder(case: FolderCase) -> CorrectDiagnosis:
-    """Say where the bug shows first, and in which products it is made."""
-    noticed = ROUNDED if case.style == "all" else NOTICED
+    """Return where the bug shows first, and the products in which it acts."""
+    threshold = ROUNDED if case.style == "all" else NOTICED
     with np.errstate(all="ignore"):
-        shows = tuple(_first_shown(case, run(case), run(case, right=True), noticed))
+        shows = tuple(_first_shown(case, run(case), run(case, right=True), threshold))
     assert case.wrong is not None
     wrong, matrices = case.wrong(opened(folder_of(case.folder))), right_matrices(case.folder)
-    made = [
+    stage_refs = [
         _stage(name)
         for name, matrix in wrong.items()
         if name not in matrices or not np.allclose(matrix, matrices[name], rtol=1e-7, atol=0)
     ]
-    return CorrectDiagnosis(shows, tuple(made), 0, case.names)
+    return CorrectDiagnosis(shows, tuple(stage_refs), 0, case.names)
 
 
 def _stage(name: str) -> str:
@@ -124,16 +124,16 @@ def _stage(name: str) -> str:
 
 
 def _first_shown(
-    case: FolderCase, actual: Sequence[Tape], right: Sequence[Tape], noticed: float
+    case: FolderCase, actual: Sequence[Tape], right: Sequence[Tape], threshold: float
 ) -> list[tuple[int, str]]:
-    between: list[tuple[int, str]] = []
-    for n_pass, (tape, wanted) in enumerate(zip(actual, right, strict=True)):
-        theirs, ours = stage_keys(tape), stage_keys(wanted)
-        for name in forward_order(shown(case.style, case.model, n_pass, tape)):
-            distance = farthest_token(name, theirs[name], ours[name])
-            between += [(n_pass, name)] if distance else []
-            if distance > noticed:
-                return between
+    places: list[tuple[int, str]] = []
+    for n_pass, (tape, right_tape) in enumerate(zip(actual, right, strict=True)):
+        arrays, right_arrays = stage_keys(tape), stage_keys(right_tape)
+        for name in forward_order(list_dumped_keys(case.style, case.model, n_pass, tape)):
+            distance = farthest_token(name, arrays[name], right_arrays[name])
+            places += [(n_pass, name)] if distance else []
+            if distance > threshold:
+                return places
     return []
 
 
@@ -142,7 +142,7 @@ def _bf16(x: np.ndarray) -> np.ndarray:
 
 
 def _half_weights(rounded: Callable[[np.ndarray], np.ndarray]) -> Callable[[Port], object]:
-    """Hold matrices in half precision, as kernels do that dequantise to it."""
+    """Hold matrices in half precision, like kernels that dequantise to it."""
 
     def change(port: Port) -> None:
         for layer in port.layers:
@@ -151,8 +151,8 @@ def _half_weights(rounded: Callable[[np.ndarray], np.ndarray]) -> Callable[[Port
     return change
 
 
-def _with_head(reader: Reader, how: str) -> Reader:
-    return lambda stored: read.with_quantised_head(stored, reader, how)
+def _with_head(reader: Reader, kind: str) -> Reader:
+    return lambda folder: read.with_quantised_head(folder, reader, kind)
 
 
 _HEAD = ("left-alone-module-quantised",)
@@ -193,14 +193,14 @@ FOLDER_CASES: tuple[FolderCase, ...] = (
     FolderCase("block size from the number of scales", "fp8-block-partial", partial(read.fp8, equal=True),
                ("fp8-blocks-of-equal-size",), "modules"),
     FolderCase("scales of blocks tiled", "fp8-block-bf16-scale", partial(read.fp8, tiled=True), ("fp8-scales-tiled",)),
-    FolderCase("one scale of all blocks", "fp8-block-partial", partial(read.fp8, one=True),
+    FolderCase("one scale of all blocks", "fp8-block-partial", partial(read.fp8, single_scale=True),
                ("fp8-partial-block-with-scale-before",)),
     FolderCase("scales in bfloat16", "fp8-block-partial", partial(read.fp8, dtype=_bf16), ("folder-scale-bfloat16",)),
     FolderCase("nvfp4 global scale multiplied", "ct-nvfp4", partial(read.nvfp4, multiplies=True),
                ("global-scale-turned",)),
     FolderCase("nvfp4 of ModelOpt divided", "modelopt-nvfp4", partial(read.nvfp4, multiplies=False),
                ("global-scale-turned",)),
-    FolderCase("nvfp4 without the global scale", "ct-nvfp4", partial(read.nvfp4, whole=False),
+    FolderCase("nvfp4 without the global scale", "ct-nvfp4", partial(read.nvfp4, with_global_scale=False),
                ("global-scale-dropped",), "modules"),
     FolderCase("nvfp4 upper half first", "ct-nvfp4", partial(read.nvfp4, upper_first=True),
                ("folder-upper-half-first",)),

@@ -1,7 +1,7 @@
-"""A port of Llama and Qwen as somebody else writes one: float32 NumPy, head by head, with names of its own.
+"""Independent port of Llama and Qwen: float32 NumPy, head by head, with its own tensor names.
 
-Only the numbers of the file come through llorch. The port is right; `bugs` plants mistakes by replacing one of its
-steps, a method each, by changing a setting, or by spoiling a weight. Its arrays stand on the tape, a dict for each
+Only the numbers of the file come through llorch. The port is right; `bugs` injects mistakes by replacing one of its
+steps, which are methods, by changing a setting, or by changing a weight. Its arrays are on the tape, a dict for each
 pass:
 
     tok   blk0.xn q_lin k_lin v_lin [q_unit k_unit] q_rot k_rot K V S P mix att mid xm g u gu ffn out   blk1...   fin lg
@@ -22,7 +22,7 @@ from llorch.files.quant import GGMLType
 from llorch.model.model import find
 from llorch.runtime.builtin import builtin_path
 
-OWN_NAMES = {  # stage of the table -> on the tape, `blk3.` in front where it is in a layer
+OWN_NAMES = {  # stage of the table -> name on the tape, after `blk3.` in a layer
     "embed": "tok", "attn_norm": "xn", "q_proj": "q_lin", "k_proj": "k_lin", "v_proj": "v_lin", "q_norm": "q_unit",
     "k_norm": "k_unit", "q_rope": "q_rot", "k_rope": "k_rot", "k_cache": "K", "v_cache": "V", "attn_scores": "S",
     "attn_probs": "P", "attn_context": "mix", "attn_out": "att", "attn_residual": "mid", "ffn_norm": "xm",
@@ -37,12 +37,12 @@ _VECTORS = {
     "ffn_norm": "xm",
 }  # fmt: skip
 _OUTSIDE = ("tok", "fin", "lg")
-_SLOTS = 64  # of the cache
+_SLOTS = 64  # number of slots of the cache
 
 
 @cache
 def model_path(model: str) -> Path:
-    """Find the file of a model: built in, at a path, or a built-in one in blocks, as in `micro-qwen2@Q4_0`."""
+    """Return the file of a model: built in, at a path, or built in and quantised, as in `micro-qwen2@Q4_0`."""
     name, in_blocks, blocks = model.partition("@")
     if not in_blocks:
         return find(name)
@@ -64,13 +64,13 @@ def _file(model: str) -> tuple[ModelConfig, Mapping[str, np.ndarray], Sequence[M
     top["lg"] = top["tok"] if config.tie_word_embeddings else weights["lm_head"]
     names = MATRICES | _VECTORS
     layers = [
-        {names[name]: array for name, array in weights.layer(i).items()} for i in range(config.n_layers)
+        {names[name]: array for name, array in weights.layer(layer).items()} for layer in range(config.n_layers)
     ]  # (out, in), rows of heads half-split
     return config, top, layers
 
 
 class Port:
-    """One engine with an empty cache."""
+    """Engine with an empty cache."""
 
     def __init__(self, model: str, start: int = 0) -> None:
         """Load a model, see `model_path`; the first token will be at position `start`."""
@@ -94,13 +94,13 @@ class Port:
         self.tape: list[dict[str, np.ndarray]] = []
 
     def around(self, step: str, new: Callable[..., object], layer: int | None = None) -> None:
-        """Replace a step, everywhere or in one layer; the new one is given the step before it, then its arguments."""
-        old = getattr(self, step)
+        """Replace a step, in all layers or one; the new function gets the old one first, then the step's arguments."""
+        original = getattr(self, step)
 
-        def chosen(*args: object) -> object:
-            return new(old, *args) if layer in (None, self.layer) else old(*args)
+        def replacement(*args: object) -> object:
+            return new(original, *args) if layer in (None, self.layer) else original(*args)
 
-        setattr(self, step, chosen)
+        setattr(self, step, replacement)
 
     def note(self, name: str, array: np.ndarray) -> np.ndarray:
         """Write an array onto the tape and return it."""
@@ -113,37 +113,37 @@ class Port:
         return self.tape[-1][f"blk{self.layer}.{name}"]
 
     def run(self, ids: Sequence[int]) -> np.ndarray:
-        """Run one pass over new tokens, after those of the passes before; return the logits of each."""
+        """Run one pass over new tokens, after the tokens of earlier passes; return the logits of each token."""
         self.tape.append({})
         self.layer = 0
         x = self.note("tok", self.embed(np.asarray(ids)))
-        places = self.places(len(ids))
-        for i in range(len(self.layers)):
-            self.layer = i
-            x = self.note("out", self.block(x, places))
+        positions = self.places(len(ids))
+        for layer in range(len(self.layers)):
+            self.layer = layer
+            x = self.note("out", self.block(x, positions))
         x = self.note("fin", self.norm(x, "fin"))
         x = self.note("lg", self.run_head(x))
         self.filled += len(ids)
         self.n_pass += 1
         return x
 
-    def block(self, x: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def block(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Compute one layer: attention, then the gated feed-forward part."""
-        self.given = x
+        self.block_input = x
         h = self.note("xn", self.norm(x, "xn"))
-        mid = self.note("mid", self.add(x, self.attend(h, places), "mid"))
+        mid = self.note("mid", self.add(x, self.attend(h, positions), "mid"))
         h = self.note("xm", self.norm(mid, "xm"))
         g, u = self.note("g", self.linear(h, "g")), self.note("u", self.linear(h, "u"))
         gu = self.note("gu", self.gated(g, u))
         return self.add(mid, self.note("ffn", self.linear(gu, "d")), "out")
 
-    def attend(self, h: np.ndarray, places: np.ndarray) -> np.ndarray:
+    def attend(self, h: np.ndarray, positions: np.ndarray) -> np.ndarray:
         """Compute attention of all heads."""
         q, k, v = (self.note(f"{name}_lin", self.linear(h, name)) for name in "qkv")
         q, k, v = self.cut(q, "q"), self.cut(k, "k"), self.cut(v, "v")  # (tokens, heads, d)
         if "q_unit" in self.layers[self.layer]:
             q, k = self.note("q_unit", self.norm(q, "q_unit")), self.note("k_unit", self.norm(k, "k_unit"))
-        q, k = self.note("q_rot", self.turn(q, places, "q")), self.note("k_rot", self.turn(k, places, "k"))
+        q, k = self.note("q_rot", self.turn(q, positions, "q")), self.note("k_rot", self.turn(k, positions, "k"))
         keys, values = self.remember(k, v)
         keys, values = self.note("K", keys), self.note("V", values)
         s = self.note("S", self.hide(self.compare(q, keys)))
@@ -215,16 +215,16 @@ class Port:
                 slow.append((1 - smooth) * speed / factor + smooth * speed)
         return np.array(slow)
 
-    def tables(self, places: np.ndarray) -> np.ndarray:
+    def tables(self, positions: np.ndarray) -> np.ndarray:
         """Compute cosines and sines, (2, tokens, 1, d / 2)."""
-        angles = places[:, None, None] * self.speeds()
+        angles = positions[:, None, None] * self.speeds()
         return np.stack([np.cos(angles), np.sin(angles)]).astype(np.float32)
 
-    def turn(self, x: np.ndarray, places: np.ndarray, name: str) -> np.ndarray:
+    def turn(self, x: np.ndarray, positions: np.ndarray, name: str) -> np.ndarray:
         """Apply the rotary embedding to queries or keys."""
-        cos, sin = self.tables(places)
-        a, b = np.split(x, 2, axis=-1)
-        return np.concatenate([a * cos - b * sin, b * cos + a * sin], axis=-1)
+        cos, sin = self.tables(positions)
+        first, second = np.split(x, 2, axis=-1)
+        return np.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
 
     def remember(self, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         """Write into the cache; return all keys and values so far, (kv heads, tokens, d)."""
@@ -252,8 +252,8 @@ class Port:
 
     def share(self, scores: np.ndarray) -> np.ndarray:
         """Apply the softmax over the keys."""
-        e = np.exp(scores - scores.max(axis=-1, keepdims=True))
-        return e / e.sum(axis=-1, keepdims=True)
+        exponentials = np.exp(scores - scores.max(axis=-1, keepdims=True))
+        return exponentials / exponentials.sum(axis=-1, keepdims=True)
 
     def mix(self, p: np.ndarray, values: np.ndarray) -> np.ndarray:
         """Sum the values by their shares, (heads, tokens, d)."""

@@ -1,6 +1,6 @@
-"""Roundings to narrower types, and sums in other orders: what right engines do to arrays.
+"""Roundings to narrower types, and sums in other orders, as right engines apply them to arrays.
 
-Sums are written out, term after term: they are what is to be seen, and not fast.
+Sums are written term by term, to show the order; they are slow.
 """
 
 import numpy as np
@@ -16,7 +16,7 @@ def bf16(x: Array) -> Array:
 
 
 def stored_bits(x: Array, dtype: str) -> Array:
-    """Return an array as it is written to a file; bfloat16 as the upper halves of its float32."""
+    """Return an array as written to a file; bfloat16 as the upper halves of its float32."""
     if dtype != "bfloat16":
         return x.astype(dtype)
     return (np.ascontiguousarray(bf16(x), np.float32).view(np.uint32) >> np.uint32(16)).astype(np.uint16)
@@ -57,23 +57,23 @@ def backwards(x: Array, w: Array) -> Array:
 
 def in_blocks(x: Array, w: Array, *, size: int = 16) -> Array:
     """Sum each block of terms, then sum the blocks."""
-    parts = [one_by_one(x[:, at : at + size], w[:, at : at + size]) for at in range(0, x.shape[-1], size)]
+    parts = [one_by_one(x[:, i : i + size], w[:, i : i + size]) for i in range(0, x.shape[-1], size)]
     return np.cumsum(np.stack(parts, axis=-1), axis=-1)[..., -1]
 
 
 def in_lanes(x: Array, w: Array, *, lanes: int = 8) -> Array:
     """Keep as many running sums as a vector register has lanes, and add them up at the end."""
-    parts = [one_by_one(x[:, at::lanes], w[:, at::lanes]) for at in range(min(lanes, x.shape[-1]))]
+    parts = [one_by_one(x[:, lane::lanes], w[:, lane::lanes]) for lane in range(min(lanes, x.shape[-1]))]
     return np.cumsum(np.stack(parts, axis=-1), axis=-1)[..., -1]
 
 
 def kahan(x: Array, w: Array) -> Array:
     """Sum the terms and carry the part that each addition lost (Kahan)."""
     total = lost = np.zeros((len(x), len(w)), x.dtype)
-    for at in range(x.shape[-1]):
-        term = x[:, at, None] * w[:, at] - lost
-        new = total + term
-        total, lost = new, (new - total) - term
+    for index in range(x.shape[-1]):
+        term = x[:, index, None] * w[:, index] - lost
+        updated = total + term
+        total, lost = updated, (updated - total) - term
     return total
 
 

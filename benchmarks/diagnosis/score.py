@@ -1,4 +1,4 @@
-"""Score of the diagnosis, and of rules of others, on dumps with a known cause.
+"""Score of the diagnosis, and of other tools' rules, on dumps with a known cause.
 
     python -m benchmarks.diagnosis.score                all of them, some minutes
     python -m benchmarks.diagnosis.score --quick        a few dozen that lie far apart
@@ -50,10 +50,10 @@ if TYPE_CHECKING:
     from benchmarks.diagnosis.training_cases import TrainingCase
 
 GOALS = {"place": 0.98, "layer": 0.95, "name": 0.92, "silent": 1.0}
-SECONDS = 5.0  # for each dump, of the processor
+SECONDS = 5.0  # processor seconds for each dump
 RULES = ("skill", "fixed", "cosine")
 CRITERIA = ("place", "name", "value", "unknown", "second", "layer", "silent")
-SHOWN = {  # rows of the page
+SHOWN = {  # row titles of the page
     "place": "first wrong stage and layer",
     "name": "the mistake's name",
     "unknown": '"none of the known", where that is true',
@@ -63,8 +63,8 @@ SHOWN = {  # rows of the page
 }
 COLUMNS = {"": "llorch", "skill": "rules of size and name", "fixed": "first over 1e-3", "cosine": "cosine under 0.99"}
 PAGE = Path(__file__).parents[2] / "checkpoints/guide/diagnosis.md"
-QUICK = {"planted": 30, "reports": 6, "control": 23, "engines": 7, "folders": 12, "training": 18}  # one of so many
-Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
+QUICK = {"planted": 30, "reports": 6, "control": 23, "engines": 7, "folders": 12, "training": 18}  # step of the sample
+Job = tuple[str, str, Callable[[], Answer]]  # group, name, and the function that asks
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
@@ -74,59 +74,59 @@ Job = tuple[str, str, Callable[[], Answer]]  # group, name, and how it is asked
 @click.option("--json", "file", type=click.Path(path_type=Path), help="Write every answer to this file.")
 def main(quick: bool, only: str, jobs: int, file: Path | None) -> None:
     """Entry point; exit code 1 when a goal is missed."""
-    wanted = chosen(quick=quick, only=only)
-    if not wanted:
+    jobs_to_ask = chosen(quick=quick, only=only)
+    if not jobs_to_ask:
         raise click.UsageError(f"--only: expected a part of the name of a dump, got {only!r}")
-    answers = ask_all(wanted, jobs, click.echo)
+    answers = ask_all(jobs_to_ask, jobs, click.echo)
     if file:
         file.write_text(json.dumps([asdict(answer) for answer in answers], indent=1))
     click.echo(table(answers))
     is_stale = False
-    if not quick and (absent := [one.name for one in engine_runs() if not one.is_here]):
+    if not quick and (absent := [engine_run.name for engine_run in engine_runs() if not engine_run.is_here]):
         click.echo(f"NOT RUN: {', '.join(dict.fromkeys(absent))}: pip install -e '.[golden]'")
     elif not quick and not only:
         click.echo(f"\n{figures(answers)}")
-        if is_stale := figures(answers) != shown(PAGE.read_text(encoding="utf-8")):
+        if is_stale := figures(answers) != extract_table(PAGE.read_text(encoding="utf-8")):
             click.echo(f"{PAGE}: expected this table, got other figures; replace it")
     sys.exit(1 if missed(answers) or is_stale else 0)
 
 
 def every_job() -> list[Job]:
     """List every dump that can be judged."""
-    injected = [("planted", case.name, partial(_injected, case)) for case in cases()]
+    injected = [("planted", case.name, partial(_ask_injected, case)) for case in cases()]
     reports = [("reports", report.bug.name, partial(of_report, report)) for report in REPORTS]
     pairs = [(variant, model) for variant in CONTROLS for model in variant.models]
     controls = [("control", f"{variant.name}/{model}", partial(of_control, variant, model)) for variant, model in pairs]
     engines = [
-        ("live" if one.needs else "engines", f"{one.name}/{one.model}", partial(of_engine_run, one))
-        for one in engine_runs()
-        if one.is_here
+        ("live" if run.needs else "engines", f"{run.name}/{run.model}", partial(of_engine_run, run))
+        for run in engine_runs()
+        if run.is_here
     ]
     folders = [("folders", f"folders/{case.name}/{case.folder}", partial(of_folder, case)) for case in FOLDER_CASES]
-    training = [("training", case.name, partial(_training, case)) for case in _training_cases()]
+    training = [("training", case.name, partial(_ask_training, case)) for case in _training_cases()]
     return [*injected, *reports, *controls, *engines, *folders, *training]
 
 
 def _training_cases() -> list["TrainingCase"]:
-    from benchmarks.diagnosis.training_cases import training_cases  # torch is imported where it is needed only
+    from benchmarks.diagnosis.training_cases import training_cases  # imports torch
 
     return list(training_cases()) if find_spec("torch") and find_spec("peft") else []
 
 
-def _training(case: "TrainingCase") -> Answer:
+def _ask_training(case: "TrainingCase") -> Answer:
     from benchmarks.diagnosis.training_cases import score
 
-    made = score(case)
-    said = "; ".join(f"{finding.key} {finding.kind}" for finding in made.wrong) or "nothing is wrong"
+    scored = score(case)
+    findings = "; ".join(f"{finding.key} {finding.kind}" for finding in scored.wrong) or "nothing is wrong"
     if case.bug is None:
-        right = {"silent": not made.wrong}
+        right = {"silent": not scored.wrong}
     else:
-        right = {"place": made.stage, "name" if case.bug.names else "unknown": made.named}
+        right = {"place": scored.stage, "name" if case.bug.names else "unknown": scored.is_named}
     expected = f"{case.bug.stage}: {', '.join(case.bug.names) or 'none of the known'}" if case.bug else "nothing"
-    return Answer(case.name, "training", right, said, expected, made.seconds)
+    return Answer(case.name, "training", right, findings, expected, scored.seconds)
 
 
-def _injected(case: Case) -> Answer:
+def _ask_injected(case: Case) -> Answer:
     return of_case(case, "planted", correct_diagnosis_of(case, case.bugs[0]))
 
 
@@ -138,18 +138,18 @@ def chosen(*, quick: bool = False, only: str = "") -> list[Job]:
             groups[job[0]].append(job)
     if quick:
         return [job for group, step in QUICK.items() for job in groups[group][::step]]
-    return [job for some in groups.values() for job in some]
+    return [job for group in groups.values() for job in group]
 
 
 def ask_all(
-    wanted: Sequence[Job], n_jobs: int = 1, progress: Callable[[str], None] = lambda line: None
+    requested: Sequence[Job], n_jobs: int = 1, progress: Callable[[str], None] = lambda line: None
 ) -> list[Answer]:
-    """Ask all, in several processes if wanted: forked ones, since what is planted cannot be sent to another."""
-    _wanted[:] = wanted
+    """Ask all jobs, in several forked processes if requested, because an injected bug cannot be pickled."""
+    _jobs[:] = requested
     answers: list[Answer] = []
     with multiprocessing.get_context("fork").Pool(n_jobs) if n_jobs > 1 else nullcontext() as pool:
-        asked = pool.imap(_ask, range(len(wanted))) if pool else map(_ask, range(len(wanted)))
-        for answer in asked:
+        answers_in_order = pool.imap(_ask, range(len(requested))) if pool else map(_ask, range(len(requested)))
+        for answer in answers_in_order:
             answers.append(answer)
             for criterion in (name for name, right in answer.right.items() if not right):
                 progress(
@@ -158,22 +158,22 @@ def ask_all(
     return answers
 
 
-_wanted: list[Job] = []
+_jobs: list[Job] = []
 
 
-def _ask(at: int) -> Answer:
-    return _wanted[at][2]()
+def _ask(index: int) -> Answer:
+    return _jobs[index][2]()
 
 
 def marks(answers: Sequence[Answer], criterion: str, rule: str = "") -> list[bool]:
     """Mark each answer that a criterion applies to as right or wrong, by llorch's rule or by the named other rule."""
     rights = [answer.rivals.get(rule, {}) if rule else answer.right for answer in answers if criterion in answer.right]
-    is_compared = any(criterion in right for right in rights)  # a rule without names has none to be judged
+    is_compared = any(criterion in right for right in rights)  # a rule without names is not judged on names
     return [right.get(criterion, False) for right in rights] if is_compared else []
 
 
 def missed(answers: Sequence[Answer]) -> list[str]:
-    """List the goals that are not reached."""
+    """List the goals that are missed."""
     shares = {criterion: marks(answers, criterion) for criterion in GOALS}
     return [f"{name}: {_share(shares[name])}" for name, goal in GOALS.items() if _mean(shares[name]) < goal]
 
@@ -190,12 +190,12 @@ def table(answers: Sequence[Answer]) -> str:
     """Write the shares by group and criterion, with those of other rules and the time."""
     lines = [f"{'':24}{'llorch':>18}" + "".join(f"{rule:>18}" for rule in RULES)]
     for group in dict.fromkeys(answer.group for answer in answers):
-        some = [answer for answer in answers if answer.group == group]
-        for criterion in (name for name in CRITERIA if marks(some, name)):
-            shares = [_share(marks(some, criterion, rule)) for rule in ("", *RULES)]
+        of_group = [answer for answer in answers if answer.group == group]
+        for criterion in (name for name in CRITERIA if marks(of_group, name)):
+            shares = [_share(marks(of_group, criterion, rule)) for rule in ("", *RULES)]
             lines.append(f"{group:15}{criterion:9}" + "".join(f"{share:>18}" for share in shares))
     seconds = [answer.seconds for answer in answers]
-    slow = sum(each > SECONDS for each in seconds)
+    slow = sum(s > SECONDS for s in seconds)
     lines.append(
         f"{len(answers)} dumps; seconds each: median {median(seconds):.2f}, at most {max(seconds):.2f}; "
         f"more than {SECONDS:.0f}: {slow}"
@@ -204,18 +204,18 @@ def table(answers: Sequence[Answer]) -> str:
 
 
 def figures(answers: Sequence[Answer]) -> str:
-    """Write the table of the page, without training and folders; a rule is judged where it could read the dump."""
-    told = [answer for answer in answers if answer.group not in ("training", "folders")]
+    """Write the table of the page, without training and folders; rules are judged on dumps that they could read."""
+    dump_answers = [answer for answer in answers if answer.group not in ("training", "folders")]
     lines = ["| | " + " | ".join(COLUMNS.values()) + " |", "|---" * (1 + len(COLUMNS)) + "|"]
     for criterion, title in SHOWN.items():
-        found = (marks([each for each in told if each.rivals or not rule], criterion, rule) for rule in COLUMNS)
-        cells = [f"{sum(one)} of {len(one)} ({100 * _mean(one):.1f} %)" if one else "-" for one in found]
+        columns = (marks([a for a in dump_answers if a.rivals or not rule], criterion, rule) for rule in COLUMNS)
+        cells = [f"{sum(x)} of {len(x)} ({100 * _mean(x):.1f} %)" if x else "-" for x in columns]
         lines.append(f"| {title} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
 
-def shown(page: str) -> str:
-    """Cut the table of diagnoses out of the page."""
+def extract_table(page: str) -> str:
+    """Extract the table of diagnoses from the page."""
     return page.partition("<!-- diagnosis -->\n")[2].partition("\n<!-- end -->")[0]
 
 

@@ -1,7 +1,7 @@
-"""A LoRA trainer as somebody else writes one: a small Llama on torch's autograd, and an optimizer by hand.
+"""Independent LoRA trainer: a small Llama on torch's autograd, and a hand-written optimizer.
 
-Only the numbers of the files come through llorch. The trainer is right; `training_bugs` plants mistakes by replacing
-one of its steps, a method each, or a setting. Rows are padded at the end, everything computes in float32.
+Only the numbers of the files come through llorch. The trainer is right; `training_bugs` injects mistakes by replacing
+one of its steps, which are methods, or a setting. Rows are padded at the end; everything computes in float32.
 """
 
 import math
@@ -23,7 +23,7 @@ Named = dict[str, Tensor]
 
 
 class Trainer:
-    """One run, from an adapter on; `replaced` are methods of its own, `settings` other than `SETTINGS`."""
+    """Training run from an adapter; `replaced` are methods that replace its own, `settings` override `SETTINGS`."""
 
     def __init__(
         self, model: str, adapter: Adapter, replaced: Mapping[str, Callable[..., Any]], settings: Mapping[str, Any]
@@ -34,8 +34,8 @@ class Trainer:
         self.w = {name: torch.tensor(weights[name]) for name in ("embed_tokens", "final_norm")}
         head = "embed_tokens" if self.c.tie_word_embeddings else "lm_head"
         self.w["lm_head"] = torch.tensor(weights[head])
-        for i in range(self.c.n_layers):
-            self.w |= {f"layers.{i}.{name}": torch.tensor(array) for name, array in weights.layer(i).items()}
+        for layer in range(self.c.n_layers):
+            self.w |= {f"layers.{layer}.{name}": torch.tensor(array) for name, array in weights.layer(layer).items()}
         config = adapter.config
         self.ranks = {name: config.rank_of(target) for name, target in adapter.targets.items()}
         self.alphas = {name: config.alpha_of(target) for name, target in adapter.targets.items()}
@@ -66,9 +66,9 @@ class Trainer:
     def angles(self, n: int) -> tuple[Tensor, Tensor]:
         """Compute cosines and sines, (n, head_dim)."""
         half = torch.arange(0, self.c.head_dim, 2, dtype=torch.float64) / self.c.head_dim
-        turned = torch.arange(n, dtype=torch.float64)[:, None] / self.c.rope_theta**half
-        both = torch.cat([turned, turned], -1)
-        return both.cos().float(), both.sin().float()
+        angles = torch.arange(n, dtype=torch.float64)[:, None] / self.c.rope_theta**half
+        doubled = torch.cat([angles, angles], -1)
+        return doubled.cos().float(), doubled.sin().float()
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate queries or keys, (rows, n, heads, head_dim)."""
@@ -95,7 +95,7 @@ class Trainer:
         if self.c.qk_norm:
             q, k = self.norm(q, f"layers.{i}.q_norm"), self.norm(k, f"layers.{i}.k_norm")
         q, k, v = self.rotate(q), self.spread(self.rotate(k)), self.spread(v)
-        q, k, v = (one.transpose(1, 2) for one in (q, k, v))
+        q, k, v = (x.transpose(1, 2) for x in (q, k, v))
         scores = self.scores(q, k).masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
         mixed = (self.softmax(scores) @ v).transpose(1, 2).reshape(rows, n, -1)
         return self.linear(mixed, f"layers.{i}.o_proj")
@@ -123,20 +123,20 @@ class Trainer:
         return torch.cat([labels[:, 1:], torch.full_like(labels[:, :1], -100)], 1)
 
     def token_losses(self, logits: Tensor, targets: Tensor) -> Tensor:
-        """Compute the loss of every row of logits, 0 where nothing is learned."""
+        """Compute the loss of every row of logits, 0 where the label is masked."""
         log_p = torch.log_softmax(logits, -1)
-        own, e = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0], self.s["label_smoothing"]
-        return torch.where(targets == -100, 0.0, (1 - e) * own - e * log_p.mean(-1))
+        target_loss, e = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0], self.s["label_smoothing"]
+        return torch.where(targets == -100, 0.0, (1 - e) * target_loss - e * log_p.mean(-1))
 
-    def loss(self, losses: Sequence[Tensor], targets: Sequence[Tensor], held: Sequence[Tensor]) -> Tensor:
-        """Compute the loss of a step from those of its micro-batches."""
-        learned = sum(int((one != -100).sum()) for one in targets)
-        return sum((one.sum() for one in losses), torch.zeros(())) / learned
+    def loss(self, losses: Sequence[Tensor], targets: Sequence[Tensor], token_masks: Sequence[Tensor]) -> Tensor:
+        """Compute the loss of a step from the losses of its micro-batches."""
+        n_learned = sum(int((t != -100).sum()) for t in targets)
+        return sum((x.sum() for x in losses), torch.zeros(())) / n_learned
 
     def gradients(self, loss: Tensor) -> Named:
-        """Compute the gradients of everything trained, zero where nothing arrives."""
-        found = torch.autograd.grad(loss, list(self.p.values()), allow_unused=True)
-        return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(self.p.items(), found, strict=True)}
+        """Compute the gradients of all trained tensors, zero for tensors without a gradient."""
+        gradients = torch.autograd.grad(loss, list(self.p.values()), allow_unused=True)
+        return {n: torch.zeros_like(p) if g is None else g for (n, p), g in zip(self.p.items(), gradients, strict=True)}
 
     def total_norm(self, grads: Named) -> Tensor:
         """Compute the norm of all gradients together."""
@@ -167,22 +167,22 @@ class Trainer:
 
     def step(self, micros: Sequence[Mapping[str, np.ndarray]]) -> dict[str, np.ndarray]:
         """Run one optimizer step; return everything that it shows, under the names of a dump."""
-        self.t, shown, found = self.t + 1, {}, []
+        self.t, arrays, outputs = self.t + 1, {}, []
         self.p = {name: p.detach().requires_grad_() for name, p in self.p.items()}
         for k, micro in enumerate(micros, 1):
             ids, labels = (torch.tensor(micro[name]) for name in ("input_ids", "labels"))
             logits = self.logits(ids)
             targets = self.targets(ids, labels)
-            found.append((self.token_losses(logits, targets), targets, torch.tensor(micro["attention_mask"]) != 0))
-            shown |= {f"micro{k}.logits": logits, f"micro{k}.token_losses": found[-1][0]}
-        loss = self.loss(*zip(*found, strict=True))
+            outputs.append((self.token_losses(logits, targets), targets, torch.tensor(micro["attention_mask"]) != 0))
+            arrays |= {f"micro{k}.logits": logits, f"micro{k}.token_losses": outputs[-1][0]}
+        loss = self.loss(*zip(*outputs, strict=True))
         grads = self.gradients(loss)
         norm = self.total_norm(grads)
         self.optimize({name: grad.detach() for name, grad in self.clip(grads, norm).items()})
-        shown |= {"loss": loss, "grad_norm": norm}
-        for kind, arrays in {"grad": grads, "exp_avg": self.m, "exp_avg_sq": self.v, "param": self.p}.items():
-            shown |= {f"{kind}.{peft_name(name)}": array for name, array in arrays.items()}
-        return {name: array.detach().numpy().copy() for name, array in shown.items()}
+        arrays |= {"loss": loss, "grad_norm": norm}
+        for kind, tensors in {"grad": grads, "exp_avg": self.m, "exp_avg_sq": self.v, "param": self.p}.items():
+            arrays |= {f"{kind}.{peft_name(name)}": array for name, array in tensors.items()}
+        return {name: array.detach().numpy().copy() for name, array in arrays.items()}
 
 
 def peft_name(name: str) -> str:

@@ -1,4 +1,4 @@
-"""Bugs of the trainer: what is put in the place of one of its methods, or another setting, and what is true of them."""
+"""Bugs of the trainer: replacements of its methods or settings, and the correct diagnosis of each."""
 
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -13,15 +13,15 @@ from benchmarks.diagnosis.trainer import Trainer
 
 @dataclass(frozen=True)
 class Bug:
-    """One bug.
+    """Bug of the trainer.
 
     Attributes:
         name: Name of the bug.
         stage: Group of the table of training stages where it shows first.
         replaced: Methods of the trainer, or settings, that it changes.
-        names: Known mistakes that are right to name; none: none of the known is right.
+        names: Known mistakes that are a right name; empty: no known mistake.
         value: Value that is to be recovered.
-        settings: Settings of the run except for the bug, as dumps say them.
+        settings: Settings of the run except for the bug, as the dump declares them.
     """
 
     name: str
@@ -33,7 +33,7 @@ class Bug:
 
 
 class Through(torch.autograd.Function):
-    """A function with a backward pass of its own: `run(result, way back, *inputs)`."""
+    """Function with its own backward pass: `apply(result, back, x)`."""
 
     @staticmethod
     def forward(ctx: Any, result: Tensor, back: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:  # noqa: D102
@@ -92,16 +92,16 @@ def plain_scores(self: Trainer, q: Tensor, k: Tensor) -> Tensor:
 
 def one_of_group(self: Trainer, x: Tensor) -> Tensor:
     """Send a gradient back from the first query head of each group only."""
-    wide, group = Trainer.spread(self, x), self.c.n_heads // self.c.n_kv_heads
-    first = (torch.arange(wide.shape[2]) % group == 0)[:, None]
-    return torch.where(first, wide, wide.detach())
+    repeated, group = Trainer.spread(self, x), self.c.n_heads // self.c.n_kv_heads
+    first = (torch.arange(repeated.shape[2]) % group == 0)[:, None]
+    return torch.where(first, repeated, repeated.detach())
 
 
 def loss_by(count: Callable[[Sequence[Tensor], Sequence[Tensor]], float]) -> Callable[..., Tensor]:
     """Divide the sum of the losses by another count."""
 
-    def wrong(self: Trainer, losses: Any, targets: Any, held: Any) -> Tensor:
-        return sum((one.sum() for one in losses), torch.zeros(())) / count(targets, held)
+    def wrong(self: Trainer, losses: Any, targets: Any, token_masks: Any) -> Tensor:
+        return sum((x.sum() for x in losses), torch.zeros(())) / count(targets, token_masks)
 
     return wrong
 
@@ -109,11 +109,11 @@ def loss_by(count: Callable[[Sequence[Tensor], Sequence[Tensor]], float]) -> Cal
 def means(of_rows: bool, total: bool = False) -> Callable[..., Tensor]:
     """Average or add up the means of rows or of micro-batches."""
 
-    def wrong(self: Trainer, losses: Any, targets: Any, held: Any) -> Tensor:
+    def wrong(self: Trainer, losses: Any, targets: Any, token_masks: Any) -> Tensor:
         dims = 1 if of_rows else (0, 1)
-        parts = [one.sum(dims) / (t != -100).sum(dims) for one, t in zip(losses, targets, strict=True)]
-        every = torch.cat([part.reshape(-1) for part in parts])
-        return every.sum() if total else every.mean()
+        parts = [x.sum(dims) / (t != -100).sum(dims) for x, t in zip(losses, targets, strict=True)]
+        means_of_parts = torch.cat([part.reshape(-1) for part in parts])
+        return means_of_parts.sum() if total else means_of_parts.mean()
 
     return wrong
 
@@ -121,8 +121,8 @@ def means(of_rows: bool, total: bool = False) -> Callable[..., Tensor]:
 def smoothed(self: Trainer, logits: Tensor, targets: Tensor) -> Tensor:
     """Add the uniform part of label smoothing to the whole token loss, instead of to (1 - e) of it."""
     log_p, e = torch.log_softmax(logits, -1), self.s["label_smoothing"]
-    own = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
-    return torch.where(targets == -100, 0.0, own - e * log_p.mean(-1))
+    target_loss = -log_p.gather(-1, targets.clamp(min=0)[..., None])[..., 0]
+    return torch.where(targets == -100, 0.0, target_loss - e * log_p.mean(-1))
 
 
 def moments_by(m: Callable[..., Tensor], v: Callable[..., Tensor]) -> Callable[..., None]:
@@ -149,9 +149,9 @@ def update(  # noqa: D103
         m, v = self.m[name] / (1 - b1**t), self.v[name] / (1 - b2**t)
         step = m.sign() if sign else m / root(v, self.s["eps"] if eps is None else eps)
         decayed = 1 - lr * self.s["weight_decay"]
-        kept = {"before": decayed, "whole": 1 - self.s["weight_decay"], "none": 1.0, "after": 1.0}
-        moved = self.p[name] * kept[decay] - lr * step
-        return moved * decayed if decay == "after" else moved
+        factors = {"before": decayed, "whole": 1 - self.s["weight_decay"], "none": 1.0, "after": 1.0}
+        updated = self.p[name] * factors[decay] - lr * step
+        return updated * decayed if decay == "after" else updated
 
     return wrong
 
@@ -187,9 +187,9 @@ def fast_b(self: Trainer, name: str) -> Tensor:
     """Let B learn four times as fast."""
     lr = self.s["lr"]
     self.s["lr"] = lr * (4 if name.endswith("B") else 1)
-    moved = Trainer.update(self, name)
+    updated = Trainer.update(self, name)
     self.s["lr"] = lr
-    return moved
+    return updated
 
 
 SETTING = "settings"
@@ -216,17 +216,17 @@ BUGS: tuple[Bug, ...] = (
     Bug("smoothing-0.2", "token_losses", {SETTING: {"label_smoothing": 0.2}}, ("label-smoothing",), 0.2),
     Bug("smoothing-added", "token_losses", {"token_losses": smoothed}, ("loss-smoothing-added",)),
     Bug("in-bits", "token_losses", {"token_losses": bits}, ("loss-in-bits",)),
-    Bug("by-all-slots", "loss", {"loss": loss_by(lambda t, held: sum(one.numel() for one in t))},
+    Bug("by-all-slots", "loss", {"loss": loss_by(lambda t, masks: sum(target.numel() for target in t))},
         ("loss-divided-by-slots",)),
-    Bug("by-rows", "loss", {"loss": loss_by(lambda t, held: sum(len(one) for one in t))}, ("loss-divided-by-rows",)),
-    Bug("summed", "loss", {"loss": loss_by(lambda t, held: 1)}, ("loss-summed",)),
-    Bug("by-all-tokens", "loss", {"loss": loss_by(lambda t, held: sum(int(one.sum()) for one in held))},
+    Bug("by-rows", "loss", {"loss": loss_by(lambda t, masks: sum(len(rows) for rows in t))}, ("loss-divided-by-rows",)),
+    Bug("summed", "loss", {"loss": loss_by(lambda t, masks: 1)}, ("loss-summed",)),
+    Bug("by-all-tokens", "loss", {"loss": loss_by(lambda t, masks: sum(int(mask.sum()) for mask in masks))},
         ("loss-divided-by-all-tokens",)),
     Bug("eight-times", "loss", {"loss": lambda s, *parts: 8 * Trainer.loss(s, *parts)}, ("loss-normalisation",), 8),
     Bug("mean-of-rows", "loss", {"loss": means(of_rows=True)}, ("loss-mean-of-rows",)),
     Bug("mean-of-means", "loss", {"loss": means(of_rows=False)}, ("accumulation-mean-of-means",)),
     Bug("means-added", "loss", {"loss": means(of_rows=False, total=True)}, ("accumulation-not-divided",)),
-    Bug("last-micro-batch", "loss", {"loss": lambda s, *parts: Trainer.loss(s, *(one[-1:] for one in parts))},
+    Bug("last-micro-batch", "loss", {"loss": lambda s, *parts: Trainer.loss(s, *(part[-1:] for part in parts))},
         ("accumulation-last-batch-only",)),
     Bug("norm-detached", "gradient", {"norm": lambda s, x, n: x * torch.rsqrt(
         x.detach().pow(2).mean(-1, keepdim=True) + s.c.rms_norm_eps) * s.w[n]}, ("gradient-norm-second-term-missing",)),

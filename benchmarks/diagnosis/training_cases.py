@@ -1,4 +1,4 @@
-"""Training dumps with one bug each, and correct ones; what is said of them, and what is true.
+"""Training dumps with one bug each, and correct ones; their diagnosis, and the correct diagnosis.
 
 python -m benchmarks.diagnosis.training_cases
 """
@@ -25,7 +25,7 @@ from llorch.files import open_weights
 from llorch.judging.goldens.training_recipe import make_adapter
 from llorch.runtime.builtin import builtin_path
 
-STYLES = {  # what is written of a step
+STYLES = {  # arrays that are written of a step
     "whole": ("micro", "loss", "grad", "exp_avg", "param"),
     "usual": ("loss", "grad", "exp_avg", "param"),
     "unclear": ("micro1.token", "micro2.token", "loss", "grad_norm", "exp_avg", "param"),
@@ -37,7 +37,7 @@ N_STEPS = 2
 
 @dataclass(frozen=True)
 class TrainingCase:
-    """A dump: a bug of the trainer or none, in a model, written in a style; or PEFT's, in a variant of it."""
+    """Training dump: a bug of the trainer or none, in a model, written in a style; or a variant of PEFT's training."""
 
     bug: Bug | None
     model: str
@@ -46,28 +46,28 @@ class TrainingCase:
 
     @property
     def name(self) -> str:
-        """For reports."""
-        what = self.bug.name if self.bug else f"peft-{self.peft}" if self.peft else "right"
-        return f"{what}/{self.model}/{self.style}"
+        """Name in reports."""
+        subject = self.bug.name if self.bug else f"peft-{self.peft}" if self.peft else "right"
+        return f"{subject}/{self.model}/{self.style}"
 
     def write(self, folder: Path) -> Path:
-        """Run it and write its dump."""
+        """Run the training and write its dump."""
         bug = self.bug or Bug("", "", {})
         replaced = {name: method for name, method in bug.replaced.items() if name != SETTING}
         config = open_weights(builtin_path(self.model)).config
-        said, adapter = SETTINGS | dict(bug.settings), make_adapter(config)
+        settings, adapter = SETTINGS | dict(bug.settings), make_adapter(config)
         micros = [[micro_batch(config.vocab_size, 10 * step + k) for k in (1, 2)] for step in range(1, N_STEPS + 1)]
         if self.peft:
             from benchmarks.diagnosis.training_controls import peft_steps
 
-            shown = peft_steps(self.model, adapter, micros, self.peft)
+            by_name = peft_steps(self.model, adapter, micros, self.peft)
         else:
             torch.manual_seed(0)
-            trainer = Trainer(self.model, adapter, replaced, said | bug.replaced.get(SETTING, {}))
-            made = [trainer.step(batches) for batches in micros]
-            shown = {f"step{step}.{name}": array for step, one in enumerate(made, 1) for name, array in one.items()}
-        kept = tuple(f"step{step}.{name}" for step in range(1, N_STEPS + 1) for name in STYLES[self.style])
-        arrays: dict[str, Any] = said | {name: array for name, array in shown.items() if name.startswith(kept)}
+            trainer = Trainer(self.model, adapter, replaced, settings | bug.replaced.get(SETTING, {}))
+            steps = [trainer.step(batches) for batches in micros]
+            by_name = {f"step{k}.{name}": array for k, step in enumerate(steps, 1) for name, array in step.items()}
+        prefixes = tuple(f"step{step}.{name}" for step in range(1, N_STEPS + 1) for name in STYLES[self.style])
+        arrays: dict[str, Any] = settings | {name: x for name, x in by_name.items() if name.startswith(prefixes)}
         for step, batches in enumerate(micros, 1):
             arrays |= {f"step{step}.micro{k}.{n}": a for k, micro in enumerate(batches, 1) for n, a in micro.items()}
         dtype = self.peft if self.peft == "bfloat16" else ""
@@ -79,10 +79,10 @@ def micro_batch(vocab_size: int, seed: int) -> dict[str, np.ndarray]:
     random = np.random.default_rng(seed)
     lengths, prompts = random.integers(6, 12, 2), random.integers(2, 5, 2)
     ids = random.integers(1, vocab_size, (2, lengths.max()))
-    place = np.arange(lengths.max())
-    held, learned = place < lengths[:, None], place >= prompts[:, None]
+    position = np.arange(lengths.max())
+    real, in_loss = position < lengths[:, None], position >= prompts[:, None]
     return {
-        "input_ids": ids * held, "labels": np.where(held & learned, ids, -100), "attention_mask": held.astype(np.int64),
+        "input_ids": ids * real, "labels": np.where(real & in_loss, ids, -100), "attention_mask": real.astype(np.int64),
     }  # fmt: skip
 
 
@@ -101,7 +101,7 @@ def written(arrays: Mapping[str, np.ndarray], path: Path, style: str, dtype: str
 
 
 def training_cases() -> Iterator[TrainingCase]:
-    """Yield every bug whole, on models by turns; in another style if it shows there; then the correct trainers."""
+    """Yield every bug with whole dumps, models in turn; in another style if it shows there; then right trainers."""
     for number, bug in enumerate(BUGS):
         yield TrainingCase(bug, MODELS[number % 2], "whole")
     for number, bug in enumerate(BUGS):
@@ -113,36 +113,36 @@ def training_cases() -> Iterator[TrainingCase]:
 
 @dataclass(frozen=True)
 class TrainingScore:
-    """Marks of a case: stage, name and value are right, and nothing else is accused."""
+    """Marks of a case: stage, name and value are right, and nothing else is reported."""
 
     case: TrainingCase
-    found: Diagnosis
+    diagnosis: Diagnosis
     seconds: float
 
     @property
     def wrong(self) -> list[Any]:
-        """Findings that accuse."""
-        return [finding for finding in self.found.findings if finding.kind != "rounding"]
+        """Findings other than rounding."""
+        return [finding for finding in self.diagnosis.findings if finding.kind != "rounding"]
 
     @property
     def stage(self) -> bool:
-        """True if the first finding is where the bug shows first; without a bug, if nothing is found."""
+        """True if the first finding is where the bug shows first; without a bug, if there is no finding."""
         if self.case.bug is None or not self.wrong:
             return self.case.bug is None and not self.wrong
         groups = {part for part in self.wrong[0].key.split(".")}
         return self.case.bug.stage in groups
 
     @property
-    def named(self) -> bool:
-        """True if the finding has the right name, or rightly none, and the right number."""
+    def is_named(self) -> bool:
+        """True if the finding has a right name, or rightly none, and the right value."""
         if self.case.bug is None or not self.wrong:
             return self.stage
         causes = self.wrong[0].causes
         if not self.case.bug.names:
             return not causes
         value = self.case.bug.value
-        return any(one.name in self.case.bug.names for one in causes) and (
-            value is None or any(one.value and np.isclose(float(one.value), value, rtol=1e-2) for one in causes)
+        return any(cause.name in self.case.bug.names for cause in causes) and (
+            value is None or any(cause.value and np.isclose(float(cause.value), value, rtol=1e-2) for cause in causes)
         )
 
 
@@ -152,24 +152,24 @@ def score(case: TrainingCase) -> TrainingScore:
         path = case.write(Path(folder))
         weights = open_weights(builtin_path(case.model))
         start = time.process_time()
-        found = diagnose_training(weights, make_adapter(weights.config), open_raw(path), model=case.model)
-        return TrainingScore(case, found, time.process_time() - start)
+        diagnosis = diagnose_training(weights, make_adapter(weights.config), open_raw(path), model=case.model)
+        return TrainingScore(case, diagnosis, time.process_time() - start)
 
 
 def main() -> None:
-    """Print what is not as it should be, and the score; words on the command line choose cases."""
-    asked = sys.argv[1:]
-    chosen = (case for case in training_cases() if not asked or any(word in case.name for word in asked))
-    scores = [score(case) for case in chosen]
-    for one in scores:
-        if asked or not (one.stage and one.named and len(one.wrong) <= 1):
-            print(f"{one.case.name:44} stage {one.stage!s:5} name {one.named!s:5} {one.seconds:.1f} s")
-            print(*(f"    {finding.kind}: {finding.sentence}" for finding in one.found.findings), sep="\n")
-    bugs, controls = ([one for one in scores if bool(one.case.bug) == wanted] for wanted in (True, False))
+    """Print wrong answers, and the score; words on the command line select cases."""
+    words = sys.argv[1:]
+    selected = (case for case in training_cases() if not words or any(word in case.name for word in words))
+    scores = [score(case) for case in selected]
+    for s in scores:
+        if words or not (s.stage and s.is_named and len(s.wrong) <= 1):
+            print(f"{s.case.name:44} stage {s.stage!s:5} name {s.is_named!s:5} {s.seconds:.1f} s")
+            print(*(f"    {finding.kind}: {finding.sentence}" for finding in s.diagnosis.findings), sep="\n")
+    bugs, controls = ([s for s in scores if bool(s.case.bug) == has_bug] for has_bug in (True, False))
     print(
-        f"{len(bugs)} bugs: stage {sum(one.stage for one in bugs)}, name {sum(one.named for one in bugs)}, a second "
-        f"cause accused {sum(len(one.wrong) > 1 for one in bugs)}; {len(controls)} correct: "
-        f"{sum(bool(one.wrong) for one in controls)} false alarms; at most {max(one.seconds for one in scores):.1f} s"
+        f"{len(bugs)} bugs: stage {sum(s.stage for s in bugs)}, name {sum(s.is_named for s in bugs)}, a second "
+        f"cause accused {sum(len(s.wrong) > 1 for s in bugs)}; {len(controls)} correct: "
+        f"{sum(bool(s.wrong) for s in controls)} false alarms; at most {max(s.seconds for s in scores):.1f} s"
     )
 
 

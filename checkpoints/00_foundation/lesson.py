@@ -51,8 +51,8 @@ for name in ("story", "micro-llama", "micro-qwen2"):
 
 # %%
 bits = np.array([0x3F80, 0xC000, 0x3E20, 0x4049], np.uint16)
-for each, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), strict=True):
-    print(f"{each:#06x} = {each:016b}  {number}")
+for pattern, number in zip(bits, (bits.astype(np.uint32) << 16).view(np.float32), strict=True):
+    print(f"{pattern:#06x} = {pattern:016b}  {number}")
 
 # %% [markdown]
 # `0x4049` is the best that bfloat16 can do for pi. The file `l00w_warm_up.py` holds the conversion with one wrong
@@ -176,11 +176,11 @@ print(check_functions("00", embedding=wrong))
 # In the merge loop, the mistake is to go from left to right:
 
 # %%
-given = word, pairs, ranks
+arguments = word, pairs, ranks
 
 
 def from_the_left(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-    listed = {(left, right): both for left, right, both in merges.tolist()}
+    listed = {(first_id, second_id): joined_id for first_id, second_id, joined_id in merges.tolist()}
     done: list[int] = []
     for piece in ids.tolist():
         while done and (done[-1], piece) in listed:
@@ -189,7 +189,7 @@ def from_the_left(ids: np.ndarray, merges: np.ndarray, ranks: np.ndarray) -> np.
     return np.array(done, np.int64)
 
 
-print(PARTS["merge"].reference(*given), from_the_left(*given))
+print(PARTS["merge"].reference(*arguments), from_the_left(*arguments))
 print(check_functions("00", merge=from_the_left))
 
 # %% [markdown]
@@ -227,8 +227,8 @@ from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
 near = np.array(golden.cases["near"].ids)
-for engine, shown in golden.engine_outputs.items():
-    print(f"{engine:13} rows equal to the file's: {np.array_equal(shown.traces['near']['embed'], table[near])}")
+for engine, output in golden.engine_outputs.items():
+    print(f"{engine:13} rows equal to the file's: {np.array_equal(output.traces['near']['embed'], table[near])}")
 text = golden.tokens[4]
 print(repr(text.text), "->", len(text.ids["llamacpp"]), "ids, equal to llorch's:", end=" ")
 print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))

@@ -19,26 +19,26 @@ def rms(x: np.ndarray) -> np.ndarray:
 
 def inputs(trace: dict[str, np.ndarray], n_layers: int) -> dict[str, np.ndarray]:
     """List the input of each norm, by the norm's name."""
-    found, x = {}, trace["embed"]
+    norm_inputs, x = {}, trace["embed"]
     for i in range(n_layers):
-        found |= {f"l{i} attn": x, f"l{i} ffn": trace[f"l{i}.attn_residual"]}
+        norm_inputs |= {f"l{i} attn": x, f"l{i} ffn": trace[f"l{i}.attn_residual"]}
         x = trace[f"l{i}.block_out"]
-    return found | {"final": x}
+    return norm_inputs | {"final": x}
 
 
 def rows() -> Figure:
     """Plot the size of every token's row before and after each norm of story."""
     story, trace = llorch.load("story"), {}
     story.forward(story.tokenizer.encode(SENTENCE), trace=trace)
-    given = inputs(trace, story.config.n_layers)
-    before = np.array([rms(x) for x in given.values()])
+    norm_inputs = inputs(trace, story.config.n_layers)
+    rms_before = np.array([rms(x) for x in norm_inputs.values()])
     eps = story.config.rms_norm_eps
-    after = np.array([rms(x / np.sqrt(rms(x)[:, None] ** 2 + eps)) for x in given.values()])
+    rms_after = np.array([rms(x / np.sqrt(rms(x)[:, None] ** 2 + eps)) for x in norm_inputs.values()])
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
-    axes.semilogy(before, color=GREY, linewidth=1, marker=".", label=["before", *["_"] * (before.shape[1] - 1)])
-    axes.semilogy(after, color=BLUE, linewidth=2, label=["after the division", *["_"] * (after.shape[1] - 1)])
-    axes.set_xticks(range(len(given)), list(given), rotation=45, ha="right")
+    axes.semilogy(rms_before, color=GREY, linewidth=1, marker=".", label=["before", *["_"] * (rms_before.shape[1] - 1)])
+    axes.semilogy(rms_after, color=BLUE, linewidth=2, label=["after the division", *["_"] * (rms_after.shape[1] - 1)])
+    axes.set_xticks(range(len(norm_inputs)), list(norm_inputs), rotation=45, ha="right")
     axes.set_ylabel("root mean square of a row")
     axes.legend(frameon=False)
     return figure
@@ -60,9 +60,9 @@ def eps() -> Figure:
     axes.text(size[0], 7e-8, "rounding of float32", color=GREY, va="bottom")
     for name, height in zip(MODELS, (3e-11, 1.5e-10, 7e-10), strict=True):
         trace = read(goldens_folder() / name).reference.engine_output.traces["near"]
-        found = inputs(dict(trace), sum(key.endswith(".block_out") for key in trace))
-        at = np.concatenate([rms(x) for x in found.values()])
-        axes.plot(at, np.full(len(at), height), "|", color=GREY, markersize=6)
+        norm_inputs = inputs(dict(trace), sum(key.endswith(".block_out") for key in trace))
+        sizes = np.concatenate([rms(x) for x in norm_inputs.values()])
+        axes.plot(sizes, np.full(len(sizes), height), "|", color=GREY, markersize=6)
         axes.text(1.2e-3, height, name, color=GREY, va="center", fontsize=8)
     axes.set(ylim=(1e-11, 3), xlabel="root mean square of the row", ylabel="error of the result")
     axes.legend(frameon=False, loc="upper right")

@@ -129,10 +129,10 @@ from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 wrong = typed_mistakes(BY_NUMBER["01"])["rms_norm"]["norm-eps-outside-root"]
 print(inspect.getsource(wrong))
 for name, size in (("layer 4 of story", 100.0), ("unit rows", 1.0), ("embeddings", 0.02)):
-    given = (rows / rms(rows)[:, None] * size).astype(np.float32)
-    right = rms_norm(given, weight, eps=1e-5)
-    off = np.linalg.norm(wrong(given, weight, 1e-5) - right) / np.linalg.norm(right)
-    print(f"{name:16}  rms {size:6}   off by ~{off:.0e}")
+    scaled = (rows / rms(rows)[:, None] * size).astype(np.float32)
+    right = rms_norm(scaled, weight, eps=1e-5)
+    error = np.linalg.norm(wrong(scaled, weight, 1e-5) - right) / np.linalg.norm(right)
+    print(f"{name:16}  rms {size:6}   off by ~{error:.0e}")
 
 # %% [markdown]
 # Rows of 100 hide it below rounding. Rows of size 1, which most tests use, give 5e-6: less than the usual tolerances
@@ -188,9 +188,9 @@ print(check_functions("01", rms_norm=PARTS["rms_norm"].reference))
 # Both engines read the same embeddings, bit by bit, and use the same formula. Still, they differ:
 
 # %%
-theirs, others = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
-a, b, reference = (t["l0.attn_norm"] for t in (theirs, others, golden.reference.engine_output.traces["near"]))
-print("inputs the same:", np.array_equal(theirs["embed"], others["embed"]))
+llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
+a, b, reference = (t["l0.attn_norm"] for t in (llamacpp, transformers, golden.reference.engine_output.traces["near"]))
+print("inputs the same:", np.array_equal(llamacpp["embed"], transformers["embed"]))
 print(f"outputs differ in {np.sum(a != b)} of {a.size} numbers, by {np.abs(a - b).max():.1e} at most")
 for name, actual in (("llama.cpp", a), ("transformers", b)):
     print(f"{name:12} from float64: {np.linalg.norm(actual - reference) / np.linalg.norm(reference):.1e}")

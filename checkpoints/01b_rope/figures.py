@@ -22,14 +22,14 @@ def clocks() -> Figure:
     half = config.head_dim // 2
     figure = Figure(figsize=(6.4, 3.5), layout="constrained")
     for row, axes in zip(PAIRS, figure.subplots(len(PAIRS), len(POSITIONS)), strict=True):
-        for position, each in zip(POSITIONS, axes, strict=True):
-            each.add_patch(Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.8))
-            turned = position * speed[row]
-            each.plot([0, np.cos(turned)], [0, np.sin(turned)], color=BLUE, linewidth=2)
-            each.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
-            each.spines[:].set_visible(False)
+        for position, clock in zip(POSITIONS, axes, strict=True):
+            clock.add_patch(Circle((0, 0), 1, fill=False, color=GREY, linewidth=0.8))
+            angle = position * speed[row]
+            clock.plot([0, np.cos(angle)], [0, np.sin(angle)], color=BLUE, linewidth=2)
+            clock.set(xlim=(-1.1, 1.1), ylim=(-1.1, 1.1), aspect="equal", xticks=[], yticks=[])
+            clock.spines[:].set_visible(False)
             if row == PAIRS[0]:
-                each.set_title(f"{position}" if position else "position 0", fontsize=9)
+                clock.set_title(f"{position}" if position else "position 0", fontsize=9)
         label = f"pair ({row}, {row + half})\nround in {2 * np.pi / speed[row]:.0f}"
         axes[0].set_ylabel(label, rotation=0, ha="right", va="center", fontsize=9)
     return figure
@@ -44,10 +44,10 @@ def wrong_pairs() -> Figure:
     q = trace["l0.q_proj"].reshape(-1, config.n_heads, config.head_dim)
     cos, sin = rope_tables(np.arange(len(q)), head_dim=config.head_dim, theta=config.rope_theta, scaling=None)
     wrong = typed_mistakes(BY_NUMBER["01b"])["rope"]["rope-interleaved-pairs"](q, cos, sin)
-    off = np.abs(wrong - rope(q, cos, sin))[:, 0]
+    errors = np.abs(wrong - rope(q, cos, sin))[:, 0]
     figure = Figure(figsize=(6.4, 2.9), layout="constrained")
     axes = figure.subplots()
-    cells = axes.pcolormesh(np.maximum(off, 1e-4), norm=LogNorm(1e-4, 10), cmap="viridis")
+    cells = axes.pcolormesh(np.maximum(errors, 1e-4), norm=LogNorm(1e-4, 10), cmap="viridis")
     axes.invert_yaxis()
     axes.set(xlabel="number of the head", ylabel="position")
     axes.set_xticks(np.arange(0, 32, 4) + 0.5, range(0, 32, 4))

@@ -113,8 +113,8 @@ print(np.round(scaling.factors, 2))
 cos, sin = rope_tables(np.arange(12), head_dim=32, theta=1e4, scaling=None)
 y = rope(q, cos, sin)
 print("position 0 unchanged:", np.array_equal(y[0], q[0]))
-kept = np.linalg.norm(y, axis=-1) / np.linalg.norm(q, axis=-1)
-print("lengths kept:        ", bool(np.all(np.abs(kept - 1) < 1e-6)))
+length_ratios = np.linalg.norm(y, axis=-1) / np.linalg.norm(q, axis=-1)
+print("lengths kept:        ", bool(np.all(np.abs(length_ratios - 1) < 1e-6)))
 
 # %% [markdown]
 # A right RoPE passes both. The most common wrong one passes both, too.
@@ -133,8 +133,8 @@ wrong = typed_mistakes(BY_NUMBER["01b"])["rope"]["rope-interleaved-pairs"]
 print(inspect.getsource(wrong))
 bad = wrong(q, cos, sin)
 print("position 0 unchanged:", np.array_equal(bad[0], q[0]))
-kept = np.linalg.norm(bad, axis=-1) / np.linalg.norm(q, axis=-1)
-print("lengths kept:        ", bool(np.all(np.abs(kept - 1) < 1e-6)))
+length_ratios = np.linalg.norm(bad, axis=-1) / np.linalg.norm(q, axis=-1)
+print("lengths kept:        ", bool(np.all(np.abs(length_ratios - 1) < 1e-6)))
 print("right numbers:       ", f"{np.mean(np.isclose(bad, y, rtol=1e-5)):.0%}, which is token 0 of 12")
 
 # %% [markdown]

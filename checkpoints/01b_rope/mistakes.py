@@ -20,10 +20,10 @@ def neighbours_turned(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.nda
 
 
 def half_of_it(x: np.ndarray, cos: np.ndarray, sin: np.ndarray) -> np.ndarray:
-    turned, kept = np.split(x, 2, axis=-1)
+    rotated, unrotated = np.split(x, 2, axis=-1)
     cos, sin = cos[:, None, 0::2], sin[:, None, 0::2]  # every second speed: those of a head of half the size
-    first, second = np.split(turned, 2, axis=-1)
-    parts = [first * cos - second * sin, second * cos + first * sin, kept]
+    first, second = np.split(rotated, 2, axis=-1)
+    parts = [first * cos - second * sin, second * cos + first * sin, unrotated]
     return np.concatenate(parts, axis=-1).astype(x.dtype)
 
 

@@ -32,11 +32,11 @@ def heads() -> Figure:
         axes.set(xlim=(-2, width + 2), ylim=(config.n_heads * step, -GAP), xticks=[], yticks=[])
         axes.set_title(f"{name} {weights[name].shape}", fontsize=10)
         axes.spines[:].set_visible(False)
-    for left, right, a, b in zip(figure.axes, figure.axes[1:], middles, middles[1:], strict=False):
+    for start, end, a, b in zip(figure.axes, figure.axes[1:], middles, middles[1:], strict=False):
         for head, y in enumerate(a):
             shared = head * len(b) // len(a)
             line = ConnectionPatch(
-                (96, y), (0, b[shared]), "data", "data", axesA=left, axesB=right, color=f"C{shared}", arrowstyle="->"
+                (96, y), (0, b[shared]), "data", "data", axesA=start, axesB=end, color=f"C{shared}", arrowstyle="->"
             )
             figure.add_artist(line)
     return figure

@@ -166,8 +166,8 @@ for name, order in ways.items():
     for product in order:
         total += product
     print(f"{name:11} {total:.9f}   off by {abs(total - exact):.0e}")
-for name, found in golden.reference.isolated.items():
-    print(f"{name:12} l0.v_proj off by {found['near']['l0.v_proj'].error:.1e}")
+for name, cases in golden.reference.isolated.items():
+    print(f"{name:12} l0.v_proj off by {cases['near']['l0.v_proj'].error:.1e}")
 
 # %% [markdown]
 # All of it is rounding, and no engine is right. Processors add in lanes, 4 to 16 numbers at a time, so the same

@@ -14,11 +14,11 @@ Heads = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def projected(h: np.ndarray, w: dict[str, Any]) -> list[np.ndarray]:
-    found = []
+    projections = []
     for name in "qkv":
         y = h @ w[f"{name}_proj"].T
-        found.append(y if w[f"{name}_bias"] is None else y + w[f"{name}_bias"])
-    return found
+        projections.append(y if w[f"{name}_bias"] is None else y + w[f"{name}_bias"])
+    return projections
 
 
 def cut(y: np.ndarray, w: dict[str, Any]) -> np.ndarray:
@@ -55,14 +55,14 @@ def cut_by_group(h: np.ndarray, **w: Any) -> Heads:
 
 def in_the_order_of_the_file(h: np.ndarray, **w: Any) -> Heads:
     q, k, v = (cut(y, w) for y in projected(h, w))
-    q, k = (np.stack(np.split(each, 2, axis=-1), axis=-1).reshape(each.shape) for each in (q, k))
+    q, k = (np.stack(np.split(heads, 2, axis=-1), axis=-1).reshape(heads.shape) for heads in (q, k))
     return *normed(q, k, w), v
 
 
 def reordered_for_qwen(h: np.ndarray, **w: Any) -> Heads:
     q, k, v = (cut(y, w) for y in projected(h, w))
     if w["q_bias"] is not None or w["q_norm"] is not None:  # Qwen
-        q, k = (np.concatenate([each[..., 0::2], each[..., 1::2]], axis=-1) for each in (q, k))
+        q, k = (np.concatenate([heads[..., 0::2], heads[..., 1::2]], axis=-1) for heads in (q, k))
     return *normed(q, k, w), v
 
 

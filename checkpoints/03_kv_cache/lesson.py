@@ -91,8 +91,8 @@ def logits(*parts: list[int]) -> np.ndarray:
     return np.concatenate(rows)
 
 
-once, halves, single = logits(ids), logits(ids[:4], ids[4:]), logits(*([token] for token in ids))
-same = [bool(np.allclose(each, once, rtol=1e-5, atol=1e-4)) for each in (halves, single)]
+one_pass, halves, single = logits(ids), logits(ids[:4], ids[4:]), logits(*([token] for token in ids))
+same = [bool(np.allclose(split, one_pass, rtol=1e-5, atol=1e-4)) for split in (halves, single)]
 print("the same logits:", same)
 
 # %% [markdown]
@@ -117,16 +117,16 @@ print(inspect.getsource(wrong))
 from llorch.apps.learn.choice import Implementation
 
 
-def told() -> str:
+def continue_story() -> str:
     tokens = story.generate("Once upon a time there was a little fox", max_tokens=40)
     text = "".join(token.text for token in tokens)
     return text[text.index("One day") :]  # up to there all three are the same
 
 
-print("right:\n   ", told())
+print("right:\n   ", continue_story())
 for name in ("cache-one-slot-early", "cache-newest-first"):
     with Implementation("this page", {"append": typed_mistakes(BY_NUMBER["03"])["append"][name]}).installed():
-        print(f"{name}:\n    {told()}")
+        print(f"{name}:\n    {continue_story()}")
 
 # %% [markdown]
 # This is good English from a model that has lost one word of its prompt. It still knows that something was little.
@@ -170,8 +170,8 @@ print(check_functions("03", append=wrong))
 from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import goldens_folder
 
-for name, shown in read(goldens_folder() / "micro-llama").engine_outputs.items():
-    trace = shown.traces["near"]
+for name, output in read(goldens_folder() / "micro-llama").engine_outputs.items():
+    trace = output.traces["near"]
     keys, values = trace["l0.k_rope"].swapaxes(0, 1), trace["l0.v_proj"].reshape(12, 2, 32).swapaxes(0, 1)
     wrong_bits = np.sum(trace["l0.k_cache"] != keys) + np.sum(trace["l0.v_cache"] != values)
     print(f"{name:12} {trace['l0.k_cache'].shape}: {wrong_bits} of {keys.size + values.size} numbers differ")

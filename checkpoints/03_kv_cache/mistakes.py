@@ -9,10 +9,10 @@ Caches = tuple[np.ndarray, np.ndarray]
 
 
 def room(past: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Make room: the old rows, then zeros for the new ones."""
-    kept = np.zeros((past.shape[0], past.shape[1] + len(new), past.shape[2]), past.dtype)
-    kept[:, : past.shape[1]] = past
-    return kept
+    """Copy the old rows and append zeros for the new ones."""
+    cache = np.zeros((past.shape[0], past.shape[1] + len(new), past.shape[2]), past.dtype)
+    cache[:, : past.shape[1]] = past
+    return cache
 
 
 def one_slot_early(past_k: np.ndarray, past_v: np.ndarray, k: np.ndarray, v: np.ndarray) -> Caches:

@@ -19,9 +19,9 @@ def products(trace: dict[str, np.ndarray], config: llorch.ModelConfig) -> np.nda
     return q @ k.T / np.sqrt(config.head_dim)
 
 
-def heat(axes: Axes, values: np.ndarray, words: list[str], title: str, **how: Any) -> None:
+def heat(axes: Axes, values: np.ndarray, words: list[str], title: str, **options: Any) -> None:
     """Draw a heat map with a word at every column."""
-    axes.pcolormesh(np.ma.masked_invalid(values), **how)
+    axes.pcolormesh(np.ma.masked_invalid(values), **options)
     axes.set(title=title, aspect="equal")
     axes.invert_yaxis()
     axes.set_xticks(np.arange(len(words)) + 0.5, words, rotation=90)
@@ -39,15 +39,15 @@ def heads() -> Figure:
     scaled, scores = products(trace, story.config), trace[f"l{LAYER}.attn_scores"][HEAD]
     shares = attention_probs(scores[None])[0]
     figure = Figure(figsize=(9, 3.9), layout="constrained")
-    left, middle, right = figure.subplots(1, 3)
+    first, second, third = figure.subplots(1, 3)
     size = np.abs(scaled).max()
-    heat(left, scaled, words, "scaled products", cmap="PuOr", vmin=-size, vmax=size)
-    heat(middle, scores, words, "scores: the future hidden", cmap="PuOr", vmin=-size, vmax=size)
-    heat(right, np.where(np.isfinite(scores), shares, np.nan), words, "shares", cmap="Oranges", vmin=0, vmax=1)
-    left.set_yticks(np.arange(len(words)) + 0.5, words)
-    left.set_ylabel("query")
+    heat(first, scaled, words, "scaled products", cmap="PuOr", vmin=-size, vmax=size)
+    heat(second, scores, words, "scores: the future hidden", cmap="PuOr", vmin=-size, vmax=size)
+    heat(third, np.where(np.isfinite(scores), shares, np.nan), words, "shares", cmap="Oranges", vmin=0, vmax=1)
+    first.set_yticks(np.arange(len(words)) + 0.5, words)
+    first.set_ylabel("query")
     for row, total in enumerate(shares.sum(axis=-1)):
-        right.text(len(words) + 0.2, row + 0.5, f"{total:.2f}", va="center", fontsize=9)
+        third.text(len(words) + 0.2, row + 0.5, f"{total:.2f}", va="center", fontsize=9)
     return figure
 
 

@@ -125,8 +125,8 @@ from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.engine_outputs["llamacpp"].traces["near"]
-q, k = theirs["l0.q_rope"], theirs["l0.k_cache"]
+llamacpp = golden.engine_outputs["llamacpp"].traces["near"]
+q, k = llamacpp["l0.q_rope"], llamacpp["l0.k_cache"]
 scores = attention_scores(q, k)
 print("queries", q.shape, " keys", k.shape, " scores", scores.shape)
 for name, factor in (("scaled", 1.0), ("not scaled", np.sqrt(32))):
@@ -146,8 +146,8 @@ from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 wrong = typed_mistakes(BY_NUMBER["04"])["attention_scores"]["mask-ignores-cache"]
 print(inspect.getsource(wrong))
 for cached in (0, 5, 11):
-    seen = [np.isfinite(function(q[cached:], k)[0]).sum(axis=-1) for function in (attention_scores, wrong)]
-    print(f"{cached:2} cached: the last query sees {seen[0][-1]:2} keys, with the mistake {seen[1][-1]:2}")
+    n_keys = [np.isfinite(function(q[cached:], k)[0]).sum(axis=-1) for function in (attention_scores, wrong)]
+    print(f"{cached:2} cached: the last query sees {n_keys[0][-1]:2} keys, with the mistake {n_keys[1][-1]:2}")
 
 # %% [markdown]
 # A test that runs the whole prompt at once has 0 cached tokens and passes. In generation, where one token comes at a
@@ -208,16 +208,16 @@ print(check_functions("04", attention_scores=wrong))
 # This is layer 0 of `micro-llama`, computed from each engine's queries and keys:
 
 # %%
-others = golden.engine_outputs["transformers"].traces["near"]
+transformers = golden.engine_outputs["transformers"].traces["near"]
 reference = golden.reference.engine_output.traces["near"]
 for stage in ("attn_scores", "attn_probs"):
-    a, b, exact = (run[f"l0.{stage}"].astype(np.float64) for run in (theirs, others, reference))
+    a, b, exact = (run[f"l0.{stage}"].astype(np.float64) for run in (llamacpp, transformers, reference))
     print(f"{stage}: hidden at the same places: {np.array_equal(np.isfinite(a), np.isfinite(b))}")
-    a, b, exact = (each[np.isfinite(each)] for each in (a, b, exact))
+    a, b, exact = (array[np.isfinite(array)] for array in (a, b, exact))
     print(f"  {np.sum(a != b)} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
     for name, actual in (("llama.cpp", a), ("transformers", b)):
         print(f"  {name:12} from float64: {np.linalg.norm(actual - exact) / np.linalg.norm(exact):.1e}")
-for name, run in (("llama.cpp", theirs), ("transformers", others)):
+for name, run in (("llama.cpp", llamacpp), ("transformers", transformers)):
     sums = run["l0.attn_probs"].sum(axis=-1, dtype=np.float64)
     print(f"rows of {name:12} sum to one within {np.abs(sums - 1).max():.1e}")
 

@@ -104,13 +104,13 @@ from llorch.ops.linear import linear
 from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.engine_outputs["llamacpp"].traces["near"]
+llamacpp = golden.engine_outputs["llamacpp"].traces["near"]
 o_proj = llorch.load("micro-llama").weights["layers.0.o_proj"]
-probs, v = theirs["l0.attn_probs"], theirs["l0.v_cache"]
+probs, v = llamacpp["l0.attn_probs"], llamacpp["l0.v_cache"]
 context = attention_context(probs, v)
 out = linear(context, o_proj)
 print("shares", probs.shape, " values", v.shape, " joined", context.shape, " out", out.shape)
-print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.attn_out"]).max() < 1e-5))
+print("llama.cpp's output, within 1e-5:", bool(np.abs(out - llamacpp["l0.attn_out"]).max() < 1e-5))
 
 # %% [markdown]
 # ## The mistake
@@ -166,14 +166,14 @@ print(check_functions("05", attention_context=wrong))
 # This is layer 0 of `micro-llama`, computed from each engine's shares and values:
 
 # %%
-others = golden.engine_outputs["transformers"].traces["near"]
+transformers = golden.engine_outputs["transformers"].traces["near"]
 reference = golden.reference.engine_output.traces["near"]
 for stage in ("attn_context", "attn_out", "attn_residual"):
-    a, b, exact = (run[f"l0.{stage}"] for run in (theirs, others, reference))
-    off = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
+    a, b, exact = (run[f"l0.{stage}"] for run in (llamacpp, transformers, reference))
+    errors = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
     print(f"{stage:13}  {np.sum(a != b):4} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
-    print(f"{'':13}  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
-for name, run in (("llama.cpp", theirs), ("transformers", others)):
+    print(f"{'':13}  from float64: llama.cpp {errors[0]:.1e}, transformers {errors[1]:.1e}")
+for name, run in (("llama.cpp", llamacpp), ("transformers", transformers)):
     same = np.array_equal(run["embed"] + run["l0.attn_out"], run["l0.attn_residual"])
     print(f"the sum of {name} made again by llorch, bit by bit: {same}")
 

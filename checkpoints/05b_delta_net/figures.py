@@ -8,16 +8,16 @@ from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import goldens_folder
 
 
-def left() -> Figure:
-    """Plot how much of each token's writing remains after the decay of later tokens, in the first delta net."""
+def remaining() -> Figure:
+    """Plot the share of each token's update that remains after the decay of later tokens, in the first delta net."""
     model, trace = llorch.load("micro-qwen3.5"), {}
     model.forward(read(goldens_folder() / "micro-qwen3.5").cases["near"].ids, trace=trace)
     first = next(i for i in range(model.config.n_layers) if model.config.layer(i).mixer == "delta_net")
     g = trace[f"l{first}.log_decay"].astype(np.float64)  # (seq, v_heads)
-    after = np.cumsum(g[::-1], axis=0)[::-1] - g  # of the tokens behind each
+    later_decay = np.cumsum(g[::-1], axis=0)[::-1] - g  # summed over later tokens
     figure = Figure(figsize=(7.2, 3.2), layout="constrained")
     axes = figure.subplots()
-    for head, line in enumerate(np.exp(after).T):
+    for head, line in enumerate(np.exp(later_decay).T):
         axes.plot(line, color=f"C{head % 6}", linewidth=2, label=f"head {head}")
     axes.set(xlabel="token", ylabel="left at the end", ylim=(0, 1.03), xlim=(0, len(g) - 1))
     axes.legend(frameon=False, loc="upper left")
@@ -26,4 +26,4 @@ def left() -> Figure:
 
 def figures() -> dict[str, Figure]:
     """Return the figures by name."""
-    return {"left": left()}
+    return {"left": remaining()}

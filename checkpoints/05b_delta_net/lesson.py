@@ -42,9 +42,9 @@ first = next(i for i in range(model.config.n_layers) if model.config.layer(i).mi
 state, cached = trace[f"l{first}.delta_state"], 2 * model.config.kv_width * len(ids)
 print("state of a layer", state.shape, "=", state.size, "numbers, after any number of tokens")
 print(f"keys and values of an attention layer after {len(ids)} tokens: {cached} numbers, and growing")
-left = np.exp(trace[f"l{first}.log_decay"].astype(np.float64))
+fractions = np.exp(trace[f"l{first}.log_decay"].astype(np.float64))
 for head in range(net.n_value_heads):
-    print(f"head {head}: a token leaves {left[:, head].min():.3f} to {left[:, head].max():.3f} of the state")
+    print(f"head {head}: a token leaves {fractions[:, head].min():.3f} to {fractions[:, head].max():.3f} of the state")
 
 # %% [markdown]
 # Before the rule, a convolution mixes each channel with its last three values, as a cheap sense of order: no RoPE is
@@ -105,12 +105,12 @@ rng = np.random.default_rng(0)
 q, k = (x / np.linalg.norm(x, axis=-1, keepdims=True) for x in rng.normal(size=(2, 100, 2, 8)))
 v, beta, g = rng.normal(size=(100, 4, 6)), rng.uniform(size=(100, 4)), -rng.exponential(size=(100, 4))
 empty = np.zeros((4, 8, 6))
-whole, state = delta_rule(q, k, v, beta, g, empty)
+out, state = delta_rule(q, k, v, beta, g, empty)
 a, between = delta_rule(q[:37], k[:37], v[:37], beta[:37], g[:37], empty)
-b, after = delta_rule(q[37:], k[37:], v[37:], beta[37:], g[37:], between)
+b, end = delta_rule(q[37:], k[37:], v[37:], beta[37:], g[37:], between)
 chunks, in_chunks = delta_rule_in_chunks(q, k, v, beta, g, empty)
-for what, one, other in (("two parts", after, state), ("chunks of 64", in_chunks, state), ("outputs", chunks, whole)):
-    print(f"{what}, within 1e-14:", bool(np.abs(one - other).max() < 1e-14))
+for name, actual, expected in (("two parts", end, state), ("chunks of 64", in_chunks, state), ("outputs", chunks, out)):
+    print(f"{name}, within 1e-14:", bool(np.abs(actual - expected).max() < 1e-14))
 
 # %% [markdown]
 # ## The mistake
@@ -156,12 +156,14 @@ print(check_functions("05b", delta_rule=wrong))
 # This is the first such layer, as each engine computed it:
 
 # %%
-theirs, others = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
+llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
 reference = golden.reference.engine_output.traces["near"]
 for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
     exact = reference[f"l{first}.{stage}"]
-    off = [np.linalg.norm(run[f"l{first}.{stage}"] - exact) / np.linalg.norm(exact) for run in (theirs, others)]
-    print(f"{stage:11} from float64: llama.cpp ~{off[0]:.0e}, transformers ~{off[1]:.0e}")
+    errors = [
+        np.linalg.norm(run[f"l{first}.{stage}"] - exact) / np.linalg.norm(exact) for run in (llamacpp, transformers)
+    ]
+    print(f"{stage:11} from float64: llama.cpp ~{errors[0]:.0e}, transformers ~{errors[1]:.0e}")
 
 # %% [markdown]
 # Further reading:

@@ -7,18 +7,18 @@ import numpy as np
 
 
 def rule(q, k, v, beta, g, state, *, step=None, scale=True, head_of=None, read=None):
-    """Head by head, token by token; `step` makes the next state of one head."""
+    """Compute the delta rule head by head, token by token; `step` makes the next state of one head."""
     n, key_dim = v.shape[1], k.shape[2]
     times = n // k.shape[1]
     out, new = np.empty_like(v), state.copy()
     for h in range(n):
-        at = h // times if head_of is None else head_of(h, k.shape[1])
+        key_head = h // times if head_of is None else head_of(h, k.shape[1])
         for t in range(len(v)):
-            given = new[h], k[t, at], v[t, h], beta[t, h], np.exp(g[t, h])
-            after = right_step(*given) if step is None else step(*given)
-            seen = after if read is None else read(new[h], np.exp(g[t, h]))
-            out[t, h] = q[t, at] @ seen / (np.sqrt(key_dim) if scale else 1)
-            new[h] = after
+            inputs = new[h], k[t, key_head], v[t, h], beta[t, h], np.exp(g[t, h])
+            next_state = right_step(*inputs) if step is None else step(*inputs)
+            read_state = next_state if read is None else read(new[h], np.exp(g[t, h]))
+            out[t, h] = q[t, key_head] @ read_state / (np.sqrt(key_dim) if scale else 1)
+            new[h] = next_state
     return out, new
 
 

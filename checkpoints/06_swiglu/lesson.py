@@ -103,13 +103,13 @@ from llorch.ops.linear import linear
 from llorch.runtime.builtin import goldens_folder
 
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.engine_outputs["llamacpp"].traces["near"]
+llamacpp = golden.engine_outputs["llamacpp"].traces["near"]
 w = llorch.load("micro-llama").weights.layer(0)
-h = theirs["l0.ffn_norm"]
+h = llamacpp["l0.ffn_norm"]
 gate, up = linear(h, w["gate_proj"]), linear(h, w["up_proj"])
 out = linear(swiglu(gate, up), w["down_proj"])
 print("h", h.shape, " gate and up", gate.shape, " out", out.shape)
-print("llama.cpp's output, within 1e-5:", bool(np.abs(out - theirs["l0.ffn_out"]).max() < 1e-5))
+print("llama.cpp's output, within 1e-5:", bool(np.abs(out - llamacpp["l0.ffn_out"]).max() < 1e-5))
 
 # %% [markdown]
 # ## The mistake
@@ -169,13 +169,13 @@ print(check_functions("06", swiglu=wrong))
 # This is layer 0 of `micro-llama`, as each engine computed it:
 
 # %%
-others = golden.engine_outputs["transformers"].traces["near"]
+transformers = golden.engine_outputs["transformers"].traces["near"]
 reference = golden.reference.engine_output.traces["near"]
 for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
-    a, b, exact = (run[f"l0.{stage}"] for run in (theirs, others, reference))
-    off = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
+    a, b, exact = (run[f"l0.{stage}"] for run in (llamacpp, transformers, reference))
+    errors = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
     print(f"{stage:8}  {np.sum(a != b):4} of {a.size} numbers differ, by {np.abs(a - b).max():.1e} at most")
-    print(f"{'':8}  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
+    print(f"{'':8}  from float64: llama.cpp {errors[0]:.1e}, transformers {errors[1]:.1e}")
 
 # %% [markdown]
 # The product of gate and up adds the errors of both, so its error is larger than either.

@@ -19,9 +19,9 @@ def gelu_of_gpt2(gate: np.ndarray, up: np.ndarray) -> np.ndarray:
 
 
 def rows_by_turns(h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray) -> np.ndarray:
-    both = h @ np.vstack([gate_proj, up_proj]).T  # one product in the place of two
-    both = both.reshape(len(h), -1, 2)
-    return (silu(both[..., 0]) * both[..., 1]) @ down_proj.T
+    gate_up = h @ np.vstack([gate_proj, up_proj]).T  # one product in the place of two
+    gate_up = gate_up.reshape(len(h), -1, 2)
+    return (silu(gate_up[..., 0]) * gate_up[..., 1]) @ down_proj.T
 
 
 WRONG = {

@@ -17,8 +17,8 @@ def chosen() -> Figure:
     table = spread(weights, ids, n_experts=model.config.experts.n_experts)  # (seq, experts)
     figure = Figure(figsize=(7.2, 2.6), layout="constrained")
     axes = figure.subplots()
-    seen = np.ma.masked_equal(table.T, 0)
-    axes.pcolormesh(seen, cmap="Blues", vmin=0, vmax=1, edgecolors="#7d7d7d", linewidth=0.2)
+    nonzero = np.ma.masked_equal(table.T, 0)
+    axes.pcolormesh(nonzero, cmap="Blues", vmin=0, vmax=1, edgecolors="#7d7d7d", linewidth=0.2)
     axes.set(xlabel="token", ylabel="expert", yticks=np.arange(len(table.T)) + 0.5, yticklabels=range(len(table.T)))
     axes.invert_yaxis()
     return figure

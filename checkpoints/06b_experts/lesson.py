@@ -91,8 +91,8 @@ reference = golden.reference.engine_output.traces["near"]
 margins = np.sort(reference[layer + "router_logits"], axis=-1)[:, ::-1]
 k = config.experts.n_experts_per_token
 gaps = margins[:, k - 1] - margins[:, k]
-theirs = golden.engine_outputs["llamacpp"].traces["near"]
-same = [set(a) == set(b) for a, b in zip(trace[layer + "topk_ids"], theirs[layer + "topk_ids"], strict=True)]
+llamacpp = golden.engine_outputs["llamacpp"].traces["near"]
+same = [set(a) == set(b) for a, b in zip(trace[layer + "topk_ids"], llamacpp[layer + "topk_ids"], strict=True)]
 print(f"the same experts as in llama.cpp: {sum(same)} of {len(same)} tokens")
 print(f"the closest decision in layer 0: {gaps.min():.4f} between two logits of size {np.abs(margins).mean():.1f}")
 
@@ -146,11 +146,11 @@ print(check_functions("06b", topk_weights=wrong))
 # This is layer 0, as each engine computed it:
 
 # %%
-others = golden.engine_outputs["transformers"].traces["near"]
+transformers = golden.engine_outputs["transformers"].traces["near"]
 for stage in ("router_logits", "router_probs", "topk_weights", "moe_out"):
     exact = reference[layer + stage]
-    off = [np.linalg.norm(run[layer + stage] - exact) / np.linalg.norm(exact) for run in (theirs, others)]
-    print(f"{stage:13} from float64: llama.cpp ~{off[0]:.0e}, transformers ~{off[1]:.0e}")
+    errors = [np.linalg.norm(run[layer + stage] - exact) / np.linalg.norm(exact) for run in (llamacpp, transformers)]
+    print(f"{stage:13} from float64: llama.cpp ~{errors[0]:.0e}, transformers ~{errors[1]:.0e}")
 
 # %% [markdown]
 # Further reading:

@@ -15,7 +15,7 @@ def never_normalised(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np
 
 
 def each_expert(h, ids, gate_proj, up_proj, down_proj, *, chosen=None, act=lambda gate, up: silu(gate) * up):
-    """One token after the other."""
+    """Compute the experts one token at a time."""
     chosen = ids if chosen is None else chosen
     outs = np.zeros((*ids.shape, h.shape[1]), h.dtype)
     for t, row in enumerate(chosen):

@@ -18,9 +18,9 @@ def branch(axes: Axes, start: float, colour: str, boxes: tuple[str, ...]) -> Non
     axes.plot([start, end], [1.2, 1.2], **line)
     axes.annotate("", (end, 0.2), (end, 1.22), arrowprops={"arrowstyle": "->", **line})
     for i, name in enumerate(boxes):
-        at = start + 0.5 + step * (i + 0.5)
+        x = start + 0.5 + step * (i + 0.5)
         axes.text(
-            at,
+            x,
             1.2,
             name,
             ha="center",
@@ -39,8 +39,8 @@ def wiring() -> Figure:
     axes.annotate("", (11.2, 0), (-0.5, 0), arrowprops={"arrowstyle": "->", "color": GREY, "linewidth": 3})
     branch(axes, 0.5, "#3b82c4", ("attn_norm", "attention"))
     branch(axes, 5.6, "#d9702b", ("ffn_norm", "feed-forward"))
-    for at, name in ((-0.3, "x"), (5.1, "r"), (10.6, "y")):
-        axes.text(at, -0.45, name, ha="center", style="italic", fontsize=13)
+    for x, name in ((-0.3, "x"), (5.1, "r"), (10.6, "y")):
+        axes.text(x, -0.45, name, ha="center", style="italic", fontsize=13)
     axes.set(xlim=(-0.7, 11.4), ylim=(-0.7, 1.8))
     axes.axis("off")
     return figure
@@ -56,11 +56,11 @@ def stream() -> Figure:
     figure = Figure(figsize=(7.2, 3.8), layout="constrained")
     axes = figure.subplots()
     for half, (name, colour) in enumerate((("attention", "C0"), ("feed-forward", "C1"))):
-        at = range(half, 2 * len(layers), 2)
-        axes.bar(at, [size[i + 1] - size[i] for i in at], bottom=[size[i] for i in at], color=colour, label=name)
-    for i, after in enumerate(size[1:]):
-        axes.text(i, after * 1.08, f"{after:.3g}", ha="center", fontsize=9)
-        axes.plot([i - 0.4, i + 1.4 if i + 1 < len(size) - 1 else i + 0.4], [after, after], color=GREY, linewidth=1)
+        bars = range(half, 2 * len(layers), 2)
+        axes.bar(bars, [size[i + 1] - size[i] for i in bars], bottom=[size[i] for i in bars], color=colour, label=name)
+    for i, height in enumerate(size[1:]):
+        axes.text(i, height * 1.08, f"{height:.3g}", ha="center", fontsize=9)
+        axes.plot([i - 0.4, i + 1.4 if i + 1 < len(size) - 1 else i + 0.4], [height, height], color=GREY, linewidth=1)
     axes.set_yscale("log")
     axes.set_xticks([2 * i + 0.5 for i in layers], [f"layer {i}" for i in layers])
     axes.set(ylabel="root mean square of fox", ylim=(0.09, 200))

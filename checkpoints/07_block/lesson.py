@@ -119,21 +119,21 @@ block = PARTS["block"].reference
 micro = llorch.load("micro-llama")
 config, w = micro.config, micro.weights.layer(0)
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.engine_outputs["llamacpp"].traces["near"]
-x = theirs["embed"]
+llamacpp = golden.engine_outputs["llamacpp"].traces["near"]
+x = llamacpp["embed"]
 cos, sin = rope_tables(np.arange(len(x)), head_dim=config.head_dim, theta=config.rope_theta, scaling=None)
 nothing = np.zeros((config.n_kv_heads, 0, config.head_dim), np.float32)
-rest = {"w": w, "head_dim": config.head_dim, "eps": config.rms_norm_eps}
-y, k, v = block(x=x, cos=cos, sin=sin, past_k=nothing, past_v=nothing, **rest)
+layer_arguments = {"w": w, "head_dim": config.head_dim, "eps": config.rms_norm_eps}
+y, k, v = block(x=x, cos=cos, sin=sin, past_k=nothing, past_v=nothing, **layer_arguments)
 print("stream", x.shape, "->", y.shape, " keys", nothing.shape, "->", k.shape)
-print("llama.cpp's block_out, within 1e-5:", bool(np.abs(y - theirs["l0.block_out"]).max() < 1e-5))
+print("llama.cpp's block_out, within 1e-5:", bool(np.abs(y - llamacpp["l0.block_out"]).max() < 1e-5))
 
 # %% [markdown]
 # These were twelve tokens at once. Next, seven tokens, and then five more after the cache of the seven:
 
 # %%
-first, k7, v7 = block(x=x[:7], cos=cos[:7], sin=sin[:7], past_k=nothing, past_v=nothing, **rest)
-second, k12, v12 = block(x=x[7:], cos=cos[7:], sin=sin[7:], past_k=k7, past_v=v7, **rest)
+first, k7, v7 = block(x=x[:7], cos=cos[:7], sin=sin[:7], past_k=nothing, past_v=nothing, **layer_arguments)
+second, k12, v12 = block(x=x[7:], cos=cos[7:], sin=sin[7:], past_k=k7, past_v=v7, **layer_arguments)
 print("caches", k7.shape, "then", k12.shape)
 print("the same rows, within 1e-5:", bool(np.abs(np.concatenate([first, second]) - y).max() < 1e-5))
 
@@ -223,9 +223,9 @@ runs = {name: golden.engine_outputs[name].traces["near"] for name in ("llamacpp"
 reference = golden.reference.engine_output.traces["near"]
 for layer in range(5):
     exact = reference[f"l{layer}.block_out"]
-    off = [np.linalg.norm(run[f"l{layer}.block_out"] - exact) / np.linalg.norm(exact) for run in runs.values()]
+    errors = [np.linalg.norm(run[f"l{layer}.block_out"] - exact) / np.linalg.norm(exact) for run in runs.values()]
     between = np.abs(runs["llamacpp"][f"l{layer}.block_out"] - runs["transformers"][f"l{layer}.block_out"]).max()
-    print(f"layer {layer}: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}, between them {between:.1e} at most")
+    print(f"layer {layer}: llama.cpp {errors[0]:.1e}, transformers {errors[1]:.1e}, between them {between:.1e} at most")
 
 # %% [markdown]
 # The relative error hardly grows over five layers: each addition brings new rounding and dilutes the one before. The

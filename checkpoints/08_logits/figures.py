@@ -23,10 +23,10 @@ def lens() -> Figure:
         logits = linear(x, story.weights["embed_tokens"])[0].astype(np.float64)
         shares = np.exp(logits - logits.max()) / np.exp(logits - logits.max()).sum()
         for column, token in enumerate(np.argsort(-shares)[:N_BEST]):
-            said = story.tokenizer.decode([int(token)]).strip()
+            word = story.tokenizer.decode([int(token)]).strip()
             axes.barh(row + 0.28, 0.9 * shares[token], 0.16, left=column - 0.45, color="C0")
-            said = said if said.isalpha() else f'"{said}"'
-            axes.text(column - 0.45, row, f"{said}  {shares[token]:.2f}", va="center", fontsize=10)
+            word = word if word.isalpha() else f'"{word}"'
+            axes.text(column - 0.45, row, f"{word}  {shares[token]:.2f}", va="center", fontsize=10)
     axes.set_yticks(range(len(streams)), list(streams))
     axes.set_xticks(np.arange(N_BEST) - 0.45, ["first", "second", "third", "fourth", "fifth"], ha="left")
     axes.xaxis.tick_top()

@@ -29,10 +29,10 @@ ids = story.tokenizer.encode("Once upon a time there was a little fox")
 trace: dict[str, np.ndarray] = {}
 logits = story.forward(ids, trace=trace)
 print("logits", logits.shape)
-for at in (1, 4, 9):
-    best = np.argsort(-logits[at])[:3]
-    said = ", ".join(f"{story.tokenizer.decode([int(t)]).strip()!r} {logits[at, t]:.1f}" for t in best)
-    print(f"after {story.tokenizer.decode([ids[at]]).strip()!r}: {said}")
+for position in (1, 4, 9):
+    best = np.argsort(-logits[position])[:3]
+    candidates = ", ".join(f"{story.tokenizer.decode([int(t)]).strip()!r} {logits[position, t]:.1f}" for t in best)
+    print(f"after {story.tokenizer.decode([ids[position]]).strip()!r}: {candidates}")
 
 # %% [markdown]
 # Every position gives a prediction, not only the last one, because the mask of 04 hides later tokens from each
@@ -85,11 +85,11 @@ from llorch.runtime.builtin import goldens_folder
 print(linear(np.array([[1, -1]], np.float32), np.array([[2, 0], [0, 2], [1, -1]], np.float32)))
 
 golden = read(goldens_folder() / "micro-llama")
-theirs = golden.engine_outputs["llamacpp"].traces["near"]
+llamacpp = golden.engine_outputs["llamacpp"].traces["near"]
 weights = llorch.load("micro-llama").weights
-z = linear(theirs["final_norm"], weights["lm_head"])
-print("stream", theirs["final_norm"].shape, " matrix", weights["lm_head"].shape, " logits", z.shape)
-print("llama.cpp's logits, within 1e-4:", bool(np.abs(z - theirs["logits"]).max() < 1e-4))
+z = linear(llamacpp["final_norm"], weights["lm_head"])
+print("stream", llamacpp["final_norm"].shape, " matrix", weights["lm_head"].shape, " logits", z.shape)
+print("llama.cpp's logits, within 1e-4:", bool(np.abs(z - llamacpp["logits"]).max() < 1e-4))
 
 # %% [markdown]
 # ## The mistake
@@ -160,10 +160,10 @@ for name in ("micro-llama", "story"):
     golden = read(goldens_folder() / name)
     a, b = (golden.engine_outputs[engine].traces["near"]["logits"] for engine in ("llamacpp", "transformers"))
     exact = golden.reference.engine_output.traces["near"]["logits"]
-    off = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
+    errors = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
     best = np.sort(exact, axis=-1)
     print(f"{name}: {np.sum(a != b)} of {a.size} logits differ, by {np.abs(a - b).max():.1e} at most")
-    print(f"  from float64: llama.cpp {off[0]:.1e}, transformers {off[1]:.1e}")
+    print(f"  from float64: llama.cpp {errors[0]:.1e}, transformers {errors[1]:.1e}")
     print(f"  same first choice everywhere: {np.array_equal(a.argmax(-1), b.argmax(-1))}", end="; ")
     print(f"smallest lead of the best logit {(best[:, -1] - best[:, -2]).min():.3f}")
 

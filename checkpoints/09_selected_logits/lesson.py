@@ -28,7 +28,7 @@ ids = story.tokenizer.encode("Once upon a time there was a little fox")
 logits = story.forward(ids)
 print(logits.shape)
 for i, row in zip(ids, logits, strict=True):
-    piece, best = (story.tokenizer.token_bytes(int(each)).decode() for each in (i, row.argmax()))
+    piece, best = (story.tokenizer.token_bytes(int(token_id)).decode() for token_id in (i, row.argmax()))
     print(f"after {piece or 'the begin':10} {best!r}")
 
 # %% [markdown]
@@ -112,9 +112,9 @@ from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
-    a, b = (shown.selected_logits for shown in golden.engine_outputs.values())
-    alone = golden.engine_outputs["llamacpp"]
-    same = np.array_equal(alone.selected_logits, alone.traces["near"]["logits"][-1])
+    a, b = (output.selected_logits for output in golden.engine_outputs.values())
+    llamacpp = golden.engine_outputs["llamacpp"]
+    same = np.array_equal(llamacpp.selected_logits, llamacpp.traces["near"]["logits"][-1])
     print(f"{name:13} apart by {np.abs(a - b).max():.0e}   llama.cpp's row of 08 is the same: {same}")
 
 # %% [markdown]

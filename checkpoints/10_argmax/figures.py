@@ -1,4 +1,4 @@
-"""Figure of lesson 10: by how much the best token leads."""
+"""Figure of lesson 10: the lead of the best token."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -19,7 +19,7 @@ def leads() -> Figure:
         steps = np.sort(logits, axis=1)
         gaps = (steps[:, -1] - steps[:, -2]) / np.sqrt(np.mean(logits**2, axis=1))
         axes.semilogx(gaps, np.full(len(gaps), line), ".", color=BLUE, markersize=7, alpha=0.7)
-    moved = max(suite_of(name).tolerances("near").moved() for name in BUILTIN)
+    moved = max(suite_of(name).tolerances("near").largest_swap() for name in BUILTIN)
     axes.axvline(moved, color=GREY, linestyle="--", linewidth=1)
     axes.text(moved * 1.2, -0.6, "rounding of float32", color=GREY, va="center", fontsize=9)
     axes.set_yticks(range(len(BUILTIN)), BUILTIN)

@@ -87,12 +87,12 @@ from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["10"])["argmax"]["argmax-last-of-ties"]
 print(inspect.getsource(wrong))
-found = check_functions("10", argmax=wrong)
-print(found)
+report = check_functions("10", argmax=wrong)
+print(report)
 print(
     {
-        each.stage_ref.run: sum(other.stage_ref.run == each.stage_ref.run for other in found.wrong)
-        for each in found.comparisons
+        comparison.stage_ref.run: sum(failed.stage_ref.run == comparison.stage_ref.run for failed in report.wrong)
+        for comparison in report.comparisons
     }
 )
 
@@ -124,7 +124,7 @@ from llorch.runtime.builtin import BUILTIN, goldens_folder
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
-    chosen = {engine: int(shown.selected_logits.argmax()) for engine, shown in golden.engine_outputs.items()}
+    chosen = {engine: int(output.selected_logits.argmax()) for engine, output in golden.engine_outputs.items()}
     best = np.sort(golden.reference.engine_output.selected_logits)[::-1]
     print(f"{name:13} {chosen}   lead {best[0] - best[1]:.2f}")
 

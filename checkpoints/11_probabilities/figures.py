@@ -24,15 +24,15 @@ def filters() -> Figure:
     best = np.argsort(-z)[:SHOWN]
     figure = Figure(figsize=(7.2, 4.6), layout="constrained")
     panels = figure.subplots(2, 3, sharex=True, sharey=True).ravel()
-    before = softmax(z)[best]
+    previous = softmax(z)[best]
     for axes, (name, logits) in zip(panels, steps.items(), strict=True):
-        now = softmax(logits)[best]
-        axes.bar(range(SHOWN), before, color="none", edgecolor=GREY, linewidth=0.8)
-        axes.bar(range(SHOWN), now, color=BLUE, width=0.6)
+        current = softmax(logits)[best]
+        axes.bar(range(SHOWN), previous, color="none", edgecolor=GREY, linewidth=0.8)
+        axes.bar(range(SHOWN), current, color=BLUE, width=0.6)
         axes.set_title(f"{name}: {np.isfinite(logits).sum()} tokens", fontsize=10)
         labels = [story.tokenizer.token_bytes(int(i)).decode().strip() for i in best]
         axes.set_xticks(range(SHOWN), labels, rotation=90, fontsize=9)
-        before = now
+        previous = current
     return figure
 
 

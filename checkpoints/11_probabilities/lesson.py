@@ -86,12 +86,12 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 z = np.array([2.0, 1.0, 0.0])
 print(softmax(z).round(3), "->", softmax(keep_top_p(z, p=0.8)).round(3))
 z = penalise(row, ids, penalty=1.1) / 0.8
-for name, kept in (
+for name, filtered in (
     ("top-k 12", keep_top_k(z, k=12)),
     ("top-p 0.8", keep_top_p(z, p=0.8)),
     ("min-p 0.1", keep_min_p(z, min_p=0.1)),
 ):
-    print(f"{name:10} keeps {np.isfinite(kept).sum():3} of {z.size}, the best has {softmax(kept).max():.3f}")
+    print(f"{name:10} keeps {np.isfinite(filtered).sum():3} of {z.size}, the best has {softmax(filtered).max():.3f}")
 
 # %% [markdown]
 # ## The mistake
@@ -120,9 +120,9 @@ for part, name in (
     ("distribution", "temperature-after-filters"),
     ("distribution", "probabilities-not-renormalised"),
 ):
-    found = check_functions("11", **{part: typed[part][name]})
-    shown = sorted({each.stage_ref.part for each in found.wrong})
-    print(f"{name:31} {len(found.wrong):2}   {', '.join(shown)}")
+    report = check_functions("11", **{part: typed[part][name]})
+    failed_parts = sorted({comparison.stage_ref.part for comparison in report.wrong})
+    print(f"{name:31} {len(report.wrong):2}   {', '.join(failed_parts)}")
 
 # %% [markdown]
 # A comparison of texts could not decide. Two right samplers with different random numbers write different texts, and
@@ -157,10 +157,10 @@ from llorch.runtime.builtin import goldens_folder
 golden = read(goldens_folder() / "story")
 for name, a in golden.engine_outputs["llamacpp"].probabilities.items():
     b, reference = (
-        each.probabilities[name] for each in (golden.engine_outputs["transformers"], golden.reference.engine_output)
+        output.probabilities[name] for output in (golden.engine_outputs["transformers"], golden.reference.engine_output)
     )
-    off = [np.linalg.norm(each - reference) / np.linalg.norm(reference) for each in (a, b)]
-    print(f"{name:12} keeps {(a > 0).sum():4} {(b > 0).sum():4}   from float64: {off[0]:.0e} {off[1]:.0e}")
+    errors = [np.linalg.norm(probabilities - reference) / np.linalg.norm(reference) for probabilities in (a, b)]
+    print(f"{name:12} keeps {(a > 0).sum():4} {(b > 0).sum():4}   from float64: {errors[0]:.0e} {errors[1]:.0e}")
 
 # %% [markdown]
 # llama.cpp stands first. Both engines keep the same tokens with every setting. This is not certain in general:

@@ -91,10 +91,10 @@ from llorch.runtime.builtin import goldens_folder
 golden = read(goldens_folder() / "story")
 near = golden.cases["near"].ids
 print("prompt      ", story.tokenizer.decode(near))
-for engine, shown in golden.engine_outputs.items():
-    print(f"{engine:13}{story.tokenizer.decode(shown.greedy)}")
-ours = [token.id for token in story.generate(near, max_tokens=24, ignore_eos=True)]
-print("llorch      ", ours == golden.engine_outputs["llamacpp"].greedy.tolist())
+for engine, output in golden.engine_outputs.items():
+    print(f"{engine:13}{story.tokenizer.decode(output.greedy)}")
+llorch_ids = [token.id for token in story.generate(near, max_tokens=24, ignore_eos=True)]
+print("llorch      ", llorch_ids == golden.engine_outputs["llamacpp"].greedy.tolist())
 
 # %% [markdown]
 # ## The mistake
@@ -116,8 +116,8 @@ print(check_functions("12", generate=wrong))
 
 # %%
 for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
-    found = check_functions("12", generate=function)
-    models = list(dict.fromkeys(each.model for each in found.wrong))
+    report = check_functions("12", generate=function)
+    models = list(dict.fromkeys(comparison.model for comparison in report.wrong))
     print(f"{name:36} {len(models)} of 5")
 
 # %% [markdown]
@@ -161,7 +161,7 @@ from llorch.runtime.builtin import BUILTIN
 
 for name in BUILTIN:
     golden = read(goldens_folder() / name)
-    same = len({tuple(shown.greedy.tolist()) for shown in golden.engine_outputs.values()}) == 1
+    same = len({tuple(output.greedy.tolist()) for output in golden.engine_outputs.values()}) == 1
     steps = np.sort(golden.reference.step_logits, axis=1)
     gap = (steps[:, -1] - steps[:, -2]).min()
     print(f"{name:13} both engines the same: {same}   closest call {gap:.3f}")

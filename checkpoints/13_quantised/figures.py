@@ -38,9 +38,9 @@ def error() -> Figure:
     edges = np.linspace(-0.2, 0.2, 121)
     for name, color in zip(TYPES, (BLUE, "#8250df", LIT), strict=True):
         kind = GGMLQuantizationType[name]
-        off = (dequantize(quantize(matrix, kind), kind) - matrix) / matrix.std()
-        counts, _ = np.histogram(off, edges)
-        axes.stairs(np.maximum(counts / off.size, 1e-6), edges, color=color, label=f"{name}, rms {off.std():.3f}")
+        errors = (dequantize(quantize(matrix, kind), kind) - matrix) / matrix.std()
+        counts, _ = np.histogram(errors, edges)
+        axes.stairs(np.maximum(counts / errors.size, 1e-6), edges, color=color, label=f"{name}, rms {errors.std():.3f}")
     axes.set(yscale="log", ylim=(1e-4, 1), xlabel="error, in standard deviations of the matrix", ylabel="share")
     axes.legend(frameon=False)
     return figure

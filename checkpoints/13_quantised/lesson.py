@@ -81,8 +81,8 @@ codes = np.concatenate([low, high], axis=1)
 print("scale  ", d[0, 0])
 print("codes  ", *codes[0, :8], "...")
 finite = np.isfinite(values).all(axis=1)  # without those whose scale is infinite
-ours = (codes[finite].astype(np.float32) - 8) * d[finite]
-print("equal  ", np.array_equal(ours, values[finite]), "in", finite.sum(), "blocks")
+decoded = (codes[finite].astype(np.float32) - 8) * d[finite]
+print("equal  ", np.array_equal(decoded, values[finite]), "in", finite.sum(), "blocks")
 
 # %% [markdown]
 # ## The mistake

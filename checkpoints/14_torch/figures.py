@@ -40,11 +40,11 @@ def ladder() -> Figure:
     for dtype, colour in LIMITS.items():
         allowed = [suite.tolerances("near", dtype).chained(place, 0).error for place in places]
         axes.semilogy(places, allowed, color=colour, label=f"tolerance of {dtype}")
-    true = golden.reference.engine_output.traces["near"]
+    exact = golden.reference.engine_output.traces["near"]
     for engine, marker in ENGINES.items():
-        theirs = golden.engine_outputs[engine].traces["near"]
-        off = [distance(theirs[place], true[place], BY_NAME[place.rpartition(".")[2]]).error for place in places]
-        axes.semilogy(places, off, marker, color=GREY, markersize=4, label=f"{engine}, float32")
+        trace = golden.engine_outputs[engine].traces["near"]
+        errors = [distance(trace[place], exact[place], BY_NAME[place.rpartition(".")[2]]).error for place in places]
+        axes.semilogy(places, errors, marker, color=GREY, markersize=4, label=f"{engine}, float32")
     axes.set(ylabel="error", ylim=(1e-8, 1e-1))
     axes.tick_params(axis="x", rotation=30)
     axes.legend(frameon=False, ncols=2, loc="center", bbox_to_anchor=(0.5, 0.55))

@@ -96,13 +96,13 @@ gain = torch.tensor(model.weights["layers.0.attn_norm"])
 reference = torch.tensor(golden.reference.engine_output.traces["near"]["l0.attn_norm"])
 
 
-def off(y: torch.Tensor, right: torch.Tensor = reference) -> str:
+def format_error(y: torch.Tensor, right: torch.Tensor = reference) -> str:
     return f"~{float((y.double() - right).norm() / right.norm()):.1e}"
 
 
 for dtype in DTYPES:
     y = rms_norm(rows.to(dtype), gain.to(dtype), eps=1e-5)
-    print(f"{dtype!s:15} off by {off(y)}")
+    print(f"{dtype!s:15} off by {format_error(y)}")
 
 # %% [markdown]
 # The error is the step of the format and no more. (Gain and rows were rounded too.) Next is a matrix product, with a
@@ -118,10 +118,10 @@ def as_tf32(x: torch.Tensor) -> torch.Tensor:
 weight = torch.tensor(np.asarray(llorch.load("story").weights.layer(0)["gate_proj"], np.float32))
 h = torch.tensor(read(goldens_folder() / "story").engine_outputs["llamacpp"].traces["near"]["l0.ffn_norm"])
 exact = h.double() @ weight.double().T
-print("float32 ", off(h @ weight.T, exact))
-print("TF32    ", off(as_tf32(h) @ as_tf32(weight).T, exact))
+print("float32 ", format_error(h @ weight.T, exact))
+print("TF32    ", format_error(as_tf32(h) @ as_tf32(weight).T, exact))
 for dtype in DTYPES[1:]:
-    print(f"{str(dtype)[6:]:8}", off(h.to(dtype) @ weight.to(dtype).T, exact))
+    print(f"{str(dtype)[6:]:8}", format_error(h.to(dtype) @ weight.to(dtype).T, exact))
 
 # %% [markdown]
 # So "float32" on a GPU can be three decades worse than float32, because of a process-wide switch that any library may
@@ -161,7 +161,10 @@ def lazy(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 for dtype in DTYPES[1:]:
     x, w = rows.to(dtype), gain.to(dtype)
-    print(f"{str(dtype)[6:]:8}  rounded once {off(rms_norm(x, w, eps=1e-5))}   at every step {off(lazy(x, w, 1e-5))}")
+    print(
+        f"{str(dtype)[6:]:8}  rounded once {format_error(rms_norm(x, w, eps=1e-5))}"
+        f"   at every step {format_error(lazy(x, w, 1e-5))}"
+    )
 print(check_functions("14", torch_rms_norm=lazy).label)
 
 # %% [markdown]
@@ -201,10 +204,10 @@ print(check_functions("14", **{name: PARTS[name].reference for name in ("torch_r
 # %%
 x, w = rows.bfloat16(), gain.bfloat16()
 divided = x.float() * torch.rsqrt(x.float().square().mean(-1, keepdim=True) + 1e-5)
-theirs, ours = w * divided.bfloat16(), rms_norm(x, w, eps=1e-5)
-print(f"other bits in ~{int((theirs != ours).sum())} of {ours.numel()} numbers")
-print("rounded once ", off(ours))
-print("rounded twice", off(theirs))
+rounded_twice, rounded_once = w * divided.bfloat16(), rms_norm(x, w, eps=1e-5)
+print(f"other bits in ~{int((rounded_twice != rounded_once).sum())} of {rounded_once.numel()} numbers")
+print("rounded once ", format_error(rounded_once))
+print("rounded twice", format_error(rounded_twice))
 
 # %% [markdown]
 # - transformers rounds in its norms twice, before the gain and after it. llama.cpp and llorch round once.
@@ -309,7 +312,7 @@ print("rounded twice", off(theirs))
 # Some mistakes are smaller than these tolerances. Here every known mistake of a stage is made on the goldens' inputs
 # and judged by the isolated tolerance of each dtype:
 #
-# <!-- generated: teeth -->
+# <!-- generated: injected -->
 # <!-- end -->
 #
 # `python benchmarks/missed_factors.py` injects a factor of 1.01 into every stage. In bfloat16 94 % of the isolated

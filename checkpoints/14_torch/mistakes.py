@@ -14,10 +14,10 @@ def squares_in_half(x: Tensor, weight: Tensor, eps: float) -> Tensor:
 
 
 def half_of_it(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    turned, kept = x.float().chunk(2, -1)
+    rotated, unrotated = x.float().chunk(2, -1)
     cos, sin = cos.unsqueeze(2)[..., ::2], sin.unsqueeze(2)[..., ::2]
-    first, second = turned.chunk(2, -1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, kept], -1).to(x.dtype)
+    first, second = rotated.chunk(2, -1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], -1).to(x.dtype)
 
 
 WRONG = {

@@ -16,10 +16,10 @@ def rank() -> Figure:
     delta = adapter.scaling(MATRIX) * lora.lora_B.astype(np.float64) @ lora.lora_A
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
-    found = np.linalg.svd(weights.array(MATRIX).astype(np.float64), compute_uv=False)
-    axes.semilogy(np.arange(1, len(found) + 1), found, ".", color="#7d7d7d", label="W, frozen")
-    found = np.linalg.svd(delta, compute_uv=False)[: adapter.config.rank_of(adapter.targets[MATRIX])]
-    axes.semilogy(np.arange(1, len(found) + 1), found, "o", color="C1", label="s B A, of rank 2")
+    singular_values = np.linalg.svd(weights.array(MATRIX).astype(np.float64), compute_uv=False)
+    axes.semilogy(np.arange(1, len(singular_values) + 1), singular_values, ".", color="#7d7d7d", label="W, frozen")
+    singular_values = np.linalg.svd(delta, compute_uv=False)[: adapter.config.rank_of(adapter.targets[MATRIX])]
+    axes.semilogy(np.arange(1, len(singular_values) + 1), singular_values, "o", color="C1", label="s B A, of rank 2")
     axes.annotate("and no third one", (3, 2e-2), color="C1", va="center")
     axes.set(xlabel="singular value, the largest first", ylabel="size", ylim=(1e-3, 30))
     axes.legend(frameon=False)

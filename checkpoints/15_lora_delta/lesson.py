@@ -80,7 +80,7 @@ print(f"{len(targets)} matrices, {frozen:,} frozen numbers; {trained:,} trained:
 
 # %%
 from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_places import INPUT_OF, at
+from llorch.judging.expectations.training_refs import INPUT_OF, at
 from llorch.ops.lora import lora_delta
 
 weights, golden = stored("micro-llama")
@@ -89,9 +89,9 @@ for name in ("q_proj", "k_proj", "v_proj", "down_proj"):
     full, target = f"layers.0.{name}", adapter.targets[f"layers.0.{name}"]
     x, lora = golden.shown(at(INPUT_OF[name], 0)), adapter.tensors[full]
     delta = lora_delta(x, lora.lora_A, lora.lora_B, scaling=adapter.scaling(full))
-    off = np.abs(delta - golden.shown(at("lora_delta", 0, name))).max()
+    difference = np.abs(delta - golden.shown(at("lora_delta", 0, name))).max()
     alpha, r = adapter.config.alpha_of(target), adapter.config.rank_of(target)
-    print(f"{name:9} {x.shape} -> {delta.shape}   s = {alpha} / {r} = {alpha / r:.3f}   from PEFT ~{off:.0e}")
+    print(f"{name:9} {x.shape} -> {delta.shape}   s = {alpha} / {r} = {alpha / r:.3f}   from PEFT ~{difference:.0e}")
 
 # %% [markdown]
 # The detour never makes $BA$. For 2 rows of the batch, 17 tokens in all, the two products cost 17 * 2 * (96 + 192) =
@@ -108,10 +108,10 @@ from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 lora, s = adapter.tensors["layers.0.q_proj"], adapter.scaling("layers.0.q_proj")
 x = golden.shown(at("attn_norm", 0))
 for name, wrong in typed_mistakes(BY_NUMBER["15"])["lora_delta"].items():
-    off = [np.abs(wrong(x, lora.lora_A, B, s) - lora_delta(x, lora.lora_A, B, scaling=s)).max()
-           for B in (0 * lora.lora_B, lora.lora_B)]  # fmt: skip
+    differences = [np.abs(wrong(x, lora.lora_A, B, s) - lora_delta(x, lora.lora_A, B, scaling=s)).max()
+                   for B in (0 * lora.lora_B, lora.lora_B)]  # fmt: skip
     if "dropout" not in name:
-        print(f"{name:20} B = 0: {off[0]:.1f}   B of the golden: {off[1]:.2f}")
+        print(f"{name:20} B = 0: {differences[0]:.1f}   B of the golden: {differences[1]:.2f}")
 
 # %% [markdown]
 # So in the goldens neither factor is zero. The second mistake is one of a port. The code below runs it in the model,
@@ -199,8 +199,8 @@ for name, actual in orders.items():
 #
 # ## Mistakes it catches
 #
-# `pytest -k teeth` injects each mistake in turn: it replaces the right function of llorch by the wrong one. The test
-# requires that this validation point fails first, by at least ten times the tolerance.
+# `pytest tests/faults` injects each mistake in turn: it replaces the right function of llorch by the wrong one. The
+# test requires that this validation point fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->

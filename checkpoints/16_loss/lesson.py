@@ -28,10 +28,10 @@ from llorch.ops.cross_entropy import cross_entropy, shifted
 
 story = llorch.load("story")
 ids = np.array(story.tokenizer.encode("Once upon a time, there was a brave pirate named Grace."))
-logits, wanted = story.forward(ids), shifted(ids)
+logits, targets = story.forward(ids), shifted(ids)
 for row in range(len(ids) - 1):
-    loss, _ = cross_entropy(logits[row : row + 1], wanted[row : row + 1], label_smoothing=0.0)
-    print(f"{story.tokenizer.decode([int(wanted[row])])!r:>10} {loss:6.2f}  {'#' * round(2 * loss)}".rstrip())
+    loss, _ = cross_entropy(logits[row : row + 1], targets[row : row + 1], label_smoothing=0.0)
+    print(f"{story.tokenizer.decode([int(targets[row])])!r:>10} {loss:6.2f}  {'#' * round(2 * loss)}".rstrip())
 
 # %% [markdown]
 # The opening of every tale costs nothing. `story` has no token for *pirate*, so the word takes three pieces. Each
@@ -86,7 +86,7 @@ for row in range(len(ids) - 1):
 
 # %%
 from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_places import at
+from llorch.judging.expectations.training_refs import at
 
 weights, golden = stored("micro-llama")
 documents = list(golden.batches[0].each_document())
@@ -133,11 +133,11 @@ right = float(golden.shown(at("loss")))
 
 
 def loss_with(labels_of, shift, entropy=cross_entropy) -> float:
-    found = [
+    losses = [
         entropy(z, shift(labels_of(ids, labels)), label_smoothing=0.0)
         for z, (ids, labels) in zip(rows, documents, strict=True)
     ]
-    return sum(total for total, _ in found) / sum(n for _, n in found)
+    return sum(total for total, _ in losses) / sum(n for _, n in losses)
 
 
 def as_given(ids, labels):
@@ -177,9 +177,9 @@ print(f"divided by all tokens  {loss_with(as_given, shifted, counted):.3f}")
 
 # %%
 stage_ref = at("token_losses")
-reference, theirs = golden.reference("isolated", stage_ref), golden.shown(stage_ref)
+reference, actual = golden.reference("isolated", stage_ref), golden.shown(stage_ref)
 print(
-    f"torch, float32 from float64: ~{np.abs(theirs - reference).max():.0e} nats, of losses up to {reference.max():.2f}"
+    f"torch, float32 from float64: ~{np.abs(actual - reference).max():.0e} nats, of losses up to {reference.max():.2f}"
 )
 
 # %% [markdown]
@@ -220,8 +220,8 @@ print(
 #
 # ## Mistakes it catches
 #
-# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
-# fails first, by at least ten times the tolerance.
+# `pytest tests/faults` replaces one of llorch's functions by each mistake. The test requires that this validation
+# point fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->

@@ -1,4 +1,4 @@
-"""Figures of lesson 17: a gradient check by finite differences, and every tensor beside PEFT's."""
+"""Figures of lesson 17: a gradient check by finite differences, and every tensor next to PEFT's."""
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -6,7 +6,7 @@ from matplotlib.figure import Figure
 from llorch.diagnosis.mistakes import TRAINING
 from llorch.diagnosis.mistakes.mistake import injected
 from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_places import of_tensors
+from llorch.judging.expectations.training_refs import of_tensors
 from llorch.ops.precision import own_dtype_only
 from llorch.ops.swiglu import swiglu, swiglu_backward
 from llorch.training.numpy_step import loss_and_gradients
@@ -23,13 +23,13 @@ def difference() -> Figure:
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
     for dtype, colour in ((np.float32, "C1"), (np.float64, "C0")):
-        off = []
+        errors = []
         for step in steps:
             above, below = ((gate + sign * step).astype(dtype) for sign in (1, -1))
             with own_dtype_only():
                 moved = swiglu(above, up.astype(dtype)).astype(np.float64) - swiglu(below, up.astype(dtype))
-            off.append(np.linalg.norm(moved * grad / (2 * step) - right) / np.linalg.norm(right))
-        axes.loglog(steps, off, color=colour, linewidth=2, label=dtype.__name__)
+            errors.append(np.linalg.norm(moved * grad / (2 * step) - right) / np.linalg.norm(right))
+        axes.loglog(steps, errors, color=colour, linewidth=2, label=dtype.__name__)
     axes.set(xlabel="step h", ylabel="error of the difference", ylim=(1e-11, 10))
     axes.legend(frameon=False)
     return figure
@@ -39,20 +39,20 @@ def tensors() -> Figure:
     """Plot distances of gradients of layer 0 from float64: PEFT's, and exact ones with a mistake in them."""
     weights, golden = stored("micro-llama")
     adapter, config = golden.adapter_for(weights.config), weights.config
-    wide = weights.astype(np.float64, keep=True)
+    float64_weights = weights.astype(np.float64, keep=True)
     with injected(MISTAKES["gradient-softmax-as-sigmoid"]):
-        _, wrong = loss_and_gradients(wide, adapter, golden.batches[:1], label_smoothing=0.0)
+        _, wrong = loss_and_gradients(float64_weights, adapter, golden.batches[:1], label_smoothing=0.0)
     stage_refs = {n: p for n, p in of_tensors("gradient", config.n_layers).items() if p.layer == config.n_layers - 1}
     figure = Figure(figsize=(6.4, 3.4), layout="constrained")
     axes = figure.subplots()
-    found = {
+    gradients = {
         "PEFT in float32": [golden.shown(p) for p in stage_refs.values()],
         "softmax as sigmoid": [*map(wrong.get, stage_refs)],
     }
-    for shift, (who, arrays) in zip((-0.2, 0.2), found.items(), strict=True):
+    for shift, (label, arrays) in zip((-0.2, 0.2), gradients.items(), strict=True):
         reference = [golden.reference("chained", stage_ref) for stage_ref in stage_refs.values()]
-        off = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(arrays, reference, strict=True)]
-        axes.bar(np.arange(len(off)) + shift, np.maximum(off, 1e-9), 0.4, label=who)
+        errors = [np.linalg.norm(a - b) / np.linalg.norm(b) for a, b in zip(arrays, reference, strict=True)]
+        axes.bar(np.arange(len(errors)) + shift, np.maximum(errors, 1e-9), 0.4, label=label)
     axes.axhline(3.9e-6, color="#7d7d7d", linestyle="--", linewidth=1)
     axes.set(yscale="log", ylabel="distance from float64", ylim=(1e-8, 30))
     axes.set_xticks(range(len(stage_refs)), [p.part for p in stage_refs.values()], rotation=60, ha="right", fontsize=8)

@@ -113,7 +113,7 @@ for h in (1e-1, 1e-5, 1e-13):
 
 # %%
 from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_places import at
+from llorch.judging.expectations.training_refs import at
 from llorch.judging.goldens.training_recipe import with_zero_b
 from llorch.training.numpy_step import loss_and_gradients
 
@@ -122,9 +122,9 @@ weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(wei
 loss, grads = loss_and_gradients(weights, adapter, golden.batches[:1], label_smoothing=0.0)
 for name in ("layers.2.down_proj.lora_B", "layers.1.v_proj.lora_A", "layers.0.q_proj.lora_A"):
     _, layer, part = name.split(".", 2)
-    theirs = golden.shown(at("gradient", int(layer), part))
-    off = np.linalg.norm(grads[name] - theirs) / np.linalg.norm(theirs)
-    print(f"{name:27} {theirs.shape!s:9} size {np.linalg.norm(theirs):.4f}   from PEFT ~{off:.0e}")
+    expected = golden.shown(at("gradient", int(layer), part))
+    error = np.linalg.norm(grads[name] - expected) / np.linalg.norm(expected)
+    print(f"{name:27} {expected.shape!s:9} size {np.linalg.norm(expected):.4f}   from PEFT ~{error:.0e}")
 
 # %% [markdown]
 # Training starts with $B = 0$, and $\partial L / \partial A$ has $B$ as a factor.
@@ -191,10 +191,10 @@ print(check_functions("17", attention_probs_backward=wrong))
 reference = {
     name: golden.reference("chained", at("gradient", int(name.split(".")[1]), name.split(".", 2)[2])) for name in grads
 }
-theirs = {name: golden.shown(at("gradient", int(name.split(".")[1]), name.split(".", 2)[2])) for name in grads}
-for who, found in (("PEFT", theirs), ("ours", grads)):
-    off = [np.linalg.norm(found[name] - reference[name]) / np.linalg.norm(reference[name]) for name in reference]
-    print(f"{who}: worst of {len(off)} tensors ~{max(off):.0e}, median ~{np.median(off):.0e}")
+peft_grads = {name: golden.shown(at("gradient", int(name.split(".")[1]), name.split(".", 2)[2])) for name in grads}
+for engine, gradients in (("PEFT", peft_grads), ("ours", grads)):
+    errors = [np.linalg.norm(gradients[name] - reference[name]) / np.linalg.norm(reference[name]) for name in reference]
+    print(f"{engine}: worst of {len(errors)} tensors ~{max(errors):.0e}, median ~{np.median(errors):.0e}")
 
 # %% [markdown]
 # - `model.double()` in transformers is no float64 reference: RMSNorm, RoPE, softmax and loss pass through float32.
@@ -269,8 +269,8 @@ for who, found in (("PEFT", theirs), ("ours", grads)):
 #
 # ## Mistakes it catches
 #
-# `pytest -k teeth` injects each mistake in turn: it replaces the right function of llorch by the wrong one. The test
-# requires that this validation point fails first, by at least ten times the tolerance. The mistakes of routers,
+# `pytest tests/faults` injects each mistake in turn: it replaces the right function of llorch by the wrong one. The
+# test requires that this validation point fails first, by at least ten times the tolerance. The mistakes of routers,
 # experts and delta nets have no golden. They are injected into random models of these families, and PEFT's gradients
 # judge them.
 #

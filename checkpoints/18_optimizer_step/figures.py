@@ -1,4 +1,4 @@
-"""Figure of lesson 18: one weight under AdamW, and under what people write instead, from the same gradients."""
+"""Figure of lesson 18: one weight under AdamW and under common mistakes of it, from the same gradients."""
 
 from collections.abc import Callable
 
@@ -26,27 +26,27 @@ def gradients() -> list[np.ndarray]:
     weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
     p = adapter.flat()
     m = v = {name: np.zeros_like(array) for name, array in p.items()}
-    found = []
+    weight_gradients = []
     for step in range(1, CURVE.n_steps + 1):
         batches = step_batches(golden.batches, step, CURVE.accumulation)
         _, grads = loss_and_gradients(weights, adapter, batches, label_smoothing=SMOOTHING, parameters=p)
         grads, _ = clip_by_norm(grads, max_norm=1.0)
-        made = {n: adamw_step(p[n], g, m[n], v[n], step, RATE, *BETAS, 1e-8, 0.1) for n, g in grads.items()}
-        p, m, v = ({name: each[i] for name, each in made.items()} for i in range(3))
-        found.append(grads[WEIGHT][INDEX].reshape(1))
-    return found
+        updates = {n: adamw_step(p[n], g, m[n], v[n], step, RATE, *BETAS, 1e-8, 0.1) for n, g in grads.items()}
+        p, m, v = ({name: update[i] for name, update in updates.items()} for i in range(3))
+        weight_gradients.append(grads[WEIGHT][INDEX].reshape(1))
+    return weight_gradients
 
 
 def path() -> Figure:
     """Plot the path of the weight."""
     golden = stored("micro-llama")[1]
     start = golden.adapter_for(stored("micro-llama")[0].config).flat()[WEIGHT][INDEX].reshape(1)
-    given, typed = gradients(), typed_mistakes(BY_NUMBER["18"])["adamw_step"]
+    grads, typed = gradients(), typed_mistakes(BY_NUMBER["18"])["adamw_step"]
     figure = Figure(figsize=(6.8, 4.4), layout="constrained")
     axes = figure.subplots()
-    right = walked(adamw_step, start, given)
+    right = run_updates(adamw_step, start, grads)
     for name in SHOWN:
-        axes.plot(walked(typed[name], start, given), linewidth=1.4, label=name)
+        axes.plot(run_updates(typed[name], start, grads), linewidth=1.4, label=name)
     axes.plot(right, color="#7d7d7d", linewidth=3, label="right", zorder=0)
     axes.set(xlabel="step", ylabel=f"{WEIGHT}[{INDEX[0]}, {INDEX[1]}]")
     room = 2 * np.ptp(right)
@@ -55,13 +55,13 @@ def path() -> Figure:
     return figure
 
 
-def walked(update: Callable, start: np.ndarray, given: list[np.ndarray]) -> np.ndarray:
+def run_updates(update: Callable, start: np.ndarray, grads: list[np.ndarray]) -> np.ndarray:
     """Compute the weight after every step."""
-    p, m, v, found = start, np.zeros(1), np.zeros(1), [start[0]]
-    for step, grad in enumerate(given, 1):
+    p, m, v, weights = start, np.zeros(1), np.zeros(1), [start[0]]
+    for step, grad in enumerate(grads, 1):
         p, m, v = update(p, grad, m, v, step, RATE, *BETAS, 1e-8, 0.1)
-        found.append(p[0])
-    return np.array(found)
+        weights.append(p[0])
+    return np.array(weights)
 
 
 def figures() -> dict[str, Figure]:

@@ -91,7 +91,7 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 
 # %%
 from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_places import after, of_tensors
+from llorch.judging.expectations.training_refs import after, of_tensors
 from llorch.judging.goldens.training_recipe import OPTIMIZER as R
 
 weights, golden = stored("micro-llama")
@@ -101,10 +101,10 @@ clipped, norm = clip_by_norm(grads, max_norm=R.max_norm)
 print(f"norm {norm:.4f}, limit {R.max_norm}: all gradients times {R.max_norm / norm:.5f}")
 name = "layers.0.q_proj.lora_A"
 p, g, zero = start[name], clipped[name], np.zeros_like(start[name])
-made = adamw_step(p, g, zero, zero, step=1, lr=R.learning_rate, betas=R.betas, eps=R.eps, weight_decay=R.weight_decay)
-for what, actual in zip(("parameters", "first_moment", "second_moment"), made, strict=True):
-    expected = golden.shown(after(1, n_layers)[what][name])
-    print(f"{what:13} largest {np.abs(expected).max():.2e}   from torch ~{np.abs(actual - expected).max():.0e}")
+arrays = adamw_step(p, g, zero, zero, step=1, lr=R.learning_rate, betas=R.betas, eps=R.eps, weight_decay=R.weight_decay)
+for array_name, actual in zip(("parameters", "first_moment", "second_moment"), arrays, strict=True):
+    expected = golden.shown(after(1, n_layers)[array_name][name])
+    print(f"{array_name:13} largest {np.abs(expected).max():.2e}   from torch ~{np.abs(actual - expected).max():.0e}")
 
 # %% [markdown]
 # ## The mistake
@@ -139,13 +139,13 @@ rng = np.random.default_rng(0)
 for wrong in ("adamw-no-bias-correction", "adamw-decay-missing"):
     p = q = np.full(1, 0.5)
     m = v = mq = vq = np.zeros(1)
-    off = {}
+    differences = {}
     for step in range(1, 301):
         g = np.full(1, 0.3 + rng.standard_normal())
         p, m, v = adamw_step(p, g, m, v, step=step, **HOW | {"weight_decay": 0.1})
         q, mq, vq = typed[wrong](q, g, mq, vq, step, 0.01, 0.9, 0.95, 1e-8, 0.1)
-        off[step] = abs(p - q)[0] / 0.01
-    print(f"{wrong:26}", ", ".join(f"step {n}: {off[n]:.3f}" for n in (1, 10, 300)), "learning rates off")
+        differences[step] = abs(p - q)[0] / 0.01
+    print(f"{wrong:26}", ", ".join(f"step {n}: {differences[n]:.3f}" for n in (1, 10, 300)), "learning rates off")
 
 # %% [markdown]
 # ## Exercise
@@ -227,8 +227,8 @@ for g in (1e-2, 1e-6, 1e-8, 1e-9):
 #
 # ## Mistakes it catches
 #
-# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
-# fails first, by at least ten times the tolerance.
+# `pytest tests/faults` replaces one of llorch's functions by each mistake. The test requires that this validation
+# point fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->

@@ -9,7 +9,7 @@ from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercises.training import ACCUMULATED
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_places import at
+from llorch.judging.expectations.training_refs import at
 from llorch.judging.goldens.training_recipe import CURVE
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner
 
@@ -35,15 +35,15 @@ def curve() -> Figure:
     above.plot(steps, reference, color="#7d7d7d", marker=".", label="golden")
     above.set(ylabel="loss")
     below.axhspan(1e-10, tolerance, color="#7d7d7d", alpha=0.2, linewidth=0)
-    found = {"PEFT in float32": golden.shown(PLACE)}
-    found |= {name: losses(function) for name, function in typed_mistakes(BY_NUMBER["19"])["accumulated"].items()}
-    for colour, (name, made) in enumerate(found.items()):
-        off = np.maximum(np.abs(made - reference), 2e-10)
-        below.semilogy(steps, off, color=f"C{colour}", linewidth=1.4, label=name.removeprefix("accumulation-"))
-        outside = np.flatnonzero(off > tolerance)
+    curves = {"PEFT in float32": golden.shown(PLACE)}
+    curves |= {name: losses(function) for name, function in typed_mistakes(BY_NUMBER["19"])["accumulated"].items()}
+    for colour, (name, run_losses) in enumerate(curves.items()):
+        errors = np.maximum(np.abs(run_losses - reference), 2e-10)
+        below.semilogy(steps, errors, color=f"C{colour}", linewidth=1.4, label=name.removeprefix("accumulation-"))
+        outside = np.flatnonzero(errors > tolerance)
         if len(outside):
-            above.plot(steps, made, color=f"C{colour}", linewidth=1)
-            below.plot(steps[outside[0]], off[outside[0]], "o", color=f"C{colour}", markersize=9, fillstyle="none")
+            above.plot(steps, run_losses, color=f"C{colour}", linewidth=1)
+            below.plot(steps[outside[0]], errors[outside[0]], "o", color=f"C{colour}", markersize=9, fillstyle="none")
     below.set(xlabel="step", ylabel="off, in nats", ylim=(1e-10, 20))
     figure.legend(*below.get_legend_handles_labels(), frameon=False, ncols=4, fontsize=8, loc="outside lower center")
     return figure

@@ -63,7 +63,7 @@ import numpy as np
 
 from llorch.apps.learn.exercises.training import accumulated
 from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_places import at
+from llorch.judging.expectations.training_refs import at
 from llorch.judging.goldens.training_recipe import CURVE, SMOOTHING, step_batches
 from llorch.training.numpy_step import loss_and_gradients
 
@@ -72,15 +72,15 @@ weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(wei
 batches = step_batches(golden.batches, 1, CURVE.accumulation)
 loss, grads = loss_and_gradients(weights, adapter, batches, label_smoothing=SMOOTHING)
 
-alone = [loss_and_gradients(weights, adapter, [batch], label_smoothing=SMOOTHING) for batch in batches]
+per_batch = [loss_and_gradients(weights, adapter, [batch], label_smoothing=SMOOTHING) for batch in batches]
 n = np.array([batch.n_trained for batch in batches])
-sums = np.array([mean for mean, _ in alone]) * n
-rows = np.stack([np.concatenate([g.ravel() for g in found.values()]) for _, found in alone])
+sums = np.array([mean for mean, _ in per_batch]) * n
+rows = np.stack([np.concatenate([g.ravel() for g in batch_grads.values()]) for _, batch_grads in per_batch])
 cut, row = accumulated(sums, n, rows * n[:, None].astype(np.float32))
-print(f"learned tokens {n.tolist()}, mean losses {[round(mean, 4) for mean, _ in alone]}")
+print(f"learned tokens {n.tolist()}, mean losses {[round(mean, 4) for mean, _ in per_batch]}")
 print(f"at once {loss:.6f}   cut {cut:.6f}   golden {golden.shown(at('loss_curve', case='curve'))[0]:.6f}")
-whole = np.concatenate([g.ravel() for g in grads.values()])
-print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - whole) / np.linalg.norm(whole):.0e}")
+full = np.concatenate([g.ravel() for g in grads.values()])
+print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - full) / np.linalg.norm(full):.0e}")
 
 # %% [markdown]
 # ## The mistake
@@ -142,9 +142,9 @@ print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
 
 # %%
 stage_ref = at("loss_curve", case="curve")
-off = np.abs(golden.shown(stage_ref) - golden.reference("chained", stage_ref))
+gap = np.abs(golden.shown(stage_ref) - golden.reference("chained", stage_ref))
 print(
-    f"PEFT from float64: step 1 ~{off[0]:.0e}, step 30 ~{off[29]:.0e}, largest ~{off.max():.0e}, of losses around 1.5"
+    f"PEFT from float64: step 1 ~{gap[0]:.0e}, step 30 ~{gap[29]:.0e}, largest ~{gap.max():.0e}, of losses around 1.5"
 )
 
 # %% [markdown]
@@ -182,8 +182,8 @@ print(
 #
 # ## Mistakes it catches
 #
-# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
-# fails first, by at least ten times the tolerance.
+# `pytest tests/faults` replaces one of llorch's functions by each mistake. The test requires that this validation
+# point fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->

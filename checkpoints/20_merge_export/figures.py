@@ -1,4 +1,4 @@
-"""Figure of lesson 20: what rounding weights costs, with and without an adapter merged into them."""
+"""Figure of lesson 20: the error of rounded weights, with and without an adapter merged into them."""
 
 from typing import Any
 
@@ -47,10 +47,10 @@ def dtypes() -> Figure:
     figure = Figure(figsize=(6.4, 3.2), layout="constrained")
     axes = figure.subplots()
     right = {"base": logits_of(weights, documents), "merged": logits_of(AdaptedWeights(weights, adapter), documents)}
-    for shift, (label, given) in zip((-0.2, 0.2), (("base", none), ("merged", adapter)), strict=True):
-        made = [logits_of(Rounded(weights, given, dtype), documents) for dtype in ROUNDED]
-        off = [np.linalg.norm(logits - right[label]) / np.linalg.norm(right[label]) for logits in made]
-        axes.bar(np.arange(len(off)) + shift, off, 0.4, label=label)
+    for shift, (label, lora) in zip((-0.2, 0.2), (("base", none), ("merged", adapter)), strict=True):
+        rounded = [logits_of(Rounded(weights, lora, dtype), documents) for dtype in ROUNDED]
+        errors = [np.linalg.norm(logits - right[label]) / np.linalg.norm(right[label]) for logits in rounded]
+        axes.bar(np.arange(len(errors)) + shift, errors, 0.4, label=label)
     effect = np.linalg.norm(right["merged"] - right["base"]) / np.linalg.norm(right["base"])
     axes.axhline(effect, color="#7d7d7d", linestyle="--", linewidth=1)
     axes.text(-0.4, effect * 0.8, "what the adapter changes", va="top", fontsize=9)

@@ -23,7 +23,7 @@ import inspect
 import numpy as np
 
 from llorch.judging.expectations.training import stored
-from llorch.judging.expectations.training_places import at
+from llorch.judging.expectations.training_refs import at
 from llorch.judging.runners.training_numpy import logits_of
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.merge import MergedWeights
@@ -31,11 +31,11 @@ from llorch.lora.merge import MergedWeights
 weights, golden = stored("micro-llama")
 weights, adapter = weights.astype(np.float32, keep=True), golden.adapter_for(weights.config)
 documents = [ids for ids, _ in golden.batches[0].each_document()]
-base, beside, merged = (
+base, adapted, merged = (
     logits_of(w, documents) for w in (weights, AdaptedWeights(weights, adapter), MergedWeights(weights, adapter))
 )
-print(f"the adapter moves logits by up to {np.abs(beside - base).max():.2f}")
-print(f"merged against separate: differ by ~{np.abs(merged - beside).max():.0e}")
+print(f"the adapter moves logits by up to {np.abs(adapted - base).max():.2f}")
+print(f"merged against separate: differ by ~{np.abs(merged - adapted).max():.0e}")
 
 # %% [markdown]
 # ## The maths
@@ -82,12 +82,15 @@ print(f"merged against separate: differ by ~{np.abs(merged - beside).max():.0e}"
 # One matrix, as PEFT merges it:
 
 # %%
-from llorch.judging.expectations.training_places import MERGED_AT
+from llorch.judging.expectations.training_refs import MERGED_REF
 from llorch.judging.goldens.training_recipe import MERGED
 
-ours, theirs = MergedWeights(weights, adapter).array(MERGED), golden.shown(MERGED_AT)
-print(MERGED, ours.shape, f"moved by up to {np.abs(ours - weights.array(MERGED)).max():.3f}")
-print(f"~{np.sum(ours != theirs)} of {ours.size} numbers are not PEFT's, by ~{np.abs(ours - theirs).max():.0e} at most")
+actual, expected = MergedWeights(weights, adapter).array(MERGED), golden.shown(MERGED_REF)
+print(MERGED, actual.shape, f"moved by up to {np.abs(actual - weights.array(MERGED)).max():.3f}")
+print(
+    f"~{np.sum(actual != expected)} of {actual.size} numbers are not PEFT's, "
+    f"by ~{np.abs(actual - expected).max():.0e} at most"
+)
 
 # %% [markdown]
 # An adapter file, written by llorch and read by the `gguf` package:
@@ -125,8 +128,8 @@ mixed = {
     for name, lora in adapter.tensors.items()
 }
 wrong = logits_of(AdaptedWeights(weights, replace(adapter, tensors=mixed)), documents)
-print(f"rows as they should be: off by ~{np.abs(merged - beside).max():.0e}")
-print(f"in the other order:     off by {np.abs(wrong - beside).max():.2f}")
+print(f"rows as they should be: off by ~{np.abs(merged - adapted).max():.0e}")
+print(f"in the other order:     off by {np.abs(wrong - adapted).max():.2f}")
 
 # %% [markdown]
 # Half of the adapter's effect goes wrong, and the text is still fluent. The check names the mistake:
@@ -145,8 +148,8 @@ print(check_functions("20", interleave=typed["interleave"]["export-b-rows-not-pe
 # %%
 for name, function in typed["merged"].items():
     lora, s, w = adapter.tensors[MERGED], adapter.scaling(MERGED), weights.array(MERGED)
-    off = np.abs(function(w, lora.lora_A, lora.lora_B, s) - theirs).max()
-    print(f"{name:20} s = {s}   off by {off:.3f}")
+    difference = np.abs(function(w, lora.lora_A, lora.lora_B, s) - expected).max()
+    print(f"{name:20} s = {s}   off by {difference:.3f}")
 
 # %% [markdown]
 # Merging twice and merging without the scale give the same error here: $s$ is 0.5 in this matrix, and $2 s B A$ is
@@ -178,9 +181,9 @@ for name, function in typed["merged"].items():
 
 # %%
 reference = golden.reference("chained", at("adapted_logits"))
-for kind, who in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("lora_gguf", "llama.cpp")):
-    off = np.linalg.norm(golden.shown(at("exported_logits", part=kind)) - reference) / np.linalg.norm(reference)
-    print(f"{kind:14} in {who:13} {off:.1e}")
+for kind, engine in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("lora_gguf", "llama.cpp")):
+    error = np.linalg.norm(golden.shown(at("exported_logits", part=kind)) - reference) / np.linalg.norm(reference)
+    print(f"{kind:14} in {engine:13} {error:.1e}")
 
 # %% [markdown]
 # - PEFT rounds the product before it adds it. llorch rounds once. Some elements differ by an ulp.
@@ -222,8 +225,8 @@ for kind, who in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("
 #
 # ## Mistakes it catches
 #
-# `pytest -k teeth` replaces one of llorch's functions by each mistake. The test requires that this validation point
-# fails first, by at least ten times the tolerance.
+# `pytest tests/faults` replaces one of llorch's functions by each mistake. The test requires that this validation
+# point fails first, by at least ten times the tolerance.
 #
 # <!-- generated: mistakes -->
 # <!-- end -->

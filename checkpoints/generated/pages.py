@@ -1,4 +1,4 @@
-"""The generated parts of the checkpoint pages: what stands between `<!-- generated: NAME -->` and `<!-- end -->`.
+"""The generated parts of the checkpoint pages: the text between `<!-- generated: NAME -->` and `<!-- end -->`.
 
 Numbers marked with `~` belong to the machine that wrote them: a page that differs in these only is current. The command
 that writes pages is `checkpoints/build.py`.
@@ -67,7 +67,7 @@ def _blocks_of(number: str, goldens: Mapping[str, Golden]) -> Blocks:
     if number == QUANTISED:
         return quantised_blocks(quantised_rows(), exact_errors())
     if number == TORCH:
-        dense = {name: goldens[name] for name in BUILTIN if name in goldens}  # what half precision costs, they show
+        dense = {name: goldens[name] for name in BUILTIN if name in goldens}  # they show the cost of half precision
         return torch_blocks(dense, [c for name in dense for c in torch_rows(name)])
     if number in TRAINING:
         return training_blocks(number, training_rows())
@@ -84,8 +84,8 @@ def rows_of(model: str) -> Sequence[Comparison]:
     return list(verify_stored(model, _runners, long=False))
 
 
-def _runners(weights: Weights, *, wide: bool) -> Iterator[NumpyRunner]:
-    return (runner for runner in numpy_runners(weights, wide=wide) if runner.name in SHOWN)
+def _runners(weights: Weights, *, has_reference: bool) -> Iterator[NumpyRunner]:
+    return (runner for runner in numpy_runners(weights, has_reference=has_reference) if runner.name in SHOWN)
 
 
 @cache
@@ -130,10 +130,10 @@ def render(text: str, blocks: Blocks, *, label: str) -> str:
     Raises:
         ValueError: The page does not have exactly these blocks, each once and each closed.
     """
-    found = sorted(match["name"] for match in BLOCK.finditer(text))
-    whole = len(found) == text.count(START) == text.count(END)
-    if not whole or found != sorted(blocks):
-        raise ValueError(f"{label}: expected the generated blocks {sorted(blocks)}, each closed by {END}, got {found}")
+    names = sorted(match["name"] for match in BLOCK.finditer(text))
+    is_complete = len(names) == text.count(START) == text.count(END)
+    if not is_complete or names != sorted(blocks):
+        raise ValueError(f"{label}: expected the generated blocks {sorted(blocks)}, each closed by {END}, got {names}")
     return BLOCK.sub(lambda match: f"{match['start']}{blocks[match['name']]}\n{END}", text)
 
 

@@ -1,4 +1,4 @@
-"""The generated parts of the page of checkpoint 13: a line per micro model, and what is equal to the bit."""
+"""The generated parts of the page of checkpoint 13: a line per micro model, and the comparisons that must be equal."""
 
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -54,7 +54,7 @@ def _equal(comparisons: Sequence[Comparison]) -> str:
     for comparison in comparisons:
         if comparison.mode == "exact":
             groups.setdefault(comparison.stage_ref.stage, []).append(comparison)
-    lines = ([f"`{name}`", MEANINGS[name], f"{_passed(found)} of {len(found)}"] for name, found in groups.items())
+    lines = ([f"`{name}`", MEANINGS[name], f"{_passed(group)} of {len(group)}"] for name, group in groups.items())
     return table(("row", "compared", "equal"), lines)
 
 
@@ -79,8 +79,8 @@ def _line(name: str, comparisons: Sequence[Comparison], exact: float) -> list[st
     mine = [c for c in comparisons if c.model == name and c.backend in BACKENDS]
     cells = []
     for modes in (("isolated",), ("chained", "decode"), ("free",)):
-        found = [c for c in mine if c.mode in modes]
-        largest = (max(c.difference.error for c in found), max(c.tolerance.error for c in found))
+        group = [c for c in mine if c.mode in modes]
+        largest = (max(c.difference.error for c in group), max(c.tolerance.error for c in group))
         cells += [f"~{short(number, 1)}" for number in largest]
     flips = sum(c.flips for c in mine if c.mode == "chained" and c.backend == BACKEND)
     recipe = MODELS[name]

@@ -1,7 +1,7 @@
 """The generated parts of a checkpoint page: Markdown from the stage table, the goldens and the known mistakes.
 
-Distances of the engines follow from stored files, so they are the same on every machine. How far our own float32 run is
-off depends a little on the machine's BLAS, and so do derived limits; such numbers are marked with `~`, see `pages`.
+Distances of the engines follow from stored files, so they are the same on every machine. The error of llorch's float32
+run depends a little on the machine's BLAS, and so do derived limits; such numbers are marked with `~`, see `pages`.
 """
 
 import math
@@ -90,7 +90,7 @@ def equal(comparisons: Sequence[Comparison]) -> str:
     groups: dict[tuple[str, str], list[Comparison]] = {}
     for comparison in comparisons:
         groups.setdefault((comparison.stage_ref.name, comparison.engine), []).append(comparison)
-    lines = ([f"`{stage}`", ENGINE_LABELS[engine], _verdicts(of)] for (stage, engine), of in groups.items())
+    lines = ([f"`{stage}`", ENGINE_LABELS[engine], _verdicts(group)] for (stage, engine), group in groups.items())
     return f"{_models(comparisons)}.\n\n{table(('compared', 'with', 'equal'), lines)}"
 
 
@@ -105,8 +105,8 @@ def mistakes(number: str) -> str:
     """List known mistakes of one checkpoint: the name of each, and the diagnosis when it is recognised."""
     lines = []
     for mistake in (MISTAKES[name] for name in of_checkpoint(number)):
-        here = [stage for stage in mistake.stages if checkpoint_of(stage) == number]
-        lines.append([f"`{mistake.name}`", ", ".join(f"`{stage}`" for stage in here), mistake.diagnosis])
+        stage_names = [stage for stage in mistake.stages if checkpoint_of(stage) == number]
+        lines.append([f"`{mistake.name}`", ", ".join(f"`{stage}`" for stage in stage_names), mistake.diagnosis])
     return table(("mistake", "at", "diagnosis"), lines)
 
 
@@ -189,10 +189,10 @@ def link(function: str) -> str:
 
 def _largest(comparisons: Sequence[Comparison]) -> list[str]:
     engines = [max(c.engine_error for c in comparisons if c.engine == engine) for engine in ENGINES]
-    wide = max((c.difference.error for c in comparisons if c.engine == FLOAT64_REFERENCE), default=math.nan)
-    ours = max(c.reference_error for c in comparisons if c.engine != FLOAT64_REFERENCE)  # NaN of all isolated rows
+    f64 = max((c.difference.error for c in comparisons if c.engine == FLOAT64_REFERENCE), default=math.nan)
+    f32 = max(c.reference_error for c in comparisons if c.engine != FLOAT64_REFERENCE)  # NaN of all isolated rows
     allowed = max(c.tolerance.error for c in comparisons)
-    return [*(short(distance, 2) for distance in engines), *(roughly(n) for n in (wide, ours)), f"~{short(allowed, 2)}"]
+    return [*(short(distance, 2) for distance in engines), *(roughly(n) for n in (f64, f32)), f"~{short(allowed, 2)}"]
 
 
 def roughly(distance: float) -> str:
@@ -217,9 +217,9 @@ def _place(stage: str) -> int:
 
 def _compared(number: str, comparisons: Sequence[Comparison]) -> str:
     mine = [c for c in comparisons if c.stage_ref.checkpoint == number]
-    found = dict.fromkeys(c.stage_ref.stage for c in mine if c.mode != "decode")
-    named = ", ".join(f"`{stage}`" for stage in sorted(found, key=_place)) or "01 to 12 again, in every dtype"
-    return named + ("; every stage again, in two passes" if number == "03" else "")
+    stage_names = dict.fromkeys(c.stage_ref.stage for c in mine if c.mode != "decode")
+    text = ", ".join(f"`{stage}`" for stage in sorted(stage_names, key=_place)) or "01 to 12 again, in every dtype"
+    return text + ("; every stage again, in two passes" if number == "03" else "")
 
 
 def _engines_of(model: str, golden: Golden) -> Iterator[str]:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 
 from checkpoints.generated.tables import ENGINE_LABELS, Blocks, equal, link, mistakes, roughly, short, table
-from llorch.judging.expectations.training_places import LLAMACPP, MODES, PEFT, TRANSFORMERS
+from llorch.judging.expectations.training_refs import LLAMACPP, MODES, PEFT, TRANSFORMERS
 from llorch.judging.goldens.training import HALF_DTYPES, MODELS, PEFT_FLOAT64, TrainingGolden, read
 from llorch.judging.types import Comparison
 from llorch.runtime.builtin import goldens_folder
@@ -28,9 +28,9 @@ def training_blocks(number: str, comparisons: Sequence[Comparison]) -> Blocks:
 
 def stages(number: str) -> str:
     """List the rows of the table of training stages that belong to a checkpoint."""
-    found = [stage for stage in TRAINING_STAGES if stage.checkpoint == number]
+    rows = [stage for stage in TRAINING_STAGES if stage.checkpoint == number]
     columns = ("stage", "formula", "llorch's function", "where PEFT shows it")
-    return table(columns, ([f"`{s.name}`", f"`{s.formula}`", link(s.function), s.peft] for s in found))
+    return table(columns, ([f"`{s.name}`", f"`{s.formula}`", link(s.function), s.peft] for s in rows))
 
 
 def distances(comparisons: Sequence[Comparison]) -> str:
@@ -47,7 +47,7 @@ def distances(comparisons: Sequence[Comparison]) -> str:
     engines = [p for p in (LLAMACPP, TRANSFORMERS, PEFT) if any(c.engine == p for c in comparisons)]
     llorch = ("llorch float64", "llorch float32", "tolerance")
     columns = ("stage", "mode", "case", *(ENGINE_LABELS[p] for p in engines), *llorch)
-    lines = ([f"`{at[0]}`", *at[1:], *_largest(groups[at], engines)] for at in ordered)
+    lines = ([f"`{group_key[0]}`", *group_key[1:], *_largest(groups[group_key], engines)] for group_key in ordered)
     return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=len(engines) + 3)}"
 
 
@@ -58,22 +58,22 @@ def half() -> str:
     for dtype in HALF_DTYPES:
         columns += [f"{dtype}: {ENGINE_LABELS[PEFT]}", "tolerance"]
     half_errors = goldens[0].half_errors[HALF_DTYPES[0]]
-    made = [(stage, mode) for stage in TRAINING_STAGES for mode in MODES if stage.name in half_errors.get(mode, {})]
-    lines = ([s.checkpoint, f"`{s.name}`", mode, *_half_cells(goldens, mode, s.name)] for s, mode in made)
+    pairs = [(stage, mode) for stage in TRAINING_STAGES for mode in MODES if stage.name in half_errors.get(mode, {})]
+    lines = ([s.checkpoint, f"`{s.name}`", mode, *_half_cells(goldens, mode, s.name)] for s, mode in pairs)
     return f"Models: {', '.join(MODELS)}.\n\n{table(columns, lines, right=len(columns) - 3)}"
 
 
 def trainers() -> list[str]:
     """Name the engines that made the training goldens, a line for each."""
-    found = []
+    lines = []
     for model in MODELS:
         engines = read(goldens_folder() / model).provenance["engines"]
         assert isinstance(engines, Mapping)
-        made = engines[PEFT]
-        found.append(
-            f"PEFT {made['peft']}: transformers {made['transformers']}, torch {made['torch']} (autograd, AdamW)"
+        peft = engines[PEFT]
+        lines.append(
+            f"PEFT {peft['peft']}: transformers {peft['transformers']}, torch {peft['torch']} (autograd, AdamW)"
         )
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(lines))
 
 
 def _half_cells(goldens: Sequence[TrainingGolden], mode: str, name: str) -> Iterator[str]:
@@ -86,9 +86,9 @@ def _half_cells(goldens: Sequence[TrainingGolden], mode: str, name: str) -> Iter
 def _largest(comparisons: Sequence[Comparison], engines: Sequence[str]) -> list[str]:
     cells = []
     for name in engines:
-        found = [c.engine_error for c in comparisons if c.engine == name]
-        cells.append(short(max(found), 2) if found else "-")
-    wide = max((c.difference.error for c in comparisons if c.engine == PEFT_FLOAT64), default=math.nan)
+        errors = [c.engine_error for c in comparisons if c.engine == name]
+        cells.append(short(max(errors), 2) if errors else "-")
+    f64 = max((c.difference.error for c in comparisons if c.engine == PEFT_FLOAT64), default=math.nan)
     narrow = [c for c in comparisons if c.engine != PEFT_FLOAT64]
-    ours, allowed = max(c.reference_error for c in narrow), max(c.tolerance.error for c in narrow)
-    return [*cells, roughly(wide), roughly(ours), short(allowed, 2)]
+    f32, allowed = max(c.reference_error for c in narrow), max(c.tolerance.error for c in narrow)
+    return [*cells, roughly(f64), roughly(f32), short(allowed, 2)]

@@ -1,18 +1,18 @@
-"""The command line: one module per verb, imported when the verb is used, each with its heavy imports inside.
+"""Command line: one module per verb, imported when the verb is used, each with its heavy imports inside functions.
 
-Input: words. Output: results on stdout, everything else (progress, warnings, errors) on stderr, and an exit code. A
-verb checks which options go together, calls the package that does the work, and prints. The order to read:
+A verb is a command, such as `llorch run`. Results go to stdout, everything else (progress, warnings, errors) to stderr.
+A verb checks which options go together, calls the package that does the work, and prints. The order to read:
 
     verbs, options    groups of verbs and their help pages; options that several verbs share, in `model_options` those
                       of a model and how it is opened, in `threads` the number of threads
     inputs            a MODEL, a prompt, ids, a conversation, as users write them
-    outcome, output   every exception as a line and an exit code; the place of output; `tables` prints tables
+    outcome, output   turn exceptions into a line and an exit code; write output; `tables` prints tables
     run, tokenize, trace, dump_writer, convert, inspect (`contents`), bench, quality, data/, lora/,
     learn/            the verbs
     chat              `chat_session` is the conversation, `slash_commands` its commands
     diagnose, diff    values of other engines: `dump_input` reads them, `diagnose_table` prints the findings
-    verify            `verify_plan` runs what is asked for (`on_torch` with torch), `verify_summary` counts,
-                      `report` prints them; `verify_dump` judges by a dump
+    verify            `verify_plan` makes the comparisons (`on_torch` with torch), `verify_summary` counts them,
+                      `report` prints them; `verify_dump` compares with a dump
 """
 
 from textwrap import fill
@@ -26,17 +26,14 @@ from llorch.cli.verbs import Verbs
 from llorch.runtime.builtin import EVERY
 
 VERBS = {
-    "Port a model": ("verify", "diagnose", "diff", "dump-writer", "trace"),
-    "Learn": ("learn",),
-    "Fine-tune": ("lora", "data"),
-    "Run and serve": ("run", "chat", "serve"),
-    "Files": ("inspect", "convert", "tokenize", "quality"),
-    "Machine": ("bench", "doctor", "completion"),
-}
+    "Port a model": ("verify", "diagnose", "diff", "dump-writer", "trace"), "Learn": ("learn",),
+    "Fine-tune": ("lora", "data"), "Run and serve": ("run", "chat", "serve"),
+    "Files": ("inspect", "convert", "tokenize", "quality"), "Machine": ("bench", "doctor", "completion"),
+}  # fmt: skip
 
 
 class Main(Verbs):
-    """The group of all verbs, where errors end."""
+    """Group of all verbs; turns errors into exit codes."""
 
     def invoke(self, ctx: click.Context) -> None:
         """Run the verb; an error becomes one line and an exit code."""
@@ -46,7 +43,7 @@ class Main(Verbs):
 
 
 def _print_version(ctx: click.Context, param: click.Parameter, value: bool) -> None:
-    """Print the line and end."""
+    """Print version, commit and extras, and exit."""
     from llorch.apps.doctor.machine.packages import version_line
 
     if value and not ctx.resilient_parsing:

@@ -1,4 +1,4 @@
-"""`llorch bench`: speed, and how much of what this machine can do that is."""
+"""`llorch bench`: measure speed, and its share of the speed that this machine can reach."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,13 +19,13 @@ if TYPE_CHECKING:
     from llorch.pytorch.device import Kernels, Target
     from llorch.pytorch.distributed.launch import DeviceMesh
 
-SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # of real_shapes, which is slow to import
+SHAPES = ("qwen2.5-0.5b", "llama-3.2-1b", "llama-2-7b", "llama-3-8b")  # names from real_shapes, which is slow to import
 TYPES = ("Q8_0", "Q4_0", "Q4_K", "Q6_K")
 
 
 @dataclass(frozen=True)
 class ModelChoice:
-    """What the command line says about the model."""
+    """Options of the command line that choose the model."""
 
     model: str | None
     shape: str | None
@@ -68,7 +68,7 @@ class ModelChoice:
 @json_option("One object with all figures.")
 def command(
     *, prompt: int, decode: int, rounds: int, batch: int, backend: str, axes: Mapping[str, int] | None,
-    rank_timeout: float, as_json: bool, **choice: Any,
+    rank_timeout: float, as_json: bool, **model_choice: Any,
 ) -> None:  # fmt: skip
     """Measure how fast MODEL (default: story) reads a prompt and writes text on this machine.
 
@@ -76,77 +76,80 @@ def command(
     """
     from llorch.apps.bench.measure import Load, describe, measure
 
-    chosen = ModelChoice(**choice)
-    _refuse_misplaced(chosen, "torch" if axes else backend)
-    not_split = {"--device": chosen.device not in (None, "cpu"), "--compile": chosen.compiled, "--shape": chosen.shape}
+    choice = ModelChoice(**model_choice)
+    _refuse_misplaced(choice, "torch" if axes else backend)
+    not_split = {"--device": choice.device not in (None, "cpu"), "--compile": choice.compiled, "--shape": choice.shape}
     require_tensor_parallel(axes, not_split)
     load = Load(prompt, decode, batch, rounds)
-    with on_mesh(axes, rank_timeout=rank_timeout) as mesh, progress("bench") as tell:
-        tell("loading")
+    with on_mesh(axes, rank_timeout=rank_timeout) as mesh, progress("bench") as report:
+        report("loading")
         on_torch = mesh is not None or backend == "torch"
-        engine, subject = _on_torch(chosen, load, mesh) if on_torch else _on_numpy(chosen, load)
-        result = measure(engine, subject, load, tell)
-    click.echo(to_json(result) if as_json else "\n".join(describe(result)))
+        engine, subject = _on_torch(choice, load, mesh) if on_torch else _on_numpy(choice, load)
+        measurement = measure(engine, subject, load, report)
+    click.echo(to_json(measurement) if as_json else "\n".join(describe(measurement)))
 
 
-def _refuse_misplaced(chosen: ModelChoice, backend: str) -> None:
-    """Raise a usage error for options that mean nothing together."""
-    if chosen.model is not None and chosen.shape is not None:
+def _refuse_misplaced(choice: ModelChoice, backend: str) -> None:
+    """Raise a usage error for options that contradict each other."""
+    if choice.model is not None and choice.shape is not None:
         raise click.UsageError("give a MODEL or --shape, not both")
-    if chosen.weights_type is not None and chosen.shape is None:
+    if choice.weights_type is not None and choice.shape is None:
         raise click.UsageError("--weights-type goes with --shape; a model file names its types")
-    if chosen.shape is not None and chosen.residency != "auto":
+    if choice.shape is not None and choice.residency != "auto":
         raise click.UsageError("--weights goes with a MODEL; with --shape, use --weights-type")
     only_torch = {
-        "--device": chosen.device, "--dtype": chosen.dtype, "--kernels": chosen.kernels != "auto",
-        "--compile": chosen.compiled, "--shape": chosen.shape,
+        "--device": choice.device, "--dtype": choice.dtype, "--kernels": choice.kernels != "auto",
+        "--compile": choice.compiled, "--shape": choice.shape,
     }  # fmt: skip
     for option, value in only_torch.items():
         if value and backend == "numpy":
             raise click.UsageError(f"{option} goes with --backend torch")
 
 
-def _on_numpy(chosen: ModelChoice, load: "Load") -> "tuple[TimedEngine, Subject]":
+def _on_numpy(choice: ModelChoice, load: "Load") -> "tuple[TimedEngine, Subject]":
     """Load the model for the NumPy path; return the engine to time and the description of the model."""
     from llorch.apps.bench.measure import NumpyEngine, numpy_subject
     from llorch.cli.inputs import model_path
     from llorch.model.model import load as load_model
 
     model = load_model(
-        model_path(chosen.model or "story"), residency=chosen.residency, n_tokens=load.prompt + load.decode
+        model_path(choice.model or "story"), residency=choice.residency, n_tokens=load.prompt + load.decode
     )
     load.require(model.config)
     use_threads(model.config)
     return NumpyEngine(model, load), numpy_subject(model)
 
 
-def _on_torch(chosen: ModelChoice, load: "Load", mesh: "DeviceMesh | None") -> "tuple[TimedEngine, Subject]":
+def _on_torch(choice: ModelChoice, load: "Load", mesh: "DeviceMesh | None") -> "tuple[TimedEngine, Subject]":
     """Load the model for the torch path; return the engine to time and the description of the model."""
     from llorch.runtime.errors import MissingExtra
 
     try:
-        import torch  # noqa: F401 (asked for first, so that its absence is named)
+        import torch  # noqa: F401 (imported first, so that the error names it)
     except ModuleNotFoundError:
         raise MissingExtra("torch", "torch") from None
     from llorch.apps.bench.torch import ParallelEngine, TorchEngine, parallel_subject, torch_subject
     from llorch.pytorch.device import target
 
-    made = _open_measured(chosen, target(chosen.device or "cpu", chosen.dtype or "float32", chosen.kernels), load, mesh)
-    say(f"{made.name}: loaded, weights {made.weights}, {made.target}")
-    use_threads(made.module.config)
+    model = _open_measured(
+        choice, target(choice.device or "cpu", choice.dtype or "float32", choice.kernels), load, mesh
+    )
+    say(f"{model.name}: loaded, weights {model.weights}, {model.target}")
+    use_threads(model.module.config)
     if mesh is not None:
-        return ParallelEngine(made.module, made.target, load, mesh["tp"]), parallel_subject(made, mesh)
-    engine = TorchEngine(made.module, made.target, load, compiled=chosen.compiled)
-    return engine, torch_subject(made.module, made.target, made.name, made.weights)
+        return ParallelEngine(model.module, model.target, load, mesh["tp"]), parallel_subject(model, mesh)
+    engine = TorchEngine(model.module, model.target, load, compiled=choice.compiled)
+    return engine, torch_subject(model.module, model.target, model.name, model.weights)
 
 
-def _open_measured(chosen: ModelChoice, at: "Target", load: "Load", mesh: "DeviceMesh | None") -> "MeasuredModel":
+def _open_measured(choice: ModelChoice, target: "Target", load: "Load", mesh: "DeviceMesh | None") -> "MeasuredModel":
+    """Open the chosen model for torch: random weights of a shape, a rank's part of a file, or a file."""
     from llorch.apps.bench.torch import opened, opened_on, random
     from llorch.cli.inputs import model_path
 
-    if chosen.shape is not None:
-        return random(chosen.shape, at, chosen.weights_type, load, compiled=chosen.compiled)
-    path = model_path(chosen.model or "story")
+    if choice.shape is not None:
+        return random(choice.shape, target, choice.weights_type, load, compiled=choice.compiled)
+    path = model_path(choice.model or "story")
     if mesh is not None:
-        return opened_on(mesh, path, at, chosen.residency, load)
-    return opened(path, at, chosen.residency, load, compiled=chosen.compiled)
+        return opened_on(mesh, path, target, choice.residency, load)
+    return opened(path, target, choice.residency, load, compiled=choice.compiled)

@@ -1,4 +1,4 @@
-"""`llorch chat`: a conversation on the terminal."""
+"""`llorch chat`: hold a conversation on the terminal."""
 
 import os
 import sys
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
     from llorch.cli.chat_session import ChatSession
 
-CONTEXT = 8192  # tokens to keep memory for
+CONTEXT = 8192  # tokens to reserve memory for
 
 
 @verb(
@@ -62,56 +62,56 @@ def command(
     from llorch.files.tokenizer.chat import TemplateSettings
     from llorch.ops.sampling import SamplingSettings
 
-    options = ModelOptions.taken_from(values)
+    options = ModelOptions.from_values(values)
     arithmetic = options.arithmetic()
     if any_base and adapter is None:
         raise click.UsageError("--any-base goes with --adapter")
     settings, path = SamplingSettings(**values), model_path(model)
-    before = earlier_messages(system, history)
+    messages = earlier_messages(system, history)
     loaded = options.open(path, arithmetic, n_tokens=CONTEXT)
     loaded.chats.settings = TemplateSettings(chat_template_kwargs, template_date)
-    talk = ChatSession(loaded, before, settings, max_tokens=max_tokens)
-    threads, n_most = use_threads(loaded.config), loaded.config.max_position_embeddings
-    talk.adapter = load_adapter(loaded, adapter, any_base=any_base)
-    live = sys.stdin.isatty()
-    plain = "" if loaded.chats.has_template else " (no chat template: messages are joined by blank lines)"
-    say(f"{loaded.name}{plain}: {n_most} tokens of context, {threads}; /help, Ctrl-D ends")
-    with _remembered_lines() if live else nullcontext():
-        _converse(talk, live=live)
+    session = ChatSession(loaded, messages, settings, max_tokens=max_tokens)
+    threads, n_context = use_threads(loaded.config), loaded.config.max_position_embeddings
+    session.adapter = load_adapter(loaded, adapter, any_base=any_base)
+    is_terminal = sys.stdin.isatty()
+    template_note = "" if loaded.chats.has_template else " (no chat template: messages are joined by blank lines)"
+    say(f"{loaded.name}{template_note}: {n_context} tokens of context, {threads}; /help, Ctrl-D ends")
+    with _line_history() if is_terminal else nullcontext():
+        _converse(session, is_terminal=is_terminal)
 
 
-def _converse(talk: "ChatSession", *, live: bool) -> None:
-    """Answer line by line; a mistake on a terminal prints one line, and the conversation goes on."""
+def _converse(session: "ChatSession", *, is_terminal: bool) -> None:
+    """Answer line by line; `/` begins a command, `//` a message with `/`. On a terminal an error does not end it."""
     from llorch.cli.inputs import stdin_lines
     from llorch.cli.slash_commands import Quit, obey
 
-    piped = None if live else stdin_lines()
+    piped_lines = None if is_terminal else stdin_lines()
     while True:
         try:
-            line = _read_turn(piped)
+            line = _read_turn(piped_lines)
             if line.startswith("/") and not line.startswith("//"):
-                _show(obey(talk, line))
+                _show(obey(session, line))
             elif line.strip():
-                _show(talk.say(line.removeprefix("/") if line.startswith("//") else line))
+                _show(session.say(line.removeprefix("/") if line.startswith("//") else line))
         except (EOFError, Quit):
             return
         except KeyboardInterrupt:
-            say("")  # where a line was being written, it is given up
+            say("")  # discards the line that was being typed
         except (ValueError, OSError) as error:
-            if not live or isinstance(error, BrokenPipeError):
+            if not is_terminal or isinstance(error, BrokenPipeError):
                 raise
             say(error_line(error))
 
 
-def _read_turn(piped: Iterator[str] | None) -> str:
-    """Read what the user says next, without the line end, from a terminal or from lines; EOFError at the end."""
+def _read_turn(piped_lines: Iterator[str] | None) -> str:
+    """Read the user's next message, from a terminal or from lines, joined after a backslash; EOFError at the end."""
     lines: list[str] = []
     while not lines or lines[-1].endswith("\\"):
         if lines:
             lines[-1] = lines[-1][:-1]
-        if piped is None:
+        if piped_lines is None:
             lines.append(input("... " if lines else "> "))
-        elif (line := next(piped, None)) is not None:
+        elif (line := next(piped_lines, None)) is not None:
             lines.append(line)
         else:
             raise EOFError
@@ -119,7 +119,7 @@ def _read_turn(piped: Iterator[str] | None) -> str:
 
 
 def _show(outcome: Any) -> None:
-    """Print a line, or an answer while it is made; Ctrl-C stops it."""
+    """Print a line, or an answer as it is generated; Ctrl-C stops the answer."""
     if isinstance(outcome, str):
         click.echo(outcome)
         return
@@ -127,7 +127,7 @@ def _show(outcome: Any) -> None:
     with closing(outcome) as tokens:
         try:
             for token in tokens:
-                sys.stdout.write(_harmless(token.text))
+                sys.stdout.write(_escape_controls(token.text))
                 sys.stdout.flush()
                 finish = token.finish
         except KeyboardInterrupt:
@@ -135,17 +135,17 @@ def _show(outcome: Any) -> None:
     sys.stdout.write("\n")
     sys.stdout.flush()
     if finish in ("length", "stopped"):
-        limit = "note: the answer stops at --max-tokens or at the end of the context"
-        say(limit if finish == "length" else finish)
+        length_note = "note: the answer stops at --max-tokens or at the end of the context"
+        say(length_note if finish == "length" else finish)
 
 
-def _harmless(text: str) -> str:
-    """Remove from the text of a model the characters that would steer a terminal."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+def _escape_controls(text: str) -> str:
+    """Escape the characters in a model's text that would control the terminal."""
+    return "".join(char if char.isprintable() or char in "\n\t" else repr(char)[1:-1] for char in text)
 
 
 @contextmanager
-def _remembered_lines() -> Iterator[None]:
+def _line_history() -> Iterator[None]:
     """Offer line editing and the lines of earlier conversations, if Python has readline."""
     try:
         import readline
@@ -154,7 +154,7 @@ def _remembered_lines() -> Iterator[None]:
         return
     home = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local/state"
     file = Path(os.environ.get("LLORCH_STATE") or Path(home) / "llorch") / "chat_history"
-    with suppress(OSError):  # there is none yet, or it cannot be read
+    with suppress(OSError):  # the file may not exist yet, or may be unreadable
         readline.read_history_file(file)
     readline.set_history_length(1000)
     try:

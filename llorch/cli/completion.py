@@ -1,4 +1,4 @@
-"""`llorch completion`: what a shell runs to complete our verbs, options and models."""
+"""`llorch completion`: print the script that a shell runs to complete llorch's verbs, options and models."""
 
 import click
 from click.shell_completion import get_completion_class
@@ -18,7 +18,7 @@ def command(*, shell: str) -> None:
 
     The script asks the installed llorch, so it stays right after an update.
     """
-    found = get_completion_class(shell)
-    assert found is not None  # click has these three
+    completion_class = get_completion_class(shell)
+    assert completion_class is not None  # click has these three
     root = click.get_current_context().find_root().command
-    click.echo(found(root, {}, "llorch", "_LLORCH_COMPLETE").source(), nl=False)
+    click.echo(completion_class(root, {}, "llorch", "_LLORCH_COMPLETE").source(), nl=False)

@@ -1,6 +1,7 @@
-"""Read what `llorch inspect` shows, with a sample of each tensor, also from a file that llorch cannot run.
+"""Read the contents that `llorch inspect` shows, with a sample of each tensor, also if llorch cannot run the model.
 
-The number types of its matrices say how each is quantised, and which matrices are floats.
+The number types of the matrices show how each is quantised, and which matrices are floats. Some quantised formats also
+round activations (inputs of matrices) and the KV cache; the settings of a folder say so.
 """
 
 from collections import Counter
@@ -42,16 +43,16 @@ class MatrixType:
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The number types of the matrices of a file, and the roundings that its settings ask for."""
+    """Number types of the matrices of a file, and the roundings that its settings specify."""
 
     method: str
-    types: list[MatrixType]  # the largest first
-    bits_per_weight: float  # of all matrices together
+    types: list[MatrixType]  # largest first
+    bits_per_weight: float  # average over all matrices
     not_quantised: list[str]  # modules whose matrices are floats
-    not_quantised_in_short: list[str]  # the same, with the numbers of layers and experts as ranges
+    not_quantised_in_short: list[str]  # with the numbers of layers and experts as ranges
     activations: list[str]  # roundings of the inputs of matrices
     kv_cache: list[str]  # roundings of keys and values
-    not_read: str | None  # why llorch cannot compute the roundings
+    not_read: str | None  # reason why llorch cannot compute the roundings of activations and KV cache
 
 
 Numbers = tuple[int, ...]
@@ -60,8 +61,8 @@ Matrix = tuple[str, StoredType, tuple[int, ...], int]  # name, type, shape, byte
 
 def of_file(file: GGUFFile) -> Quantisation | None:
     """Summarise the types of a GGUF file; None if every matrix is floats."""
-    matrices = [(name, one.ggml_type, one.shape, one.n_bytes) for name, one in file.tensors.items()]
-    return _summarised("ggml", matrices, [], [], None)
+    matrices = [(name, tensor.ggml_type, tensor.shape, tensor.n_bytes) for name, tensor in file.tensors.items()]
+    return _summarise("ggml", matrices, [], [], None)
 
 
 def of_folder(path: Path) -> Quantisation | None:
@@ -75,67 +76,63 @@ def of_folder(path: Path) -> Quantisation | None:
         return None
     with closing(QuantisedFolder(path, values)) as folder:
         matrices = [
-            (name, folder.packed(name).ggml_type, one.shape, one.n_bytes)
-            for name, one in folder.tensors.items()
-            if one.holds_floats  # `open_weights` names a tensor of integers that belongs to no matrix
+            (name, folder.packed(name).ggml_type, tensor.shape, tensor.n_bytes)
+            for name, tensor in folder.tensors.items()
+            if tensor.holds_floats  # `open_weights` reports integer tensors that belong to no matrix
         ]
         activations, caches, not_read = [], [], None
         try:
-            activations = _counted(map(str, folder.activations.inputs.values()))
-            caches = _counted(str(one) for pair in folder.activations.caches.values() for one in pair)
+            activations = _count_texts(map(str, folder.activations.inputs.values()))
+            caches = _count_texts(str(rounding) for pair in folder.activations.caches.values() for rounding in pair)
         except FormatError as error:
             not_read = str(error)
             codes = codes_of_engine(folder.method, folder.source.settings)
             activations = [] if codes is None else [codes]
-        return _summarised(folder.method, matrices, activations, caches, not_read)
+        return _summarise(folder.method, matrices, activations, caches, not_read)
 
 
-def rows_of(made: Quantisation) -> Mapping[str, str]:
-    """Give the lines of the table that follow those of the types."""
-    rows = {"method": made.method, "bits per weight, all matrices": f"{made.bits_per_weight:.2f}"}
-    rows["not quantised"] = ", ".join(made.not_quantised_in_short) or "none"
-    if made.not_read is not None and made.activations:
-        codes = ", ".join(made.activations)
+def rows_of(quantisation: Quantisation) -> Mapping[str, str]:
+    """Return the lines that follow the table of the types, by label."""
+    rows = {"method": quantisation.method, "bits per weight, all matrices": f"{quantisation.bits_per_weight:.2f}"}
+    rows["not quantised"] = ", ".join(quantisation.not_quantised_in_short) or "none"
+    if quantisation.not_read is not None and quantisation.activations:
+        codes = ", ".join(quantisation.activations)
         return rows | {"activations": f"the engine rounds them to {codes}; llorch does not reproduce this rounding"}
-    if made.not_read is not None:
-        return rows | {"activations, KV cache": f"unknown: {made.not_read}"}
+    if quantisation.not_read is not None:
+        return rows | {"activations, KV cache": f"unknown: {quantisation.not_read}"}
     return rows | {
-        "activations": ", ".join(made.activations) or "not quantised",
-        "KV cache": ", ".join(made.kv_cache) or "not quantised",
+        "activations": ", ".join(quantisation.activations) or "not quantised",
+        "KV cache": ", ".join(quantisation.kv_cache) or "not quantised",
     }
 
 
-def _summarised(
+def _summarise(
     method: str, tensors: Iterable[Matrix], activations: list[str], caches: list[str], not_read: str | None
 ) -> Quantisation | None:
     """Summarise the types of quantised matrices; None if no matrix is quantised."""
-    matrices = [one for one in tensors if len(one[2]) > 1]
+    matrices = [tensor for tensor in tensors if len(tensor[2]) > 1]
     if not any(has_codes(kind) for _, kind, _, _ in matrices):
         return None
     kinds: dict[StoredType, list[Matrix]] = {}
-    for one in matrices:
-        kinds.setdefault(one[1], []).append(one)
-    types = [MatrixType(kind.name, len(some), *_sizes(some)) for kind, some in kinds.items()]
+    for matrix in matrices:
+        kinds.setdefault(matrix[1], []).append(matrix)
+    types = [MatrixType(kind.name, len(group), *_sizes(group)) for kind, group in kinds.items()]
     floats = [name.removesuffix(".weight") for name, kind, _, _ in matrices if not has_codes(kind)]
     return Quantisation(
-        method=method,
-        types=sorted(types, key=lambda one: -one.n_numbers),
-        bits_per_weight=_sizes(matrices)[2],
-        not_quantised=floats,
+        method=method, types=sorted(types, key=lambda matrix_type: -matrix_type.n_numbers),
+        bits_per_weight=_sizes(matrices)[2], not_quantised=floats,
         not_quantised_in_short=in_short(floats, [name.removesuffix(".weight") for name, *_ in matrices]),
-        activations=activations,
-        kv_cache=caches,
-        not_read=not_read,
-    )
+        activations=activations, kv_cache=caches, not_read=not_read,
+    )  # fmt: skip
 
 
 def _sizes(matrices: list[Matrix]) -> tuple[int, int, float]:
     """Count numbers and bytes, and the bits of one number."""
-    n_numbers, n_bytes = sum(prod(one[2]) for one in matrices), sum(one[3] for one in matrices)
+    n_numbers, n_bytes = sum(prod(matrix[2]) for matrix in matrices), sum(matrix[3] for matrix in matrices)
     return n_numbers, n_bytes, round(8 * n_bytes / max(1, n_numbers), 3)
 
 
-def _counted(texts: Iterable[str]) -> list[str]:
+def _count_texts(texts: Iterable[str]) -> list[str]:
     """List each text once, with the number of its occurrences."""
     return [_with_count(text, count) for text, count in Counter(texts).items()]
 
@@ -145,34 +142,37 @@ def _with_count(text: str, count: int) -> str:
     return text if count == 1 else f"{text} ({count} times)"
 
 
-def in_short(meant: list[str], known: list[str]) -> list[str]:
-    """List modules once for all layers and experts: a star for all that have the module, else ranges of numbers."""
+def in_short(names: list[str], known_names: list[str]) -> list[str]:
+    """Abbreviate module names that differ in the numbers of layers and experts: `*` for all numbers, else ranges.
+
+    `known_names` are the names of all modules: a star means that `names` has all of them with this pattern.
+    """
     groups: dict[str, set[Numbers]] = {}
-    for name in meant:
-        groups.setdefault(_pattern_of(name), set()).add(_numbers_of(name))
-    others = {pattern: set[Numbers]() for pattern in groups}
-    for name in known:
-        if (pattern := _pattern_of(name)) in groups:
-            others[pattern].add(_numbers_of(name))
-    made = []
+    for name in names:
+        groups.setdefault(_to_pattern(name), set()).add(_parse_numbers(name))
+    known_groups = {pattern: set[Numbers]() for pattern in groups}
+    for name in known_names:
+        if (pattern := _to_pattern(name)) in groups:
+            known_groups[pattern].add(_parse_numbers(name))
+    short_names = []
     for pattern, numbers in groups.items():
-        for slots, count in _slots(numbers, others[pattern]):
-            text = pattern.format(*slots)
-            made.append(_with_count(text, count) if "*" in slots else text)
-    return made
+        for texts, count in _number_texts(numbers, known_groups[pattern]):
+            text = pattern.format(*texts)
+            short_names.append(_with_count(text, count) if "*" in texts else text)
+    return short_names
 
 
-def _slots(meant: set[Numbers], known: set[Numbers]) -> Iterator[tuple[list[str], int]]:
-    """Yield texts in place of the numbers of names, and how many names they stand for."""
-    columns = [set(column) for column in zip(*meant, strict=True)]
-    if prod(map(len, columns)) == len(meant):
-        alone = [set(column) for column in zip(*known, strict=True)]
-        yield ["*" if one == whole else _ranges(one) for one, whole in zip(columns, alone, strict=True)], len(meant)
+def _number_texts(subset: set[Numbers], superset: set[Numbers]) -> Iterator[tuple[list[str], int]]:
+    """Yield the texts that replace the numbers of names, and how many names they cover: one pair if ranges suffice."""
+    columns = [set(column) for column in zip(*subset, strict=True)]
+    if prod(map(len, columns)) == len(subset):
+        full = [set(column) for column in zip(*superset, strict=True)]
+        yield ["*" if a == b else _ranges(a) for a, b in zip(columns, full, strict=True)], len(subset)
         return
     for first in sorted(columns[0]):
-        below, around = ({one for one in some if one[0] == first} for some in (meant, known))
-        for slots, count in _slots({one[1:] for one in below}, {one[1:] for one in around}):
-            yield [str(first), *slots], count
+        named, known = ({row for row in rows if row[0] == first} for rows in (subset, superset))
+        for texts, count in _number_texts({row[1:] for row in named}, {row[1:] for row in known}):
+            yield [str(first), *texts], count
 
 
 def _ranges(numbers: set[int]) -> str:
@@ -187,26 +187,26 @@ def _ranges(numbers: set[int]) -> str:
     return text if len(numbers) == 1 else f"{{{text}}}"
 
 
-def _pattern_of(name: str) -> str:
+def _to_pattern(name: str) -> str:
     """Replace the number of a layer or an expert by a field of `str.format`."""
     escaped = name.replace("{", "{{").replace("}", "}}")
     return ".".join("{}" if part.isdecimal() else part for part in escaped.split("."))
 
 
-def _numbers_of(name: str) -> Numbers:
+def _parse_numbers(name: str) -> Numbers:
     """Return the numbers of the layer and the expert in a name."""
     return tuple(int(part) for part in name.split(".") if part.isdecimal())
 
 
-SHOWN = 60  # characters of a long text; --json has all of it
-SAMPLE = "Hello, world 27!"  # its ids tell vocabularies apart at a glance
+SHOWN = 60  # characters of a long text that the tables print; --json prints it in full
+SAMPLE = "Hello, world 27!"  # its ids differ between vocabularies
 
 Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
 class Contents:
-    """A file, as far as it could be read; `plain` and `print` show it."""
+    """Contents of a file, as far as llorch could read it; `plain` and `print` show them."""
 
     path: Path
     format: str
@@ -218,7 +218,7 @@ class Contents:
     sampled: int  # tensors whose last row was read; 0 if llorch cannot open the model
     unread: dict[str, object]  # settings that no rule of llorch reads, by key
     notes: list[str]  # parts of the file that llorch does not compute with
-    problems: list[str]  # why llorch would refuse to run it
+    problems: list[str]  # reasons why llorch would refuse to run it
 
     def plain(self) -> dict:
         """Return the contents as dictionaries, lists, numbers and texts only."""
@@ -249,12 +249,12 @@ class Contents:
 
 
 def read_contents(path: Path) -> Contents:
-    """Read a GGUF file or a Hugging Face folder; what llorch would refuse is in `problems`."""
+    """Read a GGUF file or a Hugging Face folder; reasons to refuse the model go to `problems`."""
     problems: list[str] = []
     if path.is_dir():
         kind, metadata = "Hugging Face folder", {}
-        tensors = _attempt(problems, lambda: _tensors_of_folder(path)) or []
-        tokenizer = _attempt(problems, lambda: _tokenizer_of_folder(path))
+        tensors = _attempt(problems, lambda: _read_folder_tensors(path)) or []
+        tokenizer = _attempt(problems, lambda: _read_folder_tokenizer(path))
         _attempt(problems, lambda: read_templates(path))
         quantisation = _attempt(problems, lambda: of_folder(path))
     else:
@@ -268,24 +268,18 @@ def read_contents(path: Path) -> Contents:
     weights = _attempt(problems, lambda: open_table(path))
     sampled = 0 if weights is None else _attempt(problems, lambda: _sample(weights)) or 0
     return Contents(
-        path=path,
-        format=kind,
-        config=None if weights is None else asdict(weights.config),
-        tokenizer=_describe(tokenizer) if tokenizer is not None else None,
-        metadata=metadata,
-        quantisation=quantisation,
-        tensors=tensors,
-        sampled=sampled,
+        path=path, format=kind, config=None if weights is None else asdict(weights.config),
+        tokenizer=_describe(tokenizer) if tokenizer is not None else None, metadata=metadata,
+        quantisation=quantisation, tensors=tensors, sampled=sampled,
         unread=_attempt(problems, lambda: _plain_values(unread_settings(path))) or {},
-        notes=[] if weights is None else weights.notes_on_left_out("not used"),
-        problems=problems,
-    )
+        notes=[] if weights is None else weights.notes_on_left_out("not used"), problems=problems,
+    )  # fmt: skip
 
 
-def _attempt(problems: list[str], make: Callable[[], Result]) -> Result | None:
-    """Make something, or note why it cannot be made."""
+def _attempt(problems: list[str], read: Callable[[], Result]) -> Result | None:
+    """Call `read`, or note its error in `problems`."""
     try:
-        return make()
+        return read()
     except FormatError as error:
         if str(error) not in problems:
             problems.append(str(error))
@@ -293,7 +287,10 @@ def _attempt(problems: list[str], make: Callable[[], Result]) -> Result | None:
 
 
 def _sample(weights: Weights) -> int:
-    """Look for zeros at the ends of files and tensors; matrices of quantised folders have no rows of bytes."""
+    """Search the last row of each tensor for zeros, which an interrupted download leaves; return the number of tensors.
+
+    Matrices of quantised folders are left out: they have no rows of bytes.
+    """
     weights.require_written()
     names = [name for name in weights if isinstance(weights.stored_type(name), GGMLType)]
     for name in names:
@@ -301,35 +298,33 @@ def _sample(weights: Weights) -> int:
     return sum(len(weights.slots[name].tensors) for name in names)
 
 
-def _tensors_of_folder(path: Path) -> list[dict]:
+def _read_folder_tensors(path: Path) -> list[dict]:
     with SafetensorsFolder(path) as folder:
         return _tensor_records(folder, lambda tensor: tensor.dtype)
 
 
-def _tokenizer_of_folder(path: Path) -> Tokenizer | None:
-    """Read the tokenizer; none is no fault: such a model is given token ids."""
+def _read_folder_tokenizer(path: Path) -> Tokenizer | None:
+    """Read the tokenizer; a model without one accepts token ids only."""
     return Tokenizer.from_huggingface(path) if (path / "tokenizer.json").exists() else None
 
 
-def _tensor_records(source: GGUFFile | SafetensorsFolder, type_of: Callable) -> list[dict]:
+def _tensor_records(source: GGUFFile | SafetensorsFolder, read_type: Callable) -> list[dict]:
     return [
-        {"name": name, "type": type_of(t), "shape": list(t.shape), "offset": t.offset, "n_bytes": t.n_bytes}
+        {"name": name, "type": read_type(t), "shape": list(t.shape), "offset": t.offset, "n_bytes": t.n_bytes}
         for name, t in source.tensors.items()
     ]
 
 
 def _describe(tokenizer: Tokenizer) -> dict:
     return {
-        "vocab_size": tokenizer.vocab_size,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_ids": sorted(tokenizer.eos_token_ids),
-        "sample_text": SAMPLE,
+        "vocab_size": tokenizer.vocab_size, "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_ids": sorted(tokenizer.eos_token_ids), "sample_text": SAMPLE,
         "sample_ids": tokenizer.encode(SAMPLE),
-    }
+    }  # fmt: skip
 
 
 def _shortened(value: object) -> object:
-    """Return a value for people: a widened float32 as the shortest decimal that is equal in float32."""
+    """Shorten a value for display: a float becomes the shortest decimal that is equal in float32, the file's type."""
     if isinstance(value, tuple):
         return tuple(map(_shortened, value))
     return shortest(value) if isinstance(value, float) else value
@@ -349,49 +344,49 @@ def _metadata_value(value: object) -> object:
 
 
 def _by_row(config: Mapping[str, Any]) -> dict[str, object]:
-    """Lay out a configuration as a table: fields of parts get names of their own, and equal layers are joined."""
+    """Lay out a configuration as a table: nested fields get joined names, and equal layers share a row."""
     rows: dict[str, object] = {}
     for name, value in config.items():
         if isinstance(value, Mapping):
-            rows |= {f"{name}.{inner}": one for inner, one in value.items()}
+            rows |= {f"{name}.{inner_name}": inner_value for inner_name, inner_value in value.items()}
         elif name == "layers":
-            rows |= _layers_by_kind([_in_words(layer) for layer in value] or ["attention"] * config["n_layers"])
+            rows |= _layers_by_kind([_describe_layer(layer) for layer in value] or ["attention"] * config["n_layers"])
         else:
             rows[name] = value or config["head_dim"] if name == "rotary_dim" else value
     return rows
 
 
 def _layers_by_kind(kinds: list[str]) -> dict[str, str]:
-    """Return one entry for each kind of layer: a label with the layers' numbers, and the kind."""
-    found: dict[str, list[str]] = {}
-    for at, kind in enumerate(kinds):
-        found.setdefault(kind, []).append(str(at))
-    if len(found) == 1:
+    """Return one entry for each kind of layer: a label with the layers' numbers, and the description of the kind."""
+    layers_by_kind: dict[str, list[str]] = {}
+    for layer, kind in enumerate(kinds):
+        layers_by_kind.setdefault(kind, []).append(str(layer))
+    if len(layers_by_kind) == 1:
         return {"layers": f"all: {kinds[0]}"}
-    return {f"layers {_cut_text(','.join(numbers))}": kind for kind, numbers in found.items()}
+    return {f"layers {_cut_text(','.join(numbers))}": kind for kind, numbers in layers_by_kind.items()}
 
 
-def _in_words(layer: Mapping[str, Any]) -> str:
+def _describe_layer(layer: Mapping[str, Any]) -> str:
     words = {"experts": layer["experts"], "no RoPE": not layer["rope"], "norms of heads": layer["head_norm"]}
     words |= {"temperature": layer["has_attention_temperature"]}
     words |= {f"{name} of {layer[name]}": layer[name] for name in ("window", "chunk")}
-    return ", ".join([layer["mixer"], *(word for word, there in words.items() if there)])
+    return ", ".join([layer["mixer"], *(word for word, is_shown in words.items() if is_shown)])
 
 
 def _cut_text(text: str) -> str:
     return text[:SHOWN] + (" ..." if len(text) > SHOWN else "")
 
 
-def _print_quantisation(out: Console, made: Quantisation | None) -> None:
-    if made is None:
+def _print_quantisation(out: Console, quantisation: Quantisation | None) -> None:
+    if quantisation is None:
         return
     rows = table("quantisation", ">matrices", ">numbers", ">bytes", ">bits per weight")
-    for one in made.types:
-        bits = f"{one.bits_per_weight:.2f}"
-        rows.add_row(one.type, str(one.n_matrices), f"{one.n_numbers:,}", f"{one.n_bytes:,}", bits)
+    for group in quantisation.types:
+        bits = f"{group.bits_per_weight:.2f}"
+        rows.add_row(group.type, str(group.n_matrices), f"{group.n_numbers:,}", f"{group.n_bytes:,}", bits)
     out.print()
     print_table(out, rows)
-    for key, text in rows_of(made).items():
+    for key, text in rows_of(quantisation).items():
         out.print(f"{key}: {repr(text)[1:-1]}")
 
 

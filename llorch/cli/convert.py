@@ -1,4 +1,4 @@
-"""`llorch convert`: a model from one file format to the other."""
+"""`llorch convert`: convert a model from one file format to the other."""
 
 import signal
 from collections import Counter
@@ -46,42 +46,42 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
     from llorch.files.quant import GGMLType
 
     ggml_type = GGMLType[type_name.upper()] if type_name is not None else None
-    with cleaning_up_when_terminated(), progress(f"converting to {target}") as report:
-        done = convert(model_path(source), target, ggml_type=ggml_type, force=force, report=report)
-    for note in done.notes:
+    with exiting_on_sigterm(), progress(f"converting to {target}") as report:
+        output = convert(model_path(source), target, ggml_type=ggml_type, force=force, report=report)
+    for note in output.notes:
         say(f"note: {note}")
-    if done.fallbacks:
-        names = ", ".join(done.fallbacks[:4]) + (", ..." if len(done.fallbacks) > 4 else "")
-        why = f"their rows do not divide into {done.ggml_type.name} blocks"
-        say(f"note: {len(done.fallbacks)} matrices are F16; {why}: {names}")
-    say_blocks(done.kept, done.decoded)
+    if output.fallbacks:
+        names = ", ".join(output.fallbacks[:4]) + (", ..." if len(output.fallbacks) > 4 else "")
+        reason = f"their rows do not divide into {output.ggml_type.name} blocks"
+        say(f"note: {len(output.fallbacks)} matrices are F16; {reason}: {names}")
+    say_blocks(output.kept, output.decoded)
     if as_json:
         names = ("n_tensors", "n_bytes", "fallbacks", "kept", "decoded", "has_vocabulary", "notes")
-        values = {name: getattr(done, name) for name in names}
-        click.echo(to_json({"source": source, "target": str(target), "type": done.ggml_type.name, **values}))
+        values = {name: getattr(output, name) for name in names}
+        click.echo(to_json({"source": source, "target": str(target), "type": output.ggml_type.name, **values}))
     else:
-        click.echo(f"{target}: {done.ggml_type.name}, {done.n_tensors} tensors, {done.n_bytes / 1e6:.1f} MB")
+        click.echo(f"{target}: {output.ggml_type.name}, {output.n_tensors} tensors, {output.n_bytes / 1e6:.1f} MB")
 
 
 def say_blocks(kept: Mapping[str, str], decoded: Mapping[str, str]) -> None:
-    """Say on stderr how many quantised matrices stayed packed, and why the others were decoded."""
+    """Print on stderr how many quantised matrices stayed packed, and why the others were decoded."""
     total = len(kept) + len(decoded)
     for kind, count in Counter(kept.values()).items():
         say(f"note: {count} of {total} quantised matrices stay packed, as {kind}; every number is the same")
     for reason, count in Counter(decoded.values()).items():
-        first = next(name for name, why in decoded.items() if why == reason)
+        first = next(name for name, decode_reason in decoded.items() if decode_reason == reason)
         say(f"note: {count} of {total} quantised matrices are decoded to floats ({first}, ...): {reason}")
 
 
 @contextmanager
-def cleaning_up_when_terminated() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit with its usual code, so that the block can remove its temporary files."""
+def exiting_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit with code 128 + SIGTERM, so that the block can remove its own temporary files."""
 
     def leave(number: int, frame: object) -> None:
         raise SystemExit(_TERMINATED)
 
-    before = signal.signal(signal.SIGTERM, leave)
+    old_handler = signal.signal(signal.SIGTERM, leave)
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, old_handler)

@@ -1,4 +1,4 @@
-"""`llorch diagnose`: the first wrong stage of somebody's engine, and the mistake."""
+"""`llorch diagnose`: find the first wrong stage of an engine, and the mistake."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 @threads_option
 def command(
     *, dump: Path, model: str, adapter: Path | None, every: bool, as_json: bool, junit: Path | None, html: Path | None,
-    **how: Any,
+    **opts: Any,
 ) -> None:  # fmt: skip
     """Find the first wrong stage of an engine and name the mistake, from a dump of its tensors.
 
@@ -61,9 +61,9 @@ def command(
     from llorch.cli.tables import console
     from llorch.diagnosis.report import page, record
 
-    refuse_both(how["prompt"], how["tokens"])
+    refuse_both(opts["prompt"], opts["tokens"])
     require_folders((junit, html))
-    diagnosis = _diagnose_stages(dump, model, **how) if adapter is None else _diagnose_training(dump, model, adapter)
+    diagnosis = _diagnose_stages(dump, model, **opts) if adapter is None else _diagnose_training(dump, model, adapter)
     write_text(junit, lambda: record.junit(diagnosis))
     write_text(html, lambda: page.page(diagnosis))
     if as_json:
@@ -73,14 +73,14 @@ def command(
     raise click.exceptions.Exit(DIFFERS if not diagnosis.is_right else OK if diagnosis.results else MISSING)
 
 
-def _diagnose_stages(dump: Path, model: str, **how: Any) -> "Diagnosis":
+def _diagnose_stages(dump: Path, model: str, **dump_options: Any) -> "Diagnosis":
     """Plan the judging of a dump of a forward pass, and diagnose it."""
     from llorch.cli.dump_input import plan_dump
     from llorch.diagnosis.diagnose import diagnose
 
-    plan = plan_dump(dump, model, **how)
-    with progress(f"diagnosing {dump}") as tell:
-        return diagnose(plan.weights, plan.dump, model=model, progress=tell)
+    plan = plan_dump(dump, model, **dump_options)
+    with progress(f"diagnosing {dump}") as report:
+        return diagnose(plan.weights, plan.dump, model=model, progress=report)
 
 
 def _diagnose_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":

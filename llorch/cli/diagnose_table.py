@@ -1,4 +1,4 @@
-"""A diagnosis for a person at a terminal: stages up to the first cause, what was found, what could not be shown."""
+"""Print a diagnosis on a terminal: stages up to the first cause, findings, mistakes that the dump cannot show."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -16,13 +16,13 @@ from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING
 from llorch.stages.table import BY_NAME
 
 _STYLES = {PASS: "green", ROUNDING: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
-_NAME = 40  # characters of a name that others chose
-_NOTES = 12  # lines of a list that a table of stages is not
+_NAME_WIDTH = 40  # characters of a name from the dump
+_MAX_LINES = 12  # most lines of a list other than the table of stages
 
 
 @dataclass(frozen=True)
-class _Line:
-    """A line of the table: one stage, or several of which this one is nearest to its limit."""
+class _Row:
+    """Line of the table: one stage, or several stages shown by the stage closest to its tolerance."""
 
     label: str
     result: StageCheck
@@ -30,129 +30,125 @@ class _Line:
 
 
 def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
-    """Print a diagnosis; `every` has all stages, one by one, and what was inherited."""
+    """Print a diagnosis; `every` prints each stage on its own line, with the error inherited from earlier stages."""
     n_passes = len({result.n_pass for result in diagnosis.results})
-    said = f"{count(len(diagnosis.results), 'stage')}, {count(n_passes, 'pass', 'passes')}"
-    out.print(Text(f"{printable(diagnosis.model)}   {printable(diagnosis.source)}   {said}", "bold"))
+    totals = f"{count(len(diagnosis.results), 'stage')}, {count(n_passes, 'pass', 'passes')}"
+    out.print(Text(f"{printable(diagnosis.model)}   {printable(diagnosis.source)}   {totals}", "bold"))
     for arithmetic, n in Counter(result.arithmetic for result in diagnosis.results).items():
         out.print(f"judged as {printable(arithmetic)}: {count(n, 'stage')}")
     for note in diagnosis.notes:
         out.print(f"note: {printable(note)}")
-    shown = [_Line(result.key, result) for result in diagnosis.results] if every else list(_diagnosis_lines(diagnosis))
-    if shown:
-        _print_lines(out, shown, every=every, n_passes=n_passes)
+    rows = [_Row(result.key, result) for result in diagnosis.results] if every else list(_diagnosis_lines(diagnosis))
+    if rows:
+        _print_lines(out, rows, every=every, n_passes=n_passes)
     out.print()
     _print_findings(out, diagnosis)
     _print_not_run(out, diagnosis)
-    _print_unseen(out, diagnosis)
-    hint = "" if every or len(shown) == len(diagnosis.results) else "; --all shows every stage"
-    out.print(Text.assemble((verdict(diagnosis), _STYLES[verdict(diagnosis)]), f": {_closing(diagnosis)}{hint}"))
+    _print_undetectable(out, diagnosis)
+    hint = "" if every or len(rows) == len(diagnosis.results) else "; --all shows every stage"
+    out.print(Text.assemble((verdict(diagnosis), _STYLES[verdict(diagnosis)]), f": {_format_summary(diagnosis)}{hint}"))
 
 
-def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Line]:
-    """Yield the lines up to the first cause: its layer stage by stage, all layers before it in one line.
+def _diagnosis_lines(diagnosis: Diagnosis) -> Iterator[_Row]:
+    """Yield the lines up to the first cause: its layer stage by stage, and the layers before it in one line.
 
     Without a cause, yield a line for each stage.
     """
-    found = diagnosis.failures
-    if not found:
-        yield from _by_stage(diagnosis.results)
+    failures = diagnosis.failures
+    if not failures:
+        yield from _lines_by_stage(diagnosis.results)
         return
-    places = [(result.n_pass, result.key) for result in diagnosis.results]
-    first = (found[0].n_pass, found[0].key)
-    before = diagnosis.results[: places.index(first) + 1 if first in places else None]
-    here = {(result.n_pass, result.layer) for result in before[-1:]}
-    for is_whole, group in groupby(before, key=lambda r: r.layer is not None and (r.n_pass, r.layer) not in here):
+    keys = [(r.n_pass, r.key) for r in diagnosis.results]
+    first = (failures[0].n_pass, failures[0].key)
+    lead = diagnosis.results[: keys.index(first) + 1 if first in keys else None]
+    last = {(r.n_pass, r.layer) for r in lead[-1:]}
+    for joined, group in groupby(lead, key=lambda r: r.layer is not None and (r.n_pass, r.layer) not in last):
         results = list(group)
-        if is_whole:
-            layers = tuple(dict.fromkeys(result.layer for result in results if result.layer is not None))
-            yield _Line(ranges(layers), _worst(results), len(results))
+        if joined:
+            layers = tuple(dict.fromkeys(r.layer for r in results if r.layer is not None))
+            yield _Row(ranges(layers), _worst(results), len(results))
         else:
-            yield from (_Line(result.key, result) for result in results)
+            yield from (_Row(r.key, r) for r in results)
 
 
-def _by_stage(results: Sequence[StageCheck]) -> Iterator[_Line]:
+def _lines_by_stage(checks: Sequence[StageCheck]) -> Iterator[_Row]:
     for stage in BY_NAME:
-        if mine := [result for result in results if result.stage == stage]:
-            yield _Line(stage, _worst(mine), len(mine))
+        if of_stage := [check for check in checks if check.stage == stage]:
+            yield _Row(stage, _worst(of_stage), len(of_stage))
 
 
 def _worst(results: Sequence[StageCheck]) -> StageCheck:
-    """Return the result with the largest ratio of error to tolerance."""
+    """Return the stage with the largest ratio of error to tolerance."""
     return max(results, key=lambda result: result.over)
 
 
-def _print_lines(out: Console, lines: Sequence[_Line], *, every: bool, n_passes: int) -> None:
+def _print_lines(out: Console, lines: Sequence[_Row], *, every: bool, n_passes: int) -> None:
     """Print the lines of a diagnosis as a table."""
-    several = [">stages", "closest to its tolerance"] if any(line.n_stages > 1 for line in lines) else []
+    groups = [">stages", "closest to its tolerance"] if any(line.n_stages > 1 for line in lines) else []
     passes, total = [">pass"] if n_passes > 1 else [], [">inherited", ">tolerance"] if every else []
     rows = table(
-        *passes, "stage", ">local error", ">tolerance", ">error/tolerance", *total, "verdict", *several, "in the dump"
+        *passes, "stage", ">local error", ">tolerance", ">error/tolerance", *total, "verdict", *groups, "in the dump"
     )
     for line in lines:
-        result, local, chained = line.result, line.result.isolated, line.result.chained
+        result, isolated, chained = line.result, line.result.isolated, line.result.chained
         inherited = [short(chained.difference.error), short(chained.tolerance.error)] if chained else ["-", "-"]
         cells = [
-            *([str(result.n_pass)] if passes else []),
-            line.label,
-            local.difference.fault_kind or short(local.difference.error),
-            short(local.tolerance.error),
-            times(result.over),
-            *(inherited if every else []),
-            Text(result.verdict, _STYLES[result.verdict]),
-            *([str(line.n_stages), result.key if line.n_stages > 1 else ""] if several else []),
+            *([str(result.n_pass)] if passes else []), line.label,
+            isolated.difference.fault_kind or short(isolated.difference.error), short(isolated.tolerance.error),
+            times(result.over), *(inherited if every else []), Text(result.verdict, _STYLES[result.verdict]),
+            *([str(line.n_stages), result.key if line.n_stages > 1 else ""] if groups else []),
             _cut(result.engine_name),
-        ]
+        ]  # fmt: skip
         rows.add_row(*cells)
     print_table(out, rows)
 
 
 def _cut(name: str) -> str:
     text = printable(name)
-    return text if len(text) <= _NAME else f"{text[: _NAME - 3]}..."
+    return text if len(text) <= _NAME_WIDTH else f"{text[: _NAME_WIDTH - 3]}..."
 
 
 def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
-    """Print the first cause at length, and a line for each further finding."""
-    found = [*diagnosis.failures, *(each for each in diagnosis.findings if each.kind == "rounding")]
-    if not found:
+    """Print the first cause in full, and a line for each further finding."""
+    findings = [*diagnosis.failures, *(finding for finding in diagnosis.findings if finding.kind == "rounding")]
+    if not findings:
         return
-    first, *others = found
-    out.print(_headed(first))
-    if first.kind != "rounding":
-        for cause in first.causes:
+    main, *further = findings
+    out.print(_format_finding(main))
+    if main.kind != "rounding":
+        for cause in main.causes:
             value = f"; found: {printable(cause.value)}" if cause.value else ""
             out.print(f"  {cause.name}: {explained(cause)}{value}")
-        if first.alternatives:
-            names = ", ".join(cause.name for cause in first.alternatives)
+        if main.alternatives:
+            names = ", ".join(cause.name for cause in main.alternatives)
             out.print(
                 f"  these mistakes explain the error equally well, and this dump cannot distinguish them: {names}"
             )
-        for cause in first.near_misses:
+        for cause in main.near_misses:
             out.print(f"  near miss: {cause.name}: {printable(cause.sentence.rstrip('.'))}; {explained(cause)}")
-        if first.places:
-            out.print(f"  shows in {ranges(first.layers)}: {count(len(first.places), 'stage')}")
-    for finding in others[:_NOTES]:
-        out.print(_headed(finding))
-    if len(others) > _NOTES:
-        out.print(f"and {len(others) - _NOTES} more; --json and --html have all")
+        if main.places:
+            out.print(f"  shows in {ranges(main.layers)}: {count(len(main.places), 'stage')}")
+    for finding in further[:_MAX_LINES]:
+        out.print(_format_finding(finding))
+    if len(further) > _MAX_LINES:
+        out.print(f"and {len(further) - _MAX_LINES} more; --json and --html have all")
     out.print()
 
 
-def _headed(finding: Finding) -> Text:
+def _format_finding(finding: Finding) -> Text:
     kind = ROUNDING if finding.kind == "rounding" else FAIL
     return Text.assemble((kind, _STYLES[kind]), f"  {printable(finding.sentence)}")
 
 
 def _print_not_run(out: Console, diagnosis: Diagnosis) -> None:
-    for reason, places in diagnosis.not_run.items():
-        names = [*dict.fromkeys(name for _, name in places)]
-        more = f" and {len(names) - _NOTES} more" if len(names) > _NOTES else ""
-        said = f"  {', '.join(names[:_NOTES])}{more}: {printable(reason)}"
-        out.print(Text.assemble((NOT_RUN, _STYLES[NOT_RUN]), said))
+    for reason, keys in diagnosis.not_run.items():
+        names = [*dict.fromkeys(name for _, name in keys)]
+        omitted = f" and {len(names) - _MAX_LINES} more" if len(names) > _MAX_LINES else ""
+        line = f"  {', '.join(names[:_MAX_LINES])}{omitted}: {printable(reason)}"
+        out.print(Text.assemble((NOT_RUN, _STYLES[NOT_RUN]), line))
 
 
-def _print_unseen(out: Console, diagnosis: Diagnosis) -> None:
+def _print_undetectable(out: Console, diagnosis: Diagnosis) -> None:
     """Print the known mistakes that the dump cannot show, grouped by reason."""
     if not diagnosis.could_not_show:
         return
@@ -162,7 +158,7 @@ def _print_unseen(out: Console, diagnosis: Diagnosis) -> None:
     out.print()
 
 
-def _closing(diagnosis: Diagnosis) -> str:
+def _format_summary(diagnosis: Diagnosis) -> str:
     n_causes = len(diagnosis.failures)
     if not n_causes:
         return headline(diagnosis)

@@ -1,4 +1,4 @@
-"""`llorch diff`: two dumps beside each other, or a draft of what the names of one stand for."""
+"""`llorch diff`: compare two dumps, or draft a mapping of the names of one dump to stages."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from llorch.judging.dump_diff import Side
     from llorch.stages.comparison import Report
 
-VERSION = 2  # of what --json gives
+VERSION = 2  # of the --json output
 
 
 @verb(
@@ -62,7 +62,7 @@ def command(
     if weights is None and (mapping or map_b or tokens):
         raise click.UsageError("--map, --map-b and --tokens go with --model")
     mappings = zip(dumps, (mapping, map_b or mapping), strict=True)
-    sides = [_side(path, weights, names, tokens, first_position) for path, names in mappings]
+    sides = [_read_side(path, weights, names, tokens, first_position) for path, names in mappings]
     reports = dict(diff(*sides))
     if as_json:
         click.echo(to_json(_record(reports)))
@@ -86,19 +86,19 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
             f"--suggest: expected one dump and its --model, got {len(dumps)} dumps{'' if model else ' and no --model'}"
         )
     from llorch.engines.dumps.index import open_raw
-    from llorch.engines.dumps.raw import with_earlier
+    from llorch.engines.dumps.raw import with_earlier_pass
     from llorch.engines.dumps.suggest_mapping import suggest
 
     with progress(f"comparing {dumps[0]} with a run of {model}"):
-        raw = with_earlier(open_raw(dumps[0]), tokens)
+        raw = with_earlier_pass(open_raw(dumps[0]), tokens)
         text = suggest(raw, _open_model(model), tokens or (), first_position=first_position or 0)
     click.echo(text, nl=False)
 
 
-def _side(
+def _read_side(
     path: Path, weights: "Weights | None", mapping: Path | None, tokens: list[int] | None, first_position: int | None
 ) -> "Side":
-    """Read a dump as one side of a comparison, by stages if there are weights, else by its own array names."""
+    """Read a dump as one side of a comparison: arrays by stage if there are weights, else by their own names."""
     from llorch.engines.dumps.index import open_raw
     from llorch.judging.dump_diff import Side
 
@@ -120,23 +120,21 @@ def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:
 def _record(reports: "dict[int, Report]") -> dict[str, object]:
     first = _first_divergence(reports)
     stages = [
-        {"pass": n_pass, "stage": name, "error": each.error, "worst": each.worst, "tolerance": report.tolerance.error,
-         "index": list(each.index), "a": each.actual, "b": each.expected, "fault": each.fault}
-        for n_pass, report in reports.items() for name, each in report.differences.items()
+        {"pass": n_pass, "stage": name, "error": d.error, "worst": d.worst, "tolerance": report.tolerance.error,
+         "index": list(d.index), "a": d.actual, "b": d.expected, "fault": d.fault}
+        for n_pass, report in reports.items() for name, d in report.differences.items()
     ]  # fmt: skip
     return {
-        "version": VERSION,
-        "first_divergence": first and {"pass": first[0], "stage": first[1]},
-        "stages": stages,
-        "only": {side: _only(reports, side) for side in _SIDES},
-    }
+        "version": VERSION, "first_divergence": first and {"pass": first[0], "stage": first[1]}, "stages": stages,
+        "only": {side: _names_only_in(reports, side) for side in _SIDES},
+    }  # fmt: skip
 
 
-def _only(reports: "dict[int, Report]", side: str) -> list[str]:
+def _names_only_in(reports: "dict[int, Report]", side: str) -> list[str]:
     return [name for report in reports.values() for name in report.only[_SIDES[side]]]
 
 
-_SIDES = {"a": "actual", "b": "expected"}  # as `compare` calls them
+_SIDES = {"a": "actual", "b": "expected"}  # names of the two sides in `compare`
 
 
 def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]) -> None:
@@ -148,20 +146,20 @@ def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Pa
 
     rows = table(*([">pass"] if len(reports) > 1 else []), "stage", ">error", ">worst", ">tolerance", "verdict")
     for n_pass, report in reports.items():
-        for name, each in report.differences.items():
-            right = each.within(report.tolerance)
-            cells = [f"{each.error:.1e}", f"{each.worst:.1e}", f"{report.tolerance.error:.1e}"]
-            verdict = Text("PASS", "green") if right else Text("DIFFERS", "bold red")
+        for name, difference in report.differences.items():
+            is_within = difference.within(report.tolerance)
+            cells = [f"{difference.error:.1e}", f"{difference.worst:.1e}", f"{report.tolerance.error:.1e}"]
+            verdict = Text("PASS", "green") if is_within else Text("DIFFERS", "bold red")
             rows.add_row(*([str(n_pass)] if len(reports) > 1 else []), printable(name), *cells, verdict)
     print_table(out, rows)
     for side, path in zip(_SIDES, dumps, strict=True):
-        if only := _only(reports, side):
-            more = f" and {len(only) - 8} more" if len(only) > 8 else ""
-            out.print(printable(f"only in {path}: {', '.join(only[:8])}{more}"))
-    first, n_stages = _first_divergence(reports), sum(len(report.differences) for report in reports.values())
-    if first is None:
+        if only_names := _names_only_in(reports, side):
+            omitted = f" and {len(only_names) - 8} more" if len(only_names) > 8 else ""
+            out.print(printable(f"only in {path}: {', '.join(only_names[:8])}{omitted}"))
+    divergence, n_stages = _first_divergence(reports), sum(len(report.differences) for report in reports.values())
+    if divergence is None:
         out.print(f"{n_stages} stages agree")
     else:
-        where = f" of pass {first[0]}" if len(reports) > 1 else ""
-        said = f"{first[1]}{where}: {reports[first[0]].differences[first[1]].describe()}"
-        out.print(printable(f"first divergence: {said}"))
+        pass_note = f" of pass {divergence[0]}" if len(reports) > 1 else ""
+        description = f"{divergence[1]}{pass_note}: {reports[divergence[0]].differences[divergence[1]].describe()}"
+        out.print(printable(f"first divergence: {description}"))

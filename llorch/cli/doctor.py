@@ -1,4 +1,4 @@
-"""`llorch doctor`: what there is on this machine to run with, and what is broken."""
+"""`llorch doctor`: list the parts that work on this machine, and those that are broken."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from llorch.apps.doctor.health import HealthCheck
 
 JSON_HELP = "One object: version, broken, findings with area, name, state, text and repair."
-_SHOWN = {"ok": "ok", "absent": "-", "warning": "warning", "broken": "BROKEN"}
+_STATE_LABELS = {"ok": "ok", "absent": "-", "warning": "warning", "broken": "BROKEN"}
 
 
 @verb(
@@ -49,7 +49,7 @@ def end_with_report(checks: "Sequence[HealthCheck]", *, as_json: bool) -> NoRetu
     else:
         rows = table("area", "name", "", "found", "to install or repair")
         for check in checks:
-            rows.add_row(check.area, check.name, _SHOWN[check.state], check.text, check.repair)
+            rows.add_row(check.area, check.name, _STATE_LABELS[check.state], check.text, check.repair)
         out = console()
         print_table(out, rows)
         out.print(f"{broken} broken" if broken else "nothing is broken")

@@ -1,4 +1,4 @@
-"""Functions that several verbs use on a dump: plan its judging, write a report of it."""
+"""Functions that several verbs use on dumps (tensors that an engine wrote): plan the comparison, write a report."""
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -22,13 +22,13 @@ first_position_option = group(
 
 @dataclass(frozen=True)
 class DumpPlan:
-    """A dump to judge and the model to judge it by, resolved once, before a stage is judged; see `plan_dump`."""
+    """Dump to judge and the model to judge it by, resolved once, before a stage is judged; see `plan_dump`."""
 
     path: Path
-    spec: str  # name of the model, as the user gave it
-    weights: "Weights"  # in the dtype to compute in
-    dump: "StageDump"  # comparable with the model
-    threads: str  # a line for the report
+    spec: str  # name of the model, as the user typed it
+    weights: "Weights"  # in the dtype of the computation
+    dump: "StageDump"  # checked to be comparable with the model
+    threads: str  # line of the report
 
 
 def plan_dump(
@@ -37,7 +37,7 @@ def plan_dump(
 ) -> DumpPlan:  # fmt: skip
     """Open the model of a dump, choose the number of threads, encode the prompt, and read the dump as stages.
 
-    Exact `numerics`, or none, mean float64.
+    With exact `numerics`, or None, llorch computes in float64, else with these numerics.
     """
     import numpy as np
 
@@ -49,17 +49,17 @@ def plan_dump(
     from llorch.model.model import Model
     from llorch.ops.numerics import EXACT
 
-    stored = open_weights(model_path(spec))
-    threads = use_threads(stored.config)
-    ids = tokens if prompt is None else Model(stored).prompt_ids(prompt)
+    opened = open_weights(model_path(spec))
+    threads = use_threads(opened.config)
+    ids = tokens if prompt is None else Model(opened).prompt_ids(prompt)
     with progress(f"reading {path}"):
-        dump = read_comparable(path, stored, mapping=mapping, ids=ids, first_position=first_position)
-    weights = stored.astype(np.float64) if numerics in (None, EXACT) else stored.using(numerics)
+        dump = read_comparable(path, opened, mapping=mapping, ids=ids, first_position=first_position)
+    weights = opened.astype(np.float64) if numerics in (None, EXACT) else opened.using(numerics)
     return DumpPlan(path, spec, weights, dump, threads)
 
 
 def require_folders(paths: Iterable[Path | None]) -> None:
-    """Refuse before the work, not after it."""
+    """Raise before the work, not after it, if the folder of an output is missing."""
     for path in paths:
         if path is not None and not path.parent.is_dir():
             raise FileNotFoundError(f"{path}: the folder {path.parent} does not exist; make it first")

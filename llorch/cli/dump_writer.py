@@ -1,4 +1,4 @@
-"""`llorch dump-writer`: the source of a writer, to be copied into an engine."""
+"""`llorch dump-writer`: print the source of a dump writer, to be copied into an engine."""
 
 import click
 
@@ -20,8 +20,7 @@ WRITERS = {
 def command(*, language: str) -> None:
     """Print a source file of under 60 lines that writes a dump for llorch diagnose.
 
-    Its first lines explain its use. The file of ggml is an eval callback in C++, for llama.cpp and every other engine
-    on ggml.
+    Its first lines explain its use. The file of ggml is an eval callback in C++, for llama.cpp and other ggml engines.
 
     \b
     In another language, write raw little-endian arrays and an index.jsonl:

@@ -1,4 +1,4 @@
-"""What the user hands to a command: a model, a prompt, token ids, a conversation."""
+"""Input of a command: a model, a prompt, token ids, a conversation."""
 
 import os
 import sys
@@ -16,15 +16,15 @@ from llorch.ops.numerics import SCHEME, Numerics
 from llorch.runtime.errors import UserError, decode_utf8
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
-SPREAD = {12: 5, 66: 25}  # into so many stretches a vocabulary is cut, of which every fifth is next, round and round
+SPREAD = {12: 5, 66: 25}  # by number of ids, see `spread_ids`: step between stretches, coprime to the number
 MOST_STDIN = 64 << 20  # bytes; stdin may have no end
-IN_CHUNKS = 66  # tokens of which a delta net, which computes 64 at once, begins a second chunk
+IN_CHUNKS = 66  # tokens; a delta net computes 64 at once, so this many need a second chunk
 
 
 def model_path(spec: str) -> Path:
     """Find the file or folder of a MODEL argument, see `llorch.files.hub.find`; print the commit of a hub repository.
 
-    Before a download its size is said. Who sits at a terminal is asked; a script goes on.
+    Before a download, its size is printed; llorch asks for consent on a terminal only.
     """
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")  # huggingface_hub reads it when it is imported
@@ -40,10 +40,10 @@ def _agreed(download: str) -> bool:
 
 
 def say_once(line: str) -> None:
-    """Say what a command finds each time that it looks for its model."""
-    said = click.get_current_context().meta.setdefault("llorch.said", set())
-    if line not in said:
-        said.add(line)
+    """Print a line once per command, although a command may look for its model several times."""
+    printed_lines = click.get_current_context().meta.setdefault("llorch.said", set())
+    if line not in printed_lines:
+        printed_lines.add(line)
         say(line)
 
 
@@ -55,17 +55,17 @@ def chosen_numerics(name: str | None, kv_cache: str) -> Numerics:
 
 
 def say_plan(model: Model) -> None:
-    """Tell where the matrices of a model lie and what that needs, when there was a choice; note an empty scheme."""
+    """Print which matrices stay packed, and their memory, unless all are F32; note a scheme without activations."""
     if model.plan is not None and model.plan.types.keys() != {"F32"}:
         say(f"{model.name}: {model.plan.describe()}")
-    if model.weights.numerics == SCHEME and model.weights.rounds_nothing:
+    if model.weights.numerics == SCHEME and model.weights.quantises_weights_only:
         say(f"note: {model.name} quantises no activations, so scheme numerics equal exact numerics")
 
 
 def prompt_text(prompt: str | None) -> str:
-    """Return the argument, or stdin without its last line end if there is none or it is `-`.
+    """Return the argument; if it is absent or `-`, return stdin without its last line end.
 
-    Stdin belongs to whoever called us and is left alone otherwise: it may be a list that a loop reads.
+    Otherwise stdin is not read: in a shell loop it may be the list that the loop reads.
     """
     if prompt not in (None, "-"):
         return prompt
@@ -83,9 +83,9 @@ def _read_stdin() -> str:
 
 
 def stdin_lines() -> Iterator[str]:
-    """Yield each line of stdin without its end when it comes, whatever the locale is; ValueError where one is no UTF-8.
+    """Yield each line of stdin, decoded as UTF-8, as soon as it arrives; UserError for invalid UTF-8.
 
-    The offset in the message counts from the start of stdin.
+    The offset in the error message counts from the start of stdin.
     """
     offset = 0
     for data in iter(lambda: sys.stdin.buffer.readline(MOST_STDIN), b""):
@@ -99,7 +99,7 @@ def _with_plain_line_ends(text: str) -> str:
 
 
 def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tuple[list[int], str | None]:
-    """Choose the ids to run and their text, if there is one: the user's, or else fixed ones, which stderr names."""
+    """Return the ids to run, and their text or None: the user's, else those of a default input, printed on stderr."""
     refuse_both(prompt, tokens)
     if tokens is not None:
         return tokens, None
@@ -109,36 +109,39 @@ def choose_ids(model: Model, prompt: str | None, tokens: list[int] | None) -> tu
 
 
 def has_vocabulary(source: GGUFFile | SafetensorsFolder) -> bool:
-    """Tell if a file or folder comes with a tokenizer, valid or not."""
+    """Return whether a file or folder has a tokenizer, valid or not."""
     if isinstance(source, GGUFFile):
-        named = source.metadata.get("tokenizer.ggml.model", "none")  # of any type
-        return not (isinstance(named, str) and named in ("none", "no_vocab"))
+        vocabulary_type = source.metadata.get("tokenizer.ggml.model", "none")  # the file may hold any type here
+        return not (isinstance(vocabulary_type, str) and vocabulary_type in ("none", "no_vocab"))
     return (source.path / "tokenizer.json").is_file()
 
 
 def spread_ids(vocab_size: int, n: int = 12) -> list[int]:
-    """Spread `n` distinct ids over a vocabulary, fewer if it is smaller, in an order without a pattern."""
-    stretches = [SPREAD[n] * i % n for i in range(n)]
+    """Spread `n` distinct ids over a vocabulary: the middles of `n` equal stretches, in no monotonic order.
+
+    There are fewer ids if the vocabulary is smaller.
+    """
+    stretches = [SPREAD[n] * index % n for index in range(n)]
     return list(dict.fromkeys((2 * stretch + 1) * vocab_size // (2 * n) for stretch in stretches))
 
 
 def _default_ids(model: Model) -> tuple[list[int], str | None]:
-    """Return ids and text of llorch's own prompt; spread ids and None for a model without a vocabulary."""
-    in_chunks = model.config.delta_net is not None
+    """Return ids and text of llorch's default prompt; for a model without a vocabulary `spread_ids` and None."""
+    needs_chunks = model.config.delta_net is not None
     if has_vocabulary(model.weights.source):
         text, ids = SENTENCE, model.tokenizer.encode(SENTENCE)
-        while in_chunks and len(ids) < IN_CHUNKS:
+        while needs_chunks and len(ids) < IN_CHUNKS:
             text = f"{text} {SENTENCE}"
             ids = model.tokenizer.encode(text)
         say(f"input: {text!r}")
         return ids, text
-    spread = spread_ids(model.config.vocab_size, IN_CHUNKS if in_chunks else 12)
-    say(f"input: token ids {','.join(map(str, spread))} (the model has no vocabulary)")
-    return spread, None
+    token_ids = spread_ids(model.config.vocab_size, IN_CHUNKS if needs_chunks else 12)
+    say(f"input: token ids {','.join(map(str, token_ids))} (the model has no vocabulary)")
+    return token_ids, None
 
 
 def conversation(chat: str | None, system: str | None, history: Path | None) -> list[dict[str, object]] | None:
-    """Put a conversation together; `chat` is what the user says, `-` reads stdin. None when none is wanted."""
+    """Build a conversation; `chat`: the user's message, `-` reads it from stdin. None without `chat` and `history`."""
     if chat is None and history is None:
         if system is not None:
             raise click.UsageError("--system goes with --chat or --history")
@@ -148,11 +151,11 @@ def conversation(chat: str | None, system: str | None, history: Path | None) -> 
 
 
 def earlier_messages(system: str | None, history: Path | None) -> list[dict[str, object]]:
-    """Read the messages of a file; a system message goes first, if there is one."""
-    before = [] if history is None else read_history(history)
-    if system is not None and before and before[0]["role"] == "system":
+    """Read the messages of a file, after the system message if there is one."""
+    messages = [] if history is None else read_history(history)
+    if system is not None and messages and messages[0]["role"] == "system":
         raise click.UsageError(f"--system: {history} already begins with a system message; leave out --system")
-    return before if system is None else [{"role": "system", "content": system}, *before]
+    return messages if system is None else [{"role": "system", "content": system}, *messages]
 
 
 def read_history(path: Path) -> list[dict[str, object]]:
@@ -167,5 +170,5 @@ def read_history(path: Path) -> list[dict[str, object]]:
         value = parse_json(data, what="the history", path=path)
     else:
         lines = enumerate(data.splitlines(), start=1)
-        value = [parse_json(line, what="the line", path=f"{path}:{n}") for n, line in lines if line.strip()]
+        value = [parse_json(line, what="the line", path=f"{path}:{row}") for row, line in lines if line.strip()]
     return checked_messages(Fields({}, path), "history", value)

@@ -1,4 +1,4 @@
-"""`--mesh`: what the user writes, and the same command again on every rank of it."""
+"""`--mesh`: parse the option, and run the same command again on every rank (process) of the mesh."""
 
 import os
 import re
@@ -17,7 +17,7 @@ import click
 from llorch.cli.options import SECONDS, group, page_option
 from llorch.cli.outcome import OK, error_line, exit_code
 from llorch.runtime.errors import MissingExtra, RankLost
-from llorch.runtime.launched_rank import is_launched_by_us, is_rank, only_first_speaks
+from llorch.runtime.launched_rank import is_launched_by_llorch, is_rank, silence_other_ranks
 from llorch.training.stopping import SIGNALS, Stopped
 
 if TYPE_CHECKING:
@@ -28,31 +28,31 @@ Made = TypeVar("Made")
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM, which a launcher sends where the user ended it, and where another rank failed."""
+    """Interruption by SIGTERM, which a launcher sends if the user interrupted the run or another rank failed."""
 
 
 class MeshType(click.ParamType):
-    """`dp=N,tp=M`: N ranks with other rows of a batch, each of them M that share every layer."""
+    """Parameter type `dp=N,tp=M`: N data-parallel groups of M tensor-parallel ranks each."""
 
     name = "dp=N,tp=M"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> Mapping[str, int]:
-        """Read the number of ranks of both axes, in any case, as the help spells DP=N; an axis left out has 1."""
+        """Parse the number of ranks of both axes, in any case, as the help spells DP=N; an axis left out has 1."""
         if is_rank():
-            only_first_speaks()
+            silence_other_ranks()
         if isinstance(value, Mapping):
             return value
-        found = [re.fullmatch(r"(dp|tp)=([1-9]\d{0,3})", part) for part in str(value).lower().split(",")]
-        given = {match[1]: int(match[2]) for match in found if match}
-        if len(given) < len(found):
+        matches = [re.fullmatch(r"(dp|tp)=([1-9]\d{0,3})", part) for part in str(value).lower().split(",")]
+        sizes = {match[1]: int(match[2]) for match in matches if match}
+        if len(sizes) < len(matches):
             self.fail(f"expected dp=N, tp=M or dp=N,tp=M, such as dp=2,tp=2, got {value!r}", param, ctx)
-        return {name: given.get(name, 1) for name in AXES}
+        return {name: sizes.get(name, 1) for name in AXES}
 
 
 mesh_option = group(
     "Machine",
     page_option(
-        "--mesh", "axes", type=MeshType(), is_eager=True,  # so that one rank alone says what is wrong with the others
+        "--mesh", "axes", type=MeshType(), is_eager=True,  # so that only rank 0 reports errors of the other options
         help="N data-parallel by M tensor-parallel processes.",
     ),
 )  # fmt: skip
@@ -66,7 +66,7 @@ timeout_option = group(
 
 
 def require_tensor_parallel(axes: Mapping[str, int] | None, given: Mapping[str, object]) -> None:
-    """Raise a usage error for what a model that generates on a mesh cannot have; `given` is by option."""
+    """Raise a usage error for options that a model on a mesh does not support; `given` has their values by option."""
     if axes is None:
         return
     if axes["dp"] != 1:
@@ -80,7 +80,10 @@ def require_tensor_parallel(axes: Mapping[str, int] | None, given: Mapping[str, 
 def on_mesh(
     axes: Mapping[str, int] | None, *, rank_timeout: float, device: str = "cpu"
 ) -> Iterator["DeviceMesh | None"]:
-    """Enter a mesh, if one is asked for, on ranks started for it; an error of one rank ends all of them."""
+    """Join the requested mesh; yield it, or None without `axes`. An error on one rank ends all ranks.
+
+    In the process that the user started, launch the ranks, which run the whole command again, and exit with their code.
+    """
     if axes is None:
         yield None
         return
@@ -91,25 +94,25 @@ def on_mesh(
 
     timeout = timedelta(seconds=rank_timeout)
     if not is_rank():
-        target(device)  # that it is here
+        target(device)  # raises if the device is missing
         _launch_ranks(axes, timeout)
-    _interruptible()
+    _raise_on_signals()
     try:
         mesh = start(axes, device=device, timeout=timeout)
         yield mesh
-        Ranks(mesh).largest(0)  # that nobody ends before the others are done
-        _deaf()
+        Ranks(mesh).largest(0)  # a barrier: no rank may end before the others are done
+        _ignore_signals()
         leave()
     except (click.exceptions.Exit, click.ClickException, Stopped):
-        _deaf()
+        _ignore_signals()
         raise
     except (Exception, KeyboardInterrupt) as error:
-        _deaf()
-        raise _ending(error) from error
+        _ignore_signals()
+        raise _choose_exit_error(error) from error
 
 
 def of_first(mesh: "DeviceMesh | None", read: Callable[[], Made]) -> Made:
-    """Read on the first rank, for all ranks: the user's stdin can be read only once."""
+    """Return `read()` of rank 0 on all ranks, because the user's stdin can be read only once."""
     if mesh is None:
         return read()
     from llorch.pytorch.distributed.launch import Ranks
@@ -118,7 +121,7 @@ def of_first(mesh: "DeviceMesh | None", read: Callable[[], Made]) -> Made:
 
 
 def _launch_ranks(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
-    """Run the command on ranks, and end with their code."""
+    """Run the command on ranks, and exit (raise Exit) with their code."""
     from llorch.pytorch.distributed.launch import RanksEnded, on_ranks
 
     try:
@@ -131,46 +134,46 @@ def _launch_ranks(axes: Mapping[str, int], timeout: timedelta) -> NoReturn:
 def run_again(arguments: Sequence[str], has_stdin: bool) -> None:
     """Run the command line with these arguments as a rank, and leave with its exit code.
 
-    All share the stdin of the launcher, if it has one; see `of_first`.
+    All ranks share the stdin of the launcher, if it has one; see `of_first`.
     """
     from llorch.cli import main
 
     if has_stdin:
-        sys.stdin = open(0, closefd=False)  # which Python takes away from processes that it starts
+        sys.stdin = open(0, closefd=False)  # multiprocessing closes it in child processes
     try:
         main(args=[*arguments], prog_name="llorch")
     except SystemExit as ended:
         if isinstance(ended.code, int) and ended.code:
             sys.stdout.flush()
             sys.stderr.flush()
-            os._exit(ended.code)  # threads of torch that still wait for other ranks could abort a longer farewell
+            os._exit(ended.code)  # a normal exit could abort: torch threads may still wait for other ranks
         raise
 
 
-def _ending(error: BaseException) -> BaseException:
-    """Choose the exception that ends a rank after it raised this one."""
+def _choose_exit_error(error: BaseException) -> BaseException:
+    """Choose the exception that ends this rank after an error: its own, or that of the rank that failed first."""
     from llorch.pytorch.distributed.launch import Ranks
 
-    if Ranks.ending is None:  # it has not joined the others
+    if Ranks.ending is None:  # the rank has not joined the mesh
         return error
-    ends = Ranks.ending.of(error, exit_code(error), error_line(error).removeprefix("llorch: "))
-    if is_launched_by_us() and isinstance(ends, (RankLost, Terminated)):
-        return click.exceptions.Exit(exit_code(ends))  # our launcher says why
-    return ends
+    exit_error = Ranks.ending.of(error, exit_code(error), error_line(error).removeprefix("llorch: "))
+    if is_launched_by_llorch() and isinstance(exit_error, (RankLost, Terminated)):
+        return click.exceptions.Exit(exit_code(exit_error))  # the launcher reports the cause
+    return exit_error
 
 
-def _interruptible() -> None:
-    """End on a signal, of which the launcher may send several."""
+def _raise_on_signals() -> None:
+    """Raise on a signal; the launcher may send several, so later ones are ignored."""
 
     def interrupt(number: int, frame: FrameType | None) -> None:
-        _deaf()
+        _ignore_signals()
         raise Terminated if number == signal.SIGTERM else KeyboardInterrupt
 
     for number in SIGNALS:
         signal.signal(number, interrupt)
 
 
-def _deaf() -> None:
-    """Let no launcher end this rank, which is about to end with a line and a code of its own."""
+def _ignore_signals() -> None:
+    """Ignore signals, so that the launcher cannot end this rank before it prints its line and sets its exit code."""
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -21,13 +21,13 @@ residency_option = page_option(
 
 
 def _backend(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
-    """Return the backend that was asked for, or torch if an option that only torch has was given before."""
+    """Return the backend; without --backend, torch if an option that only torch has is set."""
     on_torch = ctx.params["device"] or ctx.params["dtype"] or ctx.params["kernels"] != "auto"
     return value or ("torch" if on_torch else "numpy")
 
 
 def numerics_group(default: str) -> Callable[[Callable], Callable]:
-    """Add the options for arithmetic to a verb; `default` is what the help page says of `--numerics`."""
+    """Add the options for arithmetic to a verb; `default` is the default of `--numerics` on the help page."""
     return group(
         "Numerics",
         page_option(
@@ -74,46 +74,49 @@ model_options = group("", numerics_options, backend_options)
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """The values of `numerics_options` and `backend_options`."""
+    """Values of `numerics_options` and `backend_options`.
 
-    numerics: str | None  # None: exact, or for verify what suits the file
+    Numerics `ggml` rounds the inputs of quantised matrices as llama.cpp does, `scheme` as a quantised folder says.
+    """
+
+    numerics: str | None  # None: exact, or for verify the numerics that suit the file
     kv_cache: str  # its type, with ggml numerics
-    residency: "Residency"  # where matrices lie
+    residency: "Residency"  # form of quantised matrices in memory: decoded, packed or auto
     backend: str  # numpy, or torch, whose device, dtype and kernels follow
     device: str | None
     dtype: str | None
     kernels: "Kernels"
 
     @classmethod
-    def taken_from(cls, values: dict[str, Any]) -> "ModelOptions":
-        """Take the values of these options out of those of a command line."""
+    def from_values(cls, values: dict[str, Any]) -> "ModelOptions":
+        """Take the values of these options out of the parsed values of a command line."""
         return cls(**{field.name: values.pop(field.name) for field in fields(cls)})
 
     def arithmetic(self, *, compiled: bool = False) -> "Numerics":
-        """Return the arithmetic; raise a usage error for options that mean nothing to the backend."""
+        """Return the arithmetic; raise a usage error for options that the backend does not have."""
         from llorch.cli.inputs import chosen_numerics
 
         if self.backend == "numpy":
-            given = {
+            set_options = {
                 "--device": self.device, "--dtype": self.dtype, "--kernels": self.kernels != "auto",
                 "--compile": compiled,
             }  # fmt: skip
-            other = "torch; the NumPy path runs on the CPU in float32"
+            other_backend = "torch; the NumPy path runs on the CPU in float32"
         else:
-            given = {
+            set_options = {
                 f"--numerics {self.numerics}": self.numerics not in (None, "exact"),
                 "--kv-cache f16": self.kv_cache == "f16",
             }
-            other = "numpy; the torch path always computes in exact numerics"
-        for option, value in given.items():
+            other_backend = "numpy; the torch path always computes in exact numerics"
+        for option, value in set_options.items():
             if value:
-                raise click.UsageError(f"{option} goes with --backend {other}")
+                raise click.UsageError(f"{option} goes with --backend {other_backend}")
         return chosen_numerics(self.numerics, self.kv_cache)
 
     def open(self, path: Path, arithmetic: "Numerics", *, n_tokens: int, **only_torch: Any) -> Any:
-        """Open a model on the backend; say where the matrices of the NumPy path lie."""
+        """Open a model on the backend; `only_torch`: arguments of `load_torch`. On NumPy, print the form in memory."""
         if self.backend == "torch":
-            from llorch import load_torch  # from there: it says what to install where torch is absent
+            from llorch import load_torch  # its error names the extra to install if torch is absent
 
             return load_torch(
                 path, device=self.device or "cpu", dtype=self.dtype or "float32", kernels=self.kernels,

@@ -1,4 +1,4 @@
-"""What `llorch verify --backend torch` runs on, and what judges a model there; it needs torch."""
+"""Torch backends of `llorch verify --backend torch`, and the functions that judge a model on them; needs torch."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,12 +14,12 @@ from llorch.judging.verify import verify_live, verify_stored
 from llorch.pytorch.device import Kernels, Target, target
 from llorch.pytorch.distributed.launch import DeviceMesh, named_on
 
-DTYPES = ("float64", "float32", "bfloat16")  # judged when none is asked for
+DTYPES = ("float64", "float32", "bfloat16")  # judged by default
 
 
 @dataclass(frozen=True)
 class TorchBackend:
-    """One device and dtype of the torch path, as a judge of models."""
+    """Device and dtype of the torch path, with the functions that judge a model there."""
 
     target: Target
     mesh: DeviceMesh | None = None
@@ -31,20 +31,20 @@ class TorchBackend:
 
     @property
     def _runners(self) -> Callable[..., Iterator[Runner]]:
-        """Return the function that makes the runners: over the mesh if there is one, else on one device."""
+        """Return the function that makes the runners, which compute stages: over the mesh, or on one device."""
         return parallel_runners(self.target, self.mesh) if self.mesh else torch_runners(self.target)
 
     def stored(self, model: str) -> Iterator[Comparison]:
-        """Judge a built-in model against its goldens."""
+        """Judge a built-in model against its goldens, the stored outputs of the reference engines."""
         return verify_stored(model, self._runners, backend=self.name)
 
     def kernels(self) -> Iterator[Comparison]:
-        """Try our kernels, where they were asked for by name."""
+        """Compare llorch's kernels with torch's, if they were requested by name."""
         return compare_own_kernels(self.target) if self.target.kernels == "own" else iter(())
 
     @property
     def trains(self) -> bool:
-        """True if there are tolerances for training in its dtype."""
+        """True if its dtype has tolerances for training."""
         return self.target.dtype_name in TRAINED_DTYPES
 
     def training(self, model: str) -> Iterator[Comparison]:
@@ -52,24 +52,24 @@ class TorchBackend:
         return verify_training_torch(model, self.target, self.mesh)
 
     def quantised(self) -> Iterator[Comparison]:
-        """Judge packed matrices against the goldens of checkpoint 13."""
+        """Judge packed matrices against the goldens of checkpoint 13, the validation point of quantised matrices."""
         return verify_quantised_torch(self.target)
 
     @property
     def live(self) -> Callable[..., Iterator[Comparison]]:
-        """Judge any model against engines; the arguments are those of `verify_live`."""
+        """Function that judges any model against engines, with the arguments of `verify_live`."""
         return partial(verify_live, runners=self._runners, backend=self.name)
 
 
 def torch_backends(
     device: str | None, dtype: str | None, kernels: Kernels, mesh: DeviceMesh | None = None
 ) -> Sequence[TorchBackend]:
-    """List the targets that were asked for: by default the CPU with each of `DTYPES`."""
+    """List the requested targets: by default the CPU with each of `DTYPES`."""
     return [TorchBackend(target(device or "cpu", name, kernels), mesh) for name in ([dtype] if dtype else DTYPES)]
 
 
 def backends_not_run(backends: Sequence[TorchBackend]) -> Mapping[str, str]:
-    """List the kinds of device that a run leaves out, and why; a skip is not a pass."""
+    """List the kinds of device that a run leaves out, and why, because a skip is not a pass."""
     import torch
 
     kinds = {backend.target.device.type for backend in backends}

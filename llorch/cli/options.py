@@ -1,4 +1,4 @@
-"""What several verbs share on their command lines; nothing heavy is imported for it."""
+"""Options and parameter types that several verbs share; heavy modules are not imported here."""
 
 import json
 import math
@@ -19,11 +19,11 @@ from llorch.runtime.errors import decode_utf8
 
 ENGINES = ("llamacpp", "transformers")
 PATH, FILE = click.Path(path_type=Path), click.Path(path_type=Path, dir_okay=False)
-MOST = 2**31 - 1  # of a count: libraries hold it in 32 bits
+MOST = 2**31 - 1  # largest number of an option: libraries hold counts in 32 bits
 
 
 class WholeNumber(click.IntRange):
-    """An integer in a range; click calls other text no valid "integer range", which says nothing."""
+    """Integer in a range; click reports other text as no valid "integer range", which explains nothing."""
 
     name = "integer"
 
@@ -33,7 +33,7 @@ class WholeNumber(click.IntRange):
 
 
 class RealNumber(click.FloatRange):
-    """A finite number in a range; click's takes nan and inf."""
+    """Finite number in a range; click's type accepts nan and inf."""
 
     name = "number"
 
@@ -45,21 +45,21 @@ class RealNumber(click.FloatRange):
         return number
 
 
-SECONDS = RealNumber(min=0, min_open=True, max=1e6)  # of a time limit; some waits hold milliseconds in 32 bits
-SEED = WholeNumber(max=2**63 - 1)  # that torch takes
+SECONDS = RealNumber(min=0, min_open=True, max=1e6)  # a time limit; some waits hold milliseconds in 32 bits
+SEED = WholeNumber(max=2**63 - 1)  # the largest that torch accepts
 
 
 class UnicodeText(click.ParamType):
-    """Text for a model; an argument may hold bytes that are not UTF-8, which Python hands on as surrogates."""
+    """Text for a model; Python passes bytes of an argument that are not UTF-8 as surrogates."""
 
     name = "text"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        """Decode the bytes of the argument, whatever the locale says about them."""
+        """Decode the bytes of the argument as UTF-8, whatever the locale is."""
         if not isinstance(value, str):
             return value
-        where = "text" if param is None or ctx is None else param.get_error_hint(ctx).replace("'", "")
-        return decode_utf8(os.fsencode(value), where)
+        argument_name = "text" if param is None or ctx is None else param.get_error_hint(ctx).replace("'", "")
+        return decode_utf8(os.fsencode(value), argument_name)
 
 
 TEXT = UnicodeText()
@@ -71,25 +71,25 @@ class TokenIds(click.ParamType):
     name = "1,2,3"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        """Parse the list; whether an id exists is the model's business."""
+        """Parse the list; the model checks later if an id is in its vocabulary."""
         if not isinstance(value, str):
             return value
         parts = [part.strip() for part in value.split(",")]
-        for place, part in enumerate(parts, start=1):
+        for position, part in enumerate(parts, start=1):
             if re.fullmatch("[0-9]{1,9}", part) is None:
-                self.fail(f"expected token ids such as 1,2,3, got {part!r} (entry {place})", param, ctx)
+                self.fail(f"expected token ids such as 1,2,3, got {part!r} (entry {position})", param, ctx)
         return [int(part) for part in parts]
 
 
 class ModelSpec(click.ParamType):
-    """What stands for a model; `llorch.cli.inputs.model_path` finds it."""
+    """MODEL argument; `llorch.cli.inputs.model_path` finds the file or folder."""
 
     name = "model"
 
     def shell_complete(self, ctx: click.Context, param: click.Parameter, incomplete: str) -> list[CompletionItem]:
         """Complete the names of built-in models and of models in this folder; otherwise complete files."""
-        here = sorted([*glob("*.gguf"), *map(os.path.dirname, glob("*/config.json"))])
-        names = [name for name in (*EVERY, *here) if name.startswith(incomplete)]
+        local_models = sorted([*glob("*.gguf"), *map(os.path.dirname, glob("*/config.json"))])
+        names = [name for name in (*EVERY, *local_models) if name.startswith(incomplete)]
         return [CompletionItem(name) for name in names] or [CompletionItem(incomplete, type="file")]
 
 
@@ -107,14 +107,14 @@ def verb(
 
 
 def group(title: str, *options: Callable[[Callable], Callable]) -> Callable[[Callable], Callable]:
-    """Put options below `title` on a help page, in this order; without a title each stays below its own."""
+    """Put options below the heading `title` on a help page, in this order; "" keeps the heading of each."""
 
     def decorate(function: Callable) -> Callable:
-        before = len(getattr(function, "__click_params__", ()))
-        made = reduce(lambda made, option: option(made), reversed(options), function)
-        for param in vars(made)["__click_params__"][before:]:
+        n_params = len(getattr(function, "__click_params__", ()))
+        decorated = reduce(lambda decorated, option: option(decorated), reversed(options), function)
+        for param in vars(decorated)["__click_params__"][n_params:]:
             param.group = title or param.group
-        return made
+        return decorated
 
     return decorate
 
@@ -148,6 +148,6 @@ class JsonObject(click.ParamType):
 
 
 def refuse_both(prompt: str | None, tokens: list[int] | None) -> None:
-    """Raise a usage error when there is text and ids."""
+    """Raise a usage error when both text and ids are given."""
     if prompt is not None and tokens is not None:
         raise click.UsageError("give a prompt or --tokens, not both")

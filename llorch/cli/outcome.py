@@ -1,4 +1,4 @@
-"""How a command ends: the exit code, and one line on stderr instead of a traceback.
+"""End a command with an exit code, and with one line on stderr instead of a traceback.
 
 0 ok, 1 numbers differ, 2 usage or data that cannot be used, 3 something needed is missing (a file, a golden, a device,
 an optional package, an engine that did not survive), 4 out of memory; a dump whose numbers are not comparable: 10 other
@@ -38,20 +38,20 @@ _CODES: tuple[tuple[tuple[type[BaseException], ...], int], ...] = (
     ((MemoryError,), NO_MEMORY),
     ((UserError, OSError), USAGE),
 )
-_OF_FILES = {
+_FILE_LIMIT_ADVICE = {
     errno.EMFILE: "raise the limit of open files: ulimit -n 1024",
     errno.ENFILE: "end programs that hold many open files",
 }
-_OF_DISKS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
+_DISK_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EIO, errno.EFBIG, errno.EROFS}
 
 
 def exit_code(error: BaseException) -> int:
-    """Find the exit code of an exception; the first class that fits counts."""
+    """Find the exit code of an exception: special cases, then the first matching class in `_CODES`, else BUG."""
     if isinstance(error, RuntimeError) and "can't allocate memory" in str(error):
-        return NO_MEMORY  # as torch says it
+        return NO_MEMORY  # torch raises RuntimeError for it
     if isinstance(error, OSError) and error.errno == errno.ENOMEM:
         return NO_MEMORY
-    if isinstance(error, OSError) and error.errno in _OF_DISKS:
+    if isinstance(error, OSError) and error.errno in _DISK_ERRORS:
         return DISK
     if isinstance(error, ModuleNotFoundError):
         return MISSING if _missing_extra(error) else BUG
@@ -63,7 +63,7 @@ def exit_code(error: BaseException) -> int:
 
 
 def _missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
-    """Name what brings the module; imported on an error only, because the import would slow every start."""
+    """Name the extra that provides the module; imported only on an error, because the import would slow every start."""
     from llorch.apps.doctor.machine.packages import missing_extra
 
     return missing_extra(error)
@@ -75,26 +75,26 @@ def error_line(error: BaseException) -> str:
         text = "interrupted"
     elif isinstance(error, ModuleNotFoundError) and (missing := _missing_extra(error)) is not None:
         text = str(missing)
-    elif isinstance(error, OSError) and error.errno in _OF_FILES:
-        text = f"{error.filename or 'open'}: {error.strerror}; {_OF_FILES[error.errno]}"
+    elif isinstance(error, OSError) and error.errno in _FILE_LIMIT_ADVICE:
+        text = f"{error.filename or 'open'}: {error.strerror}; {_FILE_LIMIT_ADVICE[error.errno]}"
     elif isinstance(error, OSError) and error.filename is not None:
         text = f"{error.filename}: {error.strerror}"
-    elif isinstance(error, OSError) and error.errno in _OF_DISKS and error.strerror == os.strerror(error.errno):
+    elif isinstance(error, OSError) and error.errno in _DISK_ERRORS and error.strerror == os.strerror(error.errno):
         text = f"stdout: {error.strerror}; write the output to another place"  # a file would have its name
     elif (isinstance(error, OSError) and error.errno == errno.ENOMEM) or (type(error), str(error)) == (MemoryError, ""):
         text = "out of memory, or out of address space (ulimit -v); use a smaller model or a shorter input"
     else:
-        said = str(error) if isinstance(error, OSError) else shortened(str(error))  # a path is shown whole
-        text = " ".join(said.split()) or type(error).__name__
+        message = str(error) if isinstance(error, OSError) else shortened(str(error))  # a path is never shortened
+        text = " ".join(message.split()) or type(error).__name__
     return f"llorch: {printable(text)}"
 
 
 @contextmanager
 def reported(*, traceback: bool = False) -> Iterator[None]:
-    """Turn whatever the body raises into a line on stderr and an exit code."""
+    """Turn any error in the block into a line on stderr (with `traceback`, also that) and an exit code."""
     _open_streams()
     if sys.__stderr__ is not None and not faulthandler.is_enabled():
-        faulthandler.enable(sys.__stderr__)  # what no exception can tell: a mapped file that was cut is SIGBUS
+        faulthandler.enable(sys.__stderr__)  # reports signals: reading a truncated mapped file raises SIGBUS
     try:
         yield
         sys.stdout.flush()  # so that a closed pipe shows here and not while Python shuts down
@@ -102,7 +102,7 @@ def reported(*, traceback: bool = False) -> Iterator[None]:
         _print_if_possible(error.show)
         raise click.exceptions.Exit(error.exit_code) from None
     except (click.exceptions.Exit, click.Abort):
-        raise  # click's own ways to end
+        raise  # click handles them
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if code != BROKEN_PIPE:
@@ -111,10 +111,10 @@ def reported(*, traceback: bool = False) -> Iterator[None]:
         raise click.exceptions.Exit(code) from None
 
 
-def _print_if_possible(say: Callable[[], None]) -> None:
-    """Say something on stderr; where that is full, or gone, the exit code has to tell alone."""
+def _print_if_possible(show: Callable[[], None]) -> None:
+    """Show an error on stderr; if stderr is full or closed, only the exit code reports it."""
     try:
-        say()
+        show()
     except OSError:
         _abandon_broken(sys.stderr)
 

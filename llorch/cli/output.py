@@ -1,4 +1,4 @@
-"""Where output goes: results to stdout, the rest to stderr; progress only where someone watches."""
+"""Output: results on stdout, messages on stderr, progress only on a terminal."""
 
 import json
 import math
@@ -10,7 +10,7 @@ import click
 
 
 def say(line: str) -> None:
-    """Tell the user something that is not the result."""
+    """Print a message on stderr."""
     click.echo(line, err=True)
 
 
@@ -30,7 +30,7 @@ def _finite(value: object) -> object:
 
 @contextmanager
 def progress(task: str) -> Iterator[Callable[[str], None]]:
-    """Show that work goes on, while it does; silent when stderr is no terminal. Gives what changes the text."""
+    """Show a progress line while the body runs, if stderr is a terminal; yield a function that changes its text."""
     if not sys.stderr.isatty():
         yield lambda line: None
         return

@@ -1,4 +1,4 @@
-"""`llorch quality`: how much a quantised model differs from its unquantised self, on a text."""
+"""`llorch quality`: measure how much a quantised model differs from its unquantised original, on a text."""
 
 import time
 from collections.abc import Callable, Iterable
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
     from llorch.model.model import Model
     from llorch.ops.numerics import Numerics
 
-_TOKENIZING = 200  # bytes of memory per byte of text; 173 were measured on prose with a vocabulary of 151 thousand
+_TOKENIZING = 200  # bytes of memory per byte of text; measured: 173, on prose with a vocabulary of 151 thousand
 
-Line = tuple[str, "Estimate | float"]  # what (in % it is shown times 100), and a figure with its error or without
+Line = tuple[str, "Estimate | float"]  # name, and a figure with or without an error; in % if the name ends in (%)
 
 
 @verb(
@@ -66,60 +66,61 @@ def command(
     specs = [reference] if model is None else [reference, model]
     paths = [model_path(spec) for spec in specs]
     windows = cut_text([load(path) for path in paths], text, context=context, limit=limit)
-    models = _fitting(paths, arithmetic, residency, windows.context)
-    for each in models:
-        say_plan(each)
-    say(use_threads(*(each.config for each in models)))
-    about: dict[str, Any] = {"reference": reference} if model else {}
-    about |= {"model": specs[-1], "numerics": str(arithmetic), "text": str(path)}
-    about |= {"context": windows.context, "windows": len(windows), "tokens": len(windows.ids)}
-    scores = _judge(models, windows)
+    models = _load_fitting(paths, arithmetic, residency, windows.context)
+    for opened_model in models:
+        say_plan(opened_model)
+    say(use_threads(*(opened_model.config for opened_model in models)))
+    description: dict[str, Any] = {"reference": reference} if model else {}
+    description |= {"model": specs[-1], "numerics": str(arithmetic), "text": str(path)}
+    description |= {"context": windows.context, "windows": len(windows), "tokens": len(windows.ids)}
+    scores = _score_models(models, windows)
     if as_json:
-        click.echo(to_json(about | asdict(scores), indent=1))
+        click.echo(to_json(description | asdict(scores), indent=1))
     else:
-        _print_quality(about, scores)
+        _print_quality(description, scores)
 
 
 def _read_text(path: Path) -> str:
+    """Read a UTF-8 text; MemoryError if its tokens would not fit in memory, UserError if it is empty."""
     from llorch.files.mapped import read_regular
 
     size, free = path.stat().st_size, available_memory()
     if size * _TOKENIZING > free:
-        needed = f"{size / 1e9:.2f} GB of text need about {size * _TOKENIZING / 1e9:.1f} GB of memory"
-        raise MemoryError(f"{path}: {needed}, {free / 1e9:.1f} GB are free; give a shorter text")
+        requirement = f"{size / 1e9:.2f} GB of text need about {size * _TOKENIZING / 1e9:.1f} GB of memory"
+        raise MemoryError(f"{path}: {requirement}, {free / 1e9:.1f} GB are free; give a shorter text")
     text = decode_utf8(read_regular(path, limit=size), str(path)).removesuffix("\n")
     if not text:
         raise UserError(f"{path}: expected text, the file is empty")
     return text
 
 
-def _fitting(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
-    """Load one model or two so that they fit in memory together; the last one computes with `numerics`."""
-    models = _loaded(paths, numerics, residency, n_tokens)
-    if residency == "auto" and _needed(models) > available_memory():  # each was placed as if it were alone
-        models = _loaded(paths, numerics, "packed", n_tokens)
-    needed, free = _needed(models) / 1e9, available_memory() / 1e9
-    if needed > free:
+def _load_fitting(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
+    """Load one model or two so that they fit in memory together, packed if needed; only the last uses `numerics`."""
+    models = _load_models(paths, numerics, residency, n_tokens)
+    if residency == "auto" and _needed_bytes(models) > available_memory():  # load placed each as if it were alone
+        models = _load_models(paths, numerics, "packed", n_tokens)
+    needed_gb, free_gb = _needed_bytes(models) / 1e9, available_memory() / 1e9
+    if needed_gb > free_gb:
         names = " and ".join(model.name for model in models)
-        raise MemoryError(f"{names}: need about {needed:.1f} GB, {free:.1f} GB are free; use smaller models")
+        raise MemoryError(f"{names}: need about {needed_gb:.1f} GB, {free_gb:.1f} GB are free; use smaller models")
     return models
 
 
-def _loaded(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
-    """Load the models: the last with `numerics`, every other one in exact arithmetic."""
+def _load_models(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
+    """Load the models: the last with `numerics`, the others in exact arithmetic."""
     from llorch.model.model import load
     from llorch.ops.numerics import EXACT
 
-    chosen = [*[EXACT] * (len(paths) - 1), numerics]
-    placed = zip(paths, chosen, strict=True)
-    return [load(path, numerics=each, residency=residency, n_tokens=n_tokens) for path, each in placed]
+    numerics_list = [*[EXACT] * (len(paths) - 1), numerics]
+    runs = zip(paths, numerics_list, strict=True)
+    return [load(path, numerics=arithmetic, residency=residency, n_tokens=n_tokens) for path, arithmetic in runs]
 
 
-def _needed(models: "list[Model]") -> int:
+def _needed_bytes(models: "list[Model]") -> int:
     return sum(model.plan.needed for model in models if model.plan is not None)
 
 
-def _judge(models: "list[Model]", windows: "Windows") -> "ModelDifference | Prediction":
+def _score_models(models: "list[Model]", windows: "Windows") -> "ModelDifference | Prediction":
     """Return the perplexity of one model, or the difference of the second model from the first."""
     import numpy as np
 
@@ -128,14 +129,14 @@ def _judge(models: "list[Model]", windows: "Windows") -> "ModelDifference | Pred
 
     if len(models) == 1:
         steps = score(models[0], windows)
-        return perplexity(np.concatenate(_watched(steps, len(windows), "loss", lambda loss: loss)))
+        return perplexity(np.concatenate(_collect(steps, len(windows), "loss", lambda loss: loss)))
     reference, model = models
     steps = score_pair(reference, model, windows)
-    return compare_models(PairScores.join(_watched(steps, len(windows), "KL divergence", lambda scores: scores.kl)))
+    return compare_models(PairScores.join(_collect(steps, len(windows), "KL divergence", lambda scores: scores.kl)))
 
 
-def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any], np.ndarray]") -> list[Any]:
-    """Collect the steps; show their number, the mean of some of their values so far, and the time left."""
+def _collect(steps: Iterable[Any], n: int, name: str, values: "Callable[[Any], np.ndarray]") -> list[Any]:
+    """Collect the scores of `n` windows; show the mean of `values(scores)`, called `name`, and the time left."""
     import numpy as np
 
     from llorch.apps.evaluate.scores import mean
@@ -145,29 +146,29 @@ def _watched(steps: Iterable[Any], count: int, what: str, values: "Callable[[Any
     with progress("scoring") as update:
         for step in steps:
             done.append(step)
-            so_far = mean(np.concatenate([values(each) for each in done]))
-            left = (time.monotonic() - start) / len(done) * (count - len(done))
-            update(f"window {len(done)} of {count}, {what} {so_far.value:.4g} +- {so_far.error:.2g}, {left:.0f} s left")
+            mu = mean(np.concatenate([values(finished) for finished in done]))
+            seconds = (time.monotonic() - start) / len(done) * (n - len(done))
+            update(f"window {len(done)} of {n}, {name} {mu.value:.4g} +- {mu.error:.2g}, {seconds:.0f} s left")
     return done
 
 
-def _print_quality(about: dict[str, Any], scores: "ModelDifference | Prediction") -> None:
+def _print_quality(facts: dict[str, Any], scores: "ModelDifference | Prediction") -> None:
     from llorch.cli.tables import console, print_table, table
 
     out = console()
-    unused = about["tokens"] - about["windows"] * about["context"]
-    cut = f"{about['windows']} windows of {about['context']} tokens, {scores.n_scored} scored, {unused} unused"
-    out.print(f"{about['text']}: {cut}")
+    unused = facts["tokens"] - facts["windows"] * facts["context"]
+    usage = f"{facts['windows']} windows of {facts['context']} tokens, {scores.n_scored} scored, {unused} unused"
+    out.print(f"{facts['text']}: {usage}")
     rows = table("figure", ">value", ">+-")
-    for what, figure in _figures(scores):
-        times = 100 if what.endswith("(%)") else 1
+    for label, figure in _figures(scores):
+        scale = 100 if label.endswith("(%)") else 1
         value, error = (figure, None) if isinstance(figure, int | float) else (figure.value, figure.error)
-        rows.add_row(what, f"{times * value:.7g}", "" if error is None else f"{times * error:.2g}")
+        rows.add_row(label, f"{scale * value:.7g}", "" if error is None else f"{scale * error:.2g}")
     print_table(out, rows)
 
 
 def _figures(scores: "ModelDifference | Prediction") -> list[Line]:
-    """List the printed figures of one model, or of a model against a reference: name and value."""
+    """List the printed figures of one model, or of a model against a reference: label and value."""
     from llorch.apps.evaluate.scores import Prediction
 
     if isinstance(scores, Prediction):
@@ -179,7 +180,7 @@ def _figures(scores: "ModelDifference | Prediction") -> list[Line]:
         ("perplexity, ratio", scores.perplexity_ratio),
         ("perplexity, ln of the ratio", scores.perplexity_log_ratio),
         ("KL divergence, mean (nats)", scores.kl),
-        *((f"KL divergence, {share}", value) for share, value in scores.kl_quantiles.items()),
+        *((f"KL divergence, {quantile}", value) for quantile, value in scores.kl_quantiles.items()),
         ("same most likely token (%)", scores.same_top),
         ("probability of the right token, RMS change (%)", scores.p_rms),
         ("probability of the right token, mean change (%)", scores.p_mean),

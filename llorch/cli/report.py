@@ -1,4 +1,7 @@
-"""The report of `llorch verify` for a person: a line or a table per model, the first failures, one closing line."""
+"""Report of `llorch verify` for a person: a line or a table per model, the first failures, one closing line.
+
+`verify_summary` explains checkpoint, stage, verdict and mode. A row is one comparison; a table has a line for several.
+"""
 
 import math
 import re
@@ -56,12 +59,12 @@ _DUMP = (
 _ABOUT_FILE = "this compares engines that all load this file; it cannot show that the file was converted correctly"
 TRAINING_ENGINES = ("llamacpp", "peft")
 ENGINE_LABELS = {"llamacpp": "llama.cpp", "transformers": "transformers", "peft": "PEFT"}
-WIDTHS = (20, 5, 7, 7)  # so that the tables of all models line up
+WIDTHS = (20, 5, 7, 7)  # minimum widths of the first columns, so that the tables of all models line up
 _STYLES = {PASS: "green", TIE: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 
 
 def print_line(out: Console, report: ModelReport, name_width: int) -> None:
-    """Print one line: name, verdict, how many comparisons pass, what llorch was compared with, seconds, exceptions."""
+    """Print one line: name, verdict, passing comparisons, engines, seconds, and counts of the other verdicts."""
     counts = Counter(c.verdict for c in report.comparisons)
     compared_engines = {c.engine for c in report.comparisons}
     engines = [name for engine, name in ENGINE_LABELS.items() if engine in compared_engines]
@@ -79,7 +82,7 @@ def print_line(out: Console, report: ModelReport, name_width: int) -> None:
 
 def print_brief_end(out: Console, models: Sequence[ModelReport], absent: Mapping[str, str], counts: Mapping) -> None:
     """Print the table of each model that failed, the reasons of those that did not run, and one line that counts."""
-    failing = (FAIL, TIE) if counts["strict"] else (FAIL,)
+    failing = (FAIL, TIE) if counts["strict"] else (FAIL,)  # with --strict a tie fails, too
     for report in models:
         if report.verdict in failing:
             out.print()
@@ -96,22 +99,22 @@ def print_brief_end(out: Console, models: Sequence[ModelReport], absent: Mapping
 
 
 def _format_counts(counts: Mapping[str, int]) -> list[str]:
-    return [f"{n:,} {verdict}" for verdict, n in counts.items() if n]
+    return [f"{count:,} {verdict}" for verdict, count in counts.items() if count]
 
 
 def print_model(out: Console, report: ModelReport, *, detail: bool) -> None:
-    """Print the table of one model; `detail` has a line per stage and where its row lies, not one per checkpoint."""
+    """Print the table of one model; `detail` prints a line per stage and its location, not one per checkpoint."""
     backend = f"   {report.backend}" if report.backend else ""
     engine = f"   one reference engine: {report.engines[0]}" if len(report.engines) == 1 else ""
     out.print(Text(report.model + backend + engine, "bold"))
     if report.numerics:
         out.print(report.numerics)
-    every = lines(report, by_stage=detail)
+    all_lines = lines(report, by_stage=detail)
     for line in routes(report):
         out.print(line)
-    training = [line for line in every if line.checkpoint in TRAINING]
+    training = [line for line in all_lines if line.checkpoint in TRAINING]
     engines = () if report.dump else ENGINES
-    _print_lines(out, report, [line for line in every if line not in training], engines, detail=detail)
+    _print_lines(out, report, [line for line in all_lines if line not in training], engines, detail=detail)
     if training:
         _print_lines(out, report, training, TRAINING_ENGINES, detail=detail)
     for comparison in report.comparisons:
@@ -126,7 +129,7 @@ def print_model(out: Console, report: ModelReport, *, detail: bool) -> None:
 
 
 def _print_reasons(out: Console, report: ModelReport) -> None:
-    """Print what was not run, and why."""
+    """Print the checkpoints and engines that did not run, and why."""
     for reason in report.not_run:
         out.print(Text(f"{NOT_RUN}: {reason}", _STYLES[NOT_RUN]))
     for engine, reason in report.unsupported_reason.items():
@@ -136,37 +139,37 @@ def _print_reasons(out: Console, report: ModelReport) -> None:
 
 
 def routes(report: ModelReport) -> list[str]:
-    """Write a line for each load path on which the engine did not read or decode all of the file itself."""
-    found: dict[LoadPath, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    """Write a line for each load path (tools between file and engine) on which an engine did not read all itself."""
+    checkpoints: dict[LoadPath, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
     for comparison in report.comparisons:
         if comparison.load_path is not None and not comparison.load_path.is_direct:
-            found[comparison.load_path][comparison.engine].add(comparison.stage_ref.checkpoint)
+            checkpoints[comparison.load_path][comparison.engine].add(comparison.stage_ref.checkpoint)
     return [
-        f"{', '.join(f'{p} at {min(at)}' if len(at) == 1 else p for p, at in engines.items())}: {load_path}"
-        for load_path, engines in found.items()
+        f"{', '.join(f'{e} at {min(ids)}' if len(ids) == 1 else e for e, ids in engines.items())}: {load_path}"
+        for load_path, engines in checkpoints.items()
     ]
 
 
 def _print_lines(
-    out: Console, report: ModelReport, found: Sequence[Line], engines: Sequence[str], *, detail: bool
+    out: Console, report: ModelReport, table_lines: Sequence[Line], engines: Sequence[str], *, detail: bool
 ) -> None:
     """Print one table of checkpoints that were compared with the same engines."""
-    rows = table("checkpoint", ">rows", ">error", ">llorch", *(f">{p}" for p in engines), ">tolerance", "verdict")
+    rows = table("checkpoint", ">rows", ">error", ">llorch", *(f">{e}" for e in engines), ">tolerance", "verdict")
     for column, width in zip(rows.columns, WIDTHS, strict=False):
         column.min_width = width
     rows.columns[-3].min_width = len(ENGINES[-1])
     if detail:
         rows.add_column("where", no_wrap=True)
-    for line in found:
+    for line in table_lines:
         name = f"{line.checkpoint:<3} {line.stage or CHECKPOINTS[line.checkpoint]}"
         cells = [name, str(line.n_rows), *_format_errors(line, engines), Text(line.verdict, _STYLES[line.verdict])]
-        where = _where(line.closest) + (f", {line.closest.backend}" if report.backend and line.closest else "")
-        rows.add_row(*cells, *([where] if detail else []))
+        place = _locate(line.closest) + (f", {line.closest.backend}" if report.backend and line.closest else "")
+        rows.add_row(*cells, *([place] if detail else []))
     print_table(out, rows)
 
 
 def legend(models: Sequence[ModelReport]) -> str:
-    """Explain the columns, for the arithmetics that were judged."""
+    """Explain the columns, for the numerics and backends that were compared."""
     if any(report.dump for report in models):
         return _DUMP
     exact = _ROWS if any(not report.numerics and not report.backend for report in models) else ""
@@ -180,7 +183,7 @@ def legend(models: Sequence[ModelReport]) -> str:
 
 
 def print_end(out: Console, models: Sequence[ModelReport], absent: Mapping[str, str], counts: Mapping) -> None:
-    """Print the legend, what failed first in each model, the backends that nothing ran on, and the closing line."""
+    """Print the legend, the first failure of each model, the backends that did not run, and the closing line."""
     out.print(legend(models))
     for report in models:
         _print_failure(out, report)
@@ -191,13 +194,13 @@ def print_end(out: Console, models: Sequence[ModelReport], absent: Mapping[str, 
 
 
 def _print_failure(out: Console, report: ModelReport) -> None:
-    """Print what failed first, if anything did."""
+    """Print the first failure of a model, if there is one."""
     for line in failure_report(report):
         out.print(Text(line, _STYLES[FAIL]))
 
 
 def _print_absent(out: Console, absent: Mapping[str, str]) -> None:
-    """Print the backends that nothing ran on, and why."""
+    """Print the backends that did not run, and why."""
     for backend, reason in absent.items():
         out.print(Text(f"{NOT_RUN}  {backend}: {reason}", _STYLES[NOT_RUN]))
 
@@ -212,12 +215,12 @@ def float64_line(worst: Mapping) -> str:
 
 
 def failure_report(report: ModelReport) -> list[str]:
-    """Describe the first failure in the forward order of one model; empty if nothing failed."""
+    """Describe the first failure of one model in the order of the forward pass; empty if nothing failed."""
     comparison = first_failure(report)
     if comparison is None:
         return []
     difference, tolerance = comparison.difference, comparison.tolerance
-    limits = (
+    measured = (
         f"error {difference.error:.1e} (tolerance {tolerance.error:.1e}), worst element {difference.worst:.1e} "
         f"(tolerance {tolerance.worst:.1e})"
     )
@@ -227,36 +230,36 @@ def failure_report(report: ModelReport) -> list[str]:
     return [
         f"first failing stage of {report.model}: checkpoint {comparison.stage_ref.checkpoint} "
         f"{CHECKPOINTS[comparison.stage_ref.checkpoint]}: {comparison.stage_ref.name}, "
-        f"{_where(comparison)}, {comparison.backend} against {comparison.engine}",
-        f"  {exact if comparison.mode == 'exact' else limits}" + (f": {comparison.note}" if comparison.note else ""),
+        f"{_locate(comparison)}, {comparison.backend} against {comparison.engine}",
+        f"  {exact if comparison.mode == 'exact' else measured}" + (f": {comparison.note}" if comparison.note else ""),
         *([f"  {stage.name} is computed by {stage.function}"] if stage else []),
-        *_by_case([other for other in report.comparisons if (other.stage_ref.name, other.backend) == place]),
-        *_isolated_failures(report),
+        *_format_cases([c for c in report.comparisons if (c.stage_ref.name, c.backend) == place]),
+        *_format_isolated(report),
     ]
 
 
-def _by_case(comparisons: Sequence[Comparison]) -> list[str]:
-    """Write the cases in which rows of one stage fail, and those in which all pass; nothing where no case passes."""
+def _format_cases(comparisons: Sequence[Comparison]) -> list[str]:
+    """List the cases (run of the model, mode) in which a stage fails, and in which it passes; [] if it never passes."""
     verdicts: dict[str, set[str]] = defaultdict(set)
     for comparison in comparisons:
         verdicts[f"{comparison.stage_ref.run}, {comparison.mode}"].add(comparison.verdict)
-    failed = [case for case, found in verdicts.items() if FAIL in found]
+    failed = [case for case, case_verdicts in verdicts.items() if FAIL in case_verdicts]
     passed = [case for case in verdicts if case not in failed]
     stage = comparisons[0].stage_ref.name
     return [f"  {stage} fails: {'; '.join(failed)}", f"  {stage} passes: {'; '.join(passed)}"] if passed else []
 
 
-def _isolated_failures(report: ModelReport) -> list[str]:
-    """Write how many rows fail, which stages fail from the golden's inputs, and what that says about the mistake."""
+def _format_isolated(report: ModelReport) -> list[str]:
+    """Count the failing rows, and name the stages that fail from the golden's inputs, with their meaning."""
     failing = [c for c in report.comparisons if c.verdict == FAIL]
-    alone = list(dict.fromkeys(c.stage_ref.name for c in failing if c.mode == "isolated"))
-    modes = {c.mode for c in failing} - {"exact"}  # of choices, which follow from all before them
+    stages = list(dict.fromkeys(c.stage_ref.name for c in failing if c.mode == "isolated"))
+    modes = {c.mode for c in failing} - {"exact"}  # exact comparisons depend on all stages before
     is_cached = bool(modes) and modes <= {"decode", IN_PARTS}
-    cached = "none; only passes behind cached tokens fail: look at the cache, and at the positions of new tokens"
-    found = ", ".join(alone) or (cached if is_cached else "none, so each op is right on those inputs")
+    hint = "none; only passes behind cached tokens fail: look at the cache, and at the positions of new tokens"
+    names = ", ".join(stages) or (hint if is_cached else "none, so each op is right on those inputs")
     return [
         f"  {len(failing)} of {len(report.comparisons)} rows fail; "
-        f"stages that fail when fed the golden's input: {found}"
+        f"stages that fail when fed the golden's input: {names}"
     ]
 
 
@@ -275,34 +278,34 @@ def closing_line(counts: Mapping) -> str:
     closer = counts["closer_to_reference"]
     if not closer["numpy"] or counts["failed"]:
         return line
-    as_run, large = (_shares(closer[backend]) for backend in ("numpy", "numpy-float32"))
-    numbers = {len(names) for names in counts["engines"].values() if names}
-    one_or_both = "the reference engine" if numbers == {1} else "both reference engines"
-    others = "the reference engines of each model" if len(numbers) > 1 else one_or_both
+    as_used, in_float32 = (_shares(closer[backend]) for backend in ("numpy", "numpy-float32"))
+    engine_counts = {len(names) for names in counts["engines"].values() if names}
+    single_or_both = "the reference engine" if engine_counts == {1} else "both reference engines"
+    engines_text = "the reference engines of each model" if len(engine_counts) > 1 else single_or_both
     return (
-        f"{line}; llorch's float32 is at least as close to the float64 reference as {others} in {as_run} of "
+        f"{line}; llorch's float32 is at least as close to the float64 reference as {engines_text} in {as_used} of "
         f"{closer['numpy']['all']['comparisons']} chained (stage, layer, model) rows; if every sum is in float32, "
-        f"which llorch does for matrices above {WIDE_LIMIT:,} elements, in {large}"
+        f"which llorch does for matrices above {WIDE_LIMIT:,} elements, in {in_float32}"
     )
 
 
 def _ties(report: ModelReport) -> list[str]:
-    """Describe ties, one line per stage and reason, whatever number of backends and engines share them."""
-    alike: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
+    """Describe near-ties of two top tokens, one line per stage and reason, for all backends and engines with it."""
+    groups: dict[tuple[str, str], list[Comparison]] = defaultdict(list)
     for comparison in report.comparisons:
         if comparison.verdict == TIE:
-            alike[comparison.stage_ref.name, comparison.note].append(comparison)
-    found = []
-    for (stage, note), comparisons in alike.items():
-        n_backends = len({c.backend for c in comparisons})
-        where = f" of {_count(n_backends, 'backend')}" if report.backend else ""
-        against = " and ".join(dict.fromkeys(c.engine for c in comparisons))
-        found.append(f"{stage}{where} against {against}: {note}")
-    return found
+            groups[comparison.stage_ref.name, comparison.note].append(comparison)
+    descriptions = []
+    for (stage, note), comparisons in groups.items():
+        n_backends = len({comparison.backend for comparison in comparisons})
+        backend_note = f" of {_count(n_backends, 'backend')}" if report.backend else ""
+        engines = " and ".join(dict.fromkeys(comparison.engine for comparison in comparisons))
+        descriptions.append(f"{stage}{backend_note} against {engines}: {note}")
+    return descriptions
 
 
 def _shares(counts: Mapping) -> str:
-    """Format the percentage of places at which llorch is at least as near to float64 as the engines, by case."""
+    """Format the counts of `closer_to_reference` as percentages, by case."""
     shares = {case: f"{100 * count['llorch'] // count['comparisons']} %" for case, count in counts.items()}
     return f"{shares.pop('all')} ({', '.join(f'{case} {share}' for case, share in shares.items())})"
 
@@ -314,9 +317,9 @@ def _format_errors(line: Line, engines: Sequence[str]) -> list[str]:
         return ["-"] * (3 + len(engines))
     if comparison.mode == "exact":
         return [_short(comparison.difference.error), *["-"] * (1 + len(engines)), "exact"]
-    theirs = [_short(line.engine_errors[p]) if p in line.engine_errors else "-" for p in engines]
+    engine_errors = [_short(line.engine_errors[engine]) if engine in line.engine_errors else "-" for engine in engines]
     errors = (comparison.difference.error, comparison.reference_error)
-    return [*map(_short, errors), *theirs, _short(comparison.tolerance.error)]
+    return [*map(_short, errors), *engine_errors, _short(comparison.tolerance.error)]
 
 
 def _short(number: float) -> str:
@@ -325,12 +328,12 @@ def _short(number: float) -> str:
     return "0" if number == 0 else f"{number:.1e}"
 
 
-def _where(comparison: Comparison | None) -> str:
+def _locate(comparison: Comparison | None) -> str:
     if comparison is None:
         return ""
     layer = "" if comparison.stage_ref.layer is None else f"layer {comparison.stage_ref.layer}, "
     return f"{layer}{comparison.stage_ref.run}, {comparison.mode}"
 
 
-def _count(n: int, noun: str, several: str = "") -> str:
-    return f"{n} {noun}" if n == 1 else f"{n} {several or noun + 's'}"
+def _count(number: int, noun: str, plural: str = "") -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {plural or noun + 's'}"

@@ -20,7 +20,7 @@ from llorch.cli.threads import threads_option, use_threads
 if TYPE_CHECKING:
     from llorch.pytorch.distributed.launch import DeviceMesh
 
-OURS = "reference"  # as an implementation
+OURS = "reference"  # value of --impl for llorch's own functions
 
 
 @verb(
@@ -80,7 +80,7 @@ def command(
     from llorch.ops.numerics import EXACT
     from llorch.ops.sampling import SamplingSettings
 
-    options, template = ModelOptions.taken_from(values), TemplateSettings(chat_template_kwargs, template_date)
+    options, template = ModelOptions.from_values(values), TemplateSettings(chat_template_kwargs, template_date)
     settings = SamplingSettings(**values)
     if axes is not None:
         options = replace(options, backend="torch")
@@ -89,18 +89,18 @@ def command(
     arithmetic = options.arithmetic(compiled=compiled)
     if any_base and adapter is None:
         raise click.UsageError("--any-base goes with --adapter")
-    path = model_path(model)  # first: a prompt without MODEL before it is taken for a model, which this then says
+    path = model_path(model)  # first, so that a prompt given without MODEL fails here as an unknown model
     with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
             say("note: --top-k, --top-p and --min-p have no effect at temperature 0; set -t")
         text, messages = of_first(mesh, lambda: _read_input(prompt, chat, system, history))
-        _use_parts(impl, can=options.backend == "numpy" and arithmetic == EXACT and adapter is None)
+        _install_implementation(impl, is_exact=options.backend == "numpy" and arithmetic == EXACT and adapter is None)
         timing = Timing()
-        most = _n_bytes(text, messages) + max_tokens  # a token stands for a byte or more
+        max_tokens_total = _n_bytes(text, messages) + max_tokens  # a token covers at least a byte
         if mesh is None:
-            loaded = options.open(path, arithmetic, n_tokens=most, compiled=compiled)
+            loaded = options.open(path, arithmetic, n_tokens=max_tokens_total, compiled=compiled)
         else:
-            loaded = _open_part(path, mesh, options, n_tokens=most)
+            loaded = _open_rank_model(path, mesh, options, n_tokens=max_tokens_total)
         for note in loaded.weights.notes_on_left_out("not used"):
             say(f"note: {note}")
         if messages is not None:  # every rank writes the same date
@@ -114,15 +114,15 @@ def command(
         if finish == "length" and timing.n_tokens < max_tokens:
             say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full, the text ends here")
         if verbose:
-            where = f", {loaded.where}" if options.backend == "torch" else ""
+            device_note = f", {loaded.where}" if options.backend == "torch" else ""
             n_prompt = len(loaded.prompt_ids(messages or text))
-            say(f"{loaded.name}{where}: {timing.describe(n_prompt)}; end: {finish}; {threads}")
+            say(f"{loaded.name}{device_note}: {timing.describe(n_prompt)}; end: {finish}; {threads}")
 
 
 def _read_input(
     prompt: str | None, chat: str | None, system: str | None, history: Path | None
 ) -> tuple[str | None, list[dict[str, object]] | None]:
-    """Read a text to continue, or a conversation."""
+    """Read a text to continue, or a conversation; the other of the two is None."""
     from llorch.cli.inputs import conversation, prompt_text
 
     messages = conversation(chat, system, history)
@@ -132,38 +132,38 @@ def _read_input(
 
 
 def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
-    """Bound the length of a prompt in bytes; a template adds little to messages beside 1024."""
+    """Bound the length of a prompt in bytes; 1024 is for what a chat template adds to the messages."""
     return len(text.encode()) if text is not None else len(json.dumps(messages)) + 1024
 
 
-def _use_parts(impl: str | None, *, can: bool) -> None:
-    """Replace llorch's functions by those that a learner has written until the command ends, and name them."""
+def _install_implementation(impl: str | None, *, is_exact: bool) -> None:
+    """Replace llorch's functions by the learner's (of `llorch learn`) until the command ends, and print their names."""
     from llorch.apps.learn.choice import chosen, opened
     from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 
-    if impl not in (None, OURS) and not can:
+    if impl not in (None, OURS) and not is_exact:
         raise click.UsageError("--impl goes with --backend numpy and exact numerics, without --adapter")
-    if impl == OURS or not can or (spec := chosen(impl)) is None:
+    if impl == OURS or not is_exact or (spec := chosen(impl)) is None:
         return
-    implementation = opened(spec)
-    parts = [exercise for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for exercise in lesson.parts]
-    borrowed = implementation.unwritten(parts)
-    own = [exercise.name for exercise in parts if exercise.name not in borrowed]
-    say(f"{spec}: your functions: {', '.join(own) or 'none'}; borrowed from llorch: {', '.join(borrowed) or 'none'}")
-    click.get_current_context().with_resource(implementation.installed(parts, live=True))
+    learner = opened(spec)
+    exercises = [exercise for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for exercise in lesson.parts]
+    unwritten = learner.unwritten(exercises)
+    yours = [exercise.name for exercise in exercises if exercise.name not in unwritten]
+    say(f"{spec}: your functions: {', '.join(yours) or 'none'}; borrowed from llorch: {', '.join(unwritten) or 'none'}")
+    click.get_current_context().with_resource(learner.installed(exercises, live=True))
 
 
-def load_adapter(loaded: Any, adapter: Path | None, *, any_base: bool) -> str | None:
+def load_adapter(model: Any, adapter: Path | None, *, any_base: bool) -> str | None:
     """Load an adapter into a model, if there is one; print the check of its base, and return the adapter's name."""
     if adapter is None:
         return None
-    say(f"{adapter}: {loaded.add_adapter('adapter', adapter, any_base=any_base)}")
+    say(f"{adapter}: {model.add_adapter('adapter', adapter, any_base=any_base)}")
     return "adapter"
 
 
-def _open_part(path: Path, mesh: "DeviceMesh", options: ModelOptions, *, n_tokens: int) -> Any:
-    """Open the part of a model that this rank of a mesh computes."""
-    from llorch import load_torch  # noqa: F401 (it says what to install where torch is absent)
+def _open_rank_model(path: Path, mesh: "DeviceMesh", options: ModelOptions, *, n_tokens: int) -> Any:
+    """Open the part of a model that this rank (process) of a mesh computes."""
+    from llorch import load_torch  # noqa: F401 (its error names the extra to install if torch is absent)
     from llorch.pytorch.distributed.parallel_model import load_parallel
 
     return load_parallel(
@@ -173,7 +173,7 @@ def _open_part(path: Path, mesh: "DeviceMesh", options: ModelOptions, *, n_token
 
 
 class Timing:
-    """How long a generation took; the first token stands for reading the prompt."""
+    """Duration of a generation; the time to the first token counts as prefill."""
 
     def __init__(self) -> None:
         """Start the clock."""
@@ -193,14 +193,14 @@ class Timing:
         """Write the rates in one line."""
         prefill, decode = self._first - self._start, self._last - self._first
         line = f"prompt {n_prompt} tokens in {prefill:.3f} s ({n_prompt / prefill:.1f} tokens/s, loading included)"
-        n_more = self.n_tokens - 1
-        if n_more < 1:
+        n_decoded = self.n_tokens - 1
+        if n_decoded < 1:
             return line
-        return f"{line}; {n_more} more tokens in {decode:.3f} s ({n_more / decode:.1f} tokens/s)"
+        return f"{line}; {n_decoded} more tokens in {decode:.3f} s ({n_decoded / decode:.1f} tokens/s)"
 
 
 def _print_tokens(tokens: Iterator, *, as_json: bool) -> str | None:
-    """Print each token when it comes; returns why they ended."""
+    """Print each token when it arrives; return why generation ended."""
     finish = None
     for token in tokens:
         sys.stdout.write(to_json(asdict(token)) + "\n" if as_json else token.text)

@@ -1,4 +1,4 @@
-"""`llorch serve`: answer the OpenAI interface."""
+"""`llorch serve`: serve the OpenAI interface."""
 
 import re
 from contextlib import ExitStack
@@ -19,24 +19,24 @@ if TYPE_CHECKING:
 
     from llorch.model.generate import GenerationBatch
 
-CONTEXT = 4096
+CONTEXT = 4096  # default tokens of prompt and answer
 
 
 class NamedPath(click.ParamType):
-    """`NAME=PATH`."""
+    """Parameter type `NAME=PATH`."""
 
     name = "NAME=PATH"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
-        """Take it apart; whether the name can be one is the model's business."""
-        name, found, path = str(value).partition("=")
-        if not (name and found and path):
+        """Split it at the first `=`; `add_adapter` checks if the name is allowed."""
+        name, separator, path = str(value).partition("=")
+        if not (name and separator and path):
             self.fail(f"expected NAME=PATH, such as pirate=my-adapter, got {value!r}", param, ctx)
         return name, Path(path)
 
 
 class Origin(click.ParamType):
-    """The origin of a page, as a browser names it: `https://chat.example:3000`, or `null`."""
+    """Origin of a web page, as a browser sends it: `https://chat.example:3000`, or `null`."""
 
     name = "ORIGIN"
 
@@ -100,14 +100,14 @@ def command(
     *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...], parallel: int, queue: int, timeout: float, adapters: tuple[tuple[str, Path], ...],
     any_base: bool, verbose: bool, ctx: int | None, mode: str, template_date: "datetime | None",
-    chat_template_kwargs: "dict | None", **opening: Any,
+    chat_template_kwargs: "dict | None", **model_options_given: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL (default: story) to the openai client, curl and a browser.
 
     /openapi.json describes all routes. A line on stderr says when the server is ready. Ctrl-C or SIGTERM ends it.
     """
     from llorch.files.tokenizer.chat import TemplateSettings
-    from llorch.runtime.threads import let_go
+    from llorch.runtime.threads import end_waiting_threads
 
     try:
         from llorch.apps.serve.app import make_app
@@ -119,45 +119,45 @@ def command(
         raise MissingExtra("serve", error.name or "starlette") from None
 
     with ExitStack() as stack:
-        bound = stack.enter_context(bind(host, port))
-        require_key(bound, api_key)
+        listening_socket = stack.enter_context(bind(host, port))
+        require_key(listening_socket, api_key)
         if ctx is not None:
             _require_context(model, ctx)
-        loaded, batch = _open_batch(model, ModelOptions(**opening), mode, parallel, ctx or CONTEXT)
+        loaded, batch = _open_batch(model, ModelOptions(**model_options_given), mode, parallel, ctx or CONTEXT)
         loaded.chats.settings = TemplateSettings(chat_template_kwargs, template_date)
         threads = use_threads(loaded.config)
         for name, path in adapters:
             say(f"{path}: {loaded.add_adapter(name, path, any_base=any_base)}")
         engine = Engine(batch, n_jobs=parallel, n_waiting=queue, stuck_after=timeout)
         service = Service(loaded, engine, context=ctx or CONTEXT, timeout=timeout, version=llorch.__version__)
-        let_go()  # of what has loaded the model
+        end_waiting_threads()  # frees the threads that loaded the model
         engine.start()
         stack.callback(engine.stop)
 
         def ready(running: RunningServer) -> None:
             watch_engine(engine, running)
-            plain = "" if service.has_template else " (no chat template: chats are plain text)"
-            say(f"llorch: {', '.join(service.names)} at {running.url}{plain}; {threads}")
+            template_note = "" if service.has_template else " (no chat template: chats are plain text)"
+            say(f"llorch: {', '.join(service.names)} at {running.url}{template_note}; {threads}")
 
         log, hosts = say if verbose else None, (host, *allow_host)
         app = Guard(make_app(service), key=api_key, hosts=hosts, origins=allow_origin, log=log)
-        serve(app, bound, ready=ready, on_stop=engine.drain)
+        serve(app, listening_socket, ready=ready, on_stop=engine.drain)
 
 
-def _require_context(model: str, wanted: int) -> None:
-    """Raise UsageError if a model has fewer positions than `wanted`; no weights are loaded for this."""
+def _require_context(model: str, context: int) -> None:
+    """Raise UsageError if a model has fewer positions than `context`; no weights are loaded for this."""
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights
 
-    most = open_weights(model_path(model)).config.max_position_embeddings
-    if wanted > most:
-        raise click.UsageError(f"--ctx: expected at most {most}, the context length of {model}, got {wanted}")
+    n_positions = open_weights(model_path(model)).config.max_position_embeddings
+    if context > n_positions:
+        raise click.UsageError(f"--ctx: expected at most {n_positions}, the context length of {model}, got {context}")
 
 
 def _open_batch(
     model: str, options: ModelOptions, mode: str, n_jobs: int, context: int
 ) -> "tuple[Any, GenerationBatch]":
-    """Open a model and the batch that runs it."""
+    """Open a model and the batch that runs its jobs: on NumPy one token of one job at a time, in turn."""
     from llorch.apps.serve.scheduler import Turns
     from llorch.cli.inputs import model_path
 

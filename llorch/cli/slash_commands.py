@@ -1,4 +1,4 @@
-"""The commands inside of `llorch chat`: each changes the conversation, and gives a line to show or an answer."""
+"""Commands of `llorch chat`: each changes the conversation, and returns a line to print or an answer."""
 
 import json
 from collections.abc import Callable, Iterator
@@ -18,157 +18,159 @@ NONE = "none"
 
 
 class Quit(Exception):
-    """The user has had enough."""
+    """Signal that the user ends the chat."""
 
 
-def obey(talk: ChatSession, line: str) -> Outcome:
-    """Do what a line that begins with `/` says; ValueError where it cannot be done, Quit at the end."""
-    name, _, rest = line[1:].partition(" ")
+def obey(session: ChatSession, line: str) -> Outcome:
+    """Run a command line that begins with `/`; UserError if the command is impossible, Quit for /quit."""
+    name, _, argument = line[1:].partition(" ")
     if name not in COMMANDS:
         raise UserError(
             f"chat: there is no command /{name}{suggestion(name, COMMANDS)}; see /help, or begin a message with //"
         )
-    return COMMANDS[name][2](talk, rest.strip())
+    return COMMANDS[name][2](session, argument.strip())
 
 
-def show_help(talk: ChatSession, rest: str) -> str:
+def show_help(session: ChatSession, argument: str) -> str:
     """List all commands."""
-    names = {f"/{name} {wants}".strip(): text for name, (wants, text, _) in COMMANDS.items()}
+    names = {f"/{name} {arguments}".strip(): text for name, (arguments, text, _) in COMMANDS.items()}
     return "\n".join(f"{name:22}{text}" for name, text in names.items())
 
 
-def stats(talk: ChatSession, rest: str) -> str:
+def stats(session: ChatSession, argument: str) -> str:
     """Format the speed of the last answer and the share of the context in use."""
-    room = talk.model.config.max_position_embeddings
-    used = f"{len(talk.ids()) if talk.messages else 0} of {room} tokens of context used"
-    counted = talk.counted
-    if counted is None or not counted.n_tokens:
-        return used
-    said = f"read {counted.n_prompt} tokens ({counted.n_cached} of them cached) in {counted.first:.3f} s"
-    n_more = counted.n_tokens - 1
-    rate = f", {n_more} more in {counted.rest:.3f} s ({n_more / counted.rest:.1f} tokens/s)" if n_more else ""
-    return f"{said}, wrote {counted.n_tokens}{rate}; {used}"
+    n_context = session.model.config.max_position_embeddings
+    usage = f"{len(session.ids()) if session.messages else 0} of {n_context} tokens of context used"
+    counts = session.counted
+    if counts is None or not counts.n_tokens:
+        return usage
+    report = f"read {counts.n_prompt} tokens ({counts.n_cached} of them cached) in {counts.first:.3f} s"
+    n_decoded = counts.n_tokens - 1
+    rate = f", {n_decoded} more in {counts.rest:.3f} s ({n_decoded / counts.rest:.1f} tokens/s)" if n_decoded else ""
+    return f"{report}, wrote {counts.n_tokens}{rate}; {usage}"
 
 
-def history(talk: ChatSession, rest: str) -> str:
+def history(session: ChatSession, argument: str) -> str:
     """List the messages with their numbers."""
-    lines = [f"{n} {message['role']}: {message['content']}" for n, message in enumerate(talk.messages, start=1)]
+    lines = [f"{n} {message['role']}: {message['content']}" for n, message in enumerate(session.messages, start=1)]
     return "\n".join(map(printable, lines)) or "no messages yet"
 
 
-def trace(talk: ChatSession, rest: str) -> str:
+def trace(session: ChatSession, argument: str) -> str:
     """Write every stage of the conversation."""
-    path = _path(rest)
+    path = _path(argument)
     if path.suffix not in (".npz", ".safetensors"):
-        raise UserError(f"chat: expected a name that ends in .npz or .safetensors, got {rest!r}")
-    if not talk.messages:
+        raise UserError(f"chat: expected a name that ends in .npz or .safetensors, got {argument!r}")
+    if not session.messages:
         raise UserError("chat: expected a message to trace, got none; write a message first")
-    ids, arrays = talk.ids(), talk.trace()
-    write(path, arrays, {"engine": "llorch", "first_position": 0, "ids": ids, "model": talk.model.name})
+    ids, arrays = session.ids(), session.trace()
+    write(path, arrays, {"engine": "llorch", "first_position": 0, "ids": ids, "model": session.model.name})
     return f"wrote {len(arrays)} stages of {len(ids)} tokens to {path}"
 
 
-def save(talk: ChatSession, rest: str) -> str:
+def save(session: ChatSession, argument: str) -> str:
     """Write the messages, as --history reads them."""
-    path = _path(rest)
+    path = _path(argument)
     with new_file(path) as temporary:
-        temporary.write_text(json.dumps(talk.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
-    return f"wrote {len(talk.messages)} messages to {path}"
+        temporary.write_text(json.dumps(session.messages, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+    return f"wrote {len(session.messages)} messages to {path}"
 
 
-def load(talk: ChatSession, rest: str) -> Outcome:
-    """Read messages; answer where the last one is the user's."""
-    messages = read_history(_path(rest))
+def load(session: ChatSession, argument: str) -> Outcome:
+    """Read messages; answer if the last one is from the user."""
+    messages = read_history(_path(argument))
     if messages[-1]["role"] == "user":
-        return talk.answer(messages)
-    talk.messages = messages
+        return session.answer(messages)
+    session.messages = messages
     return f"{len(messages)} messages"
 
 
-def system(talk: ChatSession, rest: str) -> str:
-    """Put another system message first, or none."""
-    others = [message for message in talk.messages if message["role"] != "system"]
-    talk.messages = [{"role": "system", "content": rest}, *others] if rest else others
-    return "system message " + ("set" if rest else "removed")
+def system(session: ChatSession, argument: str) -> str:
+    """Set the system message, or remove it."""
+    without_system = [message for message in session.messages if message["role"] != "system"]
+    session.messages = [{"role": "system", "content": argument}, *without_system] if argument else without_system
+    return "system message " + ("set" if argument else "removed")
 
 
-def edit(talk: ChatSession, rest: str) -> Outcome:
-    """Write an earlier message anew; what came after it is gone."""
-    if not talk.messages:
+def edit(session: ChatSession, argument: str) -> Outcome:
+    """Replace an earlier message; the messages after it are deleted."""
+    if not session.messages:
         raise UserError("chat: expected a message in the conversation, got none; write a message first")
-    number, _, text = rest.partition(" ")
-    if not number.isdecimal() or not 1 <= int(number) <= len(talk.messages) or not text.strip():
-        raise UserError(f"chat: expected /edit N TEXT, N from 1 to {len(talk.messages)} (see /history), got {rest!r}")
-    before, role = talk.messages[: int(number) - 1], talk.messages[int(number) - 1]["role"]
-    messages = [*before, {"role": role, "content": text.strip()}]
+    number, _, text = argument.partition(" ")
+    if not number.isdecimal() or not 1 <= int(number) <= len(session.messages) or not text.strip():
+        raise UserError(
+            f"chat: expected /edit N TEXT, N from 1 to {len(session.messages)} (see /history), got {argument!r}"
+        )
+    earlier, role = session.messages[: int(number) - 1], session.messages[int(number) - 1]["role"]
+    messages = [*earlier, {"role": role, "content": text.strip()}]
     if role == "user":
-        return talk.answer(messages)
-    talk.messages = messages
+        return session.answer(messages)
+    session.messages = messages
     return f"{len(messages)} messages"
 
 
-def retry(talk: ChatSession, rest: str) -> Outcome:
-    """Answer once more, with other draws."""
-    return talk.answer(_up_to_user(talk))
+def retry(session: ChatSession, argument: str) -> Outcome:
+    """Answer again, with other random draws."""
+    return session.answer(_messages_up_to_user(session))
 
 
-def undo(talk: ChatSession, rest: str) -> str:
-    """Take back what the user said last, and its answer."""
-    talk.messages = _up_to_user(talk)[:-1]
-    return f"{len(talk.messages)} messages"
+def undo(session: ChatSession, argument: str) -> str:
+    """Remove the last user message and its answer."""
+    session.messages = _messages_up_to_user(session)[:-1]
+    return f"{len(session.messages)} messages"
 
 
-def settings(talk: ChatSession, rest: str) -> str:
-    """Change how answers are sampled, or show it."""
-    known = {field.name: type(getattr(talk.settings, field.name)) for field in fields(SamplingSettings)}
-    name, _, value = rest.partition(" ")
-    kind = int if name == "max_tokens" else known.get(name)
-    if rest and kind is None:
-        there_are = ", ".join([*known, "max_tokens"])
-        raise UserError(f"chat: expected one of the settings {there_are}, got {name!r}{suggestion(name, known)}")
+def settings(session: ChatSession, argument: str) -> str:
+    """Set how answers are sampled, or show the settings."""
+    kinds = {field.name: type(getattr(session.settings, field.name)) for field in fields(SamplingSettings)}
+    name, _, value = argument.partition(" ")
+    kind = int if name == "max_tokens" else kinds.get(name)
+    if argument and kind is None:
+        names = ", ".join([*kinds, "max_tokens"])
+        raise UserError(f"chat: expected one of the settings {names}, got {name!r}{suggestion(name, kinds)}")
     if kind is not None:
-        _set_option(talk, name, kind, value.strip())
-    now = {name: getattr(talk.settings, name) for name in known} | {"max_tokens": talk.max_tokens}
-    return " ".join(f"{name}={value}" for name, value in now.items())
+        _set_option(session, name, kind, value.strip())
+    current_settings = {name: getattr(session.settings, name) for name in kinds} | {"max_tokens": session.max_tokens}
+    return " ".join(f"{name}={value}" for name, value in current_settings.items())
 
 
-def _set_option(talk: ChatSession, name: str, kind: type, text: str) -> None:
+def _set_option(session: ChatSession, name: str, kind: type, text: str) -> None:
     try:
         value = kind(text)
     except ValueError:
-        wanted = "an integer" if kind is int else "a number"
-        raise UserError(f"chat: {name} must be {wanted}, got {text!r}") from None
+        expectation = "an integer" if kind is int else "a number"
+        raise UserError(f"chat: {name} must be {expectation}, got {text!r}") from None
     if name != "max_tokens":
-        talk.settings = replace(talk.settings, **{name: value})
+        session.settings = replace(session.settings, **{name: value})
     elif value < 1:
         raise UserError(f"chat: max_tokens must be at least 1, got {value}")
     else:
-        talk.max_tokens = value
+        session.max_tokens = value
 
 
-def adapter(talk: ChatSession, rest: str) -> str:
-    """Answer through an adapter from now on, or through none."""
-    path = None if rest == NONE else _path(rest)
-    return f"{rest}: {talk.use_adapter(path)}"
+def adapter(session: ChatSession, argument: str) -> str:
+    """Answer through an adapter, or through none."""
+    path = None if argument == NONE else _path(argument)
+    return f"{argument}: {session.use_adapter(path)}"
 
 
-def leave(talk: ChatSession, rest: str) -> str:
+def leave(session: ChatSession, argument: str) -> str:
     """End the chat."""
     raise Quit
 
 
-def _path(rest: str) -> Path:
-    if not rest:
+def _path(argument: str) -> Path:
+    if not argument:
         raise UserError("chat: expected a file name, got none")
-    return Path(rest).expanduser()
+    return Path(argument).expanduser()
 
 
-def _up_to_user(talk: ChatSession) -> list[dict[str, object]]:
-    """Return the messages up to the last one of the user."""
-    places = [at for at, message in enumerate(talk.messages) if message["role"] == "user"]
-    if not places:
+def _messages_up_to_user(session: ChatSession) -> list[dict[str, object]]:
+    """Return the messages up to the user's last message, included."""
+    user_indices = [index for index, message in enumerate(session.messages) if message["role"] == "user"]
+    if not user_indices:
         raise UserError("chat: expected a message in the conversation, got none; write a message first")
-    return talk.messages[: places[-1] + 1]
+    return session.messages[: user_indices[-1] + 1]
 
 
 COMMANDS: dict[str, tuple[str, str, Callable[[ChatSession, str], Outcome]]] = {

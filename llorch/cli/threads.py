@@ -1,4 +1,4 @@
-"""The number of CPU threads of a command: the option, and the default that suits its models."""
+"""Number of CPU threads of a command: the option, and a default that depends on the model sizes."""
 
 import os
 from typing import TYPE_CHECKING
@@ -10,16 +10,16 @@ from llorch.cli.options import WholeNumber, group, page_option
 if TYPE_CHECKING:
     from llorch.families.config import ModelConfig
 
-SPINS = "3000"  # of a waiting thread, some 0.1 ms: from one product of a token to the next, and no more
-_WANTED = "llorch.runtime.threads"
+SPINS = "3000"  # iterations, about 0.1 ms: longer than the pause between two products of a token
+_REQUESTED = "llorch.runtime.threads"  # key of the number of threads in click's context
 
 
 def _remember(ctx: click.Context, param: click.Parameter, value: int | None) -> None:
-    """Keep the wanted number of threads in the context, for `use_threads`."""
-    ctx.meta[_WANTED] = value
+    """Store the requested number of threads in the context, for `use_threads`."""
+    ctx.meta[_REQUESTED] = value
 
 
-threads_option = group(  # for whatever computes; `use_threads` reads it
+threads_option = group(  # `use_threads` reads it
     "Machine",
     page_option(
         "--threads", type=WholeNumber(min=1, max=1024), expose_value=False, callback=_remember,
@@ -29,35 +29,35 @@ threads_option = group(  # for whatever computes; `use_threads` reads it
 
 
 def use_threads(*configs: "ModelConfig", recorded: int | None = None) -> str:
-    """Use the threads that the user says (`recorded`: said when the run began) or that suit; says how many."""
+    """Limit threads to the user's number, else `recorded` (of the run to resume), else a default; describe it."""
     from llorch.files.tensor_names import count_parameters
-    from llorch.runtime.threads import VARIABLES, is_small, limited, n_cores
+    from llorch.runtime.threads import VARIABLES, is_small, limit_threads, n_cores
 
     ctx = click.get_current_context()
-    n = ctx.meta.get(_WANTED) or recorded
-    if n is None:
+    n_threads = ctx.meta.get(_REQUESTED) or recorded
+    if n_threads is None:
         for name in VARIABLES:
             if os.environ.get(name):
                 return f"threads: {name}={os.environ[name]}"
-        n_here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of a mesh that share this machine
-        small = all(is_small(count_parameters(config)) for config in configs)
-        if not small and n_here == 1:
+        n_local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))  # ranks of a mesh on this machine
+        is_small_model = all(is_small(count_parameters(config)) for config in configs)
+        if not is_small_model and n_local_ranks == 1:
             return "threads: all"
-        n = 1 if small else max(1, n_cores() // n_here)
-    ctx.with_resource(limited(n))
-    return f"threads: {n}"
+        n_threads = 1 if is_small_model else max(1, n_cores() // n_local_ranks)
+    ctx.with_resource(limit_threads(n_threads))
+    return f"threads: {n_threads}"
 
 
 def allowed_cores() -> int:
     """Return how many cores a command may use at once: `--threads` if given, else the cores of the process."""
     from llorch.runtime.threads import VARIABLES, n_cores
 
-    said = [click.get_current_context().meta.get(_WANTED), *(os.environ.get(name) for name in VARIABLES)]
-    return next((int(n) for n in said if n and str(n).isdigit()), n_cores())
+    settings = [click.get_current_context().meta.get(_REQUESTED), *(os.environ.get(name) for name in VARIABLES)]
+    return next((int(setting) for setting in settings if setting and str(setting).isdigit()), n_cores())
 
 
 def wait_asleep() -> None:
-    """Let threads that wait for each other soon sleep, not spin for long; libraries read this when they are loaded."""
+    """Make threads that wait for each other sleep soon, not spin; libraries read these variables when they load."""
     if "OMP_WAIT_POLICY" not in os.environ:  # GNU's and Intel's OpenMP: torch
         os.environ["OMP_WAIT_POLICY"] = "passive"
         os.environ.setdefault("GOMP_SPINCOUNT", SPINS)

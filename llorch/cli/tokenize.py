@@ -1,4 +1,4 @@
-"""`llorch tokenize`: text to token ids."""
+"""`llorch tokenize`: convert text to token ids."""
 
 import json
 
@@ -23,7 +23,7 @@ from llorch.cli.output import to_json
 )
 @json_option("One object: ids, and tokens with id, bytes (hexadecimal) and text (null if the bytes are not UTF-8).")
 def command(*, model: str, text: str | None, no_special: bool, parse_special: bool, as_json: bool) -> None:
-    """Print the token ids of TEXT, one per line, each with its piece of text.
+    """Print the token ids of TEXT, one per line, each with its data of text.
 
     Without TEXT, stdin is read. Pieces are quoted. A token that is part of a character shows its bytes.
     """
@@ -33,17 +33,17 @@ def command(*, model: str, text: str | None, no_special: bool, parse_special: bo
 
     tokenizer = Model(open_weights(model_path(model))).tokenizer
     ids = tokenizer.encode(prompt_text(text), add_special=not no_special, parse_special=parse_special)
-    pieces = [tokenizer.token_bytes(i) or tokenizer.decode([i], skip_special=False).encode() for i in ids]
+    pieces = [tokenizer.token_bytes(token) or tokenizer.decode([token], skip_special=False).encode() for token in ids]
     if as_json:
         tokens = [{"id": i, "bytes": p.hex(), "text": _piece_text(p)} for i, p in zip(ids, pieces, strict=True)]
         click.echo(to_json({"ids": ids, "tokens": tokens}))
         return
-    for token_id, piece in zip(ids, pieces, strict=True):
-        click.echo(f"{token_id:>7}  {quoted(piece)}")
+    for token, piece in zip(ids, pieces, strict=True):
+        click.echo(f"{token:>7}  {quoted(piece)}")
 
 
 def quoted(piece: bytes) -> str:
-    """Quote a piece for a reader: as a string, or as bytes if they are no text by themselves."""
+    """Quote a piece for a reader: as a string, or as bytes if it is not valid UTF-8."""
     text = _piece_text(piece)
     if text is None:
         return repr(piece)

@@ -1,4 +1,4 @@
-"""`llorch trace`: every stage of a run, written to a file or a folder."""
+"""`llorch trace`: write every stage of a run to a file or a folder."""
 
 import json
 from collections.abc import Mapping
@@ -12,20 +12,20 @@ from llorch.cli.output import progress, say
 from llorch.cli.threads import threads_option, use_threads
 
 SUFFIXES = (".safetensors", ".npz")
-OF_A_DUMP = {"index.jsonl", "data.bin"}
+DUMP_FILES = {"index.jsonl", "data.bin"}
 
 
-def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> Path:
-    if value.suffix and value.suffix not in SUFFIXES:
-        wanted = f"expected a name that ends in {' or '.join(SUFFIXES)}, or a folder name without an ending"
-        raise click.BadParameter(f"{wanted}, got {value}")
-    if value.is_dir() and (value.suffix or not {path.name for path in value.iterdir()} <= OF_A_DUMP):
+def _check_output_name(ctx: click.Context, param: click.Parameter, output: Path) -> Path:
+    if output.suffix and output.suffix not in SUFFIXES:
+        expectation = f"expected a name that ends in {' or '.join(SUFFIXES)}, or a folder name without an ending"
+        raise click.BadParameter(f"{expectation}, got {output}")
+    if output.is_dir() and (output.suffix or not {path.name for path in output.iterdir()} <= DUMP_FILES):
         raise click.BadParameter(
-            f"{value} is a folder with other files, and llorch does not replace it; choose another name"
+            f"{output} is a folder with other files, and llorch does not replace it; choose another name"
         )
-    if not value.suffix and value.is_file():
-        raise click.BadParameter(f"{value} is a file, and llorch does not replace it by a folder; choose another name")
-    return value
+    if not output.suffix and output.is_file():
+        raise click.BadParameter(f"{output} is a file, and llorch does not replace it by a folder; choose another name")
+    return output
 
 
 @verb(
@@ -47,20 +47,15 @@ def _checked_output(ctx: click.Context, param: click.Parameter, value: Path) -> 
 @group(
     "Output",
     page_option(
-        "-o", "--output", required=True, type=click.Path(path_type=Path), callback=_checked_output,
+        "-o", "--output", required=True, type=click.Path(path_type=Path), callback=_check_output_name,
         help="A .safetensors or .npz file, or a folder; an old one is replaced.",
     ),
 )  # fmt: skip
 @threads_option
 def command(
-    *,
-    model: str,
-    prompt: str | None,
-    output: Path,
-    tokens: list[int] | None,
-    first_position: int,
+    *, model: str, prompt: str | None, output: Path, tokens: list[int] | None, first_position: int,
     engine_name: str | None,
-) -> None:
+) -> None:  # fmt: skip
     """Run MODEL on PROMPT and write the array of every stage, from embed and l0.attn_norm to logits.
 
     Arrays are float32; ids of selected experts are int64. A .safetensors file has token ids and engine as JSON text in
@@ -71,27 +66,27 @@ def command(
 
     refuse_both(prompt, tokens)
     path = model_path(model)
-    _check_place(output, path)
+    _check_output_folder(output, path)
     loaded = load(path)
     threads = use_threads(loaded.config)
     ids, _ = choose_ids(loaded, prompt, tokens)
     with progress(f"running {engine_name or 'llorch'}"):
-        arrays = _take(path, ids, first_position, engine_name)
+        arrays = _trace_stages(path, ids, first_position, engine_name)
     facts = {"engine": engine_name or "llorch", "first_position": first_position, "ids": ids, "model": model}
     (write if output.suffix else _write_folder)(output, arrays, facts)
     size = sum(array.nbytes for array in arrays.values()) / 1e6
     say(f"wrote {len(arrays)} stages of {len(ids)} tokens to {output} ({size:.1f} MB); {threads}")
 
 
-def _check_place(output: Path, model: Path) -> None:
-    """Refuse before the work, not after it; and never replace weights that are being read."""
+def _check_output_folder(output: Path, model: Path) -> None:
+    """Refuse before the work, not after it; never write into the folder of weights that are being read."""
     if not output.parent.is_dir():
         raise FileNotFoundError(f"{output}: the folder {output.parent} does not exist; make it first")
     if model.is_dir() and output.resolve().parent == model.resolve():
         raise click.UsageError(f"{output} is inside the model folder; write the trace to another folder")
 
 
-def _take(path: Path, ids: list[int], first_position: int, engine_name: str | None) -> dict:
+def _trace_stages(path: Path, ids: list[int], first_position: int, engine_name: str | None) -> dict:
     """Trace the stages of some tokens, by llorch or by a reference engine."""
     from llorch.engines import open_engine
     from llorch.model.model import load
@@ -108,8 +103,8 @@ def _write_folder(output: Path, arrays: dict, facts: Mapping[str, Any]) -> None:
     from llorch.engines.dumps.writers.dump_writer import DumpWriter
     from llorch.files.new_file import new_folder
 
-    how = {"engine": facts["engine"], "dtype": "float32", "kv_cache": "float32"}
-    with new_folder(output) as folder, DumpWriter(folder, **how) as dump:
+    header = {"engine": facts["engine"], "dtype": "float32", "kv_cache": "float32"}
+    with new_folder(output) as folder, DumpWriter(folder, **header) as dump:
         dump.begin(facts["ids"], facts["first_position"])
         for key, array in arrays.items():
             dump.add(key, array)

@@ -1,7 +1,7 @@
-"""Groups of verbs whose modules are imported when one is used, and their help pages.
+"""Groups of verbs (commands) whose modules are imported when one is used, and their help pages.
 
-A help page has a sentence, at most three examples, the file that explains more, and options below headings. Its words
-stay whole: `textwrap` breaks `--any-base` and `all-linear` after the hyphen.
+A help page has a sentence, at most three examples, the file that explains more, and options below headings. Words are
+not broken: `textwrap` would break `--any-base` and `all-linear` after the hyphen.
 """
 
 import re
@@ -15,14 +15,14 @@ import click
 from llorch.runtime.errors import suggestion
 
 PAGES = "checkpoints/commands/"
-_STANDS_FOR_HYPHEN = "\u2011"  # while lines are broken; of the same width
+_STANDS_FOR_HYPHEN = "\u2011"  # replaces "-" while click wraps lines; it has the same width
 _NAMES_WIDTH = 27  # columns for the names of options; a longer name has a line of its own
 HELP_ALL = "llorch.cli.help-all"  # in a context's meta: its help page lists every option
 _LARGEST_SHOWN = 1000  # a range with a larger upper end is left out: few users reach it
 
 
 class WholeWords(click.HelpFormatter):
-    """Breaks lines at spaces only."""
+    """Help formatter that breaks lines at spaces only."""
 
     def write_text(self, text: str) -> None:
         """Write paragraphs."""
@@ -38,13 +38,13 @@ class WholeWords(click.HelpFormatter):
 
 
 class HelpContext(click.Context):
-    """A context whose help page has whole words."""
+    """Context whose help pages break lines at spaces only."""
 
     formatter_class = WholeWords
 
 
 class Option(click.Option):
-    """An option below a heading of the help page; `llorch.cli.options.group` says which one."""
+    """Option with a heading on the help page, set by `llorch.cli.options.group`."""
 
     group = ""
 
@@ -56,8 +56,8 @@ class Option(click.Option):
     def get_help_extra(self, ctx: click.Context) -> Any:
         """Leave out a range without an upper end, or with a large one."""
         extra = super().get_help_extra(ctx)
-        most = getattr(self.type, "max", None)
-        if most is None or most > _LARGEST_SHOWN:
+        maximum = getattr(self.type, "max", None)
+        if maximum is None or maximum > _LARGEST_SHOWN:
             extra.pop("range", None)
         return extra
 
@@ -81,14 +81,17 @@ _HELP_ALL_OPTION.group = "Output"
 
 
 class Page(click.Command):
-    """A command with a help page in this form."""
+    """Command with a help page of this form."""
 
     context_class = HelpContext
 
     def __init__(
         self, *args: Any, examples: Iterable[str] = (), page: str = "", common: Collection[str] = (), **settings: Any
     ) -> None:
-        """Remember the examples, the file below `PAGES` that explains more, and the options that --help shows."""
+        """Store the examples, the file below `PAGES` that explains more, and names of the options that --help shows.
+
+        Without `common`, --help shows all options; else --help-all shows the others.
+        """
         super().__init__(*args, **settings)
         self.examples, self.page = tuple(examples), page and PAGES + page
         self.rare: list[click.Parameter] = []
@@ -97,7 +100,7 @@ class Page(click.Command):
             self.params.append(_HELP_ALL_OPTION)
 
     def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Write the sentence, the examples and where more stands."""
+        """Write the sentence, the examples and the page that explains more."""
         super().format_help_text(ctx, formatter)
         if self.examples:
             with formatter.section("Examples"):
@@ -124,15 +127,15 @@ class Page(click.Command):
 
 
 class Verb(Page):
-    """A command; `foreign` says what to use instead of options that other programs have."""
+    """Command that explains what replaces an option of another program; `foreign` has the advice by option name."""
 
     def __init__(self, *args: Any, foreign: Mapping[str, str] = {}, **settings: Any) -> None:
-        """Remember foreign options by name, `_` for `-`."""
+        """Store the advice on foreign options by their names, with `_` for `-`."""
         super().__init__(*args, **settings)
         self.foreign = foreign
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Parse; a foreign option is refused with what to use instead."""
+        """Parse; a foreign option raises UsageError with the advice."""
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -143,7 +146,7 @@ class Verb(Page):
 
 
 class VerbGroup(Page, click.Group):
-    """A group of commands with such a page."""
+    """Group of commands with a help page of this form."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Write the commands, then the options."""
@@ -152,10 +155,10 @@ class VerbGroup(Page, click.Group):
 
 
 class Verbs(VerbGroup):
-    """A group; the module `<package>.<verb>`, with `_` for `-`, holds the `command` of each verb."""
+    """Group of verbs; the module `<package>.<verb>`, with `_` for `-`, holds the `command` of each verb."""
 
     def __init__(self, *args: Any, package: str, verbs: Mapping[str, tuple[str, ...]], **settings: Any) -> None:
-        """Remember where modules are, and the verbs below the headings of the help page."""
+        """Store the package of the verbs' modules, and the verbs by heading of the help page."""
         super().__init__(*args, **settings)
         self.package, self.headings = package, verbs
         self.verbs = tuple(name for names in verbs.values() for name in names)
@@ -168,9 +171,9 @@ class Verbs(VerbGroup):
         """Write the verbs below their headings."""
         width = max(map(len, self.verbs))
         for heading, names in self.headings.items():
-            found = [(name, self.get_command(ctx, name)) for name in names]
+            commands = [(name, self.get_command(ctx, name)) for name in names]
             with formatter.section(heading):
-                formatter.write_dl([(name.ljust(width), verb.short_help or "") for name, verb in found if verb])
+                formatter.write_dl([(name.ljust(width), verb.short_help or "") for name, verb in commands if verb])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         """Import one verb."""
@@ -181,7 +184,7 @@ class Verbs(VerbGroup):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """Find the verb that the first argument names; for another word say which one it is like."""
+        """Find the verb that the first argument names; for an unknown word suggest a similar verb."""
         word = args[0]
         if word not in self.verbs and not word.startswith("-"):
             ctx.fail(f"there is no verb {word!r}{suggestion(word, self._names(ctx))}")

@@ -1,4 +1,4 @@
-"""`llorch verify`: every checkpoint against goldens or live engines."""
+"""`llorch verify`: compare every checkpoint with goldens or live engines."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -17,12 +17,12 @@ GOLDEN = "golden"
 
 
 class ReferenceChoice(click.ParamType):
-    """What to compare with: goldens, an engine, or the path of a dump."""
+    """Parameter type of `--against`: goldens, an engine, or the path of a dump."""
 
     name = "|".join((GOLDEN, *ENGINES, "DUMP"))
 
     def get_metavar(self, param: click.Parameter, ctx: click.Context) -> str:
-        """Spell the words as they are read; click would write capitals."""
+        """Spell the words in lower case, as the user types them; click would print capitals."""
         return f"[{self.name}]"
 
     def convert(self, value: object, param: click.Parameter | None, ctx: click.Context | None) -> object:
@@ -79,28 +79,28 @@ def command(
     Exit codes: 0 all pass, 1 numbers differ, 3 an engine, a golden or the device is missing.
     """
     refuse_both(values["prompt"], values["tokens"])
-    dump = _chosen_dump(against, mapping)
+    dump = _find_dump(against, mapping)
     from llorch.cli.verify_plan import LiveInput, judge_all
 
-    options = ModelOptions.taken_from(values)
+    options = ModelOptions.from_values(values)
     if axes is not None:
         if dump or options.device or options.kernels != "auto":
-            why = "which runs the reference implementation on the CPU"
-            raise click.UsageError(f"--device, --kernels and a dump do not go with --mesh, {why}")
+            reason = "which runs the reference implementation on the CPU"
+            raise click.UsageError(f"--device, --kernels and a dump do not go with --mesh, {reason}")
         options = replace(options, backend="torch")
-    live, shown = LiveInput(**values), {"as_json": as_json, "detail": detail}
+    inputs, printing = LiveInput(**values), {"as_json": as_json, "detail": detail}
     with on_mesh(axes, rank_timeout=rank_timeout) as mesh:
         if dump is not None:
             from llorch.cli.verify_dump import judge_dump, plan_check
 
-            code = judge_dump(plan_check(models, dump, mapping, options, live), **shown)
+            code = judge_dump(plan_check(models, dump, mapping, options, inputs), **printing)
         else:
-            code = judge_all(models, against, options, live, mesh, strict=strict, verbose=verbose, **shown)
+            code = judge_all(models, against, options, inputs, mesh, strict=strict, verbose=verbose, **printing)
     raise click.exceptions.Exit(code)
 
 
-def _chosen_dump(against: tuple[Any, ...], mapping: Path | None) -> Path | None:
-    """Return the dump of `--against`, if there is one; UsageError for what does not go together."""
+def _find_dump(against: tuple[Any, ...], mapping: Path | None) -> Path | None:
+    """Return the dump of `--against`, if there is one; UsageError for options that contradict each other."""
     dumps = [reference for reference in against if isinstance(reference, Path)]
     if (dumps or GOLDEN in against) and len(against) > 1:
         raise click.UsageError(

@@ -1,4 +1,4 @@
-"""`llorch verify --against DUMP`: an engine that is not run, but wrote down what it computed."""
+"""`llorch verify --against DUMP`: compare llorch with an engine that is not run, by the dump of its tensors."""
 
 from collections.abc import Sequence
 from dataclasses import replace
@@ -12,18 +12,18 @@ from llorch.cli.model_options import ModelOptions
 from llorch.cli.output import progress, say
 from llorch.cli.report import print_model
 from llorch.cli.tables import console
-from llorch.cli.verify_plan import LiveInput, refuse_residency, refuse_scheme, reported
+from llorch.cli.verify_plan import LiveInput, end_report, refuse_residency, refuse_scheme
 from llorch.cli.verify_summary import NOT_COMPARED, ModelReport
-from llorch.diagnosis.diagnose import judge_stages
+from llorch.diagnosis.diagnose import check_stages
 from llorch.diagnosis.guards import require_read_rightly
 from llorch.diagnosis.verdict import EARLIER_PASSES
 from llorch.stages.comparison import PASS, ROUNDING
 
 
 def plan_check(
-    models: Sequence[str], dump: Path, mapping: Path | None, options: ModelOptions, live: LiveInput
+    models: Sequence[str], dump: Path, mapping: Path | None, options: ModelOptions, inputs: LiveInput
 ) -> DumpPlan:
-    """Resolve what `verify --against DUMP` asks for; UsageError if the options do not go with a dump."""
+    """Resolve the plan of `verify --against DUMP`; UsageError if the options do not go with a dump."""
     if len(models) != 1 or options.backend != "numpy":
         raise click.UsageError(
             "--against with a dump: expected one MODEL and the NumPy path; give one MODEL, without --backend"
@@ -31,17 +31,17 @@ def plan_check(
     refuse_residency(options)
     refuse_scheme(options)
     numerics = chosen_numerics(options.numerics, options.kv_cache)
-    plan = plan_dump(dump, models[0], mapping=mapping, prompt=live.prompt, tokens=live.tokens, numerics=numerics)
+    plan = plan_dump(dump, models[0], mapping=mapping, prompt=inputs.prompt, tokens=inputs.tokens, numerics=numerics)
     require_read_rightly(plan.dump)
     return plan
 
 
 def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
     """Compare llorch's stages with the stages of a dump, report the comparisons, and return the exit code."""
-    with progress(f"verifying {plan.spec}") as tell:
-        checker, checks = judge_stages(plan.weights, plan.dump, tell, plan.spec)
+    with progress(f"verifying {plan.spec}") as report_step:
+        checker, checks = check_stages(plan.weights, plan.dump, report_step, plan.spec)
     comparisons = [c for check in checks for c in (check.isolated, check.chained) if c is not None]
-    # The tolerance passes what the declared arithmetic explains.
+    # A difference that the declared arithmetic explains is within the tolerance, so it passes here.
     comparisons = [replace(c, verdict=PASS) if c.verdict == ROUNDING else c for c in comparisons]
     names = ", ".join(dict.fromkeys(name for _, name in checker.not_run))
     not_run = [f"{names}: {EARLIER_PASSES}"] if names else []
@@ -52,4 +52,4 @@ def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
         for note in plan.dump.notes:
             say(f"note: {note}")
         print_model(console(), report, detail=detail)
-    return reported([report], {}, plan.threads, strict=False, as_json=as_json)
+    return end_report([report], {}, plan.threads, strict=False, as_json=as_json)

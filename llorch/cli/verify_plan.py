@@ -1,4 +1,9 @@
-"""The work of `llorch verify`: judge each model with stored goldens or live engines, and report."""
+"""Work of `llorch verify`: compare each model, stage by stage, with stored goldens or live engines, and report.
+
+A stage is a named intermediate tensor; a golden is a reference engine's output for it, stored for a fixed input. A
+checkpoint is a numbered validation point, a group of stages (no weights file). Numerics: exact, or rounding inputs as
+ggml does. Built-in models are compared with goldens, other models with engines that run now.
+"""
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -25,19 +30,19 @@ from llorch.engines.interface import unsupported_reason
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.files.residency import Residency
-from llorch.judging.expectations.files import undecoded
+from llorch.judging.expectations.files import missing_library
 from llorch.judging.expectations.quantised import CHECKPOINT, block_rows, model_rows
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.expectations.training import verify_training_stored
-from llorch.judging.goldens.forward import N_GREEDY, unable_of
+from llorch.judging.goldens.forward import N_GREEDY, read_unsupported
 from llorch.judging.goldens.training import MODELS as TRAINED
-from llorch.judging.runners.numpy import emulated
+from llorch.judging.runners.numpy import describe_rounding
 from llorch.judging.types import Comparison
 from llorch.judging.verify import plan_live, verify_ggml, verify_live, verify_stored
 from llorch.model.model import Model, load
 from llorch.ops.numerics import EXACT, GGML, Numerics
 from llorch.runtime.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
-from llorch.runtime.errors import LeftOut, MissingExtra, UserError
+from llorch.runtime.errors import MissingExtra, NotInWheel, UserError
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend
@@ -45,18 +50,18 @@ if TYPE_CHECKING:
 
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
 
-VERSION = 2  # of what --json gives; a change that a reader would trip over makes it the next one
-QUANTISED = "quantised"  # stands for the micro models of checkpoint 13
-AT_ONCE = 4  # of the micro models of checkpoint 13: one job
-MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes
+VERSION = 2  # of the --json output; a change that breaks readers increments it
+QUANTISED = "quantised"  # name for the micro models of checkpoint 13: small models, one for each quantised type
+AT_ONCE = 4  # number of these micro models in one job
+MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes, so llorch warns
 
-Say = Callable[[str], None]
+Report = Callable[[str], None]  # shows a line of progress
 TimedRows = tuple[list[Comparison], float]  # the comparisons of a job, and its seconds
 
 
 @dataclass(frozen=True)
 class LiveInput:
-    """What live engines are given, when the user says so."""
+    """Input of the live engines, if the user gave one."""
 
     prompt: str | None
     tokens: list[int] | None
@@ -64,11 +69,11 @@ class LiveInput:
 
 @dataclass(frozen=True)
 class ModelPlan:
-    """One model to judge, resolved once, before anything runs; see `_plan`."""
+    """Model to judge, resolved once, before anything runs; see `_plan`."""
 
-    spec: str
-    engines: tuple[EngineName, ...]  # to run; none: stored goldens judge the model
-    weights: Weights | None  # opened; None: the micro models of checkpoint 13
+    spec: str  # the model, as the user typed it
+    engines: tuple[EngineName, ...]  # to run; empty: stored goldens judge the model
+    weights: Weights | None  # None: the micro models of checkpoint 13
     numerics: Numerics = EXACT
 
     @property
@@ -78,85 +83,85 @@ class ModelPlan:
 
     @property
     def is_trained(self) -> bool:
-        """True if there are goldens of its training: a wheel has none."""
+        """True if the model has goldens of training; an installed wheel contains none."""
         return self.spec in TRAINED and not is_wheel()
 
 
 def judge_all(
-    models: Sequence[str], against: Sequence[str], options: ModelOptions, live: LiveInput,
+    models: Sequence[str], against: Sequence[str], options: ModelOptions, inputs: LiveInput,
     mesh: "DeviceMesh | None", *, as_json: bool, strict: bool, detail: bool, verbose: bool,
 ) -> int:  # fmt: skip
     """Judge models one after the other, report each as soon as it is done, and return the exit code.
 
-    No models stand for all built-in ones, of which each has one line, and a table with `verbose` or `detail`. `against`
-    is `golden` or names of engines; by default, goldens of built-in models and all engines of others.
+    Without models, judge all built-in ones: one line each, and a table with `verbose` or `detail`. `against` is
+    `golden` or names of engines; by default, goldens for built-in models and all engines for others.
     """
     on_torch, absent = _torch_backends(options, mesh)
-    specs, unsplit = _chosen_specs(models, mesh)
-    absent = {**absent, **unsplit}
-    plans = [_plan(spec, against, options, has_input=live != LiveInput(None, None)) for spec in specs]
+    specs, not_split = _choose_specs(models, mesh)
+    absent = {**absent, **not_split}
+    plans = [_plan(spec, against, options, has_input=inputs != LiveInput(None, None)) for spec in specs]
     threads = use_threads(*(plan.config for plan in plans))
-    out, done = console(), []
+    out, reports = console(), []
     is_brief = not (models or verbose or detail or as_json)
-    alone = bool(on_torch) or any(plan.engines for plan in plans)
-    with Workers(_verify_jobs(plans), 1 if alone else allowed_cores()) as workers:
-        for report in _judge_plans(plans, on_torch, options.residency, live, workers):
-            done.append(report)
+    is_serial = bool(on_torch) or any(plan.engines for plan in plans)
+    with Workers(_verify_jobs(plans), 1 if is_serial else allowed_cores()) as workers:
+        for report in _judge_plans(plans, on_torch, options.residency, inputs, workers):
+            reports.append(report)
             if is_brief:
                 print_line(out, report, max(map(len, (KERNELS, *specs))))
             elif not as_json:
                 print_model(out, report, detail=detail)
     if is_wheel() and not models:
-        compared_here = f"this wheel verifies only {', '.join(IN_WHEEL)}, without long contexts and training"
-        say(f"note: {LeftOut(compared_here)}")
-    used = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
-    return reported(done, absent, used, strict=strict, as_json=as_json, is_brief=is_brief)
+        scope = f"this wheel verifies only {', '.join(IN_WHEEL)}, without long contexts and training"
+        say(f"note: {NotInWheel(scope)}")
+    threads_line = threads + (f"; processes: {workers.n_processes}" if workers.n_processes > 1 else "")
+    return end_report(reports, absent, threads_line, strict=strict, as_json=as_json, is_brief=is_brief)
 
 
 def _judge_plans(
-    plans: Sequence[ModelPlan], on_torch: "Sequence[TorchBackend]", residency: Residency, live: LiveInput,
+    plans: Sequence[ModelPlan], on_torch: "Sequence[TorchBackend]", residency: Residency, inputs: LiveInput,
     workers: Workers[TimedRows],
 ) -> Iterator[ModelReport]:  # fmt: skip
-    """Judge each model on each backend, after the kernels of the backends; show progress."""
+    """Judge the kernels of each backend, then each model on each backend; show progress."""
     for backend in on_torch:
         start = perf_counter()
-        if rows := list(backend.kernels()):  # none where llorch's kernels were not asked for
+        if comparisons := list(backend.kernels()):  # none unless --kernels own
             seconds = perf_counter() - start
-            yield ModelReport(KERNELS, rows, checkpoints=("14",), backend=backend.name, seconds=seconds)
+            yield ModelReport(KERNELS, comparisons, checkpoints=("14",), backend=backend.name, seconds=seconds)
     for plan in plans:
         for backend in on_torch or [None]:
             start = perf_counter()
             with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
                 if backend is not None:
-                    report = replace(_judge_on_torch(plan, backend, live, tell), seconds=perf_counter() - start)
+                    report = replace(_judge_on_torch(plan, backend, inputs, tell), seconds=perf_counter() - start)
                 else:
-                    report = _judge_on_numpy(plan, residency, live, tell, workers)
+                    report = _judge_on_numpy(plan, residency, inputs, tell, workers)
             notes = [] if plan.weights is None else plan.weights.notes_on_left_out(NOT_COMPARED)
             yield replace(report, is_users=not _is_builtin(plan.spec), notes=notes)
 
 
-def reported(
-    done: Sequence[ModelReport], absent: Mapping[str, str], used: str, *, strict: bool, as_json: bool,
+def end_report(
+    reports: Sequence[ModelReport], absent: Mapping[str, str], threads_line: str, *, strict: bool, as_json: bool,
     is_brief: bool = False,
 ) -> int:  # fmt: skip
-    """Close the report, or print all of it as JSON; the exit code."""
-    counts = summary(done, absent, strict=strict)
+    """Print the end of the report, or all of it as JSON, and return the exit code; `absent`: backends not run, why."""
+    counts = summary(reports, absent, strict=strict)
     if as_json:
-        rows = [c.record() for report in done for c in report.comparisons]
+        rows = [comparison.record() for report in reports for comparison in report.comparisons]
         click.echo(to_json({"version": VERSION, "comparisons": rows, "summary": counts}))
     elif is_brief:
-        print_brief_end(console(), done, absent, counts)
+        print_brief_end(console(), reports, absent, counts)
     else:
         out = console()
-        out.print(used)
-        print_end(out, done, absent, counts)
+        out.print(threads_line)
+        print_end(out, reports, absent, counts)
     return _exit_code(counts)
 
 
 def _torch_backends(
     options: ModelOptions, mesh: "DeviceMesh | None"
 ) -> "tuple[Sequence[TorchBackend], Mapping[str, str]]":
-    """List the targets on the torch path, none for NumPy, and those that are left out, with the reason."""
+    """List the torch targets, none for NumPy, and the backends that do not run, with reasons."""
     refuse_scheme(options)
     if options.backend == "numpy":
         if options.device or options.dtype or options.kernels != "auto":
@@ -177,8 +182,8 @@ def _torch_backends(
     return backends, backends_not_run(backends)
 
 
-def _chosen_specs(models: Sequence[str], mesh: "DeviceMesh | None") -> tuple[list[str], dict[str, str]]:
-    """List the models to judge, and those that a mesh leaves out with the reasons; UserError if the user named one."""
+def _choose_specs(models: Sequence[str], mesh: "DeviceMesh | None") -> tuple[list[str], dict[str, str]]:
+    """List the models to judge, and reasons for those that a mesh cannot split; UserError if the user named one."""
     specs = list(dict.fromkeys(models or (IN_WHEEL if is_wheel() else (*EVERY, QUANTISED))))
     if mesh is None:
         return specs, {}
@@ -187,8 +192,8 @@ def _chosen_specs(models: Sequence[str], mesh: "DeviceMesh | None") -> tuple[lis
     n_ranks = mesh["tp"].size()
     reasons: dict[str, str] = {}
     for spec in specs:
-        packed = spec == QUANTISED and _is_builtin(spec)
-        reason = "packed matrices" if packed else cannot_split(open_weights(model_path(spec)).config, n_ranks)
+        is_packed = spec == QUANTISED and _is_builtin(spec)
+        reason = "packed matrices" if is_packed else cannot_split(open_weights(model_path(spec)).config, n_ranks)
         if reason and models:
             raise UserError(f"{spec}: --mesh tp={n_ranks}: {reason}")
         reasons |= {spec: reason} if reason else {}
@@ -197,18 +202,18 @@ def _chosen_specs(models: Sequence[str], mesh: "DeviceMesh | None") -> tuple[lis
 
 def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], TimedRows]]:
     """Split the judging of built-in models on NumPy into independent parts."""
-    parts = {(plan.spec, at): part for plan in plans for at, part in enumerate(_stored_checks(plan))}
-    return {name: partial(_timed, part) for name, part in parts.items()}
+    parts = {(plan.spec, index): part for plan in plans for index, part in enumerate(_stored_checks(plan))}
+    return {name: partial(_time_part, part) for name, part in parts.items()}
 
 
-def _timed(part: Callable[[], Iterable[Comparison]]) -> TimedRows:
-    """Collect the comparisons of a part, and the seconds that they take in the process that makes them."""
+def _time_part(part: Callable[[], Iterable[Comparison]]) -> TimedRows:
+    """Collect the comparisons of a part, and the seconds that the process needed for them."""
     start = perf_counter()
     return list(part()), perf_counter() - start
 
 
 def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison]]]:
-    """List the calls that compare a model with stored goldens; without weights, those of quantised formats."""
+    """List the calls that compare a model with stored goldens; without weights, those of the micro models."""
     if plan.weights is None:
         names = tuple(MODELS)
         parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
@@ -218,38 +223,38 @@ def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison
 
 
 def _judge_on_numpy(
-    plan: ModelPlan, residency: Residency, live: LiveInput, tell: Say, workers: Workers[TimedRows]
+    plan: ModelPlan, residency: Residency, inputs: LiveInput, report_step: Report, workers: Workers[TimedRows]
 ) -> ModelReport:
-    """Judge a model on NumPy: by goldens, by live engines in exact numerics, or by llama.cpp in ggml numerics."""
+    """Judge a model on the NumPy path: by goldens, by engines in exact numerics, or by llama.cpp in ggml numerics."""
     if not plan.engines:
         return _judge_by_goldens(plan, workers)
     if plan.numerics == EXACT:
-        return _judge_by_engines(plan, live, tell, verify_live)
-    return _judge_as_stored(plan, residency, live, tell)
+        return _judge_by_engines(plan, inputs, report_step, verify_live)
+    return _judge_ggml(plan, residency, inputs, report_step)
 
 
-def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", live: LiveInput, tell: Say) -> ModelReport:
+def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", inputs: LiveInput, report_step: Report) -> ModelReport:
     """Judge a model on a torch backend: by live engines or by goldens, which may include goldens of training."""
     if plan.engines:
-        report = _judge_by_engines(plan, live, tell, backend.live)
+        report = _judge_by_engines(plan, inputs, report_step, backend.live)
     elif plan.weights is None:
-        report = _from_goldens(plan.spec, backend.quantised)
+        report = _collect_report(plan.spec, backend.quantised)
         report = replace(report, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
     else:
-        trained = plan.is_trained and backend.trains
-        runs = (backend.stored, backend.training) if trained else (backend.stored,)
-        report = _from_goldens(plan.spec, lambda: chain.from_iterable(run(plan.spec) for run in runs))
-        report = replace(report, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if trained else ())))
+        is_trained = plan.is_trained and backend.trains
+        runs = (backend.stored, backend.training) if is_trained else (backend.stored,)
+        report = _collect_report(plan.spec, lambda: chain.from_iterable(run(plan.spec) for run in runs))
+        report = replace(report, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if is_trained else ())))
     return replace(report, backend=backend.name)
 
 
 def _plan(spec: str, against: Sequence[str], options: ModelOptions, *, has_input: bool) -> ModelPlan:
     """Choose the engines that judge a model, and its numerics; no engine means stored goldens."""
-    stored = _is_builtin(spec)
-    if "golden" in against and not stored:
+    is_builtin = _is_builtin(spec)
+    if "golden" in against and not is_builtin:
         raise click.UsageError(f"{spec}: only built-in models have goldens; use --against llamacpp or transformers")
-    weights = None if stored and spec == QUANTISED else open_weights(model_path(spec))
-    if stored and not set(against) - {"golden"}:
+    weights = None if is_builtin and spec == QUANTISED else open_weights(model_path(spec))
+    if is_builtin and not set(against) - {"golden"}:
         if has_input:
             raise click.UsageError(
                 f"{spec}: goldens belong to a fixed input; add --against llamacpp to run another input"
@@ -261,22 +266,22 @@ def _plan(spec: str, against: Sequence[str], options: ModelOptions, *, has_input
         return ModelPlan(spec, (), weights)
     if weights is None:
         raise click.UsageError(f"{spec}: the micro models of checkpoint 13 have goldens only; leave out --against")
-    engines = tuple(p for p in get_args(EngineName) if not against or p in against)
+    engines = tuple(engine for engine in get_args(EngineName) if not against or engine in against)
     if options.backend == "torch":
         return ModelPlan(spec, engines, weights)
-    numerics = _numerics(weights, engines, options)
+    numerics = _choose_numerics(weights, engines, options)
     if numerics == EXACT:
         refuse_residency(options)
     return ModelPlan(spec, engines, weights, numerics)
 
 
 def _is_builtin(spec: str) -> bool:
-    """Tell whether a word names what llorch has goldens of, and no file that has the same name."""
+    """Tell if a word names a model with goldens in llorch, and no file of the same name exists."""
     return spec in (*EVERY, QUANTISED) and not Path(spec).exists()
 
 
 def _judge_by_goldens(plan: ModelPlan, workers: Workers[TimedRows]) -> ModelReport:
-    """Collect the comparisons of a built-in model with its goldens, from the processes that made them."""
+    """Collect the comparisons of a built-in model with its goldens, from the worker processes that computed them."""
     jobs = [job for job in workers.jobs if job[0] == plan.spec]
     times: list[float] = []
 
@@ -286,67 +291,67 @@ def _judge_by_goldens(plan: ModelPlan, workers: Workers[TimedRows]) -> ModelRepo
             times.append(seconds)
             yield from comparisons
 
-    report = replace(_from_goldens(plan.spec, collect_rows), seconds=sum(times))
+    report = replace(_collect_report(plan.spec, collect_rows), seconds=sum(times))
     if plan.weights is None:
         arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one for each type, in a temporary folder"
         return replace(report, numerics=arithmetic, checkpoints=(CHECKPOINT,))
     return replace(report, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if plan.is_trained else ())))
 
 
-def _from_goldens(name: str, verify: Callable[[], Iterator[Comparison]]) -> ModelReport:
-    """Collect the comparisons of one model; a missing golden becomes a reason for NOT RUN."""
+def _collect_report(name: str, verify: Callable[[], Iterator[Comparison]]) -> ModelReport:
+    """Collect the comparisons of one model; a missing golden file becomes a reason for the verdict NOT RUN."""
     try:
-        unsupported = {} if name == QUANTISED else unable_of(goldens_folder() / name)
+        unsupported = {} if name == QUANTISED else read_unsupported(goldens_folder() / name)
         return ModelReport(name, list(verify()), unsupported_reason=unsupported)
     except FileNotFoundError as error:
         return ModelReport(name, [], [str(error)])
 
 
 def _judge_by_engines(
-    plan: ModelPlan, live: LiveInput, tell: Say, verify: Callable[..., Iterator[Comparison]]
+    plan: ModelPlan, inputs: LiveInput, report_step: Report, verify: Callable[..., Iterator[Comparison]]
 ) -> ModelReport:
-    """Run the engines of a plan on its input, and compare every stage with each of them."""
+    """Run the engines of a plan on its input, and compare every stage with each of them; list those that cannot."""
     assert plan.weights is not None
-    ids, text = _checked_input(Model(plan.weights), live)
+    ids, text = _choose_input(Model(plan.weights), inputs)
     run = plan_live(plan.weights, ids, plan.engines, text=text)
     absent = {engine: missing for engine in plan.engines if (missing := _missing_package(engine)) is not None}
     usable = [engine for engine in plan.engines if engine not in absent and engine not in run.unsupported]
     failed: dict[str, str] = {}
-    comparisons = list(verify(replace(run, engines=usable), progress=tell, failed=failed)) if usable else []
+    comparisons = list(verify(replace(run, engines=usable), progress=report_step, failed=failed)) if usable else []
     reasons = {engine: str(MissingExtra("golden", package)) for engine, package in absent.items()} | failed
     checkpoints = checkpoints_of(plan.config, quantised=any(c.stage_ref.checkpoint == "13" for c in comparisons))
-    unsupported = {**run.unsupported, **undecoded(plan.weights)}
+    unsupported = {**run.unsupported, **missing_library(plan.weights)}
     return ModelReport(
         run.name, comparisons, _format_reasons(reasons), checkpoints=checkpoints, unsupported_reason=unsupported
     )
 
 
-def _format_reasons(of_engines: Mapping[str, str]) -> list[str]:
-    return [f"{engine}: {reason.removeprefix(f'{engine}: ')}" for engine, reason in of_engines.items()]
+def _format_reasons(reasons: Mapping[str, str]) -> list[str]:
+    return [f"{engine}: {reason.removeprefix(f'{engine}: ')}" for engine, reason in reasons.items()]
 
 
-def _numerics(weights: Weights, engines: Sequence[EngineName], options: ModelOptions) -> Numerics:
-    """Choose the arithmetic that the user asks for, or else the one that suits the file."""
+def _choose_numerics(weights: Weights, engines: Sequence[EngineName], options: ModelOptions) -> Numerics:
+    """Choose the arithmetic: the user's, else the one that suits the file."""
     if options.numerics == "ggml" and (weights.path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(
             f"{weights.path}: --numerics ggml needs a .gguf file and --against llamacpp; "
             "llorch convert writes such a file"
         )
-    rounded = options.numerics is None and weights.path.is_file() and "llamacpp" in engines
-    default = GGML if rounded and _suits_ggml(weights) else EXACT
+    may_round = options.numerics is None and weights.path.is_file() and "llamacpp" in engines
+    default = GGML if may_round and _suits_ggml(weights) else EXACT
     return chosen_numerics(options.numerics or default.name, options.kv_cache)
 
 
 def _suits_ggml(weights: Weights) -> bool:
-    """Tell if llama.cpp rounds inputs for a file, and computes the model that the file holds."""
+    """Tell if llama.cpp rounds inputs for the matrices of a file, and can compute its model."""
     config = weights.config
-    return bool(emulated(weights.using(GGML))) and not unsupported_reason(
+    return bool(describe_rounding(weights.using(GGML))) and not unsupported_reason(
         "llamacpp", config, config.max_position_embeddings
     )
 
 
 def refuse_scheme(options: ModelOptions) -> None:
-    """Refuse scheme numerics: no engine of `verify` computes a scheme, and no tolerance is derived for it."""
+    """Refuse scheme numerics, which round activations as a quantised folder says: no engine of `verify` does that."""
     if options.numerics == "scheme":
         raise click.UsageError(
             "--numerics scheme goes with run, chat, serve and quality; verify judges exact and ggml numerics"
@@ -354,30 +359,31 @@ def refuse_scheme(options: ModelOptions) -> None:
 
 
 def refuse_residency(options: ModelOptions) -> None:
-    """Refuse `--weights` in exact numerics, where all matrices are decoded."""
+    """Refuse the option `--weights` (residency) in exact numerics, where all matrices are decoded."""
     if options.residency != "auto":
         raise click.UsageError("--weights goes with --numerics ggml; exact numerics decode all weights")
 
 
-def _judge_as_stored(plan: ModelPlan, residency: Residency, live: LiveInput, tell: Say) -> ModelReport:
+def _judge_ggml(plan: ModelPlan, residency: Residency, inputs: LiveInput, report_step: Report) -> ModelReport:
     """Judge a GGUF file in its quantised arithmetic against llama.cpp, which runs the file as it is."""
     assert plan.weights is not None
-    ids, text = _checked_input(Model(plan.weights), live)
+    ids, text = _choose_input(Model(plan.weights), inputs)
     model = load(plan.weights.path, numerics=plan.numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
-    arithmetic = f"numerics {plan.numerics}; {emulated(model.weights)}"
+    arithmetic = f"numerics {plan.numerics}; {describe_rounding(model.weights)}"
     checkpoints = checkpoints_of(model.config, quantised=True)
     if (missing := _missing_package("llamacpp")) is not None:
         return ModelReport(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, checkpoints)
     say_plan(model)
-    failed: dict[str, str] = {}
-    comparisons = list(verify_ggml(model, ids, text=text, progress=tell, failed=failed))
-    return ModelReport(model.name, comparisons, _format_reasons(failed), arithmetic, checkpoints)
+    failures: dict[str, str] = {}
+    comparisons = list(verify_ggml(model, ids, text=text, progress=report_step, failed=failures))
+    return ModelReport(model.name, comparisons, _format_reasons(failures), arithmetic, checkpoints)
 
 
-def _checked_input(model: Model, live: LiveInput) -> tuple[list[int], str | None]:
-    ids, text = choose_ids(model, live.prompt, live.tokens)
+def _choose_input(model: Model, inputs: LiveInput) -> tuple[list[int], str | None]:
+    """Choose ids and text, see `choose_ids`; UserError if they exceed the context, a warning if few are distinct."""
+    ids, text = choose_ids(model, inputs.prompt, inputs.tokens)
     context = model.config.max_position_embeddings
-    if len(ids) > context:  # before the engines work on it for minutes
+    if len(ids) > context:  # checked first, because the engines need minutes
         raise UserError(
             f"verify: {len(ids)} tokens do not fit the context of {context}; give fewer --tokens or a shorter --prompt"
         )

@@ -1,8 +1,8 @@
-"""Diagnosis: which hypotheses make the errors of a dump.
+"""Diagnosis: find the hypotheses that explain the errors of a dump, the stages (named arrays) that an engine saved.
 
-Results that are wrong are taken in the order of the run. The hypotheses of all stages that ran since the dump showed
-the last ones are replayed on the engine's own numbers; one is *named* when nothing is left of the error but rounding.
-All later results that the same one explains belong to the same finding; what remains is the next.
+Wrong stages are examined in the order of the run. The error may start in any stage that ran since the last dumped ones,
+so llorch replays hypotheses about these stages on the engine's numbers. A hypothesis is *named* if the remaining error
+is rounding. Its finding covers all later wrong stages that it explains; the first unexplained one starts the next.
 """
 
 from collections import defaultdict
@@ -28,196 +28,193 @@ from llorch.stages.comparison import FAIL, PASS, ROUNDING, measure
 from llorch.stages.table import matrix_of
 
 N_NEAR_MISSES = 3
-ALIKE = 3  # other layers that are looked at before a stage is called unknown in all of them
-CANDIDATES = 8  # of the named, whose reach is compared
+ALIKE = 3  # further layers searched after an unexplained stage; all layers not searched count as unexplained too
+CANDIDATES = 8  # the nearest named attempts; the one that explains most later stages is chosen
 
 
 def diagnose(
     weights: Weights, dump: StageDump, *, model: str = "", progress: Progress = lambda line: None
 ) -> Diagnosis:
-    """Name the wrong stages of a dump, and their causes.
+    """Find the wrong stages of a dump, and their causes; `model` is the model's name in reports.
 
-    Args:
-        weights: The model that the engine ran, in the dtype to compute in: float64 for exact numerics.
-        dump: Stages that the engine showed.
-        model: Its name, for reports.
-        progress: Told what is being done.
-
-    Returns:
-        The diagnosis.
+    `weights` are those that the engine ran; llorch computes in their dtype, float64 for exact numerics.
     """
-    judge, results = judge_stages(weights, dump, progress, model)
-    dump, search = judge.replay.dump, CauseSearch(judge.replay, judge.pasts)
-    found, left_open = _without_open(list(_findings(results, search, progress)), results, judge.replay)
-    results = [result for result in results if (result.n_pass, result.key) not in left_open]
+    checker, checks = check_stages(weights, dump, progress, model)
+    dump, search = checker.replay.dump, CauseSearch(checker.replay, checker.pasts)
+    decided, undecided = _split_undecided(list(_findings(checks, search, progress)), checks, checker.replay)
+    checks = [check for check in checks if (check.n_pass, check.key) not in undecided]
     progress("looking for mistakes that this dump cannot show")
-    hidden = _could_not_show(results, search)
+    undetectable = _could_not_show(checks, search)
     misread = dump.misread
-    if misread is not None and not misread.is_rounding and all(finding.kind == "rounding" for finding in found):
-        found = [_misread(misread), *found]
-    findings = [*found, *_arithmetic(results)]
-    not_run = [*judge.not_run, *left_open]
+    if misread is not None and not misread.is_rounding and all(finding.kind == "rounding" for finding in decided):
+        decided = [_misread(misread), *decided]
+    findings = [*decided, *_arithmetic(checks)]
+    not_run = [*checker.not_run, *undecided]
     by_reason = {EARLIER_PASSES: not_run} if not_run else {}
-    return Diagnosis(model, dump.source, settled(results, findings), findings, hidden, dump.notes, by_reason)
+    return Diagnosis(model, dump.source, settled(checks, findings), findings, undetectable, dump.notes, by_reason)
 
 
 def _misread(misread: Misread) -> Finding:
-    """Make the finding of matrices that were read wrongly, although the stages of the dump do not show it."""
+    """Make the finding for matrices that the engine read wrongly although no dumped stage shows it."""
     causes = (Cause(name, "mistake", sentence, (), 1.0, 0.0) for name, sentence in misread.mistakes.items())
     kind = "mistake" if misread.mistakes else "unknown"
     return Finding(kind, "weights", 0, ("weights",), (), tuple(causes), (), (), f"weights: {misread.sentence}.")
 
 
-def _is_misread(result: StageCheck, replay: Replay) -> bool:
-    """Tell if a result, or what ran since the dump showed a stage, is a product with a matrix that was read wrongly."""
+def _is_misread(check: StageCheck, replay: Replay) -> bool:
+    """Tell if a stage, or one since the last dumped ones, multiplies by a matrix that the engine read wrongly."""
     misread = replay.dump.misread
     if misread is None or misread.is_rounding:
         return False
-    places = (replay.stages[key] for key in result.ran_since)
-    matrices = {(matrix_of(stage, replay.config), layer) for stage, layer in places}
+    stages_since = (replay.stages[key] for key in check.ran_since)
+    matrices = {(matrix_of(stage, replay.config), layer) for stage, layer in stages_since}
     return any((name if layer is None else f"layers.{layer}.{name}") in misread.names for name, layer in matrices)
 
 
 def findings(weights: Weights, dump: StageDump) -> Iterator[Finding]:
-    """Yield the findings of `diagnose` alone, each computed when it is asked for: the first takes a fraction of all."""
-    judge, results = judge_stages(weights, dump, lambda line: None)
-    search = CauseSearch(judge.replay, judge.pasts)
-    for finding in _findings(results, search, lambda line: None):
-        yield from _without_open([finding], results, judge.replay)[0]
-    yield from _arithmetic(results)
+    """Yield the findings of `diagnose` lazily, except misread weights without a wrong stage.
+
+    The first finding takes a fraction of the time of all.
+    """
+    checker, checks = check_stages(weights, dump, lambda line: None)
+    search = CauseSearch(checker.replay, checker.pasts)
+    for finding in _findings(checks, search, lambda line: None):
+        yield from _split_undecided([finding], checks, checker.replay)[0]
+    yield from _arithmetic(checks)
 
 
-def judge_stages(
+def check_stages(
     weights: Weights, dump: StageDump, progress: Progress, model: str = ""
 ) -> tuple[DumpChecker, list[StageCheck]]:
-    """Judge every stage of a dump, as it is or with YaRN's gain moved if the engine has it in another place."""
-    judge = DumpChecker(Replay(weights, dump), progress, model=model)
-    results = list(judge.results())
-    wrong = any(result.verdict == FAIL for result in results)
-    if wrong and (other := with_gain(dump, weights.config)) is not None:
-        again = DumpChecker(Replay(weights, other), progress, model=model)
-        if is_folded(results, with_it := list(again.results())):
-            return again, with_it
-    return judge, results
+    """Check every stage of a dump; if the engine scales scores by YaRN's factor, first move it to queries and keys."""
+    checker = DumpChecker(Replay(weights, dump), progress, model=model)
+    checks = list(checker.results())
+    has_failures = any(check.verdict == FAIL for check in checks)
+    if has_failures and (moved := with_gain(dump, weights.config)) is not None:
+        moved_checker = DumpChecker(Replay(weights, moved), progress, model=model)
+        if is_folded(checks, moved_checks := list(moved_checker.results())):
+            return moved_checker, moved_checks
+    return checker, checks
 
 
-def _without_open(
-    found: Sequence[Finding], results: Sequence[StageCheck], replay: Replay
+def _split_undecided(
+    dump_findings: Sequence[Finding], checks: Sequence[StageCheck], replay: Replay
 ) -> tuple[list[Finding], list[tuple[int, str]]]:
-    """Separate the findings that stand from the stages that unknown earlier tokens may explain.
+    """Separate the decided findings from the stages that unknown earlier tokens may explain.
 
-    A dump that starts after position 0 and shows no cache belongs to a text that starts there, or to a part of a text.
+    If a dump starts after position 0 and has no cache, either its text starts there, or it lacks earlier tokens.
     """
-    if replay.dump.n_before is not None or has_no_past(results, replay):
-        return [*found], []
-    ran_since = {(result.n_pass, result.key): result.ran_since for result in results}
-    unknown = (finding for finding in found if finding.kind == "unknown")
-    left_open = [finding for finding in unknown if reads_past(replay, ran_since[finding.n_pass, finding.key])]
-    standing = [finding for finding in found if finding not in left_open]
-    return standing, [place for finding in left_open for place in finding.places]
+    if replay.dump.n_before is not None or has_no_past(checks, replay):  # the number of earlier tokens is known
+        return [*dump_findings], []
+    ran_since = {(check.n_pass, check.key): check.ran_since for check in checks}
+    unknown = (finding for finding in dump_findings if finding.kind == "unknown")
+    undecided = [finding for finding in unknown if reads_past(replay, ran_since[finding.n_pass, finding.key])]
+    decided = [finding for finding in dump_findings if finding not in undecided]
+    return decided, [stage_ref for finding in undecided for stage_ref in finding.places]
 
 
-def settled(results: Sequence[StageCheck], findings: Sequence[Finding]) -> list[StageCheck]:
-    """Mark results as ROUNDING if they were beyond their tolerance until a rounding explained them."""
-    explained = {place for finding in findings if finding.kind == "rounding" for place in finding.places}
-    return [r.with_verdict(ROUNDING) if (r.n_pass, r.key) in explained else r for r in results]
+def settled(checks: Sequence[StageCheck], findings: Sequence[Finding]) -> list[StageCheck]:
+    """Mark checks beyond their tolerance as ROUNDING if a finding of kind rounding explains them."""
+    explained = {stage_ref for finding in findings if finding.kind == "rounding" for stage_ref in finding.places}
+    return [check.with_verdict(ROUNDING) if (check.n_pass, check.key) in explained else check for check in checks]
 
 
-def _findings(results: Sequence[StageCheck], search: CauseSearch, progress: Progress) -> Iterator[Finding]:
-    """Yield one finding for each cause, the first of the run first."""
-    wrong = [result for result in results if result.verdict == FAIL]
-    right = [result for result in results if result.verdict == PASS]
-    all_named = True  # pairs are looked for until something is unknown: what comes of that may be anything
-    while wrong:
-        first, *rest = wrong
+def _findings(checks: Sequence[StageCheck], search: CauseSearch, progress: Progress) -> Iterator[Finding]:
+    """Yield one finding for each cause, in the order of the run."""
+    wrong_checks = [check for check in checks if check.verdict == FAIL]
+    right_checks = [check for check in checks if check.verdict == PASS]
+    all_explained = True  # after an unknown error no pairs are searched: its consequences may be anything
+    while wrong_checks:
+        first, *later_checks = wrong_checks
         progress(f"{first.key}: looking for the mistake")
-        was_right = any(result.key == first.key and result.n_pass < first.n_pass for result in right)
-        attempts = search.of(first, pairs=all_named and not was_right, was_right=was_right)
-        named = [attempt for attempt in attempts if attempt.is_named]
-        best, explained = _widest(first, named[:CANDIDATES], rest, right, search)
-        all_named = all_named and best is not None
-        left = _without(rest, explained)
-        alike = _alike(first, left, search, was_right=was_right) if best is None else _spoilt(first, left)
-        explained = [*explained, *alike]
+        was_right = any(check.key == first.key and check.n_pass < first.n_pass for check in right_checks)
+        attempts = search.run(first, pairs=all_explained and not was_right, was_right=was_right)
+        explaining = [attempt for attempt in attempts if attempt.is_named]
+        best, explained = _choose_attempt(first, explaining[:CANDIDATES], later_checks, right_checks, search)
+        all_explained = all_explained and best is not None
+        failing = _without(later_checks, explained)
+        related = _related(first, failing, search, was_right=was_right) if best is None else _unreadable(first, failing)
+        explained = [*explained, *related]
         yield _finding(first, best, explained, attempts, is_misread=_is_misread(first, search.replay))
-        wrong = _without(rest, explained)
+        wrong_checks = _without(later_checks, explained)
 
 
-def _without(results: Sequence[StageCheck], others: Sequence[StageCheck]) -> list[StageCheck]:
-    """Return the results that are not among others."""
-    places = {(result.n_pass, result.key) for result in others}
-    return [result for result in results if (result.n_pass, result.key) not in places]
+def _without(checks: Sequence[StageCheck], excluded: Sequence[StageCheck]) -> list[StageCheck]:
+    """Return the checks that are not in `excluded`."""
+    stage_refs = {(check.n_pass, check.key) for check in excluded}
+    return [check for check in checks if (check.n_pass, check.key) not in stage_refs]
 
 
-def _alike(
-    first: StageCheck, rest: Sequence[StageCheck], search: CauseSearch, *, was_right: bool
+def _related(
+    first: StageCheck, later_checks: Sequence[StageCheck], search: CauseSearch, *, was_right: bool
 ) -> Iterator[StageCheck]:
-    """Yield results that share the unexplained cause of `first`.
+    """Yield checks that share the unexplained cause of `first`.
 
-    They are unreadable results, if `first` is unreadable too; products with matrices that were read wrongly, if `first`
-    is one; else results of the same stage in layers where no known mistake explains this pass.
+    If `first` is unreadable, yield all unreadable checks. If it is a product with a matrix that the engine read
+    wrongly, also yield such products. Else yield checks of its stage, except in layers that a known mistake explains.
     """
-    spoilt = list(_spoilt(first, rest))
-    yield from spoilt
+    unreadable = list(_unreadable(first, later_checks))
+    yield from unreadable
     if _is_misread(first, search.replay):
-        yield from (result for result in _without(rest, spoilt) if _is_misread(result, search.replay))
+        yield from (check for check in _without(later_checks, unreadable) if _is_misread(check, search.replay))
         return
-    here = [result for result in _without(rest, spoilt) if result.stage == first.stage]
-    looked_at = [result for result in here if result.n_pass == first.n_pass][:ALIKE]
-    tried = {r.layer: search.of(r, pairs=False, was_right=was_right) for r in looked_at}
-    known = {layer for layer, found in tried.items() if any(attempt.is_named for attempt in found)}
-    yield from (result for result in here if result.layer not in known)
+    same_stage = [check for check in _without(later_checks, unreadable) if check.stage == first.stage]
+    searched = [check for check in same_stage if check.n_pass == first.n_pass][:ALIKE]
+    attempts = {c.layer: search.run(c, pairs=False, was_right=was_right) for c in searched}
+    explained = {layer for layer, layer_attempts in attempts.items() if any(a.is_named for a in layer_attempts)}
+    yield from (check for check in same_stage if check.layer not in explained)
 
 
-def _spoilt(first: StageCheck, rest: Sequence[StageCheck]) -> Iterator[StageCheck]:
-    """Yield the unreadable results that were made from an unreadable result; none if `first` is readable."""
+def _unreadable(first: StageCheck, later_checks: Sequence[StageCheck]) -> Iterator[StageCheck]:
+    """Yield all unreadable checks (arrays that cannot be compared) if `first` is unreadable, else none."""
     if first.isolated.difference.fault is not None:
-        yield from (result for result in rest if result.isolated.difference.fault is not None)
+        yield from (check for check in later_checks if check.isolated.difference.fault is not None)
 
 
-def _widest(
-    first: StageCheck, named: Sequence[Attempt], rest: Sequence[StageCheck], right: Sequence[StageCheck],
+def _choose_attempt(
+    first: StageCheck, explaining: Sequence[Attempt], later: Sequence[StageCheck], right: Sequence[StageCheck],
     search: CauseSearch,
 ) -> tuple[Attempt | None, list[StageCheck]]:  # fmt: skip
-    """Choose the named attempt that spoils no right result and explains the most other wrong results.
+    """Choose the attempt that changes no right stage and explains the most other wrong stages.
 
-    Attempts that leave most of the other errors of the same stage and layer unexplained are dropped.
+    Drop attempts that do not explain at least half of the errors of the same stage and layer in other passes.
     """
-    reach = [(attempt, [result for result in rest if search.explains(attempt, result)]) for attempt in named]
-    half = sum(result.key == first.key for result in rest) / 2
-    consistent = [(a, explained) for a, explained in reach if sum(r.key == first.key for r in explained) >= half]
+    candidates = [(attempt, [check for check in later if search.explains(attempt, check)]) for attempt in explaining]
+    half = sum(check.key == first.key for check in later) / 2
+    consistent = [(a, explained) for a, explained in candidates if sum(c.key == first.key for c in explained) >= half]
 
     def rank(attempt: Attempt, explained: Sequence[StageCheck]) -> tuple[bool, int]:
-        return not any(_would_spoil(attempt, result, search) for result in right), len(explained)
+        return not any(_would_spoil(attempt, check, search) for check in right), len(explained)
 
     return max(consistent, key=lambda pair: rank(*pair), default=(None, []))
 
 
-def _would_spoil(attempt: Attempt, result: StageCheck, search: CauseSearch) -> bool:
-    """Tell if a hypothesis, made in all passes and layers, would show in a result that is right."""
-    (hypothesis, *others) = attempt.hypotheses
-    if others or not hypothesis.at(result.ran_since):
+def _would_spoil(attempt: Attempt, check: StageCheck, search: CauseSearch) -> bool:
+    """Tell if a hypothesis, injected in all passes and layers, would change a right stage visibly; False for a pair."""
+    (hypothesis, *more_hypotheses) = attempt.hypotheses
+    if more_hypotheses or not hypothesis.at(check.ran_since):
         return False
-    return _shows(hypothesis, result, search.made(result), search)
+    return _shows(hypothesis, check, search.compute(check), search)
 
 
 def _finding(
     first: StageCheck, best: Attempt | None, explained: Sequence[StageCheck], attempts: Sequence[Attempt], *,
     is_misread: bool,
 ) -> Finding:  # fmt: skip
-    """Make the finding of the first wrong result: the best attempt, what it explains, near misses, alternatives."""
+    """Make the finding of the first wrong stage: best attempt, explained stages, near misses, alternatives."""
     causes = _causes(best, attempts) if best is not None else ()
     names = {cause.name for cause in causes}
-    alone = [a for a in attempts if len(a.hypotheses) == 1 and a.names.isdisjoint(names)]
-    named = [attempt for attempt in alone if attempt.is_named]
-    alternatives = {cause.name: cause for a in reversed(named) for cause in a.causes() if causes}
-    near = {c.name: c for a in alone if a.explained_share >= NEAR_MISS for c in a.causes("near miss")}
+    single_attempts = [a for a in attempts if len(a.hypotheses) == 1 and a.names.isdisjoint(names)]
+    matching = [attempt for attempt in single_attempts if attempt.is_named]
+    # Reversed: if attempts share a name, the nearest is kept.
+    alternatives = {cause.name: cause for a in reversed(matching) for cause in a.causes() if causes}
+    near = {c.name: c for a in single_attempts if a.explained_share >= NEAR_MISS for c in a.causes("near miss")}
     misses = [cause for name, cause in near.items() if name not in alternatives]
     kind: Kind = "not finite" if first.isolated.difference.fault_kind == "non-finite" else "unknown"
     kind, starts_in = (kind, first.ran_since) if best is None else (best.finding_kind, best.stages)
     return Finding.of(
-        kind, [first, *explained], _sentence(first, kind, causes, starts_in, named, is_misread=is_misread), starts_in,
-        causes, tuple(sorted(misses, key=lambda cause: -cause.explained_share)[:N_NEAR_MISSES]),
+        kind, [first, *explained], _sentence(first, kind, causes, starts_in, matching, is_misread=is_misread),
+        starts_in, causes, tuple(sorted(misses, key=lambda cause: -cause.explained_share)[:N_NEAR_MISSES]),
         tuple(reversed(alternatives.values())),
     )  # fmt: skip
 
@@ -225,75 +222,79 @@ def _finding(
 def _causes(best: Attempt, attempts: Sequence[Attempt]) -> tuple[Cause, ...]:
     """Name the causes of the best attempt.
 
-    A single mistake without a value takes the value of a setting that has the same effect in the same places.
+    A single mistake without a value takes the value of a setting that explains the same stages. The setting `scaled`
+    does not count: it is any factor on a stage.
     """
-    cause, *others = best.causes()
-    if others or cause.value:
-        return (cause, *others)
-    alike = (a.hypotheses[0] for a in attempts if a.is_named and len(a.hypotheses) == 1 and a.stages == best.stages)
-    setting = next((hypothesis for hypothesis in alike if hypothesis.value and hypothesis.name != "scaled"), None)
+    cause, *more_causes = best.causes()
+    if more_causes or cause.value:
+        return (cause, *more_causes)
+    equals = (a.hypotheses[0] for a in attempts if a.is_named and len(a.hypotheses) == 1 and a.stages == best.stages)
+    setting = next((hypothesis for hypothesis in equals if hypothesis.value and hypothesis.name != "scaled"), None)
     if setting is None:
         return (cause,)
     return (replace(cause, sentence=f"{cause.sentence} {setting.sentence}", value=setting.value),)
 
 
 def _sentence(
-    first: StageCheck, kind: Kind, causes: Sequence[Cause], starts_in: Sequence[str], here: Sequence[Attempt], *,
+    first: StageCheck, kind: Kind, causes: Sequence[Cause], starts_in: Sequence[str], matching: Sequence[Attempt], *,
     is_misread: bool,
 ) -> str:  # fmt: skip
-    """Format a finding as one message for a person."""
-    where = starts_in[0] if len(starts_in) == 1 else f"{starts_in[0]} to {starts_in[-1]}"
+    """Format a finding as one message; `matching` explain `first`, but may fail in other passes."""
+    origin = starts_in[0] if len(starts_in) == 1 else f"{starts_in[0]} to {starts_in[-1]}"
     if kind == "not finite":
         return f"{first.key}: {first.isolated.difference.describe()}, although its inputs are finite."
     if kind == "unknown":
-        local = f"the error starts in {where}"
+        location = f"the error starts in {origin}"
         concentrated = _concentrated(first)
-        if here:
-            name = here[0].hypotheses[0].name
-            known = f"{name} explains pass {first.n_pass}, but not the error of this stage in other passes"
+        if matching:
+            name = matching[0].hypotheses[0].name
+            match = f"{name} explains pass {first.n_pass}, but not the error of this stage in other passes"
         else:
-            known = "this error matches no known mistake"
+            match = "this error matches no known mistake"
         reader = "; suspect the engine's reader: a matrix has other numbers than the folder" if is_misread else ""
-        return f"{first.key}: {known}; {local}{concentrated}{reader}."
-    said = " And: ".join(cause.sentence for cause in causes)
-    return f"{where}: {said} This explains {percent(causes[0].explained_share)} of the error."
+        return f"{first.key}: {match}; {location}{concentrated}{reader}."
+    sentences = " And: ".join(cause.sentence for cause in causes)
+    return f"{origin}: {sentences} This explains {percent(causes[0].explained_share)} of the error."
 
 
-def _concentrated(result: StageCheck) -> str:
+def _concentrated(check: StageCheck) -> str:
     """Describe the one token, head or channel that has nearly all of an error; empty if there is none."""
-    if result.profile is None:
+    if check.profile is None:
         return ""
-    axes = {"token": result.profile.tokens, "head": result.profile.heads, "channel": result.profile.channels}
-    said = []
+    axes = {"token": check.profile.tokens, "head": check.profile.heads, "channel": check.profile.channels}
+    peaks = []
     for name, errors in axes.items():
         if errors is None or len(errors) < 2:
             continue
         squares = np.square(np.where(np.isfinite(errors), errors, 0.0))
         if squares.max() > 0.98 * squares.sum() > 0:
-            said.append(f"{name} {int(squares.argmax())}")
-    return f", and nearly all of the error is in {' and '.join(said)}" if said else ""
+            peaks.append(f"{name} {int(squares.argmax())}")
+    return f", and nearly all of the error is in {' and '.join(peaks)}" if peaks else ""
 
 
-def _arithmetic(results: Sequence[StageCheck]) -> Iterator[Finding]:
-    """Yield a finding for each kind of arithmetic that explains differences; it names the used tolerance."""
-    kinds: dict[str, list[StageCheck]] = defaultdict(list)
-    for result in results:
-        if result.verdict == ROUNDING:
-            kinds[result.arithmetic].append(result)
-    for kind, here in kinds.items():
-        most = max(here, key=lambda result: result.over)
+def _arithmetic(checks: Sequence[StageCheck]) -> Iterator[Finding]:
+    """Yield a finding for each arithmetic that explains differences, with the used share of the tolerance."""
+    checks_by_arithmetic: dict[str, list[StageCheck]] = defaultdict(list)
+    for check in checks:
+        if check.verdict == ROUNDING:
+            checks_by_arithmetic[check.arithmetic].append(check)
+    for arithmetic, explained in checks_by_arithmetic.items():
+        worst = max(explained, key=lambda check: check.over)
         sentence = (
-            f"{kind}: {len(here)} stages use at most {most.over:.2f} of the tolerance for this arithmetic: {most.key} "
-            f"has error {most.isolated.difference.error:.1e}, tolerance {most.isolated.tolerance.error:.1e}. "
-            "This is no mistake."
+            f"{arithmetic}: {len(explained)} stages use at most {worst.over:.2f} of the tolerance for this arithmetic: "
+            f"{worst.key} has error {worst.isolated.difference.error:.1e}, "
+            f"tolerance {worst.isolated.tolerance.error:.1e}. This is no mistake."
         )
-        yield Finding.of("rounding", here, sentence, (here[0].key,))
+        yield Finding.of("rounding", explained, sentence, (explained[0].key,))
 
 
-def _could_not_show(results: Sequence[StageCheck], search: CauseSearch) -> Mapping[str, Sequence[str]]:
-    """List the known mistakes that change no stage of the dump by enough, by reason."""
-    one_of_each = list({(bool(r.n_pass), r.stage, len(r.ran_since)): r for r in results}.values())
-    rights = {id(result): search.made(result) for result in one_of_each}
+def _could_not_show(checks: Sequence[StageCheck], search: CauseSearch) -> Mapping[str, Sequence[str]]:
+    """List the known mistakes that would change no dumped stage visibly, by reason.
+
+    Only one check is tried for each stage, first or later pass, and number of stages since the last dumped ones.
+    """
+    samples = list({(bool(c.n_pass), c.stage, len(c.ran_since)): c for c in checks}.values())
+    right_arrays = {id(check): search.compute(check) for check in samples}
     reasons: dict[str, list[str]] = defaultdict(list)
     first, *later = search.replay.dump.passes
     has_past = bool(later) or search.replay.n_before > 0
@@ -301,28 +302,28 @@ def _could_not_show(results: Sequence[StageCheck], search: CauseSearch) -> Mappi
     def reason(mistake: Hypothesis) -> str:
         if mistake.after_cached and not has_past:
             return "the dump has one pass, so no stage reads a cache that an earlier pass filled"
-        able = [r for r in one_of_each if mistake.at(r.ran_since) and (r.n_pass or not mistake.after_cached)]
-        if not able:
+        applicable = [c for c in samples if mistake.at(c.ran_since) and (c.n_pass or not mistake.after_cached)]
+        if not applicable:
             return "the dump has neither its stage nor a later one"
-        if any(_shows(mistake, result, rights[id(result)], search) for result in able):
+        if any(_shows(mistake, check, right_arrays[id(check)], search) for check in applicable):
             return ""
         span = f"{len(first.ids)} tokens from position {first.first_position} on"
         return f"the effect is no larger than rounding in {span}"
 
     listed = set[str]()
-    for mistake in search.mistakes:  # some are there more than once, in other matrices
-        if mistake.name not in listed and (said := reason(mistake)):
+    for mistake in search.mistakes:  # mistakes in decoding weights occur twice, see `block_hypotheses`
+        if mistake.name not in listed and (explanation := reason(mistake)):
             listed.add(mistake.name)
-            reasons[said].append(mistake.name)
+            reasons[explanation].append(mistake.name)
     return dict(reasons)
 
 
-def _shows(mistake: Hypothesis, result: StageCheck, right: np.ndarray | None, search: CauseSearch) -> bool:
-    """Tell if a mistake changes a stage by more than rounding does."""
-    wrong = search.made(result, mistake.change(mistake.at(result.ran_since)))
-    if wrong is None or right is None or wrong.shape != right.shape:
+def _shows(mistake: Hypothesis, check: StageCheck, right_array: np.ndarray | None, search: CauseSearch) -> bool:
+    """Tell if a mistake changes a stage by more than rounding does, or makes it impossible to compute."""
+    wrong_array = search.compute(check, mistake.change(mistake.at(check.ran_since)))
+    if wrong_array is None or right_array is None or wrong_array.shape != right_array.shape:
         return True
-    stage, _ = search.replay.stages[result.key]
-    dumped = search.replay.dump.dumped[result.n_pass, result.key]
-    found = measure(rows(wrong, stage, dumped), rows(right, stage, dumped), masked=stage.masked)
-    return found.over(result.isolated.tolerance) >= VISIBLE
+    stage, _ = search.replay.stages[check.key]
+    dumped = search.replay.dump.dumped[check.n_pass, check.key]
+    difference = measure(rows(wrong_array, stage, dumped), rows(right_array, stage, dumped), masked=stage.masked)
+    return difference.over(check.isolated.tolerance) >= VISIBLE

@@ -1,7 +1,7 @@
-"""Tolerances of a right engine on the numbers of its dump, from the tolerances of the verifier.
+"""Tolerances of a right engine on the numbers of its dump, from `llorch.judging.tolerances.forward`.
 
-An engine's arithmetic is the declared one. Without a declaration the numbers show it: if all values are bfloat16, the
-engine rounded to bfloat16. Stages that the dump hides pass their rounding on to the next one that it shows.
+The dump declares the engine's arithmetic, or else its numbers reveal it: if all values are bfloat16, the engine rounded
+to bfloat16. Rounding errors of stages that the dump lacks propagate to the next dumped stage.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -20,101 +20,104 @@ from llorch.stages.stage_ref import token_axis
 from llorch.stages.table import BY_NAME, Stage
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
-FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice a rounding: queries and sums are float16 too, whatever the cache is
-# float32 in many narrower engines, never below in float32 ones
-KEPT = frozenset({*SCORES, "router_probs", "delta_state"})
-_MIN_VALUES = 16  # fewer different ones say nothing of a dtype
-_TOLERANCES = Tolerance(FLOOR, FLOOR, FLOOR)
+FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice float16's unit: queries and sums are float16 for every cache dtype
+# Stages that many half-precision engines keep in float32; a float32 engine never rounds them.
+FLOAT32_STAGES = frozenset({*SCORES, "router_probs", "delta_state"})
+_MIN_VALUES = 16  # fewer distinct values do not identify a dtype
+_FLOORS = Tolerance(FLOOR, FLOOR, FLOOR)
 
 
-def dtype_shown(array: np.ndarray) -> str:
-    """Infer the narrowest dtype that holds every value: bfloat16 or float16, float32 for all others."""
+def infer_dtype(array: np.ndarray) -> str:
+    """Infer the narrowest dtype that represents every value: bfloat16, float16 or else float32."""
     finite = array[np.isfinite(array)].astype(np.float32)
     if np.unique(np.abs(finite)).size < _MIN_VALUES:
         return "float32"
     with np.errstate(over="ignore"):
-        fits = (name for name, kind in HALF.items() if np.array_equal(round_activations(finite, kind), finite))
-    return next(fits, "float32")
+        lossless = (name for name, kind in HALF.items() if np.array_equal(round_activations(finite, kind), finite))
+    return next(lossless, "float32")
 
 
 @dataclass(frozen=True)
 class StageMode:
-    """Arithmetic in which a stage is judged."""
+    """Arithmetic that sets the tolerance of a stage."""
 
     arithmetic: Arithmetic
-    name: str = ""  # for a person; empty for plain float32
+    name: str = ""  # shown in reports; empty for float32
 
 
 class EngineArithmetic:
     """The arithmetic of the engine that wrote a dump."""
 
     def __init__(self, dump: StageDump) -> None:
-        """Look at what it declares; its numbers are looked at when they are asked for."""
+        """Store the dump; dtypes are inferred from its numbers only when needed."""
         self._dump = dump
-        self._shown = lru_cache(maxsize=None)(self._dtype_of)
+        self._dtype_at = lru_cache(maxsize=None)(self._infer_dtype)
 
     def mode_at(self, n_pass: int, name: str) -> StageMode:
-        """Return the arithmetic in which a stage of a pass is judged."""
+        """Return the arithmetic that sets the tolerance of a stage of a pass."""
         features, stage = self._dump.features, name.rpartition(".")[2]
-        dtype, how = self._dtype
-        own = self._shown(n_pass, name) if (n_pass, name) in self._dump.dumped and stage != "embed" else "float32"
-        stored = self._dump.dumped[n_pass, name].stored if (n_pass, name) in self._dump.dumped else ""
-        if stage in KEPT and (dtype in HALF or stored in HALF):
-            dtype = own
-        elif stage not in KEPT and dtype == "float32":
-            dtype, how = own, "the type of its values"
+        dtype, reason = self._dtype
+        # Embedding rows are copied weights, so their dtype does not reveal the dtype of the activations.
+        inferred = (
+            self._dtype_at(n_pass, name) if (n_pass, name) in self._dump.dumped and stage != "embed" else "float32"
+        )
+        stored_dtype = self._dump.dumped[n_pass, name].stored if (n_pass, name) in self._dump.dumped else ""
+        if stage in FLOAT32_STAGES and (dtype in HALF or stored_dtype in HALF):
+            dtype = inferred
+        elif stage not in FLOAT32_STAGES and dtype == "float32":
+            dtype, reason = inferred, "the type of its values"
         if self._is_flash_of_ggml and stage in (*CACHES, *SCORES, "attn_context"):
             return StageMode(FLASH, "attention in float16, like ggml's flash attention on a CPU")
         if stage in CACHES and features.kv_cache in HALF:
-            dtype, how = features.kv_cache, "the declared type of the cache"
-        made, said = ARITHMETICS[dtype], f"{dtype}, {how}" if dtype != "float32" else ""
+            dtype, reason = features.kv_cache, "the declared type of the cache"
+        arithmetic, note = ARITHMETICS[dtype], f"{dtype}, {reason}" if dtype != "float32" else ""
         if features.activations:
-            made = replace(made, activations=features.activations)
-            said = f"{said + '; ' if said else ''}inputs of products in {features.activations}, as declared"
-        if not said and features.kv_cache in HALF:
-            said = f"a cache in {features.kv_cache}, as declared"
-        return StageMode(made, said)
+            arithmetic = replace(arithmetic, activations=features.activations)
+            note = f"{note + '; ' if note else ''}inputs of products in {features.activations}, as declared"
+        if not note and features.kv_cache in HALF:  # float32 stages read the rounded cache too
+            note = f"a cache in {features.kv_cache}, as declared"
+        return StageMode(arithmetic, note)
 
     @property
     def _is_flash_of_ggml(self) -> bool:
-        said = self._dump.features.engine.lower()
-        return self._dump.features.flash_attention and any(name in said for name in ("llama.cpp", "llama-cpp", "ggml"))
+        name = self._dump.features.engine.lower()
+        return self._dump.features.flash_attention and any(word in name for word in ("llama.cpp", "llama-cpp", "ggml"))
 
     @property
     def _dtype(self) -> tuple[str, str]:
-        """Dtype of the engine as a whole: declared, or shown by half of its stages."""
+        """Dtype of most stages, declared or inferred from more than half of them, and how llorch knows it."""
         if self._dump.features.dtype in HALF:
             return self._dump.features.dtype, "as declared"
         if self._dump.features.dtype:
             return "float32", ""
-        shown = [
-            self._shown(n_pass, name)
+        inferred = [
+            self._dtype_at(n_pass, name)
             for n_pass, name in self._dump.dumped
-            if name != "embed" and name.rpartition(".")[2] not in CACHES | KEPT
+            if name != "embed" and name.rpartition(".")[2] not in CACHES | FLOAT32_STAGES
         ]
         for dtype in HALF:
-            if shown and 2 * shown.count(dtype) > len(shown):
+            if inferred and 2 * inferred.count(dtype) > len(inferred):
                 return dtype, "the type of most values"
         return "float32", ""
 
-    def _dtype_of(self, n_pass: int, name: str) -> str:
-        """Return the dtype of an array: a half type if stored so or if all values fit it, else float32."""
+    def _infer_dtype(self, n_pass: int, name: str) -> str:
+        """Return a half dtype if the array is stored in it or has only values of it, else float32."""
         dumped = self._dump.dumped[n_pass, name]
-        if BY_NAME[name.rpartition(".")[2]].is_choice:  # small integers fit into everything
+        if BY_NAME[name.rpartition(".")[2]].is_selection:  # small integers fit every dtype
             return "float32"
-        return dumped.stored if dumped.stored in HALF else dtype_shown(dumped.read())
+        return dumped.stored if dumped.stored in HALF else infer_dtype(dumped.read())
 
 
 @dataclass(frozen=True)
 class Expected:
-    """Tolerances of a stage: given the engine's inputs, and in a whole run."""
+    """Tolerances of a stage: `local` for llorch's result on the engine's inputs, `total` for llorch's own run."""
 
     local: Tolerance
     total: Tolerance
 
 
 class Expectations:
-    """Limits of a pass, part by part: a part is judged when it ran."""
+    """Tolerances of the stages of a pass, computed part by part (embedding, layers, logits) while the run advances."""
 
     def __init__(
         self,
@@ -124,53 +127,53 @@ class Expectations:
         past: dict[str, np.ndarray],
         states: dict[str, np.ndarray],
     ) -> None:
-        """Prepare; `past` holds the variances of caches and states, `states` the states: filled with those after it."""
+        """Start the propagation; `past` (variances of caches and states) and `states` are updated for the next pass."""
         self._replay, self._n_pass, self._past, self._states = replay, n_pass, past, states
         self._fed: dict[str, np.ndarray] = {}
-        self._made: dict[str, np.ndarray] = {}
-        self._scores: dict[str, tuple[str, np.ndarray]] = {}  # by a choice: what it is made by, and the variance of it
+        self._computed: dict[str, np.ndarray] = {}
+        self._scores: dict[str, tuple[str, np.ndarray]] = {}  # selection -> stage of its scores, their variance
         self._steps = variances(
             replay.weights,
-            replay.this(n_pass),
+            replay.pass_ref(n_pass),
             self._fed,
             lambda name: engine.mode_at(n_pass, name).arithmetic,
-            made=self._made,
+            made=self._computed,
             hidden=_Hidden(replay, n_pass),
-            stored=True,
+            stored=True,  # dumping may have rounded the engine's arrays
             past=dict(past),
             states=dict(states),
         )
 
-    def of_part(self, part: int, made: Arrays, fed: Arrays) -> Iterator[tuple[str, Callable[..., Expected]]]:
-        """Yield the stages of a part of the model that just ran, each with a function that gives its tolerances.
+    def of_part(self, part: int, computed: Arrays, fed: Arrays) -> Iterator[tuple[str, Callable[..., Expected]]]:
+        """Yield the stages of the part that just ran, each with a function from a dumped array to its tolerances.
 
-        `made` are the arrays that llorch computed, `fed` those that were passed on, the input of the part among them.
+        `computed` has llorch's arrays; `fed` has the arrays that later stages get, and the input of the part.
         """
-        self._made.update(made)
+        self._computed.update(computed)
         self._fed.update(fed)
-        before, spread = "", np.empty(0)  # of the stage before, by which a choice is made
+        previous, spread = "", np.empty(0)  # previous stage and its variance; before a selection, its scores
         for name in (name for name in self._replay.stages if self._replay.part_of(name) == part):
-            with np.errstate(all="ignore"):  # what is not finite fails as such
+            with np.errstate(all="ignore"):  # numbers that are not finite fail anyway
                 key, variance = next(self._steps)
             assert key == name, (key, name)
             stage, _ = self._replay.stages[name]
-            if stage.is_choice:
-                self._scores[name] = before, spread[ISOLATED] * (self._replay.fed(self._n_pass, before) is None)
-            before, spread = name, variance
+            if stage.is_selection:
+                self._scores[name] = previous, spread[ISOLATED] * (self._replay.fed(self._n_pass, previous) is None)
+            previous, spread = name, variance
             self._keep_memory(name, stage, variance, fed)
             yield (
                 name,
-                lambda seen, name=name, stage=stage, variance=variance: Expected(
-                    *(_limit(made[name], variance[run], stage, seen) for run in (ISOLATED, CHAINED))
+                lambda dumped, name=name, stage=stage, variance=variance: Expected(
+                    *(_tolerance(computed[name], variance[run], stage, dumped) for run in (ISOLATED, CHAINED))
                 ),
             )
-        last = self._replay.input_of(part + 1) if part < self._replay.config.n_layers else ""
-        for arrays in (self._made, self._fed):
-            for name in [name for name in arrays if name != last]:
+        next_input = self._replay.input_of(part + 1) if part < self._replay.config.n_layers else ""
+        for arrays in (self._computed, self._fed):
+            for name in [name for name in arrays if name != next_input]:
                 del arrays[name]
 
     def _keep_memory(self, name: str, stage: Stage, variance: np.ndarray, fed: Arrays) -> None:
-        """Keep a state, and the variance of a cache or a state, for the next pass."""
+        """Store a state, and the variance of a cache or a state, for the next pass; it is 0 in a dumped array."""
         if stage.name in STATES.values():
             self._states[name] = fed[name]
         if stage.name in CACHES or stage.name in STATES.values():
@@ -178,8 +181,8 @@ class Expectations:
             if self._replay.fed(self._n_pass, name) is not None:
                 self._past[name][ISOLATED] = 0
 
-    def chosen_by(self, name: str, passed: Arrays) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return the scores behind a choice, and their variances: 0 if the dump shows the scores; None if no choice."""
+    def selection_scores(self, name: str, passed: Arrays) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return a selection's scores and their variances (0 if the dump has them); None for other stages."""
         if name not in self._scores:
             return None
         scores, variance = self._scores[name]
@@ -187,7 +190,7 @@ class Expectations:
 
 
 class _Hidden:
-    """The stages of a pass that the dump does not show."""
+    """Stages of a pass that llorch computes, because the dump lacks them or `Replay.fed` rejects them."""
 
     def __init__(self, replay: Replay, n_pass: int) -> None:
         self._replay, self._n_pass = replay, n_pass
@@ -197,15 +200,15 @@ class _Hidden:
 
 
 def rows(array: np.ndarray, stage: Stage, dumped: DumpedArray) -> np.ndarray:
-    """Select the tokens and keys of a stage that the dump shows."""
+    """Select the tokens and keys of a stage that the dump has."""
     if dumped.keys is not None:
         return array[:, -dumped.keys :]
     axis = token_axis(stage)
     return array if dumped.tokens is None or axis is None else np.take(array, dumped.tokens, axis=axis)
 
 
-def _limit(made: np.ndarray, variance: np.ndarray, stage: Stage, dumped: DumpedArray) -> Tolerance:
-    part, spread = rows(made, stage, dumped), rows(variance, stage, dumped)
+def _tolerance(computed: np.ndarray, variance: np.ndarray, stage: Stage, dumped: DumpedArray) -> Tolerance:
+    part, spread = rows(computed, stage, dumped), rows(variance, stage, dumped)
     with np.errstate(all="ignore"):
-        found = derive_tolerance(part, spread, BY_NAME[stage.name])
-    return Tolerance(found.error, found.worst, 0.0 if found.tokens is None else found.tokens).at_least(_TOLERANCES)
+        limit = derive_tolerance(part, spread, BY_NAME[stage.name])
+    return Tolerance(limit.error, limit.worst, 0.0 if limit.tokens is None else limit.tokens).at_least(_FLOORS)

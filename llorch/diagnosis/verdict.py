@@ -1,4 +1,7 @@
-"""Parts of a diagnosis."""
+"""Result types of a diagnosis: checks of stages, findings, and the whole diagnosis.
+
+A *stage* is a named array of the forward pass; for a training dump, a quantity of a step (n_pass is the step's number).
+"""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,42 +20,24 @@ Kind = Literal["mistake", "rounding", "unknown", "not finite"]
 
 @dataclass(frozen=True)
 class Profile:
-    """Location of a wrong stage's error: norms of the difference over norms of the right values.
+    """Location of a wrong stage's error: norms of the difference over norms of the right values."""
 
-    Attributes:
-        tokens: Ratio for each token.
-        heads: Ratio for each head; None if the stage has none.
-        channels: Ratio for each channel: of head_dim if there are heads, else of the width (vocab: at most 512 bins).
-        ulps: Number of elements with an error of 0, up to 1, 2, 4, 8 ... float32 ulps (of the element's size); the
-            last bin counts all larger errors.
-    """
-
-    tokens: np.ndarray
-    heads: np.ndarray | None
-    channels: np.ndarray
-    ulps: np.ndarray
+    tokens: np.ndarray  # ratio for each token
+    heads: np.ndarray | None  # ratio for each head; None if the stage has none
+    channels: np.ndarray  # ratio for each channel, of head_dim if there are heads; for logits, at most 512 bins
+    ulps: np.ndarray  # number of elements with an error of 0, up to 1, 2, 4 ... float32 ulps; last bin: all larger
 
 
 @dataclass(frozen=True)
 class StageCheck:
-    """Stage of a dump, or quantity of a training step, compared with llorch's.
+    """Stage of a dump, or quantity of a training step, compared with llorch's."""
 
-    Attributes:
-        isolated: Difference from llorch's result on the engine's inputs; the verdict is ROUNDING if the arithmetic
-            explains it.
-        chained: Difference from llorch's own run: local and inherited; None if the dump lacks what it starts from.
-        ran_since: Stages that ran since the last ones the dump shows, itself the last; one of them made an error.
-        engine_name: Name in the engine.
-        arithmetic: Arithmetic in which it is judged: float32, bfloat16 ..., and the source of that knowledge.
-        profile: Location of its error; None if it is right.
-    """
-
-    isolated: Comparison
-    chained: Comparison | None
-    ran_since: tuple[str, ...]
-    engine_name: str
-    arithmetic: str
-    profile: Profile | None = None
+    isolated: Comparison  # difference from llorch's result on the engine's inputs; ROUNDING if arithmetic explains it
+    chained: Comparison | None  # difference from llorch's own run; None if the dump lacks the start of that run
+    ran_since: tuple[str, ...]  # stages since the last dumped ones, this one last; the error starts in one of them
+    engine_name: str  # the engine's name of the stage
+    arithmetic: str  # dtype that sets the tolerance (float32, bfloat16 ...), and how llorch knows it
+    profile: Profile | None = None  # location of its error; None if it is right
 
     @property
     def n_pass(self) -> int:
@@ -81,7 +66,7 @@ class StageCheck:
 
     @property
     def over(self) -> float:
-        """Factor by which the local error exceeds its tolerance."""
+        """Local error as a multiple of its tolerance."""
         return self.isolated.difference.over(self.isolated.tolerance)
 
     def with_verdict(self, verdict: str) -> "StageCheck":
@@ -91,19 +76,19 @@ class StageCheck:
 
 @dataclass(frozen=True)
 class Finding:
-    """Cause, and all stages of the dump that it explains.
+    """One cause of errors, and all stages of the dump that it explains.
 
     Attributes:
-        kind: `mistake` when causes explain it; `rounding` when it is arithmetic; `unknown`: no known mistake matches.
+        kind: `mistake` if causes explain it, `rounding` if arithmetic does; `not finite` or `unknown` without a cause.
         key: Stage key where it shows first; `weights` if the hashes of the engine's weights alone show it.
         n_pass: Pass in which it shows first.
-        starts_in: Stage keys in which it must have been made: one if the dump has no gap, or if the cause is named.
+        starts_in: Stage keys where the error starts: one if the dump has no gap or the cause is named.
         layers: Layers in which it shows, in order; empty outside the layers.
-        causes: The named ones, which together explain it; empty for `unknown`.
-        near_misses: Hypotheses that explain more than half of it, but leave more than rounding does.
-        alternatives: Hypotheses that explain it as well as the named ones: this dump cannot tell them apart.
-        places: Passes and stage keys of all results that it explains.
-        sentence: The finding in one text for a person.
+        causes: Named causes that together explain it; empty for `unknown`.
+        near_misses: Hypotheses that explain at least half of it, but leave more than rounding.
+        alternatives: Hypotheses that explain it equally well: this dump cannot distinguish them from `causes`.
+        places: Pass and stage key of every check that it explains.
+        sentence: Message for a person.
     """
 
     kind: Kind
@@ -119,51 +104,41 @@ class Finding:
 
     @classmethod
     def of(
-        cls, kind: Kind, results: Sequence[StageCheck], sentence: str, starts_in: tuple[str, ...],
+        cls, kind: Kind, checks: Sequence[StageCheck], sentence: str, starts_in: tuple[str, ...],
         causes: tuple[Cause, ...] = (), near_misses: tuple[Cause, ...] = (), alternatives: tuple[Cause, ...] = (),
     ) -> "Finding":  # fmt: skip
-        """Make the finding that explains some results; the first of them is where it shows first."""
-        layers = tuple(sorted({result.layer for result in results if result.layer is not None}))
-        places = tuple((result.n_pass, result.key) for result in results)
+        """Make the finding that explains `checks`; it shows first in the first of them."""
+        layers = tuple(sorted({check.layer for check in checks if check.layer is not None}))
+        stage_refs = tuple((check.n_pass, check.key) for check in checks)
         return cls(
-            kind, results[0].key, results[0].n_pass, starts_in, layers, causes, near_misses, places, sentence,
+            kind, checks[0].key, checks[0].n_pass, starts_in, layers, causes, near_misses, stage_refs, sentence,
             alternatives,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """Result of a diagnosis of one dump.
+    """Result of a diagnosis of one dump."""
 
-    Attributes:
-        model: The model's name.
-        source: Source of the dump.
-        results: Every stage of it, in the order of passes and of the forward pass.
-        findings: Causes, the first in the order of the run first; roundings are among them.
-        could_not_show: Known mistakes that no stage of this dump could have shown, by reason.
-        notes: Facts about the dump that were found, not declared.
-        not_run: Passes and stage keys that could not be judged, by reason.
-    """
-
-    model: str
-    source: str
-    results: Sequence[StageCheck]
-    findings: Sequence[Finding]
-    could_not_show: Mapping[str, Sequence[str]]
-    notes: Sequence[str] = ()
-    not_run: Mapping[str, Sequence[tuple[int, str]]] = field(default_factory=dict)
+    model: str  # name of the model
+    source: str  # source of the dump
+    results: Sequence[StageCheck]  # check of every dumped stage, in the order of the run
+    findings: Sequence[Finding]  # in the order of the run, roundings included
+    could_not_show: Mapping[str, Sequence[str]]  # known mistakes that no stage of this dump can reveal, by reason
+    notes: Sequence[str] = ()  # facts about the dump that llorch inferred
+    not_run: Mapping[str, Sequence[tuple[int, str]]] = field(default_factory=dict)  # pass and stage key, by reason
 
     @property
     def is_right(self) -> bool:
-        """True if nothing is wrong: arithmetic explains every difference."""
+        """True if arithmetic explains every difference."""
         return not self.failures
 
     @property
     def failures(self) -> list[Finding]:
-        """The findings that no arithmetic explains, the first of the run first."""
+        """Findings that arithmetic does not explain, in the order of the run."""
         return [finding for finding in self.findings if finding.kind != "rounding"]
 
 
 def percent(share: float) -> str:
-    """Format a share of an error as per cent; below 1 it never reads 100."""
+    """Format a share of an error as per cent; a share below 1 never reads 100."""
     return f"{100 * min(share, 0.9999):.2f} %"

@@ -1,6 +1,6 @@
-"""Reference engines: engines that other people wrote, behind one interface that shows the same stages for each.
+"""Reference engines: llama.cpp and transformers, behind one interface with equal stages (named intermediate arrays).
 
-This process imports none of an engine's code, so llorch works without them, and when they crash.
+They run in child processes. So llorch works if an engine is not installed or crashes.
 """
 
 import importlib
@@ -13,10 +13,10 @@ from llorch.engines.interface import OURS, Call, EngineName, LoadPath, Reference
 from llorch.engines.process import GGML_VARIABLES, EngineInChild, Progress
 from llorch.ops.numerics import EXACT, DtypeName, Numerics
 from llorch.runtime.errors import MissingExtra, UserError
-from llorch.runtime.threads import n_asked
+from llorch.runtime.threads import n_requested
 
 __all__ = [
-    "OURS", "Call", "EngineName", "LoadPath", "Progress", "ReferenceEngine", "open_engine", "open_here",
+    "OURS", "Call", "EngineName", "LoadPath", "Progress", "ReferenceEngine", "open_engine", "open_in_process",
     "stored_load_path",
 ]  # fmt: skip
 _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers")}
@@ -32,23 +32,23 @@ def open_engine(
     streamed: bool | None = None,
     progress: Progress | None = None,
 ) -> ReferenceEngine:
-    """Load a model into an engine, in a process of its own; to be closed or used in a `with` statement.
+    """Load a model into an engine in a child process; close the engine, or use it in a `with` statement.
 
-    With `EXACT` numerics the engine is shown float weights of `dtype`; `GGML` lets llama.cpp compute with the file as
-    it is. In half precision transformers keeps activations in it too, llama.cpp rounds to it what it multiplies with a
-    matrix. `streamed`: transformers holds one layer at a time; if not told, where the whole model does not fit. Such a
-    run tells `progress` how far it is. `n_threads`: if not told, as many as the user asks for. Every method may raise
-    EngineDied.
+    `EXACT` numerics give the engine float weights of `dtype`; `GGML` gives llama.cpp the unchanged file, so that it
+    rounds activations to suit quantised weights. Half precision rounds all activations in transformers, and the inputs
+    of products in llama.cpp. `streamed`: transformers holds one layer at a time; None: only if the whole model does not
+    fit. A streamed run calls `progress` with a text for every layer. If `n_threads` is None, the user's setting is
+    used, else a number for the size of the model. Every method of the engine may raise EngineDied.
     """
     for package in _PACKAGES.get(name, ()):
         if find_spec(package) is None:
             raise MissingExtra("golden", package)
-    settings = {"n_threads": n_threads or n_asked(), "numerics": numerics, "dtype": dtype, "streamed": streamed}
-    opened = EngineInChild(name, path, f"{__name__}:open_here", name, path, progress=progress, **settings)
+    settings = {"n_threads": n_threads or n_requested(), "numerics": numerics, "dtype": dtype, "streamed": streamed}
+    opened = EngineInChild(name, path, f"{__name__}:open_in_process", name, path, progress=progress, **settings)
     return cast(ReferenceEngine, opened)
 
 
-def open_here(
+def open_in_process(
     name: EngineName,
     path: str | Path,
     *,
@@ -57,7 +57,7 @@ def open_here(
     dtype: DtypeName = "float32",
     streamed: bool | None = None,
 ) -> ReferenceEngine:
-    """Open an engine in this process, which it changes; see `open_engine`."""
+    """Open an engine in the current process, whose global state it changes; arguments as for `open_engine`."""
     if name == "llamacpp":
         os.environ |= GGML_VARIABLES
         _require_package("llama_cpp")

@@ -1,7 +1,8 @@
-"""Weights of a quantised folder as the library of its method makes them, for comparison with our readers.
+"""Weights of a quantised folder, decoded by the library of its method, for comparison with llorch's readers.
 
-Each function loads a file and calls a library; none holds a formula of a format. Scales are cast to float32 or float64
-before the call where the library computes in their dtype, so that it rounds once, to float32.
+Each function loads a file and calls a library; none contains the formula of a format. If a library computes in the
+dtype of the scales, they are cast to float32 or float64 first, so that the library rounds only once, to float32. A
+`matrix(name)` function inside decodes the weight of one module, (out, in).
 """
 
 import os
@@ -28,18 +29,18 @@ Matrix = Callable[[], torch.Tensor]
 
 @dataclass(frozen=True)
 class Library:
-    """A package that makes numbers of the codes of a method; `opened` gives its matrices by the name of the weight."""
+    """Package that decodes the matrices of a method; `opened` returns decode functions by weight name."""
 
     package: str
-    module: str  # to be imported
+    module: str  # name to import
     opened: Callable[["Folder"], Mapping[str, Matrix]]
 
 
 class Folder:
-    """The files of a folder, by the safetensors package."""
+    """Tensors and settings of a folder, read by the safetensors package."""
 
     def __init__(self, path: Path) -> None:
-        """Open them."""
+        """Open all files of the folder."""
         self.path = path
         self.config: dict[str, Any] = read_settings(path / "config.json")
         opened = [safe_open(file, framework="pt") for file in sorted(path.glob("*.safetensors"))]
@@ -47,49 +48,50 @@ class Folder:
 
     @property
     def settings(self) -> dict[str, Any]:
-        """Settings of the method, of config.json or of a file next to it."""
-        found = settings_of(self.config, self.path)
-        return {} if found is None else dict(found[1].values)
+        """Settings of the method, from config.json or a separate file."""
+        pair = settings_of(self.config, self.path)
+        return {} if pair is None else dict(pair[1].values)
 
     @property
     def library(self) -> str:
-        """Key of its library: the method, and the layout of the tensors if the method has several."""
-        found = settings_of(self.config, self.path)
-        method, settings = ("", {}) if found is None else (found[0].removeprefix("intel/"), found[1].values)
+        """Key in `LIBRARIES`: the method, and the layout of the tensors if the method has several."""
+        pair = settings_of(self.config, self.path)
+        method, settings = ("", {}) if pair is None else (pair[0].removeprefix("intel/"), pair[1].values)
         layout = next((str(settings[key]) for key in _LAYOUTS.get(method, ()) if settings.get(key)), "")
+        # With this layout the key is not in LIBRARIES, so that no library decodes the folder.
         layout = "regular expressions" if self._has_expressions(self.settings.get("extra_config") or {}) else layout
         return f"{method} {layout.lower()}".rstrip()
 
     def _has_expressions(self, extra: Mapping[str, Any]) -> bool:
-        """Tell if AutoRound's regular expressions, which no library here applies, set a module."""
+        """Check if a regular expression of AutoRound, which no library here supports, applies to a module."""
         modules = [module for module in self.modules("qweight") if module not in extra]
-        return any(re.search(key, module) for key, values in extra.items() if values for module in modules)
+        return any(re.search(key, module) for key, changes in extra.items() if changes for module in modules)
 
     def modules(self, ending: str) -> list[str]:
-        """Return the modules that have a tensor with this ending."""
+        """List the modules that have a tensor `<module>.<ending>`."""
         return [name.removesuffix(f".{ending}") for name in self._files if name.endswith(f".{ending}")]
 
     def tensors(self, module: str) -> Tensors:
-        """Read the tensors of a module, keyed by the end of their names."""
+        """Read the tensors of a module; keys are their names after the module's."""
         names = [name for name in self._files if name.startswith(f"{module}.")]
         return {name.removeprefix(f"{module}."): self._files[name].get_tensor(name) for name in names}
 
 
 def dequantised(path: str, name: str) -> np.ndarray | None:
-    """Decode one matrix (out, in) of a folder to float32; None if the library reads no matrix of this name."""
+    """Decode one matrix of a folder, by weight name, to float32; None if the library has no matrix of this name."""
     matrix = _open_matrices(path).get(name)
     with torch.no_grad():
         return None if matrix is None else matrix().float().contiguous().numpy()
 
 
 def all_dequantised(path: Path) -> Tensors:
-    """Decode every matrix of a folder, by the name of the weight."""
+    """Decode all matrices of a folder, by weight name."""
     with torch.no_grad():
         return {name: matrix() for name, matrix in _open_matrices(str(path)).items()}
 
 
 def missing(path: str) -> str | None:
-    """Return the package to install before a folder can be judged; empty if unknown, None if it is installed."""
+    """Return the package to install for a folder: "" if no library is known, None if it is installed."""
     library = LIBRARIES.get(Folder(Path(path)).library)
     if library is None:
         return ""
@@ -108,7 +110,7 @@ def _open_matrices(path: str) -> Mapping[str, Matrix]:
 
 
 def _gptqmodel(folder: Folder) -> Mapping[str, Matrix]:
-    """Call gptqmodel's torch module, which has a default for a missing g_idx."""
+    """Call gptqmodel's torch module, which computes a default for a missing g_idx (the group of each input)."""
     os.environ.setdefault("GPTQMODEL_CPU_WORKERS", "2")
     from gptqmodel.nn_modules.qlinear.torch import TorchLinear  # pyright: ignore[reportMissingImports]
     from gptqmodel.quantization.config import dynamic_get  # pyright: ignore[reportMissingImports]
@@ -119,18 +121,18 @@ def _gptqmodel(folder: Folder) -> Mapping[str, Matrix]:
     settings = folder.settings
     keys = ("bits", "group_size", "desc_act", "sym")
     defaults = {"desc_act": False, "sym": True}  # AutoRound writes no desc_act
-    version = settings.get("checkpoint_format") or settings.get("format") or "gptq"
+    version = settings.get("checkpoint_format") or settings.get("format") or "gptq"  # gptq is version 1
 
     def matrix(name: str) -> torch.Tensor:
         tensors = folder.tensors(name)
-        own = dynamic_get(settings.get("dynamic"), name) or (settings.get("extra_config") or {}).get(name) or {}
-        given = {**settings, **{key: value for key, value in own.items() if value is not None}}
-        chosen = defaults | {key: given[key] for key in keys if given.get(key) is not None}
-        n_in, n_out = tensors["qweight"].shape[0] * 32 // chosen["bits"], tensors["scales"].shape[1]
-        module: Any = TorchLinear(**chosen, in_features=n_in, out_features=n_out, bias=False, pack_dtype=torch.int32)
+        changes = dynamic_get(settings.get("dynamic"), name) or (settings.get("extra_config") or {}).get(name) or {}
+        merged = {**settings, **{key: value for key, value in changes.items() if value is not None}}
+        arguments = defaults | {key: merged[key] for key in keys if merged.get(key) is not None}
+        n_in, n_out = tensors["qweight"].shape[0] * 32 // arguments["bits"], tensors["scales"].shape[1]
+        module: Any = TorchLinear(**arguments, in_features=n_in, out_features=n_out, bias=False, pack_dtype=torch.int32)
         module.load_state_dict(tensors, strict=False)
         if version == "gptq":
-            convert_gptq_v1_to_v2_format_module(module, chosen["bits"], torch.int32)
+            convert_gptq_v1_to_v2_format_module(module, arguments["bits"], torch.int32)
         module.post_init()
         module.scales = module.scales.float()
         return module.dequantize_weight().T
@@ -139,18 +141,18 @@ def _gptqmodel(folder: Folder) -> Mapping[str, Matrix]:
 
 
 def _autoawq(folder: Folder) -> Mapping[str, Matrix]:
-    """Call AutoAWQ's reference; the package does not import beside transformers 5, so its file is loaded alone."""
-    packing = _file_of("autoawq", "utils/packing_utils.py")
+    """Call AutoAWQ's 4-bit function; the package does not import with transformers 5, so only its file is loaded."""
+    packing = _import_file("autoawq", "utils/packing_utils.py")
 
     def matrix(name: str) -> torch.Tensor:
-        t = folder.tensors(name)
-        group = len(t["qweight"]) // len(t["scales"])
-        return packing.dequantize_gemm(t["qweight"], t["qzeros"], t["scales"].float(), 4, group).T
+        tensors = folder.tensors(name)
+        group = len(tensors["qweight"]) // len(tensors["scales"])
+        return packing.dequantize_gemm(tensors["qweight"], tensors["qzeros"], tensors["scales"].float(), 4, group).T
 
     return _by_weight_name(folder.modules("qweight"), matrix)
 
 
-def _file_of(package: str, ending: str) -> ModuleType:
+def _import_file(package: str, ending: str) -> ModuleType:
     """Import one file of a package as a module."""
     path = next(file.locate() for file in files(package) or () if str(file).endswith(ending))
     spec = spec_from_file_location(Path(ending).stem, str(path))
@@ -162,7 +164,7 @@ def _file_of(package: str, ending: str) -> ModuleType:
 
 
 def _compressed_tensors(folder: Folder) -> Mapping[str, Matrix]:
-    """Call the compressor that compressed-tensors chooses for each module, with scales in float64."""
+    """Call the compressor that compressed-tensors selects for each module, with scales in float64."""
     from compressed_tensors.compressors import BaseCompressor  # pyright: ignore[reportMissingImports]
     from compressed_tensors.quantization import (  # pyright: ignore[reportMissingImports]
         QuantizationConfig,
@@ -170,19 +172,19 @@ def _compressed_tensors(folder: Folder) -> Mapping[str, Matrix]:
     )
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    plain = {key: value for key, value in folder.config.items() if key not in ("quantization_config", "model_type")}
+    config = {key: value for key, value in folder.config.items() if key not in ("quantization_config", "model_type")}
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(folder.config["model_type"], **plain))
-    whole = QuantizationConfig.model_validate(folder.settings)
-    apply_quantization_config(model, whole)
+        model = AutoModelForCausalLM.from_config(AutoConfig.for_model(folder.config["model_type"], **config))
+    quantization = QuantizationConfig.model_validate(folder.settings)
+    apply_quantization_config(model, quantization)
     schemes = {name: getattr(module, "quantization_scheme", None) for name, module in model.named_modules()}
 
     def matrix(name: str) -> torch.Tensor:
         scheme: Any = schemes[name]
-        form = scheme.format or whole.format
+        form = scheme.format or quantization.format
         form = str(getattr(form, "value", form))
         tensors = folder.tensors(name)
-        if form == "nvfp4-pack-quantized":
+        if form == "nvfp4-pack-quantized":  # its decompress would compute in bfloat16
             return _compressed_nvfp4(tensors, scheme)
         exact = {key: t.double() if t.dtype in (torch.bfloat16, torch.float16) else t for key, t in tensors.items()}
         decompress: Any = BaseCompressor.get_value_from_registry(form).decompress
@@ -193,7 +195,7 @@ def _compressed_tensors(folder: Folder) -> Mapping[str, Matrix]:
 
 
 def _compressed_nvfp4(tensors: Tensors, scheme: Any) -> torch.Tensor:
-    """Call the two functions of compressed-tensors' decompress in float64; decompress itself computes in bfloat16."""
+    """Call the two functions that compressed-tensors' decompress calls, but in float64."""
     from compressed_tensors.compressors.nvfp4.helpers import (  # pyright: ignore[reportMissingImports]
         unpack_fp4_from_uint8,
     )
@@ -203,12 +205,12 @@ def _compressed_nvfp4(tensors: Tensors, scheme: Any) -> torch.Tensor:
 
     packed = tensors["weight_packed"]
     codes = unpack_fp4_from_uint8(packed, packed.shape[0], packed.shape[1] * 2, dtype=torch.float64)
-    scale, whole = (tensors[f"weight_{key}"].double() for key in ("scale", "global_scale"))
-    return dequantize(codes, scale, args=scheme.weights, dtype=torch.float64, global_scale=whole)
+    scale, global_scale = (tensors[f"weight_{key}"].double() for key in ("scale", "global_scale"))
+    return dequantize(codes, scale, args=scheme.weights, dtype=torch.float64, global_scale=global_scale)
 
 
 def _bitsandbytes(folder: Folder) -> Mapping[str, Matrix]:
-    """Call bitsandbytes' dequantiser in torch; its compiled one is wrong on a CPU for rows that 64 does not divide."""
+    """Call bitsandbytes' torch dequantiser; its compiled CPU version is wrong for row lengths not divisible by 64."""
     from bitsandbytes.backends.default.ops import _dequantize_4bit_compute
     from bitsandbytes.functional import QuantState, dequantize_blockwise, int8_vectorwise_dequant
 
@@ -229,7 +231,7 @@ def _bitsandbytes(folder: Folder) -> Mapping[str, Matrix]:
 
 
 def _mlx(folder: Folder) -> Mapping[str, Matrix]:
-    """Call `mx.dequantize`, with affine scales in float32; a stack gives a matrix for each expert."""
+    """Call `mx.dequantize`, with affine scales in float32; split a stack into one matrix for each expert."""
     import mlx.core as mx  # pyright: ignore[reportMissingImports]
 
     loaded: dict[str, Any] = {}
@@ -237,22 +239,22 @@ def _mlx(folder: Folder) -> Mapping[str, Matrix]:
         loaded |= mx.load(str(file))
 
     def matrix(name: str) -> torch.Tensor:
-        own = folder.settings | folder.settings.get(name, {})
-        chosen = {key: own.get(key) for key in ("group_size", "bits", "mode")}
+        merged = folder.settings | folder.settings.get(name, {})
+        arguments = {key: merged.get(key) for key in ("group_size", "bits", "mode")}
         scales = [loaded[f"{name}.{key}"] for key in ("scales", "biases") if f"{name}.{key}" in loaded]
-        scales = [one.astype(mx.float32) for one in scales] if len(scales) == 2 else scales
-        made = mx.dequantize(loaded[f"{name}.weight"], *scales, **chosen).astype(mx.float32)
-        return torch.from_numpy(np.array(made))
+        scales = [scale.astype(mx.float32) for scale in scales] if len(scales) == 2 else scales
+        decoded = mx.dequantize(loaded[f"{name}.weight"], *scales, **arguments).astype(mx.float32)
+        return torch.from_numpy(np.array(decoded))
 
-    made: dict[str, Matrix] = {}
+    decoded: dict[str, Matrix] = {}
     for module in folder.modules("scales"):
         if loaded[f"{module}.weight"].ndim == 2:
-            made |= _by_weight_name([module], matrix)
+            decoded |= _by_weight_name([module], matrix)
             continue
-        for e in range(loaded[f"{module}.weight"].shape[0]):
-            expert = module.replace(".switch_mlp.", f".experts.{e}.")
-            made[f"{expert}.weight"] = lambda module=module, e=e: matrix(module)[e]
-    return made
+        for expert in range(loaded[f"{module}.weight"].shape[0]):
+            expert_name = module.replace(".switch_mlp.", f".experts.{expert}.")
+            decoded[f"{expert_name}.weight"] = lambda module=module, expert=expert: matrix(module)[expert]
+    return decoded
 
 
 def _torchao(folder: Folder) -> Mapping[str, Matrix]:
@@ -260,13 +262,13 @@ def _torchao(folder: Folder) -> Mapping[str, Matrix]:
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder.path, local_files_only=True, dtype=torch.bfloat16)
-    named: dict[str, Any] = dict(model.named_parameters())
-    made = {name: p.data for name, p in named.items() if hasattr(p.data, "qdata")}
-    return {name: lambda data=data: data.dequantize(torch.float32) for name, data in made.items()}
+    parameters: dict[str, Any] = dict(model.named_parameters())
+    quantised = {name: parameter.data for name, parameter in parameters.items() if hasattr(parameter.data, "qdata")}
+    return {name: lambda data=data: data.dequantize(torch.float32) for name, data in quantised.items()}
 
 
 def _bitnet(folder: Folder) -> Mapping[str, Matrix]:
-    """Multiply the identity by transformers' AutoBitLinear; its quantisation of activations keeps 0 and 1."""
+    """Multiply the identity by transformers' AutoBitLinear, whose quantisation of activations is exact for 0 and 1."""
     from transformers.integrations.bitnet import AutoBitLinear, unpack_weights
 
     def matrix(name: str) -> torch.Tensor:
@@ -282,7 +284,7 @@ def _bitnet(folder: Folder) -> Mapping[str, Matrix]:
 
 
 def _mxfp8(folder: Folder) -> Mapping[str, Matrix]:
-    """Call transformers' dequantiser of FP8; it takes the size of a block from the shape, here 32 columns."""
+    """Call transformers' FP8 dequantiser, which derives the block size, here 32 columns, from the shapes."""
     from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
     dequantise = Fp8Dequantize(None)._dequantize_one
@@ -299,7 +301,7 @@ def _by_weight_name(modules: list[str], matrix: Callable[[str], torch.Tensor]) -
     return {f"{module}.weight": lambda module=module: matrix(module) for module in modules}
 
 
-_LAYOUTS: Mapping[str, tuple[str, ...]] = {  # keys of settings
+_LAYOUTS: Mapping[str, tuple[str, ...]] = {  # method -> settings that name the layout
     "auto-round": ("packing_format",), "bitnet": ("linear_class",), "awq": ("version", "format"),
 }  # fmt: skip
 _GPTQ, _AWQ = Library("gptqmodel", "gptqmodel", _gptqmodel), Library("autoawq", "awq", _autoawq)

@@ -1,7 +1,7 @@
-"""A GGUF file of the same weights in one float type, for an engine whose arithmetic depends on the type.
+"""GGUF copy of a model in one float type, for llama.cpp, whose arithmetic depends on the type.
 
-Of a GGUF file llama.cpp's own quantiser makes it: what it computes from was then decoded and written by llama.cpp. A
-folder, which no part of its package reads, is read and written by llorch, and the route says so.
+llama.cpp's quantiser converts GGUF files, so llama.cpp itself decodes and writes the weights. It cannot read Hugging
+Face folders; llorch reads and writes these, and the load path says so.
 """
 
 import ctypes
@@ -33,10 +33,10 @@ FLOAT_TYPES: Mapping[DtypeName, GGMLType] = {
 
 @contextmanager
 def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, LoadPath]]:
-    """Give a path at which a GGUF file of the model lies whose matrices have one float type, and the route to it.
+    """Yield a GGUF file of the model with matrices of one float type, the configuration and the load path (tools used).
 
-    An all-F32 file is given as it is when that is asked for; anything else is written to a temporary file, which is
-    removed at the end. Norms and biases are F32 in every file. A weight that float16 cannot hold is refused.
+    An all-F32 file is used unchanged for float32. Other models are written to a temporary file, which is removed at the
+    end. Norms and biases are F32 in every file. Raise an error if a weight overflows float16.
     """
     with ExitStack() as resources:
         weights = open_weights(path)
@@ -44,14 +44,14 @@ def float_gguf(path: Path, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig
         with closing(weights.source):
             if dtype != "float32" or not _is_f32_gguf(weights):
                 folder = resources.enter_context(tempfile.TemporaryDirectory(prefix="llorch-"))
-                path, load_path = _written(weights, Path(folder) / f"{dtype}.gguf", dtype)
+                path, load_path = _write_copy(weights, Path(folder) / f"{dtype}.gguf", dtype)
         yield path, weights.config, load_path
 
 
-def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, LoadPath]:
-    """Write the weights as a GGUF file of one float type; return its path and the tools that made it."""
+def _write_copy(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, LoadPath]:
+    """Write the weights as a GGUF file of one float type; return its path and load path."""
     n_bytes = gguf_size(weights.config, FLOAT_TYPES[dtype])
-    _check_room(n_bytes, dtype, copy.parent)
+    _require_disk_space(n_bytes, dtype, copy.parent)
     logger.info("%s: llama.cpp reads a copy in %s, %.1f MB in %s", weights.path, dtype, n_bytes / 1e6, copy)
     if isinstance(weights.source, GGUFFile):
         write_by_llamacpp(Path(weights.path), copy, FILE_TYPES[FLOAT_TYPES[dtype]])
@@ -61,7 +61,7 @@ def _written(weights: Weights, copy: Path, dtype: DtypeName) -> tuple[Path, Load
 
 
 def write_by_llamacpp(path: Path, copy: Path, ftype: int) -> None:
-    """Let llama.cpp's quantiser write a GGUF file anew, matrices as one of `LLAMA_FTYPE_*`."""
+    """Convert a GGUF file with llama.cpp's quantiser; `ftype` is one of `LLAMA_FTYPE_*`."""
     import llama_cpp
 
     settings = llama_cpp.llama_model_quantize_default_params()
@@ -72,11 +72,11 @@ def write_by_llamacpp(path: Path, copy: Path, ftype: int) -> None:
 
 def _is_f32_gguf(weights: Weights) -> bool:
     source = weights.source
-    types = {info.ggml_type.name for info in source.tensors.values()} if isinstance(source, GGUFFile) else {}
+    types = {tensor.ggml_type.name for tensor in source.tensors.values()} if isinstance(source, GGUFFile) else {}
     return types == {"F32"}
 
 
-def _check_room(n_bytes: int, dtype: DtypeName, folder: Path) -> None:
+def _require_disk_space(n_bytes: int, dtype: DtypeName, folder: Path) -> None:
     free = shutil.disk_usage(folder).free
     if n_bytes > free:
         needed = f"llama.cpp needs these weights as a {dtype} GGUF file of {n_bytes / 1e9:.1f} GB"

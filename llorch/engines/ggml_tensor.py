@@ -1,10 +1,10 @@
 """Read ggml tensors from Python: the C struct, a check of its layout, and a copy that honours strides.
 
-llama-cpp-python does not declare `struct ggml_tensor`, and its layout moves between releases. So it is written
-down here once, and `check_layout` builds a small graph in C and refuses to go on when any field reads
-differently from what the C accessors say. Beside it, ggml's own rounding of activations: the C functions that its CPU
-backend calls before it multiplies. Which of them runs depends on the processor that ggml was built for; the plain C
-versions are in every build.
+llama-cpp-python does not declare `struct ggml_tensor`, and its layout changes between releases. This module declares
+it, and `check_layout` builds a small graph in C and raises an error if a field differs from the C accessors.
+
+The module also calls ggml's rounding of activations: the C functions that the CPU backend calls before a product. Their
+variant (`HOST_VARIANT`) depends on the processor for which ggml was built; portable C variants are in every build.
 
 Source: llama.cpp `ggml/include/ggml.h`, `ggml/src/ggml-cpu/ggml-cpu.h` (struct ggml_type_traits_cpu) and
 `ggml/src/ggml-quants.h`, at the release that llama-cpp-python 0.3.36 carries.
@@ -34,7 +34,7 @@ DTYPES = {b"f32": np.dtype(np.float32), b"f16": np.dtype(np.float16), b"i32": np
 
 
 class GgmlTensor(ctypes.Structure):
-    """The node of a ggml graph: type, shape, strides, operation, sources and name."""
+    """Node of a ggml graph: type, shape, strides, operation, sources and name."""
 
 
 GgmlTensor._fields_ = [
@@ -84,17 +84,17 @@ for _name, (_result, _arguments) in _SIGNATURES.items():
 
 
 def node(address: int) -> GgmlTensor:
-    """Return the tensor at an address that C handed out."""
+    """Return the tensor at a C address."""
     return GgmlTensor.from_address(address)
 
 
 def op_name(tensor: GgmlTensor) -> str:
-    """Name the operation that computes the tensor, or the kind of activation for unary and gated operations."""
+    """Return the operation that computes the tensor; for unary and gated operations the function, like SILU."""
     return libggml.ggml_op_desc(ctypes.byref(tensor)).decode()
 
 
 def source_names(tensor: GgmlTensor) -> tuple[str, ...]:
-    """Name the tensors that a tensor is computed from; a numbered source is followed to its own sources."""
+    """List the names of a tensor's sources; after a source that has only a number (`node_17`), those of its sources."""
     names: list[str] = []
     for source in (source.contents for source in tensor.src if source):
         name = source.name.decode()
@@ -103,12 +103,12 @@ def source_names(tensor: GgmlTensor) -> tuple[str, ...]:
 
 
 def float_params(tensor: GgmlTensor) -> np.ndarray:
-    """Read the parameters of the tensor's operation as floats."""
+    """Read the parameters of the tensor's operation as float32; which ones are floats depends on the operation."""
     return np.frombuffer(bytes(tensor.op_params), np.float32)
 
 
 def copy_tensor(tensor: GgmlTensor) -> np.ndarray:
-    """Copy a computed tensor, or a view of one, out of its backend: always four axes, slowest first, C-contiguous."""
+    """Copy a computed tensor or view from its backend to a C-contiguous array with four axes, slowest axis first."""
     type_name = libggml.ggml_type_name(tensor.type)
     if type_name not in DTYPES:
         name = tensor.name.decode()
@@ -120,7 +120,7 @@ def copy_tensor(tensor: GgmlTensor) -> np.ndarray:
 
 
 class _Traits(ctypes.Structure):
-    """The first fields of `struct ggml_type_traits`."""
+    """First fields of `struct ggml_type_traits`."""
 
     _fields_ = (
         ("type_name", ctypes.c_char_p),
@@ -137,19 +137,19 @@ libggml.ggml_get_type_traits.argtypes = [ctypes.c_int]
 
 
 def decode_by_ggml(raw: np.ndarray, ggml_type: int, n_elements: int) -> np.ndarray:
-    """Decode whole blocks with ggml's own C function for their type, which is not F32: that has none."""
-    raw, out = np.ascontiguousarray(raw), np.empty(n_elements, np.float32)
-    libggml.ggml_get_type_traits(ggml_type).contents.to_float(raw.ctypes.data, out.ctypes.data, n_elements)
-    return out
+    """Decode whole blocks with ggml's C function for their type; F32 has no such function."""
+    raw, decoded = np.ascontiguousarray(raw), np.empty(n_elements, np.float32)
+    libggml.ggml_get_type_traits(ggml_type).contents.to_float(raw.ctypes.data, decoded.ctypes.data, n_elements)
+    return decoded
 
 
 def decoded_hash(raw: np.ndarray, ggml_type: int, n_elements: int) -> str:
-    """Hash the decoded tensor with SHA-256, because large tensors take long to send."""
+    """Hash the decoded tensor with SHA-256, because sending large tensors to the parent process is slow."""
     return hashlib.sha256(decode_by_ggml(raw, ggml_type, n_elements).data).hexdigest()
 
 
 def check_layout() -> None:
-    """Compare every field we read with the C accessors on a graph built for the purpose."""
+    """Compare every field that llorch reads with the C accessors on a small graph; raise RuntimeError otherwise."""
     with _probe_graph() as (scores, view, mask, softmax):
         checks = {
             "type": (view.type, mask.type) == (_F32, _F16),
@@ -186,7 +186,7 @@ def _probe_graph() -> Iterator[tuple[GgmlTensor, GgmlTensor, GgmlTensor, GgmlTen
 
 
 def _op_number(name: bytes) -> int:
-    """Look an operation up by name; the other way round would index C arrays with what may be garbage."""
+    """Return the number of an operation; with a wrong layout, a lookup by number could read outside C arrays."""
     return next(number for number in range(1 << 16) if libggml.ggml_op_name(number) == name)
 
 
@@ -198,7 +198,8 @@ def _pointer_to(tensor: GgmlTensor) -> int:
     return ctypes.addressof(tensor)
 
 
-_PLAIN = {"Q8_0": "quantize_row_q8_0_ref", "Q8_1": "quantize_row_q8_1_ref", "Q8_K": "quantize_row_q8_K_ref"}
+# Portable C function by kind of activation; other kinds are floats, which have no variants.
+_PORTABLE = {"Q8_0": "quantize_row_q8_0_ref", "Q8_1": "quantize_row_q8_1_ref", "Q8_K": "quantize_row_q8_K_ref"}
 _Q4_0, _Q8_0 = 2, 8  # GGML_TYPE_Q4_0, GGML_TYPE_Q8_0
 _QUANTIZER = ctypes.CFUNCTYPE(None, ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64)
 
@@ -213,23 +214,26 @@ class _CPUTraits(ctypes.Structure):
 
 
 def variants(kind: ActivationKind) -> tuple[VariantName, ...]:
-    """List the variants of a rounding that this build of ggml can show: its processor's variant, and plain C."""
-    return tuple(dict.fromkeys((HOST_VARIANT, "generic"))) if kind in _PLAIN else (HOST_VARIANT,)
+    """List the variants of a rounding in this build of ggml: the processor's, and portable C."""
+    return tuple(dict.fromkeys((HOST_VARIANT, "generic"))) if kind in _PORTABLE else (HOST_VARIANT,)
 
 
 def quantize(rows: np.ndarray, kind: ActivationKind, variant: VariantName) -> np.ndarray:
-    """Round float32 rows with ggml's own C function for a kind other than F32: the bytes that ggml multiplies with."""
+    """Round float32 rows to a kind other than F32 with ggml's C function; return the blocks that ggml multiplies."""
     rows = np.ascontiguousarray(rows, np.float32)
     block_size, block_bytes = BLOCK_SIZES[GGMLType[kind]]
     raw = np.zeros((rows.size // block_size, block_bytes), np.uint8)
-    _function(kind, variant)(rows.ctypes.data, raw.ctypes.data, rows.size)
+    _rounding_function(kind, variant)(rows.ctypes.data, raw.ctypes.data, rows.size)
     return raw
 
 
-def _function(kind: ActivationKind, variant: VariantName) -> Callable[[int, int, int], None]:
-    """Return ggml's C function that rounds a row to blocks: the portable one, or the one of this CPU."""
+def _rounding_function(kind: ActivationKind, variant: VariantName) -> Callable[[int, int, int], None]:
+    """Return ggml's C function that rounds a row to blocks: the portable function, or this CPU's from a private table.
+
+    The table's layout is checked with Q4_0, whose entries have known values.
+    """
     if variant != HOST_VARIANT:
-        return ctypes.cast(getattr(libggml, _PLAIN[kind]), _QUANTIZER)
+        return ctypes.cast(getattr(libggml, _PORTABLE[kind]), _QUANTIZER)
     folder = Path(llama_cpp.__file__).parent / "lib"
     library = ctypes.CDLL(str(next(folder.glob("*ggml-cpu.*"))))
     library.ggml_get_type_traits_cpu.restype = ctypes.POINTER(_CPUTraits)

@@ -1,7 +1,7 @@
-"""The interface of every reference engine, the checks that all of them share, and what an engine cannot check.
+"""Interface of all reference engines, their common checks, and the models that an engine cannot check.
 
-llama.cpp reads some configurations and computes something else: llorch computes what the configuration says, and the
-other engine gives the verdict.
+A reference engine is independent code that runs the model, and to whose stages (named intermediate arrays, see
+`stages.table`) llorch's are compared. llama.cpp deviates from some configurations; transformers then checks llorch.
 """
 
 from collections.abc import Mapping, Sequence
@@ -21,8 +21,8 @@ from llorch.runtime.fields import shortest
 from llorch.stages import table as stages
 
 EngineName = Literal["llamacpp", "transformers"]
-Call = tuple[str, Sequence, Mapping]  # a method, its arguments, and those that have names
-OURS = "llorch"  # in routes
+Call = tuple[str, Sequence, Mapping]  # method, arguments, keyword arguments
+OURS = "llorch"  # name in load paths of steps that llorch did
 
 
 @dataclass(frozen=True)
@@ -32,10 +32,10 @@ class LoadPath:
     The engine does not check steps that llorch did.
 
     Attributes:
-        read: Who found the tensors in the file, and the hyperparameters but those in `set_by_llorch`.
-        decoded: Who made numbers of them.
-        written: Who wrote what the engine loaded instead; empty where that was the file itself.
-        set_by_llorch: Hyperparameters, by the engine's names, that it did not find in the file: llorch read them.
+        read: Tool that read the tensor table and the hyperparameters, except `set_by_llorch`.
+        decoded: Tool that decoded the tensors.
+        written: Tool that wrote the file that the engine loaded; empty if the engine loaded the original file.
+        set_by_llorch: Hyperparameters, by the engine's names, that only llorch could read from the file.
     """
 
     read: str
@@ -55,12 +55,12 @@ class LoadPath:
         return f"{read} by {self.decoded}{written}{from_llorch}"
 
     def stored(self) -> dict[str, object]:
-        """Return the values as goldens store them."""
+        """Return the record for goldens (stored reference outputs)."""
         return {"read": self.read, "decoded": self.decoded, "written": self.written, "told": self.set_by_llorch}
 
 
 def stored_load_path(provenance: Mapping[str, Any], engine: str) -> LoadPath:
-    """Read the load path that goldens state for an engine; raise ValueError if they state none."""
+    """Read the load path of an engine from the provenance of goldens; raise UserError if it is missing."""
     values = provenance["engines"].get(engine, {}).get("route")
     if values is None:
         raise UserError(f"golden: expected the load path of {engine}, got none; run reference_outputs/regenerate.py")
@@ -69,7 +69,7 @@ def stored_load_path(provenance: Mapping[str, Any], engine: str) -> LoadPath:
 
 @runtime_checkable
 class ReferenceEngine(Protocol):
-    """What every engine can be asked; a context manager that frees the model."""
+    """Interface of a reference engine; a context manager that frees the model."""
 
     name: str
     config: ModelConfig
@@ -85,7 +85,7 @@ class ReferenceEngine(Protocol):
         ...
 
     def trace(self, ids: Sequence[int], *, first_position: int = 0) -> dict[str, np.ndarray]:
-        """Run tokens from an empty cache and return every stage, float32 and C-contiguous."""
+        """Run tokens from an empty cache and return every stage by key, like `l0.q_rope`, as `checked_trace`."""
         ...
 
     def logits(self, ids: Sequence[int], *, first_position: int = 0) -> np.ndarray:
@@ -93,35 +93,35 @@ class ReferenceEngine(Protocol):
         ...
 
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Compute the row of logits that the engine's own sampling sees for the last token."""
+        """Compute the logits of the last token that the engine's sampler reads."""
         ...
 
     def greedy(self, ids: Sequence[int], n: int) -> list[int]:
-        """Generate `n` tokens greedily by the engine's own code, with the engine's own cache."""
+        """Generate `n` tokens greedily with the engine's decode loop and cache."""
         ...
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
-        """Compute the distribution after the engine's own sampling filters; 0 for removed tokens."""
+        """Compute the distribution after the engine's sampling filters; 0 for removed tokens."""
         ...
 
     def call_batch(self, calls: Sequence[Call]) -> list[Any]:
-        """Answer each of these calls.
+        """Return the result of each call.
 
-        An engine that reads a model layer by layer reads each layer once for all of them.
+        An engine that streams a model reads each layer once for all calls.
         """
         ...
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
-        """Return the token ids of the engine's own tokenizer, None when the model comes without one."""
+        """Return the token ids of the engine's tokenizer; None if the model has no tokenizer."""
         ...
 
     def provenance(self) -> dict[str, object]:
-        """Return the versions, build, CPU features and switches of the engine."""
+        """Return the versions, build, CPU features and settings of the engine."""
         ...
 
 
-def one_by_one(engine: object, calls: Sequence[Call]) -> list[Any]:
-    """Run calls one after the other, for an engine that holds its whole model; see `call_batch`."""
+def call_each(engine: object, calls: Sequence[Call]) -> list[Any]:
+    """Implement `call_batch` by single calls, for an engine that holds the whole model."""
     return [getattr(engine, method)(*args, **kwargs) for method, args, kwargs in calls]
 
 
@@ -135,9 +135,9 @@ def checked_trace(
     engine: str,
     dtype: type[np.floating] = np.float32,
 ) -> Trace:
-    """Refuse a capture, of a run from an empty cache, that is not exactly the expected set of stages."""
+    """Check and return the captured stages of a run from an empty cache; raise RuntimeError if any stage is wrong."""
     shapes = {key: stage.shape(config, seq=n_tokens, ctx=n_tokens) for key, stage, _ in stages.keys(config)}
-    dtypes = {key: np.int64 if stage.is_choice else dtype for key, stage, _ in stages.keys(config)}
+    dtypes = {key: np.int64 if stage.is_selection else dtype for key, stage, _ in stages.keys(config)}
     faults = [f"{name} is missing" for name in shapes if name not in captured]
     faults += [f"{name} is unexpected" for name in captured if name not in shapes]
     for name, array in captured.items():
@@ -149,44 +149,45 @@ def checked_trace(
 
 
 def check_ids(ids: Sequence[int], config: ModelConfig) -> None:
-    """Refuse token ids that the model does not have."""
-    wrong = next((at for at, token in enumerate(ids) if not 0 <= token < config.vocab_size), None)
-    if not ids or wrong is not None:
-        actual = "none" if wrong is None else f"{ids[wrong]} at index {wrong}"
+    """Raise UserError if there are no token ids, or if one is not in the vocabulary."""
+    bad_index = next((index for index, token in enumerate(ids) if not 0 <= token < config.vocab_size), None)
+    if not ids or bad_index is not None:
+        actual = "none" if bad_index is None else f"{ids[bad_index]} at index {bad_index}"
         raise UserError(f"ids: expected at least one token id, each from 0 to {config.vocab_size - 1}, got {actual}")
 
 
 def unsupported_reason(engine: str, config: ModelConfig, n_tokens: int) -> str:
-    """Explain why an engine cannot judge runs of up to so many tokens; empty if it can."""
+    """Return the reason why an engine cannot check runs of up to `n_tokens` tokens of a model; empty if it can."""
     if engine != "llamacpp":
         return ""
     if config.delta_net is not None and np.float32(config.rms_norm_eps) != np.float32(L2_EPS):  # llama.cpp#28068
         eps = shortest(config.rms_norm_eps)
         return f"llama.cpp uses rms_norm_eps for the L2 norms of delta nets, too: {eps}, not {L2_EPS}"
-    if not FAMILIES[config.family].llamacpp.reads_epsilon:  # a fault: a later version of its file reads the key
+    if not FAMILIES[config.family].llamacpp.reads_epsilon:  # a llama.cpp bug: later versions read the key
         gguf = FAMILIES[config.family].gguf
         return f"llama.cpp does not read {EPSILON} for {gguf}, so its norms use an epsilon of 0"
-    if pairs := unturned(config):  # a fault: transformers turns them, and models that see are trained with it
-        sections, left = (", ".join(map(str, listed)) for listed in (config.rope_sections, pairs))
-        return f"llama.cpp does not rotate pairs {left} of a head in a text: rope.dimension_sections is {sections}"
+    if pairs := unrotated_pairs(config):  # a llama.cpp bug: transformers rotates them, as in training
+        sections, pair_list = (", ".join(map(str, numbers)) for numbers in (config.rope_sections, pairs))
+        return f"llama.cpp does not rotate pairs {pair_list} of a head in a text: rope.dimension_sections is {sections}"
     return cannot_express(config, n_tokens)
 
 
 def not_a_number(engine: str, family: str, stage: str) -> str:
-    """Explain a known NaN of an engine in a stage, as the end of a message; empty if none is known."""
+    """Explain a known NaN of an engine in a stage, as the end of an error message; empty if there is none."""
     divides = FAMILIES[family].llamacpp.nodes.get("shared_gate", ("", ""))[0] == "DIV"
     if (engine, stage) == ("llamacpp", "shared_gate") and divides:
         return "; llama.cpp computes sigmoid(x) as silu(x) / x, and x is 0 for one token"
     return ""
 
 
-def unturned(config: ModelConfig) -> list[int]:
-    """List the pairs of a head that llama.cpp puts on a fourth axis, on which every token of a text has position 0.
+def unrotated_pairs(config: ModelConfig) -> list[int]:
+    """List the RoPE pairs that llama.cpp gives to a fourth position component, which is 0 for every text token.
 
     Source: ggml `ops.cpp`, `ggml_mrope_cache_init`; llama.cpp `llama-graph.cpp`, `llm_graph_input_pos::set_input`.
     """
     if not (sections := config.rope_sections):
         return []
-    period, mixed = sum(sections), FAMILIES[config.family].sections == "interleaved"
-    ends = [3 * end for end in sections[:3]] if mixed else [sum(sections[:3])] * 3
-    return [i for i in range(config.rotated // 2) if i % period >= ends[i % period % 3]]
+    # `sections` counts the pairs of each component: in blocks, or (interleaved) in turn until a component has all.
+    period, is_interleaved = sum(sections), FAMILIES[config.family].sections == "interleaved"
+    ends = [3 * end for end in sections[:3]] if is_interleaved else [sum(sections[:3])] * 3
+    return [pair for pair in range(config.rotated // 2) if pair % period >= ends[pair % period % 3]]

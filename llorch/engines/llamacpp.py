@@ -1,11 +1,11 @@
-"""Goldens from llama.cpp: an unmodified build, watched through its scheduler callback.
+"""Reference engine llama.cpp: an unmodified build, observed through its scheduler callback.
 
-Everything that could move a number away from plain float32 is switched off: weights and KV cache are F32, no
-flash attention, no repacked weights, one micro-batch, no GPU. llama.cpp's CPU backend rounds the *activations* to
-suit the weights' type when these are F16, BF16 or quantised (an error near 1e-2), so llama.cpp's own quantiser makes a
-temporary F32 file first: we ask what these weights mean. With the numerics `ggml` it is given the file as it is: then
-we ask what llama.cpp computes from it. And a temporary file in bfloat16 or float16 asks what a run in that dtype is:
-products round their inputs to it, everything else stays float32. How a copy is made, see f32_copy.
+Everything that could change float32 results is switched off: weights and KV cache are F32, no flash attention, no
+repacked weights, one micro-batch, no GPU. llama.cpp's CPU backend rounds *activations* to suit the type of the weights
+if these are F16, BF16 or quantised, with errors near 1e-2. With `EXACT` numerics, llama.cpp's quantiser therefore
+writes a temporary F32 file first. With `GGML` numerics, which keep this rounding, llama.cpp gets the unchanged file.
+For bfloat16 or float16 it gets a temporary file in that dtype (see f32_copy): products round their inputs to it,
+everything else stays float32.
 """
 
 import ctypes
@@ -23,7 +23,7 @@ from jaxtyping import Float32
 
 from llorch.engines import ggml_tensor
 from llorch.engines.f32_copy import FLOAT_TYPES, float_gguf
-from llorch.engines.interface import Call, LoadPath, Trace, check_ids, checked_trace, one_by_one
+from llorch.engines.interface import Call, LoadPath, Trace, call_each, check_ids, checked_trace
 from llorch.engines.llamacpp_graph import GraphCapture, GraphWatcher
 from llorch.engines.process import GGML_VARIABLES
 from llorch.families.config import ModelConfig
@@ -37,16 +37,17 @@ from llorch.runtime.threads import n_threads_for
 logger = logging.getLogger(__name__)
 
 ERROR_LEVEL, CONTINUED = 4, 5  # GGML_LOG_LEVEL_ERROR, GGML_LOG_LEVEL_CONT
+# Settings that `_context` and `_load_model` set, for the provenance; extra buffer types are repacked weights.
 KNOBS = {"flash_attn": "disabled", "use_extra_bufts": False, "n_gpu_layers": 0, "n_ubatch": "all tokens"}
 
 TOKEN_DATA = np.dtype([("id", np.int32), ("logit", np.float32), ("p", np.float32)])  # llama_token_data
 
-_errors: deque[str] = deque(maxlen=4)
+_errors: deque[str] = deque(maxlen=4)  # last error lines of llama.cpp, for exceptions
 
 
 @llama_cpp.llama_log_callback
 def _log(level: int, text: bytes, _user_data: int | None) -> None:
-    """Silence llama.cpp, but remember what it said last about errors; a process of its own writes all of it down."""
+    """Replace llama.cpp's log function: record the last errors, and send lines, but no continuations, to debug."""
     line = text.decode(errors="replace").strip()
     if level != CONTINUED:
         logger.debug(line)
@@ -67,7 +68,7 @@ class LlamaCpp:
         numerics: Numerics = EXACT,
         dtype: DtypeName = "float32",
     ) -> None:
-        """Load a model; other than exact numerics take a GGUF file only, and its own types."""
+        """Load a model; `GGML` numerics need a GGUF file and use its types."""
         ggml_tensor.check_layout()
         llama_cpp.llama_log_set(_log, ctypes.c_void_p(0))
         llama_cpp.llama_backend_init()
@@ -75,11 +76,11 @@ class LlamaCpp:
         self.numerics = numerics
         self.dtype: DtypeName = dtype
         with ExitStack() as resources:
-            run_path, self.config, self.load_path = resources.enter_context(_as_run(self.path, numerics, dtype))
+            run_path, self.config, self.load_path = resources.enter_context(_open_run_file(self.path, numerics, dtype))
             self.n_threads = n_threads or n_threads_for(count_parameters(self.config))
-            model = vocabulary = resources.enter_context(_loaded_model(run_path, self.path, dtype))
+            model = vocabulary = resources.enter_context(_load_model(run_path, self.path, dtype))
             if run_path != self.path and self.path.is_file():
-                vocabulary = resources.enter_context(_loaded_model(self.path, self.path, dtype, vocab_only=True))
+                vocabulary = resources.enter_context(_load_model(self.path, self.path, dtype, vocab_only=True))
             self._models: tuple[llama_cpp.llama_model_p, llama_cpp.llama_model_p] | None = (model, vocabulary)
             self._resources = resources.pop_all()
 
@@ -95,13 +96,13 @@ class LlamaCpp:
         self._models = None
 
     def _model(self, *, for_text: bool = False) -> llama_cpp.llama_model_p:
-        """Return the open model, or the one with the vocabulary `for_text`; ValueError after `close`."""
+        """Return the model, or with `for_text` the model with the vocabulary; raise ValueError after `close`."""
         if self._models is None:
             raise ValueError("llamacpp: the engine is closed")
         return self._models[1 if for_text else 0]
 
     def trace(self, ids: Sequence[int], *, first_position: int = 0) -> Trace:
-        """Run the tokens from an empty cache and return every stage of the model's family."""
+        """Run the tokens from an empty cache; return every stage (named intermediate array, see `stages.table`)."""
         capture = GraphCapture(self.config, len(ids))
         self._logits(ids, first_position, GraphWatcher(capture))
         return checked_trace(capture.stages(), self.config, len(ids), self.name)
@@ -111,49 +112,50 @@ class LlamaCpp:
         return self._logits(ids, first_position, None)
 
     def selected_logits(self, ids: Sequence[int]) -> np.ndarray:
-        """Compute the logits that llama.cpp's sampler sees: those of the last token, the only ones computed."""
+        """Compute the logits that llama.cpp's sampler reads: those of the last token, the only ones computed."""
         check_ids(ids, self.config)
         with self._context(len(ids)) as context:
             _decode(context, ids, first_position=0, all_logits=False)
-            return self._row(context, -1)
+            return self._copy_logits(context, -1)
 
     def greedy(self, ids: Sequence[int], n: int) -> list[int]:
-        """Continue by `n` tokens with llama.cpp's greedy sampler and KV cache; end tokens do not stop it."""
+        """Generate `n` tokens with llama.cpp's greedy sampler and KV cache; EOS does not stop it."""
         check_ids(ids, self.config)
         sampler = llama_cpp.llama_sampler_init_greedy()
-        out: list[int] = []
+        token_ids: list[int] = []
         try:
             with self._context(len(ids) + n) as context:
-                step, position = list(ids), 0
-                while len(out) < n:
-                    _decode(context, step, first_position=position, all_logits=False)
-                    position += len(step)
-                    step = [llama_cpp.llama_sampler_sample(sampler, context, -1)]
-                    out += step
+                new_ids, position = list(ids), 0
+                while len(token_ids) < n:
+                    _decode(context, new_ids, first_position=position, all_logits=False)
+                    position += len(new_ids)
+                    new_ids = [llama_cpp.llama_sampler_sample(sampler, context, -1)]
+                    token_ids += new_ids
         finally:
             llama_cpp.llama_sampler_free(sampler)
-        return out
+        return token_ids
 
     def call_batch(self, calls: Sequence[Call]) -> list[Any]:
-        """Answer each of the calls, one by one."""
-        return one_by_one(self, calls)
+        """Return the result of each call, one after the other."""
+        return call_each(self, calls)
 
     def probabilities(self, logits: np.ndarray, settings: SamplingSettings, history: Sequence[int]) -> np.ndarray:
-        """Compute the distribution that llama.cpp's own sampler chain draws from.
+        """Compute the distribution from which llama.cpp's sampler chain draws.
 
-        The chain is penalty, temperature, top-k, top-p, min-p, then the draw. The normalised probabilities of the draw
-        are read back. They are 0 for tokens that the chain removed.
+        The chain is penalty, temperature, top-k, top-p, min-p, draw. The draw writes normalized probabilities, which
+        are read back; tokens that the chain removed get 0.
         """
         candidates = np.zeros(len(logits), TOKEN_DATA)
         candidates["id"], candidates["logit"] = np.arange(len(logits)), logits
-        data = candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
-        array = (llama_cpp.llama_token_data_array * 1)((data, len(logits), -1, False))
+        pointer = candidates.ctypes.data_as(ctypes.POINTER(llama_cpp.llama_token_data))
+        # The fields are data, size, selected and sorted; `size` shrinks when the chain removes candidates.
+        array = (llama_cpp.llama_token_data_array * 1)((pointer, len(logits), -1, False))
         with _sampler_chain(settings, history, n_vocab=len(logits)) as chain:
             llama_cpp.llama_sampler_apply(chain, array)
-        kept = candidates[: array[0].size]  # the chain moves what it keeps to the front
-        out = np.zeros(len(logits), np.float32)
-        out[kept["id"]] = kept["p"]
-        return out
+        remaining = candidates[: array[0].size]  # the chain moves remaining candidates to the front
+        probabilities = np.zeros(len(logits), np.float32)
+        probabilities[remaining["id"]] = remaining["p"]
+        return probabilities
 
     def tokenize(self, text: str, *, add_special: bool, parse_special: bool) -> list[int] | None:
         """Return the token ids of llama.cpp's tokenizer; None for a file without a vocabulary."""
@@ -161,16 +163,16 @@ class LlamaCpp:
         assert vocabulary is not None
         if llama_cpp.llama_vocab_type(vocabulary) == llama_cpp.LLAMA_VOCAB_TYPE_NONE:
             return None
-        data = text.encode()
-        room = len(data) + 8  # a token covers a byte or more; special tokens come on top
+        utf8 = text.encode()
+        room = len(utf8) + 8  # a token covers at least one byte; special tokens need extra room
         buffer = (llama_cpp.llama_token * room)()
-        n = llama_cpp.llama_tokenize(vocabulary, data, len(data), buffer, room, add_special, parse_special)
-        if n < 0:
-            raise RuntimeError(f"llama.cpp: {len(data)} bytes of text need {-n} tokens, expected up to {room}")
-        return list(buffer[:n])
+        n_tokens = llama_cpp.llama_tokenize(vocabulary, utf8, len(utf8), buffer, room, add_special, parse_special)
+        if n_tokens < 0:
+            raise RuntimeError(f"llama.cpp: {len(utf8)} bytes of text need {-n_tokens} tokens, expected up to {room}")
+        return list(buffer[:n_tokens])
 
     def provenance(self) -> dict[str, object]:
-        """Return the facts about a golden's origin that the golden must state."""
+        """Return the versions and settings that a golden must record."""
         weights = FLOAT_TYPES[self.dtype].name if self.numerics == EXACT else "as in the file"
         cache_types = {"type_k": self._cache_type, "type_v": self._cache_type}
         return {
@@ -192,7 +194,7 @@ class LlamaCpp:
         check_ids(ids, self.config)
         with self._context(len(ids), watcher) as context:
             _decode(context, ids, first_position=first_position, all_logits=True, watcher=watcher)
-            return np.stack([self._row(context, i) for i in range(len(ids))])
+            return np.stack([self._copy_logits(context, i) for i in range(len(ids))])
 
     @contextmanager
     def _context(self, n_tokens: int, watcher: "GraphWatcher | None" = None) -> Iterator[llama_cpp.llama_context_p]:
@@ -213,21 +215,17 @@ class LlamaCpp:
         finally:
             llama_cpp.llama_free(context)
 
-    def _row(self, context: llama_cpp.llama_context_p, i: int) -> np.ndarray:
+    def _copy_logits(self, context: llama_cpp.llama_context_p, i: int) -> np.ndarray:
         pointer = llama_cpp.llama_get_logits_ith(context, i)
         return np.ctypeslib.as_array(pointer, (self.config.vocab_size,)).copy()
 
 
 @contextmanager
-def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, LoadPath]]:
-    """Yield the file that llama.cpp is given, the configuration and the load path.
-
-    Raises:
-        ValueError: ggml numerics with another dtype than float32, or without a GGUF file.
-    """
+def _open_run_file(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[Path, ModelConfig, LoadPath]]:
+    """Yield the file that llama.cpp loads, the configuration and the load path; UserError if numerics do not fit."""
     if numerics == EXACT:
-        with float_gguf(path, dtype) as given:
-            yield given
+        with float_gguf(path, dtype) as copy:
+            yield copy
         return
     if dtype != "float32":
         raise UserError(f"llamacpp: ggml numerics need dtype float32, got {dtype}")
@@ -239,9 +237,10 @@ def _as_run(path: Path, numerics: Numerics, dtype: DtypeName) -> Iterator[tuple[
 
 
 @contextmanager
-def _loaded_model(
+def _load_model(
     path: Path, original: Path, dtype: DtypeName, *, vocab_only: bool = False
 ) -> Iterator[llama_cpp.llama_model_p]:
+    """Load a GGUF file with memory mapping and free it after use; `original` and `dtype` are for the error message."""
     params = llama_cpp.llama_model_default_params()
     params.n_gpu_layers = 0
     params.load_mode = llama_cpp.LLAMA_LOAD_MODE_MMAP
@@ -250,8 +249,8 @@ def _loaded_model(
     _errors.clear()
     model = llama_cpp.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        what = original if path == original else f"{original} as a {dtype} file"
-        raise OSError(f"llama.cpp: cannot load {what}: {last_errors()}")
+        description = original if path == original else f"{original} as a {dtype} file"
+        raise OSError(f"llama.cpp: cannot load {description}: {last_errors()}")
     try:
         yield model
     finally:
@@ -266,16 +265,16 @@ def _decode(
     all_logits: bool,
     watcher: GraphWatcher | None = None,
 ) -> None:
-    """Run llama.cpp on some tokens, with logits of all or of the last one."""
+    """Run llama.cpp on some tokens; compute the logits of all tokens or of the last one."""
     batch = llama_cpp.llama_batch_init(len(ids), 0, 1)
     try:
         batch.n_tokens = len(ids)
-        for i, token in enumerate(ids):
-            batch.token[i] = token
-            batch.pos[i] = first_position + i
-            batch.n_seq_id[i] = 1
-            batch.seq_id[i][0] = 0
-            batch.logits[i] = all_logits or i == len(ids) - 1
+        for index, token_id in enumerate(ids):
+            batch.token[index] = token_id
+            batch.pos[index] = first_position + index
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = 0
+            batch.logits[index] = all_logits or index == len(ids) - 1
         _errors.clear()
         status = llama_cpp.llama_decode(context, batch)
     finally:
@@ -289,7 +288,7 @@ def _decode(
 @contextmanager
 def _sampler_chain(settings: SamplingSettings, history: Sequence[int], *, n_vocab: int) -> Iterator[Any]:
     chain = llama_cpp.llama_sampler_chain_init(llama_cpp.llama_sampler_chain_default_params())
-    parts = [
+    samplers = [
         llama_cpp.llama_sampler_init_penalties(n_vocab, len(history), settings.repetition_penalty, 0.0, 0.0),
         llama_cpp.llama_sampler_init_temp(settings.temperature),
         llama_cpp.llama_sampler_init_top_k(settings.top_k),
@@ -298,8 +297,8 @@ def _sampler_chain(settings: SamplingSettings, history: Sequence[int], *, n_voca
         llama_cpp.llama_sampler_init_dist(settings.seed),
     ]
     try:
-        for part in parts:
-            llama_cpp.llama_sampler_chain_add(chain, part)
+        for sampler in samplers:
+            llama_cpp.llama_sampler_chain_add(chain, sampler)
         for token in history:
             llama_cpp.llama_sampler_accept(chain, token)
         yield chain
@@ -320,7 +319,7 @@ class LlamaCppWithAdapter(LlamaCpp):
     ) -> None:
         """Load a model, as for `LlamaCpp`, and a LoRA GGUF file."""
         super().__init__(path, n_threads=n_threads, numerics=numerics)
-        # Freed together with the model.
+        # llama.cpp frees the adapter together with the model.
         self._adapter = llama_cpp.llama_adapter_lora_init(self._model(), os.fsencode(adapter))
         if not self._adapter:
             self.close()

@@ -1,17 +1,17 @@
-"""Which node of llama.cpp's graph is which stage, and how its bytes become the stage's array.
+"""Map the nodes of llama.cpp's graph to stages (llorch's named intermediate arrays), in the shapes of `stages.table`.
 
-One name can mean up to four tensors (`Qcur-0` is the product, the sum with the bias, a reshape and the rotated
-heads), and the output projection has no name of its own in some families. So a node is known by its name, its
-operation and one of its sources together. A node that matches twice is an error, and so is a stage without one.
+One name can mean up to four tensors: `Qcur-0` is the product, the sum with the bias, a reshape and the rotated heads.
+In some families, the output projection has no name. So a rule identifies a node by its name, its operation and one of
+its sources together. Two nodes for one stage are an error, and so is a stage without a node.
 
-Experts: files may hold the gate and up matrices of all experts as one: then both are views of one product. Some
-architectures call a dense product and that of the shared expert alike, so these are known by their weights.
+Experts: files may fuse the gate and up matrices of all experts; then both stages are views of one product. Some
+architectures give equal names to the dense product and the shared expert's product, so their weights identify them.
 
-Delta nets: the rule is one fused operation on the CPU, of which both parts are views with names. Queries and keys come
-out of their L2 norm as a SCALE behind an RMS_NORM that has no name. In memory a state is (value, key) of each head, a
-convolution's state has the channel first. The files of Qwen3.5 have value heads in another order than Hugging Face:
-head j of every key head in turn (tiled), not all heads of one key head (grouped); those of Qwen3-Next do not, but their
-b and a are one matrix.
+Delta nets: the delta rule is one fused operation on the CPU, and both of its outputs are named views. The L2 norm of
+queries and keys is a SCALE after an unnamed RMS_NORM. A state in memory is (value, key) for each head; the state of a
+convolution has the channel axis first. Files of Qwen3.5 order value heads differently than Hugging Face: head j of
+every key head in turn (tiled) instead of all heads of one key head (grouped). Files of Qwen3-Next keep the order, but
+fuse b and a into one matrix.
 
 Source: llama.cpp `src/llama-graph.cpp`, `src/models/{llama,llama4,qwen2,qwen3,qwen2moe,qwen3moe}.cpp`,
 `src/models/{delta-net-base,qwen3next,qwen35,qwen35moe}.cpp`, `conversion/qwen.py`.
@@ -24,31 +24,33 @@ import llama_cpp
 import numpy as np
 
 from llorch.engines import ggml_tensor
-from llorch.engines.dumps.layout import half_split
+from llorch.engines.dumps.layout import to_half_split
 from llorch.engines.ggml_tensor import GgmlTensor
 from llorch.families.config import ModelConfig
 from llorch.families.layers import DeltaNet
 from llorch.families.table import FAMILIES
 
-B_AND_A = "b_and_a"  # of Qwen3-Next: of every key head its b, then its a
-Rule = tuple[str, str, str | None, str | None]  # stage, operation, name without its layer, source
+B_AND_A = "b_and_a"  # fused matrix of Qwen3-Next: for every key head its b, then its a
+Rule = tuple[str, str, str | None, str | None]  # `NodeRule` of any layer: names without it, {i} in the source
 
 
 class NodeRule(NamedTuple):
-    """How to know the node of a stage; None matches anything."""
+    """Rule that identifies the node of a stage; None matches anything."""
 
     stage: str
     op: str
     name: str | None
-    source: str | None  # one of the tensors that it is computed from
+    source: str | None  # name of one of the node's source tensors
 
 
 def node_rules(config: ModelConfig) -> list[NodeRule]:
-    """List the rules for every node that a trace of this model needs."""
+    """List the rules for every node that a trace of this model needs; a stage may have two alternative rules."""
     rules = [NodeRule("embed", "GET_ROWS", None, "token_embd.weight")]
-    for i in range(config.n_layers):
-        for stage, op, name, source in _layer_rules(config, i):
-            rules.append(NodeRule(f"l{i}.{stage}", op, name and f"{name}-{i}", source and source.format(i=i)))
+    for layer in range(config.n_layers):
+        for stage, op, name, source in _layer_rules(config, layer):
+            rules.append(
+                NodeRule(f"l{layer}.{stage}", op, name and f"{name}-{layer}", source and source.format(i=layer))
+            )
     head = "token_embd.weight" if config.tie_word_embeddings else "output.weight"
     return [
         *rules,
@@ -63,7 +65,7 @@ def _layer_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
     yield from _delta_net_rules(config) if "delta_net" in config.traits(layer) else _attention_rules(config, layer)
     yield "attn_residual", "ADD", "attn_residual" if hybrid else "ffn_inp", None
     norm = FAMILIES[config.family].layout.all_names["ffn_norm"]
-    yield "ffn_norm", "MUL", None, f"blk.{{i}}.{norm}.weight"  # Llama 4 gives its usual name to what attention made
+    yield "ffn_norm", "MUL", None, f"blk.{{i}}.{norm}.weight"  # no name: in Llama 4 another node has it
     yield from _expert_rules(config) if "experts" in config.traits(layer) else _FEED_FORWARD_RULES
     yield "block_out", "ADD", "l_out", None
 
@@ -77,8 +79,8 @@ _FEED_FORWARD_RULES: tuple[Rule, ...] = (
 
 
 def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
-    """Yield the rule of each attention stage of a layer: stage, ggml operation, name of the node, tensor."""
-    this = config.layer(layer)
+    """Yield the rules of the attention stages of a layer."""
+    traits = config.layer(layer)
     for letter in "qkv":
         name, tensor = f"{letter.upper()}cur", f"blk.{{i}}.attn_{letter}"
         if config.attention_gate and letter == "q":
@@ -90,13 +92,13 @@ def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
         name = f"{letter.upper()}cur"
         if config.qk_norm:
             yield f"{letter}_norm", "MUL", f"{name}_normed", f"blk.{{i}}.attn_{letter}_norm.weight"
-        if this.rope:
+        if traits.rope:
             yield f"{letter}_rope", "ROPE", name, None
-        if this.head_norm:
+        if traits.head_norm:
             yield f"{letter}_head_norm", "RMS_NORM", f"{name}_normed", None
-    if this.has_attention_temperature:
-        yield "q_tempered", "MUL", "Qcur_attn_temp_scaled" if this.rope else "Qcur", None
-    yield "kq", "MUL_MAT", "kq", None
+    if traits.has_attention_temperature:
+        yield "q_tempered", "MUL", "Qcur_attn_temp_scaled" if traits.rope else "Qcur", None
+    yield "kq", "MUL_MAT", "kq", None  # kq and kqv are no stages, but their sources are the cached keys and values
     yield "attn_probs", "SOFT_MAX", "kq_soft_max", "kq-{i}"
     yield "kqv", "MUL_MAT", "kqv", "kq_soft_max-{i}"
     yield "attn_context", "CONT", "attn_pregate" if config.attention_gate else "kqv_out", None
@@ -108,7 +110,7 @@ def _attention_rules(config: ModelConfig, layer: int) -> Iterator[Rule]:
 
 
 def _delta_net_rules(config: ModelConfig) -> Iterator[Rule]:
-    """Stage, operation, name without its layer, and source of the nodes of one layer."""
+    """Yield the rules of the delta net stages of a layer."""
     yield "qkv_in", "MUL_MAT", None, "blk.{i}.attn_qkv.weight"
     yield "z_in", "MUL_MAT", "z", "blk.{i}.attn_gate.weight"
     if FAMILIES[config.family].delta_net == "fused":
@@ -130,7 +132,7 @@ def _delta_net_rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 def _expert_rules(config: ModelConfig) -> Iterator[Rule]:
-    """Stage, operation, name without its layer, and source of the nodes of one layer."""
+    """Yield the rules of the expert stages of a layer."""
     experts = config.experts
     assert experts is not None
     yield "router_logits", "MUL_MAT", "ffn_moe_logits", "blk.{i}.ffn_gate_inp.weight"
@@ -143,7 +145,7 @@ def _expert_rules(config: ModelConfig) -> Iterator[Rule]:
         yield "topk_weights", "GET_ROWS", "ffn_moe_weights", None
     if experts.scaled_inputs:
         yield "expert_in", "MUL", "ffn_moe_weighted", None
-    for part in ("gate", "up"):
+    for part in ("gate", "up"):  # separate matrices, or else views of a fused product
         yield f"expert_{part}", "MUL_MAT_ID", f"ffn_moe_{part}", f"blk.{{i}}.ffn_{part}_exps.weight"
         yield f"expert_{part}", "VIEW", f"ffn_moe_{part}", "ffn_moe_gate_up-{i}"
     yield "expert_act", "SWIGLU", "ffn_moe_swiglu", None
@@ -166,10 +168,10 @@ def _shared_rules(config: ModelConfig) -> Iterator[Rule]:
 
 
 class GraphCapture:
-    """Receives the nodes of one decode and keeps the arrays of the stages."""
+    """Capture of the stages of one `llama_decode` call from the nodes of its graph."""
 
     def __init__(self, config: ModelConfig, n_tokens: int) -> None:
-        """Prepare for one decode of `n_tokens` tokens into an empty cache."""
+        """Prepare to capture one pass of `n_tokens` tokens with an empty cache."""
         self.config = config
         self.n_tokens = n_tokens
         self.arrays: dict[str, np.ndarray] = {}
@@ -177,11 +179,11 @@ class GraphCapture:
         self._unnamed: list[NodeRule] = []
         self._all_rules = node_rules(config)
         for rule in self._all_rules:
-            known = self._unnamed if rule.name is None else self._rules.setdefault((rule.op, rule.name), [])
-            known.append(rule)
+            rules = self._unnamed if rule.name is None else self._rules.setdefault((rule.op, rule.name), [])
+            rules.append(rule)
 
     def stage_of(self, tensor: GgmlTensor) -> str | None:
-        """Find the stage that a node computes; None for other nodes."""
+        """Return the stage that a node computes; None for other nodes."""
         op = ggml_tensor.op_name(tensor)
         sources = ggml_tensor.source_names(tensor)
         for rule in (*self._rules.get((op, tensor.name.decode()), ()), *self._unnamed):
@@ -190,7 +192,7 @@ class GraphCapture:
         return None
 
     def keep(self, tensor: GgmlTensor) -> None:
-        """Copy a computed node for which `stage_of` gave a stage; called while its sources are still in place."""
+        """Copy a computed node if it is a stage; call it before ggml reuses the memory of the node's sources."""
         stage = self.stage_of(tensor)
         if stage is None:
             return
@@ -206,10 +208,7 @@ class GraphCapture:
             self.arrays[f"{layer}.attn_scores"] = self._scores(tensor, self.arrays[f"{layer}.kq"])
 
     def _scores(self, softmax: GgmlTensor, products: np.ndarray) -> np.ndarray:
-        """Compute the input of the softmax.
-
-        ggml scales and masks inside the node, by a parameter and a second input of the node.
-        """
+        """Compute the scaled and masked scores, which ggml computes inside the softmax node."""
         scale, max_bias = ggml_tensor.float_params(softmax)[:2]
         if max_bias != 0:
             raise RuntimeError(f"llama.cpp: expected a softmax without ALiBi, got max_bias {max_bias}")
@@ -217,7 +216,7 @@ class GraphCapture:
         return products * scale + mask[..., : products.shape[-2], :]
 
     def stages(self) -> dict[str, np.ndarray]:
-        """Return the captured arrays in llorch's shapes and in Hugging Face's order of head dimensions."""
+        """Return the captured arrays in llorch's shapes and Hugging Face's order of head dimensions."""
         if missing := [rule for rule in self._all_rules if rule.stage not in self.arrays]:
             stage, *rule = missing[0]
             raise RuntimeError(
@@ -225,106 +224,106 @@ class GraphCapture:
                 f"{', '.join(map(str, rule))}); correct the rule in llorch/engines/llamacpp_graph.py, or layout and "
                 "llamacpp of the record in llorch/families"
             )
-        out = {}
+        stages = {}
         for stage, array in self.arrays.items():
             layer, dot, short = stage.rpartition(".")
             if short in ("kq", "kqv"):
                 continue
-            shaped = _delta_net_stages(short, array, self.config) or {short: self._shaped(short, array)}
-            for name, each in shaped.items():
-                wide = each.dtype if each.dtype.kind == "i" else np.float32  # a cache may be float16
-                out[f"{layer}{dot}{name}"] = each.astype(wide, copy=False)
-        return out
+            shaped_stages = _delta_net_stages(short, array, self.config) or {short: self._reshape(short, array)}
+            for name, stage_array in shaped_stages.items():
+                dtype = stage_array.dtype if stage_array.dtype.kind == "i" else np.float32  # a cache may be float16
+                stages[f"{layer}{dot}{name}"] = stage_array.astype(dtype, copy=False)
+        return stages
 
-    def _shaped(self, short: str, array: np.ndarray) -> np.ndarray:
+    def _reshape(self, short: str, array: np.ndarray) -> np.ndarray:
         """Reshape a node of llama.cpp to the axes of its stage."""
-        n, config = self.n_tokens, self.config
+        n_tokens, config = self.n_tokens, self.config
         interleaved = FAMILIES[config.family].layout.interleaved_rope == "gguf"
         match short:
             case "q_norm" | "k_norm" | "q_rope" | "k_rope" | "q_tempered" | "q_head_norm" | "k_head_norm":
-                heads = array.reshape(n, -1, config.head_dim)
-                return half_split(heads) if interleaved else heads
+                heads = array.reshape(n_tokens, -1, config.head_dim)
+                return to_half_split(heads) if interleaved else heads
             case "q_proj" | "k_proj":
-                heads = array.reshape(n, -1, config.head_dim)
-                return (half_split(heads) if interleaved else heads).reshape(n, -1)
+                heads = array.reshape(n_tokens, -1, config.head_dim)
+                return (to_half_split(heads) if interleaved else heads).reshape(n_tokens, -1)
             case "k_cache":
-                cache = array[0, :, :n]  # the view is padded beyond the real context
-                return half_split(cache) if interleaved else cache
+                cache = array[0, :, :n_tokens]  # the rest of the view is padding
+                return to_half_split(cache) if interleaved else cache
             case "v_cache":
-                return array[0, :, :, :n].transpose(0, 2, 1)  # stored with the tokens as fastest axis
+                return array[0, :, :, :n_tokens].transpose(0, 2, 1)  # stored with the tokens as fastest axis
             case "attn_scores" | "attn_probs":
-                return array[0, :, :, :n]
+                return array[0, :, :, :n_tokens]
             case "topk_ids":
-                return array.reshape(n, -1).astype(np.int64)
+                return array.reshape(n_tokens, -1).astype(np.int64)
             case "expert_in" | "expert_gate" | "expert_up" | "expert_act" | "expert_out":
-                return array.reshape(n, -1, array.shape[-1])
+                return array.reshape(n_tokens, -1, array.shape[-1])
             case _:
-                return array.reshape(n, -1)
+                return array.reshape(n_tokens, -1)
 
 
 def _delta_net_stages(short: str, array: np.ndarray, config: ModelConfig) -> Mapping[str, np.ndarray]:
-    """Split a node into its stages, in the table's shapes and Hugging Face's order of heads; none for other nodes."""
+    """Split a delta net's node into its stages, in llorch's shapes and Hugging Face's order; empty for other nodes."""
     net = config.delta_net
     if net is None:
         return {}
     match short:
         case "b_and_a":
-            of_key_heads = array.reshape(array.shape[-2], net.n_key_heads, 2, -1)
-            return {"b_in": _heads_joined(of_key_heads[:, :, 0]), "a_in": _heads_joined(of_key_heads[:, :, 1])}
+            by_key_head = array.reshape(array.shape[-2], net.n_key_heads, 2, -1)
+            return {"b_in": _join_heads(by_key_head[:, :, 0]), "a_in": _join_heads(by_key_head[:, :, 1])}
         case "qkv_in" | "conv_out":
-            return {short: _channels(array.reshape(-1, net.conv_width), net, config)}
+            return {short: _reorder_channels(array.reshape(-1, net.conv_width), net, config)}
         case "conv_state":
-            return {short: _channels(array.reshape(net.conv_width, -1).T, net, config)}
+            return {short: _reorder_channels(array.reshape(net.conv_width, -1).T, net, config)}
         case "b_in" | "a_in" | "beta" | "log_decay":
-            return {short: _heads(array.reshape(-1, net.n_value_heads), 1, net, config)}
+            return {short: _reorder_heads(array.reshape(-1, net.n_value_heads), 1, net, config)}
         case "q_l2" | "k_l2":
             return {short: array.reshape(-1, net.n_key_heads, net.key_head_dim)}
         case "delta_state":
             states = array.reshape(net.n_value_heads, net.value_head_dim, net.key_head_dim)
-            return {short: _heads(states, 0, net, config).swapaxes(1, 2)}
+            return {short: _reorder_heads(states, 0, net, config).swapaxes(1, 2)}
         case "delta_out" | "z_in" | "gated_norm":
-            heads = _heads(array.reshape(-1, net.n_value_heads, net.value_head_dim), 1, net, config)
-            return {short: heads if short == "delta_out" else _heads_joined(heads)}
+            heads = _reorder_heads(array.reshape(-1, net.n_value_heads, net.value_head_dim), 1, net, config)
+            return {short: heads if short == "delta_out" else _join_heads(heads)}
         case _:
             return {}
 
 
-def _heads_joined(heads: np.ndarray) -> np.ndarray:
+def _join_heads(heads: np.ndarray) -> np.ndarray:
     return heads.reshape(len(heads), -1)
 
 
-def _channels(rows: np.ndarray, net: DeltaNet, config: ModelConfig) -> np.ndarray:
-    """Order the channels of the convolution as the engine orders the heads of values."""
+def _reorder_channels(rows: np.ndarray, net: DeltaNet, config: ModelConfig) -> np.ndarray:
+    """Bring the value channels of a convolution into Hugging Face's order of heads."""
     values = rows[:, 2 * net.key_width :].reshape(len(rows), net.n_value_heads, net.value_head_dim)
-    return np.concatenate([rows[:, : 2 * net.key_width], _heads_joined(_heads(values, 1, net, config))], axis=1)
+    return np.concatenate([rows[:, : 2 * net.key_width], _join_heads(_reorder_heads(values, 1, net, config))], axis=1)
 
 
-def _heads(array: np.ndarray, axis: int, net: DeltaNet, config: ModelConfig) -> np.ndarray:
+def _reorder_heads(array: np.ndarray, axis: int, net: DeltaNet, config: ModelConfig) -> np.ndarray:
     """Bring the axis of value heads into Hugging Face's order."""
-    if FAMILIES[config.family].delta_net == "fused":  # others are tiled
+    if FAMILIES[config.family].delta_net == "fused":  # already in this order; other files are tiled
         return array
-    before, after = array.shape[:axis], array.shape[axis + 1 :]
-    tiled = array.reshape(*before, -1, net.n_key_heads, *after)
+    leading, trailing = array.shape[:axis], array.shape[axis + 1 :]
+    tiled = array.reshape(*leading, -1, net.n_key_heads, *trailing)
     return tiled.swapaxes(axis, axis + 1).reshape(array.shape)
 
 
 class GraphWatcher:
-    """The scheduler's callback: first asked whether a node matters, then given it when it is computed.
+    """Callback of ggml's scheduler, which first asks if a node is wanted, and passes it again once it is computed.
 
-    An exception must not cross the C frames (ctypes would print it and go on as if we had said no), so it is
-    kept here and raised after the decode.
+    An exception must not cross the C frames: ctypes would print it and return False. So it is stored in `error`, and
+    the caller raises it after the pass.
     """
 
     def __init__(self, capture: GraphCapture) -> None:
-        """Hand computed nodes to a capture."""
+        """Prepare a callback that passes computed nodes to a capture."""
         self.error: BaseException | None = None
         self._capture = capture
         self.callback = llama_cpp.ggml_backend_sched_eval_callback(self._on_node)
 
     def _on_node(self, address: int, ask: bool, _user_data: int | None) -> bool:
-        """Answer the scheduler: keep a computed node, or tell if a node is wanted; errors are kept for later."""
+        """Return True if a node is wanted (`ask`), or capture a computed node; store exceptions in `error`."""
         if self.error is not None:
-            return ask  # yes, we want the node: the next answer can then stop the graph
+            return ask  # request the next node, then return False for it, which stops the graph
         try:
             tensor = ggml_tensor.node(address)
             if ask:

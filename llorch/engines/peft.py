@@ -1,4 +1,4 @@
-"""Logits of an adapter in PEFT."""
+"""Logits of a model with an adapter, computed by PEFT."""
 
 import warnings
 from collections.abc import Iterator, Sequence
@@ -13,16 +13,16 @@ import transformers
 from jaxtyping import Float32
 
 from llorch.engines.transformers import Transformers
-from llorch.lora.peft_format import is_of_whole
+from llorch.lora.peft_format import has_multimodal_names
 
 
 def peft_logits(model: str | Path, adapter: str | Path, ids: Sequence[int]) -> Float32[np.ndarray, "seq vocab"]:
-    """Compute the logits of every token by PEFT; RuntimeError if tensors are missing, for which PEFT only warns.
+    """Compute the logits of every token with PEFT; raise RuntimeError if adapter tensors are missing.
 
-    The names in the adapter decide which base is used: the text model alone, or the whole multimodal model.
+    PEFT itself only warns of missing tensors. The tensor names in the adapter select the base: text or multimodal.
     """
-    with _base_of(model, adapter) as base, warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("ignore")  # of tied embeddings and renamed functions; keys that do not fit are an error
+    with _open_base(model, adapter) as base, warnings.catch_warnings(), torch.no_grad():
+        warnings.simplefilter("ignore")  # tied embeddings, renamed functions; missing keys remain an error
         warnings.filterwarnings("error", message="Found missing adapter keys")
         try:
             adapted = peft.PeftModel.from_pretrained(base, adapter).eval()
@@ -32,9 +32,9 @@ def peft_logits(model: str | Path, adapter: str | Path, ids: Sequence[int]) -> F
 
 
 @contextmanager
-def _base_of(model: str | Path, adapter: str | Path) -> Iterator[Any]:
-    """Open the base in float32: the whole multimodal model if the adapter is one for it, else the text model."""
-    if is_of_whole(adapter):
+def _open_base(model: str | Path, adapter: str | Path) -> Iterator[Any]:
+    """Open the base in float32: the whole multimodal model if the adapter was trained on it, else the text model."""
+    if has_multimodal_names(adapter):
         yield transformers.AutoModelForImageTextToText.from_pretrained(
             model, local_files_only=True, use_safetensors=True, dtype=torch.float32, attn_implementation="eager"
         )

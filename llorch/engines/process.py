@@ -1,8 +1,8 @@
-"""Engines in processes of their own: one that crashes, hangs or takes all memory is a line, and the work goes on.
+"""Reference engines in child processes: if one crashes, hangs or uses all memory, llorch reports one line and goes on.
 
-What an engine does to its process stays there: variables that ggml reads, torch's and BLAS's number of threads and
-default dtype, the log levels of transformers, llama.cpp's log function, memory that was never given back. This process
-imports no engine. A process serves one model after the other, because importing transformers takes seconds.
+An engine changes the state of its own process only: environment variables of ggml, thread numbers of torch and BLAS,
+torch's default dtype, log levels of transformers, llama.cpp's log function, leaked memory. llorch's process imports no
+engine. A child process serves several models in turn, because importing transformers takes seconds.
 """
 
 import os
@@ -17,42 +17,42 @@ from pathlib import Path
 from typing import Any
 from weakref import finalize
 
-from llorch.engines.child import message, raised, receive
+from llorch.engines.child import message, rebuild_error, receive
 from llorch.runtime.errors import EngineDied, UserError
 from llorch.runtime.worker import Worker, last_line, python, signal_name, tail
 
-GGML_VARIABLES = {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}  # read once, when its CPU backend starts
+# Switches off what may change float32 results; ggml reads them once, when its CPU backend starts.
+GGML_VARIABLES = {"GGML_CPU_DISABLE_FUSION": "1", "GGML_CPU_TILED_MM": "0"}
 _VARIABLES = {"llamacpp": GGML_VARIABLES}
 _IMPORTS = {"llamacpp": "llorch.engines.llamacpp", "transformers": "llorch.engines.transformers"}
-# How long an engine may be silent: its start, and as often as a call may go through the whole model, at a speed that a
-# slow disk has.
-START, PASSES, SPEED = 180.0, 32, 50e6  # seconds, times, bytes per second
-_WORDS = 300  # characters
+# Time limit of a silent engine: START, plus PASSES reads of the whole model at SPEED, the speed of a slow disk.
+START, PASSES, SPEED = 180.0, 32, 50e6  # seconds, number of reads, bytes per second
+_MAX_CHARACTERS = 300  # of the last output line, in messages
 
 
 Progress = Callable[[str], None]
 
 
-def _silent(text: str) -> None:
+def _ignore_progress(text: str) -> None:
     """Ignore a line of progress."""
 
 
 class EngineProcess:
-    """A process for one engine."""
+    """Child process of one engine."""
 
     def __init__(self, engine: str) -> None:
-        """Start it; `llamacpp` and `transformers` are imported while nothing is asked yet."""
+        """Start the process; it imports `llamacpp` or `transformers` before the first request."""
         self.engine, self._lock, self._death = engine, threading.Lock(), ""
-        self.progress: Progress = _silent  # told how far a call is
+        self.progress: Progress = _ignore_progress  # called with every progress message
         if not hasattr(socket, "AF_UNIX"):  # Windows
-            what = "llorch cannot run engines on a system without Unix sockets"
-            raise EngineDied(f"{engine}: {what}; use --against golden with a built-in model")
-        folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # whatever the engine leaves there goes with it
-        variables = {"GGML_NO_BACKTRACE": "1", "TMPDIR": str(folder)}  # C frames are nobody's last words
-        with (folder / "stderr").open("wb") as said:
+            reason = "llorch cannot run engines on a system without Unix sockets"
+            raise EngineDied(f"{engine}: {reason}; use --against golden with a built-in model")
+        folder = Path(tempfile.mkdtemp(prefix="llorch-"))  # removed with all files that the engine leaves
+        variables = {"GGML_NO_BACKTRACE": "1", "TMPDIR": str(folder)}  # a backtrace would hide the last error line
+        with (folder / "stderr").open("wb") as stderr:
             command = python("llorch.engines.child:main", _IMPORTS.get(engine, ""))
-            self._worker = Worker(command, output=said, env=os.environ | variables | _VARIABLES.get(engine, {}))
-        self._end = finalize(self, _ended, os.getpid(), self._worker, folder)
+            self._worker = Worker(command, output=stderr, env=os.environ | variables | _VARIABLES.get(engine, {}))
+        self._end = finalize(self, _end_process, os.getpid(), self._worker, folder)
 
     @property
     def pid(self) -> int:
@@ -61,53 +61,54 @@ class EngineProcess:
 
     @property
     def runs(self) -> bool:
-        """True if the process can answer calls."""
+        """True if the process has not ended."""
         return self._worker.runs
 
-    def ask(self, what: str, request: Sequence[object], seconds: float) -> Any:
-        """Have something done; what the engine raises is raised here, with the place in its process as a note.
+    def ask(self, call: str, request: Sequence[object], seconds: float) -> Any:
+        """Send a request and return its result; re-raise the engine's exception with its traceback as a note.
 
-        `request`: see child.py. EngineDied, with `what`, when the process ended or was silent for too many seconds.
+        For `request`, see child.py. Raise EngineDied with `call` if the process ended or was silent for `seconds`.
         """
-        parts = message(request)
+        encoded = message(request)
         with self._lock:
             if self._death:
                 raise EngineDied(self._death)
             try:
                 channel = self._worker.channel
                 channel.seconds = seconds
-                channel.send(*parts)
-                while (received := receive(channel))[0] == "said":
-                    self.progress(received[1])
+                channel.send(*encoded)
+                while (reply := receive(channel))[0] == "said":
+                    self.progress(reply[1])
             except (EOFError, OSError) as error:
-                hangs = isinstance(error, TimeoutError)
-                what = f"no answer to {what} for {seconds:.0f} s" if hangs else f"{self._way_to_end()} in {what}"
-                self._death = f"{self.engine}: {what}; {self._end()}"
+                is_timeout = isinstance(error, TimeoutError)
+                call = f"no answer to {call} for {seconds:.0f} s" if is_timeout else f"{self._describe_end()} in {call}"
+                self._death = f"{self.engine}: {call}; {self._end()}"
                 raise EngineDied(self._death) from None
-            except BaseException:  # such as Ctrl-C: an answer may come that nobody waits for
-                self._death = f"{self.engine}: llorch ended the engine's process because {what} was interrupted"
+            except BaseException:  # such as Ctrl-C: the unread answer would be taken for the next one
+                self._death = f"{self.engine}: llorch ended the engine's process because {call} was interrupted"
                 self._end()
                 raise
-        kind, *answer = received
+        kind, *values = reply
         if kind == "value":
-            return answer[0]
-        *description, trace = answer
+            return values[0]
+        *description, trace = values
         raise self._error(description, trace)
 
     def _error(self, description: list, trace: str) -> Exception:
-        """Make the exception that the engine raised, with the place in its process as a note."""
-        error = raised(*description)
+        """Rebuild the engine's exception, with its traceback as a note."""
+        error = rebuild_error(*description)
         if isinstance(error, ValueError) and not isinstance(error, UserError):
-            error = UserError(str(error))  # the engine refuses the model
+            error = UserError(str(error))  # the engine rejects the model
         error.add_note(f"in the process of {self.engine}:\n{trace}")
         return error
 
     def end(self) -> None:
-        """End the process, whatever it does."""
+        """End the process, even during a call."""
         self._death = f"{self.engine}: llorch ended the engine's process"
         self._end()
 
-    def _way_to_end(self) -> str:
+    def _describe_end(self) -> str:
+        """Describe how the process ended, after at most 5 s of waiting for its exit status."""
         status = self._worker.wait(5)
         if status is None:
             return "the engine's process does not answer"
@@ -117,18 +118,18 @@ class EngineProcess:
         return f"the engine's process was ended by {signal_name(status)}{memory}"
 
 
-def _ended(owner: int, worker: Worker, folder: Path) -> str:
-    """End a process and remove its files; says what its last words were. A copy of its owner leaves it alone."""
+def _end_process(owner: int, worker: Worker, folder: Path) -> str:
+    """End a process, remove its files and return its last output; do nothing in a fork of the `owner` process (id)."""
     if owner != os.getpid():
         return ""
     worker.end()
-    words = last_line(tail(folder / "stderr"))[:_WORDS]
+    last_output = last_line(tail(folder / "stderr"))[:_MAX_CHARACTERS]
     shutil.rmtree(folder, ignore_errors=True)
-    return f"its last output: {words}" if words else "it printed nothing"
+    return f"its last output: {last_output}" if last_output else "it printed nothing"
 
 
 class EngineInChild:
-    """An engine with a model, in a process of its own: it has every public method of that engine."""
+    """Proxy of an engine with a model in a child process; it has every public method of the engine."""
 
     def __init__(
         self,
@@ -139,18 +140,20 @@ class EngineInChild:
         progress: Progress | None = None,
         **kwargs: object,
     ) -> None:
-        """Load a model by `target`, `module:function`; its size sets the time limits. `progress` gets its messages."""
+        """Load a model with the function `target`, `module:function`; the size of the model sets the time limits."""
         self._engine, self._path = engine, Path(path)
         self._process: EngineProcess | None = _take_idle(engine)
-        self._process.progress = progress or _silent
+        self._process.progress = progress or _ignore_progress
         try:
-            shown = self._process.ask("loading", ["open", str(Path.cwd()), target, args, kwargs], _patience(self._path))
+            attributes = self._process.ask(
+                "loading", ["open", str(Path.cwd()), target, args, kwargs], _time_limit(self._path)
+            )
         except BaseException:
-            _give_back(self._process)
+            _return_idle(self._process)
             raise
-        for method in shown.pop("methods"):
+        for method in attributes.pop("methods"):
             setattr(self, method, partial(self._call, method))
-        vars(self).update(shown)
+        vars(self).update(attributes)
 
     def __enter__(self) -> "EngineInChild":
         return self
@@ -161,41 +164,41 @@ class EngineInChild:
     @property
     def pid(self) -> int:
         """Process id of the engine's process."""
-        return self._asked().pid
+        return self._require_process().pid
 
     def close(self) -> None:
-        """Free the model; its process waits for the next."""
+        """Free the model; keep the process for the next model."""
         process, self._process = self._process, None
         if process is not None and process.runs:
             process.ask("closing", ["close"], START)
-            _give_back(process)
+            _return_idle(process)
 
     def _call(self, method: str, *args: object, **kwargs: object) -> Any:
         calls: Any = args[0] if method == "call_batch" else [(method, args, kwargs)]
-        seconds = sum(_patience(self._path, *given, *named.values()) for _, given, named in calls)
-        return self._asked().ask(method, ["call", method, args, kwargs], seconds)
+        seconds = sum(_time_limit(self._path, *arguments, *keywords.values()) for _, arguments, keywords in calls)
+        return self._require_process().ask(method, ["call", method, args, kwargs], seconds)
 
-    def _asked(self) -> EngineProcess:
-        """Return the child process; ValueError after `close`."""
+    def _require_process(self) -> EngineProcess:
+        """Return the child process; raise ValueError after `close`."""
         if self._process is None:
             raise ValueError(f"{self._engine}: the engine is closed")
         return self._process
 
 
 def in_child(engine: str, path: str | Path, target: str, *args: object) -> Any:
-    """Call `target`, `module:function`, in the process of an engine; the size of the model sets the limits of time."""
+    """Call `target`, `module:function`, in the process of an engine; the size of the model sets the time limit."""
     process = _take_idle(engine)
     try:
-        what = target.rpartition(":")[2]
-        return process.ask(what, ["run", str(Path.cwd()), target, args, {}], _patience(Path(path), *args))
+        function_name = target.rpartition(":")[2]
+        return process.ask(function_name, ["run", str(Path.cwd()), target, args, {}], _time_limit(Path(path), *args))
     finally:
-        _give_back(process)
+        _return_idle(process)
 
 
 def start(engines: Sequence[str]) -> None:
-    """Let processes of engines import them meanwhile; each is used when the engine is."""
+    """Start the processes of engines in the background, so that they import the engines early."""
     for engine in engines:
-        _give_back(_take_idle(engine))
+        _return_idle(_take_idle(engine))
 
 
 def _take_idle(engine: str) -> EngineProcess:
@@ -204,19 +207,19 @@ def _take_idle(engine: str) -> EngineProcess:
     return idle if idle is not None and idle.runs else EngineProcess(engine)
 
 
-def _give_back(process: EngineProcess) -> None:
-    """Let a process wait for the next model, where no other does."""
-    process.progress = _silent
+def _return_idle(process: EngineProcess) -> None:
+    """Keep a process for the next model, or end it if another process of the engine is already idle."""
+    process.progress = _ignore_progress
     if process.runs and _IDLE.setdefault(process.engine, process) is not process:
         process.end()
 
 
-def _patience(path: Path, *args: object) -> float:
-    """Compute the time limit of a call in seconds: the model runs once for each token, with a reserve."""
+def _time_limit(path: Path, *args: object) -> float:
+    """Compute the time limit of a call in seconds, with one more read of the model for each token of the arguments."""
     files = path.iterdir() if path.is_dir() else [path] if path.exists() else []
     n_bytes = sum(file.stat().st_size for file in files if file.is_file())
-    n_tokens = max((len(value) for value in args if isinstance(value, Sequence | Mapping)), default=0)
+    n_tokens = max((len(argument) for argument in args if isinstance(argument, Sequence | Mapping)), default=0)
     return START + (PASSES + n_tokens) * n_bytes / SPEED
 
 
-_IDLE: dict[str, EngineProcess] = {}  # by engine
+_IDLE: dict[str, EngineProcess] = {}  # idle process by engine

@@ -1,4 +1,4 @@
-"""Facts and rules of each model family, one file each, and the readers of hyperparameters.
+"""Facts and rules of each model family, one file for each, and the readers of hyperparameters.
 
-`config` is what the rest of llorch reads, `family` the record of a family, `table` lists the families.
+`config` has the hyperparameters that llorch uses, `family` is the record of a family, and `table` lists the families.
 """

@@ -1,14 +1,14 @@
 """Hyperparameters of one model, read from a Hugging Face `config.json` or from GGUF metadata.
 
-A family states what its blocks contain (biases, query and key norms); the weight loader then checks that the file
-agrees. Whatever the readers do not name is refused by name.
+A family declares the parts of its blocks (biases, query and key norms); the weight loader then checks that the file
+agrees. A setting that llorch does not compute is an error that names its key.
 
-    family              the record of a family; each family has a module, `table` lists them
+    family              record of a family; each family has a module, and `table` lists them
     read_huggingface    config.json to a ModelConfig
-    read_gguf           metadata to the same
+    read_gguf           GGUF metadata to a ModelConfig
     rules               rules of files that several families share
     rope_scaling        RoPE for longer contexts
-    llamacpp_limits     what a GGUF file, and so llama.cpp, cannot express
+    llamacpp_limits     configurations that llama.cpp, and so a GGUF file, cannot express
 """
 
 import math
@@ -23,7 +23,7 @@ from llorch.runtime.fields import shortest
 __all__ = ["FactorScaling", "LinearScaling", "Llama3Scaling", "ModelConfig", "RopeScaling", "YarnScaling"]
 
 MOST_LAYERS = 512
-DENSE_LAYER = Layer()
+DENSE_LAYER = Layer()  # of a model whose `layers` is empty
 _LARGEST = {
     "hidden_size": 2**20, "intermediate_size": 2**24, "n_layers": MOST_LAYERS, "n_heads": 2**16, "n_kv_heads": 2**16,
     "head_dim": 2**16, "vocab_size": 2**24, "max_position_embeddings": 2**27,
@@ -36,11 +36,11 @@ _LARGEST_OF_DELTA_NET = {
 
 @dataclass(frozen=True, kw_only=True)
 class ModelConfig:
-    """The hyperparameters of a decoder of one of the families; OutOfRange for what no model can have."""
+    """Hyperparameters of a decoder; the constructor raises FormatError OutOfRange for impossible values."""
 
-    family: str  # its name in `llorch.families.table`
+    family: str  # name in `llorch.families.table`
     hidden_size: int  # width of the residual stream
-    intermediate_size: int  # width of the feed-forward part
+    intermediate_size: int  # width of the feed-forward block
     n_layers: int  # 1 to 512
     n_heads: int  # query heads
     n_kv_heads: int  # key and value heads, divides n_heads
@@ -54,19 +54,19 @@ class ModelConfig:
     o_bias: bool
     qk_norm: bool  # RMSNorm of every query and key head before RoPE
     tie_word_embeddings: bool  # the output matrix is embed_tokens
-    # What a dense model has not:
+    # Settings that dense models do not have:
     layers: tuple[Layer, ...] = ()  # one for each layer; empty: all are dense
-    experts: Experts | None = None  # of the layers that have some
-    delta_net: DeltaNet | None = None  # of the layers that are one
-    attention_gate: bool = False  # attention is multiplied by a sigmoid, whose input lies beside each head of q_proj
-    rotary_dim: int = 0  # leading part of a head that RoPE turns, even; 0: all of it
-    interleaved_rope_hf: bool = False  # RoPE turns (2j, 2j + 1), as in Llama 4, not (j, j + half)
-    temperature: Temperature | None = None  # of the layers that are tempered
-    rope_sections: tuple[int, ...] = field(default=(), compare=False)  # of a GGUF file; no text depends on them
-    part_of_whole: bool = field(default=False, compare=False)  # of a folder with a multimodal model; no matter for text
+    experts: Experts | None = None  # settings of layers with experts
+    delta_net: DeltaNet | None = None  # settings of layers with a delta net
+    attention_gate: bool = False  # attention times a sigmoid, whose input rows follow each query head in q_proj
+    rotary_dim: int = 0  # leading part of a head that RoPE rotates, even; 0: the whole head
+    interleaved_rope_hf: bool = False  # RoPE rotates (2j, 2j + 1), as in Llama 4, not (j, j + half)
+    temperature: Temperature | None = None  # settings of layers with an attention temperature
+    rope_sections: tuple[int, ...] = field(default=(), compare=False)  # from a GGUF file; no effect on text
+    part_of_whole: bool = field(default=False, compare=False)  # text part of a multimodal folder; affects paths only
 
     def __post_init__(self) -> None:
-        """Refuse values that no model can have."""
+        """Raise FormatError for impossible values."""
         _check_sizes(self, _LARGEST)
         if self.n_heads % self.n_kv_heads:
             raise _out_of_range(
@@ -93,10 +93,10 @@ class ModelConfig:
             if self.experts is None:
                 raise _out_of_range("experts: expected settings for the layers with experts, got None")
             _check_sizes(self.experts, _LARGEST_OF_EXPERTS)
-            used, n_experts = self.experts.n_experts_per_token, self.experts.n_experts
-            if not 1 <= used <= n_experts:
+            n_used, n_experts = self.experts.n_experts_per_token, self.experts.n_experts
+            if not 1 <= n_used <= n_experts:
                 raise _out_of_range(
-                    f"experts per token must be from 1 to {n_experts}, the number of experts, got {used}"
+                    f"experts per token must be from 1 to {n_experts}, the number of experts, got {n_used}"
                 )
         if any(layer.mixer == "delta_net" for layer in self.layers):
             if (net := self.delta_net) is None:
@@ -133,29 +133,29 @@ class ModelConfig:
         return self.layers[index] if self.layers else DENSE_LAYER
 
     def traits(self, layer: int | None) -> frozenset[str]:
-        """Return the traits of a layer, or of the model outside its layers for None.
+        """Return the traits of a layer, or with None of the model outside its layers: words such as `qkv_bias`.
 
-        Stages and weights are selected by these words.
+        The tables of weights and of stages (named intermediate arrays) select their rows by traits.
         """
         if layer is None:
             return frozenset({"tied" if self.tie_word_embeddings else "untied"})
-        this, experts = self.layer(layer), self.experts
-        has = {
-            this.mixer: True, "experts" if this.experts else "dense": True,
-            "shared": this.experts and experts is not None and experts.shared_size > 0,
-            "shared_gate": this.experts and experts is not None and experts.shared_gate,
-            "scaled_inputs": this.experts and experts is not None and experts.scaled_inputs,
+        traits, experts = self.layer(layer), self.experts
+        flags = {
+            traits.mixer: True, "experts" if traits.experts else "dense": True,
+            "shared": traits.experts and experts is not None and experts.shared_size > 0,
+            "shared_gate": traits.experts and experts is not None and experts.shared_gate,
+            "scaled_inputs": traits.experts and experts is not None and experts.scaled_inputs,
         }  # fmt: skip
-        if this.mixer == "attention":
-            has |= {
+        if traits.mixer == "attention":
+            flags |= {
                 "qkv_bias": self.qkv_bias, "o_bias": self.o_bias, "qk_norm": self.qk_norm, "gate": self.attention_gate,
-                "rope": this.rope, "head_norm": this.head_norm, "tempered": this.has_attention_temperature,
+                "rope": traits.rope, "head_norm": traits.head_norm, "tempered": traits.has_attention_temperature,
             }  # fmt: skip
-        return frozenset(word for word, there in has.items() if there)
+        return frozenset(trait for trait, is_present in flags.items() if is_present)
 
     @property
     def rotated(self) -> int:
-        """Width of the part of a head that RoPE turns."""
+        """Width of the part of a head that RoPE rotates."""
         return self.rotary_dim or self.head_dim
 
     @property
@@ -165,7 +165,7 @@ class ModelConfig:
 
     @property
     def q_rows(self) -> int:
-        """Rows of q_proj, which has a gate beside each query of gated attention."""
+        """Rows of q_proj, which includes the gates in gated attention."""
         return 2 * self.q_width if self.attention_gate else self.q_width
 
     @property
@@ -175,14 +175,14 @@ class ModelConfig:
 
     @property
     def group_size(self) -> int:
-        """Query heads that share one key and value head."""
+        """Number of query heads that share one key and value head."""
         return self.n_heads // self.n_kv_heads
 
 
-def _check_sizes(of: object, largest: Mapping[str, int]) -> None:
+def _check_sizes(settings: object, largest: Mapping[str, int]) -> None:
     for name, limit in largest.items():
-        if not 1 <= getattr(of, name) <= limit:
-            raise _out_of_range(f"{name} must be from 1 to {limit}, got {getattr(of, name)}")
+        if not 1 <= getattr(settings, name) <= limit:
+            raise _out_of_range(f"{name} must be from 1 to {limit}, got {getattr(settings, name)}")
 
 
 def _out_of_range(message: str) -> FormatError:

@@ -1,8 +1,8 @@
-"""The record of one model family: names, facts of its architecture, and what its files and engines do otherwise.
+"""Record of one model family: names, facts of the architecture, and differences of its files and engines.
 
-One module of this package holds the records of one family, and its rules as functions; `table` lists them all.
+Each family has a module in this package with its record and its rules as functions; `table` lists all families.
 
-Source: transformers `configuration_*.py` of each; llama.cpp `src/models/*.cpp`, which fixes what a GGUF file lacks.
+Source: transformers `configuration_*.py` of each; llama.cpp `src/models/*.cpp` for facts that GGUF files omit.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -14,29 +14,30 @@ from llorch.families.layers import Layer, Temperature
 from llorch.families.rules import full_attention, no_gguf_window
 from llorch.runtime.fields import Fields
 
+# Keys and tensors of GGUF files, for `LlamaCppQuirks.reads`.
 EPSILON = "attention.layer_norm_rms_epsilon"
 FREQUENCY_FACTORS = "rope_freqs.weight"
 OUTPUT_BIAS = "attn_output.bias"
 TEMPERATURE_SCALE = "attention.temperature_scale"
 EXPERT_STEP = "interleave_moe_layer_step"
-NULLABLE = frozenset({"num_key_value_heads", "head_dim"})
-YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # all three are read, or none
+NULLABLE = frozenset({"num_key_value_heads", "head_dim"})  # for `TransformersQuirks.nullable`
+YARN = ("yarn_beta_fast", "yarn_beta_slow", "yarn_log_multiplier")  # llama.cpp reads all three, or none
 
 
 @dataclass(frozen=True, kw_only=True)
 class TensorLayout:
-    """Names and order of the numbers in files. Read by `files/tensor_names.py`, and where another module is named.
+    """Names of tensors and order of their numbers in files. Used by `files/tensor_names.py` and the listed modules.
 
     Attributes:
-        names: Parts of tensor names that differ: `ffn_norm` (the norm before the feed-forward part, in GGUF files),
-            `mlp` and `router` (in Hugging Face folders). Also read by `engines/llamacpp_graph.py`, `lora/targets.py`.
-        interleaved_rope: Files whose rows of q and k lie in the pairs (2j, 2j + 1): none, GGUF files, or both formats.
-            Also read by both readers here, `engines/llamacpp_graph.py`, `engines/dumps/reading.py` and mistakes of
+        names: Parts of tensor names that differ: `ffn_norm` (the norm before the feed-forward block, in GGUF files),
+            `mlp` and `router` (in Hugging Face folders). Also used by `engines/llamacpp_graph.py`, `lora/targets.py`.
+        interleaved_rope: Formats in which RoPE rotates rows (2j, 2j + 1) of q and k: none (""), GGUF files, or both.
+            Also used by both readers here, `engines/llamacpp_graph.py`, `engines/dumps/reading.py` and mistakes of
             `diagnosis/mistakes`.
-        transposed_experts: One tensor (experts, in, out) in published folders, or in the modules of transformers, too.
-        norm_weight_offset: Hugging Face stores gains less one, but that of the delta net.
-        has_mtp_layers: Files may have further layers, which predict further tokens (`files/opening.py`).
-        multimodal_prefixes: Beginnings of the paths of modules in the text part alone, and in the whole model.
+        transposed_experts: One tensor (experts, in, out) in published folders, or also in the modules of transformers.
+        norm_weight_offset: Hugging Face stores norm gains minus one, except in delta nets.
+        has_mtp_layers: Files may have extra layers for multi-token prediction (`files/opening.py`).
+        multimodal_prefixes: Prefixes of module paths in the text model, and in the multimodal model.
     """
 
     names: Mapping[str, str] = field(default_factory=dict)
@@ -48,22 +49,23 @@ class TensorLayout:
 
     @property
     def all_names(self) -> Mapping[str, str]:
-        """The parts of tensor names, with the usual ones."""
+        """All parts of tensor names, including the defaults."""
         return {"mlp": "mlp", "router": "gate", "ffn_norm": "ffn_norm", **self.names}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LlamaCppQuirks:
-    """Things that llama.cpp computes or expects. Read by `families/llamacpp_limits.py`, and where a module is named.
+    """Facts about llama.cpp. Used by `families/llamacpp_limits.py` and the listed modules.
 
     Attributes:
-        reads: Optional tensors and keys that it reads for this architecture, see the constants of this module. Read by
-            `families/read_gguf.py`, `files/export.py`.
-        reads_epsilon: It reads the key `EPSILON` for this architecture (`engines/interface.py`).
-        nodes: Operation and name of the graph node of a stage, where they differ (`engines/llamacpp_graph.py`).
-        norm_topk_prob: The constant that it has for this setting; None: no experts, or it does not apply.
-        same_width: It expects that all heads together are as wide as the model.
-        limits: Further reasons why it differs in runs of so many tokens.
+        reads: Optional tensors and keys that llama.cpp reads for this architecture, see the constants of this module.
+            Used by `families/read_gguf.py`, `files/export.py`.
+        reads_epsilon: llama.cpp reads the key `EPSILON` for this architecture (`engines/interface.py`).
+        nodes: Operation and name of llama.cpp's graph node, for stages (intermediate arrays) in which the family is an
+            exception (`engines/llamacpp_graph.py`).
+        norm_topk_prob: Hard-coded value of this setting; None: no experts, or not applicable.
+        same_width: llama.cpp requires that n_heads * head_dim = hidden_size.
+        limits: Function that yields further reasons why llama.cpp computes another result for up to `n_tokens` tokens.
     """
 
     reads: frozenset[str] = frozenset()
@@ -76,19 +78,20 @@ class LlamaCppQuirks:
 
 @dataclass(frozen=True, kw_only=True)
 class TransformersQuirks:
-    """Things that transformers and PEFT do.
+    """Facts about transformers and PEFT.
 
     Attributes:
-        keys: Keys of config.json that differ, by the usual name. `qkv_bias` and `o_bias` are usually decided by
-            attention_bias. Read by `families/read_huggingface.py`, `files/export_huggingface.py`,
+        keys: Keys of config.json that differ, by the usual name. The usual key of `qkv_bias` and `o_bias` is
+            attention_bias. Used by `families/read_huggingface.py`, `files/export_huggingface.py`,
             `engines/transformers.py`.
-        nullable: Keys whose null does not mean their default: as many key heads as query heads, heads that share the
-            width of the model. Other families refuse a null of `_NEVER_NULL` (`families/read_huggingface.py`).
-        config_settings: Further keys that llorch writes into config.json (`files/export_huggingface.py`).
-        engine_settings: Further settings that transformers needs to run a GGUF file (`engines/transformers.py`).
-        pre_tokenizer: The one of transformers, whatever tokenizer.json says (`files/tokenizer/export_huggingface.py`).
-        habits: transformers counts positions by the length of its cache (`engines/transformers.py`); PEFT takes names
-            of modules for parameters of experts (`lora/targets.py`, `lora/peft_config.py`).
+        nullable: Keys for which null is not the default, but means n_kv_heads = n_heads, or head_dim = hidden_size /
+            n_heads. A null of other `_NEVER_NULL` keys is an error (`families/read_huggingface.py`).
+        config_settings: Function for extra keys that llorch writes into config.json (`files/export_huggingface.py`).
+        engine_settings: Function for extra settings of transformers for a GGUF file (`engines/transformers.py`).
+        pre_tokenizer: Pre-tokenizer that transformers uses instead of tokenizer.json's
+            (`files/tokenizer/export_huggingface.py`).
+        habits: `counts_by_cache`: transformers counts positions by the length of its cache (`engines/transformers.py`).
+            `old_expert_names`: PEFT uses module names for expert parameters (`lora/targets.py`, `lora/peft_config.py`).
     """
 
     keys: Mapping[str, str] = field(default_factory=dict)
@@ -101,33 +104,33 @@ class TransformersQuirks:
 
 @dataclass(frozen=True, kw_only=True)
 class Family:
-    """A family: the two readers of this package read every fact; further readers are named.
+    """Facts of a model family. Both readers of this package use them; other modules that use them are listed.
 
     Attributes:
-        gguf: Architecture in GGUF files. Every reader and writer of GGUF files.
-        classes: Stem of its classes in transformers (`engines/transformers.py`).
-        multimodal_type: Model type of the whole model that it is the text part of.
-        written_as: Family with the same text part, where transformers has no class for this part alone.
+        gguf: Architecture name in GGUF files; used by all readers and writers of GGUF files.
+        classes: Stem of the class names in transformers (`engines/transformers.py`).
+        multimodal_type: Model type of the multimodal model, of which this family is the text part.
+        written_as: Family with an equal text part, for files of a text part without its own class in transformers.
         qkv_bias: Bias of q, k and v; None: the file decides, in config.json by a key (`TransformersQuirks.keys`).
-        o_bias: Bias of o_proj, likewise.
+        o_bias: Bias of o_proj; None: the file decides, in config.json by a key.
         qk_norm: RMSNorm of every query and key head before RoPE.
-        delta_net: Delta nets lie between layers of gated attention. A delta net has four input matrices (qkv, z, b, a),
-            or two fused ones (`files/tensor_names.py`, `engines/llamacpp_graph.py`, `lora/targets.py`).
+        delta_net: Kind of delta net, in layers between gated attention: four input matrices (qkv, z, b, a), or two
+            fused ones (`files/tensor_names.py`, `engines/llamacpp_graph.py`, `lora/targets.py`); empty: none.
         rope_interval: Every n-th layer has no RoPE, unless config.json lists layers; 0: all have RoPE.
-        sections: RoPE of three axes, all equal for text (`files/export.py`, `engines/interface.py`).
-        router: Weights of the chosen experts, by which function of the logits; empty: no experts. After a sigmoid the
-            weights multiply what the experts are given.
-        shared_expert: An expert that every token has; if gated, its output is multiplied by a sigmoid.
-        layer_rules: Rules of config.json, each applied to the layers that the one before returned: for layers with
-            experts first, then for windows, chunks or delta nets.
-        read_gguf_layers: Rule of GGUF metadata for the same.
-        read_temperature: Rule of config.json for the temperature of the queries, in the layers without RoPE if the
-            family has such layers, else in all.
-        read_gguf_temperature: The same of GGUF metadata.
-        defaults: What transformers takes for keys that config.json omits.
-        layout: Names and order of numbers in files.
-        llamacpp: Things that llama.cpp computes or expects.
-        transformers: Things that transformers and PEFT do.
+        sections: Order of the axes of multimodal RoPE, equal for text (`files/export.py`, `engines/interface.py`).
+        router: Function from logits to expert weights; empty: no experts. With a sigmoid, the weights multiply the
+            inputs of the experts.
+        shared_expert: Expert that every token uses; if gated, its output is multiplied by a sigmoid.
+        layer_rules: Rules of config.json, each applied to the layers that the previous rule returned: first for layers
+            with experts, then for windows, chunks or delta nets.
+        read_gguf_layers: Rule of GGUF metadata for the layers.
+        read_temperature: Rule of config.json for the attention temperature of queries, in the layers without RoPE if
+            the family has such layers, else in all layers.
+        read_gguf_temperature: Rule of GGUF metadata for the attention temperature.
+        defaults: Defaults of transformers for keys that config.json omits.
+        layout: Names of tensors and order of their numbers in files.
+        llamacpp: Facts about llama.cpp.
+        transformers: Facts about transformers and PEFT.
     """
 
     gguf: str
@@ -153,6 +156,6 @@ class Family:
 
     @property
     def rope_defaults(self) -> Mapping[str, object]:
-        """RoPE settings that transformers takes where config.json has none."""
+        """RoPE settings that transformers uses if config.json has none."""
         settings = self.defaults.get("rope_parameters")
         return settings if isinstance(settings, Mapping) else {}

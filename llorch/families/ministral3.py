@@ -1,4 +1,4 @@
-"""Ministral 3: YaRN, and queries that grow with the position in all layers."""
+"""Ministral 3: YaRN, and an attention temperature in all layers."""
 
 from llorch.families.family import TEMPERATURE_SCALE, YARN, Family, LlamaCppQuirks, TensorLayout, TransformersQuirks
 from llorch.families.layers import Layer, Temperature
@@ -7,12 +7,12 @@ from llorch.runtime.fields import Fields
 
 
 def window_everywhere(fields: Fields, layers: list[Layer]) -> list[Layer]:
-    """Put the window, if there is one, on all layers."""
+    """Set the window, if there is one, for all layers."""
     return with_windows(fields, layers, [fields.has("sliding_window")] * len(layers))
 
 
 def read_temperature(fields: Fields) -> Temperature | None:
-    """Read `llama_4_scaling_beta`, the scale of the temperature; 0 is none."""
+    """Read `llama_4_scaling_beta`, the scale of the temperature; 0: no temperature."""
     rope = rope_settings(fields)
     if rope is None or not (beta := rope.number(BETA, low=0.0)):
         return None
@@ -22,7 +22,7 @@ def read_temperature(fields: Fields) -> Temperature | None:
 
 
 def read_gguf_temperature(fields: Fields) -> Temperature | None:
-    """Read the scale of the temperature; 0 is none."""
+    """Read the scale of the temperature; 0: no temperature."""
     scale = fields.number(TEMPERATURE_SCALE, default=0.0, low=0.0)
     if not scale:
         return None
@@ -42,7 +42,7 @@ FAMILY = Family(
     },
     layout=TensorLayout(interleaved_rope="gguf"),
     llamacpp=LlamaCppQuirks(reads=frozenset({TEMPERATURE_SCALE, *YARN})),
-    transformers=TransformersQuirks(  # which has both by default
+    transformers=TransformersQuirks(  # None, because transformers has defaults for both
         engine_settings=lambda config: {"sliding_window": None, "pad_token_id": None}
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mistral: a window in all layers, unless sliding_window is null. An absent key is refused."""
+"""Mistral: a window in all layers, unless sliding_window is null. The key is required."""
 
 from llorch.families.family import FREQUENCY_FACTORS, Family, LlamaCppQuirks, TensorLayout, TransformersQuirks
 from llorch.families.layers import Layer
@@ -7,7 +7,7 @@ from llorch.runtime.fields import Fields
 
 
 def window_everywhere(fields: Fields, layers: list[Layer]) -> list[Layer]:
-    """Put the window on all layers."""
+    """Set the window for all layers."""
     return with_windows(fields, layers, [not fields.is_null("sliding_window")] * len(layers))
 
 

@@ -1,4 +1,4 @@
-"""Qwen3.5, dense and with experts: gated delta nets, the text part of models that see."""
+"""Qwen3.5, dense and with experts: gated delta nets; the text part of multimodal models."""
 
 from dataclasses import replace
 

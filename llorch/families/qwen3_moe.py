@@ -2,13 +2,13 @@
 
 from llorch.families.family import Family, LlamaCppQuirks, TransformersQuirks
 from llorch.families.layers import Layer
-from llorch.families.rules import asks_for_window, sparse_layers, with_windows
+from llorch.families.rules import has_sliding_window, sparse_layers, with_windows
 from llorch.runtime.fields import Fields
 
 
 def windows_everywhere(fields: Fields, layers: list[Layer]) -> list[Layer]:
-    """Put windows on all layers or on none."""
-    return with_windows(fields, layers, [asks_for_window(fields)] * len(layers))
+    """Set windows for all layers, if the file asks for windows."""
+    return with_windows(fields, layers, [has_sliding_window(fields)] * len(layers))
 
 
 FAMILY = Family(

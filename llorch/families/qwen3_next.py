@@ -1,4 +1,4 @@
-"""Qwen3-Next: gated delta nets, and experts. llama.cpp and transformers hold two fused matrices of a delta net."""
+"""Qwen3-Next: gated delta nets and experts. llama.cpp and transformers have two fused matrices for a delta net."""
 
 from llorch.families.family import Family, LlamaCppQuirks, TensorLayout, TransformersQuirks
 from llorch.families.rules import delta_net_layers, sparse_layers

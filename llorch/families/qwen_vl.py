@@ -1,4 +1,4 @@
-"""Text parts of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE: those of Qwen2, Qwen3 and Qwen3-MoE with RoPE of three axes."""
+"""Text parts of Qwen2.5-VL, Qwen3-VL and Qwen3-VL-MoE: Qwen2, Qwen3 and Qwen3-MoE with RoPE on three axes."""
 
 from dataclasses import replace
 
@@ -6,7 +6,7 @@ from llorch.families import qwen2, qwen3, qwen3_moe
 from llorch.families.family import LlamaCppQuirks, TensorLayout, TransformersQuirks
 from llorch.families.rules import full_attention, sparse_layers
 
-_PREFIXES = ("model.", "model.language_model.")
+_PREFIXES = ("model.", "model.language_model.")  # module paths in the text model, in the multimodal model
 QWEN2_5_VL = replace(
     qwen2.FAMILY,
     gguf="qwen2vl", classes="Qwen2_5_VL", multimodal_type="qwen2_5_vl", written_as="qwen2", sections="halves",
@@ -15,7 +15,7 @@ QWEN2_5_VL = replace(
     },
     layout=TensorLayout(multimodal_prefixes=_PREFIXES),
     llamacpp=LlamaCppQuirks(reads_epsilon=False, same_width=True),
-    transformers=TransformersQuirks(),
+    transformers=TransformersQuirks(),  # not those of Qwen2
 )  # fmt: skip
 QWEN3_VL = replace(
     qwen3.FAMILY,

@@ -1,4 +1,4 @@
-"""Shapes of published models, for models with random weights: speed and memory depend on these numbers alone."""
+"""Shapes of published models, for models with random weights: speed and memory depend only on these numbers."""
 
 from functools import partial
 

@@ -1,4 +1,4 @@
-"""Seed-OSS: Llama with a bias of q, k and v, and a key of its own for the bias of o_proj."""
+"""Seed-OSS: Llama with a bias of q, k and v, and a separate key for the bias of o_proj."""
 
 from llorch.families.family import NULLABLE, Family, TensorLayout, TransformersQuirks
 

@@ -1,28 +1,28 @@
-"""SmolLM3: every fourth layer has no RoPE, and windows, if the file asks for them."""
+"""SmolLM3: every fourth layer has no RoPE, but a window if the file asks for windows."""
 
 from collections.abc import Mapping
 
 from llorch.families.config import ModelConfig
 from llorch.families.family import Family, TensorLayout, TransformersQuirks
 from llorch.families.layers import Layer
-from llorch.families.rules import asks_for_window, with_windows
+from llorch.families.rules import has_sliding_window, with_windows
 from llorch.runtime.fields import Fields
 
 
 def windows_without_rope(fields: Fields, layers: list[Layer]) -> list[Layer]:
-    """Put windows on the layers without RoPE."""
-    asked = asks_for_window(fields)
-    return with_windows(fields, layers, [asked and not layer.rope for layer in layers], takes_list=asked)
+    """Set windows for the layers without RoPE, if the file asks for windows."""
+    has_windows = has_sliding_window(fields)
+    return with_windows(fields, layers, [has_windows and not layer.rope for layer in layers], takes_list=has_windows)
 
 
 def config_settings(config: ModelConfig) -> Mapping[str, object]:
-    """Say that the feed-forward part has no bias, beside `engine_settings`."""
+    """Return `engine_settings`, and the setting that the feed-forward block has no bias."""
     return {"mlp_bias": False, **engine_settings(config)}
 
 
 def engine_settings(config: ModelConfig) -> Mapping[str, object]:
-    """List the layers with RoPE; transformers has a padding token by default."""
-    return {"pad_token_id": None, "no_rope_layers": [int(config.layer(i).rope) for i in range(config.n_layers)]}
+    """Return the list of layers with RoPE, and no padding token, which transformers has by default."""
+    return {"pad_token_id": None, "no_rope_layers": [int(config.layer(layer).rope) for layer in range(config.n_layers)]}
 
 
 FAMILY = Family(

@@ -1,4 +1,4 @@
-"""The table of families: one line each, by the model type of their text parts."""
+"""Table of families by the model type of their text parts."""
 
 from llorch.families import (
     llama,
@@ -38,6 +38,6 @@ FAMILIES: dict[str, Family] = {
 BY_MODEL_TYPE = {name: name for name, family in FAMILIES.items() if not family.multimodal_type} | {
     f"{family.multimodal_type}_text": name for name, family in FAMILIES.items() if family.multimodal_type
 }
-# Models that see, too.
+# Model type of a multimodal model -> family of its text part.
 BY_WHOLE = {family.multimodal_type: name for name, family in FAMILIES.items() if family.multimodal_type}
 BY_GGUF = {family.gguf: name for name, family in reversed(FAMILIES.items())}  # the first of two that share a name

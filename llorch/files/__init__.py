@@ -1,22 +1,21 @@
 """Files of models: bytes to arrays, and back.
 
-Input: the path of a GGUF file or a Hugging Face folder. Output: `Weights`, arrays by canonical name, each loaded when
-it is first asked for. Opening checks that the file holds exactly the tensors that its configuration asks for, and lists
-every fault at once. llorch fills in no missing tensor and drops no extra one, because both mean that the file and the
-configuration describe different models. The order to read:
+Input: the path of a GGUF file or a Hugging Face folder. Output: `Weights`, arrays by canonical name, each loaded at
+first use. Opening checks that the file has exactly the tensors of its configuration, and lists every fault at once.
+llorch fills in no missing tensor and drops no extra one, because both mean that the file and the configuration describe
+different models. The order to read:
 
     tensor_names    the weights of a model, their names in each format, the row order of q and k
-    tensor_storage  how a file holds weights that are no tensors: experts, delta nets, gains less one
-    mapped          a file opened once, mapped, watched for change; `metadata` and `gguf` read a GGUF file through it,
-                    `strict_json`, `safetensors` and `folder` a Hugging Face folder; quantised/ reads quantised folders;
-                    `foreign` knows what a failed download leaves in place of a file
-    quant           the types of ggml, decoded by `blocks/`, and encoded; `packed` is a tensor as stored, and `matrix`
-                    multiplies
-    zeros           the search for zeros in a file whose download was interrupted
-    weights         the arrays, and matrices that multiply themselves; `opening` checks that all are there
+    tensor_storage  layouts of weights that are not one tensor each: experts, delta nets, norm weights with an offset
+    mapped          a memory-mapped file, checked for changes; `metadata` and `gguf` read a GGUF file, `strict_json`,
+                    `safetensors` and `folder` a Hugging Face folder; quantised/ reads quantised folders; `foreign`
+                    recognises other formats and failed downloads
+    quant           ggml types, decoded by `blocks/`, and encoded; `packed` is a stored tensor, `matrix` its product
+    zeros           search for zeros, which an interrupted download leaves in a file
+    weights         the arrays and matrices of a model; `opening` checks that the file is complete
     residency       matrices decoded or packed while a model runs; `layerwise` runs passes one layer at a time
     export          writes a GGUF file (`export_blocks` keeps blocks), `export_huggingface` a folder;
-                    `new_file` puts a complete file in its place
+                    `new_file` writes files atomically
 """
 
 from llorch.files.folder import SafetensorsFolder

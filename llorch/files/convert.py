@@ -1,7 +1,6 @@
-"""Conversion of a model between a Hugging Face folder and a GGUF file, tokenizer and chat template included.
+"""Conversion of a model between a Hugging Face folder and a GGUF file, with tokenizer and chat template.
 
-The target is written under another name beside its place, read back, and renamed: it is complete or absent. One
-tensor is in memory at a time.
+The target is written atomically: under a temporary name, read back, then renamed. One tensor is in memory at a time.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -13,20 +12,20 @@ import numpy as np
 
 from llorch.families.llamacpp_limits import cannot_express
 from llorch.files import GGUFFile, Weights, open_weights
-from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, most_used, write_gguf_content
+from llorch.files.export import FILE_TYPES, NO_VOCABULARY, gguf_size, gguf_types, most_frequent_type, write_gguf_content
 from llorch.files.export_blocks import Blocks, find_blocks
 from llorch.files.export_huggingface import DTYPES, huggingface_config, huggingface_size, write_json, write_safetensors
 from llorch.files.hub.reference import name_of
 from llorch.files.new_file import new_file, new_folder
 from llorch.files.output_paths import (
     CONFIG,
-    check_places,
-    copied_beside,
-    counting,
-    placing,
+    check_target,
+    copy_companions,
+    count_tensors,
     read_back,
     size_of,
     without_quantisation,
+    writing_to,
 )
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import BLOCK_SIZES, LARGEST, GGMLType, decode, encode
@@ -42,39 +41,41 @@ from llorch.ops.sampling import SamplingSettings
 from llorch.runtime.errors import FormatError, UserError
 from llorch.runtime.fields import Fields
 
-# Keys of a GGUF file that a copy of it keeps; the writer makes those about the weights anew.
-_KEPT, _MADE = ("general.", "tokenizer.", "llorch."), ("architecture", "file_type", "quantization_version", "alignment")
-# Defaults for sampling: name in generation_config.json, and behind `general.sampling.` in GGUF files.
+# Metadata prefixes that a conversion between GGUF files copies, and keys that the writer sets itself.
+_COPY, _NEW = ("general.", "tokenizer.", "llorch."), ("architecture", "file_type", "quantization_version", "alignment")
+# Sampling defaults: key in generation_config.json -> key after `general.sampling.` in GGUF files.
 _SAMPLING = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
 }  # fmt: skip
-_LARGEST_TOP_K = 2**31 - 1  # of an INT32 in a GGUF file
+_MAX_TOP_K = 2**31 - 1  # INT32 in a GGUF file
 _FOREIGN_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
 
 
 @dataclass(frozen=True, kw_only=True)
 class Conversion:
-    """What was done."""
+    """Summary of a conversion."""
 
     source: Path
     target: Path
     ggml_type: GGMLType
     n_tensors: int
     n_bytes: int
-    fallbacks: list[str]  # matrices that are F16, because their rows are no whole number of blocks
-    kept: dict[str, str]  # quantised matrices that stay packed, and their types
-    decoded: dict[str, str]  # quantised matrices that no type of ggml holds exactly, and why
+    fallbacks: list[str]  # matrices in F16, because their rows are no multiple of the block size
+    kept: dict[str, str]  # quantised matrices repacked without loss -> type
+    decoded: dict[str, str]  # quantised matrices that were decoded -> reason
     has_vocabulary: bool
-    notes: list[str]  # what the target cannot hold
+    notes: list[str]  # losses, such as what the target cannot store
 
 
 @dataclass
 class _Job:
+    """State of one conversion."""
+
     weights: Weights
     target: Path
     ggml_type: GGMLType
     report: Callable[[str], None]
-    blocks: Blocks
+    blocks: Blocks  # quantised matrices to repack without rounding
     notes: list[str] = field(default_factory=list)
 
 
@@ -86,19 +87,19 @@ def convert(
     force: bool = False,
     report: Callable[[str], None] = lambda line: None,
 ) -> Conversion:
-    """Write a GGUF file or Hugging Face folder as the other, or in another type; by its name a .gguf is a GGUF file.
+    """Convert between a GGUF file and a Hugging Face folder, or to another type; a target named .gguf is a GGUF file.
 
-    A quantised folder can become a folder of floats, too. Type None keeps that of the matrices where the target can
-    hold it without loss, else takes F32; a folder has one type for all, norms and biases too. A matrix of a quantised
-    folder stays packed in a GGUF file where a type of ggml has exactly its numbers. Refused: a target that exists
-    (FileExistsError; with `force` a file, and a folder of nothing but a model's, is replaced), a type that its format
-    lacks or a target that is the source (ValueError), what it cannot express (FormatError). After an error nothing is
-    left of the target.
+    A quantised folder can also become a folder of floats. Type None keeps the type of the matrices if the target can
+    store it without loss, else F32 is used. A folder has one type for all tensors, also for norms and biases. A
+    quantised matrix keeps its codes in a GGUF file if a ggml type represents it exactly. Raises FileExistsError for an
+    existing target (`force` replaces a file, or a folder with only a model's files), UserError for a type that the
+    format lacks or if the target is the source, FormatError for a model that the target cannot represent. An error
+    leaves no new target.
     """
     source, target = Path(source), Path(target)
     if source.is_dir() and target.suffix != ".gguf" and not _stores_codes(source):
         raise UserError(f"{target}: expected a target that ends in .gguf, because the source is a Hugging Face folder")
-    check_places(source, target=target, force=force)
+    check_target(source, target=target, force=force)
     weights = open_weights(source)
     with closing(weights.source):
         return write_model(weights, target, ggml_type=ggml_type, report=report)
@@ -107,21 +108,21 @@ def convert(
 def write_model(
     weights: Weights, target: Path, *, ggml_type: GGMLType | None = None, report: Callable[[str], None]
 ) -> Conversion:
-    """Write an open model, with tokenizer and chat template of its file or folder, to a place that was checked."""
+    """Write an open model, with tokenizer and chat template of its source, to a checked target path."""
     to_gguf = target.suffix == ".gguf"
     blocks = find_blocks(weights) if to_gguf and ggml_type is None else Blocks()
     job = _Job(weights, target, choose_type(weights, ggml_type, to_gguf=to_gguf), report, blocks)
     job.notes += weights.notes_on_left_out("not written")
-    _note_second_loss(job)
+    _note_second_rounding(job)
     from_folder = not isinstance(weights.source, GGUFFile)
-    has_vocabulary = _to_gguf(job) if to_gguf else _to_floats(job) if from_folder else _to_huggingface(job)
+    has_vocabulary = _to_gguf(job) if to_gguf else _to_float_folder(job) if from_folder else _to_huggingface(job)
     types = gguf_types(weights.config, job.ggml_type, blocks.kept) if to_gguf else {}
-    shapes = {name: row.shape for name, row in inventory(weights.config).items()}
+    shapes = {name: weight.shape for name, weight in inventory(weights.config).items()}
     block_size = BLOCK_SIZES[job.ggml_type][0]
     return Conversion(
         source=weights.path,
         target=target,
-        ggml_type=most_used(weights.config, job.ggml_type, blocks.kept),
+        ggml_type=most_frequent_type(weights.config, job.ggml_type, blocks.kept),
         n_tensors=len(shapes),
         n_bytes=size_of(target),
         fallbacks=[name for name, kind in types.items() if kind is GGMLType.F16 and shapes[name][-1] % block_size],
@@ -132,44 +133,44 @@ def write_model(
     )
 
 
-def choose_type(weights: Weights, wanted: GGMLType | None, *, to_gguf: bool) -> GGMLType:
-    """Choose the type of matrices: the wanted one, else the source's if the target can hold it; ValueError if not."""
+def choose_type(weights: Weights, requested: GGMLType | None, *, to_gguf: bool) -> GGMLType:
+    """Choose the type of matrices: `requested` (else UserError), or the source's if the target can store it, or F32."""
     allowed: Mapping[GGMLType, object] = FILE_TYPES if to_gguf else DTYPES
-    if wanted is None:
-        stored = _stored_types(weights)
-        kind = next(iter(stored)) if len(stored) == 1 else GGMLType.F32
-        fits = isinstance(kind, GGMLType) and kind in allowed and (to_gguf or _holds_vectors(weights, kind))
+    if requested is None:
+        types = _stored_types(weights)
+        kind = next(iter(types)) if len(types) == 1 else GGMLType.F32
+        fits = isinstance(kind, GGMLType) and kind in allowed and (to_gguf or _represents_vectors(weights, kind))
         return kind if isinstance(kind, GGMLType) and fits else GGMLType.F32
-    if wanted not in allowed:
+    if requested not in allowed:
         kind = "GGUF files" if to_gguf else "Hugging Face folders"
-        known = ", ".join(one.name for one in allowed)
-        raise UserError(f"type: expected one of {known} for {kind}, got {wanted.name}")
-    return wanted
+        allowed_names = ", ".join(allowed_type.name for allowed_type in allowed)
+        raise UserError(f"type: expected one of {allowed_names} for {kind}, got {requested.name}")
+    return requested
 
 
-def _holds_vectors(weights: Weights, kind: GGMLType) -> bool:
-    """Tell if a dtype keeps every bit of norms and biases, which GGUF files store as F32."""
+def _represents_vectors(weights: Weights, kind: GGMLType) -> bool:
+    """Check if a dtype represents norms and biases exactly, which GGUF files store as F32."""
     for name, weight in inventory(weights.config).items():
         if not weight.stays_f32:
             continue
-        stored = np.empty(weight.shape, np.float32)
-        Layout(form=weight.in_huggingface.form).put(weights.array(name), stored)
-        if np.abs(stored).max() > LARGEST[kind]:
+        array = np.empty(weight.shape, np.float32)
+        Layout(form=weight.in_huggingface.form).put(weights.array(name), array)
+        if np.abs(array).max() > LARGEST[kind]:
             return False
-        raw = np.concatenate([*encode(stored, kind, name=name, path=Path(weights.path))])
-        if not np.array_equal(decode(raw, kind, stored.shape), stored):
+        raw = np.concatenate([*encode(array, kind, name=name, path=Path(weights.path))])
+        if not np.array_equal(decode(raw, kind, array.shape), array):
             return False
     return True
 
 
 def _stored_types(weights: Weights) -> set[StoredType]:
-    """Return the types in which the matrices are stored; tensors that always stay F32 do not count."""
+    """Return the stored types of the matrices, without tensors that are always F32."""
     matrices = (weight for weight in inventory(weights.config).values() if not weight.stays_f32)
     return {weights.stored_type(weight.name) for weight in matrices}
 
 
-def _note_second_loss(job: _Job) -> None:
-    """Note that values quantised already are rounded again, if the job does so."""
+def _note_second_rounding(job: _Job) -> None:
+    """Add a note if already quantised values are rounded again."""
     quantised = {kind for kind in _stored_types(job.weights) if has_codes(kind)}
     if quantised - {job.ggml_type} and job.ggml_type is not GGMLType.F32:
         names = ", ".join(sorted(kind.name for kind in quantised))
@@ -177,21 +178,21 @@ def _note_second_loss(job: _Job) -> None:
 
 
 def _to_gguf(job: _Job) -> bool:
-    """Write a model as a GGUF file; return whether it has a tokenizer."""
+    """Write a model as a GGUF file; return True if it has a tokenizer."""
     weights, source = job.weights, job.weights.source
     if reason := cannot_express(weights.config):
         message = f"cannot convert to GGUF, llama.cpp would compute another model: {reason}"
         raise FormatError("Unsupported", message, path=weights.path)
     if isinstance(source, GGUFFile):
-        metadata: dict[str, object] = {key: value for key, value in source.metadata.items() if _is_kept(key)}
+        metadata: dict[str, object] = {key: value for key, value in source.metadata.items() if _is_copied(key)}
     else:
         job.report("tokenizer")
         folder = Path(weights.path)
         metadata = {"general.name": name_of(folder.resolve())} | _sampling_metadata(folder) | _tokenizer_metadata(job)
     if not (has_vocabulary := "tokenizer.ggml.tokens" in metadata):
         metadata |= NO_VOCABULARY
-    kept, on_tensor = job.blocks.kept, counting(weights, job.report)
-    with placing(job.target, gguf_size(weights.config, job.ggml_type, kept)), new_file(job.target) as temporary:
+    kept, on_tensor = job.blocks.kept, count_tensors(weights, job.report)
+    with writing_to(job.target, gguf_size(weights.config, job.ggml_type, kept)), new_file(job.target) as temporary:
         write_gguf_content(
             weights, temporary, ggml_type=job.ggml_type, metadata=metadata, kept=kept, on_tensor=on_tensor
         )
@@ -199,17 +200,17 @@ def _to_gguf(job: _Job) -> bool:
     return has_vocabulary
 
 
-def _is_kept(key: str) -> bool:
-    """Tell if a metadata key is copied from the source; the writer makes some of `general.` itself."""
-    return key.startswith(_KEPT) and key.removeprefix("general.") not in _MADE
+def _is_copied(key: str) -> bool:
+    """Check if a metadata key is copied from the source; the writer sets some `general.` keys itself."""
+    return key.startswith(_COPY) and key.removeprefix("general.") not in _NEW
 
 
 def _tokenizer_metadata(job: _Job) -> dict[str, object]:
     folder = Path(job.weights.path)
     if not (folder / "tokenizer.json").is_file():
-        others = [name for name in _FOREIGN_TOKENIZERS if (folder / name).exists()]
-        if others:
-            message = f"expected tokenizer.json, got {others[0]}"
+        foreign_files = [name for name in _FOREIGN_TOKENIZERS if (folder / name).exists()]
+        if foreign_files:
+            message = f"expected tokenizer.json, got {foreign_files[0]}"
             remedy = "save the tokenizer with transformers as tokenizer.json"
             raise FormatError("Missing", f"{message}; {remedy}", path=folder)
         job.notes.append("the folder has no tokenizer.json, so the GGUF file has no vocabulary")
@@ -220,39 +221,39 @@ def _tokenizer_metadata(job: _Job) -> dict[str, object]:
 
 
 def _sampling_metadata(folder: Path) -> dict[str, object]:
-    """Return the sampling defaults of a folder as GGUF metadata, {} if it does not sample."""
+    """Return the sampling defaults of a folder as GGUF metadata, {} for greedy decoding."""
     path = folder / "generation_config.json"
     values = Fields(read_settings(path), path)
     if not values.boolean("do_sample", default=False):
         return {}
-    return {f"general.sampling.{_SAMPLING[key]}": value for key, value in _sampling(values, {}).items()}
+    return {f"general.sampling.{_SAMPLING[key]}": value for key, value in _read_sampling(values, {}).items()}
 
 
-def _sampling(values: Fields, names: Mapping[str, str]) -> dict[str, float]:
-    """Read the defaults for sampling, each in its range; `names` tells what `values` call a setting."""
-    found: dict[str, float] = {}
+def _read_sampling(values: Fields, names: Mapping[str, str]) -> dict[str, float]:
+    """Read the sampling defaults and check their ranges; `names` maps settings to keys of `values`."""
+    defaults: dict[str, float] = {}
     for key in _SAMPLING:
         name = names.get(key, key)
         if not values.has(name):
             continue
-        found[key] = values.integer(name) if key == "top_k" else values.number(name)
-        if key == "top_k" and found[key] > _LARGEST_TOP_K:
-            raise values.error("OutOfRange", name, f"at most {_LARGEST_TOP_K}", found[key])
+        defaults[key] = values.integer(name) if key == "top_k" else values.number(name)
+        if key == "top_k" and defaults[key] > _MAX_TOP_K:
+            raise values.error("OutOfRange", name, f"at most {_MAX_TOP_K}", defaults[key])
         try:
-            SamplingSettings(**{key: found[key]})  # type: ignore[arg-type] (an integer is a number)
+            SamplingSettings(**{key: defaults[key]})  # type: ignore[arg-type] (an integer is a number)
         except ValueError as error:
             raise FormatError("OutOfRange", f"{name}: {error}", path=values.path) from None
-    return found
+    return defaults
 
 
 def _stores_codes(folder: Path) -> bool:
-    """Tell if a folder is quantised: then a folder of floats can be made of it."""
+    """Check if a folder is quantised, so that it can be converted to a folder of floats."""
     path = folder / CONFIG
     return path.is_file() and is_quantised(read_settings(path), folder)
 
 
-def _to_floats(job: _Job) -> bool:
-    """Write the folder of floats that a quantised folder stands for."""
+def _to_float_folder(job: _Job) -> bool:
+    """Write a quantised folder as a folder of floats; return True if it has a tokenizer."""
     source, dtype = Path(job.weights.path), DTYPES[job.ggml_type]
     with new_model_folder(job.weights, job.target, job.ggml_type, job.report, beside=source) as folder:
         values = without_quantisation(read_settings(source / CONFIG))
@@ -264,17 +265,17 @@ def _to_floats(job: _Job) -> bool:
 def new_model_folder(
     weights: Weights, target: Path, ggml_type: GGMLType, report: Callable[[str], None], *, beside: Path | None = None
 ) -> Iterator[Path]:
-    """Write tensors, and copy the files `beside` those of the source; the body adds the rest, then all is read back."""
-    with placing(target, huggingface_size(weights.config, ggml_type)), new_folder(target) as folder:
+    """Write tensors, copy settings files of the folder `beside`; the body adds others; then read the folder back."""
+    with writing_to(target, huggingface_size(weights.config, ggml_type)), new_folder(target) as folder:
         if beside is not None:
-            copied_beside(beside, folder)
-        write_safetensors(weights, folder, ggml_type=ggml_type, on_tensor=counting(weights, report))
+            copy_companions(beside, folder)
+        write_safetensors(weights, folder, ggml_type=ggml_type, on_tensor=count_tensors(weights, report))
         yield folder
         read_back(folder, weights, target)
 
 
 def _to_huggingface(job: _Job) -> bool:
-    """Write a GGUF file as a Hugging Face folder; return whether it has a tokenizer."""
+    """Write a GGUF file as a Hugging Face folder; return True if it has a tokenizer."""
     weights, source = job.weights, job.weights.source
     assert isinstance(source, GGUFFile)
     if (family := written_family(weights.config)) != weights.config.family:
@@ -290,18 +291,18 @@ def _to_huggingface(job: _Job) -> bool:
 
 
 def _write_tokenizer(job: _Job, folder: Path, source: GGUFFile, vocabulary: GGUFVocabulary) -> dict[str, object]:
-    """Write the files of a tokenizer; return the ids of special tokens under the keys of a config.json."""
+    """Write the tokenizer files; return the special token ids by key of config.json."""
     job.report("tokenizer")
     family, context = written_family(job.weights.config), job.weights.config.max_position_embeddings
     tokenizer = translate_vocabulary(source.metadata, vocabulary, source.path, family=family, context=context)
     job.notes += tokenizer.notes
     write_json(folder / "tokenizer.json", tokenizer.tokenizer)
     write_json(folder / "tokenizer_config.json", tokenizer.config)
-    ends = tokenizer.eos_token_ids
-    ids = {**tokenizer.token_ids, **({"eos_token_id": ends if len(ends) > 1 else ends[0]} if ends else {})}
+    eos_ids = tokenizer.eos_token_ids
+    ids = {**tokenizer.token_ids, **({"eos_token_id": eos_ids if len(eos_ids) > 1 else eos_ids[0]} if eos_ids else {})}
     names = {key: f"general.sampling.{name}" for key, name in _SAMPLING.items()}
-    sampling = _sampling(Fields(source.metadata, source.path), names)
+    sampling = _read_sampling(Fields(source.metadata, source.path), names)
     write_json(folder / "generation_config.json", ids | ({"do_sample": True} if sampling else {}) | sampling)
-    texts = probes_for(source.metadata)
-    require_same_ids(vocabulary, HuggingFaceVocabulary(folder), texts, path=source.path)
+    probe_texts = probes_for(source.metadata)
+    require_same_ids(vocabulary, HuggingFaceVocabulary(folder), probe_texts, path=source.path)
     return ids

@@ -1,10 +1,10 @@
 """Write weights as a GGUF file that llama.cpp loads, in any type of `quant.LARGEST`.
 
-Hyperparameters go into metadata keys, the llama3 frequency scaling into the tensor `rope_freqs.weight` (one
-divisor per frequency), and q and k of the llama family into the paired row order that llama.cpp rotates.
+Hyperparameters become metadata keys, the llama3 frequency scaling becomes the tensor `rope_freqs.weight` (one divisor
+per frequency), and rows of q and k of the llama family are interleaved for llama.cpp's RoPE.
 
-Vectors (norms, biases) are always F32, as in llama.cpp. A matrix whose rows are no whole number of blocks becomes
-F16, and so do the embedding and the output matrix beside ternary types: llama.cpp's converter does the same.
+Vectors (norms, biases) are always F32, as in llama.cpp. A matrix whose rows are no multiple of the block size becomes
+F16, and so do the embedding and the output matrix with ternary types, as in llama.cpp's converter.
 
 Source: llama.cpp conversion/base.py, `prepare_tensors`, and conversion/llama.py (keys, rope factors); gguf GGUFWriter.
 """
@@ -25,7 +25,7 @@ from llorch.families.family import EXPERT_STEP, FREQUENCY_FACTORS, TEMPERATURE_S
 from llorch.families.rope_scaling import yarn_gain
 from llorch.families.table import FAMILIES
 from llorch.files import GGUFFile, Weights
-from llorch.files.export_blocks import kept_bytes
+from llorch.files.export_blocks import block_bytes
 from llorch.files.mapped import release_pages
 from llorch.files.metadata import NUMBERS, StringArray
 from llorch.files.new_file import new_file
@@ -37,22 +37,22 @@ from llorch.runtime.errors import FormatError
 
 _VALUE_TYPES = {dtype: kind for kind, dtype in NUMBERS.items() if kind is not GGUFValueType.BOOL}
 NO_VOCABULARY: Mapping[str, object] = {"tokenizer.ggml.model": "no_vocab"}
-_TERNARY = (GGMLType.TQ1_0, GGMLType.TQ2_0)
-_NONE: Mapping[str, GGMLType] = {}
+_TERNARY = (GGMLType.TQ1_0, GGMLType.TQ2_0)  # types with codes -1, 0, 1
+_NONE: Mapping[str, GGMLType] = {}  # default of `kept`: no matrix keeps its blocks
 
-# What can be asked for, and the number that llama.cpp shows as the type of the whole file.
-_NAMES = {GGMLType.F32: "ALL_F32", GGMLType.MXFP4: "MOSTLY_MXFP4_MOE"}
+_NAMES = {GGMLType.F32: "ALL_F32", GGMLType.MXFP4: "MOSTLY_MXFP4_MOE"}  # exceptions to MOSTLY_<type>
+# Types to choose from, and llama.cpp's number for the type of the whole file.
 FILE_TYPES = {kind: LlamaFileType[_NAMES.get(kind, f"MOSTLY_{kind.name}")] for kind in LARGEST}
 
 
 @dataclass(frozen=True, slots=True)
 class TensorToWrite:
-    """One tensor of the file to be: shapes are written long before the first array is wanted."""
+    """Tensor to write, read lazily: the shapes are written before the first array is read."""
 
     name: str
     shape: tuple[int, ...]
     ggml_type: GGMLType
-    parts: Callable[[], Iterator[np.ndarray]]  # the bytes
+    parts: Callable[[], Iterator[np.ndarray]]  # yields the bytes
 
 
 def write_gguf(
@@ -62,10 +62,10 @@ def write_gguf(
     ggml_type: GGMLType = GGMLType.F32,
     tokenizer_metadata: Mapping[str, object] | None = None,
 ) -> None:
-    """Write all weights, complete or absent; the target may be the file that they are read from.
+    """Write all weights atomically; the target may be the source file.
 
     `tokenizer_metadata` has the `tokenizer.*` keys of `GGUFFile.metadata`. FormatError: Unsupported for a frequency
-    scaling that llama.cpp does not know for this family, NonFinite, or OutOfRange for what the type cannot hold.
+    scaling that llama.cpp lacks for this family, NonFinite, or OutOfRange for values above the type's maximum.
     """
     with new_file(Path(path)) as temporary:
         metadata = {"general.name": "llorch export"} | dict(tokenizer_metadata or NO_VOCABULARY)
@@ -81,10 +81,10 @@ def write_gguf_content(
     kept: Mapping[str, GGMLType] = _NONE,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write all weights to a file that nobody reads yet, as `write_gguf`; `kept`: see `find_blocks`."""
+    """Write all weights to a temporary file; matrices in `kept` (name to type) are repacked, see `find_blocks`."""
 
     def add_metadata(writer: GGUFWriter) -> None:
-        writer.add_file_type(FILE_TYPES[most_used(weights.config, ggml_type, kept)])
+        writer.add_file_type(FILE_TYPES[most_frequent_type(weights.config, ggml_type, kept)])
         if any(BLOCK_SIZES[kind][0] > 1 for kind in (ggml_type, *kept.values())):
             writer.add_quantization_version(GGML_QUANT_VERSION)
         add_hyperparameters(writer, weights.config)
@@ -103,42 +103,42 @@ def write_entries(
     add_metadata: Callable[[GGUFWriter], None],
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write tensors to a file that nobody reads yet; the writer is for the metadata before them."""
+    """Write metadata and tensors to a temporary file; `add_metadata` adds keys to the writer."""
     writer = GGUFWriter(path, architecture)
     try:
         add_metadata(writer)
         for entry in entries:
             n_bytes = encoded_size(entry.shape, entry.ggml_type)
-            known = GGMLQuantizationType(entry.ggml_type)
-            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), n_bytes, raw_dtype=known)
+            gguf_type = GGMLQuantizationType(entry.ggml_type)
+            writer.add_tensor_info(entry.name, entry.shape, np.dtype(np.float32), n_bytes, raw_dtype=gguf_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         writer.flush()
     finally:
         writer.close()
-    with path.open("ab") as file:  # by us: GGUFWriter does not notice when a disk is full
+    with path.open("ab") as file:  # not by GGUFWriter, which ignores a full disk
         file.write(bytes(-file.tell() % writer.data_alignment))
         for entry in entries:
             on_tensor(entry.name)
-            for part in entry.parts():
-                file.write(part.data)
+            for chunk in entry.parts():
+                file.write(chunk.data)
             file.write(bytes(-file.tell() % writer.data_alignment))
 
 
 def gguf_types(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType] = _NONE) -> dict[str, GGMLType]:
-    """Choose the type of each weight in a file: that in `kept`, else `ggml_type` if its rows allow it."""
-    return {name: kept.get(name) or _type_of(weight, ggml_type) for name, weight in inventory(config).items()}
+    """Return the type of each weight in a file: its type in `kept`, else `ggml_type` if its rows allow it."""
+    return {name: kept.get(name) or _written_type(weight, ggml_type) for name, weight in inventory(config).items()}
 
 
 def gguf_size(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType] = _NONE) -> int:
-    """Predict the bytes of all tensors of a file, which is nearly all of it."""
+    """Return the bytes of all tensors of a file, nearly its whole size."""
     types = gguf_types(config, ggml_type, kept)
     return sum(encoded_size(weight.shape, types[name]) for name, weight in inventory(config).items())
 
 
-def most_used(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType]) -> GGMLType:
-    """Name the type of a whole file: that of most numbers in its matrices, or `ggml_type` if no matrix is kept."""
+def most_frequent_type(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLType]) -> GGMLType:
+    """Return the type of the whole file: the type of most matrix elements, or `ggml_type` if no matrix is kept."""
     if not kept:
         return ggml_type
     counts: Counter[GGMLType] = Counter()
@@ -149,17 +149,17 @@ def most_used(config: ModelConfig, ggml_type: GGMLType, kept: Mapping[str, GGMLT
 
 
 @contextmanager
-def read_once(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
-    """Read a weight in Hugging Face's row order (NonFinite) and forget it: a model passes through little memory."""
+def weight_in_memory(weights: Weights, weight: Weight) -> Iterator[np.ndarray]:
+    """Yield a weight in Hugging Face's row order, then release its memory; FormatError NonFinite."""
     try:
         yield weights.read(weight.name)
     finally:
-        for stored in weights.all_stored(weight.name):
-            release_pages(stored.raw)
+        for tensor in weights.all_stored(weight.name):
+            release_pages(tensor.raw)
 
 
-def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
-    """Return the type in which a weight is written: F32 or F16 for weights that cannot have `ggml_type`."""
+def _written_type(weight: Weight, ggml_type: GGMLType) -> GGMLType:
+    """Return the type of a written weight: F32 or F16 if it cannot have `ggml_type`."""
     if weight.stays_f32:
         return GGMLType.F32
     if weight.shape[-1] % BLOCK_SIZES[ggml_type][0]:
@@ -170,29 +170,28 @@ def _type_of(weight: Weight, ggml_type: GGMLType) -> GGMLType:
 
 
 def _entries(weights: Weights, ggml_type: GGMLType, kept: Mapping[str, GGMLType]) -> list[TensorToWrite]:
-    """List the tensors to write; weights in `kept` keep the packed bytes of their source."""
     entries = []
     factors = _rope_factors(weights)
     if factors is not None:
         entries.append(TensorToWrite("rope_freqs.weight", factors.shape, GGMLType.F32, lambda: iter([factors])))
     for tensor in gguf_tensors(weights.config):
         weight = tensor.weights[0]
-        kind = kept.get(weight.name) or _type_of(weight, ggml_type)
-        write = partial(kept_bytes, weights, weight) if weight.name in kept else partial(_tensor_parts, weights, tensor)
+        kind = kept.get(weight.name) or _written_type(weight, ggml_type)
+        write = partial(block_bytes, weights, weight) if weight.name in kept else partial(_chunks, weights, tensor)
         entries.append(TensorToWrite(tensor.name, tensor.shape, kind, partial(write, kind)))
     return entries
 
 
-def _tensor_parts(weights: Weights, tensor: Tensor, ggml_type: GGMLType) -> Iterator[np.ndarray]:
-    """Yield the bytes of a tensor in parts; a weight already of this type is copied, not quantised again."""
+def _chunks(weights: Weights, tensor: Tensor, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+    """Yield the bytes of a tensor in chunks; a weight of this type is checked and copied, not quantised again."""
     weight = tensor.weights[0]
     if len(weight.shape) == 3:
-        yield from _parts_of_stack(weights, weight, ggml_type)
+        yield from _stack_parts(weights, weight, ggml_type)
         return
-    same_place = all(weights.slots[one.name].layout == one.in_gguf for one in tensor.weights)
-    with read_once(weights, weight) as array:
-        if same_place and all(_keeps_bytes(weights, one, ggml_type) for one in tensor.weights):
-            yield weights.as_stored(weight.name).raw  # the same bytes: quantising twice would change some
+    has_same_layout = all(weights.slots[w.name].layout == w.in_gguf for w in tensor.weights)
+    with weight_in_memory(weights, weight) as array:
+        if has_same_layout and all(_keeps_bytes(weights, w, ggml_type) for w in tensor.weights):
+            yield weights.as_stored(weight.name).raw  # copied, because quantising twice would change some bytes
             return
         if len(tensor.weights) > 1 or weight.in_gguf != AS_IS:
             rows = assembled(weights, tensor, in_gguf=True)
@@ -202,28 +201,28 @@ def _tensor_parts(weights: Weights, tensor: Tensor, ggml_type: GGMLType) -> Iter
 
 
 def _keeps_bytes(weights: Weights, weight: Weight, ggml_type: GGMLType) -> bool:
-    """Tell if a weight keeps its bytes: it comes unchanged from a GGUF file that stores it in the same type."""
+    """Check if a weight keeps its bytes: it comes unchanged from a GGUF file of the same type."""
     in_gguf = isinstance(weights.source, GGUFFile) and not weights.is_changed(weight.name)
     return in_gguf and weights.stored_type(weight.name) is ggml_type
 
 
-def _parts_of_stack(weights: Weights, weight: Weight, ggml_type: GGMLType) -> Iterator[np.ndarray]:
-    """Yield the experts, one in memory at a time."""
-    for e in range(weight.shape[0]):
-        array = weights.read_expert(weight.name, e)
+def _stack_parts(weights: Weights, weight: Weight, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+    """Yield the bytes of the experts, with one expert in memory at a time."""
+    for expert in range(weight.shape[0]):
+        array = weights.read_expert(weight.name, expert)
         if _keeps_bytes(weights, weight, ggml_type):
-            yield weights.expert_as_stored(weight.name, e).raw
+            yield weights.expert_as_stored(weight.name, expert).raw
         else:
             yield from encode(array, ggml_type, name=weight.gguf, path=weights.path)
-    for stored in weights.all_stored(weight.name):
-        release_pages(stored.raw)
+    for tensor in weights.all_stored(weight.name):
+        release_pages(tensor.raw)
 
 
 def assembled(weights: Weights, tensor: Tensor, *, in_gguf: bool) -> np.ndarray:
-    """Assemble a tensor of a new file, as float32, from the weights that lie in it."""
+    """Assemble a tensor of a new file (GGUF if `in_gguf`, else safetensors), as float32, from its weights."""
     array = np.empty(tensor.shape, np.float32)
     for weight in tensor.weights:
-        with read_once(weights, weight) as part:
+        with weight_in_memory(weights, weight) as part:
             (weight.in_gguf if in_gguf else weight.in_huggingface).put(part, array)
     return array
 
@@ -233,15 +232,15 @@ def _rope_factors(weights: Weights) -> np.ndarray | None:
     config = weights.config
     match config.rope_scaling:
         case FactorScaling(factors=factors):
-            values = np.array(factors)
+            divisors = np.array(factors)
         case Llama3Scaling() as scaling:
-            values = llama3_factors(frequencies(config.rotated, config.rope_theta), scaling)
+            divisors = llama3_factors(frequencies(config.rotated, config.rope_theta), scaling)
         case _:
             return None
     if FREQUENCY_FACTORS not in FAMILIES[config.family].llamacpp.reads:
         message = f"llama.cpp reads frequency factors for the llama family only, got {config.family}"
         raise FormatError("Unsupported", message, path=weights.path)
-    return values.astype(np.float32)
+    return divisors.astype(np.float32)
 
 
 def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
@@ -250,7 +249,7 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_embedding_length(config.hidden_size)
     writer.add_block_count(config.n_layers)
     expert_size = 0 if config.experts is None else config.experts.expert_size
-    if not FAMILIES[config.family].router or config.intermediate_size != expert_size:
+    if not FAMILIES[config.family].router or config.intermediate_size != expert_size:  # else readers use expert_size
         writer.add_feed_forward_length(config.intermediate_size)
     writer.add_head_count(config.n_heads)
     writer.add_head_count_kv(config.n_kv_heads)
@@ -263,7 +262,7 @@ def add_hyperparameters(writer: GGUFWriter, config: ModelConfig) -> None:
     _add_delta_net(writer, config)
     if TEMPERATURE_SCALE in FAMILIES[config.family].llamacpp.reads and config.temperature is not None:
         writer.add_attn_temperature_scale(config.temperature.scale)
-        if not isinstance(config.rope_scaling, YarnScaling):  # which has said it
+        if not isinstance(config.rope_scaling, YarnScaling):  # the key of the floor, which YaRN has added
             writer.add_rope_scaling_orig_ctx_len(config.temperature.floor)
 
 
@@ -275,7 +274,7 @@ def _add_experts(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_expert_feed_forward_length(experts.expert_size)
     if EXPERT_STEP in FAMILIES[config.family].llamacpp.reads:
         first = next((i for i in range(config.n_layers) if config.layer(i).experts), -1)
-        writer.add_interleave_moe_layer_step(first + 1)
+        writer.add_interleave_moe_layer_step(first + 1)  # 0: no layer has experts
     elif experts.shared_size:
         writer.add_expert_shared_feed_forward_length(experts.shared_size)
 
@@ -297,7 +296,7 @@ def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
     writer.add_rope_dimension_count(config.rotated)
     writer.add_rope_freq_base(config.rope_theta)
     if kind := FAMILIES[config.family].sections:
-        writer.add_rope_dimension_sections([*rope_sections(config.rotated // 2, kind), 0])
+        writer.add_rope_dimension_sections([*rope_sections(config.rotated // 2, kind), 0])  # the key has four axes
     match config.rope_scaling:
         case LinearScaling(factor=factor):
             writer.add_rope_scaling_type(RopeScalingType.LINEAR)
@@ -311,9 +310,9 @@ def _add_rope(writer: GGUFWriter, config: ModelConfig) -> None:
 
 def _add_yarn(writer: GGUFWriter, yarn: YarnScaling, *, reads_all: bool) -> None:
     if reads_all and yarn.attention_factor == 1.0:
-        writer.add_rope_scaling_yarn_log_mul(1.0)  # llama.cpp divides its gain by the same then
+        writer.add_rope_scaling_yarn_log_mul(1.0)  # then llama.cpp's gain is 1
     else:
-        # llama.cpp multiplies by YaRN's own gain as well, so that is left out here.
+        # llama.cpp also multiplies by YaRN's gain, so it is divided out here.
         writer.add_rope_scaling_attn_factors(yarn.attention_factor / yarn_gain(yarn.factor))
     if reads_all:
         writer.add_rope_scaling_yarn_beta_fast(yarn.beta_fast)
@@ -324,14 +323,14 @@ def _add_yarn(writer: GGUFWriter, yarn: YarnScaling, *, reads_all: bool) -> None
 
 
 def rope_sections(half: int, kind: str) -> list[int]:
-    """Split `half` pairs over the three axes of multimodal RoPE; for text any split with this sum is right."""
+    """Split `half` pairs over the three axes of multimodal RoPE; for text, any split with this sum is equivalent."""
     if kind == "interleaved":
         return [len(range(axis, half, 3)) for axis in range(3)]
     return [half // 4, (half - half // 4) // 2, half - half // 4 - (half - half // 4) // 2]
 
 
 def _add_value(writer: GGUFWriter, key: str, value: object) -> None:
-    """Add one metadata value to a GGUF file, with the type that it has in Python or NumPy."""
+    """Add one metadata value to a GGUF file, with a type for its Python or NumPy type."""
     match value:
         case bool():
             writer.add_bool(key, value)
@@ -339,8 +338,8 @@ def _add_value(writer: GGUFWriter, key: str, value: object) -> None:
             size = 32 if -(2**31) <= value < 2**32 else 64
             writer.add_key_value(key, value, GGUFValueType[f"{'INT' if value < 0 else 'UINT'}{size}"])
         case float():
-            wide = math.isfinite(value) and abs(value) > float(np.finfo(np.float32).max)
-            writer.add_key_value(key, value, GGUFValueType.FLOAT64 if wide else GGUFValueType.FLOAT32)
+            needs_float64 = math.isfinite(value) and abs(value) > float(np.finfo(np.float32).max)
+            writer.add_key_value(key, value, GGUFValueType.FLOAT64 if needs_float64 else GGUFValueType.FLOAT32)
         case str():
             writer.add_string(key, value)
         case np.ndarray():

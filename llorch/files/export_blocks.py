@@ -1,7 +1,7 @@
-"""Matrices of a quantised folder that a GGUF file keeps packed, because a block type of ggml has the same numbers.
+"""Lossless repacking of quantised matrices: a folder's codes and scales become a block type of ggml.
 
-Codes and scales are repacked by rows, and nothing is rounded. The rows of q and k get the order of GGUF files. A matrix
-is decoded if it shares a tensor of the GGUF file with other matrices, or lies there in another order.
+Codes and scales are repacked by rows without rounding. The rows of q and k get the order of GGUF files. A matrix is
+decoded if it shares a tensor of the GGUF file with other matrices, or has another order there.
 """
 
 from collections.abc import Iterator
@@ -20,29 +20,29 @@ from llorch.files.weights import Weights
 
 @dataclass(frozen=True, slots=True)
 class Blocks:
-    """The quantised matrices of a folder by canonical name: kept ones with their type, decoded ones with the reason."""
+    """Quantised matrices by canonical name: `kept` as blocks with their type, or `decoded` with the reason."""
 
     kept: dict[str, GGMLType] = field(default_factory=dict)
     decoded: dict[str, str] = field(default_factory=dict)
 
 
 def find_blocks(weights: Weights) -> Blocks:
-    """Find the type of every quantised matrix; there is none in a file that is not a quantised folder."""
-    found = Blocks()
+    """Find the block type of every quantised matrix; empty if the model is not a quantised folder."""
+    plan = Blocks()
     for tensor in gguf_tensors(weights.config):
         for weight in tensor.weights:
             if not isinstance(weights.as_stored(weight.name), QuantisedMatrix):
                 continue
             kind = _block_type(weights, weight) if len(tensor.weights) == 1 else "in one tensor with others"
             if isinstance(kind, str):
-                found.decoded[weight.name] = kind
+                plan.decoded[weight.name] = kind
             else:
-                found.kept[weight.name] = kind
-    return found
+                plan.kept[weight.name] = kind
+    return plan
 
 
-def kept_bytes(weights: Weights, weight: Weight, kind: GGMLType) -> Iterator[np.ndarray]:
-    """Yield the bytes of a kept matrix in the row order of GGUF files, or those of its experts one after another."""
+def block_bytes(weights: Weights, weight: Weight, kind: GGMLType) -> Iterator[np.ndarray]:
+    """Yield the blocks of a matrix, or of each expert of a stack, in the row order of GGUF files."""
     for matrix in _stored_matrices(weights, weight):
         assert isinstance(matrix, QuantisedMatrix)
         matrix.require_scales()
@@ -53,16 +53,14 @@ def kept_bytes(weights: Weights, weight: Weight, kind: GGMLType) -> Iterator[np.
 
 
 def _block_type(weights: Weights, weight: Weight) -> GGMLType | str:
-    """Return the block type that holds a weight's numbers exactly, or the reason why there is none."""
+    """Return the block type that represents a weight exactly, or the reason why there is none."""
     if weight.stays_f32:
         return "GGUF files store it as F32"
     if weights.is_changed(weight.name):
         return "an adapter is merged into it"
     if weight.in_gguf != AS_IS or weights.slots[weight.name].layout.rows is not None:
         return "its rows or columns have another order in GGUF files"
-    kinds = {
-        block_type(one) if isinstance(one, QuantisedMatrix) else "floats" for one in _stored_matrices(weights, weight)
-    }
+    kinds = {block_type(m) if isinstance(m, QuantisedMatrix) else "floats" for m in _stored_matrices(weights, weight)}
     return kinds.pop() if len(kinds) == 1 else "experts of several types"
 
 
@@ -70,5 +68,5 @@ def _stored_matrices(weights: Weights, weight: Weight) -> Iterator[Packed]:
     if len(weight.shape) == 2:
         yield weights.as_stored(weight.name)
         return
-    for number in range(weight.shape[0]):
-        yield weights.expert_as_stored(weight.name, number)
+    for expert in range(weight.shape[0]):
+        yield weights.expert_as_stored(weight.name, expert)

@@ -1,7 +1,7 @@
-"""Write weights as the safetensors of a Hugging Face folder, and the config.json that transformers reads beside them.
+"""Write weights as the safetensors files of a Hugging Face folder, with the config.json for transformers.
 
-Tensors have the names and the row order of transformers, all in one dtype; above `SHARD_BYTES` they are spread over
-several files with an index.
+Tensors have the names and the row order of transformers, all in one dtype; above `SHARD_BYTES` they are split into
+shards with an index.
 
 Source: transformers modeling_utils, `save_pretrained` (file names, index, metadata); safetensors README (layout).
 """
@@ -27,10 +27,10 @@ from llorch.ops.rope import frequencies, llama3_factors
 from llorch.runtime.errors import FormatError
 from llorch.runtime.fields import shortest
 
-SHARD_BYTES = 5_000_000_000  # of the tensors of one file, unless a single one is larger
+SHARD_BYTES = 5_000_000_000  # tensor bytes per file, unless one tensor is larger
 
 DTYPES: dict[GGMLType, str] = {GGMLType.F32: "float32", GGMLType.F16: "float16", GGMLType.BF16: "bfloat16"}
-# Contexts of pre-training that are tried to explain frequency factors: 8192 as in Llama 3, then other powers of two.
+# Original contexts to try for given frequency factors: 8192 as in Llama 3, then other powers of two.
 _CONTEXTS = (8192, *(2**exponent for exponent in range(5, 21)))
 
 
@@ -42,9 +42,9 @@ def write_safetensors(
     shard_bytes: int = SHARD_BYTES,
     on_tensor: Callable[[str], None] = lambda name: None,
 ) -> None:
-    """Write all weights into a folder, as one file or shards of at most `shard_bytes` (or one tensor) with an index."""
+    """Write all weights into a folder: one file, or shards of at most `shard_bytes` (or one tensor) with an index."""
     shards = _shards(weights.config, ggml_type, shard_bytes)
-    names = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
+    names = [f"model-{number:05}-of-{len(shards):05}.safetensors" for number in range(1, len(shards) + 1)]
     names = names if len(shards) > 1 else ["model.safetensors"]
     for name, shard in zip(names, shards, strict=True):
         _write_shard(weights, folder / name, shard, ggml_type, on_tensor)
@@ -56,12 +56,12 @@ def write_safetensors(
 
 
 def huggingface_size(config: ModelConfig, ggml_type: GGMLType) -> int:
-    """Predict the bytes of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(encoded_size(weight.shape, ggml_type) for weight in inventory(config).values())
 
 
 def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) -> dict[str, object]:
-    """Express a configuration as transformers does, without token ids; RoPE in keys that both 4 and 5 read."""
+    """Build the config.json of transformers, without token ids; RoPE keys are read by versions 4 and 5."""
     name = written_family(config)
     family = FAMILIES[name]
     biases, o_key = bias_settings(config, family), bias_key(family.transformers.keys, "o_bias")
@@ -91,7 +91,7 @@ def huggingface_config(config: ModelConfig, ggml_type: GGMLType, *, path: Path) 
 
 
 def bias_settings(config: ModelConfig, family: Family) -> dict[str, bool]:
-    """Express the biases that the family leaves to the file; one key for both says what q, k and v have."""
+    """Return the bias settings that the family does not fix; if q, k, v and o share a key, q, k and v define it."""
     facts = (("o_bias", family.o_bias, config.o_bias), ("qkv_bias", family.qkv_bias, config.qkv_bias))
     return {bias_key(family.transformers.keys, name): value for name, fixed, value in facts if fixed is None}
 
@@ -111,7 +111,7 @@ def _experts_settings(config: ModelConfig, family: Family) -> dict[str, object]:
 
 
 def delta_net_settings(config: ModelConfig) -> dict[str, object]:
-    """Express delta nets as transformers does; empty for a model without them."""
+    """Return the settings of delta nets in transformers; empty for a model without them."""
     if (net := config.delta_net) is None:
         return {}
     kinds = {"delta_net": "linear_attention", "attention": "full_attention"}
@@ -126,7 +126,7 @@ def delta_net_settings(config: ModelConfig) -> dict[str, object]:
 
 
 def write_json(path: Path, values: Mapping[str, object]) -> None:
-    """Write a JSON file as transformers does: indented, not escaped, with a line end."""
+    """Write a JSON file like transformers: indented, not escaped, with a final newline."""
     path.write_text(json.dumps(values, indent=2, ensure_ascii=False, allow_nan=False) + "\n", encoding="utf-8")
 
 
@@ -146,12 +146,12 @@ def _shards(config: ModelConfig, ggml_type: GGMLType, shard_bytes: int) -> list[
 def _write_shard(
     weights: Weights, path: Path, shard: list[Tensor], ggml_type: GGMLType, on_tensor: Callable[[str], None]
 ) -> None:
-    """Write one safetensors file; `on_tensor` hears each tensor's name, of experts only the first."""
-    rows = [(one.name, ggml_type.name, one.shape, encoded_size(one.shape, ggml_type)) for one in shard]
+    """Write one safetensors file; `on_tensor` is called for each tensor, for experts only for the first."""
+    rows = [(tensor.name, ggml_type.name, tensor.shape, encoded_size(tensor.shape, ggml_type)) for tensor in shard]
     with path.open("wb") as file:
-        file.write(header_bytes(rows, metadata={"format": "pt"}))  # without it transformers refuses the file
+        file.write(header_bytes(rows, metadata={"format": "pt"}))  # transformers requires it
         for tensor in shard:
-            if not tensor.expert:  # of a stack the first only
+            if not tensor.expert:  # only once per stack
                 on_tensor(tensor.weights[0].huggingface)
             if tensor.expert is None:
                 array = assembled(weights, tensor, in_gguf=False)
@@ -162,7 +162,7 @@ def _write_shard(
 
 
 def _rope_settings(config: ModelConfig, path: Path) -> dict[str, object]:
-    """Write RoPE with the keys that transformers 4 has too, or with the newer ones for a family that it lacks."""
+    """Return RoPE settings in keys of transformers 4, or in newer keys for a family that it lacks."""
     theta, scaling, kind = shortest(config.rope_theta), _rope_scaling(config, path), written_family(config)
     if "partial_rotary_factor" in FAMILIES[kind].defaults:
         values: dict[str, object] = {"rope_theta": theta, "partial_rotary_factor": config.rotated / config.head_dim}
@@ -178,11 +178,11 @@ def _rope_settings(config: ModelConfig, path: Path) -> dict[str, object]:
 
 
 def _with_mscale(scaling: dict[str, object]) -> dict[str, object]:
-    """Express a gain of one as Ministral 3 does, in keys that llama.cpp's converter looks for."""
+    """Replace an attention factor of one by Ministral 3's keys, which llama.cpp's converter reads."""
     if scaling.get("attention_factor") != 1.0:
         return scaling
-    kept = {key: value for key, value in scaling.items() if key != "attention_factor"}
-    return kept | {"mscale": 1.0, "mscale_all_dim": 1.0}
+    remaining = {key: value for key, value in scaling.items() if key != "attention_factor"}
+    return remaining | {"mscale": 1.0, "mscale_all_dim": 1.0}
 
 
 def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:
@@ -192,24 +192,24 @@ def _rope_scaling(config: ModelConfig, path: Path) -> dict[str, object] | None:
         case LinearScaling(factor=factor):
             return {"rope_type": "linear", "factor": shortest(factor)}
         case FactorScaling(factors=factors):
-            return {"rope_type": "llama3", **asdict(_explained(factors, config, path))}
+            return {"rope_type": "llama3", **asdict(_find_scaling(factors, config, path))}
         case Llama3Scaling() as scaling:
             return {"rope_type": "llama3", **asdict(scaling)}
-        case YarnScaling() as yarn:  # whose fields have the names of transformers, as those of Llama 3 have
+        case YarnScaling() as yarn:  # fields have the names of transformers, also for Llama 3
             return {"rope_type": "yarn", **asdict(yarn), "factor": shortest(yarn.factor)}
 
 
-def _explained(factors: tuple[float, ...], config: ModelConfig, path: Path) -> Llama3Scaling:
-    """Find the scaling of Llama 3 or 4 that gives the factors of a file; FormatError Unsupported for none."""
-    plain = frequencies(config.rotated, config.rope_theta)
-    for context, high in product(_CONTEXTS, (4.0, 1.0)):
+def _find_scaling(factors: tuple[float, ...], config: ModelConfig, path: Path) -> Llama3Scaling:
+    """Find the scaling of Llama 3 or 4 with the given factors; FormatError Unsupported if there is none."""
+    unscaled = frequencies(config.rotated, config.rope_theta)
+    for context, high_freq_factor in product(_CONTEXTS, (4.0, 1.0)):  # 4 in Llama 3, 1 in Llama 4
         scaling = Llama3Scaling(
             factor=shortest(max(1.0, *factors)),
             low_freq_factor=1.0,
-            high_freq_factor=high,
+            high_freq_factor=high_freq_factor,
             original_max_position_embeddings=context,
         )
-        if np.allclose(llama3_factors(plain, scaling), factors, rtol=1e-6, atol=0):
+        if np.allclose(llama3_factors(unscaled, scaling), factors, rtol=1e-6, atol=0):
             return scaling
     message = "rope_freqs.weight: expected the factors of a Llama 3 scaling, got other factors"
     raise FormatError("Unsupported", f"{message}; transformers cannot express them", path=path)

@@ -1,12 +1,11 @@
-"""GGUF v2 and v3: the header is read once and checked, the tensors stay in the file until they are wanted.
+"""GGUF v2 and v3: the header is read and checked at opening, tensors are read on demand.
 
     magic "GGUF" | u32 version | u64 tensor count | u64 metadata count
     metadata entries | tensor table (name, dimensions fastest first, type, offset) | padding | tensor data
 
-The reader is our own, since the one of the gguf package follows lengths and offsets that the file only claims
-(it loops without end on a 49-byte file) and takes seconds for a real vocabulary. The rule here is: never
-laxer than llama.cpp. Offsets must be exactly the running sum of padded sizes, so no two names can share
-bytes.
+llorch has its own reader, because the reader of the gguf package trusts the declared lengths and offsets (it loops
+endlessly on a 49-byte file) and takes seconds for a real vocabulary. Rule: never laxer than llama.cpp. Offsets must be
+exactly the running sum of padded sizes, so no two names can share bytes.
 
 Source: ggml docs/gguf.md; ggml src/gguf.cpp; llama.cpp src/llama-model-loader.cpp (models in several files).
 """
@@ -29,17 +28,17 @@ from llorch.runtime.errors import FormatError
 
 __all__ = ["GGUFFile", "MetadataLimits", "StringArray", "TensorInfo", "open_gguf"]
 
-_LEAST_ALIGNMENT = 8  # the specification asks for a multiple of it
+_LEAST_ALIGNMENT = 8  # the specification requires a multiple of it
 _MAX_ELEMENTS = 2**63 - 1  # ggml counts elements in a signed 64-bit number
 
 _PART, _N_PARTS, _N_TENSORS = "split.no", "split.count", "split.tensors.count"  # the first part has number 0
-_MOST_PARTS = 99_999  # that a file name can say
-_INTEGERS = frozenset({GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64})
+_MAX_PARTS = 99_999  # largest number in a file name
+_INTEGERS = frozenset({GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64})  # types without floats
 
 
 @dataclass(frozen=True, slots=True)
 class TensorInfo(Entry):
-    """One row of the tensor table; the file has the axes the other way round, fastest first."""
+    """Row of the tensor table; in the file the axes are reversed, fastest first."""
 
     ggml_type: GGMLType
 
@@ -50,7 +49,7 @@ class TensorInfo(Entry):
 
 
 class GGUFFile(TensorFile[TensorInfo]):
-    """An open GGUF file: metadata and tensor table in memory, tensors on demand."""
+    """Open GGUF file: metadata and tensor table in memory, tensors on demand."""
 
     def __init__(self, path: str | Path, *, limits: MetadataLimits = DEFAULT_LIMITS) -> None:
         """Read and check header, metadata and tensor table of a GGUF v2 or v3 file."""
@@ -63,7 +62,7 @@ class GGUFFile(TensorFile[TensorInfo]):
             _check_end(cursor, self.tensors, self.alignment)
 
     def array(self, name: str) -> np.ndarray:
-        """Read a tensor as float32, finite or not: a view of the map for F32, else a decoded copy."""
+        """Read a tensor as float32, not checked for NaN: a view of the map for F32, else a decoded copy."""
         packed = self.packed(name)
         if packed.ggml_type is GGMLType.F32:
             return packed.raw.view("<f4").reshape(packed.shape)
@@ -71,7 +70,7 @@ class GGUFFile(TensorFile[TensorInfo]):
         return packed.decode()
 
     def packed(self, name: str) -> Packed:
-        """Look at a tensor as it is stored; FormatError DType for integer tensors, or as `raw`."""
+        """Return a stored tensor; FormatError DType for integer tensors, or as `raw`."""
         info, raw = self.info(name), self.raw(name)
         if not info.holds_floats:
             raise self._file.error("DType", f"{name} must hold floats or blocks, got {info.ggml_type.name}")
@@ -79,10 +78,10 @@ class GGUFFile(TensorFile[TensorInfo]):
 
 
 class SplitGGUFFile(GGUFFile):
-    """An open GGUF model in several files: the metadata of the first file, the tensors of all."""
+    """Open GGUF model in several files: metadata of the first file, tensors of all files."""
 
     def __init__(self, paths: Sequence[Path], *, limits: MetadataLimits = DEFAULT_LIMITS) -> None:
-        """Open all parts, the first one first; FormatError where one does not belong to the others."""
+        """Open all parts in order; FormatError if a part does not belong to the model."""
         super().__init__(paths[0], limits=limits)
         with on_error(self.close):
             for number, path in enumerate(paths[1:], start=1):
@@ -94,50 +93,50 @@ class SplitGGUFFile(GGUFFile):
 
     def _add(self, part: GGUFFile, number: int) -> None:
         self._files.append(part._file)
-        said = part.metadata.get(_PART, 0), part.metadata.get(_N_PARTS, 1)
-        if not all(isinstance(one, int) for one in said) or said != (number, self.metadata[_N_PARTS]):
-            message = f"{_PART}, {_N_PARTS}: expected {number}, {self.metadata[_N_PARTS]}, got {said[0]}, {said[1]}"
+        actual = part.metadata.get(_PART, 0), part.metadata.get(_N_PARTS, 1)
+        if not all(isinstance(n, int) for n in actual) or actual != (number, self.metadata[_N_PARTS]):
+            message = f"{_PART}, {_N_PARTS}: expected {number}, {self.metadata[_N_PARTS]}, got {actual[0]}, {actual[1]}"
             raise FormatError("Inconsistent", message, path=part.path)
-        if twice := sorted(part.tensors.keys() & self.tensors.keys()):
-            raise FormatError("Duplicate", f"tensor {twice[0]!r} is in two parts", path=part.path)
+        if duplicates := sorted(part.tensors.keys() & self.tensors.keys()):
+            raise FormatError("Duplicate", f"tensor {duplicates[0]!r} is in two parts", path=part.path)
         self.tensors = self.stored = {**self.tensors, **part.tensors}
         self._file_of |= dict.fromkeys(part.tensors, part._file)
 
 
 def open_gguf(path: str | Path, *, limits: MetadataLimits = DEFAULT_LIMITS) -> GGUFFile:
-    """Open a GGUF file, or a model in several files given any one of them, also in a `with` statement."""
+    """Open a GGUF file, or a model in several files from the path of any file; usable in a `with` statement."""
     file = GGUFFile(path, limits=limits)
     with on_error(file.close):
-        paths = _parts_of(file)
+        paths = _part_paths(file)
     if len(paths) == 1:
         return file
     file.close()
     return SplitGGUFFile(paths, limits=limits)
 
 
-def _parts_of(file: GGUFFile) -> list[Path]:
-    """Find all parts of a model by the name of one: `NAME-00002-of-00003.gguf`, as `gguf-split` writes it."""
+def _part_paths(file: GGUFFile) -> list[Path]:
+    """Return the paths of all parts of a model, named `NAME-00002-of-00003.gguf` as `gguf-split` does."""
     n_parts, number = file.metadata.get(_N_PARTS, 1), file.metadata.get(_PART, 0)
-    if not (isinstance(n_parts, int) and isinstance(number, int) and 0 <= number < max(n_parts, 1) <= _MOST_PARTS):
-        message = f"{_PART}, {_N_PARTS}: expected a part number below the number of parts (at most {_MOST_PARTS})"
+    if not (isinstance(n_parts, int) and isinstance(number, int) and 0 <= number < max(n_parts, 1) <= _MAX_PARTS):
+        message = f"{_PART}, {_N_PARTS}: expected a part number below the number of parts (at most {_MAX_PARTS})"
         raise FormatError("OutOfRange", f"{message}, got {number!r}, {n_parts!r}", path=file.path)
     if n_parts <= 1:
         return [file.path]
-    ending = "-{:05d}-of-{:05d}.gguf"
-    name, wanted = file.path.name, ending.format(number + 1, n_parts)
-    if not name.endswith(wanted):
-        message = f"part {number + 1} of {n_parts}: expected a file name that ends with {wanted}, got {name}"
+    suffix = "-{:05d}-of-{:05d}.gguf"
+    name, expected_suffix = file.path.name, suffix.format(number + 1, n_parts)
+    if not name.endswith(expected_suffix):
+        message = f"part {number + 1} of {n_parts}: expected a file name that ends with {expected_suffix}, got {name}"
         raise FormatError("Inconsistent", f"{message}; rename the file", path=file.path)
-    prefix = name.removesuffix(wanted)
-    paths = [file.path.with_name(prefix + ending.format(part + 1, n_parts)) for part in range(n_parts)]
-    if absent := [path.name for path in paths if not path.exists()]:
-        message = f"the model has {n_parts} parts, and {len(absent)} are missing: {', '.join(absent[:4])}"
+    prefix = name.removesuffix(expected_suffix)
+    paths = [file.path.with_name(prefix + suffix.format(part + 1, n_parts)) for part in range(n_parts)]
+    if missing := [path.name for path in paths if not path.exists()]:
+        message = f"the model has {n_parts} parts, and {len(missing)} are missing: {', '.join(missing[:4])}"
         raise FormatError("Missing", f"{message}; put all parts into one folder", path=file.path)
     return paths
 
 
 def read_head(cursor: Cursor) -> tuple[int, int, dict[str, Value], int]:
-    """Read the part before the tensor table: version, number of tensors, metadata, alignment."""
+    """Read the header before the tensor table: version, number of tensors, metadata, alignment."""
     version = _read_version(cursor)
     n_tensors = _read_count(cursor, "tensor", cursor.limits.tensors)
     n_entries = _read_count(cursor, "metadata entry", cursor.limits.metadata_entries)
@@ -149,7 +148,7 @@ def _read_version(cursor: Cursor) -> int:
     head = cursor.file.map[:HEAD]
     if head[:4] != b"GGUF":
         refuse_other_format(head, "a GGUF file", cursor.file.path)
-    magic = head[cursor.skip(4, "magic") : 4]
+    magic = head[cursor.skip(4, "magic") : 4]  # `skip` raises for a shorter file, else returns 0
     if magic != b"GGUF":
         raise cursor.error("BadMagic", f"a GGUF file starts with b'GGUF', got {magic!r}", 0)
     version = cursor.u32("version")
@@ -160,10 +159,10 @@ def _read_version(cursor: Cursor) -> int:
     return version
 
 
-def _read_count(cursor: Cursor, what: str, limit: int) -> int:
-    count = cursor.u64(f"{what} count")
+def _read_count(cursor: Cursor, subject: str, limit: int) -> int:
+    count = cursor.u64(f"{subject} count")
     if count > limit:
-        raise cursor.error("TooLarge", f"{what} count is {count}, at most {limit} are allowed", cursor.position - 8)
+        raise cursor.error("TooLarge", f"{subject} count is {count}, at most {limit} are allowed", cursor.position - 8)
     return count
 
 
@@ -179,7 +178,7 @@ def _alignment(cursor: Cursor, metadata: dict[str, Value], kinds: dict[str, GGUF
 
 
 def read_tensor_table(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
-    """Read the rows of `count` tensors by name; their offsets count from the start of the file."""
+    """Read the rows of `count` tensors by name; returned offsets count from the start of the file."""
     rows: dict[str, TensorInfo] = {}
     for index in range(count):
         row = _read_tensor_row(cursor, index)
@@ -196,25 +195,25 @@ def read_tensor_table(cursor: Cursor, count: int, alignment: int) -> dict[str, T
 
 
 def _check_end(cursor: Cursor, tensors: Mapping[str, TensorInfo], alignment: int) -> None:
-    """Note bytes behind the last tensor; Malformed if they show that the data was written to a larger alignment."""
+    """Warn of bytes after the last tensor; Malformed if they show that the data has a larger alignment."""
     file, header_end = cursor.file, cursor.position
     end = max((tensor.offset + tensor.n_bytes for tensor in tensors.values()), default=header_end)
     trailing = file.size - (end + -end % alignment)
     if trailing <= 0:
         return
-    wider = 2 * alignment
-    while tensors and wider <= cursor.limits.alignment:
-        if _is_aligned_to(file, [*tensors.values()], header_end, end, wider):
-            message = f"general.alignment: expected {wider}, to which the data is aligned, got {alignment}"
+    larger = 2 * alignment
+    while tensors and larger <= cursor.limits.alignment:
+        if _is_aligned_to(file, [*tensors.values()], header_end, end, larger):
+            message = f"general.alignment: expected {larger}, to which the data is aligned, got {alignment}"
             raise file.error("Malformed", f"{message}; correct the key, or convert the model again")
-        wider *= 2
+        larger *= 2
     note_once(file.path, f"{trailing} bytes after the last tensor are not read")
 
 
 def _is_aligned_to(file: MappedFile, tensors: Sequence[TensorInfo], header_end: int, end: int, alignment: int) -> bool:
-    """Tell if all data lies behind where the file says, as far as another alignment of its beginning explains.
+    """Check if all data is shifted, as if its start had this larger alignment.
 
-    Then zeros go on where the data should begin, numbers where it should end, and only padding follows them.
+    Then zeros are at the declared start of the data, nonzero bytes after its declared end, and then only padding.
     """
     data_start = min(tensor.offset for tensor in tensors)
     shift = header_end + -header_end % alignment - data_start
@@ -266,12 +265,13 @@ def _size_in_bytes(cursor: Cursor, name: str, dims: list[int], ggml_type: GGMLTy
 
 
 def _check_range(cursor: Cursor, row: TensorInfo, data_start: int, expected: int) -> None:
+    """Check that a tensor lies in the file, at the `expected` offset from the start of the data."""
     end = data_start + row.offset + row.n_bytes
-    limit = f"{row.name}: expected bytes {data_start + row.offset} to {end}"
+    description = f"{row.name}: expected bytes {data_start + row.offset} to {end}"
     if end > cursor.limits.data_end:
-        raise cursor.file.error("OutOfBounds", f"{limit}, got a file of {cursor.file.size} bytes")
+        raise cursor.file.error("OutOfBounds", f"{description}, got a file of {cursor.file.size} bytes")
     if end > cursor.file.size:
-        raise cursor.file.error("Truncated", f"{limit}, got a file that ends at byte {cursor.file.size}")
+        raise cursor.file.error("Truncated", f"{description}, got a file that ends at byte {cursor.file.size}")
     if row.offset != expected:
         message = f"{row.name} must have offset {expected} (no gap, no overlap, aligned), got {row.offset}"
         raise cursor.file.error("Malformed", message)

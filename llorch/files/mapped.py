@@ -1,12 +1,12 @@
-"""A file opened once, mapped read-only, and watched for change while arrays look into it.
+"""Read-only memory map of a file, checked for changes while arrays are views of it.
 
-A map that reaches past the end of its file kills the whole process with SIGBUS on the first touch. So size
-and modification time are compared with those at opening each time a tensor is taken, and the size each time
-a weight that looks into the map is used: a file that was cut before is an error message. One that is cut
-during a product, or under an array that a caller took and kept, still is SIGBUS: no Python code can catch
-that. The command line then says where it was (faulthandler); who must be sure copies the array.
+If the file is truncated, access to the map after its end kills the process with SIGBUS. Therefore size and
+modification time are compared with those at opening each time a tensor is read, and the size each time a weight that is
+a view of the map is used: a truncated file raises an error. A truncation during a product, or under an array that a
+caller holds, still causes SIGBUS, which Python cannot catch. The command line then prints the traceback (faulthandler).
+A caller that must be safe copies the array.
 
-Source: POSIX mmap; reliability notes of the project (safetensors and numpy.memmap die here).
+Source: POSIX mmap; tests of safetensors and numpy.memmap, which do not survive a truncation.
 """
 
 import errno
@@ -30,10 +30,10 @@ from llorch.runtime.memory import address_space_left
 
 logger = logging.getLogger(__name__)
 
-# A pipe is then opened at once. Neither flag is known everywhere.
+# O_NONBLOCK: opening a named pipe must not wait for a writer. Some systems have neither flag.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
-_NO_FILES = {
+_NO_FILES = {  # file types that are refused, with their names
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }  # fmt: skip
@@ -41,7 +41,7 @@ _NO_FILES = {
 
 @contextmanager
 def on_error(clean_up: Callable[[], object]) -> Iterator[None]:
-    """Call a function, such as the `close` of what was opened, if the body fails."""
+    """Call a function, such as `close` of an open file, if the body fails."""
     try:
         yield
     except BaseException:
@@ -50,16 +50,16 @@ def on_error(clean_up: Callable[[], object]) -> Iterator[None]:
 
 
 def open_regular(path: str | Path) -> int:
-    """Open a file that somebody else made for reading, through links.
+    """Open an untrusted file for reading; follows links.
 
-    FormatError Unsupported for what is no regular file, BadMagic for the pointer that git-lfs leaves in its place.
-    Opening a named pipe waits for a writer, for ever if there is none; reading a device may never end.
+    FormatError Unsupported if it is no regular file, BadMagic for a git-lfs pointer. Opening a named pipe without a
+    writer would block forever; reading a device may never end.
     """
     kind = stat.S_IFMT(os.stat(path).st_mode)
-    if kind in _NO_FILES:  # nobody can open a socket
+    if kind in _NO_FILES:  # before opening: a socket cannot be opened
         raise _no_regular_file(path, kind)
     descriptor = os.open(path, _FLAGS)
-    if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):  # it was replaced meanwhile
+    if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):  # replaced since os.stat
         os.close(descriptor)
         raise _no_regular_file(path, stat.S_IFMT(kind))
     with on_error(partial(os.close, descriptor)):
@@ -83,14 +83,14 @@ def read_regular(path: str | Path, *, limit: int) -> bytes:
     return data
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=64)  # skips the call for a message that was logged
 def note_once(path: Path, message: str) -> None:
-    """Warn of a file, which goes to stderr; once, however often a command opens the file."""
+    """Log a warning about a file once, however often a command opens it."""
     logger.warning("note: %s: %s", path, message)
 
 
 def release_pages(view: np.ndarray) -> None:
-    """Let the system forget the pages of a mapped file that were read: they count as memory of this process."""
+    """Drop the cached pages of a mapped file, which count as memory of this process."""
     owner: object = view
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -100,41 +100,41 @@ def release_pages(view: np.ndarray) -> None:
 
 
 class MappedFile:
-    """A read-only map of a regular file; views stay valid after `close`, new ones are refused."""
+    """Read-only map of a regular file; views stay valid after `close`, new views raise."""
 
     def __init__(self, path: str | Path) -> None:
-        """Open and map a regular file, through links; MemoryError where there is no address space (`ulimit -v`)."""
+        """Open and map a regular file; follows links. MemoryError without enough address space (`ulimit -v`)."""
         self.path = Path(path)
         descriptor = open_regular(self.path)
-        # The finaliser closes the descriptor also when nobody calls close(); it must not hold `self`.
+        # The finaliser also closes the descriptor if close() is never called; it must not reference `self`.
         self.close = weakref.finalize(self, os.close, descriptor)
         self._descriptor = descriptor
         self._state = self._state_now()
         self.size = self._state[0]
-        self.map: mmap.mmap | bytes = self._mapped() if self.size else b""
+        self.map: mmap.mmap | bytes = self._map_file() if self.size else b""
         self._bytes = np.frombuffer(self.map, np.uint8)
 
-    def _mapped(self) -> mmap.mmap:
+    def _map_file(self) -> mmap.mmap:
         try:
             return mmap.mmap(self._descriptor, 0, access=mmap.ACCESS_READ)
         except OSError as error:
             if error.errno != errno.ENOMEM:
                 raise
             message = f"{self.path}: mapping the file needs {self.size / 1e9:.2f} GB of address space"
-            left = f"{address_space_left() / 1e9:.2f} GB are left"
-            raise MemoryError(f"{message}, {left}; raise ulimit -v") from None
+            available = f"{address_space_left() / 1e9:.2f} GB are left"
+            raise MemoryError(f"{message}, {available}; raise ulimit -v") from None
 
     def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
-        """Build (not raise) the error that names this file."""
+        """Return (not raise) an error that names this file."""
         return FormatError(code, message, path=self.path, offset=offset)
 
     def view(self, offset: int, n_bytes: int) -> np.ndarray:
-        """Return a read-only view of a range inside `size`, which keeps the map alive; as `require_unchanged`."""
+        """Return a read-only view of a byte range, which keeps the map alive; raises like `require_unchanged`."""
         self.require_unchanged()
         return self._bytes[offset : offset + n_bytes]
 
     def require_unchanged(self) -> None:
-        """Refuse a file that was cut (Truncated), written to (Inconsistent) or closed (ValueError) since."""
+        """Raise if the file was truncated (Truncated), changed (Inconsistent) or closed (ValueError) since opening."""
         if not self.close.alive:
             raise ValueError(f"{self.path}: the file is closed; open it again to read more tensors")
         state = self._state_now()
@@ -144,26 +144,26 @@ class MappedFile:
             raise self.error("Inconsistent", "the file was changed while open; open it again")
 
     def require_whole(self) -> None:
-        """Refuse (Truncated) to go on with arrays that look past the end of a file that was cut and is open."""
+        """Raise Truncated if the open file is now shorter than its map."""
         size = self._state_now()[0] if self.close.alive else self.size
         if size < self.size:
             raise self.error("Truncated", f"the file was cut from {self.size} to {size} bytes while open")
 
     @property
     def fingerprint(self) -> tuple[int, ...]:
-        """Facts that tell the file from another and from a changed one: device, inode, size, times of change."""
+        """Identity and state of the file: device, inode, size, modification and change time."""
         status = os.fstat(self._descriptor)
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _state_now(self) -> tuple[int, int]:
-        """Return the size and modification time of the open file, to notice changes."""
+        """Return the size and modification time of the open file, to detect changes."""
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """What a tensor table says of one tensor, whatever the format."""
+    """Entry of a tensor table, for any format."""
 
     name: str
     shape: tuple[int, ...]  # slowest axis first
@@ -172,59 +172,59 @@ class Entry:
 
 
 Info = TypeVar("Info", bound=Entry)
-Opened = TypeVar("Opened", bound="TensorFile[Any]")  # Self would trip the checks that pytest puts in
+Opened = TypeVar("Opened", bound="TensorFile[Any]")  # `Self` fails in the type checker of the tests
 
 
 class TensorFile(Generic[Info]):
-    """Open files with one table of named tensors; a context manager that closes them."""
+    """One or more open files with a table of named tensors; as a context manager it closes them."""
 
-    stored: Mapping[str, Info]  # the tensors of the files
-    tensors: Mapping[str, Info]  # what is read as a weight: the same, or matrices made of several
+    stored: Mapping[str, Info]  # tensors as stored
+    tensors: Mapping[str, Info]  # tensors as read: the stored ones, or matrices decoded from several stored tensors
 
     def __init__(self, path: str | Path, *files: MappedFile) -> None:
-        """Begin with the files that are open already; the tables are the subclass's business."""
+        """Start with the files that are already open; subclasses set the tables."""
         self.path = Path(path)
         self._files = [*files]
-        self._file_of: dict[str, MappedFile] = {}  # of the tensors in other files than the first
+        self._file_of: dict[str, MappedFile] = {}  # for tensors that are not in the first file
 
     @property
     def fingerprint(self) -> list[tuple[int, ...]]:
-        """See `MappedFile.fingerprint`; one for each file."""
+        """Fingerprint of each file, see `MappedFile.fingerprint`."""
         return [file.fingerprint for file in self._files]
 
     def entries_by_file(self) -> list[list[Info]]:
-        """Return the tensors of each file of the model, in the order of their bytes."""
+        """Return the tensors of each file of the model, in the order of their offsets."""
         entries: dict[MappedFile, list[Info]] = {file: [] for file in self._files}
         for info in sorted(self.stored.values(), key=lambda info: (info.offset, info.n_bytes)):
-            entries[self._mapped(info.name)].append(info)
+            entries[self._mapped_file(info.name)].append(info)
         return [*entries.values()]
 
     def file_of(self, name: str) -> Path:
-        """Return the path of the file that holds a tensor."""
-        return self._mapped(name).path
+        """Return the path of the file with a tensor."""
+        return self._mapped_file(name).path
 
-    def _mapped(self, name: str) -> MappedFile:
+    def _mapped_file(self, name: str) -> MappedFile:
         return self._file_of.get(name, self._files[0])
 
     def info(self, name: str) -> Info:
-        """Return a tensor's line of the table; FormatError Missing for an unknown name."""
+        """Return a tensor's table entry; FormatError Missing for an unknown name."""
         if name not in self.stored:
             message = f"no tensor {name!r} among the {len(self.stored)} tensors of this file"
             raise FormatError("Missing", message, path=self.path)
         return self.stored[name]
 
     def raw(self, name: str) -> np.ndarray:
-        """Return a read-only uint8 view of a tensor; FormatError Missing, or Truncated or Inconsistent if changed."""
+        """Return a read-only uint8 view of a tensor; FormatError Missing, Truncated or Inconsistent."""
         info = self.info(name)
-        return self._mapped(name).view(info.offset, info.n_bytes)
+        return self._mapped_file(name).view(info.offset, info.n_bytes)
 
     def require_whole(self, name: str) -> None:
-        """Refuse (Truncated) to go on with a tensor that was taken from a file which was cut since."""
+        """Raise Truncated if the file of a tensor was truncated since the tensor was read."""
         self.info(name)
-        self._mapped(name).require_whole()
+        self._mapped_file(name).require_whole()
 
     def close(self) -> None:
-        """Close all files; arrays that were handed out stay valid."""
+        """Close all files; existing arrays stay valid."""
         for file in self._files:
             file.close()
 

@@ -1,13 +1,13 @@
-"""Matrices that multiply themselves, because they lie packed or because their inputs are rounded first.
+"""Products of stored matrices: packed matrices, or matrices whose inputs are rounded first.
 
-Packed ones are decoded tile by tile at every use. Inputs are rounded when that is asked for, as ggml does it or as the
-scheme of a quantised folder says:
+A packed matrix is decoded tile by tile at every use. Inputs are rounded as in ggml, or by the scheme of a quantised
+folder:
 
     y = round(x) @ decode(blocks).T
 
-ggml multiplies the integers of both sides and scales the sum; in real numbers that is the same product, in float32 it
-differs by the rounding of a sum. Q4_1 and Q5_1 differ more: ggml multiplies their minima with the *sum* of a block of
-activations, which it rounds to float16 apart from the activations.
+ggml multiplies integer codes and scales the sum. The exact product is the same; in float32 it differs by the rounding
+of a sum. Q4_1 and Q5_1 differ more: ggml multiplies their minima by the *sum* of a block of activations, and rounds the
+sum to float16 independently of the activations.
 
 Source: llama.cpp ggml/src/ggml-cpu (vec_dot of each type); llorch.ops.rounding.
 """
@@ -24,11 +24,11 @@ from llorch.ops.linear import product
 from llorch.ops.rounding import ActivationKind, block_sums, round_activations
 from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
 
-_SUMMED = "Q8_1"  # the one activation type with a rounded sum beside the codes
+_WITH_SUMS = "Q8_1"  # the only activation type with a rounded sum of each block
 
 
 class Matrix:
-    """A `QuantMethod` over a stored tensor."""
+    """Matrix over a stored tensor, with its own product; a `QuantMethod` of `llorch.ops.numerics`."""
 
     def __init__(
         self,
@@ -41,19 +41,19 @@ class Matrix:
         interleaved_heads: int = 0,
         columns: np.ndarray | None = None,
     ) -> None:
-        """Wrap a stored matrix; FormatError NonFinite for a block scale that means NaN.
+        """Wrap a stored matrix; FormatError NonFinite for a NaN block scale.
 
-        `dtype` is that of the run, in which rows of an embedding are handed out; `round_inputs` rounds activations as
-        ggml does for this type, `scheme` as a quantised folder says; `decoded` is the whole matrix in Hugging Face's
-        order, None decodes at every use; the file holds the rows of `interleaved_heads` in pairs. `columns` says where
-        in the file each of Hugging Face's columns is; `decoded` has those of the file then.
+        `dtype` is the dtype of the run and of embedding rows. `round_inputs` rounds activations as ggml does for this
+        type, `scheme` as a quantised folder does. `decoded` is the matrix in Hugging Face's order; None decodes at
+        every use. The stored rows of `interleaved_heads` are in pairs. `columns` has the stored index of each of
+        Hugging Face's columns; `decoded` then has the stored column order.
         """
         self.packed = packed
         self._dtype = dtype
         self._decoded = decoded
         self._heads = interleaved_heads
         self._columns = columns
-        self._back = None if columns is None else np.argsort(columns)
+        self._stored_order = None if columns is None else np.argsort(columns)
         self.shape = packed.shape
         self.n_bytes = packed.n_bytes
         self._kind: ActivationKind = ACTIVATION_TYPE[packed.ggml] if round_inputs else "F32"
@@ -62,51 +62,51 @@ class Matrix:
         packed.require_scales()
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
-        """Round, multiply tile by tile, in the dtype of `x`; FormatError NonFinite when a weight is NaN or infinite."""
+        """Round, multiply tile by tile, in the dtype of `x`; FormatError NonFinite if a weight is NaN or infinite."""
         x = self.arranged(x)
-        rounded = self._rounded(x)
+        rounded_x = self._round(x)
         if self._decoded is not None:
-            return self._with_sums(x, rounded, product(rounded, self._decoded)).astype(x.dtype, copy=False)
+            return self._with_sums(x, rounded_x, product(rounded_x, self._decoded)).astype(x.dtype, copy=False)
         y = np.empty((len(x), self.shape[0]), x.dtype)
         for start, tile in self.packed.tiles():
-            with np.errstate(invalid="ignore"):  # looked for below
-                part = product(rounded, tile)
-            if not np.isfinite(part).all():
+            with np.errstate(invalid="ignore"):  # checked below
+                products = product(rounded_x, tile)
+            if not np.isfinite(products).all():
                 self.packed.require_finite(start, tile)
-            y[:, start : start + len(tile)] = part
-        y = self._with_sums(x, rounded, y).astype(x.dtype, copy=False)
+            y[:, start : start + len(tile)] = products
+        y = self._with_sums(x, rounded_x, y).astype(x.dtype, copy=False)
         return undo_interleave(y.T, self._heads).T if self._heads else y
 
-    def _rounded(self, x: np.ndarray) -> np.ndarray:
+    def _round(self, x: np.ndarray) -> np.ndarray:
         if self._scheme is not None:
             return round_as_scheme(x, self._scheme)
         return x if self._kind == "F32" else round_activations(x, self._kind)
 
     def arranged(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq in"]:
-        """Put inputs into the column order of the file, which is the order of its blocks."""
-        return x if self._back is None else np.ascontiguousarray(x[:, self._back])
+        """Reorder inputs to the column order of the file, the order of its blocks."""
+        return x if self._stored_order is None else np.ascontiguousarray(x[:, self._stored_order])
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:
-        """Decode everything to float32, in Hugging Face's order."""
+        """Decode the matrix to float32, in Hugging Face's order."""
         rows = self.in_order(self.packed.decode()) if self._decoded is None else self._decoded
         return rows if self._columns is None else rows[:, self._columns]
 
     def in_order(self, rows: np.ndarray) -> np.ndarray:
-        """Reorder rows from the order of the file to the order of Hugging Face."""
+        """Reorder rows from the file's order to Hugging Face's order."""
         return undo_interleave(rows, self._heads) if self._heads else rows
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
-        """Decode some rows of an embedding in the dtype of the run; FormatError NonFinite."""
+        """Decode embedding rows in the dtype of the run; FormatError NonFinite."""
         if self._decoded is not None:
             return self._decoded[ids].astype(self._dtype, copy=False)
         rows = self.packed.decode_rows(ids)
-        for row, token in zip(rows, ids, strict=True):
-            self.packed.require_finite(int(token), row[None])
+        for row, token_id in zip(rows, ids, strict=True):
+            self.packed.require_finite(int(token_id), row[None])
         return rows.astype(self._dtype, copy=False)
 
     def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
-        """Replace the sums of rounded activations, by which minima were multiplied, with ggml's rounded sums."""
-        if self._kind != _SUMMED:
+        """Correct the minima's part of the product: ggml uses rounded block sums, not sums of rounded inputs."""
+        if self._kind != _WITH_SUMS:
             return y
         block = BLOCK_SIZES[self.packed.ggml][0]
         sums = rounded.reshape(len(x), -1, block).sum(axis=-1, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Where a model is written: what must not be replaced, whether there is room, and a look at what was written."""
+"""Checks before and after writing a model: target path, disk space, and reading the written model."""
 
 import errno
 import os
@@ -22,48 +22,48 @@ from llorch.files.tokenizer.chat import MORE_TEMPLATES, template_files
 from llorch.runtime.errors import FormatError, UserError
 
 CONFIG, TEMPLATE = "config.json", "chat_template.jinja"
-_BESIDE = (
+_EXTRAS = (  # settings and tokenizer files
     CONFIG, "generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "vocab.json", "merges.txt", "tokenizer.model",
 )  # fmt: skip
 
 
 def size_of(path: Path) -> int:
-    """Sum the bytes of a file, or of the files in a folder."""
+    """Return the bytes of a file, or of all files in a folder."""
     return sum(file.stat().st_size for file in (path.rglob("*") if path.is_dir() else [path]) if file.is_file())
 
 
-def copied_beside(source: Path, folder: Path) -> None:
-    """Copy the files beside the tensors, e.g. of the tokenizer, byte for byte; Unsafe for one that links out."""
-    named = [require_inside(source / name, source) for name in _BESIDE if (source / name).is_file()]
-    for file in [*named, *template_files(source).values()]:
-        copy = folder / file.relative_to(source)
-        copy.parent.mkdir(exist_ok=True)
-        shutil.copyfile(file, copy)
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copy the tokenizer and settings files of a model folder; Unsafe for a link out of the folder."""
+    companions = [require_inside(source / name, source) for name in _EXTRAS if (source / name).is_file()]
+    for file in [*companions, *template_files(source).values()]:
+        target = folder / file.relative_to(source)
+        target.parent.mkdir(exist_ok=True)
+        shutil.copyfile(file, target)
 
 
 def without_quantisation(values: Mapping[str, object]) -> dict[str, object]:
     """Remove the settings of a quantised folder from a config.json."""
-    kept = {key: value for key, value in values.items() if key not in SETTINGS}
-    text = kept.get("text_config")
-    return kept | {"text_config": without_quantisation(text)} if isinstance(text, Mapping) else kept
+    settings = {key: value for key, value in values.items() if key not in SETTINGS}
+    text = settings.get("text_config")
+    return settings | {"text_config": without_quantisation(text)} if isinstance(text, Mapping) else settings
 
 
-def _is_of_a_model(file: Path) -> bool:
+def _is_model_file(file: Path) -> bool:
     if file.is_dir():
-        return file.name == MORE_TEMPLATES and all(one.suffix == ".jinja" and one.is_file() for one in file.iterdir())
-    known = {*_BESIDE, TEMPLATE, "model.safetensors.index.json"}
-    return file.is_file() and (file.name in known or file.suffix == ".safetensors")
+        return file.name == MORE_TEMPLATES and all(f.suffix == ".jinja" and f.is_file() for f in file.iterdir())
+    names = {*_EXTRAS, TEMPLATE, "model.safetensors.index.json"}
+    return file.is_file() and (file.name in names or file.suffix == ".safetensors")
 
 
-def check_places(
-    *sources: Path, target: Path, force: bool, what: str = "a model", known: Callable[[Path], bool] = _is_of_a_model
+def check_target(
+    *sources: Path, target: Path, force: bool, what: str = "a model", known: Callable[[Path], bool] = _is_model_file
 ) -> None:
-    """Refuse a target that cannot be written without harm.
+    """Raise if a source is missing, or if the target cannot be written without harm.
 
-    FileNotFoundError: no source. NotADirectoryError: a file stands where the target's folder would be; `folders_above`
-    makes folders that are missing. ValueError: it is a source, or holds one.
-    FileExistsError: it exists, without `force`; or is a folder where a file is written, or holds what is not `known`.
+    FileNotFoundError: a source is missing. NotADirectoryError: the target's folder is a file; `folders_above` creates
+    missing folders. UserError: the target is or contains a source. FileExistsError: the target exists without `force`,
+    is a folder but a file is to be written, or has a file that is not `known`; the message names the files as `what`.
     """
     for source in sources:
         if not source.exists():
@@ -82,34 +82,34 @@ def check_places(
         raise FileExistsError(errno.EEXIST, message, str(target))
 
 
-def _reason_to_keep(target: Path, what: str, known: Callable[[Path], bool]) -> str:
-    """Say why a file or folder is not replaced even with --force; empty where it is."""
+def _reason_to_keep(target: Path, subject: str, is_known: Callable[[Path], bool]) -> str:
+    """Return the reason not to replace an existing target even with --force; empty if it can be replaced."""
     to_gguf = target.suffix == ".gguf"
     if target.is_dir() == to_gguf:
         kind = "a folder" if to_gguf else "a file"
         return f"is {kind}, and llorch does not replace it; choose another name"
-    foreign = sorted(file.name for file in target.iterdir() if not known(file)) if not to_gguf else []
+    unknown_files = sorted(file.name for file in target.iterdir() if not is_known(file)) if not to_gguf else []
     remedy = "choose another name, llorch does not replace this folder"
-    return f"holds {foreign[0]}, which is no file of {what}; {remedy}" if foreign else ""
+    return f"holds {unknown_files[0]}, which is no file of {subject}; {remedy}" if unknown_files else ""
 
 
-def counting(weights: Weights, report: Callable[[str], None]) -> Callable[[str], None]:
-    """Make a listener for writers that reports how many tensors were begun."""
-    total, done = len(inventory(weights.config)), 0
+def count_tensors(weights: Weights, report: Callable[[str], None]) -> Callable[[str], None]:
+    """Return a callback for writers that reports the number of tensors."""
+    n_tensors, n_done = len(inventory(weights.config)), 0
 
     def on_tensor(name: str) -> None:
-        nonlocal done
-        done += 1
-        report(f"{min(done, total)}/{total} {name}")
+        nonlocal n_done
+        n_done += 1
+        report(f"{min(n_done, n_tensors)}/{n_tensors} {name}")
 
     return on_tensor
 
 
 @contextmanager
-def placing(target: Path, n_bytes: int) -> Iterator[None]:
-    """Refuse (OSError) what would not fit; name the target, not the temporary file, when writing fails."""
+def writing_to(target: Path, n_bytes: int) -> Iterator[None]:
+    """Raise OSError if the disk is too small; name the target, not the temporary file, if writing fails."""
     disk = shutil.disk_usage(existing_folder(target))
-    if disk.total and n_bytes > disk.free:  # /proc and a tmpfs without limit have 0: there the writing tells
+    if disk.total and n_bytes > disk.free:  # total is 0 for /proc and a tmpfs without limit; there writing itself fails
         message = f"needs {_format_size(n_bytes)}, but only {_format_size(disk.free)} are free; nothing was written"
         raise OSError(errno.ENOSPC, message, str(target))
     try:
@@ -125,20 +125,24 @@ def _format_size(n_bytes: int) -> str:
 
 
 def _as_float32(value: object) -> object:
-    """Round floats to float32, as GGUF files hold them; other values stay."""
+    """Round floats to float32, as in GGUF files; other values do not change."""
     if isinstance(value, Temperature):
         return replace(value, scale=float(np.float32(value.scale)))
     return np.float32(value) if isinstance(value, float) else value
 
 
 def read_back(path: Path, weights: Weights, target: Path) -> None:
-    """Open what was written: every tensor is there, and the configuration is the same to float32 rounding."""
+    """Open a written model and check that its configuration equals the source's up to float32 rounding."""
     written = open_weights(path)
     written.source.close()
-    same = {written_family(weights.config), BY_GGUF[FAMILIES[weights.config.family].gguf]}
-    for one in filter(lambda one: one.compare, fields(ModelConfig)):
-        actual, expected = (_as_float32(getattr(config, one.name)) for config in (written.config, weights.config))
-        # Frequency scalings have a form of their own in each format.
-        if actual != expected and one.name != "rope_scaling" and not (one.name == "family" and actual in same):
-            message = f"{one.name}: the target would have {actual}, the source has {expected}"
+    equivalent_families = {written_family(weights.config), BY_GGUF[FAMILIES[weights.config.family].gguf]}
+    for option in filter(lambda option: option.compare, fields(ModelConfig)):
+        actual, expected = (_as_float32(getattr(config, option.name)) for config in (written.config, weights.config))
+        # Each format has its own representation of frequency scaling.
+        if (
+            actual != expected
+            and option.name != "rope_scaling"
+            and not (option.name == "family" and actual in equivalent_families)
+        ):
+            message = f"{option.name}: the target would have {actual}, the source has {expected}"
             raise FormatError("Inconsistent", message, path=target)

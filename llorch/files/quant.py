@@ -1,9 +1,8 @@
-"""The tensor types of ggml: decoding to float32, and encoding, byte for byte as ggml's own quantisers do.
+"""Tensor types of ggml: decoding to float32, and encoding byte for byte as in ggml's quantisers.
 
-A quantised row is a run of blocks: a few bytes of scale, then small integers packed into bits. Common types are
-decoded by `llorch.files.blocks`; the rest by the gguf package, which gives the same bits and takes longer. Blocks are
-made by the gguf package. It differs from ggml in one thing, the sign of a scale or minimum that is zero, which is
-mended here.
+A quantised row is a sequence of blocks: a few bytes of scale, then small integers packed into bits. Common types are
+decoded by `llorch.files.blocks`, others by the gguf package, with the same bits but slower. The gguf package encodes.
+It differs from ggml only in the sign of a scale or minimum that is zero; this module corrects the sign.
 
 Source: ggml src/ggml-quants.c, `quantize_row_*_ref`, through `ggml_quantize_chunk` of libggml 0.25.
 """
@@ -24,12 +23,12 @@ from llorch.files.blocks.uniform import minima_of_block
 from llorch.ops.rounding import ActivationKind
 from llorch.runtime.errors import FormatError
 
-_ELEMENTS_AT_ONCE = 1 << 19  # decoded in one go: enough to hide the cost of calls, little enough for the L3 cache
-_own = threading.local()
+_ELEMENTS_AT_ONCE = 1 << 19  # decoded at once: enough to hide the cost of calls, small enough for the L3 cache
+_thread_local = threading.local()
 
 
 class GGMLType(IntEnum):
-    """The tensor types of ggml, by their number in the file (removed ones are absent)."""
+    """Tensor types of ggml, by their number in the file, without removed types."""
 
     F32 = 0
     F16 = 1
@@ -68,7 +67,7 @@ class GGMLType(IntEnum):
     Q2_0 = 42
 
 
-# Elements and bytes of one block. gguf 0.19 has no Q2_0, and gives Q8_1 two floats where ggml has two halves.
+# Elements and bytes of one block. gguf 0.19 lacks Q2_0, and has two floats in Q8_1 where ggml has two halves.
 BLOCK_SIZES: dict[int, tuple[int, int]] = {
     **GGML_QUANT_SIZES,
     GGMLType.Q8_1: (32, 36),
@@ -76,7 +75,7 @@ BLOCK_SIZES: dict[int, tuple[int, int]] = {
     GGMLType.Q2_0: (64, 18),
 }
 
-# What ggml's CPU backend rounds activations to before it multiplies them with weights of a type.
+# Type to which ggml's CPU backend rounds activations -> types of the weights.
 _TYPES_BY_ACTIVATION: Mapping[ActivationKind, str] = {
     "F32": "F32",
     "F16": "F16",
@@ -89,7 +88,7 @@ ACTIVATION_TYPE: Mapping[GGMLType, ActivationKind] = MappingProxyType(
     {GGMLType[name]: kind for kind, names in _TYPES_BY_ACTIVATION.items() for name in names.split()}
 )
 
-MINIMA: Mapping[GGMLType, Callable[[Chunk], np.ndarray]] = {
+MINIMA: Mapping[GGMLType, Callable[[Chunk], np.ndarray]] = {  # types that add a minimum, with its decoder
     GGMLType.Q4_1: minima_of_block,
     GGMLType.Q5_1: minima_of_block,
     GGMLType.Q2_K: minima_of_q2_k,
@@ -99,34 +98,34 @@ MINIMA: Mapping[GGMLType, Callable[[Chunk], np.ndarray]] = {
 
 
 def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """Decode the bytes of a tensor to a new float32 array, in which the caller looks for inf and NaN."""
-    values = np.empty(shape, np.float32)
-    decode_into(raw, ggml_type, values)
-    return values
+    """Decode the bytes of a tensor to a new float32 array; the caller checks for infinity and NaN."""
+    decoded = np.empty(shape, np.float32)
+    decode_into(raw, ggml_type, decoded)
+    return decoded
 
 
 def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
-    """Decode into a contiguous float32 array, which saves getting fresh memory; ValueError if it is not that."""
+    """Decode into a contiguous float32 array, without new memory; ValueError for another array."""
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     blocks = raw.reshape(-1, block_bytes)
     if not out.flags.c_contiguous or out.dtype != np.float32:
         raise ValueError(f"out must be a contiguous float32 array, got {out.dtype} with strides {out.strides}")
     if out.size != len(blocks) * block_size:
         raise ValueError(f"out must hold the {len(blocks) * block_size} elements, got room for {out.size}")
-    values = out.reshape(-1, block_size)
+    out_blocks = out.reshape(-1, block_size)
     decode_blocks = DECODERS.get(ggml_type.name) or _gguf_decoder(ggml_type)
     step = max(1, _ELEMENTS_AT_ONCE // block_size)
     scratch = _scratch()
     with np.errstate(all="ignore"):
         for start in range(0, len(blocks), step):
             chunk = Chunk(blocks[start : start + step], scratch)
-            decode_blocks(chunk, values[start : start + step])
+            decode_blocks(chunk, out_blocks[start : start + step])
 
 
 def decode_minima(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
-    """Decode the number added to every element of a block, the m of x = q * d + m, of a matrix of a type in `MINIMA`.
+    """Decode the minimum of every block, m of x = q * d + m, for a matrix of a type in `MINIMA`.
 
-    Returned is (out, blocks) float32; super-blocks have one number for each of their blocks.
+    Returns (out, blocks) float32; super-blocks have one minimum per sub-block.
     """
     blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
     step = _ELEMENTS_AT_ONCE // BLOCK_SIZES[ggml_type][0]
@@ -137,9 +136,9 @@ def decode_minima(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) 
 
 
 def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
-    """Tell if a block scale is the NaN of its own format, which decodes to a finite number.
+    """Check for a block scale that is NaN in its format, but decodes to a finite number as in ggml.
 
-    All other types carry their scales as floats: a NaN there reaches the decoded values and is found there.
+    Other types store scales as floats, so a NaN scale appears in the decoded values.
     """
     blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
     # E8M0: 255 is NaN. (NVFP4 has one too, which ggml defines as zero.)
@@ -147,23 +146,23 @@ def has_bad_scale(raw: np.ndarray, ggml_type: GGMLType) -> bool:
 
 
 def _scratch() -> np.ndarray:
-    """Return the memory of this thread that every call works in: new memory would cost as much as the work."""
-    if not hasattr(_own, "scratch"):
-        _own.scratch = np.empty(SCRATCH_BYTES * _ELEMENTS_AT_ONCE, np.uint8)
-    return _own.scratch
+    """Return this thread's scratch memory; allocating it for each call would take as long as the decoding."""
+    if not hasattr(_thread_local, "scratch"):
+        _thread_local.scratch = np.empty(SCRATCH_BYTES * _ELEMENTS_AT_ONCE, np.uint8)
+    return _thread_local.scratch
 
 
 def _gguf_decoder(ggml_type: GGMLType) -> Decoder:
-    known = GGMLQuantizationType(ggml_type)
+    gguf_type = GGMLQuantizationType(ggml_type)
 
     def decode_blocks(chunk: Chunk, out: np.ndarray) -> None:
-        # As one long row: the package loops in Python over every 16 rows.
-        out[...] = dequantize(chunk.blocks.reshape(1, -1), known).reshape(out.shape)
+        # One long row, because the package loops in Python over every 16 rows.
+        out[...] = dequantize(chunk.blocks.reshape(1, -1), gguf_type).reshape(out.shape)
 
     return decode_blocks
 
 
-_ENCODED_AT_ONCE = 1 << 18  # encoded in one go, so that memory does not grow with the tensor
+_ENCODED_AT_ONCE = 1 << 18  # elements encoded at once, so that memory does not grow with the tensor
 _FLOAT16, _BFLOAT16, _FLOAT32 = 65504.0, float.fromhex("0x1.fep127"), float(np.finfo(np.float32).max)
 
 # Types that llorch writes, and the largest magnitude of each; for a float16 block scale, a multiple of its maximum.
@@ -176,40 +175,40 @@ LARGEST: dict[GGMLType, float] = {
 
 
 def encoded_size(shape: tuple[int, ...], ggml_type: GGMLType) -> int:
-    """Return the bytes of an encoded tensor, whose last axis is a whole number of blocks, without padding."""
+    """Return the bytes of an encoded tensor, without padding; its last axis is a multiple of the block size."""
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     return int(np.prod(shape)) // block_size * block_bytes
 
 
-def encode(values: np.ndarray, ggml_type: GGMLType, *, name: str, path: Path) -> Iterator[np.ndarray]:
-    """Encode a finite float32 tensor, part by part, in a type of `LARGEST`; OutOfRange for what it cannot hold."""
-    flat = np.ascontiguousarray(values, np.float32).reshape(-1)
+def encode(tensor: np.ndarray, ggml_type: GGMLType, *, name: str, path: Path) -> Iterator[np.ndarray]:
+    """Encode a finite float32 tensor in chunks, in a type of `LARGEST`; OutOfRange for values above its maximum."""
+    flat = np.ascontiguousarray(tensor, np.float32).reshape(-1)
     for start in range(0, flat.size, _ENCODED_AT_ONCE):
-        part = flat[start : start + _ENCODED_AT_ONCE]
-        largest = float(np.abs(part).max())
+        chunk = flat[start : start + _ENCODED_AT_ONCE]
+        largest = float(np.abs(chunk).max())
         if largest > LARGEST[ggml_type]:
             limit = f"{LARGEST[ggml_type]:.6g} in magnitude, the limit of {ggml_type.name}"
             message = f"{name}: expected at most {limit}, got {largest:.6g}; convert to BF16 or F32"
             raise FormatError("OutOfRange", message, path=path)
-        yield _encode_part(part, ggml_type)
+        yield _encode_chunk(chunk, ggml_type)
 
 
-def _encode_part(part: np.ndarray, ggml_type: GGMLType) -> np.ndarray:
+def _encode_chunk(chunk: np.ndarray, ggml_type: GGMLType) -> np.ndarray:
     if ggml_type is GGMLType.F32:
-        return part.astype("<f4", copy=False).view(np.uint8)
+        return chunk.astype("<f4", copy=False).view(np.uint8)
     if ggml_type is GGMLType.F16:
-        return part.astype("<f2").view(np.uint8)
+        return chunk.astype("<f2").view(np.uint8)
     if ggml_type in (GGMLType.Q4_0, GGMLType.Q5_0):
-        part = part + np.float32(0)  # -0.0 becomes 0.0: ggml starts its search for the largest number there
+        chunk = chunk + np.float32(0)  # -0.0 becomes 0.0, the start value of ggml's maximum search
     if ggml_type in (GGMLType.Q4_1, GGMLType.Q5_1):
-        part = _zeros_like_the_first(part, BLOCK_SIZES[ggml_type][0])
-    with np.errstate(all="ignore"):  # 1 / scale of tiny blocks is infinite in C too
-        # As one long row: the package loops in Python over every 16 rows.
-        return quantize(part.reshape(1, -1), GGMLQuantizationType(ggml_type)).reshape(-1).view(np.uint8)
+        chunk = _sign_zeros(chunk, BLOCK_SIZES[ggml_type][0])
+    with np.errstate(all="ignore"):  # as in C, 1 / scale of tiny blocks is infinite
+        # One long row, because the package loops in Python over every 16 rows.
+        return quantize(chunk.reshape(1, -1), GGMLQuantizationType(ggml_type)).reshape(-1).view(np.uint8)
 
 
-def _zeros_like_the_first(part: np.ndarray, block_size: int) -> np.ndarray:
-    """Give all zeros of a block the sign of its first: ggml keeps the first of equal minima, NumPy any of them."""
-    blocks = part.reshape(-1, block_size)
-    first = np.take_along_axis(blocks, (blocks != 0).argmin(axis=1)[:, None], axis=1)  # of no zero: never used
+def _sign_zeros(chunk: np.ndarray, block_size: int) -> np.ndarray:
+    """Give all zeros of a block the sign of its first zero: ggml keeps the first of equal minima, NumPy any."""
+    blocks = chunk.reshape(-1, block_size)
+    first = np.take_along_axis(blocks, (blocks != 0).argmin(axis=1)[:, None], axis=1)  # unused without zeros
     return np.where(blocks == 0, first, blocks)

@@ -1,7 +1,7 @@
-"""Where matrices lie while a model runs: decoded to float32 at load, or packed as in the file and decoded at every use.
+"""Residency of matrices in a run: decoded to float32 at load, or packed and decoded at every use.
 
-Decoded is faster: every use is one matrix product. Packed needs the file's bytes and one tile. `auto` decodes when that
-fits the memory that is free now. F32 matrices are neither: they are used in place, mapped from the file.
+Decoded is faster: every use is one matrix product. Packed needs the file's bytes and one tile. `auto` chooses decoded
+if it fits into free memory. F32 matrices are always used in place, mapped from the file.
 """
 
 import math
@@ -21,30 +21,30 @@ _GB = 1e9
 
 @dataclass(frozen=True)
 class ResidencyPlan:
-    """A choice and the figures that led to it."""
+    """Chosen residency and its memory needs."""
 
     residency: Literal["decoded", "packed"]
-    types: dict[str, int]  # stored type to bytes of the matrices that have it
-    decoded: int  # bytes that the run would need with matrices decoded
-    packed: int  # bytes that it would need with matrices packed
-    free: float  # bytes that were free
+    types: dict[str, int]  # stored type -> bytes of its matrices
+    decoded: int  # bytes that a run with decoded matrices needs
+    packed: int  # bytes that a run with packed matrices needs
+    free: float  # free bytes at planning time
 
     @property
     def needed(self) -> int:
-        """Bytes that the run will need."""
+        """Bytes that the run needs."""
         return self.decoded if self.residency == "decoded" else self.packed
 
     def describe(self) -> str:
-        """Format the types of the matrices, their place in memory and the bytes needed as one line for a person."""
-        stored = ", ".join(f"{n / _GB:.2f} GB {kind}" for kind, n in self.types.items())
-        how = "decoded at load" if self.residency == "decoded" else "packed, decoded tile by tile"
-        needs = f"needs about {self.needed / _GB:.1f} GB, {self.free / _GB:.1f} GB are free"
-        other = f"; decoded at load would need {self.decoded / _GB:.1f} GB" if self.residency == "packed" else ""
-        return f"weights: {stored}; {how}, {needs}{other}"
+        """Format the types of the matrices, their residency and the bytes needed, in one line."""
+        matrix_bytes = ", ".join(f"{n_bytes / _GB:.2f} GB {kind}" for kind, n_bytes in self.types.items())
+        state = "decoded at load" if self.residency == "decoded" else "packed, decoded tile by tile"
+        need = f"needs about {self.needed / _GB:.1f} GB, {self.free / _GB:.1f} GB are free"
+        alternative = f"; decoded at load would need {self.decoded / _GB:.1f} GB" if self.residency == "packed" else ""
+        return f"weights: {matrix_bytes}; {state}, {need}{alternative}"
 
 
-def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) -> ResidencyPlan:
-    """Choose a residency that fits with so many tokens of context; MemoryError, with the figures, where none does."""
+def plan(weights: Weights, requested: Residency = "auto", *, n_tokens: int = 1024) -> ResidencyPlan:
+    """Choose a residency that fits with `n_tokens` of context; MemoryError, with the numbers, if none does."""
     n_tokens = min(n_tokens, weights.config.max_position_embeddings)
     working = _OVERHEAD + working_bytes(weights, n_tokens)
     matrices = [name for name in weights if weights.slots[name].multiplied]
@@ -54,46 +54,46 @@ def plan(weights: Weights, wanted: Residency = "auto", *, n_tokens: int = 1024) 
     packed = types.total() + working
     decoded = sum(4 * math.prod(weights.shape(name)) for name in matrices) + working
     free = available_memory()
-    residency = wanted if wanted != "auto" else ("decoded" if decoded <= free else "packed")
-    made = ResidencyPlan(residency, types, decoded, packed, free)
-    if made.needed > free:
-        raise MemoryError(_refusal(weights, made, n_tokens))
-    return made
+    chosen = requested if requested != "auto" else ("decoded" if decoded <= free else "packed")
+    residency_plan = ResidencyPlan(chosen, types, decoded, packed, free)
+    if residency_plan.needed > free:
+        raise MemoryError(_refusal(weights, residency_plan, n_tokens))
+    return residency_plan
 
 
 def working_bytes(weights: Weights, n_tokens: int) -> int:
-    """Estimate from above the bytes of the cache (its width: the numerics) and activations of one pass."""
+    """Return an upper bound of the bytes of the KV cache (float16 if the numerics say so) and of one pass."""
     config = weights.config
-    per_value = 2 if weights.numerics.kv_cache == "f16" else 4
-    per_token, of_states = remembered(config)
-    cache = 2 * (per_token * n_tokens * per_value + 4 * of_states)  # storage doubles; states are there before and after
-    return cache + _activation_bytes(config, min(n_tokens, 512), n_tokens)
+    n_value_bytes = 2 if weights.numerics.kv_cache == "f16" else 4
+    n_per_token, n_state = count_cached_numbers(config)
+    cache = 2 * (n_per_token * n_tokens * n_value_bytes + 4 * n_state)  # storage doubles; a pass has old and new states
+    return cache + _activation_bytes(config, min(n_tokens, 512), n_tokens)  # 512: PREFILL_CHUNK of llorch.model.model
 
 
-def remembered(config: ModelConfig) -> tuple[int, int]:
-    """Count the numbers that all layers remember: keys and values of one token, and states of delta nets."""
+def count_cached_numbers(config: ModelConfig) -> tuple[int, int]:
+    """Count the cached numbers of all layers: keys and values of one token, and states of delta nets."""
     n_nets = sum(config.layer(i).mixer == "delta_net" for i in range(config.n_layers))
     state = config.delta_net.state_size if config.delta_net is not None else 0
     return 2 * (config.n_layers - n_nets) * config.kv_width, n_nets * state
 
 
 def _activation_bytes(config: ModelConfig, seq: int, ctx: int) -> int:
-    """Estimate the bytes of float32 activations of a pass: `seq` tokens, `ctx` tokens in all."""
-    mixed = 3 * config.q_width
-    if (net := config.delta_net) is not None:  # its own rows, and of every value head those of its keys and values
-        of_heads = net.n_value_heads * (net.key_head_dim + net.value_head_dim)
-        mixed = max(5 * config.q_width, 2 * net.conv_width + 2 * of_heads)
+    """Estimate the bytes of float32 activations of a pass of `seq` tokens in a context of `ctx`."""
+    mixer_width = 3 * config.q_width
+    if (net := config.delta_net) is not None:  # its own rows, and keys and values of every value head
+        head_width = net.n_value_heads * (net.key_head_dim + net.value_head_dim)
+        mixer_width = max(5 * config.q_width, 2 * net.conv_width + 2 * head_width)
     if (experts := config.experts) is not None:
-        chosen = experts.n_experts_per_token * (4 * experts.expert_size + 2 * config.hidden_size)
-        mixed += 3 * experts.n_experts + chosen + 4 * experts.shared_size
-    rows = seq * (6 * config.hidden_size + 4 * config.intermediate_size + mixed)
+        expert_width = experts.n_experts_per_token * (4 * experts.expert_size + 2 * config.hidden_size)
+        mixer_width += 3 * experts.n_experts + expert_width + 4 * experts.shared_size
+    rows = seq * (6 * config.hidden_size + 4 * config.intermediate_size + mixer_width)
     scores = 3 * config.n_heads * seq * ctx
     return 4 * (rows + scores + config.vocab_size)
 
 
-def _refusal(weights: Weights, made: ResidencyPlan, n_tokens: int) -> str:
-    text = f"{weights.path}: needs about {made.needed / _GB:.1f} GB ({made.residency}, {n_tokens} tokens)"
-    text += f", {made.free / _GB:.1f} GB are free"
-    if made.residency == "decoded" and made.packed <= made.free:
-        return f"{text}; packed weights would need {made.packed / _GB:.1f} GB, use --weights packed"
-    return f"{text}; use a smaller model, a smaller type or fewer tokens"
+def _refusal(weights: Weights, choice: ResidencyPlan, n_tokens: int) -> str:
+    message = f"{weights.path}: needs about {choice.needed / _GB:.1f} GB ({choice.residency}, {n_tokens} tokens)"
+    message += f", {choice.free / _GB:.1f} GB are free"
+    if choice.residency == "decoded" and choice.packed <= choice.free:
+        return f"{message}; packed weights would need {choice.packed / _GB:.1f} GB, use --weights packed"
+    return f"{message}; use a smaller model, a smaller type or fewer tokens"

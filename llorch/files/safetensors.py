@@ -1,11 +1,11 @@
-"""Safetensors files: the header is checked here, arrays are views of the map; and files of arrays that are written.
+"""Safetensors files: reader with header checks, whose arrays are views of the map, and writer.
 
     u64 header length | JSON {name: {dtype, shape, data_offsets}, "__metadata__": {...}} | data without holes
 
-The header is checked by us although the safetensors package checks it too: the package takes the last of two
-equal names, unknown fields and any name; it maps files in a way that a cut kills the process; and its NumPy
-side cannot read bfloat16. In what we write (an adapter, a snapshot, a trace) names may hold slashes, integers and bytes
-are kept as they are, and the same tensors always give the same bytes.
+llorch checks the header itself, because the safetensors package accepts duplicate names (the last wins), unknown fields
+and any name; its map crashes the process if the file is truncated; and its NumPy interface cannot read bfloat16. In
+files that llorch writes (adapters, snapshots, traces) names can have slashes, integers and bytes keep their dtype, and
+equal tensors give equal bytes.
 
 Source: https://github.com/huggingface/safetensors (README and safetensors/src/tensor.rs).
 """
@@ -33,11 +33,11 @@ _BITS |= {"F8_E8M0": 8, "F8_E4M3FNUZ": 8, "F8_E5M2FNUZ": 8, "I16": 16, "U16": 16
 _BITS |= {"I32": 32, "U32": 32, "F32": 32, "C64": 64, "F64": 64, "I64": 64, "U64": 64}
 _FLOATS = {"F16": GGMLType.F16, "BF16": GGMLType.BF16, "F32": GGMLType.F32, "F64": GGMLType.F64}
 
-_WRITTEN = {
+_WRITTEN = {  # dtypes that llorch writes
     "F64": np.float64, "I64": np.int64, "F32": np.float32, "I32": np.int32, "F16": np.float16, "U8": np.uint8,
 }  # fmt: skip
 _CODES = {np.dtype(dtype): code for code, dtype in _WRITTEN.items()}
-_MAX_HEADER = 25_000_000
+_MAX_HEADER = 25_000_000  # bytes
 _MAX_TENSORS = 65_536
 _MAX_DIMS = 8
 _FIELDS = {"dtype", "shape", "data_offsets"}
@@ -45,18 +45,18 @@ _FIELDS = {"dtype", "shape", "data_offsets"}
 
 @dataclass(frozen=True, slots=True)
 class SafetensorsInfo(Entry):
-    """One tensor of the header."""
+    """Header entry of one tensor."""
 
     dtype: str
 
     @property
     def holds_floats(self) -> bool:
-        """Tell if the tensor can be a weight: floats, or a matrix of a quantised folder."""
+        """True if the tensor can be a weight: floats, or a matrix of a quantised folder."""
         return self.dtype in _FLOATS or self.dtype not in _BITS
 
 
 class SafetensorsTensors(TensorFile[SafetensorsInfo]):
-    """The tensors of one safetensors file or of several, on demand."""
+    """Tensors of one or several safetensors files, read on demand."""
 
     def array(self, name: str) -> np.ndarray:
         """Read a tensor as float32: a view of the map for F32 (a copy at an odd address), else a converted copy."""
@@ -66,7 +66,7 @@ class SafetensorsTensors(TensorFile[SafetensorsInfo]):
         return packed.decode()
 
     def packed(self, name: str) -> Packed:
-        """Look at a tensor as it is stored; FormatError DType for any but F32, F16, BF16 and F64, or as `raw`."""
+        """Return a stored tensor; FormatError DType unless it is F32, F16, BF16 or F64, or as `raw`."""
         info, raw = self.info(name), self.raw(name)
         if info.dtype not in _FLOATS:
             message = f"{name} must be F32, F16, BF16 or F64, got {info.dtype}"
@@ -75,7 +75,7 @@ class SafetensorsTensors(TensorFile[SafetensorsInfo]):
 
 
 class SafetensorsFile(SafetensorsTensors):
-    """An open safetensors file: header in memory, tensors on demand."""
+    """Open safetensors file: header in memory, tensors on demand."""
 
     def __init__(self, path: str | Path) -> None:
         """Read and check the header."""
@@ -88,12 +88,12 @@ class SafetensorsFile(SafetensorsTensors):
 
 
 def open_safetensors(path: str | Path) -> SafetensorsFile:
-    """Open a safetensors file, also in a `with` statement; the work is done in `SafetensorsFile`."""
+    """Open a safetensors file; usable in a `with` statement."""
     return SafetensorsFile(path)
 
 
 def _read_header(file: MappedFile) -> tuple[dict[str, object], int]:
-    """Return the parsed header and the offset in bytes at which data begins."""
+    """Return the parsed header and the byte offset of the data."""
     length = int.from_bytes(file.map[:8], "little")
     if 8 + length > file.size:
         refuse_other_format(file.map[:HEAD], "a safetensors file", file.path)
@@ -104,7 +104,7 @@ def _read_header(file: MappedFile) -> tuple[dict[str, object], int]:
     if 8 + length > file.size:
         raise file.error("Truncated", f"the header claims {length} bytes, the file has {file.size - 8} left", 0)
     text = file.map[8 : 8 + length]
-    if text.count(b'"data_offsets"') > _MAX_TENSORS:  # a look before the long way through the parser
+    if text.count(b'"data_offsets"') > _MAX_TENSORS:  # before the slow parser
         raise file.error("TooLarge", f"the header has more than {_MAX_TENSORS} tensors", 8)
     header = parse_json(text, what="the header", path=file.path)
     if not isinstance(header, dict):
@@ -136,7 +136,6 @@ def _read_tensors(file: MappedFile, header: dict[str, object], data_start: int) 
 
 
 def _read_tensor(file: MappedFile, name: str, entry: object, data_start: int) -> SafetensorsInfo:
-    """Check the header entry of one tensor and return its dtype, shape and place."""
     if not is_plain_name(name):
         raise file.error("Malformed", f"tensor name must be plain printable text, got {name!r}")
     if not isinstance(entry, dict) or entry.keys() != _FIELDS:
@@ -149,7 +148,7 @@ def _read_tensor(file: MappedFile, name: str, entry: object, data_start: int) ->
     if not _are_counts(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
         raise file.error("Malformed", f"{name} must have data_offsets [begin, end], got {offsets!r:.80}")
     n_bytes = offsets[1] - offsets[0]
-    # Without zeros: a shape such as [0, 2^40, 2^40] overflows in other readers.
+    # Zeros count as one: a shape such as [0, 2^40, 2^40] overflows in other readers.
     if prod(max(dim, 1) for dim in shape) >= 2**63:
         raise file.error("TooLarge", f"{name} has the shape {shape}, more than 2^63 - 1 elements")
     if (needed := prod(shape) * _BITS[dtype]) != n_bytes * 8:
@@ -160,22 +159,22 @@ def _read_tensor(file: MappedFile, name: str, entry: object, data_start: int) ->
 def _are_counts(values: object) -> bool:
     if not isinstance(values, list):
         return False
-    return all(type(value) is int and 0 <= value < 2**63 for value in values)  # bool is an int to isinstance
+    return all(type(value) is int and 0 <= value < 2**63 for value in values)  # isinstance accepts bool as int
 
 
 def tensor_bytes(
     tensors: Mapping[str, np.ndarray], *, metadata: Mapping[str, str] | None = None
 ) -> Iterator[bytes | memoryview]:
-    """Give the bytes of the file, header first, one tensor at a time.
+    """Yield the bytes of the file, header first, one tensor at a time. UserError for a dtype that is not written.
 
-    The widest come first, so that all are aligned; none is copied that lies in one piece. ValueError for another dtype.
+    The widest dtypes come first, so that all tensors are aligned. Contiguous arrays are not copied.
     """
     for name, array in tensors.items():
         if array.dtype not in _CODES:
             raise UserError(f"tensor file: {name} has the dtype {array.dtype}, expected one of {', '.join(_WRITTEN)}")
     names = sorted(tensors, key=lambda name: (-tensors[name].dtype.itemsize, name))
-    rows = ((name, _CODES[tensors[name].dtype], tensors[name].shape, tensors[name].nbytes) for name in names)
-    yield header_bytes(rows, metadata=metadata)
+    entries = ((name, _CODES[tensors[name].dtype], tensors[name].shape, tensors[name].nbytes) for name in names)
+    yield header_bytes(entries, metadata=metadata)
     for name in names:
         yield np.ascontiguousarray(tensors[name]).reshape(-1).view(np.uint8).data
 
@@ -183,7 +182,7 @@ def tensor_bytes(
 def header_bytes(
     rows: Iterable[tuple[str, str, tuple[int, ...], int]], *, metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Make the header, which leaves the data aligned, from name, dtype, shape and bytes of each tensor."""
+    """Build the header from (name, dtype, shape, bytes) of each tensor, padded so that the data is aligned."""
     header: dict[str, object] = {} if metadata is None else {"__metadata__": dict(metadata)}
     begin = 0
     for name, dtype, shape, n_bytes in rows:
@@ -195,7 +194,7 @@ def header_bytes(
 
 
 def tensors_from(data: UInt8[np.ndarray, " n_bytes"], path: Path) -> dict[str, np.ndarray]:
-    """Return views, by name, of the tensors of a file that was read whole."""
+    """Return views, by name, of the tensors in the bytes of a file."""
     length = int.from_bytes(data[:8].tobytes(), "little")
     if len(data) < 8 or 8 + length > len(data):
         raise FormatError("Truncated", f"the header claims {length} bytes, the file has {len(data)}", path=path)

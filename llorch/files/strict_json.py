@@ -1,10 +1,9 @@
-"""JSON from an untrusted file: what the standard parser lets through by default is refused here.
+"""Strict parser for JSON from untrusted files.
 
-Python's parser takes NaN, Infinity and 1e400, keeps the last of two equal keys, lets half surrogates into
-strings, and dies of RecursionError or a digit limit. Two tools that treat such a file differently see two
-different models.
+Python's parser accepts NaN, Infinity and 1e400, keeps the last of duplicate keys, accepts lone surrogates in strings,
+and fails with RecursionError or at a digit limit. Two tools that differ here would load different models.
 
-Source: RFC 8259 (text), RFC 7493 I-JSON (the strictness wanted here).
+Source: RFC 8259 (text), RFC 7493 I-JSON (the rules that this parser enforces).
 """
 
 import json
@@ -18,17 +17,17 @@ from llorch.files.mapped import read_regular
 from llorch.runtime.errors import FormatError
 
 _MAX_SETTINGS = 4 << 20  # bytes; a tokenizer_config.json with its chat template has about 60 thousand
-_MAX_DEPTH = 32
-_MAX_DIGITS = 64  # of one number
-_MAX_ITEMS = 1 << 20  # an empty list costs 30 times its text in memory, a digit 100 ns
+_MAX_DEPTH = 32  # levels of nested objects and lists
+_MAX_DIGITS = 64  # per number
+_MAX_ITEMS = 1 << 20  # limits memory and time: an empty list takes 30 times its text in memory, a digit 100 ns
 
 
 class _Refused(Exception):
-    """Carries the reason out of the parser's hooks."""
+    """Error in a hook of the parser, with the reason."""
 
 
 def parse_json(data: bytes, *, what: str, path: str | Path, max_items: int = _MAX_ITEMS) -> object:
-    """Parse a UTF-8 JSON text, whose size the caller bounded, strictly: finite floats, no doubled keys.
+    """Parse a UTF-8 JSON text strictly: finite floats, no duplicate keys. The caller limits its size.
 
     Braces, brackets and commas, each at most `max_items`, are counted before parsing, also inside strings. FormatError:
     Malformed for anything that is not strict JSON, TooLarge for too many items.
@@ -50,10 +49,10 @@ def parse_json(data: bytes, *, what: str, path: str | Path, max_items: int = _MA
 
 
 def read_json(path: Path, *, limit: int) -> dict[str, object]:
-    """Read a JSON file of at most `limit` bytes that holds one object; as `read_regular` and `parse_json`."""
+    """Read a JSON file with one object, at most `limit` bytes; raises like `read_regular` and `parse_json`."""
     data = read_regular(path, limit=limit)
     refuse_other_format(data[:HEAD], "a JSON file", path, text=False)
-    # Real tokenizers hold an item per 20 bytes or so.
+    # Real tokenizers have about one item per 20 bytes.
     value = parse_json(data, what="the file", path=path, max_items=max(_MAX_ITEMS, limit // 16))
     if not isinstance(value, dict):
         raise FormatError("Malformed", f"expected a JSON object, got {type(value).__name__}", path=path)
@@ -61,7 +60,7 @@ def read_json(path: Path, *, limit: int) -> dict[str, object]:
 
 
 def read_settings(path: Path) -> dict[str, Any]:
-    """Read a JSON file next to the tensors of a folder, as `read_json`; an empty dict if there is no file."""
+    """Read a settings file of a model folder by `read_json`; an empty dict if there is no file."""
     return read_json(path, limit=_MAX_SETTINGS) if path.is_file() else {}
 
 
@@ -87,9 +86,9 @@ def _parse_float(text: str) -> float:
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:
     values = dict(pairs)
     if len(values) != len(pairs):
-        seen: set[str] = set()
-        twice = next(key for key, _ in pairs if key in seen or seen.add(key))
-        raise _Refused(f"key {twice!r} occurs twice")
+        keys: set[str] = set()
+        duplicate = next(key for key, _ in pairs if key in keys or keys.add(key))
+        raise _Refused(f"key {duplicate!r} occurs twice")
     return values
 
 
@@ -102,21 +101,21 @@ _HOOKS: dict[str, Any] = {
 
 
 def _check_tree(value: object) -> None:
-    """Bound the depth and look at every string, without recursion."""
+    """Check the depth and every string, without recursion."""
     level: Iterable[object] = [value]
     for _ in range(_MAX_DEPTH + 1):
-        following: list[object] = []
+        next_level: list[object] = []
         for node in level:
             if isinstance(node, dict):
-                following.extend(node)
-                following.extend(node.values())
+                next_level.extend(node)
+                next_level.extend(node.values())
             elif isinstance(node, list):
-                following.extend(node)
+                next_level.extend(node)
             elif isinstance(node, str) and not node.isascii():
                 _check_surrogates(node)
-        if not following:
+        if not next_level:
             return
-        level = following
+        level = next_level
     raise _Refused(f"nested deeper than {_MAX_DEPTH}")
 
 

@@ -1,4 +1,4 @@
-"""The weights of an open model by canonical name, each loaded when it is first asked for."""
+"""Weights of an open model by canonical name, in Hugging Face's order of rows and columns, each loaded at first use."""
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,7 +18,7 @@ from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.activations import Activations
 from llorch.files.tensor_names import undo_interleave
-from llorch.files.tensor_storage import AS_IS, Layout, expert_of, rows_of
+from llorch.files.tensor_storage import AS_IS, Layout, rows_of, select_expert
 from llorch.files.zeros import ZeroSearch
 from llorch.ops.numerics import EXACT, SCHEME, Numerics
 from llorch.ops.scheme_rounding import SchemeRounding
@@ -27,31 +27,31 @@ from llorch.runtime.errors import FormatError, cut
 
 @dataclass(frozen=True, slots=True)
 class Slot:
-    """Where one weight is found."""
+    """Location of one weight in a file."""
 
-    source_name: str  # of a tensor for each expert with `{e}` in place of the number
+    source_name: str  # of the tensor; `{e}` stands for the expert's number if each expert has its own tensor
     shape: tuple[int, ...]
-    interleaved_heads: int = 0  # rows to be reordered; 0: none
-    must_equal: str | None = None  # a second tensor that has to hold the same numbers
-    is_matrix: bool | None = None  # None: if it has two axes
+    interleaved_heads: int = 0  # heads whose rows are interleaved; 0: none
+    must_equal: str | None = None  # second tensor that must have the same values
+    is_matrix: bool | None = None  # None: True if it has more than one axis
     layout: Layout = AS_IS
 
     @property
     def multiplied(self) -> bool:
-        """True if it is a matrix that inputs are multiplied with, or a stack of them."""
+        """True if the weight is a matrix, or a stack of matrices, of a product."""
         return len(self.shape) > 1 if self.is_matrix is None else self.is_matrix
 
     @property
     def tensors(self) -> dict[str, tuple[int, ...]]:
-        """Names and shapes of the tensors that it is read from."""
+        """Names and shapes of the tensors that the weight is read from."""
         if "{e}" not in self.source_name:
             return {self.source_name: self.layout.shape or self.shape}
         return {self.source_name.format(e=e): self.shape[1:] for e in range(self.shape[0])}
 
 
-# Mapping without types: with them, the run-time type checker of the tests loads a tensor at every call.
+# Mapping without type arguments: with them, the type checker of the tests would load a tensor at every call.
 class Weights(Mapping):
-    """The weights of a model by canonical name: arrays, and matrices that multiply themselves; see `open_weights`."""
+    """Weights of a model by canonical name: arrays, and `Matrix` objects; see `open_weights`."""
 
     def __init__(
         self,
@@ -62,20 +62,20 @@ class Weights(Mapping):
         slots: Mapping[str, Slot],
         left_out: Mapping[str, Mapping[str, int]] | None = None,
     ) -> None:
-        """Wrap an open file that was checked; `left_out` counts tensors that llorch ignores, by part and prefix."""
+        """Wrap a checked open file; `left_out` counts tensors that llorch ignores, by part of the model and prefix."""
         self.config = config
         self.path = path
         self.source = source
         self.dtype: type[np.floating] = np.float32
-        self.numerics = EXACT
-        self.packed = False
+        self.numerics = EXACT  # arithmetic of products: exact, ggml's, or that of a folder's quantisation scheme
+        self.packed = False  # matrices stay packed, and are decoded at every use
         self._activations = Activations()
         self.slots = slots
         self.left_out = {} if left_out is None else left_out
         self._loaded: dict[str, np.ndarray] = {}  # float32, shared by all variants
         self._matrices: dict[str, Matrix | np.ndarray] = {}
-        self._keeps = False
-        self._zeros = ZeroSearch(source, _never_zero(slots))
+        self._caches_arrays = False
+        self._zeros = ZeroSearch(source, _nonzero_tensors(slots))
         self._layers: list[dict[str, str]] = [{} for _ in range(config.n_layers)]  # short to canonical name
         for name in slots:
             if name.startswith("layers."):
@@ -86,45 +86,46 @@ class Weights(Mapping):
         if len(self.slots[name].shape) == 3:
             return ExpertStack(self, name)
         is_matrix = self._multiplies_itself(self.slots[name])
-        if not (is_matrix or self._keeps):
+        if not (is_matrix or self._caches_arrays):
             return self.array(name)
         if name not in self._matrices:
             self._matrices[name] = self._matrix(name) if is_matrix else self.array(name)
         return self._matrices[name]
 
     def array(self, name: str) -> np.ndarray:
-        """Return the decoded array in the dtype of these weights, whatever the numerics.
+        """Return the decoded array in the dtype of these weights, for any numerics.
 
-        A packed array is decoded anew each time. Experts come all together and are never kept. Gains that are stored
-        less one are returned with the one added, rounded to this dtype.
+        A packed array is decoded at every call. Stacks of experts are not cached. Norm weights stored with an offset
+        are returned with the one added, rounded to this dtype.
         """
         slot = self.slots[name]
         if name not in self._loaded:
-            array = self.read(name) if slot.layout.form == "plain" else self._in_order(name)
+            # Other forms, such as an offset, stay as stored: `compute` below rounds once, to this dtype.
+            array = self.read(name) if slot.layout.form == "plain" else self._read_in_order(name)
             if len(slot.shape) == 3 or (self.packed and self._multiplies_itself(slot)):
                 return array.astype(self.dtype, copy=False)
             self._loaded[name] = array
-        elif not self._loaded[name].flags.writeable:  # a view of the map
+        elif not self._loaded[name].flags.writeable:  # a view of the file, which may be truncated by now
             self.source.require_whole(slot.source_name)
-        return slot.layout.made(self._loaded[name], self.dtype)
+        return slot.layout.compute(self._loaded[name], self.dtype)
 
     def read(self, name: str, dtype: type[np.floating] = np.float32) -> np.ndarray:
-        """Decode a weight anew, without keeping it; a view of the map for F32 whose rows keep their order."""
+        """Decode a weight without caching; a view of the mapped file for F32 in the order of Hugging Face."""
         slot = self.slots[name]
-        made = slot.layout.made(self._in_order(name), dtype)
-        if name.endswith(".decay") and not (made <= 0).all():
-            message = f"{slot.source_name}: expected -exp(A_log), at most 0, got {made.max():.6g}"
+        array = slot.layout.compute(self._read_in_order(name), dtype)
+        if name.endswith(".decay") and not (array <= 0).all():
+            message = f"{slot.source_name}: expected -exp(A_log), at most 0, got {array.max():.6g}"
             raise FormatError(
                 "Inconsistent", f"{message} (from an old converter); convert the model again", path=self.path
             )
-        return made
+        return array
 
     def require_written(self) -> None:
-        """Refuse (Truncated) a file that is zero from a weight on to its end."""
+        """Raise Truncated for a file that is zero from a weight to its end."""
         self._zeros.search_ends_of_files()
 
     def search_zeros(self, name: str, expert: int | None = None) -> None:
-        """Look for zeros at the end of a weight that is read, or of one expert; see `llorch.files.zeros`."""
+        """Check a weight, or one expert, for zeros at its end; see `llorch.files.zeros`."""
         slot = self.slots[name]
         if len(slot.shape) != 3:
             self._zeros.search(slot.source_name)
@@ -132,8 +133,8 @@ class Weights(Mapping):
         for number in range(slot.shape[0]) if expert is None else [expert]:
             self._zeros.search(slot.source_name.format(e=number), None if "{e}" in slot.source_name else number)
 
-    def _in_order(self, name: str) -> np.ndarray:
-        """Read the numbers that a file has for a weight, in the order of Hugging Face."""
+    def _read_in_order(self, name: str) -> np.ndarray:
+        """Read the stored values of a weight, in the order of Hugging Face."""
         slot, arrays = self.slots[name], []
         for tensor in slot.tensors:
             arrays.append(self.source.array(tensor))
@@ -141,26 +142,26 @@ class Weights(Mapping):
         self.search_zeros(name)
         self._require_equal(slot)
         array = arrays[0] if len(arrays) == 1 else np.stack(arrays)
-        array = slot.layout.taken(array, slot.shape)
+        array = slot.layout.extract(array, slot.shape)
         return undo_interleave(array, slot.interleaved_heads) if slot.interleaved_heads else array
 
     def expert(self, name: str, number: int) -> Any:
-        """Return one expert of a stack: an array in the dtype of these weights, or a `Matrix` with its own product."""
+        """Return one expert of a stack: an array in the dtype of these weights, or a `Matrix`, which multiplies."""
         slot, key = self.slots[name], f"{name}.{number}"
         if key in self._matrices:
             return self._matrices[key]
         if self._multiplies_itself(slot):
             packed = self.expert_as_stored(name, number)
-            self._matrices[key] = self._over(packed, None if self.packed else self._expert_array(name, number))
+            self._matrices[key] = self._as_matrix(packed, None if self.packed else self._expert_array(name, number))
             self.search_zeros(name, number)
             return self._matrices[key]
         array = self._expert_array(name, number).astype(self.dtype, copy=False)
-        if self._keeps:
+        if self._caches_arrays:
             self._matrices[key] = array
         return array
 
     def _expert_array(self, name: str, number: int) -> np.ndarray:
-        """Return one expert as float32, decoded once."""
+        """Return one expert as float32, cached."""
         key = f"{name}.{number}"
         if key not in self._loaded:
             self._loaded[key] = self.read_expert(name, number)
@@ -169,7 +170,7 @@ class Weights(Mapping):
         return self._loaded[key]
 
     def read_expert(self, name: str, number: int) -> np.ndarray:
-        """Return one expert as float32, decoded anew and not kept; F32 that is not transposed is a view of the file."""
+        """Return one expert as float32, not cached; a view of the file for F32 that is not transposed."""
         packed = self.expert_as_stored(name, number)
         is_f32 = packed.ggml_type is GGMLType.F32
         array = np.require(packed.raw.view("<f4"), requirements="A") if is_f32 else packed.decode()
@@ -178,11 +179,11 @@ class Weights(Mapping):
         return array.reshape(packed.shape)
 
     def expert_as_stored(self, name: str, number: int) -> Packed:
-        """Return one expert of a stack, (out, in), in the type of the file; nothing is decoded."""
+        """Return one expert of a stack, (out, in), in its stored type, not decoded."""
         slot = self.slots[name]
         if "{e}" in slot.source_name:
             return self.source.packed(slot.source_name.format(e=number))
-        return expert_of(self.source.packed(slot.source_name), slot.layout, number)
+        return select_expert(self.source.packed(slot.source_name), slot.layout, number)
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.slots)
@@ -197,52 +198,52 @@ class Weights(Mapping):
         return LayerWeights(self, self._layers[index])
 
     def astype(self, dtype: type[np.floating], *, keep: bool = False) -> "Weights":
-        """Hand out arrays of another type: widened on each access, or with `keep` once, which takes memory for all."""
-        other = copy(self)
-        other.dtype = dtype
-        other._keeps = keep
-        other._matrices = {}
-        return other
+        """Return these weights in another dtype, converted at each access, or with `keep` once, which takes memory."""
+        weights = copy(self)
+        weights.dtype = dtype
+        weights._caches_arrays = keep
+        weights._matrices = {}
+        return weights
 
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
-        """Choose how matrices are multiplied, and whether they stay packed; None keeps it.
+        """Return these weights with other numerics, or with matrices packed or decoded; None keeps the setting.
 
-        TypeError for what is no `Numerics`; FormatError Unsupported for numerics that these weights do not have.
+        TypeError if `numerics` is no `Numerics`; FormatError Unsupported for numerics that these weights do not have.
         """
         if not isinstance(numerics, Numerics | None):
             message = "numerics: expected an instance of Numerics, as EXACT, GGML and SCHEME of llorch.ops.numerics are"
             raise TypeError(f"{message}, got {cut(repr(numerics))}")
-        other = copy(self)
-        other.numerics = self.numerics if numerics is None else numerics
-        other._activations = Activations()
-        if other.numerics.name == "ggml":
+        weights = copy(self)
+        weights.numerics = self.numerics if numerics is None else numerics
+        weights._activations = Activations()
+        if weights.numerics.name == "ggml":
             self._require_products()
-        elif other.numerics == SCHEME:
+        elif weights.numerics == SCHEME:
             if not isinstance(self.source, QuantisedFolder):
                 message = "scheme numerics: expected a quantised Hugging Face folder, got none; use exact numerics"
                 raise FormatError("Unsupported", message, path=self.path)
-            other._activations = self.source.activations
-        other.packed = self.packed if packed is None else packed
-        other._matrices = {}
-        return other
+            weights._activations = self.source.activations
+        weights.packed = self.packed if packed is None else packed
+        weights._matrices = {}
+        return weights
 
     @property
     def cache_dtype(self) -> type[np.floating]:
-        """Dtype of keys and values in the cache of a run."""
+        """Dtype of keys and values in the KV cache."""
         return self.numerics.cache_dtype(self.dtype)
 
     @property
     def cache_rounding(self) -> Mapping[int, tuple[SchemeRounding, SchemeRounding]]:
-        """The roundings of keys and values, by layer, before they are stored."""
+        """Rounding of keys and values in the KV cache by scheme numerics, by layer."""
         return self._activations.caches
 
     @property
-    def rounds_nothing(self) -> bool:
-        """Tell if scheme numerics equal exact ones, because the folder quantises weights alone."""
+    def quantises_weights_only(self) -> bool:
+        """True if scheme numerics equal exact numerics, because the folder quantises weights only."""
         return not self._activations.inputs and not self._activations.caches
 
     def notes_on_left_out(self, fate: str) -> list[str]:
-        """Tell for each part that llorch leaves out how many tensors it has; `fate` is such as "not judged"."""
+        """Describe each part of the model that llorch ignores; `fate` completes the sentence, as in "not judged"."""
         return [
             f"{part}: {sum(counts.values())} tensors ({', '.join(f'{prefix}*' for prefix in counts)}) are {fate}"
             for part, counts in self.left_out.items()
@@ -253,42 +254,42 @@ class Weights(Mapping):
         return self.slots[name].shape
 
     def as_stored(self, name: str) -> Packed:
-        """Return the tensor of the file that a weight is read from, of experts with their own the first."""
+        """Return the stored tensor of a weight; the first expert's if each expert has its own tensor."""
         return self.source.packed(next(iter(self.slots[name].tensors)))
 
     def all_stored(self, name: str) -> list[Packed]:
-        """Return the tensors that a weight is read from: more than one where each expert has its own."""
+        """Return the stored tensors of a weight: several if each expert has its own tensor."""
         return [self.source.packed(tensor) for tensor in self.slots[name].tensors]
 
     def is_changed(self, name: str) -> bool:
-        """Tell if a weight has other numbers than the file, as merged ones have."""
+        """Check if a weight differs from the file; only the subclass for merged adapters changes weights."""
         return False
 
     def stored_type(self, name: str) -> StoredType:
-        """Return the type in which the file stores a weight; for a quantised folder, its scheme."""
+        """Return the stored type of a weight; for a quantised folder, its scheme."""
         return self.as_stored(name).ggml_type
 
     def stored_bytes(self, name: str) -> int:
-        """Return the bytes that a weight takes in the file."""
+        """Return the number of bytes of a weight in the file."""
         kind = self.stored_type(name)
         if not isinstance(kind, GGMLType):
-            return sum(stored.n_bytes for stored in self.all_stored(name))
+            return sum(tensor.n_bytes for tensor in self.all_stored(name))
         block, block_bytes = BLOCK_SIZES[kind]
         return math.prod(self.slots[name].shape) // block * block_bytes
 
     def _require_products(self) -> None:
-        """Refuse what llama.cpp ends the whole process at: there is no emulating that."""
+        """Raise Unsupported for weight types at which llama.cpp aborts: there is no arithmetic to reproduce."""
         in_gguf = isinstance(self.source, GGUFFile)
         for name, slot in self.slots.items():
             kind = self.stored_type(name)
             is_matrix = slot.multiplied
             if kind not in ACTIVATION_TYPE if is_matrix else in_gguf and kind is not GGMLType.F32:
-                what = "cannot multiply this type" if is_matrix else "reads vectors in F32 only"
-                message = f"{slot.source_name} has type {kind.name}, and llama.cpp {what}; use exact numerics"
+                limitation = "cannot multiply this type" if is_matrix else "reads vectors in F32 only"
+                message = f"{slot.source_name} has type {kind.name}, and llama.cpp {limitation}; use exact numerics"
                 raise FormatError("Unsupported", message, path=self.path)
 
     def _multiplies_itself(self, slot: Slot) -> bool:
-        """Tell if a weight is used as a `Matrix`, packed or with rounded inputs, not as an array."""
+        """Check if a weight becomes a `Matrix`, packed or with rounded inputs; F32 and F64 weights stay arrays."""
         if not slot.multiplied or not (self.packed or self.numerics.rounds_activations):
             return False
         return self.source.packed(next(iter(slot.tensors))).ggml_type not in (GGMLType.F32, GGMLType.F64)
@@ -299,13 +300,13 @@ class Weights(Mapping):
         packed = rows_of(self.source.packed(slot.source_name), slot.layout)
         decoded, columns = None, slot.layout.columns
         if not self.packed:
-            # Blocks of rounded inputs lie in the order of the file.
+            # Inputs are rounded by blocks, which need the column order of the file.
             decoded = self.astype(np.float32).array(name) if columns is None else packed.decode()
-        matrix = self._over(packed, decoded, slot.interleaved_heads, None if columns is None else columns.index())
+        matrix = self._as_matrix(packed, decoded, slot.interleaved_heads, None if columns is None else columns.index())
         self.search_zeros(name)
         return matrix
 
-    def _over(
+    def _as_matrix(
         self, packed: Packed, decoded: np.ndarray | None, heads: int = 0, columns: np.ndarray | None = None
     ) -> Matrix:
         return Matrix(
@@ -319,34 +320,34 @@ class Weights(Mapping):
         )
 
     def _require_equal(self, slot: Slot) -> None:
-        """Refuse a folder with both tied tensors if their numbers differ."""
+        """Raise Inconsistent if a folder has both tied tensors and their values differ."""
         if slot.must_equal is None:
             return
-        one, other = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
-        if not one.holds_the_same(other):
-            wanted = f"the numbers of {slot.source_name} (tie_word_embeddings is true)"
+        first, second = (self.source.packed(name) for name in (slot.source_name, slot.must_equal))
+        if not first.has_equal_values(second):
+            expected = f"the numbers of {slot.source_name} (tie_word_embeddings is true)"
             remedy = f"set tie_word_embeddings to false in config.json, or remove {slot.must_equal} from the file"
-            message = f"{slot.must_equal}: expected {wanted}, got others; {remedy}"
+            message = f"{slot.must_equal}: expected {expected}, got others; {remedy}"
             raise FormatError("Inconsistent", message, path=self.path)
 
 
-def _never_zero(slots: Mapping[str, Slot]) -> dict[str, str]:
-    """Map the tensors that must not end with zeros to the short names of their weights."""
+def _nonzero_tensors(slots: Mapping[str, Slot]) -> dict[str, str]:
+    """Map the tensors that must not end with zeros, see `files/zeros.py`, to the short names of their weights."""
     short_names = {name: name.rpartition(".")[2] for name in slots}
     return {
-        tensor: short
-        for name, short in short_names.items()
-        if not (short.endswith("bias") or short == "decay" or slots[name].layout.form == "less_one")
+        tensor: short_name
+        for name, short_name in short_names.items()
+        if not (short_name.endswith("bias") or short_name == "decay" or slots[name].layout.form == "less_one")
         for tensor in (*slots[name].tensors, slots[name].must_equal)
         if tensor is not None
     }
 
 
 class LayerWeights(Mapping[str, Any]):
-    """The weights of one layer by short name; see `Weights.layer`."""
+    """Weights of one layer by short name; see `Weights.layer`."""
 
     def __init__(self, weights: Weights, names: Mapping[str, str]) -> None:
-        """Wrap the whole model; `names` are short to canonical."""
+        """Wrap the weights of the model; `names` maps short to canonical names."""
         self._weights = weights
         self.names = names
 
@@ -361,10 +362,10 @@ class LayerWeights(Mapping[str, Any]):
 
 
 class ExpertStack(Sequence):
-    """The matrices of all experts for one step, each loaded when it is chosen; see `Weights.expert`."""
+    """Matrices of all experts for one projection, each loaded when it is selected; see `Weights.expert`."""
 
     def __init__(self, weights: Weights, name: str) -> None:
-        """Wrap the whole model; canonical name of the stack."""
+        """Wrap the weights of the model; `name` is the canonical name of the stack."""
         self._weights = weights
         self.name = name
         self.shape = weights.shape(name)

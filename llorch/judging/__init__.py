@@ -1,17 +1,17 @@
 """Verification: the values of reference engines, llorch's values for the same inputs, and the verdict.
 
-Input: a built-in model with its stored goldens, or a file that `engines` run now. Output: rows, one per `comparison` of
-the array at one of the `stage_refs`. The order to read:
+Input: a built-in model with its stored goldens (arrays of engines), or a file that `engines` run now. Output: one
+`Comparison` for each array. Read the modules in this order:
 
-    types              what is expected of an array, the result of its comparison, the cause of an error
-    compare            the one function that compares an array with the expected one
+    types              expected array, comparison, cause of an error
+    compare            the only function that compares an array with the expected array
     tolerances/        every tolerance of the forward pass, derived from goldens and the float64 reference
-    goldens/           the stored values of the engines; `store` reads and writes their files, `float64_reference` is
+    goldens/           stored outputs of the engines; `store` reads and writes their files, `float64_reference` runs
                        transformers in pure float64
     expectations/      the expected values: forward pass, tokens, files, quantised blocks, training
-    runners/           llorch under test: NumPy as it runs and with ggml numerics, torch in each way it runs
-    runner_check       one runner and the expectations of the forward pass
-    expert_selection   the experts that an engine chose
-    verify             a model judged from end to end
-    dump_diff          two dumps compared with each other
+    runners/           llorch under test: NumPy, NumPy with ggml numerics, and every execution mode of torch
+    runner_check       comparison of one runner with the expectations of the forward pass
+    expert_selection   comparison of selected experts
+    verify             verification of a model from end to end
+    dump_diff          comparison of two dumps
 """

@@ -1,7 +1,8 @@
-"""Compare an array with the expected one. Every comparison of llorch is made here.
+"""Compare an array with the expected array. All comparisons of llorch use this module.
 
-An expectation is made from goldens alone: a place, a `mode` (how the place is reached), the engine whose array is
-expected, and the tolerance. A runner computes; `judge` compares.
+An `Expectation` is derived from goldens (arrays of reference engines) only: the array, its stage and engine, the mode
+(source of the stage's inputs, see `types.Comparison`), and the tolerance. A runner computes the actual array, and
+`judge` compares both.
 """
 
 import math
@@ -17,9 +18,11 @@ from llorch.stages.stage_ref import StageRef
 
 
 def judge(expectation: Expectation, actual: np.ndarray | None, *, model: str, backend: str) -> Comparison:
-    """Compare an array of llorch with what is expected of it."""
+    """Compare an array of llorch with the expected array."""
     difference = expectation.difference(actual)
-    is_reference = expectation.expected is expectation.reference and difference.fault is None
+    is_reference = (
+        expectation.expected is expectation.reference and difference.fault is None
+    )  # float64 run: known errors
     comparison = judge_difference(
         difference, expectation.tolerance, expectation.stage_ref, expectation.mode, expectation.engine,
         model=model, backend=backend,
@@ -36,7 +39,7 @@ def judge_difference(
     difference: Difference, tolerance: Tolerance, stage_ref: StageRef, mode: str, engine: str, *, model: str,
     backend: str, reference_error: float = math.nan, engine_error: float = math.nan,
 ) -> Comparison:  # fmt: skip
-    """Compare a difference with its tolerance. Errors against the float64 reference are NaN where there is none."""
+    """Compare a difference with its tolerance; errors against the float64 reference are NaN if there is none."""
     return Comparison(
         model, stage_ref, mode, engine, backend, difference, tolerance,
         PASS if difference.within(tolerance) else FAIL, engine_error, reference_error,
@@ -45,7 +48,7 @@ def judge_difference(
 
 
 def _describe_factor(difference: Difference, tolerance: Tolerance) -> str:
-    """Describe a common factor beyond its tolerance; empty if it is within."""
+    """Describe a factor that all values share, so no rounding, if it is beyond its tolerance; else return ""."""
     if difference.has_no_factor(tolerance):
         return ""
     return f"common factor {difference.common_factor:.4f}, expected 1 within {tolerance.common_factor:.4f}"
@@ -54,7 +57,7 @@ def _describe_factor(difference: Difference, tolerance: Tolerance) -> str:
 def compare_exact(
     stage_ref: StageRef, engine: str, wrong: float, note: str, *, model: str, backend: str = "numpy"
 ) -> Comparison:
-    """Compare things that must be equal; `wrong` is the share that is not equal."""
+    """Create the comparison of quantities that must be equal; `wrong` is the share of unequal ones."""
     difference, verdict = Difference(wrong, wrong), FAIL if wrong else PASS
     return Comparison(model, stage_ref, "exact", engine, backend, difference, EXACT, verdict, 0.0, wrong, note=note)
 
@@ -65,5 +68,5 @@ def with_load_paths(comparisons: Iterable[Comparison], load_paths: Mapping[str, 
 
 
 def as_tie(comparison: Comparison, note: str) -> Comparison:
-    """Mark a comparison as a near-tie."""
+    """Mark a comparison as a TIE: only tokens or experts differ whose scores rounding can exchange."""
     return replace(comparison, verdict=TIE, note=note)

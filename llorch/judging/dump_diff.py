@@ -1,7 +1,7 @@
-"""Two dumps beside each other, stage by stage: how far they are apart, and where they first are.
+"""Compare two dumps (arrays of forward passes that programs wrote) stage by stage and find the first that differs.
 
-Neither is right by itself: without a model nothing can be run again, so what one stage made is not told from what it
-was given. `diagnosis` does that.
+No model is involved, so neither dump is known to be correct. Without a model no stage can be run again, so an error of
+a stage cannot be separated from an error of its inputs. `diagnosis` can do that.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -16,17 +16,17 @@ from llorch.stages.comparison import FLOORS, Report, Tolerance, compare
 from llorch.stages.stage_ref import Tokens, token_axis
 from llorch.stages.table import BY_NAME, key
 
-TOLERANCE = Tolerance(1e-5, 1e-4)  # of two float32 engines near position 0; of coarser ones in proportion
+TOLERANCE = Tolerance(1e-5, 1e-4)  # for two float32 engines near position 0; scaled up for coarser dtypes
 
 
 @dataclass(frozen=True)
 class Side:
-    """One of the two: arrays by pass and name, each read when it is compared.
+    """One of the two dumps: arrays by pass and name, each read only when it is compared.
 
     Attributes:
-        source: What it was read from.
-        passes: Tokens, where they are known.
-        arrays: What reads an array, its stored dtype and which tokens of the pass it has, all where that is None.
+        source: Path of the dump.
+        passes: Tokens of each pass, as far as the dump has them.
+        arrays: By (pass, name): read function, stored dtype, and the tokens that the array covers (None: all).
     """
 
     source: str
@@ -35,42 +35,42 @@ class Side:
 
     @classmethod
     def of_stages(cls, dump: StageDump) -> "Side":
-        """Make a side whose arrays have names of the stage table."""
-        arrays = {place: (dumped.read, dumped.stored, dumped.tokens) for place, dumped in dump.dumped.items()}
+        """Create a side whose arrays have names of the stage table."""
+        arrays = {pass_key: (dumped.read, dumped.stored, dumped.tokens) for pass_key, dumped in dump.dumped.items()}
         return cls(dump.source, dump.passes, arrays)
 
     @classmethod
     def of_names(cls, dump: RawDump) -> "Side":
-        """Make a side whose arrays have the names of their engine."""
-        arrays = {(n_pass, key(a.name, a.layer)): (a.read, a.stored, None) for n_pass, a in dump.arrays}
+        """Create a side whose arrays have the names of their engine."""
+        arrays = {(index, key(a.name, a.layer)): (a.read, a.stored, None) for index, a in dump.arrays}
         return cls(dump.source, dump.passes, arrays)
 
     def of_pass(self, number: int) -> dict[str, None]:
-        """Return the names of one pass, in the order in which they were written."""
-        return {name: None for n_pass, name in self.arrays if n_pass == number}
+        """Return the names of one pass in dump order; a dict, so that lookup is fast."""
+        return {name: None for index, name in self.arrays if index == number}
 
 
 def diff(a: Side, b: Side) -> Iterator[tuple[int, Report]]:
-    """Compare a dump with the dump that it should be: yield each pass that both have, and its report.
+    """Compare dump `a` with the expected dump `b`: yield the number and the report of each pass that both have.
 
     Raises:
-        GuardFailed: They are of other tokens or positions, or all of their arrays are of another number of tokens.
-        ValueError: They have no name in common.
+        GuardFailed: The dumps have different tokens or positions, or no array has the same shape in both.
+        UserError: The arrays of a pass have no name in common.
     """
-    for number, (ours, theirs) in enumerate(zip(a.passes, b.passes, strict=False)):
-        if ours != theirs:
-            message = f"expected {_format_ids(theirs)} in pass {number}, as {b.source} has, got {_format_ids(ours)}"
-            raise GuardFailed("positions" if ours.ids == theirs.ids else "ids", message, source=a.source)
-    shared = {number for number, _ in a.arrays} & {number for number, _ in b.arrays}
-    for number in sorted(shared):
-        report = _compared(a, b, number)
+    for number, (tokens_a, tokens_b) in enumerate(zip(a.passes, b.passes, strict=False)):
+        if tokens_a != tokens_b:
+            message = f"expected {_format(tokens_b)} in pass {number}, as {b.source} has, got {_format(tokens_a)}"
+            raise GuardFailed("positions" if tokens_a.ids == tokens_b.ids else "ids", message, source=a.source)
+    shared_passes = {number for number, _ in a.arrays} & {number for number, _ in b.arrays}
+    for number in sorted(shared_passes):
+        report = _compare_pass(a, b, number)
         _require_one_pass(a, b, number, report)
         yield number, report
 
 
 def _require_one_pass(a: Side, b: Side, number: int, report: Report) -> None:
-    """Refuse (GuardFailed) sides without a shape in common: they hold another number of tokens each."""
-    n_arrays = len(report.differences)
+    """Raise GuardFailed if all shapes differ, because then the dumps hold different numbers of tokens."""
+    n_arrays = len(report.differences)  # one array alone may have a wrong shape
     if n_arrays < 2 or any(difference.fault_kind != "shape" for difference in report.differences.values()):
         return
     name, difference = next(iter(report.differences.items()))
@@ -79,36 +79,36 @@ def _require_one_pass(a: Side, b: Side, number: int, report: Report) -> None:
     raise GuardFailed("ids", message, source=a.source)
 
 
-def _format_ids(tokens: Tokens) -> str:
-    more = ",..." if len(tokens.ids) > 8 else ""
-    return f"ids {','.join(map(str, tokens.ids[:8]))}{more} from {tokens.first_position}"
+def _format(tokens: Tokens) -> str:
+    ellipsis = ",..." if len(tokens.ids) > 8 else ""
+    return f"ids {','.join(map(str, tokens.ids[:8]))}{ellipsis} from {tokens.first_position}"
 
 
-def _compared(a: Side, b: Side, number: int) -> Report:
-    """Compare one pass of two dumps, no finer than the coarsest stored dtype."""
-    stored = {dtype for side in (a, b) for (n_pass, _), (_, dtype, _) in side.arrays.items() if n_pass == number}
-    floor = max((FLOORS.get(dtype, 0.0) for dtype in stored), default=0.0)
+def _compare_pass(a: Side, b: Side, number: int) -> Report:
+    """Compare one pass of two dumps, with a tolerance for the coarsest stored dtype."""
+    dtypes = {dtype for side in (a, b) for (index, _), (_, dtype, _) in side.arrays.items() if index == number}
+    floor = max((FLOORS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
     return compare(_Trace(a, b, number), _Trace(b, a, number), TOLERANCE.times(max(1.0, floor / FLOORS["float32"])))
 
 
 class _Trace(Mapping[str, np.ndarray]):
-    """One pass of a side, of the tokens that the other has, too; an array is in memory while it is compared."""
+    """One pass of a side, restricted to the tokens that both sides have; arrays are read on access and not kept."""
 
-    def __init__(self, side: Side, other: Side, number: int) -> None:
-        self._side, self._other, self._number = side, other, number
+    def __init__(self, side: Side, opposite: Side, number: int) -> None:
+        self._side, self._opposite, self._number = side, opposite, number
         self._names = side.of_pass(number)
 
     def __getitem__(self, name: str) -> np.ndarray:
         read, _, tokens = self._side.arrays[self._number, name]
         array = read()
-        theirs = self._other.arrays[self._number, name][2]
-        if tokens != theirs and (axis := token_axis(BY_NAME[name.rpartition(".")[2]])) is not None:
-            array = array.take(self._rows(tokens, theirs), axis=axis)
+        other_tokens = self._opposite.arrays[self._number, name][2]
+        if tokens != other_tokens and (axis := token_axis(BY_NAME[name.rpartition(".")[2]])) is not None:
+            array = array.take(self._shared_rows(tokens, other_tokens), axis=axis)
         return array.astype(np.float64) if array.dtype.kind == "f" else array
 
-    def _rows(self, tokens: tuple[int, ...] | None, theirs: tuple[int, ...] | None) -> list[int]:
-        mine = range(len(self._side.passes[self._number].ids)) if tokens is None else tokens
-        return [row for row, token in enumerate(mine) if theirs is None or token in theirs]
+    def _shared_rows(self, tokens: tuple[int, ...] | None, other_tokens: tuple[int, ...] | None) -> list[int]:
+        side_tokens = range(len(self._side.passes[self._number].ids)) if tokens is None else tokens
+        return [row for row, token in enumerate(side_tokens) if other_tokens is None or token in other_tokens]
 
     def __contains__(self, name: object) -> bool:
         return name in self._names

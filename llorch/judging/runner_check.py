@@ -1,4 +1,8 @@
-"""Comparisons of one runner with the expectations of the forward pass, as soon as it has computed each stage."""
+"""Comparisons of one runner with the expectations of the forward pass, as soon as it has computed each stage.
+
+Modes: `isolated`, every stage on the golden's inputs; `chained`, on llorch's; `free`, chained without replacing flips.
+A flip is a value that a product under ggml numerics rounds to another code than the golden's.
+"""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -14,7 +18,7 @@ from llorch.judging.expectations.tokens import GreedyJudge, edge_of_top_p
 from llorch.judging.goldens.forward import SAMPLINGS, EngineOutput
 from llorch.judging.runners import Runner, StageObserver
 from llorch.judging.runners.shared import SharedWeights
-from llorch.judging.tolerances.forward import NOTHING_KNOWN
+from llorch.judging.tolerances.forward import NO_TIES
 from llorch.judging.types import Comparison, Expectation
 from llorch.ops.sampling import greedy
 from llorch.stages.comparison import FAIL, measure
@@ -23,15 +27,15 @@ from llorch.stages.table import BY_NAME
 
 
 def check_runner(expectations: ForwardExpectations, runner: Runner) -> list[Comparison]:
-    """Judge everything that a runner computes, in the order of the forward pass for each mode."""
+    """Compare all outputs of a runner, in the order of the forward pass for each mode."""
     return RunnerCheck(expectations, runner).comparisons()
 
 
 class RunnerCheck:
-    """Runs one runner and compares its stages, its cache and its sampling."""
+    """Check of one runner: its stages, its cache and its sampling."""
 
     def __init__(self, expectations: ForwardExpectations, runner: Runner) -> None:
-        """Prepare; nothing is computed yet."""
+        """Prepare the check without computing anything."""
         self.expectations, self.runner = expectations, runner
         self._engines = expectations.engines(runner)
         self._judge = partial(judge, model=expectations.model, backend=runner.name)
@@ -44,19 +48,19 @@ class RunnerCheck:
             return list(with_load_paths(comparisons, self.expectations.load_paths))
 
     def stage_rows(self) -> list[Comparison]:
-        """Compare checkpoints 00 to 08: every stage, isolated and chained, and logits with no flip replaced."""
+        """Compare every stage, isolated and chained, and logits with no flip replaced (validation points 00 to 08)."""
         return [*chain.from_iterable(self._run(list(self._stage_passes())))]
 
     def decode_rows(self) -> list[Comparison]:
-        """Compare a pass in two parts with the engines' single pass at every stage, for checkpoint 03."""
+        """Compare every stage of a pass after a prefill with the engines' single pass (validation point 03)."""
         return [*chain.from_iterable(self._run(list(self._decode_passes())))]
 
     def sampler_rows(self) -> Iterator[Comparison]:
-        """Compare checkpoints 09 to 12: the row that sampling sees, its argmax, distributions, greedy text."""
+        """Compare logits for sampling, their argmax, distributions and greedy text (validation points 09 to 12)."""
         return self._sampler_rows(self._last_row(), self._text())
 
     def _run(self, passes: Sequence[Callable[[], Any]]) -> list[Any]:
-        """Run the passes and return their results; those through a large model go through its layers together."""
+        """Run the passes and return their results; with `SharedWeights`, run them layer by layer together."""
         with self.runner.arithmetic():
             if isinstance(self.expectations.weights, SharedWeights):
                 return self.expectations.weights.together(passes)
@@ -77,7 +81,7 @@ class RunnerCheck:
                 yield partial(self._chained_rows, case, engines, n_cached)
 
     def _chained_rows(self, case: str, engines: Sequence[str], n_cached: int = 0) -> list[Comparison]:
-        """Compare llorch's own pass with engines that chose the same experts."""
+        """Compare one chained or decode pass of llorch with engines that all selected the same experts."""
         expectations = [partial(self.expectations.chained, self.runner, case, engine, n_cached) for engine in engines]
         override = self.expectations.override_selection(self.runner, case, engines[0])
         inputs = self.expectations.cases[case]
@@ -90,7 +94,7 @@ class RunnerCheck:
     def _observe(
         self, expectations: Sequence[Callable[[str], Expectation]], run: Callable[[StageObserver], None]
     ) -> list[Comparison]:
-        """Compare the stages of one pass, each as soon as it is there; a stage that never comes fails."""
+        """Compare the stages of one pass, each as soon as it is computed; a missing stage fails."""
         comparisons: dict[str, list[Comparison]] = {}
 
         def compare(name: str, array: np.ndarray | None) -> list[Comparison]:
@@ -104,7 +108,7 @@ class RunnerCheck:
         return [c for name in names for c in comparisons.get(name) or compare(name, None)]
 
     def _last_row(self) -> Mapping[str, np.ndarray]:
-        """Compute the row that sampling sees, for each reference engine with its expert selection."""
+        """Compute the logits of the last token for each reference engine, with the engine's expert selection."""
         rows: dict[str, np.ndarray] = {}
         for engines in self.expectations.agreeing_engines(self.runner, "near"):
             override = self.expectations.override_selection(self.runner, "near", engines[0])
@@ -115,22 +119,19 @@ class RunnerCheck:
         return self.runner.text(self.expectations.prompt, self.expectations.n_greedy(self.runner))
 
     def _sampler_rows(self, last: Mapping[str, np.ndarray], text: np.ndarray) -> Iterator[Comparison]:
-        """Compare checkpoints 09 to 12.
-
-        `last` has llorch's last row of logits for each reference engine, `text` the token ids of its greedy text.
-        """
+        """Compare sampling; `last` has llorch's last logits by reference engine, `text` llorch's greedy token ids."""
         expectations, runner = self.expectations, self.runner
         distributions = runner.probabilities(*expectations.sampler_inputs())
         tokens = expectations.tokens(runner)
         first = tokens
-        if expectations.rounds:  # `_beside_one_pass` decides
-            first = GreedyJudge(expectations.model, runner, expectations.prompt, NOTHING_KNOWN)
+        if expectations.rounds:  # `_allow_batch_result` decides about ties
+            first = GreedyJudge(expectations.model, runner, expectations.prompt, NO_TIES)
         for engine, golden in self._engines.items():
             row, best = last[engine], np.asarray([greedy(last[engine])])
             selected = self._judge(expectations.selected(runner, engine), row)
             best_token = np.asarray([int(np.argmax(golden.selected_logits))])
             argmax = first.comparison("10", "argmax", engine, best, best_token)
-            yield from (self._beside_one_pass(comparison, row, golden) for comparison in (selected, argmax))
+            yield from (self._allow_batch_result(comparison, row, golden) for comparison in (selected, argmax))
             for name in golden.probabilities:
                 yield self.distribution_row(expectations.distribution(runner, engine, name), distributions[name])
             yield tokens.comparison("12", "generation", engine, text, golden.greedy)
@@ -145,7 +146,7 @@ class RunnerCheck:
         return as_tie(comparison, edge) if edge else comparison
 
     def _free_row(self, case: str, chained: Sequence[Comparison]) -> Comparison:
-        """Judge the run as users get it, with nothing replaced; the tolerance covers the effect of flips only."""
+        """Compare the logits of a run without replacing flips, as users run it; the tolerance includes flips."""
         engine, golden = next(iter(self.expectations.engine_outputs.items()))
         tolerance = self.expectations.tolerances_for(self.runner, case).free()
         stage_ref, expected = StageRef("08", "logits", None, case), golden.traces[case]["logits"]
@@ -155,11 +156,10 @@ class RunnerCheck:
         note = f"{n_flips} values flip; without replacing them, the error is {comparison.difference.error:.1e}"
         return replace(comparison, note=comparison.note or note)
 
-    def _beside_one_pass(self, comparison: Comparison, row: np.ndarray, golden: EngineOutput) -> Comparison:
-        """Mark a failing row as a tie if flips explain it: llorch equals llama.cpp's result for all rows in one batch.
+    def _allow_batch_result(self, comparison: Comparison, row: np.ndarray, golden: EngineOutput) -> Comparison:
+        """Mark failing last logits as a TIE if llorch equals llama.cpp's logits from a pass of all tokens.
 
-        With one row of logits llama.cpp adds in another order than with many rows. The two results may differ by the
-        effect of flips.
+        llama.cpp sums in another order for one row of logits than for many, so its own two results may differ by flips.
         """
         if comparison.verdict != FAIL or not self.expectations.rounds:
             return comparison
@@ -174,7 +174,7 @@ class RunnerCheck:
 
 
 def _with_flips(comparison: Comparison, flips: int, refused: int) -> Comparison:
-    """Add the flips of a stage to a comparison; a refused flip fails it."""
+    """Add the number of replaced flips to a comparison; `refused` flips, with errors beyond the tolerance, fail it."""
     if refused:
         note = f"{refused} values round to other numbers, although they are not at a rounding edge"
         comparison = replace(comparison, verdict=FAIL, note=comparison.note or note)

@@ -21,16 +21,16 @@ class Expectation:
     """Expected value and tolerance of one array.
 
     Attributes:
-        stage_ref: Where it stands.
-        mode: How it is reached, as in `Comparison`.
-        engine: The engine that made `expected`.
+        stage_ref: Validation point (`checkpoint`), stage, layer and case (input) of the array.
+        mode: Source of the stage's inputs, see `Comparison`.
+        engine: Engine that computed `expected`.
         expected: The golden.
-        tolerance: The tolerance.
-        reference: The same array of the float64 reference; None where there is none, as for isolated stages.
-        engine_error: The golden's distance from the float64 reference, where that is known without `reference`.
-        stage: The stage whose masked entries and tokens are judged; None where the array is judged as a whole.
-        unit: What differences are measured in, instead of as shares of the golden.
-        expert_selection: What experts were chosen by, where the array is a choice.
+        tolerance: Largest difference that passes.
+        reference: The same array of the float64 reference; None if there is none, as for isolated stages.
+        engine_error: Distance of the golden from the float64 reference, if it was measured before.
+        stage: Stage that defines masked entries and the token axis; None to compare the whole array only.
+        unit: Divisor of absolute differences: the learning rate for trained parameters; None for relative differences.
+        expert_selection: Experts that the engine selected, and their scores; None if the array is no selection.
     """
 
     stage_ref: StageRef
@@ -45,7 +45,7 @@ class Expectation:
     expert_selection: ExpertSelection | None = None
 
     def difference(self, actual: np.ndarray | None, expected: np.ndarray | None = None) -> Difference:
-        """Measure the difference between an array and the golden, or between whole arrays if `expected` is given."""
+        """Measure the difference of an array from the golden, or of the whole array from `expected` if it is passed."""
         if (selection := self.expert_selection) is not None:
             return (selection if expected is None else replace(selection, ids=expected)).difference(actual)
         if self.unit is not None:
@@ -63,30 +63,35 @@ class Expectation:
 
     @cached_property
     def engine_error_of_golden(self) -> float:
-        """Error of the golden against the float64 reference; the same for all runners that have to reproduce it."""
+        """Error of the golden against the float64 reference; cached, because it is equal for all runners."""
         return self.reference_error_of(self.expected) if self.engine_error is None else self.engine_error
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """The result of one array: what was compared, how far it is off, and the verdict.
+    """Result of comparing one array: difference, tolerance and verdict.
 
     Attributes:
         model: Name of the model.
-        stage_ref: Where the array stands.
-        mode: How it is reached: isolated, chained, decode, exact; free: no flip replaced; whole, in parts: long texts.
-        engine: The engine whose array is expected.
-        backend: What computed the actual array.
-        difference: Distance of the actual array from the expected one.
-        tolerance: The largest difference that passes.
-        verdict: PASS, FAIL, TIE or ROUNDING.
-        engine_error: Distance of the expected array from the float64 reference; NaN where there is none.
-        reference_error: Distance of the actual array from the float64 reference; NaN where there is none.
-        load_path: How the engine loaded the file; None where the file or its text is compared.
-        note: What a reader has to know beside the numbers.
-        flips: Values of this stage that the next product rounds to another side than the golden's.
-        expectation: What was expected, where the arrays are shown later; None where things are equal or not.
-        actual: The array, where it is shown later; None if it never came.
+        stage_ref: Validation point (`checkpoint`), stage, layer and case (input) of the array.
+        mode: `isolated`: the stage reads the golden's inputs. `chained`: it reads llorch's inputs, but the golden's
+            values replace flips and near-ties of experts. `decode`: chained, after a prefill. `free`: chained, no flip
+            is replaced. `whole` or `in parts`: chained, a long text in one pass or in chunks. `exact`: files, token ids
+            and other quantities that must be equal.
+        engine: Engine whose array is expected.
+        backend: llorch backend that computed the actual array.
+        difference: Distance of the actual array from the expected array.
+        tolerance: Largest difference that passes.
+        verdict: PASS; FAIL; TIE: other tokens or experts, whose scores are closer than rounding errors; ROUNDING: an
+            error in a dump that its arithmetic explains.
+        engine_error: Distance of the expected array from the float64 reference; NaN if there is none.
+        reference_error: Distance of the actual array from the float64 reference; NaN if there is none.
+        load_path: Tools that loaded the file into the engine; None if the file or its tokenization is compared.
+        note: Explanation that the numbers do not give.
+        flips: Number of values that the next matrix product rounds to other codes than the golden's; only under ggml
+            numerics, in which products round their inputs to integer codes.
+        expectation: Expected array, if it is displayed later; None for exact comparisons.
+        actual: Actual array, if it is displayed later; None if the runner never computed it.
     """
 
     model: str
@@ -106,11 +111,11 @@ class Comparison:
     actual: np.ndarray | None = field(default=None, repr=False, compare=False)
 
     def record(self) -> dict[str, object]:
-        """Return the comparison as every `--json` has it; NaN stands for what was not measured."""
+        """Return the comparison as a record for `--json`; NaN marks values that were not measured."""
         difference, tolerance, stage_ref = self.difference, self.tolerance, self.stage_ref
         has_tokens = difference.tokens is not None and tolerance.tokens is not None
         token_error, tolerance_token = difference.nearest_token(tolerance) if has_tokens else (math.nan, math.nan)
-        has_factor = tolerance.common_factor is not None and difference.fault is None
+        has_factor = tolerance.common_factor is not None and difference.fault is None  # with a fault: unmeasured
         return {
             "model": self.model, "checkpoint": stage_ref.checkpoint, "stage": stage_ref.name, "layer": stage_ref.layer,
             "case": stage_ref.run, "engine": self.engine, "backend": self.backend, "mode": self.mode,
@@ -126,16 +131,16 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Cause:
-    """Possible cause of an error, compared with the error.
+    """Possible cause of an error, with the share of the error that it explains.
 
     Attributes:
         name: Name of the mistake, setting or arithmetic: `rope-interleaved-pairs`, `norm-eps`.
-        kind: What it is; `near miss`: it explains much of the error, but is not the cause.
-        sentence: The mistake and the right way, with the recovered value: "eps is 1e-5 here, the file says 1e-6".
-        stages: Keys of the stages in which it was injected.
-        explained_share: Share of the error that it explains, 0 to 1.
-        remaining: Factor by which the remaining error exceeds the tolerance; at most 1: all is explained.
-        value: Recovered value of a setting: a number, or its name.
+        kind: Kind of the cause; a `near miss` explains much of the error, but is not the cause.
+        sentence: The mistake and the correct way, with the recovered value: "eps is 1e-5 here, the file says 1e-6".
+        stages: Keys of the stages into which the cause was injected.
+        explained_share: Share of the error that the cause explains, 0 to 1.
+        remaining: Remaining error divided by the tolerance; at most 1 if the cause explains the whole error.
+        value: Recovered value of a setting: a number or a name.
     """
 
     name: str

@@ -1,17 +1,17 @@
-"""LoRA without torch: small trained matrices beside frozen weights.
+"""LoRA without torch: small trained matrices that are added to frozen weights.
 
-In comes an adapter, from a PEFT directory or a LoRA GGUF file, or as settings of one that is to be trained, and the
-weights of its base. Out come logits (`model` runs the weights that this room wraps), another file, or a merged model.
-In the order to read:
+Input: the weights of a base, and an adapter from a PEFT directory, from a LoRA GGUF file, or as settings of a new one.
+Output: logits (`model` runs the weights that this package wraps), another adapter file, or a merged model. Modules in
+reading order:
 
-    config           rank, scale, and which matrices of a model are meant
-    adapter          the arrays, checked: what every file is read into and written from
-    adapted_weights  an adapter beside its base, as `forward` and `backward` see it (products: `ops/lora`)
-    initial          what training starts from
-    peft_config      of a PEFT directory the configuration; `peft_format` its tensors, `gguf_format` a GGUF file
-    base             digests that tell which base an adapter was made for
-    files            all of that behind one path: read an adapter, and refuse one that is made for another base
-    merge            the sum in float64, in memory; `merge_files` on disk, and what rounding took of it
-    export           from one format into the other
-    summary          what `llorch lora inspect` shows
+    config           rank, scaling and target matrices of an adapter
+    adapter          the validated arrays that every file format is read into and written from
+    adapted_weights  base weights with an adapter, as `forward` and `backward` use them (products: `ops/lora`)
+    initial          initial values for training
+    peft_config      configuration of a PEFT directory; `peft_format`: its tensors; `gguf_format`: a LoRA GGUF file
+    base             digests that identify the base of an adapter
+    files            reads an adapter of either format, and refuses one of another base
+    merge            merges in float64 in memory; `training.merge_files` merges files and measures the rounding error
+    export           converts between the formats
+    summary          contents of `llorch lora inspect`
 """

@@ -1,4 +1,4 @@
-"""An adapter from whatever lies at a path: a PEFT directory or a LoRA GGUF file."""
+"""Read an adapter from a path, a PEFT directory or a LoRA GGUF file, and check its base."""
 
 from importlib.util import find_spec
 from pathlib import Path
@@ -16,18 +16,19 @@ from llorch.lora.base import (
     QUANTISATION_ERROR,
     BaseIdentity,
     BaseStatus,
+    cached_identity,
+    describe_types,
     matrix_types,
     quantised_types,
-    remembered_identity,
     require_base,
     require_name,
-    types_differ,
 )
-from llorch.lora.gguf_format import base_of_gguf, read_lora_gguf
-from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft
+from llorch.lora.gguf_format import read_gguf_base, read_lora_gguf
+from llorch.lora.peft_format import read_peft, read_peft_base, read_peft_copies
 from llorch.runtime.errors import FormatError
 
-_BF16, _LEAST = 2.0**-8, 1e-7  # a copy may have been rounded to half the width
+# Relative and absolute tolerance of a copy of a base matrix, which may have been rounded to bfloat16 (8 bits).
+_BF16, _LEAST = 2.0**-8, 1e-7
 
 
 def read_adapter(path: str | Path, model: ModelConfig) -> Adapter:
@@ -37,24 +38,24 @@ def read_adapter(path: str | Path, model: ModelConfig) -> Adapter:
 
 
 def recorded_base(path: str | Path) -> BaseIdentity | str | None:
-    """Read the base that an adapter records: llorch's record, a name, or None."""
+    """Read the recorded base of an adapter: llorch's record, a name, or None."""
     path = _existing(path)
-    return base_of_peft(path) if path.is_dir() else base_of_gguf(path)
+    return read_peft_base(path) if path.is_dir() else read_gguf_base(path)
 
 
 def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) -> BaseStatus:
-    """Refuse (BaseMismatch) an adapter made for another base, as far as it records one.
+    """Refuse (FormatError BaseMismatch) an adapter whose recorded base is another model; `any_base` accepts it.
 
-    Reads all of the base if the adapter records a digest and the base was not read before.
+    If the adapter records digests and the base's are not cached, read all of the base.
     """
     recorded = recorded_base(path)
     try:
         if isinstance(recorded, BaseIdentity):
-            status = require_base(recorded, remembered_identity(weights), where=path)
+            status = require_base(recorded, cached_identity(weights), where=path)
         else:
             trained = _trained_base(recorded, weights)
-            stored = "" if trained is None else types_differ(matrix_types(trained), matrix_types(weights))
-            status = require_name(recorded, str(weights.path), where=path, stored=stored)
+            note = "" if trained is None else describe_types(matrix_types(trained), matrix_types(weights))
+            status = require_name(recorded, str(weights.path), where=path, note=note)
         _require_copies(Path(path), weights)
     except FormatError as error:
         if error.code != "BaseMismatch" or not any_base:
@@ -64,49 +65,50 @@ def check_base(path: str | Path, weights: Weights, *, any_base: bool = False) ->
 
 
 def _trained_base(recorded: BaseIdentity | str | None, weights: Weights) -> Weights | None:
-    """Open the base that an adapter records if it is on this machine, also in the cache of the hub; else None.
+    """Open the recorded base of an adapter if it is on this machine or in the hub's cache; else return None.
 
-    A base of which the adapter records only the name must have the shapes of `weights`.
+    If the adapter records only a name, the base must have the shapes of `weights`.
     """
     name = recorded.name if isinstance(recorded, BaseIdentity) else recorded or ""
-    place = Path(name)
-    if not name or not place.exists():
+    path = Path(name)
+    if not name or not path.exists():
         reference = Reference.parse(name)
         cached = look(reference) if reference is not None and find_spec("huggingface_hub") is not None else None
         if cached is None:
             return None
-        place = cached.path
+        path = cached.path
     try:
-        trained = open_weights(place)
+        trained = open_weights(path)
     except (FormatError, OSError):
         return None
     if isinstance(recorded, BaseIdentity):
-        return trained if remembered_identity(trained).digest == recorded.digest else None
+        return trained if cached_identity(trained).digest == recorded.digest else None
     return trained if inventory(trained.config) == inventory(weights.config) else None
 
 
 def check_merge(path: str | Path, weights: Weights, *, any_base: bool) -> list[str]:
-    """Refuse (BaseMismatch) to merge an adapter that was trained on a quantised base into another base.
+    """Refuse (FormatError BaseMismatch) to merge into a base that is quantised differently than in the training.
 
-    The merged model is not the trained one then. `any_base` accepts it; returned is a note.
+    The merged model would differ from the trained one. With `any_base`, return a note instead. Return no note if there
+    is nothing to refuse, also if both decode to equal numbers.
     """
     recorded = recorded_base(path)
     trained = _trained_base(recorded, weights)
     if isinstance(recorded, BaseIdentity):
-        name, types, identity = recorded.name, recorded.types, remembered_identity(weights)
+        name, types, identity = recorded.name, recorded.types, cached_identity(weights)
         is_copy = recorded.has_vectors_of(identity) and recorded.digest != identity.digest
     else:
         name, types, is_copy = recorded, () if trained is None else matrix_types(trained), trained is not None
-    here = matrix_types(weights)
-    if not (is_copy and quantised_types(types) and types_differ(types, here)):
+    base_types = matrix_types(weights)
+    if not (is_copy and quantised_types(types) and describe_types(types, base_types)):
         return []
-    size = ""
+    size_note = ""
     if trained is not None:
         if not (difference := _relative_difference(trained, weights)):
-            return []  # the decoded numbers
-        size = f" ({difference:.2%} of the norm of its matrices)"
-    message = f"the merged model {QUANTISATION_ERROR}{size}: the matrices of {name}, the base of the training, are"
-    message += f" {', '.join(types)}, those of {weights.path} {', '.join(here)}"
+            return []  # equal after decoding
+        size_note = f" ({difference:.2%} of the norm of its matrices)"
+    message = f"the merged model {QUANTISATION_ERROR}{size_note}: the matrices of {name}, the base of the training, are"
+    message += f" {', '.join(types)}, those of {weights.path} {', '.join(base_types)}"
     if any_base:
         return [message]
     remedy = "give the base of the training, or accept the difference with --any-base (any_base=True)"
@@ -114,17 +116,17 @@ def check_merge(path: str | Path, weights: Weights, *, any_base: bool) -> list[s
 
 
 def _relative_difference(trained: Weights, weights: Weights) -> float:
-    """Return the norm of the difference of all matrices of two bases of one shape, relative to the first."""
+    """Return the norm of the difference of all matrices, relative to the norm of `trained`'s."""
     squares = np.zeros(2)
-    for name, row in inventory(weights.config).items():
-        if row.is_matrix:
+    for name, record in inventory(weights.config).items():
+        if record.is_matrix:
             matrix = trained.read(name).astype(np.float64)
             squares += np.square(weights.read(name) - matrix).sum(), np.square(matrix).sum()
     return float(np.sqrt(squares[0] / squares[1]))
 
 
 def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bool) -> tuple[Adapter, str]:
-    """Return an adapter that fits some weights, and one sentence about its base, as `check_base` and `read_adapter`."""
+    """Return an adapter for a base and one sentence about its recorded base; errors as `check_base`, `read_adapter`."""
     if isinstance(adapter, Adapter):
         return adapter, "base: unknown, because the adapter is not from a file"
     status = check_base(adapter, weights, any_base=any_base)
@@ -132,13 +134,13 @@ def adapter_for(weights: Weights, adapter: Adapter | str | Path, *, any_base: bo
 
 
 def _require_copies(path: Path, weights: Weights) -> None:
-    """Refuse an embedding or output beside its adapter that has other numbers than the base: trained or resized."""
-    for name, copy in (copies_in_peft(path, weights.config) if path.is_dir() else {}).items():
-        stored = name if name in weights else "embed_tokens"
-        if has_codes(weights.stored_type(stored)):
-            continue  # rounded here, so other numbers say nothing
-        own = weights.read(stored)
-        differ = np.abs(own - copy) > np.abs(own) * _BF16 + _LEAST
+    """Refuse a copy of embedding or output in the adapter's files that differs from the base's: it was trained."""
+    for name, copy in (read_peft_copies(path, weights.config) if path.is_dir() else {}).items():
+        base_name = name if name in weights else "embed_tokens"  # tied output
+        if has_codes(weights.stored_type(base_name)):
+            continue  # the base is quantised, so a difference proves nothing
+        base = weights.read(base_name)
+        differ = np.abs(base - copy) > np.abs(base) * _BF16 + _LEAST
         if differ.any():
             message = f"expected its copy of {name} to equal {weights.path}, got {differ.mean():.1%} other numbers"
             raise FormatError("BaseMismatch", message, path=path)

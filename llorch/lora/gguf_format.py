@@ -1,13 +1,13 @@
-"""A LoRA GGUF file in and out, as llama.cpp loads it beside a base.
+"""Read and write LoRA GGUF files, which llama.cpp loads with a base.
 
     <base tensor>.weight.lora_a (r, in)    <base tensor>.weight.lora_b (out, r)    token_embd: lora_a (vocab, r)
     scale = alpha / r, the r of each lora_b; no alpha, or alpha 0: scale = 1
 
-Rows of lora_b and columns of lora_a have the order that the base's have in such files: pairs of q and k in the llama
-family, tiled value heads in Qwen3.5. Of experts there is one pair for all, (experts, r, in) and (experts, out, r), and
-what PEFT joins, gate and up, are two tensors with the same lora_a; read from two, they need both ranks where these
-differ. One alpha serves all matrices: where it cannot say what rank-stabilised LoRA or alpha patterns mean, each scale
-is multiplied into its B.
+Rows of lora_b and columns of lora_a have the order of the base's rows and columns in GGUF files: interleaved q and k in
+the llama family, tiled value heads in Qwen3.5. All experts share one pair, (experts, r, in) and (experts, out, r). Gate
+and up, which PEFT fuses, are two pairs with equal lora_a; if their lora_a differ, the fused adapter needs both ranks.
+One alpha applies to all matrices: if it cannot express rank-stabilised LoRA or alpha patterns, each scaling is
+multiplied into its B ("folded").
 
 Source: llama.cpp src/llama-adapter.cpp (`llama_adapter_lora_init_impl`, `get_scale`), convert_lora_to_gguf.py.
 """
@@ -28,7 +28,7 @@ from llorch.files.new_file import new_file
 from llorch.files.quant import GGMLType
 from llorch.files.strict_json import parse_json
 from llorch.files.zeros import require_adapter_written
-from llorch.lora.adapter import LORA_A, LORA_B, Adapter, assembled, some
+from llorch.lora.adapter import LORA_A, LORA_B, Adapter, assembled, shorten
 from llorch.lora.base import BaseIdentity
 from llorch.lora.config import LoraConfig, names_of
 from llorch.lora.targets import LoraTarget, MatrixPart, targets_of
@@ -42,17 +42,17 @@ _SUFFIXES = {LORA_A: ".weight.lora_a", LORA_B: ".weight.lora_b"}
 def write_lora_gguf(
     adapter: Adapter, path: str | Path, model: ModelConfig, *, base: BaseIdentity | None = None
 ) -> None:
-    """Write an adapter for llama.cpp in F32, complete or absent.
+    """Write an adapter for llama.cpp in F32, with the identity of its base; the file is complete or absent.
 
-    Unsupported is what llama.cpp lacks or computes wrongly: DoRA, adapters of a tied output or embedding.
+    FormatError Unsupported if llama.cpp lacks a feature or computes it wrongly: DoRA, adapters of tied matrices.
     """
     path = Path(path)
     _refuse(adapter, model, path)
     alpha = common_alpha(adapter)
-    stored = _stored(adapter, folded=alpha is None)
+    arrays = _tensors_in_file(adapter, folded=alpha is None)
     entries = [
         TensorToWrite(name, array.shape, GGMLType.F32, lambda array=array: iter([array]))
-        for name, array in stored.items()
+        for name, array in arrays.items()
     ]
 
     def add_metadata(writer: GGUFWriter) -> None:
@@ -68,17 +68,17 @@ def write_lora_gguf(
 
 
 def read_lora_gguf(path: str | Path, model: ModelConfig) -> Adapter:
-    """Read what llama.cpp's converter or llorch wrote, as float32; a folded scale is 1 in its configuration."""
+    """Read a file of llama.cpp's converter or of llorch, as float32; a scaling folded into B reads as 1."""
     with GGUFFile(path) as file:
         _check_header(file, model)
         require_adapter_written(file)
-        targets = _targets_in(file, model)
-        arrays = _arrays(file, targets, Fields(file.metadata, file.path).number(ALPHA, default=0.0))
-        config = _config_of(file, targets, arrays, model)
+        targets = _find_targets(file, model)
+        arrays = _read_arrays(file, targets, Fields(file.metadata, file.path).number(ALPHA, default=0.0))
+        config = _make_config(file, targets, arrays, model)
         return assembled(config, arrays, model, where=path)
 
 
-def base_of_gguf(path: str | Path) -> BaseIdentity | None:
+def read_gguf_base(path: str | Path) -> BaseIdentity | None:
     """Read llorch's record of the base from a LoRA GGUF file, or None; FormatError if it is damaged."""
     with GGUFFile(path) as file:
         text = file.metadata.get(BASE_KEY)
@@ -89,7 +89,7 @@ def base_of_gguf(path: str | Path) -> BaseIdentity | None:
 
 
 def common_alpha(adapter: Adapter) -> float | None:
-    """Find the one alpha (a float32) that gives every matrix its scale by alpha / r; None if they need several."""
+    """Find the alpha (a float32) with which alpha / r is every matrix's scaling; None if there is no such alpha."""
     ranks = {name: adapter.config.rank_of(target) for name, target in adapter.targets.items()}
     alphas = {float(np.float32(adapter.scaling(name) * rank)) for name, rank in ranks.items()}
     return alphas.pop() if len(alphas) == 1 else None
@@ -106,8 +106,8 @@ def _refuse(adapter: Adapter, model: ModelConfig, path: Path) -> None:
         raise FormatError("Unsupported", f"{message} cannot adapt one of them; {remedy}", path=path)
 
 
-def _stored(adapter: Adapter, *, folded: bool) -> dict[str, np.ndarray]:
-    """Return the tensors of the file by name; `folded`: lora_B is multiplied by the scaling."""
+def _tensors_in_file(adapter: Adapter, *, folded: bool) -> dict[str, np.ndarray]:
+    """Return the tensors of the file by name; if `folded`, multiply lora_B by the scaling."""
     arrays = {}
     for name, target in adapter.targets.items():
         tensors = adapter.tensors[name]
@@ -123,9 +123,9 @@ def _stored(adapter: Adapter, *, folded: bool) -> dict[str, np.ndarray]:
 
 def _check_header(file: GGUFFile, model: ModelConfig) -> None:
     fields = Fields(file.metadata, file.path)
-    for key, wanted in {"general.type": "adapter", "adapter.type": "lora"}.items():
-        if fields.text(key, default="nothing") != wanted:
-            raise fields.error("Unsupported", key, wanted, fields.values.get(key))
+    for key, expected in {"general.type": "adapter", "adapter.type": "lora"}.items():
+        if fields.text(key, default="nothing") != expected:
+            raise fields.error("Unsupported", key, expected, fields.values.get(key))
     if fields.has("adapter.alora.invocation_tokens"):
         message = "adapter.alora.invocation_tokens: llorch does not support adapters that start at a token (aLoRA)"
         raise FormatError("Unsupported", message, path=file.path)
@@ -134,49 +134,51 @@ def _check_header(file: GGUFFile, model: ModelConfig) -> None:
         raise fields.error("BaseMismatch", "general.architecture", FAMILIES[model.family].gguf, family)
 
 
-def _targets_in(file: GGUFFile, model: ModelConfig) -> dict[str, LoraTarget]:
-    """Return the matrices that have both halves. FormatError for other tensors or for a half alone."""
-    known = {part.name: target for target in targets_of(model).values() for part in target.gguf}
+def _find_targets(file: GGUFFile, model: ModelConfig) -> dict[str, LoraTarget]:
+    """Return the targets (matrices with an adapter) of a file; FormatError for other tensors, or half a pair."""
+    target_by_tensor = {part.name: target for target in targets_of(model).values() for part in target.gguf}
     halves = {
         suffix: {n.removesuffix(suffix) for n in file.tensors if n.endswith(suffix)} for suffix in _SUFFIXES.values()
     }
-    foreign = [name for name in file.tensors if not name.endswith(tuple(_SUFFIXES.values()))]
-    if foreign:
-        code = "Unsupported" if all(name.endswith("_norm.weight") for name in foreign) else "Unexpected"
-        message = f"expected tensors that end in .lora_a and .lora_b, got {some(sorted(foreign))}"
+    other_tensors = [name for name in file.tensors if not name.endswith(tuple(_SUFFIXES.values()))]
+    if other_tensors:
+        # llama.cpp's converter writes trained norms, which llorch does not support.
+        code = "Unsupported" if all(name.endswith("_norm.weight") for name in other_tensors) else "Unexpected"
+        message = f"expected tensors that end in .lora_a and .lora_b, got {shorten(sorted(other_tensors))}"
         raise FormatError(code, message, path=file.path)
-    one, other = halves.values()
-    if one ^ other:
-        message = f"expected .lora_a and .lora_b for each matrix, got one of them for {some(sorted(one ^ other))}"
+    names_A, names_B = halves.values()
+    if names_A ^ names_B:
+        single_names = shorten(sorted(names_A ^ names_B))
+        message = f"expected .lora_a and .lora_b for each matrix, got one of them for {single_names}"
         raise FormatError("Missing", message, path=file.path)
-    outside = sorted(one - known.keys())
-    if outside or not one:
-        message = f"expected adapters of this model's matrices, got {some(outside) or 'no tensors'}"
-        raise FormatError("Unexpected" if outside else "Missing", message, path=file.path)
-    return {known[name].name: known[name] for name in known if name in one}
+    unknown_names = sorted(names_A - target_by_tensor.keys())
+    if unknown_names or not names_A:
+        message = f"expected adapters of this model's matrices, got {shorten(unknown_names) or 'no tensors'}"
+        raise FormatError("Unexpected" if unknown_names else "Missing", message, path=file.path)
+    return {target_by_tensor[name].name: target_by_tensor[name] for name in target_by_tensor if name in names_A}
 
 
-def _arrays(file: GGUFFile, targets: Mapping[str, LoraTarget], alpha: float) -> dict[str, np.ndarray]:
-    """Collect tensors by flat name; if parts of a target have several scales, each is multiplied into its rows of B."""
+def _read_arrays(file: GGUFFile, targets: Mapping[str, LoraTarget], alpha: float) -> dict[str, np.ndarray]:
+    """Collect tensors as in `Adapter.flat`; if parts of a fused target differ in rank, scale their rows of B."""
     arrays = {}
     for name, target in targets.items():
         pairs = {
             part: _pair(file, target, part) for part in target.gguf if part.name + _SUFFIXES[LORA_A] in file.tensors
         }
-        arrays[f"{name}.{LORA_A}"], arrays[f"{name}.{LORA_B}"] = joined_pairs(target, pairs, alpha=alpha)
+        arrays[f"{name}.{LORA_A}"], arrays[f"{name}.{LORA_B}"] = join_pairs(target, pairs, alpha=alpha)
     return arrays
 
 
 def _pair(file: GGUFFile, target: LoraTarget, part: MatrixPart) -> tuple[np.ndarray, np.ndarray]:
-    """Read the two LoRA factors of a part of a target from a GGUF file; FormatError for a wrong shape."""
-    found = []
+    """Read lora_a and lora_b of a part of a target; FormatError for a wrong shape."""
+    pair = []
     for suffix in _SUFFIXES.values():
         array = file.array(part.name + suffix)
         if array.ndim != (3 if target.n_experts else 2):
-            what = "one matrix for each expert" if target.n_experts else "a matrix"
-            raise FormatError("Shape", f"{part.name}{suffix} expected {what}, got shape {array.shape}", path=file.path)
-        found.append(array)
-    lora_a, lora_b = found
+            kind = "one matrix for each expert" if target.n_experts else "a matrix"
+            raise FormatError("Shape", f"{part.name}{suffix} expected {kind}, got shape {array.shape}", path=file.path)
+        pair.append(array)
+    lora_a, lora_b = pair
     rows = target.n_out if part.rows is None else len(part.rows)
     if len(target.gguf) > 1 and (lora_a.shape[-1], lora_b.shape[-2]) != (target.n_in, rows):
         message = f"{part.name} expected ({rows}, {target.n_in}), got ({lora_b.shape[-2]}, {lora_a.shape[-1]})"
@@ -184,46 +186,46 @@ def _pair(file: GGUFFile, target: LoraTarget, part: MatrixPart) -> tuple[np.ndar
     return (lora_a.T if target.is_embedding else lora_a), lora_b
 
 
-def joined_pairs(
+def join_pairs(
     target: LoraTarget, pairs: Mapping[MatrixPart, tuple[np.ndarray, np.ndarray]], *, alpha: float = 0.0
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Join the adapters of parts of a target into one: with their lora_a if it is the same, else with all ranks.
+    """Join the adapters of a target's parts: with their lora_a if all are equal, else with the sum of their ranks.
 
-    With an `alpha`, each part has the scale alpha / rank; B is multiplied so that the joined adapter has equal results.
+    With an `alpha` above 0, each part has the scaling alpha / rank; B is multiplied so that the products stay equal.
     """
-    (first, second), *others = pairs.values()
-    if not others and (first.shape[-1], second.shape[-2]) != (target.n_in, target.n_out):
-        return first, second  # of another model, which is told with all that does not fit
-    same = all(np.array_equal(lora_a, first) for lora_a, _ in others)
+    (first_a, first_b), *later_pairs = pairs.values()
+    if not later_pairs and (first_a.shape[-1], first_b.shape[-2]) != (target.n_in, target.n_out):
+        return first_a, first_b  # adapter of another model: `assembled` reports all wrong shapes
+    share_a = all(np.array_equal(lora_a, first_a) for lora_a, _ in later_pairs)
     ranks = [lora_a.shape[-2] for lora_a, _ in pairs.values()]
-    rank = ranks[0] if same else sum(ranks)
-    lora_A, lora_B = np.zeros(target.shape_A(rank), first.dtype), np.zeros(target.shape_B(rank), first.dtype)
+    rank = ranks[0] if share_a else sum(ranks)
+    lora_A, lora_B = np.zeros(target.shape_A(rank), first_a.dtype), np.zeros(target.shape_B(rank), first_a.dtype)
     all_A, all_B = target.by_expert(lora_A, lora_B)
     start = 0
     for part, (lora_a, lora_b) in pairs.items():
-        own = slice(0, rank) if same else slice(start, start := start + lora_a.shape[-2])
-        columns, rows = (slice(None) if at is None else [*at] for at in (part.columns, part.rows))
-        all_A[..., own, :][..., columns] = lora_a
-        all_B[..., own][..., rows, :] = lora_b if same or not alpha else lora_b * (rank / lora_a.shape[-2])
+        ranks_of_part = slice(0, rank) if share_a else slice(start, start := start + lora_a.shape[-2])
+        columns, rows = (slice(None) if index is None else [*index] for index in (part.columns, part.rows))
+        all_A[..., ranks_of_part, :][..., columns] = lora_a
+        all_B[..., ranks_of_part][..., rows, :] = lora_b if share_a or not alpha else lora_b * (rank / lora_a.shape[-2])
     return lora_A, lora_B
 
 
-def _config_of(
+def _make_config(
     file: GGUFFile, targets: Mapping[str, LoraTarget], arrays: Mapping[str, np.ndarray], model: ModelConfig
 ) -> LoraConfig:
-    """Rank by rank as the tensors have them; alpha as the file says, or each matrix's rank where it says none."""
+    """Make the configuration: ranks from the tensors, alpha from the file; without it alpha = rank, a scaling of 1."""
     ranks = {
         target.path: arrays[f"{name}.{LORA_B}"].shape[1] // max(1, target.n_experts) for name, target in targets.items()
     }
-    usual = Counter(ranks.values()).most_common(1)[0][0]
-    others = {re.escape(path): rank for path, rank in ranks.items() if rank != usual}
+    common_rank = Counter(ranks.values()).most_common(1)[0][0]
+    other_ranks = {re.escape(path): rank for path, rank in ranks.items() if rank != common_rank}
     alpha = Fields(file.metadata, file.path).number(ALPHA, default=0.0)
     try:
         return LoraConfig(
-            r=usual,
-            rank_pattern=others,
-            lora_alpha=alpha or float(usual),
-            alpha_pattern={} if alpha else {path: float(rank) for path, rank in others.items()},
+            r=common_rank,
+            rank_pattern=other_ranks,
+            lora_alpha=alpha or float(common_rank),
+            alpha_pattern={} if alpha else {path: float(rank) for path, rank in other_ranks.items()},
             **names_of(targets, model),
         )
     except ValueError as error:

@@ -1,1 +1,1 @@
-"""The model in NumPy: `forward` and `backward` are one screen each, `model` is the class that users load."""
+"""The model in NumPy: `forward` and `backward` are one screen each, `model` has the class that users load."""

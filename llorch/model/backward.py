@@ -1,15 +1,13 @@
-"""The backward pass of Llama and Qwen on one screen: `forward.py` read from its last line to its first.
+"""The backward pass of Llama and Qwen on one screen: `forward.py` in reverse order.
 
-`d_x` stands for dL/dx: how the loss L changes with every number of the stage x, so it has the shape of x. Three rules
-make the page:
+`d_x` is dL/dx, the gradient of the loss L by the stage x, so it has the shape of x. Three rules are used:
 
-    y = f(x)                 d_x is d_y sent back through f: one `*_backward` per op, its formula in the op's file
+    y = f(x)                 d_x comes from the op's `*_backward`, with its formula in the op's file
     y = a + b                d_a and d_b are both d_y: the residual stream carries the gradient past every block
-    x goes to two places     what comes back from both is added: x of the residual stream, h of q, k, v and of gate, up
+    x is used twice          its gradients are added: x of the residual stream, h of q, k, v and of gate, up
 
-The weights of the model are frozen: the gradient flows through them to the stages below, and none is made for them.
-What is trained is the adapter beside them, and takes its share where the gradient passes. `keep` names the gradient of
-every stage as `forward` names the stage.
+The weights of the model are frozen: the gradient flows through them, but they get no gradient. Only adapters are
+trained, and get their gradient at their matrix. `keep` gets the gradient of every stage under the stage's name.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,13 +27,13 @@ from llorch.ops.rope import rope_backward, rope_tables
 from llorch.ops.swiglu import swiglu_backward
 
 Trace = Mapping[str, np.ndarray]
-BackwardPartsOf = Callable[[ModelConfig, int, int], Mapping[str, Callable]]  # of a layer, for so many tokens
+BackwardParts = Callable[[ModelConfig, int, int], Mapping[str, Callable]]  # (config, layer, n_tokens) -> `mix`, `feed`
 Hidden = Float[np.ndarray, "seq hidden"]
 Table = Float64[np.ndarray, "seq half"]
 
 
 def as_is(name: str, array: np.ndarray) -> np.ndarray:
-    """Keep nothing: the `keep` that returns every array as it is."""
+    """Return the array: the `keep` that stores nothing."""
     return array
 
 
@@ -46,32 +44,32 @@ def backward(
     weights: Weights,
     *,
     keep: Keep = as_is,
-    parts_of: BackwardPartsOf = dense_only,
+    parts_of: BackwardParts = dense_only,
 ) -> dict[str, np.ndarray]:
-    """Send the gradient of the loss from the logits down to the embedding.
+    """Propagate the gradient of the loss from the logits to the embedding.
 
     Args:
         d_logits: Gradient by the logits.
         ids: Token ids of the pass, at positions 0 and up.
-        trace: What `forward` kept of that pass, from an empty cache.
-        weights: What `forward` ran: adapted ones, for anything to be trained.
-        keep: Called with the name and the array of every gradient; what it returns goes on down.
-        parts_of: Parts of a block that are not the dense ones below, see `llorch.model.blocks.backward`.
+        trace: Stages of that forward pass, which started with an empty cache.
+        weights: Weights of that forward pass; only adapted weights get gradients.
+        keep: Called with the name and the array of every gradient; returns the gradient to propagate.
+        parts_of: Replacements in layers that are not dense, see `llorch.model.blocks.backward`.
 
     Returns:
         Gradient by every stage, `l0.q_rope`, and block input, `l0.block_in`, under its key in the trace; and by every
         tensor of the adapter, `layers.0.q_proj.lora_A`.
 
     Raises:
-        ValueError: Without `parts_of` a layer is not dense.
+        ValueError: A layer is not dense and `parts_of` is missing.
     """
     config, grads = weights.config, {}
     keep = recorder(grads, keep)
     cos, sin = tables(len(ids), config)
     head = weights["embed_tokens" if config.tie_word_embeddings else "lm_head"]
     d_x = projection_backward(keep("logits", d_logits), "lm_head", trace["final_norm"], head, keep)
-    last = trace[f"l{config.n_layers - 1}.block_out"]
-    d_x = rms_norm_backward(keep("final_norm", d_x), last, weights["final_norm"], eps=config.rms_norm_eps)
+    last_block = trace[f"l{config.n_layers - 1}.block_out"]
+    d_x = rms_norm_backward(keep("final_norm", d_x), last_block, weights["final_norm"], eps=config.rms_norm_eps)
     for i in reversed(range(config.n_layers)):
         stage, parts = layer_trace(trace, i), parts_of(config, i, len(ids))
         d_x = block_backward(d_x, stage, weights.layer(i), config, cos, sin, keep_layer(keep, i), **parts)
@@ -83,7 +81,7 @@ def block_backward(
     d_out: Hidden, stage: Trace, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, keep: Keep, *,
     mix: Callable | None = None, feed: Callable | None = None,
 ) -> Hidden:  # fmt: skip
-    """One layer: past both parts along the residual stream, and through both."""
+    """Propagate through one layer: along the residual stream, and through feed-forward and attention."""
     eps, d_out = config.rms_norm_eps, keep("block_out", d_out)
     d_h = keep("ffn_norm", (feed or feed_forward_backward)(d_out, stage, w, keep))
     d_x = keep("attn_residual", d_out + rms_norm_backward(d_h, stage["attn_residual"], w["ffn_norm"], eps=eps))
@@ -94,7 +92,7 @@ def block_backward(
 def attention_backward(
     d_out: Hidden, stage: Trace, w: LayerWeights, config: ModelConfig, cos: Table, sin: Table, keep: Keep
 ) -> Hidden:
-    """Back through the output projection, the mixing of values, the softmax, the rotation and three projections."""
+    """Propagate through output projection, weighted values, softmax, rotation and the three projections."""
     seq, head_dim, eps = len(d_out), config.head_dim, config.rms_norm_eps
     q, k, v, probs = (stage[name] for name in ("q_rope", "k_cache", "v_cache", "attn_probs"))
     d_context = projection_backward(keep("attn_out", d_out), "o_proj", stage["attn_context"], w["o_proj"], keep)
@@ -114,7 +112,7 @@ def attention_backward(
 
 
 def feed_forward_backward(d_out: Hidden, stage: Trace, w: LayerWeights, keep: Keep) -> Hidden:
-    """SwiGLU: one projection back down, then the gated pair."""
+    """Propagate through the down projection, SwiGLU, and the gate and up projections."""
     h = stage["ffn_norm"]
     d_act = projection_backward(keep("ffn_out", d_out), "down_proj", stage["ffn_act"], w["down_proj"], keep)
     d_gate, d_up = swiglu_backward(keep("ffn_act", d_act), stage["ffn_gate"], stage["ffn_up"])
@@ -125,7 +123,7 @@ def feed_forward_backward(d_out: Hidden, stage: Trace, w: LayerWeights, keep: Ke
 def projection_backward(
     d_y: Float[np.ndarray, "seq out"], name: str, x: Float[np.ndarray, "seq in"], weight: Any, keep: Keep
 ) -> Float[np.ndarray, "seq in"]:
-    """Through one projection of `x`; an adapter beside it takes its share on the way."""
+    """Propagate through one projection of `x`, and pass the gradients of its adapter to `keep`."""
     if not isinstance(weight, LoraMatrix):
         return linear_backward(d_y, weight)
     d_x, trained = weight.backward(d_y, x)
@@ -136,34 +134,34 @@ def projection_backward(
 
 
 def embedding_backward(d_embed: Hidden, ids: Int[np.ndarray, " seq"], weight: Any, keep: Keep) -> None:
-    """End the backward pass: the embedding passes no gradient on, but its adapter may get one."""
+    """Pass the gradients of the embedding's adapter to `keep`, if there is one."""
     if isinstance(weight, LoraMatrix):
         for kind, array in weight.rows_backward(d_embed, ids).items():
             keep(f"embed_tokens.{kind}", array)
 
 
-def recorder(kept: dict[str, np.ndarray], keep: Keep = as_is) -> Keep:
-    """Make a `keep` that puts every array into a dictionary, as another `keep` returns it."""
+def recorder(arrays: dict[str, np.ndarray], keep: Keep = as_is) -> Keep:
+    """Return a `keep` that stores the array returned by another `keep`."""
 
-    def recorded(name: str, array: np.ndarray) -> np.ndarray:
-        kept[name] = keep(name, array)
-        return kept[name]
+    def record(name: str, array: np.ndarray) -> np.ndarray:
+        arrays[name] = keep(name, array)
+        return arrays[name]
 
-    return recorded
+    return record
 
 
 def keep_layer(keep: Keep, layer: int) -> Keep:
-    """Make the `keep` of one layer: stages are named as in a trace, tensors of the adapter as weights are."""
+    """Return a `keep` that adds the layer to names: `l0.` to stages, `layers.0.` to adapter tensors."""
     return lambda name, array: keep(f"layers.{layer}.{name}" if "." in name else f"l{layer}.{name}", array)
 
 
 def layer_trace(trace: Trace, layer: int) -> Trace:
-    """Pick the stages of one layer by short name, with the input of the block."""
+    """Return the stages of one layer by short name, with the input of the block."""
     prefix = f"l{layer}."
-    own = {key.removeprefix(prefix): array for key, array in trace.items() if key.startswith(prefix)}
-    return own | {"block_in": trace["embed" if layer == 0 else f"l{layer - 1}.block_out"]}
+    stages = {key.removeprefix(prefix): array for key, array in trace.items() if key.startswith(prefix)}
+    return stages | {"block_in": trace["embed" if layer == 0 else f"l{layer - 1}.block_out"]}
 
 
 def tables(seq: int, config: ModelConfig) -> tuple[Table, Table]:
-    """Cosines and sines of the positions 0 and up."""
+    """Compute the cosines and sines of the positions 0 to seq - 1."""
     return rope_tables(np.arange(seq), head_dim=config.rotated, theta=config.rope_theta, scaling=config.rope_scaling)

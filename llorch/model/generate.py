@@ -1,8 +1,8 @@
-"""Generation: sample a token, feed it back, and hand out text as soon as it is certain.
+"""Generation: sample a token, feed it back, and return text as soon as it is final.
 
 Text is held back while a character is incomplete (a token may end inside its UTF-8 bytes) and while it may be the
-beginning of a stop string. Numbers that are not finite show in the logits; a second pass that looks at every stage
-names where they begin.
+start of a stop string. Non-finite numbers are detected in the logits; a second pass that checks every stage (named
+array of the forward pass) finds the stage where they start.
 """
 
 import codecs
@@ -15,25 +15,25 @@ import numpy as np
 from llorch.ops.sampling import SamplingSettings, draw, probabilities
 from llorch.runtime.errors import NonFiniteRun, UserError
 
-Step = Callable[[Sequence[int]], np.ndarray]  # new ids -> logits of the last one, (vocab,)
+Step = Callable[[Sequence[int]], np.ndarray]  # one forward pass: new ids -> logits of the last token, (vocab,)
 
 
-@runtime_checkable  # so that the shape checks of the tests can look at it
-class Bytes(Protocol):
-    """What generation needs of a tokenizer."""
+@runtime_checkable  # the shape checks of the tests use isinstance
+class TokenBytes(Protocol):
+    """Tokenizer interface that generation needs."""
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return the bytes that one token stands for."""
+        """Return the bytes of one token."""
         ...
 
 
 class IdsOnly:
-    """Stands for a tokenizer where ids are compared and no text is made."""
+    """Replacement of a tokenizer when only ids matter: no text, no EOS."""
 
     eos_token_ids: frozenset[int] = frozenset()
 
     def token_bytes(self, token_id: int) -> bytes:
-        """Return no bytes: the model has no vocabulary."""
+        """Return no bytes."""
         return b""
 
 
@@ -42,28 +42,28 @@ class Token:
     """One generated token."""
 
     id: int
-    text: str  # what became certain with it; may be empty, or end earlier tokens' text
-    logprob: float  # natural log of the model's probability of it, before any filter
-    finish: str | None = None  # "stop", "eos" or "length" on the last one
+    text: str  # text that became final with this token; may be empty, or complete earlier tokens' text
+    logprob: float  # natural log of the token's probability, before any filter
+    finish: str | None = None  # reason why the answer ends with this token: "stop", "eos" or "length"
 
 
 class Guide(Protocol):
-    """Which tokens may come next where an answer must have a form, such as that of a grammar; of one answer."""
+    """Constraint on the tokens of one answer, such as a grammar."""
 
     def allowed(self) -> np.ndarray:
-        """Mark the tokens that may follow those taken so far, bool, (vocab,); at least one may, or an end token."""
+        """Return the mask of the tokens allowed next, bool, (vocab,); at least one is True, perhaps an end token."""
         ...
 
     def take(self, token_id: int) -> None:
-        """Go on after a token that was allowed."""
+        """Advance by an allowed token."""
         ...
 
 
 @dataclass(frozen=True)
 class Job:
-    """What to do with one prompt: at most `max_tokens` more, sampled by `settings`; one of `end_ids` is the last.
+    """Generation of one answer: at most `max_tokens` tokens after the prompt `ids`, ended by one of `end_ids`.
 
-    With `adapter` it runs through the adapter of that name. Of each step the `n_top` likeliest tokens are wanted, too.
+    `adapter` is the name of an adapter. `n_top` is the number of most likely tokens to return for each step.
     """
 
     ids: Sequence[int]
@@ -76,65 +76,62 @@ class Job:
 
     @property
     def n_slots(self) -> int:
-        """Slots of the cache that it fills; the last token is never fed back."""
+        """Number of cache slots that the job fills; the last token is never fed back."""
         return len(self.ids) + self.max_tokens - 1
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """A token that was drawn, and the likeliest ones of its step: log probabilities before any filter."""
+    """Sampled token, and the most likely tokens of its step, with log probabilities before any filter."""
 
     id: int
     logprob: float
-    top: tuple[tuple[int, float], ...] = ()  # ids and log probabilities, the likeliest first
+    top: tuple[tuple[int, float], ...] = ()  # ids and log probabilities, the most likely first
 
 
 class GenerationBatch(Protocol):
-    """Jobs that run together, and come and go while others run; one thread calls it.
+    """Jobs with continuous batching: a job can join and leave while others run. Only one thread may call the methods.
 
-    Whoever calls decides when an answer ends, and lets its job leave: by end tokens, stop strings or `max_tokens`.
+    The caller decides when an answer ends (end token, stop string or `max_tokens`) and calls `leave` for its job.
     """
 
     def join(self, job: Job) -> int | None:
-        """Take a job in; gives its ticket, or None while there is no room. ValueError where there never will be."""
+        """Add a job; returns its number (ticket), or None while the cache is full. UserError if it can never fit."""
         ...
 
     def leave(self, ticket: int) -> None:
-        """Give back what a job holds, whether it has ended or is given up."""
+        """Free the cache of a job, finished or cancelled."""
         ...
 
     def step(self) -> Mapping[int, Sampled | Exception]:
-        """Run one pass: a stretch of one prompt, or a token of every job that is past its prompt.
+        """Run one pass: a prefill chunk of one prompt, or a decode step of every job after its prefill.
 
-        Gives the tokens that were made, by ticket. An exception is that of one job, which has to leave.
+        Returns the sampled tokens by ticket. An exception belongs to one job; the caller must call `leave` for it.
         """
         ...
 
     def n_cached(self, ticket: int) -> int:
-        """Count the tokens of the prompt that were not computed, because an earlier prompt began with them."""
+        """Return the number of prompt tokens that came from the prefix cache."""
         ...
 
 
 def sample_ids(
     step: Step, prompt: Sequence[int], settings: SamplingSettings, *, max_tokens: int
 ) -> Iterator[tuple[int, float]]:
-    """Draw up to `max_tokens` ids, with log probabilities under the unfiltered logits.
-
-    `step` runs new ids through the model; the repetition penalty looks at the prompt too.
-    """
+    """Yield up to `max_tokens` drawn ids and their log probabilities under the unfiltered logits of `step`."""
     rng = np.random.default_rng(settings.seed)
-    history = list(prompt)
-    new: Sequence[int] = prompt
+    history = list(prompt)  # the repetition penalty includes the prompt
+    new_ids: Sequence[int] = prompt
     for _ in range(max_tokens):
-        logits = step(new)
+        logits = step(new_ids)
         token_id = draw(probabilities(logits, settings, history, n_prompt=len(prompt)), float(rng.random()))
         yield token_id, log_probability(logits, token_id)
         history.append(token_id)
-        new = [token_id]
+        new_ids = [token_id]
 
 
 def log_probability(logits: np.ndarray, token_id: int) -> float:
-    """Log softmax of one token, in float64."""
+    """Compute the log softmax of one token, in float64."""
     shifted = logits.astype(np.float64) - float(logits.max())
     return float(shifted[token_id] - np.log(np.exp(shifted).sum()))
 
@@ -149,35 +146,37 @@ def stream(sampled: Iterator[tuple[int, float]], answer: "Answer") -> Iterator[T
 
 
 class Answer:
-    """Ids of one answer come in, tokens with text go out."""
+    """Incremental detokenization of one answer, with its end conditions."""
 
-    def __init__(self, tokenizer: Bytes, *, end_ids: frozenset[int], stop: Sequence[str] = (), max_tokens: int) -> None:
-        """Start empty."""
-        self.finish: str | None = None  # why the answer ended; None while it goes on
+    def __init__(
+        self, tokenizer: TokenBytes, *, end_ids: frozenset[int], stop: Sequence[str] = (), max_tokens: int
+    ) -> None:
+        """Start an answer of at most `max_tokens` tokens, which also ends at one of `end_ids` or a `stop` string."""
+        self.finish: str | None = None  # reason why the answer ended; None while it is running
         self._tokenizer = tokenizer
         self._end_ids = end_ids
-        self._held = HeldText(stop)
-        self._left = max_tokens
+        self._text_buffer = TextBuffer(stop)
+        self._n_remaining = max_tokens
 
     def take(self, token_id: int, logprob: float) -> Token:
-        """Add the next id; returns its token, with the text that became certain."""
-        self._left -= 1
+        """Add the next id; returns its token, with the text that became final."""
+        self._n_remaining -= 1
         text = ""
         if token_id in self._end_ids:
             self.finish = "eos"
         else:
-            text, stopped = self._held.add(self._tokenizer.token_bytes(token_id))
-            self.finish = "stop" if stopped else "length" if self._left == 0 else None
+            text, stopped = self._text_buffer.add(self._tokenizer.token_bytes(token_id))
+            self.finish = "stop" if stopped else "length" if self._n_remaining == 0 else None
         if self.finish in ("eos", "length"):
-            text += self._held.flush()
+            text += self._text_buffer.flush()
         return Token(token_id, text, logprob, self.finish)
 
 
-class HeldText:
-    """Bytes come in, certain text goes out."""
+class TextBuffer:
+    """Incremental UTF-8 decoder that holds back a possible start of a stop string."""
 
     def __init__(self, stop: Sequence[str]) -> None:
-        """Start empty; ValueError for an empty stop string, or one string instead of a list of them."""
+        """Start empty; UserError for an empty stop string, or a string instead of a list of strings."""
         if isinstance(stop, str):
             raise UserError(f"generate: expected a list of stop strings, got the string {stop!r}")
         if "" in stop:
@@ -187,38 +186,38 @@ class HeldText:
         self._pending = ""
 
     def add(self, data: bytes) -> tuple[str, bool]:
-        """Take the bytes of one token; returns text that is now certain, and whether a stop string was completed."""
+        """Add the bytes of one token; returns the text that is now final, and whether a stop string was completed."""
         text = self._pending + self._decoder.decode(data)
-        found = [at for at in (text.find(s) for s in self._stop) if at >= 0]
-        if found:
-            return text[: min(found)], True
-        held = max((_overlap(text, s) for s in self._stop), default=0)
-        self._pending = text[len(text) - held :]
-        return text[: len(text) - held], False
+        stop_starts = [start for start in (text.find(stop) for stop in self._stop) if start >= 0]
+        if stop_starts:
+            return text[: min(stop_starts)], True
+        n_held = max((_overlap(text, stop) for stop in self._stop), default=0)  # characters that a stop may start with
+        self._pending = text[len(text) - n_held :]
+        return text[: len(text) - n_held], False
 
     def flush(self) -> str:
-        """Return all text that is left; an incomplete character becomes U+FFFD."""
+        """Return the text that was held back; an incomplete character becomes U+FFFD."""
         return self._pending + self._decoder.decode(b"", final=True)
 
 
 def _overlap(text: str, stop: str) -> int:
-    """Return the length of the longest end of `text` that begins `stop`."""
+    """Return the length of the longest suffix of `text` that is a prefix of `stop`."""
     longest = min(len(text), len(stop) - 1)
-    return next((n for n in range(longest, 0, -1) if stop.startswith(text[-n:])), 0)
+    return next((length for length in range(longest, 0, -1) if stop.startswith(text[-length:])), 0)
 
 
-Look = Callable[[str, np.ndarray], None]  # name and array of a stage
+StageCallback = Callable[[str, np.ndarray], None]  # gets trace key and array of a stage
 
 
-def name_first_stage(run: Callable[[Look], object], *, where: object, dtype: str) -> NoReturn:
-    """Run the same tokens again, showing every stage, and raise a NonFiniteRun of the first that is not finite."""
+def raise_first_non_finite(run: Callable[[StageCallback], object], *, where: object, dtype: str) -> NoReturn:
+    """Run tokens again (`run` calls its argument with every stage); raise NonFiniteRun for the first bad stage."""
 
-    def look(name: str, array: np.ndarray) -> None:
-        masked = name.endswith("attn_scores")  # -inf hides a later key there
-        n_wrong = array.size - np.count_nonzero(np.isfinite(array) | (np.isneginf(array) & masked))
-        if n_wrong:
-            raise NonFiniteRun(name, f"{n_wrong} of {array.size} values", where=where, dtype=dtype)
+    def check_stage(name: str, array: np.ndarray) -> None:
+        is_masked = name.endswith("attn_scores")  # -inf masks later keys
+        n_non_finite = array.size - np.count_nonzero(np.isfinite(array) | (np.isneginf(array) & is_masked))
+        if n_non_finite:
+            raise NonFiniteRun(name, f"{n_non_finite} of {array.size} values", where=where, dtype=dtype)
 
     with np.errstate(all="ignore"):
-        run(look)
+        run(check_stage)
     raise NonFiniteRun("logits", "in the first run only, not when computed again", where=where, dtype=dtype)

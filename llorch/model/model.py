@@ -1,4 +1,4 @@
-"""A model ready to run: weights, tokenizer, and the forward pass with its boundary checks."""
+"""A model ready to run: weights, tokenizer, and the forward pass with checks of its arguments."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
@@ -13,7 +13,7 @@ from llorch.files import Weights, open_weights
 from llorch.files.gguf import GGUFFile
 from llorch.files.hub import find
 from llorch.files.hub.reference import name_of
-from llorch.files.opening import ids_of_images
+from llorch.files.opening import image_token_ids
 from llorch.files.residency import Residency, ResidencyPlan, plan
 from llorch.files.tokenizer import Tokenizer
 from llorch.files.tokenizer.chat import Message, read_templates, templates_of_metadata
@@ -24,7 +24,7 @@ from llorch.lora.adapter import Adapter, require_fits, require_free, require_kno
 from llorch.lora.files import adapter_for
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache, require_context
-from llorch.model.generate import Answer, Job, Look, Step, Token, name_first_stage, sample_ids, stream
+from llorch.model.generate import Answer, Job, StageCallback, Step, Token, raise_first_non_finite, sample_ids, stream
 from llorch.ops.numerics import EXACT, Numerics
 from llorch.ops.sampling import SamplingSettings
 from llorch.runtime.errors import UserError
@@ -33,12 +33,12 @@ from llorch.runtime.memory import keep_freed_memory
 
 Ids = Sequence[int] | np.ndarray
 Prompt = str | Sequence[int] | Sequence[Message]
-_CHARACTERS_PER_TOKEN = 4  # of English; most texts of so many fit, and are tokenized once
+_CHARACTERS_PER_TOKEN = 4  # in English; a prompt with fewer per context token is not tokenized for the check alone
 PREFILL_CHUNK = 512  # tokens per pass of a long prompt: bounds the memory of the attention scores
 
 
 class OpenModel:
-    """Weights and tokenizer of one file or folder, whichever backend runs them."""
+    """Weights and tokenizer of one file or folder, for any backend."""
 
     def __init__(self, weights: Weights) -> None:
         """Wrap weights that `llorch.files.open_weights` opened."""
@@ -47,39 +47,39 @@ class OpenModel:
 
     @property
     def adapters(self) -> list[str]:
-        """Names of the adapters that were added."""
+        """Names of the added adapters."""
         return list(self._adapters)
 
     def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
-        """Put an adapter beside the weights, which stay as they are; a request uses it by its name.
+        """Add an adapter, to be used by its name; the weights do not change.
 
         Args:
-            name: What it is called from now on.
+            name: Name of the adapter.
             adapter: A PEFT directory, a LoRA GGUF file, or an adapter in memory.
-            any_base: Take one that was made for another base of the same shapes.
+            any_base: Accept an adapter that was trained on another base of the same shapes.
 
         Returns:
-            What is known of its base, in a sentence.
+            A sentence about the base that the adapter was trained on.
 
         Raises:
-            FileNotFoundError: Nothing has this path.
-            FormatError: The file cannot be used with this model, or BaseMismatch.
-            ValueError: The name is taken or unusable, or the adapter is for another model.
+            FileNotFoundError: There is no such file or folder.
+            FormatError: The file cannot be used with this model; BaseMismatch for another base.
+            UserError: The name is taken or unusable, or the adapter is for another model.
         """
         require_free(name, self.adapters)
-        made, known = adapter_for(self.weights, adapter, any_base=any_base)
-        require_fits(name, made, self.config)
-        self._adapters[name] = made
-        return known
+        loaded_adapter, base_message = adapter_for(self.weights, adapter, any_base=any_base)
+        require_fits(name, loaded_adapter, self.config)
+        self._adapters[name] = loaded_adapter
+        return base_message
 
     def remove_adapter(self, name: str) -> None:
-        """Forget an adapter; what is being generated with it goes on.
+        """Remove an adapter; running generations with it continue.
 
         Args:
-            name: Which.
+            name: Name of the adapter.
 
         Raises:
-            ValueError: There is none of this name.
+            UserError: There is no adapter of this name.
         """
         require_known(name, self.adapters)
         del self._adapters[name]
@@ -91,15 +91,15 @@ class OpenModel:
 
     @property
     def name(self) -> str:
-        """The file's name without its ending, or the folder's name; of a folder of the hub org/name."""
+        """File name without its suffix, folder name, or `org/name` for a model of the hub."""
         return name_of(Path(self.weights.path))
 
     @cached_property
     def tokenizer(self) -> Tokenizer:
-        """The tokenizer; read on first use.
+        """Tokenizer of the model; read on first use.
 
         Raises:
-            FormatError: The file has none, or one that llorch cannot reproduce.
+            FormatError: The file has no tokenizer, or one that llorch cannot reproduce.
         """
         source = self.weights.source
         if isinstance(source, GGUFFile):
@@ -108,10 +108,10 @@ class OpenModel:
 
     @cached_property
     def chat_templates(self) -> dict[str, str]:
-        """Chat templates by name, `default` for the unnamed one; empty without any.
+        """Chat templates by name, `default` for the unnamed one; empty if the model has none.
 
         Raises:
-            FormatError: What is there is no text.
+            FormatError: A chat template is not a string.
         """
         source = self.weights.source
         if isinstance(source, GGUFFile):
@@ -120,33 +120,33 @@ class OpenModel:
 
     @cached_property
     def chats(self) -> Chats:
-        """Chat format of the model; its template is checked when the first conversation comes."""
+        """Chat format of the model; its template is read and checked at the first conversation."""
         return Chats(lambda: self.chat_templates, self.tokenizer, path=self.weights.path)
 
     def prompt_ids(self, prompt: Prompt) -> list[int]:
-        """Encode a text with special tokens, or a conversation; UserError for one that is far too long. Ids stay."""
+        """Encode a text with special tokens, or a conversation, or return ids; UserError if a text is far too long."""
         if isinstance(prompt, str):
-            self.require_fits(prompt)
+            self.require_text_fits(prompt)
             return self.tokenizer.encode(prompt)
         if _is_conversation(prompt):
-            written = self.chats.written(_checked_conversation(prompt))
-            self.require_fits(written.text)
-            return self.chats.encoded(written)
+            rendered = self.chats.written(_checked_conversation(prompt))
+            self.require_text_fits(rendered.text)
+            return self.chats.encoded(rendered)
         return list(prompt)  # type: ignore[arg-type] (ids)
 
-    def require_fits(self, text: str) -> None:
-        """Refuse (ValueError) a text whose beginning alone has twice the tokens of the context.
+    def require_text_fits(self, text: str) -> None:
+        """Raise UserError for a text with a prefix of more than twice the tokens of the context.
 
-        Only as much of the text is tokenized as is needed to know. Twice, because the last tokens of a part may be
-        others in the whole.
+        Only the prefix is tokenized, so that a huge text fails fast. The factor is two because the last tokens of a
+        prefix may differ in the full text. A text that passes may still be too long.
         """
-        room = self.config.max_position_embeddings
-        n_characters = _CHARACTERS_PER_TOKEN * room
+        max_tokens = self.config.max_position_embeddings
+        n_characters = _CHARACTERS_PER_TOKEN * max_tokens
         while n_characters < len(text):
-            if len(self.tokenizer.encode(text[:n_characters])) > 2 * room:
-                message = f"{len(text)} characters do not fit the context of {room} tokens"
+            if len(self.tokenizer.encode(text[:n_characters])) > 2 * max_tokens:
+                description = f"{len(text)} characters do not fit the context of {max_tokens} tokens"
                 raise UserError(
-                    f"prompt: {message} (the first {n_characters} give over {2 * room}); shorten the prompt"
+                    f"prompt: {description} (the first {n_characters} give over {2 * max_tokens}); shorten the prompt"
                 )
             n_characters *= 2
 
@@ -159,43 +159,43 @@ class OpenModel:
         ignore_eos: bool,
         adapter: str | None,
     ) -> Job:
-        """Check what `generate` is asked for, and cut `max_tokens` to the context; raises as `generate` does."""
+        """Check the arguments of `generate`, limit `max_tokens` to the context; raise the errors of `generate`."""
         require_known(adapter, self.adapters)
         if type(max_tokens) is not int or max_tokens < 0:
             raise UserError(f"generate: max_tokens must be an integer of at least 0, got {max_tokens!r}")
-        ids, room = self.prompt_ids(prompt), self.config.max_position_embeddings
-        require_context(len(ids), 0, room)
+        ids, max_positions = self.prompt_ids(prompt), self.config.max_position_embeddings
+        require_context(len(ids), 0, max_positions)
         self._require_text(self.checked_ids(ids))
-        end_ids = frozenset[int]() if ignore_eos else self.tokenizer.eos_token_ids
+        end_ids = frozenset[int]() if ignore_eos else self.tokenizer.eos_token_ids  # a chat template may add others
         if _is_conversation(prompt) and not ignore_eos:
             end_ids |= self.chats.end_ids
-        return Job(ids, min(max_tokens, room - len(ids) + 1), settings or SamplingSettings(), end_ids, adapter)
+        return Job(ids, min(max_tokens, max_positions - len(ids) + 1), settings or SamplingSettings(), end_ids, adapter)
 
     def _require_text(self, ids: np.ndarray) -> None:
-        """Refuse ids (ValueError) that stand for an image: what the text part embeds them as means nothing."""
-        for at, token_id in enumerate(ids.tolist()):
-            if token_id in self._ids_of_images:
+        """Raise UserError for placeholder ids of images: their text embeddings have no meaning."""
+        for index, token_id in enumerate(ids.tolist()):
+            if token_id in self._image_token_names:
                 raise UserError(
-                    f"generate: token {token_id} at index {at} marks an image or a video "
-                    f"({self._ids_of_images[token_id]} in config.json), llorch runs only the text part; remove it"
+                    f"generate: token {token_id} at index {index} marks an image or a video "
+                    f"({self._image_token_names[token_id]} in config.json), llorch runs only the text part; remove it"
                 )
 
     @cached_property
-    def _ids_of_images(self) -> dict[int, str]:
-        return ids_of_images(self.weights)
+    def _image_token_names(self) -> dict[int, str]:
+        return image_token_ids(self.weights)
 
     def checked_ids(self, ids: Ids) -> np.ndarray:
-        """Convert token ids to int64; ValueError if there are none, or one is out of range."""
+        """Convert token ids to int64; UserError if there are none, or for one that is no integer in the vocabulary."""
         array = np.asarray(ids)
         if array.ndim != 1 or array.size == 0:
             raise UserError(f"forward: expected a list of at least one token id, got shape {array.shape}")
         if array.dtype.kind not in "iu":
             raise UserError(f"forward: expected integer token ids, got {array.dtype}")
-        outside = (array < 0) | (array >= self.config.vocab_size)
-        if outside.any():
-            at = int(np.argmax(outside))
+        is_outside = (array < 0) | (array >= self.config.vocab_size)
+        if is_outside.any():
+            index = int(np.argmax(is_outside))
             raise UserError(
-                f"forward: token id {int(array[at])} at index {at} is outside 0 to {self.config.vocab_size - 1}"
+                f"forward: token id {int(array[index])} at index {index} is outside 0 to {self.config.vocab_size - 1}"
             )
         return array.astype(np.int64)
 
@@ -204,18 +204,18 @@ class Model(OpenModel):
     """A model that runs in NumPy."""
 
     def __init__(self, weights: Weights, plan: ResidencyPlan | None = None) -> None:
-        """Wrap weights that `llorch.files.open_weights` opened, and the plan of where they lie, if there is one."""
+        """Wrap weights that `llorch.files.open_weights` opened, with their residency plan if there is one."""
         super().__init__(weights)
         self.plan = plan
         self._adapted: dict[str, AdaptedWeights] = {}
 
     def remove_adapter(self, name: str) -> None:
-        """See `OpenModel.remove_adapter`."""
+        """Remove an adapter, see `OpenModel.remove_adapter`."""
         super().remove_adapter(name)
         self._adapted.pop(name, None)
 
     def _weights_for(self, adapter: str | None) -> Weights:
-        """Return the weights, with an adapter beside them if one is wanted."""
+        """Return the weights, or the weights with an adapter."""
         require_known(adapter, self.adapters)
         if adapter is None:
             return self.weights
@@ -233,21 +233,21 @@ class Model(OpenModel):
         last_only: bool = False,
         adapter: str | None = None,
     ) -> Float[np.ndarray, "rows vocab"]:
-        """Compute the logits of some tokens.
+        """Compute the logits of new tokens.
 
         Args:
             ids: Token ids, at least one.
-            trace: Filled with every stage by name, when given.
-            first_position: Position of the first token, when no cache is given.
-            cache: Tokens before these; the new ones are appended.
-            last_only: Logits of the last token only.
-            adapter: Which adapter to use; None runs the base alone.
+            trace: Filled with every stage (named array) by its trace key, such as `l0.q_rope`, if not None.
+            first_position: Position of the first token, if `cache` is None.
+            cache: Cache of the previous tokens; the new ones are appended.
+            last_only: Compute the logits of the last token only.
+            adapter: Name of the adapter; None for the base model.
 
         Returns:
-            One row per token, or one.
+            One row per token, or one row with `last_only`.
 
         Raises:
-            ValueError: An id is out of range, there is none, they do not fit the context, or no such adapter was added.
+            UserError: No ids, an id out of range, too many ids for the context, or no such adapter.
         """
         weights = self._weights_for(adapter)
         cache = KVCache.of(weights, first_position=first_position) if cache is None else cache
@@ -256,9 +256,9 @@ class Model(OpenModel):
     def _forward(
         self, ids: Ids, weights: Weights, cache: KVCache, *, trace: dict[str, np.ndarray] | None = None, last_only: bool
     ) -> Float[np.ndarray, "rows vocab"]:
-        """Check the ids, run the forward pass with some weights, and return the logits."""
+        """Check the ids and run the forward pass, in chunks unless there is a trace; return the logits."""
         ids = self.checked_ids(ids)
-        cache.next_positions(len(ids))  # refuses what does not fit before any work is done
+        cache.next_positions(len(ids))  # raises before any computation if the tokens do not fit
         if trace is not None:
 
             def keep(name: str, array: np.ndarray) -> np.ndarray:
@@ -269,9 +269,9 @@ class Model(OpenModel):
         rows = []
         for start in range(0, len(ids), PREFILL_CHUNK):
             chunk = ids[start : start + PREFILL_CHUNK]
-            unseen = last_only and start + PREFILL_CHUNK < len(ids)
+            is_skipped = last_only and start + PREFILL_CHUNK < len(ids)
             logits = forward(chunk, weights, cache, last_only=last_only)
-            rows += [] if unseen else [logits]
+            rows += [] if is_skipped else [logits]
         return np.concatenate(rows) if len(rows) > 1 else rows[0]
 
     def generate(
@@ -288,74 +288,72 @@ class Model(OpenModel):
         """Continue a prompt or answer a conversation, token by token.
 
         Args:
-            prompt: Text (tokenized with the model's special tokens), or ids as they are.
-            messages: Instead of a prompt a conversation, `[{"role": "user", "content": "Hello"}]`, which the model's
-                chat template writes. Control tokens are those of the template; in the messages their text stays text.
-            max_tokens: At most so many; the context may end sooner.
-            settings: How to sample; greedy by default.
-            stop: Strings that end the text.
-            ignore_eos: Go on after an end token.
-            adapter: Which adapter to use; None runs the base alone.
+            prompt: Text (tokenized with the model's special tokens), or token ids.
+            messages: Conversation in place of a prompt, `[{"role": "user", "content": "Hello"}]`, rendered by the
+                model's chat template. Only the template adds control tokens; in messages, their text stays text.
+            max_tokens: Largest number of tokens; the context may end earlier.
+            settings: Sampling settings; greedy by default.
+            stop: Strings that end the answer.
+            ignore_eos: Continue after an end token.
+            adapter: Name of the adapter; None for the base model.
 
         Returns:
-            Tokens with id, text and log probability, computed as they are taken.
+            Iterator of tokens with id, text and log probability, computed on demand.
 
         Raises:
-            FormatError: The messages are none, or the model has no chat template for them.
-            ValueError: An argument is out of range, the prompt is empty or does not fit the context, or no such adapter
-                was added.
-            NonFiniteRun: While tokens are taken: numbers overflow.
+            FormatError: The messages are invalid, or the model has no chat template for them.
+            UserError: An argument is out of range, the prompt is empty or too long, or there is no such adapter.
+            NonFiniteRun: The iterator raises it if numbers overflow.
         """
-        job = self.job(
-            given(prompt, messages), max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter
-        )
+        source = require_one_prompt(prompt, messages)
+        job = self.job(source, max_tokens=max_tokens, settings=settings, ignore_eos=ignore_eos, adapter=adapter)
         answer = Answer(self.tokenizer, end_ids=job.end_ids, stop=stop, max_tokens=job.max_tokens)
         sampled = sample_ids(self.step(adapter), job.ids, job.settings, max_tokens=job.max_tokens)
         return stream(sampled, answer)
 
     def step(self, adapter: str | None = None) -> Step:
-        """Make a function that runs one sequence from its first token on: new ids in, logits of the last one out.
+        """Return a function that runs a new sequence pass by pass: new ids in, logits of the last token out.
 
         Args:
-            adapter: Which adapter to use; None runs the base alone.
+            adapter: Name of the adapter; None for the base model.
 
         Returns:
-            A function that remembers what it was given; NonFiniteRun where numbers overflow.
+            A function with its own KV cache; it raises NonFiniteRun if numbers overflow.
 
         Raises:
-            ValueError: No such adapter was added.
+            UserError: There is no such adapter.
         """
         weights = self._weights_for(adapter)
         cache = KVCache.of(weights)
-        seen: list[int] = []
+        all_ids: list[int] = []
 
-        @np.errstate(over="ignore", invalid="ignore")  # what is not finite is refused below
-        def step(new: Sequence[int]) -> np.ndarray:
-            seen.extend(new)
-            logits = self._forward(new, weights, cache, last_only=True)[-1]
+        @np.errstate(over="ignore", invalid="ignore")  # non-finite logits raise below
+        def step(new_ids: Sequence[int]) -> np.ndarray:
+            all_ids.extend(new_ids)
+            logits = self._forward(new_ids, weights, cache, last_only=True)[-1]
             if not np.isfinite(logits).all():
-                self._name_non_finite(seen, weights)
+                self._raise_non_finite(all_ids, weights)
             return logits
 
         return step
 
-    def _name_non_finite(self, ids: Sequence[int], weights: Weights) -> NoReturn:
-        """Refuse a run that is not finite, see `name_first_stage`."""
+    def _raise_non_finite(self, ids: Sequence[int], weights: Weights) -> NoReturn:
+        """Run the tokens again, and raise NonFiniteRun for the first non-finite stage."""
 
-        def run(look: Look) -> None:
+        def run(on_stage: StageCallback) -> None:
             def keep(name: str, array: np.ndarray) -> np.ndarray:
-                look(name, array)
+                on_stage(name, array)
                 return array
 
             cache = KVCache.of(weights)
             for start in range(0, len(ids), PREFILL_CHUNK):
                 forward(np.array(ids[start : start + PREFILL_CHUNK]), weights, cache, keep=keep, last_only=True)
 
-        name_first_stage(run, where=weights.path, dtype=str(np.dtype(weights.dtype)))
+        raise_first_non_finite(run, where=weights.path, dtype=str(np.dtype(weights.dtype)))
 
 
-def given(prompt: str | Sequence[int] | None, messages: Sequence[Message] | None) -> Prompt:
-    """Pick the one of both that was given, see `Model.generate`; ValueError for both or neither."""
+def require_one_prompt(prompt: str | Sequence[int] | None, messages: Sequence[Message] | None) -> Prompt:
+    """Return the one of `prompt` and `messages` that is not None; UserError for both or neither."""
     if prompt is not None and messages is None:
         return prompt
     if messages is None or prompt is not None:
@@ -377,25 +375,25 @@ def load(
     """Open a model.
 
     Args:
-        path_or_name: A .gguf file, a Hugging Face folder, the name of a built-in model, or one of the Hugging Face
-            hub, `org/name[:QUANT][@REVISION]`, which is downloaded where it is not in the cache.
-        numerics: `EXACT`, `GGML` or `SCHEME` of `llorch.ops.numerics`, or another `Numerics`, not a name. `EXACT`: what
-            the weights mean. `GGML`: with activations rounded as llama.cpp's CPU path does. `SCHEME`: with activations
-            rounded as the settings of a quantised Hugging Face folder say.
-        residency: `decoded`: matrices are decoded to float32 once. `packed`: at every use, which needs little more
-            memory than the file. `auto`: decoded if that fits.
-        n_tokens: Tokens of context to keep memory for.
+        path_or_name: A .gguf file, a Hugging Face folder, the name of a built-in model, or a model of the Hugging Face
+            hub, `org/name[:QUANT][@REVISION]`, which is downloaded if it is not in the cache.
+        numerics: `EXACT`, `GGML` or `SCHEME` of `llorch.ops.numerics`, or another `Numerics`, not a name. `EXACT`:
+            decoded weights, no rounding of activations. `GGML`: activations rounded as in llama.cpp's CPU backend.
+            `SCHEME`: activations rounded as the settings of a quantised Hugging Face folder say.
+        residency: `decoded`: matrices are decoded to float32 once. `packed`: they are decoded at every use, with
+            little more memory than the file. `auto`: decoded if that fits.
+        n_tokens: Number of context tokens to reserve memory for.
 
     Returns:
-        The model; weights are read when they are first needed.
+        The model; weights are read at first use.
 
     Raises:
-        FileNotFoundError: There is no such file, folder, built-in model or model of the hub.
+        FileNotFoundError: There is no such file, folder, built-in model or hub model.
         FormatError: The file cannot be used.
-        MemoryError: The model would not fit.
+        MemoryError: The model does not fit into memory.
         TypeError: `numerics` is no `Numerics`.
     """
     keep_freed_memory()
     weights = open_weights(find(path_or_name)).using(numerics)
-    chosen = plan(weights, residency, n_tokens=n_tokens)
-    return Model(weights.using(packed=chosen.residency == "packed"), chosen)
+    residency_plan = plan(weights, residency, n_tokens=n_tokens)
+    return Model(weights.using(packed=residency_plan.residency == "packed"), residency_plan)

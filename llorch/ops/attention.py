@@ -1,4 +1,4 @@
-"""Causal attention with grouped heads, in the three steps that the checkpoints look at.
+"""Causal attention with grouped heads, in three steps, one per lesson.
 
     scores  = q k^T / sqrt(head_dim), -inf for keys after the query
     probs   = softmax(scores)
@@ -8,10 +8,9 @@
     dL/dscores = probs * (dL/dprobs - sum(dL/dprobs * probs))        sum over the keys; 0 where probs is 0
     dL/dq      = dL/dscores k / sqrt(head_dim)            dL/dk = dL/dscores^T q / sqrt(head_dim)
 
-Query head h reads key and value head h // group_size, so a key or value gets the sum of what the query heads of its
-group send back: group and queries are one axis in the products, and that axis is summed over. Keys and values of a
-narrower dtype, from a float16 cache, make queries and probabilities be rounded to that dtype before they are
-multiplied, as in ggml.
+Query head h reads key and value head h // group_size. The gradient of a key or value is therefore the sum over the
+query heads of its group: group and query position share one axis in the products, and the product sums over it. If the
+cache holds float16, queries and probabilities are rounded to float16 before they are multiplied, as in ggml.
 
 Source: arXiv:1706.03762; grouped heads arXiv:2305.13245.
 """
@@ -29,15 +28,15 @@ def attention_scores(
     k: Float[np.ndarray, "kv_heads ctx head_dim"],
     seen_from: Int[np.ndarray, " seq"] | None = None,
 ) -> Float[np.ndarray, "heads seq ctx"]:
-    """Scaled scores of every query against every key it may see.
+    """Compute the scaled scores of every query and key, masked causally and by the window.
 
     Args:
         q: Rotated queries of the last `seq` tokens of the context.
         k: Rotated keys of the whole context.
-        seen_from: The first key in the context that each query sees; all of them see the first one if None.
+        seen_from: Index of the first key that each query attends to; 0 for all if None.
 
     Returns:
-        Scores; -inf where the key lies after the query, or before what it sees.
+        Scores; -inf for keys after the query or before `seen_from`.
     """
     seq, n_heads, head_dim = q.shape
     n_kv_heads, ctx, _ = k.shape
@@ -45,7 +44,7 @@ def attention_scores(
     grouped, keys = widen(rounded.swapaxes(0, 1).reshape(n_kv_heads, -1, head_dim), k)  # (kv_heads, group * seq, ...)
     scores = grouped / math.sqrt(head_dim) @ keys.swapaxes(1, 2)  # (kv_heads, group * seq, ctx)
     scores = scores.astype(q.dtype, copy=False).reshape(n_heads, seq, ctx)
-    for i in range(seq):  # at 512 tokens three times as fast as copying through a mask
+    for i in range(seq):  # at 512 tokens three times as fast as np.where with a mask
         scores[:, i, ctx - seq + i + 1 :] = -np.inf
         if seen_from is not None:
             scores[:, i, : max(0, seen_from[i])] = -np.inf
@@ -53,14 +52,14 @@ def attention_scores(
 
 
 def attention_probs(scores: Float[np.ndarray, "heads seq ctx"]) -> Float[np.ndarray, "heads seq ctx"]:
-    """Softmax over the keys of scaled, masked scores, each row of which has a finite entry.
+    """Compute the softmax over the keys; each row of the masked scores has a finite entry.
 
-    The row maximum is subtracted first, the sum is taken in float64.
+    The row maximum is subtracted first, and the sum is taken in float64.
     """
-    (wide,) = widen(scores)
-    weights = wide - wide.max(axis=-1, keepdims=True)
+    (wide_x,) = widen(scores)
+    weights = wide_x - wide_x.max(axis=-1, keepdims=True)
     np.exp(weights, out=weights)
-    weights /= weights.sum(axis=-1, keepdims=True, dtype=np.float64).astype(wide.dtype, copy=False)
+    weights /= weights.sum(axis=-1, keepdims=True, dtype=np.float64).astype(wide_x.dtype, copy=False)
     return weights.astype(scores.dtype, copy=False)
 
 
@@ -74,7 +73,7 @@ def attention_context(
         v: Values of the whole context.
 
     Returns:
-        For every token the heads one after the other.
+        One row per token, its heads concatenated.
     """
     n_heads, seq, ctx = probs.shape
     n_kv_heads, _, head_dim = v.shape
@@ -89,7 +88,7 @@ def attention_scores_backward(
     q: Float[np.ndarray, "seq heads head_dim"],
     k: Float[np.ndarray, "kv_heads ctx head_dim"],
 ) -> tuple[Float[np.ndarray, "seq heads head_dim"], Float[np.ndarray, "kv_heads ctx head_dim"]]:
-    """Gradients by queries and keys; `grad` is 0 for keys after the query, as `attention_probs_backward` leaves it."""
+    """Compute the gradients by queries and keys; `grad` is 0 for masked keys, see `attention_probs_backward`."""
     seq, n_heads, head_dim = q.shape
     n_kv_heads, ctx, _ = k.shape
     by_group = q.swapaxes(0, 1).reshape(n_kv_heads, -1, head_dim)  # (kv_heads, group * seq, head_dim)
@@ -103,10 +102,10 @@ def attention_scores_backward(
 def attention_probs_backward(
     grad: Float[np.ndarray, "heads seq ctx"], probs: Float[np.ndarray, "heads seq ctx"]
 ) -> Float[np.ndarray, "heads seq ctx"]:
-    """Gradient by the scores, 0 for a masked key: of what the softmax gave alone, so that no -inf is met."""
-    wide_grad, wide = widen(grad, probs)
-    along = (wide_grad * wide).sum(axis=-1, keepdims=True, dtype=np.float64).astype(wide.dtype, copy=False)
-    return (wide * (wide_grad - along)).astype(probs.dtype, copy=False)
+    """Compute the gradient by the scores, 0 for a masked key; it needs only the probabilities, so no -inf occurs."""
+    wide_grad, wide_p = widen(grad, probs)
+    mean = (wide_grad * wide_p).sum(axis=-1, keepdims=True, dtype=np.float64).astype(wide_p.dtype, copy=False)
+    return (wide_p * (wide_grad - mean)).astype(probs.dtype, copy=False)
 
 
 def attention_context_backward(
@@ -114,7 +113,7 @@ def attention_context_backward(
     probs: Float[np.ndarray, "heads seq ctx"],
     v: Float[np.ndarray, "kv_heads ctx head_dim"],
 ) -> tuple[Float[np.ndarray, "heads seq ctx"], Float[np.ndarray, "kv_heads ctx head_dim"]]:
-    """Gradients by probabilities and values."""
+    """Compute the gradients by probabilities and values."""
     n_heads, seq, ctx = probs.shape
     n_kv_heads, _, head_dim = v.shape
     by_head = grad.reshape(seq, n_heads, head_dim).swapaxes(0, 1)  # (heads, seq, head_dim)
@@ -126,5 +125,5 @@ def attention_context_backward(
 
 
 def like(x: np.ndarray, cached: np.ndarray) -> np.ndarray:
-    """`x` rounded to the dtype of what the cache holds, in its own dtype."""
+    """Round `x` to the dtype of the cached array and return it in the dtype of `x`."""
     return x.astype(cached.dtype, copy=False).astype(x.dtype, copy=False)

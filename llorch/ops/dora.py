@@ -1,12 +1,12 @@
-"""DoRA: the length of every row of an adapted matrix is learned apart from its direction.
+"""DoRA: train the norm of every row of an adapted matrix separately from its direction.
 
     y = k V x            V = W + s B A, k = m / |V|, one number per row; |V| counts as a constant in the gradient
       = W x + added      added = (k - 1) W x + k delta, delta = s B A x
     dL/dm     = sum over rows of g of g (W x + delta) / |V|            g = dL/dy
     dL/ddelta = k g
-    dL/d(W x) = (k - 1) g            beside the g that W x gets as the first term of y
+    dL/d(W x) = (k - 1) g            in addition to the g of the first term of y
 
-With dropout on x, `added` is made from what is left of x, as PEFT does it.
+With dropout, `added` uses the dropped-out x, as in PEFT.
 
 Source: arXiv:2402.09353, the constant in section 4.3; peft/tuners/lora/dora.py.
 """
@@ -23,13 +23,13 @@ def dora(
     magnitude: Float[np.ndarray, " out"],
     lengths: Float[np.ndarray, " out"],
 ) -> Float[np.ndarray, "seq out"]:
-    """Compute the addition to the frozen projection that gives its rows their learned lengths.
+    """Compute the addition to the frozen projection that gives its rows their trained norms.
 
     Args:
         of_base: W x.
-        delta: What the adapter alone would add.
-        magnitude: The learned lengths, m.
-        lengths: Those that the rows have, see `row_lengths`.
+        delta: LoRA addition, s B A x.
+        magnitude: Trained row norms, m.
+        lengths: Row norms |V|, see `row_lengths`.
 
     Returns:
         The addition, in the dtype of `delta`.
@@ -46,14 +46,14 @@ def dora_backward(
     magnitude: Float[np.ndarray, " out"],
     lengths: Float[np.ndarray, " out"],
 ) -> tuple[Float[np.ndarray, "seq out"], Float[np.ndarray, "seq out"], Float[np.ndarray, " out"]]:
-    """Split the gradient by the addition.
+    """Compute the gradients by both products and by the magnitude.
 
     Args:
         grad: Gradient by the addition.
-        of_base: As in the forward pass.
-        delta: Likewise.
-        magnitude: Likewise.
-        lengths: Likewise.
+        of_base: W x.
+        delta: LoRA addition, s B A x.
+        magnitude: Trained row norms, m.
+        lengths: Row norms |V|.
 
     Returns:
         Gradients by `of_base`, `delta` and `magnitude`, in the dtype of `grad`.
@@ -69,14 +69,14 @@ def dora_backward(
 def row_lengths(
     weight: Float[np.ndarray, "out in"], addition: Float[np.ndarray, "out in"]
 ) -> Float[np.ndarray, " out"]:
-    """Length of every row of an adapted matrix.
+    """Compute the norm of every row of an adapted matrix.
 
     Args:
         weight: The frozen matrix.
-        addition: What the adapter adds to it, s B A.
+        addition: LoRA addition to the matrix, s B A.
 
     Returns:
-        The lengths, in the dtype of `addition`: a packed matrix is decoded to float32 in a run of float64 too.
+        The norms, in the dtype of `addition`: a packed matrix is decoded to float32 even in a float64 run.
     """
     wide_weight, wide_addition = widen(weight, addition)
     squares = np.square(wide_weight + wide_addition, dtype=np.float64)

@@ -1,4 +1,4 @@
-"""Embedding: a token id picks its row.
+"""Embedding: look up one row of a table per token id.
 
 y[t] = weight[ids[t]]
 dL/dweight[v] = sum of dL/dy[t] over all t with ids[t] = v        0 for tokens that do not occur
@@ -20,7 +20,7 @@ def embedding(
 def embedding_backward(
     grad: Float[np.ndarray, "seq hidden"], ids: Int[np.ndarray, " seq"], *, vocab_size: int
 ) -> Float[np.ndarray, "vocab hidden"]:
-    """Gradient by the table: every row gets back what its tokens got, one that occurs twice the sum."""
+    """Compute the gradient by the table: each row gets the sum of the gradients of its tokens."""
     d_weight = np.zeros((vocab_size, grad.shape[1]), grad.dtype)
     np.add.at(d_weight, ids, grad)
     return d_weight

@@ -3,8 +3,7 @@
     y = x @ weight.T + bias
     dL/dx = dL/dy @ weight
 
-The weight is frozen, so dL/dweight = dL/dy^T @ x is never computed; what is trained stands beside it, see
-`ops/lora.py`.
+The weight is frozen, so dL/dweight = dL/dy^T @ x is never computed; only adapters are trained, see `ops/lora.py`.
 """
 
 import numpy as np
@@ -38,7 +37,7 @@ def linear(
 def product(
     x: Float[np.ndarray, "seq in"], weight: Float[np.ndarray, "out in"] | QuantMethod
 ) -> Float[np.ndarray, "seq out"]:
-    """Multiply into a new array, without a last rounding to the dtype of `x` where small operands were widened."""
+    """Multiply into a new array; the product of small operands stays in float64, for the caller to round."""
     if not isinstance(weight, np.ndarray):
         return weight.forward(x)
     wide_x, wide_weight = widen(x, weight)
@@ -48,9 +47,9 @@ def product(
 def linear_backward(
     grad: Float[np.ndarray, "seq out"], weight: Float[np.ndarray, "out in"] | QuantMethod
 ) -> Float[np.ndarray, "seq in"]:
-    """Gradient by the input of the frozen projection.
+    """Compute the gradient by the input of the frozen projection.
 
-    A packed weight is decoded; activations that it rounds count as not rounded.
+    A packed weight is decoded. Its rounding of activations counts as the identity.
     """
     wide_grad, wide_weight = widen(grad, weight if isinstance(weight, np.ndarray) else weight.dequantize())
     return (wide_grad @ wide_weight).astype(grad.dtype, copy=False)

@@ -1,12 +1,12 @@
-"""LoRA: a narrow trained detour beside a frozen matrix.
+"""LoRA: a trained low-rank product added to a frozen matrix.
 
     y = W x + s B A x            A (r, in), B (out, r), s = scaling
     dL/dB = s g (A x)^T          g = dL/dy; summed over the rows of x and g
     dL/dA = s (B^T g) x^T
     dL/dx = W^T g + s A^T B^T g
 
-The frozen W gets no gradient. With B = 0, as training starts, dL/dA is exactly 0. Dropout acts on the x of the detour
-only: x' = mask * x there, and what comes back is masked likewise. For an embedding x is one-hot: A x is a column of A.
+The frozen W gets no gradient. Training starts with B = 0, so its first dL/dA is exactly 0. Dropout acts only on the x
+of the adapter: x' = mask * x, dL/dx = mask * dL/dx'. For an embedding x is one-hot: A x is a column of A.
 
 Source: arXiv:2106.09685; peft/tuners/lora/layer.py.
 """
@@ -38,8 +38,8 @@ def lora_delta(
 
     Args:
         x: Activations, after dropout if there is any.
-        lora_A: The way down to rank r.
-        lora_B: The way up again.
+        lora_A: Projection down to rank r.
+        lora_B: Projection up to the output.
         scaling: Factor of the product.
 
     Returns:
@@ -57,13 +57,13 @@ def lora_backward(
     *,
     scaling: float,
 ) -> tuple[Float[np.ndarray, "seq in"], Float[np.ndarray, "r in"], Float[np.ndarray, "out r"]]:
-    """Send the gradient of the addition back to its input and to both matrices.
+    """Compute the gradients by the input and by both matrices.
 
     Args:
         grad: Gradient by the addition.
         x: Activations, after dropout if there was any.
-        lora_A: The way down to rank r.
-        lora_B: The way up again.
+        lora_A: Projection down to rank r.
+        lora_B: Projection up to the output.
         scaling: Factor of the product.
 
     Returns:
@@ -84,12 +84,12 @@ def embedding_lora_delta(
     *,
     scaling: float,
 ) -> Float[np.ndarray, "seq hidden"]:
-    """Compute the addition of an embedding's adapter to the picked rows.
+    """Compute the addition of an embedding's adapter to the looked-up rows.
 
     Args:
         ids: Token ids.
         lora_A: One column per token.
-        lora_B: The way up from rank r.
+        lora_B: Projection up from rank r.
         scaling: Factor of the product.
 
     Returns:
@@ -106,13 +106,13 @@ def embedding_lora_backward(
     *,
     scaling: float,
 ) -> tuple[Float[np.ndarray, "r vocab"], Float[np.ndarray, "hidden r"]]:
-    """Send the gradient of that addition back to both matrices.
+    """Compute the gradients by both matrices of an embedding's adapter.
 
     Args:
         grad: Gradient by the addition.
         ids: Token ids.
         lora_A: One column per token.
-        lora_B: The way up from rank r.
+        lora_B: Projection up from rank r.
         scaling: Factor of the product.
 
     Returns:
@@ -125,35 +125,35 @@ def embedding_lora_backward(
 
 @dataclass(frozen=True)
 class Lora:
-    """The adapter of one matrix, its arrays in the dtype of the run; of an embedding `in` is the vocabulary."""
+    """Adapter of one matrix, in the dtype of the run; for an embedding `in` is the vocabulary."""
 
     lora_A: Float[np.ndarray, "r in"]
     lora_B: Float[np.ndarray, "out r"]
     scaling: float  # factor of the product
-    magnitude: Float[np.ndarray, " out"] | None = None  # learned row lengths of DoRA
+    magnitude: Float[np.ndarray, " out"] | None = None  # trained row norms of DoRA
     mask: Float[np.ndarray, "seq in"] | None = None  # 0 or 1 / (1 - p) in training; an embedding has none
-    name: str = ""  # of an adapter that this is a part of, beside one of several matrices
-    whole: Callable[[Trained], Trained] | None = None  # gradients of the part, among zeros for the others
+    name: str = ""  # of a stacked matrix (all experts, fused rows) whose adapter has these arrays as slices; else empty
+    pad: Callable[[Trained], Trained] | None = None  # zero-pads gradients of the slice to the adapter's shapes
 
     def addition(self) -> Float[np.ndarray, "out in"]:
         """Compute the addition to the matrix itself, scaling * B A."""
         return linear(self.lora_B, self.lora_A.T) * self.scaling
 
-    def kept(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq in"]:
+    def apply_dropout(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq in"]:
         """Apply dropout to an input, or to its gradient."""
         return x if self.mask is None else (x * self.mask).astype(x.dtype, copy=False)
 
 
 class LoraMatrix:
-    """A `QuantMethod`: a frozen matrix with an adapter beside its products, beside its picked rows, or both.
+    """Frozen matrix with a LoRA adapter of its products, of its embedding rows, or of both; a `QuantMethod`.
 
-    Both is what a table has that serves as embedding and, tied to it, as output matrix: two adapters on one base.
+    Tied embeddings can have both: one base with two adapters, for the embedding and for the output matrix.
     """
 
     def __init__(
         self, base: np.ndarray | QuantMethod, lora: Lora | None = None, *, embedding_lora: Lora | None = None
     ) -> None:
-        """Put adapters beside a matrix in the dtype of the run, or one that multiplies itself."""
+        """Add adapters to an array in the dtype of the run, or to a packed matrix."""
         self.base = base
         self.lora = lora
         self.embedding_lora = embedding_lora
@@ -162,64 +162,64 @@ class LoraMatrix:
         self.activations = "F32" if isinstance(base, np.ndarray) else base.activations
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
-        """Both products, summed as `product` gives them: small ones are not yet rounded to the dtype of `x`."""
+        """Sum the base product and the adapter's; small products stay in float64, see `product`."""
         y = product(x, self.base)
         return y if self.lora is None else y + self.added(x, y)
 
     def added(self, x: Float[np.ndarray, "seq in"], y: Float[np.ndarray, "seq out"]) -> Float[np.ndarray, "seq out"]:
-        """Add the adapter of the products to `y`, which the frozen matrix makes of `x`."""
+        """Compute the adapter's addition to `y`, the product of the frozen matrix and `x`."""
         lora = self.lora
         assert lora is not None
-        kept = lora.kept(x)
-        delta = lora_delta(kept, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+        dropped_x = lora.apply_dropout(x)
+        delta = lora_delta(dropped_x, lora.lora_A, lora.lora_B, scaling=lora.scaling)
         if lora.magnitude is None:
             return delta
-        of_base = y if lora.mask is None else product(kept, self.base)
-        return dora(of_base, delta, lora.magnitude, self._lengths)
+        base_y = y if lora.mask is None else product(dropped_x, self.base)
+        return dora(base_y, delta, lora.magnitude, self._lengths)
 
     def backward(
         self, grad: Float[np.ndarray, "seq out"], x: Float[np.ndarray, "seq in"]
     ) -> tuple[Float[np.ndarray, "seq in"], Trained]:
-        """Send the gradient of `forward` back to its input and to what is trained."""
+        """Compute the gradients of `forward` by its input and by the trained arrays."""
         d_x, lora = linear_backward(grad, self.base), self.lora
         if lora is None:
             return d_x, {}
-        kept, d_delta, trained = lora.kept(x), grad, {}
+        dropped_x, d_delta, trained = lora.apply_dropout(x), grad, {}
         if lora.magnitude is not None:
-            delta = lora_delta(kept, lora.lora_A, lora.lora_B, scaling=lora.scaling)
-            of_base = product(kept, self.base)
-            d_base, d_delta, d_magnitude = dora_backward(grad, of_base, delta, lora.magnitude, self._lengths)
-            d_x += lora.kept(linear_backward(d_base, self.base))
+            delta = lora_delta(dropped_x, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+            base_y = product(dropped_x, self.base)
+            d_base, d_delta, d_magnitude = dora_backward(grad, base_y, delta, lora.magnitude, self._lengths)
+            d_x += lora.apply_dropout(linear_backward(d_base, self.base))
             trained = {"magnitude": d_magnitude}
-        d_kept, d_A, d_B = lora_backward(d_delta, kept, lora.lora_A, lora.lora_B, scaling=lora.scaling)
+        d_dropped_x, d_A, d_B = lora_backward(d_delta, dropped_x, lora.lora_A, lora.lora_B, scaling=lora.scaling)
         trained = {"lora_A": d_A, "lora_B": d_B} | trained
-        return d_x + lora.kept(d_kept), trained if lora.whole is None else lora.whole(trained)
+        return d_x + lora.apply_dropout(d_dropped_x), trained if lora.pad is None else lora.pad(trained)
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
-        """Pick rows as an embedding, and add what its adapter adds."""
-        picked, lora = embedding(ids, self.base), self.embedding_lora
+        """Look up embedding rows, and add the addition of their adapter."""
+        base_rows, lora = embedding(ids, self.base), self.embedding_lora
         if lora is None:
-            return picked
+            return base_rows
         delta = embedding_lora_delta(ids, lora.lora_A, lora.lora_B, scaling=lora.scaling)
         if lora.magnitude is not None:
-            delta = dora(picked, delta, lora.magnitude, self._embedding_lengths)
-        return picked + delta
+            delta = dora(base_rows, delta, lora.magnitude, self._embedding_lengths)
+        return base_rows + delta
 
     def rows_backward(self, grad: Float[np.ndarray, "seq in"], ids: Int[np.ndarray, " seq"]) -> Trained:
-        """Send the gradient of `rows` back to what is trained."""
+        """Compute the gradients of `rows` by the trained arrays."""
         lora, trained = self.embedding_lora, {}
         if lora is None:
             return trained
         if lora.magnitude is not None:
             delta = embedding_lora_delta(ids, lora.lora_A, lora.lora_B, scaling=lora.scaling)
-            picked = embedding(ids, self.base)
-            _, grad, d_magnitude = dora_backward(grad, picked, delta, lora.magnitude, self._embedding_lengths)
+            base_rows = embedding(ids, self.base)
+            _, grad, d_magnitude = dora_backward(grad, base_rows, delta, lora.magnitude, self._embedding_lengths)
             trained = {"magnitude": d_magnitude}
         d_A, d_B = embedding_lora_backward(grad, ids, lora.lora_A, lora.lora_B, scaling=lora.scaling)
         return {"lora_A": d_A, "lora_B": d_B} | trained
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:
-        """Merge the adapter of the products into the matrix; dropout has no part in it."""
+        """Merge the adapter of the products into the matrix; dropout is ignored."""
         weight, lora = decoded(self.base), self.lora
         if lora is None:
             return weight
@@ -227,7 +227,7 @@ class LoraMatrix:
         return merged if lora.magnitude is None else merged * (lora.magnitude / self._lengths)[:, None]
 
     def table(self) -> Float[np.ndarray, "vocab hidden"]:
-        """Merge the adapter of the picked rows into the embedding table."""
+        """Merge the adapter of the rows into the embedding table."""
         return self.rows(np.arange(self.shape[0]))
 
     @cached_property
@@ -242,5 +242,5 @@ class LoraMatrix:
 
 
 def decoded(weight: np.ndarray | QuantMethod) -> np.ndarray:
-    """Return the numbers of a matrix, decoded if it is packed."""
+    """Return a matrix as an array, decoded if it is packed."""
     return weight if isinstance(weight, np.ndarray) else weight.dequantize()

@@ -1,10 +1,10 @@
-"""Which arithmetic a forward pass uses, and what a weight matrix must offer that is more than an array.
+"""Arithmetic of a forward pass, and the interface of a weight matrix that is not a plain array.
 
-`exact` multiplies decoded weights with float32 (or float64) activations: what the weights mean.
-`ggml` rounds activations first, as the CPU backend of llama.cpp does for every weight type but F32, and keeps keys
-and values in float16 where that is asked for: what llama.cpp computes from these weights.
-`scheme` rounds activations, and keys and values, as the settings of a quantised Hugging Face folder say: what an engine
-with kernels for that scheme computes. A folder whose settings quantise weights alone computes the same as `exact`.
+`exact` multiplies decoded weights with float32 (or float64) activations.
+`ggml` reproduces llama.cpp's CPU backend: it rounds activations for every weight type but F32, and can keep keys and
+values in float16.
+`scheme` rounds activations, keys and values as the settings of a quantised Hugging Face folder say, like an engine
+with kernels for that scheme. If a folder quantises weights only, `scheme` equals `exact`.
 
 Source: llama.cpp ggml/src/ggml-cpu/ggml-cpu.c (`ggml_compute_forward_mul_mat`, `vec_dot_type`); for schemes see
 `llorch.ops.scheme_rounding`.
@@ -16,15 +16,15 @@ from typing import Literal, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Float, Int
 
-DtypeName = Literal["float64", "float32", "bfloat16", "float16"]  # of a run on an engine that computes in one dtype
+DtypeName = Literal["float64", "float32", "bfloat16", "float16"]  # dtype of a run
 
 
 @dataclass(frozen=True)
 class Numerics:
     """The arithmetic of a run.
 
-    With an `f16` cache queries and probabilities are rounded to float16 too: keys and values are the weights of their
-    products.
+    With an `f16` cache, queries and probabilities are rounded to float16 too, because ggml rounds the other operand of
+    a product to the type of the cached operand.
     """
 
     name: Literal["exact", "ggml", "scheme"] = "exact"
@@ -32,7 +32,7 @@ class Numerics:
 
     @property
     def rounds_activations(self) -> bool:
-        """True if a matrix rounds what it is multiplied with."""
+        """True if matrix products round their activations."""
         return self.name != "exact"
 
     def cache_dtype(self, dtype: type[np.floating]) -> type[np.floating]:
@@ -51,7 +51,7 @@ SCHEME = Numerics("scheme")
 
 @runtime_checkable
 class QuantMethod(Protocol):
-    """A matrix (out, in) that multiplies itself: stored in a packed type, or with rounded activations."""
+    """Weight matrix (out, in) with its own product: stored in a packed type, or with rounded activations."""
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -60,16 +60,16 @@ class QuantMethod(Protocol):
 
     @property
     def n_bytes(self) -> int:
-        """Bytes that it takes where it is stored."""
+        """Size of the stored matrix in bytes."""
         ...
 
     @property
     def activations(self) -> str:
-        """The type that its inputs are rounded to; F32 when they are not."""
+        """Type that inputs are rounded to; F32 if they are not rounded."""
         ...
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
-        """Multiply every row of `x`; the result is new, and has the dtype of `x` or is yet to be rounded to it."""
+        """Multiply every row of `x` into a new array; the caller rounds it to the dtype of `x`."""
         ...
 
     def dequantize(self) -> Float[np.ndarray, "out in"]:
@@ -77,5 +77,5 @@ class QuantMethod(Protocol):
         ...
 
     def rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
-        """Return some rows, for an embedding."""
+        """Return the rows of the given token ids, for an embedding."""
         ...

@@ -1,8 +1,8 @@
-"""When an op computes in float64 and rounds once: whenever that costs next to nothing.
+"""Float64 sums for small operands: an op computes in float64 and rounds once if that costs next to nothing.
 
-A float32 sum of 100 products is off by several rounding errors, a float64 sum rounded once by at most half of one.
-Up to `WIDE_LIMIT` elements the wider arithmetic takes microseconds, so ops use it there; larger arrays are computed in
-their own dtype at full speed. The dtype of the result is that of the input either way.
+A float32 sum of 100 products has an error of several roundings, a float64 sum rounded once at most half of one.
+Up to `WIDE_LIMIT` elements float64 costs microseconds, so ops use it. Larger arrays are computed in the dtype of the
+input at full speed. The output has the dtype of the input either way.
 """
 
 from collections.abc import Iterator
@@ -17,7 +17,7 @@ _limit = ContextVar("limit", default=WIDE_LIMIT)
 
 @contextmanager
 def own_dtype_only() -> Iterator[None]:
-    """Compute everything in its own dtype while the context lasts, as if all arrays were large."""
+    """Switch the float64 sums off within the context, as if all arrays were large."""
     token = _limit.set(0)
     try:
         yield
@@ -26,7 +26,7 @@ def own_dtype_only() -> Iterator[None]:
 
 
 def widen(*arrays: np.ndarray) -> tuple[np.ndarray, ...]:
-    """Float64 copies of the operands of one op, or, where one of them is large, all as they are."""
+    """Return the operands of one op in float64, or unchanged if one of them is large."""
     limit = _limit.get()
     for array in arrays:
         if array.size > limit:

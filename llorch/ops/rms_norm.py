@@ -3,7 +3,7 @@
     y = x / root * weight        root = sqrt(mean(x * x) + eps), mean over the last axis
     dL/dx = (g - n mean(g n)) / root        g = dL/dy * weight, n = x / root
 
-What a row gains along its own direction n is taken away again, because the norm undoes a change of length.
+The component of g along n is removed, because the norm cancels a change of length.
 
 Source: arXiv:1910.07467; eps sits inside the root, as in Llama and Qwen.
 """
@@ -41,12 +41,12 @@ def rms_norm_backward(
     *,
     eps: float,
 ) -> Float[np.ndarray, "*rows width"]:
-    """Gradient of every row by the row before the norm; the gain is frozen."""
+    """Compute the gradient by the input rows; the gain is frozen."""
     wide_grad, wide_x, wide_weight = widen(grad, x, weight)
     root = root_mean_square(wide_x, eps)
-    gained, normed = wide_grad * wide_weight, wide_x / root
-    along = (gained * normed).sum(axis=-1, keepdims=True, dtype=np.float64) / x.shape[-1]  # (*rows, 1)
-    return ((gained - normed * along.astype(wide_x.dtype, copy=False)) / root).astype(x.dtype, copy=False)
+    d_normed, normed = wide_grad * wide_weight, wide_x / root
+    projection = (d_normed * normed).sum(axis=-1, keepdims=True, dtype=np.float64) / x.shape[-1]  # (*rows, 1)
+    return ((d_normed - normed * projection.astype(wide_x.dtype, copy=False)) / root).astype(x.dtype, copy=False)
 
 
 def root_mean_square(x: Float[np.ndarray, "*rows width"], eps: float) -> Float[np.ndarray, "*rows 1"]:

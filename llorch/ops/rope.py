@@ -1,13 +1,13 @@
-"""RoPE: turn each pair of numbers of a head by an angle that grows with the position.
+"""RoPE: rotate each pair of elements of a head by an angle proportional to the position.
 
     angle[p, j] = p * inv_freq[j]            inv_freq[j] = theta ** (-2 j / head_dim)
     y[j]        = x[j] cos - x[j + half] sin
     y[j + half] = x[j + half] cos + x[j] sin          half = head_dim / 2
-    dL/dx = dL/dy turned by -angle, because a rotation turned over (transposed) is the rotation back
+    dL/dx = dL/dy rotated by -angle, because the transpose of a rotation is its inverse
 
-Pairs are (j, j + half), the Hugging Face order; Llama GGUF files store them interleaved, which
-`files/tensor_names.py` undoes. Llama 4 alone has pairs (2j, 2j + 1) everywhere: `rope_adjacent`. Scaling for longer
-contexts changes inv_freq only (YaRN also scales cos and sin).
+Pairs are (j, j + half), the Hugging Face order; Llama GGUF files store them interleaved, and `files/tensor_names.py`
+reorders them. Only Llama 4 uses pairs (2j, 2j + 1) everywhere: `rope_adjacent`. Scaling for longer contexts changes
+inv_freq only (YaRN also scales cos and sin).
 
 Source: arXiv:2104.09864; llama3, linear and yarn: transformers `modeling_rope_utils.py`; arXiv:2309.00071.
 """
@@ -29,22 +29,22 @@ def rope(
     """Rotate every head of every token.
 
     Args:
-        x: Queries or keys, half-split pairs; what lies behind the pairs that the tables are for stays as it is.
+        x: Queries or keys, half-split pairs. Dimensions after the rotated pairs (partial rotary) are copied.
         cos: Cosines of the tokens' angles.
-        sin: Sines of the same.
+        sin: Sines of the tokens' angles.
 
     Returns:
         The rotated heads, shape and dtype of `x`.
     """
-    (wide,) = widen(x)
+    (wide_x,) = widen(x)
     half = cos.shape[-1]
-    first, second = wide[..., :half], wide[..., half : 2 * half]  # (seq, heads, half) each
-    cos, sin = (table.astype(wide.dtype, copy=False)[:, None, :] for table in (cos, sin))  # (seq, 1, half)
-    turned = np.empty(x.shape, x.dtype)
-    turned[..., :half] = first * cos - second * sin
-    turned[..., half : 2 * half] = second * cos + first * sin
-    turned[..., 2 * half :] = x[..., 2 * half :]
-    return turned
+    first, second = wide_x[..., :half], wide_x[..., half : 2 * half]  # (seq, heads, half) each
+    cos, sin = (table.astype(wide_x.dtype, copy=False)[:, None, :] for table in (cos, sin))  # (seq, 1, half)
+    rotated = np.empty(x.shape, x.dtype)
+    rotated[..., :half] = first * cos - second * sin
+    rotated[..., half : 2 * half] = second * cos + first * sin
+    rotated[..., 2 * half :] = x[..., 2 * half :]
+    return rotated
 
 
 def rope_adjacent(
@@ -52,20 +52,20 @@ def rope_adjacent(
     cos: Float64[np.ndarray, "seq half"],
     sin: Float64[np.ndarray, "seq half"],
 ) -> Float[np.ndarray, "seq heads head_dim"]:
-    """Rotate every head of every token, as `rope`, where neighbours are a pair: (2j, 2j + 1).
+    """Rotate every head of every token, with interleaved pairs (2j, 2j + 1).
 
     Args:
         x: Queries or keys.
         cos: Cosines of the tokens' angles.
-        sin: Sines of the same.
+        sin: Sines of the tokens' angles.
 
     Returns:
         The rotated heads, shape and dtype of `x`.
     """
     pairs = x.reshape(*x.shape[:-1], -1, 2)
     halves = pairs.swapaxes(-1, -2).reshape(x.shape)  # (j, j + half)
-    turned = rope(halves, cos, sin).reshape(*x.shape[:-1], 2, -1)
-    return np.ascontiguousarray(turned.swapaxes(-1, -2)).reshape(x.shape)
+    rotated = rope(halves, cos, sin).reshape(*x.shape[:-1], 2, -1)
+    return np.ascontiguousarray(rotated.swapaxes(-1, -2)).reshape(x.shape)
 
 
 def rope_backward(
@@ -73,7 +73,7 @@ def rope_backward(
     cos: Float64[np.ndarray, "seq half"],
     sin: Float64[np.ndarray, "seq half"],
 ) -> Float[np.ndarray, "seq heads head_dim"]:
-    """Turn the gradient of every head back, with the tables that it was rotated with."""
+    """Rotate the gradient of every head back, with the tables of the forward pass."""
     return rope(grad, cos, -sin)
 
 
@@ -82,7 +82,7 @@ def rope_adjacent_backward(
     cos: Float64[np.ndarray, "seq half"],
     sin: Float64[np.ndarray, "seq half"],
 ) -> Float[np.ndarray, "seq heads head_dim"]:
-    """Turn the gradient of every head back, where neighbours are a pair."""
+    """Rotate the gradient of every head back, with interleaved pairs."""
     return rope_adjacent(grad, cos, -sin)
 
 
@@ -93,9 +93,9 @@ def rope_tables(
     theta: float,
     scaling: RopeScaling | None,
 ) -> tuple[Float64[np.ndarray, "seq half"], Float64[np.ndarray, "seq half"]]:
-    """Cosines and sines for some absolute positions, 0 and up.
+    """Compute the cosines and sines of absolute positions, 0 and up.
 
-    They stay in float64: a float32 angle at position 4000 is already off by 1e-4.
+    They stay in float64: a float32 angle at position 4000 already has an error of 1e-4.
     """
     inv_freq = scale_frequencies(frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
     angle = positions[:, None] * inv_freq  # (seq, half)
@@ -104,7 +104,7 @@ def rope_tables(
 
 
 def frequencies(head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:
-    """Radians per position of each pair, before any scaling."""
+    """Compute the radians per position of each pair, before any scaling."""
     return theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
 
 
@@ -122,21 +122,23 @@ def scale_frequencies(
         case Llama3Scaling():
             return inv_freq / llama3_factors(inv_freq, scaling)
         case YarnScaling():
-            kept = yarn_kept_share(scaling, head_dim=head_dim, theta=theta)
-            return inv_freq * kept + inv_freq / scaling.factor * (1 - kept)
+            unscaled_share = yarn_kept_share(scaling, head_dim=head_dim, theta=theta)
+            return inv_freq * unscaled_share + inv_freq / scaling.factor * (1 - unscaled_share)
 
 
 def llama3_factors(inv_freq: Float64[np.ndarray, " half"], scaling: Llama3Scaling) -> Float64[np.ndarray, " half"]:
-    """Compute the divisor of each frequency: 1 for short waves, `factor` for long ones, a smooth ramp between."""
-    turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)  # within the old context
+    """Compute the divisor of each frequency: 1 for high ones, `factor` for low ones, with a ramp between."""
+    n_turns = scaling.original_max_position_embeddings * inv_freq / (2 * math.pi)  # per original context
     width = scaling.high_freq_factor - scaling.low_freq_factor
-    ramp = (turns - scaling.low_freq_factor) / (width or 1e-30)  # of Llama 4, whose factors are equal, a step
-    kept = np.clip(ramp, 0, 1)
-    return 1 / ((1 - kept) / scaling.factor + kept)
+    ramp = (n_turns - scaling.low_freq_factor) / (width or 1e-30)  # equal factors, as in Llama 4, make a step
+    unscaled_share = np.clip(ramp, 0, 1)
+    return 1 / ((1 - unscaled_share) / scaling.factor + unscaled_share)
 
 
 def yarn_kept_share(scaling: YarnScaling, *, head_dim: int, theta: float) -> Float64[np.ndarray, " half"]:
-    """How much of each unscaled frequency YaRN keeps, 1 for short waves to 0 for long ones."""
+    """Compute the unscaled share of each frequency in YaRN, from 1 for high ones to 0 for low ones."""
     start, end = scaling.ramp(head_dim=head_dim, theta=theta)
-    ramp = (np.arange(head_dim // 2, dtype=np.float64) - start) / (end - start or 0.001)  # as both engines divide
+    ramp = (np.arange(head_dim // 2, dtype=np.float64) - start) / (
+        end - start or 0.001
+    )  # 0.001 as in llama.cpp, transformers
     return 1 - np.clip(ramp, 0, 1)

@@ -1,11 +1,11 @@
-"""Short convolution: every channel mixes its last few values, then SiLU.
+"""Short causal convolution along the tokens, one kernel per channel, then SiLU.
 
-    c[t] = sum over j of kernel[j] * x[t - last + j]        last = kernel size - 1, so that kernel[last] is of x[t]
+    c[t] = sum over j of kernel[j] * x[t - last + j]        last = kernel size - 1, so that kernel[last] multiplies x[t]
     y[t] = c[t] / (1 + exp(-c[t]))
-    dL/dx[t] = sum over j of kernel[j] * dL/dc[t + last - j]        in its own sum and in the `last` next
+    dL/dx[t] = sum over j of kernel[j] * dL/dc[t + last - j]        x[t] is in c[t] to c[t + last]
 
-Each channel has a kernel of its own and no bias. Values before the first token of a pass are those that the state
-holds, zeros where there were none; the state behind a pass is the last `last` rows of both.
+Each channel has its own kernel and no bias. Values before the first token of a pass come from the state, zeros at the
+start; the next state is the last `last` rows of state and pass.
 
 Source: arXiv:2412.06464; transformers `modeling_qwen3_next.py`, `causal_conv1d_fn`.
 """
@@ -27,20 +27,20 @@ def short_conv(
     Args:
         x: Values of the new tokens.
         kernel: One row per channel, the newest token last.
-        state: Values of the tokens before, the oldest first; one row less than the kernel is long.
+        state: Values of the previous tokens, the oldest first; one row fewer than the kernel size.
 
     Returns:
-        The mixed values behind SiLU.
+        The convolved values after SiLU.
     """
-    wide_x, wide_kernel, before = widen(x, kernel, state)
-    values, weights = np.concatenate([before, wide_x]), np.ascontiguousarray(wide_kernel.T)
+    wide_x, wide_kernel, wide_state = widen(x, kernel, state)
+    values, weights = np.concatenate([wide_state, wide_x]), np.ascontiguousarray(wide_kernel.T)
     y = values[: len(x)] * weights[0]
     for j in range(1, len(weights)):
         y += values[j : j + len(x)] * weights[j]
-    with np.errstate(over="ignore"):  # exp(-y) = inf gives the right limit, 0
-        share = np.exp(-y)
-    share += 1
-    y /= share
+    with np.errstate(over="ignore"):  # exp(-y) may overflow; y / inf is the right limit, 0
+        divisor = np.exp(-y)
+    divisor += 1
+    y /= divisor
     return y.astype(x.dtype, copy=False)
 
 
@@ -49,21 +49,21 @@ def short_conv_backward(
     x: Float[np.ndarray, "seq conv_width"],
     kernel: Float[np.ndarray, "conv_width conv_kernel"],
 ) -> Float[np.ndarray, "seq conv_width"]:
-    """Gradient by the values of a pass that began with an empty state; the kernel is frozen."""
+    """Compute the gradient by the values of a pass from an empty state; the kernel is frozen."""
     wide_grad, wide_x, wide_kernel = widen(grad, x, kernel)
-    size, none = wide_kernel.shape[1], np.zeros((wide_kernel.shape[1] - 1, x.shape[1]), wide_x.dtype)
-    values = np.concatenate([none, wide_x])
+    size, zeros = wide_kernel.shape[1], np.zeros((wide_kernel.shape[1] - 1, x.shape[1]), wide_x.dtype)
+    values = np.concatenate([zeros, wide_x])
     sums = np.sum([values[j : j + len(x)] * wide_kernel[:, j] for j in range(size)], axis=0)
     d_sums, _ = swiglu_backward(wide_grad, sums, np.ones_like(sums))  # silu(c) is silu(c) * 1
-    after = np.concatenate([d_sums, none])
-    d_x = np.sum([after[j : j + len(x)] * wide_kernel[:, size - 1 - j] for j in range(size)], axis=0)
+    padded_d_sums = np.concatenate([d_sums, zeros])
+    d_x = np.sum([padded_d_sums[j : j + len(x)] * wide_kernel[:, size - 1 - j] for j in range(size)], axis=0)
     return d_x.astype(x.dtype, copy=False)
 
 
 def next_state(
     state: Float[np.ndarray, "taps conv_width"], x: Float[np.ndarray, "seq conv_width"]
 ) -> Float[np.ndarray, "taps conv_width"]:
-    """Keep the rows that the convolution of the next tokens needs: the last ones, after a short pass older ones too."""
+    """Return the last rows of state and pass, which the convolution of the next tokens needs."""
     if len(x) >= len(state):
         return x[len(x) - len(state) :].astype(state.dtype)
     return np.concatenate([state[len(x) :], x.astype(state.dtype, copy=False)])

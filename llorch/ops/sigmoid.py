@@ -13,13 +13,13 @@ from llorch.ops.precision import widen
 
 
 def sigmoid(x: Float[np.ndarray, "*any"]) -> Float[np.ndarray, "*any"]:
-    """Open or close a gate, element by element."""
-    (wide,) = widen(x)
-    with np.errstate(over="ignore"):  # exp(-x) = inf for very negative x gives the right limit, 0
-        return (1 / (1 + np.exp(-wide))).astype(x.dtype, copy=False)
+    """Compute the sigmoid element by element."""
+    (wide_x,) = widen(x)
+    with np.errstate(over="ignore"):  # exp(-x) overflows for very negative x; 1 / inf is the right limit, 0
+        return (1 / (1 + np.exp(-wide_x))).astype(x.dtype, copy=False)
 
 
 def sigmoid_backward(grad: Float[np.ndarray, "*any"], s: Float[np.ndarray, "*any"]) -> Float[np.ndarray, "*any"]:
-    """Gradient by what the gate was opened with, from how far it is open."""
-    wide_grad, wide = widen(grad, s)
-    return (wide_grad * wide * (1 - wide)).astype(s.dtype, copy=False)
+    """Compute the gradient by the input from the output `s` of the forward pass."""
+    wide_grad, wide_s = widen(grad, s)
+    return (wide_grad * wide_s * (1 - wide_s)).astype(s.dtype, copy=False)

@@ -1,4 +1,4 @@
-"""SwiGLU: a gate decides how much of each inner value passes.
+"""SwiGLU: a gate scales each intermediate value.
 
     y = silu(gate) * up            silu(z) = z s(z), s(z) = 1 / (1 + exp(-z))
     dL/dup   = dL/dy * silu(gate)
@@ -16,9 +16,9 @@ from llorch.ops.precision import widen
 def swiglu(
     gate: Float[np.ndarray, "*rows inter"], up: Float[np.ndarray, "*rows inter"]
 ) -> Float[np.ndarray, "*rows inter"]:
-    """Gate the inner values: the outputs of gate_proj and up_proj."""
+    """Gate the outputs of up_proj by those of gate_proj."""
     wide_gate, wide_up = widen(gate, up)
-    with np.errstate(over="ignore"):  # exp(-z) = inf for very negative z gives the right limit, 0
+    with np.errstate(over="ignore"):  # exp(-z) overflows for very negative z; z / inf is the right limit, 0
         y = -wide_gate
         np.exp(y, out=y)
     y += 1
@@ -30,9 +30,9 @@ def swiglu(
 def swiglu_backward(
     grad: Float[np.ndarray, "*rows inter"], gate: Float[np.ndarray, "*rows inter"], up: Float[np.ndarray, "*rows inter"]
 ) -> tuple[Float[np.ndarray, "*rows inter"], Float[np.ndarray, "*rows inter"]]:
-    """Gradients by gate and up."""
+    """Compute the gradients by gate and up."""
     wide_grad, wide_gate, wide_up = widen(grad, gate, up)
-    with np.errstate(over="ignore"):  # as in the forward pass: s is 0 then
+    with np.errstate(over="ignore"):  # exp(-gate) overflows as in the forward pass; s is then 0
         s = 1 / (1 + np.exp(-wide_gate))
     d_gate = wide_grad * wide_up * s * (1 + wide_gate * (1 - s))
     d_up = wide_grad * wide_gate * s

@@ -1,8 +1,8 @@
-"""The forward pass of Llama and Qwen as torch modules on one page: batched, on any device, in any float dtype.
+"""Forward pass of Llama and Qwen as torch modules in one file: batched, on any device, in any float dtype.
 
-Attribute paths are those of transformers, so that names of tensors need no map. Every line that makes a stage of the
-stage table names it with `keep`. A kernel replaces a module (a projection, a norm, `attend`, `rotate`, `act`)
-by one with the same interface; nothing here depends on it.
+Attribute paths are those of transformers, so tensor names need no mapping. A stage is a named intermediate tensor of
+`llorch.stages.table`; every line that computes one passes it to `keep`, the observer. A kernel replaces a module (a
+projection, a norm, `attend`, `rotate`, `act`) and has the same interface; nothing here depends on kernels.
 
 Sums of norms, scores and softmax and all rotations are at least float32 and are rounded once, also in float16 and
 bfloat16; in float64 nothing is rounded in between.
@@ -21,8 +21,8 @@ from llorch.families.config import ModelConfig
 from llorch.model.forward import dense_only
 from llorch.pytorch.cache import Cache, Context, PassPlacement, Visible
 
-Keep = Callable[[str, Tensor], Tensor]
-PartsOf = Callable[[ModelConfig, int], Mapping[str, nn.Module]]  # of a layer, what is not the dense page's, by name
+Keep = Callable[[str, Tensor], Tensor]  # (stage name, stage) -> the stage, or a tensor that replaces it
+PartsOf = Callable[[ModelConfig, int], Mapping[str, nn.Module]]  # (config, layer) -> modules that replace dense ones
 Hidden = Float[Tensor, "batch seq hidden"]
 Heads = Float[Tensor, "batch seq _heads head_dim"]
 
@@ -33,10 +33,10 @@ def keep_nothing(name: str, array: Tensor) -> Tensor:
 
 
 class CausalLM(nn.Module):
-    """The whole model: embedding, layers, norm, logits."""
+    """The complete model: embedding, layers, final norm, logits."""
 
     def __init__(self, config: ModelConfig, parts_of: PartsOf = dense_only) -> None:
-        """Build the modules; weights are put in by `llorch.pytorch.load`, parts by `llorch.pytorch.models.families`."""
+        """Build the modules; `llorch.pytorch.load` sets weights, `llorch.pytorch.models.families` gives `parts_of`."""
         super().__init__()
         self.config = config
         self.model = Decoder(config, parts_of)
@@ -51,10 +51,10 @@ class CausalLM(nn.Module):
         keep: Keep = keep_nothing,
         rows: Int[Tensor, " batch"] | None = None,
     ) -> Float[Tensor, "batch rows vocab"]:
-        """Logits of new tokens, after those that the cache holds.
+        """Compute logits of new tokens, which follow the tokens in the cache.
 
-        Any id may stand where there is padding. `keep` is called with the name and the tensor of every stage; what it
-        returns is used from there on. `rows` is the one token of each sequence whose logits are wanted.
+        Padding may have any token id. `keep` is called with the name and the tensor of every stage; its return value
+        replaces the stage. `rows` selects one token per sequence; None computes the logits of all tokens.
         """
         cache.require_device(ids=ids, weights=self.model.norm.weight)
         x = self.model(ids, place, cache, keep)
@@ -63,7 +63,7 @@ class CausalLM(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Embedding and layers; the norm after them is applied by `CausalLM`, to the rows that are wanted."""
+    """Embedding and layers; `CausalLM` applies the final norm to the selected rows."""
 
     def __init__(self, config: ModelConfig, parts_of: PartsOf) -> None:
         """Build the modules."""
@@ -73,14 +73,14 @@ class Decoder(nn.Module):
         self.norm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
     def forward(self, ids: Int[Tensor, "batch seq"], place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
-        """Hidden states after the last layer."""
+        """Compute the hidden states after the last layer."""
         x = keep("embed", self.embed_tokens(ids))
-        for i, layer in enumerate(self.layers):
+        for i, block in enumerate(self.layers):
 
             def keep_layer(name: str, array: Tensor, prefix: str = f"l{i}.") -> Tensor:
                 return keep(prefix + name, array)
 
-            x = layer(x, place, cache, keep_nothing if keep is keep_nothing else keep_layer)
+            x = block(x, place, cache, keep_nothing if keep is keep_nothing else keep_layer)
         return x
 
 
@@ -90,7 +90,7 @@ class Block(nn.Module):
     self_attn: Any  # or linear_attn, where the layer is a delta net
 
     def __init__(self, config: ModelConfig, layer: int, parts: Mapping[str, nn.Module]) -> None:
-        """Build the modules of one layer; `parts` stand in place of the dense ones."""
+        """Build the modules of one layer; `parts` replace dense modules."""
         super().__init__()
         self.mixer = "linear_attn" if "linear_attn" in parts else "self_attn"
         self.input_layernorm: Any = RMSNorm(config.hidden_size, config.rms_norm_eps)
@@ -107,7 +107,7 @@ class Block(nn.Module):
 
     @property
     def is_dense(self) -> bool:
-        """True if attention and feed-forward part are the dense ones of this module."""
+        """True if attention and feed-forward block are the dense ones of this module."""
         return type(self._modules.get("self_attn")) is Attention and type(self.mlp) is MLP
 
 
@@ -141,7 +141,7 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU: a gated pair of projections up, one down."""
+    """SwiGLU feed-forward block: gate and up projections, then the down projection."""
 
     def __init__(self, hidden: int, inter: int) -> None:
         """Build the modules."""
@@ -158,7 +158,7 @@ class MLP(nn.Module):
 
 
 class RMSNorm(nn.Module):
-    """See `rms_norm`."""
+    """RMSNorm with a gain; see `rms_norm`."""
 
     def __init__(self, width: int, eps: float) -> None:
         """Start with a gain of ones."""
@@ -172,37 +172,37 @@ class RMSNorm(nn.Module):
 
 
 def widened(x: Tensor) -> Tensor:
-    """At least float32: the dtype in which sums and rotations are computed."""
+    """Cast to at least float32, the dtype of sums and rotations."""
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
 def rms_norm(
     x: Float[Tensor, "*rows width"], weight: Float[Tensor, " width"], *, eps: float
 ) -> Float[Tensor, "*rows width"]:
-    """Compute x / sqrt(mean(x * x) + eps) * weight, rounded once; transformers rounds before the gain too."""
-    wide = widened(x)
-    return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
+    """Compute x / sqrt(mean(x * x) + eps) * weight, rounded once; transformers also rounds before the gain."""
+    x_wide = widened(x)
+    return (x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps) * weight).to(x.dtype)
 
 
 def rope(x: Heads, cos: Float[Tensor, "batch seq half"], sin: Float[Tensor, "batch seq half"]) -> Heads:
-    """Turn the pairs (j, j + half) of every head by the angle of the token's position; what lies behind them stays."""
+    """Rotate the pairs (j, j + half) of every head by the angle of the token's position; later channels stay."""
     half = cos.shape[-1]
-    first, second, rest = widened(x).tensor_split((half, 2 * half), dim=-1)  # (batch, seq, heads, half) twice
+    first, second, unrotated = widened(x).tensor_split((half, 2 * half), dim=-1)  # (batch, seq, heads, half) twice
     cos, sin = cos[:, :, None], sin[:, :, None]  # (batch, seq, 1, half)
-    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), dim=-1).to(x.dtype)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, unrotated), dim=-1).to(x.dtype)
 
 
 def rotate_and_cache(
     q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
 ) -> tuple[Heads, Context, Context]:
-    """Rotate queries and keys, write keys and values into the cache, give back the whole context."""
+    """Rotate queries and keys, write keys and values to the cache, return queries and the whole context."""
     q, k = keep("q_rope", rope(q, place.cos, place.sin)), keep("k_rope", rope(k, place.cos, place.sin))
     keys, values = cache.append(layer, k, v, place)
     return q, keep("k_cache", keys), keep("v_cache", values)
 
 
 def attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
-    """softmax(q k^T / sqrt(head_dim)) v; query head h reads key and value head h // group_size."""
+    """Compute softmax(q k^T / sqrt(head_dim)) v; query head h uses key and value head h // group_size."""
     batch, seq, _, head_dim = q.shape
     kv_heads, ctx = keys.shape[1:3]
     grouped = q.view(batch, seq, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # (batch, kv_heads, group, seq, hd)

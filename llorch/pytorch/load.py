@@ -1,10 +1,11 @@
-"""Weights of a file or folder put into the torch model, one tensor at a time.
+"""Load the weights of a file or folder into the torch model, one tensor at a time.
 
-The paths of weights in the torch modules are as in transformers, but experts are one stack and decays are made.
+Paths of weights in the torch modules are those of transformers, except stacked experts and a delta net's decay. A
+packed matrix is a quantised one that keeps its codes and scales; its kind is its format (`stored_kinds`).
 
-A product with a packed matrix reads all of its bytes, one after the other. In pages of 4 kB the processor looks up the
-place of a page for every 64 lines that it fetches, and fetches no line ahead beyond a page. `LargePages` are pages of
-2 MB, which Linux gives to memory that asks for them. Source: madvise(2), MADV_HUGEPAGE.
+A product with a packed matrix reads all of its bytes in sequence. With 4 kB pages the processor needs an address lookup
+for every 64 cache lines, and it does not prefetch across a page. `LargePages` uses pages of 2 MB, which Linux gives on
+request. Source: madvise(2), MADV_HUGEPAGE.
 """
 
 import math
@@ -23,7 +24,7 @@ from llorch.files.mapped import release_pages
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.matrix import QuantisedMatrix
-from llorch.files.tensor_names import LAYER_WEIGHTS, MODEL_WEIGHTS, Weight, inventory, prefixes_of
+from llorch.files.tensor_names import LAYER_WEIGHTS, MODEL_WEIGHTS, Weight, inventory, layer_prefixes
 from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, has_finite_numbers, shorten
@@ -33,59 +34,59 @@ from llorch.pytorch.models.families import build
 from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_file_blocks, pack_stored, stays_half
 from llorch.runtime.memory import return_freed_memory
 
-_WORDS = {"mlp": "mlp", "router": "gate", "e": ""}
-PATHS = {row.name: row.huggingface.format(**_WORDS).replace("..", ".") for row in (*MODEL_WEIGHTS, *LAYER_WEIGHTS)}
+_FIELDS = {"mlp": "mlp", "router": "gate", "e": ""}  # of name templates: no expert number, because experts are stacked
+PATHS = {w.name: w.huggingface.format(**_FIELDS).replace("..", ".") for w in (*MODEL_WEIGHTS, *LAYER_WEIGHTS)}
 PATHS["decay"] = "linear_attn.decay"
 
 
 def path_of(name: str) -> str:
     """Return the attribute path of a weight, given its canonical name."""
-    *layer, short = name.split(".")
-    return (prefixes_of(int(layer[1]))[2] if layer else "") + PATHS[short]
+    *prefix, weight_name = name.split(".")
+    return (layer_prefixes(int(prefix[1]))[2] if prefix else "") + PATHS[weight_name]
 
 
-_CHUNK = 1 << 26  # bytes that are mapped at once; those that nothing was copied to take no memory
-_LEAST = 1 << 14  # bytes of a tensor that is worth a copy
-_LINE = 64  # bytes of a line of the processor's cache
+_CHUNK = 1 << 26  # bytes per mapping; untouched pages of it take no memory
+_LEAST = 1 << 14  # bytes of the smallest tensor that is worth a copy
+_LINE = 64  # bytes of a cache line
 
 
 class LargePages:
-    """Memory for the weights of one model. It is freed with this object and the last tensor that lies in it."""
+    """Memory in large pages for the weights of one model, freed with this object and the last tensor in it."""
 
     def __init__(self) -> None:
         """Start without memory."""
         self._chunks: list[tuple[int, mmap.mmap]] = []  # address, memory
-        self._taken = 0  # bytes of the last chunk
+        self._n_used = 0  # bytes used in the last chunk
 
     def empty(self, *shape: int, dtype: torch.dtype) -> Tensor:
-        """Make a tensor of the CPU, still to be written; in ordinary memory if it is small or there are no pages."""
-        room = self._room(torch.Size(shape), dtype)
-        return torch.empty(shape, dtype=dtype) if room is None else room
+        """Allocate an uninitialised CPU tensor; small tensors, or all without large pages, use ordinary memory."""
+        tensor = self._allocate(torch.Size(shape), dtype)
+        return torch.empty(shape, dtype=dtype) if tensor is None else tensor
 
     def copied(self, fields: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Copy tensors of the CPU into large pages; small ones stay, and those of `empty`, and all without pages."""
+        """Copy CPU tensors into large pages; small tensors and tensors already in large pages stay."""
         return {name: self._copied(field) for name, field in fields.items()}
 
     def _copied(self, tensor: Tensor) -> Tensor:
         if tensor.device.type != "cpu" or self._holds(tensor):
             return tensor
-        room = self._room(tensor.shape, tensor.dtype)
-        return tensor if room is None else room.copy_(tensor)
+        copy = self._allocate(tensor.shape, tensor.dtype)
+        return tensor if copy is None else copy.copy_(tensor)
 
     def _holds(self, tensor: Tensor) -> bool:
         return any(address <= tensor.data_ptr() < address + len(chunk) for address, chunk in self._chunks)
 
-    def _room(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
-        """Take memory for a tensor; None for a small one, or where the system has no large pages or no memory."""
+    def _allocate(self, shape: torch.Size, dtype: torch.dtype) -> Tensor | None:
+        """Allocate memory for a tensor; None if it is small, or if large pages or memory are missing."""
         size = shape.numel() * dtype.itemsize
-        if size < _LEAST or not self._has_room(size):
+        if size < _LEAST or not self._reserve(size):
             return None
-        start, self._taken = self._taken, self._taken + -(-size // _LINE) * _LINE
+        start, self._n_used = self._n_used, self._n_used + -(-size // _LINE) * _LINE
         return torch.frombuffer(self._chunks[-1][1], dtype=dtype, count=shape.numel(), offset=start).view(shape)
 
-    def _has_room(self, size: int) -> bool:
-        """Map another chunk if the last one is too full; False where that fails."""
-        if self._chunks and self._taken + size <= len(self._chunks[-1][1]):
+    def _reserve(self, size: int) -> bool:
+        """Map another chunk if the last one has no room; False if that fails."""
+        if self._chunks and self._n_used + size <= len(self._chunks[-1][1]):
             return True
         try:
             chunk = mmap.mmap(-1, max(size, _CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -93,42 +94,42 @@ class LargePages:
         except (AttributeError, OSError):
             return False
         self._chunks.append((torch.frombuffer(chunk, dtype=torch.uint8).data_ptr(), chunk))
-        self._taken = 0
+        self._n_used = 0
         return True
 
 
-BETWEEN_RETURNS = 1 << 25  # bytes that are read before freed memory is returned to the system
+BETWEEN_RETURNS = 1 << 25  # bytes read between two returns of freed memory to the system
 
-Cut = Callable[[str, torch.Tensor], torch.Tensor]  # what is kept of a weight, or of a field of a packed one
+Cut = Callable[[str, torch.Tensor], torch.Tensor]  # (path, weight or packed field) -> the part that this process keeps
 
 
 def all_of(path: str, tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor unchanged, for a process that has the whole model."""
+    """Return the tensor unchanged: the `cut` of a process that has the whole model."""
     return tensor
 
 
 def load_dense(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
-    """Build the model of frozen weights in one dtype, each whole only until `cut`; NaN and infinity are refused."""
-    model = _empty(weights.config)
-    for row in _in_turn(weights):
-        _put_dense(model, weights, row, dtype, device, cut)
+    """Load frozen weights in one dtype; `cut` keeps a rank's part of each. NaN and infinity are refused."""
+    model = _build_on_meta(weights.config)
+    for weight in _iterate_weights(weights):
+        _put_dense(model, weights, weight, dtype, device, cut)
     return completed(model)
 
 
 def load_packed(weights: Weights, *, dtype: torch.dtype, device: torch.device, cut: Cut = all_of) -> CausalLM:
-    """Load a model as `load_dense` does, but keep what has a packed kind packed, and what `stays_half` in 16 bits."""
-    model, pages = _empty(weights.config), LargePages()
-    for row in _in_turn(weights):
-        kind = _kept_kind(weights, row, dtype, device, cut)
+    """Load as `load_dense` does, but keep quantised matrices packed and `stays_half` matrices in 16 bits."""
+    model, pages = _build_on_meta(weights.config), LargePages()
+    for weight in _iterate_weights(weights):
+        kind = _packed_kind(weights, weight, dtype, device, cut)
         if kind is not None:
-            _put_packed(model, weights, row, kind, dtype, device, cut, pages)
+            _put_packed(model, weights, weight, kind, dtype, device, cut, pages)
         else:
-            _put_dense(model, weights, row, dtype, device, cut)
+            _put_dense(model, weights, weight, dtype, device, cut)
     return completed(model)
 
 
 def completed(model: CausalLM) -> CausalLM:
-    """Share a tied embedding with the output matrix, and leave the mode of training."""
+    """Tie the output matrix to the embedding if the config says so, and set eval mode."""
     if model.config.tie_word_embeddings:
         embedding = model.model.embed_tokens
         if isinstance(embedding, QuantisedEmbedding):
@@ -138,40 +139,41 @@ def completed(model: CausalLM) -> CausalLM:
     return model.eval()
 
 
-def _in_turn(weights: Weights) -> Iterator[Weight]:
-    """Yield each weight to be loaded; return its pages of the file afterwards, and freed memory now and then."""
+def _iterate_weights(weights: Weights) -> Iterator[Weight]:
+    """Yield each weight to load; afterwards release its file pages and, now and then, freed memory."""
     n_read = 0
-    for row in inventory(weights.config).values():
-        yield row
-        weights.search_zeros(row.name)
-        for stored in weights.all_stored(row.name):
-            release_pages(stored.raw)
-            n_read += stored.n_bytes
+    for weight in inventory(weights.config).values():
+        yield weight
+        weights.search_zeros(weight.name)
+        for matrix in weights.all_stored(weight.name):
+            release_pages(matrix.raw)
+            n_read += matrix.n_bytes
         if n_read > BETWEEN_RETURNS:
             return_freed_memory()
             n_read = 0
     return_freed_memory()
 
 
-def _kept_kind(weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device, cut: Cut) -> Kind | None:
-    if not row.is_matrix:
+def _packed_kind(weights: Weights, weight: Weight, dtype: torch.dtype, device: torch.device, cut: Cut) -> Kind | None:
+    """Return the kind in which a weight stays packed, or in 16 bits; None: it is decoded."""
+    if not weight.is_matrix:
         return None
-    stored = weights.stored_type(row.name)
-    if isinstance(stored, GGMLType) and len(row.shape) == 2:
-        columns = cut(path_of(row.name), torch.empty(row.shape, device="meta")).shape[1]
-        if stays_half(weights, row.name, columns, dtype, device):
-            return stored
-    return kind_of(weights, row.name)
+    stored_type = weights.stored_type(weight.name)
+    if isinstance(stored_type, GGMLType) and len(weight.shape) == 2:
+        columns = cut(path_of(weight.name), torch.empty(weight.shape, device="meta")).shape[1]
+        if stays_half(weights, weight.name, columns, dtype, device):
+            return stored_type
+    return kind_of(weights, weight.name)
 
 
 def put(model: nn.Module, path: str, tensor: torch.Tensor) -> None:
-    """Set a frozen parameter by its attribute path, or a buffer, which is at least float32."""
+    """Set a frozen parameter, or a buffer in at least float32, by its attribute path."""
     name, owner = path.rpartition(".")[2], model.get_submodule(path.rpartition(".")[0])
     setattr(owner, name, widened(tensor) if name in owner._buffers else nn.Parameter(tensor, requires_grad=False))
 
 
 class _NoInitialValues(TorchFunctionMode):
-    """Parameters stay as they are made; for those without memory, torch would import its compiler to draw numbers."""
+    """Mode that skips weight initialisation; on the meta device torch would import its compiler for it."""
 
     def __torch_function__(
         self, func: Callable, types: Sequence, args: tuple = (), kwargs: Mapping[str, Any] | None = None
@@ -181,110 +183,111 @@ class _NoInitialValues(TorchFunctionMode):
         return func(*args, **(kwargs or {}))
 
 
-def _empty(config: ModelConfig) -> CausalLM:
-    """Build the modules with parameters that take no memory."""
+def _build_on_meta(config: ModelConfig) -> CausalLM:
+    """Build the modules on the meta device, where parameters take no memory."""
     with torch.device("meta"), _NoInitialValues():
         return build(config)
 
 
 def _put_dense(
-    model: nn.Module, weights: Weights, row: Weight, dtype: torch.dtype, device: torch.device, cut: Cut
+    model: nn.Module, weights: Weights, weight: Weight, dtype: torch.dtype, device: torch.device, cut: Cut
 ) -> None:
-    """Decode a weight, cut it and put it into the model; buffers are at least float32."""
-    path = path_of(row.name)
+    """Decode a weight, cut it and set it in the model; buffers are at least float32."""
+    path = path_of(weight.name)
     owner, _, name = path.rpartition(".")
     if name in model.get_submodule(owner)._buffers:
         dtype = torch.promote_types(dtype, torch.float32)
-    if dtype in (torch.bfloat16, torch.float16) and _is_read_by_tiles(weights, row):
-        put(model, path, cut(path, _rounded_by_tiles(weights, row, dtype)).to(device))
+    if dtype in (torch.bfloat16, torch.float16) and _is_read_by_tiles(weights, weight):
+        put(model, path, cut(path, _round_by_tiles(weights, weight, dtype)).to(device))
         return
-    read = weights.read(row.name, np.float64 if dtype is torch.float64 else np.float32)
-    array = np.require(read, requirements=["C", "W"])
+    decoded = weights.read(weight.name, np.float64 if dtype is torch.float64 else np.float32)
+    array = np.require(decoded, requirements=["C", "W"])
     put(model, path, cut(path, torch.from_numpy(array)).to(device, dtype))
 
 
-def _is_read_by_tiles(weights: Weights, row: Weight) -> bool:
-    """Tell if the rows of a matrix lie in the file as the model has them, with the numbers of the file."""
-    slot = weights.slots[row.name]
+def _is_read_by_tiles(weights: Weights, weight: Weight) -> bool:
+    """Tell if the file stores a matrix with the model's row order and values, so that rows can be decoded alone."""
+    slot = weights.slots[weight.name]
     as_in_file = slot.layout is AS_IS and not slot.interleaved_heads and slot.must_equal is None
-    return as_in_file and len(row.shape) == 2 and not weights.is_changed(row.name)
+    return as_in_file and len(weight.shape) == 2 and not weights.is_changed(weight.name)
 
 
-def _rounded_by_tiles(weights: Weights, row: Weight, dtype: torch.dtype) -> torch.Tensor:
-    """Round a matrix to half precision some rows at a time, so that it is never whole in float32."""
-    stored, made = weights.as_stored(row.name), torch.empty(row.shape, dtype=dtype)
-    stored.require_scales()
-    for start, tile in stored.tiles():
-        stored.require_finite(start, tile)
-        made[start : start + len(tile)] = torch.from_numpy(tile)
-    return made
+def _round_by_tiles(weights: Weights, weight: Weight, dtype: torch.dtype) -> torch.Tensor:
+    """Round a matrix to half precision a few rows at a time, so that it is never whole in float32."""
+    matrix, rounded = weights.as_stored(weight.name), torch.empty(weight.shape, dtype=dtype)
+    matrix.require_scales()
+    for start, tile in matrix.tiles():
+        matrix.require_finite(start, tile)
+        rounded[start : start + len(tile)] = torch.from_numpy(tile)
+    return rounded
 
 
 def _put_packed(
-    model: nn.Module, weights: Weights, row: Weight, kind: Kind, dtype: torch.dtype, device: torch.device, cut: Cut,
+    model: nn.Module, weights: Weights, weight: Weight, kind: Kind, dtype: torch.dtype, device: torch.device, cut: Cut,
     pages: LargePages,
 ) -> None:  # fmt: skip
-    """Replace the module that a matrix belongs to by one that keeps it packed."""
-    slot, stored = weights.slots[row.name], _packed_matrices(weights, row)
-    stay = cut is all_of and device.type == "cpu" and (len(stored) == 1 or not isinstance(kind, Table))
-    use_pages = kind not in HALF_TYPES  # whose products, as measured, gain nothing from large pages
-    empty = LargePages().empty if not stay else pages.empty if use_pages else torch.empty
-    fields = _fields(stored, kind, slot.interleaved_heads, empty)
-    fields = {name: cut(path_of(row.name), field).to(device) for name, field in fields.items()}
-    _require_finite(fields, kind, stored)
+    """Replace the module of a matrix by a module that keeps it packed."""
+    slot, matrices = weights.slots[weight.name], _packed_matrices(weights, weight)
+    # otherwise the packed tensors are copied once more (cut, moved, or experts joined), so they get temporary memory
+    stays_on_cpu = cut is all_of and device.type == "cpu" and (len(matrices) == 1 or not isinstance(kind, Table))
+    use_pages = kind not in HALF_TYPES  # measured: products in 16 bits gain nothing from large pages
+    empty = LargePages().empty if not stays_on_cpu else pages.empty if use_pages else torch.empty
+    fields = _pack(matrices, kind, slot.interleaved_heads, empty)
+    fields = {name: cut(path_of(weight.name), field).to(device) for name, field in fields.items()}
+    _require_finite(fields, kind, matrices)
     if isinstance(kind, Table) and device.type == "cuda":
         fields = shorten(fields)
     if use_pages:
         fields = pages.copied(fields)
     columns = None if slot.layout.columns is None else slot.layout.columns.index()
-    if (order := group_order(stored[0])) is not None:
-        columns = np.argsort(order)
-    put_fields(model, row, fields, kind, dtype, columns)
+    if (input_order := group_order(matrices[0])) is not None:  # `_pack` has moved columns of one scale together
+        columns = np.argsort(input_order)
+    put_fields(model, weight, fields, kind, dtype, columns)
 
 
-def _fields(stored: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
-    """Take a matrix, or those of all experts, apart; `empty` makes the large tensors."""
+def _pack(matrices: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
+    """Pack the fields of a matrix, or of the matrices of all experts; `empty` makes the large tensors."""
     if isinstance(kind, Table):
-        in_order = [one for one in map(in_group_order, stored) if isinstance(one, QuantisedMatrix)]
-        parts = [pack_stored(one, kind, empty) for one in in_order]
+        in_order = [matrix for matrix in map(in_group_order, matrices) if isinstance(matrix, QuantisedMatrix)]
+        parts = [pack_stored(matrix, kind, empty) for matrix in in_order]
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return pack_file_blocks(stored, kind, interleaved_heads, empty)
+    return pack_file_blocks(matrices, kind, interleaved_heads, empty)
 
 
-def _packed_matrices(weights: Weights, row: Weight) -> list[Packed]:
+def _packed_matrices(weights: Weights, weight: Weight) -> list[Packed]:
     """Return the packed matrix of a weight, or the packed matrices of all experts."""
-    if len(row.shape) == 3:
-        return [weights.expert_as_stored(row.name, number) for number in range(row.shape[0])]
-    return [rows_of(weights.as_stored(row.name), weights.slots[row.name].layout)]
+    if len(weight.shape) == 3:
+        return [weights.expert_as_stored(weight.name, expert) for expert in range(weight.shape[0])]
+    return [rows_of(weights.as_stored(weight.name), weights.slots[weight.name].layout)]
 
 
 def put_fields(
-    model: nn.Module, row: Weight, fields: Fields, kind: Kind, dtype: torch.dtype, columns: np.ndarray | None = None
+    model: nn.Module, weight: Weight, fields: Fields, kind: Kind, dtype: torch.dtype, columns: np.ndarray | None = None
 ) -> None:
-    """Set the module of a packed weight; `columns` reorders its inputs."""
-    if row.name == "embed_tokens":
+    """Set the module of a packed weight; `columns` gives the column of each input if their orders differ."""
+    if weight.name == "embed_tokens":
         kernel = QuantisedEmbedding(fields, kind, dtype)
-    elif len(row.shape) == 3:
-        kernel = QuantisedExperts(fields, kind, row.shape[0])
+    elif len(weight.shape) == 3:
+        kernel = QuantisedExperts(fields, kind, weight.shape[0])
     else:
         kernel = QuantisedLinear(fields, kind)
         if columns is not None:
             kernel = Reordered(kernel, torch.from_numpy(columns).to(fields["codes"].device))
-    model.set_submodule(path_of(row.name).removesuffix(".weight"), kernel)
+    model.set_submodule(path_of(weight.name).removesuffix(".weight"), kernel)
 
 
-def _require_finite(fields: Fields, kind: Kind, stored: Sequence[Packed]) -> None:
-    """Refuse what decodes to NaN or infinity: that is so exactly when a float of a block is not finite."""
-    for one in stored:
-        one.require_scales()
+def _require_finite(fields: Fields, kind: Kind, matrices: Sequence[Packed]) -> None:
+    """Refuse a matrix that decodes to NaN or infinity, from a scale or a number of its table that is not finite."""
+    for matrix in matrices:
+        matrix.require_scales()
     if not all(_is_finite(field) for field in fields.values() if field.is_floating_point()) or (
         isinstance(kind, Table) and not has_finite_numbers(fields, kind)
     ):
-        for one in stored:
-            for start, tile in one.tiles():  # decoded once more to say where
-                one.require_finite(start, tile)
+        for matrix in matrices:
+            for start, tile in matrix.tiles():  # decode once more, so that the error names the row
+                matrix.require_finite(start, tile)
 
 
 def _is_finite(field: torch.Tensor) -> bool:
-    """Tell if all numbers are finite, in one pass: the least and the largest are NaN if one is."""
+    """Tell if all numbers are finite in one pass: minimum and maximum are NaN if any number is."""
     return all(map(math.isfinite, field.aminmax()))

@@ -1,4 +1,4 @@
-"""Models of a real shape with random weights, made on the device: a device can be measured without a download."""
+"""Models of a real shape with random weights, made on the device, to measure a device without a download."""
 
 import math
 from collections.abc import Mapping
@@ -20,7 +20,7 @@ from llorch.pytorch.load import completed, path_of, put, put_fields
 from llorch.pytorch.models.families import build
 from llorch.runtime.errors import UserError
 
-GROUP = 64  # columns that share a scale of a table, as MLX and bitsandbytes have them
+GROUP = 64  # columns per scale of a table, as in MLX and bitsandbytes
 _NF4 = NormalDist()
 TABLE_EXAMPLES: Mapping[str, Table] = MappingProxyType(
     {
@@ -29,35 +29,35 @@ TABLE_EXAMPLES: Mapping[str, Table] = MappingProxyType(
         "NF4": Table("TABLE_4", np.array([_NF4.inv_cdf((i + 0.5) / 16) for i in range(16)], np.float32).tobytes()),
         "INT8": Table("TABLE_8", INT8.tobytes()),
     }
-)  # numbers of codes; those of NF4 are like those of a file
-SIZE = 0.02  # of weights and of scales; small enough that no activation overflows in float16
+)  # NF4 values resemble those of a file
+SIZE = 0.02  # standard deviation of weights; no activation overflows in float16
 
 
 @torch.no_grad()
 def random_model(config: ModelConfig, target: Target, packed: Kind | None = None) -> CausalLM:
-    """Build a model, its matrices dense or in blocks of a type, whose size its rows must be a multiple of."""
+    """Build a model with dense or packed random matrices; row lengths must be multiples of the block size."""
     torch.manual_seed(0)
     with torch.device("meta"):
         model = build(config)
-    for row in inventory(config).values():
-        if packed is not None and row.is_matrix:
-            fields = random_fields((math.prod(row.shape[:-1]), row.shape[-1]), packed, target.device)
-            put_fields(model, row, fields, packed, target.dtype)
+    for weight in inventory(config).values():
+        if packed is not None and weight.is_matrix:
+            fields = random_fields((math.prod(weight.shape[:-1]), weight.shape[-1]), packed, target.device)
+            put_fields(model, weight, fields, packed, target.dtype)
         else:
-            _put_dense(model, row, target)
+            _put_dense(model, weight, target)
     return completed(model)
 
 
-def _put_dense(model: CausalLM, row: Weight, target: Target) -> None:
-    """Draw a weight: norms near 1, decays below -1, all others near 0."""
-    tensor = torch.randn(row.shape, dtype=target.dtype, device=target.device).mul_(SIZE)
-    if row.name.endswith("decay"):
+def _put_dense(model: CausalLM, weight: Weight, target: Target) -> None:
+    """Draw a weight: norms near 1, decays below -1, others near 0."""
+    tensor = torch.randn(weight.shape, dtype=target.dtype, device=target.device).mul_(SIZE)
+    if weight.name.endswith("decay"):
         tensor = -1 - tensor.abs()
-    put(model, path_of(row.name), tensor + 1 if row.name.endswith("norm") else tensor)
+    put(model, path_of(weight.name), tensor + 1 if weight.name.endswith("norm") else tensor)
 
 
 def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) -> Fields:
-    """Draw random codes, with scales that give numbers of about the size of real weights."""
+    """Draw random codes, with scales that give numbers of the size of real weights."""
     elements, n_bytes = _block_size(packed)
     if shape[1] % elements:
         raise UserError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
@@ -78,45 +78,44 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
 def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:
     """Add equal scales for groups of `GROUP` columns, and minima if the table has no negative values.
 
-    Scales and minima of integers fit in 16 bits, as in most folders. Scales of other numbers are float32, as in NF4 and
-    block-wise FP8.
+    Scales and minima of integers fit in 16 bits, as in most folders; others are float32, as in NF4 and block-wise FP8.
     """
-    values = values_of(table, codes.device)
-    if not values.isfinite().all():  # codes that are no numbers
-        codes = codes.where(values.isfinite()[codes.int()], 0)
-    d = torch.full((len(codes), n_groups), 2 * SIZE / float(values.nan_to_num(0).abs().max()), device=codes.device)
-    if (values == values.round()).all():
+    numbers = values_of(table, codes.device)
+    if not numbers.isfinite().all():  # some codes stand for NaN or infinity
+        codes = codes.where(numbers.isfinite()[codes.int()], 0)
+    d = torch.full((len(codes), n_groups), 2 * SIZE / float(numbers.nan_to_num(0).abs().max()), device=codes.device)
+    if (numbers == numbers.round()).all():
         d = d.bfloat16().float()
     fields = {"codes": codes, "d": d} | (
-        {"minimum": -d * round(float(values.max()) / 2)} if (values >= 0).all() else {}
+        {"minimum": -d * round(float(numbers.max()) / 2)} if (numbers >= 0).all() else {}
     )
     return shorten(fields) if codes.device.type == "cuda" else fields
 
 
 def _block_size(packed: Kind) -> tuple[int, int]:
-    """Return the elements and bytes of the smallest unit of codes: a block, or a group of a table."""
+    """Return elements and bytes of the smallest unit of codes: a block, or a group of a table."""
     if isinstance(packed, Table):
         return GROUP, GROUP // 2 if packed.name == "TABLE_4" else GROUP
     return BLOCK_SIZES[packed]
 
 
 def kind_named(name: str) -> Kind:
-    """Find a kind by the name of its kernels or of its numbers."""
+    """Return a kind of packed matrix (GGML type or `Table`) by the name of its kernels or of its table."""
     return TABLE_EXAMPLES[name] if name in TABLE_EXAMPLES else GGMLType[name]
 
 
 def random_bytes(config: ModelConfig, target: Target, packed: Kind | None = None) -> int:
-    """Count the bytes that `random_model` takes: all weights, and the work space of the largest."""
-    shapes = [row.shape for row in inventory(config).values()]
+    """Return the bytes that `random_model` needs: all weights, and the work space of the largest."""
+    shapes = [weight.shape for weight in inventory(config).values()]
     elements, n_bytes = (1, target.dtype.itemsize) if packed is None else _block_size(packed)
     scales = 2 * sum(map(math.prod, shapes)) * 4 // GROUP if isinstance(packed, Table) else 0
     return sum(map(math.prod, shapes)) * n_bytes // elements + scales + 4 * max(map(math.prod, shapes))
 
 
 def weight_bytes(model: CausalLM) -> int:
-    """Count the bytes of weights that a decode step of one token reads, each tensor once, with chosen experts only.
+    """Return the bytes of weights that a decode step of one token reads: each tensor once, selected experts only.
 
-    An embedding that is no output matrix is not counted.
+    An embedding that is not tied to the output matrix is not counted.
     """
     experts, sizes = model.config.experts, {}
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):

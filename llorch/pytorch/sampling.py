@@ -1,9 +1,9 @@
-"""`llorch.ops.sampling` for a batch, on its device: the same filters in the same order, nothing read by the host.
+"""`llorch.ops.sampling` for a batch on its device: the same filters in the same order, without reads by the host.
 
     penalties -> temperature -> top-k -> top-p -> min-p -> softmax -> draw
 
-All is computed in float64 and rounded once to float32, as there. The uniform numbers of the draws are NumPy's, drawn
-on the host beforehand, so that a seed means the same draws on every backend.
+Everything is computed in float64 and rounded once to float32, as in NumPy. The uniform numbers are NumPy's, drawn
+on the host in advance, so a seed gives the same draws on every backend.
 """
 
 from collections.abc import Sequence
@@ -16,24 +16,24 @@ from torch import Tensor
 
 from llorch.ops.sampling import SamplingSettings
 
-Wide = Float64[Tensor, "batch vocab"]
+Wide = Float64[Tensor, "batch vocab"]  # logits in float64
 PerRow = Float64[Tensor, "batch 1"]
 IntPerRow = Int[Tensor, "batch 1"]
 Logits = Float[Tensor, "batch vocab"]
 Marks = Bool[Tensor, "batch vocab"]
 Counts = Int[Tensor, "batch vocab"]
 
-CANDIDATES = 1024  # the highest logits that are tried before all are sorted
+CANDIDATES = 1024  # on the CPU, number of highest logits to sort before sorting all, see `keep_first`
 
 
 @dataclass(frozen=True)
 class Needs:
-    """The filters that the settings of a batch use at all; a step without the others is built."""
+    """Filters that the settings of a batch use; a sampling step omits the others."""
 
-    penalty: bool  # some row penalises what prompt and answer have
+    penalty: bool  # some row has a repetition penalty
     sampled: bool  # some row is not greedy
-    ordered: bool  # some row keeps the first of the sorted tokens
-    repeats: bool  # some row penalises what the answer has
+    ordered: bool  # some row uses top-k or top-p
+    repeats: bool  # some row has a presence or frequency penalty
 
     @classmethod
     def of(cls, settings: Sequence[SamplingSettings]) -> "Needs":
@@ -48,7 +48,7 @@ class Needs:
 
 @dataclass(frozen=True)
 class BatchSettings:
-    """The settings of every row in tensors that keep their place; see `SamplingSettings`."""
+    """Settings of every row, in tensors with fixed addresses; see `SamplingSettings`."""
 
     temperature: PerRow
     top_k: IntPerRow
@@ -60,7 +60,7 @@ class BatchSettings:
 
     @classmethod
     def of(cls, settings: Sequence[SamplingSettings], device: torch.device) -> "BatchSettings":
-        """Put settings, one per row, on a device."""
+        """Copy settings, one per row, to a device."""
 
         def column(name: str) -> Tensor:
             dtype = torch.int64 if name == "top_k" else torch.float64
@@ -68,14 +68,14 @@ class BatchSettings:
 
         return cls(**{field.name: column(field.name) for field in fields(cls)})
 
-    def rows(self, kept: Int[Tensor, " kept"]) -> "BatchSettings":
+    def rows(self, row_index: Int[Tensor, " kept"]) -> "BatchSettings":
         """Return the settings of some rows."""
-        return BatchSettings(**{field.name: getattr(self, field.name)[kept] for field in fields(self)})
+        return BatchSettings(**{field.name: getattr(self, field.name)[row_index] for field in fields(self)})
 
-    def assign(self, other: "BatchSettings") -> None:
-        """Take the values of other settings into the same storage."""
+    def assign(self, settings: "BatchSettings") -> None:
+        """Copy other settings into this storage."""
         for field in fields(self):
-            getattr(self, field.name).copy_(getattr(other, field.name))
+            getattr(self, field.name).copy_(getattr(settings, field.name))
 
 
 def uniforms(settings: Sequence[SamplingSettings], n_draws: int) -> Float64[np.ndarray, "batch draws"]:
@@ -89,46 +89,49 @@ def penalise(logits: Wide, seen: Marks, penalty: PerRow) -> Wide:
 
 
 def penalise_repeats(logits: Wide, counts: Counts, presence: PerRow, frequency: PerRow) -> Wide:
-    """Subtract from each token of an answer, once and for each time that the answer has it."""
+    """Subtract the presence penalty from each token of the answer, and the frequency penalty per occurrence."""
     return logits - presence * (counts > 0) - frequency * counts
 
 
 def keep_first(logits: Wide, top_k: IntPerRow, top_p: PerRow) -> Wide:
-    """Keep the `top_k` highest logits and their equals; of those the smallest set that holds a mass of `top_p`.
+    """Keep the `top_k` highest logits and ties; of those the smallest set with probability mass `top_p`.
 
-    Sorting a whole vocabulary takes a CPU as long as a token of a small model, so there the highest logits are tried
-    first. On a GPU it does not, and the host must not look whether they were enough.
+    Sorting the whole vocabulary takes a CPU as long as a token of a small model, so there only the highest logits are
+    sorted first. On a GPU sorting is fast, and the host must not check if the highest logits were enough.
     """
     vocab = logits.shape[-1]
     k = torch.where(top_k == 0, vocab, top_k).clamp(max=vocab)
     if logits.device.type == "cpu" and vocab > CANDIDATES:
-        ids = logits.topk(CANDIDATES, sorted=False).indices.sort(-1).values  # equal ones in the order of their ids
-        ordered, at = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
-        filtered, enough = _first_of(logits, ordered, ids.gather(-1, at), k, top_p)
-        if enough.all():
+        ids = logits.topk(CANDIDATES, sorted=False).indices.sort(-1).values  # ties in the order of their ids
+        ordered, order = logits.gather(-1, ids).sort(dim=-1, descending=True, stable=True)
+        filtered, is_enough = _keep_first_sorted(logits, ordered, ids.gather(-1, order), k, top_p)
+        if is_enough.all():
             return filtered
-    return _first_of(logits, *logits.sort(dim=-1, descending=True, stable=True), k, top_p)[0]
+    return _keep_first_sorted(logits, *logits.sort(dim=-1, descending=True, stable=True), k, top_p)[0]
 
 
-def _first_of(
+def _keep_first_sorted(
     logits: Wide, ordered: Float64[Tensor, "batch some"], order: Int[Tensor, "batch some"], k: IntPerRow, top_p: PerRow
 ) -> tuple[Wide, Bool[Tensor, "batch 1"]]:
-    """Filter by the highest logits, given in order with their ids; says of each row whether they were enough."""
-    vocab, some = logits.shape[-1], order.shape[-1]
-    threshold = torch.where(k <= some, ordered.gather(-1, k.clamp(max=some) - 1), -torch.inf)
+    """Apply `keep_first`, given the highest logits (`ordered`) and their ids (`order`), which may be too few.
+
+    Also tell for each row if they were enough: else the filter may have removed tokens that belong to the result.
+    """
+    vocab, n_sorted = logits.shape[-1], order.shape[-1]
+    threshold = torch.where(k <= n_sorted, ordered.gather(-1, k.clamp(max=n_sorted) - 1), -torch.inf)
     logits = logits.masked_fill(logits < threshold, -torch.inf)
     cumulated = softmax(logits).gather(-1, order).cumsum(-1)
-    before = cumulated.roll(1, -1)  # mass of the tokens before each one
-    before[:, 0] = 0
-    kept = before < top_p
-    by_mass = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, kept)
-    least = ordered.masked_fill(~kept, torch.inf).amin(-1, keepdim=True)
-    whole = (top_p >= 1) | (least > ordered[:, -1:])  # else equals of the last one may be missing
-    return logits.masked_fill(~by_mass & (top_p < 1), -torch.inf), whole & ((k <= some) | (k == vocab))
+    preceding_mass = cumulated.roll(1, -1)  # probability mass before each token
+    preceding_mass[:, 0] = 0
+    is_kept = preceding_mass < top_p
+    in_mass = torch.zeros_like(logits, dtype=torch.bool).scatter(-1, order, is_kept)
+    lowest = ordered.masked_fill(~is_kept, torch.inf).amin(-1, keepdim=True)
+    has_all_ties = (top_p >= 1) | (lowest > ordered[:, -1:])  # else ties of the last logit may be missing
+    return logits.masked_fill(~in_mass & (top_p < 1), -torch.inf), has_all_ties & ((k <= n_sorted) | (k == vocab))
 
 
 def keep_min_p(logits: Wide, min_p: PerRow) -> Wide:
-    """Keep tokens at least `min_p` times as likely as the most likely one."""
+    """Keep tokens at least `min_p` times as likely as the most likely token: a difference of logits of log(min_p)."""
     return logits.masked_fill(logits < logits.amax(-1, keepdim=True) + min_p.log(), -torch.inf)
 
 
@@ -141,50 +144,45 @@ def softmax(logits: Wide) -> Wide:
 def probabilities(logits: Logits, settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts) -> Logits:
     """Compute the distributions that sampling draws from; removed tokens have probability zero.
 
-    Temperature 0 puts all probability on the likeliest token, and a tie goes to the lowest id. The distributions are
-    computed in float64 and rounded once, to float32 at least.
+    Temperature 0 puts all probability on the most likely token; a tie goes to the lowest id. The distributions are
+    computed in float64 and rounded once, to at least float32.
     """
-    wide = _penalised(logits, settings, needs, seen, counts)
-    best = torch.zeros_like(wide).scatter(-1, wide.argmax(-1, keepdim=True), 1.0)
-    out = torch.promote_types(logits.dtype, torch.float32)
+    scores = _penalised(logits, settings, needs, seen, counts)
+    best = torch.zeros_like(scores).scatter(-1, scores.argmax(-1, keepdim=True), 1.0)
+    out_dtype = torch.promote_types(logits.dtype, torch.float32)
     if not needs.sampled:
-        return best.to(out)
+        return best.to(out_dtype)
     greedy = settings.temperature == 0
-    wide = wide / settings.temperature.masked_fill(greedy, 1.0)
+    scores = scores / settings.temperature.masked_fill(greedy, 1.0)
     if needs.ordered:
-        wide = keep_first(wide, settings.top_k, settings.top_p)
-    return torch.where(greedy, best, softmax(keep_min_p(wide, settings.min_p))).to(out)
+        scores = keep_first(scores, settings.top_k, settings.top_p)
+    return torch.where(greedy, best, softmax(keep_min_p(scores, settings.min_p))).to(out_dtype)
 
 
 def _penalised(logits: Logits, settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts) -> Wide:
-    wide = logits.double()
+    scores = logits.double()
     if needs.penalty:
-        wide = penalise(wide, seen, settings.repetition_penalty)
+        scores = penalise(scores, seen, settings.repetition_penalty)
     if needs.repeats:
-        wide = penalise_repeats(wide, counts, settings.presence_penalty, settings.frequency_penalty)
-    return wide
+        scores = penalise_repeats(scores, counts, settings.presence_penalty, settings.frequency_penalty)
+    return scores
 
 
 def draw(distribution: Logits, u: PerRow) -> IntPerRow:
-    """Return the token of each row whose stretch of the cumulated distribution holds `u`, 0 <= u < 1."""
+    """Return the token of each row whose interval of the cumulative distribution contains `u`, 0 <= u < 1."""
     cumulated = distribution.double().cumsum(-1)
     token = torch.searchsorted(cumulated, u * cumulated[:, -1:], right=True)
-    return token.clamp(max=distribution.shape[-1] - 1)  # never an index beyond the vocabulary, be the logits NaN
+    return token.clamp(max=distribution.shape[-1] - 1)  # stays in the vocabulary, even for NaN logits
 
 
 def choose(
-    logits: Logits,
-    settings: BatchSettings,
-    needs: Needs,
-    seen: Marks,
-    counts: Counts,
-    u: PerRow,
+    logits: Logits, settings: BatchSettings, needs: Needs, seen: Marks, counts: Counts, u: PerRow,
     allowed: Marks | None = None,
-) -> tuple[IntPerRow, PerRow]:
-    """Choose the next token of each row, and return it with its log probability under the unfiltered logits.
+) -> tuple[IntPerRow, PerRow]:  # fmt: skip
+    """Sample the next token of each row, and return it with its log probability under the unfiltered logits.
 
-    The log probability is NaN where a logit of the row is not finite. `seen` marks the tokens of prompt and answer,
-    `counts` has how often the answer has each token, `allowed` marks the tokens that may come next (None: all).
+    The log probability is NaN if a logit of the row is not finite. `seen` marks the tokens of prompt and answer,
+    `counts` has the token counts of the answer, `allowed` marks the tokens that may come next (None: all).
     """
     scores = logits if allowed is None else logits.masked_fill(~allowed, -torch.inf)
     if needs.sampled:
@@ -193,14 +191,14 @@ def choose(
         penalised = needs.penalty or needs.repeats
         scores = _penalised(scores, settings, needs, seen, counts) if penalised else scores
         token = scores.argmax(-1, keepdim=True)
-    wide = logits.double()
-    logprob = wide.gather(-1, token) - wide.logsumexp(-1, keepdim=True)
+    logits_float64 = logits.double()
+    logprob = logits_float64.gather(-1, token) - logits_float64.logsumexp(-1, keepdim=True)
     return token, torch.where(logits.isfinite().all(-1, keepdim=True), logprob, torch.nan)
 
 
 def seen_tokens(histories: Sequence[Sequence[int]], vocab_size: int) -> Bool[np.ndarray, "batch vocab"]:
     """Mark the tokens of each history."""
-    seen = np.zeros((len(histories), vocab_size), bool)
-    for row, history in zip(seen, histories, strict=True):
+    marks = np.zeros((len(histories), vocab_size), bool)
+    for row, history in zip(marks, histories, strict=True):
         row[np.asarray(history, np.int64)] = True
-    return seen
+    return marks

@@ -1,1 +1,1 @@
-"""Errors, child processes, memory, threads, and the names of built-in models: code that computes nothing of a model."""
+"""Errors, child processes, memory, threads, and the names of built-in models: support code without model arithmetic."""

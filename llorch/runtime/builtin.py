@@ -1,54 +1,54 @@
-"""The built-in models, their goldens and the example data: where the files lie in a wheel and in a clone."""
+"""Paths, in a wheel and in a clone, of the built-in models, their goldens (reference outputs) and the example data."""
 
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 
-from llorch.runtime.errors import LeftOut, suggestion
+from llorch.runtime.errors import NotInWheel, suggestion
 
 BUILTIN = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3", "story")  # dense
-OTHERS = (  # of families with pages of their own
+OTHERS = (  # families with their own blocks
     "micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5", "micro-qwen3.5-moe", "micro-qwen3-next",
     "micro-smollm3", "micro-ministral3", "micro-llama4",
 )  # fmt: skip
-FOLDERS = ("micro-mistral", "micro-qwen3-vl-moe")  # windows, which GGUF cannot say; a text part with turned experts
+FOLDERS = ("micro-mistral", "micro-qwen3-vl-moe")  # no GGUF files: sliding windows; multimodal, transposed experts
 EVERY = (*BUILTIN, *OTHERS, *FOLDERS)
-IN_WHEEL = ("micro-llama", "micro-qwen3", "story")  # with forward goldens, without those of long contexts and training
-DATA = ("pirate",)
+IN_WHEEL = ("micro-llama", "micro-qwen3", "story")  # with forward goldens only, without long contexts and training
+DATA = ("pirate",)  # example data sets
 _PACKAGE = Path(__file__).parents[1]
 
 
 def builtin_path(name: str) -> Path:
-    """Return the GGUF file of a built-in model of `EVERY`, or the Hugging Face folder of one of `FOLDERS`."""
+    """Return the GGUF file of a built-in model, or the folder of a model in `FOLDERS`."""
     if name not in EVERY:
         raise FileNotFoundError(
             f"model {name!r}: no such file or folder, and not a built-in model ({', '.join(EVERY)})"
             + suggestion(name, EVERY)
         )
-    if name not in held([name]):
-        raise LeftOut(f"model {name!r}: expected a model of this wheel ({', '.join(IN_WHEEL)})")
+    if name not in installed_models([name]):
+        raise NotInWheel(f"model {name!r}: expected a model of this wheel ({', '.join(IN_WHEEL)})")
     return _PACKAGE / "models" / (name if name in FOLDERS else f"{name}.gguf")
 
 
 def is_wheel() -> bool:
-    """Tell whether this llorch was installed from a wheel, which holds the models of `IN_WHEEL` and no others."""
+    """Check if this llorch was installed from a wheel, which contains only the models of `IN_WHEEL`."""
     return (_PACKAGE / "reference_outputs").is_dir()
 
 
-def held(names: Iterable[str]) -> tuple[str, ...]:
-    """Keep the names of the built-in models that this installation holds."""
+def installed_models(names: Iterable[str]) -> tuple[str, ...]:
+    """Return the names of the built-in models that this installation contains."""
     return tuple(name for name in names if not is_wheel() or name in IN_WHEEL)
 
 
 def missing_golden(path: Path) -> FileNotFoundError:
-    """Make the error for a golden that is not there: in a clone a failure, in a wheel one that may be left out."""
+    """Return the error for a missing golden: a failure in a clone, `NotInWheel` in a wheel."""
     if is_wheel():
         name = f"{path.parent.name}/{path.name}"
-        return LeftOut(f"golden {name}: this wheel holds only the forward goldens of {', '.join(IN_WHEEL)}")
+        return NotInWheel(f"golden {name}: this wheel holds only the forward goldens of {', '.join(IN_WHEEL)}")
     return FileNotFoundError(f"golden {path} is missing; make it with reference_outputs/regenerate.py")
 
 
-def wins(name: str, names: Collection[str], report: Callable[[str], None]) -> bool:
-    """Tell whether a name is a built-in one, which wins over a path; report a line where both exist."""
+def is_builtin_name(name: str, names: Collection[str], report: Callable[[str], None]) -> bool:
+    """Check if a name is built-in, which has priority over a path; report a line if both exist."""
     if name not in names:
         return False
     if Path(name).exists():
@@ -57,9 +57,9 @@ def wins(name: str, names: Collection[str], report: Callable[[str], None]) -> bo
 
 
 def find_data(path_or_name: str, report: Callable[[str], None] = lambda line: None) -> Path:
-    """Find training data: a built-in data set, one of `DATA`, or else an existing file or folder."""
+    """Find training data: a built-in data set of `DATA`, else an existing file or folder."""
     path = Path(path_or_name)
-    if wins(path_or_name, DATA, report):
+    if is_builtin_name(path_or_name, DATA, report):
         return _PACKAGE / "examples" / path_or_name
     if path_or_name and path.exists():
         return path
@@ -70,5 +70,5 @@ def find_data(path_or_name: str, report: Callable[[str], None] = lambda line: No
 
 
 def goldens_folder() -> Path:
-    """Return the folder with the goldens of each built-in model: inside a wheel, or beside the package in a clone."""
+    """Return the folder with the goldens of each built-in model: in the package (wheel), or next to it (clone)."""
     return (_PACKAGE if is_wheel() else _PACKAGE.parent) / "reference_outputs"

@@ -1,4 +1,4 @@
-"""The exceptions that llorch raises on purpose, each with a message for the person who has to act on it."""
+"""Exceptions of llorch, each with a message for the person who has to act on it."""
 
 import re
 from collections.abc import Iterable
@@ -7,18 +7,18 @@ from pathlib import Path
 from typing import Literal
 
 ErrorCode = (
-    Literal["Truncated", "BadMagic", "Malformed", "Duplicate", "OutOfBounds", "TooLarge", "Unsafe"]  # of bytes
-    | Literal["Missing", "Unexpected", "Shape", "DType", "OutOfRange", "NonFinite", "Inconsistent"]  # of what they mean
-    | Literal["Unsupported", "BaseMismatch", "TemplateBudget", "TemplateError"]  # of its use
+    Literal["Truncated", "BadMagic", "Malformed", "Duplicate", "OutOfBounds", "TooLarge", "Unsafe"]  # bytes
+    | Literal["Missing", "Unexpected", "Shape", "DType", "OutOfRange", "NonFinite", "Inconsistent"]  # content
+    | Literal["Unsupported", "BaseMismatch", "TemplateBudget", "TemplateError"]  # use
 )
 
-_MOST_QUOTED, _MOST_OF_WORD = 80, 200  # characters of a value, and of a list of names without a space
-_LONG = re.compile(
-    rf"""(?<!\w)(?P<quote>['"])(?:(?!(?P=quote)).){{{_MOST_QUOTED},}}(?P=quote)(?!\w)|\S{{{_MOST_OF_WORD + 1},}}""",
+_MAX_QUOTED, _MAX_WORD = 80, 200  # characters of a quoted value, and of a word without a space
+_LONG = re.compile(  # a quoted value, or a word, that is too long
+    rf"""(?<!\w)(?P<quote>['"])(?:(?!(?P=quote)).){{{_MAX_QUOTED},}}(?P=quote)(?!\w)|\S{{{_MAX_WORD + 1},}}""",
     re.DOTALL,
 )
 
-Guard = Literal["ids", "positions", "norm", "layout", "weights", "run"]
+Guard = Literal["ids", "positions", "norm", "layout", "weights", "run"]  # checks that a dump is comparable
 
 
 class UserError(ValueError):
@@ -26,19 +26,19 @@ class UserError(ValueError):
 
 
 class FormatError(UserError):
-    """A file or a folder that cannot be used, refused with one line that says what, where and why."""
+    """Error of a file or folder that cannot be used: one line with the place, the reason and the fix."""
 
     def __init__(
         self, code: ErrorCode, message: str, *, path: str | Path | None = None, offset: int | None = None
     ) -> None:
-        """Build the one-line message: subject, what was expected, what was got, what to do.
+        """Build the one-line message: subject, expected and actual value, what to do.
 
         `code` is stable across releases; `path` is the file or folder at fault, `offset` the byte in it.
         """
-        where = f"{path}: " if path is not None else ""
-        at = f" (byte {offset})" if offset is not None else ""
+        location = f"{path}: " if path is not None else ""
+        position = f" (byte {offset})" if offset is not None else ""
         message = shortened(message)
-        super().__init__(printable(f"{where}{code}: {message}{at}"))
+        super().__init__(printable(f"{location}{code}: {message}{position}"))
         self.code: ErrorCode = code
         self.path = path
         self.offset = offset
@@ -46,41 +46,41 @@ class FormatError(UserError):
 
 
 class CheckpointMismatch(AssertionError):
-    """A stage whose numbers are not those of the golden."""
+    """Error of a stage (a named intermediate array) that differs from the golden, its stored reference output."""
 
 
 class GuardFailed(UserError):
-    """A dump whose numbers say nothing beside ours: of other tokens, weights, or another run than is said."""
+    """Error of a dump that is not comparable: other tokens, other weights, or another run than declared."""
 
     def __init__(self, guard: Guard, message: str, *, source: str) -> None:
-        """Build the one-line message; `guard` says which of them failed, `source` names the dump."""
+        """Build the one-line message; `guard` is the failed check, `source` the dump."""
         super().__init__(printable(f"{source}: {guard}: {shortened(message)}"))
         self.guard: Guard = guard
 
 
 class NonFiniteRun(ArithmeticError):
-    """A run whose numbers overflowed, although all weights are finite."""
+    """Overflow in a run, although all weights are finite."""
 
     def __init__(self, stage: str, what: str, *, where: object, dtype: str) -> None:
-        """Name the first stage that is not finite, what was seen there, model and adapter, and the run's dtype."""
+        """Name the first non-finite stage, its values (`what`), the model (`where`) and the dtype."""
         cause = f"weights, or the alpha of an adapter, are too large for {dtype}"
         super().__init__(f"{where}: {stage} is the first stage that is not finite ({what}); {cause}")
         self.stage = stage
 
 
 class LearnerFault(Exception):
-    """A part that cannot be gone on with: it raised, or returned no array of the right shape and dtype."""
+    """Failure of a function in a learner's code: it raised, or returned no array of the right shape and dtype."""
 
-    def __init__(self, part: str, said: str) -> None:
-        """Name the learner's function and what it did; a cause, if any, holds the learner's frames."""
-        super().__init__(f"{part}: {said}")
+    def __init__(self, part: str, failure: str) -> None:
+        """Name the learner's function and its failure; the cause, if any, has the learner's frames."""
+        super().__init__(f"{part}: {failure}")
 
 
 class MissingExtra(ImportError):
-    """A package that the command needs and that is not installed."""
+    """Error of a command that needs a package which is not installed."""
 
     def __init__(self, extra: str, package: str) -> None:
-        """Name the extra of llorch that brings a package which could not be imported; "" if llorch alone brings it."""
+        """Name the missing package and the extra of llorch that installs it; "" if llorch itself does."""
         name, clone = (f"'llorch[{extra}]'", f"'.[{extra}]'") if extra else ("llorch", ".")
         super().__init__(
             f"{package} is not installed; get it with: pip install {name}, "
@@ -90,63 +90,63 @@ class MissingExtra(ImportError):
         self.package = package
 
 
-class LeftOut(FileNotFoundError):
-    """A built-in model, a golden or another file that the wheel leaves out; a clone and the sdist have it."""
+class NotInWheel(FileNotFoundError):
+    """Error of a file that is not in the wheel, such as a golden; a clone and the sdist have every file."""
 
     def __init__(self, subject: str) -> None:
-        """Name the file; say how to get it."""
+        """Build the message from `subject`, which says which file is missing and which files the wheel has."""
         super().__init__(f"{subject}; for the rest, install a clone or the unpacked sdist: pip install -e FOLDER")
 
 
 class EngineDied(RuntimeError):
-    """An engine of others whose process ended, or was silent for too long and ended by us."""
+    """Error of a reference engine whose process ended, or that llorch ended after a timeout."""
 
 
 class RankFailed(RuntimeError):
-    """What ended a run on another rank, or that the other ranks were lost."""
+    """Failure of another rank, which ended the run."""
 
     def __init__(self, message: str, exit_code: int | None) -> None:
-        """Repeat its line; the exit code is its, too, or None where nobody knows."""
+        """Repeat the message of that rank; `exit_code` is its exit code, or None if unknown."""
         super().__init__(message)
         self.exit_code = exit_code
 
 
 class RankLost(RankFailed):
-    """A rank whose process ended, as far as the others know."""
+    """Loss of a rank: its process ended, as seen from the other ranks."""
 
 
 class MissingDevice(RuntimeError):
-    """A device, or an ability of it, that was asked for by name and is not there."""
+    """Error of a device, or a feature of it, that was requested by name and is missing."""
 
 
 def shortened(message: str) -> str:
-    """Cut every long quoted value and every long word of a message, and tell the length that it had."""
-    return _LONG.sub(lambda found: cut(found[0], _MOST_QUOTED if found["quote"] else _MOST_OF_WORD), message)
+    """Truncate every long quoted value and every long word of a message, and append its length."""
+    return _LONG.sub(lambda match: cut(match[0], _MAX_QUOTED if match["quote"] else _MAX_WORD), message)
 
 
-def cut(text: str, most: int = _MOST_QUOTED) -> str:
-    """Return a text, or its beginning and its length where it has more than so many characters."""
-    return text if len(text) <= most else f"{text[:most]}... ({len(text)} characters)"
+def cut(text: str, max_length: int = _MAX_QUOTED) -> str:
+    """Return a text, or its first `max_length` characters and its length if it is longer."""
+    return text if len(text) <= max_length else f"{text[:max_length]}... ({len(text)} characters)"
 
 
 def printable(text: str) -> str:
-    """Make foreign text safe to show: without control characters, line ends and marks that reorder a line."""
-    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    """Escape control characters, line ends and bidirectional marks in untrusted text."""
+    return "".join(character if character.isprintable() else repr(character)[1:-1] for character in text)
 
 
-def decode_utf8(data: bytes, what: str, *, offset: int = 0) -> str:
-    """Decode text that a person gave; ValueError names the first byte that is not UTF-8 and its place from `offset`."""
+def decode_utf8(data: bytes, subject: str, *, offset: int = 0) -> str:
+    """Decode user text; UserError names the first byte that is not UTF-8 and its position, counted from `offset`."""
     try:
         return data.decode("utf-8")
     except UnicodeDecodeError as error:
-        found = f"byte 0x{data[error.start]:02x} at offset {offset + error.start}"
-        raise UserError(f"{what}: expected UTF-8, got {found}; convert the text first") from None
+        bad_byte = f"byte 0x{data[error.start]:02x} at offset {offset + error.start}"
+        raise UserError(f"{subject}: expected UTF-8, got {bad_byte}; convert the text first") from None
 
 
-def suggestion(word: str, known: Iterable[str]) -> str:
-    """Suggest a known word for an unknown one, as the end of a message; empty if none is near.
+def suggestion(word: str, known_names: Iterable[str]) -> str:
+    """Suggest a known word for an unknown one, as the end of a message; empty if none is similar.
 
-    Of known names of several words the last word counts, of equal ones the last name.
+    Known names of several words count by their last word; of equal last words the last name wins.
     """
-    names = {name.rpartition(" ")[2]: name for name in known}
-    return "".join(f"; did you mean {names[near]!r}?" for near in get_close_matches(word, names, n=1))
+    names_by_word = {name.rpartition(" ")[2]: name for name in known_names}
+    return "".join(f"; did you mean {names_by_word[match]!r}?" for match in get_close_matches(word, names_by_word, n=1))

@@ -1,4 +1,4 @@
-"""Typed reading of values that a file gave us, with errors that name the key, the value and the file."""
+"""Typed reading of values from untrusted files, with errors that name the key, the value and the file."""
 
 import sys
 from collections.abc import Iterator, Mapping
@@ -10,50 +10,50 @@ import numpy as np
 
 from llorch.runtime.errors import ErrorCode, FormatError, cut
 
-_REQUIRED = object()
+_REQUIRED = object()  # default of a key that must be present
 _SCALAR = (bool, int, float, str, type(None))
 _LARGEST = sys.float_info.max  # an integer of a JSON file may be larger than any float
 
 
 def shortest(value: float) -> float:
-    """Undo the widening of a float32 from a GGUF file: 9.999999747378752e-06 was 1e-05; other numbers stay."""
+    """Return the shortest float for a widened float32, 1e-05 for 9.999999747378752e-06; other numbers stay."""
     with np.errstate(over="ignore"):
         narrow = np.float32(value)
     return float(str(narrow)) if float(narrow) == value else value
 
 
-class Recorded(dict[str, object]):
-    """Values that record which keys were asked for, also inside of objects; a copy records for both."""
+class ReadTrackingDict(dict[str, object]):
+    """Dictionary that records which keys were read, also in nested objects."""
 
     def __init__(self, values: Mapping[str, object]) -> None:
-        """Copy parsed values; nothing was asked for yet."""
-        nested = {key: Recorded(value) for key, value in values.items() if isinstance(value, Mapping)}
+        """Copy parsed values; no key is read yet."""
+        nested = {key: ReadTrackingDict(value) for key, value in values.items() if isinstance(value, Mapping)}
         super().__init__({**values, **nested})
-        self._plain = values
-        self._asked: set[str] = set()
+        self._values = values
+        self._keys_read: set[str] = set()
 
     def __getitem__(self, key: str) -> object:
-        self._asked.add(key)
+        self._keys_read.add(key)
         return super().__getitem__(key)
 
     def get(self, key: str, default: object = None) -> object:
         """Return a value, or the default."""
-        self._asked.add(key)
+        self._keys_read.add(key)
         return super().get(key, default)
 
     def unread(self, prefix: str = "") -> dict[str, object]:
-        """Return the values that nobody asked for, nulls left out; keys of an object inside have its key in front."""
+        """Return the values that were not read, without nulls; keys of nested objects have their path as prefix."""
         unread: dict[str, object] = {}
         for key, value in self.items():
-            if key not in self._asked and value is not None:
-                unread[prefix + key] = self._plain[key]
-            elif isinstance(value, Recorded):
+            if key not in self._keys_read and value is not None:
+                unread[prefix + key] = self._values[key]
+            elif isinstance(value, ReadTrackingDict):
                 unread |= value.unread(f"{prefix}{key}.")
         return unread
 
 
 class Fields:
-    """A mapping of unknown values; every getter returns the wanted type or raises `FormatError`."""
+    """Typed access to parsed values; every getter returns its type or raises `FormatError`."""
 
     def __init__(
         self,
@@ -63,14 +63,14 @@ class Fields:
         prefix: str = "",
         defaults: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        """Wrap values as parsed, null as absent; `prefix` goes before each key, `defaults` before those of a getter."""
+        """Wrap parsed values, null is absent. Each key gets the `prefix`; `defaults` override a getter's default."""
         self.values = values
         self.path = path
         self.defaults = defaults
         self._prefix = prefix
 
     def has(self, key: str) -> bool:
-        """Tell if there is a value, other than null."""
+        """Check if there is a value other than null."""
         return self.values.get(self._prefix + key) is not None
 
     def full(self, key: str) -> str:
@@ -78,21 +78,21 @@ class Fields:
         return self._prefix + key
 
     def is_null(self, key: str) -> bool:
-        """Tell if the key is there and holds null."""
-        return (self._prefix + key, None) in self.values.items()  # which `Recorded` does not take for reading
+        """Check if the key exists and is null."""
+        return (self._prefix + key, None) in self.values.items()  # `ReadTrackingDict` does not count this as a read
 
     def refuse_null(self, *keys: str) -> None:
-        """Refuse an explicit null where it does not mean the default."""
+        """Raise FormatError for an explicit null where null does not mean the default."""
         for key in filter(self.is_null, keys):
             raise self.error("Malformed", key, "a value, or no such key", None)
 
     def error(self, code: ErrorCode, key: str, expected: str, actual: object) -> FormatError:
-        """Make the error for one key."""
+        """Return the error for one key."""
         actual = shortest(actual) if isinstance(actual, float) else actual
         return FormatError(code, f"{self._prefix}{key}: expected {expected}, got {cut(repr(actual))}", path=self.path)
 
     def integer(self, key: str, *, default: object = _REQUIRED, low: int | None = None) -> int:
-        """Read an integer (no bool, no float), at least `low` if given."""
+        """Read an integer (no bool, no float), at least `low` if it is not None."""
         value = self._get(key, default, "an integer")
         if isinstance(value, bool) or not isinstance(value, int):
             raise self.error("Malformed", key, "an integer", value)
@@ -101,7 +101,7 @@ class Fields:
         return value
 
     def number(self, key: str, *, default: object = _REQUIRED, low: float | None = None) -> float:
-        """Read a finite number, at least `low` if given."""
+        """Read a finite number, at least `low` if it is not None."""
         value = self._get(key, default, "a number")
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.error("Malformed", key, "a number", value)
@@ -133,14 +133,14 @@ class Fields:
         return Fields(value, self.path)
 
     def refuse(self, key: str, *, unless: tuple[object, ...], default: object) -> None:
-        """Refuse a value that would change the computation in a way llorch does not have."""
+        """Raise FormatError unless the value (else `default`) is one of `unless`, the values that llorch computes."""
         value = self._get(key, default, "")
         if not isinstance(value, _SCALAR) or value not in unless:
-            raise self.error("Unsupported", key, " or ".join(repr(v) for v in unless), value)
+            raise self.error("Unsupported", key, " or ".join(repr(choice) for choice in unless), value)
 
     @contextmanager
-    def naming_the_file(self) -> Iterator[None]:
-        """Add the file to errors raised by code that does not know it."""
+    def adding_path(self) -> Iterator[None]:
+        """Add the path to errors raised by code that does not know it."""
         try:
             yield
         except FormatError as error:

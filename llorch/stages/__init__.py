@@ -1,1 +1,1 @@
-"""The tables of stages: `table` lists them, `stage_ref` names one array of a run, `comparison` measures differences."""
+"""Stage tables: `table` lists the stages, `stage_ref` names one array of a run, `comparison` measures differences."""

@@ -1,12 +1,12 @@
-"""The one comparison: how far apart two arrays or two traces are, and whether that passes.
+"""Comparison of two arrays or two traces: their difference, and whether it is within a tolerance.
 
-    error = |got - want| / |want|                   Euclidean norms, in float64
-    worst = max |got - want| / max |want|           the single worst element, on the tensor's own scale
-    tokens                                          the error of each token's row, on that row's own scale
-    common factor = <got, want> / <want, want>      1 where the two differ by independent roundings alone
+    error = |actual - expected| / |expected|             Euclidean norms, in float64
+    worst = max |actual - expected| / max |expected|     the worst element, relative to the largest
+    tokens                                               `error` of each token's row, relative to that row
+    common factor = <actual, expected> / |expected|**2   near 1 for independent roundings, not for a wrong constant
 
-Presence, shape, dtype and finiteness are judged before any value. NaN, infinity, an empty array or a broadcast
-never pass. Nothing else in the project decides whether numbers agree.
+Presence, shape, dtype and finiteness are checked before any value. NaN, infinity, an empty array or a broadcast
+never pass. No other module of the project decides whether numbers agree.
 """
 
 import math
@@ -19,28 +19,28 @@ import numpy as np
 from llorch.runtime.errors import UserError
 from llorch.stages.table import Stage, forward_order
 
-PASS, FAIL, TIE, ROUNDING, NOT_RUN = "PASS", "FAIL", "TIE", "ROUNDING", "NOT RUN"  # verdicts
+PASS, FAIL, TIE, ROUNDING, NOT_RUN = "PASS", "FAIL", "TIE", "ROUNDING", "NOT RUN"  # verdicts, see `judging.types`
 FLOAT32_ULP = 2.0**-23
-FLOOR = 4 * FLOAT32_ULP  # 4 ulp of the tensor's scale: no tolerance is ever below it
-FLOORS: Mapping[str, float] = {  # by dtype of a run; half precision: 4 ulp of a number just below that scale
+FLOOR = 4 * FLOAT32_ULP  # least tolerance: 4 ulp of the tensor's scale
+FLOORS: Mapping[str, float] = {  # by dtype of a run; half precision: 4 ulp of a number just below the scale
     "float32": FLOOR,
     "bfloat16": 4 * 2.0**-8,
     "float16": 4 * 2.0**-11,
 }
-FACTOR = 4.0  # times the larger distance of an engine from the float64 reference
+FACTOR = 4.0  # tolerance over the largest distance of a reference engine from the float64 reference
 
 Trace = Mapping[str, np.ndarray]
 
 
 @dataclass(frozen=True)
 class Tolerance:
-    """How far an array may be from its golden; all limits hold at once.
+    """Largest difference of an array from its golden that passes; all limits must hold.
 
     Attributes:
-        error: Of the whole.
-        worst: Of its worst element.
-        tokens: Of the row of each token, one limit or one per token; None where tokens are not told apart.
-        common_factor: How far the common factor may be from 1; None where it is not judged.
+        error: Limit of `Difference.error`.
+        worst: Limit of `Difference.worst`.
+        tokens: Limit of each token's error, one number or one per token; None without a check per token.
+        common_factor: Limit of the common factor's distance from 1; None without this check.
     """
 
     error: float
@@ -65,8 +65,6 @@ class Tolerance:
 
 
 EXACT = Tolerance(0.0, 0.0)
-
-
 FaultKind = Literal["actual", "expected", "shape", "dtype", "empty", "non-finite", "mask", "ids"]
 Fault = tuple[FaultKind, str]
 
@@ -75,18 +73,18 @@ Fault = tuple[FaultKind, str]
 class Difference:
     """Distance of `actual` from `expected`; `fault` gives the reason if the values cannot be compared."""
 
-    error: float
+    error: float  # as in the module docstring, or in units, see `measure_in`
     worst: float
     fault: str | None = None
-    index: tuple[int, ...] = ()  # of the worst element
+    index: tuple[int, ...] = ()  # index of the worst element
     actual: float = math.nan
     expected: float = math.nan
-    tokens: np.ndarray | None = field(default=None, compare=False)  # the error of each token
-    common_factor: float = field(default=1.0, compare=False)  # the projection of `actual` on `expected`
+    tokens: np.ndarray | None = field(default=None, compare=False)  # error of each token
+    common_factor: float = field(default=1.0, compare=False)  # projection of `actual` on `expected`
     fault_kind: FaultKind | None = field(default=None, compare=False)
 
     @classmethod
-    def of_fault(cls, fault: Fault) -> "Difference":
+    def from_fault(cls, fault: Fault) -> "Difference":
         """Return the infinite difference of arrays that cannot be compared."""
         return cls(math.inf, math.inf, ": ".join(fault), fault_kind=fault[0])
 
@@ -104,28 +102,28 @@ class Difference:
             return math.inf
         factor = abs(self.common_factor - 1)
         return max(
-            times_over(self.error, tolerance.error),
-            times_over(self.worst, tolerance.worst),
-            times_over(*self.nearest_token(tolerance)),
-            0.0 if tolerance.common_factor is None else times_over(factor, tolerance.common_factor),
+            safe_ratio(self.error, tolerance.error),
+            safe_ratio(self.worst, tolerance.worst),
+            safe_ratio(*self.nearest_token(tolerance)),
+            0.0 if tolerance.common_factor is None else safe_ratio(factor, tolerance.common_factor),
         )
 
     def has_no_factor(self, tolerance: Tolerance) -> bool:
-        """Tell whether rounding explains the common factor."""
+        """Check if the distance of the common factor from 1 is within the tolerance, so that rounding explains it."""
         return tolerance.common_factor is None or abs(self.common_factor - 1) <= tolerance.common_factor
 
     def nearest_token(self, tolerance: Tolerance) -> tuple[float, float]:
-        """Return error and limit of the token nearest to its limit, or farthest beyond it; zeros if there is none."""
+        """Return error and limit of the token with the largest error / limit; zeros without errors or limits."""
         if self.tokens is None or tolerance.tokens is None:
             return 0.0, 0.0
         limits = np.asarray(tolerance.tokens, np.float64)
         with np.errstate(divide="ignore"):
-            shares = np.divide(self.tokens, limits, out=np.zeros_like(self.tokens), where=self.tokens > 0)
-        at = int(shares.argmax())
-        return float(self.tokens[at]), float(limits[at] if limits.ndim else limits)
+            ratios = np.divide(self.tokens, limits, out=np.zeros_like(self.tokens), where=self.tokens > 0)
+        index = int(ratios.argmax())
+        return float(self.tokens[index]), float(limits[index] if limits.ndim else limits)
 
     def describe(self) -> str:
-        """Format the difference as one line for a person."""
+        """Format the difference in one line."""
         if self.fault is not None:
             return self.fault
         numbers = f"expected {self.expected:.7g}, got {self.actual:.7g}"
@@ -135,8 +133,8 @@ class Difference:
 def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tolerance:
     """Derive a tolerance from the distances of each reference engine (and layer) from the float64 reference.
 
-    It is 4 times the largest distance, and at least the `floor` of the dtype, see `FLOORS`. ValueError: no distance, or
-    one with a fault or without a finite size; it would let everything pass.
+    It is 4 times the largest distance, and at least the `floor` of the dtype, see `FLOORS`. UserError if there is no
+    distance, or if one is not finite or has a fault: it would let everything pass.
     """
     faults = [d.describe() for d in distances if d.fault is not None or not math.isfinite(d.error + d.worst)]
     if faults or not distances:
@@ -148,66 +146,66 @@ def tolerance_from(distances: list[Difference], *, floor: float = FLOOR) -> Tole
 def measure(actual: object, expected: object, *, masked: bool = False, token_axis: int | None = None) -> Difference:
     """Measure how far one array is from another; `fault` gives the reason if they cannot be compared.
 
-    `masked`: -inf marks masked entries, which both sides must then have in the same places. `token_axis`: along which
-    tokens stand, to measure each of them, too.
+    `masked`: -inf marks masked entries; both sides must have the same mask. `token_axis`: axis of the tokens, to also
+    measure the error of each token. Integers must be equal.
     """
     fault = array_fault(actual, expected)
     if fault is not None:
-        return Difference.of_fault(fault)
+        return Difference.from_fault(fault)
     assert isinstance(actual, np.ndarray)
     assert isinstance(expected, np.ndarray)
     if masked and (fault := _mask_fault(actual, expected)):
-        return Difference.of_fault(fault)
+        return Difference.from_fault(fault)
     if actual.dtype.kind in "iu":
         return _measure_exact(actual, expected)
     a, b = (np.where(np.isneginf(expected), 0, x) if masked else x for x in (actual, expected))
     a, b = a.astype(np.float64, copy=False), b.astype(np.float64, copy=False)
     with np.errstate(invalid="ignore"):
-        off = np.asarray(a - b)
-    index = _index_of(np.abs(off).argmax(), off.shape)  # of NaN or infinity where there is one
-    largest, size = float(np.abs(off[index])), float(np.abs(b).max())
+        errors = np.asarray(a - b)
+    index = _index_of(np.abs(errors).argmax(), errors.shape)  # index of a NaN or infinity if there is one
+    largest, size = float(np.abs(errors[index])), float(np.abs(b).max())
     if not math.isfinite(largest) and (fault := _not_finite(actual, expected, masked=masked)):
-        return Difference.of_fault(fault)
-    scale = max(largest, size) or 1.0  # squares must neither overflow nor vanish
-    off, scaled = off / scale, b / scale
-    error = times_over(_euclidean_norm(off), _euclidean_norm(scaled))
-    tokens = None if token_axis is None else _by_token(off, scaled, token_axis)
-    factor = 1 + times_over(float(np.vdot(off, scaled)), float(np.vdot(scaled, scaled)))
-    return Difference(error, times_over(largest, size), None, index, float(a[index]), float(b[index]), tokens, factor)
+        return Difference.from_fault(fault)
+    scale = max(largest, size) or 1.0  # so that squares neither overflow nor underflow
+    errors, scaled = errors / scale, b / scale
+    error = safe_ratio(_euclidean_norm(errors), _euclidean_norm(scaled))
+    tokens = None if token_axis is None else _by_token(errors, scaled, token_axis)
+    factor = 1 + safe_ratio(float(np.vdot(errors, scaled)), float(np.vdot(scaled, scaled)))
+    return Difference(error, safe_ratio(largest, size), None, index, float(a[index]), float(b[index]), tokens, factor)
 
 
-def distance(array: np.ndarray, true: np.ndarray, stage: Stage) -> Difference:
+def distance(array: np.ndarray, reference: np.ndarray, stage: Stage) -> Difference:
     """Measure the distance of a stage, in any float dtype, from its float64 reference."""
-    return measure(array.astype(true.dtype), true, masked=stage.masked)
+    return measure(array.astype(reference.dtype), reference, masked=stage.masked)
 
 
 def measure_in(actual: object, expected: object, *, unit: float) -> Difference:
-    """Measure the distance between two arrays in a fixed unit, for numbers whose size says nothing about their error.
+    """Measure the distance between two arrays in a fixed unit, for errors that do not depend on the values' size.
 
     Parameters in training move by about a learning rate per step, whatever their size. The learning rate is then the
     unit. The error is the root mean square of the differences, in units; `fault` is as in `measure`.
     """
     fault = array_fault(actual, expected)
     if fault is not None:
-        return Difference.of_fault(fault)
+        return Difference.from_fault(fault)
     assert isinstance(actual, np.ndarray)
     assert isinstance(expected, np.ndarray)
     if fault := _not_finite(actual, expected):
-        return Difference.of_fault(fault)
-    apart = np.abs(actual.astype(np.float64) - expected) / unit
-    index = _index_of(apart.argmax(), apart.shape)
-    error = float(np.sqrt(np.square(apart).mean()))
-    return Difference(error, float(apart[index]), None, index, float(actual[index]), float(expected[index]))
+        return Difference.from_fault(fault)
+    differences = np.abs(actual.astype(np.float64) - expected) / unit
+    index = _index_of(differences.argmax(), differences.shape)
+    error = float(np.sqrt(np.square(differences).mean()))
+    return Difference(error, float(differences[index]), None, index, float(actual[index]), float(expected[index]))
 
 
 @dataclass(frozen=True)
 class Report:
-    """The comparison of two traces, stage by stage in the order of the forward pass.
+    """Comparison of two traces, stage by stage in the order of the forward pass.
 
     Attributes:
-        differences: Of the stages that both have.
-        tolerance: What passes.
-        only: Stages that one side alone has, by side, `actual` or `expected`.
+        differences: Differences of the stages in both traces.
+        tolerance: Tolerance of every stage.
+        only: Stages in one trace only, by side, `actual` or `expected`.
     """
 
     differences: Mapping[str, Difference]
@@ -216,37 +214,37 @@ class Report:
 
     @property
     def first_divergence(self) -> str | None:
-        """The first stage of both that does not pass, or None."""
+        """First stage of both traces, in forward order, that does not pass; None if all pass."""
         return next((key for key, d in self.differences.items() if not d.within(self.tolerance)), None)
 
     @property
     def agrees(self) -> bool:
-        """True if both have the same stages, and all pass."""
+        """True if both traces have the same stages, and all pass."""
         return self.first_divergence is None and not any(self.only.values())
 
     def __str__(self) -> str:
         """Format one line: the verdict, the first stage that fails if any, and the stages that only one side has."""
         first = self.first_divergence
-        text = f"{len(self.differences)} stages agree"
+        line = f"{len(self.differences)} stages agree"
         if first is not None:
             passed = list(self.differences).index(first)
-            text = f"{first}: {self.differences[first].describe()}; first failing stage, {passed} before it passed"
-        return text + "".join(f"; only in {side}: {', '.join(keys)}" for side, keys in self.only.items() if keys)
+            line = f"{first}: {self.differences[first].describe()}; first failing stage, {passed} before it passed"
+        return line + "".join(f"; only in {side}: {', '.join(keys)}" for side, keys in self.only.items() if keys)
 
 
 def compare(actual: Trace, expected: Trace, tolerance: Tolerance = Tolerance(1e-5, 1e-4)) -> Report:
-    """Compare two traces of the same input, whatever order their files have them in.
+    """Compare two traces of the same input, in any order of their keys.
 
     Args:
         actual: The trace under test.
         expected: The trace to reproduce.
-        tolerance: What passes; the default suits two float32 engines near position 0.
+        tolerance: Tolerance of every stage; the default suits float32 near position 0, where RoPE's angles are exact.
 
     Returns:
         The report, in the order of the forward pass; names that are no stages come last, in the order of `expected`.
 
     Raises:
-        ValueError: The traces have no stage in common.
+        UserError: The traces have no stage in common.
     """
     differences = {
         key: measure(actual[key], expected[key], masked=key.endswith("attn_scores"))
@@ -256,12 +254,12 @@ def compare(actual: Trace, expected: Trace, tolerance: Tolerance = Tolerance(1e-
     if not differences:
         raise UserError(f"compare: expected a stage in both traces, got {len(actual)} and {len(expected)} stages")
     sides = (("actual", actual, expected), ("expected", expected, actual))
-    only = {side: [key for key in forward_order(one) if key not in other] for side, one, other in sides}
+    only = {side: [key for key in forward_order(trace) if key not in other_trace] for side, trace, other_trace in sides}
     return Report(differences, tolerance, only)
 
 
 def array_fault(actual: object, expected: object) -> Fault | None:
-    """Explain why two values are no arrays of one shape and dtype; None if they are."""
+    """Describe why two values cannot be compared: no arrays, unequal shape or dtype, no numbers, or empty."""
     sides: tuple[tuple[FaultKind, object], ...] = ("actual", actual), ("expected", expected)
     for side, array in sides:
         if not isinstance(array, np.ndarray) or isinstance(array, np.ma.MaskedArray):
@@ -278,11 +276,11 @@ def array_fault(actual: object, expected: object) -> Fault | None:
 
 
 def _not_finite(actual: np.ndarray, expected: np.ndarray, *, masked: bool = False) -> Fault | None:
-    """Describe the first side with values that are not finite, None if there is none; `masked` admits -inf."""
+    """Describe the first side with non-finite values, None if there is none; `masked` allows -inf."""
     for side, array in (("actual", actual), ("expected", expected)):
-        allowed = np.isfinite(array) | (np.isneginf(array) if masked else False)
-        if not allowed.all():
-            return "non-finite", f"{array.size - int(allowed.sum())} of {array.size} {side} values"
+        is_allowed = np.isfinite(array) | (np.isneginf(array) if masked else False)
+        if not is_allowed.all():
+            return "non-finite", f"{array.size - int(is_allowed.sum())} of {array.size} {side} values"
     return None
 
 
@@ -290,21 +288,21 @@ def _mask_fault(actual: np.ndarray, expected: np.ndarray) -> Fault | None:
     if fault := _not_finite(actual, expected, masked=True):
         return fault
     if not np.array_equal(np.isneginf(actual), np.isneginf(expected)):
-        n_wrong = int((np.isneginf(actual) != np.isneginf(expected)).sum())
-        return "mask", f"{n_wrong} of {expected.size} entries masked on one side only"
+        n_different = int((np.isneginf(actual) != np.isneginf(expected)).sum())
+        return "mask", f"{n_different} of {expected.size} entries masked on one side only"
     return None if np.isfinite(expected).any() else ("mask", "expected at least one entry that is not masked, got none")
 
 
 def _measure_exact(actual: np.ndarray, expected: np.ndarray) -> Difference:
-    """Measure arrays that must be equal: `error` is the share of wrong entries, `worst` 1 if there is one."""
-    wrong = actual != expected
-    index = _index_of(wrong.argmax(), wrong.shape)
-    error, worst = float(wrong.mean()), float(wrong.any())  # one wrong integer is above every tolerance
+    """Measure arrays that must be equal: `error` is the share of different entries, `worst` is 1 if there are any."""
+    differs = actual != expected
+    index = _index_of(differs.argmax(), differs.shape)
+    error, worst = float(differs.mean()), float(differs.any())  # so one wrong integer exceeds every tolerance
     return Difference(error, worst, None, index, float(actual[index]), float(expected[index]))
 
 
-def _index_of(at: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(map(int, np.unravel_index(at, shape)))
+def _index_of(flat_index: np.intp, shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(map(int, np.unravel_index(flat_index, shape)))
 
 
 def _euclidean_norm(array: "np.ndarray | np.float64") -> float:
@@ -312,17 +310,17 @@ def _euclidean_norm(array: "np.ndarray | np.float64") -> float:
     return math.sqrt(flat.dot(flat))
 
 
-def _by_token(off_by: np.ndarray, expected: np.ndarray, axis: int) -> np.ndarray:
+def _by_token(differences: np.ndarray, expected: np.ndarray, axis: int) -> np.ndarray:
     """Measure the error of every token; if all values of a token are zero, any difference is infinite."""
-    others = tuple(other for other in range(expected.ndim) if other != axis)
-    off, size = (np.sqrt(np.square(array).sum(axis=others)) for array in (off_by, expected))
-    if size.all():
-        return off / size
-    return np.where(size > 0, off / np.where(size > 0, size, 1.0), np.where(off > 0, math.inf, 0.0))
+    other_axes = tuple(index for index in range(expected.ndim) if index != axis)
+    errors, norms = (np.sqrt(np.square(array).sum(axis=other_axes)) for array in (differences, expected))
+    if norms.all():
+        return errors / norms
+    return np.where(norms > 0, errors / np.where(norms > 0, norms, 1.0), np.where(errors > 0, math.inf, 0.0))
 
 
-def times_over(part: float, whole: float) -> float:
-    """Divide `part` by `whole`; 0 / 0 gives 0, any other number over 0 gives infinity."""
-    if part == 0:
+def safe_ratio(numerator: float, denominator: float) -> float:
+    """Divide; 0 / 0 gives 0, any other number over 0 gives infinity."""
+    if numerator == 0:
         return 0.0
-    return part / whole if whole > 0 else math.inf
+    return numerator / denominator if denominator > 0 else math.inf

@@ -1,4 +1,4 @@
-"""Where an array stands in a run: the tokens of a pass, and the place of a stage in it. Data, never parsed."""
+"""Identity of an array of a run: the tokens of a forward pass, and the stage (named array) of it."""
 
 from dataclasses import dataclass
 
@@ -9,11 +9,11 @@ from llorch.stages.table import Stage, key
 
 @dataclass(frozen=True)
 class Tokens:
-    """The tokens of one pass of an engine; those of earlier passes are in its cache.
+    """Tokens of one pass of an engine; the tokens of earlier passes are in its cache.
 
     Attributes:
         ids: Token ids.
-        first_position: Position of the first one.
+        first_position: Position of the first token.
     """
 
     ids: tuple[int, ...]
@@ -22,7 +22,7 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Pass(Tokens):
-    """The tokens of one forward pass, and where it may be cut in two."""
+    """Tokens of one forward pass, with their positions and the splits into prefill and decode pass."""
 
     @property
     def positions(self) -> np.ndarray:
@@ -31,7 +31,7 @@ class Pass(Tokens):
 
     @property
     def splits(self) -> list[int]:
-        """Positions at which the pass is cut in two to judge a cache: numbers of tokens in the first of two passes."""
+        """Numbers of tokens in the first of two passes, for checks of the KV cache."""
         return sorted({1, len(self.ids) // 2, len(self.ids) - 1} - {0, len(self.ids)})
 
     def after(self, n_cached: int) -> "Pass":
@@ -41,16 +41,16 @@ class Pass(Tokens):
 
 @dataclass(frozen=True)
 class StageRef:
-    """What one row compares.
+    """Reference to the array that one comparison compares.
 
     Attributes:
-        checkpoint: Its number.
-        stage: Of the stage table or that of training, or a step after the logits, of a file, of a product.
-        layer: None outside the layers.
-        case: Of which run: `near` and `far`, `plain`, `step 2`.
-        part: Of the stage: a tensor, a setting of the sampler, a type of blocks.
-        n_cached: Tokens that another pass put into the cache before.
-        n_pass: Pass of a dump, or step of a dump of training.
+        checkpoint: Number of the validation point, a key of `table.CHECKPOINTS`; no weights file.
+        stage: Name of a stage of the forward or training table, or of a sampling step, a file or a kernel.
+        layer: Layer index; None outside the layers.
+        case: Name of the input or training run: `near` position 0, `far` from it, `plain`, `step 2`.
+        part: Item of the stage: a tensor, a sampler setting, a block type, a kind of file; empty if there is only one.
+        n_cached: Number of tokens in the cache before the pass.
+        n_pass: Index of the pass in a dump (arrays that another program wrote), or of the step in a training dump.
     """
 
     checkpoint: str
@@ -63,12 +63,12 @@ class StageRef:
 
     @property
     def name(self) -> str:
-        """The stage and its part, as rows show it: `gradient.q_proj.lora_A`."""
+        """Stage and part, as in tables: `gradient.q_proj.lora_A`."""
         return f"{self.stage}.{self.part}" if self.part else self.stage
 
     @property
     def run(self) -> str:
-        """The case, as rows show it: `near, 6 cached`."""
+        """Case, as in tables: `near, 6 cached`."""
         return f"{self.case}, {self.n_cached} cached" if self.n_cached else self.case
 
     @property
@@ -81,17 +81,17 @@ _ALL = slice(None)
 
 
 def part_of(stage: Stage, array: np.ndarray, start: int, stop: int) -> np.ndarray:
-    """Cut a stage of a whole pass to the tokens from `start` to `stop`; caches hold all earlier tokens too."""
+    """Slice the tokens from `start` to `stop` of a stage; `ctx` (keys or cache) always starts at the first token."""
     cuts = {"seq": slice(start, stop), "ctx": slice(0, stop)}
     return array[tuple([cuts.get(axis, _ALL) for axis in stage.axes.split()])]
 
 
 def has_tokens(stage: Stage) -> bool:
-    """Check if tokens stand along an axis. A state has none; it holds the value after the last token of a pass."""
+    """Check if the array has a token axis. A recurrent state has none; it is the state after the last token."""
     return not {"seq", "ctx"}.isdisjoint(stage.axes.split())
 
 
 def token_axis(stage: Stage) -> int | None:
-    """Find the axis of a stage's array along which tokens stand; None for a state of a delta net."""
+    """Return the token axis of a stage's array; None for a recurrent state."""
     axes = stage.axes.split()
     return next((axes.index(axis) for axis in ("seq", "ctx") if axis in axes), None)

@@ -1,8 +1,8 @@
-"""The stage table: every named point of the forward pass, in order, and all that belongs to it.
+"""Stage table: every named array of the forward pass, in order, with its properties.
 
-One row says which checkpoint a stage is part of, what goes in, the op that makes it, its shape in named axes, and
-where llama.cpp and transformers show it; what computes it is `llorch.model.forward`. Tests, `verify`, the checkpoint
-pages and the known mistakes read this table.
+One row has a stage's validation point (`checkpoint`), inputs, op, shape in named axes, and the corresponding tensor in
+llama.cpp and transformers. Its trace key in layer 0 is like `l0.q_rope`. `llorch.model.forward` computes the stages.
+Tests, `verify`, the pages of `checkpoints/` and the known mistakes read this table.
 """
 
 import math
@@ -37,7 +37,7 @@ CHECKPOINTS: Mapping[str, str] = {
     "18": "optimizer_step",
     "19": "training_curve",
     "20": "merge_export",
-}  # number -> name; design decides, the numbers are public interface
+}  # numbered validation points (no weights files), number -> name; the numbers are public interface
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,17 +45,19 @@ class Stage:
     """One row of the table."""
 
     name: str
-    checkpoint: str  # number, as in `pytest -k checkpoint_01b`
-    axes: str  # named axes of the array
-    inputs: tuple[str, ...]  # stages it is made from, of `a|b` the first there is; block_in is the block's input
+    checkpoint: str  # key of `CHECKPOINTS`, as in `pytest -k checkpoint_01b`
+    axes: str  # named axes of the array, see `axis_sizes`; `seq` new tokens, `ctx` tokens in the cache
+    inputs: tuple[
+        str, ...
+    ]  # stages; `a|b`: the first that the layer has, `a|`: a or nothing; block_in: the block's input
     formula: str
-    function: str  # ours
+    function: str  # llorch's implementation
     llamacpp: str  # node and op of the eval callback; {i} is the layer
-    transformers: str  # what is hooked; {i} is the layer
+    transformers: str  # hooked module or call; {i} is the layer
     in_layer: bool = True
-    needs: tuple[str, ...] = ()  # traits of a layer that has it, see `ModelConfig.traits`
-    lacks: tuple[str, ...] = ()  # traits that such a layer has not
-    matrix: str = ""  # the weight that its first input is multiplied with; of experts one for each
+    needs: tuple[str, ...] = ()  # traits of a layer with the stage, see `ModelConfig.traits`
+    lacks: tuple[str, ...] = ()  # traits that a layer with the stage must not have
+    matrix: str = ""  # weight that multiplies the first input; `experts_*` has one per expert
 
     @property
     def masked(self) -> bool:
@@ -63,18 +65,18 @@ class Stage:
         return self.name == "attn_scores"
 
     @property
-    def is_choice(self) -> bool:
-        """True if it holds ids, int64, of what was chosen: a set for each token."""
+    def is_selection(self) -> bool:
+        """True if the stage is a set of selected ids per token, int64."""
         return self.name == "topk_ids"
 
     @property
     def by_expert(self) -> bool:
-        """True if each expert has a matrix for the stage."""
+        """True if each expert has its own matrix for the stage."""
         return self.matrix.startswith("experts_")
 
     @property
     def is_dense(self) -> bool:
-        """True if every dense model has it."""
+        """True if every dense model (plain attention and feed-forward in all layers) has the stage."""
         return {"attention", "rope", "dense"}.issuperset(self.needs)
 
     @property
@@ -84,21 +86,21 @@ class Stage:
         return next(name for name in alternatives if name not in BY_NAME or BY_NAME[name].is_dense)
 
     def applies_to(self, config: ModelConfig, layer: int | None = None) -> bool:
-        """Tell if a layer of a model has the stage; without a layer, if any layer has it."""
+        """Check if a layer of a model has the stage; without a layer, check if any layer has it."""
         if self.in_layer and layer is None:
             return any(self.applies_to(config, i) for i in range(config.n_layers))
         traits = config.traits(layer)
         return traits.issuperset(self.needs) and traits.isdisjoint(self.lacks)
 
     def first_layer(self, config: ModelConfig) -> int | None:
-        """Find the first layer of a model that has the stage; None outside the layers."""
+        """Return the first layer of a model that has the stage; None for a stage outside the layers."""
         return next(i for i in range(config.n_layers) if self.applies_to(config, i)) if self.in_layer else None
 
     def input_names(self, config: ModelConfig, layer: int | None = None) -> tuple[str, ...]:
         """Return the inputs of the stage in a layer; without a layer, in the first layer that has the stage."""
         layer = self.first_layer(config) if layer is None else layer
-        there = (first_there(name, config, layer) for name in self.inputs)
-        return tuple(name for name in there if name)
+        names = (first_present(name, config, layer) for name in self.inputs)
+        return tuple(name for name in names if name)
 
     def shape(self, config: ModelConfig, *, seq: int, ctx: int) -> tuple[int, ...]:
         """Compute the shape of the stage in a pass of `seq` tokens in a context of `ctx`."""
@@ -450,10 +452,10 @@ STAGES: tuple[Stage, ...] = (
     ),
 )  # fmt: skip
 
-ATTENTION = "attention"  # stands for scores, probabilities and context as one operation
+ATTENTION = "attention"  # name for scores, probabilities and context as one operation, no row of the table
 BY_NAME: Mapping[str, Stage] = {stage.name: stage for stage in STAGES}
-DENSE_PRODUCTS = tuple(stage for stage in STAGES if stage.matrix and stage.is_dense)  # the last one makes logits
-# Products that engines make as one.
+DENSE_PRODUCTS = tuple(stage for stage in STAGES if stage.matrix and stage.is_dense)  # the last product: logits
+# Products that engines may compute as one matrix product.
 FUSABLE: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("ffn_gate", "ffn_up"))
 
 
@@ -479,23 +481,23 @@ def axis_sizes(config: ModelConfig, *, seq: int, ctx: int) -> dict[str, int]:
     return sizes
 
 
-def first_there(names: str, config: ModelConfig, layer: int | None) -> str:
-    """Choose the first of alternatives `q_norm|q_proj` that a layer has; a name that is no stage stays."""
-    return next(n for n in names.split("|") if n not in BY_NAME or BY_NAME[n].applies_to(config, layer))
+def first_present(names: str, config: ModelConfig, layer: int | None) -> str:
+    """Return the first of the alternatives `q_norm|q_proj` that a layer has; names that are no stages are present."""
+    return next(name for name in names.split("|") if name not in BY_NAME or BY_NAME[name].applies_to(config, layer))
 
 
-def rope_input(which: str, config: ModelConfig, layer: int | None = None) -> str:
-    """Name the input of RoPE: the normalised heads if the family normalises them, else the projection."""
-    return BY_NAME[f"{which}_rope"].input_names(config, layer)[0]
+def rope_input(side: str, config: ModelConfig, layer: int | None = None) -> str:
+    """Return the input of RoPE (`side` q or k): the normalised heads if the family has them, else the projection."""
+    return BY_NAME[f"{side}_rope"].input_names(config, layer)[0]
 
 
 def output_matrix(config: ModelConfig) -> str:
-    """Name the weight that makes logits."""
+    """Return the name of the weight that computes logits."""
     return "embed_tokens" if config.tie_word_embeddings else "lm_head"
 
 
 def matrix_of(stage: Stage, config: ModelConfig) -> str:
-    """Give the short name of the weight that a stage multiplies with; empty for other stages."""
+    """Return the short name of the matrix of a stage; empty for stages without a matrix."""
     return output_matrix(config) if stage.matrix == "lm_head" else stage.matrix
 
 
@@ -512,32 +514,32 @@ def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
 
 
 def forward_order(names: Iterable[str]) -> list[str]:
-    """Sort trace keys into the order of the forward pass; other names come last, as they came."""
-    return sorted(names, key=_forward_place)
+    """Sort trace keys into the order of the forward pass; other names come last, in their order."""
+    return sorted(names, key=_forward_rank)
 
 
-def _forward_place(name: str) -> tuple[float, int]:
-    """Layer and row of the table, infinite where there is none; a layer lies behind `embed` and before `final_norm`."""
-    parts = re.fullmatch(r"(?:l([0-9]+)\.)?(\w+)", name)
-    stage = BY_NAME.get(parts[2]) if parts else None
-    if not parts or stage is None or stage.in_layer != (parts[1] is not None):
+def _forward_rank(name: str) -> tuple[float, int]:
+    """Return (layer, row of the table): -1 for `embed`, infinity for stages after the layers and unknown names."""
+    match = re.fullmatch(r"(?:l([0-9]+)\.)?(\w+)", name)
+    stage = BY_NAME.get(match[2]) if match else None
+    if not match or stage is None or stage.in_layer != (match[1] is not None):
         return math.inf, len(STAGES)
     outside = -1.0 if stage is STAGES[0] else math.inf
-    return float(parts[1]) if stage.in_layer else outside, STAGES.index(stage)
+    return float(match[1]) if stage.in_layer else outside, STAGES.index(stage)
 
 
 def key(name: str, layer: int | None) -> str:
-    """Write the trace key of a stage of one layer, `l0.q_rope`."""
+    """Format the trace key of a stage of one layer, `l0.q_rope`."""
     return name if layer is None else f"l{layer}.{name}"
 
 
 def input_keys(stage: Stage, layer: int | None, config: ModelConfig) -> tuple[str, ...]:
-    """List the trace keys of the inputs of a stage of a layer."""
+    """Return the trace keys of the inputs of a stage of a layer."""
     return tuple(input_key(name, layer, config) for name in stage.input_names(config, layer))
 
 
 def input_key(name: str, layer: int | None, config: ModelConfig) -> str:
-    """Find the trace key of an input name of a stage."""
+    """Return the trace key of an input name; `block_in` and `last_block_out` are outputs of earlier stages."""
     if name == "block_in":
         assert layer is not None
         return "embed" if layer == 0 else key("block_out", layer - 1)

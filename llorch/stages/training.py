@@ -1,7 +1,7 @@
-"""The table of what checkpoints 15 to 20 compare, one row per group; `llorch.stages.table` has the forward pass.
+"""Stage table of LoRA training (validation points 15 to 20), one row per group; `stages.table` has the forward pass.
 
-A stage is a group and what it is of, `gradient.q_proj.lora_A`. All stages of a group share limits, see
-`judging.tolerances.training`. A *case* says of which run it is: `plain`, `smoothed`, `zero_b`, `step 2` ...
+A stage is a named array: a group and a tensor, `gradient.q_proj.lora_A`. All stages of a group share a tolerance, see
+`judging.tolerances.training`. A *case* is the name of a run: `plain`, `smoothed`, `zero_b`, `step 2` ...
 """
 
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, kw_only=True)
 class TrainingStage:
-    """One row of the table.
+    """Row of the table: one group of training stages.
 
     Attributes:
-        name: Of the group.
-        checkpoint: Number.
-        formula: What is computed.
-        function: Ours.
-        peft: Where it is seen in PEFT, torch or transformers.
-        in_rates: Whether the difference is measured in learning rates instead of shares of the tensor.
+        name: Name of the group.
+        checkpoint: Number of the validation point, see `stages.table.CHECKPOINTS`.
+        formula: Formula of the value.
+        function: llorch's implementation.
+        peft: Corresponding value in PEFT, torch or transformers.
+        in_rates: True if differences are divided by the learning rate, not by the norm of the tensor.
     """
 
     name: str

@@ -1,15 +1,15 @@
-"""Training without torch: everything of a run that is not the model itself; `pytorch/train` is the loop.
+"""Training without torch: all parts of a run except the torch loop, which is `pytorch/train`.
 
-In come settings and a data set. Out go batches, rates and, from the run, snapshots, a log and a curve. In the order to
-read:
+Input: settings and a data set. Output: batches, learning rates, snapshots, a log and a loss curve. Reading order:
 
-    settings       every setting once: default, text, range; `settings_file` reads them from YAML, TOML and options
-    data/          rows of a file to the batches of a step
-    batch          what a batch is
+    settings       all settings: default, help text and range; `settings_file` reads them from YAML, TOML and options
+    data/          from the rows of a file to the batches of a step
+    batch          examples and batches
     numpy_step     loss and gradients of one step in NumPy: the reference
-    adamw          clipping, the update and the learning rates, in NumPy
-    snapshots      states on disk that survive a crash; `snapshot_files` their files, every bit under a digest
-    resume         what has to be equal for a resumed run to be the same to the last bit
-    log            one line per step, and the curve
-    stopping       signals that end a run
+    adamw          gradient clipping, AdamW and learning rates in NumPy
+    snapshots      crash-safe snapshots on disk; `snapshot_files`: their files, all under digests
+    resume         conditions for a bit-exact resumed run
+    log            one line per step, and the loss curve
+    stopping       stops a run on signals
+    merge_files    merges an adapter into a model on disk
 """

@@ -1,22 +1,22 @@
-"""AdamW as torch computes it: decay first, bias-corrected moments, eps outside the corrected root; and learning rates.
+"""AdamW as in torch: decay first, bias-corrected moments, eps outside the corrected root; and learning rates.
 
     p <- p * (1 - lr * weight_decay)
     m <- m + (1 - beta1) * (g - m)             v <- beta2 * v + (1 - beta2) * g * g
     p <- p - lr / (1 - beta1^t) * m / (sqrt(v) / sqrt(1 - beta2^t) + eps)          t: steps of the whole run, from 1
 
-Weight decay is decoupled from the gradient and scaled by the rate of its own tensor. It acts on every trained tensor,
-on A and B and on the magnitude of DoRA, as in PEFT under the Trainer. What it pulls to zero is the adapter, so the
-model is pulled to its base; not with DoRA, whose magnitude begins as the length of the base's rows.
+Weight decay is decoupled from the gradient and scaled by the learning rate of the tensor. It applies to every trained
+tensor: A, B and the magnitude of DoRA, as in PEFT with the Trainer. It shrinks the adapter to zero, so the model moves
+towards its base. DoRA is an exception, because its magnitude starts as the norm of the base's rows.
 
-Learning rates are pure functions of the step: a run that is resumed has nothing to restore.
+Learning rates are pure functions of the step: a resumed run has nothing to restore.
 
     warm-up   peak * step / warmup_steps                                                     while step < warmup_steps
     constant  peak
     linear    peak * (total_steps - step) / (total_steps - warmup_steps)
     cosine    peak * (1 + cos(pi * (step - warmup_steps) / (total_steps - warmup_steps))) / 2
 
-Steps are counted as in transformers: the first one is 0, so a run with warm-up begins with a rate of 0; linear and
-cosine reach 0 one step after the last.
+Steps are counted from 0 as in transformers, so a run with warm-up begins with a rate of 0; linear and cosine reach 0
+one step after the last.
 
 Source: arXiv:1711.05101; torch/optim/adamw.py and torch/nn/utils/clip_grad.py; LoRA+ arXiv:2402.12354,
 peft/optimizers/loraplus.py; transformers/optimization.py, `get_{constant,linear,cosine}_schedule_with_warmup`.
@@ -37,10 +37,10 @@ def adamw_step(
     param: Array, grad: Array, m: Array, v: Array, *,
     step: int, lr: float, betas: tuple[float, float], eps: float, weight_decay: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """One step of one tensor: the new tensor, m and v.
+    """Take one step for one tensor; return the new tensor, m and v.
 
-    The gradient is clipped already; m and v are zeros before `step` 1, which counts the whole run; `weight_decay` is
-    the share of the tensor, times lr, that is taken away.
+    The gradient is already clipped. `step` counts the steps of the whole run from 1, and m and v are zeros before
+    step 1. Weight decay subtracts lr * `weight_decay` times the tensor.
     """
     m, v = moments(grad, m, v, betas=betas)
     return moved(param, m, v, step=step, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay), m, v
@@ -61,9 +61,9 @@ def moved(
 
 
 def clip_by_norm(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
-    """Scale all gradients together so that their common norm is at most `max_norm`, infinity for no limit.
+    """Scale all gradients together so that their common norm is at most `max_norm`; infinity means no limit.
 
-    Returns the gradients and the norm before; NonFiniteNorm where one holds NaN or infinity.
+    Return the gradients and the norm before; NonFiniteNorm if a gradient has NaN or infinity.
     """
     norm = math.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in grads.values()))
     if not math.isfinite(norm):
@@ -75,23 +75,25 @@ def clip_by_norm(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[d
 def rate_factor(name: str, *, lr_ratio: float) -> float:
     """Return LoRA+'s factor of the learning rate of one tensor (`layers.3.q_proj.lora_A`).
 
-    It is the ratio for B and for DoRA's magnitude, 1 for A. The groups are PEFT's, with one difference. PEFT gives both
-    tensors of an embedding a fixed rate, 1e-6 unless it is set; here the embedding is a matrix like the others.
+    It is `lr_ratio` for B and for DoRA's magnitude, 1 for A. The groups are PEFT's, with one difference: PEFT gives
+    both tensors of an embedding a fixed rate (default 1e-6); llorch treats the embedding like other matrices.
     """
     return 1.0 if name.endswith(".lora_A") else lr_ratio
 
 
 class NonFiniteNorm(UserError):
-    """The gradients have no finite norm, so that no step can be taken."""
+    """Error for gradients without a finite norm, with which no step can be taken."""
 
     def __init__(self, norm: float, names: Iterable[str]) -> None:
-        """Say which tensors are at fault."""
+        """Name the tensors with NaN or infinity."""
         names = list(names)
-        found = f"NaN or infinity in {len(names)}: {', '.join(names[:5])}" if names else "their squares overflow"
-        super().__init__(f"gradients: expected a finite norm, got {norm}; {found}; no parameter was updated")
+        cause = f"NaN or infinity in {len(names)}: {', '.join(names[:5])}" if names else "their squares overflow"
+        super().__init__(f"gradients: expected a finite norm, got {norm}; {cause}; no parameter was updated")
 
 
-SCHEDULES: dict[str, Callable[[int, int], float]] = {  # steps done and steps in all, after warm-up -> share of the peak
+SCHEDULES: dict[
+    str, Callable[[int, int], float]
+] = {  # (steps done, all steps), both after warm-up -> share of the peak
     "constant": lambda done, span: 1.0,
     "linear": lambda done, span: max(0.0, (span - done) / max(1, span)),
     "cosine": lambda done, span: max(0.0, 0.5 * (1.0 + math.cos(math.pi * (done / max(1, span))))),
@@ -99,9 +101,9 @@ SCHEDULES: dict[str, Callable[[int, int], float]] = {  # steps done and steps in
 
 
 def learning_rate(step: int, *, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
-    """Compute the learning rate of one step; `step` counts the steps before it, from 0 on.
+    """Compute the learning rate of one step; `step` counts from 0.
 
-    `peak` is the rate after `warmup_steps`, over which it rises from 0; `total_steps` include them.
+    The rate rises from 0 to `peak` over `warmup_steps`; `total_steps` include the warm-up.
     """
     if schedule not in SCHEDULES:
         raise UserError(f"schedule: expected one of {', '.join(SCHEDULES)}, got {schedule!r}")

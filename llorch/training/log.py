@@ -1,7 +1,4 @@
-"""What a run says about its steps: one JSON line each, and events for TensorBoard where they are wanted.
-
-`log.jsonl` holds only what two equal runs have in common, to the last bit; wall times go to `timing.jsonl`.
-"""
+"""Log of a run: a JSON line per step (bit-identical in equal runs), wall times in a second file, TensorBoard events."""
 
 import json
 import os
@@ -15,14 +12,14 @@ from llorch.runtime.errors import FormatError, MissingExtra
 
 LOG, TIMING, EVENTS = "log.jsonl", "timing.jsonl", "tensorboard"
 _STYLE: Any = {
-    "svg.hashsalt": "llorch",  # names inside the file, otherwise drawn anew each time
-    "svg.fonttype": "none",  # text stays text, whatever fonts the machine has
+    "svg.hashsalt": "llorch",  # fixed seed of the ids in the file, which are random otherwise
+    "svg.fonttype": "none",  # text stays text, independent of installed fonts
     "font.family": "sans-serif",
 }
 
 
 class NoLog:
-    """Of a rank that is not the first, which writes nothing."""
+    """Log of ranks other than 0, which writes nothing."""
 
     def step(self, record: Mapping[str, Any], *, seconds: float) -> None:
         """See `RunLog`."""
@@ -42,29 +39,29 @@ class NoLog:
 
 
 class RunLog(NoLog):
-    """The log of one run, open for writing."""
+    """Log of one run, open for writing."""
 
     def __init__(self, folder: Path, *, offset: int, tensorboard: bool) -> None:
-        """Open the log and drop the lines behind an offset: those that a resumed run is about to write again.
+        """Open the log and drop the lines after byte `offset`, from a snapshot: a resumed run writes them again.
 
-        Offset 0 begins a new log; FormatError where the log is shorter: it is not that of the snapshot.
+        Offset 0 begins a new log. FormatError if the log is shorter, so that it does not belong to the snapshot.
         """
-        self._log = _opened_at(folder / LOG, offset)
+        self._log = _open_at(folder / LOG, offset)
         self._timing = (folder / TIMING).open("ab" if offset else "wb")
         self._events = _event_writer(folder / EVENTS) if tensorboard else None
 
     def step(self, record: Mapping[str, Any], *, seconds: float) -> None:
-        """Note one optimizer step: its `step` and what equal runs have in common, and the wall time that it took."""
+        """Log one optimizer step: a record with `step` and reproducible values, and the wall time in `seconds`."""
         self._line(record)
         self._timing.write(_json({"step": record["step"], "seconds": round(seconds, 6)}))
         self._timing.flush()
 
     def validation(self, record: Mapping[str, Any]) -> None:
-        """Note a validation, with its `step` and `valid_loss`."""
+        """Log a validation, with its `step` and `valid_loss`."""
         self._line(record)
 
     def synced(self) -> int:
-        """Bring all lines to the disk; returns the offset behind them, for a snapshot."""
+        """Sync all lines to disk; return the offset after them, for a snapshot."""
         self._log.flush()
         os.fsync(self._log.fileno())
         return self._log.tell()
@@ -84,7 +81,7 @@ class RunLog(NoLog):
 
 
 def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
-    """Read the records of a log in the order of the run; FormatError where a line is no JSON object with a step."""
+    """Read the records of a log in the order of the run; FormatError if a line is no JSON object with a step."""
     records = []
     for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
         try:
@@ -97,8 +94,8 @@ def read_log(path: Path) -> Sequence[Mapping[str, Any]]:
     return records
 
 
-def _opened_at(path: Path, offset: int) -> Any:
-    """Open a file for writing after its first `offset` bytes, without the rest; FormatError Truncated."""
+def _open_at(path: Path, offset: int) -> Any:
+    """Open a file for writing, truncated to its first `offset` bytes; FormatError Truncated if it is shorter."""
     file = path.open("r+b" if offset else "wb")
     size = file.seek(0, os.SEEK_END)
     if size < offset:
@@ -115,7 +112,7 @@ def _json(record: Mapping[str, Any]) -> bytes:
 
 
 def require_tensorboard() -> None:
-    """Say (MissingExtra) what to install where tensorboard is absent."""
+    """Raise MissingExtra if tensorboard is not installed."""
     try:
         import tensorboard  # noqa: F401
     except ModuleNotFoundError:
@@ -130,7 +127,7 @@ def _event_writer(folder: Path) -> Any:
 
 
 def draw_curve(records: Sequence[Mapping[str, Any]], path: Path, *, title: str) -> None:
-    """Draw training and validation loss of the lines of `log.jsonl` over the steps, as an SVG file."""
+    """Draw training and validation loss over the steps of `log.jsonl`, as an SVG file."""
     try:
         from matplotlib import rc_context
         from matplotlib.backends.backend_svg import FigureCanvasSVG

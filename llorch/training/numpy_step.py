@@ -1,6 +1,6 @@
-"""Loss and gradients of one optimizer step in NumPy: the reference that faster paths are compared with.
+"""Loss and gradients of one optimizer step in NumPy: the reference for faster code.
 
-Documents run one after the other, so nothing is masked or padded, and nothing can be seen that should not be.
+Each document has its own forward and backward pass, so rows need no padding and no mask that separates documents.
 """
 
 from collections.abc import Mapping, Sequence
@@ -30,26 +30,28 @@ def loss_and_gradients(
     label_smoothing: float,
     parameters: Mapping[str, Float[np.ndarray, "..."]] | None = None,
 ) -> tuple[float, Gradients]:
-    """Run forward and backward over all batches of one optimizer step; nothing is dropped out.
+    """Run forward and backward over all batches of one optimizer step, without dropout.
 
-    Returns the mean loss of the trained tokens of all batches together, and its gradient by every tensor of the
-    adapter, in the dtype of the weights. `parameters` are used in place of the adapter's own, named as in
-    `Adapter.flat`. ValueError where a document has no token to train on.
+    Return the mean loss over the tokens in the loss of all batches, and its gradient for every tensor of the adapter,
+    in the dtype of the weights. `parameters` replace all tensors of the adapter, for example by float64 copies; names
+    as in `Adapter.flat`. UserError, by `cross_entropy`, if a document has no token in the loss.
     """
     adapted = AdaptedWeights(weights, adapter, parameters=parameters)
     documents = [(ids, shifted(labels)) for batch in batches for ids, labels in batch.each_document()]
-    n_trained = sum(int((wanted != IGNORED).sum()) for _, wanted in documents)
+    n_trained = sum(int((targets != IGNORED).sum()) for _, targets in documents)
     loss, total = 0.0, {name: np.zeros(array.shape, weights.dtype) for name, array in adapter.flat().items()}
-    for ids, wanted in documents:
-        part, grads = of_document(ids, wanted, adapted, label_smoothing=label_smoothing, n_trained=n_trained)
-        loss += part / n_trained
+    for ids, targets in documents:
+        loss_sum, grads = document_gradients(
+            ids, targets, adapted, label_smoothing=label_smoothing, n_trained=n_trained
+        )
+        loss += loss_sum / n_trained
         total = {name: array + grads[name] for name, array in total.items()}
     return loss, total
 
 
-def of_document(
+def document_gradients(
     ids: np.ndarray,
-    wanted: np.ndarray,
+    targets: np.ndarray,
     weights: Weights,
     *,
     label_smoothing: float,
@@ -57,13 +59,13 @@ def of_document(
     keep: Keep = as_is,
     keep_gradient: Keep = as_is,
 ) -> tuple[float, Gradients]:
-    """Sum of the losses of one document's trained tokens, and the gradient of their share of the step's mean.
+    """Compute the summed loss of one document, and the gradients of its share of the step's mean loss, see `backward`.
 
-    `wanted` is what each row of logits should predict, see `shifted`; `n_trained` counts the tokens of the whole step.
-    The `keep` of `forward` and that of `backward` may replace the numbers.
+    `targets` has the label of each row of logits, see `shifted`; `n_trained` counts the tokens in the loss of the step.
+    `keep(name, array)` returns the activation to record and to go on with; `keep_gradient` does so for gradients.
     """
     trace: dict[str, np.ndarray] = {}
     logits = forward(ids, weights, KVCache(weights.config, weights.dtype), keep=recorder(trace, keep))
-    loss_sum, _ = cross_entropy(logits, wanted, label_smoothing=label_smoothing)
-    d_logits = cross_entropy_backward(logits, wanted, label_smoothing=label_smoothing, n_trained=n_trained)
+    loss_sum, _ = cross_entropy(logits, targets, label_smoothing=label_smoothing)
+    d_logits = cross_entropy_backward(logits, targets, label_smoothing=label_smoothing, n_trained=n_trained)
     return loss_sum, backward(d_logits, ids, trace, weights, keep=keep_gradient)

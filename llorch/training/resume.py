@@ -1,4 +1,4 @@
-"""What has to be equal for a resumed run to be the same, bit for bit; nothing random is drawn meanwhile."""
+"""Conditions for a bit-exact resumed run: equal settings, data and environment."""
 
 import os
 import platform
@@ -10,16 +10,16 @@ from typing import Any
 from llorch.runtime.errors import FormatError
 
 PACKAGES = ("llorch", "torch", "numpy", "safetensors", "tokenizers")
-NOTHING = "nothing"
-CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # the variable, and what we set where it is not set
+NOTHING = "nothing"  # text for a value that one side lacks
+CUBLAS_WORKSPACE = ("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # variable, and llorch's value if it is not set
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Collect what else decides the bits of a run: versions, threads, device and the switches of torch."""
+    """Collect versions, threads, device and torch switches, which affect the bits of a run."""
     import torch
 
     kind = torch.device(device)
-    found = {
+    properties = {
         "python": platform.python_version(),
         "packages": {name: _version(name) for name in PACKAGES},
         "machine": platform.machine(),
@@ -30,13 +30,13 @@ def environment(device: str) -> dict[str, Any]:
         "float32_matmul_precision": torch.get_float32_matmul_precision(),
         "mkldnn": torch.backends.mkldnn.enabled,
     }
-    return found | (_cuda_switches() if kind.type == "cuda" else {})
+    return properties | (_cuda_switches() if kind.type == "cuda" else {})
 
 
 def differences(
     saved: Mapping[str, Any], now: Mapping[str, Any], *, sides: tuple[str, str] = ("saved", "now")
 ) -> dict[str, str]:
-    """Write a line `name: saved X, now Y` for each name whose value differs; nested names are joined by dots."""
+    """Map each name whose value or type differs to a line `name: saved X, now Y`; nested names are joined by dots."""
     old, new = dict(_flat_values(saved)), dict(_flat_values(now))
     return {
         name: f"{name}: {sides[0]} {_format_value(old, name)}, {sides[1]} {_format_value(new, name)}"
@@ -53,21 +53,21 @@ def require_same(
     path: Path,
     data_change: Callable[[], str] = str,
 ) -> list[str]:
-    """Refuse (Inconsistent) to resume a run that is not the same any more, unless that is allowed.
+    """Refuse (FormatError Inconsistent) to resume a run that has changed, unless `allow_change`.
 
-    Returns the differences, none if it will be bit-exact. `data_change` names the row that changed in other data.
+    Return the differences as lines; without any, the run will be bit-exact. `data_change` names the changed row.
     """
-    found = differences(saved, now)
-    if "data" in found and (row := data_change()):
-        found["data"] += f" ({row})"
-    if found and not allow_change:
+    changes = differences(saved, now)
+    if "data" in changes and (row := data_change()):
+        changes["data"] += f" ({row})"
+    if changes and not allow_change:
         advice = "undo the change, or resume with --allow-change, which is not bit-exact"
-        raise FormatError("Inconsistent", f"the run has changed: {'; '.join(found.values())}; {advice}", path=path)
-    return [*found.values()]
+        raise FormatError("Inconsistent", f"the run has changed: {'; '.join(changes.values())}; {advice}", path=path)
+    return [*changes.values()]
 
 
 def _cuda_switches() -> dict[str, Any]:
-    """Return the versions and switches of CUDA that decide the bits of a run."""
+    """Return the versions and switches of CUDA that affect the bits of a run."""
     import torch
 
     return {
@@ -96,7 +96,7 @@ def _version(package: str) -> str | None:
 
 
 def _flat_values(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the values that are no mappings, with their dotted names; tuples become lists, as in JSON."""
+    """Yield the values of nested mappings with dotted names; tuples become lists, as in JSON."""
     for key, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat_values(value, f"{prefix}{key}.")

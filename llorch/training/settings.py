@@ -1,9 +1,7 @@
-"""What a training run computes, and where: one flat record, as flags and config files have it.
+"""Settings of a training run: one flat record for command-line options and settings files.
 
-A field is said once: its default, its text and what its values may be. The options of `llorch lora train`, the names of
-a settings file and the refusals all follow from it.
-
-Settings of a base that transformers trains with and llorch does not are named.
+Each field declares its default, its help text and its allowed values once. The options of `llorch lora train`, the
+names in a settings file and the error messages are derived from it.
 """
 
 import math
@@ -24,12 +22,12 @@ from llorch.training.adamw import SCHEDULES
 TrainOn = Literal["assistant", "last", "all"]
 DTYPES = ("float32", "bfloat16", "float64")
 RESIDENCIES = ("decoded", "packed")
-_WIDE = 4096  # hidden_size at which the default rate is the usual one for LoRA
+_WIDE = 4096  # hidden_size for which the default learning rate is `_USUAL_RATE`; smaller models get a higher rate
 _USUAL_RATE = 2e-4
-_WARMUP_RATIO = 0.05
-_MOST = 2**31 - 1  # of a count, as the command line has it
-_SEEDS = 1 << 63  # that torch takes
-_RANGES: Mapping[str, Callable[[Any], bool]] = {  # none of them holds for NaN
+_WARMUP_RATIO = 0.05  # default share of warm-up steps
+_MOST = 2**31 - 1  # largest integer setting, as on the command line
+_SEEDS = 1 << 63  # number of seeds that torch accepts
+_RANGES: Mapping[str, Callable[[Any], bool]] = {  # all are False for NaN
     "at least 0": lambda n: 0 <= n < math.inf,
     "at least 1": lambda n: 1 <= n < math.inf,
     "at least 2": lambda n: 2 <= n < math.inf,
@@ -41,7 +39,7 @@ _RANGES: Mapping[str, Callable[[Any], bool]] = {  # none of them holds for NaN
 
 
 def _setting(default: Any, text: str, allowed: str | Collection[str] = "") -> Any:
-    """Make a field: `allowed` is a key of `_RANGES` or the texts to choose from; None is also allowed as a default."""
+    """Make a field with its help text; `allowed`: a key of `_RANGES`, or texts; "": any. A default None is allowed."""
     metadata = {"text": text, "allowed": allowed}
     if default is dict:
         return field(default_factory=dict, metadata=metadata)
@@ -50,22 +48,22 @@ def _setting(default: Any, text: str, allowed: str | Collection[str] = "") -> An
 
 @dataclass(frozen=True, kw_only=True)
 class DataSettings:
-    """What does not follow from the data itself.
+    """Settings of the data.
 
-    Learned are, by `train_on`, every turn of the `assistant` with its end-of-turn token, or the completion of a prompt;
-    only its `last` turn; or `all` tokens. Rows of plain text are learned whole, rows of token ids as their labels say.
+    `train_on` sets the tokens in the loss: all turns of the `assistant` with their EOS (or the completion of a prompt),
+    its `last` turn only, or `all` tokens. All tokens of plain text are in the loss; rows of token ids have labels.
     """
 
-    max_length: int = 1024  # tokens of an example; longer ones lose their end. With packing also the length of a row
+    max_length: int = 1024  # longer examples are cut to this number of tokens; with packing also the length of a row
     packing: bool = False  # put several examples into one row
     train_on: TrainOn = "assistant"
-    parse_special: bool = False  # outside of messages the text of a control token, such as `<|im_end|>`, is that token
-    valid: float = 0.0  # share of the rows held out for validation, where there is no valid.jsonl
-    template_date: str | None = None  # YYYY-MM-DD, written by chat templates that write today's date; None: today
+    parse_special: bool = False  # outside of messages, encode the text of a control token (`<|im_end|>`) as this token
+    valid: float = 0.0  # share of the rows held out for validation if there is no valid.jsonl
+    template_date: str | None = None  # YYYY-MM-DD, for chat templates that write today's date; None means today
     chat_template_kwargs: Mapping[str, object] = field(default_factory=dict)  # variables of the chat template
 
     def __post_init__(self) -> None:
-        """Refuse what has no meaning."""
+        """Refuse invalid values (UserError), also of the chat template's settings."""
         if self.max_length < 2:
             raise UserError(f"max_length: expected at least 2 tokens (one predicts the next), got {self.max_length}")
         if self.train_on not in get_args(TrainOn):
@@ -88,7 +86,7 @@ def _template_settings(day: str | None, variables: Mapping[str, object]) -> Temp
 
 @dataclass(frozen=True, kw_only=True)
 class TrainSettings:
-    """One training run; ValueError where a value is out of its range, or two exclude each other."""
+    """Settings of one training run; UserError if a value is out of range, or two exclude each other."""
 
     model: str  # .gguf file, Hugging Face folder or built-in name
     data: str  # JSONL file, .json list, folder with train.jsonl, or the name of a built-in example
@@ -140,22 +138,22 @@ class TrainSettings:
     tensorboard: bool = _setting(False, "Event files for TensorBoard.")
 
     def __post_init__(self) -> None:
-        """Refuse values without a meaning."""
-        for one in fields(self):
-            value = getattr(self, one.name)
-            allowed = one.metadata.get("allowed")
-            if isinstance(value, int) and value > _MOST and one.name != "seed":
-                raise UserError(f"settings: {one.name} must be at most {_MOST}, got {value}")
-            if not allowed or (value is None and one.default is None):
+        """Refuse invalid values (UserError)."""
+        for setting in fields(self):
+            value = getattr(self, setting.name)
+            allowed = setting.metadata.get("allowed")
+            if isinstance(value, int) and value > _MOST and setting.name != "seed":
+                raise UserError(f"settings: {setting.name} must be at most {_MOST}, got {value}")
+            if not allowed or (value is None and setting.default is None):
                 continue
             is_range = isinstance(allowed, str)
             if value is None or not (_RANGES[allowed](value) if is_range else value in allowed):
                 expected = allowed if is_range else f"one of {', '.join(allowed)}"
-                raise UserError(f"settings: {one.name} must be {expected}, got {value!r}")
+                raise UserError(f"settings: {setting.name} must be {expected}, got {value!r}")
         if self.warmup_steps is not None and self.warmup_ratio is not None:
-            both = f"{self.warmup_steps} and {self.warmup_ratio}"
-            raise UserError(f"settings: give warmup_steps or warmup_ratio, got both ({both})")
-        _ = self.lora  # which refuses what has no meaning there
+            values_given = f"{self.warmup_steps} and {self.warmup_ratio}"
+            raise UserError(f"settings: give warmup_steps or warmup_ratio, got both ({values_given})")
+        _ = self.lora  # validates the adapter's settings
         _template_settings(self.template_date, self.chat_template_kwargs)
 
     @property
@@ -177,51 +175,51 @@ class TrainSettings:
 
     @property
     def data_settings(self) -> DataSettings:
-        """Settings of the data; the length must be known."""
+        """Settings of the data; `max_length` must be set."""
         assert self.max_length is not None
-        return DataSettings(**{one.name: getattr(self, one.name) for one in fields(DataSettings)})
+        return DataSettings(**{setting.name: getattr(self, setting.name) for setting in fields(DataSettings)})
 
     @property
     def dtype_name(self) -> str:
-        """The dtype that the device gets when none is asked for."""
+        """Dtype of the run: `dtype`, or the default of the device."""
         return self.dtype or ("float32" if self.device == "cpu" else "bfloat16")
 
     def rate_for(self, hidden_size: int) -> float:
-        """Return the peak learning rate: `lr`, or 2e-4 at a width of 4096 and in inverse proportion to the width."""
+        """Return the peak learning rate: `lr`, or 2e-4 * 4096 / hidden_size."""
         return self.lr if self.lr is not None else _USUAL_RATE * _WIDE / hidden_size
 
     def warmup_for(self, total_steps: int) -> int:
-        """Count the warm-up steps of a run of so many optimizer steps."""
+        """Count the warm-up steps of a run of `total_steps` optimizer steps."""
         if self.warmup_steps is not None:
             return self.warmup_steps
         if self.warmup_ratio is not None:
             return math.ceil(self.warmup_ratio * total_steps)
-        return min(math.ceil(_WARMUP_RATIO * total_steps), total_steps - 1)  # its first step has the rate 0
+        return min(math.ceil(_WARMUP_RATIO * total_steps), total_steps - 1)  # a run of one step would have rate 0
 
     def as_json(self) -> dict[str, Any]:
-        """Return every field, for `run.json`; `settings_from` reads it back."""
+        """Return all fields for `run.json`; `settings_from` reads them back."""
         return {name: list(value) if isinstance(value, tuple) else value for name, value in asdict(self).items()}
 
     def with_defaults(self, *, hidden_size: int, context: int) -> "TrainSettings":
-        """Replace defaults that depend on model, device and day: rate, dtype, length and date."""
+        """Set defaults that depend on model, device and day: learning rate, dtype, length and date."""
         length = self.max_length if self.max_length is not None else min(context, 1024)
         day = self.template_date or date.today().isoformat()
         rate = self.rate_for(hidden_size)
         return replace(self, lr=rate, dtype=self.dtype_name, max_length=length, template_date=day)
 
 
-_DROPOUT = "attention_dropout"  # the only dropout that the text models of transformers read, in all families of llorch
+_DROPOUT = "attention_dropout"  # the only dropout setting of transformers' text models in llorch's families
 
 
 def text_settings(weights: Weights) -> dict[str, Any]:
-    """Return the config.json of a base, of a multimodal model its text part; {} for a GGUF file, which has none."""
-    whole = read_settings(Path(weights.path) / "config.json")
-    text = whole.get("text_config")
-    return text if isinstance(text, dict) else whole
+    """Return the base's config.json, or its text section for a multimodal model; {} for a GGUF file."""
+    settings = read_settings(Path(weights.path) / "config.json")
+    text_config = settings.get("text_config")
+    return text_config if isinstance(text_config, dict) else settings
 
 
-def say_dropout(weights: Weights) -> str:
-    """Name the dropout that config.json asks for and llorch does not train with; empty if it asks for none."""
+def describe_base_dropout(weights: Weights) -> str:
+    """Describe the dropout in config.json that llorch does not apply in training; empty if there is none."""
     share = text_settings(weights).get(_DROPOUT)
     if not share:
         return ""

@@ -1,4 +1,4 @@
-"""Training settings from a YAML or TOML file, from flags and from a run that is resumed, in one order of precedence."""
+"""Merge training settings from a YAML or TOML file, from options and from a resumed run, in order of precedence."""
 
 import difflib
 import re
@@ -13,10 +13,10 @@ from llorch.files.mapped import read_regular
 from llorch.runtime.errors import FormatError, MissingExtra, UserError
 from llorch.training.settings import TrainSettings
 
-SHORT = {"layers": "layers_to_transform"}  # names that are also understood, and flags have
+SHORT = {"layers": "layers_to_transform"}  # short name -> name of the field; options use it, too
 _MAX_FILE = 1 << 20  # bytes
 _MERGE = "llorch trains a new adapter; merge the old adapter first (llorch lora merge) and train on the merged model"
-_ADVICE = {  # what to use instead of settings of other trainers: of TRL, Axolotl, LLaMA-Factory, mlx-lm
+_ADVICE = {  # advice -> settings of other trainers: TRL, Axolotl, LLaMA-Factory, mlx-lm
     "llorch trains adapters only; a large --r with all-linear is closest to full fine-tuning": "full",
     "llorch trains LoRA adapters only; --dora is a variant": "finetuning_type fine_tune_type",
     "log.jsonl is always written, and --tensorboard writes events": "report_to wandb",
@@ -57,13 +57,13 @@ _NAMES = tuple(field.name for field in fields(TrainSettings))
 
 
 def settings_from(*sources: tuple[str, Mapping[str, Any]]) -> TrainSettings:
-    """Merge and validate settings by name (`-` counts as `_`), each source with what to call it; a later one wins.
+    """Merge and validate settings by name (`-` counts as `_`); a source has a label for messages; later sources win.
 
-    ValueError: an unknown name, a value of the wrong kind or out of its range, or no model or data.
+    UserError: an unknown name, a value of a wrong type or out of range, or no model or data.
     """
     merged: dict[str, Any] = {}
-    for where, values in sources:
-        merged |= {_known(name, where): _typed(_known(name, where), value, where) for name, value in values.items()}
+    for label, values in sources:
+        merged |= {_field(name, label): _parse(_field(name, label), value, label) for name, value in values.items()}
     if missing := [name for name in ("model", "data") if name not in merged]:
         message = f"settings: {' and '.join(missing)}: expected a value, got none"
         raise UserError(f"{message}; give it on the command line or in a config file")
@@ -71,7 +71,7 @@ def settings_from(*sources: tuple[str, Mapping[str, Any]]) -> TrainSettings:
 
 
 def read_settings(path: Path) -> Mapping[str, Any]:
-    """Read a .yaml, .yml or .toml file; FormatError where it is no flat list of names."""
+    """Read a .yaml, .yml or .toml file; FormatError if it is no mapping of names to values."""
     if path.suffix not in (".yaml", ".yml", ".toml"):
         raise FormatError("Unsupported", f"config: expected .yaml, .yml or .toml, got {path.suffix!r}", path=path)
     try:
@@ -89,19 +89,19 @@ def read_settings(path: Path) -> Mapping[str, Any]:
 
 
 def _yaml(text: str) -> Any:
-    """Parse YAML, and refuse a mapping that has a name twice."""
+    """Parse YAML; UserError, which the caller converts, if it is malformed or a mapping has a name twice."""
     try:
         import yaml
     except ModuleNotFoundError:
         raise MissingExtra("train", "yaml") from None
 
     class Strict(yaml.SafeLoader):
-        """YAML that does not let the last of two equal names win."""
+        """Loader that refuses duplicate names, which PyYAML accepts."""
 
         def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
             names = [self.construct_object(key) for key, _ in node.value]
-            if twice := [name for at, name in enumerate(names) if name in names[:at]]:
-                raise UserError(f"expected each name once, got {twice[0]!r} twice")
+            if duplicates := [name for index, name in enumerate(names) if name in names[:index]]:
+                raise UserError(f"expected each name once, got {duplicates[0]!r} twice")
             return super().construct_mapping(node, deep)
 
     try:
@@ -110,44 +110,45 @@ def _yaml(text: str) -> Any:
         raise UserError(str(error)) from None
 
 
-def _known(name: str, where: str) -> str:
-    plain = name.replace("-", "_")
-    plain = SHORT.get(plain, plain)
-    if plain in _NAMES:
-        return plain
-    if plain in FOREIGN:
-        raise UserError(f"{where}: unknown setting {name!r}; {FOREIGN[plain]}")
-    near = difflib.get_close_matches(plain, _NAMES, n=1)
-    hint = f"did you mean {near[0]}?" if near else f"the known settings are {', '.join(_NAMES)}"
-    raise UserError(f"{where}: unknown setting {name!r}; {hint}")
+def _field(name: str, label: str) -> str:
+    """Return the field's name for a setting's name; UserError, with advice, for names of other trainers and others."""
+    canonical = name.replace("-", "_")
+    canonical = SHORT.get(canonical, canonical)
+    if canonical in _NAMES:
+        return canonical
+    if canonical in FOREIGN:
+        raise UserError(f"{label}: unknown setting {name!r}; {FOREIGN[canonical]}")
+    close_names = difflib.get_close_matches(canonical, _NAMES, n=1)
+    hint = f"did you mean {close_names[0]}?" if close_names else f"the known settings are {', '.join(_NAMES)}"
+    raise UserError(f"{label}: unknown setting {name!r}; {hint}")
 
 
-def _typed(name: str, value: object, where: str) -> Any:
-    """Convert a value to the type of its field; YAML reads 1e-4 as text, and a whole number may stand for a rate."""
+def _parse(name: str, value: object, label: str) -> Any:
+    """Convert a value to the type of its field: YAML reads 1e-4 as text, and an integer may be a valid float."""
     if name in ("target_modules", "exclude_modules"):
-        return _parse_modules(name, value, where)
+        return _parse_modules(name, value, label)
     if name == "target_parameters":
-        names = _parse_modules(name, value, where) or ()
+        names = _parse_modules(name, value, label) or ()
         if isinstance(names, str):
-            raise UserError(f"{where}: target_parameters must be a list of names, got {value!r}")
+            raise UserError(f"{label}: target_parameters must be a list of names, got {value!r}")
         return names
     if name == "layers_to_transform":
-        return _parse_layers(value, where)
+        return _parse_layers(value, label)
     if name == "chat_template_kwargs":
         if not isinstance(value, Mapping) or not all(isinstance(key, str) for key in value):
-            raise UserError(f"{where}: {name} must be names with values (enable_thinking: false), got {value!r}")
+            raise UserError(f"{label}: {name} must be names with values (enable_thinking: false), got {value!r}")
         return dict(value)
     if name in ("rank_pattern", "alpha_pattern"):
-        return _pattern(name, value, where)
-    wanted = get_type_hints(TrainSettings)[name]
-    kinds = get_args(wanted) or (wanted,)
+        return _parse_pattern(name, value, label)
+    field_type = get_type_hints(TrainSettings)[name]
+    kinds = get_args(field_type) or (field_type,)
     if value is None and NoneType in kinds:
         return None
-    return _require_kind(kinds[0], name, value, where)
+    return _require_kind(kinds[0], name, value, label)
 
 
-def _require_kind(kind: type, name: str, value: object, where: str) -> Any:
-    """Return a value as the type of its setting; ValueError if it is of another type."""
+def _require_kind(kind: type, name: str, value: object, label: str) -> Any:
+    """Return a value in the type of its setting; UserError if it has another type (bool is no number)."""
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         try:
             return float(value)
@@ -156,22 +157,22 @@ def _require_kind(kind: type, name: str, value: object, where: str) -> Any:
     elif type(value) is kind:
         return value
     words = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-    raise UserError(f"{where}: {name} must be {words[kind]}, got {value!r}")
+    raise UserError(f"{label}: {name} must be {words[kind]}, got {value!r}")
 
 
-def _parse_modules(name: str, value: object, where: str) -> tuple[str, ...] | str:
-    """Parse names, a list or text with commas; text with other characters is a regular expression, or `all-linear`."""
+def _parse_modules(name: str, value: object, label: str) -> tuple[str, ...] | str:
+    """Parse a list of names, or names with commas in a text; any other text is a regular expression or `all-linear`."""
     if isinstance(value, str):
         names = [part.strip() for part in value.split(",")]
-        plain = all(part.replace(".", "_").isidentifier() for part in names)
-        return tuple(names) if plain else value
+        is_name_list = all(part.replace(".", "_").isidentifier() for part in names)
+        return tuple(names) if is_name_list else value
     if isinstance(value, list | tuple) and all(isinstance(part, str) and part for part in value):
         return tuple(value)
-    raise UserError(f"{where}: {name} must be a list of module names or text, got {value!r}")
+    raise UserError(f"{label}: {name} must be a list of module names or text, got {value!r}")
 
 
-def _parse_layers(value: object, where: str) -> tuple[int, ...] | None:
-    """Parse layer numbers, a list or text with commas and ranges: `0,4-7`."""
+def _parse_layers(value: object, label: str) -> tuple[int, ...] | None:
+    """Parse a list of layer numbers or text with commas and ranges: `0,4-7`."""
     layers = value
     if isinstance(value, str) and re.fullmatch(r"\d{1,4}(-\d{1,4})?(,\d{1,4}(-\d{1,4})?)*", value.replace(" ", "")):
         ends = [[int(number) for number in part.split("-")] for part in value.split(",")]
@@ -180,12 +181,12 @@ def _parse_layers(value: object, where: str) -> tuple[int, ...] | None:
         return None
     if isinstance(layers, list | tuple) and layers and all(type(layer) is int and layer >= 0 for layer in layers):
         return tuple(sorted(set(layers)))
-    raise UserError(f"{where}: layers_to_transform must be a list of layers or text such as 0,4-7, got {value!r}")
+    raise UserError(f"{label}: layers_to_transform must be a list of layers or text such as 0,4-7, got {value!r}")
 
 
-def _pattern(name: str, value: object, where: str) -> Mapping[str, Any]:
-    """Read a mapping of ends of module paths to numbers; where several ends fit a path, the first one counts."""
+def _parse_pattern(name: str, value: object, label: str) -> Mapping[str, Any]:
+    """Parse a mapping of module path suffixes to numbers; the first matching suffix counts."""
     if not isinstance(value, Mapping) or not all(isinstance(key, str) and key for key in value):
-        raise UserError(f"{where}: {name} must be names with numbers (q_proj: 8), got {value!r}")
+        raise UserError(f"{label}: {name} must be names with numbers (q_proj: 8), got {value!r}")
     kind = int if name == "rank_pattern" else float
-    return {key: _require_kind(kind, f"{name} {key}", number, where) for key, number in value.items()}
+    return {key: _require_kind(kind, f"{name} {key}", number, label) for key, number in value.items()}

@@ -1,13 +1,13 @@
-"""The files of one snapshot: how they are written and read, every bit of them under a digest.
+"""Write and read the files of one snapshot; digests cover every byte.
 
     snapshot.safetensors    tensors, or
-    tensors/                those of a run of several processes, as torch.distributed.checkpoint writes them
+    tensors/                sharded tensors of several processes, written by torch.distributed.checkpoint
     snapshot.json           {"sha256": of this file without the digest, "tensors": digests, "record": ...}
 
-Digests of tensors are {"sha256": ...} of the one file, or {"files": {name: sha256}} of the folder. What they say of a
-snapshot is that it is as it was written, so one that was cut or changed is told from one that was written so.
+Digests of tensors are {"sha256": ...} of the file, or {"files": {name: sha256}} of the folder. They prove that a
+snapshot is as it was written, neither truncated nor changed.
 
-Files are written through `os` alone, so that tests can make any one operation fail, or the power.
+Files are written only through `os`, so that tests can simulate a failure of any operation, or a power failure.
 """
 
 import hashlib
@@ -27,49 +27,49 @@ from llorch.runtime.errors import FormatError
 
 TENSORS, PARTS, RECORD = "snapshot.safetensors", "tensors", "snapshot.json"
 FORMAT = 1
-_HEAD = b'{\n "sha256": "'  # of all bytes of the file but the digest itself
-_DIGITS = 64
+_HEAD = b'{\n "sha256": "'  # start of the record; then the digest of all bytes but its own
+_DIGITS = 64  # hexadecimal digits of a SHA-256
 
-ReadParts = Callable[[Path], Mapping[str, np.ndarray]]  # of the folder; FormatError where it cannot be read
+ReadParts = Callable[[Path], Mapping[str, np.ndarray]]  # called with the folder; FormatError if it cannot be read
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A saved state that was read and whose digests are right."""
+    """Snapshot that was read and whose digests match."""
 
     step: int
-    tensors: Mapping[str, np.ndarray]  # the arrays can be written to
-    record: Mapping[str, Any]  # what is no tensor
+    tensors: Mapping[str, np.ndarray]  # writable arrays
+    record: Mapping[str, Any]  # all values except tensors
     path: Path
-    skipped: tuple[str, ...] = ()  # why newer ones were passed over, a line each
+    skipped: tuple[str, ...] = ()  # reasons why newer snapshots were skipped
 
 
 def record_bytes(step: int, record: Mapping[str, Any], digests: Mapping[str, Any]) -> bytes:
-    """Make the bytes of the record's file; ValueError for NaN or infinity."""
+    """Serialise a snapshot's record, after its own digest; ValueError for NaN or infinity."""
     values = {"format": FORMAT, "step": step, "tensors": digests, "record": record}
     body = json.dumps(values, indent=1, ensure_ascii=False, allow_nan=False).encode()
-    tail = b'",' + body[1:] + b"\n"
+    tail = b'",' + body[1:] + b"\n"  # without the brace, which is in _HEAD
     return _HEAD + hashlib.sha256(_HEAD + tail).hexdigest().encode() + tail
 
 
 def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> str:
-    """Write a new file to the device; gives its SHA-256. After an OSError part of it may be there."""
+    """Write a new file and sync it; return its SHA-256. After an OSError a partial file may exist."""
     descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)
     sha256 = hashlib.sha256()
     try:
         for part in parts:
             sha256.update(part)
-            rest = memoryview(part)
-            while len(rest):
-                rest = rest[os.write(descriptor, rest) :]
+            remaining = memoryview(part)
+            while len(remaining):
+                remaining = remaining[os.write(descriptor, remaining) :]
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
     return sha256.hexdigest()
 
 
-def synced_parts(folder: Path) -> dict[str, str]:
-    """Wait until the files of a folder lie on the device; gives the SHA-256 of each."""
+def sync_parts(folder: Path) -> dict[str, str]:
+    """Sync a folder and its files to disk; return the SHA-256 of each file."""
     digests = {}
     for name in sorted(os.listdir(folder)):
         sync(folder / name)
@@ -79,7 +79,7 @@ def synced_parts(folder: Path) -> dict[str, str]:
 
 
 def remove_tree(path: Path) -> None:
-    """Remove the folder of a snapshot, whole or not."""
+    """Remove the folder of a snapshot, complete or not."""
     for name in os.listdir(path):
         if name == PARTS:
             remove_tree(path / name)
@@ -89,15 +89,15 @@ def remove_tree(path: Path) -> None:
 
 
 def no_parts(folder: Path) -> Mapping[str, np.ndarray]:
-    """Refuse the tensors of several processes, where there is nobody to read them."""
+    """Refuse sharded tensors (FormatError): the `ReadParts` for callers without torch."""
     message = "several processes wrote these tensors, which only the torch path reads; install torch"
     raise FormatError("Unsupported", message, path=folder)
 
 
 def read_snapshot(path: Path, read_parts: ReadParts = no_parts) -> Snapshot:
-    """Read one snapshot and check its digests; FormatError where it is damaged, incomplete, or of another format."""
+    """Read one snapshot and check its digests; FormatError if it is damaged, incomplete, or of another format."""
     _require_file(path, RECORD)
-    values = _checked_record((path / RECORD).read_bytes(), path / RECORD)
+    values = _parse_record((path / RECORD).read_bytes(), path / RECORD)
     match values:
         case {"format": 1, "step": int(step), "tensors": {"sha256": digest}, "record": dict(record)}:
             return Snapshot(step, _read_tensors(path, digest), record, path)
@@ -117,11 +117,11 @@ def _read_tensors(path: Path, digest: object) -> Mapping[str, np.ndarray]:
 
 
 def _require_parts(path: Path, digests: Mapping[str, object]) -> None:
-    """Require exactly the files that were written in the folder, with the saved digests; FormatError otherwise."""
+    """Require exactly the saved files with the saved digests in the folder; FormatError otherwise."""
     for name in sorted(digests):
         _require_file(path, f"{PARTS}/{name}")
-    if more := sorted(set(os.listdir(path / PARTS)) - digests.keys()):
-        message = f"expected only the files that were saved, got also {more[0]}"
+    if unexpected := sorted(set(os.listdir(path / PARTS)) - digests.keys()):
+        message = f"expected only the files that were saved, got also {unexpected[0]}"
         raise FormatError("Unexpected", message, path=path / PARTS)
     for name, digest in digests.items():
         _require_digest(_digest_of_file(path / PARTS / name), digest, path / PARTS / name)
@@ -137,7 +137,7 @@ def _require_file(path: Path, name: str) -> None:
         raise FormatError("Missing", f"expected the file {name} in the snapshot, got none", path=path)
 
 
-def _checked_record(data: bytes, path: Path) -> dict[str, Any]:
+def _parse_record(data: bytes, path: Path) -> dict[str, Any]:
     start = len(_HEAD)
     digest, tail = data[start : start + _DIGITS], data[start + _DIGITS :]
     if not data.startswith(_HEAD):
@@ -148,7 +148,7 @@ def _checked_record(data: bytes, path: Path) -> dict[str, Any]:
     return values
 
 
-def _require_digest(actual: str, wanted: object, path: Path) -> None:
-    if actual != wanted:
-        message = f"the file is damaged: expected the recorded sha256 {wanted!s:.16}..., got {actual:.16}..."
+def _require_digest(actual: str, expected: object, path: Path) -> None:
+    if actual != expected:
+        message = f"the file is damaged: expected the recorded sha256 {expected!s:.16}..., got {actual:.16}..."
         raise FormatError("Inconsistent", message, path=path)

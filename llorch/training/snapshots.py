@@ -1,13 +1,13 @@
-"""Snapshots of a training run on disk: complete or absent, checked by digest when read, the last few kept.
+"""Snapshots of a training run on disk: complete or absent, checked by digest when read; old ones are removed.
 
-A snapshot is a folder `snapshots/step-00000010/`; `snapshot_files` tells what is in it. It is written under a name that
+A snapshot is a folder `snapshots/step-00000010/` with the files of `snapshot_files`. It is written under a name that
 begins with a dot, synced, and renamed:
 
     .new-step-00000010    being written; never read, removed at the next start
-    .old-step-00000010    had to make room for a new one of the same step; back in its place if that did not arrive
-    .gone-step-00000010   on its way out; removed at the next start
+    .old-step-00000010    replaced by a new snapshot of the same step; restored if the new one is incomplete
+    .gone-step-00000010   being removed; removed at the next start
 
-Tensors of which each process has a part are written between `begin` and `complete`, in `tensors/`.
+Sharded tensors are written by each process into `tensors/`, between `begin` and `complete`.
 
 Source: POSIX rename (atomic within a file system) and fsync (a rename may reach the disk before the data does).
 """
@@ -35,16 +35,16 @@ from llorch.training.snapshot_files import (
     read_snapshot,
     record_bytes,
     remove_tree,
-    synced_parts,
+    sync_parts,
     write_file,
 )
 
 
 class SnapshotStore:
-    """The snapshots of one run folder."""
+    """Store of the snapshots in one run folder."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        """Name the run folder, in which at least one snapshot stays; nothing is touched yet."""
+        """Store the run folder and the number of snapshots to keep, at least 1; nothing is written yet."""
         if keep < 1:
             raise UserError(f"snapshots: keep must be at least 1, got {keep}")
         self.folder = folder
@@ -53,17 +53,17 @@ class SnapshotStore:
 
     @contextmanager
     def lock(self) -> Iterator[str | None]:
-        """Hold the run folder, which is made if need be, and clear what a killed run left in it.
+        """Lock the run folder, which is created if missing, and remove leftovers of a killed run.
 
-        The lock ends with the process; BlockingIOError while another holds it. Yields a warning where there is none.
+        The lock ends with the process; BlockingIOError if another process holds it. Yield a warning without a lock.
         """
         self.folder.mkdir(parents=True, exist_ok=True)
-        with _flock(self.folder) as without:
+        with _flock(self.folder) as warning:
             self.clear()
-            yield without
+            yield warning
 
     def clear(self) -> None:
-        """Remove what a killed run left behind; the caller holds the lock."""
+        """Remove leftovers of a killed run, and restore a replaced snapshot; the caller holds the lock."""
         for name in os.listdir(self.folder):
             if is_leftover(name):
                 os.unlink(self.folder / name)
@@ -75,87 +75,87 @@ class SnapshotStore:
                 remove_tree(self.snapshots / name)
 
     def save(self, step: int, tensors: Mapping[str, np.ndarray], record: Mapping[str, Any]) -> Path:
-        """Write a snapshot, then remove those that are no longer kept; the caller holds the lock.
+        """Write a snapshot, then remove old ones; the caller holds the lock.
 
-        Snapshots of later steps go too: the run was taken up before them. After an OSError of writing, the ones before
-        are as they were; ValueError for a tensor or a value that cannot be expressed.
+        Snapshots of later steps are removed too, because the run was resumed before them. After an OSError while
+        writing, earlier snapshots are unchanged; ValueError for a tensor or a value that cannot be stored.
         """
         new = self.begin(step)
-        with self._or_nothing(step):
-            self._place(step, record, {"sha256": write_file(new / TENSORS, tensor_bytes(tensors))})
-        return self._pruned(step)
+        with self._clean_up_on_error(step):
+            self._publish(step, record, {"sha256": write_file(new / TENSORS, tensor_bytes(tensors))})
+        return self._prune(step)
 
     def begin(self, step: int) -> Path:
-        """Make the folder of a new snapshot, below which `tensors/` is to be written; the caller holds the lock."""
-        with self._or_nothing(step):
+        """Create the folder of a new snapshot, in which processes create `tensors/`; the caller holds the lock."""
+        with self._clean_up_on_error(step):
             self._prepare()
             os.mkdir(self._unfinished(step))
         return self._unfinished(step)
 
     def complete(self, step: int, record: Mapping[str, Any]) -> Path:
-        """Put what was begun in its place once nobody writes to it any more; otherwise as `save`."""
-        with self._or_nothing(step):
-            self._place(step, record, {"files": synced_parts(self._unfinished(step) / PARTS)})
-        return self._pruned(step)
+        """Finish a snapshot of `begin` after all processes wrote their tensors; remove old ones, as `save` does."""
+        with self._clean_up_on_error(step):
+            self._publish(step, record, {"files": sync_parts(self._unfinished(step) / PARTS)})
+        return self._prune(step)
 
     def abandon(self, step: int) -> None:
-        """Remove what was begun, as far as that can be done now."""
+        """Remove an unfinished snapshot; ignore errors of the file system."""
         with suppress(OSError):
             remove_tree(self._unfinished(step))
 
     def explained(self, error: OSError, step: int) -> OSError:
-        """Return an error that says which snapshot was not saved and which one is intact."""
+        """Return an error that names the snapshot that was not saved and the newest intact one."""
         with suppress(OSError):
-            others = [other for other in self.steps() if other != step]
-            left = f"the snapshot of step {others[-1]} is intact" if others else "earlier snapshots: none"
-            message = f"snapshot of step {step} not saved: {error.strerror}; {left}"
+            steps = [s for s in self.steps() if s != step]
+            remaining = f"the snapshot of step {steps[-1]} is intact" if steps else "earlier snapshots: none"
+            message = f"snapshot of step {step} not saved: {error.strerror}; {remaining}"
             return OSError(error.errno, message, str(self.snapshots))
         return error
 
     def newest(self, read_parts: ReadParts = no_parts) -> Snapshot | None:
-        """Read the newest undamaged snapshot, with the reasons why newer ones were passed over; None without any.
+        """Read the newest undamaged snapshot, with the reasons why newer ones were skipped; None without snapshots.
 
-        `read_parts` reads what several processes wrote. FormatError where none of the snapshots can be used.
+        `read_parts` reads sharded tensors. FormatError if all snapshots are unusable.
         """
         reasons: list[str] = []
         for step in reversed(self.steps()):
             try:
-                found = read_snapshot(self._folder_of(step), read_parts)
+                snapshot = read_snapshot(self._folder_of(step), read_parts)
             except (FormatError, OSError) as error:
                 reasons.append(str(error))
                 continue
-            return replace(found, skipped=tuple(reasons))
+            return replace(snapshot, skipped=tuple(reasons))
         if reasons:
             message = f"expected a snapshot that can be read, got none: {'; '.join(reasons)}"
             raise FormatError("Inconsistent", message, path=self.snapshots)
         return None
 
     def steps(self) -> list[int]:
-        """List the steps that have a snapshot, damaged or not, in order."""
+        """List the steps with a snapshot, damaged or not, in order."""
         if not os.path.exists(self.snapshots):
             return []
         matches = (re.fullmatch(r"step-(\d{8,})", name) for name in os.listdir(self.snapshots))
         return sorted(int(match[1]) for match in matches if match)
 
     def _prepare(self) -> None:
-        """Make the folder of the snapshots, or remove what an interrupted save left in it."""
+        """Create the folder of the snapshots, or remove leftovers of an interrupted save from it."""
         if os.path.exists(self.snapshots):
-            self.clear()  # a save that failed may not have been able to
+            self.clear()  # a failed save may not have cleaned up
         else:
             os.mkdir(self.snapshots)
             sync(self.folder)
 
     def _unfinished(self, step: int) -> Path:
-        """Return the folder of a snapshot while it is written."""
-        return _marked(self._folder_of(step), "new")
+        """Return the folder of an unfinished snapshot."""
+        return _hidden_path(self._folder_of(step), "new")
 
     def _folder_of(self, step: int) -> Path:
         """Return the folder of a finished snapshot."""
         return self.snapshots / step_name(step)
 
     @contextmanager
-    def _or_nothing(self, step: int) -> Iterator[None]:
-        """Remove all of the new snapshot if anything goes wrong."""
+    def _clean_up_on_error(self, step: int) -> Iterator[None]:
+        """Remove the new snapshot if the block raises."""
         try:
             yield
         except BaseException as error:
@@ -164,10 +164,10 @@ class SnapshotStore:
                 raise self.explained(error, step) from error
             raise
 
-    def _place(self, step: int, record: Mapping[str, Any], digests: Mapping[str, Any]) -> None:
-        """Write the record and give the snapshot its name; one of the same step makes room."""
+    def _publish(self, step: int, record: Mapping[str, Any], digests: Mapping[str, Any]) -> None:
+        """Write the record, and rename the snapshot to its final name; it replaces a snapshot of the same step."""
         new, target = self._unfinished(step), self._folder_of(step)
-        old = _marked(target, "old")
+        old = _hidden_path(target, "old")
         write_file(new / RECORD, [record_bytes(step, record, digests)])
         sync(new)
         replaces = os.path.exists(target)
@@ -183,22 +183,22 @@ class SnapshotStore:
         if replaces:
             remove_tree(old)
 
-    def _pruned(self, newest: int) -> Path:
-        """Remove snapshots that are no longer kept; returns the place of the newest."""
+    def _prune(self, newest: int) -> Path:
+        """Remove old snapshots, and those of steps after `newest`; return the folder of the newest."""
         steps = self.steps()
-        kept = [step for step in steps if step <= newest][-self._keep :]
+        kept_steps = [step for step in steps if step <= newest][-self._keep :]
         for step in steps:
-            if step not in kept:
-                gone = _marked(self._folder_of(step), "gone")
-                os.rename(self._folder_of(step), gone)  # so that a part of it is never taken for it
+            if step not in kept_steps:
+                removed = _hidden_path(self._folder_of(step), "gone")
+                os.rename(self._folder_of(step), removed)  # so that a partly removed folder is never read
                 sync(self.snapshots)
-                remove_tree(gone)
+                remove_tree(removed)
         return self._folder_of(newest)
 
 
 @contextmanager
 def _flock(folder: Path) -> Iterator[str | None]:
-    """Lock a folder against other runs; yield a warning if the system has no such lock, else None."""
+    """Lock a folder against other runs (BlockingIOError); yield a warning if the system has no lock, else None."""
     try:
         import fcntl
     except ModuleNotFoundError:  # Windows
@@ -217,14 +217,14 @@ def _flock(folder: Path) -> Iterator[str | None]:
 
 
 def is_leftover(name: str) -> bool:
-    """Tell if a file was being written when its run was killed; `llorch.files.new_file` gives it such a name."""
+    """Tell if a file is a leftover of a killed run, by the names that `llorch.files.new_file` uses."""
     return re.fullmatch(r"\..+\.\d+\.tmp", name) is not None
 
 
 def step_name(step: int) -> str:
-    """Return the folder name of a snapshot; sorted names are sorted steps."""
+    """Return the folder name of a snapshot; names sort like steps."""
     return f"step-{step:08}"
 
 
-def _marked(target: Path, mark: str) -> Path:
+def _hidden_path(target: Path, mark: str) -> Path:
     return target.with_name(f".{mark}-{target.name}")

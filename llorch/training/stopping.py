@@ -1,4 +1,4 @@
-"""Ending a run on SIGTERM or SIGINT: after the step that is being computed, or at once when the signal comes again."""
+"""Stop a run on SIGTERM or SIGINT: after the current step, or at once on a second signal."""
 
 import os
 import signal
@@ -9,36 +9,36 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
 
 class Stopped(Exception):
-    """A run that a signal ended; its state is saved."""
+    """Raised when a signal stopped the run, after its state was saved."""
 
     def __init__(self, number: int, message: str) -> None:
-        """Note the signal, and what became of the run."""
+        """Store the message, and derive the exit code from the signal number."""
         super().__init__(message)
         self.exit_code = 128 + number
 
 
 class StopRequest:
-    """Listens for signals while a run is inside it; outside the main thread nobody can listen, so nothing happens."""
+    """Context manager that records stop signals; outside the main thread it does nothing."""
 
     def __init__(self, *, patient: bool = False) -> None:
-        """Listen to nothing yet; a patient one does not leave at once when the signal comes again."""
+        """Prepare; with `patient`, a second signal does not end the process."""
         self._patient = patient
-        self.number: int | None = None  # of the signal that came
-        self._before: dict[int, Any] = {}
+        self.number: int | None = None  # number of the received signal
+        self._old_handlers: dict[int, Any] = {}
 
     def __enter__(self) -> "StopRequest":
         try:
-            self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
+            self._old_handlers = {number: signal.signal(number, self._note) for number in SIGNALS}
         except ValueError:  # not the main thread
-            self._before = {}
+            self._old_handlers = {}
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._old_handlers.items():
             signal.signal(number, handler)
 
     def _note(self, number: int, frame: FrameType | None) -> None:
-        """Remember the first signal; end the process at once on the second, unless patient."""
+        """Record the first signal; end the process at once on the second, unless patient."""
         if self.number is not None and not self._patient:
             os._exit(128 + number)
         self.number = self.number or number

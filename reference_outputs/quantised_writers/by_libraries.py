@@ -20,43 +20,43 @@ CALIBRATION = [[(7 * i + 11 * j + i * j) % VOCAB for i in range(24)] for j in ra
 def make(size: str, library: Library, target: Path) -> None:
     """Write a float folder, let the library quantise it, and keep config.json and model.safetensors."""
     with TemporaryDirectory() as temporary:
-        source, made = Path(temporary) / "float", Path(temporary) / "made"
+        source, output = Path(temporary) / "float", Path(temporary) / "made"
         write(source, config(size), float_tensors(size))
-        library(source, made)
+        library(source, output)
         target.mkdir(parents=True, exist_ok=True)
-        settings = json.loads((made / "config.json").read_text(encoding="utf-8"))
+        settings = json.loads((output / "config.json").read_text(encoding="utf-8"))
         text = json.dumps(settings, indent=1) + "\n"
         (target / "config.json").write_text(text, encoding="utf-8", newline="\n")
-        shutil.copyfile(made / "model.safetensors", target / "model.safetensors")
+        shutil.copyfile(output / "model.safetensors", target / "model.safetensors")
 
 
 def llmcompressor(groups: object, *, kv_scheme: dict[str, object] | None = None, calibrate: bool = False) -> Library:
     """Quantise by a preset's name or by config groups; static activations need calibration."""
 
-    def run(source: Path, made: Path) -> None:
+    def run(source: Path, output: Path) -> None:
         from llmcompressor import oneshot
         from llmcompressor.modifiers.quantization import QuantizationModifier
         from torch.utils.data import DataLoader
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16)
-        chosen = {"scheme": groups, "targets": "Linear"} if isinstance(groups, str) else {"config_groups": groups}
-        recipe = QuantizationModifier(ignore=["lm_head"], kv_cache_scheme=kv_scheme, **chosen)
+        scheme = {"scheme": groups, "targets": "Linear"} if isinstance(groups, str) else {"config_groups": groups}
+        recipe = QuantizationModifier(ignore=["lm_head"], kv_cache_scheme=kv_scheme, **scheme)
         rows = [
             {"input_ids": torch.tensor(row), "attention_mask": torch.ones(24, dtype=torch.int64)} for row in CALIBRATION
         ]
-        data = DataLoader(rows, batch_size=1)  # pyright: ignore[reportArgumentType]  # a list has what it needs
+        loader = DataLoader(rows, batch_size=1)  # pyright: ignore[reportArgumentType]  # a list has what it needs
         no_tokenizer = SimpleNamespace()  # llmcompressor asks for one before it looks at the data, and never uses it
-        with_data = {"dataset": data, "processor": no_tokenizer, "num_calibration_samples": 4} if calibrate else {}
-        oneshot(model=model, recipe=recipe, **with_data)
-        model.save_pretrained(made, save_compressed=True)
+        calibration = {"dataset": loader, "processor": no_tokenizer, "num_calibration_samples": 4} if calibrate else {}
+        oneshot(model=model, recipe=recipe, **calibration)
+        model.save_pretrained(output, save_compressed=True)
 
     return run
 
 
-def integers(bits: int, targets: list[str] = EVERY_LINEAR, **more: object) -> dict[str, object]:
+def integers(bits: int, targets: list[str] = EVERY_LINEAR, **overrides: object) -> dict[str, object]:
     """Return a config group of weights only, with integers in groups of 32."""
-    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True} | more
+    weights = {"num_bits": bits, "type": "int", "strategy": "group", "group_size": 32, "symmetric": True} | overrides
     return {"targets": targets, "weights": weights}
 
 
@@ -86,7 +86,7 @@ FP8_CACHE: dict[str, object] = {
 
 def autoawq(group: int) -> Library:
     """Quantise with AutoAWQ to its gemv layout."""
-    return lambda source, made: autoawq_model(source, group)[0].save_quantized(str(made))
+    return lambda source, output: autoawq_model(source, group)[0].save_quantized(str(output))
 
 
 def autoawq_model(source: Path, group: int) -> tuple[Any, Tensors]:
@@ -104,24 +104,24 @@ def autoawq_model(source: Path, group: int) -> tuple[Any, Tensors]:
         quantize = AwqQuantizer.pack
 
     awq_model = AutoAWQForCausalLM.from_pretrained(str(source), torch_dtype=torch.float16, device_map="cpu")
-    linears = {name: each for name, each in awq_model.model.named_modules() if name.endswith("_proj")}
+    linears = {name: linear for name, linear in awq_model.model.named_modules() if name.endswith("_proj")}
     settings = {"zero_point": True, "q_group_size": group, "w_bit": 4, "version": "GEMV"}
     awq_model.quantize(None, quant_config=settings, quantizer_cls=WithoutSearch)
-    return awq_model, {f"{name}.weight": each.weight.data for name, each in linears.items()}
+    return awq_model, {f"{name}.weight": linear.weight.data for name, linear in linears.items()}
 
 
 def autoround(bits: int) -> Library:
     """Quantise with AutoRound to asymmetric integers, without its search for rounding."""
 
-    def run(source: Path, made: Path) -> None:
+    def run(source: Path, output: Path) -> None:
         from auto_round import AutoRound  # pyright: ignore[reportMissingImports]
         from transformers import AutoModelForCausalLM
 
         model = AutoModelForCausalLM.from_pretrained(source, torch_dtype=torch.float32)
         no_tokenizer = SimpleNamespace(save_pretrained=lambda *_, **__: ())
         method = {"bits": bits, "group_size": 32, "sym": False, "iters": 0, "disable_opt_rtn": True}
-        AutoRound(model, no_tokenizer, device_map="cpu", **method).quantize_and_save(str(made), format="auto_round")
-        shutil.copytree(next(made.iterdir()), made, dirs_exist_ok=True)  # it saves to a folder named after the settings
+        AutoRound(model, no_tokenizer, device_map="cpu", **method).quantize_and_save(str(output), format="auto_round")
+        shutil.copytree(next(output.iterdir()), output, dirs_exist_ok=True)  # AutoRound adds a folder level
 
     return run
 
@@ -129,14 +129,14 @@ def autoround(bits: int) -> Library:
 def bitsandbytes(**settings: Any) -> Library:
     """Quantise with bitsandbytes through transformers."""
 
-    def run(source: Path, made: Path) -> None:
+    def run(source: Path, output: Path) -> None:
         from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
         quantisation = BitsAndBytesConfig(**settings)
         model = AutoModelForCausalLM.from_pretrained(
             source, dtype=torch.bfloat16, quantization_config=quantisation, device_map={"": "cpu"}
         )
-        model.save_pretrained(made)
+        model.save_pretrained(output)
 
     return run
 
@@ -149,14 +149,14 @@ def mlx(
     def predicate(path: str, module: object) -> dict[str, object] | bool:
         return next((choice for part, choice in (overrides or {}).items() if part in path), True)
 
-    def run(source: Path, made: Path) -> None:
+    def run(source: Path, output: Path) -> None:
         from mlx_lm.utils import load_model, quantize_model, save_config, save_model
 
         model, settings = load_model(source, lazy=True)
-        chosen = predicate if overrides else None
-        model, settings = quantize_model(model, settings, group, bits, mode=mode, quant_predicate=chosen)
-        save_model(made, model, donate_model=True)
-        save_config(settings, made / "config.json")
+        layer_settings = predicate if overrides else None
+        model, settings = quantize_model(model, settings, group, bits, mode=mode, quant_predicate=layer_settings)
+        save_model(output, model, donate_model=True)
+        save_config(settings, output / "config.json")
 
     return run
 
@@ -164,13 +164,13 @@ def mlx(
 def torchao(name: str) -> Library:
     """Quantise with torchao through transformers."""
 
-    def run(source: Path, made: Path) -> None:
+    def run(source: Path, output: Path) -> None:
         import torchao.quantization
         from transformers import AutoModelForCausalLM, TorchAoConfig
 
         quantisation = TorchAoConfig(getattr(torchao.quantization, name)())
         model = AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16, quantization_config=quantisation)
-        model.save_pretrained(made)
+        model.save_pretrained(output)
 
     return run
 

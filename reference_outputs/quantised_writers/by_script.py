@@ -19,16 +19,16 @@ E2M1 = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6], np.float32)
 LOW, LARGEST_FP8 = 1e-8, 448.0
 
 
-def replaced(size: str, quantisation: Config, pack: Callable[[str, Array], Tensors], dtype: str) -> Folder:
+def replace_weights(size: str, quantisation: Config, pack: Callable[[str, Array], Tensors], dtype: str) -> Folder:
     """Replace each Linear weight of the layer by the tensors of `pack`; the other tensors get `dtype`."""
     settings, tensors = config(size), float_tensors(size)
     settings |= {"torch_dtype": dtype, "quantization_config": quantisation}
     for name in shapes(size):
         weight = tensors.pop(f"{name}.weight").float().numpy()
         tensors |= {f"{name}.{key}": tensor for key, tensor in pack(name, weight).items()}
-    kept = {key: t.to(getattr(torch, dtype)) if t.dtype == torch.bfloat16 and key in float_tensors(size) else t
+    cast = {key: t.to(getattr(torch, dtype)) if t.dtype == torch.bfloat16 and key in float_tensors(size) else t
             for key, t in tensors.items()}  # fmt: skip
-    return settings, kept
+    return settings, cast
 
 
 def stream(codes: Array, bits: int) -> torch.Tensor:
@@ -41,16 +41,16 @@ def stream(codes: Array, bits: int) -> torch.Tensor:
 
 def grouped(weight: Array, group_of: Array, bits: int, *, symmetric: bool, scale_dtype: torch.dtype):
     """Return codes [N, K], scales [N, G] as `scale_dtype` holds them, and zero points [N, G]."""
-    n_groups, most = int(group_of.max()) + 1, 2**bits - 1
+    n_groups, max_code = int(group_of.max()) + 1, 2**bits - 1
     low, high = (np.stack([f(weight[:, group_of == g], axis=1) for g in range(n_groups)], 1) for f in (np.min, np.max))
     if symmetric:
-        scale, zero = 2 * np.maximum(abs(low), abs(high)) / most, np.full(low.shape, 2.0 ** (bits - 1))
+        scale, zero = 2 * np.maximum(abs(low), abs(high)) / max_code, np.full(low.shape, 2.0 ** (bits - 1))
     else:
         low, high = np.minimum(low, 0), np.maximum(high, 0)
-        scale = (high - low) / most
+        scale = (high - low) / max_code
         zero = np.round(-low / scale)
     scales = torch.from_numpy(np.maximum(scale, LOW).astype(np.float32)).to(scale_dtype)
-    codes = np.clip(np.round(weight / scales.float().numpy()[:, group_of]) + zero[:, group_of], 0, most)
+    codes = np.clip(np.round(weight / scales.float().numpy()[:, group_of]) + zero[:, group_of], 0, max_code)
     return codes, scales, zero
 
 
@@ -65,16 +65,16 @@ def gptq(
         group_of = np.arange(width) // (group if group > 0 else width)
         group_of = group_of[draw.permutation(width)] if act_order else group_of
         codes, scales, zero = grouped(weight, group_of, bits, symmetric=symmetric, scale_dtype=getattr(torch, dtype))
-        stored = (zero.T - (version == 1)) % 2**bits
+        zeros = (zero.T - (version == 1)) % 2**bits
         index = {"g_idx": torch.from_numpy(group_of.astype(np.int32))} if g_idx else {}
-        return {"qweight": stream(codes, bits).T, "qzeros": stream(stored, bits), "scales": scales.T} | index
+        return {"qweight": stream(codes, bits).T, "qzeros": stream(zeros, bits), "scales": scales.T} | index
 
     quantisation: Config = {
         "quant_method": "gptq", "bits": bits, "group_size": group, "desc_act": act_order, "sym": symmetric,
         "checkpoint_format": "gptq" if version == 1 else "gptq_v2", "pack_dtype": "int32", "damp_percent": 0.01,
         "static_groups": False, "true_sequential": True, "lm_head": False,
     }  # fmt: skip
-    return replaced(size, auto_round(bits, group, symmetric, "auto_gptq") if auto else quantisation, pack, dtype)
+    return replace_weights(size, auto_round(bits, group, symmetric, "auto_gptq") if auto else quantisation, pack, dtype)
 
 
 def gptq_with_biases() -> Folder:
@@ -103,7 +103,7 @@ def awq(group: int, *, size="small", auto=False) -> Folder:
         "quant_method": "awq", "bits": 4, "group_size": group, "zero_point": True, "version": "gemm",
         "modules_to_not_convert": None,
     }  # fmt: skip
-    return replaced(size, auto_round(4, group, False, "auto_awq") if auto else quantisation, pack, "float16")
+    return replace_weights(size, auto_round(4, group, False, "auto_awq") if auto else quantisation, pack, "float16")
 
 
 def auto_round(bits: int, group: int, symmetric: bool, packing: str) -> Config:
@@ -138,7 +138,7 @@ def fp8(block: int | None, *, scale_dtype=torch.float32, static=False, size="sma
         "activation_scheme": "static" if static else "dynamic",
     }
     quantisation |= {"weight_block_size": [block, block]} if block else {}
-    return replaced(size, quantisation | {"modules_to_not_convert": ["lm_head"]}, pack, "bfloat16")
+    return replace_weights(size, quantisation | {"modules_to_not_convert": ["lm_head"]}, pack, "bfloat16")
 
 
 def mxfp8() -> Folder:
@@ -154,7 +154,7 @@ def mxfp8() -> Folder:
         "quant_method": "mxfp8", "fmt": "e4m3", "activation_scheme": "dynamic", "scale_fmt": "ue8m0",
         "weight_block_size": [1, 32], "modules_to_not_convert": ["lm_head"],
     }  # fmt: skip
-    return replaced("tiny", quantisation, pack, "bfloat16")
+    return replace_weights("tiny", quantisation, pack, "bfloat16")
 
 
 def fbgemm() -> Folder:
@@ -167,7 +167,7 @@ def fbgemm() -> Folder:
     quantisation: Config = {
         "quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"],
     }  # fmt: skip
-    return replaced("tiny", quantisation, pack, "bfloat16")
+    return replace_weights("tiny", quantisation, pack, "bfloat16")
 
 
 def nibbles(codes: Array) -> torch.Tensor:
@@ -190,14 +190,14 @@ def modelopt(algorithm: str) -> Folder:
         cache = {f"{kind[0]}_scale": torch.tensor(0.0625 if kind[0] == "k" else 0.03125)} if kind[0] in "kv" else {}
         if algorithm == "FP8":
             scale = np.float32(abs(weight).max() / LARGEST_FP8)
-            stored = {"weight": to_fp8(weight / scale), "weight_scale": torch.tensor(scale)}
-            return stored | {"input_scale": torch.tensor(0.0125)} | cache
-        whole = np.float32(abs(weight).max() / (6 * LARGEST_FP8))
+            packed = {"weight": to_fp8(weight / scale), "weight_scale": torch.tensor(scale)}
+            return packed | {"input_scale": torch.tensor(0.0125)} | cache
+        scale2 = np.float32(abs(weight).max() / (6 * LARGEST_FP8))
         blocks = weight.reshape(len(weight), -1, 16)
-        scale = to_fp8(abs(blocks).max(-1) / 6 / whole)
-        codes = to_e2m1(blocks / (np.maximum(scale.float().numpy(), LOW)[..., None] * whole)).reshape(weight.shape)
-        stored = {"weight": nibbles(codes), "weight_scale": scale, "weight_scale_2": torch.tensor(whole)}
-        return stored | {"input_scale": torch.tensor(np.float32(4.0 / (6 * LARGEST_FP8)))} | cache
+        scale = to_fp8(abs(blocks).max(-1) / 6 / scale2)
+        codes = to_e2m1(blocks / (np.maximum(scale.float().numpy(), LOW)[..., None] * scale2)).reshape(weight.shape)
+        packed = {"weight": nibbles(codes), "weight_scale": scale, "weight_scale_2": torch.tensor(scale2)}
+        return packed | {"input_scale": torch.tensor(np.float32(4.0 / (6 * LARGEST_FP8)))} | cache
 
     is_fp8 = algorithm == "FP8"
     numbers: Config = {"num_bits": 8 if is_fp8 else 4, "type": "float", "dynamic": False}
@@ -208,7 +208,7 @@ def modelopt(algorithm: str) -> Folder:
         "kv_cache_scheme": {"dynamic": False, "num_bits": 8, "type": "float"},
         "producer": {"name": "modelopt", "version": "0.47.0"},
     }  # fmt: skip
-    return replaced("small", quantisation, pack, "bfloat16")
+    return replace_weights("small", quantisation, pack, "bfloat16")
 
 
 def bitnet(linear_class: str) -> Folder:
@@ -225,7 +225,7 @@ def bitnet(linear_class: str) -> Folder:
         "quant_method": "bitnet", "linear_class": linear_class, "quantization_mode": "offline", "use_rms_norm": False,
         "modules_to_not_convert": ["lm_head"],
     }  # fmt: skip
-    return replaced("small", quantisation, pack, "bfloat16")
+    return replace_weights("small", quantisation, pack, "bfloat16")
 
 
 def gpt_oss() -> Folder:
@@ -286,7 +286,7 @@ def compressed(bits: int, group: int, *, act_order=False, words="stream") -> Fol
                                       "output_activations": None}},
         "ignore": ["lm_head"], "kv_cache_scheme": None, "global_compression_ratio": None, "version": "0.9.1",
     }  # fmt: skip
-    return replaced("small", quantisation, pack, "bfloat16")
+    return replace_weights("small", quantisation, pack, "bfloat16")
 
 
 def write(folder: Path, settings: Config, tensors: Tensors) -> None:

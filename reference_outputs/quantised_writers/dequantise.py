@@ -25,7 +25,7 @@ Weights = dict[str, torch.Tensor]
 
 
 class Dequantiser(NamedTuple):
-    """Library that reads some of the folders, and the dtype that it rounds its result to."""
+    """Library that reads some of the folders, and the dtype to which it rounds its values."""
 
     run: Callable[[Path], Weights]
     packages: tuple[str, ...]  # with a version if only that one reads the folder: "compressed-tensors==0.12.2"
@@ -126,8 +126,8 @@ def transformers_mxfp4(folder: Path) -> Weights:
 
     tensors = load_file(folder / "model.safetensors")
     names = [name.removesuffix("_blocks") for name in tensors if name.endswith("_blocks")]
-    chosen = {name: (tensors[f"{name}_blocks"], tensors[f"{name}_scales"]) for name in names}
-    return {name: convert_moe_packed_tensors(*each, dtype=torch.float32) for name, each in chosen.items()}
+    packed_tensors = {name: (tensors[f"{name}_blocks"], tensors[f"{name}_scales"]) for name in names}
+    return {name: convert_moe_packed_tensors(*packed, dtype=torch.float32) for name, packed in packed_tensors.items()}
 
 
 def older_compressed_tensors(folder: Path) -> Weights:

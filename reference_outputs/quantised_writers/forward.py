@@ -1,4 +1,4 @@
-"""Run foreign engines on some of the folders, for goldens of logits.
+"""Run other engines on some of the folders, for goldens of logits.
 
 The float64 runs use `float64_everywhere`: transformers and compressed-tensors name float32 and BF16 in places, and
 those casts become float64 too. FP8 and FP4 roundings of activations stay.
@@ -29,12 +29,12 @@ class Engine(NamedTuple):
 
 
 @contextmanager
-def loaded(folder: Path, **more: Any) -> Iterator[Any]:
+def loaded(folder: Path, **options: Any) -> Iterator[Any]:
     """Load a folder with transformers in float64, and stay in float64."""
     from transformers import AutoModelForCausalLM
 
     with torch.no_grad(), torch.compiler.set_stance("force_eager"), float64_everywhere(refuse=False):
-        yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **more).eval()
+        yield AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, **options).eval()
 
 
 def logits(model: Any) -> torch.Tensor:
@@ -49,15 +49,15 @@ def compressed(folder: Path) -> Logits:
         attention = [module for module in quantised if not isinstance(module, torch.nn.Linear)]
         has_activations = any(module.quantization_scheme.input_activations for module in quantised)
         switch(quantised, False)
-        made = {"weights": logits(model)}
+        by_numerics = {"weights": logits(model)}
         if has_activations:
             switch(quantised, True)
             switch(attention, False)
-            made["activations"] = logits(model)
+            by_numerics["activations"] = logits(model)
         if attention:
             switch(attention, True)
-            made["activations and KV cache"] = logits(model)
-    return made
+            by_numerics["activations and KV cache"] = logits(model)
+    return by_numerics
 
 
 def switch(quantised: list[Any], enabled: bool) -> None:
@@ -116,8 +116,8 @@ def mlx(folder: Path) -> Logits:
 
     model, _ = load_model(folder)
     model.set_dtype(mx.float32)
-    result: Any = model(mx.array([TOKENS])).astype(mx.float32)
-    return {"weights": torch.tensor(result.tolist())[0, POSITIONS]}
+    rows: Any = model(mx.array([TOKENS])).astype(mx.float32)
+    return {"weights": torch.tensor(rows.tolist())[0, POSITIONS]}
 
 
 def dense(folder: Path) -> Logits:
@@ -131,8 +131,8 @@ def dense(folder: Path) -> Logits:
     tensors = load_file(folder / "model.safetensors") | row.run(folder)
     with torch.no_grad(), float64_everywhere(refuse=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float64)
-        kept = {name: tensors[name].double() for name in model.state_dict() if name in tensors}
-        model.load_state_dict(kept)
+        state = {name: tensors[name].double() for name in model.state_dict() if name in tensors}
+        model.load_state_dict(state)
         return {"weights": logits(model.eval())}
 
 

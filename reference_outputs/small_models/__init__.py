@@ -1,1 +1,1 @@
-"""Recipes of the small committed models: text, vocabulary, training and the GGUF they end in."""
+"""Recipes of the small committed models: text, vocabulary, training and the GGUF file."""

@@ -1,4 +1,4 @@
-"""A new model is only good when an engine reads the same tokens and the same logits from it as were trained."""
+"""Checks of a new model: an engine must read the same tokens and compute the same logits as the trained model."""
 
 import itertools
 from collections.abc import Callable
@@ -51,12 +51,12 @@ def check(path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer,
 
 def check_folder(path: Path, model: transformers.PreTrainedModel, tokenizer: Tokenizer, recipe: Recipe) -> float:
     """Check a folder, which transformers reads, as `check` does a file."""
-    again = type(model).from_pretrained(path).eval()
-    words = transformers.AutoTokenizer.from_pretrained(path)
+    reloaded = type(model).from_pretrained(path).eval()
+    loaded_tokenizer = transformers.AutoTokenizer.from_pretrained(path)
     return _compared(
         path, model, tokenizer, recipe,
-        encode=lambda text: words(text)["input_ids"],
-        run=lambda ids: _logits_of(again, ids),
+        encode=lambda text: loaded_tokenizer(text)["input_ids"],
+        run=lambda ids: _logits_of(reloaded, ids),
     )  # fmt: skip
 
 
@@ -66,12 +66,12 @@ def _compared(
 ) -> float:  # fmt: skip
     texts = list(itertools.islice(stories(recipe.seed + 1000), 50))
     for text in [*texts, *_ODD_TEXTS]:
-        ours, theirs = tokenizer.encode(text).ids, encode(text)
-        if ours != theirs:
-            raise ValueError(f"{path.name}: {text!r} is {ours} here and {theirs} in the engine")
+        expected, actual = tokenizer.encode(text).ids, encode(text)
+        if expected != actual:
+            raise ValueError(f"{path.name}: {text!r} is {expected} here and {actual} in the engine")
     ids = tokenizer.encode(texts[0]).ids[:64]
-    ours, theirs = _logits_of(model, ids), run(ids)
-    distance = float(np.linalg.norm(ours - theirs) / np.linalg.norm(ours))
+    expected, actual = _logits_of(model, ids), run(ids)
+    distance = float(np.linalg.norm(expected - actual) / np.linalg.norm(expected))
     if not distance < _TOLERANCE:
         raise ValueError(f"{path.name}: the engine's logits lie {distance:.1e} away, expected under {_TOLERANCE}")
     return distance

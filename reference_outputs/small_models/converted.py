@@ -1,6 +1,6 @@
-"""From a trained transformers model of any family to a GGUF file, by llama.cpp's own converter, with our vocabulary.
+"""Write a trained transformers model of any family as GGUF, with llama.cpp's converter and llorch's vocabulary.
 
-The converter is part of llama.cpp's source, of no package: LLORCH_LLAMACPP says where that lies.
+The converter is in llama.cpp's source tree, not in a package: LLORCH_LLAMACPP is that folder.
 """
 
 import json
@@ -52,6 +52,6 @@ def write(path: Path, model: transformers.PreTrainedModel, tokenizer_metadata: M
         model.save_pretrained(folder)
         (Path(folder) / "gguf.json").write_text(json.dumps(tokenizer_metadata))
         command = [sys.executable, "-c", _CONVERT, tree, folder, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode != 0 or not path.exists():
-        raise ValueError(f"{path.name}: llama.cpp's converter failed: {done.stderr[-500:]}")
+        process = subprocess.run(command, capture_output=True, text=True, check=False)
+    if process.returncode != 0 or not path.exists():
+        raise ValueError(f"{path.name}: llama.cpp's converter failed: {process.stderr[-500:]}")

@@ -1,7 +1,7 @@
-"""Our own text: short stories expanded from the grammar, the same for the same seed.
+"""The training text: short stories expanded from the grammar, the same for the same seed.
 
 A story is an opening, a trait or two, one plot and an ending. The characters, their pronouns and every prop are drawn
-once, so a red ball stays red and a she stays a she.
+once, so a red ball stays red and a "she" stays a "she".
 """
 
 import random
@@ -102,12 +102,12 @@ class _Props:
     def _value(self, slot: str) -> str:
         if slot not in self._values:
             kind = slot.rstrip("234")
-            used = {value for other, value in self._values.items() if other.rstrip("234") == kind}
+            used = {value for slot_name, value in self._values.items() if slot_name.rstrip("234") == kind}
             self._values[slot] = self._rng.choice([word for word in LEXICON[kind] if word not in used])
         return self._values[slot]
 
     def _draw_things(self) -> None:
-        """Draw what consists of several words that must stay together."""
+        """Draw the props of several words that belong together."""
         for number, toy in zip(("", "2", "3", "4"), self._rng.sample(LEXICON["toy"], 4), strict=True):
             adjective = self._rng.choice(LEXICON[self._rng.choice(("color", "color", "look"))])
             self._values |= {f"toy{number}": toy, f"thing{number}": f"{adjective} {toy}"}

@@ -1,4 +1,4 @@
-"""From a trained transformers model to a GGUF file, in the names and row order that llama.cpp's converter uses."""
+"""Write a trained transformers model as a GGUF file, with the names and row order of llama.cpp's converter."""
 
 from collections.abc import Mapping
 from pathlib import Path

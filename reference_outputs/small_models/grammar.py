@@ -1,4 +1,4 @@
-"""The sentences of our stories, as data.
+"""The sentences of the stories, as data.
 
 `[a|b]` picks one side, may be empty and may nest; `{slot}` is filled from the story's cast and props, which stay
 the same for the whole story; a line that starts with `?` is left out half of the time. `corpus.py` expands it.
@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class Plot(NamedTuple):
-    """One thing that can happen.
+    """Event of a story.
 
     Attributes:
         friend: "known" if the friend is named before the plot begins, "met" if the plot does it, "" if nobody else.

@@ -1,6 +1,6 @@
-"""The sentences of our pirate tales, as data: what `story` is fine-tuned on in the example of the README.
+"""The sentences of the pirate tales, as data: the text on which the README's example fine-tunes `story`.
 
-Written as `grammar.py` is. A tale keeps the simple words of the stories and lets everybody talk like a pirate; its cast
+Written in the notation of `grammar.py`. A tale keeps the simple words of the stories, in pirates' speech; its cast
 is a captain, a mate and a ship.
 """
 

@@ -1,4 +1,4 @@
-"""Origin of each model, kept beside the files as `provenance.json`."""
+"""Origin of each model, stored in `provenance.json` next to the files."""
 
 import dataclasses
 import importlib.metadata
@@ -16,7 +16,7 @@ def note(path: Path, recipe: Recipe, losses: list[float], *, reader: str, differ
     """Add or replace the entry of one model.
 
     Args:
-        path: Its GGUF file or folder; the note goes beside it.
+        path: Its GGUF file or folder; `provenance.json` lies next to it.
         recipe: Recipe that it was made from.
         losses: Training loss of every step.
         reader: The engine that read it again.
@@ -31,7 +31,7 @@ def note(path: Path, recipe: Recipe, losses: list[float], *, reader: str, differ
         "first_loss": round(losses[0], 4),
         "final_loss": round(sum(tail) / len(tail), 4),
         f"{reader}_relative_difference": float(f"{difference:.2g}"),
-        "bytes": sum(one.stat().st_size for one in ([path] if path.is_file() else path.iterdir())),
+        "bytes": sum(part.stat().st_size for part in ([path] if path.is_file() else path.iterdir())),
         "sha256": sha256(path),
         "versions": {name: importlib.metadata.version(name) for name in _PACKAGES},
         "machine": platform.machine(),

@@ -57,7 +57,7 @@ def _shape(
     }  # fmt: skip
 
 
-# One model for each kind of RoPE is judged at positions beyond 2**17.
+# One model for each kind of RoPE is tested at positions beyond 2**17.
 _FAR = 262_144
 _LLAMA3_ROPE = {
     "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,

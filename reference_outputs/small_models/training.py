@@ -141,8 +141,8 @@ def _optimizers(
     warmup = max(1, recipe.steps // 20)
 
     def factor(step: int) -> float:
-        done = (step - warmup) / max(1, recipe.steps - warmup)
-        return (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * done))
+        progress = (step - warmup) / max(1, recipe.steps - warmup)
+        return (step + 1) / warmup if step < warmup else 0.5 * (1 + math.cos(math.pi * progress))
 
     return optimizers, [torch.optim.lr_scheduler.LambdaLR(optimizer, factor) for optimizer in optimizers]
 

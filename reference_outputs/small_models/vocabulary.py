@@ -1,4 +1,4 @@
-"""Vocabularies trained on our text: byte-level BPE as in Llama 3 and Qwen, SentencePiece-style BPE as in Llama 2.
+"""Vocabularies trained on the stories: byte-level BPE as in Llama 3 and Qwen, SentencePiece-style BPE as in Llama 2.
 
 Each is a `tokenizers.Tokenizer` and the GGUF metadata that makes llama.cpp build the same one.
 """
@@ -126,7 +126,7 @@ def _learn_pieces(texts: Iterable[str], size: int) -> tuple[list[str], list[str]
     learner.pre_tokenizer = pre_tokenizers.Split(_SPACE, behavior="merged_with_next")
     trainer = trainers.BpeTrainer(vocab_size=size, show_progress=False)
     learner.train_from_iterator((" " + text for text in texts), trainer)
-    merged = [left + right for left, right in _merges(learner)]
+    merged = [first + second for first, second in _merges(learner)]
     return merged, sorted(set(learner.get_vocab()) - set(merged))
 
 

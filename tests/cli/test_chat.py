@@ -20,7 +20,7 @@ from helpers.interrupts import heed_interrupts
 from helpers.refusals import assert_cli_refuses, assert_tells, refuses
 
 from llorch import load_torch
-from llorch.cli.chat import _harmless, _remembered_lines
+from llorch.cli.chat import _escape_controls, _line_history
 from llorch.cli.chat_session import ChatSession
 from llorch.cli.slash_commands import COMMANDS
 from llorch.lora.base import identity_of
@@ -117,7 +117,7 @@ def test_lines_that_cannot_be_kept_are_a_note(tmp_path: Path, monkeypatch: pytes
     pytest.importorskip("readline", reason="NOT RUN: Python has no readline")
     (tmp_path / "home").touch()
     monkeypatch.setenv("LLORCH_STATE", str(tmp_path / "home" / "state"))
-    with _remembered_lines():
+    with _line_history():
         pass
     out, note = capsys.readouterr()
     assert out == ""
@@ -162,8 +162,8 @@ def test_options_that_mean_nothing_are_refused(folder: Path, options: list[str],
     assert_cli_refuses(invoke("chat", str(folder), *options), 2, *problem)
 
 
-def test_what_would_steer_the_terminal_is_shown_as_text():
-    assert _harmless("a\x1b[2Jb\n\tc\u202e\x07é") == "a\\x1b[2Jb\n\tc\\u202e\\x07é"
+def test_control_characters_are_shown_as_text():
+    assert _escape_controls("a\x1b[2Jb\n\tc\u202e\x07é") == "a\\x1b[2Jb\n\tc\\u202e\\x07é"
 
 
 def typed(folder: Path, *lines: object, options: tuple[str, ...] = ()) -> tuple[list[str], str, int]:
@@ -313,7 +313,7 @@ def test_every_answer_is_that_of_a_model_that_remembers_nothing(models: dict[str
     np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-5)
 
 
-def test_what_both_turns_begin_with_is_computed_once(models: dict[str, Model]):
+def test_common_prefix_of_turns_is_computed_once(models: dict[str, Model]):
     one = talk(models["attention"])
     cached = []
     for turn in TURNS:

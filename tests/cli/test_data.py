@@ -36,7 +36,7 @@ def test_the_built_in_data_can_be_shown():
     assert result.stdout.startswith("train.jsonl:1: ")
 
 
-def test_what_is_learned_stands_in_brackets(folder: Path):
+def test_tokens_in_the_loss_stand_in_brackets(folder: Path):
     result = invoke("data", "show", "story", str(folder), "-n", "2")
     assert result.exit_code == 0
     assert result.stdout.startswith(
@@ -87,7 +87,7 @@ def test_a_terminal_gets_colours_unless_it_does_not_want_any(folder: Path, monke
     assert "fox[[ ran 0.<|end_of_text|>]]" in invoke("data", "show", "story", str(folder), "-n", "1").stdout
 
 
-def test_the_first_token_is_never_learned(tmp_path: Path):
+def test_first_token_is_never_in_the_loss(tmp_path: Path):
     (tmp_path / "ids.jsonl").write_text('{"input_ids": [33, 34, 35]}\n')
     found = json.loads(invoke("data", "show", "story", str(tmp_path / "ids.jsonl"), "--json").stdout)
     assert found["shown"][0]["labels"] == [-100, 34, 35]

@@ -55,7 +55,7 @@ def right(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wrong(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of an engine that counts positions from 1."""
+    """Dump of an engine that counts positions from 1."""
     trace = run(open_weights(builtin_path("micro-llama")), Pass(IDS, 1))
     return write(tmp_path_factory.mktemp("dumps") / "wrong", trace)
 
@@ -67,7 +67,7 @@ def test_a_right_dump_ends_well(right: Path):
     assert result.stderr == ""
 
 
-def test_a_wrong_one_is_reported_in_every_form(wrong: Path, tmp_path: Path):
+def test_wrong_dump_is_reported_in_every_format(wrong: Path, tmp_path: Path):
     page, xml = tmp_path / "page.html", tmp_path / "cases.xml"
     result = invoke("diagnose", str(wrong), *MODEL, "--html", str(page), "--junit", str(xml))
     assert result.exit_code == 1
@@ -144,7 +144,7 @@ def test_diff_names_the_first_divergence(model: tuple[str, ...], right: Path, wr
     assert invoke("diff", str(right), str(right), *model).stdout.splitlines()[-1].endswith(" stages agree")
 
 
-def test_diff_reads_traces_and_says_what_one_side_alone_has(right: Path, tmp_path: Path):
+def test_diff_reads_traces_and_lists_stages_of_one_side_only(right: Path, tmp_path: Path):
     trace = tmp_path / "trace.safetensors"
     invoke("trace", "micro-llama", "--tokens", ",".join(map(str, IDS)), "-o", str(trace))
     assert invoke("diff", str(trace), str(right)).exit_code == 0
@@ -200,11 +200,11 @@ def with_reversed_codes(tensors: Tensors, *modules: str) -> None:
         tensors[name] = (dtype, shape, data[::-1])
 
 
-def misread(folder: Path, change: Callable[[Tensors], None], *, shown: Sequence[str] = ()) -> tuple[str, ...]:
-    """The words of a diagnosis of an engine that read a folder wrongly; `shown` stages, or all."""
+def misread(folder: Path, change: Callable[[Tensors], None], *, stages: Sequence[str] = ()) -> tuple[str, ...]:
+    """The words of a diagnosis of an engine that read a folder wrongly; of the `stages`, or of all."""
     weights = open_weights(changed(folder, "bnb-nf4-double", tensors=change))
     hashes = {w.huggingface: digest(weights.array(w.name)) for w in inventory(weights.config).values()}
-    trace = {name: array for name, array in run(weights, Pass(SHORT)).items() if not shown or name in shown}
+    trace = {name: array for name, array in run(weights, Pass(SHORT)).items() if not stages or name in stages}
     write(folder / "dump", trace, ids=SHORT, weights=hashes)
     return str(folder / "dump"), "--model", str(FOLDERS / "bnb-nf4-double")
 
@@ -248,15 +248,15 @@ def test_an_unknown_mistake_in_several_matrices_is_one_cause(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("change", "said"), [(without_offset, "nested-offset-dropped: explains"), (with_reversed_codes, "suspect")]
+    ("change", "cause"), [(without_offset, "nested-offset-dropped: explains"), (with_reversed_codes, "suspect")]
 )
-def test_a_misread_matrix_that_no_stage_shows_is_a_cause(change: Callable[[Tensors], None], said: str, tmp_path: Path):
+def test_a_misread_matrix_that_no_stage_shows_is_a_cause(change: Callable[[Tensors], None], cause: str, tmp_path: Path):
     page, xml = tmp_path / "page.html", tmp_path / "cases.xml"
-    words = misread(tmp_path, change, shown=("embed", "l0.attn_norm"))
+    words = misread(tmp_path, change, stages=("embed", "l0.attn_norm"))
     result = invoke("diagnose", *words, "--html", str(page), "--junit", str(xml))
     assert (result.exit_code, result.stderr) == (1, "")
     assert "FAIL  weights: " in result.stdout
-    assert said in result.stdout
+    assert cause in result.stdout
     assert "shows in" not in result.stdout
     assert "First cause: weights" in page.read_text()
     assert "visible in" not in page.read_text()
@@ -297,7 +297,7 @@ def test_verify_accepts_a_dump_as_reference_engine(right: Path, wrong: Path):
     assert invoke("verify", "micro-llama", "--against", str(wrong)).exit_code == 1
 
 
-def test_what_a_declared_arithmetic_explains_is_rounding_and_passes_a_verification(tmp_path: Path):
+def test_error_of_a_declared_arithmetic_is_rounding_and_passes_verify(tmp_path: Path):
     trace = run(open_weights(builtin_path("micro-llama")), Pass(IDS))
     shown = {name: trace[name] for name in ("embed", "l0.attn_norm", "l0.q_proj")}
     dump = str(write(tmp_path / "half", shown, dtype="bfloat16"))
@@ -331,9 +331,9 @@ def test_a_dump_of_experts_is_read_with_their_ids_as_integers(tmp_path: Path):
     assert "FAIL  l1.topk_ids: " in result.stdout
 
 
-def printed(made: Diagnosis, *, every: bool = False) -> list[str]:
+def printed(diagnosis: Diagnosis, *, every: bool = False) -> list[str]:
     out = Stdout(file=io.StringIO(), markup=False, highlight=False, emoji=False, soft_wrap=True, width=200)
-    print_diagnosis(out, made, every=every)
+    print_diagnosis(out, diagnosis, every=every)
     return out.file.getvalue().splitlines()  # type: ignore[attr-defined]
 
 
@@ -351,7 +351,7 @@ def test_the_table_ends_with_the_first_cause():
     ]
 
 
-def test_causes_come_before_roundings_and_then_what_was_not_shown():
+def test_causes_come_before_roundings_and_then_missing_stages():
     text = "\n".join(printed(diagnoses.two_bugs()))
     order = ("FAIL  l1.q_rope", "FAIL  l3.v_proj", "ROUNDING  l3.ffn_act", "cannot show", "2 causes in 79 stages")
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
@@ -394,6 +394,6 @@ def test_findings_without_end_are_counted():
     assert "and 47 more; --json and --html have all" in printed(diagnoses.every_layer())
 
 
-def test_what_is_not_finite_is_said_in_its_place():
+def test_non_finite_stage_is_reported_in_its_place():
     (line,) = [line for line in printed(diagnoses.not_finite()) if line.startswith("l0.attn_scores")]
     assert line.split()[1:5] == ["non-finite", "4.8e-07", "without", "end"]

@@ -86,7 +86,7 @@ def test_tables_name_config_tokenizer_metadata_and_tensors():
         assert expected in result.stdout
 
 
-def test_what_the_layers_of_a_family_are_is_shown_in_full():
+def test_kinds_of_layers_are_shown_in_full():
     rows = [" ".join(line.split()) for line in invoke("inspect", "micro-llama4").stdout.splitlines()]
     for expected in (
         "layers 0,2 attention, norms of heads, chunk of 8192", "experts.n_experts 3", "experts.scaled_inputs True",
@@ -213,7 +213,7 @@ def with_floats(folder: Path, modules: list[str]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layers", "wanted"),
+    ("layers", "expected"),
     [
         ([0], "model.layers.0.mlp.down_proj"),
         ([1, 2, 4], "model.layers.{1-2,4}.mlp.down_proj"),
@@ -221,19 +221,19 @@ def with_floats(folder: Path, modules: list[str]) -> None:
     ],
     ids=str,
 )
-def test_inspect_names_the_layers_whose_modules_are_floats(layers: Iterable[int], wanted: str, tmp_path: Path):
+def test_inspect_names_the_layers_whose_modules_are_floats(layers: Iterable[int], expected: str, tmp_path: Path):
     folder = quantised_copy("story", tmp_path / "quantised")
     with_floats(folder, [f"model.layers.{layer}.mlp.down_proj" for layer in layers])
     lines = invoke("inspect", str(folder)).stdout.splitlines()
     (line,) = [one for one in lines if one.startswith("not quantised: ")]
-    assert wanted in line.removeprefix("not quantised: ").split(", ")
+    assert expected in line.removeprefix("not quantised: ").split(", ")
 
 
 EXPERTS = [f"layers.{layer}.experts.{expert}.up" for layer in range(3) for expert in range(4)]
 
 
 @pytest.mark.parametrize(
-    ("meant", "wanted"),
+    ("meant", "expected"),
     [
         (EXPERTS, ["layers.*.experts.*.up (12 times)"]),
         (EXPERTS[:4], ["layers.0.experts.*.up (4 times)"]),
@@ -245,8 +245,8 @@ EXPERTS = [f"layers.{layer}.experts.{expert}.up" for layer in range(3) for exper
     ],
     ids=str,
 )
-def test_names_in_short_stand_for_exactly_the_modules_meant(meant: list[str], wanted: list[str]):
-    assert in_short(meant, [*EXPERTS, "lm_head", "a{}b", "norm"]) == wanted
+def test_names_in_short_stand_for_exactly_the_modules_meant(meant: list[str], expected: list[str]):
+    assert in_short(meant, [*EXPERTS, "lm_head", "a{}b", "norm"]) == expected
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_inspect_says_that_the_engine_rounds_activations_as_llorch_does_not(name
 
 
 @pytest.mark.parametrize(
-    ("kind", "wanted"),
+    ("kind", "pattern"),
     [
         ("Float8DynamicActivationFloat8WeightConfig", r"\D*engine.*\bE4M3\b"),
         ("Int8DynamicActivationIntxWeightConfig", r"\D*engine.*\bint8\b"),
@@ -271,11 +271,11 @@ def test_inspect_says_that_the_engine_rounds_activations_as_llorch_does_not(name
         ("Int8WeightOnlyConfig", "not quantised"),
     ],
 )
-def test_inspect_reads_the_rounding_of_activations_of_a_torchao_config(kind: str, wanted: str, tmp_path: Path):
+def test_inspect_reads_the_rounding_of_activations_of_a_torchao_config(kind: str, pattern: str, tmp_path: Path):
     config = {"default": {"_type": kind, "_version": 2, "_data": {}}}
     folder = changed(tmp_path, "torchao-int8", lambda q: q.update(quant_type=config))
     text = invoke("inspect", str(folder)).stdout
-    assert re.search(f"^activations[^:]*: {wanted}", text, re.MULTILINE), text
+    assert re.search(f"^activations[^:]*: {pattern}", text, re.MULTILINE), text
 
 
 def test_inspect_names_an_unexpected_tensor_of_integers_and_blames_no_dtype(tmp_path: Path):

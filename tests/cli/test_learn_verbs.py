@@ -42,7 +42,7 @@ def write(folder: Path, text: str) -> None:
     (folder / "l01_rms_norm.py").write_text(text)
 
 
-def kept(folder: Path) -> dict:
+def stored_progress(folder: Path) -> dict:
     return json.loads((folder / ".llorch" / "progress.json").read_text())["lessons"]["01"]
 
 
@@ -65,7 +65,7 @@ def test_a_hint_is_one_step_more_at_every_call(folder: Path):
         shown = learn("hint", "01")
         assert [step.strip() in shown for step in STEPS] == [step < n for step in range(3)]
         assert shown.startswith("rms_norm, hint 1 of 3\n")
-        assert kept(folder)["hints"] == {"rms_norm": n}
+        assert stored_progress(folder)["hints"] == {"rms_norm": n}
 
 
 def test_without_a_part_hints_are_of_what_is_not_written(folder: Path):
@@ -89,7 +89,7 @@ def test_without_a_part_hints_are_of_the_part_that_the_last_check_called_wrong(f
         assert learn("hint", "01b").startswith(f"{part}, hint 1")
 
 
-def test_a_part_that_is_none_is_usage(folder: Path):
+def test_unknown_part_is_a_usage_error(folder: Path):
     assert_cli_refuses(invoke("learn", "hint", "01", "rms_nrm"), 2, "'rms_nrm'", "'rms_norm'")
     assert not (folder / ".llorch").exists()
 
@@ -97,7 +97,7 @@ def test_a_part_that_is_none_is_usage(folder: Path):
 def test_a_solution_below_the_stub_passes_and_is_remembered(folder: Path):
     write(folder, f"{stub_of(NORM)}\n\n{learn('solution', '01')}")
     assert [outcome.label for outcome in outcomes(str(folder), ["01"], progress=pytest.fail)] == ["PASS"]
-    assert kept(folder)["solution"] is True
+    assert stored_progress(folder)["solution"] is True
 
 
 def test_list_next_and_progress_say_how_it_stands(folder: Path):
@@ -129,7 +129,7 @@ def test_reset_keeps_what_was_there(folder: Path):
     assert learn("reset", "01").endswith(" l01_rms_norm.py.bak\n")
     assert (folder / "l01_rms_norm.py").read_text() == stub_of(NORM)
     assert (folder / "l01_rms_norm.py.bak").read_text() == RIGHT
-    assert (kept(folder)["status"], kept(folder)["attempts"]) == ("", 1)
+    assert (stored_progress(folder)["status"], stored_progress(folder)["attempts"]) == ("", 1)
 
 
 def test_a_certificate_can_be_computed_again(folder: Path, monkeypatch: pytest.MonkeyPatch):
@@ -161,7 +161,7 @@ def test_a_certificate_of_a_stub_that_nobody_has_changed_has_no_failure(folder: 
 
 
 @pytest.mark.parametrize("text", ["{", "[]", '{"version": 1, "lessons": 3}'])
-def test_a_certificate_that_is_none_is_refused(folder: Path, text: str):
+def test_invalid_certificate_is_refused(folder: Path, text: str):
     (folder / "c.json").write_text(text)
     assert invoke("learn", "certificate", "--check", str(folder / "c.json")).exit_code in (1, 2)
 
@@ -187,7 +187,7 @@ def check(project_folder: Path, *words: str):
 
 @pytest.mark.nightly_cases("def rms_norm(x, weight, *", "text0-0")
 @pytest.mark.parametrize(("text", "code"), [(RIGHT_NORM, 0), (WRONG, 1), ("def rms_norm(x:\n", 1), ("", 0)])
-def test_all_that_is_written_has_to_pass(project_folder: Path, text: str, code: int):
+def test_every_written_function_has_to_pass(project_folder: Path, text: str, code: int):
     write(project_folder, text)
     assert check(project_folder, "01", "--strict").exit_code == code
 
@@ -216,7 +216,7 @@ def test_the_whole_traceback_is_shown_when_asked_for(project_folder: Path):
 
 
 @pytest.mark.parametrize("impl", [None, "LLORCH_IMPL", "--impl"])
-def test_the_folder_is_said_by_option_environment_or_project(
+def test_folder_comes_from_option_environment_or_project(
     project_folder: Path, impl: str | None, monkeypatch: pytest.MonkeyPatch
 ):
     write(project_folder, RAISES)
@@ -231,16 +231,16 @@ def test_the_folder_is_said_by_option_environment_or_project(
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("words", "code", "facts"),
     [
         (["--impl", __file__], 2, ("folder", __file__)),
         (["--impl", "cmd:no-such-program"], 3, ("cmd:", "'no-such-program'")),
         (["--seconds", "0"], 2, ("--seconds", "0.0", "0<x")),
     ],
 )
-def test_usage(project_folder: Path, words: list[str], code: int, said: tuple[str, ...]):
+def test_usage(project_folder: Path, words: list[str], code: int, facts: tuple[str, ...]):
     write(project_folder, RIGHT_NORM)
-    assert_cli_refuses(check(project_folder, *words), code, *said)
+    assert_cli_refuses(check(project_folder, *words), code, *facts)
 
 
 def test_a_program_is_checked_and_nothing_is_kept_of_it(project_folder: Path):
@@ -265,7 +265,7 @@ def test_without_a_folder_the_command_that_makes_one_is_said(tmp_path: Path, mon
     assert_cli_refuses(invoke("learn", "check"), 2, "learn init my_llama")
 
 
-def test_a_project_file_that_is_none_is_said(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_invalid_project_file_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "pyproject.toml").write_text("[tool")
     monkeypatch.chdir(tmp_path)
     assert_cli_refuses(invoke("learn", "check"), 2, f"llorch: {tmp_path}/pyproject.toml: ")

@@ -42,7 +42,7 @@ class Terminal:
         )  # fmt: skip
 
     def wait_for(self, *words: str, seconds: float = 120) -> str:
-        """What came until all the words were there; it is forgotten then."""
+        """Return what came until all the words were there; it is forgotten then."""
         end = time.monotonic() + seconds
         while not all(word in self.text for word in words):
             assert time.monotonic() < end, self.text
@@ -55,7 +55,7 @@ class Terminal:
         os.write(self.ours, key.encode())
 
     def is_cooked(self) -> bool:
-        """Whether the terminal shows what is typed, a line at a time."""
+        """Tell whether the terminal shows what is typed, a line at a time."""
         flags = termios.tcgetattr(self.theirs)[3]
         return bool(flags & termios.ECHO and flags & termios.ICANON)
 

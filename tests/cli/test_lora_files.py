@@ -24,14 +24,14 @@ from llorch.training.batch import IGNORED
 
 
 @pytest.fixture
-def made(tmp_path):
+def adapter_paths(tmp_path):
     weights = open_weights(tiny_base(tmp_path / "base"))
     write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))
     return str(tmp_path / "base"), str(tmp_path / "adapter"), tmp_path
 
 
-def test_merge_tells_what_the_adapter_and_the_rounding_did(made):
-    base, adapter, folder = made
+def test_merge_tells_what_the_adapter_and_the_rounding_did(adapter_paths):
+    base, adapter, folder = adapter_paths
     result = invoke("lora", "merge", base, adapter, str(folder / "m"), "--type", "bf16")
     assert result.exit_code == 0, result.stderr
     assert "BF16" in result.stdout
@@ -40,8 +40,8 @@ def test_merge_tells_what_the_adapter_and_the_rounding_did(made):
     assert "base: the same" in result.stderr
 
 
-def test_merge_gives_json(made):
-    base, adapter, folder = made
+def test_merge_gives_json(adapter_paths):
+    base, adapter, folder = adapter_paths
     result = invoke("lora", "merge", base, adapter, str(folder / "m.gguf"), "--json", "--no-logits")
     values = json.loads(result.stdout)
     assert values["type"] == "F32"
@@ -49,8 +49,8 @@ def test_merge_gives_json(made):
     assert values["logits"] is None
 
 
-def test_merge_refuses_with_exit_codes(made):
-    base, adapter, folder = made
+def test_merge_refuses_with_exit_codes(adapter_paths):
+    base, adapter, folder = adapter_paths
     assert invoke("lora", "merge", base, adapter, adapter, "--force").exit_code == 2
     assert invoke("lora", "merge", base, str(folder / "none"), str(folder / "m")).exit_code == 3
     (folder / "adapter" / "adapter_config.json").write_text("{")
@@ -72,16 +72,16 @@ def test_merge_into_the_original_of_a_quantised_base_asks_for_any_base(tmp_path)
     assert_tells(accepted.stderr, "quantisation error", trained)
 
 
-def test_export_writes_both_formats(made):
-    base, adapter, folder = made
+def test_export_writes_both_formats(adapter_paths):
+    base, adapter, folder = adapter_paths
     result = invoke("lora", "export", base, adapter, str(folder / "a.gguf"), "--json")
     assert json.loads(result.stdout)["n_parameters"] > 0
     assert invoke("lora", "export", base, str(folder / "a.gguf"), str(folder / "p"), "--vllm-safe").exit_code == 0
     assert json.loads((folder / "p" / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
-def test_inspect_shows_every_matrix(made):
-    base, adapter, _ = made
+def test_inspect_shows_every_matrix(adapter_paths):
+    base, adapter, _ = adapter_paths
     result = invoke("lora", "inspect", adapter, "--base", base)
     assert result.exit_code == 0, result.stderr
     assert "model.layers.1.mlp.down_proj" in result.stdout
@@ -92,8 +92,8 @@ def test_inspect_shows_every_matrix(made):
     assert values["matrices"][0]["relative"] is None
 
 
-def test_inspect_with_another_base_is_refused(made, tmp_path):
-    _, adapter, _ = made
+def test_inspect_with_another_base_is_refused(adapter_paths, tmp_path):
+    _, adapter, _ = adapter_paths
     result = invoke("lora", "inspect", adapter, "--base", "micro-llama")
     assert result.exit_code == 2
     assert_tells(result.stderr.splitlines()[-1], adapter, "BaseMismatch", tmp_path / "base", "micro-llama.gguf")
@@ -166,8 +166,8 @@ def test_an_adapter_of_a_resized_vocabulary_is_refused_by_each_command_as_by_doc
     assert sentence in doctor.stdout
 
 
-def test_inspect_shows_a_choice_of_layers(made, tmp_path):
-    _, adapter, _ = made
+def test_inspect_shows_a_choice_of_layers(adapter_paths, tmp_path):
+    _, adapter, _ = adapter_paths
     folder = Path(shutil.copytree(adapter, tmp_path / "some"))
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps(config | {"layers_to_transform": [0, 1]}))
@@ -186,8 +186,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "run"
 
 
-def evaluate(run: Path, *more: str, model: str = "micro-qwen3"):
-    return invoke("lora", "eval", model, str(run), "--data", str(run.parent / "data"), *more)
+def evaluate(run: Path, *options: str, model: str = "micro-qwen3"):
+    return invoke("lora", "eval", model, str(run), "--data", str(run.parent / "data"), *options)
 
 
 def numpy_loss(rows: list[dict[str, list[int]]]) -> float:

@@ -29,8 +29,8 @@ from llorch.training.settings_file import FOREIGN, settings_from
 SMALL = ("--r", "2", "--batch-size", "2", "--steps", "3", "--lr", "0.005")
 
 
-def train(output: Path, *more: str, model: str = "micro-qwen3", data: str = "pirate"):
-    return invoke("lora", "train", model, "--data", data, "-o", str(output), *SMALL, "--max-length", "24", *more)
+def train(output: Path, *options: str, model: str = "micro-qwen3", data: str = "pirate"):
+    return invoke("lora", "train", model, "--data", data, "-o", str(output), *SMALL, "--max-length", "24", *options)
 
 
 def saved(output: Path) -> dict:
@@ -45,7 +45,7 @@ def test_the_built_in_example_trains_and_its_adapter_runs(tmp_path: Path):
     assert invoke("run", "story", "Once", "-n", "3", "--adapter", str(tmp_path / "mine")).exit_code == 0
 
 
-def test_what_will_be_done_is_said_before_it_is_done(tmp_path: Path):
+def test_plan_is_printed_before_training(tmp_path: Path):
     lines = train(tmp_path / "mine").stderr.splitlines()
     assert lines[0].startswith("model: micro-qwen3, float32 on cpu, ")
     assert "(r 2, alpha 32, 14 matrices)" in lines[0]

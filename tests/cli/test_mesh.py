@@ -59,7 +59,7 @@ def test_without_a_prompt_all_ranks_end_at_once(tmp_path: Path):
         (("bench", "--mesh", "dp=2"), "--mesh dp=2"),
     ],
 )
-def test_what_cannot_run_on_a_mesh_is_refused_before_ranks_are_started(arguments: tuple[str, ...], fact: str):
+def test_unsupported_mesh_run_is_refused_before_ranks_are_started(arguments: tuple[str, ...], fact: str):
     assert_cli_refuses(invoke(*arguments), 2, fact)
 
 

@@ -199,14 +199,14 @@ def test_data_show_writes_the_date_and_the_variable(dated: Path, data: str):
 
 
 def test_run_answers_what_the_template_makes_of_date_and_variable(dated: Path):
-    def said(*options: str) -> str:
+    def run_chat(*options: str) -> str:
         result = invoke("run", str(dated), "--chat", "Hi", "-n", "12", "--json", *options)
         assert result.exit_code == 0, result.stderr
         return result.stdout
 
-    assert said(*ARGUMENTS) == said(*ARGUMENTS)
-    assert said(*ARGUMENTS) != said("--template-date", "2024-02-29")
-    assert said(*ARGUMENTS) != said("--template-date", "1999-12-31", *ARGUMENTS[2:])
+    assert run_chat(*ARGUMENTS) == run_chat(*ARGUMENTS)
+    assert run_chat(*ARGUMENTS) != run_chat("--template-date", "2024-02-29")
+    assert run_chat(*ARGUMENTS) != run_chat("--template-date", "1999-12-31", *ARGUMENTS[2:])
 
 
 def test_chat_takes_both_options(dated: Path):

@@ -62,7 +62,7 @@ def test_exact_numerics_show_both_engines_the_decoded_weights(path: str):
 
 
 @pytest.mark.parametrize(
-    ("arguments", "said"),
+    ("arguments", "facts"),
     [
         (["micro-llama", "--numerics", "ggml"], ("micro-llama: ", "goldens", "--against llamacpp")),
         (["micro-llama", "--kv-cache", "f16"], ("micro-llama: ", "goldens", "--against llamacpp")),
@@ -71,9 +71,9 @@ def test_exact_numerics_show_both_engines_the_decoded_weights(path: str):
         (["{path}", TOKENS, "--numerics", "ggml", "--against", "transformers"], ("{path}: --numerics ggml", ".gguf")),
     ],
 )
-def test_what_does_not_go_together_is_a_usage_error(path: str, arguments: list[str], said: tuple[str, ...]):
+def test_incompatible_options_are_a_usage_error(path: str, arguments: list[str], facts: tuple[str, ...]):
     result = invoke("verify", *(a.format(path=path) for a in arguments))
-    assert_cli_refuses(result, 2, *(fact.format(path=path) for fact in said))
+    assert_cli_refuses(result, 2, *(fact.format(path=path) for fact in facts))
 
 
 def test_run_takes_the_numerics_and_says_where_the_weights_lie(tmp_path: Path):
@@ -89,8 +89,8 @@ def test_run_takes_the_numerics_and_says_where_the_weights_lie(tmp_path: Path):
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q8_1, GGMLType.Q8_K, GGMLType.F64], ids=lambda kind: kind.name)
-@pytest.mark.parametrize("wanted", [[], ["--numerics", "ggml"]], ids=["by default", "asked for"])
-def test_a_type_that_llama_cpp_has_no_product_for_is_refused_by_name(tmp_path: Path, kind: GGMLType, wanted: list[str]):
+@pytest.mark.parametrize("words", [[], ["--numerics", "ggml"]], ids=["by default", "asked for"])
+def test_a_type_that_llama_cpp_has_no_product_for_is_refused_by_name(tmp_path: Path, kind: GGMLType, words: list[str]):
     path = write_model("Q8_0", tmp_path)
     with open_gguf(path) as file:
         last = list(file.tensors.values())[-1]
@@ -98,7 +98,7 @@ def test_a_type_that_llama_cpp_has_no_product_for_is_refused_by_name(tmp_path: P
     at = content.index(last.name.encode()) + len(last.name) + 4 + 8 * len(last.shape)  # behind the dimensions
     grown = b"\1" * (8 * last.shape[0] * last.shape[1])  # zeros would be an interrupted download
     path.write_bytes(content[:at] + struct.pack("<I", kind) + content[at + 4 :] + grown)
-    result = invoke("verify", str(path), TOKENS, *wanted)
+    result = invoke("verify", str(path), TOKENS, *words)
     assert_cli_refuses(result, 2, f"llorch: {path}: Unsupported: ", last.name, kind.name, "llama.cpp")
 
 

@@ -198,7 +198,7 @@ def write(lessons_folder: Path, but: str = "") -> None:
 
 @pytest.mark.slow_cases("without the block")
 @pytest.mark.parametrize("but", ["", "block"], ids=["all", "without the block"])  # which hides what it is made of
-def test_the_reference_as_implementation_says_the_same(lessons_folder: Path, but: str):
+def test_reference_as_implementation_gives_the_same_text(lessons_folder: Path, but: str):
     write(lessons_folder, but)
     how = ("run", "story", START, "-n", "8")
     result = invoke(*how, "--impl", str(lessons_folder))
@@ -211,7 +211,7 @@ def test_the_reference_as_implementation_says_the_same(lessons_folder: Path, but
 
 @pytest.mark.nightly_cases("block")
 @pytest.mark.parametrize("but", ["", "block"])
-def test_and_the_same_as_both_engines(lessons_folder: Path, but: str):
+def test_implementation_gives_the_text_of_both_engines(lessons_folder: Path, but: str):
     write(lessons_folder, but)
     implementation, (_, golden) = opened(str(lessons_folder)), stored("story")
     with implementation.installed(live=True):
@@ -243,18 +243,18 @@ def test_the_choice_is_that_of_every_command(lessons_folder: Path, monkeypatch: 
 
 
 @pytest.mark.parametrize(
-    ("body", "said"),
+    ("body", "message"),
     [
         ("return gate / None * up", "swiglu: raised TypeError: unsupported operand"),
         ("return (gate * up)[:, :3]", "swiglu: expected y of shape (5, 448), got (5, 3)"),
         ("return gate * np.nan", "swiglu: y has "),
     ],
 )  # fmt: skip
-def test_a_fault_is_one_line_and_the_frames(lessons_folder: Path, body: str, said: str):
+def test_a_fault_is_one_line_and_the_frames(lessons_folder: Path, body: str, message: str):
     (lessons_folder / "l06_swiglu.py").write_text(f"import numpy as np\ndef swiglu(gate, up):\n    {body}\n")
     result = invoke("run", "story", START, "-n", "4", "--impl", str(lessons_folder))
     *_, last = result.stderr.splitlines()
     assert result.exit_code == DIFFERS
-    assert last.startswith(f"llorch: {said}")
-    assert ("l06_swiglu.py:3  " in result.stderr) == ("raised" in said)
+    assert last.startswith(f"llorch: {message}")
+    assert ("l06_swiglu.py:3  " in result.stderr) == ("raised" in message)
     assert "Traceback" not in result.stderr

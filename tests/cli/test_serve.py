@@ -123,7 +123,7 @@ def test_a_page_of_an_allowed_origin_is_answered(ask: Ask):
     assert ask(asking, "story", *how) == [*((200, origin) for origin in origins[:3]), (403, None)]
 
 
-def test_with_a_key_nobody_is_answered_who_does_not_know_it(ask: Ask, monkeypatch: pytest.MonkeyPatch):
+def test_server_with_a_key_refuses_requests_without_it(ask: Ask, monkeypatch: pytest.MonkeyPatch):
     def with_keys(url: str) -> str | None:
         with pytest.raises(openai.AuthenticationError):
             answer(client(url, "wrong"))
@@ -161,7 +161,7 @@ def test_the_context_of_the_model_is_the_most_that_ctx_takes(ask: Ask):
 
 
 @pytest.mark.parametrize(
-    ("args", "code", "said"),
+    ("args", "code", "facts"),
     [
         (("--host", "no.such.host.invalid"), 2, ("serve", "no.such.host.invalid:0")),
         (("--port", "99999"), 2, ("--port", 99999, "0<=x<=65535")),
@@ -173,6 +173,6 @@ def test_the_context_of_the_model_is_the_most_that_ctx_takes(ask: Ask):
         (("nowhere.gguf",), 3, ("'nowhere.gguf'",)),
     ],
 )
-def test_what_cannot_be_served_is_refused_in_a_line(args: tuple[str, ...], code: int, said: tuple[object, ...]):
+def test_unservable_model_or_option_is_refused_in_a_line(args: tuple[str, ...], code: int, facts: tuple[object, ...]):
     result = invoke("serve", *args, *(() if "--port" in args else ("--port", "0")))
-    assert_cli_refuses(result, code, *said)
+    assert_cli_refuses(result, code, *facts)

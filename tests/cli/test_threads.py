@@ -16,11 +16,11 @@ from helpers.training_runs import small_data
 from threadpoolctl import threadpool_info
 
 from llorch.model.model import Model
-from llorch.runtime.threads import VARIABLES, let_go, limited
+from llorch.runtime.threads import VARIABLES, end_waiting_threads, limit_threads
 
 
 def n_threads() -> tuple[int, int]:
-    """Of NumPy and of torch."""
+    """Threads of NumPy and of torch."""
     return max(pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"), torch.get_num_threads()
 
 
@@ -29,12 +29,12 @@ def three(monkeypatch: pytest.MonkeyPatch):
     """A process with three threads whose user has said nothing."""
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
-    with limited(3):
+    with limit_threads(3):
         yield
 
 
 @pytest.fixture
-def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
+def threads_per_pass(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     """The threads of every pass of a NumPy model."""
     found, forward = [], Model._forward
 
@@ -46,30 +46,30 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
     return found
 
 
-def run(*more: str) -> str:
-    return invoke("run", "story", "Once", "-n", "1", "-v", *more).stderr
+def run(*options: str) -> str:
+    return invoke("run", "story", "Once", "-n", "1", "-v", *options).stderr
 
 
 @pytest.mark.usefixtures("three")
-def test_a_small_model_computes_with_one_thread_and_the_process_gets_back_what_it_had(seen: list):
+def test_a_small_model_computes_with_one_thread_and_the_process_gets_back_what_it_had(threads_per_pass: list):
     assert run().endswith("; threads: 1\n")
-    assert (seen, n_threads()) == ([(1, 1)], (3, 3))
+    assert (threads_per_pass, n_threads()) == ([(1, 1)], (3, 3))
 
 
 @pytest.mark.usefixtures("three")
-def test_a_large_model_computes_with_all(seen: list, monkeypatch: pytest.MonkeyPatch):
+def test_a_large_model_computes_with_all(threads_per_pass: list, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.runtime.threads.SMALL", 1)
     assert run().endswith("; threads: all\n")
-    assert seen == [(3, 3)]
+    assert threads_per_pass == [(3, 3)]
 
 
 @pytest.mark.usefixtures("three")
-def test_what_the_user_says_is_done(seen: list, monkeypatch: pytest.MonkeyPatch):
+def test_thread_settings_of_the_user_are_obeyed(threads_per_pass: list, monkeypatch: pytest.MonkeyPatch):
     assert run("--threads", "2").endswith("; threads: 2\n")
     monkeypatch.setenv("OPENBLAS_NUM_THREADS", "3")
     assert run().endswith("; threads: OPENBLAS_NUM_THREADS=3\n")
     assert run("--threads", "2").endswith("; threads: 2\n")
-    assert seen == [(2, 2), (3, 3), (2, 2)]
+    assert threads_per_pass == [(2, 2), (3, 3), (2, 2)]
 
 
 @pytest.mark.usefixtures("three")
@@ -92,7 +92,7 @@ def test_threads_that_are_let_go_end_and_others_take_their_place():
     x = torch.ones(1 << 20)
     x.exp()
     before = len([*here.iterdir()])
-    let_go()
+    end_waiting_threads()
     end = time.monotonic() + 60  # a thread that was joined is listed for a moment more
     while len([*here.iterdir()]) > before - 2:
         assert time.monotonic() < end
@@ -131,7 +131,7 @@ main(["run", "story", "Once", "-n", "1", "--backend", "torch"], prog_name="llorc
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("three")
-def test_a_run_is_gone_on_with_by_as_many_threads_as_began_it(tmp_path: Path):
+def test_resumed_run_uses_its_first_thread_count(tmp_path: Path):
     data, output = small_data(tmp_path), str(tmp_path / "run")
     settings = ("--data", str(data), "--steps", "2", "--batch-size", "2", "--r", "2", "--lr", "0.01")
     begun = invoke("lora", "train", "micro-qwen3", *settings, "-o", output, "--threads", "2")

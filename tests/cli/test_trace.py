@@ -67,7 +67,7 @@ def test_a_folder_is_the_dump_that_others_write(tmp_path: Path):
 
 
 @pytest.mark.parametrize("name", ["folder", "folder.npz", "file"])
-def test_what_is_no_dump_is_not_replaced(tmp_path: Path, name: str):
+def test_folder_that_is_no_dump_is_not_replaced(tmp_path: Path, name: str):
     (tmp_path / "file").write_text("mine")
     for folder in ("folder", "folder.npz"):
         (tmp_path / folder).mkdir()

@@ -34,8 +34,8 @@ def comparison(
     return Comparison(**fields | changes)
 
 
-def report(*rows: Comparison, **other: Any) -> ModelReport:
-    return ModelReport("m", list(rows), **other)
+def report(*rows: Comparison, **fields: Any) -> ModelReport:
+    return ModelReport("m", list(rows), **fields)
 
 
 def text_of(*rows: Comparison) -> str:
@@ -57,13 +57,13 @@ def test_line_shows_closest_comparison_with_errors_of_both_engines():
     assert line.engine_errors == {"llamacpp": 3e-7, "transformers": 4e-7}
 
 
-@pytest.mark.parametrize("at", [0, 1, 2])
+@pytest.mark.parametrize("worst_layer", [0, 1, 2])
 @pytest.mark.parametrize("worse", [{"error": 9e-7}, {"worst": 9e-7}, {"verdict": "TIE"}, {"verdict": "FAIL"}])
-def test_a_line_shows_its_worst_row_wherever_that_stands(worse: dict[str, Any], at: int):
-    comparisons = [comparison(layer=layer, **(worse if layer == at else {})) for layer in range(3)]
+def test_a_line_shows_its_worst_row_wherever_that_stands(worse: dict[str, Any], worst_layer: int):
+    comparisons = [comparison(layer=layer, **(worse if layer == worst_layer else {})) for layer in range(3)]
     line = next(line for line in lines(report(*comparisons)) if line.checkpoint == "05")
-    assert line.closest == comparisons[at]
-    assert line.verdict == comparisons[at].verdict
+    assert line.closest == comparisons[worst_layer]
+    assert line.verdict == comparisons[worst_layer].verdict
 
 
 @pytest.mark.parametrize(
@@ -218,7 +218,7 @@ def test_dense_model_has_no_checkpoints_of_experts():
 
 
 @pytest.mark.parametrize(
-    ("other", "absent", "code"),
+    ("fields", "absent", "code"),
     [
         ({}, {}, 0),
         ({"not_run": ["llamacpp is not installed"]}, {}, 3),  # an engine or golden that was asked for
@@ -226,8 +226,8 @@ def test_dense_model_has_no_checkpoints_of_experts():
         ({}, {"torch-cuda-float32": "no CUDA device"}, 0),  # a backend that nobody asked for is listed
     ],
 )
-def test_a_line_that_did_not_run_counts_where_it_was_asked_for(other: dict, absent: dict, code: int):
-    counts = summary([report(comparison(), **({"checkpoints": ("05",)} | other))], absent)
+def test_a_line_that_did_not_run_counts_where_it_was_asked_for(fields: dict, absent: dict, code: int):
+    counts = summary([report(comparison(), **({"checkpoints": ("05",)} | fields))], absent)
     assert _exit_code(counts) == code
     assert len(counts["backends_not_run"]) == len(absent)
 

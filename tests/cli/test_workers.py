@@ -24,7 +24,7 @@ def results(n_processes: int, *jobs: Callable[[], int]) -> list[int]:
 
 @pytest.mark.parametrize(("n_processes", "n_jobs", "ahead"), [(1, 5, 0), (2, 1, 0), (2, 5, 2), (9, 3, 3)])
 def test_results_come_in_order_from_as_many_processes_as_are_allowed_and_have_work(n_processes, n_jobs, ahead):
-    jobs = [lambda at=at: (time.sleep(0.05 * (n_jobs - at)), at * 100_000_000 + os.getpid())[1] for at in range(n_jobs)]
+    jobs = [lambda i=i: (time.sleep(0.05 * (n_jobs - i)), i * 100_000_000 + os.getpid())[1] for i in range(n_jobs)]
     numbers, pids = zip(*(divmod(made, 100_000_000) for made in results(n_processes, *jobs)), strict=True)
     assert numbers == tuple(range(n_jobs))
     assert {*pids} - {os.getpid()} == ({*pids} if ahead else set())
@@ -32,7 +32,7 @@ def test_results_come_in_order_from_as_many_processes_as_are_allowed_and_have_wo
 
 
 @pytest.mark.parametrize("ends", [lambda: 1 // 0, lambda: os._exit(1)], ids=["fails", "dies"])
-def test_what_a_process_does_not_get_done_is_done_here(ends):
+def test_unfinished_jobs_run_in_the_caller(ends):
     here = os.getpid()
     assert results(2, lambda: 3 if os.getpid() == here else ends(), lambda: 4, lambda: 5) == [3, 4, 5]
 
@@ -60,7 +60,7 @@ def test_workers_exit_ends_pending_work_and_removes_its_files(tmp_path: Path):
 
 
 @pytest.mark.parametrize("times", [1, 2, 1000])
-def test_a_process_that_does_not_heed_that_it_shall_end_is_told_again_and_then_killed(tmp_path, monkeypatch, times):
+def test_process_that_ignores_termination_is_signalled_again_and_killed(tmp_path, monkeypatch, times):
     """As where the signal comes below a callback of a library in C: what it raises is printed there, and goes on."""
     monkeypatch.setattr("llorch.cli.workers.GRACE", 0.5)
 

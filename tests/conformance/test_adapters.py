@@ -17,7 +17,7 @@ from llorch.lora.gguf_format import read_lora_gguf, write_lora_gguf
 from llorch.lora.merge import MergedWeights
 from llorch.lora.peft_format import read_peft, write_peft
 from llorch.training.merge_files import merge
-from llorch.training.numpy_step import of_document
+from llorch.training.numpy_step import document_gradients
 
 pytestmark = pytest.mark.live
 # Elsewhere it has an epsilon of its own.
@@ -40,13 +40,13 @@ def adapter(weights: Weights) -> Adapter:
     return family_adapter(weights.config)
 
 
-def assert_alike(actual: np.ndarray, expected: np.ndarray, limit: float) -> None:
+def assert_close_logits(actual: np.ndarray, expected: np.ndarray, limit: float) -> None:
     assert np.abs(actual - expected).max() < limit * expected.std()
 
 
 @pytest.mark.nightly_cases(but=["qwen3_vl"])
 @pytest.mark.parametrize("base", READ_BY_LLAMACPP, indirect=True)
-def test_llamacpp_makes_our_logits_with_our_file_and_what_is_read_back_means_the_same(weights, adapter, tmp_path):
+def test_llamacpp_gives_the_logits_of_llorch_and_the_file_round_trips(weights, adapter, tmp_path):
     from llorch.engines.llamacpp import logits_with_adapter
     from llorch.files.convert import convert
 
@@ -54,21 +54,21 @@ def test_llamacpp_makes_our_logits_with_our_file_and_what_is_read_back_means_the
     write_lora_gguf(adapter, tmp_path / "adapter.gguf", weights.config)
     ours, plain = logits_of(AdaptedWeights(weights, adapter), IDS), logits_of(weights, IDS)
     assert np.abs(ours - plain).max() > ours.std()
-    assert_alike(logits_with_adapter(twin, tmp_path / "adapter.gguf", IDS), ours, 1e-4)
+    assert_close_logits(logits_with_adapter(twin, tmp_path / "adapter.gguf", IDS), ours, 1e-4)
     again = read_lora_gguf(tmp_path / "adapter.gguf", weights.config)
-    assert_alike(logits_of(AdaptedWeights(weights, again), IDS), ours, 1e-4)
+    assert_close_logits(logits_of(AdaptedWeights(weights, again), IDS), ours, 1e-4)
 
 
 @pytest.mark.nightly_cases(but=["mistral"])
-def test_merged_models_in_memory_and_on_disk_make_the_logits_of_the_adapter(weights, adapter, tmp_path):
+def test_merged_models_in_memory_and_on_disk_give_the_logits_of_the_adapter(weights, adapter, tmp_path):
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     wide = weights.astype(np.float64)
     ours = logits_of(AdaptedWeights(wide, adapter), IDS)
-    assert_alike(logits_of(MergedWeights(wide, adapter), IDS), ours, 1e-11)
+    assert_close_logits(logits_of(MergedWeights(wide, adapter), IDS), ours, 1e-11)
     for target in ("folder", "merged.gguf"):
         done = merge(weights.path, tmp_path / "adapter", tmp_path / target)
         written = open_weights(tmp_path / target)
-        assert_alike(logits_of(written.astype(np.float64), IDS), ours, 1e-4)
+        assert_close_logits(logits_of(written.astype(np.float64), IDS), ours, 1e-4)
         assert done.logits is not None
         assert done.logits.error < 1e-3 * done.logits.spread < done.logits.effect  # of runs in float32
         assert identity_of(written).config == identity_of(weights).config
@@ -79,7 +79,9 @@ RELATIVE = 1e-12
 FACTOR = 4  # times what PEFT is off from itself when its attention adds in another order
 
 
-def of_peft(base: Path, folder: Path, adapter: Adapter, ids: np.ndarray, attention: str) -> tuple[float, dict]:
+def peft_loss_and_gradients(
+    base: Path, folder: Path, adapter: Adapter, ids: np.ndarray, attention: str
+) -> tuple[float, dict]:
     """Loss and gradients, by our names, of PEFT in float64."""
     import torch
 
@@ -94,7 +96,7 @@ def of_peft(base: Path, folder: Path, adapter: Adapter, ids: np.ndarray, attenti
 
 @pytest.mark.nightly_cases(but=["qwen2"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: str, tmp_path: Path, rng):
+def test_loss_and_gradients_of_every_tensor_equal_peft(kind: str, tmp_path: Path, rng):
     family, own = KINDS[kind]
     base = random_folder(family, tmp_path / "base", 0, **own)
     weights = open_weights(base).astype(np.float64, keep=True)
@@ -106,10 +108,10 @@ def test_loss_and_gradients_of_every_tensor_are_those_of_peft_on_our_file(kind: 
     }
     ids = rng.integers(0, weights.config.vocab_size, 70)
     (expected, gradients), (_, others) = (
-        of_peft(base, tmp_path / "adapter", again, ids, how) for how in ("eager", "sdpa")
+        peft_loss_and_gradients(base, tmp_path / "adapter", again, ids, how) for how in ("eager", "sdpa")
     )
     adapted, wanted = AdaptedWeights(weights, again), np.append(ids[1:], -100)
-    loss, grads = of_document(ids, wanted, adapted, label_smoothing=0.0, n_trained=69)
+    loss, grads = document_gradients(ids, wanted, adapted, label_smoothing=0.0, n_trained=69)
     assert loss / 69 == pytest.approx(expected, rel=RELATIVE)
     for name, theirs in gradients.items():
         limit = max(RELATIVE * np.abs(theirs).max(), FACTOR * np.abs(theirs - others[name]).max())

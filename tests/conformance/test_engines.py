@@ -12,7 +12,7 @@ from safetensors.numpy import load_file, save_file
 from llorch.engines import EngineName, open_engine
 from llorch.files import open_weights
 from llorch.judging.runners.numpy import run
-from llorch.judging.verify import plan_live, unable_for, verify_ggml, verify_live
+from llorch.judging.verify import plan_live, unable_engines, verify_ggml, verify_live
 from llorch.model.model import load
 from llorch.ops.numerics import GGML
 from llorch.stages.comparison import FAIL, PASS, TIE
@@ -33,7 +33,7 @@ def failures(path: Path, engines: tuple[EngineName, ...]) -> list[str]:
 
 @pytest.mark.nightly_cases(but=["mistral"])
 @pytest.mark.parametrize("name", CASES)
-def test_a_random_folder_agrees_with_every_engine_that_can_judge_it(tmp_path: Path, name: str):
+def test_random_folder_agrees_with_every_supported_engine(tmp_path: Path, name: str):
     family, (overrides, engines) = CASES[name]
     folder = random_folder(family, tmp_path / name, 0, **overrides)
     assert failures(folder, engines) == []
@@ -41,13 +41,13 @@ def test_a_random_folder_agrees_with_every_engine_that_can_judge_it(tmp_path: Pa
 
 @pytest.mark.nightly_cases(but=["ministral3"])
 @pytest.mark.parametrize("name", [name for name, (_, (_, engines)) in CASES.items() if engines == BOTH])
-def test_its_twin_agrees_with_both_engines(tmp_path: Path, name: str):
+def test_gguf_copy_agrees_with_both_engines(tmp_path: Path, name: str):
     family, (overrides, _) = CASES[name]
     path = twin(random_folder(family, tmp_path / name, 1, **overrides), tmp_path / f"{name}.gguf")
     assert failures(path, BOTH) == []
 
 
-def test_where_the_engines_differ_llama_cpp_has_no_eps_in_qwen2vl(tmp_path: Path):
+def test_llama_cpp_has_no_eps_in_qwen2vl(tmp_path: Path):
     folder = random_folder("qwen2_5_vl", tmp_path / "vl", 0)
     with open_engine("llamacpp", folder) as engine:
         trace = engine.trace(IDS)
@@ -57,7 +57,7 @@ def test_where_the_engines_differ_llama_cpp_has_no_eps_in_qwen2vl(tmp_path: Path
     without, right = (x / np.sqrt(mean_square + added) * gain for added in (0.0, eps))
     far = [np.abs(trace["l0.attn_norm"] - expected).max() / np.abs(expected).max() for expected in (without, right)]
     assert far[0] < 1e-6 < 1e-5 < far[1]
-    assert "layer_norm_rms_epsilon" in unable_for(BOTH, weights.config, IDS, 8)["llamacpp"]
+    assert "layer_norm_rms_epsilon" in unable_engines(BOTH, weights.config, IDS, 8)["llamacpp"]
 
 
 def test_llama_cpp_does_not_rotate_some_pairs_of_interleaved_sections(tmp_path: Path):
@@ -69,7 +69,7 @@ def test_llama_cpp_does_not_rotate_some_pairs_of_interleaved_sections(tmp_path: 
             traces.append(engine.trace(IDS))
     far = np.abs(traces[0]["l0.k_rope"] - traces[1]["l0.k_rope"]).max(axis=(0, 1))
     assert {*np.flatnonzero(far > 1e-3)} == {7, 15}
-    assert "pairs 7 of" in unable_for(BOTH, open_weights(path).config, IDS, 8)["llamacpp"]
+    assert "pairs 7 of" in unable_engines(BOTH, open_weights(path).config, IDS, 8)["llamacpp"]
     assert failures(path, ("transformers",)) == []
 
 
@@ -93,7 +93,7 @@ def file(folder: Path) -> Path:
     return twin(folder, folder.with_name("model.gguf"))
 
 
-def test_transformers_and_we_open_it_by_half_and_llamacpp_loses_all_that_follows(file: Path):
+def test_gate_is_half_open_in_llorch_and_transformers_and_nan_in_llamacpp(file: Path):
     ours = run(open_weights(file), Pass(tuple(GATE_IDS)))
     with open_engine("transformers", file) as engine:
         right = engine.trace(GATE_IDS)
@@ -124,7 +124,7 @@ def test_file_with_llamacpp_nan_and_no_other_engine_is_not_compared(folder: Path
     assert_tells(failed["llamacpp"], *REASON)
 
 
-def test_the_command_names_the_fault_and_blames_nobody_else(file: Path):
+def test_command_names_only_the_faulty_engine(file: Path):
     result = invoke("verify", str(file), "--tokens", ",".join(map(str, GATE_IDS)))
     assert result.exit_code == 3  # as where an engine is missing: half of what was asked for is not known
     assert_tells(" ".join(result.stdout.split()), "NOT RUN: llamacpp", "9 NaN of 9", *REASON)

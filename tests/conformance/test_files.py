@@ -20,21 +20,21 @@ pytestmark = pytest.mark.live
 UNSAID = ("family", "rms_norm_eps", "rope_theta", "temperature", "rope_sections", "part_of_whole")
 
 
-def require_equal(one: Weights, other: Weights, *, ulp: int) -> None:
-    assert list(one) == list(other)
-    for name in one:
+def require_equal(actual: Weights, expected: Weights, *, ulp: int) -> None:
+    assert list(actual) == list(expected)
+    for name in actual:
         if name.endswith("decay"):  # the converter's exponential, of torch, is not always rounded to the nearest
-            np.testing.assert_array_max_ulp(one.array(name), other.array(name), ulp)
+            np.testing.assert_array_max_ulp(actual.array(name), expected.array(name), ulp)
         else:
-            assert one.array(name).tobytes() == other.array(name).tobytes(), name
-    ours, theirs = vars(one.config), vars(other.config)
+            assert actual.array(name).tobytes() == expected.array(name).tobytes(), name
+    ours, theirs = vars(actual.config), vars(expected.config)
     assert {key: ours[key] for key in ours if key not in UNSAID} == {key: theirs[key] for key in UNSAID ^ ours.keys()}
 
 
 @pytest.mark.nightly_cases(but=["1-mistral"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(2))
-def test_a_file_of_llamacpps_converter_has_the_weights_of_its_folder(family: str, seed: int, tmp_path: Path):
+def test_file_of_the_llamacpp_converter_has_the_weights_of_its_folder(family: str, seed: int, tmp_path: Path):
     folder = random_folder(family, tmp_path / "folder", seed, nested=bool(seed) and family in WITH_TEXT_CLASS)
     require_equal(open_weights(folder), open_weights(twin(folder, tmp_path / "twin.gguf")), ulp=1)
 
@@ -42,7 +42,7 @@ def test_a_file_of_llamacpps_converter_has_the_weights_of_its_folder(family: str
 @pytest.mark.nightly_cases(but=["MOSTLY_Q8_0-qwen3_vl_moe"])
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["MOSTLY_F16", "MOSTLY_Q8_0"])
-def test_our_file_has_the_tensors_of_llamacpps_converter(family: str, kind: str, tmp_path: Path):
+def test_llorch_file_has_the_tensors_of_the_llamacpp_converter(family: str, kind: str, tmp_path: Path):
     sizes: dict[str, Any] = {"hidden_size": 96, "intermediate_size": 64, "moe_intermediate_size": 32}
     known = {} if TABLE[family].transformers.keys else COMMON | dict(FAMILIES[family].config)  # sizes under other names
     folder = random_folder(family, tmp_path / "folder", 3, **{key: sizes[key] for key in sizes.keys() & known})
@@ -63,7 +63,7 @@ def test_our_file_has_the_tensors_of_llamacpps_converter(family: str, kind: str,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_there_and_back_no_bit_is_lost_and_transformers_misses_no_key(family: str, tmp_path: Path):
+def test_conversion_round_trip_is_bit_exact_and_complete_for_transformers(family: str, tmp_path: Path):
     import transformers
 
     first = open_weights(random_folder(family, tmp_path / "first", 5))
@@ -76,7 +76,7 @@ def test_there_and_back_no_bit_is_lost_and_transformers_misses_no_key(family: st
     assert {key: names for key, names in found.items() if names} == {}
 
 
-def test_the_scaling_of_llama_4_comes_back(tmp_path: Path):
+def test_llama_4_scaling_round_trips(tmp_path: Path):
     step = {"rope_type": "llama3", "factor": 16.0, "low_freq_factor": 1.0, "high_freq_factor": 1.0}
     rope = step | {"original_max_position_embeddings": 128, "rope_theta": 5e5}
     first = open_weights(random_folder("llama4", tmp_path / "first", 6, rope_parameters=rope))
@@ -102,7 +102,7 @@ def test_gains_and_decays_are_made_in_the_dtype_of_the_run(family: str, tmp_path
 
 
 @pytest.mark.parametrize("family", ["qwen3_moe", "llama4"])
-def test_only_the_experts_that_are_asked_for_are_read(family: str, tmp_path: Path):
+def test_only_requested_experts_are_read(family: str, tmp_path: Path):
     weights = open_weights(random_folder(family, tmp_path, 1))
     name = "layers.1.experts_down_proj"
     stack = weights[name]

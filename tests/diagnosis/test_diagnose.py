@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 from faults.situations import MICRO
-from faults.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from faults.wrong_dumps import BLOCKS, WHOLE, dump_run, everywhere, float64_weights, mistake, passes
 from helpers.refusals import assert_tells
 from helpers.stored_goldens import golden_of
 
@@ -27,7 +27,7 @@ from llorch.stages.table import keys
 PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have
 MODEL, SLOW = "micro-qwen3", pytest.mark.slow
 BLOCK_ENDS = ("l0.block_out", "final_norm")
-MISTAKES = [each.name for each in known_mistakes(wide(MODEL).config) if each.name != "cache-heads-repeated"]
+MISTAKES = [each.name for each in known_mistakes(float64_weights(MODEL).config) if each.name != "cache-heads-repeated"]
 OF_EACH_STAGE = {mistake(name, MODEL).stages: name for name in MISTAKES if name != "mask-hides-itself"}.values()
 SAME_FROM_ZERO = {"rope-position-frozen": "rope-missing"}
 
@@ -43,7 +43,7 @@ def test_what_an_engine_of_others_shows_is_right(model: str, engine: str, case: 
     this, trace = golden_of(model).cases[case], golden_of(model).engine_outputs[engine].traces[case]
     for shown in ([*trace], ["logits"], [key for key in trace if BLOCKS(key)], [key for key in trace if "l1." in key]):
         dump = StageDump.of_arrays([this], {key: trace[key] for key in shown})
-        results = list(DumpChecker(Replay(wide(model), dump)).results())  # findings come of what is not PASS
+        results = list(DumpChecker(Replay(float64_weights(model), dump)).results())  # findings come of what is not PASS
         assert {result.verdict for result in results} == {PASS}
         assert {result.key for result in results} == {*shown}
         assert max(result.over for result in results) < 1
@@ -52,21 +52,21 @@ def test_what_an_engine_of_others_shows_is_right(model: str, engine: str, case: 
 @pytest.mark.parametrize("model", [MODEL, PLAIN[0]])
 def test_diagnose_of_a_right_dump_has_every_stage_and_no_finding(model: str):
     this, trace = golden_of(model).cases["near"], golden_of(model).engine_outputs["llamacpp"].traces["near"]
-    found = diagnose(wide(model), StageDump.of_arrays([this], dict(trace)))
+    found = diagnose(float64_weights(model), StageDump.of_arrays([this], dict(trace)))
     assert (found.is_right, found.findings) == (True, [])
     assert {result.key for result in found.results} == {*trace}
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["every-key", "keys-of-the-past"])
 def test_the_cache_beside_a_dump_is_the_one_that_runs(monkeypatch: pytest.MonkeyPatch, first: int):
-    dump, right = dumped(MODEL, passes(MODEL, 5, 7)), KVCache.append
+    dump, right = dump_run(MODEL, passes(MODEL, 5, 7)), KVCache.append
 
     def append(self: KVCache, layer: int, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         keys, values = right(self, layer, k, v)
         return np.concatenate([keys[:, : -len(k)] * 0, keys[:, -len(k) :] * first], axis=1), values
 
     monkeypatch.setattr(KVCache, "append", append)
-    found = list(findings(wide(MODEL), dump))
+    found = list(findings(float64_weights(MODEL), dump))
     assert (found[0].kind != "rounding", found[0].key, found[0].n_pass) == (True, "l0.k_cache", first)
 
 
@@ -80,9 +80,9 @@ def test_injected_mistake_is_named_from_a_complete_dump(name: str):
     model, injected = MODEL, mistake(name, MODEL)
     tokens = passes(model, 5, 7) if injected.after_cached else passes(model)
     places = injected.at(tuple(f"l{layer}.{stage}" if stage not in ("embed", "final_norm", "logits") else stage
-                               for layer in range(wide(model).config.n_layers)
+                               for layer in range(float64_weights(model).config.n_layers)
                                for stage in injected.stages))  # fmt: skip
-    first, *_ = findings(wide(model), dumped(model, tokens, injected.change(places), WHOLE))
+    first, *_ = findings(float64_weights(model), dump_run(model, tokens, injected.change(places), WHOLE))
     assert SAME_FROM_ZERO.get(name, name) == first.causes[0].name
     assert stage_of(first.key) in injected.stages
     assert first.causes[0].explained_share > 0.7
@@ -104,14 +104,14 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
     injected = mistake(name, MODEL)
     inside = (f"l{layer}.{stage}" for layer in (0, 1) for stage in injected.stages)
     places = ("logits",) if "logits" in injected.stages else tuple(inside)
-    (found,) = findings(wide(MODEL), dumped(MODEL, passes(MODEL), injected.change(places), BLOCKS))
+    (found,) = findings(float64_weights(MODEL), dump_run(MODEL, passes(MODEL), injected.change(places), BLOCKS))
     assert (found.key, found.kind) == (first, "mistake")
     assert {name, *also} <= {each.name for each in (*found.causes, *found.alternatives)}
 
 
 @pytest.mark.nightly_cases(but=["<lambda>0-norm-eps-3e-06-3e-06-places0", "<lambda>0-soft-cap-37.0-37-places4"])
 @pytest.mark.parametrize(
-    ("family", "value", "said", "places"),
+    ("family", "value", "value_text", "places"),
     [
         ("norm-eps", 3e-6, "3e-06", ()),
         ("rope-theta", 123456.0, "123456", ()),
@@ -123,30 +123,33 @@ def test_blocks_alone_name_it_too_and_say_what_they_cannot_tell_apart(name: str,
         ("weights-of-other-layer", 0, "layer 0", ("l1.v_proj",)),
     ],
 )
-@pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=SLOW)])
-def test_a_value_is_recovered(family: str, value: float, said: str, places: tuple[str, ...], shown: Any):
-    if shown is BLOCKS and family == "rope-position-offset":
-        shown = lambda key: key.endswith("k_rope")  # noqa: E731 (scores do not show it, nor what is behind them)
-    known = next(each for each in setting_families(wide(MODEL).config) if each.name == family)
+@pytest.mark.parametrize("is_dumped", [WHOLE, pytest.param(BLOCKS, marks=SLOW)])
+def test_a_value_is_recovered(family: str, value: float, value_text: str, places: tuple[str, ...], is_dumped: Any):
+    if is_dumped is BLOCKS and family == "rope-position-offset":
+        is_dumped = lambda key: key.endswith("k_rope")  # noqa: E731 (scores do not show it, nor what is behind them)
+    known = next(each for each in setting_families(float64_weights(MODEL).config) if each.name == family)
     change = known.hypothesis(value).change(places)
-    found, *_ = findings(wide(MODEL), dumped(MODEL, passes(MODEL), change, shown))
-    assert said in [each.value for each in (*found.causes, *found.alternatives)]
+    found, *_ = findings(float64_weights(MODEL), dump_run(MODEL, passes(MODEL), change, is_dumped))
+    assert value_text in [each.value for each in (*found.causes, *found.alternatives)]
 
 
 @pytest.mark.slow
 def test_a_second_mistake_behind_the_first_is_found_in_the_same_run():
     first, second = mistake("rope-interleaved-pairs", MODEL), mistake("swiglu-gelu", MODEL)
-    plants = {**first.change(("l0.q_rope", "l1.q_rope")).plants, **second.change(("l0.ffn_act", "l1.ffn_act")).plants}
-    whole = findings(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants)))
+    plants = {
+        **first.change(("l0.q_rope", "l1.q_rope")).replaced_stages,
+        **second.change(("l0.ffn_act", "l1.ffn_act")).replaced_stages,
+    }
+    whole = findings(float64_weights(MODEL), dump_run(MODEL, passes(MODEL), Change(plants)))
     assert [found.causes[0].name for found in whole] == ["rope-interleaved-pairs", "swiglu-gelu"]
-    (pair,) = findings(wide(MODEL), dumped(MODEL, passes(MODEL), Change(plants), BLOCKS))
+    (pair,) = findings(float64_weights(MODEL), dump_run(MODEL, passes(MODEL), Change(plants), BLOCKS))
     assert {each.name for each in pair.causes} == {"rope-interleaved-pairs", "swiglu-gelu"}
     assert pair.layers == (0, 1)
 
 
 def test_what_is_none_of_the_known_is_local_and_has_no_name():
     change = StageChange(lambda inputs, stage, array: array * (1 + 0.01 * np.sin(np.arange(array.shape[-1]))))
-    found = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l1.v_proj": change})))
+    found = diagnose(float64_weights(MODEL), dump_run(MODEL, passes(MODEL), Change({"l1.v_proj": change})))
     (finding,) = found.findings
     assert (finding.kind, finding.key) == ("unknown", "l1.v_proj")
     assert (finding.starts_in, finding.causes) == (("l1.v_proj",), ())
@@ -159,8 +162,12 @@ def test_what_is_none_of_the_known_is_local_and_has_no_name():
 def test_numbers_that_are_far_too_small_do_not_widen_their_own_tolerance():
     small = Change({"l1.v_proj": StageChange(lambda inputs, stage, array: array * 1e-3)})
     right, wrong = (
-        next(check.isolated for check in DumpChecker(Replay(wide(MODEL), dump)).results() if check.key == "l1.v_proj")
-        for dump in (dumped(MODEL, passes(MODEL), Change({})), dumped(MODEL, passes(MODEL), small))
+        next(
+            check.isolated
+            for check in DumpChecker(Replay(float64_weights(MODEL), dump)).results()
+            if check.key == "l1.v_proj"
+        )
+        for dump in (dump_run(MODEL, passes(MODEL), Change({})), dump_run(MODEL, passes(MODEL), small))
     )
     assert wrong.tolerance.error == right.tolerance.error
     np.testing.assert_array_equal(wrong.tolerance.tokens, right.tolerance.tokens)
@@ -172,7 +179,9 @@ def test_one_wrong_token_is_said():
         array[5] += 1
         return array
 
-    (finding,) = findings(wide(MODEL), dumped(MODEL, passes(MODEL), Change({"l0.ffn_up": StageChange(wrong)})))
+    (finding,) = findings(
+        float64_weights(MODEL), dump_run(MODEL, passes(MODEL), Change({"l0.ffn_up": StageChange(wrong)}))
+    )
     assert_tells(finding.sentence, "l0.ffn_up", "token 5")
 
 
@@ -180,31 +189,41 @@ def test_one_wrong_token_is_said():
 def test_half_precision_is_rounding_and_its_mistakes_are_named_all_the_same(dtype: str, declared: bool):
     kind: ActivationKind = HALF[dtype]
     rounded = StageChange(lambda inputs, stage, array: round_activations(np.ascontiguousarray(array), kind))
-    half = {key: rounded for key, stage, _ in keys(wide(MODEL).config) if stage.name not in ("embed", "attn_scores")}
+    half = {
+        key: rounded
+        for key, stage, _ in keys(float64_weights(MODEL).config)
+        if stage.name not in ("embed", "attn_scores")
+    }
     features = Features(dtype=dtype) if declared else Features()
-    right = replace(dumped(MODEL, passes(MODEL), Change(half)), features=features)
-    (finding,) = findings(wide(MODEL), right)
+    right = replace(dump_run(MODEL, passes(MODEL), Change(half)), features=features)
+    (finding,) = findings(float64_weights(MODEL), right)
     assert finding.kind == "rounding"
     assert_tells(finding.sentence, dtype)
     turned = mistake("rope-interleaved-pairs", MODEL).change(("l0.q_rope", "l0.k_rope", "l1.q_rope", "l1.k_rope"))
-    wrong, *_ = findings(wide(MODEL), dumped(MODEL, passes(MODEL), Change({**half, **turned.plants})))
+    wrong, *_ = findings(
+        float64_weights(MODEL), dump_run(MODEL, passes(MODEL), Change({**half, **turned.replaced_stages}))
+    )
     assert wrong.causes[0].name == "rope-interleaved-pairs"
 
 
 def test_a_cache_in_half_and_rounded_inputs_explain_what_nobody_declared():
     cache = StageChange(lambda i, s, array: round_activations(np.ascontiguousarray(array), "F16"))
     places = [f"l{layer}.{stage}" for layer in (0, 1) for stage in ("k_cache", "v_cache")]
-    dump = dumped(MODEL, passes(MODEL), Change(dict.fromkeys(places, cache)), lambda key: "cache" not in key)
-    (found,) = findings(wide(MODEL), dump)
+    dump = dump_run(MODEL, passes(MODEL), Change(dict.fromkeys(places, cache)), lambda key: "cache" not in key)
+    (found,) = findings(float64_weights(MODEL), dump)
     assert (found.kind, found.causes[0].name) == ("rounding", "cache-in-float16")
 
 
 def test_what_a_dump_cannot_show_is_said_with_the_reason():
-    short = diagnose(wide("micro-llama3"), dumped("micro-llama3", passes("micro-llama3", 1))).could_not_show
+    short = diagnose(
+        float64_weights("micro-llama3"), dump_run("micro-llama3", passes("micro-llama3", 1))
+    ).could_not_show
     by_name = {name: reason for reason, names_ in short.items() for name in names_}
     assert_tells(by_name["cache-past-forgotten"], "one", "pass")
     assert_tells(by_name["rope-interleaved-pairs"], "rounding", "1 tokens", "position 0")
-    upper = diagnose(wide(MODEL), dumped(MODEL, passes(MODEL), shown=lambda key: key in ("embed", "l0.attn_norm")))
+    upper = diagnose(
+        float64_weights(MODEL), dump_run(MODEL, passes(MODEL), is_dumped=lambda key: key in ("embed", "l0.attn_norm"))
+    )
     by_name = {name: reason for reason, names_ in upper.could_not_show.items() for name in names_}
     assert_tells(by_name["swiglu-gelu"], "stage")
 
@@ -212,31 +231,32 @@ def test_what_a_dump_cannot_show_is_said_with_the_reason():
 def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():
     model, right = "micro-qwen3.5", ("embed", "l0.attn_norm", "l0.conv_out", "l0.q_l2", "l0.k_l2", "l0.beta")
     shown = (*right, "l0.delta_out", "l0.attn_residual")
-    dump = dumped(model, passes(model), shown=lambda key: key in shown)
+    dump = dump_run(model, passes(model), is_dumped=lambda key: key in shown)
     nan = {at: replace(array, read=lambda a=array: a.read() * np.float32(np.nan)) for at, array in dump.dumped.items()}
     finite = {(0, name): dump.dumped[0, name] for name in right}
-    (found,) = findings(wide(model), replace(dump, dumped=nan | finite))
+    (found,) = findings(float64_weights(model), replace(dump, dumped=nan | finite))
     assert (found.kind, found.key, found.causes) == ("not finite", "l0.delta_out", ())
 
 
 @pytest.mark.parametrize(
-    "shown", [("l0.block_out", "l1.attn_context", "l1.ffn_norm", "l1.block_out"), pytest.param(BLOCK_ENDS, marks=SLOW)]
+    "dumped_keys",
+    [("l0.block_out", "l1.attn_context", "l1.ffn_norm", "l1.block_out"), pytest.param(BLOCK_ENDS, marks=SLOW)],
 )
-def test_a_layer_that_was_skipped_is_named(shown: tuple[str, ...]):
-    last = everywhere(mistake("block-skipped", MODEL), wide(MODEL)).plants["l1.block_out"]
-    dump = dumped(MODEL, passes(MODEL), Change({"l1.block_out": last}), lambda key: key in shown)
-    (found,) = findings(wide(MODEL), dump)
-    assert (found.key, found.causes[0].name) == (shown[-1], "block-skipped")
+def test_a_layer_that_was_skipped_is_named(dumped_keys: tuple[str, ...]):
+    last = everywhere(mistake("block-skipped", MODEL), float64_weights(MODEL)).replaced_stages["l1.block_out"]
+    dump = dump_run(MODEL, passes(MODEL), Change({"l1.block_out": last}), lambda key: key in dumped_keys)
+    (found,) = findings(float64_weights(MODEL), dump)
+    assert (found.key, found.causes[0].name) == (dumped_keys[-1], "block-skipped")
 
 
 def test_a_mistake_that_explains_one_pass_alone_is_said_to_do_so():
-    missing = everywhere(mistake("rope-missing", MODEL), wide(MODEL))
-    right, turned = (dumped(MODEL, passes(MODEL, 5, 7), change) for change in (UNCHANGED, missing))
+    missing = everywhere(mistake("rope-missing", MODEL), float64_weights(MODEL))
+    right, turned = (dump_run(MODEL, passes(MODEL, 5, 7), change) for change in (UNCHANGED, missing))
     at = [(n_pass, "l0.q_rope") for n_pass in (0, 1)]
     noise = np.random.default_rng(0).standard_normal(right.dumped[at[1]].read().shape).astype(np.float32)
     wrong = {at[0]: turned.dumped[at[0]], at[1]: replace(right.dumped[at[1]], read=lambda: noise)}
     shown = {key: array for key, array in right.dumped.items() if key[1] in ("embed", "l0.q_norm")}
-    found, *_ = findings(wide(MODEL), replace(right, dumped=shown | wrong))
+    found, *_ = findings(float64_weights(MODEL), replace(right, dumped=shown | wrong))
     assert (found.kind, found.n_pass, found.near_misses[0].name) == ("unknown", 0, "rope-missing")
     assert_tells(found.sentence, "rope-missing", 0)
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from faults.wrong_dumps import dumped, everywhere, mistake, passes, wide
+from faults.wrong_dumps import dump_run, everywhere, float64_weights, mistake, passes
 from helpers.stored_goldens import golden_of
 
 from llorch.diagnosis import dump_checker as module
@@ -75,11 +75,13 @@ def test_a_joined_projection_is_told_apart_by_head(config: ModelConfig):
     assert found.tokens[0] == pytest.approx(off)
 
 
-@pytest.mark.parametrize(("ulps", "at"), [(0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (2**23, 24), (2**24, 25)])
-def test_ulps_are_counted_in_steps_of_the_element(ulps: int, at: int, config: ModelConfig):
+@pytest.mark.parametrize(
+    ("ulps", "bin_index"), [(0, 0), (1, 1), (2, 2), (3, 3), (4, 3), (5, 4), (2**23, 24), (2**24, 25)]
+)
+def test_ulps_are_counted_in_steps_of_the_element(ulps: int, bin_index: int, config: ModelConfig):
     expected = np.full((1, config.hidden_size), 1.5)
     found = profile(expected + ulps * 2.0**-23, expected, BY_NAME["embed"], config).ulps
-    assert np.flatnonzero(found).tolist() == [at]
+    assert np.flatnonzero(found).tolist() == [bin_index]
     assert len(found) == N_ULPS
 
 
@@ -128,7 +130,9 @@ INJECTED = [
 @pytest.mark.parametrize(("model", "name"), INJECTED)
 def test_injected_mistake_is_named_as_the_cause(model: str, name: str) -> None:
     injected = mistake(name, model)
-    found, *_ = findings(wide(model), dumped(model, passes(model), everywhere(injected, wide(model))))
+    found, *_ = findings(
+        float64_weights(model), dump_run(model, passes(model), everywhere(injected, float64_weights(model)))
+    )
     assert found.causes[0].name == name
     assert found.key == f"l0.{injected.stages[0]}"
 
@@ -141,7 +145,7 @@ def test_the_order_in_which_an_engine_writes_its_experts_down_says_nothing(model
         axes = BY_NAME[name.rpartition(".")[2]].axes.split()
         if "topk" in axes:
             trace[name] = np.flip(trace[name], axis=axes.index("topk")).copy()
-    assert list(findings(wide(model), StageDump.of_arrays([golden.cases["near"]], trace))) == []
+    assert list(findings(float64_weights(model), StageDump.of_arrays([golden.cases["near"]], trace))) == []
 
 
 def test_an_expert_with_an_unnamed_bug_is_unknown_although_roundings_are_tried_in_pairs() -> None:
@@ -149,7 +153,7 @@ def test_an_expert_with_an_unnamed_bug_is_unknown_although_roundings_are_tried_i
     trace = dict(golden.engine_outputs["transformers"].traces["near"])
     noise = np.random.default_rng(0).standard_normal(trace["l0.expert_out"].shape).astype(np.float32)
     shown = {"l0.expert_act": trace["l0.expert_act"], "l0.topk_ids": trace["l0.topk_ids"], "l0.expert_out": noise}
-    (found,) = findings(wide(PLAIN), StageDump.of_arrays([golden.cases["near"]], shown))
+    (found,) = findings(float64_weights(PLAIN), StageDump.of_arrays([golden.cases["near"]], shown))
     assert (found.kind, found.starts_in) == ("unknown", ("l0.expert_out",))
 
 
@@ -171,7 +175,7 @@ def test_either_of_two_experts_at_an_exact_tie_is_right(gap: float) -> None:
     other = next(i for i in np.flatnonzero(probs[2] == probs[2, chosen]) if i != chosen)
     probs[2, other] += np.float32(gap)
     dump = StageDump.of_arrays([golden_of(PLAIN).cases["near"]], shown)
-    results = {result.key: result for result in DumpChecker(Replay(wide(PLAIN), dump)).results()}
+    results = {result.key: result for result in DumpChecker(Replay(float64_weights(PLAIN), dump)).results()}
     assert results["l0.topk_ids"].verdict == (FAIL if gap else PASS)
 
 
@@ -189,7 +193,7 @@ def weights(tmp_path_factory: pytest.TempPathFactory) -> Weights:
 
 
 def dump(
-    weights: Weights, wrong: Callable[[int, str, np.ndarray], np.ndarray], shown: tuple[str, ...] = ()
+    weights: Weights, wrong: Callable[[int, str, np.ndarray], np.ndarray], suffixes: tuple[str, ...] = ()
 ) -> StageDump:
     """Three passes of llorch with an error; the dump has all stages, or those with these ends."""
     cache, traces = KVCache(weights.config, np.float32), [dict[str, np.ndarray]() for _ in CUTS[1:]]
@@ -197,7 +201,7 @@ def dump(
 
         def keep(name: str, array: np.ndarray, trace: dict = trace, n_pass: int = n_pass) -> np.ndarray:
             made = wrong(n_pass, name, array)
-            if not shown or name.endswith(shown):
+            if not suffixes or name.endswith(suffixes):
                 trace[name] = made
             return made
 
@@ -207,19 +211,19 @@ def dump(
 
 
 @LIVE
-@pytest.mark.nightly_cases(but=["shown2"])
+@pytest.mark.nightly_cases(but=["suffixes2"])
 @pytest.mark.parametrize(
-    "shown", [(), *(pytest.param(x, marks=pytest.mark.slow) for x in (("block_out",), ("delta_out",)))]
+    "suffixes", [(), *(pytest.param(x, marks=pytest.mark.slow) for x in (("block_out",), ("delta_out",)))]
 )
-def test_what_is_right_is_not_blamed(weights: Weights, shown: tuple[str, ...]):
-    right = dump(weights, lambda n_pass, name, array: array, shown)
+def test_what_is_right_is_not_blamed(weights: Weights, suffixes: tuple[str, ...]):
+    right = dump(weights, lambda n_pass, name, array: array, suffixes)
     assert list(findings(weights.astype(np.float64), right)) == []
 
 
 @LIVE
 @pytest.mark.nightly_cases(but=["l2.conv_state-1-<lambda>"])
 @pytest.mark.parametrize(
-    ("at", "n_pass", "change"),
+    ("stage_key", "n_pass", "change"),
     [
         ("l0.delta_state", 0, np.zeros_like),  # the next pass forgets the prompt
         pytest.param("l1.beta", 0, lambda array: array * np.float32(1.001), marks=pytest.mark.slow),
@@ -227,17 +231,17 @@ def test_what_is_right_is_not_blamed(weights: Weights, shown: tuple[str, ...]):
         pytest.param("l3.attn_gate", 2, lambda array: 1 - array, marks=pytest.mark.slow),
     ],
 )
-def test_what_is_wrong_is_found_where_it_is_made(weights: Weights, at: str, n_pass: int, change):
-    wrong = dump(weights, lambda n, name, array: change(array) if (name, n) == (at, n_pass) else array)
+def test_what_is_wrong_is_found_where_it_is_made(weights: Weights, stage_key: str, n_pass: int, change):
+    wrong = dump(weights, lambda n, name, array: change(array) if (name, n) == (stage_key, n_pass) else array)
     (finding,) = findings(weights.astype(np.float64), wrong)
-    assert (finding.key, finding.n_pass) == (at, n_pass)
+    assert (finding.key, finding.n_pass) == (stage_key, n_pass)
 
 
 @LIVE
 @pytest.mark.parametrize("model", ["micro-qwen3.5-moe", "micro-qwen3-next"])
 def test_a_memory_that_is_forgotten_between_passes_is_named(model: str):
-    change = everywhere(mistake("delta-past-forgotten", model), wide(model))
-    (finding,) = findings(wide(model), dumped(model, passes(model, 10, 2), change))
+    change = everywhere(mistake("delta-past-forgotten", model), float64_weights(model))
+    (finding,) = findings(float64_weights(model), dump_run(model, passes(model, 10, 2), change))
     assert (finding.key, finding.n_pass, finding.causes[0].name) == ("l0.delta_state", 1, "delta-past-forgotten")
 
 

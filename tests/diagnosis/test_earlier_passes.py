@@ -5,13 +5,13 @@ from collections.abc import Callable, Mapping
 import numpy as np
 import pytest
 from fakes.fresh_engine import FreshEngine, raw_dump_of
-from faults.wrong_dumps import BLOCKS, dumped, everywhere, mistake, passes, wide
+from faults.wrong_dumps import BLOCKS, dump_run, everywhere, float64_weights, mistake, passes
 
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.dump_checker import DumpChecker
 from llorch.diagnosis.replay import Change, Replay
 from llorch.diagnosis.verdict import EARLIER_PASSES, Diagnosis
-from llorch.engines.dumps.raw import RawDump, with_earlier
+from llorch.engines.dumps.raw import RawDump, with_earlier_pass
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.judging.verify import stored
@@ -42,12 +42,12 @@ def run(name: str, change: Callable[[Mapping[str, np.ndarray]], Mapping[str, np.
 def diagnosed(name: str, raw: RawDump) -> Diagnosis:
     weights = stored(ENDS[name][0])[0]
     dump = stage_dump(raw, weights.config, weights=weights)
-    return diagnose(wide(ENDS[name][0]), dump)
+    return diagnose(float64_weights(ENDS[name][0]), dump)
 
 
 @pytest.mark.slow_cases(but=["second chunk-batch of one", "step behind a window-"])
 @pytest.mark.parametrize(
-    "change", [dict, lambda shown: {name: array[None] for name, array in shown.items()}], ids=["", "batch of one"]
+    "change", [dict, lambda trace: {name: array[None] for name, array in trace.items()}], ids=["", "batch of one"]
 )
 @pytest.mark.parametrize("name", ENDS)
 def test_a_right_engine_is_not_accused(name: str, change: Callable):
@@ -60,7 +60,7 @@ def test_a_right_engine_is_not_accused(name: str, change: Callable):
 @pytest.mark.parametrize("name", ["one step", "second chunk", "step behind a window"])
 def test_dump_with_earlier_tokens_is_diagnosed_from_the_first_token(name: str):
     raw = run(name)
-    given = with_earlier(raw, IDS[: raw.passes[-1].first_position + len(raw.passes[-1].ids)])
+    given = with_earlier_pass(raw, IDS[: raw.passes[-1].first_position + len(raw.passes[-1].ids)])
     assert [len(tokens.ids) for tokens in given.passes] == [ENDS[name][1][0], len(raw.passes[0].ids)]
     found = diagnosed(name, given)
     assert (found.findings, found.not_run) == ([], {})
@@ -69,9 +69,9 @@ def test_dump_with_earlier_tokens_is_diagnosed_from_the_first_token(name: str):
 
 def test_ids_that_do_not_end_as_the_dump_does_leave_it_as_it_is():
     raw = run("one step")
-    assert with_earlier(raw, (*IDS[:7], 99)) is raw
-    assert with_earlier(raw, IDS[1:8]) is raw
-    assert with_earlier(raw, None) is raw
+    assert with_earlier_pass(raw, (*IDS[:7], 99)) is raw
+    assert with_earlier_pass(raw, IDS[1:8]) is raw
+    assert with_earlier_pass(raw, None) is raw
 
 
 @pytest.mark.slow_cases(but=[
@@ -81,14 +81,14 @@ def test_ids_that_do_not_end_as_the_dump_does_leave_it_as_it_is():
 @pytest.mark.parametrize("name", ["one step", "second chunk", "chunk behind a window", "step behind a window"])
 @pytest.mark.parametrize("stage", ["k_cache", "attn_probs", "attn_context", "ffn_act"])
 def test_what_a_part_of_a_run_shows_wrong_is_found(name: str, stage: str):
-    def spoilt(shown: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        array = shown[f"l1.{stage}"].copy()
+    def spoilt(trace: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        array = trace[f"l1.{stage}"].copy()
         array[..., -1, :] *= np.float32(1.001)  # of the newest key, or of the last token
-        return {**shown, f"l1.{stage}": array}
+        return {**trace, f"l1.{stage}": array}
 
     weights = stored(ENDS[name][0])[0]
     dump = stage_dump(run(name, spoilt), weights.config, weights=weights)
-    results = DumpChecker(Replay(wide(ENDS[name][0]), dump)).results()
+    results = DumpChecker(Replay(float64_weights(ENDS[name][0]), dump)).results()
     assert next(result.key for result in results if result.verdict == FAIL) == f"l1.{stage}"
 
 
@@ -108,7 +108,7 @@ def part(dump: StageDump, n_pass: int, n_before: int | None) -> StageDump:
 
 def test_a_state_that_the_dump_does_not_show_is_not_run():
     model = "micro-qwen3.5"
-    found = diagnose(wide(model), part(dumped(model, passes(model, 7, 1)), 1, 7))
+    found = diagnose(float64_weights(model), part(dump_run(model, passes(model, 7, 1)), 1, 7))
     layer = ("conv_state", "conv_out", "delta_state", "delta_out")
     assert found.findings == []
     assert found.not_run == {EARLIER_PASSES: [(0, f"l0.{stage}") for stage in layer]}
@@ -116,16 +116,16 @@ def test_a_state_that_the_dump_does_not_show_is_not_run():
 
 def test_a_mistake_behind_a_state_that_is_not_shown_is_named():
     model = "micro-qwen3.5"
-    change = everywhere(mistake("gate-sigmoid-missing", model), wide(model))
-    (found,) = diagnose(wide(model), part(dumped(model, passes(model, 7, 1), change), 1, 7)).findings
+    change = everywhere(mistake("gate-sigmoid-missing", model), float64_weights(model))
+    (found,) = diagnose(float64_weights(model), part(dump_run(model, passes(model, 7, 1), change), 1, 7)).findings
     assert found.causes[0].name == "gate-sigmoid-missing"
 
 
 @pytest.mark.parametrize("model", ["micro-qwen3.5", pytest.param(LLAMA, marks=pytest.mark.nightly)])
 def test_an_error_of_a_later_step_without_any_cache_is_not_run(model: str):
     shown = ("embed", "l0.attn_norm", "l0.attn_residual", "final_norm", "logits")
-    dump = dumped(model, passes(model, 7, 1), shown=lambda key: key in shown)
-    found = diagnose(wide(model), part(dump, 1, None))
+    dump = dump_run(model, passes(model, 7, 1), is_dumped=lambda key: key in shown)
+    found = diagnose(float64_weights(model), part(dump, 1, None))
     assert found.findings == []
     assert found.not_run == {EARLIER_PASSES: [(0, "l0.attn_residual"), (0, "final_norm")]}
     assert [result.key for result in found.results] == ["embed", "l0.attn_norm", "logits"]
@@ -133,8 +133,8 @@ def test_an_error_of_a_later_step_without_any_cache_is_not_run(model: str):
 
 @pytest.mark.slow
 def test_blocks_of_a_second_chunk_without_any_cache_are_not_run():
-    dump = dumped(LLAMA, passes(LLAMA, 7, 5), shown=BLOCKS)
-    found = diagnose(wide(LLAMA), part(dump, 1, None))
+    dump = dump_run(LLAMA, passes(LLAMA, 7, 5), is_dumped=BLOCKS)
+    found = diagnose(float64_weights(LLAMA), part(dump, 1, None))
     assert found.findings == []
     assert [key for _, key in found.not_run[EARLIER_PASSES]] == ["l0.block_out", "l1.block_out", "l2.block_out"]
 
@@ -147,7 +147,7 @@ def test_an_unknown_error_in_a_text_that_starts_late_is_found():
         return scores + noise[: scores.size].reshape(scores.shape)
 
     change = Change(passed_on={"l0.attn_scores": of_later_tokens})
-    dump = dumped(LLAMA, passes(LLAMA, 7, first_position=5000), change, BLOCKS)
-    found = diagnose(wide(LLAMA), part(dump, 0, None))
+    dump = dump_run(LLAMA, passes(LLAMA, 7, first_position=5000), change, BLOCKS)
+    found = diagnose(float64_weights(LLAMA), part(dump, 0, None))
     assert found.not_run == {}
     assert [(finding.kind, finding.key) for finding in found.findings] == [("unknown", "l0.block_out")]

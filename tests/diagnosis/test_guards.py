@@ -55,13 +55,13 @@ def test_the_run_of_an_engine_is_compared_without_a_note(name: str, engine: str)
     assert notes_of(dump_of(rounded, ids=ids, dtype="bfloat16"), weights) == []
 
 
-def notes_of(dump: StageDump, weights: Weights = WEIGHTS, **said: Any) -> list[str]:
-    return [*require_comparable(dump, weights, **said).notes]
+def notes_of(dump: StageDump, weights: Weights = WEIGHTS, **options: Any) -> list[str]:
+    return [*require_comparable(dump, weights, **options).notes]
 
 
-def refused(guard: str, dump: StageDump, *facts: object, said: Mapping[str, Any] = {}, **fields: object) -> None:
+def refused(guard: str, dump: StageDump, *facts: object, options: Mapping[str, Any] = {}, **fields: object) -> None:
     with refuses(GuardFailed, *facts, **fields) as caught:
-        require_comparable(dump, WEIGHTS, **said)
+        require_comparable(dump, WEIGHTS, **options)
     assert caught.value.guard == guard
     assert str(caught.value).startswith(f"mine: {guard}: ")
 
@@ -76,10 +76,10 @@ OTHER_IDS: dict[str, tuple[tuple[int, ...], str, str]] = {  # what the dump got,
 }
 
 
-@pytest.mark.parametrize(("ids", "actual", "how"), OTHER_IDS.values(), ids=OTHER_IDS)
-def test_tokens_that_are_not_those_of_the_user_are_refused(ids: tuple[int, ...], actual: str, how: str):
+@pytest.mark.parametrize(("ids", "actual", "difference"), OTHER_IDS.values(), ids=OTHER_IDS)
+def test_tokens_that_are_not_those_of_the_user_are_refused(ids: tuple[int, ...], actual: str, difference: str):
     wanted = "12 tokens (1 335 376 378 400 394 389 280 ...)"
-    refused("ids", dump_of({}, ids=ids), said={"ids": IDS}, expected=wanted, got=(actual, how))
+    refused("ids", dump_of({}, ids=ids), options={"ids": IDS}, expected=wanted, got=(actual, difference))
 
 
 OTHER_ORDERS: dict[str, tuple[tuple[int, ...], str, str]] = {
@@ -89,10 +89,12 @@ OTHER_ORDERS: dict[str, tuple[tuple[int, ...], str, str]] = {
 }
 
 
-@pytest.mark.parametrize(("order", "actual", "how"), OTHER_ORDERS.values(), ids=OTHER_ORDERS)
-def test_embeddings_of_other_tokens_than_those_that_are_said_are_refused(order: tuple[int, ...], actual: str, how: str):
+@pytest.mark.parametrize(("order", "actual", "difference"), OTHER_ORDERS.values(), ids=OTHER_ORDERS)
+def test_embeddings_of_other_tokens_than_those_that_are_said_are_refused(
+    order: tuple[int, ...], actual: str, difference: str
+):
     wanted = ("12 tokens (1 335 376", "pass 0")
-    refused("ids", dump_of({"embed": TRACE["embed"][list(order)]}), expected=wanted, got=(actual, how))
+    refused("ids", dump_of({"embed": TRACE["embed"][list(order)]}), expected=wanted, got=(actual, difference))
     some = DumpedArray("embed", "float32", lambda: bf16(TRACE["embed"][list(order)][1:3]), (1, 2))
     if order[1] != 1:
         dump = StageDump("mine", (Tokens(IDS),), {(0, "embed"): some})
@@ -116,7 +118,7 @@ def test_a_wrong_lookup_of_the_right_tokens_is_left_to_the_diagnosis(wrong: np.n
 
 def test_positions_that_do_not_follow_are_refused():
     moved = dump_of({}, first_position=7)
-    refused("positions", moved, said={"first_position": 0}, expected=0, got=7)
+    refused("positions", moved, options={"first_position": 0}, expected=0, got=7)
     refused("positions", StageDump("mine", (Tokens(IDS), Tokens((3,))), {}), expected=("pass 1", 12), got=0)
     most = WEIGHTS.config.max_position_embeddings
     refused("positions", dump_of({}, first_position=most - 10), expected=most, got=most + 2)
@@ -235,7 +237,7 @@ def test_a_capture_that_is_not_the_run_in_production_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("guard", "said", "expected", "actual"),
+    ("guard", "options", "expected", "actual"),
     [
         ("ids", {"ids": (1, 2)}, "2 tokens (1 2)", ("12 tokens", "token 1")),
         ("positions", {"ids": IDS, "first_position": 3}, 3, 0),
@@ -243,10 +245,12 @@ def test_a_capture_that_is_not_the_run_in_production_is_refused():
     ],
     ids=["ids", "positions", "layout"],
 )
-def test_a_guard_may_fail_as_soon_as_names_are_read(guard: str, said: dict[str, Any], expected: object, actual: object):
-    arrays = {"embed": TRACE["embed"] if said else np.ones((7, 7), np.float32)}
+def test_a_guard_may_fail_as_soon_as_names_are_read(
+    guard: str, options: dict[str, Any], expected: object, actual: object
+):
+    arrays = {"embed": TRACE["embed"] if options else np.ones((7, 7), np.float32)}
     with refuses(GuardFailed, expected=expected, got=actual, where=f"dump: {guard}") as caught:
-        stage_dump(raw_dump(arrays, IDS), WEIGHTS.config, **said)
+        stage_dump(raw_dump(arrays, IDS), WEIGHTS.config, **options)
     assert caught.value.guard == guard
 
 
@@ -281,7 +285,7 @@ def test_read_comparable_takes_the_ids_and_the_position_that_a_dump_lacks(tmp_pa
 
 
 @pytest.mark.parametrize(
-    ("guard", "expected", "hashes", "given"),
+    ("guard", "expected", "hashes", "options"),
     [
         ("ids", "given tokens", {}, {"ids": (1, 2)}),
         ("positions", "given position 4", {}, {"ids": IDS, "first_position": 4}),
@@ -290,9 +294,9 @@ def test_read_comparable_takes_the_ids_and_the_position_that_a_dump_lacks(tmp_pa
     ids=["ids", "positions", "weights"],
 )
 def test_read_comparable_refuses_what_contradicts_the_dump(
-    guard: str, expected: str, hashes: dict[str, str], given: dict[str, Any], tmp_path: Path
+    guard: str, expected: str, hashes: dict[str, str], options: dict[str, Any], tmp_path: Path
 ):
     path = written(tmp_path / "dump", {"l0.q_proj": TRACE["l0.q_proj"]}, weights=hashes)
     with pytest.raises(GuardFailed, match=f"^{re.escape(str(path))}: {guard}: expected .*{expected}") as caught:
-        read_comparable(path, WEIGHTS, **given)
+        read_comparable(path, WEIGHTS, **options)
     assert caught.value.guard == guard

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from builders.raw_dumps import raw_dump
 from faults.situations import models_of
-from faults.wrong_dumps import BLOCKS, WHOLE, dumped, everywhere, mistake, passes, wide
+from faults.wrong_dumps import BLOCKS, WHOLE, dump_run, everywhere, float64_weights, mistake, passes
 from helpers.refusals import assert_tells
 from helpers.stored_goldens import golden_of
 
@@ -32,10 +32,13 @@ INJECTED = [pytest.param(each, model, id=f"{each.name}-{model}") for each in (*P
 ])  # fmt: skip
 @pytest.mark.parametrize(("injected", "model"), INJECTED)
 def test_injected_mistake_is_named_as_the_cause(injected: Mistake[StageInputs], model: str):
-    weights, stages = wide(model), [stage for stage in injected.stages if BY_NAME[stage].applies_to(wide(model).config)]
+    weights, stages = (
+        float64_weights(model),
+        [stage for stage in injected.stages if BY_NAME[stage].applies_to(float64_weights(model).config)],
+    )
     first = golden_of(model).cases[injected.cases[0]].first_position
     change = everywhere(mistake(injected.name, model), weights)
-    found = list(findings(weights, dumped(model, passes(model, first_position=first), change)))
+    found = list(findings(weights, dump_run(model, passes(model, first_position=first), change)))
     assert [cause.name for each in found for cause in each.causes] == [injected.name]
     assert found[0].key in {key(stage, injected.first_layer(stage, weights.config)) for stage in stages}
 
@@ -50,17 +53,19 @@ TAKEN: dict[str, tuple[int, Callable[[Sequence[Layer], int], Layer]]] = {  # whe
 
 
 @pytest.mark.nightly_cases(but=["chunk-ignored-whole", "rope-in-every-layer-whole"])
-@pytest.mark.parametrize("shown", [WHOLE, pytest.param(BLOCKS, marks=pytest.mark.nightly)], ids=["whole", "blocks"])
+@pytest.mark.parametrize("is_dumped", [WHOLE, pytest.param(BLOCKS, marks=pytest.mark.nightly)], ids=["whole", "blocks"])
 @pytest.mark.parametrize("name", TAKEN)
-def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, shown: Callable[[str], bool]):
+def test_an_engine_that_takes_layers_for_others_is_told_so(name: str, is_dumped: Callable[[str], bool]):
     """It runs as Llama 4 does, with another list of layers; stages that this model has not are not in its dump."""
     model, (first, other) = "micro-llama4", TAKEN[name]
-    config = wide(model).config
+    config = float64_weights(model).config
     layers = tuple(replace(other(config.layers, i), experts=layer.experts) for i, layer in enumerate(config.layers))
     taken = Change(setting=lambda setting: replace(setting, config=replace(config, layers=layers)))
     there = {place for place, _, _ in keys(config)}
-    dump = dumped(model, passes(model, first_position=first), taken, lambda place: place in there and shown(place))
-    (found,) = findings(wide(model), dump)
+    dump = dump_run(
+        model, passes(model, first_position=first), taken, lambda place: place in there and is_dumped(place)
+    )
+    (found,) = findings(float64_weights(model), dump)
     assert [cause.name for cause in found.causes] == [name]
 
 
@@ -74,29 +79,29 @@ def turned_by_divided_positions(inputs: StageInputs, stage: str, array: np.ndarr
 
 
 def test_divided_positions_are_named():
-    weights = wide("story")
+    weights = float64_weights("story")
     places = [key(stage, layer) for layer in range(weights.config.n_layers) for stage in ("q_rope", "k_rope")]
     divided = Change(dict.fromkeys(places, StageChange(turned_by_divided_positions)))
-    (found,) = findings(weights, dumped("story", passes("story"), divided, BLOCKS))
+    (found,) = findings(weights, dump_run("story", passes("story"), divided, BLOCKS))
     assert [(cause.name, cause.value) for cause in found.causes] == [("rope-position-factor", "4")]
 
 
 @pytest.mark.slow
 def test_hypotheses_that_exclude_each_other_are_no_crash():
     """Where no single one explains an error pairs are tried: a mistake of YaRN beside one that leaves YaRN out."""
-    dump = dumped("micro-ministral3", passes("micro-ministral3"), shown=lambda place: place == "logits")
+    dump = dump_run("micro-ministral3", passes("micro-ministral3"), is_dumped=lambda place: place == "logits")
     at = (0, "logits")
     noise = np.random.default_rng(0).standard_normal(dump.dumped[at].read().shape).astype(np.float32)
     dump = replace(dump, dumped={at: replace(dump.dumped[at], read=lambda: noise)})
-    assert [found.kind for found in findings(wide("micro-ministral3"), dump)] == ["unknown"]
+    assert [found.kind for found in findings(float64_weights("micro-ministral3"), dump)] == ["unknown"]
 
 
 @pytest.mark.parametrize("name", ["", "rope-in-every-layer", "rope-missing-one-layer-early"])
 def test_heads_that_an_engine_calls_rotated_in_a_layer_without_rope_are_left_out(name: str):
     model = "micro-smollm3"
-    weights, (tokens,) = wide(model), passes(model)
+    weights, (tokens,) = float64_weights(model), passes(model)
     change = everywhere(mistake(name, model), weights) if name else UNCHANGED
-    shown = {key: dumped_arrays.read() for key, dumped_arrays in dumped(model, [tokens], change).of_pass(0)}
+    shown = {key: dumped_arrays.read() for key, dumped_arrays in dump_run(model, [tokens], change).of_pass(0)}
     for which in "qk":
         shown[f"l3.{which}_rope"] = shown[f"l3.{which}_proj"].reshape(len(tokens.ids), -1, weights.config.head_dim)
     dump = stage_dump(raw_dump(shown, tokens.ids), weights.config, weights=weights)
@@ -106,35 +111,37 @@ def test_heads_that_an_engine_calls_rotated_in_a_layer_without_rope_are_left_out
 
 def folded(model: str, *, compensated: bool) -> Change:
     """YaRN's gain left out of cosines and sines; with it squared in the scale of the scores if it is compensated."""
-    yarn = wide(model).config.rope_scaling
+    yarn = float64_weights(model).config.rope_scaling
     assert isinstance(yarn, YarnScaling)
     gain = yarn.attention_factor
     assert abs(gain - 1) > 0.01
-    forgotten = everywhere(mistake("yarn-gain-forgotten", model), wide(model))
-    scores = [key for key, stage, _ in keys(wide(model).config) if stage.name == "attn_scores"]
+    forgotten = everywhere(mistake("yarn-gain-forgotten", model), float64_weights(model))
+    scores = [key for key, stage, _ in keys(float64_weights(model).config) if stage.name == "attn_scores"]
     scaled = StageChange(lambda inputs, stage, array: array * (gain**2 if compensated else 1))
-    return Change({**forgotten.plants, **dict.fromkeys(scores, scaled)})
+    return Change({**forgotten.replaced_stages, **dict.fromkeys(scores, scaled)})
 
 
 @pytest.mark.parametrize("hidden", [(), ("attn_scores", "attn_probs"), ("q_rope", "attn_scores", "q_tempered")])
 def test_yarn_gain_in_the_scale_of_the_scores_is_no_mistake(hidden: tuple[str, ...]):
     model = "micro-ministral3"
     shown = lambda key: not key.endswith(hidden) if hidden else True  # noqa: E731
-    dump = dumped(model, passes(model, 8, 4), folded(model, compensated=True), shown)
-    found = diagnose(wide(model), dump)
+    dump = dump_run(model, passes(model, 8, 4), folded(model, compensated=True), shown)
+    found = diagnose(float64_weights(model), dump)
     assert found.findings == []
     assert_tells("; ".join(found.notes), "YaRN")
 
 
-@pytest.mark.parametrize("shown", ["", "l0.q_rope"])  # queries alone cannot show that something makes up for it
-def test_yarn_gain_that_nothing_makes_up_for_is_named(shown: str):
+@pytest.mark.parametrize("suffix", ["", "l0.q_rope"])  # queries alone cannot show that something makes up for it
+def test_yarn_gain_that_nothing_makes_up_for_is_named(suffix: str):
     model = "micro-ministral3"
-    dump = dumped(model, passes(model), folded(model, compensated=False), lambda key: key.endswith(shown))
-    assert [each.name for found in findings(wide(model), dump) for each in found.causes] == ["yarn-gain-forgotten"]
+    dump = dump_run(model, passes(model), folded(model, compensated=False), lambda key: key.endswith(suffix))
+    assert [each.name for found in findings(float64_weights(model), dump) for each in found.causes] == [
+        "yarn-gain-forgotten"
+    ]
 
 
 def test_inverse_frequencies_of_zero_are_one_cause_in_all_passes():
     model = "micro-ministral3"
-    change = everywhere(mistake("rope-frequencies-zero", model), wide(model))
-    (found,) = findings(wide(model), dumped(model, passes(model, 7, 4, 1), change))
+    change = everywhere(mistake("rope-frequencies-zero", model), float64_weights(model))
+    (found,) = findings(float64_weights(model), dump_run(model, passes(model, 7, 4, 1), change))
     assert (found.n_pass, found.key, found.causes[0].name) == (0, "l0.q_rope", "rope-frequencies-zero")

@@ -46,11 +46,11 @@ GUISES: dict[str, tuple[str, np.ndarray, str]] = {  # a name, what is under it, 
 }
 
 
-@pytest.mark.parametrize(("name", "array", "how"), GUISES.values(), ids=GUISES)
-def test_the_same_numbers_in_another_layout_or_place_are_noted(name: str, array: np.ndarray, how: str):
+@pytest.mark.parametrize(("name", "array", "layout"), GUISES.values(), ids=GUISES)
+def test_the_same_numbers_in_another_layout_or_place_are_noted(name: str, array: np.ndarray, layout: str):
     (note,), _ = check_weights(WEIGHTS, {name: digest(array)}, source="mine", dtype="bfloat16")
-    assert_tells(note, f"weights: {name}", how)
-    others = {told for _, _, told in GUISES.values()} - {how}
+    assert_tells(note, f"weights: {name}", layout)
+    others = {told for _, _, told in GUISES.values()} - {layout}
     assert not any(other in note for other in others)
 
 
@@ -79,13 +79,13 @@ OTHERS: dict[str, tuple[np.ndarray, tuple[str, ...], tuple[str, ...]]] = {  # wh
 }
 
 
-@pytest.mark.parametrize(("array", "told", "untold"), OTHERS.values(), ids=OTHERS)
-def test_other_numbers_are_refused(array: np.ndarray, told: tuple[str, ...], untold: tuple[str, ...]):
+@pytest.mark.parametrize(("array", "message_parts", "absent_words"), OTHERS.values(), ids=OTHERS)
+def test_other_numbers_are_refused(array: np.ndarray, message_parts: tuple[str, ...], absent_words: tuple[str, ...]):
     hashes = {UP: digest(array), Q: digest(weight("q_proj"))}
-    actual = ("1 of 2", UP, *told)
+    actual = ("1 of 2", UP, *message_parts)
     with refuses(GuardFailed, expected=WEIGHTS.path, got=actual, where="mine: weights") as caught:
         check_weights(WEIGHTS, hashes, source="mine", dtype="float32")
-    assert not any(word in str(caught.value) for word in untold)
+    assert not any(word in str(caught.value) for word in absent_words)
     assert caught.value.guard == "weights"
 
 

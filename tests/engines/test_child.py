@@ -29,19 +29,19 @@ MODEL = builtin_path("micro-llama")
 IDS = "3,1,4,15,9,2,6,5"
 
 
-def injected(*doing: object) -> Any:
+def open_faulty_engine(*doing: object) -> Any:
     return EngineInChild("planted", MODEL, "fakes.faulty_engine:FaultyEngine", *doing)
 
 
 @pytest.fixture
 def engine() -> Iterator[Any]:
-    with injected() as engine:
+    with open_faulty_engine() as engine:
         yield engine
 
 
 @pytest.mark.nightly_cases("abort", "leave")
 @pytest.mark.parametrize(
-    ("doing", "told"),
+    ("doing", "facts"),
     [
         (("crash",), ("SIGSEGV", "nothing")),
         (("abort",), ("SIGABRT", "engine.cpp:7: ASSERT(x > 0)")),
@@ -50,19 +50,19 @@ def engine() -> Iterator[Any]:
     ],
     ids=["crash", "abort", "end_by", "leave"],
 )
-def test_an_engine_that_ends_is_an_error_with_its_last_words(doing: tuple, told: tuple[str, ...], engine: Any):
-    with refuses(EngineDied, *told, where=("planted", "in loading")):
-        injected(*doing)
-    with refuses(EngineDied, *told, where=("planted", f"in {doing[0]}")):
+def test_ended_engine_raises_an_error_with_its_last_output(doing: tuple, facts: tuple[str, ...], engine: Any):
+    with refuses(EngineDied, *facts, where=("planted", "in loading")):
+        open_faulty_engine(*doing)
+    with refuses(EngineDied, *facts, where=("planted", f"in {doing[0]}")):
         getattr(engine, doing[0])(*doing[1:])
-    with refuses(EngineDied, *told, where="planted"):
+    with refuses(EngineDied, *facts, where="planted"):
         engine.echo()
-    with injected() as after:
+    with open_faulty_engine() as after:
         assert after.echo(1) == ((1,), {})
 
 
 @pytest.mark.parametrize("doing", ["hang", "spin"])
-def test_an_engine_that_hangs_is_ended(doing: str, engine: Any, monkeypatch: pytest.MonkeyPatch):
+def test_hanging_engine_is_killed(doing: str, engine: Any, monkeypatch: pytest.MonkeyPatch):
     pid = engine.pid
     monkeypatch.setattr(process, "START", 0.5)
     with refuses(EngineDied, doing, "1 s", "nothing", where="planted"):
@@ -70,15 +70,15 @@ def test_an_engine_that_hangs_is_ended(doing: str, engine: Any, monkeypatch: pyt
     assert not running(pid)
 
 
-def test_a_call_may_take_as_long_as_its_tokens_go_through_the_model(tmp_path: Path):
+def test_call_timeout_grows_with_its_tokens(tmp_path: Path):
     (tmp_path / "a").write_bytes(bytes(10**6))
     for path in (tmp_path, tmp_path / "a"):
-        assert process._patience(path) == pytest.approx(180 + 32 * 1e6 / 50e6)
-        assert process._patience(path, range(68), 5, "text") == pytest.approx(180 + 100 * 1e6 / 50e6)
+        assert process._time_limit(path) == pytest.approx(180 + 32 * 1e6 / 50e6)
+        assert process._time_limit(path, range(68), 5, "text") == pytest.approx(180 + 100 * 1e6 / 50e6)
 
 
 @pytest.mark.parametrize("name", ERRORS)
-def test_errors_arrive_as_they_are(name: str, engine: Any):
+def test_errors_cross_the_process_unchanged(name: str, engine: Any):
     expected = ERRORS[name]
     known = {"OwnError": RuntimeError, "MadeItsOwnWay": RuntimeError, "ValueError": UserError}.get(name, type(expected))
     with pytest.raises(known) as caught:
@@ -91,7 +91,7 @@ def test_errors_arrive_as_they_are(name: str, engine: Any):
     assert engine.echo() == ((), {})
 
 
-def test_values_arrive_as_they_are(engine: Any):
+def test_values_cross_the_process_unchanged(engine: Any):
     arrays = {"a": np.arange(6.0).reshape(2, 3)[:, ::2], "b": np.zeros((0, 3), np.float32), "c": np.array(True)}
     arrays |= {"large": np.arange(10**6, dtype=np.int16).reshape(10, -1)}
     others = (None, True, 7, 0.1, float("inf"), "é\n", (1, (2,)), [3], {"x": {4: [5]}}, Path("a"), GGML)
@@ -105,14 +105,14 @@ def test_values_arrive_as_they_are(engine: Any):
     assert engine.echo() == ((), {})
 
 
-def test_how_far_a_call_is_can_be_told():
+def test_progress_of_a_call_is_reported():
     told: list[str] = []
     with EngineInChild(
         "planted", MODEL, "fakes.faulty_engine:FaultyEngine", "tell", "loads", progress=told.append
     ) as engine:
         assert engine.tell("layer 1", "layer 2") == 2  # pyright: ignore[reportAttributeAccessIssue]
     assert told == ["loads", "layer 1", "layer 2"]
-    with injected() as silent:  # the same process
+    with open_faulty_engine() as silent:  # the same process
         assert silent.tell("layer 1") == 1
     assert len(told) == 3
 
@@ -125,11 +125,11 @@ def test_every_public_method_of_an_engine_can_be_called_and_no_other(engine: Any
         engine.echo()
 
 
-def test_a_process_serves_one_model_after_the_other_but_not_two_at_once(engine: Any):
-    with injected() as second:
+def test_process_serves_one_model_at_a_time(engine: Any):
+    with open_faulty_engine() as second:
         assert second.pid != engine.pid
         first, waits = engine.pid, second.pid
-    with injected() as third:
+    with open_faulty_engine() as third:
         assert third.pid == waits
     engine.close()  # one may wait, not two
     assert running(waits)
@@ -139,7 +139,7 @@ def test_a_process_serves_one_model_after_the_other_but_not_two_at_once(engine: 
 def test_engine_process_keeps_its_variables_and_files_private(engine: Any, monkeypatch: pytest.MonkeyPatch):
     assert engine.surroundings() == {"ggml": os.environ.get("GGML_CPU_TILED_MM"), "stdin": "", "ignores Ctrl-C": True}
     monkeypatch.setitem(process._VARIABLES, "planted", process._VARIABLES["llamacpp"] | {"GGML_CPU_TILED_MM": "7"})
-    with injected() as told:
+    with open_faulty_engine() as told:
         assert told.surroundings()["ggml"] == "7"
         told._process.end()  # type: ignore[union-attr] (not for the next test)
     file = engine.leave_a_file()
@@ -149,7 +149,7 @@ def test_engine_process_keeps_its_variables_and_files_private(engine: Any, monke
     assert not file.parent.exists()
 
 
-def test_a_function_can_be_called_there_too():
+def test_function_can_be_called_in_the_process():
     assert in_child("planted", MODEL, "fakes.faulty_engine:doubled", 3) == 6
 
 
@@ -171,7 +171,7 @@ def test_an_interruption_ends_the_engine(engine: Any, monkeypatch: pytest.Monkey
 @pytest.mark.slow_cases(but=["os.abort()-hang", "os.kill(os.getpid(), 9)-"])
 @pytest.mark.parametrize("doing", ["hang", "spin", ""])
 @pytest.mark.parametrize("end", ["os.kill(os.getpid(), 9)", "sys.exit()", "os.abort()"])
-def test_no_engine_outlives_the_process_that_asked(doing: str, end: str):
+def test_no_engine_outlives_its_parent_process(doing: str, end: str):
     code = f"""
 import os, sys, threading, time
 from llorch.engines.process import EngineInChild
@@ -194,10 +194,10 @@ if {doing!r}:
 @pytest.mark.nightly_cases(but=["llamacpp"])
 @pytest.mark.live
 @pytest.mark.parametrize("name", ["llamacpp", "transformers"])
-def test_a_real_engine_shows_the_same_from_its_process_and_is_missed_when_it_is_killed(name: Any):
-    from llorch.engines import open_here
+def test_real_engine_gives_the_same_outputs_from_its_process_and_its_death_is_reported(name: Any):
+    from llorch.engines import open_in_process
 
-    with open_engine(name, MODEL) as there, open_here(name, MODEL) as here:
+    with open_engine(name, MODEL) as there, open_in_process(name, MODEL) as here:
         assert isinstance(there, ReferenceEngine)
         assert (there.name, there.n_threads, there.config) == (here.name, here.n_threads, here.config)
         ours, theirs = here.trace((3, 1, 4), first_position=7), there.trace((3, 1, 4), first_position=7)
@@ -218,7 +218,7 @@ def test_without_its_package_no_process_is_started(name: Any, package: str, monk
         open_engine(name, MODEL)
 
 
-def deadly_to_llamacpp(path: Path) -> Path:
+def write_crashing_file(path: Path) -> Path:
     """llama.cpp aborts where two tokens have one text; whoever does not read the vocabulary lives."""
     words = {"model": "gpt2", "pre": "llama-bpe", "tokens": ["a"] * VOCAB, "token_type": [1] * VOCAB, "merges": ["a a"]}
     metadata = GGUF_METADATA | {f"tokenizer.ggml.{key}": value for key, value in words.items()}
@@ -232,7 +232,7 @@ def deadly_to_llamacpp(path: Path) -> Path:
     [((), "one reference engine: transformers"), (("--numerics", "ggml"), None), (("--against", "llamacpp"), None)],
 )
 def test_llamacpp_crash_is_reported_and_transformers_used(tmp_path: Path, options: tuple[str, ...], engine: str | None):
-    done = spawn("verify", str(deadly_to_llamacpp(tmp_path / "deadly.gguf")), "--tokens", IDS, *options)
+    done = spawn("verify", str(write_crashing_file(tmp_path / "deadly.gguf")), "--tokens", IDS, *options)
     (line,) = [line for line in done.stdout.splitlines() if line.startswith("NOT RUN: ")]
     assert_tells(line, "NOT RUN: llamacpp", "SIGABRT", "in loading")
     assert "GGML_ASSERT(id_to_token.size() == token_to_id.size()) failed" in line
@@ -244,7 +244,7 @@ def test_llamacpp_crash_is_reported_and_transformers_used(tmp_path: Path, option
 
 
 @pytest.mark.live
-def test_a_verification_imports_no_engine_here():
+def test_verification_imports_no_engine_in_its_process():
     code = f"""
 import os, sys
 from pathlib import Path

@@ -16,7 +16,7 @@ from llorch.files.quantised import QuantisedFolder
 DOWN = "model.layers.0.mlp.down_proj"
 
 
-def package_of(folder: Path) -> str:
+def required_package(folder: Path) -> str:
     from llorch.engines.dequantisers import LIBRARIES, Folder
 
     library = LIBRARIES.get(Folder(folder).library)
@@ -34,7 +34,7 @@ def package_of(folder: Path) -> str:
     ],
 )  # fmt: skip
 def test_library_of_folder_follows_method_and_layout(name: str, package: str):
-    assert package_of(FOLDERS / name) == package
+    assert required_package(FOLDERS / name) == package
 
 
 def test_library_of_folder_is_chosen_by_settings_next_to_config(tmp_path: Path):
@@ -43,7 +43,7 @@ def test_library_of_folder_is_chosen_by_settings_next_to_config(tmp_path: Path):
     folder = written(tmp_path / "old", config, tensors_of(FOLDERS / "gptq-4bit"))
     settings.pop("quant_method")
     (folder / "quantize_config.json").write_text(json.dumps(settings))
-    assert package_of(folder) == "gptqmodel"
+    assert required_package(folder) == "gptqmodel"
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_library_of_an_awq_folder_follows_its_version(settings: dict[str, str | 
     config = json.loads((FOLDERS / "awq-gemm" / "config.json").read_text())
     del config["quantization_config"]["version"]
     config["quantization_config"] |= settings
-    assert package_of(written(tmp_path / "awq", config, tensors_of(FOLDERS / "awq-gemm"))) == package
+    assert required_package(written(tmp_path / "awq", config, tensors_of(FOLDERS / "awq-gemm"))) == package
 
 
 @pytest.mark.parametrize(
@@ -74,7 +74,10 @@ def test_library_of_an_awq_folder_follows_its_version(settings: dict[str, str | 
     ],
 )
 def test_library_of_auto_round_folder_with_expressions_is_none(extra: object, package: str, tmp_path: Path):
-    assert package_of(changed(tmp_path, "auto-round-gptq", lambda values: values.update(extra_config=extra))) == package
+    assert (
+        required_package(changed(tmp_path, "auto-round-gptq", lambda values: values.update(extra_config=extra)))
+        == package
+    )
 
 
 @pytest.fixture
@@ -108,7 +111,7 @@ def gptqmodel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(
-    ("name", "settings", "others"),
+    ("name", "settings", "converted_bits"),
     [
         ("gptq-4bit", {"dynamic": {"0.mlp.down_proj": {"bits": 8, "group_size": 16, "sym": False}}}, 4),
         (
@@ -120,8 +123,8 @@ def gptqmodel(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     ],
     ids=["gptqmodel", "AutoRound", "second version"],
 )
-def test_gptqmodel_is_given_the_settings_of_each_module(
-    name: str, settings: dict[str, Any], others: int | None, gptqmodel: list[dict[str, Any]], tmp_path: Path
+def test_gptqmodel_receives_the_settings_of_each_module(
+    name: str, settings: dict[str, Any], converted_bits: int | None, gptqmodel: list[dict[str, Any]], tmp_path: Path
 ):
     from llorch.engines.dequantisers import all_dequantised
 
@@ -131,21 +134,21 @@ def test_gptqmodel_is_given_the_settings_of_each_module(
             del values[key]
 
     made: Any = all_dequantised(changed(tmp_path, name, choose))
-    version = {} if others is None else {"converted": others}
+    version = {} if converted_bits is None else {"converted": converted_bits}
     usual = {"bits": 4, "group_size": 32, "sym": True, "desc_act": False}
-    own = {"bits": 8, "group_size": 16, "sym": False, "desc_act": False, "converted": 8} if others else usual
+    own = {"bits": 8, "group_size": 16, "sym": False, "desc_act": False, "converted": 8} if converted_bits else usual
     assert made.pop(f"{DOWN}.weight") == own
     assert all(one == usual | version for one in made.values())
     assert len(made) + 1 == len(gptqmodel) == 7
 
 
-def test_autoawq_is_given_the_group_size_of_the_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_autoawq_receives_the_group_size_of_the_scales(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     from llorch.engines import dequantisers
 
     def decode(qweight: Any, qzeros: object, scales: object, bits: int, group_size: int) -> Any:
         return SimpleNamespace(T=(bits, group_size))
 
-    monkeypatch.setattr(dequantisers, "_file_of", lambda package, ending: SimpleNamespace(dequantize_gemm=decode))
+    monkeypatch.setattr(dequantisers, "_import_file", lambda package, ending: SimpleNamespace(dequantize_gemm=decode))
 
     def whole_rows(tensors: Any) -> None:
         for part in ("qzeros", "scales"):

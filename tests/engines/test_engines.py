@@ -19,7 +19,7 @@ from helpers.refusals import refuses
 from tokenizers import models, pre_tokenizers, processors
 
 from llorch.engines import EngineName, ReferenceEngine
-from llorch.engines import open_here as open_engine  # what is watched here is inside the engines
+from llorch.engines import open_in_process as open_engine  # what is watched here is inside the engines
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.judging.goldens.forward import SAMPLINGS
@@ -45,15 +45,15 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module", params=[*MICRO, *FOLDERS])
 def pair(request: pytest.FixtureRequest, folders: dict[str, Path]) -> Iterator[Pair]:
-    yield from opened_pair(folders[request.param] if request.param in folders else builtin_path(request.param))
+    yield from open_pair(folders[request.param] if request.param in folders else builtin_path(request.param))
 
 
 @pytest.fixture(scope="module")
 def qwen3(folders: dict[str, Path]) -> Iterator[Pair]:
-    yield from opened_pair(folders["folder-qwen3"])
+    yield from open_pair(folders["folder-qwen3"])
 
 
-def opened_pair(path: Path) -> Iterator[Pair]:
+def open_pair(path: Path) -> Iterator[Pair]:
     with open_engine("llamacpp", path) as first:
         with open_engine("transformers", path) as second:
             yield first, second
@@ -138,7 +138,7 @@ def test_sampler_chains_agree(qwen3: Pair, name: str):
     assert abs(first.sum() - 1) < 1e-5
 
 
-def test_temperature_zero_puts_everything_on_the_best_token(qwen3: Pair):
+def test_temperature_0_puts_all_probability_on_the_best_token(qwen3: Pair):
     settings = dataclasses.replace(SAMPLINGS["all"], temperature=0.0)
     logits = qwen3[0].selected_logits(IDS)
     for engine in qwen3:
@@ -146,7 +146,7 @@ def test_temperature_zero_puts_everything_on_the_best_token(qwen3: Pair):
 
 
 @pytest.mark.parametrize("first_position", [0, 5, 4000])
-def test_queries_are_rotated_to_the_asked_positions(qwen3: Pair, first_position: int):
+def test_queries_are_rotated_to_the_requested_positions(qwen3: Pair, first_position: int):
     angles = np.outer(first_position + np.arange(len(IDS)), 3e5 ** (-np.arange(0, 32, 2) / 32))[:, None]
     for engine in qwen3:
         trace = engine.trace(IDS, first_position=first_position)
@@ -165,7 +165,7 @@ def test_end_tokens_and_generation_settings_of_a_folder_do_not_stop_greedy(qwen3
         assert engine.greedy(IDS, 8) == expected
 
 
-def test_quantised_files_are_run_as_the_weights_they_mean(tmp_path: Path):
+def test_quantised_files_run_as_their_decoded_weights(tmp_path: Path):
     import llama_cpp
 
     path = tmp_path / "q8.gguf"
@@ -206,7 +206,7 @@ def test_another_struct_layout_is_refused(monkeypatch: pytest.MonkeyPatch):
         ggml_tensor.check_layout()
 
 
-def test_a_refusal_names_the_users_path_and_llama_cpps_own_reason(tmp_path: Path):
+def test_refusal_names_the_path_and_the_reason_of_llama_cpp(tmp_path: Path):
     tensors = random_tensors("qwen3")  # llama.cpp knows no biases in this family, transformers does
     projections = [name for name in tensors if "self_attn" in name and "_proj.weight" in name]
     tensors |= {n.replace("weight", "bias"): np.ones(len(tensors[n]), np.float32) for n in projections}

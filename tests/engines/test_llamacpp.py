@@ -12,7 +12,7 @@ from builders.random_adapters import random_adapter, tiny_base
 from helpers.refusals import refuses
 
 from llorch.engines import LoadPath, f32_copy
-from llorch.engines import open_here as open_engine
+from llorch.engines import open_in_process as open_engine
 from llorch.files import open_weights
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.gguf_format import write_lora_gguf
@@ -54,7 +54,7 @@ def test_a_full_disk_is_refused_with_the_dtype_before_writing(
     assert caught.value.errno == errno.ENOSPC
 
 
-def test_the_file_as_it_is_has_no_other_dtype():
+def test_unconverted_file_has_no_other_dtype():
     with refuses(ValueError, "ggml", "float16", where="llamacpp"):
         open_engine("llamacpp", PATH, numerics=GGML, dtype="float16")
 
@@ -82,17 +82,17 @@ def test_a_quantised_file_is_decoded_and_written_by_llama_cpp(tmp_path, monkeypa
 
 
 @pytest.fixture
-def made(tmp_path):
+def base_and_adapter(tmp_path):
     base = tiny_base(tmp_path / "base")
     config = open_weights(base).config
     write_lora_gguf(random_adapter(config), tmp_path / "a.gguf", config)
     return base, tmp_path / "a.gguf", config
 
 
-def test_the_adapter_acts_on_every_run_and_on_its_stages(made):
+def test_the_adapter_acts_on_every_run_and_on_its_stages(base_and_adapter):
     from llorch.engines.llamacpp import LlamaCpp, LlamaCppWithAdapter
 
-    base, adapter, _ = made
+    base, adapter, _ = base_and_adapter
     with LlamaCpp(base) as plain, LlamaCppWithAdapter(base, adapter) as adapted:
         logits = adapted.logits(ADAPTER_IDS)
         assert np.abs(logits - plain.logits(ADAPTER_IDS)).max() > 0.1
@@ -100,10 +100,10 @@ def test_the_adapter_acts_on_every_run_and_on_its_stages(made):
         assert adapted.greedy(ADAPTER_IDS, 3) != plain.greedy(ADAPTER_IDS, 3)
 
 
-def test_a_zero_adapter_gives_the_bits_of_the_base(made, tmp_path):
+def test_a_zero_adapter_gives_the_bits_of_the_base(base_and_adapter, tmp_path):
     from llorch.engines.llamacpp import LlamaCpp, logits_with_adapter
 
-    base, _, config = made
+    base, _, config = base_and_adapter
     adapter = random_adapter(config)
     for lora in adapter.tensors.values():
         lora.lora_B[:] = 0
@@ -113,10 +113,10 @@ def test_a_zero_adapter_gives_the_bits_of_the_base(made, tmp_path):
         np.testing.assert_array_equal(adapted, plain.logits(ADAPTER_IDS))
 
 
-def test_what_llamacpp_refuses_is_an_error_with_its_words(made, tmp_path):
+def test_llamacpp_refusal_raises_an_error_with_its_message(base_and_adapter, tmp_path):
     from llorch.engines.llamacpp import logits_with_adapter
 
-    base, adapter, _ = made
+    base, adapter, _ = base_and_adapter
     cut = tmp_path / "cut.gguf"
     cut.write_bytes(adapter.read_bytes()[:200])
     with refuses(OSError, "adapter", where=cut):

@@ -8,7 +8,7 @@ import pytest
 from helpers.refusals import assert_tells, refuses
 from helpers.stored_goldens import golden_of, weights_of
 
-from llorch.engines import open_here as open_engine
+from llorch.engines import open_in_process as open_engine
 from llorch.engines.interface import check_ids, checked_trace
 
 NAME = "micro-qwen3"
@@ -16,12 +16,12 @@ CONFIG = weights_of(NAME).config
 
 
 @pytest.fixture
-def captured() -> dict[str, np.ndarray]:
+def captured_stages() -> dict[str, np.ndarray]:
     return dict(golden_of(NAME).engine_outputs["llamacpp"].traces["far"])
 
 
-def test_a_whole_capture_is_given_back_in_forward_order_and_contiguous(captured: dict[str, np.ndarray]):
-    expected = {**captured, "logits": np.asfortranarray(captured["logits"])}
+def test_complete_capture_is_returned_contiguous_in_forward_order(captured_stages: dict[str, np.ndarray]):
+    expected = {**captured_stages, "logits": np.asfortranarray(captured_stages["logits"])}
     actual = checked_trace(dict(reversed(expected.items())), CONFIG, 8, "engine")
     assert list(actual)[:2] == ["embed", "l0.attn_norm"]
     assert list(actual)[-1] == "logits"
@@ -31,12 +31,12 @@ def test_a_whole_capture_is_given_back_in_forward_order_and_contiguous(captured:
         np.testing.assert_array_equal(array, expected[key], strict=True)
 
 
-def test_missing_unexpected_and_misshapen_stages_are_refused_and_all_named(captured: dict[str, np.ndarray]):
-    del captured["l1.k_norm"]
-    captured["l9.k_norm"] = np.zeros((8, 2), np.float32)
-    captured["l0.q_rope"] = captured["l0.q_rope"].swapaxes(0, 1)
-    captured["final_norm"] = captured["final_norm"].astype(np.float64)
-    captured["logits"] = captured["logits"][-1:]
+def test_missing_unexpected_and_misshapen_stages_are_refused_and_all_named(captured_stages: dict[str, np.ndarray]):
+    del captured_stages["l1.k_norm"]
+    captured_stages["l9.k_norm"] = np.zeros((8, 2), np.float32)
+    captured_stages["l0.q_rope"] = captured_stages["l0.q_rope"].swapaxes(0, 1)
+    captured_stages["final_norm"] = captured_stages["final_norm"].astype(np.float64)
+    captured_stages["logits"] = captured_stages["logits"][-1:]
     q_rope, last = (8, CONFIG.n_heads, CONFIG.head_dim), (8, CONFIG.hidden_size)
     wanted = {"l0.q_rope": q_rope, "final_norm": last, "logits": (8, CONFIG.vocab_size)}
     found = {
@@ -45,7 +45,7 @@ def test_missing_unexpected_and_misshapen_stages_are_refused_and_all_named(captu
         "logits": f"float32 {(1, CONFIG.vocab_size)}",
     }
     with refuses(RuntimeError, where="engine") as caught:
-        checked_trace(captured, CONFIG, 8, "engine")
+        checked_trace(captured_stages, CONFIG, 8, "engine")
     missing, unexpected, *others = str(caught.value).split("; ")
     assert_tells(missing, "l1.k_norm", "missing")
     assert_tells(unexpected, "l9.k_norm", "unexpected")
@@ -56,15 +56,15 @@ def test_missing_unexpected_and_misshapen_stages_are_refused_and_all_named(captu
 
 
 @pytest.mark.parametrize("name", ["logits", "l0.attn_scores", "l1.v_cache"])
-def test_one_token_too_few_is_refused(captured: dict[str, np.ndarray], name: str):
-    captured[name] = captured[name][..., :-1]
+def test_missing_token_is_refused(captured_stages: dict[str, np.ndarray], name: str):
+    captured_stages[name] = captured_stages[name][..., :-1]
     with refuses(RuntimeError, name, "float32", where="engine"):
-        checked_trace(captured, CONFIG, 8, "engine")
+        checked_trace(captured_stages, CONFIG, 8, "engine")
 
 
-def test_a_stage_of_another_model_is_refused(captured: dict[str, np.ndarray]):
+def test_a_stage_of_another_model_is_refused(captured_stages: dict[str, np.ndarray]):
     with refuses(RuntimeError, where="engine") as caught:
-        checked_trace(captured, replace(CONFIG, family="qwen2", qk_norm=False), 8, "engine")
+        checked_trace(captured_stages, replace(CONFIG, family="qwen2", qk_norm=False), 8, "engine")
     faults = str(caught.value).split("; ")
     names = {f"l{layer}.{part}_norm" for layer in (0, 1) for part in "qk"}
     assert {re.findall(r"\bl\d+\.\w+", fault)[0] for fault in faults} == names
@@ -72,14 +72,14 @@ def test_a_stage_of_another_model_is_refused(captured: dict[str, np.ndarray]):
 
 
 @pytest.mark.parametrize("ids", [(), (CONFIG.vocab_size,), (0, -1)])
-def test_ids_that_the_model_does_not_have_are_refused(ids: tuple[int, ...]):
+def test_ids_outside_the_vocabulary_are_refused(ids: tuple[int, ...]):
     check_ids((0, CONFIG.vocab_size - 1), CONFIG)
     with refuses(ValueError, expected=f"0 to {CONFIG.vocab_size - 1}", got=ids[-1] if ids else "none", where="ids"):
         check_ids(ids, CONFIG)
 
 
 @pytest.mark.live
-def test_a_node_that_comes_twice_is_refused(monkeypatch: pytest.MonkeyPatch):
+def test_duplicate_node_is_refused(monkeypatch: pytest.MonkeyPatch):
     from llorch.engines.llamacpp_graph import GraphCapture  # needs the engine
 
     keep = GraphCapture.keep

@@ -11,7 +11,7 @@ from builders.tiny_models import random_tensors, write_folder
 from helpers.refusals import refuses
 
 from llorch.engines import LoadPath
-from llorch.engines import open_here as open_engine
+from llorch.engines import open_in_process as open_engine
 from llorch.files import open_weights
 from llorch.files.export import write_gguf
 from llorch.files.tensor_names import inventory
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.live
 TOKEN_IDS = (3, 17, 250, 9, 44, 101, 7, 88)
 
 
-def test_a_configuration_that_transformers_refuses_is_said_in_one_line(tmp_path: Path):
+def test_config_refused_by_transformers_raises_one_line(tmp_path: Path):
     tensors = random_tensors("llama")  # three of the four heads of 8, on a hidden size of 32
     parts = {"q_proj": np.s_[:24], "o_proj": np.s_[:, :24], "k_proj": np.s_[:8], "v_proj": np.s_[:8]}
     tensors |= {n: t[cut].copy() for n, t in tensors.items() for part, cut in parts.items() if part in n}
@@ -94,7 +94,7 @@ def test_a_quantised_file_is_decoded_by_transformers_where_it_can(tmp_path: Path
     assert capfd.readouterr() == ("", "")
 
 
-def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_computes(monkeypatch: pytest.MonkeyPatch):
+def test_transformers_does_not_use_llorch_hyperparameters(monkeypatch: pytest.MonkeyPatch):
     right = open_weights(builtin_path("micro-llama3")).config
     wrong = replace(right, rms_norm_eps=1.1 * right.rms_norm_eps, rope_theta=1.00001 * right.rope_theta)
     monkeypatch.setattr("llorch.files.opening.config_from_gguf", lambda *_, **__: wrong)
@@ -104,7 +104,7 @@ def test_a_hyperparameter_that_we_misread_is_no_part_of_what_transformers_comput
     assert settings.rope_parameters["rope_theta"] == right.rope_theta
 
 
-def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_all_are_needed(
+def test_isolated_stages_follow_a_shifted_trace_and_all_are_required(
     monkeypatch: pytest.MonkeyPatch,
 ):
     with open_engine("transformers", builtin_path("micro-llama"), dtype="float64") as engine:
@@ -122,7 +122,7 @@ def test_isolated_stages_lie_as_far_from_a_trace_as_it_was_moved_and_all_are_nee
 
 
 @pytest.fixture
-def made(tmp_path):
+def base_and_adapter(tmp_path):
     base = tiny_base(tmp_path / "base")
     weights = open_weights(base)
     adapter = random_adapter(weights.config)
@@ -130,10 +130,10 @@ def made(tmp_path):
     return base, tmp_path / "adapter", adapter
 
 
-def test_a_gguf_base_serves_as_well_as_a_folder(made, tmp_path):
+def test_gguf_base_equals_a_folder_base(base_and_adapter, tmp_path):
     from llorch.engines.peft import peft_logits
 
-    base, folder, adapter = made
+    base, folder, adapter = base_and_adapter
     write_gguf(open_weights(base), tmp_path / "base.gguf")
     for model in (base, tmp_path / "base.gguf"):
         expected = adapted_logits(base, adapter)
@@ -141,10 +141,10 @@ def test_a_gguf_base_serves_as_well_as_a_folder(made, tmp_path):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-6 * np.abs(expected).max())
 
 
-def test_keys_that_fit_nothing_are_an_error_where_peft_only_warns(made):
+def test_unmatched_keys_are_an_error(base_and_adapter):
     from llorch.engines.peft import peft_logits
 
-    base, folder, _ = made
+    base, folder, _ = base_and_adapter
     path = folder / "adapter_model.safetensors"
     tensors = {name.replace("q_proj", "query"): array for name, array in container.load_file(path).items()}
     container.save_file(tensors, path, {"format": "pt"})

@@ -10,7 +10,7 @@ import safetensors.numpy
 from builders.tiny_models import GGUF_METADATA, gguf_tensors, random_tensors, write_file, write_folder
 from helpers.refusals import refuses
 
-from llorch.engines import OURS, Call, open_here
+from llorch.engines import OURS, Call, open_in_process
 from llorch.files import open_weights
 from llorch.files.convert import convert
 from llorch.judging.expectations.quantised_models import write_model
@@ -36,7 +36,7 @@ def split_folder(folder: Path) -> Path:
     return folder
 
 
-def some_biases(path: Path) -> Path:
+def add_biases(path: Path) -> Path:
     """A Llama file with biases of q, k and v and none of o, which transformers has no model for."""
     tensors = gguf_tensors()
     for name, matrix in gguf_tensors().items():
@@ -50,18 +50,18 @@ def model(name: str, folder: Path) -> Path:
         case "folder":
             return split_folder(folder / name)
         case "biases":
-            return some_biases(folder / "biases.gguf")
+            return add_biases(folder / "biases.gguf")
         case "Q4_K_M" | "Q1_0":
             return write_model(name, folder)
     return builtin_path(name)
 
 
-def asked(golden: dict[str, np.ndarray]) -> list[Call]:
+def engine_calls(golden: dict[str, np.ndarray]) -> list[Call]:
     given: list[Call] = [("isolated", (IDS, golden), {}), ("logits", (IDS,), {"first_position": 2})]
     return [("selected_logits", (IDS,), {}), ("continued", (IDS, N_GREEDY), {}), ("trace", (IDS[:3],), {}), *given]
 
 
-def same(a: Any, b: Any) -> bool:
+def is_equal(a: Any, b: Any) -> bool:
     pairs = ((a[key], b[key]) for key in a) if isinstance(a, dict) else zip(a, b, strict=True)
     return all(np.array_equal(x, y) for x, y in pairs)
 
@@ -75,29 +75,29 @@ def same(a: Any, b: Any) -> bool:
         *(("Q4_K_M", "transformers"), ("Q1_0", "llorch"), ("biases", "llorch")),
     ],
 )
-def test_streamed_runs_give_the_bits_of_whole_ones(
+def test_streamed_runs_equal_in_memory_runs_bit_for_bit(
     tmp_path: Path, name: str, reader: str, dtype: DtypeName, monkeypatch: pytest.MonkeyPatch
 ):
     told: list[str] = []
     monkeypatch.setattr("llorch.engines.transformers.tell", told.append)
     path = model(name, tmp_path)
-    with open_here("transformers", path, dtype=dtype, streamed=False) as engine:
-        calls = asked(engine.trace(IDS))
+    with open_in_process("transformers", path, dtype=dtype, streamed=False) as engine:
+        calls = engine_calls(engine.trace(IDS))
         whole = engine.call_batch(calls)
         assert engine.load_path.read == engine.load_path.decoded == reader
     assert told == []
-    with open_here("transformers", path, dtype=dtype, streamed=True) as engine:
-        assert [same(*pair) for pair in zip(engine.call_batch(calls), whole, strict=True)] == [True] * len(calls)
+    with open_in_process("transformers", path, dtype=dtype, streamed=True) as engine:
+        assert [is_equal(*pair) for pair in zip(engine.call_batch(calls), whole, strict=True)] == [True] * len(calls)
         n_layers = engine.config.n_layers
         assert [line.split(",")[0] for line in told] == [
             *(f"layer {i} of {n_layers}" for i in range(n_layers)), "logits",
         ] * N_GREEDY  # fmt: skip
-        assert same(engine.logits(IDS), engine.call_batch([("logits", (IDS,), {})])[0])
+        assert is_equal(engine.logits(IDS), engine.call_batch([("logits", (IDS,), {})])[0])
         assert engine.load_path.read == reader
         assert engine.load_path.decoded == ("safetensors" if path.is_dir() else "gguf" if reader != OURS else OURS)
 
 
-def test_one_part_at_a_time_has_weights(monkeypatch: pytest.MonkeyPatch):
+def test_only_one_part_at_a_time_has_weights(monkeypatch: pytest.MonkeyPatch):
     from llorch.engines.transformers_streamed import EMBEDDING, FINAL_NORM, Streamed
 
     held: list[set[str]] = []
@@ -108,8 +108,8 @@ def test_one_part_at_a_time_has_weights(monkeypatch: pytest.MonkeyPatch):
         held.append(parts(self._model))
 
     monkeypatch.setattr(Streamed, "_fill", watched)
-    with open_here("transformers", builtin_path("micro-llama"), streamed=True) as engine:
-        calls = asked(engine.trace(IDS))
+    with open_in_process("transformers", builtin_path("micro-llama"), streamed=True) as engine:
+        calls = engine_calls(engine.trace(IDS))
         held.clear()
         engine.call_batch(calls)
         always = {EMBEDDING, FINAL_NORM}
@@ -124,23 +124,23 @@ def parts(model: Any) -> set[str]:
     return {".".join(name[:3] if "layers" in name else name[:-1]) for name in held}
 
 
-def test_a_pass_that_fails_ends_all_and_the_engine_goes_on():
-    with open_here("transformers", builtin_path("micro-llama"), streamed=True) as engine:
+def test_failed_pass_frees_all_parts_and_the_engine_continues():
+    with open_in_process("transformers", builtin_path("micro-llama"), streamed=True) as engine:
         expected = engine.logits(IDS)
         with refuses(ValueError, got=10**6, where="ids"):
             engine.call_batch([("logits", (IDS,), {}), ("logits", ((10**6,),), {})])
-        assert same(engine.logits(IDS), expected)
+        assert is_equal(engine.logits(IDS), expected)
 
 
 @pytest.mark.parametrize("name", ["micro-qwen3-next", "micro-qwen3.5"])
-def test_gains_and_decays_that_we_read_are_those_of_the_folder(name: str, tmp_path: Path):
+def test_read_gains_and_decays_equal_the_folder(name: str, tmp_path: Path):
     import torch
 
-    from llorch.engines.transformers_streamed import OurTensors
+    from llorch.engines.transformers_streamed import LlorchTensors
 
     convert(builtin_path(name), tmp_path / "folder")
     stored = safetensors.numpy.load_file(tmp_path / "folder" / "model.safetensors")
-    ours = OurTensors(open_weights(tmp_path / "folder"), torch.float64)
+    ours = LlorchTensors(open_weights(tmp_path / "folder"), torch.float64)
     names = [each for each in stored if each.endswith(("norm.weight", "A_log"))]
     assert len(names) > 6
     for each in names:
@@ -148,8 +148,8 @@ def test_gains_and_decays_that_we_read_are_those_of_the_folder(name: str, tmp_pa
 
 
 @pytest.mark.parametrize("free", [0, 1e9])
-def test_what_does_not_fit_is_streamed(monkeypatch: pytest.MonkeyPatch, free: float):
+def test_model_larger_than_memory_is_streamed(monkeypatch: pytest.MonkeyPatch, free: float):
     monkeypatch.setattr("llorch.files.layerwise.available_memory", lambda: free)
-    with open_here("transformers", builtin_path("micro-llama")) as engine:
+    with open_in_process("transformers", builtin_path("micro-llama")) as engine:
         knobs = engine.provenance()["knobs"]
     assert ("layer" in str(knobs.get("weights"))) == (free == 0)  # type: ignore[attr-defined]

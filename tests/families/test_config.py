@@ -70,20 +70,20 @@ def test_biases_and_norms_follow_the_family(family, attention_bias, contents):
         ({"attention_bias": False, "attention_out_bias": True}, (False, True)),
     ],
 )  # fmt: skip
-def test_a_family_may_have_a_key_of_its_own_for_the_bias_of_o_proj(changes, biases):
+def test_family_may_have_a_separate_key_for_the_o_proj_bias(changes, biases):
     config = read(model_type="seed_oss", **changes)
     assert (config.qkv_bias, config.o_bias) == biases
     written = huggingface_config(config, GGMLType.F32, path=Path("config.json"))
     assert (written["attention_bias"], written["attention_out_bias"]) == biases
 
 
-def test_a_null_is_not_always_the_default_of_an_absent_key():
+def test_null_may_differ_from_an_absent_key():
     absent, null = (config_from_huggingface(values, path="c") for values in (SEED, SEED | {key: None for key in GONE}))
     assert (absent.head_dim, absent.n_kv_heads) == (128, 8)
     assert (null.head_dim, null.n_kv_heads) == (8, 16)
 
 
-def test_head_dim_of_the_file_wins_over_the_split():
+def test_head_dim_of_the_file_overrides_the_default():
     config = read(head_dim=32)
     assert (config.head_dim, config.q_width, config.kv_width, config.group_size) == (32, 192, 64, 3)
 
@@ -147,14 +147,14 @@ def test_a_missing_key_is_refused_by_name(key):
         config_from_huggingface(without(key), path="config.json")
 
 
-def reading(**changes: object) -> Callable[[], ModelConfig]:
+def read_later(**changes: object) -> Callable[[], ModelConfig]:
     return lambda: read(**changes)
 
 
 def out_of_range(changes: dict[str, Any], *facts: object, **fields: object) -> Any:
     """A row, named by what is changed."""
     ((key, value), *_) = changes.items()
-    return row(f"{key}={value}", reading(**changes), "OutOfRange", "config.json", *facts, **fields)
+    return row(f"{key}={value}", read_later(**changes), "OutOfRange", "config.json", *facts, **fields)
 
 
 NO_MODEL_HAS = [
@@ -176,29 +176,33 @@ NO_MODEL_HAS = [
 ]
 
 
-def lacking(changes: dict[str, Any], expected: object, actual: object, where: str = "") -> Any:
+def option_row(changes: dict[str, Any], expected: object, actual: object, fault: str = "") -> Any:
     """A row, named by the key that is changed; `where` names another key at fault."""
     (key,) = changes
-    name, where = f"{key}: {where or actual}", where or key
-    return row(name, reading(**changes), "Unsupported", expected=expected, got=actual, where=("config.json", where))
+    name, fault = f"{key}: {fault or actual}", fault or key
+    return row(name, read_later(**changes), "Unsupported", expected=expected, got=actual, where=("config.json", fault))
 
 
 SLIDING = ["full_attention", "sliding_attention", "full_attention"]
 LACKING = [
-    row("model_type", reading(model_type="gemma3"), "Unsupported", *FAMILIES, where=("config.json", "'gemma3'")),
-    lacking({"hidden_act": "gelu"}, ("'silu'", "'swish'"), "'gelu'"),
-    lacking({"mlp_bias": True}, False, True),
-    lacking({"is_causal": False}, True, False),
-    lacking({"per_layer_config": {"0": {}}}, None, {"0": {}}),
-    lacking({"layer_types": SLIDING}, "full_attention", SLIDING),
-    lacking({"layer_types": ["full_attention"]}, "full_attention", ["full_attention"]),
-    lacking({"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "one", {"rope_theta": 5.0}, "full_attention"),
-    lacking({"use_sliding_window": True}, False, True),
-    lacking({"partial_rotary_factor": 0.5}, (1, None), 0.5),
-    lacking({"original_max_position_embeddings": 64}, None, 64),
-    lacking({"rope_scaling": {"type": "dynamic"}}, ("default", "linear", "llama3", "yarn"), "'dynamic'", "rope_type"),
-    lacking({"rope_parameters": {"partial_rotary_factor": 0.25}}, (1, None), 0.25, "partial_rotary_factor"),
-    lacking({"rope_scaling": {"type": "yarn", "truncate": False}}, True, False, "truncate"),
+    row("model_type", read_later(model_type="gemma3"), "Unsupported", *FAMILIES, where=("config.json", "'gemma3'")),
+    option_row({"hidden_act": "gelu"}, ("'silu'", "'swish'"), "'gelu'"),
+    option_row({"mlp_bias": True}, False, True),
+    option_row({"is_causal": False}, True, False),
+    option_row({"per_layer_config": {"0": {}}}, None, {"0": {}}),
+    option_row({"layer_types": SLIDING}, "full_attention", SLIDING),
+    option_row({"layer_types": ["full_attention"]}, "full_attention", ["full_attention"]),
+    option_row(
+        {"rope_parameters": {"full_attention": {"rope_theta": 5.0}}}, "one", {"rope_theta": 5.0}, "full_attention"
+    ),
+    option_row({"use_sliding_window": True}, False, True),
+    option_row({"partial_rotary_factor": 0.5}, (1, None), 0.5),
+    option_row({"original_max_position_embeddings": 64}, None, 64),
+    option_row(
+        {"rope_scaling": {"type": "dynamic"}}, ("default", "linear", "llama3", "yarn"), "'dynamic'", "rope_type"
+    ),
+    option_row({"rope_parameters": {"partial_rotary_factor": 0.25}}, (1, None), 0.25, "partial_rotary_factor"),
+    option_row({"rope_scaling": {"type": "yarn", "truncate": False}}, True, False, "truncate"),
 ]
 
 
@@ -237,25 +241,25 @@ def test_a_yarn_ramp_that_ends_before_it_starts_is_refused_as_the_engines_differ
         read(rope_parameters=scaling | changes)
 
 
-def scaled(scaling: object, code: str, where: str, expected: object, actual: object) -> Any:
+def rope_row(scaling: object, code: str, fault: str, expected: object, actual: object) -> Any:
     """A row, named by the key at fault and what stands there."""
-    return row(f"{where}: {actual}", reading(rope_scaling=scaling), code, expected=expected, got=actual, where=where)
+    return row(f"{fault}: {actual}", read_later(rope_scaling=scaling), code, expected=expected, got=actual, where=fault)
 
 
 OUT_OF_PLACE = [
-    scaled({"type": "linear"}, "Missing", "factor", "number", "nothing"),
-    scaled({"type": "linear", "factor": 0.5}, "OutOfRange", "factor", 1.0, 0.5),
-    scaled({"type": "yarn", "factor": math.inf}, "OutOfRange", "factor", 1.0, math.inf),
-    scaled({"type": "yarn", "factor": 2, "attention_factor": 0}, "OutOfRange", "attention_factor", 1e-06, 0),
-    scaled({"type": "yarn", "factor": 2, "original_max_position_embeddings": 0}, "OutOfRange",
-           "original_max_position_embeddings", 1, 0),
-    scaled({"type": "yarn", "factor": 2, "beta_slow": 0}, "OutOfRange", "beta_slow", 1e-06, 0),
-    scaled(LLAMA3 | {"high_freq_factor": 0.5}, "OutOfRange", "high_freq_factor", 1.0, 0.5),
-    scaled(LLAMA3 | {"low_freq_factor": 0}, "OutOfRange", "low_freq_factor", 1e-06, 0),
-    scaled(LLAMA3 | {"original_max_position_embeddings": 0}, "OutOfRange", "original_max_position_embeddings", 1, 0),
-    scaled(LLAMA3 | {"factor": "8"}, "Malformed", "factor", "number", "'8'"),
-    scaled(LLAMA3 | {"rope_type": 3}, "Malformed", "rope_type", "string", 3),
-    scaled([1], "Malformed", "rope_scaling", "object", [1]),
+    rope_row({"type": "linear"}, "Missing", "factor", "number", "nothing"),
+    rope_row({"type": "linear", "factor": 0.5}, "OutOfRange", "factor", 1.0, 0.5),
+    rope_row({"type": "yarn", "factor": math.inf}, "OutOfRange", "factor", 1.0, math.inf),
+    rope_row({"type": "yarn", "factor": 2, "attention_factor": 0}, "OutOfRange", "attention_factor", 1e-06, 0),
+    rope_row({"type": "yarn", "factor": 2, "original_max_position_embeddings": 0}, "OutOfRange",
+             "original_max_position_embeddings", 1, 0),
+    rope_row({"type": "yarn", "factor": 2, "beta_slow": 0}, "OutOfRange", "beta_slow", 1e-06, 0),
+    rope_row(LLAMA3 | {"high_freq_factor": 0.5}, "OutOfRange", "high_freq_factor", 1.0, 0.5),
+    rope_row(LLAMA3 | {"low_freq_factor": 0}, "OutOfRange", "low_freq_factor", 1e-06, 0),
+    rope_row(LLAMA3 | {"original_max_position_embeddings": 0}, "OutOfRange", "original_max_position_embeddings", 1, 0),
+    rope_row(LLAMA3 | {"factor": "8"}, "Malformed", "factor", "number", "'8'"),
+    rope_row(LLAMA3 | {"rope_type": 3}, "Malformed", "rope_type", "string", 3),
+    rope_row([1], "Malformed", "rope_scaling", "object", [1]),
 ]  # fmt: skip
 
 

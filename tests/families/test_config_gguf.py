@@ -57,7 +57,7 @@ def test_biases_and_norms_follow_family_and_tensors(arch, biases, contents):
     assert config.family == arch
 
 
-def test_key_length_wins_over_the_split():
+def test_key_length_overrides_the_default_head_dim():
     lengths = {"attention__key_length": 32, "attention__value_length": 32, "rope__dimension_count": 32}
     assert read(**lengths).head_dim == 32
     assert read(**lengths, embedding_length=50).head_dim == 32
@@ -144,59 +144,61 @@ def test_equal_numbers_for_every_layer_are_one_number():
     assert read(**{key: np.array([value] * 3, np.int32) for key, value in listed.items()}) == read(**listed)
 
 
-def wrong(changes: dict[str, Any], code: str, where: str, expected: object, actual: object) -> Any:
+def gguf_row(changes: dict[str, Any], code: str, fault: str, expected: object, actual: object) -> Any:
     """A row, named by what is changed."""
     name = " ".join(f"{key}={value!s:.20}" for key, value in changes.items())
-    return row(name, lambda: read(**changes), code, "x.gguf", where=where, expected=expected, got=actual)
+    return row(name, lambda: read(**changes), code, "x.gguf", where=fault, expected=expected, got=actual)
 
 
 PAIRS = ("pairs 97 to 7", "beta_fast=32.0", "beta_slow=1.0", "original_max_position_embeddings=256", "rope_theta=1.01",
          "transformers", "llama.cpp")  # fmt: skip
 WRONG = [
-    wrong({"arch": "gemma2"}, "Unsupported", "'gemma2'", (*BY_GGUF,), ()),
-    wrong({"arch": "x" * 300_000}, "Unsupported", "300002 characters", (*BY_GGUF,), ()),
-    wrong({"vocab_size": 0}, "OutOfRange", "llama.vocab_size", 1, 0),
-    wrong({"vocab_size": -1}, "OutOfRange", "llama.vocab_size", 1, -1),
-    wrong({"vocab_size": "x"}, "Malformed", "llama.vocab_size", "integer", "'x'"),
-    wrong({"vocab_size": 99}, "Inconsistent", "llama.vocab_size", 100, 99),
-    wrong({"nextn_predict_layers": 1}, "Unsupported", "llama.nextn_predict_layers", 0, 1),
-    wrong({"expert_count": 8}, "Unsupported", "llama.expert_count", 0, 8),
-    wrong({"attention__causal": False}, "Unsupported", "llama.attention.causal", True, False),
-    wrong({"attention__value_length": 16}, "Unsupported", "llama.attention.value_length", 8, 16),
-    wrong({"rope__dimension_count": 4}, "OutOfRange", "rope.dimension_count", "head_dim = 8", 4),
-    wrong({"block_count": 513}, "OutOfRange", "n_layers", (1, 512), 513),
-    wrong({"attention__head_count": 0}, "OutOfRange", "llama.attention.head_count", 1, 0),
-    wrong({"attention__head_count_kv": 0}, "OutOfRange", "llama.attention.head_count_kv", 1, 0),
-    wrong({"attention__head_count_kv": 4}, "OutOfRange", "n_heads", "multiple", ("n_heads=6", "n_kv_heads=4")),
-    wrong({"embedding_length": 64}, "OutOfRange", "hidden_size 64", "n_heads 6", "head_dim"),
-    wrong({"context_length": 0}, "OutOfRange", "max_position_embeddings", (1, 134217728), 0),
-    wrong({"rope__freq_base": 0.0}, "OutOfRange", "rope_theta", (1, "finite"), 0.0),
-    wrong({"attention__layer_norm_rms_epsilon": math.nan}, "OutOfRange", "llama.attention.layer_norm_rms_epsilon",
-          "finite", math.nan),
-    wrong({"attention__head_count": np.array([6, 6])}, "Inconsistent", "llama.attention.head_count", 3, 2),
-    wrong({"attention__head_count_kv": np.array([3, 6, 3])}, "Unsupported", "llama.attention.head_count_kv", "same",
-          "[3, 6, 3]"),
-    wrong({"feed_forward_length": np.array([80.0] * 3)}, "Unsupported", "llama.feed_forward_length", "integer", "80.0"),
-    wrong({"feed_forward_length": np.array([80] * 3), "block_count": np.array([3, 3])}, "Malformed",
-          "llama.block_count", "integer", "[3, 3]"),
+    gguf_row({"arch": "gemma2"}, "Unsupported", "'gemma2'", (*BY_GGUF,), ()),
+    gguf_row({"arch": "x" * 300_000}, "Unsupported", "300002 characters", (*BY_GGUF,), ()),
+    gguf_row({"vocab_size": 0}, "OutOfRange", "llama.vocab_size", 1, 0),
+    gguf_row({"vocab_size": -1}, "OutOfRange", "llama.vocab_size", 1, -1),
+    gguf_row({"vocab_size": "x"}, "Malformed", "llama.vocab_size", "integer", "'x'"),
+    gguf_row({"vocab_size": 99}, "Inconsistent", "llama.vocab_size", 100, 99),
+    gguf_row({"nextn_predict_layers": 1}, "Unsupported", "llama.nextn_predict_layers", 0, 1),
+    gguf_row({"expert_count": 8}, "Unsupported", "llama.expert_count", 0, 8),
+    gguf_row({"attention__causal": False}, "Unsupported", "llama.attention.causal", True, False),
+    gguf_row({"attention__value_length": 16}, "Unsupported", "llama.attention.value_length", 8, 16),
+    gguf_row({"rope__dimension_count": 4}, "OutOfRange", "rope.dimension_count", "head_dim = 8", 4),
+    gguf_row({"block_count": 513}, "OutOfRange", "n_layers", (1, 512), 513),
+    gguf_row({"attention__head_count": 0}, "OutOfRange", "llama.attention.head_count", 1, 0),
+    gguf_row({"attention__head_count_kv": 0}, "OutOfRange", "llama.attention.head_count_kv", 1, 0),
+    gguf_row({"attention__head_count_kv": 4}, "OutOfRange", "n_heads", "multiple", ("n_heads=6", "n_kv_heads=4")),
+    gguf_row({"embedding_length": 64}, "OutOfRange", "hidden_size 64", "n_heads 6", "head_dim"),
+    gguf_row({"context_length": 0}, "OutOfRange", "max_position_embeddings", (1, 134217728), 0),
+    gguf_row({"rope__freq_base": 0.0}, "OutOfRange", "rope_theta", (1, "finite"), 0.0),
+    gguf_row({"attention__layer_norm_rms_epsilon": math.nan}, "OutOfRange", "llama.attention.layer_norm_rms_epsilon",
+             "finite", math.nan),
+    gguf_row({"attention__head_count": np.array([6, 6])}, "Inconsistent", "llama.attention.head_count", 3, 2),
+    gguf_row({"attention__head_count_kv": np.array([3, 6, 3])}, "Unsupported", "llama.attention.head_count_kv", "same",
+             "[3, 6, 3]"),
+    gguf_row({"feed_forward_length": np.array([80.0] * 3)}, "Unsupported", "llama.feed_forward_length", "integer",
+             "80.0"),
+    gguf_row({"feed_forward_length": np.array([80] * 3), "block_count": np.array([3, 3])}, "Malformed",
+             "llama.block_count", "integer", "[3, 3]"),
     *(
-        wrong(YARN | {f"rope__scaling__yarn_beta_{end}": 0.0, "arch": "mistral3"}, "OutOfRange",
-              f"mistral3.rope.scaling.yarn_beta_{end}", "1e-06", 0.0)
+        gguf_row(YARN | {f"rope__scaling__yarn_beta_{end}": 0.0, "arch": "mistral3"}, "OutOfRange",
+                 f"mistral3.rope.scaling.yarn_beta_{end}", "1e-06", 0.0)
         for end in ("fast", "slow")
     ),
-    wrong({"rope__scaling__type": "longrope"}, "Unsupported", "llama.rope.scaling.type", ("none", "linear", "yarn"),
-          "'longrope'"),
-    wrong({"rope__scaling__factor": 0.5}, "OutOfRange", "llama.rope.scaling.factor", 1.0, 0.5),
-    wrong(YARN | {"rope__scaling__factor": 0.5}, "OutOfRange", "llama.rope.scaling.factor", 1.0, 0.5),
-    wrong(YARN | {"rope__freq_base": 1.01}, "OutOfRange", "yarn", (), PAIRS),
-    wrong({"rope__scaling__attn_factor": 1.2}, "Unsupported", "llama.rope.scaling.attn_factor", 1.0, 1.2),
-    wrong({"rope_factors": np.ones(4)} | YARN, "Unsupported", "llama.rope.scaling.type", ("none", "rope_freqs.weight"),
-          "'yarn'"),
-    wrong({"rope_factors": np.ones(3)}, "OutOfRange", "rope_freqs.weight", "head_dim / 2 = 4", 3),
-    wrong({"rope_factors": np.ones(4), "arch": "qwen2"}, "Unexpected", "qwen2.rope_freqs.weight", "llama", "'qwen2'"),
+    gguf_row({"rope__scaling__type": "longrope"}, "Unsupported", "llama.rope.scaling.type", ("none", "linear", "yarn"),
+             "'longrope'"),
+    gguf_row({"rope__scaling__factor": 0.5}, "OutOfRange", "llama.rope.scaling.factor", 1.0, 0.5),
+    gguf_row(YARN | {"rope__scaling__factor": 0.5}, "OutOfRange", "llama.rope.scaling.factor", 1.0, 0.5),
+    gguf_row(YARN | {"rope__freq_base": 1.01}, "OutOfRange", "yarn", (), PAIRS),
+    gguf_row({"rope__scaling__attn_factor": 1.2}, "Unsupported", "llama.rope.scaling.attn_factor", 1.0, 1.2),
+    gguf_row({"rope_factors": np.ones(4)} | YARN, "Unsupported", "llama.rope.scaling.type",
+             ("none", "rope_freqs.weight"), "'yarn'"),
+    gguf_row({"rope_factors": np.ones(3)}, "OutOfRange", "rope_freqs.weight", "head_dim / 2 = 4", 3),
+    gguf_row({"rope_factors": np.ones(4), "arch": "qwen2"}, "Unexpected", "qwen2.rope_freqs.weight", "llama",
+             "'qwen2'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("refusal", WRONG)
-def test_files_that_would_be_computed_wrongly_are_refused(refusal: Refusal):
+def test_unsupported_files_are_refused(refusal: Refusal):
     refusal.check()

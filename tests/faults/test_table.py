@@ -28,12 +28,12 @@ SEEN = Check(
 def test_every_fault_stands_in_the_table():
     from faults import into_torch, into_training
 
-    def named(start: str) -> set[str]:
+    def faults_for(start: str) -> set[str]:
         return {row.name for row in ROWS if row.backend.startswith(start)}
 
-    assert named("numpy") == {*FAULTS, *table.OPS}
-    assert named("torch") == into_torch.FAULTS.keys()
-    assert named("training-torch") == into_training.IN_TORCH.keys()
+    assert faults_for("numpy") == {*FAULTS, *table.OPS}
+    assert faults_for("torch") == into_torch.FAULTS.keys()
+    assert faults_for("training-torch") == into_training.IN_TORCH.keys()
 
 
 def require(check: Check, *rows: Comparison) -> None:

@@ -12,7 +12,7 @@ from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.training.numpy_step import of_document
+from llorch.training.numpy_step import document_gradients
 
 pytestmark = pytest.mark.live  # transformers makes the models
 
@@ -31,7 +31,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Weights]:
 def gradients(weights: Weights) -> dict[str, np.ndarray]:
     adapter = family_adapter(weights.config)
     wanted, adapted = np.append(IDS[1:], -100), AdaptedWeights(weights, adapter)
-    _, grads = of_document(IDS, wanted, adapted, label_smoothing=0.0, n_trained=10)
+    _, grads = document_gradients(IDS, wanted, adapted, label_smoothing=0.0, n_trained=10)
     return {name: grads[name] for name in adapter.flat()}
 
 

@@ -15,7 +15,7 @@ from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.mistakes import STAGE_MISTAKES, Mistake
 from llorch.diagnosis.mistakes.cache import LAYERS
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
-from llorch.diagnosis.mistakes.variants import VISIBLE, made_wrong
+from llorch.diagnosis.mistakes.variants import VISIBLE, apply_mistake
 from llorch.diagnosis.search.hypotheses import setting_families
 from llorch.engines import EngineName
 from llorch.engines.dumps.stage_dump import StageDump
@@ -53,20 +53,20 @@ def suites(tmp_path_factory: pytest.TempPathFactory) -> dict[str, ForwardExpecta
 
 @pytest.mark.nightly_cases(but=["checkpoint_04_window-in-o*"])
 @pytest.mark.parametrize("mistake", dict.fromkeys((*UNSHOWN, *LAYERS)), ids=by_name)
-def test_it_is_red_by_far_where_it_is_and_named(mistake: Mistake[StageInputs], suites: dict[str, ForwardExpectations]):
+def test_mistake_fails_by_far_and_is_named(mistake: Mistake[StageInputs], suites: dict[str, ForwardExpectations]):
     able = [suite for suite in suites.values() if mistake.applies_to(suite.weights.config)]
     assert able
     for suite in able:
         for name in (name for name in mistake.stages if BY_NAME[name].applies_to(suite.weights.config)):
             place = name, mistake.first_layer(name, suite.weights.config)
-            assert alone(mistake, suite, *place) >= VISIBLE, place
+            assert isolated_excess(mistake, suite, *place) >= VISIBLE, place
             trace = chain(mistake, suite.weights, suite.cases["near"], name)
             assert first_failing(trace, suite, "near", ENGINE, 0) == place
-        assert named(mistake.name, suite) == [mistake.name]
+        assert diagnosed_causes(mistake.name, suite) == [mistake.name]
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_what_the_engine_shows_is_not_accused(model: str, suites: dict[str, ForwardExpectations]):
+def test_engine_outputs_are_not_accused(model: str, suites: dict[str, ForwardExpectations]):
     suite = suites[model]
     dump = StageDump.of_arrays([suite.cases["near"]], suite.engine_outputs[ENGINE].traces["near"])
     assert diagnose(suite.weights.astype(np.float64, keep=True), dump).findings == []
@@ -82,16 +82,16 @@ def test_a_window_of_another_size_is_recovered(value: int, suites: dict[str, For
     assert "config has another" in found.sentence
 
 
-def alone(mistake: Mistake[StageInputs], suite: ForwardExpectations, stage: str, layer: int | None) -> float:
+def isolated_excess(mistake: Mistake[StageInputs], suite: ForwardExpectations, stage: str, layer: int | None) -> float:
     """By what factor it exceeds the limit where it is given what the engine showed."""
     trace, place = suite.engine_outputs[ENGINE].traces["near"], key(stage, layer)
     inputs = stage_inputs(BY_NAME[stage], layer, suite.weights, suite.cases["near"], trace, reads=mistake.reads)
-    wrong = made_wrong(mistake, inputs, stage)
+    wrong = apply_mistake(mistake, inputs, stage)
     return measure(wrong, trace[place], masked=BY_NAME[stage].masked).over(suite.tolerances("near").isolated(place))
 
 
-def named(name: str, suite: ForwardExpectations) -> list[str]:
-    """What a diagnosis calls it in a dump of a run that has it wherever it can be made."""
+def diagnosed_causes(name: str, suite: ForwardExpectations) -> list[str]:
+    """Diagnose a dump of a run that has the mistake wherever it can be made."""
     weights = suite.weights.astype(np.float64, keep=True)
     dump = dump_of(weights, [Tokens(IDS, 0)], everywhere(mistake_in(name, weights), weights))
     return [cause.name for found in diagnose(weights, dump).findings for cause in found.causes]

@@ -15,7 +15,7 @@ from helpers.stored_goldens import quantised_golden, rounding_variant
 from llorch.files import packed
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations import quantised as verify_quantised
-from llorch.judging.expectations.quantised import decode_rows, rounding_rows, stage_rows
+from llorch.judging.expectations.quantised import compare_roundings, decode_rows, stage_rows
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.ops.rounding import VariantName
 from llorch.stages.comparison import FAIL, PASS
@@ -32,7 +32,7 @@ def test_a_fault_is_red_where_it_is(fault: InjectedFault, tmp_path: Path, monkey
 
 def test_packed_matrices_are_checked_separately_from_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right = packed.Packed.tiles
-    monkeypatch.setattr(packed.Packed, "tiles", lambda this: ((start, tile[::-1]) for start, tile in right(this)))
+    monkeypatch.setattr(packed.Packed, "tiles", lambda matrix: ((start, tile[::-1]) for start, tile in right(matrix)))
     comparisons = stage_rows("Q6_K", write_model("Q6_K", tmp_path), quantised_golden())
     assert {c.backend for c in comparisons if c.verdict == FAIL and c.mode == "isolated"} == {"numpy-ggml-packed"}
 
@@ -55,15 +55,15 @@ def test_one_wrong_bit_of_decoding_is_red(monkeypatch: pytest.MonkeyPatch):
 
 def test_nan_where_ggml_has_a_number_is_red(monkeypatch: pytest.MonkeyPatch):
     right = verify_quantised.decode
-    monkeypatch.setattr(verify_quantised, "decode", lambda *what: right(*what) * np.float32("nan"))
+    monkeypatch.setattr(verify_quantised, "decode", lambda *arguments: right(*arguments) * np.float32("nan"))
     assert {c.verdict for c in decode_rows(quantised_golden())} == {FAIL}
 
 
-@pytest.mark.parametrize("other", ["neon", "generic"])
-def test_another_variant_of_rounding_is_red(other: VariantName, monkeypatch: pytest.MonkeyPatch):
-    assert {c.verdict for c in rounding_rows(quantised_golden())} == {PASS}
+@pytest.mark.parametrize("variant", ["neon", "generic"])
+def test_another_variant_of_rounding_is_red(variant: VariantName, monkeypatch: pytest.MonkeyPatch):
+    assert {c.verdict for c in compare_roundings(quantised_golden())} == {PASS}
     right = verify_quantised.quantize_blocks
-    monkeypatch.setattr(verify_quantised, "quantize_blocks", lambda rows, kind, _: right(rows, kind, other))
-    verdicts = {c.stage_ref.name: c.verdict for c in rounding_rows(quantised_golden())}
+    monkeypatch.setattr(verify_quantised, "quantize_blocks", lambda rows, kind, _: right(rows, kind, variant))
+    verdicts = {c.stage_ref.name: c.verdict for c in compare_roundings(quantised_golden())}
     assert verdicts[f"rounding.Q8_0.{rounding_variant()}"] == verdicts[f"rounding.Q8_1.{rounding_variant()}"] == FAIL
     assert verdicts[f"rounding.Q8_K.{rounding_variant()}"] == PASS  # one algorithm everywhere

@@ -66,7 +66,7 @@ def test_mistake_goes_red_by_far_and_is_named(mistake: Mistake[Any]):
         shown = {(p.engine, p.stage_name, p.case) for p in places if isinstance(p, Situation)}
         assert shown == {*product(ENGINES, mistake.stages, mistake.cases)}
     for where in places:
-        made = where.made()
+        made = where.make_variants()
         wrong = next(array for known, array in made.wrong if known is mistake)
         over = measure(wrong, where.expected, masked=where.masked).over(where.tolerance)
         assert over >= VISIBLE, f"{where}: {over:.1f} times the tolerance"
@@ -112,7 +112,7 @@ def test_engine_outputs_never_match_a_known_mistake(model: str, case: str):
 def test_an_unknown_mistake_gets_no_name(model: str, rng: np.random.Generator):
     for stage in (stage for stage in BY_NAME.values() if stage.applies_to(weights_of(model).config)):
         where = Situation(model, "near", "llamacpp", stage.name, stage.first_layer(weights_of(model).config), 0)
-        made = where.made()
+        made = where.make_variants()
         noise = 1 + 1e-3 * rng.standard_normal(made.right.shape).astype(np.float32)
         assert named_by(made.right * noise, made, where.tolerance) == []
 
@@ -153,16 +153,16 @@ def test_every_kind_of_mistake_in_a_product_is_known():
 
 
 @pytest.mark.parametrize("kind", PURE)
-def test_what_ggml_made_is_never_accused_and_mistakes_start_from_the_right_product(kind: str):
+def test_ggml_products_are_never_accused_and_mistakes_start_from_the_right_product(kind: str):
     for where in (QuantisedSituation(step, GGMLType[kind]) for step in IN_PRODUCTS):
-        assert measure(where.made().right, where.expected).within(where.tolerance), where
-        assert named_by(where.expected, where.made(), where.tolerance) == [], where
-    inputs, expected = QuantisedSituation("product", GGMLType[kind]).shown()
+        assert measure(where.make_variants().right, where.expected).within(where.tolerance), where
+        assert named_by(where.expected, where.make_variants(), where.tolerance) == [], where
+    inputs, expected = QuantisedSituation("product", GGMLType[kind]).inputs_and_expected()
     assert measure(inputs.product(), expected).within(Tolerance(1e-6, 4e-6))
 
 
 def test_an_unknown_mistake_in_a_product_gets_no_name(rng: np.random.Generator):
     where = QuantisedSituation("product", GGMLType.Q4_K)
-    right = where.made().right
+    right = where.make_variants().right
     noise = 1 + 1e-3 * rng.standard_normal(right.shape, np.float32)
-    assert named_by(right * noise, where.made(), where.tolerance) == []
+    assert named_by(right * noise, where.make_variants(), where.tolerance) == []

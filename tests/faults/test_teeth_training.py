@@ -7,11 +7,11 @@ import pytest
 from faults.fault import InjectedFault, assert_seen
 from faults.into_training import over_in_half
 from faults.table import LESS_IN_HALF, NOT_IN_HALF, TORCH_TRAINING, TRAINING_FAULTS, TRAINING_FLOAT64
-from helpers.kept_suites import kept
+from helpers.kept_suites import reuse_suites
 
 from checkpoints.generated.pages import FOLDER, page
 from llorch.diagnosis.mistakes import MISTAKES
-from llorch.diagnosis.mistakes.planting import owner_of
+from llorch.diagnosis.mistakes.planting import find_owner
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.stages.training import BY_GROUP
 
@@ -21,7 +21,7 @@ NAMES = ("checkpoint_15", "checkpoint_16", "checkpoint_17", "checkpoint_18", "ch
 
 @pytest.fixture(autouse=True, scope="module")
 def limits_are_derived_once() -> Iterator[None]:
-    with kept():
+    with reuse_suites():
         yield
 
 
@@ -35,7 +35,7 @@ def test_mistake_of_training_goes_red_by_far_at_its_checkpoint_first(
     fault: InjectedFault, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     mistake = MISTAKES[fault.name]
-    owner, name = owner_of(mistake.part)
+    owner, name = find_owner(mistake.part)
     assert callable(getattr(owner, name))
     assert set(mistake.stages) <= BY_GROUP.keys()
     largest = max(map(over_in_half, assert_seen(fault, monkeypatch, tmp_path)))  # in bfloat16, of which page 17 tells

@@ -107,7 +107,7 @@ def test_a_file_becomes_a_smaller_file_with_the_same_vocabulary(tmp_path: Path):
         assert new.metadata["general.file_type"] == 7
 
 
-def test_what_a_file_says_of_itself_goes_along_with_every_kind_of_value(tmp_path: Path):
+def test_metadata_with_every_kind_of_value_is_copied(tmp_path: Path):
     told: dict[str, object] = {
         "general.text": "\u4f60\nx", "general.yes": True, "general.large": 2**40, "general.below": -(2**40),
         "general.wide": 1e300, "general.tags": [b"a", b""], "general.bytes": np.array([1, -2], np.int8),
@@ -122,7 +122,7 @@ def test_what_a_file_says_of_itself_goes_along_with_every_kind_of_value(tmp_path
             assert list(actual) == list(value) if isinstance(value, list | np.ndarray) else actual == value, key  # type: ignore
 
 
-@pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.Q4_0], ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.Q4_0], ids=lambda ggml_type: ggml_type.name)
 def test_the_type_of_the_source_is_kept_where_the_target_can_hold_it(tmp_path: Path, ggml_type: GGMLType):
     convert(builtin_path("story"), tmp_path / "m.gguf", ggml_type=ggml_type)
     again = convert(tmp_path / "m.gguf", tmp_path / "again.gguf")
@@ -153,7 +153,7 @@ def test_a_file_with_an_alignment_of_its_own_is_read_and_gets_the_usual_one(tmp_
         assert file.metadata.get("general.alignment", 32) == 32
 
 
-@pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda ggml_type: ggml_type.name)
 def test_half_precision_goes_round_without_being_asked_for(tmp_path: Path, ggml_type: GGMLType):
     convert(builtin_path("story"), tmp_path / "half", ggml_type=ggml_type)
     assert convert(tmp_path / "half", tmp_path / "m.gguf").ggml_type is ggml_type
@@ -221,7 +221,7 @@ def test_a_bias_that_llamacpp_does_not_read_is_refused(tmp_path: Path):
         convert(source, tmp_path / "m.gguf")
 
 
-def test_what_the_source_is_refused_for_is_said_before_anything_is_written(tmp_path: Path):
+def test_bad_source_is_refused_before_anything_is_written(tmp_path: Path):
     tensors = random_tensors("llama")
     del tensors["model.norm.weight"]
     with refuses("Missing", "1 Missing: model.norm.weight"):
@@ -265,7 +265,7 @@ def test_the_source_is_never_replaced(tmp_path: Path):
 
 
 @pytest.mark.parametrize(
-    ("source", "target", "ggml_type", "kind", "told"),
+    ("source", "target", "ggml_type", "kind", "facts"),
     [
         ("a", "b", None, ValueError, ("/b", "folder", ".gguf")),
         ("nothing.gguf", "b", None, FileNotFoundError, ("/nothing.gguf",)),
@@ -275,10 +275,10 @@ def test_the_source_is_never_replaced(tmp_path: Path):
     ],
     ids=["two folders", "no source", "no place", "type of a folder", "type of a file"],
 )
-def test_what_cannot_be_converted_is_refused(
-    tmp_path: Path, source: str, target: str, ggml_type: GGMLType | None, kind: type[Exception], told: tuple[str, ...]
+def test_impossible_conversion_is_refused(
+    tmp_path: Path, source: str, target: str, ggml_type: GGMLType | None, kind: type[Exception], facts: tuple[str, ...]
 ):
     write_folder(tmp_path / "a", random_tensors("llama"))
-    with refuses(kind, *told):
+    with refuses(kind, *facts):
         path = builtin_path(source) if source == "story" else tmp_path / source
         convert(path, tmp_path / target, ggml_type=ggml_type)

@@ -229,12 +229,12 @@ def test_every_setting_of_sampling_goes_there_and_back(tmp_path: Path):
 def test_a_file_of_another_configuration_is_refused_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right = conversion.read_back
 
-    def changed(path: Path, *others: Any) -> None:
+    def changed(path: Path, *arguments: Any) -> None:
         content = path.read_bytes()
         before, after = (np.float32(theta).tobytes() for theta in (10000.0, 20000.0))
         at = content.index(before, content.index(b"rope.freq_base"))
         path.write_bytes(content[:at] + after + content[at + 4 :])
-        right(path, *others)
+        right(path, *arguments)
 
     source = write_folder(tmp_path / "a", random_tensors("llama"))
     with monkeypatch.context() as patch:
@@ -245,7 +245,7 @@ def test_a_file_of_another_configuration_is_refused_after_writing(tmp_path: Path
 
 
 @pytest.mark.parametrize("target", ["m.gguf", "folder"])
-def test_what_was_written_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str):
+def test_written_file_is_read_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str):
     source = write_folder(tmp_path / "a", random_tensors("llama"))
     if target == "folder":
         source = convert(source, tmp_path / "b.gguf").target
@@ -265,8 +265,8 @@ def opened_once(path: Path, source: Path) -> object:
 def test_a_tokenizer_that_gives_other_ids_is_refused_after_writing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     right = conversion.translate_vocabulary
 
-    def wrong(*parts: object, **named: object) -> object:
-        made = right(*parts, **named)  # type: ignore[arg-type]
+    def wrong(*parts: object, **options: object) -> object:
+        made = right(*parts, **options)  # type: ignore[arg-type]
         made.tokenizer["model"]["merges"].clear()
         return made
 

@@ -83,8 +83,8 @@ def distance(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
-def assert_same_ids(theirs: Any, llama: LlamaVocabulary, texts: list[str]) -> None:
-    assert first_difference(encoder_of(theirs), llama.encode, texts) is None
+def assert_same_ids(tokenizer: Any, llama: LlamaVocabulary, texts: list[str]) -> None:
+    assert first_difference(encoder_of(tokenizer), llama.encode, texts) is None
 
 
 def end_tokens(folder: Path) -> set[int]:
@@ -197,7 +197,7 @@ def test_every_scaling_goes_both_ways(tmp_path: Path, family: str, scaling: str,
 QUANTISED = [one for one in FILE_TYPES if one not in (GGMLType.F32, GGMLType.MXFP4)]
 
 
-@pytest.mark.parametrize("ggml_type", QUANTISED, ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", QUANTISED, ids=lambda ggml_type: ggml_type.name)
 def test_the_tensors_are_those_of_llama_cpp_s_own_tool(tmp_path: Path, llama_api: ModuleType, ggml_type: GGMLType):
     source = tmp_path / "f32.gguf"
     convert(write_folder(tmp_path / "a", wide_tensors(), **WIDE), source, ggml_type=GGMLType.F32)
@@ -219,7 +219,7 @@ def test_the_tensors_are_those_of_llama_cpp_s_own_tool(tmp_path: Path, llama_api
                 assert ours.metadata[key] == theirs.metadata[key]
 
 
-@pytest.mark.parametrize("ggml_type", FILE_TYPES, ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", FILE_TYPES, ids=lambda ggml_type: ggml_type.name)
 def test_every_type_runs_in_llama_cpp(tmp_path: Path, ggml_type: GGMLType):
     convert(write_folder(tmp_path / "a", wide_tensors(), **WIDE), tmp_path / "m.gguf", ggml_type=ggml_type)
     exact = transformers_logits(tmp_path / "a")

@@ -148,7 +148,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_a_gguf_file_cannot_hold_is_refused(tmp_path: Path, refusal: Refusal):
+def test_model_that_gguf_cannot_store_is_refused(tmp_path: Path, refusal: Refusal):
     refusal.check(tmp_path)
 
 
@@ -196,7 +196,7 @@ def test_plain_lists_of_strings_are_written_too(tmp_path: Path):
     assert metadata_of(tmp_path / "out.gguf")["tokenizer.ggml.tokens"][3] == b"t3"
 
 
-@pytest.mark.parametrize("ggml_type", FILE_TYPES, ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", FILE_TYPES, ids=lambda ggml_type: ggml_type.name)
 def test_matrices_get_the_type_and_vectors_stay_f32(tmp_path: Path, ggml_type: GGMLType):
     weights = open_weights(write_folder(tmp_path, tensors := wide_tensors(), **WIDE))
     write_gguf(weights, tmp_path / "out.gguf", ggml_type=ggml_type)

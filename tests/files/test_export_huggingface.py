@@ -45,7 +45,7 @@ def test_tensors_come_back_with_every_bit(tmp_path: Path, family: str):
     assert size == huggingface_size(weights.config, GGMLType.F32)
 
 
-@pytest.mark.parametrize("ggml_type", [GGMLType.F16, GGMLType.BF16], ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", [GGMLType.F16, GGMLType.BF16], ids=lambda ggml_type: ggml_type.name)
 def test_half_precision_is_rounded_to_nearest(tmp_path: Path, ggml_type: GGMLType):
     weights = open_weights(write_folder(tmp_path / "a", random_tensors("llama")))
     write_folder(tmp_path / "b", {})
@@ -57,7 +57,7 @@ def test_half_precision_is_rounded_to_nearest(tmp_path: Path, ggml_type: GGMLTyp
         assert not np.array_equal(back.array(name), weights.array(name))
 
 
-def shards_of(weights: Weights, folder: Path, ggml_type: GGMLType, shard_bytes: int) -> list[int]:
+def read_shard_names(weights: Weights, folder: Path, ggml_type: GGMLType, shard_bytes: int) -> list[int]:
     """The bytes of tensors in each file, whose names and sum must be those that the index tells."""
     folder.mkdir()
     write_safetensors(weights, folder, ggml_type=ggml_type, shard_bytes=shard_bytes)
@@ -73,15 +73,15 @@ def shards_of(weights: Weights, folder: Path, ggml_type: GGMLType, shard_bytes: 
     return list(found.values())
 
 
-@pytest.mark.parametrize("ggml_type", [GGMLType.F32, GGMLType.F16], ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", [GGMLType.F32, GGMLType.F16], ids=lambda ggml_type: ggml_type.name)
 def test_shards_are_filled_none_is_empty_and_all_come_back(tmp_path: Path, ggml_type: GGMLType):
     weights = open_weights(write_folder(tmp_path / "a", random_tensors("llama")))
     whole = huggingface_size(weights.config, ggml_type)
-    assert shards_of(weights, tmp_path / "one", ggml_type, whole) == [whole]
-    sizes = shards_of(weights, tmp_path / "some", ggml_type, whole // 3)
+    assert read_shard_names(weights, tmp_path / "one", ggml_type, whole) == [whole]
+    sizes = read_shard_names(weights, tmp_path / "some", ggml_type, whole // 3)
     assert max(sizes) <= whole // 3
     assert all(one + following > whole // 3 for one, following in pairwise(sizes))
-    assert len(shards_of(weights, tmp_path / "each", ggml_type, 1)) == len(weights)
+    assert len(read_shard_names(weights, tmp_path / "each", ggml_type, 1)) == len(weights)
     (tmp_path / "each" / "config.json").write_text((tmp_path / "a" / "config.json").read_text())
     back = open_weights(tmp_path / "each")
     assert all(np.allclose(back.array(name), weights.array(name), rtol=2**-11, atol=1e-7) for name in weights)
@@ -137,7 +137,7 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_transformers_cannot_have_is_refused(config: ModelConfig, refusal: Refusal):
+def test_model_that_transformers_cannot_load_is_refused(config: ModelConfig, refusal: Refusal):
     refusal.check(config)
 
 

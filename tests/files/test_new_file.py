@@ -11,7 +11,7 @@ from llorch.files.new_file import folders_above, new_file, new_folder
 
 
 def content(place: Path) -> str:
-    """What a file says, or the one file of a folder is called."""
+    """Text of a file, or the names of the files of a folder."""
     return place.read_text() if place.is_file() else ",".join(path.name for path in place.iterdir())
 
 
@@ -39,7 +39,7 @@ def write_half(new, place: Path, ends: BaseException) -> None:
         temporary.rename(place.with_name("elsewhere"))
 
 
-def test_it_appears_at_the_end_in_place_of_the_old_one(new, tmp_path: Path):
+def test_new_file_replaces_the_old_one_at_the_end(new, tmp_path: Path):
     with new(tmp_path / "a") as temporary:
         fill(temporary, "new")
         assert temporary.parent == tmp_path

@@ -118,9 +118,9 @@ OTHERS = {  # content, and the words that name the format and the remedy
 
 
 @pytest.mark.parametrize("reader", READERS)
-@pytest.mark.parametrize("other", OTHERS)
-def test_a_file_of_another_format_is_named_with_its_remedy(reader: str, other: str, tmp_path: Path):
-    content, words = OTHERS[other]
+@pytest.mark.parametrize("other_format", OTHERS)
+def test_a_file_of_another_format_is_named_with_its_remedy(reader: str, other_format: str, tmp_path: Path):
+    content, words = OTHERS[other_format]
     path = tmp_path / f"model.{reader}"
     path.write_bytes(content)
     with refuses("BadMagic" if content else "Truncated", *words, where=path):

@@ -102,7 +102,7 @@ def test_random_bytes_decode_to_the_bits_of_ggml(ggml: ctypes.CDLL, kind: GGMLTy
 
 @pytest.mark.live
 @pytest.mark.parametrize("kind", DECODED_BY_GGML, ids=lambda kind: kind.name)
-def test_whatever_ggml_calls_invalid_is_found_here(ggml: ctypes.CDLL, kind: GGMLType):
+def test_blocks_that_ggml_calls_invalid_are_found(ggml: ctypes.CDLL, kind: GGMLType):
     ggml.ggml_validate_row_data.restype = ctypes.c_bool
     ggml.ggml_validate_row_data.argtypes = [ctypes.c_int, ctypes.c_void_p, ctypes.c_size_t]
     blocks = random_blocks(kind, 4096 if BLOCK_SIZES[kind][0] > 1 else 65_536)
@@ -213,7 +213,7 @@ MADE = {
 
 @pytest.mark.live
 @pytest.mark.parametrize("kind", MADE)
-@pytest.mark.parametrize("ggml_type", [one for one in LARGEST if one is not GGMLType.F32], ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", [one for one in LARGEST if one is not GGMLType.F32], ids=lambda kind: kind.name)
 def test_the_bytes_are_those_of_ggml(ggml_type: GGMLType, kind: str):
     values = np.asarray(MADE[kind](np.random.default_rng(0)), np.float32)
     assert np.array_equal(encoded(values, ggml_type), encoded_by_ggml(values, ggml_type))
@@ -224,7 +224,7 @@ def test_f32_keeps_every_bit(rng: np.random.Generator):
     assert encoded(values, GGMLType.F32).tobytes() == values.tobytes()
 
 
-@pytest.mark.parametrize("ggml_type", LARGEST, ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", LARGEST, ids=lambda kind: kind.name)
 def test_a_number_at_the_limit_stays_finite_and_one_beyond_is_refused(ggml_type: GGMLType):
     limit = np.float32(LARGEST[ggml_type])
     values = np.zeros((1, 256), np.float32)
@@ -235,7 +235,7 @@ def test_a_number_at_the_limit_stays_finite_and_one_beyond_is_refused(ggml_type:
         with refuses("OutOfRange", where="x", expected=(f"{limit:.6g}", ggml_type.name), got=f"{beyond:.6g}"):
             encoded(np.where(values > 0, beyond, values), ggml_type)
         with np.errstate(over="ignore"):
-            far = encoding._encode_part(values.reshape(-1) * np.float32(1.005), ggml_type)
+            far = encoding._encode_chunk(values.reshape(-1) * np.float32(1.005), ggml_type)
         assert not np.isfinite(decode(far, ggml_type, values.shape)).all(), "the limit is lower than it need be"
 
 
@@ -246,7 +246,7 @@ def test_a_number_beyond_the_limit_is_refused_in_a_later_part_too():
         encoded(values, GGMLType.F16)
 
 
-@pytest.mark.parametrize("ggml_type", LARGEST, ids=lambda one: one.name)
+@pytest.mark.parametrize("ggml_type", LARGEST, ids=lambda kind: kind.name)
 def test_a_tensor_of_many_parts_equals_its_rows(rng: np.random.Generator, ggml_type: GGMLType):
     values = rng.normal(size=(600, 1024)).astype(np.float32)  # three parts, the last one short
     whole = encoded(values, ggml_type).reshape(600, -1)

@@ -9,7 +9,7 @@ from helpers.refusals import assert_tells, refuses
 import llorch
 from llorch.files import Weights, open_weights, residency
 from llorch.files.layerwise import LayerwiseJobs
-from llorch.files.residency import plan, remembered, working_bytes
+from llorch.files.residency import count_cached_numbers, plan, working_bytes
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.ops.numerics import EXACT, GGML, Numerics
 from llorch.runtime.builtin import builtin_path
@@ -50,7 +50,7 @@ def test_matrices_are_decoded_where_that_fits_and_else_stay_packed(weights: Weig
     assert_tells(plan(weights).describe(), "packed", "0.3 GB", "decoded at load")
 
 
-def test_what_does_not_fit_is_refused_with_the_figures_and_a_way_out(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+def test_model_larger_than_memory_is_refused_with_sizes_and_remedy(weights: Weights, monkeypatch: pytest.MonkeyPatch):
     free(monkeypatch, 1e3)
     with refuses(MemoryError, "Q4_K_M.gguf", "0.3 GB", "(packed, 256 tokens)", "0.0 GB"):
         plan(weights)
@@ -131,7 +131,7 @@ def test_a_hybrid_needs_rows_of_its_attention_layers_alone_and_states_of_one_siz
     net = {"linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 64}
     folder = random_folder("qwen3_5", tmp_path / "m", 0, **wide, **net, linear_value_head_dim=64)  # pyright: ignore
     model = llorch.load(folder)
-    assert remembered(model.config) == (2 * model.config.kv_width, 3 * (8 * 64 * 64 + 3 * (2 * 4 + 8) * 64))
+    assert count_cached_numbers(model.config) == (2 * model.config.kv_width, 3 * (8 * 64 * 64 + 3 * (2 * 4 + 8) * 64))
     taken = taken_by_a_pass(model, np.arange(256) % 100)
     assert taken < working_bytes(model.weights, 256) < 3 * taken
 

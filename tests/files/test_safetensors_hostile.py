@@ -18,20 +18,20 @@ EIGHT = bytes(8)
 SOUND = json.dumps({"a": tensor()}).encode()
 
 
-def one(data: bytes = EIGHT, **fields: object) -> bytes:
+def single_tensor(data: bytes = EIGHT, **fields: object) -> bytes:
     return safetensors_bytes({"a": tensor(**fields)}, data)
 
 
-def named(name: str) -> bytes:
+def tensor_named(name: str) -> bytes:
     return safetensors_bytes({name: tensor()}, EIGHT)
 
 
-def two(first: tuple[int, int], second: tuple[int, int], size: int) -> bytes:
+def two_tensors(first: tuple[int, int], second: tuple[int, int], size: int) -> bytes:
     header = {"a": tensor("U8", [first[1] - first[0]], first), "b": tensor("U8", [second[1] - second[0]], second)}
     return safetensors_bytes(header, bytes(size))
 
 
-def twice(first: str, second: str) -> bytes:
+def two_keys(first: str, second: str) -> bytes:
     return f"{{{first},{second}}}".encode()
 
 
@@ -49,42 +49,42 @@ EXPECTED: dict[str, tuple[str, bytes | Callable[[], bytes]]] = {  # large files 
     "NUL padding": ("Malformed", safetensors_bytes(SOUND + b"\0", EIGHT)),
     "metadata value not a string": ("Malformed", safetensors_bytes({"__metadata__": {"a": 1}})),
     "metadata not an object": ("Malformed", safetensors_bytes({"__metadata__": "a"})),
-    "duplicate __metadata__": ("Malformed", safetensors_bytes(twice('"__metadata__":{}', '"__metadata__":{}'))),
+    "duplicate __metadata__": ("Malformed", safetensors_bytes(two_keys('"__metadata__":{}', '"__metadata__":{}'))),
     "duplicate inner field": (
         "Malformed",
         safetensors_bytes(b'{"a":{"dtype":"F32","dtype":"F32","shape":[2],"data_offsets":[0,8]}}', EIGHT),
     ),
-    "duplicate tensor name": ("Malformed", safetensors_bytes(twice(f'"a":{TENSOR}', f'"a":{TENSOR}'), EIGHT)),
-    "overlap": ("Malformed", two((0, 8), (4, 12), 12)),
-    "shared range": ("Malformed", two((0, 8), (0, 8), 8)),
-    "hole": ("Malformed", two((0, 4), (8, 12), 12)),
-    "first offset not 0": ("Malformed", one(bytes(12), offsets=[4, 12])),
-    "end before begin": ("Malformed", one(offsets=[8, 0])),
-    "negative offset": ("Malformed", one(offsets=[-8, 0])),
-    "float offset": ("Malformed", one(offsets=[0, 8.0])),
-    "bool offset": ("Malformed", one(offsets=[False, 8])),
-    "offset 2^64": ("Malformed", one(offsets=[2**64, 2**64 + 8])),
-    "three offsets": ("Malformed", one(offsets=[0, 4, 8])),
-    "offsets not a list": ("Malformed", one(offsets="08")),
-    "size is not shape times dtype": ("Malformed", one(shape=[3])),
-    "shape overflows": ("TooLarge", one(shape=[2**40, 2**40])),
-    "shape overflows beside a zero": ("TooLarge", one(b"", shape=[0, 2**40, 2**40], offsets=[0, 0])),
-    "negative dimension": ("Malformed", one(shape=[-2])),
-    "4,000 dimensions": ("Malformed", one(shape=[1] * 4000, offsets=[0, 4])),
-    "unknown dtype": ("Unsupported", one(dtype="F31")),
-    "lower-case dtype": ("Unsupported", one(dtype="f32")),
-    "dtype not a string": ("Unsupported", one(dtype=["F32"])),
-    "trailing data": ("Malformed", one(bytes(9))),
-    "missing data": ("Truncated", one(bytes(7))),
+    "duplicate tensor name": ("Malformed", safetensors_bytes(two_keys(f'"a":{TENSOR}', f'"a":{TENSOR}'), EIGHT)),
+    "overlap": ("Malformed", two_tensors((0, 8), (4, 12), 12)),
+    "shared range": ("Malformed", two_tensors((0, 8), (0, 8), 8)),
+    "hole": ("Malformed", two_tensors((0, 4), (8, 12), 12)),
+    "first offset not 0": ("Malformed", single_tensor(bytes(12), offsets=[4, 12])),
+    "end before begin": ("Malformed", single_tensor(offsets=[8, 0])),
+    "negative offset": ("Malformed", single_tensor(offsets=[-8, 0])),
+    "float offset": ("Malformed", single_tensor(offsets=[0, 8.0])),
+    "bool offset": ("Malformed", single_tensor(offsets=[False, 8])),
+    "offset 2^64": ("Malformed", single_tensor(offsets=[2**64, 2**64 + 8])),
+    "three offsets": ("Malformed", single_tensor(offsets=[0, 4, 8])),
+    "offsets not a list": ("Malformed", single_tensor(offsets="08")),
+    "size is not shape times dtype": ("Malformed", single_tensor(shape=[3])),
+    "shape overflows": ("TooLarge", single_tensor(shape=[2**40, 2**40])),
+    "shape overflows beside a zero": ("TooLarge", single_tensor(b"", shape=[0, 2**40, 2**40], offsets=[0, 0])),
+    "negative dimension": ("Malformed", single_tensor(shape=[-2])),
+    "4,000 dimensions": ("Malformed", single_tensor(shape=[1] * 4000, offsets=[0, 4])),
+    "unknown dtype": ("Unsupported", single_tensor(dtype="F31")),
+    "lower-case dtype": ("Unsupported", single_tensor(dtype="f32")),
+    "dtype not a string": ("Unsupported", single_tensor(dtype=["F32"])),
+    "trailing data": ("Malformed", single_tensor(bytes(9))),
+    "missing data": ("Truncated", single_tensor(bytes(7))),
     "JSON 10,000 deep": ("Malformed", safetensors_bytes(b"[" * 10_000 + b"]" * 10_000)),
     "JSON 100,000 deep": ("Malformed", safetensors_bytes(b'{"a":' + b"[" * 100_000)),
     "JSON 34 deep": ("Malformed", safetensors_bytes(b"[" * 34 + b"]" * 34)),
     "unknown inner field": ("Malformed", safetensors_bytes({"a": tensor() | {"x": 1}}, EIGHT)),
     "inner field absent": ("Malformed", safetensors_bytes({"a": {"dtype": "F32"}}, EIGHT)),
     "entry not an object": ("Malformed", safetensors_bytes({"a": 1})),
-    "empty name": ("Malformed", named("")),
-    "name with NUL": ("Malformed", named("a\0b")),
-    "name ..": ("Malformed", named("..")),
+    "empty name": ("Malformed", tensor_named("")),
+    "name with NUL": ("Malformed", tensor_named("a\0b")),
+    "name ..": ("Malformed", tensor_named("..")),
     "70,000 tensors": (
         "TooLarge",
         lambda: safetensors_bytes({f"t{index}": tensor("U8", [0], [0, 0]) for index in range(70_000)}),
@@ -118,7 +118,7 @@ def test_a_bad_file_is_refused_by_code_with_little_work(tmp_path: Path, name: st
 
 
 @pytest.mark.parametrize(("dtype", "size"), [("BOOL", 1), ("I32", 4), ("F8_E4M3", 1), ("C64", 8)])
-def test_what_is_no_weight_is_refused_when_taken(tmp_path: Path, dtype: str, size: int):
+def test_tensor_that_is_no_weight_is_refused_when_read(tmp_path: Path, dtype: str, size: int):
     path = tmp_path / "x.safetensors"
     path.write_bytes(safetensors_bytes({"a": tensor(dtype, [1], [0, size])}, b"\2" * size))
     with open_safetensors(path) as file, refuses("DType", where="a", got=dtype):
@@ -127,10 +127,10 @@ def test_what_is_no_weight_is_refused_when_taken(tmp_path: Path, dtype: str, siz
 
 def test_a_file_cut_while_open_is_an_error_not_a_dead_process(tmp_path: Path):
     path = tmp_path / "x.safetensors"
-    path.write_bytes(one())
+    path.write_bytes(single_tensor())
     with open_safetensors(path) as file:
-        path.write_bytes(one()[:20])
-        with refuses("Truncated", len(one()), 20, where=path):
+        path.write_bytes(single_tensor()[:20])
+        with refuses("Truncated", len(single_tensor()), 20, where=path):
             file.array("a")
 
 

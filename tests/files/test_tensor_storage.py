@@ -13,7 +13,7 @@ from helpers.refusals import refuses
 from llorch.families.layers import DeltaNet
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
-from llorch.files.tensor_storage import Layout, in_gguf, joined_layout
+from llorch.files.tensor_storage import Layout, fused_layout, in_gguf
 
 NET = DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=6, key_head_dim=4, value_head_dim=5)
 RNG = np.random.default_rng(3)
@@ -159,11 +159,11 @@ def test_wrong_numbers_of_experts_are_one_line(
 
 def test_value_heads_of_qwen_3_5_files_are_dealt_out_to_the_key_heads_in_turn():
     # Head v reads key head v // 3 in Hugging Face; in the file head t reads key head t % 2.
-    tiled = in_gguf("dt_bias", NET, HIDDEN, tiled=True).taken(np.array([0, 3, 1, 4, 2, 5]), (6,))
+    tiled = in_gguf("dt_bias", NET, HIDDEN, tiled=True).extract(np.array([0, 3, 1, 4, 2, 5]), (6,))
     assert tiled.tolist() == [0, 1, 2, 3, 4, 5]
-    columns = in_gguf("out_proj", NET, HIDDEN, tiled=True).taken(np.arange(60).reshape(2, 30), (2, 30))
+    columns = in_gguf("out_proj", NET, HIDDEN, tiled=True).extract(np.arange(60).reshape(2, 30), (2, 30))
     assert columns[0].tolist() == [5 * head + i for head in (0, 2, 4, 1, 3, 5) for i in range(5)]
-    rows = in_gguf("in_qkv", NET, HIDDEN, tiled=True).taken(np.arange(46), (46,))
+    rows = in_gguf("in_qkv", NET, HIDDEN, tiled=True).extract(np.arange(46), (46,))
     assert rows[:26].tolist() == [*range(21), *range(26, 31)]
     same = DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=2, key_head_dim=4, value_head_dim=5)
     assert in_gguf("in_z", same, HIDDEN, tiled=True) == Layout()
@@ -172,16 +172,16 @@ def test_value_heads_of_qwen_3_5_files_are_dealt_out_to_the_key_heads_in_turn():
 def test_queries_keys_values_and_gates_of_qwen3_next_lie_head_after_head():
     matrix = np.array([f"{part}{head}.{i}" for head in range(2) for part, n in zip("qkvz", (4, 4, 15, 15), strict=True)
                        for i in range(n)])  # fmt: skip
-    taken = joined_layout("in_qkv", NET, HIDDEN).taken(matrix, (46,))
+    taken = fused_layout("in_qkv", NET, HIDDEN).extract(matrix, (46,))
     assert [*taken[[0, 4, 8, 12, 16, 31]]] == ["q0.0", "q1.0", "k0.0", "k1.0", "v0.0", "v1.0"]
-    assert joined_layout("in_z", NET, HIDDEN).taken(matrix, (30,))[[0, 14, 15]].tolist() == ["z0.0", "z0.14", "z1.0"]
+    assert fused_layout("in_z", NET, HIDDEN).extract(matrix, (30,))[[0, 14, 15]].tolist() == ["z0.0", "z0.14", "z1.0"]
     pairs = np.array(["b0", "b1", "b2", "a0", "a1", "a2", "b3", "b4", "b5", "a3", "a4", "a5"])
-    assert joined_layout("in_a", NET, HIDDEN).taken(pairs, (6,)).tolist() == ["a0", "a1", "a2", "a3", "a4", "a5"]
+    assert fused_layout("in_a", NET, HIDDEN).extract(pairs, (6,)).tolist() == ["a0", "a1", "a2", "a3", "a4", "a5"]
 
 
 @pytest.mark.parametrize("short", ["in_qkv", "in_z", "in_b", "out_proj", "conv", "decay"])
 @pytest.mark.parametrize("tiled", [False, True])
-def test_what_is_put_into_a_tensor_is_taken_out_of_it(short: str, tiled: bool):
+def test_weights_round_trip_through_their_stored_tensor(short: str, tiled: bool):
     shapes = {
         "in_qkv": (46, HIDDEN), "in_z": (30, HIDDEN), "in_b": (6, HIDDEN), "out_proj": (HIDDEN, 30), "conv": (46, 4),
         "decay": (6,),
@@ -189,15 +189,15 @@ def test_what_is_put_into_a_tensor_is_taken_out_of_it(short: str, tiled: bool):
     layout, weight = in_gguf(short, NET, HIDDEN, tiled=tiled), random(*shapes[short])
     tensor = np.zeros(layout.shape or weight.shape, np.float32)
     layout.put(weight, tensor)
-    assert np.array_equal(layout.taken(tensor, weight.shape), weight)
+    assert np.array_equal(layout.extract(tensor, weight.shape), weight)
 
 
 def test_gains_and_logarithms_are_made_once_in_the_dtype_that_is_asked_for():
     stored = np.array([0.1, -0.3, 1e-9], np.float32)
-    assert np.array_equal(Layout(form="less_one").made(stored, np.float64), 1 + stored.astype(np.float64))
+    assert np.array_equal(Layout(form="less_one").compute(stored, np.float64), 1 + stored.astype(np.float64))
     logarithm = np.array([-3, 0.5, 2.7], np.float32)
-    decay = Layout(form="logarithm").made(logarithm, np.float32)
+    decay = Layout(form="logarithm").compute(logarithm, np.float32)
     assert np.array_equal(decay, (-np.exp(logarithm.astype(np.float64))).astype(np.float32))
     back = np.empty(3, np.float32)
     Layout(form="logarithm").put(decay, back)
-    assert np.array_equal(Layout(form="logarithm").made(back, np.float32), decay)
+    assert np.array_equal(Layout(form="logarithm").compute(back, np.float32), decay)

@@ -15,12 +15,12 @@ from llorch.files.folder import SafetensorsFolder
 from llorch.files.gguf import GGUFFile, open_gguf
 
 
-def same(one: Weights, other: Weights) -> bool:
-    return one.config == other.config and all(np.array_equal(one.array(name), other.array(name)) for name in one)
+def same(a: Weights, b: Weights) -> bool:
+    return a.config == b.config and all(np.array_equal(a.array(name), b.array(name)) for name in a)
 
 
 @pytest.fixture
-def whole(tmp_path: Path) -> Weights:
+def expected_weights(tmp_path: Path) -> Weights:
     return open_weights(write_file(tmp_path / "whole.gguf", gguf_tensors(), GGUF_METADATA))
 
 
@@ -34,11 +34,11 @@ def parts(tmp_path: Path) -> list[Path]:
     return sorted(tmp_path.glob("parts-*.gguf"))
 
 
-def test_a_model_in_parts_opens_from_any_of_them(whole: Weights, parts: list[Path]):
+def test_a_model_in_parts_opens_from_any_of_them(expected_weights: Weights, parts: list[Path]):
     assert [path.name for path in parts] == [f"parts-0000{n}-of-00003.gguf" for n in (1, 2, 3)]
     for path in parts:
         weights = open_weights(path)
-        assert same(weights, whole)
+        assert same(weights, expected_weights)
         assert len(weights.source.fingerprint) == 3
         weights.source.close()
         with pytest.raises(ValueError, match="closed"):
@@ -103,11 +103,11 @@ def test_numbers_of_parts_without_meaning_are_refused(tmp_path: Path, number: in
         open_gguf(path)
 
 
-def test_norms_with_axes_of_length_one_are_read(tmp_path: Path, whole: Weights):
+def test_norms_with_axes_of_length_one_are_read(tmp_path: Path, expected_weights: Weights):
     tensors = {name: array[None, None] if array.ndim == 1 else array for name, array in gguf_tensors().items()}
     weights = open_weights(write_file(tmp_path / "m.gguf", tensors, GGUF_METADATA))
     assert weights.source.tensors["output_norm.weight"].shape[:2] == (1, 1)
-    assert same(weights, whole)
+    assert same(weights, expected_weights)
 
 
 def test_text_that_is_not_utf8_matters_only_where_it_is_needed(tmp_path: Path):

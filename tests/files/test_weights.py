@@ -241,7 +241,7 @@ def test_an_array_is_the_same_in_every_variant_and_has_its_dtype(weights: Weight
     np.testing.assert_array_equal(variant[MATRIX].dequantize(), weights[MATRIX], strict=True)
 
 
-def test_what_is_decoded_lies_in_memory_once_for_all_variants(weights: Weights):
+def test_decoded_weights_are_shared_by_all_variants(weights: Weights):
     array = weights.using(GGML).array(MATRIX)
     assert weights.array(MATRIX) is array
     assert weights.using(GGML)[MATRIX].dequantize() is array

@@ -68,7 +68,7 @@ def test_checkpoint_13_rows_are_all_looked_at():
 
 
 @pytest.mark.parametrize(
-    ("mode", "stages", "least", "most"),
+    ("mode", "stages", "least", "greatest"),
     [
         ("isolated", {"embed", "k_cache", "v_cache"}, 0.0, 0.0),  # the same bits
         ("isolated", {"attn_residual", "block_out"}, FLOOR, FLOOR),
@@ -77,9 +77,9 @@ def test_checkpoint_13_rows_are_all_looked_at():
         ("free", {"logits"}, 0.01, 0.7),  # of IQ1_M: its steps are the widest, and every value may be near an edge
     ],
 )
-def test_checkpoint_13_grants_what_is_derived(mode: str, stages: set[str], least: float, most: float):
+def test_checkpoint_13_grants_what_is_derived(mode: str, stages: set[str], least: float, greatest: float):
     tolerance = [c.tolerance.error for c in quantised_rows() if c.mode == mode and c.stage_ref.name in stages]
-    assert least <= max(tolerance) <= most
+    assert least <= max(tolerance) <= greatest
 
 
 def test_checkpoint_13_has_eight_distinct_tokens():

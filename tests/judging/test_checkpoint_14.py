@@ -9,7 +9,7 @@ from functools import cache
 from itertools import product
 
 import pytest
-from helpers.kept_suites import torch_rows as rows
+from helpers.kept_suites import compare_torch as rows
 from helpers.stored_rows import WHOLE, suffixes
 from helpers.torch_targets import CPU, CUDA
 
@@ -35,7 +35,7 @@ def config_of(model: str) -> ModelConfig:
     return open_weights(builtin_path(model)).config
 
 
-def shown(config: ModelConfig, target: str, variant: str) -> list[str]:
+def compared_stages(config: ModelConfig, target: str, variant: str) -> list[str]:
     hidden = VARIANTS[variant].hidden
     if hidden is None:  # compiled attention has these dtypes
         compiled = library() is not None and target in ("torch-cpu-float32", "torch-cpu-bfloat16")
@@ -50,7 +50,7 @@ def expected(target: str, variant: str, model: str) -> Iterator[tuple[str, str, 
         yield "00", "exact", "tensors", "reader"
         yield "00", "exact", "token_ids", "llamacpp"
     for engine in ENGINES if not target.endswith("float64") else (FLOAT64_REFERENCE,):
-        for stage in (stage for stage in STAGES if stage.name in shown(config, target, variant)):
+        for stage in (stage for stage in STAGES if stage.name in compared_stages(config, target, variant)):
             yield stage.checkpoint, "isolated", stage.name, engine
             yield stage.checkpoint, "chained", stage.name, engine
             yield "03", "decode", stage.name, engine

@@ -42,7 +42,7 @@ def test_of_two_dumps_the_tokens_that_both_have_are_compared(trace: Mapping[str,
     last = (len(IDS.ids) - 1,)
     names = ("embed", "l0.q_rope", "l0.attn_scores", "logits")
     rows = {name: trace[name][:, -1:] if name == "l0.attn_scores" else trace[name][-1:] for name in names}
-    dumped = {(0, name): DumpedArray(name, "float32", lambda at=name: rows[at], last) for name in names}
+    dumped = {(0, name): DumpedArray(name, "float32", lambda stage_key=name: rows[stage_key], last) for name in names}
     few = Side.of_stages(StageDump("x", (IDS,), dumped))
     for found in (diff(few, side(trace)), diff(side(trace), few)):
         ((_, report),) = found
@@ -57,11 +57,13 @@ def test_what_was_stored_in_half_precision_is_held_to_its_steps(trace: Mapping[s
     assert report.first_divergence == "l0.q_proj"
 
 
-@pytest.mark.parametrize(("theirs", "guard"), [(Tokens(IDS.ids, 7), "positions"), (Tokens((3, 1, 4, 15, 8)), "ids")])
-def test_other_tokens_are_refused(theirs: Tokens, guard: str, trace: Mapping[str, np.ndarray]):
-    wanted = f"{','.join(map(str, theirs.ids))} from {theirs.first_position}"
+@pytest.mark.parametrize(
+    ("other_tokens", "guard"), [(Tokens(IDS.ids, 7), "positions"), (Tokens((3, 1, 4, 15, 8)), "ids")]
+)
+def test_other_tokens_are_refused(other_tokens: Tokens, guard: str, trace: Mapping[str, np.ndarray]):
+    wanted = f"{','.join(map(str, other_tokens.ids))} from {other_tokens.first_position}"
     with refuses(GuardFailed, "pass 0", expected=wanted, got="3,1,4,15,9 from 0", where="x") as refused:
-        list(diff(side(trace), side(trace, tokens=theirs)))
+        list(diff(side(trace), side(trace, tokens=other_tokens)))
     assert refused.value.guard == guard
 
 

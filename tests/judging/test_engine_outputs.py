@@ -6,12 +6,12 @@ from unittest.mock import Mock, call
 
 import numpy as np
 import pytest
-from helpers.golden_files import unpacked
+from helpers.golden_files import read_unpacked
 from helpers.refusals import refuses
 from helpers.stored_goldens import golden_of
 
 from llorch.engines import LoadPath, ReferenceEngine
-from llorch.engines.interface import one_by_one
+from llorch.engines.interface import call_each
 from llorch.families.layers import Layer, Temperature
 from llorch.files import open_weights
 from llorch.judging.goldens.float64_reference import require_numbers
@@ -30,7 +30,7 @@ from llorch.judging.goldens.forward import (
     sha256,
 )
 from llorch.judging.goldens.quantised import FOLDER as QUANTISED
-from llorch.judging.verify import stored, unable_for
+from llorch.judging.verify import stored, unable_engines
 from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.stages.stage_ref import Pass
 
@@ -39,9 +39,9 @@ def thin(model: str = "micro-llama") -> Golden:
     """Goldens with one number of each array, which are written and read quickly."""
     golden = golden_of(model)
 
-    def cut(shown: EngineOutput) -> EngineOutput:
-        arrays = {name: array.reshape(-1)[:1] for name, array in shown.arrays().items()}
-        return EngineOutput.from_arrays(arrays, shown.load_path)
+    def cut(engine_output: EngineOutput) -> EngineOutput:
+        arrays = {name: array.reshape(-1)[:1] for name, array in engine_output.arrays().items()}
+        return EngineOutput.from_arrays(arrays, engine_output.load_path)
 
     whole, engine_outputs = golden.reference, {name: cut(shown) for name, shown in golden.engine_outputs.items()}
     reference = replace(whole, engine_output=cut(whole.engine_output), step_logits=whole.step_logits[:1, :1])
@@ -90,7 +90,7 @@ def test_saving_twice_gives_the_same_bytes_and_reading_gives_the_same_arrays(tmp
         save(tmp_path / folder, thin())
     for file in (tmp_path / "whole").iterdir():
         assert (tmp_path / "one" / file.name).read_bytes() == (tmp_path / "two" / file.name).read_bytes()
-        assert unpacked(file) == unpacked(goldens_folder() / "micro-llama" / file.name)
+        assert read_unpacked(file) == read_unpacked(goldens_folder() / "micro-llama" / file.name)
     again = read(tmp_path / "whole")
     assert again.reference.isolated == golden.reference.isolated
     assert again.cases == golden.cases
@@ -136,8 +136,8 @@ def test_engine_is_left_out_only_where_it_is_unsupported(monkeypatch: pytest.Mon
     with refuses(ValueError, {"llamacpp": "why"}, expected={}, where="micro-llama"):
         stored("micro-llama")
     window = replace(open_weights(builtin_path("micro-qwen2")).config, layers=(Layer(window=7),) * 2, n_layers=2)
-    assert list(unable_for(ENGINES, window, range(6), 2)) == ["llamacpp"]
-    assert unable_for(ENGINES, window, range(5), 2) == {}  # no token is too far away to be seen
+    assert list(unable_engines(ENGINES, window, range(6), 2)) == ["llamacpp"]
+    assert unable_engines(ENGINES, window, range(5), 2) == {}  # no token is too far away to be seen
 
 
 def test_the_far_case_begins_before_a_chunk_or_a_step_of_temperature():
@@ -171,7 +171,7 @@ def test_an_engine_is_asked_for_every_case_setting_and_token():
     engine.selected_logits.return_value = np.zeros(50, np.float32)
     engine.probabilities.side_effect = lambda logits, settings, history: logits
     engine.greedy.side_effect = lambda ids, n: [4] * n
-    engine.call_batch.side_effect = partial(one_by_one, engine)
+    engine.call_batch.side_effect = partial(call_each, engine)
     near = (3, 1, 2)
     taken = run_cases(engine, {"near": Pass(near), "far": Pass((3, 1), 400)})
     assert engine.trace.call_args_list == [call(near, first_position=0), call((3, 1), first_position=400)]

@@ -20,7 +20,7 @@ def choice(variance: float) -> ExpertSelection:
 
 
 @pytest.mark.parametrize(
-    ("ours", "verdict", "goes_on"),
+    ("selected_ids", "verdict", "goes_on"),
     [
         ([[0, 1, 2], [4, 3, 2]], PASS, IDS),
         ([[2, 0, 1], [2, 3, 4]], PASS, IDS),  # another order is the same selection; the run continues in the engine's
@@ -31,8 +31,8 @@ def choice(variance: float) -> ExpertSelection:
         ([[0, 1, 5], [4, 3, 2]], FAIL, [[0, 1, 5], [4, 3, 2]]),
     ],
 )
-def test_a_choice(ours: list[list[int]], verdict: str, goes_on: object) -> None:
-    actual = np.array(ours)
+def test_a_choice(selected_ids: list[list[int]], verdict: str, goes_on: object) -> None:
+    actual = np.array(selected_ids)
     expectation = Expectation(TOPK_IDS, "chained", "engine", IDS, EXACT, expert_selection=choice(1e-13))
     comparison = judge(expectation, actual, model="m", backend="numpy")
     assert comparison.verdict == verdict
@@ -59,6 +59,6 @@ def test_a_swap_that_rounding_does_not_explain_fails() -> None:
     assert "expected [2]" in choice(1e-15).note(np.array([[0, 1, 3], [4, 3, 2]]))
 
 
-@pytest.mark.parametrize("ours", [None, IDS.astype(np.float32), IDS[:1]])
-def test_what_cannot_be_compared_fails(ours: np.ndarray | None) -> None:
-    assert choice(1.0).difference(ours).fault
+@pytest.mark.parametrize("selected_ids", [None, IDS.astype(np.float32), IDS[:1]])
+def test_what_cannot_be_compared_fails(selected_ids: np.ndarray | None) -> None:
+    assert choice(1.0).difference(selected_ids).fault

@@ -10,7 +10,7 @@ import pytest
 from builders.tiny_models import GGUF_METADATA, VOCAB, gguf_tensors, random_tensors, write_file, write_folder
 from helpers.refusals import refuses
 
-from llorch.engines import OURS, EngineName, LoadPath, ReferenceEngine, open_here
+from llorch.engines import OURS, EngineName, LoadPath, ReferenceEngine, open_in_process
 from llorch.families.config import LinearScaling, ModelConfig
 from llorch.files import Weights, export, open_weights, opening
 from llorch.judging import verify as models
@@ -33,20 +33,20 @@ SCALED = GGUF_METADATA | {"llama.rope.scaling.type": "linear", "llama.rope.scali
 NO_WORDS = {"tokenizer.ggml.model": "none", "llama.vocab_size": VOCAB}
 
 
-def make(what: str, folder: Path) -> Path:
+def make(model_name: str, folder: Path) -> Path:
     """A model by its name: built-in, a type of the micro models of checkpoint 13, or a tiny one made here."""
-    if what.startswith("micro"):
-        return builtin_path(what)
-    if what == "folder":
-        return write_folder(folder / what, random_tensors("llama"))
-    if not what.startswith("file"):
-        return write_model(what, folder)
+    if model_name.startswith("micro"):
+        return builtin_path(model_name)
+    if model_name == "folder":
+        return write_folder(folder / model_name, random_tensors("llama"))
+    if not model_name.startswith("file"):
+        return write_model(model_name, folder)
     tensors, metadata = {n: values * np.float32(0.1) for n, values in gguf_tensors().items()}, GGUF_METADATA
-    if what == "file, scaled":
+    if model_name == "file, scaled":
         metadata = SCALED
-    if what == "file, factors":
+    if model_name == "file, factors":
         tensors["rope_freqs.weight"] = np.array([1.0, 1.5, 3.0, 7.0], np.float32)
-    if what == "file, biased":
+    if model_name == "file, biased":
         tensors |= {n.replace("weight", "bias"): v[:, 0].copy() for n, v in tensors.items() if n[6:] in QKV}
     return write_file(folder / "tiny.gguf", tensors, metadata | NO_WORDS)
 
@@ -56,7 +56,7 @@ QKV = tuple(f"attn_{part}.weight" for part in "qkv")
 
 @pytest.mark.live
 @pytest.mark.parametrize(
-    ("what", "name", "settings", "load_path"),
+    ("model_name", "name", "settings", "load_path"),
     [
         ("micro-llama", "llamacpp", {}, LLAMACPP),
         ("micro-llama", "llamacpp", {"dtype": "bfloat16"}, COPY),
@@ -78,9 +78,9 @@ QKV = tuple(f"attn_{part}.weight" for part in "qkv")
     ],
 )
 def test_an_engine_says_on_what_route_its_model_came(
-    what: str, name: EngineName, settings: dict, load_path: LoadPath, tmp_path: Path
+    model_name: str, name: EngineName, settings: dict, load_path: LoadPath, tmp_path: Path
 ):
-    with open_here(name, make(what, tmp_path), **settings) as engine:
+    with open_in_process(name, make(model_name, tmp_path), **settings) as engine:
         assert engine.load_path == load_path
         assert stored_load_path({"engines": {name: engine.provenance()}}, name) == load_path
 
@@ -102,8 +102,8 @@ def scaling_read(patch: pytest.MonkeyPatch) -> None:
 def misread(patch: pytest.MonkeyPatch, name: str, change: Callable[[ModelConfig], dict]) -> None:
     right = getattr(opening, name)
 
-    def wrong(*given: object, **named: object) -> ModelConfig:
-        config = right(*given, **named)
+    def wrong(*args: object, **kwargs: object) -> ModelConfig:
+        config = right(*args, **kwargs)
         return replace(config, **change(config))
 
     patch.setattr(opening, name, wrong)
@@ -141,13 +141,13 @@ INJECTED = [  # who disagrees, and whether that is what the routes say
 
 @pytest.mark.nightly_cases(but=["eps_written-folder-red7"])
 @pytest.mark.live
-@pytest.mark.parametrize(("inject", "what", "red"), INJECTED)
+@pytest.mark.parametrize(("inject", "model_name", "red"), INJECTED)
 def test_a_mistake_of_our_reader_or_writer_is_red_where_rows_say_that_it_was_not_in_the_way(
-    inject: Callable, what: str, red: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    inject: Callable, model_name: str, red: set[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    path = make(what, tmp_path)
+    path = make(model_name, tmp_path)
     for module in (models, float64_reference):
-        monkeypatch.setattr(module, "open_engine", here)
+        monkeypatch.setattr(module, "open_engine", open_in_this_process)
     monkeypatch.setattr(models, "start", lambda engines: None)
     inject(monkeypatch)
     plan = plan_live(open_weights(path), IDS, ENGINES)
@@ -159,9 +159,9 @@ def test_a_mistake_of_our_reader_or_writer_is_red_where_rows_say_that_it_was_not
     assert {name for name, load_path in routes.items() if shows(load_path, inject.__name__)} == red
 
 
-def here(*given: Any, progress: object = None, **named: Any) -> ReferenceEngine:
+def open_in_this_process(*args: Any, progress: object = None, **kwargs: Any) -> ReferenceEngine:
     """An engine in this process, where mistakes are planted."""
-    return open_here(*given, **named)
+    return open_in_process(*args, **kwargs)
 
 
 def shows(load_path: LoadPath, mistake: str) -> bool:

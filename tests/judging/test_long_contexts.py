@@ -12,12 +12,12 @@ from helpers.refusals import refuses
 
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.files import Weights
-from llorch.judging.expectations.long_contexts import IN_PARTS, WHOLE, bounds_of
+from llorch.judging.expectations.long_contexts import IN_PARTS, WHOLE, chunk_bounds
 from llorch.judging.goldens.long_contexts import LAST, N_LONG, read_long, save_long
 from llorch.judging.runners import Runner
 from llorch.judging.runners.numpy import FLOAT64, NumpyRunner
 from llorch.judging.types import Comparison
-from llorch.judging.verify import stored, stored_long
+from llorch.judging.verify import open_long_golden, stored
 from llorch.runtime.builtin import EVERY
 from llorch.stages.comparison import FAIL, PASS, Difference
 from llorch.stages.stage_ref import Pass
@@ -44,7 +44,7 @@ def long_rows(model: str, backend: str) -> list[Comparison]:
     if backend == "torch":
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     weights, _ = stored(model)
-    return [*stored_long(model, weights).comparisons(BACKENDS[backend](weights))]
+    return [*open_long_golden(model, weights).comparisons(BACKENDS[backend](weights))]
 
 
 PLAIN = ("story-*", "micro-mistral-*", "micro-qwen2-numpy", "micro-qwen3.5-numpy", "micro-qwen3-moe-numpy")
@@ -62,8 +62,8 @@ def test_long_contexts_and_far_positions_equal_the_reference(model: str, backend
 
 def test_a_long_text_is_cut_into_chunks_of_three_sizes_and_single_steps():
     _, golden = stored(MODEL)
-    long = stored_long(MODEL, stored(MODEL)[0]).golden.cases["long"]
-    sizes = np.diff(bounds_of(long)[IN_PARTS])
+    long = open_long_golden(MODEL, stored(MODEL)[0]).golden.cases["long"]
+    sizes = np.diff(chunk_bounds(long)[IN_PARTS])
     assert len(long.ids) == N_LONG
     assert {7, 64, 513, 1} <= set(sizes.tolist())
     assert sizes.sum() == N_LONG
@@ -74,14 +74,14 @@ def test_a_long_text_is_cut_into_chunks_of_three_sizes_and_single_steps():
 class Silent(NumpyRunner):
     """A runner that never shows one stage."""
 
-    def in_parts(self, this: Pass, bounds: Sequence[int], observe: Callable[[str, np.ndarray, int], None]) -> None:
-        super().in_parts(this, bounds, lambda name, *shown: None if name == "l1.ffn_out" else observe(name, *shown))
+    def in_chunks(self, inputs: Pass, bounds: Sequence[int], observe: Callable[[str, np.ndarray, int], None]) -> None:
+        super().in_chunks(inputs, bounds, lambda name, *args: None if name == "l1.ffn_out" else observe(name, *args))
 
 
 def test_a_stage_that_never_arrives_fails_in_every_case_and_mode():
     weights, _ = stored(MODEL)
-    suite = stored_long(MODEL, weights)
-    far = {case: this for case, this in suite.golden.cases.items() if case != "long"}
+    suite = open_long_golden(MODEL, weights)
+    far = {case: inputs for case, inputs in suite.golden.cases.items() if case != "long"}
     suite.golden = replace(suite.golden, cases=far)  # a long text takes seconds
     comparisons = [c for c in suite.comparisons(Silent(weights)) if c.stage_ref.key == "l1.ffn_out"]
     assert {(c.stage_ref.run, c.mode) for c in comparisons} == {(case, WHOLE) for case in far}
@@ -89,7 +89,7 @@ def test_a_stage_that_never_arrives_fails_in_every_case_and_mode():
 
 
 def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):
-    golden = stored_long(MODEL, stored(MODEL)[0]).golden
+    golden = open_long_golden(MODEL, stored(MODEL)[0]).golden
     save_long(tmp_path, replace(golden, distances={}))
     with refuses(ValueError, "no engine", "long", "regenerate.py"):
         read_long(tmp_path)
@@ -102,7 +102,7 @@ def test_goldens_whose_tolerance_could_not_fail_are_refused(tmp_path: Path):
 @pytest.mark.nightly_cases("long.safetensors.xz")
 @pytest.mark.parametrize("missing", ["long.json", "long.safetensors.xz"])
 def test_a_missing_golden_of_long_contexts_is_an_error(tmp_path: Path, missing: str):
-    save_long(tmp_path, stored_long(MODEL, stored(MODEL)[0]).golden)
+    save_long(tmp_path, open_long_golden(MODEL, stored(MODEL)[0]).golden)
     (tmp_path / missing).unlink()
     with refuses(FileNotFoundError, tmp_path / missing, "regenerate.py"):
         read_long(tmp_path)
@@ -166,7 +166,7 @@ def blind_to_itself(right: Any) -> Any:
 
 
 def turned_again(right: Any) -> Any:
-    return lambda positions, **how: right(positions % 16384, **how)
+    return lambda positions, **kwargs: right(positions % 16384, **kwargs)
 
 
 def half_keys(right: Any) -> Any:

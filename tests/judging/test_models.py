@@ -39,23 +39,23 @@ def engines(monkeypatch: pytest.MonkeyPatch) -> Callable[[Mapping[str, EngineOut
     """Have the engines show what a test hands over."""
 
     @contextmanager
-    def opened(name: str, *given: object, **named: object) -> Iterator[Engine]:
+    def opened(name: str, *args: object, **kwargs: object) -> Iterator[Engine]:
         yield Engine(name)
 
     def show(engine_outputs: Mapping[str, EngineOutput], reference: ReferenceOutput = GOLDEN.reference) -> None:
         monkeypatch.setattr(models, "start", lambda names: None)
         monkeypatch.setattr(models, "open_engine", opened)
         monkeypatch.setattr(models, "run_cases", lambda engine, cases, *, n_greedy: engine_outputs[engine.name])
-        monkeypatch.setattr(models, "run_reference", lambda *given, **named: reference)
+        monkeypatch.setattr(models, "run_reference", lambda *args, **kwargs: reference)
 
     return show
 
 
-def with_value(shown: EngineOutput, value: float, name: str = AT) -> EngineOutput:
+def with_value(engine_output: EngineOutput, value: float, name: str = AT) -> EngineOutput:
     """The same, but for one number."""
-    arrays = {key: array.copy() for key, array in shown.arrays().items()}
+    arrays = {key: array.copy() for key, array in engine_output.arrays().items()}
     arrays[name].flat[3] = value
-    return EngineOutput.from_arrays(arrays, shown.load_path)
+    return EngineOutput.from_arrays(arrays, engine_output.load_path)
 
 
 def asked(failed: dict[str, str] | None) -> LiveOutput:

@@ -20,7 +20,7 @@ from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.goldens.forward import EngineOutput
 from llorch.judging.runner_check import RunnerCheck
-from llorch.judging.runners.numpy import EDGE, GgmlRunner, adopt_edges, emulated, rounded_stages, run
+from llorch.judging.runners.numpy import EDGE, GgmlRunner, describe_rounding, replace_flips, rounded_stages, run
 from llorch.judging.types import Comparison
 from llorch.judging.verify import verify_ggml
 from llorch.model.model import Model
@@ -111,7 +111,7 @@ def test_matrices_of_several_tiles_are_decoded_as_ggml_does_and_counted_once(
     monkeypatch.setattr("llorch.files.packed.TILE", 5 * 256)
     weights = model(folder, "Q8_0").weights
     assert {c.verdict for c in files.decode_rows("m", weights)} == {PASS}
-    monkeypatch.setattr(files, "in_child", lambda *what: in_child(*what)[::-1])
+    monkeypatch.setattr(files, "in_child", lambda *args: in_child(*args)[::-1])
     (comparison,) = files.decode_rows("m", weights)
     assert (comparison.stage_ref.name, comparison.verdict, comparison.difference.error) == ("decode.Q8_0", FAIL, 1.0)
 
@@ -148,15 +148,15 @@ def suite(
 
 
 @pytest.mark.parametrize(
-    ("ours", "selected", "ties"), [(1, 1, True), (1.01, 1, False), (1, 1.001, True), (1, 2, False)]
+    ("divisor", "selected", "ties"), [(1, 1, True), (1.01, 1, False), (1, 1.001, True), (1, 2, False)]
 )
-def test_only_flips_between_two_runs_of_llama_cpp_excuse_a_failure(folder: Path, ours, selected, ties):
-    made, runner = suite(folder, IDS, 1, lambda logits: logits / np.float32(ours))
+def test_only_flips_between_two_runs_of_llama_cpp_excuse_a_failure(folder: Path, divisor, selected, ties):
+    made, runner = suite(folder, IDS, 1, lambda logits: logits / np.float32(divisor))
     row = runner.last_row(made.cases["near"])
     shown = replace(made.engine_outputs["llamacpp"], selected_logits=row * np.float32(selected))
     for checkpoint in ("09", "10"):
         failed = compare_exact(StageRef(checkpoint, "argmax"), "llamacpp", 1.0, "said before", model="m")
-        comparison = RunnerCheck(made, runner)._beside_one_pass(failed, row, shown)
+        comparison = RunnerCheck(made, runner)._allow_batch_result(failed, row, shown)
         assert comparison.verdict == (TIE if ties else FAIL)
         assert comparison.note.startswith("said before")
         assert ("llama.cpp" in comparison.note) == ties
@@ -171,7 +171,7 @@ def test_two_runs_of_llama_cpp_may_be_apart_as_far_as_flips_move_them_and_no_far
     selected = row * (1 + share * min(most.error, most.worst))  # as far off in every number
     shown = replace(made.engine_outputs["llamacpp"], selected_logits=selected.astype(row.dtype))
     failed = compare_exact(StageRef("09", "selected_logits"), "llamacpp", 1.0, "", model="m")
-    assert RunnerCheck(made, runner)._beside_one_pass(failed, row, shown).verdict == verdict
+    assert RunnerCheck(made, runner)._allow_batch_result(failed, row, shown).verdict == verdict
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [(-1.0, PASS), (1e-3, TIE), (1.0, FAIL)])
@@ -204,7 +204,7 @@ def test_float64_forward_stays_float64_through_quantised_matrices(folder: Path):
 def test_a_value_on_the_edge_of_two_codes_is_replaced_and_counted(kind):
     golden = np.random.default_rng(1).normal(0, 1, (300, 2048)).astype(np.float32)
     ours = (golden * (1 + 1e-6 * np.random.default_rng(2).uniform(-1, 1, golden.shape))).astype(np.float32)
-    mixed, n_flips, n_refused = adopt_edges(ours, golden, kind, np.abs(golden) * 2e-6)
+    mixed, n_flips, n_refused = replace_flips(ours, golden, kind, np.abs(golden) * 2e-6)
     assert n_flips > 0
     assert n_refused == 0
     apart = np.abs(round_activations(mixed, kind) - round_activations(golden, kind))
@@ -221,14 +221,14 @@ def test_a_value_on_the_edge_of_two_codes_is_replaced_and_counted(kind):
 def test_a_value_that_was_wrong_before_it_was_rounded_stays_ours(kind, wrong: float):
     golden = np.random.default_rng(1).normal(0, 1, (3, 2048)).astype(np.float32)
     ours = golden * np.float32(wrong)
-    mixed, n_flips, n_refused = adopt_edges(ours, golden, kind, np.abs(golden) * 1e-5)
+    mixed, n_flips, n_refused = replace_flips(ours, golden, kind, np.abs(golden) * 1e-5)
     assert n_flips == 0 < n_refused
     np.testing.assert_array_equal(mixed, ours)
 
 
 def test_equal_values_have_no_flips_and_nothing_is_replaced():
     x = np.random.default_rng(1).normal(0, 1, (3, 512)).astype(np.float32)
-    same, *counts = adopt_edges(x, x.copy(), "Q8_K", np.zeros_like(x))
+    same, *counts = replace_flips(x, x.copy(), "Q8_K", np.zeros_like(x))
     assert counts == [0, 0]
     assert same is x
 
@@ -246,8 +246,8 @@ def test_which_stages_are_rounded_follows_from_types_and_cache(folder: Path):
 
 
 def test_the_rounding_is_named(folder: Path):
-    assert re.findall(TYPE, emulated(model(folder, "Q4_K_M").weights)) == ["Q4_K", "Q6_K", "Q8_K"]
-    inputs, cache = emulated(model(folder, "Q8_0", F16_CACHE).weights).split("; ")
+    assert re.findall(TYPE, describe_rounding(model(folder, "Q4_K_M").weights)) == ["Q4_K", "Q6_K", "Q8_K"]
+    inputs, cache = describe_rounding(model(folder, "Q8_0", F16_CACHE).weights).split("; ")
     assert (re.findall(TYPE, inputs), re.findall(TYPE, cache)) == (["Q8_0", "Q8_0"], ["F16", "F16"])
     assert_tells(cache, "cache", "queries", "probabilities")
-    assert emulated(open_weights(builtin_path("story"))) == ""
+    assert describe_rounding(open_weights(builtin_path("story"))) == ""

@@ -35,7 +35,7 @@ def test_every_type_that_rounds_its_inputs_has_a_model_of_its_own():
 def test_all_matrices_have_the_type_of_the_recipe(name: str, tmp_path: Path):
     recipe, weights = MODELS[name], open_weights(write_model(name, tmp_path))
     stored = {weight: weights.stored_type(weight) for weight in weights if len(weights.shape(weight)) == 2}
-    assert stored == {weight: recipe.others.get(weight, recipe.ggml_type) for weight in stored}
+    assert stored == {weight: recipe.exceptions.get(weight, recipe.ggml_type) for weight in stored}
     assert {weights.stored_type(weight) for weight in weights if len(weights.shape(weight)) == 1} == {GGMLType.F32}
     assert weights.config == recipe.config
     assert isinstance(weights.source, GGUFFile)
@@ -46,7 +46,7 @@ def test_the_mixed_model_is_mixed_as_llama_quantize_mixes_it():
     recipe = MODELS["Q4_K_M"]
     more_bits = {"lm_head", "layers.1.v_proj", "layers.1.down_proj"}
     assert recipe.types == {GGMLType.Q4_K, GGMLType.Q6_K}
-    assert {name for name, kind in recipe.others.items() if kind is GGMLType.Q6_K} == more_bits
+    assert {name for name, kind in recipe.exceptions.items() if kind is GGMLType.Q6_K} == more_bits
 
 
 def test_all_families_occur_and_common_types_are_llama():

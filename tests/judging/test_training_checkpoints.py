@@ -7,14 +7,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from helpers.kept_suites import kept
+from helpers.kept_suites import reuse_suites
 from helpers.refusals import refuses
 from helpers.stored_goldens import training_golden_of, training_weights_of
 from helpers.training_rows import ON_CUDA, TARGETS, WIDE, backends, comparisons, require_all
 
 from llorch.judging.expectations.adapter_files import EXPORTS
 from llorch.judging.expectations.training import verify_training_stored
-from llorch.judging.expectations.training_places import LOADED_BY
+from llorch.judging.expectations.training_refs import LOADED_BY
 from llorch.judging.goldens.training import FILES, MODELS
 from llorch.judging.goldens.training_recipe import CURVE, LORA, OPTIMIZER, RSLORA, make_adapter
 from llorch.judging.tolerances.training import ceiling
@@ -44,7 +44,7 @@ def as_parameter(number: str, backend: str, model: str) -> Any:
 
 @pytest.fixture(autouse=True, scope="module")
 def limits_are_derived_once() -> Iterator[None]:
-    with kept():
+    with reuse_suites():
         yield
 
 
@@ -93,8 +93,8 @@ def test_checkpoint_15_covers_all_matrices_of_all_layers(model: str):
 def test_checkpoint_16_has_batches_that_show_mistakes(model: str):
     golden = training_golden_of(model)
     first = golden.batches[0]
-    assert len({len(row) for row in golden.rows[0].ids}) == 2  # so there is padding
-    assert all(prompt > 1 for prompt in golden.rows[0].prompts)  # and there are prompts that are not learned
+    assert len({len(row) for row in golden.stored_batches[0].ids}) == 2  # so there is padding
+    assert all(prompt > 1 for prompt in golden.stored_batches[0].prompts)  # and there are prompts that are not learned
     assert len({*first.ids[first.documents >= 0].tolist()}) >= 8
     n_trained = [batch.n_trained for batch in golden.batches]
     assert len({*n_trained}) > 1  # so a mean of means is another number

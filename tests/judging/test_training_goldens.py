@@ -7,12 +7,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.golden_files import unpacked
+from helpers.golden_files import read_unpacked
 from helpers.refusals import assert_tells, refuses
 from helpers.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.judging.expectations.training import comparisons, make_expectations
-from llorch.judging.expectations.training_places import MODES
+from llorch.judging.expectations.training_refs import MODES
 from llorch.judging.goldens import store as golden_store
 from llorch.judging.goldens.training import FILES, MODELS, TrainingGolden, names, save
 from llorch.ops.numerics import DtypeName
@@ -36,7 +36,7 @@ def test_goldens_are_written_as_the_bytes_that_were_read(
     monkeypatch.setattr(golden_store, "_FILTERS", [{"id": lzma.FILTER_LZMA2, "preset": 0}])  # ten times as fast
     save(tmp_path, golden)
     for name in FILES:
-        assert unpacked(tmp_path / name) == unpacked(goldens_folder() / MODEL / name)
+        assert read_unpacked(tmp_path / name) == read_unpacked(goldens_folder() / MODEL / name)
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -9,7 +9,7 @@ from helpers.stored_goldens import training_golden_of, training_weights_of
 
 from llorch.files.convert import convert
 from llorch.judging.expectations.training import make_expectations
-from llorch.judging.expectations.training_places import ISOLATED, at
+from llorch.judging.expectations.training_refs import ISOLATED, at
 from llorch.judging.goldens.training_recipe import LORA, OPTIMIZER, with_zero_b
 from llorch.judging.tolerances.training import FLOAT64_TOLERANCE
 from llorch.runtime.builtin import builtin_path
@@ -58,14 +58,14 @@ def test_adapter_with_zero_b_gives_the_base_logits(engine):
     fresh = with_zero_b(golden.adapter_for(training_weights_of(MODEL).config))
     seen = engine.forward(fresh, golden.batches[0])[at("adapted_logits")]
     with open_engine("transformers", builtin_path(MODEL), n_threads=1) as base:
-        rows = [base.logits(ids) for ids in golden.rows[0].ids]
+        rows = [base.logits(ids) for ids in golden.stored_batches[0].ids]
     np.testing.assert_allclose(seen, np.concatenate(rows), rtol=0, atol=2e-5)
 
 
 def test_the_norm_is_that_of_the_gradients_before_clipping(engine):
     golden = training_golden_of(MODEL)
     adapter = golden.adapter_for(training_weights_of(MODEL).config, LORA)
-    found = engine.steps(adapter, [[golden.batches[0]]], OPTIMIZER, shown=(1,))
+    found = engine.steps(adapter, [[golden.batches[0]]], OPTIMIZER, recorded_steps=(1,))
     grads = [array for place, array in found.items() if place.stage == "given"]
     assert len(grads) == len(adapter.flat())
     norm = np.sqrt(sum(float(np.square(grad, dtype=np.float64).sum()) for grad in grads))

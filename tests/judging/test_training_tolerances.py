@@ -12,26 +12,26 @@ import pytest
 import torch
 from helpers.refusals import refuses
 from helpers.stored_goldens import training_golden_of, training_weights_of
-from helpers.torch_targets import on
+from helpers.torch_targets import target_or_skip
 
 from llorch.files import open_weights
 from llorch.judging.expectations.training import make_expectations
-from llorch.judging.expectations.training_places import at
+from llorch.judging.expectations.training_refs import at
 from llorch.judging.goldens.training import FILES, HALF_DTYPES, MODELS, golden_name
 from llorch.judging.goldens.training_recipe import OPTIMIZER
-from llorch.judging.runners.training_torch import TorchTrainingRunner, torch_rows, verify_training_torch
+from llorch.judging.runners.training_torch import TorchTrainingRunner, compare_torch, verify_training_torch
 from llorch.judging.tolerances import training as limits
 from llorch.judging.tolerances.training import (
     CEILINGS,
     FLOAT64_TOLERANCE,
     FROM_FLOAT32,
-    NUMPY_ALONE,
+    NUMPY_ONLY,
     amplification,
+    can_show_mistakes,
     ceiling,
     of_dump,
     of_parameters,
-    shows,
-    wide_limit,
+    tolerance_in_float64,
 )
 from llorch.runtime.builtin import builtin_path, goldens_folder
 from llorch.stages.comparison import FACTOR, FLOORS, Tolerance
@@ -63,7 +63,7 @@ def test_every_group_of_15_to_19_is_compared_in_half_precision(model: str):
     golden = training_golden_of(model)
     every = make_expectations(golden, training_weights_of(model).config, DTYPE)
     found = {expectation.stage_ref.stage for expectation in every}
-    assert BY_GROUP.keys() - found == {"adapter_file", "norm_curve", *NUMPY_ALONE}
+    assert BY_GROUP.keys() - found == {"adapter_file", "norm_curve", *NUMPY_ONLY}
     own = {(mode, name) for mode, groups in golden.tolerances[DTYPE].items() for name in groups}
     assert not own & {("isolated", name) for name in FROM_FLOAT32}
 
@@ -79,12 +79,12 @@ def test_stage_keys_are_listed_once_for_all_expectations(monkeypatch):
 def test_parameters_are_compared_isolated_but_not_chained():
     moved = at("parameters", 0, "q_proj.lora_A", "step 1")
     second = at("first_moment", 0, "q_proj.lora_A", "step 2")
-    assert not shows(moved, "chained", DTYPE)
-    assert shows(moved, "isolated", DTYPE)
-    assert not shows(second, "chained", DTYPE)
-    assert shows(replace(second, case="step 1"), "chained", DTYPE)
-    assert not shows(at("norm_curve", case="curve"), "chained", DTYPE)
-    assert shows(at("loss_curve", case="curve"), "chained", DTYPE)
+    assert not can_show_mistakes(moved, "chained", DTYPE)
+    assert can_show_mistakes(moved, "isolated", DTYPE)
+    assert not can_show_mistakes(second, "chained", DTYPE)
+    assert can_show_mistakes(replace(second, case="step 1"), "chained", DTYPE)
+    assert not can_show_mistakes(at("norm_curve", case="curve"), "chained", DTYPE)
+    assert can_show_mistakes(at("loss_curve", case="curve"), "chained", DTYPE)
 
 
 def test_a_ceiling_is_the_root_of_the_roundings():
@@ -113,7 +113,11 @@ def test_a_run_whose_adapter_is_in_half_precision_is_refused(monkeypatch: pytest
 
     monkeypatch.setattr(TorchTrainingRunner, "_worker", rounded)
     with refuses(TypeError, "BFloat16"):
-        list(torch_rows(MODEL, training_weights_of(MODEL), training_golden_of(MODEL), on("torch-cpu-bfloat16")))
+        list(
+            compare_torch(
+                MODEL, training_weights_of(MODEL), training_golden_of(MODEL), target_or_skip("torch-cpu-bfloat16")
+            )
+        )
 
 
 def test_goldens_without_tolerances_of_half_precision_are_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
@@ -122,12 +126,12 @@ def test_goldens_without_tolerances_of_half_precision_are_refused(tmp_path: Path
     (folder / FILES[1]).write_text(json.dumps(record | {"half_tolerances": {}}))
     monkeypatch.setattr("llorch.judging.expectations.training.goldens_folder", lambda: tmp_path)
     with refuses(ValueError, "missing", "reference_outputs/regenerate.py"):
-        list(verify_training_torch(MODEL, on("torch-cpu-bfloat16")))
+        list(verify_training_torch(MODEL, target_or_skip("torch-cpu-bfloat16")))
 
 
 def test_verify_training_in_float16_is_refused():
     with refuses(ValueError, "float32", "float64", "bfloat16", got="torch-cpu-float16", where="training"):
-        list(verify_training_torch(MODEL, on("torch-cpu-float16")))
+        list(verify_training_torch(MODEL, target_or_skip("torch-cpu-float16")))
 
 
 @pytest.mark.live
@@ -169,8 +173,11 @@ def test_a_first_step_is_as_sensitive_as_its_gradient_is_small():
 
 
 def test_float64_tolerance_has_a_minimum_and_grows_with_amplification():
-    assert (wide_limit(None).error, wide_limit(None).worst) == (FLOAT64_TOLERANCE, FLOAT64_TOLERANCE)
-    tolerance = wide_limit(np.array([0.5, 30.0]))
+    assert (tolerance_in_float64(None).error, tolerance_in_float64(None).worst) == (
+        FLOAT64_TOLERANCE,
+        FLOAT64_TOLERANCE,
+    )
+    tolerance = tolerance_in_float64(np.array([0.5, 30.0]))
     assert (tolerance.error, tolerance.worst) == (FLOAT64_TOLERANCE, pytest.approx(30 * FLOAT64_TOLERANCE))
 
 

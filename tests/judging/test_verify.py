@@ -14,10 +14,10 @@ from llorch.files import open_weights
 from llorch.files.mapped import MappedFile
 from llorch.files.tokenizer import Tokenizer
 from llorch.judging import verify
-from llorch.judging.expectations.files import differing, foreign_tensors, own_tensors
+from llorch.judging.expectations.files import differing, library_tensors, llorch_tensors
 from llorch.judging.goldens.forward import TokenCheck
 from llorch.judging.types import Comparison
-from llorch.judging.verify import foundation_rows, plan_live, token_rows, verify_live, verify_stored
+from llorch.judging.verify import compare_tensors, compare_tokens, plan_live, verify_live, verify_stored
 from llorch.model.model import Model
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.comparison import FAIL, PASS
@@ -26,7 +26,7 @@ PATH = builtin_path("micro-qwen2")
 
 
 def test_both_readers_see_the_same_tensors():
-    assert differing(own_tensors(open_weights(PATH).source), foreign_tensors(PATH)) == []
+    assert differing(llorch_tensors(open_weights(PATH).source), library_tensors(PATH)) == []
 
 
 def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
@@ -34,16 +34,16 @@ def test_one_flipped_bit_of_a_weight_fails_the_foundation(tmp_path: Path):
     content = bytearray(PATH.read_bytes())
     content[-100] ^= 1
     copy.write_bytes(content)
-    (comparison,) = foundation_rows("flipped", own_tensors(open_weights(copy).source), foreign_tensors(PATH))
+    (comparison,) = compare_tensors("flipped", llorch_tensors(open_weights(copy).source), library_tensors(PATH))
     assert comparison.verdict == FAIL
     assert comparison.note.endswith(" (other bytes)")
 
 
 def test_a_tensor_that_one_reader_alone_sees_fails_the_foundation():
-    table = own_tensors(open_weights(PATH).source)
+    table = llorch_tensors(open_weights(PATH).source)
     less = {name: entry for name, entry in table.items() if name != "blk.1.ffn_up.weight"}
     for own, foreign in ((less, table), (table, less), ({}, table), (table, {})):
-        (comparison,) = foundation_rows("micro-qwen2", own, foreign)
+        (comparison,) = compare_tensors("micro-qwen2", own, foreign)
         assert comparison.verdict == FAIL
         assert ("nothing, not F32 " in comparison.note) == (foreign is table)
     assert differing(less, table) == differing(table, less) == ["blk.1.ffn_up.weight"]
@@ -52,21 +52,21 @@ def test_a_tensor_that_one_reader_alone_sees_fails_the_foundation():
 def test_every_text_is_compared_and_the_share_of_wrong_ones_is_given():
     encode = Model(open_weights(PATH)).tokenizer.encode
     checks = [TokenCheck("Once", {"llamacpp": encode("Once")}) for _ in range(3)]
-    assert [c.verdict for c in token_rows("micro-qwen2", encode, checks)] == [PASS]
-    (comparison,) = token_rows("micro-qwen2", encode, [*checks, TokenCheck("upon", {"llamacpp": [1]})])
+    assert [c.verdict for c in compare_tokens("micro-qwen2", encode, checks)] == [PASS]
+    (comparison,) = compare_tokens("micro-qwen2", encode, [*checks, TokenCheck("upon", {"llamacpp": [1]})])
     assert (comparison.verdict, comparison.difference.error) == (FAIL, 0.25)
     assert comparison.note.startswith("'upon': ")
 
 
-def live(ids: Sequence[int], engines: Sequence[EngineName] = ("llamacpp",), **given: str) -> Iterator[Comparison]:
-    return verify_live(plan_live(open_weights(PATH), ids, engines, **given))
+def live(ids: Sequence[int], engines: Sequence[EngineName] = ("llamacpp",), **options: str) -> Iterator[Comparison]:
+    return verify_live(plan_live(open_weights(PATH), ids, engines, **options))
 
 
 @pytest.mark.live
 def test_a_live_run_starts_with_the_tensors_of_the_other_reader(monkeypatch: pytest.MonkeyPatch):
     first = next(live(range(8)))
     assert (first.stage_ref.name, first.verdict) == ("tensors", PASS)
-    monkeypatch.setattr(verify, "foreign_tensors", lambda path: {**foreign_tensors(path), "more": "F32 1"})
+    monkeypatch.setattr(verify, "library_tensors", lambda path: {**library_tensors(path), "more": "F32 1"})
     first = next(live(range(8)))
     assert (first.verdict, first.note) == (FAIL, "more (nothing, not F32 1)")
 
@@ -74,11 +74,11 @@ def test_a_live_run_starts_with_the_tensors_of_the_other_reader(monkeypatch: pyt
 @pytest.mark.parametrize("kind", ["file", "folder"])
 def test_the_other_reader_is_not_ours(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path = PATH if kind == "file" else write_folder(tmp_path / "tiny", random_tensors("llama"))
-    own = own_tensors(open_weights(path).source)
+    own = llorch_tensors(open_weights(path).source)
     monkeypatch.delattr(MappedFile, "__init__")  # what both of our readers read with
     with pytest.raises(TypeError):
         open_weights(path)
-    assert foreign_tensors(path) == own
+    assert library_tensors(path) == own
 
 
 @pytest.mark.live
@@ -155,9 +155,9 @@ def test_a_model_that_does_not_fit_every_engine_is_refused_with_the_figures(monk
     weights = open_weights(PATH)
     ours = 4 * sum(int(np.prod(weights.shape(name))) for name in weights)
     monkeypatch.setattr("llorch.judging.verify.available_memory", lambda: 1.1 * ours)
-    verify.require_engines(weights, ["llamacpp"], ours=ours)
+    verify.require_engines(weights, ["llamacpp"], llorch_bytes=ours)
     with refuses(MemoryError, "GB", "--numerics ggml", "--against llamacpp", where=PATH):
-        verify.require_engines(weights, ["llamacpp", "transformers"], ours=ours)
+        verify.require_engines(weights, ["llamacpp", "transformers"], llorch_bytes=ours)
 
 
 def test_reference_that_exceeds_memory_is_refused(monkeypatch: pytest.MonkeyPatch):

@@ -124,12 +124,12 @@ def test_a_file_with_its_own_frequency_factors_verifies_live_against_both_engine
 
 @pytest.mark.live
 def test_a_folder_that_transformers_would_fill_up_with_random_weights_is_refused(tmp_path: Path):
-    from llorch.engines.transformers import _model_of_folder
+    from llorch.engines.transformers import _load_folder
 
     tensors = random_tensors("qwen3")
     config = open_weights(write_folder(tmp_path, tensors, "qwen3")).config
     del tensors["model.layers.1.self_attn.k_norm.weight"]
     write_folder(tmp_path, tensors, "qwen3")
     with refuses(RuntimeError, where=("transformers", tmp_path)) as caught:
-        _model_of_folder(tmp_path, config, "float32")
+        _load_folder(tmp_path, config, "float32")
     assert "layers.1.self_attn.k_norm" in str(caught.value)

@@ -74,7 +74,7 @@ def test_neither_the_base_nor_the_file_changes(weights: Weights):
     assert hashlib.sha256(Path(weights.path).read_bytes()).digest() == digest
 
 
-def test_what_has_no_adapter_is_the_very_array_of_the_base(weights: Weights):
+def test_weight_without_adapter_is_the_array_of_the_base(weights: Weights):
     adapter = random_adapter(weights.config, target_modules=("q_proj",), layers_to_transform=(1,))
     adapted = AdaptedWeights(weights, adapter)
     assert [name for name in weights if isinstance(adapted[name], LoraMatrix)] == ["layers.1.q_proj"]
@@ -83,7 +83,7 @@ def test_what_has_no_adapter_is_the_very_array_of_the_base(weights: Weights):
     assert adapted["layers.0.q_proj"] is weights["layers.0.q_proj"]
 
 
-def test_a_tied_table_has_both_adapters_and_an_untied_one_its_own():
+def test_tied_embedding_has_both_adapters_and_an_untied_one_its_adapter():
     tied, untied = (open_weights(builtin_path(name)) for name in ("micro-llama3", "micro-llama"))
     both = AdaptedWeights(tied, random_adapter(tied.config, target_modules=("embed_tokens", "lm_head")))
     assert both["embed_tokens"].lora is not None
@@ -93,14 +93,14 @@ def test_a_tied_table_has_both_adapters_and_an_untied_one_its_own():
     assert apart["lm_head"].embedding_lora is None
 
 
-def test_another_dtype_keeps_the_adapter_and_comes_close_to_it(weights: Weights):
+def test_another_dtype_keeps_the_adapter_within_rounding(weights: Weights):
     adapted = AdaptedWeights(weights, random_adapter(weights.config, target_modules=ALL, use_dora=True))
     wide, narrow = logits(adapted.astype(np.float64)), logits(adapted)
     assert (wide.dtype, narrow.dtype) == (np.float64, np.float32)
     np.testing.assert_allclose(narrow, wide, rtol=0, atol=3e-5 * np.abs(wide).max())
 
 
-def test_parameters_take_the_place_of_the_adapter_s_own_in_their_own_precision(weights: Weights):
+def test_parameters_replace_the_adapter_tensors_in_their_precision(weights: Weights):
     wide = weights.astype(np.float64)
     one, other = (random_adapter(weights.config, target_modules=ALL, seed=seed) for seed in (0, 1))
     swapped = AdaptedWeights(wide, one, parameters=other.flat())
@@ -112,7 +112,7 @@ def test_parameters_take_the_place_of_the_adapter_s_own_in_their_own_precision(w
 
 @pytest.mark.parametrize("use_dora", [False, True])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_K"])
-def test_it_stands_beside_a_packed_base_as_beside_the_decoded_one(tmp_path: Path, kind: str, use_dora: bool):
+def test_adapter_on_a_packed_base_equals_the_decoded_base(tmp_path: Path, kind: str, use_dora: bool):
     dense = open_weights(write_model(kind, tmp_path)).astype(np.float64)
     adapter = random_adapter(dense.config, target_modules=ALL, use_dora=use_dora)
     packed = AdaptedWeights(dense.using(packed=True), adapter)
@@ -147,7 +147,7 @@ def tensors(config: ModelConfig, rng: np.random.Generator, lora: LoraConfig = LO
     return found
 
 
-def test_an_adapter_counts_its_numbers_and_names_them_in_order(config: ModelConfig, rng: np.random.Generator):
+def test_adapter_counts_its_parameters_and_names_them_in_order(config: ModelConfig, rng: np.random.Generator):
     adapter = checked(LORA, tensors(config, rng), config)
     q = [(config.hidden_size + config.q_width) * rank for rank in (2, 3, 2)]
     assert adapter.n_parameters == sum(q) + 2 * (config.vocab_size + config.hidden_size)
@@ -164,20 +164,20 @@ SETTINGS = {"target_modules": ("q_proj", "embed_tokens"), "use_rslora": True, "r
 
 
 @pytest.fixture
-def made(tmp_path):
+def saved_adapter(tmp_path):
     weights = open_weights(tiny_base(tmp_path / "base"))
     adapter = random_adapter(weights.config, **SETTINGS)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights, "the base"))
     return tmp_path, weights, adapter
 
 
-def test_the_norm_of_a_product_needs_no_product(rng):
+def test_norm_of_a_product_is_computed_from_its_factors(rng):
     lora_A, lora_B = rng.standard_normal((3, 20)), rng.standard_normal((30, 3))
     assert product_norm(lora_A, lora_B) == pytest.approx(np.linalg.norm(lora_B @ lora_A), rel=1e-12)
 
 
-def test_ranks_scales_and_norms_are_those_of_the_adapter(made):
-    folder, weights, adapter = made
+def test_summary_has_ranks_scales_and_norms_of_the_adapter(saved_adapter):
+    folder, weights, adapter = saved_adapter
     summary = summarise(folder / "adapter", weights)
     assert summary.n_parameters == adapter.n_parameters
     assert (summary.base, summary.dtypes, summary.problems) == ("the base", ["F32"], [])
@@ -191,16 +191,16 @@ def test_ranks_scales_and_norms_are_those_of_the_adapter(made):
         assert actual.relative == pytest.approx(actual.norm / np.linalg.norm(weights.array(target.weight)), rel=1e-5)
 
 
-def test_a_gguf_file_tells_the_same_norms(made):
-    folder, weights, adapter = made
+def test_summary_of_a_gguf_file_has_the_same_norms(saved_adapter):
+    folder, weights, adapter = saved_adapter
     write_lora_gguf(adapter, folder / "a.gguf", weights.config)
     norms = [sorted(m.norm for m in summarise(folder / name).matrices) for name in ("adapter", "a.gguf")]
     np.testing.assert_allclose(norms[0], norms[1], rtol=1e-6)
     assert summarise(folder / "a.gguf").base is None
 
 
-def test_halves_and_nan_are_named(made):
-    folder, _, _ = made
+def test_summary_names_incomplete_pairs_and_nan(saved_adapter):
+    folder, _, _ = saved_adapter
     path = folder / "adapter" / "adapter_model.safetensors"
     tensors = container.load_file(path)
     del tensors["base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"]

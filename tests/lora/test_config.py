@@ -17,7 +17,7 @@ def test_targets_are_every_matrix_in_the_order_of_the_forward_pass(config: Model
     assert len(names) == 2 + 7 * config.n_layers
 
 
-def test_a_target_knows_its_names_and_widths(config: ModelConfig):
+def test_target_has_names_and_widths(config: ModelConfig):
     target = targets_of(config)["layers.1.o_proj"]
     assert (target.path, target.gguf) == ("model.layers.1.self_attn.o_proj", (MatrixPart("blk.1.attn_output"),))
     assert (target.n_in, target.n_out) == (config.q_width, config.hidden_size)
@@ -26,7 +26,7 @@ def test_a_target_knows_its_names_and_widths(config: ModelConfig):
     assert (head.n_in, head.n_out, head.weight) == (config.hidden_size, config.vocab_size, "embed_tokens")  # tied
 
 
-def test_by_default_all_seven_matrices_of_every_layer_are_taken(config: ModelConfig):
+def test_default_targets_are_all_seven_matrices_of_every_layer(config: ModelConfig):
     names = list(LoraConfig().targets(config))
     assert names == [f"layers.{layer}.{short}" for layer in range(config.n_layers) for short in LAYER_TARGETS]
 
@@ -45,7 +45,7 @@ def test_targets_are_chosen_as_peft_chooses_them(config: ModelConfig, chosen: di
     assert [name.removeprefix("layers.") for name in LoraConfig(**chosen).targets(config)] == expected
 
 
-def test_a_module_that_is_nowhere_is_an_error(config: ModelConfig):
+def test_unknown_module_is_an_error(config: ModelConfig):
     with refuses(ValueError, "c_attn", *LAYER_TARGETS, "embed_tokens", "lm_head", where="lora config"):
         LoraConfig(target_modules=("q_proj", "c_attn")).targets(config)
     with refuses(ValueError, r"target_modules 'transformer\\..*'", where="lora config"):
@@ -55,7 +55,7 @@ def test_a_module_that_is_nowhere_is_an_error(config: ModelConfig):
 
 
 @pytest.mark.parametrize(
-    ("idle", "told"),
+    ("idle", "message"),
     [
         ({"target_modules": ("q_proj", "lm_head"), "layers_to_transform": (0,)}, "target_modules 'lm_head'"),
         ({"target_modules": ("q_proj",), "exclude_modules": ("v_proj",)}, "exclude_modules 'v_proj'"),
@@ -65,12 +65,12 @@ def test_a_module_that_is_nowhere_is_an_error(config: ModelConfig):
         ({"target_modules": ("q_proj",), "alpha_pattern": {"k_proj": 4.0, "q_proj": 2.0}}, "alpha_pattern 'k_proj'"),
     ],
 )
-def test_a_setting_that_fits_no_matrix_is_an_error_for_a_new_adapter(config: ModelConfig, idle: dict, told: str):
-    with refuses(ValueError, where="lora config", got=f" {told};"):
+def test_setting_that_matches_no_matrix_is_an_error_for_a_new_adapter(config: ModelConfig, idle: dict, message: str):
+    with refuses(ValueError, where="lora config", got=f" {message};"):
         LoraConfig(**idle).require_effect(config)
 
 
-def test_settings_that_all_fit_are_taken(config: ModelConfig):
+def test_settings_that_match_a_matrix_are_accepted(config: ModelConfig):
     settings = LoraConfig(
         target_modules=("q_proj", "v_proj"), exclude_modules=("layers.0.self_attn.v_proj",), layers_to_transform=(0, 2),
         rank_pattern={r"layers\.2\..*": 3}, alpha_pattern={"v_proj": 1.0},
@@ -85,7 +85,7 @@ def test_the_scale_is_alpha_by_rank_or_by_its_root(config: ModelConfig):
     assert LoraConfig(r=4, lora_alpha=6.0, use_rslora=True).scaling_of(target) == 3.0
 
 
-def test_a_pattern_sets_rank_and_alpha_of_what_ends_in_it(config: ModelConfig):
+def test_pattern_sets_rank_and_alpha_of_matching_suffixes(config: ModelConfig):
     patterns = {"rank_pattern": {r"layers\.1\.self_attn\.q_proj": 9}, "alpha_pattern": {"q_proj": 6.0}}
     lora = LoraConfig(r=4, lora_alpha=8.0, use_rslora=True, **patterns)
     first, second = (targets_of(config)[f"layers.{layer}.q_proj"] for layer in (0, 1))
@@ -94,14 +94,16 @@ def test_a_pattern_sets_rank_and_alpha_of_what_ends_in_it(config: ModelConfig):
     assert lora.alpha_of(targets_of(config)["layers.1.k_proj"]) == 8
 
 
-def test_the_first_pattern_that_fits_counts_and_each_of_its_alternatives(config: ModelConfig):
+def test_first_matching_pattern_wins_with_all_its_alternatives(config: ModelConfig):
     lora = LoraConfig(r=8, rank_pattern={"q_proj|v_proj": 5, "o_proj|q_proj": 2, "proj|up_proj|k_": 3, "gate|mlp": 4})
     ranks = {name.rpartition(".")[2]: lora.rank_of(target) for name, target in lora.targets(config).items()}
     rest = {"k_proj": 8, "gate_proj": 8, "down_proj": 8}  # no alternative is the whole end of these paths
     assert ranks == {"q_proj": 5, "v_proj": 5, "o_proj": 2, "up_proj": 3} | rest
 
 
-def test_a_pattern_that_goes_back_for_ever_is_done_or_refused(config: ModelConfig, monkeypatch: pytest.MonkeyPatch):
+def test_pattern_with_catastrophic_backtracking_ends_or_is_refused(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+):
     with refuses(ValueError, "target_modules '(.*)*x'", where="lora config"):
         LoraConfig(target_modules="(.*)*x").targets(config)
     monkeypatch.setattr("llorch.lora.config._MATCH_SECONDS", 0.5)  # model.embed_tokens takes 0.03 to 0.07
@@ -128,5 +130,5 @@ def test_a_pattern_that_goes_back_for_ever_is_done_or_refused(config: ModelConfi
         row("no pattern", lambda: LoraConfig(target_modules="(q_proj"), ValueError, "'(q_proj'", "position 0"),
     ],
 )  # fmt: skip
-def test_a_number_without_a_meaning_is_refused(refusal: Refusal):
+def test_invalid_number_is_refused(refusal: Refusal):
     refusal.check()

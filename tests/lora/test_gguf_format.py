@@ -35,7 +35,7 @@ CASES = [("llama", kind) for kind in KINDS] + [("qwen2", "every matrix"), ("qwen
 
 @pytest.mark.live
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_llamacpp_computes_what_we_compute(tmp_path, family, kind):
+def test_llamacpp_computes_the_logits_of_llorch(tmp_path, family, kind):
     from llorch.engines.llamacpp import logits_with_adapter
 
     base = tiny_base(tmp_path / "base", family)
@@ -50,7 +50,7 @@ def test_llamacpp_computes_what_we_compute(tmp_path, family, kind):
 
 
 @pytest.mark.live
-def test_llamacpp_aborts_on_an_embedding_adapter_of_a_tied_base_which_is_why_we_refuse_it(tmp_path, monkeypatch):
+def test_llamacpp_aborts_on_an_embedding_adapter_of_a_tied_base(tmp_path, monkeypatch):
     import subprocess
     import sys
 
@@ -73,7 +73,7 @@ def test_llamacpp_aborts_on_an_embedding_adapter_of_a_tied_base_which_is_why_we_
     ],
     ids=["DoRA", "output", "embedding"],
 )
-def test_what_llamacpp_cannot_compute_is_refused_and_nothing_is_written(tmp_path, settings, tied, text):
+def test_adapter_unsupported_by_llamacpp_is_refused_without_writing(tmp_path, settings, tied, text):
     config = open_weights(tiny_base(tmp_path / "base", tied=tied)).config
     facts = (text, "tied") if tied else (text, "llama.cpp")
     with refuses("Unsupported", *facts, "llorch lora merge", where=tmp_path / "adapter.gguf"):
@@ -82,7 +82,7 @@ def test_what_llamacpp_cannot_compute_is_refused_and_nothing_is_written(tmp_path
 
 
 @pytest.mark.parametrize(("family", "kind"), CASES)
-def test_what_we_write_we_read_with_the_same_meaning(tmp_path, family, kind):
+def test_gguf_adapter_round_trip_keeps_the_deltas(tmp_path, family, kind):
     base = tiny_base(tmp_path / "base", family)
     weights = open_weights(base)
     adapter = random_adapter(weights.config, **KINDS[kind])
@@ -95,7 +95,7 @@ def test_what_we_write_we_read_with_the_same_meaning(tmp_path, family, kind):
     assert recorded_base(tmp_path / "adapter.gguf") == identity_of(weights)
 
 
-def test_one_alpha_serves_where_it_can_and_scales_are_folded_where_it_cannot():
+def test_alpha_is_shared_if_possible_else_scales_are_folded():
     def alpha_of(**settings) -> float | None:
         return common_alpha(random_adapter(config(), **settings))
 
@@ -113,7 +113,7 @@ def test_equal_adapters_give_equal_bytes(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "named"),
+    ("change", "code", "expected_name"),
     [
         ({"general.type": "model"}, "Unsupported", "general.type"),
         ({"adapter.type": "ia3"}, "Unsupported", "adapter.type"),
@@ -132,23 +132,23 @@ def test_equal_adapters_give_equal_bytes(tmp_path):
         ({"NaN": "blk.0.attn_q.weight.lora_a"}, "NonFinite", "layers.0.q_proj.lora_A"),
     ],
 )
-def test_files_that_do_not_fit_are_refused_by_name(tmp_path, change, code, named):
-    path = changed(tmp_path, change)
+def test_invalid_files_are_refused_by_name(tmp_path, change, code, expected_name):
+    path = write_changed(tmp_path, change)
     with pytest.raises(FormatError) as caught:
         read_adapter(path, config())
     assert caught.value.code == code
-    assert named in str(caught.value)
+    assert expected_name in str(caught.value)
     assert str(path) in str(caught.value)
 
 
-def test_the_untouched_copy_of_the_same_file_is_read(tmp_path):
-    actual = read_adapter(changed(tmp_path, {}), config())
+def test_unchanged_copy_is_read(tmp_path):
+    actual = read_adapter(write_changed(tmp_path, {}), config())
     assert same_tensors(actual, random_adapter(config(), target_modules=("q_proj", "embed_tokens")))
     assert actual.config.lora_alpha == 5.0
 
 
-def test_a_cut_file_is_refused(tmp_path):
-    path = changed(tmp_path, {})
+def test_truncated_file_is_refused(tmp_path):
+    path = write_changed(tmp_path, {})
     path.write_bytes(path.read_bytes()[:-40])
     with refuses("Truncated", path.stat().st_size, where=path):
         read_adapter(path, config())
@@ -164,7 +164,7 @@ def config() -> ModelConfig:
     )  # fmt: skip
 
 
-def changed(folder: Path, change: dict) -> Path:
+def write_changed(folder: Path, change: dict) -> Path:
     """A sound adapter file, written anew with other values, tensors of other shapes, or without some."""
     sound = folder / "sound.gguf"
     write_lora_gguf(random_adapter(config(), target_modules=("q_proj", "embed_tokens")), sound, config())

@@ -12,9 +12,9 @@ from helpers.training_passes import ALL, SETTINGS, base, batch, logits_of, peft_
 
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
-from llorch.lora.adapter import Adapter, LoraTensors, wanted_shapes
+from llorch.lora.adapter import Adapter, LoraTensors, expected_shapes
 from llorch.lora.config import LoraConfig
-from llorch.lora.initial import INITS, initial_adapter, over_original, principal
+from llorch.lora.initial import INITS, initial_adapter, pissa_to_lora, principal
 from llorch.pytorch.lora.adapters import adapter_of, attach, trainable_parameters
 from llorch.runtime.builtin import builtin_path
 
@@ -26,7 +26,7 @@ def weights() -> Weights:
     return open_weights(builtin_path("micro-qwen2"))
 
 
-def drawn(weights: Weights, *, init: str = "default", seed: int = 0, **settings) -> Adapter:
+def draw_adapter(weights: Weights, *, init: str = "default", seed: int = 0, **settings) -> Adapter:
     return initial_adapter(LoraConfig(**{"r": 4, "target_modules": EVERY} | settings), weights, init=init, seed=seed)
 
 
@@ -39,13 +39,13 @@ def qwen_05b() -> ModelConfig:
 
 
 def test_rank_8_on_q_and_v_of_qwen_05b_trains_540672_numbers():
-    shapes = wanted_shapes(LoraConfig(r=8, target_modules=("q_proj", "v_proj")), qwen_05b())
+    shapes = expected_shapes(LoraConfig(r=8, target_modules=("q_proj", "v_proj")), qwen_05b())
     assert sum(map(math.prod, shapes.values())) == 540_672
     assert shapes["layers.23.v_proj.lora_B"] == (128, 8)
 
 
 def test_by_default_a_is_uniform_and_b_is_zero(weights: Weights):
-    tensors = drawn(weights, r=64).tensors["layers.0.down_proj"]
+    tensors = draw_adapter(weights, r=64).tensors["layers.0.down_proj"]
     bound = 1 / np.sqrt(tensors.lora_A.shape[1])
     assert np.abs(tensors.lora_A).max() <= bound
     assert np.abs(tensors.lora_A).max() > 0.99 * bound
@@ -54,7 +54,7 @@ def test_by_default_a_is_uniform_and_b_is_zero(weights: Weights):
 
 
 def test_gaussian_has_a_deviation_of_one_over_the_rank_of_the_matrix(weights: Weights):
-    made = drawn(weights, init="gaussian", r=32, rank_pattern={"up_proj": 16})
+    made = draw_adapter(weights, init="gaussian", r=32, rank_pattern={"up_proj": 16})
     for name, deviation in (("layers.0.q_proj", 1 / 32), ("layers.0.up_proj", 1 / 16)):
         np.testing.assert_allclose(made.tensors[name].lora_A.std(), deviation, rtol=0.05)
         assert abs(made.tensors[name].lora_A.mean()) < 0.1 * deviation
@@ -62,29 +62,29 @@ def test_gaussian_has_a_deviation_of_one_over_the_rank_of_the_matrix(weights: We
 
 
 @pytest.mark.parametrize("init", INITS)
-def test_of_an_embedding_b_is_normal_and_a_is_zero(weights: Weights, init: str):
-    tensors = drawn(weights, init=init, r=32).tensors["embed_tokens"]
+def test_embedding_adapter_has_normal_b_and_zero_a(weights: Weights, init: str):
+    tensors = draw_adapter(weights, init=init, r=32).tensors["embed_tokens"]
     assert not tensors.lora_A.any()
     np.testing.assert_allclose(tensors.lora_B.std(), 1, rtol=0.05)
 
 
-def test_a_tensor_depends_on_the_seed_and_its_name_and_on_nothing_else(weights: Weights):
+def test_tensor_depends_only_on_seed_and_name(weights: Weights):
     np.random.seed(1)  # noqa: NPY002 (the global state must not matter)
-    whole, few = drawn(weights), drawn(weights, target_modules=("v_proj",))
+    whole, few = draw_adapter(weights), draw_adapter(weights, target_modules=("v_proj",))
     assert np.array_equal(whole.tensors["layers.2.v_proj"].lora_A, few.tensors["layers.2.v_proj"].lora_A)
     others = [t.lora_A for name, t in few.tensors.items() if name != "layers.2.v_proj"]
-    others.append(drawn(weights, seed=1).tensors["layers.2.v_proj"].lora_A)
+    others.append(draw_adapter(weights, seed=1).tensors["layers.2.v_proj"].lora_A)
     assert not any(np.array_equal(whole.tensors["layers.2.v_proj"].lora_A, other) for other in others)
 
 
-def test_the_numbers_of_a_seed_never_change(weights: Weights):
-    first = drawn(weights, seed=7).tensors["layers.0.q_proj"].lora_A[0, :3]
+def test_values_of_a_seed_are_fixed(weights: Weights):
+    first = draw_adapter(weights, seed=7).tensors["layers.0.q_proj"].lora_A[0, :3]
     np.testing.assert_allclose(first, [0.045956016, -0.06341371, 0.0791408], rtol=1e-6)
 
 
 @pytest.mark.parametrize("init", ["default", "gaussian"])
 def test_dora_starts_from_the_lengths_of_the_base(weights: Weights, init: str):
-    made = drawn(weights, init=init, use_dora=True)
+    made = draw_adapter(weights, init=init, use_dora=True)
     for name, target in made.targets.items():
         expected = np.linalg.norm(weights[target.weight].astype(np.float64), axis=0 if target.is_embedding else 1)
         np.testing.assert_allclose(made.flat()[f"{name}.magnitude"], expected, rtol=1e-6)
@@ -92,7 +92,9 @@ def test_dora_starts_from_the_lengths_of_the_base(weights: Weights, init: str):
 
 @pytest.mark.parametrize("rslora", [False, True])
 def test_pissa_is_the_best_approximation_of_its_rank(weights: Weights, rslora: bool):
-    made = drawn(weights, init="pissa", use_rslora=rslora, rank_pattern={"k_proj": 2}, alpha_pattern={"o_proj": 3.0})
+    made = draw_adapter(
+        weights, init="pissa", use_rslora=rslora, rank_pattern={"k_proj": 2}, alpha_pattern={"o_proj": 3.0}
+    )
     for name in ("layers.0.q_proj", "layers.1.k_proj", "layers.2.o_proj", "lm_head"):
         matrix, tensors = weights[made.targets[name].weight], made.tensors[name]
         rest = matrix - made.scaling(name) * tensors.lora_B.astype(np.float64) @ tensors.lora_A
@@ -102,19 +104,21 @@ def test_pissa_is_the_best_approximation_of_its_rank(weights: Weights, rslora: b
 
 
 @pytest.mark.parametrize("rslora", [False, True])
-def test_over_the_original_the_start_of_pissa_adds_nothing_and_a_change_all_of_itself(weights: Weights, rslora: bool):
-    start = drawn(weights, init="pissa", use_rslora=rslora, alpha_pattern={"o_proj": 3.0}, rank_pattern={"k_proj": 2})
+def test_exported_pissa_adds_nothing_at_the_start_and_the_full_change_later(weights: Weights, rslora: bool):
+    start = draw_adapter(
+        weights, init="pissa", use_rslora=rslora, alpha_pattern={"o_proj": 3.0}, rank_pattern={"k_proj": 2}
+    )
     rng, moved = np.random.default_rng(0), {}
     for name, tensors in start.tensors.items():
         arrays = (a + 0.1 * rng.standard_normal(a.shape).astype(np.float32) for a in tensors.arrays().values())
         moved[name] = LoraTensors(*arrays)
     trained = replace(start, tensors=moved)
-    plain = over_original(trained, start, weights.config)
+    plain = pissa_to_lora(trained, start, weights.config)
     for name, tensors in plain.tensors.items():
         actual, before, after = (delta(adapter, name) for adapter in (plain, start, trained))
         np.testing.assert_allclose(actual, after - before, atol=1e-6 * np.abs(after).max())
         assert len(tensors.lora_A) == 2 * len(start.tensors[name].lora_A)
-        rest = delta(over_original(start, start, weights.config), name)
+        rest = delta(pissa_to_lora(start, start, weights.config), name)
         assert np.abs(rest).max() < 1e-6 * np.abs(before).max() + 1e-12
 
 
@@ -128,11 +132,11 @@ DRAWN = [(init, kind) for init in INITS for kind in SETTINGS if init != "pissa" 
 
 
 @pytest.mark.parametrize(("init", "kind"), DRAWN)
-def test_every_kind_of_adapter_has_the_asked_matrices_and_ranks_and_adds_nothing_but_pissa(
+def test_every_init_has_the_requested_matrices_and_ranks_and_only_pissa_changes_the_logits(
     weights: Weights, init: str, kind: str
 ):
     settings = SETTINGS[kind]
-    made = drawn(weights, init=init, **settings)
+    made = draw_adapter(weights, init=init, **settings)
     assert {name.rpartition(".")[2] for name in made.tensors} == {*settings["target_modules"]}
     for name in (name for name in made.tensors if not name.startswith("layers.2")):
         tensors, target = made.tensors[name], made.targets[name]
@@ -144,15 +148,15 @@ def test_every_kind_of_adapter_has_the_asked_matrices_and_ranks_and_adds_nothing
         assert (tensors.magnitude is not None) == settings.get("use_dora", False)
 
 
-def test_what_has_no_meaning_is_refused(weights: Weights):
+def test_unsupported_init_is_refused(weights: Weights):
     with refuses(ValueError, where="lora init", expected=INITS, got="'olora'"):
-        drawn(weights, init="olora")
+        draw_adapter(weights, init="olora")
     with refuses(ValueError, "seed", 0, where="lora init", got=-1):
-        drawn(weights, seed=-1)
+        draw_adapter(weights, seed=-1)
     with refuses(ValueError, "pissa", "DoRA", where="lora init"):
-        drawn(weights, init="pissa", use_dora=True)
+        draw_adapter(weights, init="pissa", use_dora=True)
     with refuses(ValueError, "pissa", "rank", 32, where="layers.0.k_proj", got=33):
-        drawn(weights, init="pissa", r=33)
+        draw_adapter(weights, init="pissa", r=33)
 
 
 def test_the_principal_part_of_a_matrix_worked_by_hand():
@@ -190,7 +194,7 @@ def peft_pissa(name: str, **settings: Any) -> Any:
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2"])
 def test_pissa_splits_every_matrix_as_peft_does(name: str, kind: str):
     weights, theirs = open_weights(builtin_path(name)), peft_pissa(name, **PISSA[kind])
-    ours = drawn(weights, init="pissa", **PISSA[kind])
+    ours = draw_adapter(weights, init="pissa", **PISSA[kind])
     numbers = {key: parameter.detach().numpy() for key, parameter in theirs.named_parameters()}
     for key, tensors in ours.tensors.items():
         lora_A, lora_B = (numbers[peft_name(f"{key}.{side}", ours.targets)] for side in ("lora_A", "lora_B"))
@@ -205,13 +209,13 @@ def test_pissa_splits_every_matrix_as_peft_does(name: str, kind: str):
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", PISSA)
-def test_trained_with_pissa_the_plain_adapter_gives_the_logits_that_peft_has_over_its_changed_base(kind: str):
+def test_exported_pissa_adapter_gives_the_logits_of_peft_on_its_residual_base(kind: str):
     module, theirs, of = base("micro-qwen2"), peft_pissa("micro-qwen2", **PISSA[kind]), batch()
-    start = drawn(open_weights(builtin_path("micro-qwen2")), init="pissa", **PISSA[kind])
+    start = draw_adapter(open_weights(builtin_path("micro-qwen2")), init="pissa", **PISSA[kind])
     before = logits_of(module, of).detach()
     attach(module, start, trainable=True, minus=start)
     torch.testing.assert_close(logits_of(module, of).detach(), before, rtol=0, atol=1e-3)
-    move(module, theirs, start)
+    change_factors(module, theirs, start)
     expected = theirs(input_ids=torch.from_numpy(of.ids), use_cache=False).logits.detach()
     assert float((expected - before).abs().max()) > 0.1
     torch.testing.assert_close(logits_of(module, of).detach(), expected, rtol=0, atol=1e-3)
@@ -220,9 +224,9 @@ def test_trained_with_pissa_the_plain_adapter_gives_the_logits_that_peft_has_ove
     torch.testing.assert_close(logits_of(plain, of).detach(), expected, rtol=0, atol=1e-3)
 
 
-def move(module, theirs, start) -> None:
+def change_factors(module, peft_model, start) -> None:
     """Change the product of every adapter by the same matrix on both sides: their factors differ in sign."""
-    numbers = dict(theirs.named_parameters())
+    numbers = dict(peft_model.named_parameters())
     ours = trainable_parameters(module)
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
@@ -237,7 +241,7 @@ def move(module, theirs, start) -> None:
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", SETTINGS)
-def test_shapes_and_counts_of_qwen_05b_are_those_of_peft(kind: str):
+def test_shapes_and_counts_of_qwen_05b_equal_peft(kind: str):
     import peft
     import transformers
 
@@ -251,5 +255,5 @@ def test_shapes_and_counts_of_qwen_05b_are_those_of_peft(kind: str):
     with torch.device("meta"):
         theirs = peft.get_peft_model(transformers.Qwen2ForCausalLM(config), made, low_cpu_mem_usage=True)
     lora = LoraConfig(r=8, **settings)
-    named = {peft_name(key, lora.targets(model)): shape for key, shape in wanted_shapes(lora, model).items()}
+    named = {peft_name(key, lora.targets(model)): shape for key, shape in expected_shapes(lora, model).items()}
     assert named == {key: tuple(p.shape) for key, p in theirs.named_parameters() if p.requires_grad}

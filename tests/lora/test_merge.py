@@ -36,7 +36,7 @@ KINDS = {
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("kind", KINDS)
-def test_merged_weights_give_the_logits_of_the_adapter_beside_the_base(tmp_path, kind, tied):
+def test_merged_weights_give_the_logits_of_the_adapter(tmp_path, kind, tied):
     base = tiny_base(tmp_path / "base", "qwen3", tied=tied)
     weights = open_weights(base)
     adapter = random_adapter(weights.config, **KINDS[kind])
@@ -53,7 +53,7 @@ def test_a_merged_matrix_is_the_sum_worked_by_hand(tmp_path):
     np.testing.assert_array_equal(merged_matrix(weight, adapter, "layers.0.q_proj"), expected, strict=True)
 
 
-def test_many_tiles_give_the_bits_of_one(monkeypatch, weights):
+def test_merge_does_not_depend_on_tile_size(monkeypatch, weights):
     adapter = random_adapter(weights.config, target_modules=("embed_tokens", "up_proj"), use_dora=True)
     names = ("embed_tokens", "layers.1.up_proj")
     whole = [merged_matrix(weights.array(name), adapter, name) for name in names]
@@ -63,7 +63,7 @@ def test_many_tiles_give_the_bits_of_one(monkeypatch, weights):
 
 
 @pytest.mark.parametrize("use_dora", [False, True])
-def test_the_adapter_page_merges_to_the_same_numbers(use_dora, weights):
+def test_reference_adapter_merges_to_the_same_values(use_dora, weights):
     adapter = random_adapter(weights.config, use_dora=use_dora)
     beside, merged = AdaptedWeights(weights, adapter), MergedWeights(weights, adapter)
     for name in adapter.targets:
@@ -79,7 +79,7 @@ def test_weights_without_an_adapter_and_the_base_itself_do_not_change(weights):
         np.testing.assert_array_equal(weights.read(name), before[name])
 
 
-def test_tied_embedding_and_output_part_only_where_one_of_them_is_adapted(tmp_path):
+def test_tied_embeddings_are_untied_only_if_one_of_them_is_adapted(tmp_path):
     weights = open_weights(tiny_base(tmp_path / "base", tied=True))
     inner = MergedWeights(weights, random_adapter(weights.config))
     assert inner.config.tie_word_embeddings
@@ -90,7 +90,7 @@ def test_tied_embedding_and_output_part_only_where_one_of_them_is_adapted(tmp_pa
     assert not np.array_equal(outer.array("embed_tokens"), weights.array("embed_tokens"))
 
 
-def test_a_sum_that_overflows_is_refused(weights):
+def test_overflowing_merge_is_refused(weights):
     adapter = random_adapter(weights.config)
     adapter.tensors["layers.0.q_proj"].lora_A[:] = 3e38
     with refuses("NonFinite", "layers.0.q_proj", where=weights.path):
@@ -133,7 +133,7 @@ def test_all_engines_agree_on_an_adapter_and_on_the_merged_model(tmp_path, famil
 
 @pytest.mark.live
 @pytest.mark.parametrize("modules", [("lm_head",), ("embed_tokens",), ("embed_tokens", "lm_head")])
-def test_a_tied_base_merges_into_what_peft_computes(tmp_path, modules):
+def test_merge_into_a_tied_base_equals_peft(tmp_path, modules):
     from transformers import AutoModelForCausalLM
 
     from llorch.engines.llamacpp import LlamaCpp
@@ -153,7 +153,7 @@ def test_a_tied_base_merges_into_what_peft_computes(tmp_path, modules):
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore:Input and output embeddings are no longer tied")
 @pytest.mark.parametrize(("tied", "module"), [(True, "lm_head"), (True, "embed_tokens"), (False, "norm")])
-def test_the_way_out_for_modules_trained_whole_keeps_what_peft_computes(tmp_path, tied, module):
+def test_remedy_for_fully_trained_modules_keeps_the_logits_of_peft(tmp_path, tied, module):
     import torch
 
     base = tiny_base(tmp_path / "base", "qwen3", tied=tied)
@@ -169,7 +169,7 @@ def test_the_way_out_for_modules_trained_whole_keeps_what_peft_computes(tmp_path
 
 
 @pytest.mark.live
-def test_a_merged_bf16_folder_is_that_of_peft_but_for_its_second_rounding(tmp_path):
+def test_merged_bf16_folder_equals_peft_up_to_its_second_rounding(tmp_path):
     import torch
 
     base = tiny_base(tmp_path / "base")

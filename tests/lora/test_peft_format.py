@@ -25,7 +25,7 @@ from helpers.refusals import refuses
 
 from llorch.files import open_safetensors, open_weights
 from llorch.lora.base import BaseIdentity, identity_of
-from llorch.lora.peft_format import base_of_peft, copies_in_peft, read_peft, write_peft
+from llorch.lora.peft_format import read_peft, read_peft_base, read_peft_copies, write_peft
 from llorch.lora.summary import summarise
 from llorch.training.merge_files import merge
 
@@ -62,7 +62,7 @@ CASES = [
 
 @pytest.mark.live
 @pytest.mark.parametrize(("family", "tied", "kind"), CASES)
-def test_peft_computes_what_we_compute_from_the_folder_that_we_write(tmp_path, family, tied, kind):
+def test_peft_computes_the_logits_of_llorch_from_a_folder_of_llorch(tmp_path, family, tied, kind):
     base = tiny_base(tmp_path / "base", family, tied=tied)
     weights = open_weights(base)
     adapter = random_adapter(weights.config, **KINDS[kind])
@@ -75,7 +75,7 @@ def test_peft_computes_what_we_compute_from_the_folder_that_we_write(tmp_path, f
 
 @pytest.mark.live
 @pytest.mark.parametrize(("family", "tied", "kind"), CASES)
-def test_we_compute_what_peft_computes_from_the_folder_that_it_writes(tmp_path, family, tied, kind):
+def test_llorch_computes_the_logits_of_peft_from_a_folder_of_peft(tmp_path, family, tied, kind):
     base = tiny_base(tmp_path / "base", family, tied=tied)
     settings: dict[str, Any] = {key: list(v) if isinstance(v, tuple) else v for key, v in KINDS[kind].items()}
     model = peft_model(base, r=3, lora_alpha=5, **settings)
@@ -85,7 +85,7 @@ def test_we_compute_what_peft_computes_from_the_folder_that_it_writes(tmp_path, 
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_we_write_we_read_bit_for_bit(tmp_path, kind, weights):
+def test_peft_folder_round_trip_is_bit_exact(tmp_path, kind, weights):
     adapter = random_adapter(weights.config, **KINDS[kind])
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     actual = read_peft(tmp_path / "adapter", weights.config)
@@ -114,18 +114,18 @@ def test_the_bytes_depend_neither_on_the_hash_seed_nor_on_the_order_of_modules(t
         assert list(file.tensors) == sorted(file.tensors)
 
 
-def test_patterns_keep_their_order_because_the_first_that_fits_counts(tmp_path, weights):
+def test_patterns_keep_their_order(tmp_path, weights):
     adapter = random_adapter(weights.config, rank_pattern={r"layers\.1\.self_attn\.q_proj": 7, "q_proj": 2})
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     assert read_peft(tmp_path / "adapter", weights.config).tensors["layers.1.q_proj"].lora_A.shape[0] == 7
 
 
-def test_the_base_is_recorded_beside_the_adapter(tmp_path, weights):
+def test_base_is_recorded_in_the_adapter_folder(tmp_path, weights):
     identity = identity_of(weights, "a name")
     write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity)
-    assert base_of_peft(tmp_path / "adapter") == identity
+    assert read_peft_base(tmp_path / "adapter") == identity
     (tmp_path / "adapter" / "llorch_base.json").unlink()
-    assert base_of_peft(tmp_path / "adapter") == "a name"  # as PEFT keeps it
+    assert read_peft_base(tmp_path / "adapter") == "a name"  # as PEFT keeps it
 
 
 @pytest.mark.live
@@ -133,12 +133,12 @@ def test_copies_of_base_matrices_that_peft_writes_are_found(tmp_path):
     base = tiny_base(tmp_path / "base", tied=True)
     folder = save_quietly(peft_model(base, r=2, target_modules=["embed_tokens", "lm_head"]), tmp_path / "adapter")
     weights = open_weights(base)
-    copies, embedding = copies_in_peft(folder, weights.config), weights.array("embed_tokens")
+    copies, embedding = read_peft_copies(folder, weights.config), weights.array("embed_tokens")
     assert copies.keys() == {"embed_tokens", "lm_head"}
     assert all(np.array_equal(copy, embedding) for copy in copies.values())
 
 
-def test_an_old_configuration_never_stands_beside_new_tensors(tmp_path, monkeypatch, weights):
+def test_interrupted_write_never_pairs_an_old_config_with_new_tensors(tmp_path, monkeypatch, weights):
     write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))
     monkeypatch.setattr(BaseIdentity, "to_json", lambda self: 1 / 0)  # a failure between tensors and configuration
     other = random_adapter(weights.config, lora_alpha=9.0, seed=1)
@@ -162,7 +162,7 @@ def test_half_precision_tensors_are_widened(tmp_path):
     np.testing.assert_array_equal(actual.tensors["layers.0.q_proj"].lora_A, expected, strict=True)
 
 
-def renamed_as_in_the_model(folder: Path) -> Path:
+def rename_to_default_adapter(folder: Path) -> Path:
     """Name the tensors of an adapter as the state of a model does, with the name of the adapter."""
     tensors = {}
     for name, array in container.load_file(folder / "adapter_model.safetensors").items():
@@ -177,16 +177,16 @@ def renamed_as_in_the_model(folder: Path) -> Path:
 NAMED = {"target_modules": ("embed_tokens", "q_proj"), "use_dora": True}
 
 
-def test_tensors_that_carry_the_name_default_are_read(tmp_path, weights):
+def test_tensors_named_default_are_read(tmp_path, weights):
     adapter = random_adapter(weights.config, **NAMED)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
-    folder = renamed_as_in_the_model(tmp_path / "adapter")
+    folder = rename_to_default_adapter(tmp_path / "adapter")
     assert same_tensors(read_peft(folder, weights.config), adapter)
     found = summarise(folder)
     assert (found.problems, len(found.matrices)) == ([], len(adapter.targets))
 
 
-def test_a_tensor_that_is_there_twice_is_refused(tmp_path, weights):
+def test_duplicate_tensor_is_refused(tmp_path, weights):
     write_peft(random_adapter(weights.config), tmp_path / "adapter", base=identity_of(weights))
     tensors = container.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     name = next(name for name in tensors if name.endswith("lora_A.weight"))
@@ -197,11 +197,11 @@ def test_a_tensor_that_is_there_twice_is_refused(tmp_path, weights):
 
 
 @pytest.mark.live
-def test_peft_reads_tensors_that_carry_the_name_default(tmp_path):
+def test_peft_reads_tensors_named_default(tmp_path):
     base = tiny_base(tmp_path / "base")
     adapter = random_adapter(open_weights(base).config, **NAMED)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(open_weights(base)))
-    theirs = torch_logits(peft_model(base, renamed_as_in_the_model(tmp_path / "adapter")))
+    theirs = torch_logits(peft_model(base, rename_to_default_adapter(tmp_path / "adapter")))
     np.testing.assert_allclose(adapted_logits(base, adapter), theirs, rtol=0, atol=2e-6 * np.abs(theirs).max())
 
 

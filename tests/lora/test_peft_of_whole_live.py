@@ -23,7 +23,7 @@ from llorch.files.convert import convert
 from llorch.lora.base import identity_of
 from llorch.lora.export import export
 from llorch.lora.gguf_format import write_lora_gguf
-from llorch.lora.peft_format import OF_WHOLE, is_of_whole, read_peft, write_peft
+from llorch.lora.peft_format import OF_WHOLE, has_multimodal_names, read_peft, write_peft
 
 pytestmark = [
     pytest.mark.live,
@@ -49,34 +49,34 @@ def base(family: str, tmp_path: Path) -> Path:
     return random_folder(family, tmp_path / "base", 0, nested=True)
 
 
-def assert_alike(actual: np.ndarray, expected: np.ndarray, plain: np.ndarray) -> None:
-    assert np.abs(expected - plain).max() > 0.1 * expected.std()  # the adapter does something
+def assert_close_logits(actual: np.ndarray, expected: np.ndarray, base_logits: np.ndarray) -> None:
+    assert np.abs(expected - base_logits).max() > 0.1 * expected.std()  # the adapter does something
     assert np.abs(actual - expected).max() < 1e-4 * expected.std()  # both in float32
 
 
-def test_peft_computes_what_we_compute_from_the_folder_that_we_write(base: Path, tmp_path: Path):
+def test_peft_computes_the_logits_of_llorch_from_a_folder_of_llorch(base: Path, tmp_path: Path):
     weights = open_weights(base)
     adapter = family_adapter(weights.config)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
-    model = peft_model(base, tmp_path / "adapter", whole=True)
-    assert_alike(torch_logits(model), adapted_logits(base, adapter), plain_logits(base))
+    model = peft_model(base, tmp_path / "adapter", multimodal=True)
+    assert_close_logits(torch_logits(model), adapted_logits(base, adapter), plain_logits(base))
     assert all("language_model" in name for name, _ in model.named_parameters() if "lora_" in name)
 
 
 @pytest.mark.parametrize("modules", [("embed_tokens", "q_proj"), ("lm_head", "o_proj")])
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llama4"], indirect=True)
-def test_embedding_and_output_are_those_of_the_text_part(base: Path, tmp_path: Path, modules: tuple[str, ...]):
+def test_embedding_and_output_adapters_use_the_text_part(base: Path, tmp_path: Path, modules: tuple[str, ...]):
     weights = open_weights(base)
     adapter = random_adapter(weights.config, target_modules=modules, use_dora=True)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
-    model = peft_model(base, tmp_path / "adapter", whole=True)
-    assert_alike(torch_logits(model), adapted_logits(base, adapter), plain_logits(base))
+    model = peft_model(base, tmp_path / "adapter", multimodal=True)
+    assert_close_logits(torch_logits(model), adapted_logits(base, adapter), plain_logits(base))
     again = read_peft(save_quietly(model, tmp_path / "saved"), weights.config)
-    assert_alike(adapted_logits(base, again), torch_logits(model), plain_logits(base))
+    assert_close_logits(adapted_logits(base, again), torch_logits(model), plain_logits(base))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_we_compute_what_peft_computes_from_the_folder_that_it_writes(base: Path, tmp_path: Path, family, kind):
+def test_llorch_computes_the_logits_of_peft_from_a_folder_of_peft(base: Path, tmp_path: Path, family, kind):
     modules = KINDS[kind]
     if family == "llama4" and isinstance(modules, list):
         modules = [name.replace("language_model.", "language_model.model.") for name in modules]
@@ -85,44 +85,46 @@ def test_we_compute_what_peft_computes_from_the_folder_that_it_writes(base: Path
         modules = [name.replace("mlp.", "mlp.shared_expert.") for name in modules]
     settings = {"target_modules": modules, "target_parameters": EXPERTS.get(family)}
     settings |= {"rank_pattern": {r"language_model.*\.up_proj": 5}, "alpha_pattern": {"down_proj": 11.0}}
-    model = peft_model(base, whole=True, r=3, lora_alpha=5, **settings)
+    model = peft_model(base, multimodal=True, r=3, lora_alpha=5, **settings)
     adapter = read_peft(save_quietly(model, tmp_path / "adapter"), open_weights(base).config)
-    assert_alike(adapted_logits(base, adapter), torch_logits(model), plain_logits(base))
+    assert_close_logits(adapted_logits(base, adapter), torch_logits(model), plain_logits(base))
 
 
 @pytest.mark.parametrize("family", ["qwen2_5_vl", "llama4"], indirect=True)
-def test_what_peft_trains_by_bare_names_may_see_and_is_refused(base: Path, tmp_path: Path):
-    model = peft_model(base, whole=True, r=3, target_modules=["q_proj", "up_proj"])
+def test_peft_targets_by_bare_name_include_vision_and_are_refused(base: Path, tmp_path: Path):
+    model = peft_model(base, multimodal=True, r=3, target_modules=["q_proj", "up_proj"])
     folder = save_quietly(model, tmp_path / "adapter")
     with refuses("Unsupported", expected="text", got="vision", where=folder):
         read_peft(folder, open_weights(base).config)
     merged = save_quietly(model.merge_and_unload(), tmp_path / "merged")  # the remedy
-    assert_alike(plain_logits(merged), torch_logits(peft_model(base, folder, whole=True)), plain_logits(base))
+    assert_close_logits(
+        plain_logits(merged), torch_logits(peft_model(base, folder, multimodal=True)), plain_logits(base)
+    )
 
 
 @pytest.mark.parametrize("family", WITH_TEXT_CLASS)
-def test_beside_a_folder_of_text_alone_it_is_that_of_the_text_class(family: str, tmp_path: Path):
+def test_adapter_for_a_text_only_folder_uses_the_names_of_the_text_class(family: str, tmp_path: Path):
     base = random_folder(family, tmp_path / "base", 0)
     weights = open_weights(base)
     adapter = family_adapter(weights.config)
     write_peft(adapter, tmp_path / "adapter", base=identity_of(weights))
     model = peft_model(base, tmp_path / "adapter")
-    assert_alike(torch_logits(model), adapted_logits(base, adapter), plain_logits(base))
+    assert_close_logits(torch_logits(model), adapted_logits(base, adapter), plain_logits(base))
     again = read_peft(save_quietly(model, tmp_path / "saved"), weights.config)
-    assert_alike(adapted_logits(base, again), torch_logits(model), plain_logits(base))
+    assert_close_logits(adapted_logits(base, again), torch_logits(model), plain_logits(base))
 
 
 @pytest.mark.parametrize("family", WITH_TEXT_CLASS, indirect=True)
-def test_an_export_takes_the_names_of_the_base_that_is_given(base: Path, tmp_path: Path):
+def test_export_uses_the_names_of_the_given_base(base: Path, tmp_path: Path):
     weights = open_weights(base)
     adapter = family_adapter(weights.config)
     write_lora_gguf(adapter, tmp_path / "adapter.gguf", weights.config, base=identity_of(weights))
     assert OF_WHOLE in export(base, tmp_path / "adapter.gguf", tmp_path / "of_whole").notes
-    assert is_of_whole(tmp_path / "of_whole")
+    assert has_multimodal_names(tmp_path / "of_whole")
     text = convert(convert(base, tmp_path / "twin.gguf").target, tmp_path / "text").target
     assert OF_WHOLE not in export(text, tmp_path / "of_whole", tmp_path / "of_text").notes
     theirs = torch_logits(peft_model(text, tmp_path / "of_text"))
-    assert_alike(theirs, adapted_logits(base, adapter), plain_logits(base))
+    assert_close_logits(theirs, adapted_logits(base, adapter), plain_logits(base))
 
 
 def test_the_doctor_finds_that_peft_agrees(base: Path, tmp_path: Path):
@@ -133,7 +135,7 @@ def test_the_doctor_finds_that_peft_agrees(base: Path, tmp_path: Path):
 
 
 @pytest.mark.parametrize("family", ["qwen3_vl"], indirect=True)
-def test_the_doctor_judges_an_adapter_of_a_whole_beside_a_file_of_its_text(base: Path, tmp_path: Path):
+def test_doctor_checks_a_multimodal_adapter_on_a_text_only_file(base: Path, tmp_path: Path):
     twin = convert(base, tmp_path / "twin.gguf").target
     weights = open_weights(twin)
     write_peft(family_adapter(weights.config, lora_alpha=0.3), tmp_path / "adapter", base=identity_of(weights))

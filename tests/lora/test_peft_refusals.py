@@ -42,67 +42,67 @@ def with_tensors(folder: Path, change: Callable[[dict], object]) -> None:
     container.save_file(tensors, folder / TENSORS, {"format": "pt"})
 
 
-def half(tensors: dict) -> None:
+def drop_every_second_tensor(tensors: dict) -> None:
     for name in list(tensors)[::2]:
         del tensors[name]
 
 
-def renamed(tensors: dict) -> None:
+def rename_tensors(tensors: dict) -> None:
     for name in list(tensors):
         tensors[name.replace("base_model.model.", "")] = tensors.pop(name)
 
 
-def nan(tensors: dict) -> None:
+def insert_nan(tensors: dict) -> None:
     tensors[f"{Q}.lora_B.weight"][1, 1] = np.nan
 
 
-def put(name: str, shape: tuple[int, ...]) -> Callable[[dict], object]:
+def add_tensor(name: str, shape: tuple[int, ...]) -> Callable[[dict], object]:
     return lambda tensors: tensors.update({name: np.ones(shape, np.float32)})
 
 
 @pytest.mark.parametrize(
-    ("change", "code", "named"),
+    ("change", "code", "expected_names"),
     [
-        (half, "Missing", "layers."),
-        (renamed, "Missing", "Unexpected: model.embed_tokens.lora_embedding_A"),
+        (drop_every_second_tensor, "Missing", "layers."),
+        (rename_tensors, "Missing", "Unexpected: model.embed_tokens.lora_embedding_A"),
         (lambda t: t.pop(f"{Q}.lora_A.weight"), "Missing", "layers.0.q_proj.lora_A"),
-        (put("base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", (3, 32)), "Unexpected", "layers.9"),
-        (put(f"{Q}.lora_A.weight", (4, 32)), "Shape", ("layers.0.q_proj.lora_A", "(3, 32)", "got (4, 32)")),
-        (put(f"{Q}.lora_A.weight", (96,)), "Shape", "got (96,)"),
-        (put(f"{Q}.lora_A.weight", (32, 3)), "Shape", "layers.0.q_proj.lora_A"),
-        (put(f"{Q}.lora_B.weight", (32, 4)), "Shape", "layers.0.q_proj.lora_B"),
-        (nan, "NonFinite", "layers.0.q_proj.lora_B"),
-        (put(f"{Q}.lora_B.bias", (32,)), "Unsupported", "lora_bias"),
-        (put(f"{Q}.lora_magnitude_vector", (32,)), "Unexpected", "lora_magnitude_vector"),
-        (put("base_model.model.lm_head.weight", (40, 32)), "Unsupported", "save_embedding_layers"),
+        (add_tensor("base_model.model.model.layers.9.mlp.up_proj.lora_A.weight", (3, 32)), "Unexpected", "layers.9"),
+        (add_tensor(f"{Q}.lora_A.weight", (4, 32)), "Shape", ("layers.0.q_proj.lora_A", "(3, 32)", "got (4, 32)")),
+        (add_tensor(f"{Q}.lora_A.weight", (96,)), "Shape", "got (96,)"),
+        (add_tensor(f"{Q}.lora_A.weight", (32, 3)), "Shape", "layers.0.q_proj.lora_A"),
+        (add_tensor(f"{Q}.lora_B.weight", (32, 4)), "Shape", "layers.0.q_proj.lora_B"),
+        (insert_nan, "NonFinite", "layers.0.q_proj.lora_B"),
+        (add_tensor(f"{Q}.lora_B.bias", (32,)), "Unsupported", "lora_bias"),
+        (add_tensor(f"{Q}.lora_magnitude_vector", (32,)), "Unexpected", "lora_magnitude_vector"),
+        (add_tensor("base_model.model.lm_head.weight", (40, 32)), "Unsupported", "save_embedding_layers"),
         (
-            put("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", (1, 32)),
+            add_tensor("base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta", (1, 32)),
             "Unsupported",
             "trainable_token_indices",
         ),
-        (put("base_model.model.model.embed_tokens.base_layer.weight", (44, 32)), "Shape", "resized"),
-        (put(f"{Q}.base_layer.weight", (32, 32)), "Unexpected", "base_layer"),
+        (add_tensor("base_model.model.model.embed_tokens.base_layer.weight", (44, 32)), "Shape", "resized"),
+        (add_tensor(f"{Q}.base_layer.weight", (32, 32)), "Unexpected", "base_layer"),
         (lambda t: t.update({f"{Q}.lora_A.weight": np.ones((3, 32), np.int64)}), "DType", "I64"),
     ],
 )
-def test_tensors_that_do_not_fit_are_refused_by_name(adapter, model, change, code, named):
+def test_invalid_tensors_are_refused_by_name(adapter, model, change, code, expected_names):
     with_tensors(adapter, change)
     with pytest.raises(FormatError) as caught:
         read_adapter(adapter, model[1])
     assert caught.value.code == code
-    for name in named if isinstance(named, tuple) else (named,):  # ends of names, too
+    for name in expected_names if isinstance(expected_names, tuple) else (expected_names,):  # ends of names, too
         assert name in str(caught.value)
     assert_tells(str(caught.value), where=adapter)
 
 
-def test_an_adapter_of_mlx_is_called_one(adapter, model):
+def test_mlx_adapter_is_named_in_the_error(adapter, model):
     mlx = {"fine_tune_type": "lora", "num_layers": 16, "lora_parameters": {"rank": 8, "dropout": 0.0, "scale": 20.0}}
     (adapter / "adapter_config.json").write_text(json.dumps(mlx))
     with refuses("Unsupported", "MLX", where=adapter):
         read_adapter(adapter, model[1])
 
 
-def test_a_module_that_was_trained_whole_is_named_with_the_remedy(adapter, model):
+def test_fully_trained_module_is_named_with_the_remedy(adapter, model):
     config = adapter / "adapter_config.json"
     config.write_text(json.dumps(json.loads(config.read_text()) | {"modules_to_save": ["lm_head", "norm"]}))
     with refuses("Unsupported", "['lm_head', 'norm']", "merge_and_unload", where=("modules_to_save", config)):
@@ -143,7 +143,7 @@ def test_a_module_that_was_trained_whole_is_named_with_the_remedy(adapter, model
         ("use_time_travel", True, "Unsupported"),
     ],
 )
-def test_fields_that_do_not_fit_or_change_the_maths_are_refused_by_name(adapter, model, field, value, code):
+def test_invalid_or_unsupported_fields_are_refused_by_name(adapter, model, field, value, code):
     path = adapter / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     with refuses(code, *((field,) if code == "Unsupported" else ()), where=adapter):
@@ -160,7 +160,7 @@ def test_advice_to_merge_says_more_for_an_embedding(adapter, model):
         assert ("lm_head" in str(caught.value)) == told
 
 
-def test_an_unknown_field_that_is_off_is_ignored_by_name(adapter, model, caplog):
+def test_unknown_disabled_field_is_ignored_with_its_name(adapter, model, caplog):
     path = adapter / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {"use_time_travel": False, "warp_config": None}))
     read_adapter(adapter, model[1])
@@ -198,7 +198,7 @@ def test_a_tensor_file_that_is_a_link_out_of_the_folder_is_refused(adapter, mode
         read_adapter(adapter, model[1])
 
 
-def test_what_is_not_there_is_a_missing_file(adapter, model):
+def test_missing_file_is_named(adapter, model):
     with refuses(FileNotFoundError, "adapter", where=adapter / "x"):
         read_adapter(adapter / "x", model[1])
     (adapter / CONFIG).unlink()

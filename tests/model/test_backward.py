@@ -130,7 +130,7 @@ def test_backward_changes_neither_trace_nor_weights(weights, adapter):
         np.testing.assert_array_equal(weights.array(name), array, err_msg=name)
 
 
-@pytest.mark.parametrize("name", builtin.held(builtin.EVERY))
+@pytest.mark.parametrize("name", builtin.installed_models(builtin.EVERY))
 def test_backward_alone_on_a_built_in_model_is_right_or_refused(name: str):
     weights, trace = open_weights(builtin.builtin_path(name)), dict[str, np.ndarray]()
     d_logits = forward(IDS, weights, KVCache(weights.config, weights.dtype), keep=recorder(trace))

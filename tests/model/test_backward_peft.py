@@ -15,7 +15,7 @@ from llorch.lora.targets import LoraTarget
 from llorch.ops.cross_entropy import IGNORED, shifted
 from llorch.ops.precision import own_dtype_only
 from llorch.training.batch import Batch
-from llorch.training.numpy_step import loss_and_gradients, of_document
+from llorch.training.numpy_step import document_gradients, loss_and_gradients
 
 pytestmark = pytest.mark.live
 
@@ -122,7 +122,7 @@ def test_loss_and_every_gradient_are_those_of_peft(base: Path, weights: Weights,
 
     adapted = AdaptedWeights(weights.astype(np.float64 if numbers == "float64" else np.float32), adapter, masks=masks)
     with own_dtype_only():
-        loss, grads = of_document(batch.ids[0], wanted, adapted, label_smoothing=0.1, n_trained=batch.n_trained)
+        loss, grads = document_gradients(batch.ids[0], wanted, adapted, label_smoothing=0.1, n_trained=batch.n_trained)
     assert loss / batch.n_trained == pytest.approx(expected.item(), rel=LOSS)
     for name, parameter in parameters.items():
         assert relative_error(grads[name], parameter.grad.numpy()) < GRADIENT, name

@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders.families import MICRO
 from builders.random_adapters import random_adapter
-from helpers.torch_detours import detoured
+from helpers.torch_detours import model_with_detours
 from torch import Tensor
 from torch.nn.functional import cross_entropy
 
@@ -20,7 +20,7 @@ from llorch.pytorch.train.forward import hidden_states, place_of
 from llorch.runtime.builtin import builtin_path
 from llorch.stages.table import keys
 from llorch.training.batch import Batch
-from llorch.training.numpy_step import loss_and_gradients, of_document
+from llorch.training.numpy_step import document_gradients, loss_and_gradients
 
 CPU = torch.device("cpu")
 SEQ = 11
@@ -76,7 +76,7 @@ def assert_close(actual: np.ndarray, expected: Tensor | None, name: str) -> None
 
 def stage_gradients(weights: Weights, adapter: Adapter, batch: Batch) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """Torch's stages of one document, their gradients retained, and the adapter's tensors, after the backward pass."""
-    model, tensors = detoured(weights, adapter)
+    model, tensors = model_with_detours(weights, adapter)
     stages: dict[str, Tensor] = {}
 
     def keep(name: str, array: Tensor) -> Tensor:
@@ -95,7 +95,7 @@ def test_every_stage_and_every_tensor_has_the_gradient_of_torch(weights, adapter
     batch = batch_of(rng, weights, (SEQ,))
     wanted = shifted(batch.labels[0])
     adapted = AdaptedWeights(weights, adapter)
-    _, grads = of_document(batch.ids[0], wanted, adapted, label_smoothing=0.1, n_trained=batch.n_trained)
+    _, grads = document_gradients(batch.ids[0], wanted, adapted, label_smoothing=0.1, n_trained=batch.n_trained)
     stages, tensors = stage_gradients(weights, adapter, batch)
     assert list(tensors) == list(adapter.flat())
     for name, tensor in tensors.items():
@@ -111,7 +111,7 @@ def test_every_stage_and_every_tensor_has_the_gradient_of_torch(weights, adapter
 def assert_step_is_torch_s(weights: Weights, adapter: Adapter, batches: Sequence[Batch], smoothing: float) -> float:
     """Loss and every gradient of a step; gives back the largest logit."""
     loss, grads = loss_and_gradients(weights, adapter, batches, label_smoothing=smoothing)
-    model, tensors = detoured(weights, adapter)
+    model, tensors = model_with_detours(weights, adapter)
     logits = [model.lm_head(hidden_states(model, batch, CPU)) for batch in batches]
     expected = sum(torch_loss_sum(rows, batch, smoothing) for rows, batch in zip(logits, batches, strict=True))
     assert isinstance(expected, Tensor)
@@ -152,8 +152,8 @@ def test_dropout_masks_reach_forward_and_backward_alike(rng, use_dora):
         if not target.is_embedding
     }
     adapted, wanted = AdaptedWeights(weights, adapter, masks=masks), shifted(batch.labels[0])
-    loss, grads = of_document(batch.ids[0], wanted, adapted, label_smoothing=0.0, n_trained=batch.n_trained)
-    model, tensors = detoured(weights, adapter, masks=masks)
+    loss, grads = document_gradients(batch.ids[0], wanted, adapted, label_smoothing=0.0, n_trained=batch.n_trained)
+    model, tensors = model_with_detours(weights, adapter, masks=masks)
     expected = torch_loss_sum(model.lm_head(hidden_states(model, batch, CPU)), batch, 0.0)
     (expected / batch.n_trained).backward()
     assert loss == pytest.approx(expected.item(), rel=1e-12)
@@ -165,6 +165,6 @@ def test_without_an_adapter_the_gradient_still_reaches_every_block_and_nothing_i
     weights = open_weights(builtin_path("micro-llama")).astype(np.float64)
     batch = batch_of(rng, weights, (SEQ,))
     wanted = shifted(batch.labels[0])
-    _, grads = of_document(batch.ids[0], wanted, weights, label_smoothing=0.0, n_trained=batch.n_trained)
+    _, grads = document_gradients(batch.ids[0], wanted, weights, label_smoothing=0.0, n_trained=batch.n_trained)
     assert not [name for name in grads if name.endswith(("lora_A", "lora_B"))]
     assert all(grads[f"l{layer}.block_in"].any() for layer in range(weights.config.n_layers))

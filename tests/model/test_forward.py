@@ -19,10 +19,10 @@ from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
 from llorch.model.forward import dense_only
 from llorch.model.forward import forward as forward_of_dense_layers
-from llorch.model.generate import name_first_stage
+from llorch.model.generate import raise_first_non_finite
 from llorch.ops.numerics import GGML
 from llorch.ops.sampling import SamplingSettings
-from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, held
+from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, installed_models
 from llorch.runtime.errors import NonFiniteRun
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import keys
@@ -36,14 +36,14 @@ def weights(request: pytest.FixtureRequest) -> Weights:
 
 
 @pytest.fixture(scope="module")
-def wide(weights: Weights) -> Weights:
+def float64_weights(weights: Weights) -> Weights:
     return weights.astype(np.float64)
 
 
 @pytest.fixture(scope="module")
-def whole(wide: Weights) -> np.ndarray:
+def one_pass_logits(float64_weights: Weights) -> np.ndarray:
     """The logits of one pass."""
-    return run(wide, Pass(IDS))["logits"]
+    return run(float64_weights, Pass(IDS))["logits"]
 
 
 @pytest.mark.parametrize("dtype", [np.float32, np.float64])
@@ -70,20 +70,26 @@ def test_a_second_run_after_a_warm_up_gives_the_same_bits(weights: Weights):
 
 
 @pytest.mark.parametrize("n_cached", range(1, len(IDS)))
-def test_prefill_in_two_parts_equals_one(wide: Weights, whole: np.ndarray, n_cached: int):
-    parts = run(wide, Pass(IDS), n_cached=n_cached)["logits"]
-    np.testing.assert_allclose(parts, whole[n_cached:], rtol=0, atol=1e-12 * np.abs(whole).max(), strict=True)
+def test_prefill_in_two_parts_equals_one(float64_weights: Weights, one_pass_logits: np.ndarray, n_cached: int):
+    parts = run(float64_weights, Pass(IDS), n_cached=n_cached)["logits"]
+    np.testing.assert_allclose(
+        parts, one_pass_logits[n_cached:], rtol=0, atol=1e-12 * np.abs(one_pass_logits).max(), strict=True
+    )
 
 
-def test_token_by_token_equals_one_pass(wide: Weights, whole: np.ndarray):
-    cache = KVCache(wide.config, wide.dtype)
-    stepwise = [forward(np.asarray([token]), wide, cache)[0] for token in IDS]
-    np.testing.assert_allclose(np.stack(stepwise), whole, rtol=0, atol=1e-12 * np.abs(whole).max(), strict=True)
+def test_token_by_token_equals_one_pass(float64_weights: Weights, one_pass_logits: np.ndarray):
+    cache = KVCache(float64_weights.config, float64_weights.dtype)
+    stepwise = [forward(np.asarray([token]), float64_weights, cache)[0] for token in IDS]
+    np.testing.assert_allclose(
+        np.stack(stepwise), one_pass_logits, rtol=0, atol=1e-12 * np.abs(one_pass_logits).max(), strict=True
+    )
 
 
-def test_last_only_gives_the_last_row(wide: Weights, whole: np.ndarray):
-    last = forward(np.asarray(IDS), wide, KVCache(wide.config, wide.dtype), last_only=True)
-    np.testing.assert_allclose(last, whole[-1:], rtol=1e-12, atol=1e-12, strict=True)
+def test_last_only_gives_the_last_row(float64_weights: Weights, one_pass_logits: np.ndarray):
+    last = forward(
+        np.asarray(IDS), float64_weights, KVCache(float64_weights.config, float64_weights.dtype), last_only=True
+    )
+    np.testing.assert_allclose(last, one_pass_logits[-1:], rtol=1e-12, atol=1e-12, strict=True)
 
 
 def test_a_token_cannot_see_those_after_it(weights: Weights):
@@ -93,7 +99,7 @@ def test_a_token_cannot_see_those_after_it(weights: Weights):
             np.testing.assert_array_equal(one[key][:-1], other[key][:-1], err_msg=key)
 
 
-@pytest.mark.parametrize("name", held(EVERY))
+@pytest.mark.parametrize("name", installed_models(EVERY))
 def test_forward_alone_on_a_built_in_model_is_right_or_refused(name: str):
     weights = open_weights(builtin_path(name))
     ids = np.asarray(IDS) % weights.config.vocab_size
@@ -133,9 +139,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     "start",
     [
-        lambda folder, how: llorch.load(folder).generate([5, 6], settings=how),
-        lambda folder, how: llorch.load(folder, numerics=GGML).generate([5, 6], settings=how),
-        lambda folder, how: llorch.load_torch(folder).generate([5, 6], settings=how),
+        lambda folder, settings: llorch.load(folder).generate([5, 6], settings=settings),
+        lambda folder, settings: llorch.load(folder, numerics=GGML).generate([5, 6], settings=settings),
+        lambda folder, settings: llorch.load_torch(folder).generate([5, 6], settings=settings),
         lambda folder, _: llorch.load_torch(folder).generate_batch([[5, 6], [7]], settings=[SamplingSettings(), DRAWN]),
     ],
     ids=["numpy", "ggml", "torch", "batch"],
@@ -173,11 +179,15 @@ def test_the_stage_is_named_where_it_begins_after_some_tokens(monkeypatch: pytes
 
 
 def test_hidden_scores_are_no_fault_and_a_second_pass_that_is_finite_blames_the_logits():
-    def run(look: Any) -> None:
-        look("l0.attn_scores", np.array([1.0, -np.inf]))
+    def run(on_stage: Any) -> None:
+        on_stage("l0.attn_scores", np.array([1.0, -np.inf]))
 
     with refuses(NonFiniteRun, "only", where=("x:", "logits")):
-        name_first_stage(run, where="x", dtype="float32")
+        raise_first_non_finite(run, where="x", dtype="float32")
     for wrong in (np.inf, np.nan):
         with refuses(NonFiniteRun, "1 of 2", where="l0.attn_scores"):
-            name_first_stage(lambda look, one=wrong: look("l0.attn_scores", np.array([1.0, one])), where="", dtype="")
+            raise_first_non_finite(
+                lambda on_stage, wrong_number=wrong: on_stage("l0.attn_scores", np.array([1.0, wrong_number])),
+                where="",
+                dtype="",
+            )

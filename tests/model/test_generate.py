@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.refusals import refuses
 
-from llorch.model.generate import Answer, HeldText, Token, log_probability, sample_ids, stream
+from llorch.model.generate import Answer, TextBuffer, Token, log_probability, sample_ids, stream
 from llorch.ops.sampling import SamplingSettings
 
 END, OTHER_END = 900, 901
@@ -113,9 +113,9 @@ def test_no_tokens_wanted_means_none():
 
 def test_stop_strings_that_cannot_be_meant_are_refused():
     with refuses(ValueError, "stop", got="''", where="generate"):
-        HeldText(["a", ""])
+        TextBuffer(["a", ""])
     with refuses(ValueError, "stop", expected="list", got="'##'", where="generate"):
-        HeldText("##")
+        TextBuffer("##")
 
 
 def test_log_probability_matches_shares_worked_by_hand():

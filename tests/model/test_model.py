@@ -80,12 +80,12 @@ def test_text_far_longer_than_context_is_refused_from_its_beginning(as_messages:
     model, seen = llorch.load("story"), list[int]()
     encode = model.tokenizer.encode
 
-    def counted(text: str, **how: bool) -> list[int]:
+    def counted(text: str, **kwargs: bool) -> list[int]:
         seen.append(len(text))
-        return encode(text, **how)
+        return encode(text, **kwargs)
 
     monkeypatch.setattr(model.tokenizer, "encode", counted)
-    monkeypatch.setattr(model.tokenizer, "encode_rendered", lambda text, **how: (counted(text), []))
+    monkeypatch.setattr(model.tokenizer, "encode_rendered", lambda text, **kwargs: (counted(text), []))
     if as_messages:
         monkeypatch.setattr(type(model), "chat_templates", {"default": "{{ messages[0]['content'] }}"})
     context, text = model.config.max_position_embeddings, "fox " * 100_000

@@ -29,8 +29,8 @@ def model(request: pytest.FixtureRequest, folder: Path) -> Any:
     return llorch.load(folder) if request.param == "numpy" else llorch.load_torch(folder)
 
 
-def ids_of(model: Any, **what: Any) -> list[int]:
-    return [token.id for token in model.generate(max_tokens=6, ignore_eos=True, **what)]
+def ids_of(model: Any, **request: Any) -> list[int]:
+    return [token.id for token in model.generate(max_tokens=6, ignore_eos=True, **request)]
 
 
 def test_a_conversation_is_the_text_of_the_template_with_its_control_tokens(model: Any):

@@ -106,12 +106,12 @@ def test_attention_scores_backward_is_the_gradient(qkv, rng):
 def test_attention_probs_backward_is_the_gradient(qkv, rng):
     scores, grad = attention_scores(qkv[0], qkv[1]), rng.normal(size=(HEADS, SEQ, SEQ))
     actual = attention_probs_backward(grad, attention_probs(scores))
-    seen = np.where(MASKED, 0.0, scores)
+    visible_scores = np.where(MASKED, 0.0, scores)
 
-    def weighed(seen):
-        return float((attention_probs(np.where(MASKED, -np.inf, seen)) * grad).sum())
+    def weighed(visible_scores):
+        return float((attention_probs(np.where(MASKED, -np.inf, visible_scores)) * grad).sum())
 
-    assert_is_gradient(actual, weighed, seen)
+    assert_is_gradient(actual, weighed, visible_scores)
 
 
 def test_attention_probs_backward_is_0_under_the_mask_and_in_the_sum_of_every_row(probs, rng):
@@ -120,7 +120,7 @@ def test_attention_probs_backward_is_0_under_the_mask_and_in_the_sum_of_every_ro
     np.testing.assert_allclose(actual.sum(axis=-1), 0, atol=1e-15)
 
 
-def test_attention_probs_backward_of_scores_of_300_either_way_is_finite(dtype):
+def test_attention_probs_backward_of_scores_of_plus_and_minus_300_is_finite(dtype):
     scores = np.array([[[300.0, -np.inf, -np.inf], [300, -300, -np.inf], [-300, -300, -300]]], dtype)
     actual = attention_probs_backward(np.array([[[1.0, 2, 3], [4, 5, 6], [7, 8, 9]]], dtype), attention_probs(scores))
     np.testing.assert_allclose(actual, [[[0, 0, 0], [0, 0, 0], [-1 / 3, 0, 1 / 3]]], rtol=0, atol=1e-6)
@@ -133,7 +133,7 @@ def test_attention_context_backward_is_the_gradient(probs, qkv, rng):
     assert_is_gradient(d_v, lambda v: float((attention_context(probs, v) * grad).sum()), v, "v")
 
 
-def test_a_key_gets_the_sum_of_what_the_query_heads_of_its_group_send_back(qkv, rng):
+def test_key_gradient_sums_over_the_query_heads_of_its_group(qkv, rng):
     q, k, _ = qkv
     group = HEADS // KV_HEADS
     grad = np.where(MASKED, 0, rng.normal(size=(HEADS, SEQ, SEQ)))
@@ -142,7 +142,7 @@ def test_a_key_gets_the_sum_of_what_the_query_heads_of_its_group_send_back(qkv, 
     np.testing.assert_allclose(d_k, by_head.reshape(KV_HEADS, group, SEQ, HEAD_DIM).sum(axis=1), rtol=0, atol=1e-14)
 
 
-def test_the_whole_attention_gets_no_gradient_by_keys_that_no_query_sees(qkv, rng):
+def test_attention_has_no_gradient_by_masked_keys(qkv, rng):
     q, k, v = qkv
     probs, grad = attention_probs(attention_scores(q, k)), rng.normal(size=(SEQ, HEADS * HEAD_DIM))
     grad[3:] = 0  # only the first three queries matter

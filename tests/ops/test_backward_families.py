@@ -32,7 +32,7 @@ SEQ, K_HEADS, V_HEADS, KEY_DIM, VALUE_DIM = 6, 2, 6, 4, 3
 NAMES = ("q", "k", "v", "beta", "g")
 
 
-def given(rng, seq: int, *, strong: bool = False) -> list[np.ndarray]:
+def delta_rule_inputs(rng, seq: int, *, strong: bool = False) -> list[np.ndarray]:
     """What the delta rule is given; `strong` decay forgets nearly everything at some tokens."""
     q, k = l2_norm(rng.normal(size=(2, seq, K_HEADS, KEY_DIM)))
     v, beta = rng.normal(size=(seq, V_HEADS, VALUE_DIM)), rng.uniform(size=(seq, V_HEADS))
@@ -45,7 +45,7 @@ def empty() -> np.ndarray:
 
 
 @pytest.mark.parametrize("normalised", [False, True])
-def test_the_gradient_of_the_chosen_weights_reaches_every_logit_and_no_choice(rng, normalised):
+def test_gradient_of_expert_weights_reaches_every_logit_but_not_the_selection(rng, normalised):
     logits, grad = rng.normal(size=(5, 7)), rng.normal(size=(5, 3))
     probs = router_probs(logits)
     ids = top_k(probs, 3)
@@ -62,7 +62,7 @@ def test_the_gradient_of_the_chosen_weights_reaches_every_logit_and_no_choice(rn
     assert others.max() < 1e-15 if normalised else others.min() > 1e-6  # what is normalised does not see the others
 
 
-def test_what_experts_made_and_their_weights_get_their_gradients(rng):
+def test_expert_outputs_and_weights_get_their_gradients(rng):
     outs, weights, grad = rng.normal(size=(5, 3, 4)), rng.normal(size=(5, 3)), rng.normal(size=(5, 4))
     d_outs, d_weights = mixed_backward(grad, outs, weights)
     assert_is_gradient(d_outs, lambda outs: float((mixed(outs, weights) * grad).sum()), outs)
@@ -101,7 +101,7 @@ def test_rope_adjacent_backward_is_the_gradient(rng):
 
 @pytest.mark.parametrize("strong", [False, True])
 def test_delta_rule_backward_is_the_gradient(rng, strong):
-    arrays, grad = given(rng, SEQ, strong=strong), rng.normal(size=(SEQ, V_HEADS, VALUE_DIM))
+    arrays, grad = delta_rule_inputs(rng, SEQ, strong=strong), rng.normal(size=(SEQ, V_HEADS, VALUE_DIM))
     for i, actual in enumerate(delta_rule_backward(grad, *arrays)):
 
         def result(x: np.ndarray, i: int = i) -> float:
@@ -110,9 +110,9 @@ def test_delta_rule_backward_is_the_gradient(rng, strong):
         assert_is_gradient(actual, result, arrays[i], NAMES[i])
 
 
-def test_what_is_read_after_a_stretch_of_tokens_has_its_gradient_before_it(rng):
+def test_gradient_flows_through_the_state_between_chunks(rng):
     seq = 2 * AT_ONCE + 3
-    arrays, grad = given(rng, seq), np.zeros((seq, V_HEADS, VALUE_DIM))
+    arrays, grad = delta_rule_inputs(rng, seq), np.zeros((seq, V_HEADS, VALUE_DIM))
     arrays[4] *= 0.01
     grad[-1] = rng.normal(size=grad.shape[1:])
     for i, actual in enumerate(delta_rule_backward(grad, *arrays)[1:], start=1):

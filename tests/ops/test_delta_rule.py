@@ -19,11 +19,11 @@ def inputs(rng, seq: int, strongest: float = -316.0) -> list[np.ndarray]:
     return [l2_norm(q), l2_norm(k), v, beta, g, rng.normal(size=(V_HEADS, KEY_DIM, VALUE_DIM))]
 
 
-def narrow(arrays: list[np.ndarray]) -> list[np.ndarray]:
+def to_float32(arrays: list[np.ndarray]) -> list[np.ndarray]:
     return [array.astype(np.float32) for array in arrays]
 
 
-def off(actual: np.ndarray, expected: np.ndarray) -> float:
+def relative_error(actual: np.ndarray, expected: np.ndarray) -> float:
     return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
 
 
@@ -40,7 +40,7 @@ def test_a_step_matches_one_worked_by_hand(rule):
 
 
 @pytest.mark.parametrize("rule", RULES)
-def test_a_value_that_is_written_wholly_is_read_at_its_key_and_replaced(rule, rng):
+def test_value_written_with_beta_1_is_read_at_its_key_and_replaced(rule, rng):
     k, v = l2_norm(np.repeat(rng.normal(size=(1, 1, 4)), 3, axis=0)), rng.normal(size=(3, 1, 2))
     out, _ = rule(k, k, v, np.ones((3, 1)), np.zeros((3, 1)), rng.normal(size=(1, 4, 2)))
     np.testing.assert_allclose(2 * out, v, rtol=1e-5)  # l2_norm leaves a length of 1 - 1e-6
@@ -49,7 +49,7 @@ def test_a_value_that_is_written_wholly_is_read_at_its_key_and_replaced(rule, rn
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("seq", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 7])
 @pytest.mark.parametrize("strongest", [-0.1, -316.0])
-def test_chunks_give_what_token_by_token_gives(rng, seq, strongest):
+def test_chunks_equal_token_by_token(rng, seq, strongest):
     given = inputs(rng, seq, strongest)
     for actual, expected in zip(delta_rule_in_chunks(*given), delta_rule(*given), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
@@ -57,7 +57,7 @@ def test_chunks_give_what_token_by_token_gives(rng, seq, strongest):
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("cut", [1, CHUNK - 1, CHUNK, CHUNK + 1, 2 * CHUNK - 1])
-def test_two_parts_give_what_one_pass_gives(rng, rule, cut):
+def test_two_chunks_equal_one_pass(rng, rule, cut):
     *rows, state = inputs(rng, 2 * CHUNK)
     first, between = rule(*(x[:cut] for x in rows), state)
     second, last = rule(*(x[cut:] for x in rows), between)
@@ -69,13 +69,13 @@ def test_two_parts_give_what_one_pass_gives(rng, rule, cut):
 @pytest.mark.usefixtures("arithmetic")
 @pytest.mark.parametrize("rule", RULES)
 def test_in_float32_both_are_within_a_few_roundings(rng, rule):
-    given = narrow(inputs(rng, 2 * CHUNK + 3))
+    given = to_float32(inputs(rng, 2 * CHUNK + 3))
     for actual, expected in zip(rule(*given), delta_rule(*(array.astype(np.float64) for array in given)), strict=True):
         assert actual.dtype == np.float32
-        assert off(actual, expected) < 3e-7
+        assert relative_error(actual, expected) < 3e-7
 
 
-def test_behind_a_decay_that_forgets_all_small_decays_are_as_exact_as_before_it():
+def test_small_decays_after_a_complete_decay_keep_their_precision():
     g = np.array([[-1e-3, -316.0, -1e-3, -2e-3]], np.float32)
     exact = g[0].astype(np.float64)
     np.testing.assert_allclose(decays(g)[0, 3, :3], np.exp([exact[1:].sum(), exact[2:].sum(), exact[3]]), rtol=1e-13)

@@ -109,7 +109,7 @@ def test_the_merged_matrix_makes_the_same_products_and_the_merged_table_the_same
     assert not np.allclose(matrix.table(), matrix.dequantize(), rtol=0.1)
 
 
-def test_a_table_used_twice_has_an_adapter_of_its_own_in_either_use(rng):
+def test_tied_embedding_has_separate_adapters_for_input_and_output(rng):
     base, x = rng.normal(size=(7, IN)), rng.normal(size=(SEQ, IN))
     head, rows = random_lora(rng, IN, 7, dora=False), random_lora(rng, 7, IN, dora=False)
     both = LoraMatrix(base, head, embedding_lora=rows)
@@ -156,23 +156,23 @@ def arrays(rng):
     return *rng.normal(size=(2, 5, 4)), rng.normal(size=4), rng.random(4) + 0.5
 
 
-def test_lengths_are_those_of_the_rows_of_the_sum():
+def test_row_norms_are_those_of_base_plus_delta():
     lengths = row_lengths(np.array([[1.0, 2.0], [3.0, 0.0]]), np.array([[2.0, 2.0], [2.0, 12.0]]))
     np.testing.assert_array_equal(lengths, [5, 13])
 
 
-def test_lengths_of_long_rows_are_rounded_once(rng):
+def test_row_norms_of_long_rows_are_rounded_once(rng):
     weight = rng.normal(size=(3, 5000)).astype(np.float32)
     expected = np.sqrt(np.square(weight, dtype=np.float64).sum(axis=1)).astype(np.float32)
     np.testing.assert_array_equal(row_lengths(weight, np.zeros_like(weight)), expected, strict=True)
 
 
-def test_with_the_learned_length_equal_to_the_length_only_the_delta_is_added(arrays):
+def test_magnitude_equal_to_the_row_norm_adds_only_the_delta(arrays):
     of_base, delta, _, lengths = arrays
     np.testing.assert_array_equal(dora(of_base, delta, lengths, lengths), delta)
 
 
-def test_the_sum_is_the_product_with_rows_of_the_learned_length(rng):
+def test_dora_output_is_the_product_with_rows_of_the_learned_magnitude(rng):
     x, weight, addition = rng.normal(size=(5, 3)), rng.normal(size=(4, 3)), rng.normal(size=(4, 3))
     magnitude, lengths = rng.random(4) + 0.5, row_lengths(weight, addition)
     directed = (weight + addition) / lengths[:, None] * magnitude[:, None]
@@ -182,7 +182,7 @@ def test_the_sum_is_the_product_with_rows_of_the_learned_length(rng):
     np.testing.assert_allclose(actual, x @ directed.T, rtol=0, atol=1e-14)
 
 
-def test_the_backward_is_the_gradient_with_the_length_held_constant(arrays, rng):
+def test_dora_backward_is_the_gradient_with_constant_row_norms(arrays, rng):
     of_base, delta, magnitude, lengths = arrays
     grad = rng.normal(size=(5, 4))
     d_base, d_delta, d_magnitude = dora_backward(grad, of_base, delta, magnitude, lengths)

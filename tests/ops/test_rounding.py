@@ -68,7 +68,7 @@ def edge_rows(width: int) -> np.ndarray:
     return np.array([*rows, outlier]).clip(-3.4e38, 3.4e38).astype(np.float32)
 
 
-def quantised_by(function, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def quantise_rows(function, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Codes, scales and Q8_1 sums (else empty) that a C function makes of rows."""
     size, block_bytes = BLOCK_SIZES[GGMLType[kind]]
     raw = np.zeros((rows.size // size, block_bytes), np.uint8)
@@ -81,7 +81,7 @@ def quantised_by(function, rows: np.ndarray, kind: str) -> tuple[np.ndarray, np.
 
 
 def assert_bytes_equal(function, rows: np.ndarray, kind: BlockKind, variant: VariantName) -> None:
-    codes, scales, sums = quantised_by(function, rows, kind)
+    codes, scales, sums = quantise_rows(function, rows, kind)
     got_codes, got_scales = quantize_blocks(rows, kind, variant)
     np.testing.assert_array_equal(got_codes.reshape(codes.shape), codes)
     assert got_scales.tobytes() == scales.tobytes()
@@ -137,7 +137,7 @@ def test_float16_and_bfloat16_ties_go_to_even():
 @pytest.mark.parametrize(
     ("x", "expected"), [(65504, 65504), (65519.996, 65504), (65520, np.inf), (65535.996, np.inf), (65536, np.inf)]
 )
-def test_what_float16_cannot_hold_is_infinite_from_half_a_step_beyond_its_largest(x: float, expected: float):
+def test_float16_overflows_from_half_a_step_beyond_its_largest_value(x: float, expected: float):
     with np.errstate(over="ignore"):
         assert round_activations(float32(x, 1.0), "F16").tolist() == [[expected, 1.0]]
         assert round_activations(float32(-x, 1.0), "F16").tolist() == [[-expected, 1.0]]
@@ -171,7 +171,7 @@ def test_in_float64_the_product_of_code_and_scale_is_exact():
     np.testing.assert_array_equal(round_activations(x, "Q8_K"), expected.reshape(2, 512))
 
 
-def test_float32_weights_leave_activations_as_ggml_has_them():
+def test_float32_weights_keep_ggml_activations():
     x = np.array([[0.1, -2.5]])
     assert round_activations(x, "F32").tolist() == [[float(np.float32(0.1)), -2.5]]
     assert round_activations(x, "F32").dtype == np.float64
@@ -190,7 +190,7 @@ def test_a_scale_beyond_float16_is_not_hidden():
     assert not np.isfinite(round_activations(block_of(1e7, 1), "Q8_0")).any()
 
 
-def test_a_row_that_is_no_whole_number_of_blocks_is_an_error():
+def test_row_with_an_incomplete_block_is_an_error():
     with pytest.raises(ValueError, match="cannot reshape"):
         round_activations(np.zeros((2, 48), np.float32), "Q8_0")
 
@@ -237,7 +237,7 @@ def test_half_precision_is_the_bits_of_ggml(kind, rows):
     assert round_activations(x[finite], kind).tobytes() == expected[finite].tobytes()
 
 
-def test_the_variants_differ_where_this_file_looks():
+def test_variants_differ_in_the_tested_cases():
     rows = rows_near_halves(32)
     codes = {name: quantize_blocks(rows, "Q8_0", name)[0] for name in VARIANTS}
     for one, other in (("x86", "neon"), ("x86", "generic"), ("neon", "generic")):
@@ -334,10 +334,10 @@ def test_small_arrays_are_all_widened():
     assert small.dtype == scalar.dtype == np.float64
 
 
-@pytest.mark.parametrize("at", [0, 1])
-def test_one_large_array_keeps_all_in_their_own_dtype(at):
+@pytest.mark.parametrize("large_index", [0, 1])
+def test_one_large_array_keeps_all_in_their_own_dtype(large_index):
     arrays = [np.ones(3, np.float32), np.ones(3, np.float32)]
-    arrays[at] = np.ones(WIDE_LIMIT + 1, np.float32)
+    arrays[large_index] = np.ones(WIDE_LIMIT + 1, np.float32)
     assert all(a is b for a, b in zip(widen(*arrays), arrays, strict=True))
 
 

@@ -20,17 +20,17 @@ from llorch.ops.sampling import (
 INF = math.inf
 
 
-def logits_of(*shares: float) -> np.ndarray:
+def log_shares(*shares: float) -> np.ndarray:
     """Logits whose softmax is in proportion to `shares`."""
     return np.log(np.array(shares))
 
 
-def kept(logits: np.ndarray) -> list[int]:
+def kept_ids(logits: np.ndarray) -> list[int]:
     return [int(index) for index in np.flatnonzero(logits > -INF)]
 
 
 def test_softmax_matches_shares_worked_by_hand():
-    np.testing.assert_allclose(softmax(logits_of(1, 3, 4)), [0.125, 0.375, 0.5], rtol=1e-15)
+    np.testing.assert_allclose(softmax(log_shares(1, 3, 4)), [0.125, 0.375, 0.5], rtol=1e-15)
 
 
 def test_softmax_of_plus_and_minus_300_is_finite(dtype):
@@ -54,8 +54,8 @@ def test_penalty_divides_positive_and_multiplies_negative_logits_of_seen_tokens(
 
 SOME = np.array([1.0, 5.0, -2.0, 3.0])
 TIES = np.array([3.0, 1.0, 3.0, 5.0, 3.0])
-CUMULATED = logits_of(0.15, 0.5, 0.05, 0.3)  # from the top: 0.5, 0.8, 0.95, 1
-FALLING = logits_of(0.4, 0.3, 0.2, 0.1)
+CUMULATED = log_shares(0.15, 0.5, 0.05, 0.3)  # from the top: 0.5, 0.8, 0.95, 1
+FALLING = log_shares(0.4, 0.3, 0.2, 0.1)
 
 
 @pytest.mark.parametrize(
@@ -79,7 +79,7 @@ FALLING = logits_of(0.4, 0.3, 0.2, 0.1)
     ],
 )
 def test_a_filter_keeps_some_logits_as_they_are(filtered, logits, expected):
-    assert kept(filtered) == expected
+    assert kept_ids(filtered) == expected
     np.testing.assert_array_equal(filtered[expected], logits[expected])
 
 
@@ -88,15 +88,15 @@ def test_filters_leave_kept_logits_as_they_are_and_their_input_alone(dtype):
     before = logits.copy()
     for filtered in (keep_top_k(logits, k=2), keep_top_p(logits, p=0.9), keep_min_p(logits, min_p=0.1)):
         assert filtered.dtype == dtype
-        np.testing.assert_array_equal(filtered[kept(filtered)], logits[kept(filtered)])
-        assert kept(filtered) == [1, 3]
+        np.testing.assert_array_equal(filtered[kept_ids(filtered)], logits[kept_ids(filtered)])
+        assert kept_ids(filtered) == [1, 3]
     assert penalise(logits, [1, 2], penalty=1.5).dtype == dtype
     assert softmax(logits).dtype == dtype
     np.testing.assert_array_equal(logits, before)
 
 
 def test_temperature_divides_the_logits():
-    actual = probabilities(logits_of(1, 3), SamplingSettings(temperature=0.5), [])
+    actual = probabilities(log_shares(1, 3), SamplingSettings(temperature=0.5), [])
     np.testing.assert_allclose(actual, [0.1, 0.9], rtol=1e-14)  # 1 to 3 squared
 
 
@@ -120,20 +120,20 @@ def test_penalty_comes_before_top_k():
 
 
 def test_temperature_comes_before_top_p():
-    logits = logits_of(0.5, 0.3, 0.2)
-    assert kept(keep_top_p(logits, p=0.6)) == [0, 1]
+    logits = log_shares(0.5, 0.3, 0.2)
+    assert kept_ids(keep_top_p(logits, p=0.6)) == [0, 1]
     sharp = SamplingSettings(temperature=0.5, top_p=0.6)  # squared: 25/38, 9/38, 4/38
     np.testing.assert_array_equal(probabilities(logits, sharp, []), [1, 0, 0])
 
 
 def test_top_p_looks_at_what_top_k_left():
-    logits = logits_of(0.4, 0.3, 0.2, 0.1)
+    logits = log_shares(0.4, 0.3, 0.2, 0.1)
     settings = SamplingSettings(temperature=1.0, top_k=2, top_p=0.5)  # of 4/7 and 3/7 the first is enough
     np.testing.assert_array_equal(probabilities(logits, settings, []), [1, 0, 0, 0])
 
 
 def test_min_p_comes_after_top_p():
-    logits = logits_of(0.46, 0.3, 0.14, 0.1)
+    logits = log_shares(0.46, 0.3, 0.14, 0.1)
     settings = SamplingSettings(temperature=1.0, top_p=0.8, min_p=0.25)
     # top-p keeps three (0.46, 0.76, 0.90), min-p then all of them; min-p first would leave 0.9 and top-p two
     np.testing.assert_allclose(probabilities(logits, settings, []), [46 / 90, 30 / 90, 14 / 90, 0], rtol=1e-14)
@@ -194,7 +194,7 @@ def test_draws_follow_the_distribution(rng):
         ("seed", -1, (0,)),
     ],
 )
-def test_settings_without_a_meaning_are_refused_with_name_and_value(name, value, expected):
+def test_invalid_settings_are_refused_with_name_and_value(name, value, expected):
     with refuses(ValueError, *expected, where=("sampling", name), got=value):
         SamplingSettings(**{name: value})
 

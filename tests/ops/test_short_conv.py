@@ -15,7 +15,7 @@ def silu(x):
 
 
 @pytest.fixture
-def given(rng):
+def conv_inputs(rng):
     return rng.normal(size=(9, WIDTH)), rng.normal(size=(WIDTH, TAPS + 1)), rng.normal(size=(TAPS, WIDTH))
 
 
@@ -26,21 +26,21 @@ def test_each_channel_has_its_own_kernel_with_the_newest_token_last():
 
 
 @pytest.mark.parametrize("cut", range(1, 9))
-def test_two_parts_give_what_one_pass_gives(given, cut):
-    x, kernel, state = given
+def test_two_chunks_equal_one_pass(conv_inputs, cut):
+    x, kernel, state = conv_inputs
     first, between = short_conv(x[:cut], kernel, state), next_state(state, x[:cut])
     second = short_conv(x[cut:], kernel, between)
     np.testing.assert_allclose(np.concatenate([first, second]), short_conv(x, kernel, state), rtol=1e-13)
     np.testing.assert_array_equal(next_state(between, x[cut:]), x[-TAPS:])
 
 
-def test_the_state_of_a_short_pass_keeps_older_rows(given):
-    x, _, state = given
+def test_the_state_of_a_short_pass_keeps_older_rows(conv_inputs):
+    x, _, state = conv_inputs
     np.testing.assert_array_equal(next_state(state, x[:1]), np.concatenate([state[1:], x[:1]]))
 
 
-def test_a_token_does_not_see_those_after_it(given):
-    x, kernel, state = given
+def test_convolution_is_causal(conv_inputs):
+    x, kernel, state = conv_inputs
     changed = np.concatenate([x[:4], -x[4:]])
     np.testing.assert_array_equal(short_conv(changed, kernel, state)[:4], short_conv(x, kernel, state)[:4])
 

@@ -41,7 +41,7 @@ def test_the_cpu_has_every_dtype(dtype: str):
     "device",
     ["", "gpu", "CPU", "cpu:0", "cpu:", "cuda:", "cuda:x", "cuda:-1", "cuda:1.5", "cuda:99999", "cuda:\u0663", "mps"],
 )
-def test_a_device_without_a_meaning_is_refused(device: str):
+def test_unknown_device_is_refused(device: str):
     with refuses(ValueError, where="device", expected=("cpu", "cuda", "cuda:N"), got=repr(device)):
         target(device)
 
@@ -60,19 +60,19 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_a_device_does_not_have_is_refused(refusal: Refusal):
+def test_unsupported_dtype_of_a_device_is_refused(refusal: Refusal):
     refusal.check()
 
 
 @NO_CUDA
 @pytest.mark.parametrize("device", ["cuda", "cuda:9"])
-def test_cuda_that_is_not_here_is_never_replaced(device: str):
+def test_missing_cuda_never_falls_back(device: str):
     why = "built" if torch.version.cuda is None else "finds"
     with refuses(MissingDevice, why, torch.__version__, "--device cpu", where=f"device {device}"):
         target(device)
 
 
-def test_what_a_device_has_is_taken_and_the_next_device_or_an_older_one_is_refused():
+def test_existing_cuda_device_is_accepted_and_missing_or_old_ones_are_refused():
     require_index("cuda:1", 1, 2)
     with refuses(MissingDevice, 2, where="device cuda:2"):
         require_index("cuda:2", 2, 2)
@@ -84,7 +84,7 @@ def test_what_a_device_has_is_taken_and_the_next_device_or_an_older_one_is_refus
 
 
 @pytest.mark.gpu
-def test_cuda_is_what_is_got_when_it_is_asked_for():
+def test_requested_cuda_device_is_used():
     made = target("cuda", "float32")
     assert made.device == torch.device("cuda", 0)
     assert torch.ones(1, device=made.device).device == made.device
@@ -93,7 +93,7 @@ def test_cuda_is_what_is_got_when_it_is_asked_for():
 
 
 @pytest.mark.gpu
-def test_what_torch_says_of_cuda_that_is_meant_so_reaches_nobody():
+def test_expected_cuda_warnings_of_torch_are_suppressed():
     said = (
         "TensorFloat32 tensor cores for float32 matrix multiplication available but not enabled. Consider setting it",
         "Attempting to run cuBLAS, but there was no current CUDA context! Attempting to set the primary context...",
@@ -115,7 +115,7 @@ def test_a_missing_device_is_one_line_and_exit_code_3(verb: list[str]):
 
 
 @EVERY_VERB
-def test_names_without_a_meaning_are_exit_code_2(verb: list[str]):
+def test_unknown_device_names_exit_with_code_2(verb: list[str]):
     device = invoke(*verb, "--backend", "torch", "--device", "gpu")
     assert_cli_refuses(device, 2, where="device", expected=("cpu", "cuda", "cuda:N"), got="'gpu'")
     assert device.stderr.count("\n") == 1
@@ -144,7 +144,7 @@ def without_torch() -> list[list[Any]]:
 
 @pytest.mark.nightly_cases("verb0")
 @EVERY_VERB
-def test_absent_torch_is_one_line_that_says_what_to_install(verb: list[str]):
+def test_missing_torch_prints_one_line_with_the_install_command(verb: list[str]):
     code, stdout, stderr = without_torch()[VERBS.index(verb)]
     assert (code, stdout) == (3, "")
     assert stderr.startswith("llorch: ")
@@ -166,7 +166,7 @@ def test_mixed_devices_are_refused_before_any_product():
         model.to(elsewhere)(positions, place, cache)
 
 
-def test_float32_is_float32_and_sums_are_not_rounded_whatever_a_library_had_switched_on(
+def test_float32_precision_ignores_global_torch_settings(
     monkeypatch: pytest.MonkeyPatch,
 ):
     torch.set_float32_matmul_precision("medium")
@@ -183,7 +183,7 @@ def test_float32_is_float32_and_sums_are_not_rounded_whatever_a_library_had_swit
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = reduced
 
 
-def test_a_process_that_loads_and_generates_on_the_cpu_is_as_it_was():
+def test_loading_and_generating_on_the_cpu_leave_torch_settings_unchanged():
     def switches() -> list[object]:
         matmul = torch.backends.cuda.matmul
         return [

@@ -28,18 +28,18 @@ def model() -> llorch.TorchModel:
     return llorch.load_torch("micro-qwen3")
 
 
-def ids_of(tokens: list[llorch.Token]) -> list[int]:
+def token_ids(tokens: list[llorch.Token]) -> list[int]:
     return [token.id for token in tokens]
 
 
-def test_logits_are_those_of_numpy(name: str):
+def test_logits_equal_numpy(name: str):
     expected = llorch.load(name).forward(IDS)
     actual = llorch.load_torch(name).forward(IDS)
     np.testing.assert_allclose(actual, expected, rtol=0, atol=4e-6 * np.abs(expected).max(), strict=True)
 
 
 @pytest.mark.parametrize("sampling", ["greedy", *SAMPLINGS])
-def test_the_same_seed_continues_as_numpy_does(name: str, sampling: str):
+def test_tokens_of_a_seed_equal_numpy(name: str, sampling: str):
     settings = SAMPLINGS.get(sampling, SamplingSettings())
     expected = list(llorch.load(name).generate(START, max_tokens=12, settings=settings))
     actual = list(llorch.load_torch(name).generate(START, max_tokens=12, settings=settings))
@@ -53,7 +53,7 @@ def test_every_dtype_writes_the_same_story(dtype: str):
     assert [t.text for t in llorch.load_torch("story", dtype=dtype).generate(START, max_tokens=12)] == expected
 
 
-def test_half_precision_gives_float32_logits_and_double_gives_double():
+def test_logits_are_float32_for_half_precision_and_float64_for_float64():
     assert llorch.load_torch("micro-llama", dtype="bfloat16").forward([1]).dtype == np.float32
     assert llorch.load_torch("micro-llama", dtype="float64").forward([1]).dtype == np.float64
 
@@ -73,7 +73,7 @@ def test_the_backend_is_named_by_device_and_dtype(model: llorch.TorchModel):
     ],
     ids=range(8),
 )  # fmt: skip
-def test_bad_ids_and_positions_are_refused_in_the_words_of_the_numpy_path(
+def test_bad_ids_and_positions_raise_the_errors_of_the_numpy_path(
     model: llorch.TorchModel, ids: list, first_position: int, facts: tuple
 ):
     messages = []
@@ -118,7 +118,7 @@ def test_only_eager_attention_shows_scores_and_probabilities(model: llorch.Torch
     assert not fused.keys() - eager.keys()
 
 
-def test_a_trace_is_a_copy_that_later_runs_leave_alone(model: llorch.TorchModel):
+def test_trace_is_a_copy_unchanged_by_later_runs(model: llorch.TorchModel):
     trace: dict[str, np.ndarray] = {}
     model.forward(IDS, trace=trace)
     before = {key: array.copy() for key, array in trace.items()}
@@ -134,7 +134,7 @@ def test_a_second_answer_in_the_storage_of_the_first_is_the_same(model: llorch.T
     assert list(model.generate(START, max_tokens=15, settings=settings, ignore_eos=True)) == first
 
 
-def test_two_answers_at_the_same_time_do_not_meet(model: llorch.TorchModel):
+def test_concurrent_answers_are_independent(model: llorch.TorchModel):
     one, other = (list(model.generate(text, max_tokens=8, ignore_eos=True)) for text in (START, "The fox"))
     both = (model.generate(text, max_tokens=8, ignore_eos=True) for text in (START, "The fox"))
     assert list(zip(*both, strict=True)) == list(zip(one, other, strict=True))
@@ -142,12 +142,12 @@ def test_two_answers_at_the_same_time_do_not_meet(model: llorch.TorchModel):
 
 def test_an_answer_ends_at_an_end_token_unless_that_is_ignored(monkeypatch: pytest.MonkeyPatch):
     model = llorch.load_torch("micro-qwen3")
-    ids = ids_of(list(model.generate(START, max_tokens=8, ignore_eos=True)))
+    ids = token_ids(list(model.generate(START, max_tokens=8, ignore_eos=True)))
     monkeypatch.setattr(model.tokenizer, "eos_token_ids", frozenset({ids[3]}))
     tokens = list(model.generate(START, max_tokens=8))
-    assert ids_of(tokens) == ids[: ids.index(ids[3]) + 1]
+    assert token_ids(tokens) == ids[: ids.index(ids[3]) + 1]
     assert (tokens[-1].finish, tokens[-1].text) == ("eos", "")
-    assert ids_of(list(model.generate(START, max_tokens=8, ignore_eos=True))) == ids
+    assert token_ids(list(model.generate(START, max_tokens=8, ignore_eos=True))) == ids
 
 
 def test_text_ends_before_a_stop_string():
@@ -166,7 +166,7 @@ def test_generation_ends_where_the_context_ends():
     assert tokens[-1].finish == "length"
 
 
-def test_no_tokens_are_made_when_none_are_wanted(model: llorch.TorchModel):
+def test_max_tokens_0_generates_nothing(model: llorch.TorchModel):
     assert list(model.generate(START, max_tokens=0)) == []
 
 
@@ -187,12 +187,12 @@ def test_a_prompt_that_cannot_be_continued_is_refused(model: llorch.TorchModel, 
     ],
     ids=["device", "dtype", "mode"],
 )
-def test_settings_without_a_meaning_are_refused(wrong: dict, facts: tuple[str, ...]):
+def test_invalid_settings_are_refused(wrong: dict, facts: tuple[str, ...]):
     with refuses(ValueError, *facts):
         llorch.load_torch("micro-llama", **wrong)
 
 
-def test_without_torch_the_remedy_is_named():
+def test_missing_torch_names_the_install_command():
     code = (
         f"import sys; sys.path.insert(0, {str(Path(__file__).parents[2])!r}); sys.modules['torch'] = None\n"
         "import llorch\n"

@@ -13,7 +13,7 @@ import torch
 from builders.quantised_folders import FOLDERS, Tensors, changed
 from helpers.command_line import REPOSITORY
 from helpers.refusals import refuses
-from helpers.split_runs import written
+from helpers.split_runs import write_random_model
 
 from llorch.files import Weights, open_weights, packed
 from llorch.files.convert import convert
@@ -41,7 +41,7 @@ def logits(model: CausalLM, dtype: torch.dtype) -> torch.Tensor:
         return model(ids, cache.place(torch.arange(9)[None], ctx=9, causal=True), cache)
 
 
-def loaded(path: Path, way: Callable[..., CausalLM], dtype: torch.dtype) -> CausalLM:
+def load_logits(path: Path, way: Callable[..., CausalLM], dtype: torch.dtype) -> CausalLM:
     return way(open_weights(path), dtype=dtype, device=CPU)
 
 
@@ -49,27 +49,30 @@ def loaded(path: Path, way: Callable[..., CausalLM], dtype: torch.dtype) -> Caus
 @pytest.mark.parametrize("name", [*PACKED, "Q4_1"])
 def test_packed_matrices_give_the_logits_of_decoded_ones(name, dtype, tmp_path):
     path = write_model(name, tmp_path)
-    packed, dense = (logits(loaded(path, way, dtype), dtype).double() for way in (load_packed, load_dense))
+    packed, dense = (logits(load_logits(path, way, dtype), dtype).double() for way in (load_packed, load_dense))
     assert float((packed - dense).norm() / dense.norm()) < (1e-6 if dtype is torch.float32 else 1e-2)
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_packed_model_of_another_dtype_gives_the_logits_of_one_loaded_in_it(name, tmp_path):
     path = write_model(name, tmp_path)
-    changed, opened = loaded(path, load_packed, torch.float32).bfloat16(), loaded(path, load_packed, torch.bfloat16)
+    changed, opened = (
+        load_logits(path, load_packed, torch.float32).bfloat16(),
+        load_logits(path, load_packed, torch.bfloat16),
+    )
     assert torch.equal(logits(changed, torch.bfloat16), logits(opened, torch.bfloat16))
 
 
 @pytest.mark.parametrize("name", PACKED)
 def test_every_matrix_of_the_four_types_stays_packed(name, tmp_path):
-    model = loaded(write_model(name, tmp_path), load_packed, torch.bfloat16)
+    model = load_logits(write_model(name, tmp_path), load_packed, torch.bfloat16)
     assert not [name for name, parameter in model.named_parameters() if parameter.ndim > 1]
     assert sum(isinstance(module, QuantisedLinear) for module in model.modules()) == 2 * 7 + 1
     assert isinstance(model.model.embed_tokens, QuantisedEmbedding)
 
 
 def test_matrices_of_other_types_are_decoded(tmp_path):
-    model = loaded(write_model("Q4_1", tmp_path), load_packed, torch.float32)
+    model = load_logits(write_model("Q4_1", tmp_path), load_packed, torch.float32)
     assert not any(isinstance(module, QuantisedLinear | QuantisedEmbedding) for module in model.modules())
 
 
@@ -77,33 +80,35 @@ def test_matrices_of_other_types_are_decoded(tmp_path):
 def test_a_tied_head_shares_the_memory_of_the_embedding(ggml_type, tmp_path):
     path = tmp_path / "tied.gguf"
     convert(builtin_path("micro-llama3"), path, ggml_type=ggml_type)
-    model = loaded(path, load_packed, torch.float32)
+    model = load_logits(path, load_packed, torch.float32)
     head, embedding = (list(kernel.state_dict().values()) for kernel in (model.lm_head, model.model.embed_tokens))
     assert [tensor.data_ptr() for tensor in head] == [tensor.data_ptr() for tensor in embedding]
-    packed, dense = (logits(either, torch.float32) for either in (model, loaded(path, load_dense, torch.float32)))
+    packed, dense = (logits(either, torch.float32) for either in (model, load_logits(path, load_dense, torch.float32)))
     assert float((packed - dense).norm()) < 1e-4
 
 
 @pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda kind: kind.name)
-def test_matrices_of_two_bytes_stay_so_in_float32_alone(ggml_type, tmp_path):
+def test_half_precision_matrices_stay_packed_only_in_float32(ggml_type, tmp_path):
     path = tmp_path / "half.gguf"
     convert(builtin_path("micro-llama"), path, ggml_type=ggml_type)
-    kept, dense = (loaded(path, way, torch.float32) for way in (load_packed, load_dense))
+    kept, dense = (load_logits(path, way, torch.float32) for way in (load_packed, load_dense))
     assert not [name for name, parameter in kept.named_parameters() if parameter.ndim > 1]
     for kernel in (kernel for kernel in kept.modules() if isinstance(kernel, QuantisedLinear | QuantisedEmbedding)):
         assert (kernel.ggml_type, kernel.fields["codes"].dtype) == (ggml_type, HALF_TYPES[ggml_type])
     assert torch.equal(logits(kept, torch.float32), logits(dense, torch.float32))
     for dtype in (torch.bfloat16, torch.float64):
-        assert not any(isinstance(kernel, QuantisedLinear) for kernel in loaded(path, load_packed, dtype).modules())
+        assert not any(
+            isinstance(kernel, QuantisedLinear) for kernel in load_logits(path, load_packed, dtype).modules()
+        )
 
 
 @pytest.mark.parametrize("ggml_type", [GGMLType.BF16, GGMLType.F16], ids=lambda kind: kind.name)
-def test_part_of_a_matrix_of_two_bytes_stays_so_only_in_whole_runs_of_columns(ggml_type, tmp_path):
-    weights = open_weights(written(tmp_path, ggml_type, intermediate_size=192))
+def test_shard_of_a_half_precision_matrix_stays_packed_only_with_full_column_runs(ggml_type, tmp_path):
+    weights = open_weights(write_random_model(tmp_path, ggml_type, intermediate_size=192))
 
     def second_of(n_ranks: int) -> torch.nn.Module:
-        def cut(path: str, whole: torch.Tensor) -> torch.Tensor:
-            return whole.chunk(n_ranks, 1)[1].clone() if path.endswith("down_proj.weight") else whole
+        def cut(path: str, tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.chunk(n_ranks, 1)[1].clone() if path.endswith("down_proj.weight") else tensor
 
         model = load_packed(weights, dtype=torch.float32, device=CPU, cut=cut)
         install_kernels(model, kernels_for(CPU, torch.float32, required=False))
@@ -120,10 +125,10 @@ def test_part_of_a_matrix_of_two_bytes_stays_so_only_in_whole_runs_of_columns(gg
 @pytest.mark.parametrize("name", PACKED)
 def test_blocks_have_the_same_fields_without_a_compiler_and_in_pieces_of_one_row(name, tmp_path, monkeypatch):
     path = write_model(name, tmp_path)
-    compiled = loaded(path, load_packed, torch.float32).state_dict()
+    compiled = load_logits(path, load_packed, torch.float32).state_dict()
     monkeypatch.setattr(stored_kinds, "_compiled_pass", lambda: None)
     monkeypatch.setattr(stored_kinds, "_BLOCKS_AT_ONCE", 1)
-    plain = loaded(path, load_packed, torch.float32).state_dict()
+    plain = load_logits(path, load_packed, torch.float32).state_dict()
     assert compiled.keys() == plain.keys()
     assert all(torch.equal(compiled[name], field) for name, field in plain.items())
 
@@ -131,22 +136,25 @@ def test_blocks_have_the_same_fields_without_a_compiler_and_in_pieces_of_one_row
 def test_packed_experts_give_the_logits_of_decoded_ones(tmp_path: Path):
     moe = open_weights(builtin_path("micro-qwen3-moe")).config
     assert moe.experts is not None
-    path = written(tmp_path, GGMLType.Q8_0, moe, head_dim=32, experts=replace(moe.experts, expert_size=32))
-    packed, dense = (loaded(path, way, torch.float32) for way in (load_packed, load_dense))
+    path = write_random_model(tmp_path, GGMLType.Q8_0, moe, head_dim=32, experts=replace(moe.experts, expert_size=32))
+    packed, dense = (load_logits(path, way, torch.float32) for way in (load_packed, load_dense))
     assert any(isinstance(module, QuantisedExperts) for module in packed.modules())
     torch.testing.assert_close(logits(packed, torch.float32), logits(dense, torch.float32), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_of_q_and_k_in_another_order_give_other_logits(tmp_path, monkeypatch):
     path = write_model("Q4_K", tmp_path)
-    right = logits(loaded(path, load_packed, torch.float32), torch.float32)
+    right = logits(load_logits(path, load_packed, torch.float32), torch.float32)
     monkeypatch.setattr(stored_kinds, "undo_interleave", lambda rows, heads: rows.copy())
-    assert float((logits(loaded(path, load_packed, torch.float32), torch.float32) - right).norm() / right.norm()) > 0.01
+    assert (
+        float((logits(load_logits(path, load_packed, torch.float32), torch.float32) - right).norm() / right.norm())
+        > 0.01
+    )
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize(("name", "offset"), [("Q8_0", 0), ("Q4_0", 0), ("Q4_K", 0), ("Q4_K", 2), ("Q6_K", 208)])
-def test_a_scale_that_is_not_finite_is_refused_as_with_decoded_matrices(name, offset, bad, tmp_path):
+def test_non_finite_scale_is_refused_as_with_decoded_matrices(name, offset, bad, tmp_path):
     path = write_model(name, tmp_path)
     weights = open_weights(path)
     raw = weights.source.packed("blk.1.ffn_up.weight").raw
@@ -158,16 +166,16 @@ def test_a_scale_that_is_not_finite_is_refused_as_with_decoded_matrices(name, of
     messages = []
     for way in (load_packed, load_dense):
         with refuses("NonFinite", "(256, 0)", where="blk.1.ffn_up.weight") as caught:
-            loaded(path, way, torch.float32)
+            load_logits(path, way, torch.float32)
         assert re.search(r"\b(nan|inf)\b", str(caught.value))
         messages.append(str(caught.value))
     assert messages[0] == messages[1]
 
 
-def test_initial_values_are_not_drawn(monkeypatch):
+def test_loading_initialises_no_random_weights(monkeypatch):
     monkeypatch.setattr(torch.Tensor, "normal_", None)
     monkeypatch.setattr(torch.Tensor, "uniform_", None)
-    assert loaded(builtin_path("micro-qwen2"), load_dense, torch.float32).lm_head.weight.isfinite().all()
+    assert load_logits(builtin_path("micro-qwen2"), load_dense, torch.float32).lm_head.weight.isfinite().all()
 
 
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3", "story"])
@@ -183,11 +191,11 @@ def test_half_precision_load_never_holds_a_matrix_in_float32(monkeypatch: pytest
     weights = open_weights(FOLDERS / "gptq-4bit")
     monkeypatch.setattr(packed, "TILE", 64)
 
-    def whole(name: str, dtype: type[np.floating] = np.float32) -> np.ndarray:
+    def read_vector(name: str, dtype: type[np.floating] = np.float32) -> np.ndarray:
         assert len(weights.shape(name)) == 1, name
         return Weights.read(weights, name, dtype)
 
-    monkeypatch.setattr(weights, "read", whole)
+    monkeypatch.setattr(weights, "read", read_vector)
     assert load_packed(weights, dtype=torch.bfloat16, device=CPU).model.embed_tokens.weight.dtype is torch.bfloat16
 
 
@@ -203,7 +211,7 @@ def test_half_precision_load_refuses_a_number_that_is_not_finite(bits: int, tmp_
         load_packed(weights, dtype=torch.bfloat16, device=CPU)
 
 
-def test_a_process_that_cuts_no_tensor_imports_no_dtensor():
+def test_process_without_sharding_does_not_import_dtensor():
     run = "import llorch.pytorch.model as m; m.load_torch(sys.argv[1]).forward([1, 2])"
     commands = "import llorch.cli.on_torch, llorch.apps.bench.torch, llorch.pytorch.train.trainer"
     code = f"import sys; {run}; {commands}; print(*sys.modules)"
@@ -266,7 +274,7 @@ def test_tensors_do_not_overlap_and_a_full_chunk_is_followed_by_another(monkeypa
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: only Linux has such pages")
-def test_a_tensor_that_is_made_in_large_pages_is_not_copied():
+def test_tensor_allocated_in_large_pages_is_not_copied():
     pages = LargePages()
     codes = pages.empty(300, 256, dtype=torch.uint8)
     assert (codes.shape, codes.dtype, asks_for_large_pages(codes.data_ptr())) == ((300, 256), torch.uint8, True)
@@ -310,7 +318,7 @@ def test_packed_matrices_of_a_folder_lie_in_large_pages(monkeypatch: pytest.Monk
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: only Linux has such pages")
-def test_codes_of_a_whole_matrix_are_packed_where_they_stay(monkeypatch: pytest.MonkeyPatch):
+def test_codes_of_a_full_matrix_are_packed_in_place(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(load, "_LEAST", 0)
     copies: list[torch.Tensor] = []
     copied = LargePages._copied

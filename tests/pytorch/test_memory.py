@@ -10,7 +10,7 @@ import pytest
 from builders.quantised_folders import FOLDERS
 from helpers.command_line import REPOSITORY, invoke
 from helpers.refusals import assert_cli_refuses, assert_tells, refuses
-from helpers.split_runs import written
+from helpers.split_runs import write_random_model
 
 from llorch.files import Weights, open_weights
 from llorch.files.quant import GGMLType
@@ -37,15 +37,17 @@ def packed(tmp_path: Path) -> Weights:
     return open_weights(write_model("Q4_K", tmp_path))
 
 
-def free(monkeypatch: pytest.MonkeyPatch, n_bytes: float) -> None:
+def set_free_bytes(monkeypatch: pytest.MonkeyPatch, n_bytes: float) -> None:
     monkeypatch.setattr(memory, "available_memory", lambda: float(n_bytes))
 
 
-def peak(weights: Weights, dtype: str = "float32", residency: str = "decoded", batch: int = 1, n: int = 512) -> int:
+def predicted_peak(
+    weights: Weights, dtype: str = "float32", residency: str = "decoded", batch: int = 1, n: int = 512
+) -> int:
     return predict(weights, target("cpu", dtype), residency, batch, n).peak  # type: ignore[arg-type]
 
 
-def refusal(weights: Weights, dtype: str, residency: str, batch: int, n_tokens: int) -> str:
+def refusal_message(weights: Weights, dtype: str, residency: str, batch: int, n_tokens: int) -> str:
     with pytest.raises(MemoryError) as caught:
         require_memory(weights, target("cpu", dtype), residency, batch=batch, n_tokens=n_tokens)  # type: ignore[arg-type]
     return str(caught.value)
@@ -60,7 +62,7 @@ def remedy(text: str) -> str:
     return text.rpartition(";")[2]
 
 
-def test_the_parts_are_those_of_the_shapes(story: Weights):
+def test_predicted_parts_follow_from_the_shapes(story: Weights):
     config = story.config
     n_weights = sum(story.read(name).size for name in story)
     for dtype, width in (("float32", 4), ("bfloat16", 2), ("float64", 8)):
@@ -90,7 +92,7 @@ def test_matrices_in_half_precision_count_as_the_file_has_them():
 @pytest.mark.parametrize(("n_ranks", "width"), [(1, 2), (2, 2), (4, 4)])
 def test_part_of_a_matrix_without_whole_runs_of_columns_counts_as_float32(n_ranks: int, width: int, tmp_path: Path):
     # a rank of 4 has 48 columns
-    weights = open_weights(written(tmp_path, GGMLType.F16, n_kv_heads=4, intermediate_size=192))
+    weights = open_weights(write_random_model(tmp_path, GGMLType.F16, n_kv_heads=4, intermediate_size=192))
     size = {name: math.prod(weights.shape(name)) for name in weights}
     expected = 0
     for name, n in size.items():
@@ -100,19 +102,19 @@ def test_part_of_a_matrix_without_whole_runs_of_columns_counts_as_float32(n_rank
 
 
 def test_more_tokens_and_sequences_need_more(story: Weights):
-    assert peak(story, n=100) < peak(story, n=512) < peak(story, n=512, batch=4)
+    assert predicted_peak(story, n=100) < predicted_peak(story, n=512) < predicted_peak(story, n=512, batch=4)
 
 
-def test_what_just_fits_is_loaded_and_a_byte_less_is_not(story: Weights, monkeypatch: pytest.MonkeyPatch):
-    free(monkeypatch, peak(story))
+def test_model_loads_at_its_exact_size_and_not_with_one_byte_less(story: Weights, monkeypatch: pytest.MonkeyPatch):
+    set_free_bytes(monkeypatch, predicted_peak(story))
     assert require_memory(story, target(), n_tokens=512) == "decoded"
-    free(monkeypatch, peak(story) - 1)
-    assert_tells(refusal(story, "float32", "auto", 1, 512), gb(peak(story)), where="story.gguf")
+    set_free_bytes(monkeypatch, predicted_peak(story) - 1)
+    assert_tells(refusal_message(story, "float32", "auto", 1, 512), gb(predicted_peak(story)), where="story.gguf")
 
 
-def test_the_refusal_has_every_figure(story: Weights, monkeypatch: pytest.MonkeyPatch):
-    free(monkeypatch, 0)
-    text, need = refusal(story, "float32", "decoded", 2, 512), predict(story, target("cpu"), "decoded", 2, 512)
+def test_refusal_names_every_size(story: Weights, monkeypatch: pytest.MonkeyPatch):
+    set_free_bytes(monkeypatch, 0)
+    text, need = refusal_message(story, "float32", "decoded", 2, 512), predict(story, target("cpu"), "decoded", 2, 512)
     parts = {"weights": need.weights, "cache": need.cache, "activations": need.activations + need.logits}
     assert_tells(text, gb(need.peak), *(f"{name} {gb(n_bytes)}" for name, n_bytes in parts.items()), "0.00 GB")
     assert_tells(text, "cpu", "float32", "decoded", "batch 2", "512 tokens", "smaller", where="story.gguf")
@@ -129,31 +131,31 @@ def test_the_refusal_has_every_figure(story: Weights, monkeypatch: pytest.Monkey
 def test_a_smaller_batch_is_suggested_where_it_fits(
     story: Weights, monkeypatch: pytest.MonkeyPatch, smaller: dict, words: str
 ):
-    room = peak(story, **smaller)
-    free(monkeypatch, room)
-    assert_tells(remedy(refusal(story, "float32", "decoded", 8, 512)), words, gb(room))
+    room = predicted_peak(story, **smaller)
+    set_free_bytes(monkeypatch, room)
+    assert_tells(remedy(refusal_message(story, "float32", "decoded", 8, 512)), words, gb(room))
 
 
 def test_fewer_tokens_then_bfloat16_are_suggested(story: Weights, monkeypatch: pytest.MonkeyPatch):
-    free(monkeypatch, peak(story, n=256))
-    fewer = remedy(refusal(story, "float32", "decoded", 1, 512))
-    assert_tells(fewer, "256 tokens", gb(peak(story, n=256)))
+    set_free_bytes(monkeypatch, predicted_peak(story, n=256))
+    fewer = remedy(refusal_message(story, "float32", "decoded", 1, 512))
+    assert_tells(fewer, "256 tokens", gb(predicted_peak(story, n=256)))
     assert "--dtype" not in fewer
-    free(monkeypatch, peak(story, dtype="bfloat16"))
-    half = remedy(refusal(story, "float32", "decoded", 1, 512))
-    assert_tells(half, "--dtype bfloat16", gb(peak(story, dtype="bfloat16")))
+    set_free_bytes(monkeypatch, predicted_peak(story, dtype="bfloat16"))
+    half = remedy(refusal_message(story, "float32", "decoded", 1, 512))
+    assert_tells(half, "--dtype bfloat16", gb(predicted_peak(story, dtype="bfloat16")))
     assert "256" not in half
-    free(monkeypatch, peak(story, dtype="bfloat16", n=256))
-    both = remedy(refusal(story, "float32", "decoded", 1, 512))
-    assert_tells(both, "--dtype bfloat16", "256 tokens", gb(peak(story, dtype="bfloat16", n=256)))
+    set_free_bytes(monkeypatch, predicted_peak(story, dtype="bfloat16", n=256))
+    both = remedy(refusal_message(story, "float32", "decoded", 1, 512))
+    assert_tells(both, "--dtype bfloat16", "256 tokens", gb(predicted_peak(story, dtype="bfloat16", n=256)))
 
 
 def test_packed_weights_are_suggested_where_the_file_has_them(packed: Weights, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(memory, "_TILE", 1)  # of so small a model the tile would be most
-    free(monkeypatch, peak(packed, "float64", "packed", n=64))
-    assert peak(packed, "float64", n=64) > peak(packed, "float64", "packed", n=64)
-    said = remedy(refusal(packed, "float64", "decoded", 1, 64))
-    assert_tells(said, "--weights packed", gb(peak(packed, "float64", "packed", n=64)))
+    set_free_bytes(monkeypatch, predicted_peak(packed, "float64", "packed", n=64))
+    assert predicted_peak(packed, "float64", n=64) > predicted_peak(packed, "float64", "packed", n=64)
+    said = remedy(refusal_message(packed, "float64", "decoded", 1, 64))
+    assert_tells(said, "--weights packed", gb(predicted_peak(packed, "float64", "packed", n=64)))
     assert "--dtype" not in said
 
 
@@ -166,8 +168,8 @@ def test_auto_keeps_matrices_packed_where_kernels_multiply_from_blocks(
     assert require_memory(packed, target("cpu", "float32"), "decoded") == "decoded"
 
 
-def test_nothing_is_loaded_when_it_is_refused(monkeypatch: pytest.MonkeyPatch):
-    free(monkeypatch, 1000)
+def test_refused_load_reads_no_weights(monkeypatch: pytest.MonkeyPatch):
+    set_free_bytes(monkeypatch, 1000)
     monkeypatch.setattr(model, "load_dense", None)  # calling it would be a TypeError
     result = invoke("run", "story", "Once", "--backend", "torch")
     assert_cli_refuses(result, 4, "smaller", "0.00 GB", where="story.gguf")
@@ -222,7 +224,7 @@ for dtype in dtypes.split(","):  # each begins with the same memory
 """
 
 
-def measured(path: Path, dtypes: str, residency: str, n_tokens: int) -> list[tuple[int, int]]:
+def measure_peak(path: Path, dtypes: str, residency: str, n_tokens: int) -> list[tuple[int, int]]:
     """Predicted and used memory of a run in each dtype."""
     command = [sys.executable, "-c", MEASURE, str(path), dtypes, residency, str(n_tokens)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=True, cwd=REPOSITORY)
@@ -231,19 +233,19 @@ def measured(path: Path, dtypes: str, residency: str, n_tokens: int) -> list[tup
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux tells what is no mapped file")
-def test_a_run_takes_no_more_than_was_predicted_and_not_much_less():
-    for predicted, taken in measured(builtin_path("story"), "float32,bfloat16", "decoded", 256):
+def test_measured_memory_is_at_most_and_close_to_the_prediction():
+    for predicted, taken in measure_peak(builtin_path("story"), "float32,bfloat16", "decoded", 256):
         assert taken <= predicted <= 1.5 * taken
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux tells what is no mapped file")
-def test_packed_matrices_take_no_more_than_was_predicted_and_not_much_less(tmp_path: Path):
+def test_measured_memory_of_packed_matrices_is_at_most_and_close_to_the_prediction(tmp_path: Path):
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "n_heads": 32, "n_kv_heads": 4, "n_layers": 14}
-    ((predicted, taken),) = measured(written(tmp_path, GGMLType.Q8_0, **sizes), "float32", "packed", 32)
+    ((predicted, taken),) = measure_peak(write_random_model(tmp_path, GGMLType.Q8_0, **sizes), "float32", "packed", 32)
     assert taken <= predicted <= 1.5 * taken
 
 
-def test_experts_need_room_for_the_products_of_every_number_of_rows():
+def test_experts_need_memory_for_products_of_any_number_of_rows():
     moe = open_weights(builtin_path("micro-qwen3-moe"))
     layers, experts = moe.config.n_layers, 7
     assert moe.config.experts is not None
@@ -255,19 +257,19 @@ def test_experts_need_room_for_the_products_of_every_number_of_rows():
 
 def test_a_batch_that_does_not_fit_is_refused_with_one_that_does(monkeypatch: pytest.MonkeyPatch):
     model = load_torch("micro-llama")
-    free(monkeypatch, 16e6)
+    set_free_bytes(monkeypatch, 16e6)
     with refuses(MemoryError, "64", "256 tokens", "cpu", "0.02 GB", where="generate") as caught:
         list(model.generate_batch([[1, 2, 3]] * 64, max_tokens=4))
     (fits,) = re.findall(r"\d+", remedy(str(caught.value)))
     assert list(model.generate_batch([[1, 2, 3]] * int(fits), max_tokens=1))
     with pytest.raises(MemoryError):
         list(model.generate_batch([[1, 2, 3]] * (int(fits) + 1), max_tokens=1))
-    free(monkeypatch, 1)
+    set_free_bytes(monkeypatch, 1)
     with refuses(MemoryError, "fewer tokens", where="generate"):
         list(model.generate([1, 2, 3], max_tokens=300))
 
 
-def test_blocks_that_torch_keeps_for_itself_are_free(monkeypatch: pytest.MonkeyPatch):
+def test_blocks_cached_by_torch_count_as_free(monkeypatch: pytest.MonkeyPatch):
     import torch
 
     for name, value in {"mem_get_info": (10, 100), "memory_reserved": 7, "memory_allocated": 4}.items():
@@ -279,26 +281,26 @@ def test_a_pool_has_as_many_pages_as_the_jobs_can_fill_or_as_half_of_the_memory_
     story: Weights, monkeypatch: pytest.MonkeyPatch
 ):
     at, pages = target("cpu", "float32"), {"n_jobs": 4, "page": 64}
-    free(monkeypatch, 1e12)
+    set_free_bytes(monkeypatch, 1e12)
     assert room_of_pages(story, at, **pages) == 4 * story.config.max_position_embeddings // 64
-    free(monkeypatch, 40e6)
+    set_free_bytes(monkeypatch, 40e6)
     fewer = room_of_pages(story, at, **pages)
     assert 1 < fewer < 32
     monkeypatch.setattr(memory, "_gb", str)
-    free(monkeypatch, 20e6)
+    set_free_bytes(monkeypatch, 20e6)
     assert room_of_pages(story, at, **pages, n_tokens=fewer * 64) == fewer
     with refuses(MemoryError, "4 jobs", "20000000.0", f"{fewer * 64} tokens", where="batch"):
         room_of_pages(story, at, **pages, n_tokens=fewer * 64 + 1)
-    free(monkeypatch, 1e3)
+    set_free_bytes(monkeypatch, 1e3)
     with refuses(MemoryError, "fewer jobs", where="batch"):
         room_of_pages(story, at, **pages, n_tokens=64)
     assert room_of_pages(story, at, **pages) == 1
 
 
-def test_a_page_is_counted_as_the_cache_has_it():
+def test_predicted_page_size_equals_that_of_the_cache():
     for name in ("micro-qwen2", "micro-qwen3.5"):
         weights, at = open_weights(builtin_path(name)), target("cpu", "bfloat16")
         kind = {"n_states": 2, "n_positions": 64, "dtype": at.dtype, "device": at.device}
         one, more = (PagedCache(weights.config, n_pages=n, **kind) for n in (1, 3))
         added = sum(tensor.nbytes for tensor in more.tensors) - sum(tensor.nbytes for tensor in one.tensors)
-        assert added == 2 * 64 * memory._slot(weights.config, at.dtype)
+        assert added == 2 * 64 * memory._slot_bytes(weights.config, at.dtype)

@@ -16,7 +16,7 @@ from llorch.pytorch.causal_lm import CausalLM, rms_norm, swiglu
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.model import TorchModel, load_torch
 from llorch.pytorch.models.families import build
-from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, held
+from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, installed_models
 from llorch.stages.table import keys
 
 IDS = (5, 26, 17, 33, 2, 19, 14, 38, 30)
@@ -34,14 +34,14 @@ ROPES: dict[str, dict[str, object]] = {
 }  # fmt: skip
 
 
-def exact(path: Path | str) -> TorchModel:
+def load_float64(path: Path | str) -> TorchModel:
     """In float64 with the reference implementation's own modules."""
     return load_torch(path, dtype="float64", attention="eager")
 
 
 @pytest.fixture(scope="module", params=BUILTIN)
 def model(request: pytest.FixtureRequest) -> TorchModel:
-    return exact(request.param)
+    return load_float64(request.param)
 
 
 def reference(model: TorchModel) -> Model:
@@ -76,12 +76,12 @@ def test_every_stage_in_float64_equals_numpy(model: TorchModel, far: bool):
 @pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3"])
 @pytest.mark.parametrize("scaling", ROPES)
 def test_every_family_with_every_rope_scaling_equals_numpy_in_float64(tmp_path: Path, family: str, scaling: str):
-    model = exact(write_folder(tmp_path / "model", random_tensors(family), family, **ROPES[scaling]))
+    model = load_float64(write_folder(tmp_path / "model", random_tensors(family), family, **ROPES[scaling]))
     assert_close(model.forward(IDS, first_position=50), reference(model).forward(IDS, first_position=50))
 
 
 @pytest.mark.parametrize("side", ["left", "right", "both"])
-def test_a_sequence_with_neighbours_and_padding_gets_the_logits_it_gets_alone(model: TorchModel, side: str):
+def test_batched_padded_sequence_gets_the_logits_it_gets_alone(model: TorchModel, side: str):
     lengths, width = (4, len(IDS), 1), len(IDS) + (side == "both")
     ids, mask = torch.full((3, width), 7), torch.zeros(3, width, dtype=torch.int64)
     for row, n in enumerate(lengths):
@@ -94,7 +94,7 @@ def test_a_sequence_with_neighbours_and_padding_gets_the_logits_it_gets_alone(mo
         assert_close(logits[row, mask[row] == 1], model.forward(IDS[-n:]), name=f"row {row}")
 
 
-def test_what_stands_in_the_padding_changes_no_bit(model: TorchModel):
+def test_padding_ids_change_no_bit(model: TorchModel):
     mask = torch.tensor([[0, 0, 1, 1, 1], [1, 1, 1, 1, 1]])
     ids = torch.tensor([[1, 2, 9, 8, 7], [3, 4, 5, 6, 7]])
     other = ids.clone()
@@ -113,7 +113,7 @@ def test_prefill_in_parts_equals_one_pass(model: TorchModel, splits: tuple[int, 
     assert_close(np.concatenate(rows), whole)
 
 
-def test_slots_that_are_not_filled_yet_change_nothing(model: TorchModel):
+def test_unfilled_slots_change_nothing(model: TorchModel):
     cache = model.new_cache(1, 50)
     logits = model.module(torch.tensor([IDS]), cache.place(torch.arange(len(IDS))[None], ctx=50), cache)
     assert_close(logits[0].numpy(), model.forward(IDS))
@@ -128,7 +128,7 @@ def test_a_second_run_in_a_used_cache_gives_the_same_bits(model: TorchModel):
     assert not torch.equal(runs[0], runs[1])
 
 
-def test_the_row_that_is_wanted_of_each_sequence_is_the_one_that_comes(model: TorchModel):
+def test_requested_row_of_each_sequence_is_returned(model: TorchModel):
     ids, positions = torch.tensor([IDS, IDS[::-1]]), torch.arange(len(IDS)).expand(2, -1)
     cache = model.new_cache(2, len(IDS))
     place = cache.place(positions, ctx=len(IDS), causal=True)
@@ -164,8 +164,8 @@ def test_norms_and_swiglu_are_rounded_once(dtype: torch.dtype):
         assert off.max() <= 0.501  # half a step, and the float32 under it
 
 
-def test_what_keep_returns_is_used_from_there_on():
-    model = exact("micro-llama")
+def test_array_returned_by_keep_is_used_from_there_on():
+    model = load_float64("micro-llama")
     cache = model.new_cache(1, 3)
     place = cache.place(torch.arange(3)[None], ctx=3)
 
@@ -178,7 +178,7 @@ def test_what_keep_returns_is_used_from_there_on():
 @pytest.mark.nightly_cases(but=["qwen3"])
 @pytest.mark.live
 @pytest.mark.parametrize("family", ["llama", "llama tied", "qwen2", "qwen3"])
-def test_the_paths_of_all_weights_are_those_of_transformers(tmp_path: Path, family: str):
+def test_weight_paths_are_those_of_transformers(tmp_path: Path, family: str):
     from transformers import AutoModelForCausalLM
 
     family, _, tied = family.partition(" ")
@@ -186,12 +186,12 @@ def test_the_paths_of_all_weights_are_those_of_transformers(tmp_path: Path, fami
     if tied:
         del tensors["lm_head.weight"]
     folder = write_folder(tmp_path / "model", tensors, family, tie_word_embeddings=bool(tied))
-    ours, theirs = exact(folder).module.state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
+    ours, theirs = load_float64(folder).module.state_dict(), AutoModelForCausalLM.from_pretrained(folder).state_dict()
     assert ours.keys() == theirs.keys()
     assert all(torch.equal(ours[path].float(), theirs[path]) for path in ours)
 
 
-@pytest.mark.parametrize("name", held(EVERY))
+@pytest.mark.parametrize("name", installed_models(EVERY))
 def test_causal_lm_alone_of_a_built_in_model_has_the_right_modules_or_is_refused(name: str):
     config = open_weights(builtin_path(name)).config
     with torch.device("meta"):

@@ -12,7 +12,7 @@ from helpers.stored_goldens import quantised_golden
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations import packed as verification
 from llorch.judging.expectations import quantised
-from llorch.judging.expectations.packed import PACKED_MODELS, product_rows, verify_quantised_torch
+from llorch.judging.expectations.packed import PACKED_MODELS, compare_products, verify_quantised_torch
 from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.judging.types import Comparison
 from llorch.pytorch import load, stored_kinds
@@ -109,16 +109,16 @@ MISTAKES: list[tuple[str, Callable[[Fields], None]]] = [
 
 
 def products(name: str, folder: Path) -> list[Comparison]:
-    return list(product_rows(name, write_model(name, folder), quantised_golden(), target("cpu", "float32")))
+    return list(compare_products(name, write_model(name, folder), quantised_golden(), target("cpu", "float32")))
 
 
 @pytest.mark.slow_cases(but=["Q4_K-swap_halves", "Q8_0-neighbours_scale"])
 @pytest.mark.parametrize(("name", "spoil"), MISTAKES, ids=lambda part: getattr(part, "__name__", part))
-def test_a_mistake_in_the_fields_turns_every_product_red(name, spoil, tmp_path, monkeypatch):
+def test_injected_field_error_fails_every_product(name, spoil, tmp_path, monkeypatch):
     right = load.pack_file_blocks
 
-    def wrong(*how: Any) -> dict[str, torch.Tensor]:
-        fields = right(*how)
+    def wrong(*arguments: Any) -> dict[str, torch.Tensor]:
+        fields = right(*arguments)
         spoil(fields)
         return fields
 
@@ -128,7 +128,7 @@ def test_a_mistake_in_the_fields_turns_every_product_red(name, spoil, tmp_path, 
     assert all(c.verdict == FAIL and c.difference.error > 10 * c.tolerance.error for c in found)
 
 
-def test_bytes_that_are_read_without_their_sign_turn_every_product_of_the_twin_red(tmp_path, monkeypatch):
+def test_unsigned_bytes_fail_every_product_of_the_torch_decoder(tmp_path, monkeypatch):
     def unsigned(fields: Fields) -> torch.Tensor:
         return packing._scaled(fields["codes"].view(torch.uint8), fields["d"].float())
 
@@ -139,7 +139,7 @@ def test_bytes_that_are_read_without_their_sign_turn_every_product_of_the_twin_r
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])
-def test_rows_of_q_and_k_in_the_order_of_the_file_turn_their_products_red(name, tmp_path, monkeypatch):
+def test_q_and_k_rows_in_file_order_fail_their_products(name, tmp_path, monkeypatch):
     monkeypatch.setattr(stored_kinds, "undo_interleave", lambda rows, heads: rows.copy())
     for comparison in products(name, tmp_path):
         reordered = comparison.stage_ref.name in ("q_proj", "k_proj")

@@ -52,7 +52,7 @@ def vocabulary(golden: Golden) -> int:
 
 
 @pytest.mark.parametrize("name", ALL)
-def test_each_distribution_is_that_of_numpy(golden: Golden, name: str):
+def test_each_distribution_equals_numpy(golden: Golden, name: str):
     logits, history = sampler_inputs(golden.cases["near"].ids, vocabulary(golden))
     for dtype, rtol in ((np.float32, 2e-7), (np.float64, 1e-13)):
         expected = probabilities(logits.astype(dtype), ALL[name], history, n_prompt=2)
@@ -70,7 +70,7 @@ def test_rows_of_a_batch_have_their_own_settings(golden: Golden):
 
 @pytest.mark.parametrize("name", SAMPLINGS)
 @pytest.mark.parametrize("engine", ENGINES)
-def test_each_distribution_is_that_of_the_engines(golden: Golden, name: str, engine: str):
+def test_each_distribution_equals_the_engines(golden: Golden, name: str, engine: str):
     logits, history = sampler_inputs(golden.cases["near"].ids, vocabulary(golden))
     theirs = golden.engine_outputs[engine].probabilities[name]
     ours = on_torch(logits, [SAMPLINGS[name]], history)[0]
@@ -91,7 +91,7 @@ def test_ties_are_broken_as_in_numpy():
 
 
 @pytest.mark.parametrize("seed", range(8))
-def test_a_large_vocabulary_is_filtered_as_in_numpy_whatever_is_sorted_of_it(seed: int):
+def test_filters_of_a_large_vocabulary_equal_numpy_for_any_sorted_part(seed: int):
     rng = np.random.default_rng(seed)
     logits = np.round(rng.normal(0, [0.1, 1, 3, 8][seed % 4], 5000), [1, 6][seed // 4])  # flat to steep, with equals
     cases = [(0, 0.5), (0, 0.99), (40, 1.0), (40, 0.9), (1024, 0.9), (1025, 1.0), (1030, 0.7), (3000, 0.999), (0, 1.0)]
@@ -126,7 +126,7 @@ def test_repeats_of_the_answer_are_counted():
 
 
 @pytest.mark.parametrize("settings", [SamplingSettings(), SamplingSettings(temperature=1.0, top_k=2, top_p=0.9)])
-def test_what_may_not_come_next_is_never_chosen_and_keeps_its_share_of_the_probability(settings: SamplingSettings):
+def test_forbidden_token_is_never_sampled_and_keeps_its_probability(settings: SamplingSettings):
     logits = torch.tensor([[3.0, 2.0, 1.0, 0.0]])
     made, needs = sampling.BatchSettings.of([settings], CPU), sampling.Needs.of([settings])
     marks, counts = torch.zeros(1, 4, dtype=torch.bool), torch.zeros(1, 4, dtype=torch.int64)
@@ -136,7 +136,7 @@ def test_what_may_not_come_next_is_never_chosen_and_keeps_its_share_of_the_proba
     assert logprob.item() == pytest.approx(float(logits[0].double().log_softmax(-1)[2]), abs=1e-15)
 
 
-def test_draws_from_numbers_of_the_seed_are_those_of_numpy(rng: np.random.Generator):
+def test_draws_of_a_seed_equal_numpy(rng: np.random.Generator):
     settings = SamplingSettings(temperature=1.0, seed=7)
     distribution = probabilities(rng.normal(size=200).astype(np.float32), settings, [])
     drawn = np.random.default_rng(7)
@@ -146,7 +146,7 @@ def test_draws_from_numbers_of_the_seed_are_those_of_numpy(rng: np.random.Genera
     assert len(set(expected)) > 50
 
 
-def test_the_greatest_number_draws_the_last_token_that_is_left():
+def test_largest_random_number_draws_the_last_remaining_token():
     distribution = torch.tensor([[0, 0.1, 0.2, 0.69, 0]])
     for u, token in ((0.0, 1), (1 - 2**-53, 3)):
         assert sampling.draw(distribution, torch.tensor([[u]], dtype=torch.float64)).tolist() == [[token]]
@@ -163,7 +163,7 @@ def test_the_chosen_token_comes_with_its_log_probability_before_any_filter():
         np.testing.assert_allclose(logprob.numpy(), math.log(0.7), rtol=1e-7)
 
 
-def test_no_number_leads_beyond_the_vocabulary_when_logits_are_nan():
+def test_nan_logits_never_draw_an_id_beyond_the_vocabulary():
     settings = [SamplingSettings(temperature=1.0, top_k=3, top_p=0.5), SamplingSettings()]
     logits, u = torch.full((2, 9), math.nan), torch.full((2, 1), 0.99, dtype=torch.float64)
     for some in (settings, settings[1:]):
@@ -186,5 +186,5 @@ def test_no_number_leads_beyond_the_vocabulary_when_logits_are_nan():
         (SamplingSettings(frequency_penalty=0.1), (False, False, False, True)),
     ],
 )
-def test_a_step_has_the_filters_that_are_used(settings: SamplingSettings, needs: tuple[bool, ...]):
+def test_decode_step_has_only_the_filters_in_use(settings: SamplingSettings, needs: tuple[bool, ...]):
     assert sampling.Needs.of([SamplingSettings(), settings]) == sampling.Needs(*needs)

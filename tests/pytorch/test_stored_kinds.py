@@ -38,7 +38,7 @@ def in_half_precision(weights: Weights) -> list[str]:
 
 
 @cache
-def first(folder: str) -> QuantisedMatrix:
+def first_matrix(folder: str) -> QuantisedMatrix:
     weights = open_weights(FOLDERS / folder)
     matrix = weights.as_stored(quantised(weights)[0])
     assert isinstance(matrix, QuantisedMatrix)
@@ -46,7 +46,7 @@ def first(folder: str) -> QuantisedMatrix:
 
 
 def first_kind(folder: str) -> Table:
-    kind = kind_of(weights_of(first(folder)), "w")
+    kind = kind_of(weights_with_experts(first_matrix(folder)), "w")
     assert isinstance(kind, Table)
     return kind
 
@@ -55,7 +55,7 @@ class Source:
     """An opened folder."""
 
 
-def weights_of(*experts: QuantisedMatrix) -> Any:
+def weights_with_experts(*experts: QuantisedMatrix) -> Any:
     """Weights that have one tensor, the matrices of all experts."""
     return SimpleNamespace(
         source=Source(), as_stored=lambda name: experts[0], all_stored=lambda name: list(experts),
@@ -67,7 +67,7 @@ def with_recipe(matrix: QuantisedMatrix, **changes: Any) -> QuantisedMatrix:
     return replace(matrix, recipe=replace(matrix.recipe, **changes))
 
 
-def decoded(matrix: QuantisedMatrix, kind: Table, change: Callable[[Fields], Fields] = dict) -> np.ndarray:
+def decode_table(matrix: QuantisedMatrix, kind: Table, change: Callable[[Fields], Fields] = dict) -> np.ndarray:
     ordered = in_group_order(matrix)
     assert isinstance(ordered, QuantisedMatrix)
     numbers, order = decode(change(pack_stored(ordered, kind)), kind).numpy(), group_order(matrix)
@@ -84,7 +84,9 @@ def test_packed_matrices_of_every_folder_decode_to_the_bits_of_the_folder(folder
             assert isinstance(kind, Table)
             assert isinstance(stored, QuantisedMatrix)
             for change in (dict, shorten):
-                assert np.array_equal(decoded(stored, kind, change).view(np.uint32), stored.decode().view(np.uint32))
+                assert np.array_equal(
+                    decode_table(stored, kind, change).view(np.uint32), stored.decode().view(np.uint32)
+                )
 
 
 @pytest.mark.parametrize(
@@ -97,7 +99,7 @@ def test_packed_matrices_of_every_folder_decode_to_the_bits_of_the_folder(folder
     ],
 )
 def test_scales_take_16_bits_where_these_hold_every_number(folder, dtypes):
-    matrix = in_group_order(first(folder))
+    matrix = in_group_order(first_matrix(folder))
     assert isinstance(matrix, QuantisedMatrix)
     fields = shorten(pack_stored(matrix, first_kind(folder)))
     assert {name: field.dtype for name, field in fields.items() if name != "codes"} == dtypes
@@ -132,57 +134,62 @@ def test_a_model_with_packed_matrices_computes_the_logits_of_the_decoded_one(fol
     assert np.linalg.norm(actual - expected) < 1e-5 * np.linalg.norm(expected)
 
 
-def loaded(path: Path, load: Any) -> CausalLM:
+def load_logits(path: Path, load: Any) -> CausalLM:
     weights = open_weights(path)
     with closing(weights.source):
         return load(weights, dtype=torch.float32, device=torch.device("cpu"))
 
 
 def test_rows_with_one_zero_point_are_packed_by_the_kind_of_the_whole_matrix():
-    whole, kind = first("awq-gemm"), first_kind("awq-gemm")
+    whole, kind = first_matrix("awq-gemm"), first_kind("awq-gemm")
     assert kind.has_zeros
     alike = with_recipe(whole.picked(np.array([5])), zero=lambda parts, rows: np.full((len(rows), 2), 3, np.float32))
-    assert np.array_equal(decoded(alike, kind), alike.decode())
+    assert np.array_equal(decode_table(alike, kind), alike.decode())
 
 
 @pytest.mark.parametrize("group", [24, 40])
 def test_groups_that_sixteen_does_not_divide_are_decoded(group):
-    assert kind_of(weights_of(with_recipe(first("gptq-4bit"), group=group)), "w") is None
+    assert kind_of(weights_with_experts(with_recipe(first_matrix("gptq-4bit"), group=group)), "w") is None
 
 
 def test_groups_of_different_sizes_are_decoded():
     numbers = np.arange(64) // 40
     numbers[5] = 1
-    assert kind_of(weights_of(with_recipe(first("gptq-4bit"), group=lambda parts: numbers)), "w") is None
+    assert (
+        kind_of(weights_with_experts(with_recipe(first_matrix("gptq-4bit"), group=lambda parts: numbers)), "w") is None
+    )
 
 
 def test_a_row_that_is_no_multiple_of_32_columns_is_decoded():
-    assert kind_of(weights_of(replace(first("mlx-4bit"), shape=(64, 48))), "w") is None
+    assert kind_of(weights_with_experts(replace(first_matrix("mlx-4bit"), shape=(64, 48))), "w") is None
 
 
 @pytest.mark.parametrize(
     "change", [{"divisor": lambda parts, rows: np.full((1, 1), 3, np.float32)}, {"factor": np.float32(3)}]
 )
 def test_experts_whose_last_factors_differ_are_decoded(change):
-    one = first("ct-nvfp4")
-    assert isinstance(kind_of(weights_of(one, one), "w"), Table)
-    assert kind_of(weights_of(one, with_recipe(one, **change)), "w") is None
+    one = first_matrix("ct-nvfp4")
+    assert isinstance(kind_of(weights_with_experts(one, one), "w"), Table)
+    assert kind_of(weights_with_experts(one, with_recipe(one, **change)), "w") is None
 
 
 def test_columns_in_group_order_stay_together_and_others_by_group():
-    assert block_size(weights_of(first("gptq-4bit-act-order")), "w") == first("gptq-4bit-act-order").shape[1]
-    assert block_size(weights_of(first("gptq-4bit")), "w") == 32
-    assert block_size(weights_of(first("mlx-nvfp4")), "w") == 32
+    assert (
+        block_size(weights_with_experts(first_matrix("gptq-4bit-act-order")), "w")
+        == first_matrix("gptq-4bit-act-order").shape[1]
+    )
+    assert block_size(weights_with_experts(first_matrix("gptq-4bit")), "w") == 32
+    assert block_size(weights_with_experts(first_matrix("mlx-nvfp4")), "w") == 32
 
 
-def test_a_code_that_is_no_number_is_refused(tmp_path):
+def test_nan_code_is_refused(tmp_path):
     def spoil(tensors: Tensors) -> None:
         name = next(name for name in tensors if name.endswith("down_proj.weight"))
         dtype, shape, data = tensors[name]
         tensors[name] = dtype, shape, data[:-1] + b"\x7f"
 
     with refuses(FormatError, "NonFinite", "(63, 159)"):
-        loaded(changed(tmp_path, "ct-fp8-dynamic", tensors=spoil), load_packed)
+        load_logits(changed(tmp_path, "ct-fp8-dynamic", tensors=spoil), load_packed)
 
 
 @pytest.fixture
@@ -194,7 +201,7 @@ def compiled() -> ctypes.CDLL:
 
 @pytest.mark.parametrize("folder", ["awq-gemm", "gptq-4bit-asym", "mlx-4bit", "mlx-8bit"])
 def test_product_with_zero_points_subtracts_no_large_sums(folder: str, compiled: ctypes.CDLL):
-    matrix, kind = first(folder), first_kind(folder)
+    matrix, kind = first_matrix(folder), first_kind(folder)
     weight = torch.from_numpy(matrix.decode())
     x = torch.from_numpy(np.random.default_rng(3).standard_normal((3, weight.shape[1])).astype(np.float32)) + 4
     expected = x.double() @ weight.double().T
@@ -203,9 +210,9 @@ def test_product_with_zero_points_subtracts_no_large_sums(folder: str, compiled:
 
 
 @pytest.mark.parametrize("folder", ["mlx-4bit", "mlx-8bit"])
-def test_a_group_whose_numbers_are_all_0_changes_no_other_group(folder: str, compiled: ctypes.CDLL):
+def test_all_zero_group_changes_no_other_group(folder: str, compiled: ctypes.CDLL):
     kind = first_kind(folder)
-    fields = pack_stored(first(folder), kind)
+    fields = pack_stored(first_matrix(folder), kind)
     for name in ("d", "minimum"):
         fields[name][0, 0] = 0
     weight = decode(fields, kind)

@@ -35,11 +35,11 @@ def test_no_test_meets_the_threads_that_another_has_set(turn: str):
     torch.set_num_threads(THREADS + 1)
 
 
-def test_a_fixture_may_set_them(more_threads: None):
+def test_a_fixture_may_set_the_threads(more_threads: None):
     assert torch.get_num_threads() == THREADS + 2
 
 
-def test_until_the_test_that_asked_for_it_ends():
+def test_threads_set_by_a_fixture_end_with_its_test():
     assert torch.get_num_threads() == THREADS
 
 
@@ -52,7 +52,7 @@ def joined(x: Rows, y: Float[np.ndarray, " width"] | None = None, *, n: int = 1)
 
 
 @checked(typechecker=beartype)
-def named(name: "str", x: "Rows | None" = None) -> "str":
+def repeat_name(name: "str", x: "Rows | None" = None) -> "str":
     return name * 2 if name else None  # type: ignore[return-value]
 
 
@@ -80,13 +80,13 @@ class Held:
         lambda: joined(np.zeros((2, 3), np.int64)),
         lambda: joined(np.zeros((2, 3)), n=1),  # the result has other rows
         lambda: joined(np.zeros((1, 3)), n=1.0),  # type: ignore[arg-type]
-        lambda: named(3),  # type: ignore[arg-type]
-        lambda: named(""),
+        lambda: repeat_name(3),  # type: ignore[arg-type]
+        lambda: repeat_name(""),
         lambda: next(parts(np.zeros(2))),
         lambda: Held(np.zeros(3)),
     ],
 )
-def test_what_an_annotation_does_not_allow_is_refused(wrong):
+def test_arrays_that_an_annotation_forbids_are_refused(wrong):
     with pytest.raises(TypeCheckError):
         wrong()
 
@@ -99,15 +99,15 @@ def test_each_call_has_axes_of_its_own():
     for width in (3, 4):
         assert joined(np.zeros((2, width)), np.zeros(width)).shape == (2, width)
         assert Held(np.zeros((2, width)), Held(np.zeros((3, 5)))).rows.shape == (2, width)
-    assert (named("a"), [*parts(np.zeros((2, 1)))]) == ("aa", [0, 1])
+    assert (repeat_name("a"), [*parts(np.zeros((2, 1)))]) == ("aa", [0, 1])
 
 
 @checked(typechecker=beartype)
-def some(x: Rows, kept: list[bool]) -> Rows | list[Rows]:
-    return [x] if len(kept) == 1 else x[: sum(kept)] if all(kept) else x[0]
+def some(x: Rows, selection: list[bool]) -> Rows | list[Rows]:
+    return [x] if len(selection) == 1 else x[: sum(selection)] if all(selection) else x[0]
 
 
-def test_what_passed_once_is_checked_again_where_it_may_differ():
+def test_arrays_that_passed_once_are_checked_again_where_they_may_differ():
     x = np.zeros((2, 3))
     for _ in range(2):
         assert joined(x, n=2).shape == (2, 3)
@@ -126,16 +126,16 @@ class Pair(NamedTuple):
 
 
 @checked(typechecker=beartype)
-def held(rows: list[Rows] | dict[str, Rows] | tuple[Rows, ...] | Pair, *, n: int = 1) -> dict[str, Rows]:
+def rows_by_name(rows: list[Rows] | dict[str, Rows] | tuple[Rows, ...] | Pair, *, n: int = 1) -> dict[str, Rows]:
     return {"all": rows[0] if isinstance(rows, list | tuple) else rows["a"]} if n == 1 else {"all": np.zeros(n)}
 
 
 @pytest.mark.parametrize("wrap", [list, tuple, lambda two: {"a": two[0], "b": two[1]}, lambda two: Pair(*two)])
-def test_what_a_small_container_holds_is_checked_again_where_it_may_differ(wrap: Any):
+def test_arrays_in_small_containers_are_checked_again_where_they_may_differ(wrap: Any):
     x = np.zeros((2, 3))
     for _ in range(2):
-        assert held(wrap([x, x]))["all"].shape == (2, 3)
-    for wrong in (lambda: held(wrap([x, x]), n=5), lambda: held(list(map(np.ravel, [x, x])))):
+        assert rows_by_name(wrap([x, x]))["all"].shape == (2, 3)
+    for wrong in (lambda: rows_by_name(wrap([x, x]), n=5), lambda: rows_by_name(list(map(np.ravel, [x, x])))):
         with pytest.raises(TypeCheckError):
             wrong()
 
@@ -199,7 +199,7 @@ def test_an_annotation_that_cannot_be_read_here_is_no_error():
 
 
 @pytest.mark.parametrize(
-    ("source", "given", "kept"),
+    ("source", "marks", "expected"),
     [
         ("TESTPATHS", "", "not (live or slow or weights or nightly)"),
         ("INVOCATION_DIR", "", "not (live or slow or weights or nightly)"),
@@ -207,14 +207,14 @@ def test_an_annotation_that_cannot_be_read_here_is_no_error():
         ("ARGS", "", ""),  # a file by its name: all of it
     ],
 )
-def test_what_is_slow_runs_where_it_is_asked_for(hooks: Any, source: str, given: str, kept: str):
+def test_slow_tests_run_if_requested(hooks: Any, source: str, marks: str, expected: str):
     config = SimpleNamespace(
-        option=SimpleNamespace(markexpr=given, processor_limit=None),
+        option=SimpleNamespace(markexpr=marks, processor_limit=None),
         args_source=pytest.Config.ArgsSource[source],
         pluginmanager=pytest.PytestPluginManager(),
     )
     hooks.pytest_configure(config)
-    assert config.option.markexpr == kept
+    assert config.option.markexpr == expected
 
 
 def config_of_part(part: int, n_parts: int) -> Any:

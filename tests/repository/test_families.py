@@ -29,7 +29,7 @@ WORDS = {  # words that are names of families, too: of vocabularies and of pre-t
 }  # fmt: skip
 
 
-def named(source: str) -> set[str]:
+def families_in_conditions(source: str) -> set[str]:
     """Find the families that conditions of a module name: comparisons, cases, look-ups, and tables by family."""
     parts = (part for node in ast.walk(ast.parse(source)) for part in conditions(node))
     nodes = (node for part in parts for node in ast.walk(part))
@@ -69,17 +69,17 @@ def looked_up(value: ast.expr) -> Iterator[ast.expr]:
     ],
 )  # fmt: skip
 def test_a_condition_that_names_a_family_is_found(line: str):
-    assert named(line)
+    assert families_in_conditions(line)
 
 
 def test_data_that_names_a_family_is_no_condition():
-    assert named('shape = make(family="llama")\nraise Refused("qwen2")') == set()
+    assert families_in_conditions('shape = make(family="llama")\nraise Refused("qwen2")') == set()
 
 
 def test_no_condition_outside_the_table_names_a_family():
     files = {path.relative_to(ROOT).as_posix(): path for path in (ROOT / "llorch").rglob("*.py")}
     modules = {name: path for name, path in files.items() if not name.startswith(PACKAGE)}
-    found = {name: named(path.read_text(encoding="utf-8")) for name, path in modules.items()}
+    found = {name: families_in_conditions(path.read_text(encoding="utf-8")) for name, path in modules.items()}
     assert {name: families for name, families in found.items() if families} == WORDS
 
 

@@ -121,7 +121,7 @@ def test_only_the_command_line_prints():
     assert {path: lines for path, lines in found.items() if lines} == {}
 
 
-def test_what_prints_is_found():
+def test_a_print_is_found():
     assert prints("print(1)\nimport sys\nsys.stderr.write('')\nprint = 3\nx.print()") == [1, 3]
 
 
@@ -179,7 +179,7 @@ def test_optional_packages_top_level_imports_only_in_engines_and_torch():
 
 
 @pytest.mark.parametrize(
-    ("source", "part", "package", "found"),
+    ("source", "part", "package", "n_violations"),
     [
         ("from llorch.model.forward import forward", "stages", "llorch", 1),
         ("import llorch.model.model", "ops", "llorch", 1),
@@ -196,8 +196,8 @@ def test_optional_packages_top_level_imports_only_in_engines_and_torch():
         ("import numpy as np\nfrom gguf import GGUFWriter", "runtime", "llorch", 0),
     ],
 )
-def test_an_import_that_points_up_is_found_and_no_other(source: str, part: str, package: str, found: int):
-    assert len(violations(source, part, package)) == found
+def test_an_import_that_points_up_is_found_and_no_other(source: str, part: str, package: str, n_violations: int):
+    assert len(violations(source, part, package)) == n_violations
 
 
 def test_imports_at_the_top_are_told_from_those_in_functions():

@@ -33,17 +33,17 @@ exit "${code:-0}"
 """
 
 
-def what(folder: Path, mesh: str, steps: int) -> str:
-    """What to train: few steps on short rows."""
+def training_options(folder: Path, mesh: str, steps: int) -> str:
+    """Train for few steps on short rows."""
     settings = f"--steps {steps} --batch-size 4 --r 4 --lr 5e-3 --warmup-steps 0 --dtype float64"
     return f"micro-llama --data {small_data(folder)} --mesh {mesh} {settings}"
 
 
-def environment(**given: str) -> dict[str, str]:
-    """Of this machine, with the programs of this Python before others."""
+def environment(**variables: str) -> dict[str, str]:
+    """Take the variables of this machine, with the programs of this Python before others."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     here = {"PATH": path, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    return {**os.environ, **here, **given}
+    return {**os.environ, **here, **variables}
 
 
 def free_port() -> int:
@@ -64,7 +64,7 @@ def submitted(folder: Path, mesh: str, steps: int, gpus: int) -> None:
         RDZV_PORT=str(free_port()),
     )  # fmt: skip
     env["PATH"] = f"{programs}{os.pathsep}{env['PATH']}"
-    command = ["bash", SBATCH, folder / "run", *what(folder, mesh, steps).split()]
+    command = ["bash", SBATCH, folder / "run", *training_options(folder, mesh, steps).split()]
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
 
@@ -73,7 +73,7 @@ def pods(folder: Path, mesh: str, steps: int, gpus: int) -> None:
     """Run the command of the pods, each with its index and the environment of the file, names of hosts replaced."""
     (container,) = POD["containers"]
     values = {each["name"]: each["value"] for each in container["env"]}
-    own = {"GPUS": str(gpus), "RUN": str(folder / "run"), "WHAT": what(folder, mesh, steps)}
+    own = {"GPUS": str(gpus), "RUN": str(folder / "run"), "WHAT": training_options(folder, mesh, steps)}
     assert own.keys() < values.keys()
     env = environment(**values | own | {"HEAD": f"localhost:{free_port()}"})
     started = [

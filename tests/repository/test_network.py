@@ -54,7 +54,7 @@ def imports(source: str) -> set[str]:
     return found
 
 
-def test_only_the_hub_and_the_server_import_what_asks_the_network():
+def test_only_the_hub_and_the_server_import_network_modules():
     sources = {file.relative_to(ROOT).as_posix(): file.read_text() for file in FILES}
     names = re.compile("|".join(OF_THE_NETWORK))  # a file that has none of them need not be parsed
     found = {path: imports(text) & OF_THE_NETWORK for path, text in sources.items() if names.search(text)}
@@ -149,7 +149,7 @@ class Seen:
 
 
 @pytest.fixture(scope="module")
-def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+def process_facts(tmp_path_factory: pytest.TempPathFactory) -> Seen:
     folder = tmp_path_factory.mktemp("elsewhere")
     done = elsewhere(IMPORT_EVERYTHING + RUN_COMMANDS, folder)
     assert done.returncode == 0, done.stderr
@@ -160,16 +160,16 @@ def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
 
 
 @pytest.mark.slow
-def test_every_module_that_needs_no_torch_is_imported(seen: Seen):
+def test_every_module_that_needs_no_torch_is_imported(process_facts: Seen):
     modules = {"llorch.judging.verify", "llorch.training.snapshots", "llorch.files.tokenizer.template_worker"}
-    assert modules <= seen.modules
+    assert modules <= process_facts.modules
 
 
 @pytest.mark.nightly_cases(but=["trace mi*"])
 @pytest.mark.slow
 @pytest.mark.parametrize("arguments", COMMANDS, ids=" ".join)
-def test_the_command_line_works(arguments: tuple[str, ...], seen: Seen):
-    exit_code, stderr = seen.commands[arguments]
+def test_the_command_line_works(arguments: tuple[str, ...], process_facts: Seen):
+    exit_code, stderr = process_facts.commands[arguments]
     assert (exit_code, stderr.count("rror")) == (0, 0), stderr
 
 

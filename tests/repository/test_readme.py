@@ -92,10 +92,10 @@ def test_models_whose_weights_llorch_decodes_for_transformers_are_those_of_the_r
     assert re.split(r",\s+", names) == decoded
 
 
-@pytest.mark.parametrize("before", ["", "<!-- run: some -->\n```\nx\n```\n"])
-def test_a_marker_that_is_missing_or_doubled_is_refused_by_name(before: str):
-    with refuses(ValueError, where="<!-- run: some -->", got=2 * before.count("run:"), expected="once"):
-        marked_block(f"{before}\n{before}", "some")
+@pytest.mark.parametrize("block", ["", "<!-- run: some -->\n```\nx\n```\n"])
+def test_a_marker_that_is_missing_or_doubled_is_refused_by_name(block: str):
+    with refuses(ValueError, where="<!-- run: some -->", got=2 * block.count("run:"), expected="once"):
+        marked_block(f"{block}\n{block}", "some")
 
 
 def test_a_marker_above_no_block_is_refused_by_name():

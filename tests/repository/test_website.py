@@ -30,7 +30,7 @@ def test_every_link_leads_to_a_file_of_the_site(site):
 
 
 @pytest.mark.parametrize("text", ['<script src="https://a/b.js">', "<link href=//a/b.css>", "url(http://a/b.woff)"])
-def test_what_would_be_loaded_is_found(text):
+def test_external_resources_are_found(text):
     assert LOADED.search(text)
     assert not LOADED.search('<a href="https://arxiv.org">')
 
@@ -47,6 +47,6 @@ def test_every_page_fits_the_screen_and_shows_its_formulas_without_a_word_on_the
             browser.call("Runtime.evaluate", expression=RENDERED, awaitPromise=True)
         assert browser.evaluate(FORMULAS) == formulas, path
         assert browser.evaluate("document.documentElement.scrollWidth") <= width, path
-        said = browser.seen("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
-        loaded = [each["request"]["url"] for each in browser.seen("Network.requestWillBeSent")]
+        said = browser.event_parameters("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+        loaded = [each["request"]["url"] for each in browser.event_parameters("Network.requestWillBeSent")]
         assert (said, [url for url in loaded if not url.startswith(("file:", "data:"))]) == ([], []), path

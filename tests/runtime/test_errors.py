@@ -25,7 +25,7 @@ MOST = 600  # characters of a line, beside its path
 
 
 @pytest.mark.parametrize("quoted", ["'" + LONG + "'", '"' + "it's " * 60_000 + '"', "'" + "two words " * 30_000 + "'"])
-def test_a_quoted_value_is_cut_to_eighty_characters_and_tells_its_length(quoted: str):
+def test_quoted_value_is_cut_to_80_characters_with_its_length(quoted: str):
     line = shortened(f"key: expected 'a', got {quoted}; name another")
     assert line == f"key: expected 'a', got {quoted[:80]}... ({len(quoted)} characters); name another"
 
@@ -38,11 +38,11 @@ def test_a_quoted_value_is_cut_to_eighty_characters_and_tells_its_length(quoted:
         "weights: " + ", ".join(f"model.layers.{n}.mlp.up_proj.weight" for n in range(40)),
     ],
 )
-def test_short_values_and_apostrophes_stay(line: str):
+def test_short_values_and_apostrophes_are_unchanged(line: str):
     assert shortened(line) == line
 
 
-def test_a_word_without_an_end_is_cut():
+def test_very_long_word_is_cut():
     assert_tells(shortened(f"got {LONG}"), "300000 characters")
 
 
@@ -85,13 +85,13 @@ def assert_refused_shortly(path: Path, read: Callable[[Path], object]) -> None:
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_folder_with_a_text_without_an_end_is_refused_in_a_short_line(name: str, tmp_path: Path):
+def test_folder_with_a_very_long_string_is_refused_in_a_short_line(name: str, tmp_path: Path):
     folder = write_whole_folder(tmp_path / "model", "llama-bpe")
     json_changed(folder, *CHANGES[name])
     assert_refused_shortly(folder, open_both)
 
 
-def test_a_file_with_a_text_without_an_end_is_refused_in_a_short_line(tmp_path: Path):
+def test_file_with_a_very_long_string_is_refused_in_a_short_line(tmp_path: Path):
     path, long = tmp_path / "m.gguf", LONG.encode()
     key = entry(long[:60_000], STRING, string(b"a"))
     for content in (
@@ -103,7 +103,7 @@ def test_a_file_with_a_text_without_an_end_is_refused_in_a_short_line(tmp_path: 
 
 
 @pytest.mark.parametrize("header", [{LONG: tensor(dtype="F31")}, {LONG: tensor(offsets=(0, 9))}, {"a": {LONG: 1}}])
-def test_a_tensor_table_with_a_text_without_an_end_is_refused_in_a_short_line(header: dict, tmp_path: Path):
+def test_tensor_table_with_a_very_long_string_is_refused_in_a_short_line(header: dict, tmp_path: Path):
     path = tmp_path / "m.safetensors"
     path.write_bytes(safetensors_bytes(header, b"\0" * 8))
     assert_refused_shortly(path, SafetensorsFile)
@@ -117,7 +117,7 @@ def folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         Path(name).mkdir()
 
 
-def test_a_built_in_model_wins_over_a_folder_of_its_name_and_a_line_tells_how_to_write_the_folder():
+def test_built_in_model_overrides_a_folder_of_its_name_with_a_hint():
     lines: list[str] = []
     assert find("story", report=lines.append) == builtin_path("story")
     assert_tells(" ".join(lines), "./story")
@@ -125,7 +125,7 @@ def test_a_built_in_model_wins_over_a_folder_of_its_name_and_a_line_tells_how_to
     assert llorch.load("story").config.hidden_size == 192
 
 
-def test_a_path_is_a_path():
+def test_explicit_path_opens_the_folder():
     for spec in ("./story", Path("story"), str(Path("story").absolute())):
         assert find(spec) == Path(spec)
         with refuses("Missing", "config.json"):
@@ -133,7 +133,7 @@ def test_a_path_is_a_path():
     assert find(Path("micro-llama")) == builtin_path("micro-llama")  # where there is no such path
 
 
-def test_a_built_in_data_set_wins_over_a_folder_of_its_name():
+def test_built_in_data_set_overrides_a_folder_of_its_name():
     lines: list[str] = []
     assert find_data("pirate", lines.append).is_absolute()
     assert_tells(" ".join(lines), "./pirate")
@@ -151,6 +151,6 @@ def test_a_command_says_that_both_exist_once(words: str):
     assert result.exit_code == (2 if "train" in words else 0)  # of lora train: the folder exists
 
 
-def test_nothing_is_said_where_only_the_built_in_one_exists():
+def test_no_hint_without_a_folder_of_the_same_name():
     Path("story").rmdir()
     assert invoke("tokenize", "story", "Hi").stderr == ""

@@ -9,14 +9,14 @@ import pytest
 from helpers.refusals import assert_tells, refuses
 
 from llorch.runtime.errors import FormatError, MissingExtra, suggestion
-from llorch.runtime.fields import Fields, Recorded, shortest
+from llorch.runtime.fields import Fields, ReadTrackingDict, shortest
 
 
 def fields(**values: object) -> Fields:
     return Fields(values, "x.json")
 
 
-def test_values_of_the_wanted_type_are_handed_out():
+def test_values_of_the_requested_type_are_returned():
     given = fields(n=3, x=0.5, name="llama", on=True, inner={"n": 4})
     assert given.integer("n", low=3) == 3
     assert given.number("x", low=0.5) == 0.5
@@ -54,7 +54,7 @@ ONLY_0 = {"unless": (0,), "default": 0}
 
 
 @pytest.mark.parametrize(
-    ("getter", "how", "value", "code", "expected", "actual"),
+    ("getter", "options", "value", "code", "expected", "actual"),
     [
         *(("integer", {}, value, "Malformed", "integer", repr(value)) for value in (1.0, True, "1", [1])),
         ("integer", {}, LONG, "Malformed", "integer", f"'{LONG[:79]}... (1002 characters)"),
@@ -70,13 +70,13 @@ ONLY_0 = {"unless": (0,), "default": 0}
         *(("refuse", ONLY_0, value, "Unsupported", 0, repr(value)) for value in (np.zeros(2, int), [0], {"a": 0})),
     ],
 )
-def test_a_value_of_another_type_or_range_is_refused_with_the_value(getter, how, value, code, expected, actual):
+def test_a_value_of_another_type_or_range_is_refused_with_the_value(getter, options, value, code, expected, actual):
     with refuses(code, "x.json", where="key", expected=expected) as caught:
-        getattr(fields(key=value), getter)("key", **how)
+        getattr(fields(key=value), getter)("key", **options)
     assert str(caught.value).endswith(f" {actual}")
 
 
-def test_a_variant_that_llorch_has_is_taken_and_another_one_refused():
+def test_supported_variant_is_accepted_and_another_refused():
     for given in (fields(act="swish"), fields(act="silu"), fields()):
         given.refuse("act", unless=("silu", "swish"), default="silu")
     for given in (fields(act="gelu"), fields(act="SiLU")):
@@ -92,10 +92,10 @@ def test_the_prefix_is_part_of_every_key_and_message():
         given.integer("m")
 
 
-@pytest.mark.parametrize(("given", "path"), [({}, "x.json"), ({"path": "other.json"}, "other.json")])
-def test_an_error_without_a_file_gets_the_file_and_one_with_a_file_keeps_it(given: Any, path: str):
-    with pytest.raises(FormatError) as caught, fields().naming_the_file():
-        raise FormatError("OutOfRange", "n: got 2", **given)
+@pytest.mark.parametrize(("error_fields", "path"), [({}, "x.json"), ({"path": "other.json"}, "other.json")])
+def test_an_error_without_a_file_gets_the_file_and_one_with_a_file_keeps_it(error_fields: Any, path: str):
+    with pytest.raises(FormatError) as caught, fields().adding_path():
+        raise FormatError("OutOfRange", "n: got 2", **error_fields)
     assert (str(caught.value), caught.value.code) == (f"{path}: OutOfRange: n: got 2", "OutOfRange")
     assert caught.value.path == path
 
@@ -107,8 +107,8 @@ def test_a_format_error_is_one_line_whatever_the_file_says():
     assert isinstance(error, ValueError)
 
 
-def test_values_that_nobody_asked_for_are_unread():
-    values = Recorded({"a": 1, "b": 2, "null": None, "part": {"c": 3, "d": 4}, "whole": {"e": 5}})
+def test_unrequested_values_are_unread():
+    values = ReadTrackingDict({"a": 1, "b": 2, "null": None, "part": {"c": 3, "d": 4}, "whole": {"e": 5}})
     both = Fields(values, "f.json"), Fields(copy(values), "f.json")  # a copy records for both
     assert both[0].integer("a") == 1
     assert not both[0].is_null("b")
@@ -118,7 +118,7 @@ def test_values_that_nobody_asked_for_are_unread():
     assert values.unread() == {"b": 2, "part.d": 4, "whole": {"e": 5}}
 
 
-def test_a_float32_is_written_as_the_decimal_that_it_was():
+def test_float32_is_formatted_as_its_shortest_decimal():
     assert shortest(9.999999747378752e-06) == 1e-05
     assert shortest(1e-5) == 1e-5
     assert shortest(500000.0) == 500000.0
@@ -126,7 +126,7 @@ def test_a_float32_is_written_as_the_decimal_that_it_was():
     assert shortest(1e300) == 1e300
 
 
-def test_an_error_tells_a_float32_as_the_decimal_that_it_was():
+def test_error_formats_a_float32_as_its_shortest_decimal():
     assert_tells(str(Fields({}, "f.gguf").error("Unsupported", "eps", "1", float(np.float32(1e-6)))), got=1e-06)
 
 
@@ -136,6 +136,6 @@ def test_a_missing_package_names_the_extra_that_brings_it():
     assert (error.extra, error.package) == ("golden", "llama_cpp")
 
 
-def test_of_several_names_the_nearest_is_suggested():
+def test_nearest_name_is_suggested():
     assert_tells(suggestion("valu", ["values", "lora value"]), "'lora value'")
     assert suggestion("zebra", ["values"]) == ""

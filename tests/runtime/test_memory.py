@@ -12,7 +12,7 @@ from helpers.refusals import assert_cli_refuses
 from llorch import engines
 from llorch.runtime import memory
 from llorch.runtime.memory import available_memory
-from llorch.runtime.threads import VARIABLES, limited, n_asked
+from llorch.runtime.threads import VARIABLES, limit_threads, n_requested
 
 RESIDENT = """
 import resource
@@ -55,7 +55,7 @@ def test_freed_memory_between_arrays_in_use_is_returned():
     subprocess.run([sys.executable, "-c", RESIDENT + HOLES], check=True)
 
 
-def test_a_library_without_these_functions_is_left_alone():
+def test_library_without_these_functions_is_unchanged():
     code = (
         "import ctypes\n"
         "def without(name):\n    raise OSError('no such library')\n"
@@ -97,7 +97,7 @@ GROUPS = {  # what this process reads as its groups, and the limits along the wa
 
 
 @pytest.mark.parametrize("name", GROUPS)
-def test_what_is_left_in_a_container_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_available_memory_of_a_container_counts(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     lines, mount, files, limits, left = GROUPS[name]
     write(tmp_path / "proc", {"meminfo": f"MemAvailable: {4 * GB // 1024} kB\n", "self/cgroup": lines})
     for group, limit in limits.items():
@@ -113,7 +113,7 @@ def write(folder: Path, texts: Mapping[str, str]) -> None:
         (folder / name).write_text(text)
 
 
-def test_the_limit_of_the_address_space_counts_and_a_file_that_it_does_not_hold_is_one_line(tmp_path: Path):
+def test_address_space_limit_counts_and_a_file_beyond_it_is_refused_in_one_line(tmp_path: Path):
     big = tmp_path / "model.gguf"
     with big.open("wb") as file:
         file.truncate(GB)  # no bytes on the disk
@@ -133,32 +133,32 @@ main(["inspect", {str(big)!r}], prog_name="llorch")
 
 
 @pytest.fixture(autouse=True)
-def nobody_says(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_thread_settings(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
 
 
-def test_threads_that_a_user_asks_for_are_those_of_the_option_then_of_the_environment(monkeypatch: pytest.MonkeyPatch):
-    assert n_asked() is None
+def test_thread_option_overrides_the_environment(monkeypatch: pytest.MonkeyPatch):
+    assert n_requested() is None
     monkeypatch.setenv("OMP_NUM_THREADS", "all")
-    assert n_asked() is None
+    assert n_requested() is None
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
-    assert n_asked() == 3
-    with limited(2):
-        with limited(1):
-            assert n_asked() == 1
-        assert n_asked() == 2
-    assert n_asked() == 3
+    assert n_requested() == 3
+    with limit_threads(2):
+        with limit_threads(1):
+            assert n_requested() == 1
+        assert n_requested() == 2
+    assert n_requested() == 3
 
 
-@pytest.mark.parametrize(("told", "given"), [(None, 2), (5, 5)])
-def test_an_engine_gets_the_threads_that_the_user_asks_for(
-    told: int | None, given: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+@pytest.mark.parametrize(("n_requested", "n_expected"), [(None, 2), (5, 5)])
+def test_engine_gets_the_requested_threads(
+    n_requested: int | None, n_expected: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     found: list[Any] = []
     monkeypatch.setattr(engines, "EngineInChild", lambda *_args, n_threads, **_how: found.append(n_threads))
     monkeypatch.setattr(engines, "find_spec", lambda name: True)
-    with limited(2):
-        engines.open_engine("llamacpp", tmp_path, n_threads=told)
-    engines.open_engine("llamacpp", tmp_path, n_threads=told)
-    assert found == [given, told]
+    with limit_threads(2):
+        engines.open_engine("llamacpp", tmp_path, n_threads=n_requested)
+    engines.open_engine("llamacpp", tmp_path, n_threads=n_requested)
+    assert found == [n_expected, n_requested]

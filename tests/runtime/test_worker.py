@@ -44,14 +44,16 @@ def worker(request: pytest.FixtureRequest) -> Iterator[Worker]:
     ],
     ids=["exits", "reads", "dies", "hangs", "closes", "leaves a child"],
 )
-def test_run_ends_a_program_at_its_limit_and_tells_how(text: str, status: int, output: bytes, errors: bytes, limit):
+def test_run_stops_a_program_at_its_limit_and_reports_the_status(
+    text: str, status: int, output: bytes, errors: bytes, limit
+):
     seconds = 3 if limit else 60
     ended = run(program(text), seconds=seconds, stdin=b"given", session=text.startswith("subprocess"))
     assert (ended.status, ended.output, ended.errors, ended.limit) == (status, output, errors, limit)
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
-def test_run_ends_a_flood_and_keeps_no_more_than_is_allowed(stream: str):
+def test_run_stops_excessive_output_at_the_limit(stream: str):
     text = f"while True: sys.{stream}.write('y' * 100_000)"
     ended = run(program(text), seconds=60, most=1 << 20)
     assert ended.limit == "output"
@@ -65,13 +67,13 @@ def test_run_drops_or_passes_on_stderr(capfd: pytest.CaptureFixture[str]):
     assert capfd.readouterr().err == "1\n"
 
 
-def test_run_refuses_a_program_that_is_not_there(tmp_path):
+def test_run_refuses_a_missing_program(tmp_path):
     with pytest.raises(FileNotFoundError):
         run([str(tmp_path / "none")], seconds=1)
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_the_death_of_a_copy_is_an_error_and_a_status(number: int):
+def test_killed_fork_is_an_error_with_its_status(number: int):
     with Worker(lambda channel: worker_programs.die(channel, number)) as worker:
         assert (worker.runs, worker.status) == (True, None)
         worker.channel.send(b"")
@@ -82,7 +84,7 @@ def test_the_death_of_a_copy_is_an_error_and_a_status(number: int):
     assert worker.end() == -number
 
 
-def test_a_child_that_is_killed_is_noticed(worker: Worker):
+def test_killed_child_is_detected(worker: Worker):
     os.kill(worker.pid, signal.SIGKILL)
     with pytest.raises((EOFError, OSError)):
         worker.channel.receive()
@@ -105,7 +107,7 @@ def test_a_child_that_hangs_is_a_timeout_and_is_ended(start: Start):
     assert not running(worker.pid)
 
 
-def test_what_a_child_has_started_ends_with_it():
+def test_processes_of_a_child_end_with_it():
     with Worker(worker_programs.start_a_child) as worker:
         grandchild = int(worker.channel.receive())
         assert running(grandchild)
@@ -143,7 +145,7 @@ def test_a_program_without_a_channel_writes_to_a_file(tmp_path):
     worker.end()
 
 
-def test_a_worker_that_nobody_has_any_more_ends():
+def test_unreferenced_worker_ends():
     worker = Worker(worker_programs.sleep)
     pid = worker.pid
     del worker
@@ -211,14 +213,14 @@ def test_forked_worker_does_not_affect_the_workers_of_its_parent():
             assert first.wait(30) is not None
 
 
-def test_frames_of_every_size_come_back(worker: Worker):
+def test_frames_of_every_size_round_trip(worker: Worker):
     for size in (0, 1, 100, 3_000_000):  # the last is more than a pipe holds
         data = os.urandom(size)
         worker.channel.send(data)
         assert worker.channel.receive() == data
     worker.channel.send(b"12345")
     with pytest.raises(EOFError):
-        worker.channel.receive(most=4)
+        worker.channel.receive(max_bytes=4)
 
 
 def test_bytes_after_a_frame_fill_a_buffer():
@@ -236,7 +238,7 @@ def test_bytes_after_a_frame_fill_a_buffer():
     assert bytes(twice) == data + data
 
 
-def test_printed_text_of_a_copy_is_read_beside_its_channel():
+def test_stdout_of_a_fork_is_separate_from_its_channel():
     with Worker(worker_programs.print_much, output=PIPE) as worker:
         read, answered = b"", False
         while not answered:
@@ -251,7 +253,7 @@ def test_printed_text_of_a_copy_is_read_beside_its_channel():
         assert read == b"x" * 1_000_000
 
 
-def test_objects_come_back():
+def test_objects_round_trip():
     def answer(channel: Channel) -> None:
         channel.send_object({"got": channel.receive_object()})
 
@@ -262,7 +264,7 @@ def test_objects_come_back():
             worker.channel.receive_object()
 
 
-def test_ready_waits_no_longer_than_it_is_told(worker: Worker):
+def test_ready_respects_its_timeout(worker: Worker):
     assert ready([worker.channel], 0) == []
     worker.channel.send(b"1")
     assert ready([worker.channel]) == [worker.channel]

@@ -39,16 +39,16 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(
         build, "generated", lambda folder, numbers, index: {folder / LESSON.name / "README.md": tables()}
     )
-    monkeypatch.setattr(build, "executed", lambda lesson, root: once(executed, lesson, lesson, root))
-    monkeypatch.setattr(build, "draw", lambda number, lesson: once(draw, lesson / "lesson.py", number, lesson))
+    monkeypatch.setattr(build, "executed", lambda lesson, root: cached_call(executed, lesson, lesson, root))
+    monkeypatch.setattr(build, "draw", lambda number, lesson: cached_call(draw, lesson / "lesson.py", number, lesson))
     return tmp_path / LESSON.name
 
 
-def once(make: Callable, lesson: Path, *given: object) -> object:
+def cached_call(make: Callable, lesson: Path, *arguments: object) -> object:
     """Make something of a lesson, or return what was made of the same text before."""
     key = make, lesson.read_text(encoding="utf-8")
     if key not in MADE:
-        MADE[key] = make(*given)
+        MADE[key] = make(*arguments)
     return MADE[key]
 
 
@@ -76,7 +76,7 @@ def built(*words: str) -> tuple[int, str]:
         ("fig/where.svg", ">rms norm<", ">norm<"),
     ],
 )
-def test_what_is_not_current_is_named_and_then_written(folder: Path, file: str, old: str, new: str):
+def test_outdated_page_is_named_and_then_written(folder: Path, file: str, old: str, new: str):
     good = {path: path.read_text(encoding="utf-8") for path in [folder / "README.md", *folder.glob("fig/*")]}
     damaged = folder / file
     assert old in damaged.read_text(encoding="utf-8")
@@ -93,17 +93,17 @@ def test_what_is_not_current_is_named_and_then_written(folder: Path, file: str, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("cell", "said"),
+    ("cell", "pattern"),
     [
         ("def f():\n    return 1 / 0\n\n\nf()", r"cell 2: .*line 2, in f\(\)\n(?s:.*)ZeroDivisionError"),
         ("import os\nos._exit(3)", "cell 2: .*died"),
         ("import sys\nprint('oh', file=sys.stderr)", "cell 2: .*stderr: oh"),
     ],
 )
-def test_a_cell_that_fails_is_named_with_its_last_frame(tmp_path: Path, cell: str, said: str):
+def test_a_cell_that_fails_is_named_with_its_last_frame(tmp_path: Path, cell: str, pattern: str):
     lesson = tmp_path / "lesson.py"
     lesson.write_text(f"# %% [markdown]\n# Text.\n\n# %%\n{cell}\n", encoding="utf-8")
-    with pytest.raises(ClickException, match=f"^{re.escape(str(lesson))}, {said}"):
+    with pytest.raises(ClickException, match=f"^{re.escape(str(lesson))}, {pattern}"):
         executed(lesson, ROOT)
 
 

@@ -18,7 +18,7 @@ from benchmarks.diagnosis.expected import ALIKE, NAMES, VALUES
 from benchmarks.diagnosis.folder_readers import opened
 from benchmarks.diagnosis.folders import FOLDER_CASES, FolderCase, folder_of, right_matrices
 from benchmarks.diagnosis.port import Port
-from benchmarks.diagnosis.styles import STYLES, shown, stage_keys
+from benchmarks.diagnosis.styles import STYLES, list_dumped_keys, stage_keys
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
 from llorch.diagnosis.search.block_hypotheses import LEFT_ALONE
 from llorch.engines.dumps.index import open_raw
@@ -75,13 +75,13 @@ def every(each_run_once: None) -> list[Case]:
 def test_a_bug_shows_first_where_it_says(bug: Bug, every: list[Case]):
     for model in {case.model for case in every if case.bugs == (bug,)}:
         correct = correct_diagnosis_of(Case((bug,), model, "all"), bug)
-        first_layer = [name for name in correct.made if not correct.layer or name.startswith(f"l{correct.layer}.")]
+        first_layer = [name for name in correct.starts_in if not correct.layer or name.startswith(f"l{correct.layer}.")]
         (place,) = correct.shows
         assert place in [(bug.first_pass, name) for name in first_layer], model
 
 
 def test_the_corpus_is_large_and_a_fifth_of_it_nonsense_of_one_place(every: list[Case]):
-    assert sum(not bug.known for bug in BUGS.values()) >= len(BUGS) / 5
+    assert sum(not bug.is_known for bug in BUGS.values()) >= len(BUGS) / 5
     assert len({bug for case in every for bug in case.bugs}) == len(BUGS) >= 125
     assert {case.style for case in every} == set(STYLES)
     assert BUGS.keys() >= NAMES.keys() >= VALUES.keys() | ALIKE.keys()
@@ -93,17 +93,17 @@ def test_bug_outside_the_dump_does_not_change_the_dump():
         assert not first_shown(case.model, case.plan, case.style, run(case.model, case.plan, *case.bugs), 0.0), case
 
 
-@pytest.mark.parametrize(("both", "model"), together.pairs())
-def test_of_two_bugs_the_second_is_behind_the_first(both: tuple[Bug, Bug], model: str):
-    case = Case(both, model, "all")
-    (first,), (second,) = (correct_diagnosis_of(case, bug).shows for bug in both)
+@pytest.mark.parametrize(("bugs", "model"), together.pairs())
+def test_second_of_two_bugs_is_after_the_first(bugs: tuple[Bug, Bug], model: str):
+    case = Case(bugs, model, "all")
+    (first,), (second,) = (correct_diagnosis_of(case, bug).shows for bug in bugs)
     right = [(n, key) for n, tape in enumerate(run(model, case.plan)) for key in forward_order(stage_keys(tape))]
     assert right.index(first) < right.index(second)
-    assert first_shown(model, case.plan, "all", run(model, case.plan, *both), 1e-6) == [first]
+    assert first_shown(model, case.plan, "all", run(model, case.plan, *bugs), 1e-6) == [first]
 
 
 @pytest.mark.parametrize("style", STYLES)
-def test_what_is_written_is_read_as_the_stages_that_it_shows(style: str, tmp_path: Path):
+def test_written_dump_is_read_as_its_stages(style: str, tmp_path: Path):
     model = "micro-qwen2" if style == "modules" else "micro-llama"
     case = Case((), model, style)
     written, weights = run_case(case, tmp_path), open_weights(builtin_path(model))
@@ -111,7 +111,11 @@ def test_what_is_written_is_read_as_the_stages_that_it_shows(style: str, tmp_pat
     dump = stage_dump(open_raw(written.path), weights.config, mapping=mapping, ids=ids)
     tapes = run(model, case.plan)
     assert dump.passes == tuple(passes_of(model, case.plan))[: 1 if style == "modules" else None]
-    wanted = {(n, key): stage_keys(tape)[key] for n, tape in enumerate(tapes) for key in shown(style, model, n, tape)}
+    wanted = {
+        (n, key): stage_keys(tape)[key]
+        for n, tape in enumerate(tapes)
+        for key in list_dumped_keys(style, model, n, tape)
+    }
     assert dump.dumped.keys() == wanted.keys()
     for place, dumped in dump.dumped.items():
         np.testing.assert_array_equal(dumped.read(), wanted[place], str(place))
@@ -158,7 +162,7 @@ def test_bug_shows_in_the_first_product_of_a_wrong_matrix():
     case = next(case for case in WRONG if case.names == ("fp8-blocks-of-equal-size",))
     correct = folders.correct_diagnosis_of_folder(case)
     assert correct.shows[-1] == (0, "l0.ffn_gate")
-    assert set(correct.made) == {"l0.ffn_gate", "l0.ffn_up", "l0.ffn_out"}
+    assert set(correct.starts_in) == {"l0.ffn_gate", "l0.ffn_up", "l0.ffn_out"}
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from benchmarks.diagnosis.cases import Case, cases, correct_diagnosis_of
 from benchmarks.diagnosis.controls import CONTROLS, Control, Run
 from benchmarks.diagnosis.engine_runs import engine_runs
 from benchmarks.diagnosis.reenacted import REPORTS, Report
-from benchmarks.diagnosis.score import PAGE, Answer, figures, marks, shown, table
+from benchmarks.diagnosis.score import PAGE, Answer, extract_table, figures, marks, table
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.engines.dumps.stage_dump import StageDump
 
@@ -27,10 +27,12 @@ SETTINGS = {"norm-eps", "rope-theta", "rope-scaling-factor"}
 def test_a_right_engine_is_as_near_as_its_arithmetic_allows(variant: Control):
     model = variant.models[0]
     run = variant.run(model)
-    right = Control("", arithmetic.wide, start=variant.start, passes=tuple(len(one.ids) for one in run.passes))
-    wanted = {(one.n_pass, one.key): one.array for one in right.run(model).shown}
-    assert run.shown
-    for one in run.shown:
+    right = Control(
+        "", arithmetic.float64_throughout, start=variant.start, passes=tuple(len(one.ids) for one in run.passes)
+    )
+    wanted = {(one.n_pass, one.key): one.array for one in right.run(model).stage_arrays}
+    assert run.stage_arrays
+    for one in run.stage_arrays:
         expected = wanted[one.n_pass, one.key][slice(None) if one.tokens is None else list(one.tokens)]
         np.testing.assert_array_equal(np.isneginf(one.array), np.isneginf(expected), one.key)
         actual, expected = (np.where(np.isneginf(x), 0, x) for x in (one.array, expected))
@@ -47,7 +49,7 @@ def test_a_report_is_reenacted_where_it_says(report: Report):
     correct = correct_diagnosis_of(Case((report.bug,), report.bug.models[0], "all"), report.bug)
     (place,) = correct.shows
     assert place[0] == report.bug.first_pass
-    assert place[1] in correct.made
+    assert place[1] in correct.starts_in
     assert re.fullmatch(r"[\w.-]+/[\w.-]+#\d+", report.thread)
     assert set(report.names) <= MISTAKES.keys() | SETTINGS
 
@@ -63,7 +65,7 @@ def test_there_are_enough_of_them():
 )
 def test_the_rules_of_others_say_what_they_say(factor: float, cause: str, is_far: bool):
     clean = Control("").run("micro-qwen2")
-    arrays = {one.key: one.array for one in clean.shown} | {"l1.v_proj": _array(clean, "l1.v_proj") * factor}
+    arrays = {one.key: one.array for one in clean.stage_arrays} | {"l1.v_proj": _array(clean, "l1.v_proj") * factor}
     said = rivals.answers("micro-qwen2", StageDump.of_arrays(clean.passes, arrays))
     assert said["fixed"].place == said["skill"].place == (0, "l1.v_proj")
     assert said["skill"].cause == cause
@@ -72,10 +74,10 @@ def test_the_rules_of_others_say_what_they_say(factor: float, cause: str, is_far
 
 
 def _array(run: Run, key: str) -> np.ndarray:
-    return next(one.array for one in run.shown if one.key == key)
+    return next(one.array for one in run.stage_arrays if one.key == key)
 
 
-def test_goals_that_are_missed_are_said():
+def test_missed_goals_are_listed():
     right, wrong = (
         Answer("a", "planted", {"place": is_right, "name": True}, "", "", 0.1, {"skill": {"place": False}})
         for is_right in (True, False)
@@ -114,7 +116,7 @@ CELL = re.compile(r"(\d+) of (\d+) \((\d+\.\d) %\)")
 def of_page() -> dict[str, list[tuple[int, int] | None]]:
     """Right answers and all answers of the page by criterion, in llorch's column and in those of the rules."""
     titles = {title: criterion for criterion, title in score.SHOWN.items()}
-    head, _, *rows = [line.strip("| ").split(" | ") for line in shown(PAGE.read_text()).splitlines()]
+    head, _, *rows = [line.strip("| ").split(" | ") for line in extract_table(PAGE.read_text()).splitlines()]
     assert head == [*score.COLUMNS.values()]
     found: dict[str, list[tuple[int, int] | None]] = {}
     for title, *cells in rows:
@@ -133,7 +135,7 @@ def more_wrong_than_shown(answers: list[Answer]) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("criterion", "group", "n_wrong", "found"),
+    ("criterion", "group", "n_wrong", "criteria"),
     [
         ("silent", "control", 1, ["silent"]),
         ("place", "planted", 1, []),
@@ -142,10 +144,10 @@ def more_wrong_than_shown(answers: list[Answer]) -> list[str]:
     ],
 )
 def test_a_part_of_the_answers_with_more_mistakes_than_the_readme_shows_is_seen(
-    criterion: str, group: str, n_wrong: int, found: list[str]
+    criterion: str, group: str, n_wrong: int, criteria: list[str]
 ):
     answers = [Answer(f"{at}", group, {criterion: at >= n_wrong}, "", "", 0.1) for at in range(9)]
-    assert more_wrong_than_shown(answers) == found
+    assert more_wrong_than_shown(answers) == criteria
 
 
 def totals() -> dict[str, int]:
@@ -188,8 +190,8 @@ def test_a_run_of_all_dumps_fails_where_the_readme_shows_other_figures(
     told = [Answer(f"{at}", "planted", {"place": at < n_right}, "", "", 0.1) for at in range(474)]
     (tmp_path / "diagnosis.md").write_text(f"<!-- diagnosis -->\n{figures(told)}\n<!-- end -->\n")
     monkeypatch.setattr(score, "PAGE", tmp_path / "diagnosis.md")
-    monkeypatch.setattr(score, "ask_all", lambda *given: answers)
-    monkeypatch.setattr(score, "chosen", lambda **given: [("planted", "0", lambda: answers[0])])
+    monkeypatch.setattr(score, "ask_all", lambda *arguments: answers)
+    monkeypatch.setattr(score, "chosen", lambda **options: [("planted", "0", lambda: answers[0])])
     monkeypatch.setattr(score, "engine_runs", list)
     done = CliRunner().invoke(score.main, [])
     assert done.exit_code == exit_code

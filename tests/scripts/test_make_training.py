@@ -12,7 +12,7 @@ import pytest
 from helpers.refusals import refuses
 from helpers.stored_goldens import training_golden_of, training_weights_of
 
-from llorch.judging.expectations.training_places import Arrays
+from llorch.judging.expectations.training_refs import Arrays
 from llorch.judging.goldens.training import MODELS, Tolerances, TrainingGolden, golden_name
 from llorch.judging.goldens.training_recipe import OPTIMIZER
 from llorch.judging.runners import training_numpy as runner
@@ -38,7 +38,7 @@ def disturbed(script: ModuleType) -> ModuleType:
 
 def against(script: ModuleType, spread: Mapping[StageRef, Tolerance]) -> Differences:
     config, reference = training_weights_of(MODEL).config, training_golden_of(MODEL).arrays
-    return lambda new, stored: script.differences(new, stored, config, spread, reference)
+    return lambda new, stored_golden: script.differences(new, stored_golden, config, spread, reference)
 
 
 @pytest.fixture(scope="module")
@@ -94,7 +94,7 @@ def test_other_rounding_has_no_differences(disturbed: ModuleType, lenient: Diffe
 @pytest.mark.nightly_cases(but=["change1-step 1/l0.first_moment."])
 @pytest.mark.live
 @pytest.mark.parametrize(
-    ("change", "where"),
+    ("change", "array"),
     [
         ({"learning_rate": 1.02e-2}, "step 1/l0.parameters."),
         ({"betas": (0.901, 0.95)}, "step 1/l0.first_moment."),
@@ -105,38 +105,38 @@ def test_other_rounding_has_no_differences(disturbed: ModuleType, lenient: Diffe
     ],
 )
 def test_an_optimizer_with_another_setting_is_a_difference(
-    lenient: Differences, golden: TrainingGolden, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], where: str
+    lenient: Differences, golden: TrainingGolden, monkeypatch: pytest.MonkeyPatch, change: dict[str, Any], array: str
 ):
     monkeypatch.setattr(runner, "STEPS_SHOWN", (1, 2))
     monkeypatch.setattr(runner, "OPTIMIZER", replace(OPTIMIZER, **change))
     run = dict(runner.NumpyTrainingRunner(training_weights_of(MODEL).astype(np.float64), golden)._steps())
     lines = lenient(with_run(golden, run), golden)
-    assert any(line.startswith(f"training peft {where}") for line in lines)
+    assert any(line.startswith(f"training peft {array}") for line in lines)
 
 
 @pytest.mark.nightly_cases(but=["step 1"])
 @pytest.mark.live
-@pytest.mark.parametrize("other", ["step 1", "step 10"])
-def test_arrays_of_another_step_are_differences(lenient: Differences, golden: TrainingGolden, other: str):
+@pytest.mark.parametrize("step", ["step 1", "step 10"])
+def test_arrays_of_another_step_are_differences(lenient: Differences, golden: TrainingGolden, step: str):
     shown = [name for name in golden.arrays if name.startswith("peft/step 2/") and "given" not in name]
-    moved = {name: golden.arrays[name.replace("step 2", other)] for name in shown}
+    moved = {name: golden.arrays[name.replace("step 2", step)] for name in shown}
     wrong = lenient(replace(golden, arrays={**golden.arrays, **moved}), golden)
     assert sorted(line.split(":")[0] for line in wrong) == [f"training {n.replace('/', ' ', 1)}" for n in sorted(moved)]
 
 
 @pytest.mark.parametrize("factor", [9, 1 / 9])
-@pytest.mark.parametrize("what", ["error", "worst"])
+@pytest.mark.parametrize("field", ["error", "worst"])
 def test_every_stored_tolerance_has_to_follow_from_the_arrays(
-    differences: Differences, golden: TrainingGolden, what: str, factor: float
+    differences: Differences, golden: TrainingGolden, field: str, factor: float
 ):
-    def moved(made: Tolerances) -> Tolerances:
+    def moved(old: Tolerances) -> Tolerances:
         return {
-            mode: {g: replace(t, **{what: factor * getattr(t, what)}) for g, t in made[mode].items()} for mode in made
+            mode: {g: replace(t, **{field: factor * getattr(t, field)}) for g, t in old[mode].items()} for mode in old
         }
 
     every = {dtype: moved(made) for dtype, made in golden.tolerances.items()}
     lines = differences(golden, replace(golden, tolerances=every))
-    wanted = {f"tolerance {d} training {m} {g} {what}" for d, t in every.items() for m in t for g in t[m]}
+    wanted = {f"tolerance {d} training {m} {g} {field}" for d, t in every.items() for m in t for g in t[m]}
     assert {line.split(":")[0] for line in lines if line.startswith("tolerance")} == wanted
 
 
@@ -194,14 +194,16 @@ def test_another_adapter_other_rows_and_other_files_are_differences(differences:
     name = "layers.0.q_proj.lora_A"
     other = changed(golden, f"adapter/{name}", lambda array: array * np.float32(1.0000002))
     assert differences(other, golden) == [f"training {name}: not as stored"]
-    assert differences(replace(golden, rows=golden.rows[:2]), golden) == ["training rows: not as stored"]
+    assert differences(replace(golden, stored_batches=golden.stored_batches[:2]), golden) == [
+        "training rows: not as stored"
+    ]
     files = {**golden.files, "lora_gguf": {}}
     assert differences(replace(golden, files=files), golden) == ["training files: not as stored"]
 
 
 @pytest.mark.parametrize("model", MODELS)
 def test_the_stored_rows_are_those_of_the_texts(script: ModuleType, model: str):
-    assert script.rows_of(training_weights_of(model)) == training_golden_of(model).rows
+    assert script.rows_of(training_weights_of(model)) == training_golden_of(model).stored_batches
 
 
 def test_texts_with_few_distinct_tokens_are_refused(script: ModuleType, monkeypatch: pytest.MonkeyPatch):
@@ -210,19 +212,19 @@ def test_texts_with_few_distinct_tokens_are_refused(script: ModuleType, monkeypa
         script.rows_of(training_weights_of(MODEL))
 
 
-@pytest.mark.parametrize(("mode", "group", "what"), [("chained", "gradient", "error"), ("isolated", "loss", "worst")])
+@pytest.mark.parametrize(("mode", "group", "field"), [("chained", "gradient", "error"), ("isolated", "loss", "worst")])
 def test_a_tolerance_of_bfloat16_may_move_as_far_as_its_engines_pass(
-    differences: Differences, golden: TrainingGolden, mode: str, group: str, what: str
+    differences: Differences, golden: TrainingGolden, mode: str, group: str, field: str
 ):
     def moved(factor: float) -> TrainingGolden:
         made: dict[str, Any] = deepcopy(dict(golden.tolerances))
         old = made["bfloat16"][mode][group]
-        made["bfloat16"][mode][group] = replace(old, **{what: factor * getattr(old, what)})
+        made["bfloat16"][mode][group] = replace(old, **{field: factor * getattr(old, field)})
         return replace(golden, tolerances=made)
 
     assert differences(moved(3.9), golden) == []
     (line,) = differences(moved(4.1), golden)
-    assert line.startswith(f"tolerance bfloat16 training {mode} {group} {what}: ")
+    assert line.startswith(f"tolerance bfloat16 training {mode} {group} {field}: ")
 
 
 def test_tolerances_of_bfloat16_on_one_side_only_are_differences(differences: Differences, golden: TrainingGolden):

@@ -36,7 +36,7 @@ def mesh(*words: str) -> Result:
     return CliRunner().invoke(importlib.import_module("mesh").main, words)
 
 
-def said(job: Job) -> Counter[tuple[str, str, int]]:
+def count_messages(job: Job) -> Counter[tuple[str, str, int]]:
     """By axis, kind and bytes."""
     found: Counter[tuple[str, str, int]] = Counter()
     for each in messages(job):
@@ -68,7 +68,7 @@ def test_four_ranks_keep_and_send_what_the_formulas_say_to_the_byte(job: Job):
         costs = on_ranks(4, measured, job, "cpu", 0, False)  # the step that is counted, and none that is timed
     assert len(costs) == 4
     for cost in costs:
-        assert Counter(cost.messages) == said(job)
+        assert Counter(cost.messages) == count_messages(job)
         assert cost.kept == {"weights": expected.weights, "adapters": expected.adapters, "moments": expected.moments}
 
 
@@ -80,9 +80,9 @@ def test_a_message_too_many_is_seen():
     job = replace(JOB, tp=1)
     with warm_ranks():
         found = Counter(on_ranks(2, careless, job, "cpu", 0, False)[0].messages)
-    ((key, count),) = (found - said(job)).items()
+    ((key, count),) = (found - count_messages(job)).items()
     assert key[:2] == ("dp", "reduce-scatter")
-    assert (count, said(job) - found) == (SMALL.n_layers * (job.passes - 1), Counter())
+    assert (count, count_messages(job) - found) == (SMALL.n_layers * (job.passes - 1), Counter())
 
 
 def test_ranks_of_dp_have_shares_of_everything_and_those_of_tp_of_the_layers():
@@ -114,7 +114,7 @@ def test_the_figures_of_the_measured_shape_follow_from_the_formulas():
     for dp, tp, kept, predicted, measured, sent in rows:
         job = Job(SHAPES["qwen2.5-0.5b"], int(dp), int(tp), rows=4, tokens=64)
         expected = memory(job)
-        assert (kept, predicted) == (f"{expected.kept / 1e6:.3f}", f"{expected.peak / 1e9:.3f}")
+        assert (kept, predicted) == (f"{expected.between_steps / 1e6:.3f}", f"{expected.peak / 1e9:.3f}")
         assert float(sent) == round(sum(each.volume for each in messages(job)) / 1e6, 3)
         assert float(measured) == pytest.approx(expected.peak / 1e9, rel=0.06)
     assert len(rows) == 4

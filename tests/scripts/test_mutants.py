@@ -27,7 +27,7 @@ def test_a_pattern_without_a_file_is_refused():
 
 
 @pytest.mark.parametrize(
-    ("source", "rule", "after"),
+    ("source", "rule", "mutants"),
     [
         ("a < b <= c", "comparison", {"a <= b <= c", "a < b < c"}),
         ("a is None or b", "and/or", {"a is None and b"}),
@@ -50,8 +50,8 @@ def test_a_pattern_without_a_file_is_refused():
         ("'é'; x.y = 1", "statement left out", {"'é'; pass"}),
     ],
 )
-def test_a_rule_makes_one_place_wrong(source: str, rule: str, after: set[str]):
-    assert {edit.apply(source) for edit in edits(source) if edit.rule == rule} == after
+def test_a_rule_makes_one_place_wrong(source: str, rule: str, mutants: set[str]):
+    assert {edit.apply(source) for edit in edits(source) if edit.rule == rule} == mutants
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_a_rule_makes_one_place_wrong(source: str, rule: str, after: set[str]):
         "@option(help='a' 'b')\ndef f(): ...",
     ],
 )
-def test_what_changes_no_answer_is_left_alone(source: str):
+def test_code_without_effect_is_not_mutated(source: str):
     assert [edit.rule for edit in edits(source) if edit.rule != "help= left out"] == []
 
 
@@ -134,7 +134,7 @@ def test_the_command_prints_the_share_and_the_survivors(repository: Path, monkey
     assert result["n_injected"] - result["caught"] == len(result["survivors"])
     assert "llorch/thing.py:6  not left out: return not x  ->  return x" in result["survivors"]
     assert done.exit_code == 1
-    monkeypatch.setattr(mutants, "measure", lambda area, **given: Result(**{**result, "area": area.name}))
+    monkeypatch.setattr(mutants, "measure", lambda area, **options: Result(**{**result, "area": area.name}))
     del result["share"]
     for share, exit_code in (("0.9", 1), ("0.2", 0), ("0", 0)):
         assert CliRunner().invoke(main, ["--at-least", share]).exit_code == exit_code
@@ -148,7 +148,7 @@ def test_red_tests_are_no_measure(repository: Path):
 
 
 def test_a_sample_stays_when_lines_move(repository: Path):
-    before = [str(mutant.edit.after) for mutant in drawn(THING, 3)]
+    before = [str(mutant.edit.new_lines) for mutant in drawn(THING, 3)]
     (repository / "llorch/thing.py").write_text(f"import sys\n\n{SOURCE}")
-    assert [str(mutant.edit.after) for mutant in drawn(THING, 3)] == before
-    assert any([mutant.edit.after for mutant in drawn(THING, seed)] != before for seed in range(4))
+    assert [str(mutant.edit.new_lines) for mutant in drawn(THING, 3)] == before
+    assert any([mutant.edit.new_lines for mutant in drawn(THING, seed)] != before for seed in range(4))

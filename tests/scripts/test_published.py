@@ -104,13 +104,13 @@ def test_texts_may_differ_only_where_runs_of_the_engine_do_by_more(spread: float
     engine = Engine(spread)
     assert texts.tie(engine, [7, 8], [5, 1, 9], [5, 2, 6]) == (closer, False)
     assert engine.asked == [[7, 8, 5]]
-    line = texts._texts_line("name", engine, [[7, 8]], [[5, 1, 9]], [[5, 2, 6]])
+    line = texts._compare_texts("name", engine, [[7, 8]], [[5, 1, 9]], [[5, 2, 6]])
     assert (line.n, line.wrong) == (1, int(not closer))
 
 
 def test_a_text_that_ends_early_is_wrong(benchmarks: None):
     texts = importlib.import_module("published_texts")
-    line = texts._texts_line("name", Engine(9.0), [[7]], [[5]], [[5, 1]])
+    line = texts._compare_texts("name", Engine(9.0), [[7]], [[5]], [[5, 1]])
     assert (line.n, line.wrong) == (1, 1)
 
 

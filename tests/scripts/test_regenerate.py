@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from click.testing import CliRunner, Result
-from helpers.golden_files import unpacked
+from helpers.golden_files import read_unpacked
 from helpers.refusals import assert_tells, refuses
 from helpers.stored_goldens import golden_of, suite_of, training_golden_of, weights_of
 
@@ -159,42 +159,42 @@ def test_other_inputs_tensors_and_token_ids_are_differences(script: ModuleType, 
 
 
 @pytest.fixture
-def stored(tmp_path: Path) -> Path:
+def golden_folder(tmp_path: Path) -> Path:
     """A copy of the stored goldens of the model: making them takes long, as xz packs them."""
     return Path(shutil.copytree(goldens_folder() / NAME, tmp_path / NAME))
 
 
-def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, made: Golden, *words: str) -> Result:
-    """The command on another folder of goldens, with engines that give `made`."""
+def command(script: ModuleType, monkeypatch: pytest.MonkeyPatch, folder: Path, golden: Golden, *words: str) -> Result:
+    """The command on another folder of goldens, with engines that give `golden`."""
     monkeypatch.setattr(script, "FOLDER", folder)
-    monkeypatch.setattr(script, "make", lambda name: made)
+    monkeypatch.setattr(script, "make", lambda name: golden)
     monkeypatch.setattr(script, "make_long", lambda path, engines, weights_sha256: read_long(goldens_folder() / NAME))
     monkeypatch.setattr(script.make_training, "make_training", training_golden_of)
-    without_peft = lambda new, stored, weights: script.make_training.differences(  # noqa: E731
-        new, stored, weights.config, {}, stored.arrays
+    without_peft = lambda new, stored_golden, weights: script.make_training.differences(  # noqa: E731
+        new, stored_golden, weights.config, {}, stored_golden.arrays
     )
     monkeypatch.setattr(script.make_training, "checked", without_peft)
-    monkeypatch.setattr(script, "run_reference", lambda *given, n_greedy: golden_of(NAME).reference)
+    monkeypatch.setattr(script, "run_reference", lambda *arguments, n_greedy: golden_of(NAME).reference)
     return CliRunner().invoke(script.main, [NAME, *words])
 
 
 def test_check_exits_with_0_when_goldens_are_reproduced(
-    script: ModuleType, golden: Golden, stored: Path, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, golden: Golden, golden_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    done = command(script, monkeypatch, stored.parent, golden, "--check")
+    done = command(script, monkeypatch, golden_folder.parent, golden, "--check")
     assert done.exit_code == 0
     assert done.stdout == f"{NAME}: reproduced\n"
 
 
 def test_check_exits_with_1_names_the_golden_and_writes_nothing(
-    script: ModuleType, golden: Golden, stored: Path, monkeypatch: pytest.MonkeyPatch
+    script: ModuleType, golden: Golden, golden_folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    before = {file.name: file.read_bytes() for file in stored.iterdir()}
+    before = {file.name: file.read_bytes() for file in golden_folder.iterdir()}
     made = changed(golden, "near/l1.block_out", one_number, "transformers")
-    done = command(script, monkeypatch, stored.parent, made, "--check")
+    done = command(script, monkeypatch, golden_folder.parent, made, "--check")
     assert done.exit_code == 1
     assert done.stdout.startswith("transformers near/l1.block_out: error ")
-    assert {file.name: file.read_bytes() for file in stored.iterdir()} == before
+    assert {file.name: file.read_bytes() for file in golden_folder.iterdir()} == before
 
 
 @pytest.mark.parametrize("factor", [9, 1 / 9, 1.01])
@@ -217,15 +217,15 @@ ARRAYS = ("llamacpp.safetensors.xz", "transformers.safetensors.xz", "long.safete
 
 @pytest.mark.parametrize("missing", ["golden.json", "long.json", *ARRAYS, *FILES])
 def test_check_of_a_missing_golden_is_an_error(
-    script: ModuleType, golden: Golden, stored: Path, monkeypatch: pytest.MonkeyPatch, missing: str
+    script: ModuleType, golden: Golden, golden_folder: Path, monkeypatch: pytest.MonkeyPatch, missing: str
 ):
-    (stored / missing).unlink()
+    (golden_folder / missing).unlink()
     if missing in FILES:
         monkeypatch.setattr(script, "built_in", lambda name, folder, check: [])
-    done = command(script, monkeypatch, stored.parent, golden, "--check")
+    done = command(script, monkeypatch, golden_folder.parent, golden, "--check")
     assert done.exit_code != 0
     assert isinstance(done.exception, FileNotFoundError)
-    assert_tells(str(done.exception), stored / missing)
+    assert_tells(str(done.exception), golden_folder / missing)
     assert done.stdout == ""
 
 
@@ -237,7 +237,7 @@ def test_without_check_it_writes(script: ModuleType, golden: Golden, tmp_path: P
     assert done.exit_code == 0
     assert done.stdout.startswith(f"{NAME}: written to {NAME}, ")
     for file in (goldens_folder() / NAME).iterdir():
-        assert unpacked(tmp_path / NAME / file.name) == unpacked(file)
+        assert read_unpacked(tmp_path / NAME / file.name) == read_unpacked(file)
 
 
 def refuse(script: ModuleType, golden: Golden) -> None:
@@ -295,7 +295,7 @@ def replayed(script: ModuleType, patch: pytest.MonkeyPatch, golden: Golden) -> N
     patch.setattr(script, "run_cases", lambda engine, cases: golden.engine_outputs[engine.name])
 
 
-def test_what_engines_show_becomes_goldens(script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch):
+def test_engine_outputs_become_goldens(script: ModuleType, golden: Golden, monkeypatch: pytest.MonkeyPatch):
     replayed(script, monkeypatch, golden)
     made = script.make(NAME)
     assert script.differences(NAME, made, golden) == []

@@ -77,10 +77,10 @@ def test_non_finite_values_never_pass(expected, value, sides):
     assert measure(actual, expected).fault == f"non-finite: 1 of 60 {sides[0]} values"
 
 
-@pytest.mark.parametrize("other", [np.float16, np.int32, np.longdouble, np.complex128, bool, object, None])
-def test_another_dtype_never_passes(expected, other):
-    other = other or {np.float32: np.float64, np.float64: np.float32}[expected.dtype.type]
-    for actual, wanted in ((expected.astype(other), expected), (expected, expected.astype(other))):
+@pytest.mark.parametrize("other_dtype", [np.float16, np.int32, np.longdouble, np.complex128, bool, object, None])
+def test_another_dtype_never_passes(expected, other_dtype):
+    other_dtype = other_dtype or {np.float32: np.float64, np.float64: np.float32}[expected.dtype.type]
+    for actual, wanted in ((expected.astype(other_dtype), expected), (expected, expected.astype(other_dtype))):
         assert not passes(actual, wanted, ANYTHING)
         assert measure(actual, wanted).fault == f"dtype: expected {wanted.dtype}, got {actual.dtype}"
 
@@ -108,7 +108,7 @@ def test_empty_arrays_never_pass(shape, masked):
 
 
 @pytest.mark.parametrize("actual", [1.0, np.float64(1.0), [1.0], (1.0,), "1.0", None])
-def test_things_that_are_no_arrays_never_pass(actual):
+def test_non_arrays_never_pass(actual):
     expected, kind = np.ones(1), "nothing" if actual is None else type(actual).__name__
     for side, fault in (
         ("actual:", measure(actual, expected)),
@@ -157,22 +157,22 @@ BIG = np.concatenate([[1000.0], np.ones(10_000)])
 
 
 @pytest.mark.parametrize(
-    ("expected", "off", "error", "worst"),
+    ("expected", "deviation", "error", "worst"),
     [
         (BIG, np.where(BIG == 1, 0.5, 0), 50 / math.sqrt(1e6 + 1e4), 5e-4),  # everywhere but in the largest value
         (np.ones(10_000), 0.01 * (np.arange(10_000) == 77), 1e-4, 1e-2),
     ],
     ids=["whole tensor", "worst element"],
 )
-def test_each_gate_trips_alone(expected: np.ndarray, off: np.ndarray, error: float, worst: float):
-    difference = measure(expected + off, expected)
+def test_each_bound_fails_alone(expected: np.ndarray, deviation: np.ndarray, error: float, worst: float):
+    difference = measure(expected + deviation, expected)
     assert (difference.error, difference.worst) == pytest.approx((error, worst))
-    assert passes(expected + off, expected, Tolerance(1.1 * error, 1.1 * worst))
-    assert not passes(expected + off, expected, Tolerance(0.9 * error, 1.1 * worst))
-    assert not passes(expected + off, expected, Tolerance(1.1 * error, 0.9 * worst))
+    assert passes(expected + deviation, expected, Tolerance(1.1 * error, 1.1 * worst))
+    assert not passes(expected + deviation, expected, Tolerance(0.9 * error, 1.1 * worst))
+    assert not passes(expected + deviation, expected, Tolerance(1.1 * error, 0.9 * worst))
 
 
-def test_a_tolerance_is_met_at_its_very_value():
+def test_error_equal_to_the_tolerance_passes():
     difference = Difference(0.25, 0.5)
     assert difference.within(Tolerance(0.25, 0.5))
     assert not difference.within(Tolerance(math.nextafter(0.25, 0), 0.5))
@@ -187,7 +187,7 @@ def test_nothing_passes_a_tolerance_of_nan():
     assert not Difference(0.0, math.nan).within(ANYTHING)
 
 
-def test_over_says_by_what_factor_the_worse_gate_is_exceeded():
+def test_over_is_the_factor_by_which_the_worse_bound_is_exceeded():
     assert Difference(0.3, 0.1).over(Tolerance(0.1, 0.1)) == pytest.approx(3)
     assert Difference(0.1, 0.7).over(Tolerance(0.1, 0.1)) == pytest.approx(7)
     assert Difference(0.0, 0.0).over(EXACT) == 0
@@ -208,7 +208,7 @@ def test_tolerance_is_never_under_four_ulp_of_the_scale():
 
 
 @pytest.mark.parametrize(
-    ("distances", "shown"),
+    ("distances", "message"),
     [
         ([], "none"),
         ([Difference(0.1, 0.1), Difference(math.inf, math.inf, "shape: expected (), got (1,)")], "shape: expected"),
@@ -218,8 +218,8 @@ def test_tolerance_is_never_under_four_ulp_of_the_scale():
         ([Difference(math.nan, 0.1), Difference(0.1, 0.1)], "error nan"),
     ],
 )
-def test_a_distance_that_is_no_number_makes_no_tolerance(distances, shown):
-    with refuses(ValueError, got=shown, where="tolerance"):
+def test_invalid_distance_gives_no_tolerance(distances, message):
+    with refuses(ValueError, got=message, where="tolerance"):
         tolerance_from(distances)
 
 

@@ -56,7 +56,7 @@ def test_other_masks_fail(scores):
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
-def test_masking_excuses_minus_infinity_only(scores, value):
+def test_masking_allows_only_minus_infinity(scores, value):
     scores[0, 0, 3] = value
     difference = measure(scores.copy(), scores, masked=True)
     assert difference.fault == "non-finite: 1 of 32 actual values"
@@ -78,7 +78,7 @@ def test_one_wrong_integer_fails_however_many_are_right():
     assert not difference.within(Tolerance(1e-5, 1e-4))
 
 
-def test_integers_are_told_apart_beyond_float64_without_wrapping_and_by_their_width():
+def test_integers_beyond_float64_and_of_other_widths_are_distinguished():
     expected = np.array([2**53, 2**63 - 1])
     actual = np.array([2**53 + 1, 2**63 - 1])
     assert measure(actual, expected).index == (0,)
@@ -163,7 +163,7 @@ def test_the_size_of_the_numbers_does_not_count():
 
 
 @pytest.mark.parametrize("actual", [None, np.ones(3), np.ones(2, np.float32), np.array([1.0, np.nan])])
-def test_what_cannot_be_compared_never_passes(actual: np.ndarray | None):
+def test_incomparable_arrays_never_pass(actual: np.ndarray | None):
     found = measure_in(actual, np.ones(2), unit=1.0)
     assert found.fault is not None
     assert not found.within(ANYTHING)

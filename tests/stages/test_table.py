@@ -7,7 +7,7 @@ import pytest
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
-from llorch.judging.goldens.forward import ENGINES, SAMPLINGS, unable_of
+from llorch.judging.goldens.forward import ENGINES, SAMPLINGS, read_unsupported
 from llorch.judging.goldens.store import SUFFIX
 from llorch.runtime.builtin import BUILTIN, EVERY, builtin_path, goldens_folder
 from llorch.stages.table import (
@@ -71,7 +71,7 @@ def test_every_input_comes_before_the_stage_that_reads_it(config: ModelConfig):
 OTHERS = {"selected_logits", "generation", *(f"probabilities.{name}" for name in SAMPLINGS)}  # than stages
 
 
-def shapes_of_near(path: Path) -> dict[str, tuple[int, ...]]:
+def nearest_shapes(path: Path) -> dict[str, tuple[int, ...]]:
     """Read the shapes of stages from the header of a golden; decompressing its numbers takes longer."""
     with lzma.open(path) as file:
         header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
@@ -83,17 +83,17 @@ def shapes_of_near(path: Path) -> dict[str, tuple[int, ...]]:
 def test_a_stage_has_the_shape_that_engines_give_it(model: str):
     config, folder = open_weights(builtin_path(model)).config, goldens_folder() / model
     n = len(json.loads((folder / "golden.json").read_text())["cases"]["near"]["ids"])
-    goldens = [folder / f"{name}{SUFFIX}" for name in ENGINES if name not in unable_of(folder)]
+    goldens = [folder / f"{name}{SUFFIX}" for name in ENGINES if name not in read_unsupported(folder)]
     assert goldens
     for path in goldens:
-        assert shapes_of_near(path) == {name: stage.shape(config, seq=n, ctx=n) for name, stage, _ in keys(config)}
+        assert nearest_shapes(path) == {name: stage.shape(config, seq=n, ctx=n) for name, stage, _ in keys(config)}
 
 
 def test_query_and_key_norms_belong_to_models_that_have_them(config: ModelConfig):
     assert ("l0.q_norm" in {key for key, _, _ in keys(config)}) == config.qk_norm
 
 
-def test_products_of_dense_models_are_those_of_a_plain_llama():
+def test_dense_models_have_the_products_of_llama():
     found = {stage.name: (stage.dense_input, stage.matrix) for stage in DENSE_PRODUCTS}
     assert found == {
         "q_proj": ("attn_norm", "q_proj"), "k_proj": ("attn_norm", "k_proj"), "v_proj": ("attn_norm", "v_proj"),
@@ -105,7 +105,7 @@ def test_products_of_dense_models_are_those_of_a_plain_llama():
         assert len({found[name][0] for name in names}) == 1
 
 
-def test_shuffled_keys_are_put_back_in_order_and_foreign_ones_come_last_as_they_came(config: ModelConfig):
+def test_keys_are_sorted_in_forward_order_and_unknown_keys_come_last(config: ModelConfig):
     expected = [key for key, _, _ in keys(config)]
     foreign = ["mine", "lx.q_proj", "l0.logits", "q_proj", ".embed", "a"]
     assert forward_order([*foreign, *sorted(expected)]) == [*expected, *foreign]

@@ -7,7 +7,7 @@ import pytest
 import torch
 from builders.random_adapters import random_adapter
 from helpers.refusals import refuses
-from helpers.training_passes import in_peft, peft_name
+from helpers.training_passes import attach_in_peft, peft_name
 
 from llorch.files import open_weights
 from llorch.runtime.builtin import builtin_path
@@ -87,7 +87,7 @@ def test_rates_of_lora_plus_are_those_of_peft():
 
     settings = {"target_modules": ("q_proj", "down_proj", "embed_tokens", "lm_head"), "use_dora": True}
     adapter = random_adapter(open_weights(builtin_path("micro-llama")).config, **settings)
-    model = in_peft("micro-llama", adapter, **settings)
+    model = attach_in_peft("micro-llama", adapter, **settings)
     optimizer = create_loraplus_optimizer(model, torch.optim.AdamW, lr=1e-3, loraplus_lr_ratio=16.0)
     rates = {id(p): group["lr"] for group in optimizer.param_groups for p in group["params"]}
     theirs = {name: rates[id(p)] for name, p in model.named_parameters() if p.requires_grad}

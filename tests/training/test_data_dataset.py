@@ -179,7 +179,7 @@ def data_of(folder: Path, model: Model, *texts: str, **settings: object) -> Trai
 
 
 @pytest.mark.parametrize(
-    ("texts", "told"),
+    ("texts", "message_parts"),
     [
         ([*TEXTS[:1], "A cat sang.", *TEXTS[2:]], ("train.jsonl:2", "3 examples")),
         ([*TEXTS[:2]], ("train.jsonl:3", "2 now")),
@@ -187,9 +187,11 @@ def data_of(folder: Path, model: Model, *texts: str, **settings: object) -> Trai
         ([TEXTS[1], TEXTS[0], TEXTS[2]], ("train.jsonl:1", "3 now")),
     ],
 )
-def test_the_first_row_that_differs_is_named(tmp_path: Path, model: Model, texts: list[str], told: tuple[str, ...]):
+def test_the_first_row_that_differs_is_named(
+    tmp_path: Path, model: Model, texts: list[str], message_parts: tuple[str, ...]
+):
     write_rows(data_of(tmp_path, model, *TEXTS), tmp_path)
-    assert_tells(first_change(data_of(tmp_path, model, *texts), tmp_path), *told)
+    assert_tells(first_change(data_of(tmp_path, model, *texts), tmp_path), *message_parts)
 
 
 def test_a_row_that_moves_to_another_split_has_changed(tmp_path: Path, model: Model):

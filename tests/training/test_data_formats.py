@@ -122,8 +122,8 @@ def test_the_alpaca_data_set_is_not_taken_for_text():
     assert unused_keys(record(**values), "Alpaca") == {"text", "id"}
 
 
-def bad(name: str, values: dict[str, object], code: str, where: str, expected: object = (), actual: object = ()) -> Any:
-    places = ("d/train.jsonl:7: ", f"{where}:") if where else "d/train.jsonl:7: "
+def bad(name: str, values: dict[str, object], code: str, place: str, expected: object = (), actual: object = ()) -> Any:
+    places = ("d/train.jsonl:7: ", f"{place}:") if place else "d/train.jsonl:7: "
     return row(name, lambda: parsed(**values), code, where=places, expected=expected, got=actual)
 
 
@@ -253,16 +253,18 @@ def test_variables_of_a_row_are_read(row_values: dict[str, object]):
         assert unused_keys(record(**row_values, chat_template_kwargs=given), format_of(record(**row_values))) == set()
 
 
-def is_sound(found: Parsed) -> bool:
+def is_sound(parsed_row: Parsed) -> bool:
     """Tell if a parsed row has the types of its class, down to the texts of the turns."""
-    if isinstance(found, Instruction):
-        return is_sound(found.chat) and (found.plain is None or is_sound(found.plain))
-    if isinstance(found, Chat):
-        texts = [turn[key] for turn in found.messages for key in ("role", "content")]
-        return all(isinstance(text, str) for text in texts) and all(0 <= at < len(texts) // 2 for at in found.learned)
-    if isinstance(found, LearnedTokens):
-        return all(type(one) is int for one in (*found.ids, *(found.labels or ())))
-    return all(isinstance(text, str) for text in vars(found).values())
+    if isinstance(parsed_row, Instruction):
+        return is_sound(parsed_row.chat) and (parsed_row.plain is None or is_sound(parsed_row.plain))
+    if isinstance(parsed_row, Chat):
+        texts = [turn[key] for turn in parsed_row.messages for key in ("role", "content")]
+        return all(isinstance(text, str) for text in texts) and all(
+            0 <= at < len(texts) // 2 for at in parsed_row.learned
+        )
+    if isinstance(parsed_row, LearnedTokens):
+        return all(type(one) is int for one in (*parsed_row.ids, *(parsed_row.labels or ())))
+    return all(isinstance(text, str) for text in vars(parsed_row).values())
 
 
 def test_a_value_of_any_json_type_is_read_as_what_it_is_or_refused_with_file_and_line():

@@ -17,7 +17,7 @@ from helpers.refusals import refuses
 from llorch.files import open_weights
 from llorch.files.tokenizer import Tokenizer
 from llorch.files.tokenizer.chat import TemplateSettings, compiled
-from llorch.files.tokenizer.conversation import Breaker, Conversation
+from llorch.files.tokenizer.conversation import Conversation, Splitter
 from llorch.model.model import Model
 from llorch.training.batch import IGNORED, Example
 from llorch.training.data.encode import Encoder, render_turns
@@ -51,56 +51,56 @@ def their_tokenizer(folder: Path) -> Any:
 
 
 def has_control(messages: list[dict[str, Any]], tokenizer: Tokenizer) -> bool:
-    breaker = Breaker(tokenizer.control_texts)
+    breaker = Splitter(tokenizer.control_texts)
     return any(breaker.found_in(message["content"]) for message in messages)
 
 
 @pytest.fixture(scope="module", params=[("micro-qwen3", CHATML), ("micro-llama3", LLAMA_3)], ids=["chatml", "llama3"])
-def both(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Any]:
+def model_and_tokenizer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> tuple[Model, Any]:
     name, template = request.param
     folder = chat_folder(tmp_path_factory.mktemp("model") / "m", name, template)
     return Model(open_weights(folder)), their_tokenizer(folder)
 
 
-def ours(model: Model, messages: list[dict[str, Any]], tools: list[object] | None = None) -> Example:
+def encode_with_llorch(model: Model, messages: list[dict[str, Any]], tools: list[object] | None = None) -> Example:
     learned = [place for place, message in enumerate(messages) if message["role"] == "assistant"]
     (found,) = Encoder(model, DataSettings(max_length=10**6)).encode(Chat(messages, tools, learned), Record({}, "", ""))
     return found
 
 
-def theirs(tokenizer: Any, messages: list[dict[str, Any]], tools: list[object] | None = None) -> Any:
+def encode_with_transformers(tokenizer: Any, messages: list[dict[str, Any]], tools: list[object] | None = None) -> Any:
     return tokenizer.apply_chat_template(
         messages, tools=tools, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
     )
 
 
-def test_ids_and_mask_equal_the_generation_tags_of_transformers(both: tuple[Model, Any]):
-    model, tokenizer = both
+def test_ids_and_mask_equal_the_generation_tags_of_transformers(model_and_tokenizer: tuple[Model, Any]):
+    model, tokenizer = model_and_tokenizer
     compared = 0
     for messages in conversations(120, seed=21):
         if has_control(messages, model.tokenizer):
             continue
         for message in messages:
             message["content"] = message["content"].strip()  # transformers masks all from a turn that starts with space
-        found, expected = ours(model, messages), theirs(tokenizer, messages)
+        found, expected = encode_with_llorch(model, messages), encode_with_transformers(tokenizer, messages)
         assert list(found.ids) == expected["input_ids"]
         assert [label != IGNORED for label in found.labels] == [bool(one) for one in expected["assistant_masks"]]
         compared += 1
     assert compared > 20
 
 
-def test_a_turn_that_starts_with_space_is_learned_like_any_other(both: tuple[Model, Any]):
+def test_a_turn_that_starts_with_space_is_learned_like_any_other(model_and_tokenizer: tuple[Model, Any]):
     """Where transformers finds no token at the first character of a turn, and learns nothing from there on."""
-    model, tokenizer = both
+    model, tokenizer = model_and_tokenizer
     messages = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "  two"}] * 2
-    found, expected = ours(model, messages), theirs(tokenizer, messages)
+    found, expected = encode_with_llorch(model, messages), encode_with_transformers(tokenizer, messages)
     assert list(found.ids) == expected["input_ids"]
     turn = {"qwen3": "  two<|im_end|>", "llama": "two<|eot_id|>"}[model.config.family]  # the latter's template trims
     assert model.tokenizer.decode([one for one in found.labels if one != IGNORED], skip_special=False) == turn * 2
 
 
-def test_tools_and_calls_equal_transformers(both: tuple[Model, Any]):
-    model, tokenizer = both
+def test_tools_and_calls_equal_transformers(model_and_tokenizer: tuple[Model, Any]):
+    model, tokenizer = model_and_tokenizer
     messages = [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "content": "", "tool_calls": [CALL]},
@@ -109,16 +109,16 @@ def test_tools_and_calls_equal_transformers(both: tuple[Model, Any]):
     ]
     if model.config.family == "llama":  # whose template writes no calls: transformers leaves them out without a word
         with refuses("Unsupported", "messages[1].tool_calls"):
-            ours(model, messages, TOOLS)
+            encode_with_llorch(model, messages, TOOLS)
         del messages[1]["tool_calls"]
         messages[1]["content"] = "f"
-    found, expected = ours(model, messages, TOOLS), theirs(tokenizer, messages, TOOLS)
+    found, expected = encode_with_llorch(model, messages, TOOLS), encode_with_transformers(tokenizer, messages, TOOLS)
     assert list(found.ids) == expected["input_ids"]
     assert [label != IGNORED for label in found.labels] == [bool(one) for one in expected["assistant_masks"]]
 
 
-def test_control_tokens_of_users_equal_the_sanitised_ids_of_transformers(both: tuple[Model, Any]):
-    model, tokenizer = both
+def test_control_tokens_of_users_equal_the_sanitised_ids_of_transformers(model_and_tokenizer: tuple[Model, Any]):
+    model, tokenizer = model_and_tokenizer
     compared = 0
     for messages in conversations(15, seed=22):
         for control in sorted(model.tokenizer.control_texts):
@@ -126,7 +126,7 @@ def test_control_tokens_of_users_equal_the_sanitised_ids_of_transformers(both: t
             expected = tokenizer.apply_chat_template(
                 evil, tokenize=True, return_dict=True, sanitize_control_tokens=True
             )
-            assert list(ours(model, evil).ids) == expected["input_ids"], (control, evil)
+            assert list(encode_with_llorch(model, evil).ids) == expected["input_ids"], (control, evil)
             compared += 1
     assert compared >= 45
 
@@ -154,7 +154,8 @@ def test_real_templates_and_vocabularies_give_the_ids_of_transformers(
     tokenizer, other = real(vocabulary)
     source = (real_vocabulary(vocabulary).parent / "templates" / f"{name}.jinja").read_text()
     source = source.replace("strftime_now is defined", "false")
-    template, breaker = compiled({"default": source}, tokenizer, path=name)["default"], Breaker(tokenizer.control_texts)
+    template = compiled({"default": source}, tokenizer, path=name)["default"]
+    breaker = Splitter(tokenizer.control_texts)
     for messages in conversations(25, seed=23):
         if has_control(messages, tokenizer):
             continue

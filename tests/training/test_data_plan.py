@@ -16,38 +16,38 @@ def plan(count: int = 10, *, batch_size: int = 2, accumulation: int = 2, seed: i
     return TrainingOrder(rows(count), batch_size=batch_size, accumulation=accumulation, seed=seed)
 
 
-def seen(found: TrainingOrder, number: int) -> list[list[int]]:
-    return [batch.ids[:, 0].tolist() for batch in found.step(number)]
+def first_ids(order: TrainingOrder, number: int) -> list[list[int]]:
+    return [batch.ids[:, 0].tolist() for batch in order.step(number)]
 
 
 def test_an_epoch_takes_every_row_once_and_its_last_step_may_be_shorter():
     found = plan()
     assert found.steps_per_epoch == 3
-    steps = [seen(found, number) for number in range(3)]
+    steps = [first_ids(found, number) for number in range(3)]
     assert [[len(batch) for batch in step] for step in steps] == [[2, 2], [2, 2], [2]]
     assert sorted(index for step in steps for batch in step for index in batch) == list(range(10))
 
 
 def test_every_epoch_and_every_seed_has_an_order_of_its_own():
-    def epoch(found: TrainingOrder, number: int) -> list[list[list[int]]]:
-        return [seen(found, 3 * number + step) for step in range(3)]
+    def epoch(order: TrainingOrder, number: int) -> list[list[list[int]]]:
+        return [first_ids(order, 3 * number + step) for step in range(3)]
 
     assert len({str(epoch(plan(seed=seed), number)) for seed in (0, 1) for number in (0, 1)}) == 4
 
 
 def test_a_step_depends_on_its_number_only():
     forward, backward = plan(), plan()
-    expected = [seen(forward, number) for number in range(12)]
-    assert [seen(backward, number) for number in reversed(range(12))] == expected[::-1]
+    expected = [first_ids(forward, number) for number in range(12)]
+    assert [first_ids(backward, number) for number in reversed(range(12))] == expected[::-1]
     shuffled.cache_clear()
-    assert seen(plan(), 7) == expected[7]
+    assert first_ids(plan(), 7) == expected[7]
 
 
 def test_accumulation_only_cuts_the_rows_of_a_step():
     whole, cut = plan(batch_size=6, accumulation=1), plan(batch_size=2, accumulation=3)
     for number in range(4):
-        order = [index for batch in seen(whole, number) for index in batch]
-        assert [index for batch in seen(cut, number) for index in batch] == order
+        order = [index for batch in first_ids(whole, number) for index in batch]
+        assert [index for batch in first_ids(cut, number) for index in batch] == order
         assert [sample for batch in cut.step(number) for sample in batch.samples] == order
         assert [row[0].source for row in cut.rows(number)] == [f"d.jsonl:{index}" for index in order]
 

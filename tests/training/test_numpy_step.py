@@ -41,11 +41,11 @@ def rows(rng: np.random.Generator, n: int, seq: int) -> Batch:
     return batch(ids, np.where(np.arange(seq)[None, :] > rng.integers(0, seq - 1, (n, 1)), ids, IGNORED))
 
 
-def assert_same(one: dict[str, np.ndarray], other: dict[str, np.ndarray], relative: float) -> None:
-    assert list(one) == list(other)
-    for name, gradient in one.items():
-        limit = relative * np.abs(other[name]).max()
-        np.testing.assert_allclose(gradient, other[name], rtol=0, atol=limit, err_msg=name, equal_nan=False)
+def assert_same(actual: dict[str, np.ndarray], expected: dict[str, np.ndarray], relative: float) -> None:
+    assert list(actual) == list(expected)
+    for name, gradient in actual.items():
+        limit = relative * np.abs(expected[name]).max()
+        np.testing.assert_allclose(gradient, expected[name], rtol=0, atol=limit, err_msg=name, equal_nan=False)
 
 
 def test_accumulated_batches_give_the_loss_and_gradients_of_one_batch(weights: Weights, adapter: Adapter, rng):

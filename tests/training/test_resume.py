@@ -122,7 +122,7 @@ def test_a_run_that_is_killed_several_times_ends_with_the_bits_of_one_that_is_no
     assert comparison is not None
     assert [tensor for tensor in comparison.tensors if tensor.differing_bits] == []
     assert comparison.differing_lines == 0
-    assert outcome.left == []
+    assert outcome.extra_files == []
     assert outcome.exact
 
 

@@ -12,15 +12,15 @@ from llorch.training.settings import TrainSettings
 from llorch.training.settings_file import read_settings, settings_from
 
 
-def settings(**given: Any):
-    values: dict[str, Any] = {"model": "story", "data": "pirate"} | given
+def settings(**overrides: Any):
+    values: dict[str, Any] = {"model": "story", "data": "pirate"} | overrides
     return TrainSettings(**values)
 
 
-def refused(name: str, value: object, *facts: object, where: str = "", actual: object = ()) -> Any:
+def refused(name: str, value: object, *facts: object, place: str = "", actual: object = ()) -> Any:
     """A row, named by the setting and its value; `where` is another name that the message has for it."""
     make = lambda: settings(**{name: value})  # noqa: E731
-    return row(f"{name}={value}", make, ValueError, *facts, where=where or f"settings: {name}", got=actual)
+    return row(f"{name}={value}", make, ValueError, *facts, where=place or f"settings: {name}", got=actual)
 
 
 ONE_OF = {  # names that a setting may have
@@ -31,7 +31,7 @@ ONE_OF = {  # names that a setting may have
 }
 REFUSED = [
     refused("r", 0, 1, actual=0),
-    refused("alpha", 0.0, 0, where="lora_alpha", actual=0.0),
+    refused("alpha", 0.0, 0, place="lora_alpha", actual=0.0),
     refused("dropout", 1.0, 0, 1, actual=1.0),
     refused("dropout", float("nan"), 0, 1, actual="nan"),
     refused("valid", 1.0, 0, 1, actual=1.0),
@@ -55,7 +55,7 @@ REFUSED = [
     refused("max_length", 1, 2, actual=1),
     refused("label_smoothing", 1.0, 0, 1, actual=1.0),
     refused("chunk", -1, 0, actual=-1),
-    refused("exclude_modules", "(", "position 0", where="lora config: '('"),
+    refused("exclude_modules", "(", "position 0", place="lora config: '('"),
     refused("dtype", "float16", *ONE_OF["dtype"], actual="'float16'"),
     refused("weights", "auto", *ONE_OF["weights"], actual="'auto'"),
     refused("eval_every", -1, 0, actual=-1),
@@ -83,10 +83,10 @@ def test_defaults_are_valid_and_leave_open_only_what_model_and_device_decide():
 
 
 @pytest.mark.parametrize(
-    ("given", "steps"), [({}, 5), ({"warmup_steps": 0}, 0), ({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.105}, 11)]
+    ("overrides", "steps"), [({}, 5), ({"warmup_steps": 0}, 0), ({"warmup_steps": 7}, 7), ({"warmup_ratio": 0.105}, 11)]
 )
-def test_warm_up_is_a_number_of_steps_or_a_share_of_them(given: dict[str, Any], steps: int):
-    assert settings(**given).warmup_for(100) == steps
+def test_warm_up_is_a_number_of_steps_or_a_share_of_them(overrides: dict[str, Any], steps: int):
+    assert settings(**overrides).warmup_for(100) == steps
 
 
 def test_default_warmup_keeps_at_least_one_training_step():
@@ -148,7 +148,7 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, hint: tuple[
 
 
 @pytest.mark.parametrize(
-    ("given", "where", "kind", "actual"),
+    ("source", "setting", "kind", "actual"),
     [
         ({"r": 4.0}, "r", "whole", 4.0),
         ({"r": True}, "r", "whole", True),
@@ -172,10 +172,10 @@ def test_an_unknown_name_is_refused_with_the_nearest_one(name: str, hint: tuple[
     ids=lambda value: str(value)[:40],
 )
 def test_a_value_of_the_wrong_kind_is_refused_with_its_source(
-    given: dict[str, Any], where: str, kind: str, actual: object
+    source: dict[str, Any], setting: str, kind: str, actual: object
 ):
-    with refuses(ValueError, kind, where=("source 1: ", where), got=actual):
-        merged(BOTH, given)
+    with refuses(ValueError, kind, where=("source 1: ", setting), got=actual):
+        merged(BOTH, source)
 
 
 def test_model_and_data_must_come_from_somewhere():

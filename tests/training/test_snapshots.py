@@ -14,7 +14,7 @@ from fakes.faulty_disk import Fault, FaultyDisk, leftovers, on, read_parts, save
 from helpers.command_line import REPOSITORY
 from helpers.refusals import assert_tells, refuses
 
-from benchmarks.snapshot_damage import noticed
+from benchmarks.snapshot_damage import count_detected
 from llorch.runtime.errors import FormatError
 from llorch.training.snapshot_files import PARTS, RECORD, TENSORS, read_snapshot
 from llorch.training.snapshots import SnapshotStore
@@ -26,9 +26,9 @@ def store(tmp_path: Path) -> SnapshotStore:
     return SnapshotStore(tmp_path)
 
 
-def flip(path: Path, at: int) -> None:
+def flip(path: Path, index: int) -> None:
     data = bytearray(path.read_bytes())
-    data[at] ^= 1
+    data[index] ^= 1
     path.write_bytes(data)
 
 
@@ -117,7 +117,7 @@ def test_a_snapshot_of_another_format_is_refused(store: SnapshotStore, monkeypat
 
 
 def test_every_flipped_bit_and_every_cut_is_noticed(tmp_path: Path):
-    assert noticed(tmp_path, flips=100, cuts=20, seed=0) == {"flips": 100, "cuts": 20}
+    assert count_detected(tmp_path, flips=100, cuts=20, seed=0) == {"flips": 100, "cuts": 20}
 
 
 def test_a_second_run_in_the_folder_is_refused_and_a_third_after_it_is_not(store: SnapshotStore):

@@ -44,22 +44,22 @@ def fast_disk() -> Iterator[None]:
         yield
 
 
-def assert_holds(found: Snapshot | None, steps: set[int]) -> None:
+def assert_holds(snapshot: Snapshot | None, steps: set[int]) -> None:
     """One of these steps, and exactly the state that was saved; 0 stands for none."""
-    assert (found.step if found else 0) in steps
-    if found:
-        assert found.skipped == ()
-        assert found.record == {"step": found.step, "text": "ä"}
-        assert found.tensors.keys() == tensors_of(found.step).keys()
-        for name, array in tensors_of(found.step).items():
-            np.testing.assert_array_equal(found.tensors[name], array, strict=True)
+    assert (snapshot.step if snapshot else 0) in steps
+    if snapshot:
+        assert snapshot.skipped == ()
+        assert snapshot.record == {"step": snapshot.step, "text": "ä"}
+        assert snapshot.tensors.keys() == tensors_of(snapshot.step).keys()
+        for name, array in tensors_of(snapshot.step).items():
+            np.testing.assert_array_equal(snapshot.tensors[name], array, strict=True)
 
 
 class ListingDisk(FaultyDisk):
     """Fails at nothing, and lists the operations in order."""
 
     def __init__(self) -> None:
-        super().__init__(FAULTS[0], at=10**6)
+        super().__init__(FAULTS[0], fail_index=10**6)
         self.operations: list[str] = []
 
     def _counted(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
@@ -81,10 +81,12 @@ def operations_of(folder: Path, situation: str, save: Callable[[SnapshotStore, i
     return disk.operations
 
 
-def fail_at(at: int, fault: Fault, folder: Path, situation: str, save: Callable[[SnapshotStore, int], None]) -> None:
+def fail_at(
+    fail_index: int, fault: Fault, folder: Path, situation: str, save: Callable[[SnapshotStore, int], None]
+) -> None:
     """Save with a fault at one operation, look at what is left, save again."""
     before, step, keep = SITUATIONS[situation]
-    store, disk = SnapshotStore(folder, keep=keep), FaultyDisk(fault, at)
+    store, disk = SnapshotStore(folder, keep=keep), FaultyDisk(fault, fail_index)
     for earlier in before:
         save(store, earlier)
     old_or_new = {before[-1] if before else 0, step}

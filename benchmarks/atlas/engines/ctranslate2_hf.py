@@ -1,6 +1,6 @@
-"""CTranslate2: its converter reads the folder, its generator gives logits of every position.
+"""CTranslate2: its converter reads the folder, its generator returns logits of every position.
 
-It shows no stage, and no cache that a second call could continue from.
+It has no hooks for stages, and no cache that a second call could continue from.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -15,17 +15,17 @@ from harness import HarnessRun, answer
 
 
 class Converter(TransformersConverter):
-    """Its own; ids need no vocabulary, so that a folder without a tokenizer is given one of numbers."""
+    """CTranslate2's converter; ids need no vocabulary, so a folder without a tokenizer gets a vocabulary of numbers."""
 
     def load_tokenizer(self, tokenizer_class: Any, model_name_or_path: str, **options: Any) -> Any:
-        """Give the folder's where there is one."""
+        """Load the folder's tokenizer if it has one."""
         if any(Path(model_name_or_path, name).exists() for name in ("tokenizer.json", "tokenizer.model")):
             return super().load_tokenizer(tokenizer_class, model_name_or_path, **options)
         return SimpleNamespace(bos_token="0", eos_token="1", unk_token="2", pad_token="0", get_vocab=lambda: {"0": 0})
 
 
 def load(run: HarnessRun) -> ctranslate2.Generator:
-    """Convert, then open what was written."""
+    """Convert the folder, and open the result."""
     if len(run.parts) > 1:
         raise NotImplementedError("forward_batch of ctranslate2 has no cache: it cannot continue a prompt")
     dtype = run.options.get("dtype", "float32")

@@ -1,6 +1,6 @@
-"""What adapters share: it reads what is asked, and says how each run ended. Like them it needs no llorch.
+"""Harness of the adapters: it reads the requests, and writes how each run ended. Like adapters, it needs no llorch.
 
-An adapter is a script in the environment of its engine, which writes the dump that anyone can write:
+An adapter is a script in the environment of its engine, which writes a dump in llorch's format:
 
     def load(run: HarnessRun) -> Model: ...                                 # may refuse: what it raises is quoted
     def compute(model: Model, run: HarnessRun, dump: DumpWriter) -> None:  # a pass after the other
@@ -27,18 +27,18 @@ from dump_writer import DumpWriter  # pyright: ignore[reportMissingImports]
 
 @dataclass(frozen=True)
 class HarnessRun:
-    """A model, and what it is fed."""
+    """Model and token ids of one run."""
 
     model: str  # a Hugging Face folder, or a GGUF file
     parts: list[list[int]]  # token ids of a sequence, a pass each
     out: str  # a folder for the dump
-    scratch: str  # a folder for what the engine converts
+    scratch: str  # a folder for converted files of the engine
     options: dict[str, Any] = field(default_factory=dict)
 
     @property
     def passes(self) -> list[tuple[list[int], int]]:
-        """Token ids and the position of the first."""
-        starts = [sum(map(len, self.parts[:at])) for at in range(len(self.parts))]
+        """Token ids of each pass, and the position of the first."""
+        starts = [sum(map(len, self.parts[:index])) for index in range(len(self.parts))]
         return list(zip(self.parts, starts, strict=True))
 
 
@@ -49,24 +49,24 @@ def answer(
     *,
     dtype: str = "float32",
 ) -> None:
-    """Do the runs of the file that is named by the first argument, each a JSON object on a line, in their order.
+    """Do the runs in the file named by the first argument, one JSON object a line, in their order.
 
-    What comes of each is written to `said.json` beside its dump: {"state": "done" or "failed", "phase": "load" or
-    "compute", "error", "version", "seconds" from load to the end of the dump}. One that is there already is not run
-    again, so that a run that ends the process costs no other.
+    The outcome of each is written to `said.json` next to its dump: {"state": "done" or "failed", "phase": "load" or
+    "compute", "error", "version", "seconds" from load to the end of the dump}. A run with such a file is not repeated,
+    so a run that ends the process does not repeat earlier runs.
     """
     for line in Path(sys.argv[1]).read_text(encoding="utf-8").splitlines():
         run = HarnessRun(**json.loads(line))
-        said = Path(run.out, "said.json")
-        if said.exists():
+        answer_file = Path(run.out, "said.json")
+        if answer_file.exists():
             continue
         Path(run.out).mkdir(parents=True, exist_ok=True)
         Path(run.scratch).mkdir(parents=True, exist_ok=True)
         start = time.perf_counter()
         outcome = _outcome(run, load, compute, package, dtype)
-        words = {"version": version(package), **outcome, "seconds": time.perf_counter() - start}
-        said.with_suffix(".part").write_text(json.dumps(words), encoding="utf-8")
-        said.with_suffix(".part").replace(said)
+        record = {"version": version(package), **outcome, "seconds": time.perf_counter() - start}
+        answer_file.with_suffix(".part").write_text(json.dumps(record), encoding="utf-8")
+        answer_file.with_suffix(".part").replace(answer_file)
     sys.stderr.flush()
     os._exit(0)  # some engines crash, or wait for a thread, while the interpreter ends
 
@@ -75,15 +75,15 @@ def _outcome(run: HarnessRun, load: Callable, compute: Callable, engine: str, dt
     """Load, compute and write the dump of one run; return its state, with phase, error and place if it failed."""
     phase = "load"
     try:
-        loaded, phase = load(run), "compute"
+        model, phase = load(run), "compute"
         cache, flash = run.options.get("cache", ""), run.options.get("flash_attention", False)
         dtype = run.options.get("dtype", dtype)
-        said = {"kv_cache": cache, "flash_attention": flash, "activations": run.options.get("activations", "")}
-        with DumpWriter(run.out, engine=engine, dtype=dtype, **said) as dump:
-            compute(loaded, run, dump)
+        options = {"kv_cache": cache, "flash_attention": flash, "activations": run.options.get("activations", "")}
+        with DumpWriter(run.out, engine=engine, dtype=dtype, **options) as dump:
+            compute(model, run, dump)
     except (Exception, SystemExit) as error:
         traceback.print_exc()
-        at = traceback.extract_tb(error.__traceback__)[-1]
-        place = f"{Path(at.filename).name}:{at.lineno}"
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        place = f"{Path(frame.filename).name}:{frame.lineno}"
         return {"state": "failed", "phase": phase, "error": f"{type(error).__name__}: {error}"[:500], "place": place}
     return {"state": "done"}

@@ -1,4 +1,4 @@
-"""IBM's Foundation Model Stack: `get_model` finds class and settings in the folder; hooks show what blocks make."""
+"""IBM's Foundation Model Stack: `get_model` finds class and settings in the folder; hooks record block outputs."""
 # pyright: basic, reportMissingImports=false
 
 from typing import Any
@@ -18,7 +18,7 @@ def load(run: HarnessRun) -> Any:
     except KeyError as error:
         if "must map to" not in str(error):
             raise
-        raise NotImplementedError(error.args[0]) from None  # so it says which architectures it does not have
+        raise NotImplementedError(error.args[0]) from None  # fms reports unsupported architectures by a KeyError
 
 
 def compute(model: Any, run: HarnessRun, dump: Any) -> None:
@@ -26,14 +26,14 @@ def compute(model: Any, run: HarnessRun, dump: Any) -> None:
     ids, first_position = run.passes[0]
     dump.begin(ids, first_position)
 
-    def show(layer: int, made: Any) -> None:
-        dump.add("block_out", (made[0] if isinstance(made, tuple) else made)[0].float().numpy(), layer=layer)
+    def show(layer: int, output: Any) -> None:
+        dump.add("block_out", (output[0] if isinstance(output, tuple) else output)[0].float().numpy(), layer=layer)
 
     for layer, block in enumerate(model.base_model.layers):
-        block.register_forward_hook(lambda _module, _given, made, layer=layer: show(layer, made))
+        block.register_forward_hook(lambda _module, _inputs, output, layer=layer: show(layer, output))
     with torch.no_grad():
-        made = model(torch.tensor([ids]))
-    dump.add("logits", (made[0] if isinstance(made, tuple) else made)[0].float().numpy())
+        output = model(torch.tensor([ids]))
+    dump.add("logits", (output[0] if isinstance(output, tuple) else output)[0].float().numpy())
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""KerasHub on torch: its own converter reads the folder; the backbone is a graph, whose inner tensors are outputs here.
+"""KerasHub on torch: its own converter reads the folder; a second graph of the backbone has inner tensors as outputs.
 
-Logits are those of its causal models: the last norm's output times the embedding, or the other matrix, read backwards.
+Logits are those of its causal models: the last norm's output times the embedding, or times the output matrix.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -28,13 +28,13 @@ def compute(backbone: Any, run: HarnessRun, dump: Any) -> None:
     ids, first_position = run.passes[0]
     dump.begin(ids, first_position)
     blocks = [layer.output for layer in backbone.transformer_layers]
-    watched = keras.Model(backbone.inputs, [*blocks, backbone.output])
+    observed = keras.Model(backbone.inputs, [*blocks, backbone.output])
     tokens = np.array([ids])
-    *outs, normed = watched({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
-    for layer, out in enumerate(outs):
-        dump.add("block_out", keras.ops.convert_to_numpy(out)[0], layer=layer)
-    dump.add("final_norm", keras.ops.convert_to_numpy(normed)[0])
-    dump.add("logits", keras.ops.convert_to_numpy(backbone.token_embedding(normed, reverse=True))[0])
+    *outputs, final_norm = observed({"token_ids": tokens, "padding_mask": np.ones_like(tokens)})
+    for layer, output in enumerate(outputs):
+        dump.add("block_out", keras.ops.convert_to_numpy(output)[0], layer=layer)
+    dump.add("final_norm", keras.ops.convert_to_numpy(final_norm)[0])
+    dump.add("logits", keras.ops.convert_to_numpy(backbone.token_embedding(final_norm, reverse=True))[0])
 
 
 if __name__ == "__main__":

@@ -1,5 +1,5 @@
 # pyright: basic, reportMissingImports=false, reportArgumentType=false
-"""llama.cpp: every stage that its scheduler shows to a callback.
+"""llama.cpp: every stage that its scheduler passes to a callback.
 
 Options: "flash_attention", "cache" ("f32", "f16"), "repack" (weights in the layout of the processor), "threads".
 """
@@ -16,7 +16,7 @@ from llama_cpp._ggml import libggml
 
 libggml.ggml_op_desc.restype = libggml.ggml_get_name.restype = ctypes.c_char_p
 libggml.ggml_nbytes.restype = ctypes.c_size_t
-STAGES = {  # by name and operation; a projection with a bias comes twice, and the sum is the later
+STAGES = {  # by name and operation; a projection with a bias comes twice, the sum last
     "embd GET_ROWS": "embed", "attn_norm MUL": "attn_norm", "Qcur_normed MUL": "q_norm", "Kcur_normed MUL": "k_norm",
     **{f"{letter}cur {op}": f"{letter.lower()}_proj" for letter in "QKV" for op in ("MUL_MAT", "ADD")},
     "Qcur ROPE": "q_rope", "Kcur ROPE": "k_rope", "kqv_out CONT": "attn_context", "node FLASH_ATTN_EXT": "attn_context",
@@ -25,9 +25,9 @@ STAGES = {  # by name and operation; a projection with a bias comes twice, and t
     "ffn_moe_logits MUL_MAT": "router_logits", "ffn_moe_probs SOFT_MAX": "router_probs",
     "l_out ADD": "block_out", "result_norm MUL": "final_norm", "result_output MUL_MAT": "logits",
 }  # fmt: skip
-DENSE = {"ffn_gate", "ffn_up", "ffn_act", "ffn_out"}  # beside experts, of the one that all tokens share
-TURNED = {"q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope"}
-PAIRED = ("llama", "mistral3", "smollm3")  # files have neighbours where Hugging Face has j and j + half
+DENSE = {"ffn_gate", "ffn_up", "ffn_act", "ffn_out"}  # in layers with experts, these are the shared expert's
+HEADED = {"q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope"}
+PAIRED = ("llama", "mistral3", "smollm3")  # GGUF rows are interleaved, Hugging Face has j and j + half
 
 
 def load(run: HarnessRun) -> tuple[Any, ...]:
@@ -41,11 +41,11 @@ def load(run: HarnessRun) -> tuple[Any, ...]:
     params.n_threads = params.n_threads_batch = run.options.get("threads", 1)
     params.type_k = params.type_v = getattr(cpp, f"GGML_TYPE_{run.options.get('cache', 'f32').upper()}")
     params.flash_attn_type = int(run.options.get("flash_attention", False))
-    params.cb_eval = callback = cpp.ggml_backend_sched_eval_callback(watcher(seen := {}))
-    return model, cpp.llama_init_from_model(model, params), seen, callback
+    params.cb_eval = callback = cpp.ggml_backend_sched_eval_callback(watcher(stages := {}))
+    return model, cpp.llama_init_from_model(model, params), stages, callback
 
 
-def watcher(seen: dict[tuple[str, int | None], np.ndarray]) -> Any:
+def watcher(stages: dict[tuple[str, int | None], np.ndarray]) -> Any:
     """Make the callback: llama.cpp asks it for every node in order if it wants the node, and then passes the node."""
     stage, layer = "", 0
 
@@ -54,9 +54,9 @@ def watcher(seen: dict[tuple[str, int | None], np.ndarray]) -> Any:
         pointer = ctypes.c_void_p(address)
         if not ask:
             data = np.empty(libggml.ggml_nbytes(pointer) // 4, np.float32)  # none of these is a view
-            where, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
-            libggml.ggml_backend_tensor_get(pointer, where, ctypes.c_size_t(0), size)
-            seen[stage, None if stage in ("embed", "final_norm", "logits") else layer] = data
+            destination, size = ctypes.c_void_p(data.ctypes.data), ctypes.c_size_t(data.nbytes)
+            libggml.ggml_backend_tensor_get(pointer, destination, ctypes.c_size_t(0), size)
+            stages[stage, None if stage in ("embed", "final_norm", "logits") else layer] = data
             return True
         name, _, number = libggml.ggml_get_name(pointer).decode().partition("-")
         layer = int(number) if number.isdecimal() else layer
@@ -72,11 +72,11 @@ def watcher(seen: dict[tuple[str, int | None], np.ndarray]) -> Any:
 
 def compute(engine: tuple[Any, ...], run: HarnessRun, dump: DumpWriter) -> None:
     """Decode once for each pass, with an output for every token."""
-    model, context, seen, _ = engine
-    cpp.llama_model_meta_val_str(model, b"general.architecture", said := ctypes.create_string_buffer(64), 64)
-    architecture = said.value.decode()
-    cpp.llama_model_meta_val_str(model, f"{architecture}.attention.key_length".encode(), said, 64)
-    head_dim = int(said.value or cpp.llama_model_n_embd(model) // cpp.llama_model_n_head(model))
+    model, context, stages, _ = engine
+    cpp.llama_model_meta_val_str(model, b"general.architecture", buffer := ctypes.create_string_buffer(64), 64)
+    architecture = buffer.value.decode()
+    cpp.llama_model_meta_val_str(model, f"{architecture}.attention.key_length".encode(), buffer, 64)
+    head_dim = int(buffer.value or cpp.llama_model_n_embd(model) // cpp.llama_model_n_head(model))
     for ids, first_position in run.passes:
         batch = cpp.llama_batch_init(len(ids), 0, 1)
         batch.n_tokens = len(ids)
@@ -85,14 +85,14 @@ def compute(engine: tuple[Any, ...], run: HarnessRun, dump: DumpWriter) -> None:
             batch.seq_id[i][0] = 0
         dump.begin(ids, first_position)
         assert cpp.llama_decode(context, batch) == 0
-        for (stage, layer), array in seen.items():
+        for (stage, layer), array in stages.items():
             rows = array.reshape(len(ids), -1)
-            if stage in TURNED:
+            if stage in HEADED:
                 heads = rows.reshape(len(ids), -1, head_dim)
                 rows = np.concatenate([heads[..., ::2], heads[..., 1::2]], axis=-1) if architecture in PAIRED else heads
-            if stage not in DENSE or ("router_logits", layer) not in seen:
+            if stage not in DENSE or ("router_logits", layer) not in stages:
                 dump.add(stage, rows, layer=layer)
-        seen.clear()
+        stages.clear()
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
-"""mlx-lm: its modules keep the names of transformers, so one table of them says where every stage is.
+"""mlx-lm: its modules have the names of transformers, so one table maps them to stages.
 
-A module is seen by giving it a class of its own that calls the one it had. Nothing else is changed.
+A module is observed by a subclass that calls the original class. Nothing else is changed.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -31,14 +31,14 @@ STAGES = {  # module, in a layer after its number: the stages that go in and com
 
 
 class MlxModel:
-    """A model of mlx-lm, its cache, and what was seen since the last pass began."""
+    """Model of mlx-lm, its cache, and the arrays recorded since the last pass began."""
 
     def __init__(self, run: HarnessRun) -> None:
-        """Load a folder as `mlx_lm.generate` does, but for the tokenizer."""
+        """Load a folder as `mlx_lm.generate` does, without the tokenizer."""
         self.model: Any = load_model(Path(run.model))[0]
         self.model.set_dtype(getattr(mx, run.options.get("dtype", "float32")))
         self.cache = make_prompt_cache(self.model)
-        self.seen: list[tuple[str, int | None, mx.array]] = []
+        self.recorded_stages: list[tuple[str, int | None, mx.array]] = []
         for name, module in self.model.named_modules():
             parts = re.search(r"\blayers\.(\d+)\.?(.*)", name)
             layer, place = (int(parts[1]), parts[2]) if parts else (None, name.rpartition(".")[2])
@@ -47,46 +47,46 @@ class MlxModel:
 
     def _stages(self, place: str, module: Any) -> tuple[str, list[str]]:
         """Return the stage of a module's input ("" for none) and those of its outputs, one for each call in turn."""
-        before, after = STAGES[place]
+        inputs, outputs = STAGES[place]
         if (place == "mlp" and "gate_proj" in module) or type(module).__name__ == "NoPE":
             return "", []
         if str(self.model.model_type).startswith(("qwen3_5", "qwen3_next")):  # the queries come with gates
-            before, after = before.replace("context", "gated"), re.sub("^q_proj", "q_gate_proj", after)
-        return before, after.split()
+            inputs, outputs = inputs.replace("context", "gated"), re.sub("^q_proj", "q_gate_proj", outputs)
+        return inputs, outputs.split()
 
-    def _watch(self, module: Any, before: str, after: list[str], layer: int | None) -> None:
-        """Replace the module's class so that each call records its input and its output in `seen`."""
-        inner, seen, calls = type(module), self.seen, [0]
+    def _watch(self, module: Any, input_stage: str, output_stages: list[str], layer: int | None) -> None:
+        """Replace the module's class so that each call records its input and its output in `recorded_stages`."""
+        inner, recorded, calls = type(module), self.recorded_stages, [0]
 
-        def call(self: Any, x: mx.array, *rest: Any, **options: Any) -> Any:
-            out = inner.__call__(self, x, *rest, **options)
-            if before:
-                seen.append((before, layer, x))
-            if after:
-                seen.append((after[calls[0] % len(after)], layer, out))
+        def call(self: Any, x: mx.array, *args: Any, **options: Any) -> Any:
+            output = inner.__call__(self, x, *args, **options)
+            if input_stage:
+                recorded.append((input_stage, layer, x))
+            if output_stages:
+                recorded.append((output_stages[calls[0] % len(output_stages)], layer, output))
             calls[0] += 1
-            return out
+            return output
 
         module.__class__ = type(inner.__name__, (inner,), {"__call__": call})
 
     def forward(self, ids: list[int]) -> mx.array:
-        """Continue from the cache: logits of all positions."""
-        self.seen.clear()
+        """Continue from the cache; return the logits of all positions."""
+        self.recorded_stages.clear()
         return self.model(mx.array([ids]), cache=self.cache)
 
 
 def _stage_array(name: str, array: mx.array) -> np.ndarray:
-    """Without the batch; heads behind the tokens."""
+    """Convert an array without its batch axis, tokens first, heads after them."""
     actual = np.array(array.astype(mx.float32))[0]
     return actual.swapaxes(0, 1) if name in ("q_rope", "k_rope") else actual
 
 
 def compute(engine: MlxModel, run: HarnessRun, dump: Any) -> None:
-    """All passes, on one cache."""
+    """Run all passes on one cache."""
     for ids, first_position in run.passes:
         dump.begin(ids, first_position)
         logits = engine.forward(ids)
-        for name, layer, array in engine.seen:
+        for name, layer, array in engine.recorded_stages:
             dump.add(name, _stage_array(name, array), layer=layer)
         dump.add("logits", _stage_array("logits", logits))
 

@@ -1,6 +1,6 @@
-"""ONNX Runtime GenAI: its model builder makes a graph of the folder, its generator runs it.
+"""ONNX Runtime GenAI: its model builder converts the folder to a graph, its generator runs it.
 
-It shows the logits and, where the builder is asked for them, what goes into the last matrix.
+It returns the logits and, by an option of the builder, the input of the last matrix.
 """
 # pyright: basic, reportMissingImports=false
 
@@ -12,10 +12,10 @@ from onnxruntime_genai.models.builder import create_model, parse_extra_options
 
 
 def load(run: HarnessRun) -> og.Generator:
-    """Build, then open what was written."""
+    """Build the graph, and open it."""
     folder, dtype = f"{run.scratch}/onnxruntime_genai", {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}
-    asked = (run.model, run.model, folder, dtype[run.options.get("dtype", "float32")], "cpu", f"{run.scratch}/cache")
-    create_model(*asked, **parse_extra_options(*asked, ["include_hidden_states=true"]))
+    args = (run.model, run.model, folder, dtype[run.options.get("dtype", "float32")], "cpu", f"{run.scratch}/cache")
+    create_model(*args, **parse_extra_options(*args, ["include_hidden_states=true"]))
     model = og.Model(folder)
     params = og.GeneratorParams(model)
     params.set_search_options(max_length=sum(map(len, run.parts)) + 1)
@@ -23,7 +23,7 @@ def load(run: HarnessRun) -> og.Generator:
 
 
 def compute(engine: og.Generator, run: HarnessRun, dump: Any) -> None:
-    """All passes: tokens that are appended continue from the cache."""
+    """Run all passes: appended tokens continue from the cache."""
     for ids, first_position in run.passes:
         dump.begin(ids, first_position)
         engine.append_tokens([ids])

@@ -1,4 +1,4 @@
-"""Mistakes that can be planted in the port, by what they spoil. None was written after the known mistakes' code."""
+"""Mistakes that can be injected into the port, by the part that they change; none was written from known mistakes."""
 
 from benchmarks.diagnosis.bugs import (
     approximations,
@@ -15,7 +15,7 @@ from benchmarks.diagnosis.bugs import (
 )  # fmt: skip
 from benchmarks.diagnosis.bugs.planting import BUGS, Bug
 
-PAGES = (  # each enters its bugs
+PAGES = (  # each registers its bugs
     attentions, blocks, caches, norms, positions, streams, together, weights, approximations, buffers, loops,
 )  # fmt: skip
 __all__ = ["BUGS", "PAGES", "Bug"]

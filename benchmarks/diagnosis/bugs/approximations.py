@@ -1,4 +1,4 @@
-"""Bugs that nobody has a name for: tables, tricks, clamps and guards."""
+"""Bugs without a common name: tables, tricks, clamps and guards."""
 
 import numpy as np
 
@@ -78,8 +78,8 @@ def dropout_left_on(port: Port):
     """Leave the model in training mode: drop a tenth of the shares and scale the others up."""
 
     def share(right, s):
-        kept = np.random.default_rng(port.layer + 7 * port.n_pass).random(s.shape) >= 0.1
-        return right(s) * kept / np.float32(0.9)
+        is_kept = np.random.default_rng(port.layer + 7 * port.n_pass).random(s.shape) >= 0.1
+        return right(s) * is_kept / np.float32(0.9)
 
     port.around("share", share)
 

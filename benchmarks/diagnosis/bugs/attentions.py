@@ -75,9 +75,9 @@ def itself_hidden(port: Port):
 
 
 def _shifted(n: int, context: int, by: int) -> np.ndarray:
-    seen = np.arange(context) <= np.arange(context - n, context)[:, None] + by
-    seen[~seen.any(axis=1), 0] = True
-    return seen
+    is_visible = np.arange(context) <= np.arange(context - n, context)[:, None] + by
+    is_visible[~is_visible.any(axis=1), 0] = True
+    return is_visible
 
 
 @bug("attn_scores", first_pass=1)
@@ -215,8 +215,8 @@ def hidden_after_the_shares(port: Port):
     """Run the softmax over all keys, and set the shares of hidden keys to zero afterwards."""
 
     def share(right, s):
-        everything = port.compare(port.noted("q_rot"), port.noted("K"))
-        return right(everything) * port.visible(*s.shape[1:])
+        scores = port.compare(port.noted("q_rot"), port.noted("K"))
+        return right(scores) * port.visible(*s.shape[1:])
 
     port.around("share", share)
 

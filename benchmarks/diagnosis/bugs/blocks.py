@@ -1,4 +1,4 @@
-"""Bugs of blocks of quantised weights, as a product unpacks them; rows of embeddings go another way and are right."""
+"""Bugs of blocks of quantised weights in products; embedding rows take another path and are right."""
 
 from collections.abc import Callable
 
@@ -10,7 +10,7 @@ from llorch.files import open_weights
 
 PRODUCTS = "q_proj k_proj v_proj attn_out ffn_gate ffn_up ffn_out logits"
 Q4_0, Q4_1, Q8_0 = (f"micro-qwen2@{name}" for name in ("Q4_0", "Q4_1", "Q8_0"))
-Unpack = Callable[[np.ndarray], np.ndarray]  # bytes of blocks, one a row, to 32 numbers of each
+Unpack = Callable[[np.ndarray], np.ndarray]  # bytes of blocks, one a row, to 32 numbers a row
 
 
 def _unpacked(port: Port, unpack: Unpack, block_bytes: int) -> None:
@@ -22,7 +22,7 @@ def _unpacked(port: Port, unpack: Unpack, block_bytes: int) -> None:
         return unpack(raw).astype(np.float32).reshape(weights.shape(name))
 
     for i, layer in enumerate(port.layers):
-        layer |= {own: matrix(f"layers.{i}.{name}") for name, own in MATRICES.items()}
+        layer |= {port_name: matrix(f"layers.{i}.{name}") for name, port_name in MATRICES.items()}
     port.top["lg"] = matrix("embed_tokens")
 
 
@@ -65,7 +65,7 @@ def scale_of_the_block_before(port: Port):
     _unpacked(port, lambda raw: (_nibbles(raw[:, 2:]) - 8) * np.roll(_half(raw[:, :2]), 1, axis=0), 18)
 
 
-@bug(PRODUCTS, models=Q4_0, known=False)
+@bug(PRODUCTS, models=Q4_0, is_known=False)
 def zero_point_of_seven(port: Port):
     """Subtract 7 from the codes instead of 8."""
     _unpacked(port, lambda raw: (_nibbles(raw[:, 2:]) - 7) * _half(raw[:, :2]), 18)
@@ -83,7 +83,7 @@ def scale_and_minimum_of_blocks_exchanged(port: Port):
     _unpacked(port, lambda raw: _nibbles(raw[:, 4:]) * _half(raw[:, 2:4]) + _half(raw[:, :2]), 20)
 
 
-@bug(PRODUCTS, models=Q8_0, known=False)
+@bug(PRODUCTS, models=Q8_0, is_known=False)
 def codes_of_one_byte_without_a_sign(port: Port):
     """Read codes as 0 to 255 and subtract 128."""
     _unpacked(port, lambda raw: (raw[:, 2:].astype(np.float32) - 128) * _half(raw[:, :2]), 34)

@@ -1,4 +1,4 @@
-"""Bugs that nobody has a name for: races, stale and spoiled buffers, weights that were written over."""
+"""Bugs without a common name: races, stale and spoiled buffers, overwritten weights."""
 
 import numpy as np
 
@@ -123,13 +123,13 @@ def gain_one_place_on(port: Port):
 @local("block_out", layer=1, first_pass=1)
 def residual_of_the_pass_before(port: Port):
     """Let the second block add, in steps, the stream of the pass before: a buffer that is not refreshed."""
-    kept: list[np.ndarray] = []
+    streams: list[np.ndarray] = []
 
     def add(right, x, y, name):
         if name != "out":
             return right(x, y, name)
-        kept.append(x)
-        return right(kept[-2][-len(x) :] if port.n_pass else x, y, name)
+        streams.append(x)
+        return right(streams[-2][-len(x) :] if port.n_pass else x, y, name)
 
     port.around("add", add, 1)
 

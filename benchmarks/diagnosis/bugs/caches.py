@@ -1,4 +1,4 @@
-"""Bugs of the cache: of what passes leave to each other."""
+"""Bugs of the cache, which passes share."""
 
 import numpy as np
 
@@ -8,21 +8,21 @@ from benchmarks.diagnosis.port import Port
 BOTH = "k_cache v_cache"
 
 
-def _kept(port: Port, change) -> None:
-    """Change what the cache gives; the change is made to keys and to values, (kv heads, tokens, d)."""
-    port.around("remember", lambda right, k, v: tuple(change(kept, len(k)).copy() for kept in right(k, v)))
+def _change_cache(port: Port, change) -> None:
+    """Change the arrays that the cache returns; `change` gets keys and values, (kv heads, tokens, d)."""
+    port.around("remember", lambda right, k, v: tuple(change(array, len(k)).copy() for array in right(k, v)))
 
 
 @bug(BOTH, first_pass=1, shapes=False)
 def past_forgotten(port: Port):
     """Let every pass see only its own tokens."""
-    _kept(port, lambda kept, n: kept[:, -n:])
+    _change_cache(port, lambda array, n: array[:, -n:])
 
 
 @bug(BOTH, plan="chunks", first_pass=1, shapes=False)
 def past_forgotten_between_chunks(port: Port):
     """Let the second chunk of a prompt see only its own tokens."""
-    _kept(port, lambda kept, n: kept[:, -n:])
+    _change_cache(port, lambda array, n: array[:, -n:])
 
 
 @bug(BOTH, first_pass=1)
@@ -37,12 +37,12 @@ def cache_allocated_anew(port: Port):
 
 
 def _write_at(port: Port, slot) -> None:
-    """Write new rows from another slot on than the first free one."""
+    """Write new rows from another slot than the first free one."""
 
     def remember(right, k, v):
-        end, at = port.filled + len(k), slot()
-        for store, new in ((port.all_keys, k), (port.all_values, v)):
-            store[port.layer, at : at + len(k)] = new
+        end, start = port.filled + len(k), slot()
+        for store, rows in ((port.all_keys, k), (port.all_values, v)):
+            store[port.layer, start : start + len(k)] = rows
         return port.all_keys[port.layer, :end].swapaxes(0, 1), port.all_values[port.layer, :end].swapaxes(0, 1)
 
     port.around("remember", remember)
@@ -75,19 +75,19 @@ def written_one_slot_late(port: Port):
 @bug(BOTH, first_pass=1)
 def newest_in_front(port: Port):
     """Put new tokens before the old ones."""
-    _kept(port, lambda kept, n: np.concatenate([kept[:, -n:], kept[:, :-n]], axis=1))
+    _change_cache(port, lambda array, n: np.concatenate([array[:, -n:], array[:, :-n]], axis=1))
 
 
 @bug(BOTH)
 def read_before_written(port: Port):
     """Read the slots of a pass's own tokens before they are written."""
 
-    def change(kept, n):
-        kept = kept.copy()
-        kept[:, -n:] = 0
-        return kept
+    def change(array, n):
+        array = array.copy()
+        array[:, -n:] = 0
+        return array
 
-    _kept(port, change)
+    _change_cache(port, change)
 
 
 @bug("v_cache")
@@ -157,12 +157,12 @@ def one_cache_for_all_blocks(port: Port):
 def ring_of_sixteen(port: Port):
     """Write over the 16 slots of the cache from the first again, so that older tokens are lost."""
 
-    def change(kept, n):
-        slots = np.arange(kept.shape[1])
-        newest = slots + (kept.shape[1] - 1 - slots) // 16 * 16
-        return kept[:, newest]
+    def change(array, n):
+        slots = np.arange(array.shape[1])
+        newest = slots + (array.shape[1] - 1 - slots) // 16 * 16
+        return array[:, newest]
 
-    _kept(port, change)
+    _change_cache(port, change)
 
 
 @bug(BOTH, first_pass=1)
@@ -170,9 +170,9 @@ def newest_token_of_the_past_lost(port: Port):
     """Lose one token between the prompt and the steps: its slot is zero."""
 
     def remember(right, k, v):
-        kept = [x.copy() for x in right(k, v)]
+        arrays = [x.copy() for x in right(k, v)]
         if port.n_pass == 0:
             port.all_keys[port.layer, len(k) - 1] = port.all_values[port.layer, len(k) - 1] = 0
-        return kept
+        return arrays
 
     port.around("remember", remember)

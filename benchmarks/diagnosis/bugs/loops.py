@@ -1,4 +1,4 @@
-"""Bugs that nobody has a name for: loops, tiles and tails that end too early, lanes and indices that are off."""
+"""Bugs without a common name: loops, tiles and tails that end too early, wrong lanes and indices."""
 
 import numpy as np
 

@@ -117,8 +117,8 @@ def gain_never_applied_at_first(port: Port):
 @bug(HEADS, models=WITH_HEAD_NORM)
 def gains_of_q_and_k_exchanged(port: Port):
     """Exchange the gains of queries and keys."""
-    other = {"q_unit": "k_unit", "k_unit": "q_unit"}
-    port.around("gain", lambda right, name: right(other.get(name, name)))
+    swapped = {"q_unit": "k_unit", "k_unit": "q_unit"}
+    port.around("gain", lambda right, name: right(swapped.get(name, name)))
 
 
 @bug("ffn_norm", layer=1)
@@ -157,7 +157,7 @@ def heads_normalised_after_the_turn(port: Port):
     unit = port.norm
     port.around("norm", lambda right, x, name: x if name.endswith("unit") else right(x, name))
     port.around("turn", lambda right, x, places, name: unit(right(x, places, name), f"{name}_unit"))
-    port.around("note", lambda right, name, *rest: rest[0] if name.endswith("unit") else right(name, *rest))
+    port.around("note", lambda right, name, *args: args[0] if name.endswith("unit") else right(name, *args))
 
 
 @bug(ALL)

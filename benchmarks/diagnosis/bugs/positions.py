@@ -140,8 +140,8 @@ def quarter_of_heads_turned(port: Port):
 
 def _partly(port: Port, share: int) -> None:
     def turn(right, x, places, name):
-        first, rest = x[..., : port.d // share], x[..., port.d // share :]
-        return np.concatenate([right(first, places, name), rest], axis=-1)
+        first, tail = x[..., : port.d // share], x[..., port.d // share :]
+        return np.concatenate([right(first, places, name), tail], axis=-1)
 
     port.around("exponents", lambda right: np.arange(0, port.d // share, 2) / (port.d // share))
     port.around("turn", turn)

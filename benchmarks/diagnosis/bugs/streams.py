@@ -181,7 +181,7 @@ def feed_forward_without_the_stream(port: Port):
 @bug("block_out")
 def feed_forward_added_to_the_block_input(port: Port):
     """Add the feed-forward part to the block's input, so that attention is lost."""
-    _added(port, "out", lambda x, y: port.given + y)
+    _added(port, "out", lambda x, y: port.block_input + y)
 
 
 @bug("block_out")

@@ -1,4 +1,4 @@
-"""Two bugs in one engine: one behind the other, or both in one stage."""
+"""Two bugs in one engine: one after the other, or both in one stage."""
 
 import math
 
@@ -25,7 +25,7 @@ tied-without-being-so written-one-slot-early micro-qwen3
 
 
 def pairs() -> list[tuple[tuple[Bug, Bug], str]]:
-    """List pairs of bugs, the second made after the first, with the model in which they are planted."""
+    """List pairs of bugs, the second after the first, with the model into which they are injected."""
     lines = [line.split() for line in _BEHIND.strip().splitlines()]
     return [((BUGS[first], BUGS[second]), model) for first, second, model in lines]
 

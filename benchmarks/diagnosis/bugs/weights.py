@@ -7,7 +7,7 @@ import numpy as np
 from benchmarks.diagnosis.bugs.planting import LLAMA, QWEN, UNTIED, WITH_BIAS, bug
 from benchmarks.diagnosis.port import Port
 
-SQUARE = "micro-qwen2"  # of the projections of queries and of the output
+SQUARE = "micro-qwen2"  # model whose q and o projections are square
 
 
 def _spoil(port: Port, name: str, change, layer: int | None = None) -> None:
@@ -106,15 +106,15 @@ def bias_of_values_twice_in_one_layer(port: Port):
 @bug("k_proj v_proj", models=WITH_BIAS)
 def biases_of_k_and_v_exchanged(port: Port):
     """Exchange the biases of keys and values."""
-    other = {"k": "v", "v": "k"}
-    port.around("bias", lambda right, y, name: right(y, other.get(name, name)))
+    swapped = {"k": "v", "v": "k"}
+    port.around("bias", lambda right, y, name: right(y, swapped.get(name, name)))
 
 
 @bug("k_proj v_proj")
 def keys_and_values_exchanged(port: Port):
     """Cut a fused matrix into queries, values, keys."""
-    other = {"k": "v", "v": "k"}
-    port.around("linear", lambda right, x, name: right(x, other.get(name, name)))
+    swapped = {"k": "v", "v": "k"}
+    port.around("linear", lambda right, x, name: right(x, swapped.get(name, name)))
 
 
 @bug("q_proj k_proj v_proj")
@@ -127,8 +127,8 @@ def fused_matrix_cut_by_group(port: Port):
             parts = [weights[name + end] for name in "qkv"]
             fused = np.concatenate(parts).reshape(port.n_kv, -1, port.d, *parts[0].shape[1:])
             cuts = np.split(fused, [port.n_q // port.n_kv, port.n_q // port.n_kv + 1], axis=1)
-            for name, old, new in zip("qkv", parts, cuts, strict=True):
-                weights[name + end] = new.reshape(old.shape)
+            for name, part, cut in zip("qkv", parts, cuts, strict=True):
+                weights[name + end] = cut.reshape(part.shape)
 
 
 @bug("q_proj")
@@ -174,8 +174,8 @@ def output_columns_with_heads_last(port: Port):
 @bug("ffn_gate ffn_up")
 def gate_and_up_exchanged(port: Port):
     """Cut the fused matrix into up and gate, in that order."""
-    other = {"g": "u", "u": "g"}
-    port.around("linear", lambda right, x, name: right(x, other.get(name, name)))
+    swapped = {"g": "u", "u": "g"}
+    port.around("linear", lambda right, x, name: right(x, swapped.get(name, name)))
 
 
 @bug("ffn_gate ffn_up")
@@ -207,7 +207,7 @@ def down_of_the_block_before(port: Port):
 @bug("q_proj k_proj v_proj")
 def stream_projected_without_the_norm(port: Port):
     """Let queries, keys and values read the block's input before the norm."""
-    port.around("linear", lambda right, x, name: right(port.given if name in ("q", "k", "v") else x, name))
+    port.around("linear", lambda right, x, name: right(port.block_input if name in ("q", "k", "v") else x, name))
 
 
 @bug("embed")

@@ -1,12 +1,12 @@
-"""Reports of others, re-enacted on the port: what happened in their engines, planted in ours.
+"""Bug reports of other engines, re-enacted on the port.
 
-Each names its thread, what was seen, what the cause was, and the mistake that a diagnosis should name; where the
-library of known mistakes has none, that nothing known makes it. Where the original concerned another model of the
-family or another width, the cause is the same and the numbers are those of a built-in model.
+Each has its thread, the symptom, the cause, and the mistake that a diagnosis should name, or none if no known mistake
+fits. If the report is about another model of the family or another width, the cause is the same and the numbers are
+those of a built-in model.
 """
 
 from benchmarks.diagnosis.reenacted import layouts, operations, positions, precision, settings
 from benchmarks.diagnosis.reenacted.reporting import REPORTS, Report
 
-PAGES = (layouts, settings, operations, positions, precision)  # each enters its reports
+PAGES = (layouts, settings, operations, positions, precision)  # each registers its reports
 __all__ = ["PAGES", "REPORTS", "Report"]

@@ -1,4 +1,4 @@
-"""Rows and pairs in another order, and weights that were not read."""
+"""Rows and pairs in another order, and weights that were not loaded."""
 
 from collections.abc import Callable
 
@@ -8,8 +8,8 @@ from benchmarks.diagnosis.port import Port
 from benchmarks.diagnosis.reenacted.reporting import HEADS, report
 
 
-def _rows(port: Port, name: str, order: Callable[[np.ndarray], np.ndarray]) -> None:
-    """Bring the rows of a projection into another order in all layers."""
+def _reorder_rows(port: Port, name: str, order: Callable[[np.ndarray], np.ndarray]) -> None:
+    """Reorder the rows of a projection in all layers."""
     for layer in port.layers:
         layer[name] = order(layer[name])
 
@@ -24,7 +24,7 @@ def _halved(rows: np.ndarray, heads: int) -> np.ndarray:
     return rows.reshape(heads, -1, 2, rows.shape[-1]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def _in_pairs(port: Port) -> None:
+def _rotate_in_pairs(port: Port) -> None:
     def turn(_right: object, x: np.ndarray, places: np.ndarray, _name: str) -> np.ndarray:
         cos, sin = port.tables(places)
         pairs = (x[..., ::2] + 1j * x[..., 1::2]) * (cos + 1j * sin)
@@ -37,21 +37,21 @@ def _in_pairs(port: Port) -> None:
         model="micro-llama")  # fmt: skip
 def order_of_hugging_face_rotated_in_pairs(port: Port) -> None:
     """Keep rows of q and k in Hugging Face's order, but rotate neighbours."""
-    _in_pairs(port)
+    _rotate_in_pairs(port)
 
 
 @report("huggingface/candle#3411", "logits drift by 11.7 over 48 layers", HEADS, "rope-interleaved-pairs",
         model="micro-qwen3")  # fmt: skip
 def interleaved_kernel_for_a_qwen(port: Port) -> None:
     """Call the kernel for interleaved pairs on a model with halves."""
-    _in_pairs(port)
+    _rotate_in_pairs(port)
 
 
 @report("NeuraLegion/shainet#111", "the first words are right, then garbage", HEADS,
         "rope-interleaved-pairs rope-scaling-missing", model="micro-llama3")  # fmt: skip
 def pairs_and_no_scaling(port: Port) -> None:
     """Make two mistakes at once: rotate neighbours, and leave out the llama3 scaling."""
-    _in_pairs(port)
+    _rotate_in_pairs(port)
     port.stretch = {}
 
 
@@ -59,14 +59,14 @@ def pairs_and_no_scaling(port: Port) -> None:
         "k-rows-reordered-by-query-heads", model="story")  # fmt: skip
 def keys_permuted_by_the_group(port: Port) -> None:
     """Permute k in the converter with n_heads // n_kv_heads heads, and undo it with n_kv_heads."""
-    _rows(port, "k", lambda rows: _halved(_paired(rows, port.n_q // port.n_kv), port.n_kv))
+    _reorder_rows(port, "k", lambda rows: _halved(_paired(rows, port.n_q // port.n_kv), port.n_kv))
 
 
 @report("huggingface/transformers#31766", "a llama3 that went to GGUF and back is another", ("k_proj",),
         "k-rows-reordered-by-query-heads", model="story")  # fmt: skip
 def keys_undone_with_query_heads(port: Port) -> None:
     """Undo the order of k in a GGUF file with the number of query heads."""
-    _rows(port, "k", lambda rows: _halved(_paired(rows, port.n_kv), port.n_q))
+    _reorder_rows(port, "k", lambda rows: _halved(_paired(rows, port.n_kv), port.n_q))
 
 
 @report("nntile/nntile#347", "right with one head, wrong with several", ("attn_out",), "o-proj-heads-interleaved",
@@ -77,7 +77,7 @@ def columns_of_o_by_dimension(port: Port) -> None:
     def swapped(matrix: np.ndarray) -> np.ndarray:
         return matrix.reshape(len(matrix), port.d, port.n_q).swapaxes(1, 2).reshape(matrix.shape)
 
-    _rows(port, "o", swapped)
+    _reorder_rows(port, "o", swapped)
 
 
 @report("nntrainer/nntrainer#4194", "fluent nonsense", ("ffn_gate", "ffn_up"), "ffn-gate-and-up-swapped",

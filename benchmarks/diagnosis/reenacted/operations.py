@@ -19,13 +19,13 @@ def heads_turned_before_they_are_normalised(port: Port) -> None:
 
     def turn(right: Callable[..., np.ndarray], x: np.ndarray, places: np.ndarray, name: str) -> np.ndarray:
         turning.append(name)
-        turned = port.norm(right(x, places, name), f"{name}_unit")
+        rotated = port.norm(right(x, places, name), f"{name}_unit")
         turning.pop()
-        return turned
+        return rotated
 
     port.around("norm", norm)
     port.around("turn", turn)
-    port.around("note", lambda right, name, x: x if name.endswith("unit") else right(name, x))  # nothing to show
+    port.around("note", lambda right, name, x: x if name.endswith("unit") else right(name, x))  # no array to dump
 
 
 @report("vllm-project/vllm#16311", "MMLU-Pro 0.686 where 0.715 is right", ("q_norm", "k_norm"),

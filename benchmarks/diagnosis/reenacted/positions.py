@@ -1,4 +1,4 @@
-"""Positions that begin again, and tokens that are not the prompt's."""
+"""Positions that restart, and tokens that differ from the prompt."""
 
 import numpy as np
 

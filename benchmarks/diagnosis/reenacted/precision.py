@@ -1,4 +1,4 @@
-"""Numbers of half precision where they do not suffice."""
+"""Half precision where it is not enough."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""A report of others and how it is entered."""
+"""Bug report of another engine, and its registration."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -11,25 +11,25 @@ HEADS = ("q_rope", "k_rope")
 
 @dataclass(frozen=True)
 class Report:
-    """A report.
+    """Bug report of another engine.
 
     Attributes:
         thread: `owner/repository#number`.
-        seen: The symptom, in our words.
-        bug: The cause, planted.
-        names: Known mistakes it may be named as; empty: none of them.
-        value: The value that is to be recovered, where there is one.
+        symptom: Symptom, in llorch's words.
+        bug: Injected cause.
+        names: Known mistakes that are a right name; empty: no known mistake.
+        value: Value to recover, if there is one.
     """
 
     thread: str
-    seen: str
+    symptom: str
     bug: Bug
     names: tuple[str, ...]
     value: str = ""
 
     @property
     def link(self) -> str:
-        """The address of the thread; GitHub sends issues on to pull requests."""
+        """Address of the thread; GitHub redirects issues to pull requests."""
         return "https://github.com/" + self.thread.replace("#", "/issues/")
 
 
@@ -37,16 +37,16 @@ REPORTS: list[Report] = []
 
 
 def report(
-    thread: str, seen: str, made: tuple[str, ...], names: str, *, model: str, plan: str = "steps", first_pass: int = 0,
-    value: str = "", layer: int | None = None,
+    thread: str, symptom: str, starts_in: tuple[str, ...], names: str, *, model: str, plan: str = "steps",
+    first_pass: int = 0, value: str = "", layer: int | None = None,
 ) -> Callable[[Callable[[Port], None]], Callable[[Port], None]]:  # fmt: skip
-    """Enter a report with the function that plants its cause; the first line of its docstring says the cause."""
+    """Register a report with the function that injects its cause; the docstring's first line describes the cause."""
 
     def enter(inject: Callable[[Port], None]) -> Callable[[Port], None]:
-        name = f"{inject.__name__.replace('_', '-')} ({thread})"
-        said, layers = (inject.__doc__ or "").strip(), None if layer is None else (layer,)
-        bug = Bug(name, said, inject, made, layers, (model,), plan, first_pass, shapes=True, known=bool(names))
-        REPORTS.append(Report(thread, seen, bug, tuple(names.split()), value))
+        name, is_known = f"{inject.__name__.replace('_', '-')} ({thread})", bool(names)
+        sentence, layers = (inject.__doc__ or "").strip(), None if layer is None else (layer,)
+        bug = Bug(name, sentence, inject, starts_in, layers, (model,), plan, first_pass, shapes=True, is_known=is_known)
+        REPORTS.append(Report(thread, symptom, bug, tuple(names.split()), value))
         return inject
 
     return enter

@@ -1,1 +1,1 @@
-"""Speed of a model on this machine: `measure` in NumPy, `torch` on torch."""
+"""Speed of a model on this machine: `measure` for NumPy and the reports, `torch` for torch."""

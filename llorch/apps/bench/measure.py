@@ -1,7 +1,7 @@
-"""How fast a model runs, and how much of what the machine can do that is.
+"""Speed of a model, and its share of the machine's speed.
 
-Prefill is bounded by the rate of matrix products, decode by how fast weights and cache are read. Both bounds are
-measured in the same run, on the same device, with the library that the backend computes with: one large copy, one large
+The rate of matrix products limits prefill, and the memory bandwidth for weights and KV cache limits decode. Both limits
+(ceilings) are measured in the same run, on the same device, with the backend's library: by one large copy and one large
 square product.
 """
 
@@ -19,28 +19,28 @@ import numpy as np
 from threadpoolctl import threadpool_info
 
 from llorch.families.config import ModelConfig
-from llorch.files.residency import remembered
+from llorch.files.residency import count_cached_numbers
 from llorch.files.tensor_names import inventory
 from llorch.model.model import Model
 from llorch.runtime.errors import UserError
 
-Progress = Callable[[str], None]
+Progress = Callable[[str], None]  # gets lines for the user
 
-COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # of a copy that no cache holds
-PRODUCT_WIDTH = {"cpu": 2048, "cuda": 8192}  # of a product that fills the device
+COPY_BYTES = {"cpu": 1 << 28, "cuda": 1 << 32}  # larger than every cache of the processor
+PRODUCT_WIDTH = {"cpu": 2048, "cuda": 8192}  # rows and columns; large enough to use the whole device
 
 
 @dataclass(frozen=True)
 class Load:
-    """What is run in every round."""
+    """Tokens and prompts of every round."""
 
     prompt: int  # tokens of each prompt
-    decode: int  # tokens decoded after it
-    batch: int  # prompts at once
-    rounds: int  # that count; one more warms up
+    decode: int  # tokens decoded after each prompt
+    batch: int  # prompts that run together
+    rounds: int  # measured rounds, after one warm-up round
 
     def require(self, config: ModelConfig) -> None:
-        """Refuse (ValueError) prompt and decoded tokens that do not fit the context."""
+        """Raise UserError if prompt and decoded tokens do not fit the context."""
         if self.prompt + self.decode > config.max_position_embeddings:
             raise UserError(
                 f"bench: {self.prompt} tokens of prompt and {self.decode} decoded do not fit the context of "
@@ -50,45 +50,45 @@ class Load:
 
 @dataclass(frozen=True)
 class Subject:
-    """What is measured."""
+    """Description of the measured model and machine."""
 
     name: str
     config: ModelConfig
     backend: str  # `numpy`, or device and dtype of torch
-    weights: str  # how they are stored
-    weight_bytes: int  # that a decode step reads
-    cache_itemsize: int  # bytes of a number in the cache
-    device_name: str  # as its maker calls it
-    threads: int | None  # that compute on the CPU; None where nobody tells
-    versions: dict[str, str]  # of what computes
+    weights: str  # format of the weights in memory
+    weight_bytes: int  # bytes of weights that a decode step reads
+    cache_itemsize: int  # bytes per element of the KV cache
+    device_name: str  # name by its manufacturer
+    threads: int | None  # CPU threads; None if unknown
+    versions: dict[str, str]  # of Python and the libraries that compute
 
 
 @runtime_checkable
 class TimedEngine(Protocol):
-    """A model ready to be timed; every call ends when its work is done."""
+    """A model ready to be timed; every call returns after its work is complete, also on a GPU."""
 
     def prefill(self) -> None:
-        """Run the prompts from an empty cache, up to the logits of their last tokens."""
+        """Run the prompts on an empty cache, up to the logits of their last tokens."""
         ...
 
     def decode(self) -> None:
-        """Run the tokens after them."""
+        """Run the decode steps after the prompts."""
         ...
 
     def copy_rate(self) -> float:
-        """Measure the bytes per second, read and written, of a large copy."""
+        """Measure the speed of a large copy, in bytes per second read and written."""
         ...
 
     def product_rate(self) -> float:
-        """Measure the operations per second of a large square product."""
+        """Measure the speed of a large square matrix product, in FLOP/s."""
         ...
 
 
 class NumpyEngine:
-    """Our NumPy path."""
+    """The NumPy model, see `TimedEngine`."""
 
     def __init__(self, model: Model, load: Load) -> None:
-        """Keep what is run; ValueError for more than one prompt at once."""
+        """Hold model and load; raise UserError for more than one prompt at once."""
         if load.batch != 1:
             raise UserError(f"bench: the NumPy path runs one prompt at a time, got --batch {load.batch}")
         self._model, self._load = model, load
@@ -119,18 +119,18 @@ class NumpyEngine:
 
 
 def numpy_subject(model: Model) -> Subject:
-    """Describe the measured model on the NumPy path."""
+    """Describe a model that is measured in NumPy."""
     weights = model.weights
-    matrices = [name for name in weights if _read_by_a_step(name, model.config)]
-    packed = sum(_of_a_token(weights.stored_bytes(name), name, model.config) for name in matrices)
+    matrices = [name for name in weights if _is_read_per_step(name, model.config)]
+    packed_bytes = sum(_used_elements(weights.stored_bytes(name), name, model.config) for name in matrices)
     pools = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
-    decoded = sum(4 * _of_a_token(math.prod(weights.shape(name)), name, model.config) for name in matrices)
+    float32_bytes = sum(4 * _used_elements(math.prod(weights.shape(name)), name, model.config) for name in matrices)
     return Subject(
         name=model.name,
         config=model.config,
         backend="numpy",
         weights="packed" if weights.packed else "float32",
-        weight_bytes=packed if weights.packed else decoded,
+        weight_bytes=packed_bytes if weights.packed else float32_bytes,
         cache_itemsize=np.dtype(weights.cache_dtype).itemsize,
         device_name=processor(),
         threads=max(pools, default=None),
@@ -139,7 +139,7 @@ def numpy_subject(model: Model) -> Subject:
 
 
 def measure(engine: TimedEngine, subject: Subject, load: Load, progress: Progress = lambda line: None) -> dict:
-    """Time a model: speeds, rates, ceilings and shares, with all that is needed to repeat the run."""
+    """Time a model; return speeds (tokens/s), rates, ceilings and shares, with all facts needed to repeat the run."""
     progress("measuring memory copy and matrix product")
     copy, product = engine.copy_rate(), engine.product_rate()
     prefills, decodes = [], []
@@ -153,18 +153,18 @@ def measure(engine: TimedEngine, subject: Subject, load: Load, progress: Progres
 def report(
     subject: Subject, load: Load, prefills: Sequence[float], decodes: Sequence[float], *, copy: float, product: float
 ) -> dict:
-    """Turn seconds into speeds and shares of the ceilings; see `measure`."""
+    """Convert seconds to speeds and shares of the ceilings; see `measure`."""
     prefill = {"tokens_per_s": speeds([load.batch * load.prompt / seconds for seconds in prefills])}
     decode = {"tokens_per_s": speeds([load.batch * load.decode / seconds for seconds in decodes])}
-    steps = decode["tokens_per_s"]["median"] / load.batch
+    steps_per_s = decode["tokens_per_s"]["median"] / load.batch
     prompts_per_s = prefill["tokens_per_s"]["median"] / (load.batch * load.prompt)
-    context = load.prompt + load.decode / 2  # on average
+    context = load.prompt + load.decode / 2  # cached tokens of a decode step, on average
     bytes_per_step = step_bytes(subject, load.batch, context)
     decode_flop = load.batch * (token_flop(subject.config, context) + head_flop(subject.config))
     prefill_flop = load.batch * (load.prompt * token_flop(subject.config, load.prompt / 2) + head_flop(subject.config))
     prefill |= rates("flop", prefill_flop * prompts_per_s, "matmul", product)
-    decode |= {"bytes_per_step": bytes_per_step} | rates("bytes", bytes_per_step * steps, "copy", copy)
-    decode |= rates("flop", decode_flop * steps, "matmul", product)
+    decode |= {"bytes_per_step": bytes_per_step} | rates("bytes", bytes_per_step * steps_per_s, "copy", copy)
+    decode |= rates("flop", decode_flop * steps_per_s, "matmul", product)
     names = ("backend", "device_name", "weights", "threads", "versions")
     return {
         "model": subject.name,
@@ -180,69 +180,69 @@ def report(
     }
 
 
-def rates(what: str, rate: float, ceiling: str, ceiling_rate: float) -> dict[str, float]:
-    """Give a rate and its share of a ceiling, under the names of the report."""
-    return {f"{what}_per_s": rate, f"share_of_{ceiling}": rate / ceiling_rate}
+def rates(quantity: str, rate: float, ceiling: str, ceiling_rate: float) -> dict[str, float]:
+    """Return a rate (FLOP/s or bytes/s) and its share of a ceiling, by their names in the report."""
+    return {f"{quantity}_per_s": rate, f"share_of_{ceiling}": rate / ceiling_rate}
 
 
 def speeds(samples: Sequence[float]) -> dict[str, float]:
-    """Return the median, the least and the largest of some samples."""
+    """Return the median, minimum and maximum of the rounds."""
     return {"median": statistics.median(samples), "min": min(samples), "max": max(samples)}
 
 
 def prompts(load: Load, vocab_size: int) -> np.ndarray:
-    """Make token ids, different ones in every row; the speed does not depend on them."""
+    """Make token ids (batch, prompt) that differ between rows; the speed does not depend on them."""
     grid = np.arange(load.prompt)[None] * 7 + np.arange(load.batch)[:, None] * 13
     return grid % vocab_size
 
 
 def step_bytes(subject: Subject, batch: int, context: float) -> float:
-    """Count the bytes of one decode step: weights, keys and values are read once; states are read and written."""
-    per_token, of_states = remembered(subject.config)
-    return subject.weight_bytes + batch * (per_token * context * subject.cache_itemsize + 2 * 4 * of_states)
+    """Count the bytes of one decode step: weights, keys and values are read, float32 delta states read and written."""
+    per_token, state_elements = count_cached_numbers(subject.config)
+    return subject.weight_bytes + batch * (per_token * context * subject.cache_itemsize + 2 * 4 * state_elements)
 
 
 def token_flop(config: ModelConfig, context: float) -> float:
-    """Count the operations for one token in all layers; a multiplication and an addition are two."""
+    """Count the FLOP of one token in all layers; a multiply-add is two, an element of a delta state needs six."""
     layers = [w for w in inventory(config).values() if w.name.startswith("layers.") and len(w.shape) > 1]
-    per_token, of_states = remembered(config)
-    attention = 2 * per_token * config.group_size * context
-    products = sum(_of_a_token(math.prod(w.shape), w.name, config) for w in layers)
-    return 2 * products + attention + 6 * of_states
+    per_token, state_elements = count_cached_numbers(config)
+    attention = 2 * per_token * config.group_size * context  # group_size query heads use a cached number
+    products = sum(_used_elements(math.prod(w.shape), w.name, config) for w in layers)
+    return 2 * products + attention + 6 * state_elements
 
 
 def head_flop(config: ModelConfig) -> int:
-    """Count the operations for the logits of one token."""
+    """Count the FLOP for the logits of one token."""
     return 2 * config.hidden_size * config.vocab_size
 
 
-def _read_by_a_step(name: str, config: ModelConfig) -> bool:
-    """Tell if a step reads a whole matrix; of an embedding that is no output matrix it reads one row."""
+def _is_read_per_step(name: str, config: ModelConfig) -> bool:
+    """Tell if a decode step reads a whole matrix: it reads only one row of an untied embedding."""
     return name != "embed_tokens" or config.tie_word_embeddings
 
 
-def _of_a_token(size: int, name: str, config: ModelConfig) -> int:
-    """Count the elements of a weight that one token uses: of experts, those that are chosen."""
+def _used_elements(size: int, name: str, config: ModelConfig) -> int:
+    """Count the elements (or bytes) of a weight that one token uses: only those of selected experts."""
     if config.experts is None or ".experts_" not in name:
         return size
     return size * config.experts.n_experts_per_token // config.experts.n_experts
 
 
 def elapsed(action: Callable[[], object]) -> float:
-    """Return the seconds that an action takes."""
+    """Measure the seconds that an action takes."""
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
 def best_time(action: Callable[[], object], times: int = 5) -> float:
-    """Measure the shortest time of several runs in seconds; the first run does not count."""
+    """Measure the shortest time of several runs, in seconds, after one warm-up run."""
     action()
     return min(elapsed(action) for _ in range(times))
 
 
 def processor() -> str:
-    """Ask the system for the name of its processor."""
+    """Return the system's name of its processor."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
@@ -250,29 +250,29 @@ def processor() -> str:
         return platform.processor() or platform.machine()
 
 
-def describe(result: dict) -> list[str]:
-    """Write the result of `measure` for a person, line by line."""
-    versions = ", ".join(f"{name} {version}" for name, version in result["versions"].items())
-    threads = "" if result["threads"] is None else f", {result['threads']} threads"
-    copy, product = result["ceilings"]["copy_bytes_per_s"], result["ceilings"]["matmul_flop_per_s"]
-    prefill, decode = result["prefill"], result["decode"]
+def describe(report: dict) -> list[str]:
+    """Format the report of `measure` as lines of text."""
+    versions = ", ".join(f"{name} {version}" for name, version in report["versions"].items())
+    threads = "" if report["threads"] is None else f", {report['threads']} threads"
+    copy, product = report["ceilings"]["copy_bytes_per_s"], report["ceilings"]["matmul_flop_per_s"]
+    prefill, decode = report["prefill"], report["decode"]
     return [
-        f"{result['model']}, {result['backend']}, weights {result['weights']}; {result['device_name']}{threads}",
-        f"{versions}; {result['date']}",
-        f"batch {result['batch']}, prompt {result['prompt']}, decoded {result['decoded']}, {result['rounds']} rounds",
+        f"{report['model']}, {report['backend']}, weights {report['weights']}; {report['device_name']}{threads}",
+        f"{versions}; {report['date']}",
+        f"batch {report['batch']}, prompt {report['prompt']}, decoded {report['decoded']}, {report['rounds']} rounds",
         f"this machine: copy {copy / 1e9:.1f} GB/s, product {product / 1e9:.1f} GFLOP/s",
-        f"prefill {_spread(prefill)}: {_flop(prefill)}",
-        f"decode  {_spread(decode)}: {decode['bytes_per_s'] / 1e9:.1f} GB/s, {decode['share_of_copy']:.1%} of the "
-        f"copy; {_flop(decode)}",
+        f"prefill {_show_speed(prefill)}: {_format_flop(prefill)}",
+        f"decode  {_show_speed(decode)}: {decode['bytes_per_s'] / 1e9:.1f} GB/s, {decode['share_of_copy']:.1%} of the "
+        f"copy; {_format_flop(decode)}",
     ]
 
 
-def _spread(part: dict) -> str:
+def _show_speed(phase: dict) -> str:
     """Format the median, minimum and maximum speed in tokens/s."""
-    spread = part["tokens_per_s"]
+    spread = phase["tokens_per_s"]
     return f"{spread['median']:.1f} ({spread['min']:.1f}-{spread['max']:.1f}) tokens/s"
 
 
-def _flop(part: dict) -> str:
-    """Format the speed in GFLOP/s, and as a share of the speed measured for a matrix product."""
-    return f"{part['flop_per_s'] / 1e9:.1f} GFLOP/s, {part['share_of_matmul']:.1%} of the product"
+def _format_flop(phase: dict) -> str:
+    """Format the speed in GFLOP/s, and as a share of the measured matrix product."""
+    return f"{phase['flop_per_s'] / 1e9:.1f} GFLOP/s, {phase['share_of_matmul']:.1%} of the product"

@@ -1,4 +1,4 @@
-"""Timing of the torch path, through the same steps that generation takes."""
+"""Timing of the torch model, with the same steps as generation."""
 
 import platform
 from collections.abc import Callable
@@ -25,7 +25,7 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.decoding import Decoding, compiled_forward
 from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.distributed.launch import named_on, summed
-from llorch.pytorch.distributed.parallel_model import load_parallel, of_the_first
+from llorch.pytorch.distributed.parallel_model import first_rank_tokens, load_parallel
 from llorch.pytorch.distributed.sharding_plan import of_a_rank
 from llorch.pytorch.kernels.cpu.block import cpu_kernels
 from llorch.pytorch.kernels.kernel_selection import built_kernels, speed_up
@@ -38,15 +38,15 @@ from llorch.pytorch.sampling import Needs
 
 
 class TorchEngine:
-    """See `llorch.apps.bench.measure.TimedEngine`."""
+    """The torch model on one device; see `llorch.apps.bench.measure.TimedEngine`."""
 
     def __init__(self, module: CausalLM, target: Target, load: Load, *, compiled: bool = False) -> None:
-        """Reserve the cache for a module that has the kernels that are to be measured."""
+        """Reserve the KV cache; the module must already have its kernels."""
         cuda = target.device.type == "cuda"
         self._target, self._load, config = target, load, self._cache_config(module.config)
-        self._chunk = max(1, CHUNK[target.device.type] // load.batch)
+        self._chunk = max(1, CHUNK[target.device.type] // load.batch)  # tokens of each prompt per prefill chunk
         self._jobs = [
-            Job(row, load.decode + 1, SamplingSettings(), frozenset())
+            Job(row, load.decode + 1, SamplingSettings(), frozenset())  # + 1: prefill samples the first token
             for row in prompts(load, config.vocab_size).tolist()
         ]
         cache = Cache(
@@ -56,47 +56,47 @@ class TorchEngine:
         if compiled:
             self._decoding.forward = compiled_forward(module, growing=not cuda)
         if (graph := built_kernels(target).get("graph")) is not None:
-            self._decoding.replay = graph(None)
+            self._decoding.replay = graph(None)  # records a decode step as a CUDA graph, then replays it
 
     def _cache_config(self, config: ModelConfig) -> ModelConfig:
-        """Return the configuration of the model whose keys and values the cache holds."""
+        """Return the configuration that gives the cache its shape."""
         return config
 
     @property
     def tokens(self) -> Tensor:
-        """Tokens that the last round wrote, a row per prompt."""
+        """Tokens of the last round, one row per prompt, the one from prefill first."""
         return self._decoding.tokens[:, : self._load.decode + 1]
 
     @property
     def logprobs(self) -> Tensor:
-        """Log probabilities of these tokens."""
+        """Log probabilities of `tokens`."""
         return self._decoding.logprobs[:, : self._load.decode + 1]
 
     def prefill(self) -> None:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         self._decoding.begin(self._jobs, chunk=self._chunk)
         self._wait()
 
     def decode(self) -> None:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         for _ in range(self._load.decode):
             self._decoding.advance()
         self._wait()
 
     def copy_rate(self) -> float:
-        """See `Engine`."""
+        """See `TimedEngine`."""
         n_bytes = COPY_BYTES[self._target.device.type]
         source = torch.ones(n_bytes, dtype=torch.uint8, device=self._target.device)
         copy = torch.empty_like(source)
         return 2 * n_bytes / best_time(lambda: (copy.copy_(source), self._wait()))
 
     def product_rate(self) -> float:
-        """See `Engine`; on the CPU the better of torch's two libraries, of which llorch's kernels choose one."""
-        width, at = PRODUCT_WIDTH[self._target.device.type], self._target
-        matrix = torch.randn(width, width, device=at.device).to(at.dtype)
-        modules: list[nn.Module] = [nn.Linear(width, width, bias=False, device=at.device, dtype=at.dtype)]
-        if at.device.type == "cpu":
-            modules.append(faster(modules[0], cpu_kernels(None, at.dtype)))
+        """See `TimedEngine`; on the CPU the faster of torch's two libraries, because llorch's kernels choose one."""
+        width, target = PRODUCT_WIDTH[self._target.device.type], self._target
+        matrix = torch.randn(width, width, device=target.device).to(target.dtype)
+        modules: list[nn.Module] = [nn.Linear(width, width, bias=False, device=target.device, dtype=target.dtype)]
+        if target.device.type == "cpu":
+            modules.append(faster(modules[0], cpu_kernels(None, target.dtype)))
         return 2 * width**3 / min(best_time(lambda module=module: (module(matrix), self._wait())) for module in modules)
 
     def _wait(self) -> None:
@@ -105,85 +105,85 @@ class TorchEngine:
 
 
 class ParallelEngine(TorchEngine):
-    """A rank of those that share every layer; ceilings are what all of them reach together."""
+    """One rank (process) of a tensor-parallel model; the ceilings are the sums over all ranks."""
 
     def __init__(self, module: CausalLM, target: Target, load: Load, ranks: DeviceMesh) -> None:
-        """Reserve the cache for the heads of this rank."""
+        """Reserve the KV cache for the heads of this rank."""
         self._ranks = ranks
         super().__init__(module, target, load)
-        self._decoding.agree = of_the_first(ranks)
+        self._decoding.agree = first_rank_tokens(ranks)  # every rank continues with the tokens of rank 0
 
     def _cache_config(self, config: ModelConfig) -> ModelConfig:
-        """Return the configuration of the cache of one rank."""
+        """Return the configuration of one rank (process of the mesh), which has a share of the heads."""
         return of_a_rank(config, self._ranks.size())
 
     def copy_rate(self) -> float:
-        """See `Engine`."""
-        return self._together(super().copy_rate)
+        """See `TimedEngine`."""
+        return self._sum_rates(super().copy_rate)
 
     def product_rate(self) -> float:
-        """See `Engine`."""
-        return self._together(super().product_rate)
+        """See `TimedEngine`."""
+        return self._sum_rates(super().product_rate)
 
-    def _together(self, rate: Callable[[], float]) -> float:
-        """Measure on all ranks at once, and return the sum of their rates."""
+    def _sum_rates(self, rate: Callable[[], float]) -> float:
+        """Measure on all ranks at the same time, and return the sum of their rates."""
         dist.barrier(self._ranks.get_group())
         return float(summed(torch.tensor(rate()), self._ranks))
 
 
 @dataclass(frozen=True)
 class MeasuredModel:
-    """A model to be measured, with its fast kernels in place."""
+    """A loaded model with its kernels installed."""
 
     module: CausalLM
     target: Target
-    name: str  # of the file or shape
-    weights: str  # how they are stored
+    name: str  # of the file or of the shape
+    weights: str  # format in memory
 
 
-def opened(path: Path, at: Target, residency: Residency, load: Load, *, compiled: bool) -> MeasuredModel:
+def opened(path: Path, target: Target, residency: Residency, load: Load, *, compiled: bool) -> MeasuredModel:
     """Load a file or folder; see `load_torch`."""
     load.require(open_weights(path).config)
     n_tokens = load.batch * (load.prompt + load.decode)
     model = load_torch(
-        path, device=str(at.device), dtype=at.dtype_name, kernels=at.kernels, residency=residency, compiled=compiled,
-        n_tokens=n_tokens,
+        path, device=str(target.device), dtype=target.dtype_name, kernels=target.kernels, residency=residency,
+        compiled=compiled, n_tokens=n_tokens,
     )  # fmt: skip
-    return _described(model)
+    return _to_measured(model)
 
 
-def opened_on(mesh: DeviceMesh, path: Path, at: Target, residency: Residency, load: Load) -> MeasuredModel:
-    """Load this rank's part of a file or folder; see `load_parallel`."""
+def opened_on(mesh: DeviceMesh, path: Path, target: Target, residency: Residency, load: Load) -> MeasuredModel:
+    """Load this rank's share of a file or folder; see `load_parallel`."""
     load.require(open_weights(path).config)
     n_tokens = load.batch * (load.prompt + load.decode)
-    how: Any = {"dtype": at.dtype_name, "kernels": at.kernels, "residency": residency}
-    return _described(load_parallel(path, mesh, n_tokens=n_tokens, **how))
+    options: Any = {"dtype": target.dtype_name, "kernels": target.kernels, "residency": residency}
+    return _to_measured(load_parallel(path, mesh, n_tokens=n_tokens, **options))
 
 
-def _described(model: TorchModel) -> MeasuredModel:
+def _to_measured(model: TorchModel) -> MeasuredModel:
     packed = sorted({module.ggml_type.name for module in model.module.modules() if isinstance(module, PackedMatrix)})
     return MeasuredModel(model.module, model.target, model.name, "+".join(packed) or model.target.dtype_name)
 
 
-def random(shape: str, at: Target, weights_type: str | None, load: Load, *, compiled: bool) -> MeasuredModel:
-    """Make random weights of a shape, a key of `SHAPES`, on a device; `weights_type` names that of blocks."""
+def random(shape: str, target: Target, weights_type: str | None, load: Load, *, compiled: bool) -> MeasuredModel:
+    """Make a model with random weights of a shape, a key of `SHAPES`; `weights_type`: a quantised block type."""
     config = SHAPES[shape]
     load.require(config)
     kind = None if weights_type is None else kind_named(weights_type)
-    need, free = random_bytes(config, at, kind), free_memory(at.device)
+    need, free = random_bytes(config, target, kind), free_memory(target.device)
     if need > free:
         raise MemoryError(
-            f"bench: weights of {shape} need {need / 1e9:.1f} GB on {at.device}, but {free / 1e9:.1f} GB are free; "
+            f"bench: weights of {shape} need {need / 1e9:.1f} GB on {target.device}, but {free / 1e9:.1f} GB are free; "
             "use a smaller --shape, --dtype bfloat16 or a --weights-type"
         )
-    compute_as_named(at)
-    module = random_model(config, at, kind)
-    speed_up(module, at, "sdpa", compiled=compiled)
-    return MeasuredModel(module, at, f"{shape}, random", weights_type or at.dtype_name)
+    compute_as_named(target)
+    module = random_model(config, target, kind)
+    speed_up(module, target, "sdpa", compiled=compiled)
+    return MeasuredModel(module, target, f"{shape}, random", weights_type or target.dtype_name)
 
 
 def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> Subject:
-    """Describe the measured model of the torch path; `weights` tells how its weights are stored."""
+    """Describe a model that is measured on torch; `weights` is the format of its weights."""
     cuda = target.device.type == "cuda"
     return Subject(
         name=name,
@@ -198,20 +198,20 @@ def torch_subject(module: CausalLM, target: Target, name: str, weights: str) -> 
     )
 
 
-def parallel_subject(made: MeasuredModel, mesh: DeviceMesh) -> Subject:
-    """Describe a measured model that is split over ranks, with the bytes that all ranks read."""
-    alone = torch_subject(made.module, made.target, made.name, made.weights)
-    n_bytes = int(summed(torch.tensor(alone.weight_bytes), mesh["tp"]))
-    return replace(alone, backend=named_on(made.target, mesh), weight_bytes=n_bytes)
+def parallel_subject(measured: MeasuredModel, mesh: DeviceMesh) -> Subject:
+    """Describe a tensor-parallel model, with the bytes that all ranks together read."""
+    rank_subject = torch_subject(measured.module, measured.target, measured.name, measured.weights)
+    n_bytes = int(summed(torch.tensor(rank_subject.weight_bytes), mesh["tp"]))
+    return replace(rank_subject, backend=named_on(measured.target, mesh), weight_bytes=n_bytes)
 
 
 def versions(*, cuda: bool) -> dict[str, str]:
-    """Return the versions of Python, NumPy and torch, and on CUDA of CUDA and Triton."""
-    found = {"python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__}
+    """Return the versions of Python, NumPy and torch, and on a GPU those of CUDA and Triton."""
+    by_name = {"python": platform.python_version(), "numpy": np.__version__, "torch": torch.__version__}
     if cuda:
-        found["cuda"] = str(torch.version.cuda)
+        by_name["cuda"] = str(torch.version.cuda)
         try:
-            found["triton"] = version("triton")
+            by_name["triton"] = version("triton")
         except PackageNotFoundError:
-            found["triton"] = "absent"
-    return found
+            by_name["triton"] = "absent"
+    return by_name

@@ -1,1 +1,1 @@
-"""Checks that name a repair: `adapter` for a LoRA adapter, `machine` for this machine."""
+"""Health checks with repairs: `adapter` checks a LoRA adapter, `machine` checks this machine."""

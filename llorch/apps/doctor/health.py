@@ -1,23 +1,23 @@
-"""The result of one check of a doctor, of this machine or of an adapter."""
+"""Result of one health check, of this machine or of a LoRA adapter."""
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
-REPORT_VERSION = 2
+REPORT_VERSION = 2  # of the JSON format
 
 
 @dataclass(frozen=True)
 class HealthCheck:
-    """The state of one part of a machine or of an adapter.
+    """State of one part of a machine or of an adapter.
 
     Attributes:
-        area: The group of the part, such as `packages`.
-        name: The name of the part.
-        state: warning: works, but not as usual or not everywhere. absent: nothing is wrong, but something is not
-            installed or not there, so it does not run or is not checked.
-        text: The finding.
-        repair: A command that installs what is absent or repairs what is broken; empty where there is none.
+        area: Group of the part, such as `packages`.
+        name: Name of the part.
+        state: `warning`: works, but not as usual or not everywhere. `absent`: not known to be wrong, but something is
+            not installed or does not exist, so that the part does not run or is not checked.
+        text: Description of the finding.
+        repair: Command that installs an absent part or repairs a broken one; empty if there is none.
     """
 
     area: str
@@ -33,6 +33,6 @@ def n_broken(checks: Sequence[HealthCheck]) -> int:
 
 
 def report_values(checks: Sequence[HealthCheck]) -> dict[str, Any]:
-    """Return the report of a doctor as values of JSON."""
+    """Return a report of checks as JSON values."""
     findings = [asdict(check) for check in checks]
     return {"version": REPORT_VERSION, "broken": n_broken(checks), "findings": findings}

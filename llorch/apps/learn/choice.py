@@ -1,8 +1,8 @@
-"""A learner's implementation, and which one a command or pytest means.
+"""A learner's implementation, and the choice of the implementation that a command or pytest runs.
 
-An exercise that is not written is taken from the reference. An implementation is a folder of Python files
-(`l01_rms_norm.py` ...), or a program in any language (`cmd:./my-llama`) that is called with the name of an exercise,
-reads its arguments from stdin as npz and writes its results to stdout as npz.
+An implementation is a folder of Python files (`l01_rms_norm.py` ...), or a program in any language (`cmd:./my-llama`).
+llorch calls a program with the name of an exercise; it reads the arguments from stdin and writes the results to stdout,
+both as npz. llorch's reference runs in place of exercises that are not written.
 """
 
 import os
@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from llorch.apps.learn.exercise import Call, Exercise
-from llorch.apps.learn.folder import read_folder, renamed_in
-from llorch.apps.learn.guard import guarded
+from llorch.apps.learn.folder import find_renamed, read_folder
+from llorch.apps.learn.guard import guard_function
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, PARTS
 from llorch.apps.learn.program import PREFIX, Program
 from llorch.diagnosis.mistakes.planting import replaced
@@ -27,74 +27,74 @@ from llorch.runtime.errors import FormatError, UserError
 
 
 class Implementation:
-    """Functions of a learner by the name of the part.
+    """A learner's functions, by the name of the exercise.
 
     Attributes:
-        source: Names it in messages.
-        written: What there is.
-        renamed: What seems to be a part that is not written, under another name: a sentence by part.
-        notes: What calls showed that is harmless but worth knowing, once each.
+        source: Name of the implementation in messages.
+        written: The functions that the learner has written.
+        renamed: By unwritten exercise, a sentence about a function that seems to be it under another name.
+        notes: Harmless observations of calls that the learner should know, each one once.
     """
 
     def __init__(self, source: str, written: Mapping[str, Call], renamed: Mapping[str, str] | None = None) -> None:
-        """Hold the functions that a learner wrote, by name."""
+        """Hold the functions that a learner wrote, by exercise name."""
         self.source, self.written, self.renamed = source, written, renamed or {}
         self.notes: dict[str, None] = {}
 
-    def unwritten(self, parts: Iterable[Exercise]) -> list[str]:
-        """Name the parts that are not written."""
-        return [exercise.name for exercise in parts if exercise.name not in self.written]
+    def unwritten(self, exercises: Iterable[Exercise]) -> list[str]:
+        """List the names of the exercises that are not written."""
+        return [exercise.name for exercise in exercises if exercise.name not in self.written]
 
     @contextmanager
-    def installed(self, parts: Iterable[Exercise] | None = None, *, live: bool = False) -> Iterator[None]:
-        """Run llorch with these parts (default: all) in place of its own functions, as far as they are written.
+    def installed(self, exercises: Iterable[Exercise] | None = None, *, live: bool = False) -> Iterator[None]:
+        """Run llorch with the written functions of these exercises (default: all) in place of its own functions.
 
-        The whole process has them meanwhile: nothing else may compute. In a `live` run nothing is judged, see `guard`.
+        The replacement holds for the whole process, so no other thread may compute. A `live` run generates for a user
+        and is compared with no golden, see `guard`.
 
         Raises:
-            LearnerFault: Inside, where a part raises or returns what nothing can go on with.
+            LearnerFault: In the `with` block, if a learner's function raises or returns an unusable value.
         """
         with ExitStack() as stack:
-            stack.enter_context(np.errstate(all="ignore"))  # numbers that are none are told by the verdict
+            stack.enter_context(np.errstate(all="ignore"))  # no warnings: the report of the check has NaN and infinity
             stack.enter_context(warnings.catch_warnings())
             warnings.filterwarnings("ignore", message="The given NumPy array is not writable")  # torch, of arguments
-            for exercise in PARTS.values() if parts is None else parts:
+            for exercise in PARTS.values() if exercises is None else exercises:
                 if exercise.name in self.written:
-                    call = guarded(exercise, self.written[exercise.name], note=self._note, live=live)
-                    for place, adapt in exercise.places.items():
-                        stack.enter_context(replaced(place, partial(adapt, call)))
+                    call = guard_function(exercise, self.written[exercise.name], note=self._note, live=live)
+                    for replaced_name, adapt in exercise.places.items():
+                        stack.enter_context(replaced(replaced_name, partial(adapt, call)))
             yield
 
     def _note(self, line: str) -> None:
         self.notes[line] = None
 
 
-VARIABLE = "LLORCH_IMPL"
-_MAX_FILE = 1 << 20  # bytes of a pyproject.toml
+VARIABLE = "LLORCH_IMPL"  # of the environment
+_MAX_FILE_BYTES = 1 << 20  # of a pyproject.toml
 
 
 def chosen(option: str | None = None) -> str | None:
-    """Find the chosen implementation, a folder or `cmd:` and a program; None where nothing was chosen.
+    """Return the chosen implementation, a folder or `cmd:` and a program; None if nothing chooses one.
 
-    The strongest source comes first: the option of a command, LLORCH_IMPL, `impl` below [tool.llorch] in a
-    pyproject.toml.
+    The first source decides: `option`, LLORCH_IMPL, `impl` in [tool.llorch] of the pyproject.toml here or next above.
 
     Raises:
-        FormatError: The pyproject.toml, the nearest one here or above, cannot be read.
+        FormatError: The pyproject.toml cannot be read.
     """
-    return option or os.environ.get(VARIABLE) or _of_project(Path.cwd())
+    return option or os.environ.get(VARIABLE) or _read_project_choice(Path.cwd())
 
 
-def _of_project(here: Path) -> str | None:
-    """Return the implementation that the nearest pyproject.toml names; None if it names none."""
+def _read_project_choice(start: Path) -> str | None:
+    """Return the implementation that the nearest pyproject.toml names, relative to its folder; None without one."""
     file = next(
-        (folder / "pyproject.toml" for folder in (here, *here.parents) if (folder / "pyproject.toml").is_file()), None
+        (folder / "pyproject.toml" for folder in (start, *start.parents) if (folder / "pyproject.toml").is_file()), None
     )
     if file is None:
         return None
-    data = read_regular(file, limit=_MAX_FILE)
+    content = read_regular(file, limit=_MAX_FILE_BYTES)
     try:
-        table = tomllib.loads(data.decode()).get("tool", {}).get("llorch", {})
+        table = tomllib.loads(content.decode()).get("tool", {}).get("llorch", {})
     except (ValueError, AttributeError) as error:
         raise FormatError("Malformed", f"[tool.llorch]: expected a TOML table: {error}", path=file) from None
     impl = table.get("impl") if isinstance(table, dict) else table
@@ -109,11 +109,11 @@ def _of_project(here: Path) -> str | None:
 
 
 def opened(spec: str, around: Callable[[Call], Call] = lambda call: call) -> Implementation:
-    """Open a folder, or `cmd:` and a program; `around` is put around every function and every import of a folder.
+    """Open a folder, or `cmd:` and a program; `around` wraps every function and every import of a folder.
 
     Raises:
-        FileNotFoundError: Nothing is there.
-        ValueError: It is no folder, or one without a file of a lesson.
+        FileNotFoundError: The folder or program does not exist.
+        UserError: The path is a file, or a folder without a lesson's file.
     """
     if spec.startswith(PREFIX):
         return Implementation(spec, Program(spec))
@@ -128,4 +128,4 @@ def opened(spec: str, around: Callable[[Call], Call] = lambda call: call) -> Imp
             f"implementation: expected a lesson's file such as {BY_NUMBER['01'].module}.py in {spec!r}; {make}"
         )
     written = read_folder(folder, around)
-    return Implementation(spec, written, renamed_in(folder, written))
+    return Implementation(spec, written, find_renamed(folder, written))

@@ -1,7 +1,7 @@
-"""Edges: what a lesson's page asks of a part and no golden holds, such as a softmax of 1000.
+"""Edge cases that a lesson's page demands and no golden contains, such as a softmax of 1000.
 
-What is right was worked out by hand and stands here, as no engine was asked. Nothing of precision is judged: a result
-is this one or visibly another.
+The expected results were computed by hand, without an engine. The tolerance may be wide, because a wrong result is far
+from the expected one.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,16 +11,16 @@ import numpy as np
 
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.guard import guarded
+from llorch.apps.learn.guard import guard_function
 from llorch.runtime.errors import LearnerFault
 
-_WHOLE = np.int64
-TWO = 0.7310586, 0.2689414  # 1 / (1 + e^-1), and what is left of 1
-# By the name of the part: what is special, its arguments, and what comes of them.
-EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
+_INT = np.int64
+TWO = 0.7310586, 0.2689414  # softmax of two logits with the difference 1: 1 / (1 + e^-1), and the rest
+# By exercise name: the reason of the edge case, the arguments, and the expected results.
+EDGE_CASES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
     "merge": (
         "the leftmost pair goes first if ranks are equal",
-        {"ids": np.zeros(3, _WHOLE), "merges": np.array([[0, 0, 1]], _WHOLE), "ranks": np.zeros(1, _WHOLE)},
+        {"ids": np.zeros(3, _INT), "merges": np.array([[0, 0, 1]], _INT), "ranks": np.zeros(1, _INT)},
         {"merged": [1, 0]},
     ),
     "attention_probs": (
@@ -52,7 +52,7 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
         {"positions": [5, 6, 7]},
     ),
     "shifted": (
-        "no token follows the last row", {"labels": np.array([5, 6, 7], _WHOLE)},
+        "no token follows the last row", {"labels": np.array([5, 6, 7], _INT)},
         {"wanted": [6, 7, -100]},
     ),
     "cross_entropy": (
@@ -80,22 +80,22 @@ EDGES: Mapping[str, tuple[str, Mapping[str, Any], Mapping[str, Any]]] = {
 }  # fmt: skip
 
 
-def require_edges(implementation: Implementation, parts: Iterable[Exercise]) -> None:
-    """Raise LearnerFault if a written part gives another result at an edge case."""
-    for exercise in parts:
-        if exercise.name not in implementation.written or exercise.name not in EDGES:
+def check_edge_cases(implementation: Implementation, exercises: Iterable[Exercise]) -> None:
+    """Raise LearnerFault if a written exercise gives a wrong result at its edge case."""
+    for exercise in exercises:
+        if exercise.name not in implementation.written or exercise.name not in EDGE_CASES:
             continue
-        what, given, wanted = EDGES[exercise.name]
+        reason, arguments, expected = EDGE_CASES[exercise.name]
         with np.errstate(all="ignore"):
-            actual = exercise.results(guarded(exercise, implementation.written[exercise.name])(**given))
-        for name, right in wanted.items():
-            if not np.allclose(actual[name], right, rtol=0.02, atol=0.02):
-                asked = ", ".join(f"{key}={_format_array(value)}" for key, value in given.items())
-                said = f"{name} is {_format_array(actual[name])}, not {_format_array(right)}: {what}"
-                raise LearnerFault(exercise.name, f"of {asked} {said}")
+            actual = exercise.results(guard_function(exercise, implementation.written[exercise.name])(**arguments))
+        for name, correct in expected.items():
+            if not np.allclose(actual[name], correct, rtol=0.02, atol=0.02):
+                shown_arguments = ", ".join(f"{key}={_format_array(value)}" for key, value in arguments.items())
+                sentence = f"{name} is {_format_array(actual[name])}, not {_format_array(correct)}: {reason}"
+                raise LearnerFault(exercise.name, f"of {shown_arguments} {sentence}")
 
 
 def _format_array(value: object) -> str:
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{key}: {_format_array(each)}" for key, each in value.items()) + "}"
+        return "{" + ", ".join(f"{key}: {_format_array(nested)}" for key, nested in value.items()) + "}"
     return np.array2string(np.asarray(value), precision=3, separator=", ")

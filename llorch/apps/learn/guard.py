@@ -1,7 +1,8 @@
-"""Around every call of a learner's function: what it is given stays as it was, what it gives can be gone on with.
+"""Checks around every call of a learner's function: arguments must stay unchanged, results must be usable.
 
-Number, shape and dtype of the results are those of the reference for the same arguments. Numbers are the judge's; in a
-live run, where nothing is judged, NaN is a fault, and the reference runs once for each shape of the arguments.
+Number, shape and dtype of the results must equal those of the reference for the same arguments. Their values are left
+to the comparison with goldens. A live run (generation for a user) has no goldens: there NaN is a fault, and the
+reference runs only once for each shape of the arguments.
 """
 
 import operator
@@ -10,67 +11,67 @@ from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.calling import called, named, not_within_itself, of_other_dtype, require_parameters
+from llorch.apps.learn.calling import call_function, check_parameters, find_wrong_dtype, forbid_recursion, format_error
 from llorch.apps.learn.exercise import Call, Exercise
 from llorch.runtime.errors import LearnerFault
 
 Note = Callable[[str], None]
-_SMALL = 1 << 16  # bytes
+_KEY_BYTES = 1 << 16  # integer arrays up to this size are part of a cache key by value
 Tensor = Any  # of torch, which only lesson 14 imports
-Like = tuple[tuple[int, ...], np.dtype, bool]  # shape, dtype, whether it has NaN
+ResultSpec = tuple[tuple[int, ...], np.dtype, bool]  # shape, dtype, has NaN: of a reference's result
 
 
-def guarded(exercise: Exercise, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
-    """Wrap a learner's function in its checks."""
+def guard_function(exercise: Exercise, function: Call, *, note: Note = lambda line: None, live: bool = False) -> Call:
+    """Wrap a learner's function in the checks of its exercise; `note` gets harmless observations."""
     if exercise.streams:
-        return _guarded_stream(exercise, function)
+        return _guard_stream(exercise, function)
     if exercise.on_torch:
-        return _guarded_on_torch(exercise, function, note=note)
-    known: dict[object, list[Like]] = {}
-    function = not_within_itself(exercise, function)
+        return _guard_on_torch(exercise, function, note=note)
+    specs: dict[object, list[ResultSpec]] = {}
+    function = forbid_recursion(exercise, function)
 
-    def call(**given: object) -> Any:
-        key = _shape_facts(given) if live else None
-        if not known:
-            require_parameters(exercise, function, given)
-        if not live or key not in known:
-            known[key] = _wanted(exercise, given)
-        handed = read_only(given, copy=not live)
-        returned = called(exercise, function, handed)
+    def call(**arguments: object) -> Any:
+        key = _shape_key(arguments) if live else None
+        if not specs:
+            check_parameters(exercise, function, arguments)
+        if not live or key not in specs:
+            specs[key] = _run_reference(exercise, arguments)
+        inputs = read_only(arguments, copy=not live)
+        returned = call_function(exercise, function, inputs)
         if not live:
-            _require_unchanged(exercise, given, handed)
-        arrays = _as_arrays(exercise, returned)  # counts them
-        for (name, value), array, like in zip(exercise.results(returned).items(), arrays, known[key], strict=True):
-            if array.dtype != like[1]:
-                _require_inner_dtypes(exercise, function, handed, f"its {name} is {array.dtype} too")
-            _require_like(exercise, name, array, like, value)
-            _require_numbers(exercise, name, array, like, note=note, live=live)
-            if any(np.shares_memory(array, argument) for argument in _arrays(handed)):
+            _require_unchanged(exercise, arguments, inputs)
+        arrays = _as_arrays(exercise, returned)  # first, because it checks the number of results
+        for (name, value), array, spec in zip(exercise.results(returned).items(), arrays, specs[key], strict=True):
+            if array.dtype != spec[1]:
+                _require_inner_dtypes(exercise, function, inputs, f"its {name} is {array.dtype} too")
+            _require_like(exercise, name, array, spec, value)
+            _check_nan(exercise, name, array, spec, note=note, live=live)
+            if any(np.shares_memory(array, argument) for argument in _arrays(inputs)):
                 note(f"{exercise.name}: {name} is a view of an argument; the check uses a copy")
         return arrays[0].copy() if len(arrays) == 1 else tuple(array.copy() for array in arrays)
 
     return call
 
 
-def _require_inner_dtypes(exercise: Exercise, function: Call, handed: Mapping[str, Any], result: str) -> None:
-    """Raise LearnerFault for a function that the learner's one calls, if that has the wrong dtype first."""
-    if inner := of_other_dtype(exercise, function, handed):
-        raise LearnerFault(inner[0], f"{inner[1]} ({exercise.name} calls it, and {result})")
+def _require_inner_dtypes(exercise: Exercise, function: Call, arguments: Mapping[str, Any], result: str) -> None:
+    """Raise LearnerFault for an inner function of the learner if its dtype is the first wrong one."""
+    if fault := find_wrong_dtype(exercise, function, arguments):
+        raise LearnerFault(fault[0], f"{fault[1]} ({exercise.name} calls it, and {result})")
 
 
-def _guarded_on_torch(exercise: Exercise, function: Call, *, note: Note) -> Call:
-    """Wrap a function of tensors in its checks, as NumPy has no bfloat16; the function is given copies."""
-    import torch  # which only lesson 14 needs
+def _guard_on_torch(exercise: Exercise, function: Call, *, note: Note) -> Call:
+    """Wrap a function of torch tensors in its checks, because NumPy has no bfloat16; the function gets copies."""
+    import torch  # only lesson 14 needs it
 
-    function = not_within_itself(exercise, function)
+    function = forbid_recursion(exercise, function)
 
-    def call(**given: Any) -> torch.Tensor:
-        require_parameters(exercise, function, given)
-        tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor)}
-        handed = given | {name: tensor.clone() for name, tensor in tensors.items()}
-        actual, expected = called(exercise, function, handed), exercise.reference(**given)
+    def call(**arguments: Any) -> torch.Tensor:
+        check_parameters(exercise, function, arguments)
+        tensors = {name: value for name, value in arguments.items() if isinstance(value, torch.Tensor)}
+        inputs = arguments | {name: tensor.clone() for name, tensor in tensors.items()}
+        actual, expected = call_function(exercise, function, inputs), exercise.reference(**arguments)
         for name, tensor in tensors.items():
-            if not torch.equal(tensor.nan_to_num(), handed[name].nan_to_num()):
+            if not torch.equal(tensor.nan_to_num(), inputs[name].nan_to_num()):
                 raise LearnerFault(exercise.name, f"changed its argument {name}; compute into a new tensor")
         _require_like_tensor(exercise, actual, expected)
         if (nan := actual.isnan()).any() and not expected.isnan().any():
@@ -98,52 +99,52 @@ def _require_like_tensor(exercise: Exercise, actual: Tensor, expected: Tensor) -
         )
 
 
-def _guarded_stream(exercise: Exercise, function: Call) -> Call:
-    def call(**given: object) -> Iterator[int]:
-        require_parameters(exercise, function, given)
+def _guard_stream(exercise: Exercise, function: Call) -> Call:
+    def call(**arguments: object) -> Iterator[int]:
+        check_parameters(exercise, function, arguments)
         try:
-            for each in function(**given):
-                yield operator.index(each)
+            for token in function(**arguments):
+                yield operator.index(token)
         except LearnerFault:
-            raise  # of another part, in what it was given
+            raise  # of another exercise, whose function is in an argument
         except (Exception, SystemExit) as error:
-            raise LearnerFault(exercise.name, f"raised {named(error)}") from error
+            raise LearnerFault(exercise.name, f"raised {format_error(error)}") from error
 
     return call
 
 
-def read_only(given: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
-    """Make arguments read-only, now and later; `copy` for code that writes to memory without a check."""
-    handed: dict[str, Any] = {}
-    for name, value in given.items():
+def read_only(arguments: Mapping[str, Any], *, copy: bool) -> dict[str, Any]:
+    """Make arguments read-only; `copy` also protects against native code that ignores this flag."""
+    protected: dict[str, Any] = {}
+    for name, value in arguments.items():
         if isinstance(value, Mapping):
             value = read_only(value, copy=copy)
         elif isinstance(value, np.ndarray):
             value = value.copy() if copy and value.flags.writeable else value.view()  # a mapped file may be large
             value.flags.writeable = False
-        handed[name] = value
-    return handed
+        protected[name] = value
+    return protected
 
 
-def _wanted(exercise: Exercise, given: Mapping[str, Any]) -> list[Like]:
-    results = exercise.results(exercise.reference(**given)).values()
+def _run_reference(exercise: Exercise, arguments: Mapping[str, Any]) -> list[ResultSpec]:
+    results = exercise.results(exercise.reference(**arguments)).values()
     return [(array.shape, array.dtype, _has_nan(array)) for array in map(np.asarray, results)]
 
 
-def _shape_facts(value: object) -> object:
-    """Return the facts that decide the shapes of results: shapes, and the values of everything that is not a float."""
+def _shape_key(value: object) -> object:
+    """Return a key that decides the shapes of the results: all shapes, and the values of all but float arrays."""
     if isinstance(value, Mapping):
-        return tuple((name, _shape_facts(each)) for name, each in value.items())
+        return tuple((name, _shape_key(nested)) for name, nested in value.items())
     if isinstance(value, np.ndarray):
         if value.dtype.kind == "f":
             return value.shape, value.dtype.str
-        return (value.shape, value.dtype.str, value.tobytes()) if value.nbytes < _SMALL else object()  # not seen before
+        return (value.shape, value.dtype.str, value.tobytes()) if value.nbytes < _KEY_BYTES else object()  # always new
     return repr(value)
 
 
-def _require_unchanged(exercise: Exercise, before: Mapping[str, Any], after: Mapping[str, Any]) -> None:
-    for name, old in before.items():
-        new = after.get(name, old)
+def _require_unchanged(exercise: Exercise, originals: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
+    for name, old in originals.items():
+        new = inputs.get(name, old)
         if isinstance(old, Mapping):
             _require_unchanged(exercise, old, new)
         elif (
@@ -182,8 +183,8 @@ def _as_array(exercise: Exercise, name: str, value: object) -> np.ndarray:
     return array
 
 
-def _require_like(exercise: Exercise, name: str, actual: np.ndarray, like: Like, returned: object) -> None:
-    shape, dtype, _ = like
+def _require_like(exercise: Exercise, name: str, actual: np.ndarray, spec: ResultSpec, returned: object) -> None:
+    shape, dtype, _ = spec
     if actual.shape != shape:
         raise LearnerFault(exercise.name, f"expected {name} of shape {shape}, got {actual.shape}")
     if actual.dtype != dtype and (shape or not np.can_cast(actual.dtype, dtype)):
@@ -194,23 +195,23 @@ def _require_like(exercise: Exercise, name: str, actual: np.ndarray, like: Like,
         raise LearnerFault(exercise.name, f"expected {name} of dtype {dtype}, {advice}")
 
 
-def _require_numbers(exercise: Exercise, name: str, array: np.ndarray, like: Like, *, note: Note, live: bool) -> None:
-    """Note NaN where the reference has none, or raise LearnerFault in a live run."""
-    if like[-1] or not _has_nan(array):
+def _check_nan(exercise: Exercise, name: str, array: np.ndarray, spec: ResultSpec, *, note: Note, live: bool) -> None:
+    """Note NaN that the reference does not have; raise LearnerFault for it in a live run."""
+    if spec[-1] or not _has_nan(array):
         return
-    at = tuple(int(index[0]) for index in np.nonzero(np.isnan(array)))
-    said = f"{name} has {np.isnan(array).sum()} NaN of {array.size} numbers, the first at {at}"
+    position = tuple(int(index[0]) for index in np.nonzero(np.isnan(array)))
+    message = f"{name} has {np.isnan(array).sum()} NaN of {array.size} numbers, the first at {position}"
     if live:
-        raise LearnerFault(exercise.name, said)
-    note(f"{exercise.name}: {said}")
+        raise LearnerFault(exercise.name, message)
+    note(f"{exercise.name}: {message}")
 
 
 def _has_nan(array: np.ndarray) -> bool:
     return array.dtype.kind == "f" and bool(np.isnan(array).any())
 
 
-def _arrays(given: Mapping[str, Any]) -> list[np.ndarray]:
-    found = []
-    for value in given.values():
-        found += _arrays(value) if isinstance(value, Mapping) else [value] if isinstance(value, np.ndarray) else []
-    return found
+def _arrays(arguments: Mapping[str, Any]) -> list[np.ndarray]:
+    arrays = []
+    for value in arguments.values():
+        arrays += _arrays(value) if isinstance(value, Mapping) else [value] if isinstance(value, np.ndarray) else []
+    return arrays

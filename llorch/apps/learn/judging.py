@@ -1,4 +1,4 @@
-"""Interface of a lesson's check: it yields comparisons with their arrays, and mistakes that explain failures."""
+"""Interface of a lesson's check: it yields comparisons with their arrays, and causes that explain failures."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -11,32 +11,31 @@ from llorch.apps.learn.lessons import Lesson
 from llorch.judging.compare import judge
 from llorch.judging.types import Cause, Comparison, Expectation
 
-Mode = Literal["isolated", "chained"]
+Mode = Literal["isolated", "chained"]  # inputs of a stage: the golden's arrays, or results of earlier stages
 
 
-PartComparison = tuple[str, Comparison]  # the part that alone was in place, empty where several were
+NamedComparison = tuple[str, Comparison]  # (name of the only installed exercise, or "" for several; comparison)
 
 
 class Check(Protocol):
-    """How the lessons of a kind are judged: of the forward pass, after the logits, of quantised files, of training."""
+    """Check of the lessons of one kind: forward pass, after the logits, quantised files or training."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
-        """Yield every comparison, with the learner's parts in place: those of the lesson, or all so far."""
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
+        """Yield every comparison, with the learner's functions installed: the lesson's, or if chained all so far."""
         ...
 
     def find_causes(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[NamedComparison]
     ) -> Sequence[Cause]:
         """Name the known mistakes that explain the failed comparisons; empty if none does.
 
-        The first cause gives the diagnosis its name. Causes that cannot be told apart from the first follow, then
-        near misses. A cause of kind `rounding` is no mistake and has no `stages`; if the first is one, the lesson is
-        passed.
+        The first cause names the diagnosis. Equally good causes follow, then near misses, which explain only a part of
+        the error. A cause of kind `rounding` is no mistake and has no `stages`; if it comes first, the lesson passes.
         """
         ...
 
 
 def judge_with_arrays(expectation: Expectation, actual: np.ndarray | None, *, model: str, backend: str) -> Comparison:
-    """Compare an array of a learner with its expectation; the comparison holds both, because they are shown later."""
+    """Compare a learner's array with its expectation; the comparison holds both, because the verdict prints them."""
     comparison = judge(expectation, actual, model=model, backend=backend)
     return replace(comparison, expectation=expectation, actual=actual)

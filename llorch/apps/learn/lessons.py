@@ -1,7 +1,7 @@
-"""The lessons: which parts belong to each checkpoint, in the order in which they are learned.
+"""The lessons: the exercises of each checkpoint (a numbered validation point), in the order of teaching.
 
-Whose files lie where is said here once: a lesson's page, stub, hints and typed mistakes are in `checkpoints/NN_name/`
-of the repository, which the wheel carries; what a learner writes is `lNN_name.py` in a folder of their own.
+A lesson's page, stub, hints and `mistakes.py` are in `checkpoints/NN_name/` of the repository; the wheel has a copy. A
+learner writes `lNN_name.py` in a separate folder.
 """
 
 import ast
@@ -19,16 +19,16 @@ from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.stages.table import CHECKPOINTS
 
-WARM_UP = "00w"  # on the page of 00: its stub is right but for a constant, so that the first green takes a minute
+WARM_UP = "00w"  # on the page of 00: only one constant of its stub is wrong, so that the first PASS takes a minute
 
 
 @dataclass(frozen=True)
 class Lesson:
-    """One checkpoint as something to do; the first is a warm-up."""
+    """The exercises of one checkpoint; the first lesson, WARM_UP, has one of checkpoint 00."""
 
     number: str  # of the checkpoint, or WARM_UP
-    minutes: int  # that it takes
-    parts: tuple[Exercise, ...]
+    minutes: int  # expected time of a learner
+    parts: tuple[Exercise, ...]  # the exercises
 
     @property
     def name(self) -> str:
@@ -42,7 +42,7 @@ class Lesson:
 
     @property
     def on_torch(self) -> bool:
-        """True if the parts of the lesson run on torch; they run in no other lesson."""
+        """True if the exercises of the lesson take torch tensors; chained checks of other lessons leave them out."""
         return any(exercise.on_torch for exercise in self.parts)
 
     @cached_property
@@ -54,10 +54,10 @@ class Lesson:
 
 
 def lessons_folder() -> Path:
-    """Return the folder `checkpoints/` of the wheel, or else of the repository."""
-    here = Path(__file__).resolve()
-    inside = here.parents[2] / "checkpoints"
-    return inside if inside.is_dir() else here.parents[3] / "checkpoints"
+    """Return the folder `checkpoints/` of the wheel, else that of the repository."""
+    module_path = Path(__file__).resolve()
+    wheel_folder = module_path.parents[2] / "checkpoints"
+    return wheel_folder if wheel_folder.is_dir() else module_path.parents[3] / "checkpoints"
 
 
 FILTERS = (
@@ -97,29 +97,30 @@ LESSON_OF: Mapping[str, Lesson] = {exercise.name: lesson for lesson in LESSONS f
 
 
 def sources(folder: Path, lesson: Lesson) -> list[Path]:
-    """List the files of a lesson, by name; none while the lesson's file is missing."""
-    found: set[Path] = set()
-    new = {folder / f"{lesson.module}.py"}
-    while new := {path for path in new - found if path.is_file()}:
-        found |= new
-        new = {folder / f"{module}.py" for path in new for module in _imported(path)}
-    return sorted(found)
+    """List a lesson's file and the files of the folder that it imports; empty while the lesson's file is missing."""
+    files: set[Path] = set()
+    new_files = {folder / f"{lesson.module}.py"}
+    while new_files := {path for path in new_files - files if path.is_file()}:
+        files |= new_files
+        new_files = {folder / f"{module}.py" for path in new_files for module in _imported_modules(path)}
+    return sorted(files)
 
 
 def lesson_fingerprint(folder: Path, lesson: Lesson) -> str:
-    """Hash the files of a lesson with SHA-256."""
+    """Hash the learner's files of a lesson with SHA-256."""
     digest = hashlib.sha256()
     for path in sources(folder, lesson):
-        data = path.read_bytes()
-        digest.update(f"{path.name} {len(data)}\n".encode() + data)
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)}\n".encode() + content)
     return digest.hexdigest()
 
 
-def _imported(path: Path) -> Iterator[str]:
+def _imported_modules(path: Path) -> Iterator[str]:
+    """Yield the names of the modules that a file imports; none if Python cannot parse it."""
     try:
         tree = ast.parse(path.read_bytes())
     except (SyntaxError, ValueError):
-        return  # it imports nothing
+        return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -134,21 +135,21 @@ def stub_of(lesson: Lesson) -> str:
 
 @cache
 def hints_of(lesson: Lesson) -> Mapping[str, Sequence[str]]:
-    """Return three hints for every part: a direction, the formula with shapes, the function itself."""
-    found = tomllib.loads((lesson.folder / "hints.toml").read_text(encoding="utf-8"))
-    return {name: table["steps"] for name, table in found.items()}
+    """Read the three hints of every exercise: a direction, the formula with shapes, the function itself."""
+    tables = tomllib.loads((lesson.folder / "hints.toml").read_text(encoding="utf-8"))
+    return {name: table["steps"] for name, table in tables.items()}
 
 
 @cache
 def typed_mistakes(lesson: Lesson) -> Mapping[str, Mapping[str, Call]]:
-    """Map the lesson's parts to the names of known mistakes, and these to functions that people write then.
+    """Map exercise names to the names of known mistakes, and these to functions that contain the mistake.
 
-    Most are made from the library (`typed_mistakes`). The lesson's `mistakes.py` holds the ones that its page
-    shows, and those that cannot be made.
+    Most functions are made from llorch's known mistakes (module `typed_mistakes`). The lesson's `mistakes.py` holds
+    functions that its page shows, and those that cannot be made; they win over a made one of the same name.
     """
     by_hand = run_path(str(lesson.folder / "mistakes.py"))["WRONG"]
-    wrong = {
+    by_exercise = {
         exercise.name: {**make_typed_mistakes(exercise), **by_hand.get(exercise.name, {})} for exercise in lesson.parts
     }
-    in_order = {part: {name: found[name] for name in MISTAKES if name in found} for part, found in wrong.items()}
-    return {part: found for part, found in in_order.items() if found}
+    in_order = {key: {name: calls[name] for name in MISTAKES if name in calls} for key, calls in by_exercise.items()}
+    return {key: calls for key, calls in in_order.items() if calls}

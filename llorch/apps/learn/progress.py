@@ -1,8 +1,8 @@
-"""A learner's progress, in `.llorch/progress.json` next to their code: a local, readable file, easy to compare.
+"""A learner's progress, in `.llorch/progress.json` in the folder of their code, and the certificate.
 
-Read anew before every change, so that a loop in one window and a check in another do not undo each other. A file that
-cannot be read is kept under another name. A certificate holds hashes of code and goldens, versions and verdicts;
-whoever has the code and llorch computes it again.
+The file is read again before every change, so that `watch` in one terminal and `check` in another do not overwrite each
+other. An unreadable file is renamed, not deleted. A certificate holds hashes of code and goldens, versions and
+verdicts. Everybody who has the code and llorch can compute the certificate again.
 """
 
 import hashlib
@@ -19,7 +19,7 @@ import numpy as np
 
 from llorch.apps.learn.lessons import BY_NUMBER, Lesson, lesson_fingerprint, sources, stub_of
 from llorch.apps.learn.sandbox import Outcome
-from llorch.apps.learn.verdict import BORROWED, verdict_of
+from llorch.apps.learn.verdict import BORROWED, to_verdict
 from llorch.files.new_file import new_file
 from llorch.files.strict_json import read_json
 from llorch.judging.goldens.store import SUFFIX
@@ -29,24 +29,24 @@ from llorch.runtime.fields import Fields
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS
 
 VERSION = 1
-CHANGED = "CHANGED"  # since it was checked
+CHANGED = "CHANGED"  # label of a lesson whose code changed after its check
 LABELS = (PASS, FAIL, BORROWED, NOT_RUN)
-_LARGEST = 1 << 20  # bytes
-Progress = Callable[[str], None]
+_MAX_FILE_BYTES = 1 << 20
+Progress = Callable[[str], None]  # gets messages for the user, not a learner's progress
 
 
 @dataclass
 class Standing:
-    """How it stands with a lesson.
+    """A learner's state of one lesson.
 
     Attributes:
-        status: The last verdict; empty before the first.
-        attempts: How many different versions of the code were checked.
-        hints: Steps taken, by part.
-        solution: Whether it was shown.
+        status: Label of the last check; empty before the first check.
+        attempts: Number of different versions of the code that were checked.
+        hints: Number of hints read, by exercise.
+        solution: True if the learner has seen the solution.
         tried: Hash of the code that was checked last.
         passed: Hash of the code that passed last.
-        wrong: The part that was wrong in the last check; empty where none was.
+        wrong: Name of the exercise that failed in the last check; empty if none failed or the name is unknown.
     """
 
     status: str = ""
@@ -59,93 +59,93 @@ class Standing:
 
 
 class LearnerProgress:
-    """Of one folder."""
+    """Progress in one learner's folder."""
 
     def __init__(self, folder: Path, progress: Progress) -> None:
-        """Read nothing yet; `progress` is told of a file that cannot be used."""
-        self.folder, self._say = folder, progress
+        """Read nothing yet; `progress` gets a message if the file is unusable."""
+        self.folder, self._progress = folder, progress
         self.path = folder / ".llorch" / "progress.json"
 
     def read(self) -> dict[str, Standing]:
         """Read the state of every lesson, by its number."""
-        known = {number: Standing() for number in BY_NUMBER}
+        standings = {number: Standing() for number in BY_NUMBER}
         if not self.path.exists():
-            return known
+            return standings
         try:
-            return known | _standings(read_json(self.path, limit=_LARGEST), self.path)
+            return standings | _parse_standings(read_json(self.path, limit=_MAX_FILE_BYTES), self.path)
         except FormatError as error:
-            kept = set_aside(self.path)
-            self._say(f"{error}; the old file is now {kept.name}, and progress starts from zero")
-            return known
+            old_file = set_aside(self.path)
+            self._progress(f"{error}; the old file is now {old_file.name}, and progress starts from zero")
+            return standings
 
     @contextmanager
     def changed(self, lesson: Lesson) -> Iterator[Standing]:
-        """Give the record of a lesson, to be changed and then written."""
-        known = self.read()
-        before = asdict(known[lesson.number])
-        yield known[lesson.number]
-        if asdict(known[lesson.number]) == before:
+        """Read the state of a lesson for the `with` block to change, and write it at the end of the block."""
+        standings = self.read()
+        old_values = asdict(standings[lesson.number])
+        yield standings[lesson.number]
+        if asdict(standings[lesson.number]) == old_values:
             return
         self.path.parent.mkdir(exist_ok=True)
-        lessons = {number: asdict(standing) for number, standing in known.items() if standing != Standing()}
+        lessons = {number: asdict(standing) for number, standing in standings.items() if standing != Standing()}
         with new_file(self.path) as temporary:
             text = json.dumps({"version": VERSION, "lessons": lessons}, indent=1)
             temporary.write_text(text + "\n", encoding="utf-8")
 
     def note(self, outcome: Outcome) -> None:
-        """Remember what came of a check."""
+        """Store the outcome of a check, for the code that is in the folder now."""
         lesson = BY_NUMBER[outcome.lesson]
-        code = lesson_fingerprint(self.folder, lesson)
+        fingerprint = lesson_fingerprint(self.folder, lesson)
         with self.changed(lesson) as standing:
             standing.status = outcome.label
-            standing.wrong = _wrong_part(outcome.record)
+            standing.wrong = _wrong_exercise(outcome.record)
             if outcome.label in (PASS, FAIL):
-                standing.attempts += code != standing.tried
-                standing.tried = code
+                standing.attempts += fingerprint != standing.tried
+                standing.tried = fingerprint
             if outcome.label == PASS:
-                standing.passed = code
+                standing.passed = fingerprint
 
     def is_passed(self, lesson: Lesson, standing: Standing) -> bool:
         """Tell if the current code passed the lesson."""
         return self.label(lesson, standing) == PASS
 
     def label(self, lesson: Lesson, standing: Standing) -> str:
-        """Return the last verdict if it is about the present code; else say that the code has changed."""
+        """Return the last label if it belongs to the current code, else CHANGED."""
         is_old = standing.status in (PASS, FAIL) and standing.tried != lesson_fingerprint(self.folder, lesson)
         return CHANGED if is_old else standing.status
 
 
-def _wrong_part(record: Mapping[str, Any]) -> str:
-    """Return the part that a verdict calls wrong: `my_llama/l01b_rope.py:14 rope()`, or `rope() of cmd:PROGRAM`."""
-    found = re.search(r"(\w+)\(\)( of |$)", str(record.get("where", "")))
-    return found[1] if found else ""
+def _wrong_exercise(record: Mapping[str, Any]) -> str:
+    """Return the exercise that a report calls wrong: `my_llama/l01b_rope.py:14 rope()`, or `rope() of cmd:PROGRAM`."""
+    match = re.search(r"(\w+)\(\)( of |$)", str(record.get("where", "")))
+    return match[1] if match else ""
 
 
 def set_aside(path: Path) -> Path:
-    """Rename a file to one that is not there yet, `x.bak`, `x.2.bak`, ...; returns its new name."""
-    names = (path.with_name(f"{path.name}{'' if n == 1 else f'.{n}'}.bak") for n in range(1, 1000))
-    kept = next(name for name in names if not name.exists())
-    return path.rename(kept)
+    """Rename a file to the first free name of `x.bak`, `x.2.bak`, ...; return the new path."""
+    names = (path.with_name(f"{path.name}{'' if number == 1 else f'.{number}'}.bak") for number in range(1, 1000))
+    new_path = next(name for name in names if not name.exists())
+    return path.rename(new_path)
 
 
-def _standings(values: Mapping[str, object], path: Path) -> dict[str, Standing]:
+def _parse_standings(values: Mapping[str, object], path: Path) -> dict[str, Standing]:
     fields = Fields(values, path)
     if fields.integer("version") != VERSION:
         raise fields.error("Unsupported", "version", str(VERSION), values["version"])
     lessons = values.get("lessons")
     if not isinstance(lessons, dict) or not lessons.keys() <= BY_NUMBER.keys():
         raise fields.error("Malformed", "lessons", "an object of lessons", lessons)
-    return {number: _standing(each, path, number) for number, each in lessons.items()}
+    return {number: _parse_standing(standing, path, number) for number, standing in lessons.items()}
 
 
-def _standing(values: object, path: Path, number: str) -> Standing:
+def _parse_standing(values: object, path: Path, number: str) -> Standing:
     if not isinstance(values, dict) or values.keys() - asdict(Standing()).keys():
         raise FormatError("Malformed", f"lesson {number}: expected {', '.join(asdict(Standing()))}", path=path)
     fields = Fields(values, path)
     status, hints = fields.text("status", default=""), values.get("hints", {})
     if status not in ("", *LABELS):
         raise fields.error("Malformed", "status", ", ".join(LABELS), status)
-    if not isinstance(hints, dict) or not all(type(n) is int and n >= 0 for n in hints.values()):
+    if not isinstance(hints, dict) or not all(type(n_steps) is int and n_steps >= 0 for n_steps in hints.values()):
         raise fields.error("Malformed", "hints", "a number for each part", hints)
     return Standing(
         status, fields.integer("attempts", default=0, low=0), hints, fields.boolean("solution", default=False),
@@ -157,11 +157,11 @@ CERTIFICATE_VERSION = 2
 
 
 def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict[str, Any]:
-    """Collect the verdicts, versions and hashes that a certificate records; `version` is that of llorch."""
+    """Collect the verdicts, versions and hashes of a certificate; `version` is llorch's."""
     goldens = goldens_folder()
     files = sorted([*goldens.glob("*/*.json"), *goldens.glob(f"*/*{SUFFIX}")])
     lessons = {
-        outcome.lesson: {"verdict": verdict_of(outcome.label), "comparisons": outcome.record["compared"]}
+        outcome.lesson: {"verdict": to_verdict(outcome.label), "comparisons": outcome.record["compared"]}
         for outcome in outcomes
     }
     code = {path for number in lessons for path in sources(folder, BY_NUMBER[number])}
@@ -175,25 +175,25 @@ def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict
 
 
 def with_untouched(folder: Path, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
-    """Call a stub BORROWED that nobody has changed: the stub of the first lesson is wrong on purpose."""
-    for each in outcomes:
-        lesson = BY_NUMBER[each.lesson]
-        (file, *others) = sources(folder, lesson) or [folder]
-        is_stub = not others and file.is_file() and file.read_text("utf-8", "replace") == stub_of(lesson)
-        yield replace(each, label=BORROWED) if is_stub else each
+    """Label outcomes of unchanged stubs BORROWED (not written): the stub of the first lesson fails on purpose."""
+    for outcome in outcomes:
+        lesson = BY_NUMBER[outcome.lesson]
+        (file, *imported_files) = sources(folder, lesson) or [folder]
+        is_stub = not imported_files and file.is_file() and file.read_text("utf-8", "replace") == stub_of(lesson)
+        yield replace(outcome, label=BORROWED) if is_stub else outcome
 
 
-def differences(said: Mapping[str, Any], found: Mapping[str, Any]) -> list[str]:
-    """Return a line for each value in which two certificates differ."""
+def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
+    """List the entries in which two certificates differ, one line each."""
     lines = []
     for key in ("lessons", "code", "goldens"):
-        theirs, ours = said.get(key), found[key]
-        if not isinstance(theirs, Mapping):
-            return [f"{key}: expected an object, got {theirs!r}"]
+        old, new = expected.get(key), actual[key]
+        if not isinstance(old, Mapping):
+            return [f"{key}: expected an object, got {old!r}"]
         lines += [
-            f"{key}: {name}: expected {theirs.get(name, 'nothing')}, got {ours.get(name, 'nothing')}"
-            for name in sorted({*theirs, *ours})
-            if theirs.get(name) != ours.get(name)
+            f"{key}: {name}: expected {old.get(name, 'nothing')}, got {new.get(name, 'nothing')}"
+            for name in sorted({*old, *new})
+            if old.get(name) != new.get(name)
         ]
     return lines
 

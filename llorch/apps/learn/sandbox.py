@@ -1,8 +1,8 @@
-"""Checks in a process of their own: a loop, a crash or a flood of a learner's code ends that process and no other.
+"""Run checks in a child process: endless loops, crashes and floods of output of a learner's code end only the child.
 
-The process is a copy of this one, with all that is imported and read by then, where libraries of linear algebra are
-safe to copy (Linux); elsewhere a new one. It is asked for one lesson after the other; if it ends, that lesson has
-failed and another process takes the rest. What runs in there is `_work` and below.
+On Linux the child is forked, so that it has all imported modules and read files; linear algebra libraries survive a
+fork there. Elsewhere the child is a new Python. A child checks one lesson after the other. If it ends, the current
+lesson has failed, and a new child checks the remaining ones. `_work` and the functions it calls run in the child.
 """
 
 import faulthandler
@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 import numpy as np
 
-from llorch.apps.learn.calling import all_frames, is_own, named
+from llorch.apps.learn.calling import all_frames, format_error, is_learner_file
 from llorch.apps.learn.check import check
 from llorch.apps.learn.choice import Implementation, opened
 from llorch.apps.learn.exercise import Call
@@ -30,33 +30,33 @@ from llorch.apps.learn.fault_injection import FaultReport, inject_faults
 from llorch.apps.learn.judging import Mode
 from llorch.apps.learn.lessons import BY_NUMBER, Lesson
 from llorch.apps.learn.verdict import LessonReport
-from llorch.runtime.channel import Channel, own_channel, ready
-from llorch.runtime.errors import LeftOut, MissingExtra, printable
-from llorch.runtime.threads import limited
+from llorch.runtime.channel import Channel, ready, stdio_channel
+from llorch.runtime.errors import MissingExtra, NotInWheel, printable
+from llorch.runtime.threads import limit_threads
 from llorch.runtime.worker import PIPE, Worker, limit_memory, python, signal_name
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS
 
-SECONDS = 10.0  # that the code of a learner may take for a lesson
-MEMORY = 4 << 30  # bytes
-_GRACE = 1.0  # seconds that code has to end by an exception, which says where it was, before its process is killed
-_EVER = 600.0  # the same of a check, whoever takes the time
-_READS = 256  # of 64 KiB, before something else is looked at
-_LINES, _COLUMNS = 20, 300  # of what is printed during one lesson; the rest is counted
-_FRAME = re.compile(rb'  File "(.+)", line \d+ in ')  # of a crash, as Python prints it
-_ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # faulthandler's, of characters beyond ASCII
-Progress = Callable[[str], None]
+SECONDS = 10.0  # time limit of a learner's code, per lesson
+MEMORY = 4 << 30  # bytes of the child's data segment
+_GRACE = 1.0  # seconds after the limit for an exception, which has a traceback, before the process is killed
+_CHECK_SECONDS = 600.0  # time limit of a whole check, including llorch's code
+_MAX_READS = 256  # reads of 64 KiB in a row, so that endless output cannot hold up the deadline
+_MAX_LINES, _MAX_COLUMNS = 20, 300  # printed output shown per lesson; further lines are counted
+_FRAME = re.compile(rb'  File "(.+)", line \d+ in ')  # frame of a crash, as faulthandler prints it
+_ESCAPE = re.compile(r"\\(?:x[0-9a-f]{2}|u[0-9a-f]{4}|U[0-9a-f]{8})")  # escaped characters in its paths
+Progress = Callable[[str], None]  # gets lines for the user
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """Of a verdict what a process can hand over.
+    """Picklable part of a lesson's report.
 
     Attributes:
-        lesson: The number that was asked for; in chained mode the verdict may be that of an earlier one.
-        label: Of the verdict.
-        text: The verdict as a person reads it.
-        record: The verdict as `--json` gives it.
-        traceback: Of what the learner's code raised, all of it.
+        lesson: Number of the requested lesson; in chained mode the report may be about an earlier lesson.
+        label: Label of the report.
+        text: Report as text.
+        record: Report as JSON values.
+        traceback: Complete traceback of the learner's error.
     """
 
     lesson: str
@@ -67,7 +67,7 @@ class Outcome:
 
 
 class TookTooLong(Exception):
-    """Raised inside a learner's code."""
+    """Error raised in a learner's code when its time is over."""
 
 
 def outcomes(
@@ -79,248 +79,248 @@ def outcomes(
     with_faults: bool = False,
     progress: Progress,
 ) -> Iterator[Outcome]:
-    """Check lessons one after the other, and yield what came of each.
+    """Check lessons one after the other, and yield the outcome of each.
 
-    The code of `source` (see `choice`) may take `seconds` for each lesson; `progress` is told what it prints, line by
-    line. `with_faults`: known mistakes are tried in what passes.
+    The code of `source`, a folder or `cmd:` program, may take `seconds` for each lesson; `progress` gets its output.
+    With `with_faults`, known mistakes are injected into solutions that pass, to test the check itself.
 
     Raises:
-        FileNotFoundError: The folder or program is not there.
-        ValueError: It is none.
+        FileNotFoundError: The folder or program does not exist.
+        UserError: `source` is no implementation.
     """
-    rest = list(numbers)
-    while rest:
-        checker = _Checker(source, (mode, seconds, with_faults), progress)
+    remaining = list(numbers)
+    while remaining:
+        checker = _CheckProcess(source, (mode, seconds, with_faults), progress)
         try:
-            yield from checker.outcomes(rest)
+            yield from checker.outcomes(remaining)
         finally:
             checker.end()
 
 
 def warm(lesson: Lesson) -> None:
-    """Import modules and read files before processes are forked, by one check of llorch's own functions."""
-    with suppress(MissingExtra, LeftOut), limited(1):
+    """Import modules and read files before a process is forked, by one check of llorch's reference functions."""
+    with suppress(MissingExtra, NotInWheel), limit_threads(1):
         check(lesson, Implementation("the reference", {exercise.name: exercise.reference for exercise in lesson.parts}))
 
 
-class _Checker:
-    """The process, from outside."""
+class _CheckProcess:
+    """Child process that checks lessons, as the parent sees it."""
 
-    def __init__(self, source: str, how: tuple[Mode, float, bool], progress: Progress) -> None:
-        self._say, self._seconds = progress, how[1]
+    def __init__(self, source: str, settings: tuple[Mode, float, bool], progress: Progress) -> None:
+        self._progress, self._seconds = progress, settings[1]
         self._folder = tempfile.TemporaryDirectory(prefix="llorch-")
-        self._clock = _clock(self._folder.name, "w+")  # when the learner's call that runs must have ended; 0: none runs
-        start: Any = python("llorch.apps.learn.sandbox:_work_in_new_python", source, how, self._folder.name)
+        self._clock = _open_clock(self._folder.name, "w+")  # deadline of the learner's running call; 0: none runs
+        start: Any = python("llorch.apps.learn.sandbox:_work_in_new_python", source, settings, self._folder.name)
         if sys.platform == "linux":
-            start = partial(_work, source, how, self._clock)
+            start = partial(_work, source, settings, self._clock)
         self._worker = Worker(start, output=PIPE)
 
-    def outcomes(self, rest: list[str]) -> Iterator[Outcome]:
-        """Take lessons from `rest` and yield what came of each, as long as the process lives."""
-        if isinstance(said := self.answer("import"), Exception):
-            raise said
-        if said is None:
-            yield from (self.ended(number, " while your files were imported") for number in rest)
-            rest.clear()
-        is_up = True
-        while rest and is_up:
-            found = self.answer(number := rest.pop(0))
-            is_up = found is not None
-            yield found or self.ended(number)
+    def outcomes(self, remaining: list[str]) -> Iterator[Outcome]:
+        """Take lessons from `remaining` and yield outcomes while the process lives; raise if `source` is unusable."""
+        if isinstance(answer := self.ask("import"), Exception):
+            raise answer
+        if answer is None:
+            yield from (self.crashed_outcome(number, " while your files were imported") for number in remaining)
+            remaining.clear()
+        is_alive = True
+        while remaining and is_alive:
+            outcome = self.ask(number := remaining.pop(0))
+            is_alive = outcome is not None
+            yield outcome or self.crashed_outcome(number)
 
-    def answer(self, asked: str) -> Any:
-        """Send a lesson's number or `import`; print output until the answer. None if the process ended or hangs."""
+    def ask(self, request: str) -> Any:
+        """Send a lesson's number or `import`, report output, return the answer; None after a crash or timeout."""
         channel, output = self._worker.channel, self._worker.output
-        printed, answer, waiting = _Printed(asked, self._say), None, [channel, output]
-        end, channel.seconds = time.monotonic() + _EVER, _EVER
+        printed, answer, waiting = _Printed(request, self._progress), None, [channel, output]
+        end, channel.seconds = time.monotonic() + _CHECK_SECONDS, _CHECK_SECONDS
         with suppress(OSError):
-            channel.send_object(asked)
+            channel.send_object(request)
         while answer is None:
-            found = ready(waiting, _GRACE / 4)
-            if output in found and not self._read_output(printed):
+            readable = ready(waiting, _GRACE / 4)
+            if output in readable and not self._read_output(printed):
                 waiting.remove(output)
-            if channel in found:
+            if channel in readable:
                 with suppress(EOFError, OSError):
                     answer = channel.receive_object()
                 break
-            if self._is_late() or time.monotonic() > end or (not found and self._worker.status is not None):
+            if self._is_late() or time.monotonic() > end or (not readable and self._worker.status is not None):
                 break
         self._read_output(printed)
         printed.close()
         return answer
 
     def _is_late(self) -> bool:
-        """Tell if the learner's call is past its end and the process has not interrupted it."""
+        """Tell if the learner's call is past its deadline by `_GRACE`: the alarm could not interrupt it."""
         return 0 < self._clock[0] < time.monotonic() - _GRACE
 
     def _read_output(self, printed: "_Printed") -> bool:
-        """Read the printed output that is there, which may not end; False if nothing more can come."""
-        for _ in range(_READS):
+        """Read available output, at most `_MAX_READS` chunks; return False at the end of the stream."""
+        for _ in range(_MAX_READS):
             if not ready([self._worker.output], 0):
                 break
-            if not (data := self._worker.output.read(1 << 16)):
+            if not (chunk := self._worker.output.read(1 << 16)):
                 return False
-            printed.write(data)
+            printed.write(chunk)
         return True
 
-    def ended(self, number: str, when: str = "") -> Outcome:
-        """Make the outcome of a lesson that the process did not survive."""
+    def crashed_outcome(self, number: str, when: str = "") -> Outcome:
+        """Make the outcome of a lesson during which the process ended or hung."""
         if self._is_late():
             fault = (
                 f"your code took over {self._seconds:g} s{when} and cannot be interrupted; check that each loop ends"
             )
         else:
-            fault = f"your code ended the process that checks it{when} ({_status(self._worker.wait(_GRACE))})"
+            fault = f"your code ended the process that checks it{when} ({_describe_exit(self._worker.wait(_GRACE))})"
         return outcome_of(number, LessonReport(number, FAIL, fault=fault))
 
     def end(self) -> None:
-        """End the process and whatever it has started."""
+        """End the process and its children."""
         self._worker.end()
         self._folder.cleanup()
 
 
 class _Printed:
-    """What a learner's code prints during a lesson: so many lines of it, labelled."""
+    """Reporter of the lines that a learner's code prints during a lesson, with a limit of lines."""
 
     def __init__(self, number: str, progress: Progress) -> None:
-        self._number, self._say, self._part, self._n = number, progress, b"", 0
+        self._number, self._progress, self._unfinished_line, self._n_lines = number, progress, b"", 0
 
-    def write(self, data: bytes) -> None:
-        *lines, self._part = (self._part + data).split(b"\n")
-        self._part = self._part[: 4 * _COLUMNS]
+    def write(self, chunk: bytes) -> None:
+        *lines, self._unfinished_line = (self._unfinished_line + chunk).split(b"\n")
+        self._unfinished_line = self._unfinished_line[: 4 * _MAX_COLUMNS]
         for line in lines:
-            self._line(line)
+            self._report_line(line)
 
-    def _line(self, line: bytes) -> None:
-        """Report a line up to the limit of lines; leave out traceback lines of code that is not the learner's."""
-        if (frame := _FRAME.match(line)) and not is_own(_unescaped(frame[1])):
+    def _report_line(self, line: bytes) -> None:
+        """Report a line within the limit; skip faulthandler's frames of code that is not the learner's."""
+        if (frame := _FRAME.match(line)) and not is_learner_file(_decode_path(frame[1])):
             return
-        self._n += 1
-        if self._n <= _LINES:
-            text = printable(line[: 4 * _COLUMNS].decode("utf-8", "replace"))
-            self._say(f"{self._number} prints: {text[:_COLUMNS]}{'...' if len(text) > _COLUMNS else ''}")
+        self._n_lines += 1
+        if self._n_lines <= _MAX_LINES:
+            text = printable(line[: 4 * _MAX_COLUMNS].decode("utf-8", "replace"))
+            self._progress(f"{self._number} prints: {text[:_MAX_COLUMNS]}{'...' if len(text) > _MAX_COLUMNS else ''}")
 
     def close(self) -> None:
-        if self._part:
-            self._line(self._part)
-        if self._n > _LINES:
-            self._say(f"{self._number} prints: ({self._n - _LINES} more lines)")
+        if self._unfinished_line:
+            self._report_line(self._unfinished_line)
+        if self._n_lines > _MAX_LINES:
+            self._progress(f"{self._number} prints: ({self._n_lines - _MAX_LINES} more lines)")
 
 
-def _unescaped(path: bytes) -> str:
-    """Decode a path as a traceback of faulthandler has it."""
+def _decode_path(path: bytes) -> str:
+    """Decode a path of a faulthandler traceback."""
     return _ESCAPE.sub(lambda escape: chr(int(escape[0][2:], 16)), path.decode("utf-8", "replace"))
 
 
-def _status(code: int | None) -> str:
-    """Describe how a process ended: no answer in time, a signal or an exit status."""
+def _describe_exit(code: int | None) -> str:
+    """Describe the end of a process: no answer in time, a signal or an exit status."""
     if code is None:
-        return f"it gave no answer for {_EVER:g} s"
+        return f"it gave no answer for {_CHECK_SECONDS:g} s"
     return signal_name(code) or f"exit status {code}"
 
 
-def outcome_of(number: str, verdict: LessonReport, tried: FaultReport | None = None) -> Outcome:
-    """Make the outcome of a lesson from its verdict and the known mistakes that were tried on it."""
-    text, record = str(verdict), verdict.record()
-    if tried is not None:
-        text, record = f"{text}\n{tried}", record | {"teeth": [asdict(each) for each in tried.faults]}
-    return Outcome(number, verdict.label, text, record, verdict.traceback)
+def outcome_of(number: str, report: LessonReport, fault_report: FaultReport | None = None) -> Outcome:
+    """Make the outcome of a lesson from its report and, if faults were injected, their report."""
+    text, record = str(report), report.record()
+    if fault_report is not None:
+        text, record = f"{text}\n{fault_report}", record | {"teeth": [asdict(fault) for fault in fault_report.faults]}
+    return Outcome(number, report.label, text, record, report.traceback)
 
 
-def _clock(folder: str, mode: Literal["r+", "w+"]) -> np.ndarray:
-    """Open a number that both processes see."""
+def _open_clock(folder: str, mode: Literal["r+", "w+"]) -> np.ndarray:
+    """Open the deadline that both processes share: a monotonic time, as a float64 in a mapped file."""
     return np.memmap(Path(folder, "clock"), np.float64, mode, shape=1)
 
 
-def _work_in_new_python(source: str, how: tuple[Mode, float, bool], folder: str) -> None:
-    _work(source, how, _clock(folder, "r+"), own_channel())
+def _work_in_new_python(source: str, settings: tuple[Mode, float, bool], folder: str) -> None:
+    _work(source, settings, _open_clock(folder, "r+"), stdio_channel())
 
 
-def _work(source: str, how: tuple[Mode, float, bool], clock: np.ndarray, channel: Channel) -> None:
-    """Run the process from inside: answers go to the channel."""
-    _stand_apart()
-    mode, seconds, with_faults = how
-    allowed = _Allowed(seconds, clock)
-    with suppress(EOFError, OSError), limited(1):
-        channel.receive_object()
-        answer = implementation = _open_implementation(source, allowed)
+def _work(source: str, settings: tuple[Mode, float, bool], clock: np.ndarray, channel: Channel) -> None:
+    """Answer requests of `_CheckProcess.ask` in the child: import the implementation, then check lessons."""
+    _isolate_process()
+    mode, seconds, with_faults = settings
+    time_budget = _Allowed(seconds, clock)
+    with suppress(EOFError, OSError), limit_threads(1):
+        channel.receive_object()  # the request `import`
+        answer = implementation = _open_implementation(source, time_budget)
         while True:
-            with suppress(Exception):  # such as a stream that the learner's code has closed
+            with suppress(Exception):  # the learner's code may have closed the stream
                 sys.stdout.flush()
             channel.send_object(answer if isinstance(answer, Exception | Outcome) else "imported")
             number = channel.receive_object()
-            allowed.begin()
+            time_budget.restart()
             assert isinstance(implementation, Implementation)
             answer = _check_in_sandbox(number, implementation, mode, with_faults)
-    os._exit(0)  # threads of the learner's may go on for ever
+    os._exit(0)  # the learner's threads may never end
 
 
-def _open_implementation(source: str, allowed: "_Allowed") -> Implementation | Exception:
+def _open_implementation(source: str, time_budget: "_Allowed") -> Implementation | Exception:
     try:
-        return opened(source, allowed.timed)
+        return opened(source, time_budget.timed)
     except (OSError, ValueError) as error:
         return error
 
 
 def _check_in_sandbox(number: str, implementation: Implementation, mode: Mode, with_faults: bool) -> Outcome:
-    """Check a lesson, and inject mistakes if it passes and they are wanted; any error becomes an outcome."""
+    """Check a lesson; with `with_faults`, inject mistakes if it passes. Every error becomes an outcome."""
     lesson = BY_NUMBER[number]
     try:
-        verdict = check(lesson, implementation, mode)
-        tried = inject_faults(lesson, implementation) if with_faults and verdict.label == PASS else None
-        return outcome_of(number, verdict, tried)
-    except (MissingExtra, LeftOut) as error:
+        report = check(lesson, implementation, mode)
+        fault_report = inject_faults(lesson, implementation) if with_faults and report.label == PASS else None
+        return outcome_of(number, report, fault_report)
+    except (MissingExtra, NotInWheel) as error:
         return outcome_of(number, LessonReport(number, NOT_RUN, reason=str(error)))
     except MemoryError as error:
-        fault = f"your code needs more than {MEMORY >> 30} GiB of memory: {named(error)}"
+        fault = f"your code needs more than {MEMORY >> 30} GiB of memory: {format_error(error)}"
         return outcome_of(number, LessonReport(number, FAIL, fault=fault, traceback=all_frames(error)))
-    except BaseException as error:  # a bug of llorch, or of code that reaches into it
-        fault = f"the check itself raised {named(error)}; --full shows where"
+    except BaseException as error:  # a bug of llorch, or learner code that changes llorch
+        fault = f"the check itself raised {format_error(error)}; --full shows where"
         return outcome_of(number, LessonReport(number, FAIL, fault=fault, traceback=all_frames(error)))
 
 
 class _Allowed:
-    """The time that a learner's code may still take, and no other: by an alarm, and by a clock that others watch."""
+    """Time that a learner's code may still take: an alarm interrupts it, and the parent watches the shared clock."""
 
     def __init__(self, seconds: float, clock: np.ndarray) -> None:
-        self.left, self._seconds, self._clock = seconds, seconds, clock
-        self._n_returned, self._began = 0, 0.0
+        self.remaining, self._seconds, self._clock = seconds, seconds, clock
+        self._n_returned, self._started = 0, 0.0
         if hasattr(signal, "setitimer"):
             signal.signal(signal.SIGALRM, self._ring)
 
-    def begin(self) -> None:
-        """Allow another lesson its time."""
-        self.left, self._n_returned = self._seconds, 0
+    def restart(self) -> None:
+        """Restart the budget for the next lesson."""
+        self.remaining, self._n_returned = self._seconds, 0
 
     def _ring(self, *_signal: object) -> None:
         raise TookTooLong(f"took over {self._seconds:g} s of processor time; {self._advice()}")
 
     def _advice(self) -> str:
-        """Tell slow calls, of which several returned, from one call that took most of the time."""
-        if 2 * (time.monotonic() - self._began) > self._seconds:
+        """Return advice for one call that took most of the time, else for slow code."""
+        if 2 * (time.monotonic() - self._started) > self._seconds:
             return "check that each loop ends"
-        more = f"--seconds {6 * self._seconds:g}"
-        return f"{self._n_returned} calls returned, so the code is slow; compute on arrays, or check with {more}"
+        option = f"--seconds {6 * self._seconds:g}"
+        return f"{self._n_returned} calls returned, so the code is slow; compute on arrays, or check with {option}"
 
     @contextmanager
-    def running(self) -> Iterator[None]:
-        """Count the time of the block against the time that is left, and interrupt it when none is left.
+    def measure(self) -> Iterator[None]:
+        """Count the time of the `with` block against the budget, and interrupt the block when the budget is used up.
 
-        A block inside another one, such as a file that another file imports, has the time of that one.
+        Nested blocks, such as a file that another file imports, count as part of the outer block.
         """
         if self._clock[0]:
             yield
             return
-        self._began = time.monotonic()
-        self._clock[0] = self._began + max(self.left, 0)
-        self._set_alarm(max(self.left, 1e-3))
+        self._started = time.monotonic()
+        self._clock[0] = self._started + max(self.remaining, 0)
+        self._set_alarm(max(self.remaining, 1e-3))
         try:
             yield
             self._n_returned += 1
         finally:
             self._set_alarm(0)
             self._clock[0] = 0
-            self.left -= time.monotonic() - self._began
+            self.remaining -= time.monotonic() - self._started
 
     def _set_alarm(self, seconds: float) -> None:
         if hasattr(signal, "setitimer"):
@@ -328,28 +328,28 @@ class _Allowed:
 
     def timed(self, function: Call) -> Call:
         @wraps(function)
-        def call(**given: object) -> Any:
-            with self.running():
-                made = function(**given)
-            return self._stream(made) if isinstance(made, Iterator) else made
+        def call(**arguments: object) -> Any:
+            with self.measure():
+                returned = function(**arguments)
+            return self._stream(returned) if isinstance(returned, Iterator) else returned
 
         return call
 
-    def _stream(self, made: Iterator[Any]) -> Iterator[Any]:
-        """Yield the items of a stream; time counts while the next item is computed."""
+    def _stream(self, iterator: Iterator[Any]) -> Iterator[Any]:
+        """Yield the elements of a stream; only the computation of the next element counts."""
         end = object()
         while True:
-            with self.running():
-                each = next(made, end)
-            if each is end:
+            with self.measure():
+                element = next(iterator, end)
+            if element is end:
                 return
-            yield each
+            yield element
 
 
-def _stand_apart() -> None:
-    """Read no input, print to streams that the learner's code can break, and bound the memory."""
-    sys.dont_write_bytecode = True  # see `folder`
-    faulthandler.enable(2)  # which says where a crash was
+def _isolate_process() -> None:
+    """Close stdin, write stdout and stderr unbuffered to the output pipe, and limit the memory."""
+    sys.dont_write_bytecode = True  # see `folder._LessonLoader`
+    faulthandler.enable(2)  # prints the frames of a crash
     sys.stdin = Path(os.devnull).open()
     sys.stdout = sys.stderr = io.TextIOWrapper(open(2, "wb", buffering=0), "utf-8", "replace", write_through=True)
     limit_memory(MEMORY, kind="RLIMIT_DATA")

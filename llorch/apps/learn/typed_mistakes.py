@@ -1,7 +1,7 @@
-"""Functions that contain a known mistake, as a learner types them: made from rows of `llorch.diagnosis.mistakes`.
+"""Functions with a known mistake, as a learner might type them, made from the mistakes of `llorch.diagnosis.mistakes`.
 
-A row that replaces a function of a lesson takes the arguments of that function. This module adapts the other rows.
-Rows of training replace functions of llorch: each is put around that function, and called as the lesson's function is.
+`Mistake.wrong` maps a right function to a wrong one: the exercise's reference, or a function of llorch that this module
+adapts to the exercise's parameters. `our_x` is llorch's function, which an installed exercise replaces only as `x`.
 """
 
 import inspect
@@ -17,7 +17,7 @@ from llorch.apps.learn.exercises.after_logits import our_q4_0, our_q8_0
 from llorch.apps.learn.exercises.forward import LINEAR, RMS_NORM, ROPE, SWIGLU, our_linear
 from llorch.apps.learn.exercises.training import in_one_row, our_adamw_step, our_clip_by_norm, our_lora_backward
 from llorch.diagnosis.mistakes import MISTAKES, QUANTISED, TRAINING, Mistake, QuantisedInputs
-from llorch.diagnosis.mistakes.planting import instead, owner_of, replaced, replaced_all
+from llorch.diagnosis.mistakes.planting import find_owner, instead, replace_all, replaced
 from llorch.files.quant import GGMLType
 from llorch.lora.config import LoraConfig
 from llorch.lora.targets import LoraTarget
@@ -25,94 +25,94 @@ from llorch.ops.linear import linear_backward
 
 RIGHT_DECODERS = {GGMLType.Q8_0: our_q8_0, GGMLType.Q4_0: our_q4_0}
 FLOATS = (np.float32, np.float64)
-BLOCK = 32  # values in a block of Q8_0 or Q4_0
+BLOCK_SIZE = 32  # values per block of Q8_0 or Q4_0
 Tensor = Any  # of torch, which only lesson 14 imports
-Typed = Callable[[Exercise], Mapping[str, Call]]  # of an exercise: the name of each mistake, and the function
+MakeFunctions = Callable[[Exercise], Mapping[str, Call]]  # makes {name of the mistake: wrong function}
 
 
 def make_typed_mistakes(exercise: Exercise) -> Mapping[str, Call]:
-    """Make the wrong functions of an exercise, by the names of the mistakes, in the order of the library."""
-    return {name: _in_dtype(function) for name, function in SPECIAL.get(exercise.name, _replaced)(exercise).items()}
+    """Make the wrong functions of an exercise, by name of the mistake."""
+    return {name: _in_dtype(function) for name, function in SPECIAL.get(exercise.name, _apply_all)(exercise).items()}
 
 
-def _replaced(exercise: Exercise) -> Mapping[str, Call]:
-    """Return an exercise's reference with each known mistake, by the mistake's name."""
+def _apply_all(exercise: Exercise) -> Mapping[str, Call]:
+    """Apply each known mistake to the reference of an exercise; return the functions by name of the mistake."""
     return {
-        **{mistake.name: mistake.wrong(exercise.reference) for mistake in _mistakes_of(exercise.name)},
-        **typed_in_training(exercise),
+        **{mistake.name: mistake.wrong(exercise.reference) for mistake in _find_mistakes(exercise.name)},
+        **_type_training(exercise),
     }
 
 
-def _mistakes_of(name: str) -> list[Mistake[Any]]:
+def _find_mistakes(name: str) -> list[Mistake[Any]]:
     return [mistake for mistake in MISTAKES.values() if mistake.part == name]
 
 
 def _in_dtype(function: Call) -> Call:
-    """Round results that are wider than every array, as a lesson asks for: some rows compute in float64."""
+    """Round results to the dtype of the arguments, because some known mistakes compute in float64."""
 
     @wraps(function)
-    def wrong(*given: Any, **named: Any) -> Any:
-        dtypes = [each.dtype for each in (*given, *named.values()) if getattr(each, "dtype", None) in FLOATS]
-        returned = function(*given, **named)
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        dtypes = [value.dtype for value in (*args, *kwargs.values()) if getattr(value, "dtype", None) in FLOATS]
+        returned = function(*args, **kwargs)
         if isinstance(returned, tuple):
-            return tuple(_as(each, dtypes) for each in returned)
-        return _as(returned, dtypes)
+            return tuple(_round_to(value, dtypes) for value in returned)
+        return _round_to(returned, dtypes)
 
     return wrong
 
 
-def _as(result: Any, dtypes: Sequence[np.dtype]) -> Any:
-    """Round a float array to the first of the dtypes, unless it has one of them."""
-    is_other = isinstance(result, np.ndarray) and result.dtype in FLOATS and result.dtype not in dtypes
-    return result.astype(dtypes[0]) if is_other and dtypes else result
+def _round_to(array: Any, dtypes: Sequence[np.dtype]) -> Any:
+    """Round a float array to the first of some dtypes, unless it already has one of them."""
+    is_wider = isinstance(array, np.ndarray) and array.dtype in FLOATS and array.dtype not in dtypes
+    return array.astype(dtypes[0]) if is_wider and dtypes else array
 
 
 def _both_caches(exercise: Exercise) -> Mapping[str, Call]:
-    """Do to keys and values alike what a row does to the rows of one cache."""
+    """Apply mistakes of appending to one cache to both the key cache and the value cache."""
 
-    def of_both(one: Call) -> Call:
+    def apply_to_both(append_one: Call) -> Call:
         def append(past_k: np.ndarray, past_v: np.ndarray, k: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
             new_k, new_v = k.swapaxes(0, 1), v.swapaxes(0, 1)
-            return one(past=past_k, new=new_k), one(past=past_v, new=new_v)
+            return append_one(past=past_k, new=new_k), append_one(past=past_v, new=new_v)
 
         return append
 
-    def right(past: np.ndarray, new: np.ndarray) -> np.ndarray:
+    def append_rows(past: np.ndarray, new: np.ndarray) -> np.ndarray:
         return np.concatenate([past, new], axis=1)
 
-    return {mistake.name: of_both(mistake.wrong(right)) for mistake in _mistakes_of(exercise.name)}
+    return {mistake.name: apply_to_both(mistake.wrong(append_rows)) for mistake in _find_mistakes(exercise.name)}
 
 
-def _decoders(exercise: Exercise) -> Mapping[str, Call]:
-    """Decode blocks of one type as each mistake of that type does."""
+def _mistaken_decoders(exercise: Exercise) -> Mapping[str, Call]:
+    """Make a wrong decoder for each decoding mistake of the exercise's block type."""
     kind = GGMLType[exercise.name.upper()]
 
-    def decoder(mistake: Mistake[QuantisedInputs]) -> Call:
+    def make_decoder(mistake: Mistake[QuantisedInputs]) -> Call:
         def wrong(blocks: np.ndarray) -> np.ndarray:
-            shape, no_inputs = (len(blocks), BLOCK), np.empty((0, 0), np.float32)
-            with replaced(exercise.replaces, instead(RIGHT_DECODERS[kind])):  # where this function stands itself
+            shape, no_inputs = (len(blocks), BLOCK_SIZE), np.empty((0, 0), np.float32)
+            with replaced(exercise.replaces, instead(RIGHT_DECODERS[kind])):  # not the learner's installed function
                 return mistake.result(QuantisedInputs(kind, blocks, shape, no_inputs), "decode").reshape(shape)
 
         return wrong
 
-    able = (mistake for mistake in QUANTISED if "decode" in mistake.stages and kind.name in mistake.cases)
-    return {mistake.name: decoder(mistake) for mistake in able}
+    mistakes = (mistake for mistake in QUANTISED if "decode" in mistake.stages and kind.name in mistake.cases)
+    return {mistake.name: make_decoder(mistake) for mistake in mistakes}
 
 
-def _outputs_of_attention(exercise: Exercise) -> Mapping[str, Call]:
-    def of_output(linear: Call) -> Call:
+def _attention_outputs(exercise: Exercise) -> Mapping[str, Call]:
+    def with_linear(linear: Call) -> Call:
         def attention_output(context: np.ndarray, o_proj: np.ndarray, o_bias: np.ndarray | None) -> np.ndarray:
             return linear(x=context, weight=o_proj, bias=o_bias)
 
         return attention_output
 
-    return _of_products("attn_out", of_output)
+    return _mistaken_products("attn_out", with_linear)
 
 
 def _feed_forwards(exercise: Exercise) -> Mapping[str, Call]:
-    """Get the last product wrong, or the whole."""
+    """Make wrong feed-forward layers: a wrong down projection, or another mistake of the whole layer."""
 
-    def of_down(linear: Call) -> Call:
+    def with_linear(linear: Call) -> Call:
         def feed_forward(
             h: np.ndarray, gate_proj: np.ndarray, up_proj: np.ndarray, down_proj: np.ndarray
         ) -> np.ndarray:
@@ -121,13 +121,13 @@ def _feed_forwards(exercise: Exercise) -> Mapping[str, Call]:
 
         return feed_forward
 
-    return {**_replaced(exercise), **_of_products("ffn_out", of_down)}
+    return {**_apply_all(exercise), **_mistaken_products("ffn_out", with_linear)}
 
 
 def _logits_mistakes(exercise: Exercise) -> Mapping[str, Call]:
-    """Get the product wrong, or what is done to the logits."""
+    """Make wrong logits: a wrong product, or another mistake of the whole function."""
 
-    def of_output(linear: Call) -> Call:
+    def with_linear(linear: Call) -> Call:
         def logits(
             x: np.ndarray, final_norm: np.ndarray, lm_head: np.ndarray | None, embed_tokens: np.ndarray, eps: float
         ) -> np.ndarray:
@@ -136,95 +136,91 @@ def _logits_mistakes(exercise: Exercise) -> Mapping[str, Call]:
 
         return logits
 
-    return {**_replaced(exercise), **_of_products("logits", of_output)}
+    return {**_apply_all(exercise), **_mistaken_products("logits", with_linear)}
 
 
-def _of_products(stage: str, brought: Callable[[Call], Call]) -> Mapping[str, Call]:
-    """Put the wrong products that a stage can have into a function around them."""
-    mistakes = (mistake for mistake in _mistakes_of("linear") if stage in mistake.stages)
-    return {mistake.name: brought(mistake.wrong(LINEAR.reference)) for mistake in mistakes}
+def _mistaken_products(stage: str, with_linear: Callable[[Call], Call]) -> Mapping[str, Call]:
+    """Build a function around each wrong matrix product that a stage can have."""
+    mistakes = (mistake for mistake in _find_mistakes("linear") if stage in mistake.stages)
+    return {mistake.name: with_linear(mistake.wrong(LINEAR.reference)) for mistake in mistakes}
 
 
-def _norms_of_tensors(exercise: Exercise) -> Mapping[str, Call]:
-    """Normalise tensors as the wrong norms of lesson 01 normalise arrays."""
+def _torch_norms(exercise: Exercise) -> Mapping[str, Call]:
+    """Adapt the wrong norms of lesson 01 to torch tensors."""
 
-    def of_tensors(function: Call) -> Call:
+    def on_tensors(function: Call) -> Call:
         def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-            return _like(x, function(x=_array(x), weight=_array(weight), eps=eps))
+            return _to_tensor(x, function(x=_to_array(x), weight=_to_array(weight), eps=eps))
 
         return rms_norm
 
-    return {name: of_tensors(function) for name, function in make_typed_mistakes(RMS_NORM).items()}
+    return {name: on_tensors(function) for name, function in make_typed_mistakes(RMS_NORM).items()}
 
 
-def _turns_of_tensors(exercise: Exercise) -> Mapping[str, Call]:
-    """Rotate tensors as the wrong rotations of lesson 01b rotate arrays, one row of the batch after the other."""
+def _torch_ropes(exercise: Exercise) -> Mapping[str, Call]:
+    """Adapt the wrong RoPE functions of lesson 01b to torch tensors, one row of the batch at a time."""
 
-    def of_tensors(function: Call) -> Call:
+    def on_tensors(function: Call) -> Call:
         def rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-            tables = (np.broadcast_to(_array(table, np.float64), (len(x), *table.shape[1:])) for table in (cos, sin))
-            rows = [function(x=row, cos=c, sin=s) for row, c, s in zip(_array(x), *tables, strict=True)]
-            return _like(x, np.stack(rows))
+            tables = (np.broadcast_to(_to_array(table, np.float64), (len(x), *table.shape[1:])) for table in (cos, sin))
+            rows = [function(x=row, cos=c, sin=s) for row, c, s in zip(_to_array(x), *tables, strict=True)]
+            return _to_tensor(x, np.stack(rows))
 
         return rope
 
-    return {name: of_tensors(function) for name, function in make_typed_mistakes(ROPE).items()}
+    return {name: on_tensors(function) for name, function in make_typed_mistakes(ROPE).items()}
 
 
-def _array(tensor: Tensor, dtype: type[np.floating] = np.float32) -> np.ndarray:
+def _to_array(tensor: Tensor, dtype: type[np.floating] = np.float32) -> np.ndarray:
     return tensor.detach().float().cpu().numpy().astype(dtype, copy=False)
 
 
-def _like(x: Tensor, array: np.ndarray) -> Tensor:
-    """Return the array as a tensor with the dtype and the device of `x`."""
+def _to_tensor(x: Tensor, array: np.ndarray) -> Tensor:
+    """Convert an array to a tensor with the dtype and device of `x`."""
     return x.new_tensor(array, dtype=x.dtype)
 
 
-SPECIAL: Mapping[str, Typed] = {
+SPECIAL: Mapping[str, MakeFunctions] = {
     "append": _both_caches,
-    "attention_output": _outputs_of_attention,
+    "attention_output": _attention_outputs,
     "feed_forward": _feed_forwards,
     "logits": _logits_mistakes,
-    "q8_0": _decoders,
-    "q4_0": _decoders,
-    "torch_rms_norm": _norms_of_tensors,
-    "torch_rope": _turns_of_tensors,
+    "q8_0": _mistaken_decoders,
+    "q4_0": _mistaken_decoders,
+    "torch_rms_norm": _torch_norms,
+    "torch_rope": _torch_ropes,
 }
 
 
 Array = np.ndarray
-Brought = Callable[[Mistake[Any], Exercise], Call]  # a row and an exercise: the function that a learner types
+TrainingAdapter = Callable[[Mistake[Any], Exercise], Call]  # makes the wrong function of the exercise
 
 
-def typed_in_training(exercise: Exercise) -> Mapping[str, Call]:
-    """Make the wrong functions of an exercise of training, by the names of the mistakes."""
-    replaced_by = BROUGHT.get(exercise.name, {exercise.replaces: _called_alike})
-    return {
-        mistake.name: replaced_by[mistake.part](mistake, exercise)
-        for mistake in TRAINING
-        if mistake.part in replaced_by
-    }
+def _type_training(exercise: Exercise) -> Mapping[str, Call]:
+    """Make the wrong functions of a training exercise, by name of the mistake; none for other exercises."""
+    adapters = TRAINING_ADAPTERS.get(exercise.name, {exercise.replaces: _call_by_position})
+    return {mistake.name: adapters[mistake.part](mistake, exercise) for mistake in TRAINING if mistake.part in adapters}
 
 
-def _called_alike(mistake: Mistake[Any], exercise: Exercise) -> Call:
-    """Call the wrong function as llorch calls the right one: arrays by position, settings by name."""
-    wrong, names = mistake.wrong(exercise.reference), inspect.signature(exercise.reference)
+def _call_by_position(mistake: Mistake[Any], exercise: Exercise) -> Call:
+    """Call the wrong function as llorch calls the right one: arrays by position, other arguments by keyword."""
+    wrong, signature = mistake.wrong(exercise.reference), inspect.signature(exercise.reference)
 
-    def typed(*given: object, **named: object) -> Any:
-        arguments = names.bind(*given, **named).arguments
+    def call(*args: object, **kwargs: object) -> Any:
+        arguments = signature.bind(*args, **kwargs).arguments
         arrays = [value for value in arguments.values() if isinstance(value, Array)]
         settings = {name: value for name, value in arguments.items() if not isinstance(value, Array)}
         return wrong(*arrays, **settings)
 
-    return typed
+    return call
 
 
 def _wrong_scaling(mistake: Mistake[Any], exercise: Exercise) -> Call:
-    """Make a configuration of the settings, in which one matrix may have its own rank and alpha."""
+    """Build a LoRA config from the exercise's settings; one matrix, `own`, may override rank and alpha."""
 
     def right(config: LoraConfig, target: LoraTarget) -> float:
-        own = {"own_r": config.rank_of(target), "own_alpha": config.alpha_of(target)}
-        return exercise.reference(r=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora, **own)
+        pattern = {"own_r": config.rank_of(target), "own_alpha": config.alpha_of(target)}
+        return exercise.reference(r=config.r, lora_alpha=config.lora_alpha, use_rslora=config.use_rslora, **pattern)
 
     def lora_scaling(r: int, lora_alpha: float, own_r: int | None, own_alpha: float | None, use_rslora: bool) -> float:
         config = LoraConfig(
@@ -236,7 +232,7 @@ def _wrong_scaling(mistake: Mistake[Any], exercise: Exercise) -> Call:
     return lora_scaling
 
 
-def _labels(mistake: Mistake[Any], exercise: Exercise) -> Call:
+def _wrong_labels(mistake: Mistake[Any], exercise: Exercise) -> Call:
     def masked_labels(ids: Array, learned: Array) -> Array:
         documents = mistake.wrong(lambda batch: [(ids, exercise.reference(ids=ids, learned=learned))])
         return next(iter(documents(None)))[1]
@@ -244,8 +240,8 @@ def _labels(mistake: Mistake[Any], exercise: Exercise) -> Call:
     return masked_labels
 
 
-def _beside_matrix(mistake: Mistake[Any], exercise: Exercise) -> Call:
-    """Send the gradient through the frozen matrix as well, which the row is not about."""
+def _add_frozen(mistake: Mistake[Any], exercise: Exercise) -> Call:
+    """Add the gradient through the frozen matrix, which llorch computes elsewhere."""
 
     def lora_backward(
         grad: Array, x: Array, weight: Array, lora_A: Array, lora_B: Array, scaling: float
@@ -257,7 +253,7 @@ def _beside_matrix(mistake: Mistake[Any], exercise: Exercise) -> Call:
 
 
 def _wrong_lora_backward(mistake: Mistake[Any], exercise: Exercise) -> Call:
-    """Make the backward pass of a LoRA matrix that has a mistake, with the parameters of the exercise."""
+    """Make a wrong backward pass of a LoRA matrix, with the parameters of the exercise."""
 
     def lora_backward(
         grad: Array, x: Array, weight: Array, lora_A: Array, lora_B: Array, scaling: float
@@ -272,14 +268,14 @@ def _wrong_lora_backward(mistake: Mistake[Any], exercise: Exercise) -> Call:
     return lora_backward
 
 
-def _residual(mistake: Mistake[Any], exercise: Exercise) -> Call:
+def _wrong_residual(mistake: Mistake[Any], exercise: Exercise) -> Call:
     def residual_backward(grad: Array, through: Array) -> Array:
         return mistake.wrong(lambda d_out: exercise.reference(grad=d_out, through=through))(grad)
 
     return residual_backward
 
 
-def _clip(mistake: Mistake[Any], exercise: Exercise) -> Call:
+def _wrong_clip(mistake: Mistake[Any], exercise: Exercise) -> Call:
     wrong = mistake.wrong(our_clip_by_norm)
 
     def clip_by_norm(grads: Mapping[str, Array], max_norm: float) -> tuple[Array, float]:
@@ -289,14 +285,14 @@ def _clip(mistake: Mistake[Any], exercise: Exercise) -> Call:
     return clip_by_norm
 
 
-def _inside_step(mistake: Mistake[Any], exercise: Exercise) -> Call:
-    """Put a wrong function into llorch's step, with the wrong function that belongs to it."""
+def _wrong_step_part(mistake: Mistake[Any], exercise: Exercise) -> Call:
+    """Run llorch's AdamW step with a wrong inner function, and with the second function that is usually wrong too."""
     changes = mistake.changes(along=True)
-    replacements = [(part, instead(wrong(getattr(*owner_of(part))))) for part, wrong in changes]  # once: some count
+    replacements = [(name, instead(wrong(getattr(*find_owner(name))))) for name, wrong in changes]  # once: some count
 
-    def step(*arrays: Array, **how: object) -> tuple[Array, ...]:
-        with replaced_all(replacements):
-            return our_adamw_step(*arrays, **how)
+    def step(*arrays: Array, **settings: object) -> tuple[Array, ...]:
+        with replace_all(replacements):
+            return our_adamw_step(*arrays, **settings)
 
     return _with_betas(step)
 
@@ -306,17 +302,17 @@ def _with_betas(wrong: Call) -> Call:
         param: Array, grad: Array, m: Array, v: Array, step: int, lr: float, beta1: float, beta2: float, eps: float,
         weight_decay: float,
     ) -> tuple[Array, ...]:  # fmt: skip
-        how = {"step": step, "lr": lr, "eps": eps, "weight_decay": weight_decay}
-        return wrong(param, grad, m, v, betas=(beta1, beta2), **how)
+        settings = {"step": step, "lr": lr, "eps": eps, "weight_decay": weight_decay}
+        return wrong(param, grad, m, v, betas=(beta1, beta2), **settings)
 
     return adamw_step
 
 
-def _accumulated(mistake: Mistake[Any], exercise: Exercise) -> Call:
-    """Take the sums of each micro-batch for the batches of a step."""
+def _wrong_accumulation(mistake: Mistake[Any], exercise: Exercise) -> Call:
+    """Give the mistake indices of micro-batches as batches, so that it computes from the exercise's sums."""
 
     def accumulated(loss_sums: Array, n_trained: Array, grad_sums: Array) -> tuple[float, Array]:
-        def right(weights: None, adapter: None, batches: list[int], **how: object) -> tuple[float, dict[str, Array]]:
+        def right(weights: None, adapter: None, batches: list[int], **kwargs: object) -> tuple[float, dict[str, Array]]:
             loss, grad = exercise.reference(loss_sums[batches], n_trained[batches], grad_sums[batches])
             return loss, {"all": grad}
 
@@ -334,7 +330,7 @@ def _wrong_merge(mistake: Mistake[Any], exercise: Exercise) -> Call:
     return merged
 
 
-def _alpha(mistake: Mistake[Any], exercise: Exercise) -> Call:
+def _wrong_alpha(mistake: Mistake[Any], exercise: Exercise) -> Call:
     def gguf_alpha(lora_alpha: float, scalings: Array, ranks: Array) -> float:
         adapter = SimpleNamespace(config=SimpleNamespace(lora_alpha=lora_alpha))
         return mistake.wrong(lambda adapter: exercise.reference(lora_alpha, scalings, ranks))(adapter)
@@ -343,19 +339,19 @@ def _alpha(mistake: Mistake[Any], exercise: Exercise) -> Call:
 
 
 ADAMW, LORA = "llorch.training.adamw.", "llorch.ops.lora."
-BROUGHT: Mapping[str, Mapping[str, Brought]] = {  # exercise -> function of llorch that a row replaces -> how
+TRAINING_ADAPTERS: Mapping[str, Mapping[str, TrainingAdapter]] = {  # exercise -> wrapped function -> adapter
     "lora_scaling": {"llorch.lora.config.LoraConfig.scaling_of": _wrong_scaling},
-    "masked_labels": {"llorch.training.batch.Batch.each_document": _labels},
-    "lora_backward": {LORA + "lora_backward": _beside_matrix, LORA + "LoraMatrix.backward": _wrong_lora_backward},
-    "residual_backward": {"llorch.model.backward.block_backward": _residual},
-    "clip_by_norm": {ADAMW + "clip_by_norm": _clip},
+    "masked_labels": {"llorch.training.batch.Batch.each_document": _wrong_labels},
+    "lora_backward": {LORA + "lora_backward": _add_frozen, LORA + "LoraMatrix.backward": _wrong_lora_backward},
+    "residual_backward": {"llorch.model.backward.block_backward": _wrong_residual},
+    "clip_by_norm": {ADAMW + "clip_by_norm": _wrong_clip},
     "adamw_step": {
         ADAMW + "adamw_step": lambda mistake, exercise: _with_betas(mistake.wrong(our_adamw_step)),
-        ADAMW + "moved": _inside_step,
-        ADAMW + "moments": _inside_step,
+        ADAMW + "moved": _wrong_step_part,
+        ADAMW + "moments": _wrong_step_part,
     },
     "learning_rate": {ADAMW + "learning_rate": lambda mistake, exercise: mistake.wrong(exercise.reference)},
-    "accumulated": {"llorch.training.numpy_step.loss_and_gradients": _accumulated},
+    "accumulated": {"llorch.training.numpy_step.loss_and_gradients": _wrong_accumulation},
     "merged": {"llorch.lora.merge.merged_matrix": _wrong_merge},
-    "gguf_alpha": {"llorch.lora.gguf_format.common_alpha": _alpha},
+    "gguf_alpha": {"llorch.lora.gguf_format.common_alpha": _wrong_alpha},
 }

@@ -1,7 +1,7 @@
-"""Answers in the form of a JSON schema: llguidance walks its grammar byte by byte, and says which tokens may come next.
+"""Constrain answers to a JSON schema with llguidance, which computes the tokens that its grammar allows next.
 
-It is told our tokens as bytes, control tokens as none that text can have. What a schema leaves open, whitespace between
-values, is bounded as llama.cpp bounds it, so that a model cannot go on with blanks for ever.
+llguidance gets the model's tokens as bytes; control tokens have no bytes, so that no text contains them. Whitespace
+between values is limited as in llama.cpp, so that a model cannot generate blanks for ever.
 
 Source: llguidance docs/json_schema.md; llama.cpp common/json-schema-to-grammar.cpp, SPACE_RULE (whitespace).
 """
@@ -21,84 +21,84 @@ from llorch.files.tokenizer import Tokenizer
 from llorch.runtime.errors import FormatError, UserError
 
 if TYPE_CHECKING:
-    from llguidance._lib import JsonCompileOptions  # not there when it runs
+    from llguidance._lib import JsonCompileOptions  # exists only for type checkers
 
 ANY_OBJECT: Mapping[str, object] = {"type": "object"}
 MAX_CHARACTERS, MAX_VALUES, MAX_DEPTH = 65536, 2048, 64  # of a schema; 2,000 optional properties compile in 1.2 s
-MAX_MULTIPLES = 10_000  # product of all `multipleOf`: so many states has their automaton
-_OPTIONS: "JsonCompileOptions" = {  # all of them: a schema may set others under `x-guidance`
+MAX_MULTIPLES = 10_000  # product of all `multipleOf`, the number of states of their automaton
+_OPTIONS: "JsonCompileOptions" = {  # every option, because a schema could set a missing one under `x-guidance`
     "item_separator": ",", "key_separator": ":", "whitespace_flexible": True,
     "whitespace_pattern": r" |\n{1,2}[ \t]{0,20}", "coerce_one_of": False, "lenient": False,
     "json_allowed_escapes": None, "json_allow_general_unicode_escapes": True,
 }  # fmt: skip
-_LIMITS = LLParserLimits(max_items_in_row=10_000, max_lexer_states=25_000, verbose_errors=False)  # 2 kB a state
+_LIMITS = LLParserLimits(max_items_in_row=10_000, max_lexer_states=25_000, verbose_errors=False)  # a state has 2 kB
 
 
 class JsonGuide:
-    """A `llorch.model.generate.Guide` for one answer."""
+    """A `llorch.model.generate.Guide` that constrains one answer to a grammar."""
 
     def __init__(self, matcher: LLMatcher, ends: np.ndarray, n_tokens: int) -> None:
-        """Start before the first token; of the ids only the first `n_tokens` are the library's."""
+        """Start before the first token; `ends` masks the end tokens, llguidance knows the first `n_tokens` ids."""
         self._matcher, self._ends, self._n_tokens = matcher, ends, n_tokens
-        self._ended = False
+        self._ended = False  # True after an end token
 
     def allowed(self) -> np.ndarray:
-        """See `Guide.allowed`; end tokens exactly where the form is complete. FormatError: a step costs too much."""
+        """See `Guide.allowed`; end tokens only after a complete value; FormatError if a step exceeds `_LIMITS`."""
         if self._ended:
             return self._ends.copy()
-        bits = allocate_token_bitmask(1, self._n_tokens + 1)
+        bits = allocate_token_bitmask(1, self._n_tokens + 1)  # + 1: the end token of `_Vocabulary`
         fill_next_token_bitmask(self._matcher, bits)
         if self._matcher.is_error():
-            raise _unsupported(self._matcher)
+            raise _unsupported_error(self._matcher)
         mask = np.zeros_like(self._ends)
         mask[: self._n_tokens] = np.unpackbits(bits.view(np.uint8)[0], count=self._n_tokens, bitorder="little")
         mask[self._ends] = self._matcher.is_accepting()
         return mask
 
     def take(self, token_id: int) -> None:
-        """Go on, see `Guide.take`; FormatError for a token that was not allowed."""
+        """Advance by one token, see `Guide.take`; raise FormatError for a token that was not allowed."""
         self._ended = self._ended or bool(self._ends[token_id])
         if not self._ended and not self._matcher.consume_token(token_id):
-            raise _unsupported(self._matcher)
+            raise _unsupported_error(self._matcher)
 
 
 def guide_for(
     tokenizer: Tokenizer, schema: Mapping[str, object] | None, *, vocab_size: int, end_ids: frozenset[int] | None = None
 ) -> JsonGuide:
-    """Hold one answer to a JSON schema: return a guide before the first token.
+    """Make a guide that constrains one answer to a JSON schema, from the first token on.
 
     Args:
-        tokenizer: Whose tokens the answer has; what is made of it is kept for the next call.
+        tokenizer: Tokenizer of the model; its converted vocabulary is cached for the next call.
         schema: The schema; None for any JSON object.
-        vocab_size: Logits of the model, which may have more rows than the tokenizer has tokens.
-        end_ids: Tokens that end the answer; by default those of the tokenizer.
+        vocab_size: Number of logits of the model, which may be more than the tokenizer has tokens.
+        end_ids: Tokens that end the answer; the tokenizer's EOS tokens by default.
 
     Raises:
-        FormatError: Unsupported: the schema is none, cannot be fulfilled, or uses what the library lacks, such as
-            `oneOf`, `not` and `uniqueItems`; TooLarge: it is beyond 65,536 characters, 2,048 values or a depth of 64.
-        ValueError: There is no end token.
+        FormatError: Unsupported: the schema is invalid, matches no value, or uses features that llguidance lacks, such
+            as `oneOf`, `not` and `uniqueItems`; TooLarge: over 65,536 characters, 2,048 values or a depth of 64.
+        UserError: There is no end token.
     """
     ends = np.zeros(vocab_size, bool)
     ends[sorted(tokenizer.eos_token_ids if end_ids is None else end_ids)] = True
     if not ends.any():
         raise UserError("json schema: expected a model with an end token, got one without; leave ignore_eos off")
-    words = _grammar_tokenizer(tokenizer, min(vocab_size, tokenizer.vocab_size))
-    matcher = LLMatcher(words, _grammar(schema), log_level=0, limits=_LIMITS)
+    grammar_tokenizer = _grammar_tokenizer(tokenizer, min(vocab_size, tokenizer.vocab_size))
+    matcher = LLMatcher(grammar_tokenizer, _compile_grammar(schema), log_level=0, limits=_LIMITS)
     if matcher.is_error():
-        raise _unsupported(matcher, schema)
+        raise _unsupported_error(matcher, schema)
     guide = JsonGuide(matcher, ends, min(vocab_size, tokenizer.vocab_size))
     try:
-        guide.allowed()  # some schemas that nothing fulfils show here
+        guide.allowed()  # some schemas that match no value fail only here
     except FormatError:
-        raise _unsupported(matcher, schema) from None
+        raise _unsupported_error(matcher, schema) from None
     return guide
 
 
-def _grammar(schema: Mapping[str, object] | None) -> str:
-    checked = ANY_OBJECT if schema is None else schema
-    _require_bounded(checked)
+def _compile_grammar(schema: Mapping[str, object] | None) -> str:
+    checked_schema = ANY_OBJECT if schema is None else schema
+    _require_bounded(checked_schema)
     try:
-        text = json.dumps(checked, allow_nan=False)
+        text = json.dumps(checked_schema, allow_nan=False)
     except ValueError:
         raise FormatError("Malformed", "json schema: expected finite numbers, got NaN or infinity") from None
     if len(text) > MAX_CHARACTERS:
@@ -107,32 +107,32 @@ def _grammar(schema: Mapping[str, object] | None) -> str:
 
 
 def _require_bounded(schema: Mapping[str, object]) -> None:
-    """Refuse what costs too much before the library sees it."""
+    """Raise FormatError for a schema with too many values, too deep or with large multiples, before llguidance runs."""
     multiples = set()
-    for n, (value, depth) in enumerate(_nested_values(schema)):
-        if n == MAX_VALUES:
+    for index, (value, depth) in enumerate(_nested_values(schema)):
+        if index == MAX_VALUES:
             raise FormatError("TooLarge", f"json schema: expected at most {MAX_VALUES} values, got more")
         if depth > MAX_DEPTH:
             raise FormatError("TooLarge", f"json schema: expected a depth of at most {MAX_DEPTH}, got more")
         if isinstance(value, Mapping) and isinstance(value.get("multipleOf"), int | float):
-            multiples.add(_states(value["multipleOf"]))
+            multiples.add(_n_states(value["multipleOf"]))
     if prod(multiples) > MAX_MULTIPLES:
-        wanted = f"multipleOf values with a product of at most {MAX_MULTIPLES} (without decimal points)"
-        raise FormatError("TooLarge", f"json schema: expected {wanted}, got {prod(multiples)}")
+        expected = f"multipleOf values with a product of at most {MAX_MULTIPLES} (without decimal points)"
+        raise FormatError("TooLarge", f"json schema: expected {expected}, got {prod(multiples)}")
 
 
 def _nested_values(schema: object) -> Iterator[tuple[object, int]]:
-    """Yield every value of a schema, and how deep it lies."""
+    """Yield every value nested in a schema, with its depth."""
     pending = [(schema, 0)]
     while pending:
         value, depth = pending.pop()
         yield value, depth
-        inner = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
-        pending += [(one, depth + 1) for one in inner]
+        children = value.values() if isinstance(value, Mapping) else value if isinstance(value, list) else ()
+        pending += [(child, depth + 1) for child in children]
 
 
-def _states(multiple: float) -> int:
-    """Turn a number into an integer by removing its point; its remainders are the states of an automaton."""
+def _n_states(multiple: float) -> int:
+    """Count the states of the automaton for a multiple: the remainders of the integer without its decimal point."""
     if not np.isfinite(multiple):
         return MAX_MULTIPLES + 1
     exact = Decimal(str(multiple))
@@ -145,70 +145,70 @@ def _grammar_tokenizer(tokenizer: Tokenizer, n_tokens: int) -> LLTokenizer:
 
 
 class _Vocabulary:
-    """Our tokenizer as the library wants to see one."""
+    """llorch's tokenizer with the interface that llguidance requires."""
 
     def __init__(self, tokenizer: Tokenizer, n_tokens: int) -> None:
-        self.tokens = [*(tokenizer.token_bytes(one) for one in range(n_tokens)), b"<end>"]
-        self.eos_token_id = n_tokens  # no token of the model: callers say which tokens end an answer
-        self.special_token_ids = [n_tokens]  # control tokens have no bytes, and never come
+        self.tokens = [*(tokenizer.token_bytes(token_id) for token_id in range(n_tokens)), b"<end>"]
+        self.eos_token_id = n_tokens  # no token of the model: `JsonGuide` handles the model's end tokens
+        self.special_token_ids = [n_tokens]  # control tokens have no bytes, so they are never allowed
         self.bos_token_id = None
         self._tokenizer = tokenizer
-        self._ids = {text: one for one, text in enumerate(self.tokens[:-1]) if text}
+        self._ids = {text: token_id for token_id, text in enumerate(self.tokens[:-1]) if text}
         self._longest = max(map(len, self._ids), default=0)
 
     def __call__(self, text: bytes) -> list[int]:
-        """Tokenize forced text by the model's tokenizer; if its tokens have other bytes, take the longest tokens."""
+        """Tokenize forced text with the model's tokenizer; if it adds a space or normalises, encode greedily."""
         ids = self._tokenizer.encode(text.decode("utf-8", "replace"), add_special=False)
-        same = all(one < len(self.tokens) - 1 for one in ids) and b"".join(self.tokens[one] for one in ids) == text
-        return ids if same else self._longest_first(text)
+        is_exact = all(i < len(self.tokens) - 1 for i in ids) and b"".join(self.tokens[i] for i in ids) == text
+        return ids if is_exact else self._encode_greedily(text)
 
-    def _longest_first(self, text: bytes) -> list[int]:
-        """Encode text by the longest tokens first; for vocabularies whose own encoding adds a space or normalises."""
-        ids, at = [], 0
-        while at < len(text):
-            parts = (text[at : at + n] for n in range(self._longest, 0, -1))
-            part = next((part for part in parts if part in self._ids), None)
-            if part is None:
-                return ids  # what is left must come byte by byte
-            ids.append(self._ids[part])
-            at += len(part)
+    def _encode_greedily(self, text: bytes) -> list[int]:
+        """Encode text greedily by the longest token; stop early at bytes that start no token."""
+        ids, position = [], 0
+        while position < len(text):
+            prefixes = (text[position : position + length] for length in range(self._longest, 0, -1))
+            prefix = next((prefix for prefix in prefixes if prefix in self._ids), None)
+            if prefix is None:
+                return ids  # the model generates the remaining bytes itself
+            ids.append(self._ids[prefix])
+            position += len(prefix)
         return ids
 
 
-def _unsupported(matcher: LLMatcher, schema: Mapping[str, object] | None = None) -> FormatError:
-    said = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
-    if schema is not None and (cycle := _cycle(schema)):
-        said = f"expected a $ref that ends at a type, got the cycle {' -> '.join(cycle)}"
+def _unsupported_error(matcher: LLMatcher, schema: Mapping[str, object] | None = None) -> FormatError:
+    reason = " ".join(matcher.get_error().replace("<non-verbose/>", "").split())[:300]
+    if schema is not None and (cycle := _find_cycle(schema)):
+        reason = f"expected a $ref that ends at a type, got the cycle {' -> '.join(cycle)}"
     return FormatError(
-        "Unsupported", f"json schema: {said or f'no value can match this schema ({matcher.stop_reason()})'}"
+        "Unsupported", f"json schema: {reason or f'no value can match this schema ({matcher.stop_reason()})'}"
     )
 
 
-def _cycle(schema: Mapping[str, object]) -> list[str]:
-    """Find pointers of `$ref` that lead to each other, with nothing but anyOf, allOf and oneOf between them."""
-    pending = [(one, [one]) for one in _references(schema)]
+def _find_cycle(schema: Mapping[str, object]) -> list[str]:
+    """Find a cycle of `$ref` pointers with only anyOf, allOf and oneOf between them; empty if there is none."""
+    pending = [(first_pointer, [first_pointer]) for first_pointer in _references(schema)]
     while pending:
-        pointer, way = pending.pop()
-        for following in _references(_resolve_pointer(schema, pointer)):
-            if following in way:
-                return [*way[way.index(following) :], following]
-            pending.append((following, [*way, following]))
+        pointer, path = pending.pop()
+        for next_pointer in _references(_resolve_pointer(schema, pointer)):
+            if next_pointer in path:
+                return [*path[path.index(next_pointer) :], next_pointer]
+            pending.append((next_pointer, [*path, next_pointer]))
     return []
 
 
 def _references(schema: object) -> list[str]:
-    """List the pointers that a value must follow before it has a type."""
+    """List the pointers that must be followed to find the type of a schema."""
     if not isinstance(schema, Mapping):
         return []
     parts = [
-        one for key in ("anyOf", "allOf", "oneOf") if isinstance(listed := schema.get(key), list) for one in listed
+        part for key in ("anyOf", "allOf", "oneOf") if isinstance(schemas := schema.get(key), list) for part in schemas
     ]
-    own = [pointer] if isinstance(pointer := schema.get("$ref"), str) else []
-    return own + [pointer for part in parts for pointer in _references(part)]
+    direct = [pointer] if isinstance(pointer := schema.get("$ref"), str) else []
+    return direct + [pointer for part in parts for pointer in _references(part)]
 
 
 def _resolve_pointer(schema: object, pointer: str) -> object:
-    """Return the value that a JSON pointer such as `#/$defs/a` names in a schema; None where there is none."""
+    """Return the value at a JSON pointer such as `#/$defs/a` in a schema; None if there is none."""
     for name in pointer.removeprefix("#").split("/")[1:]:
         name = name.replace("~1", "/").replace("~0", "~")
         schema = schema.get(name) if isinstance(schema, Mapping) else None

@@ -15,37 +15,37 @@ from typing import Any
 Scope = Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 Send = Callable[[Message], Awaitable[None]]
-App = Callable[[Scope, Receive, Send], Awaitable[None]]  # of ASGI
+App = Callable[[Scope, Receive, Send], Awaitable[None]]  # as ASGI defines it
 
 
 @dataclass(frozen=True)
 class Refusal:
-    """An answer that says no."""
+    """Answer to a request that llorch refuses."""
 
     status: int
     message: str
     code: str  # for programs
-    headers: Mapping[str, str] | None = None  # beside those of every refusal
+    headers: Mapping[str, str] | None = None  # in addition to those of every refusal
 
     def body(self) -> bytes:
-        """Write the error as JSON."""
+        """Encode the error as JSON."""
         kind = "server_error" if self.status >= 500 else "invalid_request_error"
         return json.dumps({"error": {"message": self.message, "type": kind, "param": None, "code": self.code}}).encode()
 
     def fields(self) -> list[tuple[bytes, bytes]]:
-        """List the headers of the answer."""
-        named = {"content-type": "application/json", "content-length": str(len(self.body())), **(self.headers or {})}
-        return [(name.encode(), value.encode()) for name, value in named.items()]
+        """Return the headers of the answer."""
+        headers = {"content-type": "application/json", "content-length": str(len(self.body())), **(self.headers or {})}
+        return [(name.encode(), value.encode()) for name, value in headers.items()]
 
     def reason(self) -> bytes:
-        """Return the name of the status in HTTP."""
+        """Return the HTTP name of the status."""
         return HTTPStatus(self.status).phrase.encode()
 
-    async def say(self, send: Send, rest: Receive | None = None) -> None:
-        """Give the answer, and let the `rest` of the body come: a client whose sending fails may not read it."""
+    async def send_to(self, send: Send, receive: Receive | None = None) -> None:
+        """Send the answer, then `receive` the rest of the body: a client may read no answer if its sending fails."""
         await send({"type": "http.response.start", "status": self.status, "headers": self.fields()})
         await send({"type": "http.response.body", "body": self.body(), "more_body": True})
-        while rest is not None and (await rest()).get("more_body", False):
+        while receive is not None and (await receive()).get("more_body", False):
             pass
         await send({"type": "http.response.body", "body": b""})
 
@@ -57,30 +57,29 @@ MALFORMED = Refusal(400, "expected an HTTP/1.1 request", "malformed_request")
 FULL = Refusal(503, "too many connections", "too_many_connections", {"retry-after": "1"})
 STOPPING = Refusal(503, "the server is stopping", "stopping", {"retry-after": "5", "connection": "close"})
 
-
 HEADER = b"x-request-id"
-_GOOD = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")  # nothing that ends a header, a line of a log or a quotation
+_SAFE_ID = re.compile(rb"[A-Za-z0-9._~:/+=@-]{1,128}")  # nothing that ends a header, a log line or a quotation
 
 
 def request_id(headers: Iterable[tuple[bytes, bytes]] = ()) -> bytes:
-    """Return the id that a client gave to its request; a new one if it gave none, several or an invalid one."""
-    given = [value for name, value in headers if name == HEADER]
-    if len(given) == 1 and _GOOD.fullmatch(given[0]):
-        return given[0]
+    """Return the id that the client sent; a new id if it sent none, several or an invalid one."""
+    ids = [value for name, value in headers if name == HEADER]
+    if len(ids) == 1 and _SAFE_ID.fullmatch(ids[0]):
+        return ids[0]
     return f"req_{secrets.token_hex(12)}".encode()
 
 
-def identified(app: App) -> App:
-    """Wrap an application so that every answer has the id of its request."""
+def add_request_id(app: App) -> App:
+    """Wrap an application so that every answer has the id of its request in a header."""
 
-    async def named(scope: Scope, receive: Receive, send: Send) -> None:
-        name = request_id(scope["headers"])
+    async def app_with_id(scope: Scope, receive: Receive, send: Send) -> None:
+        client_id = request_id(scope["headers"])
 
-        async def naming(message: Message) -> None:
+        async def send_with_id(message: Message) -> None:
             if message["type"] == "http.response.start":
-                message = {**message, "headers": [*message.get("headers", ()), (HEADER, name)]}
+                message = {**message, "headers": [*message.get("headers", ()), (HEADER, client_id)]}
             await send(message)
 
-        await app(scope, receive, naming)
+        await app(scope, receive, send_with_id)
 
-    return named
+    return app_with_id

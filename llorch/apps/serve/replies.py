@@ -1,7 +1,7 @@
-"""What is answered: the JSON of replies, as pydantic models, which describe it to others; names are OpenAI's.
+"""JSON bodies of replies as pydantic models, which describe them in OpenAPI; the names are OpenAI's.
 
-Fields without a value are left out where OpenAI leaves them out; what has to be there as null is given as None.
-The functions below count tokens and times and write log probabilities, each token as text and as bytes.
+A field that is not set is omitted; a field that OpenAI sends as null is set to None. The functions at the end count
+tokens and times, and format log probabilities with each token as text and as bytes.
 """
 
 from collections.abc import Sequence
@@ -9,14 +9,14 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from llorch.apps.serve.engine import MadeToken, Work
+from llorch.apps.serve.engine import NewToken, Work
 from llorch.files.tokenizer import Tokenizer
 
 Finish = Literal["stop", "length"]
 
 
 class Reply(BaseModel):
-    """Made here, so nothing is checked twice."""
+    """JSON body that llorch makes."""
 
     model_config = ConfigDict(extra="forbid")
 
@@ -26,7 +26,7 @@ class Reply(BaseModel):
 
 
 class Error(Reply):
-    """What was wrong."""
+    """Error of a request."""
 
     message: str
     type: str
@@ -35,19 +35,19 @@ class Error(Reply):
 
 
 class ErrorReply(Reply):
-    """Every answer whose status is not 200."""
+    """Reply with a status other than 200."""
 
     error: Error
 
 
 class Health(Reply):
-    """Of /health, while all is well."""
+    """Reply of /health while the server works."""
 
     status: Literal["ok"]
 
 
 class ModelCard(Reply):
-    """One model, or it with an adapter."""
+    """The model, without or with an adapter."""
 
     id: str
     object: Literal["model"]
@@ -58,20 +58,20 @@ class ModelCard(Reply):
 
 
 class ModelList(Reply):
-    """Of /v1/models."""
+    """Reply of /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
 class CachedTokens(Reply):
-    """Of a prompt."""
+    """Prompt tokens from the prefix cache."""
 
     cached_tokens: int
 
 
 class Usage(Reply):
-    """Tokens of a request."""
+    """Numbers of tokens of a request."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -80,7 +80,7 @@ class Usage(Reply):
 
 
 class Timings(Reply):
-    """How long it took, in the words of llama-server: first the prompts, then what was made."""
+    """Times of prefill (prompt) and decoding (predicted), with llama-server's field names."""
 
     cache_n: int
     prompt_n: int
@@ -92,28 +92,28 @@ class Timings(Reply):
 
 
 class TopLogprob(Reply):
-    """A token that could have come."""
+    """Log probability of a candidate token."""
 
     token: str
     bytes: list[int]
-    logprob: float  # natural, before any filter; -9999 at least
+    logprob: float  # natural logarithm, before any filter; at least -9999
 
 
 class TokenLogprob(TopLogprob):
-    """The one that came, an end token apart."""
+    """Log probability of a generated token, except an end token."""
 
     top_logprobs: list[TopLogprob]
 
 
 class ChatLogprobs(Reply):
-    """Of an answer."""
+    """Log probabilities of a chat answer."""
 
     content: list[TokenLogprob]
     refusal: None
 
 
 class ChatMessage(Reply):
-    """An answer."""
+    """Message of the assistant."""
 
     role: Literal["assistant"]
     content: str
@@ -121,7 +121,7 @@ class ChatMessage(Reply):
 
 
 class ChatChoice(Reply):
-    """One of `n`."""
+    """One of the `n` answers."""
 
     index: int
     message: ChatMessage
@@ -130,7 +130,7 @@ class ChatChoice(Reply):
 
 
 class ChatCompletion(Reply):
-    """Of /v1/chat/completions."""
+    """Reply of /v1/chat/completions."""
 
     id: str
     object: Literal["chat.completion"]
@@ -143,14 +143,14 @@ class ChatCompletion(Reply):
 
 
 class Delta(Reply):
-    """What is new."""
+    """New part of a streamed message."""
 
     role: Literal["assistant"] | None = None
     content: str | None = None
 
 
 class ChunkChoice(Reply):
-    """What is new of one of `n`."""
+    """New part of one of the `n` answers."""
 
     index: int
     delta: Delta
@@ -159,7 +159,7 @@ class ChunkChoice(Reply):
 
 
 class ChatChunk(Reply):
-    """An event of a stream; the last one has no choices, but the counts."""
+    """Event of a chat stream; the last event has no choices but the token counts, if the request asks for them."""
 
     id: str
     object: Literal["chat.completion.chunk"]
@@ -172,16 +172,16 @@ class ChatChunk(Reply):
 
 
 class CompletionLogprobs(Reply):
-    """Of an answer, an entry a token."""
+    """Log probabilities of a completion, one entry per token."""
 
-    tokens: list[str]  # texts; `bytes:` or `token_id:` where these are none or the same, as in top_logprobs
+    tokens: list[str]  # texts; see `_distinct_keys` for a token without a valid or distinct text
     token_logprobs: list[float]
     top_logprobs: list[dict[str, float]]
     text_offset: list[int]  # characters of the answer's text before the token's
 
 
 class CompletionChoice(Reply):
-    """One answer: `n` of the first prompt, then those of the next."""
+    """One answer; the `n` answers of the first prompt come first, then those of the next prompt."""
 
     index: int
     text: str
@@ -190,7 +190,7 @@ class CompletionChoice(Reply):
 
 
 class Completion(Reply):
-    """Of /v1/completions, and an event of its stream."""
+    """Reply of /v1/completions, and event of its stream."""
 
     id: str
     object: Literal["text_completion"]
@@ -203,26 +203,26 @@ class Completion(Reply):
 
 
 class Piece(Reply):
-    """A token: its text, or its bytes where these are none."""
+    """Token with its text, or its bytes if they are no valid text."""
 
     id: int
     piece: str | list[int]
 
 
 class Tokenized(Reply):
-    """Of /tokenize."""
+    """Reply of /tokenize."""
 
     tokens: list[int] | list[Piece]
 
 
 class Detokenized(Reply):
-    """Of /detokenize."""
+    """Reply of /detokenize."""
 
     content: str
 
 
 class Stage(Reply):
-    """A stage of a pass: figures of its finite values, null where there are none."""
+    """Summary of the finite values of one stage; null if there are none."""
 
     name: str
     shape: list[int]
@@ -234,7 +234,7 @@ class Stage(Reply):
 
 
 class Trace(Reply):
-    """Of /v1/trace: every stage in the order of the pass, and arrays as .npy files in base64."""
+    """Reply of /v1/trace: every stage in the order of the pass, and arrays as .npy files in base64."""
 
     model: str
     tokens: list[int]
@@ -246,7 +246,7 @@ Status = Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputText(Reply):
-    """The text of an answer."""
+    """Text of an answer."""
 
     type: Literal["output_text"]
     text: str
@@ -255,7 +255,7 @@ class OutputText(Reply):
 
 
 class OutputMessage(Reply):
-    """An answer."""
+    """Message of the assistant in a response."""
 
     type: Literal["message"]
     id: str
@@ -265,7 +265,7 @@ class OutputMessage(Reply):
 
 
 class Why(Reply):
-    """Why an answer is incomplete."""
+    """Reason why an answer is incomplete."""
 
     reason: Literal["max_output_tokens"]
 
@@ -283,7 +283,7 @@ class OutputDetails(Reply):
 
 
 class ResponseUsage(Reply):
-    """Tokens of a request."""
+    """Numbers of tokens of a response."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -315,7 +315,7 @@ class Response(Reply):
 
 
 class ResponseEvent(Reply):
-    """An event of its stream; which fields there are follows from the type."""
+    """Event of a /v1/responses stream; its type decides which fields it has."""
 
     type: str
     sequence_number: int
@@ -331,40 +331,41 @@ class ResponseEvent(Reply):
 
 
 def usage(works: Sequence[Work], *, n_prompt: int) -> Usage:
-    """Count the tokens of all answers to a request; each prompt of `n_prompt` tokens is counted once."""
-    made, cached = sum(work.n_made for work in works), max((work.n_cached for work in works), default=0)
+    """Count the tokens of all answers to a request; `n_prompt` counts each prompt once, also if it has many answers."""
+    n_generated, n_cached = sum(work.n_generated for work in works), max((work.n_cached for work in works), default=0)
     return Usage(
         prompt_tokens=n_prompt,
-        completion_tokens=made,
-        total_tokens=n_prompt + made,
-        prompt_tokens_details=CachedTokens(cached_tokens=min(cached, n_prompt)),
+        completion_tokens=n_generated,
+        total_tokens=n_prompt + n_generated,
+        prompt_tokens_details=CachedTokens(cached_tokens=min(n_cached, n_prompt)),
     )
 
 
 def counts(works: Sequence[Work], *, n_prompt: int) -> dict[str, Any]:
-    """Return the usage and the timings of all answers to a request, by their names in a reply."""
+    """Return the fields `usage` and `timings` of a reply, for all answers to a request."""
     return {"usage": usage(works, n_prompt=n_prompt), "timings": timings(works)}
 
 
 def timings(works: Sequence[Work]) -> Timings:
-    """Measure from the first answer that began to the last that ended."""
-    began = min(work.joined or work.submitted for work in works)
-    first = max(work.first or began for work in works)
+    """Measure prefill, from the first start of an answer until each has a token, and decoding, from then to the end."""
+    start = min(work.joined or work.submitted for work in works)
+    first = max(work.first or start for work in works)
     last = max(work.last or first for work in works)
-    n_read, n_made = sum(len(work.job.ids) - work.n_cached for work in works), sum(work.n_made for work in works)
+    n_prompt = sum(len(work.job.ids) - work.n_cached for work in works)
+    n_tokens = sum(work.n_generated for work in works)
     return Timings(
         cache_n=sum(work.n_cached for work in works),
-        prompt_n=n_read,
-        prompt_ms=1e3 * (first - began),
-        prompt_per_second=_rate(n_read, first - began),
-        predicted_n=n_made,
+        prompt_n=n_prompt,
+        prompt_ms=1e3 * (first - start),
+        prompt_per_second=_rate(n_prompt, first - start),
+        predicted_n=n_tokens,
         predicted_ms=1e3 * (last - first),
-        predicted_per_second=_rate(n_made - len(works), last - first),
+        predicted_per_second=_rate(n_tokens - len(works), last - first),  # prefill yields each first token
     )
 
 
 def finish_reason(finish: str | None) -> Finish | None:
-    """Translate the end of an answer to OpenAI's words: an end token is a stop."""
+    """Translate a finish reason to OpenAI's: `length`, or `stop` for an end token or a stop string."""
     return "length" if finish == "length" else None if finish is None else "stop"
 
 
@@ -372,56 +373,56 @@ def _rate(n: int, seconds: float) -> float:
     return n / seconds if n > 0 and seconds > 0 else 0.0
 
 
-LEAST = -9999.0  # JSON has no infinity
+FLOOR = -9999.0  # replaces minus infinity, which JSON lacks
 
 
 def piece(tokenizer: Tokenizer, token_id: int) -> bytes:
-    """Return the bytes of a token; of a control token, those of its text."""
+    """Return the bytes of a token; for a control token, the bytes of its text."""
     if token_id in tokenizer.control_ids:
         return tokenizer.decode([token_id], skip_special=False).encode()
     return tokenizer.token_bytes(token_id)
 
 
-def for_chat(tokenizer: Tokenizer, made: MadeToken) -> ChatLogprobs:
-    """Make the log probabilities of one token for a chat; none for an end token, which is no part of the answer."""
-    token = made.token
+def chat_logprobs(tokenizer: Tokenizer, new_token: NewToken) -> ChatLogprobs:
+    """Make the log probabilities of one token of a chat; none for an end token, which has no text."""
+    token = new_token.token
     if token.finish == "eos":
         return ChatLogprobs(content=[], refusal=None)
-    top = [TopLogprob(**_logprob_record(tokenizer, *one)) for one in made.top]
+    top = [TopLogprob(**_logprob_record(tokenizer, *candidate)) for candidate in new_token.top]
     entry = TokenLogprob(**_logprob_record(tokenizer, token.id, token.logprob), top_logprobs=top)
     return ChatLogprobs(content=[entry], refusal=None)
 
 
 def _logprob_record(tokenizer: Tokenizer, token_id: int, logprob: float) -> dict[str, Any]:
-    data = piece(tokenizer, token_id)
-    return {"token": data.decode("utf-8", "replace"), "bytes": list(data), "logprob": max(logprob, LEAST)}
+    raw = piece(tokenizer, token_id)
+    return {"token": raw.decode("utf-8", "replace"), "bytes": list(raw), "logprob": max(logprob, FLOOR)}
 
 
-def for_completion(tokenizer: Tokenizer, tokens: Sequence[MadeToken], *, start: int) -> CompletionLogprobs:
-    """Make the log probabilities of some tokens in the older form, without end tokens."""
-    found: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
-    for made in tokens:
-        if made.token.finish != "eos":
-            keys = _distinct_keys(tokenizer, [made.token.id, *(token_id for token_id, _ in made.top)])
-            found["tokens"].append(keys[made.token.id])
-            found["token_logprobs"].append(max(made.token.logprob, LEAST))
-            found["top_logprobs"].append({keys[token_id]: max(logprob, LEAST) for token_id, logprob in made.top[::-1]})
-            found["text_offset"].append(start)
-        start += len(made.token.text)
-    return CompletionLogprobs(**found)
+def completion_logprobs(tokenizer: Tokenizer, tokens: Sequence[NewToken], *, start: int) -> CompletionLogprobs:
+    """Make the log probabilities of a completion's tokens, without end tokens; `start` is the first text offset."""
+    lists: dict[str, list[Any]] = {"tokens": [], "token_logprobs": [], "top_logprobs": [], "text_offset": []}
+    for new in tokens:
+        if new.token.finish != "eos":
+            keys = _distinct_keys(tokenizer, [new.token.id, *(token_id for token_id, _ in new.top)])
+            lists["tokens"].append(keys[new.token.id])
+            lists["token_logprobs"].append(max(new.token.logprob, FLOOR))
+            lists["top_logprobs"].append({keys[token_id]: max(logprob, FLOOR) for token_id, logprob in new.top[::-1]})
+            lists["text_offset"].append(start)
+        start += len(new.token.text)
+    return CompletionLogprobs(**lists)
 
 
 def _distinct_keys(tokenizer: Tokenizer, token_ids: Sequence[int]) -> dict[int, str]:
-    r"""Name each token by its text, by `bytes:\xf0\x9f` for a part of a character, as OpenAI's older API does.
+    r"""Name each token by its text, or `bytes:\xf0\x9f` for a part of a character, as in OpenAI's completions API.
 
-    The second token with the same text is `token_id:5`, as in vLLM.
+    A second token with the same text is `token_id:5`, as in vLLM.
     """
     names: dict[str, int] = {}
     for token_id in dict.fromkeys(token_ids):
-        data = piece(tokenizer, token_id)
+        raw = piece(tokenizer, token_id)
         try:
-            text = data.decode()
+            text = raw.decode()
         except UnicodeDecodeError:
-            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in data)
+            text = "bytes:" + "".join(f"\\x{byte:02x}" for byte in raw)
         names[text if text not in names else f"token_id:{token_id}"] = token_id
     return {token_id: name for name, token_id in names.items()}

@@ -1,7 +1,7 @@
-"""Listening on a socket until a signal, and leaving without a loss.
+"""Listen on a socket until a signal, and shut down gracefully.
 
-The first SIGTERM or SIGINT lets running answers finish, for `grace_seconds`, while new requests get 503; the second
-ends the process at once. A server whose engine will not compute any more ends with an error.
+After the first SIGTERM or SIGINT, running answers may finish within `grace_seconds`, and new requests get 503. The
+second signal ends the process at once. A server ends with an error if its engine has died or hangs.
 """
 
 import asyncio
@@ -19,51 +19,51 @@ from uvicorn.server import ServerState
 
 from llorch.apps.serve.connection import ClientLimits, Connection, open_connections
 from llorch.apps.serve.engine import Engine
-from llorch.apps.serve.refusal import STOPPING, App, Receive, Scope, Send, identified
+from llorch.apps.serve.refusal import STOPPING, App, Receive, Scope, Send, add_request_id
 from llorch.runtime.errors import UserError
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-LEAVING_SECONDS = 2.0  # for what remains after the grace, told that its client has gone
-OTHER_FILES = 128  # that the process has open beside connections
+CLOSING_SECONDS = 2.0  # after the grace period, for cut-off answers to end
+RESERVED_FILES = 128  # open files of the process other than connections
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """Take an address, port 0 for any that is free; ValueError where it cannot be had."""
+    """Bind a socket to an address, port 0 for any free port; raise UserError if the address is unavailable."""
     try:
         family, *_, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)[0]
-        bound = socket.socket(family, socket.SOCK_STREAM)
+        listener = socket.socket(family, socket.SOCK_STREAM)
     except (OSError, UnicodeError, OverflowError) as error:
         raise UserError(f"serve: expected an address of this machine, got {host}:{port} ({error})") from None
     try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
     except OSError as error:
-        bound.close()
-        why = f"{error.strerror}; choose another --port, or 0 for any free port"
-        raise UserError(f"serve: cannot listen on {host}:{port}: {why}") from None
-    return bound
+        listener.close()
+        reason = f"{error.strerror}; choose another --port, or 0 for any free port"
+        raise UserError(f"serve: cannot listen on {host}:{port}: {reason}") from None
+    return listener
 
 
 class RunningServer:
-    """A server at work, as the rest of the process sees it."""
+    """Handle of a running server for other parts of the process."""
 
     def __init__(self, url: str, loop: asyncio.AbstractEventLoop, connections: Collection[Connection]) -> None:
-        """Describe a server that was started and not yet asked to stop."""
+        """Describe a server that has started and is not stopping."""
         self.url = url
-        self.connections = connections  # that are open now
+        self.connections = connections  # the open connections
         self.stopping = asyncio.Event()
-        self.signal: int | None = None  # that stopped it
-        self.error: BaseException | None = None  # that it has to end with
+        self.signal: int | None = None  # the signal that stopped it
+        self.error: BaseException | None = None  # the error that `serve` raises at the end
         self._loop = loop
 
     def stop(self, error: BaseException | None = None) -> None:
-        """Let it end as SIGTERM does, from any thread; an error is what `serve` then raises."""
+        """Stop the server as SIGTERM does, from any thread; `serve` then raises `error`, if it is given."""
         self.error = self.error or error
-        with suppress(RuntimeError):  # it has ended already
+        with suppress(RuntimeError):  # the loop has ended
             self._loop.call_soon_threadsafe(self.stopping.set)
 
     def on_signal(self, number: int) -> None:
-        """Stop, or leave at once when it comes again."""
+        """Stop the server; at the second signal, end the process at once."""
         if self.signal is not None:
             os._exit(128 + number)
         self.signal = number
@@ -72,71 +72,71 @@ class RunningServer:
 
 def serve(
     app: App,
-    bound: socket.socket,
+    listener: socket.socket,
     *,
     ready: Callable[[RunningServer], None],
     on_stop: Callable[[], None] = lambda: None,
     limits: ClientLimits | None = None,
 ) -> None:
-    """Serve an ASGI application on what `bind` gave, until a signal or `RunningServer.stop`.
+    """Serve an ASGI application on a socket of `bind`, until a signal or `RunningServer.stop`.
 
     Args:
         app: The application; it gets no lifespan events.
-        bound: The socket; closed at the end.
+        listener: The listening socket; closed at the end.
         ready: Called once, as soon as connections are accepted.
-        on_stop: Called once, when no new work is to begin.
-        limits: What a client may take.
+        on_stop: Called once, when the server accepts no new requests any more.
+        limits: Limits of each client.
 
     Raises:
-        KeyboardInterrupt: SIGINT ended it.
-        BaseException: What `RunningServer.stop` was given.
+        KeyboardInterrupt: SIGINT ended the server.
+        BaseException: The error given to `RunningServer.stop`.
     """
-    ended = asyncio.run(_serve(app, bound, ready, on_stop, _within_open_files(limits or ClientLimits())))
-    if ended.error is not None:
-        raise ended.error
-    if ended.signal == signal.SIGINT:
+    server = asyncio.run(_serve(app, listener, ready, on_stop, _limit_to_open_files(limits or ClientLimits())))
+    if server.error is not None:
+        raise server.error
+    if server.signal == signal.SIGINT:
         raise KeyboardInterrupt
 
 
 async def _serve(
     app: App,
-    bound: socket.socket,
+    listener: socket.socket,
     ready: Callable[[RunningServer], None],
     on_stop: Callable[[], None],
     limits: ClientLimits,
 ) -> RunningServer:
     loop, state = asyncio.get_running_loop(), ServerState()
-    running = RunningServer(_url(bound), loop, cast(Collection[Connection], state.connections))
+    running = RunningServer(_url(listener), loop, cast(Collection[Connection], state.connections))
     config = Config(
-        identified(_refusing_when_stopped(app, running.stopping)), http="h11", ws="none", lifespan="off",
+        add_request_id(_refuse_when_stopping(app, running.stopping)), http="h11", ws="none", lifespan="off",
         proxy_headers=False, log_config=None, log_level="error", access_log=False,
-        timeout_keep_alive=int(limits.idle_seconds) + 1,
+        timeout_keep_alive=int(limits.idle_seconds) + 1,  # `Connection` closes idle connections before uvicorn does
     )  # fmt: skip
     config.load()
-    with _signals_to(running):
-        server = await loop.create_server(lambda: Connection(config, state, limits), sock=bound, backlog=1024)
+    with _handle_signals(running):
+        server = await loop.create_server(lambda: Connection(config, state, limits), sock=listener, backlog=1024)
         ready(running)
         await running.stopping.wait()
         on_stop()
-        await _let_finish(state, limits.grace_seconds)
+        await _finish_requests(state, limits.grace_seconds)
         server.close()
         await _close_all(state)
     return running
 
 
-def _refusing_when_stopped(app: App, stopping: asyncio.Event) -> App:
-    """Wrap an application so that it refuses every new request, also for its health, once the server stops."""
+def _refuse_when_stopping(app: App, stopping: asyncio.Event) -> App:
+    """Wrap an application so that it refuses every new request, also to /health, once the server is stopping."""
 
-    async def either(scope: Scope, receive: Receive, send: Send) -> None:
+    async def app_or_refusal(scope: Scope, receive: Receive, send: Send) -> None:
         if not stopping.is_set():
             return await app(scope, receive, send)
-        await STOPPING.say(send, receive)
+        await STOPPING.send_to(send, receive)
 
-    return either
+    return app_or_refusal
 
 
-async def _let_finish(state: ServerState, seconds: float) -> None:
-    """Wait for the requests of now; those that come meanwhile are refused."""
+async def _finish_requests(state: ServerState, seconds: float) -> None:
+    """Wait for the running requests; new requests are refused."""
     for connection in open_connections(state):
         connection.shutdown()
     if state.tasks:
@@ -144,66 +144,66 @@ async def _let_finish(state: ServerState, seconds: float) -> None:
 
 
 async def _close_all(state: ServerState) -> None:
-    """Close what is open; an application that still answers finds its client gone."""
+    """Close all connections, unfinished answers too; their handlers see a disconnected client."""
     for connection in open_connections(state):
         connection.shutdown()
         if connection.awaited == "nothing" and not connection.transport.is_closing():
             connection.transport.abort()
     loop = asyncio.get_running_loop()
-    end = loop.time() + LEAVING_SECONDS
-    while (state.connections or state.tasks) and loop.time() < end:  # last bytes, last words
+    end = loop.time() + CLOSING_SECONDS
+    while (state.connections or state.tasks) and loop.time() < end:  # let handlers and buffers finish
         await asyncio.sleep(0.01)
     for connection in open_connections(state):
         connection.transport.abort()
 
 
 @contextmanager
-def _signals_to(running: RunningServer) -> Iterator[None]:
-    """Listen to signals; outside the main thread nobody can."""
+def _handle_signals(running: RunningServer) -> Iterator[None]:
+    """Pass signals to the server; does nothing outside the main thread, where Python allows no signal handlers."""
     loop = asyncio.get_running_loop()
-    heard = SIGNALS if threading.current_thread() is threading.main_thread() else ()
-    for number in heard:
+    signals = SIGNALS if threading.current_thread() is threading.main_thread() else ()
+    for number in signals:
         loop.add_signal_handler(number, running.on_signal, number)
     try:
         yield
     finally:
-        for number in heard:
+        for number in signals:
             loop.remove_signal_handler(number)
 
 
-def _url(bound: socket.socket) -> str:
-    """Return the address of the server for a browser."""
-    host, port = bound.getsockname()[:2]
+def _url(listener: socket.socket) -> str:
+    """Return the server's URL."""
+    host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
-def _within_open_files(limits: ClientLimits) -> ClientLimits:
-    """Limit connections to the files that the system lets the process open, after asking it to raise the limit."""
+def _limit_to_open_files(limits: ClientLimits) -> ClientLimits:
+    """Raise the process's limit of open files if possible, and limit connections to it."""
     try:
         import resource
     except ImportError:  # not Unix
         return limits
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = limits.connections + OTHER_FILES
+    n_files = limits.connections + RESERVED_FILES
     if hard != resource.RLIM_INFINITY:
-        wanted = min(wanted, hard)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-    return replace(limits, connections=max(1, min(limits.connections, wanted - OTHER_FILES)))
+        n_files = min(n_files, hard)
+    if soft != resource.RLIM_INFINITY and soft < n_files:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (n_files, hard))
+    return replace(limits, connections=max(1, min(limits.connections, n_files - RESERVED_FILES)))
 
 
-LOOK = 0.5  # seconds between two looks
+POLL_SECONDS = 0.5  # between two checks of the engine's health
 
 
 def watch_engine(engine: Engine, running: RunningServer) -> None:
-    """Stop a server when its engine has died, or is stuck; in a thread, which ends with the process."""
+    """Start a daemon thread that stops a server when its engine has died or hangs."""
     threading.Thread(target=_watch, args=(engine, running), name="llorch-watch", daemon=True).start()
 
 
 def _watch(engine: Engine, running: RunningServer) -> None:
-    """Stop the server with an error once the engine has failed or a step does not return."""
+    """Stop the server with an error once the engine has failed or one of its steps hangs."""
     never = threading.Event()
-    while not never.wait(LOOK):
+    while not never.wait(POLL_SECONDS):
         if engine.is_stuck:
             engine.give_up(TimeoutError("a step of the engine does not return"))
         if engine.failure is not None and not engine.draining:

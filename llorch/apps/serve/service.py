@@ -1,4 +1,4 @@
-"""A model as it is served: its names, its limits, and how what a client writes becomes work of the engine."""
+"""One served model: its names and limits, and the conversion of requests into jobs of the engine."""
 
 import hashlib
 import secrets
@@ -22,10 +22,10 @@ from llorch.runtime.errors import FormatError
 if TYPE_CHECKING:
     from llorch.pytorch.model import TorchModel
 
-MAX_TEXT = 1 << 20  # bytes of the text of one request
+MAX_TEXT = 1 << 20  # bytes of text per request
 MAX_SEED = 1 << 31
 Messages = Sequence[dict[str, object]]
-Variables = Mapping[str, object] | None  # of a chat template
+Variables = Mapping[str, object] | None  # that a chat template reads
 
 
 class Service:
@@ -34,29 +34,29 @@ class Service:
     def __init__(
         self, model: "Model | TorchModel", engine: Engine, *, context: int, timeout: float, version: str
     ) -> None:
-        """Serve a model; prompt and answer have `context` tokens together, a request `timeout` seconds."""
+        """Serve a model; `context` limits prompt and answer together, in tokens, `timeout` a request, in seconds."""
         self.model, self.engine, self.timeout = model, engine, timeout
         self.context = min(context, model.config.max_position_embeddings)
         self.created, self.version = int(time.time()), version
         self.fingerprint = system_fingerprint(Path(model.weights.path), version)
         self.preparing = ThreadPoolExecutor(1, thread_name_prefix="llorch-prompts")
-        self.writing = ThreadPoolExecutor(1, thread_name_prefix="llorch-chats")  # apart: templates may take their time
+        self.writing = ThreadPoolExecutor(1, thread_name_prefix="llorch-chats")  # a slow template delays no raw prompt
         self.has_template = model.chats.has_template
         engine.metrics.watch(lambda: engine.n_running, lambda: engine.n_waiting)
 
     @property
     def names(self) -> dict[str, str | None]:
-        """Names that a request may use for the model, each with the adapter that it means."""
+        """Model names of requests, each with its adapter."""
         base = self.model.name
         return {base: None} | {f"{base}:{adapter}": adapter for adapter in self.model.adapters}
 
     def reply_fields(self, prefix: str, model: str) -> dict[str, Any]:
-        """Make the fields that all parts of a reply have; `prefix` begins its id."""
+        """Make the fields that all chunks of a reply share; `prefix` begins its id."""
         reply_id, now = f"{prefix}-{secrets.token_hex(12)}", int(time.time())
         return {"id": reply_id, "created": now, "model": model, "system_fingerprint": self.fingerprint}
 
     def adapter(self, name: str) -> str | None:
-        """Find the adapter of a model name; ApiError for an unknown name."""
+        """Find the adapter of a model name; raise ApiError for an unknown name."""
         names = self.names
         if name not in names:
             raise ApiError(404, f"model: expected one of {', '.join(names)}, got another name", param="model",
@@ -64,47 +64,47 @@ class Service:
         return names[name]
 
     def chat_ids(self, messages: Messages, *, param: str = "messages", variables: Variables = None) -> list[int]:
-        """Encode a conversation up to the answer; a template may not write more than a client may."""
+        """Encode a conversation up to the answer; MAX_TEXT also limits the template's output."""
         require_short(*(str(message.get("content") or "") for message in messages), param=param)
-        with self._refused_for(param):
-            written = self.model.chats.spoken(messages, variables=variables)
-            require_short(written.text, param=param)
-            return self.model.chats.encoded(written)
+        with self._field_errors(param):
+            conversation = self.model.chats.spoken(messages, variables=variables)
+            require_short(conversation.text, param=param)
+            return self.model.chats.encoded(conversation)
 
-    def unwritten_keys(
+    def unrendered_keys(
         self, messages: Messages, *, param: str = "messages", first: int = 0, variables: Variables = None
     ) -> list[str]:
-        """Name the keys of messages and the variables that the model's template does not read.
+        """List the keys of messages, and the variables, that the model's chat template does not read.
 
-        The messages are those of the field `param`, which begin at `first`.
+        The request has the messages in the field `param`; `first` is the index of the client's first message.
         """
         chats = self.model.chats
-        with self._refused_for(param):
-            found = chats.unwritten(messages, variables=variables)
+        with self._field_errors(param):
+            unread_keys = chats.unwritten(messages, variables=variables)
         unread = [name for name, value in (variables or {}).items() if value is not None]
-        return [f"{param}.{place - first}.{key}" for place, key in found] + [
+        return [f"{param}.{index - first}.{key}" for index, key in unread_keys] + [
             f"chat_template_kwargs.{name}" for name in unread if not chats.template_mentions(name)
         ]
 
     def chat_end_ids(self, *, param: str = "messages") -> frozenset[int]:
-        """List the ids that end an answer of a conversation, beside end tokens."""
-        with self._refused_for(param):
+        """Return the token ids that end an answer in a conversation, in addition to EOS."""
+        with self._field_errors(param):
             return self.model.chats.end_ids
 
     def text_ids(self, text: str, *, parse_special: bool | None = None, add_special: bool | None = None) -> list[int]:
-        """Encode a raw prompt; control tokens in it count by default, because its client has written the template.
+        """Encode a raw prompt; by default control tokens are parsed, because the client has applied the template.
 
         Source: llama.cpp tools/server/server-common.cpp, `tokenize_input_prompts`; vLLM's /v1/completions.
         """
         require_short(text, param="prompt")
-        with self._refused_for("prompt"):
+        with self._field_errors("prompt"):
             return self.model.tokenizer.encode(
                 text, parse_special=parse_special is not False, add_special=add_special is not False
             )
 
     @contextmanager
-    def _refused_for(self, param: str) -> Iterator[None]:
-        """Answer 400 for a field that cannot be read, without the path of the model's files."""
+    def _field_errors(self, param: str) -> Iterator[None]:
+        """Turn errors of a field into ApiError 400, without the path of the model's files."""
         try:
             yield
         except FormatError as error:
@@ -125,14 +125,14 @@ class Service:
         n_top: int = 0,
         form: AnswerForm | None = None,
     ) -> Job:
-        """Make a job of the engine; ApiError if the prompt (field `param`) is empty, too long or has foreign ids."""
-        room = self.context - len(ids) + 1
+        """Make a job; raise ApiError if the prompt (field `param`) is empty, too long or has unknown token ids."""
+        room = self.context - len(ids) + 1  # + 1: the last token of an answer needs no place in the cache
         if room < 1:
             text = f"{param}: {len(ids)} tokens do not fit the context of {self.context} tokens; shorten the prompt"
             raise ApiError(400, text, param=param, code="context_length_exceeded")
         try:
-            most = min(max_tokens or room, room)
-            job = self.model.job(list(ids), max_tokens=most, settings=settings, ignore_eos=False, adapter=adapter)
+            limit = min(max_tokens or room, room)
+            job = self.model.job(list(ids), max_tokens=limit, settings=settings, ignore_eos=False, adapter=adapter)
         except ValueError as error:
             raise ApiError(400, f"{param}: {error}", param=param) from None
         job = replace(job, end_ids=job.end_ids | end_ids, n_top=n_top)
@@ -148,12 +148,12 @@ class Service:
 
 
 def first_seed(seed: int | None) -> int:
-    """Return the seed that was asked for, or a random one."""
+    """Return the requested seed, or a random seed."""
     return secrets.randbelow(MAX_SEED) if seed is None else seed
 
 
 def require_short(*texts: str, param: str) -> None:
-    """Refuse a long text before it is tokenized."""
+    """Raise ApiError for texts over MAX_TEXT in sum, before they are tokenized."""
     n_bytes = sum(len(text) if text.isascii() else len(text.encode("utf-8", "replace")) for text in texts)
     if n_bytes > MAX_TEXT:
         text = f"{param}: {n_bytes} bytes of text, at most {MAX_TEXT} are read"
@@ -161,7 +161,7 @@ def require_short(*texts: str, param: str) -> None:
 
 
 def system_fingerprint(path: Path, version: str) -> str:
-    """Hash the facts that the disk knows of the weights' files, and llorch's version."""
+    """Hash llorch's version, and the names, sizes and modification times of the weight files."""
     files = sorted(path.iterdir()) if path.is_dir() else [path]
     stats = [(file.name, stat.st_size, stat.st_mtime_ns) for file in files if (stat := file.stat())]
     return "fp_" + hashlib.sha256(repr((version, stats)).encode()).hexdigest()[:12]

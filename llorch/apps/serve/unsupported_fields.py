@@ -1,8 +1,8 @@
-"""Request fields that llorch does not implement: ignored if harmless, refused if they would change the answer.
+"""Request fields that llorch does not implement: ignored if harmless, rejected if they would change the answer.
 
-The fields are those of OpenAI, llama.cpp's server, vLLM, SGLang, Ollama, TGI and text-generation-webui. A field that is
-in no table here changes no answer (`user`, `cache_prompt`, `keep_alive`), or nobody is known to send it: a header names
-it. The tables hold for nested objects too, such as `reasoning` or a part of a message.
+The fields are those of OpenAI, llama.cpp's server, vLLM, SGLang, Ollama, TGI and text-generation-webui. A field without
+an entry in these tables changes no answer (`user`, `cache_prompt`, `keep_alive`) or is unknown: it is ignored, and a
+header names it. The tables also apply to nested objects, such as `reasoning` or a text part of a message.
 
 Source: OpenAI's API reference; llama.cpp tools/server/server-task.cpp; vLLM and SGLang, entrypoints/openai; Ollama
 api/types.go; TGI router/src/lib.rs.
@@ -13,22 +13,22 @@ from typing import Annotated
 
 from pydantic import Field, ValidationError
 
-from llorch.apps.serve.api_errors import ApiError, of_validation
+from llorch.apps.serve.api_errors import ApiError, to_validation_error
 from llorch.apps.serve.requests import Strict, Turn
 
-_WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not declare them, but for these values
+_NEUTRAL_VALUES: Mapping[str, tuple[object, ...]] = {  # field -> values that change nothing; rejected with other values
     # other inputs than text, other outputs than an answer
     "tools": ([],), "tool_choice": ("none", "auto"), "functions": ([],), "function_call": ("none", "auto"),
     "images": ([],), "audio": (), "modalities": (["text"],), "documents": ([],), "web_search_options": (),
     "inputs": (), "prompt": (), "previous_response_id": (), "conversation": (), "background": (False,),
     "include": ([],), "context": ([],),
-    # how a prompt is made of what was sent
+    # how the prompt is made
     "chat_template": (), "chat_template_kwargs": ({},), "add_generation_prompt": (True,), "template": ("",),
     "system": ("",), "continue_final_message": (False,), "echo": (False,), "suffix": ("",), "raw": (False,),
     "truncation": ("disabled",), "truncate": (), "truncate_prompt_tokens": (), "add_special_tokens": (),
     "parse_special": (False,), "guideline": ("",), "negative_prompt": ("",), "instruction_template": (),
     "character": (), "context_management": ([],),
-    # thoughts before an answer
+    # thinking before an answer
     "enable_thinking": (), "think": (), "thinking": (), "reasoning_effort": (), "reasoning": ({},),
     "reasoning_format": ("none",), "reasoning_budget": (-1,), "thinking_budget": (-1,),
     "thinking_budget_tokens": (-1,), "thinking_token_budget": (-1,), "include_reasoning": (True,),
@@ -45,7 +45,7 @@ _WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not
     "response_format": ({"type": "text"},), "format": ("",), "json_schema": (), "grammar": ("",), "guided_json": (),
     "guided_regex": (), "guided_choice": (), "guided_grammar": (), "structured_outputs": (), "structural_tag": (),
     "regex": (), "ebnf": (), "value": (),
-    # which tokens are drawn
+    # how tokens are sampled
     "logit_bias": ({},), "logits_processors": ([],), "custom_logit_processor": (), "bad_words": ([],),
     "allowed_token_ids": (), "banned_tokens": ([], ""), "custom_token_bans": ("",), "repeat_penalty": (1,),
     "rep_pen": (1,), "repeat_last_n": (-1,), "rep_pen_range": (), "repetition_penalty_range": (0,),
@@ -58,14 +58,14 @@ _WITHOUT: Mapping[str, tuple[object, ...]] = {  # refused where a route does not
     "sampler_order": ([],), "sampler_priority": ([],), "use_beam_search": (False,), "num_beams": (1,),
     "length_penalty": (1,), "watermark": (False,), "watermarking": (False,), "lora": ([],), "lora_path": (),
     "adapter_id": (), "vllm_xargs": ({},), "options": ({},), "parameters": ({},),
-    # what is told beside an answer
+    # additional output
     "logprobs": (False, 0), "top_logprobs": (0,), "n_probs": (0,), "post_sampling_probs": (False,),
     "prompt_logprobs": (0,), "logprob_token_ids": (), "top_n_tokens": (0,), "return_tokens": (False,),
     "return_token_ids": (False,), "return_tokens_as_token_ids": (False,), "return_prompt_text": (False,),
     "return_progress": (False,), "return_full_text": (False,), "details": (False,), "decoder_input_details": (False,),
     "skip_special_tokens": (True,), "continuous_usage_stats": (False,),
 }  # fmt: skip
-_INSTEAD = {  # what the same is called here; not quite the same where the message says more
+_REPLACEMENTS = {  # llorch's field for the same purpose; the message names a difference
     "repeat_penalty": "repetition_penalty, which counts every token of prompt and answer",
     "rep_pen": "repetition_penalty, which counts every token of prompt and answer",
     "repeat_last_n": "repetition_penalty, which counts every token of prompt and answer",
@@ -87,7 +87,7 @@ _LIMITS = ("max_tokens", "max_completion_tokens", "n_predict", "num_predict", "m
 
 
 class Ignored(Strict):
-    """Fields that change no answer of llorch, with the types of OpenAI's API."""
+    """Fields that change no answer, with the types of OpenAI's API."""
 
     user: str | None = None
     safety_identifier: str | None = None
@@ -104,10 +104,12 @@ class Ignored(Strict):
 
 
 def ignored_fields(body: Strict) -> list[str]:
-    """List fields without an effect, those of nested objects by their paths.
+    """List the ignored fields of a request, with their paths in nested objects.
 
-    ApiError for a wrong type, or if a field would change the answer. Of equal fields in a list of objects, such as the
-    parts of messages, the first is listed.
+    If several objects of a list have the same field, such as the parts of a message, only the first is listed.
+
+    Raises:
+        ApiError: A field has a wrong type, or would change the answer.
     """
     ignored: dict[tuple[str, ...], str] = {}
     for path, unknown in _unknown_fields(body):
@@ -115,9 +117,9 @@ def ignored_fields(body: Strict) -> list[str]:
             _require_types(unknown)
         for name, value in unknown.items():
             field = ".".join(map(str, (*path, name)))
-            if name not in _WITHOUT:
-                ignored.setdefault((*(part for part in path if isinstance(part, str)), name), field)
-            elif value not in _WITHOUT[name]:
+            if name not in _NEUTRAL_VALUES:
+                ignored.setdefault((*(key for key in path if isinstance(key, str)), name), field)
+            elif value not in _NEUTRAL_VALUES[name]:
                 remedy = _LEAVE_OUT if path else _remedy(name, body)
                 text = f"{field}: this route does not have this field; {remedy}"
                 raise ApiError(400, text, param=field, code="unsupported")
@@ -127,31 +129,31 @@ def ignored_fields(body: Strict) -> list[str]:
 def _unknown_fields(
     value: object, path: tuple[str | int, ...] = ()
 ) -> Iterator[tuple[tuple[str | int, ...], dict[str, object]]]:
-    """Yield the path of each object, and those of its fields that have a value and are not declared."""
-    inner: list[tuple[str | int, object]] = []
+    """Yield the path of each object except turns, and its undeclared fields that are not null."""
+    children: list[tuple[str | int, object]] = []
     if isinstance(value, Strict):
-        if not isinstance(value, Turn):
+        if not isinstance(value, Turn):  # fields of a turn go to the chat template
             yield path, {name: extra for name, extra in (value.model_extra or {}).items() if extra is not None}
-        inner += [(field.alias or name, getattr(value, name)) for name, field in type(value).model_fields.items()]
+        children += [(field.alias or name, getattr(value, name)) for name, field in type(value).model_fields.items()]
     elif isinstance(value, list) and value and isinstance(value[0], Strict):
-        inner += enumerate(value)
-    for name, nested in inner:
+        children += enumerate(value)
+    for name, nested in children:
         yield from _unknown_fields(nested, (*path, name))
 
 
 def _require_types(unknown: Mapping[str, object]) -> None:
-    """Refuse an ignored field whose type is not that of OpenAI's API."""
+    """Raise ApiError for an ignored field if its type differs from OpenAI's API."""
     try:
         Ignored.model_validate(unknown)
     except ValidationError as error:
-        raise of_validation(error, unknown) from None
+        raise to_validation_error(error, unknown) from None
 
 
 def _remedy(name: str, body: Strict) -> str:
-    """Name the field of this route to send instead."""
-    instead = _INSTEAD.get(name)
+    """Tell the client which field of this route to use instead."""
+    field = _REPLACEMENTS.get(name)
     if name in _LIMITS:
-        instead = next((one for one in ("max_tokens", "max_output_tokens") if one in type(body).model_fields), None)
-    if instead is None or (instead.isidentifier() and instead not in type(body).model_fields):
+        field = next((field for field in ("max_tokens", "max_output_tokens") if field in type(body).model_fields), None)
+    if field is None or (field.isidentifier() and field not in type(body).model_fields):
         return _LEAVE_OUT
-    return f"use {instead}"
+    return f"use {field}"

@@ -1,4 +1,4 @@
-"""`llorch data show`: which tokens of training data are learned."""
+"""`llorch data show`: show which tokens of training data are in the loss."""
 
 from typing import TYPE_CHECKING, Any
 
@@ -59,20 +59,20 @@ def command(*, model: str, data: str, count: int, split: str, as_json: bool, **v
     from llorch.files import open_weights
     from llorch.model.model import Model
 
-    opened = Model(open_weights(model_path(model)))
-    found = _read_data(opened, data, **values)
-    examples = {"train": found.train, "valid": found.valid, "test": found.test}[split]
+    model_of_data = Model(open_weights(model_path(model)))
+    training_data = _read_data(model_of_data, data, **values)
+    examples = {"train": training_data.train, "valid": training_data.valid, "test": training_data.test}[split]
     if not examples:
         raise FileNotFoundError(f"data: {data} has no {split}.jsonl")
-    tokenizer = opened.tokenizer if has_vocabulary(opened.weights.source) else None
-    shown = [(example, pieces_of(example, tokenizer)) for example in examples[:count]]
-    facts = facts_of(found, examples)
+    tokenizer = model_of_data.tokenizer if has_vocabulary(model_of_data.weights.source) else None
+    spans = [(example, pieces_of(example, tokenizer)) for example in examples[:count]]
+    facts = facts_of(training_data, examples)
     if as_json:
-        click.echo(to_json(facts | {"shown": [as_object(example, pieces) for example, pieces in shown]}))
+        click.echo(to_json(facts | {"shown": [as_object(example, pieces) for example, pieces in spans]}))
         return
-    for line in found.notes:
+    for line in training_data.notes:
         say(line)
-    print_examples(shown)
+    print_examples(spans)
     click.echo("\n".join(summary(split, facts)))
 
 
@@ -80,7 +80,7 @@ def _read_data(
     model: "Model", data: str, *, max_length: int | None, train_on: "TrainOn", parse_special: bool,
     template_date: "datetime | None", chat_template_kwargs: "dict | None",
 ) -> "TrainingData":  # fmt: skip
-    """Read data as training reads it, with the default length of `llorch lora train`."""
+    """Read data as training does, with the default length of `llorch lora train`."""
     from llorch.cli.inputs import say_once
     from llorch.runtime.builtin import find_data
     from llorch.training.data import DataSettings, read_data
@@ -90,5 +90,5 @@ def _read_data(
         parse_special=parse_special, chat_template_kwargs=chat_template_kwargs or {},
         template_date=None if template_date is None else template_date.date().isoformat(),
     )  # fmt: skip
-    with progress("reading data") as tell:
-        return read_data(find_data(data, say_once), model, settings, progress=tell)
+    with progress("reading data") as report:
+        return read_data(find_data(data, say_once), model, settings, progress=report)

@@ -1,7 +1,7 @@
-"""`llorch learn`: write the stages yourself, one checkpoint at a time, each judged as ours are.
+"""`llorch learn`: the learner writes the stages (intermediate tensors) lesson by lesson, each checked as llorch's are.
 
-`watch` is the loop, told by `events`, and what it does at a key is a verb, too; `folder` finds the learner's, `shown`
-prints verdicts.
+`watch` is the loop over events; each of its keys also exists as a verb. `folder` finds the learner's folder, `shown`
+prints verdicts. A lesson has parts, the functions to write; llorch's functions replace unwritten ones (BORROWED).
 """
 
 from pathlib import Path
@@ -22,12 +22,12 @@ Exit codes: 0 all that is written passes, 1 something fails, 2 usage,
 
 
 class _Learn(Verbs):
-    """The group; a folder, an option or nothing where a verb would stand means `watch`."""
+    """Group in which a folder, an option or no word in place of a verb means `watch`."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
-        """Put the verb in its place."""
+        """Insert `watch` if no verb is given."""
         word = args[0] if args else "-"
-        if ctx.resilient_parsing:  # a shell completes the verb
+        if ctx.resilient_parsing:  # shell completion
             return super().parse_args(ctx, args)
         if word not in self.verbs and word not in ("-h", "--help") and (word.startswith("-") or Path(word).is_dir()):
             args = ["watch", *args]

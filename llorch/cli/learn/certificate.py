@@ -1,4 +1,4 @@
-"""`llorch learn certificate`: hashes and verdicts in a file that anyone can compute again."""
+"""`llorch learn certificate`: write hashes and verdicts to a file that anyone can recompute."""
 
 import json
 from pathlib import Path
@@ -38,17 +38,17 @@ def command(*, impl: str | None, output: Path | None, given: Path | None) -> Non
     from llorch.files.strict_json import read_json
 
     folder = learners_folder(impl)
-    said = read_json(given, limit=1 << 20) if given else None
-    outcome = list(with_untouched(folder, outcomes(str(folder), list(BY_NUMBER), progress=say)))
-    found = certificate(folder, outcome, llorch.__version__)
-    if said is None:
-        place = output or folder / "certificate.json"
-        with new_file(place) as temporary:
-            temporary.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
-        click.echo(f"{place}: {counted(outcome)}")
+    recorded = read_json(given, limit=1 << 20) if given else None
+    lesson_outcomes = list(with_untouched(folder, outcomes(str(folder), list(BY_NUMBER), progress=say)))
+    computed = certificate(folder, lesson_outcomes, llorch.__version__)
+    if recorded is None:
+        target = output or folder / "certificate.json"
+        with new_file(target) as temporary:
+            temporary.write_text(json.dumps(computed, indent=1) + "\n", encoding="utf-8")
+        click.echo(f"{target}: {counted(lesson_outcomes)}")
         return
-    if said.get("versions") != found["versions"]:
-        say(f"versions: the certificate has {said.get('versions')}, this installation has {found['versions']}")
-    differing = differences(said, found)
-    click.echo("\n".join(differing) or f"{given}: every hash and verdict matches: {counted(outcome)}")
+    if recorded.get("versions") != computed["versions"]:
+        say(f"versions: the certificate has {recorded.get('versions')}, this installation has {computed['versions']}")
+    differing = differences(recorded, computed)
+    click.echo("\n".join(differing) or f"{given}: every hash and verdict matches: {counted(lesson_outcomes)}")
     click.get_current_context().exit(bool(differing))

@@ -1,4 +1,4 @@
-"""`llorch learn check`: lessons, once."""
+"""`llorch learn check`: check lessons once."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -42,7 +42,7 @@ from llorch.cli.output import say, to_json
 @json_option("One object: version, impl, mode, and for each lesson its verdict and details.")
 def command(
     *, lessons: Sequence[str], chain: bool, impl: str | None, answers: Path | None, strict: bool, full: bool,
-    as_json: bool, **how: Any,
+    as_json: bool, **check_options: Any,
 ) -> None:  # fmt: skip
     """Check LESSONS, by number or name; without LESSONS, check all.
 
@@ -53,38 +53,38 @@ def command(
     from llorch.cli.learn.shown import counted, exit_code, print_outcome
 
     if answers is not None:
-        _judge_answers(lessons, answers, full=full, strict=strict, as_json=as_json, alone=not (chain or impl))
+        _judge_answers(lessons, answers, full=full, strict=strict, as_json=as_json, is_only_option=not (chain or impl))
     source, numbers = learners_source(impl), [lesson.number for lesson in chosen_lessons(lessons)]
-    mode, found, progress = "chained" if chain else "isolated", [], LearnerProgress(Path(source), say)
-    for outcome in outcomes(source, numbers, mode, progress=say, **how):
-        found.append(outcome)
+    mode, lesson_outcomes, progress = "chained" if chain else "isolated", [], LearnerProgress(Path(source), say)
+    for outcome in outcomes(source, numbers, mode, progress=say, **check_options):
+        lesson_outcomes.append(outcome)
         if mode == "isolated" and progress.folder.is_dir():
             progress.note(outcome)
         if not as_json:
             print_outcome(outcome, full=full)
     if as_json:
-        listed = [outcome.record for outcome in found]
-        click.echo(to_json({"version": 2, "impl": source, "mode": mode, "lessons": listed}, indent=1))
-    elif len(found) > 1:
-        click.echo(counted(found))
-    click.get_current_context().exit(exit_code(found, strict=strict))
+        records = [outcome.record for outcome in lesson_outcomes]
+        click.echo(to_json({"version": 2, "impl": source, "mode": mode, "lessons": records}, indent=1))
+    elif len(lesson_outcomes) > 1:
+        click.echo(counted(lesson_outcomes))
+    click.get_current_context().exit(exit_code(lesson_outcomes, strict=strict))
 
 
 def _judge_answers(
-    lessons: Sequence[str], answers: Path, *, full: bool, strict: bool, as_json: bool, alone: bool
+    lessons: Sequence[str], answers: Path, *, full: bool, strict: bool, as_json: bool, is_only_option: bool
 ) -> NoReturn:
     from llorch.apps.learn.answers import answered
     from llorch.apps.learn.check import check
     from llorch.apps.learn.sandbox import outcome_of
     from llorch.cli.learn.shown import exit_code, print_outcome
 
-    if len(lessons) != 1 or not alone:
+    if len(lessons) != 1 or not is_only_option:
         raise click.UsageError("--answers goes with one lesson, without --chain and --impl")
     (lesson,) = chosen_lessons(lessons)
-    found = outcome_of(lesson.number, check(lesson, answered(lesson, answers)))
+    outcome = outcome_of(lesson.number, check(lesson, answered(lesson, answers)))
     if as_json:
-        record = {"version": 2, "impl": str(answers), "mode": "isolated", "lessons": [found.record]}
+        record = {"version": 2, "impl": str(answers), "mode": "isolated", "lessons": [outcome.record]}
         click.echo(to_json(record, indent=1))
     else:
-        print_outcome(found, full=full)
-    click.get_current_context().exit(exit_code([found], strict=strict))
+        print_outcome(outcome, full=full)
+    click.get_current_context().exit(exit_code([outcome], strict=strict))

@@ -1,4 +1,4 @@
-"""Which folder is the learner's, which lessons are meant, how they are checked: what verbs of `llorch learn` share."""
+"""Options and look-ups that the verbs of `llorch learn` share: the learner's folder, and lessons by name."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,7 +27,7 @@ seconds_option = group(
 
 
 def learners_source(impl: str | None) -> str:
-    """Choose the folder or program of the learner."""
+    """Return the learner's folder or `cmd:PROGRAM`: from `impl`, else LLORCH_IMPL, else pyproject.toml."""
     from llorch.apps.learn.choice import chosen
 
     if (source := chosen(impl)) is None:
@@ -36,7 +36,7 @@ def learners_source(impl: str | None) -> str:
 
 
 def learners_folder(impl: str | None) -> Path:
-    """Choose the folder of the learner."""
+    """Return the learner's folder, as `learners_source` does; UsageError if it is no folder."""
     folder = Path(source := learners_source(impl))
     if not folder.is_dir():
         raise click.UsageError(
@@ -49,8 +49,8 @@ def chosen_lessons(words: Sequence[str]) -> "list[Lesson]":
     """Return the lessons by number or name, in their order; all of them if none is named."""
     from llorch.apps.learn.lessons import LESSONS
 
-    wanted = [one_lesson(word) for word in words]
-    return [lesson for lesson in LESSONS if not words or lesson in wanted]
+    selected = [one_lesson(word) for word in words]
+    return [lesson for lesson in LESSONS if not words or lesson in selected]
 
 
 def one_lesson(word: str) -> "Lesson":

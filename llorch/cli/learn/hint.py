@@ -1,4 +1,4 @@
-"""`llorch learn hint`: three steps for every part, one more at each call."""
+"""`llorch learn hint`: print hints for a part (function) of a lesson in three steps, one more at each call."""
 
 import ast
 from pathlib import Path
@@ -34,7 +34,7 @@ def command(*, lesson: str, part: str | None, impl: str | None) -> None:
 
 
 def show_hint(folder: Path, lesson: "Lesson", part: str | None = None) -> None:
-    """Take one step more and print all so far."""
+    """Record one more hint for the part, and print all hints so far."""
     from llorch.apps.learn.lessons import hints_of
     from llorch.apps.learn.progress import LearnerProgress
 
@@ -42,16 +42,16 @@ def show_hint(folder: Path, lesson: "Lesson", part: str | None = None) -> None:
     if part is not None and part not in hints:
         raise click.UsageError(f"lesson {lesson.number} has no part {part!r}{suggestion(part, hints)}")
     with LearnerProgress(folder, say).changed(lesson) as standing:
-        part = part or _in_work(folder, lesson, standing.hints, wrong=standing.wrong)
-        n = standing.hints[part] = min(standing.hints.get(part, 0) + 1, len(hints[part]))
-    for step, text in enumerate(hints[part][:n], start=1):
+        part = part or _choose_part(folder, lesson, standing.hints, wrong=standing.wrong)
+        n_hints = standing.hints[part] = min(standing.hints.get(part, 0) + 1, len(hints[part]))
+    for step, text in enumerate(hints[part][:n_hints], start=1):
         click.echo(f"{part}, hint {step} of {len(hints[part])}\n\n{text.strip()}\n")
 
 
-def _in_work(folder: Path, lesson: "Lesson", taken: dict[str, int], *, wrong: str) -> str:
-    """Choose the part that the last check called wrong, else the first that is not written.
+def _choose_part(folder: Path, lesson: "Lesson", n_taken: dict[str, int], *, wrong: str) -> str:
+    """Choose the part that failed the last check (`wrong`), else the first that is not written.
 
-    Else it is the first that has hints left, else the first.
+    Else choose the first that has hints left, by the number of hints taken (`n_taken`), else the first.
     """
     from llorch.apps.learn.folder import unwritten_in
     from llorch.apps.learn.lessons import hints_of
@@ -63,5 +63,5 @@ def _in_work(folder: Path, lesson: "Lesson", taken: dict[str, int], *, wrong: st
         unwritten = unwritten_in(ast.parse((folder / f"{lesson.module}.py").read_bytes()))
     except (OSError, SyntaxError, ValueError):
         unwritten = set(hints)
-    left = [name for name in hints if taken.get(name, 0) < len(hints[name])]
-    return next(iter([*(name for name in hints if name in unwritten), *left, *hints]))
+    with_hints_left = [name for name in hints if n_taken.get(name, 0) < len(hints[name])]
+    return next(iter([*(name for name in hints if name in unwritten), *with_hints_left, *hints]))

@@ -1,4 +1,4 @@
-"""`llorch learn init`: a folder with a stub for every lesson."""
+"""`llorch learn init`: make a folder with a stub for every lesson."""
 
 from pathlib import Path
 
@@ -29,10 +29,10 @@ def command(*, folder: Path) -> None:
 
     files = {"pyproject.toml": PROJECT} | {f"{lesson.module}.py": stub_of(lesson) for lesson in LESSONS}
     folder.mkdir(parents=True, exist_ok=True)
-    new = {name: text for name, text in files.items() if not (folder / name).exists()}
-    for name, text in new.items():
+    missing = {name: text for name, text in files.items() if not (folder / name).exists()}
+    for name, text in missing.items():
         with (folder / name).open("x", encoding="utf-8") as file:
             file.write(text)
-    kept = f", {len(files) - len(new)} existing files kept" if len(new) < len(files) else ""
-    click.echo(f"{folder}: {len(new)} files written{kept}")
+    note = f", {len(files) - len(missing)} existing files kept" if len(missing) < len(files) else ""
+    click.echo(f"{folder}: {len(missing)} files written{note}")
     say(f"next: cd {folder} && llorch learn")

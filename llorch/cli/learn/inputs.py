@@ -1,4 +1,4 @@
-"""`llorch learn inputs`: what a lesson asks, in a file for any language."""
+"""`llorch learn inputs`: write the inputs of a lesson to a file for any language."""
 
 from pathlib import Path
 
@@ -27,6 +27,6 @@ def command(*, lesson: str, output: Path) -> None:
 
     if output.exists():
         raise click.UsageError(f"{output}: already exists; choose another name")
-    chosen = one_lesson(lesson)
-    n = write_calls(chosen, output)
-    say(f"{near(output)}: {n} calls; next: llorch learn check {chosen.number} --answers answers.npz")
+    selected = one_lesson(lesson)
+    n_calls = write_calls(selected, output)
+    say(f"{near(output)}: {n_calls} calls; next: llorch learn check {selected.number} --answers answers.npz")

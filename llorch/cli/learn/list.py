@@ -1,4 +1,4 @@
-"""`llorch learn list`: every lesson and how it stands."""
+"""`llorch learn list`: list every lesson and its state."""
 
 from pathlib import Path
 
@@ -30,11 +30,11 @@ def show_list(folder: Path) -> None:
     from llorch.cli.tables import console, print_table, table
 
     progress = LearnerProgress(folder, say)
-    standing = progress.read()
+    states = progress.read()
     rows = table("no", "lesson", ">minutes", "verdict", ">attempts", ">hints", "")
     for lesson in LESSONS:
-        this = standing[lesson.number]
-        numbers = (str(n or "") for n in (this.attempts, sum(this.hints.values())))
-        shown, solution = coloured(progress.label(lesson, this)), "solution seen" if this.solution else ""
-        rows.add_row(lesson.number, lesson.name, str(lesson.minutes), shown, *numbers, solution)
+        state = states[lesson.number]
+        numbers = (str(count or "") for count in (state.attempts, sum(state.hints.values())))
+        verdict, solution = coloured(progress.label(lesson, state)), "solution seen" if state.solution else ""
+        rows.add_row(lesson.number, lesson.name, str(lesson.minutes), verdict, *numbers, solution)
     print_table(console(), rows)

@@ -1,4 +1,4 @@
-"""`llorch learn museum`: bugs that people had, as exercises."""
+"""`llorch learn museum`: real bugs of other engines, as exercises."""
 
 from pathlib import Path
 
@@ -27,8 +27,8 @@ def command(context: click.Context) -> None:
     from llorch.apps.learn.museum import exhibits
 
     if context.invoked_subcommand is None:
-        for shown in exhibits():
-            click.echo(f"{shown.number:>3}  {shown.symptom}")
+        for bug in exhibits():
+            click.echo(f"{bug.number:>3}  {bug.symptom}")
 
 
 @command.command(
@@ -41,10 +41,10 @@ def open_one(number: int, folder: Path) -> None:
     """Write the dump of bug NUMBER and a README with its report into FOLDER."""
     from llorch.apps.learn.museum import exhibit, write
 
-    shown = exhibit(number)
-    write(shown, folder)
+    bug = exhibit(number)
+    write(bug, folder)
     click.echo(
-        f"{shown.symptom}\n{folder / 'README.md'} has the full report; the same folder holds the dump of {shown.model}."
+        f"{bug.symptom}\n{folder / 'README.md'} has the full report; the same folder holds the dump of {bug.model}."
     )
 
 
@@ -61,9 +61,9 @@ def answer(number: int, words: tuple[str, ...]) -> None:
     """
     from llorch.apps.learn.museum import compare, exhibit
 
-    found = compare(exhibit(number), " ".join(words))
-    click.echo(found.said)
-    click.get_current_context().exit(0 if found.is_right else DIFFERS)
+    answer_check = compare(exhibit(number), " ".join(words))
+    click.echo(answer_check.said)
+    click.get_current_context().exit(0 if answer_check.is_right else DIFFERS)
 
 
 @command.command(

@@ -1,4 +1,4 @@
-"""`llorch learn next`: the lesson to go on with."""
+"""`llorch learn next`: show the next lesson."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -29,19 +29,19 @@ def command(*, impl: str | None) -> None:
 
 
 def next_lesson(folder: Path, after: "Lesson | None" = None) -> "Lesson | None":
-    """Find the first lesson that has not passed, if possible after the given one."""
+    """Find the first lesson that has not passed: one that follows the lesson `after`, or if there is none, any."""
     from llorch.apps.learn.lessons import LESSONS
     from llorch.apps.learn.progress import LearnerProgress
 
     progress = LearnerProgress(folder, say)
-    standing = progress.read()
-    to_do = [lesson for lesson in LESSONS if not progress.is_passed(lesson, standing[lesson.number])]
-    behind = to_do if after is None else [each for each in to_do if LESSONS.index(each) > LESSONS.index(after)]
-    return next(iter(behind or to_do), None)
+    states = progress.read()
+    todo = [lesson for lesson in LESSONS if not progress.is_passed(lesson, states[lesson.number])]
+    later = todo if after is None else [lesson for lesson in todo if LESSONS.index(lesson) > LESSONS.index(after)]
+    return next(iter(later or todo), None)
 
 
 def show_lesson(folder: Path, lesson: "Lesson | None") -> None:
-    """Print what a lesson is about and where its files are."""
+    """Print the title of a lesson and the paths of its files."""
     if lesson is None:
         click.echo("every lesson passes; to record this, run: llorch learn certificate")
         return

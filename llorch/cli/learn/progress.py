@@ -1,4 +1,4 @@
-"""`llorch learn progress`: how far somebody is."""
+"""`llorch learn progress`: summarise the learner's progress."""
 
 from dataclasses import asdict
 from pathlib import Path
@@ -26,19 +26,19 @@ if TYPE_CHECKING:
 def command(*, impl: str | None, as_json: bool) -> None:
     """Sum up lessons, attempts and hints from .llorch/progress.json in your folder."""
     folder = learners_folder(impl)
-    click.echo(_as_json(folder) if as_json else summed_up(folder))
+    click.echo(_as_json(folder) if as_json else format_progress(folder))
 
 
-def summed_up(folder: Path) -> str:
+def format_progress(folder: Path) -> str:
     """Format the state of all lessons in a folder as one line."""
     from llorch.apps.learn.lessons import LESSONS
 
-    standing, passed, left = _read_standing(folder)
-    hints = sum(sum(each.hints.values()) for each in standing.values())
-    attempts = sum(each.attempts for each in standing.values())
-    said = f"{len(passed)} of {len(LESSONS)} lessons pass, {attempts} attempts, {hints} hints"
-    solutions = sum(each.solution for each in standing.values())
-    return f"{said}, {solutions} solutions seen; about {left} minutes left"
+    states, passed, minutes_left = _read_standing(folder)
+    hints = sum(sum(state.hints.values()) for state in states.values())
+    attempts = sum(state.attempts for state in states.values())
+    counts = f"{len(passed)} of {len(LESSONS)} lessons pass, {attempts} attempts, {hints} hints"
+    solutions = sum(state.solution for state in states.values())
+    return f"{counts}, {solutions} solutions seen; about {minutes_left} minutes left"
 
 
 def _read_standing(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], int]":
@@ -47,13 +47,13 @@ def _read_standing(folder: Path) -> "tuple[dict[str, Standing], list[Lesson], in
     from llorch.apps.learn.progress import LearnerProgress
 
     progress = LearnerProgress(folder, say)
-    standing = progress.read()
-    passed = [lesson for lesson in LESSONS if progress.is_passed(lesson, standing[lesson.number])]
-    return standing, passed, sum(lesson.minutes for lesson in LESSONS if lesson not in passed)
+    states = progress.read()
+    passed = [lesson for lesson in LESSONS if progress.is_passed(lesson, states[lesson.number])]
+    return states, passed, sum(lesson.minutes for lesson in LESSONS if lesson not in passed)
 
 
 def _as_json(folder: Path) -> str:
-    standing, passed, left = _read_standing(folder)
-    lessons = {number: asdict(each) for number, each in standing.items()}
-    values = {"passed": [lesson.number for lesson in passed], "minutes_left": left, "lessons": lessons}
+    states, passed, minutes_left = _read_standing(folder)
+    lessons = {number: asdict(state) for number, state in states.items()}
+    values = {"passed": [lesson.number for lesson in passed], "minutes_left": minutes_left, "lessons": lessons}
     return to_json({"version": 1, **values}, indent=1)

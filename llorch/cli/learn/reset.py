@@ -1,4 +1,4 @@
-"""`llorch learn reset`: a lesson from the beginning."""
+"""`llorch learn reset`: restart a lesson."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,13 +27,13 @@ def command(*, lesson: str, impl: str | None) -> None:
 
 
 def reset(folder: Path, lesson: "Lesson") -> None:
-    """Set the file aside, write the stub, forget the verdict."""
+    """Rename the learner's file, write the stub, and clear the verdict."""
     from llorch.apps.learn.lessons import stub_of
     from llorch.apps.learn.progress import LearnerProgress, set_aside
 
     stub, file = stub_of(lesson), folder / f"{lesson.module}.py"
-    kept = f"; your old file is now {set_aside(file).name}" if file.exists() else ""
+    note = f"; your old file is now {set_aside(file).name}" if file.exists() else ""
     file.write_text(stub, encoding="utf-8")
     with LearnerProgress(folder, say).changed(lesson) as standing:
         standing.status = standing.tried = standing.passed = ""
-    click.echo(f"{near(file)} is the stub again{kept}")
+    click.echo(f"{near(file)} is the stub again{note}")

@@ -1,4 +1,4 @@
-"""Verdicts on stdout, in colour where that is a terminal."""
+"""Print verdicts on stdout, in colour on a terminal."""
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -18,16 +18,16 @@ STYLES = {PASS: "bold green", FAIL: "bold red", "BORROWED": "yellow", NOT_RUN: "
 
 def coloured(text: str) -> Text:
     """Colour the labels of verdicts."""
-    shown = Text(text)
+    styled = Text(text)
     for label, style in STYLES.items():
-        shown.highlight_words([label], style)
-    return shown
+        styled.highlight_words([label], style)
+    return styled
 
 
 def print_outcome(outcome: "Outcome", *, full: bool = False, out: Console | None = None) -> None:
     """Print the verdict of a lesson; `full` adds the whole traceback of an exception."""
-    head, *rest = outcome.text.split("\n")
-    (out or console()).print(coloured(head), *map(Text, rest), sep="\n")
+    heading, *details = outcome.text.split("\n")
+    (out or console()).print(coloured(heading), *map(Text, details), sep="\n")
     if full and outcome.traceback:
         (out or console()).print(Text(outcome.traceback))
 

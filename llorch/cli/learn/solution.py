@@ -1,4 +1,4 @@
-"""`llorch learn solution`: the functions of a lesson, written out."""
+"""`llorch learn solution`: print the functions of a lesson."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ def command(*, lesson: str, impl: str | None) -> None:
 
 
 def show_solution(folder: Path, lesson: "Lesson") -> None:
-    """Print the last hint of every part."""
+    """Print the last hint of every part, and record that the solution was seen."""
     from llorch.apps.learn.lessons import hints_of
     from llorch.apps.learn.progress import LearnerProgress
 

@@ -1,4 +1,7 @@
-"""`llorch learn`: every save is checked; keys do what the verbs do. A thread each sees saved files and pressed keys."""
+"""`llorch learn`: check a lesson whenever its file is saved, and obey keys.
+
+One thread watches the files, another reads the keys; both put events into a queue, which the main thread reads.
+"""
 
 import os
 import signal
@@ -18,7 +21,7 @@ from llorch.cli.learn.folder import full_option, impl_option, learners_folder, s
 from llorch.cli.learn.hint import show_hint
 from llorch.cli.learn.list import show_list
 from llorch.cli.learn.next import next_lesson, show_lesson
-from llorch.cli.learn.progress import summed_up
+from llorch.cli.learn.progress import format_progress
 from llorch.cli.learn.reset import reset
 from llorch.cli.learn.solution import show_solution
 from llorch.cli.options import PATH, verb
@@ -28,32 +31,31 @@ if TYPE_CHECKING:
     from llorch.apps.learn.lessons import Lesson
     from llorch.apps.learn.sandbox import Outcome
 
-
-SAVED = ""  # among keys, which are one character
-_PERIOD = 0.1  # seconds between looks at the files
+SAVED = ""  # event of a saved file; the other events are keys, one character long
+_PERIOD = 0.1  # seconds between scans of the files
 
 
 @contextmanager
 def events(folder: Path) -> Iterator["SimpleQueue[str]"]:
-    """Give a queue of keys, and of SAVED for changes of Python files; keys only where stdin is a terminal."""
+    """Yield a queue of keys, and of SAVED for changes of Python files; keys only if stdin is a terminal."""
     queue: SimpleQueue[str] = SimpleQueue()
-    Thread(target=_watch, args=(folder, _seen(folder), queue), daemon=True).start()
+    Thread(target=_watch, args=(folder, _scan_files(folder), queue), daemon=True).start()
     with _single_keys() as are_keys:
         if are_keys:
             Thread(target=_read_keys, args=(queue,), daemon=True).start()
         yield queue
 
 
-def _watch(folder: Path, before: "dict[Path, tuple[int, int]]", queue: "SimpleQueue[str]") -> None:
-    """Note what is other than before, so that a save is not lost that comes while the watching begins."""
-    for _ in _times_to_look(folder):
-        if (now := _seen(folder)) != before:
+def _watch(folder: Path, old_files: "dict[Path, tuple[int, int]]", queue: "SimpleQueue[str]") -> None:
+    """Report changes since `old_files`, which was scanned earlier, so that no save during the start is lost."""
+    for _ in _scan_times(folder):
+        if (new_files := _scan_files(folder)) != old_files:
             queue.put(SAVED)
-        before = now
+        old_files = new_files
 
 
-def _times_to_look(folder: Path) -> Iterator[object]:
-    """Yield whenever a folder may have changed: told by watchfiles, or by the clock where watchfiles cannot watch."""
+def _scan_times(folder: Path) -> Iterator[object]:
+    """Yield whenever a folder may have changed: on events of watchfiles, or periodically if it cannot watch."""
     with suppress(ImportError, OSError):
         from watchfiles import PythonFilter, watch
 
@@ -65,40 +67,40 @@ def _times_to_look(folder: Path) -> Iterator[object]:
         yield time.sleep(_PERIOD)
 
 
-def _seen(folder: Path) -> dict[Path, tuple[int, int]]:
+def _scan_files(folder: Path) -> dict[Path, tuple[int, int]]:
     """Map each Python file of a folder to its modification time in ns and its size in bytes."""
-    seen = {}
+    files = {}
     for path in folder.glob("*.py"):
-        with suppress(OSError):  # it went away
+        with suppress(OSError):  # it was deleted
             status = path.stat()
-            seen[path] = (status.st_mtime_ns, status.st_size)
-    return seen
+            files[path] = (status.st_mtime_ns, status.st_size)
+    return files
 
 
 @contextmanager
 def _single_keys() -> Iterator[bool]:
-    """Have keys come at once and unseen; what the terminal was is put back."""
+    """Deliver keys at once and without echo; restore the terminal afterwards. Yield False without a terminal."""
     if find_spec("termios") is None or not sys.stdin.isatty():
         yield False
         return
     import termios
     import tty
 
-    before = termios.tcgetattr(sys.stdin.fileno())
+    old_settings = termios.tcgetattr(sys.stdin.fileno())
     tty.setcbreak(sys.stdin.fileno())
     try:
         yield True
     finally:
-        termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin.fileno(), termios.TCSADRAIN, old_settings)
 
 
 def _read_keys(queue: "SimpleQueue[str]") -> None:
-    """Put each key that is pressed into the queue, and "q" when the terminal is gone."""
+    """Put each key into the queue, and "q" when the terminal closes."""
     with suppress(OSError):
-        # not through sys.stdin, whose lock a copied process would wait for
+        # os.read, because a forked process would wait for the lock of sys.stdin
         while key := os.read(sys.stdin.fileno(), 1):
             queue.put(key.decode("ascii", "replace"))
-    queue.put("q")  # the terminal is gone
+    queue.put("q")  # the terminal was closed
 
 
 KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
@@ -119,7 +121,7 @@ def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float
 
     Keys on a terminal: n next, h hint, l list, c check all, s solution, x reset, q quit.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # the terminal is put back then, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # raises, so the terminal is restored
     try:
         _Loop(learners_folder(str(folder) if folder else impl), seconds=seconds, full=full).run()
     except KeyboardInterrupt:
@@ -127,25 +129,23 @@ def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float
 
 
 class _Loop:
+    """Loop over events, with the current lesson and the fingerprints (hashes) of all lessons' code."""
+
     def __init__(self, folder: Path, *, seconds: float, full: bool) -> None:
         from llorch.apps.learn.lessons import LESSONS
 
         self.folder, self.seconds, self.full = folder, seconds, full
         self.lesson: Lesson = next_lesson(folder) or LESSONS[-1]
-        self.seen, self.warm = self._fingerprints(), list[object]()
+        self.fingerprints, self.warm = self._compute_fingerprints(), list[object]()  # warm: lessons of `_warm`
         self.keys: Mapping[str, Callable[[], None]] = {
-            "n": self._next,
-            "h": lambda: show_hint(self.folder, self.lesson),
-            "l": lambda: show_list(self.folder),
-            "c": lambda: self._check([*LESSONS]),
-            "s": lambda: show_solution(self.folder, self.lesson),
-            "x": lambda: reset(self.folder, self.lesson),
-            SAVED: self._saved,
-        }
+            "n": self._next, "h": lambda: show_hint(self.folder, self.lesson), "l": lambda: show_list(self.folder),
+            "c": lambda: self._check([*LESSONS]), "s": lambda: show_solution(self.folder, self.lesson),
+            "x": lambda: reset(self.folder, self.lesson), SAVED: self._saved,
+        }  # fmt: skip
 
     def run(self) -> None:
         """Check again after every change of the files, until q, the end of the terminal or Ctrl-C."""
-        click.echo(f"{self.folder}: {summed_up(self.folder)}")
+        click.echo(f"{self.folder}: {format_progress(self.folder)}")
         show_lesson(self.folder, self.lesson)
         with events(self.folder) as queue:
             self._warm()
@@ -155,7 +155,7 @@ class _Loop:
                     self._do(self.keys[event])
 
     def _do(self, act: Callable[[], None]) -> None:
-        """Run an action; print an error of it and go on."""
+        """Run an action; print its error and continue."""
         try:
             act()
         except (OSError, ValueError) as error:
@@ -168,18 +168,18 @@ class _Loop:
         show_lesson(self.folder, self.lesson)
 
     def _saved(self) -> None:
-        """Check the lessons that are other code now, the one to go on with first."""
+        """Check the lessons whose code changed, the current lesson first."""
         from llorch.apps.learn.lessons import LESSONS
 
-        before, self.seen = self.seen, self._fingerprints()
-        changed = [lesson for lesson in LESSONS if self.seen[lesson.number] != before[lesson.number]]
+        old_fingerprints, self.fingerprints = self.fingerprints, self._compute_fingerprints()
+        changed = [lesson for lesson in LESSONS if self.fingerprints[lesson.number] != old_fingerprints[lesson.number]]
         if changed and self.lesson not in changed:
             self.lesson = changed[0]
         self._check(sorted(changed, key=lambda lesson: lesson != self.lesson), begun_only=True)
         self._warm()
 
     def _warm(self) -> None:
-        """Import ahead of time all that checks of the current lesson need, once for each lesson."""
+        """Import ahead of time the modules that checks of the current lesson need, once for each lesson."""
         from llorch.apps.learn.sandbox import warm
 
         if self.lesson not in self.warm:
@@ -192,23 +192,23 @@ class _Loop:
         from llorch.apps.learn.sandbox import outcomes
         from llorch.cli.learn.shown import counted, print_outcome
 
-        progress, found = LearnerProgress(self.folder, say), []
+        progress, printed = LearnerProgress(self.folder, say), []
         numbers = [lesson.number for lesson in lessons]
         for outcome in outcomes(str(self.folder), numbers, seconds=self.seconds, progress=say):
             progress.note(outcome)
             if begun_only and outcome.lesson != self.lesson.number and _is_untouched(outcome):
-                continue  # it imports what was saved, and nothing of it is written
-            found.append(outcome)
+                continue  # it imports the saved file, but the learner has not begun it
+            printed.append(outcome)
             print_outcome(outcome, full=self.full)
-        if len(found) > 1:
-            click.echo(counted(found))
+        if len(printed) > 1:
+            click.echo(counted(printed))
 
-    def _fingerprints(self) -> dict[str, str]:
+    def _compute_fingerprints(self) -> dict[str, str]:
         from llorch.apps.learn.lessons import LESSONS, lesson_fingerprint
 
         return {lesson.number: lesson_fingerprint(self.folder, lesson) for lesson in LESSONS}
 
 
 def _is_untouched(outcome: "Outcome") -> bool:
-    """Tell if the learner has written nothing of the lesson, so that nothing was compared."""
+    """Tell if the learner has written nothing of the lesson: llorch's functions ran in place of it (BORROWED)."""
     return outcome.label == "BORROWED" and not outcome.record["compared"]

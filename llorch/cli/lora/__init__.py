@@ -1,4 +1,4 @@
-"""`llorch lora`: train an adapter, look at it, merge it, hand it on."""
+"""`llorch lora`: train, inspect, merge and export an adapter."""
 
 from llorch.cli.verbs import Verbs
 

@@ -1,4 +1,4 @@
-"""`llorch lora doctor`: what is wrong with an adapter that loads without an error."""
+"""`llorch lora doctor`: find faults of an adapter that loads without an error."""
 
 from pathlib import Path
 
@@ -45,7 +45,7 @@ def command(*, paths: tuple[str, ...], base: str | None, against: str | None, an
     from llorch.apps.doctor.adapter import ENGINES, examine
     from llorch.cli.inputs import model_path
 
-    engines = _engines(against, ENGINES)
+    engines = _parse_engines(against, ENGINES)
     model, adapter = _base_and_adapter(paths, base)
     with progress(f"examining {adapter}") as report:
         checks = examine(adapter, model_path(model), against=engines, any_base=any_base, report=report)
@@ -61,12 +61,12 @@ def _base_and_adapter(paths: tuple[str, ...], base: str | None) -> tuple[str, Pa
     return bases[0], Path(adapter)
 
 
-def _engines(text: str | None, known: tuple[str, ...]) -> tuple[str, ...] | None:
+def _parse_engines(text: str | None, known_engines: tuple[str, ...]) -> tuple[str, ...] | None:
     """Split the names in `--against`; None if the option is absent, an empty tuple for "none"."""
     if text is None or text == "none":
         return None if text is None else ()
     names = tuple(name.strip() for name in text.split(","))
-    unknown = [name for name in names if name not in known]
+    unknown = [name for name in names if name not in known_engines]
     if unknown:
-        raise click.UsageError(f"--against: expected {', '.join(known)} or none, got {unknown[0]!r}")
+        raise click.UsageError(f"--against: expected {', '.join(known_engines)} or none, got {unknown[0]!r}")
     return names

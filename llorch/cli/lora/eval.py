@@ -1,4 +1,4 @@
-"""`llorch lora eval`: what an adapter changes on data that it was not trained on."""
+"""`llorch lora eval`: measure the effect of an adapter on data that it was not trained on."""
 
 from pathlib import Path
 from typing import Any
@@ -40,7 +40,7 @@ from llorch.cli.threads import threads_option
 @json_option(
     "One object: base, split, n_rows, n_trained, loss, perplexity, the last two each without and with_adapter."
 )
-def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, **given: Any) -> None:
+def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, **setting_values: Any) -> None:
     """Compute the loss and perplexity of MODEL on data, with and without ADAPTER.
 
     ADAPTER is a PEFT directory or a LoRA GGUF file. The loss is the mean over all learned tokens, in nats; perplexity
@@ -51,18 +51,18 @@ def command(*, adapter: Path, split: str | None, any_base: bool, as_json: bool, 
     require_torch()
     from llorch.pytorch.train.trainer import judge_adapter
 
-    settings = chosen_settings(given)
+    settings = chosen_settings(setting_values)
     say(threads_for_training(settings))
     with progress("judging the adapter"):
-        found = judge_adapter(settings, adapter, split=split, any_base=any_base)
-    losses = dict(zip(("without", "with_adapter"), (found.without, found.with_adapter), strict=True))
-    perplexities = dict(zip(("without", "with_adapter"), found.perplexities, strict=True))
+        evaluation = judge_adapter(settings, adapter, split=split, any_base=any_base)
+    losses = dict(zip(("without", "with_adapter"), (evaluation.without, evaluation.with_adapter), strict=True))
+    perplexities = dict(zip(("without", "with_adapter"), evaluation.perplexities, strict=True))
     if as_json:
         names = ("base", "split", "n_rows", "n_trained")
-        values = {name: getattr(found, name) for name in names}
+        values = {name: getattr(evaluation, name) for name in names}
         click.echo(to_json({**values, "loss": losses, "perplexity": perplexities}))
         return
-    say(found.base)
-    click.echo(f"{found.split}: {found.n_rows} rows, {found.n_trained:,} tokens judged")
+    say(evaluation.base)
+    click.echo(f"{evaluation.split}: {evaluation.n_rows} rows, {evaluation.n_trained:,} tokens judged")
     for name in losses:
         click.echo(f"{name.replace('_', ' '):<13} loss {losses[name]:.4f}   perplexity {perplexities[name]:.4g}")

@@ -1,4 +1,4 @@
-"""`llorch lora export`: an adapter for other programs."""
+"""`llorch lora export`: write an adapter for other programs."""
 
 from pathlib import Path
 
@@ -39,11 +39,11 @@ def command(
     from llorch.cli.inputs import model_path
     from llorch.lora.export import export
 
-    done = export(model_path(base), adapter, target, vllm_safe=vllm_safe, force=force, any_base=any_base)
-    for note in done.notes:
+    exported = export(model_path(base), adapter, target, vllm_safe=vllm_safe, force=force, any_base=any_base)
+    for note in exported.notes:
         say(f"note: {note}")
     if as_json:
-        values = {"n_parameters": done.n_parameters, "n_bytes": done.n_bytes, "notes": done.notes}
+        values = {"n_parameters": exported.n_parameters, "n_bytes": exported.n_bytes, "notes": exported.notes}
         click.echo(to_json({"target": str(target), **values}))
     else:
-        click.echo(f"{target}: {done.n_parameters} parameters, {done.n_bytes / 1e6:.2f} MB")
+        click.echo(f"{target}: {exported.n_parameters} parameters, {exported.n_bytes / 1e6:.2f} MB")

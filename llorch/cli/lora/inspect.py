@@ -1,4 +1,4 @@
-"""`llorch lora inspect`: what is in an adapter."""
+"""`llorch lora inspect`: show the contents of an adapter."""
 
 from dataclasses import asdict
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""`llorch lora merge`: base and adapter to one model."""
+"""`llorch lora merge`: merge an adapter into its base."""
 
 from collections.abc import Iterator
 from dataclasses import asdict
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.convert import TYPES, cleaning_up_when_terminated
+from llorch.cli.convert import TYPES, exiting_on_sigterm
 from llorch.cli.lora.options import any_base_option, force_option
 from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
 from llorch.cli.output import progress, say, to_json
@@ -54,35 +54,35 @@ def command(
     from llorch.files.quant import GGMLType
     from llorch.training.merge_files import merge
 
-    kind = GGMLType[type_name.upper()] if type_name is not None else None
-    with cleaning_up_when_terminated(), progress(f"merging to {target}") as report:
-        done = merge(
+    ggml_type = GGMLType[type_name.upper()] if type_name is not None else None
+    with exiting_on_sigterm(), progress(f"merging to {target}") as report:
+        merged = merge(
             model_path(base), adapter, target,
-            ggml_type=kind, force=force, any_base=any_base, logits=logits, report=report,
+            ggml_type=ggml_type, force=force, any_base=any_base, logits=logits, report=report,
         )  # fmt: skip
-    for note in done.notes:
+    for note in merged.notes:
         say(f"note: {note}")
-    click.echo(to_json(_record(target, done)) if as_json else "\n".join(_describe(target, done)))
+    click.echo(to_json(_record(target, merged)) if as_json else "\n".join(_describe(target, merged)))
 
 
-def _record(target: Path, done: "Merge") -> dict[str, object]:
+def _record(target: Path, merged: "Merge") -> dict[str, object]:
     """Return the values of --json."""
-    matrices = {name: asdict(change) for name, change in done.changes.items()}
-    values = {"type": done.ggml_type.name, "base_types": done.base_types, "n_bytes": done.n_bytes}
-    logits = asdict(done.logits) if done.logits else None
-    return {"target": str(target), **values, "matrices": matrices, "logits": logits, "notes": done.notes}
+    matrices = {name: asdict(change) for name, change in merged.changes.items()}
+    values = {"type": merged.ggml_type.name, "base_types": merged.base_types, "n_bytes": merged.n_bytes}
+    logits = asdict(merged.logits) if merged.logits else None
+    return {"target": str(target), **values, "matrices": matrices, "logits": logits, "notes": merged.notes}
 
 
-def _describe(target: Path, done: "Merge") -> Iterator[str]:
+def _describe(target: Path, merged: "Merge") -> Iterator[str]:
     """Yield the lines for a person."""
-    worst = max(done.changes.values(), key=lambda change: change.vanished)
-    largest = max(change.change for change in done.changes.values())
-    yield f"{target}: {done.ggml_type.name}, {done.n_bytes / 1e6:.1f} MB, {len(done.changes)} matrices merged"
+    worst = max(merged.changes.values(), key=lambda change: change.vanished)
+    largest = max(change.change for change in merged.changes.values())
+    yield f"{target}: {merged.ggml_type.name}, {merged.n_bytes / 1e6:.1f} MB, {len(merged.changes)} matrices merged"
     yield f"largest change of a weight {largest:.3g}; changes lost to rounding: up to {worst.vanished:.1%} of a matrix"
-    if done.logits is None:
+    if merged.logits is None:
         yield "logits NOT COMPARED (to compare them, add --logits)"
     else:
-        effect, error, spread = done.logits.effect, done.logits.error, done.logits.spread
+        effect, error, spread = merged.logits.effect, merged.logits.error, merged.logits.spread
         yield (
             f"logits: the adapter changes them by up to {effect:.3g}, merging by up to {error:.3g} "
             f"(standard deviation {spread:.3g})"

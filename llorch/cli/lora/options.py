@@ -1,4 +1,4 @@
-"""What the verbs on adapters share: options, and what training needs beside the core."""
+"""Options and requirements that the verbs on adapters share."""
 
 from importlib.util import find_spec
 from typing import TYPE_CHECKING
@@ -17,14 +17,14 @@ any_base_option = group(
 
 
 def require_torch() -> None:
-    """Say what to install where torch is absent."""
+    """Raise MissingExtra if torch is absent."""
     if find_spec("torch") is None:
         raise MissingExtra("train", "torch")
 
 
 def threads_for_training(settings: "TrainSettings", *, recorded: int | None = None) -> str:
     """Choose the threads of a run on torch; see `use_threads`."""
-    import torch  # noqa: F401 (whose threads they are)
+    import torch  # noqa: F401 (loads the thread pools that `use_threads` limits)
 
     from llorch.cli.inputs import model_path
     from llorch.files import open_weights

@@ -1,4 +1,4 @@
-"""`llorch lora train`: train an adapter in a folder of its own."""
+"""`llorch lora train`: train an adapter into a folder."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -45,7 +45,7 @@ from llorch.training.stopping import Stopped
 @json_option("One object at the end: steps, loss, valid_loss, seconds, n_parameters, adapter.")
 def command(
     *, output: Path, config: Path | None, axes: Mapping[str, int] | None, rank_timeout: float, resume: bool,
-    allow_change: bool, as_json: bool, **given: Any,
+    allow_change: bool, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Train a LoRA adapter for MODEL and write it to a folder that PEFT can load.
 
@@ -58,8 +58,8 @@ def command(
     require_torch()
     from llorch.pytorch.train.run import RUN, Run, saved_settings, saved_threads
 
-    resume = resume or (n_restarts() > 0 and (output / RUN).exists())  # the launcher starts ranks anew with the same
-    settings = chosen_settings(given, config, *([(RUN, saved_settings(output))] if resume else []))
+    resume = resume or (n_restarts() > 0 and (output / RUN).exists())  # launchers restart with the same arguments
+    settings = chosen_settings(options, config, *([(RUN, saved_settings(output))] if resume else []))
     try:
         with on_mesh(axes, rank_timeout=rank_timeout, device=settings.device) as mesh, TrainingProgress() as progress:
             threads_for_training(settings, recorded=saved_threads(output) if resume else None)

@@ -1,4 +1,4 @@
-"""What `llorch lora train` prints, all on stderr: a bar on a terminal, lines elsewhere; then a command to try it."""
+"""Output of `llorch lora train` on stderr: a bar on a terminal, else lines; and a command that tries the adapter."""
 
 import shlex
 import sys
@@ -19,11 +19,11 @@ from llorch.training.data.read import find_splits, read_records
 if TYPE_CHECKING:
     from llorch.pytorch.train.trainer import StepReport, Training
 
-LINES = 20  # of steps, about, where there is no terminal
+LINES = 20  # about this many step lines, if stderr is no terminal
 
 
 class TrainingProgress:
-    """Tells a person about a run."""
+    """Progress display of a training run."""
 
     def __init__(self) -> None:
         """Show nothing before the run begins."""
@@ -39,7 +39,7 @@ class TrainingProgress:
             self._bar.stop()
 
     def begins(self, training: "Training") -> None:
-        """Print what is about to be computed."""
+        """Print the description of the run, and start the bar."""
         for line in description(training):
             say(line)
         self._total = training.total_steps
@@ -47,7 +47,7 @@ class TrainingProgress:
             self._start_bar(training.step)
 
     def made(self, report: "StepReport") -> None:
-        """Move on by a step."""
+        """Show a finished step."""
         line = f"loss {report.loss:.4f}, norm {report.norm:.3g}, rate {report.learning_rate:.2e}"
         if self._bar is not None:
             self._bar.update(self._task, completed=report.step, line=line)
@@ -55,11 +55,11 @@ class TrainingProgress:
             say(f"step {report.step} of {self._total}: {line}")
 
     def validated(self, step: int, loss: float) -> None:
-        """Tell a validation loss."""
+        """Print a validation loss."""
         self.note(f"step {step}: validation loss {loss:.4f}")
 
     def note(self, line: str) -> None:
-        """Tell something beside the bar."""
+        """Print a line above the bar."""
         if self._bar is not None:
             self._bar.console.print(line, markup=False, highlight=False)
         else:
@@ -79,14 +79,14 @@ class TrainingProgress:
 def description(training: "Training") -> list[str]:
     """Describe a run before it starts, defaults included."""
     settings, data, module = training.settings, training.data, training.module
-    trained = sum(parameter.numel() for parameter in training.parameters.values())
-    frozen = sum(parameter.numel() for parameter in module.parameters()) - trained
-    held = sum(t.numel() * t.element_size() for t in (*module.parameters(), *module.buffers()))
+    n_trained = sum(parameter.numel() for parameter in training.parameters.values())
+    n_frozen = sum(parameter.numel() for parameter in module.parameters()) - n_trained
+    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
     rows = settings.batch_size * settings.accumulation
-    where = f"{training.target.device}, threads {training.plan.identity()['environment']['threads']}"
+    device = f"{training.target.device}, threads {training.plan.identity()['environment']['threads']}"
     return [
-        f"model: {settings.model}, {settings.dtype} on {where}, weights {held / 1e6:.1f} MB; "
-        f"training {trained:,} parameters, {frozen:,} frozen (r {settings.r}, alpha {settings.alpha:g}, "
+        f"model: {settings.model}, {settings.dtype} on {device}, weights {n_bytes / 1e6:.1f} MB; "
+        f"training {n_trained:,} parameters, {n_frozen:,} frozen (r {settings.r}, alpha {settings.alpha:g}, "
         f"{len(training.adapter.targets)} matrices)",
         f"data: {settings.data}, {data.train.n_tokens:,} tokens, {data.train.n_trained:,} of them in the loss, at most "
         f"{data.settings.max_length} in one row",
@@ -98,7 +98,7 @@ def description(training: "Training") -> list[str]:
 
 
 def _memory(training: "Training") -> list[str]:
-    """Print the memory of the largest step, with the parts that options change."""
+    """Describe the memory of the largest step, with the parts that options change."""
     need = training.memory
     if need is None:
         return []
@@ -106,35 +106,35 @@ def _memory(training: "Training") -> list[str]:
     return [f"memory: about {need.peak / 1e9:.2f} GB at the peak of a step of {need.n_tokens:,} tokens ({parts})"]
 
 
-_ROWS, _CHARACTERS = 50, 400  # looked at; most that are shown
-_BEGINNING = 4  # words or tokens of a text
+_ROWS, _CHARACTERS = 50, 400  # number of rows that are searched; most characters of a question
+_BEGINNING = 4  # words or tokens of a text to use as a prompt
 
 
 def try_it(model: str, data: str, adapter: Path) -> str:
     """Write a command, quoted for a shell, that runs an adapter on the first short question of its data.
 
-    Without a tokenizer nobody can ask; the data are judged then.
+    A model without a tokenizer cannot be asked a question; the command then evaluates the adapter on the data.
     """
     opened = OpenModel(open_weights(find(model)))
     if not has_vocabulary(opened.weights.source):
         return shlex.join(["llorch", "lora", "eval", model, str(adapter), "--data", data])
     records = islice(read_records(find_splits(find_data(data))["train"]), _ROWS)
-    found = (_question_of(formats.parse(record, formats.format_of(record)), opened) for record in records)
-    asked = next(filter(None, found), ["Once upon a time"])
-    return shlex.join(["llorch", "run", model, *asked, "--adapter", str(adapter)])
+    questions = (_find_question(formats.parse(record, formats.format_of(record)), opened) for record in records)
+    question = next(filter(None, questions), ["Once upon a time"])
+    return shlex.join(["llorch", "run", model, *question, "--adapter", str(adapter)])
 
 
-def _question_of(row: formats.Parsed, model: OpenModel) -> list[str]:
-    """Give the question of a row as arguments; nothing if it is no short text."""
+def _find_question(row: formats.Parsed, model: OpenModel) -> list[str]:
+    """Return the question of a row as arguments; empty if it is no short text."""
     match row:
         case formats.Instruction():
-            return _question_of(row.chat if model.chat_templates or row.plain is None else row.plain, model)
+            return _find_question(row.chat if model.chat_templates or row.plain is None else row.plain, model)
         case formats.Chat():
             first, second = [*row.messages, {}][:2]
             system, user = (first, second) if first["role"] == "system" else ({}, first)
             options = {"--chat": user, "--system": system} if user.get("role") == "user" else {}
-            said = {option: str(message["content"]) for option, message in options.items() if message}
-            return [f"{option}={text}" for option, text in said.items()] if all(map(_is_short, said.values())) else []
+            texts = {option: str(message["content"]) for option, message in options.items() if message}
+            return [f"{option}={text}" for option, text in texts.items()] if all(map(_is_short, texts.values())) else []
         case formats.PromptCompletion():
             text = row.prompt or _beginning(row.completion)
         case formats.Text():

@@ -1,4 +1,4 @@
-"""`llorch lora verify-resume`: the proof that a run here can be stopped and taken up again without a trace."""
+"""`llorch lora verify-resume`: prove that a run can be stopped and resumed without changing a bit."""
 
 import tempfile
 from collections import defaultdict
@@ -45,7 +45,7 @@ KINDS = {"adapter": "weights", "optimizer": "moments", "adapter_model.safetensor
     json_option("One object: steps, stopped_at, holds, and every tensor compared."),
 )
 def command(
-    *, config: Path | None, axes: Mapping[str, int] | None, control: bool, verbose: bool, as_json: bool, **given: Any
+    *, config: Path | None, axes: Mapping[str, int] | None, control: bool, verbose: bool, as_json: bool, **options: Any
 ) -> None:
     """Train MODEL twice, once without a stop and once resumed, and compare every bit of the two runs.
 
@@ -62,12 +62,12 @@ def command(
 
     if is_rank():
         raise click.UsageError("verify-resume starts the processes of --mesh itself; call it without a launcher")
-    steps = STEPS if given["steps"] is None else given["steps"]
-    settings = chosen_settings(given | {"steps": steps}, config)
+    steps = STEPS if options["steps"] is None else options["steps"]
+    settings = chosen_settings(options | {"steps": steps}, config)
     say(threads_for_training(settings))
     try:
-        with tempfile.TemporaryDirectory(prefix="llorch-") as folder, progress("verify-resume") as tell:
-            proof = verify_resume(settings, Path(folder), control=control, axes=axes, tell=tell)
+        with tempfile.TemporaryDirectory(prefix="llorch-") as folder, progress("verify-resume") as report:
+            proof = verify_resume(settings, Path(folder), control=control, axes=axes, tell=report)
     except (Stopped, RanksEnded) as stopped:
         say("llorch: interrupted")
         raise click.exceptions.Exit(stopped.exit_code) from None
@@ -76,14 +76,14 @@ def command(
 
 
 def _proof_lines(proof: "Proof", *, verbose: bool) -> Iterator[str]:
-    after = proof.steps - proof.stopped_at
-    yield f"{proof.steps} uninterrupted steps against {proof.stopped_at} + {after} after a resume"
+    n_resumed = proof.steps - proof.stopped_at
+    yield f"{proof.steps} uninterrupted steps against {proof.stopped_at} + {n_resumed} after a resume"
     yield from _comparison_lines(proof.halves, verbose=verbose)
     yield "bit-identical" if proof.halves.equal else "NOT bit-identical"
-    for what, comparison in proof.controls.items():
+    for lost, comparison in proof.controls.items():
         differing = sum(tensor.differing_bits > 0 for tensor in comparison.tensors)
-        seen = f"{differing} of {len(comparison.tensors)} tensors differ, as expected" if differing else "NOT NOTICED"
-        yield f"control, {what} lost: {seen}"
+        note = f"{differing} of {len(comparison.tensors)} tensors differ, as expected" if differing else "NOT NOTICED"
+        yield f"control, {lost} lost: {note}"
 
 
 def _comparison_lines(comparison: "RunComparison", *, verbose: bool) -> Iterator[str]:
@@ -92,7 +92,7 @@ def _comparison_lines(comparison: "RunComparison", *, verbose: bool) -> Iterator
     for tensor in comparison.tensors:
         kinds[tensor.kind].append(tensor)
     for kind, tensors in kinds.items():
-        values, bits = sum(t.n_values for t in tensors), sum(t.differing_bits for t in tensors)
+        values, bits = sum(tensor.n_values for tensor in tensors), sum(tensor.differing_bits for tensor in tensors)
         yield f"{KINDS.get(kind, kind):13}{len(tensors):5} tensors {values:12,} values {bits:10,} bits differ"
         for tensor in tensors:
             if verbose or tensor.differing_bits:
@@ -102,19 +102,15 @@ def _comparison_lines(comparison: "RunComparison", *, verbose: bool) -> Iterator
 
 def _as_json(proof: "Proof") -> dict[str, Any]:
     return {
-        "steps": proof.steps,
-        "stopped_at": proof.stopped_at,
-        "holds": proof.holds,
+        "steps": proof.steps, "stopped_at": proof.stopped_at, "holds": proof.holds,
         "halves": _comparison_as_json(proof.halves),
-        "controls": {what: _comparison_as_json(comparison) for what, comparison in proof.controls.items()},
-    }
+        "controls": {lost: _comparison_as_json(comparison) for lost, comparison in proof.controls.items()},
+    }  # fmt: skip
 
 
 def _comparison_as_json(comparison: "RunComparison") -> dict[str, Any]:
     tensors = {t.name: {"values": t.n_values, "differing_bits": t.differing_bits} for t in comparison.tensors}
     return {
-        "equal": comparison.equal,
-        "tensors": tensors,
-        "log_lines": comparison.n_lines,
+        "equal": comparison.equal, "tensors": tensors, "log_lines": comparison.n_lines,
         "differing_log_lines": comparison.differing_lines,
-    }
+    }  # fmt: skip

@@ -1,12 +1,12 @@
-"""The library of known mistakes, as data: mistakes that people made when they ported these models.
+"""Library of known mistakes, as data: mistakes that people made when they ported these models.
 
-`STAGE_MISTAKES` belong to stages of the table, `SAMPLING` to the steps from the logits to a distribution,
-`GENERATION` to the loop, `QUANTISED` to the parts of a product with a quantised matrix,
-`QUANTISED_FOLDERS` to the matrices of a quantised Hugging Face folder. `diagnosis`
-injects them where an engine is wrong, tests inject every one of them (`variants`). `TRAINING` are functions that
-replace llorch's. `mistake` is the one type; `in_stage` makes a stage's array from a wrong function, `planting` puts the
-function into the running code. `llorch.apps.learn.typed_mistakes` makes what a learner types, and tests what torch
-runs.
+`STAGE_MISTAKES` belong to stages (named arrays of the forward pass), `SAMPLING` to the steps from the logits to a
+distribution, `GENERATION` to the generation loop, `QUANTISED` to the parts of a product with a quantised matrix,
+`QUANTISED_FOLDERS` to the matrices of a quantised Hugging Face folder. `TRAINING` mistakes replace functions of llorch.
+
+The diagnosis injects them where an engine is wrong; tests inject every one of them (`variants`). `mistake` defines the
+type, `in_stage` computes a stage's array with a wrong function, `planting` replaces a function in the running code.
+`llorch.apps.learn.typed_mistakes` makes the code that a learner would type.
 """
 
 from collections.abc import Mapping
@@ -58,7 +58,7 @@ STAGE_MISTAKES: tuple[Mistake[StageInputs], ...] = (
     *EMBEDDING, *NORM, *PROJECTION, *ROPE, *CACHE, *ATTENTION, *GATED_ATTENTION, *DELTA_NET, *FEED_FORWARD,
     *EXPERTS, *BLOCK, *POSITIONS, *LAYERS,
 )  # fmt: skip
-# of checkpoints 15 to 20, in their order
+# in the order of the validation points 15 to 20 (`llorch.stages.table.CHECKPOINTS`)
 TRAINING: tuple[Mistake[Any], ...] = (*ADAPTER, *LOSSES, *GRADIENTS, *OF_FAMILIES, *OPTIMIZER)
 QUANTISED: tuple[Mistake[QuantisedInputs], ...] = (*BLOCKS, *ROUNDINGS)
 
@@ -69,5 +69,5 @@ MISTAKES: Mapping[str, Mistake[Any]] = {
 
 
 def of_checkpoint(number: str) -> list[str]:
-    """List the names of the mistakes that a checkpoint catches, in the order of the library."""
+    """List the names of the mistakes that a checkpoint (numbered validation point) detects, in the library's order."""
     return [name for name, mistake in MISTAKES.items() if number in mistake.checkpoints]

@@ -1,6 +1,7 @@
-"""Mistakes of checkpoints 04 and 05: scale, mask, softmax, grouped heads, the joining of heads.
+"""Known mistakes in attention: scale, mask, softmax, grouped-query heads, joining of heads.
 
-Those of the scores are shown at the probabilities too: some engines add the mask inside their softmax.
+Mistakes of the scores also list the probabilities as a stage: some engines add the mask inside their softmax. Module
+`mistake` explains the fields of the mistakes.
 """
 
 import math
@@ -16,14 +17,15 @@ from llorch.model.blocks.positions import seen_from
 from llorch.ops.attention import attention_probs
 
 SCORES = ("attn_scores", "attn_probs")
-OF_SCORES, SOFTMAX, CONTEXT = "attention_scores", "attention_probs", "attention_context"
+# Values of `part`: functions that `wrong` replaces, see `in_stage`. Without `part`, `wrong` computes a stage from `s`.
+SCORE_OP, SOFTMAX, CONTEXT = "attention_scores", "attention_probs", "attention_context"
 
 
-def _tiled(heads: np.ndarray, n: int) -> np.ndarray:
+def _tile(heads: np.ndarray, n: int) -> np.ndarray:
     return np.tile(heads, (n, 1, 1))
 
 
-def _repeated(heads: np.ndarray, n: int) -> np.ndarray:
+def _repeat(heads: np.ndarray, n: int) -> np.ndarray:
     return np.repeat(heads, n, axis=0)
 
 
@@ -34,11 +36,11 @@ def _attention_products(s: StageInputs) -> np.ndarray:
 
 def products(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Multiply queries by keys, neither scaled nor masked: (heads, seq, ctx)."""
-    return q.swapaxes(0, 1) @ _repeated(k, q.shape[1] // len(k)).swapaxes(1, 2)
+    return q.swapaxes(0, 1) @ _repeat(k, q.shape[1] // len(k)).swapaxes(1, 2)
 
 
 def causal(scores: np.ndarray, *, shift: int = 0) -> np.ndarray:
-    """Hide the keys after each query; the mask starts `shift` diagonals late."""
+    """Mask the keys after each query, from `shift` diagonals later than right."""
     seq, ctx = scores.shape[1:]
     return np.where(np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1 + shift), -np.inf, scores)
 
@@ -53,9 +55,9 @@ def _scale(s: StageInputs) -> float:
 
 
 def hidden_in(s: StageInputs, kind: Layer | None = None, *, shift: int = 0) -> np.ndarray:
-    """Mask hidden keys, (seq, ctx), True if hidden: after the query (shift 0) or before the first visible key.
+    """Return the mask (seq, ctx), True for keys after the query (for shift 0) or before the first visible key.
 
-    The layer counts as one of `kind`, if that is given.
+    `kind` (window, chunk) replaces the layer's kind.
     """
     seq, ctx = len(s.positions), s["k_cache"].shape[1]
     hidden = np.triu(np.ones((seq, ctx), dtype=bool), k=ctx - seq + 1 + shift)
@@ -63,25 +65,25 @@ def hidden_in(s: StageInputs, kind: Layer | None = None, *, shift: int = 0) -> n
     return hidden if first is None else hidden | (np.arange(ctx) < first[:, None])
 
 
-def _shown(scores: np.ndarray, stage: str) -> np.ndarray:
-    """Return the scores, or the probabilities made from them."""
+def _finish(scores: np.ndarray, stage: str) -> np.ndarray:
+    """Return the scores, or the probabilities from them."""
     return scores if stage == "attn_scores" else attention_probs(scores)
 
 
 def with_mask(s: StageInputs, stage: str, hidden: np.ndarray, *, scale: float | None = None) -> np.ndarray:
-    """Compute scores, or the probabilities made from them, from right products with another mask or scale."""
+    """Compute scores, or the probabilities from them, from right products with another mask or scale."""
     scores = _attention_products(s) * s.dtype(_scale(s) if scale is None else scale)
-    return _shown(np.where(hidden, -np.inf, scores), stage)
+    return _finish(np.where(hidden, -np.inf, scores), stage)
 
 
 def mask_ignores_cache(s: StageInputs, stage: str) -> np.ndarray:
-    """Place a square mask at the first key, as if the cache were empty."""
+    """Apply a square mask from the first key on, as if the cache were empty."""
     seq, ctx = hidden_in(s).shape
     return with_mask(s, stage, np.triu(np.ones((seq, ctx), dtype=bool), k=1))
 
 
 def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
-    """Hide each query's own key, except where it is the only one: the first query of a text keeps its key."""
+    """Mask the key of each query's token, except for the first query of a text, which has no other key."""
     hidden = hidden_in(s, shift=-1)
     hidden[hidden.all(axis=1), 0] = False
     return with_mask(s, stage, hidden)
@@ -89,12 +91,12 @@ def hides_itself_but_first(s: StageInputs, stage: str) -> np.ndarray:
 
 def groups_tiled(q: np.ndarray, k: np.ndarray) -> np.ndarray:
     """Use key head h % n_kv_heads for query head h."""
-    return causal(_by_root(q.swapaxes(0, 1) @ _tiled(k, q.shape[1] // len(k)).swapaxes(1, 2), q))
+    return causal(_by_root(q.swapaxes(0, 1) @ _tile(k, q.shape[1] // len(k)).swapaxes(1, 2), q))
 
 
 def _in_half(x: np.ndarray) -> np.ndarray:
     """Round to float16 and return to the array's dtype."""
-    with np.errstate(over="ignore"):  # products above 65504 overflow, which is the point
+    with np.errstate(over="ignore"):  # products above 65504 overflow: this is the mistake
         return x.astype(np.float16).astype(x.dtype)
 
 
@@ -109,14 +111,14 @@ def scaled_scores_in_half(q: np.ndarray, k: np.ndarray) -> np.ndarray:
 
 
 def softmax_over_heads(scores: np.ndarray) -> np.ndarray:
-    """Normalise over heads; a hidden score becomes NaN, because no head has a finite one."""
-    with np.errstate(invalid="ignore"):  # -inf less -inf, which is the point
+    """Normalise over heads; masked scores become NaN, because no head has a finite one."""
+    with np.errstate(invalid="ignore"):  # -inf - (-inf) is part of the mistake
         weights = np.exp(scores - scores.max(axis=0, keepdims=True))
     return weights / weights.sum(axis=0, keepdims=True)
 
 
 def softmax_over_all(scores: np.ndarray) -> np.ndarray:
-    """Normalise over all numbers together."""
+    """Normalise over all heads and queries."""
     weights = np.exp(scores - scores.max())
     return weights / weights.sum()
 
@@ -127,7 +129,7 @@ def softmax_not_divided(scores: np.ndarray) -> np.ndarray:
 
 
 def _mix_values(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
-    return probs @ _repeated(v, len(probs) // len(v))  # (heads, seq, head_dim)
+    return probs @ _repeat(v, len(probs) // len(v))  # (heads, seq, head_dim)
 
 
 def _join_heads(mixed: np.ndarray) -> np.ndarray:
@@ -136,7 +138,7 @@ def _join_heads(mixed: np.ndarray) -> np.ndarray:
 
 def values_tiled(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
     """Mix value head h % n_kv_heads for query head h."""
-    return _join_heads(probs @ _tiled(v, len(probs) // len(v)))
+    return _join_heads(probs @ _tile(v, len(probs) // len(v)))
 
 
 def heads_joined_without_transpose(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
@@ -151,12 +153,12 @@ def heads_interleaved(probs: np.ndarray, v: np.ndarray) -> np.ndarray:
 
 ATTENTION: tuple[Mistake[StageInputs], ...] = (
     Mistake(
-        name="scores-not-scaled", stages=SCORES, part=OF_SCORES, reads=QUERY_AND_KEY,
+        name="scores-not-scaled", stages=SCORES, part=SCORE_OP, reads=QUERY_AND_KEY,
         wrong=instead(lambda q, k: causal(products(q, k))),
         diagnosis="The products were not scaled; divide by sqrt(head_dim).",
     ),
     Mistake(
-        name="scores-divided-by-head-dim", stages=SCORES, part=OF_SCORES, reads=QUERY_AND_KEY,
+        name="scores-divided-by-head-dim", stages=SCORES, part=SCORE_OP, reads=QUERY_AND_KEY,
         wrong=instead(lambda q, k: causal(products(q, k) * q.dtype.type(1 / q.shape[-1]))),
         diagnosis="The products were divided by head_dim, or by its root twice; divide by sqrt(head_dim) once.",
     ),
@@ -179,12 +181,12 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Every token saw all other tokens; hide the keys after the query.",
     ),
     Mistake(
-        name="mask-shows-next", stages=SCORES, part=OF_SCORES,
+        name="mask-shows-next", stages=SCORES, part=SCORE_OP,
         wrong=instead(lambda q, k: causal(_by_root(products(q, k), q), shift=1)), reads=QUERY_AND_KEY,
         diagnosis="Every token saw the next one: the mask starts one diagonal too late.",
     ),
     Mistake(
-        name="mask-hides-itself", stages=("attn_scores",), part=OF_SCORES,
+        name="mask-hides-itself", stages=("attn_scores",), part=SCORE_OP,
         wrong=instead(lambda q, k: causal(_by_root(products(q, k), q), shift=-1)),
         diagnosis="No token saw itself: the mask starts one diagonal too early.",
     ),
@@ -203,23 +205,22 @@ ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="mask-minus-ten", stages=SCORES, reads=QUERY_AND_KEY,
-        wrong=lambda s, stage: _shown(_attention_products(s) * s.dtype(_scale(s)) - s.dtype(10) * hidden_in(s), stage),
+        wrong=lambda s, stage: _finish(_attention_products(s) * s.dtype(_scale(s)) - s.dtype(10) * hidden_in(s), stage),
         diagnosis="Hidden scores were lowered by 10; they must be -inf, or a share of the future leaks through.",
     ),
     Mistake(
-        name="groups-tiled-for-keys", stages=SCORES, part=OF_SCORES, wrong=instead(groups_tiled),
-        reads=QUERY_AND_KEY,
+        name="groups-tiled-for-keys", stages=SCORES, part=SCORE_OP, wrong=instead(groups_tiled), reads=QUERY_AND_KEY,
         diagnosis="Query head h read key head h % n_kv_heads (tile); it reads h // group_size (repeat).",
     ),
     Mistake(
-        name="scores-in-half", stages=SCORES, part=OF_SCORES, wrong=instead(scores_in_half),
+        name="scores-in-half", stages=SCORES, part=SCORE_OP, wrong=instead(scores_in_half),
         reads=QUERY_AND_KEY, rounds=True,
         diagnosis="Scores were kept in float16, which overflows on Qwen; multiply queries and keys in float32.",
     ),
     Mistake(
-        name="scaled-scores-in-half", stages=SCORES, part=OF_SCORES, wrong=instead(scaled_scores_in_half),
+        name="scaled-scores-in-half", stages=SCORES, part=SCORE_OP, wrong=instead(scaled_scores_in_half),
         reads=QUERY_AND_KEY, rounds=True,
-        applies_to=lambda config: math.log2(config.head_dim) % 2 != 0,  # else scaling changes no digit
+        applies_to=lambda config: math.log2(config.head_dim) % 2 != 0,  # else the scale is a power of two: no rounding
         diagnosis="Scaled scores were kept in float16, which rounds them at 5e-4; keep them in float32.",
     ),
     Mistake(

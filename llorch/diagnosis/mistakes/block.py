@@ -1,4 +1,4 @@
-"""Mistakes of checkpoints 00, 05, 07 and 08: rows of the embedding table, residual sums, last norm, output matrix."""
+"""Known mistakes in embedding, residual sums and logits (final norm, output matrix); `mistake` explains the fields."""
 
 from collections.abc import Callable
 
@@ -10,19 +10,19 @@ from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.ops.linear import linear
 from llorch.stages.table import output_matrix
 
-PART = "logits"
-MIXED, FED = "attn_out|linear_out", "ffn_out|moe_out"  # what attention or a delta net, and the feed-forward part made
+PROJECTION = "logits"  # `part`: function that `wrong` replaces, see `in_stage`; else `wrong` computes the stage
+MIXED, FED = "attn_out|linear_out", "ffn_out|moe_out"  # outputs of the mixer and of the feed-forward part
 
 
-def _logits_of(s: StageInputs, x: np.ndarray) -> np.ndarray:
+def _project(s: StageInputs, x: np.ndarray) -> np.ndarray:
     return linear(x, s.weights[output_matrix(s.config)])
 
 
 def log_probabilities(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Return the log softmax of the logits."""
 
-    def wrong(**given: object) -> np.ndarray:
-        logits = right(**given).astype(np.float64)
+    def wrong(**kw: object) -> np.ndarray:
+        logits = right(**kw).astype(np.float64)
         shifted = logits - logits.max(axis=-1, keepdims=True)
         return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
 
@@ -72,42 +72,42 @@ BLOCK: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The block's input came out unchanged: the layer was skipped.",
     ),
     Mistake(
-        name="logits-final-norm-skipped", stages=("logits",), wrong=lambda s, _: _logits_of(s, s["last_block_out"]),
+        name="logits-final-norm-skipped", stages=("logits",), wrong=lambda s, _: _project(s, s["last_block_out"]),
         reads=("last_block_out",),
         diagnosis="The last block's output was projected; it goes through the final norm first.",
     ),
     Mistake(
         name="logits-final-norm-twice", stages=("logits",),
-        wrong=lambda s, _: _logits_of(s, s.rms_norm(s["final_norm"], "final_norm")),
+        wrong=lambda s, _: _project(s, s.rms_norm(s["final_norm"], "final_norm")),
         diagnosis="The final norm was applied twice; apply it once.",
     ),
     Mistake(
         name="logits-tied-wrongly", stages=("logits",), applies_to=lambda config: not config.tie_word_embeddings,
-        part=PART, wrong=lambda right: lambda **given: right(**given | {"lm_head": None}),
+        part=PROJECTION, wrong=lambda right: lambda **kw: right(**kw | {"lm_head": None}),
         diagnosis="The embedding table was used as output matrix; this model is untied and has an lm_head.",
     ),
     Mistake(
-        name="logits-rows-shifted", stages=("logits",), part=PART,
-        wrong=lambda right: lambda **given: np.roll(right(**given), -1, axis=-1),
+        name="logits-rows-shifted", stages=("logits",), part=PROJECTION,
+        wrong=lambda right: lambda **kw: np.roll(right(**kw), -1, axis=-1),
         diagnosis="Logit t was made from row t + 1 of the output matrix; row t belongs to token t.",
     ),
     Mistake(
-        name="logits-soft-capped", stages=("logits",), part=PART,
-        wrong=lambda right: lambda **given: 30 * np.tanh(right(**given) / 30),
+        name="logits-soft-capped", stages=("logits",), part=PROJECTION,
+        wrong=lambda right: lambda **kw: 30 * np.tanh(right(**kw) / 30),
         diagnosis="Logits went through 30 * tanh(x / 30), as in Gemma; Llama and Qwen have no cap.",
     ),
     Mistake(
-        name="logits-are-log-probabilities", stages=("logits",), part=PART, wrong=log_probabilities,
+        name="logits-are-log-probabilities", stages=("logits",), part=PROJECTION, wrong=log_probabilities,
         diagnosis="These are log probabilities: a log softmax was applied; compare logits with logits.",
     ),
 )  # fmt: skip
 
 
-LOOKUP = "embedding"
+LOOKUP = "embedding"  # `part`, like `PROJECTION`
 
 
 def dimensions_not_reversed(ids: np.ndarray, table: np.ndarray) -> np.ndarray:
-    """Take GGUF's (hidden, vocab) as the NumPy shape of the same bytes; tokens pick columns."""
+    """Use GGUF's (hidden, vocab) as the NumPy shape of the same bytes; tokens select columns."""
     return table.reshape(table.shape[::-1])[:, ids].T
 
 

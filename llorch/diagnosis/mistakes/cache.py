@@ -1,8 +1,8 @@
-"""Mistakes of checkpoint 03, and of layers taken for layers of another kind.
+"""Known mistakes in the KV cache (`CACHE`), and layers computed as layers of another kind (`LAYERS`).
 
-`CACHE` mistakes change the contents and the order of the cache. `LAYERS` mistakes put windows, chunks, RoPE or
-temperature into layers that have none, or leave them out. Those of RoPE show in stages that layers of every kind have;
-an engine without a layer's `q_rope` has none to show.
+A layer's kind is its window, chunk, RoPE and attention temperature; `LAYERS` mistakes add or omit one. Those of RoPE
+list stages that layers of every kind have, because an engine that omits RoPE in a layer cannot dump its `q_rope`.
+Module `mistake` explains the fields; `part` is the function of `in_stage` that `wrong` replaces, here the append.
 """
 
 from collections.abc import Callable
@@ -20,23 +20,23 @@ from llorch.families.layers import Layer
 from llorch.model.blocks.llama4 import head_norm
 from llorch.stages.table import rope_input
 
-CACHES, PART = ("k_cache", "v_cache"), "append"
+CACHES, APPEND = ("k_cache", "v_cache"), "append"
 
 
-def _laid(parts: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]) -> Replacement:
-    """Concatenate parts made of the cached and the new rows."""
+def _concatenate(parts: Callable[[np.ndarray, np.ndarray], tuple[np.ndarray, ...]]) -> Replacement:
+    """Make the replacement that concatenates parts of the cached and the new rows."""
     return instead(lambda past, new: np.concatenate(parts(past, new), axis=1))
 
 
 def past_overwritten(past: np.ndarray, new: np.ndarray) -> np.ndarray:
-    """Write new rows into the cache from slot 0 on."""
+    """Write the new rows from slot 0 on."""
     cache = np.concatenate([past, np.zeros_like(new)], axis=1)
     cache[:, : new.shape[1]] = new
     return cache
 
 
 def warm_up_left(s: StageInputs, stage: str) -> np.ndarray:
-    """Leave two tokens of another run in front of the cached ones."""
+    """Leave the rows of two tokens before the cached ones, as if from another run."""
     past, new = rows_of_cache(s, stage)
     return np.concatenate([new[:, :2], past, new], axis=1)
 
@@ -54,23 +54,22 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The cache has only the new tokens; append their keys and values to the cached ones.",
     ),
     Mistake(
-        name="cache-past-overwritten", stages=CACHES, part=PART, wrong=instead(past_overwritten),
-        after_cached=True,
+        name="cache-past-overwritten", stages=CACHES, part=APPEND, wrong=instead(past_overwritten), after_cached=True,
         diagnosis="New tokens were written from slot 0 on, over the old ones; they go after the cached tokens.",
     ),
     Mistake(
-        name="cache-one-slot-early", stages=CACHES, after_cached=True, part=PART,
-        wrong=_laid(lambda past, new: (past[:, :-1], new, np.zeros_like(past[:, :1]))),
+        name="cache-one-slot-early", stages=CACHES, after_cached=True, part=APPEND,
+        wrong=_concatenate(lambda past, new: (past[:, :-1], new, np.zeros_like(past[:, :1]))),
         diagnosis="New tokens were written one slot too early, over the last cached one; slot n is token n.",
     ),
     Mistake(
-        name="cache-newest-first", stages=CACHES, part=PART, wrong=_laid(lambda past, new: (new, past)),
+        name="cache-newest-first", stages=CACHES, part=APPEND, wrong=_concatenate(lambda past, new: (new, past)),
         after_cached=True,
         diagnosis="New tokens were put in front of the cached ones; the cache is in the order of positions.",
     ),
     Mistake(
-        name="cache-never-written", stages=CACHES, part=PART,
-        wrong=_laid(lambda past, new: (past, np.zeros_like(new))),
+        name="cache-never-written", stages=CACHES, part=APPEND,
+        wrong=_concatenate(lambda past, new: (past, np.zeros_like(new))),
         diagnosis="The slots of the new tokens are zero: attention read the cache before it was written.",
     ),
     Mistake(
@@ -93,89 +92,89 @@ CACHE: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The caches of keys and values were exchanged.",
     ),
     Mistake(
-        name="cache-heads-and-tokens-mixed", stages=CACHES, part=PART,
-        wrong=_laid(lambda past, new: (past, new.swapaxes(0, 1).reshape(new.shape))),
+        name="cache-heads-and-tokens-mixed", stages=CACHES, part=APPEND,
+        wrong=_concatenate(lambda past, new: (past, new.swapaxes(0, 1).reshape(new.shape))),
         diagnosis="Rows in the order (seq, kv_heads) were copied into a cache of (kv_heads, ctx) without a transpose.",
     ),
     Mistake(
-        name="cache-tokens-and-heads-mixed", stages=CACHES, part=PART,
-        wrong=_laid(lambda past, new: (past, _read_by_token(new))),
+        name="cache-tokens-and-heads-mixed", stages=CACHES, part=APPEND,
+        wrong=_concatenate(lambda past, new: (past, _read_by_token(new))),
         diagnosis="Rows in the order (kv_heads, tokens) were read as (tokens, kv_heads) without a transpose.",
     ),
 )  # fmt: skip
 
 
-Other = Callable[[ModelConfig, int], Layer]
-PROJECTED = {"q": "q_norm|q_proj", "k": "k_norm|k_proj"}  # heads before what depends on the position
-TURNED = ("q_rope", "k_rope", "q_tempered", "k_cache", "attn_scores")
+Change = Callable[[ModelConfig, int], Layer]  # configuration and layer to the wrong kind of the layer
+PROJECTED = {"q": "q_norm|q_proj", "k": "k_norm|k_proj"}  # heads before operations that depend on the position
+ROTATED_STAGES = ("q_rope", "k_rope", "q_tempered", "k_cache", "attn_scores")
 
 
-def _windowed(by: int) -> Other:
-    """Change the window size by `by` tokens in layers that have a window."""
+def _resize_window(n_tokens: int) -> Change:
+    """Change the window size by `n_tokens` in layers that have a window, but not to 0."""
 
-    def other(config: ModelConfig, layer: int) -> Layer:
+    def change(config: ModelConfig, layer: int) -> Layer:
         window = config.layer(layer).window
-        return replace(config.layer(layer), window=window and (window + by or window))
+        return replace(config.layer(layer), window=window and (window + n_tokens or window))
 
-    return other
+    return change
 
 
-def _without(field: str) -> Other:
-    """Take the window or the chunk away from the layers that have one."""
+def _remove_field(field: str) -> Change:
+    """Remove the window or the chunk from layers that have one."""
     return lambda config, layer: replace(config.layer(layer), **{field: None})
 
 
-def _everywhere(field: str) -> Other:
-    """Give the largest window or chunk of the model to every layer."""
+def _set_everywhere(field: str) -> Change:
+    """Set the model's largest window or chunk in every layer."""
     return lambda config, layer: replace(
-        config.layer(layer), **{field: max((getattr(each, field) or 0 for each in config.layers), default=0) or None}
+        config.layer(layer), **{field: max((getattr(kind, field) or 0 for kind in config.layers), default=0) or None}
     )
 
 
-def _windows_exchanged(config: ModelConfig, layer: int) -> Layer:
-    """Exchange layers with and without a window, in models that have both."""
-    windows = {each.window for each in config.layers}
-    there = (windows - {None, config.layer(layer).window} or {None}).pop()
-    return replace(config.layer(layer), window=there) if len(windows) > 1 else config.layer(layer)
+def _exchange_windows(config: ModelConfig, layer: int) -> Layer:
+    """Exchange the layers with and without a window, in models that have both."""
+    windows = {kind.window for kind in config.layers}
+    window = (windows - {None, config.layer(layer).window} or {None}).pop()
+    return replace(config.layer(layer), window=window) if len(windows) > 1 else config.layer(layer)
 
 
 def _chunk_as_window(config: ModelConfig, layer: int) -> Layer:
-    this = config.layer(layer)
-    return this if this.chunk is None else replace(this, chunk=None, window=this.chunk)
+    kind = config.layer(layer)
+    return kind if kind.chunk is None else replace(kind, chunk=None, window=kind.chunk)
 
 
-def _tempered_everywhere(config: ModelConfig, layer: int) -> Layer:
+def _temperature_everywhere(config: ModelConfig, layer: int) -> Layer:
     return replace(config.layer(layer), has_attention_temperature=config.temperature is not None)
 
 
-def _attending_as(this: Layer, other: Layer) -> Layer:
-    """Return a layer with the attention of another layer; the window stays, because windows have a separate list."""
-    return replace(other, mixer=this.mixer, experts=this.experts, window=this.window)
+def _with_attention(kind: Layer, attention_kind: Layer) -> Layer:
+    """Return `kind` with another kind's attention; keep the window, which the configuration lists separately."""
+    return replace(attention_kind, mixer=kind.mixer, experts=kind.experts, window=kind.window)
 
 
 def _rope_everywhere(config: ModelConfig, layer: int) -> Layer:
-    """Return a layer that attends as the first layer with RoPE does."""
-    this = config.layer(layer)
-    return this if this.rope else _attending_as(this, next(each for each in config.layers if each.rope))
+    """Return the layer's kind with the attention of the first layer with RoPE."""
+    kind = config.layer(layer)
+    return kind if kind.rope else _with_attention(kind, next(c for c in config.layers if c.rope))
 
 
-def _one_layer_early(config: ModelConfig, layer: int) -> Layer:
-    """Place layers without RoPE, and all that comes with it, at i % 4 == 0 instead of (i + 1) % 4 == 0."""
-    this = config.layer(layer)
-    bare = next((each for each in config.layers if not each.rope), this)
-    return _attending_as(this, config.layer(layer - 1) if layer else bare)
+def _rope_gaps_one_early(config: ModelConfig, layer: int) -> Layer:
+    """Place layers without RoPE, with all their attention settings, at i % 4 == 0 instead of (i + 1) % 4 == 0."""
+    kind = config.layer(layer)
+    without_rope = next((candidate for candidate in config.layers if not candidate.rope), kind)
+    return _with_attention(kind, config.layer(layer - 1) if layer else without_rope)
 
 
-def _scores_of(other: Other) -> Wrong:
-    """Mask right products as another kind of layer does."""
-    return lambda s, stage: with_mask(s, stage, hidden_in(s, _layer_of(other, s)))
+def _change_scores(change: Change) -> Wrong:
+    """Mask right products like a layer of another kind."""
+    return lambda s, stage: with_mask(s, stage, hidden_in(s, _wrong_kind(change, s)))
 
 
-def _heads_of(other: Other) -> Wrong:
-    """Compute queries and keys as another kind of layer does, and scores of these queries under the other mask."""
+def _change_heads(change: Change) -> Wrong:
+    """Compute queries, keys and masked scores like a layer of another kind."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
-        kind = _layer_of(other, s)
+        kind = _wrong_kind(change, s)
         if stage == "k_cache":
             return np.concatenate([s["past_k"], _heads_by_kind(s, "k", kind).swapaxes(0, 1)], axis=1)
         if stage == "attn_scores":
@@ -186,65 +185,65 @@ def _heads_of(other: Other) -> Wrong:
     return wrong
 
 
-def _layer_of(other: Other, s: StageInputs) -> Layer:
+def _wrong_kind(change: Change, s: StageInputs) -> Layer:
     assert s.layer is not None
-    return other(s.config, s.layer)
+    return change(s.config, s.layer)
 
 
-def _heads_by_kind(s: StageInputs, which: str, kind: Layer) -> np.ndarray:
-    """Compute the heads of queries or keys in a layer of a kind: (seq, heads, head_dim)."""
-    x = s.heads(PROJECTED[which])
+def _heads_by_kind(s: StageInputs, q_or_k: str, kind: Layer) -> np.ndarray:
+    """Compute the heads of queries or keys in a layer of a kind, (seq, heads, head_dim)."""
+    x = s.heads(PROJECTED[q_or_k])
     if kind.rope:
         x = s.rope(x)
     if kind.head_norm:
         x = head_norm(x, eps=s.config.rms_norm_eps)
-    if which == "q" and kind.has_attention_temperature and s.config.temperature is not None:
+    if q_or_k == "q" and kind.has_attention_temperature and s.config.temperature is not None:
         x = x * s.config.temperature.of(s.positions)[:, None, None].astype(s.dtype)
     return x
 
 
-def _taken(
-    name: str, other: Other, diagnosis: str, *, stages: tuple[str, ...] = SCORES, cases: tuple[str, ...] = ("long",)
+def _mistake(
+    name: str, change: Change, diagnosis: str, *, stages: tuple[str, ...] = SCORES, cases: tuple[str, ...] = ("long",)
 ) -> Mistake[StageInputs]:
-    """Describe the mistake of taking layers for other ones; it exists in layers that differ from the other ones."""
+    """Make the mistake of computing layers as another kind; it exists in layers that the change affects."""
 
-    def changes(config: ModelConfig, layer: int) -> bool:
-        return other(config, layer) != config.layer(layer)
+    def is_changed(config: ModelConfig, layer: int) -> bool:
+        return change(config, layer) != config.layer(layer)
 
     return Mistake(
-        name=name, stages=stages, diagnosis=diagnosis, cases=cases, in_layers=changes,
-        applies_to=lambda config: any(changes(config, layer) for layer in range(config.n_layers)),
-        wrong=(_scores_of if stages == SCORES else _heads_of)(other),
+        name=name, stages=stages, diagnosis=diagnosis, cases=cases, in_layers=is_changed,
+        applies_to=lambda config: any(is_changed(config, layer) for layer in range(config.n_layers)),
+        wrong=(_change_scores if stages == SCORES else _change_heads)(change),
         reads=QUERY_AND_KEY if stages == SCORES else tuple(PROJECTED.values()),
     )  # fmt: skip
 
 
 LAYERS: tuple[Mistake[StageInputs], ...] = (
-    _taken("window-ignored", _without("window"),
+    _mistake("window-ignored", _remove_field("window"),
         "Every token saw all earlier tokens; layers with a sliding window show it itself and window - 1 earlier ones."),
-    _taken("window-one-too-wide", _windowed(1),
+    _mistake("window-one-too-wide", _resize_window(1),
         "A token saw itself and a whole window of earlier tokens; the window includes the token itself."),
-    _taken("window-one-too-narrow", _windowed(-1),
+    _mistake("window-one-too-narrow", _resize_window(-1),
         "The last token of the window was hidden: a token sees itself and window - 1 earlier ones."),
-    _taken("window-in-other-layers", _windows_exchanged,
+    _mistake("window-in-other-layers", _exchange_windows,
         "Layers with a sliding window and those without were exchanged; with max_window_layers the first ones have "
         "none."),
-    _taken("window-in-every-layer", _everywhere("window"),
+    _mistake("window-in-every-layer", _set_everywhere("window"),
         "Every layer had the sliding window; layer_types or max_window_layers names the layers."),
-    _taken("chunk-ignored", _without("chunk"), cases=("far",),
+    _mistake("chunk-ignored", _remove_field("chunk"), cases=("far",),
         diagnosis="Every token saw all earlier tokens; in Llama 4's layers with RoPE it sees only its chunk."),
-    _taken("chunk-taken-for-window", _chunk_as_window,
+    _mistake("chunk-taken-for-window", _chunk_as_window,
         "A token saw a sliding window of the chunk's size; it sees the tokens from the start of its chunk."),
-    _taken("chunk-in-every-layer", _everywhere("chunk"), cases=("far",),
+    _mistake("chunk-in-every-layer", _set_everywhere("chunk"), cases=("far",),
         diagnosis="Every layer saw only chunks; layers without RoPE see the whole text."),
-    _taken("rope-in-every-layer", _rope_everywhere, stages=("q_tempered", "k_cache", "attn_scores"),
+    _mistake("rope-in-every-layer", _rope_everywhere, stages=("q_tempered", "k_cache", "attn_scores"),
         cases=("near", "far"),
         diagnosis="RoPE was applied in a layer without it; every fourth layer has none: (i + 1) % 4 == 0."),
-    _taken("rope-missing-one-layer-early", _one_layer_early,
+    _mistake("rope-missing-one-layer-early", _rope_gaps_one_early,
         stages=("q_rope", "k_rope", "q_tempered", "k_cache", "attn_scores"), cases=("near", "far"),
         diagnosis="Layers without RoPE were taken to be 0, 4, 8 ...; counted from 0 they are 3, 7, 11 ...: (i + 1) % "
         "4 == 0."),
-    _taken("temperature-in-every-layer", _tempered_everywhere, stages=("attn_scores",), cases=("far",),
+    _mistake("temperature-in-every-layer", _temperature_everywhere, stages=("attn_scores",), cases=("far",),
         diagnosis="Queries of a layer with RoPE were multiplied by the temperature; Llama 4 has it only in layers "
         "without RoPE."),
 )  # fmt: skip

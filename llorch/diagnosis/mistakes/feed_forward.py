@@ -1,4 +1,4 @@
-"""Mistakes of checkpoint 06: the input of the feed-forward part, its activation, the order of gate and up."""
+"""Known mistakes in the feed-forward part: input, activation, order of gate and up; `mistake` explains the fields."""
 
 import math
 from collections.abc import Callable
@@ -10,17 +10,17 @@ from llorch.diagnosis.mistakes.planting import instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.ops.linear import linear
 
-WIDE = {"ffn_gate": "gate_proj", "ffn_up": "up_proj"}
-GATE_AND_UP = tuple(WIDE)
+PROJECTIONS = {"ffn_gate": "gate_proj", "ffn_up": "up_proj"}
+GATE_AND_UP = tuple(PROJECTIONS)
 
 
 def gate_and_up_swapped(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
     """Exchange the two matrices."""
-    return lambda **given: right(**given | {"gate_proj": given["up_proj"], "up_proj": given["gate_proj"]})
+    return lambda **kwargs: right(**kwargs | {"gate_proj": kwargs["up_proj"], "up_proj": kwargs["gate_proj"]})
 
 
 def fused_rows_alternate(s: StageInputs, stage: str) -> np.ndarray:
-    """Cut the fused rows (gate, then up) as if gate and up alternated."""
+    """Split the fused rows (gate, then up) as if gate and up alternated."""
     fused = linear(s["ffn_norm"], np.concatenate([s.weights["gate_proj"], s.weights["up_proj"]]))
     return fused[:, 0::2] if stage == "ffn_gate" else fused[:, 1::2]
 
@@ -53,18 +53,18 @@ def _act(name: str, wrong: Callable[[np.ndarray, np.ndarray], np.ndarray], diagn
 FEED_FORWARD: tuple[Mistake[StageInputs], ...] = (
     Mistake(
         name="ffn-input-not-normalised", stages=GATE_AND_UP, reads=("attn_residual",),
-        wrong=lambda s, stage: linear(s["attn_residual"], s.weights[WIDE[stage]]),
+        wrong=lambda s, stage: linear(s["attn_residual"], s.weights[PROJECTIONS[stage]]),
         diagnosis="The residual stream was projected; gate and up read ffn_norm.",
     ),
     Mistake(
         name="ffn-input-of-attention", stages=GATE_AND_UP, reads=("attn_norm",),
-        wrong=lambda s, stage: linear(s["attn_norm"], s.weights[WIDE[stage]]),
+        wrong=lambda s, stage: linear(s["attn_norm"], s.weights[PROJECTIONS[stage]]),
         diagnosis="attn_norm was projected, as in models with parallel blocks; gate and up read ffn_norm, which comes "
         "after attention.",
     ),
     Mistake(
         name="ffn-input-is-attention-output", stages=GATE_AND_UP, reads=("attn_out|linear_out",),
-        wrong=lambda s, stage: linear(s["attn_out|linear_out"], s.weights[WIDE[stage]]),
+        wrong=lambda s, stage: linear(s["attn_out|linear_out"], s.weights[PROJECTIONS[stage]]),
         diagnosis="The raw output of attention was projected; add the residual and normalise first.",
     ),
     Mistake(

@@ -1,4 +1,4 @@
-"""Mistakes of gated attention: where the gate lies, what opens it, and RoPE on a part of each head."""
+"""Known mistakes in gated attention: rows and activation of the gate, partial RoPE; `mistake` explains the fields."""
 
 import numpy as np
 
@@ -11,30 +11,30 @@ from llorch.ops.rope import frequencies, rope
 from llorch.ops.sigmoid import sigmoid
 
 
-def _both(s: StageInputs) -> np.ndarray:
+def _heads(s: StageInputs) -> np.ndarray:
     """Reshape queries and gates to (seq, heads, 2, head_dim), the query before the gate."""
     return s["q_gate_proj"].reshape(len(s["q_gate_proj"]), -1, 2, s.config.head_dim)
 
 
 def _in_halves(s: StageInputs, half: int) -> np.ndarray:
-    """Read rows as all queries, then all gates."""
+    """Read rows as all queries, then all gates; return one half."""
     return np.split(s["q_gate_proj"], 2, axis=1)[half]
 
 
-def _partial(config: ModelConfig) -> bool:
-    """Tell if RoPE turns only a part of each head."""
+def _has_partial_rope(config: ModelConfig) -> bool:
+    """Tell if RoPE rotates only a part of each head."""
     return config.rotated < config.head_dim
 
 
-def _rotated_by(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
+def _rotate(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray) -> np.ndarray:
     angle = s.positions[:, None] * inv_freq
     return rope(x, np.cos(angle), np.sin(angle))
 
 
 def last_part_rotated(s: StageInputs, stage: str) -> np.ndarray:
-    """Rotate the tail of each head instead of its beginning."""
-    kept, tail = np.split(rotated_heads(s, stage), [s.config.head_dim - s.config.rotated], axis=-1)
-    return np.concatenate([kept, _rotated_by(s, tail, frequencies(s.config.rotated, s.config.rope_theta))], axis=-1)
+    """Rotate the end of each head instead of its beginning."""
+    unrotated, tail = np.split(rotated_heads(s, stage), [s.config.head_dim - s.config.rotated], axis=-1)
+    return np.concatenate([unrotated, _rotate(s, tail, frequencies(s.config.rotated, s.config.rope_theta))], axis=-1)
 
 
 def gates_first(s: StageInputs, stage: str) -> np.ndarray:
@@ -55,16 +55,16 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="gate-taken-for-query", stages=("q_norm",), applies_to=lambda config: config.attention_gate,
-        wrong=lambda s, _: s.rms_norm(_both(s)[:, :, 1], "q_norm"),
+        wrong=lambda s, _: s.rms_norm(_heads(s)[:, :, 1], "q_norm"),
         diagnosis="The gates were used as queries; in the rows of each head the query comes first.",
     ),
     Mistake(
         name="query-and-gate-in-halves", stages=("q_norm",), applies_to=lambda config: config.attention_gate,
-        wrong=lambda s, _: s.rms_norm(_in_halves(s, 0).reshape(_both(s)[:, :, 0].shape), "q_norm"),
+        wrong=lambda s, _: s.rms_norm(_in_halves(s, 0).reshape(_heads(s)[:, :, 0].shape), "q_norm"),
         diagnosis="The first half of q_proj's rows was used as the queries; query and gate alternate, head by head.",
     ),
     Mistake(
-        name="query-taken-for-gate", stages=("attn_gate",), wrong=lambda s, _: _gate_factor(_both(s)[:, :, 0]),
+        name="query-taken-for-gate", stages=("attn_gate",), wrong=lambda s, _: _gate_factor(_heads(s)[:, :, 0]),
         diagnosis="The queries were used as gates; in the rows of each head the gate comes last.",
     ),
     Mistake(
@@ -73,12 +73,12 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="gate-sigmoid-missing", stages=("attn_gate",),
-        wrong=lambda s, _: _both(s)[:, :, 1].reshape(len(s["q_gate_proj"]), -1),
+        wrong=lambda s, _: _heads(s)[:, :, 1].reshape(len(s["q_gate_proj"]), -1),
         diagnosis="The gate was used as projected; it goes through a sigmoid.",
     ),
     Mistake(
         name="gate-silu", stages=("attn_gate",),
-        wrong=lambda s, _: _gate_factor(_both(s)[:, :, 1]) * _both(s)[:, :, 1].reshape(len(s["q_gate_proj"]), -1),
+        wrong=lambda s, _: _gate_factor(_heads(s)[:, :, 1]) * _heads(s)[:, :, 1].reshape(len(s["q_gate_proj"]), -1),
         diagnosis="The gate went through SiLU; attention is gated by a sigmoid.",
     ),
     Mistake(
@@ -94,21 +94,21 @@ GATED_ATTENTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The context was multiplied by 1 - gate.",
     ),
     Mistake(
-        name="rope-over-full-head", stages=ROTATED, applies_to=_partial,
-        wrong=lambda s, stage: _rotated_by(
+        name="rope-over-full-head", stages=ROTATED, applies_to=_has_partial_rope,
+        wrong=lambda s, stage: _rotate(
             s, rotated_heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)
         ),
         diagnosis="The whole head was rotated; this model's partial_rotary_factor rotates only a part.",
     ),
     Mistake(
-        name="rope-partial-by-head-dim", stages=ROTATED, applies_to=_partial,
-        wrong=lambda s, stage: _rotated_by(
+        name="rope-partial-by-head-dim", stages=ROTATED, applies_to=_has_partial_rope,
+        wrong=lambda s, stage: _rotate(
             s, rotated_heads(s, stage), frequencies(s.config.head_dim, s.config.rope_theta)[: s.config.rotated // 2]
         ),
         diagnosis="Frequencies fell by head_dim; the exponent is 2 * j / the width that is rotated.",
     ),
     Mistake(
-        name="rope-last-part", stages=ROTATED, applies_to=_partial, wrong=last_part_rotated,
+        name="rope-last-part", stages=ROTATED, applies_to=_has_partial_rope, wrong=last_part_rotated,
         diagnosis="The last part of each head was rotated; rotate the first part.",
     ),
 )  # fmt: skip

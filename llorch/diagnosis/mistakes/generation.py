@@ -1,4 +1,4 @@
-"""Mistakes of checkpoint 12: the loop around the model. The tensors of one pass cannot show them, the text can."""
+"""Known mistakes in the generation loop: no array of one pass reveals them; `mistake` explains the fields."""
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -12,13 +12,13 @@ from llorch.files import Weights
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
 
-Step = Callable[[Any], np.ndarray]  # runs new ids after those before, and gives the last row of logits
+Step = Callable[[Any], np.ndarray]  # runs new ids after the cached ones, returns the last row of logits
 Loop = Callable[[Step, np.ndarray, int], Iterator[int]]
 
 
 @dataclass(frozen=True)
 class GenerationInputs:
-    """All that a greedy loop reads."""
+    """Inputs of a greedy generation loop."""
 
     weights: Weights
     prompt: tuple[int, ...]
@@ -29,11 +29,11 @@ class GenerationInputs:
         return KVCache.of(self.weights)
 
     def best(self, ids: tuple[int, ...], cache: KVCache) -> int:
-        """Run some new ids and return the greedy token after them."""
+        """Run new ids and return the greedy token after them."""
         return int(np.argmax(forward(np.asarray(ids), self.weights, cache, last_only=True)[0]))
 
     def loop(self, new: tuple[int, ...], cache: KVCache) -> np.ndarray:
-        """Run the right greedy loop: run the new ids, take the best token, run that token next."""
+        """Run the right greedy loop: run the new ids, select the most likely token, run that token next."""
         out: list[int] = []
         for _ in range(self.n_tokens):
             out.append(self.best(new, cache))
@@ -57,12 +57,12 @@ def last_prompt_token_twice(right: Loop) -> Loop:
 
 
 def first_token_twice(right: Loop) -> Loop:
-    """Put the first token in front of the prompt."""
+    """Repeat the first token of the prompt."""
     return lambda step, prompt, max_tokens: right(step, np.concatenate([prompt[:1], prompt]), max_tokens)
 
 
 def warm_up_left(right: Loop) -> Loop:
-    """Leave two tokens of a warm-up in the cache."""
+    """Leave two tokens of a warm-up run in the cache."""
 
     def wrong(step: Step, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
         step(prompt[:2])
@@ -82,7 +82,7 @@ def past_forgotten(g: GenerationInputs, step: str) -> np.ndarray:
 
 
 def text_again(g: GenerationInputs, step: str) -> np.ndarray:
-    """Append prompt and output so far to the cache at every step, until the context is full."""
+    """Run prompt and output again at every step, appended to the cache, until the context is full."""
     cache, text, n_context = g.empty_cache(), list(g.prompt), g.weights.config.max_position_embeddings
     while len(text) < len(g.prompt) + g.n_tokens and cache.length + len(text) <= n_context:
         text.append(g.best(tuple(text), cache))
@@ -92,23 +92,23 @@ def text_again(g: GenerationInputs, step: str) -> np.ndarray:
 def not_fed_back(step: Step, prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
     """Run the prompt's last token at every step."""
     row = step(prompt)
-    for left in reversed(range(max_tokens)):
+    for n_remaining in reversed(range(max_tokens)):
         yield int(np.argmax(row))
-        if left:
+        if n_remaining:
             row = step(prompt[-1:])
 
 
 def positions_restart(n_before: int, n_new: int) -> np.ndarray:
-    """Derive positions from a counter of passes: from 1 on after the prompt, however long it is."""
+    """Derive positions from a counter of passes: they start at 1 after the prompt, whatever its length."""
     return np.arange(n_new) + (1 if n_before else 0)
 
 
+# LOOP: value of `part`, the function that `wrong` replaces, see `in_stage`; else `wrong` returns the generated ids.
 STEP, CASES, LOOP = ("generation",), ("near",), "generate"
 
 GENERATION: tuple[Mistake[GenerationInputs], ...] = (
     Mistake(
-        name="generation-last-prompt-token-twice", stages=STEP, cases=CASES, part=LOOP,
-        wrong=last_prompt_token_twice,
+        name="generation-last-prompt-token-twice", stages=STEP, cases=CASES, part=LOOP, wrong=last_prompt_token_twice,
         diagnosis="The prompt's last token was run again to get the first logits; the prompt's own pass gave them.",
     ),
     Mistake(

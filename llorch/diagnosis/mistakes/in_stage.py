@@ -1,7 +1,7 @@
-"""Call the function that a mistake replaces as a stage does, so that the wrong one gives the stage's wrong array.
+"""Compute a stage (named array of the forward pass) with the function of a mistake instead of the right one.
 
-The functions are those that lessons have learners write, called as a learner's function is: by the names of the
-arguments. What surrounds the call in the stage stays right.
+`IN_STAGE` maps `Mistake.part`, the name of the replaced function, to the code of its stages. Learners write these
+functions in lessons, and they are called with keyword arguments only. `wrong` maps the right function to the wrong one.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -29,9 +29,9 @@ from llorch.ops.short_conv import short_conv
 from llorch.ops.swiglu import swiglu
 from llorch.stages.table import BY_NAME, DENSE_PRODUCTS, STAGES, output_matrix, rope_input
 
-InStage = Callable[[Replacement, Any, str], np.ndarray]  # of the wrong function, a stage's inputs, the stage's name
+InStage = Callable[[Replacement, Any, str], np.ndarray]  # (replacement, stage inputs, stage name) to array
 
-# stage, which is also the name of its gain -> what it normalises
+# stage (also the name of its gain) -> stage that it normalises
 NORMS = {stage.name: stage.dense_input for stage in STAGES if stage.function == "llorch.ops.rms_norm.rms_norm"}
 PROJECTIONS = {stage.name: (stage.inputs[0], stage.matrix) for stage in DENSE_PRODUCTS if stage.in_layer}
 HEAD_NORMS = ("q_norm", "k_norm")
@@ -43,7 +43,7 @@ BY_EXPERT = {"expert_gate": "gate_proj", "expert_up": "up_proj", "expert_out": "
 
 
 def normalised_rows(s: StageInputs, stage: str) -> np.ndarray:
-    """Return what a norm normalises, in float64."""
+    """Return the input rows of a norm, in float64."""
     return (s.heads(NORMS[stage]) if stage in HEAD_NORMS else s[NORMS[stage]]).astype(np.float64)
 
 
@@ -71,9 +71,9 @@ def scaled_frequencies(s: StageInputs) -> np.ndarray:
     return scale_frequencies(frequencies(head_dim, theta), s.config.rope_scaling, head_dim=head_dim, theta=theta)
 
 
-def turned(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:
-    """Rotate heads with other frequencies, or to other positions."""
-    return s.turn(x, *gained(s, *rope_tables(s.positions if positions is None else positions, inv_freq)))
+def rotate(s: StageInputs, x: np.ndarray, inv_freq: np.ndarray, positions: np.ndarray | None = None) -> np.ndarray:
+    """Apply RoPE with other frequencies, or at other positions."""
+    return s.turn(x, *apply_gain(s, *rope_tables(s.positions if positions is None else positions, inv_freq)))
 
 
 def rope_tables(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -82,8 +82,8 @@ def rope_tables(positions: np.ndarray, inv_freq: np.ndarray) -> tuple[np.ndarray
     return np.cos(angle), np.sin(angle)
 
 
-def gained(s: StageInputs, cos: np.ndarray, sin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Multiply cosines and sines by the gain of the model's YaRN."""
+def apply_gain(s: StageInputs, cos: np.ndarray, sin: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Multiply cosines and sines by the model's YaRN attention factor."""
     gain = s.config.rope_scaling.attention_factor if isinstance(s.config.rope_scaling, YarnScaling) else 1.0
     return gain * cos, gain * sin
 
@@ -105,37 +105,37 @@ def _rms_norm(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _frequencies(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    """Rotate by the wrong frequencies, without the scaling of the model."""
+    """Return the heads after RoPE with its frequencies replaced, without the model's scaling."""
     inv_freq = wrong(frequencies)(head_dim=s.config.rotated, theta=s.config.rope_theta)
-    return turned(s, rotated_heads(s, stage), inv_freq)
+    return rotate(s, rotated_heads(s, stage), inv_freq)
 
 
 def _scale_frequencies(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
     """Return the heads after RoPE with the scaling of its frequencies replaced."""
     inv_freq = unscaled_frequencies(s)
-    scaled = wrong(lambda inv_freq, factors: inv_freq / factors)
-    return turned(s, rotated_heads(s, stage), scaled(inv_freq=inv_freq, factors=inv_freq / scaled_frequencies(s)))
+    scale = wrong(lambda inv_freq, factors: inv_freq / factors)
+    return rotate(s, rotated_heads(s, stage), scale(inv_freq=inv_freq, factors=inv_freq / scaled_frequencies(s)))
 
 
 def _rope_tables(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
     """Return the heads after RoPE with its tables of cosines and sines replaced."""
     tables = wrong(rope_tables)(positions=s.positions, inv_freq=scaled_frequencies(s))
-    return s.turn(rotated_heads(s, stage), *gained(s, *tables))
+    return s.turn(rotated_heads(s, stage), *apply_gain(s, *tables))
 
 
 def _rope(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    cos, sin = gained(s, *rope_tables(s.positions, scaled_frequencies(s)))
+    cos, sin = apply_gain(s, *rope_tables(s.positions, scaled_frequencies(s)))
     return wrong(s.turn)(x=rotated_heads(s, stage), cos=cos, sin=sin)
 
 
 def _append(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    """Make one of the two caches: the function gets its cached and its new rows."""
+    """Compute one of the two caches, `k_cache` or `v_cache`, with the append replaced."""
     past, new = rows_of_cache(s, stage)
     return wrong(lambda past, new: np.concatenate([past, new], axis=1))(past=past, new=new)
 
 
 def _attention_scores(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    """Make the scores, or the probabilities made from them; a window of the layer is masked afterwards."""
+    """Compute the scores with this function replaced, masked to the layer's window, or the probabilities from them."""
     keys = s["k_cache"]
     scores = wrong(attention_scores)(q=s.heads(QUERY_AND_KEY[0]), k=keys)
     first = seen_from(s.kind, s.positions, keys.shape[1])
@@ -163,7 +163,7 @@ def _linear(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _feed_forward(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    """Make one of the two products that read the norm."""
+    """Compute the gate or up projection; the replaced function gets both matrices and may exchange them."""
 
     def right(h: np.ndarray, gate_proj: Any, up_proj: Any) -> np.ndarray:
         return linear(h, gate_proj if stage == "ffn_gate" else up_proj)
@@ -172,7 +172,7 @@ def _feed_forward(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _expert_outputs(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    """Make one of the three products of the chosen experts."""
+    """Compute one of the three projections of the selected experts; the replaced function gets all matrices."""
     matrices = {name: s.weights[f"experts_{name}"] for name in ("gate_proj", "up_proj", "down_proj")}
 
     def right(h: np.ndarray, ids: np.ndarray, **matrices: Any) -> np.ndarray:
@@ -202,9 +202,9 @@ def _mixed(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _logits(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
-    """Make the logits from what the last norm made."""
+    """Compute the logits from the final norm."""
 
-    def right(lm_head: Any, embed_tokens: Any, **before: object) -> np.ndarray:
+    def right(lm_head: Any, embed_tokens: Any, **unused: object) -> np.ndarray:
         return linear(s["final_norm"], embed_tokens if lm_head is None else lm_head)
 
     tied, table = s.config.tie_word_embeddings, s.weights["embed_tokens"]
@@ -212,7 +212,7 @@ def _logits(wrong: Replacement, s: StageInputs, stage: str) -> np.ndarray:
 
 
 def _filter(name: str) -> InStage:
-    """Run the whole sampler with one wrong filter in it."""
+    """Make the function that runs the sampler with one filter replaced."""
 
     def in_stage(wrong: Replacement, s: Any, step: str) -> np.ndarray:
         with replaced(f"llorch.ops.sampling.{name}", wrong):
@@ -242,7 +242,7 @@ def _distribution(wrong: Replacement, s: Any, step: str) -> np.ndarray:
 
 
 def _generate(wrong: Replacement, g: Any, step: str) -> np.ndarray:
-    """Run a wrong greedy loop on a model; the cache stays behind its step."""
+    """Return the ids of a wrong greedy loop on a model; its argument `step` runs new ids after the cached ones."""
     cache = g.empty_cache()
 
     def run(new: Sequence[int]) -> np.ndarray:
@@ -253,7 +253,7 @@ def _generate(wrong: Replacement, g: Any, step: str) -> np.ndarray:
 
 
 def greedy_loop(step: Callable[[Any], np.ndarray], prompt: np.ndarray, max_tokens: int) -> Iterator[int]:
-    """Run the new ids, take the best token, run that token next."""
+    """Run the new ids, select the most likely token, run that token next."""
     new = prompt.tolist()
     for _ in range(max_tokens):
         new = [greedy(step(new))]
@@ -261,7 +261,7 @@ def greedy_loop(step: Callable[[Any], np.ndarray], prompt: np.ndarray, max_token
 
 
 def _positions(wrong: Replacement, g: Any, step: str) -> np.ndarray:
-    """Run the right loop on a cache that gives wrong positions."""
+    """Return the ids of the right loop on a cache that returns wrong positions."""
     positions = wrong(lambda n_before, n_new: np.arange(n_before, n_before + n_new))
 
     class WrongCache(KVCache):

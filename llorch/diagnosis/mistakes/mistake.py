@@ -1,8 +1,11 @@
-"""Known mistake: a right function, the wrong one that people write instead of it, a name and a sentence.
+"""Known mistake: the wrong function that people write instead of a right one, with a name and a sentence.
 
-The right and the wrong function read the same inputs, so a result that equals the wrong function's names its mistake.
-A step of training is a chain in which one wrong line moves every later number, so a mistake of training is put into the
-running code in the place of a function of llorch, and the checkpoint of `stages` goes red first.
+Both functions read the same inputs, so an array that equals the wrong function's output identifies its mistake. In a
+training step one wrong line changes every later number. So a training mistake replaces a function of llorch in the
+running code, and `stages` are the first arrays that it changes.
+
+A *stage* is a named array of the forward pass or of a training step. A *checkpoint* is a numbered validation point of
+llorch, a group of stages; it is no file of weights.
 """
 
 from collections.abc import Callable
@@ -13,43 +16,43 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 
 from llorch.diagnosis.mistakes.in_stage import IN_STAGE
-from llorch.diagnosis.mistakes.planting import Replacement, replaced_all
+from llorch.diagnosis.mistakes.planting import Replacement, replace_all
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig
 from llorch.stages.table import BY_NAME
 from llorch.stages.training import TRAINING_STAGES
 
 Inputs = TypeVar("Inputs")
-Wrong = Callable[[StageInputs, str], np.ndarray]  # of a stage of the table
-AFTER_LOGITS = {"selected_logits": "09", "argmax": "10", "probabilities": "11", "generation": "12"}  # -> checkpoint
+Wrong = Callable[[StageInputs, str], np.ndarray]  # (inputs, stage name) to the wrong array
+AFTER_LOGITS = {"selected_logits": "09", "argmax": "10", "probabilities": "11", "generation": "12"}  # to checkpoint
 IN_TRAINING = {stage.name: stage.checkpoint for stage in TRAINING_STAGES}
-IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # what a quantised product consists of
-ONE_STEP = ("plain",)  # the runs of training that show most of its mistakes
+IN_PRODUCTS = {"decode": "13", "rounding": "13", "product": "13"}  # parts of a quantised product
+ONE_STEP = ("plain",)  # default of `cases` for training: the run without label smoothing and rsLoRA
 
 
 @dataclass(frozen=True, kw_only=True)
 class Mistake(Generic[Inputs]):
-    """One known mistake: the wrong function that people write in the place of a right one.
+    """Known mistake: the wrong function that people write instead of a right one.
 
     Attributes:
-        name: Kebab-case, unique.
-        stages: Stages that it makes wrong, the first where it shows first: of the table, of training, one of
+        name: Unique name in kebab case.
+        stages: Stages that it makes wrong, in the order of the run: stages of the table or of training, one of
             `AFTER_LOGITS`, or some of `IN_PRODUCTS`.
         diagnosis: The mistake and the right way, in one sentence.
-        part: The function that it takes the place of: one that a lesson has learners write (`rms_norm`), or one of
-            llorch (`llorch.training.adamw.moved`). Empty: the whole computation of a stage.
-        wrong: Makes the wrong function from the right one; without a part, makes the wrong array from the inputs of
-            a stage and its name.
-        also: Other ways to make the array, of code with this mistake that differs at an edge.
-        along: Second function of llorch that mostly goes wrong too, and its replacement: gradients, which others
-            derive from the forward pass, and the other use of a setting.
+        part: Name of the replaced function: a part of a stage's computation, which learners write in a lesson
+            (`rms_norm`, see `in_stage`), or a function of llorch (`llorch.training.adamw.moved`). Empty if the mistake
+            replaces the whole computation of a stage.
+        wrong: Maps the right function to the wrong one; without `part`, a stage's inputs and name to the wrong array.
+        also: Further functions for the wrong array, for code with this mistake that differs in edge cases.
+        along: Second function of llorch that is usually wrong too, with its replacement: the gradient of a wrong
+            forward pass, or the second use of a setting.
         reads: Stages that it reads in addition to the inputs of the right stage.
-        cases: Inputs that show it: `near`, `far`, `long` (more tokens than a layer sees, which no golden has), names
-            in `SAMPLINGS`, types of a matrix, a case of its checkpoint, or runs of training.
-        rounds: It rounds to few bits; values on the edge between two of them are left over.
-        after_cached: It shows only in a pass that continues a cache.
-        applies_to: Tells if it can be made with a configuration.
-        in_layers: Tells if it can be made in a layer.
+        cases: Test inputs that reveal it: positions from 0 on (`near`) or far from 0 (`far`), `long` (more tokens than
+            a layer attends to, in no golden), types of a matrix, or cases of its checkpoint (`top_p`, `step 2`).
+        rounds: True if it rounds to few bits; llorch may round values near a tie otherwise than the engine.
+        after_cached: True if it shows only in a pass that continues a cache.
+        applies_to: Predicate: True for a configuration that, if it has the stages, can have the mistake.
+        in_layers: Predicate: True for a layer in which it can occur.
     """
 
     name: str
@@ -67,7 +70,7 @@ class Mistake(Generic[Inputs]):
     in_layers: Callable[[ModelConfig, int], bool] = lambda config, layer: True
 
     def result(self, inputs: Inputs, stage: str) -> np.ndarray:
-        """Make the wrong array of a stage from the inputs of the right one."""
+        """Compute the wrong array of a stage from the inputs of the right one."""
         return IN_STAGE[self.part](self.wrong, inputs, stage) if self.part else self.wrong(inputs, stage)
 
     def first_layer(self, stage: str, config: ModelConfig) -> int | None:
@@ -78,29 +81,29 @@ class Mistake(Generic[Inputs]):
         return next(i for i in layers if BY_NAME[stage].applies_to(config, i) and self.in_layers(config, i))
 
     def changes(self, *, along: bool = False) -> list[tuple[str, Replacement]]:
-        """List the functions of llorch that it replaces, with their replacements; with the second one if `along`."""
+        """List the replaced functions of llorch with their replacements, including the second one if `along`."""
         return [(self.part, self.wrong), *([self.along] if along and self.along else [])]
 
     @property
     def checkpoints(self) -> tuple[str, ...]:
-        """Numbers of the checkpoints that its stages belong to, the first stage's first."""
+        """Numbers of the checkpoints that its stages belong to, without duplicates, in the order of `stages`."""
         return tuple(dict.fromkeys(checkpoint_of(stage) for stage in self.stages))
 
 
 def training_mistake(
     name: str, stages: tuple[str, ...], part: str, wrong: Replacement, diagnosis: str, **fields: Any
 ) -> Mistake[Any]:
-    """Make a mistake of training that shows in one step, unless `fields` has other cases."""
+    """Make a training mistake that one step of the plain run reveals, unless `fields` has other `cases`."""
     fields = {"cases": ONE_STEP} | fields
     return Mistake(name=name, stages=stages, part=part, wrong=wrong, diagnosis=diagnosis, **fields)
 
 
 def injected(*mistakes: Mistake[Any], along: bool = False) -> AbstractContextManager[None]:
-    """Run with mistakes in the code, one upon the other; with what mostly goes wrong with them if `along`."""
-    return replaced_all(change for mistake in mistakes for change in mistake.changes(along=along))
+    """Replace functions by their mistakes while the block runs; with `along`, their second functions too."""
+    return replace_all(change for mistake in mistakes for change in mistake.changes(along=along))
 
 
 def checkpoint_of(stage: str) -> str:
-    """Return the checkpoint number of a stage, or of a step after the logits, of a product or of training."""
-    steps = AFTER_LOGITS | IN_PRODUCTS | IN_TRAINING
-    return steps[stage] if stage in steps else BY_NAME[stage].checkpoint
+    """Return the checkpoint number of a stage: of the table, after the logits, of a product or of training."""
+    outside_table = AFTER_LOGITS | IN_PRODUCTS | IN_TRAINING
+    return outside_table[stage] if stage in outside_table else BY_NAME[stage].checkpoint

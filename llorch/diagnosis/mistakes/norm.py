@@ -1,4 +1,4 @@
-"""Mistakes of RMSNorm: in the statistic, in eps, in the gain; and of Qwen3's norms of queries and keys."""
+"""Known mistakes in RMSNorm (statistic, eps, gain) and Qwen3's norms of queries and keys; fields: see `mistake`."""
 
 from collections.abc import Callable
 
@@ -11,15 +11,15 @@ from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig
 
 EVERYWHERE = tuple(NORMS)
-PART = "rms_norm"
+PART = "rms_norm"  # function that `wrong` replaces, see `in_stage`; else `wrong` computes the stage
 
 
 def _mean_square(x: np.ndarray) -> np.ndarray:
     return np.mean(x * x, axis=-1, keepdims=True)
 
 
-def _by(divisor: Callable[[np.ndarray, float], np.ndarray]) -> Replacement:
-    """Divide rows by a function of the rows and eps, then multiply them by the gain."""
+def _divide_by(divisor: Callable[[np.ndarray, float], np.ndarray]) -> Replacement:
+    """Make the replacement that divides rows by a function of the rows and eps, then multiplies by the gain."""
     return instead(lambda x, weight, eps: x / divisor(x, eps) * weight)
 
 
@@ -31,7 +31,7 @@ def layer_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
 
 def squares_in_half(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
     """Compute squares and their mean in float16."""
-    with np.errstate(over="ignore"):  # activations above 255 overflow to infinity, which is the point
+    with np.errstate(over="ignore"):  # activations above 255 overflow: this is the mistake
         squares = x.astype(np.float16) ** 2
         mean_square = squares.astype(np.float64).mean(axis=-1, keepdims=True).astype(np.float16)
     return x / np.sqrt(mean_square + eps) * weight
@@ -39,9 +39,9 @@ def squares_in_half(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray
 
 def gain_of_other_norm(s: StageInputs, stage: str) -> np.ndarray:
     """Multiply by the gain of the layer's other norm of the same width."""
-    other = {"attn_norm": "ffn_norm", "ffn_norm": "attn_norm", "q_norm": "k_norm", "k_norm": "q_norm"}[stage]
+    other_norm = {"attn_norm": "ffn_norm", "ffn_norm": "attn_norm", "q_norm": "k_norm", "k_norm": "q_norm"}[stage]
     x = normalised_rows(s, stage)
-    return x / np.sqrt(_mean_square(x) + s.config.rms_norm_eps) * s.weights[other]
+    return x / np.sqrt(_mean_square(x) + s.config.rms_norm_eps) * s.weights[other_norm]
 
 
 def heads_together(s: StageInputs, stage: str) -> np.ndarray:
@@ -50,8 +50,8 @@ def heads_together(s: StageInputs, stage: str) -> np.ndarray:
     return x / np.sqrt(np.mean(x * x, axis=(-2, -1), keepdims=True) + s.config.rms_norm_eps) * s.weights[stage]
 
 
-def _with_eps(other: float) -> Replacement:
-    return lambda right: lambda x, weight, eps: right(x, weight, eps=other)
+def _with_eps(wrong_eps: float) -> Replacement:
+    return lambda right: lambda x, weight, eps: right(x, weight, eps=wrong_eps)
 
 
 def twice(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -60,7 +60,7 @@ def twice(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
 
 
 def _has_large_eps(config: ModelConfig) -> bool:
-    return config.rms_norm_eps > 5e-6
+    return config.rms_norm_eps > 5e-6  # 1e-5, not 1e-6
 
 
 NORM: tuple[Mistake[StageInputs], ...] = (
@@ -70,7 +70,7 @@ NORM: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="norm-eps-outside-root", stages=("attn_norm",), part=PART,
-        wrong=_by(lambda x, eps: np.sqrt(_mean_square(x)) + eps),
+        wrong=_divide_by(lambda x, eps: np.sqrt(_mean_square(x)) + eps),
         diagnosis="eps was added after the square root; it belongs inside: sqrt(mean(x * x) + eps).",
     ),
     Mistake(
@@ -89,21 +89,21 @@ NORM: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="norm-divides-by-n-minus-one", stages=EVERYWHERE, part=PART,
-        wrong=_by(lambda x, eps: np.sqrt(_mean_square(x) * x.shape[-1] / (x.shape[-1] - 1) + eps)),
+        wrong=_divide_by(lambda x, eps: np.sqrt(_mean_square(x) * x.shape[-1] / (x.shape[-1] - 1) + eps)),
         diagnosis="The sum of squares was divided by width - 1, as for a sample variance; divide by the width.",
     ),
     Mistake(
         name="norm-sum-for-mean", stages=EVERYWHERE, part=PART,
-        wrong=_by(lambda x, eps: np.sqrt(_mean_square(x) * x.shape[-1] + eps)),
+        wrong=_divide_by(lambda x, eps: np.sqrt(_mean_square(x) * x.shape[-1] + eps)),
         diagnosis="Rows were divided by the root of the sum of squares (L2 norm); RMSNorm takes the mean of squares.",
     ),
     Mistake(
-        name="norm-root-missing", stages=EVERYWHERE, part=PART, wrong=_by(lambda x, eps: _mean_square(x) + eps),
+        name="norm-root-missing", stages=EVERYWHERE, part=PART, wrong=_divide_by(lambda x, eps: _mean_square(x) + eps),
         diagnosis="Rows were divided by the mean square; the square root of it is missing.",
     ),
     Mistake(
         name="norm-over-all-tokens", stages=EVERYWHERE, part=PART,
-        wrong=_by(lambda x, eps: np.sqrt(np.mean(x * x) + eps)),
+        wrong=_divide_by(lambda x, eps: np.sqrt(np.mean(x * x) + eps)),
         diagnosis="One mean square was taken over all tokens; take one for each row.",
     ),
     Mistake(

@@ -1,4 +1,4 @@
-"""Wrong functions put into the running NumPy code, wherever the right one is used, and taken out again."""
+"""Replace functions of the running NumPy code in every module that uses them, and restore them afterwards."""
 
 import importlib
 import sys
@@ -7,43 +7,43 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
-Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]  # of a right function: the wrong one
+Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]  # right function to wrong function
 
 
 def instead(function: Callable[..., Any]) -> Replacement:
-    """Replace a right function by one that does not call it."""
+    """Make the replacement that ignores the right function."""
     return lambda right: function
 
 
 @contextmanager
-def replaced_all(changes: Iterable[tuple[str, Replacement]]) -> Iterator[None]:
-    """Replace functions, one upon the other; what was there is back at the end, whatever happens.
+def replace_all(changes: Iterable[tuple[str, Replacement]]) -> Iterator[None]:
+    """Replace functions while the block runs; a later replacement wraps an earlier one of the same function.
 
-    The whole process has them meanwhile: nothing else may compute.
+    The replacements act in the whole process, so no other thread may compute meanwhile.
     """
-    with ExitStack() as planting:
+    with ExitStack() as stack:
         for part, wrong in changes:
-            planting.enter_context(replaced(part, wrong))
+            stack.enter_context(replaced(part, wrong))
         yield
 
 
 @contextmanager
 def replaced(part: str, wrong: Replacement) -> Iterator[None]:
-    """Put a wrong function wherever the right one, `llorch.training.adamw.moved`, is found under its own name."""
-    owner, name = owner_of(part)
+    """Replace a function, such as `llorch.training.adamw.moved`, in every module that has it under this name."""
+    owner, name = find_owner(part)
     right = getattr(owner, name)
-    found = {id(place): (place, vars(place)[name]) for place in (owner, *_users(name, right))}
-    made = wrong(right)
+    users = {id(module): (module, vars(module)[name]) for module in (owner, *_users(name, right))}
+    wrong_function = wrong(right)
     try:
-        for place, _ in found.values():
-            setattr(place, name, made)
+        for module, _ in users.values():
+            setattr(module, name, wrong_function)
         yield
     finally:
-        for place, kept in found.values():
-            setattr(place, name, kept)
+        for module, original in users.values():
+            setattr(module, name, original)
 
 
-def owner_of(part: str) -> tuple[Any, str]:
+def find_owner(part: str) -> tuple[Any, str]:
     """Return the module or class that defines a function, and the function's name."""
     path, _, name = part.rpartition(".")
     try:
@@ -54,15 +54,16 @@ def owner_of(part: str) -> tuple[Any, str]:
 
 
 def _users(name: str, right: object) -> list[ModuleType]:
-    seen = len(sys.modules), sys.modules[next(reversed(sys.modules))]
-    if seen != _Ours.seen:
-        _Ours.seen = seen
-        _Ours.modules = [module for each, module in list(sys.modules.items()) if each.startswith("llorch")]
-    return [module for module in _Ours.modules if vars(module).get(name) is right]
+    """List llorch's modules that have imported a function under its name."""
+    imported = len(sys.modules), sys.modules[next(reversed(sys.modules))]
+    if imported != _Llorch.imported:
+        _Llorch.imported = imported
+        _Llorch.modules = [module for key, module in list(sys.modules.items()) if key.startswith("llorch")]
+    return [module for module in _Llorch.modules if vars(module).get(name) is right]
 
 
-class _Ours:
-    """The modules of llorch among thousands of others; they are listed anew after an import."""
+class _Llorch:
+    """Cache of llorch's modules, refreshed after an import: a search of all modules for each mistake is slow."""
 
-    seen: tuple[int, ModuleType] | None = None
+    imported: tuple[int, ModuleType] | None = None
     modules: Sequence[ModuleType] = ()

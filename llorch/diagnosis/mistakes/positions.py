@@ -1,7 +1,9 @@
-"""Mistakes of layers that treat positions otherwise: windows, chunks, temperature, YaRN's gain, and those of Llama 4.
+"""Known mistakes in attention temperature, YaRN, and the layers of Llama 4; module `mistake` explains the fields.
 
-Two that are often feared cannot be made: a norm of heads without a gain gives the same before RoPE as after it, as a
-rotation keeps lengths, and a sigmoid before the choice of experts keeps their order.
+Attention temperature multiplies a query by a factor that grows with its position.
+
+Two plausible mistakes are absent, because they change nothing. A head norm without a gain gives the same before RoPE as
+after it: a rotation preserves norms. A sigmoid before top-k keeps the order of the experts.
 """
 
 from collections.abc import Callable
@@ -24,18 +26,18 @@ def _tempers(config: ModelConfig) -> bool:
     return config.temperature is not None
 
 
-def _tempers_llama4(config: ModelConfig) -> bool:
+def _is_llama4(config: ModelConfig) -> bool:
     """Tell if the model's temperature adds 1 to positions, as Llama 4's does."""
     return config.temperature is not None and config.temperature.offset == 1
 
 
-def _tempers_ministral(config: ModelConfig) -> bool:
+def _is_ministral(config: ModelConfig) -> bool:
     """Tell if the model's temperature takes positions as they are, as Ministral's does."""
     return config.temperature is not None and config.temperature.offset == 0
 
 
 def _scales_inputs(config: ModelConfig) -> bool:
-    """Tell if each expert's input, not its output, is multiplied by the weight of the expert."""
+    """Tell if the expert weight multiplies each expert's input instead of its output."""
     return config.experts is not None and config.experts.scaled_inputs
 
 
@@ -44,18 +46,18 @@ def _pairs_neighbours(config: ModelConfig) -> bool:
 
 
 def _has_mscale_pair(config: ModelConfig) -> bool:
-    """Tell if the gain of YaRN is neither 1 nor the usual one of its factor."""
+    """Tell if mscale and mscale_all_dim give YaRN an attention factor that is neither 1 nor the default."""
     yarn = config.rope_scaling
     return isinstance(yarn, YarnScaling) and yarn.attention_factor not in (1.0, yarn_gain(yarn.factor))
 
 
 def _has_gain(config: ModelConfig) -> bool:
-    """Tell if YaRN multiplies cosines and sines by a gain other than 1."""
+    """Tell if YaRN multiplies cosines and sines by an attention factor other than 1."""
     return isinstance(config.rope_scaling, YarnScaling) and config.rope_scaling.attention_factor != 1.0
 
 
 def _queries(s: StageInputs) -> np.ndarray:
-    """Return the queries that the temperature multiplies, the only input of the stage: (seq, heads, head_dim)."""
+    """Return the queries that the temperature multiplies, the stage's only input, (seq, heads, head_dim)."""
     (x,) = (array for name, array in s.arrays.items() if name.startswith("q_"))
     return x.reshape(len(x), -1, s.config.head_dim)
 
@@ -65,25 +67,25 @@ def _queries_times(s: StageInputs, factor: np.ndarray) -> np.ndarray:
 
 
 def _with_temperature(**changes: float) -> Callable[[StageInputs, str], np.ndarray]:
-    """Change settings of the temperature."""
+    """Make the mistake of other temperature settings."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         assert s.config.temperature is not None
-        other: Temperature = replace(s.config.temperature, **changes)
-        return _queries_times(s, other.of(s.positions))
+        temperature: Temperature = replace(s.config.temperature, **changes)
+        return _queries_times(s, temperature.of(s.positions))
 
     return wrong
 
 
 def not_floored(s: StageInputs, stage: str) -> np.ndarray:
-    """Take the logarithm of the position without the floor."""
-    heat = s.config.temperature
-    assert heat is not None
-    return _queries_times(s, 1 + heat.scale * np.log1p((s.positions + heat.offset) / heat.floor))
+    """Omit the floor before the logarithm of the position."""
+    temperature = s.config.temperature
+    assert temperature is not None
+    return _queries_times(s, 1 + temperature.scale * np.log1p((s.positions + temperature.offset) / temperature.floor))
 
 
 def _with_gain(gain: Callable[[YarnScaling], float]) -> Callable[[StageInputs, str], np.ndarray]:
-    """Multiply cosines and sines by another number."""
+    """Make the mistake of another attention factor on cosines and sines."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         yarn = s.config.rope_scaling
@@ -95,10 +97,10 @@ def _with_gain(gain: Callable[[YarnScaling], float]) -> Callable[[StageInputs, s
 
 
 def _yarn_blended(config: ModelConfig, start: float, end: float) -> np.ndarray:
-    """Keep frequencies before one pair, interpolate them after another, blend between the two."""
+    """Keep frequencies up to pair `start`, interpolate them from pair `end` on, and blend in between."""
     yarn, inv_freq = config.rope_scaling, frequencies(config.rotated, config.rope_theta)
     assert isinstance(yarn, YarnScaling)
-    ramp = np.clip((np.arange(len(inv_freq)) - start) / (end - start or 0.001), 0, 1)
+    ramp = np.clip((np.arange(len(inv_freq)) - start) / (end - start or 0.001), 0, 1)  # a step if both are equal
     return inv_freq * (1 - ramp) + inv_freq / yarn.factor * ramp
 
 
@@ -109,57 +111,57 @@ def _ramp_exchanged(config: ModelConfig) -> np.ndarray:
 
 
 def _ramp_unrounded(config: ModelConfig) -> np.ndarray:
-    """Use the bounds of the ramp without rounding them to pairs, clipped to the head."""
+    """Use the bounds of the ramp without rounding them to pairs, but clipped to the head."""
     assert isinstance(config.rope_scaling, YarnScaling)
     start, end = config.rope_scaling.bounds(head_dim=config.rotated, theta=config.rope_theta)
     return _yarn_blended(config, max(start, 0), min(end, config.rotated - 1))
 
 
-def _with_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[[StageInputs, str], np.ndarray]:
-    """Rotate by other frequencies, with the model's gain."""
+def _with_frequencies(make: Callable[[ModelConfig], np.ndarray]) -> Callable[[StageInputs, str], np.ndarray]:
+    """Make the mistake of other frequencies, with the model's attention factor."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
         assert isinstance(s.config.rope_scaling, YarnScaling)
-        angle, gain = s.positions[:, None] * made(s.config), s.config.rope_scaling.attention_factor
+        angle, gain = s.positions[:, None] * make(s.config), s.config.rope_scaling.attention_factor
         return s.turn(rotated_heads(s, stage), np.cos(angle) * gain, np.sin(angle) * gain)
 
     return wrong
 
 
-def _changes_frequencies(made: Callable[[ModelConfig], np.ndarray]) -> Callable[[ModelConfig], bool]:
-    """Make a predicate for models with YaRN whose frequencies the mistake changes."""
+def _changes_frequencies(make: Callable[[ModelConfig], np.ndarray]) -> Callable[[ModelConfig], bool]:
+    """Make the predicate for models with YaRN whose frequencies the mistake changes."""
 
-    def changes(config: ModelConfig) -> bool:
+    def is_changed(config: ModelConfig) -> bool:
         size = {"head_dim": config.rotated, "theta": config.rope_theta}
         inv_freq = frequencies(**size)
         return isinstance(config.rope_scaling, YarnScaling) and not np.allclose(
-            made(config), scale_frequencies(inv_freq, config.rope_scaling, **size), rtol=1e-3
+            make(config), scale_frequencies(inv_freq, config.rope_scaling, **size), rtol=1e-3
         )
 
-    return changes
+    return is_changed
 
 
 def keys_tempered(s: StageInputs, stage: str) -> np.ndarray:
     """Multiply new keys by the temperature of queries."""
-    heat = s.config.temperature
-    assert heat is not None
-    new = s.heads(KEY) * heat.of(s.positions)[:, None, None].astype(s.dtype)
+    temperature = s.config.temperature
+    assert temperature is not None
+    new = s.heads(KEY) * temperature.of(s.positions)[:, None, None].astype(s.dtype)
     return np.concatenate([s["past_k"], new.swapaxes(0, 1)], axis=1)
 
 
 def turned_as_halves(s: StageInputs, stage: str) -> np.ndarray:
-    """Rotate the pairs (j, j + half), as in all Hugging Face files but these."""
+    """Rotate the pairs (j, j + half), as in most Hugging Face files."""
     return rope(rotated_heads(s, stage), *s.tables(s.config.rope_scaling))
 
 
 def divided_by_length(s: StageInputs, stage: str) -> np.ndarray:
-    """Divide by the root of the sum of squares, as the class name L2Norm suggests."""
+    """Divide by the root of the sum of squares, as the name of transformers' class, L2Norm, suggests."""
     x = s[f"{stage[0]}_rope"]
     return x / np.sqrt(np.square(x).sum(axis=-1, keepdims=True) + s.dtype(s.config.rms_norm_eps))
 
 
 def softmax_of_chosen(s: StageInputs, stage: str) -> np.ndarray:
-    """Take the router weights that Qwen's models use: the softmax over all experts, at the chosen ones."""
+    """Compute Qwen's expert weights: the softmax over all experts at the selected ones."""
     return np.take_along_axis(router_probs(s["router_logits"]), s["topk_ids"].astype(int), -1)
 
 
@@ -170,12 +172,12 @@ POSITIONS: tuple[Mistake[StageInputs], ...] = (
         diagnosis="Queries were not multiplied by 1 + scale * ln(1 + floor(position / floor)) of their position.",
     ),
     Mistake(
-        name="temperature-one-position-late", stages=("q_tempered",), cases=("far",), applies_to=_tempers_llama4,
+        name="temperature-one-position-late", stages=("q_tempered",), cases=("far",), applies_to=_is_llama4,
         wrong=_with_temperature(offset=0),
         diagnosis="The temperature of Llama 4 counts positions from 1; the + 1 before the division is missing.",
     ),
     Mistake(
-        name="temperature-one-position-early", stages=("q_tempered",), cases=("near",), applies_to=_tempers_ministral,
+        name="temperature-one-position-early", stages=("q_tempered",), cases=("near",), applies_to=_is_ministral,
         wrong=_with_temperature(offset=1),
         diagnosis="The temperature of Ministral 3 counts positions from 0; only Llama 4 has the + 1.",
     ),

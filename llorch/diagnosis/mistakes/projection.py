@@ -1,4 +1,4 @@
-"""Mistakes of every linear projection, and those of queries, keys and values: bias, order of rows, input."""
+"""Known mistakes in projections, above all of q, k and v: bias, order of rows, input; `mistake` explains the fields."""
 
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +13,7 @@ from llorch.families.table import FAMILIES
 from llorch.files.tensor_names import interleave, undo_interleave
 from llorch.ops.linear import linear
 
-QKV, PART = ("q_proj", "k_proj", "v_proj"), "linear"
+QKV, PART = ("q_proj", "k_proj", "v_proj"), "linear"  # `part`: function that `wrong` replaces, see `in_stage`
 
 
 def bias_twice(right: Callable[..., np.ndarray]) -> Callable[..., np.ndarray]:
@@ -37,7 +37,7 @@ def input_not_normalised(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def heads_interleaved(s: StageInputs, stage: str) -> np.ndarray:
-    """Cut outputs into (head_dim, heads) instead of (heads, head_dim)."""
+    """Split outputs into (head_dim, heads) instead of (heads, head_dim)."""
     y = linear(*projected(s, stage))
     return _cut_with_heads_last(y, s.config).reshape(y.shape)
 
@@ -48,7 +48,7 @@ def _cut_with_heads_last(y: np.ndarray, config: ModelConfig) -> np.ndarray:
 
 
 def heads_cut_last(s: StageInputs, stage: str) -> np.ndarray:
-    """Cut right projections into (head_dim, heads) where heads are made of them."""
+    """Split right projections into (head_dim, heads) where later stages need heads."""
     if stage == "v_cache":
         new = _cut_with_heads_last(s["v_proj"], s.config).swapaxes(0, 1)
         return np.concatenate([s["past_v"], new], axis=1)
@@ -56,13 +56,13 @@ def heads_cut_last(s: StageInputs, stage: str) -> np.ndarray:
 
 
 def heads_written_last(s: StageInputs, stage: str) -> np.ndarray:
-    """Write outputs in the order (head_dim, heads), which are read as (heads, head_dim)."""
+    """Write outputs in the order (head_dim, heads) although they are read as (heads, head_dim)."""
     y = linear(*projected(s, stage))
     return y.reshape(len(y), -1, s.config.head_dim).swapaxes(1, 2).reshape(y.shape)
 
 
 def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
-    """Cut rows of q, k and v, which lie one after the other, as if stored group by group."""
+    """Split the concatenated rows of q, k and v as if they were stored group by group."""
     rows = np.concatenate([linear(*projected(s, name)) for name in QKV], axis=1)
     rows = rows.reshape(len(rows), s.config.n_kv_heads, -1, s.config.head_dim)  # queries, key, value of a group
     part = {"q_proj": rows[:, :, :-2], "k_proj": rows[:, :, -2], "v_proj": rows[:, :, -1]}[stage]
@@ -72,10 +72,10 @@ def fused_per_group(s: StageInputs, stage: str) -> np.ndarray:
 def keys_reordered_by_query_heads(s: StageInputs, stage: str) -> np.ndarray:
     """Interleave key rows by the number of query heads instead of the number of key heads."""
     n_heads, n_kv_heads = s.config.n_heads, s.config.n_kv_heads
-    return _reordered(s, stage, lambda rows: undo_interleave(interleave(rows, n_heads), n_kv_heads))
+    return _reorder_rows(s, stage, lambda rows: undo_interleave(interleave(rows, n_heads), n_kv_heads))
 
 
-def _reordered(s: StageInputs, stage: str, reorder: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def _reorder_rows(s: StageInputs, stage: str, reorder: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     x, weight, bias = projected(s, stage)
     return linear(x, reorder(weight), None if bias is None else reorder(bias))
 
@@ -117,8 +117,7 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
         diagnosis="The bias was not added; Qwen2 has one for queries, keys and values.",
     ),
     Mistake(
-        name="qkv-bias-twice", stages=QKV, applies_to=lambda config: config.qkv_bias,
-        part=PART, wrong=bias_twice,
+        name="qkv-bias-twice", stages=QKV, applies_to=lambda config: config.qkv_bias, part=PART, wrong=bias_twice,
         diagnosis="The bias was added twice.",
     ),
     Mistake(
@@ -150,14 +149,14 @@ PROJECTION: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="qk-rows-left-interleaved", stages=("q_proj", "k_proj"), applies_to=has_paired_rows,
-        wrong=lambda s, stage: _reordered(s, stage, lambda rows: interleave(rows, _n_heads(s, stage))),
+        wrong=lambda s, stage: _reorder_rows(s, stage, lambda rows: interleave(rows, _n_heads(s, stage))),
         diagnosis="Rows of q and k are in the interleaved order of Llama GGUF files; bring them to half-split order, "
         "or rotate neighbouring pairs.",
     ),
     Mistake(
         name="qk-rows-reordered-needlessly", stages=("q_proj", "k_proj"),
         applies_to=lambda config: not has_paired_rows(config),
-        wrong=lambda s, stage: _reordered(s, stage, lambda rows: undo_interleave(rows, _n_heads(s, stage))),
+        wrong=lambda s, stage: _reorder_rows(s, stage, lambda rows: undo_interleave(rows, _n_heads(s, stage))),
         diagnosis="Rows of q and k were reordered as for a Llama GGUF file; Qwen files are in half-split order.",
     ),
     Mistake(

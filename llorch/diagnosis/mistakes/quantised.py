@@ -1,7 +1,7 @@
-"""Mistakes of checkpoint 13 in rounding the activations that a quantised matrix is multiplied with.
+"""Known mistakes in rounding the activations of a product with a quantised GGUF matrix, as ggml computes it.
 
-`QuantisedInputs` are the inputs of all mistakes of this checkpoint: a stored matrix and its activations. `RIGHT` has
-the right steps.
+A product has three steps: `decode` the matrix, `rounding` of the activations, `product`; `RIGHT` has the right ones.
+Their inputs are `QuantisedInputs`, in `quantised_blocks` too. `cases` are matrix types; `mistake` explains all fields.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,17 +29,17 @@ from llorch.ops.rounding import (
 
 @dataclass(frozen=True)
 class QuantisedInputs:
-    """All that a step of checkpoint 13 may read."""
+    """Inputs of a step of a quantised product: a stored matrix and its activations."""
 
     kind: GGMLType
     blocks: np.ndarray  # the matrix, one block per row
     shape: tuple[int, ...]
     x: np.ndarray  # activations, (seq, in)
-    variant: VariantName = HOST_VARIANT  # the build of ggml whose rounding counts
+    variant: VariantName = HOST_VARIANT  # ggml build that defines the rounding
 
     @property
     def activations(self) -> ActivationKind:
-        """Type to which the inputs are rounded."""
+        """Type that the activations are rounded to."""
         return ACTIVATION_TYPE[self.kind]
 
     def decoded(self) -> np.ndarray:
@@ -47,7 +47,7 @@ class QuantisedInputs:
         return decode(self.blocks, self.kind, self.shape)
 
     def rounded(self, kind: ActivationKind | None = None, variant: VariantName | None = None) -> np.ndarray:
-        """Round the activations that the matrix is multiplied with."""
+        """Round the activations as the product does."""
         return round_activations(self.x, kind or self.activations, variant or self.variant)
 
     def product(
@@ -57,7 +57,7 @@ class QuantisedInputs:
         matrix = self.decoded() if matrix is None else matrix
         values = self.rounded() if rounded is None else rounded
         y = product(values, matrix)
-        if self.activations == "Q8_1" and rounded is None:
+        if self.activations == "Q8_1" and rounded is None:  # minima are multiplied by sums that Q8_1 stores
             sums = block_sums(self.x, self.variant) if sums is None else sums
             minima = decode_minima(self.blocks, self.kind, self.shape)
             y = y + product(sums - values.reshape(len(values), -1, 32).sum(axis=-1), minima)
@@ -78,13 +78,13 @@ RIGHT: Mapping[str, Callable[[QuantisedInputs], np.ndarray]] = {
 Wrong = Callable[[QuantisedInputs, str], np.ndarray]
 
 
-def in_blocks(spoil: Callable[[QuantisedInputs], QuantisedInputs]) -> Wrong:
-    """Make a mistake from a function that spoils the bytes of the blocks."""
-    return lambda s, step: spoil(s).decoded() if step == "decode" else spoil(s).product()
+def in_blocks(change_blocks: Callable[[QuantisedInputs], QuantisedInputs]) -> Wrong:
+    """Make a mistake from a function that changes the bytes of the blocks."""
+    return lambda s, step: change_blocks(s).decoded() if step == "decode" else change_blocks(s).product()
 
 
 def in_matrix(decode_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
-    """Make a mistake from a wrong decoding; it also changes the product with that matrix."""
+    """Make a mistake from a wrong decoder; it also changes the product with that matrix."""
     return lambda s, step: decode_wrongly(s) if step == "decode" else s.product(matrix=decode_wrongly(s))
 
 
@@ -96,55 +96,55 @@ def in_rounding(round_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong
     return lambda s, step: round_wrongly(s) if step == "rounding" else s.product(rounded=round_wrongly(s))
 
 
-def _rounded_codes(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _blocks_and_scales(s: QuantisedInputs) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return activations in blocks, with their scales before and after storage."""
     kind: BlockKind = s.activations  # pyright: ignore[reportAssignmentType]
     blocks = s.x.reshape(-1, BLOCK_SIZE[kind])
-    exact = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
-    stored = exact if kind == "Q8_K" else exact.astype(np.float16).astype(np.float32)
-    return blocks, exact, stored
+    exact_scale = np.abs(blocks).max(axis=1, keepdims=True) / np.float32(127)
+    stored_scale = exact_scale if kind == "Q8_K" else exact_scale.astype(np.float16).astype(np.float32)
+    return blocks, exact_scale, stored_scale
 
 
 def scale_not_stored(s: QuantisedInputs) -> np.ndarray:
     """Multiply the codes by the float32 scale instead of the stored scale."""
     kind: BlockKind = s.activations  # pyright: ignore[reportAssignmentType]
     codes, _ = quantize_blocks(s.x, kind, s.variant)
-    blocks, exact, _ = _rounded_codes(s)
+    blocks, exact, _ = _blocks_and_scales(s)
     return (codes.reshape(blocks.shape).astype(np.float32) * exact).reshape(s.x.shape)
 
 
 def codes_truncated(s: QuantisedInputs) -> np.ndarray:
     """Truncate codes towards zero."""
-    blocks, exact, stored = _rounded_codes(s)
+    blocks, exact_scale, stored_scale = _blocks_and_scales(s)
     with np.errstate(all="ignore"):
-        codes = np.trunc(np.where(exact > 0, blocks / exact, 0))
-    return (codes * stored).astype(np.float32).reshape(s.x.shape)
+        codes = np.trunc(np.where(exact_scale > 0, blocks / exact_scale, 0))
+    return (codes * stored_scale).astype(np.float32).reshape(s.x.shape)
 
 
 def codes_up_to_128(s: QuantisedInputs) -> np.ndarray:
-    """Divide the maximum by 128 for the scale."""
-    blocks, exact, _ = _rounded_codes(s)
-    scale = exact * np.float32(127 / 128)
-    stored = scale if s.activations == "Q8_K" else scale.astype(np.float16).astype(np.float32)
+    """Compute the scale as the maximum over 128 instead of 127."""
+    blocks, exact_scale, _ = _blocks_and_scales(s)
+    scale = exact_scale * np.float32(127 / 128)
+    stored_scale = scale if s.activations == "Q8_K" else scale.astype(np.float16).astype(np.float32)
     with np.errstate(all="ignore"):
         codes = np.clip(np.rint(np.where(scale > 0, blocks / scale, 0)), -128, 127)
-    return (codes * stored).astype(np.float32).reshape(s.x.shape)
+    return (codes * stored_scale).astype(np.float32).reshape(s.x.shape)
 
 
 def sums_not_rounded(s: QuantisedInputs, step: str) -> np.ndarray:
-    """Sum the activations that the codes stand for: the result of decoding both sides."""
+    """Multiply minima by sums of the decoded activations, as after decoding both operands."""
     return s.product(rounded=s.rounded())
 
 
 def sums_of_inputs(s: QuantisedInputs, step: str) -> np.ndarray:
-    """Sum the activations before their rounding."""
+    """Multiply minima by sums of the activations before their rounding."""
     return s.product(sums=s.x.reshape(len(s.x), -1, 32).sum(axis=-1).astype(np.float16).astype(np.float32))
 
 
 ROUNDED = ("rounding", "product")
 Q8_0_INPUTS, Q8_1_INPUTS, Q8_K_INPUTS = (
-    tuple(kind.name for kind, rounded in ACTIVATION_TYPE.items() if rounded == wanted)
-    for wanted in ("Q8_0", "Q8_1", "Q8_K")
+    tuple(kind.name for kind, rounded in ACTIVATION_TYPE.items() if rounded == activation_type)
+    for activation_type in ("Q8_0", "Q8_1", "Q8_K")
 )
 BLOCK_INPUTS = (*Q8_0_INPUTS, *Q8_1_INPUTS, *Q8_K_INPUTS)
 

@@ -1,9 +1,9 @@
-"""Mistakes of checkpoint 13 in reading the matrices of quantised Hugging Face folders.
+"""Known mistakes in reading the matrices of quantised Hugging Face folders.
 
-Each mistake is the right recipe of a matrix with one field changed, or the right parts with other bytes. The one
-decoder of `llorch.files.quantised.matrix` then makes the wrong numbers. `cases` are beginnings of a scheme's name.
-A change that a matrix does not allow returns the matrix as it is. A step that the mistake leaves out is not computed
-and undone: SHA-256 sums of an engine's matrices are compared with these numbers.
+Each mistake changes one field of a matrix's recipe (how to decode it), or the bytes of its parts (stored tensors). The
+decoder of `llorch.files.quantised.matrix` then returns the wrong numbers. `cases` are prefixes of scheme names. A
+change that does not apply to a matrix returns it unchanged. A step that the mistake omits must not be computed and
+reversed: the numbers must be bit-exact, because SHA-256 digests of an engine's matrices are compared with them.
 """
 
 from collections.abc import Callable, Iterable, Iterator
@@ -20,9 +20,9 @@ from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader, floats
 from llorch.ops.rounding import round_activations
 
 Change = Callable[[QuantisedMatrix], QuantisedMatrix]
-_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])
-_GPTQ_ZEROS = 0x11111111  # 1 in each code of 4 bits of a word
-# The 16 values of bitsandbytes, which its files hold too. Source: bitsandbytes `functional.py`.
+_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # column of a word to the place of its code
+_GPTQ_ZEROS = 0x11111111  # 1 in each 4-bit code of a word
+# Tables of 16 values, which bitsandbytes files also contain. Source: bitsandbytes `functional.py`.
 NF4 = np.array(
     [-1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
      -0.09105003625154495, 0, 0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
@@ -32,13 +32,13 @@ FP4 = np.array([0, 1 / 192, 2 / 3, 1, 1 / 3, 1 / 2, 1 / 6, 1 / 4], np.float32)
 FP4 = np.concatenate([FP4, -FP4])
 
 
-def _with(matrix: QuantisedMatrix, **fields: Any) -> QuantisedMatrix:
-    """Return a copy of the matrix with other fields in its recipe."""
+def _with_recipe(matrix: QuantisedMatrix, **fields: Any) -> QuantisedMatrix:
+    """Return a copy of the matrix with changed fields in its recipe."""
     return replace(matrix, recipe=replace(matrix.recipe, **fields))
 
 
-def _then(reader: Reader, change: Callable[[np.ndarray], np.ndarray]) -> Reader:
-    """Read the same and change it."""
+def _compose(reader: Reader, change: Callable[[np.ndarray], np.ndarray]) -> Reader:
+    """Make a reader that applies `change` to the output of another reader."""
     return lambda parts, rows: change(reader(parts, rows))
 
 
@@ -47,51 +47,51 @@ def _n_code_bits(matrix: QuantisedMatrix) -> int:
 
 
 def _stored_zeros(matrix: QuantisedMatrix) -> Reader:
-    """Read the zero points of GPTQ as the words have them."""
+    """Make the reader of GPTQ's zero points as stored."""
     bits, n_out = _n_code_bits(matrix), matrix.shape[0]
     return lambda parts, rows: across(parts["qzeros"].array, bits, rows, n_out).astype(np.float32)
 
 
 def _is_first_version(matrix: QuantisedMatrix) -> bool:
-    """Tell if the zero points are stored less one."""
+    """Tell if the right reader adds 1 to the stored zero points, as for GPTQ version 1."""
     assert matrix.recipe.zero is not None
-    one = slice(0, 1)
-    return not np.array_equal(matrix.recipe.zero(matrix.parts, one), _stored_zeros(matrix)(matrix.parts, one))
+    row = slice(0, 1)
+    return not np.array_equal(matrix.recipe.zero(matrix.parts, row), _stored_zeros(matrix)(matrix.parts, row))
 
 
 def first_version_as_second(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Use the stored zero points without adding the one."""
-    return _with(matrix, zero=_stored_zeros(matrix))
+    """Use the stored zero points without adding 1."""
+    return _with_recipe(matrix, zero=_stored_zeros(matrix))
 
 
 def second_version_as_first(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Add one to the stored zero points."""
+    """Add 1 to the stored zero points."""
     if _is_first_version(matrix):
         return matrix
-    return _with(matrix, zero=_then(_stored_zeros(matrix), lambda zero: (zero + 1) % matrix.values.size))
+    return _with_recipe(matrix, zero=_compose(_stored_zeros(matrix), lambda zero: (zero + 1) % matrix.values.size))
 
 
 def zero_not_wrapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Take a zero point of 0 for 2^bits."""
+    """Add 1 to the stored zero points without wrapping, so that 0 is read as 2^bits."""
     if not _is_first_version(matrix):
         return matrix
-    return _with(matrix, zero=_then(_stored_zeros(matrix), lambda zero: zero + 1))
+    return _with_recipe(matrix, zero=_compose(_stored_zeros(matrix), lambda zero: zero + 1))
 
 
 def zero_carried(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Add the one to whole words, so that it is carried into the next code."""
+    """Add 1 in packed words, so that it carries into the next code."""
     if _n_code_bits(matrix) != 4 or not _is_first_version(matrix):
         return matrix
     part = matrix.parts["qzeros"]
     words = part.array.view(np.uint32) + np.uint32(_GPTQ_ZEROS)
     parts = {**matrix.parts, "qzeros": replace(part, raw=np.ascontiguousarray(words).view(np.uint8).reshape(-1))}
-    return replace(_with(matrix, zero=_stored_zeros(matrix)), parts=parts)
+    return replace(_with_recipe(matrix, zero=_stored_zeros(matrix)), parts=parts)
 
 
 def awq_in_plain_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Read the codes of a word one after another."""
+    """Read the codes of a word in plain order."""
     n_out = matrix.shape[0]
-    return _with(
+    return _with_recipe(
         matrix,
         codes=lambda parts, rows: across(parts["qweight"].array, 4, rows, n_out),
         zero=lambda parts, rows: across(parts["qzeros"].array, 4, rows, n_out).astype(np.float32),
@@ -99,9 +99,9 @@ def awq_in_plain_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def zero_plus_one(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Add one to the zero points, as a kernel for version 1 of GPTQ does."""
+    """Add 1 to the zero points, like a kernel for GPTQ version 1."""
     zero = matrix.recipe.zero
-    return matrix if zero is None else _with(matrix, zero=_then(zero, lambda zeros: zeros + 1))
+    return matrix if zero is None else _with_recipe(matrix, zero=_compose(zero, lambda zeros: zeros + 1))
 
 
 def gptq_in_awq_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
@@ -110,7 +110,7 @@ def gptq_in_awq_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
         return matrix
     places = np.arange(matrix.shape[1])
     places = places // 8 * 8 + _AWQ_PLACES[places % 8]
-    return _with(matrix, codes=_then(matrix.recipe.codes, lambda codes: codes[:, places]))
+    return _with_recipe(matrix, codes=_compose(matrix.recipe.codes, lambda codes: codes[:, places]))
 
 
 def halves_swapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
@@ -118,40 +118,40 @@ def halves_swapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
     if matrix.values.size != 16 or matrix.shape[1] % 2:
         return matrix
     swapped = np.arange(matrix.shape[1]) ^ 1
-    return _with(matrix, codes=_then(matrix.recipe.codes, lambda codes: codes[:, swapped]))
+    return _with_recipe(matrix, codes=_compose(matrix.recipe.codes, lambda codes: codes[:, swapped]))
 
 
 def ten_per_word_without_gaps(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Read codes of 3 bits one after another, although two bits of each word are empty."""
+    """Read 3-bit codes without gaps although two bits of each word are empty; unchanged if the file has no gaps."""
     n_in = matrix.shape[1]
     if matrix.parts["codes"].shape[1] == -(-n_in * 3 // 32):
         return matrix
-    return _with(matrix, codes=lambda parts, rows: stream(parts["codes"].array[rows], 3, n_in))
+    return _with_recipe(matrix, codes=lambda parts, rows: stream(parts["codes"].array[rows], 3, n_in))
 
 
 def codes_signed(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Read codes as two's complement."""
     codes = integers(_n_code_bits(matrix))
-    return _with(matrix, values=np.where(codes >= codes.size // 2, codes - codes.size, codes))
+    return _with_recipe(matrix, values=np.where(codes >= codes.size // 2, codes - codes.size, codes))
 
 
 def zero_point_forgotten(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Multiply codes without subtracting the zero point."""
-    return _with(matrix, zero=None, values=integers(_n_code_bits(matrix)))
+    """Multiply codes, from 0 on, without subtracting a stored or fixed zero point."""
+    return _with_recipe(matrix, zero=None, values=integers(_n_code_bits(matrix)))
 
 
 def symmetric(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Take the middle of the codes for every zero point."""
+    """Use the middle of the code range instead of stored zero points."""
     if matrix.recipe.zero is None:
         return matrix
-    return _with(matrix, zero=None, values=integers(_n_code_bits(matrix), offset=matrix.values.size // 2))
+    return _with_recipe(matrix, zero=None, values=integers(_n_code_bits(matrix), offset=matrix.values.size // 2))
 
 
 def zero_point_not_scaled(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Subtract the zero point after the product with the scale, so that it is not scaled."""
     if matrix.recipe.zero is None:
         return matrix
-    return _with(matrix, zero=None, minimum=_then(matrix.recipe.zero, lambda zero: -zero))
+    return _with_recipe(matrix, zero=None, minimum=_compose(matrix.recipe.zero, lambda zero: -zero))
 
 
 def zero_product_float16(matrix: QuantisedMatrix) -> QuantisedMatrix:
@@ -163,71 +163,71 @@ def zero_product_float16(matrix: QuantisedMatrix) -> QuantisedMatrix:
     def minimum(parts: Parts, rows: Rows) -> np.ndarray:
         return -(zero(parts, rows) * scale(parts, rows)).astype(np.float16).astype(np.float32)
 
-    return _with(matrix, zero=None, minimum=minimum)
+    return _with_recipe(matrix, zero=None, minimum=minimum)
 
 
 def columns_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Group columns in the order in which they lie."""
+    """Group columns in storage order, without the stored group of each column (g_idx)."""
     if not callable(matrix.recipe.group):
         return matrix
     groups = int(matrix.recipe.group(matrix.parts).max()) + 1
     order = np.arange(matrix.shape[1]) // -(-matrix.shape[1] // groups)
-    return _with(matrix, group=lambda parts: order)
+    return _with_recipe(matrix, group=lambda parts: order)
 
 
 def groups_one_on(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Give each group of columns the scale and the zero point of the next group; the last group keeps its own."""
+    """Use for each group of columns the next group's scale and zero point, except for the last group."""
     group, n_in = matrix.recipe.group, matrix.shape[1]
     numbers = group(matrix.parts) if callable(group) else np.arange(n_in) // group
-    following = np.minimum(numbers + 1, numbers.max())
-    return _with(matrix, group=lambda parts: following) if following.any() else matrix
+    next_numbers = np.minimum(numbers + 1, numbers.max())
+    return _with_recipe(matrix, group=lambda parts: next_numbers) if next_numbers.any() else matrix
 
 
 def scale_changed(change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    """Make a mistake that changes every scale."""
-    return lambda matrix: _with(matrix, scale=_then(matrix.recipe.scale, change))
+    """Make the change of every scale."""
+    return lambda matrix: _with_recipe(matrix, scale=_compose(matrix.recipe.scale, change))
 
 
 def scale_divided(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Divide by the scales instead of multiplying."""
     scale = matrix.recipe.scale
-    return _with(matrix, scale=_ones, divisor=lambda parts, rows: matrix.spread(scale(parts, rows)))
+    return _with_recipe(matrix, scale=_ones, divisor=lambda parts, rows: matrix.spread(scale(parts, rows)))
 
 
 def _ones(parts: Parts, rows: Rows) -> np.ndarray:
     return np.ones((1, 1), np.float32)
 
 
-def _global(matrix: QuantisedMatrix) -> np.float32 | None:
+def _matrix_scale(matrix: QuantisedMatrix) -> np.float32 | None:
     """Return the matrix scale of NVFP4; None if the matrix has none."""
     part = matrix.parts.get("global")
     return None if part is None else part.floats().reshape(-1)[0]
 
 
 def global_scale_turned(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Multiply by the matrix scale instead of dividing, and the other way round."""
-    whole = _global(matrix)
-    if whole is None:
+    """Multiply by the matrix scale (NVFP4) instead of dividing, or vice versa."""
+    matrix_scale = _matrix_scale(matrix)
+    if matrix_scale is None:
         return matrix
     if matrix.recipe.divisor is not None:
-        return _with(matrix, divisor=None, factor=whole)
-    return _with(matrix, scale=_then(floats_of("scale"), lambda scale: scale / whole))
+        return _with_recipe(matrix, divisor=None, factor=matrix_scale)
+    return _with_recipe(matrix, scale=_compose(floats_of("scale"), lambda scale: scale / matrix_scale))
 
 
 def global_scale_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Use the scales of the groups alone."""
-    return matrix if _global(matrix) is None else _with(matrix, scale=floats_of("scale"), divisor=None)
+    """Use the groups' scales without the matrix scale."""
+    return matrix if _matrix_scale(matrix) is None else _with_recipe(matrix, scale=floats_of("scale"), divisor=None)
 
 
 def scale_turned(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Multiply by the one stored scale instead of dividing, and the other way round."""
+    """Multiply by the stored scale of the matrix (BitNet) instead of dividing, or vice versa."""
     number = matrix.parts["scale"].floats().reshape(1, 1)
     is_factor = np.array_equal(matrix.recipe.scale(matrix.parts, slice(0, 1)), number)
-    return _with(matrix, scale=lambda parts, rows: np.float32(1) / number if is_factor else number)
+    return _with_recipe(matrix, scale=lambda parts, rows: np.float32(1) / number if is_factor else number)
 
 
 def _by_block(matrix: QuantisedMatrix, block_of: Callable[[int, int], np.ndarray]) -> QuantisedMatrix:
-    """Give each row and each column the scales of another block; `block_of` gets a length and the number of blocks."""
+    """Use other blocks' scales; `block_of` maps the length and number of blocks of an axis to block indices."""
     part = matrix.parts["scale"]
     row_of, column_of = (block_of(length, n) for length, n in zip(matrix.shape, part.shape, strict=True))
     scales = E8M0[part.array] if part.dtype == "U8" else part.floats()
@@ -235,7 +235,7 @@ def _by_block(matrix: QuantisedMatrix, block_of: Callable[[int, int], np.ndarray
     def scale(parts: Parts, rows: Rows) -> np.ndarray:
         return scales[row_of[rows]]
 
-    return _with(matrix, scale=scale, group=lambda parts: column_of)
+    return _with_recipe(matrix, scale=scale, group=lambda parts: column_of)
 
 
 def blocks_of_equal_size(matrix: QuantisedMatrix) -> QuantisedMatrix:
@@ -244,41 +244,41 @@ def blocks_of_equal_size(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def scales_tiled(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Repeat the scales as a whole."""
+    """Tile the matrix of scales instead of repeating each scale."""
     return _by_block(matrix, lambda length, n: np.arange(length) % n)
 
 
 def partial_blocks_as_the_last_whole(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Give a partial block the scale of the whole block before it."""
+    """Use for a partial block the scale of the complete block before it."""
     size = matrix.recipe.group
     assert isinstance(size, int)
     return _by_block(matrix, lambda length, n: np.minimum(np.arange(length) // size, max(length // size - 1, 0)))
 
 
 def exponents_as_integers(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Take the byte of an exponent for the scale."""
-    return _with(matrix, scale=lambda parts, rows: parts["scale"].array[rows].astype(np.float32))
+    """Use the byte of an exponent as the scale."""
+    return _with_recipe(matrix, scale=lambda parts, rows: parts["scale"].array[rows].astype(np.float32))
 
 
 def four_bit_table(table: np.ndarray) -> Change:
-    """Make a mistake that decodes with another table of 16 values."""
-    return lambda matrix: _with(matrix, values=table)
+    """Make the change to another table of 16 values."""
+    return lambda matrix: _with_recipe(matrix, values=table)
 
 
 def nested_offset_dropped(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Leave out the mean of the scales of double quantisation."""
+    """Omit the mean of the scales of double quantisation."""
     scale = matrix.recipe.scale
-    return _with(matrix, scale=replace(scale, offset=None)) if isinstance(scale, BlockScales) else matrix
+    return _with_recipe(matrix, scale=replace(scale, offset=None)) if isinstance(scale, BlockScales) else matrix
 
 
 def rows_of_a_byte_in_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Take the four rows in a byte for four adjacent rows."""
+    """Read the four codes of a byte as four adjacent rows."""
 
     def codes(parts: Parts, rows: Rows) -> np.ndarray:
         ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         return parts["codes"].array[ids // 4] >> (ids % 4 * 2).astype(np.uint8)[:, None] & 3
 
-    return _with(matrix, codes=codes)
+    return _with_recipe(matrix, codes=codes)
 
 
 def scale_bfloat16(scale: np.ndarray) -> np.ndarray:
@@ -287,53 +287,53 @@ def scale_bfloat16(scale: np.ndarray) -> np.ndarray:
 
 
 def centred(matrix: QuantisedMatrix) -> np.ndarray:
-    """Return the finite numbers of the codes as symmetric quantisers use them."""
+    """Return the finite values of the codes, centred as symmetric quantisers use them."""
     values = matrix.values[np.isfinite(matrix.values)]
     return values - values.size // 2 if values.min() == 0 and values.max() == values.size - 1 else values
 
 
 def divisors(matrix: QuantisedMatrix) -> list[float]:
-    """List the numbers that quantisers divide the largest weight of a group by: the largest codes, or their mean."""
+    """List the usual divisors of a group's largest weight: the largest codes of both signs, and their mean."""
     values = centred(matrix)
     largest, smallest = float(values.max()), float(-values.min())
     return list(dict.fromkeys([largest, smallest, (largest + smallest) / 2]))
 
 
 def requantised(array: np.ndarray, like: QuantisedMatrix, divisor: float) -> np.ndarray:
-    """Quantise a matrix as another is quantised: one scale for each group, and the nearest code.
+    """Quantise a matrix with the scheme of `like`: one scale for each group, and the nearest code.
 
-    A last group of columns may be smaller. bitsandbytes forms groups over the rows one after another.
+    The last group of columns may be smaller. bitsandbytes forms groups over the flattened matrix.
     """
     group = like.recipe.group
     over_rows = like.ggml_type.name.startswith(("NF4", "FP4"))
     in_groups = isinstance(group, int) and group < like.shape[1]
     size = 64 if over_rows else min(group, array.shape[1]) if in_groups else array.shape[1]
     rows = array.reshape(1, -1) if over_rows else array
-    made, values = np.empty_like(rows), np.sort(centred(like)).astype(array.dtype)
+    quantised, values = np.empty_like(rows), np.sort(centred(like)).astype(array.dtype)
     for start in range(0, rows.shape[1], size):
         part = rows[:, start : start + size]
         scale = _round_scales(np.abs(part).max(axis=1, keepdims=True) / divisor, like)
-        made[:, start : start + size] = _nearest(values, part / np.where(scale > 0, scale, 1)) * scale
-    return made.reshape(array.shape)
+        quantised[:, start : start + size] = _nearest(values, part / np.where(scale > 0, scale, 1)) * scale
+    return quantised.reshape(array.shape)
 
 
 def _nearest(values: np.ndarray, x: np.ndarray) -> np.ndarray:
-    """Round to the nearest of some values; between two integers to the even one, as libraries do."""
+    """Round to the nearest of `values`; round ties between integers to even, as libraries do."""
     if np.array_equal(values, np.arange(values[0], values[0] + values.size)):
         return np.clip(np.rint(x), values[0], values[-1])
     return values[np.searchsorted((values[1:] + values[:-1]) / 2, x)]
 
 
 def _round_scales(scale: np.ndarray, like: QuantisedMatrix) -> np.ndarray:
-    """Round scales to the dtype in which the folder stores those of a matrix."""
-    stored = {part.dtype for key, part in like.parts.items() if key in ("scale", "scales")}
-    if stored == {"BF16"}:
+    """Round scales to the dtype of the matrix's stored scales, if that is bfloat16 or float16."""
+    stored_dtypes = {part.dtype for key, part in like.parts.items() if key in ("scale", "scales")}
+    if stored_dtypes == {"BF16"}:
         return scale_bfloat16(scale).astype(scale.dtype)
-    return scale.astype(np.float16).astype(scale.dtype) if stored == {"F16"} else scale
+    return scale.astype(np.float16).astype(scale.dtype) if stored_dtypes == {"F16"} else scale
 
 
 def _row(name: str, cases: tuple[str, ...], change: Change, diagnosis: str) -> Mistake[QuantisedMatrix]:
-    """Describe one mistake of reading; its wrong array is the decoded matrix."""
+    """Make a mistake of reading; its wrong array is the decoded matrix."""
     return Mistake(
         name=name, stages=("decode",), cases=cases, diagnosis=diagnosis, wrong=lambda m, step: change(m).decode()
     )
@@ -380,10 +380,10 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "The zero point was subtracted after the product with the scale; subtract it from the code first."),
     _row("zero-point-product-float16", ("AWQ",), zero_product_float16,
          "The product of zero point and scale was rounded to float16; subtract the zero point from the code first."),
-    _row("mlx-bias-dropped", ("MLX",), lambda matrix: _with(matrix, minimum=None),
+    _row("mlx-bias-dropped", ("MLX",), lambda matrix: _with_recipe(matrix, minimum=None),
          "The biases of the groups were left out; MLX adds one to each product of code and scale."),
     _row("mlx-bias-subtracted", ("MLX",),
-         lambda m: m if m.recipe.minimum is None else _with(m, minimum=_then(m.recipe.minimum, np.negative)),
+         lambda m: m if m.recipe.minimum is None else _with_recipe(m, minimum=_compose(m.recipe.minimum, np.negative)),
          "The biases of the groups were subtracted; MLX adds them."),
     _row("folder-group-one-on", _GROUPED, groups_one_on,
          "Each group of columns had the scale of the next group, and its zero point; use those with its own number."),
@@ -403,15 +403,15 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "A partial last block got the scale of the block before it; it has one of its own."),
     _row("fp8-scales-tiled", ("FP8, blocks",), scales_tiled,
          "The scales of the blocks were repeated as a whole; repeat each for all rows and columns of its block."),
-    _row("folder-scale-dropped", _BYTES, lambda matrix: _with(matrix, scale=_ones, factor=None),
+    _row("folder-scale-dropped", _BYTES, lambda matrix: _with_recipe(matrix, scale=_ones, factor=None),
          "Codes were used as weights without their scale; the module is quantised, so multiply them."),
     _row("folder-scale-float16", _FLOAT32_SCALES, scale_changed(lambda s: s.astype(np.float16).astype(np.float32)),
          "Scales were rounded to float16 before the product; use them as the file stores them."),
     _row("folder-scale-bfloat16", _FLOAT32_SCALES, scale_changed(scale_bfloat16),
          "Scales were rounded to bfloat16 before the product; use them as the file stores them."),
-    _row("int8-row-maximum-over-127-5", ("bitsandbytes int8",), lambda m: _with(m, factor=np.float32(1 / 127.5)),
+    _row("int8-row-maximum-over-127-5", ("bitsandbytes int8",), lambda m: _with_recipe(m, factor=np.float32(1 / 127.5)),
          "The maximum of a row was divided by 127.5; bitsandbytes divides it by 127."),
-    _row("int8-row-maximum-over-128", ("bitsandbytes int8",), lambda m: _with(m, factor=np.float32(1 / 128)),
+    _row("int8-row-maximum-over-128", ("bitsandbytes int8",), lambda m: _with_recipe(m, factor=np.float32(1 / 128)),
          "The maximum of a row was divided by 128; bitsandbytes divides it by 127."),
     _row("exponent-bias-128", _EXPONENTS, scale_changed(lambda scale: scale / 2),
          "Exponents were read with a bias of 128, so all is half as large; the bias of E8M0 is 127."),
@@ -433,10 +433,10 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
 
 
 def wrong_readings(
-    stored: Packed, mistakes: Iterable[Mistake[QuantisedMatrix]] = QUANTISED_FOLDERS
+    packed: Packed, mistakes: Iterable[Mistake[QuantisedMatrix]] = QUANTISED_FOLDERS
 ) -> Iterator[tuple[Mistake[QuantisedMatrix], np.ndarray]]:
-    """Yield a stored matrix as each of the mistakes reads it; nothing for a matrix that no quantised folder holds."""
+    """Yield each applicable mistake with the matrix that it reads; nothing for other than quantised folders."""
     for mistake in mistakes:
-        if isinstance(stored, QuantisedMatrix) and stored.ggml_type.name.startswith(mistake.cases):
+        if isinstance(packed, QuantisedMatrix) and packed.ggml_type.name.startswith(mistake.cases):
             with np.errstate(all="ignore"):
-                yield mistake, mistake.result(stored, "decode")
+                yield mistake, mistake.result(packed, "decode")

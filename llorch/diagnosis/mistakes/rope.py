@@ -1,18 +1,19 @@
-"""Mistakes of RoPE: which numbers are paired, the angle, the position."""
+"""Known mistakes in RoPE: pairs of dimensions, angle, position; module `mistake` explains the fields."""
 
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.in_stage import ROTATED, rotated_heads, scaled_frequencies, turned
+from llorch.diagnosis.mistakes.in_stage import ROTATED, rotate, rotated_heads, scaled_frequencies
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.diagnosis.mistakes.planting import Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import FactorScaling, Llama3Scaling, ModelConfig
 from llorch.ops.rope import frequencies
 
-SPEEDS, SCALING, TABLES, PART = "frequencies", "scale_frequencies", "rope_tables", "rope"
+# Values of `part`: functions that `wrong` replaces, see `in_stage`. Without `part`, `wrong` computes a stage from `s`.
+FREQUENCIES, SCALING, TABLES, PART = "frequencies", "scale_frequencies", "rope_tables", "rope"
 Function = Callable[..., Any]
 
 
@@ -29,29 +30,29 @@ def interleaved_pairs(right: Function) -> Function:
 
 
 def position_by_head(s: StageInputs, stage: str) -> np.ndarray:
-    """Take the head's number for the position."""
+    """Use the head's index as the position."""
     by_head = rotated_heads(s, stage).swapaxes(0, 1)  # (heads, seq, head_dim)
-    return turned(s, by_head, scaled_frequencies(s), np.arange(len(by_head))).swapaxes(0, 1)
+    return rotate(s, by_head, scaled_frequencies(s), np.arange(len(by_head))).swapaxes(0, 1)
 
 
 def first_half_only(s: StageInputs, stage: str) -> np.ndarray:
     """Rotate only the first half of each head, as a partial rotary embedding does."""
     width = s.config.head_dim // 4 * 2  # even
-    rotated, kept = np.split(rotated_heads(s, stage), [width], axis=-1)
+    rotated, unrotated = np.split(rotated_heads(s, stage), [width], axis=-1)
     inv_freq = frequencies(width, s.config.rope_theta)
-    return np.concatenate([turned(s, rotated, inv_freq), kept], axis=-1)
+    return np.concatenate([rotate(s, rotated, inv_freq), unrotated], axis=-1)
 
 
 def exponent_by_hidden_share(s: StageInputs, stage: str) -> np.ndarray:
     """Use the exponent of a model whose heads share the hidden size."""
     even = np.arange(0, s.config.rotated, 2)
     inv_freq = s.config.rope_theta ** (-even / (s.config.hidden_size // s.config.n_heads))
-    return turned(s, rotated_heads(s, stage), inv_freq)
+    return rotate(s, rotated_heads(s, stage), inv_freq)
 
 
-def _tables_at(moved: Callable[[np.ndarray], np.ndarray]) -> Replacement:
-    """Make the tables of other positions."""
-    return lambda right: lambda positions, inv_freq: right(moved(positions), inv_freq)
+def _tables_at(move: Callable[[np.ndarray], np.ndarray]) -> Replacement:
+    """Make the replacement that computes the tables at other positions."""
+    return lambda right: lambda positions, inv_freq: right(move(positions), inv_freq)
 
 
 def tables_in_half(right: Function) -> Function:
@@ -91,13 +92,13 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
         "look as if rotated by the negative angle.",
     ),
     Mistake(
-        name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000, part=SPEEDS,
+        name="rope-base-1e4", stages=ROTATED, applies_to=lambda config: config.rope_theta != 10_000, part=FREQUENCIES,
         wrong=lambda right: lambda head_dim, theta: right(head_dim, 10_000.0),
         diagnosis="The base was 10000, the old default, and no scaling was applied; this model's config has another "
         "rope_theta.",
     ),
     Mistake(
-        name="rope-base-1e6", stages=ROTATED, applies_to=lambda config: config.rope_theta != 1e6, part=SPEEDS,
+        name="rope-base-1e6", stages=ROTATED, applies_to=lambda config: config.rope_theta != 1e6, part=FREQUENCIES,
         wrong=lambda right: lambda head_dim, theta: right(head_dim, 1e6),
         diagnosis="The base was 1000000, that of Qwen, and no scaling was applied; this model's config has another "
         "rope_theta.",
@@ -134,7 +135,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-exponent-halved", stages=ROTATED, applies_to=lambda config: config.rotated == config.head_dim,
-        part=SPEEDS, wrong=lambda right: lambda head_dim, theta: np.sqrt(right(head_dim, theta)),
+        part=FREQUENCIES, wrong=lambda right: lambda head_dim, theta: np.sqrt(right(head_dim, theta)),
         diagnosis="Frequencies fell as theta ** (-j / head_dim); it is theta ** (-2 * j / head_dim) for pair j.",
     ),
     Mistake(
@@ -145,7 +146,7 @@ ROPE: tuple[Mistake[StageInputs], ...] = (
     ),
     Mistake(
         name="rope-frequencies-in-bfloat16", stages=ROTATED,
-        wrong=lambda s, stage: turned(s, rotated_heads(s, stage), _to_bfloat16(scaled_frequencies(s))),
+        wrong=lambda s, stage: rotate(s, rotated_heads(s, stage), _to_bfloat16(scaled_frequencies(s))),
         diagnosis="inv_freq was rounded to bfloat16, which rotates far tokens by a wrong angle; keep it in float32.",
     ),
     Mistake(

@@ -1,4 +1,4 @@
-"""Mistakes of checkpoints 09 to 11: the row that is sampled from, the greedy token, the filters."""
+"""Known mistakes after the logits: selected row, greedy token, penalty, filters; `mistake` explains the fields."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,15 +15,15 @@ UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 @dataclass(frozen=True)
 class SamplerInputs:
-    """All that a step after the logits may read."""
+    """Inputs of a step after the logits: selection of a row, greedy token, or probabilities."""
 
-    logits: np.ndarray  # of every token of the pass, (seq, vocab)
+    logits: np.ndarray  # (seq, vocab), one row for each token of the pass
     settings: SamplingSettings
-    history: Sequence[int]  # tokens so far
+    history: Sequence[int]  # ids of the prompt and the output
 
     @property
     def row(self) -> np.ndarray:
-        """Logits of the last token, from which the sampler samples."""
+        """Logits of the last token, which predict the next one."""
         return self.logits[-1]
 
     def probabilities(self) -> np.ndarray:
@@ -66,15 +66,15 @@ def penalty_subtracted(logits: np.ndarray, history: np.ndarray, penalty: float) 
 def temperature_after_filters(right: Function) -> Function:
     """Apply the filters to logits at temperature 1, then the temperature."""
 
-    def wrong(**given: object) -> np.ndarray:
-        kept = np.where(right(**given | {"temperature": 1.0}) > 0, right(**given | UNFILTERED), 0)
-        return kept / kept.sum()
+    def wrong(**kw: object) -> np.ndarray:
+        filtered = np.where(right(**kw | {"temperature": 1.0}) > 0, right(**kw | UNFILTERED), 0)
+        return filtered / filtered.sum()
 
     return wrong
 
 
 def top_p_on_logits(logits: np.ndarray, p: float) -> np.ndarray:
-    """Sum up logits instead of probabilities."""
+    """Accumulate logits instead of probabilities."""
     if p >= 1:
         return logits
     order = np.argsort(-logits, kind="stable")
@@ -91,36 +91,37 @@ def top_p_drops_crossing(logits: np.ndarray, p: float) -> np.ndarray:
 
 
 def last_dropped_at_one(s: SamplerInputs, step: str) -> np.ndarray:
-    """Remove the least likely token without top-p (p = 1): it carries the sum to 1."""
+    """Remove the least likely token at p = 1: with it the sum reaches 1."""
     if s.settings.top_p < 1:
         return s.probabilities()
     logits = penalise(s.row, s.history, penalty=s.settings.repetition_penalty)
     logits = keep_top_k(logits / logits.dtype.type(s.settings.temperature), k=s.settings.top_k)
     order = np.argsort(-logits, kind="stable")
-    kept = _only(logits, order[: np.isfinite(logits).sum() - 1])
-    return softmax(keep_min_p(kept, min_p=s.settings.min_p))
+    remaining = _only(logits, order[: np.isfinite(logits).sum() - 1])
+    return softmax(keep_min_p(remaining, min_p=s.settings.min_p))
 
 
 def min_p_absolute(logits: np.ndarray, min_p: float) -> np.ndarray:
-    """Use the threshold of min-p without scaling it by the best probability."""
+    """Use min_p as the threshold without scaling it by the largest probability."""
     return np.where(softmax(logits) < min_p, -np.inf, logits).astype(logits.dtype)
 
 
 def not_renormalised(right: Function) -> Function:
-    """Set the probabilities of removed tokens to zero, without renormalising the rest."""
-    return lambda **given: np.where(right(**given) > 0, right(**given | UNFILTERED), 0)
+    """Set the probabilities of removed tokens to 0 without renormalising the others."""
+    return lambda **kw: np.where(right(**kw) > 0, right(**kw | UNFILTERED), 0)
 
 
 def _only(logits: np.ndarray, tokens: np.ndarray) -> np.ndarray:
-    """Return the logits with -inf for all but the given tokens."""
-    kept = np.full_like(logits, -np.inf)
-    kept[tokens] = logits[tokens]
-    return kept
+    """Return the logits with -inf for all tokens except `tokens`."""
+    filtered = np.full_like(logits, -np.inf)
+    filtered[tokens] = logits[tokens]
+    return filtered
 
 
-ROW, BEST, PENALTY, WHOLE = "last_row", "argmax", "penalise", "distribution"
+# Values of `part`: functions that `wrong` replaces, see `in_stage`. Without `part`, `wrong` computes the step.
+ROW, BEST, PENALTY, DISTRIBUTION = "last_row", "argmax", "penalise", "distribution"
 SELECTED, ARGMAX, PROBABILITIES = ("selected_logits",), ("argmax",), ("probabilities",)
-PENALISED, TEMPERED = ("penalty", "all"), ("temperature", "top_p", "all")
+PENALISED, TEMPERED = ("penalty", "all"), ("temperature", "top_p", "all")  # `cases`: sampling settings that show it
 
 SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
     Mistake(
@@ -172,17 +173,17 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
         diagnosis="The repetition penalty had no effect.",
     ),
     Mistake(
-        name="temperature-ignored", stages=PROBABILITIES, cases=TEMPERED, part=WHOLE,
-        wrong=lambda right: lambda **given: right(**given | {"temperature": 1.0}),
+        name="temperature-ignored", stages=PROBABILITIES, cases=TEMPERED, part=DISTRIBUTION,
+        wrong=lambda right: lambda **kw: right(**kw | {"temperature": 1.0}),
         diagnosis="The temperature had no effect.",
     ),
     Mistake(
-        name="temperature-multiplied", stages=PROBABILITIES, cases=TEMPERED, part=WHOLE,
-        wrong=lambda right: lambda **given: right(**given | {"temperature": 1 / given["temperature"]}),
+        name="temperature-multiplied", stages=PROBABILITIES, cases=TEMPERED, part=DISTRIBUTION,
+        wrong=lambda right: lambda **kw: right(**kw | {"temperature": 1 / kw["temperature"]}),
         diagnosis="Logits were multiplied by the temperature; divide them, so that a high one flattens.",
     ),
     Mistake(
-        name="temperature-after-filters", stages=PROBABILITIES, cases=("top_p",), part=WHOLE,
+        name="temperature-after-filters", stages=PROBABILITIES, cases=("top_p",), part=DISTRIBUTION,
         wrong=temperature_after_filters,
         diagnosis="top-p saw the logits before the temperature; the order is penalty, temperature, top-k, top-p, "
         "min-p.",
@@ -214,8 +215,7 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
     ),
     Mistake(
         name="top-p-drops-crossing-token", stages=PROBABILITIES, cases=("top_p",), part="keep_top_p",
-        wrong=instead(top_p_drops_crossing),
-        also=(last_dropped_at_one,),
+        wrong=instead(top_p_drops_crossing), also=(last_dropped_at_one,),
         diagnosis="The token that carries the sum over p was removed; it stays, so that at least p is kept.",
     ),
     Mistake(
@@ -224,13 +224,12 @@ SAMPLING: tuple[Mistake[SamplerInputs], ...] = (
         diagnosis="min-p had no effect.",
     ),
     Mistake(
-        name="min-p-absolute", stages=PROBABILITIES, cases=("min_p",), part="keep_min_p",
-        wrong=instead(min_p_absolute),
+        name="min-p-absolute", stages=PROBABILITIES, cases=("min_p",), part="keep_min_p", wrong=instead(min_p_absolute),
         diagnosis="Probabilities were compared with min_p itself; the threshold is min_p times the best probability.",
     ),
     Mistake(
         name="probabilities-not-renormalised", stages=PROBABILITIES, cases=("top_k", "top_p", "min_p", "all"),
-        part=WHOLE, wrong=not_renormalised,
+        part=DISTRIBUTION, wrong=not_renormalised,
         diagnosis="Removed tokens were set to zero after the softmax; the kept probabilities must sum to one again.",
     ),
 )  # fmt: skip

@@ -1,4 +1,4 @@
-"""Mistakes of checkpoints 15 and 20: the adapter's addition, merging, and adapter files."""
+"""Known mistakes in LoRA (delta, merging, adapter files): each maps a right function of llorch to a wrong one."""
 
 from collections.abc import Callable
 from dataclasses import replace
@@ -12,13 +12,13 @@ from llorch.lora.adapter import Adapter
 
 Function = Callable[..., Any]
 DELTA, SCALING = "llorch.ops.lora.lora_delta", "llorch.lora.config.LoraConfig.scaling_of"
-BACK = "llorch.ops.lora.lora_backward"
+BACK = "llorch.ops.lora.lora_backward"  # for `along`: backward pass with the same mistake, see `mistake`
 MERGE = "llorch.lora.merge.merged_matrix"
 
 
 def scaled_twice(right: Function) -> Function:
     """Apply the scale to A x, and again to B A x."""
-    return lambda *arrays, scaling, **how: right(*arrays, scaling=scaling * scaling, **how)
+    return lambda *arrays, scaling, **kw: right(*arrays, scaling=scaling * scaling, **kw)
 
 
 def not_scaled(right: Function) -> Function:
@@ -27,12 +27,12 @@ def not_scaled(right: Function) -> Function:
 
 
 def alpha_not_divided(right: Function) -> Function:
-    """Take alpha for the scale."""
+    """Use alpha as the scale."""
     return lambda config, target: config.alpha_of(target)
 
 
 def rank_of_default(right: Function) -> Function:
-    """Divide every alpha by the rank of the adapter as a whole."""
+    """Divide every alpha by the adapter's default rank."""
     return lambda config, target: right(config, target) * config.rank_of(target) / config.r
 
 
@@ -42,56 +42,56 @@ def alpha_of_default(right: Function) -> Function:
 
 
 def rslora_ignored(right: Function) -> Function:
-    """Divide alpha by the rank, not by the root of the rank."""
+    """Divide alpha by the rank instead of its square root."""
     return lambda config, target: right(replace(config, use_rslora=False), target)
 
 
-def reordered(array: np.ndarray) -> np.ndarray:
-    """Read the numbers of a matrix in the order of its transpose."""
+def misread_transposed(array: np.ndarray) -> np.ndarray:
+    """Read the buffer of a matrix in the order of its transpose."""
     return np.ascontiguousarray(array.reshape(array.shape[::-1]).T)
 
 
-def reordered_back(grad: np.ndarray) -> np.ndarray:
-    """Put the gradient of the output of `reordered` into the order of the input of `reordered`."""
+def misread_transposed_back(grad: np.ndarray) -> np.ndarray:
+    """Compute the gradient of the input of `misread_transposed` from the gradient of its output."""
     return np.ascontiguousarray(grad.T).reshape(grad.shape)
 
 
 def a_transposed(right: Function) -> Function:
-    """Read the numbers of A in the order of (in, r)."""
-    return lambda x, lora_A, lora_B, *, scaling: right(x, reordered(lora_A), lora_B, scaling=scaling)
+    """Read the buffer of A as (in, r)."""
+    return lambda x, lora_A, lora_B, *, scaling: right(x, misread_transposed(lora_A), lora_B, scaling=scaling)
 
 
 def b_transposed(right: Function) -> Function:
-    """Read the numbers of B in the order of (r, out)."""
-    return lambda x, lora_A, lora_B, *, scaling: right(x, lora_A, reordered(lora_B), scaling=scaling)
+    """Read the buffer of B as (r, out)."""
+    return lambda x, lora_A, lora_B, *, scaling: right(x, lora_A, misread_transposed(lora_B), scaling=scaling)
 
 
 def a_transposed_back(right: Function) -> Function:
-    """Compute the gradient for A in the order of (in, r)."""
+    """Compute the gradient of `a_transposed`."""
 
     def wrong(grad: np.ndarray, x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> tuple:
-        d_x, d_A, d_B = right(grad, x, reordered(lora_A), lora_B, scaling=scaling)
-        return d_x, reordered_back(d_A), d_B
+        d_x, d_A, d_B = right(grad, x, misread_transposed(lora_A), lora_B, scaling=scaling)
+        return d_x, misread_transposed_back(d_A), d_B
 
     return wrong
 
 
 def b_transposed_back(right: Function) -> Function:
-    """Compute the gradient for B in the order of (r, out)."""
+    """Compute the gradient of `b_transposed`."""
 
     def wrong(grad: np.ndarray, x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> tuple:
-        d_x, d_A, d_B = right(grad, x, lora_A, reordered(lora_B), scaling=scaling)
-        return d_x, d_A, reordered_back(d_B)
+        d_x, d_A, d_B = right(grad, x, lora_A, misread_transposed(lora_B), scaling=scaling)
+        return d_x, d_A, misread_transposed_back(d_B)
 
     return wrong
 
 
 def dropped_at_evaluation(right: Function) -> Function:
-    """Drop a tenth of the input at evaluation, as in training."""
+    """Drop a tenth of the input at evaluation, as dropout does in training."""
 
     def wrong(x: np.ndarray, lora_A: np.ndarray, lora_B: np.ndarray, *, scaling: float) -> np.ndarray:
-        kept = np.random.default_rng(0).random(x.shape) >= 0.1
-        return right((x * kept / 0.9).astype(x.dtype), lora_A, lora_B, scaling=scaling)
+        mask = np.random.default_rng(0).random(x.shape) >= 0.1
+        return right((x * mask / 0.9).astype(x.dtype), lora_A, lora_B, scaling=scaling)
 
     return wrong
 
@@ -103,14 +103,14 @@ def delta_missing(right: Function) -> Function:
 
 def merged_twice(right: Function) -> Function:
     """Add the product to weights that already contain it."""
-    return lambda weight, *others, **where: right(right(weight, *others, **where), *others, **where)
+    return lambda weight, *args, **kw: right(right(weight, *args, **kw), *args, **kw)
 
 
 def merged_unscaled(right: Function) -> Function:
     """Merge W + B A, without the scale."""
 
-    def wrong(weight: np.ndarray, adapter: Adapter, name: str, **where: object) -> np.ndarray:
-        merged = right(weight, adapter, name, **where)
+    def wrong(weight: np.ndarray, adapter: Adapter, name: str, **kw: object) -> np.ndarray:
+        merged = right(weight, adapter, name, **kw)
         return (weight + (merged - weight) / np.float32(adapter.scaling(name))).astype(np.float32)
 
     return wrong
@@ -118,11 +118,11 @@ def merged_unscaled(right: Function) -> Function:
 
 def merged_subtracted(right: Function) -> Function:
     """Subtract the product instead of adding it."""
-    return lambda weight, adapter, name, **where: weight - (right(weight, adapter, name, **where) - weight)
+    return lambda weight, adapter, name, **kw: weight - (right(weight, adapter, name, **kw) - weight)
 
 
 def rows_not_permuted(right: Function) -> Function:
-    """Leave the rows of B in the order of Hugging Face."""
+    """Leave the rows of B in Hugging Face order, not in the pairs of a GGUF file."""
     return lambda array, n_heads: array
 
 

@@ -1,6 +1,6 @@
-"""Mistakes of checkpoint 17 in experts and delta nets: what is left out where a gradient goes back through them.
+"""Known mistakes in the backward pass of experts and delta nets: each maps a right function to a wrong one.
 
-No training golden is stored for these families: their gradients are judged live, by PEFT.
+No training golden is stored for these families: tests compare their gradients with PEFT.
 """
 
 from collections.abc import Callable
@@ -13,11 +13,11 @@ from llorch.diagnosis.mistakes.training_gradients import GRADIENT, OPS, gradient
 from llorch.families.config import ModelConfig
 
 Function = Callable[..., Any]
-CHUNK = 4  # of the state that is cut; shorter than the documents of tests
+CHUNK = 4  # tokens between cuts of the state's gradient; shorter than the tests' documents
 
 
 def sum_as_constant(right: Function) -> Function:
-    """Treat the sum that divides the weights as a constant."""
+    """Treat the sum that normalises the expert weights as a constant."""
 
     def wrong(grad: np.ndarray, probs: np.ndarray, ids: np.ndarray, *, normalised: bool) -> np.ndarray:
         total = np.take_along_axis(probs, ids, axis=-1).sum(axis=-1, keepdims=True)
@@ -26,13 +26,13 @@ def sum_as_constant(right: Function) -> Function:
     return wrong
 
 
-def of_chosen_alone(right: Function) -> Function:
-    """Set to 0 the gradient that the softmax sends to logits of experts whose probability got no gradient."""
+def selected_logits_only(right: Function) -> Function:
+    """Set the gradient of a router logit to 0 if the expert's probability has no gradient."""
     return lambda grad, probs: np.where(grad == 0, 0, right(grad, probs))
 
 
 def unweighted(right: Function) -> Function:
-    """Give experts the gradient of the sum without their weights."""
+    """Pass the gradient of the sum to the experts without their weights."""
     return lambda grad, outs, weights: (
         np.broadcast_to(grad[:, None], outs.shape).copy(),
         right(grad, outs, weights)[1],
@@ -40,7 +40,7 @@ def unweighted(right: Function) -> Function:
 
 
 def length_as_constant(right: Function) -> Function:
-    """Treat the length as a constant: keep the part of the gradient that changes only the length."""
+    """Treat the norm as a constant: keep the component of the gradient along the key."""
 
     def wrong(grad: np.ndarray, x: np.ndarray) -> np.ndarray:
         along = x * (grad * x).sum(axis=-1, keepdims=True) / (x * x).sum(axis=-1, keepdims=True)
@@ -50,31 +50,31 @@ def length_as_constant(right: Function) -> Function:
 
 
 def taps_turned(right: Function) -> Function:
-    """Read the kernel of the convolution in the other direction."""
+    """Reverse the kernel of the convolution."""
     return lambda grad, x, kernel: right(grad, x, np.ascontiguousarray(kernel[:, ::-1]))
 
 
 def state_cut(right: Function) -> Function:
-    """Send no gradient through the state between chunks."""
+    """Pass no gradient through the state between chunks; `right` is called once a token, from the last to the first."""
     n_tokens = 0
 
-    def wrong(*given: np.ndarray) -> tuple[np.ndarray, ...]:
+    def wrong(*args: np.ndarray) -> tuple[np.ndarray, ...]:
         nonlocal n_tokens
         n_tokens += 1
-        d_state, *others = right(*given)
-        return (d_state if n_tokens % CHUNK else np.zeros_like(d_state), *others)
+        d_state, *other_grads = right(*args)
+        return (d_state if n_tokens % CHUNK else np.zeros_like(d_state), *other_grads)
 
     return wrong
 
 
-def of_one_value_head(right: Function) -> Function:
-    """Give a key only the gradient from the first of its value heads."""
+def keys_of_one_value_head(right: Function) -> Function:
+    """Pass to a key only the gradient of its first value head."""
 
-    def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray, *others: np.ndarray) -> tuple[np.ndarray, ...]:
-        first = grad.reshape(len(grad), k.shape[1], -1, grad.shape[-1]).copy()
-        first[:, :, 1:] = 0
-        d_q, _, *rest = right(grad, q, k, *others)
-        return d_q, right(first.reshape(grad.shape), q, k, *others)[1], *rest
+    def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray, *args: np.ndarray) -> tuple[np.ndarray, ...]:
+        first_head = grad.reshape(len(grad), k.shape[1], -1, grad.shape[-1]).copy()
+        first_head[:, :, 1:] = 0
+        d_q, _, *other_grads = right(grad, q, k, *args)
+        return d_q, right(first_head.reshape(grad.shape), q, k, *args)[1], *other_grads
 
     return wrong
 
@@ -85,7 +85,7 @@ def has_experts(config: ModelConfig) -> bool:
 
 
 def has_delta_net(config: ModelConfig) -> bool:
-    """Tell if a model has layers with a state."""
+    """Tell if a model has delta-net layers."""
     return config.delta_net is not None
 
 
@@ -97,7 +97,7 @@ OF_FAMILIES: tuple[Mistake[Any], ...] = (
         "The sum that divides the weights was treated as a constant; it depends on the probabilities.",
         applies_to=lambda config: config.experts is not None and config.experts.norm_topk_prob),
     training_mistake("gradient-router-softmax-of-chosen", GRADIENT, OPS + "routing.router_probs_backward",
-        of_chosen_alone,
+        selected_logits_only,
         "Logits of experts that were not chosen got no gradient; the softmax divides by all of them.",
         applies_to=lambda config: config.experts is not None and not config.experts.norm_topk_prob),
     training_mistake("gradient-experts-unweighted", GRADIENT, OPS + "routing.mixed_backward", unweighted,
@@ -112,7 +112,7 @@ OF_FAMILIES: tuple[Mistake[Any], ...] = (
         "The state passed no gradient to the previous chunk; later tokens read what that chunk wrote.",
         applies_to=has_delta_net),
     training_mistake("gradient-delta-keys-of-one-head", GRADIENT, OPS + "delta_rule_backward.delta_rule_backward",
-        of_one_value_head,
+        keys_of_one_value_head,
         "A key got the gradient of one value head; it gets the sum over all heads that read it.",
         applies_to=has_delta_net),
     training_mistake("gradient-l2-norm-as-constant", GRADIENT, OPS + "delta_rule.l2_norm_backward", length_as_constant,

@@ -1,4 +1,4 @@
-"""Mistakes of checkpoint 17: terms that are missing where a gradient is sent back through an op."""
+"""Known mistakes in the backward pass of an op: each maps a right function of llorch to a wrong one, see `mistake`."""
 
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +17,7 @@ OPS, GRADIENT = "llorch.ops.", ("gradient",)
 
 
 def softmax_diagonal(right: Function) -> Function:
-    """Multiply the probabilities by the gradient, without the second term."""
+    """Multiply the gradient by the probabilities, without the sum over the keys."""
     return lambda grad, probs: grad * probs
 
 
@@ -27,7 +27,7 @@ def softmax_second_twice(right: Function) -> Function:
 
 
 def scores_not_scaled(right: Function) -> Function:
-    """Leave out the factor of the scores in the backward pass."""
+    """Omit the scale of the scores in the backward pass."""
 
     def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, ...]:
         factor = q.dtype.type(q.shape[-1] ** 0.5)
@@ -37,7 +37,7 @@ def scores_not_scaled(right: Function) -> Function:
 
 
 def keys_of_one_head(right: Function) -> Function:
-    """Send gradients to the key only from the first query head of each group."""
+    """Pass to a key only the gradient of the first query head in its group."""
 
     def wrong(grad: np.ndarray, q: np.ndarray, k: np.ndarray) -> tuple[np.ndarray, ...]:
         first = grad.reshape(len(k), -1, *grad.shape[1:]).copy()
@@ -48,7 +48,7 @@ def keys_of_one_head(right: Function) -> Function:
 
 
 def values_of_one_head(right: Function) -> Function:
-    """Send gradients to the value only from the first query head of each group."""
+    """Pass to a value only the gradient of the first query head in its group."""
 
     def wrong(grad: np.ndarray, probs: np.ndarray, v: np.ndarray) -> tuple[np.ndarray, ...]:
         first = probs.reshape(len(v), -1, *probs.shape[1:]).copy()
@@ -59,27 +59,27 @@ def values_of_one_head(right: Function) -> Function:
 
 
 def norm_first_term(right: Function) -> Function:
-    """Treat the root as a constant."""
+    """Treat the root mean square as a constant."""
     return lambda grad, x, weight, *, eps: grad * weight / root_mean_square(x, eps)
 
 
 def norm_without_gain(right: Function) -> Function:
-    """Leave out the gain of the norm."""
+    """Omit the gain of the norm."""
     return lambda grad, x, weight, *, eps: right(grad, x, np.ones_like(weight), eps=eps)
 
 
 def turned_on(right: Function) -> Function:
-    """Rotate the gradient by the angle once more."""
+    """Rotate the gradient by the positive angle."""
     return lambda grad, cos, sin: right(grad, cos, -sin)
 
 
 def not_turned(right: Function) -> Function:
-    """Leave the gradient without rotation."""
+    """Do not rotate the gradient."""
     return lambda grad, cos, sin: grad
 
 
 def silu_as_gate(right: Function) -> Function:
-    """Leave out the second term of the derivative of silu: s instead of s (1 + z (1 - s))."""
+    """Omit the second term of SiLU's derivative: s instead of s (1 + z (1 - s))."""
 
     def wrong(grad: np.ndarray, gate: np.ndarray, up: np.ndarray) -> tuple[np.ndarray, ...]:
         s = 1 / (1 + np.exp(-gate.astype(np.float64)))
@@ -89,7 +89,7 @@ def silu_as_gate(right: Function) -> Function:
 
 
 def lora_input_left_out(right: Function) -> Function:
-    """Send no gradient from the LoRA branch to its input."""
+    """Pass no gradient from the LoRA branch to its input."""
 
     def wrong(*arrays: np.ndarray, scaling: float) -> tuple[np.ndarray, ...]:
         d_x, d_A, d_B = right(*arrays, scaling=scaling)
@@ -99,7 +99,7 @@ def lora_input_left_out(right: Function) -> Function:
 
 
 def base_left_out(right: Function) -> Function:
-    """Send no gradient through the frozen matrix, as if a matrix that is not trained passed none on."""
+    """Pass no gradient through the frozen matrix."""
 
     def wrong(matrix: LoraMatrix, grad: np.ndarray, x: np.ndarray) -> tuple[np.ndarray, dict[str, np.ndarray]]:
         d_x, trained = right(matrix, grad, x)
@@ -110,31 +110,31 @@ def base_left_out(right: Function) -> Function:
 
 def gradient_missing(right: Function) -> Function:
     """Return a zero gradient."""
-    return lambda *given, **parts: np.zeros_like(right(*given, **parts))
+    return lambda *args, **kw: np.zeros_like(right(*args, **kw))
 
 
 def residual_cut(right: Function) -> Function:
-    """Send no gradient past the block through the residual stream."""
-    return lambda d_out, *given, **parts: right(d_out, *given, **parts) - d_out
+    """Pass no gradient through the residual stream around the block."""
+    return lambda d_out, *args, **kw: right(d_out, *args, **kw) - d_out
 
 
 def rows_for_tokens(right: Function) -> Function:
-    """Divide by the number of rows, not by the number of learned tokens."""
-    return lambda logits, labels, **how: right(logits, labels, **how | {"n_trained": len(labels)})
+    """Divide by the number of a document's rows instead of the step's number of tokens in the loss."""
+    return lambda logits, labels, **kw: right(logits, labels, **kw | {"n_trained": len(labels)})
 
 
 def target_missing(right: Function) -> Function:
     """Use the probabilities alone, without subtracting 1 at the label."""
 
-    def wrong(logits: np.ndarray, labels: np.ndarray, **how: Any) -> np.ndarray:
-        uniform = right(logits, labels, **how | {"label_smoothing": 1.0})
-        return uniform + (labels >= 0)[:, None] / logits.dtype.type(logits.shape[1] * how["n_trained"])
+    def wrong(logits: np.ndarray, labels: np.ndarray, **kw: Any) -> np.ndarray:
+        uniform = right(logits, labels, **kw | {"label_smoothing": 1.0})
+        return uniform + (labels >= 0)[:, None] / logits.dtype.type(logits.shape[1] * kw["n_trained"])
 
     return wrong
 
 
 def is_grouped(config: ModelConfig) -> bool:
-    """Tell if a model has more than one query head for a key."""
+    """Tell if a model has more query heads than key heads."""
     return config.n_heads > config.n_kv_heads
 
 

@@ -1,4 +1,4 @@
-"""Mistakes of checkpoints 16 and 19: which tokens are learned, what each costs, and what the sum is divided by."""
+"""Known mistakes in labels, token losses and the loss of a step: each maps a right function to a wrong one."""
 
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -11,20 +11,20 @@ from llorch.lora.adapter import Adapter
 from llorch.training.batch import IGNORED, Batch
 
 Function = Callable[..., Any]
-Split = Callable[[Sequence[Batch]], Sequence[Sequence[Batch]]]  # of the batches of a step: shares of them
+Split = Callable[[Sequence[Batch]], Sequence[Sequence[Batch]]]  # batches of a step to shares
 LOSS = "llorch.ops.cross_entropy.cross_entropy"
 BACK = "llorch.ops.cross_entropy.cross_entropy_backward"
 DOCUMENTS = "llorch.training.batch.Batch.each_document"
-STEP = "llorch.training.numpy_step.loss_and_gradients"
+STEP = "llorch.training.numpy_step.loss_and_gradients"  # loss and gradients of all micro-batches of a step
 
 
 def not_shifted(right: Function) -> Function:
-    """Judge every row by its own token."""
+    """Use each token as the label of its own row."""
     return lambda labels: labels
 
 
 def shifted_twice(right: Function) -> Function:
-    """Judge every row by the token after the next."""
+    """Use the token after the next one as the label."""
     return lambda labels: right(right(labels))
 
 
@@ -34,17 +34,17 @@ def prompt_learned(right: Function) -> Function:
 
 
 def smoothing_missing(right: Function) -> Function:
-    """Leave out label smoothing."""
-    return lambda logits, labels, **how: right(logits, labels, **how | {"label_smoothing": 0.0})
+    """Omit label smoothing."""
+    return lambda logits, labels, **kw: right(logits, labels, **kw | {"label_smoothing": 0.0})
 
 
 def smoothing_over_ignored(right: Function) -> Function:
-    """Sum the uniform part of label smoothing over rows that are not learned too."""
+    """Sum the uniform part of label smoothing over masked rows too."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float) -> tuple[float, int]:
         total, n_trained = right(logits, labels, label_smoothing=label_smoothing)
-        others = logits[labels == IGNORED].astype(np.float64)
-        log_p = others - others.max(-1, keepdims=True)
+        masked_logits = logits[labels == IGNORED].astype(np.float64)
+        log_p = masked_logits - masked_logits.max(-1, keepdims=True)
         log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
         return total - label_smoothing * float(log_p.mean(-1).sum()), n_trained
 
@@ -52,7 +52,7 @@ def smoothing_over_ignored(right: Function) -> Function:
 
 
 def smoothing_added(right: Function) -> Function:
-    """Add eps times the uniform part to the whole cross entropy, without reducing the latter."""
+    """Add eps times the uniform part to the cross entropy without multiplying the latter by 1 - eps."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float) -> tuple[float, int]:
         total, n_trained = right(logits, labels, label_smoothing=label_smoothing)
@@ -62,13 +62,13 @@ def smoothing_added(right: Function) -> Function:
 
 
 def smoothing_over_ignored_back(right: Function) -> Function:
-    """Compute the gradient of `smoothing_over_ignored`: rows that are not learned move to the uniform distribution."""
+    """Compute the gradient of `smoothing_over_ignored`: masked rows move to the uniform distribution."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
-        how = {"n_trained": n_trained, "label_smoothing": 1.0}
-        others = np.where(labels == IGNORED, 0, IGNORED)
-        drawn = right(logits, others, **how) * label_smoothing if (others == 0).any() else 0
-        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + drawn
+        kw = {"n_trained": n_trained, "label_smoothing": 1.0}
+        masked_labels = np.where(labels == IGNORED, 0, IGNORED)
+        masked_grad = right(logits, masked_labels, **kw) * label_smoothing if (masked_labels == 0).any() else 0
+        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + masked_grad
 
     return wrong
 
@@ -77,27 +77,27 @@ def smoothing_added_back(right: Function) -> Function:
     """Compute the gradient of `smoothing_added`."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
-        plain = right(logits, labels, label_smoothing=0.0, n_trained=n_trained)
-        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + label_smoothing * plain
+        nll = right(logits, labels, label_smoothing=0.0, n_trained=n_trained)
+        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + label_smoothing * nll
 
     return wrong
 
 
 def in_bits_back(right: Function) -> Function:
     """Compute the gradient of `in_bits`."""
-    return lambda logits, labels, **how: right(logits, labels, **how) / logits.dtype.type(np.log(2))
+    return lambda logits, labels, **kw: right(logits, labels, **kw) / logits.dtype.type(np.log(2))
 
 
 def divided_by_all(right: Function) -> Function:
-    """Count every token, learned or not."""
-    return lambda logits, labels, **how: (right(logits, labels, **how)[0], len(labels))
+    """Count all tokens, masked ones too, as tokens in the loss."""
+    return lambda logits, labels, **kw: (right(logits, labels, **kw)[0], len(labels))
 
 
 def in_bits(right: Function) -> Function:
-    """Use the logarithm to the base of two."""
+    """Use the logarithm to the base 2."""
 
-    def wrong(logits: np.ndarray, labels: np.ndarray, **how: float) -> tuple[float, int]:
-        total, n_trained = right(logits, labels, **how)
+    def wrong(logits: np.ndarray, labels: np.ndarray, **kw: float) -> tuple[float, int]:
+        total, n_trained = right(logits, labels, **kw)
         return total / float(np.log(2)), n_trained
 
     return wrong
@@ -106,11 +106,11 @@ def in_bits(right: Function) -> Function:
 def divided_by_share(
     split: Split = lambda batches: [[batch] for batch in batches], *, averaged: bool = True
 ) -> Function:
-    """Divide each share of a step, by default each batch, by its own tokens; then average or add up the means."""
+    """Divide each share of a step (by default each batch) by its own tokens; then average or sum the means."""
 
     def make(right: Function) -> Function:
-        def wrong(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **how: object) -> tuple[float, Mapping]:
-            parts = [right(weights, adapter, share, **how) for share in split(batches)]
+        def wrong(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **kw: object) -> tuple[float, Mapping]:
+            parts = [right(weights, adapter, share, **kw) for share in split(batches)]
             n = len(parts) if averaged else 1
             grads = {name: sum(part[1][name] for part in parts) / n for name in parts[0][1]}
             return sum(part[0] for part in parts) / n, grads
@@ -121,8 +121,8 @@ def divided_by_share(
 
 
 def last_batch_only(right: Function) -> Function:
-    """Use only the last batch, as if the gradients were cleared before every batch."""
-    return lambda weights, adapter, batches, **how: right(weights, adapter, batches[-1:], **how)
+    """Use only the last batch, as if gradients were cleared before each batch."""
+    return lambda weights, adapter, batches, **kw: right(weights, adapter, batches[-1:], **kw)
 
 
 LOSSES: tuple[Mistake[Any], ...] = (

@@ -1,4 +1,4 @@
-"""Mistakes of checkpoint 18: clipping, AdamW and schedules."""
+"""Known mistakes in clipping, AdamW and schedules: each maps a right function of llorch to a wrong one."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -18,50 +18,50 @@ OF_MOMENTS = ("first_moment", "second_moment", "parameters")
 
 def uncorrected(right: Function) -> Function:
     """Use the moments without bias correction."""
-    return lambda p, m, v, **how: right(p, m, v, **how | {"step": 10**9})
+    return lambda p, m, v, **kw: right(p, m, v, **kw | {"step": 10**9})  # the correction is 1 then
 
 
 def counted_per_tensor(right: Function) -> Function:
-    """Raise the count of steps with every tensor that is updated."""
-    seen = [0]
+    """Increment the step count with every updated tensor."""
+    n_updates = [0]
 
-    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
-        seen[0] += 1
-        return right(p, m, v, **how | {"step": seen[0]})
+    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **kw: Any) -> np.ndarray:
+        n_updates[0] += 1
+        return right(p, m, v, **kw | {"step": n_updates[0]})
 
     return wrong
 
 
 def counted_from_zero(right: Function) -> Function:
-    """Count steps from 0, so that the second step is taken for the first."""
-    return lambda p, m, v, **how: right(p, m, v, **how | {"step": max(1, how["step"] - 1)})
+    """Count steps from 0, so that the second step is corrected like the first."""
+    return lambda p, m, v, **kw: right(p, m, v, **kw | {"step": max(1, kw["step"] - 1)})
 
 
 def decay_in_gradient(right: Function) -> Function:
     """Add weight decay to the gradient."""
-    return lambda p, grad, m, v, **how: right(
-        p, grad + p.dtype.type(how["weight_decay"]) * p, m, v, **how | {"weight_decay": 0.0}
+    return lambda p, grad, m, v, **kw: right(
+        p, grad + p.dtype.type(kw["weight_decay"]) * p, m, v, **kw | {"weight_decay": 0.0}
     )
 
 
 def decay_missing(right: Function) -> Function:
-    """Leave out weight decay."""
-    return lambda p, m, v, **how: right(p, m, v, **how | {"weight_decay": 0.0})
+    """Omit weight decay."""
+    return lambda p, m, v, **kw: right(p, m, v, **kw | {"weight_decay": 0.0})
 
 
 def decay_not_times_rate(right: Function) -> Function:
-    """Decay the parameter by wd, not by lr * wd."""
-    return lambda p, m, v, **how: right(
-        (p * (1 - how["weight_decay"])).astype(p.dtype), m, v, **how | {"weight_decay": 0.0}
+    """Decay the parameter by wd instead of lr * wd."""
+    return lambda p, m, v, **kw: right(
+        (p * (1 - kw["weight_decay"])).astype(p.dtype), m, v, **kw | {"weight_decay": 0.0}
     )
 
 
 def decay_after_update(right: Function) -> Function:
     """Decay the updated parameter."""
 
-    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
-        kept = 1 - how["lr"] * how["weight_decay"]
-        return (right(p, m, v, **how | {"weight_decay": 0.0}) * kept).astype(p.dtype)
+    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **kw: Any) -> np.ndarray:
+        factor = 1 - kw["lr"] * kw["weight_decay"]
+        return (right(p, m, v, **kw | {"weight_decay": 0.0}) * factor).astype(p.dtype)
 
     return wrong
 
@@ -69,22 +69,22 @@ def decay_after_update(right: Function) -> Function:
 def eps_inside(right: Function) -> Function:
     """Divide by sqrt(v + eps)."""
 
-    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **how: Any) -> np.ndarray:
-        corrected = v / (1 - how["betas"][1] ** how["step"]) + how["eps"]
-        v = corrected * (1 - how["betas"][1] ** how["step"])
-        return right(p, m, v, **how | {"eps": 0.0}).astype(p.dtype)
+    def wrong(p: np.ndarray, m: np.ndarray, v: np.ndarray, **kw: Any) -> np.ndarray:
+        corrected = v / (1 - kw["betas"][1] ** kw["step"]) + kw["eps"]
+        v = corrected * (1 - kw["betas"][1] ** kw["step"])
+        return right(p, m, v, **kw | {"eps": 0.0}).astype(p.dtype)
 
     return wrong
 
 
 def root_missing(right: Function) -> Function:
-    """Divide by v, not by the root of v."""
-    return lambda p, m, v, **how: right(p, m, v * v / (1 - how["betas"][1] ** how["step"]), **how)
+    """Divide by v instead of its square root: `right` takes the root of the corrected v * v."""
+    return lambda p, m, v, **kw: right(p, m, v * v / (1 - kw["betas"][1] ** kw["step"]), **kw)
 
 
 def betas_swapped(right: Function) -> Function:
     """Exchange the two betas, in the moments or in their correction."""
-    return lambda *arrays, **how: right(*arrays, **how | {"betas": how["betas"][::-1]})
+    return lambda *arrays, **kw: right(*arrays, **kw | {"betas": kw["betas"][::-1]})
 
 
 def moment_not_weighted(right: Function) -> Function:
@@ -93,12 +93,12 @@ def moment_not_weighted(right: Function) -> Function:
 
 
 def clip_ignored(right: Function) -> Function:
-    """Compute the norm and scale nothing."""
+    """Compute the norm without scaling the gradients."""
     return lambda grads, *, max_norm: (dict(grads), right(grads, max_norm=max_norm)[1])
 
 
 def clip_per_tensor(right: Function) -> Function:
-    """Clip every tensor by its norm alone."""
+    """Clip each tensor by its own norm."""
 
     def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
         clipped = {name: right({name: grad}, max_norm=max_norm)[0][name] for name, grad in grads.items()}
@@ -108,7 +108,7 @@ def clip_per_tensor(right: Function) -> Function:
 
 
 def clip_by_value(right: Function) -> Function:
-    """Clip every element at the largest norm."""
+    """Clip each element to -max_norm ... max_norm."""
 
     def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
         cut = {name: np.clip(grad, -max_norm, max_norm) for name, grad in grads.items()}
@@ -118,7 +118,7 @@ def clip_by_value(right: Function) -> Function:
 
 
 def norm_of_norms(right: Function) -> Function:
-    """Add up the norms of the tensors."""
+    """Sum the norms of the tensors instead of their squares."""
 
     def wrong(grads: Mapping[str, np.ndarray], *, max_norm: float) -> tuple[dict[str, np.ndarray], float]:
         norm = sum(math.sqrt(float(np.square(grad, dtype=np.float64).sum())) for grad in grads.values())
@@ -129,23 +129,23 @@ def norm_of_norms(right: Function) -> Function:
 
 
 def one_step_late(right: Function) -> Function:
-    """Use the learning rate of the step before."""
-    return lambda step, **how: right(max(0, step - 1), **how)
+    """Use the learning rate of the previous step."""
+    return lambda step, **kw: right(max(0, step - 1), **kw)
 
 
 def one_step_early(right: Function) -> Function:
-    """Use the learning rate of the step after."""
-    return lambda step, **how: right(step + 1, **how)
+    """Use the learning rate of the next step."""
+    return lambda step, **kw: right(step + 1, **kw)
 
 
 def decay_from_the_start(right: Function) -> Function:
-    """Use, after the warm-up, the rate of a schedule without a warm-up."""
-    return lambda step, **how: right(step, **how if step < how["warmup_steps"] else how | {"warmup_steps": 0})
+    """Use the learning rate of a schedule without warm-up after the warm-up."""
+    return lambda step, **kw: right(step, **kw if step < kw["warmup_steps"] else kw | {"warmup_steps": 0})
 
 
 def without_warmup(right: Function) -> Function:
     """Use the peak learning rate from the first step on."""
-    return lambda step, **how: right(max(step, how["warmup_steps"]), **how)
+    return lambda step, **kw: right(max(step, kw["warmup_steps"]), **kw)
 
 
 _update_mistake = partial(training_mistake, cases=("step 1", "step 2"))

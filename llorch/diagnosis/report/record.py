@@ -1,6 +1,6 @@
-"""A diagnosis for programs: plain values for JSON, and JUnit's XML for whoever runs tests.
+"""A diagnosis for programs: a JSON record and JUnit XML.
 
-Below them is what the terminal and the page put into words alike.
+The functions from `numbers` on format text for both the terminal and the HTML page.
 """
 
 import math
@@ -16,44 +16,44 @@ from llorch.judging.types import Cause
 from llorch.runtime.errors import printable
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING
 
-VERSION = 2  # of the record; a change that a reader would trip over makes it the next one
+VERSION = 2  # version of the record; raise it with every incompatible change
 
 
 def record(diagnosis: Diagnosis) -> dict[str, object]:
-    """Convert a diagnosis to plain values; numbers may be infinite or NaN, for which JSON has null."""
+    """Convert a diagnosis to JSON types; numbers may be infinite or NaN, which JSON must write as null."""
     return {
         "version": VERSION,
         "model": diagnosis.model,
         "source": diagnosis.source,
         "right": diagnosis.is_right,
         "findings": [asdict(finding) for finding in diagnosis.findings],
-        "stages": [_stage_record(result) for result in diagnosis.results],
+        "stages": [_stage_record(check) for check in diagnosis.results],
         "could_not_show": {reason: list(names) for reason, names in diagnosis.could_not_show.items()},
         "notes": list(diagnosis.notes),
         "not_run": {
-            reason: [{"pass": n_pass, "stage": key} for n_pass, key in places]
-            for reason, places in diagnosis.not_run.items()
+            reason: [{"pass": n_pass, "stage": key} for n_pass, key in stage_refs]
+            for reason, stage_refs in diagnosis.not_run.items()
         },
     }
 
 
-def _stage_record(result: StageCheck) -> dict[str, object]:
-    difference, profile = result.isolated.difference, result.profile
+def _stage_record(check: StageCheck) -> dict[str, object]:
+    difference, profile = check.isolated.difference, check.profile
     return {
-        "n_pass": result.n_pass,
-        "key": result.key,
-        "verdict": result.verdict,
-        "engine_name": result.engine_name,
-        "arithmetic": result.arithmetic,
-        "ran_since": result.ran_since,
-        "over": result.over,
-        "isolated": result.isolated.record(),
-        "chained": result.chained and result.chained.record(),
+        "n_pass": check.n_pass,
+        "key": check.key,
+        "verdict": check.verdict,
+        "engine_name": check.engine_name,
+        "arithmetic": check.arithmetic,
+        "ran_since": check.ran_since,
+        "over": check.over,
+        "isolated": check.isolated.record(),
+        "chained": check.chained and check.chained.record(),
         "index": list(difference.index),
         "actual": difference.actual,
         "expected": difference.expected,
         "fault": difference.fault,
-        "profile": profile and {each.name: _as_list(getattr(profile, each.name)) for each in fields(profile)},
+        "profile": profile and {field.name: _as_list(getattr(profile, field.name)) for field in fields(profile)},
     }
 
 
@@ -62,27 +62,27 @@ def _as_list(array: np.ndarray | None) -> list[float] | None:
 
 
 def junit(diagnosis: Diagnosis) -> str:
-    """Write XML as JUnit does: a test suite for each pass, a test case for each stage.
+    """Write JUnit XML: one test suite for each pass, one test case for each stage.
 
-    A wrong stage is a failure with the sentence of its finding.
+    A wrong stage is a failure with its finding's sentence as the message.
     """
     top = ElementTree.Element("testsuites", name="llorch diagnose")
     sentences = by_place(diagnosis.findings)
-    for number, group in groupby(diagnosis.results, key=lambda result: result.n_pass):
-        results = list(group)
-        failures = sum(result.verdict == FAIL for result in results)
-        skipped = [(why, at) for why, places in diagnosis.not_run.items() for n, at in places if n == number]
+    for n_pass, group in groupby(diagnosis.results, key=lambda check: check.n_pass):
+        checks = list(group)
+        failures = sum(check.verdict == FAIL for check in checks)
+        skipped = [(reason, key) for reason, refs in diagnosis.not_run.items() for n, key in refs if n == n_pass]
         counts = {
-            "tests": str(len(results) + len(skipped)), "failures": str(failures), "errors": "0",
+            "tests": str(len(checks) + len(skipped)), "failures": str(failures), "errors": "0",
             "skipped": str(len(skipped)),
         }  # fmt: skip
-        name = printable(f"{diagnosis.source}, pass {number}")
+        name = printable(f"{diagnosis.source}, pass {n_pass}")
         suite = ElementTree.SubElement(top, "testsuite", {"name": name} | counts)
-        for result in results:
-            _add_case(suite, diagnosis.model, result, sentences.get((result.n_pass, result.key)))
-        for why, at in skipped:
-            case = ElementTree.SubElement(suite, "testcase", classname=printable(diagnosis.model), name=at)
-            ElementTree.SubElement(case, "skipped", message=printable(why))
+        for check in checks:
+            _add_case(suite, diagnosis.model, check, sentences.get((check.n_pass, check.key)))
+        for reason, key in skipped:
+            case = ElementTree.SubElement(suite, "testcase", classname=printable(diagnosis.model), name=key)
+            ElementTree.SubElement(case, "skipped", message=printable(reason))
     for finding in diagnosis.findings:
         if not finding.places:
             _add_finding(top, diagnosis, finding)
@@ -90,40 +90,40 @@ def junit(diagnosis: Diagnosis) -> str:
 
 
 def _add_finding(top: ElementTree.Element, diagnosis: Diagnosis, finding: Finding) -> None:
-    """Add a suite of one failure that no stage of the dump shows."""
+    """Add a suite with one failure, for a finding that no dumped stage shows."""
     counts = {"tests": "1", "failures": "1", "errors": "0", "skipped": "0"}
     suite = ElementTree.SubElement(top, "testsuite", {"name": printable(f"{diagnosis.source}, weights")} | counts)
     case = ElementTree.SubElement(suite, "testcase", classname=printable(diagnosis.model), name=finding.key)
     ElementTree.SubElement(case, "failure", message=printable(finding.sentence), type=finding.kind)
 
 
-def _add_case(suite: ElementTree.Element, model: str, result: StageCheck, finding: Finding | None) -> None:
-    case = ElementTree.SubElement(suite, "testcase", classname=printable(model), name=result.key)
-    measured = printable(f"{result.engine_name}: {numbers(result)}")
-    if result.verdict == FAIL:
-        message = finding.sentence if finding else measured
+def _add_case(suite: ElementTree.Element, model: str, check: StageCheck, finding: Finding | None) -> None:
+    case = ElementTree.SubElement(suite, "testcase", classname=printable(model), name=check.key)
+    measurement = printable(f"{check.engine_name}: {numbers(check)}")
+    if check.verdict == FAIL:
+        message = finding.sentence if finding else measurement
         failure = ElementTree.SubElement(
             case, "failure", message=printable(message), type=finding.kind if finding else ""
         )
-        failure.text = measured
+        failure.text = measurement
     else:
-        ElementTree.SubElement(case, "system-out").text = f"{result.verdict}: {measured}"
+        ElementTree.SubElement(case, "system-out").text = f"{check.verdict}: {measurement}"
 
 
 def by_place(findings: Iterable[Finding]) -> Mapping[tuple[int, str], Finding]:
-    """Map each pass and stage key to the finding that explains its result."""
-    return {place: finding for finding in findings for place in finding.places}
+    """Map each pass and stage key to the finding that explains it."""
+    return {stage_ref: finding for finding in findings for stage_ref in finding.places}
 
 
-def numbers(result: StageCheck) -> str:
+def numbers(check: StageCheck) -> str:
     """Format the errors of a stage with their tolerances."""
-    local, total = result.isolated, result.chained
+    local, total = check.isolated, check.chained
     if local.difference.fault is not None:
         return local.difference.fault
-    error, limit = (total.difference.error, total.tolerance.error) if total else (math.nan, math.nan)
+    error, tolerance = (total.difference.error, total.tolerance.error) if total else (math.nan, math.nan)
     return (
-        f"local error {short(local.difference.error)} (tolerance {short(local.tolerance.error)}), {times(result.over)} "
-        f"the tolerance; error from llorch's run {short(error)} (tolerance {short(limit)})"
+        f"local error {short(local.difference.error)} (tolerance {short(local.tolerance.error)}), {times(check.over)} "
+        f"the tolerance; error from llorch's run {short(error)} (tolerance {short(tolerance)})"
     )
 
 
@@ -133,16 +133,16 @@ def short(number: float) -> str:
 
 
 def times(factor: float) -> str:
-    """Format the factor by which a tolerance is exceeded, or the part of it that is used."""
+    """Format an error as a multiple of its tolerance."""
     if not math.isfinite(factor):
         return "no number" if math.isnan(factor) else "without end"
     return f"{float(f'{factor:.2g}'):g} x"
 
 
 def explained(cause: Cause) -> str:
-    """Format how much of the error is explained, and how much is left."""
-    over = "within tolerance" if cause.remaining <= 1 else f"{times(cause.remaining)} the tolerance"
-    return f"explains {percent(cause.explained_share)} of the error; the rest is {over}"
+    """Format the explained share of the error, and the remaining error."""
+    remaining = "within tolerance" if cause.remaining <= 1 else f"{times(cause.remaining)} the tolerance"
+    return f"explains {percent(cause.explained_share)} of the error; the rest is {remaining}"
 
 
 def percent(share: float) -> str:
@@ -162,27 +162,27 @@ def span(keys: Sequence[str]) -> str:
     return ", ".join(keys) if len(keys) <= 3 else f"{len(keys)} stages, {keys[0]} to {keys[-1]}"
 
 
-def count(n: int, one: str, many: str = "") -> str:
+def count(n: int, singular: str, plural: str = "") -> str:
     """Format a number with its noun, in the singular or the plural."""
-    return f"{n} {one if n == 1 else many or f'{one}s'}"
+    return f"{n} {singular if n == 1 else plural or f'{singular}s'}"
 
 
 def verdict(diagnosis: Diagnosis) -> str:
-    """Judge the whole dump: PASS, ROUNDING (rounding explains it), FAIL, or NOT RUN if nothing was compared."""
+    """Return the verdict on the dump: PASS, ROUNDING (rounding explains it), FAIL, or NOT RUN without comparisons."""
     if not diagnosis.is_right:
         return FAIL
     if not diagnosis.results:
         return NOT_RUN
-    return ROUNDING if any(result.verdict == ROUNDING for result in diagnosis.results) else PASS
+    return ROUNDING if any(check.verdict == ROUNDING for check in diagnosis.results) else PASS
 
 
 def headline(diagnosis: Diagnosis) -> str:
     """Summarise a diagnosis in one sentence: the first cause, or that nothing is wrong."""
-    if found := diagnosis.failures:
-        return found[0].sentence
-    left_out = sum(map(len, diagnosis.not_run.values()))
+    if failures := diagnosis.failures:
+        return failures[0].sentence
+    n_not_run = sum(map(len, diagnosis.not_run.values()))
     if not diagnosis.results:
-        return "llorch cannot judge any stage of the dump" if left_out else "the dump has no stage"
-    said = {ROUNDING: "nothing is wrong: arithmetic explains every difference", PASS: "nothing is wrong"}
-    not_run = f", {left_out} NOT RUN" if left_out else ""
-    return f"{said[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}"
+        return "llorch cannot judge any stage of the dump" if n_not_run else "the dump has no stage"
+    messages = {ROUNDING: "nothing is wrong: arithmetic explains every difference", PASS: "nothing is wrong"}
+    not_run = f", {n_not_run} NOT RUN" if n_not_run else ""
+    return f"{messages[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}"

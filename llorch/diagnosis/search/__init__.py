@@ -1,1 +1,1 @@
-"""Hypotheses of a diagnosis, and the trials that plant them."""
+"""Hypotheses of a diagnosis, and the search that injects them."""

@@ -1,1 +1,1 @@
-"""Diagnosis of training: the first wrong quantity of a LoRA step, and the mistake that makes it."""
+"""Diagnosis of training: find the first wrong quantity of a LoRA step, and the mistake that causes it."""

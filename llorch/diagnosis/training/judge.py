@@ -1,4 +1,8 @@
-"""Every quantity of a training dump compared with llorch's: its error, its tolerance, and its inputs."""
+"""Compare every quantity of a training dump with llorch's: its error, its tolerance, and its inputs.
+
+`TrainingStep.shown` has the dump's arrays of a step. In the mode ISOLATED llorch computes a quantity from such arrays,
+in the mode CHAINED from its own arrays.
+"""
 
 import math
 from collections.abc import Iterable
@@ -12,10 +16,10 @@ from llorch.diagnosis.verdict import StageCheck
 from llorch.engines.dumps.training_dump import StepArray, TrainingDump, TrainingStep
 from llorch.families.config import ModelConfig
 from llorch.judging.compare import judge_difference
-from llorch.judging.expectations.training_places import CHAINED, ISOLATED
+from llorch.judging.expectations.training_refs import CHAINED, ISOLATED
 from llorch.judging.goldens.training_recipe import OptimizerRecipe
 from llorch.judging.runners.numpy import FLOAT64
-from llorch.judging.tolerances import training as limits
+from llorch.judging.tolerances import training as tolerances
 from llorch.ops.numerics import DtypeName
 from llorch.stages.comparison import FLOORS, Difference, Tolerance, measure, measure_in
 from llorch.stages.stage_ref import StageRef
@@ -25,12 +29,12 @@ MOMENTS = ("first_moment", "second_moment")
 
 
 class TrainingJudge:
-    """Judges replays of one dump in one arithmetic."""
+    """Checker of a training dump's replays, with the tolerances of one dtype."""
 
     def __init__(
         self, dump: TrainingDump, config: ModelConfig, tensors: Iterable[str], dtype: DtypeName, *, model: str = ""
     ) -> None:
-        """Prepare; `tensors` are all that are trained, `model` is the name of the model."""
+        """Store the dump; `tensors` are all trained tensors, `model` is the name of the model."""
         self.dump, self.config = dump, config
         self._compare = partial(judge_difference, engine="dump", model=model, backend=FLOAT64)
         self.dtype: DtypeName = dtype
@@ -42,61 +46,58 @@ class TrainingJudge:
         self._tolerances: dict[tuple[Key, str], Tolerance] = {}
 
     def checks(self, run: ReplayedRun, *, fed: bool = True) -> list[StageCheck]:
-        """Compare all arrays of the dump that a run also made, in the order in which they are made.
-
-        The mode is isolated if llorch's array was made from the dump's inputs.
-        """
+        """Compare all arrays of the dump that can be checked, in the order of the run; all CHAINED if not `fed`."""
         compared = self._compared
         return [self._check(step, group, name, run, mode if fed else CHAINED) for step, group, name, mode in compared]
 
     @cached_property
     def _compared(self) -> list[tuple[TrainingStep, str, str, str]]:
-        """Each array that can be judged: its step, group, name and mode, in the order in which they are made."""
-        found = []
+        """Step, group, name and mode of each array that can be checked, in the order of the run."""
+        comparable = []
         for step in self.dump.steps:
-            names = sorted(step.shown, key=lambda shown: (FLOW.index(shown[0]), _backward(shown[1])))
-            checked_names = [name for name in names if step.batches and self._may_judge(step, *name)]
-            found += [(step, *name, self.mode(step, *name)) for name in checked_names]
-        return found
+            names = sorted(step.shown, key=lambda array_key: (FLOW.index(array_key[0]), _backward(array_key[1])))
+            checked_names = [name for name in names if step.batches and self._is_checkable(step, *name)]
+            comparable += [(step, *name, self.mode(step, *name)) for name in checked_names]
+        return comparable
 
     def _check(self, step: TrainingStep, group: str, name: str, run: ReplayedRun, mode: str) -> StageCheck:
-        """Compare one array with llorch's; tolerances come from the first run that was judged."""
-        place, key = (step, group, name), (step.number, group, name)
-        shown, expected = step.shown[group, name], run.arrays[step.number, group, name]
+        """Compare one array with llorch's; its tolerance comes from the first run that was checked."""
+        array_ref, key = (step, group, name), (step.number, group, name)
+        dumped, expected = step.shown[group, name], run.arrays[step.number, group, name]
         if (key, mode) not in self._tolerances:
-            self._tolerances[key, mode] = self._limit(step, group, name, mode, run)
-        difference = self.difference(step, group, shown, expected)
-        isolated = self._compare(difference, self._tolerances[key, mode], _stage_ref(*place), mode)
-        return StageCheck(isolated, None, (group,), shown.name, "float32" if mode == ISOLATED else self.dtype)
+            self._tolerances[key, mode] = self._tolerance(step, group, name, mode, run)
+        difference = self.difference(step, group, dumped, expected)
+        isolated = self._compare(difference, self._tolerances[key, mode], _stage_ref(*array_ref), mode)
+        return StageCheck(isolated, None, (group,), dumped.name, "float32" if mode == ISOLATED else self.dtype)
 
-    def difference(self, step: TrainingStep, group: str, shown: StepArray, expected: np.ndarray) -> Difference:
+    def difference(self, step: TrainingStep, group: str, dumped: StepArray, expected: np.ndarray) -> Difference:
         """Measure the difference between an array of the dump and llorch's."""
-        actual = shown.array
-        if shown.rows is not None:
-            both = shown.rows & ~np.isnan(expected.reshape(len(expected), -1)[:, 0])
-            actual, expected = actual[both], expected[both]
+        actual = dumped.array
+        if dumped.rows is not None:
+            common_rows = dumped.rows & ~np.isnan(expected.reshape(len(expected), -1)[:, 0])
+            actual, expected = actual[common_rows], expected[common_rows]
         if group == "parameters":
             return measure_in(actual, expected, unit=self.rate(step))
         return measure(actual, expected)
 
-    def apart(self, check: StageCheck, one: np.ndarray, other: np.ndarray) -> float:
+    def distance(self, check: StageCheck, actual: np.ndarray, expected: np.ndarray) -> float:
         """Measure the difference between two of llorch's arrays, in tolerances, at the rows that the dump has."""
-        shown = replace(self.shown(check), array=one)
-        difference = self.difference(self.steps[check.n_pass], check.stage, shown, other)
+        dumped = replace(self.dumped_array(check), array=actual)
+        difference = self.difference(self.steps[check.n_pass], check.stage, dumped, expected)
         return difference.over(check.isolated.tolerance)
 
-    def shown(self, check: StageCheck) -> StepArray:
+    def dumped_array(self, check: StageCheck) -> StepArray:
         """Return the array of the dump."""
-        number, group, name = key_of(check)
-        return self.steps[number].shown[group, name]
+        n_step, group, name = key_of(check)
+        return self.steps[n_step].shown[group, name]
 
     def rate(self, step: TrainingStep) -> float:
         """Return the unit of parameters: the learning rate of the step, or of the settings if that is 0."""
         return step.lr or self.dump.settings.lr
 
     def mode(self, step: TrainingStep, group: str, name: str) -> str:
-        """Return ISOLATED if the dump shows the inputs of a quantity, else CHAINED."""
-        shown = step.shown
+        """Return ISOLATED if the dump has the inputs of a quantity; else CHAINED: llorch computed them."""
+        dumped = step.shown
         inputs = {
             "token_losses": [("adapted_logits", "")],
             "loss": [("token_losses", "")],
@@ -105,51 +106,52 @@ class TrainingJudge:
             "parameters": [(moment, name) for moment in MOMENTS],
         }.get(group, [])
         if group in MOMENTS:
-            inputs = [("clipped", name)] if ("clipped", name) in shown else self._gradients
-        alone = bool(inputs) and all(place in shown and np.isfinite(shown[place].array).all() for place in inputs)
-        before = ["parameters"] if group == "parameters" else [group] if group in MOMENTS else []
-        return ISOLATED if alone and all(self._starts(step, of, name) for of in before) else CHAINED
+            inputs = [("clipped", name)] if ("clipped", name) in dumped else self._gradients
+        has_inputs = bool(inputs) and all(key in dumped and np.isfinite(dumped[key].array).all() for key in inputs)
+        start_groups = ["parameters"] if group == "parameters" else [group] if group in MOMENTS else []
+        return ISOLATED if has_inputs and all(self._starts(step, g, name) for g in start_groups) else CHAINED
 
     def _starts(self, step: TrainingStep, group: str, name: str) -> bool:
-        """Tell if the start of a step is known: the start of the run, or the dump's previous step."""
-        before = self.steps.get(step.number - 1)
-        if before is None:
+        """Tell if values before a step are known: from the dump, the start of the run, or the adapter (parameters)."""
+        previous = self.steps.get(step.number - 1)
+        if previous is None:
             return step.number == 1 or group == "parameters"
-        return (group, name) in before.shown
+        return (group, name) in previous.shown
 
-    def _may_judge(self, step: TrainingStep, group: str, name: str) -> bool:
-        """Tell if a quantity can be judged.
+    def _is_checkable(self, step: TrainingStep, group: str, name: str) -> bool:
+        """Tell if a quantity can be checked.
 
-        It cannot if it follows from moments before the dump, or if half precision hides it in a chain.
+        It cannot if it depends on moments before the dump, or if half precision hides it in a chain.
         """
-        chained = self.mode(step, group, name) == CHAINED
-        first = min(number for number, one in self.steps.items() if one.batches)
-        lost = first > 1 and not any(group in MOMENTS for group, _ in self.steps.get(first - 1, step).shown)
-        if lost and chained and (group in (*MOMENTS, "parameters") or step.number > first):
+        is_chained = self.mode(step, group, name) == CHAINED
+        first = min(number for number, s in self.steps.items() if s.batches)
+        has_lost_moments = first > 1 and not any(g in MOMENTS for g, _ in self.steps.get(first - 1, step).shown)
+        if has_lost_moments and is_chained and (group in (*MOMENTS, "parameters") or step.number > first):
             return False
-        return not (self.dtype != "float32" and chained and group == "parameters")
+        return not (self.dtype != "float32" and is_chained and group == "parameters")
 
-    def _limit(self, step: TrainingStep, group: str, name: str, mode: str, run: ReplayedRun) -> Tolerance:
+    def _tolerance(self, step: TrainingStep, group: str, name: str, mode: str, run: ReplayedRun) -> Tolerance:
+        """Derive a tolerance; that of chained parameters is the gradients', amplified, up to float32's ceiling."""
         stage = "gradient" if group == "clipped" else group
-        tolerance = limits.of_dump(self.config, stage, mode, self.dtype, self.last_position)
+        tolerance = tolerances.of_dump(self.config, stage, mode, self.dtype, self.last_position)
         if group == "parameters":
             if mode == CHAINED:
-                most = limits.ceiling(self.config, group, CHAINED, "float32")
-                tolerance = limits.ceiling(self.config, group, ISOLATED, "float32")
-                tolerance = tolerance.at_least(self._amplified(step, name, run)).at_most(most)
-            tolerance = limits.of_parameters(run.arrays[step.number, "start", name], self.rate(step), tolerance)
-        stored = FLOORS.get(step.shown[group, name].stored, 0.0)
-        return tolerance.at_least(Tolerance(stored, stored)) if stored > FLOORS["float32"] else tolerance
+                ceiling = tolerances.ceiling(self.config, group, CHAINED, "float32")
+                tolerance = tolerances.ceiling(self.config, group, ISOLATED, "float32")
+                tolerance = tolerance.at_least(self._amplify(step, name, run)).at_most(ceiling)
+            tolerance = tolerances.of_parameters(run.arrays[step.number, "start", name], self.rate(step), tolerance)
+        floor = FLOORS.get(step.shown[group, name].stored, 0.0)
+        return tolerance.at_least(Tolerance(floor, floor)) if floor > FLOORS["float32"] else tolerance
 
-    def _amplified(self, step: TrainingStep, name: str, run: ReplayedRun) -> Tolerance:
-        """Bound the errors that gradients, which the dump does not show, may cause in parameters."""
+    def _amplify(self, step: TrainingStep, name: str, run: ReplayedRun) -> Tolerance:
+        """Bound the errors in parameters that come from gradients missing in the dump."""
         settings = self.dump.settings
-        own = limits.of_dump(self.config, "gradient", CHAINED, self.dtype, self.last_position)
-        numbers = [number for number, one in self.steps.items() if one.batches and number <= step.number]
-        made = [tuple({name: run.arrays[n, group, name]} for group in ("clipped", *MOMENTS)) for n in numbers]
+        gradient_tolerance = tolerances.of_dump(self.config, "gradient", CHAINED, self.dtype, self.last_position)
+        step_numbers = [number for number, s in self.steps.items() if s.batches and number <= step.number]
+        updates = [tuple({name: run.arrays[n, group, name]} for group in ("clipped", *MOMENTS)) for n in step_numbers]
         recipe = OptimizerRecipe(step.lr, settings.betas, settings.eps, settings.weight_decay, math.inf)
-        whole, worst = limits.amplification(made, [1.0] * len(made), recipe)[-1][name]
-        return Tolerance(own.worst * float(whole), own.worst * float(worst))
+        total, worst = tolerances.amplification(updates, [1.0] * len(updates), recipe)[-1][name]
+        return Tolerance(gradient_tolerance.worst * float(total), gradient_tolerance.worst * float(worst))
 
 
 def _backward(name: str) -> tuple[int, int, str]:

@@ -1,8 +1,9 @@
-"""llorch's optimizer steps in float64 on the arrays of a training dump, with mistakes injected at given points.
+"""llorch's optimizer steps in float64 on the arrays of a training dump, with mistakes injected into functions.
 
-Fed, every quantity is computed from the dump's inputs if the dump has them: the loss from its token losses, the norm
+If `fed`, llorch computes every quantity from the dump's inputs if it has them: the loss from its token losses, the norm
 and the moments from its gradients, the parameters from its moments, the next step from its parameters. llorch computes
-the inputs that the dump does not show. Not fed, only the adapter and the tokens are the dump's.
+missing inputs itself. If not `fed`, only the adapter and the tokens come from the dump. `TrainingStep.shown` has the
+dump's arrays of a step.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -13,7 +14,7 @@ from typing import Any, Literal
 import numpy as np
 
 from llorch.diagnosis.mistakes import Mistake
-from llorch.diagnosis.mistakes.planting import Replacement, replaced, replaced_all
+from llorch.diagnosis.mistakes.planting import Replacement, replace_all, replaced
 from llorch.diagnosis.mistakes.training_loss import STEP
 from llorch.engines.dumps.training_dump import Settings, StepArray, TrainingDump, TrainingStep
 from llorch.files import Weights
@@ -26,25 +27,25 @@ from llorch.training.adamw import adamw_step, clip_by_norm
 from llorch.training.batch import Batch
 from llorch.training.numpy_step import loss_and_gradients
 
-Where = Literal["both", "shown", "back"]  # the whole step, what it shows of its loss alone, its gradients alone
-Named = dict[str, np.ndarray]
+StepPart = Literal["both", "shown", "back"]  # whole step, forward pass and loss only, gradients only
+Arrays = dict[str, np.ndarray]
 Key = tuple[int, str, str]  # number of the step, group of stages, tensor
 FLOW = (
     "adapted_logits", "token_losses", "loss", "gradient", "grad_norm", "clipped", "first_moment", "second_moment",
     "parameters",
 )  # fmt: skip
-_Given = tuple[tuple[Adapter, Sequence[Batch]], dict[str, Any]]  # of `loss_and_gradients`, after the weights
+_Arguments = tuple[tuple[Adapter, Sequence[Batch]], dict[str, Any]]  # of `loss_and_gradients`, after the weights
 STATE = ("parameters", "first_moment", "second_moment")
-_OF_TOKENS, _OF_PASSES = ("adapted_logits", "token_losses"), ("loss", "gradient")
+_TOKEN_GROUPS, _PASS_GROUPS = ("adapted_logits", "token_losses"), ("loss", "gradient")
 _OPTIMIZER = "llorch.training.adamw."
 
 
 @dataclass(frozen=True)
 class InjectedMistake:
-    """A mistake, and in which part of a step it is made; `along`: with what mostly goes wrong with it."""
+    """Mistake injected in a part of a step; with `along`, into a second function too, see `Mistake.along`."""
 
     mistake: Mistake[Any]
-    where: Where = "both"
+    step_part: StepPart = "both"
     along: bool = False
 
     @property
@@ -54,27 +55,27 @@ class InjectedMistake:
 
     @property
     def changes(self) -> list[tuple[str, Replacement]]:
-        """The functions of llorch that go wrong, each with its replacement."""
+        """Replaced functions of llorch, each with its replacement."""
         return self.mistake.changes(along=self.along)
 
-    def is_made_in(self, where: str) -> bool:
-        """Tell if a part of a step, or its optimizer, has the mistake."""
-        return self.in_passes == (where != "optimizer") and self.where in ("both", where)
+    def is_made_in(self, step_part: str) -> bool:
+        """Tell if the mistake is injected in a part of a step, or in its optimizer."""
+        return self.in_passes == (step_part != "optimizer") and self.step_part in ("both", step_part)
 
 
 class TrainingReplay:
-    """Runs of the steps of one dump; `weights` are float64."""
+    """Replay of the steps of one dump, with float64 weights."""
 
     def __init__(self, weights: Weights, adapter: Adapter, dump: TrainingDump) -> None:
-        """Prepare; nothing is computed yet."""
+        """Store the dump without computing anything."""
         self.weights, self.adapter, self.dump = weights, adapter, dump
-        self.shows_tokens = any(group in _OF_TOKENS for step in dump.steps for group, _ in step.shown)
+        self.shows_tokens = any(group in _TOKEN_GROUPS for step in dump.steps for group, _ in step.shown)
         flat = {name: array.astype(np.float64) for name, array in adapter.flat().items()}
         zero = {name: np.zeros_like(array) for name, array in flat.items()}
         self._start = {group: flat if group == "parameters" else zero for group in STATE}
-        self._whole = {step.number: {name: step.shown["parameters", name].array for name in flat}
+        self._complete_parameters = {step.number: {name: step.shown["parameters", name].array for name in flat}
                        for step in dump.steps if all(("parameters", name) in step.shown for name in flat)}  # fmt: skip
-        self._kept: dict[Any, Any] = {}
+        self._memory: dict[Any, Any] = {}
 
     def run(
         self, mistakes: tuple[InjectedMistake, ...] = (), *, fed: bool = True, until: Key | None = None
@@ -85,86 +86,88 @@ class TrainingReplay:
             if step.batches:
                 state = self._step(run, step, state, mistakes, fed, until)
             if fed:
-                state = {group: _over(group, arrays, step.shown) for group, arrays in state.items()}
-                state["parameters"] = self._whole.get(step.number, state["parameters"])
+                state = {group: _merge(group, arrays, step.shown) for group, arrays in state.items()}
+                # The same object in every run, because `_remembered` looks parameters up by id.
+                state["parameters"] = self._complete_parameters.get(step.number, state["parameters"])
             if until is not None and step.number >= until[0]:
                 break
         return run
 
     def _step(
-        self, run: "ReplayedRun", step: TrainingStep, state: dict[str, Named],
+        self, run: "ReplayedRun", step: TrainingStep, state: dict[str, Arrays],
         mistakes: tuple[InjectedMistake, ...], fed: bool, until: Key | None,
-    ) -> dict[str, Named]:  # fmt: skip
-        """Replay one optimizer step with mistakes, and return the state after it."""
-        parameters, shown = state["parameters"], step.shown if fed else {}
-        run.keep(step, "start", parameters)
-        theirs, own = shown.get(("token_losses", "")), np.zeros(0)
+    ) -> dict[str, Arrays]:  # fmt: skip
+        """Replay one optimizer step with mistakes, at least its groups up to `until`; return the last known state."""
+        parameters, dumped = state["parameters"], step.shown if fed else {}
+        run.record(step, "start", parameters)
+        actual, computed = dumped.get(("token_losses", "")), np.zeros(0)
         if self.shows_tokens:
-            logits, own = self._remembered("tokens", step, parameters, mistakes)
-            given = shown.get(("adapted_logits", ""))
-            losses = own if given is None else self._losses(step, given.array, mistakes)
-            run.keep(step, "adapted_logits", {"": logits})
-            run.keep(step, "token_losses", {"": losses})
+            logits, computed = self._remembered("tokens", step, parameters, mistakes)
+            dumped_logits = dumped.get(("adapted_logits", ""))
+            losses = computed if dumped_logits is None else self._recompute_losses(step, dumped_logits.array, mistakes)
+            run.record(step, "adapted_logits", {"": logits})
+            run.record(step, "token_losses", {"": losses})
         last = until[1] if until is not None and until[0] == step.number else ""
-        if last in _OF_TOKENS:
+        if last in _TOKEN_GROUPS:
             return state
         loss, grads = self._remembered("gradients", step, parameters, mistakes)
-        run.keep(step, "loss", {"": np.asarray(loss if theirs is None else _with_their_losses(loss, own, theirs))})
-        run.keep(step, "gradient", grads)
-        if last in _OF_PASSES:
+        run.record(step, "loss", {"": np.asarray(loss if actual is None else _replace_losses(loss, computed, actual))})
+        run.record(step, "gradient", grads)
+        if last in _PASS_GROUPS:
             return state
-        with _inside(mistakes, "optimizer"):
-            return _optimizer(run, step, grads, state, shown, self.dump.settings)
+        with _inject(mistakes, "optimizer"):
+            return _optimizer(run, step, grads, state, dumped, self.dump.settings)
 
     def _remembered(
-        self, what: str, step: TrainingStep, parameters: Named, mistakes: tuple[InjectedMistake, ...]
+        self, array_kind: str, step: TrainingStep, parameters: Arrays, mistakes: tuple[InjectedMistake, ...]
     ) -> Any:
-        """Compute a result of a step, and keep it while the step's parameters are the same arrays.
+        """Call the method `_{array_kind}` for a step; cache its return value while the parameters are the same arrays.
 
-        The oldest result is dropped first, because logits may be large.
+        The oldest entry is dropped first, because logits may be large.
         """
-        key = (what, step.number, id(parameters), tuple(one for one in mistakes if one.in_passes))
-        found = self._kept.pop(key, None) or (parameters, getattr(self, f"_{what}")(step, parameters, mistakes))
-        self._kept[key] = found  # with the parameters, which keeps them alive, so that no other object gets their id
-        if len(self._kept) > 6 * len(self.dump.steps):
-            self._kept.pop(next(iter(self._kept)))
-        return found[1]
+        key = (array_kind, step.number, id(parameters), tuple(mistake for mistake in mistakes if mistake.in_passes))
+        entry = self._memory.pop(key, None) or (parameters, getattr(self, f"_{array_kind}")(step, parameters, mistakes))
+        self._memory[key] = entry  # holds the parameters too, so that their id is not reused
+        if len(self._memory) > 6 * len(self.dump.steps):
+            self._memory.pop(next(iter(self._memory)))
+        return entry[1]
 
-    def _tokens(self, step: TrainingStep, parameters: Named, mistakes: tuple[InjectedMistake, ...]) -> tuple:
+    def _tokens(self, step: TrainingStep, parameters: Arrays, mistakes: tuple[InjectedMistake, ...]) -> tuple:
         """Return logits and losses of all tokens of a step, with the mistakes injected."""
-        with _inside(mistakes, "shown"):
+        with _inject(mistakes, "shown"):
             logits = self._logits(step, self._adapted(parameters))
             return logits, self._token_losses(step, logits)
 
     def _gradients(
-        self, step: TrainingStep, parameters: Named, mistakes: tuple[InjectedMistake, ...]
-    ) -> tuple[float, Named]:
-        """Return loss and gradients of a step, with the mistakes injected into the passes they belong to."""
+        self, step: TrainingStep, parameters: Arrays, mistakes: tuple[InjectedMistake, ...]
+    ) -> tuple[float, Arrays]:
+        """Return loss and gradients of a step, with each mistake injected in its part of the step."""
         loss, grads = self._loss_and_gradients(step, parameters, mistakes, "shown")
-        if any(one.where != "both" for one in mistakes):
+        if any(mistake.step_part != "both" for mistake in mistakes):
             _, grads = self._loss_and_gradients(step, parameters, mistakes, "back")
         return loss, grads
 
-    def _adapted(self, parameters: Named) -> Weights:
-        return AdaptedWeights(self.weights, replace(self.adapter), parameters=parameters)  # replaced: scales anew
+    def _adapted(self, parameters: Arrays) -> Weights:
+        return AdaptedWeights(self.weights, replace(self.adapter), parameters=parameters)  # a copy: no cached scaling
 
     def _loss_and_gradients(
-        self, step: TrainingStep, parameters: Named, mistakes: tuple[InjectedMistake, ...], where: Where
-    ) -> tuple[float, Named]:
-        """Compute loss and gradients with mistakes; a mistake around the whole step gets the right ones from memory."""
-        right, given = nullcontext(), self._given(step, parameters)
-        if {part for one in mistakes if one.is_made_in(where) for part, _ in one.changes} <= {STEP}:
-            right = replaced(STEP, _answering(given, self._remembered("right", step, parameters, ())))
-        with right, _inside(mistakes, where):
-            return loss_and_gradients(self.weights, *given[0], **given[1])
+        self, step: TrainingStep, parameters: Arrays, mistakes: tuple[InjectedMistake, ...], step_part: StepPart
+    ) -> tuple[float, Arrays]:
+        """Compute loss and gradients with mistakes; a mistake that wraps the whole step gets the right ones cached."""
+        cached, arguments = nullcontext(), self._arguments(step, parameters)
+        if {name for mistake in mistakes if mistake.is_made_in(step_part) for name, _ in mistake.changes} <= {STEP}:
+            cached = replaced(STEP, _remember_answer(arguments, self._remembered("right", step, parameters, ())))
+        with cached, _inject(mistakes, step_part):
+            return loss_and_gradients(self.weights, *arguments[0], **arguments[1])
 
-    def _right(self, step: TrainingStep, parameters: Named, _: tuple[InjectedMistake, ...]) -> tuple[float, Named]:
-        given = self._given(step, parameters)
-        return loss_and_gradients(self.weights, *given[0], **given[1])
+    def _right(self, step: TrainingStep, parameters: Arrays, _: tuple[InjectedMistake, ...]) -> tuple[float, Arrays]:
+        """Compute loss and gradients without mistakes; like all methods for `_remembered`, it takes three arguments."""
+        arguments = self._arguments(step, parameters)
+        return loss_and_gradients(self.weights, *arguments[0], **arguments[1])
 
-    def _given(self, step: TrainingStep, parameters: Named) -> _Given:
-        named = {"parameters": parameters, "label_smoothing": self.dump.settings.label_smoothing}
-        return (replace(self.adapter), step.batches), named  # replaced: scales anew
+    def _arguments(self, step: TrainingStep, parameters: Arrays) -> _Arguments:
+        keywords = {"parameters": parameters, "label_smoothing": self.dump.settings.label_smoothing}
+        return (replace(self.adapter), step.batches), keywords  # a copy: no cached scaling
 
     def _logits(self, step: TrainingStep, weights: Weights) -> np.ndarray:
         logits = [
@@ -174,18 +177,21 @@ class TrainingReplay:
         ]
         return np.concatenate(logits)
 
-    def _losses(self, step: TrainingStep, logits: np.ndarray, mistakes: tuple[InjectedMistake, ...]) -> np.ndarray:
-        with _inside(mistakes, "shown"):
+    def _recompute_losses(
+        self, step: TrainingStep, logits: np.ndarray, mistakes: tuple[InjectedMistake, ...]
+    ) -> np.ndarray:
+        with _inject(mistakes, "shown"):
             return self._token_losses(step, logits)
 
     def _token_losses(self, step: TrainingStep, logits: np.ndarray) -> np.ndarray:
-        """Compute the loss of every row of logits; NaN where nothing is learned."""
+        """Compute the loss of every row of logits; NaN where the label is masked."""
         smoothing = self.dump.settings.label_smoothing
-        wanted = np.concatenate([shifted(labels) for batch in step.batches for _, labels in batch.each_document()])
+        labels = np.concatenate([shifted(labels) for batch in step.batches for _, labels in batch.each_document()])
         losses = np.full(len(logits), np.nan)
-        for row in np.flatnonzero(wanted != IGNORED):
-            alone = slice(row, row + 1)
-            losses[row], _ = cross_entropy(logits[alone], wanted[alone], label_smoothing=smoothing)
+        for row in np.flatnonzero(labels != IGNORED):
+            row_slice = slice(row, row + 1)
+            # Row by row, because `cross_entropy` returns a sum, and the number of tokens in the loss.
+            losses[row], _ = cross_entropy(logits[row_slice], labels[row_slice], label_smoothing=smoothing)
         return losses
 
 
@@ -196,72 +202,72 @@ class ReplayedRun:
         """Create a run without arrays."""
         self.arrays: dict[Key, np.ndarray] = {}
 
-    def keep(self, step: TrainingStep, group: str, arrays: Mapping[str, np.ndarray]) -> None:
-        """Note the arrays of a group of stages."""
+    def record(self, step: TrainingStep, group: str, arrays: Mapping[str, np.ndarray]) -> None:
+        """Store the arrays of a group of stages."""
         self.arrays |= {(step.number, group, name): array for name, array in arrays.items()}
 
 
 def _optimizer(
-    run: ReplayedRun, step: TrainingStep, grads: Named, state: Mapping[str, Named],
-    shown: Mapping[tuple[str, str], StepArray], settings: Settings,
-) -> dict[str, Named]:  # fmt: skip
-    """Clip and update, each from what the dump shows of the quantity before."""
-    clipped, norm = clip_by_norm(_over("gradient", grads, shown), max_norm=settings.max_grad_norm)
-    run.keep(step, "grad_norm", {"": np.asarray(norm)})
-    run.keep(step, "clipped", clipped)
-    made: dict[str, Named] = {group: {} for group in STATE}
+    run: ReplayedRun, step: TrainingStep, grads: Arrays, state: Mapping[str, Arrays],
+    dumped: Mapping[tuple[str, str], StepArray], settings: Settings,
+) -> dict[str, Arrays]:  # fmt: skip
+    """Clip the gradients and update the parameters, each from the dump's arrays if it has them."""
+    clipped, norm = clip_by_norm(_merge("gradient", grads, dumped), max_norm=settings.max_grad_norm)
+    run.record(step, "grad_norm", {"": np.asarray(norm)})
+    run.record(step, "clipped", clipped)
+    computed: dict[str, Arrays] = {group: {} for group in STATE}
     current = ""
 
-    def noting(right: Callable[..., Any]) -> Callable[..., Any]:
-        def moments(grad: np.ndarray, m: np.ndarray, v: np.ndarray, **how: object) -> tuple[np.ndarray, ...]:
-            found = dict(zip(STATE[1:], right(grad, m, v, **how), strict=True))
-            for group, array in found.items():
-                made[group][current] = array
-            return tuple(_over(group, {current: array}, shown)[current] for group, array in found.items())
+    def record_moments(right: Callable[..., Any]) -> Callable[..., Any]:
+        def moments(grad: np.ndarray, m: np.ndarray, v: np.ndarray, **kwargs: object) -> tuple[np.ndarray, ...]:
+            arrays = dict(zip(STATE[1:], right(grad, m, v, **kwargs), strict=True))
+            for group, array in arrays.items():
+                computed[group][current] = array
+            return tuple(_merge(group, {current: array}, dumped)[current] for group, array in arrays.items())
 
         return moments
 
-    with replaced("llorch.training.adamw.moments", noting):
-        for current, grad in _over("clipped", clipped, shown).items():
-            made["parameters"][current], *_ = adamw_step(
+    with replaced("llorch.training.adamw.moments", record_moments):
+        for current, grad in _merge("clipped", clipped, dumped).items():
+            computed["parameters"][current], *_ = adamw_step(
                 state["parameters"][current], grad, state["first_moment"][current], state["second_moment"][current],
                 step=step.number, lr=step.lr, betas=settings.betas, eps=settings.eps,
                 weight_decay=settings.weight_decay,
             )  # fmt: skip
     for group in STATE:
-        run.keep(step, group, made[group])
-    return made
+        run.record(step, group, computed[group])
+    return computed
 
 
-def _over(group: str, ours: Mapping[str, np.ndarray], shown: Mapping[tuple[str, str], StepArray]) -> Named:
-    """Replace llorch's arrays by the dump's where the dump shows them and they are finite."""
-    theirs = {name: shown[group, name].array for name in ours if (group, name) in shown}
-    return {**ours, **{name: array for name, array in theirs.items() if np.isfinite(array).all()}}
+def _merge(group: str, arrays: Mapping[str, np.ndarray], dumped: Mapping[tuple[str, str], StepArray]) -> Arrays:
+    """Replace llorch's arrays by the dump's if the dump has them and they are finite."""
+    replaced_arrays = {name: dumped[group, name].array for name in arrays if (group, name) in dumped}
+    return {**arrays, **{name: array for name, array in replaced_arrays.items() if np.isfinite(array).all()}}
 
 
-def _with_their_losses(loss: float, ours: np.ndarray, theirs: StepArray) -> float:
+def _replace_losses(loss: float, llorch_losses: np.ndarray, dumped: StepArray) -> float:
     """Compute the loss as if the sum had used the dump's token losses."""
-    assert theirs.rows is not None
-    learned = ~np.isnan(ours)
-    both = learned & theirs.rows
-    return loss + float((theirs.array[both] - ours[both]).sum()) / int(learned.sum())
+    assert dumped.rows is not None
+    in_loss = ~np.isnan(llorch_losses)
+    common = in_loss & dumped.rows
+    return loss + float((dumped.array[common] - llorch_losses[common]).sum()) / int(in_loss.sum())
 
 
-def _answering(given: _Given, answer: tuple[float, Named]) -> Replacement:
-    """Replace a function by one that returns a known answer if its arguments are exactly the given objects."""
-    asked = [*given[0], *given[1].values()]
+def _remember_answer(arguments: _Arguments, answer: tuple[float, Arrays]) -> Replacement:
+    """Make a replacement that returns `answer` if its arguments are the very objects of `arguments`."""
+    expected_args = [*arguments[0], *arguments[1].values()]
 
     def make(right: Callable[..., Any]) -> Callable[..., Any]:
-        def answering(weights: Weights, *now: object, **how: object) -> tuple[float, Named]:
-            now_asked = [*now, *(how.get(name) for name in given[1])]
-            is_same = all(one is other for one, other in zip(asked, now_asked, strict=True))
-            return answer if is_same else right(weights, *now, **how)
+        def answering(weights: Weights, *args: object, **kwargs: object) -> tuple[float, Arrays]:
+            actual_args = [*args, *(kwargs.get(name) for name in arguments[1])]
+            is_same = all(actual is expected for actual, expected in zip(expected_args, actual_args, strict=True))
+            return answer if is_same else right(weights, *args, **kwargs)
 
         return answering
 
     return make
 
 
-def _inside(mistakes: tuple[InjectedMistake, ...], where: str) -> AbstractContextManager[None]:
-    """Plant those that are made in a part of the step."""
-    return replaced_all(change for one in mistakes if one.is_made_in(where) for change in one.changes)
+def _inject(mistakes: tuple[InjectedMistake, ...], step_part: str) -> AbstractContextManager[None]:
+    """Inject the mistakes of a part of the step."""
+    return replace_all(change for mistake in mistakes if mistake.is_made_in(step_part) for change in mistake.changes)

@@ -1,1 +1,1 @@
-"""Hooks on an unmodified torch model that show every stage."""
+"""Hooks on an unmodified torch model that record every stage."""

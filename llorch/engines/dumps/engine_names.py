@@ -1,4 +1,4 @@
-"""Names that others gave the stages: llama.cpp its nodes, Hugging Face its modules; taken from the stage table."""
+"""Stages by other engines' names: llama.cpp's graph nodes and Hugging Face's modules, taken from `stages.table`."""
 
 import re
 from collections.abc import Mapping
@@ -8,13 +8,13 @@ from llorch.families.config import ModelConfig
 from llorch.stages.table import BY_NAME, FUSABLE, STAGES
 
 RAW_SCORES = "kq"  # query times key, neither scaled nor masked
-_NODES_BESIDE_THE_TABLE = {
+_EXTRA_NODES = {
     "inp_embd": "embed", "kqv_merged_cont": "attn_context", "kq_soft_max_ext": "attn_probs",
     "attn_residual": "attn_residual", "attn_post_norm": "ffn_norm",
 }  # fmt: skip
 _NO_STAGES = re.compile(r".* \((?:view|reshaped|permuted|transposed|cont|copy.*)\)|(?:norm|kqv)(?:-[0-9]+)?")  # nodes
-_PROJECTED = {"Qcur": "q", "Kcur": "k", "Vcur": "v"}
-_MODULES_BESIDE_THE_TABLE = {
+_PROJECTED = {"Qcur": "q", "Kcur": "k", "Vcur": "v"}  # node name of several arrays -> letter of the projection
+_EXTRA_MODULES = {  # (path in the layer, end) -> stages
     ("self_attn", "output"): ("attn_out",),
     ("mlp", "output"): ("ffn_out",),
     ("self_attn.qkv_proj", "output"): FUSABLE[0],
@@ -24,13 +24,13 @@ _MODULES_BESIDE_THE_TABLE = {
 
 @dataclass(frozen=True)
 class Meaning:
-    """What a name stands for.
+    """Stages that an engine's name means.
 
     Attributes:
-        stages: A stage, or `kq`, or the projections that are fused; none for what is no stage.
-        layer: None outside the layers, or where the name does not say.
-        by_llamacpp: Whether it is a node of llama.cpp.
-        assumed: What was assumed, for a note.
+        stages: One stage, `kq`, or fused projections; none for an array that is no stage.
+        layer: Number of the layer; None outside the layers, or if neither name nor dump has a layer.
+        by_llamacpp: True if the name is llama.cpp's name of a node.
+        assumed: Assumption about an ambiguous name, for a note to the user.
     """
 
     stages: tuple[str, ...]
@@ -40,31 +40,31 @@ class Meaning:
 
 
 def _nodes() -> dict[str, list[str]]:
-    """Map each node of llama.cpp that stands for a stage to its possible stages; the layer decides which."""
-    found: dict[str, list[str]] = {}
+    """Map each llama.cpp node that is a stage to its possible stages; a layer has one of them."""
+    stages_by_node: dict[str, list[str]] = {}
     for stage in STAGES:
         node = re.match(r"(\w+)(?:-\{i\})?(?: \(|,)", stage.llamacpp)
         if node and node[1] not in _PROJECTED:
-            found.setdefault(node[1], []).append(stage.name)
-    return found | {node: [stage] for node, stage in _NODES_BESIDE_THE_TABLE.items()}
+            stages_by_node.setdefault(node[1], []).append(stage.name)
+    return stages_by_node | {node: [stage] for node, stage in _EXTRA_NODES.items()}
 
 
 def _stages_by_module() -> dict[tuple[str, str], list[tuple[str, ...]]]:
-    """Map a module's path in its layer (empty: the layer) and the watched end of the module to stages."""
-    found = {place: [stages] for place, stages in _MODULES_BESIDE_THE_TABLE.items()}
+    """Map a module's path in its layer (empty: the layer) and `input` or `output` to possible stages."""
+    alternatives = {module_end: [stages] for module_end, stages in _EXTRA_MODULES.items()}
     for stage in STAGES:
-        parts = re.fullmatch(r"(output|input) of (?:layers\.\{i\}\.?|model\.)?([\w.]*)", stage.transformers)
-        if parts:
-            found.setdefault((parts[2], parts[1]), []).append((stage.name,))
-    return found
+        match = re.fullmatch(r"(output|input) of (?:layers\.\{i\}\.?|model\.)?([\w.]*)", stage.transformers)
+        if match:
+            alternatives.setdefault((match[2], match[1]), []).append((stage.name,))
+    return alternatives
 
 
 NODES: Mapping[str, list[str]] = _nodes()
 MODULES: Mapping[tuple[str, str], list[tuple[str, ...]]] = _stages_by_module()
 
 
-def _of_layer(alternatives: list[tuple[str, ...]], config: ModelConfig, layer: int | None) -> tuple[str, ...]:
-    """Choose the stages that a layer has: the last that the layer makes, else the meaning in other models."""
+def _choose_for_layer(alternatives: list[tuple[str, ...]], config: ModelConfig, layer: int | None) -> tuple[str, ...]:
+    """Choose the last alternative whose stages a layer has, else the first; later alternatives are more special."""
     if layer is None or layer < config.n_layers:
         for stages in reversed(alternatives):
             if all(BY_NAME[stage].in_layer == (layer is not None) for stage in stages) and all(
@@ -75,24 +75,24 @@ def _of_layer(alternatives: list[tuple[str, ...]], config: ModelConfig, layer: i
 
 
 def meaning_of(name: str, layer: int | None, config: ModelConfig, *, op: str, nth: int, of: int) -> Meaning | None:
-    """Look up the stages that a name stands for: none for a node of llama.cpp that is no stage; None if unknown.
+    """Return the meaning of a name, without stages for a llama.cpp node that is no stage; None if it is unknown.
 
-    `op` is the operation of ggml, where the dump states it. The array is the `nth`, from 0, of the arrays of this name
-    in the pass.
+    `layer` and `op`, ggml's operation, are declared apart from the name, if at all. The array is number `nth`, from 0,
+    of the `of` arrays of this name in its pass.
     """
-    if _NO_STAGES.fullmatch(name):  # `norm` is not multiplied with its gain yet; that of transformers is `model.norm`
+    if _NO_STAGES.fullmatch(name):  # `norm` is before the gain; transformers' final norm is `model.norm`
         return Meaning((), by_llamacpp=True)
-    known = _ours(name, layer) or _llamacpp(name, layer, config, op, nth, of)
-    if known or op:
-        return known
-    return _output_of_transformers(name, config) or _module(name, layer, config)
+    meaning = _parse_llorch(name, layer) or _parse_llamacpp(name, layer, config, op, nth, of)
+    if meaning or op:
+        return meaning
+    return _parse_transformers_output(name, config) or _parse_module(name, layer, config)
 
 
 def nameless(name: str, op: str, before: Meaning | None, config: ModelConfig) -> Meaning | None:
-    """Look up the stages of a node that llama.cpp names only by a number.
+    """Return the meaning of a node that llama.cpp names only by a number; None if it is no stage.
 
-    The operation and the stage `before` decide. Such nodes are flash attention and, in most families, the product with
-    `o_proj`. None for other nodes.
+    Its operation and `before`, the meaning of the stage before it, decide. Such nodes are flash attention and, in most
+    families, the product with `o_proj`.
     """
     if before is None or before.layer is None or not re.fullmatch("node_[0-9]+", name):
         return None
@@ -102,34 +102,37 @@ def nameless(name: str, op: str, before: Meaning | None, config: ModelConfig) ->
     return Meaning(("attn_out",), before.layer, True) if is_product else None
 
 
-def _ours(name: str, layer: int | None) -> Meaning | None:
-    """Parse one of llorch's own stage names, with or without a layer in front of it; None for other names."""
-    parts = re.fullmatch(r"(?:(?:l|layers?|blk|blocks?)[._]?([0-9]{1,4})[._])?(\w+)", name)
-    stage = BY_NAME.get(parts[2]) if parts else None
-    if parts is None or stage is None:
+def _parse_llorch(name: str, layer: int | None) -> Meaning | None:
+    """Parse one of llorch's stage names, with or without a layer before it; None for other names."""
+    match = re.fullmatch(r"(?:(?:l|layers?|blk|blocks?)[._]?([0-9]{1,4})[._])?(\w+)", name)
+    stage = BY_NAME.get(match[2]) if match else None
+    if match is None or stage is None:
         return None
-    layer = int(parts[1]) if parts[1] else layer
+    layer = int(match[1]) if match[1] else layer
     return Meaning((stage.name,), layer) if stage.in_layer == (layer is not None) else None
 
 
-def _llamacpp(name: str, layer: int | None, config: ModelConfig, op: str, nth: int, of: int) -> Meaning | None:
-    """Interpret the name of a llama.cpp node, the `nth` of `of` with this name; None if it is no stage."""
-    parts = re.fullmatch(r"(\w+?)(?:-([0-9]{1,4}))?", name)
-    if parts is None:
+def _parse_llamacpp(name: str, layer: int | None, config: ModelConfig, op: str, nth: int, of: int) -> Meaning | None:
+    """Parse the name of a llama.cpp node; `nth` and `of` as in `meaning_of`; None for other names."""
+    match = re.fullmatch(r"(\w+?)(?:-([0-9]{1,4}))?", name)
+    if match is None:
         return None
-    layer = int(parts[2]) if parts[2] else layer
-    if parts[1] in _PROJECTED and layer is not None:
-        return _projected(_PROJECTED[parts[1]], layer, config, op, nth, of)
-    if parts[1] == RAW_SCORES and layer is not None:
+    layer = int(match[2]) if match[2] else layer
+    if match[1] in _PROJECTED and layer is not None:
+        return _identify_projection(_PROJECTED[match[1]], layer, config, op, nth, of)
+    if match[1] == RAW_SCORES and layer is not None:
         return Meaning((RAW_SCORES,), layer, True)
-    if parts[1] not in NODES:
+    if match[1] not in NODES:
         return None
-    (stage,) = _of_layer([(stage,) for stage in NODES[parts[1]]], config, layer)
+    (stage,) = _choose_for_layer([(stage,) for stage in NODES[match[1]]], config, layer)
     return Meaning((stage,), layer, True) if BY_NAME[stage].in_layer == (layer is not None) else None
 
 
-def _projected(letter: str, layer: int, config: ModelConfig, op: str, nth: int, of: int) -> Meaning:
-    """Read one of up to four arrays named `Qcur`: product, sum with the bias, a reshape of it, or rotated heads."""
+def _identify_projection(letter: str, layer: int, config: ModelConfig, op: str, nth: int, of: int) -> Meaning:
+    """Identify one of up to four arrays named `Qcur`: product, sum with the bias, reshape (no stage), or rotated heads.
+
+    Without an operation, the order decides: the rotated heads come last, and the product (or sum) first.
+    """
     projected, rotated = (f"{letter}_proj",), (f"{letter}_rope",) if letter != "v" else (f"{letter}_proj",)
     if op:
         stages = {"ADD" if config.qkv_bias else "MUL_MAT": projected, "ROPE": rotated}.get(op, ())
@@ -145,31 +148,31 @@ def _projected(letter: str, layer: int, config: ModelConfig, op: str, nth: int, 
     return Meaning((), layer, True)
 
 
-def _output_of_transformers(name: str, config: ModelConfig) -> Meaning | None:
-    """Look up outputs that transformers names by number. The last hidden state is the output of the final norm."""
-    parts = re.fullmatch(r"(hidden_states|attentions|past_key_values)[._]([0-9]{1,4})(?:[._](key|value|0|1)s?)?", name)
-    if parts is None or (parts[3] is not None) != (parts[1] == "past_key_values"):
+def _parse_transformers_output(name: str, config: ModelConfig) -> Meaning | None:
+    """Parse an output of transformers like `hidden_states.3`; only the last hidden state is after the final norm."""
+    match = re.fullmatch(r"(hidden_states|attentions|past_key_values)[._]([0-9]{1,4})(?:[._](key|value|0|1)s?)?", name)
+    if match is None or (match[3] is not None) != (match[1] == "past_key_values"):
         return None
-    n = int(parts[2])
-    if parts[1] == "attentions":
-        return Meaning(("attn_probs",), n)
-    if parts[3]:
-        return Meaning(("k_cache" if parts[3] in ("key", "0") else "v_cache",), n)
-    if n == config.n_layers:
+    number = int(match[2])
+    if match[1] == "attentions":
+        return Meaning(("attn_probs",), number)
+    if match[3]:
+        return Meaning(("k_cache" if match[3] in ("key", "0") else "v_cache",), number)
+    if number == config.n_layers:
         return Meaning(("final_norm",), assumed=f"{name} is the output of the final norm, as in transformers")
-    return Meaning(("block_out",), n - 1) if n else Meaning(("embed",))
+    return Meaning(("block_out",), number - 1) if number else Meaning(("embed",))
 
 
-def _module(name: str, layer: int | None, config: ModelConfig) -> Meaning | None:
+def _parse_module(name: str, layer: int | None, config: ModelConfig) -> Meaning | None:
     """Parse the path of a transformers module, with or without `.input` or `.output`; None for other names."""
-    parts = re.fullmatch(r"(?:[\w.]*\.)?layers\.([0-9]{1,4})\.?([\w.]*)", name)
-    if parts:
-        layer, path = int(parts[1]), parts[2]
+    match = re.fullmatch(r"(?:[\w.]*\.)?layers\.([0-9]{1,4})\.?([\w.]*)", name)
+    if match:
+        layer, path = int(match[1]), match[2]
     else:
         path = name.rpartition("model.")[2]
     end = re.fullmatch(r"([\w.]*?)\.?(input|output)(?:\.0)?", path)
-    place = (end[1], end[2]) if end else (path, "output")
-    if place not in MODULES or (not path and not parts):
+    module_end = (end[1], end[2]) if end else (path, "output")
+    if module_end not in MODULES or (not path and not match):
         return None
-    stages = _of_layer(MODULES[place], config, layer)
+    stages = _choose_for_layer(MODULES[module_end], config, layer)
     return Meaning(stages, layer) if BY_NAME[stages[0]].in_layer == (layer is not None) else None

@@ -1,4 +1,4 @@
-"""Token ids of a dump: stated by it, by the mapping or by the command; else found in its embeddings."""
+"""Token ids of a dump: declared in the dump, the mapping or the command, or detected from its embeddings."""
 
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -11,12 +11,12 @@ from llorch.files import Weights
 from llorch.runtime.errors import FormatError, GuardFailed
 from llorch.stages.stage_ref import Tokens
 
-_ROWS_AT_ONCE = 4096
-_SHOWN_IDS = 8
-_SAME_ROW = 1e-2  # of its norm: rows that were rounded to bfloat16 are within 2^-9
+_ROWS_AT_ONCE = 4096  # rows of the embedding table in one product, to limit memory
+_SHOWN_IDS = 8  # in messages
+_SAME_ROW = 1e-2  # largest distance over norm of equal rows; rounding to bfloat16 moves a row by 2^-9
 
 EMBEDDINGS = "the embeddings"  # a source of tokens, in messages
-FIRST_TOKEN_TWICE = "the first token is there twice"  # a benchmark looks for it
+FIRST_TOKEN_TWICE = "the first token is there twice"  # a benchmark searches for this text
 
 
 def passes_of(
@@ -28,59 +28,60 @@ def passes_of(
     embeddings: Mapping[int, RawArray],
     vocab_size: int,
 ) -> tuple[tuple[Tokens, ...], list[str]]:
-    """Find the tokens of every pass, and write a note if they were found in `embeddings` (arrays by pass).
+    """Return the tokens of every pass (call of the forward), and a note if they were detected from `embeddings`.
 
-    FormatError: nothing states the tokens, a pass has none, or the model has no such token. GuardFailed: two sources
-    disagree, or a pass does not begin where the previous pass ended.
+    `ids` and `first_position` come from the command; `embeddings` are arrays by pass. Raise FormatError if no source
+    has the tokens, or a token is not in the vocabulary. Raise GuardFailed if two sources disagree, or a pass does not
+    start where the previous pass ended.
     """
     n_passes = 1 + max((number for number, _ in raw.arrays), default=0)
-    stated = (Tokens(tuple(map(int, ids)), first_position),) if ids else ()
-    sources = {"the dump": raw.passes, "the mapping": mapping.passes, "the command": stated}
+    command_passes = (Tokens(tuple(map(int, ids)), first_position),) if ids else ()
+    sources = {"the dump": raw.passes, "the mapping": mapping.passes, "the command": command_passes}
     if not any(sources.values()) and weights is not None:
         sources = {EMBEDDINGS: _in_embeddings(embeddings, weights, n_passes, first_position)}
-    who, passes = _agreed_passes({who: passes for who, passes in sources.items() if passes}, raw.source)
+    source, passes = _agreed_passes({source: passes for source, passes in sources.items() if passes}, raw.source)
     if n_passes > len(passes):
-        message = f"ids: expected token ids for {n_passes} passes, got {len(passes)} from {who}"
+        message = f"ids: expected token ids for {n_passes} passes, got {len(passes)} from {source}"
         raise FormatError("Missing", message, path=raw.source)
-    wrong = next((token for tokens in passes for token in tokens.ids if not 0 <= token < vocab_size), None)
-    if wrong is not None:
-        raise FormatError("OutOfRange", f"ids: expected 0 to {vocab_size - 1}, got {wrong}", path=raw.source)
+    bad_id = next((token for tokens in passes for token in tokens.ids if not 0 <= token < vocab_size), None)
+    if bad_id is not None:
+        raise FormatError("OutOfRange", f"ids: expected 0 to {vocab_size - 1}, got {bad_id}", path=raw.source)
     require_one_after_the_other(passes, raw.source)
-    if who != EMBEDDINGS:
+    if source != EMBEDDINGS:
         return passes, []
     return passes, [f"llorch found the token ids in {embeddings[0].name}, which holds rows of the embedding table"]
 
 
 def _agreed_passes(sources: Mapping[str, Sequence[Tokens]], path: str) -> tuple[str, tuple[Tokens, ...]]:
-    """Return the first source and its passes; all sources state the same ones."""
+    """Return the first source and its passes; raise an error unless all sources have equal passes."""
     if not sources:
         message = "ids: expected the token ids of the run, got none; give --tokens, or [run] ids in a mapping"
         raise FormatError("Missing", message, path=path)
-    (who, passes), *others = sources.items()
-    for other, theirs in others:
-        if theirs != passes:
-            raise _contradiction(path, who, passes, other, theirs)
-    return who, tuple(passes)
+    (source, passes), *remaining = sources.items()
+    for other_source, other_passes in remaining:
+        if other_passes != passes:
+            raise _contradiction(path, source, passes, other_source, other_passes)
+    return source, tuple(passes)
 
 
 def _contradiction(
-    source: str, who: str, passes: Sequence[Tokens], other: str, theirs: Sequence[Tokens]
+    source: str, source_a: str, passes_a: Sequence[Tokens], source_b: str, passes_b: Sequence[Tokens]
 ) -> GuardFailed:
-    """Make the refusal of two sources that state other tokens or other positions."""
-    wanted, actual = ([token for tokens in each for token in tokens.ids] for each in (theirs, passes))
-    if wanted != actual:
-        message = f"expected {shown(wanted)}, as in {other}, got {shown(actual)} in {who}{parting(wanted, actual)}"
+    """Create the error for two sources with different tokens or positions."""
+    ids_b, ids_a = ([token for tokens in each for token in tokens.ids] for each in (passes_b, passes_a))
+    if ids_b != ids_a:
+        message = f"expected {shown(ids_b)}, as in {source_b}, got {shown(ids_a)} in {source_a}{parting(ids_b, ids_a)}"
         return GuardFailed("ids", f"{message}; run the engine on the same tokens", source=source)
-    firsts = ([each.first_position for each in tokens] for tokens in (theirs, passes))
-    wanted, actual = (", ".join(map(str, positions)) for positions in firsts)
-    message = f"expected passes from {wanted} on, as in {other}, got {actual} in {who}"
+    firsts = ([each.first_position for each in tokens] for tokens in (passes_b, passes_a))
+    ids_b, ids_a = (", ".join(map(str, positions)) for positions in firsts)
+    message = f"expected passes from {ids_b} on, as in {source_b}, got {ids_a} in {source_a}"
     return GuardFailed("positions", f"{message}; run the engine at the same positions", source=source)
 
 
 def require_one_after_the_other(passes: Sequence[Tokens], source: str) -> None:
-    """Refuse (GuardFailed) passes of which one does not begin where the one before ended."""
-    for number, (before, after) in enumerate(pairwise(passes), 1):
-        end, start = before.first_position + len(before.ids), after.first_position
+    """Raise GuardFailed if a pass does not start where the previous pass ended."""
+    for number, (previous, current) in enumerate(pairwise(passes), 1):
+        end, start = previous.first_position + len(previous.ids), current.first_position
         if start != end:
             message = f"expected pass {number} to begin at {end}, where the previous pass ends, got {start}"
             advice = "make one dump for each sequence, with all passes of the sequence"
@@ -90,7 +91,7 @@ def require_one_after_the_other(passes: Sequence[Tokens], source: str) -> None:
 def _in_embeddings(
     embeddings: Mapping[int, RawArray], weights: Weights, n_passes: int, first_position: int
 ) -> tuple[Tokens, ...]:
-    """Find the tokens of all passes in the embeddings; empty if a row is not found."""
+    """Detect the tokens of all passes from their embeddings; empty if a pass has none, or a row is not in the table."""
     width, passes = weights.config.hidden_size, []
     for number in range(n_passes):
         array = embeddings.get(number)
@@ -105,41 +106,40 @@ def _in_embeddings(
 
 
 def ids_from_embedding(array: np.ndarray, weights: Weights) -> tuple[int, ...] | None:
-    """Find the tokens that have these embeddings, (tokens, hidden): the lowest ids if several rows are equal.
-
-    None if a row is not in the embedding table.
-    """
-    wanted = array.astype(np.float64)
-    best = np.full(len(wanted), np.inf)
-    ids = np.zeros(len(wanted), np.int64)
+    """Return the ids of embeddings, (tokens, hidden); the lowest if table rows are equal; None if one is no row."""
+    targets = array.astype(np.float64)
+    best = np.full(len(targets), np.inf)
+    ids = np.zeros(len(targets), np.int64)
     table = weights.array("embed_tokens")
     for start in range(0, len(table), _ROWS_AT_ONCE):
         rows = table[start : start + _ROWS_AT_ONCE].astype(np.float64)
-        squares = (rows**2).sum(1) - 2 * wanted @ rows.T  # less the wanted row's own, the same for all
+        squares = (rows**2).sum(1) - 2 * targets @ rows.T  # squared distance without |target|^2, which is constant
         nearest = squares.argmin(1)
-        distances = squares[np.arange(len(wanted)), nearest]
+        distances = squares[np.arange(len(targets)), nearest]
         ids = np.where(distances < best, start + nearest, ids)
         best = np.minimum(best, distances)
-    errors = np.linalg.norm(wanted - table[ids], axis=1)
-    is_row = errors <= _SAME_ROW * np.linalg.norm(wanted, axis=1)
+    errors = np.linalg.norm(targets - table[ids], axis=1)
+    is_row = errors <= _SAME_ROW * np.linalg.norm(targets, axis=1)
     return tuple(map(int, ids)) if is_row.all() else None
 
 
-def parting(wanted: list[int], actual: list[int]) -> str:
-    """Explain how one sequence of tokens differs from another, as the end of a message."""
-    if len(actual) > 1 and (actual[1:] == wanted or (len(actual) == len(wanted) > 1 and actual[1:] == wanted[:-1])):
-        twice = f"{FIRST_TOKEN_TWICE}, as when template and tokenizer both add BOS"
-        return f": {twice if actual[0] == actual[1] else f'{actual[0]} comes first, like BOS'}"
-    for shorter, longer, what in ((wanted, actual, "padded with"), (actual, wanted, "without the padding of")):
-        n_more = len(longer) - len(shorter)
-        for end, rest in ((longer[:n_more], longer[n_more:]), (longer[len(shorter) :], longer[: len(shorter)])):
-            if n_more > 0 and rest == shorter and len({*end}) == 1:
-                return f": {what} {n_more} times {end[0]}"
-    differing = (index for index, (a, b) in enumerate(zip(wanted, actual, strict=False)) if a != b)
-    return f": first difference at token {next(differing, min(len(wanted), len(actual)))}"
+def parting(expected: list[int], actual: list[int]) -> str:
+    """Explain the difference of two token sequences, as the end of an error message."""
+    if len(actual) > 1 and (
+        actual[1:] == expected or (len(actual) == len(expected) > 1 and actual[1:] == expected[:-1])
+    ):
+        explanation = f"{FIRST_TOKEN_TWICE}, as when template and tokenizer both add BOS"
+        return f": {explanation if actual[0] == actual[1] else f'{actual[0]} comes first, like BOS'}"
+    for shorter, longer, relation in ((expected, actual, "padded with"), (actual, expected, "without the padding of")):
+        n_extra = len(longer) - len(shorter)
+        for end, middle in ((longer[:n_extra], longer[n_extra:]), (longer[len(shorter) :], longer[: len(shorter)])):
+            if n_extra > 0 and middle == shorter and len({*end}) == 1:
+                return f": {relation} {n_extra} times {end[0]}"
+    differing = (index for index, (a, b) in enumerate(zip(expected, actual, strict=False)) if a != b)
+    return f": first difference at token {next(differing, min(len(expected), len(actual)))}"
 
 
 def shown(ids: Sequence[int]) -> str:
     """Format token ids for a message."""
-    shown = " ".join(map(str, ids[:_SHOWN_IDS]))
-    return f"{len(ids)} tokens ({shown}{' ...' if len(ids) > _SHOWN_IDS else ''})"
+    first_ids = " ".join(map(str, ids[:_SHOWN_IDS]))
+    return f"{len(ids)} tokens ({first_ids}{' ...' if len(ids) > _SHOWN_IDS else ''})"

@@ -1,19 +1,19 @@
-"""The TOML file in which somebody says what the names of a dump stand for.
+"""Mapping file (TOML), in which a user maps names of a dump to stages, the intermediate arrays of `stages.table`.
 
-[names]                                # {i} is the layer; "" is no stage at all
+[names]                                # {i} is the layer; "" is no stage
 "blk.{i}.rot_q" = "q_rope"
 "blk.{i}.qkv" = ["q_proj", "k_proj", "v_proj"]
 "blk.{i}.qk" = "kq"                    # query times key, neither scaled nor masked
 
-[layout.q_rope]                        # of a stage, or of a name above
+[layout.q_rope]                        # a stage, or a name above
 axes = "batch heads seq head_dim"      # or transposed = true: the axes of the table in reverse
-permuted = "interleaved"               # the pairs that RoPE turns are neighbours
-times = 0.25                           # the stage times this was written
-masked = false                         # of attn_scores: the mask comes later
-fused = "groups"                       # rows: stacked, groups (of each key head), alternating
+permuted = "interleaved"               # RoPE rotates neighbouring pairs
+times = 0.25                           # dumped values are the stage times 0.25
+masked = false                         # attn_scores before the mask
+fused = "groups"                       # order of rows: stacked, groups (by key head), alternating
 
 [run]
-ids = [1, 5, 8]                        # or a list for each pass
+ids = [1, 5, 8]                        # or one list for each pass
 first_position = 0
 dtype = "bfloat16"                     # engine, kv_cache, activations, flash_attention, as in `Features`
 """
@@ -33,24 +33,23 @@ from llorch.runtime.fields import Fields
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME, FUSABLE
 
-_NUMBER = re.compile(r"\\{i(?:\\\+1)?\\}")  # as re.escape leaves it
-_MAX_FILE = 1 << 20
+_NUMBER = re.compile(r"\\{i(?:\\\+1)?\\}")  # {i} or, for layers counted from 1, {i+1}; after re.escape
+_MAX_FILE = 1 << 20  # bytes
 _LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
 _RUN_KEYS = ("ids", "first_position", *(f.name for f in fields(Features)))
 
 
 @dataclass(frozen=True)
 class NameMap:
-    """A mapping file, read.
+    """Contents of a mapping file.
 
     Attributes:
-        path: Of the file, for messages.
-        names: Patterns with `{i}` for the layer, and the stages that they stand for: several where projections are
-            fused, none for what is no stage.
-        layers: Of patterns whose stage is that of one layer.
-        layouts: By stage or by pattern.
-        passes: Token ids of the passes, where it states them.
-        features: What it says of the engine; only what is stated.
+        path: Path of the file, for messages.
+        names: Patterns with `{i}` for the layer, and their stages: several for fused projections, none for no stage.
+        layers: Layer of a pattern whose stage is that of one layer (`l3.q_rope`).
+        layouts: Declared layouts, by stage or by pattern.
+        passes: Token ids of the passes, if declared.
+        features: Declared attributes of `Features` only.
     """
 
     path: str = ""
@@ -61,22 +60,22 @@ class NameMap:
     features: Mapping[str, str | bool] = field(default_factory=dict)
 
     def find(self, name: str, layer: int | None) -> tuple[str, int | None] | None:
-        """Find the pattern that fits a name, and the layer; None if no pattern fits."""
+        """Return the pattern that matches a name, and the layer; None if no pattern matches."""
         for pattern in self.names:
-            parts = re.fullmatch(_NUMBER.sub("([0-9]{1,4})", re.escape(pattern)), name)
-            if parts and parts.groups():
-                return pattern, int(parts[1]) - ("{i+1}" in pattern)
-            if parts:
+            match = re.fullmatch(_NUMBER.sub("([0-9]{1,4})", re.escape(pattern)), name)
+            if match and match.groups():
+                return pattern, int(match[1]) - ("{i+1}" in pattern)
+            if match:
                 return pattern, self.layers.get(pattern, layer)
         return None
 
     def layout(self, stage: str, pattern: str) -> DumpLayout:
-        """Look up the layout declared for a name, or else for its stage."""
+        """Return the layout declared for a name, or else for its stage."""
         return self.layouts.get(pattern) or self.layouts.get(stage) or DumpLayout()
 
 
 def read_mapping(path: str | Path) -> NameMap:
-    """Read and check a mapping file; FormatError if it is not TOML, or if a key or value in it is not known."""
+    """Read and check a mapping file; raise FormatError if it is not TOML, or has an unknown key or invalid value."""
     path = Path(path)
     content = read_regular(path, limit=_MAX_FILE)
     try:
@@ -86,58 +85,58 @@ def read_mapping(path: str | Path) -> NameMap:
     return mapping_of(values, path)
 
 
-def mapping_of(values: Mapping[str, object], path: str | Path = "mapping") -> NameMap:
-    """Build a mapping from values that TOML gives; raise FormatError as `read_mapping` does."""
-    _require_known(values, ("names", "layout", "run"), "", path)
-    top = Fields(values, path)
+def mapping_of(sections: Mapping[str, object], path: str | Path = "mapping") -> NameMap:
+    """Build a mapping from parsed TOML; raise FormatError like `read_mapping`."""
+    _require_known(sections, ("names", "layout", "run"), "", path)
+    top = Fields(sections, path)
     names, layouts, run = (top.section(key) or Fields({}, path) for key in ("names", "layout", "run"))
-    targets = {pattern: _target(names, pattern) for pattern in names.values}
-    stood_for = {pattern: stages for pattern, (stages, _) in targets.items()}
-    fixed = {pattern: layer for pattern, (_, layer) in targets.items() if layer is not None}
-    known = {**dict.fromkeys((*BY_NAME, RAW_SCORES)), **stood_for}
-    _require_known(layouts.values, known, "layout.", path)
+    targets = {pattern: _parse_target(names, pattern) for pattern in names.values}
+    stages_by_pattern = {pattern: stages for pattern, (stages, _) in targets.items()}
+    layers = {pattern: layer for pattern, (_, layer) in targets.items() if layer is not None}
+    layout_names = {**dict.fromkeys((*BY_NAME, RAW_SCORES)), **stages_by_pattern}
+    _require_known(layouts.values, layout_names, "layout.", path)
     declared = {}
     for name in layouts.values:
         section = layouts.section(name)
         assert section is not None  # TOML has no null
-        declared[name] = _layout_of(name, stood_for.get(name, (name,)), section, path)
+        declared[name] = _read_layout(name, stages_by_pattern.get(name, (name,)), section, path)
     _require_known(run.values, _RUN_KEYS, "run.", path)
-    said = {key: value for key in run.values if (value := _feature(run, key)) is not None}
-    return NameMap(str(path), stood_for, fixed, declared, _passes_of(run), said)
+    features = {key: value for key in run.values if (value := _read_feature(run, key)) is not None}
+    return NameMap(str(path), stages_by_pattern, layers, declared, _read_passes(run), features)
 
 
-def _require_known(values: Mapping[str, object], known: Collection[str], prefix: str, path: str | Path) -> None:
-    """Refuse keys that are not known, with the nearest known one as a suggestion."""
-    for key in values:
-        if key not in known:
-            message = f"{prefix}{key}: expected one of {', '.join(known)}{suggestion(key, known)}"
+def _require_known(section: Mapping[str, object], allowed: Collection[str], prefix: str, path: str | Path) -> None:
+    """Raise FormatError for an unknown key, and suggest the nearest allowed key."""
+    for key in section:
+        if key not in allowed:
+            message = f"{prefix}{key}: expected one of {', '.join(allowed)}{suggestion(key, allowed)}"
             raise FormatError("Unexpected", message, path=path)
 
 
-def _target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
-    """Parse the stages that a pattern stands for, and the layer if the pattern names one."""
-    value = names.values[pattern]
+def _parse_target(names: Fields, pattern: str) -> tuple[tuple[str, ...], int | None]:
+    """Parse the stages of a pattern, and the layer if the stage is that of one layer."""
+    target = names.values[pattern]
     if len(_NUMBER.findall(re.escape(pattern))) > 1:
-        raise names.error("Malformed", pattern, "a pattern with at most one {i}", value)
-    stages = (value,) if isinstance(value, str) else tuple(value) if isinstance(value, list) else ()
+        raise names.error("Malformed", pattern, "a pattern with at most one {i}", target)
+    stages = (target,) if isinstance(target, str) else tuple(target) if isinstance(target, list) else ()
     if stages == ("",):
         return (), None
-    layer = re.fullmatch(r"l([0-9]{1,4})\.(\w+)", value) if isinstance(value, str) else None
+    layer = re.fullmatch(r"l([0-9]{1,4})\.(\w+)", target) if isinstance(target, str) else None
     stages = (layer[2],) if layer else stages
     fusable = tuple(name for names in FUSABLE for name in names)
-    known = (*BY_NAME, RAW_SCORES) if isinstance(value, str) else fusable
-    for stage in stages or (value,):
-        if not isinstance(stage, str) or stage not in known or stages.count(stage) > 1:
-            near = suggestion(stage, known) if isinstance(stage, str) else ""
+    allowed = (*BY_NAME, RAW_SCORES) if isinstance(target, str) else fusable
+    for stage in stages or (target,):
+        if not isinstance(stage, str) or stage not in allowed or stages.count(stage) > 1:
+            hint = suggestion(stage, allowed) if isinstance(stage, str) else ""
             projections = f"projections of {', '.join(fusable)}"
-            expected = projections if known is fusable else "a stage (see llorch.stages.table)"
+            expected = projections if allowed is fusable else "a stage (see llorch.stages.table)"
             error = names.error("Malformed", pattern, expected, stage)
-            raise FormatError(error.code, error.message + near, path=error.path)
+            raise FormatError(error.code, error.message + hint, path=error.path)
     return stages, int(layer[1]) if layer else None
 
 
-def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | Path) -> DumpLayout:
-    """Read the `layout` of a name in a mapping: axes, row order, fused parts, factor."""
+def _read_layout(name: str, stages: tuple[str, ...], section: Fields, path: str | Path) -> DumpLayout:
+    """Read the `layout` section of a name or stage: axes, row order, fused parts, factor."""
     _require_known(section.values, _LAYOUT_KEYS, f"layout.{name}.", path)
     axes = tuple(section.text("axes", default="").split())
     if section.boolean("transposed", default=False):
@@ -159,22 +158,22 @@ def _layout_of(name: str, stages: tuple[str, ...], section: Fields, path: str | 
     )
 
 
-def _feature(run: Fields, key: str) -> str | bool | None:
-    """Read one key of the `run` table of a mapping; None for the keys that are read elsewhere."""
+def _read_feature(run: Fields, key: str) -> str | bool | None:
+    """Read one attribute of `Features` from the `run` section; None for keys that `_read_passes` reads."""
     if key in ("ids", "first_position"):
         return None
     return run.boolean(key, default=False) if key == "flash_attention" else run.text(key)
 
 
-def _passes_of(run: Fields) -> tuple[Tokens, ...]:
-    """Read the passes in order; each begins after the tokens of the passes before it."""
+def _read_passes(run: Fields) -> tuple[Tokens, ...]:
+    """Read the passes in order; each starts after the tokens of the previous passes."""
     first = run.integer("first_position", default=0, low=0)
-    given = run.values.get("ids", [])
-    lists = given if isinstance(given, list) and given and isinstance(given[0], list) else [given]
+    declared = run.values.get("ids", [])
+    lists = declared if isinstance(declared, list) and declared and isinstance(declared[0], list) else [declared]
     passes = []
-    for ids in lists if given else ():
+    for ids in lists if declared else ():
         if not isinstance(ids, list) or not ids or not all(type(token) is int and token >= 0 for token in ids):
-            raise run.error("Malformed", "ids", "a list of token ids, or one list for each pass", given)
+            raise run.error("Malformed", "ids", "a list of token ids, or one list for each pass", declared)
         passes.append(Tokens(tuple(ids), first))
         first += len(ids)
     return tuple(passes)

@@ -1,4 +1,4 @@
-"""Whose values are like which stage of our run: arrays of patterns of names beside every stage that they fit."""
+"""Match arrays of a dump to stages by values: compare every `Pattern` of names with the stages of llorch's run."""
 
 import re
 from collections.abc import Iterator, Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llorch.engines.dumps.layout import PAIRED, DumpLayout, unlike
+from llorch.engines.dumps.layout import PAIRED, DumpLayout, sine_distance
 from llorch.engines.dumps.raw import RawArray
 from llorch.engines.dumps.reading import ArrayReading, NamedArray, StageReader, run_passes
 from llorch.files import Weights
@@ -14,28 +14,28 @@ from llorch.runtime.errors import FormatError
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME, FUSABLE, STAGES
 
-_FUSED = dict(zip(FUSABLE, (("stacked", "groups"), ("stacked", "alternating")), strict=True))
+_FUSED = dict(zip(FUSABLE, (("stacked", "groups"), ("stacked", "alternating")), strict=True))  # possible row orders
 _FIRST_OF_LAYER = next(stage.name for stage in STAGES if stage.in_layer)
-_Place = tuple[tuple[str, ...], int | None]
+_GuessKey = tuple[tuple[str, ...], int | None]
 
 
 @dataclass(frozen=True)
 class Guess:
-    """What a pattern may stand for.
+    """Possible stages of a pattern.
 
     Attributes:
-        stages: One, or those that are fused.
-        offset: What its numbers exceed the layer by; of a pattern without numbers the layer, None outside of them.
-        unlike: Sine of the angle between its values and ours.
-        times: Its size over ours, where it is alike.
-        unmasked: Whether it has finite numbers where ours has none.
-        layout: With which it is least unlike.
-        read: In which form.
+        stages: One stage, or fused projections.
+        offset: For a pattern with `{i}` the number minus layer (0 or 1), else the layer; None outside the layers.
+        distance: Sine of the angle between the pattern's values and llorch's.
+        times: Norm of the values over the norm of llorch's.
+        unmasked: True if the array has finite values where llorch's are masked.
+        layout: Layout that was tried.
+        read: Reading that was tried: tokens and order of axes.
     """
 
     stages: tuple[str, ...]
     offset: int | None
-    unlike: float
+    distance: float
     times: float
     unmasked: bool
     layout: DumpLayout
@@ -49,115 +49,118 @@ class Guess:
 
 @dataclass
 class Pattern:
-    """Arrays whose names differ in one number only, `{i}` in the pattern's; or of one name."""
+    """Arrays whose names differ only in one number, `{i}` in the pattern's name; or arrays of one name."""
 
     name: str
     members: list[tuple[int, RawArray, int | None]] = field(default_factory=list)  # pass, array, number
-    guesses: dict[_Place, Guess] = field(default_factory=dict)  # by stages and offset; of those that fit
-    _fitting: dict[_Place, int] = field(default_factory=dict)
+    guesses: dict[_GuessKey, Guess] = field(default_factory=dict)  # best guess by stages and offset
+    _fitting: dict[_GuessKey, int] = field(default_factory=dict)  # number of compared members that fit
 
     @property
     def is_numbered(self) -> bool:
-        """True if the name holds a number for the layer."""
+        """True if the name contains `{i}`, or the dump declares a layer."""
         return self.members[0][2] is not None
 
     @property
     def is_one_name(self) -> bool:
-        """True if all members have one name, so that the number may not be a layer's."""
+        """True if all members have one name, so that the number may not be a layer, as in `w1`."""
         return len({array.name for _, array, _ in self.members}) == 1
 
     @property
-    def compared(self) -> list[tuple[int, RawArray, int | None]]:
-        """The first, which a mistake may not have reached yet, and the last, which may be of another pass."""
+    def samples(self) -> list[tuple[int, RawArray, int | None]]:
+        """Members to compare: the first, often without propagated errors, and the last, often of another pass."""
         return [self.members[0], *self.members[1:][-1:]]
 
     @property
     def mixes_shapes(self) -> bool:
-        """True if arrays of one pass differ in shape: then the number is no layer."""
+        """True if arrays of one pass differ in shape, so that the number is not a layer."""
         return len({(n_pass, array.shape) for n_pass, array, _ in self.members}) > len({m[0] for m in self.members})
 
-    def take(self, guesses: Sequence[Guess]) -> None:
-        """Remember the best guess of a member for one place."""
+    def add_guesses(self, guesses: Sequence[Guess]) -> None:
+        """Record the best of a member's guesses for the same stages and offset."""
         if not guesses:
             return
-        best = min(guesses, key=lambda guess: guess.unlike)
-        place = best.stages, best.offset
-        self._fitting[place] = self._fitting.get(place, 0) + 1
-        self.guesses[place] = min(best, self.guesses.get(place, best), key=lambda guess: guess.unlike)
+        best = min(guesses, key=lambda guess: guess.distance)
+        guess_key = best.stages, best.offset
+        self._fitting[guess_key] = self._fitting.get(guess_key, 0) + 1
+        self.guesses[guess_key] = min(best, self.guesses.get(guess_key, best), key=lambda guess: guess.distance)
 
-    def forget_misfits(self) -> None:
-        """Keep what all compared members may be."""
-        self.guesses = {p: guess for p, guess in self.guesses.items() if self._fitting[p] == len(self.compared)}
-
-
-def patterns_of(arrays: Sequence[tuple[int, RawArray]], n_layers: int) -> list[Pattern]:
-    """Group names into patterns, in their order; the number that gives the fewest patterns is the layer."""
-    spelled = [_patterns(arrays, n_layers, which) for which in (0, -1, 1)]
-    return min(spelled, key=lambda patterns: (sum(each.mixes_shapes for each in patterns), len(patterns)))
+    def drop_misfits(self) -> None:
+        """Keep only guesses that fit all compared members."""
+        self.guesses = {key: guess for key, guess in self.guesses.items() if self._fitting[key] == len(self.samples)}
 
 
-def _patterns(arrays: Sequence[tuple[int, RawArray]], n_layers: int, which: int) -> list[Pattern]:
-    """Group names that differ only in one number, the `which`-th that can be a layer."""
+def group_patterns(arrays: Sequence[tuple[int, RawArray]], n_layers: int) -> list[Pattern]:
+    """Group names into patterns, in order; the layer is the number that gives the fewest patterns."""
+    groupings = [_group_by_number(arrays, n_layers, which) for which in (0, -1, 1)]  # which number of a name
+    return min(groupings, key=lambda patterns: (sum(pattern.mixes_shapes for pattern in patterns), len(patterns)))
+
+
+def _group_by_number(arrays: Sequence[tuple[int, RawArray]], n_layers: int, which: int) -> list[Pattern]:
+    """Group names that differ only in one number: index `which` (0, 1 or -1) of the numbers up to `n_layers`."""
     patterns: dict[str, Pattern] = {}
     for n_pass, array in arrays:
-        numbers = [found for found in re.finditer("[0-9]+", array.name) if int(found[0]) <= n_layers]
+        numbers = [match for match in re.finditer("[0-9]+", array.name) if int(match[0]) <= n_layers]
         name, layer = array.name, array.layer
-        if layer is None and len(numbers) >= (2 if which == 1 else 1):
+        if layer is None and len(numbers) >= (2 if which == 1 else 1):  # index 1 needs two numbers
             start, end = numbers[which].span()
             name, layer = f"{name[:start]}{{i}}{name[end:]}", int(name[start:end])
         patterns.setdefault(name, Pattern(name)).members.append((n_pass, array, layer))
     return [*patterns.values()]
 
 
-def compare(patterns: Sequence[Pattern], weights: Weights, passes: tuple[Tokens, ...]) -> None:
-    """Fill in what every pattern may be, while our run goes by."""
+def match_patterns(patterns: Sequence[Pattern], weights: Weights, passes: tuple[Tokens, ...]) -> None:
+    """Run llorch once, and record each pattern's guesses whose shapes fit all its compared members."""
     reader = StageReader(weights.config, passes, None)
-    beside: dict[str, np.ndarray] = {}  # stages of the layer that runs, for those that are fused
+    layer_stages: dict[str, np.ndarray] = {}  # stages of the current layer, to fuse them
 
-    def see(n_pass: int, name: str, ours: np.ndarray) -> bool:
+    def observe(n_pass: int, name: str, llorch_x: np.ndarray) -> bool:
         layer, _, stage = name.rpartition(".")
         if stage == _FIRST_OF_LAYER:
-            beside.clear()
-        beside[stage] = ours
-        wanted = {(stage,): ours}
-        fused = [parts for parts in _FUSED if parts[-1] == stage and beside.keys() >= {*parts}]
-        wanted |= {parts: np.concatenate([beside[part] for part in parts], -1) for parts in fused}
-        for stages, array in wanted.items():
+            layer_stages.clear()
+        layer_stages[stage] = llorch_x
+        candidates = {(stage,): llorch_x}
+        fused = [parts for parts in _FUSED if parts[-1] == stage and layer_stages.keys() >= {*parts}]
+        candidates |= {parts: np.concatenate([layer_stages[part] for part in parts], -1) for parts in fused}
+        for stages, array in candidates.items():
             for pattern in patterns:
                 _compare_one(pattern, reader, n_pass, stages, int(layer[1:]) if layer else None, array)
         return True
 
-    run_passes(weights, passes, see)
+    run_passes(weights, passes, observe)
     for pattern in patterns:
-        pattern.forget_misfits()
+        pattern.drop_misfits()
 
 
 def _compare_one(
-    pattern: Pattern, reader: StageReader, n_pass: int, stages: tuple[str, ...], layer: int | None, ours: np.ndarray
+    pattern: Pattern, reader: StageReader, n_pass: int, stages: tuple[str, ...], layer: int | None, llorch_x: np.ndarray
 ) -> None:
-    """Record the guesses that a pattern's arrays of this pass are these stages of this layer."""
-    for number, array, counted in pattern.compared:
-        offset = layer if counted is None or layer is None else counted - layer
-        is_meant = counted is None or offset in (0, 1) or (offset is None and pattern.is_one_name)
-        if number != n_pass or not is_meant:
+    """Compare a pattern's samples of this pass with these stages of this layer, and record the guesses.
+
+    The number in a name must be the layer or, if names count from 1, one more.
+    """
+    for array_pass, array, number in pattern.samples:
+        offset = layer if number is None or layer is None else number - layer
+        is_possible = number is None or offset in (0, 1) or (offset is None and pattern.is_one_name)
+        if array_pass != n_pass or not is_possible:
             continue
-        pattern.take([*_guesses(NamedArray(n_pass, array, stages, layer, DumpLayout()), reader, offset, ours)])
+        pattern.add_guesses([*_guess(NamedArray(n_pass, array, stages, layer, DumpLayout()), reader, offset, llorch_x)])
 
 
-def _guesses(named: NamedArray, reader: StageReader, offset: int | None, ours: np.ndarray) -> Iterator[Guess]:
-    """Yield a guess for every way to read an array as these stages."""
+def _guess(named: NamedArray, reader: StageReader, offset: int | None, llorch_x: np.ndarray) -> Iterator[Guess]:
+    """Yield a guess for every reading and layout of an array as these stages."""
     try:
-        ways = reader.ways(named)
+        readings = reader.readings(named)
     except FormatError:
         return
     layouts = [DumpLayout(fused=order) for order in _FUSED.get(named.stages, ("stacked",))]
     layouts += [DumpLayout(permuted=True)] if named.stages[0] in PAIRED and len(named.stages) == 1 else []
-    for read in ways:
-        rows = read.same_of(ours, named.table)
+    for read in readings:
+        rows = read.select(llorch_x, named.table)
         for layout in layouts:
             parts = reader.arrays(replace(named, layout=layout), read)
             actual = np.concatenate([parts[stage] for stage in named.stages], axis=-1)
-            both = np.isfinite(actual) & np.isfinite(rows)
-            times = float(np.linalg.norm(actual[both]) / (np.linalg.norm(rows[both]) or 1.0))
-            unmasked = bool((np.isfinite(actual) & ~both).any())
-            yield Guess(named.stages, offset, unlike(actual, rows), times, unmasked, layout, read)
+            both_finite = np.isfinite(actual) & np.isfinite(rows)
+            times = float(np.linalg.norm(actual[both_finite]) / (np.linalg.norm(rows[both_finite]) or 1.0))
+            unmasked = bool((np.isfinite(actual) & ~both_finite).any())
+            yield Guess(named.stages, offset, sine_distance(actual, rows), times, unmasked, layout, read)

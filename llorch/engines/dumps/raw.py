@@ -1,6 +1,6 @@
-"""Arrays as they lie in a dump, under the names of the engine that wrote them; nothing is interpreted yet.
+"""Arrays of a dump by the names of the engine that wrote them, not interpreted yet.
 
-An array may be raw bytes in a file of others (`Stored`), mapped when it is read.
+An array may be a range of bytes in a larger file (`Stored`), which is mapped when the array is read.
 """
 
 import hashlib
@@ -22,14 +22,14 @@ class RawArray:
     """One array of a dump.
 
     Attributes:
-        name: As the engine calls it, with the layer where that is a part of the name.
-        stored: Its dtype, `float32`, `bfloat16` ...
-        shape: As stored.
-        read: Gives it; bfloat16 as float32 of the same values.
-        layer: As declared beside the name, or None.
-        tokens: Which tokens of the pass it has, counted from 0; None where nothing is said.
-        axes: Names of its axes where they are declared, of `Stage.axes` or `batch`.
-        op: The operation that made it, where the engine says so (`MUL_MAT` of ggml).
+        name: Name by the engine, which may include the layer.
+        stored: Dtype in the dump, `float32`, `bfloat16` ...
+        shape: Shape in the dump.
+        read: Function that returns the array; bfloat16 becomes float32 of the same values.
+        layer: Layer that is declared separately from the name, or None.
+        tokens: Indices of the tokens of the pass that the array has; None if not declared.
+        axes: Declared names of the axes, of `Stage.axes` or `batch`; empty if not declared.
+        op: Operation that computed the array, if declared (`MUL_MAT` of ggml).
     """
 
     name: str
@@ -44,15 +44,15 @@ class RawArray:
 
 @dataclass(frozen=True)
 class RawDump:
-    """A dump.
+    """Dump whose names are not mapped to stages yet.
 
     Attributes:
-        source: What it was read from, for messages.
-        arrays: In the order they were written; each with the number of its pass.
-        passes: Tokens of the passes; none where the dump does not say.
-        features: What the engine says of itself.
-        weights: `digest` of decoded tensors, by the engine's names.
-        notes: What was found amiss and read around, one sentence each.
+        source: Path or name of the dump, for messages.
+        arrays: (pass number, array), in the order of writing; a pass is one call of the engine's forward.
+        passes: Tokens of the passes; empty if not declared.
+        features: Declared arithmetic of the engine.
+        weights: `digest` of decoded weights, by the engine's names.
+        notes: Defects of the dump that llorch worked around, one sentence each.
     """
 
     source: str
@@ -68,27 +68,27 @@ def digest(array: np.ndarray) -> str:
     return hashlib.sha256(np.ascontiguousarray(array, "<f4").data).hexdigest()
 
 
-def with_earlier(raw: RawDump, ids: Sequence[int] | None) -> RawDump:
-    """Put the passes that a dump lacks before its own, as one without arrays, where `ids` are those of the whole text.
+def with_earlier_pass(raw: RawDump, ids: Sequence[int] | None) -> RawDump:
+    """Insert a pass without arrays for the tokens before the first dumped pass; `ids` are those of the whole text.
 
-    A dump whose first pass begins behind position 0 lacks them. Any other dump stays as it is.
+    Return the dump unchanged if its first pass starts at position 0, or if `ids` do not match.
     """
-    shown = [token for tokens in raw.passes for token in tokens.ids]
-    n_earlier = len(ids or ()) - len(shown)
-    if not ids or n_earlier < 1 or not shown:
+    dumped_ids = [token for tokens in raw.passes for token in tokens.ids]
+    n_earlier = len(ids or ()) - len(dumped_ids)
+    if not ids or n_earlier < 1 or not dumped_ids:
         return raw
-    if raw.passes[0].first_position != n_earlier or [*ids[n_earlier:]] != shown:
+    if raw.passes[0].first_position != n_earlier or [*ids[n_earlier:]] != dumped_ids:
         return raw
     arrays = tuple((number + 1, array) for number, array in raw.arrays)
     return replace(raw, arrays=arrays, passes=(Tokens(tuple(ids[:n_earlier])), *raw.passes))
 
 
 MAX_DIMS = 8
-_NUMPY = {
+_NUMPY = {  # NumPy has no bfloat16: its bits are read as integers
     "float32": "<f4", "float16": "<f2", "bfloat16": "<u2", "float64": "<f8", "int32": "<i4", "int64": "<i8",
     "uint32": "<u4",
 }  # fmt: skip
-# i8 and f8 are eight bits to some and eight bytes to others: only NumPy's own spelling, with its sign, is read.
+# i8 and f8 may mean eight bits or eight bytes, so only NumPy's spelling with a byte order sign is accepted.
 _SPELLINGS = {
     "float32": "f32 fp32 float single <f4", "float16": "f16 fp16 half <f2", "bfloat16": "bf16",
     "float64": "f64 fp64 double <f8", "int32": "i32 <i4", "int64": "i64 <i8", "uint32": "u32 <u4",
@@ -121,12 +121,12 @@ class Stored:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of an element."""
+        """Number of bytes of an element."""
         return np.dtype(_NUMPY[self.dtype]).itemsize
 
     @property
     def end(self) -> int:
-        """Byte behind the last element."""
+        """Offset after the last element."""
         if self.strides is None:
             return self.offset + math.prod(self.shape) * self.itemsize
         steps = ((size - 1) * stride for size, stride in zip(self.shape, self.strides, strict=True))
@@ -134,10 +134,7 @@ class Stored:
 
     @property
     def overlaps(self) -> bool:
-        """True if two elements share bytes, as with a stride of 0.
-
-        An array without overlaps is never larger than its file.
-        """
+        """True if elements may share bytes, as with a stride of 0: else the array is never larger than its file."""
         inner = self.itemsize
         pairs = zip(self.strides or (), self.shape, strict=self.strides is not None)
         for stride, size in sorted(pair for pair in pairs if pair[1] > 1):
@@ -147,9 +144,9 @@ class Stored:
         return False
 
     def read(self) -> np.ndarray:
-        """Look at the array: a view of the map where it lies in one piece, else a copy; bfloat16 as float32.
+        """Read the array: a view of the mapped file if it is contiguous, else a copy; bfloat16 becomes float32.
 
-        FormatError Truncated where the file has become shorter.
+        Raise FormatError Truncated if the file has become shorter.
         """
         file = MappedFile(self.path)
         if self.end > file.size:
@@ -159,19 +156,19 @@ class Stored:
 
 
 def as_numbers(array: np.ndarray, dtype: str) -> np.ndarray:
-    """Make an array contiguous and aligned; the bits of bfloat16 become float32 of the same values."""
+    """Make an array contiguous and aligned; convert the bits of bfloat16 to float32 of the same values."""
     if dtype == "bfloat16":
         return (array.astype(np.uint32) << 16).view(np.float32)
     return np.require(array, requirements=["C", "A"])
 
 
 def from_bytes(data: bytes, dtype: str, shape: tuple[int, ...]) -> np.ndarray:
-    """Build an array from exactly its bytes."""
+    """Build a contiguous array from exactly its bytes; bfloat16 becomes float32."""
     return as_numbers(np.frombuffer(data, _NUMPY[dtype]).reshape(shape), dtype)
 
 
 def require_dtype(text: str, name: str, path: str | Path) -> str:
-    """Return a dtype name as `known_dtype` does; FormatError DType if there is none."""
+    """Return a dtype name like `known_dtype`; raise FormatError DType if the dtype is unknown."""
     if (dtype := known_dtype(text)) is None:
         message = f"{name} has the dtype {text[:40]!r}, expected {', '.join(_NUMPY)}, little-endian; save float32"
         raise FormatError("DType", message, path=path)
@@ -179,7 +176,7 @@ def require_dtype(text: str, name: str, path: str | Path) -> str:
 
 
 def require_shape(shape: tuple[int, ...], name: str, path: str | Path) -> None:
-    """Refuse (Malformed, TooLarge) shapes that no array of a model has."""
+    """Raise FormatError (Malformed, TooLarge) for shapes that no array of a model has, before sizes are computed."""
     if len(shape) > MAX_DIMS or 0 in shape:
         message = f"{name} must have at most {MAX_DIMS} axes and no axis of size 0, got the shape {list(shape)!r:.80}"
         raise FormatError("Malformed", message, path=path)
@@ -188,7 +185,7 @@ def require_shape(shape: tuple[int, ...], name: str, path: str | Path) -> None:
 
 
 def require_name(name: str, path: str | Path) -> str:
-    """Refuse (Malformed) names that are harmful in messages."""
+    """Return a name; raise FormatError Malformed if it would be harmful in messages."""
     if not name or not name.isprintable() or len(name) > 200:
         raise FormatError("Malformed", f"a name must be 1 to 200 printable characters, got {name[:80]!r}", path=path)
     return name

@@ -1,6 +1,6 @@
-"""Find the tokens and the order of axes of an array from its shape, and read it as its stage.
+"""Read a dumped array as its stage (named intermediate array): find its tokens and the order of its axes by its shape.
 
-llorch runs the tokens of a dump only as far as its values are needed.
+If several orders fit, llorch runs the dump's tokens up to this stage, and the values decide.
 """
 
 import math
@@ -15,13 +15,13 @@ from llorch.engines.dumps.layout import (
     PAIRED,
     DumpLayout,
     Form,
-    cut,
     declared_form,
-    far_nearest,
-    finished,
-    fitting_forms,
+    find_nearest_form,
+    list_forms,
+    normalise,
+    sine_distance,
     single_axes,
-    unlike,
+    split_fused,
 )
 from llorch.engines.dumps.raw import RawArray
 from llorch.engines.dumps.stage_dump import DumpedArray
@@ -34,25 +34,25 @@ from llorch.runtime.errors import FormatError
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME, axis_sizes, key
 
-_LIKE = 0.1  # arrays that differ by less are the same array in another arithmetic
+_LIKE = 0.1  # largest sine distance (angle, see `sine_distance`) of one stage in different arithmetics
 
 
 def table_axes(stages: tuple[str, ...]) -> tuple[str, ...]:
-    """Return the axes of a stage in the table; fused projections share one axis, `width`."""
+    """Return the axes of a stage in `stages.table`; fused projections share one axis, `width`."""
     return tuple(BY_NAME[stages[0]].axes.split()) if len(stages) == 1 else ("seq", "width")
 
 
 @dataclass(frozen=True)
 class NamedArray:
-    """An array whose name stands for stages.
+    """Dumped array whose name has been mapped to stages.
 
     Attributes:
-        n_pass: Its pass.
-        array: As it lies there.
-        stages: One, or the projections that are fused in it.
-        layer: None outside the layers.
-        layout: What is declared of it.
-        by_llamacpp: Whether it is called as a node of llama.cpp.
+        n_pass: Number of the pass (one call of the forward), from 0.
+        array: Array with the engine's shape.
+        stages: One stage, or the projections that are fused in the array.
+        layer: Number of the layer; None outside the layers.
+        layout: Declared layout: axes, factor, pairs of RoPE, fused rows.
+        by_llamacpp: True if the name is llama.cpp's name of a node.
     """
 
     n_pass: int
@@ -64,67 +64,67 @@ class NamedArray:
 
     @property
     def table(self) -> tuple[str, ...]:
-        """Axes of the array if they are those of the stage table."""
+        """Axes of the stages in the table."""
         return table_axes(self.stages)
 
     @property
     def declared_axes(self) -> tuple[str, ...]:
-        """Axes that the user declares, or else the dump."""
+        """Axes declared by the user, or else by the dump."""
         return self.layout.axes or self.array.axes
 
 
 @dataclass(frozen=True)
 class ArrayReading:
-    """How an array is read: its rows are those tokens of its pass, None for all, and its axes have this form."""
+    """One way to read an array: its tokens in the pass (None: all), and the order and sizes of its axes (`form`)."""
 
     tokens: tuple[int, ...] | None
     form: Form
-    sizes: dict[str, int]
-    n_tokens: int  # of the pass
-    left_out: int = 0  # of the oldest keys of the context
+    sizes: dict[str, int]  # size of each axis of the stage
+    n_tokens: int  # tokens of the pass
+    n_dropped: int = 0  # number of the oldest keys that a window dropped
 
     @property
     def has_all_keys(self) -> bool:
-        """Tell if the array has no keys beyond the context."""
+        """True if the array has no padded keys beyond the context."""
         sizes = zip(self.form.axes, self.form.sizes, strict=True)
-        return all(n == self.sizes[axis] for axis, n in sizes if axis == "ctx")
+        return all(size == self.sizes[axis] for axis, size in sizes if axis == "ctx")
 
-    def same_of(self, ours: np.ndarray, table: tuple[str, ...]) -> np.ndarray:
-        """Select the tokens and keys of llorch's array that this array has."""
+    def select(self, llorch_x: np.ndarray, table: tuple[str, ...]) -> np.ndarray:
+        """Select the tokens and keys of llorch's array that the dumped array has."""
         if self.tokens is not None:
-            return ours.take(self.tokens, axis=table.index("seq"))
-        return ours[:, self.left_out :] if table[1] == "ctx" else ours
+            return llorch_x.take(self.tokens, axis=table.index("seq"))
+        return llorch_x[:, self.n_dropped :] if table[1] == "ctx" else llorch_x
 
 
 class StageReader:
-    """Decides for a stage once: what holds in one layer and pass holds in all."""
+    """Reader of stages; all layers and passes with equal candidate forms get the form that the first array got."""
 
     def __init__(
         self, config: ModelConfig, passes: tuple[Tokens, ...], weights: Weights | None, n_before: int = 0
     ) -> None:
-        """Read passes into one cache, which held `n_before` tokens; without weights no value decides anything."""
+        """Prepare to read passes with one cache, which held `n_before` tokens; without weights, compare no values."""
         self.config, self.passes, self.weights, self._n_before = config, passes, weights, n_before
-        self._decided: dict[tuple, Form] = {}
-        self._in_pairs: bool | None = None  # whether llama.cpp's nodes have the pairs of its files
+        self._chosen_forms: dict[tuple, Form] = {}
+        self._in_pairs: bool | None = None  # llama.cpp's nodes have RoPE pairs as neighbours; None: not known yet
         self._last_only: list[str] = []
         self._by_shape: dict[str, Form] = {}
         self._notes: list[str] = []
 
     def notes(self) -> list[str]:
-        """List which axes were found by their sizes, and which arrays hold only the last token."""
+        """Return notes on detected axes, and on arrays that hold only the last token."""
         notes = [*self._notes]
         if self._by_shape:
-            found = "; ".join(f"{stage} is {form}" for stage, form in self._by_shape.items())
-            notes.append(f"llorch found the order of the axes by their sizes: {found}")
+            stage_forms = "; ".join(f"{stage} is {form}" for stage, form in self._by_shape.items())
+            notes.append(f"llorch found the order of the axes by their sizes: {stage_forms}")
         if self._last_only:
             notes.append(f"one row, read as the row of the last token: {', '.join(self._last_only)}")
         return notes
 
     def dumped(self, named: NamedArray) -> dict[str, DumpedArray]:
-        """Find the stages of an array, to be read later; raise FormatError if it does not fit."""
-        ways = self.ways(named)
-        read = ways[0] if len(ways) == 1 else self._decide(named, ways)
-        if len(ways) == 1 and not named.declared_axes and read.form.differs_from(named.table):
+        """Return an array as its stages, whose values are read on demand; FormatError if no form fits its shape."""
+        readings = self.readings(named)
+        read = readings[0] if len(readings) == 1 else self._choose(named, readings)
+        if len(readings) == 1 and not named.declared_axes and read.form.differs_from(named.table):
             self._by_shape.setdefault(" ".join(named.stages), read.form)
         if "seq" in named.table and named.array.tokens is None and read.tokens is not None:
             self._last_only.append(named.array.name)
@@ -132,54 +132,57 @@ class StageReader:
         if is_interleaved and named.stages[0] in PAIRED:
             paired = replace(named, layout=replace(named.layout, permuted=True))
             named = paired if self._has_pairs(named, paired, read) else named
-        name, stored = named.array.name, named.array.stored
-        keys = read.sizes["ctx"] if read.left_out and named.table[1] == "ctx" else None
+        name, dtype = named.array.name, named.array.stored
+        keys = read.sizes["ctx"] if read.n_dropped and named.table[1] == "ctx" else None
         return {
-            stage: DumpedArray(name, stored, lambda stage=stage: self.arrays(named, read)[stage], read.tokens, keys)
+            stage: DumpedArray(name, dtype, lambda stage=stage: self.arrays(named, read)[stage], read.tokens, keys)
             for stage in named.stages
         }
 
-    def ways(self, named: NamedArray) -> list[ArrayReading]:
-        """List all ways to read an array, as declared or as its shape allows; raise FormatError if there is none.
+    def readings(self, named: NamedArray) -> list[ArrayReading]:
+        """List all readings of an array that its declaration or shape allows; raise FormatError if there is none.
 
-        If the dump does not state tokens, a single row is the row of the last token.
+        If the dump does not declare tokens, a single row is the row of the last token.
         """
-        n_tokens, given = len(self.passes[named.n_pass].ids), named.array.tokens
-        if "seq" not in named.table or given == tuple(range(n_tokens)):
-            return self._ways_of(named, None)
-        if given is not None:
-            if not given or not all(0 <= token < n_tokens for token in given):
-                raise FormatError("OutOfRange", f"tokens: expected 0 to {n_tokens - 1}, got {given}")
-            return self._ways_of(named, given)
+        n_tokens, declared = len(self.passes[named.n_pass].ids), named.array.tokens
+        if "seq" not in named.table or declared == tuple(range(n_tokens)):
+            return self._readings_with_tokens(named, None)
+        if declared is not None:
+            if not declared or not all(0 <= token < n_tokens for token in declared):
+                raise FormatError("OutOfRange", f"tokens: expected 0 to {n_tokens - 1}, got {declared}")
+            return self._readings_with_tokens(named, declared)
         try:
-            return self._ways_of(named, None)
+            return self._readings_with_tokens(named, None)
         except FormatError as error:
             try:
-                return self._ways_of(named, (n_tokens - 1,))
+                return self._readings_with_tokens(named, (n_tokens - 1,))
             except FormatError:
                 raise error from None
 
-    def _ways_of(self, named: NamedArray, tokens: tuple[int, ...] | None) -> list[ArrayReading]:
-        """Find the readings of an array with these tokens, and all keys of the context or the newest of a window."""
-        whole = self._n_before + sum(len(each.ids) for each in self.passes[: named.n_pass + 1])
+    def _readings_with_tokens(self, named: NamedArray, tokens: tuple[int, ...] | None) -> list[ArrayReading]:
+        """List the readings of an array with these tokens, and with all keys of the context or a window's newest."""
+        n_keys = self._n_before + sum(len(earlier.ids) for earlier in self.passes[: named.n_pass + 1])
         try:
-            return self._ways_in(named, tokens, whole)
+            return self._readings_in(named, tokens, n_keys)
         except FormatError:
-            for n_keys in self._newest(named, whole):
+            for n_newest in self._possible_key_counts(named, n_keys):
                 with suppress(FormatError):
-                    ways = [replace(way, left_out=whole - n_keys) for way in self._ways_in(named, tokens, n_keys)]
-                    if exact := [way for way in ways if way.has_all_keys]:
+                    readings = [
+                        replace(read, n_dropped=n_keys - n_newest)
+                        for read in self._readings_in(named, tokens, n_newest)
+                    ]
+                    if exact := [read for read in readings if read.has_all_keys]:
                         return exact
             raise
 
-    def _newest(self, named: NamedArray, whole: int) -> list[int]:
-        """List the numbers of keys that a layer with a window or chunks may keep, by the shape of an array."""
+    def _possible_key_counts(self, named: NamedArray, n_keys: int) -> list[int]:
+        """List the sizes of an array that may be its number of keys, if its layer has a window or chunks."""
         if "ctx" not in named.table or named.layer is None or self.config.layer(named.layer).bound is None:
             return []
-        return sorted({n for n in named.array.shape if n < whole}, reverse=True)
+        return sorted({size for size in named.array.shape if size < n_keys}, reverse=True)
 
-    def _ways_in(self, named: NamedArray, tokens: tuple[int, ...] | None, ctx: int) -> list[ArrayReading]:
-        """Find the readings of an array in a context of `ctx` tokens; FormatError if its shape fits none."""
+    def _readings_in(self, named: NamedArray, tokens: tuple[int, ...] | None, ctx: int) -> list[ArrayReading]:
+        """List the readings of an array in a context of `ctx` tokens; raise FormatError if no form fits its shape."""
         n_tokens = len(self.passes[named.n_pass].ids)
         seq = n_tokens if tokens is None else len(tokens)
         widths = [BY_NAME[stage].shape(self.config, seq=seq, ctx=ctx)[-1] for stage in named.stages]
@@ -187,151 +190,151 @@ class StageReader:
         shape, declared = named.array.shape, named.declared_axes
         if declared:
             return [ArrayReading(tokens, declared_form(declared, named.table, shape, sizes), sizes, n_tokens)]
-        forms = fitting_forms(named.table, shape, sizes)
+        forms = list_forms(named.table, shape, sizes)
         if not forms:
             expected = " ".join(f"{axis}={math.prod(sizes[a] for a in single_axes([axis]))}" for axis in named.table)
             advice = f"give axes under [layout.{named.stages[0]}], or check that model and tokens belong to this run"
             raise FormatError("Shape", f"expected {expected}, in any order of the axes, got {shape}; {advice}")
         return [ArrayReading(tokens, form, sizes, n_tokens) for form in forms]
 
-    def _decide(self, named: NamedArray, ways: list[ArrayReading]) -> ArrayReading:
-        """Choose the reading whose values are far nearer to llorch's than all others, else the table's order."""
-        forms = [read.form for read in ways]
-        told = (named.stages, *forms)
-        if told not in self._decided:
-            nearest = self._nearest(named, ways)
-            self._decided[told] = nearest or forms[0]
+    def _choose(self, named: NamedArray, readings: list[ArrayReading]) -> ArrayReading:
+        """Choose the reading whose values are far nearer to llorch's than all others, or else the table's order."""
+        forms = [read.form for read in readings]
+        choice_key = (named.stages, *forms)
+        if choice_key not in self._chosen_forms:
+            nearest = self._nearest(named, readings)
+            self._chosen_forms[choice_key] = nearest or forms[0]
             if nearest != forms[0]:
-                how = "by its values" if nearest else "as in the stage table, because the values do not decide"
+                reason = "by its values" if nearest else "as in the stage table, because the values do not decide"
                 self._notes.append(
                     f"{' '.join(named.stages)} ({named.array.name}, {named.array.shape}) is read as "
-                    f"{self._decided[told]}, {how}; {len(forms) - 1} other orders of the axes would fit, "
+                    f"{self._chosen_forms[choice_key]}, {reason}; {len(forms) - 1} other orders of the axes would fit, "
                     f"to choose, give axes under [layout.{named.stages[0]}]"
                 )
-        return ways[forms.index(self._decided[told])]
+        return readings[forms.index(self._chosen_forms[choice_key])]
 
-    def _nearest(self, named: NamedArray, ways: Iterable[ArrayReading]) -> Form | None:
-        """Find the form nearest to llorch's values by elements.
+    def _nearest(self, named: NamedArray, readings: Iterable[ArrayReading]) -> Form | None:
+        """Return the form whose values are far nearer to llorch's than all others; None if there is none.
 
-        If elements do not decide, compare sizes of rows, which a wrong rotation does not change.
+        If the elements do not decide, compare norms of rows, which a wrong rotation does not change.
         """
         if self.weights is None or self._n_before:
             return None
-        arrays = {read.form: self._beside_ours(named, read) for read in ways}
-        by_elements = {form: unlike(*both) for form, both in arrays.items()}
-        by_sizes = {form: unlike(*(np.linalg.norm(a, axis=-1) for a in both)) for form, both in arrays.items()}
-        return far_nearest(by_elements) or far_nearest(by_sizes)
+        arrays = {read.form: self._read_both(named, read) for read in readings}
+        by_elements = {form: sine_distance(*pair) for form, pair in arrays.items()}
+        by_norms = {form: sine_distance(*(np.linalg.norm(a, axis=-1) for a in pair)) for form, pair in arrays.items()}
+        return find_nearest_form(by_elements) or find_nearest_form(by_norms)
 
     def _has_pairs(self, named: NamedArray, paired: NamedArray, read: ArrayReading) -> bool:
-        """Check if llama.cpp's nodes have the RoPE pairs of GGUF files.
+        """Check, once per dump, if llama.cpp's nodes have RoPE pairs as neighbours, like its files.
 
-        They do, unless the values match llorch's without a change.
+        Assume so unless only the unpermuted values match llorch's. `paired` is `named`, declared with such pairs.
         """
         if self._in_pairs is None:
             self._in_pairs = True
             if self.weights is not None and not self._n_before:
-                as_is, turned = (unlike(*self._beside_ours(each, read)) for each in (named, paired))
-                self._in_pairs = turned <= _LIKE or as_is > _LIKE
+                distance, paired_distance = (sine_distance(*self._read_both(array, read)) for array in (named, paired))
+                self._in_pairs = paired_distance <= _LIKE or distance > _LIKE
             order = "neighbours, as in GGUF files" if self._in_pairs else "halves, by the values"
             self._notes.append(f"{named.array.name} is a node of llama.cpp: llorch reads the RoPE pairs as {order}")
         return self._in_pairs
 
-    def _beside_ours(self, named: NamedArray, read: ArrayReading) -> tuple[np.ndarray, np.ndarray]:
-        """Read an array in one way, and compute the same rows in llorch's run."""
+    def _read_both(self, named: NamedArray, read: ArrayReading) -> tuple[np.ndarray, np.ndarray]:
+        """Read an array in one way, and compute llorch's array for the same tokens and keys."""
         assert self.weights is not None
         stage = BY_NAME[named.stages[0]]
-        ours = our_stage(self.weights, self.passes, named.n_pass, key(stage.name, named.layer))
-        return self.arrays(named, read)[stage.name], read.same_of(ours, named.table)
+        llorch_x = run_stage(self.weights, self.passes, named.n_pass, key(stage.name, named.layer))
+        return self.arrays(named, read)[stage.name], read.select(llorch_x, named.table)
 
     def has_all_keys(self, named: NamedArray) -> bool:
-        """Tell if an array has exactly the keys of the context, or of a window in it."""
+        """Check if an array has exactly the keys of the context, or of a window in it."""
         try:
-            return any(way.has_all_keys for way in self.ways(named))
+            return any(reading.has_all_keys for reading in self.readings(named))
         except FormatError:
             return False
 
     def has_later_keys(self, named: NamedArray) -> bool:
-        """Tell if a cache with room for more keys than the pass has tokens holds numbers after these."""
+        """Check if a cache has nonzero keys after as many slots as the first pass has tokens: earlier tokens' keys."""
         if named.table[1] != "ctx":
             return False
         try:
-            (array,) = self.arrays(named, self.ways(named)[0]).values()
+            (array,) = self.arrays(named, self.readings(named)[0]).values()
         except FormatError:
             return False
         return bool(array[:, len(self.passes[0].ids) :].any())
 
     def arrays(self, named: NamedArray, read: ArrayReading) -> dict[str, np.ndarray]:
-        """Read the stages of an array now, as float32 or float64."""
-        stored = named.array.read()
-        wide = stored.astype(np.float64 if stored.dtype == np.float64 else np.float32, copy=False)
-        array = read.form.arranged(wide, single_axes(named.table), read.sizes["ctx"])
-        stage, *others = named.stages
-        parts = cut(array, named.stages, named.layout.fused, self.config) if others else {stage: array}
+        """Read the stages of an array as float32 or float64."""
+        dumped = named.array.read()
+        floats = dumped.astype(np.float64 if dumped.dtype == np.float64 else np.float32, copy=False)
+        array = read.form.arrange(floats, single_axes(named.table), read.sizes["ctx"])
+        stage, *more_stages = named.stages
+        parts = split_fused(array, named.stages, named.layout.fused, self.config) if more_stages else {stage: array}
         seq, ctx = read.sizes["seq"], read.sizes["ctx"]
         rows = np.arange(seq) if read.tokens is None else np.array(read.tokens)
-        later = np.arange(ctx) > rows[:, None] + ctx - read.n_tokens  # (tokens, ctx)
+        later = np.arange(ctx) > rows[:, None] + ctx - read.n_tokens  # (tokens, ctx): keys after the query
         shapes = {stage: BY_NAME[stage].shape(self.config, seq=seq, ctx=ctx) for stage in parts}
         return {
-            stage: _with_left_out(
-                finished(part.reshape(shapes[stage]), BY_NAME[stage], named.layout, self.config, later), stage, read
+            stage: _pad_dropped_keys(
+                normalise(part.reshape(shapes[stage]), BY_NAME[stage], named.layout, self.config, later), stage, read
             )
             for stage, part in parts.items()
         }
 
 
-def _with_left_out(array: np.ndarray, stage: str, read: ArrayReading) -> np.ndarray:
-    """Widen scores and probabilities to the whole context: keys that a window left out are masked."""
-    if not read.left_out or BY_NAME[stage].axes.split()[-1] != "ctx":
+def _pad_dropped_keys(array: np.ndarray, stage: str, read: ArrayReading) -> np.ndarray:
+    """Pad scores and probabilities to the whole context with masked keys in place of those that a window dropped."""
+    if not read.n_dropped or BY_NAME[stage].axes.split()[-1] != "ctx":
         return array
     filled = -np.inf if BY_NAME[stage].masked else 0
-    return np.pad(array, [(0, 0), (0, 0), (read.left_out, 0)], constant_values=filled)
+    return np.pad(array, [(0, 0), (0, 0), (read.n_dropped, 0)], constant_values=filled)
 
 
-def tokens_before(named: Sequence[NamedArray], passes: tuple[Tokens, ...], config: ModelConfig) -> int | None:
-    """Count the tokens that the cache held before the first pass, by the keys that its arrays have.
+def count_earlier_tokens(named: Sequence[NamedArray], passes: tuple[Tokens, ...], config: ModelConfig) -> int | None:
+    """Find how many tokens were cached before the first pass, from its numbers of keys; None if no array has keys.
 
-    None where a text that begins at its first position would be shown in the same way.
+    A first position above 0 does not tell: the engine may have run the earlier tokens, or none.
     """
     first = passes[0].first_position
     if not first:
         return 0
-    shown = [each for each in named if each.n_pass == 0 and "ctx" in each.table]
+    with_keys = [array for array in named if array.n_pass == 0 and "ctx" in array.table]
     for n_before in (0, first):
         reader = StageReader(config, passes, None, n_before)
-        if any(reader.has_all_keys(each) for each in shown):
+        if any(reader.has_all_keys(array) for array in with_keys):
             return n_before
     reader = StageReader(config, passes, None, first)
-    if any(reader.has_later_keys(each) for each in shown):
+    if any(reader.has_later_keys(array) for array in with_keys):
         return first
-    return 0 if shown else None
+    return 0 if with_keys else None
 
 
-class _Enough(Exception):
-    """Ends a run behind the last stage that somebody wants."""
+class _RunEnded(Exception):
+    """Raised to end a run after the last stage that is needed."""
 
 
 def run_passes(weights: Weights, passes: Sequence[Tokens], observe: Callable[[int, str, np.ndarray], bool]) -> None:
-    """Run passes one after the other into one cache; `observe` is shown every stage, and says whether to go on."""
+    """Run passes one after the other with one cache until `observe`, called with every stage, returns False."""
     first, rounding = passes[0].first_position, weights.cache_rounding
     cache = KVCache(weights.config, weights.dtype, first_position=first, rounding=rounding)
 
     def keep(number: int, name: str, array: np.ndarray) -> np.ndarray:
         if not observe(number, name, array):
-            raise _Enough
+            raise _RunEnded
         return array
 
-    with suppress(_Enough):
+    with suppress(_RunEnded):
         for number, tokens in enumerate(passes):
             forward(np.array(tokens.ids), weights, cache, keep=partial(keep, number))
 
 
-def our_stage(weights: Weights, passes: Sequence[Tokens], n_pass: int, key: str) -> np.ndarray:
-    """Compute one stage of one pass; later stages are not computed."""
-    found: list[np.ndarray] = []
+def run_stage(weights: Weights, passes: Sequence[Tokens], n_pass: int, key: str) -> np.ndarray:
+    """Run llorch up to one stage (`key`, like `l0.q_rope`) of one pass, and return its array."""
+    observed: list[np.ndarray] = []
 
     def observe(number: int, name: str, array: np.ndarray) -> bool:
-        found.extend([array.copy()] if (number, name) == (n_pass, key) else [])
-        return not found
+        observed.extend([array.copy()] if (number, name) == (n_pass, key) else [])
+        return not observed
 
     run_passes(weights, passes, observe)
-    return found[0]
+    return observed[0]

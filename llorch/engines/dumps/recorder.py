@@ -1,16 +1,16 @@
-"""The recorder: what an engine in Python shows of itself while it runs.
+"""Recorder of the stages (named intermediate arrays, see `stages.table`) of a Python engine while it runs.
 
     dump = llorch.Recorder(engine="mine", dtype="float32")
-    dump.begin(ids)                             a pass; each further one goes on in the same cache
-    q = dump("q_rope", rope(q), layer=i)        in the middle of a line: the array goes on as it is
+    dump.begin(ids)                             start a pass; further passes continue with the same cache
+    q = dump("q_rope", rope(q), layer=i)        inside an expression: returns the array unchanged
 
-    @dump.stage("attn_norm")                    or around a function: its argument `layer`, else the number of the call
+    @dump.stage("attn_norm")                    or as a decorator: layer from the argument `layer` or the call number
     def norm(x, weight): ...
 
-    dump.save("my-dump")                        for `llorch diagnose`; or stay here with dump.stage_dump(weights)
+    dump.save("my-dump")                        for `llorch diagnose`; or use dump.stage_dump(weights)
 
-Names are those of the stage table, or the engine's own: those need a mapping, see `mapping`. `production_logits` are
-those of the same pass in a run that nobody watched.
+Names are stage names of the table, or the engine's own names, which need a mapping file, see `mapping`. The name
+`production_logits` is for logits of the same pass from a run without recording, to check that recording changed none.
 """
 
 import functools
@@ -39,35 +39,25 @@ Given = ParamSpec("Given")
 
 
 class Recorder:
-    """Arrays of one sequence, copied into memory when they are shown."""
+    """Recorder of the arrays of one sequence, which it copies into memory."""
 
     def __init__(self, *, source: str = "recorder", **features: str | bool) -> None:
-        """Start empty.
-
-        Args:
-            source: Where it comes from, for messages.
-            features: What the engine says of itself: attributes of `Features`.
-        """
+        """Create an empty recorder; `source` names it in messages, `features` are attributes of `Features`."""
         self.source = source
         self.features = Features(**features)  # type: ignore[arg-type] (checked by its users)
-        self.weights: dict[str, str] = {}  # `llorch.engines.dumps.raw.digest` of decoded tensors, by the engine's names
+        self.weights: dict[str, str] = {}  # `llorch.engines.dumps.raw.digest` of decoded weights, by engine name
         self.passes: list[Tokens] = []
         self.arrays: dict[tuple[int, str, int | None], RawArray] = {}  # by pass, name and layer
         self._calls: Counter[tuple[int, str]] = Counter()
 
     def begin(self, ids: Sequence[int], first_position: int | None = None) -> None:
-        """Start a pass.
-
-        Args:
-            ids: Its tokens.
-            first_position: Position of the first one; where the pass before ended unless told.
-        """
+        """Start a pass (one call of the forward) with these token ids; by default after the previous pass."""
         if first_position is None:
             first_position = self.passes[-1].first_position + len(self.passes[-1].ids) if self.passes else 0
         self.passes.append(Tokens(tuple(map(int, ids)), first_position))
 
     def __call__(self, name: str, array: Array, *, layer: int | None = None) -> Array:
-        """Record an array, and hand it on; see `add`."""
+        """Record an array and return it unchanged; see `add`."""
         self.add(name, np.asarray(array), layer=layer)
         return array
 
@@ -81,52 +71,48 @@ class Recorder:
         axes: str = "",
         stored: str = "",
     ) -> None:
-        """Record an array of the pass that was begun last; ValueError if there is none, or it has the name already.
+        """Record an array of the current pass; raise UserError if there is no pass, or if the name is already used.
 
         Args:
-            name: Of the stage table, or the engine's own.
-            array: Copied.
-            layer: None outside the layers.
-            tokens: Which tokens of the pass it has, counted from 0; all unless told.
-            axes: Names of its axes, `seq heads head_dim`, where they are not those of the stage.
-            stored: What its bits are where NumPy has no such type: `bfloat16` for unsigned integers of 16 bits.
+            name: Stage name of the table, or the engine's own name.
+            array: Array, which is copied.
+            layer: Number of the layer; None outside the layers.
+            tokens: Indices of the tokens of the pass that the array has; None: all tokens.
+            axes: Names of the axes, like `seq heads head_dim`, if they are not the stage's.
+            stored: Dtype of the bits if NumPy has no such dtype: `bfloat16` for 16-bit unsigned integers.
         """
-        place = (len(self.passes) - 1, name, layer)
-        if not self.passes or place in self.arrays:
-            twice = f"{key(name, layer)} is already in pass {place[0]}; call begin(ids) before each pass"
-            raise UserError(f"recorder: {twice if self.passes else 'call begin(ids) before the first array'}")
+        array_key = (len(self.passes) - 1, name, layer)
+        if not self.passes or array_key in self.arrays:
+            problem = f"{key(name, layer)} is already in pass {array_key[0]}; call begin(ids) before each pass"
+            raise UserError(f"recorder: {problem if self.passes else 'call begin(ids) before the first array'}")
         stored = stored or array.dtype.name
-        kept = array.view(np.uint16).copy() if array.dtype.name == "bfloat16" else array.copy()
-        read = functools.partial(as_numbers, kept, stored)
+        copied = array.view(np.uint16).copy() if array.dtype.name == "bfloat16" else array.copy()
+        read = functools.partial(as_numbers, copied, stored)
         tokens = tokens if tokens is None else tuple(tokens)
-        self.arrays[place] = RawArray(name, stored, kept.shape, read, layer, tokens, tuple(axes.split()))
+        self.arrays[array_key] = RawArray(name, stored, copied.shape, read, layer, tokens, tuple(axes.split()))
 
     def stage(self, name: str, *, layer: str = "layer") -> Callable[[Callable[Given, Result]], Callable[Given, Result]]:
-        """Make a decorator that records the result of a function as `name`.
+        """Return a decorator that records the return value of a function as `name`, see `add`.
 
-        Args:
-            name: Name as for `add`.
-            layer: Argument of the function that holds the layer. A function without it is called once in each layer.
-
-        Returns:
-            The decorator.
+        `layer` is the name of the function's argument for the layer. Without such an argument, calls of a pass are
+        counted: call n is layer n.
         """
 
         def wrap(function: Callable[Given, Result]) -> Callable[Given, Result]:
             signature = inspect.signature(function)
 
             @functools.wraps(function)
-            def recorded(*args: Given.args, **kwargs: Given.kwargs) -> Result:
+            def wrapper(*args: Given.args, **kwargs: Given.kwargs) -> Result:
                 result = function(*args, **kwargs)
-                given = signature.bind(*args, **kwargs).arguments
-                return self(name, result, layer=given[layer] if layer in given else self._next_layer(name))
+                arguments = signature.bind(*args, **kwargs).arguments
+                return self(name, result, layer=arguments[layer] if layer in arguments else self._next_layer(name))
 
-            return recorded
+            return wrapper
 
         return wrap
 
     def _next_layer(self, name: str) -> int | None:
-        """Count this call in its pass and return its number, from 0; None for a stage outside the layers."""
+        """Count this call, and return its number in its pass, from 0; None for a stage outside the layers."""
         if name in BY_NAME and not BY_NAME[name].in_layer:
             return None
         call = (len(self.passes), name)
@@ -134,22 +120,22 @@ class Recorder:
         return self._calls[call] - 1
 
     def raw_dump(self) -> RawDump:
-        """Return the recorded arrays under the names of the engine."""
+        """Return the recorded arrays by the names of the engine."""
         arrays = tuple((number, array) for (number, _, _), array in self.arrays.items())
         return RawDump(self.source, arrays, tuple(self.passes), self.features, self.weights)
 
     def stage_dump(self, weights: Weights, *, mapping: NameMap | None = None) -> StageDump:
-        """Return the recorded arrays as stages of a model with these weights, as `stage_mapping.stage_dump` does."""
+        """Return the recorded arrays as stages of a model with these weights, see `stage_mapping.stage_dump`."""
         return stage_dump(self.raw_dump(), weights.config, mapping=mapping, weights=weights)
 
     def save(self, folder: str | Path) -> None:
-        """Write a dump that `llorch diagnose` reads, in place of one that is there."""
+        """Write a dump for `llorch diagnose`; replace an existing dump."""
         with DumpWriter(folder, weights=self.weights, **asdict(self.features)) as writer:
             for number, tokens in enumerate(self.passes):
                 writer.begin(tokens.ids, tokens.first_position)
-                for array in (array for (n_pass, _, _), array in self.arrays.items() if n_pass == number):
+                for array in (array for (array_pass, _, _), array in self.arrays.items() if array_pass == number):
                     bits = array.read()
                     if array.stored == "bfloat16":
                         bits = (bits.view(np.uint32) >> 16).astype(np.uint16)
-                    said = {"layer": array.layer, "tokens": array.tokens, "axes": " ".join(array.axes)}
-                    writer.add(array.name, bits, dtype=array.stored, **said)
+                    declared = {"layer": array.layer, "tokens": array.tokens, "axes": " ".join(array.axes)}
+                    writer.add(array.name, bits, dtype=array.stored, **declared)

@@ -1,4 +1,4 @@
-"""What every dump ends in: stages of the table, in the layout of the table, of one or several passes."""
+"""Result of reading a dump: stages (intermediate arrays) as in `stages.table`, of passes (calls of the forward)."""
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -10,14 +10,14 @@ from llorch.stages.stage_ref import Tokens
 
 @dataclass(frozen=True)
 class Features:
-    """What an engine says of its own arithmetic; empty where it says nothing.
+    """Declared arithmetic of an engine; empty where nothing is declared.
 
     Attributes:
-        engine: Its name.
-        dtype: Of its activations: float32, bfloat16, float16.
-        kv_cache: Type of its cache: float32, float16, bfloat16.
-        activations: What products round their inputs to: F16, BF16, Q8_0, Q8_1, Q8_K.
-        flash_attention: Whether scores and probabilities are never made.
+        engine: Name of the engine.
+        dtype: Dtype of the activations: float32, bfloat16, float16.
+        kv_cache: Dtype of the KV cache: float32, float16, bfloat16.
+        activations: Type to which products round their inputs: F16, BF16, Q8_0, Q8_1, Q8_K.
+        flash_attention: True if scores and probabilities are never computed as arrays.
     """
 
     engine: str = ""
@@ -32,11 +32,11 @@ class DumpedArray:
     """One stage of one pass.
 
     Attributes:
-        name: As the engine calls it.
-        stored: The dtype it was stored in, `float32`, `bfloat16` ...
-        read: Gives the array, float32 or float64, in the shape of the stage table; rows of `tokens` only.
-        tokens: Which tokens of the pass, counted from 0, the array has; None for all of them.
-        keys: How many of the newest keys of the context a cache has, where a window leaves out the others.
+        name: Name by the engine.
+        stored: Dtype in the dump, `float32`, `bfloat16` ...
+        read: Function that returns the array, float32 or float64, in the table's shape, for `tokens` only.
+        tokens: Indices of the tokens of the pass that the array has; None for all tokens.
+        keys: Number of keys in the dumped array, the newest, if a window dropped the older keys; else None.
     """
 
     name: str
@@ -48,13 +48,13 @@ class DumpedArray:
 
 @dataclass(frozen=True)
 class Misread:
-    """Quantised matrices that an engine read with other numbers than the folder has.
+    """Quantised matrices whose hashes in the dump show that the engine decoded other numbers than the folder has.
 
     Attributes:
-        sentence: The matrices, and what to do.
+        sentence: Message that names the matrices, with advice.
         names: llorch's names of the matrices.
-        mistakes: Sentences of the known mistakes that read exactly these numbers, by name; empty: not all are known.
-        is_rounding: The numbers are those of the folder, rounded to another dtype than the dump declares.
+        mistakes: Known mistakes that together give exactly these numbers, by name, with their sentences; else empty.
+        is_rounding: True if the numbers are the folder's, rounded to another dtype than the dump declares.
     """
 
     sentence: str
@@ -65,17 +65,17 @@ class Misread:
 
 @dataclass(frozen=True)
 class StageDump:
-    """Stages that an engine showed.
+    """Stages that an engine dumped.
 
     Attributes:
-        source: What it was read from, for messages.
-        passes: In the order they ran, one after the other into the same cache.
-        dumped: By the number of the pass and the stage key, `(0, "l0.q_rope")`.
-        features: What the engine says of itself.
-        notes: What was found rather than declared, one sentence each.
-        production: By the number of the pass, logits of the run that nobody watched.
-        n_before: How many tokens the cache held before the first pass, which the dump does not show; None: unknown.
-        misread: What the engine's reader of a quantised folder got wrong, by the hashes of its weights.
+        source: Path or name of the dump, for messages.
+        passes: Tokens of the passes, which ran one after the other with the same cache.
+        dumped: Arrays by pass number and stage key, like `(0, "l0.q_rope")`.
+        features: Declared arithmetic of the engine.
+        notes: Facts that llorch detected because they were not declared, one sentence each.
+        production: Logits of the same passes from a run without recording, by pass number.
+        n_before: Number of cached tokens before the first pass, which the dump does not contain; None if unknown.
+        misread: Matrices that the engine decoded wrongly, according to the hashes of its weights.
     """
 
     source: str
@@ -100,5 +100,5 @@ class StageDump:
         return cls(source, tuple(passes), dumped, Features(**features))  # type: ignore[arg-type] (checked by its users)
 
     def of_pass(self, number: int) -> Iterator[tuple[str, DumpedArray]]:
-        """Stage keys of one pass, and what was seen of each."""
-        return ((key, dumped) for (n, key), dumped in self.dumped.items() if n == number)
+        """Yield the stage keys and dumped arrays of one pass."""
+        return ((key, dumped) for (array_pass, key), dumped in self.dumped.items() if array_pass == number)

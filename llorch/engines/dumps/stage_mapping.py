@@ -1,4 +1,4 @@
-"""From arrays under the names of their engine to stages of the table: `stage_dump`."""
+"""Map the arrays of a dump, by the engine's names, to stages (named intermediate arrays of `stages.table`)."""
 
 import re
 import shlex
@@ -11,36 +11,36 @@ from llorch.engines.dumps.ids import passes_of
 from llorch.engines.dumps.layout import DumpLayout
 from llorch.engines.dumps.mapping import NameMap
 from llorch.engines.dumps.raw import RawArray, RawDump
-from llorch.engines.dumps.reading import NamedArray, StageReader, tokens_before
+from llorch.engines.dumps.reading import NamedArray, StageReader, count_earlier_tokens
 from llorch.engines.dumps.stage_dump import DumpedArray, Features, StageDump
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.runtime.errors import FormatError, GuardFailed
 from llorch.stages.table import BY_NAME, key
 
-PRODUCTION = "production_logits"  # of the run that nobody watched
-_SHOWN_NAMES = 8
+PRODUCTION = "production_logits"  # name of logits from a run without recording
+_SHOWN_NAMES = 8  # in messages
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
-_IDS = ("int64", "int32", "uint32")
+_IDS = ("int64", "int32", "uint32")  # dtypes of stages with expert ids
 
 
 @dataclass
 class Names:
-    """What the names of a dump stand for; the arrays of which that is not known, and sentences on what was assumed."""
+    """Arrays of a dump with their stages, arrays with unknown names, and assumptions."""
 
     named: list[NamedArray] = field(default_factory=list)
     unnamed: list[tuple[int, RawArray]] = field(default_factory=list)
     assumed: list[str] = field(default_factory=list)
-    elsewhere: dict[str, set[int | None]] = field(default_factory=dict)  # stages, in layers that have no such stage
+    absent: dict[str, set[int | None]] = field(default_factory=dict)  # dumped stage -> layers that should not have it
 
     def notes(self) -> list[str]:
-        """List assumptions and what was left out."""
-        layers = {stage: ", ".join(map(str, sorted(found, key=str))) for stage, found in self.elsewhere.items()}
+        """Return notes on assumptions and on stages that were left out."""
+        layers = {stage: ", ".join(map(str, sorted(layer_set, key=str))) for stage, layer_set in self.absent.items()}
         return [
             *self.assumed,
             *(
-                f"llorch left out {stage} of layer {said}: this model has no {stage} in that layer"
-                for stage, said in layers.items()
+                f"llorch left out {stage} of layer {layer_list}: this model has no {stage} in that layer"
+                for stage, layer_list in layers.items()
             ),
         ]
 
@@ -54,71 +54,71 @@ def stage_dump(
     first_position: int = 0,
     weights: Weights | None = None,
 ) -> StageDump:
-    """Find out which stages the arrays of a dump are, and in which layout; arrays are read later, one by one.
+    """Identify the stage and layout of every array of a dump; each array is read only when it is used.
 
-    `ids` and `first_position` are tokens of the only pass, where neither dump nor mapping has them. With `weights`
-    llorch's own run decides where a shape fits several orders of the axes, and finds tokens that nobody states.
-    FormatError: no ids; a stage twice; a layer that the model does not have; no array that is a stage. GuardFailed: the
-    same is stated in two ways; an array fits its stage in no layout.
+    `ids` and `first_position` are the tokens of the only pass, if neither dump nor mapping declares them. With
+    `weights`, llorch's run chooses between orders of axes that fit a shape, and detects undeclared tokens. Raise
+    FormatError if there are no token ids, a stage occurs twice, a layer does not exist, or no array is a stage. Raise
+    GuardFailed if declarations contradict each other, or no layout of a stage fits its array.
     """
     mapping = mapping or NameMap()
-    names = names_of(raw, config, mapping)
+    names = resolve_names(raw, config, mapping)
     if not names.named:
-        raise _without_stages(raw, weights)
+        raise _no_stages_error(raw, weights)
     embeddings = {named.n_pass: named.array for named in names.named if named.stages == ("embed",)}
     passes, notes_on_ids = passes_of(raw, mapping, ids, first_position, weights, embeddings, config.vocab_size)
-    n_before = tokens_before(names.named, passes, config)
+    n_before = count_earlier_tokens(names.named, passes, config)
     reader = StageReader(config, passes, weights, n_before or 0)
-    stages, left_out = _stages(raw, names.named, reader)
-    notes = [*raw.notes, *notes_on_ids, *names.notes(), *reader.notes(), *left_out, *_about_unnamed(names.unnamed)]
+    stages, left_out = _collect_stages(raw, names.named, reader)
+    notes = [*raw.notes, *notes_on_ids, *names.notes(), *reader.notes(), *left_out, *_note_unnamed(names.unnamed)]
     features = Features(**asdict(raw.features) | mapping.features)  # type: ignore[arg-type] (checked when it was read)
     production = _production_logits(raw, names, reader)
     return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), production, n_before)
 
 
 def _production_logits(raw: RawDump, names: Names, reader: StageReader) -> dict[int, DumpedArray]:
-    """Find the logits of the run that nobody watched, by pass."""
+    """Return the logits of the run without recording, by pass."""
     production = ((n_pass, array) for n_pass, array in names.unnamed if array.name == PRODUCTION)
     named = [NamedArray(n_pass, array, ("logits",), None, DumpLayout()) for n_pass, array in production]
-    logits, _ = _stages(raw, named, reader)
+    logits, _ = _collect_stages(raw, named, reader)
     return {n_pass: dumped for (n_pass, _), dumped in logits.items()}
 
 
-def _without_stages(raw: RawDump, weights: Weights | None) -> FormatError:
-    names = _patterns(raw.arrays)
-    words = ("llorch", "diff", "--suggest", raw.source, "--model", "MODEL" if weights is None else str(weights.path))
+def _no_stages_error(raw: RawDump, weights: Weights | None) -> FormatError:
+    names = _list_patterns(raw.arrays)
+    argv = ("llorch", "diff", "--suggest", raw.source, "--model", "MODEL" if weights is None else str(weights.path))
     actual = (
         f"got {len(raw.arrays)} arrays with other names ({', '.join(names[:_SHOWN_NAMES])})"
         if names
         else "got no array"
     )
-    command = f"draft a mapping with: {shlex.join(words)} > names.toml, and give it with --map names.toml"
+    command = f"draft a mapping with: {shlex.join(argv)} > names.toml, and give it with --map names.toml"
     return FormatError("Missing", f"stages: expected arrays with names of stages, {actual}; {command}", path=raw.source)
 
 
-def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
-    """Find the stages that every name stands for; an array that is known to be no stage is left out.
+def resolve_names(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
+    """Map every name to stages; leave out arrays that are no stage, or a stage that only other layers have.
 
-    The mapping takes precedence over the names that engines use. FormatError if the model does not have the stage or
-    the layer, or if the stage does not hold such numbers.
+    The mapping takes precedence over the names of engines. Raise FormatError if no layer of the model has the stage,
+    the layer does not exist, or the array has a wrong dtype.
     """
     names = Names()
-    times = Counter((n_pass, array.name, array.layer) for n_pass, array in raw.arrays)
-    before: Counter[tuple[int, str, int | None]] = Counter()
-    node: Meaning | None = None  # the last one of llama.cpp that is a stage
+    n_total = Counter((n_pass, array.name, array.layer) for n_pass, array in raw.arrays)
+    n_seen: Counter[tuple[int, str, int | None]] = Counter()
+    node: Meaning | None = None  # last stage, if it is a llama.cpp node
     for n_pass, array in raw.arrays:
-        pattern, place = "", (n_pass, array.name, array.layer)
-        if mapped := mapping.find(array.name, array.layer):
-            pattern, layer = mapped
+        pattern, slot = "", (n_pass, array.name, array.layer)  # arrays of one slot differ in their order only
+        if match := mapping.find(array.name, array.layer):
+            pattern, layer = match
             meaning = Meaning(mapping.names[pattern], layer)
         else:
-            meaning = meaning_of(array.name, array.layer, config, op=array.op, nth=before[place], of=times[place])
+            meaning = meaning_of(array.name, array.layer, config, op=array.op, nth=n_seen[slot], of=n_total[slot])
             meaning = meaning or nameless(array.name, array.op, node, config)
-        before[place] += 1
+        n_seen[slot] += 1
         if meaning is None:
             names.unnamed.append((n_pass, array))
-        elif meaning.stages and (other := _of_other_layers(meaning, config)):
-            names.elsewhere.setdefault(other, set()).add(meaning.layer)
+        elif meaning.stages and (absent_stage := _only_in_other_layers(meaning, config)):
+            names.absent.setdefault(absent_stage, set()).add(meaning.layer)
         elif meaning.stages:
             node = meaning if meaning.by_llamacpp else None
             layout = mapping.layout(meaning.stages[0], pattern)
@@ -130,70 +130,70 @@ def names_of(raw: RawDump, config: ModelConfig, mapping: NameMap) -> Names:
 def _named_array(
     source: str, n_pass: int, array: RawArray, meaning: Meaning, layout: DumpLayout, config: ModelConfig
 ) -> NamedArray:
-    """Make the array of a name whose stages are known; FormatError if the model has no such stage in that layer."""
+    """Build an array with its stages; raise FormatError if the model has no such stage in that layer."""
     stages = meaning.stages
-    if stages == (RAW_SCORES,):
+    if stages == (RAW_SCORES,):  # attn_scores before scaling by 1 / sqrt(head_dim) and before the mask
         layout = replace(layout, times=layout.times * config.head_dim**0.5, masked=False)
         stages = ("attn_scores",)
     stage, subject = BY_NAME[stages[0]], f"{key(array.name, array.layer)} ({' '.join(meaning.stages)})"
     if stage.in_layer != (meaning.layer is not None) or not 0 <= (meaning.layer or 0) < config.n_layers:
-        wanted = f"a layer from 0 to {config.n_layers - 1}" if stage.in_layer else "no layer"
-        raise FormatError("OutOfRange", f"{subject}: expected {wanted}, got {meaning.layer}", path=source)
+        expected = f"a layer from 0 to {config.n_layers - 1}" if stage.in_layer else "no layer"
+        raise FormatError("OutOfRange", f"{subject}: expected {expected}, got {meaning.layer}", path=source)
     if not stage.applies_to(config, meaning.layer):
         raise FormatError("Unexpected", f"{subject}: expected a stage that a {config.family} model has", path=source)
-    known = _IDS + _FLOATS if stage.is_choice else _FLOATS
-    if array.stored not in known:
-        raise FormatError("DType", f"{subject}: expected {', '.join(known)}, got {array.stored}", path=source)
+    allowed = _IDS + _FLOATS if stage.is_selection else _FLOATS
+    if array.stored not in allowed:
+        raise FormatError("DType", f"{subject}: expected {', '.join(allowed)}, got {array.stored}", path=source)
     return NamedArray(n_pass, array, stages, meaning.layer, layout, meaning.by_llamacpp)
 
 
-def _of_other_layers(meaning: Meaning, config: ModelConfig) -> str | None:
-    """Return the name of a stage that other layers of the model have, e.g. RoPE, and this layer has not; else None."""
+def _only_in_other_layers(meaning: Meaning, config: ModelConfig) -> str | None:
+    """Return the stage name if only other layers of the model have the stage, e.g. RoPE; else None."""
     stage = BY_NAME.get(meaning.stages[0])
     if stage is None or meaning.layer is None or not stage.in_layer or not 0 <= meaning.layer < config.n_layers:
         return None
     return stage.name if stage.applies_to(config) and not stage.applies_to(config, meaning.layer) else None
 
 
-def _stages(
+def _collect_stages(
     raw: RawDump, named: Sequence[NamedArray], reader: StageReader
 ) -> tuple[dict[tuple[int, str], DumpedArray], list[str]]:
-    """Collect stages by pass and stage key, and notes on arrays whose stage was there already."""
-    found: dict[tuple[int, str], DumpedArray] = {}
+    """Collect stages by pass and stage key, and notes on repeated stages; GuardFailed if no layout fits a shape."""
+    stages: dict[tuple[int, str], DumpedArray] = {}
     notes = []
-    for each in named:
+    for named_array in named:
         try:
-            parts = reader.dumped(each)
+            dumped_stages = reader.dumped(named_array)
         except FormatError as error:
-            message = f"{each.array.name} ({' '.join(each.stages)}): {error.message}"
+            message = f"{named_array.array.name} ({' '.join(named_array.stages)}): {error.message}"
             if error.code == "Shape":
                 raise GuardFailed("layout", message, source=raw.source) from None
             raise FormatError(error.code, message, path=raw.source) from None
-        for stage, dumped in parts.items():
-            place = each.n_pass, key(stage, each.layer)
-            first = found.setdefault(place, dumped)
-            if first is dumped or each.by_llamacpp:  # whose reshapes have the name of what they reshape
+        for stage, dumped in dumped_stages.items():
+            stage_key = named_array.n_pass, key(stage, named_array.layer)
+            first = stages.setdefault(stage_key, dumped)
+            if first is dumped or named_array.by_llamacpp:  # a reshape in llama.cpp keeps the name of its source
                 continue
             if first.name == dumped.name:
-                message = f"{dumped.name}: expected one array in pass {each.n_pass}, got two"
+                message = f"{dumped.name}: expected one array in pass {named_array.n_pass}, got two"
                 raise FormatError("Duplicate", f"{message}; begin a new pass for each run", path=raw.source)
-            notes.append(f"{dumped.name} is {place[1]}, like {first.name}: left out")
-    return found, notes
+            notes.append(f"{dumped.name} is {stage_key[1]}, like {first.name}: left out")
+    return stages, notes
 
 
-def _about_unnamed(unnamed: Sequence[tuple[int, RawArray]]) -> list[str]:
-    """Write one note on all unnamed arrays, with numbers as {i}."""
+def _note_unnamed(unnamed: Sequence[tuple[int, RawArray]]) -> list[str]:
+    """Return one note on all unnamed arrays, with numbers as {i}."""
     unnamed = [(n_pass, array) for n_pass, array in unnamed if array.name != PRODUCTION]
     if not unnamed:
         return []
-    patterns = _patterns(unnamed)
-    more = f" and {len(patterns) - _SHOWN_NAMES} more" if len(patterns) > _SHOWN_NAMES else ""
+    patterns = _list_patterns(unnamed)
+    rest = f" and {len(patterns) - _SHOWN_NAMES} more" if len(patterns) > _SHOWN_NAMES else ""
     return [
         f"llorch left out {len(unnamed)} arrays, because their stage is unknown: "
-        f"{', '.join(patterns[:_SHOWN_NAMES])}{more}; name the arrays in a mapping, drafted by llorch diff --suggest"
+        f"{', '.join(patterns[:_SHOWN_NAMES])}{rest}; name the arrays in a mapping, drafted by llorch diff --suggest"
     ]
 
 
-def _patterns(arrays: Sequence[tuple[int, RawArray]]) -> list[str]:
+def _list_patterns(arrays: Sequence[tuple[int, RawArray]]) -> list[str]:
     """List the names of arrays, each once, with numbers as {i}."""
     return [*dict.fromkeys(re.sub(r"[0-9]+", "{i}", array.name) for _, array in arrays)]

@@ -1,7 +1,7 @@
-"""Drafts a mapping for a dump with names of its own.
+"""Draft a mapping file for a dump with unknown names.
 
-A pattern of names is the stage whose values are most alike. Behind a mistake nothing is alike any more: there the
-order of writing decides among the stages of its shape.
+A `Pattern` of names is mapped to the stage with the most similar values in llorch's run. After an error in the engine
+no values are similar; then the order of writing decides among the stages of the same shape.
 """
 
 import json
@@ -13,98 +13,95 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from llorch.engines.dumps.engine_names import RAW_SCORES
 from llorch.engines.dumps.ids import ids_from_embedding, passes_of
 from llorch.engines.dumps.mapping import NameMap
-from llorch.engines.dumps.match_stages import Guess, Pattern, compare, patterns_of
+from llorch.engines.dumps.match_stages import Guess, Pattern, group_patterns, match_patterns
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.reading import table_axes
-from llorch.engines.dumps.stage_mapping import names_of
+from llorch.engines.dumps.stage_mapping import resolve_names
 from llorch.files import Weights
 from llorch.stages.table import STAGES, key
 
-_ALIKE = 0.1  # unlike ours by at most that: this stage, wherever it was written
-_STILL_ALIKE = 0.7  # behind a mistake
-_SAME_SIZE = 0.02
-_LEFT_OUT = 2.0  # what no stage costs, in unlikeness
-_TRIED = 4  # arrays, each beside the whole embedding table
+_ALIKE = 0.1  # largest distance (`Guess.distance`) at which the values decide the stage without the order
+_STILL_ALIKE = 0.7  # largest distance at which values still say something, after an error in the engine
+_SAME_SIZE = 0.02  # largest relative difference of norms that counts as equal
+_LEFT_OUT = 2.0  # cost of a pattern without stage, more than the largest distance, 1
+_TRIED = 4  # arrays of a pass that are compared with the embedding table
 _HEAD = (
     "# A draft for --map, from shapes and values. Check each line; start with arrays that match llorch least.",
     '# [layout.STAGE] holds facts that shapes do not show: axes = "heads seq head_dim", transposed = true,',
     '# permuted = "interleaved", times = 0.125, masked = false, fused = "groups".',
 )
-_Choice = tuple[float, dict[str, Guess]]  # what it costs, by the name of the pattern
+_Choice = tuple[float, dict[str, Guess]]  # cost, guesses by pattern name
 
 
 def suggest(raw: RawDump, weights: Weights, ids: Sequence[int] = (), *, first_position: int = 0) -> str:
-    """Draft a mapping for the arrays of a dump whose names nobody knows: a TOML file, each line with how sure it is.
+    """Draft a mapping for arrays with unknown names: a TOML file with a similarity for each line.
 
-    `ids` and `first_position` are its tokens, where it does not state them; without any they are found in an array of
-    embeddings, or FormatError is raised.
+    `ids` and `first_position` are the tokens, if the dump does not declare them. Without them, llorch detects the
+    tokens from an array of embeddings, or raises FormatError.
     """
     config = weights.config
-    unnamed = names_of(raw, config, NameMap()).unnamed
+    unnamed = resolve_names(raw, config, NameMap()).unnamed
     embeddings = {} if raw.passes or ids else _embeddings(unnamed, weights)
-    passes, found = passes_of(raw, NameMap(), ids, first_position, weights, embeddings, config.vocab_size)
-    patterns = patterns_of(unnamed, config.n_layers)
-    compare(patterns, weights, passes)
-    offset = _counted_from(patterns)
+    passes, notes = passes_of(raw, NameMap(), ids, first_position, weights, embeddings, config.vocab_size)
+    patterns = group_patterns(unnamed, config.n_layers)
+    match_patterns(patterns, weights, passes)
+    offset = _find_offset(patterns)
     chosen = _choose_stages(patterns, offset)
     lines = [*_HEAD, "", "[names]"]
     lines += [_name_line(pattern, chosen.get(pattern.name), offset, config.head_dim) for pattern in patterns]
     rotated = {g.stages[0][0] for g in chosen.values() if g.layout.permuted and g.stages[0].endswith("_rope")}
     for pattern in patterns:
-        guess = chosen.get(pattern.name)
-        if guess is not None and guess.unlike <= _ALIKE:
-            lines += _layout_lines(pattern, guess, offset, rotated)
+        g = chosen.get(pattern.name)
+        if g is not None and g.distance <= _ALIKE:
+            lines += _layout_lines(pattern, g, offset, rotated)
     if not raw.passes:
-        lines += ["", "[run]", *(f"# {note}" for note in found)]
-        lines += [f"ids = {[[*each.ids] for each in passes]}", f"first_position = {passes[0].first_position}"]
+        lines += ["", "[run]", *(f"# {note}" for note in notes)]
+        lines += [f"ids = {[[*tokens.ids] for tokens in passes]}", f"first_position = {passes[0].first_position}"]
     return "\n".join(lines) + "\n"
 
 
 def _embeddings(unnamed: Sequence[tuple[int, RawArray]], weights: Weights) -> dict[int, RawArray]:
-    """Find, for each pass, an array whose rows are rows of the embedding table.
-
-    Only the first arrays of that width are tried.
-    """
+    """Find an array of each pass whose rows are rows of the embedding table, among the first arrays of that width."""
     width = weights.config.hidden_size
-    found: dict[int, RawArray] = {}
-    tried: Counter[int] = Counter()
+    embeddings: dict[int, RawArray] = {}
+    n_tried: Counter[int] = Counter()
     for n_pass, array in unnamed:
-        if array.shape[-1:] != (width,) or n_pass in found or tried[n_pass] == _TRIED:
+        if array.shape[-1:] != (width,) or n_pass in embeddings or n_tried[n_pass] == _TRIED:
             continue
-        tried[n_pass] += 1
+        n_tried[n_pass] += 1
         if ids_from_embedding(array.read().reshape(-1, width), weights) is not None:
-            found[n_pass] = array
-    return found
+            embeddings[n_pass] = array
+    return embeddings
 
 
-def _counted_from(patterns: Sequence[Pattern]) -> int:
-    """Decide whether layers count from 0 or 1, by the numbering whose values are more alike."""
-    alike = [
-        sum(1 - min((g.unlike for g in pattern.guesses.values() if g.offset == offset), default=1.0)
+def _find_offset(patterns: Sequence[Pattern]) -> int:
+    """Decide if names count layers from 0 or 1 (the offset), by the numbering with more similar values."""
+    similarities = [
+        sum(1 - min((guess.distance for guess in pattern.guesses.values() if guess.offset == offset), default=1.0)
             for pattern in patterns if pattern.is_numbered)
         for offset in (0, 1)
     ]  # fmt: skip
-    return int(alike[1] > alike[0])
+    return int(similarities[1] > similarities[0])
 
 
 def _choose_stages(patterns: Sequence[Pattern], offset: int) -> dict[str, Guess]:
-    """Choose a stage for each pattern, none twice: first by similar values, then by the order of writing."""
-    open_to = {pattern.name: [*_possible(pattern, offset)] for pattern in patterns}
+    """Choose a different stage for each pattern: first by similar values, then by the order of writing."""
+    allowed = {pattern.name: [*_allowed_guesses(pattern, offset)] for pattern in patterns}
     chosen: dict[str, Guess] = {}
 
     def is_free(guess: Guess) -> bool:
-        others = [other.stages for other in chosen.values() if other.offset == guess.offset]
-        return not any(set(guess.stages) & set(stages) for stages in others)
+        used = [chosen_guess.stages for chosen_guess in chosen.values() if chosen_guess.offset == guess.offset]
+        return not any(set(guess.stages) & set(stages) for stages in used)
 
-    alike = [(guess, name) for name, guesses in open_to.items() for guess in guesses if guess.unlike <= _ALIKE]
-    for guess, name in sorted(alike, key=lambda each: (round(each[0].unlike, 3), each[0].row)):
+    alike = [(guess, name) for name, guesses in allowed.items() for guess in guesses if guess.distance <= _ALIKE]
+    for guess, name in sorted(alike, key=lambda pair: (round(pair[0].distance, 3), pair[0].row)):
         if name not in chosen and is_free(guess):
             chosen[name] = guess
-    return chosen | _in_order({name: [*filter(is_free, guesses)] for name, guesses in open_to.items()}, chosen)
+    return chosen | _assign_in_order({name: [*filter(is_free, guesses)] for name, guesses in allowed.items()}, chosen)
 
 
-def _possible(pattern: Pattern, offset: int) -> Iterator[Guess]:
-    """Yield the guesses that agree with the numbering of layers; a name with `rot` or `rope` is a rotated stage."""
+def _allowed_guesses(pattern: Pattern, offset: int) -> Iterator[Guess]:
+    """Yield the guesses that agree with the numbering of layers; a name with `rot` or `rope` needs a rotated stage."""
     is_rotated = re.search("rot|rope", pattern.name, re.IGNORECASE) is not None
     for guess in pattern.guesses.values():
         is_rope = guess.stages[0].endswith("_rope")
@@ -112,28 +109,31 @@ def _possible(pattern: Pattern, offset: int) -> Iterator[Guess]:
             yield guess
 
 
-def _in_order(open_to: dict[str, list[Guess]], chosen: Mapping[str, Guess]) -> dict[str, Guess]:
-    """Assign the remaining patterns so that stages between those already chosen follow the order of the table."""
-    cheapest: dict[int, _Choice] = dict.fromkeys(range(-1, len(STAGES)), (0.0, {}))  # of what is behind a row
-    for name, guesses in reversed(open_to.items()):
+def _assign_in_order(allowed: dict[str, list[Guess]], chosen: Mapping[str, Guess]) -> dict[str, Guess]:
+    """Assign the other patterns at least cost, by dynamic programming: stages follow the order of the table.
+
+    The cost of a guess is its distance plus a small term for another norm.
+    """
+    cheapest: dict[int, _Choice] = dict.fromkeys(range(-1, len(STAGES)), (0.0, {}))  # best choice after a table row
+    for name, guesses in reversed(allowed.items()):
         if name in chosen:
             cheapest = dict.fromkeys(cheapest, cheapest[chosen[name].row])
             continue
-        before = {}
-        for row, (cost, rest) in cheapest.items():
-            options = [(cost + _LEFT_OUT, rest)]
+        updated = {}
+        for row, (cost, choice) in cheapest.items():
+            options = [(cost + _LEFT_OUT, choice)]
             for guess in guesses:
                 if guess.row > row:
-                    cost, rest = cheapest[guess.row]
-                    size = abs(math.log2(guess.times or 1e-9)) / 8
-                    options.append((cost + guess.unlike + size, {name: guess, **rest}))
-            before[row] = min(options, key=lambda option: option[0])
-        cheapest = before
+                    cost, choice = cheapest[guess.row]
+                    norm_cost = abs(math.log2(guess.times or 1e-9)) / 8
+                    options.append((cost + guess.distance + norm_cost, {name: guess, **choice}))
+            updated[row] = min(options, key=lambda option: option[0])
+        cheapest = updated
     return cheapest[-1][1]
 
 
-def _spelled(pattern: Pattern, guess: Guess | None, offset: int) -> str:
-    """Spell a name as the mapping file spells it."""
+def _format_key(pattern: Pattern, guess: Guess | None, offset: int) -> str:
+    """Format a pattern as a key of the mapping file, with {i+1} if names count layers from 1."""
     name = pattern.name
     if pattern.is_numbered and (guess is None or guess.offset is None) and pattern.is_one_name:
         name = pattern.members[0][1].name
@@ -141,25 +141,25 @@ def _spelled(pattern: Pattern, guess: Guess | None, offset: int) -> str:
 
 
 def _name_line(pattern: Pattern, guess: Guess | None, offset: int, head_dim: int) -> str:
-    """Format the TOML line that maps a pattern to its stage, with a comment on how sure it is."""
-    name = _spelled(pattern, guess, offset)
+    """Format the TOML line that maps a pattern to its stage, with the similarity as a comment."""
+    name = _format_key(pattern, guess, offset)
     if guess is None:
         return f'# {name} = ""  # {pattern.members[0][1].shape} fits no remaining stage'
     stages, times = guess.stages, guess.times
     if stages == ("attn_scores",) and guess.unmasked and abs(times / math.sqrt(head_dim) - 1) < _SAME_SIZE:
         stages, times = (RAW_SCORES,), 1.0
-    stage, *others = stages
-    target = stages if others else key(stage, None if pattern.is_numbered else guess.offset)
-    sure = f"{math.sqrt(1 - guess.unlike**2):.4f} alike"
-    if guess.unlike > _ALIKE:
-        sure += ", by shape and order only" if guess.unlike > _STILL_ALIKE else ", in this order"
+    stage, *more_stages = stages
+    target = stages if more_stages else key(stage, None if pattern.is_numbered else guess.offset)
+    similarity = f"{math.sqrt(1 - guess.distance**2):.4f} alike"
+    if guess.distance > _ALIKE:
+        similarity += ", by shape and order only" if guess.distance > _STILL_ALIKE else ", in this order"
     elif abs(times - 1) > _SAME_SIZE:
-        sure += f", {times:.4g} times ours"
-    return f"{name} = {json.dumps(target)}  # {sure}"
+        similarity += f", {times:.4g} times ours"
+    return f"{name} = {json.dumps(target)}  # {similarity}"
 
 
 def _layout_lines(pattern: Pattern, guess: Guess, offset: int, rotated: Collection[str]) -> list[str]:
-    """List the lines of a layout: axes, fused, masked, and permuted, as a comment unless q or k is in `rotated`."""
+    """Format the lines of a layout; `permuted` is a comment unless `rotated`, letters of rotated heads, has q or k."""
     lines = []
     if guess.read.form.differs_from(table_axes(guess.stages)):
         lines.append(f'axes = "{guess.read.form}"')
@@ -170,8 +170,8 @@ def _layout_lines(pattern: Pattern, guess: Guess, offset: int, rotated: Collecti
     if guess.layout.permuted and guess.stages[0][0] in rotated:
         lines.append('permuted = "interleaved"')
     elif guess.layout.permuted:
-        when = "only if RoPE rotates neighbouring pairs; otherwise the rows have GGUF order"
-        lines.append(f'# permuted = "interleaved"  # {when}')
+        condition = "only if RoPE rotates neighbouring pairs; otherwise the rows have GGUF order"
+        lines.append(f'# permuted = "interleaved"  # {condition}')
     is_stage = pattern.is_numbered and len(guess.stages) == 1
-    about = guess.stages[0] if is_stage else _spelled(pattern, guess, offset)
-    return ["", f"[layout.{about}]", *lines] if lines else []
+    section = guess.stages[0] if is_stage else _format_key(pattern, guess, offset)
+    return ["", f"[layout.{section}]", *lines] if lines else []

@@ -1,14 +1,14 @@
-"""Decoders of ggml's block types: bytes to float32, with the bits that ggml's C gives.
+"""Decoders of ggml's block types: bytes to float32, bit-identical to ggml's C code.
 
-In comes a `Chunk`, some blocks of one type as a file packs them, one to a row; out goes one float32 for every element,
-written into an array of the caller, a block to a row. Nothing is checked here: sizes were when the file was opened,
-scales that are not finite give numbers that are not finite, and whoever decodes looks for those.
+Input: a `Chunk`, stored blocks of one type, one per row. Output: one float32 per element, written into an array of the
+caller, one block per row. Decoders check nothing: sizes were checked at opening. Non-finite scales give non-finite
+numbers, which the caller must check.
 
-A type has a function named after it on the page of its kind; the head of the page is its layout, byte by byte. Read
-`chunk` first (how bytes and bits of many blocks are moved at once), then `uniform`, floats and the plain types (code
-times scale), `super_blocks`, the K types (scales of scales), and `tables` (codes look up a number, or up to eight).
+Each type has a function of its name; the docstring of its module is the byte layout. Read `chunk` first (moves bytes
+and bits of many blocks at once), then `uniform` (floats, code times scale), `super_blocks` (K types, scales of scales)
+and `tables` (codes look up one number, or up to eight).
 
-The gguf package decodes the same types to the same bits, and needs 2 to 12 times as long (benchmarks/by_hand.md).
+The gguf package decodes the same types to the same bits, 2 to 12 times slower (benchmarks/by_hand.md).
 """
 
 from collections.abc import Callable, Mapping
@@ -31,11 +31,11 @@ _TYPES = {
 }
 
 
-def _decode(page: ModuleType, name: str, chunk: Chunk, out: np.ndarray) -> None:
-    """Decode blocks by the function that has this name in a module now; lesson 13 puts other functions there."""
-    getattr(page, f"decode_{name.lower()}")(chunk, out)
+def _decode(module: ModuleType, name: str, chunk: Chunk, out: np.ndarray) -> None:
+    """Decode by the module's current function of this name: `llorch learn` replaces functions in lesson 13."""
+    getattr(module, f"decode_{name.lower()}")(chunk, out)
 
 
 DECODERS: Mapping[str, Decoder] = MappingProxyType(
-    {name: partial(_decode, page, name) for page, names in _TYPES.items() for name in names.split()}
+    {name: partial(_decode, module, name) for module, names in _TYPES.items() for name in names.split()}
 )

@@ -1,33 +1,33 @@
-"""Moving bytes and bits of many blocks at once, which is most of the work of decoding.
+"""Rearrangement of bytes and bits of many blocks at once, the largest part of decoding.
 
-NumPy copies items of 16 bytes with any stride at the speed of the cache, but pays a price per row for rows of bytes.
-So whatever has to be rearranged is moved as items, and whatever can be is worked on as one long row of 32-bit words.
-Fresh memory costs as much as the work itself: all results lie in one piece that is used again for the next chunk.
+NumPy copies 16-byte items with any stride at cache speed, but rows of bytes have a cost per row. So bytes are moved as
+items, and bits are processed as one long row of 32-bit words. Allocation would take as long as the work itself: all
+arrays are in one scratch memory, which the next chunk reuses.
 """
 
 from collections.abc import Sequence
 
 import numpy as np
 
-SCRATCH_BYTES = 8  # that the results may take, for each element of a chunk
+SCRATCH_BYTES = 8  # scratch memory per element of a chunk
 
 
 class Chunk:
-    """Some blocks of a tensor, and what takes them apart. All results are contiguous and last as long as the chunk."""
+    """Blocks of a tensor, with methods to unpack them into contiguous arrays, valid as long as the chunk."""
 
     def __init__(self, blocks: np.ndarray, scratch: np.ndarray) -> None:
-        """Wrap blocks, one per row, and memory for the results, `SCRATCH_BYTES` for each element."""
+        """Wrap blocks, one per row, and scratch memory of `SCRATCH_BYTES` per element."""
         self.blocks = blocks
         self._scratch = scratch
         self._used = 0
 
     def field(self, start: int, size: int) -> np.ndarray:
-        """Copy some bytes of every block."""
+        """Copy `size` bytes from `start` of every block."""
         copied = self._empty(len(self.blocks) * size, np.uint8).reshape(-1, size)
-        item = size & -size if size < 64 else size  # the largest power of two that divides it; long rows as rows
-        for offset in range(0, size, item):
-            source = self.blocks[:, start + offset : start + offset + item]
-            copied[:, offset : offset + item].view(f"V{item}")[...] = source.view(f"V{item}")
+        item_bytes = size & -size if size < 64 else size  # largest power of two that divides it; long rows as rows
+        for offset in range(0, size, item_bytes):
+            source = self.blocks[:, start + offset : start + offset + item_bytes]
+            copied[:, offset : offset + item_bytes].view(f"V{item_bytes}")[...] = source.view(f"V{item_bytes}")
         return copied
 
     def float16_field(self, start: int) -> np.ndarray:
@@ -35,38 +35,38 @@ class Chunk:
         return self.blocks[:, start : start + 2].view("<f2")[:, 0].astype(np.float32)
 
     def bit_fields(self, data: np.ndarray, bits: int, *, place: int = 0) -> list[np.ndarray]:
-        """Split contiguous bytes, a multiple of 4, into 8 / bits flat arrays, lowest first, moved to bit `place`."""
+        """Split contiguous bytes, a multiple of 4, into 8 / bits arrays, lowest bits first, shifted to bit `place`."""
         words = data.reshape(-1).view(np.uint32)
         mask = np.uint32(((1 << bits) - 1) * 0x0101_0101 << place)
         fields = []
         for shift in range(0, 8, bits):
-            part = self._empty(words.size, np.uint32)
+            shifted = self._empty(words.size, np.uint32)
             if shift < place:
-                np.left_shift(words, np.uint32(place - shift), out=part)
+                np.left_shift(words, np.uint32(place - shift), out=shifted)
             else:
-                np.right_shift(words, np.uint32(shift - place), out=part)
-            part &= mask
-            fields.append(part.view(np.uint8))
+                np.right_shift(words, np.uint32(shift - place), out=shifted)
+            shifted &= mask
+            fields.append(shifted.view(np.uint8))
         return fields
 
     def weave(self, parts: Sequence[np.ndarray], width: int) -> np.ndarray:
-        """Take `width` bytes (8, or a multiple of 16) of each part in turn; parts are contiguous and equally long."""
+        """Interleave `width` bytes (8, or a multiple of 16) of each part; parts are contiguous, of equal size."""
         item = np.dtype(f"V{min(width, 16)}")
         columns = [part.reshape(-1, width).view(item) for part in parts]
         woven = self._empty(sum(part.size for part in parts), np.uint8)
-        items = woven.view(item).reshape(len(columns[0]), len(parts), -1)
+        woven_items = woven.view(item).reshape(len(columns[0]), len(parts), -1)
         for index, column in enumerate(columns):
-            for place in range(column.shape[1]):
-                items[:, index, place] = column[:, place]
+            for item_index in range(column.shape[1]):
+                woven_items[:, index, item_index] = column[:, item_index]
         return woven
 
     def look_up(self, table: np.ndarray, keys: np.ndarray) -> np.ndarray:
-        """Replace every key, none beyond the table, by the entry of the table."""
+        """Replace every key by its table entry; keys must be valid indices."""
         indices = self._empty(keys.size, np.intp)
         indices[...] = keys
-        found = self._empty(keys.size, table.dtype)
-        np.take(table, indices, out=found, mode="clip")  # any other mode makes a copy of `found`
-        return found
+        entries = self._empty(keys.size, table.dtype)
+        np.take(table, indices, out=entries, mode="clip")  # any other mode makes a copy of `entries`
+        return entries
 
     def _empty(self, count: int, dtype: np.typing.DTypeLike) -> np.ndarray:
         """Take an uninitialised array from the chunk's scratch memory, aligned to 64 bytes."""
@@ -76,7 +76,7 @@ class Chunk:
 
 
 def write_scaled(codes: np.ndarray, scales: np.ndarray, out: np.ndarray) -> np.ndarray:
-    """Write contiguous codes times scales, one for every equally long run, to `out`; viewed with a run per row."""
+    """Write contiguous codes times scales, one scale per run, to `out`; returns a view with one run per row."""
     np.copyto(out.reshape(-1), codes.reshape(-1))
     runs = out.reshape(scales.size, -1)
     runs *= scales.reshape(-1, 1)

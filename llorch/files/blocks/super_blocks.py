@@ -7,17 +7,16 @@
     Q5_K  32         d * scale * code - dmin * min    as Q4_K, with the fifth bits before the four bits
     Q6_K  16         d * scale * (code - 32)          4 bits an element, the upper 2 bits, scales (8 bits), d
 
-A byte of codes holds elements that lie 32 apart (64 for the four bits of Q6_K), the first in the lowest bits.
+A byte of codes has elements at a distance of 32 (64 for the four bits of Q6_K), the first in the lowest bits.
 
-Source: ggml src/ggml-common.h (layouts) and src/ggml-quants.c (dequantize_row_*_K, get_scale_min_k4), as of
-libggml 0.25.
+Source: ggml src/ggml-common.h (layouts), src/ggml-quants.c (dequantize_row_*_K, get_scale_min_k4) of libggml 0.25.
 """
 
 import numpy as np
 
 from llorch.files.blocks.chunk import Chunk, write_scaled
 
-_LOW_2 = np.uint32(0x0303_0303)
+_LOW_2 = np.uint32(0x0303_0303)  # masks of the low bits of four bytes
 _LOW_4 = np.uint32(0x0F0F_0F0F)
 _LOW_6 = np.uint32(0x3F3F_3F3F)
 
@@ -65,13 +64,13 @@ def decode_q6_k(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def minima_of_q2_k(chunk: Chunk) -> np.ndarray:
-    """Return the number that is added to each sub-block."""
+    """Return the number added to each sub-block."""
     minima = chunk.bit_fields(chunk.field(0, 16), 4)[1].reshape(-1, 16)
     return -minima.astype(np.float32) * chunk.float16_field(82)[:, None]
 
 
 def minima_of_q4_k(chunk: Chunk) -> np.ndarray:
-    """Return the number that is added to each sub-block, for Q4_K and Q5_K."""
+    """Return the number added to each sub-block, for Q4_K and Q5_K."""
     return -_scales_and_minima(chunk)[1].astype(np.float32) * chunk.float16_field(2)[:, None]
 
 
@@ -95,8 +94,8 @@ def _scales_and_minima(chunk: Chunk) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _scales_of_q3_k(chunk: Chunk) -> np.ndarray:
-    """Unpack 16 six-bit scales: their lower four bits lie in 8 bytes, their upper two bits in 4."""
+    """Unpack 16 six-bit scales: lower four bits in 8 bytes, upper two bits in 4 bytes."""
     first, second, upper = np.ascontiguousarray(chunk.field(96, 12).view("<u4").T)
     lower = (first & _LOW_4, second & _LOW_4, first >> 4 & _LOW_4, second >> 4 & _LOW_4)
-    scales = [low | (upper >> 2 * index & _LOW_2) << 4 for index, low in enumerate(lower)]
+    scales = [lower_bits | (upper >> 2 * index & _LOW_2) << 4 for index, lower_bits in enumerate(lower)]
     return np.stack(scales, axis=1).view(np.uint8)

@@ -1,4 +1,4 @@
-"""Blocks whose codes look up numbers: x = d * table[code], or for a group of 4 or 8 an entry of a grid, with signs.
+"""Block types with lookup tables: x = d * table[code], or a grid entry for a group of 4 or 8 elements, with signs.
 
     type     elements  d                            bytes of a block, in order
     IQ4_NL   32        one float16                  d, 4 bits an element
@@ -6,7 +6,8 @@
     MXFP4    32        a power of two (E8M0)        d (1 byte), 4 bits an element
     NVFP4    64        an 8-bit float, 16 each      d (4 bytes), 4 bits an element
 
-The numbers of the last two are doubled to be integers, and their d is halved. Of grids all are super-blocks of 256:
+Table values of MXFP4 and NVFP4 are doubled to be integers, and d is halved. A key is the index of a grid entry. All
+grid types are super-blocks of 256:
 
     type     group  x                                          bytes of a block, in order
     IQ2_XXS  8      d * (0.5 + scale) / 4 * entry * sign       d, for each 32: 4 keys, then 4 x 7 signs and the scale
@@ -17,10 +18,10 @@ The numbers of the last two are doubled to be integers, and their d is halved. O
     IQ1_S    8      d * (1 + 2 * scale) * (entry + delta)      d, keys, for each 32: upper key bits, scale, delta
     IQ1_M    8      d * (1 + 2 * scale) * (entry + delta)      keys, upper key bits with delta, scales with d
 
-Of 8 signs in 7 bits the last makes their number of minuses even. A delta is +0.125 or -0.125.
+If 8 signs are stored in 7 bits, the last sign makes the number of minus signs even. A delta is +0.125 or -0.125.
 
 Source: ggml src/ggml-common.h (layouts, kvalues_*), src/ggml-quants.c (dequantize_row_*) and src/ggml-impl.h
-(ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32), as of libggml 0.25. The grids are those of the gguf package.
+(ggml_e8m0_to_fp32_half, ggml_ue4m3_to_fp32), as of libggml 0.25. The grids come from the gguf package.
 """
 
 from functools import cache
@@ -30,23 +31,23 @@ from gguf import quants
 
 from llorch.files.blocks.chunk import Chunk, write_scaled
 
-_NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)
-_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)
+_NONLINEAR = (-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69, 89, 113)  # IQ4 values by code
+_E2M1_DOUBLED = (0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12)  # by code
 
 
 def _pairs(table: tuple[int, ...]) -> np.ndarray:
-    """Map each two codes, as one 16-bit number, to their two values; this halves the number of look-ups."""
+    """Return a table from two codes, as one 16-bit number, to two values; this halves the number of look-ups."""
     low, high = np.arange(0x1000) & 15, np.arange(0x1000) >> 8
     return np.array(table, np.int8)[np.stack((low, high), axis=1)].view("<i2")[:, 0]
 
 
 _NONLINEAR_PAIRS = _pairs(_NONLINEAR)
 _E2M1_PAIRS = _pairs(_E2M1_DOUBLED)
-_E8M0_HALVED = np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32)  # 255, its NaN, is a number in ggml
+_E8M0_HALVED = np.ldexp(np.float32(1), np.arange(256) - 128).astype(np.float32)  # in ggml 255 (NaN) is a number
 
 
 def _ue4m3_halved() -> np.ndarray:
-    """Make the table of unsigned 8-bit floats, halved; 0 and 127 are zero in ggml, and the sign bit is ignored."""
+    """Build the table of unsigned 8-bit floats, halved; in ggml 0 and 127 are zero, and the sign bit is ignored."""
     exponent, mantissa = np.arange(256) >> 3 & 15, np.arange(256) & 7
     halved = np.where(exponent == 0, np.ldexp(mantissa / 1.0, -10), np.ldexp(1 + mantissa / 8, exponent - 8))
     halved[0x7F] = 0
@@ -88,25 +89,25 @@ def _look_up(chunk: Chunk, pairs: np.ndarray, data: np.ndarray, width: int) -> n
 
 
 _EIGHT_BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int8)
-_EIGHT_SIGNS = (1 - 2 * _EIGHT_BITS).view(np.uint64)[:, 0]
-_EVEN = np.arange(128) | (_EIGHT_BITS[:128].sum(axis=1) & 1) << 7
-_SEVEN_SIGNS = _EIGHT_SIGNS[_EVEN]
-_NINTH_BITS = _EIGHT_BITS.astype(np.uint16).view("V16")[:, 0]
+_EIGHT_SIGNS = (1 - 2 * _EIGHT_BITS).view(np.uint64)[:, 0]  # eight signs of a byte, as int8
+_EVEN = np.arange(128) | (_EIGHT_BITS[:128].sum(axis=1) & 1) << 7  # seven bits, and an eighth that makes them even
+_SEVEN_SIGNS = _EIGHT_SIGNS[_EVEN]  # eight signs, stored in seven bits
+_NINTH_BITS = _EIGHT_BITS.astype(np.uint16).view("V16")[:, 0]  # eight bits of a byte, as uint16
 _SIGN_SHIFTS = np.arange(0, 28, 7, dtype=np.uint32)
 
 
 @cache
 def _grid(name: str) -> np.ndarray:
-    """Load a table of the gguf package; the integers of an entry lie in the bytes of one number."""
-    package = getattr(quants, name)
-    package.init_grid()
-    entries = package.grid.reshape(package.grid_shape).astype(np.int8)
+    """Load a grid of the gguf package; each entry is one number, its bytes are the integers."""
+    grid_class = getattr(quants, name)
+    grid_class.init_grid()
+    entries = grid_class.grid.reshape(grid_class.grid_shape).astype(np.int8)
     return entries.view(f"<u{entries.shape[1]}")[:, 0]
 
 
 @cache
 def _grid_with_delta() -> np.ndarray:
-    """Make the grid of IQ1 plus delta, times 8; the twelfth bit of the key makes delta negative."""
+    """Build the grid of IQ1 plus delta, times 8; the twelfth bit of the key makes delta negative."""
     entries = 8 * _grid("IQ1_S").view(np.int8)
     return np.concatenate((entries + np.int8(1), entries - np.int8(1))).view(np.uint64)
 
@@ -145,12 +146,12 @@ def decode_iq3_xxs(chunk: Chunk, out: np.ndarray) -> None:
 
 def decode_iq3_s(chunk: Chunk, out: np.ndarray) -> None:
     """Decode groups of 4 with keys of 9 bits."""
-    ninth = chunk.look_up(_NINTH_BITS, chunk.field(66, 8).reshape(-1)).view(np.uint16)
-    ninth <<= np.uint16(8)
-    ninth |= chunk.field(2, 64).reshape(-1)
+    keys = chunk.look_up(_NINTH_BITS, chunk.field(66, 8).reshape(-1)).view(np.uint16)
+    keys <<= np.uint16(8)
+    keys |= chunk.field(2, 64).reshape(-1)
     signs = chunk.look_up(_EIGHT_SIGNS, chunk.field(74, 32).reshape(-1))
     scales = _odd_scale(chunk.float16_field(0), _nibbles(chunk, 106, 4))
-    _write_signed(chunk, _grid("IQ3_S"), ninth, signs, scales, out)
+    _write_signed(chunk, _grid("IQ3_S"), keys, signs, scales, out)
 
 
 def decode_iq1_s(chunk: Chunk, out: np.ndarray) -> None:
@@ -164,7 +165,7 @@ def decode_iq1_s(chunk: Chunk, out: np.ndarray) -> None:
 
 def decode_iq1_m(chunk: Chunk, out: np.ndarray) -> None:
     """Decode groups of 8 with keys of 11 bits; each 8 elements share a delta, each 16 share a scale."""
-    upper = _nibbles(chunk, 32, 16).reshape(-1)  # three bits of key, then the delta
+    upper = _nibbles(chunk, 32, 16).reshape(-1)  # three key bits, then the delta bit
     keys = upper.astype(np.uint16) << np.uint16(8) | chunk.field(0, 32).reshape(-1)
     words = chunk.field(48, 8).view("<u2")  # four scales of three bits in each, then four bits of d
     d_bits = (words >> np.uint16(12)) << np.arange(0, 16, 4, dtype=np.uint16)
@@ -176,17 +177,17 @@ def decode_iq1_m(chunk: Chunk, out: np.ndarray) -> None:
 def _write_signed(
     chunk: Chunk, grid: np.ndarray, keys: np.ndarray, signs: np.ndarray, scales: np.ndarray, out: np.ndarray
 ) -> None:
-    """Write grid[key] * sign * scale to `out`; a sign is -1 or 1, a scale holds for a run of elements."""
+    """Write grid[key] * sign * scale to `out`; a sign is -1 or 1, a scale applies to a run of elements."""
     codes = chunk.look_up(grid, keys).view(np.int8)
     codes *= signs.view(np.int8)
     write_scaled(codes, scales, out)
 
 
 def _write_with_delta(chunk: Chunk, keys: np.ndarray, scales: np.ndarray, out: np.ndarray) -> None:
-    """Write (grid[key] + delta) * scale to `out`; delta is in the key."""
+    """Write (grid[key] + delta) * scale to `out`; the key contains the sign of delta."""
     flat = out.reshape(-1)
     flat[...] = chunk.look_up(_grid_with_delta(), keys).view(np.int8)
-    flat *= np.float32(0.125)  # exact; the product with the scale comes after it, as in ggml
+    flat *= np.float32(0.125)  # exact; multiplied before the scale, as in ggml
     runs = out.reshape(scales.size, -1)
     runs *= scales.reshape(-1, 1)
 

@@ -1,4 +1,4 @@
-"""Floats, and blocks of equally spaced numbers: x = code * d, or x = code * d + m, with one float d (and m) to a block.
+"""Floats, and blocks of uniform codes: x = code * d, or x = code * d + m, with one float d (and m) per block.
 
     type   elements  bytes of a block, in order
     Q1_0   128       d float16, 1 bit an element: +d or -d
@@ -12,7 +12,7 @@
     Q8_K   256       d float32, 8 bits an element, signed, 16 sums
     TQ2_0  256       2 bits an element, code - 1, d float16
 
-Four-bit codes: the first half of a block lies in the low halves of its bytes, the second half in the high ones.
+Four-bit codes: the first half of a block is in the low nibbles of its bytes, the second half in the high nibbles.
 
 Source: ggml src/ggml-common.h (layouts) and src/ggml-quants.c (dequantize_row_*), as of libggml 0.25.
 """
@@ -22,7 +22,7 @@ import numpy as np
 from llorch.files.blocks.chunk import Chunk, write_scaled
 
 _BITS = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little").view(np.int8)
-_SIGNS = (2 * _BITS - 1).view(np.uint64)[:, 0]  # the eight codes in a byte
+_SIGNS = (2 * _BITS - 1).view(np.uint64)[:, 0]  # the eight codes of a byte
 _FIFTH_BITS = (16 * _BITS).view(np.uint64)[:, 0]
 _PAIRS_OF_BITS = (np.arange(256)[:, None] >> np.arange(0, 8, 2) & 3).astype(np.int8)
 _QUADS = (_PAIRS_OF_BITS - np.int8(1)).view(np.uint32)[:, 0]
@@ -44,7 +44,7 @@ def decode_bf16(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def widen_bfloat16(codes: np.ndarray, out: np.ndarray) -> None:
-    """Widen bfloat16: it is the upper half of a float32."""
+    """Widen bfloat16, the upper half of a float32."""
     bits = out.view(np.uint32)
     bits[...] = codes
     bits <<= np.uint32(16)
@@ -53,14 +53,14 @@ def widen_bfloat16(codes: np.ndarray, out: np.ndarray) -> None:
 def decode_f16(chunk: Chunk, out: np.ndarray) -> None:
     """Widen float16, four times as fast as NumPy's cast.
 
-    Exponent and mantissa move to their places in a float32, which is then 2^112 too small because the exponents
-    have different biases. The product is exact, subnormal numbers included; infinity and NaN come out as 2^16 or more
-    and are left to NumPy.
+    Exponent and mantissa are shifted to their bits in a float32, which is then 2^112 too small, because the exponents
+    have different biases. The product is exact, also for subnormal numbers. Infinity and NaN become 2^16 or more; then
+    NumPy's cast is used.
     """
     bits = out.view(np.int32)
-    bits[...] = chunk.blocks.view("<i2")  # the sign now fills the upper half
+    bits[...] = chunk.blocks.view("<i2")  # the sign fills the upper half
     bits <<= np.int32(13)
-    bits &= np.int32(-0x7000_0001)  # keep one copy of it
+    bits &= np.int32(-0x7000_0001)  # keep one copy of the sign
     np.multiply(out, np.float32(2**112), out=out)
     if out.size and not (out.max() < 2**16 and out.min() > -(2**16)):
         out[...] = chunk.blocks.view("<f2")
@@ -73,13 +73,13 @@ def decode_q1_0(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def decode_q2_0(chunk: Chunk, out: np.ndarray) -> None:
-    """Decode 2-bit codes; a byte holds four neighbours."""
+    """Decode 2-bit codes; a byte has four neighbouring elements."""
     codes = chunk.look_up(_QUADS, chunk.field(2, 16).reshape(-1)).view(np.int8)
     write_scaled(codes, chunk.float16_field(0), out)
 
 
 def decode_tq2_0(chunk: Chunk, out: np.ndarray) -> None:
-    """Decode 2-bit codes; a byte holds four elements that are 32 apart."""
+    """Decode 2-bit codes; a byte has four elements at a distance of 32."""
     codes = chunk.weave(chunk.bit_fields(chunk.field(0, 64), 2), 32).view(np.int8)
     codes -= 1
     write_scaled(codes, chunk.float16_field(64), out)
@@ -93,7 +93,7 @@ def decode_q4_0(chunk: Chunk, out: np.ndarray) -> None:
 
 
 def minima_of_block(chunk: Chunk) -> np.ndarray:
-    """Return the number that is added to each block, for Q4_1 and Q5_1."""
+    """Return the number added to each block, for Q4_1 and Q5_1."""
     return chunk.float16_field(2)[:, None]
 
 

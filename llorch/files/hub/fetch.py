@@ -1,10 +1,10 @@
-"""Fetch a model of the hub: look into huggingface_hub's cache, then list the missing files, check sizes and disk space.
+"""Fetch a model of the hub: search huggingface_hub's cache, list missing files, check disk space, download.
 
-huggingface_hub downloads them. llorch downloads only the files of the model from a repository. Errors of the hub and of
-the network become one line. `look` makes no request.
+huggingface_hub downloads the files. llorch requests only the model's files of a repository. Errors of the hub and the
+network become one line. `look` makes no request.
 
-Source: huggingface_hub, "Understand caching": below models--org--name/, refs/REVISION holds a commit and
-snapshots/COMMIT its files.
+Source: huggingface_hub, "Understand caching": in models--org--name/, refs/REVISION has a commit and snapshots/COMMIT
+the files.
 """
 
 import errno
@@ -23,155 +23,155 @@ from llorch.files.hub.reference import (
     TOKENIZER,
     WEIGHTS,
     Reference,
-    files_of_gguf,
+    find_gguf_files,
     is_folder,
     of_folder,
-    shards_of,
+    read_shard_names,
 )
 from llorch.runtime.errors import MissingExtra
 
 
 @dataclass(frozen=True)
 class Cached:
-    """A model in the cache."""
+    """Model in the cache."""
 
-    path: Path  # its GGUF file, or its folder
-    commit: str  # of the repository
-    whole: bool = True  # else a folder has weights, but others fetched it and left the tokenizer out
+    path: Path  # GGUF file, or folder
+    commit: str  # commit of the repository
+    has_tokenizer: bool = True  # False for a folder that another program fetched without tokenizer
 
 
 def repository_folder(repo: str) -> Path:
-    """Return the folder where the cache keeps a repository."""
+    """Return the cache folder of a repository."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
     return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo, repo_type="model")
 
 
-def look(wanted: Reference) -> Cached | None:
-    """Find a model in the cache, at the commit that its revision was when it was last asked for."""
-    home = repository_folder(wanted.repo)
-    folder = home / "snapshots" / _commit(home, wanted.revision or "main")
-    # A link to a blob that is gone is no file.
+def look(model: Reference) -> Cached | None:
+    """Find a model in the cache, at the commit that its revision had at its last download; None if incomplete."""
+    repository = repository_folder(model.repo)
+    folder = repository / "snapshots" / _commit(repository, model.revision or "main")
+    # A link to a deleted blob is no file.
     files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
-    if not wanted.quant and is_folder(files):
-        complete = all((folder / name).exists() for name in _weight_files(folder))
-        whole = all((folder / name).exists() for name in (CONFIG, *TOKENIZER))
-        return Cached(folder, folder.name, whole) if complete else None
+    if not model.quant and is_folder(files):
+        is_complete = all((folder / name).exists() for name in _weight_files(folder))
+        has_tokenizer = all((folder / name).exists() for name in (CONFIG, *TOKENIZER))
+        return Cached(folder, folder.name, has_tokenizer) if is_complete else None
     try:
-        return Cached(folder / files_of_gguf(files, wanted)[0], folder.name)
+        return Cached(folder / find_gguf_files(files, model)[0], folder.name)
     except FileNotFoundError:
         return None
 
 
-def _commit(home: Path, revision: str) -> str:
-    """Return the commit that a revision was when it was last downloaded, "none" if it never was."""
+def _commit(repository: Path, revision: str) -> str:
+    """Return the commit that a revision had at its last download, "none" (no such folder) if there was none."""
     if re.fullmatch("[0-9a-f]{40}", revision):
         return revision
-    ref = home / "refs" / revision
+    ref = repository / "refs" / revision
     return ref.read_text().strip() if ref.is_file() else "none"
 
 
 def _weight_files(folder: Path) -> list[str]:
-    """List the weight files that a folder needs, by its index; the index itself if it cannot be read."""
+    """Return the weight files of a folder, by its index; the index itself if it cannot be read."""
     if (folder / WEIGHTS).exists():
         return [WEIGHTS]
     try:
-        return shards_of(folder / INDEX)
+        return read_shard_names(folder / INDEX)
     except (ValueError, KeyError, TypeError, AttributeError):
-        return [INDEX]  # what is wrong with it is said where it is opened
+        return [INDEX]  # opening the folder reports the error
 
 
-def obtain(wanted: Reference, *, consent: Callable[[str], bool], report: Callable[[str], None]) -> Path:
-    """Return the path of a model of the hub, from the cache or else downloaded; see `llorch.files.hub.find`."""
+def obtain(model: Reference, *, consent: Callable[[str], bool], report: Callable[[str], None]) -> Path:
+    """Return the path of a hub model, from the cache or downloaded; see `llorch.files.hub.find`."""
     try:
         import huggingface_hub  # noqa: F401
     except ModuleNotFoundError:
         missing = MissingExtra("hub", "huggingface_hub")
-        raise FileNotFoundError(f"{_neither(wanted)}; to search the Hugging Face hub: {missing}") from None
-    with _in_words(wanted):
-        cached = look(wanted)
-    if cached is None or not cached.whole:
+        raise FileNotFoundError(f"{_not_found(model)}; to search the Hugging Face hub: {missing}") from None
+    with _one_line_errors(model):
+        cached = look(model)
+    if cached is None or not cached.has_tokenizer:
         try:
-            return _fetched(wanted, consent, report)
+            return _download(model, consent, report)
         except Unreachable as error:
             if cached is None:
                 raise
-            report(f"{wanted}: {error.why}; the cached copy has no tokenizer")
-    report(f"{wanted}: commit {cached.commit}, from the cache")
+            report(f"{model}: {error.why}; the cached copy has no tokenizer")
+    report(f"{model}: commit {cached.commit}, from the cache")
     return cached.path
 
 
 class Unreachable(FileNotFoundError):
-    """Nobody could be asked."""
+    """Error of a hub that cannot be reached."""
 
-    def __init__(self, wanted: Reference, why: str, remedy: str) -> None:
-        """Name the model, the reason why the hub cannot be asked (`why`), and what to do."""
-        super().__init__(f"{_neither(wanted)}, not in the cache of the Hugging Face hub, and {why}; {remedy}")
+    def __init__(self, model: Reference, why: str, remedy: str) -> None:
+        """Name the model, the reason (`why`), and what to do (`remedy`)."""
+        super().__init__(f"{_not_found(model)}, not in the cache of the Hugging Face hub, and {why}; {remedy}")
         self.why = why
 
 
-def _neither(wanted: Reference) -> str:
-    return f"model '{wanted}': no such file or folder"
+def _not_found(model: Reference) -> str:
+    return f"model '{model}': no such file or folder"
 
 
-def _fetched(wanted: Reference, consent: Callable[[str], bool], report: Callable[[str], None]) -> Path:
-    """Choose the files of a hub model, ask for consent, download them, and return their path."""
+def _download(model: Reference, consent: Callable[[str], bool], report: Callable[[str], None]) -> Path:
+    """List the files of a hub model, ask for consent, download them, and return their path."""
     from huggingface_hub import HfApi, snapshot_download
 
-    with _in_words(wanted):
-        found = HfApi().model_info(wanted.repo, revision=wanted.revision or None, files_metadata=True)
-    files = {sibling.rfilename: sibling for sibling in found.siblings or []}
-    commit = str(found.sha)
-    is_gguf = bool(wanted.quant) or not is_folder(files)
+    with _one_line_errors(model):
+        info = HfApi().model_info(model.repo, revision=model.revision or None, files_metadata=True)
+    files = {sibling.rfilename: sibling for sibling in info.siblings or []}
+    commit = str(info.sha)
+    is_gguf = bool(model.quant) or not is_folder(files)
     if is_gguf:
-        names = files_of_gguf(files, wanted)
+        names = find_gguf_files(files, model)
     else:
-        names = of_folder(files, _shards(wanted, commit) if WEIGHTS not in files else ())
-    if absent := [name for name in names if name not in files]:
-        raise FileNotFoundError(f"model '{wanted}': {INDEX} names {absent[0]!r}, which is not in the repository")
-    missing = list(_missing(wanted, commit, [files[name] for name in names]))
+        names = of_folder(files, _shards(model, commit) if WEIGHTS not in files else ())
+    if unknown_files := [name for name in names if name not in files]:
+        raise FileNotFoundError(f"model '{model}': {INDEX} names {unknown_files[0]!r}, which is not in the repository")
+    missing = list(_missing(model, commit, [files[name] for name in names]))
     n_bytes = sum(sibling.size or 0 for sibling in missing)
     if missing:
-        _require_room(wanted, n_bytes)
-        described = f"{wanted}: {len(missing)} of {len(names)} files of commit {commit}, {_format_bytes(n_bytes)}"
-        if not consent(described):
-            raise FileNotFoundError(f"model '{wanted}': not downloaded, because the answer was no")
+        _require_disk_space(model, n_bytes)
+        description = f"{model}: {len(missing)} of {len(names)} files of commit {commit}, {_format_bytes(n_bytes)}"
+        if not consent(description):
+            raise FileNotFoundError(f"model '{model}': not downloaded, because the answer was no")
     patterns = [glob.escape(name) for name in names]
-    with _in_words(wanted):
-        folder = Path(snapshot_download(wanted.repo, revision=wanted.revision or "main", allow_patterns=patterns))
-    report(f"{wanted}: commit {folder.name}")
+    with _one_line_errors(model):
+        folder = Path(snapshot_download(model.repo, revision=model.revision or "main", allow_patterns=patterns))
+    report(f"{model}: commit {folder.name}")
     return folder / names[0] if is_gguf else folder
 
 
-def _shards(wanted: Reference, commit: str) -> list[str]:
-    """Download the index of the weights, and list the files that it names."""
+def _shards(model: Reference, commit: str) -> list[str]:
+    """Download the index of the weights, and return the file names in it."""
     from huggingface_hub import hf_hub_download
 
-    with _in_words(wanted):
-        index = hf_hub_download(wanted.repo, INDEX, revision=commit)
+    with _one_line_errors(model):
+        index = hf_hub_download(model.repo, INDEX, revision=commit)
     try:
-        return shards_of(Path(index))
+        return read_shard_names(Path(index))
     except (ValueError, KeyError, TypeError, AttributeError):
-        raise FileNotFoundError(f"model '{wanted}': {INDEX} does not name files of weights") from None
+        raise FileNotFoundError(f"model '{model}': {INDEX} does not name files of weights") from None
 
 
-def _missing(wanted: Reference, commit: str, siblings: Iterable[Any]) -> Iterator[Any]:
-    """Yield the files whose bytes the cache does not have."""
-    home = repository_folder(wanted.repo)
+def _missing(model: Reference, commit: str, siblings: Iterable[Any]) -> Iterator[Any]:
+    """Yield the files that are not in the cache."""
+    cache = repository_folder(model.repo)
     for sibling in siblings:
         blob = sibling.lfs.sha256 if sibling.lfs else sibling.blob_id or "none"
-        if not (home / "snapshots" / commit / sibling.rfilename).exists() and not (home / "blobs" / blob).exists():
+        if not (cache / "snapshots" / commit / sibling.rfilename).exists() and not (cache / "blobs" / blob).exists():
             yield sibling
 
 
-def _require_room(wanted: Reference, n_bytes: int) -> None:
-    home = repository_folder(wanted.repo)
-    place = next(folder for folder in home.parents if folder.exists())
-    free = shutil.disk_usage(place).free
+def _require_disk_space(model: Reference, n_bytes: int) -> None:
+    repository = repository_folder(model.repo)
+    existing_folder = next(folder for folder in repository.parents if folder.exists())
+    free = shutil.disk_usage(existing_folder).free
     if n_bytes > free:
-        message = f"{wanted} needs {_format_bytes(n_bytes)}, {_format_bytes(free)} are free"
-        raise OSError(errno.ENOSPC, f"{message}; set HF_HOME to a larger disk", str(place))
+        message = f"{model} needs {_format_bytes(n_bytes)}, {_format_bytes(free)} are free"
+        raise OSError(errno.ENOSPC, f"{message}; set HF_HOME to a larger disk", str(existing_folder))
 
 
 def _format_bytes(n_bytes: int) -> str:
@@ -180,26 +180,26 @@ def _format_bytes(n_bytes: int) -> str:
 
 
 @contextmanager
-def _in_words(wanted: Reference) -> Iterator[None]:
-    """Turn what huggingface_hub raises into FileNotFoundError, in a line."""
+def _one_line_errors(model: Reference) -> Iterator[None]:
+    """Convert errors of huggingface_hub to FileNotFoundError with one line."""
     from huggingface_hub import errors
 
-    of_the_way: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__  # of its HTTP library, OSError
+    network_errors: tuple[type[BaseException], ...] = errors.HfHubHTTPError.__bases__  # HTTP library and OSError
     try:
         yield
     except errors.GatedRepoError:
-        page = f"ask for access on the page of {wanted.repo}, then run: hf auth login"
-        raise FileNotFoundError(f"model '{wanted}': the repository is gated; {page}") from None
+        page = f"ask for access on the page of {model.repo}, then run: hf auth login"
+        raise FileNotFoundError(f"model '{model}': the repository is gated; {page}") from None
     except errors.RevisionNotFoundError:
-        message = f"{wanted.repo} has no revision {wanted.revision!r}; give a branch, a tag or a commit"
-        raise FileNotFoundError(f"model '{wanted}': {message}") from None
+        message = f"{model.repo} has no revision {model.revision!r}; give a branch, a tag or a commit"
+        raise FileNotFoundError(f"model '{model}': {message}") from None
     except (errors.RepositoryNotFoundError, errors.HFValidationError):
-        known = "not on the Hugging Face hub, or private (for private models, run: hf auth login)"
-        raise FileNotFoundError(f"{_neither(wanted)}, not a built-in model, {known}") from None
+        reason = "not on the Hugging Face hub, or private (for private models, run: hf auth login)"
+        raise FileNotFoundError(f"{_not_found(model)}, not a built-in model, {reason}") from None
     except errors.OfflineModeIsEnabled:
-        raise Unreachable(wanted, "HF_HUB_OFFLINE forbids a download", "unset HF_HUB_OFFLINE, or give a path") from None
-    except (RuntimeError, *of_the_way) as error:
+        raise Unreachable(model, "HF_HUB_OFFLINE forbids a download", "unset HF_HUB_OFFLINE, or give a path") from None
+    except (RuntimeError, *network_errors) as error:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EACCES, errno.EROFS):
             raise
-        said = " ".join(str(error).split())[:200] or type(error).__name__
-        raise Unreachable(wanted, f"the hub could not be reached ({said})", "try again, or give a path") from None
+        detail = " ".join(str(error).split())[:200] or type(error).__name__
+        raise Unreachable(model, f"the hub could not be reached ({detail})", "try again, or give a path") from None

@@ -1,14 +1,14 @@
-"""Quantised Hugging Face folders: one reader for each method, and the matrices that they find.
+"""Quantised Hugging Face folders: one reader per method.
 
     codes                bits to numbers: packed integers, E2M1, E4M3, E8M0
-    matrix               a matrix as its folder stores it; all formats have one form
-    source               settings and tensors of a folder, as a reader looks at them
+    matrix               a stored matrix, in one form for all formats
+    source               settings and tensors of a folder, for the readers
     gptq, float8, ...    the readers
-    activations          how a folder rounds activations, for scheme numerics
-    folder               the folder with its matrices in place of their tensors
+    activations          rounding of activations, for scheme numerics
+    folder               the folder with matrices in place of their tensors
 
-The rest of llorch sees a folder of matrices: `model.layers.0.self_attn.q_proj.weight` is one, however many tensors it
-is made of.
+Other packages see a folder of matrices: `model.layers.0.self_attn.q_proj.weight` is one matrix, stored in one or more
+tensors.
 """
 
 from llorch.files.quantised.folder import SETTINGS, QuantisedFolder, is_quantised

@@ -1,7 +1,7 @@
-"""bitsandbytes: blocks of 64 numbers over the rows one after another (NF4, FP4), or signed bytes with a scale a row.
+"""bitsandbytes: blocks of 64 elements across consecutive rows (NF4, FP4), or signed bytes with one scale per row.
 
-The table of the 16 values is in the file and is used as it is there. Two codes lie in a byte, the upper half first.
-With double quantisation the scale of a block is a code too:
+The file has the table of the 16 values. A byte has two codes, high nibble first. With double quantisation the scale of
+a block is a code:
 
     absmax[i] = nested_quant_map[code[i]] * nested_absmax[i // 256] + nested_offset
 
@@ -16,13 +16,13 @@ import numpy as np
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import INT8
 from llorch.files.quantised.float8 import add_scaled
-from llorch.files.quantised.matrix import CodesOf, Parts, Recipe
+from llorch.files.quantised.matrix import Parts, Recipe, Unpacker
 from llorch.files.quantised.source import Shape, Source, matches_part, names_in, two_sizes
 from llorch.files.strict_json import parse_json
 from llorch.runtime.fields import Fields
 
-_STATE = "quant_state.bitsandbytes__"
-_OF_CODE = np.float32(7.874015718698502e-3)  # 1 / 127, as the library rounds it
+_STATE = "quant_state.bitsandbytes__"  # start of the suffix of a JSON tensor: settings of one matrix
+_INT8_SCALE = np.float32(7.874015718698502e-3)  # 1 / 127, as the library rounds it
 
 
 def read_bitsandbytes(source: Source) -> None:
@@ -34,22 +34,22 @@ def read_bitsandbytes(source: Source) -> None:
         _add_four_bit(source, module, next(kinds, default))
     for module in source.modules("SCB", dtypes=["I8"]):
         _add_int8(source, module)
-    source.require_left_alone("llm_int8_skip_modules", names_in(source, "llm_int8_skip_modules"), matches_part)
+    source.require_not_quantised("llm_int8_skip_modules", names_in(source, "llm_int8_skip_modules"), matches_part)
     source.leave_out("weight_format")
 
 
 def _add_int8(source: Source, module: str) -> None:
     add_scaled(
         source, module, "SCB", "bitsandbytes int8, one scale a row", lambda shape: [(shape[0],)],
-        values=INT8, dtype="I8", factor=_OF_CODE,
+        values=INT8, dtype="I8", factor=_INT8_SCALE
     )  # fmt: skip
 
 
 def _add_four_bit(source: Source, module: str, kind: str) -> None:
-    """Add a matrix of NF4 or FP4 codes; its block scales may be quantised once more."""
-    wanted = source.settings.text("bnb_4bit_quant_type", default=kind)
-    if wanted != kind:
-        raise source.settings.error("Inconsistent", "bnb_4bit_quant_type", f"{kind!r}, as {module} has it", wanted)
+    """Add a matrix of NF4 or FP4 codes; its block scales may be quantised, too."""
+    declared = source.settings.text("bnb_4bit_quant_type", default=kind)
+    if declared != kind:
+        raise source.settings.error("Inconsistent", "bnb_4bit_quant_type", f"{kind!r}, as {module} has it", declared)
     state = _state(source, source.take(module, f"weight.{_STATE}{kind}", ["U8"]))
     shape, size = two_sizes(state, "shape", "rows and columns"), state.integer("blocksize", low=1)
     n_blocks = -(-prod(shape) // size)
@@ -67,7 +67,7 @@ def _add_four_bit(source: Source, module: str, kind: str) -> None:
         scale = BlockScales(shape, size, nested_size, np.float32(state.number("nested_offset")))
         name += ", double quantised"
     source.unused.add(f"{module}.weight.{_STATE}{kind}")
-    codes, group = CodesOf("codes", 4, shape, "high first"), gcd(size, shape[1])
+    codes, group = Unpacker("codes", 4, shape, "high first"), gcd(size, shape[1])
     recipe = Recipe(
         codes=codes, values=lambda parts: parts["values"].floats(), scale=scale, group=group, zero_scales=True
     )
@@ -83,9 +83,9 @@ def _state(source: Source, name: str) -> Fields:
 
 @dataclass(frozen=True, slots=True)
 class BlockScales:
-    """Reads the scale of each group of columns: a float of its block, or with `nested_size` a code of the second level.
+    """Reader of the scale of each group of columns: a float per block, or with `nested_size` a quantised scale.
 
-    A group has the columns of a row that are in one block, wherever blocks begin. Without an offset, none is added.
+    A block may start inside a row. So a group has gcd(`size`, columns) columns: every group lies in one block.
     """
 
     shape: Shape
@@ -99,8 +99,8 @@ class BlockScales:
         n_groups = self.shape[1] // group
         ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
         blocks = (ids[:, None] * n_groups + np.arange(n_groups)) * group // self.size
-        stored = parts["absmax"].array[blocks]
+        codes = parts["absmax"].array[blocks]
         if self.nested_size is None:
-            return stored
-        scale = parts["nested_values"].floats()[stored] * parts["nested_absmax"].floats()[blocks // self.nested_size]
+            return codes
+        scale = parts["nested_values"].floats()[codes] * parts["nested_absmax"].floats()[blocks // self.nested_size]
         return scale if self.offset is None else scale + self.offset

@@ -1,6 +1,6 @@
-"""Bits to numbers: packed integers, and the 4-bit and 8-bit floats whose values a table holds.
+"""Bits to numbers: packed integers, and tables of 4-bit and 8-bit floats.
 
-A code stream has its codes one after another from the least significant bit, also across the borders of words.
+A code stream is a sequence of codes from the least significant bit, also across word boundaries.
 
 Source: OCP Microscaling Formats (MX) v1.0 (E2M1, E4M3, E8M0); compressed-tensors `pack_to_int32`; gptqmodel and AutoAWQ
 (order of the codes in a word).
@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int, UInt8
 
 from llorch.files.packed import Rows
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # where in its word each of 8 columns is
+_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in the word of each of 8 rows of the matrix (out, in)
 
 
 def stream(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "rows codes"]:
@@ -28,8 +28,8 @@ def stream(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "rows 
         return pairs.view(np.uint8)[:, :count]
     if bits == 2:
         codes = np.empty((len(data), data.shape[1], 4), np.uint8)
-        for i in range(4):
-            np.right_shift(data, i * bits, out=codes[:, :, i])
+        for index in range(4):
+            np.right_shift(data, index * bits, out=codes[:, :, index])
         codes &= 3
         return codes.reshape(len(data), -1)[:, :count]
     binary = np.unpackbits(data, axis=1, bitorder="little")[:, : count * bits].reshape(len(data), count, bits)
@@ -37,7 +37,7 @@ def stream(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "rows 
 
 
 def ten_per_word(words: np.ndarray, count: int) -> UInt8[np.ndarray, "rows codes"]:
-    """Return the codes of 3 bits, ten in a 32-bit word, as compressed-tensors wrote them before 2026."""
+    """Return 3-bit codes, ten per 32-bit word, the format of compressed-tensors before 2026."""
     shifts = np.arange(10, dtype=np.uint32) * 3
     codes = (np.ascontiguousarray(words).view(np.uint32)[:, :, None] >> shifts) & 7
     return codes.astype(np.uint8).reshape(len(words), -1)[:, :count]
@@ -46,36 +46,37 @@ def ten_per_word(words: np.ndarray, count: int) -> UInt8[np.ndarray, "rows codes
 def across(
     words: np.ndarray, bits: int, rows: Rows, n_rows: int, order: Sequence[int] | None = None
 ) -> UInt8[np.ndarray, "rows other"]:
-    """Return the codes of some of the `n_rows` rows of a matrix each of whose words holds codes of neighbouring rows.
+    """Return the codes of some of `n_rows` rows of a matrix whose words have the codes of neighbouring rows.
 
-    `words` are (other, rows * bits / 32), 32 bits each; `order`: where in its word each row is, None for a code stream.
+    `words` are (other, rows * bits / 32), 32 bits each. `order` has the positions of 8 rows in a word of 8 codes of 4
+    bits; None: a stream, in order.
     """
     if isinstance(rows, slice):
         start, stop, _ = rows.indices(n_rows)
-        first, last = start // 32, -(-stop // 32)
+        first, last = start // 32, -(-stop // 32)  # 32 codes fill whole words, for any number of bits
         codes = stream(words[:, first * bits : last * bits], bits, min(n_rows, last * 32) - first * 32)
-        places = np.arange(start, stop) - first * 32
+        positions = np.arange(start, stop) - first * 32
     else:
-        blocks, own = np.unique(rows // 32, return_inverse=True)
+        blocks, block_index = np.unique(rows // 32, return_inverse=True)
         columns = (blocks[:, None] * bits + np.arange(bits)).reshape(-1)
         columns = columns[columns < words.shape[1]]
         codes = stream(words[:, columns], bits, columns.size * 32 // bits)
-        places = own * 32 + rows % 32
+        positions = block_index * 32 + rows % 32
     if order is not None:
-        places = places // 8 * 8 + np.asarray(order)[places % 8]
-    return np.ascontiguousarray(codes[:, places].T)
+        positions = positions // 8 * 8 + np.asarray(order)[positions % 8]
+    return np.ascontiguousarray(codes[:, positions].T)
 
 
 def awq(words: np.ndarray, rows: Rows, n_rows: int) -> UInt8[np.ndarray, "rows other"]:
-    """Return the codes of 4 bits in the order of AWQ, 8 rows in a word."""
+    """Return 4-bit codes in the order of AWQ, 8 rows per word."""
     return across(words, 4, rows, n_rows, _AWQ_ORDER)
 
 
 def high_first(data: UInt8[np.ndarray, " bytes"], rows: Rows, n_in: int) -> UInt8[np.ndarray, "rows in"]:
-    """Return the codes of 4 bits, two in a byte, the upper half first, the rows of a matrix one after another."""
+    """Return 4-bit codes, two per byte, high nibble first, row after row."""
     if not isinstance(rows, slice):
-        places = rows[:, None] * n_in + np.arange(n_in)
-        return data[places // 2] >> np.where(places % 2, 0, 4).astype(np.uint8) & 15
+        positions = rows[:, None] * n_in + np.arange(n_in)
+        return data[positions // 2] >> np.where(positions % 2, 0, 4).astype(np.uint8) & 15
     first, last = rows.start * n_in, rows.stop * n_in
     pairs = data[first // 2 : -(-last // 2)]
     codes = np.empty((pairs.size, 2), np.uint8)
@@ -85,17 +86,17 @@ def high_first(data: UInt8[np.ndarray, " bytes"], rows: Rows, n_in: int) -> UInt
 
 
 def integers(bits: int, *, offset: int = 0) -> Float32[np.ndarray, " codes"]:
-    """Return the values of unsigned codes, less an offset."""
+    """Return the values of unsigned codes minus an offset."""
     return np.arange(1 << bits, dtype=np.float32) - np.float32(offset)
 
 
 def _minifloat(code: Int[np.ndarray, " codes"], exponent_bits: int, mantissa_bits: int) -> np.ndarray:
-    """Sign, exponent and mantissa of small floats, as float64; special values are the caller's."""
+    """Decode small floats to float64; the caller handles special values."""
     bias = (1 << (exponent_bits - 1)) - 1
     exponent = code >> mantissa_bits & ((1 << exponent_bits) - 1)
     mantissa = code & ((1 << mantissa_bits) - 1)
-    normal = exponent > 0
-    magnitude = np.ldexp((normal << mantissa_bits) + mantissa, np.maximum(exponent, 1) - bias - mantissa_bits)
+    is_normal = exponent > 0
+    magnitude = np.ldexp((is_normal << mantissa_bits) + mantissa, np.maximum(exponent, 1) - bias - mantissa_bits)
     return np.where(code >> (exponent_bits + mantissa_bits) & 1, -magnitude, magnitude)
 
 

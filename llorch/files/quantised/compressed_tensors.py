@@ -1,14 +1,15 @@
-"""compressed-tensors: groups of modules, each with a scheme and a format of its own.
+"""compressed-tensors: groups of modules, each with its own scheme and format.
 
-    pack-quantized         codes of 2 to 8 bits in 32-bit words along the columns, less half of their range
+    pack-quantized         codes of 2 to 8 bits in 32-bit words along the columns, offset by half their range
     int-quantized          signed bytes
-    float-quantized        E4M3 bytes; one scale, one a row, or one a block
-    nvfp4-pack-quantized   E2M1, E4M3 scales of 16 columns, which are divided by a scale of the matrix
+    float-quantized        E4M3 bytes; one scale per matrix, row or block
+    nvfp4-pack-quantized   E2M1, E4M3 scales of 16 columns, divided by a global scale
     mxfp4-pack-quantized   E2M1, E8M0 exponents of 32 columns
     mxfp8-quantized        E4M3, E8M0 exponents of 32 columns
 
-Codes of 3 bits lie without gaps, in files before 2026 ten in a word; the width of the tensor tells which. Scales of
-activations and of the cache are left out here: only scheme numerics need them, see `activations`.
+Codes of 3 bits are packed without gaps, or in files before 2026 ten per word; the tensor width distinguishes them.
+Scales of activations and of the cache are unused here. Only scheme numerics, which round activations as the settings
+say, need them; `files/quantised/activations.py` reads them.
 
 Source: compressed-tensors 0.20 `compressors/` and `quantization/quant_args.py`.
 """
@@ -21,20 +22,20 @@ import numpy as np
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E2M1, INT8, across, integers, ten_per_word
 from llorch.files.quantised.float8 import add_blocks, add_mx, add_scaled, exponents_of
-from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, columns_of, floats_of, name_groups
+from llorch.files.quantised.matrix import Parts, Reader, Recipe, Unpacker, floats_of, grouping, name_groups
 from llorch.files.quantised.source import Shape, Source, matches_module, n_groups, names_in, two_sizes
 from llorch.runtime.fields import Fields
 
-_FLOATS = ("BF16", "F16", "F32")
+_FLOATS = ("BF16", "F16", "F32")  # dtypes of scales
 
 
 @dataclass(frozen=True, slots=True)
 class ModuleGroup:
-    """One group of modules."""
+    """Group of modules with one scheme."""
 
     targets: list[str]
-    settings: Fields
-    weights: Fields
+    settings: Fields  # of the group; `activations.py` reads its input_activations
+    weights: Fields  # settings of the weights
     format: str
 
 
@@ -42,20 +43,20 @@ def read_compressed_tensors(source: Source) -> None:
     """Find the matrices of a folder of `quant_method: "compressed-tensors"`."""
     _refuse_transforms(source.settings)
     groups, ignored = groups_of(source.settings), names_in(source, "ignore")
-    for module in source.modules("weight_packed", "weight_scale", dtypes=["I8", "F8_E4M3"]):
+    for module in source.modules("weight_packed", "weight_scale", dtypes=["I8", "F8_E4M3"]):  # dtypes of `weight`
         group = group_of(source, groups, module)
         if group.format not in _FORMATS:
             raise source.settings.error("Unsupported", "format", " or ".join(sorted(_FORMATS)), group.format)
         _FORMATS[group.format](source, module, group.weights)
-    source.require_left_alone("ignore", ignored, matches_module)
-    _require_whole(source, groups, ignored)
+    source.require_not_quantised("ignore", ignored, matches_module)
+    _require_quantised(source, groups, ignored)
     source.note_unmatched("targets", [target for group in groups for target in group.targets], matches_module)
     source.leave_out("input_scale", "input_zero_point", "input_global_scale", "output_scale", "output_zero_point")
-    source.leave_out("weight_shape", "k_scale", "v_scale", "q_scale")
+    source.leave_out("weight_shape", "k_scale", "v_scale", "q_scale")  # weight_shape is no part of a matrix
 
 
 def _refuse_transforms(settings: Fields) -> None:
-    """Refuse rotations, and zeros that are left out."""
+    """Raise Unsupported for rotated or sparse weights."""
     for key in ("transform_config", "sparsity_config"):
         section = settings.section(key)
         values = {} if section is None else section.values
@@ -74,19 +75,19 @@ def groups_of(settings: Fields) -> list[ModuleGroup]:
         group = section.section(name)
         weights = None if group is None else group.section("weights")
         if group is None or weights is None:
-            continue  # activations or caches alone
+            continue  # activations or caches only
         targets = group.values.get("targets")
-        if not isinstance(targets, list) or not all(isinstance(one, str) for one in targets):
+        if not isinstance(targets, list) or not all(isinstance(target, str) for target in targets):
             raise group.error("Malformed", f"config_groups.{name}.targets", "a list of names", targets)
-        form = (group if group.has("format") else settings).text("format")
-        if form == "naive-quantized":  # of floats or of integers
-            form = "float-quantized" if weights.text("type", default="int") == "float" else "int-quantized"
-        groups.append(ModuleGroup(targets, group, weights, form))
+        format_name = (group if group.has("format") else settings).text("format")
+        if format_name == "naive-quantized":  # floats or integers
+            format_name = "float-quantized" if weights.text("type", default="int") == "float" else "int-quantized"
+        groups.append(ModuleGroup(targets, group, weights, format_name))
     return groups
 
 
 def group_of(source: Source, groups: list[ModuleGroup], module: str) -> ModuleGroup:
-    """Return the group of a module. A match by name or expression comes before a match by class."""
+    """Return the group of a module; a match by name or expression has priority over a match by class."""
     for group in groups:
         if any(matches_module(target, module) for target in group.targets):
             return group
@@ -96,28 +97,30 @@ def group_of(source: Source, groups: list[ModuleGroup], module: str) -> ModuleGr
     raise source.error("Inconsistent", f"config_groups: no target names {module}, which has quantised tensors")
 
 
-def _require_whole(source: Source, groups: list[ModuleGroup], ignored: list[str]) -> None:
-    """Refuse a projection of floats that the settings call quantised."""
+def _require_quantised(source: Source, groups: list[ModuleGroup], ignored: list[str]) -> None:
+    """Raise Inconsistent for a float projection that should be quantised by the settings."""
     targets = [target for group in groups for target in group.targets]
     for name in source.tensors:
         module = name.removesuffix(".weight")
         if not name.endswith("_proj.weight") or name in source.found:
             continue
-        named = any(target == "Linear" or matches_module(target, module) for target in targets)
-        if named and not any(pattern == "Linear" or matches_module(pattern, module) for pattern in ignored):
+        is_targeted = any(target == "Linear" or matches_module(target, module) for target in targets)
+        if is_targeted and not any(pattern == "Linear" or matches_module(pattern, module) for pattern in ignored):
             raise source.error("Inconsistent", f"config_groups names {module}, but {name} is not quantised")
 
 
 def _add_packed(source: Source, module: str, weights: Fields) -> None:
+    """Add a matrix of integer codes in 32-bit words, with zero points unless the scheme is symmetric."""
     bits, symmetric = weights.integer("num_bits"), weights.boolean("symmetric", default=True)
     if not 2 <= bits <= 8:
         raise weights.error("OutOfRange", "num_bits", "2 to 8", bits)
-    n_out, n_in = _stated_shape(source, module)
+    n_out, n_in = _read_shape(source, module)
     n_words = source.shape(module, "weight_packed")[1]
-    gaps = bits == 3 and n_words == -(-n_in // 10) and n_words != -(-n_in * 3 // 32)
-    if not gaps and n_words != -(-n_in * bits // 32):
-        wanted = f"{-(-n_in * bits // 32)} words a row (num_bits {bits})"
-        raise source.error("Shape", f"{module}.weight_packed: expected {wanted}, got {n_words}")
+    # Files before 2026; if both formats need equally many words, there are no gaps.
+    has_gaps = bits == 3 and n_words == -(-n_in // 10) and n_words != -(-n_in * 3 // 32)
+    if not has_gaps and n_words != -(-n_in * bits // 32):
+        expected = f"{-(-n_in * bits // 32)} words a row (num_bits {bits})"
+        raise source.error("Shape", f"{module}.weight_packed: expected {expected}, got {n_words}")
     size, groups, parts = _scales(source, module, weights, n_out, n_in)
     parts["codes"] = source.take(module, "weight_packed", ["I32"], (n_out, n_words))
     zero = None
@@ -126,23 +129,23 @@ def _add_packed(source: Source, module: str, weights: Fields) -> None:
         parts["zero"] = source.take(module, "weight_zero_point", ["I32"], zeros, "symmetric false")
         zero = _zero_points(bits, n_out)
 
-    def with_gaps(parts: Parts, rows: Rows) -> np.ndarray:
-        return ten_per_word(parts["codes"].array[rows], n_in)
+    def with_gaps(stored_parts: Parts, rows: Rows) -> np.ndarray:
+        return ten_per_word(stored_parts["codes"].array[rows], n_in)
 
-    codes = with_gaps if gaps else CodesOf("codes", bits, (n_out, n_in))
+    codes = with_gaps if has_gaps else Unpacker("codes", bits, (n_out, n_in))
     values = integers(bits, offset=1 << (bits - 1) if zero is None else 0)
-    recipe = Recipe(codes=codes, values=values, zero=zero, scale=floats_of("scale"), group=columns_of(parts, size))
+    recipe = Recipe(codes=codes, values=values, zero=zero, scale=floats_of("scale"), group=grouping(parts, size))
     source.add(module, f"compressed-tensors {bits}-bit, {name_groups(size, n_in)}", (n_out, n_in), parts, recipe)
 
 
 def _zero_points(bits: int, n_out: int) -> Reader:
-    """Zero points, packed along the rows; as the codes they are counted from the least one."""
+    """Return the reader of zero points, packed along the rows, with the same offset as the codes."""
     return lambda parts, rows: across(parts["zero"].array.T, bits, rows, n_out).astype(np.float32)
 
 
-def _stated_shape(source: Source, module: str) -> Shape:
+def _read_shape(source: Source, module: str) -> Shape:
     part = source.part(source.take(module, "weight_shape", ["I64", "I32"], (2,)))
-    n_out, n_in = (int(one) for one in part.array)
+    n_out, n_in = (int(size) for size in part.array)
     if n_out != source.shape(module, "weight_packed")[0] or n_in < 1:
         message = f"{part.name}: expected the rows of weight_packed and its columns, got {(n_out, n_in)}"
         raise source.error("Inconsistent", message)
@@ -150,7 +153,7 @@ def _stated_shape(source: Source, module: str) -> Shape:
 
 
 def _scales(source: Source, module: str, weights: Fields, n_out: int, n_in: int) -> tuple[int, int, dict[str, str]]:
-    """Return the columns that share a scale, the groups of a row, and the tensors of scales and column order."""
+    """Return columns per scale, groups per row, and the names of the tensors of scales and column order by part."""
     strategy = weights.text("strategy")
     if strategy not in ("tensor", "channel", "group"):
         raise weights.error("Unsupported", "strategy", "'tensor', 'channel' or 'group'", strategy)
@@ -159,8 +162,8 @@ def _scales(source: Source, module: str, weights: Fields, n_out: int, n_in: int)
         size, groups = n_groups(source, module, n_in, weights.integer("group_size"))
     shape = {"tensor": (1,), "channel": (n_out, 1), "group": (n_out, groups)}[strategy]
     parts = {"scale": source.take(module, "weight_scale", _FLOATS, shape, f"strategy {strategy}")}
-    ordered = weights.values.get("actorder") in ("group", True)
-    if ordered or source.has(module, "weight_g_idx"):
+    is_reordered = weights.values.get("actorder") in ("group", True)
+    if is_reordered or source.has(module, "weight_g_idx"):
         parts["g_idx"] = source.take(module, "weight_g_idx", ["I32"], (n_in,), "actorder group")
     return size, groups, parts
 
@@ -171,8 +174,8 @@ def _add_int8(source: Source, module: str, weights: Fields) -> None:
     n_out, n_in = source.shape(module, "weight")
     size, _, parts = _scales(source, module, weights, n_out, n_in)
     parts["weight"] = source.take(module, "weight", ["I8"])
-    codes = CodesOf("weight", 8, (n_out, n_in))
-    recipe = Recipe(codes=codes, values=INT8, scale=floats_of("scale"), group=columns_of(parts, size))
+    codes = Unpacker("weight", 8, (n_out, n_in))
+    recipe = Recipe(codes=codes, values=INT8, scale=floats_of("scale"), group=grouping(parts, size))
     source.add(module, f"compressed-tensors int8, {name_groups(size, n_in)}", (n_out, n_in), parts, recipe)
 
 
@@ -212,9 +215,9 @@ def add_fp4(
     source: Source, module: str, parts: Mapping[str, str], scale: Reader, size: int, name: str,
     *, divisor: Reader | None = None,
 ) -> None:  # fmt: skip
-    """Note a matrix of E2M1 codes, the lower half of a byte first, with a scale for some columns."""
+    """Add a matrix of E2M1 codes, low nibble first, with a scale per `size` columns; a scale may be 0."""
     n_out, n_bytes = source.tensors[parts["codes"]].shape
-    codes = CodesOf("codes", 4, (n_out, 2 * n_bytes))
+    codes = Unpacker("codes", 4, (n_out, 2 * n_bytes))
     recipe = Recipe(codes=codes, values=E2M1, scale=scale, divisor=divisor, group=size, zero_scales=True)
     source.add(module, f"{name}, groups of {size}", codes.shape, parts, recipe)
 

@@ -1,6 +1,6 @@
-"""Matrices of E4M3 bytes with a scale for the matrix, for each row, for blocks, or for 32 columns.
+"""Matrices of E4M3 bytes with a scale per matrix, row, block, or 32 columns.
 
-    fp8           weight_scale_inv for blocks (DeepSeek, Qwen) or one number; it is multiplied, in spite of its name
+    fp8           weight_scale_inv for blocks (DeepSeek, Qwen) or one number; it is multiplied, despite its name
     fbgemm_fp8    weight_scale for each row
     mxfp8         weight_scale_inv of E8M0 for 32 columns of a row
 
@@ -13,12 +13,12 @@ import numpy as np
 
 from llorch.files.packed import Rows
 from llorch.files.quantised.codes import E4M3, E8M0
-from llorch.files.quantised.matrix import CodesOf, Parts, Reader, Recipe, floats_of
+from llorch.files.quantised.matrix import Parts, Reader, Recipe, Unpacker, floats_of
 from llorch.files.quantised.source import Shape, Source, matches_part, names_in, two_sizes
 
-_SCALES = ("F32", "BF16", "F16")
-_EXPONENTS = ("F8_E8M0", "U8")
-_NAMES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")
+_SCALES = ("F32", "BF16", "F16")  # dtypes of scales
+_EXPONENTS = ("F8_E8M0", "U8")  # dtypes of E8M0 scales
+_NAMES = ("weight_scale_inv", "weight_scale", "scale", "qscale_weight")  # suffixes of scales, by priority
 
 
 def read_fp8(source: Source) -> None:
@@ -35,7 +35,7 @@ def read_fp8(source: Source) -> None:
         else:
             add_blocks(source, module, suffix, block, "weight_block_size")
     for key in ("modules_to_not_convert", "ignored_layers"):
-        source.require_left_alone(key, names_in(source, key), matches_part)
+        source.require_not_quantised(key, names_in(source, key), matches_part)
     source.leave_out("activation_scale", "input_scale", "qscale_act")
 
 
@@ -43,14 +43,14 @@ def read_fbgemm(source: Source) -> None:
     """Find the matrices of a folder of `quant_method: "fbgemm_fp8"`."""
     for module in eight_bit_modules(source, "weight_scale"):
         add_scaled(source, module, "weight_scale", "FP8, one scale a row", lambda shape: [(shape[0], 1), (shape[0],)])
-    source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
+    source.require_not_quantised("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
     source.leave_out("input_scale_ub", "input_scale")
 
 
 def eight_bit_modules(source: Source, *scales: str) -> list[str]:
-    """Return the modules whose weight has E4M3 bytes, or is missing although a scale of these names is there."""
-    bare = [module for module in source.modules(*scales) if not source.has(module, "weight")]
-    return source.modules(dtypes=["F8_E4M3"]) + bare
+    """Return the modules whose weight has E4M3 bytes, or is missing although a scale of these names exists."""
+    without_weight = [module for module in source.modules(*scales) if not source.has(module, "weight")]
+    return source.modules(dtypes=["F8_E4M3"]) + without_weight
 
 
 def add_scaled(
@@ -64,56 +64,56 @@ def add_scaled(
     dtype: str = "F8_E4M3",
     factor: np.float32 | None = None,
 ) -> None:
-    """Note a matrix of bytes with one scale, or one for each row; `shapes` are those that its scale may have."""
+    """Add a matrix of bytes with one scale, or one per row; `shapes` returns the allowed shapes of the scale."""
     shape = source.shape(module, "weight")
     parts = {"weight": source.take(module, "weight", [dtype]), "scale": source.take(module, suffix, _SCALES)}
     if (actual := source.tensors[parts["scale"]].shape) not in (allowed := shapes(shape)):
         message = f"{parts['scale']}: expected {' or '.join(map(str, allowed))}, got {actual}"
         raise source.error("Shape", f"{message}, which quantization_config does not ask for")
     recipe = Recipe(
-        codes=CodesOf("weight", 8, shape), values=values, scale=floats_of("scale"), factor=factor, group=shape[1]
+        codes=Unpacker("weight", 8, shape), values=values, scale=floats_of("scale"), factor=factor, group=shape[1]
     )
     source.add(module, name, shape, parts, recipe)
 
 
 def add_blocks(source: Source, module: str, suffix: str, block: tuple[int, int], key: str) -> None:
-    """Note a matrix of E4M3 bytes with a scale for each block; the last blocks may be smaller."""
+    """Add a matrix of E4M3 bytes with a scale per block; the last blocks may be smaller."""
     shape = n_out, n_in = source.shape(module, "weight")
-    wanted = -(-n_out // block[0]), -(-n_in // block[1])
+    scale_shape = -(-n_out // block[0]), -(-n_in // block[1])
     parts: Mapping[str, str] = {
         "weight": source.take(module, "weight", ["F8_E4M3"]),
-        "scale": source.take(module, suffix, (*_SCALES, *_EXPONENTS), wanted, f"{key} {list(block)}"),
+        "scale": source.take(module, suffix, (*_SCALES, *_EXPONENTS), scale_shape, f"{key} {list(block)}"),
     }
     recipe = Recipe(
-        codes=CodesOf("weight", 8, shape), values=E4M3, scale=_block_scales(block[0]), group=block[1], zero_scales=True
+        codes=Unpacker("weight", 8, shape), values=E4M3, scale=_block_scales(block[0]), group=block[1], zero_scales=True
     )
     source.add(module, f"FP8, blocks of {block[0]} x {block[1]}", shape, parts, recipe)
 
 
-def _block_scales(rows_of_block: int) -> Reader:
+def _block_scales(block_rows: int) -> Reader:
     """Return the reader of each row's scales: floats, or powers of two in bytes."""
-    floats = floats_of("scale", block=rows_of_block)
+    floats = floats_of("scale", block=block_rows)
 
     def read(parts: Parts, rows: Rows) -> np.ndarray:
         if parts["scale"].dtype != "U8":
             return floats(parts, rows)
         ids = np.arange(rows.start, rows.stop) if isinstance(rows, slice) else rows
-        return E8M0[parts["scale"].array[ids // rows_of_block]]
+        return E8M0[parts["scale"].array[ids // block_rows]]
 
     return read
 
 
 def add_mx(source: Source, module: str, suffix: str) -> None:
-    """Note a matrix of E4M3 bytes with an E8M0 exponent for 32 columns."""
+    """Add a matrix of E4M3 bytes with an E8M0 exponent per 32 columns."""
     shape = n_out, n_in = source.shape(module, "weight")
     parts = {
         "weight": source.take(module, "weight", ["F8_E4M3"]),
         "scale": source.take(module, suffix, _EXPONENTS, (n_out, n_in // 32), "MXFP8"),
     }
-    recipe = Recipe(codes=CodesOf("weight", 8, shape), values=E4M3, scale=exponents_of("scale"), group=32)
+    recipe = Recipe(codes=Unpacker("weight", 8, shape), values=E4M3, scale=exponents_of("scale"), group=32)
     source.add(module, "MXFP8, groups of 32", shape, parts, recipe)
 
 
 def exponents_of(part: str) -> Reader:
-    """Read E8M0 bytes, whatever dtype the file gives them."""
+    """Return a reader of E8M0 bytes of any stored dtype."""
     return lambda parts, rows: E8M0[parts[part].array[rows]]

@@ -1,4 +1,4 @@
-"""A quantised Hugging Face folder: which method wrote it, and its matrices in place of their tensors."""
+"""Quantised Hugging Face folder: its method, and matrices in place of their tensors."""
 
 import logging
 from collections.abc import Callable, Mapping
@@ -26,7 +26,7 @@ from llorch.runtime.fields import Fields
 
 logger = logging.getLogger(__name__)
 
-_MLX = "mlx"  # its settings name no method
+_MLX = "mlx"  # MLX settings have no method name
 METHODS: Mapping[str, Callable[[Source], None]] = {
     "gptq": read_gptq,
     "awq": read_awq,
@@ -43,13 +43,13 @@ METHODS: Mapping[str, Callable[[Source], None]] = {
     _MLX: read_mlx,
 }
 SETTINGS = ("quantization_config", "quantization")  # keys of config.json
-# Files of writers that leave config.json alone.
-_BESIDE = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
-_LIMIT = 1 << 22
+# Settings files of writers that do not change config.json.
+_SETTINGS_FILES = ("quantize_config.json", "quant_config.json", "hf_quant_config.json")
+_LIMIT = 1 << 22  # bytes of a settings file
 
 
 def settings_of(values: Mapping[str, object], folder: Path) -> tuple[str, Fields] | None:
-    """Read the method of a folder and its settings, in config.json or a file next to it; None if nothing is quantised.
+    """Return the method and settings of a folder, from config.json or a file next to it; None if not quantised.
 
     FormatError: Unsupported for a method that llorch does not read, Malformed for settings that are no object.
     """
@@ -59,7 +59,7 @@ def settings_of(values: Mapping[str, object], folder: Path) -> tuple[str, Fields
     text = values.get("text_config")
     inner = text.get("quantization_config") if isinstance(text, Mapping) else None
     settings = Fields({"quantization_config": inner, **values}, path).section("quantization_config")
-    settings = settings or _beside(folder)
+    settings = settings or _settings_file(folder)
     if settings is None:
         return None
     method = settings.text("quant_method")
@@ -69,34 +69,34 @@ def settings_of(values: Mapping[str, object], folder: Path) -> tuple[str, Fields
     return method, settings
 
 
-def _beside(folder: Path) -> Fields | None:
-    """Read the settings of a file next to config.json, with the keys that config.json would have."""
-    for name in _BESIDE:
+def _settings_file(folder: Path) -> Fields | None:
+    """Read the settings from a file next to config.json; return them with the keys that config.json would have."""
+    for name in _SETTINGS_FILES:
         if not (folder / name).exists():
             continue
         values = read_json(file_inside(folder, name), limit=_LIMIT)
-        own = values.get("quantization")
-        values = {"quant_method": "modelopt", **own} if isinstance(own, dict) else values
+        modelopt_settings = values.get("quantization")
+        values = {"quant_method": "modelopt", **modelopt_settings} if isinstance(modelopt_settings, dict) else values
         default = "awq" if "w_bit" in values or "zero_point" in values else "gptq"
         return Fields({"quant_method": default, **values}, folder / name)
     return None
 
 
 def is_quantised(values: Mapping[str, object], folder: Path) -> bool:
-    """Tell if the folder of these settings is quantised; FormatError as `settings_of`."""
+    """Check if a folder is quantised; FormatError as `settings_of`."""
     return settings_of(values, folder) is not None
 
 
 class QuantisedFolder(SafetensorsFolder):
-    """The weights of a quantised folder; `tensors` has its matrices, `stored` the tensors of its files."""
+    """Tensors of a quantised folder; `tensors` has its matrices, `stored` the tensors of its files."""
 
     def __init__(self, path: str | Path, values: Mapping[str, object]) -> None:
         """Open the folder of a config.json and find its matrices; FormatError, with key and tensor, if one is wrong."""
         super().__init__(path)
         with on_error(self.close):
-            made = settings_of(values, self.path)
-            assert made is not None
-            self.method, settings = made
+            method_and_settings = settings_of(values, self.path)
+            assert method_and_settings is not None
+            self.method, settings = method_and_settings
             self.source = Source(settings, self.stored, self._part)
             METHODS[self.method](self.source)
             if not self.source.found:
@@ -108,19 +108,19 @@ class QuantisedFolder(SafetensorsFolder):
 
     @property
     def matrices(self) -> Mapping[str, Found]:
-        """The matrices that the reader of the method found, by the name of the weight."""
+        """Matrices of the folder, by weight name."""
         return self.source.found
 
     def _matrices(self) -> dict[str, SafetensorsInfo]:
         infos = {}
-        for name, found in self.source.found.items():
-            n_bytes = sum(self.stored[part].n_bytes for part in found.parts.values()) // (found.expert or (0, 1))[1]
-            infos[name] = SafetensorsInfo(name, found.shape, 0, n_bytes, found.scheme.name)
+        for name, matrix in self.source.found.items():
+            n_bytes = sum(self.stored[part].n_bytes for part in matrix.parts.values()) // (matrix.expert or (0, 1))[1]
+            infos[name] = SafetensorsInfo(name, matrix.shape, 0, n_bytes, matrix.scheme.name)  # 0: no single offset
         return infos
 
     def _floats(self) -> dict[str, SafetensorsInfo]:
         """Return the tensors that belong to no quantised matrix."""
-        parts = {part for found in self.source.found.values() for part in found.parts.values()}
+        parts = {part for matrix in self.source.found.values() for part in matrix.parts.values()}
         return {name: info for name, info in self.stored.items() if name not in parts | self.source.unused}
 
     def _part(self, name: str) -> StoredPart:
@@ -128,7 +128,7 @@ class QuantisedFolder(SafetensorsFolder):
         return StoredPart(name, info.dtype, info.shape, self.raw(name))
 
     def array(self, name: str) -> np.ndarray:
-        """Read a tensor or a matrix as float32; a matrix is decoded and its scales are looked at."""
+        """Read a tensor or a matrix as float32; the scales of a matrix are checked."""
         if name not in self.source.found:
             return super().array(name)
         matrix = self.packed(name)
@@ -136,29 +136,29 @@ class QuantisedFolder(SafetensorsFolder):
         return matrix.decode()
 
     def packed(self, name: str) -> Packed:
-        """Look at a tensor or a matrix as it is stored."""
-        found = self.source.found.get(name)
-        return super().packed(name) if found is None else self._matrix(name, found)
+        """Return a stored tensor or matrix."""
+        matrix = self.source.found.get(name)
+        return super().packed(name) if matrix is None else self._matrix(name, matrix)
 
-    def _matrix(self, name: str, found: Found) -> QuantisedMatrix:
-        parts = {role: _of_expert(self._part(part), found.expert) for role, part in found.parts.items()}
-        first = next(iter(parts.values()))
-        return QuantisedMatrix(name, self.path, first.raw, found.scheme, found.shape, parts, found.recipe)
+    def _matrix(self, name: str, matrix: Found) -> QuantisedMatrix:
+        parts = {role: _expert_part(self._part(part), matrix.expert) for role, part in matrix.parts.items()}
+        first_part = next(iter(parts.values()))
+        return QuantisedMatrix(name, self.path, first_part.raw, matrix.scheme, matrix.shape, parts, matrix.recipe)
 
     @cached_property
     def activations(self) -> Activations:
-        """The roundings of activations that the settings ask for; FormatError as `read_activations`."""
+        """Rounding of activations by the settings; FormatError as `read_activations`."""
         return read_activations(self.method, self.source)
 
     def require_whole(self, name: str) -> None:
-        """Refuse to go on with a tensor whose file was cut since; of a matrix, with its tensors."""
-        found = self.source.found.get(name)
-        for part in [name] if found is None else found.parts.values():
+        """Raise Truncated if the file of a tensor, or of a matrix's tensors, was truncated."""
+        matrix = self.source.found.get(name)
+        for part in [name] if matrix is None else matrix.parts.values():
             super().require_whole(part)
 
 
-def _of_expert(part: StoredPart, expert: tuple[int, int] | None) -> StoredPart:
-    """Take the bytes of one expert out of a stack."""
+def _expert_part(part: StoredPart, expert: tuple[int, int] | None) -> StoredPart:
+    """Return the part of one expert in a stack."""
     if expert is None:
         return part
     number, count = expert

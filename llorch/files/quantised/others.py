@@ -1,11 +1,11 @@
-"""MLX, ModelOpt, AutoRound, BitNet and torchao: methods that share their blocks with the others.
+"""MLX, ModelOpt, AutoRound, BitNet and torchao.
 
-    MLX        affine codes with scale and bias, embeddings too; settings of single modules; mxfp4, nvfp4, mxfp8;
+    MLX        affine codes with scale and bias, also for embeddings; settings per module; mxfp4, nvfp4, mxfp8;
                the experts of a layer in one tensor (`switch_mlp`)
-    ModelOpt   NVFP4 whose scales are multiplied by that of the matrix; FP8
-    AutoRound  the tensors of GPTQ or AWQ; the packing `auto_round` has those of the second version of GPTQ
-    BitNet     codes -1, 0, 1; row i of the first quarter lies in the lowest two bits
-    torchao    signed bytes or E4M3 with a scale a row
+    ModelOpt   NVFP4 with scales multiplied by a global scale; FP8
+    AutoRound  the tensors of GPTQ or AWQ; the packing `auto_round` is the second version of GPTQ
+    BitNet     codes -1, 0, 1; the first quarter of the rows is in the lowest two bits
+    torchao    signed bytes or E4M3 with a scale per row
 
 Source: mlx `mlx/ops.cpp` (`affine_quantize`) and mlx-lm `utils.py`; ModelOpt `torch/export/quant_utils.py`; auto-round
 `export/`; transformers `integrations/bitnet.py`; torchao `quantization/quantize_/workflows`.
@@ -22,19 +22,19 @@ from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers
 from llorch.files.quantised.compressed_tensors import add_fp4
 from llorch.files.quantised.float8 import add_scaled, eight_bit_modules, exponents_of
 from llorch.files.quantised.gptq import read_awq, read_gptq
-from llorch.files.quantised.matrix import CodesOf, Parts, Recipe, floats_of
+from llorch.files.quantised.matrix import Parts, Recipe, Unpacker, floats_of
 from llorch.files.quantised.source import Source, matches_module, matches_part, n_groups, names_in, plain_path
 from llorch.runtime.fields import Fields
 
 _STACK = ".switch_mlp."  # of all experts of a layer
-_FLOATS = ("BF16", "F16", "F32")
+_FLOATS = ("BF16", "F16", "F32")  # dtypes of scales
 
 
 def read_mlx(source: Source) -> None:
     """Find the matrices of an MLX folder, whose settings are under `quantization`."""
     overrides = _overrides(source)
     for module in source.modules("scales", "biases", dtypes=["U32"]):
-        settings = _of_module(source.settings, overrides, module)
+        settings = _module_settings(source.settings, overrides, module)
         mode = settings.text("mode", default="affine")
         if mode not in _MODES:
             raise settings.error("Unsupported", "mode", " or ".join(sorted(_MODES)), mode)
@@ -46,15 +46,15 @@ def read_mlx(source: Source) -> None:
 
 
 def _overrides(source: Source) -> dict[str, object]:
-    """Return the settings of single modules by their plain paths, however the keys spell them.
+    """Return the settings of single modules by `plain_path`, for any spelling of the keys; False: not quantised.
 
-    FormatError Inconsistent for settings of a module that the folder does not have, or of one module twice.
+    FormatError Inconsistent for settings of an unknown module, or different settings of one module.
     """
     paths, overrides = {plain_path(name.rpartition(".")[0]) for name in source.tensors}, dict[str, object]()
     for key, value in source.settings.values.items():
         if not isinstance(value, Mapping) and value is not False:
             continue
-        if isinstance(value, Mapping) and plain_path(key) not in {*paths, "lm_head"}:  # a tied model has no lm_head
+        if isinstance(value, Mapping) and plain_path(key) not in {*paths, "lm_head"}:  # tied: no lm_head
             raise source.settings.error("Inconsistent", key, "the name of a module of this folder", value)
         if overrides.setdefault(plain_path(key), value) != value:
             raise source.settings.error("Inconsistent", key, f"{overrides[plain_path(key)]}, as for this module", value)
@@ -63,12 +63,12 @@ def _overrides(source: Source) -> dict[str, object]:
     return overrides
 
 
-def _of_module(settings: Fields, overrides: Mapping[str, object], module: str) -> Fields:
+def _module_settings(settings: Fields, overrides: Mapping[str, object], module: str) -> Fields:
     """Return the settings of a module: its overrides, else those of the folder."""
-    own = overrides.get(plain_path(module))
-    if own is False:
-        raise settings.error("Inconsistent", module, "a quantised module, because it has quantised tensors", own)
-    return Fields({**settings.values, **own}, settings.path) if isinstance(own, Mapping) else settings
+    override = overrides.get(plain_path(module))
+    if override is False:
+        raise settings.error("Inconsistent", module, "a quantised module, because it has quantised tensors", override)
+    return Fields({**settings.values, **override}, settings.path) if isinstance(override, Mapping) else settings
 
 
 def _add_affine(source: Source, module: str, settings: Fields) -> None:
@@ -78,13 +78,13 @@ def _add_affine(source: Source, module: str, settings: Fields) -> None:
     n_out, n_words = source.shape(module, "weight")
     n_in = n_words * 32 // bits
     size, groups = n_groups(source, module, n_in, settings.integer("group_size"))
-    said = f"bits {bits}, group_size {size}"
+    reason = f"bits {bits}, group_size {size}"
     parts = {
         "codes": source.take(module, "weight", ["U32"]),
-        "scale": source.take(module, "scales", _FLOATS, (n_out, groups), said),
-        "bias": source.take(module, "biases", _FLOATS, (n_out, groups), said),
+        "scale": source.take(module, "scales", _FLOATS, (n_out, groups), reason),
+        "bias": source.take(module, "biases", _FLOATS, (n_out, groups), reason),
     }
-    codes, scale, minimum = CodesOf("codes", bits, (n_out, n_in)), floats_of("scale"), floats_of("bias")
+    codes, scale, minimum = Unpacker("codes", bits, (n_out, n_in)), floats_of("scale"), floats_of("bias")
     recipe = Recipe(codes=codes, values=integers(bits), scale=scale, minimum=minimum, group=size, zero_scales=True)
     source.add(module, f"MLX {bits}-bit, groups of {size}", (n_out, n_in), parts, recipe)
 
@@ -93,8 +93,8 @@ def _add_mlx_float(bits: int, size: int, name: str) -> Callable[..., None]:
     values = E2M1 if bits == 4 else E4M3
 
     def add(source: Source, module: str, settings: Fields) -> None:
-        for key, wanted in (("bits", bits), ("group_size", size)):
-            settings.refuse(key, unless=(wanted,), default=wanted)
+        for key, expected in (("bits", bits), ("group_size", size)):
+            settings.refuse(key, unless=(expected,), default=expected)
         n_out, n_words = source.shape(module, "weight")
         n_in = n_words * 32 // bits
         n_groups(source, module, n_in, size)
@@ -102,7 +102,8 @@ def _add_mlx_float(bits: int, size: int, name: str) -> Callable[..., None]:
             "codes": source.take(module, "weight", ["U32"]),
             "scale": source.take(module, "scales", ["U8"], (n_out, n_in // size), f"mode {name.lower()}"),
         }
-        codes = CodesOf("codes", bits, (n_out, n_in))
+        codes = Unpacker("codes", bits, (n_out, n_in))
+        # Groups of 16 are NVFP4, with E4M3 scales; MXFP4 and MXFP8 have exponents.
         scale = (lambda parts, rows: E4M3[parts["scale"].array[rows]]) if size == 16 else exponents_of("scale")
         recipe = Recipe(codes=codes, values=values, scale=scale, group=size, zero_scales=True)
         source.add(module, f"MLX {name}, groups of {size}", (n_out, n_in), parts, recipe)
@@ -133,13 +134,13 @@ def read_modelopt(source: Source) -> None:
             )  # fmt: skip
     else:
         for module in source.modules("weight_scale_2", "weight_scale", dtypes=["U8"]):
-            _add_product(source, module)
+            _add_modelopt_nvfp4(source, module)
     for key in ("ignore", "exclude_modules"):
-        source.require_left_alone(key, names_in(source, key), lambda pattern, module: fnmatchcase(module, pattern))
+        source.require_not_quantised(key, names_in(source, key), lambda pattern, module: fnmatchcase(module, pattern))
     source.leave_out("input_scale", "k_scale", "v_scale", "k_bias", "v_bias")
 
 
-def _add_product(source: Source, module: str) -> None:
+def _add_modelopt_nvfp4(source: Source, module: str) -> None:
     """Add a ModelOpt NVFP4 matrix, whose block scales are multiplied by a global scale."""
     n_out, half = source.shape(module, "weight")
     parts = {
@@ -156,7 +157,7 @@ def _add_product(source: Source, module: str) -> None:
 
 
 def read_auto_round(source: Source) -> None:
-    """Find the matrices of an AutoRound folder, which has those of GPTQ or AWQ."""
+    """Find the matrices of an AutoRound folder, in the format of GPTQ or AWQ."""
     packing = source.settings.text("packing_format", default="auto_round:auto_gptq")
     match packing.removeprefix("auto_round:"):
         case "auto_gptq" | "gptq" | "auto":
@@ -179,11 +180,11 @@ def read_bitnet(source: Source) -> None:
     settings.refuse("use_rms_norm", unless=(False,), default=False)
     for module in source.modules("weight_scale", dtypes=["U8"]):
         _add_ternary(source, module, divided=kind == "bitlinear")
-    source.require_left_alone("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
+    source.require_not_quantised("modules_to_not_convert", names_in(source, "modules_to_not_convert"), matches_part)
 
 
 def _add_ternary(source: Source, module: str, *, divided: bool) -> None:
-    """Add a BitNet matrix of -1, 0 and 1; `divided`: the numbers are divided by the stored scale."""
+    """Add a BitNet matrix of -1, 0 and 1; `divided`: values are divided by the stored scale."""
     quarter, n_in = source.shape(module, "weight")
     parts = {
         "codes": source.take(module, "weight", ["U8"]),
@@ -204,7 +205,7 @@ def _add_ternary(source: Source, module: str, *, divided: bool) -> None:
 
 
 def read_torchao(source: Source) -> None:
-    """Find the matrices of a torchao folder of signed bytes or E4M3 with a scale a row."""
+    """Find the matrices of a torchao folder of signed bytes or E4M3 with a scale per row."""
     for module in source.modules("_weight_qdata", "_weight_scale", "_weight_zero_point"):
         name, (n_out, n_in) = f"{module}._weight_qdata", source.shape(module, "_weight_qdata")
         if source.tensors[name].dtype not in ("I8", "F8_E4M3"):
@@ -216,7 +217,7 @@ def read_torchao(source: Source) -> None:
         if source.has(module, "_weight_zero_point"):
             parts["zero"] = source.take(module, "_weight_zero_point", ["I8", *_FLOATS], (n_out, 1))
         is_float = source.tensors[name].dtype == "F8_E4M3"
-        codes, values = CodesOf("codes", 8, (n_out, n_in)), E4M3 if is_float else INT8
+        codes, values = Unpacker("codes", 8, (n_out, n_in)), E4M3 if is_float else INT8
         zero = floats_of("zero") if "zero" in parts else None
         recipe = Recipe(codes=codes, values=values, zero=zero, scale=floats_of("scale"), group=n_in)
         kind = "float8" if is_float else "int8"

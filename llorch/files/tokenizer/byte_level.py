@@ -1,7 +1,7 @@
 """Byte-level BPE (GPT-2, Llama 3 and 4, Qwen, SmolLM2, Tekken): words by regular expression, then merges over bytes.
 
-Each byte is written as one printable character, so a token's text holds no space and no control character. A
-vocabulary may lack some bytes: they are left out of the ids, and no merge runs across one, as in llama.cpp.
+Each byte is mapped to one printable character, so a token's text has no space and no control character. A vocabulary
+may lack some bytes: these are dropped, and no merge spans one, as in llama.cpp.
 
 Source: llama.cpp src/llama-vocab.cpp, `llm_tokenizer_bpe` (the expression of each pre-tokenizer name).
 """
@@ -27,14 +27,14 @@ _NEW_PUNCTUATION = "1B4E-1B4F 1B7F-1B7F 10D6E-10D6E 113D4-113D5 113D7-113D8 11BE
 
 
 def _in_class(spans: str) -> str:
-    """Write hexadecimal code points, `1C89-1C8A A7CB`, as the inside of a character class of a regular expression."""
+    """Convert hexadecimal code points, `1C89-1C8A A7CB`, to the inside of a regular expression's character class."""
     return re.sub(r"[0-9A-F]+", r"\\x{\g<0>}", spans).replace(" ", "")
 
 
 _NEW = _in_class(_NEW_LETTERS_AND_DIGITS)
 _MARKS = _in_class(_NEW_MARKS)
 _LETTER = rf"[\p{{L}}&&[^{_NEW}]]"
-_UPPER = rf"[\p{{L}}&&[^{_NEW}a-z]]"  # letters but a to z: llama.cpp knows the case of ASCII letters alone
+_UPPER = rf"[\p{{L}}&&[^{_NEW}a-z]]"  # letters but a to z: llama.cpp has case for ASCII letters only
 _LOWER = rf"[\p{{L}}&&[^{_NEW}A-Z]]"
 _LETTER_OR_MARK = rf"[\p{{L}}\p{{M}}&&[^{_NEW}{_MARKS}]]"
 _DIGIT = rf"[\p{{N}}&&[^{_NEW}]]"
@@ -51,23 +51,23 @@ _QWEN_3_5 = rf"{_CONTRACTION}|{_BEFORE_LETTERS}?{_LETTER_OR_MARK}+|{_DIGIT}| ?{_
 _GPT_2 = rf"'s|'t|'re|'ve|'m|'ll|'d| ?{_LETTER}+| ?{_DIGIT}+| ?{_SYMBOL}+|\s+(?!\S)|\s+"
 
 
-def _cased(after: str, digits: str) -> str:
-    """Make a pattern of words that end where upper case follows lower case; `after` may follow a word."""
-    words = rf"{_BEFORE_LETTERS}?{_UPPER}*{_LOWER}+{after}|{_BEFORE_LETTERS}?{_UPPER}+{_LOWER}*{after}"
+def _cased_words(suffix: str, digits: str) -> str:
+    """Return a pattern of words that end before a change from lower to upper case; `suffix` may follow a word."""
+    words = rf"{_BEFORE_LETTERS}?{_UPPER}*{_LOWER}+{suffix}|{_BEFORE_LETTERS}?{_UPPER}+{_LOWER}*{suffix}"
     return rf"{words}|{digits}| ?{_SYMBOL}+[\r\n/]*|{_SPACES}"
 
 
-_GPT_4O = _cased(f"{_CONTRACTION}?", f"{_DIGIT}{{1,3}}")
-_TEKKEN = _cased("", _DIGIT)
+_GPT_4O = _cased_words(f"{_CONTRACTION}?", f"{_DIGIT}{{1,3}}")
+_TEKKEN = _cased_words("", _DIGIT)
 
 
 @dataclass(frozen=True)
 class PreTokenizer:
     """Settings that llama.cpp has for a name in `tokenizer.ggml.pre`."""
 
-    patterns: tuple[str, ...]  # regular expressions, in the order in which they cut
-    ignore_merges: bool = False  # a word that is a token is taken as it is, even where no merges lead to it
-    adds_bos: bool = False  # unless the file says otherwise
+    patterns: tuple[str, ...]  # regular expressions, in the order of splitting
+    ignore_merges: bool = False  # a word that is a token becomes it, even without merges
+    adds_bos: bool = False  # default if the file has no setting
 
 
 _OF_LLAMA_3 = PreTokenizer((_LLAMA_3,), ignore_merges=True, adds_bos=True)
@@ -89,49 +89,49 @@ PRE_TOKENIZERS = {
 
 
 def _byte_characters() -> dict[int, str]:
-    """Map each byte to the printable character that stands for it, as in GPT-2."""
+    """Map each byte to its printable character, as in GPT-2."""
     printable = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAC + 1), *range(0xAE, 0xFF + 1)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    unprintable = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte) for byte in printable} | {byte: chr(256 + index) for index, byte in enumerate(unprintable)}
 
 
 BYTE_CHARACTERS = _byte_characters()
-# Bytes that UTF-8 can have; a vocabulary may lack some of the others.
+# Bytes that occur in UTF-8; a vocabulary may lack others.
 TEXT_BYTES = (*range(0xC0), *range(0xC2, 0xF5))
 _BYTE_OF = {ord(character): chr(byte) for byte, character in BYTE_CHARACTERS.items()}
 
 
 def text_bytes(token: str) -> bytes:
-    """Undo the byte alphabet; a text outside of it stands for its own UTF-8."""
+    """Map a token's text back to bytes; text outside the byte alphabet gives its UTF-8."""
     if all(ord(character) in _BYTE_OF for character in token):
         return token.translate(_BYTE_OF).encode("latin-1")
     return token.encode("utf-8", "surrogateescape")
 
 
 class ByteLevelBPE:
-    """The text encoder of a byte-level vocabulary."""
+    """Text encoder of a byte-level vocabulary."""
 
     def __init__(self, ids: Mapping[str, int], merges: Iterable[tuple[str, str]], words: PreTokenizer) -> None:
         """Build the encoder in the library.
 
-        `ids` has no control tokens: no text may turn into one; merges come most important first; `words` cut the text.
+        `ids` has no control tokens: text must not become one. `merges` are sorted by priority; `words` splits text.
         """
         model = models.BPE(vocab=dict(ids), merges=list(merges), ignore_merges=words.ignore_merges)
         parts: list[pre_tokenizers.PreTokenizer] = [
             pre_tokenizers.Split(Regex(pattern), "isolated") for pattern in words.patterns
         ]
         parts.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False))
-        if absent := [BYTE_CHARACTERS[byte] for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids]:
-            parts.append(pre_tokenizers.Split(Regex(f"[{re.escape(''.join(absent))}]"), "removed"))
+        if missing := [BYTE_CHARACTERS[byte] for byte in TEXT_BYTES if BYTE_CHARACTERS[byte] not in ids]:
+            parts.append(pre_tokenizers.Split(Regex(f"[{re.escape(''.join(missing))}]"), "removed"))
         self._tokenizer = Tokenizer(model)
         self._tokenizer.pre_tokenizer = pre_tokenizers.Sequence(parts)
 
     def encode_spans(self, text: str) -> tuple[list[int], Iterator[int]]:
-        """Encode text without special tokens: ids, and for each the character in which it starts."""
-        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # other threads go on
+        """Encode text without special tokens: ids, and the character index at which each starts."""
+        (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # releases the GIL
         return encoding.ids, starts_in(encoding)
 
 
 def starts_in(encoding: Encoding) -> Iterator[int]:
-    """Yield where tokens start; the library is asked only when somebody iterates."""
+    """Yield the start of each token; lazy, because offsets are slow to read."""
     yield from (start for start, _ in encoding.offsets)

@@ -1,6 +1,6 @@
-"""The tokenizer of a Hugging Face folder as the metadata of a GGUF file, so that llama.cpp gives the same ids.
+"""Conversion of a Hugging Face folder's tokenizer to GGUF metadata, so that llama.cpp gives the same ids.
 
-Keys under `llorch.files.tokenizer` keep what GGUF has no key for; llama.cpp skips them, a conversion back reads them.
+Keys under `llorch.files.tokenizer` store settings for which GGUF has no key; llama.cpp ignores them.
 
 Source: llama.cpp conversion/base.py (`get_vocab_base`, `_set_vocab_gpt2`) and gguf-py SpecialVocab (keys); src/
 llama-vocab.cpp (what the keys do).
@@ -37,7 +37,7 @@ _METASPACE_NOTES = {
     "always": f"the folder puts no space before a text that begins with a space; {_LLAMA_CPP}",
 }
 Vocabulary = GGUFVocabulary | HuggingFaceVocabulary
-# What a converted tokenizer must encode as its source does, before the conversion counts as done.
+# Texts that a converted tokenizer must encode like its source; else the conversion fails.
 PROBES = (
     "",
     " ",
@@ -52,15 +52,15 @@ PROBES = (
 
 @dataclass
 class GGUFTokenizer:
-    """What goes into a GGUF file."""
+    """Tokenizer metadata of a GGUF file."""
 
     metadata: dict[str, object]
-    notes: list[str] = field(default_factory=list)  # where llama.cpp will differ from the folder
+    notes: list[str] = field(default_factory=list)  # differences between llama.cpp and the folder
 
 
 def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
-    """Translate a folder's tokenizer to metadata, ids filled up to `rows` of the embedding, and notes for the user."""
-    vocabulary = HuggingFaceVocabulary(folder)  # refuses all that is not known
+    """Convert a folder's tokenizer to metadata and notes; ids without a token, below `rows`, become padding tokens."""
+    vocabulary = HuggingFaceVocabulary(folder)  # raises for unknown parts
     path = folder / "tokenizer.json"
     content: dict[str, Any] = read_json(path, limit=_MAX_TOKENIZER)
     config = read_settings(folder / "tokenizer_config.json")
@@ -81,12 +81,12 @@ def read_tokenizer(folder: Path, rows: int) -> GGUFTokenizer:
     _add_spaces(tokenizer, vocabulary, content)
     tokenizer.metadata |= templates_metadata(read_templates(folder))
     _note_switches(tokenizer, content)
-    _check(tokenizer, vocabulary, path)
+    _complete_and_check(tokenizer, vocabulary, path)
     return tokenizer
 
 
 def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str] = PROBES, *, path: Path) -> None:
-    """Refuse (Unsupported) to convert a vocabulary to one that encodes a text differently, naming the first."""
+    """Raise Unsupported for the first text that two vocabularies encode differently."""
     for text in texts:
         expected, actual = (Tokenizer(vocabulary).encode(text) for vocabulary in (source, target))
         if actual != expected:
@@ -95,50 +95,49 @@ def require_same_ids(source: Vocabulary, target: Vocabulary, texts: Iterable[str
 
 
 def probes_for(metadata: Mapping[str, object]) -> list[str]:
-    """Return the probes whose ids both share: none with a leading space that the folder treats otherwise."""
+    """Return the probes that both vocabularies must encode equally: without leading spaces if these differ."""
     return [text for text in PROBES if SPACE_PREFIX not in metadata or not text.startswith(" ")]
 
 
 def _token_table(
     content: Mapping[str, Any], vocabulary: HuggingFaceVocabulary, rows: int, path: Path
 ) -> tuple[list[str], list[TokenType]]:
-    """Return the text and the type of every token id."""
     texts: dict[int, str] = {}
     types: dict[int, TokenType] = {}
     fallback, unknown = content["model"].get("byte_fallback"), content["model"].get("unk_token")
     for text, token_id in content["model"]["vocab"].items():
         texts[token_id] = text
         types[token_id] = TokenType.BYTE if fallback and BYTE_TOKEN.fullmatch(text) else TokenType.NORMAL
-    made = {left + right for left, right in _merges(content)}
+    merged_texts = {left + right for left, right in _merges(content)}
     for entry in content["added_tokens"]:
         token_id, text = entry["id"], entry["content"]
         texts[token_id] = text
-        if text in made and text in END_TEXTS:
-            continue  # "</s>" of Qwen: normal in the file, since merges make it; llama.cpp knows it by its text
-        hidden = token_id in vocabulary.special.hidden
-        types[token_id] = TokenType.CONTROL if hidden else TokenType.USER_DEFINED
+        if text in merged_texts and text in END_TEXTS:
+            continue  # "</s>" of Qwen: a normal token, because merges produce it; llama.cpp recognises it by text
+        is_hidden = token_id in vocabulary.special.hidden
+        types[token_id] = TokenType.CONTROL if is_hidden else TokenType.USER_DEFINED
     if fallback and unknown is not None:
         types |= {token_id: TokenType.UNKNOWN for token_id, text in texts.items() if text == unknown}
     require_rows(texts, rows, path=path)
-    every = range(rows)
-    return [texts.get(i, f"[PAD{i}]") for i in every], [types.get(i, TokenType.UNUSED) for i in every]
+    row_ids = range(rows)
+    return [texts.get(i, f"[PAD{i}]") for i in row_ids], [types.get(i, TokenType.UNUSED) for i in row_ids]
 
 
 def _pre_tokenizer(content: Mapping[str, Any], path: Path) -> str:
-    """Return llama.cpp's name of a pre-tokenizer, one that `HuggingFaceVocabulary` knows."""
+    """Return llama.cpp's name of a pre-tokenizer that `HuggingFaceVocabulary` supports."""
     name = str(name_of_words(content["pre_tokenizer"]))
     ignores = content["model"].get("ignore_merges") is True
     if name == "llama-bpe" and not ignores:
-        return "smaug-bpe"  # the same words
-    if ignores != PRE_TOKENIZERS[name].ignore_merges and (beyond := _beyond_merges(content)):
+        return "smaug-bpe"  # in llama.cpp: the words of llama-bpe, without ignore_merges
+    if ignores != PRE_TOKENIZERS[name].ignore_merges and (unmerged := _unmerged_tokens(content)):
         message = f"ignore_merges: llama.cpp has it {'off' if ignores else 'on'} for {name}, got {ignores}"
-        matters = f"this changes {len(beyond)} tokens that no merges produce, such as {beyond[0]!r}"
-        raise FormatError("Unsupported", f"{message}; {matters}", path=path)
+        effect = f"this changes {len(unmerged)} tokens that no merges produce, such as {unmerged[0]!r}"
+        raise FormatError("Unsupported", f"{message}; {effect}", path=path)
     return name
 
 
-def _beyond_merges(content: Mapping[str, Any]) -> list[str]:
-    """Find the tokens that merges do not make from their own bytes."""
+def _unmerged_tokens(content: Mapping[str, Any]) -> list[str]:
+    """Return the tokens that merges do not produce from their bytes."""
     ids = content["model"]["vocab"]
     encoder = Library(models.BPE(ids, _merges(content)))
     special = {entry["content"] for entry in content["added_tokens"]}
@@ -155,7 +154,7 @@ def _merges(content: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _token_scores(
     content: Mapping[str, Any], texts: Sequence[str], types: Sequence[TokenType], path: Path
 ) -> np.ndarray:
-    """Return scores that give the file's merges in their order; other tokens get the lowest."""
+    """Return scores that are equivalent to the file's merges, by token id; other tokens get the lowest score."""
     normal = {text for text, kind in zip(texts, types, strict=True) if kind is TokenType.NORMAL}
     merges = [(left, right) for left, right in _merges(content) if {left, right, left + right} <= normal]
     scores = scores_of_merges(merges, normal, path=path)
@@ -170,7 +169,7 @@ def _add_special(
     config: Mapping[str, Any],
     vocabulary: HuggingFaceVocabulary,
 ) -> None:
-    """Add the ids of special tokens to a GGUF tokenizer, and whether texts begin and end with them."""
+    """Add the ids of special tokens to a GGUF tokenizer, and whether BOS and EOS are added to texts."""
     path = folder / "tokenizer.json"
     ids = content["model"]["vocab"] | {entry["content"]: entry["id"] for entry in content["added_tokens"]}
     model, generation = read_settings(folder / "config.json"), read_settings(folder / "generation_config.json")
@@ -179,24 +178,24 @@ def _add_special(
     adds = {role: token_id is not None for role, token_id in roles.items()}
     roles["bos"] = vocabulary.special.bos_token_id if roles["bos"] is None else roles["bos"]
     for role, key in (("eos", "eos"), ("padding", "pad"), ("unknown", "unk")):
-        named = [ids.get(_token_text(config.get(f"{key}_token")))]
-        named += [_first_id(values.get(f"{key}_token_id"), vocabulary.vocab_size) for values in (generation, model)]
+        options = [ids.get(_token_text(config.get(f"{key}_token")))]
+        options += [_first_id(values.get(f"{key}_token_id"), vocabulary.vocab_size) for values in (generation, model)]
         roles.setdefault(role, None)
-        roles[role] = next((token_id for token_id in [roles[role], *named] if token_id is not None), None)
+        roles[role] = next((token_id for token_id in [roles[role], *options] if token_id is not None), None)
     for role, token_id in roles.items():
         if token_id is not None:
             tokenizer.metadata[f"{PREFIX}{role}_token_id"] = int(token_id)
-    for role, wanted in adds.items():
-        tokenizer.metadata[f"{PREFIX}add_{role}_token"] = wanted
-        if config.get(f"add_{role}_token", wanted) != wanted:
-            message = f"tokenizer_config.json says add_{role}_token {not wanted}, tokenizer.json says the opposite"
+    for role, is_added in adds.items():
+        tokenizer.metadata[f"{PREFIX}add_{role}_token"] = is_added
+        if config.get(f"add_{role}_token", is_added) != is_added:
+            message = f"tokenizer_config.json says add_{role}_token {not is_added}, tokenizer.json says the opposite"
             tokenizer.notes.append(message + "; llorch follows tokenizer.json")
 
 
-def _single(ids: Sequence[object], where: str, path: Path) -> int | None:
-    """Return the only id, None for no id; refuse several, since llama.cpp adds at most one."""
+def _single(ids: Sequence[object], side: str, path: Path) -> int | None:
+    """Return the only id, None for no id; Unsupported for several, because llama.cpp adds at most one."""
     if len(ids) > 1:
-        message = f"post_processor: llama.cpp puts at most one token {where} a text, got {ids}"
+        message = f"post_processor: llama.cpp puts at most one token {side} a text, got {ids}"
         raise FormatError("Unsupported", message, path=path)
     return int(str(ids[0])) if ids else None
 
@@ -207,7 +206,7 @@ def _token_text(token: object) -> str:
 
 
 def _first_id(value: object, vocab_size: int) -> int | None:
-    """Return an id, or the first of a list; None for all that is no id of the vocabulary, such as -1."""
+    """Return an id, or the first of a list; None for a value that is no id of the vocabulary, such as -1."""
     value = value[0] if isinstance(value, list) and value else value
     if isinstance(value, int) and not isinstance(value, bool) and 0 <= value < vocab_size:
         return value
@@ -215,6 +214,7 @@ def _first_id(value: object, vocab_size: int) -> int | None:
 
 
 def _add_spaces(tokenizer: GGUFTokenizer, vocabulary: HuggingFaceVocabulary, content: Mapping[str, Any]) -> None:
+    """Store normalisation and added spaces; note where llama.cpp differs."""
     if content.get("normalizer") == {"type": "NFC"}:
         tokenizer.metadata[NORMALIZER] = "NFC"
         tokenizer.notes.append("the folder composes characters first (NFC), llama.cpp does not")
@@ -234,14 +234,14 @@ def _note_switches(tokenizer: GGUFTokenizer, content: Mapping[str, Any]) -> None
             tokenizer.notes.append(f"{len(texts)} added tokens have {switch}, which llama.cpp ignores: {listed}")
 
 
-def _check(tokenizer: GGUFTokenizer, vocabulary: HuggingFaceVocabulary, path: Path) -> None:
-    """Read the metadata back, and compare ends and ids."""
-    back = GGUFVocabulary(tokenizer.metadata, path)
-    spare = [role for role in ("eot", "eom") if f"{PREFIX}{role}_token_id" not in tokenizer.metadata]
-    missing = sorted(vocabulary.special.eos_token_ids - back.special.eos_token_ids)
-    for role, token_id in zip(spare, missing, strict=False):
+def _complete_and_check(tokenizer: GGUFTokenizer, vocabulary: HuggingFaceVocabulary, path: Path) -> None:
+    """Add end tokens that the metadata lack, note those without a free key; Unsupported if token ids differ."""
+    reread = GGUFVocabulary(tokenizer.metadata, path)
+    free_roles = [role for role in ("eot", "eom") if f"{PREFIX}{role}_token_id" not in tokenizer.metadata]
+    missing = sorted(vocabulary.special.eos_token_ids - reread.special.eos_token_ids)
+    for role, token_id in zip(free_roles, missing, strict=False):
         tokenizer.metadata[f"{PREFIX}{role}_token_id"] = token_id
-    if len(missing) > len(spare):
-        left = ", ".join(map(str, missing[len(spare) :]))
-        tokenizer.notes.append(f"a GGUF file holds at most three end tokens; llama.cpp will not stop at {left}")
-    require_same_ids(vocabulary, back, probes_for(tokenizer.metadata), path=path)
+    if len(missing) > len(free_roles):
+        unlisted = ", ".join(map(str, missing[len(free_roles) :]))
+        tokenizer.notes.append(f"a GGUF file holds at most three end tokens; llama.cpp will not stop at {unlisted}")
+    require_same_ids(vocabulary, reread, probes_for(tokenizer.metadata), path=path)

@@ -1,11 +1,11 @@
-"""The vocabulary of a GGUF file as tokenizer.json and tokenizer_config.json, so that transformers gives the same ids.
+"""Conversion of a GGUF vocabulary to tokenizer.json and tokenizer_config.json, so that transformers gives the same ids.
 
-The class is named PreTrainedTokenizerFast, which takes tokenizer.json as it stands. For two families, however,
-transformers 5 puts Qwen's own words and NFC in place of those of the file, whatever the class: NFC is then written too,
-so that all readers of the folder agree, and a vocabulary with other words is refused.
+The class is PreTrainedTokenizerFast, which uses tokenizer.json unchanged. For two families, however, transformers 5
+replaces the file's pre-tokenizer and normalizer by Qwen's words and NFC, for any class. Then NFC is also written, so
+that all readers of the folder agree, and a vocabulary with other words is Unsupported.
 
-GGUF has no word for normalising text, and llama.cpp does not do it. For other families NFC, which Qwen's own folders
-have, is therefore written only where a conversion to GGUF has kept it.
+GGUF has no key for text normalisation, and llama.cpp does not normalise. For other families, NFC (in Qwen's folders) is
+therefore written only if a conversion to GGUF has stored it.
 
 Source: tokenizers `src/tokenizer/serialization.rs` (fields); transformers tokenization_utils_base.py (config).
 """
@@ -34,31 +34,31 @@ from llorch.files.tokenizer.pipeline import (
 from llorch.runtime.errors import FormatError
 from llorch.runtime.fields import Fields
 
-# Names of llama.cpp for the words of another name of `WORDS`.
+# llama.cpp's names -> key of `WORDS` with the same words.
 _ALIASES = {
     "llama3": "llama-bpe", "llama-v3": "llama-bpe", "smaug-bpe": "llama-bpe", "deepseek-r1-qwen": "qwen2",
     "gpt-4o": "llama4",
 }  # fmt: skip
-_FIXED_WORDS = {family.transformers.pre_tokenizer for family in FAMILIES.values()} - {""}
-_ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}  # in GGUF keys, in those of transformers
-_TEXT = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)
+_FIXED_WORDS = {family.transformers.pre_tokenizer for family in FAMILIES.values()} - {""}  # set by transformers
+_ROLES = {"bos": "bos", "eos": "eos", "padding": "pad"}  # name in GGUF keys -> name in transformers' keys
+_TEXT = (TokenType.NORMAL, TokenType.UNUSED, TokenType.UNDEFINED)  # tokens that text can become
 
 
 @dataclass(frozen=True)
 class HuggingFaceTokenizer:
-    """What goes into a folder, and the ids that the model's own files name."""
+    """Tokenizer files of a folder, and the token ids for the model's configuration."""
 
     tokenizer: Json  # tokenizer.json
     config: Json  # tokenizer_config.json
-    token_ids: dict[str, int]  # bos_token_id, eos_token_id, pad_token_id, where there is one
-    eos_token_ids: list[int]  # every id that ends a generation, the named one first
-    notes: list[str]  # where transformers will differ from llama.cpp
+    token_ids: dict[str, int]  # bos_token_id, eos_token_id, pad_token_id, if present
+    eos_token_ids: list[int]  # every id that ends a generation, EOS first
+    notes: list[str]  # differences between transformers and llama.cpp
 
 
 def translate_vocabulary(
     metadata: Mapping[str, object], vocabulary: GGUFVocabulary, path: Path, *, family: str, context: int
 ) -> HuggingFaceTokenizer:
-    """Translate the vocabulary of a GGUF file; FormatError for what tokenizer.json cannot express."""
+    """Convert the vocabulary of a GGUF file; FormatError if tokenizer.json cannot express it."""
     table = TokenTable(metadata, path)
     _require_unicode(table, path)
     fields = Fields(metadata, path, prefix=PREFIX)
@@ -66,7 +66,7 @@ def translate_vocabulary(
     parts["added_tokens"] = _added_tokens(table, vocabulary)
     _add_tokens(parts["model"]["vocab"], parts["added_tokens"])
     ids = {role: fields.integer(f"{role}_token_id") for role in _ROLES if fields.has(f"{role}_token_id")}
-    ends = vocabulary.special.eos_token_ids
+    end_ids = vocabulary.special.eos_token_ids
     return HuggingFaceTokenizer(
         tokenizer={
             "version": "1.0",
@@ -77,34 +77,34 @@ def translate_vocabulary(
         },
         config=_config(table, ids, templates_of_metadata(metadata, path), context),
         token_ids={f"{_ROLES[role]}_token_id": token_id for role, token_id in ids.items()},
-        eos_token_ids=sorted(ends, key=lambda token_id: (token_id != ids.get("eos"), token_id)),
+        eos_token_ids=sorted(end_ids, key=lambda token_id: (token_id != ids.get("eos"), token_id)),
         notes=notes,
     )
 
 
 def _translate_parts(
-    table: TokenTable, vocabulary: GGUFVocabulary, kept: Fields, fields: Fields, family: str
+    table: TokenTable, vocabulary: GGUFVocabulary, llorch_fields: Fields, fields: Fields, family: str
 ) -> tuple[Json, list[str]]:
-    """Translate model, normalizer and pre-tokenizer; note where transformers uses others for the family."""
+    """Convert model, normalizer and pre-tokenizer; add notes if transformers uses others for the family."""
     notes: list[str] = []
     if fields.text("model") == "gpt2":
         pre = fields.text("pre", default="default")
         parts = _byte_level(table, pre, fields)
-        parts["normalizer"] = _normalizer(kept, pre, family, notes)
+        parts["normalizer"] = _normalizer(llorch_fields, pre, family, notes)
     else:
-        stored_prefix = kept.text(SPACE_PREFIX, default="")
+        stored_prefix = llorch_fields.text(SPACE_PREFIX, default="")
         parts = _sentencepiece(table, "never" if vocabulary.space_prefix == "never" else stored_prefix)
-    wanted = FAMILIES[family].transformers.pre_tokenizer
-    if wanted == "qwen35" and parts["pre_tokenizer"] == WORDS["qwen2"]:
+    required_words = FAMILIES[family].transformers.pre_tokenizer
+    if required_words == "qwen35" and parts["pre_tokenizer"] == WORDS["qwen2"]:
         notes.append("transformers keeps combining marks with the letters, like Qwen 3.5; the file does not")
-    elif wanted and parts["pre_tokenizer"] != WORDS[wanted]:
-        expected = f"{wanted}, which transformers uses for every model of this family"
+    elif required_words and parts["pre_tokenizer"] != WORDS[required_words]:
+        expected = f"{required_words}, which transformers uses for every model of this family"
         raise fields.error("Unsupported", "pre", expected, fields.text("pre", default=""))
     return parts, notes
 
 
-def _normalizer(kept: Fields, pre: str, family: str, notes: list[str]) -> Json | None:
-    if kept.text(NORMALIZER, default="") == "NFC":
+def _normalizer(llorch_fields: Fields, pre: str, family: str, notes: list[str]) -> Json | None:
+    if llorch_fields.text(NORMALIZER, default="") == "NFC":
         return {"type": "NFC"}
     if FAMILIES[family].transformers.pre_tokenizer:
         notes.append(f"transformers composes characters first (NFC) for every {family}, llama.cpp does not")
@@ -123,7 +123,7 @@ def _require_unicode(table: TokenTable, path: Path) -> None:
 
 
 def _text_ids(table: TokenTable) -> dict[str, int]:
-    """Return the tokens that text can become, without the names that fill up a padded embedding."""
+    """Return the tokens that text can become, without padding tokens."""
     ids = table.ids_of(*_TEXT)
     return {
         text: token_id
@@ -139,11 +139,11 @@ def _byte_level(table: TokenTable, pre: str, fields: Fields) -> Json:
         raise fields.error("Unsupported", "pre", " or ".join([*WORDS, *_ALIASES]), pre)
     ids = _text_ids(table) | table.ids_of(TokenType.BYTE)
     merges = table.read_merges(table.ids_of(*_TEXT, TokenType.USER_DEFINED, TokenType.BYTE))
-    kept = [pair for pair in merges if {*pair, "".join(pair)} <= ids.keys()]
+    valid_merges = [pair for pair in merges if {*pair, "".join(pair)} <= ids.keys()]
     return {
         "pre_tokenizer": WORDS[name],
         "decoder": BYTE_LEVEL,
-        "model": _model(ids, kept, ignore_merges=PRE_TOKENIZERS[pre].ignore_merges),
+        "model": _model(ids, valid_merges, ignore_merges=PRE_TOKENIZERS[pre].ignore_merges),
     }
 
 
@@ -176,7 +176,7 @@ def _model(ids: Mapping[str, int], merges: list[tuple[str, str]], **switches: ob
 
 
 def _added_tokens(table: TokenTable, vocabulary: GGUFVocabulary) -> list[Json]:
-    """List the special tokens as `added_tokens` of a tokenizer.json."""
+    """Return the special tokens as `added_tokens` of a tokenizer.json."""
     hidden, visible = vocabulary.special.hidden, vocabulary.special.visible
     switches = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
     return [
@@ -186,33 +186,32 @@ def _added_tokens(table: TokenTable, vocabulary: GGUFVocabulary) -> list[Json]:
 
 
 def _add_tokens(vocab: dict[str, int], added: list[Json]) -> None:
-    """Put added tokens into the vocabulary, unless the library counts on from its end and so finds their ids."""
+    """Add the added tokens to the vocabulary, unless the library assigns their ids itself, after its last id."""
     for token in added:
         vocab.pop(token["content"], None)
-    free = range(len(vocab), len(vocab) + len(added))
-    if [token["id"] for token in added] != [*free] or max(vocab.values()) >= len(vocab):
+    next_ids = range(len(vocab), len(vocab) + len(added))
+    if [token["id"] for token in added] != [*next_ids] or max(vocab.values()) >= len(vocab):
         vocab |= {token["content"]: token["id"] for token in added}
 
 
 def _post_processor(fields: Fields, ids: Mapping[str, int], table: TokenTable) -> Json:
-    """Make the post processor that adds the beginning and end tokens."""
     byte_level, pre = fields.text("model") == "gpt2", fields.text("pre", default="default")
-    begins = fields.boolean("add_bos_token", default=not byte_level or PRE_TOKENIZERS[pre].adds_bos)
-    ends = fields.boolean("add_eos_token", default=False)
-    around = {role: ids[role] for role, wanted in (("bos", begins), ("eos", ends)) if wanted}
-    texts = {role: table.texts[token_id] for role, token_id in around.items()}
+    adds_bos = fields.boolean("add_bos_token", default=not byte_level or PRE_TOKENIZERS[pre].adds_bos)
+    adds_eos = fields.boolean("add_eos_token", default=False)
+    added = {role: ids[role] for role, is_added in (("bos", adds_bos), ("eos", adds_eos)) if is_added}
+    texts = {role: table.texts[token_id] for role, token_id in added.items()}
 
     def steps(sequence: str, type_id: int) -> list[Json]:
-        one: list[Json] = [{"Sequence": {"id": sequence, "type_id": type_id}}]
+        sequence_steps: list[Json] = [{"Sequence": {"id": sequence, "type_id": type_id}}]
         if "bos" in texts:
-            one.insert(0, {"SpecialToken": {"id": texts["bos"], "type_id": type_id}})
+            sequence_steps.insert(0, {"SpecialToken": {"id": texts["bos"], "type_id": type_id}})
         if "eos" in texts:
-            one.append({"SpecialToken": {"id": texts["eos"], "type_id": type_id}})
-        return one
+            sequence_steps.append({"SpecialToken": {"id": texts["eos"], "type_id": type_id}})
+        return sequence_steps
 
-    named = {texts[role]: {"id": texts[role], "ids": [around[role]], "tokens": [texts[role]]} for role in texts}
+    tokens = {texts[role]: {"id": texts[role], "ids": [added[role]], "tokens": [texts[role]]} for role in texts}
     pair = steps("A", 0) + steps("B", 1)
-    template = {"type": "TemplateProcessing", "single": steps("A", 0), "pair": pair, "special_tokens": named}
+    template = {"type": "TemplateProcessing", "single": steps("A", 0), "pair": pair, "special_tokens": tokens}
     return sequence("processors", BYTE_LEVEL, template) if byte_level else template
 
 

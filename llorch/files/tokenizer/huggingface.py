@@ -1,4 +1,4 @@
-"""The vocabulary of a Hugging Face folder: tokenizer.json, checked and rebuilt in the `tokenizers` library.
+"""Vocabulary of a Hugging Face folder: tokenizer.json, checked and rebuilt in the `tokenizers` library.
 
 Source: tokenizers `src/tokenizer/serialization.rs`, `src/models/bpe/serialization.rs` (fields of tokenizer.json).
 """
@@ -22,8 +22,8 @@ from llorch.runtime.errors import FormatError
 from llorch.runtime.fields import Fields
 
 _MAX_TOKENIZER = 64 << 20  # bytes
-_MAX_ID = 1 << 22
-_BYTE_TOKENS = {byte: f"<0x{byte:02X}>" for byte in range(256)}
+_MAX_ID = 1 << 22  # limit of token ids in tokenizer.json
+_BYTE_TOKENS = {byte: f"<0x{byte:02X}>" for byte in range(256)}  # SentencePiece tokens of single bytes
 _MODEL_KEYS = frozenset(
     "type dropout unk_token continuing_subword_prefix end_of_word_suffix fuse_unk byte_fallback ignore_merges vocab"
     " merges".split()
@@ -32,10 +32,10 @@ _SWITCHES = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 
 class HuggingFaceVocabulary:
-    """Tokens, special tokens and the text encoder of a folder."""
+    """Tokens, special tokens and text encoder of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """Read and check the files; FormatError for parts of tokenizer.json that are not known here."""
+        """Read and check the files; FormatError for unknown parts of tokenizer.json."""
         self._path = folder / "tokenizer.json"
         if not self._path.is_file():
             message = "expected tokenizer.json in this folder, got none; add the file, or give token ids"
@@ -51,28 +51,28 @@ class HuggingFaceVocabulary:
         added = [self._read_token(entry) for entry in self._list(content, "added_tokens")]
         self.special = self._add(folder, added)
         first, last = read_template(content.get("post_processor"), self._path)
-        self._first = [self._check_id(one, "post_processor", self.vocab_size) for one in first]
-        self._last = [self._check_id(one, "post_processor", self.vocab_size) for one in last]
+        self._prefix_ids = [self._check_id(token_id, "post_processor", self.vocab_size) for token_id in first]
+        self._suffix_ids = [self._check_id(token_id, "post_processor", self.vocab_size) for token_id in last]
 
     def encode_spans(
         self, text: str, *, add_special: bool, parse_special: bool, continues: bool
     ) -> tuple[list[int], Iterator[int]]:
-        """Encode text, with `add_special` in the file's template, and tell where tokens start: -1 before the text.
+        """Encode text, with `add_special` in the file's template; return ids and start indices, -1 before the text.
 
-        Text that `continues` after a control token gets no space before it, unless each control token has one behind.
+        Text that `continues` after a control token gets no space prefix, unless the scheme is `always`.
         """
-        with self._lock, self._without_prefix(continues):  # the switch belongs to the tokenizer, not to the call
+        with self._lock, self._without_prefix(continues):  # the switch is a property of the tokenizer, not of the call
             self._tokenizer.encode_special_tokens = not parse_special
-            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # other threads go on
+            (encoding,) = self._tokenizer.encode_batch([text], add_special_tokens=False)  # releases the GIL
         starts = starts_in(encoding)
         if not add_special:
             return encoding.ids, starts
-        ids = [*self._first, *encoding.ids, *self._last]
-        return ids, chain([-1] * len(self._first), starts, [len(text)] * len(self._last))
+        ids = [*self._prefix_ids, *encoding.ids, *self._suffix_ids]
+        return ids, chain([-1] * len(self._prefix_ids), starts, [len(text)] * len(self._suffix_ids))
 
     @contextmanager
     def _without_prefix(self, continues: bool) -> Iterator[None]:
-        """Encode without a leading space in the block, if the text `continues`."""
+        """Disable the space prefix within the context, if the text `continues`."""
         part = self._tokenizer.pre_tokenizer
         if not continues or self.space_prefix != "start" or not isinstance(part, Metaspace):
             yield
@@ -84,7 +84,7 @@ class HuggingFaceVocabulary:
             part.prepend_scheme = "first"
 
     def piece(self, token_id: int) -> bytes:
-        """Return the bytes of an id: the text of an added token, nothing for an id that only pads the model."""
+        """Return the bytes of an id: the text of an added token, nothing for a padding id."""
         text = self._texts.get(token_id, "")
         if token_id in self.special.hidden or token_id in self.special.visible:
             return text.encode()
@@ -119,9 +119,9 @@ class HuggingFaceVocabulary:
         if len(self._texts) < len(ids):
             text = next(text for text, token_id in ids.items() if self._texts[token_id] != text)
             raise self._fields.error("Duplicate", f"vocab {text!r}", "a different id for each text", ids[text])
-        absent = [_BYTE_TOKENS[byte] for byte in TEXT_BYTES if _BYTE_TOKENS[byte] not in ids]
-        if absent and not self._byte_level:  # a byte-level vocabulary leaves such a byte out, as the library does
-            raise self._fields.error("Missing", "vocab", "a token for every byte, but these tokens are missing", absent)
+        gaps = [_BYTE_TOKENS[byte] for byte in TEXT_BYTES if _BYTE_TOKENS[byte] not in ids]
+        if gaps and not self._byte_level:  # a byte-level vocabulary drops such a byte, like the library
+            raise self._fields.error("Missing", "vocab", "a token for every byte, but these tokens are missing", gaps)
         return ids
 
     def _read_token(self, entry: object) -> tuple[int, AddedToken]:
@@ -135,23 +135,23 @@ class HuggingFaceVocabulary:
         return self._check_id(entry.get("id"), f"added_tokens {content!r}", _MAX_ID), AddedToken(content, **switches)
 
     def _add(self, folder: Path, added: list[tuple[int, AddedToken]]) -> SpecialTokens:
-        """Put the added tokens into the library, and sort them into hidden and visible ones."""
+        """Add the added tokens to the library, set `vocab_size`, and return the special tokens by role."""
         by_text = find_by_text({token.content: token_id for token_id, token in added}, ())
         for token_id, token in added:
-            # As in GGUF files: what ends a generation is no user's text, whatever type the file gives it.
+            # As in GGUF files, an end token is special for any type in the file, so that user text cannot become one.
             token.special = token.special or token_id in by_text.values()
         self._tokenizer.add_tokens([token for _, token in added])
         for token_id, token in added:
-            free = self._tokenizer.token_to_id(token.content)
-            if free != token_id:
-                raise self._fields.error("Inconsistent", f"added_tokens {token.content!r}", f"id {free}", token_id)
+            next_id = self._tokenizer.token_to_id(token.content)
+            if next_id != token_id:
+                raise self._fields.error("Inconsistent", f"added_tokens {token.content!r}", f"id {next_id}", token_id)
             self._texts[token_id] = token.content
-        begins, ends, rows = _named_ids(folder, {text: token_id for token_id, text in self._texts.items()})
+        bos_ids, eos_ids, rows = _read_ends(folder, {text: token_id for token_id, text in self._texts.items()})
         self.vocab_size = max(max(self._texts) + 1, rows)
         return SpecialTokens(
-            bos_token_id=next(iter(begins), None),
-            eos_token_id=next(iter(ends), None),
-            eos_token_ids=frozenset(ends) | find_end_tokens(by_text, {}),
+            bos_token_id=next(iter(bos_ids), None),
+            eos_token_id=next(iter(eos_ids), None),
+            eos_token_ids=frozenset(eos_ids) | find_end_tokens(by_text, {}),
             hidden=frozenset(token_id for token_id, token in added if token.special),
             visible=frozenset(token_id for token_id, token in added if not token.special),
         )
@@ -162,28 +162,28 @@ class HuggingFaceVocabulary:
             raise self._fields.error("Malformed", key, "a list", value)
         return value
 
-    def _check_id(self, token_id: object, what: str, limit: int) -> int:
+    def _check_id(self, token_id: object, subject: str, limit: int) -> int:
         if isinstance(token_id, bool) or not isinstance(token_id, int):
-            raise self._fields.error("Malformed", what, "an integer id", token_id)
+            raise self._fields.error("Malformed", subject, "an integer id", token_id)
         if not 0 <= token_id < limit:
-            raise self._fields.error("OutOfRange", what, f"0 to {limit - 1}", token_id)
+            raise self._fields.error("OutOfRange", subject, f"0 to {limit - 1}", token_id)
         return token_id
 
 
-def _named_ids(folder: Path, ids: Mapping[str, int]) -> tuple[list[int], list[int], int]:
-    """Read the begin and end tokens that the files of a folder name, and the rows of the embedding table.
+def _read_ends(folder: Path, ids: Mapping[str, int]) -> tuple[list[int], list[int], int]:
+    """Read BOS and EOS ids from the files of a folder, and the number of rows of the embedding table.
 
-    The table may be padded beyond the last token. FormatError where a file names no token of the vocabulary.
+    The table may be padded beyond the last token. FormatError for a token that is not in the vocabulary.
     """
     files = (folder / f"{name}.json" for name in ("config", "generation_config", "tokenizer_config"))
     model, generation, tokenizer = (Fields(read_settings(file), file) for file in files)
     rows = model.integer("vocab_size", default=0, low=0)
     limit = max(rows, max(ids.values()) + 1)
-    begins, ends = (
-        [*_id_of_text(tokenizer, f"{role}_token", ids), *_token_ids((model, generation), f"{role}_token_id", limit)]
+    bos_ids, eos_ids = (
+        [*_find_token(tokenizer, f"{role}_token", ids), *_token_ids((model, generation), f"{role}_token_id", limit)]
         for role in ("bos", "eos")
     )
-    return begins, ends, rows
+    return bos_ids, eos_ids, rows
 
 
 def _token_ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
@@ -200,8 +200,8 @@ def _token_ids(files: Iterable[Fields], key: str, limit: int) -> Iterator[int]:
             yield token_id
 
 
-def _id_of_text(fields: Fields, key: str, ids: Mapping[str, int]) -> list[int]:
-    """Find a token by its text, which stands there alone or as `content` of an object; empty if the key is absent."""
+def _find_token(fields: Fields, key: str, ids: Mapping[str, int]) -> list[int]:
+    """Find a token by its text, a string or the `content` of an object; empty if the key is absent."""
     value = fields.values.get(key)
     text = value.get("content") if isinstance(value, dict) else value
     if value is None:

@@ -1,9 +1,9 @@
-"""The merge list of a BPE vocabulary: checked, and made from the scores of SentencePiece tokens and back.
+"""Merge list of a BPE vocabulary: checks, and conversion to and from scores of SentencePiece tokens.
 
-GGUF files hold scores, tokenizer.json holds merges. Merging by score takes the best-scored token that two neighbours
-make; merging by rank takes the best-ranked pair. The two agree when the merges are all ways to cut each token in two,
-the best-scored token first. That is how transformers makes the merges of a SentencePiece model. Of a vocabulary
-trained with merges of its own they are not, and no score can stand for them.
+GGUF files have scores, tokenizer.json has merges. Merging by score joins the neighbours with the best-scored token;
+merging by rank joins the best-ranked pair. Both agree if the merges are all splits of each token into two tokens, the
+best-scored token first. transformers generates the merges of a SentencePiece model in this way. Merges of a vocabulary
+trained with merges are different, and no scores are equivalent to them.
 
 Source: transformers convert_slow_tokenizer.py, `generate_merges` (the order of merges of equal score).
 """
@@ -17,7 +17,7 @@ Merge = tuple[str, str]
 
 
 def check_merges(merges: Iterable[object], ids: Mapping[str, int], *, key: str, path: str | Path) -> list[Merge]:
-    """Split merges ("left right", or a list of both); Malformed unless two tokens make a third, Duplicate if again."""
+    """Split merges ("left right" or [left, right]); Malformed unless two tokens join to a third, Duplicate."""
     pairs: dict[Merge, None] = {}
     for index, merge in enumerate(merges):
         left, right = _split_merge(merge)
@@ -50,10 +50,10 @@ def _format_merge(merge: object) -> str:
 
 
 def merges_of_scores(scores: Mapping[str, float]) -> list[Merge]:
-    """List every way to make a token of two others, the best-scored token first.
+    """Return every split of a token into two tokens, the best-scored token first.
 
-    Scores come in the order of the ids. Among equals the one with the longer left part counts first, so that runs of
-    one character grow from the left, as they do by score.
+    `scores` is in the order of the ids. Among equal scores the longer left part comes first, so that runs of one
+    character grow from the left, as in merging by score.
     """
     cuts = [(text, cut) for text in scores for cut in range(1, len(text))]
     merges = [(text[:cut], text[cut:]) for text, cut in cuts if text[:cut] in scores and text[cut:] in scores]
@@ -61,32 +61,32 @@ def merges_of_scores(scores: Mapping[str, float]) -> list[Merge]:
 
 
 def scores_of_merges(merges: Sequence[Merge], texts: Collection[str], *, path: Path) -> dict[str, float]:
-    """Find scores that merge as the merges, the most important first, do.
+    """Return scores that are equivalent to merges, which are sorted by priority.
 
-    0 for the token that is made first, then downwards; tokens whose merges are interleaved share one, a token that no
-    merge makes has the lowest. Unsupported when the merges are not all ways to make their tokens.
+    The first token has score 0, later ones lower scores. Tokens with interleaved merges share a score, tokens without
+    a merge have the lowest. Unsupported if the merges are not all splits of their tokens.
     """
     texts = frozenset(texts)
     _require_all(merges, texts, path)
     first: dict[str, int] = {}
     last: dict[str, int] = {}
-    for place, (left, right) in enumerate(merges):
-        first.setdefault(left + right, place)
-        last[left + right] = place
-    scores, score, open_until = {}, 1.0, -1
-    for text, place in first.items():  # in the order of their places
-        score -= place > open_until  # a new rank, once the merges of the tokens before are all done
-        open_until = max(open_until, last[text])
+    for index, (left, right) in enumerate(merges):
+        first.setdefault(left + right, index)
+        last[left + right] = index
+    scores, score, last_open = {}, 1.0, -1
+    for text, index in first.items():  # in the order of their first merge
+        score -= index > last_open  # a new score after the last merge of all earlier tokens
+        last_open = max(last_open, last[text])
         scores[text] = score
     return {text: scores.get(text, score - 1) for text in texts}
 
 
 def _require_all(merges: Sequence[Merge], texts: frozenset[str], path: Path) -> None:
-    """Refuse merges that leave out a pair of tokens whose join is a token."""
-    known = set(merges)
+    """Raise Unsupported if a pair of tokens that joins to a token is missing."""
+    listed = set(merges)
     cuts = ((text[:cut], text[cut:]) for text in texts for cut in range(1, len(text)))
-    absent = [merge for merge in cuts if merge[0] in texts and merge[1] in texts and merge not in known]
-    if absent:
-        shown = " + ".join(map(repr, min(absent)))
-        message = f"merges: expected every merge that makes a token, as in SentencePiece, got {len(absent)} fewer"
-        raise FormatError("Unsupported", f"{message} (such as {shown}); a GGUF file cannot hold such merges", path=path)
+    missing = [merge for merge in cuts if merge[0] in texts and merge[1] in texts and merge not in listed]
+    if missing:
+        pair = " + ".join(map(repr, min(missing)))
+        message = f"merges: expected every merge that makes a token, as in SentencePiece, got {len(missing)} fewer"
+        raise FormatError("Unsupported", f"{message} (such as {pair}); a GGUF file cannot hold such merges", path=path)

@@ -1,7 +1,7 @@
-"""Conversations: messages as OpenAI and transformers write them, checked; and what a chat template leaves out of them.
+"""Checks of conversations in the format of OpenAI and transformers, and of message keys that a chat template ignores.
 
-A template writes the keys of a message that it knows, and no template complains of others. So each key is judged by
-its effect: a conversation without the key that gives the same texts shows that the template does not write it.
+A template ignores unknown keys of a message without an error. So each key is tested by its effect: if a conversation
+without the key renders to the same text, the template does not write the key.
 
 Source: transformers apply_chat_template (role, content, tool_calls, reasoning_content).
 """
@@ -13,19 +13,19 @@ from llorch.files.tokenizer.chat import Message
 from llorch.runtime.errors import FormatError
 from llorch.runtime.fields import Fields
 
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # keys of rows and messages that hold more than text
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")  # keys with other media than text
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def checked_messages(fields: Fields, key: str, value: object) -> list[dict[str, object]]:
-    """Check a list of messages and bring it into the form that chat templates take."""
+    """Check a list of messages and convert it to the form for chat templates."""
     if not isinstance(value, list) or not value:
         raise fields.error("Malformed", key, "a list of messages", value)
-    return [_checked_message(fields, f"{key}[{place}]", entry) for place, entry in enumerate(value)]
+    return [_checked_message(fields, f"{key}[{index}]", entry) for index, entry in enumerate(value)]
 
 
 def refuse_media(fields: Fields, name: str, message: Mapping[str, object]) -> None:
-    """Refuse a message with an image, a video or audio: llorch reads text only."""
+    """Raise Unsupported for a message with an image, a video or audio: llorch reads text only."""
     media = [key for key in MEDIA if message.get(key) not in (None, "", [], {})]
     if media:
         expected = f"no {media[0]} (llorch reads no images, audio or files)"
@@ -41,13 +41,13 @@ def parsed(text: str) -> object:
 
 
 def tool_call(fields: Fields, name: str, call: object) -> dict[str, object]:
-    """Check a call of a function, and bring it into the form that templates take.
+    """Check a function call, and convert it to the form for templates.
 
-    It comes as `{"name", "arguments"}`, perhaps as `function` of an object, arguments perhaps as JSON text, null or "";
-    it leaves as `{"type": "function", "function": {"name", "arguments"}}`, with the `id` of the object.
+    Input: `{"name", "arguments"}`, possibly as `function` of an object; arguments may be JSON text, null or "".
+    Output: `{"type": "function", "function": {"name", "arguments"}}`, with the `id` of the object.
     """
-    outer = call if isinstance(call, Mapping) else {}
-    function = outer.get("function", outer)
+    call_object = call if isinstance(call, Mapping) else {}
+    function = call_object.get("function", call_object)
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
         raise fields.error("Malformed", name, "a call with the name of a function", call)
     arguments = function.get("arguments")
@@ -56,12 +56,12 @@ def tool_call(fields: Fields, name: str, call: object) -> dict[str, object]:
     arguments = {} if arguments is None else arguments
     if not isinstance(arguments, Mapping):
         raise fields.error("Malformed", f"{name}.arguments", "an object, or the JSON text of one", arguments)
-    rest = {key: value for key, value in outer.items() if key == "id"}
-    return rest | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+    id_entry = {key: value for key, value in call_object.items() if key == "id"}
+    return id_entry | {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _content_text(fields: Fields, name: str, part: object) -> str:
-    """Read the text of a part of a content, as OpenAI writes them; Unsupported for an image."""
+    """Read the text of a content part in OpenAI's format; Unsupported for an image."""
     if not isinstance(part, Mapping) or not isinstance(part.get("type"), str):
         raise fields.error("Malformed", name, "a part with a type and a text", part)
     if part["type"] != "text":
@@ -72,7 +72,7 @@ def _content_text(fields: Fields, name: str, part: object) -> str:
 
 
 def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, object]:
-    """Check one message of a conversation and return it with its content as one text."""
+    """Check one message of a conversation; its content becomes one text."""
     if not isinstance(entry, dict):
         raise fields.error("Malformed", name, "an object with role and content", entry)
     refuse_media(fields, name, entry)
@@ -82,71 +82,71 @@ def _checked_message(fields: Fields, name: str, entry: object) -> dict[str, obje
     if calls is not None and (role != "assistant" or not isinstance(calls, list)):
         raise fields.error("Malformed", f"{name}.tool_calls", "a list in a message of the assistant", calls)
     if isinstance(content, list):
-        content = "".join(_content_text(fields, f"{name}.content[{i}]", one) for i, one in enumerate(content))
+        content = "".join(_content_text(fields, f"{name}.content[{i}]", part) for i, part in enumerate(content))
     if not isinstance(content, str) and not (content is None and calls):
         raise fields.error("Malformed", f"{name}.content", "a text", content)
     if not isinstance(entry.get("reasoning_content", ""), str | None):
         raise fields.error("Malformed", f"{name}.reasoning_content", "a text", entry["reasoning_content"])
-    message: dict[str, object] = {**entry, "content": content or ""}  # many templates fail on a call without a text
+    message: dict[str, object] = {**entry, "content": content or ""}  # many templates fail on a call without content
     if calls:
-        message["tool_calls"] = [tool_call(fields, f"{name}.tool_calls[{i}]", one) for i, one in enumerate(calls)]
+        message["tool_calls"] = [tool_call(fields, f"{name}.tool_calls[{i}]", call) for i, call in enumerate(calls)]
     return message
 
 
 CALLS = ("tool_calls", "function_call")
-Texts = Callable[[Sequence[Message], Sequence[object] | None], Iterable[str]]  # renders a conversation
-_EMPTY = (None, "", [], {})
+Texts = Callable[[Sequence[Message], Sequence[object] | None], Iterable[str]]  # renders messages with tools
+_EMPTY = (None, "", [], {})  # values that mean an absent key
 
 
-def unwritten_call(
-    messages: Sequence[Message], tools: Sequence[object] | None, texts: Texts, given: Sequence[str]
+def unrendered_call(
+    messages: Sequence[Message], tools: Sequence[object] | None, texts: Texts, rendered: Sequence[str]
 ) -> str | None:
-    """Name the first tool calls that the texts `given`, of these messages, do not show: `[2].tool_calls`."""
-    for place, message in enumerate(messages):
+    """Return the first tool calls that the template ignores, as `[2].tool_calls`; `rendered` has the texts of all."""
+    for index, message in enumerate(messages):
         for key in CALLS:
             if message.get(key) in _EMPTY:
                 continue
-            altered = [*messages[:place], _without(message, key), *messages[place + 1 :]]
-            if _same(given, texts, altered, tools):
-                return f"[{place}].{key}"
+            changed = [*messages[:index], _without(message, key), *messages[index + 1 :]]
+            if _equal(rendered, texts, changed, tools):
+                return f"[{index}].{key}"
     return None
 
 
-def unwritten_keys(
-    messages: Sequence[Message], tools: Sequence[object] | None, texts: Texts, given: Sequence[str]
+def unrendered_keys(
+    messages: Sequence[Message], tools: Sequence[object] | None, texts: Texts, rendered: Sequence[str]
 ) -> Iterator[str]:
-    """Name what the texts `given` do not show: `tools`, a key of the messages of a role, or their whole content."""
-    if tools and _same(given, texts, messages, None):
+    """Yield everything that is not in `rendered`: `tools`, a key of the messages of a role, or their content."""
+    if tools and _equal(rendered, texts, messages, None):
         yield "tools"
-    for role, key in unwritten_message_keys(messages, tools, texts, given):
+    for role, key in unrendered_message_keys(messages, tools, texts, rendered):
         yield f"{key} of {role}"
-    for place, message in enumerate(messages):
-        said = str(message["content"]).strip()
-        if said and not any(said in text for text in given):
-            altered = [*messages[:place], {**message, "content": ""}, *messages[place + 1 :]]
-            if _same(given, texts, altered, tools):
+    for index, message in enumerate(messages):
+        content = str(message["content"]).strip()
+        if content and not any(content in text for text in rendered):
+            changed = [*messages[:index], {**message, "content": ""}, *messages[index + 1 :]]
+            if _equal(rendered, texts, changed, tools):
                 yield f"content of {message['role']}"
 
 
-def unwritten_message_keys(
-    messages: Sequence[Message], tools: Sequence[object] | None, texts: Texts, given: Sequence[str]
+def unrendered_message_keys(
+    messages: Sequence[Message], tools: Sequence[object] | None, texts: Texts, rendered: Sequence[str]
 ) -> Iterator[tuple[str, str]]:
-    """Find the keys of messages that the texts `given` do not show, each with the role of its messages."""
-    found = further_keys(messages)
-    all_gone = [{key: m[key] for key in m if key not in _more_keys(m)} for m in messages]
-    none_written = len(found) > 1 and _same(given, texts, all_gone, tools)
-    for role, key in found:
-        altered = [_without(m, key) if m["role"] == role else m for m in messages]
-        if none_written or _same(given, texts, altered, tools):
+    """Yield (role, key) for each key of messages that is not in `rendered`."""
+    keys = further_keys(messages)
+    stripped = [{key: message[key] for key in message if key not in _further_keys(message)} for message in messages]
+    is_none_written = len(keys) > 1 and _equal(rendered, texts, stripped, tools)
+    for role, key in keys:
+        changed = [_without(message, key) if message["role"] == role else message for message in messages]
+        if is_none_written or _equal(rendered, texts, changed, tools):
             yield role, key
 
 
 def further_keys(messages: Sequence[Message]) -> list[tuple[str, str]]:
-    """List the keys beside role, content and tool calls that have a value, each with the role of its messages."""
-    return [*dict.fromkeys((str(m["role"]), key) for m in messages for key in _more_keys(m))]
+    """Return (role, key) for each key with a value, except role, content and tool calls."""
+    return [*dict.fromkeys((str(message["role"]), key) for message in messages for key in _further_keys(message))]
 
 
-def _more_keys(message: Message) -> list[str]:
+def _further_keys(message: Message) -> list[str]:
     return [key for key, value in message.items() if key not in ("role", "content", *CALLS) and value not in _EMPTY]
 
 
@@ -154,9 +154,9 @@ def _without(message: Message, key: str) -> Message:
     return {name: value for name, value in message.items() if name != key}
 
 
-def _same(given: Sequence[str], texts: Texts, messages: Sequence[Message], tools: Sequence[object] | None) -> bool:
-    """Tell if changed messages give the same texts. A template that refuses them needs what was taken away."""
+def _equal(rendered: Sequence[str], texts: Texts, messages: Sequence[Message], tools: Sequence[object] | None) -> bool:
+    """Check if changed messages render to the same texts; False if the template raises, because it needs the key."""
     try:
-        return all(one == other for one, other in zip(given, texts(messages, tools), strict=True))
+        return all(expected == actual for expected, actual in zip(rendered, texts(messages, tools), strict=True))
     except FormatError:
         return False

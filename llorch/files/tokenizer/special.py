@@ -1,4 +1,4 @@
-"""The tokens that are no text: which they are, which of them end a generation, and how text is cut at them.
+"""Special tokens: control tokens, end-of-generation tokens, and splitting of text at special tokens.
 
 Source: llama.cpp src/llama-vocab.cpp, `impl::load` (end-of-generation list) and `tokenizer_st_partition`.
 """
@@ -8,17 +8,16 @@ from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
-SpacePrefix = Literal["never", "start", "always"]  # where encoding puts a space: before the text, after each special
+SpacePrefix = Literal["never", "start", "always"]  # added space: none, before the text, also after each special token
 
-# Files name one end token; chat models stop at others too, which llama.cpp finds by their text. These are the ones
-# that occur in files of the Llama and Qwen families and their fine-tunes.
+# Files name one end token; chat models also stop at others, which llama.cpp finds by text. This list has the texts in
+# files of the Llama and Qwen families and their fine-tunes.
 END_TEXTS = (
     "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "<|im_end|>", "<|endoftext|>", "<|end|>", "<end_of_turn>", "</s>",
     "<EOT>", "_<EOT>", "[EOS]", "[EOT]",
     "<\uff5cend\u2581of\u2581sentence\uff5c>",  # the Qwen and Llama distillations of DeepSeek R1
 )  # fmt: skip
-# Tokens of code models, likewise found by their text unless the metadata names the role. Of each row only the first
-# that the vocabulary has counts.
+# Fill-in-the-middle tokens of code models, used if the metadata lack the role: the first text in the vocabulary.
 FILL_TEXTS = {
     "fim_pre": ("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<PRE>", "\u2581<PRE>"),
     "fim_suf": ("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<SUF>", "\u2581<SUF>"),
@@ -27,44 +26,44 @@ FILL_TEXTS = {
     "fim_rep": ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     "fim_sep": ("<|file_sep|>",),
 }
-END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")
+END_ROLES = ("eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep")  # roles of tokens that end a generation
 
 
 @dataclass(frozen=True, kw_only=True)
 class SpecialTokens:
-    """The ids that are treated as something other than text."""
+    """Special token ids of a vocabulary."""
 
     bos_token_id: int | None
-    eos_token_id: int | None  # the one that the file names, or names first: it ends a text
+    eos_token_id: int | None  # end token of the file, or its first one
     eos_token_ids: frozenset[int]  # every id that ends a generation
-    hidden: frozenset[int]  # control and unknown tokens: cut out of text only on request, never shown in it
-    visible: frozenset[int]  # user-defined tokens: always cut out of text, and part of what is shown
+    hidden: frozenset[int]  # control and unknown tokens: parsed only on request, not decoded to text
+    visible: frozenset[int]  # user-defined tokens: always parsed, and decoded to text
 
 
-def find_by_text(ids: Mapping[str, int], named: Container[str]) -> dict[str, int]:
-    """Find control tokens by text: end tokens under their text, others under their role unless it is in `named`."""
-    found = {text: ids[text] for text in END_TEXTS if text in ids}
+def find_by_text(ids: Mapping[str, int], known_roles: Container[str]) -> dict[str, int]:
+    """Return ids of control tokens found by text: end tokens by text, others by role if not in `known_roles`."""
+    ids_by_key = {text: ids[text] for text in END_TEXTS if text in ids}
     for role, texts in FILL_TEXTS.items():
-        known = [ids[text] for text in texts if text in ids]
-        if known and role not in named:
-            found[role] = known[0]
-    return found
+        present = [ids[text] for text in texts if text in ids]
+        if present and role not in known_roles:
+            ids_by_key[role] = present[0]
+    return ids_by_key
 
 
-def find_end_tokens(by_text: Mapping[str, int], named: Mapping[str, int]) -> frozenset[int]:
-    """Return every token that ends a generation, from `find_by_text` and from the roles that the file states."""
+def find_end_tokens(by_text: Mapping[str, int], by_role: Mapping[str, int]) -> frozenset[int]:
+    """Return every token that ends a generation, from `find_by_text` and from the file's roles."""
     keys = (*END_TEXTS, *END_ROLES)
-    return frozenset(ids[key] for ids in (by_text, named) for key in keys if key in ids)
+    return frozenset(ids[key] for ids in (by_text, by_role) for key in keys if key in ids)
 
 
 _WHITESPACE = r"[ \t\n\v\f\r]*"  # isspace of C
 
 
 class Cutter:
-    """Cuts text at special tokens: where two overlap, the one with more bytes counts, even if it starts later."""
+    """Splitter of text at special tokens; of two overlapping ones the one with more bytes wins."""
 
     def __init__(self, texts: Mapping[str, int], *, strips: Container[str] = ()) -> None:
-        """Prepare one search per length; special texts of `strips` take the whitespace behind them with them."""
+        """Prepare one search per length; special texts in `strips` include the whitespace after them."""
         self._ids = texts
         kinds = {text: (len(text.encode("utf-8", "surrogateescape")), text in strips) for text in texts}
         self._searches = [
@@ -74,7 +73,7 @@ class Cutter:
         ]
 
     def cut(self, text: str) -> list[tuple[int, str | int]]:
-        """Cut a text at special texts into pieces (none empty) and ids, each with its first character's index."""
+        """Split a text at special texts into non-empty pieces and ids, each with its start index."""
         parts: list[tuple[int, str | int]] = [(0, text)] if text else []
         for search in self._searches:
             if search.search(text):
@@ -82,7 +81,7 @@ class Cutter:
         return parts
 
     def _split(self, start: int, part: str | int, search: re.Pattern[str]) -> Iterator[tuple[int, str | int]]:
-        """Yield a text's parts and the ids of tokens found in it, each with its place; an id stays as it is."""
+        """Yield the pieces and special token ids of a part, each with its start index; an id is yielded unchanged."""
         if isinstance(part, int):
             yield start, part
             return

@@ -1,9 +1,9 @@
-"""Chat templates at a bounded cost: they are rendered in a process that is ended when one takes too much.
+"""Child process that renders chat templates with limits of time, memory and output.
 
-The process starts with the first template, in about 70 ms, and stays: a rendering then costs about 0.1 ms more than in
-this process. It ends with this process, and is started again after it was ended. Memory is limited where the system
-has RLIMIT_AS (Linux does; Windows and macOS do not); time and the length of the text are limited everywhere. Time is
-processor time, so a busy machine stops no template. On Windows, which has no such timer, time is wall-clock time.
+The process starts with the first template, in about 70 ms, and stays: rendering then costs about 0.1 ms more than in
+this process. It ends with this process, and restarts after a kill. Memory is limited on systems with RLIMIT_AS (Linux,
+not Windows or macOS); time and text length are limited on every system. Time is processor time, so a busy machine
+stops no template. On Windows, which has no such timer, time is wall-clock time.
 """
 
 import json
@@ -17,84 +17,83 @@ from pathlib import Path
 
 from llorch.runtime.worker import DEVNULL, Worker
 
-_MAX_ANSWER = 32 << 20  # bytes: the longest text, with every character escaped, and some
+_MAX_ANSWER = 32 << 20  # bytes: the longest text with every character escaped, and a margin
 _BOOT = "import sys; sys.path += sys.argv[1:]; import template_worker; template_worker.main()"
 _OUT_OF_MEMORY = 4  # exit status of the worker
-_OUT_OF_TIME = -signal.SIGPROF if hasattr(signal, "SIGPROF") else 1  # the same; 1 is that of faulthandler
+_OUT_OF_TIME = -signal.SIGPROF if hasattr(signal, "SIGPROF") else 1  # exit status; 1 is faulthandler's
 
 
 @dataclass(frozen=True)
 class TemplateLimits:
-    """What a template may take."""
+    """Limits of one template rendering."""
 
-    seconds: float = 1.0  # of processor time, to compile and render it once
-    memory: int = 512 << 20  # bytes of the process that does it
-    text: int = 4 << 20  # characters that it may write
+    seconds: float = 1.0  # processor time to compile and render once
+    memory: int = 512 << 20  # bytes of the rendering process
+    text: int = 4 << 20  # characters of output
 
 
 class TemplateProcess:
-    """A process that renders templates, one after the other; may be asked from any thread."""
+    """Process that renders templates one at a time; thread-safe."""
 
     def __init__(self, limits: TemplateLimits) -> None:
-        """Keep the limits; the process starts with the first request."""
+        """Store the limits; the process starts with the first request."""
         self.limits = limits
         self._lock = threading.Lock()
         self._worker: Worker | None = None
 
     @property
     def pid(self) -> int | None:
-        """Number of the process; None while there is none."""
+        """Process id; None if no process is running."""
         return None if self._worker is None else self._worker.pid
 
     def ask(self, request: Mapping[str, object]) -> dict[str, str]:
-        """Have a template compiled or rendered (see template_worker.py).
+        """Compile or render a template in the process (see template_worker.py).
 
-        The answer is the worker's, or fits the way in which the process ended. What JSON cannot say is a TypeError,
-        ValueError or RecursionError; ChildProcessError where the process cannot be started.
+        Returns the worker's answer, or an error if the process ended. TypeError, ValueError or RecursionError for
+        values that are not JSON; ChildProcessError if the process cannot be started.
         """
-        data = _encoded(request)
+        data = _encode(request)
         with self._lock:
-            worker = self._running()
+            worker = self._started_worker()
             try:
                 return _ask_worker(worker, data)
             except (EOFError, OSError):
-                return {"code": "TemplateBudget", "message": self._breach(self._ended(worker))}
-            except BaseException:  # such as Ctrl-C: an answer may come that nobody waits for
-                self._ended(worker)
+                return {"code": "TemplateBudget", "message": self._limit_message(self._end(worker))}
+            except BaseException:  # such as Ctrl-C: a late answer must not reach the next request
+                self._end(worker)
                 raise
 
     def stop(self) -> None:
-        """End the process, if there is one; the next request starts another."""
+        """End the process if it is running; the next request starts a new one."""
         with self._lock:
             if self._worker is not None:
-                self._ended(self._worker)
+                self._end(self._worker)
 
     def forget(self) -> None:
-        """Leave the process to the one that this process was forked from."""
+        """Drop the parent's process in a forked copy."""
         self._lock, self._worker = threading.Lock(), None
 
-    def _running(self) -> Worker:
+    def _started_worker(self) -> Worker:
         """Return the process that renders templates; start it if none runs."""
         if self._worker is not None and not self._worker.runs:
-            self._ended(self._worker)  # while nothing was asked
+            self._end(self._worker)  # it ended between requests
         if self._worker is None:
             command = _command()
             worker = self._worker = Worker(command, output=DEVNULL)
             try:
-                _ask_worker(worker, _encoded(asdict(self.limits)))
+                _ask_worker(worker, _encode(asdict(self.limits)))
             except BaseException as error:
-                status = self._ended(worker)
+                status = self._end(worker)
                 if isinstance(error, EOFError | OSError):
-                    raise ChildProcessError(_no_start(command, status)) from None
+                    raise ChildProcessError(_start_error(command, status)) from None
                 raise
         return self._worker
 
-    def _ended(self, worker: Worker) -> int | None:
-        """End the process if it has not, and return its exit status."""
+    def _end(self, worker: Worker) -> int | None:
         self._worker = None
         return worker.end()
 
-    def _breach(self, status: int | None) -> str:
+    def _limit_message(self, status: int | None) -> str:
         if status == _OUT_OF_TIME:
             return f"takes over {self.limits.seconds:g} s"
         if status == _OUT_OF_MEMORY:
@@ -103,18 +102,18 @@ class TemplateProcess:
 
 
 def _command() -> list[str]:
-    """Make the command of an isolated Python (no user settings, no site), with the paths of this process's packages."""
-    here = Path(__file__)
-    places = [str(here.parent), *(str(Path(place).absolute()) for place in sys.path), str(here.parents[3])]
-    return [sys.executable, "-I", "-S", "-c", _BOOT, *places]
+    """Return the command of an isolated Python (no user settings, no site) with this process's import paths."""
+    module = Path(__file__)
+    paths = [str(module.parent), *(str(Path(path).absolute()) for path in sys.path), str(module.parents[3])]
+    return [sys.executable, "-I", "-S", "-c", _BOOT, *paths]
 
 
-def _no_start(command: list[str], status: int | None) -> str:
+def _start_error(command: list[str], status: int | None) -> str:
     message = f"chat templates: the rendering process ended with status {status} before it was ready"
     return f"{message}; to see why, run: {' '.join(command)}"
 
 
-def _encoded(request: Mapping[str, object]) -> bytes:
+def _encode(request: Mapping[str, object]) -> bytes:
     return json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
 
 
@@ -123,6 +122,6 @@ def _ask_worker(worker: Worker, data: bytes) -> dict[str, str]:
     return json.loads(worker.channel.receive(_MAX_ANSWER).decode("utf-8", "surrogatepass"))
 
 
-RESIDENT = TemplateProcess(TemplateLimits())
+RESIDENT = TemplateProcess(TemplateLimits())  # renders all templates of this process
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=RESIDENT.forget)

@@ -1,12 +1,12 @@
-"""The process that renders chat templates: `main` answers the requests of template_process.py.
+"""Child process that renders chat templates: `main` answers the requests of template_process.py.
 
-A template is a program that came with a file. It runs in jinja's sandbox, which keeps it from everything but its data,
-and in a process of its own, which keeps what it costs within limits. The process imports jinja2, the worker and the
-standard library only and so starts in about 70 ms.
+A template is an untrusted program. It runs in jinja's sandbox, which gives it access only to its data, and in this
+process, which limits its cost. The process imports only jinja2, the worker and the standard library, so it starts in
+about 70 ms.
 
-A frame is JSON. The first one names the limits and is answered when all is ready; each further one is a request. A
-template that takes too much processor time ends the process, by an alarm that nothing in it can hold up, and so does
-one that takes too much memory.
+A frame is JSON. The first frame has the limits and is answered when the process is ready; each further frame is a
+request. A template over the limit of processor time ends the process, by a signal that it cannot block; so does one
+over the memory limit.
 
 Source: transformers utils/chat_template_utils.py, `_cached_compile_jinja_template` (environment, filters, variables).
 """
@@ -31,25 +31,25 @@ from llorch.runtime.channel import Channel
 from llorch.runtime.worker import limit_memory
 
 _OUT_OF_MEMORY = 4  # exit status
-_MAX_REASON = 500  # characters; a template may refuse a conversation with a text of its own
+_MAX_REASON = 500  # characters; a template may raise an error with its own text
 
 
 class _TooLong(Exception):
-    """A template that writes too much."""
+    """Error of a template with too much output."""
 
 
 def main() -> None:
-    """Answer requests until stdin ends, as it does when the process that asks is gone."""
+    """Answer requests until stdin ends, which happens when the parent is gone."""
     channel = Channel(open(0, "rb", 0, closefd=False), open(1, "wb", 0, closefd=False))
     with suppress(EOFError):
         limits = json.loads(channel.receive())
         _prepare(limits["memory"])
-        channel.send(_encoded({}))
+        channel.send(_encode({}))
         try:
             while True:
                 request = json.loads(channel.receive().decode("utf-8", "surrogatepass"))
                 _set_alarm(limits["seconds"])
-                data = _encoded(answer(request, max_text=limits["text"]))
+                data = _encode(answer(request, max_text=limits["text"]))
                 _set_alarm(0)
                 channel.send(data)
         except MemoryError:
@@ -57,25 +57,25 @@ def main() -> None:
 
 
 def answer(request: Mapping[str, object], *, max_text: int) -> dict[str, str]:
-    """Render a `source` with `variables` at a `time`, or only compile it: `text`, or `code` and `message`."""
+    """Render `source` with `variables` at `time`, or only compile it; return `text`, or `code` and `message`."""
     try:
-        template = _compiled(str(request["source"]))
+        template = _compile(str(request["source"]))
     except MemoryError:
         raise
-    except Exception as error:  # of jinja2 or of Python's compiler, whatever it is
+    except Exception as error:  # any error of jinja2 or of Python's compiler
         return {"code": "TemplateError", "message": f"cannot be read: {_short_reason(error)}"}
     variables = request.get("variables")
     if not isinstance(variables, dict):
         return {"text": ""}
     try:
-        # With it templates write the date; the process has no clock of its own.
+        # Templates write the date by it; the time comes from the request, not from this process.
         clock = {"strftime_now": datetime.fromisoformat(str(request["time"])).strftime} if "time" in request else {}
-        return {"text": _rendered(template, variables | clock, max_text)}
+        return {"text": _render(template, variables | clock, max_text)}
     except MemoryError:
         raise
     except _TooLong:
         return {"code": "TemplateBudget", "message": f"writes over {max_text} characters"}
-    except Exception as error:  # whatever the template does with what it sees
+    except Exception as error:  # any error of the template
         return {"code": "TemplateError", "message": f"refuses this: {_short_reason(error)}"}
 
 
@@ -83,7 +83,7 @@ def _short_reason(error: Exception) -> str:
     return str(error).rstrip(".")[:_MAX_REASON] or type(error).__name__
 
 
-def _rendered(template: Template, variables: Mapping[str, object], max_text: int) -> str:
+def _render(template: Template, variables: Mapping[str, object], max_text: int) -> str:
     parts: list[str] = []
     n_characters = 0
     for part in template.generate(**variables):
@@ -95,10 +95,10 @@ def _rendered(template: Template, variables: Mapping[str, object], max_text: int
 
 
 @lru_cache(maxsize=8)
-def _compiled(source: str) -> Template:
+def _compile(source: str) -> Template:
     environment = ImmutableSandboxedEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols],
-        optimized=False, finalize=_as_it_is,  # no constant is computed before rendering, or its cost would come twice
+        optimized=False, finalize=_identity,  # no constant folding, which would compute constants twice
     )  # fmt: skip
     environment.filters["tojson"] = _to_json
     environment.globals["raise_exception"] = _raise
@@ -106,7 +106,7 @@ def _compiled(source: str) -> Template:
 
 
 class _Generation(Extension):
-    """`{% generation %}`: marks what the assistant says for other readers; here its body is simply rendered."""
+    """Jinja tag `{% generation %}`, which marks the assistant's text; the body is rendered unchanged."""
 
     tags = {"generation"}  # noqa: RUF012 (as the base class declares it)
 
@@ -116,8 +116,8 @@ class _Generation(Extension):
 
 
 @pass_context
-def _as_it_is(context: Context, value: object) -> object:
-    """Return the value unchanged. A function that needs the context does not run when a template is compiled."""
+def _identity(context: Context, value: object) -> object:
+    """Return the value unchanged. Because it needs the context, it does not run at compile time."""
     return value
 
 
@@ -137,16 +137,16 @@ def _raise(message: str) -> NoReturn:
 
 
 def _prepare(memory: int) -> None:
-    """Ignore Ctrl-C, let the time limit end the process, and limit its memory in bytes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that asks
+    """Ignore Ctrl-C, enable the time limit, and limit the memory in bytes."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the parent
     if hasattr(signal, "setitimer"):
-        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # ends the process, whatever the one that asks does with it
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)  # the default: ends the process
         signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGPROF])
     limit_memory(memory, kind="RLIMIT_AS")
 
 
 def _set_alarm(seconds: float) -> None:
-    """End the process after so many seconds of processor time, where the system counts it; 0 takes that back."""
+    """Set the limit of processor time, of wall-clock time without such a timer; 0 removes it."""
     if hasattr(signal, "setitimer"):
         signal.setitimer(signal.ITIMER_PROF, seconds)
     elif seconds:
@@ -155,6 +155,6 @@ def _set_alarm(seconds: float) -> None:
         faulthandler.cancel_dump_traceback_later()
 
 
-def _encoded(content: Mapping[str, str]) -> bytes:
-    """Encode a message as JSON bytes; lone surrogates are kept."""
+def _encode(content: Mapping[str, str]) -> bytes:
+    """Encode a message as JSON bytes, with lone surrogates."""
     return json.dumps(content, ensure_ascii=False).encode("utf-8", "surrogatepass")

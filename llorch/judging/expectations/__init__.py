@@ -1,1 +1,1 @@
-"""Expectations of a model, made from goldens alone, and the rows that a runner gets for them."""
+"""Expectations of a model, derived from goldens only, and their comparisons with a runner."""

@@ -1,9 +1,9 @@
-"""Checkpoint 20's files: an adapter written in every form that others load, read again and run.
+"""A LoRA adapter exported in every format that engines load, read again and run (validation point 20).
 
-The reference engines ran these very files when the goldens were made. The adapter folder must be PEFT's own to the byte
-of every tensor. Of the LoRA GGUF, which nobody else writes rightly, the golden is our own file, named so: the very one
-that llama.cpp made its logits from. Merged files hold sums whose last bit depends on the machine, so logits are
-compared.
+The reference engines ran files of the same exports when the goldens were computed. The tensors of the adapter folder
+must equal PEFT's bytes. No other tool writes the LoRA GGUF correctly, so its golden is llorch's own file (`ours`), from
+which llama.cpp computed its logits. Merged files hold sums whose last bit depends on the machine, so only their logits
+are compared.
 """
 
 import hashlib
@@ -15,8 +15,8 @@ import numpy as np
 
 from llorch.files import GGUFFile, Weights, open_weights
 from llorch.judging.compare import compare_exact
-from llorch.judging.expectations.files import differing, foreign_tensors, format_wrong_tensors
-from llorch.judging.expectations.training_places import PEFT, Arrays, at
+from llorch.judging.expectations.files import differing, format_wrong_tensors, library_tensors
+from llorch.judging.expectations.training_refs import PEFT, Arrays, at
 from llorch.judging.goldens.training import TrainingGolden
 from llorch.judging.runners.training_numpy import logits_of
 from llorch.judging.types import Comparison
@@ -27,22 +27,22 @@ from llorch.lora.gguf_format import ALPHA, read_lora_gguf, write_lora_gguf
 from llorch.lora.peft_format import TENSOR_FILE, read_peft, write_peft
 from llorch.training.merge_files import merge
 
-Table = Mapping[str, str]
-EXPORTS: Mapping[str, str] = {  # kind -> name in the folder
+Table = Mapping[str, str]  # tensor name -> "dtype shape sha256"
+EXPORTS: Mapping[str, str] = {  # kind -> file name
     "peft_folder": "adapter",
     "lora_gguf": "adapter.gguf",
     "merged_folder": "merged",
     "merged_gguf": "merged.gguf",
 }
-OURS = "ours"
-WRITTEN_BY = {"peft_folder": PEFT, "lora_gguf": OURS}  # the golden of an adapter file
+OURS = "ours"  # engine name in comparisons of files that only llorch writes
+WRITTEN_BY = {"peft_folder": PEFT, "lora_gguf": OURS}  # kind of adapter file -> tool that wrote its golden
 
 
 def exported(weights: Weights, golden: TrainingGolden) -> tuple[Arrays, dict[str, Table]]:
-    """Write all files of a golden's adapter, read them again and run them: logits, and the tables of adapter files."""
+    """Export a golden's adapter in all formats, and run the files; return logits, and tables of the adapter files."""
     adapter, documents = golden.adapter_for(weights.config), [ids for ids, _ in golden.batches[0].each_document()]
-    with tempfile.TemporaryDirectory(prefix="llorch-") as made:
-        folder = Path(made)
+    with tempfile.TemporaryDirectory(prefix="llorch-") as temporary:
+        folder = Path(temporary)
         export_all(weights, adapter, folder)
         logits = {
             at("exported_logits", part=kind): logits_of(read(folder / EXPORTS[kind], weights), documents)
@@ -52,7 +52,7 @@ def exported(weights: Weights, golden: TrainingGolden) -> tuple[Arrays, dict[str
 
 
 def export_all(weights: Weights, adapter: Adapter, folder: Path) -> None:
-    """Write an adapter in every form of `EXPORTS`."""
+    """Write an adapter in every format of `EXPORTS`."""
     write_peft(adapter, folder / EXPORTS["peft_folder"], base=identity_of(weights))
     write_lora_gguf(adapter, folder / EXPORTS["lora_gguf"], weights.config)
     for kind in ("merged_folder", "merged_gguf"):
@@ -60,7 +60,7 @@ def export_all(weights: Weights, adapter: Adapter, folder: Path) -> None:
 
 
 def file_tables(folder: Path) -> dict[str, Table]:
-    """List every tensor of the adapter files, and the alpha of a GGUF file, read by the packages of their formats."""
+    """Build the tensor tables of the adapter files, read by the packages of their formats."""
     return {
         "peft_folder": safetensors_table(folder / EXPORTS["peft_folder"] / TENSOR_FILE),
         "lora_gguf": gguf_table(folder / EXPORTS["lora_gguf"]),
@@ -68,7 +68,7 @@ def file_tables(folder: Path) -> dict[str, Table]:
 
 
 def safetensors_table(path: Path) -> Table:
-    """List every tensor of a safetensors file by the safetensors package."""
+    """Build the tensor table of a safetensors file with the safetensors package."""
     from safetensors.numpy import load_file
 
     return {
@@ -78,10 +78,10 @@ def safetensors_table(path: Path) -> Table:
 
 
 def gguf_table(path: Path) -> Table:
-    """List every tensor of a GGUF file by the gguf package, and the alpha of an adapter, which decides all scales."""
+    """Build the tensor table of a LoRA GGUF with the gguf package; add `lora_alpha`, which gives the scaling."""
     with GGUFFile(path) as file:
         alpha = file.metadata.get(ALPHA)
-    return {**foreign_tensors(path), ALPHA: "none" if alpha is None else f"{alpha:g}"}
+    return {**library_tensors(path), ALPHA: "none" if alpha is None else f"{alpha:g}"}
 
 
 READERS: Mapping[str, Callable[[Path, Weights], Weights]] = {
@@ -92,9 +92,9 @@ READERS: Mapping[str, Callable[[Path, Weights], Weights]] = {
 }
 
 
-def file_row(model: str, kind: str, own: Table, golden: Table) -> Comparison:
-    """Compare an adapter file with the golden; all tensors must be equal."""
-    wrong = differing(own, golden)
-    share = len(wrong) / len(own.keys() | golden.keys())
+def compare_file(model: str, kind: str, actual: Table, expected: Table) -> Comparison:
+    """Compare the tensor table of an adapter file with the golden's; all tensors must be equal."""
+    wrong = differing(actual, expected)
+    share = len(wrong) / len(actual.keys() | expected.keys())
     stage_ref = at("adapter_file", part=kind, case="near")
-    return compare_exact(stage_ref, WRITTEN_BY[kind], share, format_wrong_tensors(wrong, own, golden), model=model)
+    return compare_exact(stage_ref, WRITTEN_BY[kind], share, format_wrong_tensors(wrong, actual, expected), model=model)

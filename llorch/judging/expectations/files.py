@@ -1,7 +1,7 @@
-"""Checkpoint 00: a file as our readers see it, tensors and tokens, against readers that someone else wrote.
+"""Tensors and tokens of a file as llorch reads them, against independent readers (validation points 00 and 13).
 
-The other side is the `gguf` package's GGUFReader for a GGUF file (name, type, shape and hash of the bytes) and the
-`safetensors` package for a Hugging Face folder (name, type and shape; transformers then loads the values itself).
+The independent reader is the `gguf` package for a GGUF file (name, type, shape and hash of the bytes), and the
+`safetensors` package for a Hugging Face folder (name, type and shape; transformers loads the values itself).
 """
 
 import hashlib
@@ -28,23 +28,23 @@ from llorch.stages.stage_ref import StageRef
 
 logger = logging.getLogger(__name__)
 
-_LIBRARIES = "llorch.engines.dequantisers"
+_LIBRARIES = "llorch.engines.dequantisers"  # runs in the child process of transformers
 
 Table = Mapping[str, str]  # tensor name -> "dtype shape [sha256]"
-Encode = Callable[[str], list[int]]  # with the special tokens that the file asks for
+Encode = Callable[[str], list[int]]  # text -> token ids, with the special tokens that the file asks for
 
 
-def foundation_rows(model: str, own: Table, foreign: Table, *, backend: str = "numpy") -> Iterator[Comparison]:
-    """Checkpoint 00: names, types, shapes and bytes of all tensors."""
-    wrong = differing(own, foreign)
-    share, note = len(wrong) / len(own.keys() | foreign.keys()), format_wrong_tensors(wrong, own, foreign)
+def compare_tensors(model: str, actual: Table, expected: Table, *, backend: str = "numpy") -> Iterator[Comparison]:
+    """Compare names, types, shapes and, for a GGUF file, bytes of all tensors."""
+    wrong = differing(actual, expected)
+    share, note = len(wrong) / len(actual.keys() | expected.keys()), format_wrong_tensors(wrong, actual, expected)
     yield compare_exact(StageRef("00", "tensors"), "reader", share, note, model=model, backend=backend)
 
 
-def token_rows(
+def compare_tokens(
     model: str, encode: Encode, checks: Sequence[TokenCheck], *, backend: str = "numpy"
 ) -> Iterator[Comparison]:
-    """Compare llorch's token ids with each engine's, for every text of checkpoint 00."""
+    """Compare llorch's token ids with each engine's, for every text in `checks`."""
     for engine in sorted({engine for check in checks for engine in check.ids}):
         texts = [check for check in checks if engine in check.ids]
         wrong = [check for check in texts if encode(check.text) != list(check.ids[engine])]
@@ -54,44 +54,44 @@ def token_rows(
 
 
 def decode_rows(model: str, weights: Weights) -> Iterator[Comparison]:
-    """Checkpoint 13: our decoding of every matrix of a file, bit by bit against ggml's own C functions."""
-    theirs = partial(in_child, "llamacpp", weights.path, "llorch.engines.ggml_tensor:decoded_hash")
+    """Compare llorch's decoding of every matrix of a GGUF file with ggml's C functions, bit by bit."""
+    decode_hash = partial(in_child, "llamacpp", weights.path, "llorch.engines.ggml_tensor:decoded_hash")
     by_type: dict[str, list[Packed]] = defaultdict(list)
-    for info in weights.source.tensors.values():
-        packed = weights.source.packed(info.name)
+    for tensor in weights.source.tensors.values():
+        packed = weights.source.packed(tensor.name)
         if packed.ggml_type is not GGMLType.F32:
             by_type[packed.ggml_type.name].append(packed)
-    with ThreadPoolExecutor(1) as beside:
+    with ThreadPoolExecutor(1) as pool:
         for kind, tensors in by_type.items():
-            wrong = [packed.name for packed in tensors if not _decodes_alike(packed, partial(beside.submit, theirs))]
+            wrong = [packed.name for packed in tensors if not _is_equal(packed, partial(pool.submit, decode_hash))]
             share, note = len(wrong) / len(tensors), ", ".join(wrong[:5])
             yield compare_exact(StageRef("13", "decode", part=kind), "llamacpp", share, note, model=model)
 
 
-def _decodes_alike(packed: Packed, ask: Callable[..., Future[str]]) -> bool:
-    """Tell if `ask`, which hashes the values of another decoder, agrees with llorch in every tile."""
-    for start, ours in packed.tiles():
-        answer = ask(packed.by_row[start : start + len(ours)], packed.ggml_type, ours.size)
-        if hashlib.sha256(ours.data).hexdigest() != answer.result():
+def _is_equal(packed: Packed, submit_hash: Callable[..., Future[str]]) -> bool:
+    """Check if llorch's values equal ggml's in every tile (some rows); `submit_hash` hashes ggml's values."""
+    for start, tile in packed.tiles():
+        ggml_hash = submit_hash(packed.by_row[start : start + len(tile)], packed.ggml_type, tile.size)
+        if hashlib.sha256(tile.data).hexdigest() != ggml_hash.result():
             return False
     return True
 
 
-def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
-    """Checkpoint 13: our decoding of a quantised folder, bit by bit against the library of its method."""
-    theirs, where = partial(in_child, "transformers", folder.path), str(folder.path.absolute())
-    if (package := theirs(f"{_LIBRARIES}:missing", where)) is not None:
+def compare_matrices(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
+    """Compare llorch's decoding of a quantised folder with its method's library; if that is missing, yield nothing."""
+    call_library, path = partial(in_child, "transformers", folder.path), str(folder.path.absolute())
+    if (package := call_library(f"{_LIBRARIES}:missing", path)) is not None:
         logger.info("%s: %s is not installed", folder.path, package or f"no library for {folder.method}")
         return
     by_kind: dict[str, list[str]] = defaultdict(list)
-    library = theirs(f"{_LIBRARIES}:package", where)
-    for name, found in folder.matrices.items():
-        by_kind[found.scheme.name].append(name)
+    library = call_library(f"{_LIBRARIES}:package", path)
+    for name, matrix in folder.matrices.items():
+        by_kind[matrix.scheme.name].append(name)
     for kind, names in by_kind.items():
         wrong = {
             name: share
             for name in names
-            if (share := _share_of_others(folder, name, theirs(f"{_LIBRARIES}:dequantised", where, name)))
+            if (share := _differing_share(folder, name, call_library(f"{_LIBRARIES}:dequantised", path, name)))
         }
         note = ", ".join(f"{name}: {share:.2%}" for name, share in [*wrong.items()][:5])
         note = note or f"{len(names)} matrices, number by number as {library} decodes them"
@@ -99,43 +99,43 @@ def matrix_rows(model: str, folder: QuantisedFolder) -> Iterator[Comparison]:
         yield compare_exact(StageRef("13", "decode", part=kind), folder.method, share, note, model=model)
 
 
-def undecoded(weights: Weights) -> dict[str, str]:
-    """Name the missing library that would decode a quantised folder too, and explain the effect."""
+def missing_library(weights: Weights) -> dict[str, str]:
+    """Return the missing library that would also decode a quantised folder, and the effect; empty if none is."""
     if not isinstance(folder := weights.source, QuantisedFolder):
         return {}
     package = in_child("transformers", folder.path, f"{_LIBRARIES}:missing", str(folder.path.absolute()))
     if package is None:
         return {}
-    said = "only llorch decodes these weights; goldens of small folders judge its readers"
-    return {package or folder.method: f"{said}{f'; pip install {package} for more' if package else ''}"}
+    effect = "only llorch decodes these weights; goldens of small folders judge its readers"
+    return {package or folder.method: f"{effect}{f'; pip install {package} for more' if package else ''}"}
 
 
-def _share_of_others(folder: QuantisedFolder, name: str, theirs: np.ndarray | None) -> float:
-    """Compute the share of elements with other numbers; 1 if the library does not read such a matrix."""
-    ours = folder.array(name)
-    if theirs is None or theirs.shape != ours.shape:
+def _differing_share(folder: QuantisedFolder, name: str, expected: np.ndarray | None) -> float:
+    """Compute the share of elements that differ from the library's; 1 if the library cannot read the matrix."""
+    actual = folder.array(name)
+    if expected is None or expected.shape != actual.shape:
         return 1.0
-    return float((ours != theirs).mean())
+    return float((actual != expected).mean())
 
 
-def own_tensors(source: GGUFFile | SafetensorsFolder) -> Table:
-    """Build the tensor table by llorch's reader, in the names and shapes of the file."""
+def llorch_tensors(source: GGUFFile | SafetensorsFolder) -> Table:
+    """Build the tensor table with llorch's reader, by the names and shapes of the file."""
     if isinstance(source, GGUFFile):
         tensors = source.tensors.items()
-        return {name: _entry(info.ggml_type.name, info.shape, source.raw(name)) for name, info in tensors}
-    return {name: _entry(info.dtype, info.shape) for name, info in source.stored.items()}
+        return {name: _entry(tensor.ggml_type.name, tensor.shape, source.raw(name)) for name, tensor in tensors}
+    return {name: _entry(tensor.dtype, tensor.shape) for name, tensor in source.stored.items()}
 
 
 def fingerprint(path: Path) -> str:
-    """Hash of the names, types, shapes and bytes of all tensors of a GGUF file; the rest of the file is free."""
+    """Hash the names, types, shapes and bytes of all tensors of a GGUF file, without its metadata."""
     weights = open_weights(path)
     with closing(weights.source):
-        table = sorted(own_tensors(weights.source).items())
+        table = sorted(llorch_tensors(weights.source).items())
     return hashlib.sha256(repr(table).encode()).hexdigest()
 
 
-def foreign_tensors(path: Path) -> Table:
-    """Build the tensor table by a reader that is not llorch's: the gguf package; safetensors, without digests."""
+def library_tensors(path: Path) -> Table:
+    """Build the tensor table with an independent reader: the gguf package, or safetensors (without hashes)."""
     if not path.is_dir():
         from gguf import GGUFReader
 
@@ -147,24 +147,24 @@ def foreign_tensors(path: Path) -> Table:
     for file in sorted(path.glob("*.safetensors")):
         with safe_open(file, framework="np") as opened:
             for name in opened.keys():
-                part = opened.get_slice(name)
-                table[name] = _entry(part.get_dtype(), tuple(part.get_shape()))
+                tensor_slice = opened.get_slice(name)
+                table[name] = _entry(tensor_slice.get_dtype(), tuple(tensor_slice.get_shape()))
     return table
 
 
-def differing(own: Table, foreign: Table) -> list[str]:
-    """Name the tensors that are missing on one side or differ between both."""
-    return sorted(name for name in own.keys() | foreign.keys() if own.get(name) != foreign.get(name))
+def differing(actual: Table, expected: Table) -> list[str]:
+    """List the tensors that differ between two tables, or that only one has."""
+    return sorted(name for name in actual.keys() | expected.keys() if actual.get(name) != expected.get(name))
 
 
-def format_wrong_tensors(wrong: Sequence[str], own: Table, foreign: Table) -> str:
-    """Format the names of the first five wrong tensors, and the error of the first; empty if none is wrong."""
+def format_wrong_tensors(wrong: Sequence[str], actual_table: Table, expected_table: Table) -> str:
+    """Format the names of the first five `wrong` tensors, with the error of the first; empty if there are none."""
     if not wrong:
         return ""
-    first, *others = wrong[:5]
-    actual, wanted = (table.get(first, "nothing").split()[:2] for table in (own, foreign))
-    what = "other bytes" if actual == wanted else f"{' '.join(actual)}, not {' '.join(wanted)}"
-    return ", ".join([f"{first} ({what})", *others])
+    first, *next_names = wrong[:5]
+    actual, expected = (table.get(first, "nothing").split()[:2] for table in (actual_table, expected_table))
+    error = "other bytes" if actual == expected else f"{' '.join(actual)}, not {' '.join(expected)}"
+    return ", ".join([f"{first} ({error})", *next_names])
 
 
 def _entry(dtype: str, shape: tuple[int, ...], data: np.ndarray | None = None) -> str:

@@ -1,10 +1,11 @@
-"""The torch path alone: packed matrices against llama.cpp, and llorch's kernels against torch's own modules.
+"""Comparisons of the torch path only: packed matrices against llama.cpp, and llorch's kernels against torch's modules.
 
-Decoding of packed matrices is compared bit by bit, and so is every product of the micro models.
+A packed matrix stays in its quantised type; a kernel decodes it in the product. Decoding is compared bit by bit, and
+every product of the micro models within a tolerance.
 
-llama.cpp multiplies rounded activations. So every kernel gets the golden's input, rounded as ggml rounds it, and its
-product has the tolerance of NumPy's product. In half precision the tolerance is the cost of rounding inputs, weights
-and the result. Both modules are judged: the plain one, and the kernel that runs on the target.
+llama.cpp multiplies rounded activations. So every kernel gets the golden's input (llama.cpp's), rounded as ggml rounds
+it, and its product has the tolerance of NumPy's product. In half precision the tolerance is the error of rounding
+inputs, weights and the output. Two modules are compared: the plain module, and the kernel that runs on the target.
 """
 
 from collections.abc import Iterator, Mapping
@@ -19,7 +20,7 @@ from torch import nn
 from llorch.files import Weights, open_weights
 from llorch.files.quant import ACTIVATION_TYPE
 from llorch.judging.compare import compare_exact, judge, with_load_paths
-from llorch.judging.expectations.quantised import CHECKPOINT, ENGINE, made_models, other_bits, suite_of
+from llorch.judging.expectations.quantised import CHECKPOINT, ENGINE, suite_of, write_models, wrong_bits
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.goldens.quantised import CASE, FOLDER, QuantisedGolden, read
 from llorch.judging.tolerances.forward import WORST, product_error
@@ -42,78 +43,75 @@ PACKED_MODELS = tuple(name for name, recipe in MODELS.items() if recipe.types <=
 
 
 def verify_quantised_torch(target: Target) -> Iterator[Comparison]:
-    """Judge packed matrices against the stored goldens of checkpoint 13; see `read` for the exceptions.
+    """Compare packed matrices with the stored goldens of quantised types; raise the errors of `read`.
 
-    The stages are `decode.<type>`, `file`, and for every model in `PACKED_MODELS` its products, isolated.
+    The stages are `decode.<type>`, `file`, and the isolated products of every model in `PACKED_MODELS`.
     """
     golden = read(goldens_folder() / FOLDER)
-    yield from packed_decode_rows(golden, target)
-    for name, path, comparison in made_models(golden, PACKED_MODELS):
+    yield from compare_packed_decoding(golden, target)
+    for name, path, comparison in write_models(golden, PACKED_MODELS):
         yield replace(comparison, backend=str(target))
         if comparison.verdict == PASS:
-            yield from product_rows(name, path, golden, target)
+            yield from compare_products(name, path, golden, target)
 
 
-def packed_decode_rows(golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
-    """Compare blocks, repacked and then decoded, with the bits of ggml's C; only the payload of a NaN is free."""
+def compare_packed_decoding(golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
+    """Compare the bits of repacked and decoded blocks with ggml's; only the bits of a NaN may differ."""
     for kind in PACKERS:
         values = golden.blocks[f"{kind.name}.values"]
         raw = torch.from_numpy(golden.blocks[f"{kind.name}.blocks"].copy()).to(target.device)
-        wrong = other_bits(decode(pack(raw, kind), kind).cpu().numpy().reshape(values.shape), values)
+        wrong = wrong_bits(decode(pack(raw, kind), kind).cpu().numpy().reshape(values.shape), values)
         note = f"{int(wrong.sum())} of {wrong.size} values differ" if wrong.any() else ""
         stage_ref = StageRef(CHECKPOINT, "decode", part=kind.name)
         yield compare_exact(stage_ref, ENGINE, float(wrong.mean()), note, model=kind.name, backend=str(target))
 
 
-def product_rows(name: str, path: Path, golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
-    """Compare every product of one model, by the plain kernels and by the target's kernels."""
+def compare_products(name: str, path: Path, golden: QuantisedGolden, target: Target) -> Iterator[Comparison]:
+    """Compare every product of one model, computed by the plain modules and by the target's kernels."""
     weights = open_weights(path).using(GGML)
     with closing(weights.source):
         model = load_packed(weights, dtype=target.dtype, device=target.device)
-        routes = {name: shown.load_path for name, shown in golden.engine_outputs(name).items()}
-        yield from with_load_paths(kernel_rows(name, weights, golden, model, target, f"{target}-plain"), routes)
+        load_paths = {name: output.load_path for name, output in golden.engine_outputs(name).items()}
+        yield from with_load_paths(compare_kernels(name, weights, golden, model, target, f"{target}-plain"), load_paths)
         speed_up(model, target, "sdpa", compiled=False)
-        yield from with_load_paths(kernel_rows(name, weights, golden, model, target, str(target)), routes)
+        yield from with_load_paths(compare_kernels(name, weights, golden, model, target, str(target)), load_paths)
 
 
-def kernel_rows(
+def compare_kernels(
     name: str, weights: Weights, golden: QuantisedGolden, model: CausalLM, target: Target, backend: str
 ) -> Iterator[Comparison]:
-    """Compare every product of a model's kernels on golden inputs.
-
-    In float32 the tolerances are those of NumPy's products.
-    """
+    """Compare every product of a model's kernels for the golden's inputs."""
     trace, tolerances = golden.traces[name], suite_of(name, weights, golden).tolerances(CASE)
     for key, stage, layer in keys(weights.config):
         if stage.matrix:
             x = rounded_input(weights, stage, layer, trace)
-            allowed = tolerances.isolated(key)
+            tolerance = tolerances.isolated(key)
             arithmetic = ARITHMETICS.get(target.dtype_name, FLOAT32)  # the golden is float32
             if arithmetic.is_half:
                 matrix = (weights if layer is None else weights.layer(layer))[matrix_of(stage, weights.config)]
                 error = product_error(x, matrix, trace[key], arithmetic)
-                allowed = Tolerance(error, WORST * error)
+                tolerance = Tolerance(error, WORST * error)
             stage_ref = StageRef(CHECKPOINT, stage.name, layer, CASE)
-            expectation = Expectation(stage_ref, "isolated", ENGINE, trace[key], allowed, stage=stage)
+            expectation = Expectation(stage_ref, "isolated", ENGINE, trace[key], tolerance, stage=stage)
             yield judge(expectation, multiply(kernel_at(model, stage, layer), x, target), model=name, backend=backend)
 
 
 def rounded_input(weights: Weights, stage: Stage, layer: int | None, trace: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Round the golden's input of a product as ggml does it for the type of the matrix."""
+    """Round the golden's input of a product as ggml rounds it for the type of the matrix."""
     name = matrix_of(stage, weights.config)
     kind = weights.as_stored(name if layer is None else f"layers.{layer}.{name}").ggml
     return round_activations(trace[input_keys(stage, layer, weights.config)[0]], ACTIVATION_TYPE[kind])
 
 
 def kernel_at(model: CausalLM, stage: Stage, layer: int | None) -> nn.Module:
-    """Find the module that computes a product."""
+    """Return the module of a stage that is a matrix product."""
     if layer is None:
         return model.lm_head
     return model.get_submodule(path_of(f"layers.{layer}.{stage.matrix}").removesuffix(".weight"))
 
 
 def multiply(module: nn.Module, x: np.ndarray, target: Target) -> np.ndarray:
-    """Compute the kernel's output for some rows, as float32; assert that it ran on the target's device and dtype."""
+    """Compute the kernel's output for some rows, as float32; assert the target's device and dtype."""
     with torch.inference_mode():
         y = module(torch.from_numpy(x).to(target.device, target.dtype))
     assert (y.device.type, y.dtype) == (target.device.type, target.dtype)
@@ -121,7 +119,7 @@ def multiply(module: nn.Module, x: np.ndarray, target: Target) -> np.ndarray:
 
 
 def compare_own_kernels(target: Target) -> Iterator[Comparison]:
-    """Try every kernel anew; an error is a part of what is allowed, and the note has the time beside torch's."""
+    """Check every kernel again; its error is a share of the tolerance, and the note compares its time with torch's."""
     kinds = [*kernels_for(target.device, target.dtype, required=True)]
     for kind, verdict in (verdicts(target, kinds, anew=True) if kinds else {}).items():
         fault, note = verdict.fault(timed=False), f"{verdict.slow:.2f} times the time of torch's kernel"

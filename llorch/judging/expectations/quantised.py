@@ -1,7 +1,8 @@
-"""Checkpoint 13 against its stored goldens: decoding, rounding of activations, and every stage of every type.
+"""Quantised types against stored goldens (validation point 13): decoding, rounding of activations, and every stage.
 
-Models are made in a temporary folder, see `quantised_models`. Each is judged twice: with its matrices decoded when they
-are loaded, and packed, when they are decoded at every use.
+The goldens are ggml's bytes and llama.cpp's stages. Models are written into a temporary folder, see `quantised_models`.
+Each is compared twice: with matrices that are decoded when they are loaded, and with packed matrices that are decoded
+at every use.
 """
 
 import tempfile
@@ -44,72 +45,72 @@ CHECKPOINT = "13"
 
 
 def verify_quantised_stored() -> Iterator[Comparison]:
-    """Judge all that checkpoint 13 compares against the stored goldens; see `read` for the exceptions.
+    """Compare all quantised types with the stored goldens; raise the errors of `read`.
 
-    The stages are `decode.<type>`, `rounding.<type>`, `file`, and for every model its stages.
+    The stages are `decode.<type>`, `rounding.<type>`, `file`, and the stages of every model.
     """
     yield from block_rows()
     yield from model_rows(MODELS)
 
 
 def block_rows() -> Iterator[Comparison]:
-    """Compare blocks and activations alone."""
+    """Compare decoded blocks and rounded activations, without a model."""
     golden = read(goldens_folder() / FOLDER)
     yield from decode_rows(golden)
-    yield from rounding_rows(golden)
+    yield from compare_roundings(golden)
 
 
 def model_rows(names: Iterable[str]) -> Iterator[Comparison]:
-    """Compare some models and their files."""
+    """Write and compare some models; stages are compared only if the file equals the golden's."""
     golden = read(goldens_folder() / FOLDER)
-    for name, path, comparison in made_models(golden, names):
+    for name, path, comparison in write_models(golden, names):
         yield comparison
         if comparison.verdict == PASS:
             yield from stage_rows(name, path, golden)
 
 
-def made_models(golden: QuantisedGolden, names: Iterable[str]) -> Iterator[tuple[str, Path, Comparison]]:
-    """Name, file and row of every model, one file at a time: it is the one that the goldens come from, or it fails."""
+def write_models(golden: QuantisedGolden, names: Iterable[str]) -> Iterator[tuple[str, Path, Comparison]]:
+    """Write one model at a time; yield its name, its file, and the comparison of the file with the golden's file."""
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
         for name in names:
             path = write_model(name, Path(folder))
-            made, wanted = fingerprint(path), golden.files[name]
-            other = f"expected random bytes {wanted[:12]}, got {made[:12]} from another version of NumPy"
-            wrong, note = (0.0, "") if made == wanted else (1.0, other)
+            actual, expected = fingerprint(path), golden.files[name]
+            mismatch = f"expected random bytes {expected[:12]}, got {actual[:12]} from another version of NumPy"
+            wrong, note = (0.0, "") if actual == expected else (1.0, mismatch)
             yield name, path, _exact_row(name, StageRef(CHECKPOINT, "file"), wrong, note)
             path.unlink()
 
 
 def decode_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
-    """Compare decoded blocks of every type with the bits of ggml's C; only the payload of a NaN is free."""
+    """Compare the bits of decoded blocks of every type with ggml's; only the bits of a NaN may differ."""
     for kind in types():
         blocks, values = (golden.blocks[f"{kind.name}.{part}"] for part in ("blocks", "values"))
         yield decode_row(kind, decode(blocks, kind, values.shape), values)
 
 
-def decode_row(kind: GGMLType, ours: np.ndarray, values: np.ndarray) -> Comparison:
+def decode_row(kind: GGMLType, actual: np.ndarray, expected: np.ndarray) -> Comparison:
     """Compare llorch's decoding of blocks with ggml's, bit by bit."""
-    return _bits_row(kind.name, StageRef(CHECKPOINT, "decode", part=kind.name), other_bits(ours, values), "values")
+    return _bits_row(kind.name, StageRef(CHECKPOINT, "decode", part=kind.name), wrong_bits(actual, expected), "values")
 
 
-def other_bits(ours: np.ndarray, values: np.ndarray) -> np.ndarray:
-    """Mark the values of llorch whose bits differ from ggml's; two NaN count as equal."""
-    return (ours.view(np.uint32) != values.view(np.uint32)) & ~(np.isnan(ours) & np.isnan(values))
+def wrong_bits(actual: np.ndarray, expected: np.ndarray) -> np.ndarray:
+    """Return a mask of llorch's values whose bits differ from ggml's; two NaN count as equal."""
+    return (actual.view(np.uint32) != expected.view(np.uint32)) & ~(np.isnan(actual) & np.isnan(expected))
 
 
-def rounding_rows(golden: QuantisedGolden) -> Iterator[Comparison]:
-    """Compare rounded activations with the bytes of ggml's C, in every variant that was recorded."""
+def compare_roundings(golden: QuantisedGolden) -> Iterator[Comparison]:
+    """Compare rounded activations with ggml's bytes, for every recorded variant (build of ggml)."""
     for kind in ROUNDED_TO:
         rows = golden.rounding[f"{kind}.rows"]
         for variant in get_args(VariantName):
-            theirs = golden.rounding.get(f"{kind}.{variant}")
-            if theirs is not None:
-                wrong = packed_activations(rows, kind, variant) != theirs
+            expected = golden.rounding.get(f"{kind}.{variant}")
+            if expected is not None:
+                wrong = packed_activations(rows, kind, variant) != expected
                 yield _bits_row(kind, StageRef(CHECKPOINT, "rounding", part=f"{kind}.{variant}"), wrong, "bytes")
 
 
 def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Comparison]:
-    """Compare every stage of one model, isolated, chained, and after a cache; both residencies."""
+    """Compare every stage of one model, isolated, chained and decode, with decoded and with packed matrices."""
     weights = open_weights(path).using(numerics.GGML)
     with closing(weights.source):
         suite = suite_of(name, weights, golden)
@@ -124,12 +125,12 @@ def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Compa
 
 
 def suite_of(name: str, weights: Weights, golden: QuantisedGolden) -> ForwardExpectations:
-    """Build the checks of one model."""
+    """Build the expectations of one model."""
     return ForwardExpectations(name, weights, {CASE: golden.case}, golden.engine_outputs(name), None)
 
 
 def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantName) -> np.ndarray:
-    """Round activations (rows, width) to the bytes that a build of ggml keeps, one block per row, uint8."""
+    """Round activations (rows, width) to the bytes that a build of ggml stores, one block per row, uint8."""
     if kind not in BLOCK_SIZE:
         rounded = round_activations(rows, kind, variant).reshape(-1, 1)
         if kind == "F16":
@@ -141,17 +142,17 @@ def packed_activations(rows: np.ndarray, kind: ActivationKind, variant: VariantN
     parts = [scales.reshape(-1, 1), codes]
     if kind == "Q8_1":
         parts.insert(1, block_sums(rows, variant).astype("<f2").reshape(-1, 1))
-    if kind == "Q8_K":
+    if kind == "Q8_K":  # which also stores the sum of every 16 codes
         parts.append(codes.reshape(len(codes), 16, 16).sum(axis=-1, dtype=np.int16))
     packed = np.concatenate([np.ascontiguousarray(part).view(np.uint8) for part in parts], axis=1)
     assert packed.shape[1] == BLOCK_SIZES[GGMLType[kind]][1]
     return packed
 
 
-def _bits_row(model: str, stage_ref: StageRef, wrong: np.ndarray, of: str) -> Comparison:
-    """Compare by a mask of wrong entries, with the first wrong block in the note."""
+def _bits_row(model: str, stage_ref: StageRef, wrong: np.ndarray, unit: str) -> Comparison:
+    """Create an exact comparison from a mask of wrong entries, with the first wrong block in the note."""
     first = int(np.argmax(wrong.any(axis=-1)))
-    note = f"{int(wrong.sum())} of {wrong.size} {of} differ, the first in block {first}" if wrong.any() else ""
+    note = f"{int(wrong.sum())} of {wrong.size} {unit} differ, the first in block {first}" if wrong.any() else ""
     return _exact_row(model, stage_ref, float(wrong.mean()), note)
 
 

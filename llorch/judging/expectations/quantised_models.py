@@ -1,9 +1,9 @@
-"""Micro models of every quantised type, made when they are needed: random blocks, the same bytes on every machine.
+"""Micro models of every quantised type, generated on demand: random blocks, the same bytes on every machine.
 
-All bits of a block are random, so that every code and every inner scale occurs; only its float scales are given a size
-(weights of a standard deviation near 0.05) and random signs. No quantiser could make such blocks, and none is needed:
-a stored matrix is a valid one whatever made it. Committed as files these models would be 25 MB; their recipe is this
-module, and the goldens hold the hash of each file.
+A block has the codes of neighbouring weights and their scales. All its bits are random, so that every code and every
+inner scale occurs. Only its float scales have a fixed size (weights of a standard deviation near 0.05) and random
+signs. No quantiser would produce such blocks, but every pattern of bits is a valid matrix. As committed files these
+models would take 25 MB, so this module generates them, and the goldens hold the hash of each file.
 """
 
 import hashlib
@@ -21,32 +21,32 @@ from llorch.files.export import add_hyperparameters
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.tensor_names import Weight, inventory
 
-_OUTLIERS = (5, 133)  # channels with a large gain, as trained models have: they set the scale of their block
-_OUTLIER = 8.0
+_OUTLIERS = (5, 133)  # channels with a large gain, as trained models have: they set the scale of rounded activations
+_OUTLIER = 8.0  # factor of their gain
 
 
 @dataclass(frozen=True)
 class ModelRecipe:
-    """What distinguishes one micro model.
+    """Family and matrix types of one micro model.
 
     Attributes:
-        family: Llama files hold rows of q and k in pairs, Qwen2 has biases and Qwen3 norms of q and k.
+        family: Llama files permute the rows of q and k, Qwen2 has biases, and Qwen3 has norms of q and k.
         ggml_type: Type of the matrices.
-        others: Canonical names of the matrices that have another type, with that type.
+        exceptions: Types of other matrices, by canonical name, `lm_head` or `layers.1.v_proj`.
     """
 
     family: str
     ggml_type: GGMLType
-    others: Mapping[str, GGMLType] = field(default_factory=dict)
+    exceptions: Mapping[str, GGMLType] = field(default_factory=dict)
 
     @property
     def types(self) -> set[GGMLType]:
-        """All types of its matrices."""
-        return {self.ggml_type, *self.others.values()}
+        """All types of the matrices."""
+        return {self.ggml_type, *self.exceptions.values()}
 
     @property
     def config(self) -> ModelConfig:
-        """Widths that are multiples of 256 and pairwise different, as far as llama.cpp loads that for the family."""
+        """Configuration; its widths are multiples of 256, the largest block, and differ if llama.cpp can load that."""
         family = FAMILIES[self.family]
         return ModelConfig(
             family=self.family,
@@ -57,7 +57,7 @@ class ModelRecipe:
             n_kv_heads=2,
             head_dim=32,
             vocab_size=96,
-            rms_norm_eps=2.0**-17,  # a float32, as the file holds it
+            rms_norm_eps=2.0**-17,  # exact in float32, the dtype in the file
             rope_theta=10000.0,
             rope_scaling=None,
             max_position_embeddings=256,
@@ -72,7 +72,7 @@ def _pure(family: str, *types: GGMLType) -> dict[str, ModelRecipe]:
     return {kind.name: ModelRecipe(family, kind) for kind in types}
 
 
-# Where llama-quantize puts Q6_K in a Q4_K_M file of two layers.
+# llama-quantize uses Q6_K for these matrices in a Q4_K_M file of two layers.
 _Q4_K_M: dict[str, GGMLType] = dict.fromkeys(("lm_head", "layers.1.v_proj", "layers.1.down_proj"), GGMLType.Q6_K)
 
 MODELS: Mapping[str, ModelRecipe] = MappingProxyType(
@@ -90,15 +90,15 @@ MODELS: Mapping[str, ModelRecipe] = MappingProxyType(
 
 @dataclass(frozen=True)
 class Scale:
-    """A float16 of a block: random between a half and one and a half times `size`, of random sign.
+    """A float16 scale or minimum of a block: random between 0.5 and 1.5 times `size`, with a random sign.
 
-    Minima (`pulls`) get the sign that moves the mean of the block towards zero: that of the scale when they are
-    subtracted, the other one when they are added.
+    Minima get the sign that moves the mean of the block towards zero: the sign of the scale if they are subtracted, the
+    opposite sign if they are added.
     """
 
-    offset: int
+    offset: int  # of its bytes in the block
     size: float
-    pulls: str = ""
+    pulls: str = ""  # of minima: `added` or `subtracted`
 
 
 SCALES: Mapping[GGMLType, tuple[Scale, ...]] = {
@@ -129,7 +129,7 @@ _IQ1_M_SIZE = 0.0065
 
 
 def write_model(name: str, folder: Path) -> Path:
-    """Write one of `MODELS` into a folder, as a GGUF file without vocabulary; return its path."""
+    """Write one of `MODELS` into a folder as a GGUF file without vocabulary; return the path."""
     recipe, path = MODELS[name], folder / f"{name}.gguf"
     config = recipe.config
     writer = GGUFWriter(path, config.family)
@@ -142,11 +142,11 @@ def write_model(name: str, folder: Path) -> Path:
             if len(weight.shape) == 1:
                 writer.add_tensor(weight.gguf, _vector(name, weight))
                 continue
-            kind = recipe.others.get(weight.name, recipe.ggml_type)
+            kind = recipe.exceptions.get(weight.name, recipe.ggml_type)
             raw = matrix_bytes(kind, weight.shape, key=f"{name} {weight.name}")
-            # The package writes the number of the type, though it has no name for the newest, and leaves int8 alone.
-            known: GGMLQuantizationType = kind  # pyright: ignore[reportAssignmentType]
-            writer.add_tensor(weight.gguf, raw.view(np.int8), raw_shape=weight.shape, raw_dtype=known)
+            # The gguf package accepts any type number, even of types that it cannot name, and does not convert int8.
+            ggml_type: GGMLQuantizationType = kind  # pyright: ignore[reportAssignmentType]
+            writer.add_tensor(weight.gguf, raw.view(np.int8), raw_shape=weight.shape, raw_dtype=ggml_type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
@@ -161,13 +161,13 @@ def random_blocks(ggml_type: GGMLType, count: int, *, key: str) -> np.ndarray:
     blocks = _random_bytes(count * block_bytes, key).reshape(count, block_bytes)
     match ggml_type:
         case GGMLType.F16:
-            blocks[...] = _floats(blocks.view("<u2"), 0.085).astype("<f2").view(np.uint8)
+            blocks[...] = _bits_to_floats(blocks.view("<u2"), 0.085).astype("<f2").view(np.uint8)
         case GGMLType.BF16:
-            blocks[...] = (_floats(blocks.view("<u2"), 0.085).view("<u4") >> 16).astype("<u2").view(np.uint8)
+            blocks[...] = (_bits_to_floats(blocks.view("<u2"), 0.085).view("<u4") >> 16).astype("<u2").view(np.uint8)
         case GGMLType.MXFP4:
-            blocks[:, 0] = 119 + blocks[:, 0] % 4  # a power of two, 128 for 1
+            blocks[:, 0] = 119 + blocks[:, 0] % 4  # the scale, a power of two; 128 stands for 1
         case GGMLType.NVFP4:
-            blocks[:, :4] &= 0x0F  # three bits after the point, and the lowest of the exponent
+            blocks[:, :4] &= 0x0F  # of the scales: three bits after the point, and the lowest of the exponent
         case GGMLType.IQ1_M:
             _scatter_scale(blocks[:, 48:56].view("<u2"))
         case GGMLType.TQ1_0:
@@ -178,13 +178,13 @@ def random_blocks(ggml_type: GGMLType, count: int, *, key: str) -> np.ndarray:
 
 
 def matrix_bytes(ggml_type: GGMLType, shape: tuple[int, ...], *, key: str) -> np.ndarray:
-    """Make the bytes of a random matrix, (out, in), of `random_blocks`."""
+    """Draw the bytes of a random matrix, (out, in), from `random_blocks`."""
     return random_blocks(ggml_type, shape[0] * shape[1] // BLOCK_SIZES[ggml_type][0], key=key).reshape(-1)
 
 
 def _vector(name: str, weight: Weight) -> np.ndarray:
-    """Make an uneven gain with outliers, or a bias."""
-    units = _floats(_random_bytes(2 * weight.shape[0], f"{name} {weight.name}").view("<u2"), 0.5)
+    """Draw a gain around 1 with outliers if the name ends with `_norm`, else a bias."""
+    units = _bits_to_floats(_random_bytes(2 * weight.shape[0], f"{name} {weight.name}").view("<u2"), 0.5)
     if not weight.name.endswith("_norm"):
         return units
     gains = np.float32(1) + units
@@ -194,40 +194,37 @@ def _vector(name: str, weight: Weight) -> np.ndarray:
 
 
 def _random_bytes(count: int, key: str) -> np.ndarray:
-    """Return bytes that depend on the key alone, on every machine."""
+    """Draw bytes that depend on the key only, and are equal on every machine."""
     seed = int.from_bytes(hashlib.sha256(key.encode()).digest()[:16], "little")
-    # NumPy promises this stream of bits for all time; it does not promise that of its distributions.
+    # NumPy guarantees that this stream of bits never changes; it does not guarantee this for distributions.
     words = np.random.Philox(key=seed).random_raw(-(-count // 8))
     return words.astype("<u8").view(np.uint8)[:count].copy()
 
 
-def _floats(bits: np.ndarray, size: float) -> np.ndarray:
+def _bits_to_floats(bits: np.ndarray, size: float) -> np.ndarray:
     """Convert 16 random bits each to numbers between -size and size, by operations that round equally everywhere."""
     return ((bits.astype(np.float64) - 32767.5) / 32768 * size).astype(np.float32)
 
 
-def _scale_of(bits: np.ndarray, size: float) -> np.ndarray:
+def _draw_scales(bits: np.ndarray, size: float) -> np.ndarray:
     """Convert random bits to scales of 0.5 to 1.5 times `size`, as float16 bits; the lowest bit is the sign."""
     magnitude = size * (0.5 + (bits >> 1) / 32768.0)
     return np.where(bits & 1, -magnitude, magnitude).astype("<f2").view("<u2")
 
 
 def _set_scale(blocks: np.ndarray, scale: Scale) -> None:
-    """Replace a random scale of every block by one of a sensible size, in place."""
+    """Replace a random scale of every block by a scale of the given size, in place."""
     bits = np.ascontiguousarray(blocks[:, scale.offset : scale.offset + 2]).view("<u2")
-    new = _scale_of(bits, scale.size).view(np.uint8)
+    new = _draw_scales(bits, scale.size).view(np.uint8)
     if scale.pulls:
-        sign = blocks[:, scale.offset - 1] & 0x80  # of the scale, which lies right before its minimum
+        sign = blocks[:, scale.offset - 1] & 0x80  # sign of the scale, whose bytes precede the minimum
         new[:, 1] = new[:, 1] & 0x7F | (sign if scale.pulls == "subtracted" else sign ^ 0x80)
     blocks[:, scale.offset : scale.offset + 2] = new
 
 
 def _scatter_scale(words: np.ndarray) -> None:
-    """Set the scale of IQ1_M in `words`, in place.
-
-    Four bits of the scale stand at the top of each of four numbers. The other bits of these numbers are inner scales.
-    """
+    """Set the scale of IQ1_M, the top four bits of each of four words, in place; their other bits are inner scales."""
     random_bits = words[:, 0] >> 12 | words[:, 1] >> 12 << 4 | words[:, 2] >> 12 << 8 | words[:, 3] >> 12 << 12
-    bits = _scale_of(random_bits, _IQ1_M_SIZE)
-    for place in range(4):
-        words[:, place] = words[:, place] & 0x0FFF | (bits >> 4 * place & 0xF) << 12
+    bits = _draw_scales(random_bits, _IQ1_M_SIZE)
+    for index in range(4):
+        words[:, index] = words[:, index] & 0x0FFF | (bits >> 4 * index & 0xF) << 12

@@ -1,8 +1,8 @@
-"""The goldens of checkpoint 13: what ggml's C functions make of blocks and activations, llama.cpp's stages of models.
+"""Goldens of quantised types (validation point 13): ggml's decoded blocks and rounded activations, llama.cpp's stages.
 
-The file `blocks` holds blocks of every type beside their decoded numbers, `rounding` rows of activations beside the
-bytes that they are rounded to, `<model>` every stage of one of the models in `quantised_models`.
-There is no tolerance among them: all are derived, see `tolerances`.
+The file `blocks` holds blocks of every type and their decoded numbers. `rounding` holds rows of activations and the
+bytes to which ggml rounds them. `<model>` holds every stage of one of the models in `quantised_models`. Tolerances are
+not stored: `tolerances` derives them.
 """
 
 from collections.abc import Mapping
@@ -15,7 +15,7 @@ from llorch.engines import stored_load_path
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.goldens.forward import EngineOutput
-from llorch.judging.goldens.store import Arrays, GoldenStore, refused
+from llorch.judging.goldens.store import Arrays, GoldenStore, golden_error
 from llorch.stages.stage_ref import Pass
 
 FOLDER = "quantised"
@@ -25,15 +25,15 @@ ROUNDED_TO = ("F16", "BF16", "Q8_0", "Q8_1", "Q8_K")
 
 @dataclass(frozen=True)
 class QuantisedGolden:
-    """The stored goldens.
+    """Stored goldens of all quantised types.
 
     Attributes:
         blocks: `<type>.blocks` (uint8, one block per row) and `<type>.values` (float32).
-        rounding: `<type>.rows` (float32) and `<type>.<variant>` (uint8, one block per row).
-        traces: Model to its stages.
-        files: Model to the `fingerprint` of its file.
-        case: The tokens of all models.
-        provenance: Where all this comes from.
+        rounding: `<type>.rows` (float32 activations) and `<type>.<build of ggml>` (uint8, one block per row).
+        traces: Stages of each model.
+        files: `expectations.files.fingerprint` of each model's file.
+        case: Input tokens, equal for all models.
+        provenance: Versions of the engines and libraries.
     """
 
     blocks: Arrays
@@ -44,10 +44,10 @@ class QuantisedGolden:
     provenance: Mapping[str, object]
 
     def engine_outputs(self, model: str) -> dict[str, EngineOutput]:
-        """Return the engine output that a verifier is given for one model."""
-        none, load_path = np.empty(0), stored_load_path(self.provenance, "llamacpp")
+        """Return the stored engine output of one model."""
+        no_array, load_path = np.empty(0), stored_load_path(self.provenance, "llamacpp")
         traces = {CASE: self.traces[model]}
-        return {"llamacpp": EngineOutput(traces, none, probabilities={}, greedy=none, load_path=load_path)}
+        return {"llamacpp": EngineOutput(traces, no_array, probabilities={}, greedy=no_array, load_path=load_path)}
 
 
 def types() -> list[GGMLType]:
@@ -62,11 +62,11 @@ def save(folder: Path, golden: QuantisedGolden) -> None:
 
 
 def read(folder: Path) -> QuantisedGolden:
-    """Read what `save` wrote. A missing golden is a failure, never a pass.
+    """Read the goldens that `save` wrote. A missing golden is a failure, never a pass.
 
     Raises:
         FileNotFoundError: A file is missing.
-        ValueError: A part of one is missing.
+        UserError: A part of a file is missing.
     """
     store = GoldenStore(folder)
     record = store.record()
@@ -83,12 +83,12 @@ def read(folder: Path) -> QuantisedGolden:
 
 
 def _require_complete(folder: Path, record: Mapping, blocks: Arrays, rounding: Arrays) -> None:
-    wanted = {f"{kind.name}.{part}" for kind in types() for part in ("blocks", "values")}
+    expected = {f"{kind.name}.{part}" for kind in types() for part in ("blocks", "values")}
     missing = sorted(
         MODELS.keys() - record["files"].keys()
-        | wanted - blocks.keys()
+        | expected - blocks.keys()
         | {f"{kind}.rows" for kind in ROUNDED_TO} - rounding.keys()
     )
     if missing:
         message = f"expected every model, type and rounding, missing: {', '.join(missing[:5])}"
-        raise refused(folder, message)
+        raise golden_error(folder, message)

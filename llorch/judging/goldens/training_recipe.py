@@ -1,8 +1,9 @@
-"""What the training goldens are made of: the adapter, the rows, and every setting of the runs.
+"""Inputs of the training goldens: the adapter, the batches, and every setting of the runs.
 
-Both sides start from these: PEFT when goldens are made, ours when they are judged. Ranks and scales differ from matrix
-to matrix, and one matrix of one layer from the others, so that no mix-up stays hidden. Rows differ in length, and so
-do the numbers of learned tokens, so that a mean of means is not the mean.
+PEFT uses them to compute the goldens; llorch uses them to reproduce the goldens. Ranks and scales differ between
+matrices, and for one matrix also between layers, so that exchanging two of them changes the result. Rows of a batch
+differ in length and in the number of tokens in the loss, so that a mean over row means differs from the mean over
+tokens. An array is compared isolated, computed from the golden's inputs, or in a complete (chained) run.
 """
 
 from collections.abc import Sequence
@@ -18,9 +19,9 @@ from llorch.training.adamw import learning_rate
 from llorch.training.batch import IGNORED, PADDING, Batch
 
 SMOOTHING = 0.1
-STEPS_SHOWN = (1, 2, 10)  # of the optimizer
-STEPS_ALONE = (1, 2)  # that are also judged alone
-STATE = ("first_moment", "second_moment", "parameters")  # that a step starts from and leaves
+STEPS_SHOWN = (1, 2, 10)  # optimizer steps that are compared after a complete run
+STEPS_ALONE = (1, 2)  # optimizer steps that are compared isolated, too: the first has no state before it
+STATE = ("first_moment", "second_moment", "parameters")  # stages that an optimizer step updates
 
 
 @dataclass(frozen=True)
@@ -31,12 +32,12 @@ class OptimizerRecipe:
     betas: tuple[float, float] = (0.9, 0.95)
     eps: float = 1e-8
     weight_decay: float = 0.1
-    max_norm: float = 0.05  # below the norm of every step, so that clipping shows
+    max_norm: float = 0.05  # below the gradient norm of every step, so that every step is clipped
 
 
 @dataclass(frozen=True)
 class CurveRecipe:
-    """Settings of the run of N steps."""
+    """Settings of the training curve: losses and gradient norms of a run of `n_steps` optimizer steps."""
 
     n_steps: int = 30
     accumulation: int = 2
@@ -52,7 +53,7 @@ class CurveRecipe:
 OPTIMIZER = OptimizerRecipe()
 CURVE = CurveRecipe()
 SCHEDULES = ("cosine", "linear", "constant")
-SCHEDULE_STEPS, SCHEDULE_WARMUP = 12, 3
+SCHEDULE_STEPS, SCHEDULE_WARMUP = 12, 3  # steps of each learning-rate schedule that is compared
 
 LORA = LoraConfig(
     r=3,
@@ -67,12 +68,12 @@ LORA = LoraConfig(
 )  # fmt: skip
 RSLORA = replace(LORA, use_rslora=True)
 SMOOTHINGS = {"plain": 0.0, "smoothed": SMOOTHING}  # case -> label smoothing
-SHARED_INPUT = ("q_proj", "k_proj", "v_proj")  # of layer 0: what goes into them does not depend on the adapter
-MERGED = "layers.0.k_proj"  # the matrix that is stored merged
+SHARED_INPUT = ("q_proj", "k_proj", "v_proj")  # matrices of layer 0 whose input does not depend on the adapter
+MERGED = "layers.0.k_proj"  # the matrix whose merged weight is stored
 
 
 def make_adapter(config: ModelConfig) -> Adapter:
-    """Make the adapter that every run starts from, the same numbers on every machine: neither A nor B is zero."""
+    """Create the initial adapter of every run, equal on every machine; B is not zero, or dL/dA would be."""
     bits = np.random.Philox(key=config.vocab_size)
     targets = LORA.targets(config).items()
     tensors = {name: _initial_tensors(bits, target, LORA.rank_of(target)) for name, target in targets}
@@ -80,44 +81,44 @@ def make_adapter(config: ModelConfig) -> Adapter:
 
 
 def with_zero_b(adapter: Adapter) -> Adapter:
-    """Copy the adapter as training starts it: A as it is, B zero."""
-    tensors = {name: LoraTensors(t.lora_A, np.zeros_like(t.lora_B)) for name, t in adapter.tensors.items()}
+    """Copy an adapter and set B to zero, as PEFT does at the start of training."""
+    tensors = {name: LoraTensors(lora.lora_A, np.zeros_like(lora.lora_B)) for name, lora in adapter.tensors.items()}
     return replace(adapter, tensors=tensors)
 
 
 @dataclass(frozen=True)
 class StoredBatch:
-    """One batch as it is stored: ids of every row, and how many tokens at its beginning (1 or more) are a prompt."""
+    """One stored batch: token ids of every row, and the number of prompt tokens (1 or more) at its start."""
 
     ids: Sequence[Sequence[int]]
     prompts: Sequence[int]
 
     def batch(self) -> Batch:
-        """Build the batch as it is run: rows of one document each, padded at the end."""
+        """Build the batch: one document per row, right padding, prompt tokens masked in the labels."""
         shape = len(self.ids), max(map(len, self.ids))
         ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
         positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)
-        for i, (row, prompt) in enumerate(zip(self.ids, self.prompts, strict=True)):
-            ids[i, : len(row)] = row
-            labels[i, prompt : len(row)] = row[prompt:]
-            positions[i, : len(row)] = np.arange(len(row))
-            documents[i, : len(row)] = 0
+        for index, (row, prompt) in enumerate(zip(self.ids, self.prompts, strict=True)):
+            ids[index, : len(row)] = row
+            labels[index, prompt : len(row)] = row[prompt:]
+            positions[index, : len(row)] = np.arange(len(row))
+            documents[index, : len(row)] = 0
         return Batch(ids, labels, positions, documents, np.arange(len(ids)))
 
 
 def step_batches(batches: Sequence[Batch], step: int, accumulation: int) -> list[Batch]:
-    """Select the micro-batches of an optimizer step, counted from 1; the steps use all batches in turn."""
+    """Select the micro-batches of optimizer step `step`, counted from 1; the steps use all batches in turn."""
     first = (step - 1) * accumulation
-    return [batches[(first + i) % len(batches)] for i in range(accumulation)]
+    return [batches[(first + index) % len(batches)] for index in range(accumulation)]
 
 
 def _initial_tensors(bits: np.random.Philox, target: LoraTarget, rank: int) -> LoraTensors:
-    """Draw both factors, neither of them zero."""
+    """Draw both factors A and B, neither of them zero."""
     lora_A = _signed(bits, rank, target.n_in) * np.float32(target.n_in**-0.5)
     return LoraTensors(lora_A, _signed(bits, target.n_out, rank) * np.float32(0.25))
 
 
 def _signed(bits: np.random.Philox, *shape: int) -> np.ndarray:
-    """Draw numbers between -1 and 1, exact in float32, from bits that NumPy promises never to change."""
-    raw = bits.random_raw(int(np.prod(shape))) >> 40
+    """Draw numbers between -1 and 1, exact in float32, from a bit stream that NumPy guarantees to be stable."""
+    raw = bits.random_raw(int(np.prod(shape))) >> 40  # 24 of 64 bits, as many as float32 has digits
     return (raw / 2.0**23 - 1).reshape(shape).astype(np.float32)

@@ -1,7 +1,7 @@
-"""Weights of a large model while several passes go through it together: a matrix is decoded once for all of them.
+"""Packed weights of a large model that several passes share layer by layer: each matrix is decoded once for all passes.
 
-The passes are the ones that run for users, over packed matrices, tile by tile; only a tile that another pass has
-decoded before is not decoded again.
+A packed matrix stays in its quantised type, and each use decodes it. The passes run as for users, over packed matrices,
+tile (rows) by tile. Only the decoding is shared: each pass waits until all passes have left the previous layer.
 """
 
 import time
@@ -22,109 +22,109 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Here:
-    """Where in the model a pass is: in which layer, or outside of all."""
+class _PassPosition:
+    """Current layer of a pass; None before the first."""
 
-    turn: Turn
-    place: str | None = None
-
-
-_here: ContextVar[_Here | None] = ContextVar("here", default=None)
+    turn: Turn  # lets the other passes run until they reach the same layer
+    layer_name: str | None = None
 
 
-class _Kept:
-    """Decoded matrices of the place in which all passes are."""
+_position: ContextVar[_PassPosition | None] = ContextVar("here", default=None)
+
+
+class _DecodedLayer:
+    """Decoded matrices of the layer in which all passes are."""
 
     def __init__(self, n_layers: int, progress: Callable[[str], None]) -> None:
         self.matrices: dict[str, np.ndarray] = {}
-        self._n_layers, self._say = n_layers, progress
-        self._place, self._rounds, self._began = "", 0, 0.0
+        self._n_layers, self._progress = n_layers, progress
+        self._layer_name, self._rounds, self._started = "", 0, 0.0
 
-    def move(self, place: str) -> None:
-        """Forget the last place, and say where passes are, and when they will be through all layers."""
-        if place == self._place:
+    def move(self, layer_name: str) -> None:
+        """Enter a layer: drop the matrices of the previous one, report the layer and the time left in this round."""
+        if layer_name == self._layer_name:
             return
-        self._place = place
+        self._layer_name = layer_name
         self.matrices.clear()
-        layer = int(place.removeprefix("layers.") or self._n_layers)
+        layer = int(layer_name.removeprefix("layers.") or self._n_layers)  # "" outside the layers: embedding, head
         if layer == 0:
-            self._rounds, self._began = self._rounds + 1, time.monotonic()
-        left = (time.monotonic() - self._began) / max(layer, 1) * (self._n_layers - layer)
-        soon = f", about {left:.0f} s left" if 0 < layer < self._n_layers else ""
-        self._say(f"round {self._rounds}, layer {layer} of {self._n_layers}{soon}")
+            self._rounds, self._started = self._rounds + 1, time.monotonic()
+        seconds_left = (time.monotonic() - self._started) / max(layer, 1) * (self._n_layers - layer)
+        estimate = f", about {seconds_left:.0f} s left" if 0 < layer < self._n_layers else ""
+        self._progress(f"round {self._rounds}, layer {layer} of {self._n_layers}{estimate}")
 
 
 @dataclass(frozen=True)
-class _PackedOnce(Packed):
-    """A tensor that is decoded once as long as passes are in its layer."""
+class _SharedPacked(Packed):
+    """Packed tensor that is decoded once while the passes are in its layer; outside of `together`, at each use."""
 
-    kept: _Kept
-    once: Packed
+    decoded: _DecodedLayer
+    packed: Packed
 
     @property
     def n_bytes(self) -> int:
         """Number of bytes of the packed matrix."""
-        return self.once.n_bytes
+        return self.packed.n_bytes
 
     def decode_rows(self, rows: Rows) -> np.ndarray:
         """Decode some rows as `Packed.decode_rows` does."""
-        return self.once.decode_rows(rows)
+        return self.packed.decode_rows(rows)
 
     def require_scales(self) -> None:
         """Check the block scales as `Packed.require_scales` does."""
-        self.once.require_scales()
+        self.packed.require_scales()
 
     def decode(self) -> np.ndarray:
-        """Decode the whole tensor as float32; the caller must not write to the array."""
-        if _here.get() is None:
-            return self.once.decode()
-        if self.name not in self.kept.matrices:
-            self.kept.matrices[self.name] = self.once.decode()
-        return self.kept.matrices[self.name]
+        """Decode the whole tensor as float32; the caller must not modify the shared array."""
+        if _position.get() is None:
+            return self.packed.decode()
+        if self.name not in self.decoded.matrices:
+            self.decoded.matrices[self.name] = self.packed.decode()
+        return self.decoded.matrices[self.name]
 
     def tiles(self) -> Iterator[tuple[int, np.ndarray]]:
         """Yield the pieces of a matrix as `Packed.tiles` does."""
-        if _here.get() is None:
-            yield from self.once.tiles()
+        if _position.get() is None:
+            yield from self.packed.tiles()
             return
-        whole, step = self.decode(), self.rows_at_once
-        for start in range(0, len(whole), step):
-            yield start, whole[start : start + step]
+        decoded, step = self.decode(), self.rows_at_once
+        for start in range(0, len(decoded), step):
+            yield start, decoded[start : start + step]
 
 
 class SharedWeights(Weights):
-    """Packed weights that passes take turns with."""
+    """Packed weights that several passes share layer by layer."""
 
     def __init__(self, weights: Weights, progress: Callable[[str], None] = lambda line: None) -> None:
-        """Share the file of `weights`; `progress` is told of every layer."""
+        """Wrap the same file as `weights`; call `progress` for every layer."""
         vars(self).update(vars(weights.using(packed=True)))
-        self._kept = _Kept(weights.config.n_layers, progress)
+        self._decoded = _DecodedLayer(weights.config.n_layers, progress)
 
     def together(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Let passes over these weights, or variants of them, go through the layers together; what each returns."""
+        """Run passes over these weights, or variants of them, layer by layer in turn; return their results."""
 
-        def take_turns(one: Callable[[], T], turn: Turn) -> T:
-            _here.set(_Here(turn))
-            return one()
+        def run_in_turn(run_pass: Callable[[], T], turn: Turn) -> T:
+            _position.set(_PassPosition(turn))
+            return run_pass()
 
         try:
-            return LayerwiseJobs([partial(take_turns, one) for one in passes]).run()
+            return LayerwiseJobs([partial(run_in_turn, run_pass) for run_pass in passes]).run()
         finally:
-            self._kept.matrices.clear()
+            self._decoded.matrices.clear()
 
     def __getitem__(self, name: str) -> Any:
-        """Return a weight after all passes have got as far as the weight's layer."""
-        here, place = _here.get(), name.rpartition(".")[0]
-        if here is not None and place != here.place:
-            if here.place is not None:
-                here.turn()
-            here.place = place
-            self._kept.move(place)
+        """Return a weight; a pass that enters a new layer waits until all passes have left the previous one."""
+        position, layer_name = _position.get(), name.rpartition(".")[0]
+        if position is not None and layer_name != position.layer_name:
+            if position.layer_name is not None:
+                position.turn()
+            position.layer_name = layer_name
+            self._decoded.move(layer_name)
         return super().__getitem__(name)
 
     def _matrix(self, name: str) -> Matrix:
         matrix = super()._matrix(name)
-        stored = matrix.packed
-        header = stored.name, stored.path, stored.raw, stored.ggml_type, stored.shape
-        matrix.packed = _PackedOnce(*header, kept=self._kept, once=stored)
+        packed = matrix.packed
+        header = packed.name, packed.path, packed.raw, packed.ggml_type, packed.shape
+        matrix.packed = _SharedPacked(*header, decoded=self._decoded, packed=packed)
         return matrix

@@ -1,8 +1,8 @@
-"""Checkpoint 14: the torch path as runners, on one device and in one dtype, in each way that its modules run.
+"""Runners of the torch path (validation point 14) on one device and in one dtype, in every execution mode.
 
-*Isolated* is a forward pass of these very modules in which the golden takes the place of every stage as soon as it was
-recorded. In a batch the judged sequence has a neighbour with other tokens, of another length where the context allows
-it, and padding.
+An *isolated* run is a forward pass in which the golden replaces every stage as soon as it is recorded, a *chained* run
+reads the results of earlier stages. In a batch, the observed sequence has padding and a second sequence with other
+tokens. The second sequence has another length if the context allows it.
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights
-from llorch.judging.expert_selection import StageOverride, as_made
+from llorch.judging.expert_selection import StageOverride, identity
 from llorch.judging.goldens.forward import SAMPLINGS
 from llorch.judging.goldens.long_contexts import LAST
 from llorch.judging.runners import StageObserver, Trace
@@ -40,21 +40,21 @@ from llorch.stages.table import keys
 
 @dataclass(frozen=True)
 class TorchVariant:
-    """One way to run the modules."""
+    """One execution mode of the modules."""
 
     make: Callable[[Weights, Target], TorchModel]
-    hidden: frozenset[str] | None = SCORES  # stages that its kernels do not show; None: as its attention is compiled
-    in_batch: bool = False  # the judged tokens run beside others, with padding
+    hidden: frozenset[str] | None = SCORES  # stages that the kernels do not expose; None: see `_hidden_stages`
+    in_batch: bool = False  # True: the observed tokens run in a batch with a second sequence and padding
 
 
 def plain(weights: Weights, target: Target) -> TorchModel:
-    """Load the reference implementation as it is written."""
+    """Load llorch's torch modules without faster kernels."""
     require_memory(weights, target, "decoded")
     return TorchModel(weights, target, load_dense(weights, dtype=target.dtype, device=target.device))
 
 
 def with_sdpa(weights: Weights, target: Target) -> TorchModel:
-    """Load the reference implementation with fused attention, and nothing else changed."""
+    """Load the modules of `plain` with fused attention as the only kernel."""
     from llorch.pytorch.kernels.sdpa import use_sdpa
 
     model = plain(weights, target)
@@ -62,12 +62,14 @@ def with_sdpa(weights: Weights, target: Target) -> TorchModel:
     return model
 
 
-def loaded(**how: Any) -> Callable[[Weights, Target], TorchModel]:
-    """Make a loader that loads as `load_torch` does for users: the fastest kernels, on CUDA with recorded steps."""
-    how = {"residency": "decoded"} | how
+def loaded(**options: Any) -> Callable[[Weights, Target], TorchModel]:
+    """Return a loader that calls `load_torch` as users do: the fastest kernels, and CUDA graphs on CUDA."""
+    options = {"residency": "decoded"} | options
 
-    def load(weights: Weights, at: Target) -> TorchModel:
-        return load_torch(weights.path, device=str(at.device), dtype=at.dtype_name, kernels=at.kernels, **how)
+    def load(weights: Weights, target: Target) -> TorchModel:
+        return load_torch(
+            weights.path, device=str(target.device), dtype=target.dtype_name, kernels=target.kernels, **options
+        )
 
     return load
 
@@ -86,17 +88,17 @@ VARIANTS: Mapping[str, TorchVariant] = {  # suffix of the backend's name
 
 
 def variants_for(target: Target, weights: Weights) -> list[str]:
-    """List the suffixes of variants to judge: compiled on CUDA only, packed if the file has packed matrices."""
-    packed = any(kind_of(weights, name) for name in weights)
-    left_out = {"-compiled": target.device.type != "cuda", "-packed": not packed}
-    return [suffix for suffix in VARIANTS if not left_out.get(suffix, False)]
+    """List the suffixes of the variants to verify: compiled only on CUDA, packed only for files of packed matrices."""
+    has_packed = any(kind_of(weights, name) for name in weights)
+    is_skipped = {"-compiled": target.device.type != "cuda", "-packed": not has_packed}
+    return [suffix for suffix in VARIANTS if not is_skipped.get(suffix, False)]
 
 
 def torch_runners(target: Target, *, only: Sequence[str] | None = None) -> Callable[..., Iterator["TorchRunner"]]:
-    """Return a function that makes the runners of a model, one after the other; `only` are suffixes of `VARIANTS`."""
+    """Return a function that yields a model's runners (in float64 only with a reference); `only` selects variants."""
 
-    def make(weights: Weights, *, wide: bool) -> Iterator[TorchRunner]:
-        if wide or target.dtype_name != "float64":
+    def make(weights: Weights, *, has_reference: bool) -> Iterator[TorchRunner]:
+        if has_reference or target.dtype_name != "float64":
             for suffix in variants_for(target, weights) if only is None else only:
                 yield TorchRunner(weights, target, VARIANTS[suffix], f"{target}{suffix}")
 
@@ -104,17 +106,19 @@ def torch_runners(target: Target, *, only: Sequence[str] | None = None) -> Calla
 
 
 def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator["TorchRunner"]]:
-    """Return a function that makes runners of the reference implementation, split over the ranks that share layers.
+    """Return a function like that of `torch_runners`, for the modules of `plain` with tensor parallelism.
 
-    One runner computes prompts alone, and one in a batch. All ranks have to call the same runners.
+    It yields one runner for single prompts and one for batches. All ranks must call the same runners.
     """
 
-    def split(weights: Weights, at: Target) -> TorchModel:
+    def split(weights: Weights, target: Target) -> TorchModel:
         cut = cut_for(weights.config, mesh)
-        return ParallelModel(weights, at, load_dense(weights, dtype=at.dtype, device=at.device, cut=cut), mesh)
+        return ParallelModel(
+            weights, target, load_dense(weights, dtype=target.dtype, device=target.device, cut=cut), mesh
+        )
 
-    def make(weights: Weights, *, wide: bool) -> Iterator[TorchRunner]:
-        if wide or target.dtype_name != "float64":
+    def make(weights: Weights, *, has_reference: bool) -> Iterator[TorchRunner]:
+        if has_reference or target.dtype_name != "float64":
             for suffix, in_batch in (("", False), ("-batch", True)):
                 variant = TorchVariant(split, hidden=frozenset(), in_batch=in_batch)
                 yield TorchRunner(weights, target, variant, f"{named_on(target, mesh)}{suffix}")
@@ -122,51 +126,51 @@ def parallel_runners(target: Target, mesh: DeviceMesh) -> Callable[..., Iterator
     return make
 
 
-def _hidden_by(model: TorchModel) -> frozenset[str]:
-    """Return the stages that batch-invariant attention does not show: none, unless compiled attention replaced it."""
+def _hidden_stages(model: TorchModel) -> frozenset[str]:
+    """Return the stages that the model hides: none with batch-invariant attention, scores if it is compiled."""
     kinds = {module.attend for module in model.module.modules() if hasattr(module, "attend")}
     return frozenset() if kinds <= {fixed_attention} else SCORES
 
 
 class TorchRunner:
-    """One variant, loaded."""
+    """Runner of one loaded variant."""
 
     def __init__(self, weights: Weights, target: Target, variant: TorchVariant, name: str) -> None:
-        """Load it; ValueError where a parameter is not of the dtype or not on the device of the target."""
+        """Load the variant; raise ValueError (a bug) if a parameter has another dtype or device than the target."""
         self.name, self.target, self.variant = name, target, variant
         self.dtype: DtypeName = target.dtype_name
         self.model = variant.make(weights, target)
-        self.hidden = _hidden_by(self.model) if variant.hidden is None else variant.hidden
+        self.hidden = _hidden_stages(self.model) if variant.hidden is None else variant.hidden
         require_target(self.model)
-        vars(self.model)["tokenizer"] = IdsOnly()  # also a file without a vocabulary is judged
+        vars(self.model)["tokenizer"] = IdsOnly()  # so that files without a vocabulary work
 
     def arithmetic(self) -> AbstractContextManager[None]:
         """Return an empty context, because the target sets the arithmetic."""
         return nullcontext()
 
-    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
-        """Run a pass in which the golden replaces each stage that the variant shows."""
+    def isolated(self, inputs: Pass, golden: Trace, observe: StageObserver) -> None:
+        """Run a pass in which the golden replaces each stage that the variant exposes."""
         trace: dict[str, np.ndarray] = {}
-        self._observed(this).feed(len(this.ids), trace=trace, golden=golden)
+        self._observed(inputs).feed(len(inputs.ids), trace=trace, golden=golden)
         self._show(trace, observe)
 
     def chained(
-        self, case: str, this: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = as_made
+        self, case: str, inputs: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = identity
     ) -> None:
-        """Run a pass, or the second of two passes, in a cache that was used before."""
-        observed, trace = self._observed(this), dict[str, np.ndarray]()
+        """Run a pass; with `n_cached`, run prefill and decode in a cache that was used before."""
+        observed, trace = self._observed(inputs), dict[str, np.ndarray]()
         if n_cached:
-            observed.fill_as_used()
+            observed.fill_and_clear()
             observed.feed(n_cached, override=override)
-        observed.feed(len(this.ids), trace=trace, override=override)
+        observed.feed(len(inputs.ids), trace=trace, override=override)
         self._show(trace, observe)
 
-    def in_parts(self, this: Pass, bounds: Sequence[int], observe: Callable[[str, np.ndarray, int], None]) -> None:
-        """See `Runner.in_parts`; in a cache that was used before. Parts before the last tokens run unobserved."""
-        observed = self._observed(this)
-        observed.fill_as_used()
+    def in_chunks(self, inputs: Pass, bounds: Sequence[int], observe: Callable[[str, np.ndarray, int], None]) -> None:
+        """Run chunks on a cache that was used before; observe only those with some of the last `LAST` tokens."""
+        observed = self._observed(inputs)
+        observed.fill_and_clear()
         for stop in bounds[1:]:
-            if stop <= len(this.ids) - LAST:
+            if stop <= len(inputs.ids) - LAST:
                 observed.feed(stop)
                 continue
             trace: dict[str, np.ndarray] = {}
@@ -175,24 +179,24 @@ class TorchRunner:
             for name, array in trace.items():
                 observe(name, array, stop)
 
-    def last_row(self, this: Pass, override: StageOverride = as_made) -> np.ndarray:
-        """Compute the last row of logits as generation computes it."""
-        return self._observed(this).feed(len(this.ids), last_only=True, override=override)[0]
+    def last_row(self, inputs: Pass, override: StageOverride = identity) -> np.ndarray:
+        """Compute the logits of the last token as generation does."""
+        return self._observed(inputs).feed(len(inputs.ids), last_only=True, override=override)[0]
 
     def probabilities(self, logits: np.ndarray, history: Sequence[int]) -> Mapping[str, np.ndarray]:
-        """Compute the distributions; a batch computes all settings at once."""
+        """Compute the sampling distributions of `SAMPLINGS`; a batch computes all settings at once."""
         groups = [[*SAMPLINGS]] if self.variant.in_batch else [[name] for name in SAMPLINGS]
-        return {name: row for names in groups for name, row in self._filtered(names, logits, history)}
+        return {name: row for names in groups for name, row in self._filter(names, logits, history)}
 
     def text(self, prompt: Sequence[int], n_tokens: int) -> np.ndarray:
-        """Generate the text as users get it, in a batch together with another prompt."""
+        """Generate the text as users get it; in a batch, together with another prompt."""
         ids = [*prompt]
         prompts = [ids[::-1][:-1], ids] if self.variant.in_batch else [ids]
-        made = self.model.generate_batch(prompts, max_tokens=n_tokens, ignore_eos=True)
-        return np.asarray([token.id for row, token in made if row == len(prompts) - 1], np.int64)
+        generated = self.model.generate_batch(prompts, max_tokens=n_tokens, ignore_eos=True)
+        return np.asarray([token.id for row, token in generated if row == len(prompts) - 1], np.int64)
 
-    def _observed(self, this: Pass) -> ObservedCase:
-        return ObservedCase(self.model, this, in_batch=self.variant.in_batch)
+    def _observed(self, inputs: Pass) -> ObservedCase:
+        return ObservedCase(self.model, inputs, in_batch=self.variant.in_batch)
 
     def _show(self, trace: Trace, observe: StageObserver) -> None:
         self._require_stages(trace)
@@ -200,6 +204,7 @@ class TorchRunner:
             observe(name, array)
 
     def _require_stages(self, trace: Trace) -> None:
+        """Raise CheckpointMismatch if a trace lacks a stage, or has one that the variant is expected to hide."""
         expected = {key for key, stage, _ in keys(self.model.config) if stage.name not in self.hidden}
         wrong = sorted(expected ^ trace.keys())
         if wrong:
@@ -207,21 +212,21 @@ class TorchRunner:
             raise CheckpointMismatch(f"{self.model.name}: {self.name}: {message}")
 
     @torch.inference_mode()
-    def _filtered(
+    def _filter(
         self, names: Sequence[str], logits: np.ndarray, history: Sequence[int]
     ) -> Iterator[tuple[str, np.ndarray]]:
         """Yield the distributions of some settings, computed as rows of one batch."""
         settings, device = [SAMPLINGS[name] for name in names], self.target.device
-        seen = torch.from_numpy(seen_tokens([history] * len(names), logits.size)).to(device)
-        dtype = torch.promote_types(self.target.dtype, torch.float32)  # as the model makes its logits
-        rows = torch.from_numpy(logits).to(device, dtype).expand(len(names), -1)
-        counts = torch.zeros(seen.shape, dtype=torch.int64, device=device)
-        made = probabilities(rows, BatchSettings.of(settings, device), Needs.of(settings), seen, counts)
-        return zip(names, as_numpy(made), strict=True)
+        seen_ids = torch.from_numpy(seen_tokens([history] * len(names), logits.size)).to(device)
+        dtype = torch.promote_types(self.target.dtype, torch.float32)  # dtype of the model's logits
+        logit_rows = torch.from_numpy(logits).to(device, dtype).expand(len(names), -1)
+        counts = torch.zeros(seen_ids.shape, dtype=torch.int64, device=device)
+        filtered = probabilities(logit_rows, BatchSettings.of(settings, device), Needs.of(settings), seen_ids, counts)
+        return zip(names, as_numpy(filtered), strict=True)
 
 
 def require_target(model: TorchModel) -> None:
-    """Refuse a model with a parameter of another dtype or on another device than its target says (ValueError)."""
+    """Raise ValueError, because it is a bug of llorch, if a parameter has another dtype or device than the target."""
     expected = f"{model.target.dtype} on {model.target.device}"
     for name, parameter in model.module.named_parameters():
         if (parameter.dtype, parameter.device) != (model.target.dtype, model.target.device):

@@ -1,10 +1,11 @@
-"""Checkpoints 15 to 20, but for files, on the torch path: the modules, kernels, loss and optimizer that training uses.
+"""Runner of LoRA training in torch (validation points 15 to 20, without exported files), with the trainer's modules.
 
-The trainer's own `Stepper` makes gradients and steps. Isolated, hooks put in the golden's numbers where a block begins,
-and its gradient where one ends. In half precision the base and its activations are half, the adapter, its gradients
-and the optimizer float32. `-trainer` is how `llorch lora train` runs when it saves memory: fused attention, products of
-frozen weights by oneDNN, blocks that run again for their gradients, logits that never exist all at once. On a mesh
-every rank runs so, and all of them show the whole of each array.
+The trainer's `Stepper` computes gradients and steps. A runner yields arrays by stage reference. In *isolated* runs the
+golden's arrays are the inputs: hooks replace the input of each block and the gradient of its output. *Chained* runs use
+no golden after the initial adapter. In half precision, the base and its activations are half; the adapter, its
+gradients and the optimizer are float32. The variant `-trainer` runs like `llorch lora train` when it saves memory:
+fused attention, frozen products by oneDNN, gradient checkpointing, and logits in chunks. On a device mesh every rank
+runs this variant, and all ranks yield whole arrays.
 """
 
 from collections.abc import Callable, Iterator, Mapping
@@ -17,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from llorch.files import Weights
 from llorch.judging.expectations.training import comparisons, make_expectations, stored, with_load_paths
-from llorch.judging.expectations.training_places import (
+from llorch.judging.expectations.training_refs import (
     CHAINED,
     INPUT_OF,
     ISOLATED,
@@ -43,14 +44,14 @@ from llorch.judging.goldens.training_recipe import (
     with_zero_b,
 )
 from llorch.judging.runners.training_numpy import Results
-from llorch.judging.tolerances.training import NUMPY_ALONE
+from llorch.judging.tolerances.training import NUMPY_ONLY
 from llorch.judging.types import Comparison
 from llorch.lora.adapter import Adapter
 from llorch.lora.merge import MergedWeights
 from llorch.ops.numerics import DtypeName
 from llorch.pytorch.causal_lm import CausalLM, widened
 from llorch.pytorch.device import Target
-from llorch.pytorch.distributed.dtensor import like, own, part_of, whole_together
+from llorch.pytorch.distributed.dtensor import gather_all, like, own, part_of
 from llorch.pytorch.distributed.launch import gathered, named_on, summed
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, ROWS, cut_for
 from llorch.pytorch.load import Cut, all_of, load_dense
@@ -65,51 +66,51 @@ from llorch.runtime.errors import UserError
 from llorch.stages.stage_ref import StageRef
 from llorch.training.batch import IGNORED
 
-VARIANTS = {"": False, "-trainer": True}  # suffix of the backend's name -> whether it runs as the trainer does
-DTYPES = ("float32", "float64", *HALF_DTYPES)  # in which training is judged
-NAME = "default"  # of the adapter
-CHUNK = 3  # rows of logits at once, fewer than any batch has
-MOMENTS = {"first_moment": "m", "second_moment": "v"}  # stage -> in the state of the optimizer
+VARIANTS = {"": False, "-trainer": True}  # suffix of the backend name -> whether it runs as the trainer does
+DTYPES = ("float32", "float64", *HALF_DTYPES)  # dtypes in which training is verified
+NAME = "default"  # adapter name
+CHUNK = 3  # rows of logits in a chunk, fewer than any batch has, so that there are several chunks
+MOMENTS = {"first_moment": "m", "second_moment": "v"}  # stage -> key in the optimizer's state
 
 
 def verify_training_torch(name: str, target: Target, mesh: DeviceMesh | None = None) -> Iterator[Comparison]:
-    """Judge the torch path in each of `VARIANTS` and one of `DTYPES` on one of `MODELS` against its stored goldens.
+    """Compare torch training in each of `VARIANTS` with a model's stored goldens; the target must have one of `DTYPES`.
 
-    On a mesh it is judged as all ranks have it together, as training runs; all of them have to ask.
+    On a mesh, compare the combined arrays of all ranks in the trainer's variant; all ranks must call this function.
     """
     if target.dtype_name not in DTYPES:
         raise UserError(f"training: expected one of {', '.join(DTYPES)}, got {target}")
     if mesh is None:
-        yield from torch_rows(name, *stored(name), target)
+        yield from compare_torch(name, *stored(name), target)
     else:
-        yield from mesh_rows(name, *stored(name), target, mesh)
+        yield from compare_mesh(name, *stored(name), target, mesh)
 
 
-def torch_rows(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Comparison]:
-    """Compare training runs in torch with goldens that are at hand, for each variant."""
+def compare_torch(name: str, weights: Weights, golden: TrainingGolden, target: Target) -> Iterator[Comparison]:
+    """Compare training runs in torch with goldens, for each variant."""
     for suffix, as_trainer in VARIANTS.items():
         runner = TorchTrainingRunner(weights, golden, target, as_trainer=as_trainer)
-        yield from _judge_runner(name, runner, f"{target}{suffix}")
+        yield from _compare_runner(name, runner, f"{target}{suffix}")
 
 
-def mesh_rows(
+def compare_mesh(
     name: str, weights: Weights, golden: TrainingGolden, target: Target, mesh: DeviceMesh
 ) -> Iterator[Comparison]:
-    """Compare a training run that the ranks of a mesh make together; all ranks have to call this function."""
+    """Compare a training run of all ranks of a mesh with goldens; all ranks must call this function."""
     runner = TorchTrainingRunner(weights, golden, target, as_trainer=True, mesh=mesh)
-    yield from _judge_runner(name, runner, named_on(target, mesh))
+    yield from _compare_runner(name, runner, named_on(target, mesh))
 
 
-def _judge_runner(name: str, runner: "TorchTrainingRunner", backend: str) -> Iterator[Comparison]:
+def _compare_runner(name: str, runner: "TorchTrainingRunner", backend: str) -> Iterator[Comparison]:
     """Compare the isolated and chained runs of a torch runner with the goldens of training."""
     dtype: DtypeName = runner.target.dtype_name  # pyright: ignore[reportAssignmentType]
-    ours = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
+    arrays = {ISOLATED: dict(runner.isolated()), CHAINED: dict(runner.chained())}
     expectations = make_expectations(runner.golden, runner.weights.config, dtype)
-    yield from with_load_paths(comparisons(name, expectations, ours, backend, left_out=NUMPY_ALONE), runner.golden)
+    yield from with_load_paths(comparisons(name, expectations, arrays, backend, left_out=NUMPY_ONLY), runner.golden)
 
 
 class TorchTrainingRunner:
-    """What torch makes of one golden on one device, in one dtype, as it is written or as the trainer saves memory."""
+    """Runner of torch training for one golden on one device in one dtype, unchanged or as the trainer saves memory."""
 
     def __init__(
         self,
@@ -120,7 +121,7 @@ class TorchTrainingRunner:
         as_trainer: bool,
         mesh: DeviceMesh | None = None,
     ) -> None:
-        """Prepare; nothing is loaded yet."""
+        """Prepare a runner without loading anything."""
         self.weights = weights.astype(np.float64) if target.dtype == torch.float64 else weights
         self.target, self.n_layers = target, weights.config.n_layers
         self.as_trainer, self.chunk = as_trainer, CHUNK if as_trainer else None
@@ -130,23 +131,23 @@ class TorchTrainingRunner:
         self.golden, self._mesh = golden, mesh
 
     def isolated(self) -> Results:
-        """Yield every stage that can be fed the golden's inputs."""
+        """Yield every stage that can run on the golden's inputs."""
         yield from self._deltas(self.adapter, of_matrices("lora_delta", self.n_layers))
         yield from self._deltas(self.rslora, shared_input("rslora"))
-        yield from self._losses(self._padded(at("adapted_logits")), nn.Identity())
+        yield from self._losses(self._padded(at("adapted_logits")), nn.Identity())  # the inputs are logits already
         yield from self._gradients(self.adapter, fed=True)
         for step in STEPS_ALONE:
             yield from self._optimizer_step(step)
 
     def chained(self) -> Results:
-        """Yield the results of every run from its beginning."""
+        """Yield the arrays of every complete run."""
         yield from self._forward()
         worker = self._worker(self.rslora)
         yield at("adapted_logits", case="rslora"), self._tokens(self._logits(worker))
         yield from self._gradients(self.adapter)
         stepper = self._stepper(with_zero_b(self.adapter), OPTIMIZER, 0.0)
         stepper.backward(self.batches[:1])
-        yield from self._gradients_by_place(stepper, "zero_b")
+        yield from self._tensor_gradients(stepper, "zero_b")
         yield from self._steps()
         yield from self._curve()
         yield at("merged_logits"), self._merged_logits()
@@ -162,20 +163,20 @@ class TorchTrainingRunner:
         attach(module, adapter, name=NAME, trainable=True)
         if self.as_trainer:
             checkpoint_gradients(module)
-        return self._working(module.train())
+        return self._as_worker(module.train())
 
     @property
     def _cut(self) -> Cut:
         return all_of if self._mesh is None else cut_for(self.weights.config, self._mesh)
 
-    def _working(self, module: CausalLM) -> Alone:
+    def _as_worker(self, module: CausalLM) -> Alone:
         return Alone(module) if self._mesh is None else OnMesh(module, self._mesh)
 
     def _hidden(self, worker: Alone) -> Tensor:
-        """Compute the hidden states of all rows; each rank computes its own rows."""
+        """Compute the hidden states of all rows of the first batch; each rank computes its own rows."""
         rows, _ = worker.rows_of(self.batches[0])
-        own = worker.run(lambda module: hidden_states(module, rows, self.target.device))
-        return all_rows(worker, own.detach(), len(self.batches[0].ids))
+        own_hidden = worker.run(lambda module: hidden_states(module, rows, self.target.device))
+        return all_rows(worker, own_hidden.detach(), len(self.batches[0].ids))
 
     def _logits(self, worker: Alone) -> Tensor:
         hidden = self._hidden(worker)
@@ -186,39 +187,39 @@ class TorchTrainingRunner:
         return torch.tensor(self.golden.shown(stage_ref), device=self.target.device, dtype=dtype or self.target.dtype)
 
     def _padded(self, stage_ref: StageRef) -> Tensor:
-        """Place the golden's tokens as rows of the first batch; 0 where there is padding."""
+        """Arrange a golden, which has a row per token without padding, as rows of the first batch; padding is 0."""
         tokens = self._golden_tensor(stage_ref)
-        held = torch.from_numpy(self.batches[0].documents >= 0)
-        rows = tokens.new_zeros((*held.shape, tokens.shape[-1]))
-        rows[held.to(rows.device)] = tokens
+        is_token = torch.from_numpy(self.batches[0].documents >= 0)
+        rows = tokens.new_zeros((*is_token.shape, tokens.shape[-1]))
+        rows[is_token.to(rows.device)] = tokens
         return rows
 
     def _tokens(self, rows: Tensor) -> np.ndarray:
-        """Return the rows of all tokens but padding as an array of at least float32."""
+        """Return the entries of all tokens of the first batch without padding, as an array of at least float32."""
         return widened(rows.detach()).cpu().numpy()[self.batches[0].documents >= 0]
 
-    def _deltas(self, adapter: Adapter, where: Mapping[str, StageRef]) -> Results:
-        """Compute the adapter's deltas: each kernel of the forward pass is also given the golden's input."""
+    def _deltas(self, adapter: Adapter, refs: Mapping[str, StageRef]) -> Results:
+        """Yield the adapter's deltas: when the forward pass reaches a module, it also runs on the golden's input."""
         worker, deltas = self._worker(adapter), dict[str, Tensor]()
 
-        def note(lora_module: LoraModule, name: str, _: Tensor) -> None:
-            if name in where:
-                given = self._golden_tensor(at(INPUT_OF[where[name].part], where[name].layer))
-                deltas[name] = whole_output(worker, name, _delta(lora_module, own_input(worker, name, given)))
+        def record(lora_module: LoraModule, name: str, _: Tensor) -> None:
+            if name in refs:
+                golden_input = self._golden_tensor(at(INPUT_OF[refs[name].part], refs[name].layer))
+                deltas[name] = whole_output(worker, name, _delta(lora_module, own_input(worker, name, golden_input)))
 
-        _at_each_module(worker.module, note)
+        _record_each_module(worker.module, record)
         self._hidden(worker)
-        for name, stage_ref in where.items():
+        for name, stage_ref in refs.items():
             yield stage_ref, array_of(deltas[name])
 
     def _forward(self) -> Results:
-        """Compute the deltas on llorch's activations, the logits, and the losses of llorch's hidden states."""
+        """Yield the adapter's deltas on llorch's activations, the logits, and the losses, from one forward pass."""
         worker, deltas = self._worker(self.adapter), dict[str, Tensor]()
 
-        def note(lora_module: LoraModule, name: str, x: Tensor) -> None:
+        def record(lora_module: LoraModule, name: str, x: Tensor) -> None:
             deltas[name] = whole_output(worker, name, _delta(lora_module, x))
 
-        _at_each_module(worker.module, note)
+        _record_each_module(worker.module, record)
         hidden = self._hidden(worker)
         for name, stage_ref in of_matrices("lora_delta", self.n_layers).items():
             yield stage_ref, self._tokens(all_rows(worker, deltas[name], len(hidden)))
@@ -228,7 +229,7 @@ class TorchTrainingRunner:
     def _losses(self, hidden: Tensor, lm_head: nn.Module) -> Results:
         batch = self.batches[0]
         for case, smoothing in SMOOTHINGS.items():
-            losses = [self._loss(hidden, lm_head, labels, smoothing) for labels in _one_by_one(batch.labels)]
+            losses = [self._loss(hidden, lm_head, labels, smoothing) for labels in _single_labels(batch.labels)]
             yield at("token_losses", case=case), array_of(torch.stack(losses))
             mean = self._loss(hidden, lm_head, batch.labels, smoothing) / batch.n_trained
             yield at("loss", case=case), array_of(mean)
@@ -237,31 +238,31 @@ class TorchTrainingRunner:
         return loss_sum(hidden, lm_head, torch.from_numpy(labels), label_smoothing=smoothing, chunk=self.chunk)
 
     def _gradients(self, adapter: Adapter, *, fed: bool = False) -> Results:
-        """Yield the gradients of every trained tensor and of block inputs, in one backward pass.
+        """Yield the gradients of every trained tensor and of block inputs, from one backward pass.
 
-        If `fed`, each block is alone: the input, and the gradient of the output, are the golden's.
+        If `fed`, each block is isolated: its input and the gradient of its output are the golden's.
         """
         stepper, inputs = self._stepper(adapter, OPTIMIZER, 0.0), dict[StageRef, Tensor]()
         worker, n_rows = stepper.worker, len(self.batches[0].ids)
-        _, counts = worker.rows_of(self.batches[0])
+        _, factor = worker.rows_of(self.batches[0])  # 0 on a rank that has no rows and only communicates
         model, ends = worker.module.model, borders(self.n_layers)
         for module, (x, d_x) in zip((*model.layers, model.norm), ends.items(), strict=True):
-            given = (worker.own_rows(self._padded(x)), counts * worker.own_rows(self._padded(d_x))) if fed else None
-            module.register_forward_pre_hook(_noting(inputs, d_x, given))
+            goldens = (worker.own_rows(self._padded(x)), factor * worker.own_rows(self._padded(d_x))) if fed else None
+            module.register_forward_pre_hook(_input_hook(inputs, d_x, goldens))
         stepper.backward(self.batches[:1])
-        yield from self._gradients_by_place(stepper, "plain")
+        yield from self._tensor_gradients(stepper, "plain")
         for stage_ref, tensor in inputs.items():
             yield stage_ref, self._tokens(all_rows(worker, _gradient_of(tensor), n_rows))
 
-    def _gradients_by_place(self, stepper: Stepper, case: str) -> Results:
-        """Yield the gradient of every trained tensor, with its place."""
+    def _tensor_gradients(self, stepper: Stepper, case: str) -> Results:
+        """Yield the stage reference and the gradient of every trained tensor."""
         stage_refs = of_tensors("gradient", self.n_layers, case)
-        grads = whole_together({name: _gradient_of(stepper.optimizer.params[name]) for name in stage_refs})
+        grads = gather_all({name: _gradient_of(stepper.optimizer.params[name]) for name in stage_refs})
         for name, stage_ref in stage_refs.items():
             yield stage_ref, array_of(grads[name])
 
     def _stepper(self, adapter: Adapter, recipe: OptimizerRecipe, smoothing: float) -> Stepper:
-        """Build the stepper with which the trainer makes its steps."""
+        """Build the `Stepper` that the trainer uses."""
         worker = self._worker(adapter)
         optimizer = AdamW(
             trainable_parameters(worker.module, NAME), betas=recipe.betas, eps=recipe.eps,
@@ -276,42 +277,42 @@ class TorchTrainingRunner:
         optimizer, start = self._stepper(self.adapter, OPTIMIZER, 0.0).optimizer, before(step, self.n_layers)
         state: dict[str, Tensor] = {"step": torch.tensor(step - 1)}
         for name, parameter in optimizer.params.items():
-            given = {stage: self._golden_tensor(where[name], parameter.dtype) for stage, where in start.items()}
-            parameter.grad = like(parameter.data, part_of(given["gradient"], parameter.data).clone())
+            goldens = {stage: self._golden_tensor(refs[name], parameter.dtype) for stage, refs in start.items()}
+            parameter.grad = like(parameter.data, part_of(goldens["gradient"], parameter.data).clone())
             if step > 1:
-                own(parameter.data).copy_(part_of(given["parameters"], parameter.data))
-                state |= {f"{name}.{kind}": given[stage] for stage, kind in MOMENTS.items()}
+                own(parameter.data).copy_(part_of(goldens["parameters"], parameter.data))
+                state |= {f"{name}.{kind}": goldens[stage] for stage, kind in MOMENTS.items()}
         if step > 1:
             optimizer.load(state)
         norm = optimizer.clip(OPTIMIZER.max_norm)
         optimizer.step(OPTIMIZER.learning_rate)
-        yield from self._results_of_step(optimizer, step, norm)
+        yield from self._step_arrays(optimizer, step, norm)
 
     def _steps(self) -> Results:
         stepper = self._stepper(self.adapter, OPTIMIZER, 0.0)
         for step in range(1, max(STEPS_SHOWN) + 1):
             _, norm = stepper.step(step_batches(self.batches, step, 1), OPTIMIZER.learning_rate)
             if step in STEPS_SHOWN:
-                yield from self._results_of_step(stepper.optimizer, step, norm)
+                yield from self._step_arrays(stepper.optimizer, step, norm)
 
-    def _results_of_step(self, optimizer: AdamW, step: int, norm: float) -> Results:
-        """Yield what a step leaves: the norm of its gradients, moments and parameters."""
-        state, wide = optimizer.state(), np.float64 if self.target.dtype == torch.float64 else np.float32
-        yield at("grad_norm", case=f"step {step}"), np.asarray(norm, wide)
-        for stage, where in after(step, self.n_layers).items():
-            kept = {
+    def _step_arrays(self, optimizer: AdamW, step: int, norm: float) -> Results:
+        """Yield the gradient norm before clipping, and moments and parameters after the step."""
+        state, norm_dtype = optimizer.state(), np.float64 if self.target.dtype == torch.float64 else np.float32
+        yield at("grad_norm", case=f"step {step}"), np.asarray(norm, norm_dtype)
+        for stage, refs in after(step, self.n_layers).items():
+            tensors = {
                 name: optimizer.params[name] if stage == "parameters" else state[f"{name}.{MOMENTS[stage]}"]
-                for name in where
+                for name in refs
             }
-            complete = whole_together({name: tensor.detach() for name, tensor in kept.items()})
-            for name, stage_ref in where.items():
-                yield stage_ref, array_of(complete[name]).copy()
+            whole_tensors = gather_all({name: tensor.detach() for name, tensor in tensors.items()})
+            for name, stage_ref in refs.items():
+                yield stage_ref, array_of(whole_tensors[name]).copy()
 
     def _curve(self) -> Results:
-        stepper, found = self._stepper(self.adapter, CURVE.optimizer, SMOOTHING), []
+        stepper, steps = self._stepper(self.adapter, CURVE.optimizer, SMOOTHING), []
         for step in range(1, CURVE.n_steps + 1):
-            found.append(stepper.step(step_batches(self.batches, step, CURVE.accumulation), CURVE.rate(step)))
-        losses, norms = zip(*found, strict=True)
+            steps.append(stepper.step(step_batches(self.batches, step, CURVE.accumulation), CURVE.rate(step)))
+        losses, norms = zip(*steps, strict=True)
         yield at("loss_curve", case="curve"), np.asarray(losses)
         yield at("norm_curve", case="curve"), np.asarray(norms)
 
@@ -320,96 +321,96 @@ class TorchTrainingRunner:
         """Compute the logits of a model whose weights have the adapter merged in, rounded to float32 once."""
         merged = MergedWeights(self.weights, self.adapter)
         module = load_dense(merged, dtype=self.target.dtype, device=self.target.device, cut=self._cut)
-        return self._tokens(self._logits(self._working(module)))
+        return self._tokens(self._logits(self._as_worker(module)))
 
 
 @torch.no_grad()
 def _delta(lora_module: LoraModule, x: Tensor) -> Tensor:
-    """Compute the adapter's addition to a result of zero, in the dtype of the adapter."""
+    """Compute the adapter's addition alone, in the dtype of the adapter, by adding it to zeros."""
     lora_B = lora_module.own(lora_module.lora_B[NAME])
     return lora_module.adapted(NAME, x, lora_B.new_zeros((*x.shape[:-1], len(lora_B))))
 
 
-def _at_each_module(module: CausalLM, note: Callable[[LoraModule, str, Tensor], None]) -> None:
-    """Call `note` with a module with an adapter, its matrix and its input, whenever the forward pass reaches one."""
+def _record_each_module(module: CausalLM, record: Callable[[LoraModule, str, Tensor], None]) -> None:
+    """Call `record(module, matrix name, input)` whenever the forward pass reaches a module with an adapter."""
     for _, target, lora_module in lora_modules(module):
 
-        def noted(lora_module: LoraModule, inputs: tuple, name: str = target.name) -> None:
-            note(lora_module, name, inputs[0])
+        def record_input(lora_module: LoraModule, inputs: tuple, name: str = target.name) -> None:
+            record(lora_module, name, inputs[0])
 
-        lora_module.register_forward_pre_hook(noted)
+        lora_module.register_forward_pre_hook(record_input)
 
 
-def _one_by_one(labels: np.ndarray) -> Iterator[np.ndarray]:
-    """Yield the labels of a batch once for each label, with all others ignored."""
+def _single_labels(labels: np.ndarray) -> Iterator[np.ndarray]:
+    """Yield the labels of a batch once for each label, with all other labels masked."""
     for row, column in zip(*np.nonzero(labels != IGNORED), strict=True):
-        alone = np.full_like(labels, IGNORED)
-        alone[row, column] = labels[row, column]
-        yield alone
+        one_label = np.full_like(labels, IGNORED)
+        one_label[row, column] = labels[row, column]
+        yield one_label
 
 
-def _noting(
-    found: dict[StageRef, Tensor], stage_ref: StageRef, given: tuple[Tensor, Tensor] | None
+def _input_hook(
+    recorded: dict[StageRef, Tensor], stage_ref: StageRef, replacement: tuple[Tensor, Tensor] | None
 ) -> Callable[..., tuple]:
-    """Build a hook that keeps the gradient of a module's input, or of the tensor that replaces the input."""
+    """Build a hook that records a module's input; `replacement`: golden input, gradient for the module before it."""
 
-    def note(_module: nn.Module, inputs: tuple) -> tuple:
-        x = inputs[0] if given is None else given[0].clone()
+    def feed(_module: nn.Module, inputs: tuple) -> tuple:
+        x = inputs[0] if replacement is None else replacement[0].clone()
         x = x if x.requires_grad else x.detach().requires_grad_()
         x.retain_grad()
-        found[stage_ref] = x
-        fed = x if given is None else _Border.apply(inputs[0], x, given[1])
-        return fed, *inputs[1:]
+        recorded[stage_ref] = x
+        module_input = x if replacement is None else _Border.apply(inputs[0], x, replacement[1])
+        return module_input, *inputs[1:]
 
-    return note
+    return feed
 
 
 class _Border(torch.autograd.Function):
-    """Between two blocks that are judged alone: the second is given an input, the first a gradient."""
+    """Border between two isolated blocks: replaces the input of the second and the output gradient of the first."""
 
     @staticmethod
-    def forward(ctx: Any, output: Tensor, given: Tensor, gradient: Tensor) -> Tensor:
+    def forward(ctx: Any, output: Tensor, replacement: Tensor, gradient: Tensor) -> Tensor:
         """Return the input of the second block."""
         ctx.save_for_backward(gradient)
-        return given.view_as(given)
+        return replacement.view_as(replacement)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradient that the first block is given, and the gradient that the second block computed."""
+        """Return the replaced gradient for the first block, and the gradient that the second block computed."""
         (gradient,) = ctx.saved_tensors
         return (gradient if ctx.needs_input_grad[0] else None), grads[0], None
 
 
 def _gradient_of(tensor: Tensor) -> Tensor:
-    """Return the gradient of a tensor; zero where there is none, so that a cut graph is a wrong number."""
+    """Return the gradient of a tensor; zeros if it has none, so that a broken graph fails as a wrong number."""
     return torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
 
 
 def array_of(tensor: Tensor) -> np.ndarray:
-    """Return a tensor as an array on the CPU; without a copy if it is there."""
+    """Return a tensor as an array, without a copy if it is on the CPU."""
     return tensor.detach().cpu().numpy()
 
 
 def all_rows(worker: Alone, rows: Tensor, n_rows: int) -> Tensor:
-    """Collect the values of all rows of a batch, given the rows that this rank computes."""
+    """Combine the rows of a batch that all ranks compute; `rows` are this rank's, every n-th of the batch."""
     if not isinstance(worker, OnMesh):
         return rows
-    rank, found = worker.data_parallel.get_local_rank(), rows.new_zeros(n_rows, *rows.shape[1:])
+    rank, all_values = worker.data_parallel.get_local_rank(), rows.new_zeros(n_rows, *rows.shape[1:])
     if rank < n_rows:
-        found[rank :: worker.data_parallel.size()] = rows
-    return worker.summed(found)
+        all_values[rank :: worker.data_parallel.size()] = rows
+    return worker.summed(all_values)
 
 
 def own_input(worker: Alone, matrix: str, x: Tensor) -> Tensor:
-    """Select the part of a matrix's input, by the matrix's canonical name, that this rank multiplies."""
+    """Select the part of a matrix's input that this rank multiplies; `matrix` is a name like `layers.0.q_proj`."""
     if not isinstance(worker, OnMesh) or not _is_one_of(matrix, ROWS):
         return x
-    ranks = worker.tensor_parallel
-    return x.chunk(ranks.size(), -1)[ranks.get_local_rank()]
+    axis_mesh = worker.tensor_parallel
+    return x.chunk(axis_mesh.size(), -1)[axis_mesh.get_local_rank()]
 
 
 def whole_output(worker: Alone, matrix: str, part: Tensor) -> Tensor:
-    """Combine the output of a matrix on this rank with the outputs of the other ranks."""
+    """Combine this rank's output of a matrix with the outputs of the other ranks."""
     if not isinstance(worker, OnMesh):
         return part
     if _is_one_of(matrix, ROWS):
@@ -418,5 +419,5 @@ def whole_output(worker: Alone, matrix: str, part: Tensor) -> Tensor:
 
 
 def _is_one_of(matrix: str, paths: tuple[str, ...]) -> bool:
-    """Tell if a matrix has the name of one of the paths' modules."""
+    """Check if a matrix has the name of one of the modules in `paths`."""
     return matrix.endswith(tuple(path.rpartition(".")[2] for path in paths))

@@ -1,19 +1,22 @@
-"""Tolerances of the stages of delta nets and of gated attention, collected by `llorch.judging.tolerances.forward`.
+"""Variances of the stages of delta nets and of gated attention, from which `tolerances.forward` derives tolerances.
 
-The delta rule is a recurrence, so an error stays until it is forgotten. With P the state behind the decay of a token
-and r what is missing of its value there, a step is S = P + beta k r^T, r = v - P^T k, o = S^T q / sqrt(key_dim). What
-one token reads of an error E of an earlier S is n^T E, where n = q / sqrt(key_dim) goes back, token by token:
+A rule takes a `RuleInput` (one stage, with the variances of its inputs in several runs) and returns the variances of
+its output. 2 * rounding counts one rounding in each of two compared runs.
 
-    n = n - beta (n k) k        over the correction of a token: the response to its P
-    n = exp(g) n                over its decay: the response to the S before it
+The delta rule is a recurrence, so an error stays in the state S until it decays. P is the state after the decay of a
+token, and r the residual of its value: r = v - P^T k, S = P + beta k r^T, o = S^T q / sqrt(key_dim). An error E of an
+earlier S changes the output of a later token by n^T E. n starts as q / sqrt(key_dim) and goes back token by token:
 
-Sources are independent. Errors w of beta r, by those of v, of beta and by roundings, add k w^T to S, read as (n k) w;
-one of g adds dg P, read as dg n^T P; one of k[i] is read as dk (n[i] beta r - beta (n k) P[i]); roundings of S are read
-as they stand. To first order that is exact: nothing is assumed of how keys lie to each other, in which variances of the
-elements of S alone would be wrong by as much as key_dim.
+    n = n - beta (n k) k        through the update of a token: the response to its P
+    n = exp(g) n                through its decay: the response to the S before it
 
-An error of exp(g) is one of g. Engines that work in chunks of 64 take g from differences of float32 sums, G, that
-begin with the chunk: each is off by a rounding of G.
+Sources are independent. Errors w of beta r (from v, beta and roundings) add k w^T to S and (n k) w to the output. An
+error of g adds dg n^T P. An error of k[i] adds dk (n[i] beta r - beta (n k) P[i]). Roundings of S count as they are.
+To first order this is exact: it assumes nothing about the angles between keys. Propagating only the variances of the
+elements of S would be wrong by up to a factor of key_dim, because of these angles.
+
+An error of exp(g) is an error of g. Engines that work in chunks of 64 compute g from differences of float32 sums G,
+which start at the chunk. Each difference has the error of a rounding of G.
 
 Source: `llorch.ops.delta_rule`; transformers `modeling_qwen3_next.py`, `torch_chunk_gated_delta_rule`.
 """
@@ -26,87 +29,83 @@ from types import MappingProxyType
 import numpy as np
 
 from llorch.families.layers import DeltaNet
-from llorch.judging.tolerances.rounding import DRIFT, SQUARES, SUM, UNIT, Step
+from llorch.judging.tolerances.rounding import DRIFT, SQUARES, SUM, UNIT, RuleInput
 
-CHUNK = 64  # of both engines
-LANES = 8  # a short sum is added in one
+CHUNK = 64  # chunk size of both reference engines
+LANES = 8  # SUM assumes sums in 8 lanes; a short sum is added in one, and its variance is 8 times as large
 
 
-def own_half(s: Step) -> Step:
-    """Select the numbers of q_gate_proj that the step reads: gates for attn_gate, else queries.
-
-    Other steps stay as they are.
-    """
+def select_half(s: RuleInput) -> RuleInput:
+    """Select the half of q_gate_proj that the step reads: gates for attn_gate, else queries; else change nothing."""
     if s.stage.input_names(s.config)[0] != "q_gate_proj":
         return s
-    at, head_dim = int(s.stage.name == "attn_gate"), s.config.head_dim
-    x, given = (a.reshape(*a.shape[:-1], -1, 2, head_dim)[..., at, :] for a in (s.x[0], s.given[0]))
-    return replace(s, x=(x.reshape(s.y.shape),), given=(given.reshape(-1, *s.y.shape),))
+    half, head_dim = int(s.stage.name == "attn_gate"), s.config.head_dim
+    x, variances = (a.reshape(*a.shape[:-1], -1, 2, head_dim)[..., half, :] for a in (s.x[0], s.variances[0]))
+    return replace(s, x=(x.reshape(s.y.shape),), variances=(variances.reshape(-1, *s.y.shape),))
 
 
-def _sigmoid(s: Step) -> np.ndarray:
+def _sigmoid(s: RuleInput) -> np.ndarray:
     """Derive the variance after a sigmoid, whose slope is y (1 - y)."""
-    return own_half(s).given[0] * np.square(s.y * (1 - s.y)) + 4 * s.rounding
+    return select_half(s).variances[0] * np.square(s.y * (1 - s.y)) + 4 * s.rounding
 
 
-def _gated_variance(s: Step) -> np.ndarray:
-    (context, gate), (of_context, of_gate) = s.x, s.given
-    return of_context * np.square(gate) + of_gate * np.square(context) + 2 * s.rounding
+def _gated_variance(s: RuleInput) -> np.ndarray:
+    (context, gate), (var_context, var_gate) = s.x, s.variances
+    return var_context * np.square(gate) + var_gate * np.square(context) + 2 * s.rounding
 
 
-def _conv_state(s: Step) -> np.ndarray:
-    """Return the variances of the rows that the convolution keeps."""
-    return _behind_past(s, s.given[0], len(s.y))[:, -len(s.y) :]
+def _conv_state(s: RuleInput) -> np.ndarray:
+    """Return the variances of the last rows, which the convolution keeps as its state."""
+    return _prepend_past(s, s.variances[0], len(s.y))[:, -len(s.y) :]
 
 
-def _behind_past(s: Step, given: np.ndarray, taps: int) -> np.ndarray:
-    """Return the variances of the rows that the state of a convolution held, and of the new rows after them."""
-    before = np.zeros((len(given), taps, given.shape[-1]), given.dtype) if s.past is None else s.past
-    return np.concatenate([before, given], axis=1)
+def _prepend_past(s: RuleInput, new: np.ndarray, taps: int) -> np.ndarray:
+    """Prepend the variances of the earlier rows in the state of a convolution to those of the new rows."""
+    past = np.zeros((len(new), taps, new.shape[-1]), new.dtype) if s.past is None else s.past
+    return np.concatenate([past, new], axis=1)
 
 
-def _conv_out(s: Step) -> np.ndarray:
-    """Derive the variance of a sum of a few products, added in order, and then SiLU."""
+def _conv_out(s: RuleInput) -> np.ndarray:
+    """Derive the variance of the short convolution, a sum of products added in order, and of the SiLU after it."""
     kernel, x = s.weights["conv"].T.astype(s.y.dtype), s.x[0]
     n_terms, seq = len(kernel), len(x)
-    given = _behind_past(s, s.given[0], n_terms - 1)
-    before = np.zeros((n_terms - 1, x.shape[1]), x.dtype) if s.state is None else s.state.astype(x.dtype)
-    values = np.concatenate([before, x])
-    made, c, terms = np.zeros_like(s.given[0]), np.zeros_like(x), np.zeros_like(x)
-    for j, weight in enumerate(kernel):
-        made += given[:, j : j + seq] * np.square(weight)
-        c += values[j : j + seq] * weight
-        terms += np.square(values[j : j + seq] * weight)
-    made += (LANES * SUM * n_terms + 2 * s.arithmetic.unit**2) * terms + LANES * DRIFT * n_terms * np.square(c)
+    var_x = _prepend_past(s, s.variances[0], n_terms - 1)
+    past_x = np.zeros((n_terms - 1, x.shape[1]), x.dtype) if s.state is None else s.state.astype(x.dtype)
+    rows_x = np.concatenate([past_x, x])
+    variance, conv, terms = np.zeros_like(s.variances[0]), np.zeros_like(x), np.zeros_like(x)
+    for tap, weight in enumerate(kernel):
+        variance += var_x[:, tap : tap + seq] * np.square(weight)
+        conv += rows_x[tap : tap + seq] * weight
+        terms += np.square(rows_x[tap : tap + seq] * weight)
+    variance += (LANES * SUM * n_terms + 2 * s.arithmetic.unit**2) * terms + LANES * DRIFT * n_terms * np.square(conv)
     if s.arithmetic.is_half:
-        made += s.arithmetic.rounding(c)
+        variance += s.arithmetic.rounding(conv)
     with np.errstate(over="ignore"):
-        share = 1 / (1 + np.exp(-c))
-    return made * np.square(share * (1 + c * (1 - share))) + 4 * s.rounding
+        sigmoid = 1 / (1 + np.exp(-conv))
+    return variance * np.square(sigmoid * (1 + conv * (1 - sigmoid))) + 4 * s.rounding
 
 
-def _l2_norm_variance(s: Step) -> np.ndarray:
-    at, net = s.stage.name == "k_l2", _net(s)
-    part = slice(at * net.key_width, (1 + at) * net.key_width)
-    x, given = s.x[0][:, part].reshape(s.y.shape), s.given[0][..., part].reshape(-1, *s.y.shape)
+def _l2_norm_variance(s: RuleInput) -> np.ndarray:
+    is_key, net = s.stage.name == "k_l2", _net(s)
+    part = slice(is_key * net.key_width, (1 + is_key) * net.key_width)
+    x, var_x = s.x[0][:, part].reshape(s.y.shape), s.variances[0][..., part].reshape(-1, *s.y.shape)
     squares = np.square(x).sum(axis=-1, keepdims=True) + x.dtype.type(1e-6)
-    return given / squares + 2 * s.rounding + SQUARES * net.key_head_dim * np.square(s.y)
+    return var_x / squares + 2 * s.rounding + SQUARES * net.key_head_dim * np.square(s.y)
 
 
-def _log_decay(s: Step) -> np.ndarray:
-    """Derive the variance of the log decay.
-
-    The slope of softplus(x) is the sigmoid. The value log(1 + exp(x)) is off by a rounding of 1, however small it is.
-    """
+def _log_decay(s: RuleInput) -> np.ndarray:
+    """Derive the variance of the log decay; log(1 + exp(x)) has the error of a rounding of 1, however small it is."""
     bias, rate = (s.weights[name].astype(s.y.dtype) for name in ("dt_bias", "decay"))
     x = s.x[0] + bias
     with np.errstate(over="ignore"):
         slope = rate / (1 + np.exp(-x))
-    made = (s.given[0] + np.square(UNIT * x)) * np.square(slope) + np.square(UNIT * rate) + 4 * np.square(UNIT * s.y)
-    if s.arithmetic.is_half:  # A_log and dt_bias are rounded, what is made of them is float32
-        made = made + s.arithmetic.rounding(bias) * np.square(slope)
-        made = made + s.arithmetic.rounding(np.log(-rate)) * np.square(s.y)
-    return made
+    variance = (
+        (s.variances[0] + np.square(UNIT * x)) * np.square(slope) + np.square(UNIT * rate) + 4 * np.square(UNIT * s.y)
+    )
+    if s.arithmetic.is_half:  # A_log and dt_bias are rounded; values computed from them are float32
+        variance = variance + s.arithmetic.rounding(bias) * np.square(slope)
+        variance = variance + s.arithmetic.rounding(np.log(-rate)) * np.square(s.y)
+    return variance
 
 
 @dataclass(frozen=True)
@@ -118,16 +117,16 @@ class _Head:
     v: np.ndarray  # (seq, value_dim)
     beta: np.ndarray  # (seq,)
     g: np.ndarray
-    of_q: np.ndarray  # variances, (runs, seq, key_dim)
-    of_k: np.ndarray
-    of_v: np.ndarray
-    of_beta: np.ndarray
-    of_g: np.ndarray
+    var_q: np.ndarray  # variances, (runs, seq, key_dim)
+    var_k: np.ndarray
+    var_v: np.ndarray
+    var_beta: np.ndarray
+    var_g: np.ndarray
     state: np.ndarray  # (key_dim, value_dim)
-    of_state: np.ndarray  # (runs, key_dim, value_dim)
+    var_state: np.ndarray  # (runs, key_dim, value_dim)
 
     def steps(self) -> tuple[np.ndarray, np.ndarray]:
-        """P and r of every token."""
+        """Compute P (`decayed`) and r (`missing`) of every token."""
         decayed, missing = np.empty((len(self.v), *self.state.shape), self.v.dtype), np.empty_like(self.v)
         state = self.state
         for t, (k, v, beta, g) in enumerate(zip(self.k, self.v, self.beta, self.g, strict=True)):
@@ -136,88 +135,93 @@ class _Head:
             state = decayed[t] + np.outer(k, beta * missing[t])
         return decayed, missing
 
-    def read(self, *, at_the_end: bool) -> np.ndarray:
-        """Derive the variances of the results of every token, or of the state after the last token."""
+    def output_variance(self, *, at_the_end: bool) -> np.ndarray:
+        """Derive the variances of every token's output, or `at_the_end` of the state after the last token.
+
+        `n` has one row for each output that is observed: q of each token, or the unit vectors for the state.
+        """
         decayed, missing = self.steps()
         seq, key_dim = self.k.shape
-        of_g = self.of_g + np.square(UNIT) * (4 + 2 * np.square(_chunk_sums(self.g)))
+        var_g = self.var_g + np.square(UNIT) * (4 + 2 * np.square(_chunk_sums(self.g)))  # exp(g), and the sums G
         n = np.eye(key_dim, dtype=self.q.dtype) if at_the_end else np.zeros_like(self.q)
-        made = np.zeros((len(self.of_v), len(n), self.v.shape[1]), self.q.dtype)
+        variance = np.zeros((len(self.var_v), len(n), self.v.shape[1]), self.q.dtype)
         for t in range(seq - 1, -1, -1):
             rows = slice(0 if at_the_end else t, None)
             written = self.beta[t] * missing[t]
             if not at_the_end:
                 n[t] = self.q[t]
-                made[:, t] += self._of_reading(t, decayed[t] + np.outer(self.k[t], written))
-            made[:, rows] += self._of_writing(t, n[rows], decayed[t], missing[t])
+                variance[:, t] += self._reading_variance(t, decayed[t] + np.outer(self.k[t], written))
+            variance[:, rows] += self._writing_variance(t, n[rows], decayed[t], missing[t])
             n[rows] -= np.outer(self.beta[t] * (n[rows] @ self.k[t]), self.k[t])
-            made[:, rows] += of_g[:, t, None, None] * np.square(n[rows] @ decayed[t])
+            variance[:, rows] += var_g[:, t, None, None] * np.square(n[rows] @ decayed[t])
             n[rows] *= np.exp(self.g[t])
-        return made + np.square(n) @ self.of_state
+        return variance + np.square(n) @ self.var_state
 
-    def _of_reading(self, t: int, state: np.ndarray) -> np.ndarray:
-        """Derive the variance of reading the state: from the query of a token, and from the sum over the state."""
-        own = SUM * len(state) * (np.square(self.q[t]) @ np.square(state))
-        return self.of_q[:, t] @ np.square(state) + own
+    def _reading_variance(self, t: int, state: np.ndarray) -> np.ndarray:
+        """Derive the variance of a token's output from its query and from the rounding of the sum q S."""
+        sum_variance = SUM * len(state) * (np.square(self.q[t]) @ np.square(state))
+        return self.var_q[:, t] @ np.square(state) + sum_variance
 
-    def _of_writing(self, t: int, n: np.ndarray, decayed: np.ndarray, missing: np.ndarray) -> np.ndarray:
-        """Derive the variance of writing the state: from a token's value, beta and key, and from roundings."""
-        k, beta, of_k = self.k[t], self.beta[t], self.of_k[:, t]
+    def _writing_variance(self, t: int, n: np.ndarray, decayed: np.ndarray, missing: np.ndarray) -> np.ndarray:
+        """Derive the variance of all rows of `n` from the state update of a token: its value, beta, key, roundings."""
+        k, beta, var_k = self.k[t], self.beta[t], self.var_k[:, t]
         along, written = n @ k, beta * missing
-        own = SUM * len(k) * (np.square(k) @ np.square(decayed)) + 2 * UNIT**2 * np.square(self.v[t])
-        of_written = self.of_beta[:, t, None] * np.square(missing) + beta**2 * (self.of_v[:, t] + own)
-        of_written += 4 * UNIT**2 * np.square(written)
-        made = np.square(along)[:, None] * of_written[:, None]
-        made += 2 * UNIT**2 * (np.square(n) @ np.square(decayed + np.outer(k, written)))
-        made += (np.square(n) @ of_k[..., None]) * np.square(written)
-        made -= 2 * beta * along[:, None] * written * ((n * of_k[:, None]) @ decayed)
-        return made + np.square(beta * along)[:, None] * (of_k @ np.square(decayed))[:, None]
+        sum_variance = SUM * len(k) * (np.square(k) @ np.square(decayed)) + 2 * UNIT**2 * np.square(self.v[t])
+        var_written = self.var_beta[:, t, None] * np.square(missing) + beta**2 * (self.var_v[:, t] + sum_variance)
+        var_written += 4 * UNIT**2 * np.square(written)
+        variance = np.square(along)[:, None] * var_written[:, None]
+        variance += 2 * UNIT**2 * (np.square(n) @ np.square(decayed + np.outer(k, written)))
+        variance += (np.square(n) @ var_k[..., None]) * np.square(written)
+        variance -= 2 * beta * along[:, None] * written * ((n * var_k[:, None]) @ decayed)
+        return variance + np.square(beta * along)[:, None] * (var_k @ np.square(decayed))[:, None]
 
 
 def _chunk_sums(g: np.ndarray) -> np.ndarray:
-    """Sum g from the beginning of each chunk on."""
-    return np.concatenate([np.cumsum(g[at : at + CHUNK]) for at in range(0, len(g), CHUNK)])
+    """Compute the cumulative sums of g, which restart at each chunk."""
+    return np.concatenate([np.cumsum(g[start : start + CHUNK]) for start in range(0, len(g), CHUNK)])
 
 
-def _delta_rule_variance(s: Step) -> np.ndarray:
+def _delta_rule_variance(s: RuleInput) -> np.ndarray:
     """Derive the variance of the delta rule, head by head."""
     at_the_end = s.stage.name == "delta_state"
-    made = np.stack([_head(s, at).read(at_the_end=at_the_end) for at in range(_net(s).n_value_heads)], axis=1)
-    return (made if at_the_end else made.swapaxes(1, 2)) + 2 * s.rounding  # tokens before heads
+    variance = np.stack(
+        [_head(s, head).output_variance(at_the_end=at_the_end) for head in range(_net(s).n_value_heads)], axis=1
+    )
+    return (variance if at_the_end else variance.swapaxes(1, 2)) + 2 * s.rounding  # tokens before heads
 
 
-def _head(s: Step, at: int) -> _Head:
-    """Select the numbers and variances of one value head, with its key head's."""
+def _head(s: RuleInput, head: int) -> _Head:
+    """Select the values and variances of one value head and of its key head."""
     net = _net(s)
-    of_key, runs = at // (net.n_value_heads // net.n_key_heads), len(s.given[0])
-    part = slice(2 * net.key_width + at * net.value_head_dim, 2 * net.key_width + (at + 1) * net.value_head_dim)
-    (mixed, q, k, beta, g), (of_mixed, of_q, of_k, of_beta, of_g) = s.x, s.given
+    key_head, runs = head // (net.n_value_heads // net.n_key_heads), len(s.variances[0])
+    part = slice(2 * net.key_width + head * net.value_head_dim, 2 * net.key_width + (head + 1) * net.value_head_dim)
+    (mixed, q, k, beta, g), (var_mixed, var_q, var_k, var_beta, var_g) = s.x, s.variances
     scale, shape = q.dtype.type(math.sqrt(net.key_head_dim)), (net.key_head_dim, net.value_head_dim)
-    state = np.zeros(shape, q.dtype) if s.state is None else s.state[at].astype(q.dtype)
+    state = np.zeros(shape, q.dtype) if s.state is None else s.state[head].astype(q.dtype)
     return _Head(
-        q[:, of_key] / scale, k[:, of_key], mixed[:, part], beta[:, at], g[:, at],
-        of_q[:, :, of_key] / scale**2, of_k[:, :, of_key], of_mixed[..., part], of_beta[..., at], of_g[..., at],
-        state, np.zeros((runs, *shape), q.dtype) if s.past is None else s.past[:, at],
+        q[:, key_head] / scale, k[:, key_head], mixed[:, part], beta[:, head], g[:, head],
+        var_q[:, :, key_head] / scale**2, var_k[:, :, key_head], var_mixed[..., part], var_beta[..., head],
+        var_g[..., head], state, np.zeros((runs, *shape), q.dtype) if s.past is None else s.past[:, head],
     )  # fmt: skip
 
 
-def _gated_norm(s: Step) -> np.ndarray:
+def _gated_norm(s: RuleInput) -> np.ndarray:
     """Derive the variances after the RMSNorm of every head, times SiLU of z."""
-    (x, z), (of_x, of_z) = s.x, s.given
-    gain, z, of_z = s.weights["delta_norm"].astype(x.dtype), z.reshape(x.shape), of_z.reshape(of_x.shape)
-    per_one = gain / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(s.config.rms_norm_eps))
+    (x, z), (var_x, var_z) = s.x, s.variances
+    gain, z, var_z = s.weights["delta_norm"].astype(x.dtype), z.reshape(x.shape), var_z.reshape(var_x.shape)
+    slope = gain / np.sqrt(np.square(x).mean(axis=-1, keepdims=True) + x.dtype.type(s.config.rms_norm_eps))
     with np.errstate(over="ignore"):
-        share = 1 / (1 + np.exp(-z))
-    made = of_x * np.square(per_one * z * share) + of_z * np.square(x * per_one * share * (1 + z * (1 - share)))
-    return made.reshape(-1, *s.y.shape) + SQUARES * len(gain) * np.square(s.y) + 6 * s.rounding
+        sigmoid = 1 / (1 + np.exp(-z))
+    variance = var_x * np.square(slope * z * sigmoid) + var_z * np.square(x * slope * sigmoid * (1 + z * (1 - sigmoid)))
+    return variance.reshape(-1, *s.y.shape) + SQUARES * len(gain) * np.square(s.y) + 6 * s.rounding
 
 
-def _net(s: Step) -> DeltaNet:
+def _net(s: RuleInput) -> DeltaNet:
     assert s.config.delta_net is not None
     return s.config.delta_net
 
 
-RULES: Mapping[str, Callable[[Step], np.ndarray]] = MappingProxyType(
+RULES: Mapping[str, Callable[[RuleInput], np.ndarray]] = MappingProxyType(
     {
         "attn_gate": _sigmoid,
         "attn_gated": _gated_variance,

@@ -1,4 +1,4 @@
-"""The cost of a rounding, and one stage of a pass as the rules of `llorch.judging.tolerances.forward` read it."""
+"""Variance of one rounding, and `RuleInput`, the input of the rules that `tolerances.forward` explains."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,11 +10,11 @@ from llorch.files import LayerWeights, Weights
 from llorch.ops.rounding import ActivationKind
 from llorch.stages.table import Stage
 
-ISOLATED, CHAINED, FREE = range(3)
+ISOLATED, CHAINED, FREE = range(3)  # indices of the runs whose errors are propagated, see `tolerances.forward`
 UNIT = 2.0**-24  # half a step of float32, relative
-SUM = 2 * UNIT**2 / 48  # times the width and the squared terms: the variance between two orders of a sum
-DRIFT = 2 * UNIT**2 / 72  # times the width and the squared sum: the same, as far as it grows like k / n
-SQUARES = DRIFT / 4  # times the width: that of the root of a sum of squares, relative
+SUM = 2 * UNIT**2 / 48  # variance between two orders of a sum, per term and per squared term
+DRIFT = 2 * UNIT**2 / 72  # variance between two orders of a sum of terms of one sign, per term and per squared sum
+SQUARES = DRIFT / 4  # relative variance of the root of a sum of squares, per term
 
 
 @dataclass(frozen=True)
@@ -22,9 +22,9 @@ class Arithmetic:
     """The dtype that stages are rounded to.
 
     Attributes:
-        unit: Half a step, relative; also how far a weight that was rounded to it may be off.
-        smallest: Half the step of the smallest numbers, absolute.
-        activations: What an engine of others rounds the inputs of its products to, where ours does not.
+        unit: Half a step, relative: the largest relative error of a rounded stage or weight.
+        smallest: Half the step of subnormal numbers, absolute.
+        activations: Type to which another engine rounds the inputs of its products, if llorch does not round them.
     """
 
     unit: float
@@ -33,7 +33,7 @@ class Arithmetic:
 
     @property
     def is_half(self) -> bool:
-        """True if inputs and weights are rounded, too."""
+        """True for a half precision, in which inputs and weights are rounded, too."""
         return self.unit > UNIT
 
     def rounding(self, y: np.ndarray) -> np.ndarray:
@@ -41,7 +41,7 @@ class Arithmetic:
         return np.square(self.unit * y) + self.smallest**2
 
 
-ARITHMETICS: Mapping[str, Arithmetic] = {  # float64 is no question of arithmetic
+ARITHMETICS: Mapping[str, Arithmetic] = {  # float64 is absent: its tolerance is `MATHEMATICS`
     "float32": Arithmetic(UNIT),
     "bfloat16": Arithmetic(2.0**-9),
     "float16": Arithmetic(2.0**-12, 2.0**-25),
@@ -50,23 +50,23 @@ FLOAT32 = ARITHMETICS["float32"]
 
 
 @dataclass(frozen=True)
-class Step:
-    """One stage of the golden, and how far its inputs are off: variances have the runs as first axis."""
+class RuleInput:
+    """One stage of the golden with the variances of its inputs in the runs ISOLATED, CHAINED and perhaps FREE."""
 
     stage: Stage
     config: ModelConfig
     weights: Weights | LayerWeights
     positions: np.ndarray
-    x: tuple[np.ndarray, ...]
-    y: np.ndarray
-    given: tuple[np.ndarray, ...]  # variances of x
+    x: tuple[np.ndarray, ...]  # inputs
+    y: np.ndarray  # output
+    variances: tuple[np.ndarray, ...]  # variances of x, the runs first
     arithmetic: Arithmetic
-    f16_cache: bool
+    f16_cache: bool  # True if ggml stores keys and values as float16
     divisor: np.ndarray  # relative variance of the last norm's divisor from the errors of its inputs: (runs, tokens, 1)
-    past: np.ndarray | None = None  # variances of what a cache held before
-    state: np.ndarray | None = None  # what a delta net held before, zeros if not told
+    past: np.ndarray | None = None  # variances of the earlier contents of the cache or state
+    state: np.ndarray | None = None  # earlier contents of the state of a delta net; None: zeros
 
     @property
     def rounding(self) -> np.ndarray:
-        """The variance of one rounding of the result."""
+        """Variance of one rounding of the stage's output."""
         return self.arithmetic.rounding(self.y)

@@ -1,14 +1,14 @@
-"""The forward pass of every family: the dense page, with parts of other pages where a layer is another.
+"""The forward pass of every family: the dense forward pass, with other modules' functions in layers that differ.
 
     llorch.model.forward     the loop, the dense block, attention and feed-forward: Llama, Qwen2, Qwen3
-    experts            a router, and a few of many feed-forward parts: the MoE models of Qwen
+    experts            mixture of experts: the MoE models of Qwen
     gated_attention    attention whose context is gated: Qwen3-Next, Qwen3.5
     delta_net          the gated delta net in place of attention: Qwen3-Next, Qwen3.5
     positions          windows, layers without RoPE, temperature: Mistral, Qwen2, SmolLM3, Ministral 3
-    llama4             what Llama 4 does otherwise in both parts
+    llama4             attention and experts of Llama 4
 
-A page has a function that stands where `attention` stands in the dense block, called with the same arguments, or one
-that stands where `feed_forward` does.
+Each module has a function that replaces `attention` of the dense block, called with the same arguments, or one that
+replaces `feed_forward`.
 """
 
 from collections.abc import Callable, Mapping
@@ -42,17 +42,17 @@ def forward(
 
 
 def parts_of(config: ModelConfig, layer: int, positions: Int[np.ndarray, " seq"]) -> Mapping[str, Callable]:
-    """Pick the parts of a layer that are not the dense ones: `mix` replaces attention, `feed` the feed-forward."""
-    this, parts = config.layer(layer), dict[str, Callable]()
-    if this.mixer == "delta_net":
+    """Return the replacements in a layer that is not dense: `mix` for attention, `feed` for the feed-forward."""
+    kind, parts = config.layer(layer), dict[str, Callable]()
+    if kind.mixer == "delta_net":
         parts["mix"] = delta_net
     elif config.attention_gate:
         parts["mix"] = gated_attention
     elif config.interleaved_rope_hf:
-        parts["mix"] = partial(llama4.attention, layer=this, positions=positions)
-    elif this.looks_at_positions:
-        parts["mix"] = partial(attention_by_position, layer=this, positions=positions)
-    if config.experts is not None and this.experts:
+        parts["mix"] = partial(llama4.attention, layer=kind, positions=positions)
+    elif kind.uses_positions:
+        parts["mix"] = partial(attention_by_position, layer=kind, positions=positions)
+    if config.experts is not None and kind.experts:
         feed = llama4.experts if config.experts.scaled_inputs else experts
         parts["feed"] = partial(feed, settings=config.experts)
     return parts

@@ -1,11 +1,11 @@
-"""The gated delta net in place of attention: its memory is one matrix per head, whatever the number of tokens.
+"""Gated delta net in place of attention: its state is one matrix per head for any number of tokens.
 
-    q, k, v    = silu(convolution of (h in_qkv^T) over the last few tokens), q and k of length 1
-    delta rule = forget by log_decay, correct by beta, read by q
-    out        = (rms_norm(read) * silu(h in_z^T)) out_proj^T         the norm of each head, its gain as it is stored
+    q, k, v    = silu(short convolution of (h in_qkv^T)), q and k scaled to length 1
+    read       = delta rule: decay by log_decay, correct by beta, read by q
+    out        = (rms_norm(read) * silu(h in_z^T)) out_proj^T         norm of each head, gain as stored (no 1 +)
 
-No position enters: what is far is what was forgotten. A pass leaves the last inputs of the convolution and the matrices
-to the next one.
+There are no positions: only the decay distinguishes old tokens. A pass leaves the last inputs of the convolution and
+the matrices to the next pass.
 
 Source: arXiv:2412.06464; transformers `modeling_{qwen3_next,qwen3_5}.py`.
 """
@@ -14,7 +14,7 @@ import numpy as np
 
 from llorch.families.config import ModelConfig
 from llorch.model.cache import DeltaState
-from llorch.model.forward import Hidden, Keep, OfLayer, Table
+from llorch.model.forward import Hidden, Keep, Table, Tensors
 from llorch.ops.delta_rule import delta_rule, delta_rule_in_chunks, l2_norm, log_decay
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
@@ -24,15 +24,15 @@ from llorch.ops.swiglu import swiglu
 
 
 def delta_net(
-    h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, memory: DeltaState, keep: Keep
+    h: Hidden, w: Tensors, config: ModelConfig, cos: Table, sin: Table, memory: DeltaState, keep: Keep
 ) -> Hidden:
-    """Project, mix the last few tokens, read and write the memory, gate, project back."""
+    """Project, convolve, update and read the state, gate, project back."""
     x = keep("qkv_in", linear(h, w["in_qkv"]))
     z, b, a = (
         keep(name, linear(h, w[matrix])) for name, matrix in (("z_in", "in_z"), ("b_in", "in_b"), ("a_in", "in_a"))
     )
-    before, memory.conv = memory.conv, keep("conv_state", next_state(memory.conv, x))
-    q, k, v = heads(keep("conv_out", short_conv(x, w["conv"], before)), config)
+    conv_state, memory.conv = memory.conv, keep("conv_state", next_state(memory.conv, x))
+    q, k, v = heads(keep("conv_out", short_conv(x, w["conv"], conv_state)), config)
     q, k = keep("q_l2", l2_norm(q)), keep("k_l2", l2_norm(k))
     beta = keep("beta", sigmoid(b))
     g = keep("log_decay", log_decay(a, w["dt_bias"], w["decay"]))
@@ -43,10 +43,10 @@ def delta_net(
     return keep("linear_out", linear(keep("gated_norm", swiglu(z, normed)), w["out_proj"]))
 
 
-def heads(mixed: np.ndarray, config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Split channels into queries, keys and values of every head, (seq, heads, width), which lie in this order."""
-    net, seq = config.delta_net, len(mixed)
+def heads(channels: np.ndarray, config: ModelConfig) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Split channels, in this order, into queries, keys and values of every head, (seq, heads, width)."""
+    net, seq = config.delta_net, len(channels)
     assert net is not None
-    q, k, v = np.split(mixed, (net.key_width, 2 * net.key_width), axis=1)
+    q, k, v = np.split(channels, (net.key_width, 2 * net.key_width), axis=1)
     q, k = (x.reshape(seq, net.n_key_heads, -1) for x in (q, k))
     return q, k, v.reshape(seq, net.n_value_heads, -1)

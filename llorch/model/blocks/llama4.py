@@ -1,9 +1,9 @@
-"""What Llama 4 does otherwise.
+"""Attention and experts of Llama 4.
 
-    attention   RoPE turns neighbours, (2j, 2j + 1); then every query and key head is divided by its root mean square.
-                Layers without RoPE have neither, a temperature instead. Layers with RoPE see their own chunk alone.
-    experts     chosen by logits, of which a sigmoid is taken afterwards; it multiplies what an expert is given, not
-                what it makes. The shared expert counts whole.
+    attention   RoPE has pairs (2j, 2j + 1); then every query and key head is divided by its root mean square.
+                Layers without RoPE have neither, but a temperature. Layers with RoPE attend within their chunk only.
+    experts     The router selects by logits. The sigmoid of a logit multiplies the input of the expert, not its
+                output. The shared expert has no gate.
 
 Source: transformers `modeling_llama4.py`; llama.cpp `src/models/llama4.cpp`.
 """
@@ -15,7 +15,7 @@ from llorch.families.config import ModelConfig
 from llorch.families.layers import Experts, Layer
 from llorch.model.blocks.experts import chosen, shared_expert
 from llorch.model.blocks.positions import attend
-from llorch.model.forward import Append, Heads, Hidden, Keep, OfLayer, Table, qkv
+from llorch.model.forward import Append, Heads, Hidden, Keep, Table, Tensors, qkv
 from llorch.ops.linear import linear
 from llorch.ops.rms_norm import rms_norm
 from llorch.ops.rope import rope_adjacent
@@ -24,10 +24,10 @@ from llorch.ops.sigmoid import sigmoid
 
 
 def attention(
-    h: Hidden, w: OfLayer, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep, *,
+    h: Hidden, w: Tensors, config: ModelConfig, cos: Table, sin: Table, append: Append, keep: Keep, *,
     layer: Layer, positions: Int[np.ndarray, " seq"],
 ) -> Hidden:  # fmt: skip
-    """Project, turn neighbours, normalise heads, attend."""
+    """Project, rotate interleaved pairs, normalise heads, attend."""
     q, k, v = qkv(h, w, config, keep)
     if layer.rope:
         q = keep("q_rope", rope_adjacent(q, cos, sin))
@@ -39,12 +39,12 @@ def attention(
 
 
 def head_norm(heads: Heads, *, eps: float) -> Heads:
-    """Every head brought to unit root mean square; no gain is learned."""
+    """Scale every head to unit root mean square, without a trained gain."""
     return rms_norm(heads, np.ones(heads.shape[-1], heads.dtype), eps=eps)
 
 
-def experts(h: Hidden, w: OfLayer, keep: Keep, *, settings: Experts) -> Hidden:
-    """Choose experts for each token, give each a share of it, sum what they make of that and the shared one."""
+def experts(h: Hidden, w: Tensors, keep: Keep, *, settings: Experts) -> Hidden:
+    """Select experts for each token, scale their inputs by weight, sum their outputs and the shared expert's."""
     logits = keep("router_logits", linear(h, w["router"]))
     ids = keep("topk_ids", top_k(logits, settings.n_experts_per_token))
     weights = keep("topk_weights", sigmoid(np.take_along_axis(logits, ids, axis=-1)))

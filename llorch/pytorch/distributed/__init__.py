@@ -1,1 +1,1 @@
-"""One model on the ranks of a device mesh."""
+"""Distributed training and generation: one model on the ranks of a device mesh."""

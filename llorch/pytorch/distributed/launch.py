@@ -1,8 +1,9 @@
-"""The processes of a device mesh: as many of one function as there are ranks, started by torch's own launcher.
+"""Processes (ranks) of a device mesh: launch them with torch's own launcher, join the mesh, communicate on it.
 
-`failure` ends all of them where one fails.
+`on_ranks` calls a function in n processes. The function calls `start` to join the mesh, and `leave` at its end. If one
+rank fails, its error goes to the others by `Ranks.ending`, see `failure`; the launcher stops ranks that still run.
 
-Source: torch.distributed.launcher, which is what `torchrun` calls; torch.distributed.rendezvous for the store.
+Source: torch.distributed.launcher, which `torchrun` calls; torch.distributed.rendezvous for the store.
 """
 
 import json
@@ -30,41 +31,41 @@ from torch.distributed.rendezvous import rendezvous
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.failure import Ending
 from llorch.runtime.errors import EngineDied, RankFailed, UserError
-from llorch.runtime.launched_rank import OURS, n_restarts, only_first_speaks, own_device
+from llorch.runtime.launched_rank import OURS, n_restarts, rank_device, silence_other_ranks
 from llorch.training.resume import differences
 
-TIMEOUT = timedelta(minutes=5)  # that a rank waits for another
-Made = TypeVar("Made")
+TIMEOUT = timedelta(minutes=5)  # time that a rank waits for another rank, and for ranks to end after a signal
+Result = TypeVar("Result")
 
 
 class RanksEnded(Exception):
-    """Ranks that ended with an exit code of their own, and have said why."""
+    """End of the ranks with an exit code; one of them has printed the reason, or a signal ended the launcher."""
 
     def __init__(self, exit_code: int) -> None:
-        """Keep the exit code."""
+        """Store the exit code."""
         super().__init__(f"the ranks ended with code {exit_code}")
         self.exit_code = exit_code
 
 
 def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: timedelta = TIMEOUT) -> Any:
-    """Call a function in so many processes of this machine; return the result of rank 0, which alone prints.
+    """Call a function in `n_ranks` processes of this machine; return the result of rank 0. Other ranks are silent.
 
     Args:
         n_ranks: The number of processes.
-        work: The function that they call; a function of a module, as processes import it.
+        work: The function to call; it must be importable from a module.
         arguments: The arguments of the function.
-        timeout: Time that ranks have to end after SIGTERM or SIGINT, which this process passes on to them.
+        timeout: Time for ranks to end after SIGTERM or SIGINT, which this process forwards.
 
     Raises:
-        EngineDied: A rank did not survive, or raised; the others are ended.
-        RanksEnded: A rank left with an exit code, or a signal ended this process.
+        EngineDied: A rank died or raised; the launcher stops the other ranks.
+        RanksEnded: A rank exited with a code, or this process received SIGTERM or SIGINT.
     """
     for name in logging.root.manager.loggerDict:
         if name.startswith(("torch.distributed.elastic", "torch.multiprocessing")):
-            logging.getLogger(name).setLevel(logging.CRITICAL)  # what is worth a line we say
+            logging.getLogger(name).setLevel(logging.CRITICAL)  # llorch reports failures itself
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(math.ceil(timeout.total_seconds())))
     try:
-        with _handlers_put_back(), TemporaryDirectory(prefix="llorch-", ignore_cleanup_errors=True) as logs:
+        with _restored_handlers(), TemporaryDirectory(prefix="llorch-", ignore_cleanup_errors=True) as logs:
             config = LaunchConfig(
                 min_nodes=1, max_nodes=1, nproc_per_node=n_ranks, run_id=OURS + uuid4().hex, rdzv_backend="c10d",
                 rdzv_endpoint="localhost:0", local_addr="localhost", max_restarts=0, monitor_interval=0.05,
@@ -78,45 +79,46 @@ def on_ranks(n_ranks: int, work: Callable[..., Any], *arguments: Any, timeout: t
 
 
 @contextmanager
-def _handlers_put_back() -> Iterator[None]:
-    """Put the signal handlers of this process back, because the launcher leaves different handlers behind."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
+def _restored_handlers() -> Iterator[None]:
+    """Restore the signal handlers of this process, because the launcher replaces them."""
+    saved_handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)}
     try:
         yield
     finally:
-        for number, handler in before.items():
+        for number, handler in saved_handlers.items():
             signal.signal(number, handler)
 
 
 def _error_of_rank(error: ChildFailedError, n_ranks: int) -> Exception:
-    """Make the exception that explains how the first failed rank ended: exit code, exception or signal."""
-    rank, failure = min(error.failures.items(), key=lambda item: item[1].timestamp)
-    said: Any = failure.message
-    if isinstance(said, dict):
-        return EngineDied(f"rank {rank} of {n_ranks}: {said['message']}")
+    """Return the exception that explains how the first failed rank ended: exit code, exception or signal."""
+    rank, failure = min(error.failures.items(), key=lambda rank_failure: rank_failure[1].timestamp)
+    message: Any = failure.message
+    if isinstance(message, dict):
+        return EngineDied(f"rank {rank} of {n_ranks}: {message['message']}")
     if failure.exitcode > 0:
         return RanksEnded(failure.exitcode)
-    return EngineDied(f"rank {rank} of {n_ranks}: its process ended ({said})")
+    return EngineDied(f"rank {rank} of {n_ranks}: its process ended ({message})")
 
 
 def _rank(work: Callable[..., Any], *arguments: Any) -> Any:
-    only_first_speaks()
+    silence_other_ranks()
     return work(*arguments)
 
 
 def start(axes: Mapping[str, int], *, device: str = "cpu", timeout: timedelta = TIMEOUT) -> DeviceMesh:
-    """Join the other ranks, as one of a mesh with such axes; on CUDA each rank has the device of its local number.
+    """Join a mesh with the given axes as one of its ranks; on CUDA each rank uses the device of its local rank.
 
     Raises:
-        ValueError: On all ranks: there are not as many as the mesh has.
-        MissingDevice: This rank has no such device.
+        UserError: On all ranks: the number of ranks differs from the mesh.
+        MissingDevice: This rank does not have the device.
     """
-    target(own_device(device))  # that it is here
-    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # it tells how parts are put together
+    target(rank_device(device))  # raises if the device is missing
+    logging.getLogger("torch.distributed.tensor").setLevel(logging.ERROR)  # silence its messages about redistribution
     store, rank, n_ranks = next(rendezvous("env://", timeout=timeout))
+    # torchrun may restart lost ranks with the same store, which still has the addresses of the ended processes
     failures = PrefixStore(f"failures of start {n_restarts()}", store)
     Ranks.ending, Ranks.timeout = Ending(failures, rank=rank, n_ranks=n_ranks, timeout=timeout), timeout
-    messages = PrefixStore(f"messages of start {n_restarts()}", store)  # without addresses of those before
+    messages = PrefixStore(f"messages of start {n_restarts()}", store)
     backend = "gloo" if device == "cpu" else "cpu:gloo,cuda:nccl"
     dist.init_process_group(backend, store=messages, rank=rank, world_size=n_ranks, timeout=timeout)
     if n_ranks != math.prod(axes.values()):
@@ -124,53 +126,53 @@ def start(axes: Mapping[str, int], *, device: str = "cpu", timeout: timedelta = 
         raise UserError(f"mesh: expected {math.prod(axes.values())} ranks for {shape}, got {n_ranks}")
     mesh = init_device_mesh(device, tuple(axes.values()), mesh_dim_names=tuple(axes))
     for group in mesh.get_all_groups():
-        _set_pg_timeout(timeout, group)  # which has another one by default
+        _set_pg_timeout(timeout, group)  # its default is different
     return mesh
 
 
 class Ranks:
-    """The processes that make a run: one alone, or all of a mesh, which call the same methods in the same order."""
+    """View of one process on the ranks of its run: itself alone, or all of a mesh, which make the same calls."""
 
-    ending: Ending | None = None  # of the mesh that this process has joined
-    timeout: timedelta = TIMEOUT  # that it waits for a message
+    ending: Ending | None = None  # of the class: `cli.mesh` explains any error with it; None before `start`
+    timeout: timedelta = TIMEOUT  # of communication
 
     def __init__(self, mesh: DeviceMesh | None = None) -> None:
-        """Start as a rank of a mesh, or alone."""
+        """Create the view of a rank of a mesh, or with None of a single process."""
         self.mesh = mesh
         self.rank = 0 if mesh is None else dist.get_rank()
         self.is_first = self.rank == 0
 
-    def first(self, work: Callable[[], Made]) -> Made:
+    def first(self, work: Callable[[], Result]) -> Result:
         """Call `work` on the first rank and return its result on all; if it raises, others raise RankFailed."""
         if self.mesh is None:
             return work()
-        made: list[Any] = [None, False]
+        outcome: list[Any] = [None, False]
         try:
-            made = [work() if self.is_first else None, True]
+            outcome = [work() if self.is_first else None, True]
         finally:
-            dist.broadcast_object_list(made, src=0)
-        if not made[1]:
+            dist.broadcast_object_list(outcome, src=0)
+        if not outcome[1]:
             raise RankFailed("rank 0 failed", None)
-        return made[0]
+        return outcome[0]
 
     def largest(self, number: int) -> int:
         """Return the largest number of all ranks."""
-        found = torch.tensor(number)
+        maximum = torch.tensor(number)
         if self.mesh is not None:
-            dist.all_reduce(found, dist.ReduceOp.MAX)
-        return int(found)
+            dist.all_reduce(maximum, dist.ReduceOp.MAX)
+        return int(maximum)
 
-    def require_alike(self, values: Mapping[str, Any]) -> None:
-        """Refuse (ValueError, on all ranks) to go on where a rank has found something else than the first."""
+    def require_alike(self, inputs: Mapping[str, Any]) -> None:
+        """Raise UserError on all ranks if the values of a rank differ from those of the first."""
         if self.mesh is None:
             return
-        found: list[Any] = [None] * dist.get_world_size()
-        dist.all_gather_object(found, json.loads(json.dumps(values)))
-        for rank, other in enumerate(found):
-            if different := differences(found[0], other, sides=("rank 0 has", f"rank {rank}")):
-                what = next(iter(different.values()))
+        rank_values: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(rank_values, json.loads(json.dumps(inputs)))
+        for rank, rank_value in enumerate(rank_values):
+            if changes := differences(rank_values[0], rank_value, sides=("rank 0 has", f"rank {rank}")):
+                change = next(iter(changes.values()))
                 raise UserError(
-                    f"mesh: expected equal inputs on all ranks, got {what}; give all ranks equal files and versions"
+                    f"mesh: expected equal inputs on all ranks, got {change}; give all ranks equal files and versions"
                 )
 
 
@@ -180,25 +182,25 @@ def axes_of(mesh: DeviceMesh) -> dict[str, int]:
 
 
 def named_on(target: Target, mesh: DeviceMesh) -> str:
-    """Return the name of a target on a mesh in rows of results, `torch-cpu-float32-dp2-tp2`."""
+    """Return the name of a target on a mesh in result rows, `torch-cpu-float32-dp2-tp2`."""
     return "-".join([str(target), *(f"{axis}{size}" for axis, size in axes_of(mesh).items() if size > 1)])
 
 
-def summed(part: Tensor, ranks: DeviceMesh | None) -> Tensor:
-    """Sum a tensor over the ranks of one axis, in place; None for `ranks` leaves the tensor unchanged."""
-    if ranks is not None:
-        dist.all_reduce(part, group=ranks.get_group())
+def summed(part: Tensor, axis_mesh: DeviceMesh | None) -> Tensor:
+    """Sum a tensor in place over the ranks of one axis of a mesh, `mesh["tp"]` (all-reduce); None changes nothing."""
+    if axis_mesh is not None:
+        dist.all_reduce(part, group=axis_mesh.get_group())
     return part
 
 
-def gathered(part: Tensor, axis: int, ranks: DeviceMesh) -> Tensor:
-    """Gather the parts of all ranks beside each other along an axis."""
-    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(ranks.size())]
-    dist.all_gather(parts, part.contiguous(), group=ranks.get_group())
-    return torch.cat(parts, axis)
+def gathered(part: Tensor, dim: int, axis_mesh: DeviceMesh) -> Tensor:
+    """Concatenate the parts of the ranks of one axis of a mesh, along dimension `dim` of the tensor (all-gather)."""
+    parts = [torch.empty_like(part, memory_format=torch.contiguous_format) for _ in range(axis_mesh.size())]
+    dist.all_gather(parts, part.contiguous(), group=axis_mesh.get_group())
+    return torch.cat(parts, dim)
 
 
 def leave() -> None:
-    """Say farewell to the other ranks, so that none of them waits."""
+    """Leave the process group, so that no rank waits for this rank."""
     if dist.is_initialized():
         dist.destroy_process_group()

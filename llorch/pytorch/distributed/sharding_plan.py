@@ -1,7 +1,7 @@
-"""The part of a model that each rank has, if ranks share its layers: the weights that are cut or cannot be cut.
+"""Sharding of a model over tensor-parallel ranks: the cut of each weight, and models that cannot be cut.
 
-A rank has some output rows of q, k, v, gate and up, so that it has whole heads and a part of the inner width; of o and
-down the input columns that belong to them. Experts are dealt out one by one. Everything else is whole on every rank.
+A rank has some output rows of q, k, v, gate and up, that is whole heads and a part of the intermediate width, and the
+matching input columns of o and down. Experts are distributed one by one. Everything else is replicated on every rank.
 """
 
 from dataclasses import replace
@@ -20,6 +20,7 @@ from llorch.pytorch.load import Cut, all_of, path_of
 from llorch.pytorch.stored_kinds import block_size, kind_of
 from llorch.runtime.errors import UserError
 
+# paths of matrices in a layer; COLUMNS are cut by output rows, ROWS by input columns, EXPERTS by expert
 _FEED = ("mlp", "mlp.shared_expert")
 COLUMNS = (
     "self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj",
@@ -30,7 +31,7 @@ EXPERTS = tuple(f"mlp.experts.{part}_proj" for part in ("gate", "up", "down"))
 
 
 def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
-    """Explain why the layers of a model cannot be split over so many ranks; None if they can."""
+    """Return the reason why the layers of a model cannot be split over `n_ranks` ranks; None if they can."""
     if n_ranks == 1:
         return None
     if any(layer not in (Layer(), Layer(experts=True)) for layer in config.layers):
@@ -47,27 +48,27 @@ def cannot_split(config: ModelConfig, n_ranks: int) -> str | None:
 
 
 def require_split(config: ModelConfig, n_ranks: int) -> None:
-    """Raise ValueError with the reason of `cannot_split`, if there is one."""
+    """Raise UserError with the reason of `cannot_split`, if there is one."""
     if reason := cannot_split(config, n_ranks):
         raise UserError(f"tensor parallel: {reason}")
 
 
 def torn_blocks(weights: Weights, n_ranks: int) -> str | None:
-    """Explain why packed matrices cannot be cut: a column cut must fall between two blocks; None if they can."""
-    for row in inventory(weights.config).values():
-        kind, path = kind_of(weights, row.name), path_of(row.name).removesuffix(".weight")
+    """Return the reason why packed matrices cannot be cut between blocks; None if they can."""
+    for weight in inventory(weights.config).values():
+        kind, path = kind_of(weights, weight.name), path_of(weight.name).removesuffix(".weight")
         if kind is not None and path.endswith(EXPERTS) and n_ranks > 1:
-            return f"{row.name}: llorch cannot split packed experts over tensor-parallel processes"
-        if kind is not None and cut_axis(path_of(row.name)) == 1:
-            size = block_size(weights, row.name)
-            if row.shape[-1] // size % n_ranks:
-                n_blocks = f"{row.shape[-1] // size} blocks of {size} columns ({kind.name})"
-                return f"{row.name}: expected a number of blocks divisible by {n_ranks} ranks, got {n_blocks}"
+            return f"{weight.name}: llorch cannot split packed experts over tensor-parallel processes"
+        if kind is not None and cut_axis(path_of(weight.name)) == 1:
+            size = block_size(weights, weight.name)
+            if weight.shape[-1] // size % n_ranks:
+                n_blocks = f"{weight.shape[-1] // size} blocks of {size} columns ({kind.name})"
+                return f"{weight.name}: expected a number of blocks divisible by {n_ranks} ranks, got {n_blocks}"
     return None
 
 
 def cut_axis(path: str) -> int | None:
-    """Find the axis along which a weight is cut, by its attribute path; None if every rank has the whole weight."""
+    """Return the axis along which a weight is cut, by its attribute path; None if it is replicated."""
     matrix, _, kind = path.rpartition(".")
     if matrix.endswith((*COLUMNS, *EXPERTS)):
         return 0
@@ -75,7 +76,7 @@ def cut_axis(path: str) -> int | None:
 
 
 def of_a_rank(config: ModelConfig, n_ranks: int) -> ModelConfig:
-    """Return the configuration with the heads and the inner width of one rank, for its cache and its memory."""
+    """Return the configuration with one rank's heads and intermediate width, for the size of its cache and memory."""
     sizes = {name: getattr(config, name) // n_ranks for name in ("n_heads", "n_kv_heads", "intermediate_size")}
     return replace(config, **sizes)
 
@@ -89,20 +90,20 @@ def cut_for(config: ModelConfig, mesh: DeviceMesh) -> Cut:
 
 
 def sharing_layers(mesh: DeviceMesh) -> DeviceMesh | None:
-    """Return the ranks that share layers, where there are several; else None."""
+    """Return the axis of the mesh with the tensor-parallel ranks if there are several; else None."""
     return mesh["tp"] if axes_of(mesh).get("tp", 1) > 1 else None
 
 
-def part_of_rank(path: str, whole: Tensor, ranks: DeviceMesh) -> Tensor:
+def part_of_rank(path: str, complete: Tensor, ranks: DeviceMesh) -> Tensor:
     """Return the rank's part of a weight, or of a field of a packed weight, by the attribute path of its matrix.
 
-    A bias that is added to a sum over ranks is whole on the first rank and zero on the others. Raises ValueError where
-    blocks would be torn apart.
+    The bias of o or down is added once to the sum over ranks: complete on the first rank, zero on the others. Raises
+    UserError if the size is not divisible; experts may be uneven.
     """
     rank, n_ranks, axis = ranks.get_local_rank(), ranks.size(), cut_axis(path)
     if axis is None:
         is_added = path.endswith(tuple(f"{matrix}.bias" for matrix in ROWS))
-        return torch.zeros_like(whole) if is_added and rank else whole
-    if (size := whole.shape[axis]) % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
+        return torch.zeros_like(complete) if is_added and rank else complete
+    if (size := complete.shape[axis]) % n_ranks and not path.removesuffix(".weight").endswith(EXPERTS):
         raise UserError(f"tensor parallel: {path}: expected a size divisible by {n_ranks} ranks, got {size}")
-    return whole.chunk(n_ranks, axis)[rank].clone()
+    return complete.chunk(n_ranks, axis)[rank].clone()

@@ -1,9 +1,9 @@
-"""The kernels of llorch that a model gets on a device: on CUDA those that have passed their check there.
+"""Select the kernels of llorch for a device: on CUDA, kernels that passed their check on this device.
 
-Before they are first used on a device, each is tried in a process of its own (see `kernel_check`), as a kernel
-that reads what is not its own ends the whole process, and one that waits for itself never ends. Results are kept for
-this very device, driver, torch, Triton and source. The kernels of the CPU, whose compiled part has run on many
-machines, are tried when the user asks for llorch's kernels by name.
+Each kernel is checked in a separate process before its first use on a device (see `kernel_check`): a kernel that reads
+invalid memory ends its process, and a kernel in a deadlock never ends. Results are cached for this device, driver,
+torch, Triton and source. The CPU kernels, whose compiled part has run on many machines, are checked only if the user
+asks for llorch's kernels (`kernels="own"`, see `load_torch`).
 """
 
 import json
@@ -23,7 +23,7 @@ from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named, target
 from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, private_folder
-from llorch.pytorch.kernels.kernel_check import KernelCheck, seconds, tried
+from llorch.pytorch.kernels.kernel_check import KernelCheck, check_kernel, make_clock
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.table import install_kernels, kernels_for
 from llorch.runtime.errors import CheckpointMismatch
@@ -33,148 +33,151 @@ from llorch.runtime.worker import PIPE, end_with_parent, run
 logger = logging.getLogger(__name__)
 
 Attention = Literal["sdpa", "eager"]
-PATIENCE = 300.0  # seconds that one process may take: kernels are compiled in it
+PATIENCE = 300.0  # seconds; the process also compiles the kernels
 
 
 @cache
-def built_kernels(at: Target, *, training: bool = False) -> KernelTable:
-    """Choose llorch's kernels for a target: none (torch), all (own), or those that are right and no slower (auto).
+def built_kernels(target: Target, *, training: bool = False) -> KernelTable:
+    """Select llorch's kernels for a target: none (torch), all (own), or the correct ones that are not slower (auto).
 
-    `training`: the kernels that record gradients, and no others; on the CPU only packed matrices have them.
-    CheckpointMismatch where one is wrong that was asked for by name.
+    `training`: select the kernels that support backward, and no others; on the CPU only packed matrices have them.
+    Raises CheckpointMismatch if `own` is set and a kernel is wrong.
     """
-    if at.kernels == "torch":
+    if target.kernels == "torch":
         return {}
-    kernels, asked = kernels_for(at.device, at.dtype, required=at.kernels == "own"), at.kernels == "own"
+    kernels, force = kernels_for(target.device, target.dtype, required=target.kernels == "own"), target.kernels == "own"
     kernels = {kind: make for kind, make in kernels.items() if kind.startswith(TRAINED) is training}
-    if not kernels or (at.device.type == "cpu" and not asked):
+    if not kernels or (target.device.type == "cpu" and not force):
         return kernels
-    found = verdicts(at, list(kernels))
-    faults = {kind: fault for kind in kernels if (fault := found[kind].fault(timed=not asked))}
-    told = "; ".join(f"{kind} {fault}" for kind, fault in faults.items())
-    if faults and asked:
-        raise CheckpointMismatch(f"kernels own, {at} on {device_name(at.device)}: {told}; use --kernels auto")
+    checks = verdicts(target, list(kernels))
+    faults = {kind: fault for kind in kernels if (fault := checks[kind].fault(timed=not force))}
+    text = "; ".join(f"{kind} {fault}" for kind, fault in faults.items())
+    if faults and force:
+        raise CheckpointMismatch(f"kernels own, {target} on {device_name(target.device)}: {text}; use --kernels auto")
     if faults:
         logger.warning(
-            "kernels: on %s in %s torch's kernels replace llorch's, because of: %s", device_name(at.device), at, told
-        )
+            "kernels: on %s in %s torch's kernels replace llorch's, because of: %s",
+            device_name(target.device), target, text,
+        )  # fmt: skip
     return {kind: make for kind, make in kernels.items() if kind not in faults}
 
 
 def speed_up(
-    module: CausalLM, at: Target, attention: Attention, *, compiled: bool, without: Sequence[str] = ()
+    module: CausalLM, target: Target, attention: Attention, *, compiled: bool, without: Sequence[str] = ()
 ) -> None:
-    """Put kernels in place of plain modules, except some kinds; torch.compile fuses the modules that stay plain."""
+    """Replace modules by kernels, except the kinds in `without`; torch.compile fuses the modules that remain."""
     if attention == "sdpa":
         use_sdpa(module)
-    kernels = {kind: make for kind, make in built_kernels(at).items() if kind not in without}
-    on_cpu = at.device.type == "cpu"
+    kernels = {kind: make for kind, make in built_kernels(target).items() if kind not in without}
+    on_cpu = target.device.type == "cpu"
     if compiled:
         kernels = {kind: make for kind, make in kernels.items() if kind.startswith("packed") and not on_cpu}
     if kernels and on_cpu:
         keep_freed_memory()
     install_kernels(module, kernels)
     if not on_cpu:
-        torch.cuda.empty_cache()  # matrices that were copied to lie side by side
+        torch.cuda.empty_cache()  # frees the originals of fused matrices
 
 
-def speed_up_training(module: CausalLM, at: Target) -> None:
-    """Put fused attention and the kernels that record gradients in place of plain modules."""
+def speed_up_training(module: CausalLM, target: Target) -> None:
+    """Replace modules by fused attention and by kernels that support backward."""
     use_sdpa(module)
-    trained = built_kernels(at, training=True)
-    if trained and at.device.type == "cpu":
+    trained = built_kernels(target, training=True)
+    if trained and target.device.type == "cpu":
         keep_freed_memory()
     install_kernels(module, {kind.removeprefix(TRAINED): make for kind, make in trained.items()})
 
 
-def verdicts(at: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, KernelCheck]:
-    """Return the verdicts on some kinds of kernels, found now or, without `anew`, by an earlier process."""
+def verdicts(target: Target, kinds: Sequence[str], *, anew: bool = False) -> Mapping[str, KernelCheck]:
+    """Return the checks of some kinds of kernels, run now or, without `anew`, by an earlier process."""
     folder = private_folder()
-    kept = None if folder is None else folder / f"kernels-{_name(at)}.json"
-    found = {} if kept is None or anew else _read_results(kept)
-    if missing := [kind for kind in kinds if kind not in found]:
-        where = f"{len(missing)} kernels on {device_name(at.device)} in {at.dtype_name}"
-        logger.warning("kernels: checking %s, once for this device, dtype and version; a minute or two on CUDA", where)
-        found |= try_apart(at, missing)
-        if kept is not None:
-            _keep(kept, found)
-    return found
+    cache_file = None if folder is None else folder / f"kernels-{_cache_key(target)}.json"
+    checks = {} if cache_file is None or anew else _read_results(cache_file)
+    if missing := [kind for kind in kinds if kind not in checks]:
+        scope = f"{len(missing)} kernels on {device_name(target.device)} in {target.dtype_name}"
+        logger.warning("kernels: checking %s, once for this device, dtype and version; a minute or two on CUDA", scope)
+        checks |= run_in_child(target, missing)
+        if cache_file is not None:
+            _write_results(cache_file, checks)
+    return checks
 
 
-def try_apart(at: Target, kinds: Sequence[str], *, program: Sequence[str] = ("-m", __name__)) -> dict[str, KernelCheck]:
-    """Try kernels in another process; a kernel that ends it leaves the rest to the next process."""
-    found: dict[str, KernelCheck] = {}
+def run_in_child(
+    target: Target, kinds: Sequence[str], *, program: Sequence[str] = ("-m", __name__)
+) -> dict[str, KernelCheck]:
+    """Check kernels in another process; a kernel that ends it has failed, and a new process checks those left."""
+    checks: dict[str, KernelCheck] = {}
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
-        results = Path(folder) / "results"
-        while left := [kind for kind in kinds if kind not in found]:
-            how = _run_trial([sys.executable, *program, str(results), str(at.device), at.dtype_name, *left])
-            found |= _read_results(results)
-            if all(kind in found for kind in left):
+        file = Path(folder) / "results"
+        while pending := [kind for kind in kinds if kind not in checks]:
+            failure = _run_check([sys.executable, *program, str(file), str(target.device), target.dtype_name, *pending])
+            checks |= _read_results(file)
+            if all(kind in checks for kind in pending):
                 break
-            culprit = next(kind for kind in left if kind not in found)
-            found[culprit] = KernelCheck(float("inf"), float("nan"), how)
-    return found
+            culprit = next(kind for kind in pending if kind not in checks)
+            checks[culprit] = KernelCheck(float("inf"), float("nan"), failure)
+    return checks
 
 
-def _run_trial(command: Sequence[str]) -> str:
-    """Run a process to its end; says how that was."""
+def _run_check(command: Sequence[str]) -> str:
+    """Run a process to its end, or `PATIENCE`; return a description of a failure (of no use after success)."""
     root = str(Path(__file__).parents[3])
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))}
-    ended = run(command, seconds=PATIENCE, env=environment, stdin=PIPE)
-    if ended.limit:
+    process = run(command, seconds=PATIENCE, env=environment, stdin=PIPE)
+    if process.limit:
         return f"the check did not end within {PATIENCE:.0f} s"
-    return f"the process of the check ended with status {ended.status}: {(ended.last_words or 'no message')[:200]}"
+    return f"the process of the check ended with status {process.status}: {(process.error_line or 'no message')[:200]}"
 
 
-def main(results: str, device: str, dtype: str, *kinds: str) -> None:
-    """Try each kernel in a separate process, and write a line of results as soon as a kernel is tried."""
-    at = target(device, dtype)
-    compute_as_named(at)
-    kernels = kernels_for(at.device, at.dtype, required=True)
+def main(result_file: str, device: str, dtype: str, *kinds: str) -> None:
+    """Check each kernel and append its result to a file at once, so that later crashes lose nothing."""
+    backend = target(device, dtype)
+    compute_as_named(backend)
+    kernels = kernels_for(backend.device, backend.dtype, required=True)
     for kind in kinds:
-        verdict = tried(kind, kernels, at, seconds(at.device, kind))
-        with Path(results).open("a", encoding="utf-8") as file:
-            file.write(json.dumps({kind: asdict(verdict)}) + "\n")
+        check = check_kernel(kind, kernels, backend, make_clock(backend.device, kind))
+        with Path(result_file).open("a", encoding="utf-8") as file:
+            file.write(json.dumps({kind: asdict(check)}) + "\n")
 
 
 def _read_results(file: Path) -> dict[str, KernelCheck]:
     """Read the results of a file; empty if the file is missing or damaged."""
     try:
         lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-        return {kind: KernelCheck(**values) for line in lines for kind, values in line.items()}
+        return {kind: KernelCheck(**fields) for line in lines for kind, fields in line.items()}
     except (OSError, ValueError, TypeError, AttributeError):
         return {}
 
 
-def _keep(file: Path, found: Mapping[str, KernelCheck]) -> None:
-    """Write results so that another process sees all of them or none; where that cannot be, they are found again."""
+def _write_results(file: Path, checks: Mapping[str, KernelCheck]) -> None:
+    """Write results atomically, so that another process sees all or none; without success they are checked again."""
     try:
-        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as made:
-            made.write(json.dumps({kind: asdict(verdict) for kind, verdict in found.items()}) + "\n")
-        Path(made.name).replace(file)
+        with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False, encoding="utf-8") as temporary:
+            temporary.write(json.dumps({kind: asdict(check) for kind, check in checks.items()}) + "\n")
+        Path(temporary.name).replace(file)
     except OSError:
         return
 
 
 def device_name(device: torch.device) -> str:
-    """Return the name that the driver gives a device."""
+    """Return the driver's name of a device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else "the CPU"
 
 
-def _name(at: Target) -> str:
-    """Hash all that decides the results: device with driver, compiler, dtype, versions, every source of this path."""
-    if at.device.type == "cpu":
-        where = identity(find_compiler() or [])
+def _cache_key(target: Target) -> str:
+    """Hash everything that determines the results: device and driver, compiler, dtype, versions and all sources."""
+    if target.device.type == "cpu":
+        device_version = identity(find_compiler() or [])
     else:
         from triton import __version__ as triton
 
-        where = repr((device_name(at.device), driver(), torch.version.cuda, triton))
+        device_version = repr((device_name(target.device), driver(), torch.version.cuda, triton))
     sources = (path.read_bytes() for path in sorted(Path(__file__).parents[1].rglob("*.py")))
-    return digest(repr((where, at.dtype_name, torch.__version__)).encode(), *sources)
+    return digest(repr((device_version, target.dtype_name, torch.__version__)).encode(), *sources)
 
 
 def driver() -> str:
-    """Return the version of the NVIDIA driver, as Linux tells it or else as torch finds it."""
+    """Return the version of the NVIDIA driver, from Linux or else from torch."""
     try:
         return Path("/proc/driver/nvidia/version").read_text(encoding="utf-8")
     except OSError:

@@ -1,9 +1,10 @@
-"""Quantised matrices as torch tensors, one to a field, and their decoding to float32: the reference of every kernel.
+"""Quantised matrices as one torch tensor per field, and their decoding to float32: the reference of every kernel.
 
-A file keeps the fields of a block side by side, which no wide load likes. Here each field is a matrix of its own with
-as many rows as the weight; bits are moved, none is added, so that a weight takes as many bytes as in its file.
+Fields are codes, scales and minima. A file interleaves the fields of a block (elements that share a scale), which
+prevents wide loads. Here each field is a separate matrix with as many rows as the weight. Bits are moved and none is
+added, so a weight takes as many bytes as in its file.
 
-    type   field   dtype    columns      what
+    type   field   dtype    columns      meaning
     Q8_0   codes   int8     in           in the order of the elements
            d       float16  in / 32      x = d * code
     Q4_0   codes   uint8    in / 2       four bits, see below
@@ -16,23 +17,23 @@ as many rows as the weight; bits are moved, none is added, so that a weight take
            upper   uint8    in / 4       the upper two bits, see below
            scales  int8     in / 16      x = d * scale * (code - 32)
            d       float16  in / 256
-    BF16   codes   bfloat16 in           the numbers, which the float32 kernels of the CPU widen
+    BF16   codes   bfloat16 in           the numbers, which the float32 CPU kernels convert
     F16    codes   float16  in           the same
     Table  codes   uint8    in / 2, in   four bits, see below, or eight bits in the order of the elements
            d       float32  groups       x = d * (values[code] - zero) + minimum
-           zero    float32  groups       absent where it is 0
-           minimum float32  groups       absent where it is 0
-                   on CUDA bfloat16 or float16, if that dtype holds each number of the field exactly
+           zero    float32  groups       absent if all are 0
+           minimum float32  groups       absent if all are 0
+                   d, zero, minimum on CUDA: bfloat16 or float16, if that dtype holds each number exactly
 
-A `Table` keeps a matrix of a quantised Hugging Face folder, with the values of its codes. Its groups have 16 columns,
-or a multiple of 32. Its factor or divisor applies last.
+A `Table` describes a matrix of a quantised Hugging Face folder, with the values of its codes. Its groups (columns that
+share a scale) have 16 columns, or a multiple of 32. Its factor or divisor applies last.
 
 Codes of less than a byte: 32 elements are four little-endian words, and element 4 * j + i is part j of word i. So a
-thread that loads 16 bytes holds all codes that share a scale, and the inputs of part j of its words are neighbours.
+thread that loads 16 bytes has all codes that share a scale, and the inputs of part j of its words are adjacent.
 
     codes   part j is bits 4 * j to 4 * j + 3 of a 32-bit word
     upper   part j is bits 2 * j and 2 * j + 1 of a 16-bit word
-    scales  (Q4_K) a little-endian stream of 12-bit numbers: even ones begin a byte, odd ones in the middle of one
+    scales  (Q4_K) a little-endian stream of 12-bit numbers: even numbers start at a byte, odd ones in its middle
 
 Source: ggml src/ggml-common.h (layouts in a file), see `llorch.files.blocks`; the order here is llorch's.
 """
@@ -54,23 +55,23 @@ Fields = Mapping[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Table(Scheme):
-    """A kind of matrix whose codes of four or eight bits look up a number; `name` is a key of `TABLES`."""
+    """Kind of matrix whose codes of four or eight bits index a table of numbers; `name` is a key of `TABLES`."""
 
     values: bytes  # 16 or 256 numbers, float32
-    has_zeros: bool = False  # a field has them; else they are part of the values
-    factor: float | None = None  # of all numbers, a float32
+    has_zeros: bool = False  # zero points are a field; else the values include them
+    factor: float | None = None  # float32 factor of all numbers
     divisor: float | None = None
 
 
-Kind = GGMLType | Table  # of a packed matrix
+Kind = GGMLType | Table  # kind of a packed matrix
 HALF_TYPES = MappingProxyType({GGMLType.BF16: torch.bfloat16, GGMLType.F16: torch.float16})  # numbers of 2 bytes
 TABLES: Mapping[str, int] = MappingProxyType({"TABLE_4": 16, "TABLE_8": 256})  # numbers of a table
-_SCAN = 1 << 18  # codes that are compared in one go: the mask stays in the processor cache
-RUN = 32  # elements that share a scale, or their number divides that of those
+_SCAN = 1 << 18  # codes compared at a time: their mask fits the processor cache
+RUN = 32  # elements decoded together; a group is one run, several, or half a run
 
 
 def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, Tensor]:
-    """Take the blocks of a matrix, as in its file, apart into fields; rows in the order that is wanted."""
+    """Split the blocks of a matrix, as in its file, into fields; rows must have the model's order."""
     if ggml_type in HALF_TYPES:
         return {"codes": raw.contiguous().view(HALF_TYPES[ggml_type])}
     blocks = raw.unflatten(1, (-1, BLOCK_SIZES[ggml_type][1]))  # (out, blocks, block_bytes)
@@ -78,58 +79,58 @@ def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, 
 
 
 def decode(fields: Fields, ggml_type: Kind) -> Float32[Tensor, "*rows in"]:
-    """Decode whole rows, to the bits of `llorch.files`; a scale that is not finite gives inf or NaN."""
+    """Decode whole rows to the same bits as `llorch.files`; a scale that is not finite gives inf or NaN."""
     return _decode_table(fields, ggml_type) if isinstance(ggml_type, Table) else DECODERS[ggml_type](fields)
 
 
 def width(fields: Fields, ggml_type: Kind) -> int:
-    """Return the number of elements of one row."""
+    """Return the number of elements of one row; a byte of codes has two elements if they have four bits."""
     return fields["codes"].shape[-1] * (2 if ggml_type.name in ("Q4_0", "Q4_K", "Q6_K", "TABLE_4") else 1)
 
 
 @cache
 def values_of(table: Table, device: torch.device) -> Float32[Tensor, " codes"]:
-    """Put the numbers of a table on a device."""
+    """Copy the numbers of a table to a device."""
     return torch.frombuffer(bytearray(table.values), dtype=torch.float32).to(device)
 
 
 def four_bits(codes: UInt8[Tensor, "*rows bytes"]) -> UInt8[Tensor, "*rows in"]:
-    """Codes of four bits in the order of the elements."""
+    """Unpack codes of four bits in the order of the elements."""
     words = codes.unflatten(-1, (-1, 4, 4))  # (..., runs, word, byte)
     parts = torch.stack((words & 15, words >> 4), dim=-1)  # (..., runs, word, byte, half)
     return parts.flatten(-2).mT.flatten(-3)
 
 
 def two_bits(upper: UInt8[Tensor, "*rows bytes"]) -> UInt8[Tensor, "*rows in"]:
-    """Upper two bits of codes in the order of the elements."""
+    """Unpack the upper two bits of codes in the order of the elements."""
     words = upper.unflatten(-1, (-1, 4, 2))  # (..., runs, word, byte)
     parts = torch.stack([words >> shift & 3 for shift in (0, 2, 4, 6)], dim=-1)  # (..., runs, word, byte, quarter)
     return parts.flatten(-2).mT.flatten(-3)
 
 
 def six_bits(scales: UInt8[Tensor, "*rows bytes"]) -> tuple[UInt8[Tensor, "*rows runs"], UInt8[Tensor, "*rows runs"]]:
-    """Scales and minima of Q4_K, one of each for 32 elements."""
-    first, middle, last = scales.unflatten(-1, (-1, 3)).unbind(-1)  # two runs of 12 bits
+    """Unpack scales and minima of Q4_K, six bits each, one of each per 32 elements."""
+    first, middle, last = scales.unflatten(-1, (-1, 3)).unbind(-1)  # three bytes have 12 bits for each of two runs
     scale = torch.stack((first & 63, middle >> 4 | (last & 3) << 4), dim=-1)
     minimum = torch.stack((first >> 6 | (middle & 15) << 2, last >> 2), dim=-1)
     return scale.flatten(-2), minimum.flatten(-2)
 
 
 def shorten(fields: Fields) -> Fields:
-    """Keep scales, zero points and minima in 16 bits where no number changes; for kernels that widen them."""
+    """Store scales, zero points and minima in 16 bits if no number changes, for kernels that convert them back."""
     return {name: _in_16_bits(field) if field.dtype is torch.float32 else field for name, field in fields.items()}
 
 
 def _in_16_bits(field: Float32[Tensor, "rows groups"]) -> Tensor:
-    rounded = (field.to(dtype) for dtype in HALF_TYPES.values())
-    return next((short for short in rounded if torch.equal(short.float(), field)), field)
+    candidates = (field.to(dtype) for dtype in HALF_TYPES.values())
+    return next((candidate for candidate in candidates if torch.equal(candidate.float(), field)), field)
 
 
 def has_finite_numbers(fields: Fields, table: Table) -> bool:
-    """Tell if every code means a finite number, and no scaled number can overflow."""
-    values = values_of(table, fields["codes"].device)
-    wrong = ~values.isfinite()
-    largest = values.where(~wrong, 0).abs().max()
+    """Tell if every code stands for a finite number and no scaled number can overflow."""
+    table_values = values_of(table, fields["codes"].device)
+    not_finite = ~table_values.isfinite()
+    largest = table_values.where(~not_finite, 0).abs().max()
     if "zero" in fields:
         largest = largest + fields["zero"].abs().max()
     largest = largest * fields["d"].abs().max()
@@ -137,14 +138,14 @@ def has_finite_numbers(fields: Fields, table: Table) -> bool:
         largest = largest + fields["minimum"].abs().max()
     if not _times_factor(largest, table).isfinite() or not largest.isfinite():
         return False
-    return not any(_occurs(code, fields["codes"]) for code in wrong.nonzero().flatten().tolist())
+    return not any(_occurs(code, fields["codes"]) for code in not_finite.nonzero().flatten().tolist())
 
 
 def _occurs(code: int, codes: UInt8[Tensor, "*rows columns"]) -> bool:
-    """Look for a code; on the CPU in NumPy and some at a time, which takes a tenth of the time of torch."""
+    """Tell if a code occurs; on the CPU chunks in NumPy take a tenth of the time of torch."""
     if codes.device.type != "cpu":
         return bool((codes == code).any())
-    return any((part.numpy() == code).any() for part in codes.flatten().split(_SCAN))
+    return any((chunk.numpy() == code).any() for chunk in codes.flatten().split(_SCAN))
 
 
 def _pack_q8_0(blocks: Tensor) -> dict[str, Tensor]:
@@ -193,9 +194,9 @@ def _decode_q4_0(fields: Fields) -> Tensor:
 
 def _decode_q4_k(fields: Fields) -> Tensor:
     scale, minimum = six_bits(fields["scales"])
-    values = _scaled(four_bits(fields["codes"]), _scaled(scale, fields["d"].float()))
+    scaled = _scaled(four_bits(fields["codes"]), _scaled(scale, fields["d"].float()))
     minima = _scaled(minimum, fields["dmin"].float())
-    return (values.unflatten(-1, (minima.shape[-1], -1)) - minima[..., None]).flatten(-2)
+    return (scaled.unflatten(-1, (minima.shape[-1], -1)) - minima[..., None]).flatten(-2)
 
 
 def _decode_q6_k(fields: Fields) -> Tensor:
@@ -219,7 +220,7 @@ def _decode_table(fields: Fields, table: Table) -> Tensor:
 
 
 def _times_factor(numbers: Tensor, table: Table) -> Tensor:
-    """Apply the factor and the divisor of the whole table."""
+    """Apply the factor and the divisor of a table."""
     if table.factor is not None:
         numbers = numbers * table.factor
     if table.divisor is None:
@@ -228,18 +229,18 @@ def _times_factor(numbers: Tensor, table: Table) -> Tensor:
 
 
 def _scaled(numbers: Tensor, scales: Tensor) -> Tensor:
-    """Integers times the scale of the run that each is in, rounded to float32."""
+    """Multiply integers by the scale of their run, rounded to float32."""
     runs = numbers.unflatten(-1, (scales.shape[-1], -1))
     return (runs.float() * scales[..., None]).flatten(-2)
 
 
 def _as_float16(columns: Tensor) -> Tensor:
-    """Read two bytes of every block as one float16 number."""
+    """Read two bytes of every block as a float16 number."""
     return columns.flatten(1).contiguous().view(torch.float16)
 
 
 def join_four_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:
-    """Pack codes of four bits, the reverse of `four_bits`."""
+    """Pack codes of four bits; inverse of `four_bits`."""
     words = codes.contiguous().view(torch.int64)  # four codes of part 2 b, then four of part 2 b + 1
     pairs = (words | words >> 28).to(torch.int32).view(torch.uint8).unflatten(1, (-1, 4, 4))  # (out, runs, b, word)
     joined = torch.empty_like(pairs)

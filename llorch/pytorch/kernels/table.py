@@ -1,9 +1,9 @@
 """Replace modules of the reference model by optimized kernels, using one table per device.
 
 A kernel replaces a module or a function that `causal_lm` calls: a norm, a projection, the rotation, attention, the
-activation, a whole block. It has the interface of the plain module and shares its weights. A table maps a kind to the
-function that makes the kernel from the plain module; a kind that the table lacks stays plain. `graph` makes the object
-that replays steps of decoding.
+activation, a whole block. It has the interface of the reference module and shares its weights. A table maps a kind of
+module to the function that makes the kernel from the module; modules of other kinds stay. The kind "graph" is no
+module: it makes the object that replays decode steps as a CUDA graph.
 """
 
 from collections.abc import Mapping
@@ -23,7 +23,7 @@ from llorch.runtime.errors import MissingDevice, MissingExtra
 
 
 def kernels_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> KernelTable:
-    """Return all kernels of llorch for a device and a dtype; `required`: raise where what they need is absent."""
+    """Return all kernels of llorch for a device and a dtype; `required`: raise if a dependency is missing."""
     if device.type == "cpu":
         compiled = library()
         if required and compiled is None:
@@ -36,14 +36,14 @@ def kernels_for(device: torch.device, dtype: torch.dtype, *, required: bool) -> 
             raise MissingExtra("torch", "triton")
         return {}
     from llorch.pytorch.kernels.triton.kernels import (
-        TRITON_KERNELS,  # imports triton, which torch for the CPU comes without
+        TRITON_KERNELS,  # imports triton, which CPU builds of torch do not have
     )
 
     return TRITON_KERNELS
 
 
 def install_kernels(model: CausalLM, kernels: KernelTable) -> None:
-    """Put kernels in place of the plain modules; eager attention stays, because someone wants its stages."""
+    """Replace modules by kernels; unfused attention stays: the user chose it to observe scores and probabilities."""
     for module in list(model.modules()):
         for name, kernel in module.named_children():
             setattr(module, name, faster(kernel, kernels))
@@ -62,19 +62,19 @@ def install_kernels(model: CausalLM, kernels: KernelTable) -> None:
         model.model.layers = nn.ModuleList(map(kernels["block"], model.model.layers))
 
 
-def faster(kernel: nn.Module, kernels: KernelTable) -> nn.Module:
-    """Return the kernel that replaces a module; the module itself if its kind is not in the table."""
-    make = kernels.get(_kind_of(kernel))
-    return kernel if make is None else make(kernel)
+def faster(module: nn.Module, kernels: KernelTable) -> nn.Module:
+    """Return the kernel that replaces a module, or the module itself if its kind is not in the table."""
+    make = kernels.get(_kind_of(module))
+    return module if make is None else make(module)
 
 
-def _kind_of(kernel: nn.Module) -> str:
-    """Return the key of a module in kernel tables, "" if no kernel replaces it."""
-    if isinstance(kernel, QuantisedLinear):
-        return f"packed {kernel.ggml_type.name}"
-    if isinstance(kernel, QuantisedExperts):
-        return f"packed experts {kernel.ggml_type.name}"
-    return next((kind for plain, kind in _KINDS.items() if isinstance(kernel, plain)), "")
+def _kind_of(module: nn.Module) -> str:
+    """Return the key of a module in kernel tables; "" if no kernel replaces it."""
+    if isinstance(module, QuantisedLinear):
+        return f"packed {module.ggml_type.name}"
+    if isinstance(module, QuantisedExperts):
+        return f"packed experts {module.ggml_type.name}"
+    return next((kind for module_type, kind in _KINDS.items() if isinstance(module, module_type)), "")
 
 
 _KINDS: Mapping[type[nn.Module], str] = {

@@ -1,9 +1,9 @@
-"""LoRA on torch: adapters beside the modules of the torch model.
+"""LoRA on torch: adapters on modules of the torch model.
 
-In comes an `Adapter` of `llorch.lora` and a model; out come the model with wrapped modules, the parameters to train,
-and the adapter again, as arrays. In the order to read:
+Input: an `Adapter` of `llorch.lora` and a model. Output: the model with wrapped modules, the parameters to train,
+and the adapter again, as arrays. Reading order:
 
-    adapters   put on, switch, train, take off: what others call
-    modules    a frozen module and the adapters beside it; their product, with a lean backward pass
-    serving    many adapters on one base that runs, each request with a view of its own
+    adapters   attach, activate, train and detach adapters: the interface
+    modules    a frozen module with adapters; the product of an adapter, with a backward pass that saves memory
+    serving    many adapters on one running base, with a separate view per request
 """

@@ -1,11 +1,11 @@
-"""Adapters beside the modules of the torch model: put on, switched, trained and taken off again.
+"""Adapters on modules of the torch model: attach, activate, train and detach them.
 
     y = W x + scaling * B A x                                       LoRA
     y = m / |W + scaling * B A| * (W x + scaling * B A x)           DoRA; no gradient flows through the length |.|
 
 Attributes are named as in PEFT: `base_layer`, `lora_A`, `lora_B`. Parameters are float32, or float64 over a float64
-base; the adapter's part is computed in their dtype, added, and the sum rounded once to the dtype of the base. Dropout
-acts on the input of the adapter, in training mode.
+base; the adapter's product is computed in their dtype, added, and the sum rounded once to the dtype of the base.
+Dropout acts on the input of the adapter, in training mode.
 
 Source: arXiv:2106.09685, arXiv:2402.09353 (section 4.3 for the constant length); peft/tuners/lora/layer.py and dora.py.
 """
@@ -27,7 +27,7 @@ from llorch.lora.adapter import (
     require_free,
     require_known,
 )
-from llorch.lora.initial import over_original
+from llorch.lora.initial import pissa_to_lora
 from llorch.lora.targets import LoraTarget, targets_of
 from llorch.pytorch.batch_invariant.reproducible import FixedRows, is_fixed
 from llorch.pytorch.causal_lm import CausalLM
@@ -41,9 +41,10 @@ from llorch.runtime.errors import UserError
 def attach(
     module: CausalLM, adapter: Adapter, *, name: str = "default", trainable: bool = False, minus: Adapter | None = None
 ) -> None:
-    """Put a copy of an adapter beside modules of a model, whose weights are frozen, and make it the active one.
+    """Attach a copy of an adapter to a model and activate it; `trainable` freezes all weights of the base.
 
-    `minus` is taken off what the adapter makes, frozen: the start of one that is trained with PiSSA.
+    The frozen product of `minus` is subtracted: y = W x + scaling * (B A - B0 A0) x. For PiSSA, whose initial adapter
+    is not zero, `minus` is that initial adapter.
     """
     require_free(name, adapter_names(module))
     if hasattr(nn.ParameterDict(), name):
@@ -59,18 +60,18 @@ def attach(
         _freeze(module)
         _require_gradients(module, adapter, dtype)
     for target in adapter.targets.values():
-        tensors, start = adapter.tensors[target.name], None if minus is None else minus.tensors[target.name]
-        shared: LoraModule | None = None
+        tensors, minus_tensors = adapter.tensors[target.name], None if minus is None else minus.tensors[target.name]
+        first: LoraModule | None = None  # PEFT's module may be several matrices of llorch, which share all parameters
         for part, path in zip(target.parts, paths_of(target), strict=True):
-            lora_module = _wrapped(module, target, path)
-            options = {"dtype": dtype, "trainable": trainable, "minus": start, "shared": shared}
+            lora_module = _wrap(module, target, path)
+            options = {"dtype": dtype, "trainable": trainable, "minus": minus_tensors, "shared": first}
             lora_module.add(name, adapter.config, target, tensors, part=part, **options)
-            shared = shared or lora_module
+            first = first or lora_module
     activate(module, name)
 
 
 def detach(module: CausalLM, name: str) -> None:
-    """Take an adapter off; modules without another adapter are the modules of the base again."""
+    """Detach an adapter; modules without another adapter become the modules of the base again."""
     require_adapter(module, name)
     for path, _, lora_module in lora_modules(module):
         lora_module.remove(name)
@@ -87,7 +88,7 @@ def activate(module: CausalLM, name: str | None) -> None:
 
 
 def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, nn.Parameter]:
-    """Return the very parameters of an adapter that the forward pass uses, named and ordered as `Adapter.flat`."""
+    """Return the parameters (not copies) of an attached adapter, named and ordered as `Adapter.flat`."""
     require_adapter(module, name)
     return {
         f"{target.name}.{kind}": parameter
@@ -97,26 +98,26 @@ def trainable_parameters(module: CausalLM, name: str = "default") -> dict[str, n
 
 
 def adapter_of(module: CausalLM, name: str = "default") -> Adapter:
-    """Copy an adapter out of a model, as float32, `minus` as by `over_original`; FormatError if it is not finite."""
+    """Copy an adapter as float32, converted to LoRA if attached with `minus`; FormatError if it is not finite."""
     require_adapter(module, name)
-    found = [(target.name, lora_module) for _, target, lora_module in lora_modules(module) if name in lora_module.names]
-    config, where = found[0][1].config_of(name), f"adapter {name!r}"
+    pairs = [(target.name, lora_module) for _, target, lora_module in lora_modules(module) if name in lora_module.names]
+    config, label = pairs[0][1].config_of(name), f"adapter {name!r}"
     adapter = checked(
-        config, {target: _lora_tensors(lora_module, name) for target, lora_module in found}, module.config, where=where
+        config, {target: _lora_tensors(lora_module, name) for target, lora_module in pairs}, module.config, where=label
     )
-    starts = {target: start for target, lora_module in found if (start := lora_module.start_of(name)) is not None}
-    if not starts:
+    minus = {target: tensors for target, lora_module in pairs if (tensors := lora_module.start_of(name)) is not None}
+    if not minus:
         return adapter
-    return over_original(adapter, checked(config, starts, module.config), module.config)
+    return pissa_to_lora(adapter, checked(config, minus, module.config), module.config)
 
 
 def adapter_names(module: CausalLM) -> list[str]:
-    """Return the names of the adapters that are attached, in the order in which they came."""
+    """Return the names of the attached adapters in order of attachment."""
     return list(dict.fromkeys(name for *_, lora_module in lora_modules(module) for name in lora_module.names))
 
 
 def require_adapter(module: CausalLM, name: str) -> None:
-    """Refuse a name that no adapter has."""
+    """Refuse the name of an unknown adapter."""
     require_known(name, adapter_names(module))
 
 
@@ -130,16 +131,17 @@ def lora_modules(module: CausalLM) -> Iterator[tuple[str, LoraTarget, LoraModule
 
 
 def paths_of(target: LoraTarget) -> list[str]:
-    """Return the paths of a target's modules; llorch joins no matrices, and a tied `lm_head` has its own module."""
+    """Return the path of each matrix of a target; a tied `lm_head` has its own module."""
     if target.name == "lm_head":
         return ["lm_head"]
     return [path_of(part.name).removesuffix(".weight") for part in target.parts]
 
 
-def _wrapped(module: CausalLM, target: LoraTarget, path: str) -> LoraModule:
-    """Return the wrapped module of a target; wrap it now if it is not wrapped yet."""
+def _wrap(module: CausalLM, target: LoraTarget, path: str) -> LoraModule:
+    """Return the wrapped module of a target; wrap it if it is not wrapped yet."""
     lora_module = module.get_submodule(path)
     if not isinstance(lora_module, LoraModule):
+        # mode "reproducible" replaces all projections at once, so any of them tells if the model is batch-invariant
         fixed = is_fixed(getattr(module.lm_head, "base_layer", module.lm_head))
         kind = LoraEmbedding if target.is_embedding else LoraExperts if target.n_experts else LoraLinear
         lora_module = kind(lora_module, fixed=fixed)
@@ -148,41 +150,42 @@ def _wrapped(module: CausalLM, target: LoraTarget, path: str) -> LoraModule:
 
 
 def _freeze(module: CausalLM) -> None:
-    """Turn off the gradients of all parameters but those of adapters."""
-    of_adapters = {
+    """Turn off the gradients of all parameters except those of adapters."""
+    adapter_ids = {
         id(p)
         for *_, lora_module in lora_modules(module)
         for name in lora_module.names
         for p in lora_module.parameters_of(name).values()
     }
     for parameter in module.parameters():
-        if id(parameter) not in of_adapters:
+        if id(parameter) not in adapter_ids:
             parameter.requires_grad_(False)
 
 
 def _require_gradients(module: CausalLM, adapter: Adapter, dtype: torch.dtype) -> None:
-    """Refuse kernels that cut the graph silently: each kernel is tried with a row of zeros."""
+    """Refuse kernels without backward, which cut the autograd graph silently: try each kernel on a row of zeros."""
     norm = module.model.norm.weight
     for target in adapter.targets.values():
         if target.is_embedding:
             continue
-        chosen = (torch.zeros(1, 1, 1, dtype=torch.int64, device=norm.device),) if target.n_experts else ()
+        expert_ids = (torch.zeros(1, 1, 1, dtype=torch.int64, device=norm.device),) if target.n_experts else ()
         for path in paths_of(target):
-            lora_module: Any = module.get_submodule(path)
-            lora_module = getattr(lora_module, "base_layer", lora_module)
-            shape = (1, 1, 1, target.n_in) if target.n_experts else (1, _width(lora_module))
+            projection: Any = module.get_submodule(path)
+            projection = getattr(projection, "base_layer", projection)
+            # of experts (batch, seq, inputs per token, in)
+            shape = (1, 1, 1, target.n_in) if target.n_experts else (1, _n_inputs(projection))
             probe = torch.zeros(shape, dtype=norm.dtype, device=norm.device, requires_grad=True)
             with torch.enable_grad():
-                if not lora_module(probe, *chosen).requires_grad:
+                if not projection(probe, *expert_ids).requires_grad:
                     raise UserError(
-                        f"adapter: {path} is a {type(lora_module).__name__}, which computes no gradient; "
+                        f"adapter: {path} is a {type(projection).__name__}, which computes no gradient; "
                         "load without kernels"
                     )
 
 
-def _width(lora_module: Any) -> int:
-    """Return the number of inputs of a projection; a rank may have some of them."""
-    base: Any = lora_module.kernel if isinstance(lora_module, FixedRows | Reordered) else lora_module
+def _n_inputs(projection: Any) -> int:
+    """Return the number of inputs of a projection, which may be a tensor-parallel rank's part, cut when loaded."""
+    base: Any = projection.kernel if isinstance(projection, FixedRows | Reordered) else projection
     return base.weight.shape[1] if isinstance(base, nn.Linear) else base.in_features
 
 

@@ -1,8 +1,8 @@
-"""Several adapters beside one base that runs: each request is given a model of its own, which shares all weights.
+"""Several adapters on one running base: each batch gets a view of the model that shares all weights.
 
-The base's modules are never touched: without an adapter it runs as if there were none, with the same kernels, graphs
-and bits. A view is a copy of the few modules that own kernels, with adapters put beside them; what a request uses
-cannot change under it, whatever is added, removed or asked for meanwhile. A compiled model compiles each of them.
+The base's modules never change: a batch without adapters has the same kernels, CUDA graphs and bits as if there were
+none. A view is a copy of the few modules that contain kernels, with adapters attached. So adding or removing adapters
+does not affect a running request. A compiled model compiles each view.
 """
 
 from collections.abc import Sequence
@@ -23,49 +23,49 @@ from llorch.pytorch.models.delta_net import GatedDeltaNet
 from llorch.pytorch.models.experts import ExpertsModule, SparseMoe
 from llorch.runtime.errors import UserError
 
-_OWNERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, GatedDeltaNet, MLP, SparseMoe, ExpertsModule)
+_CONTAINERS = (CausalLM, Decoder, nn.ModuleList, Block, Attention, GatedDeltaNet, MLP, SparseMoe, ExpertsModule)
 
 
 def view(adapted: CausalLM, names: Sequence[str | None]) -> CausalLM:
-    """Look at a model, or a view of it, through the adapter of each sequence, or one for batches of any size."""
-    made = skeleton(adapted)
-    rows = {name: [row for row, other in enumerate(names) if other == name] for name in names if name is not None}
+    """Return a view of a model with the adapter of each sequence; for one name, a view for any batch size."""
+    viewed = skeleton(adapted)
+    rows = {name: [row for row, adapter in enumerate(names) if adapter == name] for name in names if name is not None}
     device = adapted.model.norm.weight.device
-    routes = [
+    adapter_rows = [
         (name, None if len(rows[name]) == len(names) else torch.tensor(rows[name], device=device)) for name in rows
     ]
-    for path, _, lora_module in list(lora_modules(made)):
-        own = copy(lora_module)
-        own._modules = dict(lora_module._modules)
-        own.parts = tuple(route for route in routes if route[0] in lora_module.names)
-        made.set_submodule(path, own)
-    return made
+    for path, _, lora_module in list(lora_modules(viewed)):
+        lora_copy = copy(lora_module)
+        lora_copy._modules = dict(lora_module._modules)
+        lora_copy.active = tuple(pair for pair in adapter_rows if pair[0] in lora_module.names)
+        viewed.set_submodule(path, lora_copy)
+    return viewed
 
 
 def skeleton(module: Any) -> Any:
-    """Copy the modules that own kernels; the kernels are shared."""
-    made = copy(module)
-    made._modules = {
-        name: skeleton(child) if isinstance(child, _OWNERS) else child for name, child in module._modules.items()
+    """Copy the modules that contain other modules; the kernels (projections, norms) and their weights are shared."""
+    copied = copy(module)
+    copied._modules = {
+        name: skeleton(child) if isinstance(child, _CONTAINERS) else child for name, child in module._modules.items()
     }
-    return made
+    return copied
 
 
 class AdaptedModules(OpenModel):
-    """A base module and the views of it through adapters; `module` is the pass without one."""
+    """Base module and its views with adapters; `module` is the base without adapters."""
 
     def __init__(self, weights: Weights, module: CausalLM, *, compiled: bool) -> None:
-        """Wrap a module that has its weights, with the kernels that it is to run with."""
+        """Wrap a module with its weights and kernels."""
         super().__init__(weights)
         self.module = module
-        self._adapted = module  # from the first adapter on a copy, to which all are attached
-        self._uniform: dict[str, CausalLM] = {}  # views for batches that want one adapter
+        self._adapted = module  # the base, or a copy to which all adapters are attached
+        self._uniform: dict[str, CausalLM] = {}  # by adapter: view for batches in which all sequences use it
         self.compiles = compiled
         self._compiled: dict[str | None, tuple[CausalLM, Forward]] = {}  # by adapter
 
     def add_adapter(self, name: str, adapter: Adapter | str | Path, *, any_base: bool = False) -> str:
-        """See `OpenModel.add_adapter`; the tensors go where the model is, in float32, or in float64 for that base."""
-        known = super().add_adapter(name, adapter, any_base=any_base)
+        """See `OpenModel.add_adapter`; tensors go to the model's device in float32, or float64 for that base."""
+        name_added = super().add_adapter(name, adapter, any_base=any_base)
         try:
             if self._adapted is self.module:
                 self._adapted = skeleton(self.module)
@@ -73,10 +73,10 @@ class AdaptedModules(OpenModel):
         except BaseException:
             super().remove_adapter(name)
             raise
-        return known
+        return name_added
 
     def remove_adapter(self, name: str) -> None:
-        """See `OpenModel.remove_adapter`; views that were handed out keep it."""
+        """See `OpenModel.remove_adapter`; existing views keep the adapter."""
         super().remove_adapter(name)
         detach(self._adapted, name)
         self._uniform.pop(name, None)
@@ -85,13 +85,13 @@ class AdaptedModules(OpenModel):
     def module_for(self, adapters: Sequence[str | None]) -> CausalLM:
         """Return the module of a batch, with the adapters of its sequences.
 
-        It is one and the same view wherever all sequences want the same adapter, and the base where none wants one.
-        Raises ValueError if a compiled model is to use several adapters.
+        It is always the same view if all sequences use the same adapter, and the base if none uses an adapter.
+        Raises UserError if an adapter is unknown, or a compiled model would need several adapters.
         """
         for name in adapters:
             require_known(name, self.adapters)
-        (first, *others) = dict.fromkeys(adapters)
-        if others:
+        (first, *further) = dict.fromkeys(adapters)
+        if further:
             if self.compiles:
                 raise UserError(
                     "generate_batch: a compiled model takes one adapter per call; call it once for each adapter"

@@ -1,12 +1,12 @@
-"""The torch model of every family: the dense modules, with parts of other modules where a layer is another.
+"""The torch model of every family: dense modules, with replacements where a layer differs.
 
-    causal_lm          the loop, the dense block, attention and feed-forward: Llama, Qwen2, Qwen3
-    experts            a router, and a few of many feed-forward parts: the MoE models of Qwen, Llama 4
-    delta_net          the gated delta net in place of attention, by the rule of `delta_rule`: Qwen3-Next, Qwen3.5
+    causal_lm          the loop over layers, the dense block with attention and feed-forward: Llama, Qwen2, Qwen3
+    experts            mixture of experts with a router: the MoE models of Qwen, Llama 4
+    delta_net          the gated delta net in place of attention, with the rule of `delta_rule`: Qwen3-Next, Qwen3.5
     positions          windows, chunks, layers without RoPE, temperature: Mistral, Qwen2, SmolLM3, Ministral 3, Llama 4;
-                       attention whose context is gated: Qwen3-Next, Qwen3.5
+                       attention with an output gate: Qwen3-Next, Qwen3.5
 
-A part has the name that it has in transformers, and is called as the dense one is.
+A replacement has its name in transformers and the interface of the dense module.
 """
 
 from collections.abc import Mapping
@@ -26,15 +26,15 @@ def build(config: ModelConfig) -> CausalLM:
 
 
 def parts_of(config: ModelConfig, layer: int) -> Mapping[str, nn.Module]:
-    """Build the parts of a layer that are not the dense parts."""
-    this, parts = config.layer(layer), dict[str, nn.Module]()
-    if this.mixer == "delta_net":
+    """Build the modules that replace dense modules in a layer, by name."""
+    layer_config, parts = config.layer(layer), dict[str, nn.Module]()
+    if layer_config.mixer == "delta_net":
         parts["linear_attn"] = GatedDeltaNet(config, layer)
     elif config.attention_gate:
         parts["self_attn"] = GatedAttention(config, layer)
-    elif this.looks_at_positions or config.interleaved_rope_hf:
+    elif layer_config.uses_positions or config.interleaved_rope_hf:
         parts["self_attn"] = AttentionByPosition(config, layer)
-    if this.experts:
-        scaled = config.experts is not None and config.experts.scaled_inputs
-        parts["mlp"] = Llama4Moe(config) if scaled else SparseMoe(config)
+    if layer_config.experts:
+        has_scaled_inputs = config.experts is not None and config.experts.scaled_inputs
+        parts["mlp"] = Llama4Moe(config) if has_scaled_inputs else SparseMoe(config)
     return parts

@@ -1,10 +1,10 @@
-"""Attention that is not the dense one: other rules about positions, and a gate.
+"""Attention with other rules for positions, or with a gate.
 
-Windows, chunks, no RoPE, a temperature and Llama 4 lie between the projections and the cache, where `causal_lm`
-rotates, and in what a token sees. Sums and rotations are at least float32 and are rounded once, as there.
+Windows and chunks change the mask. Layers without RoPE, temperature (a factor of the queries by position) and Llama 4's
+head norm replace the rotation between projections and cache. Sums and rotations are at least float32, rounded once.
 
-The context of Qwen3-Next and Qwen3.5 is multiplied by a sigmoid. Beside the rows of each query head, `q_proj` has those
-of its gate. All else is attention as `causal_lm` has it.
+Qwen3-Next and Qwen3.5 multiply the context by a sigmoid. For each query head, `q_proj` has the rows of the query, then
+the rows of the gate. Everything else is attention as in `causal_lm`.
 
 Source: transformers `modeling_{mistral,qwen2,smollm3,ministral3,llama4}.py`; `modeling_qwen3_next.py`,
 Qwen3NextAttention.
@@ -24,40 +24,40 @@ from llorch.pytorch.causal_lm import Attention, Context, Heads, Hidden, Keep, ro
 
 
 class AttentionByPosition(Attention):
-    """Dense attention, except for the layer's own rules about positions."""
+    """Dense attention with the mask and the rotation of one layer."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         """Build the modules of one layer."""
         super().__init__(config, layer)
-        this = config.layer(layer)
-        self.bound = this.bound
-        if not this.rope or this.has_attention_temperature or this.head_norm or config.interleaved_rope_hf:
+        rules = config.layer(layer)
+        self.bound = rules.bound
+        if not rules.rope or rules.has_attention_temperature or rules.head_norm or config.interleaved_rope_hf:
             self.rotate = Rotation(config, layer)
 
     def forward(self, h: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
         """Compute the array that attention adds to the residual stream."""
-        here = place if self.bound is None else replace(place, visible=place.near[self.bound])
-        return super().forward(h, here, cache, keep)
+        layer_place = place if self.bound is None else replace(place, visible=place.near[self.bound])
+        return super().forward(h, layer_place, cache, keep)
 
 
 class Rotation(nn.Module):
-    """In place of `rotate_and_cache`: rotate or not, normalise heads, temper queries, write keys and values."""
+    """Replacement of `rotate_and_cache`: optional rotation, head norm and temperature, then the cache."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
-        """Take what the layer says."""
+        """Read the rules of the layer."""
         super().__init__()
-        this = config.layer(layer)
-        self.turn: Any = None if not this.rope else rope_adjacent if config.interleaved_rope_hf else rope
-        self.head_norm: Any = HeadNorm(config.rms_norm_eps) if this.head_norm else None
-        self.has_attention_temperature = this.has_attention_temperature
+        rules = config.layer(layer)
+        self.rope: Any = None if not rules.rope else rope_adjacent if config.interleaved_rope_hf else rope
+        self.head_norm: Any = HeadNorm(config.rms_norm_eps) if rules.head_norm else None
+        self.has_attention_temperature = rules.has_attention_temperature
 
     def forward(
         self, q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
     ) -> tuple[Heads, Context, Context]:
         """Return the queries, and the keys and values of the whole context."""
-        if self.turn is not None:
-            q = keep("q_rope", self.turn(q, place.cos, place.sin))
-            k = keep("k_rope", self.turn(k, place.cos, place.sin))
+        if self.rope is not None:
+            q = keep("q_rope", self.rope(q, place.cos, place.sin))
+            k = keep("k_rope", self.rope(k, place.cos, place.sin))
         if self.head_norm is not None:
             q, k = keep("q_head_norm", self.head_norm(q)), keep("k_head_norm", self.head_norm(k))
         if self.has_attention_temperature and place.heat is not None:
@@ -70,25 +70,25 @@ class HeadNorm(nn.Module):
     """RMSNorm without a gain."""
 
     def __init__(self, eps: float) -> None:
-        """Keep what is added to the mean square."""
+        """Set eps, which is added to the mean square."""
         super().__init__()
         self.eps = eps
 
     def forward(self, x: Heads) -> Heads:
-        """Bring every head to unit root mean square."""
-        wide = widened(x)
-        return (wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
+        """Normalise every head to unit root mean square."""
+        x_wide = widened(x)
+        return (x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + self.eps)).to(x.dtype)
 
 
 def rope_adjacent(x: Heads, cos: Float[Tensor, "batch seq half"], sin: Float[Tensor, "batch seq half"]) -> Heads:
-    """Turn the pairs (2j, 2j + 1) of every head by the angle of the token's position."""
+    """Rotate the pairs (2j, 2j + 1) of every head by the angle of the token's position."""
     first, second = widened(x).unflatten(-1, (-1, 2)).unbind(-1)  # (batch, seq, heads, half) each
     cos, sin = cos[:, :, None], sin[:, :, None]  # (batch, seq, 1, half)
     return torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2).to(x.dtype)
 
 
 class GatedAttention(Attention):
-    """Project, rotate, cache, mix the values of the context, gate them, project back."""
+    """Attention whose context is multiplied by a sigmoid gate before the output projection."""
 
     def __init__(self, config: ModelConfig, layer: int) -> None:
         """Build the modules of one layer."""

@@ -1,1 +1,1 @@
-"""Jobs that come and go while others run: pages of a pool, the cache that lies in them, and the batch."""
+"""Continuous batching: jobs join and leave while others run. A page pool, the cache in its pages, and the batch."""

@@ -1,11 +1,10 @@
-"""The cache of jobs that come and go: keys and values of all of them in one pool of pages.
+"""Cache of continuous batching: keys and values of all jobs in one pool of pages (`PAGE` slots each).
 
-Blocks that run in one call on the CPU read the pages where they lie. Other attention is given the contexts of the
-sequences of a pass side by side: they are gathered, page by page, from the pool. Slots for which a table has no page
-come from a page that is always empty, and nobody sees them. A sequence that runs alone, its pages one behind the other,
-is looked at where it lies, as in a cache of one row.
+Compiled CPU blocks read the pages in place. Other attention gets the contexts of a pass gathered page by page from the
+pool. The table of a pass has one row of page numbers per sequence; the empty page, which no token sees, fills shorter
+rows. A sequence that runs alone with adjacent pages is read in place, as in a cache of one row.
 
-A delta net has one state for each job, in a row of its own, which cannot be shared: it is that of the last token.
+A delta net has one state per job, in a separate row. It cannot be shared, because it is the state of the last token.
 """
 
 from collections.abc import Sequence
@@ -18,104 +17,98 @@ from torch import Tensor
 
 from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import Cache, Context, PassPlacement, State
-from llorch.pytorch.serving.pages import NOBODYS, PAGE
+from llorch.pytorch.serving.pages import EMPTY_PAGE, PAGE
 
 
 @dataclass(frozen=True)
 class SequenceRow:
-    """One sequence of a pass."""
+    """Pages, state and length of one sequence of a pass."""
 
-    pages: Sequence[int]  # that hold its tokens, the new ones, too
-    state: int  # the row of its states
-    n_before: int  # tokens that the cache has of it
+    pages: Sequence[int]  # of its tokens, including the new tokens
+    state: int  # row of its delta net states
+    n_before: int  # tokens already in the cache
 
 
 class PagedCache(Cache):
-    """Keys and values of a layer, (1, kv_heads, slots of all pages, head_dim); states of nets, a row per job.
+    """Keys and values of a layer, (1, kv_heads, slots of all pages, head_dim); delta net states, a row per job.
 
-    During a pass of a sequence whose pages lie together `keys` and `values` begin with the first of them.
+    In a pass of one sequence with adjacent pages, `keys` and `values` start at its first page.
     """
 
     def __init__(
-        self,
-        config: ModelConfig,
-        *,
-        n_pages: int,
-        n_states: int,
-        n_positions: int,
-        dtype: torch.dtype,
+        self, config: ModelConfig, *, n_pages: int, n_states: int, n_positions: int, dtype: torch.dtype,
         device: torch.device,
-    ) -> None:
-        """Start empty; a sequence may have `n_positions` tokens."""
+    ) -> None:  # fmt: skip
+        """Allocate an empty cache; a sequence may have `n_positions` tokens."""
         self._sequence = torch.zeros(1, 1, dtype=torch.int64, device=device)  # the only row
         self._set_positions(config, 0, n_positions, dtype, device)
         self._reserve(config, 1, (n_pages + 1) * PAGE, n_states, dtype, device)
         self._pools = self.keys, self.values
-        self._first = NOBODYS  # page with which keys and values begin
+        self._first = EMPTY_PAGE  # page at which the views `keys` and `values` start
         heads = torch.arange(config.n_kv_heads, device=device)
-        self._heads = heads[:, None] * (n_pages + 1)  # the first page of each head
-        self._rows = torch.zeros(0, dtype=torch.int64, device=device)  # of the pass that runs
+        self._heads = heads[:, None] * (n_pages + 1)  # first page of each head
+        self._rows = torch.zeros(0, dtype=torch.int64, device=device)  # state rows of the current pass
 
     def begin(self, rows: Sequence[SequenceRow], n_new: int) -> PassPlacement:
-        """Make ready for a pass over the next `n_new` tokens of some sequences; gives their places."""
+        """Prepare a pass over the next `n_new` tokens of some sequences, and return their placement."""
         positions = np.array([np.arange(row.n_before, row.n_before + n_new) for row in rows])
         ctx = int(positions.max()) + 1
-        table = np.full((len(rows), -(-ctx // PAGE)), NOBODYS)
+        table = np.full((len(rows), -(-ctx // PAGE)), EMPTY_PAGE)
         for row, pages in zip(rows, table, strict=True):
-            own = row.pages[: -(-(row.n_before + n_new) // PAGE)]
-            pages[: len(own)] = own
-        together = len(rows) == 1 and bool((np.diff(table[0]) == 1).all())
-        self._look_from(int(table[0, 0]) if together else NOBODYS)
+            row_pages = row.pages[: -(-(row.n_before + n_new) // PAGE)]
+            pages[: len(row_pages)] = row_pages
+        is_contiguous = len(rows) == 1 and bool((np.diff(table[0]) == 1).all())
+        self._start_at(int(table[0, 0]) if is_contiguous else EMPTY_PAGE)
         table = table - self._first
         slots = np.take_along_axis(table, positions // PAGE, 1) * PAGE + positions % PAGE
-        self.pages = None if together else self._here(table)
-        self._rows = self._here(np.array([row.state for row in rows]))
-        even = bool((positions[:, -1] == ctx - 1).all())
-        return replace(self.place(self._here(positions), ctx=ctx, causal=even), slots=self._here(slots))
+        self.pages = None if is_contiguous else self._to_device(table)
+        self._rows = self._to_device(np.array([row.state for row in rows]))
+        is_causal = bool((positions[:, -1] == ctx - 1).all())
+        return replace(self.place(self._to_device(positions), ctx=ctx, causal=is_causal), slots=self._to_device(slots))
 
     def context(self, layer: int, place: PassPlacement) -> tuple[Context, Context]:
-        """Return the keys and values that attention looks at, gathered unless all their pages are adjacent."""
+        """Return the keys and values that attention reads, gathered unless their pages are adjacent."""
         if self.pages is None:
             return super().context(layer, place)
-        of_heads = self._heads + self.pages[:, None]  # (batch, kv_heads, pages)
+        head_pages = self._heads + self.pages[:, None]  # (batch, kv_heads, pages)
         keys, values = self.keys[layer], self.values[layer]
-        return _gathered(keys, of_heads, place.ctx), _gathered(values, of_heads, place.ctx)
+        return _gather(keys, head_pages, place.ctx), _gather(values, head_pages, place.ctx)
 
-    def _look_from(self, page: int) -> None:
-        """Let `keys` and `values` begin at a page of the pool."""
+    def _start_at(self, page: int) -> None:
+        """Make `keys` and `values` views that start at a page of the pool."""
         if page != self._first:
-            self.keys, self.values = ([store[:, :, page * PAGE :] for store in pool] for pool in self._pools)
+            self.keys, self.values = ([storage[:, :, page * PAGE :] for storage in pool] for pool in self._pools)
             self._first = page
 
     def state(self, layer: int) -> State | None:
         """Return the states of a layer's delta net for the sequences of the pass."""
-        every = self.states[layer]
-        return State(every.conv[self._rows], every.delta[self._rows])
+        states = self.states[layer]
+        return State(states.conv[self._rows], states.delta[self._rows])
 
     def remember(self, layer: int, new: State) -> None:
         """Write the states after a pass."""
-        every = self.states[layer]
-        every.conv.index_copy_(0, self._rows, new.conv)
-        every.delta.index_copy_(0, self._rows, new.delta)
+        states = self.states[layer]
+        states.conv.index_copy_(0, self._rows, new.conv)
+        states.delta.index_copy_(0, self._rows, new.delta)
 
     def empty_pages(self, pages: Sequence[int]) -> None:
-        """Wipe pages for another job: what nobody sees must be finite, too, as 0 times infinity would be NaN."""
-        at = self._here(np.array(pages))
-        for store in (store for pool in self._pools for store in pool):
-            if store.numel():
-                store.view(store.shape[1], -1, PAGE, store.shape[3])[:, at] = 0
+        """Zero pages for another job: invisible slots must be finite, because 0 times infinity would be NaN."""
+        index = self._to_device(np.array(pages))
+        for storage in (storage for pool in self._pools for storage in pool):
+            if storage.numel():
+                storage.view(storage.shape[1], -1, PAGE, storage.shape[3])[:, index] = 0
 
     def forget_state(self, row: int) -> None:
-        """Take the states of a row back to nothing."""
+        """Zero the states of a row."""
         for tensor in self.state_tensors:
             tensor[row].zero_()
 
-    def _here(self, numbers: np.ndarray) -> Int[Tensor, "..."]:
+    def _to_device(self, numbers: np.ndarray) -> Int[Tensor, "..."]:
         return torch.from_numpy(numbers).to(self.cos.device)
 
 
-def _gathered(
-    store: Float[Tensor, "1 kv_heads slots head_dim"], pages: Int[Tensor, "batch kv_heads pages"], ctx: int
+def _gather(
+    storage: Float[Tensor, "1 kv_heads slots head_dim"], pages: Int[Tensor, "batch kv_heads pages"], ctx: int
 ) -> Context:
-    found = store.view(-1, PAGE * store.shape[-1]).index_select(0, pages.flatten())
-    return found.view(*pages.shape[:2], -1, store.shape[-1])[:, :, :ctx]
+    rows = storage.view(-1, PAGE * storage.shape[-1]).index_select(0, pages.flatten())
+    return rows.view(*pages.shape[:2], -1, storage.shape[-1])[:, :, :ctx]

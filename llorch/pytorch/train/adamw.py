@@ -1,8 +1,8 @@
-"""AdamW on the parameters of an adapter: formula and order of `llorch.training.adamw`, its moments in 8 bits if wanted.
+"""AdamW on the parameters of an adapter: formula and order of `llorch.training.adamw`, with optional 8-bit moments.
 
-Operations and their order are torch's, and with 8 bits those of bitsandbytes, so that the bits are equal. If ranks
-share parameters, each updates its own part; only the norm is taken of whole gradients. With 8 bits the update uses the
-new moments before they are rounded, so all of it but three operations is needed here anyway.
+Operations and their order are torch's, or those of bitsandbytes with 8 bits, so that the bits are equal. If parameters
+are sharded over ranks, each rank updates its part; only the norm needs complete gradients. With 8 bits the update uses
+the new moments before they are rounded, so it shares all but three operations with the full update.
 """
 
 from collections.abc import Mapping, Sequence
@@ -11,61 +11,58 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from llorch.pytorch.distributed.dtensor import like, own, part_of, whole_together
+from llorch.pytorch.distributed.dtensor import gather_all, like, own, part_of
 from llorch.pytorch.train.eight_bit import SIGNED, UNSIGNED, Codec, EightBit, zeros
 from llorch.runtime.errors import UserError
 from llorch.training.adamw import NonFiniteNorm, rate_factor
 
-MIN_SIZE = 4096  # smaller tensors keep moments of their own type
+MIN_SIZE = 4096  # smaller tensors have moments in their own dtype
 
-foreach: Any = torch  # operations on lists of tensors, a few launches on a GPU; torch's own, with an underscore
+foreach: Any = torch  # private operations of torch on lists of tensors, with few launches on a GPU
 
 
 class AdamW:
-    """Moments of every trained tensor, and one count of steps for all of them."""
+    """Optimizer AdamW: moments of every trained tensor, and one step count for all."""
 
     def __init__(
-        self,
-        params: Mapping[str, nn.Parameter],
-        *,
-        betas: tuple[float, float],
-        eps: float,
-        weight_decay: float,
-        lr_ratio: float,
-        eight_bit: bool,
-    ) -> None:
+        self, params: Mapping[str, nn.Parameter], *, betas: tuple[float, float], eps: float, weight_decay: float,
+        lr_ratio: float, eight_bit: bool,
+    ) -> None:  # fmt: skip
         """Start with moments of zero; `params` are updated in place.
 
-        `weight_decay` is the share of a tensor, times its rate, that each step takes away; `lr_ratio` the rate of B
-        over that of A, as in LoRA+. With `eight_bit`, tensors of 4096 numbers and more have moments of 8 bits.
+        Each step decays a tensor by `weight_decay` times its learning rate; `lr_ratio` is the rate of lora_B over that
+        of lora_A (LoRA+). With `eight_bit`, tensors of at least `MIN_SIZE` numbers have moments of 8 bits.
         """
         self.params = dict(params)
         self.betas, self.eps, self.weight_decay = betas, eps, weight_decay
         self.step_count = 0
-        values = {name: own(parameter.data) for name, parameter in self.params.items()}
-        device = next(iter(values.values())).device
+        tensors = {name: own(parameter.data) for name, parameter in self.params.items()}
+        device = next(iter(tensors.values())).device
         self.codecs = Codec(SIGNED, device), Codec(UNSIGNED, device)
         self._factors = {name: rate_factor(name, lr_ratio=lr_ratio) for name in params}
-        small = {name: value for name, value in values.items() if not eight_bit or value.numel() < MIN_SIZE}
-        self._full = {name: (torch.zeros_like(value), torch.zeros_like(value)) for name, value in small.items()}
-        self._packed = {name: (zeros(value), zeros(value)) for name, value in values.items() if name not in small}
+        small = {name: tensor for name, tensor in tensors.items() if not eight_bit or tensor.numel() < MIN_SIZE}
+        self._full = {name: (torch.zeros_like(tensor), torch.zeros_like(tensor)) for name, tensor in small.items()}
+        self._packed = {name: (zeros(tensor), zeros(tensor)) for name, tensor in tensors.items() if name not in small}
 
     @torch.no_grad()
     def clip(self, max_norm: float) -> float:
-        """Scale all gradients together to a norm of at most `max_norm`, which may be inf; gives the norm before."""
+        """Clip all gradients to a common norm of at most `max_norm` (may be inf); return the norm before.
+
+        Raises NonFiniteNorm, before any change, if a gradient is not finite.
+        """
         grads = self._grads()
-        complete = whole_together(grads)
+        complete = gather_all(grads)
         norm = torch.nn.utils.get_total_norm(complete.values())
         if not norm.isfinite():
             names = [name for name, grad in complete.items() if not grad.isfinite().all()]
             raise NonFiniteNorm(norm.item(), names)
-        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch.nn.utils.clip_grad_norm_ has it
+        factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as in torch.nn.utils.clip_grad_norm_
         foreach._foreach_mul_([own(grad) for grad in grads.values()], factor)
         return norm.item()
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Update every parameter from its gradient, at a rate before the factor of LoRA+."""
+        """Update every parameter from its gradient; `lr` is the learning rate without the factor of LoRA+."""
         grads = {name: own(grad) for name, grad in self._grads().items()}
         self.step_count += 1
         if self._full:
@@ -75,29 +72,29 @@ class AdamW:
             self._step_packed(name, grads[name], m, v, lr)
 
     def zero_grad(self) -> None:
-        """Forget all gradients."""
+        """Delete all gradients."""
         for parameter in self.params.values():
             parameter.grad = None
 
     def state(self) -> dict[str, Tensor]:
-        """Return all that the next step depends on, besides the parameters: not copied, so the next step changes it.
+        """Return the state of the next step without the parameters: not copied, so the next step changes it.
 
-        `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`, parts as their parameter is one; with 8 bits these
-        are codes, beside `.m_absmax` and `.v_absmax`.
+        `step`, and moments as `layers.3.q_proj.lora_A.m` and `.v`, sharded like their parameter; 8-bit moments are
+        codes plus `.m_absmax` and `.v_absmax`.
         """
         return {"step": torch.tensor(self.step_count)} | self._tensors()
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """Continue from a copy of what `state` gave, whole; other names, shapes or dtypes are refused."""
-        mine = self.state()
-        wrong = [
-            f"{name} expected {_kind(mine.get(name))}, got {_kind(state.get(name))}"
-            for name in sorted(mine.keys() | state.keys())
-            if _kind(mine.get(name)) != _kind(state.get(name))
+        """Copy a saved `state` whose tensors are complete, not sharded; refuse other names, shapes or dtypes."""
+        current = self.state()
+        differences = [
+            f"{name} expected {_kind(current.get(name))}, got {_kind(state.get(name))}"
+            for name in sorted(current.keys() | state.keys())
+            if _kind(current.get(name)) != _kind(state.get(name))
         ]
-        if wrong:
+        if differences:
             raise UserError(
-                f"optimizer state: {len(wrong)} of {len(mine)} tensors differ: {'; '.join(wrong[:5])}; "
+                f"optimizer state: {len(differences)} of {len(current)} tensors differ: {'; '.join(differences[:5])}; "
                 "use the adapter and the settings of the saved run"
             )
         self.step_count = int(state["step"])
@@ -129,15 +126,15 @@ class AdamW:
         foreach._foreach_addcdiv_(params, m, root, [-(rate / correction_m) for rate in rates])
 
     def _tensors(self) -> dict[str, Tensor]:
-        found = {
+        tensors = {
             f"{name}.{kind}": like(self.params[name].data, moment)
             for name, pair in self._full.items()
             for kind, moment in zip("mv", pair, strict=True)
         }
         for name, pair in self._packed.items():
             for kind, x in zip("mv", pair, strict=True):
-                found |= {f"{name}.{kind}": x.codes, f"{name}.{kind}_absmax": x.absmax}
-        return found
+                tensors |= {f"{name}.{kind}": x.codes, f"{name}.{kind}_absmax": x.absmax}
+        return tensors
 
     def _grads(self) -> dict[str, Tensor]:
         grads = {name: parameter.grad for name, parameter in self.params.items() if parameter.grad is not None}

@@ -1,12 +1,12 @@
-"""A model in torch whose modules record gradients; kernels for inference do not.
+"""Load a model in torch whose modules support backward; kernels for inference do not.
 
-On CUDA, norms, rotations and activations run on the kernels of `llorch.pytorch.kernels.triton.trained`, and packed
-matrices are decoded by those of `llorch.pytorch.kernels.triton.quantised`. On the CPU compiled kernels decode those of
-dense layers; torch decodes those of experts, and what DoRA needs for its lengths.
+On CUDA, norms, rotations and activations use the kernels of `llorch.pytorch.kernels.triton.trained`, and
+`llorch.pytorch.kernels.triton.quantised` decodes packed matrices. On the CPU, compiled kernels decode packed matrices
+of dense layers; torch decodes those of experts, and for the lengths of DoRA.
 
-On the CPU frozen float32 matrices go to oneDNN, which multiplies twice as fast as the MKL that `nn.Linear` asks, and
-takes the transposed weights of the backward product as they lie (2 cores of an AMD EPYC, 256 rows by 896 x 4864: 275 to
-420 GFLOP/s against 80 to 140). Other dtypes go to oneDNN in torch anyway.
+On the CPU, frozen float32 matrices use oneDNN, which is twice as fast as the MKL of `nn.Linear` and needs no copy of
+the transposed weights for backward (2 cores of an AMD EPYC, 256 rows by 896 x 4864: 275 to 420 GFLOP/s against 80 to
+140). Torch uses oneDNN for other dtypes anyway.
 """
 
 from functools import partial
@@ -28,20 +28,20 @@ from llorch.pytorch.kernels.quantised_linear import FrozenProduct, QuantisedLine
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import all_of, load_dense, load_packed
 from llorch.pytorch.memory import require_memory
-from llorch.runtime.launched_rank import ranks_here
+from llorch.runtime.launched_rank import local_ranks
 
 
 class FrozenLinear(nn.Module):
-    """A float32 linear layer with the interface of `nn.Linear`, whose weights have no gradient."""
+    """Frozen float32 linear layer with the interface of `nn.Linear`."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None) -> None:
-        """Take over the frozen parameters of a plain layer, or of an embedding that it shares them with."""
+        """Take over the frozen parameters of a linear layer, or of a tied embedding."""
         super().__init__()
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
-        """Multiply, in float32."""
+        """Multiply in float32."""
         weight, bias = self.weight, self.bias
         y: Any = FrozenProduct.apply(
             x, lambda rows: _multiply(rows, weight, bias), lambda grad: _multiply(grad, weight.T, None)
@@ -54,7 +54,7 @@ def _multiply(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def freeze_linears(module: CausalLM) -> None:
-    """Replace the plain linear layers of a float32 model on the CPU that has no adapter yet; no others."""
+    """Replace the `nn.Linear` layers of a float32 CPU model that has no adapter yet."""
     if not torch.backends.mkldnn.is_available():
         return
     for owner in list(module.modules()):
@@ -64,27 +64,29 @@ def freeze_linears(module: CausalLM) -> None:
 
 
 def load_for_training(
-    weights: Weights, at: Target, *, residency: str, batch: int, n_tokens: int, mesh: DeviceMesh | None = None
+    weights: Weights, target: Target, *, residency: str, batch: int, n_tokens: int, mesh: DeviceMesh | None = None
 ) -> CausalLM:
-    """Load a model, its weights frozen, for passes of `batch` rows of `n_tokens`; on a mesh this rank's part."""
-    compute_as_named(at)
-    if at.device.type != "cpu":
-        built_kernels(at, training=True)  # a first check needs memory of the device, so it comes before the model
-    cut, n_ranks, n_here = all_of, 1, 1  # ranks that share every layer, and that share the memory of this machine
+    """Load a model with frozen weights for passes of `batch` rows of `n_tokens`; on a mesh, this rank's part."""
+    compute_as_named(target)
+    if target.device.type != "cpu":
+        built_kernels(target, training=True)  # first, because a kernel check needs device memory
+    cut, n_ranks, n_here = all_of, 1, 1  # ranks per layer, ranks on this machine
     if mesh is not None:
-        cut, n_ranks, n_here = cut_for(weights.config, mesh), axes_of(mesh)["tp"], len(ranks_here(mesh.size()))
+        cut, n_ranks, n_here = cut_for(weights.config, mesh), axes_of(mesh)["tp"], len(local_ranks(mesh.size()))
     choose = partial(require_memory, batch=batch, n_tokens=n_tokens, n_ranks=n_ranks, n_here=n_here)
-    form = cast(Residency, residency)
-    chosen = Ranks(mesh).first(lambda: choose(weights, at, form))  # before any rank takes what is free
-    module = (load_packed if chosen == "packed" else load_dense)(weights, dtype=at.dtype, device=at.device, cut=cut)
-    prepare(module, at)
+    requested = cast(Residency, residency)
+    storage = Ranks(mesh).first(lambda: choose(weights, target, requested))  # before any rank uses free memory
+    module = (load_packed if storage == "packed" else load_dense)(
+        weights, dtype=target.dtype, device=target.device, cut=cut
+    )
+    prepare(module, target)
     return module
 
 
-def prepare(module: CausalLM, at: Target) -> None:
-    """Put the kernels in place that training runs on, and on the CPU faster frozen products."""
-    if at.device.type != "cpu" or any(isinstance(linear, QuantisedLinear) for linear in module.modules()):
-        speed_up_training(module, at)
+def prepare(module: CausalLM, target: Target) -> None:
+    """Install the kernels of training, and on the CPU faster frozen products."""
+    if target.device.type != "cpu" or any(isinstance(linear, QuantisedLinear) for linear in module.modules()):
+        speed_up_training(module, target)
     else:
-        use_sdpa(module)  # without packed matrices the compiled kernels of the CPU have no use here
+        use_sdpa(module)  # the CPU kernels with backward are for packed matrices only
     freeze_linears(module)

@@ -1,10 +1,12 @@
 """Cross entropy of a causal model in torch, without all logits at once.
 
-    loss = sum over trained tokens of (1 - e) * -log p(label) + e * mean over the vocabulary of -log p
+    loss = sum over tokens in the loss of (1 - e) * -log p(label) + e * mean over the vocabulary of -log p
 
-Only rows that predict a trained token are multiplied with the output matrix. In chunks, the gradient of each chunk's
-logits is made in the forward pass, in the memory of the logits, and multiplied back at once, so that what is kept for
-the backward pass is as large as the hidden states and the trained tensors of the head.
+with label smoothing e. A token is in the loss if its label is not IGNORED.
+
+Only rows that predict a token in the loss are multiplied by the output matrix. With chunks, the forward pass computes
+the gradient of each chunk's logits in the memory of the logits and multiplies it back at once. So it saves only tensors
+of the size of the hidden states and of the trained tensors of the head.
 
 Source: torch.nn.CrossEntropyLoss for the formula; the order of work is that of Liger's fused linear cross entropy
 (arXiv:2410.10989).
@@ -31,57 +33,53 @@ Loss = Float[Tensor, ""]
 def loss_sum(
     hidden: Hidden, lm_head: nn.Module, labels: Int64[Tensor, "batch seq"], *, label_smoothing: float, chunk: int | None
 ) -> Loss:
-    """Sum the loss over the trained tokens of a batch; divide by those of the whole optimizer step.
+    """Sum the loss over the tokens in the loss of a batch; divide by their number in the whole optimizer step.
 
-    The label of token t judges the logits of token t - 1; on the CPU labels need no waiting. `chunk` is the number of
-    rows whose logits exist at the same time; None takes all, through torch's own cross entropy.
+    The label of token t belongs to the logits of token t - 1. Labels should be on the CPU, where reading them does not
+    wait. `chunk` is the number of rows with logits at a time; None computes all rows with torch's cross entropy.
     """
     rows, targets, tokens = _trained_rows(hidden, labels)
     if chunk is None:
         return _all_at_once(rows, lm_head, targets, tokens, smoothing=label_smoothing)
     if not torch.is_grad_enabled():
-        parts = zip(rows.split(chunk), targets.split(chunk), tokens.split(chunk), strict=True)
-        return torch.stack([_all_at_once(x, lm_head, *part, smoothing=label_smoothing) for x, *part in parts]).sum()
+        chunks = zip(rows.split(chunk), targets.split(chunk), tokens.split(chunk), strict=True)
+        return torch.stack([_all_at_once(x, lm_head, *ids, smoothing=label_smoothing) for x, *ids in chunks]).sum()
     trained = [parameter for parameter in lm_head.parameters() if parameter.requires_grad]
     return _ChunkedLoss.apply(rows, targets, tokens, lm_head, label_smoothing, chunk, *trained)  # type: ignore[return-value]
 
 
 def _trained_rows(hidden: Hidden, labels: Int64[Tensor, "batch seq"]) -> tuple[Rows, PerRow, PerRow]:
-    """Return the hidden states that predict a trained token, these tokens, and the numbers of the rows in the batch."""
-    compared_by = pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
-    index = (compared_by != IGNORED).nonzero()[:, 0]
-    targets, tokens = compared_by[index].to(hidden.device), index.to(hidden.device)
+    """Return the hidden states that predict a token in the loss, their labels, and their flat token indices."""
+    next_labels = pad(labels[:, 1:], (0, 1), value=IGNORED).flatten()
+    index = (next_labels != IGNORED).nonzero()[:, 0]
+    targets, tokens = next_labels[index].to(hidden.device), index.to(hidden.device)
     return hidden.flatten(0, 1)[tokens], targets, tokens
 
 
 def _all_at_once(rows: Rows, lm_head: nn.Module, targets: PerRow, tokens: PerRow, *, smoothing: float) -> Loss:
-    """Sum the loss of some rows through torch's cross entropy; autograd keeps their logits."""
+    """Sum the loss of some rows with torch's cross entropy; autograd saves their logits."""
     with only(lm_head, tokens):
         logits = lm_head(rows)
     return cross_entropy(widened(logits), targets, reduction="sum", label_smoothing=smoothing)
 
 
 class _ChunkedLoss(torch.autograd.Function):
+    """Autograd function of `loss_sum` with chunks; the gradients exist after the forward pass."""
+
     @staticmethod
     def forward(
-        ctx: Any,
-        rows: Tensor,
-        targets: Tensor,
-        tokens: Tensor,
-        lm_head: nn.Module,
-        smoothing: float,
-        chunk: int,
+        ctx: Any, rows: Tensor, targets: Tensor, tokens: Tensor, lm_head: nn.Module, smoothing: float, chunk: int,
         *trained: Tensor,
-    ) -> Tensor:
+    ) -> Tensor:  # fmt: skip
         """Sum the loss chunk by chunk; gradients are computed here and stored for `backward`."""
         losses, d_rows = widened(rows.new_zeros(len(rows))), torch.zeros_like(rows)
-        d_trained: list[Tensor | None] = [None] * len(trained)  # so it stays for one that the head does not use
+        d_trained: list[Tensor | None] = [None] * len(trained)  # stays None for parameters that the head does not use
         for start in range(0, len(rows), chunk):
-            part = slice(start, start + chunk)
-            with only(lm_head, tokens[part]):
-                made = _chunk_loss(rows[part], targets[part], lm_head, trained, smoothing=smoothing)
-            losses[part], d_rows[part], more = made
-            pairs = zip(d_trained, more, strict=True)
+            rows_slice = slice(start, start + chunk)
+            with only(lm_head, tokens[rows_slice]):
+                gradients = _chunk_loss(rows[rows_slice], targets[rows_slice], lm_head, trained, smoothing=smoothing)
+            losses[rows_slice], d_rows[rows_slice], d_chunk = gradients
+            pairs = zip(d_trained, d_chunk, strict=True)
             d_trained = [new if old is None or new is None else old + new for old, new in pairs]
         ctx.save_for_backward(d_rows, *d_trained)
         return losses.sum()
@@ -109,16 +107,16 @@ def _chunk_loss(
 def _token_losses(
     logits: Float[Tensor, "rows vocab"], targets: PerRow, *, smoothing: float
 ) -> tuple[Float[Tensor, " rows"], Float[Tensor, "rows vocab"]]:
-    """Compute the loss of every row, and its gradient in the memory of the logits."""
-    index = torch.arange(len(logits), device=logits.device)
-    wide = widened(logits)
-    wide -= wide.amax(-1, keepdim=True)
-    goal = (1 - smoothing) * wide[index, targets]
+    """Compute the loss of every row, and its gradient with respect to the logits, which overwrites them."""
+    row_index = torch.arange(len(logits), device=logits.device)
+    scores = widened(logits)
+    scores -= scores.amax(-1, keepdim=True)
+    label_score = (1 - smoothing) * scores[row_index, targets]
     if smoothing:
-        goal += smoothing * wide.mean(-1)
-    total = wide.exp_().sum(-1)
-    wide /= total[:, None]  # probabilities
+        label_score += smoothing * scores.mean(-1)
+    total = scores.exp_().sum(-1)
+    scores /= total[:, None]  # probabilities
     if smoothing:
-        wide -= smoothing / wide.shape[-1]
-    wide[index, targets] -= 1 - smoothing
-    return total.log() - goal, logits.copy_(wide)
+        scores -= smoothing / scores.shape[-1]
+    scores[row_index, targets] -= 1 - smoothing
+    return total.log() - label_score, logits.copy_(scores)

@@ -1,12 +1,12 @@
-"""Memory at the peak of a training step, estimated once the model is loaded and before the first step.
+"""Peak memory of a training step, estimated after the model is loaded and before the first step.
 
-    what is there now                    weights, adapter and libraries, as the system or CUDA counts them
-  + gradients, moments of AdamW          counted
-  + what a forward pass keeps            per token and once, seen in two short passes of the model itself
-  + what one block's backward pass has in hand, and the logits of a chunk        counted
+    current memory                       weights, adapter and libraries, as the system or CUDA reports them
+  + gradients, moments of AdamW          computed
+  + tensors saved by a forward pass      per token and constant, measured in two short passes of the model
+  + temporary tensors of one block's backward pass, and logits of a chunk        computed
 
-Recomputed blocks keep their inputs, and one block keeps the rest. The longest row of the data decides, as many times as
-a forward pass has rows.
+Recomputed blocks save their inputs, and one block saves the rest. The longest row of the data counts, times the rows
+of a forward pass.
 
 Source: benchmarks/train_estimate.py, which compares the estimate with the resident memory of whole runs.
 """
@@ -26,8 +26,8 @@ from llorch.pytorch.lora.dropout import keyed, token_keys
 from llorch.pytorch.train.forward import hidden_states
 from llorch.training.batch import IGNORED, Batch
 
-_SHORT = 16  # tokens of the shorter pass, where the context has room; the other pass has twice as many
-_COMPILER = 110 << 20  # torch imports its compiler when blocks are recomputed
+_SHORT = 16  # tokens of the shorter pass, if the context allows; the longer has twice as many
+_COMPILER = 110 << 20  # bytes of torch's compiler, imported when blocks are recomputed
 _WIDE = 4  # bytes of float32, in which norms, SwiGLU and the loss compute
 
 
@@ -35,74 +35,80 @@ _WIDE = 4  # bytes of float32, in which norms, SwiGLU and the loss compute
 class StepMemory:
     """Bytes at the peak of a training step."""
 
-    now: int  # before the first step
+    now: int  # current memory, and what recomputation will import
     trained: int  # gradients and moments
-    activations: int  # that a forward pass keeps
-    logits: int  # of a chunk, with what multiplies them; or what the backward pass of a block has in hand, if more
+    activations: int  # saved by a forward pass
+    logits: int  # of a chunk, with copies; or temporary tensors of a block's backward pass, if these are more
     n_tokens: int  # of the largest forward pass
 
     @property
     def peak(self) -> int:
-        """All of it."""
+        """Sum of all parts."""
         return self.now + self.trained + self.activations + self.logits
 
 
 def kept_bytes(module: CausalLM, device: torch.device) -> tuple[float, float]:
-    """Count the bytes that a pass without recomputation keeps for each token, and once (DoRA: matrices)."""
-    training = module.training
-    module.train()  # dropout keeps what it made
+    """Measure the bytes that a forward pass keeps for backward, without recomputation: per token, and constant.
+
+    The constant is not 0 with DoRA, which keeps matrices. Two passes of different length determine both.
+    """
+    was_training = module.training
+    module.train()  # dropout saves its masks
     n_tokens = max(1, min(_SHORT, module.config.max_position_embeddings // 2))
-    short, long = (_kept(module, n, device) for n in (n_tokens, 2 * n_tokens))
-    module.train(training)
-    per_token = (long - short) / n_tokens
-    return per_token, max(0.0, short - n_tokens * per_token)
+    short_bytes, long_bytes = (_measure_kept(module, n, device) for n in (n_tokens, 2 * n_tokens))
+    module.train(was_training)
+    per_token = (long_bytes - short_bytes) / n_tokens
+    return per_token, max(0.0, short_bytes - n_tokens * per_token)
 
 
 def step_memory(
-    config: ModelConfig, kept: tuple[float, float], *, n_tokens: int, width: int, chunk: int, recomputed: bool,
+    config: ModelConfig, saved_bytes: tuple[float, float], *, n_tokens: int, width: int, chunk: int, recomputed: bool,
     trained: int, device: torch.device,
 ) -> StepMemory:  # fmt: skip
-    """Estimate a step whose largest forward pass has so many tokens; `trained` is bytes of gradients and moments."""
+    """Estimate a step with `n_tokens` in its largest pass, from the numbers of `kept_bytes`.
+
+    `width`: bytes of an activation; `trained`: bytes of gradients and moments; `chunk`: see `loss_sum`, 0 for none.
+    """
     inputs = config.n_layers * config.hidden_size * width
-    of_token, once = kept
-    if recomputed:
-        of_token, once = inputs + of_token / config.n_layers, once / config.n_layers
-    in_hand = 3 * config.intermediate_size * _WIDE + 2 * config.hidden_size * width
+    per_token, constant = saved_bytes
+    if recomputed:  # all blocks save their inputs, and one block everything
+        per_token, constant = inputs + per_token / config.n_layers, constant / config.n_layers
+    temporary = 3 * config.intermediate_size * _WIDE + 2 * config.hidden_size * width
     copies = width + (_WIDE if width < _WIDE else 0) if chunk else width + 2 * _WIDE
     rows = min(chunk or n_tokens, n_tokens)
-    reordered = config.hidden_size * config.vocab_size * width if device.type == "cpu" else 0  # oneDNN, of the head
+    reordered = config.hidden_size * config.vocab_size * width if device.type == "cpu" else 0  # oneDNN's copy of head
     return StepMemory(
-        now=_now(device) + (_COMPILER if recomputed else 0),
+        now=_current_bytes(device) + (_COMPILER if recomputed else 0),
         trained=trained,
-        activations=int(n_tokens * of_token + once),
-        logits=max(rows * config.vocab_size * copies + reordered, n_tokens * in_hand),
+        activations=int(n_tokens * per_token + constant),
+        logits=max(rows * config.vocab_size * copies + reordered, n_tokens * temporary),
         n_tokens=n_tokens,
     )
 
 
-def _kept(module: CausalLM, n_tokens: int, device: torch.device) -> int:
-    """Sum the bytes of the tensors that a pass saves, each storage once, without parameters and buffers."""
-    own = {each.untyped_storage().data_ptr() for each in (*module.parameters(), *module.buffers())}
-    found: dict[int, int] = {}
+def _measure_kept(module: CausalLM, n_tokens: int, device: torch.device) -> int:
+    """Sum the bytes of tensors that a pass saves, each storage once, without parameters and buffers."""
+    parameter_pointers = {tensor.untyped_storage().data_ptr() for tensor in (*module.parameters(), *module.buffers())}
+    saved_storages: dict[int, int] = {}
 
-    def saved(tensor: Tensor) -> Tensor:
+    def save_storage(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
-        if storage.data_ptr() not in own:
-            found[storage.data_ptr()] = storage.nbytes()
+        if storage.data_ptr() not in parameter_pointers:
+            saved_storages[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     ids = np.arange(n_tokens)[None] % module.config.vocab_size
-    nothing = np.full_like(ids, IGNORED)
-    batch = Batch(ids, nothing, np.arange(n_tokens)[None], np.zeros_like(ids), np.arange(1))
+    labels = np.full_like(ids, IGNORED)
+    batch = Batch(ids, labels, np.arange(n_tokens)[None], np.zeros_like(ids), np.arange(1))
     keys = token_keys(batch.samples, n_tokens, seed=0, step=0)
-    with keyed(module, keys), saved_tensors_hooks(saved, lambda tensor: tensor):
-        hidden = hidden_states(module, batch, device)  # keeps the graph, so that no storage is used twice
+    with keyed(module, keys), saved_tensors_hooks(save_storage, lambda tensor: tensor):
+        hidden = hidden_states(module, batch, device)  # holds the graph, so that no storage is reused
     del hidden
-    return sum(found.values())
+    return sum(saved_storages.values())
 
 
-def _now(device: torch.device) -> int:
-    """Return the bytes that the process holds on the device, or in the host's memory; 0 if unknown."""
+def _current_bytes(device: torch.device) -> int:
+    """Return the bytes that the process uses on the device, or in host memory; 0 if unknown."""
     if device.type == "cuda":
         return torch.cuda.memory_reserved(device)
     try:

@@ -1,4 +1,4 @@
-"""Plan of a training run: every input that it needs, resolved once, before the model is loaded."""
+"""Plan of a training run: all inputs, resolved once, before the model is loaded. The base is the model to adapt."""
 
 import hashlib
 from dataclasses import dataclass
@@ -19,14 +19,14 @@ from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.lora.dropout import MASKS
 from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError, UserError
-from llorch.runtime.launched_rank import own_device
+from llorch.runtime.launched_rank import rank_device
 from llorch.training.adamw import learning_rate
 from llorch.training.data import TrainingData, TrainingOrder, read_data
-from llorch.training.data.dataset import say_unnamed, trained_ends
+from llorch.training.data.dataset import describe_unnamed_ends, trained_ends
 from llorch.training.resume import environment
-from llorch.training.settings import TrainSettings, say_dropout, text_settings
+from llorch.training.settings import TrainSettings, describe_base_dropout, text_settings
 
-_SPOKEN_FOR = {  # settings that change no bit of a step, or that other parts of the identity speak for
+_NOT_IN_IDENTITY = {  # settings without effect on a step's bits, or covered by other keys of the identity
     "model", "data", "epochs", "steps", "warmup_steps", "warmup_ratio", "gradient_checkpointing", "device",
     "eval_every", "save_every", "keep", "tensorboard", "valid",
 }  # fmt: skip
@@ -34,28 +34,26 @@ _SPOKEN_FOR = {  # settings that change no bit of a step, or that other parts of
 
 @dataclass(frozen=True)
 class TrainingPlan:
-    """Inputs of a training run, each resolved once; see `plan_training`."""
+    """Inputs of a training run, resolved once; see `plan_training`."""
 
-    settings: TrainSettings  # without defaults that depend on model, device or day
-    weights: Weights  # of the base, opened
+    settings: TrainSettings  # all defaults resolved
+    weights: Weights  # opened weights of the base
     target: Target
-    data: TrainingData  # as tokens
+    data: TrainingData  # tokenised
     order: TrainingOrder
     total_steps: int
     base: BaseIdentity
-    initial: Adapter  # before the first step
+    initial: Adapter  # adapter before the first step
     ranks: Ranks
 
     @property
     def notes(self) -> list[str]:
-        """Findings in the data, and requests of the model that llorch does not train: a sentence each."""
+        """Notes on the data, and on features of the model that llorch does not train: one sentence each."""
         return [
-            *self.data.notes,
-            *_left_out(self.weights),
-            *filter(None, [say_dropout(self.weights)]),
-            *_unnamed_ends(self.data, OpenModel(self.weights)),
-            *_of_tied(self.initial, self.weights),
-        ]
+            *self.data.notes, *_untrained_loss_notes(self.weights),
+            *filter(None, [describe_base_dropout(self.weights)]),
+            *_eos_notes(self.data, OpenModel(self.weights)), *_tied_notes(self.initial, self.weights),
+        ]  # fmt: skip
 
     def rate(self, step: int) -> float:
         """Return the learning rate of a step, counted from 0."""
@@ -64,8 +62,8 @@ class TrainingPlan:
         return learning_rate(step, schedule=schedule, peak=peak, warmup_steps=warmup, total_steps=total)
 
     def identity(self) -> dict[str, Any]:
-        """Return the values that have to be equal for later steps to be the same, bit by bit; JSON."""
-        settings = {name: value for name, value in self.settings.as_json().items() if name not in _SPOKEN_FOR}
+        """Return, as JSON, the values that must be equal for a resumed run to be equal bit by bit."""
+        settings = {name: setting for name, setting in self.settings.as_json().items() if name not in _NOT_IN_IDENTITY}
         flat = self.initial.flat()
         return {
             "base": self.base.digest,
@@ -81,37 +79,37 @@ class TrainingPlan:
         }
 
     def _packed_products(self) -> dict[str, bool]:
-        """Tell if compiled kernels multiply packed matrices on the CPU, because torch adds in another order."""
+        """Record if compiled kernels multiply packed matrices on the CPU: torch adds in another order."""
         if self.settings.weights == "decoded" or self.target.device.type != "cpu":
             return {}
         return {"compiled_kernels": library() is not None}
 
 
 def plan_training(settings: TrainSettings, mesh: DeviceMesh | None = None) -> TrainingPlan:
-    """Open the base, read the data as tokens, order it, and draw the new adapter; no model is loaded yet.
+    """Open the base, tokenise and order the data, and draw the new adapter; no model is loaded yet.
 
     Raises:
-        FileNotFoundError: There is no such model, or no such data.
+        FileNotFoundError: The model or the data do not exist.
         FormatError: A row of the data, or the base, cannot be used.
-        ValueError: A setting does not fit the model, the data or the mesh.
+        UserError: A setting does not fit the model, the data or the mesh.
         MissingDevice: The device is not on this machine.
     """
     weights = open_weights(find(settings.model))
     config = weights.config
     _require_mesh(settings, mesh)
-    full = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
-    at = target(own_device(settings.device) if mesh else settings.device, full.dtype_name)
-    data = read_data(find_data(settings.data), OpenModel(weights), full.data_settings)
-    counts = {"batch_size": settings.batch_size, "accumulation": settings.accumulation}
-    order = TrainingOrder(data.rows(data.train), **counts, seed=settings.seed)
+    resolved = settings.with_defaults(hidden_size=config.hidden_size, context=config.max_position_embeddings)
+    backend = target(rank_device(settings.device) if mesh else settings.device, resolved.dtype_name)
+    tokens = read_data(find_data(settings.data), OpenModel(weights), resolved.data_settings)
+    batch_sizes = {"batch_size": settings.batch_size, "accumulation": settings.accumulation}
+    order = TrainingOrder(tokens.rows(tokens.train), **batch_sizes, seed=settings.seed)
     steps = settings.steps or settings.epochs * order.steps_per_epoch
     base = identity_of(weights, settings.model)
     initial = initial_adapter(settings.lora, weights, init=settings.init, seed=settings.seed)
-    return TrainingPlan(full, weights, at, data, order, steps, base, initial, Ranks(mesh))
+    return TrainingPlan(resolved, weights, backend, tokens, order, steps, base, initial, Ranks(mesh))
 
 
 def _require_mesh(settings: TrainSettings, mesh: DeviceMesh | None) -> None:
-    """Refuse settings that a mesh cannot do."""
+    """Refuse settings that a mesh does not support."""
     if mesh is None:
         return
     if settings.eight_bit:
@@ -125,22 +123,22 @@ def _require_mesh(settings: TrainSettings, mesh: DeviceMesh | None) -> None:
         )
 
 
-def _left_out(weights: Weights) -> list[str]:
-    """Name the loss that balances experts, which llorch does not train, where a folder asks for it."""
+def _untrained_loss_notes(weights: Weights) -> list[str]:
+    """Note the load-balancing loss of experts, which llorch does not train, if the config asks for it."""
     if FAMILIES[weights.config.family].router != "softmax" or weights.config.experts is None:
         return []
-    values = text_settings(weights)
-    if not values.get("output_router_logits"):
+    text_config = text_settings(weights)
+    if not text_config.get("output_router_logits"):
         return []
     return [
         "config.json asks for an auxiliary loss that balances the experts (output_router_logits, "
-        f"router_aux_loss_coef {values.get('router_aux_loss_coef', 0.001)}): it is not trained, the loss is cross "
+        f"router_aux_loss_coef {text_config.get('router_aux_loss_coef', 0.001)}): it is not trained, the loss is cross "
         "entropy alone"
     ]
 
 
-def _of_tied(adapter: Adapter, weights: Weights) -> list[str]:
-    """Note matrices that are one in the base and two with an adapter, which not every program can load."""
+def _tied_notes(adapter: Adapter, weights: Weights) -> list[str]:
+    """Note an adapter on tied embeddings: it makes the two matrices different, which not every program can load."""
     outer = [name for name in ("embed_tokens", "lm_head") if name in adapter.targets]
     if not outer or not weights.config.tie_word_embeddings:
         return []
@@ -150,10 +148,10 @@ def _of_tied(adapter: Adapter, weights: Weights) -> list[str]:
     ]
 
 
-def _unnamed_ends(data: TrainingData, model: OpenModel) -> list[str]:
-    """End tokens of the data at which transformers would not stop, because the base does not name them."""
+def _eos_notes(tokens: TrainingData, model: OpenModel) -> list[str]:
+    """Note EOS tokens of the data at which transformers would not stop, because the base does not name them."""
     try:
-        told = say_unnamed(trained_ends(data.train, model), model)
+        note = describe_unnamed_ends(trained_ends(tokens.train, model), model)
     except FormatError:
         return []  # token ids need no vocabulary
-    return [told] if told else []
+    return [note] if note else []

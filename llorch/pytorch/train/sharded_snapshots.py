@@ -1,10 +1,10 @@
-"""Snapshots of several processes, written while the training goes on: complete or absent, as with one process.
+"""Snapshots of several processes (ranks), written while training continues: complete or absent, as with one process.
 
-    save    rank 0 makes the folder; every rank copies its parts, and a thread of it writes them
-    poll    rank 0, once all are written, syncs and puts the snapshot in its place
-    wait    every rank learns the result
+    save    rank 0 makes the folder; every rank copies its parts of the tensors, and a thread of the rank writes them
+    poll    once all parts are written, rank 0 syncs them to disk and moves the snapshot to its final name
+    wait    every rank learns if the snapshot was saved
 
-A rank waits for another at most for a time, in a process group of its own, so that nothing mixes with the training's.
+Messages go through a separate process group, so that they do not mix with training's; a rank waits up to a timeout.
 
 Source: torch.distributed.checkpoint.async_save.
 """
@@ -27,37 +27,37 @@ from llorch.runtime.errors import printable
 from llorch.training.snapshot_files import PARTS
 from llorch.training.snapshots import SnapshotStore
 
-Made = TypeVar("Made")
+Result = TypeVar("Result")
 
 
 @dataclass
 class _Pending:
-    """A snapshot that is being written."""
+    """Snapshot that is being written."""
 
     step: int
     record: Mapping[str, Any]
-    written: Future  # by all ranks, as far as this one knows
-    over: bool = False  # it is in its place, or abandoned
-    error: Exception | None = None  # why it was abandoned
+    written: Future  # done once this rank knows that all ranks have written
+    over: bool = False  # completed or abandoned
+    error: Exception | None = None  # reason if it was abandoned
 
 
 class ShardedSaver:
-    """Saves snapshots of tensors of which each rank has parts; all ranks call `save` and `wait`, in the same order."""
+    """Saver of sharded tensors; all ranks call `save` and `wait` in the same order."""
 
     def __init__(self, store: SnapshotStore, *, timeout: timedelta = TIMEOUT) -> None:
-        """Join the other ranks in a group of its own; rank 0 alone writes through the store, whose lock it holds."""
+        """Create a process group with all ranks; only rank 0 uses the snapshot store, and holds its lock."""
         self._store = store
         group = dist.new_group(timeout=timeout, backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)  # of all ranks, of which this is one
+        assert isinstance(group, dist.ProcessGroup)  # it includes this rank
         self._group = group
         self._pending: _Pending | None = None
 
     def save(self, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> None:
-        """Begin a snapshot, once the one before is finished; tensors and record may be changed afterwards.
+        """Start a snapshot after the previous one is finished; tensors and record may be changed afterwards.
 
-        Names are the same on every rank. A DTensor is saved whole, from the parts of all, another tensor as one of the
-        ranks has it. The record holds values that are no tensors; that of rank 0 counts. Raises what `wait` raises, and
-        OSError on every rank where this snapshot cannot be begun.
+        Names are equal on all ranks. A DTensor is saved completely, from all parts; any other tensor from one rank. The
+        record has values that are not tensors; rank 0's record is saved. Raises the errors of `wait` for the previous
+        snapshot, and OSError on every rank if this snapshot cannot be started.
         """
         self.wait()
         folder = self._from_rank_0(lambda: self._store.begin(step) / PARTS)
@@ -67,60 +67,60 @@ class ShardedSaver:
         self._pending = _Pending(step, copy.deepcopy(record), written)
 
     def poll(self) -> None:
-        """Put what all ranks have written in its place: rank 0 does, nobody waits; `wait` tells what failed."""
+        """Complete a snapshot that all ranks have written: rank 0 acts, no rank waits; `wait` reports errors."""
         pending = self._pending
         if dist.get_rank() == 0 and pending and not pending.over and pending.written.done():
             self._finish(pending)
 
     def wait(self) -> None:
-        """Finish the snapshot that is being written, if there is one.
+        """Wait for the snapshot that is being written, if there is one, and complete it.
 
-        OSError, the same on every rank: it was not saved, and nothing of it is left. RuntimeError: another rank is gone
-        or was silent for too long.
+        Raises OSError on every rank if it could not be saved (nothing of it remains), and RuntimeError if another rank
+        is lost or exceeded the timeout.
         """
         pending, self._pending = self._pending, None
         if pending is not None:
-            pending.written.exception()  # returns when this rank has written
-            self._from_rank_0(lambda: self._outcome(pending))
+            pending.written.exception()  # blocks until this rank has written
+            self._from_rank_0(lambda: self._finish_or_raise(pending))
 
-    def _outcome(self, pending: _Pending) -> None:
-        """Complete a snapshot if that is not done, and raise its error."""
+    def _finish_or_raise(self, pending: _Pending) -> None:
+        """Complete or abandon a snapshot if `poll` has not, and raise its error."""
         if not pending.over:
             self._finish(pending)
         if pending.error is not None:
             raise pending.error
 
     def _finish(self, pending: _Pending) -> None:
-        """Complete or abandon a snapshot; its error is kept for `_outcome`."""
-        failed = pending.written.exception()
+        """Complete or abandon a snapshot; store its error for `_finish_or_raise`."""
+        failure = pending.written.exception()
         try:
-            if failed is not None:
+            if failure is not None:
                 self._store.abandon(pending.step)
-                raise self._store.explained(_first(failed), pending.step) from failed
+                raise self._store.explained(_first_error(failure), pending.step) from failure
             self._store.complete(pending.step, pending.record)
         except Exception as error:
             pending.error = error
         pending.over = True
 
-    def _from_rank_0(self, work: Callable[[], Made]) -> Made:
-        """Call `work` on rank 0, and return its result or raise its error on every rank."""
-        made: list[Any] = [None]
+    def _from_rank_0(self, work: Callable[[], Result]) -> Result:
+        """Call `work` on rank 0; return its value or raise its error on every rank."""
+        outcome: list[Any] = [None]
         if dist.get_rank() == 0:
             try:
-                made = [work()]
+                outcome = [work()]
             except Exception as error:
-                made = [error]
-        dist.broadcast_object_list(made, src=0, group=self._group)
-        if isinstance(made[0], Exception):
-            raise made[0]
-        return made[0]
+                outcome = [error]
+        dist.broadcast_object_list(outcome, src=0, group=self._group)
+        if isinstance(outcome[0], Exception):
+            raise outcome[0]
+        return outcome[0]
 
 
-def _first(failed: BaseException) -> OSError:
-    """Return the error of the first rank that had one."""
-    if not isinstance(failed, CheckpointException):
-        return OSError(errno.EIO, printable(f"{type(failed).__name__}: {failed}"))
-    rank, (error, _) = min(failed.failures.items())
+def _first_error(failure: BaseException) -> OSError:
+    """Convert a failure of torch's saver to an OSError: that of the lowest rank that failed."""
+    if not isinstance(failure, CheckpointException):
+        return OSError(errno.EIO, printable(f"{type(failure).__name__}: {failure}"))
+    rank, (error, _) = min(failure.failures.items())
     if isinstance(error, OSError):
         return OSError(error.errno, f"rank {rank}: {error.strerror}")
     return OSError(errno.EIO, printable(f"rank {rank}: {type(error).__name__}: {error}"))

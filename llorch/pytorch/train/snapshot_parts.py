@@ -1,12 +1,12 @@
-"""Tensors that several processes wrote, each its parts, read whole by one process that needs no other.
+"""Read the tensors of a snapshot that several processes wrote in parts (`sharded_snapshots`), in one process.
 
-    .metadata       a pickle: shape and dtype of each tensor, and where which part of it lies
-    __0_0.distcp    parts, which one process wrote
+    .metadata       a pickle: shape and dtype of each tensor, and file and offset of each part
+    __0_0.distcp    parts written by one process
 
-A pickle can run code, so nothing is taken from it but what describes tensors. This module checks that the parts make up
-each tensor, as torch does not change a value that was never written.
+A pickle can run code, so only classes that describe tensors are loaded from it. This module checks that the parts cover
+each tensor, because torch leaves values unchanged that were never written.
 
-Source: torch.distributed.checkpoint (`FileSystemReader`, `Metadata`), whose files are promised to no other version.
+Source: torch.distributed.checkpoint (`FileSystemReader`, `Metadata`), whose files may change with torch's version.
 """
 
 import pickle
@@ -27,7 +27,7 @@ from torch.serialization import _get_layout
 
 from llorch.runtime.errors import FormatError
 
-_DESCRIBES = {
+_ALLOWED_CLASSES = {
     (described.__module__, described.__name__): described
     for described in (
         metadata.Metadata, metadata.TensorStorageMetadata, metadata.TensorProperties, metadata.ChunkStorageMetadata,
@@ -35,18 +35,18 @@ _DESCRIBES = {
         _get_layout, torch.Size,
     )
 }  # fmt: skip
-Described = Mapping[str, TensorStorageMetadata]
-_DTYPES = {"float64", "float32", "float16", "int64", "int32", "uint8"}  # those of a snapshot
+Descriptions = Mapping[str, TensorStorageMetadata]
+_DTYPES = {"float64", "float32", "float16", "int64", "int32", "uint8"}  # dtypes in snapshots
 
 
 def read_parts(folder: Path) -> dict[str, np.ndarray]:
-    """Read all tensors whole; FormatError where values of one are missing, or torch cannot read them."""
+    """Read all complete tensors; FormatError if values are missing, or torch cannot read them."""
     reader = _Reader(folder)
     try:
-        described = cast(Described, reader.read_metadata().state_dict_metadata)  # what is no tensor was refused
-        for name, tensor in described.items():
-            _require_whole(name, tensor, folder)
-        return _loaded(reader, described)
+        descriptions = cast(Descriptions, reader.read_metadata().state_dict_metadata)  # others were refused
+        for name, tensor in descriptions.items():
+            _require_complete(name, tensor, folder)
+        return _load(reader, descriptions)
     except (FormatError, OSError):
         raise
     except (Exception, CheckpointException) as error:
@@ -54,34 +54,34 @@ def read_parts(folder: Path) -> dict[str, np.ndarray]:
         raise FormatError("Unsupported", message, path=folder) from error
 
 
-def _loaded(reader: FileSystemReader, described: Described) -> dict[str, np.ndarray]:
+def _load(reader: FileSystemReader, descriptions: Descriptions) -> dict[str, np.ndarray]:
     tensors: dict[str, Any] = {
-        name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in described.items()
+        name: torch.empty(tensor.size, dtype=tensor.properties.dtype) for name, tensor in descriptions.items()
     }
-    with warnings.catch_warnings():  # that this is one process alone
+    with warnings.catch_warnings():  # about a single process
         warnings.simplefilter("ignore", UserWarning)
         load(tensors, storage_reader=reader, no_dist=True)
     return {name: tensor.numpy() for name, tensor in tensors.items()}
 
 
-def _require_whole(name: str, tensor: TensorStorageMetadata, folder: Path) -> None:
-    """Require that each value lies in exactly one part."""
+def _require_complete(name: str, tensor: TensorStorageMetadata, folder: Path) -> None:
+    """Require that each value is in exactly one part."""
     n_parts = np.zeros(tensor.size, np.uint8)
     for part in tensor.chunks:
-        n_parts[tuple(slice(at, at + n) for at, n in zip(part.offsets, part.sizes, strict=True))] += 1
-    if wrong := int((n_parts != 1).sum()):
-        message = f"{name}: expected each value in one part, got {wrong} of {n_parts.size} in none or several"
+        n_parts[tuple(slice(start, start + n) for start, n in zip(part.offsets, part.sizes, strict=True))] += 1
+    if n_wrong := int((n_parts != 1).sum()):
+        message = f"{name}: expected each value in one part, got {n_wrong} of {n_parts.size} in none or several"
         raise FormatError("Inconsistent", message, path=folder)
 
 
 class _Reader(FileSystemReader):
-    """Reads a description that cannot run code."""
+    """Reader of metadata that cannot run code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         with (Path(self.path) / ".metadata").open("rb") as file:
-            described = _Unpickler(file).load()
-        described.storage_meta.load_id = self.load_id
-        return described
+            description = _Unpickler(file).load()
+        description.storage_meta.load_id = self.load_id
+        return description
 
 
 def _member_of(kind: Any, name: str) -> Enum:
@@ -94,13 +94,15 @@ def _member_of(kind: Any, name: str) -> Enum:
 
 
 class _Unpickler(pickle.Unpickler):
+    """Unpickler that refuses every class but those of torch's tensor descriptions."""
+
     def find_class(self, module: str, name: str) -> Any:
         if module == "torch" and name in _DTYPES:
             return getattr(torch, name)
         if module.partition(".")[0] == "pathlib":
-            return PurePosixPath  # where it was written
+            return PurePosixPath  # the path at the time of writing
         if (module, name) == ("builtins", "getattr"):
             return _member_of
-        if (module, name) not in _DESCRIBES:
+        if (module, name) not in _ALLOWED_CLASSES:
             raise FormatError("Unsafe", f".metadata is a pickle that loads {module}.{name}, which llorch never writes")
-        return _DESCRIBES[module, name]
+        return _ALLOWED_CLASSES[module, name]

@@ -1,12 +1,12 @@
-"""One optimizer step on given batches: what a training repeats, and what `llorch verify` judges.
+"""One optimizer step on given batches, for training and for `llorch verify`.
 
-    loss of a step = sum over all trained tokens of its batches / their number
+    loss of a step = sum of the cross entropy over its tokens in the loss / their number
 
-so accumulating over small batches, or sharing the rows of a batch out to ranks, gives the gradients of a large one,
-however ragged the rows are.
+So accumulating over small batches, or distributing the rows of a batch over ranks, gives the gradients of a large
+batch, for rows of any lengths.
 
-`Alone` computes a step in one process with the whole model, `OnMesh` on the ranks of a mesh, each with its part and its
-rows. Every rank knows all batches of a step, so the number that a loss is divided by needs no message.
+`Alone` computes a step in one process with the complete model, `OnMesh` on the ranks of a mesh, each with its part and
+its rows. Every rank knows all batches of a step, so the divisor of the loss needs no communication.
 """
 
 import math
@@ -36,37 +36,37 @@ Work = Callable[[CausalLM], Any]
 
 
 class Alone:
-    """One process, which has all of the model and takes all rows."""
+    """Worker of one process: it has the complete model and computes all rows."""
 
     def __init__(self, module: CausalLM) -> None:
-        """Work on a module, with the adapter that is trained."""
+        """Use a module with the adapter to train."""
         self.module = module
 
     def run(self, work: Work) -> Any:
-        """Call `work` with the model; meanwhile its parameters are whole, but for those that a rank has a part of."""
+        """Call `work` with the model; on a mesh, FSDP parameters are gathered meanwhile."""
         return work(self.module)
 
     def rows_of(self, batch: Batch) -> tuple[Batch, float]:
-        """Return the rows of this process, and their factor; 0 on a rank that computes only to communicate."""
+        """Return the rows of this process, and a factor of their loss: 0 on a rank that only helps to gather."""
         return batch, 1.0
 
     def own_rows(self, rows: Tensor) -> Tensor:
-        """Return the part for the rows that are computed here, of something that all rows of a batch have."""
+        """Return this process's rows of an array over all rows of a batch."""
         return rows
 
     def sum_gradients(self, *, now: bool) -> None:
-        """Set whether the backward pass to come is the last of a step, by whose end gradients are summed over ranks."""
+        """Set if the next backward pass is the last of a step, which sums gradients over ranks; nothing here."""
 
-    def summed(self, value: Tensor) -> Tensor:
-        """Sum a value over all ranks that take other rows, in place."""
-        return value
+    def summed(self, tensor: Tensor) -> Tensor:
+        """Sum a tensor over all ranks with other rows, in place."""
+        return tensor
 
 
 class OnMesh(Alone):
-    """A rank of a mesh with the axes `dp` and `tp`; the other ranks call the same methods in the same order."""
+    """Worker of a rank of a mesh with the axes `dp` and `tp`; all ranks call the same methods in the same order."""
 
     def __init__(self, module: CausalLM, mesh: DeviceMesh) -> None:
-        """Share out a module whose matrices were cut when they were loaded; for the errors see `parallelize`."""
+        """Shard a module whose matrices were cut when they were loaded; for errors see `parallelize`."""
         from llorch.pytorch.distributed.parallel import Together, parallelize  # imports FSDP and DTensor, in a second
 
         super().__init__(parallelize(module, mesh))
@@ -78,9 +78,9 @@ class OnMesh(Alone):
         return self._together(work)
 
     def rows_of(self, batch: Batch) -> tuple[Batch, float]:
-        """Return every n-th row and 1.0; if there is none, a row of another rank and 0.0: it does not count."""
-        mine = {name: self.own_rows(array) for name, array in vars(batch).items()}
-        return replace(batch, **mine), float(self.data_parallel.get_local_rank() < len(batch.ids))
+        """Return every n-th row and 1.0; if there is none, a row of another rank and 0.0, so that it does not count."""
+        own_arrays = {name: self.own_rows(array) for name, array in vars(batch).items()}
+        return replace(batch, **own_arrays), float(self.data_parallel.get_local_rank() < len(batch.ids))
 
     def own_rows(self, rows: Any) -> Any:
         """See `Alone.own_rows`."""
@@ -91,32 +91,32 @@ class OnMesh(Alone):
         """See `Alone.sum_gradients`."""
         self._together.gather_gradients(now=now)
 
-    def summed(self, value: Tensor) -> Tensor:
+    def summed(self, tensor: Tensor) -> Tensor:
         """See `Alone.summed`."""
-        return summed(value, self.data_parallel)
+        return summed(tensor, self.data_parallel)
 
 
 class NonFiniteLoss(UserError):
-    """A loss or a gradient that is NaN or infinite; the step was not made."""
+    """Error for a NaN or infinite loss or gradient; the step was not applied."""
 
 
 @dataclass(frozen=True)
 class Stepper:
-    """Makes steps of one model."""
+    """Optimizer steps of one model."""
 
-    worker: Alone  # has the model, with the adapter that is trained
+    worker: Alone  # this process, with its part of the model and the adapter to train
     optimizer: AdamW  # of the adapter's parameters
     device: torch.device
     label_smoothing: float  # see `loss_sum`
     chunk: int | None  # see `loss_sum`
-    max_norm: float  # of all gradients together; `math.inf` clips nothing
-    seed: int = 0  # of dropout
+    max_norm: float  # of all gradients; `math.inf` disables clipping
+    seed: int = 0  # of dropout masks
 
     def step(self, batches: Sequence[Batch], rate: float, *, number: int = 0) -> tuple[float, float]:
-        """Make one step; return the mean loss of its batches and the norm of the gradients before they are clipped.
+        """Make one step at the learning rate `rate`; return the mean loss, and the gradient norm before clipping.
 
-        Each step has another `number`, for its dropout. Raises NonFiniteLoss if the loss or the norm is not finite;
-        nothing is updated then.
+        Each step has a different `number`, which seeds its dropout masks. Raises NonFiniteLoss if the loss or the norm
+        is not finite; then nothing is updated.
         """
         with deterministic():
             loss = self.backward(batches, number=number)
@@ -131,25 +131,25 @@ class Stepper:
         return loss, norm
 
     def backward(self, batches: Sequence[Batch], *, number: int = 0) -> float:
-        """Add the gradients of a step to those of the parameters, and give its loss."""
-        n_trained = trained_tokens(batches)
+        """Accumulate the gradients of a step's batches in the parameters, and return its loss."""
+        n_in_loss = trained_tokens(batches)
         self.worker.module.train()
         total = torch.zeros((), dtype=torch.float64, device=self.device)
-        for place, batch in enumerate(batches, start=1):
-            rows, counts = self.worker.rows_of(batch)
+        for position, batch in enumerate(batches, start=1):
+            rows, factor = self.worker.rows_of(batch)
             smoothing, chunk = self.label_smoothing, self.chunk
             with keyed(self.worker.module, token_keys(rows.samples, rows.ids.shape[1], seed=self.seed, step=number)):
-                loss = counts * batch_loss(self.worker, rows, self.device, label_smoothing=smoothing, chunk=chunk)
-                self.worker.sum_gradients(now=place == len(batches))
-                (loss / n_trained).backward()
+                loss = factor * batch_loss(self.worker, rows, self.device, label_smoothing=smoothing, chunk=chunk)
+                self.worker.sum_gradients(now=position == len(batches))
+                (loss / n_in_loss).backward()
             total += loss.detach()
-        return float(self.worker.summed(total)) / n_trained
+        return float(self.worker.summed(total)) / n_in_loss
 
 
 def batch_loss(
     worker: Alone, rows: Batch, device: torch.device, *, label_smoothing: float, chunk: int | None
 ) -> Float[Tensor, ""]:
-    """Sum the loss over the trained tokens of some rows; see `loss_sum`."""
+    """Sum the loss over the tokens in the loss of some rows; see `loss_sum`."""
     labels = torch.from_numpy(rows.labels)
 
     def work(module: CausalLM) -> Tensor:
@@ -160,16 +160,12 @@ def batch_loss(
 
 
 def mean_loss(
-    worker: Alone,
-    batches: Iterable[Batch],
-    device: torch.device,
-    *,
-    chunk: int | None = None,
+    worker: Alone, batches: Iterable[Batch], device: torch.device, *, chunk: int | None = None,
     stop: Callable[[], bool] = lambda: False,
-) -> float | None:
-    """Compute the mean loss over all trained tokens, without dropout and smoothing; None when `stop` gave up.
+) -> float | None:  # fmt: skip
+    """Compute the mean loss over all tokens in the loss, without dropout and smoothing; None if `stop` returned True.
 
-    The order of the batches can change the last bits. `chunk`: tokens whose logits exist at the same time.
+    The order of the batches can change the last bits. `chunk`: see `loss_sum`. Leaves the module in eval mode.
     """
     worker.module.eval()
     total, n_trained = torch.zeros((), dtype=torch.float64, device=device), 0
@@ -177,23 +173,23 @@ def mean_loss(
         for batch in batches:
             if stop():
                 return None
-            rows, counts = worker.rows_of(batch)
-            total += counts * batch_loss(worker, rows, device, label_smoothing=0.0, chunk=chunk)
+            rows, factor = worker.rows_of(batch)
+            total += factor * batch_loss(worker, rows, device, label_smoothing=0.0, chunk=chunk)
             n_trained += batch.n_trained
     return float(worker.summed(total)) / n_trained
 
 
 @contextmanager
 def deterministic() -> Iterator[None]:
-    """Ask torch for the algorithms that give the same bits every time; its switches are put back afterwards."""
+    """Make torch use deterministic algorithms, and restore its switches afterwards."""
     os.environ.setdefault(*CUBLAS_WORKSPACE)
-    before = torch.get_deterministic_debug_mode()
-    memory: Any = torch.utils.deterministic
-    filling = memory.fill_uninitialized_memory
-    torch.set_deterministic_debug_mode("error")  # the other way to say so imports a compiler
-    memory.fill_uninitialized_memory = False  # it only takes time
+    saved_mode = torch.get_deterministic_debug_mode()
+    settings: Any = torch.utils.deterministic
+    saved_fill = settings.fill_uninitialized_memory
+    torch.set_deterministic_debug_mode("error")  # use_deterministic_algorithms would import a compiler
+    settings.fill_uninitialized_memory = False  # filling only costs time
     try:
         yield
     finally:
-        torch.set_deterministic_debug_mode(before)
-        memory.fill_uninitialized_memory = filling
+        torch.set_deterministic_debug_mode(saved_mode)
+        settings.fill_uninitialized_memory = saved_fill

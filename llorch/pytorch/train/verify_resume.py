@@ -1,11 +1,11 @@
-"""Prove, on the machine at hand, that a run that was stopped and taken up again is the run that was not, bit by bit.
+"""Verify on this machine that a run that was stopped and resumed equals an uninterrupted run, bit by bit.
 
     straight    N steps
-    halves      N/2 steps, then SIGTERM, so that a snapshot is written; the rest in a process of its own
-    controls    as halves, but part of the snapshot is lost in between: this has to be noticed, or nothing was proven
+    halves      N/2 steps, then SIGTERM, so that a snapshot is written; the rest in a new process
+    controls    as halves, but part of the snapshot is removed in between: the comparison must detect this
 
-Each is a run as `llorch lora train` makes it, in a folder of its own, on a mesh with ranks of its own; weights, moments
-and log are compared.
+Each is a run like `llorch lora train`, in its own folder, and on a mesh with its own processes (ranks). Weights,
+AdamW's moments and the logs are compared with those of the straight run.
 """
 
 import gc
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from llorch.runtime.errors import CheckpointMismatch, UserError
-from llorch.runtime.threads import limited
+from llorch.runtime.threads import limit_threads
 from llorch.runtime.worker import PIPE, end_with_parent, python, run
 from llorch.training.log import LOG
 from llorch.training.settings import TrainSettings
@@ -34,16 +34,16 @@ if TYPE_CHECKING:
 
 ADAPTER = "adapter_model.safetensors"
 RUN = "run.json"
-LOST = ("moments", "place")  # what a control loses
+LOST = ("moments", "place")  # removed by the controls: AdamW's moments, or the place in the data (the step count)
 
 
 @dataclass(frozen=True)
 class Compared:
-    """One tensor of both runs."""
+    """Comparison of one tensor of both runs."""
 
     name: str  # `adapter/...`, `optimizer/...`, or the file of the adapter
     n_values: int
-    differing_bits: int  # all of them where dtype or shape differ or one run lacks the tensor
+    differing_bits: int  # all bits if dtype or shape differ, or one run lacks the tensor
 
     @property
     def kind(self) -> str:
@@ -53,11 +53,11 @@ class Compared:
 
 @dataclass(frozen=True)
 class RunComparison:
-    """Two runs."""
+    """Comparison of two runs."""
 
-    tensors: tuple[Compared, ...]  # of the snapshots at the end, and the adapter as it was written
+    tensors: tuple[Compared, ...]  # of the last snapshots, and the adapter file
     n_lines: int  # of the longer log
-    differing_lines: int  # those that are not equal, byte by byte
+    differing_lines: int  # lines that are not equal, byte by byte
 
     @property
     def equal(self) -> bool:
@@ -67,12 +67,12 @@ class RunComparison:
 
 @dataclass(frozen=True)
 class Proof:
-    """The result of the comparison."""
+    """Comparisons of the stopped run, and of each control, with the straight run."""
 
     steps: int
-    stopped_at: int  # step at which the halves were cut
-    halves: RunComparison  # straight run against halves
-    controls: Mapping[str, RunComparison]  # what was lost, and the comparison that must not be equal
+    stopped_at: int  # step of the stop
+    halves: RunComparison
+    controls: Mapping[str, RunComparison]  # removed part -> comparison that must not be equal
 
     @property
     def holds(self) -> bool:
@@ -81,14 +81,13 @@ class Proof:
 
 
 def verify_resume(
-    settings: TrainSettings,
-    folder: Path,
-    *,
-    control: bool,
-    axes: Mapping[str, int] | None = None,
+    settings: TrainSettings, folder: Path, *, control: bool, axes: Mapping[str, int] | None = None,
     tell: Callable[[str], None] = lambda line: None,
-) -> Proof:
-    """Make runs of `settings.steps`, at least 2, below an empty folder and compare them; with `axes` on a mesh."""
+) -> Proof:  # fmt: skip
+    """Make runs of `settings.steps`, at least 2, in an empty folder and compare them; `control`: with the controls.
+
+    With `axes`, the number of ranks of each axis by name, on a mesh. `tell` gets one line at the start of each run.
+    """
     steps = settings.steps or 0
     if steps < 2:
         raise UserError(f"verify-resume: expected at least 2 steps, one for each half of the run, got {settings.steps}")
@@ -100,27 +99,27 @@ def verify_resume(
     tell(f"{middle} steps, then a stop")
     _run(settings, halves, axes, stop_at=middle)
     _give_memory_back()
-    controls = {what: _without(what, halves) for what in LOST if control}
+    controls = {part: _copy_without(part, halves) for part in LOST if control}  # copies, before `halves` continues
 
-    def finished(run: Path) -> RunComparison:
+    def finish(run: Path) -> RunComparison:
         tell(f"{steps - middle} more steps in a new process ({run.name})")
-        _go_on_elsewhere(run, axes)
+        _finish_in_new_process(run, axes)
         return compare_runs(straight, run)
 
-    return Proof(steps, middle, finished(halves), {what: finished(copy) for what, copy in controls.items()})
+    return Proof(steps, middle, finish(halves), {part: finish(copied_run) for part, copied_run in controls.items()})
 
 
-def compare_runs(one: Path, other: Path) -> RunComparison:
-    """Compare all tensors and the log that two finished runs left."""
-    ours, theirs = _tensors(one), _tensors(other)
-    names = sorted(ours.keys() | theirs.keys())
-    lines = list(zip_longest(*((run / LOG).read_bytes().splitlines(keepends=True) for run in (one, other))))
-    tensors = tuple(_compared(name, ours.get(name), theirs.get(name)) for name in names)
+def compare_runs(first: Path, second: Path) -> RunComparison:
+    """Compare all tensors and the logs of two finished runs."""
+    first_tensors, second_tensors = _tensors(first), _tensors(second)
+    names = sorted(first_tensors.keys() | second_tensors.keys())
+    lines = list(zip_longest(*((run / LOG).read_bytes().splitlines(keepends=True) for run in (first, second))))
+    tensors = tuple(_compare(name, first_tensors.get(name), second_tensors.get(name)) for name in names)
     return RunComparison(tensors, len(lines), sum(a != b for a, b in lines))
 
 
 class _Quiet:
-    """Observer of a run: cuts the validation set to the size of one pass, and may stop the run."""
+    """Watcher of a run that prints nothing, cuts the validation set to one batch, and may stop the run."""
 
     def __init__(self, stop_at: int | None = None) -> None:
         self._stop_at = stop_at
@@ -146,7 +145,7 @@ class _Quiet:
 
 
 def _run(settings: TrainSettings, folder: Path, axes: Mapping[str, int] | None, *, stop_at: int | None = None) -> None:
-    """Train, here or on ranks; to the end, or until a signal as of someone else."""
+    """Train, in this process or on ranks; to the end, or until the SIGTERM after step `stop_at`."""
     if axes is None:
         return _run_here(settings, folder, stop_at=stop_at)
     import torch
@@ -159,36 +158,36 @@ def _run(settings: TrainSettings, folder: Path, axes: Mapping[str, int] | None, 
 def run_as_rank(
     axes: Mapping[str, int], n_threads: int, settings: TrainSettings, folder: Path, stop_at: int | None
 ) -> None:
-    """Begin a run on a mesh, or go on with the one in the folder, as one of its ranks."""
+    """Start a run on a mesh, or resume the run in the folder, as one of its ranks."""
     from llorch.pytorch.distributed.launch import leave, start
 
-    resume = (folder / RUN).exists()  # it is written once all have joined
-    with limited(n_threads):
+    resume = (folder / RUN).exists()  # written once all ranks have joined
+    with limit_threads(n_threads):
         _run_here(settings, folder, stop_at=stop_at, resume=resume, mesh=start(axes, device=settings.device))
         leave()
 
 
-def _run_here(settings: TrainSettings, folder: Path, *, stop_at: int | None = None, **how: Any) -> None:
+def _run_here(settings: TrainSettings, folder: Path, *, stop_at: int | None = None, **options: Any) -> None:
     """Train in this process; the stop at `stop_at` is no error."""
     from llorch.pytorch.train.run import Run
     from llorch.training.stopping import Stopped
 
     try:
-        Run(settings, folder, _Quiet(stop_at), **how).run()
+        Run(settings, folder, _Quiet(stop_at), **options).run()
     except Stopped as stopped:
         if stop_at is None or stopped.exit_code != 128 + signal.SIGTERM:
             raise
 
 
 def _give_memory_back() -> None:
-    """Leave the device to the processes to come."""
+    """Free device memory for the next processes."""
     import torch
 
     gc.collect()
-    torch.cuda.empty_cache()  # does nothing where there is no device
+    torch.cuda.empty_cache()  # no effect without a device
 
 
-def _go_on_elsewhere(folder: Path, axes: Mapping[str, int] | None) -> None:
+def _finish_in_new_process(folder: Path, axes: Mapping[str, int] | None) -> None:
     """Finish a run in new processes."""
     if axes is not None:
         from llorch.pytorch.train.run import saved_settings
@@ -196,42 +195,42 @@ def _go_on_elsewhere(folder: Path, axes: Mapping[str, int] | None) -> None:
         return _run(settings_from((RUN, saved_settings(folder))), folder, axes)
     ended = run(python("llorch.pytorch.train.verify_resume:finish_here", str(folder)), seconds=None, stdin=PIPE)
     if ended.status:
-        last = ended.last_words or "no message"
+        last = ended.error_line or "no message"
         raise CheckpointMismatch(f"verify-resume: the second half ended with code {ended.status}: {last}")
 
 
 def finish_here(folder: str) -> None:
-    """Finish a run in this process, which ends with the one that started it."""
+    """Finish a run in this process, which ends with its parent."""
     end_with_parent()
-    from llorch.pytorch.train.run import saved_settings, saved_threads  # and torch with it
+    from llorch.pytorch.train.run import saved_settings, saved_threads  # imports torch
 
     path = Path(folder)
-    with limited(saved_threads(path) or 1):
+    with limit_threads(saved_threads(path) or 1):
         _run_here(settings_from((RUN, saved_settings(path))), path, resume=True)
 
 
 def _newest(folder: Path) -> Snapshot:
     from llorch.pytorch.train.snapshot_parts import read_parts
 
-    found = SnapshotStore(folder).newest(read_parts)
-    assert found is not None, f"{folder} has no snapshot"
-    return found
+    snapshot = SnapshotStore(folder).newest(read_parts)
+    assert snapshot is not None, f"{folder} has no snapshot"
+    return snapshot
 
 
-def _without(what: str, run: Path) -> Path:
-    """Copy a run, and save its snapshot again without part of it, as a program would that never kept it.
+def _copy_without(part: str, run: Path) -> Path:
+    """Copy a run, and save its snapshot again without a part of `LOST`, as a program with this bug would.
 
-    The moments begin anew; the place, on which data, dropout and rate depend, is that of the step before.
+    Without the moments, these restart at zero. Without the place, data, dropout and rate repeat the last step's.
     """
-    folder = shutil.copytree(run, run.with_name(what))
-    found = _newest(folder)
-    tensors, record = dict(found.tensors), dict(found.record)
+    folder = shutil.copytree(run, run.with_name(part))
+    snapshot = _newest(folder)
+    tensors, record = dict(snapshot.tensors), dict(snapshot.record)
     for name in tensors:
-        if what == "moments" and name.startswith("optimizer/") and name != "optimizer/step":
+        if part == "moments" and name.startswith("optimizer/") and name != "optimizer/step":
             tensors[name] = np.zeros_like(tensors[name])
-    if what == "place":
+    if part == "place":
         record["step"] -= 1
-    SnapshotStore(folder, keep=1).save(found.step, tensors, record)
+    SnapshotStore(folder, keep=1).save(snapshot.step, tensors, record)
     return folder
 
 
@@ -240,10 +239,10 @@ def _tensors(folder: Path) -> dict[str, np.ndarray]:
     return {**_newest(folder).tensors, ADAPTER: np.fromfile(folder / ADAPTER, np.uint8)}
 
 
-def _compared(name: str, one: np.ndarray | None, other: np.ndarray | None) -> Compared:
-    """Count the bits that differ; arrays of other dtype or shape differ in all bits."""
-    largest = max((array for array in (one, other) if array is not None), key=lambda array: array.nbytes)
-    if one is None or other is None or (one.dtype, one.shape) != (other.dtype, other.shape):
+def _compare(name: str, first: np.ndarray | None, second: np.ndarray | None) -> Compared:
+    """Count differing bits; arrays of different dtype or shape differ in all bits."""
+    largest = max((array for array in (first, second) if array is not None), key=lambda array: array.nbytes)
+    if first is None or second is None or (first.dtype, first.shape) != (second.dtype, second.shape):
         return Compared(name, largest.size, 8 * largest.nbytes)
-    bits = np.bitwise_count(one.reshape(-1).view(np.uint8) ^ other.reshape(-1).view(np.uint8))
-    return Compared(name, one.size, int(bits.sum(dtype=np.int64)))
+    bits = np.bitwise_count(first.reshape(-1).view(np.uint8) ^ second.reshape(-1).view(np.uint8))
+    return Compared(name, first.size, int(bits.sum(dtype=np.int64)))

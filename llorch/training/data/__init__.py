@@ -1,13 +1,13 @@
-"""Training data: a file, or a folder of splits, to the batches of a step.
+"""Training data: from a file, or a folder of splits, to the batches of a step.
 
-In come rows of JSON and an opened model, for its vocabulary and chat template. Out come examples, ids of which some
-are learned, and a plan that says which of them a step takes. In the order to read:
+Input: rows of JSON, and an open model for its vocabulary and chat template. Output: examples of token ids and labels,
+and the order in which training uses them. Modules in reading order:
 
-    read      rows, strictly, each with its file and line
-    formats   what a row says: text, completion, chat, instruction, token ids
-    encode    a row to examples; the template alone says where a turn begins and ends
-    dataset   all of it: splits, notes, held-out rows, and the digest by which a resumed run knows its data
-    plan      rows of one or several examples, the order of training, and the arrays of a batch
+    read      reads rows strictly, each with its file and line
+    formats   parses a row: text, completion, chat, instruction, token ids
+    encode    encodes a row to examples; the chat template defines where turns begin and end
+    dataset   splits, notes, held-out rows, and the digest that identifies the data of a resumed run
+    plan      packed rows, the order of training, and the arrays of a batch
 """
 
 from llorch.training.batch import Examples

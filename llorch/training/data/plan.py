@@ -1,10 +1,10 @@
-"""Rows of one or more examples, which of them a step trains on, and the arrays of a batch of them.
+"""Packed rows of examples, the order of training, and the arrays of a batch.
 
-The order is a pure function of the step's number: a resumed run needs no state of a sampler. Packing is best-fit
-decreasing: examples from the longest to the shortest, each into the row with the least room that still takes it. Inside
-a row every example is a document of its own: positions start at 0 again, and no token sees another document.
+The order is a pure function of the step number, so a resumed run needs no sampler state. Packing is best-fit
+decreasing: examples from the longest to the shortest, each into the row with the least sufficient room. Every example
+in a row is a separate document: its positions start at 0, and its tokens attend to no other document.
 
-Source: Johnson 1974, "Fast algorithms for bin packing"; the order that TRL's `packing_strategy="bfd"` has.
+Source: Johnson 1974, "Fast algorithms for bin packing"; the order of TRL's `packing_strategy="bfd"`.
 """
 
 from bisect import bisect_left, insort
@@ -21,46 +21,46 @@ Row = tuple[Example, ...]
 
 
 def best_fit(lengths: Sequence[int] | Int64[np.ndarray, " examples"], *, room: int) -> list[list[int]]:
-    """Distribute examples, by index, over rows of `room` tokens; the earlier wins a tie."""
+    """Distribute examples over rows of `room` tokens; return each row's example indices. The earlier row wins a tie."""
     rows: list[list[int]] = []
-    open_rows: list[tuple[int, int]] = []  # room that is left and number of the row, sorted
+    open_rows: list[tuple[int, int]] = []  # (remaining room, row number), sorted
     for index in np.argsort(-np.asarray(lengths, np.int64), kind="stable").tolist():
         length = int(lengths[index])
-        place = bisect_left(open_rows, (length, 0))
-        if place == len(open_rows):
+        slot = bisect_left(open_rows, (length, 0))  # row with the least sufficient room
+        if slot == len(open_rows):
             rows.append([])
-            left, number = room, len(rows) - 1
+            remaining, number = room, len(rows) - 1
         else:
-            left, number = open_rows.pop(place)
+            remaining, number = open_rows.pop(slot)
         rows[number].append(index)
-        if left > length:
-            insort(open_rows, (left - length, number))
+        if remaining > length:
+            insort(open_rows, (remaining - length, number))
     return rows
 
 
 class PackedRows(Sequence[Row]):
-    """Examples in rows."""
+    """Rows of packed examples."""
 
     def __init__(self, examples: Sequence[Example], members: Sequence[Sequence[int]] | None = None) -> None:
-        """Arrange examples, by index; every example in a row of its own when there are no members."""
+        """Arrange examples by `members`, the example indices of each row; None means one example per row."""
         self._examples = examples
         self._members = members
 
     def __len__(self) -> int:
         return len(self._examples) if self._members is None else len(self._members)
 
-    def __getitem__(self, index: int) -> Row:  # type: ignore[override] (rows are taken one by one)
+    def __getitem__(self, index: int) -> Row:  # type: ignore[override] (no slices)
         """Return one row."""
         if self._members is None:
             return (self._examples[index],)
-        return tuple(self._examples[one] for one in self._members[index])
+        return tuple(self._examples[member] for member in self._members[index])
 
 
 class TrainingOrder:
-    """The order of training: every epoch takes every row once, in an order of its own."""
+    """Order of training: each epoch uses every row once, in another order; its last step may have fewer rows."""
 
     def __init__(self, rows: Sequence[Row], *, batch_size: int, accumulation: int, seed: int) -> None:
-        """Fix the order; `accumulation` is forward passes of an optimizer step, the seed at least 0."""
+        """Fix the order; `accumulation` is the number of forward passes per optimizer step; the seed is at least 0."""
         for name, value, low in (("batch_size", batch_size, 1), ("accumulation", accumulation, 1), ("seed", seed, 0)):
             if value < low:
                 raise UserError(f"{name}: expected at least {low}, got {value}")
@@ -77,19 +77,19 @@ class TrainingOrder:
         return list(batches(self.rows(number), self._batch_size, samples=self.samples(number)))
 
     def rows(self, number: int) -> list[Row]:
-        """Return the rows of one optimizer step, in the order of its batches. Examples know their sources."""
+        """Return the rows of one optimizer step, in the order of its batches."""
         return [self._rows[int(row)] for row in self.samples(number)]
 
     def samples(self, number: int) -> Int64[np.ndarray, " rows"]:
-        """Return the row numbers in the data of one optimizer step."""
-        epoch, place = divmod(number, self.steps_per_epoch)
+        """Return the row numbers of one optimizer step in the data set."""
+        epoch, step_in_epoch = divmod(number, self.steps_per_epoch)
         order = shuffled(len(self._rows), self._seed, epoch)
-        return order[place * self._step_size :][: self._step_size]
+        return order[step_in_epoch * self._step_size :][: self._step_size]
 
 
 @lru_cache(maxsize=2)
 def shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, " count"]:
-    """Make an order of the arguments alone: PCG64's bits are equal in any NumPy, `permutation` need not be."""
+    """Shuffle reproducibly: PCG64's bits are equal in all NumPy versions, those of `permutation` may differ."""
     bits = np.random.PCG64(np.random.SeedSequence((seed, epoch))).random_raw(count)
     return np.argsort(bits, kind="stable")
 
@@ -97,7 +97,7 @@ def shuffled(count: int, seed: int, epoch: int) -> Int64[np.ndarray, " count"]:
 def batches(
     rows: Sequence[Row], batch_size: int, *, samples: Int64[np.ndarray, " rows"] | None = None
 ) -> Iterator[Batch]:
-    """Cut rows into batches, in order, the last perhaps smaller; `samples` number them, None: from 0."""
+    """Split rows into batches in order; the last may be smaller. `samples`: see `Batch`; None counts from 0."""
     samples = np.arange(len(rows)) if samples is None else samples
     for start in range(0, len(rows), batch_size):
         part = range(start, min(start + batch_size, len(rows)))
@@ -105,7 +105,7 @@ def batches(
 
 
 def make_batch(rows: Sequence[Row], samples: Int64[np.ndarray, " batch"]) -> Batch:
-    """Lay rows out as arrays, padded at the end to the longest one; `samples` are their numbers in the data."""
+    """Arrange rows as arrays, padded at the end to the longest row; `samples`: see `Batch`."""
     shape = len(rows), max(sum(len(example.ids) for example in row) for row in rows)
     ids, labels = np.zeros(shape, np.int64), np.full(shape, IGNORED, np.int64)
     positions, documents = np.full(shape, PADDING, np.int64), np.full(shape, PADDING, np.int64)

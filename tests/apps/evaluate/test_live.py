@@ -49,7 +49,7 @@ def quantised(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
     return path
 
 
-def ours(path: Path, text: str, numerics: Numerics = EXACT) -> PairScores:
+def llorch_scores(path: Path, text: str, numerics: Numerics = EXACT) -> PairScores:
     reference, model = llorch.load("story"), llorch.load(path, numerics=numerics)
     windows = cut_text([reference, model], text, context=CONTEXT)
     return PairScores.join(list(score_pair(reference, model, windows)))
@@ -70,7 +70,7 @@ def engine_logits(path: Path, text: str, numerics: Numerics) -> tuple[np.ndarray
     return np.concatenate(logits), np.array(targets)
 
 
-def theirs(path: Path, text: str, numerics: Numerics = EXACT) -> tuple[PairScores, float]:
+def engine_scores(path: Path, text: str, numerics: Numerics = EXACT) -> tuple[PairScores, float]:
     """The figures of each token by torch, and the largest logit."""
     import torch
     from torch.nn.functional import cross_entropy, kl_div, log_softmax
@@ -88,15 +88,15 @@ def theirs(path: Path, text: str, numerics: Numerics = EXACT) -> tuple[PairScore
     return scores, float(np.abs(expected).max())
 
 
-def assert_no_bias(found: np.ndarray, expected: np.ndarray) -> None:
+def assert_no_bias(actual: np.ndarray, expected: np.ndarray) -> None:
     """Rounding errors have no direction: their mean is within 4 of its standard errors of nothing."""
-    difference = mean(found - expected)
+    difference = mean(actual - expected)
     assert abs(difference.value) <= 4 * difference.error
 
 
 @pytest.mark.nightly_cases(but=["Q4_0"])
 def test_figures_are_those_of_torch_on_the_logits_of_llamacpp(quantised: Path, text: str):
-    found, (expected, largest) = ours(quantised, text), theirs(quantised, text)
+    found, (expected, largest) = llorch_scores(quantised, text), engine_scores(quantised, text)
     logit = 2 * LOGIT_ERROR * largest  # two engines
     for name in ("reference_loss", "loss"):
         a, b = getattr(found, name), getattr(expected, name)
@@ -111,7 +111,7 @@ def test_figures_are_those_of_torch_on_the_logits_of_llamacpp(quantised: Path, t
 
 @pytest.mark.nightly_cases(but=["Q4_0"])
 def test_figures_are_those_that_llama_perplexity_prints(quantised: Path, text: str):
-    found, printed = compare_models(ours(quantised, text)), PRINTED[quantised.stem]
+    found, printed = compare_models(llorch_scores(quantised, text)), PRINTED[quantised.stem]
     assert found.n_scored == 38 * 127
     for estimate, expected in ((found.reference_perplexity, PRINTED["F32"]), (found.perplexity, printed)):
         assert estimate.value == pytest.approx(expected["ppl"], rel=1e-6)
@@ -122,9 +122,9 @@ def test_figures_are_those_that_llama_perplexity_prints(quantised: Path, text: s
     assert 100 * found.p_rms.value == pytest.approx(printed["rms"], abs=1e-3)
 
 
-def sixteen_bits(found: ModelDifference) -> float:
-    """What the tool's file adds to a mean: log probabilities in 65535 steps of a range of 16; 4 standard errors."""
-    return 4 * (16 / 65535 / np.sqrt(12)) / np.sqrt(found.n_scored)
+def sixteen_bits(difference: ModelDifference) -> float:
+    """Error of the tool's file in a mean: log probabilities in 65535 steps of a range of 16; 4 standard errors."""
+    return 4 * (16 / 65535 / np.sqrt(12)) / np.sqrt(difference.n_scored)
 
 
 @pytest.mark.parametrize("quantised", ["Q8_0"], indirect=True)
@@ -145,9 +145,9 @@ def test_the_command_line_gives_the_numerics_to_the_last_model_only(quantised: P
 
 @pytest.mark.parametrize("quantised", ["Q8_0"], indirect=True)
 def test_ggml_numerics_give_the_divergence_of_llamacpp_itself(quantised: Path, text: str):
-    expected, _ = theirs(quantised, text, GGML)
-    found = ours(quantised, text, GGML)
+    expected, _ = engine_scores(quantised, text, GGML)
+    found = llorch_scores(quantised, text, GGML)
     assert_no_bias(found.kl, expected.kl)
     assert_no_bias(found.loss, expected.loss)
     assert found.kl.mean() == pytest.approx(expected.kl.mean(), rel=0.25)  # rounding edges flip: 4 standard errors
-    assert ours(quantised, text).kl.mean() < expected.kl.mean() / 2  # most of it comes from rounded activations
+    assert llorch_scores(quantised, text).kl.mean() < expected.kl.mean() / 2  # most comes from rounded activations

@@ -58,7 +58,7 @@ def test_the_best_token_is_the_same_whatever_its_probability(rows: np.ndarray, t
     np.testing.assert_array_equal(compare_rows(rows, other / 2, targets).same_top, expected)
 
 
-def test_of_equally_likely_tokens_the_lowest_id_is_the_best():
+def test_best_of_equally_likely_tokens_is_the_lowest_id():
     tied, later = np.array([[0, 2, 2]], np.float32), np.array([[0, 1, 2]], np.float32)
     assert not compare_rows(tied, later, TARGETS).same_top[0]
     assert compare_rows(tied, tied[:, [0, 2, 1]], TARGETS).same_top[0]

@@ -34,7 +34,7 @@ def coarse(tmp_path: Path) -> llorch.Model:
     return llorch.load(rounded(tmp_path / "coarse.gguf"))
 
 
-def test_windows_follow_each_other_and_each_starts_with_the_beginning_token(story: llorch.Model, text: str):
+def test_windows_follow_each_other_and_each_starts_with_bos(story: llorch.Model, text: str):
     ids = story.tokenizer.encode(text)
     windows = cut_text([story], text, context=100)
     assert len(windows) == len(ids) // 100 > 10
@@ -43,7 +43,7 @@ def test_windows_follow_each_other_and_each_starts_with_the_beginning_token(stor
     np.testing.assert_array_equal(windows.ids, ids)  # making the windows left it alone
 
 
-def test_a_vocabulary_without_a_beginning_token_keeps_the_first_token_of_each_window(story: llorch.Model):
+def test_a_vocabulary_without_bos_keeps_the_first_token_of_each_window(story: llorch.Model):
     windows = Windows(np.arange(20), None, 6, 3)
     assert [window.tolist() for window in windows] == [[*range(i, i + 6)] for i in (0, 6, 12)]
 
@@ -142,7 +142,7 @@ def test_few_rows_of_logits_at_a_time_give_the_same_figures(
     whole = PairScores.join(list(score_pair(story, coarse, windows)))
     alone = np.concatenate(list(score(story, windows)))
     np.testing.assert_array_equal(alone, whole.reference_loss, strict=True)
-    monkeypatch.setattr("llorch.apps.evaluate.windows._LOGITS", 5 * story.config.vocab_size)
+    monkeypatch.setattr("llorch.apps.evaluate.windows._MAX_LOGITS", 5 * story.config.vocab_size)
     parts = PairScores.join(list(score_pair(story, coarse, windows)))
     np.testing.assert_allclose(parts.loss, whole.loss, rtol=1e-4, atol=1e-5, strict=True)
     np.testing.assert_allclose(parts.kl, whole.kl, rtol=1e-4, atol=1e-5, strict=True)
@@ -168,8 +168,8 @@ def test_a_model_differs_from_a_second_copy_of_itself_by_exactly_nothing(story: 
 def test_infinite_loss_is_refused_by_name_of_the_model(story: llorch.Model, text: str, monkeypatch: pytest.MonkeyPatch):
     right = llorch.Model.forward
 
-    def sure_of_one_token(model: llorch.Model, *given, **named) -> np.ndarray:
-        logits = right(model, *given, **named)
+    def sure_of_one_token(model: llorch.Model, *arguments, **options) -> np.ndarray:
+        logits = right(model, *arguments, **options)
         return np.where(np.arange(logits.shape[-1]) == BEGINNING, logits, -np.inf).astype(logits.dtype)
 
     windows = cut_text([story], text, context=16, limit=1)

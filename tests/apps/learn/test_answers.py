@@ -23,10 +23,10 @@ from llorch.cli.outcome import DIFFERS, OK, USAGE
 Made = Callable[[str, dict[str, Callable[..., Any]]], Path]
 
 
-def of_manifest(said: Any, arrays: Any) -> Any:
-    if isinstance(said, dict):
-        return {name: of_manifest(each, arrays) for name, each in said.items()}
-    return arrays[said] if isinstance(said, str) else said
+def of_manifest(node: Any, arrays: Any) -> Any:
+    if isinstance(node, dict):
+        return {name: of_manifest(each, arrays) for name, each in node.items()}
+    return arrays[node] if isinstance(node, str) else node
 
 
 RECORDED = cache(hand_in.RecordedCalls)  # of a lesson; a command for its inputs and one for its answers record the same
@@ -41,7 +41,7 @@ def calls_recorded_once(monkeypatch: pytest.MonkeyPatch) -> None:
 def answers(tmp_path: Path) -> Made:
     """As a program would: all that is known of a call stands in the file."""
 
-    def made(number: str, functions: dict[str, Callable[..., Any]]) -> Path:
+    def write_answers(number: str, functions: dict[str, Callable[..., Any]]) -> Path:
         calls, result = tmp_path / "calls.npz", {}
         assert invoke("learn", "inputs", number, "-o", str(calls)).exit_code == 0
         with ZipFile(calls) as archive:
@@ -55,7 +55,7 @@ def answers(tmp_path: Path) -> Made:
         np.savez_compressed(tmp_path / "answers.npz", **result)
         return tmp_path / "answers.npz"
 
-    return made
+    return write_answers
 
 
 def write(path: Path, arrays: dict[str, np.ndarray]) -> None:
@@ -121,21 +121,21 @@ BY_THREAD = {shown.thread: shown for shown in exhibits()}
 
 
 @pytest.mark.parametrize(
-    "shown",
+    "case",
     [
         pytest.param(each, marks=() if each.thread in QUICK else pytest.mark.nightly, id=each.thread)
         for each in exhibits()
     ],
 )
-def test_every_dump_shows_its_cause_and_nothing_else(shown: Exhibit):
-    (found,) = shown.findings
+def test_every_dump_shows_its_cause_and_nothing_else(case: Exhibit):
+    (found,) = case.findings
     named = {each.name for each in (*found.causes, *found.alternatives)}
     values = {each.value for each in found.causes}
-    for name, _, value in (injected.partition("=") for injected in shown.injected):
+    for name, _, value in (injected.partition("=") for injected in case.injected):
         assert name in named or (name, found.kind) == ("overflow", "not finite")
         assert not value or float(value) in {float(each) for each in values if each}
-    assert all(compare(shown, word).is_right for word in (*shown.words, *(n.partition("=")[0] for n in shown.injected)))
-    assert shown.link in solution(shown)
+    assert all(compare(case, word).is_right for word in (*case.words, *(n.partition("=")[0] for n in case.injected)))
+    assert case.link in solution(case)
 
 
 ANSWERS = [

@@ -3,7 +3,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from fakes.scripted_learner import ALIKE, TAUGHT, by_hand, named, pasted, possible, typed, untyped, written
+from fakes.scripted_learner import (
+    ALIKE,
+    TAUGHT,
+    all_typed_mistakes,
+    cause_names,
+    handwritten_mistakes,
+    paste_hints,
+    possible_mistakes,
+    untyped_mistakes,
+    write_implementation,
+)
 from helpers.command_line import invoke
 from helpers.refusals import assert_tells
 
@@ -37,7 +47,7 @@ def test_the_reference_passes_every_lesson(lesson: Lesson):  # fed goldens the l
 
 
 @pytest.mark.parametrize("lesson", LESSONS, ids=lambda lesson: lesson.number)
-def test_what_is_not_written_is_borrowed(lesson: Lesson):
+def test_unwritten_functions_are_borrowed(lesson: Lesson):
     if lesson.on_torch:
         pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
     found = check(lesson, Implementation("nothing", {}))
@@ -80,7 +90,7 @@ def always_scaled(grads: dict[str, np.ndarray], max_norm: float) -> tuple[np.nda
     ],
     ids=["softmax", "bias", "swiglu", "ties", "positions", "labels", "small gradients"],
 )
-def test_what_no_golden_holds_is_asked_too(lesson: str, part: str, wrong: Call, facts: list[str]):
+def test_cases_without_goldens_are_checked_too(lesson: str, part: str, wrong: Call, facts: list[str]):
     found = check_functions(lesson, **{part: wrong})
     assert (found.label, found.wrong) == (FAIL, [])
     assert_tells(found.fault, part, *facts)
@@ -94,13 +104,16 @@ def test_a_check_cuts_each_pass_at_its_ends_and_in_its_middle(monkeypatch: pytes
     assert cut == {"near": {1, 6, 11}, "far": {1, 4, 7}}
 
 
-TYPED, FIRST = list(typed()), {lesson.number: name for lesson, _, name in reversed(list(typed()))}
+TYPED, FIRST = (
+    list(all_typed_mistakes()),
+    {lesson.number: name for lesson, _, name in reversed(list(all_typed_mistakes()))},
+)
 NUMBERED = pytest.mark.parametrize("lesson", TAUGHT, ids=lambda lesson: lesson.number)
 
 
 @pytest.fixture(scope="module")
 def stubs(tmp_path_factory: pytest.TempPathFactory) -> Implementation:
-    return written(tmp_path_factory.mktemp("stubs"), TAUGHT[0], stub_of(TAUGHT[0]))
+    return write_implementation(tmp_path_factory.mktemp("stubs"), TAUGHT[0], stub_of(TAUGHT[0]))
 
 
 @pytest.mark.slow_cases(but=["09", "10", "13", "16"])
@@ -108,7 +121,7 @@ def stubs(tmp_path_factory: pytest.TempPathFactory) -> Implementation:
 def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Implementation, tmp_path: Path):
     word = FAIL if lesson.number == WARM_UP else BORROWED  # that one is written, with a wrong constant
     assert check(lesson, stubs).label == word
-    found = check(lesson, written(tmp_path, lesson, pasted(lesson)))
+    found = check(lesson, write_implementation(tmp_path, lesson, paste_hints(lesson)))
     assert (found.label, found.fault, found.is_rounding) == (PASS, "", False), str(found)
     assert {*hints_of(lesson)} == {exercise.name for exercise in lesson.parts}
 
@@ -128,13 +141,13 @@ def test_a_stub_is_borrowed_and_the_last_hint_passes(lesson: Lesson, stubs: Impl
 def test_a_typed_mistake_fails_with_its_name(lesson: Lesson, part: str, name: str):
     found = check(lesson, Implementation("typed", {part: typed_mistakes(lesson)[part][name]}))
     assert (found.label, found.fault) == (FAIL, "")
-    assert {name, *ALIKE.get(name, ())} & named(found), str(found)
+    assert {name, *ALIKE.get(name, ())} & cause_names(found), str(found)
 
 
 @NUMBERED
-def test_every_mistake_of_a_checkpoint_is_typed_or_said_why_not(lesson: Lesson):
-    here, elsewhere = {name for wrong in typed_mistakes(lesson).values() for name in wrong}, untyped(lesson)
-    assert {*possible(lesson)} <= here | elsewhere.keys()
+def test_every_mistake_of_a_checkpoint_is_typed_or_has_a_reason(lesson: Lesson):
+    here, elsewhere = {name for wrong in typed_mistakes(lesson).values() for name in wrong}, untyped_mistakes(lesson)
+    assert {*possible_mistakes(lesson)} <= here | elsewhere.keys()
     assert not here & elsewhere.keys()
     for name, why in elsewhere.items():
         other = BY_NUMBER.get(why.removeprefix("typed in ").partition(":")[0])
@@ -149,12 +162,12 @@ def test_the_command_takes_a_learner_from_the_stub_to_the_solution(number: str, 
     assert invoke("learn", "init", str(folder)).exit_code == 0
     file, check_it = folder / f"{lesson.module}.py", ("learn", "check", number, "--impl", str(folder))
     assert "BORROWED" in invoke(*check_it).stdout
-    file.write_text(pasted(lesson), encoding="utf-8")
+    file.write_text(paste_hints(lesson), encoding="utf-8")
     assert (found := invoke(*check_it)).exit_code == 0, found.stdout
     assert "PASS" in found.stdout
-    name, function = next(iter(by_hand(lesson)[part].items()))
+    name, function = next(iter(handwritten_mistakes(lesson)[part].items()))
     shutil.copy(lesson.folder / "mistakes.py", folder / f"typed_{number}.py")  # a learner may have files beside
     typed_in = f"\nfrom typed_{number} import {function.__name__} as {part}\n"
-    file.write_text(pasted(lesson) + typed_in, encoding="utf-8")
+    file.write_text(paste_hints(lesson) + typed_in, encoding="utf-8")
     found = invoke(*check_it)
     assert (found.exit_code, "FAIL" in found.stdout, name in found.stdout) == (1, True, True)

@@ -1,4 +1,4 @@
-"""Which implementation is meant."""
+"""Choice of the implementation that is checked."""
 
 import subprocess
 import sys
@@ -20,7 +20,7 @@ def project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "a b"
 
 
-def test_option_is_stronger_than_environment_and_that_than_a_project(project: Path, monkeypatch: pytest.MonkeyPatch):
+def test_option_overrides_environment_and_environment_overrides_project(project: Path, monkeypatch: pytest.MonkeyPatch):
     (project / "pyproject.toml").write_text('[tool.llorch]\nimpl = "mine"\n')
     assert chosen() == str(project / "mine")
     monkeypatch.setenv("LLORCH_IMPL", "theirs")
@@ -35,12 +35,12 @@ def test_the_nearest_project_counts(project: Path):
 
 
 @pytest.mark.parametrize(
-    ("impl", "wanted"),
+    ("impl", "expected"),
     [("cmd:rope --fast", "cmd:rope --fast"), ("cmd:./rope --fast", "cmd:'{0}'/./rope --fast"), ("", None)],
 )
-def test_a_program_of_a_project_lies_beside_it(project: Path, impl: str, wanted: str | None):
+def test_a_program_of_a_project_lies_beside_it(project: Path, impl: str, expected: str | None):
     (project / "pyproject.toml").write_text(f'[tool.llorch]\nimpl = "{impl}"\n')
-    assert chosen() == (wanted and wanted.format(project))
+    assert chosen() == (expected and expected.format(project))
 
 
 @pytest.mark.parametrize("text", ["[tool", "[tool]\nllorch = 3\n", "[tool.llorch]\nimpl = 3\n", "tool = 3"])

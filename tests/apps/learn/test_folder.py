@@ -51,7 +51,7 @@ def test_a_part_may_be_a_function_a_lambda_or_a_class(folder: Path):
 
 
 @pytest.mark.parametrize("stub", [STUB, "async " + STUB], ids=["def", "async"])
-def test_what_is_not_written_is_the_reference_where_it_is_imported(folder: Path, stub: str):
+def test_unwritten_function_is_the_reference_where_it_is_imported(folder: Path, stub: str):
     (folder / f"{NORM}.py").write_text(stub.format("rms_norm"))
     (folder / "l07_block.py").write_text(f"from {NORM} import rms_norm\ndef block(**given):\n    return rms_norm\n")
     written = read_folder(folder)
@@ -107,7 +107,7 @@ def test_what_a_file_prints_does_not_matter(folder: Path, capsys: pytest.Capture
     assert capsys.readouterr().out
 
 
-def test_a_file_of_theirs_does_not_hide_one_of_python(folder: Path):
+def test_learner_file_does_not_hide_a_standard_module(folder: Path):
     (folder / "fractions.py").write_text("1 / 0\n")
     (folder / f"{NORM}.py").write_text("from fractions import Fraction\n" + RIGHT)
     assert read_folder(folder)["rms_norm"](x=np.ones(2), weight=1, eps=0).tolist() == [1, 1]
@@ -197,7 +197,7 @@ def test_code_of_a_lesson_is_its_file_and_what_that_imports(progress: LearnerPro
     assert sources(progress.folder, NORM_LESSON) == []
 
 
-def test_what_another_process_wrote_meanwhile_is_kept(progress: LearnerProgress):
+def test_concurrent_writes_of_another_process_are_kept(progress: LearnerProgress):
     note(progress, "FAIL", "01b")
     with LearnerProgress(progress.folder, pytest.fail).changed(NORM_LESSON) as standing:
         standing.hints["rms_norm"] = 2
@@ -215,7 +215,7 @@ def test_what_another_process_wrote_meanwhile_is_kept(progress: LearnerProgress)
         '{"version": 1, "lessons": {"01": {"attempts": -1}}}',
     ],
 )  # fmt: skip
-def test_a_file_that_cannot_be_used_is_said_and_kept(tmp_path: Path, text: str):
+def test_unusable_progress_file_is_reported_and_kept(tmp_path: Path, text: str):
     said: list[str] = []
     progress = LearnerProgress(tmp_path, said.append)
     for name in ("progress.json.bak", "progress.json.2.bak"):

@@ -1,4 +1,4 @@
-"""What is said of functions that cannot be gone on with."""
+"""Faults of functions whose results cannot be used."""
 
 import sys
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.choice import Implementation
-from llorch.apps.learn.guard import guarded
+from llorch.apps.learn.guard import guard_function
 from llorch.apps.learn.lessons import PARTS
 from llorch.runtime.errors import LearnerFault
 from llorch.stages.comparison import FAIL, PASS
@@ -99,7 +99,7 @@ def test_several_results_are_counted():
     assert_tells(found.fault, "rope_tables", expected=(2, "(cos, sin)"), got="ndarray")
 
 
-def test_what_is_right_may_be_anything_that_numpy_reads():
+def test_right_results_may_be_anything_that_numpy_reads():
     torch = pytest.importorskip("torch", reason="NOT RUN: torch is not installed")
 
     def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> Any:
@@ -130,7 +130,7 @@ def test_no_later_call_reaches_what_an_earlier_one_was_given(live: bool):
             kept[0][...] = 0
         return PARTS["append"].reference(past_k, past_v, k, v)
 
-    call, rows, past = guarded(PARTS["append"], append, live=live), np.ones((3, 2, 4)), np.ones((2, 0, 4))
+    call, rows, past = guard_function(PARTS["append"], append, live=live), np.ones((3, 2, 4)), np.ones((2, 0, 4))
     call(past_k=past, past_v=past, k=rows, v=rows)
     with refuses(LearnerFault, "append", "argument", "read-only"):
         call(past_k=past, past_v=past, k=rows, v=rows)
@@ -138,9 +138,9 @@ def test_no_later_call_reaches_what_an_earlier_one_was_given(live: bool):
 
 
 def test_the_arrays_in_a_dict_are_as_safe():
-    def block(w: dict[str, Any], **given: Any) -> Any:
+    def block(w: dict[str, Any], **arguments: Any) -> Any:
         w["attn_norm"] *= 2
-        return PARTS["block"].reference(w=w, **given)
+        return PARTS["block"].reference(w=w, **arguments)
 
     assert_tells(check_functions("07", block=block).fault.splitlines()[0], "block", "argument", "read-only")
 
@@ -168,7 +168,7 @@ def test_a_live_run_asks_the_reference_once_for_each_shape_and_ends_at_nan(monke
         return gate * up
 
     monkeypatch.setitem(vars(exercise), "reference", reference)
-    call = guarded(exercise, lambda gate, up: gate / up, live=True)
+    call = guard_function(exercise, lambda gate, up: gate / up, live=True)
     for n in (1, 2, 1, 2, 2):
         assert call(gate=np.ones((n, 3)), up=np.ones((n, 3))).shape == (n, 3)
     assert asked == [1, 2]

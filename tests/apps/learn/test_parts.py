@@ -88,11 +88,11 @@ def of_no_type(data: np.ndarray) -> tuple:
         ("12", "generate", endless, ["max_tokens"]),
         ("00", "tensor_table", beyond, ["token_embd.weight", "1365696 to 1519680", 1354272]),
         ("00", "tensor_table", of_no_type, ["token_embd.weight", 999]),
-        ("00", "merge", lambda **given: PARTS["merge"].reference(**given) + 10**6, [1000006, "piece"]),
+        ("00", "merge", lambda **arguments: PARTS["merge"].reference(**arguments) + 10**6, [1000006, "piece"]),
     ],
     ids=["halves", "no_step", "outside", "no_words", "endless", "beyond", "of_no_type", "of_no_piece"],
 )
-def test_what_nothing_can_go_on_with_is_said(lesson: str, part: str, function: Callable, facts: list[object]):
+def test_unusable_results_are_reported(lesson: str, part: str, function: Callable, facts: list[object]):
     found = check_functions(lesson, **{part: function})
     assert found.label == FAIL
     assert_tells(found.fault.splitlines()[0], part, *facts)
@@ -142,5 +142,5 @@ def test_a_token_at_the_edge_of_top_p_is_no_bug(monkeypatch: pytest.MonkeyPatch,
     expectation = Expectation(place, "isolated", "llamacpp", uniform(8), Tolerance(1e-6, 1e-6))
     wrong = judge_with_arrays(expectation, uniform(n_kept), model="m", backend="learner")
     assert wrong.verdict == FAIL
-    found = [*after_logits.FilterCheck().named([wrong])]
+    found = [*after_logits.FilterCheck().explain([wrong])]
     assert [each.name for each in found if not each.stages] == names

@@ -101,11 +101,11 @@ READ = "import numpy as np\ngiven = dict(np.load(io.BytesIO(sys.stdin.buffer.rea
 
 @pytest.fixture
 def program(tmp_path: Path) -> Made:
-    def made(text: str, seconds: float = 10.0) -> Program:
+    def write_program(text: str, seconds: float = 10.0) -> Program:
         (tmp_path / "prog.py").write_text(ANSWER + textwrap.dedent(text))
         return Program(f"cmd:{sys.executable} '{tmp_path / 'prog.py'}'", seconds=seconds)
 
-    return made  # type: ignore[return-value]
+    return write_program  # type: ignore[return-value]
 
 
 def test_numbers_are_arrays_without_axes_and_dicts_are_flat():
@@ -152,7 +152,7 @@ SAVE = "import numpy as np; b = io.BytesIO(); np.savez{0}(b, {1}); d = b.getvalu
     ids=["exit", "unwritten", "crash", "nothing", "half", "hole", "objects", "names", "large", "endless"],
 )  # fmt: skip
 def test_program_fault_is_a_sentence(program: Made, monkeypatch: pytest.MonkeyPatch, text: str, facts: list[object]):
-    monkeypatch.setattr("llorch.apps.learn.program._MOST", 1 << 20)
+    monkeypatch.setattr("llorch.apps.learn.program._MAX_BYTES", 1 << 20)
     written = program("if sys.stdin.buffer.peek(1) == b'': sys.exit(0)\n" + text)
     with refuses(LearnerFault, "rms_norm", *facts):
         written["rms_norm"](**GIVEN)

@@ -57,7 +57,7 @@ def test_code_that_never_ends_well_fails_its_lesson_alone(tmp_path: Path, body: 
     assert_tells(said_of(found[0]).splitlines()[0], *facts)
 
 
-def test_of_an_exception_the_learners_own_lines_are_shown(tmp_path: Path):
+def test_traceback_shows_the_lines_of_the_learner(tmp_path: Path):
     found, _ = checked(written(tmp_path, "    return helper(x)\n\n\ndef helper(x):\n    return np.dot(x, x, x, x)\n"))
     raised, *frames = said_of(found[0]).split("\n")
     assert raised.startswith("rms_norm: raised TypeError: ")
@@ -113,7 +113,7 @@ def test_a_crash_says_the_learners_line_and_is_that_of_its_lesson(tmp_path: Path
 
 @pytest.mark.parametrize("name", ["a b", "\xfc", "\u4f60", "\U0001f98a"])
 def test_a_frame_below_a_folder_beyond_ascii_is_known(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.apps.learn.calling._OF_OTHERS", (tmp_path / name,))
+    monkeypatch.setattr("llorch.apps.learn.calling._LIBRARY_FOLDERS", (tmp_path / name,))
     escaped = str(tmp_path / name / "guard.py").encode("ascii", "backslashreplace")
     said: list[str] = []
     printed = _Printed("03", said.append)
@@ -121,7 +121,7 @@ def test_a_frame_below_a_folder_beyond_ascii_is_known(name: str, tmp_path: Path,
     assert said == ['03 prints:   File "l03.py", line 5 in append']
 
 
-def test_of_what_is_printed_the_beginning_is_told_with_the_lesson(tmp_path: Path):
+def test_start_of_printed_text_is_shown_with_the_lesson(tmp_path: Path):
     flood = "    for n in range(10_000):\n        print(n, '\\x1b[2J')\n    os.write(1, b'unended')\n    1 / 0\n"
     found, said = checked(written(tmp_path, flood))
     assert [outcome.label for outcome in found] == ["FAIL", "BORROWED"]
@@ -155,7 +155,7 @@ def test_every_lesson_has_its_own_time(tmp_path: Path):
 
 
 @pytest.mark.parametrize(("seconds", "advice"), [("0.02", "--seconds"), ("9", "loop")])
-def test_slow_calls_are_told_from_a_loop_without_end(tmp_path: Path, seconds: str, advice: str):
+def test_slow_calls_are_distinguished_from_an_endless_loop(tmp_path: Path, seconds: str, advice: str):
     found, _ = checked(written(tmp_path, f"    time.sleep({seconds})\n{RIGHT}"), "01", seconds=1)
     assert_tells(said_of(found[0]), "rms_norm", "TookTooLong", advice)
     assert ("loop" in said_of(found[0])) is (advice == "loop")
@@ -173,7 +173,7 @@ def test_a_stream_takes_its_time_while_it_is_read(tmp_path: Path, body: str):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: only Linux ends a process with the one that started it")
-def test_a_loop_does_not_outlive_who_waits_for_it(tmp_path: Path):
+def test_endless_loop_ends_with_the_waiting_process(tmp_path: Path):
     loop = "    print(os.getpid())\n    signal.signal(signal.SIGALRM, signal.SIG_IGN)\n    while True:\n        pass\n"
     command = [sys.executable, "-m", "llorch", "learn", "check", "01", "--impl", str(written(tmp_path, loop))]
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:

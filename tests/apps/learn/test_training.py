@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.scripted_learner import TAUGHT, pasted
+from fakes.scripted_learner import TAUGHT, paste_hints
 from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import check, check_functions
@@ -34,7 +34,7 @@ def half(x: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
 
 def counted() -> Callable[..., Any]:
     calls = iter(range(1, 10**6))
-    return lambda step, **given: training.adamw_step(step=next(calls), **given)
+    return lambda step, **arguments: training.adamw_step(step=next(calls), **arguments)
 
 
 def one_head_of_a_group(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
@@ -43,8 +43,8 @@ def one_head_of_a_group(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
     return d_q, training.our_scores_backward(first.reshape(grad.shape).astype(grad.dtype), q, k)[1]
 
 
-def one_tensor(param: Array, **given: Any) -> tuple[Array, ...]:
-    made, m, v = training.adamw_step(param, **given)
+def one_tensor(param: Array, **arguments: Any) -> tuple[Array, ...]:
+    made, m, v = training.adamw_step(param, **arguments)
     if param.shape == (192, 2) and param[0, 0] < -0.2:
         made[3, 1] += 1
         made[4] += np.float32(2e-5)  # little for a number of 1, and much for a step of 1e-2
@@ -62,37 +62,37 @@ def one_tensor(param: Array, **given: Any) -> tuple[Array, ...]:
         ("20", "interleave", lambda rows, n_heads: rows.copy(), "export-b-rows-not-permuted"),
     ],
 )
-def test_a_mistake_is_the_one_that_makes_the_same_in_our_code(number: str, part: str, function: Any, name: str):
+def test_mistake_is_named_if_it_makes_the_same_in_llorch(number: str, part: str, function: Any, name: str):
     found = check_functions(number, **{part: function})
-    assert (found.label, found.wrong_by_part[0][0]) == (FAIL, part)
+    assert (found.label, found.failures[0][0]) == (FAIL, part)
     assert [each.name for each in found.causes] == ([name] if name else [])
 
 
 @pytest.mark.nightly_cases(but=["15-lora_delta-half-lora_*", "16-cross_entropy-<lambda*"])
 @pytest.mark.parametrize(
-    ("number", "part", "function", "said"),
+    ("number", "part", "function", "location"),
     [
         ("15", "lora_delta", half, "lora_delta.q_proj of layer 0 [token 0, out 0]"),
-        ("16", "cross_entropy", lambda **given: (CROSS_ENTROPY(**given)[0], 99), "first wrong number   loss "),
+        ("16", "cross_entropy", lambda **arguments: (CROSS_ENTROPY(**arguments)[0], 99), "first wrong number   loss "),
         ("17", "attention_scores_backward", one_head_of_a_group, "gradient.k_proj.lora_A of layer 0 [rank 0, in "),
         ("18", "adamw_step", one_tensor, "parameters.q_proj.lora_B of layer 1 [out 3, rank 1]"),
         ("18", "adamw_step", one_tensor, "3 of 384 numbers"),
         ("19", "accumulated", lambda **args: (training.accumulated(**args)[0] * 2, args["grad_sums"][0]), "[step 0]"),
     ],
 )
-def test_the_first_wrong_number_is_said_by_its_axes(number: str, part: str, function: Any, said: str):
+def test_first_wrong_number_is_located_by_its_axes(number: str, part: str, function: Any, location: str):
     found = str(check_functions(number, **{part: function}))
-    assert said in found
+    assert location in found
     assert "pattern\n" not in found
 
 
-def test_what_our_step_cannot_go_on_with_is_said():
+def test_results_that_the_step_of_llorch_cannot_use_are_reported():
     found = check_functions("16", shifted=lambda labels: labels + 1000)
     assert (found.label, found.causes) == (FAIL, ())
     assert_tells(found.fault, "shifted", "cross entropy", "0 to 400", -100, got=(900, "row 0"))
 
 
-def test_a_number_may_be_narrower_than_ours():
+def test_number_may_have_a_narrower_dtype():
     assert check_functions("18", clip_by_norm=norm_in_float32).fault == ""
 
 
@@ -108,9 +108,9 @@ def test_where_results_go_on_earlier_parts_are_in_the_step(number: str):
 
 
 @pytest.mark.slow
-def test_who_has_written_everything_trains_as_peft_does(tmp_path: Path):
+def test_complete_implementation_trains_as_peft_does(tmp_path: Path):
     for lesson in TAUGHT:
-        (tmp_path / f"{lesson.module}.py").write_text(pasted(lesson), encoding="utf-8")
+        (tmp_path / f"{lesson.module}.py").write_text(paste_hints(lesson), encoding="utf-8")
     everything = Implementation(str(tmp_path), read_folder(tmp_path))
     for number in ("15", "16", "17", "18", "19", "20"):
         found = check(BY_NUMBER[number], everything, "chained")
@@ -142,7 +142,7 @@ FAULTS = {
 
 
 @pytest.mark.parametrize(("function", "facts", "fields"), FAULTS.values(), ids=FAULTS)
-def test_what_nothing_can_go_on_with_is_said(function: Callable[..., Any], facts: list[str], fields: dict[str, Any]):
+def test_unusable_results_are_reported(function: Callable[..., Any], facts: list[str], fields: dict[str, Any]):
     found = check_functions("14", torch_rms_norm=function)
     assert found.label == FAIL
     assert_tells(found.fault.splitlines()[0], "torch_rms_norm", *facts, **fields)
@@ -176,7 +176,7 @@ def test_the_parts_run_in_the_model_that_users_hold():
     seen: list[str] = []
 
     def noted(name: str) -> Callable[..., Any]:
-        return lambda **given: seen.append(name) or PARTS[name].reference(**given)
+        return lambda **arguments: seen.append(name) or PARTS[name].reference(**arguments)
 
     names = [exercise.name for exercise in LESSON.parts]
     with Implementation("noted", {name: noted(name) for name in names}).installed(LESSON.parts), torch.no_grad():
@@ -189,7 +189,7 @@ def test_without_torch_it_is_not_run_and_all_others_are(tmp_path: Path):
     (tmp_path / "mine").mkdir()
     for number in ("13", "14", "15"):
         lesson = BY_NUMBER[number]
-        (tmp_path / "mine" / f"{lesson.module}.py").write_text(pasted(lesson), encoding="utf-8")
+        (tmp_path / "mine" / f"{lesson.module}.py").write_text(paste_hints(lesson), encoding="utf-8")
     command = [sys.executable, "-c", ALONE, *STRICT, "13", "14", "15"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=60)
     lines = done.stdout.splitlines()

@@ -5,14 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from fakes.scripted_learner import TAUGHT, by_hand, possible
+from fakes.scripted_learner import TAUGHT, handwritten_mistakes, possible_mistakes
 from helpers.refusals import assert_tells
 
 from llorch.apps.learn.check import FORWARD
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.fault_injection import FaultReport, InjectedFault, inject_faults
 from llorch.apps.learn.lessons import BY_NUMBER, LESSON_OF, PARTS, typed_mistakes
-from llorch.apps.learn.typed_mistakes import BROUGHT, make_typed_mistakes
+from llorch.apps.learn.typed_mistakes import TRAINING_ADAPTERS, make_typed_mistakes
 from llorch.diagnosis.mistakes import MISTAKES, Mistake
 
 RNG = np.random.default_rng(0)
@@ -43,13 +43,13 @@ GIVEN: Mapping[str, Mapping[str, Any]] = {
 
 def twice_typed() -> list[tuple[str, str]]:
     """Mistakes that a lesson's page shows as a person types them, and that the library makes as well."""
-    both = ((part, name) for lesson in TAUGHT for part, wrong in by_hand(lesson).items() for name in wrong)
+    both = ((part, name) for lesson in TAUGHT for part, wrong in handwritten_mistakes(lesson).items() for name in wrong)
     return [(part, name) for part, name in both if part in GIVEN and name in make_typed_mistakes(PARTS[part])]
 
 
 @pytest.mark.parametrize(("part", "name"), twice_typed(), ids=["-".join(each) for each in twice_typed()])
 def test_code_from_the_library_computes_what_code_typed_by_hand_computes(part: str, name: str):
-    theirs = by_hand(LESSON_OF[part])[part][name](**GIVEN[part])
+    theirs = handwritten_mistakes(LESSON_OF[part])[part][name](**GIVEN[part])
     ours = make_typed_mistakes(PARTS[part])[name](**GIVEN[part])
     for made, expected in zip(*(each if isinstance(each, tuple) else (each,) for each in (ours, theirs)), strict=True):
         np.testing.assert_allclose(made, expected, rtol=1e-5, atol=1e-6)
@@ -95,7 +95,7 @@ TRAINING_GIVEN: Mapping[str, Mapping[str, Any]] = {
     "merged": {"weight": numbers(4, 6), "lora_A": numbers(3, 6), "lora_B": numbers(4, 3), "scaling": 0.5},
     "gguf_alpha": {"lora_alpha": 16.0, "scalings": np.array([2.0, 2.0]), "ranks": np.array([8, 8])},
 }  # fmt: skip
-EACH = [(name, part) for name, ways in BROUGHT.items() for part in ways]
+EACH = [(name, part) for name, ways in TRAINING_ADAPTERS.items() for part in ways]
 
 
 def each_result(returned: Any) -> list[np.ndarray]:
@@ -107,14 +107,14 @@ def test_a_row_that_changes_nothing_gives_the_reference(name: str, part: str):
     nothing = Mistake[Any](
         name="nothing-wrong", stages=("loss",), diagnosis="Nothing is wrong.", part=part, wrong=lambda right: right
     )
-    made = each_result(BROUGHT[name][part](nothing, PARTS[name])(**TRAINING_GIVEN[name]))
+    made = each_result(TRAINING_ADAPTERS[name][part](nothing, PARTS[name])(**TRAINING_GIVEN[name]))
     expected = each_result(PARTS[name].reference(**TRAINING_GIVEN[name]))
     assert len(made) == len(expected)
     for ours, right in zip(made, expected, strict=True):
         np.testing.assert_array_equal(ours, right)
 
 
-@pytest.mark.parametrize("name", BROUGHT)
+@pytest.mark.parametrize("name", TRAINING_ADAPTERS)
 def test_every_row_of_an_exercise_gives_something_else_than_the_reference(name: str):
     part, given = PARTS[name], TRAINING_GIVEN[name]
     expected = each_result(part.reference(**given))
@@ -150,8 +150,8 @@ AT_LEAST = {"05": 4, "05b": 15, "06": 10, "06b": 15}
 )
 def test_every_mistake_is_seen_in_a_solution_that_passes(number: str):
     found = inject_faults(BY_NUMBER[number], REFERENCE)
-    assert all(each.bites for each in found.faults), str(found)
-    assert len(found.faults) >= AT_LEAST.get(number, len(possible(BY_NUMBER[number])) - 2)
+    assert all(each.is_detected for each in found.faults), str(found)
+    assert len(found.faults) >= AT_LEAST.get(number, len(possible_mistakes(BY_NUMBER[number])) - 2)
 
 
 def test_what_is_not_seen_is_said():

@@ -1,4 +1,4 @@
-"""What a verdict says, and the names that mistakes get."""
+"""Text of a verdict, and the names that mistakes get."""
 
 from collections.abc import Callable, Mapping
 
@@ -50,9 +50,9 @@ def bfloat16(x: Array) -> Array:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) & np.uint32(0xFFFF0000)).view(np.float32)
 
 
-def product(rounded: Callable[[Array], Array], kept: Callable[[Array], Array] = np.asarray) -> Callable[..., Array]:
+def product(rounded: Callable[[Array], Array], to_dtype: Callable[[Array], Array] = np.asarray) -> Callable[..., Array]:
     def linear(x: Array, weight: Array, bias: Array | None) -> Array:
-        y = kept(rounded(x) @ rounded(weight).T).astype(np.float32)
+        y = to_dtype(rounded(x) @ rounded(weight).T).astype(np.float32)
         return y if bias is None else y + bias
 
     return linear
@@ -116,8 +116,8 @@ def test_arithmetic_is_no_bug(linear: Callable[..., Array], facts: list[str]):
 @pytest.mark.slow
 @pytest.mark.usefixtures("two_models")
 def test_a_mistake_beside_arithmetic_fails():
-    def qkv(h: Array, **given: Array) -> tuple[Array, Array, Array]:
-        q, k, v = forward.qkv(h, **given)  # type: ignore[arg-type] (as it is called)
+    def qkv(h: Array, **arguments: Array) -> tuple[Array, Array, Array]:
+        q, k, v = forward.qkv(h, **arguments)  # type: ignore[arg-type] (as it is called)
         return q, k[:, ::-1], v
 
     found = check_functions("02", linear=product(bfloat16), qkv=qkv)

@@ -22,7 +22,7 @@ from fakes.scripted_batch import ScriptedBatch
 from helpers.refusals import assert_tells, refuses
 from helpers.served import Served, served
 
-from llorch.apps.serve.app import ROUTES, Described, _no_such_route, description, meant_route
+from llorch.apps.serve.app import ROUTES, ApiRoute, _describe_unknown_route, description, guess_route
 from llorch.apps.serve.requests import Body
 
 CHAT = "/v1/chat/completions"
@@ -31,9 +31,9 @@ WAIT = threading.Event().wait
 
 
 @contextmanager
-def scripted(n_jobs: int = 1, **how: Any) -> Iterator[tuple[Served, ScriptedBatch]]:
+def scripted(n_jobs: int = 1, **options: Any) -> Iterator[tuple[Served, ScriptedBatch]]:
     batch = ScriptedBatch(n_jobs=n_jobs, token_id=300)
-    with served(batch=batch, n_jobs=n_jobs, **how) as server:
+    with served(batch=batch, n_jobs=n_jobs, **options) as server:
         yield server, batch
 
 
@@ -65,7 +65,7 @@ def test_health_is_ok_until_the_engine_is_not():
             server.client.chat.completions.create(model="story", messages=ASKED)
 
 
-def test_routes_that_are_none_and_methods_that_are_not_for_them():
+def test_unknown_routes_and_wrong_methods_are_refused():
     with scripted() as (server, _), httpx.Client(base_url=server.url, trust_env=False) as http:
         answers = [http.get("/nowhere"), http.get(CHAT), http.post("/health"), http.get("/v1/models/story/x")]
     assert [answer.status_code for answer in answers] == [404, 405, 405, 404]
@@ -85,8 +85,8 @@ def test_routes_that_are_none_and_methods_that_are_not_for_them():
     ],
 )  # fmt: skip
 def test_a_path_that_is_nearly_one_names_the_route_that_was_meant(path: str, meant: str | None):
-    assert meant_route(path) == meant
-    assert meant is None or f" {meant}" in _no_such_route(path)
+    assert guess_route(path) == meant
+    assert meant is None or f" {meant}" in _describe_unknown_route(path)
 
 
 def test_the_answer_to_a_wrong_path_names_the_right_one():
@@ -127,7 +127,7 @@ def test_client_disconnect_while_queued_never_runs():
         assert len(batch.left) == 1
 
 
-def test_where_the_list_is_full_a_client_is_told_to_come_again():
+def test_full_queue_tells_a_client_to_retry():
     with scripted(n_waiting=1) as (server, batch):
         batch.step_with = lambda: WAIT(0.02)
         clients = [leave_after(server, 0, max_tokens=500) for _ in range(2)]
@@ -153,7 +153,7 @@ def test_an_answer_that_takes_too_long_ends_with_504_or_an_error_event():
         until(lambda: not batch.running)
 
 
-def test_an_answer_that_fails_is_a_500_that_tells_nothing_of_the_inside():
+def test_failed_answer_is_a_500_without_internal_details():
     with scripted() as (server, batch):
         batch.raising = frozenset(server.service.chat_ids(ASKED)[:1])
         with pytest.raises(openai.InternalServerError) as caught:
@@ -171,7 +171,7 @@ def test_an_answer_that_fails_is_a_500_that_tells_nothing_of_the_inside():
 
 
 def test_a_silent_stream_says_that_it_is_alive(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.apps.serve.events.SILENCE", 0.05)
+    monkeypatch.setattr("llorch.apps.serve.events.KEEP_ALIVE_SECONDS", 0.05)
     goes_on = threading.Event()
     with scripted() as (server, batch):
         batch.step_with = lambda: goes_on.wait(20)
@@ -200,7 +200,7 @@ def test_metrics_count_requests_tokens_and_times():
         assert line in text
 
 
-def test_what_was_said_is_in_no_log(caplog: pytest.LogCaptureFixture):
+def test_logs_hold_no_messages(caplog: pytest.LogCaptureFixture):
     caplog.set_level(logging.DEBUG)
     with scripted() as (server, batch):
         ids = server.service.text_ids("A secret of mine")
@@ -271,8 +271,8 @@ def make_sound(body: dict[str, Any], fields: Set[str]) -> None:
 
 
 @pytest.mark.nightly_cases("/v1/chat/completions", "/v1/responses")
-@pytest.mark.parametrize("route", ROUTES, ids=lambda one: one.path)
-def test_what_is_described_is_what_happens(server: Served, schema: Any, route: Described):
+@pytest.mark.parametrize("route", ROUTES, ids=lambda route: route.path)
+def test_every_route_answers_as_described(server: Served, schema: Any, route: ApiRoute):
     import schemathesis  # which takes a second
     from hypothesis import HealthCheck, Phase, given, settings
     from schemathesis.checks import not_a_server_error
@@ -283,12 +283,12 @@ def test_what_is_described_is_what_happens(server: Served, schema: Any, route: D
 
     @given(case=operation.as_strategy())
     @settings(
-        max_examples=EXAMPLES if route.asked else 2, derandomize=True, deadline=None, database=None,
+        max_examples=EXAMPLES if route.body else 2, derandomize=True, deadline=None, database=None,
         phases=[Phase.generate], suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
     )  # fmt: skip
     def run(case: schemathesis.Case) -> None:
-        if isinstance(case.body, dict) and route.asked is not None and issubclass(route.asked, Body):
-            make_sound(case.body, route.asked.model_fields.keys())
+        if isinstance(case.body, dict) and route.body is not None and issubclass(route.body, Body):
+            make_sound(case.body, route.body.model_fields.keys())
         answer = case.call(base_url=server.url)
         statuses.add(answer.status_code)
         case.validate_response(

@@ -215,7 +215,7 @@ def test_a_field_that_has_to_be_there_is_named(http: httpx.Client):
     ],
 )  # fmt: skip
 @pytest.mark.parametrize("route", [CHAT, "/tokenize"])
-def test_what_is_no_json_object_is_refused(http: httpx.Client, route: str, body: bytes):
+def test_body_that_is_no_json_object_is_refused(http: httpx.Client, route: str, body: bytes):
     answer = http.post(route, content=body, headers={"content-type": "application/json"})
     assert answer.status_code == 400
     assert error_of(answer)["type"] == "invalid_request_error"

@@ -28,8 +28,8 @@ def create(server: Served, **asked: Any) -> Any:
     return server.client.chat.completions.create(**wanted)
 
 
-def solo(prompt: str, **how: Any) -> str:
-    return "".join(token.text for token in load("story").generate(prompt, **how))
+def solo(prompt: str, **options: Any) -> str:
+    return "".join(token.text for token in load("story").generate(prompt, **options))
 
 
 def test_an_answer_is_that_of_generate(server: Served):
@@ -94,7 +94,7 @@ def test_text_ends_before_a_stop_string_also_in_a_stream(server: Served):
     assert chunks[-1].choices[0].finish_reason == "stop"
 
 
-def test_log_probabilities_come_with_what_could_have_come(server: Served):
+def test_log_probabilities_include_alternative_tokens(server: Served):
     actual = create(server, max_tokens=6, logprobs=True, top_logprobs=3).choices[0]
     tokens = list(load("story").generate("Once upon a time", max_tokens=6))
     assert [entry.logprob for entry in actual.logprobs.content] == [token.logprob for token in tokens]
@@ -175,7 +175,7 @@ def test_a_prompt_beyond_the_context_is_refused_and_an_answer_ends_there(server:
     assert actual.choices[0].finish_reason == "length"
 
 
-def test_what_is_not_known_is_ignored_and_named(server: Served):
+def test_unknown_fields_are_ignored_and_named(server: Served):
     ask, how = server.client.chat.completions.with_raw_response.create, {"my_field": 1, "bad name\r\nx: y": 1}
     actual = ask(model="story", messages=ASKED, max_tokens=1, user="me", extra_body=how)
     assert actual.headers["x-llorch-ignored"] == "user, my_field"

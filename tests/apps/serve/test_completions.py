@@ -21,8 +21,8 @@ def create(server: Served, **asked: Any) -> Any:
     return server.client.completions.create(**wanted)
 
 
-def text(model: Model, prompt, **how) -> str:
-    return "".join(token.text for token in model.generate(prompt, **how))
+def text(model: Model, prompt, **options) -> str:
+    return "".join(token.text for token in model.generate(prompt, **options))
 
 
 def test_an_answer_is_that_of_generate_and_has_16_tokens_unless_told(server: Served, story: Model):

@@ -75,14 +75,14 @@ MANY: dict[str, Any] = {f"x{n:07}": "y" for n in range(2000)}
         (request("POST", "/", b"", transfer_encoding="chunked") + b"zz\r\n", 400, "malformed_request"),
     ],
 )
-def test_what_is_no_request_is_refused_and_the_connection_closed(port: int, data: bytes, status: int, code: str):
+def test_invalid_request_is_refused_and_the_connection_closed(port: int, data: bytes, status: int, code: str):
     with connect(port, data) as client:
         actual, headers, body = answer(client)
         assert (actual, error_code(body), headers["connection"]) == (status, code, "close")
         assert is_closed(client)
 
 
-def test_who_only_sends_reads_the_refusal_at_the_end(port: int):
+def test_client_that_only_sends_reads_the_refusal_at_the_end(port: int):
     with connect(port, b"GET / HTTP/1.1\r\nx: " + b"y" * 3 * 2**20) as client:
         assert answer(client)[0] == 431
         assert is_closed(client)
@@ -93,7 +93,7 @@ def test_headers_a_little_below_the_limit_pass(port: int):
 
 
 @pytest.mark.parametrize(
-    ("data", "said"),
+    ("data", "missing_part"),
     [
         (b"", b"headers"),
         (b"GET / HTTP/1.1\r\nhost: loc", b"headers"),
@@ -103,18 +103,18 @@ def test_headers_a_little_below_the_limit_pass(port: int):
         (request() + b"POST / HTTP/1.1\r\nhost: a\r\ncontent-length: 5\r\n\r\nab", b"body"),
     ],
 )
-def test_what_does_not_come_in_time_is_refused(data: bytes, said: bytes):
+def test_late_headers_and_bodies_are_refused(data: bytes, missing_part: bytes):
     with served(echo, limits=limits(header_seconds=0.2, body_seconds=0.2)) as running:
         with connect(running.port, data) as client:
             if data.startswith(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n"):
                 assert answer(client)[0] == 200
             status, _, body = answer(client)
             assert (status, error_code(body)) == (408, "request_timeout")
-            assert b"the " + said in body
+            assert b"the " + missing_part in body
             assert is_closed(client)
 
 
-def test_who_is_refused_and_never_closes_is_closed():
+def test_refused_client_that_never_closes_is_closed():
     with served(echo) as running, connect(running.port, b"x\r\n\r\n") as client:
         assert answer(client)[0] == 400
         until(lambda: not running.connections)
@@ -150,14 +150,14 @@ def test_a_body_that_nobody_waits_for_has_a_deadline_too():
         assert is_closed(client)
 
 
-def test_who_does_not_read_is_dropped():
+def test_client_that_does_not_read_is_dropped():
     with served(echo, limits=limits(unread_seconds=0.3)) as running:
         with connect(running.port, request(path="/much"), read_buffer=4096):
             until(lambda: bool(running.connections))
             until(lambda: not running.connections)
 
 
-def test_who_does_not_read_keeps_nobody_from_leaving():
+def test_client_that_does_not_read_keeps_nobody_from_leaving():
     with served(echo) as running:
         with connect(running.port, request(path="/much"), read_buffer=4096):
             until(lambda: [each.awaited for each in running.connections] == ["another"])
@@ -166,7 +166,7 @@ def test_who_does_not_read_keeps_nobody_from_leaving():
             assert not running.connections
 
 
-def test_who_still_reads_does_not_make_room():
+def test_client_that_still_reads_does_not_make_room():
     with served(echo, limits=limits(connections=2)) as running:
         with connect(running.port, request(path="/much"), read_buffer=65536) as reader:
             until(lambda: [each.awaited for each in running.connections] == ["another"])
@@ -179,7 +179,7 @@ def test_who_still_reads_does_not_make_room():
                 n += len(reader.recv(2**20))
 
 
-def test_who_reads_slowly_gets_everything():
+def test_slow_client_gets_everything():
     with served(echo, limits=limits(unread_seconds=0.3)) as running:
         with connect(running.port, request(path="/much"), read_buffer=65536) as client:
             n = 0
@@ -189,7 +189,7 @@ def test_who_reads_slowly_gets_everything():
                     time.sleep(0.01)
 
 
-def test_the_one_that_waited_longest_makes_room():
+def test_longest_waiting_connection_makes_room():
     with served(echo, limits=limits(connections=3)) as running:
         clients = [connect(running.port, b"GET") for _ in range(3)]
         assert ask(running.port, request())[0] == 200
@@ -272,7 +272,7 @@ def test_both_requests_of_a_client_that_then_closed_its_side_are_answered():
 
 @pytest.mark.parametrize("later", [False, True])
 def test_a_client_that_has_left_altogether_is_told_from_it_soon(later: bool, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.apps.serve.connection.LOOKS_OF_A_PROBE", 2 if later else 10**9)  # one probe is enough
+    monkeypatch.setattr("llorch.apps.serve.connection.POLLS_PER_PROBE", 2 if later else 10**9)  # one probe is enough
     app = Slow()
     with served(app) as running:
         client = connect(running.port, request(path="/left"))

@@ -11,7 +11,7 @@ import pytest
 from fakes.scripted_batch import ScriptedBatch
 from helpers.refusals import assert_tells, refuses
 
-from llorch.apps.serve.engine import Busy, Engine, Event, MadeToken, Unavailable, Work
+from llorch.apps.serve.engine import Busy, Engine, Event, NewToken, Unavailable, Work
 from llorch.model.generate import Answer, IdsOnly, Job
 from llorch.ops.sampling import SamplingSettings
 
@@ -29,7 +29,7 @@ class Asked:
         return self.events.get(timeout=20)
 
     def failure(self) -> Exception:
-        while isinstance(event := self.next(), MadeToken):
+        while isinstance(event := self.next(), NewToken):
             pass
         return event.error
 
@@ -52,8 +52,8 @@ def engine(batch: ScriptedBatch, n_waiting: int = 32, stuck_after: float = 600.0
         running.stop()
 
 
-def submit(running: Engine, *wanted: Asked) -> None:
-    running.submit([one.work for one in wanted])
+def submit(running: Engine, *submissions: Asked) -> None:
+    running.submit([one.work for one in submissions])
 
 
 def test_an_answer_ends_with_its_last_token_and_gives_its_place_back():
@@ -63,7 +63,7 @@ def test_an_answer_ends_with_its_last_token_and_gives_its_place_back():
         finishes = [[asked.next().token.finish for _ in range(n)] for asked, n in ((one, 3), (two, 2))]  # type: ignore[union-attr]
     assert finishes == [[None, None, "length"], [None, "length"]]
     assert batch.left == [1, 2]
-    assert one.work.n_made == 3
+    assert one.work.n_generated == 3
     assert one.work.n_cached == 1
 
 
@@ -77,13 +77,13 @@ def test_cancelled_request_is_removed_before_the_next_step():
         at = batch.wait_for_steps(1)
         assert batch.wait_for_steps(1) >= at + 1
         assert batch.left == [1]
-        made = one.work.n_made
+        made = one.work.n_generated
         batch.wait_for_steps(5)
-        assert one.work.n_made == made
+        assert one.work.n_generated == made
         assert running.n_running == 1
 
 
-def test_one_that_is_cancelled_while_it_waits_never_runs():
+def test_request_cancelled_in_the_queue_never_runs():
     batch, one, waiting = ScriptedBatch(n_jobs=1), asked(1), asked(2)
     with engine(batch) as running:
         submit(running, one)
@@ -98,7 +98,7 @@ def test_one_that_is_cancelled_while_it_waits_never_runs():
     assert batch.left == [1, 3]
 
 
-def test_no_more_wait_than_may():
+def test_queue_length_is_limited():
     batch = ScriptedBatch(n_jobs=1)
     with engine(batch, n_waiting=2) as running:
         first = [asked(1), asked(2), asked(3)]
@@ -115,8 +115,8 @@ def test_no_more_wait_than_may():
 
 def test_prompts_that_are_made_ready_have_their_places_already():
     with engine(ScriptedBatch(n_jobs=1), n_waiting=2) as running:
-        with running.place(2):
-            with refuses(Busy, 2, 3), running.place(2):
+        with running.reserve(2):
+            with refuses(Busy, 2, 3), running.reserve(2):
                 pass
             with pytest.raises(Busy):
                 submit(running, asked(1), asked(2))
@@ -148,18 +148,18 @@ def test_calls_and_answers_that_wait_have_the_places_of_the_engine_together(n_as
         go_on.set()
 
 
-def test_what_one_job_raises_is_told_to_it_alone():
+def test_error_of_one_job_reaches_only_that_job():
     batch, broken, other = ScriptedBatch(raising=frozenset({1})), asked(1), asked(2, 5)
     with engine(batch) as running:
         submit(running, broken, other)
         assert str(broken.failure()) == "broken"
         events = [other.next() for _ in range(5)]
-        assert all(isinstance(event, MadeToken) for event in events)
-        assert running.trouble is None
+        assert all(isinstance(event, NewToken) for event in events)
+        assert running.unavailable_reason is None
     assert sorted(batch.left) == [1, 2]
 
 
-def test_what_a_step_raises_ends_those_that_ran_in_it_and_no_others():
+def test_error_of_a_step_ends_only_the_jobs_in_it():
     batch, one, waiting = ScriptedBatch(n_jobs=1), asked(1), asked(2, 2)
     failing = threading.Event()
 
@@ -173,11 +173,11 @@ def test_what_a_step_raises_ends_those_that_ran_in_it_and_no_others():
         submit(running, one)
         submit(running, waiting)
         assert isinstance(one.failure(), MemoryError)
-        assert isinstance(waiting.next(), MadeToken)
-        assert running.trouble is None
+        assert isinstance(waiting.next(), NewToken)
+        assert running.unavailable_reason is None
 
 
-def test_a_job_that_never_fits_is_told_so():
+def test_job_that_never_fits_gets_an_error():
     class Never(ScriptedBatch):
         def join(self, job: Job) -> int | None:
             if job.ids[0] == 1:
@@ -188,10 +188,10 @@ def test_a_job_that_never_fits_is_told_so():
     with engine(Never()) as running:
         submit(running, one, other)
         assert str(one.failure()) == "serve: too long"
-        assert isinstance(other.next(), MadeToken)
+        assert isinstance(other.next(), NewToken)
 
 
-def test_a_thread_that_dies_tells_all_and_takes_nothing_in():
+def test_dead_engine_thread_fails_all_jobs_and_accepts_none():
     class Dying(ScriptedBatch):
         def leave(self, ticket: int) -> None:
             raise SystemError("lost count")
@@ -202,13 +202,13 @@ def test_a_thread_that_dies_tells_all_and_takes_nothing_in():
         assert isinstance(one.failure(), Unavailable)
         assert isinstance(waiting.failure(), Unavailable)
         assert isinstance(running.failure, SystemError)
-        assert_tells(str(running.trouble), "engine", "died")
+        assert_tells(str(running.unavailable_reason), "engine", "died")
         with refuses(Unavailable, "died"):
             submit(running, asked(3))
 
 
 def test_a_step_that_does_not_end_shows(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.apps.serve.engine.SLOW", 0.05)
+    monkeypatch.setattr("llorch.apps.serve.engine.SLOW_STEP_SECONDS", 0.05)
     batch, goes_on = ScriptedBatch(), threading.Event()
     batch.step_with = lambda: goes_on.wait(20)
     with engine(batch, stuck_after=0.2) as running:
@@ -217,7 +217,7 @@ def test_a_step_that_does_not_end_shows(monkeypatch: pytest.MonkeyPatch):
         until = time.monotonic() + 20
         while not running.is_stuck and time.monotonic() < until:
             threading.Event().wait(0.01)
-        assert_tells(str(running.trouble), "engine", "step")
+        assert_tells(str(running.unavailable_reason), "engine", "step")
         running.give_up(RuntimeError("stuck"))
         assert isinstance(one.failure(), Unavailable)
         goes_on.set()
@@ -230,10 +230,10 @@ def test_a_draining_engine_finishes_what_it_has():
         running.drain()
         with refuses(Unavailable, "server", "shutting"):
             submit(running, asked(3))
-        assert [type(waiting.next()) for _ in range(2)] == [MadeToken, MadeToken]
+        assert [type(waiting.next()) for _ in range(2)] == [NewToken, NewToken]
 
 
-def test_one_that_is_stopped_tells_those_that_run_and_wait():
+def test_stopped_engine_tells_running_and_waiting_jobs():
     batch, one, waiting = ScriptedBatch(n_jobs=1), asked(1), asked(2)
     with engine(batch) as running:
         submit(running, one, waiting)

@@ -59,7 +59,7 @@ def test_server_that_is_stopped_while_it_starts_ends_and_says_nothing(monkeypatc
     "numbers",
     [*(pytest.param((number,), id=number) for number in LONG), pytest.param(tuple(ELSEWHERE), id="elsewhere")],
 )
-def test_nor_do_those_that_take_long(numbers: tuple[str, ...], backend: str):
+def test_slow_faults_hurt_nobody_but_themselves(numbers: tuple[str, ...], backend: str):
     rows = done(numbers, "--backend", backend)
     assert sorted(number for number, _, _ in rows) == sorted(numbers)
     assert [row for row in rows if not row[1]] == []

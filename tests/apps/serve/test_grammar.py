@@ -71,15 +71,15 @@ def answer(name: str, schema: dict[str, Any] | None, *, seed: int, max_tokens: i
     return text, taken.finish
 
 
-def feed(made: Guide, text: str, name: str = "story") -> bool:
-    """Whether a text may be taken, with the longest token that fits each time."""
+def feed(guide: Guide, text: str, name: str = "story") -> bool:
+    """Tell whether a text may be taken, with the longest token that fits each time."""
     tokenizer, rest = model(name).tokenizer, text.encode()
     while rest:
-        allowed = [(tokenizer.token_bytes(int(one)), int(one)) for one in np.flatnonzero(made.allowed())]
+        allowed = [(tokenizer.token_bytes(int(one)), int(one)) for one in np.flatnonzero(guide.allowed())]
         data, token = max(((data, one) for data, one in allowed if data and rest.startswith(data)), default=(b"", 0))
         if not data:
             return False
-        made.take(token)
+        guide.take(token)
         rest = rest[len(data) :]
     return True
 
@@ -95,7 +95,7 @@ def test_every_answer_that_ends_is_of_the_schema(which: str, name: str):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_without_a_schema_it_is_any_object(name: str):
+def test_answer_without_a_schema_is_any_object(name: str):
     made = guide(None, name)
     assert feed(made, '{"a": [1, {"b": "c"}], "\u00e9": null}', name)
     assert not feed(guide(None, name), "[1]", name)
@@ -128,7 +128,7 @@ def test_control_tokens_never_come_inside_and_their_text_may():
     assert not made.allowed()[sorted(tokenizer.control_ids)].any()
 
 
-def test_who_asks_says_which_tokens_end_an_answer():
+def test_caller_chooses_the_tokens_that_end_an_answer():
     made = guide({"const": 5}, end_ids=frozenset([1001]))
     assert feed(made, "5")
     assert np.flatnonzero(made.allowed()).tolist() == [1001]
@@ -179,7 +179,7 @@ UNSUPPORTED = {
 
 
 @pytest.mark.parametrize("which", UNSUPPORTED)
-def test_what_the_library_lacks_is_refused_in_a_line_not_left_out(which: str):
+def test_unsupported_schema_features_are_refused_in_a_line(which: str):
     with refuses("Unsupported", "json schema") as caught:
         guide(UNSUPPORTED[which])
     line = str(caught.value)
@@ -233,7 +233,7 @@ def too_large(name: str, make: Callable[[], dict[str, Any]], limit: str, value: 
         too_large("endless multiple", lambda: {"multipleOf": float("inf")}, "multipleOf", 10_000, 10001),
     ],
 )
-def test_what_would_cost_too_much_is_refused_before_any_work(refusal: Refusal):
+def test_expensive_schema_is_refused_before_any_work(refusal: Refusal):
     refusal.check()
 
 

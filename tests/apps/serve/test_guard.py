@@ -1,4 +1,4 @@
-"""Who is let in: hosts, origins, keys and bodies, one by one."""
+"""Access control: hosts, origins, keys and bodies, one by one."""
 
 import asyncio
 import base64
@@ -83,7 +83,7 @@ def test_the_address_that_was_reached_is_a_name_of_the_server():
 @pytest.mark.parametrize(
     "origin", ["http://localhost", "https://localhost", "https://chat.example", "HTTP://LOCALHOST"]
 )
-def test_our_own_page_may_ask(port: int, origin: str):
+def test_page_of_the_server_may_ask(port: int, origin: str):
     assert refused(port, request("POST", origin=origin)) == (200, "")
 
 
@@ -92,7 +92,7 @@ def test_our_own_page_may_ask(port: int, origin: str):
     ["null", "", "http://evil.example", "http://localhost:3000", "http://127.0.0.1", "file://", "localhost",
      "http://localhost.evil.example", "http://localhost@evil.example", "chrome-extension://localhost", "http://chat.example.evil"],
 )  # fmt: skip
-def test_pages_of_others_may_not(port: int, origin: str):
+def test_foreign_pages_are_refused(port: int, origin: str):
     assert refused(port, request("POST", origin=origin)) == (403, "origin_not_allowed")
 
 
@@ -142,7 +142,7 @@ def test_a_page_of_an_allowed_origin_may_ask_and_read(port_with_origins: int, or
     ["http://localhost:3001", "http://localhost:30000", "https://localhost:3000", "http://evil.example", "NULL", "*",
      "http://localhost:3000/", "http://localhost:3000.evil.example", "app://obsidian.md.evil", ""],
 )  # fmt: skip
-def test_no_other_origin_may(port_with_origins: int, origin: str):
+def test_unlisted_origin_is_refused(port_with_origins: int, origin: str):
     for asked in (
         request("OPTIONS", origin=origin, access_control_request_method="POST"),
         request("POST", origin=origin, authorization=f"Bearer {KEY}"),
@@ -178,7 +178,7 @@ def basic(password: str, name: str = "") -> str:
     "authorization",
     [f"Bearer {KEY}", f"bearer {KEY}", f"Bearer  {KEY}", basic(KEY), basic(KEY, "me"), basic("", KEY), basic("x", KEY)],
 )
-def test_who_knows_the_key_is_let_in(port_with_key: int, authorization: str):
+def test_request_with_the_key_is_accepted(port_with_key: int, authorization: str):
     assert refused(port_with_key, request(authorization=authorization)) == (200, "")
 
 
@@ -189,11 +189,11 @@ def test_who_knows_the_key_is_let_in(port_with_key: int, authorization: str):
      basic(KEY[1:], KEY[0]),
      f"Bearer {KEY} {KEY}"],
 )  # fmt: skip
-def test_who_does_not_is_not(port_with_key: int, authorization: str):
+def test_request_with_a_wrong_key_is_refused(port_with_key: int, authorization: str):
     assert refused(port_with_key, request(authorization=authorization)) == (401, "invalid_api_key")
 
 
-def test_two_keys_are_none(port_with_key: int):
+def test_request_with_two_keys_is_refused(port_with_key: int):
     line = f"authorization: Bearer {KEY}\r\n"
     twice = f"GET / HTTP/1.1\r\nhost: localhost\r\n{line}{line}\r\n".encode()
     assert refused(port_with_key, twice) == (401, "invalid_api_key")
@@ -285,7 +285,7 @@ def test_a_refused_body_is_read_to_its_end_and_the_connection_goes_on(port: int)
         assert answer(client)[0] == 200
 
 
-def test_who_only_sends_reads_the_refusal_at_the_end(port: int):
+def test_client_that_only_sends_reads_the_refusal_at_the_end(port: int):
     large = 48 * 2**20  # more than lies between the two
     for data in (
         request("POST", "/", b"x" * large, connection="close"),
@@ -301,7 +301,7 @@ def test_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch):
     guarded = guard(max_body=800)
     with served(guarded) as running:
         with connect(running.port, request("POST", content_length="800") + b"x" * 700) as client:
-            until(lambda: guarded._n_held == 700)
+            until(lambda: guarded._n_body_bytes == 700)
             status, headers, body = ask(running.port, request("POST", "/", b"x" * 400))
             assert (status, error_code(body), headers["retry-after"]) == (503, "too_many_bodies", "1")
             with connect(running.port, request("POST", "/", b"x" * 400)) as again:
@@ -311,8 +311,8 @@ def test_bodies_together_have_a_bound(monkeypatch: pytest.MonkeyPatch):
             client.sendall(b"x" * 100)
             assert answer(client)[2] == b"800"
         with connect(running.port, request("POST", content_length="800") + b"x" * 700):
-            until(lambda: guarded._n_held == 700)
-        until(lambda: guarded._n_held == 0)
+            until(lambda: guarded._n_body_bytes == 700)
+        until(lambda: guarded._n_body_bytes == 0)
 
 
 def test_the_log_has_a_line_for_each_request_and_no_secret():
@@ -349,7 +349,7 @@ def test_an_address_for_everybody_needs_a_key(host: str):
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.3", "localhost"])
-def test_loopback_needs_none(host: str):
+def test_loopback_address_needs_no_key(host: str):
     from llorch.apps.serve.guard import require_key
     from llorch.apps.serve.server import bind
 

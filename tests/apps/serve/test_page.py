@@ -86,7 +86,7 @@ def answers(browser: Browser) -> list[str]:
     return browser.evaluate("[...document.querySelectorAll('.assistant [role=group]')].map(one => one.textContent)")
 
 
-def test_it_chats_with_what_was_said_before_and_asks_nobody_else(page: Browser, server: Served, model: Model):
+def test_chat_sends_earlier_messages_and_asks_no_other_server(page: Browser, server: Served, model: Model):
     messages = []
     for text in ("Once upon a time", "The fox <|eot_id|> ran"):
         send(page, text)
@@ -94,14 +94,14 @@ def test_it_chats_with_what_was_said_before_and_asks_nobody_else(page: Browser, 
         expected = "".join(token.text for token in model.generate(messages=messages, max_tokens=12))
         assert answers(page)[-1] == expected
         messages.append({"role": "assistant", "content": expected})
-    urls = {one["request"]["url"] for one in page.seen("Network.requestWillBeSent")}
+    urls = {one["request"]["url"] for one in page.event_parameters("Network.requestWillBeSent")}
     assert all(url.startswith(f"{server.url}/") for url in urls)
     assert f"{server.url}/style.css" in urls
-    said = page.seen("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
+    said = page.event_parameters("Log.entryAdded", "Runtime.consoleAPICalled", "Runtime.exceptionThrown")
     assert [one for one in said if one.get("entry", {}).get("level") != "verbose"] == []
 
 
-def test_a_token_shows_what_else_could_have_come(page: Browser, server: Served):
+def test_token_shows_its_alternatives(page: Browser, server: Served):
     send(page, "Once upon a time")
     page.evaluate("document.querySelectorAll('.token')[2].focus()")
     press(page, "ArrowRight")
@@ -138,11 +138,11 @@ def test_the_stages_that_ran_are_listed_by_layer(page: Browser, server: Served, 
     assert first[:2] == ["embed", f"{n_prompt + 5} \u00d7 {model.config.hidden_size}"]
 
 
-@pytest.mark.parametrize("how", ["Escape", "button"])
-def test_an_answer_can_be_stopped(page: Browser, server: Served, how: str):
+@pytest.mark.parametrize("control", ["Escape", "button"])
+def test_an_answer_can_be_stopped(page: Browser, server: Served, control: str):
     page.evaluate("max_tokens.value = 400")
     send(page, "Once upon a time", until="document.querySelectorAll('.token').length > 3")
-    if how == "button":
+    if control == "button":
         page.evaluate("document.querySelector('#stop').click()")
     else:
         press(page, "Escape")
@@ -304,7 +304,7 @@ def test_page_without_storage_or_with_too_much_to_store_chats(page: Browser):
 
 def test_tokens_that_end_inside_a_character_show_bytes(page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch):
     pieces = [bytes([0xF0, code]) for code in range(0x90, 0xA0)]
-    monkeypatch.setattr(server.service.model.tokenizer, "token_bytes", lambda one: pieces[one % len(pieces)])
+    monkeypatch.setattr(server.service.model.tokenizer, "token_bytes", lambda token_id: pieces[token_id % len(pieces)])
     send(page, "Once")
     page.evaluate("document.querySelector('.token').click()")
     rows = page.evaluate("[...document.querySelectorAll('#token td.word')].map(one => one.textContent)")
@@ -316,7 +316,7 @@ def test_tokens_that_end_inside_a_character_show_bytes(page: Browser, server: Se
 def test_markup_stays_text_whoever_wrote_it(page: Browser, server: Served, monkeypatch: pytest.MonkeyPatch):
     pieces = [HOSTILE[at : at + 9].encode() for at in range(0, len(HOSTILE), 9)]
     tokenizer = server.service.model.tokenizer
-    monkeypatch.setattr(tokenizer, "token_bytes", lambda one: pieces[one % len(pieces)])
+    monkeypatch.setattr(tokenizer, "token_bytes", lambda token_id: pieces[token_id % len(pieces)])
     send(page, HOSTILE)
     page.evaluate("document.querySelector('.token').click()")
     assert page.evaluate("document.querySelector('.user p').textContent") == HOSTILE
@@ -327,7 +327,7 @@ def test_markup_stays_text_whoever_wrote_it(page: Browser, server: Served, monke
 
 def asked(browser: Browser) -> list[list[str]]:
     """The conversations that the page has sent, in order: each is the contents of its messages."""
-    sent = [one["request"] for one in browser.seen("Network.requestWillBeSent")]
+    sent = [one["request"] for one in browser.event_parameters("Network.requestWillBeSent")]
     bodies = [json.loads(one["postData"]) for one in sent if one["url"].endswith("/chat/completions")]
     return [[message["content"] for message in body["messages"]] for body in bodies]
 
@@ -415,7 +415,7 @@ def test_models_are_read_again_where_they_could_not_be(page: Browser, server: Se
 @pytest.mark.nightly_cases("1280-light", "380-dark")
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [380, 1280])
-def test_it_fits_the_screen(page: Browser, server: Served, width: int, scheme: str):
+def test_page_fits_the_screen(page: Browser, server: Served, width: int, scheme: str):
     open_page(page, server, width=width, scheme=scheme)
     page.evaluate("max_tokens.value = 20; document.querySelector('#settings').open = true")
     send(page, "Once upon a time " + "x" * 200)

@@ -39,7 +39,7 @@ ASKED = {  # status, and the request
 
 
 @pytest.mark.parametrize("case", ASKED)
-def test_every_answer_has_a_new_one_or_that_of_the_client(port: int, case: str):
+def test_every_answer_has_a_new_id_or_the_id_of_the_client(port: int, case: str):
     wanted, data = ASKED[case]
     given = data.replace(b"\r\n\r\n", b"\r\nx-request-id: my.id-7\r\n\r\n", 1)
     found = [ask(port, each) for each in (data, data, given)]
@@ -54,18 +54,18 @@ def test_every_answer_has_a_new_one_or_that_of_the_client(port: int, case: str):
 @pytest.mark.parametrize(
     ("status", "data"), [(408, b"GET / HTTP/1.1\r\n"), (400, b"NONSENSE\r\n\r\n"), (431, request(x_long="y" * 3000))]
 )
-def test_a_request_that_cannot_be_read_has_one(port: int, status: int, data: bytes):
+def test_unreadable_request_gets_an_id(port: int, status: int, data: bytes):
     actual = ask(port, data)
     assert (actual[0], bool(NEW.fullmatch(actual[1]["x-request-id"]))) == (status, True)
 
 
-def test_a_body_that_comes_too_slowly_keeps_that_of_its_client(port: int):
+def test_late_body_keeps_the_id_of_its_client(port: int):
     with connect(port, request("POST", content_length="5", x_request_id="mine", **KEY) + b"x") as client:
         status, headers, _ = answer(client)
     assert (status, headers["x-request-id"]) == (408, "mine")
 
 
-def test_a_connection_keeps_none_for_the_next_request(port: int):
+def test_connection_keeps_no_id_for_the_next_request(port: int):
     with connect(port, request(x_request_id="first", **KEY)) as client:
         assert answer(client)[1]["x-request-id"] == "first"
         client.sendall(request(**KEY))
@@ -75,17 +75,17 @@ def test_a_connection_keeps_none_for_the_next_request(port: int):
     assert (status, bool(NEW.fullmatch(headers["x-request-id"]))) == (408, True)
 
 
-@pytest.mark.parametrize("given", ["", "a b", "a\tb", "x" * 129, "a,b", 'a"b', "<a>", "\u00e9", "a;b"])
-def test_one_that_could_do_harm_is_replaced(port: int, given: str):
-    assert NEW.fullmatch(ask(port, request(x_request_id=given, **KEY))[1]["x-request-id"])
+@pytest.mark.parametrize("request_id", ["", "a b", "a\tb", "x" * 129, "a,b", 'a"b', "<a>", "\u00e9", "a;b"])
+def test_harmful_id_is_replaced(port: int, request_id: str):
+    assert NEW.fullmatch(ask(port, request(x_request_id=request_id, **KEY))[1]["x-request-id"])
 
 
-@pytest.mark.parametrize("given", ["x" * 128, "0", "f47ac10b-58cc-4372-a567-0e02b2c3d479", "a/b+c=d:e@f~g_h"])
-def test_a_common_one_is_kept(port: int, given: str):
-    assert ask(port, request(x_request_id=given, **KEY))[1]["x-request-id"] == given
+@pytest.mark.parametrize("request_id", ["x" * 128, "0", "f47ac10b-58cc-4372-a567-0e02b2c3d479", "a/b+c=d:e@f~g_h"])
+def test_common_id_is_kept(port: int, request_id: str):
+    assert ask(port, request(x_request_id=request_id, **KEY))[1]["x-request-id"] == request_id
 
 
-def test_two_are_none(port: int):
+def test_two_ids_count_as_none(port: int):
     twice = request(**KEY).replace(b"\r\n\r\n", b"\r\nx-request-id: a\r\nx-request-id: b\r\n\r\n")
     assert NEW.fullmatch(ask(port, twice)[1]["x-request-id"])
 

@@ -18,8 +18,8 @@ def create(server: Served, **asked: Any) -> Any:
     return server.client.responses.create(**wanted)
 
 
-def solo(prompt: str, **how: Any) -> str:
-    return "".join(token.text for token in load("story").generate(prompt, **how))
+def solo(prompt: str, **options: Any) -> str:
+    return "".join(token.text for token in load("story").generate(prompt, **options))
 
 
 def test_an_answer_is_that_of_generate(server: Served):
@@ -86,7 +86,7 @@ def test_log_probabilities_are_those_of_a_chat_whole_and_as_a_stream(server: Ser
     ("asked", "field"),
     [({"top_logprobs": 3}, "top_logprobs"), ({"include": ["file_search_call.results"]}, "include.0")],
 )
-def test_what_it_cannot_include_is_refused_by_name(server: Served, asked: dict[str, Any], field: str):
+def test_unsupported_include_is_refused_by_name(server: Served, asked: dict[str, Any], field: str):
     with pytest.raises(openai.BadRequestError) as caught:
         create(server, **asked)
     assert caught.value.param == field

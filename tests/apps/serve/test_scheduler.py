@@ -22,9 +22,9 @@ def job(model: Model, prompt: str, settings: SamplingSettings, max_tokens: int =
     return model.job(prompt, max_tokens=max_tokens, settings=settings, ignore_eos=True, adapter=None)
 
 
-def solo(model: Model, wanted: Job) -> list[tuple[int, float]]:
+def solo(model: Model, job: Job) -> list[tuple[int, float]]:
     tokens: list[Token] = list(
-        model.generate(wanted.ids, max_tokens=wanted.max_tokens, settings=wanted.settings, ignore_eos=True)
+        model.generate(job.ids, max_tokens=job.max_tokens, settings=job.settings, ignore_eos=True)
     )
     return [(token.id, token.logprob) for token in tokens]
 
@@ -50,7 +50,7 @@ def run(batch: GenerationBatch, jobs: list[Job], joins: list[int]) -> list[list[
     raise AssertionError("not finished")
 
 
-def test_answers_are_those_of_generate_whoever_runs_beside(story: Model):
+def test_answers_equal_generate_whatever_runs_in_the_batch(story: Model):
     jobs = [job(story, prompt, how) for prompt, how in zip(PROMPTS, SETTINGS, strict=True)]
     assert run(Turns(story, n_jobs=3), jobs, [0, 3, 7]) == [solo(story, one) for one in jobs]
 
@@ -75,7 +75,7 @@ def test_a_long_prompt_is_read_in_stretches_between_which_others_go_on():
     assert run(batch, [long, short], [0, 0]) == [solo(model, long), solo(model, short)]
 
 
-def test_there_is_room_for_so_many_and_for_one_more_when_one_has_left(story: Model):
+def test_batch_is_limited_and_a_finished_job_frees_its_place(story: Model):
     batch, one = Turns(story, n_jobs=2), job(story, "A", SamplingSettings())
     tickets = [batch.join(one), batch.join(one), batch.join(one)]
     assert tickets == [0, 1, None]
@@ -113,7 +113,7 @@ class OnlyOdd:
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.5])
-def test_a_guide_says_what_may_come_and_is_told_what_came(story: Model, temperature: float):
+def test_guide_allows_tokens_and_receives_the_chosen_one(story: Model, temperature: float):
     guide = OnlyOdd(story.config.vocab_size)
     wanted = replace(job(story, "Once", SamplingSettings(temperature=temperature)), guide=guide)
     (made,) = run(Turns(story, n_jobs=1), [wanted], [0])
@@ -121,7 +121,7 @@ def test_a_guide_says_what_may_come_and_is_told_what_came(story: Model, temperat
     assert all(token_id % 2 for token_id in guide.taken)
 
 
-def test_what_one_job_raises_is_its_own(story: Model):
+def test_error_of_one_job_is_reported_to_that_job(story: Model):
     batch = Turns(story, n_jobs=2)
     healthy = job(story, "The little fox", SamplingSettings())
     broken = batch.join(replace(healthy, guide=OnlyOdd(story.config.vocab_size, last=1)))

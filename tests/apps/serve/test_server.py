@@ -52,9 +52,9 @@ def end(process: subprocess.Popen, answered: str = "") -> tuple[int, str, str]:
     return process.returncode, out, err
 
 
-def receive(client: socket.socket, wanted: bytes) -> bytes:
+def receive(client: socket.socket, expected: bytes) -> bytes:
     data = b""
-    while wanted not in data:
+    while expected not in data:
         data += client.recv(1000) or pytest.fail(f"the server left, having said {data!r}")
     return data
 
@@ -124,7 +124,7 @@ async def nothing(scope, receive, send):
     await send({"type": "http.response.body"})
 
 
-def test_what_stops_it_from_within_is_what_it_ends_with():
+def test_server_ends_with_the_error_that_stopped_it():
     from llorch.apps.serve.server import bind, serve
 
     class EngineDead(RuntimeError):
@@ -153,7 +153,7 @@ def test_a_port_in_use_is_one_line():
 @pytest.mark.parametrize(
     ("host", "port"), [("192.0.2.1", 0), ("", 0), ("no.such.host.invalid", 0), ("a" * 70, 0), ("x\0", 0)]
 )
-def test_an_address_that_is_not_ours_is_one_line(host: str, port: int):
+def test_foreign_address_is_one_line(host: str, port: int):
     from llorch.apps.serve.server import bind
 
     with refuses(ValueError, "serve") as caught:
@@ -182,14 +182,14 @@ def test_more_connections_than_the_process_may_open_are_not_promised():
     import resource
 
     from llorch.apps.serve.connection import ClientLimits
-    from llorch.apps.serve.server import OTHER_FILES, _within_open_files
+    from llorch.apps.serve.server import RESERVED_FILES, _limit_to_open_files
 
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (256, before[1]))
-        assert _within_open_files(ClientLimits(connections=300)).connections == 300
-        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300 + OTHER_FILES
-        assert _within_open_files(ClientLimits(connections=10**9)).connections == before[1] - OTHER_FILES
+        assert _limit_to_open_files(ClientLimits(connections=300)).connections == 300
+        assert resource.getrlimit(resource.RLIMIT_NOFILE)[0] == 300 + RESERVED_FILES
+        assert _limit_to_open_files(ClientLimits(connections=10**9)).connections == before[1] - RESERVED_FILES
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 

@@ -43,9 +43,7 @@ def refused(folder: Path, template: str) -> openai.BadRequestError:
     ],
     ids=["broken", "attribute", "memory", "text", "raised"],
 )
-def test_what_a_template_does_is_told_to_one_request_and_not_where_its_file_lies(
-    tmp_path: Path, template: str, facts: list[object]
-):
+def test_template_error_reaches_one_request_without_its_path(tmp_path: Path, template: str, facts: list[object]):
     error = refused(tmp_path, template)
     assert_tells(error.message, *facts)
     assert error.param == "messages"
@@ -98,7 +96,7 @@ def test_a_message_without_words_is_refused_with_a_template_as_without_one(tmp_p
             assert caught.value.param == "messages.0.content"
 
 
-def test_what_an_assistant_refused_is_its_turn(tmp_path: Path):
+def test_refusal_of_an_assistant_is_its_turn(tmp_path: Path):
     with served(chat_model(tmp_path / "story", "story", LLAMA_3)) as server:
 
         def n_prompt(turn: dict[str, Any]) -> int:
@@ -133,8 +131,8 @@ HISTORY = [  # of a client that sends back whatever it got
 def test_keys_of_messages_that_a_model_does_not_read_are_named(tmp_path: Path, template: str | None, names: list[str]):
     with served(chat_model(tmp_path / "story", "story", template)) as server:
 
-        def ignored(path: str, field: str, messages: list[dict[str, Any]], **more: Any) -> list[str]:
-            body = {"model": "story", field: messages, **more}
+        def ignored(path: str, field: str, messages: list[dict[str, Any]], **fields: Any) -> list[str]:
+            body = {"model": "story", field: messages, **fields}
             answer = httpx.post(server.url + path, json=body, trust_env=False)
             assert answer.status_code == 200, answer.text
             return answer.headers.get("x-llorch-ignored", "").split(", ")
@@ -175,8 +173,8 @@ OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
 
 @pytest.mark.slow_cases(but=["template1-*", "template10-*", "template13-*", "template6-*"])
 @pytest.mark.parametrize(
-    ("template", "asked", "wanted"),
-    [  # wanted: the variables that say the same; None: refused
+    ("template", "asked", "variables"),
+    [  # variables: those that say the same; None: refused
         (SWITCHED, {"enable_thinking": False}, OFF),
         (SWITCHED, {"enable_thinking": True}, ON),
         (SWITCHED, {"think": False}, OFF),
@@ -201,7 +199,7 @@ OFF, ON = {"enable_thinking": False}, {"enable_thinking": True}
     ],
 )
 def test_thoughts_are_switched_by_any_name_or_the_name_is_refused(
-    thinking: dict[str, Served], template: str, asked: dict[str, Any], wanted: dict[str, Any] | None
+    thinking: dict[str, Served], template: str, asked: dict[str, Any], variables: dict[str, Any] | None
 ):
     server = thinking[template]
     chat = {"model": "story", "messages": [{"role": "user", "content": "Once"}], "max_tokens": 1}
@@ -211,12 +209,12 @@ def test_thoughts_are_switched_by_any_name_or_the_name_is_refused(
     response = {"model": "story", "input": "Once", "max_output_tokens": 1, **other}
     response |= {} if effort is None else {"reasoning": {"effort": effort}}
     newer = httpx.post(f"{server.url}/v1/responses", json=response, trust_env=False)
-    if wanted is None:
+    if variables is None:
         assert (actual.status_code, newer.status_code) == (400, 400)
         assert actual.json()["error"]["param"] in asked
         assert newer.json()["error"]["param"] in ("reasoning.effort", *other)
     else:
-        same = chat | {"chat_template_kwargs": wanted}
+        same = chat | {"chat_template_kwargs": variables}
         expected = httpx.post(f"{server.url}/v1/chat/completions", json=same, trust_env=False).json()["usage"]
         assert actual.json()["usage"]["prompt_tokens"] == expected["prompt_tokens"]
         assert newer.json()["usage"]["input_tokens"] == expected["prompt_tokens"]

@@ -10,7 +10,7 @@ from builders.chat_models import chat_model
 from helpers.served import served
 
 from llorch.apps.serve.requests import Strict
-from llorch.apps.serve.unsupported_fields import _INSTEAD, _WITHOUT
+from llorch.apps.serve.unsupported_fields import _NEUTRAL_VALUES, _REPLACEMENTS
 
 CHAT, COMPLETION, RESPONSE, TRACE = "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/trace"
 ASKED: dict[str, dict[str, Any]] = {
@@ -83,12 +83,12 @@ def http() -> Iterator[httpx.Client]:
 
 
 @pytest.fixture(scope="module")
-def plain(http: httpx.Client) -> dict[str, str]:
+def base_texts(http: httpx.Client) -> dict[str, str]:
     """The answers of N tokens that nothing was added to."""
-    return {route: text(http.post(route, json=body | most(route, N)).json()) for route, body in ASKED.items()}
+    return {route: text(http.post(route, json=body | token_limit(route, N)).json()) for route, body in ASKED.items()}
 
 
-def most(route: str, n: int) -> dict[str, int]:
+def token_limit(route: str, n: int) -> dict[str, int]:
     return {"max_output_tokens" if route == RESPONSE else "max_tokens": n}
 
 
@@ -101,7 +101,7 @@ def text(answer: dict[str, Any]) -> str:
 
 @pytest.mark.nightly_cases("/v1/completions")
 @pytest.mark.parametrize("route", ASKED)
-def test_each_field_of_another_server_has_its_fate(http: httpx.Client, plain: dict[str, str], route: str):
+def test_each_unsupported_field_has_its_documented_effect(http: httpx.Client, base_texts: dict[str, str], route: str):
     for name, value, fate in ROWS:
         body = ASKED[route] | {name: value}
         if fate == "refused" or (fate == "obeyed" and route == RESPONSE):  # which has max_output_tokens alone
@@ -112,8 +112,8 @@ def test_each_field_of_another_server_has_its_fate(http: httpx.Client, plain: di
             assert http.post(route, json=body).json()["usage"]["completion_tokens"] == value, name
     for fate in ("nothing", "ignored"):
         names = {name: value for name, value, of_row in ROWS if of_row == fate}
-        answer = http.post(route, json=ASKED[route] | most(route, N) | names)
-        assert (answer.status_code, text(answer.json())) == (200, plain[route]), answer.text
+        answer = http.post(route, json=ASKED[route] | token_limit(route, N) | names)
+        assert (answer.status_code, text(answer.json())) == (200, base_texts[route]), answer.text
         named = answer.headers.get("x-llorch-ignored", "").split(", ")
         assert named == (list(names) if fate == "ignored" else [""])
 
@@ -135,10 +135,10 @@ def test_two_limits_are_the_same_or_refused(http: httpx.Client):
 
 
 @pytest.mark.parametrize("route", ASKED)
-def test_minus_one_is_off_for_top_k_and_any_seed(http: httpx.Client, plain: dict[str, str], route: str):
-    answer = http.post(route, json=ASKED[route] | most(route, N) | {"top_k": -1, "seed": -1})
-    assert (answer.status_code, text(answer.json())) == (200, plain[route])
-    body = ASKED[route] | most(route, 24) | {"temperature": 2, "top_k": -1}
+def test_minus_one_is_off_for_top_k_and_any_seed(http: httpx.Client, base_texts: dict[str, str], route: str):
+    answer = http.post(route, json=ASKED[route] | token_limit(route, N) | {"top_k": -1, "seed": -1})
+    assert (answer.status_code, text(answer.json())) == (200, base_texts[route])
+    body = ASKED[route] | token_limit(route, 24) | {"temperature": 2, "top_k": -1}
     assert len({text(http.post(route, json=body | {"seed": -1}).json()) for _ in range(3)}) > 1
     seeded = [text(http.post(route, json=body | {"seed": 7} | how).json()) for how in ({}, {"top_k": 0}, {"top_k": 2})]
     assert seeded[0] == seeded[1] != seeded[2]
@@ -146,8 +146,8 @@ def test_minus_one_is_off_for_top_k_and_any_seed(http: httpx.Client, plain: dict
 
 def test_what_to_use_instead_is_a_field_of_the_route(http: httpx.Client):
     fields = {name for path in ASKED for name in schema(http, path)}
-    for name, instead in _INSTEAD.items():
-        assert name in _WITHOUT
+    for name, instead in _REPLACEMENTS.items():
+        assert name in _NEUTRAL_VALUES
         assert not instead.isidentifier() or instead in fields, instead
     for name, value, route, told in (
         ("n_predict", 3, RESPONSE, "max_output_tokens"), ("format", "json", CHAT, "response_format"),
@@ -199,7 +199,7 @@ NESTED: tuple[tuple[str, dict[str, Any], str], ...] = (  # what the header names
 
 def test_nested_fields_are_named_by_their_path_or_refused(http: httpx.Client):
     for route, more, fate in NESTED:
-        body = {"model": "story", "prompt": "a"} if route == TRACE else ASKED[route] | most(route, 1)
+        body = {"model": "story", "prompt": "a"} if route == TRACE else ASKED[route] | token_limit(route, 1)
         answer = http.post(route, json=body | more)
         if fate.startswith("!"):
             assert (answer.status_code, answer.json()["error"]["param"]) == (400, fate[1:]), more

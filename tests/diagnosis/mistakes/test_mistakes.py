@@ -33,7 +33,7 @@ from llorch.diagnosis.mistakes import (
 from llorch.diagnosis.mistakes.in_stage import IN_STAGE
 from llorch.diagnosis.mistakes.mistake import injected
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs, part_of_trace, stage_inputs
-from llorch.diagnosis.mistakes.variants import mistakes_of
+from llorch.diagnosis.mistakes.variants import list_mistakes
 from llorch.judging.runners import training_numpy as runner
 from llorch.lora.config import LoraConfig
 from llorch.stages.comparison import measure
@@ -88,14 +88,14 @@ def test_every_stage_has_a_mistake():
 
 def test_a_mistake_of_a_second_pass_is_no_suspect_in_a_first():
     config = weights_of("micro-llama").config
-    first = {mistake.name for mistake in mistakes_of("q_rope", config, 0, n_cached=0)}
-    second = {mistake.name for mistake in mistakes_of("q_rope", config, 0, n_cached=4)}
+    first = {mistake.name for mistake in list_mistakes("q_rope", config, 0, n_cached=0)}
+    second = {mistake.name for mistake in list_mistakes("q_rope", config, 0, n_cached=4)}
     assert second - first == {"rope-position-restarts", "rope-position-counts-steps"}
 
 
 @pytest.mark.parametrize("model", ["micro-llama", "micro-mistral", "micro-smollm3", "micro-ministral3"])
 def test_rows_in_the_order_of_the_file_are_a_suspect_where_files_have_pairs(model: str):
-    suspects = {mistake.name for mistake in mistakes_of("k_proj", weights_of(model).config, 0, n_cached=0)}
+    suspects = {mistake.name for mistake in list_mistakes("k_proj", weights_of(model).config, 0, n_cached=0)}
     assert "qk-rows-left-interleaved" in suspects
     assert "qk-rows-reordered-needlessly" not in suspects
 

@@ -110,15 +110,15 @@ def floats(read: Arrays, name: str, folder: Path) -> Weights:
     return open_weights(written(folder / name, kept, own))
 
 
-def first_cause(name: str, read: Arrays, folder: Path, shown: Callable[[str], bool] = WHOLE) -> Finding | None:
-    dump = dump_of(floats(read, name, folder).astype(np.float64), TOKENS, UNCHANGED, shown)
+def first_cause(name: str, read: Arrays, folder: Path, is_dumped: Callable[[str], bool] = WHOLE) -> Finding | None:
+    dump = dump_of(floats(read, name, folder).astype(np.float64), TOKENS, UNCHANGED, is_dumped)
     return next(findings(right(name).astype(np.float64), dump), None)
 
 
-def require_named(mistake: str, found: Finding | None) -> None:
-    assert found is not None
-    assert (found.kind, [cause.name for cause in found.causes]) == ("mistake", [mistake])
-    assert found.causes[0].explained_share > 0.99
+def require_named(mistake: str, finding: Finding | None) -> None:
+    assert finding is not None
+    assert (finding.kind, [cause.name for cause in finding.causes]) == ("mistake", [mistake])
+    assert finding.causes[0].explained_share > 0.99
 
 
 def test_each_mistake_is_made_in_a_folder():
@@ -175,18 +175,18 @@ def test_checkpoint_13_of_a_folder_is_red_with_each_mistake(mistake: str, monkey
     library = {tensor: matrix.decode() for tensor, matrix in matrices(name).items()}
     read = read_with(mistake, name)
 
-    def asked(engine: str, path: Path, what: str, *rest: str) -> np.ndarray | str | None:
-        answers = {"dequantised": library.get(rest[-1]), "package": "its library"}
-        return answers.get(what.rpartition(":")[2])
+    def asked(engine: str, path: Path, function: str, *args: str) -> np.ndarray | str | None:
+        answers = {"dequantised": library.get(args[-1]), "package": "its library"}
+        return answers.get(function.rpartition(":")[2])
 
     folder = right(name).source
     assert isinstance(folder, QuantisedFolder)
     monkeypatch.setattr(files, "in_child", asked)
-    comparisons = list(files.matrix_rows(name, folder))
+    comparisons = list(files.compare_matrices(name, folder))
     assert {c.verdict for c in comparisons} == {PASS}
     assert all("its library" in c.note for c in comparisons)
-    monkeypatch.setattr(QuantisedFolder, "array", lambda this, tensor: read[tensor])
-    comparisons = list(files.matrix_rows(name, folder))
+    monkeypatch.setattr(QuantisedFolder, "array", lambda folder, tensor: read[tensor])
+    comparisons = list(files.compare_matrices(name, folder))
     red = [c for c in comparisons if c.verdict == FAIL]
     assert red
     assert all(c.stage_ref.checkpoint == "13" and c.tolerance.error == 0 < c.difference.error for c in red)
@@ -197,14 +197,14 @@ def first_matrix(name: str) -> QuantisedMatrix:
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "largest_codes"),
     [
         ("ct-w4a16", {7, 8, 7.5}), ("gptq-8bit", {127, 128, 127.5}), ("ct-fp8-dynamic", {448}), ("bnb-nf4", {1}),
         ("ct-nvfp4", {6}), ("ct-mxfp4", {6}),
     ],
 )  # fmt: skip
-def test_divisors_are_the_largest_codes_of_a_format(name: str, wanted: set[float]):
-    assert {*divisors(first_matrix(name))} == wanted
+def test_divisors_are_the_largest_codes_of_a_format(name: str, largest_codes: set[float]):
+    assert {*divisors(first_matrix(name))} == largest_codes
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -161,8 +161,8 @@ def test_a_real_browser_shows_it_without_overflow_error_or_request(
     browser.evaluate("document.querySelectorAll('details').forEach(each => each.open = true)")
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     assert browser.evaluate("document.querySelectorAll('script').length") == 0
-    assert browser.seen("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled") == []
-    assert [sent["request"]["url"] for sent in browser.seen("Network.requestWillBeSent")] == [path.as_uri()]
+    assert browser.event_parameters("Log.entryAdded", "Runtime.exceptionThrown", "Runtime.consoleAPICalled") == []
+    assert [sent["request"]["url"] for sent in browser.event_parameters("Network.requestWillBeSent")] == [path.as_uri()]
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_control_characters_of_names_are_written_out():
 
 
 @pytest.mark.parametrize(
-    ("made", "expected"),
+    ("text", "expected"),
     [
         (ranges([]), "outside the layers"),
         (ranges([3]), "layer 3"),
@@ -107,5 +107,5 @@ def test_control_characters_of_names_are_written_out():
         (verdict(diagnoses.nothing_seen()), "NOT RUN"),
     ],
 )
-def test_numbers_in_words(made: str, expected: str):
-    assert made == expected
+def test_numbers_in_words(text: str, expected: str):
+    assert text == expected

@@ -45,7 +45,7 @@ def scored(name: str, style: str = "whole") -> TrainingScore:
 )
 def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
     found = scored(name, style)
-    assert (found.stage, found.named, len(found.wrong)) == (True, True, 1), found.found.findings
+    assert (found.stage, found.is_named, len(found.wrong)) == (True, True, 1), found.diagnosis.findings
     assert found.wrong[0].kind == "mistake"
     assert min(one.explained_share for one in found.wrong[0].causes) > 0.99
 
@@ -55,7 +55,7 @@ def test_a_bug_is_found_where_it_is_made_and_named(name: str, style: str):
 @pytest.mark.parametrize("name", [pytest.param("one-gradient-doubled", marks=SLOW), "sign-of-momentum"])
 def test_what_no_known_mistake_makes_is_said_to_be_none_of_them_once(name: str):
     found = scored(name)
-    assert (found.stage, found.named, [one.kind for one in found.wrong]) == (True, True, ["unknown"])
+    assert (found.stage, found.is_named, [one.kind for one in found.wrong]) == (True, True, ["unknown"])
     assert found.wrong[0].causes == ()
     assert_tells(found.wrong[0].sentence, "step", found.wrong[0].key)
 
@@ -70,7 +70,7 @@ def test_an_unknown_gradient_is_told_by_its_tensor_and_what_it_came_through():
 @pytest.mark.slow_cases("whole")
 @pytest.mark.parametrize("style", ["whole", "usual", pytest.param("unclear", marks=SLOW)])
 def test_a_right_trainer_is_accused_of_nothing(style: str):
-    found = scored("right", style).found
+    found = scored("right", style).diagnosis
     assert found.is_right
     assert found.findings == []
     assert {result.verdict for result in found.results} == {"PASS"}
@@ -93,7 +93,7 @@ def diagnosed(
         return diagnose_training(weights, adapter, open_raw(path))
 
 
-def left(folder: Path, kinds: tuple[str, ...]) -> dict[str, None]:
+def removed_arrays(folder: Path, kinds: tuple[str, ...]) -> dict[str, None]:
     """Of the usual dump what is not of these kinds, to be taken out."""
     names = np.load(TrainingCase(None, "micro-qwen3", "usual").write(folder))
     return {name: None for name in names if name.startswith("step") and not any(f".{kind}" in name for kind in kinds)}
@@ -101,7 +101,7 @@ def left(folder: Path, kinds: tuple[str, ...]) -> dict[str, None]:
 
 @SLOW
 def test_training_dump_of_only_losses_and_parameters_is_diagnosed(tmp_path: Path):
-    out = left(tmp_path, ("input_ids", "labels", "attention_mask", "loss", "param."))
+    out = removed_arrays(tmp_path, ("input_ids", "labels", "attention_mask", "loss", "param."))
     right = diagnosed(tmp_path, out)
     assert (right.findings, len(right.results)) == ([], 2 + 2 * 28)
     wrong = diagnosed(tmp_path, out, name="sign-of-momentum")
@@ -131,7 +131,7 @@ def test_a_second_bug_behind_the_first_is_found_in_the_same_run(tmp_path: Path):
 
 @pytest.mark.parametrize("style", ["usual", pytest.param("whole", marks=SLOW)])
 def test_it_says_what_the_dump_could_not_have_shown(style: str):
-    hidden = score(TrainingCase(None, "micro-qwen3", style)).found.could_not_show
+    hidden = score(TrainingCase(None, "micro-qwen3", style)).diagnosis.could_not_show
     by_name = {name: reason for reason, names in hidden.items() for name in names}
     assert_tells(by_name["merge-twice"], "merge")
     assert_tells(by_name["lora-rslora-ignored"], "rank-stabilised")

@@ -23,7 +23,9 @@ from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.mistake import injected
 from llorch.diagnosis.training.diagnose import diagnose_training
 from llorch.diagnosis.training.hypotheses import MORE
+from llorch.diagnosis.training.judge import TrainingJudge
 from llorch.diagnosis.training.replay import FLOW, InjectedMistake, TrainingReplay
+from llorch.diagnosis.training.score import Scorer
 from llorch.diagnosis.verdict import Diagnosis, Finding
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.training_dump import training_dump
@@ -67,6 +69,14 @@ def test_a_mistake_around_a_step_is_that_without_remembered_passes(replay: Train
     assert wrong[step.number, "loss", ""] == loss != right[step.number, "loss", ""]
     for tensor, grad in grads.items():
         np.testing.assert_array_equal(wrong[step.number, "gradient", tensor], grad)
+
+
+def test_cause_that_changes_nothing_explains_no_error_of_parameters(replay: TrainingReplay):
+    mistake = InjectedMistake(next(mistake for mistake in TRAINING if mistake.name == "adamw-eps-inside-root"))
+    judge = TrainingJudge(replay.dump, replay.weights.config, replay.adapter.flat(), "float32")
+    checks = [check for check in judge.checks(replay.run((mistake,))) if check.stage == "parameters"]
+    first_step = [check for check in checks if check.n_pass == checks[0].n_pass]
+    assert Scorer(replay, judge, first_step, (mistake,)).best_first([()]) == []
 
 
 MODELS = ("micro-qwen2-moe", "micro-qwen3-moe", "micro-qwen3.5")

@@ -35,7 +35,7 @@ OWN = {
 }  # fmt: skip
 
 
-def golden_of(name: str) -> tuple[Golden, dict[str, np.ndarray]]:
+def load_golden(name: str) -> tuple[Golden, dict[str, np.ndarray]]:
     golden = read(goldens_folder() / name)
     return golden, dict(golden.engine_outputs["transformers"].traces["near"])
 
@@ -48,8 +48,8 @@ def count_hooks(model: nn.Module) -> int:
     return sum(len(module._forward_hooks) + len(module._forward_pre_hooks) for module in model.modules())
 
 
-def test_a_model_with_names_of_its_own_is_captured_pass_by_pass():
-    golden, expected = golden_of(NAME)
+def test_model_with_custom_module_names_is_captured_pass_by_pass():
+    golden, expected = load_golden(NAME)
     ids = golden.cases["near"].ids
     weights = open_weights(builtin_path(NAME))
     model = Handwritten(weights)
@@ -69,7 +69,7 @@ def test_a_model_with_names_of_its_own_is_captured_pass_by_pass():
     assert dump.weights["blocks.1.attn.wq.weight"] == digest(weights["layers.1.q_proj"])
 
 
-class Odd(nn.Module):
+class UnusualModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed_tokens = nn.Embedding(4, 2)
@@ -84,22 +84,22 @@ ONE = torch.tensor([[1, 2]])
 @pytest.mark.parametrize(
     ("names", "call", "facts"),
     [
-        ({"a.{i}.b": "q_proj"}, {}, ("Odd", "a.{i}.b", "none")),
+        ({"a.{i}.b": "q_proj"}, {}, ("UnusualModel", "a.{i}.b", "none")),
         (None, {"input_ids": ONE.repeat(3, 1)}, ("one sequence", "batch of 3")),
         (None, {"inputs_embeds": torch.zeros(1, 2)}, ("token ids", "none", "input_ids", "position_ids")),
         (None, {"input_ids": ONE, "attention_mask": torch.tensor([[0, 1]])}, ("padding", "attention_mask")),
         (None, {"input_ids": ONE, "position_ids": torch.tensor([[3, 5]])}, ("positions", "[3, 5]")),
     ],
 )
-def test_what_is_no_plain_run_of_one_sequence_is_refused_and_hooks_go(names: Any, call: Any, facts: tuple[str, ...]):
-    model = Odd()
+def test_unsupported_call_is_refused_and_hooks_are_removed(names: Any, call: Any, facts: tuple[str, ...]):
+    model = UnusualModel()
     with refuses(ValueError, *facts, where="capture"), llorch.capture(model, names):
         model(**call)
     assert count_hooks(model) == 0
 
 
-def test_positions_are_those_of_the_call_and_weights_are_hashed_where_that_is_asked_for():
-    model = Odd()
+def test_positions_come_from_the_call_and_weights_are_hashed_on_request():
+    model = UnusualModel()
     with llorch.capture(model, weights=False, dtype="float16") as dump:
         model(ONE, position_ids=torch.tensor([[30, 31]]))
         model(ONE, start_pos=7)
@@ -109,21 +109,21 @@ def test_positions_are_those_of_the_call_and_weights_are_hashed_where_that_is_as
     assert dump.features.dtype == "float16"
 
 
-class Named(nn.Module):
+class NamedInputModel(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.inner, self.outer = Odd(), Odd()
+        self.inner, self.outer = UnusualModel(), UnusualModel()
 
     def forward(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
         return {"logits": self.outer(input_ids=ids) + self.inner(input_ids=ids)}
 
 
-def test_an_input_may_be_given_by_name_and_what_is_shown_must_be_a_tensor():
-    model = Named()
+def test_input_may_be_a_keyword_and_captured_outputs_must_be_tensors():
+    model = NamedInputModel()
     with llorch.capture(model, {"input of inner": "mine"}) as dump:
         model(ONE)
     np.testing.assert_array_equal(dump.arrays[0, "mine", None].read(), ONE.numpy(), strict=True)
-    with refuses(ValueError, where="capture", expected=("tensor", "Named"), got="dict"):
+    with refuses(ValueError, where="capture", expected=("tensor", "NamedInputModel"), got="dict"):
         with llorch.capture(model, {"": "logits"}):
             model(ONE)
 
@@ -131,7 +131,7 @@ def test_an_input_may_be_given_by_name_and_what_is_shown_must_be_a_tensor():
 @pytest.mark.slow  # imports a compiler
 @pytest.mark.parametrize("in_place", [False, True])
 def test_a_compiled_model_is_refused(in_place: bool):
-    model = Odd()
+    model = UnusualModel()
     compiled: Any = model if in_place else torch.compile(model, backend="eager")
     if in_place:
         model.compile(backend="eager")
@@ -161,7 +161,7 @@ def model(name: str, tmp_path: Path) -> Iterator[Any]:
 @pytest.mark.live
 @torch.no_grad()
 def test_captured_stages_equal_the_engine_trace_bit_for_bit(model: Any, name: str, tmp_path: Path):
-    ids = golden_of(name)[0].cases["near"].ids
+    ids = load_golden(name)[0].cases["near"].ids
     with open_engine("transformers", tmp_path / "folder", n_threads=torch.get_num_threads()) as engine:
         expected = engine.trace(ids)  # now: the last bit of a golden's exponential is that of its processor
     with llorch.capture(model) as dump:
@@ -179,8 +179,8 @@ def test_captured_stages_equal_the_engine_trace_bit_for_bit(model: Any, name: st
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["micro-qwen3"], indirect=True)
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
-def test_generated_tokens_are_passes_and_caches_those_of_context_with_any_attention(model: Any, name: str, kind: str):
-    ids = golden_of(name)[0].cases["near"].ids
+def test_generated_tokens_are_passes_with_full_context_caches_for_any_attention(model: Any, name: str, kind: str):
+    ids = load_golden(name)[0].cases["near"].ids
     model.set_attn_implementation(kind)
     with llorch.capture(model) as dump:
         made = model.generate(torch.tensor([ids[:-2]]), max_new_tokens=3, do_sample=False, pad_token_id=0)[0].tolist()
@@ -203,7 +203,7 @@ def test_generated_tokens_are_passes_and_caches_those_of_context_with_any_attent
 @pytest.mark.live
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["micro-llama"], indirect=True)
-def test_bfloat16_is_kept_and_of_a_cache_with_room_what_is_used(model: Any, name: str):
+def test_bfloat16_is_kept_and_only_used_cache_slots_are_captured(model: Any, name: str):
     model.to(torch.bfloat16)
     with llorch.capture(model) as dump:
         model.generate(torch.tensor([[3, 1, 4]]), max_new_tokens=2, cache_implementation="static", pad_token_id=0)
@@ -217,7 +217,7 @@ def test_bfloat16_is_kept_and_of_a_cache_with_room_what_is_used(model: Any, name
 @pytest.mark.live
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["micro-llama"], indirect=True)
-def test_a_pass_begins_behind_what_is_cached_and_a_capture_ends_without_another(model: Any, name: str):
+def test_pass_starts_after_the_cache_and_a_capture_may_have_one_pass(model: Any, name: str):
     with llorch.capture(model) as dump:
         with llorch.capture(model) as first:
             cache = model(torch.tensor([[3, 1, 4]])).past_key_values
@@ -230,7 +230,7 @@ def test_a_pass_begins_behind_what_is_cached_and_a_capture_ends_without_another(
 @pytest.mark.live
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["micro-qwen3"], indirect=True)
-def test_what_is_wrong_in_a_model_is_named_from_the_folder_that_a_capture_wrote(model: Any, name: str, tmp_path: Path):
+def test_model_error_is_diagnosed_from_a_captured_folder(model: Any, name: str, tmp_path: Path):
     for layer in model.model.layers:
         layer.input_layernorm.variance_epsilon = 1e-4
     with llorch.capture(model) as dump:
@@ -251,8 +251,8 @@ def test_what_is_wrong_in_a_model_is_named_from_the_folder_that_a_capture_wrote(
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3.5"], indirect=True)
 @pytest.mark.parametrize("n_past", [7, 4], ids=["step", "chunk"])
-def test_a_pass_whose_past_was_not_captured_is_not_accused(model: Any, name: str, n_past: int, tmp_path: Path):
-    ids = golden_of(name)[0].cases["near"].ids[:8]
+def test_pass_with_uncaptured_past_is_not_blamed(model: Any, name: str, n_past: int, tmp_path: Path):
+    ids = load_golden(name)[0].cases["near"].ids[:8]
     past = model(torch.tensor([ids[:n_past]])).past_key_values
     with llorch.capture(model) as dump:
         model(torch.tensor([ids[n_past:]]), past_key_values=past)
@@ -268,12 +268,12 @@ def test_a_pass_whose_past_was_not_captured_is_not_accused(model: Any, name: str
 @pytest.mark.live
 @torch.no_grad()
 @pytest.mark.parametrize("kind", ["eager", "sdpa"])
-def test_generated_tokens_behind_a_window_are_not_accused(kind: str, tmp_path: Path):
+def test_generated_tokens_beyond_a_window_are_not_blamed(kind: str, tmp_path: Path):
     from transformers import AutoModelForCausalLM
 
     path = builtin_path("micro-mistral")
     model: Any = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32, attn_implementation=kind)
-    ids = golden_of("micro-mistral")[0].cases["near"].ids[:24]
+    ids = load_golden("micro-mistral")[0].cases["near"].ids[:24]
     with llorch.capture(model) as dump:
         model.generate(torch.tensor([ids]), max_new_tokens=3, do_sample=False, pad_token_id=0)
     dump.save(tmp_path / "dump")

@@ -50,7 +50,9 @@ QWEN = "micro-qwen2"  # three layers, with biases
         ("attentions.1.key", None, None, None),
     ],
 )
-def test_a_name_means(name: str, layer: int | None, stages: list[str] | None, found_in: int | None):
+def test_engine_name_maps_to_layer_and_stages(
+    name: str, layer: int | None, stages: list[str] | None, found_in: int | None
+):
     meaning = meaning_of(name, layer, weights_of(QWEN).config, op="", nth=0, of=1)
     if stages is None:
         assert meaning is None
@@ -70,7 +72,7 @@ def test_a_name_means(name: str, layer: int | None, stages: list[str] | None, fo
         (QWEN, [""], ["q_rope"]),
     ],
 )
-def test_what_is_called_qcur_is_known_by_its_operation_or_its_place(model: str, ops: list[str], read_as: list[str]):
+def test_qcur_nodes_are_identified_by_operation_or_order(model: str, ops: list[str], read_as: list[str]):
     config = weights_of(model).config
     found = [meaning_of("Qcur-1", None, config, op=op, nth=nth, of=len(ops)) for nth, op in enumerate(ops)]
     assert ["".join(each.stages) if each else "?" for each in found] == read_as
@@ -80,7 +82,7 @@ def test_what_is_called_qcur_is_known_by_its_operation_or_its_place(model: str, 
 
 
 @pytest.mark.parametrize(
-    ("name", "op", "before", "stages"),
+    ("name", "op", "previous", "stages"),
     [
         ("node_31", "FLASH_ATTN_EXT", Meaning(("v_proj",), 2, True), ("attn_context",)),
         ("node_33", "MUL_MAT", Meaning(("attn_context",), 2, True), ("attn_out",)),
@@ -91,15 +93,15 @@ def test_what_is_called_qcur_is_known_by_its_operation_or_its_place(model: str, 
         ("node_0", "MUL_MAT", Meaning(("embed",), None, True), None),
     ],
 )
-def test_a_node_without_a_name_is_known_by_what_it_follows(
-    name: str, op: str, before: Meaning | None, stages: tuple[str, ...] | None
+def test_unnamed_node_is_identified_by_its_predecessor(
+    name: str, op: str, previous: Meaning | None, stages: tuple[str, ...] | None
 ):
-    meaning = nameless(name, op, before, weights_of(QWEN).config)
+    meaning = nameless(name, op, previous, weights_of(QWEN).config)
     assert meaning == (Meaning(stages, 2, by_llamacpp=True) if stages else None)
 
 
 @pytest.mark.parametrize("name", ["norm", "norm-0", "kqv-1", "Kcur-0 (view)", "cache_v_l1 (reshaped) (view)"])
-def test_other_nodes_of_llamacpp_are_no_stages(name: str):
+def test_other_nodes_of_llamacpp_map_to_no_stage(name: str):
     assert meaning_of(name, None, weights_of(QWEN).config, op="", nth=0, of=1) == Meaning((), by_llamacpp=True)
 
 
@@ -127,7 +129,7 @@ def all_nodes(model: str, ids: tuple[int, ...], *, with_op: bool) -> list[RawArr
 @pytest.mark.live
 @pytest.mark.parametrize("with_op", [True, False])
 @pytest.mark.parametrize("model", BUILTIN)
-def test_every_stage_is_found_among_all_nodes_of_llamacpp(model: str, with_op: bool):
+def test_every_stage_is_identified_among_all_llamacpp_nodes(model: str, with_op: bool):
     weights = weights_of(model)
     ids, trace = golden_trace(model, "llamacpp")
     dump = stage_dump(raw_dump(all_nodes(model, ids, with_op=with_op), ids), weights.config, weights=weights)

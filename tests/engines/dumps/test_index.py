@@ -36,13 +36,13 @@ def entry(**fields: object) -> dict[str, object]:
     return {"name": "q", "dtype": "f32", "shape": [3, 4, 6], "file": "x.bin"} | fields
 
 
-def only(dump: RawDump) -> RawArray:
+def single_array(dump: RawDump) -> RawArray:
     ((number, array),) = dump.arrays
     assert number == 0
     return array
 
 
-def test_what_the_writer_writes_is_read(tmp_path: Path):
+def test_dump_round_trip_is_exact(tmp_path: Path):
     with DumpWriter(tmp_path / "d", engine="mine", dtype="F32", kv_cache="f16", activations="Q8_0") as writer:
         writer.begin([9, 4, 7])
         writer.add("q", Q, layer=1, axes="seq heads head_dim")
@@ -73,19 +73,19 @@ def test_what_the_writer_writes_is_read(tmp_path: Path):
         *((text, None) for text in ("i8", "f8", ">f4", "|O", "bool", "", "float31")),
     ],
 )
-def test_a_dtype_has_its_usual_spellings(text: str, name: str | None):
+def test_dtype_accepts_common_spellings(text: str, name: str | None):
     assert known_dtype(text) == name
 
 
 def test_bfloat16_is_read_as_float32(tmp_path: Path):
     bits = Q.view(np.uint32) & 0xFFFF0000
-    array = only(open_raw(write(tmp_path, entry(dtype="bf16"), data=(bits >> 16).astype("<u2").tobytes())))
+    array = single_array(open_raw(write(tmp_path, entry(dtype="bf16"), data=(bits >> 16).astype("<u2").tobytes())))
     assert array.stored == "bfloat16"
     np.testing.assert_array_equal(array.read(), bits.view(np.float32), strict=True)
 
 
 @pytest.mark.parametrize(
-    ("line", "wanted"),
+    ("line", "expected"),
     [
         (entry(offset=3), Q),
         (entry(shape=[1, 1, 1, 1, 1, 3, 4, 6], offset=3), Q.reshape(1, 1, 1, 1, 1, 3, 4, 6)),
@@ -93,21 +93,21 @@ def test_bfloat16_is_read_as_float32(tmp_path: Path):
         (entry(shape=[6, 3, 2], strides=[4, 96, 48], offset=3 + 24), Q[:, 1::2].transpose(2, 0, 1)),
     ],
 )
-def test_strides_and_an_odd_offset_are_followed(tmp_path: Path, line: dict, wanted: np.ndarray):
-    read = only(open_raw(write(tmp_path, line, data=b"abc" + Q.tobytes() + b"more"))).read()
-    np.testing.assert_array_equal(read, wanted, strict=True)
+def test_strides_and_odd_offsets_are_respected(tmp_path: Path, line: dict, expected: np.ndarray):
+    read = single_array(open_raw(write(tmp_path, line, data=b"abc" + Q.tobytes() + b"more"))).read()
+    np.testing.assert_array_equal(read, expected, strict=True)
     assert read.flags.c_contiguous
     assert read.flags.aligned
 
 
 @pytest.mark.parametrize("kind", ["F16", "bf16", "q8_0", "Q8_1", "Q8_K"])
-def test_what_products_round_to_is_said_as_ggml_does(tmp_path: Path, kind: str):
+def test_rounding_of_products_is_named_as_in_ggml(tmp_path: Path, kind: str):
     with DumpWriter(tmp_path, activations=kind) as writer:
         writer.add("q", Q)
     assert open_raw(tmp_path).features.activations == kind.upper()
 
 
-def test_of_a_large_array_one_row_is_read(tmp_path: Path):
+def test_row_of_a_large_array_is_read_alone(tmp_path: Path):
     write(tmp_path, entry(shape=[1 << 10, 1 << 18]))
     with (tmp_path / "x.bin").open("r+b") as file:
         file.truncate(1 << 30)  # a gigabyte, none of it on the disk
@@ -118,24 +118,26 @@ def test_of_a_large_array_one_row_is_read(tmp_path: Path):
     (tmp_path / "x.npy").write_bytes(header.replace(b"(3, 4, 6), }   ", b"(268435456,), }"))
     os.truncate(tmp_path / "x.npy", 128 + (1 << 30))
     tracemalloc.start()
-    row = only(open_raw(tmp_path)).read()[5].copy()
-    assert only(open_raw(tmp_path / "x.npy")).read()[-1] == 0
+    row = single_array(open_raw(tmp_path)).read()[5].copy()
+    assert single_array(open_raw(tmp_path / "x.npy")).read()[-1] == 0
     assert tracemalloc.get_traced_memory()[1] < 64e6
     tracemalloc.stop()
     np.testing.assert_array_equal(row[: Q.size], Q.reshape(-1))
 
 
-def test_positions_are_tokens_of_their_pass(tmp_path: Path):
-    array = only(open_raw(write(tmp_path, PASS, entry(shape=[2, 36], positions=[7, 5], axes=["seq", "q_width"]))))
+def test_positions_belong_to_their_pass(tmp_path: Path):
+    array = single_array(
+        open_raw(write(tmp_path, PASS, entry(shape=[2, 36], positions=[7, 5], axes=["seq", "q_width"])))
+    )
     assert array.tokens == (2, 0)
 
 
-def test_a_dump_whose_writer_died_is_read_up_to_its_last_whole_line(tmp_path: Path):
+def test_truncated_dump_is_read_up_to_its_last_complete_line(tmp_path: Path):
     write(tmp_path, PASS, entry())
     with (tmp_path / "index.jsonl").open("a") as file:
         file.write(json.dumps(entry(name="k"))[:-9])
     dump = open_raw(tmp_path)
-    np.testing.assert_array_equal(only(dump).read(), Q)
+    np.testing.assert_array_equal(single_array(dump).read(), Q)
     (note,) = dump.notes
     assert_tells(note, "line 4", "index.jsonl")
 
@@ -145,7 +147,7 @@ def test_nodes_of_a_graph_may_share_a_name(tmp_path: Path):
     assert [array.op for _, array in dump.arrays] == ["MUL_MAT", "ROPE"]
 
 
-def arrays_of(path: Path) -> dict[str, np.ndarray]:
+def read_arrays(path: Path) -> dict[str, np.ndarray]:
     return {array.name: array.read() for _, array in open_raw(path).arrays}
 
 
@@ -155,27 +157,27 @@ def test_npz_files_are_read(tmp_path: Path, save: Callable[..., None], order: Li
     wanted: dict[str, np.ndarray] = {"q": Q, "half": Q.astype(np.float16)}
     wanted |= {"zeros": np.zeros((300, 400)), "one": np.array(3)}
     save(tmp_path / "x.npz", **{name: np.asarray(array, order=order) for name, array in wanted.items()})
-    read = arrays_of(tmp_path / "x.npz")
+    read = read_arrays(tmp_path / "x.npz")
     assert read.keys() == wanted.keys()
     for name, array in wanted.items():
         np.testing.assert_array_equal(read[name], array, strict=True)
 
 
 @pytest.mark.parametrize("ids", [[9, 4, 7], [[9, 4, 7]]])
-def test_ids_and_first_position_beside_the_arrays_are_the_pass(tmp_path: Path, ids: list):
+def test_ids_and_first_position_among_the_arrays_define_the_pass(tmp_path: Path, ids: list):
     np.savez(tmp_path / "x.npz", q=Q, ids=np.array(ids), first_position=np.int32(5))
     dump = open_raw(tmp_path / "x.npz")
     assert dump.passes == (Tokens((9, 4, 7), 5),)
-    assert only(dump).name == "q"
+    assert single_array(dump).name == "q"
 
 
-def test_safetensors_files_are_read_with_what_llorch_trace_says_of_them(tmp_path: Path):
+def test_safetensors_files_are_read_with_llorch_trace_metadata(tmp_path: Path):
     about = json.dumps({"engine": "llorch", "first_position": 5, "ids": [9, 4, 7], "model": "story"})
     wanted = {"q": Q, "wide": Q.astype(np.float64), "half": Q.astype(np.float16)}
     for name, metadata in (("trace", {"llorch": about}), ("alone", None), ("foreign", {"llorch": "{}"})):
         path = tmp_path / f"{name}.safetensors"
         path.write_bytes(b"".join(tensor_bytes(wanted, metadata=metadata)))
-        read = arrays_of(path)
+        read = read_arrays(path)
         assert read.keys() == wanted.keys()
         for key, array in wanted.items():
             np.testing.assert_array_equal(read[key], array, strict=True)
@@ -184,11 +186,11 @@ def test_safetensors_files_are_read_with_what_llorch_trace_says_of_them(tmp_path
         assert dump.features == Features("llorch" if name == "trace" else "")
 
 
-def test_npy_files_are_named_as_they_are(tmp_path: Path):
+def test_npy_arrays_are_named_by_file(tmp_path: Path):
     np.save(tmp_path / "l0.q.npy", Q)
     np.save(tmp_path / "ids.npy", np.array([9, 4, 7]))
-    assert only(open_raw(tmp_path / "l0.q.npy")).name == "l0.q"
+    assert single_array(open_raw(tmp_path / "l0.q.npy")).name == "l0.q"
     (tmp_path / "notes.txt").write_text("not an array")
     dump = open_raw(tmp_path)
     assert dump.passes == (Tokens((9, 4, 7)),)
-    np.testing.assert_array_equal(only(dump).read(), Q)
+    np.testing.assert_array_equal(single_array(dump).read(), Q)

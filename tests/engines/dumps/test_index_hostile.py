@@ -125,7 +125,7 @@ EXPECTED: dict[str, tuple[str, str | bytes]] = {
 }  # fmt: skip
 
 
-def refused(path: Path) -> FormatError:
+def read_error(path: Path) -> FormatError:
     """The error, which is one line, and took neither work nor memory."""
     tracemalloc.start()
     try:
@@ -152,11 +152,11 @@ def test_a_bad_index_is_refused_by_code(tmp_path: Path, name: str):
     os.mkfifo(folder / "pipe")
     (folder / "index.jsonl").write_bytes(text if isinstance(text, bytes) else text.encode())
     before = sorted(tmp_path.rglob("*"))
-    assert refused(folder).code == code
+    assert read_error(folder).code == code
     assert sorted(tmp_path.rglob("*")) == before
 
 
-def test_a_file_that_shrank_since_is_an_error_when_it_is_read(tmp_path: Path):
+def test_file_truncated_after_opening_is_an_error_on_read(tmp_path: Path):
     (tmp_path / "x.bin").write_bytes(Q.tobytes())
     (tmp_path / "index.jsonl").write_text(HEADER + entry())
     ((_, array),) = open_raw(tmp_path).arrays
@@ -165,8 +165,8 @@ def test_a_file_that_shrank_since_is_an_error_when_it_is_read(tmp_path: Path):
         array.read()
 
 
-def test_a_folder_that_is_no_dump_is_refused(tmp_path: Path):
+def test_folder_without_a_dump_is_refused(tmp_path: Path):
     (tmp_path / "x.pt").write_bytes(b"PK")
-    assert refused(tmp_path).code == "Missing"
+    assert read_error(tmp_path).code == "Missing"
     with pytest.raises(FileNotFoundError):
         open_raw(tmp_path / "nowhere")

@@ -8,7 +8,7 @@ import pytest
 from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
 from helpers.refusals import Refusal, assert_tells, refuses, row
 
-from llorch.engines.dumps.layout import Form, far_nearest, fitting_forms, unlike
+from llorch.engines.dumps.layout import Form, find_nearest_form, list_forms, sine_distance
 from llorch.engines.dumps.mapping import mapping_of
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.families.layers import DeltaNet, Layer
@@ -23,7 +23,7 @@ N = len(IDS)
 SIZES = axis_sizes(CONFIG, seq=N, ctx=N)
 
 
-def read(stage: str, array: np.ndarray, **layout: object) -> tuple[np.ndarray, tuple[str, ...]]:
+def read_stage(stage: str, array: np.ndarray, **layout: object) -> tuple[np.ndarray, tuple[str, ...]]:
     """A stage of layer 1 as the dump gives it back, and the notes."""
     key = f"l1.{stage}" if BY_NAME[stage].in_layer else stage
     mapping = mapping_of({"layout": {stage: layout} if layout else {}})
@@ -31,84 +31,94 @@ def read(stage: str, array: np.ndarray, **layout: object) -> tuple[np.ndarray, t
     return dump.dumped[0, key].read(), tuple(dump.notes)
 
 
-def of(stage: str) -> np.ndarray:
+def trace_array(stage: str) -> np.ndarray:
     return TRACE[f"l1.{stage}" if BY_NAME[stage].in_layer else stage]
 
 
 @pytest.mark.parametrize("stage", ["embed", "q_proj", "q_rope", "k_cache", "attn_context", "ffn_act", "logits"])
 def test_every_order_of_the_axes_is_found_by_shape(stage: str):
-    array = of(stage)
+    array = trace_array(stage)
     for order in permutations(range(array.ndim)):
         turned = array.transpose(order)
         for shown in (turned, turned[None], turned[:, None], turned.astype(np.float64)):
-            actual, notes = read(stage, shown)
+            actual, notes = read_stage(stage, shown)
             np.testing.assert_array_equal(actual, array)
             assert bool(notes) == (order != tuple(range(array.ndim)))
 
 
 @pytest.mark.parametrize("stage", ["q_proj", "v_proj", "attn_context"])
-def test_heads_that_the_table_joins_may_be_split_in_any_order(stage: str):
-    split = of(stage).reshape(N, -1, CONFIG.head_dim)
+def test_joined_heads_may_be_split_in_any_order(stage: str):
+    split = trace_array(stage).reshape(N, -1, CONFIG.head_dim)
     for order in permutations(range(3)):
-        np.testing.assert_array_equal(read(stage, split.transpose(order))[0], of(stage))
+        np.testing.assert_array_equal(read_stage(stage, split.transpose(order))[0], trace_array(stage))
 
 
 @pytest.mark.parametrize("stage", ["q_norm", "k_rope"])
-def test_heads_that_the_table_splits_may_be_joined(stage: str):
-    joined = of(stage).reshape(N, -1)
+def test_split_heads_may_be_joined(stage: str):
+    joined = trace_array(stage).reshape(N, -1)
     for shown in (joined, joined.T, joined.reshape(-1)):
-        np.testing.assert_array_equal(read(stage, shown)[0], of(stage))
+        np.testing.assert_array_equal(read_stage(stage, shown)[0], trace_array(stage))
 
 
-def test_a_context_that_is_padded_is_cut():
-    padded = np.concatenate([of("k_cache"), np.full((CONFIG.n_kv_heads, 250, CONFIG.head_dim), 7, np.float32)], 1)
-    np.testing.assert_array_equal(read("k_cache", padded)[0], of("k_cache"))
+def test_padded_context_is_trimmed():
+    padded = np.concatenate(
+        [trace_array("k_cache"), np.full((CONFIG.n_kv_heads, 250, CONFIG.head_dim), 7, np.float32)], 1
+    )
+    np.testing.assert_array_equal(read_stage("k_cache", padded)[0], trace_array("k_cache"))
     turned = np.ascontiguousarray(padded.transpose(0, 2, 1))
-    np.testing.assert_array_equal(read("k_cache", turned)[0], of("k_cache"))
+    np.testing.assert_array_equal(read_stage("k_cache", turned)[0], trace_array("k_cache"))
     for shown in (turned, turned[None]):
-        np.testing.assert_array_equal(read("k_cache", shown, axes="kv_heads head_dim ctx")[0], of("k_cache"))
+        np.testing.assert_array_equal(
+            read_stage("k_cache", shown, axes="kv_heads head_dim ctx")[0], trace_array("k_cache")
+        )
 
 
 @pytest.mark.parametrize(
-    ("stage", "axes", "shown"),
+    ("stage", "axes", "array"),
     [
-        ("q_rope", "batch heads seq head_dim", of("q_rope").swapaxes(0, 1)[None]),
-        ("q_rope", "heads seq head_dim", of("q_rope").swapaxes(0, 1).reshape(-1)),
-        ("q_rope", "q_width seq", of("q_rope").reshape(N, -1).T),
-        ("q_proj", "head_dim heads seq", of("q_proj").reshape(N, -1, CONFIG.head_dim).transpose(2, 1, 0)),
-        ("attn_scores", "heads ctx seq", of("attn_scores").swapaxes(1, 2)),
+        ("q_rope", "batch heads seq head_dim", trace_array("q_rope").swapaxes(0, 1)[None]),
+        ("q_rope", "heads seq head_dim", trace_array("q_rope").swapaxes(0, 1).reshape(-1)),
+        ("q_rope", "q_width seq", trace_array("q_rope").reshape(N, -1).T),
+        ("q_proj", "head_dim heads seq", trace_array("q_proj").reshape(N, -1, CONFIG.head_dim).transpose(2, 1, 0)),
+        ("attn_scores", "heads ctx seq", trace_array("attn_scores").swapaxes(1, 2)),
     ],
 )
-def test_declared_axes_are_those(stage: str, axes: str, shown: np.ndarray):
-    actual, notes = read(stage, shown, axes=axes)
-    np.testing.assert_array_equal(actual, of(stage))
+def test_declared_axes_are_used(stage: str, axes: str, array: np.ndarray):
+    actual, notes = read_stage(stage, array, axes=axes)
+    np.testing.assert_array_equal(actual, trace_array(stage))
     assert not notes
     key = f"l1.{stage}"
-    of_dump = stage_dump(raw_dump([raw_array(key, shown, axes=tuple(axes.split()))], IDS), CONFIG)
-    np.testing.assert_array_equal(of_dump.dumped[0, key].read(), of(stage))
+    of_dump = stage_dump(raw_dump([raw_array(key, array, axes=tuple(axes.split()))], IDS), CONFIG)
+    np.testing.assert_array_equal(of_dump.dumped[0, key].read(), trace_array(stage))
 
 
 def test_pairs_factors_and_masks_are_undone_where_declared():
-    paired = interleave(of("q_rope").reshape(-1), of("q_rope").size // CONFIG.head_dim).reshape(of("q_rope").shape)
-    np.testing.assert_array_equal(read("q_rope", paired, permuted="interleaved")[0], of("q_rope"))
-    np.testing.assert_array_equal(read("q_rope", paired)[0], paired)
-    np.testing.assert_array_equal(read("ffn_gate", of("ffn_gate") * 4, times=4)[0], of("ffn_gate"))
-    scores = of("attn_scores")
+    paired = interleave(trace_array("q_rope").reshape(-1), trace_array("q_rope").size // CONFIG.head_dim).reshape(
+        trace_array("q_rope").shape
+    )
+    np.testing.assert_array_equal(read_stage("q_rope", paired, permuted="interleaved")[0], trace_array("q_rope"))
+    np.testing.assert_array_equal(read_stage("q_rope", paired)[0], paired)
+    np.testing.assert_array_equal(
+        read_stage("ffn_gate", trace_array("ffn_gate") * 4, times=4)[0], trace_array("ffn_gate")
+    )
+    scores = trace_array("attn_scores")
     unmasked = np.where(np.isfinite(scores), scores, 3.0)
-    np.testing.assert_array_equal(read("attn_scores", unmasked, masked=False)[0], scores)
-    np.testing.assert_array_equal(read("attn_scores", unmasked)[0], unmasked)
+    np.testing.assert_array_equal(read_stage("attn_scores", unmasked, masked=False)[0], scores)
+    np.testing.assert_array_equal(read_stage("attn_scores", unmasked)[0], unmasked)
     for least in (-1e4, np.finfo(np.float32).min):  # added to scores, as good as infinite
-        np.testing.assert_array_equal(read("attn_scores", np.where(np.isfinite(scores), scores, least))[0], scores)
+        np.testing.assert_array_equal(
+            read_stage("attn_scores", np.where(np.isfinite(scores), scores, least))[0], scores
+        )
 
 
 @pytest.mark.parametrize("transposed", [False, True])
-def test_fused_projections_are_cut(transposed: bool):
-    q, k, v = (of(f"{letter}_proj") for letter in "qkv")
+def test_fused_projections_are_split(transposed: bool):
+    q, k, v = (trace_array(f"{letter}_proj") for letter in "qkv")
     groups = [x.reshape(N, CONFIG.n_kv_heads, -1) for x in (q, k, v)]
     fused = {
         "stacked": np.concatenate([q, k, v], 1),
         "groups": np.concatenate(groups, 2).reshape(N, -1),
-        "alternating": np.stack([of("ffn_gate"), of("ffn_up")], 2).reshape(N, -1),
+        "alternating": np.stack([trace_array("ffn_gate"), trace_array("ffn_up")], 2).reshape(N, -1),
     }
     for order, array in fused.items():
         stages = ["ffn_gate", "ffn_up"] if order == "alternating" else ["q_proj", "k_proj", "v_proj"]
@@ -120,20 +130,20 @@ def test_fused_projections_are_cut(transposed: bool):
             np.testing.assert_array_equal(dumped.read(), TRACE[key])
 
 
-def test_half_precision_is_widened_and_rows_are_those_of_their_tokens():
-    half = of("ffn_out")[[3, 1]].astype(np.float16)
+def test_half_precision_is_widened_and_rows_match_their_tokens():
+    half = trace_array("ffn_out")[[3, 1]].astype(np.float16)
     dumped = stage_dump(raw_dump([raw_array("l1.ffn_out", half, tokens=(3, 1))], IDS), CONFIG).dumped[0, "l1.ffn_out"]
     assert (dumped.tokens, dumped.stored, dumped.read().dtype) == ((3, 1), "float16", np.float32)
-    last = stage_dump(raw_dump({"logits": of("logits")[-1]}, IDS), CONFIG)
+    last = stage_dump(raw_dump({"logits": trace_array("logits")[-1]}, IDS), CONFIG)
     assert last.dumped[0, "logits"].tokens == (N - 1,)
     (note,) = last.notes
     assert_tells(note, "logits", "last token")
-    every = stage_dump(raw_dump([raw_array("logits", of("logits"), tokens=tuple(range(N)))], IDS), CONFIG)
+    every = stage_dump(raw_dump([raw_array("logits", trace_array("logits"), tokens=tuple(range(N)))], IDS), CONFIG)
     assert every.dumped[0, "logits"].tokens is None
 
 
 def read_zeros(*shape: int, **layout: object) -> object:
-    return read("q_rope", np.zeros(shape, np.float32), **layout)
+    return read_stage("q_rope", np.zeros(shape, np.float32), **layout)
 
 
 FITTING, AS_TABLE = f"seq={N} heads=15 head_dim=32", "seq heads head_dim"
@@ -152,12 +162,12 @@ REFUSALS = [
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_does_not_fit_is_refused_with_what_would(refusal: Refusal):
+def test_mismatched_shape_is_refused_with_the_accepted_layouts(refusal: Refusal):
     refusal.check()
 
 
 @pytest.mark.parametrize("tokens", [(), (N,), (-1,)])
-def test_tokens_are_those_of_the_pass(tokens: tuple[int, ...]):
+def test_tokens_belong_to_the_pass(tokens: tuple[int, ...]):
     array = raw_array("l1.ffn_out", np.zeros((max(len(tokens), 1), CONFIG.hidden_size)), tokens=tokens)
     where = ("dump:", "l1.ffn_out", "ffn_out", "tokens:")
     with refuses("OutOfRange", where=where, expected=f"0 to {N - 1}", got=str(tokens)):
@@ -165,23 +175,23 @@ def test_tokens_are_those_of_the_pass(tokens: tuple[int, ...]):
 
 
 @pytest.mark.parametrize(("heads", "seq", "ctx"), [(15, N, N), (N, 1, N), (15, 7, N)])
-def test_keys_are_last_wherever_something_else_is_as_many(heads: int, seq: int, ctx: int):
+def test_key_axis_is_last_for_ambiguous_sizes(heads: int, seq: int, ctx: int):
     sizes = SIZES | {"heads": heads, "seq": seq, "ctx": ctx}
-    assert [str(form) for form in fitting_forms(("heads", "seq", "ctx"), (heads, seq, ctx), sizes)] == ["heads seq ctx"]
+    assert [str(form) for form in list_forms(("heads", "seq", "ctx"), (heads, seq, ctx), sizes)] == ["heads seq ctx"]
 
 
-def test_only_what_is_far_less_unlike_is_nearest():
+def test_nearest_requires_a_much_smaller_distance():
     one, other = Form(("a",), (1,)), Form(("b",), (1,))
-    assert far_nearest({one: 0.3, other: 0.05}) is other
-    assert far_nearest({one: 0.2, other: 0.05}) is None
-    assert far_nearest({one: 0.51, other: 3.0}) is None
+    assert find_nearest_form({one: 0.3, other: 0.05}) is other
+    assert find_nearest_form({one: 0.2, other: 0.05}) is None
+    assert find_nearest_form({one: 0.51, other: 3.0}) is None
 
 
-def test_unlike_is_the_sine_of_the_angle_between_what_is_finite():
+def test_unlike_is_the_sine_of_the_angle_between_finite_values():
     x, y = np.array([3.0, 0, -np.inf, 1]), np.array([3.0, 4, 1, -np.inf])
-    assert unlike(x, y) == pytest.approx(0.8)
-    assert unlike(-5 * y, y) == pytest.approx(0)
-    assert unlike(np.zeros(4), y) == 1
+    assert sine_distance(x, y) == pytest.approx(0.8)
+    assert sine_distance(-5 * y, y) == pytest.approx(0)
+    assert sine_distance(np.zeros(4), y) == 1
 
 
 HYBRID = replace(

@@ -36,7 +36,7 @@ flash_attention = true
 """
 
 
-def test_everything_that_a_file_says_is_read(tmp_path: Path):
+def test_every_mapping_key_is_read(tmp_path: Path):
     path = tmp_path / "names.toml"
     path.write_text(TEXT)
     mapping = read_mapping(path)
@@ -96,7 +96,7 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
 
 
 @pytest.mark.parametrize(("text", "code", "facts", "actual"), WRONG.values(), ids=WRONG)
-def test_what_is_wrong_is_said_with_file_and_key(
+def test_error_names_file_and_key(
     tmp_path: Path, text: str, code: str, facts: tuple[object, ...], actual: tuple[object, ...]
 ):
     path = tmp_path / "names.toml"
@@ -107,7 +107,7 @@ def test_what_is_wrong_is_said_with_file_and_key(
     assert "\n" not in str(caught.value)
 
 
-def test_layouts_are_those_of_stages_or_of_names_in_the_file():
+def test_layouts_are_keyed_by_stage_or_dump_name():
     assert mapping_of({"names": {"a": "kq"}, "layout": {"a": {}, "kq": {"transposed": True}}}).layouts == {
         "a": DumpLayout(), "kq": DumpLayout(("ctx", "seq", "heads")),
     }  # fmt: skip

@@ -16,27 +16,27 @@ from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import key
 
 
-def shown(dump: llorch.Recorder) -> dict[tuple[int, str], RawArray]:
+def recorded_arrays(dump: llorch.Recorder) -> dict[tuple[int, str], RawArray]:
     return {(n, key(array.name, array.layer)): array for n, array in dump.raw_dump().arrays}
 
 
-def test_an_array_goes_on_as_it_is_and_what_becomes_of_it_later_is_not_recorded():
+def test_recorder_returns_the_array_and_records_a_copy():
     dump = llorch.Recorder(engine="mine", kv_cache="float16")
     dump.begin([4, 5])
     array = np.ones((2, 3), np.float32)
     assert dump("embed", array) is array
     array += 1
-    np.testing.assert_array_equal(shown(dump)[0, "embed"].read(), np.ones((2, 3), np.float32), strict=True)
+    np.testing.assert_array_equal(recorded_arrays(dump)[0, "embed"].read(), np.ones((2, 3), np.float32), strict=True)
     assert (dump.features.engine, dump.features.kv_cache) == ("mine", "float16")
 
 
-def test_a_pass_goes_on_where_the_one_before_ended():
+def test_pass_continues_after_the_previous_one():
     dump = llorch.Recorder()
     for ids, position in (([4, 5], 30), ([6], None), (np.array([7]), 40)):
         dump.begin(ids, position)  # pyright: ignore[reportArgumentType]
         dump("logits", np.zeros((1, 2)))
     assert dump.raw_dump().passes == (Tokens((4, 5), 30), Tokens((6,), 32), Tokens((7,), 40))
-    assert [*shown(dump)] == [(0, "logits"), (1, "logits"), (2, "logits")]
+    assert [*recorded_arrays(dump)] == [(0, "logits"), (1, "logits"), (2, "logits")]
     assert llorch.Recorder().passes == []
 
 
@@ -62,12 +62,12 @@ def test_a_function_is_recorded_in_the_layer_of_its_argument_or_of_its_call():
         for i in (0, 1):
             x = rope(norm(x), i=i)
     names = ["embed", "l0.attn_norm", "l0.q_rope", "l1.attn_norm", "l1.q_rope"]
-    assert [*shown(dump)] == [(n, name) for n in (0, 1) for name in names]
-    assert shown(dump)[1, "l1.q_rope"].read() == [3]
+    assert [*recorded_arrays(dump)] == [(n, name) for n in (0, 1) for name in names]
+    assert recorded_arrays(dump)[1, "l1.q_rope"].read() == [3]
     assert norm.__doc__ == "Of mine."
 
 
-def test_bfloat16_is_kept_as_it_is_and_read_as_float32_of_the_same_values(tmp_path: Path):
+def test_bfloat16_is_stored_unchanged_and_read_as_equal_float32(tmp_path: Path):
     dump = llorch.Recorder()
     dump.begin([1])
     dump.add("embed", np.array([0x3FC0, 0xFF80, 0x0001], np.uint16), stored="bfloat16")
@@ -79,7 +79,7 @@ def test_bfloat16_is_kept_as_it_is_and_read_as_float32_of_the_same_values(tmp_pa
         np.testing.assert_array_equal(raw.arrays[0][1].read(), expected, strict=True)
 
 
-def twice(dump: llorch.Recorder) -> None:
+def record_stage_twice(dump: llorch.Recorder) -> None:
     dump.begin([1])
     dump("q_rope", np.zeros(1), layer=0)
     dump("q_rope", np.zeros(1), layer=1)
@@ -90,16 +90,23 @@ REFUSALS = [
     row(
         "nothing begun", lambda: llorch.Recorder()("embed", np.zeros(1)), ValueError, "recorder:", "begin(ids)", "first"
     ),
-    row("a stage twice", lambda: twice(llorch.Recorder()), ValueError, "recorder: l0.q_rope", "pass 0", "begin(ids)"),
+    row(
+        "a stage twice",
+        lambda: record_stage_twice(llorch.Recorder()),
+        ValueError,
+        "recorder: l0.q_rope",
+        "pass 0",
+        "begin(ids)",
+    ),
 ]
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_cannot_be_told_apart_is_refused(refusal: Refusal):
+def test_ambiguous_record_is_refused(refusal: Refusal):
     refusal.check()
 
 
-def test_a_run_under_names_of_its_own_is_the_same_in_memory_and_in_a_folder(tmp_path: Path):
+def test_run_with_custom_names_is_equal_in_memory_and_on_disk(tmp_path: Path):
     weights = weights_of("micro-qwen2")
     ids, trace = golden_trace("micro-qwen2", "llamacpp")
     dump = llorch.Recorder(engine="mine", flash_attention=True)

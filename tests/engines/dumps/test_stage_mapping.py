@@ -8,7 +8,7 @@ from builders.raw_dumps import as_llamacpp, as_transformers, golden_trace, raw_a
 from helpers.refusals import Refusal, assert_tells, row
 
 from llorch.engines.dumps.ids import ids_from_embedding
-from llorch.engines.dumps.layout import half_split
+from llorch.engines.dumps.layout import to_half_split
 from llorch.engines.dumps.mapping import NameMap, mapping_of
 from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.stage_dump import StageDump
@@ -34,7 +34,7 @@ def check(dump: StageDump, trace: Mapping[str, np.ndarray]) -> None:
 )
 @pytest.mark.parametrize("model", BUILTIN)
 @pytest.mark.parametrize("engine", ["ours", "transformers", "llamacpp", "llamacpp without operations"])
-def test_every_stage_of_an_engine_is_found_under_its_own_name(model: str, engine: str):
+def test_every_stage_is_found_under_its_engine_name(model: str, engine: str):
     weights = weights_of(model)
     config = weights.config
     ids, trace = golden_trace(model, "transformers" if engine == "transformers" else "llamacpp")
@@ -57,7 +57,7 @@ MINE = {
 }
 
 
-def test_names_of_the_user_in_layouts_that_are_declared_or_found():
+def test_user_names_map_with_declared_or_detected_layouts():
     config = weights_of("micro-llama").config
     ids, trace = golden_trace("micro-llama", "transformers")
     arrays = {
@@ -76,7 +76,7 @@ def test_names_of_the_user_in_layouts_that_are_declared_or_found():
     assert_tells(note, "q_rope (blk.2.rot_q, (2304,))", "seq heads head_dim", "table")
 
 
-def of_ambiguous_heads() -> tuple[Weights, tuple[int, ...], Mapping[str, np.ndarray]]:
+def ambiguous_heads() -> tuple[Weights, tuple[int, ...], Mapping[str, np.ndarray]]:
     """A model of twelve heads, and twelve tokens."""
     weights = weights_of("micro-llama3")
     ids, trace = golden_trace("micro-llama3", "transformers")
@@ -84,26 +84,26 @@ def of_ambiguous_heads() -> tuple[Weights, tuple[int, ...], Mapping[str, np.ndar
     return weights, ids, trace
 
 
-def rotated_in_neighbours(heads: np.ndarray, weights: Weights) -> np.ndarray:
+def rotate_interleaved(heads: np.ndarray, weights: Weights) -> np.ndarray:
     """The mistake: pairs (2j, 2j+1) of weights whose pairs are (j, j + half)."""
     c = weights.config
     tables = rope_tables(np.arange(len(heads)), head_dim=c.head_dim, theta=c.rope_theta, scaling=c.rope_scaling)
-    halves = half_split(heads)
+    halves = to_half_split(heads)
     return interleave(rope(halves, *tables).reshape(-1), halves.size // c.head_dim).reshape(heads.shape)
 
 
 @pytest.mark.parametrize("heads_first", [False, True])
-def test_a_wrong_rotation_stays_wrong_where_values_decide_the_order_of_the_axes(heads_first: bool):
-    weights, ids, trace = of_ambiguous_heads()
-    wrong = rotated_in_neighbours(trace["l0.q_proj"].reshape(len(ids), -1, weights.config.head_dim), weights)
+def test_wrong_rotation_is_not_hidden_by_axis_detection(heads_first: bool):
+    weights, ids, trace = ambiguous_heads()
+    wrong = rotate_interleaved(trace["l0.q_proj"].reshape(len(ids), -1, weights.config.head_dim), weights)
     shown = wrong.swapaxes(0, 1) if heads_first else wrong
     dump = stage_dump(raw_dump({"l0.q_rope": shown}, ids), weights.config, weights=weights)
     np.testing.assert_array_equal(dump.dumped[0, "l0.q_rope"].read(), wrong)
     assert any("by its values" in note for note in dump.notes) == heads_first
 
 
-def test_heads_joined_before_their_axes_are_turned_are_no_layout():
-    weights, ids, trace = of_ambiguous_heads()
+def test_heads_joined_before_transposing_are_no_layout():
+    weights, ids, trace = ambiguous_heads()
     heads = trace["l0.attn_context"].reshape(len(ids), -1, weights.config.head_dim)
     wrong = heads.swapaxes(0, 1).reshape(len(ids), -1)
     for shown in (wrong, wrong.reshape(-1)):
@@ -112,7 +112,7 @@ def test_heads_joined_before_their_axes_are_turned_are_no_layout():
 
 
 def test_scores_of_keys_by_queries_are_read_as_they_are_unless_declared():
-    weights, ids, trace = of_ambiguous_heads()
+    weights, ids, trace = ambiguous_heads()
     turned = np.ascontiguousarray(trace["l0.attn_probs"].swapaxes(1, 2))
     raw = raw_dump({"l0.attn_probs": turned}, ids)
     plain = stage_dump(raw, weights.config, weights=weights)
@@ -126,7 +126,7 @@ QWEN = "micro-qwen2"  # three layers, with biases
 
 
 @pytest.mark.parametrize("model", ["micro-llama", "micro-smollm3", "micro-ministral3"])
-def test_nodes_of_llamacpp_in_the_pairs_of_its_files_are_put_in_order(model: str):
+def test_llamacpp_nodes_in_gguf_pair_order_are_reordered(model: str):
     weights = weights_of(model)
     ids, trace = golden_trace(model, "llamacpp")
     rows = trace["l0.q_rope"]
@@ -134,7 +134,7 @@ def test_nodes_of_llamacpp_in_the_pairs_of_its_files_are_put_in_order(model: str
     check(stage_dump(raw_dump([raw_array("Qcur-0", paired, op="ROPE")], ids), weights.config), trace)
 
 
-def test_nodes_whose_pairs_were_put_in_order_are_left_as_they_are():
+def test_nodes_in_half_split_order_are_unchanged():
     weights = weights_of("micro-llama")
     ids, trace = golden_trace("micro-llama", "transformers")
     raw = raw_dump([raw_array("Qcur-0", trace["l0.q_rope"], op="ROPE")], ids)
@@ -145,7 +145,7 @@ def test_nodes_whose_pairs_were_put_in_order_are_left_as_they_are():
     assert_tells(stage_dump(raw, weights.config).notes[0], "Qcur-0", "llama.cpp", "neighbours", "files")
 
 
-def test_what_has_no_name_is_in_one_note_and_a_second_name_in_another():
+def test_unknown_names_and_duplicate_names_are_noted():
     ids, trace = golden_trace("micro-llama", "transformers")
     arrays = {f"x{i}": NO_ARRAY for i in range(3)} | {letter: NO_ARRAY for letter in "abcdefgh"}
     arrays |= {"model.layers.0": trace["l0.block_out"], "hidden_states.1": trace["l0.block_out"]}
@@ -156,7 +156,7 @@ def test_what_has_no_name_is_in_one_note_and_a_second_name_in_another():
     assert_tells(nameless, "11 arrays", "x{i}, a, b, c, d, e, f, g and 1 more", "llorch diff --suggest")
 
 
-def found_in(*arrays: RawArray) -> object:
+def map_arrays(*arrays: RawArray) -> object:
     mapping = mapping_of({"names": {"blk.{i+1}.x": "q_rope", "y": "q_rope"}})
     return stage_dump(raw_dump(arrays, [1, 2]), weights_of(QWEN).config, mapping=mapping)
 
@@ -164,27 +164,27 @@ def found_in(*arrays: RawArray) -> object:
 LAYERS = "0 to 2"
 INTEGERS, TWO_ROWS = raw_array("logits", NO_ARRAY.astype(int)), raw_array("embed", np.zeros((2, 96)))
 REFUSALS = [
-    row("a layer too far", lambda: found_in(raw_array("l3.q_rope", NO_ARRAY)),
+    row("a layer too far", lambda: map_arrays(raw_array("l3.q_rope", NO_ARRAY)),
         "OutOfRange", where="dump: OutOfRange: l3.q_rope (q_rope):", expected=LAYERS, got=3),
-    row("a layer before the first", lambda: found_in(raw_array("blk.0.x", NO_ARRAY)),
+    row("a layer before the first", lambda: map_arrays(raw_array("blk.0.x", NO_ARRAY)),
         "OutOfRange", where="dump: OutOfRange: blk.0.x (q_rope):", expected=LAYERS, got=-1),
-    row("no layer", lambda: found_in(raw_array("y", NO_ARRAY)),
+    row("no layer", lambda: map_arrays(raw_array("y", NO_ARRAY)),
         "OutOfRange", where="dump: OutOfRange: y (q_rope):", expected=LAYERS, got="None"),
-    row("another family's stage", lambda: found_in(raw_array("l1.q_norm", NO_ARRAY)),
+    row("another family's stage", lambda: map_arrays(raw_array("l1.q_norm", NO_ARRAY)),
         "Unexpected", where="dump: Unexpected: l1.q_norm (q_norm):", expected="qwen2"),
-    row("integers", lambda: found_in(INTEGERS),
+    row("integers", lambda: map_arrays(INTEGERS),
         "DType", where="dump: DType: logits (logits):", expected="float32, float16, bfloat16, float64", got="int64"),
-    row("a stage twice", lambda: found_in(TWO_ROWS, TWO_ROWS),
+    row("a stage twice", lambda: map_arrays(TWO_ROWS, TWO_ROWS),
         "Duplicate", where="dump: Duplicate: embed:", expected="pass 0", got="two"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_no_model_of_this_kind_shows_is_refused(refusal: Refusal):
+def test_stage_absent_from_the_model_is_refused(refusal: Refusal):
     refusal.check()
 
 
-def test_nothing_is_read_before_it_is_asked_for():
+def test_arrays_are_read_lazily():
     def refuse() -> np.ndarray:
         raise AssertionError
 
@@ -211,13 +211,13 @@ def test_rows_of_the_embedding_table_are_tokens(rounded: type):
     assert ids_from_embedding(TABLE[[*IDS]] * 1.02, WEIGHTS) is None
 
 
-def test_tokens_that_nobody_states_are_found_pass_by_pass():
+def test_unstated_tokens_are_recovered_pass_by_pass():
     found = dump(TABLE[[*IDS]][None], TABLE[[9]])
     assert found.passes == (Tokens(IDS, 7), Tokens((9,), 10))
     assert_tells(found.notes[0], "token ids", "embed")
 
 
-def test_the_dump_the_mapping_and_the_command_may_agree():
+def test_equal_ids_from_dump_mapping_and_command_are_accepted():
     mapping = mapping_of({"run": {"ids": [*IDS], "first_position": 7}})
     tokens = (Tokens(IDS, 7),)
     assert dump(TABLE[[*IDS]], mapping=mapping).passes == tokens
@@ -240,7 +240,7 @@ def test_tokens_that_are_missing_or_contradict_are_refused(refusal: Refusal):
     refusal.check()
 
 
-def test_arrays_of_several_passes_are_told_apart():
+def test_arrays_of_several_passes_are_separated():
     first, second = np.zeros((2, 3), np.float32), np.ones((1, 3), np.float16)
     dump = StageDump.of_arrays([Tokens((4, 5)), Tokens((6,), 2)], {"embed": first}, {"embed": second}, engine="mine")
     assert [(n, key, dumped.stored) for (n, key), dumped in dump.dumped.items()] == [

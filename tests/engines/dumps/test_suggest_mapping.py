@@ -26,7 +26,7 @@ LETTERS = (first + second for first in ascii_lowercase for second in ascii_lower
 NAMES = {stage.name: f"x{letters}" for stage, letters in zip(STAGES, LETTERS, strict=False)}  # they say nothing
 
 
-def written(name: Callable[[str, int | None], str], *left_out: str) -> dict[str, np.ndarray]:
+def rename_trace(name: Callable[[str, int | None], str], *left_out: str) -> dict[str, np.ndarray]:
     return {name(stage.name, layer): TRACE[key] for key, stage, layer in keys(CONFIG) if stage.name not in left_out}
 
 
@@ -34,11 +34,11 @@ def in_layers(stage: str, layer: int | None, first: int = 0) -> str:
     return NAMES[stage] if layer is None else f"b{layer + first}.{NAMES[stage]}"
 
 
-def check(arrays: Mapping[str, np.ndarray] | Sequence[RawArray], *wanted: str) -> str:
+def check(arrays: Mapping[str, np.ndarray] | Sequence[RawArray], *expected_stages: str) -> str:
     """The draft names every wanted stage, and its values are those of the engine."""
     text = suggest(raw_dump(arrays, IDS), WEIGHTS)
     dump = stage_dump(raw_dump(arrays, IDS), CONFIG, mapping=mapping_of(tomllib.loads(text)), weights=WEIGHTS)
-    assert {key for _, key in dump.dumped} == {*(wanted or TRACE)}, text
+    assert {key for _, key in dump.dumped} == {*(expected_stages or TRACE)}, text
     for (_, key), dumped in dump.dumped.items():
         np.testing.assert_allclose(dumped.read(), TRACE[key], rtol=0, atol=1e-5, err_msg=f"{key}\n{text}")
     return text
@@ -56,16 +56,16 @@ def check(arrays: Mapping[str, np.ndarray] | Sequence[RawArray], *wanted: str) -
     ids=["from 0", "from 1", "behind", "a second number", "no number"],
 )
 def test_every_name_is_found_by_values(name: Callable[[str, int | None], str]):
-    text = check(written(name))
+    text = check(rename_trace(name))
     assert text.count("1.0000 alike") == text.count(" alike")
 
 
-def test_layers_that_are_declared_beside_the_name_are_those():
+def test_separately_declared_layers_are_used():
     check([raw_array(NAMES[s.name], TRACE[key], layer=layer) for key, s, layer in keys(CONFIG)])
 
 
-def test_layouts_that_shapes_do_not_tell_are_drafted():
-    arrays = written(in_layers, "q_proj", "k_proj", "v_proj", "ffn_gate", "ffn_up", "attn_scores")
+def test_layouts_ambiguous_by_shape_are_drafted():
+    arrays = rename_trace(in_layers, "q_proj", "k_proj", "v_proj", "ffn_gate", "ffn_up", "attn_scores")
     n, groups = len(IDS), CONFIG.n_kv_heads
     for i in range(CONFIG.n_layers):
         layer = {name: TRACE[f"l{i}.{name}"] for name in NAMES if f"l{i}.{name}" in TRACE}
@@ -80,7 +80,7 @@ def test_layouts_that_shapes_do_not_tell_are_drafted():
     assert '"b{i}.w" = ["q_proj", "k_proj", "v_proj"]' in text
 
 
-def paired(stage: str) -> dict[str, np.ndarray]:
+def interleaved_queries(stage: str) -> dict[str, np.ndarray]:
     """Queries in the pairs of a Llama GGUF file."""
     arrays = {f"b{i}.{NAMES[stage]}": TRACE[f"l{i}.{stage}"] for i in range(CONFIG.n_layers)}
     return {
@@ -89,16 +89,19 @@ def paired(stage: str) -> dict[str, np.ndarray]:
     }
 
 
-def test_pairs_are_a_layout_only_if_they_are_so_behind_rope_too():
-    check(paired("q_proj") | paired("q_rope"), *(f"l{i}.{s}" for i in range(2) for s in ("q_proj", "q_rope")))
-    text = suggest(raw_dump(paired("q_proj"), IDS), WEIGHTS)
+def test_interleaving_is_a_layout_only_if_it_also_holds_after_rope():
+    check(
+        interleaved_queries("q_proj") | interleaved_queries("q_rope"),
+        *(f"l{i}.{s}" for i in range(2) for s in ("q_proj", "q_rope")),
+    )
+    text = suggest(raw_dump(interleaved_queries("q_proj"), IDS), WEIGHTS)
     assert not mapping_of(tomllib.loads(text)).layouts["q_proj"].permuted
     assert '# permuted = "interleaved"  # only if RoPE' in text
 
 
-def test_behind_a_mistake_the_order_of_writing_decides():
+def test_stages_after_an_error_are_matched_by_write_order():
     rng = np.random.default_rng(0)
-    arrays = written(in_layers)
+    arrays = rename_trace(in_layers)
     first_wrong = [*arrays].index(in_layers("attn_out", 0))
     for name in [*arrays][first_wrong:]:
         arrays[name] = (rng.permuted(arrays[name]) * 1.2).astype(np.float32)
@@ -109,13 +112,13 @@ def test_behind_a_mistake_the_order_of_writing_decides():
     assert_tells(text, "shape and order")
 
 
-def test_what_is_called_rotated_is_not_the_projection_that_was_not():
+def test_array_named_rotated_is_not_matched_to_the_projection():
     arrays = {f"b{i}.q_rotated": TRACE[f"l{i}.q_proj"] for i in range(CONFIG.n_layers)}
     text = suggest(raw_dump(arrays, IDS), WEIGHTS)
     assert re.search(r'"b{i}.q_rotated" = "q_rope"  # 0\.[0-9]{4} alike, in this order\n', text)
 
 
-def test_a_cache_is_told_from_new_keys_by_the_second_pass():
+def test_second_pass_separates_the_cache_from_new_keys():
     weights, keys_of = weights_of("micro-llama"), golden_trace("micro-llama", "transformers")
     ids, trace = keys_of
     n = len(ids) - 1
@@ -135,7 +138,7 @@ def test_tokens_are_found_in_embeddings_and_written_down():
     assert_tells(text, "token ids", "in tok")
 
 
-def test_a_factor_is_said_and_not_undone():
+def test_constant_factor_is_noted_and_not_removed():
     assert '"a" = "l1.ffn_gate"  # 1.0000 alike' in check({"a": TRACE["l1.ffn_gate"]}, "l1.ffn_gate")
     assert "4 times ours" in suggest(raw_dump({"a": 4 * TRACE["l1.ffn_gate"]}, IDS), WEIGHTS)
 

@@ -15,7 +15,7 @@ import pytest
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.runtime.errors import FormatError
-from tests.engines.dumps.test_index_hostile import Q, refused
+from tests.engines.dumps.test_index_hostile import Q, read_error
 
 
 def npy(array: object = Q) -> bytes:
@@ -32,7 +32,7 @@ def npz(*members: tuple[str, bytes], compression: int = zipfile.ZIP_STORED) -> b
     return file.getvalue()
 
 
-def lying(n_declared: int) -> bytes:
+def wrong_size_member(n_declared: int) -> bytes:
     """A deflated member whose file says that it inflates to so many bytes, with a .npy header of that size."""
     head = npy(np.zeros(1, np.float32))[:-4].replace(b"(1,), }", f"({(n_declared - 128) // 4},), }}".encode())
     head = head[:10] + head[10:].rstrip()[:117].ljust(117) + b"\n"
@@ -40,12 +40,12 @@ def lying(n_declared: int) -> bytes:
     return real.replace(struct.pack("<I", len(head) + 4000), struct.pack("<I", n_declared))
 
 
-def moved(data: bytes) -> bytes:
+def wrong_offset_archive(data: bytes) -> bytes:
     """A .npz file of one array `q`, which its table has elsewhere."""
     return data[:-31] + struct.pack("<I", 9999) + data[-27:]
 
 
-class Ran:
+class MaliciousPickle:
     """Says so when it is unpickled."""
 
     def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
@@ -53,8 +53,8 @@ class Ran:
 
 
 FILES: dict[str, tuple[str, str, bytes]] = {
-    "npz of objects": ("DType", "x.npz", npz(("q.npy", npy(np.array([Ran()], object))))),
-    "npy of objects": ("DType", "x.npy", npy(np.array([Ran()], object))),
+    "npz of objects": ("DType", "x.npz", npz(("q.npy", npy(np.array([MaliciousPickle()], object))))),
+    "npy of objects": ("DType", "x.npy", npy(np.array([MaliciousPickle()], object))),
     "npy of bools": ("DType", "x.npy", npy([True, False])),
     "npy of records": ("Malformed", "x.npy", npy(np.zeros(2, [("a", "<f4"), ("b", "<f4")]))),
     "npy big-endian": ("DType", "x.npy", npy(Q.astype(">f4"))),
@@ -78,9 +78,9 @@ FILES: dict[str, tuple[str, str, bytes]] = {
     "npz of two prompts": ("Malformed", "x.npz", npz(("q.npy", npy()), ("ids.npy", npy([[1, 2], [3, 4]])))),
     "npz of negative ids": ("OutOfRange", "x.npz", npz(("q.npy", npy()), ("ids.npy", npy([-1])))),
     "npz of ids alone": ("Missing", "x.npz", npz(("ids.npy", npy([1])))),
-    "npz that claims 4 GB": ("TooLarge", "x.npz", lying(2**32 - 4)),
-    "npz that claims a little more": ("Malformed", "x.npz", lying(8000)),
-    "npz that claims less": ("Malformed", "x.npz", lying(2000)),
+    "npz that claims 4 GB": ("TooLarge", "x.npz", wrong_size_member(2**32 - 4)),
+    "npz that claims a little more": ("Malformed", "x.npz", wrong_size_member(8000)),
+    "npz that claims less": ("Malformed", "x.npz", wrong_size_member(2000)),
     "npz bomb": (
         "TooLarge", "x.npz", npz(("q.npy", npy(np.zeros(10**7, np.float32))), compression=zipfile.ZIP_DEFLATED),
     ),
@@ -90,7 +90,7 @@ FILES: dict[str, tuple[str, str, bytes]] = {
     "npz of a huge table": ("Malformed", "x.npz", npz(("q.npy", npy()))[:-22] + bytes(17 << 20) + struct.pack(
         "<4s4H2IH", b"PK\5\6", 0, 0, 1, 1, 17 << 20, 0, 0
     )),
-    "npz of a member behind its end": ("Truncated", "x.npz", moved(npz(("q.npy", npy())))),
+    "npz of a member behind its end": ("Truncated", "x.npz", wrong_offset_archive(npz(("q.npy", npy())))),
     "safetensors of size 0": ("Malformed", "x.safetensors", b"empty"),
     "safetensors of bools": ("DType", "x.safetensors", b""),
     "safetensors with ids that are none": ("Malformed", "x.safetensors", b'{"ids": ["1"]}'),
@@ -115,19 +115,19 @@ def test_a_bad_file_is_refused_by_code(tmp_path: Path, name: str):
     code, file, data = FILES[name]
     path = tmp_path / file
     path.write_bytes(safetensors(data) if file.endswith("safetensors") else data)
-    assert refused(path).code == code
+    assert read_error(path).code == code
 
 
 @pytest.mark.parametrize("name", ["x.npz", ""])
-def test_more_arrays_than_anybody_writes_are_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
+def test_excessive_number_of_arrays_is_refused(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.engines.dumps.tensor_files._MAX_ARRAYS", 1)
     (tmp_path / "x.npz").write_bytes(npz(("a.npy", npy()), ("b.npy", npy())))
     (tmp_path / "a.npy").write_bytes(npy())
     (tmp_path / "b.npy").write_bytes(npy())
-    assert refused(tmp_path / name).code == "TooLarge"
+    assert read_error(tmp_path / name).code == "TooLarge"
 
 
-def sound(folder: Path, style: str) -> Path:
+def write_valid_file(folder: Path, style: str) -> Path:
     """A small dump in one style, and the file of it that is mutated."""
     if style == "index":
         with DumpWriter(folder, engine="mine") as writer:
@@ -145,7 +145,7 @@ def sound(folder: Path, style: str) -> Path:
 @pytest.mark.parametrize("style", ["index", "stored.npz", "deflated.npz", "x.npy"])
 def test_mutants_are_read_or_refused_with_format_error_only(tmp_path: Path, style: str):
     rng = np.random.default_rng(0)
-    path = sound(tmp_path, style)
+    path = write_valid_file(tmp_path, style)
     data, accepted, messages = path.read_bytes(), 0, set()
     for index in range(500):
         mutant = bytearray(data)

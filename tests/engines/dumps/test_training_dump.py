@@ -35,14 +35,14 @@ def adapter() -> Adapter:
     return make_adapter(config())
 
 
-def raw(arrays: Mapping[str, Any], passes: tuple[Tokens, ...] = (), layer: int | None = None) -> RawDump:
+def make_raw_dump(arrays: Mapping[str, Any], passes: tuple[Tokens, ...] = (), layer: int | None = None) -> RawDump:
     given = {name: np.asarray(array) for name, array in arrays.items()}
     found = [(0, RawArray(name, str(a.dtype), a.shape, lambda a=a: a, layer=layer)) for name, a in given.items()]
     return RawDump("dump", tuple(found), passes)
 
 
 def read(**arrays: object) -> TrainingDump:
-    return training_dump(raw(BATCH | {"loss": 1.5} | arrays), adapter())
+    return training_dump(make_raw_dump(BATCH | {"loss": 1.5} | arrays), adapter())
 
 
 @pytest.mark.parametrize(
@@ -56,31 +56,33 @@ def read(**arrays: object) -> TrainingDump:
         "step1.grad.l1.q_proj.lora_A",
     ],
 )
-def test_a_tensor_has_the_name_of_peft_or_ours(name: str):
+def test_tensor_has_its_peft_or_llorch_name(name: str):
     array = adapter().flat()[TENSOR] + 1
     shown = read(**{name: array}).steps[0].shown["gradient", TENSOR]
     assert (shown.name, shown.stored) == (name, "float32")
     np.testing.assert_array_equal(shown.array, array)
 
 
-def test_a_layer_may_stand_beside_the_name():
-    arrays = raw(BATCH).arrays + raw({"grad.q_proj.lora_A": adapter().flat()[TENSOR]}, layer=1).arrays
+def test_layer_may_be_given_separately():
+    arrays = (
+        make_raw_dump(BATCH).arrays + make_raw_dump({"grad.q_proj.lora_A": adapter().flat()[TENSOR]}, layer=1).arrays
+    )
     assert [*training_dump(RawDump("dump", arrays), adapter()).steps[0].shown] == [("gradient", TENSOR)]
 
 
-def test_rows_become_documents_and_padding_nothing():
+def test_rows_become_documents_without_padding():
     (batch,) = read().steps[0].batches
     assert [ids.tolist() for ids, _ in batch.each_document()] == [[5, 6, 7, 8], [9, 4]]
     assert batch.n_trained == 4
 
 
-def test_packed_rows_are_cut_where_positions_begin_again_and_first_labels_are_never_learned():
+def test_packed_rows_split_at_position_restarts_and_first_labels_are_masked():
     rows = {"input_ids": IDS[:1], "labels": IDS[:1], "position_ids": [[0, 1, 0, 1]]}
-    (batch,) = training_dump(raw(rows | {"loss": 1.0}), adapter()).steps[0].batches
+    (batch,) = training_dump(make_raw_dump(rows | {"loss": 1.0}), adapter()).steps[0].batches
     assert [labels.tolist() for _, labels in batch.each_document()] == [[IGNORED, 6], [IGNORED, 8]]
 
 
-def test_a_document_without_a_learned_token_is_left_out_and_said():
+def test_document_without_labels_is_skipped_with_a_note():
     dump = read(labels=np.where(np.arange(2)[:, None] == 0, LABELS, -100))
     assert [ids.tolist() for ids, _ in dump.steps[0].batches[0].each_document()] == [[5, 6, 7, 8]]
     (note,) = dump.notes
@@ -95,55 +97,55 @@ def test_a_document_without_a_learned_token_is_left_out_and_said():
         (np.array([[1.0, 2.0, 3.0], [4.0, 0.0, 0.0]]), [1, 1, 1, 0, 1, 1]),  # without the last column
     ],
 )
-def test_token_losses_stand_at_the_rows_of_logits_that_they_are_of(losses: np.ndarray, rows: list[int]):
+def test_token_losses_align_with_their_logits(losses: np.ndarray, rows: list[int]):
     shown = read(token_losses=losses).steps[0].shown["token_losses", ""]
     assert shown.array.tolist() == [1, 2, 3, 0, 4, 0]
     assert shown.rows is not None
     assert shown.rows.tolist() == [bool(row) for row in rows]
 
 
-def test_steps_micro_batches_and_settings_are_told_by_their_names():
+def test_steps_micro_batches_and_settings_are_identified_by_name():
     arrays = {f"step3.micro{k}.{name}": array for k in (1, 2) for name, array in BATCH.items()}
     arrays |= {"step2.exp_avg.l1.q_proj.lora_A": adapter().flat()[TENSOR], "step3.loss": 2.0, "betas": [0.8, 0.9]}
-    dump = training_dump(raw(arrays | {"lr": 0.5, "step3.lr": 0.25}), adapter())
+    dump = training_dump(make_raw_dump(arrays | {"lr": 0.5, "step3.lr": 0.25}), adapter())
     assert [(step.number, len(step.batches), step.lr) for step in dump.steps] == [(2, 0, 0.5), (3, 2, 0.25)]
-    assert (dump.settings.betas, dump.settings.eps, dump.said) == ((0.8, 0.9), 1e-8, {"betas", "lr"})
+    assert (dump.settings.betas, dump.settings.eps, dump.declared) == ((0.8, 0.9), 1e-8, {"betas", "lr"})
 
 
 def test_passes_are_micro_batches_of_one_row_where_there_are_no_ids():
-    dump = training_dump(raw({"loss": 1.0}, (Tokens((5, 6, 7)), Tokens((8, 9)))), adapter())
+    dump = training_dump(make_raw_dump({"loss": 1.0}, (Tokens((5, 6, 7)), Tokens((8, 9)))), adapter())
     assert [batch.labels.tolist() for batch in dump.steps[0].batches] == [[[-100, 6, 7]], [[-100, 9]]]
 
 
-def wrong(name: str, arrays: dict[str, object], *facts: object, **fields: object) -> Any:
+def refused_dump(name: str, arrays: dict[str, object], *facts: object, **fields: object) -> Any:
     """A row of an array that fits nothing; the arrays are those beside or in place of the right ones."""
     return row(name, lambda: read(**arrays), ValueError, "training dump:", *facts, **fields)
 
 
 LOGITS, KNOWN = np.ones((2, 4, 7)), ("input_ids, labels", "grad, clipped, exp_avg_sq, exp_avg, param")
 REFUSALS = [
-    wrong("a layer too far", {"grad.l9.q_proj.lora_A": np.ones((2, 64))}, "'grad.l9.q_proj.lora_A'", *KNOWN),
-    wrong("no kind", {"l1.q_proj.lora_A": np.ones((2, 64))}, "'l1.q_proj.lora_A'", *KNOWN),
-    wrong("transposed", {"grad.l1.q_proj.lora_A": np.ones((64, 2))},
+    refused_dump("a layer too far", {"grad.l9.q_proj.lora_A": np.ones((2, 64))}, "'grad.l9.q_proj.lora_A'", *KNOWN),
+    refused_dump("no kind", {"l1.q_proj.lora_A": np.ones((2, 64))}, "'l1.q_proj.lora_A'", *KNOWN),
+    refused_dump("transposed", {"grad.l1.q_proj.lora_A": np.ones((64, 2))},
           where="grad.l1.q_proj.lora_A:", expected="(2, 64)", got="(64, 2)"),
-    wrong("labels cut", {"labels": LABELS[:, :2]},
+    refused_dump("labels cut", {"labels": LABELS[:, :2]},
           "step 1", expected="shape", got=("input_ids (2, 4)", "labels (2, 2)")),
-    wrong("logits cut", {"logits": np.ones((2, 3, 7))}, where="logits:", expected="(2, 4)", got="(2, 3, 7)"),
-    wrong("losses cut", {"token_losses": np.ones(3)}, where="token_losses:", expected=("(2, 4)", 4), got="(3,)"),
-    wrong("two losses", {"loss": np.ones(2)}, where="loss:", expected="one number", got="(2,)"),
-    wrong("beta of 1", {"betas": [0.9, 1.0]}, where="betas:", expected=2, got="(0.9, 1.0)"),
-    wrong("negative eps", {"eps": -1.0}, where="eps:", expected=1, got="(-1.0,)"),
-    wrong("logits of no micro-batch", {"micro2.logits": LOGITS, "logits": LOGITS},
+    refused_dump("logits cut", {"logits": np.ones((2, 3, 7))}, where="logits:", expected="(2, 4)", got="(2, 3, 7)"),
+    refused_dump("losses cut", {"token_losses": np.ones(3)}, where="token_losses:", expected=("(2, 4)", 4), got="(3,)"),
+    refused_dump("two losses", {"loss": np.ones(2)}, where="loss:", expected="one number", got="(2,)"),
+    refused_dump("beta of 1", {"betas": [0.9, 1.0]}, where="betas:", expected=2, got="(0.9, 1.0)"),
+    refused_dump("negative eps", {"eps": -1.0}, where="eps:", expected=1, got="(-1.0,)"),
+    refused_dump("logits of no micro-batch", {"micro2.logits": LOGITS, "logits": LOGITS},
           where="logits of step 1:", expected="[1]", got="[1, 2]"),
-    wrong("a step left out", {"step3.input_ids": IDS}, expected=("ids", "steps"), got="[1, 3]"),
-    *(row(f"{what} alone", lambda arrays=arrays: training_dump(raw(arrays), adapter()),
+    refused_dump("a step left out", {"step3.input_ids": IDS}, expected=("ids", "steps"), got="[1, 3]"),
+    *(row(f"{what} alone", lambda arrays=arrays: training_dump(make_raw_dump(arrays), adapter()),
           ValueError, "training dump:", "(dump)", expected="ids", got=("neither", "one"))
       for what, arrays in {"ids": BATCH, "loss": {"loss": 1.0}}.items()),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("refusal", REFUSALS)
-def test_what_fits_nothing_is_refused_in_one_line(refusal: Refusal):
+def test_unknown_array_is_refused_in_one_line(refusal: Refusal):
     with refuses(refusal.kind, *refusal.facts, **refusal.fields) as caught:
         refusal.make()
     assert "\n" not in str(caught.value)

@@ -74,7 +74,7 @@ def run(folder: Path, *command: str) -> None:
     assert done.returncode == 0, done.stderr
 
 
-def make(folder: Path, file: str, source: str, compiler: list[str]) -> None:
+def compile_writer(folder: Path, file: str, source: str, compiler: list[str]) -> None:
     """Compile an engine beside copies of all writers."""
     if compiler and shutil.which(compiler[0]) is None:
         pytest.skip(f"NOT RUN: there is no {compiler[0]} on this machine")
@@ -86,9 +86,9 @@ def make(folder: Path, file: str, source: str, compiler: list[str]) -> None:
 
 
 @pytest.mark.parametrize("file", ENGINES)
-def test_a_writer_writes_what_is_read(tmp_path: Path, file: str):
+def test_writer_output_is_read(tmp_path: Path, file: str):
     source, compiler = ENGINES[file]
-    make(tmp_path, file, source, compiler)
+    compile_writer(tmp_path, file, source, compiler)
     alone = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, '.')\n{source}"]
     run(tmp_path, *(["./program"] if compiler else alone))
     dump = open_raw(tmp_path / "dump")
@@ -160,14 +160,14 @@ int main(int, char **arguments) {
 
 
 @pytest.mark.live
-def test_the_callback_of_ggml_writes_the_stages_of_llama_cpp(tmp_path: Path):
+def test_ggml_callback_writes_the_stages_of_llama_cpp(tmp_path: Path):
     llama_cpp = pytest.importorskip("llama_cpp", reason="NOT RUN: llama-cpp-python is not installed")
     package = Path(llama_cpp.__file__).parent
     headers, libraries = package.parent / "include", package / "lib"
     if not (headers / "llama.h").exists():
         pytest.skip(f"NOT RUN: llama-cpp-python came without its headers, {headers / 'llama.h'}")
     link = [f"-I{headers}", f"-L{libraries}", f"-Wl,-rpath,{libraries}", "-lllama", "-lggml", "-lggml-base"]
-    make(tmp_path, "engine.cpp", GGML, ["g++", "-std=c++17", *STRICT, "engine.cpp", *link, "-o", "program"])
+    compile_writer(tmp_path, "engine.cpp", GGML, ["g++", "-std=c++17", *STRICT, "engine.cpp", *link, "-o", "program"])
     model = llorch.load("micro-llama")
     run(tmp_path, "./program", str(model.weights.path))
     dump = stage_dump(open_raw(tmp_path / "dump"), model.config, weights=model.weights)

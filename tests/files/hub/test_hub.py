@@ -109,7 +109,7 @@ def test_shards_are_those_of_the_index(hub: FakeHub, settings: Settings):
     inspected("org/shards")
 
 
-def test_of_gguf_files_the_one_that_is_asked_for_is_fetched(hub: FakeHub, settings: Settings):
+def test_only_the_requested_gguf_file_is_fetched(hub: FakeHub, settings: Settings):
     inspected("org/gguf:q8_0")
     assert hub.fetched() == {"m-Q8_0.gguf"}
     settings(HUB_OFFLINE="1")
@@ -135,14 +135,14 @@ REFUSED: dict[str, tuple[int, tuple[str, ...]]] = {
 }
 
 
-def test_what_cannot_be_had_is_one_line():
+def test_unavailable_model_is_one_line():
     for spec, (code, facts) in REFUSED.items():
         done = invoke("inspect", spec)
         assert_cli_refuses(done, code, *facts)
         assert_tells(done.stderr.splitlines()[-1], *facts)
 
 
-def test_without_a_network_it_is_said_what_to_do(hub: FakeHub, settings: Settings):
+def test_missing_network_error_says_what_to_do(hub: FakeHub, settings: Settings):
     settings(ENDPOINT="http://127.0.0.1:9")
     assert_cli_refuses(invoke("inspect", "org/small"), 3, "'org/small'", "cache", "hub", "reached (", "path")
     settings(ENDPOINT=hub.address, HUB_OFFLINE="1")
@@ -167,7 +167,7 @@ def test_what_others_left_half_in_the_cache_is_completed_or_else_used(tmp_path: 
 
 @pytest.mark.nightly_cases("y-0")
 @pytest.mark.parametrize(("answer", "code"), [("n", 3), ("y", 0)])
-def test_who_sits_at_a_terminal_is_asked(answer: str, code: int, hub: FakeHub):
+def test_interactive_user_is_asked(answer: str, code: int, hub: FakeHub):
     ours, theirs = pty.openpty()
     command = [sys.executable, "-m", "llorch", "inspect", "org/small"]
     with subprocess.Popen(command, stdin=theirs, stderr=theirs, stdout=subprocess.PIPE, cwd=REPOSITORY) as process:

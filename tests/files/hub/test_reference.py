@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 from helpers.refusals import Refusal, row
 
-from llorch.files.hub.reference import Reference, files_of_gguf, is_folder, name_of, of_folder, shards_of
+from llorch.files.hub.reference import Reference, find_gguf_files, is_folder, name_of, of_folder, read_shard_names
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 
@@ -29,7 +29,7 @@ def test_a_model_of_the_hub_is_read_and_written_back(spec: str, repo: str, quant
     ["story", "", "models/model.gguf", "a/model.safetensors", "./a/b", "../b", "/a/b", "~/b", "a/b/c", "a/b c", "a/",
      "/b", "a/b:", "a/b@", "a/b@/x", "a\\b", "a/b\n"],
 )  # fmt: skip
-def test_what_can_only_be_a_path_or_a_name_is_no_model_of_the_hub(spec: str):
+def test_path_or_built_in_name_is_no_model_of_the_hub(spec: str):
     assert Reference.parse(spec) is None
 
 
@@ -53,7 +53,7 @@ PARTS = [f"Q8_0/m-Q8_0-0000{part}-of-00002.gguf" for part in (1, 2)]
 
 
 def parts(quant: str, files: tuple[str, ...]) -> list[str]:
-    return files_of_gguf(files, Reference("org/m", quant))
+    return find_gguf_files(files, Reference("org/m", quant))
 
 
 def meant(quant: str, files: tuple[str, ...] = GGUF) -> str:
@@ -61,7 +61,7 @@ def meant(quant: str, files: tuple[str, ...] = GGUF) -> str:
     return name
 
 
-def test_of_a_folder_only_the_model_is_taken():
+def test_only_model_files_of_a_folder_are_taken():
     taken = ["additional_chat_templates/tool.jinja", "chat_template.jinja", "config.json", "tokenizer.json"]
     assert of_folder({*FILES, "model.safetensors"}, ()) == sorted([*taken, "model.safetensors"])
     shards = [f"model-{part}.safetensors" for part in (1, 2)]
@@ -78,7 +78,7 @@ def test_a_folder_has_a_configuration_and_weights_that_are_no_pickle():
 def test_an_index_names_its_shards_once(tmp_path: Path):
     index = tmp_path / "index.json"
     index.write_text(json.dumps({"weight_map": {"b": "2.safetensors", "a": "1.safetensors", "c": "1.safetensors"}}))
-    assert shards_of(index) == ["1.safetensors", "2.safetensors"]
+    assert read_shard_names(index) == ["1.safetensors", "2.safetensors"]
 
 
 @pytest.mark.parametrize(

@@ -59,7 +59,7 @@ def test_scheme_run_in_float64_equals_compressed_tensors(name: str, packed: bool
     ids, golden = golden_of(name)
     given = {key: golden[key] for key in golden if key.removeprefix("l0.") in INPUTS}
     weights = open_weights(path)
-    assert not weights.using(SCHEME).rounds_nothing
+    assert not weights.using(SCHEME).quantises_weights_only
     wide = weights.using(packed=packed).astype(np.float64)
     assert farthest(run(wide.using(SCHEME), Pass(ids), golden=given), golden) < 1e-12
     assert farthest(run(wide, Pass(ids), golden=given), golden) > 1e-4  # exact numerics are seen to differ
@@ -76,13 +76,13 @@ def test_scheme_run_with_cached_tokens_equals_one_pass():
 def test_scheme_of_weights_alone_is_exact(name: str):
     weights = open_weights(FOLDERS / name)
     scheme = weights.using(SCHEME)
-    assert scheme.rounds_nothing
+    assert scheme.quantises_weights_only
     ids = Pass((1, 7, 3, 12))
     np.testing.assert_array_equal(run(scheme, ids)["logits"], run(weights, ids)["logits"])
 
 
 @pytest.mark.parametrize(
-    ("name", "wanted"),
+    ("name", "rounding"),
     [
         ("ct-w8a8", SchemeRounding("int8", "dynamic")),
         ("ct-fp8-dynamic", SchemeRounding("E4M3", "dynamic")),
@@ -90,9 +90,9 @@ def test_scheme_of_weights_alone_is_exact(name: str):
         ("ct-mxfp8", SchemeRounding("E4M3", "e8m0", 32)),
     ],
 )
-def test_activations_of_a_folder_follow_its_settings(name: str, wanted: SchemeRounding):
+def test_activations_of_a_folder_follow_its_settings(name: str, rounding: SchemeRounding):
     folder: Any = open_weights(FOLDERS / name).source
-    assert folder.activations.inputs == dict.fromkeys(folder.source.found, wanted)
+    assert folder.activations.inputs == dict.fromkeys(folder.source.found, rounding)
     assert folder.activations.caches == {}
 
 
@@ -159,7 +159,7 @@ def test_torchao_int8_dynamic_folder_rounds_inputs_of_every_matrix(values: dict[
         folder.source.found, SchemeRounding("int8", "dynamic", by_reciprocal=True)
     )
     scheme = weights.using(SCHEME)
-    assert not scheme.rounds_nothing
+    assert not scheme.quantises_weights_only
     ids = Pass((1, 7, 3, 12))
     assert np.abs(run(scheme, ids)["logits"] - run(weights, ids)["logits"]).max() > 1e-4
 
@@ -199,7 +199,7 @@ def test_torchao_config_that_llorch_does_not_compute_is_refused(quant_type: obje
     ids=str,
 )  # fmt: skip
 def test_torchao_configs_of_weights_alone_round_nothing(quant_type: object, tmp_path: Path):
-    assert open_weights(torchao_changed(tmp_path, quant_type)).using(SCHEME).rounds_nothing
+    assert open_weights(torchao_changed(tmp_path, quant_type)).using(SCHEME).quantises_weights_only
 
 
 @pytest.mark.parametrize(

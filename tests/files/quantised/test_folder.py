@@ -90,7 +90,7 @@ def test_one_module_may_have_settings_of_its_own(settings: dict[str, object], tm
             stored = tensors_of(FOLDERS / origin)
             tensors |= {name: tensor for name, tensor in stored.items() if name.startswith(f"{module}.")}
 
-    made = open_weights(changed(tmp_path, "gptq-4bit", said(**settings), mix)).source
+    made = open_weights(changed(tmp_path, "gptq-4bit", edit(**settings), mix)).source
     for module, origin in origins.items():
         wanted = open_weights(FOLDERS / origin).source.array(f"{module}.weight")
         np.testing.assert_array_equal(made.array(f"{module}.weight"), wanted, err_msg=module)
@@ -106,10 +106,10 @@ def renamed(name: str, by: str) -> Callable[[dict[str, Any]], object]:
     return lambda settings: settings.update({by: settings.pop(name)})
 
 
-@pytest.mark.parametrize("stored", [UP, f"language_{UP}", f"language_model.{UP}"])
+@pytest.mark.parametrize("stored_name", [UP, f"language_{UP}", f"language_model.{UP}"])
 @pytest.mark.parametrize("spelling", SPELLINGS)
-def test_overrides_of_an_mlx_module_hold_in_every_spelling_of_its_name(spelling: str, stored: str, tmp_path: Path):
-    prefix = stored.removesuffix(UP.removeprefix("model."))
+def test_overrides_of_an_mlx_module_hold_in_every_spelling_of_its_name(spelling: str, stored_name: str, tmp_path: Path):
+    prefix = stored_name.removesuffix(UP.removeprefix("model."))
 
     def rename(tensors: Tensors) -> None:
         for name in [*tensors]:
@@ -124,7 +124,7 @@ def test_settings_of_one_module_of_auto_round_hold_in_another_spelling(tmp_path:
     def mix(tensors: Tensors) -> None:
         tensors |= {name: one for name, one in tensors_of(FOLDERS / "gptq-8bit").items() if name.startswith(f"{UP}.")}
 
-    settings = said(quant_method="auto-round", extra_config={f"language_model.{UP}": {"bits": 8}})
+    settings = edit(quant_method="auto-round", extra_config={f"language_model.{UP}": {"bits": 8}})
     source = open_weights(changed(tmp_path, "gptq-4bit", settings, mix)).source
     assert isinstance(source, QuantisedFolder)
     expected = open_weights(FOLDERS / "gptq-8bit").source.array(f"{UP}.weight")
@@ -164,7 +164,7 @@ def test_settings_of_a_module_that_is_not_there_are_noted(
 ):
     open_weights(FOLDERS / name)
     assert not caplog.messages
-    open_weights(changed(tmp_path, name, said(**settings)))
+    open_weights(changed(tmp_path, name, edit(**settings)))
     (message,) = caplog.messages
     assert_tells(message, key, got=NO_MODULE, where=tmp_path)
     assert not re.search("lm_head|visual|nothing", message)
@@ -177,7 +177,7 @@ def test_awq_module_of_auto_round_may_have_a_group_size_of_its_own(of_folder: st
             dtype, (groups, width), data = tensors[f"{DOWN}.{part}"]
             tensors[f"{DOWN}.{part}"] = (dtype, [1, width], data[: len(data) // groups])
 
-    settings = said(extra_config={DOWN: {"group_size": 64}}, **{"group_size": None, of_folder: 32})
+    settings = edit(extra_config={DOWN: {"group_size": 64}}, **{"group_size": None, of_folder: 32})
     made = open_weights(changed(tmp_path, "auto-round-awq", settings, halve)).source.array(f"{DOWN}.weight")
     wanted = open_weights(FOLDERS / "auto-round-awq").source.array(f"{DOWN}.weight")
     np.testing.assert_array_equal(made[:, :32], wanted[:, :32])
@@ -185,7 +185,7 @@ def test_awq_module_of_auto_round_may_have_a_group_size_of_its_own(of_folder: st
 
 @pytest.mark.parametrize("packing", ["auto_round", "auto_round:gptqmodel"])
 def test_packing_of_auto_round_without_auto_gptq_is_the_second_version(packing: str, tmp_path: Path):
-    settings = said(quant_method="auto-round", packing_format=packing, checkpoint_format=None)
+    settings = edit(quant_method="auto-round", packing_format=packing, checkpoint_format=None)
     name = "gptq-v2-4bit-asym-act-order"
     made, wanted = open_weights(changed(tmp_path, name, settings)), open_weights(FOLDERS / name)
     for weight in ("layers.0.q_proj", "layers.0.down_proj"):
@@ -201,9 +201,9 @@ def test_blocks_need_not_be_square(block: tuple[int, int], tmp_path: Path):
                 numbers = np.arange(1, 1 + np.prod(counts), dtype="<f4")
                 tensors[f"{name}_scale_inv"] = ("F32", counts, numbers.tobytes())
 
-    made = open_weights(changed(tmp_path, "fp8-block-partial", said(weight_block_size=[*block]), scales))
+    made = open_weights(changed(tmp_path, "fp8-block-partial", edit(weight_block_size=[*block]), scales))
     (tmp_path / "ones").mkdir()
-    ones = changed(tmp_path / "ones", "fp8-block-partial", said(weight_block_size=[1, 1]), every_one)
+    ones = changed(tmp_path / "ones", "fp8-block-partial", edit(weight_block_size=[1, 1]), every_one)
     for name in ("q_proj", "down_proj"):
         codes = open_weights(ones)[f"layers.0.{name}"]
         n_out, n_in = codes.shape
@@ -256,7 +256,7 @@ def with_number(name: str, place: int, number: int, n_bytes: int = 2) -> Callabl
     return with_tensor(name, lambda dtype, shape, data: (dtype, shape, data[:at] + raw + data[at + n_bytes :]))
 
 
-def said(**values: object) -> Callable[[dict[str, Any]], object]:
+def edit(**values: object) -> Callable[[dict[str, Any]], object]:
     return lambda settings: settings.update(values)
 
 
@@ -292,8 +292,8 @@ def floats_as_gptq(folder: Path) -> object:
 
 
 REFUSALS = [
-    row("another width", opened("gptq-4bit", said(bits=8)), "Shape", f"{DOWN}.qzeros", "bits 8"),
-    row("bits of no format", opened("gptq-4bit", said(bits=5)), "Unsupported", "bits", got=5),
+    row("another width", opened("gptq-4bit", edit(bits=8)), "Shape", f"{DOWN}.qzeros", "bits 8"),
+    row("bits of no format", opened("gptq-4bit", edit(bits=5)), "Unsupported", "bits", got=5),
     row("half of the codes", opened("gptq-4bit", tensors=cut(f"{Q}.qweight", 0)), "Shape", f"{Q}.qzeros"),
     row("half of the words", opened("ct-w4a16", tensors=cut(f"{Q}.weight_packed", 1)), "Shape", f"{Q}.weight_packed"),
     row("no scales", opened("gptq-4bit", tensors=without(f"{Q}.scales")), "Missing", f"{Q}.scales", got="none"),
@@ -307,62 +307,62 @@ REFUSALS = [
     row("no biases", opened("mlx-4bit", tensors=without(f"{Q}.biases")), "Missing", f"{Q}.biases"),
     row("a stack of fewer experts", opened("mlx-4bit-experts", tensors=cut(f"{UP_STACK}.biases", 0)), "Shape",
         f"{UP_STACK}.biases"),
-    row("groups that do not divide", opened("awq-gemm", said(group_size=48)), "Inconsistent", "group_size", got=48),
-    row("a gemv matrix of more groups", opened("awq-gemv", said(group_size=-1)), "Inconsistent",
+    row("groups that do not divide", opened("awq-gemm", edit(group_size=48)), "Inconsistent", "group_size", got=48),
+    row("a gemv matrix of more groups", opened("awq-gemv", edit(group_size=-1)), "Inconsistent",
         "model.layers.0.self_attn.o_proj.scales", "group_size", expected=0, got=0.00665665),
-    row("a group size of 0", opened("mlx-4bit", said(group_size=0)), "OutOfRange", "group_size", got=0),
-    row("another group size", opened("gptq-4bit", said(group_size=16)), "Shape", f"{DOWN}.qzeros"),
+    row("a group size of 0", opened("mlx-4bit", edit(group_size=0)), "OutOfRange", "group_size", got=0),
+    row("another group size", opened("gptq-4bit", edit(group_size=16)), "Shape", f"{DOWN}.qzeros"),
     row("rows for groups", opened("ct-w4a16", of_group(strategy="channel")), "Shape", f"{DOWN}.weight_scale",
         "channel"),
-    row("one scale for blocks", opened("fp8-block-partial", said(weight_block_size=None)), "Shape",
+    row("one scale for blocks", opened("fp8-block-partial", edit(weight_block_size=None)), "Shape",
         f"{DOWN}.weight_scale_inv"),
-    row("a module that the settings leave alone", opened("ct-w4a16", said(ignore=["re:.*q_proj"])), "Inconsistent",
+    row("a module that the settings leave alone", opened("ct-w4a16", edit(ignore=["re:.*q_proj"])), "Inconsistent",
         "ignore", Q),
-    row("the same by name", opened("awq-gemm", said(modules_to_not_convert=["q_proj"])), "Inconsistent",
+    row("the same by name", opened("awq-gemm", edit(modules_to_not_convert=["q_proj"])), "Inconsistent",
         "modules_to_not_convert", Q),
-    row("the same for blocks", opened("fp8-block-partial", said(modules_to_not_convert=["mlp"])), "Inconsistent",
+    row("the same for blocks", opened("fp8-block-partial", edit(modules_to_not_convert=["mlp"])), "Inconsistent",
         "modules_to_not_convert"),
     row("floats of a module that is named", opened("ct-mixed", every_linear), "Inconsistent", "config_groups",
         "model.layers.0.self_attn.o_proj"),
     row("no target", opened("ct-w4a16", lambda s: s["config_groups"]["group_0"].update(targets=["re:nothing"])),
         "Inconsistent", "config_groups"),
-    row("an unknown method", opened("gptq-4bit", said(quant_method="aqlm")), "Unsupported", "quant_method", got="aqlm"),
-    row("no method", opened("gptq-4bit", said(quant_method=None)), "Missing", "quant_method"),
+    row("an unknown method", opened("gptq-4bit", edit(quant_method="aqlm")), "Unsupported", "quant_method", got="aqlm"),
+    row("no method", opened("gptq-4bit", edit(quant_method=None)), "Missing", "quant_method"),
     row("an unknown format", opened("ct-w4a16", lambda s: s["config_groups"]["group_0"].update(format="marlin-24")),
         "Unsupported", "format", got="marlin-24"),
-    row("rotations", opened("ct-w4a16", said(transform_config={"config_groups": {"u": {"type": "hadamard"}}})),
+    row("rotations", opened("ct-w4a16", edit(transform_config={"config_groups": {"u": {"type": "hadamard"}}})),
         "Unsupported", "transform_config"),
-    row("zeros left out", opened("ct-w4a16", said(sparsity_config={"format": "sparse-24-bitmask"})), "Unsupported",
+    row("zeros left out", opened("ct-w4a16", edit(sparsity_config={"format": "sparse-24-bitmask"})), "Unsupported",
         "sparsity_config"),
-    row("an unknown version of AWQ", opened("awq-gemm", said(version="marlin")), "Unsupported", "version"),
-    row("an unknown mode", opened("mlx-4bit", said(mode="nf4")), "Unsupported", "mode", got="nf4"),
-    row("an unknown algorithm", opened("modelopt-nvfp4", said(quant_algo="W4A8_AWQ")), "Unsupported", "quant_algo"),
+    row("an unknown version of AWQ", opened("awq-gemm", edit(version="marlin")), "Unsupported", "version"),
+    row("an unknown mode", opened("mlx-4bit", edit(mode="nf4")), "Unsupported", "mode", got="nf4"),
+    row("an unknown algorithm", opened("modelopt-nvfp4", edit(quant_algo="W4A8_AWQ")), "Unsupported", "quant_algo"),
     row("act-order without groups", opened("gptq-4bit-act-order", tensors=without(f"{Q}.g_idx")), "Missing",
         f"{Q}.g_idx", "desc_act"),
-    row("another order than said", opened("gptq-4bit-act-order", said(desc_act=False)), "Inconsistent", "desc_act"),
+    row("another order than said", opened("gptq-4bit-act-order", edit(desc_act=False)), "Inconsistent", "desc_act"),
     row("a group that is not there", opened("gptq-4bit-act-order", tensors=with_number(f"{Q}.g_idx", 0, 77, 4)),
         "Inconsistent", f"{Q}.g_idx", "77"),
-    row("the second version as the first", opened("gptq-v2-4bit", said(checkpoint_format="gptq")), "Inconsistent",
+    row("the second version as the first", opened("gptq-v2-4bit", edit(checkpoint_format="gptq")), "Inconsistent",
         f"{Q}.qzeros", "gptq_v2", got=9),
-    row("the first version as the second", opened("gptq-4bit", said(checkpoint_format="gptq_v2")), "Inconsistent",
+    row("the first version as the second", opened("gptq-4bit", edit(checkpoint_format="gptq_v2")), "Inconsistent",
         f"{Q}.qzeros", "gptq", got=7),
     row("a scale that is not a number", opened("gptq-4bit", tensors=with_number(f"{Q}.scales", 3, 0x7E00)),
         "NonFinite", f"{Q}.weight", got="nan"),
     row("a scale of 0", opened("ct-w4a16", tensors=with_number(f"{Q}.weight_scale", 5, 0)), "OutOfRange",
         f"{Q}.weight", got="0.0"),
-    row("another table", opened("bnb-nf4", said(bnb_4bit_quant_type="fp4")), "Inconsistent", "bnb_4bit_quant_type"),
-    row("another class of BitNet", opened("bitnet-bitlinear", said(linear_class="trilinear")), "Unsupported",
+    row("another table", opened("bnb-nf4", edit(bnb_4bit_quant_type="fp4")), "Inconsistent", "bnb_4bit_quant_type"),
+    row("another class of BitNet", opened("bitnet-bitlinear", edit(linear_class="trilinear")), "Unsupported",
         "linear_class", got="trilinear"),
     row("codes of no dtype", opened("torchao-int8", tensors=with_tensor(
         f"{Q}._weight_qdata", lambda _, shape, data: ("U8", shape, data))), "Unsupported",
         f"{Q}._weight_qdata", got="U8"),
     row("no whole words", opened("gptq-3bit", tensors=cut_rows(f"{Q}.qweight", 2)), "Inconsistent", f"{Q}.qweight",
         "bits"),
-    row("an unknown packing", opened("auto-round-gptq", said(packing_format="auto_round:mlx")), "Unsupported",
+    row("an unknown packing", opened("auto-round-gptq", edit(packing_format="auto_round:mlx")), "Unsupported",
         "packing_format", got="auto_round:mlx"),
-    row("AWQ of other bits", opened("awq-gemm", said(bits=8)), "Unsupported", "bits", got=8),
+    row("AWQ of other bits", opened("awq-gemm", edit(bits=8)), "Unsupported", "bits", got=8),
     row("overrides of no module", opened("mlx-4bit-g64-overrides", renamed(UP, NO_MODULE)), "Inconsistent", NO_MODULE),
-    row("overrides of one module twice", opened("mlx-4bit-g64-overrides", said(**{f"{UP}.weight": {"bits": 8}})),
+    row("overrides of one module twice", opened("mlx-4bit-g64-overrides", edit(**{f"{UP}.weight": {"bits": 8}})),
         "Inconsistent", f"{UP}.weight", got="{'bits': 8}"),
     row("nothing is quantised", floats_as_gptq, "Inconsistent", "quant_method"),
 ]  # fmt: skip

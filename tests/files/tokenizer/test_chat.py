@@ -96,14 +96,14 @@ def test_a_template_can_refuse():
         "{{ messages[3].role }}", "{{ 1 // 0 }}", "{{ messages + 1 }}", "{% for x in 7 %}{% endfor %}",
     ],
 )  # fmt: skip
-def test_what_a_template_cannot_do_is_an_error_of_the_template(source: str):  # hostile ones are tried below
+def test_forbidden_operation_is_an_error_of_the_template(source: str):  # hostile ones are tried below
     template = ChatTemplate(source, variables={})
     with refuses("TemplateError", "chat template"):
         template.render(MESSAGES)
 
 
 @pytest.mark.parametrize("source", ["{% for", "{{ x", "{% nothing %}", "{% generation %}x", "{{ x | no_filter }}"])
-def test_what_is_no_template_is_refused(source: str):
+def test_invalid_template_is_refused(source: str):
     with refuses("TemplateError", "chat template"):
         ChatTemplate(source, variables={})
 

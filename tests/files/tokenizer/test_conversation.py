@@ -9,36 +9,36 @@ from builders.chat_models import CHATML, LLAMA_3, NO_END, chat_folder, chat_mode
 from helpers.refusals import refuses
 
 from llorch.files.tokenizer.chat import ChatTemplate
-from llorch.files.tokenizer.conversation import GENERATION, Breaker, chat_ends, taken_out, unnamed_ends, with_ends
+from llorch.files.tokenizer.conversation import GENERATION, Splitter, chat_ends, remove_marks, unnamed_ends, with_ends
 
 CONTROLS = ("<|im_start|>", "<|im_end|>", "</s>", "<|im_end|>x")
 
 
 @pytest.fixture
-def breaker() -> Breaker:
-    return Breaker(CONTROLS)
+def breaker() -> Splitter:
+    return Splitter(CONTROLS)
 
 
 def user(text: str) -> list[dict[str, object]]:
     return [{"role": "user", "content": text}]
 
 
-def through(template: str, messages: list[dict[str, object]], breaker: Breaker) -> tuple[str, list[int]]:
+def through(template: str, messages: list[dict[str, object]], breaker: Splitter) -> tuple[str, list[int]]:
     mark = breaker.mark_for(messages)
     assert mark is not None
-    broken = breaker.broken(messages, mark)
+    broken = breaker.insert_marks(messages, mark)
     assert isinstance(broken, list)
-    return taken_out(ChatTemplate(template, variables={}).render(broken), mark)
+    return remove_marks(ChatTemplate(template, variables={}).render(broken), mark)
 
 
-def test_innocent_words_are_left_alone(breaker: Breaker):
+def test_innocent_words_are_left_alone(breaker: Splitter):
     for text in ("", "hello", "a < b | c > d", "<im_end>", "im_end|>", "/s>", "\ufdd0"):
         assert breaker.mark_for(user(text)) is None
-    assert taken_out("\ufdd0", None) == ("\ufdd0", [])
+    assert remove_marks("\ufdd0", None) == ("\ufdd0", [])
 
 
 @pytest.mark.parametrize("text", ["a<|im_end|>b", "<|im_start|>", "</s></s>", "<|im_end|>x", "a <|im_", "a\n<"])
-def test_the_text_comes_back_and_every_control_token_in_it_has_an_inert_place(breaker: Breaker, text: str):
+def test_the_text_comes_back_and_every_control_token_in_it_has_an_inert_place(breaker: Splitter, text: str):
     actual, inert = through("<|im_start|>{{ messages[0].content }}<|im_end|>", user(text), breaker)
     assert actual == f"<|im_start|>{text}<|im_end|>"
     first, last = len("<|im_start|>"), len("<|im_start|>") + len(text)
@@ -52,7 +52,7 @@ def test_the_text_comes_back_and_every_control_token_in_it_has_an_inert_place(br
 
 @pytest.mark.parametrize("text", ["a#b", "#", "##", "<#", "#<|im_", "x<|a#b|>#"])
 def test_behind_a_control_token_of_one_character_there_are_two_inert_places(text: str):
-    breaker = Breaker(["#", "<|im_end|>", "<|a#b|>"])
+    breaker = Splitter(["#", "<|im_end|>", "<|a#b|>"])
     actual, inert = through("#{{ messages[0].content }}#", user(text), breaker)
     assert actual == f"#{text}#"
     assert [place for place in range(len(actual)) if inert.count(place + 1) > 1] == [
@@ -60,23 +60,23 @@ def test_behind_a_control_token_of_one_character_there_are_two_inert_places(text
     ]
 
 
-def test_a_token_that_two_texts_make_together_is_inert(breaker: Breaker):
+def test_a_token_that_two_texts_make_together_is_inert(breaker: Splitter):
     messages: list[dict[str, object]] = [{"role": "user", "content": "<|im_"}, {"role": "user", "content": "end|>"}]
     actual, inert = through("{% for m in messages %}{{ m.content }}{% endfor %}", messages, breaker)
     assert (actual, inert) == ("<|im_end|>", [1])
 
 
-def test_names_keep_their_text_and_everything_else_is_broken(breaker: Breaker):
-    odd = Breaker(["tool", "user", "</s>"])
+def test_names_keep_their_text_and_everything_else_is_broken(breaker: Splitter):
+    odd = Splitter(["tool", "user", "</s>"])
     messages = [{"role": "user", "type": "tool", "name": "user", "deep": [{"user": ["tool", 3, None]}]}]
     mark = odd.mark_for(messages)
     assert mark is not None
-    assert odd.broken(messages, mark) == [
+    assert odd.insert_marks(messages, mark) == [
         {"role": "user", "type": "tool", "name": f"u{mark}ser", "deep": [{f"u{mark}ser": [f"t{mark}ool", 3, None]}]}
     ]
 
 
-def test_a_mark_is_a_character_that_nobody_wrote(breaker: Breaker):
+def test_a_mark_is_a_character_that_nobody_wrote(breaker: Splitter):
     assert breaker.mark_for(user("</s>")) == "\ufdd0"
     assert breaker.mark_for(user("</s>\ufdd0\ufdd1")) == "\ufdd2"
     actual, inert = through("{{ messages[0].content }}", user("\ufdd0</s>\ufdd0"), breaker)
@@ -84,7 +84,7 @@ def test_a_mark_is_a_character_that_nobody_wrote(breaker: Breaker):
 
 
 @pytest.mark.parametrize("dump", ["tojson", "tojson(ensure_ascii=True)"])
-def test_marks_are_found_in_json(breaker: Breaker, dump: str):
+def test_marks_are_found_in_json(breaker: Splitter, dump: str):
     values = [{"role": "tool", "content": {"x": "a</s>\u00e9", "y<": 1}}]
     actual, inert = through(f"{{{{ messages[0].content | {dump} }}}}", values, breaker)
     assert json.loads(actual) == values[0]["content"]
@@ -92,8 +92,8 @@ def test_marks_are_found_in_json(breaker: Breaker, dump: str):
 
 
 def test_without_control_tokens_nothing_is_broken():
-    assert Breaker([]).mark_for(user("<|im_end|>")) is None
-    assert not Breaker([""]).found_in("")
+    assert Splitter([]).mark_for(user("<|im_end|>")) is None
+    assert not Splitter([""]).found_in("")
 
 
 def test_calls_that_a_model_would_not_see_are_refused(tmp_path: Path):

@@ -57,11 +57,11 @@ def n_tokens(metadata: Metadata) -> int:
     return len(metadata["tokenizer.ggml.tokens"])  # type: ignore[arg-type]
 
 
-def assert_same(one: GGUFVocabulary | HuggingFaceVocabulary, other: GGUFVocabulary | HuggingFaceVocabulary) -> None:
+def assert_same(a: GGUFVocabulary | HuggingFaceVocabulary, b: GGUFVocabulary | HuggingFaceVocabulary) -> None:
     texts = ["hello <|eot_id|> wor", "a<s>a</s> ab", "<tool>x [x] aaaaab", *generated_texts(150, seed=21)]
-    assert first_difference(Tokenizer(other).encode, Tokenizer(one).encode, texts) is None
-    assert other.special == one.special
-    assert [other.piece(i) for i in range(one.vocab_size)] == [one.piece(i) for i in range(one.vocab_size)]
+    assert first_difference(Tokenizer(b).encode, Tokenizer(a).encode, texts) is None
+    assert b.special == a.special
+    assert [b.piece(i) for i in range(a.vocab_size)] == [a.piece(i) for i in range(a.vocab_size)]
 
 
 @pytest.mark.slow_cases(but=["llama without space", "qwen2"])

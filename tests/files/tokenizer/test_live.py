@@ -35,13 +35,13 @@ def real(request: pytest.FixtureRequest) -> Path:
 
 
 @pytest.fixture(scope="module")
-def ours(real: Path) -> Tokenizer:
+def tokenizer(real: Path) -> Tokenizer:
     with open_gguf(real) as file:
         return Tokenizer.from_gguf(file)
 
 
 @pytest.fixture(scope="module")
-def theirs(real: Path) -> Iterator[LlamaVocabulary]:
+def llama(real: Path) -> Iterator[LlamaVocabulary]:
     vocabulary = LlamaVocabulary(real)
     yield vocabulary
     vocabulary.close()
@@ -63,8 +63,8 @@ def test_ids_equal_those_stored_beside_the_vocabulary(name: str):
 @pytest.mark.nightly_cases(but=["llama-spm"])
 @pytest.mark.weights
 @pytest.mark.live
-def test_ids_equal_llama_cpp_on_generated_texts(ours: Tokenizer, theirs: LlamaVocabulary):
-    assert first_difference(ours.encode, theirs.encode, generated_texts(2000, seed=2)) is None
+def test_ids_equal_llama_cpp_on_generated_texts(tokenizer: Tokenizer, llama: LlamaVocabulary):
+    assert first_difference(tokenizer.encode, llama.encode, generated_texts(2000, seed=2)) is None
 
 
 @pytest.mark.weights
@@ -72,7 +72,7 @@ def test_ids_equal_llama_cpp_on_generated_texts(ours: Tokenizer, theirs: LlamaVo
 @pytest.mark.slow
 @pytest.mark.nightly_cases(but=["*-one in 13"])
 @pytest.mark.parametrize("step", [pytest.param(1, id="every"), pytest.param(13, id="one in 13")])
-def test_a_code_point_belongs_to_the_words_that_llama_cpp_makes(ours: Tokenizer, theirs: LlamaVocabulary, step: int):
+def test_code_points_are_split_into_the_words_of_llama_cpp(tokenizer: Tokenizer, llama: LlamaVocabulary, step: int):
     def in_context(code: int) -> str:
         c = chr(code)
         return f"a{c}b\u20ac1{c}2\u20ac {c}!\u20ac\n{c} \u20ac{c}{c}x\u20ac {c}{c}\u20ac{c}[PAD\u20ac!!{c}1\u20ac"
@@ -82,40 +82,40 @@ def test_a_code_point_belongs_to_the_words_that_llama_cpp_makes(ours: Tokenizer,
     codes = [code for code in codes if code < 0x800 or code % step == 0]
     texts = ["".join(map(in_context, codes[start : start + 32])) for start in range(0, len(codes), 32)]
     for text in texts:
-        expected = theirs.encode(text, add_special=False, parse_special=False)
-        assert ours.encode(text, add_special=False) == expected, ascii(text)
+        expected = llama.encode(text, add_special=False, parse_special=False)
+        assert tokenizer.encode(text, add_special=False) == expected, ascii(text)
 
 
 @pytest.mark.weights
 @pytest.mark.live
-def test_end_tokens_and_bytes_of_every_token_equal_llama_cpp(ours: Tokenizer, theirs: LlamaVocabulary):
-    assert ours.vocab_size == theirs.size
-    assert ours.eos_token_ids == theirs.end_tokens()
-    assert [ours.token_bytes(i) for i in range(theirs.size)] == [theirs.piece(i) for i in range(theirs.size)]
+def test_end_tokens_and_bytes_of_every_token_equal_llama_cpp(tokenizer: Tokenizer, llama: LlamaVocabulary):
+    assert tokenizer.vocab_size == llama.size
+    assert tokenizer.eos_token_ids == llama.end_tokens()
+    assert [tokenizer.token_bytes(i) for i in range(llama.size)] == [llama.piece(i) for i in range(llama.size)]
 
 
 @pytest.mark.weights
-def test_every_special_text_is_inert_in_the_text_of_a_user(real: Path, ours: Tokenizer):
+def test_every_special_text_is_inert_in_the_text_of_a_user(real: Path, tokenizer: Tokenizer):
     with open_gguf(real) as file:
         types = file.metadata["tokenizer.ggml.token_type"]
         texts = [raw.decode() for raw in file.metadata["tokenizer.ggml.tokens"]]  # type: ignore[union-attr]
     assert isinstance(types, np.ndarray)
     control = {int(i): texts[i] for i in np.flatnonzero((types == 3) | (types == 2))}
-    control |= {i: texts[i] for i in ours.eos_token_ids}
+    control |= {i: texts[i] for i in tokenizer.eos_token_ids}
     assert len(control) >= 3
     for token_id, text in control.items():
         for user_text in (text, f"a{text}b", f" {text} ", text * 3, f"<{text}>"):
-            ids = ours.encode(user_text, add_special=False)
+            ids = tokenizer.encode(user_text, add_special=False)
             assert not control.keys() & set(ids), user_text
-            assert ours.decode(ids) == user_text
-        assert token_id in ours.encode(f"a{text}b", add_special=False, parse_special=True)
+            assert tokenizer.decode(ids) == user_text
+        assert token_id in tokenizer.encode(f"a{text}b", add_special=False, parse_special=True)
 
 
 @pytest.mark.weights
-def test_decoding_gives_generated_texts_back(ours: Tokenizer):
+def test_decoding_gives_generated_texts_back(tokenizer: Tokenizer):
     for text in generated_texts(2000, seed=3):
         text = text.replace("\u2581", "_")  # a SentencePiece vocabulary writes a space this way
-        assert ours.decode(ours.encode(text)) == text
+        assert tokenizer.decode(tokenizer.encode(text)) == text
 
 
 PATTERNS = ("a", "ab", " ", "\n", "\t", "=", "1", "'s", " a", "\x00", "\u00e9", "\U0001f600")
@@ -125,15 +125,15 @@ PATTERNS = ("a", "ab", " ", "\n", "\t", "=", "1", "'s", " a", "\x00", "\u00e9", 
 @pytest.mark.slow
 @pytest.mark.nightly_cases(but=["qwen2- "])
 @pytest.mark.parametrize("pattern", PATTERNS)
-def test_a_repeated_pattern_costs_work_in_proportion_to_its_length(ours: Tokenizer, pattern: str):
+def test_a_repeated_pattern_costs_work_in_proportion_to_its_length(tokenizer: Tokenizer, pattern: str):
     def n_lines(n_bytes: int) -> int:
         with work_limit(math.inf) as work:
-            ours.encode(pattern * (n_bytes // len(pattern.encode())))
+            tokenizer.encode(pattern * (n_bytes // len(pattern.encode())))
         return work.n_lines
 
     assert n_lines(200_000) <= 4.5 * n_lines(50_000)
     # The `tokenizers` library runs no Python. Its 2 seconds here would be hours by a square law: `--processor-limit`.
-    assert len(ours.encode(pattern * (1_000_000 // len(pattern.encode())))) > 1000
+    assert len(tokenizer.encode(pattern * (1_000_000 // len(pattern.encode())))) > 1000
 
 
 def write_vocabulary(path: Path, metadata: dict[str, object]) -> Path:

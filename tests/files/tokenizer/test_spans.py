@@ -1,4 +1,4 @@
-"""Where tokens start in a text, and control tokens that a user wrote."""
+"""Starts of tokens in a text, and control tokens that a user wrote."""
 
 import json
 from collections.abc import Callable
@@ -10,7 +10,7 @@ from builders.vocabularies import generated_texts, tiny_byte_level, tiny_sentenc
 from helpers.refusals import refuses
 
 from llorch.files.tokenizer import Tokenizer
-from llorch.files.tokenizer.conversation import Breaker, taken_out
+from llorch.files.tokenizer.conversation import Splitter, remove_marks
 from llorch.files.tokenizer.gguf_vocabulary import GGUFVocabulary
 from tests.files.tokenizer.test_huggingface import FORMS, write
 
@@ -86,11 +86,11 @@ def test_a_control_token_over_an_inert_place_stays_text_and_the_others_count(tok
 def test_a_control_token_of_one_character_that_a_user_wrote_stays_text(tmp_path: Path, parts: dict[str, bool]):
     added = [added_token(260, "<|begin_of_text|>"), added_token(261, "<|eot_id|>"), added_token(262, "\u20ac") | parts]
     tokenizer = write(tmp_path, "qwen", added_tokens=added)
-    breaker = Breaker(tokenizer.control_texts)
+    breaker = Splitter(tokenizer.control_texts)
     words = "o\u20ac \u20ac<|eot_id|>o"
     mark = breaker.mark_for(words)
     assert mark is not None
-    text, inert = taken_out(f"\u20ac{breaker.broken(words, mark)}\u20aco<|eot_id|>", mark)
+    text, inert = remove_marks(f"\u20ac{breaker.insert_marks(words, mark)}\u20aco<|eot_id|>", mark)
     ids, starts = tokenizer.encode_rendered(text, inert=inert)
     assert ids == [262, *tokenizer.encode(words), 262, ord("o"), 261]
     assert starts == sorted(starts)

@@ -44,8 +44,8 @@ def pid_of(process: TemplateProcess) -> int:
     return process.pid
 
 
-def there(pid: int) -> bool:
-    """Whether a process exists; one that nobody waited for (a zombie) does."""
+def process_exists(pid: int) -> bool:
+    """Tell whether a process exists; one that nobody waited for (a zombie) does."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -54,7 +54,7 @@ def there(pid: int) -> bool:
 
 
 def running(pid: int) -> bool:
-    """Whether a process runs; a zombie, which an orphan stays in some containers, does not."""
+    """Tell whether a process runs; a zombie, which an orphan stays in some containers, does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):
@@ -92,7 +92,7 @@ def test_a_breach_ends_the_process_and_the_next_request_has_a_new_one(
 ):
     first = pid_of(process)
     assert_stopped(process.ask(request_), limit)
-    assert (process.pid, there(first)) == (None, False)
+    assert (process.pid, process_exists(first)) == (None, False)
     assert pid_of(process) != first
 
 
@@ -101,7 +101,7 @@ def test_a_process_that_ended_while_idle_is_replaced(process: TemplateProcess):
     os.kill(first, signal.SIGKILL)
     assert ends_within(30, first)
     assert pid_of(process) != first
-    assert not there(first)
+    assert not process_exists(first)
 
 
 def test_a_process_that_ends_in_some_other_way_is_told(process: TemplateProcess):
@@ -115,7 +115,7 @@ def test_template_process_stop_ends_the_child(process: TemplateProcess):
     first = pid_of(process)
     process.stop()
     process.stop()
-    assert not there(first)
+    assert not process_exists(first)
 
 
 def test_threads_get_their_own_answers(process: TemplateProcess):
@@ -200,7 +200,7 @@ def test_a_process_that_cannot_start_is_an_error_with_its_command(
 
 def test_template_process_ends_when_python_exits():
     done = script("process.ask(HELLO)\nprint(process.pid)\n")
-    assert not there(int(done.stdout))
+    assert not process_exists(int(done.stdout))
     assert (done.returncode, done.stderr) == (0, "")
 
 

@@ -42,7 +42,7 @@ def requests(source: str) -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["CHATML", "LLAMA_3", "THINKING", "OPENS_WITH_THINKING", "NO_END"])
-def test_the_process_says_what_this_process_would(name: str):
+def test_worker_answers_equal_those_of_this_process(name: str):
     for request in requests(SOURCES[name]):
         assert RESIDENT.ask(request) == answer(request, max_text=MAX_TEXT)
 

@@ -12,13 +12,13 @@ from helpers.stored_goldens import golden_of, suite_of, weights_of
 
 from llorch.judging.expectations.forward import COPIES, ForwardExpectations
 from llorch.judging.expectations.tokens import GreedyJudge, edge_of_top_p
-from llorch.judging.expert_selection import StageOverride, as_made
+from llorch.judging.expert_selection import StageOverride, identity
 from llorch.judging.goldens.forward import ENGINES, N_GREEDY, EngineOutput, ReferenceOutput, sampler_inputs
 from llorch.judging.runner_check import RunnerCheck, check_runner
 from llorch.judging.runners import StageObserver, Trace
 from llorch.judging.runners import numpy as numpy_runner
 from llorch.judging.runners.numpy import FLOAT64, OWN_SUMS, NumpyRunner
-from llorch.judging.tolerances.forward import MATHEMATICS, NOTHING_KNOWN, ForwardTolerances, Margins
+from llorch.judging.tolerances.forward import MATHEMATICS, NO_TIES, ForwardTolerances, Margins
 from llorch.judging.types import Comparison
 from llorch.model import forward as forward_page
 from llorch.model.cache import KVCache
@@ -45,7 +45,7 @@ def runner(name: str = "numpy") -> NumpyRunner:
     return NumpyRunner(weights_of(MODEL), name)
 
 
-def shown(case: str, name: str, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, EngineOutput]:
+def with_changed_stage(case: str, name: str, change: Callable[[np.ndarray], np.ndarray]) -> dict[str, EngineOutput]:
     """The stored goldens, with a stage of llama.cpp changed."""
     trace = THEIRS.traces[case]
     traces = {**THEIRS.traces, case: {**trace, name: change(trace[name].copy())}}
@@ -92,7 +92,7 @@ def poison(array: np.ndarray) -> np.ndarray:
 def test_one_changed_number_of_a_golden_fails_its_stage_in_every_mode(
     case: str, name: str, checkpoint: str, change: Callable
 ):
-    bad = failing(check_runner(suite(shown(case, name, change)), runner()))
+    bad = failing(check_runner(suite(with_changed_stage(case, name, change)), runner()))
     stage, n = name.rpartition(".")[2], len(GOLDEN.cases[case].ids)
     assert {(checkpoint, stage, mode, case) for mode in ("isolated", "chained")} <= bad
     assert {("03", stage, "decode", f"{case}, {k} cached") for k in (1, n // 2, n - 1)} <= bad
@@ -127,20 +127,20 @@ class Silent(NumpyRunner):
 
     lost = "l1.ffn_up"
 
-    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
-        super().isolated(this, golden, self.without(observe))
+    def isolated(self, inputs: Pass, golden: Trace, observe: StageObserver) -> None:
+        super().isolated(inputs, golden, self.without(observe))
 
     def chained(
-        self, case: str, this: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = as_made
+        self, case: str, inputs: Pass, observe: StageObserver, *, n_cached: int = 0, override: StageOverride = identity
     ) -> None:
-        super().chained(case, this, self.without(observe), n_cached=n_cached, override=override)
+        super().chained(case, inputs, self.without(observe), n_cached=n_cached, override=override)
 
     def without(self, observe: StageObserver) -> StageObserver:
-        def shown(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
+        def observe_unless_lost(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
             if name != self.lost:
                 observe(name, array, flips=flips, refused=refused)
 
-        return shown
+        return observe_unless_lost
 
 
 @pytest.mark.parametrize("backend", ["numpy", FLOAT64])
@@ -158,11 +158,11 @@ def test_a_stage_that_never_arrives_fails_in_every_place_where_it_was_due(backen
 class Flipping(NumpyRunner):
     """A right runner that says of every stage that values flip, and of one that some were too far off for that."""
 
-    def isolated(self, this: Pass, golden: Trace, observe: StageObserver) -> None:
-        def shown(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
+    def isolated(self, inputs: Pass, golden: Trace, observe: StageObserver) -> None:
+        def observe_with_flips(name: str, array: np.ndarray, *, flips: int = 0, refused: int = 0) -> None:
             observe(name, array, flips=3, refused=2 if name == "l1.ffn_up" else 0)
 
-        super().isolated(this, golden, shown)
+        super().isolated(inputs, golden, observe_with_flips)
 
 
 def test_a_stage_with_values_too_far_off_for_a_flip_fails_though_its_numbers_are_right():
@@ -188,7 +188,9 @@ def test_every_stage_layer_case_and_cut_has_rows_of_its_own():
 
 
 def test_distances_of_a_row_are_those_of_its_golden():
-    comparisons = RunnerCheck(suite(shown("near", "l0.ffn_up", lambda a: a * np.float32(1.001))), runner()).stage_rows()
+    comparisons = RunnerCheck(
+        suite(with_changed_stage("near", "l0.ffn_up", lambda a: a * np.float32(1.001))), runner()
+    ).stage_rows()
     mine = {
         r.mode: r
         for r in comparisons
@@ -202,12 +204,12 @@ def test_distances_of_a_row_are_those_of_its_golden():
     assert 0 < mine["chained"].reference_error < 1e-6
 
 
-@pytest.mark.parametrize(("off", "times"), [(0.1, 1), (0.5, 2), (0.9, 3.6), (50, FACTOR)])
-def test_tolerance_is_derived_or_four_times_the_engine_error(off: float, times: float):
+@pytest.mark.parametrize(("engine_error", "times"), [(0.1, 1), (0.5, 2), (0.9, 3.6), (50, FACTOR)])
+def test_tolerance_is_derived_or_four_times_the_engine_error(engine_error: float, times: float):
     here = weights_of(MODEL), GOLDEN.cases["near"], GOLDEN.reference.engine_output.traces["near"]
     derived = ForwardTolerances(*here)
     for mode, alone in (("isolated", derived.isolated("l1.ffn_up")), ("chained", derived.chained("l1.ffn_up"))):
-        far = {(mode, "ffn_up"): Difference(off * alone.error, 0.0)}
+        far = {(mode, "ffn_up"): Difference(engine_error * alone.error, 0.0)}
         made = getattr(ForwardTolerances(*here, distance=lambda *of, far=far: far.get(of)), mode)("l1.ffn_up")
         assert made.error == pytest.approx(times * alone.error)
         assert made.worst == pytest.approx(times * alone.worst)
@@ -300,11 +302,11 @@ def test_first_greedy_token_of_an_engine_is_its_argmax(model: str, engine: str):
     assert len(engine_output.greedy) == N_GREEDY
 
 
-def with_true_gap(at: int, share: float) -> tuple[ReferenceOutput, int]:
+def with_true_gap(step: int, share: float) -> tuple[ReferenceOutput, int]:
     """The float64 reference with the two best logits of one step close together, in the same order; the second's id."""
     steps = GOLDEN.reference.step_logits.copy()
-    second = int(np.argsort(steps[at])[-2])
-    steps[at, second] = steps[at].max() - share * np.sqrt(np.square(steps[at]).mean())
+    second = int(np.argsort(steps[step])[-2])
+    steps[step, second] = steps[step].max() - share * np.sqrt(np.square(steps[step]).mean())
     return replace(GOLDEN.reference, step_logits=steps), second
 
 
@@ -326,15 +328,15 @@ def test_different_greedy_token_is_a_tie_only_at_a_reference_near_tie(share: flo
 
 def test_constant_logits_fail_if_the_reference_has_a_margin(monkeypatch: pytest.MonkeyPatch):
     right = numpy_runner.forward
-    monkeypatch.setattr(numpy_runner, "forward", lambda *given, **named: np.ones_like(right(*given, **named)))
+    monkeypatch.setattr(numpy_runner, "forward", lambda *args, **kwargs: np.ones_like(right(*args, **kwargs)))
     comparisons = sampler_rows(THEIRS)
     assert {comparisons[stage].verdict for stage in ("selected_logits", "argmax", "generation")} == {FAIL}
 
 
-@pytest.mark.parametrize(("at", "token"), [(3, -1), (3, 10**9), (-1, None)])
-def test_another_token_or_one_that_the_model_does_not_have_is_no_tie(at: int, token: int | None):
+@pytest.mark.parametrize(("step", "token"), [(3, -1), (3, 10**9), (-1, None)])
+def test_another_token_or_one_that_the_model_does_not_have_is_no_tie(step: int, token: int | None):
     greedy = THEIRS.greedy.copy()
-    greedy[at] = (greedy[at] + 1) % weights_of(MODEL).config.vocab_size if token is None else token
+    greedy[step] = (greedy[step] + 1) % weights_of(MODEL).config.vocab_size if token is None else token
     assert sampler_rows(replace(THEIRS, greedy=greedy))["generation"].verdict == FAIL
 
 
@@ -434,7 +436,7 @@ def test_near_tie_gap_is_the_reference_gap_to_the_less_likely_token():
     assert gap(1, 0) == gap(0, 1) == gap(1, 1) == gap(1, 0, 0) == pytest.approx(1 / size)
     assert gap(3, 0) == gap(-1, 0) == gap(0, 1, 0) == np.inf  # no such tokens; after another text than the reference's
     assert known.of(text, 1, 0)[1] == 1e-6 + 2.0**-24
-    assert NOTHING_KNOWN.of(text, 0, 0) == (np.inf, 0.0)
+    assert NO_TIES.of(text, 0, 0) == (np.inf, 0.0)
 
 
 MOVED = 1e-3

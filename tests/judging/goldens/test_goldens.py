@@ -17,7 +17,7 @@ from llorch.engines import LoadPath
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES
 from llorch.judging.expectations.quantised_models import MODELS
 from llorch.judging.goldens.quantised import FOLDER, ROUNDED_TO, QuantisedGolden, read, save, types
-from llorch.judging.goldens.store import SUFFIX, GoldenStore, plain_distances, read_arrays, read_distances, write_arrays
+from llorch.judging.goldens.store import SUFFIX, GoldenStore, read_arrays, read_distances, write_arrays, write_distances
 from llorch.ops.rounding import VARIANTS, round_activations
 from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import Difference
@@ -108,11 +108,11 @@ def test_goldens_made_again_without_a_change_have_no_differences(maker: ModuleTy
     assert maker.differences(quantised_golden(), quantised_golden()) == []
 
 
-def with_array(whole: QuantisedGolden, part: str, name: str, at: tuple[int, ...]) -> QuantisedGolden:
-    arrays = dict(getattr(whole, part))
+def with_array(golden: QuantisedGolden, part: str, name: str, index: tuple[int, ...]) -> QuantisedGolden:
+    arrays = dict(getattr(golden, part))
     arrays[name] = arrays[name].copy()
-    arrays[name][at] += 1
-    return replace(whole, **{part: arrays})
+    arrays[name][index] += 1
+    return replace(golden, **{part: arrays})
 
 
 def test_one_difference_is_one_line_that_names_it(maker: ModuleType):
@@ -131,11 +131,13 @@ def test_one_difference_is_one_line_that_names_it(maker: ModuleType):
     assert sum(line.endswith("got nothing") for line in lines) == len(lines) - 1
 
 
-@pytest.mark.parametrize(("model", "least", "most"), [("F16", 1e-3, 4e-3), ("Q8_0", 0.03, 0.1), ("Q4_K", 0.05, 0.2)])
-def test_stages_are_held_to_what_flips_cost(maker: ModuleType, model: str, least: float, most: float):
+@pytest.mark.parametrize(
+    ("model", "least", "greatest"), [("F16", 1e-3, 4e-3), ("Q8_0", 0.03, 0.1), ("Q4_K", 0.05, 0.2)]
+)
+def test_stages_are_held_to_what_flips_cost(maker: ModuleType, model: str, least: float, greatest: float):
     whole = quantised_golden()
     limit = maker.all_flipped(model, whole)["logits"].error
-    assert least < limit < most  # 8 bits cost 1 or 2 % of each input, 11 bits some 1e-4
+    assert least < limit < greatest  # 8 bits cost 1 or 2 % of each input, 11 bits some 1e-4
     for factor, n_lines in ((0.9, 0), (1.1, 1)):
         logits = whole.traces[model]["logits"] * np.float32(1 + factor * limit)
         traces = {**whole.traces, model: {**whole.traces[model], "logits": logits}}
@@ -216,6 +218,6 @@ def test_a_store_without_one_of_its_files_is_a_missing_golden(missing: str, tmp_
 
 
 def test_distances_come_back_with_four_digits():
-    plain = plain_distances({"engine": {"near": {"l0.q_rope": Difference(1.23456e-7, 0.5)}}})
+    plain = write_distances({"engine": {"near": {"l0.q_rope": Difference(1.23456e-7, 0.5)}}})
     assert plain == {"engine": {"near": {"l0.q_rope": [1.235e-7, 0.5]}}}
-    assert plain_distances(read_distances(plain)) == plain
+    assert write_distances(read_distances(plain)) == plain

@@ -43,7 +43,7 @@ def test_a_matrix_is_decoded_as_often_as_one_pass_comes_by(weights: SharedWeight
     decoded, told = Counter[str](), list[str]()
     right = Packed.decode
     monkeypatch.setattr(Packed, "decode", lambda self: decoded.update([self.name]) or right(self))
-    weights._kept._say = told.append
+    weights._decoded._progress = told.append
     comparisons(weights)
     assert set(decoded.values()) == {4}  # stages and decoding, each with passes that come by twice
     n = weights.config.n_layers
@@ -67,4 +67,4 @@ def test_a_tile_that_is_decoded_wrongly_is_red_wherever_it_is_used(
 def test_alone_nothing_is_kept(weights: SharedWeights):
     suite = suite_of(NAME, weights, quantised_golden())
     suite.tolerances(CASE).chained("logits")
-    assert not weights._kept.matrices
+    assert not weights._decoded.matrices

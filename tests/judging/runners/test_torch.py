@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.refusals import assert_tells, refuses
 from helpers.stored_goldens import golden_of, weights_of
-from helpers.torch_targets import on
+from helpers.torch_targets import target_or_skip
 
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.goldens.forward import EngineOutput
@@ -42,24 +42,24 @@ def comparisons(
 
 @cache
 def sound(target: str, suffix: str = "") -> TorchRunner:
-    return TorchRunner(weights_of(NAME), on(target), VARIANTS[suffix], f"{target}{suffix}")
+    return TorchRunner(weights_of(NAME), target_or_skip(target), VARIANTS[suffix], f"{target}{suffix}")
 
 
 def with_model(target: str, change: Callable[[TorchModel], Any]) -> TorchRunner:
     """The page with a loaded model that was changed."""
 
-    def make(weights: Any, at: Any) -> TorchModel:
-        model = plain(weights, at)
+    def make(weights: Any, target: Any) -> TorchModel:
+        model = plain(weights, target)
         change(model)
         return model
 
-    return TorchRunner(weights_of(NAME), on(target), TorchVariant(make, hidden=frozenset()), "changed")
+    return TorchRunner(weights_of(NAME), target_or_skip(target), TorchVariant(make, hidden=frozenset()), "changed")
 
 
 def test_a_cache_that_was_used_has_other_numbers_in_every_slot_and_states_of_zero():
-    model = plain(weights_of("micro-qwen3-next"), on(SINGLE))
+    model = plain(weights_of("micro-qwen3-next"), target_or_skip(SINGLE))
     observed = ObservedCase(model, golden_of("micro-qwen3-next").cases["near"])
-    observed.fill_as_used()
+    observed.fill_and_clear()
     cache = observed._cache
     assert all(bool(slots.all()) for slots in (*cache.keys, *cache.values))
     assert cache.state_tensors
@@ -68,7 +68,7 @@ def test_a_cache_that_was_used_has_other_numbers_in_every_slot_and_states_of_zer
 
 def test_a_state_that_is_not_forgotten_fails(monkeypatch: pytest.MonkeyPatch):
     golden, name = golden_of("micro-qwen3-next"), "micro-qwen3-next"
-    runner = TorchRunner(weights_of(name), on(SINGLE), VARIANTS[""], SINGLE)
+    runner = TorchRunner(weights_of(name), target_or_skip(SINGLE), VARIANTS[""], SINGLE)
     monkeypatch.setattr(Cache, "forget", lambda self: None)
     suite = ForwardExpectations(name, weights_of(name), golden.cases, golden.engine_outputs, golden.reference)
     assert any(c.verdict == FAIL and c.mode == "decode" for c in check_runner(suite, runner))
@@ -93,7 +93,7 @@ def test_kernel_that_omits_a_stage_is_refused():
     def silence(model: TorchModel) -> None:
         for layer in model.module.model.layers:
             attention: Any = layer.self_attn
-            attention.rotate = lambda *given, right=attention.rotate: right(*given[:-1], lambda name, stage: stage)
+            attention.rotate = lambda *args, right=attention.rotate: right(*args[:-1], lambda name, stage: stage)
 
     with refuses(CheckpointMismatch, "l0.k_cache", where=(NAME, "changed")):
         comparisons(with_model(SINGLE, silence))
@@ -192,7 +192,9 @@ def test_fused_attention_has_a_limit_of_its_own_derived_as_all_are():
 
 
 def test_compiled_and_packed_variants_are_checked_only_if_present():
-    assert variants_for(on(SINGLE), weights_of(NAME)) == [s for s in VARIANTS if s not in ("-compiled", "-packed")]
+    assert variants_for(target_or_skip(SINGLE), weights_of(NAME)) == [
+        s for s in VARIANTS if s not in ("-compiled", "-packed")
+    ]
 
 
 @pytest.mark.parametrize("target", ["torch-cpu-float16", HALF])

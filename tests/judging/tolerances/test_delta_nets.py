@@ -155,18 +155,18 @@ def test_each_input_of_the_delta_rule_is_counted_alone(source: str, output: str)
 
 def _part_of(source: str, output: str) -> np.ndarray:
     from llorch.judging.tolerances.delta_nets import RULES
-    from llorch.judging.tolerances.rounding import FLOAT32, Step
+    from llorch.judging.tolerances.rounding import FLOAT32, RuleInput
     from llorch.stages.table import BY_NAME
 
-    def made(counted: bool) -> np.ndarray:
+    def tolerance_variance(counted: bool) -> np.ndarray:
         given = tuple(spread()[name][None] * (counted and name == source) for name in DELTA)
         x = tuple(golden()[name] for name in DELTA)
         stage = BY_NAME[output.removeprefix("l0.")]
         y, no_error = golden()[output], np.zeros((1, 1, 1))
-        step = Step(stage, CONFIG, W.layer(0), NEAR.positions, x, y, given, FLOAT32, False, no_error)
+        step = RuleInput(stage, CONFIG, W.layer(0), NEAR.positions, x, y, given, FLOAT32, False, no_error)
         return RULES[stage.name](step)[0]
 
-    return made(True) - made(False)
+    return tolerance_variance(True) - tolerance_variance(False)
 
 
 def test_a_copy_is_exact_and_a_float32_run_stays_within_what_is_derived():

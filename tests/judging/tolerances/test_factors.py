@@ -168,7 +168,7 @@ def test_missed_factors_exit_code_says_whether_enough_comparisons_fail(
     factor: float, code: int, script: ModuleType, monkeypatch: pytest.MonkeyPatch
 ):
     page = script.torch_runners
-    monkeypatch.setattr(script, "torch_runners", lambda at: page(at, only=[""]))
+    monkeypatch.setattr(script, "torch_runners", lambda target: page(target, only=[""]))
     monkeypatch.setattr(script, "TRAINED", ())
     done = CliRunner().invoke(script.main, ["micro-llama3", "--factor", str(factor)])
     assert done.exit_code == code

@@ -20,7 +20,7 @@ from llorch.judging.tolerances.forward import (
     ForwardTolerances,
     derive_tolerance,
     product_error,
-    rounded,
+    round_variance,
     squared_terms,
     variances,
 )
@@ -144,11 +144,11 @@ def test_tolerance_of_sums_of_two_is_the_minimum(name: str):
 
 
 @pytest.mark.parametrize(
-    ("name", "given", "weight"),
+    ("name", "input_name", "weight"),
     [("l1.q_proj", "l1.attn_norm", "layers.1.q_proj"), ("l1.ffn_out", "l1.ffn_act", "layers.1.down_proj")],
 )
-def test_isolated_product_tolerance_covers_only_its_sum(name: str, given: str, weight: str):
-    own = product_error(TRACE[given], WEIGHTS[weight], TRACE[name], FLOAT32)
+def test_isolated_product_tolerance_covers_only_its_sum(name: str, input_name: str, weight: str):
+    own = product_error(TRACE[input_name], WEIGHTS[weight], TRACE[name], FLOAT32)
     assert tolerances().isolated(name).error == pytest.approx(own, rel=1e-3)
     assert tolerances().chained(name).error > 2 * own
 
@@ -286,6 +286,6 @@ def test_behind_a_rounding_an_error_of_many_steps_is_still_there(kind: Any):
     for off, least, most in ((1.0, 1.0, 1.1), (1e-12, 1.0, math.inf)):
         given = np.zeros((3, *x.shape), np.float32)
         given[FREE] = off**2
-        made = rounded(given, x, kind)
+        made = round_variance(given, x, kind)
         assert not made[:FREE].any()
         assert least <= np.sqrt(made[FREE].mean()) / off <= most

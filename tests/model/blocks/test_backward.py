@@ -53,8 +53,8 @@ def traced(weights: Weights) -> tuple[dict[str, np.ndarray], dict[str, np.ndarra
     return trace, backward(d_logits, IDS, trace, weights)
 
 
-def assert_change(ahead: float, behind: float, expected: float, name: str) -> None:
-    assert (ahead - behind) / (2 * STEP) == pytest.approx(expected, rel=1e-5, abs=5e-8), name
+def assert_change(loss_above: float, loss_below: float, expected: float, name: str) -> None:
+    assert (loss_above - loss_below) / (2 * STEP) == pytest.approx(expected, rel=1e-5, abs=5e-8), name
 
 
 @pytest.mark.nightly_cases(but=["smollm3"])

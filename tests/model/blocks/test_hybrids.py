@@ -41,7 +41,7 @@ THEIRS = {
 
 
 @dataclass
-class Theirs:
+class TransformersModules:
     """A module of each kind, what they make of the same input, and their weights as ours call them."""
 
     config: Any
@@ -72,7 +72,7 @@ class Theirs:
 
 
 @pytest.fixture(params=["Qwen3Next", "Qwen3_5"])
-def theirs(request) -> Theirs:
+def hf_modules(request) -> TransformersModules:
     import torch
     import transformers
 
@@ -95,19 +95,19 @@ def theirs(request) -> Theirs:
         made[0].A_log.copy_(torch.linspace(-4, 3, 6))
         made[0].dt_bias[-1] = 16.0  # a head that forgets at once: g is near -316
         rotary = getattr(module[name], f"{name}{'Text' if name == 'Qwen3_5' else ''}RotaryEmbedding")(config)
-    return Theirs(config, made[0], made[1], rotary)
+    return TransformersModules(config, made[0], made[1], rotary)
 
 
 def parts(seq: int, cuts: list[int]) -> list[slice]:
     return [slice(*both) for both in pairwise([0, *cuts, seq])]
 
 
-def state(of_theirs: Any) -> np.ndarray:
+def state_array(of_theirs: Any) -> np.ndarray:
     assert of_theirs is not None
     return of_theirs.numpy()[0]
 
 
-def mixed(h: np.ndarray, w: Any, memory: DeltaState) -> np.ndarray:
+def run_delta_net(h: np.ndarray, w: Any, memory: DeltaState) -> np.ndarray:
     tables = rope_tables(np.arange(len(h)), head_dim=CONFIG.rotated, theta=1e4, scaling=None)
     return delta_net(h, w, CONFIG, *tables, memory, lambda name, x: x)
 
@@ -116,43 +116,43 @@ CUTS = [[], [1], [2], [3], [63], [64], [65], [128], [1, 2, 3, 4], [70, 71, 140],
 
 
 @pytest.mark.parametrize("cuts", CUTS, ids=lambda cuts: "-".join(map(str, cuts[:4])) or "whole")
-def test_a_delta_net_is_that_of_transformers_however_it_is_cut(theirs, cuts):
+def test_a_delta_net_is_that_of_transformers_however_it_is_cut(hf_modules, cuts):
     import torch
     import transformers
 
     from llorch.engines.transformers_capture import float64_everywhere
 
     h, memory = np.random.default_rng(1).normal(size=(SEQ, 40)) * 2, DeltaState.empty(NET, np.float64)
-    cache = transformers.DynamicCache(config=theirs.config)
+    cache = transformers.DynamicCache(config=hf_modules.config)
     with float64_everywhere(), torch.no_grad():
-        expected = theirs.mixer(torch.tensor(h[None]), cache_params=cache)[0].numpy()
-    actual = [mixed(h[part], theirs.of_mixer, memory) for part in parts(SEQ, cuts)]
+        expected = hf_modules.mixer(torch.tensor(h[None]), cache_params=cache)[0].numpy()
+    actual = [run_delta_net(h[part], hf_modules.of_mixer, memory) for part in parts(SEQ, cuts)]
     for ours, of_theirs in (
         (np.concatenate(actual), expected),
-        (memory.conv, state(cache.get_conv_state(0)).T[-3:]),
-        (memory.delta, state(cache.get_recurrent_state(0))),
+        (memory.conv, state_array(cache.get_conv_state(0)).T[-3:]),
+        (memory.delta, state_array(cache.get_recurrent_state(0))),
     ):
         np.testing.assert_allclose(ours, of_theirs, rtol=0, atol=1e-12 * np.abs(of_theirs).max())
 
 
 @pytest.mark.parametrize("seq", [1, 2, 3, 70])
-def test_short_passes_leave_the_states_of_transformers(theirs, seq):
+def test_short_passes_leave_the_states_of_transformers(hf_modules, seq):
     import torch
     import transformers
 
     from llorch.engines.transformers_capture import float64_everywhere
 
     h, memory = np.random.default_rng(1).normal(size=(seq, 40)), DeltaState.empty(NET, np.float64)
-    cache = transformers.DynamicCache(config=theirs.config)
+    cache = transformers.DynamicCache(config=hf_modules.config)
     with float64_everywhere(), torch.no_grad():
-        theirs.mixer(torch.tensor(h[None]), cache_params=cache)
-    mixed(h, theirs.of_mixer, memory)
-    np.testing.assert_allclose(memory.conv, state(cache.get_conv_state(0)).T[-3:], atol=1e-13)
-    np.testing.assert_allclose(memory.delta, state(cache.get_recurrent_state(0)), rtol=0, atol=1e-12)
+        hf_modules.mixer(torch.tensor(h[None]), cache_params=cache)
+    run_delta_net(h, hf_modules.of_mixer, memory)
+    np.testing.assert_allclose(memory.conv, state_array(cache.get_conv_state(0)).T[-3:], atol=1e-13)
+    np.testing.assert_allclose(memory.delta, state_array(cache.get_recurrent_state(0)), rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("cuts", CUTS[:-1], ids=str)
-def test_gated_attention_is_that_of_transformers(theirs, cuts):
+def test_gated_attention_is_that_of_transformers(hf_modules, cuts):
     import torch
 
     from llorch.engines.transformers_capture import float64_everywhere
@@ -162,11 +162,13 @@ def test_gated_attention_is_that_of_transformers(theirs, cuts):
     with float64_everywhere(), torch.no_grad():
         x, at = torch.tensor(h[None]), torch.tensor(positions[None])
         mask = torch.full((SEQ, SEQ), -torch.inf).triu(1)[None, None]
-        expected = theirs.attention(x, theirs.rotary(x, at), mask)[0][0].numpy()
+        expected = hf_modules.attention(x, hf_modules.rotary(x, at), mask)[0][0].numpy()
     cache, actual = KVCache(CONFIG, np.float64), list[np.ndarray]()
     for part in parts(SEQ, cuts):
         tables = rope_tables(positions[part], head_dim=CONFIG.rotated, theta=1e4, scaling=None)
-        actual.append(gated_attention(h[part], theirs.of_attention, CONFIG, *tables, cache.memory(1), lambda _, x: x))
+        actual.append(
+            gated_attention(h[part], hf_modules.of_attention, CONFIG, *tables, cache.memory(1), lambda _, x: x)
+        )
         cache.advance(len(h[part]))
     np.testing.assert_allclose(np.concatenate(actual), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 

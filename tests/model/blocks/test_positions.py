@@ -25,13 +25,13 @@ LLAMA4_CASES = {  # settings, and what a change of which must show
 
 
 @pytest.fixture(params=FAMILIES)
-def both(request):
+def model_and_weights(request):
     return random_model(request.param)
 
 
 @pytest.mark.parametrize(("first", "parts"), [(0, [40]), (0, [13, 1, 26]), (301, [40])])
-def test_every_family_is_that_of_transformers(both, first, parts):
-    model, weights = both
+def test_every_family_is_that_of_transformers(model_and_weights, first, parts):
+    model, weights = model_and_weights
     ids, cache = np.arange(40) * 7 % 104, KVCache(weights.config, np.float64, first_position=first)
     expected = logits_of(model, ids, first)
     actual = np.concatenate([forward(part, weights, cache) for part in np.split(ids, np.cumsum(parts)[:-1])])
@@ -73,14 +73,14 @@ def test_every_variant_is_that_of_transformers(tmp_path: Path, settings: dict):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
-@pytest.mark.parametrize("how", ["plain", "sdpa", "reproducible", "batch"])
-def test_torch_is_that_of_numpy_in_every_way_that_it_runs(tmp_path: Path, how: str):
+@pytest.mark.parametrize("variant", ["plain", "sdpa", "reproducible", "batch"])
+def test_torch_is_that_of_numpy_in_every_way_that_it_runs(tmp_path: Path, variant: str):
     from llorch.judging.runners.torch import VARIANTS, TorchRunner
     from llorch.pytorch.device import target
     from llorch.stages.stage_ref import Pass
 
     weights = open_weights(random_folder("llama4", tmp_path / "llama4", 1, **LLAMA4_CASES["dense and sparse layers"]))
-    name = {"plain": "", "batch": "-fast-batch"}.get(how, f"-{how}")
+    name = {"plain": "", "batch": "-fast-batch"}.get(variant, f"-{variant}")
     runner = TorchRunner(weights, target("cpu", "float32"), VARIANTS[name], name)
     ids, shown = np.arange(30) * 7 % 104, dict[str, np.ndarray]()
     runner.chained("near", Pass(tuple(ids.tolist())), shown.__setitem__, n_cached=11)  # pyright: ignore

@@ -51,11 +51,12 @@ def fewer_prompts(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 @pytest.mark.nightly_cases("bfloat16-micro-qwen3-torch", "float32-micro-llama-torch")
-@pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
 @pytest.mark.parametrize(("dtype", "name"), [("float32", "micro-llama"), ("bfloat16", "micro-qwen3")])
-def test_no_bit_of_a_logit_depends_on_the_batch_its_padding_or_how_a_prompt_is_cut(dtype, name, own, request):
-    n_prompts = len(LENGTHS) if own else request.getfixturevalue("fewer_prompts")  # it shortens what the next line runs
-    assert verdict(dtype, name, own=own)[:2] == (n_prompts, 1)
+def test_logits_do_not_depend_on_batch_padding_or_prompt_chunks_bit_for_bit(dtype, name, is_compiled, request):
+    # the fixture shortens what `verdict` runs
+    n_prompts = len(LENGTHS) if is_compiled else request.getfixturevalue("fewer_prompts")
+    assert verdict(dtype, name, own_kernels=is_compiled)[:2] == (n_prompts, 1)
 
 
 IN_THREADS = [("float32", "micro-qwen3"), ("bfloat16", "micro-llama")]
@@ -79,7 +80,7 @@ def verdicts_with_two_threads() -> list[tuple[int, int, str]]:
 
 
 @pytest.mark.parametrize(("dtype", "name"), IN_THREADS)
-def test_two_threads_give_the_bits_of_one(dtype, name):
+def test_logits_do_not_depend_on_the_number_of_threads(dtype, name):
     company, cut, digest = verdicts_with_two_threads()[IN_THREADS.index((dtype, name))]
     assert (company, cut) == (len(LENGTHS), 1)
     prompt = (runner(name, DTYPES[dtype]).prompts()[3] * 4)[:140]
@@ -87,7 +88,7 @@ def test_two_threads_give_the_bits_of_one(dtype, name):
 
 
 @pytest.mark.usefixtures("fewer_prompts")
-def test_without_a_compiler_no_bit_depends_on_company_either(monkeypatch):
+def test_logits_do_not_depend_on_batch_without_a_compiler(monkeypatch):
     monkeypatch.setattr(reproducible, "library", lambda: None)
     run = runner("micro-qwen3")
     assert {type(part) for part in run.model.modules()} >= {CpuLinear, FixedRows, FixedNorm}
@@ -95,7 +96,7 @@ def test_without_a_compiler_no_bit_depends_on_company_either(monkeypatch):
     assert all(len(seen) == 1 for seen in hashes_in_company(run))
 
 
-def test_the_plain_model_does_not_pass_this_test():
+def test_default_mode_fails_this_test():
     plain = runner(fixed=False)
     assert any(len(seen) > 1 for seen in hashes_in_company(plain))
     assert len(hashes_when_cut(plain, plain.prompts()[3])) > 1
@@ -115,10 +116,10 @@ def test_reproducible_logits_are_as_close_to_float64_as_default_ones():
 
 @pytest.mark.nightly_cases("torch-bfloat16", "torch-float32")
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-@pytest.mark.parametrize("own", [True, False], ids=["compiled", "torch"])
-def test_packed_weights_are_reproducible_too(own, dtype, tmp_path: Path):
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "torch"])
+def test_packed_weights_are_reproducible_too(is_compiled, dtype, tmp_path: Path):
     model = load_packed(open_weights(write_model("Q4_K", tmp_path)), dtype=dtype, device=CPU)
-    make_reproducible(model, own=own)
+    make_reproducible(model, own=is_compiled)
     run = Runner(model, dtype)
     prompt = run.prompts()[3]
     assert hashes_when_cut(run, prompt) == {sha256(run.batch([run.prompts()[0], prompt], "right")[1])}
@@ -126,7 +127,7 @@ def test_packed_weights_are_reproducible_too(own, dtype, tmp_path: Path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
-def test_no_bit_of_a_logit_depends_on_the_company_on_cuda(dtype):
+def test_logits_do_not_depend_on_batch_on_cuda(dtype):
 
     device = torch.device("cuda", 0)
     model = load_dense(open_weights(builtin_path("micro-qwen3")), dtype=dtype, device=device)
@@ -178,7 +179,7 @@ HALF_TOO = pytest.mark.parametrize("dtype", DTYPES.values(), ids=DTYPES)
 @HALF_TOO
 @pytest.mark.parametrize("habit", TILES)
 @pytest.mark.parametrize("n_out", [2, 10])
-def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits(habit, dtype, n_out, monkeypatch):
+def test_linear_computes_rows_alone_if_the_kernel_depends_on_position_or_size(habit, dtype, n_out, monkeypatch):
     monkeypatch.setattr(reproducible, "_FOUND", {})
     monkeypatch.setattr(reproducible, "ENOUGH", 16)  # results that show habits as plain as these
     torch.manual_seed(0)
@@ -198,7 +199,9 @@ def test_a_row_is_alone_in_its_product_unless_every_place_and_size_gave_its_bits
 
 @pytest.mark.parametrize("r", [1, 2, 3])
 @pytest.mark.parametrize("habit", HABITS)
-def test_so_is_a_row_of_an_adapter(habit: str, r: int, monkeypatch: pytest.MonkeyPatch):
+def test_adapter_computes_rows_alone_if_the_kernel_depends_on_position_or_size(
+    habit: str, r: int, monkeypatch: pytest.MonkeyPatch
+):
     def injected(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
         kernel = FaultyKernel(HABITS[habit], *reversed(weight.shape))
         kernel.weight, kernel.bias = torch.nn.Parameter(weight), torch.nn.Parameter(torch.zeros(len(weight)))
@@ -215,7 +218,7 @@ def test_so_is_a_row_of_an_adapter(habit: str, r: int, monkeypatch: pytest.Monke
 
 @pytest.mark.parametrize("head_dim", [6, 16])  # MKL's product of 64 keys with 6 columns differs by place on AVX2
 @pytest.mark.parametrize("habit", ["of the library", "odd rows"])
-def test_so_is_a_query_of_attention(habit: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
+def test_attention_computes_a_query_alone_on_faulty_kernels(habit: str, head_dim: int, monkeypatch: pytest.MonkeyPatch):
     def injected(tile: torch.Tensor, block: torch.Tensor) -> torch.Tensor:
         made, other = torch.matmul(tile, block), torch.matmul(tile.flip(-1), block.flip(-2))
         return torch.where(torch.arange(tile.shape[-2])[:, None] % 2 == 1, other, made)
@@ -269,19 +272,19 @@ FIXED_AND_TORCH = {
     "normalised": (fixed_order.normalised, lambda x: functional.normalize(x, p=1, dim=-1), (random(2, 3, 5).abs(),)),
     "mixed": (
         fixed_order.mixed,
-        lambda made, weights: torch.einsum("bskw,bsk->bsw", made, weights),
+        lambda outputs, weights: torch.einsum("bskw,bsk->bsw", outputs, weights),
         (random(2, 3, 5, 7), random(2, 3, 5)),
     ),
 }
 
 
 @pytest.mark.parametrize("name", FIXED_AND_TORCH)
-def test_a_function_of_one_order_gives_the_numbers_of_torch(name: str):
+def test_fixed_order_function_equals_torch(name: str):
     fixed, of_torch, arguments = FIXED_AND_TORCH[name]
     torch.testing.assert_close(fixed(*arguments), of_torch(*arguments), rtol=1e-13, atol=1e-13)
 
 
-def test_the_delta_rule_of_one_order_gives_the_numbers_of_the_one_in_chunks():  # which goldens judge
+def test_fixed_order_delta_rule_equals_the_chunked_one():  # which goldens judge
     rows = random(2, 9, 2, 3), random(2, 9, 2, 3).flip(1), random(2, 9, 4, 5)
     of_heads = random(2, 9, 4).sigmoid(), -random(2, 9, 4).abs()
     arguments = (*rows, *of_heads, random(2, 4, 3, 5))
@@ -290,7 +293,7 @@ def test_the_delta_rule_of_one_order_gives_the_numbers_of_the_one_in_chunks():  
 
 
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1.2e-7), (torch.float64, 2.3e-16)])
-def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tolerance):
+def test_exp_is_accurate_to_one_ulp_and_underflows_to_zero(dtype, tolerance):
     x = torch.linspace(-86, 86, 100_001, dtype=dtype)
     expected = np.exp(x.numpy().astype(np.longdouble))
     assert float(np.abs((exp(x).numpy() - expected) / expected).max()) < tolerance
@@ -300,7 +303,7 @@ def test_exp_is_right_to_one_unit_in_the_last_place_and_ends_in_zero(dtype, tole
     assert ends[4].isnan()
 
 
-def test_swiglu_and_norms_of_a_row_have_the_same_bits_wherever_it_stands():
+def test_swiglu_and_norms_of_a_row_do_not_depend_on_its_position():
     x = torch.randn(40, 37, generator=torch.Generator().manual_seed(0))  # a width that no vector register divides
     for function in (FixedNorm(RMSNorm(37, 1e-6)), lambda rows: swiglu(rows, rows)):
         assert torch.equal(torch.cat([function(row) for row in x.split(1)]), function(x))
@@ -313,7 +316,7 @@ def test_tree_sum_takes_any_width():
         assert tree_sum(x).tolist() == x.sum(-1).tolist()
 
 
-def test_softmax_gives_masked_keys_exactly_nothing_and_ignores_how_many_follow():
+def test_softmax_of_masked_keys_is_exactly_zero_for_any_number_of_keys():
     row = torch.randn(5, 70, generator=torch.Generator().manual_seed(0))
     longer = torch.nn.functional.pad(row, (0, 100), value=-math.inf)
     assert torch.equal(softmax(longer)[:, :70], softmax(row))

@@ -12,7 +12,7 @@ from helpers.mesh_programs import invoke_on_mesh
 from helpers.mesh_runs import compare
 from helpers.refusals import assert_cli_refuses, assert_tells, refuses
 from helpers.sharded_runs import joined_together
-from helpers.split_runs import NoText, answered, generated, gradients
+from helpers.split_runs import NoText, answer_batch, generate_on_ranks, gradients
 
 from llorch.families.layers import Layer
 from llorch.files import open_weights
@@ -57,14 +57,16 @@ def test_every_stage_of_a_sharded_model_matches_the_reference(model: str, n_rank
         ("micro-qwen2", "float64", "unsummed from 500 tokens on", [("whole", "attn_out")]),
     ],
 )
-def test_so_is_every_stage_of_long_contexts(model: str, dtype: str, fault: str, first: list[tuple[str, str]]):
+def test_every_stage_of_a_sharded_long_context_matches_the_reference(
+    model: str, dtype: str, fault: str, first: list[tuple[str, str]]
+):
     n_rows, n_failed, failed = on_ranks(2, compare, model, 2, dtype, fault, True)
     assert n_rows > 1600
     assert (failed[:1], n_failed > 0) == (first, bool(first))
 
 
 @pytest.mark.live
-def test_a_model_with_norms_of_heads_is_split_between_them(tmp_path: Path):
+def test_model_with_head_norms_is_sharded_between_heads(tmp_path: Path):
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     torch.manual_seed(3)
@@ -93,13 +95,13 @@ def test_other_dtypes_stay_within_the_limits_of_one_process(dtype: str):
         pytest.param("experts of another rank", "micro-qwen3-moe", "expert_gate", marks=pytest.mark.slow),
     ],
 )
-def test_a_mistake_of_splitting_goes_red_where_it_is_made(fault: str, model: str, stage: str):
+def test_sharding_fault_is_located(fault: str, model: str, stage: str):
     _, n_failed, failed = on_ranks(2, compare, model, 2, "float64", fault)
     assert n_failed > 100
     assert next(where for mode, where in failed if mode == "isolated") == stage
 
 
-def killed(rank: str) -> int:
+def kill_rank(rank: str) -> int:
     if os.environ["RANK"] == rank:
         os.kill(os.getpid(), signal.SIGKILL)
     return int(start({"tp": 2}).size())  # where the others wait
@@ -113,10 +115,10 @@ def raises() -> None:
 @pytest.mark.parametrize("rank", ["0", "1"])
 def test_a_rank_that_dies_ends_the_run(rank: str):
     with refuses(EngineDied, f"rank {rank} of 2", "Signal 9 (SIGKILL)"):
-        on_ranks(2, killed, rank)
+        on_ranks(2, kill_rank, rank)
 
 
-def test_what_the_first_rank_returns_is_returned_and_an_error_is_the_end():
+def test_value_of_rank_0_is_returned_and_an_error_ends_all_ranks():
     before = [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)]
     assert on_ranks(2, os.getenv, "RANK") == "0"
     assert [signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT)] == before
@@ -125,7 +127,7 @@ def test_what_the_first_rank_returns_is_returned_and_an_error_is_the_end():
     assert not is_rank()
 
 
-def of_another_size() -> str:
+def start_wrong_mesh() -> str:
     try:
         start({"dp": 2, "tp": 3})
     except ValueError as error:
@@ -133,11 +135,11 @@ def of_another_size() -> str:
     return "nothing"
 
 
-def test_a_mesh_of_another_size_than_there_are_ranks_is_refused():
-    assert_tells(on_ranks(2, of_another_size), "mesh", expected=("6 ranks", "dp=2 x tp=3"), got=2)
+def test_mesh_size_unequal_to_the_number_of_ranks_is_refused():
+    assert_tells(on_ranks(2, start_wrong_mesh), "mesh", expected=("6 ranks", "dp=2 x tp=3"), got=2)
 
 
-def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
+def test_indivisible_or_non_dense_model_is_not_sharded():
     config = open_weights(builtin_path("micro-qwen3")).config
     assert cannot_split(config, 1) is None
     assert_tells(str(cannot_split(config, 2)), expected="2 ranks", got=("heads 15", "KV heads 3"))
@@ -150,7 +152,7 @@ def test_what_ranks_do_not_divide_or_is_not_dense_cannot_be_split():
 
 
 @pytest.mark.slow
-def test_the_command_line_judges_on_ranks_with_one_voice(tmp_path: Path):
+def test_command_line_on_several_ranks_prints_once(tmp_path: Path):
     done = invoke_on_mesh(tmp_path, "verify", "--mesh", "tp=2", "micro-qwen3-moe", "--dtype", "float64")
     assert (done.exit_code, done.stdout.count("1 model, ")) == (0, 1), done.stderr
     assert "micro-qwen3-moe   torch-cpu-float64-tp2" in done.stdout
@@ -166,7 +168,9 @@ def test_the_command_line_judges_on_ranks_with_one_voice(tmp_path: Path):
         (("--mesh", "tp=2", "quantised"), ("quantised", "--mesh tp=2", "packed")),
     ],
 )
-def test_what_cannot_run_on_a_mesh_is_one_line(arguments: tuple[str, ...], facts: tuple[str, ...], tmp_path: Path):
+def test_unsupported_mesh_command_is_refused_in_one_line(
+    arguments: tuple[str, ...], facts: tuple[str, ...], tmp_path: Path
+):
     assert_cli_refuses(invoke_on_mesh(tmp_path, "verify", *arguments), 2, *facts)
 
 
@@ -174,13 +178,13 @@ ATTENTION: Any = {"r": 4, "lora_alpha": 8, "target_modules": ("q_proj", "k_proj"
 
 
 @pytest.mark.slow
-def test_tokens_are_those_of_one_process():
+def test_tokens_equal_one_process():
     model = load_torch("micro-qwen2-moe")
     vars(model)["tokenizer"] = NoText()
-    assert on_ranks(2, generated, "micro-qwen2-moe", 2, {})["tokens"] == [answered(model)] * 2
+    assert on_ranks(2, generate_on_ranks, "micro-qwen2-moe", 2, {})["tokens"] == [answer_batch(model)] * 2
 
 
-def test_gradients_of_adapters_on_attention_are_those_of_one_process():
+def test_gradients_of_attention_adapters_equal_one_process():
     lora = LoraConfig(**ATTENTION)
     alone, split = gradients("micro-qwen2-moe", 1, lora), on_ranks(2, gradients, "micro-qwen2-moe", 2, lora)
     assert alone.keys() == split.keys()
@@ -198,5 +202,5 @@ def test_adapters_on_experts_are_refused():
 
 
 @pytest.mark.parametrize("axes", [{"dp": 2, "tp": 2}, {"dp": 1, "tp": 3}, {"dp": 3, "tp": 1}])
-def test_many_tensors_joined_at_once_are_those_that_were_dealt(axes: dict[str, int]):
+def test_gathered_tensors_equal_the_sharded_originals(axes: dict[str, int]):
     assert on_ranks(axes["dp"] * axes["tp"], joined_together, axes) == []

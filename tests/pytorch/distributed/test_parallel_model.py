@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from helpers.command_line import spawn
 from helpers.refusals import assert_tells, refuses
-from helpers.split_runs import NoText, answered, generated, peak_of_loading, sizes_of, written
+from helpers.split_runs import NoText, answer_batch, generate_on_ranks, peak_of_loading, sizes_of, write_random_model
 
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
@@ -26,15 +26,15 @@ pytestmark = pytest.mark.usefixtures("warm_ranks")
 DIVISIBLE = {"n_heads": 16, "n_kv_heads": 2}  # of two blocks of 256 columns each, o and down
 
 
-def alone(path: str | Path, **how: Any) -> tuple[list[tuple[int, int]], np.ndarray]:
-    model = load_torch(path, **how)
+def run_one_process(path: str | Path, **load_options: Any) -> tuple[list[tuple[int, int]], np.ndarray]:
+    model = load_torch(path, **load_options)
     vars(model)["tokenizer"] = NoText()
-    return answered(model), model.forward([30, 20, 10, 40, 50, 60, 70, 80, 90])
+    return answer_batch(model), model.forward([30, 20, 10, 40, 50, 60, 70, 80, 90])
 
 
-def test_every_rank_makes_the_tokens_of_one_process_from_logits_of_the_same_bits():
-    made = on_ranks(2, generated, "micro-qwen2", 2, {})
-    tokens, logits = alone("micro-qwen2")
+def test_every_rank_generates_the_tokens_of_one_process_from_equal_logits():
+    made = on_ranks(2, generate_on_ranks, "micro-qwen2", 2, {})
+    tokens, logits = run_one_process("micro-qwen2")
     assert made["tokens"] == [tokens, tokens]
     np.testing.assert_array_equal(*made["logits"])
     np.testing.assert_allclose(made["logits"][0], logits, rtol=1e-6, atol=1e-5, strict=True, equal_nan=False)
@@ -43,30 +43,32 @@ def test_every_rank_makes_the_tokens_of_one_process_from_logits_of_the_same_bits
 
 
 @pytest.mark.slow
-def test_ranks_whose_logits_differ_take_the_tokens_of_the_first():
-    first, second = on_ranks(2, generated, "micro-llama", 2, {"kernels": "torch"}, True)["tokens"]
-    assert first == second == alone("micro-llama", kernels="torch")[0]
+def test_ranks_with_different_logits_use_the_tokens_of_rank_0():
+    first, second = on_ranks(2, generate_on_ranks, "micro-llama", 2, {"kernels": "torch"}, True)["tokens"]
+    assert first == second == run_one_process("micro-llama", kernels="torch")[0]
 
 
 @pytest.mark.parametrize("kind", [GGMLType.Q8_0, pytest.param(GGMLType.Q4_K, marks=pytest.mark.slow)])
-def test_packed_matrices_are_cut_between_blocks(kind: GGMLType, tmp_path: Path):
-    path = written(tmp_path, kind, **DIVISIBLE)
+def test_packed_matrices_are_sharded_between_blocks(kind: GGMLType, tmp_path: Path):
+    path = write_random_model(tmp_path, kind, **DIVISIBLE)
     how = {"residency": "packed", "dtype": "float64"}
-    logits = on_ranks(2, generated, path, 2, how)["logits"]
+    logits = on_ranks(2, generate_on_ranks, path, 2, how)["logits"]
     np.testing.assert_array_equal(*logits)
-    np.testing.assert_allclose(logits[0], alone(path, **how)[1], rtol=1e-12, atol=1e-12, strict=True, equal_nan=False)
+    np.testing.assert_allclose(
+        logits[0], run_one_process(path, **how)[1], rtol=1e-12, atol=1e-12, strict=True, equal_nan=False
+    )
 
 
 def test_blocks_that_ranks_do_not_divide_are_named(tmp_path: Path):
-    weights = open_weights(written(tmp_path, GGMLType.Q4_K, n_heads=24))
+    weights = open_weights(write_random_model(tmp_path, GGMLType.Q4_K, n_heads=24))
     assert torn_blocks(weights, 1) is None
     assert_tells(str(torn_blocks(weights, 2)), "layers.0.o_proj", expected="2 ranks", got=("3 blocks", 256, "Q4_K"))
-    assert torn_blocks(open_weights(written(tmp_path, GGMLType.Q8_0, n_heads=24)), 2) is None
+    assert torn_blocks(open_weights(write_random_model(tmp_path, GGMLType.Q8_0, n_heads=24)), 2) is None
 
 
 @pytest.mark.slow  # the refusal of a command; the plain test of each fact is the one before
 def test_the_command_refuses_blocks_that_ranks_do_not_divide(tmp_path: Path):
-    weights = open_weights(written(tmp_path, GGMLType.Q4_K, n_heads=24))
+    weights = open_weights(write_random_model(tmp_path, GGMLType.Q4_K, n_heads=24))
     torn = str(torn_blocks(weights, 2))
     done = spawn("run", str(weights.path), "x", "--mesh", "tp=2", "--weights", "packed")
     assert (done.returncode, done.stdout) == (2, "")
@@ -86,10 +88,10 @@ LARGE = {"hidden_size": 1024, "intermediate_size": 4096, "n_heads": 32, "n_layer
         pytest.param(GGMLType.Q8_0, "packed", 4, LARGE | {"n_layers": 14, "n_kv_heads": 4}, marks=pytest.mark.nightly),
     ],
 )
-def test_no_rank_ever_holds_the_whole_model(
+def test_no_rank_ever_holds_the_full_model(
     kind: GGMLType, residency: Any, n_ranks: int, sizes: dict[str, int], tmp_path: Path
 ):
-    path = written(tmp_path, kind, **sizes)
+    path = write_random_model(tmp_path, kind, **sizes)
     weights = open_weights(path)
     whole, cut = sizes_of(weights.config, 4 if residency == "decoded" else 34 / 32)
     peaks = on_ranks(n_ranks, peak_of_loading, path, n_ranks, residency)
@@ -99,7 +101,7 @@ def test_no_rank_ever_holds_the_whole_model(
     assert whole + cut / n_ranks < max(peaks) <= predicted.peak
 
 
-def test_memory_is_that_of_the_parts_of_all_ranks_together(monkeypatch: pytest.MonkeyPatch):
+def test_predicted_memory_sums_the_shards_of_all_ranks(monkeypatch: pytest.MonkeyPatch):
     story, at = open_weights(builtin_path("story")), target()
     one, half = (predict(story, at, "decoded", 1, 512, n) for n in (1, 2))
     whole, cut = sizes_of(story.config, 4)

@@ -22,8 +22,8 @@ from llorch.pytorch.decoding import Decoding
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.kernels import TRAINED, kernel_check, kernel_selection
 from llorch.pytorch.kernels import table as all_leaves
-from llorch.pytorch.kernels.kernel_check import KernelCheck, tried
-from llorch.pytorch.kernels.kernel_selection import try_apart, verdicts
+from llorch.pytorch.kernels.kernel_check import KernelCheck, check_kernel
+from llorch.pytorch.kernels.kernel_selection import run_in_child, verdicts
 from llorch.pytorch.kernels.packing import HALF_TYPES, KIND_NAMES
 from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
 from llorch.pytorch.kernels.table import kernels_for
@@ -39,13 +39,13 @@ QUICK = ("norm", "rotate", "attend", "act", *WITH_GRADIENTS)  # in Triton's inte
 RIGHT, WRONG, SLOW = KernelCheck(0.5, 0.9), KernelCheck(7.0, 0.9), KernelCheck(0.5, 1.4)
 
 
-def even(call: Callable[[], object]) -> float:
+def run_once(call: Callable[[], object]) -> float:
     """A clock that stands still."""
     return 1.0
 
 
 @pytest.fixture(autouse=True)
-def small(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_shapes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(kernel_check.USUAL, "cpu", kernel_check.ODD)
 
 
@@ -53,7 +53,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_cpu_kernels_pass_the_kernel_check(kind: str, dtype: str):
     at = target("cpu", dtype)
-    assert tried(kind, kernels_for(CPU, at.dtype, required=True), at, even).fault(timed=True) == ""
+    assert check_kernel(kind, kernels_for(CPU, at.dtype, required=True), at, run_once).fault(timed=True) == ""
 
 
 @pytest.mark.nightly_cases("attend", "rotate")
@@ -68,18 +68,18 @@ def test_triton_kernels_pass_the_kernel_check(kind: str, monkeypatch: pytest.Mon
 
     prepare_once_a_launch(monkeypatch)
     assert {*TRITON_KERNELS} == {*ALL, *EXPERTS, *WITH_GRADIENTS, "graph"}
-    assert tried(kind, TRITON_KERNELS, target(), even).fault(timed=True) == ""
+    assert check_kernel(kind, TRITON_KERNELS, target(), run_once).fault(timed=True) == ""
 
 
-class OneWrong(nn.Module):
+class WrongElement(nn.Module):
     """A kernel with one wrong element in its results."""
 
-    def __init__(self, plain: Any) -> None:
+    def __init__(self, original: Any) -> None:
         super().__init__()
-        self.plain = plain
+        self.original = original
 
-    def forward(self, *given: Any) -> Any:
-        made = self.plain(*given)
+    def forward(self, *inputs: Any) -> Any:
+        made = self.original(*inputs)
         first = (made if isinstance(made, Tensor) else made[0]).clone()
         first.view(-1)[-1] += first.detach().abs().max() / 8
         return first if isinstance(made, Tensor) else (first, *made[1:])
@@ -87,19 +87,19 @@ class OneWrong(nn.Module):
 
 @pytest.mark.parametrize("kind", ALL)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_one_wrong_element_is_found(kind: str, dtype: str):
-    found = tried(kind, {kind: OneWrong}, target("cpu", dtype), even)
+def test_one_wrong_element_fails_the_check(kind: str, dtype: str):
+    found = check_kernel(kind, {kind: WrongElement}, target("cpu", dtype), run_once)
     assert 1 < found.off < math.inf
     assert_tells(found.fault(timed=False), f"{found.off:.3g}")
 
 
-class OneWrongGradient(OneWrong):
+class WrongGradient(WrongElement):
     """A kernel whose results are right, and whose gradient has one wrong element."""
 
-    def forward(self, *given: Any) -> Any:
-        x = given[0].view_as(given[0])
+    def forward(self, *inputs: Any) -> Any:
+        x = inputs[0].view_as(inputs[0])
         x.register_hook(self.with_one_wrong)
-        return self.plain(x, *given[1:])
+        return self.original(x, *inputs[1:])
 
     def with_one_wrong(self, grad: Tensor) -> Tensor:
         wrong = grad.clone()
@@ -107,26 +107,26 @@ class OneWrongGradient(OneWrong):
         return wrong
 
 
-@pytest.mark.parametrize("wrong", [OneWrong, OneWrongGradient])
+@pytest.mark.parametrize("wrong", [WrongElement, WrongGradient])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", WITH_GRADIENTS)
-def test_one_wrong_element_of_a_kernel_with_gradients_is_found(kind: str, dtype: str, wrong: Any):
-    assert 1 < tried(kind, {kind: wrong}, target("cpu", dtype), even).off < math.inf
-    assert tried(kind, {kind: lambda plain: plain}, target("cpu", dtype), even).fault(timed=True) == ""
+def test_one_wrong_element_or_gradient_fails_the_check(kind: str, dtype: str, wrong: Any):
+    assert 1 < check_kernel(kind, {kind: wrong}, target("cpu", dtype), run_once).off < math.inf
+    assert check_kernel(kind, {kind: lambda original: original}, target("cpu", dtype), run_once).fault(timed=True) == ""
 
 
 @pytest.mark.parametrize(
     ("broken", "facts"),
     [
-        (lambda plain: lambda x: plain(x).double(), ("inf",)),
-        (lambda plain: lambda x: plain(x)[:1], ("inf",)),
-        (lambda plain: lambda x: plain(x) * math.nan, ("inf",)),
-        (lambda plain: lambda x: 1 / 0, ("ZeroDivisionError", "division by zero")),
+        (lambda original: lambda x: original(x).double(), ("inf",)),
+        (lambda original: lambda x: original(x)[:1], ("inf",)),
+        (lambda original: lambda x: original(x) * math.nan, ("inf",)),
+        (lambda original: lambda x: 1 / 0, ("ZeroDivisionError", "division by zero")),
     ],
     ids=["of another dtype", "of another shape", "nan", "an error"],
 )
-def test_what_is_no_result_fails_the_trial(broken: Callable, facts: tuple[str, ...]):
-    found = tried("norm", {"norm": broken}, target("cpu", "bfloat16"), even)
+def test_invalid_kernel_output_fails_the_check(broken: Callable, facts: tuple[str, ...]):
+    found = check_kernel("norm", {"norm": broken}, target("cpu", "bfloat16"), run_once)
     assert found.off == math.inf
     assert_tells(found.fault(timed=False), *facts)
 
@@ -137,11 +137,13 @@ def test_replayed_steps_are_compared_with_steps_one_by_one(skipped: int, right: 
         for _ in range(1 + skipped):
             decoding.step(kernel_check.CTX)
 
-    assert (tried("graph", {"graph": lambda plain: replay}, target(), even).fault(timed=True) == "") is right
+    assert (
+        check_kernel("graph", {"graph": lambda original: replay}, target(), run_once).fault(timed=True) == ""
+    ) is right
 
 
-def test_steps_are_timed_as_often_as_a_clock_wants_and_a_recording_is_of_one_decoding():
-    class Recorded:
+def test_timed_steps_reuse_one_decoding_and_its_recording():
+    class GraphRecording:
         decoding: Decoding | None = None
 
         def __call__(self, decoding: Decoding, ctx: int) -> None:
@@ -152,12 +154,12 @@ def test_steps_are_timed_as_often_as_a_clock_wants_and_a_recording_is_of_one_dec
     def often(call: Callable[[], object]) -> float:
         return float(len([call() for _ in range(kernel_check.CTX // 2)]))  # of four steps: twice the slots there are
 
-    assert tried("graph", {"graph": lambda plain: Recorded()}, target(), often).fault(timed=True) == ""
+    assert check_kernel("graph", {"graph": lambda original: GraphRecording()}, target(), often).fault(timed=True) == ""
 
 
 def test_slower_kernel_is_a_fault_only_if_speed_counts():
     times = iter([3.0, 2.0] * 2)
-    found = tried("norm", kernels_for(CPU, torch.float32, required=True), target(), lambda call: next(times))
+    found = check_kernel("norm", kernels_for(CPU, torch.float32, required=True), target(), lambda call: next(times))
     assert found.fault(timed=False) == ""
     assert found.slow == 1.5
     assert_tells(found.fault(timed=True), "1.5")
@@ -166,19 +168,19 @@ def test_slower_kernel_is_a_fault_only_if_speed_counts():
 def n_launches(kind: str, launch: Callable[[], object]) -> int:
     """Count how often the host launches a kernel while its time on a CUDA device is taken."""
     launches = []
-    kernel_check.seconds(torch.device("cuda"), kind)(lambda: launches.append(launch()))
+    kernel_check.make_clock(torch.device("cuda"), kind)(lambda: launches.append(launch()))
     return len(launches)
 
 
 @pytest.mark.gpu
-def test_the_time_of_a_kernel_on_a_device_holds_no_launch_by_the_host():
+def test_device_kernel_time_excludes_host_launches():
     x = torch.zeros(1, device="cuda")
     assert n_launches("norm", lambda: x.add_(1)) == 2  # a warm-up and the recording; replays are timed
     assert n_launches("graph", lambda: x.add_(1)) > 2
 
 
 @pytest.mark.parametrize(("kind", "n"), [("norm", 2), ("graph", 20), (f"{TRAINED}norm", 20)])
-def test_a_recorded_kernel_is_timed_without_launches_of_the_host(monkeypatch: pytest.MonkeyPatch, kind: str, n: int):
+def test_recorded_kernel_time_excludes_host_launches(monkeypatch: pytest.MonkeyPatch, kind: str, n: int):
     testing = pytest.importorskip("triton.testing", reason="NOT RUN: triton is not installed")
 
     def record(call: Callable[[], object], *, warm_up: Callable[[], object]) -> SimpleNamespace:
@@ -191,7 +193,7 @@ def test_a_recorded_kernel_is_timed_without_launches_of_the_host(monkeypatch: py
     assert n_launches(kind, lambda: None) == n
 
 
-def test_kernel_that_ends_its_process_is_named_and_others_are_tried():
+def test_kernel_that_ends_its_process_is_named_and_others_are_checked():
     program = """
 import json, os, sys
 results, device, dtype, *kinds = sys.argv[1:]
@@ -201,38 +203,38 @@ for kind in kinds:
         os._exit(7)
     open(results, "a").write(json.dumps({kind: {"off": 0.1, "slow": 0.5, "died": ""}}) + "\\n")
 """
-    found = try_apart(target(), ["a", "bad", "b"], program=["-c", program])
+    found = run_in_child(target(), ["a", "bad", "b"], program=["-c", program])
     assert [found[kind].fault(timed=True) for kind in ("a", "b")] == ["", ""]
     assert_tells(found["bad"].fault(timed=False), 7, "CUDA error: illegal access")
 
 
 def test_kernel_check_that_never_ends_times_out(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(kernel_selection, "PATIENCE", 0.5)
-    assert_tells(try_apart(target(), ["waits"], program=["-c", "import time; time.sleep(60)"])["waits"].died, "0 s")
+    assert_tells(run_in_child(target(), ["waits"], program=["-c", "import time; time.sleep(60)"])["waits"].died, "0 s")
 
 
 @pytest.mark.slow
 def test_kernel_check_process_tries_the_named_kernels():
-    found = try_apart(target(), ["norm", "rotate"])
+    found = run_in_child(target(), ["norm", "rotate"])
     assert {kind: one.fault(timed=False) for kind, one in found.items()} == {"norm": "", "rotate": ""}
 
 
 @pytest.fixture
-def counted(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
+def checked_kinds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[str]:
     """Trials that were made, in a cache of their own."""
     made: list[str] = []
 
-    def one_more(at: Target, kinds: list[str]) -> dict[str, KernelCheck]:
+    def record_kinds(target: Target, kinds: list[str]) -> dict[str, KernelCheck]:
         made.extend(kinds)
         return dict.fromkeys(kinds, KernelCheck(0.5, math.nan))
 
-    monkeypatch.setattr(kernel_selection, "try_apart", one_more)
+    monkeypatch.setattr(kernel_selection, "run_in_child", record_kinds)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     return made
 
 
-@pytest.mark.usefixtures("counted")
-def test_a_check_says_that_it_takes_long_and_a_kept_one_says_nothing(caplog: pytest.LogCaptureFixture):
+@pytest.mark.usefixtures("checked_kinds")
+def test_new_check_logs_its_duration_and_a_cached_check_logs_nothing(caplog: pytest.LogCaptureFixture):
     for _ in range(2):
         verdicts(target("cpu", "bfloat16"), ["norm", "linear"])
     (record,) = caplog.records
@@ -240,44 +242,44 @@ def test_a_check_says_that_it_takes_long_and_a_kept_one_says_nothing(caplog: pyt
 
 
 def test_results_are_kept_for_the_same_device_and_source(
-    counted: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    checked_kinds: list[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ):
     for at in (target(), target(), target("cpu", "bfloat16")):
         assert verdicts(at, ["norm"])["norm"].fault(timed=False) == ""
-    assert counted == ["norm"] * 2
+    assert checked_kinds == ["norm"] * 2
     (file, _) = sorted((tmp_path / "llorch").glob("kernels-*.json"))
     for damaged in (b"", b"{", b'{"norm": {"way": 1}}', file.read_bytes()[:-9], b"\xff"):
         for kept in (tmp_path / "llorch").iterdir():
             kept.write_bytes(damaged)
         verdicts(target(), ["norm"])
-    assert counted == ["norm"] * 7
+    assert checked_kinds == ["norm"] * 7
     monkeypatch.setattr(kernel_selection, "identity", lambda command: "another processor")
     verdicts(target(), ["norm"])
     verdicts(target(), ["norm"], anew=True)
-    assert counted == ["norm"] * 9
+    assert checked_kinds == ["norm"] * 9
     assert {*verdicts(target(), ["norm", "trained norm"])} == {"norm", "trained norm"}
     verdicts(target(), ["norm"])
-    assert counted == [*["norm"] * 9, "trained norm"]
+    assert checked_kinds == [*["norm"] * 9, "trained norm"]
 
 
 @pytest.fixture
-def on_a_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, KernelCheck]], None]:
+def fake_device(monkeypatch: pytest.MonkeyPatch) -> Callable[[dict[str, KernelCheck]], None]:
     """A CUDA device whose kernels were found to be this and that."""
 
-    def put(found: dict[str, KernelCheck]) -> None:
-        monkeypatch.setattr(kernel_selection, "kernels_for", lambda *a, **k: {kind: nn.Identity for kind in found})
-        monkeypatch.setattr(kernel_selection, "verdicts", lambda at, kinds: found)
+    def set_checks(checks: dict[str, KernelCheck]) -> None:
+        monkeypatch.setattr(kernel_selection, "kernels_for", lambda *a, **k: {kind: nn.Identity for kind in checks})
+        monkeypatch.setattr(kernel_selection, "verdicts", lambda target, kinds: checks)
         monkeypatch.setattr(kernel_selection, "device_name", lambda device: "NVIDIA H100")
 
-    return put
+    return set_checks
 
 
 def cuda(kernels: Any) -> Target:
     return Target(torch.device("cuda", 0), torch.float32, kernels)
 
 
-def test_auto_installs_right_and_fast_kernels_and_logs_the_others(on_a_device, caplog):
-    on_a_device({"norm": RIGHT, "act": WRONG, "linear": SLOW})
+def test_auto_installs_right_and_fast_kernels_and_logs_the_others(fake_device, caplog):
+    fake_device({"norm": RIGHT, "act": WRONG, "linear": SLOW})
     assert [*built_kernels(cuda("auto"))] == ["norm"]
     (line,) = caplog.messages
     assert_tells(line, "NVIDIA H100", "torch-cuda-float32", where="kernels")
@@ -287,8 +289,8 @@ def test_auto_installs_right_and_fast_kernels_and_logs_the_others(on_a_device, c
     assert built_kernels(cuda("torch")) == {}
 
 
-def test_training_gets_the_kernels_with_gradients_and_nothing_else_does(on_a_device):
-    on_a_device({"norm": RIGHT, "trained norm": RIGHT, "trained act": SLOW})
+def test_only_training_gets_the_kernels_with_gradients(fake_device):
+    fake_device({"norm": RIGHT, "trained norm": RIGHT, "trained act": SLOW})
     assert [*built_kernels(cuda("auto"))] == ["norm"]
     assert [*built_kernels(cuda("auto"), training=True)] == ["trained norm"]
     assert built_kernels(cuda("torch"), training=True) == {}
@@ -301,17 +303,17 @@ def test_training_on_the_cpu_gets_the_kernels_of_packed_matrices():
     assert built_kernels(target("cpu", "float32", "torch"), training=True) == {}
 
 
-def test_own_takes_slow_ones_and_refuses_wrong_ones(on_a_device, caplog):
-    on_a_device({"norm": RIGHT, "linear": SLOW})
+def test_mode_own_accepts_slow_kernels_and_refuses_wrong_ones(fake_device, caplog):
+    fake_device({"norm": RIGHT, "linear": SLOW})
     assert [*built_kernels(cuda("own"))] == ["norm", "linear"]
-    on_a_device({"norm": RIGHT, "act": WRONG})
+    fake_device({"norm": RIGHT, "act": WRONG})
     with refuses(CheckpointMismatch, "NVIDIA H100", "act", 7, "--kernels auto", where="kernels own") as caught:
         built_kernels(cuda("own"))
     assert "norm" not in str(caught.value)
     assert caplog.messages == []
 
 
-def test_without_what_compiles_them_there_are_none_of_ours(monkeypatch: pytest.MonkeyPatch):
+def test_no_kernels_are_installed_without_a_compiler(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(all_leaves, "find_spec", lambda name: None)
     monkeypatch.setattr(all_leaves, "library", lambda: None)
     device = torch.device("cuda", 0)
@@ -323,16 +325,16 @@ def test_without_what_compiles_them_there_are_none_of_ours(monkeypatch: pytest.M
         kernels_for(CPU, torch.float32, required=True)
 
 
-@pytest.mark.parametrize(("kernels", "ours"), [("torch", False), ("auto", True)])
+@pytest.mark.parametrize(("kernels", "has_cpu_kernels"), [("torch", False), ("auto", True)])
 @pytest.mark.parametrize("mode", ["fast", "reproducible"])
-def test_a_model_has_the_kernels_that_were_asked_for(kernels: Any, ours: bool, mode: Any):
+def test_model_has_the_requested_kernels(kernels: Any, has_cpu_kernels: bool, mode: Any):
     model = llorch.load_torch("micro-llama", kernels=kernels, mode=mode)
-    assert any(".cpu." in type(module).__module__ for module in model.module.modules()) is ours
+    assert any(".cpu." in type(module).__module__ for module in model.module.modules()) is has_cpu_kernels
     assert model.target.kernels == kernels
 
 
 @pytest.mark.slow
-def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
+def test_cpu_model_does_not_import_triton():
     code = (
         "import sys, llorch, llorch.apps.bench.torch, llorch.judging.runners.torch\n"
         "[*llorch.load_torch('micro-llama').generate([1], max_tokens=2)]\n"
@@ -342,8 +344,8 @@ def test_nothing_on_the_cpu_imports_triton_or_what_needs_it():
 
 
 @pytest.mark.parametrize(("verdict", "status"), [(SLOW, 0), (WRONG, 1)])
-def test_verify_shows_the_trial_of_kernels_that_are_asked_for(verdict, status, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("llorch.judging.expectations.packed.verdicts", lambda at, kinds, anew: {"norm": verdict})
+def test_verify_reports_the_check_of_requested_kernels(verdict, status, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.judging.expectations.packed.verdicts", lambda target, kinds, anew: {"norm": verdict})
     monkeypatch.setattr("llorch.cli.on_torch.TorchBackend.stored", lambda self, model: iter(()))
     result = invoke("verify", "micro-llama3", "--kernels", "own", "--dtype", "float32", "--json")
     (row,) = json.loads(result.stdout)["comparisons"]
@@ -351,7 +353,7 @@ def test_verify_shows_the_trial_of_kernels_that_are_asked_for(verdict, status, m
     assert (result.exit_code == 1) is (status == 1)
 
 
-def test_kernels_have_three_names():
+def test_kernel_option_has_three_values():
     with refuses(ValueError, where="kernels", expected=("auto", "torch", "own"), got="'all'"):
         target("cpu", "float32", "all")
 
@@ -372,7 +374,7 @@ def device(request: pytest.FixtureRequest) -> str:
 @pytest.mark.parametrize("mask", MASKS)
 @pytest.mark.parametrize(("seq", "ctx"), [(1, 9), (1, 1), (7, 7), (5, 9)], ids=str)
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(3, 3, 20), (6, 2, 64), (7, 1, 8)], ids=str)
-def test_it_is_the_attention_of_the_page(seq, ctx, heads, kv_heads, head_dim, mask, dtype, device):
+def test_sdpa_equals_the_reference_attention(seq, ctx, heads, kv_heads, head_dim, mask, dtype, device):
     generator = torch.Generator().manual_seed(0)
     q = torch.randn(2, seq, heads, head_dim, generator=generator).to(device, dtype)
     store = torch.randn(2, 2, kv_heads, ctx + 3, head_dim, generator=generator).to(device, dtype)
@@ -388,7 +390,7 @@ def test_it_is_the_attention_of_the_page(seq, ctx, heads, kv_heads, head_dim, ma
     assert ((actual.double() - expected).abs() <= DTYPES[dtype] * values.double().abs().max()).all()
 
 
-def test_every_layer_of_a_model_uses_it(config):
+def test_use_sdpa_replaces_attention_in_every_layer(config):
     model = CausalLM(config)
     use_sdpa(model)
     layers: Any = model.model.layers

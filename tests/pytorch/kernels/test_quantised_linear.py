@@ -25,7 +25,7 @@ def layer(ggml_type: GGMLType, bias: torch.Tensor | None = None) -> QuantisedLin
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @EVERY_TYPE
-def test_a_packed_layer_multiplies_as_one_with_decoded_weights_does(ggml_type, dtype):
+def test_packed_layer_equals_a_layer_with_decoded_weights(ggml_type, dtype):
     x, bias = activations(6, IN, dtype).view(2, 3, IN), torch.linspace(-1, 1, OUT).to(dtype)
     kernel = layer(ggml_type, bias)
     assert torch.equal(kernel(x), linear(x, decode(kernel.fields, ggml_type).to(dtype), bias))
@@ -33,7 +33,7 @@ def test_a_packed_layer_multiplies_as_one_with_decoded_weights_does(ggml_type, d
 
 
 @EVERY_TYPE
-def test_tiles_of_a_few_rows_give_what_the_whole_gives(ggml_type, monkeypatch):
+def test_product_does_not_depend_on_tile_size(ggml_type, monkeypatch):
     kernel, x = layer(ggml_type, torch.linspace(-1, 1, OUT, dtype=torch.float64)), activations(3, IN, torch.float64)
     whole = kernel(x)
     monkeypatch.setattr(quantised_linear, "TILE", 5 * IN)
@@ -42,7 +42,7 @@ def test_tiles_of_a_few_rows_give_what_the_whole_gives(ggml_type, monkeypatch):
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @EVERY_TYPE
-def test_the_gradient_of_the_input_is_that_of_a_layer_with_decoded_weights(ggml_type, dtype):
+def test_input_gradient_equals_a_layer_with_decoded_weights(ggml_type, dtype):
     x, grad = activations(6, IN, dtype).view(2, 3, IN).requires_grad_(), activations(6, OUT, dtype).view(2, 3, OUT)
     kernel = layer(ggml_type, torch.linspace(-1, 1, OUT).to(dtype))
     (expected,) = torch.autograd.grad(linear(x, decode(kernel.fields, ggml_type).to(dtype), kernel.bias), x, grad)
@@ -54,7 +54,7 @@ def test_the_gradient_of_the_input_is_that_of_a_layer_with_decoded_weights(ggml_
 
 
 @EVERY_TYPE
-def test_a_gradient_decodes_tiles_and_never_the_whole_matrix(ggml_type, monkeypatch):
+def test_gradient_decodes_tiles_and_never_the_full_matrix(ggml_type, monkeypatch):
     kernel, x, decoded = layer(ggml_type), activations(3, IN, torch.float64).requires_grad_(), []
     (whole,) = torch.autograd.grad(kernel(x).square().sum(), x)
     monkeypatch.setattr(quantised_linear, "TILE", 5 * IN)
@@ -66,7 +66,7 @@ def test_a_gradient_decodes_tiles_and_never_the_whole_matrix(ggml_type, monkeypa
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_tiles_of_a_gradient_are_summed_wider_than_half_precision(dtype, monkeypatch):
+def test_gradient_tiles_are_summed_in_float32(dtype, monkeypatch):
     """Each tile's product is rounded once, and the sum once: two roundings, however many tiles there are."""
     n_out, unit = 600, torch.finfo(dtype).eps / 2
     fields, grad = packed_matrix(GGMLType.Q8_0, n_out, IN), activations(6, n_out, dtype)
@@ -85,7 +85,7 @@ def test_the_gradient_needs_no_backward_pass_of_the_kernel():
     torch.testing.assert_close(x.grad, decode(kernel.fields, GGMLType.Q8_0).sum(0).expand(2, 3, IN))
 
 
-def test_a_kernel_takes_the_place_of_the_gradient():
+def test_kernel_replaces_the_gradient():
     kernel, x = layer(GGMLType.Q8_0), torch.ones(2, 3, IN, requires_grad=True)
     kernel.multiply_back = lambda grad, fields, ggml_type: grad.new_full((len(grad), IN), 7.0)
     kernel(x).sum().backward()
@@ -94,7 +94,7 @@ def test_a_kernel_takes_the_place_of_the_gradient():
 
 
 @EVERY_TYPE
-def test_an_embedding_hands_out_rows_of_the_matrix(ggml_type):
+def test_embedding_returns_rows_of_the_matrix(ggml_type):
     fields, ids = packed_matrix(ggml_type, OUT, IN), torch.tensor([[3, 36, 0], [0, 11, 3]])
     kernel = QuantisedEmbedding(fields, ggml_type, torch.bfloat16)
     assert torch.equal(kernel(ids), decode(fields, ggml_type)[ids].bfloat16())
@@ -107,24 +107,24 @@ def test_quantised_linear_dtype_change_keeps_the_fields(ggml_type):
     assert torch.equal(decode(kernel.bfloat16().fields, ggml_type), before)
 
 
-def test_layers_that_are_given_the_same_fields_share_their_memory():
+def test_layers_with_the_same_fields_share_memory():
     embedding = QuantisedEmbedding(packed_matrix(GGMLType.Q4_K, OUT, IN), GGMLType.Q4_K, torch.float32)
     head = QuantisedLinear(embedding.fields, GGMLType.Q4_K)
     for name, field in embedding.fields.items():
         assert head.fields[name].data_ptr() == field.data_ptr()
 
 
-def test_a_kernel_takes_the_place_of_the_product():
+def test_kernel_replaces_the_product():
     kernel = layer(GGMLType.Q8_0)
     kernel.multiply = lambda x, fields, ggml_type, bias: x.new_full((len(x), OUT), 7.0)
     assert torch.equal(kernel(torch.zeros(2, 3, IN)), torch.full((2, 3, OUT), 7.0))
 
 
-def test_a_packed_layer_says_what_it_is():
+def test_packed_layer_repr_names_shape_and_type():
     assert repr(layer(GGMLType.Q6_K)) == "QuantisedLinear(Q6_K, out_features=37, in_features=512)"
 
 
-def test_inputs_are_put_in_the_order_of_the_columns():
+def test_inputs_are_permuted_to_the_column_order():
     kernel, x = QuantisedLinear(packed_matrix(GGMLType.Q8_0, OUT, IN), GGMLType.Q8_0), torch.randn(3, IN)
     columns = torch.randperm(IN)
     torch.testing.assert_close(Reordered(kernel, columns)(x), x @ decode(kernel.fields, kernel.ggml_type)[:, columns].T)
@@ -161,7 +161,7 @@ def test_extreme_scales_decode_to_the_bits_of_numpy(ggml_type, rng):
 
 
 @EVERY_TYPE
-def test_fields_take_the_bytes_of_the_file_and_no_more(ggml_type):
+def test_fields_take_no_more_bytes_than_the_file(ggml_type):
     raw, fields = raw_matrix(ggml_type, 5, 512), packed_matrix(ggml_type, 5, 512)
     assert sum(field.numel() * field.element_size() for field in fields.values()) == raw.size
     assert all(field.is_contiguous() and len(field) == 5 for field in fields.values())
@@ -169,7 +169,7 @@ def test_fields_take_the_bytes_of_the_file_and_no_more(ggml_type):
 
 
 @EVERY_TYPE
-def test_some_rows_of_the_fields_decode_by_themselves_whatever_their_shape(ggml_type):
+def test_any_rows_of_the_fields_decode_alone(ggml_type):
     fields, ids = packed_matrix(ggml_type, 9, 512), torch.tensor([[8, 0, 3], [3, 7, 1]])
     actual = decode({name: field[ids] for name, field in fields.items()}, ggml_type)
     assert torch.equal(actual, decode(fields, ggml_type)[ids])
@@ -198,7 +198,7 @@ def test_scales_of_q4_k_are_a_stream_of_twelve_bits(rng):
 @pytest.mark.parametrize(
     ("broken", "ggml_type"), [("four_bits", GGMLType.Q4_K), ("two_bits", GGMLType.Q6_K), ("six_bits", GGMLType.Q4_K)]
 )
-def test_bits_in_another_order_are_seen(broken, ggml_type, monkeypatch, rng):
+def test_reordered_bits_are_detected(broken, ggml_type, monkeypatch, rng):
     right = getattr(packing, broken)
     monkeypatch.setattr(packing, broken, lambda bits: right(bits.flip(-1)))
     raw = rng.integers(0, 256, (2, BLOCK_SIZES[ggml_type][1]), dtype=np.uint8)

@@ -9,7 +9,7 @@ from builders.families import MICRO, SMALL, random_folder
 from builders.family_adapters import family_adapter
 from builders.random_adapters import random_adapter
 from helpers.refusals import refuses
-from helpers.training_passes import SETTINGS, base, batch, in_peft, logits_of, loss_of, peft_name, watched
+from helpers.training_passes import SETTINGS, attach_in_peft, base, batch, logits_of, loss_of, peft_name, record_deltas
 from torch import Tensor
 
 from llorch.files import Weights, open_weights
@@ -31,14 +31,14 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.nightly_cases(but=["micro-qwen3-rslora"])
 @pytest.mark.parametrize("kind", SETTINGS)
 @pytest.mark.parametrize("name", MICRO)
-def test_deltas_logits_loss_and_gradients_are_those_of_peft(name: str, kind: str):
+def test_deltas_logits_loss_and_gradients_equal_peft(name: str, kind: str):
     ours, of = base(name), batch()
     adapter = random_adapter(ours.config, **SETTINGS[kind])
-    theirs = in_peft(name, adapter, **SETTINGS[kind])
+    theirs = attach_in_peft(name, adapter, **SETTINGS[kind])
     attach(ours, adapter, trainable=True)
     modules = {target.name: lora_module for _, target, lora_module in lora_modules(ours)}
     peft_modules = {key: theirs.get_submodule(f"base_model.model.{adapter.targets[key].path}") for key in modules}
-    with watched(modules) as our_deltas, watched(peft_modules) as peft_deltas:
+    with record_deltas(modules) as our_deltas, record_deltas(peft_modules) as peft_deltas:
         logits = logits_of(ours, of)
         peft_logits = theirs(input_ids=torch.from_numpy(of.ids), use_cache=False).logits
     assert modules.keys() == adapter.targets.keys()
@@ -66,7 +66,7 @@ def weights(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return open_weights(folder).astype(np.float64, keep=True)
 
 
-def batch_of(rng: np.random.Generator, weights: Weights, rows: list[list[int]]) -> Batch:
+def make_batch(rng: np.random.Generator, weights: Weights, rows: list[list[int]]) -> Batch:
     """Rows of documents of these lengths, padded; nothing is learned of the first tokens."""
     ids = rng.integers(0, weights.config.vocab_size, (len(rows), max(map(sum, rows))))
     positions, numbers = np.full((2, *ids.shape), -1)
@@ -85,9 +85,9 @@ def torch_loss(model, batch: Batch) -> torch.Tensor:
 @pytest.mark.live
 @pytest.mark.nightly_cases(but=["ministral3-True"])
 @pytest.mark.parametrize("recomputed", [False, True])
-def test_a_step_has_the_loss_and_the_gradients_of_numpy(weights, rng, recomputed):
+def test_training_step_loss_and_gradients_equal_numpy(weights, rng, recomputed):
     adapter = family_adapter(weights.config)
-    batch = batch_of(rng, weights, [[9, 12], [17]] if weights.config.delta_net is None else [[21], [17]])
+    batch = make_batch(rng, weights, [[9, 12], [17]] if weights.config.delta_net is None else [[21], [17]])
     loss, grads = loss_and_gradients(weights, adapter, [batch], label_smoothing=0.0)
     model = load_dense(weights, dtype=torch.float64, device=CPU)
     attach(model, adapter, trainable=True)
@@ -105,9 +105,9 @@ def test_a_step_has_the_loss_and_the_gradients_of_numpy(weights, rng, recomputed
 
 
 @pytest.mark.live
-def test_what_is_attached_is_given_back_and_taken_off(weights, rng):
+def test_attached_adapter_is_returned_and_detached(weights, rng):
     adapter, model = family_adapter(weights.config), load_dense(weights, dtype=torch.float64, device=CPU)
-    batch = batch_of(rng, weights, [[11]])
+    batch = make_batch(rng, weights, [[11]])
     with torch.no_grad():
         plain = torch_loss(model, batch)
         attach(model, adapter)
@@ -121,8 +121,8 @@ def test_what_is_attached_is_given_back_and_taken_off(weights, rng):
 
 
 @pytest.mark.live
-def test_packed_documents_are_refused_where_a_state_would_go_on(tmp_path, rng):
+def test_packed_documents_are_refused_for_models_with_a_recurrent_state(tmp_path, rng):
     weights = open_weights(random_folder("qwen3_5", tmp_path, 0, **SMALL["qwen3_5_moe"]))
     model = load_dense(weights, dtype=torch.float32, device=CPU)
     with refuses(ValueError, "delta nets", "packing", where="train"):
-        torch_loss(model, batch_of(rng, weights, [[5, 6]]))
+        torch_loss(model, make_batch(rng, weights, [[5, 6]]))

@@ -48,7 +48,7 @@ def gradients(module: CausalLM) -> Mapping[str, Tensor]:
 def assert_slope(module: CausalLM, keys: list[str]) -> None:
     """The loss changes along a random direction of some parameters as their gradients say."""
     parameters, made = trainable_parameters(module), gradients(module)
-    directions = {key: noise(*parameters[key].shape, seed=at).double() for at, key in enumerate(keys)}
+    directions = {key: random_values(*parameters[key].shape, seed=at).double() for at, key in enumerate(keys)}
     losses = []
     for step in (1e-6, -1e-6):
         with torch.no_grad():
@@ -62,7 +62,7 @@ def assert_slope(module: CausalLM, keys: list[str]) -> None:
     assert slope == pytest.approx((losses[0] - losses[1]) / 2e-6, rel=1e-5)
 
 
-def noise(*shape: int, seed: int = 0) -> Tensor:
+def random_values(*shape: int, seed: int = 0) -> Tensor:
     return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
 
 
@@ -77,7 +77,7 @@ def digest(module: nn.Module) -> str:
 
 @KINDS
 @pytest.mark.parametrize("name", ["micro-llama3", "micro-qwen3"])  # tied, and not
-def test_an_adapter_beside_the_weights_is_the_sum_of_them(name: str, kind: str):
+def test_adapter_on_the_base_equals_the_merged_weights(name: str, kind: str):
     module = base(name, torch.float64)
     adapter = random_adapter(module.config, **SETTINGS[kind])
     attach(module, adapter)
@@ -88,7 +88,7 @@ def test_an_adapter_beside_the_weights_is_the_sum_of_them(name: str, kind: str):
 
 
 @KINDS
-def test_gradients_are_those_of_differences(kind: str):
+def test_gradients_equal_finite_differences(kind: str):
     module = base("micro-qwen2", torch.float64)
     adapter = random_adapter(module.config, **SETTINGS[kind])
     attach(module, adapter, trainable=True)
@@ -96,7 +96,7 @@ def test_gradients_are_those_of_differences(kind: str):
     assert_slope(module, [key for key in adapter.flat() if not key.endswith(held)])
 
 
-def test_parameters_have_the_names_the_order_and_the_numbers_of_the_adapter():
+def test_parameters_have_names_order_and_values_of_the_adapter():
     module = base("micro-qwen2")
     adapter = random_adapter(module.config, **SETTINGS["dora on embedding and head"])
     attach(module, adapter, name="mine", trainable=True)
@@ -109,7 +109,7 @@ def test_parameters_have_the_names_the_order_and_the_numbers_of_the_adapter():
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_parameters_are_float32_beside_narrower_weights_and_float64_beside_float64(dtype: torch.dtype):
+def test_parameters_are_float32_for_narrower_bases_and_float64_for_float64(dtype: torch.dtype):
     module = base("micro-qwen2", dtype)
     attach(module, random_adapter(module.config), trainable=True)
     wide = torch.promote_types(dtype, torch.float32)
@@ -122,7 +122,7 @@ def test_parameters_are_float32_beside_narrower_weights_and_float64_beside_float
 
 def test_the_sum_of_product_and_delta_is_rounded_once():
     module = base("micro-qwen2", torch.bfloat16)
-    path, x = "model.layers.0.self_attn.k_proj", noise(3, 96).bfloat16()
+    path, x = "model.layers.0.self_attn.k_proj", random_values(3, 96).bfloat16()
     product = module.get_submodule(path)(x)
     adapter = random_adapter(module.config, target_modules=("k_proj",))
     attach(module, adapter)
@@ -134,10 +134,12 @@ def test_the_sum_of_product_and_delta_is_rounded_once():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
 @pytest.mark.parametrize("share", [0.0, 0.25], ids=["no dropout", "dropout"])
 def test_the_sum_with_the_base_has_the_bits_of_torchs_own_sum(share: float, dtype: torch.dtype):
-    x, y, lora_A, lora_B = (noise(*shape, seed=at) for at, shape in enumerate([(2, 5, 12), (2, 5, 7), (3, 12), (7, 3)]))
+    x, y, lora_A, lora_B = (
+        random_values(*shape, seed=at) for at, shape in enumerate([(2, 5, 12), (2, 5, 7), (3, 12), (7, 3)])
+    )
     given = [x.to(dtype), lora_A, lora_B, y.to(dtype)]
-    how: Any = {"scaling": 1.5, "mask": noise(2, 5, 12, seed=5) > 0 if share else None, "share": share}
-    grad, results = noise(2, 5, 7, seed=6).to(dtype), []
+    how: Any = {"scaling": 1.5, "mask": random_values(2, 5, 12, seed=5) > 0 if share else None, "share": share}
+    grad, results = random_values(2, 5, 7, seed=6).to(dtype), []
     for together in (True, False):
         x, lora_A, lora_B, y = (tensor.detach().requires_grad_() for tensor in given)
         if together:
@@ -163,7 +165,7 @@ def test_detach_restores_the_original_modules(kind: str):
     assert torch.equal(logits(module), before)
 
 
-def test_several_adapters_are_switched_and_one_is_left_when_another_goes():
+def test_switching_and_detaching_one_adapter_keeps_the_other():
     module = base("micro-qwen2")
     plain, expected = logits(module), {}
     for seed, name in enumerate(("one", "two")):
@@ -182,7 +184,7 @@ def test_several_adapters_are_switched_and_one_is_left_when_another_goes():
     assert torch.equal(logits(module), expected["two"])
 
 
-def test_optimizer_steps_change_the_adapter_and_no_number_of_the_base():
+def test_optimizer_steps_change_the_adapter_only():
     module = base("micro-llama3")
     attach(module, random_adapter(module.config, **SETTINGS["dora on embedding and head"]), trainable=True)
     before, optimizer = digest(module), torch.optim.AdamW(trainable_parameters(module).values(), lr=0.01)
@@ -199,7 +201,7 @@ def test_optimizer_steps_change_the_adapter_and_no_number_of_the_base():
     assert digest(module) != before
 
 
-def test_weights_that_want_gradients_are_frozen_when_an_adapter_is_trained():
+def test_attaching_a_trainable_adapter_freezes_the_base():
     module = base("micro-qwen2")
     module.model.norm.weight.requires_grad_(True)
     attach(module, random_adapter(module.config), name="frozen")
@@ -212,7 +214,7 @@ def test_dropout_acts_in_training_on_the_input_of_the_adapter_only():
     module = base("micro-qwen2", torch.float64)
     adapter = random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5)
     attach(module, adapter)
-    lora_module, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 4000, 96).double()
+    lora_module, x = module.get_submodule("model.layers.0.self_attn.q_proj"), random_values(1, 4000, 96).double()
     assert isinstance(lora_module, LoraModule)
     whole, product = lora_module(x), lora_module.base_layer(x)
     module.train()
@@ -228,11 +230,11 @@ def test_dropout_acts_in_training_on_the_input_of_the_adapter_only():
     assert torch.equal(lora_module(x), whole)
 
 
-def test_with_dropout_dora_scales_what_the_base_makes_of_the_same_input():
+def test_dora_with_dropout_scales_the_base_output_of_the_dropped_input():
     module = base("micro-qwen2", torch.float64)
     adapter = random_adapter(module.config, target_modules=("q_proj",), lora_dropout=0.5, use_dora=True)
     attach(module, adapter)
-    lora_module, x = module.get_submodule("model.layers.0.self_attn.q_proj"), noise(1, 40, 96).double()
+    lora_module, x = module.get_submodule("model.layers.0.self_attn.q_proj"), random_values(1, 40, 96).double()
     assert isinstance(lora_module, LoraModule)
     module.train()
     keys = token_keys(np.arange(1), 40, seed=0, step=3)
@@ -246,7 +248,7 @@ def test_with_dropout_dora_scales_what_the_base_makes_of_the_same_input():
     torch.testing.assert_close(actual, lora_module.base_layer(x) + left @ (whole - weight).mT, rtol=1e-6, atol=1e-5)
 
 
-def test_with_dropout_gradients_are_those_of_the_same_mask():
+def test_dropout_gradients_use_the_mask_of_the_forward_pass():
     module = base("micro-qwen2", torch.float64)
     for dora in (False, True):
         attach(module, random_adapter(module.config, lora_dropout=0.3, use_dora=dora), trainable=True)
@@ -266,14 +268,14 @@ def test_training_on_kernels_without_gradient_is_refused():
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "keys", "a b"])
-def test_a_name_that_cannot_be_one_is_refused(name: str):
+def test_invalid_adapter_name_is_refused(name: str):
     module = base("micro-qwen2")
     with refuses(ValueError, "name", repr(name)):
         attach(module, random_adapter(module.config), name=name)
     assert list(lora_modules(module)) == []
 
 
-def test_mistaken_names_and_models_are_refused():
+def test_unknown_adapter_and_wrong_model_are_refused():
     module = base("micro-qwen2")
     attach(module, random_adapter(module.config))
     with refuses(ValueError, "'default'", "already"):

@@ -30,14 +30,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("packed")
 
 
-def both(name: str, folder: Path, dtype: torch.dtype) -> tuple[CausalLM, CausalLM]:
+def packed_and_decoded(name: str, folder: Path, dtype: torch.dtype) -> tuple[CausalLM, CausalLM]:
     """The model with its matrices packed, and decoded."""
     weights = open_weights(write_model(name, folder))
     with closing(weights.source):
         return load_packed(weights, dtype=dtype, device=CPU), load_dense(weights, dtype=dtype, device=CPU)
 
 
-def passed(module: CausalLM, *, dora: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+def run_passes(module: CausalLM, *, dora: bool) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
     """Logits and the gradient of every parameter of an adapter."""
     targets = (*ALL, "embed_tokens", "lm_head")
     attach(module, random_adapter(module.config, target_modules=targets, use_dora=dora), trainable=True)
@@ -49,21 +49,21 @@ def passed(module: CausalLM, *, dora: bool) -> tuple[torch.Tensor, dict[str, tor
 @pytest.mark.slow_cases(but=["Q4_K-lora", "Q8_0-lora"])
 @pytest.mark.parametrize("dora", [False, True], ids=["lora", "dora"])
 @EVERY
-def test_logits_and_gradients_are_those_beside_the_decoded_matrices(name: str, dora: bool, folder: Path):
-    packed, dense = both(name, folder, torch.float64)
+def test_logits_and_gradients_on_packed_matrices_equal_decoded_ones(name: str, dora: bool, folder: Path):
+    packed, dense = packed_and_decoded(name, folder, torch.float64)
     assert sum(isinstance(module, PackedMatrix) for module in packed.modules()) == 2 + 7 * packed.config.n_layers
-    (logits, gradients), (expected, wanted) = passed(packed, dora=dora), passed(dense, dora=dora)
+    (logits, gradients), (expected, wanted) = run_passes(packed, dora=dora), run_passes(dense, dora=dora)
     torch.testing.assert_close(logits, expected, rtol=1e-12, atol=1e-12)
     for key, gradient in gradients.items():
         torch.testing.assert_close(gradient, wanted[key], rtol=1e-9, atol=1e-12 * float(wanted[key].abs().max()))
 
 
-def test_no_pass_decodes_a_matrix_as_a_whole(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    packed, _ = both("Q4_K_M", folder, torch.float64)
+def test_no_pass_decodes_a_full_matrix(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    packed, _ = packed_and_decoded("Q4_K_M", folder, torch.float64)
     rows, decode = [], quantised_linear.decode
     monkeypatch.setattr(quantised_linear, "TILE", 8 * 256)
     monkeypatch.setattr(quantised_linear, "decode", lambda *args: (made := decode(*args), rows.append(made.shape))[0])
-    passed(packed, dora=True)
+    run_passes(packed, dora=True)
     weights = [shape for shape in rows if len(shape) == 2]
     assert len(weights) > 100
     assert max(shape[0] * shape[1] for shape in weights) <= 8 * 256
@@ -71,8 +71,8 @@ def test_no_pass_decodes_a_matrix_as_a_whole(folder: Path, monkeypatch: pytest.M
 
 @pytest.mark.slow_cases(but=["Q4_K_M", "Q8_0"])
 @EVERY
-def test_training_changes_no_field(name: str, folder: Path):
-    packed, _ = both(name, folder, torch.bfloat16)
+def test_training_changes_no_packed_field(name: str, folder: Path):
+    packed, _ = packed_and_decoded(name, folder, torch.bfloat16)
     before = {key: buffer.clone() for key, buffer in packed.named_buffers()}
     attach(packed, random_adapter(packed.config, target_modules=(*ALL, "embed_tokens", "lm_head")), trainable=True)
     optimizer = torch.optim.AdamW(trainable_parameters(packed).values(), lr=0.01)
@@ -85,19 +85,19 @@ def test_training_changes_no_field(name: str, folder: Path):
     assert {p.dtype for p in trainable_parameters(packed).values()} == {torch.float32}
 
 
-def test_lengths_of_dense_rows_come_in_tiles_too(folder: Path, monkeypatch: pytest.MonkeyPatch):
-    _, dense = both("Q8_0", folder, torch.float64)
-    whole, _ = passed(dense, dora=True)
-    _, dense = both("Q8_0", folder, torch.float64)
+def test_row_norms_of_dense_matrices_use_tiles(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    _, dense = packed_and_decoded("Q8_0", folder, torch.float64)
+    whole, _ = run_passes(dense, dora=True)
+    _, dense = packed_and_decoded("Q8_0", folder, torch.float64)
     monkeypatch.setattr(torch_leaves, "TILE", 3 * 256)
-    tiled, _ = passed(dense, dora=True)
+    tiled, _ = run_passes(dense, dora=True)
     torch.testing.assert_close(tiled, whole, rtol=1e-12, atol=1e-12)
 
 
 @pytest.mark.nightly_cases("packed-False", "packed-True")
 @pytest.mark.parametrize("rslora", [False, True])
 @pytest.mark.parametrize("kind", ["dense", "packed"])
-def test_it_starts_as_the_base_learns_and_comes_out_as_a_plain_adapter(kind: str, rslora: bool, tmp_path: Path):
+def test_pissa_starts_at_the_base_trains_and_exports_as_a_standard_adapter(kind: str, rslora: bool, tmp_path: Path):
     weights = open_weights(builtin_path("micro-qwen2") if kind == "dense" else write_model("Q4_K_M", tmp_path))
     module = (load_dense if kind == "dense" else load_packed)(weights, dtype=torch.float64, device=CPU)
     modules = (*ALL, "embed_tokens", "lm_head")
@@ -122,7 +122,7 @@ def test_it_starts_as_the_base_learns_and_comes_out_as_a_plain_adapter(kind: str
     torch.testing.assert_close(logits_of(module, batch(90)), trained, rtol=0, atol=1e-5)  # adapters are float32
 
 
-def test_with_dropout_what_was_taken_off_the_base_stays_whole():
+def test_dropout_does_not_mask_the_subtracted_pissa_start():
     weights = open_weights(builtin_path("micro-qwen2"))
     module = load_dense(weights, dtype=torch.float64, device=CPU)
     config = LoraConfig(r=4, target_modules=("q_proj",), lora_dropout=0.5)

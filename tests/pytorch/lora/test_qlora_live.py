@@ -40,7 +40,7 @@ def losses(parameters: list[Any], logits: Any, batch: Batch) -> np.ndarray:
     return np.array(seen)
 
 
-def of_peft(base: Any, adapter: Adapter, batch: Batch, *, double: bool = False) -> np.ndarray:
+def peft_losses(base: Any, adapter: Adapter, batch: Batch, *, double: bool = False) -> np.ndarray:
     import peft
 
     fields = {name: getattr(adapter.config, name) for name in PEFT_FIELDS}
@@ -55,7 +55,7 @@ def of_peft(base: Any, adapter: Adapter, batch: Batch, *, double: bool = False) 
     return losses(list(parameters.values()), lambda: model(input_ids=ids, use_cache=False).logits, batch)
 
 
-def of_llorch(weights: Weights, adapter: Adapter, batch: Batch, dtype: torch.dtype, *, packed: bool) -> np.ndarray:
+def llorch_losses(weights: Weights, adapter: Adapter, batch: Batch, dtype: torch.dtype, *, packed: bool) -> np.ndarray:
     model = (load_packed if packed else load_dense)(weights, dtype=dtype, device=CPU)
     assert any(isinstance(module, PackedMatrix) for module in model.modules()) == packed
     attach(model, adapter, trainable=True)
@@ -75,24 +75,24 @@ def adapter(weights: Weights) -> Adapter:
 
 
 @pytest.fixture(scope="module")
-def foreign(weights: Weights, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
+def reference_losses(weights: Weights, adapter: Adapter) -> tuple[np.ndarray, np.ndarray]:
     """Losses of PEFT on bitsandbytes in float32, and of PEFT in float64."""
     from llorch.engines.transformers_capture import float64_everywhere
 
     quantised = quantised_model()
     state = dense_weights(quantised)
     with float64_everywhere(refuse=False):
-        reference = of_peft(dense_model(state), adapter, document(weights), double=True)
-    return of_peft(quantised, adapter, document(weights)), reference
+        reference = peft_losses(dense_model(state), adapter, document(weights), double=True)
+    return peft_losses(quantised, adapter, document(weights)), reference
 
 
 @pytest.mark.nightly_cases(but=["decoded"])
 @pytest.mark.parametrize("packed", [True, False], ids=["packed", "decoded"])
-def test_qlora_losses_of_adamw_steps_are_those_of_peft(
-    weights: Weights, adapter: Adapter, foreign: tuple[np.ndarray, np.ndarray], packed: bool
+def test_qlora_losses_of_adamw_steps_equal_peft(
+    weights: Weights, adapter: Adapter, reference_losses: tuple[np.ndarray, np.ndarray], packed: bool
 ):
-    theirs, reference = foreign
+    theirs, reference = reference_losses
     assert reference[-1] < 0.9 * reference[0]
     tolerance = np.maximum(4 * np.abs(theirs - reference), ROUNDING * reference)
-    ours = of_llorch(weights, adapter, document(weights), torch.float32, packed=packed)
+    ours = llorch_losses(weights, adapter, document(weights), torch.float32, packed=packed)
     assert (np.abs(ours - reference) < np.maximum.accumulate(tolerance)).all(), (ours - reference, theirs - reference)

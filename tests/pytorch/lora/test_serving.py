@@ -27,7 +27,7 @@ STARTS = ("Once upon a time", "The little fox", "A boy named", "There was a", "S
 MODES = pytest.mark.parametrize("mode", ["fast", "reproducible"])
 
 
-def small(model: TorchModel, seed: int, **settings) -> Adapter:
+def weak_lora(model: TorchModel, seed: int, **settings) -> Adapter:
     """Strong enough to change the text, weak enough to leave it one."""
     return random_adapter(model.config, seed=seed, **{"lora_alpha": 0.5} | settings)
 
@@ -35,21 +35,21 @@ def small(model: TorchModel, seed: int, **settings) -> Adapter:
 @pytest.fixture(scope="module")
 def model() -> TorchModel:
     made = load_torch("story")
-    made.add_adapter("one", small(made, 1, lora_alpha=3.0))
-    made.add_adapter("two", small(made, 2, use_dora=True, target_modules=("q_proj", "down_proj", "lm_head")))
-    made.add_adapter("three", small(made, 3, lora_alpha=3.0, target_modules=("embed_tokens", "v_proj")))
+    made.add_adapter("one", weak_lora(made, 1, lora_alpha=3.0))
+    made.add_adapter("two", weak_lora(made, 2, use_dora=True, target_modules=("q_proj", "down_proj", "lm_head")))
+    made.add_adapter("three", weak_lora(made, 3, lora_alpha=3.0, target_modules=("embed_tokens", "v_proj")))
     return made
 
 
-def ids_of(tokens) -> list[int]:
+def token_ids(tokens) -> list[int]:
     return [token.id for token in tokens]
 
 
-def text(model: TorchModel, prompt: str | Sequence[int], adapter: str | None, n: int = 8) -> list[int]:
-    return ids_of(model.generate(prompt, max_tokens=n, ignore_eos=True, adapter=adapter))
+def generate_ids(model: TorchModel, prompt: str | Sequence[int], adapter: str | None, n: int = 8) -> list[int]:
+    return token_ids(model.generate(prompt, max_tokens=n, ignore_eos=True, adapter=adapter))
 
 
-def rows_of(batch: Sequence[tuple[int, Token]], n: int) -> list[list[int]]:
+def split_rows(batch: Sequence[tuple[int, Token]], n: int) -> list[list[int]]:
     return [[token.id for row, token in batch if row == at] for at in range(n)]
 
 
@@ -66,24 +66,24 @@ def with_merged(adapter: Adapter) -> TorchModel:
 
 @pytest.mark.nightly_cases("all")
 @pytest.mark.parametrize(("targets", "alpha"), [(ALL, 0.5), (("q_proj", "v_proj"), 3.0)], ids=["all", "q and v"])
-def test_generation_with_an_adapter_is_that_of_the_merged_model_token_for_token(targets: tuple[str, ...], alpha: float):
+def test_generation_with_an_adapter_equals_the_merged_model(targets: tuple[str, ...], alpha: float):
     plain = load_torch("story")
-    adapter = small(plain, 5, target_modules=targets, lora_alpha=alpha)
+    adapter = weak_lora(plain, 5, target_modules=targets, lora_alpha=alpha)
     plain.add_adapter("mine", adapter)
     merged = with_merged(adapter)
     differs = 0
     for start in STARTS[:3]:
-        ours = text(plain, start, "mine", 10)
-        assert ours == text(merged, start, None, 10)
-        differs += ours != text(plain, start, None, 10)
+        ours = generate_ids(plain, start, "mine", 10)
+        assert ours == generate_ids(merged, start, None, 10)
+        differs += ours != generate_ids(plain, start, None, 10)
     assert differs >= 2
 
 
-def test_the_base_runs_as_if_there_were_no_adapter(model: TorchModel):
+def test_base_generation_is_unchanged_by_added_adapters(model: TorchModel):
     alone = load_torch("story")
     ids = alone.tokenizer.encode(STARTS[0])
     assert np.array_equal(model.forward(ids), alone.forward(ids))
-    assert text(model, STARTS[0], None) == text(alone, STARTS[0], None)
+    assert generate_ids(model, STARTS[0], None) == generate_ids(alone, STARTS[0], None)
     kinds = [type(module) for module in alone.module.modules()]
     assert [type(module) for module in model.module.modules()] == kinds
     assert CpuBlock in kinds
@@ -95,7 +95,7 @@ def test_remove_adapter_restores_logits_and_modules_of_the_base(dtype: str, mode
     model = load_torch("micro-qwen2", dtype=dtype, mode=mode)
     ids, models = [3, 17, 8, 39, 0, 25], dict(model.module.named_modules())
     before = model.forward(ids)
-    model.add_adapter("one", small(model, 1, target_modules=(*ALL, "embed_tokens", "lm_head")))
+    model.add_adapter("one", weak_lora(model, 1, target_modules=(*ALL, "embed_tokens", "lm_head")))
     assert not np.array_equal(model.forward(ids, adapter="one"), before)
     assert np.array_equal(model.forward(ids), before)
     model.remove_adapter("one")
@@ -109,7 +109,7 @@ def test_remove_adapter_restores_logits_and_modules_of_the_base(dtype: str, mode
 @MODES
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", ["packed Q4_K_M", "dense"])
-def test_rows_with_different_adapters_are_what_each_prompt_gets_alone(dtype: str, mode, kind: str, tmp_path: Path):
+def test_rows_with_different_adapters_equal_each_prompt_alone(dtype: str, mode, kind: str, tmp_path: Path):
     path = write_model("Q4_K_M", tmp_path) if kind.startswith("packed") else "micro-qwen2"
     model = load_torch(path, dtype=dtype, mode=mode, residency="packed" if kind.startswith("packed") else "decoded")
     for seed, name in enumerate(SETTINGS):
@@ -120,9 +120,9 @@ def test_rows_with_different_adapters_are_what_each_prompt_gets_alone(dtype: str
     model.tokenizer = NoText()  # type: ignore[misc] (the micro models have no vocabulary)
     most = [2, 4, 3, 5, 1, 3, 2]  # so that the batch is narrowed on its way
     batch = list(model.generate_batch(prompts, max_tokens=most, ignore_eos=True, adapter=names))
-    alone = [text(model, prompt, name, n) for prompt, name, n in zip(prompts, names, most, strict=True)]
+    alone = [generate_ids(model, prompt, name, n) for prompt, name, n in zip(prompts, names, most, strict=True)]
     if dtype == "float32" or mode == "reproducible":
-        assert rows_of(batch, len(names)) == alone
+        assert split_rows(batch, len(names)) == alone
     allowed = 0 if mode == "reproducible" else 1e-4 if dtype == "float32" else 0.1
     for at, (prompt, name) in enumerate(zip(prompts, names, strict=True)):
         (first,) = model.generate(prompt, max_tokens=1, ignore_eos=True, adapter=name)
@@ -132,21 +132,21 @@ def test_rows_with_different_adapters_are_what_each_prompt_gets_alone(dtype: str
 
 def test_one_adapter_can_be_named_for_all_prompts(model: TorchModel):
     batch = list(model.generate_batch(STARTS, max_tokens=6, ignore_eos=True, adapter="two"))
-    assert rows_of(batch, len(STARTS)) == [text(model, start, "two", 6) for start in STARTS]
+    assert split_rows(batch, len(STARTS)) == [generate_ids(model, start, "two", 6) for start in STARTS]
 
 
-def test_answers_that_are_begun_together_keep_their_adapters(model: TorchModel):
+def test_concurrent_generations_keep_their_adapters(model: TorchModel):
     names = ["one", None, "two", "three"]
-    expected = [text(model, STARTS[0], name, 6) for name in names]
+    expected = [generate_ids(model, STARTS[0], name, 6) for name in names]
     running = [model.generate(STARTS[0], max_tokens=6, ignore_eos=True, adapter=name) for name in names]
     actual = [[next(answer).id for answer in running] for _ in range(6)]
     assert [list(row) for row in zip(*actual, strict=True)] == expected
     assert len({tuple(row) for row in expected}) >= 3
 
 
-def test_an_answer_goes_on_when_its_adapter_is_removed_and_another_takes_the_name():
+def test_generation_continues_after_its_adapter_is_replaced():
     model = load_torch("story")
-    first, second = small(model, 1), small(model, 2)
+    first, second = weak_lora(model, 1), weak_lora(model, 2)
     model.add_adapter("mine", first)
     names, most = ["mine", None, "mine", None], [8, 3, 8, 3]  # narrowed after the removal
     expected = list(model.generate_batch(STARTS[:4], max_tokens=most, ignore_eos=True, adapter=names))
@@ -154,26 +154,26 @@ def test_an_answer_goes_on_when_its_adapter_is_removed_and_another_takes_the_nam
     begun = [next(running)]
     model.remove_adapter("mine")
     model.add_adapter("mine", second)
-    new = text(model, STARTS[0], "mine")
+    new = generate_ids(model, STARTS[0], "mine")
     assert begun + list(running) == expected
-    assert text(model, STARTS[0], "mine") == new
-    assert new != rows_of(expected, 4)[0]
+    assert generate_ids(model, STARTS[0], "mine") == new
+    assert new != split_rows(expected, 4)[0]
 
 
 def test_late_answer_does_not_affect_a_new_adapter_of_the_same_name():
     model = load_torch("story")
-    model.add_adapter("mine", small(model, 1))
+    model.add_adapter("mine", weak_lora(model, 1))
     old = model.generate(STARTS[0], max_tokens=8, ignore_eos=True, adapter="mine")
     next(old)
     model.remove_adapter("mine")
-    model.add_adapter("mine", small(model, 2))
+    model.add_adapter("mine", weak_lora(model, 2))
     fresh = load_torch("story")
-    fresh.add_adapter("mine", small(fresh, 2))
-    assert ids_of(old) != text(fresh, STARTS[0], "mine", 8)[1:]
-    assert text(model, STARTS[0], "mine") == text(fresh, STARTS[0], "mine")
+    fresh.add_adapter("mine", weak_lora(fresh, 2))
+    assert token_ids(old) != generate_ids(fresh, STARTS[0], "mine", 8)[1:]
+    assert generate_ids(model, STARTS[0], "mine") == generate_ids(fresh, STARTS[0], "mine")
 
 
-def test_in_mode_reproducible_no_bit_of_an_adapted_row_depends_on_its_company():
+def test_reproducible_adapted_row_does_not_depend_on_its_batch():
     generator = torch.Generator().manual_seed(0)
     lora_A, lora_B, x = (torch.randn(*shape, generator=generator) for shape in ((16, 896), (600, 16), (150, 896)))
     lora_module = LoraLinear(FixedRows(torch.nn.Linear(896, 600)), fixed=True)
@@ -200,19 +200,20 @@ def test_a_trace_names_the_same_stages_as_without_an_adapter(model: TorchModel):
 
 
 MISTAKES = [
-    row("unknown", lambda model: text(model, STARTS[0], "four"), ValueError, "'four'", "one", "two", "three"),
+    row("unknown", lambda model: generate_ids(model, STARTS[0], "four"), ValueError, "'four'", "one", "two", "three"),
     row("one for two prompts", lambda model: list(model.generate_batch(STARTS[:2], adapter=["one"])),
         ValueError, "adapter", where="generate_batch", expected=2, got=1),
-    row("there", lambda model: model.add_adapter("one", small(model, 1)), ValueError, "'one'", "already"),
-    row("spaced", lambda model: model.add_adapter("a b", small(model, 1)), ValueError, expected="letters", got="'a b'"),
-    row("of torch", lambda model: model.add_adapter("keys", small(model, 1)), ValueError, "torch", "'keys'"),
-    row("of another model", lambda model: model.add_adapter("x", small(load_torch("micro-qwen2"), 1)),
+    row("there", lambda model: model.add_adapter("one", weak_lora(model, 1)), ValueError, "'one'", "already"),
+    row("spaced", lambda model: model.add_adapter("a b", weak_lora(model, 1)), ValueError, expected="letters",
+        got="'a b'"),
+    row("of torch", lambda model: model.add_adapter("keys", weak_lora(model, 1)), ValueError, "torch", "'keys'"),
+    row("of another model", lambda model: model.add_adapter("x", weak_lora(load_torch("micro-qwen2"), 1)),
         ValueError, "model", "names", "shapes", where="'x'"),
 ]  # fmt: skip
 
 
 @pytest.mark.parametrize("refusal", MISTAKES)
-def test_mistakes_are_named(refusal: Refusal, model: TorchModel):
+def test_invalid_adapter_calls_are_refused(refusal: Refusal, model: TorchModel):
     refusal.check(model)
     assert model.adapters == ["one", "two", "three"]
 
@@ -230,7 +231,7 @@ def test_a_compiled_model_refuses_to_mix_adapters_in_a_call():
 @pytest.mark.gpu
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("compiled", [False, True])
-def test_cuda_graphs_make_the_tokens_of_numpy_with_every_adapter(dora: bool, compiled: bool):
+def test_cuda_graphs_with_every_adapter_generate_the_tokens_of_numpy(dora: bool, compiled: bool):
     numpy, cuda = llorch.load("micro-qwen3"), llorch.load_torch("micro-qwen3", device="cuda", compiled=compiled)
     for model in (numpy, cuda):
         for seed, name in enumerate(("one", "two")):

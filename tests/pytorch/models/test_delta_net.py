@@ -12,7 +12,7 @@ from llorch.pytorch.models.delta_rule import CHUNK, delta_rule
 K_HEADS, V_HEADS, KEY, VALUE = 2, 6, 8, 5
 
 
-def given(seq: int, *, strong: bool = True, dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def delta_rule_inputs(seq: int, *, strong: bool = True, dtype: torch.dtype = torch.float64) -> list[Tensor]:
     """Queries, keys, values, beta, log decay of two sequences, and a state; some decays leave nothing."""
     draw = torch.Generator().manual_seed(seq)
 
@@ -47,18 +47,18 @@ def one_by_one(
 
 @pytest.mark.parametrize("seq", [1, 3, CHUNK, CHUNK + 7])
 def test_few_and_many_tokens_follow_the_formula(seq: int) -> None:
-    for actual, expected in zip(delta_rule(*given(seq)), one_by_one(*given(seq)), strict=True):
+    for actual, expected in zip(delta_rule(*delta_rule_inputs(seq)), one_by_one(*delta_rule_inputs(seq)), strict=True):
         assert distance(actual, expected) < 1e-13
 
 
-def test_in_float32_what_follows_a_strong_decay_is_not_lost() -> None:
-    exact = given(CHUNK, dtype=torch.float32)
+def test_float32_keeps_values_after_a_strong_decay() -> None:
+    exact = delta_rule_inputs(CHUNK, dtype=torch.float32)
     for actual, expected in zip(delta_rule(*exact), one_by_one(*(x.double() for x in exact)), strict=True):
         assert distance(actual, expected) < 3e-7
 
 
-def test_passes_of_any_length_give_one_state() -> None:
-    q, k, v, beta, log_decay, state = given(3 * CHUNK)
+def test_state_does_not_depend_on_pass_lengths() -> None:
+    q, k, v, beta, log_decay, state = delta_rule_inputs(3 * CHUNK)
     expected, end = delta_rule(q, k, v, beta, log_decay, state)
     made, start = [], 0
     for stop in (1, CHUNK + 2, CHUNK + 5, 3 * CHUNK):
@@ -72,10 +72,10 @@ def test_passes_of_any_length_give_one_state() -> None:
 
 def test_gradients_flow_through_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "CHUNK", 3)  # then five tokens are two chunks
-    assert torch.autograd.gradcheck(delta_rule, [x[:1].requires_grad_() for x in given(5)])
+    assert torch.autograd.gradcheck(delta_rule, [x[:1].requires_grad_() for x in delta_rule_inputs(5)])
 
 
-def test_a_convolution_passes_over_padding_anywhere() -> None:
+def test_convolution_skips_padding_at_any_position() -> None:
     torch.manual_seed(0)
     conv = ShortConv(5, 4).double()
     torch.nn.init.normal_(conv.weight)
@@ -89,7 +89,7 @@ def test_a_convolution_passes_over_padding_anywhere() -> None:
     torch.testing.assert_close(state, last, rtol=0, atol=1e-15)
 
 
-def test_a_pass_of_padding_alone_changes_nothing() -> None:
+def test_pass_of_padding_only_changes_nothing() -> None:
     conv, before = ShortConv(5, 4), torch.randn(2, 3, 5)
     torch.nn.init.normal_(conv.weight)
     _, last = conv(torch.randn(2, 2, 5), before, torch.zeros(2, 2, dtype=torch.bool))

@@ -40,8 +40,8 @@ def reference(folder: Path) -> np.ndarray:
     return forward(IDS, weights, KVCache(weights.config, np.float64))
 
 
-def opened(folder: Path, **how: str) -> TorchModel:
-    model = load_torch(folder, **how)  # pyright: ignore[reportArgumentType]
+def open_ids_only(folder: Path, **options: str) -> TorchModel:
+    model = load_torch(folder, **options)  # pyright: ignore[reportArgumentType]
     vars(model)["tokenizer"] = IdsOnly()
     return model
 
@@ -65,44 +65,44 @@ def run(module: CausalLM, parts: tuple[int, ...] = (70,), *, padded: bool = Fals
     return torch.cat(made)
 
 
-def off(actual: np.ndarray | torch.Tensor, expected: np.ndarray) -> float:
+def relative_error(actual: np.ndarray | torch.Tensor, expected: np.ndarray) -> float:
     return float(np.linalg.norm(np.asarray(actual) - expected) / np.linalg.norm(expected))
 
 
 @pytest.mark.nightly_cases(but=["qwen3_5-parts1-False-page"])
 @pytest.mark.parametrize("fixed", [False, True], ids=["page", "reproducible"])
 @pytest.mark.parametrize(("parts", "padded"), [((70,), False), (PARTS, False), (PARTS, True)])
-def test_in_float64_logits_are_those_of_numpy(folder, reference, parts, padded, fixed):
+def test_float64_logits_equal_numpy(folder, reference, parts, padded, fixed):
     module = load_dense(open_weights(folder), dtype=torch.float64, device=CPU)
     if fixed:
         make_reproducible(module)
-    assert off(run(module, parts, padded=padded), reference) < 1e-13
+    assert relative_error(run(module, parts, padded=padded), reference) < 1e-13
 
 
 @pytest.mark.parametrize("kernels", ["torch", "auto"])
 def test_float32_logits_are_close_with_each_kernel_setting(folder, reference, kernels):
-    model = opened(folder, kernels=kernels)
-    assert off(model.forward(IDS), reference) < 1e-5
-    assert off(run(model.module, PARTS), reference) < 1e-5
+    model = open_ids_only(folder, kernels=kernels)
+    assert relative_error(model.forward(IDS), reference) < 1e-5
+    assert relative_error(run(model.module, PARTS), reference) < 1e-5
 
 
-def test_memory_of_states_and_slots_is_counted(folder):
-    model = opened(folder)
+def test_predicted_memory_counts_states_and_slots(folder):
+    model = open_ids_only(folder)
     need = predict(model.weights, model.target, "decoded", 1, 256)
     assert sum(tensor.nbytes for tensor in model.new_cache(1, 256).tensors) <= need.cache
     assert sum(p.nbytes for p in model.module.parameters()) <= need.weights
 
 
 @TWO
-def test_weights_whose_columns_come_in_another_order_are_laid_out_in_rows(folder, reference, monkeypatch):
+def test_column_major_weights_are_loaded_row_major(folder, reference, monkeypatch):
     read = Weights.read
-    monkeypatch.setattr(Weights, "read", lambda *given: np.asfortranarray(read(*given)))  # as reordering leaves them
-    assert off(run(opened(folder).module, PARTS), reference) < 1e-5
+    monkeypatch.setattr(Weights, "read", lambda *args: np.asfortranarray(read(*args)))  # as reordering leaves them
+    assert relative_error(run(open_ids_only(folder).module, PARTS), reference) < 1e-5
 
 
 @TWO
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_reproducible_bits_do_not_depend_on_company_or_parts(folder, dtype):
+def test_reproducible_bits_do_not_depend_on_batch_or_splits(folder, dtype):
     module = load_dense(open_weights(folder), dtype=dtype, device=CPU)
     make_reproducible(module)
     alone = run(module)
@@ -111,8 +111,8 @@ def test_reproducible_bits_do_not_depend_on_company_or_parts(folder, dtype):
 
 
 @TWO
-def test_answers_of_a_batch_are_those_that_prompts_get_alone(folder):
-    model = opened(folder, mode="reproducible")
+def test_batched_answers_equal_prompts_alone(folder):
+    model = open_ids_only(folder, mode="reproducible")
     prompts, most = [IDS[:n].tolist() for n in (3, 20, 9)], [12, 2, 6]  # the batch is narrowed on its way
     alone = [[t.id for t in model.generate(p, max_tokens=n)] for p, n in zip(prompts, most, strict=True)]
     again = [t.id for t in model.generate(prompts[0], max_tokens=most[0])]  # in storage that was used
@@ -124,13 +124,13 @@ def test_answers_of_a_batch_are_those_that_prompts_get_alone(folder):
 
 
 @TWO
-def test_steps_that_ask_which_experts_are_chosen_are_not_recorded(folder):
-    assert recordable(opened(folder).module)
-    assert not recordable(opened(folder, mode="reproducible").module)
+def test_steps_with_data_dependent_experts_are_not_recorded(folder):
+    assert recordable(open_ids_only(folder).module)
+    assert not recordable(open_ids_only(folder, mode="reproducible").module)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_what_experts_make_is_added_up_in_float32(dtype: torch.dtype):
+def test_expert_outputs_are_summed_in_float32(dtype: torch.dtype):
     made, weights = torch.randn(1, 5, 8, 32).to(dtype), torch.rand(1, 5, 8).softmax(-1).to(dtype)
     expected = (weights.double()[..., None] * made.double()).sum(2)
     actual = mixed(made, weights)

@@ -23,18 +23,18 @@ IDS = np.arange(40) * 7 % 104
 
 
 @pytest.fixture(params=FAMILIES)
-def both(request):
+def model_pair(request):
     model, weights = random_model(request.param)
     ours = build(weights.config).double()
     ours.load_state_dict(model.state_dict())
     return model, ours.eval()
 
 
-def as_is(module):
+def keep_unchanged(module):
     pass
 
 
-def fastest(module):
+def install_fastest_kernels(module):
     use_sdpa(module)
     install_kernels(module.float(), kernels_for(torch.device("cpu"), torch.float32, required=False))
 
@@ -57,32 +57,32 @@ def run(module, parts=(40,), first=0, padding=0):
     return torch.cat(made).numpy()
 
 
-@pytest.mark.parametrize("how", [as_is, use_sdpa, make_reproducible])
+@pytest.mark.parametrize("prepare", [keep_unchanged, use_sdpa, make_reproducible])
 @pytest.mark.parametrize(
-    "given", [{}, {"parts": (13, 1, 26)}, {"first": 301}, {"parts": (9, 1, 30), "padding": 3}], ids=str
+    "run_options", [{}, {"parts": (13, 1, 26)}, {"first": 301}, {"parts": (9, 1, 30), "padding": 3}], ids=str
 )
-def test_every_family_is_that_of_transformers(both, how, given):
-    model, ours = both
-    expected = logits_of(model, IDS, given.get("first", 0))
-    how(ours)
-    np.testing.assert_allclose(run(ours, **given), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
+def test_every_family_equals_transformers(model_pair, prepare, run_options):
+    model, ours = model_pair
+    expected = logits_of(model, IDS, run_options.get("first", 0))
+    prepare(ours)
+    np.testing.assert_allclose(run(ours, **run_options), expected, rtol=0, atol=1e-12 * np.abs(expected).max())
 
 
 @pytest.mark.parametrize("parts", [(40,), (30, *(1,) * 10)])
-def test_fastest_kernels_do_not_change_unsupported_modules(both, parts):
-    model, ours = both
+def test_fastest_kernels_do_not_change_unsupported_modules(model_pair, parts):
+    model, ours = model_pair
     expected = logits_of(model, IDS)
-    fastest(ours)
+    install_fastest_kernels(ours)
     np.testing.assert_allclose(run(ours, parts), expected, rtol=0, atol=2e-5 * np.abs(expected).max())
 
 
-def test_reproducible_bits_do_not_depend_on_company_or_parts(both):
-    ours = both[1].float()
+def test_reproducible_bits_do_not_depend_on_batch_or_splits(model_pair):
+    ours = model_pair[1].float()
     make_reproducible(ours)
     np.testing.assert_array_equal(run(ours, (9, 1, 30), padding=3), run(ours))
 
 
-def test_what_a_chunk_shows_is_what_the_numpy_page_shows():
+def test_chunked_attention_mask_equals_numpy():
     config = ModelConfig(**COMMON | {"n_layers": 1, "layers": (Layer(chunk=8),)})
     cache = Cache(config, batch=1, n_slots=20, dtype=torch.float32, device=torch.device("cpu"), first_position=13)
     positions = np.arange(13, 33)
@@ -93,7 +93,7 @@ def test_what_a_chunk_shows_is_what_the_numpy_page_shows():
     assert cache.place(torch.tensor([[13, 14]]), ctx=2, causal=True).near["chunk", 8] is None  # of one chunk
 
 
-def test_the_rotation_and_the_norm_of_llama4_are_those_of_numpy(rng):
+def test_llama4_rotation_and_norm_equal_numpy(rng):
     x = rng.normal(size=(1, 5, 6, 10))
     tables = rope_tables(np.arange(5), head_dim=10, theta=1e4, scaling=None)
     actual = rope_adjacent_on_torch(torch.from_numpy(x), *(torch.from_numpy(table)[None] for table in tables))

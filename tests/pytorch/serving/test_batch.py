@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from helpers.continuous import VARIED, Made, alone, job, n_free, some_ids, together, varied_jobs
+from helpers.continuous import VARIED, Made, job, n_free, run_alone, run_together, some_ids, varied_jobs
 from helpers.refusals import refuses
 
 import llorch
@@ -25,43 +25,43 @@ def model() -> TorchModel:
     return llorch.load_torch("micro-qwen3", mode="reproducible")
 
 
-def batch_of(model: TorchModel, n_jobs: int = 3, n_tokens: int = 12 * PAGE, chunk: int = 50) -> ContinuousBatch:
+def make_batch(model: TorchModel, n_jobs: int = 3, n_tokens: int = 12 * PAGE, chunk: int = 50) -> ContinuousBatch:
     return ContinuousBatch(model, n_jobs=n_jobs, n_tokens=n_tokens, chunk=chunk)
 
 
 @pytest.mark.slow_cases(but=["micro-llama", "micro-qwen3"])
 @pytest.mark.parametrize("name", FAMILIES)
-def test_a_reproducible_answer_is_the_same_to_the_last_bit_whoever_comes_and_goes(name: str):
+def test_reproducible_answer_has_the_same_bits_whatever_jobs_join_and_leave(name: str):
     model = llorch.load_torch(name, mode="reproducible")
-    jobs, batch = varied_jobs(model), batch_of(model)
-    made = together(batch, jobs, joining=JOINING)
+    jobs, batch = varied_jobs(model), make_batch(model)
+    made = run_together(batch, jobs, joining=JOINING)
     assert [len({*map(str, answer)}) > 1 for answer in made] == [True] * len(jobs)
-    assert made == [alone(model, one) for one in jobs]
+    assert made == [run_alone(model, one) for one in jobs]
     assert n_free(batch) == 12
 
 
 @pytest.mark.parametrize("name", ["micro-llama", "micro-mistral", HYBRID])
-def test_a_fast_answer_is_close_to_that(name: str):
+def test_fast_answer_is_close_to_the_reproducible_one(name: str):
     model = llorch.load_torch(name)
     jobs = varied_jobs(model)
     for actual, expected in zip(
-        together(batch_of(model), jobs, joining=JOINING), (alone(model, j) for j in jobs), strict=True
+        run_together(make_batch(model), jobs, joining=JOINING), (run_alone(model, j) for j in jobs), strict=True
     ):
         assert [token_id for token_id, _ in actual] == [token_id for token_id, _ in expected]
         np.testing.assert_allclose([p for _, p in actual], [p for _, p in expected], rtol=0, atol=2e-5)
 
 
 @pytest.mark.parametrize("chunk", [1, 64, 1000])
-def test_stretches_of_any_length_give_the_same_bits(model: TorchModel, chunk: int):
+def test_answers_do_not_depend_on_chunk_size_bit_for_bit(model: TorchModel, chunk: int):
     jobs = varied_jobs(model)[:3]
-    assert together(batch_of(model, chunk=chunk), jobs) == [alone(model, one) for one in jobs]
+    assert run_together(make_batch(model, chunk=chunk), jobs) == [run_alone(model, one) for one in jobs]
 
 
-def n_cached_of(batch: ContinuousBatch, prompts: list[list[int]]) -> list[int]:
+def count_cached_tokens(batch: ContinuousBatch, prompts: list[list[int]]) -> list[int]:
     """Tokens that each prompt had not to compute, one after the other."""
     found = []
     for ids in prompts:
-        ticket = joined(batch, ids)
+        ticket = join_job(batch, ids)
         while not batch.step():
             pass
         found.append(batch.n_cached(ticket))
@@ -69,22 +69,22 @@ def n_cached_of(batch: ContinuousBatch, prompts: list[list[int]]) -> list[int]:
     return found
 
 
-def joined(batch: GenerationBatch, ids: list[int], n: int = 5, **more) -> int:
-    ticket = batch.join(job(ids, n, **more))
+def join_job(batch: GenerationBatch, ids: list[int], n: int = 5, **settings) -> int:
+    ticket = batch.join(job(ids, n, **settings))
     assert ticket is not None
     return ticket
 
 
-def test_whole_pages_that_prompts_begin_with_are_not_computed_again(model: TorchModel):
+def test_shared_prefix_pages_are_not_recomputed(model: TorchModel):
     ids = some_ids(model, 3 * PAGE)
     prompts = [ids, ids, [*ids, 1], ids[: 2 * PAGE], ids[: 2 * PAGE - 1], ids[:PAGE] + ids, [ids[0] ^ 1, *ids[1:]]]
-    assert n_cached_of(batch_of(model), prompts) == [n * PAGE for n in (0, 2, 3, 1, 1, 1, 0)]
+    assert count_cached_tokens(make_batch(model), prompts) == [n * PAGE for n in (0, 2, 3, 1, 1, 1, 0)]
 
 
 @pytest.mark.parametrize(("chunk", "n_cached"), [(PAGE - 1, 0), (PAGE, PAGE), (PAGE + 1, PAGE), (2 * PAGE - 1, PAGE)])
-def test_a_page_is_found_once_all_its_tokens_are_in_the_cache(model: TorchModel, chunk: int, n_cached: int):
-    batch, ids = batch_of(model, chunk=chunk), some_ids(model, 3 * PAGE)
-    left = joined(batch, ids)
+def test_page_is_shared_once_all_its_tokens_are_cached(model: TorchModel, chunk: int, n_cached: int):
+    batch, ids = make_batch(model, chunk=chunk), some_ids(model, 3 * PAGE)
+    left = join_job(batch, ids)
     assert not batch.step()  # one stretch of the prompt
     batch.leave(left)
     after = job(ids, 4)
@@ -92,20 +92,20 @@ def test_a_page_is_found_once_all_its_tokens_are_in_the_cache(model: TorchModel,
     assert ticket is not None
     assert batch.n_cached(ticket) == n_cached
     batch.leave(ticket)
-    assert together(batch, [after]) == [alone(model, after)]
+    assert run_together(batch, [after]) == [run_alone(model, after)]
 
 
 def test_an_answer_can_be_a_prefix_too(model: TorchModel):
-    batch, ids = batch_of(model), some_ids(model, PAGE - 3)
-    (answer,) = together(batch, [job(ids, 2 * PAGE)])
+    batch, ids = make_batch(model), some_ids(model, PAGE - 3)
+    (answer,) = run_together(batch, [job(ids, 2 * PAGE)])
     whole = ids + [token_id for token_id, _ in answer]
     after = job([*whole, 5], 6)
-    assert n_cached_of(batch, [[*whole, 5], [*whole[: 2 * PAGE], 5]]) == [2 * PAGE, 2 * PAGE]
-    assert together(batch, [after]) == [alone(model, after)]
+    assert count_cached_tokens(batch, [[*whole, 5], [*whole[: 2 * PAGE], 5]]) == [2 * PAGE, 2 * PAGE]
+    assert run_together(batch, [after]) == [run_alone(model, after)]
 
 
-def test_jobs_that_come_at_once_share_what_the_first_of_them_reads(model: TorchModel):
-    batch, ids = batch_of(model), some_ids(model, 2 * PAGE)
+def test_simultaneous_jobs_share_the_prefix_of_the_first(model: TorchModel):
+    batch, ids = make_batch(model), some_ids(model, 2 * PAGE)
     jobs = [job([*ids, at, at], 8, VARIED[at]) for at in range(3)]
     made: dict[int, Made] = {ticket: [] for ticket in map(batch.join, jobs) if ticket is not None}
     while any(len(answer) < 8 for answer in made.values()):
@@ -113,27 +113,27 @@ def test_jobs_that_come_at_once_share_what_the_first_of_them_reads(model: TorchM
             assert isinstance(one, Sampled)
             made[ticket].append((one.id, one.logprob))
     assert [batch.n_cached(ticket) for ticket in made] == [0, 2 * PAGE, 2 * PAGE]
-    assert list(made.values()) == [alone(model, one) for one in jobs]
+    assert list(made.values()) == [run_alone(model, one) for one in jobs]
 
 
-def test_states_are_not_found_again():
+def test_recurrent_states_are_not_shared():
     model = llorch.load_torch(HYBRID)
     ids = some_ids(model, 2 * PAGE)
-    assert n_cached_of(batch_of(model), [ids, ids]) == [0, 0]
+    assert count_cached_tokens(make_batch(model), [ids, ids]) == [0, 0]
 
 
-def test_pages_that_nobody_wanted_for_long_make_room(model: TorchModel):
-    batch = batch_of(model, n_tokens=4 * PAGE)
+def test_least_recently_used_pages_are_evicted(model: TorchModel):
+    batch = make_batch(model, n_tokens=4 * PAGE)
     first, second, third = (some_ids(model, 2 * PAGE, seed) for seed in range(3))
-    assert n_cached_of(batch, [first, second, first, third, first, second]) == [0, 0, PAGE, 0, PAGE, 0]
+    assert count_cached_tokens(batch, [first, second, first, third, first, second]) == [0, 0, PAGE, 0, PAGE, 0]
     assert n_free(batch) == 4
 
 
 @pytest.mark.nightly_cases("micro-qwen3.5")
 @pytest.mark.parametrize("name", ["micro-qwen3", HYBRID])
-def test_nothing_leaks_in_many_jobs_that_are_given_up_anywhere(name: str):
+def test_cancelled_jobs_leak_no_pages(name: str):
     model, rng = llorch.load_torch(name), np.random.default_rng(0)
-    batch, running, n_refused = batch_of(model, n_tokens=6 * PAGE, n_jobs=4, chunk=40), list[int](), 0
+    batch, running, n_refused = make_batch(model, n_tokens=6 * PAGE, n_jobs=4, chunk=40), list[int](), 0
     for _ in range(150):
         ids = [*some_ids(model, int(rng.integers(100)), 1), int(rng.integers(50))]
         ticket = batch.join(job(ids, int(rng.integers(1, 70))))
@@ -149,15 +149,15 @@ def test_nothing_leaks_in_many_jobs_that_are_given_up_anywhere(name: str):
         batch.leave(ticket)
     assert n_free(batch) == 6
     last = varied_jobs(model)[:2]
-    for actual, expected in zip(together(batch, last), (alone(model, one) for one in last), strict=True):
+    for actual, expected in zip(run_together(batch, last), (run_alone(model, one) for one in last), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
-def test_a_job_waits_for_a_row_or_pages_and_is_refused_what_can_never_be(model: TorchModel):
-    batch = batch_of(model, n_jobs=2, n_tokens=4 * PAGE)
-    first = joined(batch, [1] * PAGE, PAGE + 1)  # two pages: the last token is not fed
+def test_job_waits_for_free_rows_or_pages_and_impossible_jobs_are_refused(model: TorchModel):
+    batch = make_batch(model, n_jobs=2, n_tokens=4 * PAGE)
+    first = join_job(batch, [1] * PAGE, PAGE + 1)  # two pages: the last token is not fed
     assert batch.join(job([2], 2 * PAGE + 1)) is None
-    second = joined(batch, [2], 2 * PAGE)
+    second = join_job(batch, [2], 2 * PAGE)
     assert batch.join(job([3], 1)) is None
     batch.leave(second)
     batch.leave(first)
@@ -167,49 +167,49 @@ def test_a_job_waits_for_a_row_or_pages_and_is_refused_what_can_never_be(model: 
     with refuses(ValueError, "'nobody'", where="adapter"):
         batch.join(job([1], 2, adapter="nobody"))
     with refuses(ValueError, 1, where="batch", got="n_jobs=0"):
-        batch_of(model, n_jobs=0)
-    joined(batch, [1], 4 * PAGE)
+        make_batch(model, n_jobs=0)
+    join_job(batch, [1], 4 * PAGE)
 
 
-def test_a_job_that_has_all_its_tokens_stands_still(model: TorchModel):
-    batch = batch_of(model)
-    ticket = joined(batch, [4, 5], 2)
+def test_finished_job_makes_no_more_tokens(model: TorchModel):
+    batch = make_batch(model)
+    ticket = join_job(batch, [4, 5], 2)
     assert [[*batch.step()] for _ in range(4)] == [[ticket], [ticket], [], []]
 
 
-def test_who_runs_waits_for_one_stretch_at_most_whatever_is_to_be_read(model: TorchModel):
-    batch = batch_of(model, chunk=16)
-    talker = joined(batch, [7], 30)
+def test_running_jobs_wait_for_at_most_one_prefill_chunk(model: TorchModel):
+    batch = make_batch(model, chunk=16)
+    talker = join_job(batch, [7], 30)
     assert [*batch.step()] == [talker]
-    readers = [joined(batch, some_ids(model, 40, seed)) for seed in (1, 2)]
+    readers = [join_job(batch, some_ids(model, 40, seed)) for seed in (1, 2)]
     assert [sorted(batch.step()) for _ in range(12)] == [
         [talker], [], [talker], [], [talker], [readers[0]], [talker, readers[0]], [], [talker, readers[0]],
         [], [talker, readers[0]], [readers[1]],
     ]  # fmt: skip
 
 
-class Broken:
+class FailingGuide:
     """A guide that fails in the end."""
 
-    def __init__(self, vocab_size: int, n: int, where: str) -> None:
-        self.every, self.left, self.where = np.ones(vocab_size, bool), n, where
+    def __init__(self, vocab_size: int, n: int, failing_method: str) -> None:
+        self.every, self.left, self.failing_method = np.ones(vocab_size, bool), n, failing_method
 
     def allowed(self) -> np.ndarray:
-        if self.left == 0 and self.where == "allowed":
+        if self.left == 0 and self.failing_method == "allowed":
             raise RuntimeError("the guide broke")
         return self.every
 
     def take(self, token_id: int) -> None:
-        if self.left == 0 and self.where == "take":
+        if self.left == 0 and self.failing_method == "take":
             raise RuntimeError("the guide broke")
         self.left -= 1
 
 
-@pytest.mark.parametrize("where", ["allowed", "take"])
+@pytest.mark.parametrize("failing_method", ["allowed", "take"])
 @pytest.mark.parametrize("n", [0, 2])
-def test_what_one_job_does_wrong_is_its_own_affair(model: TorchModel, where: str, n: int):
-    batch, good = batch_of(model), varied_jobs(model)[0]
-    bad = joined(batch, [1, 2, 3], 20, guide=Broken(model.config.vocab_size, n, where))
+def test_failing_guide_ends_only_its_job(model: TorchModel, failing_method: str, n: int):
+    batch, good = make_batch(model), varied_jobs(model)[0]
+    bad = join_job(batch, [1, 2, 3], 20, guide=FailingGuide(model.config.vocab_size, n, failing_method))
     ticket, made, errors = batch.join(good), [], []
     while len(made) < good.max_tokens:
         for of, one in batch.step().items():
@@ -219,16 +219,16 @@ def test_what_one_job_does_wrong_is_its_own_affair(model: TorchModel, where: str
             if isinstance(one, Exception):
                 errors.append((of, str(one)))
     assert errors == [(bad, "the guide broke")]
-    assert made == alone(model, good)
+    assert made == run_alone(model, good)
     batch.leave(bad)
 
 
-def test_numbers_that_overflow_end_the_job_that_made_them_with_the_stage():
+def test_overflow_ends_only_its_job_and_names_the_stage():
     model = llorch.load_torch("micro-llama")
     with torch.no_grad():
         model.module.model.embed_tokens.weight[9] = math.inf
-    batch, good = batch_of(model), job([1, 2, 3], 8)
-    bad = joined(batch, [3] * (PAGE - 1) + [9] * 3)
+    batch, good = make_batch(model), job([1, 2, 3], 8)
+    bad = join_job(batch, [3] * (PAGE - 1) + [9] * 3)
     ticket, made = batch.join(good), []
     error = batch.step()
     while not error:
@@ -238,25 +238,25 @@ def test_numbers_that_overflow_end_the_job_that_made_them_with_the_stage():
     batch.leave(bad)
     while len(made) < good.max_tokens:
         made += [one for of, one in batch.step().items() if of == ticket]
-    assert [one.id for one in made] == [token_id for token_id, _ in alone(model, good)]
+    assert [one.id for one in made] == [token_id for token_id, _ in run_alone(model, good)]
 
 
-def test_infinity_that_a_job_left_in_a_page_is_no_nan_of_the_next_one():
+def test_infinity_left_in_a_page_causes_no_nan_in_the_next_job():
     model = llorch.load_torch("micro-llama")
-    batch, jobs = batch_of(model, n_tokens=3 * PAGE), [job([1, 2, 3], 8), job(some_ids(model, PAGE + 40), 8)]
-    bad = joined(batch, [3] * (PAGE - 1))
+    batch, jobs = make_batch(model, n_tokens=3 * PAGE), [job([1, 2, 3], 8), job(some_ids(model, PAGE + 40), 8)]
+    bad = join_job(batch, [3] * (PAGE - 1))
     batch.step()
     for pool in batch._cache._pools:
         for store in pool:
             store[:, :, PAGE:].fill_(torch.inf)  # all but the page of nobody
     batch.leave(bad)
-    for actual, expected in zip(together(batch, jobs), (alone(model, one) for one in jobs), strict=True):
+    for actual, expected in zip(run_together(batch, jobs), (run_alone(model, one) for one in jobs), strict=True):
         np.testing.assert_allclose(actual, expected, rtol=0, atol=2e-5)
 
 
-def test_the_likeliest_tokens_are_those_of_the_logits(model: TorchModel):
-    batch, ids = batch_of(model), [3, 1, 4]
-    ticket = joined(batch, ids, n_top=4)
+def test_top_tokens_equal_the_top_logits(model: TorchModel):
+    batch, ids = make_batch(model), [3, 1, 4]
+    ticket = join_job(batch, ids, n_top=4)
     one = batch.step()[ticket]
     assert isinstance(one, Sampled)
     logprobs = torch.from_numpy(model.forward(ids, last_only=True)).double().log_softmax(-1)[0]
@@ -264,15 +264,15 @@ def test_the_likeliest_tokens_are_those_of_the_logits(model: TorchModel):
     np.testing.assert_allclose([p for _, p in one.top], logprobs.topk(4).values, rtol=1e-12)
 
 
-def test_what_nobody_alone_caused_is_raised(model: TorchModel, monkeypatch: pytest.MonkeyPatch):
-    batch = batch_of(model)
-    joined(batch, [1, 2])
+def test_error_of_the_batch_is_raised(model: TorchModel, monkeypatch: pytest.MonkeyPatch):
+    batch = make_batch(model)
+    join_job(batch, [1, 2])
     batch.step()
-    monkeypatch.setattr(batch._cache, "begin", lambda *given: 1 / 0)
+    monkeypatch.setattr(batch._cache, "begin", lambda *arguments: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         batch.step()
 
 
 def test_a_compiled_model_is_refused():
     with refuses(ValueError, "compiled=False", where="batch"):
-        batch_of(llorch.load_torch("micro-llama", compiled=True))
+        make_batch(llorch.load_torch("micro-llama", compiled=True))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from builders.random_adapters import random_adapter
-from helpers.continuous import alone, job, some_ids, together, varied_jobs
+from helpers.continuous import job, run_alone, run_together, some_ids, varied_jobs
 from helpers.refusals import assert_tells
 
 import llorch
@@ -14,7 +14,7 @@ from llorch.model.generate import Job, Sampled, log_probability, sample_ids
 from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.model import TorchModel
 from llorch.pytorch.serving.batch import ContinuousBatch
-from llorch.pytorch.serving.choosing import Choosing, next_tokens, top_of
+from llorch.pytorch.serving.choosing import Sampler, next_tokens, top_of
 from llorch.pytorch.serving.pages import PAGE
 
 CPU = torch.device("cpu")
@@ -27,7 +27,7 @@ SETTINGS = [
 ]
 
 
-class Listed:
+class ListGuide:
     """A guide that allows the same tokens always."""
 
     def __init__(self, *ids: int) -> None:
@@ -40,78 +40,78 @@ class Listed:
         self.taken.append(token_id)
 
 
-def choosing(settings: SamplingSettings, **more) -> Choosing:
-    return Choosing(Job([1, 2, 3], 30, settings, frozenset(), **more), VOCAB, CPU)
+def make_sampler(settings: SamplingSettings, **job_settings) -> Sampler:
+    return Sampler(Job([1, 2, 3], 30, settings, frozenset(), **job_settings), VOCAB, CPU)
 
 
-def chosen(one: Choosing, logits: torch.Tensor) -> Sampled:
-    (made,) = next_tokens([one], logits.view(1, -1))
+def choose_token(sampler: Sampler, logits: torch.Tensor) -> Sampled:
+    (made,) = next_tokens([sampler], logits.view(1, -1))
     assert isinstance(made, Sampled)
     return made
 
 
-def rows(n: int) -> torch.Tensor:
+def random_logits(n: int) -> torch.Tensor:
     return torch.randn(n, VOCAB, generator=torch.Generator().manual_seed(1)) * 2
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
-def test_tokens_are_those_that_generate_would_choose(settings: SamplingSettings):
-    logits = rows(30)
-    one, each = choosing(settings), iter(logits.numpy())
+def test_sampled_tokens_equal_generate(settings: SamplingSettings):
+    logits = random_logits(30)
+    one, each = make_sampler(settings), iter(logits.numpy())
     expected = list(sample_ids(lambda new: next(each), [1, 2, 3], settings, max_tokens=30))
-    actual = [chosen(one, row) for row in logits]
+    actual = [choose_token(one, row) for row in logits]
     assert [sampled.id for sampled in actual] == [token_id for token_id, _ in expected]
     np.testing.assert_allclose([sampled.logprob for sampled in actual], [logprob for _, logprob in expected], rtol=1e-6)
 
 
 @pytest.mark.parametrize("settings", SETTINGS)
 def test_guide_restricts_the_tokens_and_receives_each_sampled_token(settings: SamplingSettings):
-    guide = Listed(7, 31)
-    one = choosing(settings, guide=guide)
-    actual = [chosen(one, row) for row in rows(20)]
+    guide = ListGuide(7, 31)
+    one = make_sampler(settings, guide=guide)
+    actual = [choose_token(one, row) for row in random_logits(20)]
     assert guide.taken == [sampled.id for sampled in actual]
     assert {*guide.taken} == {7, 31}
-    for sampled, row in zip(actual, rows(20).numpy(), strict=True):
+    for sampled, row in zip(actual, random_logits(20).numpy(), strict=True):
         assert sampled.logprob == pytest.approx(log_probability(row, sampled.id), abs=1e-12)
 
 
-def test_rows_that_are_chosen_together_are_those_that_are_chosen_alone():
-    guides = [None, Listed(3, 4), None, Listed(), Listed(5), None]
+def test_rows_sampled_together_equal_rows_sampled_alone():
+    guides = [None, ListGuide(3, 4), None, ListGuide(), ListGuide(5), None]
     settings = [*SETTINGS, SamplingSettings(), SamplingSettings(temperature=0.5, min_p=0.1, seed=2)]
-    every = [choosing(how, guide=guide) for how, guide in zip(settings, guides, strict=True)]
-    apart = [choosing(how, guide=guide) for how, guide in zip(settings, guides, strict=True)]
+    every = [make_sampler(how, guide=guide) for how, guide in zip(settings, guides, strict=True)]
+    apart = [make_sampler(how, guide=guide) for how, guide in zip(settings, guides, strict=True)]
     for _ in range(10):
-        logits = rows(6)
+        logits = random_logits(6)
         together = next_tokens(every, logits)
         assert isinstance(together[3], ValueError)
         for at in (0, 1, 2, 4, 5):
-            one, expected = together[at], chosen(apart[at], logits[at])
+            one, expected = together[at], choose_token(apart[at], logits[at])
             assert isinstance(one, Sampled)
             assert one.id == expected.id
             assert one.logprob == pytest.approx(expected.logprob, abs=1e-12)
 
 
-def test_a_guide_that_allows_nothing_is_an_error():
-    (nothing,) = next_tokens([choosing(SamplingSettings(), guide=Listed())], rows(1))
+def test_guide_without_allowed_tokens_is_an_error():
+    (nothing,) = next_tokens([make_sampler(SamplingSettings(), guide=ListGuide())], random_logits(1))
     assert_tells(str(nothing), where="guide", expected=VOCAB, got="[False")
 
 
-def test_logits_that_are_not_finite_show_before_the_guide_goes_on():
-    guide = Listed(7)
-    logits = rows(1).index_fill(1, torch.tensor([3]), math.inf)
-    assert math.isnan(chosen(choosing(SamplingSettings(), guide=guide), logits).logprob)
+def test_non_finite_logits_are_reported_before_the_guide_advances():
+    guide = ListGuide(7)
+    logits = random_logits(1).index_fill(1, torch.tensor([3]), math.inf)
+    assert math.isnan(choose_token(make_sampler(SamplingSettings(), guide=guide), logits).logprob)
     assert guide.taken == []
 
 
 def test_the_likeliest_tokens_come_with_log_probabilities_before_any_filter():
     row = torch.full((1, VOCAB), -30.0)
     row[0, [9, 4, 30, 2]] = torch.tensor([1.0, 2.0, 1.0, 1.0])
-    top = chosen(choosing(SamplingSettings(presence_penalty=2.0), n_top=3, guide=Listed(40)), row).top
+    top = choose_token(make_sampler(SamplingSettings(presence_penalty=2.0), n_top=3, guide=ListGuide(40)), row).top
     assert [token_id for token_id, _ in top] == [4, 2, 9]  # of equal ones the lowest ids
     expected = [log_probability(row[0].numpy(), token_id) for token_id in (4, 2, 9)]
     np.testing.assert_allclose([logprob for _, logprob in top], expected, rtol=1e-12)
     assert len(top_of(row[0], VOCAB + 5)) == VOCAB
-    assert chosen(choosing(SamplingSettings()), row).top == ()
+    assert choose_token(make_sampler(SamplingSettings()), row).top == ()
 
 
 @pytest.fixture
@@ -122,7 +122,7 @@ def model() -> TorchModel:
     return made
 
 
-def batch_of(model: TorchModel, n_jobs: int = 4) -> ContinuousBatch:
+def make_batch(model: TorchModel, n_jobs: int = 4) -> ContinuousBatch:
     return ContinuousBatch(model, n_jobs=n_jobs, n_tokens=20 * PAGE, chunk=50)
 
 
@@ -130,19 +130,19 @@ def batch_of(model: TorchModel, n_jobs: int = 4) -> ContinuousBatch:
 @pytest.mark.parametrize("adapters", [[None, "one", "two"], ["one"]])
 def test_each_job_runs_through_its_own_adapter(model: TorchModel, adapters: list[str | None]):
     jobs = varied_jobs(model, adapters)
-    expected = [alone(model, one) for one in jobs]
-    assert together(batch_of(model), jobs, joining={3: 7}) == expected
-    other = [alone(model, job(one.ids, one.max_tokens, one.settings)) for one in jobs]
+    expected = [run_alone(model, one) for one in jobs]
+    assert run_together(make_batch(model), jobs, joining={3: 7}) == expected
+    other = [run_alone(model, job(one.ids, one.max_tokens, one.settings)) for one in jobs]
     assert [made != base for made, base in zip(expected, other, strict=True)] == [
         one.adapter is not None for one in jobs
     ]
 
 
-def test_pages_of_an_adapter_mean_nothing_to_another(model: TorchModel):
-    batch, ids, found = batch_of(model), some_ids(model, 2 * PAGE), []
+def test_pages_are_not_shared_between_adapters(model: TorchModel):
+    batch, ids, found = make_batch(model), some_ids(model, 2 * PAGE), []
     for name in (None, "one", "two", "one", None, "two"):
-        (made,) = together(batch, [job(ids, 1, adapter=name)])
-        assert made == alone(model, job(ids, 1, adapter=name))
+        (made,) = run_together(batch, [job(ids, 1, adapter=name)])
+        assert made == run_alone(model, job(ids, 1, adapter=name))
         ticket = batch.join(job(ids, 1, adapter=name))
         assert ticket is not None
         found.append(batch.n_cached(ticket))
@@ -157,9 +157,9 @@ def test_pages_of_an_adapter_mean_nothing_to_another(model: TorchModel):
     assert (batch.n_cached(before), batch.n_cached(ticket)) == (PAGE, 0)
 
 
-def test_what_runs_goes_on_with_an_adapter_that_is_removed_or_replaced(model: TorchModel):
+def test_running_jobs_keep_a_removed_or_replaced_adapter(model: TorchModel):
     jobs = [job([1, 2, at], 12, adapter=name) for at, name in enumerate(("one", "two", None, "one"))]
-    expected, batch = [alone(model, one) for one in jobs], batch_of(model, 5)
+    expected, batch = [run_alone(model, one) for one in jobs], make_batch(model, 5)
     made = {ticket: [] for ticket in map(batch.join, jobs) if ticket is not None}
     for n_steps in range(60):
         if n_steps == 10:
@@ -167,7 +167,7 @@ def test_what_runs_goes_on_with_an_adapter_that_is_removed_or_replaced(model: To
         if n_steps == 14:
             model.add_adapter("one", random_adapter(model.config, seed=9))
             jobs.append(job([1, 2, 0], 12, adapter="one"))
-            expected.append(alone(model, jobs[-1]))
+            expected.append(run_alone(model, jobs[-1]))
             ticket = batch.join(jobs[-1])
             assert ticket is not None
             made[ticket] = []

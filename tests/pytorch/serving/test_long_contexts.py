@@ -11,7 +11,7 @@ from torch import Tensor
 
 from llorch.diagnosis.mistakes.planting import replaced
 from llorch.judging.goldens.long_contexts import LongGolden
-from llorch.judging.verify import stored, stored_long
+from llorch.judging.verify import open_long_golden, stored
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.serving.batch import ContinuousBatch
 from llorch.pytorch.serving.pages import PAGE
@@ -24,7 +24,7 @@ N_TOP = 20
 
 @pytest.fixture(scope="module")
 def golden() -> LongGolden:
-    return stored_long(MODEL, stored(MODEL)[0]).golden
+    return open_long_golden(MODEL, stored(MODEL)[0]).golden
 
 
 @pytest.fixture
@@ -32,7 +32,7 @@ def model() -> Any:
     return load_torch(builtin_path(MODEL))
 
 
-def served_top(model: Any, golden: LongGolden) -> dict[int, float]:
+def served_top_logits(model: Any, golden: LongGolden) -> dict[int, float]:
     """Log probabilities of the likeliest tokens after the long text, which is read beside another prompt."""
     batch = ContinuousBatch(model, n_jobs=2, n_tokens=4096)
     other = batch.join(job(some_ids(model, 300), 64))
@@ -60,12 +60,12 @@ def error(top: dict[int, float], golden: LongGolden) -> float:
 
 
 def test_a_served_answer_to_a_long_prompt_equals_the_reference(model: Any, golden: LongGolden):
-    top = served_top(model, golden)
+    top = served_top_logits(model, golden)
     assert len(top) == N_TOP
     assert error(top, golden) < 1
 
 
-def masked(change: Callable[[Tensor, int, int], Tensor]) -> Callable[[Any], Any]:
+def with_changed_mask(change: Callable[[Tensor, int, int], Tensor]) -> Callable[[Any], Any]:
     """Change what the tokens of a pass see."""
 
     def on_attention(right: Any) -> Any:
@@ -79,7 +79,7 @@ def masked(change: Callable[[Tensor, int, int], Tensor]) -> Callable[[Any], Any]
     return on_attention
 
 
-def last_keys(size: int) -> Callable[[Tensor, int, int], Tensor]:
+def keep_last_keys(size: int) -> Callable[[Tensor, int, int], Tensor]:
     def change(visible: Tensor, seq: int, ctx: int) -> Tensor:
         newest = visible.long().cumsum(-1).amax(-1, keepdim=True)  # keys that a token sees
         return visible & (visible.long().cumsum(-1) > newest - size)
@@ -87,7 +87,7 @@ def last_keys(size: int) -> Callable[[Tensor, int, int], Tensor]:
     return change
 
 
-def blind_to_itself(visible: Tensor, seq: int, ctx: int) -> Tensor:
+def hide_own_key(visible: Tensor, seq: int, ctx: int) -> Tensor:
     """The first query of a chunk behind a cache does not see its own key."""
     visible = visible.clone()
     own = visible[..., 0, :].long().cumsum(-1).argmax(-1)
@@ -97,17 +97,19 @@ def blind_to_itself(visible: Tensor, seq: int, ctx: int) -> Tensor:
 
 @pytest.mark.parametrize(
     "change",
-    [last_keys(64), last_keys(500), last_keys(1100), blind_to_itself],
+    [keep_last_keys(64), keep_last_keys(500), keep_last_keys(1100), hide_own_key],
     ids=["64", "500", "1100", "first query"],
 )
-def test_wrong_sight_in_a_long_prompt_is_seen(model: Any, golden: LongGolden, change: Callable[..., Tensor]):
+def test_attention_mask_fault_in_a_long_prompt_is_detected(
+    model: Any, golden: LongGolden, change: Callable[..., Tensor]
+):
     for module in model.module.modules():
         if hasattr(module, "attend"):
-            module.attend = masked(change)(module.attend)
-    assert error(served_top(model, golden), golden) > 2  # the answer above is within 1
+            module.attend = with_changed_mask(change)(module.attend)
+    assert error(served_top_logits(model, golden), golden) > 2  # the answer above is within 1
 
 
-def half_keys(k: Tensor, slots: Tensor) -> Tensor:
+def round_keys_to_half(k: Tensor, slots: Tensor) -> Tensor:
     return k.where((slots < 256)[..., None, None], k.half().to(k.dtype))
 
 
@@ -115,13 +117,13 @@ def without_the_first_of_a_page(k: Tensor, slots: Tensor) -> Tensor:
     return k.where((slots % PAGE != 0)[..., None, None], torch.zeros_like(k))
 
 
-@pytest.mark.parametrize("change", [half_keys, without_the_first_of_a_page])
-def test_keys_that_a_page_keeps_wrongly_are_seen(golden: LongGolden, change: Callable[..., Tensor]):
+@pytest.mark.parametrize("change", [round_keys_to_half, without_the_first_of_a_page])
+def test_page_write_fault_is_detected(golden: LongGolden, change: Callable[..., Tensor]):
     model = load_torch(builtin_path(MODEL), kernels="torch")  # a fused kernel writes keys without `append`
 
     def wrong(right: Any) -> Any:
         return lambda cache, layer, k, v, place: right(cache, layer, change(k, place.slots), v, place)
 
-    assert error(served_top(model, golden), golden) < 1
+    assert error(served_top_logits(model, golden), golden) < 1
     with replaced("llorch.pytorch.cache.Cache.append", wrong):
-        assert error(served_top(model, golden), golden) > 2
+        assert error(served_top_logits(model, golden), golden) > 2

@@ -30,24 +30,24 @@ def give_gradients(params: dict[str, nn.Parameter], seed: int) -> None:
         parameter.grad = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
 
 
-def run(params: dict[str, nn.Parameter], ours: AdamW, steps: range) -> None:
+def run(params: dict[str, nn.Parameter], adamw: AdamW, steps: range) -> None:
     for step in steps:
         give_gradients(params, step)
-        ours.clip(1.0)
-        ours.step(1e-3 * (step + 1))
+        adamw.clip(1.0)
+        adamw.step(1e-3 * (step + 1))
 
 
 def values(params: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: parameter.detach().clone() for name, parameter in params.items()}
 
 
-def same(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+def is_equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) and a[name].dtype == b[name].dtype for name in a)
 
 
 @pytest.mark.parametrize("ratio", [1.0, 16.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-def test_every_bit_is_that_of_torch(dtype: torch.dtype, ratio: float):
+def test_adamw_equals_torch_bit_for_bit(dtype: torch.dtype, ratio: float):
     mine, theirs = parameters(dtype), parameters(dtype)
     ours = optimizer(mine, lr_ratio=ratio)
     groups = [{"params": [p], "ratio": 1.0 if name.endswith("lora_A") else ratio} for name, p in theirs.items()]
@@ -77,13 +77,13 @@ def test_a_loaded_state_continues_bit_by_bit(eight_bit: bool):
     resumed = {name: nn.Parameter(value.clone()) for name, value in at_four.items()}
     other = optimizer(resumed, eight_bit=eight_bit)
     other.load(saved)
-    assert same(saved, other.state())
+    assert is_equal(saved, other.state())
     run(resumed, other, range(4, 9))
-    assert same(values(straight), values(resumed))
-    assert same(ours.state(), other.state())
+    assert is_equal(values(straight), values(resumed))
+    assert is_equal(ours.state(), other.state())
 
 
-def test_small_tensors_keep_float32_moments_and_large_ones_have_codes():
+def test_moments_are_float32_for_small_tensors_and_8_bit_for_large_ones():
     state = optimizer(parameters(), eight_bit=True).state()
     kinds = {name: (tensor.dtype, tuple(tensor.shape)) for name, tensor in state.items()}
     assert kinds["q_proj.lora_A.m"] == (torch.uint8, (8, 600))
@@ -92,7 +92,7 @@ def test_small_tensors_keep_float32_moments_and_large_ones_have_codes():
     assert "q_proj.lora_B.m_absmax" not in kinds
 
 
-def test_a_state_of_other_settings_is_refused_and_nothing_is_loaded():
+def test_state_of_other_settings_is_refused_without_loading():
     ours = optimizer(parameters(), eight_bit=True)
     with refuses(ValueError, where="q_proj.lora_A.m", expected=("uint8", "(8, 600)"), got=("float32", "(8, 600)")):
         ours.load(optimizer(parameters()).state())
@@ -103,7 +103,7 @@ def test_a_state_of_other_settings_is_refused_and_nothing_is_loaded():
     assert ours.step_count == 0
 
 
-def test_a_parameter_without_gradient_is_an_error_and_nothing_moves():
+def test_missing_gradient_is_an_error_and_changes_nothing():
     params = parameters()
     ours, before = optimizer(params), values(params)
     give_gradients(params, 0)
@@ -111,7 +111,7 @@ def test_a_parameter_without_gradient_is_an_error_and_nothing_moves():
     for act in (lambda: ours.step(0.1), lambda: ours.clip(1.0)):
         with refuses(ValueError, "1 of 4", "gradient", "q_proj.lora_B", where="optimizer"):
             act()
-    assert same(values(params), before)
+    assert is_equal(values(params), before)
     assert ours.step_count == 0
 
 
@@ -132,7 +132,7 @@ def test_clip_non_finite_norm_is_refused_and_keeps_the_gradients(bad: float, fac
     assert all(torch.equal(grads[name].nan_to_num(), kept[name].nan_to_num()) for name in kept)
 
 
-def test_an_infinite_limit_changes_no_gradient_and_all_can_be_forgotten():
+def test_clip_at_infinity_changes_no_gradient_and_gradients_can_be_cleared():
     params = parameters()
     ours = optimizer(params)
     give_gradients(params, 0)
@@ -145,7 +145,7 @@ def test_an_infinite_limit_changes_no_gradient_and_all_can_be_forgotten():
     assert all(parameter.grad is None for parameter in params.values())
 
 
-def test_zero_gradients_before_the_first_real_one_move_nothing():
+def test_zero_gradients_before_the_first_nonzero_one_change_nothing():
     """With B = 0 the gradient of A is zero at step 1; the count of steps goes on for all tensors together."""
     params = parameters()
     ours = AdamW(params, betas=(0.9, 0.99), eps=1e-8, weight_decay=0.0, lr_ratio=1.0, eight_bit=False)

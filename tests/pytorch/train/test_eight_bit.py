@@ -6,7 +6,7 @@ import torch
 from helpers.bitsandbytes_codes import kernel_book, kernel_codes
 from torch import Tensor, nn
 
-from llorch.lora.adapter import wanted_shapes
+from llorch.lora.adapter import expected_shapes
 from llorch.lora.config import LoraConfig
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.eight_bit import BLOCK, SIGNED, UNSIGNED, CodeBook, Codec, EightBit, zeros
@@ -18,20 +18,22 @@ CPU = torch.device("cpu")
 SHAPES = {"q_proj.lora_A": (8, 1000), "q_proj.lora_B": (700, 8), "v_proj.lora_B": (64, 64)}
 
 
-def numbers(book: CodeBook, rng: np.random.Generator, shape: int | tuple[int, ...] = 5 * BLOCK + 37) -> np.ndarray:
+def random_values(
+    book: CodeBook, rng: np.random.Generator, shape: int | tuple[int, ...] = 5 * BLOCK + 37
+) -> np.ndarray:
     """Over eight decades, of the signs that the book has."""
     x = (rng.standard_normal(shape) * 10.0 ** rng.uniform(-8, 0, shape)).astype(np.float32)
     return x if book is SIGNED else abs(x)
 
 
-def encoded(x: np.ndarray, book: CodeBook) -> EightBit:
+def encode(x: np.ndarray, book: CodeBook) -> EightBit:
     made = zeros(torch.from_numpy(x))
     Codec(book, CPU).encode(torch.from_numpy(x), made)
     return made
 
 
-def there_and_back(x: np.ndarray, book: CodeBook) -> np.ndarray:
-    return Codec(book, CPU).decode(encoded(x, book)).numpy()
+def round_trip(x: np.ndarray, book: CodeBook) -> np.ndarray:
+    return Codec(book, CPU).decode(encode(x, book)).numpy()
 
 
 @BOOKS
@@ -50,13 +52,13 @@ def test_the_smallest_decade_worked_by_hand():
 
 @BOOKS
 @pytest.mark.parametrize("shape", [(4096,), (3, 77), (5, 256), (1,)])
-def test_every_number_gets_the_code_that_a_search_finds_and_blocks_of_nothing_zeros(
+def test_codes_equal_a_nearest_value_search_and_zero_blocks_stay_zero(
     book: CodeBook, shape: tuple[int, ...], rng: np.random.Generator
 ):
-    x = numbers(book, rng, shape)
+    x = random_values(book, rng, shape)
     x.reshape(-1)[256:512] = 0
     x.reshape(-1)[1024:1280] *= np.float32(1e-38)  # too small for a reciprocal
-    actual = encoded(x, book)
+    actual = encode(x, book)
     blocks = np.pad(x.reshape(-1), (0, -x.size % BLOCK)).reshape(-1, BLOCK)
     absmax = np.where(abs(blocks).max(-1) < np.finfo(np.float32).tiny, 0, abs(blocks).max(-1))
     np.testing.assert_array_equal(actual.absmax.numpy(), absmax)
@@ -75,29 +77,29 @@ def test_every_number_gets_the_code_that_a_search_finds_and_blocks_of_nothing_ze
 
 
 @BOOKS
-def test_the_error_is_small_beside_the_number_and_the_block(book: CodeBook, rng: np.random.Generator):
-    x = numbers(book, rng)
-    actual, largest = there_and_back(x, book), np.repeat(encoded(x, book).absmax.numpy(), BLOCK)[: len(x)]
+def test_error_is_small_relative_to_the_value_and_the_block(book: CodeBook, rng: np.random.Generator):
+    x = random_values(book, rng)
+    actual, largest = round_trip(x, book), np.repeat(encode(x, book).absmax.numpy(), BLOCK)[: len(x)]
     assert (abs(actual - x) <= 0.5 * abs(x) + 1e-6 * largest).all()
     assert (abs(actual - x) <= 0.0072 * largest).all()
 
 
 @BOOKS
-def test_values_of_the_book_and_zeros_in_company_come_back_as_they_are(book: CodeBook):
-    np.testing.assert_array_equal(encoded(book.values, book).codes.numpy(), np.arange(256))
+def test_codebook_values_and_zeros_round_trip_exactly(book: CodeBook):
+    np.testing.assert_array_equal(encode(book.values, book).codes.numpy(), np.arange(256))
     x = np.zeros(BLOCK, np.float32)
     x[7] = 0.3
     for given in (book.values, x):
-        np.testing.assert_array_equal(there_and_back(given, book), given)
+        np.testing.assert_array_equal(round_trip(given, book), given)
 
 
 @BOOKS
-def test_a_number_next_to_a_threshold_falls_on_its_own_side(book: CodeBook):
+def test_number_next_to_a_threshold_rounds_to_its_side(book: CodeBook):
     """So no cell of the tables holds two thresholds; where it did, one of these would get the code of another."""
     below, above = (np.nextafter(book.thresholds, np.float32(towards)) for towards in (-2, 2))
     x = np.stack([np.append(side, np.float32(1)) for side in [below, book.thresholds, above]])
     expected = np.arange(256)
-    np.testing.assert_array_equal(encoded(x, book).codes.numpy(), [expected, expected, np.minimum(expected + 1, 255)])
+    np.testing.assert_array_equal(encode(x, book).codes.numpy(), [expected, expected, np.minimum(expected + 1, 255)])
 
 
 def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
@@ -105,7 +107,7 @@ def parameters(seed: int = 0) -> dict[str, nn.Parameter]:
     return {name: nn.Parameter(torch.randn(shape, generator=generator)) for name, shape in SHAPES.items()}
 
 
-def gradient(shape: torch.Size, generator: torch.Generator, *, dead_rows: bool) -> Tensor:
+def random_gradient(shape: torch.Size, generator: torch.Generator, *, dead_rows: bool) -> Tensor:
     """Of sizes over many decades; rows that never had one, as B = 0 gives them."""
     grad = torch.randn(shape, generator=generator) * torch.rand(shape, generator=generator) ** 8
     if dead_rows:
@@ -115,10 +117,10 @@ def gradient(shape: torch.Size, generator: torch.Generator, *, dead_rows: bool) 
 
 @pytest.mark.live
 @BOOKS
-def test_values_codes_and_thresholds_are_those_of_bitsandbytes(book: CodeBook, rng: np.random.Generator):
-    theirs, x = kernel_book(signed=book is SIGNED), numbers(book, rng, 1000 * BLOCK + 37)
+def test_values_codes_and_thresholds_equal_bitsandbytes(book: CodeBook, rng: np.random.Generator):
+    theirs, x = kernel_book(signed=book is SIGNED), random_values(book, rng, 1000 * BLOCK + 37)
     np.testing.assert_allclose(book.values, theirs.values, rtol=2.5e-7, atol=0)  # 2 ulp: its grid is float32
-    np.testing.assert_array_equal(encoded(x, theirs).codes.numpy(), kernel_codes(x, theirs.values))
+    np.testing.assert_array_equal(encode(x, theirs).codes.numpy(), kernel_codes(x, theirs.values))
     reached = theirs.thresholds > -1
     assert (abs(theirs.thresholds - book.thresholds)[reached] <= 2 / 65535).all()  # one step of its table
 
@@ -138,7 +140,7 @@ def test_a_step_uses_the_moments_before_they_are_rounded():
 
 
 @pytest.mark.live
-def test_parameters_codes_and_scales_are_those_of_bitsandbytes_bit_by_bit():
+def test_parameters_codes_and_scales_equal_bitsandbytes_bit_for_bit():
     optim = pytest.importorskip("bitsandbytes.optim", reason="NOT RUN: bitsandbytes is not installed")
     mine, theirs, generator = parameters(), parameters(), torch.Generator().manual_seed(1)
     ours = AdamW(mine, lr_ratio=1.0, eight_bit=True, **HYPER)
@@ -146,7 +148,7 @@ def test_parameters_codes_and_scales_are_those_of_bitsandbytes_bit_by_bit():
     other = optim.AdamW8bit(theirs.values(), lr=1e-3, **HYPER)
     for step in range(1, 11):
         for name, parameter in mine.items():
-            parameter.grad = gradient(parameter.shape, generator, dead_rows=step == 1 and name.endswith("A"))
+            parameter.grad = random_gradient(parameter.shape, generator, dead_rows=step == 1 and name.endswith("A"))
             theirs[name].grad = parameter.grad.clone()
         ours.step(1e-3)
         other.step()
@@ -176,7 +178,7 @@ def curve(*, eight_bit: bool) -> np.ndarray:
     return np.array(losses)
 
 
-def test_the_curve_of_a_hundred_steps_is_that_of_32_bits():
+def test_loss_curve_of_a_hundred_steps_equals_32_bits():
     expected, actual = curve(eight_bit=False), curve(eight_bit=True)
     assert expected[0] > 1.9
     assert expected[-1] < 1.2
@@ -184,7 +186,7 @@ def test_the_curve_of_a_hundred_steps_is_that_of_32_bits():
 
 
 def test_an_adapter_of_all_matrices_takes_at_most_2_1_bytes_per_parameter():
-    shapes = wanted_shapes(LoraConfig(r=8), qwen_05b())
+    shapes = expected_shapes(LoraConfig(r=8), qwen_05b())
     params = {name: nn.Parameter(torch.zeros(shape)) for name, shape in shapes.items()}
     n_parameters = sum(parameter.numel() for parameter in params.values())
     assert n_parameters == 4_399_104

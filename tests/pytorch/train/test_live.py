@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.mesh_training import compare_live
-from helpers.training_passes import in_peft, peft_name
+from helpers.training_passes import attach_in_peft, peft_name
 from helpers.training_runs import Silent, small_settings
 from torch.nn.functional import cross_entropy
 
@@ -54,13 +54,13 @@ def loop(model: Any, training: Any, *, weight_decay: float) -> list[tuple[float,
 @pytest.mark.parametrize(
     ("name", "kind"), [("micro-qwen3", {}), ("micro-llama", {"rslora": True}), ("micro-qwen2", {"dora": True})]
 )
-def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, name: str, kind: dict[str, bool]):
+def test_losses_of_many_steps_equal_peft_and_torch(tmp_path: Path, name: str, kind: dict[str, bool]):
     settings = small_settings(
         tmp_path, model=name, batch_size=3, accumulation=2, schedule="linear", steps=STEPS, weight_decay=0.1,
         target_modules=LORA["target_modules"], **kind,
     )  # fmt: skip
     training: Any = Training(plan_training(settings))
-    theirs = in_peft(name, training.adapter, **LORA, **{f"use_{key}": value for key, value in kind.items()})
+    theirs = attach_in_peft(name, training.adapter, **LORA, **{f"use_{key}": value for key, value in kind.items()})
     expected = loop(theirs, training, weight_decay=0.1)
     actual = [training.run_step() for _ in range(STEPS)]
     np.testing.assert_allclose([one.loss for one in actual], [loss for loss, _ in expected], rtol=1e-5, strict=True)
@@ -74,7 +74,7 @@ def test_the_losses_of_many_steps_are_those_of_peft_and_torch(tmp_path: Path, na
 
 @pytest.mark.live
 @pytest.mark.filterwarnings("ignore")
-def test_the_adapter_of_a_run_does_in_peft_what_it_does_here(tmp_path: Path):
+def test_trained_adapter_gives_the_same_logits_in_peft(tmp_path: Path):
     import peft
     from transformers import AutoModelForCausalLM
 
@@ -107,7 +107,7 @@ def test_the_adapter_of_a_run_does_in_peft_what_it_does_here(tmp_path: Path):
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.nightly_cases(but=["float64"])
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_training_on_four_ranks_of_a_layer_is_that_of_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
+def test_training_on_four_ranks_equals_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, dtype: str):
     monkeypatch.syspath_prepend(str(goldens_folder()))
     golden = importlib.import_module("make_training").make_training("micro-llama3")
     n_rows, failed = on_ranks(4, compare_live, "micro-llama3", golden, {"dp": 1, "tp": 4}, dtype)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.refusals import refuses
-from helpers.training_runs import small_settings, trained
+from helpers.training_runs import run_steps, small_settings
 from torch import nn
 
 from llorch.families.config import ModelConfig
@@ -38,12 +38,12 @@ from llorch.training.batch import IGNORED, Batch
 from llorch.training.settings import TrainSettings
 
 
-def loaded(dtype: torch.dtype) -> CausalLM:
+def load_micro_model(dtype: torch.dtype) -> CausalLM:
     return load_dense(open_weights(builtin_path("micro-qwen2")), dtype=dtype, device=torch.device("cpu"))
 
 
 @pytest.mark.parametrize("bias", [True, False])
-def test_products_and_gradients_are_those_of_a_linear_layer(bias: bool):
+def test_products_and_gradients_equal_a_linear_layer(bias: bool):
     torch.manual_seed(0)
     plain = nn.Linear(96, 160, bias=bias)
     frozen = FrozenLinear(plain.weight.detach(), plain.bias.detach() if bias else None)
@@ -58,7 +58,7 @@ def test_products_and_gradients_are_those_of_a_linear_layer(bias: bool):
         torch.testing.assert_close(actual, expected, rtol=1e-6, atol=2e-6)
 
 
-def test_a_gradient_that_does_not_lie_in_order_is_multiplied_right():
+def test_strided_gradient_is_multiplied():
     layer = FrozenLinear(torch.randn(6, 4), None)
     x = torch.randn(3, 4, requires_grad=True)
     layer(x).T.contiguous().T.sum(dim=0).mul(torch.arange(6.0)).sum().backward()
@@ -66,7 +66,7 @@ def test_a_gradient_that_does_not_lie_in_order_is_multiplied_right():
 
 
 def test_every_float32_projection_is_replaced_and_shares_its_weights():
-    module = loaded(torch.float32)
+    module = load_micro_model(torch.float32)
     before = dict(module.named_parameters())
     freeze_linears(module)
     assert isinstance(module.lm_head, FrozenLinear)
@@ -75,7 +75,7 @@ def test_every_float32_projection_is_replaced_and_shares_its_weights():
     assert isinstance(q_proj, FrozenLinear)
     assert q_proj.weight is before["model.layers.1.self_attn.q_proj.weight"]
     assert q_proj.bias is before["model.layers.1.self_attn.q_proj.bias"]
-    narrow = loaded(torch.bfloat16)
+    narrow = load_micro_model(torch.bfloat16)
     freeze_linears(narrow)
     assert not any(isinstance(linear, FrozenLinear) for linear in narrow.modules())
 
@@ -86,7 +86,7 @@ def packed_head(config: ModelConfig) -> Any:
 
 
 def test_packed_matrices_get_compiled_products_with_gradients_on_the_cpu():
-    module = loaded(torch.float32)
+    module = load_micro_model(torch.float32)
     head = module.lm_head = packed_head(module.config)
     prepare(module, target("cpu", "float32"))
     assert isinstance(module.lm_head, TrainedQuantisedLinear)
@@ -95,8 +95,8 @@ def test_packed_matrices_get_compiled_products_with_gradients_on_the_cpu():
 
 
 def test_a_model_without_packed_matrices_is_trained_without_compiled_kernels(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(kernel_selection, "built_kernels", lambda at, *, training: pytest.fail("asked for kernels"))
-    module = loaded(torch.float32)
+    monkeypatch.setattr(kernel_selection, "built_kernels", lambda target, *, training: pytest.fail("asked for kernels"))
+    module = load_micro_model(torch.float32)
     prepare(module, target("cpu", "float32"))
     assert isinstance(module.lm_head, FrozenLinear)
 
@@ -105,12 +105,12 @@ def test_a_model_without_packed_matrices_is_trained_without_compiled_kernels(mon
 def test_a_model_for_training_gets_the_kernels_with_gradients_of_its_target(kernels, monkeypatch: pytest.MonkeyPatch):
     asked, norm = [], nn.Identity()
 
-    def built_kernels(at: Target, *, training: bool) -> dict:
-        asked.append((at, training))
-        return {"trained norm": lambda plain: norm, "trained act": lambda plain: "act"}
+    def built_kernels(target: Target, *, training: bool) -> dict:
+        asked.append((target, training))
+        return {"trained norm": lambda original: norm, "trained act": lambda original: "act"}
 
     monkeypatch.setattr(kernel_selection, "built_kernels", built_kernels)
-    at, module = replace(target("cpu", "bfloat16"), kernels=kernels), loaded(torch.bfloat16)
+    at, module = replace(target("cpu", "bfloat16"), kernels=kernels), load_micro_model(torch.bfloat16)
     module.lm_head = packed_head(module.config)
     before = module.get_submodule("model.layers.1.self_attn").__dict__["rotate"]
     prepare(module, at)
@@ -144,7 +144,7 @@ def batch(rows: list[list[list[int]]]) -> Batch:
     return Batch(ids, np.where(documents < 0, IGNORED, ids), positions, documents, np.arange(len(rows)))
 
 
-def alone(name: str = "micro-qwen3") -> list[np.ndarray]:
+def final_norms_alone(name: str = "micro-qwen3") -> list[np.ndarray]:
     """The last norm of each document in a pass of its own, by the cached path."""
     whole = load_torch(builtin_path(name), dtype="float64", attention="eager")
     traces: list[dict[str, np.ndarray]] = [{} for _ in DOCUMENTS]
@@ -158,12 +158,12 @@ def alone(name: str = "micro-qwen3") -> list[np.ndarray]:
 @pytest.mark.parametrize(
     "rows", [[[0], [1], [2]], [[0, 2], [1]], [[1], [0, 2]], [[2, 1, 0]]], ids=["padded", "first", "second", "one row"]
 )
-def test_a_document_is_what_it_is_alone(rows: list[list[int]], attention: str, name: str):
+def test_packed_document_equals_the_document_alone(rows: list[list[int]], attention: str, name: str):
     module = model(name=name)
     if attention == "sdpa":
         use_sdpa(module)
     hidden = hidden_states(module, batch([[DOCUMENTS[i] for i in row] for row in rows]), CPU)
-    expected = alone(name)
+    expected = final_norms_alone(name)
     for r, row in enumerate(rows):
         at = 0
         for i in row:
@@ -179,7 +179,7 @@ def test_a_document_longer_than_the_context_is_refused():
 
 
 @pytest.mark.parametrize("longest", [1, 8, 9, 17])
-def test_angles_have_the_bits_of_those_computed_for_their_positions(longest: int):
+def test_cached_angles_equal_computed_angles_bit_for_bit(longest: int):
     module = model(torch.float32, "micro-llama3")
     one = batch([[list(range(longest)), [1, 2]], [[3]]])
     place = place_of(module, one, CPU)
@@ -189,13 +189,13 @@ def test_angles_have_the_bits_of_those_computed_for_their_positions(longest: int
         assert np.array_equal(actual.numpy(), table.reshape(*positions.shape, -1).astype(np.float32))
 
 
-def test_angles_are_not_those_of_another_model():
+def test_angles_are_not_shared_between_models():
     one = batch([[[1, 2, 3, 4]]])
     first, other = (place_of(model(name=name), one, CPU) for name in ("micro-llama3", "micro-qwen2"))
     assert first.cos.shape != other.cos.shape or not torch.equal(first.cos, other.cos)
 
 
-def kept(settings: TrainSettings) -> tuple[float, float]:
+def measure_kept_bytes(settings: TrainSettings) -> tuple[float, float]:
     weights = open_weights(builtin_path(settings.model))
     module = load_for_training(weights, target("cpu", "float32"), residency="decoded", batch=1, n_tokens=9)
     attach(module, initial_adapter(settings.lora, weights, init="default", seed=0), trainable=True)
@@ -203,22 +203,24 @@ def kept(settings: TrainSettings) -> tuple[float, float]:
 
 
 @pytest.mark.parametrize("model", ["micro-llama", "micro-qwen2"])
-def test_what_a_token_keeps_is_what_the_formulas_of_a_block_keep(tmp_path: Path, model: str):
+def test_activation_memory_of_a_token_equals_the_formulas_of_a_block(tmp_path: Path, model: str):
     """Norms keep their input, attention q, k, v and its result, SwiGLU three arrays, adapters their input and A x."""
     config = open_weights(builtin_path(model)).config
     hidden, inter, r = config.hidden_size, config.intermediate_size, 6
     block = 2 * hidden + 3 * inter + 2 * config.q_width + 2 * config.kv_width + 2 * hidden + inter + 7 * r
-    found, once = kept(small_settings(tmp_path, model=model, target_modules="all-linear", r=r))
+    found, once = measure_kept_bytes(small_settings(tmp_path, model=model, target_modules="all-linear", r=r))
     assert once < found
     assert found == pytest.approx(4 * block * config.n_layers, rel=0.15)
 
 
-def test_an_adapter_behind_the_blocks_keeps_nothing_of_them(tmp_path: Path):
-    assert kept(small_settings(tmp_path, target_modules=("lm_head",))) == (0, 0)
+def test_adapter_after_the_blocks_keeps_no_block_activations(tmp_path: Path):
+    assert measure_kept_bytes(small_settings(tmp_path, target_modules=("lm_head",))) == (0, 0)
 
 
-def test_dora_keeps_matrices_and_dropout_what_it_made(tmp_path: Path):
-    plain, dora, dropout = (kept(small_settings(tmp_path, **more)) for more in ({}, {"dora": True}, {"dropout": 0.1}))
+def test_dora_keeps_matrices_and_dropout_keeps_its_outputs(tmp_path: Path):
+    plain, dora, dropout = (
+        measure_kept_bytes(small_settings(tmp_path, **more)) for more in ({}, {"dora": True}, {"dropout": 0.1})
+    )
     assert dora[1] > plain[1] + 4 * open_weights(builtin_path("micro-qwen3")).config.hidden_size ** 2
     assert dropout[0] > plain[0]
 
@@ -244,7 +246,7 @@ def test_options_of_a_run_change_the_estimate_as_they_change_the_run():
 
 @pytest.mark.parametrize("packing", [False, True])
 def test_the_longest_row_of_the_data_decides(tmp_path: Path, packing: bool):
-    training = trained(small_settings(tmp_path, batch_size=2, packing=packing), steps=0)
+    training = run_steps(small_settings(tmp_path, batch_size=2, packing=packing), steps=0)
     found = training.memory
     assert found is not None
     longest = training.data.settings.max_length if packing else max(training.data.train.lengths)
@@ -258,15 +260,13 @@ def test_plan_training_gives_every_setting_a_value(tmp_path: Path):
     assert None not in (plan.settings.lr, plan.settings.dtype, plan.settings.max_length, plan.settings.template_date)
 
 
-def test_training_reads_no_data_after_its_plan_is_made(tmp_path: Path):
+def test_training_reads_no_data_after_planning(tmp_path: Path):
     plan = plan_training(small_settings(tmp_path))
     shutil.rmtree(tmp_path / "data")
     assert Training(plan).run_step().step == 1
 
 
-def test_a_run_over_packed_matrices_is_another_one_without_compiled_kernels(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_identity_of_a_packed_run_depends_on_compiled_kernels(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     packed, decoded = (plan_training(small_settings(tmp_path, weights=weights)) for weights in ("packed", "decoded"))
     before, plain = packed.identity(), decoded.identity()
     monkeypatch.setattr(plans, "library", lambda: None)

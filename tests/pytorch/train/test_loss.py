@@ -21,7 +21,7 @@ LIMITS = {  # dtype of the loss; its distance, and that of each gradient
 }
 
 
-class Counted(nn.Module):
+class CountingHead(nn.Module):
     """A head that remembers how many rows it was given at a time, and whether a gradient was wanted."""
 
     def __init__(self, head: nn.Module):
@@ -34,7 +34,7 @@ class Counted(nn.Module):
         return self.head(x)
 
 
-def problem(dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
+def make_problem(dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
     """Hidden states, a head that is trained, labels of which about a third are ignored."""
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(3, 11, 16, generator=generator, dtype=dtype).requires_grad_()
@@ -46,7 +46,7 @@ def problem(dtype: torch.dtype) -> tuple[Tensor, nn.Linear, Tensor]:
     return hidden, head, labels
 
 
-def by_torch(hidden: Tensor, head: nn.Module, labels: Tensor, smoothing: float) -> Tensor:
+def torch_loss(hidden: Tensor, head: nn.Module, labels: Tensor, smoothing: float) -> Tensor:
     """All logits, shifted by slices, in at least float32."""
     logits = head(hidden)[:, :-1].flatten(0, 1)
     wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
@@ -65,9 +65,11 @@ def distance(actual: Tensor, expected: Tensor) -> float:
 @CHUNKS
 @pytest.mark.parametrize("smoothing", [0.0, 0.2])
 @pytest.mark.parametrize("dtype", LIMITS)
-def test_loss_and_gradients_are_those_of_torch_over_all_logits(dtype: torch.dtype, smoothing: float, chunk: int | None):
-    (hidden, head, labels), (wide, of_loss, of_gradient) = problem(dtype), LIMITS[dtype]
-    expected = by_torch(hidden, head, labels, smoothing)
+def test_chunked_loss_and_gradients_equal_torch_over_all_logits(
+    dtype: torch.dtype, smoothing: float, chunk: int | None
+):
+    (hidden, head, labels), (wide, of_loss, of_gradient) = make_problem(dtype), LIMITS[dtype]
+    expected = torch_loss(hidden, head, labels, smoothing)
     actual = loss_sum(hidden, head, labels, label_smoothing=smoothing, chunk=chunk)
     assert actual.dtype == wide
     assert distance(actual, expected) < of_loss, "a softmax in bfloat16 is off by some 1e-3"
@@ -78,9 +80,9 @@ def test_loss_and_gradients_are_those_of_torch_over_all_logits(dtype: torch.dtyp
 
 
 @pytest.mark.parametrize("chunk", [1, 4, 10, 1000])
-def test_only_trained_rows_become_logits_and_no_more_than_a_chunk_at_once(chunk: int):
-    hidden, head, labels = problem(torch.float32)
-    counted, n_trained = Counted(head), int((labels[:, 1:] != IGNORED).sum())
+def test_logits_are_computed_only_for_labelled_rows_one_chunk_at_a_time(chunk: int):
+    hidden, head, labels = make_problem(torch.float32)
+    counted, n_trained = CountingHead(head), int((labels[:, 1:] != IGNORED).sum())
     assert n_trained < 0.8 * labels.numel()
     loss_sum(hidden, counted, labels, label_smoothing=0.1, chunk=chunk).backward()
     assert sum(counted.rows) == n_trained, "each row once, also in the backward pass"
@@ -89,10 +91,10 @@ def test_only_trained_rows_become_logits_and_no_more_than_a_chunk_at_once(chunk:
 
 @CHUNKS
 def test_large_logits_make_no_infinity(chunk: int | None):
-    hidden, head, labels = problem(torch.float32)
+    hidden, head, labels = make_problem(torch.float32)
     far = hidden.detach() * 1e4
     far.requires_grad_()
-    expected = by_torch(far, head, labels, 0.1)
+    expected = torch_loss(far, head, labels, 0.1)
     actual = loss_sum(far, head, labels, label_smoothing=0.1, chunk=chunk)
     assert distance(actual, expected) < 1e-6
     assert distance(gradients(actual, far)[0], gradients(expected, far)[0]) < 1e-5
@@ -100,7 +102,7 @@ def test_large_logits_make_no_infinity(chunk: int | None):
 
 @CHUNKS
 def test_a_batch_without_trained_tokens_adds_nothing(chunk: int | None):
-    hidden, head, labels = problem(torch.float32)
+    hidden, head, labels = make_problem(torch.float32)
     labels[:] = IGNORED
     labels[:, 0] = 3  # nothing predicts the first token
     loss = loss_sum(hidden, head, labels, label_smoothing=0.1, chunk=chunk)
@@ -111,10 +113,10 @@ def test_a_batch_without_trained_tokens_adds_nothing(chunk: int | None):
 
 
 @CHUNKS
-def test_without_gradients_the_loss_is_the_same(chunk: int | None):
-    hidden, head, labels = problem(torch.float64)
-    expected = by_torch(hidden, head, labels, 0.1)
-    counted = Counted(head)
+def test_loss_is_equal_without_gradients(chunk: int | None):
+    hidden, head, labels = make_problem(torch.float64)
+    expected = torch_loss(hidden, head, labels, 0.1)
+    counted = CountingHead(head)
     with torch.no_grad():
         actual = loss_sum(hidden, counted, labels, label_smoothing=0.1, chunk=chunk)
     assert not any(counted.wanted), "time spent on gradients that nobody wants"
@@ -136,36 +138,36 @@ def test_an_adapted_head_gets_the_same_gradients_in_chunks(kind: str, chunk: int
     name, settings = ADAPTED[kind]
     module = base(name, torch.float64)
     attach(module, random_adapter(module.config, **settings), trainable=True)
-    of, found = ragged([7, 12, 4]), {}
+    of, found = ragged_batch([7, 12, 4]), {}
     for each in (None, chunk):
         hidden = hidden_states(module, of, CPU)
         loss = loss_sum(hidden, module.lm_head, torch.from_numpy(of.labels), label_smoothing=0.1, chunk=each)
         (loss / of.n_trained).backward()
-        found[each] = [loss, *(taken(p) for p in trainable_parameters(module).values())]
+        found[each] = [loss, *(take_gradient(p) for p in trainable_parameters(module).values())]
     for actual, expected in zip(found[chunk], found[None], strict=True):
         assert bool(expected.any())
         assert distance(actual, expected) < 1e-12
 
 
-def test_an_adapter_that_is_switched_off_gets_no_gradient():
+def test_disabled_adapter_gets_no_gradient():
     module = base("micro-llama", torch.float64)
     for name in ("first", "second"):
         attach(module, random_adapter(module.config, target_modules=("lm_head",)), name=name, trainable=True)
     activate(module, "first")
-    of = ragged([7, 12])
+    of = ragged_batch([7, 12])
     labels = torch.from_numpy(of.labels)
     loss_sum(hidden_states(module, of, CPU), module.lm_head, labels, label_smoothing=0.0, chunk=3).backward()
     assert all(parameter.grad is not None for parameter in trainable_parameters(module, "first").values())
     assert all(parameter.grad is None for parameter in trainable_parameters(module, "second").values())
 
 
-def taken(parameter: nn.Parameter) -> Tensor:
+def take_gradient(parameter: nn.Parameter) -> Tensor:
     assert parameter.grad is not None
     grad, parameter.grad = parameter.grad, None
     return grad
 
 
-def ragged(lengths: list[int], first: int = 0) -> Batch:
+def ragged_batch(lengths: list[int], first: int = 0) -> Batch:
     """One document a row, a third of its labels ignored; row `i` is the same in every batch that has it."""
     seq = max(lengths)
     ids, positions = np.zeros((len(lengths), seq), np.int64), np.full((len(lengths), seq), -1)

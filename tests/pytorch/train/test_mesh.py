@@ -23,7 +23,7 @@ from helpers.mesh_programs import (
 )
 from helpers.mesh_training import compare_training, made_run
 from helpers.refusals import assert_tells
-from helpers.training_runs import Silent, losses_on_mesh, small_settings, trained
+from helpers.training_runs import Silent, losses_on_mesh, run_steps, small_settings
 from safetensors.numpy import load_file
 
 from llorch.files.convert import convert
@@ -41,8 +41,8 @@ EVERYTHING = {  # that a layout must not change
 }  # fmt: skip
 
 
-def alone(settings: Any, folder: Path, **how: Any) -> Path:
-    Run(settings, folder, Silent(), **how).run()
+def run_one_process(settings: Any, folder: Path, **options: Any) -> Path:
+    Run(settings, folder, Silent(), **options).run()
     return folder
 
 
@@ -50,9 +50,9 @@ def lines(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
 
 
-def assert_same_run(one: Path, other: Path, *, rel: float) -> None:
-    assert lines(one) == [pytest.approx(line, rel=rel) for line in lines(other)]
-    actual, expected = (load_file(folder / "adapter_model.safetensors") for folder in (one, other))
+def assert_same_run(actual_folder: Path, expected_folder: Path, *, rel: float) -> None:
+    assert lines(actual_folder) == [pytest.approx(line, rel=rel) for line in lines(expected_folder)]
+    actual, expected = (load_file(folder / "adapter_model.safetensors") for folder in (actual_folder, expected_folder))
     assert actual.keys() == expected.keys()
     for name in expected:  # stored in float32
         assert np.linalg.norm(actual[name] - expected[name]) <= max(rel, 2**-22) * np.linalg.norm(expected[name]), name
@@ -60,14 +60,14 @@ def assert_same_run(one: Path, other: Path, *, rel: float) -> None:
 
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.slow
-def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path: Path):
+def test_two_by_two_run_equals_one_process_and_resumes_in_one(tmp_path: Path):
     settings = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=4)
-    expected, actual = alone(settings, tmp_path / "one"), tmp_path / "mesh"
+    expected, actual = run_one_process(settings, tmp_path / "one"), tmp_path / "mesh"
     assert on_ranks(4, made_run, settings, actual, BOTH) == []
     assert_same_run(actual, expected, rel=1e-12)
     longer, watcher = small_settings(tmp_path, **FLOAT64, **EVERYTHING, steps=6), Silent()
     Run(longer, actual, watcher, resume=True).run()
-    assert_same_run(actual, alone(longer, expected, resume=True), rel=1e-12)
+    assert_same_run(actual, run_one_process(longer, expected, resume=True), rel=1e-12)
     assert_tells(watcher.notes[0], "dp=2, tp=2", "one process")
 
 
@@ -88,31 +88,31 @@ def test_a_run_on_two_by_two_is_that_of_one_process_and_goes_on_as_one(tmp_path:
         ("micro-qwen3-moe", {"dp": 2, "tp": 2}, {}),
     ],
 )
-def test_other_layouts_kinds_and_families_give_the_losses_of_one_process(
+def test_losses_on_other_meshes_adapters_and_families_equal_one_process(
     tmp_path: Path, model: str, axes: Mapping[str, int], kind: Mapping[str, Any]
 ):
     settings = small_settings(tmp_path, model=model, dtype="float64", **kind)
-    one = trained(settings, steps=0)
+    one = run_steps(settings, steps=0)
     expected = [one.run_step().loss for _ in range(3)]
     assert on_ranks(axes["dp"] * axes["tp"], losses_on_mesh, settings, axes, 3) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.usefixtures("warm_ranks")
 @SLOW
-def test_a_packed_base_is_cut_by_its_blocks(tmp_path: Path):
+def test_packed_base_is_sharded_between_blocks(tmp_path: Path):
     convert(find("story"), tmp_path / "packed.gguf", ggml_type=GGMLType.Q8_0)
     settings = small_settings(tmp_path, model=str(tmp_path / "packed.gguf"), dtype="float64", weights="packed")
-    one = trained(settings, steps=0)
+    one = run_steps(settings, steps=0)
     expected = [one.run_step().loss for _ in range(3)]
     assert on_ranks(4, losses_on_mesh, settings, BOTH, 3) == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.usefixtures("warm_ranks")
 @SLOW
-def test_a_run_of_one_process_goes_on_on_a_mesh_and_from_there_on_another(tmp_path: Path):
+def test_run_resumes_on_a_mesh_and_then_on_another_mesh(tmp_path: Path):
     longer = [small_settings(tmp_path, **FLOAT64, steps=steps, schedule="constant") for steps in (2, 4, 6)]
-    folder, expected = tmp_path / "moves", alone(longer[2], tmp_path / "stays")
-    alone(longer[0], folder)
+    folder, expected = tmp_path / "moves", run_one_process(longer[2], tmp_path / "stays")
+    run_one_process(longer[0], folder)
     for settings, axes in zip(longer[1:], (BOTH, {"dp": 3, "tp": 1}), strict=True):
         (note, *_) = on_ranks(axes["dp"] * axes["tp"], settings_run, settings, folder, axes)
         assert_tells(note, ", ".join(f"{name}={size}" for name, size in axes.items()))
@@ -136,7 +136,7 @@ def settings_run(settings: Any, folder: Path, axes: Mapping[str, int]) -> list[s
         pytest.param("micro-llama", {"dp": 4, "tp": 1}, "float64", marks=SLOW),
     ],
 )
-def test_checkpoints_of_training_hold_on_a_mesh(model: str, axes: Mapping[str, int], dtype: str):
+def test_training_checkpoints_pass_on_a_mesh(model: str, axes: Mapping[str, int], dtype: str):
     n_rows, failed = on_ranks(axes["dp"] * axes["tp"], compare_training, model, axes, dtype)
     assert failed == []
     assert n_rows > 500
@@ -145,7 +145,7 @@ def test_checkpoints_of_training_hold_on_a_mesh(model: str, axes: Mapping[str, i
 @pytest.mark.usefixtures("warm_ranks")
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("fault", "axes", "first", "most"),
+    ("fault", "axes", "first", "max_rows"),
     [
         ("unsummed factor", {"dp": 1, "tp": 2}, "17 gradient.q_proj.lora_A", 900),
         pytest.param("mean of means", {"dp": 2, "tp": 1}, "17 gradient.q_proj.lora_A", 900, marks=SLOW),
@@ -154,17 +154,15 @@ def test_checkpoints_of_training_hold_on_a_mesh(model: str, axes: Mapping[str, i
         pytest.param("counted twice", {"dp": 2, "tp": 1}, "18 grad_norm", 900, marks=SLOW),
     ],
 )
-def test_a_mistake_of_several_ranks_goes_red_where_it_is_made(
-    fault: str, axes: Mapping[str, int], first: str, most: int
-):
+def test_distributed_training_fault_is_located(fault: str, axes: Mapping[str, int], first: str, max_rows: int):
     n_rows, failed = on_ranks(2, compare_training, "micro-llama", axes, "float64", fault)
     assert failed[0] == first
     assert not any(row.startswith(("15", "16")) for row in failed)
-    assert 20 < len(failed) < n_rows <= most
+    assert 20 < len(failed) < n_rows <= max_rows
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_ranks_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_ranks_leave_no_temporary_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     assert on_ranks(1, int, "7") == 7
     assert list(tmp_path.iterdir()) == []
@@ -172,9 +170,9 @@ def test_ranks_leave_nothing_in_the_folder_for_temporary_files(tmp_path: Path, m
 
 @pytest.mark.usefixtures("warm_ranks")
 @SLOW
-def test_dropout_of_its_own_on_every_rank_is_another_run(tmp_path: Path):
+def test_rank_dependent_dropout_changes_the_run(tmp_path: Path):
     settings = small_settings(tmp_path, **FLOAT64, dropout=0.3)
-    alone(settings, tmp_path / "one")
+    run_one_process(settings, tmp_path / "one")
     on_ranks(2, made_run, settings, tmp_path / "mesh", {"dp": 2, "tp": 1}, "seed of the rank")
     one, other = (lines(tmp_path / name) for name in ("one", "mesh"))
     assert one[0] == pytest.approx(other[0], rel=1e-12)  # nothing is dropped where it is validated
@@ -182,27 +180,29 @@ def test_dropout_of_its_own_on_every_rank_is_another_run(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("warm_ranks")
-@pytest.mark.slow_cases("given0-facts0")
+@pytest.mark.slow_cases("changes0-facts0")
 @pytest.mark.parametrize(
-    ("given", "facts"),
+    ("changes", "facts"),
     [
         ({"eight_bit": True}, ("mesh", "8 bits")),
         ({"batch_size": 1}, ("mesh", "2 ranks of dp")),
         ({"model": "micro-qwen3"}, ("tensor parallel", "2 ranks", "heads 15", "KV heads 3")),
     ],
 )
-def test_what_a_mesh_cannot_do_is_refused_on_every_rank(
-    tmp_path: Path, given: Mapping[str, Any], facts: tuple[str, ...]
+def test_unsupported_mesh_settings_are_refused_on_every_rank(
+    tmp_path: Path, changes: Mapping[str, Any], facts: tuple[str, ...]
 ):
-    assert_tells(on_ranks(4, refused, small_settings(tmp_path, **{**FLOAT64, **given}), BOTH), *facts)
+    assert_tells(on_ranks(4, refusal_message, small_settings(tmp_path, **{**FLOAT64, **changes}), BOTH), *facts)
 
 
 @pytest.mark.usefixtures("warm_ranks")
-def test_an_adapter_that_comes_after_sharding_is_refused(tmp_path: Path):
-    assert_tells(on_ranks(1, attached_twice, small_settings(tmp_path, **FLOAT64)), "adapter 'second'", "parallelize")
+def test_adapter_attached_after_sharding_is_refused(tmp_path: Path):
+    assert_tells(
+        on_ranks(1, attach_after_sharding, small_settings(tmp_path, **FLOAT64)), "adapter 'second'", "parallelize"
+    )
 
 
-def attached_twice(settings: Any) -> str:
+def attach_after_sharding(settings: Any) -> str:
     from llorch.pytorch.distributed.launch import leave, start
     from llorch.pytorch.lora.adapters import attach
     from llorch.pytorch.train.plan import plan_training
@@ -215,7 +215,7 @@ def attached_twice(settings: Any) -> str:
     return str(error.value)
 
 
-def refused(settings: Any, axes: Mapping[str, int]) -> str:
+def refusal_message(settings: Any, axes: Mapping[str, int]) -> str:
     from llorch.pytorch.distributed.launch import leave, start
     from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training
@@ -226,14 +226,14 @@ def refused(settings: Any, axes: Mapping[str, int]) -> str:
     return str(error.value)
 
 
-def nodes(folder: Path, *more: str) -> list[subprocess.Popen[str]]:
+def start_nodes(folder: Path, *options: str) -> list[subprocess.Popen[str]]:
     """Two agents, of which the first keeps the store by which they meet."""
     with socket.socket() as free:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     meeting = f"--rdzv-backend c10d --rdzv-id test --rdzv-endpoint localhost:{port} --local-addr localhost".split()
     command = [*TORCHRUN, "--nnodes", "2", "--nproc-per-node", "2", *meeting]
-    run = [PROGRAM, *arguments(folder, *more, mesh="dp=2,tp=2")]
+    run = [PROGRAM, *arguments(folder, *options, mesh="dp=2,tp=2")]
     return [started([*command, "--rdzv-conf", f"is_host={is_host}", *run]) for is_host in (1, 0)]
 
 
@@ -248,8 +248,8 @@ def kill_node(agent: subprocess.Popen[str]) -> None:
 @pytest.mark.slow
 @pytest.mark.nightly_cases("with the store")
 @pytest.mark.parametrize("lost", [0, 1], ids=["with the store", "the other one"])
-def test_where_a_node_is_lost_the_other_ends_with_a_line_and_both_go_on_later(lost: int, tmp_path: Path):
-    agents = nodes(tmp_path, "--steps", "400", "--rank-timeout", "20")
+def test_lost_node_ends_the_other_with_one_line_and_both_resume(lost: int, tmp_path: Path):
+    agents = start_nodes(tmp_path, "--steps", "400", "--rank-timeout", "20")
     wait_for_steps(tmp_path, 5)
     kill_node(agents[lost])
     code, said = ended(agents[1 - lost])
@@ -261,7 +261,7 @@ def test_where_a_node_is_lost_the_other_ends_with_a_line_and_both_go_on_later(lo
     assert done >= 2  # whole before that of step 4 began; that is written beside the steps
     go_on = ("--steps", str(done + 2), "--resume", "--allow-change")
     if lost == 0:
-        assert [ended(agent)[0] for agent in nodes(tmp_path, *go_on)] == [0, 0]
+        assert [ended(agent)[0] for agent in start_nodes(tmp_path, *go_on)] == [0, 0]
     else:  # on one node, whose ranks start in a tenth of the time
         assert invoke_on_mesh(tmp_path, *arguments(tmp_path, *go_on, mesh="dp=2,tp=2")).exit_code == 0
     assert last_step(tmp_path) == done + 2

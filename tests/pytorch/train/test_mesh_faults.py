@@ -24,7 +24,7 @@ from llorch.training.snapshots import SnapshotStore
 
 
 @pytest.mark.slow
-def test_a_run_whose_rank_is_killed_says_so_and_goes_on_in_one_process(tmp_path: Path):
+def test_killed_rank_is_reported_and_the_run_resumes_in_one_process(tmp_path: Path):
     code, said = failed(tmp_path, "killed:1")
     assert (code, len(said)) == (3, 1), said
     assert said[0].startswith("llorch: rank 1 of 2: ")
@@ -47,7 +47,7 @@ def test_a_run_whose_rank_is_killed_says_so_and_goes_on_in_one_process(tmp_path:
         pytest.param("file:1", 2, ("base", "rank 0"), marks=pytest.mark.slow, id="another model"),
     ],
 )
-def test_what_fails_on_one_rank_ends_all_with_its_line_and_its_code(
+def test_failure_on_one_rank_ends_all_with_its_message_and_exit_code(
     fault: str, code: int, facts: tuple[str, ...], tmp_path: Path
 ):
     actual, said = failed(tmp_path, fault)
@@ -59,17 +59,17 @@ def test_what_fails_on_one_rank_ends_all_with_its_line_and_its_code(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("mesh", "more", "facts"),
+    ("mesh", "options", "facts"),
     [
         ("tp=3", (), ("tensor parallel", "3 ranks", "KV heads 2")),
         ("dp=2", ("--batch-size", "1"), ("mesh", "2 ranks")),
         ("dp=2", ("--eight-bit",), ("mesh", "8 bits")),
     ],
 )
-def test_what_a_mesh_cannot_do_is_refused_in_one_line(
-    mesh: str, more: tuple[str, ...], facts: tuple[str, ...], tmp_path: Path
+def test_unsupported_mesh_settings_are_refused_in_one_line(
+    mesh: str, options: tuple[str, ...], facts: tuple[str, ...], tmp_path: Path
 ):
-    code, said = failed(tmp_path, "", *more, mesh=mesh)
+    code, said = failed(tmp_path, "", *options, mesh=mesh)
     assert (code, len(said)) == (2, 1), said
     assert said[0].startswith("llorch: ")
     assert_tells(said[0], *facts)
@@ -77,7 +77,7 @@ def test_what_a_mesh_cannot_do_is_refused_in_one_line(
 
 
 @pytest.mark.slow
-def test_ranks_of_a_launcher_refuse_together_a_mesh_of_another_size_and_a_folder_with_a_run(tmp_path: Path):
+def test_launched_ranks_refuse_a_wrong_mesh_size_and_an_existing_run(tmp_path: Path):
     launch = [*TORCHRUN, "--nproc-per-node", "2", PROGRAM]
     said = ended(started([*launch, *arguments(tmp_path, mesh="tp=4")]))[1]
     assert_tells(said[0], "llorch: mesh", expected=("4 ranks", "dp=1 x tp=4"), got=2)
@@ -91,7 +91,7 @@ def test_ranks_of_a_launcher_refuse_together_a_mesh_of_another_size_and_a_folder
 
 @pytest.mark.slow
 @pytest.mark.parametrize("frozen", [0, 1])
-def test_for_a_rank_that_does_not_answer_the_others_wait_so_long(frozen: int, tmp_path: Path):
+def test_other_ranks_time_out_on_a_hanging_rank(frozen: int, tmp_path: Path):
     code, said = failed(tmp_path, f"frozen:{frozen}", "--rank-timeout", "5")
     assert (code, len(said)) == (3, 1), said
     assert_tells(said[0], "llorch", "5 s", f"rank {frozen} of 2")
@@ -99,7 +99,7 @@ def test_for_a_rank_that_does_not_answer_the_others_wait_so_long(frozen: int, tm
 
 
 @pytest.mark.slow
-def test_a_run_that_a_launcher_starts_again_has_the_bits_of_one_that_was_not_disturbed(tmp_path: Path):
+def test_run_restarted_by_a_launcher_equals_an_uninterrupted_run_bit_for_bit(tmp_path: Path):
     command = [*TORCHRUN, "--nproc-per-node", "2", "--max-restarts", "2", PROGRAM]
     code, said = ended(started([*command, *arguments(tmp_path / "a")], "killed:1"))
     assert code == 0, said
@@ -121,7 +121,9 @@ def test_a_run_that_a_launcher_starts_again_has_the_bits_of_one_that_was_not_dis
         pytest.param(signal.SIGTERM, (*TORCHRUN, "--nproc-per-node", "2"), marks=pytest.mark.slow, id="TERM torchrun"),
     ],
 )
-def test_a_signal_ends_the_step_saves_and_says_how_to_go_on(number: int, launcher: tuple[str, ...], tmp_path: Path):
+def test_signal_finishes_the_step_saves_and_prints_how_to_resume(
+    number: int, launcher: tuple[str, ...], tmp_path: Path
+):
     command = [*(launcher or [sys.executable]), PROGRAM]
     process = started([*command, *arguments(tmp_path, "--steps", "400", "--save-every", "0")])
     wait_for_steps(tmp_path, 2)

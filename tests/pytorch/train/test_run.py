@@ -15,7 +15,7 @@ import pytest
 import torch
 from fakes.faulty_disk import leftovers
 from helpers.refusals import assert_tells, refuses
-from helpers.training_runs import Silent, ragged_rows, small_settings, trained, write_rows
+from helpers.training_runs import Silent, ragged_rows, run_steps, small_settings, write_rows
 
 from llorch.lora.files import read_adapter
 from llorch.model.model import load
@@ -47,8 +47,8 @@ def curves(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(CURVE, write_curve)
 
 
-def run(settings: Any, folder: Path, **how: Any) -> Any:
-    return Run(settings, folder, Silent(), **how).run()
+def run(settings: Any, folder: Path, **options: Any) -> Any:
+    return Run(settings, folder, Silent(), **options).run()
 
 
 def run_until(step: int, settings: Any, folder: Path, *, signal_number: int = 15) -> None:
@@ -64,7 +64,7 @@ def run_until(step: int, settings: Any, folder: Path, *, signal_number: int = 15
     assert stopped.value.exit_code == 128 + signal_number
 
 
-def lasting(folder: Path) -> dict[str, bytes]:
+def lasting_files(folder: Path) -> dict[str, bytes]:
     return {name: (folder / name).read_bytes() for name in LASTING}
 
 
@@ -83,7 +83,7 @@ def test_run_writes_log_curve_snapshots_and_adapter(tmp_path: Path):
     assert [(one["step"], "valid_loss" in one) for one in lines(folder)] == [
         (0, True), (1, False), (2, False), (2, True), (3, False), (4, False), (4, True)
     ]  # fmt: skip
-    expected = trained(settings, steps=4)
+    expected = run_steps(settings, steps=4)
     assert {n: a.tobytes() for n, a in read_adapter(folder, load("micro-qwen3").config).flat().items()} == {
         n: a.tobytes() for n, a in expected.adapter.flat().items()
     }
@@ -96,32 +96,32 @@ def test_equal_runs_leave_equal_bytes(tmp_path: Path):
     settings = small_settings(tmp_path, dropout=0.1)
     run(settings, tmp_path / "a")
     run(settings, tmp_path / "b")
-    assert lasting(tmp_path / "a") == lasting(tmp_path / "b")
+    assert lasting_files(tmp_path / "a") == lasting_files(tmp_path / "b")
 
 
 @pytest.fixture(scope="module")
-def made_and_stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def stopped_template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stopped")
     run_until(3, small_settings(folder, save_every=2), folder / "run")
     return folder
 
 
 @pytest.fixture
-def stopped(made_and_stopped: Path, tmp_path: Path) -> Path:
+def stopped_folder(stopped_template: Path, tmp_path: Path) -> Path:
     """A run stopped after step 3 of 4, with a snapshot of step 2 before; a copy, with its data beside it."""
-    shutil.copytree(made_and_stopped, tmp_path, dirs_exist_ok=True)
+    shutil.copytree(stopped_template, tmp_path, dirs_exist_ok=True)
     return tmp_path / "run"
 
 
-def assert_the_same(one: Path, other: Path) -> None:
-    assert lasting(one) == lasting(other)
-    assert compare_runs(one, other).equal
-    assert (one / "run.json").read_bytes() == (other / "run.json").read_bytes()
-    assert leftovers(other) == []
+def assert_equal_runs(actual: Path, expected: Path) -> None:
+    assert lasting_files(actual) == lasting_files(expected)
+    assert compare_runs(actual, expected).equal
+    assert (actual / "run.json").read_bytes() == (expected / "run.json").read_bytes()
+    assert leftovers(expected) == []
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+def straight_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     """A run of 7 steps and its settings: an epoch is 4 of them."""
     folder = tmp_path_factory.mktemp("straight")
     how = {"dropout": 0.2, "batch_size": 1, "accumulation": 2, "eval_every": 2, "save_every": 3, "steps": 7}
@@ -134,26 +134,26 @@ def straight(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 @pytest.mark.nightly_cases("1", "2")
 @pytest.mark.parametrize("step", [1, 2, 4, 7])  # first, with a validation, the end of an epoch, last
-def test_a_run_that_was_stopped_ends_with_the_bits_of_one_that_was_not(
-    tmp_path: Path, straight: tuple[Any, Path], step: int
+def test_resumed_run_equals_an_uninterrupted_run_bit_for_bit(
+    tmp_path: Path, straight_folder: tuple[Any, Path], step: int
 ):
-    settings, whole = straight
+    settings, whole = straight_folder
     run_until(step, settings, tmp_path / "stopped")
     run(settings, tmp_path / "stopped", resume=True)
-    assert_the_same(whole, tmp_path / "stopped")
+    assert_equal_runs(whole, tmp_path / "stopped")
 
 
-def test_a_damaged_snapshot_is_named_and_the_one_before_is_taken(tmp_path: Path, stopped: Path):
+def test_damaged_snapshot_is_named_and_the_previous_one_is_used(tmp_path: Path, stopped_folder: Path):
     settings, watcher = small_settings(tmp_path, save_every=2), Silent()
     run(settings, tmp_path / "straight")
-    file = stopped / "snapshots" / "step-00000003" / "snapshot.safetensors"
+    file = stopped_folder / "snapshots" / "step-00000003" / "snapshot.safetensors"
     file.write_bytes(file.read_bytes()[:-1])
-    Run(settings, stopped, watcher, resume=True).run()
+    Run(settings, stopped_folder, watcher, resume=True).run()
     assert_tells(watcher.notes[0], "Inconsistent", where=file)
-    assert_the_same(tmp_path / "straight", stopped)
+    assert_equal_runs(tmp_path / "straight", stopped_folder)
 
 
-def test_a_validation_before_the_stop_is_made_again_and_stands_in_the_log_once(tmp_path: Path):
+def test_repeated_validation_after_resume_is_logged_once(tmp_path: Path):
 
     class Stopping(Silent):
         def validated(self, step: int, loss: float) -> None:
@@ -165,18 +165,18 @@ def test_a_validation_before_the_stop_is_made_again_and_stands_in_the_log_once(t
     with refuses(Stopped, "2 of 4", where=tmp_path / "stopped"):
         Run(settings, tmp_path / "stopped", Stopping()).run()
     run(settings, tmp_path / "stopped", resume=True)
-    assert lasting(tmp_path / "stopped") == lasting(tmp_path / "straight")
+    assert lasting_files(tmp_path / "stopped") == lasting_files(tmp_path / "straight")
 
 
-def test_a_run_that_is_over_stays_as_it_is_and_without_its_snapshots_starts_again(tmp_path: Path):
+def test_finished_run_is_unchanged_by_resume_and_restarts_without_snapshots(tmp_path: Path):
     settings, watcher = small_settings(tmp_path), Silent()
     run(settings, tmp_path / "run")
-    before = lasting(tmp_path / "run")
+    before = lasting_files(tmp_path / "run")
     assert run(settings, tmp_path / "run", resume=True).steps == 4
-    assert lasting(tmp_path / "run") == before
+    assert lasting_files(tmp_path / "run") == before
     shutil.rmtree(tmp_path / "run" / "snapshots")
     Run(settings, tmp_path / "run", watcher, resume=True).run()
-    assert lasting(tmp_path / "run") == before
+    assert lasting_files(tmp_path / "run") == before
     (note,) = watcher.notes
     assert_tells(note, "no snapshot", "starts")
 
@@ -192,7 +192,7 @@ def test_a_folder_with_a_run_or_something_else_in_it_is_refused(tmp_path: Path, 
     assert [path.name for path in (tmp_path / "home").iterdir()] == [name]
 
 
-def test_there_must_be_a_run_to_resume(tmp_path: Path):
+def test_resume_without_a_run_is_refused(tmp_path: Path):
     with refuses(FileNotFoundError, "run.json", "--resume", where=tmp_path / "run"):
         run(small_settings(tmp_path), tmp_path / "run", resume=True)
     assert not (tmp_path / "run").exists()
@@ -227,37 +227,37 @@ CHANGES: dict[str, tuple[Callable[[TrainSettings], TrainSettings], str, str]] = 
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_a_run_that_has_changed_is_refused_with_the_difference(name: str, tmp_path: Path, stopped: Path):
-    before = {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()}
+def test_changed_run_is_refused_with_the_difference(name: str, tmp_path: Path, stopped_folder: Path):
+    before = {path: path.read_bytes() for path in stopped_folder.rglob("*") if path.is_file()}
     change, old, new = CHANGES[name]
     with refuses("Inconsistent", "--allow-change", where=(name, "step-00000003")) as caught:
-        run(change(small_settings(tmp_path)), stopped, resume=True)
+        run(change(small_settings(tmp_path)), stopped_folder, resume=True)
     assert re.search(rf"{re.escape(name)}\W+\w+ {old}\W+\w+ {new}[;,]", str(caught.value))
-    assert {path: path.read_bytes() for path in stopped.rglob("*") if path.is_file()} == before
+    assert {path: path.read_bytes() for path in stopped_folder.rglob("*") if path.is_file()} == before
 
 
-def test_another_version_of_a_library_is_refused(tmp_path: Path, stopped: Path):
-    store = SnapshotStore(stopped)
+def test_another_version_of_a_library_is_refused(tmp_path: Path, stopped_folder: Path):
+    store = SnapshotStore(stopped_folder)
     found = store.newest()
     assert found is not None
     found.record["identity"]["environment"]["packages"]["torch"] = "2.0.0"
     store.save(found.step, found.tensors, found.record)
     with refuses("Inconsistent", "2.0.0", torch.__version__, where="environment.packages.torch"):
-        run(small_settings(tmp_path), stopped, resume=True)
+        run(small_settings(tmp_path), stopped_folder, resume=True)
 
 
-def test_a_change_that_is_allowed_is_said_and_written_down(tmp_path: Path, stopped: Path):
+def test_allowed_change_is_logged_and_recorded(tmp_path: Path, stopped_folder: Path):
     watcher = Silent()
-    Run(small_settings(tmp_path, lr=0.25), stopped, watcher, resume=True, allow_change=True).run()
-    (note,), (change,) = watcher.notes, json.loads((stopped / "run.json").read_text())["changes"]
+    Run(small_settings(tmp_path, lr=0.25), stopped_folder, watcher, resume=True, allow_change=True).run()
+    (note,), (change,) = watcher.notes, json.loads((stopped_folder / "run.json").read_text())["changes"]
     assert_tells(note, "settings.lr", "0.005", "0.25")
     assert_tells(change, "settings.lr", "0.005", "0.25", where="step 3")
-    assert [one["step"] for one in lines(stopped) if "loss" in one] == [1, 2, 3, 4]
+    assert [one["step"] for one in lines(stopped_folder) if "loss" in one] == [1, 2, 3, 4]
 
 
 @pytest.mark.nightly_cases("constant-True")
 @pytest.mark.parametrize(("schedule", "same"), [("constant", True), ("linear", False)])
-def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str, same: bool):
+def test_finished_run_resumes_for_more_steps(tmp_path: Path, schedule: str, same: bool):
     short, long = (small_settings(tmp_path, schedule=schedule, dropout=0.1, steps=steps) for steps in (2, 4))
     run(long, tmp_path / "straight")
     run(short, tmp_path / "run")
@@ -266,7 +266,7 @@ def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str
     (note,) = watcher.notes
     assert_tells(note, "2 steps", 4, schedule)
     assert ("differ" in note.split()) != same
-    assert (lasting(tmp_path / "run") == lasting(tmp_path / "straight")) == same
+    assert (lasting_files(tmp_path / "run") == lasting_files(tmp_path / "straight")) == same
     rates = [[one["learning_rate"] for one in lines(tmp_path / name) if "loss" in one] for name in ("run", "straight")]
     assert rates[0][2:] == rates[1][2:]  # the schedule of all steps, from where the run goes on
     (change,) = json.loads((tmp_path / "run" / "run.json").read_text())["changes"]
@@ -277,10 +277,10 @@ def test_a_run_that_is_over_goes_on_for_more_steps(tmp_path: Path, schedule: str
 
 def test_a_run_cannot_be_resumed_beyond_its_end(tmp_path: Path):
     run(small_settings(tmp_path), tmp_path / "run")
-    before = lasting(tmp_path / "run")
+    before = lasting_files(tmp_path / "run")
     with refuses(ValueError, expected="2 steps", got="step 4"):
         run(small_settings(tmp_path, steps=2), tmp_path / "run", resume=True, allow_change=True)
-    assert lasting(tmp_path / "run") == before
+    assert lasting_files(tmp_path / "run") == before
 
 
 def test_non_finite_loss_ends_the_run_and_keeps_the_last_snapshot(tmp_path: Path):
@@ -296,7 +296,7 @@ def test_non_finite_loss_ends_the_run_and_keeps_the_last_snapshot(tmp_path: Path
     assert not any((one / "adapter_config.json").exists() for one in (folder, tmp_path / "other"))
 
 
-def test_without_a_validation_set_there_is_none(tmp_path: Path):
+def test_run_without_a_validation_set_does_not_validate(tmp_path: Path):
     settings = small_settings(tmp_path)
     data = write_rows(tmp_path / "alone.jsonl", ragged_rows())
     assert run(replace(settings, data=str(data)), tmp_path / "run").valid_loss is None
@@ -313,7 +313,7 @@ def test_without_matplotlib_everything_but_the_curve_is_written(tmp_path: Path, 
     assert (tmp_path / "run" / "adapter_config.json").exists()
 
 
-def test_without_tensorboard_a_run_that_wants_it_is_not_begun(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_run_with_missing_tensorboard_is_refused_before_training(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "tensorboard", None)
     with refuses(MissingExtra, "llorch[tensorboard]"):
         run(small_settings(tmp_path, tensorboard=True), tmp_path / "run")

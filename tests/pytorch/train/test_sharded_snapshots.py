@@ -29,13 +29,13 @@ from llorch.training.snapshots import SnapshotStore
 pytestmark = pytest.mark.usefixtures("warm_ranks")
 
 
-def assert_holds(found: Snapshot | None, step: int) -> None:
-    assert found is not None
-    assert found.step == step
+def assert_holds(snapshot: Snapshot | None, step: int) -> None:
+    assert snapshot is not None
+    assert snapshot.step == step
     whole = whole_state(step)
-    assert found.tensors.keys() == whole.keys()
+    assert snapshot.tensors.keys() == whole.keys()
     for name, tensor in whole.items():
-        array = found.tensors[name]
+        array = snapshot.tensors[name]
         assert (array.dtype, array.shape) == (tensor.numpy().dtype, tuple(tensor.shape)), name
         assert array.tobytes() == tensor.numpy().tobytes(), name
         assert array.flags.writeable
@@ -49,7 +49,7 @@ def assert_holds(found: Snapshot | None, step: int) -> None:
         pytest.param({"dp": 1, "tp": 2}, marks=pytest.mark.slow),
     ],
 )
-def test_what_was_saved_on_a_mesh_is_read_whole_and_later_steps_do_not_change_it(axes: dict[str, int], tmp_path: Path):
+def test_snapshot_of_a_mesh_reads_completely_and_is_not_changed_by_later_steps(axes: dict[str, int], tmp_path: Path):
     seconds = on_ranks(axes["dp"] * axes["tp"], save_two, tmp_path, axes)
     print(f"saved in {seconds:.2f} s")
     store = SnapshotStore(tmp_path)
@@ -68,7 +68,7 @@ def test_what_was_saved_on_a_mesh_is_read_whole_and_later_steps_do_not_change_it
 
 
 @pytest.mark.slow
-def test_what_a_training_on_a_mesh_saves_is_loaded_by_one_of_one_process(tmp_path: Path):
+def test_snapshot_of_a_mesh_loads_in_one_process(tmp_path: Path):
     settings = small_settings(tmp_path, model="micro-llama")
     saved = on_ranks(4, save_training, tmp_path / "run", settings)
     found = SnapshotStore(tmp_path / "run").newest(read_parts)
@@ -80,7 +80,7 @@ def test_what_a_training_on_a_mesh_saves_is_loaded_by_one_of_one_process(tmp_pat
     assert {name: loaded[name].tobytes() for name in saved} == saved
 
 
-def test_when_a_rank_cannot_write_all_ranks_say_so_and_nothing_is_left(tmp_path: Path):
+def test_write_failure_on_one_rank_is_reported_by_all_and_writes_no_files(tmp_path: Path):
     full, unplaced, gone = on_ranks(2, save_and_fail, tmp_path / "run")
     for said, *left in (full, unplaced):
         assert said[0] == said[1]
@@ -94,7 +94,7 @@ def test_when_a_rank_cannot_write_all_ranks_say_so_and_nothing_is_left(tmp_path:
 
 @pytest.mark.slow_cases("1")
 @pytest.mark.parametrize("rank", [0, 1])
-def test_when_a_rank_is_killed_while_it_writes_the_snapshot_before_is_there(rank: int, tmp_path: Path):
+def test_rank_killed_while_writing_keeps_the_previous_snapshot(rank: int, tmp_path: Path):
     with refuses(EngineDied, f"rank {rank} of 2", "Signal 9"):
         on_ranks(2, save_and_die, tmp_path, rank)
     store = SnapshotStore(tmp_path)
@@ -112,11 +112,11 @@ def test_rank_that_omits_its_shard_is_reported_on_save(tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_and_when_read_where_torch_did_not_look(tmp_path: Path):
+def test_omitted_shard_is_reported_on_read(tmp_path: Path):
     assert on_ranks(2, save_without_a_part, tmp_path, False) == "nothing"
     with refuses("Inconsistent", "96 of 288", where="adapter/q.lora_A"):
         SnapshotStore(tmp_path).newest(read_parts)
 
 
-def test_no_rank_waits_for_ever(tmp_path: Path):
+def test_waiting_ranks_time_out(tmp_path: Path):
     assert re.match(r"(RuntimeError|DistBackendError): .*[Tt]imed out", on_ranks(2, save_without_a_rank, tmp_path))

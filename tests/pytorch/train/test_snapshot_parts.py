@@ -59,18 +59,18 @@ def rewrite(folder: Path, change: Callable[[Any], None]) -> None:
         (lambda chunks: chunks.append(dataclasses.replace(chunks.pop(), offsets=torch.Size((2, 0)))), 192),
     ],
 )
-def test_a_tensor_that_is_not_made_up_of_its_parts_is_named(change: Callable, n_wrong: int, folder: Path):
+def test_tensor_with_inconsistent_shards_is_named(change: Callable, n_wrong: int, folder: Path):
     rewrite(folder, change)
     with refuses("Inconsistent", f"{n_wrong} of 288", where=NAME):
         read_parts(folder)
 
 
-class Evil:
+class MaliciousPickle:
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, ("evil",)
 
 
-class Attribute:
+class PickledAttribute:
     """An object that is pickled as `getattr(kind, name)`, as enumerations are before Python 3.11.4."""
 
     def __init__(self, kind: object, name: str) -> None:
@@ -82,22 +82,22 @@ class Attribute:
 
 def test_member_of_an_enumeration_pickled_by_an_older_python_is_read():
     kinds = metadata._MEM_FORMAT_ENCODING
-    old = pickle.dumps(Attribute(kinds, "TORCH_PRESERVE_FORMAT"))
+    old = pickle.dumps(PickledAttribute(kinds, "TORCH_PRESERVE_FORMAT"))
     assert _Unpickler(io.BytesIO(old)).load() is kinds.TORCH_PRESERVE_FORMAT
 
 
 @pytest.mark.parametrize(
     ("value", "asked"),
     [
-        (Evil(), "posix.mkdir"),
+        (MaliciousPickle(), "posix.mkdir"),
         ({"x": torch.bfloat16}, "torch.bfloat16"),
         (
-            Attribute(metadata.TensorProperties, "create_from_tensor"),
+            PickledAttribute(metadata.TensorProperties, "create_from_tensor"),
             "torch.distributed.checkpoint.metadata.TensorProperties",
         ),
     ],
 )
-def test_a_description_that_is_more_than_one_is_refused(
+def test_metadata_with_other_pickled_content_is_refused(
     value: object, asked: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.chdir(folder)
@@ -108,14 +108,14 @@ def test_a_description_that_is_more_than_one_is_refused(
 
 
 @pytest.mark.parametrize(("name", "error"), [(".metadata", "UnpicklingError"), ("__0_0.distcp", "CheckpointException")])
-def test_what_torch_cannot_read_is_refused(name: str, error: str, folder: Path):
+def test_unreadable_shard_file_is_refused(name: str, error: str, folder: Path):
     (folder / name).write_bytes(b"of another version")
     with refuses("Unsupported", error, where=PARTS):
         read_parts(folder)
 
 
 @pytest.mark.slow
-def test_a_run_goes_on_from_what_several_processes_saved(tmp_path: Path):
+def test_run_resumes_from_a_snapshot_of_several_processes(tmp_path: Path):
     settings = small_settings(tmp_path, dropout=0.2, save_every=2)
     Run(settings, tmp_path / "straight", Silent()).run()
 

@@ -20,7 +20,7 @@ from llorch.training.snapshots import SnapshotStore
 FLAGS = "--steps 4 --r 64 --dropout 0.1 --batch-size 2 --accumulation 2 --packing --max-length 64 --eight-bit"
 
 
-def left_by_a_run(folder: Path, tensors: dict[str, np.ndarray], log: bytes = b'{"step": 1}\n{"step": 2}\n') -> Path:
+def write_run_folder(folder: Path, tensors: dict[str, np.ndarray], log: bytes = b'{"step": 1}\n{"step": 2}\n') -> Path:
     folder.mkdir()
     SnapshotStore(folder).save(2, tensors, {})
     (folder / ADAPTER).write_bytes(b"adapter")
@@ -34,7 +34,7 @@ def tensors() -> dict[str, np.ndarray]:
 
 
 def test_equal_runs_are_equal_also_where_a_number_is_nan(tensors: dict[str, np.ndarray], tmp_path: Path):
-    found = compare_runs(left_by_a_run(tmp_path / "a", tensors), left_by_a_run(tmp_path / "b", tensors))
+    found = compare_runs(write_run_folder(tmp_path / "a", tensors), write_run_folder(tmp_path / "b", tensors))
     assert found.equal
     counts = {tensor.name: tensor.n_values for tensor in found.tensors}
     assert counts == {"adapter/a": 4, "optimizer/step": 1, ADAPTER: 7}
@@ -54,8 +54,8 @@ def test_equal_runs_are_equal_also_where_a_number_is_nan(tensors: dict[str, np.n
 def test_each_differing_bit_is_counted(
     name: str, array: np.ndarray, bits: int, tensors: dict[str, np.ndarray], tmp_path: Path
 ):
-    other = left_by_a_run(tmp_path / "b", {**tensors, name: array})
-    found = compare_runs(left_by_a_run(tmp_path / "a", tensors), other)
+    other = write_run_folder(tmp_path / "b", {**tensors, name: array})
+    found = compare_runs(write_run_folder(tmp_path / "a", tensors), other)
     assert [(tensor.name, tensor.differing_bits) for tensor in found.tensors if tensor.differing_bits] == [(name, bits)]
     assert not found.equal
 
@@ -64,11 +64,11 @@ def test_each_differing_bit_is_counted(
 def test_a_line_of_the_log_that_differs_or_is_missing_is_counted(
     log: bytes, tensors: dict[str, np.ndarray], tmp_path: Path
 ):
-    found = compare_runs(left_by_a_run(tmp_path / "a", tensors), left_by_a_run(tmp_path / "b", tensors, log))
+    found = compare_runs(write_run_folder(tmp_path / "a", tensors), write_run_folder(tmp_path / "b", tensors, log))
     assert (found.n_lines, found.differing_lines, found.equal) == (2, 1, False)
 
 
-def test_a_control_that_changes_nothing_proves_nothing():
+def test_control_without_differences_is_inconclusive():
     same, other = (RunComparison((Compared("adapter/a", 1, bits),), 1, 0) for bits in (0, 1))
     assert Proof(4, 2, same, {"moments": other}).holds
     assert not Proof(4, 2, same, {"moments": same}).holds
@@ -80,14 +80,14 @@ def test_a_run_that_cannot_be_cut_in_two_is_refused(tmp_path: Path):
         verify_resume(small_settings(tmp_path, steps=1), tmp_path, control=False)
 
 
-def test_a_second_half_that_is_refused_proves_nothing_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_refused_second_half_is_inconclusive_with_the_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.training.resume.PACKAGES", (*PACKAGES, "click"))  # which a new process does not inherit
     with refuses(CheckpointMismatch, version("click"), "nothing", where="environment.packages.click"):
         verify_resume(small_settings(tmp_path, steps=2), tmp_path, control=False)
 
 
 @pytest.mark.slow
-def test_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed(tmp_path: Path):
+def test_resumed_and_straight_runs_are_bit_identical_and_lost_state_is_detected(tmp_path: Path):
     data = small_data(tmp_path)
     done = spawn("lora", "verify-resume", "micro-llama", "--data", str(data), *FLAGS.split(), "--control", "--json")
     assert done.returncode == 0, done.stderr
@@ -103,7 +103,7 @@ def test_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed
 
 
 @pytest.mark.slow
-def test_on_a_mesh_stopped_and_straight_runs_are_bit_identical_and_losing_state_is_noticed(tmp_path: Path):
+def test_resumed_and_straight_runs_on_a_mesh_are_bit_identical_and_lost_state_is_detected(tmp_path: Path):
     data, flags = small_data(tmp_path), "--steps 4 --r 4 --dropout 0.1 --batch-size 4 --mesh dp=2,tp=2 --control --json"
     done = invoke_on_mesh(tmp_path, "lora", "verify-resume", "micro-llama", "--data", str(data), *flags.split())
     assert done.exit_code == 0, done.stderr
@@ -115,16 +115,14 @@ def test_on_a_mesh_stopped_and_straight_runs_are_bit_identical_and_losing_state_
         assert sum(tensor["differing_bits"] for tensor in control["tensors"].values()) > 1000
 
 
-def test_on_a_mesh_ranks_that_cannot_run_prove_nothing_and_say_why(tmp_path: Path):
+def test_ranks_that_cannot_run_are_inconclusive_with_the_reason(tmp_path: Path):
     flags = "--steps 2 --batch-size 1 --mesh dp=2"
     data = str(small_data(tmp_path))
     result = invoke_on_mesh(tmp_path, "lora", "verify-resume", "micro-llama", "--data", data, *flags.split())
     assert_cli_refuses(result, 3, "of 2", "UserError: mesh")
 
 
-def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-):
+def test_differences_are_printed_by_tensor_with_exit_code_1(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     tensors = Compared("adapter/layers.0.q_proj.lora_A", 1024, 3), Compared("optimizer/step", 1, 0)
     halves = RunComparison(tensors, 4, 1)
     monkeypatch.setattr(
@@ -150,7 +148,7 @@ def test_what_differs_is_printed_tensor_by_tensor_and_the_exit_code_is_one(
     assert_tells(line, "1 values", "0 bits")
 
 
-def test_without_torch_the_command_that_brings_it_is_shown(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+def test_missing_torch_prints_the_install_command(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.setitem(sys.modules, "torch", None)
     result = invoke("lora", "verify-resume", "micro-llama", "--data", str(small_data(tmp_path)))
     assert_cli_refuses(result, 3, "torch", "pip install 'llorch[train]'")

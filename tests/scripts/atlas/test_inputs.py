@@ -1,4 +1,4 @@
-"""What engines are fed."""
+"""Models and prompts of the atlas."""
 
 import json
 import os
@@ -32,7 +32,7 @@ def test_styles_say_the_same_at_two_places():
     assert "rope_theta" not in new
 
 
-def test_styles_are_one_model_to_us(tmp_path: Path):
+def test_styles_are_one_model_for_llorch(tmp_path: Path):
     new, old = (open_weights(write_input(AtlasInput("llama", "llama3", style), tmp_path)) for style in ("new", "old"))
     assert new.config == old.config
     assert all(np.array_equal(new[name], old[name]) for name in ("embed_tokens", "lm_head", "final_norm"))
@@ -58,7 +58,7 @@ def test_a_split_prompt_is_the_whole_one_in_parts():
     assert len(AtlasInput("llama", "long").parts[0]) > 500
 
 
-def test_what_is_there_is_not_written_again(tmp_path: Path):
+def test_existing_inputs_are_not_written_again(tmp_path: Path):
     config = write_input(AtlasInput("llama"), tmp_path) / "config.json"
     before = config.stat().st_mtime_ns
     assert write_input(AtlasInput("llama", gguf=True), tmp_path) == tmp_path / "llama.gguf"
@@ -124,26 +124,26 @@ def adapt(folder: Path, models: list[str]) -> int:
     return subprocess.run(command, cwd=folder, env=env, capture_output=True, check=False).returncode
 
 
-def said(folder: Path, model: str) -> dict[str, str]:
+def outcome(folder: Path, model: str) -> dict[str, str]:
     return json.loads((folder / model / "said.json").read_text())
 
 
 def test_a_run_that_fails_or_ends_the_process_costs_no_other(tmp_path: Path):
     models = ["unknown", "right", "deadly", "last"]
     assert adapt(tmp_path, models) < 0
-    assert said(tmp_path, "unknown") | {"version": "", "place": "", "seconds": 0} == {
+    assert outcome(tmp_path, "unknown") | {"version": "", "place": "", "seconds": 0} == {
         "version": "", "seconds": 0, "state": "failed", "phase": "load", "place": "",
         "error": "ValueError: this architecture is not supported",
     }  # fmt: skip
-    assert said(tmp_path, "right") | {"seconds": 0} == {"version": np.__version__, "state": "done", "seconds": 0}
+    assert outcome(tmp_path, "right") | {"seconds": 0} == {"version": np.__version__, "state": "done", "seconds": 0}
     assert not (tmp_path / "deadly" / "said.json").exists()
     before = (tmp_path / "right" / "said.json").stat().st_mtime_ns
     assert adapt(tmp_path, [one for one in models if one != "deadly"]) == 0
-    assert said(tmp_path, "last")["state"] == "done"
+    assert outcome(tmp_path, "last")["state"] == "done"
     assert (tmp_path / "right" / "said.json").stat().st_mtime_ns == before
 
 
-def test_what_an_adapter_writes_is_a_dump(tmp_path: Path):
+def test_adapter_output_is_a_dump(tmp_path: Path):
     assert adapt(tmp_path, ["right"]) == 0
     dump = open_raw(tmp_path / "right")
     assert [(each.ids, each.first_position) for each in dump.passes] == [((5, 6), 0), ((7,), 2)]

@@ -35,7 +35,7 @@ def reference() -> Trace:
 
 
 @pytest.fixture(scope="module")
-def theirs() -> Trace:
+def trace() -> Trace:
     return traced(open_weights(MODEL), IDS)
 
 
@@ -47,8 +47,8 @@ def write(folder: Path, trace: Trace, ids: list[int]) -> None:
             dump.add(name, array, layer=int(layer[1:]) if layer else None)
 
 
-def labelled(found: EngineRunReport) -> EngineReport:
-    return with_verdict(EngineReport("engine", "", AtlasInput("any")), found)
+def engine_report(run: EngineRunReport) -> EngineReport:
+    return with_verdict(EngineReport("engine", "", AtlasInput("any")), run)
 
 
 def run_report(folder: Path, trace: Trace, reference: Trace) -> EngineRunReport:
@@ -56,58 +56,58 @@ def run_report(folder: Path, trace: Trace, reference: Trace) -> EngineRunReport:
     return judge(MODEL, folder, reference)
 
 
-def test_a_right_run_is_right_in_every_stage(theirs: Trace, reference: Trace, tmp_path: Path):
-    found = run_report(tmp_path, theirs, reference)
+def test_a_right_run_is_right_in_every_stage(trace: Trace, reference: Trace, tmp_path: Path):
+    found = run_report(tmp_path, trace, reference)
     assert found.is_right
-    assert (labelled(found).label, labelled(found).message) == ("PASS", "")
+    assert (engine_report(found).label, engine_report(found).message) == ("PASS", "")
     assert {comparison.verdict for comparison in found.comparisons} == {"PASS"}
     assert found.errors.keys() == {key.rpartition(".")[2] for key in reference}
     assert 0 < found.error < 1e-5
 
 
-def test_logits_that_are_off_are_wrong_and_the_stage_is_named(theirs: Trace, reference: Trace, tmp_path: Path):
-    last = [key for key in theirs if key.endswith(".block_out")][-1]
-    found = run_report(tmp_path, {last: theirs[last], "logits": 1.01 * theirs["logits"]}, reference)
-    assert labelled(found).label == "FAIL"
+def test_logits_that_are_off_are_wrong_and_the_stage_is_named(trace: Trace, reference: Trace, tmp_path: Path):
+    last = [key for key in trace if key.endswith(".block_out")][-1]
+    found = run_report(tmp_path, {last: trace[last], "logits": 1.01 * trace["logits"]}, reference)
+    assert engine_report(found).label == "FAIL"
     assert found.key == "logits"
 
 
-def test_a_stage_of_which_nothing_came_is_the_adapters(theirs: Trace, reference: Trace, tmp_path: Path):
-    found = run_report(tmp_path, {**theirs, "l1.q_rope": 2 * theirs["l1.q_rope"]}, reference)
-    assert labelled(found).label == "unreadable"
-    assert_tells(labelled(found).message, "q_rope")
+def test_a_stage_of_which_nothing_came_is_the_adapters(trace: Trace, reference: Trace, tmp_path: Path):
+    found = run_report(tmp_path, {**trace, "l1.q_rope": 2 * trace["l1.q_rope"]}, reference)
+    assert engine_report(found).label == "unreadable"
+    assert_tells(engine_report(found).message, "q_rope")
 
 
-def exchanged(theirs: Trace, reference: Trace) -> tuple[np.ndarray, int, int]:
+def exchange_expert(trace: Trace, reference: Trace) -> tuple[np.ndarray, int, int]:
     """Ids with another expert for the first token, that one, and which it replaces."""
-    ids = theirs["l0.topk_ids"].copy()
+    ids = trace["l0.topk_ids"].copy()
     other = next(each for each in range(reference["l0.router_probs"].shape[1]) if each not in ids[0])
     replaced = int(ids[0, -1])
     ids[0, -1] = other
     return ids, other, replaced
 
 
-def test_another_expert_is_wrong(theirs: Trace, reference: Trace, tmp_path: Path):
-    ids, *_ = exchanged(theirs, reference)
-    shown = {**theirs, "l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}
+def test_another_expert_is_wrong(trace: Trace, reference: Trace, tmp_path: Path):
+    ids, *_ = exchange_expert(trace, reference)
+    shown = {**trace, "l0.topk_ids": ids, "logits": 1.01 * trace["logits"]}
     assert not run_report(tmp_path, shown, reference).is_right
 
 
-def test_another_expert_at_a_tie_is_rounding_and_ends_the_judgement(theirs: Trace, reference: Trace, tmp_path: Path):
-    ids, other, replaced = exchanged(theirs, reference)
+def test_another_expert_at_a_tie_is_rounding_and_ends_the_judgement(trace: Trace, reference: Trace, tmp_path: Path):
+    ids, other, replaced = exchange_expert(trace, reference)
     scores = reference["l0.router_probs"].copy()
     scores[0, other] = scores[0, replaced]
-    shown = {"l0.topk_ids": ids, "logits": 1.01 * theirs["logits"]}
+    shown = {"l0.topk_ids": ids, "logits": 1.01 * trace["logits"]}
     found = run_report(tmp_path, shown, {**reference, "l0.router_probs": scores})
     assert f"expected [{replaced}], got [{other}]" in found.tie
-    assert labelled(found).label == "ROUNDING"
-    before = {**theirs, "l0.q_proj": 1.01 * theirs["l0.q_proj"], **shown}
+    assert engine_report(found).label == "ROUNDING"
+    before = {**trace, "l0.q_proj": 1.01 * trace["l0.q_proj"], **shown}
     assert not run_report(tmp_path, before, {**reference, "l0.router_probs": scores}).is_right
 
 
-def test_a_dump_without_logits_says_so(theirs: Trace, reference: Trace, tmp_path: Path):
+def test_a_dump_without_logits_says_so(trace: Trace, reference: Trace, tmp_path: Path):
     with refuses(ValueError, tmp_path, expected="logits", got=1):
-        run_report(tmp_path, {"embed": theirs["embed"]}, reference)
+        run_report(tmp_path, {"embed": trace["embed"]}, reference)
 
 
 def run_of(name: str, numerics: Numerics, change: float = 1.0) -> dict[str, np.ndarray]:
@@ -116,8 +116,8 @@ def run_of(name: str, numerics: Numerics, change: float = 1.0) -> dict[str, np.n
     return {key: array * np.float32(change if key == "l0.ffn_gate" else 1) for key, array in trace.items()}
 
 
-def compare_folder(name: str, shown: Trace, folder: Path) -> EngineRunReport:
-    write(folder, shown, FEW)
+def compare_folder(name: str, trace: Trace, folder: Path) -> EngineRunReport:
+    write(folder, trace, FEW)
     return judge(FOLDERS / name, folder, traced(open_weights(FOLDERS / name).astype(np.float64), FEW))
 
 
@@ -126,17 +126,17 @@ def test_engine_that_rounds_activations_as_the_folder_says_is_right(name: str, t
     found = compare_folder(name, run_of(name, SCHEME), tmp_path)
     assert not found.is_right
     assert {comparison.verdict for comparison in found.comparisons} == {"PASS", "ROUNDING"}
-    assert labelled(found).label == "ROUNDING"
-    assert_tells(labelled(found).message, "scheme")
+    assert engine_report(found).label == "ROUNDING"
+    assert_tells(engine_report(found).message, "scheme")
 
 
 def test_engine_that_rounds_activations_and_errs_is_wrong(tmp_path: Path):
     found = compare_folder("ct-w8a8", run_of("ct-w8a8", SCHEME, 1.1), tmp_path)
-    assert labelled(found).label == "FAIL"
+    assert engine_report(found).label == "FAIL"
 
 
 def test_mistake_of_reading_is_wrong_although_the_logits_are_within_their_tolerance():
     comparisons = [atlas_comparison("ffn_gate", 1e-2, 1e-3), atlas_comparison("logits", 1e-3, 2e-3)]
     found = EngineRunReport(comparisons, "bfloat16", wrong=True, findings=("said",), key="l0.ffn_gate")
-    assert labelled(found).label == "unreadable"
-    assert labelled(replace(found, mistake="fp8-blocks-of-equal-size")).label == "FAIL"
+    assert engine_report(found).label == "unreadable"
+    assert engine_report(replace(found, mistake="fp8-blocks-of-equal-size")).label == "FAIL"

@@ -17,14 +17,14 @@ def invoke(*words: str) -> Result:
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "facts"),
     [
         (["mlx-ml"], ("engine 'mlx-ml'", "python -m benchmarks.atlas --list", "'mlx-lm'")),
         (["--input", "llma"], ("input 'llma'", "python -m benchmarks.atlas --list", "'llama'")),
     ],
 )
-def test_what_is_not_there_is_said(words: list[str], said: tuple[str, ...]):
-    assert_cli_refuses(invoke(*words), 2, *said)
+def test_what_is_not_there_is_said(words: list[str], facts: tuple[str, ...]):
+    assert_cli_refuses(invoke(*words), 2, *facts)
 
 
 def test_names_are_listed_and_each_adapter_has_pinned_requirements():

@@ -11,7 +11,7 @@ import pytest
 from benchmarks.atlas import write_report
 from benchmarks.atlas.catalogue import AtlasEngine
 from benchmarks.atlas.inputs import AtlasInput
-from benchmarks.atlas.repro_scripts import ProgramOutput, shown
+from benchmarks.atlas.repro_scripts import ProgramOutput, run_repro_script
 from benchmarks.atlas.run_matrix import fill
 from benchmarks.atlas.verdicts import EngineReport
 from llorch.cli.output import to_json
@@ -111,30 +111,30 @@ def shown_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return shown_home
 
 
-def run(injected: str, shown_home: Path, this: AtlasInput, control: AtlasInput) -> ProgramOutput | None:
+def run(injected: str, shown_home: Path, failing_input: AtlasInput, control: AtlasInput) -> ProgramOutput | None:
     engine = AtlasEngine("planted", "planted", gguf=True, snippet=SHOWN_LOGITS.format(injected=injected))
-    return shown(this, control, engine, Path(sys.executable), shown_home)
+    return run_repro_script(failing_input, control, engine, Path(sys.executable), shown_home)
 
 
 @pytest.mark.nightly_cases(but=["llama-biases.gguf-llama.gguf"])
 @pytest.mark.parametrize(
-    ("this", "control"),
+    ("failing_input", "control"),
     [
         (AtlasInput("llama", "eps", gguf=True), PLAIN),  # rows in pairs
         (BIASED, PLAIN),  # tensors that one of them lacks
         (AtlasInput("llama", "tied", gguf=True), PLAIN),  # or the other
         (AtlasInput("qwen2", "eps", gguf=True), AtlasInput("qwen2", gguf=True)),
     ],
-    ids=lambda each: each.name,
+    ids=lambda atlas_input: atlas_input.name,
 )
-def test_a_bug_of_a_file_is_shown_in_few_lines(this: AtlasInput, control: AtlasInput, shown_home: Path):
-    made = run(f' + 0.01 * (file == "{this.name}") + 5e-5', shown_home, this, control)
+def test_a_bug_of_a_file_is_shown_in_few_lines(failing_input: AtlasInput, control: AtlasInput, shown_home: Path):
+    made = run(f' + 0.01 * (file == "{failing_input.name}") + 5e-5', shown_home, failing_input, control)
     assert made
     assert len(made.program.splitlines()) < 30
-    assert [line.split()[0] for line in made.printed.splitlines()] == [this.name, control.name]
+    assert [line.split()[0] for line in made.printed.splitlines()] == [failing_input.name, control.name]
 
 
 @pytest.mark.nightly_cases(but=[' [*] float("nan")'])
 @pytest.mark.parametrize("injected", ["", " + 0.01", ' * float("nan")', "[999]"])
-def test_what_does_not_show_it_is_not_kept(injected: str, shown_home: Path):
+def test_program_that_does_not_show_the_bug_is_dropped(injected: str, shown_home: Path):
     assert run(injected, shown_home, AtlasInput("qwen2", "eps", gguf=True), AtlasInput("qwen2", gguf=True)) is None

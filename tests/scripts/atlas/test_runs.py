@@ -55,11 +55,11 @@ answer("numpy", load, compute)
 
 @pytest.fixture
 def asked(tmp_path: Path):
-    def ask(*models: str, adapter: str = ADAPTER, seconds: float = 60, **how: Any) -> list[RunEnd]:
+    def ask(*models: str, adapter: str = ADAPTER, seconds: float = 60, **options: Any) -> list[RunEnd]:
         (tmp_path / "adapter.py").write_text(adapter)
         requests = [Request(each, [[1, 2]], str(tmp_path / each), str(tmp_path / "scratch")) for each in models]
         command = [sys.executable, str(tmp_path / "adapter.py")]
-        return run_all(command, requests, tmp_path, seconds=seconds, start=60, memory=100_000_000, **how)
+        return run_all(command, requests, tmp_path, seconds=seconds, start=60, memory=100_000_000, **options)
 
     return ask
 
@@ -85,7 +85,7 @@ def test_seconds_are_those_of_the_run_and_not_of_the_look(asked, tmp_path: Path)
     ],
     ids=["refuses", "breaks", "exits", "aborts", "grows"],
 )
-def test_what_ends_badly_is_a_word_and_the_rest_goes_on(asked, model: str, outcome: str, error: str):
+def test_failed_run_has_an_outcome_and_the_next_ones_start(asked, model: str, outcome: str, error: str):
     first, ended, last = asked("first", model, "last")
     assert ended.outcome == outcome
     assert re.search(error, ended.error)
@@ -93,12 +93,12 @@ def test_what_ends_badly_is_a_word_and_the_rest_goes_on(asked, model: str, outco
 
 
 @pytest.mark.parametrize("model", ["hangs", "children hang"])
-def test_what_hangs_is_ended_with_all_that_it_started(asked, model: str):
+def test_hanging_run_is_ended_with_its_children(asked, model: str):
     words = [each.outcome for each in asked("first", model, "last", seconds=2)]  # those that start may take longer
     assert words == ["done", "hung", "done"]
 
 
-def test_every_end_is_told_once(asked):
+def test_every_end_is_reported_once(asked):
     told: list[RunEnd] = []
     ended = asked("a", "exits", "b", report=told.append)
     assert told == ended
@@ -145,7 +145,7 @@ def version(python: Path) -> str:
 
 
 @installs
-def test_it_is_made_once_for_its_requirements(engine: AtlasEngine, tmp_path: Path):
+def test_environment_is_made_once_for_its_requirements(engine: AtlasEngine, tmp_path: Path):
     python = python_of(engine, tmp_path)
     assert version(python) == "8.2.1"
     assert not is_to_install(engine, tmp_path)
@@ -180,7 +180,7 @@ def test_lock_pins_each_package_in_one_line(engine: AtlasEngine, tmp_path: Path)
             assert versions[name].partition("+")[0] == version
 
 
-def test_what_no_registry_has_is_not_tried(tmp_path: Path):
+def test_package_of_no_registry_is_not_tried(tmp_path: Path):
     with pytest.raises(NotInstalled, match="no wheel"):
         python_of(AtlasEngine("other", "other", why_not="no wheel"), tmp_path)
     assert not (tmp_path / "environments").exists()

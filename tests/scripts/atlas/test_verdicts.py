@@ -22,10 +22,10 @@ FACTS = {"date": "2026-01-01", "processor": "one"}
 
 
 def verdict(
-    name: str, label: str, run: EngineRunReport | None = None, feature: str = "", style: Style = "new", said: str = ""
+    name: str, label: str, run: EngineRunReport | None = None, feature: str = "", style: Style = "new", why: str = ""
 ) -> EngineReport:
     outcome, verdict = ("done", label) if label.isupper() else (label, "")
-    return EngineReport("engine", "", AtlasInput(name, feature, style), outcome, verdict, said, "1.0", 0.1, run)
+    return EngineReport("engine", "", AtlasInput(name, feature, style), outcome, verdict, why, "1.0", 0.1, run)
 
 
 @pytest.mark.parametrize(
@@ -95,8 +95,8 @@ def test_another_engine_confirms_nothing():
 def test_the_page_has_every_verdict():
     verdicts = list(confirmed([
         verdict("llama", "FAIL", OFF, "eps"), verdict("llama", "PASS", FINE),
-        verdict("qwen3", "FAIL", OFF, said="why"),
-        verdict("mistral", "refused", said="ValueError: no windows | here"), verdict("qwen2", "hung", said="no answer"),
+        verdict("qwen3", "FAIL", OFF, why="why"),
+        verdict("mistral", "refused", why="ValueError: no windows | here"), verdict("qwen2", "hung", why="no answer"),
         EngineReport("absent", "", AtlasInput(""), "", "NOT RUN", "no wheel for this processor"),
     ]))  # fmt: skip
     ((title, own),) = bugs(verdicts)

@@ -29,7 +29,7 @@ def config(n_layers: int = 4, **changes: int) -> ModelConfig:
 
 
 @cache
-def shown(stage: Stage, model: ModelConfig, size: float) -> StageCheck:
+def stage_check(stage: Stage, model: ModelConfig, size: float) -> StageCheck:
     """A stage of layer 0, off by `size` of its limit, the more the later the token and the head."""
     expected = np.random.default_rng(1).normal(size=stage.shape(model, seq=N_TOKENS, ctx=N_TOKENS)).astype(np.float32)
     off = np.random.default_rng(2).normal(size=expected.shape)
@@ -49,7 +49,7 @@ def results(model: ModelConfig, sizes: Mapping[str, float], *, rename: Callable[
     checks, inherited = [], 1e-7
     for name, stage, layer in keys(model):
         size = sizes.get(name, 0.3)
-        check = shown(stage, replace(model, n_layers=1), size)
+        check = stage_check(stage, replace(model, n_layers=1), size)
         isolated = replace(check.isolated, stage_ref=StageRef(stage.checkpoint, stage.name, layer))
         inherited = min(1.0, max(inherited * 1.02, isolated.difference.error if size > 2 else 0.0))
         difference = replace(isolated.difference, error=inherited)
@@ -58,25 +58,27 @@ def results(model: ModelConfig, sizes: Mapping[str, float], *, rename: Callable[
     return checks
 
 
-def finding(place: str, kind: Kind = "mistake", *, name: str = "rope-interleaved-pairs", said: str = PAIRS) -> Finding:
+def finding(
+    place: str, kind: Kind = "mistake", *, name: str = "rope-interleaved-pairs", message: str = PAIRS
+) -> Finding:
     layer = int(place[1 : place.index(".")]) if "." in place else None
-    cause = Cause(name, "mistake", said, (place,), 0.9998, 0.4, "interleaved")
+    cause = Cause(name, "mistake", message, (place,), 0.9998, 0.4, "interleaved")
     sentence = "theta is 10000 here, the file says 500000."
     near = Cause("rope-theta", "near miss", sentence, (place,), 0.61, 21_000.0, "10000")
     known = kind in ("mistake", "rounding")
     return Finding(
         kind, place, 0, (place,), () if layer is None else (layer,), (cause,) if known else (), (near,),
-        ((0, place),), f"{place}: {said}; explains 99.98 % of the error" if known else f"{place}: none of the known",
+        ((0, place),), f"{place}: {message}; explains 99.98 % of the error" if known else f"{place}: none of the known",
         (Cause("rope-sine-sign", "mistake", "the sine has another sign", (place,), 0.9998, 0.5),) if known else (),
     )  # fmt: skip
 
 
 def diagnosis(
-    sizes: Mapping[str, float], found: Sequence[Finding] = (), *, n_layers: int = 4, source: str = "dumps/mine",
+    sizes: Mapping[str, float], findings: Sequence[Finding] = (), *, n_layers: int = 4, source: str = "dumps/mine",
     rename: Callable[[str], str] = str, **changes: int,
 ) -> Diagnosis:  # fmt: skip
     return Diagnosis(
-        "story", source, settled(results(config(n_layers, **changes), sizes, rename=rename), found), found,
+        "story", source, settled(results(config(n_layers, **changes), sizes, rename=rename), findings), findings,
         {"no token is cached before a pass": ["rope-decode-position", "cache-order"], "12 tokens": ["mask-window"]},
         ["l0.q_rope was found with heads split, although nothing says so"],
     )  # fmt: skip
@@ -87,12 +89,12 @@ def right() -> Diagnosis:
 
 
 def rounding() -> Diagnosis:
-    return diagnosis({"l1.ffn_act": 1.5}, [finding("l1.ffn_act", "rounding", name="bf16", said="bf16 does this")])
+    return diagnosis({"l1.ffn_act": 1.5}, [finding("l1.ffn_act", "rounding", name="bf16", message="bf16 does this")])
 
 
 def undeclared() -> Diagnosis:
     """Beyond the limits of float32, until a rounding that nobody declared was found."""
-    return diagnosis({"l1.ffn_act": 900.0}, [finding("l1.ffn_act", "rounding", name="Q8_0", said="inputs in Q8_0")])
+    return diagnosis({"l1.ffn_act": 900.0}, [finding("l1.ffn_act", "rounding", name="Q8_0", message="inputs in Q8_0")])
 
 
 def one_bug() -> Diagnosis:
@@ -102,13 +104,13 @@ def one_bug() -> Diagnosis:
 def two_bugs() -> Diagnosis:
     sizes = {"l1.q_rope": 5e5, "l2.q_rope": 4e5, "l3.v_proj": 2e3, "l3.ffn_act": 1.5}
     first = replace(finding("l1.q_rope"), layers=(1, 2), places=((0, "l1.q_rope"), (0, "l2.q_rope")))
-    more = [finding("l3.v_proj", "unknown"), finding("l3.ffn_act", "rounding", name="bf16", said="this is bf16")]
+    more = [finding("l3.v_proj", "unknown"), finding("l3.ffn_act", "rounding", name="bf16", message="this is bf16")]
     return diagnosis(sizes, [first, *more])
 
 
 def not_finite() -> Diagnosis:
     made = diagnosis({"l0.attn_scores": 1e9}, [finding("l0.attn_scores", "not finite")])
-    bad = Difference.of_fault(("non-finite", "3 of 4096 values of got"))
+    bad = Difference.from_fault(("non-finite", "3 of 4096 values of got"))
     results = [
         replace(r, isolated=replace(r.isolated, difference=bad)) if r.verdict == FAIL else r for r in made.results
     ]
@@ -125,7 +127,9 @@ def every_layer() -> Diagnosis:
 
 
 def hostile() -> Diagnosis:
-    made = diagnosis({"l1.q_rope": 5e5}, [finding("l1.q_rope", said=HOSTILE)], source=HOSTILE, rename=HOSTILE.__add__)
+    made = diagnosis(
+        {"l1.q_rope": 5e5}, [finding("l1.q_rope", message=HOSTILE)], source=HOSTILE, rename=HOSTILE.__add__
+    )
     return replace(made, model=HOSTILE, could_not_show={HOSTILE: [HOSTILE]}, notes=[HOSTILE])
 
 

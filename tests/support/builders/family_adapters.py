@@ -10,7 +10,7 @@ from builders.random_adapters import random_adapter
 from llorch.families.config import ModelConfig
 from llorch.lora.adapter import Adapter
 from llorch.lora.config import names_of
-from llorch.lora.peft_format import is_of_whole
+from llorch.lora.peft_format import has_multimodal_names
 from llorch.lora.targets import targets_of
 
 
@@ -36,7 +36,7 @@ def float64_peft(base: Path, adapter: Path, attention: str = "eager") -> Any:
 
     from llorch.engines.transformers_capture import float64_everywhere
 
-    loader = AutoModelForImageTextToText if is_of_whole(adapter) else AutoModelForCausalLM
+    loader = AutoModelForImageTextToText if has_multimodal_names(adapter) else AutoModelForCausalLM
     with float64_everywhere(refuse=False):  # what rotations are made of is computed here
         model = loader.from_pretrained(base, dtype=torch.float64, attn_implementation=attention)
     with warnings.catch_warnings():

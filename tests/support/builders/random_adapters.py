@@ -11,7 +11,7 @@ from builders.tiny_models import random_tensors, write_folder
 from llorch.families.config import ModelConfig
 from llorch.files import Weights, open_weights
 from llorch.lora.adapted_weights import AdaptedWeights
-from llorch.lora.adapter import Adapter, LoraTensors, assembled, wanted_shapes
+from llorch.lora.adapter import Adapter, LoraTensors, assembled, expected_shapes
 from llorch.lora.config import LoraConfig
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
@@ -34,7 +34,7 @@ def random_adapter(model: ModelConfig, *, seed: int = 0, **settings: Any) -> Ada
     rng = np.random.default_rng(seed)
     arrays = {
         name: np.abs(rng.standard_normal(shape)) if name.endswith("magnitude") else rng.standard_normal(shape) * 0.3
-        for name, shape in wanted_shapes(config, model).items()
+        for name, shape in expected_shapes(config, model).items()
     }
     return assembled(config, arrays, model, where="random")
 
@@ -45,19 +45,19 @@ def fresh(adapter: Adapter) -> Adapter:
     return Adapter(adapter.config, adapter.targets, tensors)
 
 
-def same_tensors(one: Adapter, other: Adapter) -> bool:
+def same_tensors(first: Adapter, second: Adapter) -> bool:
     """Whether every tensor of two adapters is the same, bit for bit."""
-    a, b = one.flat(), other.flat()
+    a, b = first.flat(), second.flat()
     return a.keys() == b.keys() and all(np.array_equal(a[name], b[name]) for name in a)
 
 
-def peft_model(base: Path, adapter: Path | None = None, *, whole: bool = False, **config: Any) -> Any:
+def peft_model(base: Path, adapter: Path | None = None, *, multimodal: bool = False, **config: Any) -> Any:
     """The base in transformers, `whole` with eyes, with an adapter: of a folder, or a fresh one with random numbers."""
     import peft
     import torch
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-    loader = AutoModelForImageTextToText if whole else AutoModelForCausalLM
+    loader = AutoModelForImageTextToText if multimodal else AutoModelForCausalLM
     model = loader.from_pretrained(base, dtype=torch.float32, attn_implementation="eager")
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # PEFT's advice on tied embeddings, its use of old names

@@ -17,8 +17,8 @@ from llorch.stages.table import keys
 PADDED = 256  # the context of llama.cpp
 
 
-def raw_array(name: str, array: np.ndarray, **said: object) -> RawArray:
-    return RawArray(name, str(array.dtype), array.shape, lambda: array, **said)  # type: ignore[arg-type] (by each test)
+def raw_array(name: str, array: np.ndarray, **fields: object) -> RawArray:
+    return RawArray(name, str(array.dtype), array.shape, lambda: array, **fields)  # type: ignore[arg-type] (by each test)
 
 
 def raw_dump(

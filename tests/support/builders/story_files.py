@@ -41,10 +41,10 @@ def rounded(path: Path) -> Path:
     return with_tensors(path, change)
 
 
-def with_swapped_words(path: Path, one: bytes, other: bytes) -> Path:
+def with_swapped_words(path: Path, first: bytes, second: bytes) -> Path:
     """A copy of `story` in which two words of equal length have each other's token ids."""
     data = builtin_path("story").read_bytes()
-    words = [len(word).to_bytes(8, "little") + word for word in (one, other)]
+    words = [len(word).to_bytes(8, "little") + word for word in (first, second)]
     places = [data.index(word) for word in words]
     swapped = bytearray(data)
     for place, word in zip(places, reversed(words), strict=True):

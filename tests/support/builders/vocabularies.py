@@ -80,19 +80,19 @@ _ODD = (
 )  # fmt: skip
 
 
-def first_difference(one: Encode, other: Encode, texts: Iterable[str]) -> str | None:
+def first_difference(first: Encode, second: Encode, texts: Iterable[str]) -> str | None:
     """A text that two encoders see differently, with or without added tokens and texts of control tokens parsed."""
     for text in texts:
         for add_special, parse_special in product((False, True), repeat=2):
-            ids = [encode(text, add_special=add_special, parse_special=parse_special) for encode in (one, other)]
+            ids = [encode(text, add_special=add_special, parse_special=parse_special) for encode in (first, second)]
             if ids[0] != ids[1]:
                 return f"{text!r} {add_special=} {parse_special=}: {ids[0]} and {ids[1]}"
     return None
 
 
-def encoder_of(theirs: Any) -> Encode:
+def encoder_of(tokenizer: Any) -> Encode:
     """A tokenizer of transformers, with llorch's signature."""
-    return lambda text, *, add_special, parse_special: theirs(
+    return lambda text, *, add_special, parse_special: tokenizer(
         text, add_special_tokens=add_special, split_special_tokens=not parse_special
     )["input_ids"]
 

@@ -66,12 +66,12 @@ FAULTS = (
 class FaultyDisk:
     """Fails at the n-th operation, counted from 1."""
 
-    def __init__(self, fault: Fault, at: int) -> None:
-        self.fault, self.at, self.done = fault, at, 0
+    def __init__(self, fault: Fault, fail_index: int) -> None:
+        self.fault, self.fail_index, self.done = fault, fail_index, 0
 
     @property
     def failed(self) -> bool:
-        return self.done >= self.at
+        return self.done >= self.fail_index
 
     def __getattr__(self, name: str) -> Any:
         found = getattr(FastDisk(), name)
@@ -80,7 +80,7 @@ class FaultyDisk:
     def _counted(self, name: str, operation: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             self.done += 1
-            if self.done == self.at or (self.failed and self.fault.sticky):
+            if self.done == self.fail_index or (self.failed and self.fault.sticky):
                 if self.fault.half and name == "write":
                     operation(args[0], args[1][: len(args[1]) // 2])
                 if name == "close":
@@ -139,7 +139,7 @@ class File:
     def sync(self) -> None:
         self.durable = self.written
 
-    def after(self, data: str) -> bytes:
+    def content_after(self, data: str) -> bytes:
         lost = len(self.written) - len(self.durable)
         return {
             "kept": self.written,
@@ -256,7 +256,7 @@ def _tree(folder: Folder, n_changes: dict[int, int], data: str, prefix: str) -> 
     for name, node in folder.names(n_changes.get(id(folder))).items():
         path = f"{prefix}{name}"
         if isinstance(node, File):
-            yield path, node.after(data)
+            yield path, node.content_after(data)
         else:
             yield path, None
             yield from _tree(node, n_changes, data, f"{path}/")

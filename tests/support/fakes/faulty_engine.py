@@ -49,8 +49,8 @@ class FaultyEngine:
         if doing:
             getattr(self, doing)(*values)
 
-    def echo(self, *values: object, **named: object) -> tuple:
-        return values, named
+    def echo(self, *values: object, **options: object) -> tuple:
+        return values, options
 
     def tell(self, *lines: str) -> int:
         for line in lines:

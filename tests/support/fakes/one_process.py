@@ -22,12 +22,14 @@ def resume_in_one_process() -> Iterator[list[Mapping[str, int]]]:
 
     started: list[Mapping[str, int]] = []
 
-    def alone(n_ranks: int, work: Callable, axes: Mapping[str, int], _: int, settings, folder: Path, stop_at) -> None:
+    def run_alone(
+        n_ranks: int, work: Callable, axes: Mapping[str, int], _: int, settings, folder: Path, stop_at
+    ) -> None:
         assert (work, n_ranks) == (verify_resume.run_as_rank, prod(axes.values()))
         assert cannot_split(open_weights(model_path(settings.model)).config, axes["tp"]) is None
         started.append(axes)
         verify_resume._run_here(settings, folder, stop_at=stop_at, resume=(folder / verify_resume.RUN).exists())
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("llorch.pytorch.distributed.launch.on_ranks", alone)
+        patch.setattr("llorch.pytorch.distributed.launch.on_ranks", run_alone)
         yield started

@@ -22,7 +22,7 @@ def prepare_once_a_launch(patch: pytest.MonkeyPatch) -> None:
         return
     prepared: set[int] = set()  # modules of the language, while a launch goes on
 
-    def once(function: Any) -> Any:
+    def prepare_once(function: Any) -> Any:
         named = [value for value in function.__globals__.values() if inspect.ismodule(value)]
         modules = {id(module) for module in named if module in (tl, tl.core)}
         if modules <= prepared:
@@ -34,4 +34,4 @@ def prepare_once_a_launch(patch: pytest.MonkeyPatch) -> None:
             scope.restore = lambda: (prepared.clear(), restore())
         return scope
 
-    patch.setattr(interpreter, "_patch_lang", once)
+    patch.setattr(interpreter, "_patch_lang", prepare_once)

@@ -31,7 +31,7 @@ ALIKE = {  # other names of the same numbers: a constant that has a name, and th
 }
 
 
-def pasted(lesson: Lesson) -> str:
+def paste_hints(lesson: Lesson) -> str:
     """The stub with the last hint in the place of every function."""
     text = stub_of(lesson)
     lines = text.splitlines(keepends=True)
@@ -41,7 +41,7 @@ def pasted(lesson: Lesson) -> str:
     return "".join(lines)
 
 
-def written(folder: Path, lesson: Lesson, text: str) -> Implementation:
+def write_implementation(folder: Path, lesson: Lesson, text: str) -> Implementation:
     """A learner's folder in which one lesson is being written."""
     for other in TAUGHT:
         (folder / f"{other.module}.py").write_text(stub_of(other), encoding="utf-8")
@@ -49,34 +49,34 @@ def written(folder: Path, lesson: Lesson, text: str) -> Implementation:
     return Implementation(str(folder), read_folder(folder))
 
 
-def typed() -> Iterator[tuple[Lesson, str, str]]:
+def all_typed_mistakes() -> Iterator[tuple[Lesson, str, str]]:
     """Every mistake that a lesson types: the lesson, the part, the name."""
     for lesson in TAUGHT:
         yield from ((lesson, part, name) for part, wrong in typed_mistakes(lesson).items() for name in wrong)
 
 
-def by_hand(lesson: Lesson) -> dict[str, dict[str, Any]]:
+def handwritten_mistakes(lesson: Lesson) -> dict[str, dict[str, Any]]:
     """Mistakes that the lesson's own file types, by part and name."""
     return run_path(str(lesson.folder / "mistakes.py"))["WRONG"]
 
 
-def untyped(lesson: Lesson) -> dict[str, str]:
+def untyped_mistakes(lesson: Lesson) -> dict[str, str]:
     """Mistakes of a lesson that cannot be typed in it, and why."""
     return run_path(str(lesson.folder / "mistakes.py")).get("UNTYPED", {})
 
 
-def possible(lesson: Lesson) -> list[str]:
+def possible_mistakes(lesson: Lesson) -> list[str]:
     """Known mistakes of a checkpoint that a model of its lesson can have: dense ones have no gates and no states."""
     inside = lesson.number in FORWARD
     configs = [open_weights(builtin_path(model)).config for model in (models_of(lesson) if inside else BUILTIN)]
 
-    def strikes(mistake: Any, config: ModelConfig) -> bool:
+    def can_occur(mistake: Any, config: ModelConfig) -> bool:
         stages = [BY_NAME[s] for s in mistake.stages if s in BY_NAME and BY_NAME[s].checkpoint == lesson.number]
         return mistake.applies_to(config) and (not inside or any(stage.applies_to(config) for stage in stages))
 
-    return [n for n in of_checkpoint(lesson.number) if any(strikes(MISTAKES[n], config) for config in configs)]
+    return [n for n in of_checkpoint(lesson.number) if any(can_occur(MISTAKES[n], config) for config in configs)]
 
 
-def named(found: LessonReport) -> set[str]:
+def cause_names(report: LessonReport) -> set[str]:
     """What a verdict takes for the cause, with what it cannot tell from that."""
-    return {each.name for each in found.causes if each.kind != "near miss"}
+    return {each.name for each in report.causes if each.kind != "near miss"}

@@ -5,13 +5,13 @@ import subprocess
 import sys
 import time
 
-from llorch.runtime.channel import Channel, own_channel
+from llorch.runtime.channel import Channel, stdio_channel
 from llorch.runtime.worker import end_with_parent, limit_memory
 
 
 def echo() -> None:
     """Answer each frame with itself, in a new Python."""
-    echo_in(own_channel())
+    echo_in(stdio_channel())
 
 
 def echo_in(channel: Channel) -> None:
@@ -52,7 +52,7 @@ def take_memory(channel: Channel, kind: str) -> None:
 
 
 def take_memory_apart(kind: str) -> None:
-    take_memory(own_channel(), kind)
+    take_memory(stdio_channel(), kind)
 
 
 def print_much(channel: Channel) -> None:

@@ -23,15 +23,15 @@ from llorch.runtime.launched_rank import n_restarts
 FAULT_STEP = 6
 
 
-def on_rank(rank: str, where: Any, name: str, faulty: Callable[..., Any]) -> None:
+def on_rank(rank: str, owner: Any, name: str, faulty: Callable[..., Any]) -> None:
     """Replace a function on one rank; the other one is the first argument of the new one."""
-    sound = getattr(where, name)
+    sound = getattr(owner, name)
 
-    def either(*args: Any, **how: Any) -> Any:
+    def either(*args: Any, **kwargs: Any) -> Any:
         is_there = os.environ.get("RANK") == rank and n_restarts() == 0
-        return faulty(sound, *args, **how) if is_there else sound(*args, **how)
+        return faulty(sound, *args, **kwargs) if is_there else sound(*args, **kwargs)
 
-    setattr(where, name, either)
+    setattr(owner, name, either)
 
 
 def _sent(number: int, step: int) -> Callable[..., Any]:
@@ -43,8 +43,8 @@ def _sent(number: int, step: int) -> Callable[..., Any]:
     return run_step
 
 
-def _nan(sound: Callable[..., torch.Tensor], *args: Any, **how: Any) -> torch.Tensor:
-    loss = sound(*args, **how)
+def _nan(sound: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    loss = sound(*args, **kwargs)
     if loss.requires_grad:
         loss.register_hook(lambda gradient: gradient * torch.nan)
     return loss

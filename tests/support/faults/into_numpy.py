@@ -157,15 +157,15 @@ def constant_logits(linear: Callable) -> Callable:
 
 
 def float16_for_float32(init: Callable) -> Callable:
-    def narrow(self: KVCache, config: ModelConfig, dtype: type[np.floating], **rest: Any) -> None:
-        init(self, config, np.float16 if dtype is np.float32 else dtype, **rest)
+    def narrow(self: KVCache, config: ModelConfig, dtype: type[np.floating], **kwargs: Any) -> None:
+        init(self, config, np.float16 if dtype is np.float32 else dtype, **kwargs)
 
     return narrow
 
 
 def scaled(op: Callable) -> Callable:
     """The first argument is too large by one part in 1e9."""
-    return lambda x, *rest: op(x * x.dtype.type(1 + 1e-9), *rest)
+    return lambda x, *args: op(x * x.dtype.type(1 + 1e-9), *args)
 
 
 def unsummed(_: Callable) -> Callable:
@@ -173,18 +173,20 @@ def unsummed(_: Callable) -> Callable:
 
 
 def rolled(run: Callable) -> Callable:
-    return lambda this, new, *given, **named: np.roll(run(this, new, *given, **named), len(new) == 1, -1)
+    return lambda model, new, *args, **kwargs: np.roll(run(model, new, *args, **kwargs), len(new) == 1, -1)
 
 
 def constant_last_row(run: Callable) -> Callable:
-    return lambda *given, last_only=False, **named: run(*given, last_only=last_only, **named) ** (not last_only)
+    return lambda *args, last_only=False, **kwargs: run(*args, last_only=last_only, **kwargs) ** (not last_only)
 
 
 FAULTS: dict[str, Inject] = {
     "none": lambda patch: None,
     "eps of 1.1": replaced(forward, "rms_norm", lambda norm: lambda x, w, *, eps: norm(x, w, eps=1.1 * eps)),
     "base of 1.00001": replaced(
-        forward, "rope_tables", lambda tables: lambda *at, theta, **how: tables(*at, theta=1.00001 * theta, **how)
+        forward,
+        "rope_tables",
+        lambda tables: lambda *args, theta, **kwargs: tables(*args, theta=1.00001 * theta, **kwargs),
     ),
     "bias missing": replaced(forward, "linear", lambda _: lambda x, weight, bias=None: x @ weight.T),
     "scores not masked": replaced(forward, "attention_scores", unmasked),
@@ -193,7 +195,7 @@ FAULTS: dict[str, Inject] = {
         forward, "attention_context", lambda context: lambda p, v: context(p, v) * (p.shape[1] == p.shape[2])
     ),
     "residual of 1 + 1e-9": replaced(
-        forward, "attention", lambda run: lambda h, *rest: run(h, *rest) * h.dtype.type(1 + 1e-9)
+        forward, "attention", lambda run: lambda h, *args: run(h, *args) * h.dtype.type(1 + 1e-9)
     ),
     "gate of 1 + 1e-9": replaced(forward, "swiglu", scaled),
     "activation of 1.001 in a step": replaced(
@@ -206,7 +208,7 @@ FAULTS: dict[str, Inject] = {
     ),
     "cache forgets earlier keys": replaced(KVCache, "append", forgetful),
     "cache of zeros": replaced(
-        KVCache, "append", lambda append: lambda *given: tuple(array * 0 for array in append(*given))
+        KVCache, "append", lambda append: lambda *args: tuple(array * 0 for array in append(*args))
     ),
     "cache of zeros in a step": replaced(KVCache, "append", zeros_in_a_step),
     "float16 cache": replaced(KVCache, "__init__", float16_for_float32),
@@ -221,7 +223,9 @@ FAULTS: dict[str, Inject] = {
     "top-p drops the crossing token": replaced(sampling, "keep_top_p", MISTAKES["top-p-drops-crossing-token"].wrong),
     "activations not rounded": replaced(matrix, "round_activations", lambda _: lambda x, kind: x),
     "sums not rounded": replaced(matrix, "block_sums", unsummed),
-    "matrices of the other layer": replaced(Weights, "layer", lambda layer: lambda own, index: layer(own, 1 - index)),
+    "matrices of the other layer": replaced(
+        Weights, "layer", lambda layer: lambda weights, index: layer(weights, 1 - index)
+    ),
     "logits of a step rolled": replaced(Model, "_forward", rolled),
     "last row constant": replaced(runners, "forward", constant_last_row),
 }

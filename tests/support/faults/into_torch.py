@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.stored_goldens import suite_of_case, weights_of
-from helpers.torch_targets import on
+from helpers.torch_targets import target_or_skip
 from torch import Tensor, nn
 from torch.nn.functional import gelu, linear, scaled_dot_product_attention
 
@@ -37,13 +37,13 @@ def of_golden(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> list[
     """Comparisons of a model with a fault, in the order of the forward pass."""
     base = VARIANTS[fault.variant]
 
-    def make(weights: Weights, at: Target) -> TorchModel:
-        model = base.make(weights, at)
+    def make(weights: Weights, target: Target) -> TorchModel:
+        model = base.make(weights, target)
         FAULTS[fault.name](model.module, patch)
         return model
 
     variant, name = TorchVariant(make, hidden=base.hidden, in_batch=base.in_batch), f"torch-cpu-{fault.dtype}"
-    runner = TorchRunner(weights_of(fault.model), on(name), variant, f"{name}-broken")
+    runner = TorchRunner(weights_of(fault.model), target_or_skip(name), variant, f"{name}-broken")
     rows = getattr(RunnerCheck(suite_of_case(fault.model, fault.case), runner), fault.rows)()
     return [row for row in rows if row.mode != "isolated" or row.stage_ref.checkpoint == "11"]
 
@@ -52,12 +52,12 @@ def live(fault: InjectedFault, patch: pytest.MonkeyPatch, folder: Path) -> list[
     """Comparisons of decoding and sampling with both engines, which ran on a random model with many tokens."""
     suite, name = live_suite(fault.model, folder), f"torch-cpu-{fault.dtype}"
 
-    def make(weights: Weights, at: Target) -> TorchModel:
-        model = plain(weights, at)
+    def make(weights: Weights, target: Target) -> TorchModel:
+        model = plain(weights, target)
         FAULTS[fault.name](model.module, patch)
         return model
 
-    runner = TorchRunner(suite.weights, on(name), TorchVariant(make, hidden=frozenset()), name)
+    runner = TorchRunner(suite.weights, target_or_skip(name), TorchVariant(make, hidden=frozenset()), name)
     return [*(check := RunnerCheck(suite, runner)).decode_rows(), *check.sampler_rows()]
 
 
@@ -70,8 +70,8 @@ def placed(change: Callable[[Cache, PassPlacement, Tensor], dict[str, Any]]) -> 
     """Change the places that the cache gives."""
 
     def make(place: Any) -> Any:
-        def wrong(self: Cache, positions: Tensor, **how: Any) -> PassPlacement:
-            right = place(self, positions, **how)
+        def wrong(self: Cache, positions: Tensor, **kwargs: Any) -> PassPlacement:
+            right = place(self, positions, **kwargs)
             return PassPlacement(**vars(right) | change(self, right, positions))
 
         return wrong
@@ -93,8 +93,8 @@ def tables(change: Callable[[Cache, Any], None]) -> BreakModel:
     """Change the tables of angles of every cache."""
 
     def make(init: Any) -> Any:
-        def wrong(self: Cache, config: Any, **how: Any) -> None:
-            init(self, config, **how)
+        def wrong(self: Cache, config: Any, **kwargs: Any) -> None:
+            init(self, config, **kwargs)
             change(self, config)
 
         return wrong
@@ -142,10 +142,10 @@ def tiled(q: Tensor, keys: Tensor, values: Tensor, visible: Any, keep: Any) -> T
     return attention(q, keys.repeat(1, n, 1, 1), values.repeat(1, n, 1, 1), visible, keep)
 
 
-def fused(**how: Any) -> Callable[..., Tensor]:
+def fused(**kwargs: Any) -> Callable[..., Tensor]:
     """Torch's fused attention without llorch's mask."""
     return lambda q, keys, values, visible, keep: scaled_dot_product_attention(
-        q.transpose(1, 2), keys, values, enable_gqa=True, is_causal=True, **how
+        q.transpose(1, 2), keys, values, enable_gqa=True, is_causal=True, **kwargs
     ).transpose(1, 2)
 
 
@@ -203,8 +203,8 @@ def constant_logits(module: CausalLM, patch: pytest.MonkeyPatch) -> None:
 def token_after(choose: Any) -> Any:
     """The token behind the most likely one, in generation alone."""
 
-    def wrong(logits: Tensor, *given: Any) -> Any:
-        token, logprob = choose(logits, *given)
+    def wrong(logits: Tensor, *args: Any) -> Any:
+        token, logprob = choose(logits, *args)
         return (token + 1) % logits.shape[-1], logprob
 
     return wrong
@@ -233,9 +233,9 @@ def residual_from_norm(block: Any) -> Any:
 
 
 def last_column(forward: Any) -> Any:
-    def wrong(self: CausalLM, ids: Tensor, *given: Any, rows: Any = None, **how: Any) -> Any:
+    def wrong(self: CausalLM, ids: Tensor, *args: Any, rows: Any = None, **kwargs: Any) -> Any:
         rows = None if rows is None else torch.full_like(rows, ids.shape[1] - 1)
-        return forward(self, ids, *given, rows=rows, **how)
+        return forward(self, ids, *args, rows=rows, **kwargs)
 
     return wrong
 
@@ -274,19 +274,19 @@ FAULTS: dict[str, BreakModel] = {
     "keys of the first row for all": appended(lambda k, v: (k[:1].expand_as(k), v)),
     "cache of an earlier answer kept": method(Cache, "append", never_again),
     "one cache for all layers": method(
-        Cache, "append", lambda append: lambda cache, layer, *given: append(cache, 0, *given)
+        Cache, "append", lambda append: lambda cache, layer, *args: append(cache, 0, *args)
     ),
     "residual from the norm": method(Block, "forward", residual_from_norm),
     "gate and up swapped": in_every_layer(gate_and_up_swapped),
     "gelu for silu": in_every_layer(lambda layer: setattr(layer.mlp, "act", lambda gate, up: gelu(gate) * up)),
     "tied head not tied": head_of_its_own,
     "context lost after a cache": attending(
-        lambda q, keys, *rest: attention(q, keys, *rest) * (q.shape[1] == keys.shape[2])
+        lambda q, keys, *args: attention(q, keys, *args) * (q.shape[1] == keys.shape[2])
     ),
     "logits constant": constant_logits,
     "token after the best one": method(decoding, "choose", token_after),
     "top-p drops the crossing token": method(sampling, "keep_first", least_dropped),
     "last column for the last token": method(CausalLM, "forward", last_column),
-    "penalty missing": method(sampling, "penalise", lambda _: lambda logits, seen, penalty: logits),
+    "penalty missing": method(sampling, "penalise", lambda _: lambda logits, token_marks, penalty: logits),
     "min-p missing": method(sampling, "keep_min_p", lambda _: lambda logits, min_p: logits),
 }

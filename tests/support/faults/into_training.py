@@ -12,20 +12,20 @@ import numpy as np
 import pytest
 import torch
 from helpers.stored_goldens import training_golden_of, training_weights_of
-from helpers.torch_targets import on
+from helpers.torch_targets import target_or_skip
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from faults.fault import TRAINER, Inject, InjectedFault, replaced
 from llorch.diagnosis.mistakes import MISTAKES, Mistake, planting
 from llorch.diagnosis.mistakes.mistake import injected
-from llorch.judging.expectations.adapter_files import exported, file_row
+from llorch.judging.expectations.adapter_files import compare_file, exported
 from llorch.judging.expectations.training import comparisons, derive_tolerance, make_expectations
-from llorch.judging.expectations.training_places import Arrays
+from llorch.judging.expectations.training_refs import Arrays
 from llorch.judging.goldens.training import TrainingGolden
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner, Results
 from llorch.judging.runners.training_torch import TorchTrainingRunner
-from llorch.judging.tolerances.training import NUMPY_ALONE, shows
+from llorch.judging.tolerances.training import NUMPY_ONLY, can_show_mistakes
 from llorch.judging.types import Comparison
 from llorch.ops.numerics import DtypeName
 from llorch.pytorch import causal_lm
@@ -43,10 +43,10 @@ def in_numpy(fault: InjectedFault, _: pytest.MonkeyPatch, __: Path) -> Sequence[
 def in_torch(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> Sequence[Comparison]:
     """Comparisons up to the checkpoint of the mistake of this name."""
     IN_TORCH[fault.name](patch)
-    golden, target = training_golden_of(fault.model), on(f"torch-cpu-{fault.dtype}")
+    golden, target = training_golden_of(fault.model), target_or_skip(f"torch-cpu-{fault.dtype}")
     runner = TorchTrainingRunner(training_weights_of(fault.model), golden, target, as_trainer=fault.variant == TRAINER)
     last = MISTAKES[fault.name].checkpoints[0]
-    return compare(fault.model, golden, runner, last, dtype=fault.dtype, left_out=NUMPY_ALONE)
+    return compare(fault.model, golden, runner, last, dtype=fault.dtype, left_out=NUMPY_ONLY)
 
 
 def in_float64(fault: InjectedFault, _: pytest.MonkeyPatch, __: Path) -> Sequence[Comparison]:
@@ -58,9 +58,9 @@ def in_float64(fault: InjectedFault, _: pytest.MonkeyPatch, __: Path) -> Sequenc
 
 def in_torch_float64(fault: InjectedFault, patch: pytest.MonkeyPatch, _: Path) -> Sequence[Comparison]:
     """The comparisons of `in_float64`, of a function of the torch path."""
-    owner, name = planting.owner_of(fault.name)
+    owner, name = planting.find_owner(fault.name)
     patch.setattr(owner, name, _off_in(fault.name, getattr(owner, name)))
-    golden, target = training_golden_of(fault.model), on("torch-cpu-float64")
+    golden, target = training_golden_of(fault.model), target_or_skip("torch-cpu-float64")
     weights, as_trainer = training_weights_of(fault.model), fault.variant == TRAINER
     return _of_group(fault, TorchTrainingRunner(weights, golden, target, as_trainer=as_trainer))
 
@@ -77,20 +77,20 @@ def _of_group(fault: InjectedFault, runner: NumpyTrainingRunner | TorchTrainingR
     return [c for c in comparisons(fault.model, mine, ours, "float64") if not c.note]
 
 
-def _off(made: Any) -> Any:
+def _off(output: Any) -> Any:
     """Every number of a result off by one part in a million."""
-    if isinstance(made, tuple):
-        return tuple(map(_off, made))
-    if isinstance(made, dict):
-        return {name: _off(array) for name, array in made.items()}
-    return made if made is None else made * (1 + 1e-6)
+    if isinstance(output, tuple):
+        return tuple(map(_off, output))
+    if isinstance(output, dict):
+        return {name: _off(array) for name, array in output.items()}
+    return output if output is None else output * (1 + 1e-6)
 
 
 def _off_in(part: str, right: Any) -> Any:
     name = part.rpartition(".")[2]
     if name in ("clip", "step"):  # take one number, and are given one that is off
-        return lambda own, number: right(own, _off(number))
-    made = lambda *given, **named: _off(right(*given, **named))  # noqa: E731
+        return lambda optimizer, number: right(optimizer, _off(number))
+    made = lambda *args, **kwargs: _off(right(*args, **kwargs))  # noqa: E731
     return staticmethod(made) if name == "backward" else made
 
 
@@ -104,7 +104,7 @@ def rows_with(mistake: Mistake[Any], model: str) -> list[Comparison]:
             return compare(model, golden, runner, last)
         logits, files = exported(weights, golden)
         ours = {"isolated": dict(runner.isolated()), "chained": dict(runner.merged()) | logits}
-        of_files = [file_row(model, kind, table, golden.files[kind]) for kind, table in files.items()]
+        of_files = [compare_file(model, kind, table, golden.files[kind]) for kind, table in files.items()]
         every = make_expectations(golden, weights.config, "float32")
         mine = (expectation for expectation in every if expectation.stage_ref.checkpoint == last)
         return in_order([*comparisons(model, mine, ours, "numpy"), *of_files])
@@ -137,7 +137,7 @@ def up_to(last: str, arrays: Results) -> Results:
 
 def over_in_half(comparison: Comparison) -> float:
     """By what factor a row is over the tolerance of bfloat16; 0 where that has none."""
-    if comparison.mode == "exact" or not shows(comparison.stage_ref, comparison.mode, "bfloat16"):
+    if comparison.mode == "exact" or not can_show_mistakes(comparison.stage_ref, comparison.mode, "bfloat16"):
         return 0.0
     golden, config = training_golden_of(comparison.model), training_weights_of(comparison.model).config
     allowed = derive_tolerance(golden, config, comparison.stage_ref, comparison.mode, "bfloat16")
@@ -145,17 +145,19 @@ def over_in_half(comparison: Comparison) -> float:
 
 
 def alpha_alone(right: Any) -> Any:
-    return lambda x, lora_A, lora_B, *, scaling, **how: right(x, lora_A, lora_B, scaling=scaling * len(lora_A), **how)
+    return lambda x, lora_A, lora_B, *, scaling, **kwargs: right(
+        x, lora_A, lora_B, scaling=scaling * len(lora_A), **kwargs
+    )
 
 
 def keys_of_one_head(right: Any) -> Any:
     """Every query head has keys of its own, and only the first of each group sends a gradient back."""
 
-    def wrong(q: Tensor, keys: Tensor, values: Tensor, *others: Any) -> Tensor:
+    def wrong(q: Tensor, keys: Tensor, values: Tensor, *args: Any) -> Tensor:
         group = q.shape[2] // keys.shape[1]
         wide, first = keys.repeat_interleave(group, 1), torch.arange(q.shape[2]) % group == 0
         one = torch.where(first[:, None, None], wide, wide.detach())
-        return right(q, one, values.repeat_interleave(group, 1), *others)
+        return right(q, one, values.repeat_interleave(group, 1), *args)
 
     return wrong
 
@@ -178,18 +180,18 @@ def input_left_out(right: Any) -> Any:
 
 def graph_cut(right: Any) -> Any:
     """Recomputation as it was before torch 1.11: a block with a frozen input gets no graph."""
-    return lambda block, x, *given, **how: checkpoint(block, x.detach(), *given, use_reentrant=False)
+    return lambda block, x, *args, **kwargs: checkpoint(block, x.detach(), *args, use_reentrant=False)
 
 
 def with_settings(**changed: Any) -> Callable[[Any], Any]:
     """The update with other settings of the optimizer."""
 
     def make(right: Any) -> Any:
-        def wrong(own: Any, *given: Any) -> None:
-            kept = {name: getattr(own, name) for name in changed}
-            vars(own).update(changed)
-            right(own, *given)
-            vars(own).update(kept)
+        def wrong(optimizer: Any, *args: Any) -> None:
+            kept = {name: getattr(optimizer, name) for name in changed}
+            vars(optimizer).update(changed)
+            right(optimizer, *args)
+            vars(optimizer).update(kept)
 
         return wrong
 
@@ -197,10 +199,10 @@ def with_settings(**changed: Any) -> Callable[[Any], Any]:
 
 
 def decay_after_update(right: Any) -> Any:
-    def wrong(own: Any, names: Any, m: Any, v: Any, lr: float) -> None:
-        with_settings(weight_decay=0.0)(right)(own, names, m, v, lr)
+    def wrong(optimizer: Any, names: Any, m: Any, v: Any, lr: float) -> None:
+        with_settings(weight_decay=0.0)(right)(optimizer, names, m, v, lr)
         for name in names:
-            own.params[name].mul_(1 - lr * own.weight_decay)
+            optimizer.params[name].mul_(1 - lr * optimizer.weight_decay)
 
     return wrong
 
@@ -220,12 +222,12 @@ IN_TORCH: dict[str, Inject] = {
     "lora-alpha-not-divided": replaced(modules, "delta", alpha_alone),
     "loss-labels-not-shifted": replaced(loss, "_trained_rows", not_shifted),
     "loss-smoothing-missing": replaced(
-        loss, "_all_at_once", lambda right: lambda *given, smoothing: right(*given, smoothing=0.0)
+        loss, "_all_at_once", lambda right: lambda *args, smoothing: right(*args, smoothing=0.0)
     ),
     "gradient-keys-not-summed-over-group": replaced(causal_lm, "attention", keys_of_one_head),
     "gradient-lora-input-left-out": replaced(modules.DeltaFunction, "backward", input_left_out),
     "gradient-graph-cut-between-blocks": replaced(forward, "checkpoint", graph_cut),
-    "clip-ignored": replaced(adamw.AdamW, "clip", lambda right: lambda own, max_norm: right(own, math.inf)),
+    "clip-ignored": replaced(adamw.AdamW, "clip", lambda right: lambda optimizer, max_norm: right(optimizer, math.inf)),
     "clip-per-tensor": replaced(adamw.AdamW, "clip", per_tensor),
     "adamw-no-bias-correction": replaced(adamw.AdamW, "_move", with_settings(step_count=10**9)),
     "adamw-decay-missing": replaced(adamw.AdamW, "_move", with_settings(weight_decay=0.0)),

@@ -25,7 +25,7 @@ from llorch.diagnosis.mistakes.stage_inputs import StageInputs, stage_inputs
 from llorch.diagnosis.mistakes.variants import (
     VISIBLE,
     Variants,
-    made_wrong,
+    apply_mistake,
     quantised_variants,
     sampler_variants,
     variants,
@@ -117,7 +117,7 @@ class Situation:
         return suite_of(self.model).tolerances(self.case).isolated(self.key)
 
     @cache  # noqa: B019 (situations are few and equal ones share the entry)
-    def made(self) -> Variants:
+    def make_variants(self) -> Variants:
         whole = golden_of(self.model).cases[self.case]
         alone = right(self.model, self.case, self.engine, self.n_cached)[self.key]
         return variants(
@@ -144,12 +144,12 @@ class SamplerSituation:
 
     @property
     def expected(self) -> np.ndarray:
-        return self._shown()[1]
+        return self._inputs_and_expected()[1]
 
-    def made(self) -> Variants:
-        return sampler_variants(self.step, self._shown()[0], weights_of(self.model).config)
+    def make_variants(self) -> Variants:
+        return sampler_variants(self.step, self._inputs_and_expected()[0], weights_of(self.model).config)
 
-    def _shown(self) -> tuple[SamplerInputs, np.ndarray]:
+    def _inputs_and_expected(self) -> tuple[SamplerInputs, np.ndarray]:
         """Return the inputs of the step and the engine's output; at a tie it is the lowest id, as design.md states."""
         golden = golden_of(self.model)
         engine_output, ids = golden.engine_outputs[self.engine], golden.cases["near"].ids
@@ -179,26 +179,26 @@ class QuantisedSituation:
         return PRODUCT if self.step == "product" else EXACT
 
     @cache  # noqa: B019 (situations are few and equal ones share the entry)
-    def shown(self) -> tuple[QuantisedInputs, np.ndarray]:
+    def inputs_and_expected(self) -> tuple[QuantisedInputs, np.ndarray]:
         """The inputs of the step, and what ggml made of them."""
         return {"decode": _blocks, "rounding": _activations, "product": _product}[self.step](self.kind)
 
     @property
     def expected(self) -> np.ndarray:
-        return self.shown()[1]
+        return self.inputs_and_expected()[1]
 
     @cache  # noqa: B019
-    def made(self) -> Variants:
-        return quantised_variants(self.step, self.shown()[0])
+    def make_variants(self) -> Variants:
+        return quantised_variants(self.step, self.inputs_and_expected()[0])
 
 
-def named_by(observed: np.ndarray, made: Variants, tolerance: Tolerance) -> list[str]:
+def named_by(observed: np.ndarray, variants: Variants, tolerance: Tolerance) -> list[str]:
     """Mistakes that make just this, the nearest first; none where it is right, or where these inputs do not show it."""
-    if measure(observed, made.right, masked=made.masked).within(tolerance):
+    if measure(observed, variants.right, masked=variants.masked).within(tolerance):
         return []
     found = []
-    for (mistake, wrong), effect in zip(made.wrong, made.effects, strict=True):
-        left = measure(*_where_finite(observed, wrong, masked=made.masked), masked=made.masked)
+    for (mistake, wrong), effect in zip(variants.wrong, variants.effects, strict=True):
+        left = measure(*_where_finite(observed, wrong, masked=variants.masked), masked=variants.masked)
         if effect.over(tolerance) >= VISIBLE and left.within(tolerance):
             found.append((left.error, mistake.name))
     return [name for _, name in sorted(found)]
@@ -212,8 +212,8 @@ def _where_finite(observed: np.ndarray, wrong: np.ndarray, *, masked: bool) -> t
     return np.where(nothing, 0, observed), np.where(nothing, 0, wrong)
 
 
-def n_cached(mistake: Mistake, whole: Pass) -> int:
-    return len(whole.ids) // 2 if mistake.after_cached else 0
+def n_cached(mistake: Mistake, full_pass: Pass) -> int:
+    return len(full_pass.ids) // 2 if mistake.after_cached else 0
 
 
 def situations(mistake: Mistake) -> Iterator[Situation | SamplerSituation | QuantisedSituation]:
@@ -238,10 +238,10 @@ def _of_stages(mistake: Mistake) -> Iterator[Situation]:
                     yield Situation(model, case, engine, stage, mistake.first_layer(stage, config), cached)
 
 
-def chain(mistake: Mistake[StageInputs], weights: Weights, whole: Pass, stage: str) -> dict[str, np.ndarray]:
+def chain(mistake: Mistake[StageInputs], weights: Weights, full_pass: Pass, stage: str) -> dict[str, np.ndarray]:
     """Our forward pass on its own results, with one stage done wrong; both caches together: their lengths must fit."""
-    n, trace, cache = n_cached(mistake, whole), dict[str, np.ndarray](), KVCache(weights.config, weights.dtype)
-    cache._first_position = whole.first_position
+    n, trace, cache = n_cached(mistake, full_pass), dict[str, np.ndarray](), KVCache(weights.config, weights.dtype)
+    cache._first_position = full_pass.first_position
     wrong = {name for name in mistake.stages if name == stage or {name, stage} == set(CACHES)}
     places = {name: (stage, layer) for name, stage, layer in keys(weights.config)}
     past: dict[str, np.ndarray] = {}
@@ -253,12 +253,12 @@ def chain(mistake: Mistake[StageInputs], weights: Weights, whole: Pass, stage: s
     def keep(name: str, array: np.ndarray) -> np.ndarray:
         here, layer = places[name]
         if here.name in wrong and (layer is None or mistake.in_layers(weights.config, layer)):
-            inputs = stage_inputs(here, layer, weights, whole.after(n), trace, past or None, reads=mistake.reads)
-            array = made_wrong(mistake, inputs, here.name)
+            inputs = stage_inputs(here, layer, weights, full_pass.after(n), trace, past or None, reads=mistake.reads)
+            array = apply_mistake(mistake, inputs, here.name)
         trace[name] = array
         return array
 
-    ids = np.asarray(whole.ids)
+    ids = np.asarray(full_pass.ids)
     if n:
         forward(ids[:n], weights, cache, keep=note)
     forward(ids[n:], weights, cache, keep=keep)

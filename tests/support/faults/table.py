@@ -39,15 +39,17 @@ def _library_op(name: str) -> InjectedFault:
     return _op(name, MISTAKES[name].checkpoints[0], *stages)
 
 
-def _after_a_cache(name: str, first: str, *alone: str) -> InjectedFault:
+def _after_a_cache(name: str, first: str, *isolated_stages: str) -> InjectedFault:
     """A fault that shows after cached tokens: one pass over all tokens is right, but for `alone`."""
-    red: Mapping[str, Collection[str]] = {"isolated": alone} | ({} if alone else {"chained": ()})
+    red: Mapping[str, Collection[str]] = {"isolated": isolated_stages} | ({} if isolated_stages else {"chained": ()})
     check = Check(("03", first, 0), red=red)
     return InjectedFault(name, "numpy", "micro-qwen2", check, rows="decode_rows stage_rows")
 
 
-def _sampling(name: str, first: tuple[str, str], *red: str, others: Collection[str] | None = None) -> InjectedFault:
-    check = Check(first, red={ANY: red}, others=others if others is None else frozenset(others))
+def _sampling(
+    name: str, first: tuple[str, str], *red: str, other_verdicts: Collection[str] | None = None
+) -> InjectedFault:
+    check = Check(first, red={ANY: red}, others=other_verdicts if other_verdicts is None else frozenset(other_verdicts))
     return InjectedFault(name, "numpy", "micro-qwen2", check, rows="sampler_rows")
 
 
@@ -60,7 +62,7 @@ NUMPY = (
     _after_a_cache("cache forgets earlier keys", "k_cache"),
     _after_a_cache("cache of zeros", "k_cache", "k_cache", "v_cache"),
     _after_a_cache("context lost after a cache", "attn_context"),
-    _sampling("token after the best one", ("12", "generation"), "generation", others={PASS}),
+    _sampling("token after the best one", ("12", "generation"), "generation", other_verdicts={PASS}),
     _sampling(
         "filters ignored",
         ("11", next(f"probabilities.{name}" for name in SAMPLINGS if name != "temperature")),
@@ -103,8 +105,8 @@ def _stored(backend: str) -> Iterator[InjectedFault]:
             yield InjectedFault(name, backend, model, Check(some=(mode, stage), only_in=only_in))
 
 
-def _every_product(name: str, model: str, *more: str) -> InjectedFault:
-    check = Check(red={"isolated": PRODUCTS | {*more}}, by=VISIBLE)
+def _every_product(name: str, model: str, *extra_stages: str) -> InjectedFault:
+    check = Check(red={"isolated": PRODUCTS | {*extra_stages}}, by=VISIBLE)
     return InjectedFault(name, "numpy-ggml", model, check, rows="layer 0")
 
 

@@ -19,12 +19,12 @@ BLOCKS: Callable[[str], bool] = lambda key: key.endswith(("block_out", "logits")
 
 
 @cache
-def wide(model: str) -> Weights:
+def float64_weights(model: str) -> Weights:
     return open_weights(builtin_path(model)).astype(np.float64, keep=True)
 
 
 def mistake(name: str, model: str) -> Hypothesis:
-    return mistake_in(name, wide(model))
+    return mistake_in(name, float64_weights(model))
 
 
 def mistake_in(name: str, weights: Weights) -> Hypothesis:
@@ -45,15 +45,15 @@ def passes(model: str, *sizes: int, first_position: int = 0) -> list[Tokens]:
     return found
 
 
-def dumped(
-    model: str, tokens: Sequence[Tokens], change: Change = UNCHANGED, shown: Callable[[str], bool] = WHOLE
+def dump_run(
+    model: str, tokens: Sequence[Tokens], change: Change = UNCHANGED, is_dumped: Callable[[str], bool] = WHOLE
 ) -> StageDump:
     """Every stage that is `shown` of a run of a micro model in float64, rounded to float32."""
-    return dump_of(wide(model), tokens, change, shown)
+    return dump_of(float64_weights(model), tokens, change, is_dumped)
 
 
 def dump_of(
-    weights: Weights, tokens: Sequence[Tokens], change: Change, shown: Callable[[str], bool] = WHOLE
+    weights: Weights, tokens: Sequence[Tokens], change: Change, is_dumped: Callable[[str], bool] = WHOLE
 ) -> StageDump:
     """The same of any model, its weights in float64."""
     replay, traces = Replay(weights, StageDump.of_arrays(tokens)), []
@@ -63,5 +63,5 @@ def dump_of(
         with np.errstate(all="ignore"):
             replay.run(number, made.__setitem__, past, change, fed=False)
         past = past.next()
-        traces.append({key: array.astype(np.float32) for key, array in made.items() if shown(key)})
+        traces.append({key: array.astype(np.float32) for key, array in made.items() if is_dumped(key)})
     return StageDump.of_arrays(tokens, *traces)

@@ -38,24 +38,24 @@ def e4m3(code: np.ndarray) -> np.ndarray:
     return sign * np.where(exponent == 0, fraction * 2.0**-6, (1 + fraction) * 2.0 ** (exponent - 7))
 
 
-def gptq(tensors: Tensors, *, one: int = 1, in_order: bool = False, group: int = 0) -> Matrices:
+def gptq(tensors: Tensors, *, zero_offset: int = 1, in_order: bool = False, group: int = 0) -> Matrices:
     made = {}
     for module in modules(tensors, ".qweight"):
         codes, zeros = nibbles(array(tensors, f"{module}.qweight"), 0), nibbles(array(tensors, f"{module}.qzeros"), 1)
         scales, groups = array(tensors, f"{module}.scales").astype(np.float32), array(tensors, f"{module}.g_idx")
         groups = np.minimum((np.sort(groups) if in_order else groups) + group, len(scales) - 1)
-        made[f"{module}.weight"] = (scales[groups] * (codes - (zeros[groups] + one)).astype(np.float32)).T
+        made[f"{module}.weight"] = (scales[groups] * (codes - (zeros[groups] + zero_offset)).astype(np.float32)).T
     return made
 
 
-def awq(tensors: Tensors, *, places: tuple[int, ...] = (0, 4, 1, 5, 2, 6, 3, 7), one: int = 0) -> Matrices:
+def awq(tensors: Tensors, *, places: tuple[int, ...] = (0, 4, 1, 5, 2, 6, 3, 7), zero_offset: int = 0) -> Matrices:
     made = {}
     for module in modules(tensors, ".qweight"):
         codes, zeros = (nibbles(array(tensors, f"{module}.{name}"), 1) for name in ("qweight", "qzeros"))
         codes, zeros = (each.reshape(len(each), -1, 8)[:, :, places].reshape(each.shape) for each in (codes, zeros))
         scales = array(tensors, f"{module}.scales").astype(np.float32)
         group = np.arange(len(codes)) * len(scales) // len(codes)
-        made[f"{module}.weight"] = ((codes - zeros[group] - one) * scales[group]).astype(np.float32).T
+        made[f"{module}.weight"] = ((codes - zeros[group] - zero_offset) * scales[group]).astype(np.float32).T
     return made
 
 
@@ -147,12 +147,12 @@ def bytes_as_weights(tensors: Tensors) -> Matrices:
 
 _FP4 = np.array([0, 0.0625, 8, 12, 4, 6, 2, 3], np.float32) / np.float32(12)
 READERS: dict[str, Callable[[Tensors], Matrices]] = {
-    "gptq-first-version-as-second": lambda tensors: gptq(tensors, one=0),
+    "gptq-first-version-as-second": lambda tensors: gptq(tensors, zero_offset=0),
     "gptq-second-version-as-first": gptq,
     "group-index-ignored": lambda tensors: gptq(tensors, in_order=True),
     "folder-group-one-on": lambda tensors: gptq(tensors, group=1),
     "awq-plain-order": lambda tensors: awq(tensors, places=(*range(8),)),
-    "awq-zero-point-plus-one": lambda tensors: awq(tensors, one=1),
+    "awq-zero-point-plus-one": lambda tensors: awq(tensors, zero_offset=1),
     "global-scale-turned": lambda tensors: nvfp4(tensors, multiplied=True),
     "folder-upper-half-first": lambda tensors: nvfp4(tensors, multiplied=False, low_first=False),
     "exponent-bias-128": mxfp4_with_bias_128,

@@ -71,7 +71,7 @@ class Browser:
     def evaluate(self, expression: str) -> Any:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"].get("value")
 
-    def seen(self, *methods: str) -> list[dict[str, Any]]:
+    def event_parameters(self, *methods: str) -> list[dict[str, Any]]:
         """Parameters of events since the page was opened."""
         return [event["params"] for event in self.events if event.get("method") in methods]
 

@@ -42,7 +42,7 @@ def cases(dtype: str) -> Iterator[Case]:
     yield "swiglu back", trained._swiglu_back, {}, {"TILE": 1024}
     for back in (False, True):
         sizes = {"BACK": back, "HALF": 64, "COLUMNS": 64, "HEADS": 32, "KV_HEADS": 8}
-        yield f"turn {back}", trained._turn_tokens, angles, sizes
+        yield f"turn {back}", trained._rotate_tokens, angles, sizes
     for masked in (False, True):
         sizes = {"MASKED": masked, "WIDEN": False, "BLOCK": 64 // size, "GROUP": 16, "WIDTH": 128}
         yield f"attend {masked}", decode_attention._attend_part, wide | {"seen": "*u8"}, sizes

@@ -32,9 +32,9 @@ def adapted_answers(model: llorch.TorchModel) -> list[list[int]]:
     return [*alone, [token.id for _, token in batch]]
 
 
-def main(name: str, what: str) -> None:
+def main(name: str, mode: str) -> None:
     """Print ok, or what is wrong."""
-    asked, n_graphs, n_texts = (adapted_answers, 3, 4) if what == "adapters" else (answers, 1, 2)
+    asked, n_graphs, n_texts = (adapted_answers, 3, 4) if mode == "adapters" else (answers, 1, 2)
     eager, compiled = (asked(llorch.load_torch(name, compiled=compiled)) for compiled in (False, True))
     assert counters["stats"]["unique_graphs"] >= n_graphs, "not everything was compiled"
     assert not counters["graph_break"], dict(counters["graph_break"])

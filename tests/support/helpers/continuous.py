@@ -24,8 +24,8 @@ def some_ids(model: TorchModel, n: int, seed: int = 0) -> list[int]:
     return np.random.default_rng(seed).integers(0, model.config.vocab_size, n).tolist()
 
 
-def job(ids: Sequence[int], n: int, settings: SamplingSettings | None = None, **more: Any) -> Job:
-    return Job(ids, n, settings or SamplingSettings(), frozenset(), **more)
+def job(ids: Sequence[int], n: int, settings: SamplingSettings | None = None, **fields: Any) -> Job:
+    return Job(ids, n, settings or SamplingSettings(), frozenset(), **fields)
 
 
 def varied_jobs(model: TorchModel, adapters: Sequence[str | None] = (None,)) -> list[Job]:
@@ -39,7 +39,9 @@ def varied_jobs(model: TorchModel, adapters: Sequence[str | None] = (None,)) -> 
     ]
 
 
-def together(batch: ContinuousBatch, jobs: Sequence[Job], *, joining: Mapping[int, int] | None = None) -> list[Made]:
+def run_together(
+    batch: ContinuousBatch, jobs: Sequence[Job], *, joining: Mapping[int, int] | None = None
+) -> list[Made]:
     """Let jobs join as soon as there is room, or not before some step, and leave when they have their tokens."""
     waiting, tickets = list(range(len(jobs))), dict[int, int]()
     made: list[Made] = [[] for _ in jobs]
@@ -62,9 +64,13 @@ def together(batch: ContinuousBatch, jobs: Sequence[Job], *, joining: Mapping[in
     raise AssertionError(f"no end: {waiting=} {tickets=}")
 
 
-def alone(model: TorchModel, one: Job) -> Made:
-    how: dict[str, Any] = {"max_tokens": one.max_tokens, "settings": one.settings, "adapter": one.adapter}
-    return [(token.id, token.logprob) for token in model.generate(list(one.ids), ignore_eos=True, **how)]
+def run_alone(model: TorchModel, single_job: Job) -> Made:
+    how: dict[str, Any] = {
+        "max_tokens": single_job.max_tokens,
+        "settings": single_job.settings,
+        "adapter": single_job.adapter,
+    }
+    return [(token.id, token.logprob) for token in model.generate(list(single_job.ids), ignore_eos=True, **how)]
 
 
 def n_free(batch: ContinuousBatch) -> int:

@@ -4,7 +4,7 @@ import lzma
 from pathlib import Path
 
 
-def unpacked(path: Path) -> bytes:
+def read_unpacked(path: Path) -> bytes:
     """The content of a file, of a compressed one what went in: versions of liblzma may pack it otherwise."""
     content = path.read_bytes()
     return lzma.decompress(content) if path.suffix == ".xz" else content

@@ -33,7 +33,7 @@ SUITES: dict[str, ForwardExpectations] = {}
 
 
 @contextmanager
-def kept() -> Iterator[None]:
+def reuse_suites() -> Iterator[None]:
     """Have those who judge what is stored use what is kept, until the end of the block."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "read", read)
@@ -54,12 +54,12 @@ def _read_quantised(folder: Path) -> QuantisedGolden:
     return quantised_golden()
 
 
-def _suite(name: str, weights: Weights, *shown: object) -> ForwardExpectations:
+def _suite(name: str, weights: Weights, *arguments: object) -> ForwardExpectations:
     if name not in SUITES:
-        SUITES[name] = ForwardExpectations(name, weights, *shown)  # pyright: ignore[reportArgumentType]
+        SUITES[name] = ForwardExpectations(name, weights, *arguments)  # pyright: ignore[reportArgumentType]
     suite = SUITES[name]
     assert all(
-        kept is new for kept, new in zip((suite.cases, suite.engine_outputs, suite.reference), shown, strict=True)
+        kept is new for kept, new in zip((suite.cases, suite.engine_outputs, suite.reference), arguments, strict=True)
     )
     return suite
 
@@ -85,7 +85,7 @@ def forward_part(model: str, part: str) -> Sequence[Comparison]:
         with runner.arithmetic():
             return [*with_load_paths(getattr(RunnerCheck(expectations, runner), part)(), expectations.load_paths)]
 
-    with kept(), pytest.MonkeyPatch.context() as patch:
+    with reuse_suites(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(models, "check_runner", check_part)
         found = models.verify_stored(model, long=False)  # test_long_contexts.py judges those
         return [c for c in found if part == PARTS[0] or c.stage_ref.name not in OF_THE_FILE]
@@ -96,14 +96,14 @@ def quantised_rows() -> Sequence[Comparison]:
     """Judge all that checkpoint 13 compares."""
     from helpers import stored_rows  # which imports torch
 
-    with kept():
+    with reuse_suites():
         return stored_rows.quantised_rows()
 
 
 @cache
-def torch_rows(target: str, model: str) -> Sequence[Comparison]:
+def compare_torch(target: str, model: str) -> Sequence[Comparison]:
     """Judge a target of the torch path on a built-in model."""
     from helpers import stored_rows
 
-    with kept():
-        return stored_rows.torch_rows(target, model)
+    with reuse_suites():
+        return stored_rows.compare_torch(target, model)

@@ -26,13 +26,13 @@ TORCHRUN = (sys.executable, "-m", "torch.distributed.run")
 TALK = ("model: ", "data: ", "steps: ", "step ", "train.jsonl: ", "valid.jsonl: ")  # of a run that goes well
 
 
-def arguments(folder: Path, *more: str, mesh: str = "dp=2") -> list[str]:
+def arguments(folder: Path, *options: str, mesh: str = "dp=2") -> list[str]:
     """A run of 8 steps, of which every second is saved."""
     data = folder / "data"
     if not data.exists():
         small_data(folder)
     shape = f"--steps 8 --batch-size 4 --save-every 2 --eval-every 100 --mesh {mesh}".split()
-    return ["lora", "train", "micro-llama", "--data", str(data), "-o", str(folder / "run"), *shape, *more]
+    return ["lora", "train", "micro-llama", "--data", str(data), "-o", str(folder / "run"), *shape, *options]
 
 
 @dataclass(frozen=True)
@@ -62,8 +62,8 @@ def invoke_on_mesh(folder: Path, *args: str, stdin: str = "", fault: str = "") -
     for file, text in zip(files, (stdin, "", ""), strict=True):
         file.write_text(text)
 
-    def captured(n_ranks: int, work: Callable[..., Any], *given: Any, **how: Any) -> Any:
-        return on_ranks(n_ranks, _as_rank, files, fault, work, *given, **how)
+    def captured(n_ranks: int, work: Callable[..., Any], *work_args: Any, **kwargs: Any) -> Any:
+        return on_ranks(n_ranks, _as_rank, files, fault, work, *work_args, **kwargs)
 
     with pytest.MonkeyPatch.context() as patch, warm_ranks():
         patch.setattr(launch, "on_ranks", captured)
@@ -73,7 +73,7 @@ def invoke_on_mesh(folder: Path, *args: str, stdin: str = "", fault: str = "") -
     return MeshResult(result.exit_code, result.stdout + out, err + result.stderr)
 
 
-def _as_rank(files: list[Path], fault: str, work: Callable[..., Any], *given: Any) -> Any:
+def _as_rank(files: list[Path], fault: str, work: Callable[..., Any], *work_args: Any) -> Any:
     """Read and print files instead of the streams, plant the fault, and work."""
     stdin, stdout, stderr = (os.open(file, os.O_RDWR | os.O_APPEND) for file in files)
     os.dup2(stdin, 0)
@@ -83,7 +83,7 @@ def _as_rank(files: list[Path], fault: str, work: Callable[..., Any], *given: An
         os.dup2(stdout, 1)
         os.dup2(stderr, 2)
     faulty_ranks.inject(fault)
-    return work(*given)
+    return work(*work_args)
 
 
 def started(command: list[str], fault: str = "") -> subprocess.Popen[str]:
@@ -100,9 +100,9 @@ def ended(process: subprocess.Popen[str]) -> tuple[int, list[str]]:
     return process.returncode, [line for line in said.splitlines() if not line.startswith(TALK)]
 
 
-def failed(folder: Path, fault: str, *more: str, mesh: str = "dp=2") -> tuple[int, list[str]]:
+def failed(folder: Path, fault: str, *options: str, mesh: str = "dp=2") -> tuple[int, list[str]]:
     """Train with a fault; returns the exit code and the lines that tell of no progress."""
-    result = invoke_on_mesh(folder, *arguments(folder, *more, mesh=mesh), fault=fault)
+    result = invoke_on_mesh(folder, *arguments(folder, *options, mesh=mesh), fault=fault)
     return result.exit_code, result.lines
 
 

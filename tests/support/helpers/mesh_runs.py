@@ -12,15 +12,15 @@ from llorch.judging.verify import plan_live, verify_live, verify_stored
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed import parallel, sharding_plan
 from llorch.pytorch.distributed.launch import start, summed
-from llorch.pytorch.distributed.parallel import OwnExperts, split_experts
+from llorch.pytorch.distributed.parallel import LocalExperts, split_experts
 from llorch.pytorch.distributed.sharding_plan import COLUMNS, part_of_rank
 from llorch.pytorch.models.experts import ExpertsModule
 from llorch.stages.comparison import PASS
 
 
-def of_another_rank(path: str, whole: Any, ranks: Any) -> Any:
+def of_another_rank(path: str, matrix: Any, ranks: Any) -> Any:
     """The rows of a matrix go to the ranks in another order."""
-    moved = whole.roll(len(whole) // ranks.size(), 0) if path.rpartition(".")[0].endswith(COLUMNS) else whole
+    moved = matrix.roll(len(matrix) // ranks.size(), 0) if path.rpartition(".")[0].endswith(COLUMNS) else matrix
     return part_of_rank(path, moved, ranks)
 
 
@@ -29,9 +29,9 @@ def unmasked(self: Any, h: Any, ids: Any, keep: Any) -> Any:
     return ExpertsModule.forward(self, h, (ids - self.first).clamp(0, self.gate_proj.n_experts - 1), keep)
 
 
-def first_shifted(layer: Any, ranks: Any, *rest: Any) -> None:
+def first_shifted(layer: Any, ranks: Any, *args: Any) -> None:
     """Each rank takes its experts for those beside them."""
-    split_experts(layer, ranks, *rest)
+    split_experts(layer, ranks, *args)
     layer.mlp.experts.first = 3 - layer.mlp.experts.first  # of seven, four and three: 0 and 4
 
 
@@ -43,7 +43,7 @@ INJECTED: Mapping[str, Callable[[], None]] = {
     ),
     "averaged": lambda: setattr(parallel, "_leaving", lambda part, ranks: summed(part.clone(), ranks) / ranks.size()),
     "other rank": lambda: setattr(sharding_plan, "part_of_rank", of_another_rank),
-    "experts of all ranks": lambda: setattr(OwnExperts, "forward", unmasked),
+    "experts of all ranks": lambda: setattr(LocalExperts, "forward", unmasked),
     "experts of another rank": lambda: setattr(parallel, "split_experts", first_shifted),
 }
 

@@ -37,8 +37,8 @@ def late() -> None:
     where: Any = parallel
     right = where.fully_shard
 
-    def without_adapters(part: Any, **how: Any) -> None:
-        right(part, ignored_params={p for p in part.parameters() if p.requires_grad}, **how)
+    def without_adapters(part: Any, **kwargs: Any) -> None:
+        right(part, ignored_params={p for p in part.parameters() if p.requires_grad}, **kwargs)
 
     where.fully_shard = without_adapters
 
@@ -52,7 +52,7 @@ def rank_seeds() -> None:
     """Every rank draws its own dropout."""
     where: Any = step
     right = where.token_keys
-    where.token_keys = lambda *given, seed, **how: right(*given, seed=seed + torch.distributed.get_rank(), **how)
+    where.token_keys = lambda *args, seed, **kwargs: right(*args, seed=seed + torch.distributed.get_rank(), **kwargs)
 
 
 INJECTED: Mapping[str, Callable[[], None]] = {
@@ -61,7 +61,7 @@ INJECTED: Mapping[str, Callable[[], None]] = {
     "attached late": late,
     "averaged": lambda: setattr(FSDPModule, "set_gradient_divide_factor", lambda self, factor: None),
     "counted twice": lambda: setattr(
-        adamw, "whole_together", lambda parts: {name: torch.cat([whole(part)] * 2) for name, part in parts.items()}
+        adamw, "gather_all", lambda parts: {name: torch.cat([whole(part)] * 2) for name, part in parts.items()}
     ),
     "unsummed factor": lambda: setattr(parallel, "_own_part", lambda part: part.to_local()),
     "seed of the rank": rank_seeds,
@@ -78,17 +78,17 @@ def compare_live(model: str, golden: Any, axes: Mapping[str, int], dtype: str) -
     """Likewise, of a golden that is at hand."""
     torch.set_num_threads(1)
     weights = open_weights(builtin_path(model))
-    comparisons = list(torch_runner.mesh_rows(model, weights, golden, target("cpu", dtype, "torch"), start(axes)))
+    comparisons = list(torch_runner.compare_mesh(model, weights, golden, target("cpu", dtype, "torch"), start(axes)))
     leave()
     return len(comparisons), [f"{c.stage_ref.checkpoint} {c.stage_ref.name}" for c in comparisons if c.verdict != PASS]
 
 
-def made_run(settings: Any, folder: Path, axes: Mapping[str, int], fault: str = "", **how: Any) -> list[str]:
+def made_run(settings: Any, folder: Path, axes: Mapping[str, int], fault: str = "", **options: Any) -> list[str]:
     """A run in its folder; what the first rank was told."""
     INJECTED[fault]()
     torch.set_num_threads(1)
     watcher = Silent()
-    Run(settings, folder, watcher, mesh=start(axes), **how).run()
+    Run(settings, folder, watcher, mesh=start(axes), **options).run()
     leave()
     return watcher.notes
 

@@ -22,7 +22,7 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def plain(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Spell the name of a package as pip compares it."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -39,7 +39,7 @@ def closure(lines: list[str]) -> set[str]:
         except PackageNotFoundError:
             continue
         for each in ("", *wanted.extras):
-            if (key := f"{plain(wanted.name)}[{each}]") not in found:
+            if (key := f"{normalize_name(wanted.name)}[{each}]") not in found:
                 found.add(key)
                 waiting += [(Requirement(line), each) for line in here.requires or ()]
     return {key.partition("[")[0] for key in found}
@@ -53,7 +53,7 @@ def blocked_by(extra: str) -> list[str]:
         module
         for module, packages in packages_distributions().items()
         if module not in ("llorch", "pip", "setuptools", "_distutils_hack", *sys.stdlib_module_names)
-        and not {*map(plain, packages)} & installed
+        and not {*map(normalize_name, packages)} & installed
     ]
 
 

@@ -70,10 +70,10 @@ class Refusal:
     facts: tuple[object, ...] = ()
     fields: dict[str, object] = field(default_factory=dict)
 
-    def check(self, *given: object) -> None:
+    def check(self, *args: object) -> None:
         """Call `make` with what the test provides, and judge the error."""
         with refuses(self.kind, *self.facts, **self.fields):
-            self.make(*given)
+            self.make(*args)
 
 
 def row(

@@ -25,15 +25,15 @@ class Runner:
         return [rng.integers(0, self.model.config.vocab_size, n).tolist() for n in LENGTHS]
 
     @torch.inference_mode()
-    def batch(self, prompts: list[list[int]], side: str, more: int = 0) -> list[torch.Tensor]:
+    def batch(self, prompts: list[list[int]], side: str, n_extra_slots: int = 0) -> list[torch.Tensor]:
         """Logits of each prompt, run together, padded on one side, with `more` slots than are needed."""
         width = max(map(len, prompts))
         ids, positions = torch.zeros(len(prompts), width, dtype=torch.long), torch.full((len(prompts), width), -1)
         own = [slice(width - len(p), width) if side == "left" else slice(0, len(p)) for p in prompts]
         for row, (prompt, place) in enumerate(zip(prompts, own, strict=True)):
             ids[row, place], positions[row, place] = torch.tensor(prompt), torch.arange(len(prompt))
-        cache = self._cache(len(prompts), width + more)
-        place = cache.place(positions.to(self.device), ctx=width + more)
+        cache = self._cache(len(prompts), width + n_extra_slots)
+        place = cache.place(positions.to(self.device), ctx=width + n_extra_slots)
         logits = self.model(ids.to(self.device), place, cache)
         return [logits[row, place] for row, place in enumerate(own)]
 
@@ -59,7 +59,7 @@ def sha256(logits: torch.Tensor) -> str:
 
 
 def runner(
-    name: str = "micro-qwen2", dtype: torch.dtype = torch.float32, *, fixed: bool = True, own: bool = True
+    name: str = "micro-qwen2", dtype: torch.dtype = torch.float32, *, fixed: bool = True, own_kernels: bool = True
 ) -> Runner:
     from llorch.files import open_weights
     from llorch.pytorch.batch_invariant.reproducible import make_reproducible
@@ -68,7 +68,7 @@ def runner(
 
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     if fixed:
-        make_reproducible(model, own=own)
+        make_reproducible(model, own=own_kernels)
     return Runner(model, dtype)
 
 
@@ -81,7 +81,7 @@ def hashes_in_company(run: Runner) -> list[set[str]]:
             for start in range(0, len(prompts), size):
                 members = [int(i) for i in order[start : start + size]]
                 side = "left" if start // size % 2 == 0 else "right"
-                logits = run.batch([prompts[i] for i in members], side, more=size)
+                logits = run.batch([prompts[i] for i in members], side, n_extra_slots=size)
                 for i, own in zip(members, logits, strict=True):
                     found[i].add(sha256(own))
     return found
@@ -94,12 +94,12 @@ def hashes_when_cut(run: Runner, prompt: list[int]) -> set[str]:
     return {sha256(run.passes(prompt, *sizes)) for sizes in cuts}
 
 
-def verdict(dtype: str, name: str, *, own: bool = True) -> tuple[int, int, str]:
+def verdict(dtype: str, name: str, *, own_kernels: bool = True) -> tuple[int, int, str]:
     """How many different logits the prompts got in company, and one long prompt that was cut: 16 and 1 when sound.
 
     And a hash of the latter.
     """
-    run = runner(name, DTYPES[dtype], own=own)
+    run = runner(name, DTYPES[dtype], own_kernels=own_kernels)
     prompt = (run.prompts()[3] * 4)[:140]  # three blocks of keys, more rows than a wide tile
     alone = {sha256(run.batch([run.prompts()[1], prompt], "left")[1])}
     cut = alone | hashes_when_cut(run, prompt)

@@ -29,21 +29,21 @@ def install() -> None:
     jaxtyping.jaxtyped = checked
 
 
-def checked(what=None, *, typechecker: Any = None) -> Any:
+def checked(target=None, *, typechecker: Any = None) -> Any:
     """What the hook puts on every function and class."""
-    if what is None:
+    if target is None:
         return partial(checked, typechecker=typechecker)
-    if inspect.isclass(what):
-        if dataclasses.is_dataclass(what) and "__init__" in vars(what):
-            what.__init__ = checked(what.__init__, typechecker=typechecker)
-        return what
-    if not any(_names_axes(hint, what.__globals__) for hint in what.__annotations__.values()):
-        return what
+    if inspect.isclass(target):
+        if dataclasses.is_dataclass(target) and "__init__" in vars(target):
+            target.__init__ = checked(target.__init__, typechecker=typechecker)
+        return target
+    if not any(_names_axes(hint, target.__globals__) for hint in target.__annotations__.values()):
+        return target
     try:
-        get_type_hints(what)
+        get_type_hints(target)
     except Exception:  # whatever a text stands for that cannot be read yet, or here
-        return _slow(what, typechecker=typechecker)
-    return _slow(what, typechecker=typechecker) if inspect.isgeneratorfunction(what) else _remembering(what)
+        return _slow(target, typechecker=typechecker)
+    return _slow(target, typechecker=typechecker) if inspect.isgeneratorfunction(target) else _remembering(target)
 
 
 def _names_axes(hint: object, names: dict[str, Any]) -> bool:

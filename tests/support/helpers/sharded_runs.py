@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from llorch.pytorch.distributed.dtensor import whole, whole_together
+from llorch.pytorch.distributed.dtensor import gather_all, whole
 from llorch.pytorch.distributed.launch import TIMEOUT, start
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
@@ -70,7 +70,7 @@ def joined_together(axes: Mapping[str, int]) -> list[str]:
     parts, expected = state_of_rank(20, mesh), whole_state(20)
     for dtype in dict.fromkeys(tensor.dtype for tensor in parts.values()):  # in one order on all ranks
         alike = {name: tensor.detach() for name, tensor in parts.items() if tensor.dtype == dtype}
-        for name, tensor in whole_together(alike).items():
+        for name, tensor in gather_all(alike).items():
             right = tensor.shape == expected[name].shape and tensor.is_contiguous()
             if not right or tensor.numpy().tobytes() != expected[name].numpy().tobytes():
                 wrong.append(name)
@@ -78,23 +78,25 @@ def joined_together(axes: Mapping[str, int]) -> list[str]:
     return wrong
 
 
-def _dealt(whole: Tensor, mesh: DeviceMesh, tp_axis: int | None, *, split: bool | None) -> Tensor:
+def _dealt(full_tensor: Tensor, mesh: DeviceMesh, tp_axis: int | None, *, split: bool | None) -> Tensor:
     """As the model is split: first by tp, and what a rank has then by dp."""
     if split is None:
-        return whole
-    part, dp, tp = whole, Replicate(), Replicate()
+        return full_tensor
+    part, dp, tp = full_tensor, Replicate(), Replicate()
     if tp_axis is not None:
         part, tp = _part(part, tp_axis, mesh["tp"]), Shard(tp_axis)
     if split:
         part = _part(part, 0, mesh["dp"])
         dp = _StridedShard(0, split_factor=mesh["tp"].size()) if tp_axis == 0 else Shard(0)
-    made = DTensor.from_local(part.clone(), mesh, (dp, tp), run_check=False, shape=whole.shape, stride=whole.stride())
-    return torch.nn.Parameter(made, requires_grad=whole.is_floating_point())
+    made = DTensor.from_local(
+        part.clone(), mesh, (dp, tp), run_check=False, shape=full_tensor.shape, stride=full_tensor.stride()
+    )
+    return torch.nn.Parameter(made, requires_grad=full_tensor.is_floating_point())
 
 
-def _part(whole: Tensor, axis: int, mesh: DeviceMesh) -> Tensor:
-    parts, rank = whole.chunk(mesh.size(), axis), mesh.get_local_rank()
-    return parts[rank] if rank < len(parts) else whole.narrow(axis, 0, 0)
+def _part(full_tensor: Tensor, axis: int, mesh: DeviceMesh) -> Tensor:
+    parts, rank = full_tensor.chunk(mesh.size(), axis), mesh.get_local_rank()
+    return parts[rank] if rank < len(parts) else full_tensor.narrow(axis, 0, 0)
 
 
 def save_alone(store: SnapshotStore, step: int, tensors: Mapping[str, Tensor], record: Mapping[str, Any]) -> Path:
@@ -148,10 +150,10 @@ def save_two(folder: Path, axes: Mapping[str, int]) -> float:
         return seconds
 
 
-def on_rank(rank: int, make: Callable[[Callable[..., Any]], Callable[..., Any]], where: Any, name: str) -> None:
+def on_rank(rank: int, make: Callable[[Callable[..., Any]], Callable[..., Any]], owner: Any, name: str) -> None:
     """Replace a function on one rank."""
     if dist.get_rank() == rank:
-        setattr(where, name, make(getattr(where, name)))
+        setattr(owner, name, make(getattr(owner, name)))
 
 
 def save_training(folder: Path, settings: TrainSettings) -> dict[str, bytes]:

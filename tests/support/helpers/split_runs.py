@@ -40,7 +40,9 @@ SETTINGS = [
 ]
 
 
-def written(folder: Path, kind: GGMLType, like: ModelConfig = MODELS["Q8_0"].config, /, **sizes: Any) -> Path:
+def write_random_model(
+    folder: Path, kind: GGMLType, like: ModelConfig = MODELS["Q8_0"].config, /, **sizes: Any
+) -> Path:
     """A file without vocabulary, its matrices random and of one type, of sizes that are said; Llama if not said."""
     config = replace(like, **sizes)
     writer = GGUFWriter(folder / f"{kind.name}.gguf", FAMILIES[config.family].gguf)
@@ -65,22 +67,24 @@ def from_every_rank(value: Any) -> list[Any]:
     return found
 
 
-def answered(model: Any) -> list[tuple[int, int]]:
+def answer_batch(model: Any) -> list[tuple[int, int]]:
     """Row and id of each token that a batch is answered with."""
     ignoring = model.generate_batch(PROMPTS, max_tokens=8, settings=SETTINGS, ignore_eos=True)
     return [(row, token.id) for row, token in ignoring]
 
 
-def generated(path: str | Path, n_ranks: int, how: dict[str, Any], apart: bool = False) -> dict[str, Any]:
+def generate_on_ranks(
+    path: str | Path, n_ranks: int, load_options: dict[str, Any], different_logits: bool = False
+) -> dict[str, Any]:
     """Tokens and logits of every rank, and the kernels; `apart`: ranks differ in their logits."""
     torch.set_num_threads(1)
     mesh = start({"dp": 1, "tp": n_ranks})
-    model = load_parallel(path, mesh, **how)
+    model = load_parallel(path, mesh, **load_options)
     vars(model)["tokenizer"] = NoText()
-    if apart:
+    if different_logits:
         model.module.register_forward_hook(lambda _, args, logits: logits.roll(dist.get_rank(), -1))
     made = {
-        "tokens": from_every_rank(answered(model)),
+        "tokens": from_every_rank(answer_batch(model)),
         "logits": from_every_rank(model.forward(PROMPTS[2])),
         "leaves": sorted({type(module).__name__ for module in model.module.modules()}),
     }

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from functools import cache
 
-from helpers.torch_targets import CPU, CUDA, on
+from helpers.torch_targets import CPU, CUDA, target_or_skip
 from llorch.judging.expectations.quantised import verify_quantised_stored
 from llorch.judging.runners.torch import VARIANTS, torch_runners
 from llorch.judging.types import Comparison
@@ -28,8 +28,8 @@ def quantised_rows() -> Sequence[Comparison]:
 
 
 @cache
-def torch_rows(target: str, model: str) -> Sequence[Comparison]:
-    runners = torch_runners(on(target), only=suffixes(target, model))
+def compare_torch(target: str, model: str) -> Sequence[Comparison]:
+    runners = torch_runners(target_or_skip(target), only=suffixes(target, model))
     return tuple(verify_stored(model, runners, backend=target, long=False))  # test_long_contexts.py judges those
 
 

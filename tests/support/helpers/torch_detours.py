@@ -43,7 +43,7 @@ class Detour(nn.Module):
         return whole * (self.tensors["magnitude"] / whole.detach().norm(dim=1))[:, None]
 
 
-def detoured(
+def model_with_detours(
     weights: Weights, adapter: Adapter, *, masks: Mapping[str, np.ndarray] | None = None
 ) -> tuple[CausalLM, dict[str, Tensor]]:
     """The torch model in float64 with an adapter, and the tensors that can be differentiated by."""

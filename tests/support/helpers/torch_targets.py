@@ -10,7 +10,7 @@ CPU = tuple(f"torch-cpu-{dtype}" for dtype in DTYPES)
 CUDA = tuple(f"torch-cuda-{dtype}" for dtype in DTYPES)
 
 
-def on(name: str) -> Target:
+def target_or_skip(name: str) -> Target:
     """The target, or a skip that says what is missing."""
     _, device, dtype = name.split("-")
     if device == "cuda" and not torch.cuda.is_available():

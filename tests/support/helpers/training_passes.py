@@ -60,7 +60,7 @@ def loss_of(logits: Tensor, of: Batch) -> Tensor:
 
 
 @contextmanager
-def watched(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
+def record_deltas(modules: Mapping[str, nn.Module]) -> Iterator[dict[str, Tensor]]:
     """Record what adapters add: the output of each module less that of its base."""
     seen: dict[str, Tensor] = {}
     with ExitStack() as hooks:
@@ -88,7 +88,7 @@ def peft_name(flat: str, targets: Mapping[str, LoraTarget]) -> str:
     return f"base_model.model.{target.path}.{ends[kind]}"
 
 
-def in_peft(name: str, adapter: Adapter, **settings: Any) -> Any:
+def attach_in_peft(name: str, adapter: Adapter, **settings: Any) -> Any:
     """A built-in model in transformers with an adapter in PEFT, in evaluation mode."""
     import peft
 

@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from functools import cache
 
 from helpers.stored_goldens import training_golden_of, training_weights_of
-from helpers.torch_targets import on
-from llorch.judging.expectations.training import numpy_rows
+from helpers.torch_targets import target_or_skip
+from llorch.judging.expectations.training import compare_numpy
 from llorch.judging.goldens.training import ADAPTER_FILES
 from llorch.judging.runners.numpy import BACKENDS, FLOAT64
-from llorch.judging.runners.training_torch import VARIANTS, torch_rows
+from llorch.judging.runners.training_torch import VARIANTS, compare_torch
 from llorch.judging.types import Comparison
 from llorch.stages.comparison import PASS
 
@@ -24,8 +24,8 @@ AFTER_STEPS = ("grad_norm", "first_moment", "second_moment", "parameters")  # gr
 def comparisons(model: str, target: str) -> list[Comparison]:
     weights, golden = training_weights_of(model), training_golden_of(model)
     if target != "numpy":
-        return list(torch_rows(model, weights, golden, on(target)))
-    return list(numpy_rows(model, weights, golden))
+        return list(compare_torch(model, weights, golden, target_or_skip(target)))
+    return list(compare_numpy(model, weights, golden))
 
 
 def backends(targets: tuple[str, ...] = TARGETS) -> list[str]:

@@ -36,7 +36,7 @@ def small_data(folder: Path, *, n_rows: int = 8) -> Path:
     return folder / "data"
 
 
-def small_settings(folder: Path, **given: Any) -> Any:
+def small_settings(folder: Path, **overrides: Any) -> Any:
     """Settings of a run of 4 steps on 8 rows; `given` wins."""
     from llorch.training.settings import TrainSettings
 
@@ -44,10 +44,10 @@ def small_settings(folder: Path, **given: Any) -> Any:
         "model": "micro-qwen3", "data": str(small_data(folder)), "r": 3, "alpha": 5.0, "lr": 5e-3, "steps": 4,
         "batch_size": 8, "warmup_steps": 0,
     }  # fmt: skip
-    return TrainSettings(**{**defaults, **given})
+    return TrainSettings(**{**defaults, **overrides})
 
 
-def trained(settings: Any, *, steps: int) -> Any:
+def run_steps(settings: Any, *, steps: int) -> Any:
     """A training after some steps."""
     from llorch.pytorch.train.plan import plan_training
     from llorch.pytorch.train.trainer import Training

@@ -1,9 +1,8 @@
-"""Find the parts of this machine that llorch can use and those that are broken, each with a repair.
+"""Check which parts of this machine llorch can use, and which are broken, each with a repair.
 
-An optional package may end the process that imports it, or never come back from it; so each is imported in a process
-beside this one. In the order to read:
+The import of an optional package may crash or hang, so packages are imported in child processes. The order to read:
 
-    packages     which packages are needed and which bring more; do they import, in a process beside us
+    packages     required packages and extras, and their imports in child processes
     checks       processor, BLAS, memory, torch, C kernels, reference engines, caches; one forward pass
 """
 
@@ -11,26 +10,26 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 from llorch.apps.doctor.health import HealthCheck
-from llorch.apps.doctor.machine.packages import imported, of_packages
+from llorch.apps.doctor.machine.packages import check_packages, probe_imports
 
 
 def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[HealthCheck]:
-    """Look at everything; `report` is told what is being looked at."""
+    """Run all checks; `report` gets the name of each slow group before its checks."""
     report("packages")
     with ThreadPoolExecutor(2) as pool:
-        probed = imported(pool)
-    found = list(of_packages(probed))
-    yield from found
-    if any(one.area == "packages" and one.state == "broken" for one in found):
+        errors = probe_imports(pool)
+    checks = list(check_packages(errors))
+    yield from checks
+    if any(check.area == "packages" and check.state == "broken" for check in checks):
         yield HealthCheck("machine", "all else", "absent", "not checked, because the check needs these packages")
         return
-    from llorch.apps.doctor.machine.checks import check_engines, of_caches, of_hardware, of_torch, self_test
+    from llorch.apps.doctor.machine.checks import check_caches, check_engines, check_hardware, check_torch, self_test
 
-    yield from of_hardware()
+    yield from check_hardware()
     report("torch and compiled kernels")
-    yield from of_torch()
-    yield from check_engines(probed)
+    yield from check_torch()
+    yield from check_engines(errors)
     report("caches")
-    yield from of_caches()
+    yield from check_caches()
     report("one forward pass")
     yield self_test()

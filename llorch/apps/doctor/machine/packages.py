@@ -1,7 +1,7 @@
-"""The packages of llorch and of its extras: which are installed, in which version, and whether they can be imported.
+"""Packages of llorch and of its extras: their versions, and if they can be imported.
 
-Each package is imported in a child process, which it may end or never come back from. `version_line` is the line of
-`llorch --version`: version, commit and the extras whose packages are installed; it imports nothing.
+Packages are imported in child processes, because an import may crash or hang. `version_line` is the line of
+`llorch --version`: version, commit and the extras whose packages are installed. It imports no package.
 """
 
 import json
@@ -16,41 +16,41 @@ from typing import Any
 
 from llorch.apps.doctor.health import HealthCheck
 from llorch.runtime.errors import MissingExtra
-from llorch.runtime.worker import Ended, run, signal_name
+from llorch.runtime.worker import ProcessResult, run, signal_name
 
-_MARK = "llorch:"  # opens llorch's lines; imported packages may print, too
+_MARK = "llorch:"  # prefix of llorch's lines, because imported packages may print other lines
 
 
 def run_probe(code: str, *arguments: str, timeout: float) -> tuple[list[Any], str]:
-    """Run a program and return the values that it passes to `say`, and the reason why it failed ("" for none).
+    """Run a Python program in a child; return the values that it passes to `say`, and its failure ("" if none).
 
     Args:
         code: The program; `say(value)` is defined, `sys` and `json` are imported.
-        arguments: Arguments of the command line.
-        timeout: Seconds until the program is ended.
+        arguments: Arguments of its command line.
+        timeout: Time limit in seconds.
     """
-    head = f"import json, sys\ndef say(value): print({_MARK!r} + json.dumps(value), flush=True)\n"
-    command = [sys.executable, "-c", head + code, *arguments]
-    ended = run(command, seconds=timeout)
-    return list(_printed_values(ended.text)), _reason_of_end(ended, timeout)
+    prologue = f"import json, sys\ndef say(value): print({_MARK!r} + json.dumps(value), flush=True)\n"
+    command = [sys.executable, "-c", prologue + code, *arguments]
+    process = run(command, seconds=timeout)
+    return list(_printed_values(process.text)), _describe_failure(process, timeout)
 
 
-def _printed_values(out: str) -> Iterator[Any]:
-    """Yield the JSON values that the child printed after a mark; skip all other lines."""
-    for line in out.splitlines():
-        before, mark, value = line.partition(_MARK)
-        if mark and not before:
+def _printed_values(output: str) -> Iterator[Any]:
+    """Yield the JSON values of lines that begin with the mark; skip all other lines."""
+    for line in output.splitlines():
+        prefix, mark, value = line.partition(_MARK)
+        if mark and not prefix:
             yield json.loads(value)
 
 
-def _reason_of_end(ended: Ended, timeout: float) -> str:
-    if ended.limit:
+def _describe_failure(process: ProcessResult, timeout: float) -> str:
+    if process.limit:
         return f"did not answer within {timeout:.0f} s"
-    if ended.status < 0:
-        return f"signal ended the process: {signal_name(ended.status)}"
-    if ended.status == 0:
+    if process.status < 0:
+        return f"signal ended the process: {signal_name(process.status)}"
+    if process.status == 0:
         return ""
-    return f"the process ended with code {ended.status}" + (f": {ended.last_words}" if ended.last_words else "")
+    return f"the process ended with code {process.status}" + (f": {process.error_line}" if process.error_line else "")
 
 
 _IMPORTING = """
@@ -65,54 +65,54 @@ for name in sys.argv[1:]:
 """
 
 
-def imported_by(modules: Sequence[str], *, timeout: float) -> dict[str, str]:
-    """Import modules one after the other: of each what is wrong with it, or nothing."""
-    found: dict[str, str] = {}
-    while len(found) < len(modules):
-        rest = [name for name in modules if name not in found]
-        said, why = run_probe(_IMPORTING, *rest, timeout=timeout)
-        found |= {name: " ".join(error.split()) for name, error in said if error is not None}
-        if len(found) < len(modules):  # the process ended in one of them; a new one goes on after it
-            name = said[-1][0] if said else rest[0]
-            found[name] = found.get(name) or why or "the process ended"
-    return found
+def import_in_children(modules: Sequence[str], *, timeout: float) -> dict[str, str]:
+    """Import modules one after the other in child processes; map each to its error, "" if there is none."""
+    errors: dict[str, str] = {}
+    while len(errors) < len(modules):
+        remaining = [name for name in modules if name not in errors]
+        records, failure = run_probe(_IMPORTING, *remaining, timeout=timeout)
+        errors |= {name: " ".join(error.split()) for name, error in records if error is not None}
+        if len(errors) < len(modules):  # a module ended the process: a new process imports the next ones
+            name = records[-1][0] if records else remaining[0]
+            errors[name] = errors.get(name) or failure or "the process ended"
+    return errors
 
 
-_PACKAGE = Path(__file__).parents[3]
+_PACKAGE = Path(__file__).parents[3]  # the folder llorch/
 _GIT = ("git", "describe", "--always", "--dirty", "--exclude=*")
 _GIT_TIMEOUT = 10.0  # seconds
 
 
 def version_line(version: str) -> str:
-    """Write the line for bug reports; `version` is that of llorch."""
+    """Format the version line for bug reports; `version` is llorch's."""
     extras = ", ".join(installed_extras()) or "none"
-    return f"llorch {version} ({commit_of(_PACKAGE)}, extras: {extras})"
+    return f"llorch {version} ({read_commit(_PACKAGE)}, extras: {extras})"
 
 
-def commit_of(package: Path) -> str:
-    """Name the commit: of the checkout, else the one that the build wrote into `commit.txt`, else none."""
+def read_commit(package: Path) -> str:
+    """Return `commit` and the hash of the checkout, else from the build's `commit.txt`, else `unknown commit`."""
     if (package.parent / ".git").exists():
-        found = _described(package.parent)
+        commit = _git_describe(package.parent)
     else:
         file = package / "commit.txt"
-        found = file.read_text(encoding="ascii").strip() if file.is_file() else ""
-    return f"commit {found}" if found else "unknown commit"
+        commit = file.read_text(encoding="ascii").strip() if file.is_file() else ""
+    return f"commit {commit}" if commit else "unknown commit"
 
 
 def installed_extras() -> list[str]:
-    """List the extras all of whose packages can be found."""
-    return [extra for extra, wanted in EXTRAS.items() if all(find_spec(module_of(one)) for one in wanted)]
+    """List the extras whose packages are all installed."""
+    return [extra for extra, packages in EXTRAS.items() if all(find_spec(module_name(r)) for r in packages)]
 
 
-def _described(checkout: Path) -> str:
+def _git_describe(checkout: Path) -> str:
     try:
-        ended = run(_GIT, seconds=_GIT_TIMEOUT, cwd=checkout)
+        process = run(_GIT, seconds=_GIT_TIMEOUT, cwd=checkout)
     except OSError:
         return ""
-    return "" if ended.status or ended.limit else ended.text.strip()
+    return "" if process.status or process.limit else process.text.strip()
 
 
-# As in pyproject.toml, by extra: a name in the package index and the least version.
+# Requirements by extra, as in pyproject.toml.
 NEEDED = (
     "click>=8.2", "gguf>=0.19", "jaxtyping>=0.3", "jinja2>=3.1.6", "numpy>=2.0", "regex>=2024.4", "rich>=13.7",
     "safetensors>=0.5", "threadpoolctl>=3.5", "tokenizers>=0.21",
@@ -129,100 +129,102 @@ EXTRAS: Mapping[str, tuple[str, ...]] = {
     ),
     "learn": ("watchfiles>=1.0",),
 }  # fmt: skip
-_MODULES = {"pyyaml": "yaml", "llama-cpp-python": "llama_cpp"}  # where it is not the name with _ for -
-# One process loads torch for all of these.
+_MODULES = {"pyyaml": "yaml", "llama-cpp-python": "llama_cpp"}  # package -> module, if not the same with _ for -
+# Packages that import torch: one process imports all of them, so that torch is loaded once.
 _WITH_TORCH = ("torch", "accelerate", "bitsandbytes", "compressed-tensors", "peft", "transformers")
-_TIMEOUT = 120.0  # seconds
+_TIMEOUT = 120.0  # seconds for the imports of one process
 
 
 def package_name(requirement: str) -> str:
-    """Return the name of the package that a requirement is about."""
+    """Return the package name of a requirement."""
     return re.split("[>=]=", requirement)[0]
 
 
-def module_of(requirement: str) -> str:
-    """Name the module that the package of a requirement brings."""
+def module_name(requirement: str) -> str:
+    """Return the module name of a requirement's package."""
     name = package_name(requirement)
     return _MODULES.get(name, name.replace("-", "_"))
 
 
 def missing_extra(error: ModuleNotFoundError) -> MissingExtra | None:
-    """Name what brings a module that could not be imported; None for a module of no package of llorch's."""
+    """Make the error that names the extra of a missing module; None if no requirement of llorch has the module."""
     module = (error.name or "").partition(".")[0]
     extras = {"": NEEDED, **EXTRAS}
-    extra = next((extra for extra, wanted in extras.items() if module in map(module_of, wanted)), None)
+    extra = next((extra for extra, requirements in extras.items() if module in map(module_name, requirements)), None)
     return None if extra is None else MissingExtra(extra, module)
 
 
 def installed_version(package: str) -> str | None:
-    """Return the version of a package; None where it is not installed."""
+    """Return the version of a package; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
         return None
 
 
-def imported(pool: Executor) -> dict[str, str]:
-    """Import every package that is installed, beside this process: of each what is wrong with it, or nothing."""
-    names = dict.fromkeys(package_name(one) for one in (*NEEDED, *(one for extra in EXTRAS.values() for one in extra)))
-    modules = {name: module_of(name) for name in names if installed_version(name)}
-    on_torch = [module for name, module in modules.items() if name in _WITH_TORCH]
-    others = [module for name, module in modules.items() if name not in _WITH_TORCH]
+def probe_imports(pool: Executor) -> dict[str, str]:
+    """Import every installed package in child processes; map each to its error, "" if there is none."""
+    names = dict.fromkeys(package_name(r) for r in (*NEEDED, *(r for extra in EXTRAS.values() for r in extra)))
+    modules = {name: module_name(name) for name in names if installed_version(name)}
+    with_torch = [module for name, module in modules.items() if name in _WITH_TORCH]
+    without_torch = [module for name, module in modules.items() if name not in _WITH_TORCH]
     jobs: list[Future[dict[str, str]]] = [
-        pool.submit(imported_by, group, timeout=_TIMEOUT) for group in (others, on_torch) if group
+        pool.submit(import_in_children, group, timeout=_TIMEOUT) for group in (without_torch, with_torch) if group
     ]
-    found = {module: error for job in jobs for module, error in job.result().items()}
-    return {name: found[module] for name, module in modules.items()}
+    errors = {module: error for job in jobs for module, error in job.result().items()}
+    return {name: errors[module] for name, module in modules.items()}
 
 
-def of_packages(probed: Mapping[str, str]) -> Iterator[HealthCheck]:
-    """Check llorch itself, each package that it needs, and each extra; `probed` is the result of `imported`."""
+def check_packages(errors: Mapping[str, str]) -> Iterator[HealthCheck]:
+    """Check llorch itself, each required package and each extra; `errors` comes from `probe_imports`."""
     yield HealthCheck("packages", "llorch", "ok", installed_version("llorch") or "run from its sources")
-    for one in NEEDED:
-        yield _needed(one, probed)
-    for extra, wanted in EXTRAS.items():
-        yield _check_extra(extra, wanted, probed)
+    for requirement in NEEDED:
+        yield _check_required(requirement, errors)
+    for extra, requirements in EXTRAS.items():
+        yield _check_extra(extra, requirements, errors)
 
 
-def _needed(wanted: str, probed: Mapping[str, str]) -> HealthCheck:
-    name, found = package_name(wanted), installed_version(package_name(wanted))
-    if found is None:
-        return HealthCheck("packages", name, "broken", "is not installed", _install(wanted))
-    wrong = _fault(wanted, found, probed)
-    return HealthCheck("packages", name, "broken" if wrong else "ok", found + wrong, _install(wanted) if wrong else "")
+def _check_required(required: str, errors: Mapping[str, str]) -> HealthCheck:
+    name, actual = package_name(required), installed_version(package_name(required))
+    if actual is None:
+        return HealthCheck("packages", name, "broken", "is not installed", _repair(required))
+    fault = _describe_fault(required, actual, errors)
+    return HealthCheck(
+        "packages", name, "broken" if fault else "ok", actual + fault, _repair(required) if fault else ""
+    )
 
 
-def _check_extra(extra: str, wanted: tuple[str, ...], probed: Mapping[str, str]) -> HealthCheck:
-    """Check that the packages of an extra are installed and can be imported."""
-    found = {one: installed_version(package_name(one)) for one in wanted}
-    faults = {one: _fault(one, there, probed) for one, there in found.items() if there}
-    said = [
-        f"{package_name(one)} {there}{faults[one]}" if there else f"no {package_name(one)}"
-        for one, there in found.items()
+def _check_extra(extra: str, requirements: tuple[str, ...], errors: Mapping[str, str]) -> HealthCheck:
+    """Check that the packages of an extra are installed and importable."""
+    versions = {required: installed_version(package_name(required)) for required in requirements}
+    faults = {required: _describe_fault(required, actual, errors) for required, actual in versions.items() if actual}
+    descriptions = [
+        f"{package_name(required)} {actual}{faults[required]}" if actual else f"no {package_name(required)}"
+        for required, actual in versions.items()
     ]
-    text = ", ".join(said)
-    broken = [one for one, fault in faults.items() if fault]
+    text = ", ".join(descriptions)
+    broken = [required for required, fault in faults.items() if fault]
     if broken:
-        return HealthCheck("extras", extra, "broken", text, _install(*broken))
-    if None in found.values():
+        return HealthCheck("extras", extra, "broken", text, _repair(*broken))
+    if None in versions.values():
         return HealthCheck("extras", extra, "absent", text, f"pip install 'llorch[{extra}]'")
     return HealthCheck("extras", extra, "ok", text)
 
 
-def _fault(wanted: str, found: str, probed: Mapping[str, str]) -> str:
-    """Return the fault of an installed version in parentheses, "" if it has none."""
-    least = wanted.removeprefix(package_name(wanted))
-    if (exact := least.startswith("==")) and found != least[2:]:
-        return f" (should be {least[2:]})"
-    if not exact and _version_numbers(found) < _version_numbers(least[2:]):
-        return f" (older than {least[2:]})"
-    error = probed.get(package_name(wanted), "")
+def _describe_fault(requirement: str, installed: str, errors: Mapping[str, str]) -> str:
+    """Describe the fault of an installed version in parentheses; return "" if it has none."""
+    bound = requirement.removeprefix(package_name(requirement))
+    if (is_exact := bound.startswith("==")) and installed != bound[2:]:
+        return f" (should be {bound[2:]})"
+    if not is_exact and _version_numbers(installed) < _version_numbers(bound[2:]):
+        return f" (older than {bound[2:]})"
+    error = errors.get(package_name(requirement), "")
     return f" ({error[:200]})" if error else ""
 
 
 def _version_numbers(text: str) -> list[int]:
-    return [int(part) for part in re.findall(r"\d+", text.partition("+")[0])[:3]]
+    return [int(number) for number in re.findall(r"\d+", text.partition("+")[0])[:3]]
 
 
-def _install(*wanted: str) -> str:
-    return "pip install --force-reinstall " + " ".join(f"'{one}'" for one in wanted)
+def _repair(*requirements: str) -> str:
+    return "pip install --force-reinstall " + " ".join(f"'{requirement}'" for requirement in requirements)

@@ -1,1 +1,1 @@
-"""Checks of lessons, by kind: each replaces functions of llorch by the learner's and runs the verification."""
+"""Checks of lessons, by kind: each installs the learner's functions in llorch and runs the verification."""

@@ -1,8 +1,8 @@
-"""Lessons of training: a golden's run with the learner's parts in it, judged by the expectations of training.
+"""Checks of the training lessons: the training run of a golden with the learner's exercises, in float32.
 
-Isolated, the parts of the lesson are put in one at a time, and every stage that can be is fed the golden's own numbers;
-of the curve only the first steps are run, of files only the adapter's is written. Chained, all that is written by then
-runs from the tokens on: all steps, all files. In both, float32 computes.
+In isolated mode the exercises of the lesson are installed one at a time, and stages are computed from the golden's
+arrays if possible. Only `FIRST_STEPS` of the loss curve (19) run, and only the adapter file (20) is written. In chained
+mode all exercises written so far run together from the token ids on, with all steps and all files.
 """
 
 import tempfile
@@ -15,127 +15,127 @@ from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.checks.forward import BACKEND, parts_so_far, written_parts
+from llorch.apps.learn.checks.forward import BACKEND, exercises_so_far, list_written
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
+from llorch.apps.learn.judging import Mode, NamedComparison, judge_with_arrays
 from llorch.apps.learn.lessons import Lesson
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.mistake import injected
 from llorch.diagnosis.training.hypotheses import RANDOM
 from llorch.files import Weights
-from llorch.judging.expectations.adapter_files import Table, exported, file_row, gguf_table
+from llorch.judging.expectations.adapter_files import Table, compare_file, exported, gguf_table
 from llorch.judging.expectations.training import make_expectations, stored
-from llorch.judging.expectations.training_places import CHAINED, ISOLATED, Arrays
+from llorch.judging.expectations.training_refs import CHAINED, ISOLATED, Arrays
 from llorch.judging.goldens.training import MODELS, TrainingGolden
 from llorch.judging.runners.training_numpy import NumpyTrainingRunner, Results
 from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.lora.gguf_format import write_lora_gguf
 from llorch.runtime.errors import LearnerFault
-from llorch.stages.comparison import FAIL, times_over
+from llorch.stages.comparison import FAIL, safe_ratio
 
-FIRST_STEPS = 4  # of the curve: every mistake of a step shows in them
-ROUNDING = 1e-5  # of an error: what float32 makes of the same wrong formula in another order
-REMEMBERS = (*RANDOM, "adamw-step-counted-per-tensor")  # mistakes that make other numbers in every run
-IN_A_STEP = ("llorch.ops.", "llorch.model.backward.", "llorch.training.", "llorch.lora.", "llorch.files.tensor_names.")
-HIDING = ("llorch.ops.linear.linear",)  # merges what stands beside a matrix
+FIRST_STEPS = 4  # every mistake of a step is visible in them
+ROUNDING = 1e-5  # share of an error that float32 may change if the same wrong formula runs in another order
+CHANCE = (*RANDOM, "adamw-step-counted-per-tensor")  # mistakes whose numbers differ from run to run
+CHAINABLE = ("llorch.ops.", "llorch.model.backward.", "llorch.training.", "llorch.lora.", "llorch.files.tensor_names.")
+HIDING_OTHERS = ("llorch.ops.linear.linear",)  # it applies the adapter, so it hides the LoRA exercises
 
 
 class TrainingCheck:
-    """See `Check`."""
+    """Check of the training lessons, see `Check`."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
         """See `Check`."""
-        for run, parts in runs(lesson, implementation, mode):
-            alone = parts[0].name if mode == "isolated" else ""
-            output = run.made(learned(implementation, parts))
-            yield from ((alone, comparison) for comparison in run.comparisons(output))
+        for run, exercises in make_runs(lesson, implementation, mode):
+            exercise_name = exercises[0].name if mode == "isolated" else ""
+            output = run.run(install_exercises(implementation, exercises))
+            yield from ((exercise_name, comparison) for comparison in run.comparisons(output))
 
     def find_causes(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[NamedComparison]
     ) -> Sequence[Cause]:
-        """Name the known mistakes of the lesson that make llorch's code give the learner's results, the best first.
+        """Return the lesson's known mistakes with which llorch's code reproduces the learner's results, best first.
 
-        In both modes the search runs each part in isolation: a part that is right there was given wrong inputs.
+        Exercises always run in isolated mode: one that passes there only had wrong inputs in the chained run.
         """
-        for run, parts in runs(lesson, implementation, "isolated"):
-            theirs = run.made(learned(implementation, parts))
-            if not any(each.verdict == FAIL for each in run.comparisons(theirs)):
+        for run, exercises in make_runs(lesson, implementation, "isolated"):
+            learner_output = run.run(install_exercises(implementation, exercises))
+            if not any(comparison.verdict == FAIL for comparison in run.comparisons(learner_output)):
                 continue
-            known = [m for m in TRAINING if lesson.number in m.checkpoints and m.applies_to(run.weights.config)]
-            if not theirs.equals(run.made(learned(implementation, parts))):
-                return [Cause(m.name, "mistake", m.diagnosis, m.stages, 1.0, 0.0) for m in known if m.name in REMEMBERS]
-            if found := [one for one in (run.explained(theirs, m) for m in known) if one]:
-                return sorted(found, key=lambda cause: cause.remaining)
+            mistakes = [m for m in TRAINING if lesson.number in m.checkpoints and m.applies_to(run.weights.config)]
+            if not learner_output.equals(run.run(install_exercises(implementation, exercises))):
+                return [Cause(m.name, "mistake", m.diagnosis, m.stages, 1.0, 0.0) for m in mistakes if m.name in CHANCE]
+            if causes := [cause for cause in (run.explain(learner_output, mistake) for mistake in mistakes) if cause]:
+                return sorted(causes, key=lambda cause: cause.remaining)
         return []
 
 
 @dataclass(frozen=True)
 class TrainingOutput:
-    """What a run made: arrays by the mode they were reached in, and the tensors of files."""
+    """Output of a run: arrays by mode (isolated, chained), and the tensor tables of written files."""
 
     arrays: Mapping[str, Arrays]
     tables: Mapping[str, Table] = field(default_factory=dict)
 
     def equals(self, other: "TrainingOutput") -> bool:
-        """Tell if two outputs are equal to the last bit."""
-        mine, others = ([a for found in made.arrays.values() for a in found.values()] for made in (self, other))
-        return all(map(np.array_equal, mine, others)) and self.tables == other.tables
+        """Tell if two outputs are bit-identical."""
+        first, second = ([a for arrays in output.arrays.values() for a in arrays.values()] for output in (self, other))
+        return all(map(np.array_equal, first, second)) and self.tables == other.tables
 
 
-def runs(
+def make_runs(
     lesson: Lesson, implementation: Implementation, mode: Mode
 ) -> "Iterator[tuple[CheckpointRun, Sequence[Exercise]]]":
-    """Yield every run of a check, and the parts that are in it."""
+    """Yield every run of a check with the exercises to install."""
     for model in MODELS:
         if mode == "chained":
-            parts = [exercise for exercise in parts_so_far(lesson, implementation) if _may_chain(exercise)]
+            exercises = [exercise for exercise in exercises_so_far(lesson, implementation) if _may_chain(exercise)]
             stages = frozenset(stage for exercise in lesson.parts for stage in exercise.stages)
-            yield CheckpointRun(model, lesson.number, stages, mode), parts
+            yield CheckpointRun(model, lesson.number, stages, mode), exercises
             continue
-        for exercise in written_parts(lesson, implementation):
+        for exercise in list_written(lesson, implementation):
             yield CheckpointRun(model, lesson.number, frozenset(exercise.stages), mode), [exercise]
 
 
 def _may_chain(exercise: Exercise) -> bool:
-    """Tell if the adapter and the backward pass get all that they need after a part."""
-    return exercise.replaces.startswith(IN_A_STEP) and exercise.replaces not in HIDING
+    """Tell if an exercise may run chained, so that the adapter and the backward pass still get their inputs."""
+    return exercise.replaces.startswith(CHAINABLE) and exercise.replaces not in HIDING_OTHERS
 
 
 @contextmanager
-def learned(implementation: Implementation, parts: Sequence[Exercise]) -> Iterator[None]:
-    """Put the learner's parts in place; an error of llorch's code on their results is the fault of the parts."""
-    with implementation.installed(parts):
+def install_exercises(implementation: Implementation, exercises: Sequence[Exercise]) -> Iterator[None]:
+    """Install the learner's functions; an error of llorch's code on their results becomes a LearnerFault."""
+    with implementation.installed(exercises):
         try:
             yield
         except (ValueError, IndexError) as error:
-            where = parts[0].name if len(parts) == 1 else "a part"
-            raise LearnerFault(where, f"the training step failed with the returned value: {error}") from error
+            exercise_name = exercises[0].name if len(exercises) == 1 else "a part"
+            raise LearnerFault(exercise_name, f"the training step failed with the returned value: {error}") from error
 
 
 @cache
 def load_training(model: str) -> tuple[Weights, TrainingGolden, Sequence[Expectation]]:
-    """Load a model in float32, its goldens and their expectations; made once."""
+    """Load a model in float32, its goldens and their expectations, once."""
     weights, golden = stored(model)
     return weights.astype(np.float32, keep=True), golden, tuple(make_expectations(golden, weights.config, "float32"))
 
 
 class CheckpointRun:
-    """One checkpoint of one model, as far as some groups of its stages go."""
+    """Run of one training checkpoint (validation point) of one model, for some groups of stages (`gradient`)."""
 
     def __init__(self, model: str, number: str, groups: frozenset[str], mode: Mode) -> None:
-        """Prepare one checkpoint of a built-in model."""
-        self.model, self.number, self.groups, self.whole = model, number, groups, mode == "chained"
-        self.weights, self.golden, of_model = load_training(model)
-        mine = [c for c in of_model if c.stage_ref.stage in groups and c.stage_ref.checkpoint == number]
-        self.expectations = mine if self.whole else [_shortened(c) for c in mine if _is_brief(c)]
+        """Prepare a checkpoint of a built-in model: select the expected arrays of these groups."""
+        self.model, self.number, self.groups, self.is_chained = model, number, groups, mode == "chained"
+        self.weights, self.golden, expectations = load_training(model)
+        selected = [e for e in expectations if e.stage_ref.stage in groups and e.stage_ref.checkpoint == number]
+        self.expectations = selected if self.is_chained else [_cut_curve(e) for e in selected if _is_brief(e)]
 
-    def made(self, within: AbstractContextManager[None]) -> TrainingOutput:
-        """Run it, with whatever the context puts into our code."""
-        with within:
-            runner = NumpyTrainingRunner(self.weights, self.golden)  # anew: it keeps the scales of its adapter
+    def run(self, context: AbstractContextManager[None]) -> TrainingOutput:
+        """Run the checkpoint in a context that replaces functions of llorch."""
+        with context:
+            runner = NumpyTrainingRunner(self.weights, self.golden)  # new each run: it caches scalings
             arrays = {ISOLATED: dict(runner.isolated(self.number)), CHAINED: dict(self._chained(runner))}
-            if not self.whole:
+            if not self.is_chained:
                 return TrainingOutput(arrays, self._adapter_file() if "adapter_file" in self.groups else {})
             if self.number != "20":
                 return TrainingOutput(arrays)
@@ -143,58 +143,60 @@ class CheckpointRun:
             return TrainingOutput(arrays | {CHAINED: arrays[CHAINED] | logits}, tables)
 
     def _chained(self, runner: NumpyTrainingRunner) -> Results:
-        """Run the chained steps, all of them or those by which a lesson without isolated stages is judged."""
-        if self.whole:
+        """Run all chained steps; in isolated mode only those of lessons without isolated stages."""
+        if self.is_chained:
             return runner.chained(self.number)
         brief = {"19": lambda: runner.curve(FIRST_STEPS), "20": runner.merged}
         return brief.get(self.number, lambda: iter(()))()
 
     def _adapter_file(self) -> Mapping[str, Table]:
-        """Write the adapter as a GGUF file, and return the table of that file."""
+        """Write the adapter as a GGUF file, and read its tensor table."""
         config = self.weights.config
         with tempfile.TemporaryDirectory(prefix="llorch-") as folder:
             path = Path(folder) / "adapter.gguf"
             write_lora_gguf(self.golden.adapter_for(config), path, config)
             return {"lora_gguf": gguf_table(path)}
 
-    def comparisons(self, made: TrainingOutput) -> Iterator[Comparison]:
-        """Compare each result of the learner with its expectation, and each file with its golden."""
+    def comparisons(self, output: TrainingOutput) -> Iterator[Comparison]:
+        """Compare each array of the learner with its expectation, and each file with its golden."""
         for expectation in self.expectations:
-            actual = made.arrays[expectation.mode].get(expectation.stage_ref)
+            actual = output.arrays[expectation.mode].get(expectation.stage_ref)
             yield judge_with_arrays(expectation, actual, model=self.model, backend=BACKEND)
-        for kind, table in made.tables.items():
-            yield replace(file_row(self.model, kind, table, self.golden.files[kind]), backend=BACKEND)
+        for kind, table in output.tables.items():
+            yield replace(compare_file(self.model, kind, table, self.golden.files[kind]), backend=BACKEND)
 
-    def explained(self, theirs: TrainingOutput, mistake: Mistake[Any]) -> Cause | None:
-        """Return a known mistake if llorch's code with it gives the same results everywhere; else None.
+    def explain(self, learner_output: TrainingOutput, mistake: Mistake[Any]) -> Cause | None:
+        """Return a mistake as the cause if llorch's code with it reproduces all arrays of the learner; else None.
 
-        A run that also has `mistake.along`, the fault that mostly comes with this mistake, counts as well.
+        The run with `mistake.along`, a fault that usually accompanies this mistake, is tried too.
         """
-        runs = (self.made(injected(mistake, along=along)) for along in {False, mistake.along is not None})
-        left = min(self._left(theirs, run) for run in runs)
-        return Cause(mistake.name, "mistake", mistake.diagnosis, mistake.stages, 1.0, left) if left <= 1 else None
+        outputs = (self.run(injected(mistake, along=along)) for along in {False, mistake.along is not None})
+        error = min(self._remaining_error(learner_output, output) for output in outputs)
+        return Cause(mistake.name, "mistake", mistake.diagnosis, mistake.stages, 1.0, error) if error <= 1 else None
 
-    def _left(self, theirs: TrainingOutput, ours: TrainingOutput) -> float:
-        """Return the largest difference between two outputs, as a multiple of its tolerance."""
-        if theirs.tables != ours.tables:
+    def _remaining_error(self, learner: TrainingOutput, mistaken: TrainingOutput) -> float:
+        """Return the largest difference of two outputs, in tolerances (or `ROUNDING` times the error, if less)."""
+        if learner.tables != mistaken.tables:
             return np.inf
-        most = 0.0
+        worst = 0.0
         for expectation in self.expectations:
-            actual, made = (found.arrays[expectation.mode].get(expectation.stage_ref) for found in (theirs, ours))
-            if actual is None or made is None:
+            actual, reproduced = (
+                out.arrays[expectation.mode].get(expectation.stage_ref) for out in (learner, mistaken)
+            )
+            if actual is None or reproduced is None:
                 continue
-            apart, error = expectation.difference(actual, made), expectation.difference(actual).error
-            most = max(most, min(apart.over(expectation.tolerance), times_over(apart.error, ROUNDING * error)))
-        return most
+            gap, error = expectation.difference(actual, reproduced), expectation.difference(actual).error
+            worst = max(worst, min(gap.over(expectation.tolerance), safe_ratio(gap.error, ROUNDING * error)))
+        return worst
 
 
 def _is_brief(expectation: Expectation) -> bool:
-    """Tell if a check of the lesson alone compares this expectation."""
+    """Tell if isolated mode compares an expectation: of an isolated stage, or of a short chained run."""
     stage_ref = expectation.stage_ref
     return expectation.mode == ISOLATED or stage_ref.checkpoint == "19" or stage_ref.stage == "merged_logits"
 
 
-def _shortened(expectation: Expectation) -> Expectation:
+def _cut_curve(expectation: Expectation) -> Expectation:
     """Cut the expectation of a loss curve to its first steps."""
     if expectation.stage_ref.checkpoint != "19" or expectation.reference is None:
         return expectation

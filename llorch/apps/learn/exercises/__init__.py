@@ -1,1 +1,1 @@
-"""The functions that learners write, lesson by lesson, and where each stands in the running code."""
+"""The exercises, lesson by lesson: the functions that learners write, and the llorch functions that they replace."""

@@ -1,7 +1,8 @@
-"""Parts behind the logits, of quantised blocks and of torch: lessons 09 to 14.
+"""Exercises of lessons 09 to 14: the steps after the logits, quantised blocks, and torch.
 
-Filters get and give float64 logits, as ours do; a removed token has -inf. The loop is given the model as a function,
-which only Python can be; all else can be written in any language. Parts of lesson 14 take tensors on any device.
+Filters take and return float64 logits, as llorch's filters do; a removed token has -inf. The generation loop takes the
+model as a function, and lesson 14 takes torch tensors, so only Python can solve these. Adapters get `call` (the
+learner's function) and `right` (llorch's function, here also `our_x`).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -31,7 +32,7 @@ Array = np.ndarray
 def distribution(
     logits: Array, history: Array, penalty: float, temperature: float, top_k: int, top_p: float, min_p: float
 ) -> Array:
-    """Compute the distribution that a token is drawn from; above temperature 0."""
+    """Compute the distribution that a token is sampled from, for a temperature above 0."""
     settings = SamplingSettings(
         repetition_penalty=penalty, temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p
     )
@@ -39,7 +40,7 @@ def distribution(
 
 
 def generate(step: Callable[[Any], Array], prompt: Array, max_tokens: int) -> Iterator[int]:
-    """Take the likeliest token again and again; `step` runs new ids behind those before, and returns the last row."""
+    """Yield greedy tokens; `step` runs new ids after those it has run, and returns the logits of the last position."""
     new = prompt.tolist()
     for _ in range(max_tokens):
         new = [our_greedy(step(new))]
@@ -47,10 +48,10 @@ def generate(step: Callable[[Any], Array], prompt: Array, max_tokens: int) -> It
 
 
 def _row_adapted(call: Call, right: Call) -> Call:
-    """Make the learner's function select the last row of `forward`'s logits, where only that is asked for."""
+    """Let the learner's function select the last row of `forward`'s logits, if llorch asks for that row only."""
 
-    def adapted(*args: object, last_only: bool = False, **more: object) -> Array:
-        logits = right(*args, **more)
+    def adapted(*args: object, last_only: bool = False, **kwargs: object) -> Array:
+        logits = right(*args, **kwargs)
         return call(logits=logits)[None] if last_only else logits
 
     return adapted
@@ -63,17 +64,17 @@ def _penalty_adapted(call: Call, right: Call) -> Call:
 
 
 def _distribution_adapted(call: Call, right: Call) -> Call:
-    """Let llorch call the learner's function; greedy runs and other penalties stay llorch's."""
+    """Let llorch call the learner's function, but `right` in greedy runs and with presence or frequency penalties."""
 
     def adapted(
         logits: Array, settings: SamplingSettings, history: Sequence[int], *, n_prompt: int | None = None
     ) -> Array:
-        no_part = settings.temperature == 0 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
-        if no_part:
+        is_excluded = settings.temperature == 0 or settings.presence_penalty != 0 or settings.frequency_penalty != 0
+        if is_excluded:
             return right(logits, settings, history, n_prompt=n_prompt)
-        wide, past = logits.astype(np.float64), np.asarray(history, np.int64)
+        row, ids = logits.astype(np.float64), np.asarray(history, np.int64)
         return call(
-            logits=wide, history=past, penalty=settings.repetition_penalty, temperature=settings.temperature,
+            logits=row, history=ids, penalty=settings.repetition_penalty, temperature=settings.temperature,
             top_k=settings.top_k, top_p=settings.top_p, min_p=settings.min_p,
         ).astype(logits.dtype)  # fmt: skip
 
@@ -85,7 +86,7 @@ def _positions_adapted(call: Call, right: Call) -> Call:
 
 
 def _generate_adapted(call: Call, right: Call) -> Call:
-    """Let llorch call the learner's function for greedy runs without a penalty, and check the tokens."""
+    """Let llorch call the learner's function for greedy runs without a penalty; LearnerFault for wrong tokens."""
 
     def adapted(
         step: Callable[[Sequence[int]], Array], prompt: Sequence[int], settings: SamplingSettings, *, max_tokens: int
@@ -95,18 +96,18 @@ def _generate_adapted(call: Call, right: Call) -> Call:
             return
         rows: list[Array] = []
 
-        def shown(new: Iterable[int]) -> Array:
-            rows.append(step([int(each) for each in new]))
+        def run_step(new: Iterable[int]) -> Array:
+            rows.append(step([int(token) for token in new]))
             return rows[-1].copy()
 
-        made = iter(call(step=shown, prompt=np.asarray(prompt, np.int64), max_tokens=max_tokens))
-        for at, token in enumerate(islice(made, max_tokens)):
+        tokens = iter(call(step=run_step, prompt=np.asarray(prompt, np.int64), max_tokens=max_tokens))
+        for index, token in enumerate(islice(tokens, max_tokens)):
             if not (rows and 0 <= token < rows[-1].size):
                 raise LearnerFault(
                     "generate", f"gave {token}" + (", which is no token id" if rows else " without a call of the step")
                 )
-            yield token, log_probability(rows[min(at, len(rows) - 1)], token)
-        if next(made, None) is not None:
+            yield token, log_probability(rows[min(index, len(rows) - 1)], token)
+        if next(tokens, None) is not None:
             raise LearnerFault("generate", f"expected at most max_tokens = {max_tokens} ids, got more")
 
     return adapted
@@ -154,19 +155,19 @@ GENERATE = Exercise(
 )  # fmt: skip
 
 
-ELEMENTS = 32  # of a block
+BLOCK_SIZE = 32  # values per block of Q8_0 or Q4_0
 
 
-def _reference_of(decode: Decoder) -> Callable[[np.ndarray], np.ndarray]:
+def _make_reference(decode: Decoder) -> Callable[[np.ndarray], np.ndarray]:
     def reference(blocks: np.ndarray) -> np.ndarray:
-        values = np.empty((len(blocks), ELEMENTS), np.float32)
+        values = np.empty((len(blocks), BLOCK_SIZE), np.float32)
         decode(Chunk(blocks, np.empty(values.size * SCRATCH_BYTES, np.uint8)), values)
         return values
 
     return reference
 
 
-def _into(call: Call, right: Call) -> Call:
+def _decoder_adapted(call: Call, right: Call) -> Call:
     def adapted(chunk: Chunk, out: np.ndarray) -> None:
         out[...] = call(blocks=chunk.blocks)
 
@@ -174,27 +175,27 @@ def _into(call: Call, right: Call) -> Call:
 
 
 Q8_0 = Exercise(
-    name="q8_0", reference=_reference_of(our_q8_0), returns=("values",), adapt=_into,
+    name="q8_0", reference=_make_reference(our_q8_0), returns=("values",), adapt=_decoder_adapted,
     replaces="llorch.files.blocks.uniform.decode_q8_0",
 )  # fmt: skip
 Q4_0 = Exercise(
-    name="q4_0", reference=_reference_of(our_q4_0), returns=("values",), adapt=_into,
+    name="q4_0", reference=_make_reference(our_q4_0), returns=("values",), adapt=_decoder_adapted,
     replaces="llorch.files.blocks.uniform.decode_q4_0",
 )  # fmt: skip
 
 
-Tensor = Any  # of torch, which no other lesson waits for
+Tensor = Any  # of torch, which only lesson 14 imports
 
 
 def torch_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Normalise the last axis in float32 or wider, and round once."""
+    """Apply RMSNorm to the last axis in float32 or wider, and round once."""
     from llorch.apps.learn.on_torch import our_rms_norm
 
     return our_rms_norm(x, weight, eps=eps)
 
 
 def torch_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate every head of a batch in float32 or wider, and round once."""
+    """Apply RoPE to every head of a batch in float32 or wider, and round once."""
     from llorch.apps.learn.on_torch import our_rope
 
     return our_rope(x, cos, sin)

@@ -1,7 +1,8 @@
-"""Parts of the forward pass: lessons 01 to 08, and the embedding of 00.
+"""Exercises of the forward pass: lessons 01 to 08, and the embedding of 00.
 
-`adapt` translates the call that our forward page makes. Ours are imported under other names: what is put in their place
-wherever llorch uses them is not put here, so that a reference stays one.
+An adapter (`_x_adapted`) translates the call of llorch's forward pass to `call`, the learner's function; `right` is
+llorch's. `keep(stage, array)` shows a stage to observers and returns the array to go on with. This module imports
+llorch's functions as `our_x`: an installed exercise replaces the original name wherever llorch uses it, not this one.
 """
 
 from collections.abc import Mapping, Sequence
@@ -36,17 +37,17 @@ from llorch.stages.table import DENSE_PRODUCTS, STAGES
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
-VISIBLE_IN_BLOCK = ("k_cache", "v_cache", "block_out")
+VISIBLE_IN_BLOCK = ("k_cache", "v_cache", "block_out")  # stages that a learner's `block` returns
 IN_BLOCK = tuple(stage.name for stage in STAGES if stage.in_layer and stage.name not in VISIBLE_IN_BLOCK)
 
 
 def dense(weight: Array | QuantMethod | None) -> Any:
-    """Return a weight as an array, decoded if it is packed."""
+    """Return a weight as an array, dequantised if it is packed."""
     return weight if weight is None or isinstance(weight, np.ndarray) else weight.dequantize()
 
 
 def rms_norm(x: Array, weight: Array, eps: float) -> Array:
-    """Of the last axis."""
+    """Apply RMSNorm to the last axis."""
     return our_rms_norm(x, weight, eps=eps)
 
 
@@ -54,7 +55,7 @@ def qkv(
     h: Array, q_proj: Array, k_proj: Array, v_proj: Array, q_bias: Array | None, k_bias: Array | None,
     v_bias: Array | None, q_norm: Array | None, k_norm: Array | None, head_dim: int, eps: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """Three projections, cut into heads (seq, heads, head_dim); with q_norm and k_norm each head is normalised."""
+    """Project to q, k and v, each (seq, heads, head_dim); q_norm and k_norm normalise every head."""
     q, k, v = (
         our_linear(h, weight, bias).reshape(len(h), -1, head_dim)
         for weight, bias in ((q_proj, q_bias), (k_proj, k_bias), (v_proj, v_bias))
@@ -65,30 +66,30 @@ def qkv(
 
 
 def rope_tables(positions: Array, inv_freq: Array) -> tuple[Array, Array]:
-    """Cosines and sines of every position and pair, (seq, half), in float64."""
+    """Compute cosines and sines of every position and pair, (seq, half), in float64."""
     angle = positions[:, None] * inv_freq
     return np.cos(angle), np.sin(angle)
 
 
 def append(past_k: Array, past_v: Array, k: Array, v: Array) -> tuple[Array, Array]:
-    """Append the rows (seq, kv_heads, head_dim) of new tokens to the caches (kv_heads, ctx, head_dim)."""
+    """Append keys and values of new tokens (seq, kv_heads, head_dim) to the caches (kv_heads, ctx, head_dim)."""
     return np.concatenate([past_k, k.swapaxes(0, 1)], axis=1), np.concatenate([past_v, v.swapaxes(0, 1)], axis=1)
 
 
 def attention_output(context: Array, o_proj: Array, o_bias: Array | None) -> Array:
-    """Bring the joined heads back to the width of the model."""
+    """Project the concatenated heads to the hidden size."""
     return our_linear(context, o_proj, o_bias)
 
 
 def feed_forward(h: Array, gate_proj: Array, up_proj: Array, down_proj: Array) -> Array:
-    """Multiply a gated pair of projections up, and project down."""
+    """Apply the gate and up projections, SwiGLU and the down projection."""
     return our_linear(our_swiglu(our_linear(h, gate_proj), our_linear(h, up_proj)), down_proj)
 
 
 def block(
     x: Array, w: Arrays, cos: Array, sin: Array, past_k: Array, past_v: Array, head_dim: int, eps: float
 ) -> tuple[Array, Array, Array]:
-    """One layer: its output, and both caches with the new tokens in them."""
+    """Run one layer; return its output, and both caches including the new tokens."""
     biases, norms = (w.get("q_bias"), w.get("k_bias"), w.get("v_bias")), (w.get("q_norm"), w.get("k_norm"))
     h = our_rms_norm(x, w["attn_norm"], eps=eps)
     q, k, v = qkv(h, w["q_proj"], w["k_proj"], w["v_proj"], *biases, *norms, head_dim, eps)
@@ -100,7 +101,7 @@ def block(
 
 
 def logits(x: Array, final_norm: Array, lm_head: Array | None, embed_tokens: Array, eps: float) -> Array:
-    """Apply the last norm, and compute one number for every token of the vocabulary; a tied model has no lm_head."""
+    """Apply the final norm, and compute one logit per vocabulary entry; with tied embeddings there is no lm_head."""
     return our_linear(our_rms_norm(x, final_norm, eps=eps), embed_tokens if lm_head is None else lm_head)
 
 
@@ -111,23 +112,23 @@ def _linear_adapted(call: Call, right: Call) -> Call:
 def _qkv_adapted(call: Call, right: Call) -> Call:
     def adapted(h: Array, w: Mapping[str, Any], config: ModelConfig, keep: Call) -> tuple[Array, Array, Array]:
         weights = {name: dense(w[name]) for name in ("q_proj", "k_proj", "v_proj")}
-        maybe = {name: w.get(name) for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")}
-        q, k, v = call(h=h, **weights, **maybe, head_dim=config.head_dim, eps=config.rms_norm_eps)
+        optional_weights = {name: w.get(name) for name in ("q_bias", "k_bias", "v_bias", "q_norm", "k_norm")}
+        q, k, v = call(h=h, **weights, **optional_weights, head_dim=config.head_dim, eps=config.rms_norm_eps)
         if config.qk_norm:
-            return keep("q_norm", q), keep("k_norm", k), _kept_flat(keep, "v_proj", v)
-        return _kept_flat(keep, "q_proj", q), _kept_flat(keep, "k_proj", k), _kept_flat(keep, "v_proj", v)
+            return keep("q_norm", q), keep("k_norm", k), _keep_flat(keep, "v_proj", v)
+        return _keep_flat(keep, "q_proj", q), _keep_flat(keep, "k_proj", k), _keep_flat(keep, "v_proj", v)
 
     return adapted
 
 
-def _kept_flat(keep: Call, name: str, heads: Array) -> Array:
-    """Keep an array of heads as (tokens, width), and return it in its own shape."""
+def _keep_flat(keep: Call, name: str, heads: Array) -> Array:
+    """Keep an array of heads as (seq, heads * head_dim), and return the kept array in the original shape."""
     return keep(name, heads.reshape(len(heads), -1)).reshape(heads.shape)
 
 
 def _tables_adapted(call: Call, right: Call) -> Call:
-    """Let llorch call the learner's function with the scaled frequencies, and apply the gain of YaRN."""
-    from llorch.ops import rope  # under its own name: with the learner's frequencies, where they are written
+    """Let llorch call the learner's function with scaled frequencies; the adapter applies YaRN's attention factor."""
+    from llorch.ops import rope  # its `frequencies` may be the learner's
 
     def adapted(positions: Array, *, head_dim: int, theta: float, scaling: RopeScaling | None) -> tuple[Array, Array]:
         inv_freq = scale_frequencies(rope.frequencies(head_dim, theta), scaling, head_dim=head_dim, theta=theta)
@@ -140,15 +141,15 @@ def _tables_adapted(call: Call, right: Call) -> Call:
 
 def _rope_adapted(call: Call, right: Call) -> Call:
     def adapted(x: Array, cos: Array, sin: Array) -> Array:
-        width = 2 * cos.shape[-1]  # of a head; hybrids turn a part of it
-        turned = call(x=x[..., :width], cos=cos, sin=sin)
-        return turned if width == x.shape[-1] else np.concatenate([turned, x[..., width:]], axis=-1)
+        width = 2 * cos.shape[-1]  # channels; partial RoPE rotates only the first ones of a head
+        rotated = call(x=x[..., :width], cos=cos, sin=sin)
+        return rotated if width == x.shape[-1] else np.concatenate([rotated, x[..., width:]], axis=-1)
 
     return adapted
 
 
 def _scale_adapted(call: Call, right: Call) -> Call:
-    """Let llorch call the learner's function with the factors that llorch divides the frequencies by."""
+    """Let llorch call the learner's function with the factors (a division) that llorch's scaling uses."""
 
     def adapted(inv_freq: Array, scaling: RopeScaling | None, *, head_dim: int, theta: float) -> Array:
         if scaling is None:
@@ -160,7 +161,7 @@ def _scale_adapted(call: Call, right: Call) -> Call:
 
 def _append_adapted(call: Call, right: Call) -> Call:
     def adapted(cache: KVCache, layer: int, k: Array, v: Array) -> tuple[Array, Array]:
-        past_k, past_v = (store[layer][:, : cache.length] for store in (cache._keys, cache._values))
+        past_k, past_v = (cached[layer][:, : cache.length] for cached in (cache._keys, cache._values))
         cache._keys[layer], cache._values[layer] = call(past_k=past_k, past_v=past_v, k=k, v=v)
         return cache._keys[layer], cache._values[layer]
 
@@ -179,13 +180,13 @@ def _feed_forward_adapted(call: Call, right: Call) -> Call:
 
 
 def _block_adapted(call: Call, right: Call) -> Call:
-    """Let llorch call the learner's function for a layer, and append its new keys and values."""
+    """Let llorch call the learner's function for a layer, and append the new keys and values to the cache."""
 
     def adapted(
         x: Array, w: Mapping[str, Any], config: ModelConfig, cos: Array, sin: Array, append: Call, keep: Call
     ) -> Array:
-        none = np.empty((0, config.n_kv_heads, config.head_dim), x.dtype)
-        past_k, past_v = append(none, none)  # what is there before
+        no_tokens = np.empty((0, config.n_kv_heads, config.head_dim), x.dtype)
+        past_k, past_v = append(no_tokens, no_tokens)  # appending nothing returns the cached keys and values
         weights = {name: dense(w[name]) for name in w}
         x, k, v = call(
             x=x, w=weights, cos=cos, sin=sin, past_k=past_k, past_v=past_v, head_dim=config.head_dim,
@@ -202,9 +203,9 @@ def _block_adapted(call: Call, right: Call) -> Call:
 def _logits_adapted(call: Call, right: Call) -> Call:
     def adapted(x: Array, weights: Weights, keep: Call) -> Array:
         config, table = weights.config, dense(weights["embed_tokens"])
-        output = None if config.tie_word_embeddings else dense(weights["lm_head"])
-        given = {"final_norm": weights["final_norm"], "lm_head": output, "embed_tokens": table}
-        return keep("logits", call(x=x, **given, eps=config.rms_norm_eps))
+        lm_head = None if config.tie_word_embeddings else dense(weights["lm_head"])
+        arguments = {"final_norm": weights["final_norm"], "lm_head": lm_head, "embed_tokens": table}
+        return keep("logits", call(x=x, **arguments, eps=config.rms_norm_eps))
 
     return adapted
 
@@ -283,7 +284,7 @@ LOGITS = Exercise(
 
 
 def expert_outputs(h: Array, ids: Array, gate_proj: Array, up_proj: Array, down_proj: Array) -> Array:
-    """Compute the output of each chosen expert for its token, (seq, topk, hidden)."""
+    """Compute the output of each selected expert for its token, (seq, topk, hidden)."""
     gate, up = our_linear_by_expert(h, ids, gate_proj), our_linear_by_expert(h, ids, up_proj)
     return our_linear_by_expert(our_swiglu(gate, up), ids, down_proj)
 

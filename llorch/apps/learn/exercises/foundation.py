@@ -1,6 +1,7 @@
-"""Parts of lesson 00 before the embedding: a number format, the tensor table of a file, the merge loop of a tokenizer.
+"""Exercises of lesson 00: a number format, the tensor table of a file, and the merge loop of a tokenizer.
 
-Texts are arrays of bytes, so that these can be written in any language.
+Texts are arrays of bytes, so that the exercises can be solved in any language. The embedding is in `forward`. Adapters
+get `call` (the learner's function) and `right` (llorch's, here also `our_x`).
 """
 
 import json
@@ -22,33 +23,33 @@ from llorch.files.tokenizer.byte_level import ByteLevelBPE, text_bytes
 from llorch.runtime.errors import ErrorCode, FormatError, LearnerFault
 
 Array = np.ndarray
-AXES = 4  # of a tensor in GGUF, at most
-HEADER_BYTES = 64 << 20  # more than the header of any model
+AXES = 4  # largest number of a GGUF tensor's axes
+HEADER_BYTES = 64 << 20  # larger than the header of any model
 
 
 class InMemory:
-    """Bytes where our reader expects a file."""
+    """Bytes in memory with the interface of llorch's mapped file."""
 
     path = Path("data")
 
     def __init__(self, data: Array) -> None:
-        """Hold the bytes of a whole file."""
+        """Hold the header of a file that is given as bytes."""
         self.map, self.size = data[:HEADER_BYTES].tobytes(), data.size
 
     def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
-        """Make the error that a file with this fault gives."""
+        """Make a FormatError, as a mapped file does."""
         return FormatError(code, message, path=self.path, offset=offset)
 
 
 def bfloat16_to_float32(bits: Array) -> Array:
-    """Widen bfloat16 bits: they are the upper sixteen bits of the numbers."""
+    """Widen bfloat16 bits to float32: they are its upper 16 bits."""
     out = np.empty(bits.shape, np.float32)
     our_widening(bits, out)
     return out
 
 
 def tensor_table(data: Array) -> tuple[Array, Array, Array, Array]:
-    """Names (a line each), shapes with zeros in front, type numbers, and offsets from the start of the file."""
+    """Read names (one per line), shapes padded with leading zeros, type numbers, and offsets from the file's start."""
     cursor = Cursor(InMemory(data), DEFAULT_LIMITS)  # type: ignore[arg-type]
     _, count, _, alignment = read_head(cursor)
     rows = list(our_table(cursor, count, alignment).values())
@@ -59,12 +60,12 @@ def tensor_table(data: Array) -> tuple[Array, Array, Array, Array]:
 
 
 def merge(ids: Array, merges: Array, ranks: Array) -> Array:
-    """Join the two neighbours of the lowest rank, the leftmost of equals, again and again until none is listed."""
-    made = {(left, right): (rank, both) for (left, right, both), rank in zip(merges.tolist(), ranks, strict=True)}
+    """Merge the pair of lowest rank, the leftmost first, until no pair is in `merges`, rows (left, right, merged)."""
+    rules = {(left, right): (rank, joined) for (left, right, joined), rank in zip(merges.tolist(), ranks, strict=True)}
     pieces = ids.tolist()
-    while found := [(made[pair][0], at) for at, pair in enumerate(pairwise(pieces)) if pair in made]:
-        _, at = min(found)
-        pieces[at : at + 2] = [made[pieces[at], pieces[at + 1]][1]]
+    while candidates := [(rules[pair][0], i) for i, pair in enumerate(pairwise(pieces)) if pair in rules]:
+        _, i = min(candidates)
+        pieces[i : i + 2] = [rules[pieces[i], pieces[i + 1]][1]]
     return np.asarray(pieces, np.int64)
 
 
@@ -79,14 +80,14 @@ def _table_adapted(call: Call, right: Call) -> Call:
     def adapted(cursor: Cursor, count: int, alignment: int) -> dict[str, TensorInfo]:
         names, *numbers = call(data=np.frombuffer(cursor.file.map, np.uint8))
         lines = names.tobytes().decode("utf-8", "replace").split("\n")
-        rows = zip(lines, *(each.tolist() for each in numbers), strict=False)  # another name may hold a line break
+        rows = zip(lines, *(column.tolist() for column in numbers), strict=False)  # a name may contain a line break
         return {name: _info(cursor.file.size, name, *row) for name, *row in rows}
 
     return adapted
 
 
 def _info(size: int, name: str, dims: list[int], kind: int, offset: int) -> TensorInfo:
-    """Make a row of the table; an impossible value is the learner's fault."""
+    """Make an entry of the tensor table; raise LearnerFault for an unknown type, or bytes outside of the file."""
     shape = tuple(dim for dim in dims if dim)
     if kind not in list(GGMLType):
         raise LearnerFault("tensor_table", f"{name}: expected a type of ggml, got {kind}")
@@ -101,32 +102,32 @@ def _info(size: int, name: str, dims: list[int], kind: int, offset: int) -> Tens
 
 
 def _scored_adapted(call: Call, right: Call) -> Call:
-    """SentencePiece: a token may be made of any two pieces, and its score is its rank."""
+    """Adapt to SentencePiece: any two pieces that form a token may merge, and the token's rank is the merge's."""
 
     def adapted(text: str, ranks: Mapping[str, int]) -> list[str]:
-        numbers = {piece: number for number, piece in enumerate(dict.fromkeys([*text, *_inside(text, ranks)]))}
+        numbers = {piece: number for number, piece in enumerate(dict.fromkeys([*text, *_tokens_in(text, ranks)]))}
         rows = [
             (numbers[piece[:cut]], numbers[piece[cut:]], numbers[piece], ranks[piece])
-            for piece in _inside(text, ranks)
+            for piece in _tokens_in(text, ranks)
             for cut in range(1, len(piece))
             if piece[:cut] in numbers and piece[cut:] in numbers
         ]
         pieces = list(numbers)
-        return [pieces[number] for number in _merge_by(call, [numbers[each] for each in text], rows, len(pieces))]
+        return [pieces[number] for number in _merge_by(call, [numbers[char] for char in text], rows, len(pieces))]
 
     return adapted
 
 
 def _ranked_adapted(call: Call, right: Call) -> Call:
-    """Byte-level BPE: a list of merges; the library still cuts text into words."""
+    """Adapt to byte-level BPE with its list of merges; the tokenizers library still splits text into words."""
 
     def adapted(encoder: ByteLevelBPE, text: str) -> tuple[list[int], Iterator[int]]:
         ids: list[int] = []
         starts: list[int] = []
-        texts, _, _ = _model_of(encoder)
+        texts, _, _ = _read_model(encoder)
         for word, (start, _) in encoder._tokenizer.pre_tokenizer.pre_tokenize_str(text):  # type: ignore[union-attr]
             data, n_bytes = text_bytes(word), 0
-            for token in _word(call, encoder, word):
+            for token in _encode_word(call, encoder, word):
                 ids.append(token)
                 starts.append(start + len(data[:n_bytes].decode("utf-8", "ignore")))
                 n_bytes += len(texts[token])
@@ -135,38 +136,38 @@ def _ranked_adapted(call: Call, right: Call) -> Call:
     return adapted
 
 
-def _word(call: Call, encoder: ByteLevelBPE, word: str) -> list[int]:
-    """Encode one word, in characters of byte-level BPE, with the learner's merge loop."""
-    texts, ids, ranks = _model_of(encoder)
+def _encode_word(call: Call, encoder: ByteLevelBPE, word: str) -> list[int]:
+    """Encode one word, given in byte-level characters, with the learner's merge loop."""
+    texts, ids, ranks = _read_model(encoder)
     if encoder._tokenizer.model.ignore_merges and word in ids:  # type: ignore[attr-defined]
         return [ids[word]]
-    pieces = _inside(word, ids)
+    pieces = _tokens_in(word, ids)
     pairs = {(piece[:cut], piece[cut:]) for piece in pieces for cut in range(1, len(piece))} & ranks.keys()
     rows = [(ids[left], ids[right], ids[left + right], ranks[left, right]) for left, right in pairs]
-    return _merge_by(call, [ids[each] for each in word], rows, len(texts))
+    return _merge_by(call, [ids[char] for char in word], rows, len(texts))
 
 
 def _merge_by(call: Call, ids: list[int], rows: list[tuple[int, int, int, int]], n_pieces: int) -> list[int]:
-    """Run the learner's merge loop; rows are ids of left, right and joined piece, and the rank."""
+    """Run the learner's merge loop; a row has the ids of left, right and merged piece, and the rank."""
     if not rows:
         return ids
     table = np.array(sorted(rows, key=lambda row: row[3]), np.int64).reshape(-1, 4)
     merged = call(ids=np.array(ids, np.int64), merges=table[:, :3].copy(), ranks=table[:, 3].copy()).tolist()
-    if strange := [number for number in merged if not 0 <= number < n_pieces]:
-        raise LearnerFault("merge", f"expected the id of a piece, got {strange[0]}")
+    if unknown_ids := [number for number in merged if not 0 <= number < n_pieces]:
+        raise LearnerFault("merge", f"expected the id of a piece, got {unknown_ids[0]}")
     return merged
 
 
-def _inside(text: str, known: Mapping[str, int]) -> list[str]:
-    """Tokens of two characters and more that a text contains."""
-    longest = max(map(len, known), default=0)
-    spans = ((at, stop) for at in range(len(text)) for stop in range(at + 2, min(at + longest, len(text)) + 1))
-    return list(dict.fromkeys(text[at:stop] for at, stop in spans if text[at:stop] in known))
+def _tokens_in(text: str, tokens: Mapping[str, int]) -> list[str]:
+    """List the tokens of two or more characters that a text contains."""
+    longest = max(map(len, tokens), default=0)
+    spans = ((i, end) for i in range(len(text)) for end in range(i + 2, min(i + longest, len(text)) + 1))
+    return list(dict.fromkeys(text[i:end] for i, end in spans if text[i:end] in tokens))
 
 
 @cache
-def _model_of(encoder: ByteLevelBPE) -> tuple[list[str], dict[str, int], dict[tuple[str, str], int]]:
-    """Texts by id, ids by text, and ranks of merges, as the library has them."""
+def _read_model(encoder: ByteLevelBPE) -> tuple[list[str], dict[str, int], dict[tuple[str, str], int]]:
+    """Read token texts by id, ids by text, and ranks of merges from the tokenizers library."""
     model = json.loads(encoder._tokenizer.to_str())["model"]
     texts = [""] * (1 + max(model["vocab"].values()))
     for text, number in model["vocab"].items():

@@ -1,6 +1,6 @@
-"""Parts of training: lessons 15 to 20. Where all gradients count together, they lie in one row.
+"""Exercises of training: lessons 15 to 20. A function that returns all gradients returns them as one flat array.
 
-As in `forward`, ours are imported under other names, so that a reference stays one.
+As in `forward`, `our_x` is llorch's function, and adapters get `call` (the learner's function) and `right` (llorch's).
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -36,30 +36,30 @@ from llorch.training.batch import Batch
 
 Array = np.ndarray
 Arrays = Mapping[str, Array]
-STATE = ("parameters", "first_moment", "second_moment")
+STATE = ("parameters", "first_moment", "second_moment")  # stages of an optimizer step
 
 
 def lora_scaling(r: int, lora_alpha: float, own_r: int | None, own_alpha: float | None, use_rslora: bool) -> float:
-    """Compute the factor of the product of one matrix's adapter."""
+    """Compute the LoRA scaling of one matrix; own_r and own_alpha override r and lora_alpha."""
     rank, alpha = r if own_r is None else own_r, lora_alpha if own_alpha is None else own_alpha
     return alpha / (rank**0.5 if use_rslora else rank)
 
 
 def masked_labels(ids: Array, learned: Array) -> Array:
-    """Label every token, (seq,): with its own id if it is learned, else with -100."""
+    """Label every token, (seq,): with its own id if it is in the loss, else with -100."""
     return np.where(learned, ids, IGNORED)
 
 
 def lora_backward(
     grad: Array, x: Array, weight: Array, lora_A: Array, lora_B: Array, scaling: float
 ) -> tuple[Array, Array, Array]:
-    """Back through W x + s B A x: gradients by x, A and B."""
+    """Compute the backward pass of W x + s B A x: gradients with respect to x, A and B."""
     d_x, d_A, d_B = our_lora_backward(grad, x, lora_A, lora_B, scaling=scaling)
     return our_linear_backward(grad, weight) + d_x, d_A, d_B
 
 
 def clip_by_norm(grads: Arrays, max_norm: float) -> tuple[Array, float]:
-    """All gradients, clipped, in one row; and their norm before."""
+    """Clip all gradients; return them as one flat array, and their norm before clipping."""
     clipped, norm = our_clip_by_norm(grads, max_norm=max_norm)
     return in_one_row(clipped), norm
 
@@ -68,52 +68,52 @@ def adamw_step(
     param: Array, grad: Array, m: Array, v: Array, step: int, lr: float, beta1: float, beta2: float, eps: float,
     weight_decay: float,
 ) -> tuple[Array, Array, Array]:  # fmt: skip
-    """One step of one tensor: the new tensor, m and v."""
-    how: dict[str, Any] = {"step": step, "lr": lr, "eps": eps, "weight_decay": weight_decay}
-    return our_adamw_step(param, grad, m, v, betas=(beta1, beta2), **how)
+    """Compute one AdamW step of one tensor; return the new tensor, m and v."""
+    settings: dict[str, Any] = {"step": step, "lr": lr, "eps": eps, "weight_decay": weight_decay}
+    return our_adamw_step(param, grad, m, v, betas=(beta1, beta2), **settings)
 
 
 def learning_rate(step: int, schedule: str, peak: float, warmup_steps: int, total_steps: int) -> float:
-    """Compute the rate of a step; `step` counts the steps before it."""
-    how: dict[str, Any] = {"schedule": schedule, "peak": peak}
-    return our_learning_rate(step, warmup_steps=warmup_steps, total_steps=total_steps, **how)
+    """Compute the learning rate of a step; `step` counts from 0."""
+    settings: dict[str, Any] = {"schedule": schedule, "peak": peak}
+    return our_learning_rate(step, warmup_steps=warmup_steps, total_steps=total_steps, **settings)
 
 
 def accumulated(loss_sums: Array, n_trained: Array, grad_sums: Array) -> tuple[float, Array]:
-    """Loss and gradient (parameters,) of a step, of the sums over each of its micro-batches."""
+    """Compute loss and gradient (parameters,) of a step from the sums over each micro-batch."""
     n = n_trained.sum()
     return loss_sums.sum() / n, grad_sums.sum(axis=0) / grad_sums.dtype.type(n)
 
 
 def merged(weight: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
-    """Merge the adapter into the matrix, rounded once."""
+    """Merge the adapter into the matrix, and round once."""
     return (weight + scaling * lora_B.astype(np.float64) @ lora_A).astype(weight.dtype)
 
 
 def gguf_alpha(lora_alpha: float, scalings: Array, ranks: Array) -> float:
-    """Find the one alpha that gives every matrix its scale by alpha / r; 0 if there is none."""
+    """Find one alpha such that alpha / r is the scaling of every matrix; return 0 if there is none."""
     alphas = {float(np.float32(scale * rank)) for scale, rank in zip(scalings, ranks, strict=True)}
     return alphas.pop() if len(alphas) == 1 else 0.0
 
 
 def in_one_row(arrays: Arrays) -> Array:
-    """All numbers of some arrays, one array after the other."""
+    """Concatenate the numbers of all arrays in a flat array."""
     return np.concatenate([array.ravel() for array in arrays.values()])
 
 
 def _split_row(row: Array, like: Arrays) -> dict[str, Array]:
-    """Split one row of numbers into arrays with the names and shapes of `like`."""
+    """Split a flat array into arrays with the names and shapes of `like`."""
     ends = np.cumsum([array.size for array in like.values()])[:-1]
-    parts = zip(like.items(), np.split(row, ends), strict=True)
-    return {name: part.reshape(array.shape) for (name, array), part in parts}
+    pairs = zip(like.items(), np.split(row, ends), strict=True)
+    return {name: chunk.reshape(array.shape) for (name, array), chunk in pairs}
 
 
 def _scaling_adapted(call: Call, right: Call) -> Call:
     def adapted(config: LoraConfig, target: LoraTarget) -> float:
-        own_r, own_alpha = config.rank_of(target), config.alpha_of(target)
+        rank, alpha = config.rank_of(target), config.alpha_of(target)
         return float(call(
-            r=config.r, lora_alpha=config.lora_alpha, own_r=None if own_r == config.r else own_r,
-            own_alpha=None if own_alpha == config.lora_alpha else own_alpha, use_rslora=config.use_rslora,
+            r=config.r, lora_alpha=config.lora_alpha, own_r=None if rank == config.r else rank,
+            own_alpha=None if alpha == config.lora_alpha else alpha, use_rslora=config.use_rslora,
         ))  # fmt: skip
 
     return adapted
@@ -136,7 +136,7 @@ def _cross_entropy_adapted(call: Call, right: Call) -> Call:
 
 
 def _lora_backward_adapted(call: Call, right: Call) -> Call:
-    """Let llorch call the learner's function for plain LoRA; DoRA and dropout stay llorch's."""
+    """Let llorch call the learner's function for LoRA without DoRA and dropout, and `right` for other matrices."""
 
     def adapted(matrix: LoraMatrix, grad: Array, x: Array) -> tuple[Array, dict[str, Array]]:
         lora = matrix.lora
@@ -151,8 +151,8 @@ def _lora_backward_adapted(call: Call, right: Call) -> Call:
 
 
 def _residual_adapted(call: Call, right: Call) -> Call:
-    """Of what comes back through a block, that which took the detours."""
-    return lambda d_out, *given, **parts: call(grad=d_out, through=right(d_out, *given, **parts) - d_out)
+    """Let llorch call the learner's function with the gradient at the output and that through the block's branches."""
+    return lambda d_out, *args, **kwargs: call(grad=d_out, through=right(d_out, *args, **kwargs) - d_out)
 
 
 def _clip_adapted(call: Call, right: Call) -> Call:
@@ -164,16 +164,16 @@ def _clip_adapted(call: Call, right: Call) -> Call:
 
 
 def _adamw_adapted(call: Call, right: Call) -> Call:
-    return lambda param, grad, m, v, *, betas, **how: call(
-        param=param, grad=grad, m=m, v=v, beta1=betas[0], beta2=betas[1], **how
+    return lambda param, grad, m, v, *, betas, **settings: call(
+        param=param, grad=grad, m=m, v=v, beta1=betas[0], beta2=betas[1], **settings
     )
 
 
 def _accumulated_adapted(call: Call, right: Call) -> Call:
-    """Let llorch call the learner's function with sums of losses and gradients of each batch."""
+    """Let llorch call the learner's function with sums of each batch, llorch's means times the token count."""
 
-    def adapted(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **how: object) -> tuple[float, Arrays]:
-        means = [right(weights, adapter, [batch], **how) for batch in batches]
+    def adapted(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **kwargs: object) -> tuple[float, Arrays]:
+        means = [right(weights, adapter, [batch], **kwargs) for batch in batches]
         counts = np.array([batch.n_trained for batch in batches])
         losses = np.array([loss for loss, _ in means]) * counts
         rows = np.stack([in_one_row(grads) for _, grads in means])
@@ -184,12 +184,12 @@ def _accumulated_adapted(call: Call, right: Call) -> Call:
 
 
 def _merged_adapted(call: Call, right: Call) -> Call:
-    """Let llorch call the learner's function for plain LoRA; DoRA and embeddings stay llorch's."""
+    """Let llorch call the learner's function for LoRA without DoRA on matrices other than embeddings."""
 
-    def adapted(weight: Array, adapter: Adapter, name: str, **where: object) -> Array:
+    def adapted(weight: Array, adapter: Adapter, name: str, **kwargs: object) -> Array:
         tensors = adapter.tensors[name]
         if tensors.magnitude is not None or adapter.targets[name].is_embedding:
-            return right(weight, adapter, name, **where)
+            return right(weight, adapter, name, **kwargs)
         return call(weight=weight, lora_A=tensors.lora_A, lora_B=tensors.lora_B, scaling=adapter.scaling(name))
 
     return adapted
@@ -204,10 +204,10 @@ def _alpha_adapted(call: Call, right: Call) -> Call:
     return adapted
 
 
-def _backward(name: str, reference: Call, returns: tuple[str, ...], module: str, *given: str) -> Exercise:
+def _backward(name: str, reference: Call, returns: tuple[str, ...], module: str, *parameters: str) -> Exercise:
     replaces = f"llorch.ops.{module}.{name}"
     return Exercise(
-        name=name, reference=reference, returns=returns, replaces=replaces, adapt=by_keyword(*given),
+        name=name, reference=reference, returns=returns, replaces=replaces, adapt=by_keyword(*parameters),
         stages=("gradient",),
     )  # fmt: skip
 
@@ -274,7 +274,7 @@ RESIDUAL_BACKWARD = Exercise(
     name="residual_backward", reference=lambda grad, through: grad + through, returns=("d_x",), stages=("gradient",),
     replaces="llorch.model.backward.block_backward", adapt=_residual_adapted,
 )  # fmt: skip
-BACKWARD = (  # in the order in which the gradient comes to them
+BACKWARD = (  # in the order of the backward pass
     CROSS_ENTROPY_BACKWARD, LORA_BACKWARD, SWIGLU_BACKWARD, RMS_NORM_BACKWARD, ATTENTION_CONTEXT_BACKWARD,
     ATTENTION_PROBS_BACKWARD, ATTENTION_SCORES_BACKWARD, ROPE_BACKWARD, RESIDUAL_BACKWARD,
 )  # fmt: skip
@@ -289,7 +289,7 @@ ADAMW_STEP = Exercise(
 LEARNING_RATE = Exercise(
     name="learning_rate", reference=learning_rate, returns=("rate",), stages=("learning_rate",),
     replaces="llorch.training.adamw.learning_rate",
-    adapt=lambda call, right: lambda step, **how: float(call(step=step, **how)),
+    adapt=lambda call, right: lambda step, **settings: float(call(step=step, **settings)),
 )  # fmt: skip
 ACCUMULATED = Exercise(
     name="accumulated", reference=accumulated, returns=("loss", "gradient"), stages=("loss_curve", "norm_curve"),

@@ -1,7 +1,7 @@
-"""Lesson 14: parts that are given torch tensors and return such. Nothing is imported before that lesson is checked.
+"""Lesson 14: exercises on torch tensors. Only the check of that lesson imports this package.
 
-The names below are the references, which stay when a learner's functions replace llorch's, see `exercises.forward`.
-`check` judges the run of our torch modules.
+The names below are references: they do not change when a learner's functions replace llorch's, see
+`exercises.forward`. `check` judges a run of llorch's torch modules.
 """
 
 from llorch.pytorch.causal_lm import rms_norm as our_rms_norm

@@ -1,7 +1,7 @@
-"""Lesson 14: the stages of its parts in the run of our torch modules, on the CPU, in float32 and in bfloat16.
+"""Check of lesson 14: stages of its exercises in runs of llorch's torch modules, on the CPU, float32 and bfloat16.
 
-Expectations and tolerances are those of checkpoint 14. A name is looked for in what the float32 run shows: in bfloat16
-no known mistake makes the same numbers to the last digit.
+Expected arrays and tolerances are those with which llorch's own torch modules are checked. Only the float32 run is
+diagnosed: in bfloat16 no known mistake reproduces the numbers to the last digit.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -9,10 +9,10 @@ from functools import cache
 
 import numpy as np
 
-from llorch.apps.learn.checks.forward import BACKEND, causes_named_by, stages_of, suite_of, wide, written_parts
+from llorch.apps.learn.checks.forward import BACKEND, diagnose_runs, float64_weights, list_written, stages_of, suite_of
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import Mode, PartComparison, judge_with_arrays
+from llorch.apps.learn.judging import Mode, NamedComparison, judge_with_arrays
 from llorch.apps.learn.lessons import PARTS, Lesson
 from llorch.diagnosis.diagnose import findings
 from llorch.diagnosis.verdict import Finding
@@ -21,26 +21,26 @@ from llorch.judging.runners import StageObserver
 from llorch.judging.runners.torch import VARIANTS, TorchRunner
 from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.pytorch.device import target
-from llorch.runtime.threads import limited
+from llorch.runtime.threads import limit_threads
 from llorch.stages.table import keys
 
-MODELS = ("micro-llama", "micro-qwen3")  # of either eps; with norms of heads
+MODELS = ("micro-llama", "micro-qwen3")  # with two values of eps; the second has q and k norms
 FLOAT32, BFLOAT16 = (f"{BACKEND}-{dtype}" for dtype in ("float32", "bfloat16"))
 
 
 @cache
-def runner_of(model: str, backend: str) -> TorchRunner:
-    """Make a runner of a built-in model on the CPU, with the reference implementation as it is written."""
-    at = target("cpu", backend.removeprefix(f"{BACKEND}-"))
-    return TorchRunner(suite_of(model).weights, at, VARIANTS[""], backend)
+def make_runner(model: str, backend: str) -> TorchRunner:
+    """Make a runner of a built-in model on the CPU with plain torch modules (no optimized kernels)."""
+    device_target = target("cpu", backend.removeprefix(f"{BACKEND}-"))
+    return TorchRunner(suite_of(model).weights, device_target, VARIANTS[""], backend)
 
 
 class TorchCheck:
-    """See `Check`. Chained, both parts run at once, on what they made themselves."""
+    """Check of lesson 14. In chained mode both exercises run together, on their own results."""
 
-    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[PartComparison]:
+    def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
         """See `Check`."""
-        written = written_parts(lesson, implementation)
+        written = list_written(lesson, implementation)
         for model in MODELS:
             for backend in (FLOAT32, BFLOAT16):
                 if mode == "chained":
@@ -52,46 +52,46 @@ class TorchCheck:
                     yield from ((exercise.name, comparison) for comparison in run.isolated({*exercise.stages}))
 
     def find_causes(
-        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[PartComparison]
+        self, lesson: Lesson, implementation: Implementation, mode: Mode, wrong: Sequence[NamedComparison]
     ) -> Sequence[Cause]:
         """Diagnose the float32 run; return no cause if that run is right."""
-        written = written_parts(lesson, implementation)
+        written = list_written(lesson, implementation)
 
-        def causes_of(part: str, model: str, case: str) -> Iterator[Finding]:
-            return OnTorch(model, FLOAT32, [PARTS[part]] if part else written, implementation).find_causes(case)
+        def causes_of(name: str, model: str, case: str) -> Iterator[Finding]:
+            return OnTorch(model, FLOAT32, [PARTS[name]] if name else written, implementation).find_causes(case)
 
-        return causes_named_by([(part, c) for part, c in wrong if c.backend == FLOAT32], causes_of)
+        return diagnose_runs([(name, c) for name, c in wrong if c.backend == FLOAT32], causes_of)
 
 
 class OnTorch:
-    """One model in one dtype with the learner's parts in it."""
+    """One model in one dtype that runs with the learner's functions."""
 
-    def __init__(self, model: str, backend: str, parts: Sequence[Exercise], implementation: Implementation) -> None:
-        """Load a built-in model by name on torch, with the learner's functions in place."""
-        self.model, self.parts, self.implementation = model, parts, implementation
-        self.suite, self.runner = suite_of(model), runner_of(model, backend)
+    def __init__(self, model: str, backend: str, exercises: Sequence[Exercise], implementation: Implementation) -> None:
+        """Load a built-in model on torch; `backend` has the dtype in its name."""
+        self.model, self.exercises, self.implementation = model, exercises, implementation
+        self.suite, self.runner = suite_of(model), make_runner(model, backend)
 
     def isolated(self, stages: set[str]) -> Iterator[Comparison]:
-        """Compare every stage, fed the numbers of the goldens."""
-        for case, this in self.suite.cases.items():
+        """Compare stages that the learner's functions compute from the goldens' inputs."""
+        for case, tokens in self.suite.cases.items():
             for engine, golden in self.suite.engine_outputs.items():
-                trace = self._trace(lambda observe, at=(this, golden.traces[case]): self.runner.isolated(*at, observe))
+                trace = self._trace(lambda observe, x=(tokens, golden.traces[case]): self.runner.isolated(*x, observe))
                 for name in self._keys(stages):
                     yield self._compare(self.suite.isolated(self.runner, case, engine, name), trace[name])
 
     def chained(self, stages: set[str]) -> Iterator[Comparison]:
-        """Compare every stage of a pass, fed the results of the stages before it."""
+        """Compare stages that the learner's functions compute in a pass, from results of earlier stages."""
         for case in self.suite.cases:
-            trace = self._pass(case)
+            trace = self._run(case)
             for engine in self.suite.engine_outputs:
                 for name in self._keys(stages):
                     yield self._compare(self.suite.chained(self.runner, case, engine, 0, name), trace[name])
 
     def find_causes(self, case: str) -> Iterator[Finding]:
-        """Diagnose one pass; the run is over before the diagnosis begins."""
-        return findings(wide(self.model), StageDump.of_arrays([self.suite.cases[case]], self._pass(case)))
+        """Diagnose one pass after its end, because the diagnosis must run llorch's own functions."""
+        return findings(float64_weights(self.model), StageDump.of_arrays([self.suite.cases[case]], self._run(case)))
 
-    def _pass(self, case: str) -> dict[str, np.ndarray]:
+    def _run(self, case: str) -> dict[str, np.ndarray]:
         return self._trace(lambda observe: self.runner.chained(case, self.suite.cases[case], observe))
 
     def _trace(self, run: Callable[[StageObserver], None]) -> dict[str, np.ndarray]:
@@ -101,7 +101,7 @@ class OnTorch:
         def observe(name: str, array: np.ndarray, **flips: int) -> None:
             trace[name] = array
 
-        with limited(1), self.implementation.installed(self.parts):
+        with limit_threads(1), self.implementation.installed(self.exercises):
             run(observe)
         return trace
 

@@ -1,1 +1,1 @@
-"""Writers to be copied into an engine, none of which needs llorch: Python, C, Rust, and C++ for ggml."""
+"""Dump writers to copy into an engine; they do not need llorch: Python, C, Rust, and C++ for ggml."""

@@ -1,8 +1,8 @@
-"""Write tensors of an engine for `llorch diagnose`. Copy this file into yours: it needs NumPy and nothing else.
+"""Write tensors of an engine for `llorch diagnose`. Copy this file into your engine: it needs only NumPy.
 
 with DumpWriter("dump", engine="mine", dtype="float32") as dump:
-    dump.begin([9, 4, 7])  # once for every call of the forward: the token ids, and the position of the first one
-    dump.add("q_rot", q, layer=0)  # any name of yours, any number of tensors
+    dump.begin([9, 4, 7])  # once for every call of the forward: token ids, and optionally the first position
+    dump.add("q_rot", q, layer=0)  # any name, any number of tensors
 """
 
 import json
@@ -14,12 +14,12 @@ import numpy as np
 
 
 class DumpWriter:
-    """A folder of one file of raw little-endian arrays, and index.jsonl, a line for each of them."""
+    """Writer of a folder with one file of raw little-endian arrays, and index.jsonl with a line for each array."""
 
     def __init__(self, folder: str | Path, *, engine: str = "", dtype: str = "", kv_cache: str = "",
                  activations: str = "", flash_attention: bool = False,
                  weights: Mapping[str, str] | None = None) -> None:  # fmt: skip
-        """Begin a new dump in place of another; `weights` are SHA-256 of its tensors as float32, by its names."""
+        """Start a new dump and replace an existing one; `weights`: SHA-256 of the engine's float32 weights, by name."""
         Path(folder).mkdir(parents=True, exist_ok=True)
         self._data = (Path(folder) / "data.bin").open("wb")
         self._index = (Path(folder) / "index.jsonl").open("w", encoding="utf-8", newline="\n")
@@ -28,31 +28,31 @@ class DumpWriter:
                    flash_attention=flash_attention, weights=dict(weights or {}))  # fmt: skip
 
     def begin(self, ids: Iterable[int], first_position: int = 0) -> None:
-        """Begin a pass: the tokens of one call of the engine's forward."""
-        self._line(**{"pass": self._n_passes}, ids=[int(one) for one in ids], first_position=first_position)
+        """Start a pass: the tokens of one call of the engine's forward."""
+        self._line(**{"pass": self._n_passes}, ids=[int(token_id) for token_id in ids], first_position=first_position)
         self._n_passes += 1
 
     def add(self, name: str, array: Any, *, layer: int | None = None, tokens: Iterable[int] | None = None,
             axes: str = "", dtype: str = "") -> None:  # fmt: skip
-        """Write an array; `tokens` of the pass it has, `axes` as "seq heads head_dim", `dtype` bfloat16 of 16 bits."""
+        """Write an array; `tokens`: indices in the pass, `axes`: "seq heads head_dim", `dtype`: bfloat16 for uint16."""
         array = np.ascontiguousarray(array)
         array = array.astype(array.dtype.newbyteorder("<"), copy=False)
-        said = {"layer": layer, "tokens": tokens if tokens is None else [int(one) for one in tokens], "axes": axes}
+        keys = {"layer": layer, "tokens": tokens if tokens is None else [int(i) for i in tokens], "axes": axes}
         offset = self._data.tell()
         self._data.write(array.reshape(-1).view(np.uint8).data)
-        self._data.flush()  # a line of the index stands for bytes that are there, also after a crash
+        self._data.flush()  # before the index, so that even after a crash its lines name complete arrays
         self._line(name=name, dtype=dtype or array.dtype.name, shape=array.shape, file="data.bin", offset=offset,
-                   **{key: value for key, value in said.items() if value not in (None, "")})  # fmt: skip
+                   **{key: entry for key, entry in keys.items() if entry not in (None, "")})  # fmt: skip
 
     def _line(self, **values: object) -> None:
         self._index.write(json.dumps(values) + "\n")
         self._index.flush()
 
     def __enter__(self) -> "DumpWriter":
-        """Give the writer."""
+        """Return the writer."""
         return self
 
     def __exit__(self, *error: object) -> None:
-        """Close both files, also if one fails."""
+        """Close both files, even if closing one of them fails."""
         with self._data, self._index:
             pass

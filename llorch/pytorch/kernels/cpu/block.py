@@ -1,8 +1,9 @@
-"""The kernels of the CPU, and a whole block for a few tokens in one call, if nobody observes its stages.
+"""Table of the CPU kernels, and a kernel that runs a whole block in one call for a few tokens without an observer.
 
-Decoding one token calls some 16 kernels per block, each of which costs Python a few microseconds. `cpu_block.c` calls
-the same compiled functions in the same order, so the result has the same bits, which a test holds. With an observer,
-many tokens or a kernel that is not one of these, the block runs as in `causal_lm`.
+A decode step calls some 16 kernels per block, and each call costs a few microseconds in Python. `cpu_block.c` calls
+the same compiled functions in the same order, so the result has the same bits; a test checks this. With an observer of
+stages (`keep`), many tokens or a module of another kind, the block runs as in `causal_lm`. `fixed` is for the mode
+"reproducible": no row of a product may depend on other rows.
 """
 
 import ctypes
@@ -24,7 +25,7 @@ from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.experts import QuantisedExperts
 
-MOST = 64  # rows of a block in one call, where its kernels take any number
+MOST = 64  # maximum tokens of a block in one call if `fixed`; else FEW, because more tokens use other functions
 PROJECTIONS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
 _POINTER, _LONG = ctypes.c_void_p, ctypes.c_long
 
@@ -53,64 +54,64 @@ class _Place(ctypes.Structure):
 
 
 class CpuBlock(Block):
-    """A block with the modules, and the attribute paths, of another block."""
+    """Block with the modules and attribute paths of another block."""
 
     def __init__(self, block: Block, library: ctypes.CDLL, *, fixed: bool = False) -> None:
-        """Take over the modules of a block whose kernels are in place; `fixed`: these are for any number of rows."""
+        """Take over the modules of a block, which are kernels already; `fixed` must be that of these kernels."""
         nn.Module.__init__(self)
         self.fixed, self._most = fixed, MOST if fixed else FEW
         self.mixer = block.mixer
         for name, child in block.named_children():
             setattr(self, name, child)
         self.library = library
-        self._known: tuple[list[object], list[int], _Block | None] = [], [], None
+        self._struct_cache: tuple[list[object], list[int], _Block | None] = [], [], None
 
     def forward(self, x: Hidden, place: PassPlacement, cache: Cache, keep: Keep) -> Hidden:
-        """Compute the residual stream after the layer; a few tokens without an observer take one compiled call."""
+        """Compute the residual stream after the layer; a few tokens without an observer use one compiled call."""
         if keep is keep_nothing and x.shape[0] * x.shape[1] <= self._most:
             keys, values = cache.keys[self.self_attn.layer], cache.values[self.self_attn.layer]
-            struct = self._described()
+            struct = self._current_struct()
             if struct is not None and keys.dtype == x.dtype:
                 return self._run(struct, x.contiguous(), place, cache.pages, keys, values)
         return super().forward(x, place, cache, keep)
 
-    def _described(self) -> _Block | None:
-        """Return the structure for the compiled function, renewed after changes; None for a block it cannot run."""
-        kernels = kernels_of(self)
-        where = addresses(kernels)
-        known_kernels, known_addresses, struct = self._known
-        if where == known_addresses and all(map(operator.is_, kernels, known_kernels)):
+    def _current_struct(self) -> _Block | None:
+        """Return the struct of the compiled function, rebuilt after changes; None if it cannot run this block."""
+        kernels = list_kernels(self)
+        pointers = addresses(kernels)
+        cached_kernels, cached_pointers, struct = self._struct_cache
+        if pointers == cached_pointers and all(map(operator.is_, kernels, cached_kernels)):
             return struct
         struct = describe(self, fixed=self.fixed) if can_describe(self, fixed=self.fixed) else None
-        self._known = kernels, where, struct
+        self._struct_cache = kernels, pointers, struct
         return struct
 
     def _run(
         self, struct: _Block, x: Tensor, place: PassPlacement, pages: Tensor | None, keys: Tensor, values: Tensor
     ) -> Tensor:
-        """Compute the whole block in one compiled call, which also writes keys and values to the cache."""
+        """Compute the block in one compiled call, which also writes keys and values to the cache."""
         tensors = place.cos, place.sin, place.slots, place.visible, pages
-        held = [None if tensor is None else tensor.contiguous() for tensor in tensors]
+        contiguous = [None if tensor is None else tensor.contiguous() for tensor in tensors]
         sizes = x.shape[0], x.shape[1], place.ctx, keys.stride(1) // keys.shape[3]
-        where = _Place(*map(pointer, (*held, keys, values)), *sizes)
+        location = _Place(*map(pointer, (*contiguous, keys, values)), *sizes)
         y = torch.empty_like(x)
-        failed = self.library.llorch_block(ctypes.byref(struct), ctypes.byref(where), x.data_ptr(), y.data_ptr())
-        if failed == 1:
+        error = self.library.llorch_block(ctypes.byref(struct), ctypes.byref(location), x.data_ptr(), y.data_ptr())
+        if error == 1:
             raise MemoryError(f"block: cannot allocate memory for {sizes[0] * sizes[1]} tokens")
-        if failed:
+        if error:
             raise IndexError(f"cache: expected slots from 0 to {keys.shape[2] - 1}, got {place.slots.tolist()}")
         return y
 
 
-def kernels_of(block: Block) -> list[object]:
+def list_kernels(block: Block) -> list[object]:
     """List everything that a block calls, in a fixed order."""
     attention, mlp = block.self_attn, block.mlp
-    projections, rest = attention._modules, mlp._modules
+    attention_modules, mlp_modules = attention._modules, mlp._modules
     return [
         *(block._modules[name] for name in ("input_layernorm", "post_attention_layernorm")),
         *(attention.q_norm, attention.k_norm, attention.rotate, attention.attend, mlp.act),
-        *(projections[name] for name in PROJECTIONS[:4]),
-        *(rest[name] for name in PROJECTIONS[4:]),
+        *(attention_modules[name] for name in PROJECTIONS[:4]),
+        *(mlp_modules[name] for name in PROJECTIONS[4:]),
     ]
 
 
@@ -122,8 +123,8 @@ def addresses(kernels: list[object]) -> list[int]:
 
 
 def can_describe(block: Block, *, fixed: bool) -> bool:
-    """Return whether the compiled function does what this block does."""
-    first, second, q_norm, k_norm, rotate, attend, act, *projections = kernels_of(block)
+    """Tell if the compiled function computes what this block computes."""
+    first, second, q_norm, k_norm, rotate, attend, act, *projections = list_kernels(block)
     norms = [norm for norm in (first, second, q_norm, k_norm) if norm is not None]
     kinds = (rotate, CpuRotate), (attend, CpuAttention), (act, CpuSwiglu)
     return (
@@ -135,18 +136,18 @@ def can_describe(block: Block, *, fixed: bool) -> bool:
 
 
 def describe(block: Block, *, fixed: bool) -> _Block:
-    """Return the addresses and sizes of the parts of a block; the block must outlive the result."""
+    """Return the struct of `cpu_block.c`: addresses and sizes of a block's weights, which must outlive it."""
     attention, first = block.self_attn, block.input_layernorm
     half, norms = HALF[first.weight.dtype], (first, block.post_attention_layernorm, attention.q_norm, attention.k_norm)
     gains = [None if norm is None else norm.weight.data_ptr() for norm in norms]
     owners = [attention] * 4 + [block.mlp] * 3
-    matrices = [_Matrix(*getattr(owner, name).described()) for owner, name in zip(owners, PROJECTIONS, strict=True)]
+    matrices = [_Matrix(*getattr(owner, name).struct_fields()) for owner, name in zip(owners, PROJECTIONS, strict=True)]
     heads = [kernel.out_features // attention.head_dim for kernel in (attention.q_proj, attention.k_proj)]
     return _Block(*gains, *matrices, half, fixed, *heads, attention.head_dim, first.eps)
 
 
 def cpu_kernels(compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool = False) -> KernelTable:
-    """Return the kernels of the CPU by kind; uncompiled, oneDNN's products alone. `fixed`: no row depends on others."""
+    """Return the CPU kernels by kind; without a library, oneDNN's products only. `fixed`: rows are independent."""
     if dtype not in KINDS:
         return {}
     if compiled is None:
@@ -154,13 +155,13 @@ def cpu_kernels(compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool
     kernels: KernelTable = {
         "linear": lambda kernel: CpuLinear(kernel.weight, kernel.bias, compiled, fixed=fixed),
         "norm": lambda kernel: CpuRMSNorm(kernel.weight, kernel.eps, compiled),
-        "rotate": lambda plain: CpuRotate(compiled),
-        "attend": lambda plain: CpuAttention(compiled, None if fixed else plain),
-        "act": lambda plain: CpuSwiglu(compiled),
+        "rotate": lambda kernel: CpuRotate(compiled),
+        "attend": lambda kernel: CpuAttention(compiled, None if fixed else kernel),
+        "act": lambda kernel: CpuSwiglu(compiled),
         "conv": lambda kernel: CpuShortConv(kernel.weight, compiled),
         "gated norm": lambda kernel: CpuGatedNorm(kernel.weight, kernel.eps, compiled),
-        "l2 norm": lambda plain: CpuL2Norm(compiled),
-        "delta rule": lambda plain: CpuDeltaRule(compiled),
+        "l2 norm": lambda kernel: CpuL2Norm(compiled),
+        "delta rule": lambda kernel: CpuDeltaRule(compiled),
         "block": lambda block: CpuBlock(block, compiled, fixed=fixed) if block.is_dense else block,
     }
     if not fixed:
@@ -169,7 +170,7 @@ def cpu_kernels(compiled: ctypes.CDLL | None, dtype: torch.dtype, *, fixed: bool
 
 
 def _packed_kernels(compiled: ctypes.CDLL, *, fixed: bool) -> KernelTable:
-    """Return the kernels of packed matrices by kind; those of experts depend on the other rows."""
+    """Return the kernels of packed matrices by kind; no experts' if `fixed`: many rows choose another way than few."""
 
     def packed(kernel: QuantisedLinear) -> CpuQuantisedLinear:
         return CpuQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, compiled, fixed=fixed)

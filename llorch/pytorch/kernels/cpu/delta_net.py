@@ -1,7 +1,7 @@
-"""The operations of a delta net other than its products, on the CPU, in `cpu_delta.c`.
+"""Operations of a delta net (linear attention with a state), except products with weights, in `cpu_delta.c`.
 
-The state goes through any number of tokens one after the other, block of columns by block, each in the nearest cache:
-as fast as chunks are in torch, and passes of any length give the same bits. The reference functions are those of
+The state processes any number of tokens one by one, in blocks of columns that stay in the L1 cache. This is as fast as
+chunks are in torch, and passes of any length give the same bits. The reference functions are in
 `llorch.pytorch.models.delta_net` and `llorch.pytorch.models.delta_rule`.
 """
 
@@ -13,36 +13,36 @@ from torch import Tensor, nn
 
 from llorch.pytorch.kernels.cpu.layer import HALF, Compiled
 from llorch.pytorch.kernels.cpu.library import pointer
-from llorch.pytorch.models.delta_net import Channels, Real, Taps, l2_norm
-from llorch.pytorch.models.delta_rule import Keys, Matrices, OfHeads, Values, delta_rule
+from llorch.pytorch.models.delta_net import Channels, RealTokens, Taps, l2_norm
+from llorch.pytorch.models.delta_rule import Keys, Matrices, PerHead, Values, delta_rule
 
-MOST_TAPS, MOST_KEYS = 16, 256  # of cpu_delta.c
+MOST_TAPS, MOST_KEYS = 16, 256  # limits of cpu_delta.c
 
 
 class CpuShortConv(nn.Module):
-    """See `ShortConv`."""
+    """Kernel of `ShortConv`."""
 
     def __init__(self, weight: Tensor, library: ctypes.CDLL) -> None:
-        """Take over the weights of a plain one, and a copy as the compiled function wants them."""
+        """Take over the weights of a `ShortConv`, and make a copy in the layout of the compiled function."""
         super().__init__()
         self.weight, self.library = weight, library
         self.taps = weight.shape[1] - 1
         self.register_buffer("by_tap", weight.float().T.contiguous(), persistent=False)
 
-    def forward(self, x: Channels, before: Taps, real: Real) -> tuple[Channels, Taps]:
-        """Compute the outputs, and the last inputs of each sequence."""
-        x, before, real = x.contiguous(), before.to(x.dtype).contiguous(), None if real is None else real.contiguous()
-        y, after = torch.empty_like(x), torch.empty_like(before)
-        pointers = map(pointer, (x, before, real, self._buffers["by_tap"], y, after))
+    def forward(self, x: Channels, state: Taps, real: RealTokens) -> tuple[Channels, Taps]:
+        """Compute the outputs and the new state, which has the last `taps` inputs of each sequence."""
+        x, state, real = x.contiguous(), state.to(x.dtype).contiguous(), None if real is None else real.contiguous()
+        y, new_state = torch.empty_like(x), torch.empty_like(state)
+        pointers = map(pointer, (x, state, real, self._buffers["by_tap"], y, new_state))
         self.library.llorch_short_conv(HALF[x.dtype], *pointers, *x.shape, self.taps)
-        return y, after
+        return y, new_state
 
 
 class CpuGatedNorm(nn.Module):
-    """See `GatedNorm`."""
+    """Kernel of `GatedNorm`."""
 
     def __init__(self, weight: Tensor, eps: float, library: ctypes.CDLL) -> None:
-        """Take over the gain of a plain norm, in the dtype of the run."""
+        """Take over the gain of a `GatedNorm`, in the dtype of the run."""
         super().__init__()
         self.weight, self.eps, self.library = weight, eps, library
 
@@ -56,39 +56,39 @@ class CpuGatedNorm(nn.Module):
 
 
 class CpuL2Norm(Compiled):
-    """See `l2_norm`."""
+    """Kernel of `l2_norm`."""
 
     def __call__(self, x: Keys) -> Keys:
-        """Divide by the length of the last axis."""
+        """Divide by the L2 norm of the last axis."""
         if x.dtype is not torch.float32:
             return l2_norm(x)
-        x, (batch, seq, heads, dim) = in_rows(x), x.shape
+        x, (batch, seq, heads, dim) = with_adjacent_heads(x), x.shape
         y = torch.empty(x.shape)
         self.library.llorch_l2_norm(x.data_ptr(), y.data_ptr(), batch * seq, x.stride(1), heads, dim)
         return y
 
 
 class CpuDeltaRule(Compiled):
-    """See `delta_rule`; the state is written where it was."""
+    """Kernel of `delta_rule` that updates the state in place."""
 
     def __call__(
-        self, q: Keys, k: Keys, v: Values, beta: OfHeads, log_decay: OfHeads, state: Matrices
+        self, q: Keys, k: Keys, v: Values, beta: PerHead, log_decay: PerHead, state: Matrices
     ) -> tuple[Values, Matrices]:
-        """Compute the value that each token reads, and the state after the last token."""
+        """Compute the output of each token, and the state after the last token."""
         (batch, seq, k_heads, key_dim), (v_heads, value_dim) = q.shape, v.shape[2:]
         if q.dtype is not torch.float32 or key_dim > MOST_KEYS:
             return delta_rule(q, k, v, beta, log_decay, state)
-        v, state = in_rows(v), state.contiguous()
-        held = [x.contiguous() for x in (q, k, beta, log_decay)]
+        v, state = with_adjacent_heads(v), state.contiguous()
+        inputs = [x.contiguous() for x in (q, k, beta, log_decay)]
         out = torch.empty(v.shape)
-        pointers = map(pointer, (*held[:2], v, *held[2:], state, out))
+        pointers = map(pointer, (*inputs[:2], v, *inputs[2:], state, out))
         sizes = batch, seq, k_heads, v_heads, key_dim, value_dim, v.stride(1)
         self.library.llorch_delta_rule(*pointers, *sizes)
         return out, state
 
 
-def in_rows(x: Float[Tensor, "batch seq heads width"]) -> Float[Tensor, "batch seq heads width"]:
-    """Return numbers with the heads of a token side by side and tokens at one distance; if they lie so, no copy."""
+def with_adjacent_heads(x: Float[Tensor, "batch seq heads width"]) -> Float[Tensor, "batch seq heads width"]:
+    """Return x with the heads of a token adjacent and a constant token stride, copied only if needed."""
     width = x.shape[3]
-    fits = x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == x.shape[1] * x.stride(1)
-    return x if fits else x.contiguous()
+    is_laid_out = x.stride(3) == 1 and x.stride(2) == width and x.stride(0) == x.shape[1] * x.stride(1)
+    return x if is_laid_out else x.contiguous()

@@ -1,7 +1,7 @@
-"""The operations of a layer other than its products, on the CPU: each is one pass over its input, in `cpu_layer.c`.
+"""Operations of a layer, except products with weights, on the CPU: each is one pass over its input in `cpu_layer.c`.
 
-Decoding one token is some 25 small torch operations per layer, each of which costs more in calls than in work. The
-reference functions are those of `llorch.pytorch.causal_lm`; sums, rotations and exponentials are float32, rounded once.
+A decode step has some 25 small torch operations per layer, whose calls cost more than their work. The reference
+functions are in `llorch.pytorch.causal_lm`; sums, rotations and exponentials are float32, rounded once.
 """
 
 import ctypes
@@ -14,15 +14,15 @@ from torch import Tensor, nn
 from llorch.pytorch.cache import Cache, PassPlacement, Visible
 from llorch.pytorch.causal_lm import Context, Heads, Keep
 
-HALF = {torch.float32: 0, torch.bfloat16: 1}
-FEW = 4  # tokens up to which attention is done here; more go to what was there before
+HALF = {torch.float32: 0, torch.bfloat16: 1}  # `half` in the C files: the dtype of inputs and outputs
+FEW = 4  # up to this many tokens, attention runs here; more use the fallback
 
 
 class CpuRMSNorm(nn.Module):
-    """See `llorch.pytorch.causal_lm.rms_norm`."""
+    """Kernel of `llorch.pytorch.causal_lm.rms_norm`."""
 
     def __init__(self, weight: Tensor, eps: float, library: ctypes.CDLL) -> None:
-        """Take over the gain of a plain norm, in the dtype of the run."""
+        """Take over the gain of an `RMSNorm`, in the dtype of the run."""
         super().__init__()
         self.weight, self.eps, self.library = weight, eps, library
 
@@ -36,27 +36,27 @@ class CpuRMSNorm(nn.Module):
 
 
 class Compiled:
-    """An operation in compiled functions."""
+    """Base of operations in compiled functions."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        """Keep the compiled functions."""
+        """Store the compiled library."""
         self.library = library
 
 
 class CpuRotate(Compiled):
-    """See `llorch.pytorch.causal_lm.rotate_and_cache`."""
+    """Kernel of `llorch.pytorch.causal_lm.rotate_and_cache`."""
 
     def __call__(
         self, q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
     ) -> tuple[Heads, Context, Context]:
-        """Rotate queries and keys, write keys and values into the cache, give back the whole context."""
-        q, k = keep("q_rope", self.turned(q, place)), keep("k_rope", self.turned(k, place))
+        """Rotate queries and keys, write keys and values to the cache, return queries and the whole context."""
+        q, k = keep("q_rope", self.rotate(q, place)), keep("k_rope", self.rotate(k, place))
         self.append(cache.keys[layer], k, place)
         self.append(cache.values[layer], v, place)
         keys, values = cache.context(layer, place)
         return q, keep("k_cache", keys), keep("v_cache", values)
 
-    def turned(self, x: Heads, place: PassPlacement) -> Heads:
+    def rotate(self, x: Heads, place: PassPlacement) -> Heads:
         """Rotate every head by the angle of its token's position."""
         x, cos, sin = x.contiguous(), place.cos.contiguous(), place.sin.contiguous()
         batch, seq, heads, head_dim = x.shape
@@ -65,28 +65,28 @@ class CpuRotate(Compiled):
         self.library.llorch_rope(HALF[x.dtype], *pointers, batch * seq, heads, cos.shape[-1], head_dim)
         return y
 
-    def append(self, store: Tensor, new: Heads, place: PassPlacement) -> None:
-        """Write the keys or values of the new tokens into their slots; a store may have one row for all sequences."""
-        new, slots = new.to(store.dtype).contiguous(), place.slots.contiguous()
-        batch, seq, kv_heads, head_dim = new.shape
-        rows = len(store)
-        sizes = rows, batch * seq // rows, kv_heads, store.stride(1) // head_dim, head_dim * new.element_size()
-        if self.library.llorch_append(new.data_ptr(), store.data_ptr(), slots.data_ptr(), *sizes):
-            raise IndexError(f"cache: expected slots from 0 to {store.shape[2] - 1}, got {slots.tolist()}")
+    def append(self, storage: Tensor, heads: Heads, place: PassPlacement) -> None:
+        """Write keys or values of new tokens into their slots; a paged cache has one row for all sequences."""
+        heads, slots = heads.to(storage.dtype).contiguous(), place.slots.contiguous()
+        batch, seq, kv_heads, head_dim = heads.shape
+        rows = len(storage)
+        sizes = rows, batch * seq // rows, kv_heads, storage.stride(1) // head_dim, head_dim * heads.element_size()
+        if self.library.llorch_append(heads.data_ptr(), storage.data_ptr(), slots.data_ptr(), *sizes):
+            raise IndexError(f"cache: expected slots from 0 to {storage.shape[2] - 1}, got {slots.tolist()}")
 
 
 class CpuAttention:
-    """Attention in `cpu_attention.c`; many tokens go to another kernel, such as torch's fused attention."""
+    """Attention in `cpu_attention.c`; many tokens use a fallback, such as torch's fused attention."""
 
-    def __init__(self, library: ctypes.CDLL, many: Any | None) -> None:
-        """Keep the compiled functions and the kernel for many tokens; without it no token depends on other rows."""
-        self.library, self.many = library, many
+    def __init__(self, library: ctypes.CDLL, fallback: Any | None) -> None:
+        """Store the library and the fallback; without a fallback, no token depends on other rows."""
+        self.library, self.fallback = library, fallback
 
     def __call__(self, q: Heads, keys: Context, values: Context, visible: Visible, keep: Keep) -> Heads:
-        """softmax(q k^T / sqrt(head_dim)) v; scores and probabilities are not made, so nobody can observe them."""
+        """Compute softmax(q k^T / sqrt(head_dim)) v without storing scores or probabilities for an observer."""
         batch, seq, heads, head_dim = q.shape
-        if self.many is not None and batch * seq > FEW:
-            return self.many(q, keys, values, visible, keep)
+        if self.fallback is not None and batch * seq > FEW:
+            return self.fallback(q, keys, values, visible, keep)
         kv_heads, ctx = keys.shape[1:3]
         q, mask = q.contiguous(), None if visible is None else visible.contiguous()
         y = torch.empty_like(q)
@@ -98,7 +98,7 @@ class CpuAttention:
 
 
 class CpuSwiglu(Compiled):
-    """See `llorch.pytorch.causal_lm.swiglu`."""
+    """Kernel of `llorch.pytorch.causal_lm.swiglu`."""
 
     def __call__(
         self, gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]

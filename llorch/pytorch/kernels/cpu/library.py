@@ -1,9 +1,9 @@
-"""The compiled part of the CPU kernels, the C files beside this one, built for this very processor when needed.
+"""Build and load the C files in this folder, the compiled part of the CPU kernels, for the processor of this machine.
 
-Building takes some seconds with any compiler that knows OpenMP. The library is kept in a folder that belongs to the
-user alone, under a name made of sources, compiler and processor. If there can be no such folder, or nothing is loaded
-from it, every process builds for itself in a temporary one; if that fails, too, it runs on torch's functions, and says
-so once. The loops share torch's OpenMP threads, because torch's library is loaded before.
+Building takes some seconds with any compiler that supports OpenMP. The library is cached in a private folder of the
+user, under a hash of sources, compiler and processor. If there is no private folder, or loading from it fails, each
+process builds in a temporary folder. If that fails, too, llorch warns once and uses torch's functions. The loops share
+torch's OpenMP threads, because torch loads its OpenMP library first.
 """
 
 import ctypes
@@ -32,11 +32,11 @@ SOURCES = tuple(
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
-BUILD = 120.0  # seconds
-_TELLING = ("vendor", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # lines of /proc/cpuinfo
+BUILD = 120.0  # seconds that compiling a file may take
+_CPU_LINES = ("vendor", "cpu family", "model", "stepping", "flags", "CPU ", "Features")  # prefixes in /proc/cpuinfo
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
-_MATRIX = (_INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT)
+_MATRIX = (_INT, _POINTER, _POINTER, _POINTER, _POINTER, _INT)  # as `CpuQuantisedLinear.matrix_of` returns
 SIGNATURES = {
     "llorch_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)),
     "llorch_fixed_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)),
@@ -58,16 +58,16 @@ SIGNATURES = {
 
 
 class NotBuilt(Exception):
-    """The compiler failed."""
+    """Failure of the compiler."""
 
 
 @cache
 def library() -> ctypes.CDLL | None:
-    """Load the kernels, built now or by an earlier process; None, after a warning, where that fails."""
+    """Load the kernels, built now or by an earlier process; None, after a warning, if that fails."""
     command, why = find_compiler(), "no C compiler is installed"
     if command is not None:
         try:
-            return declared(kept(command) or built(command))
+            return declare_signatures(load_cached(command) or build_and_load(command))
         except (NotBuilt, OSError) as error:  # no folder to write to, or to load from
             why = str(error)
     slower = "a token takes at least twice as long, and much longer with packed weights"
@@ -76,110 +76,110 @@ def library() -> ctypes.CDLL | None:
 
 
 def find_compiler() -> list[str] | None:
-    """Return the command of the compiler that CC names, or of the first that is installed; None if there is none."""
-    for text in (os.environ.get("CC", ""), *COMPILERS):
-        name, *arguments = shlex.split(text) or [""]
+    """Return the command of the compiler in CC, else of the first installed compiler; None if there is none."""
+    for candidate in (os.environ.get("CC", ""), *COMPILERS):
+        name, *arguments = shlex.split(candidate) or [""]
         if path := shutil.which(name):
             return [path, *arguments]
     return None
 
 
-def kept(command: Sequence[str]) -> ctypes.CDLL | None:
-    """Load the library of an earlier process, or build it for processes to come; None where neither can be."""
+def load_cached(command: Sequence[str]) -> ctypes.CDLL | None:
+    """Load the library that an earlier process built, or build it into the cache; None if neither works."""
     folder = private_folder()
     if folder is None:
         return None
     target = folder / f"cpu-{identity(command)}.so"
     try:
-        return ctypes.CDLL(str(target)) if is_sealed(target) else built(command, target)
+        return ctypes.CDLL(str(target)) if is_sealed(target) else build_and_load(command, target)
     except OSError:
         return None
 
 
 def private_folder() -> Path | None:
-    """Return the folder of this user's caches, if nobody else can write there: its contents will be executed."""
+    """Return the user's cache folder if nobody else can write to it, because its contents are executed."""
     try:
         home = Path(os.environ.get("XDG_CACHE_HOME", ""))
         folder = (home if home.is_absolute() else Path.home() / ".cache") / "llorch"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.stat()
-        return folder if found.st_uid == os.getuid() and not found.st_mode & 0o022 else None
+        status = folder.stat()
+        return folder if status.st_uid == os.getuid() and not status.st_mode & 0o022 else None
     except (OSError, RuntimeError, AttributeError):  # not writable; no home; no user ids (Windows)
         return None
 
 
 def identity(command: Sequence[str]) -> str:
-    """Hash everything that decides the bytes of the library: sources, flags, compiler and processor."""
+    """Hash everything that determines the library: sources, flags, compiler and processor."""
     version = run([*command, "--version"], seconds=60).output
     sources = (path.read_bytes() for path in sorted(Path(__file__).parent.glob("*.[ch]")))
     return digest(*sources, version, repr([*FLAGS, *command, platform.machine(), _processor()]).encode())
 
 
 def digest(*parts: bytes) -> str:
-    """Hash some parts to a name of 32 hexadecimal digits."""
+    """Hash some byte strings to a name of 32 hexadecimal digits."""
     return sha256(b"".join(sha256(part).digest() for part in parts)).hexdigest()[:32]
 
 
 def _processor() -> list[str]:
-    """Return what decides -march=native, as Linux tells it: the model of the processor and its features."""
+    """Return the lines of /proc/cpuinfo that determine -march=native: processor model and features."""
     try:
         lines = Path("/proc/cpuinfo").read_text().partition("\n\n")[0].splitlines()
     except OSError:
         return [platform.processor()]
-    return [line for line in lines if line.startswith(_TELLING)]
+    return [line for line in lines if line.startswith(_CPU_LINES)]
 
 
 def is_sealed(file: Path) -> bool:
-    """Return whether a library ends in its digest, as `built` writes it; loading a torn file could end the process."""
+    """Tell if a library file ends in its hash, as `build_and_load` writes it; a truncated library could crash."""
     try:
-        data = file.read_bytes()
+        content = file.read_bytes()
     except OSError:
         return False
-    return data[-32:] == sha256(data[:-32]).digest()
+    return content[-32:] == sha256(content[:-32]).digest()
 
 
-def built(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
-    """Build the library and load it; it is put at `target`, for others, once it is whole and can be loaded."""
+def build_and_load(command: Sequence[str], target: Path | None = None) -> ctypes.CDLL:
+    """Build and load the library; move it to `target` only when it is complete and has been loaded."""
     with tempfile.TemporaryDirectory(prefix="llorch-", dir=target and target.parent) as folder:
-        made = Path(folder) / "cpu_kernels.so"
-        build(command, made)
-        data = made.read_bytes()
-        made.write_bytes(data + sha256(data).digest())
-        loaded = ctypes.CDLL(str(made))
+        file = Path(folder) / "cpu_kernels.so"
+        build(command, file)
+        content = file.read_bytes()
+        file.write_bytes(content + sha256(content).digest())
+        loaded = ctypes.CDLL(str(file))
         if target is not None:
-            made.replace(target)
+            file.replace(target)
         return loaded
 
 
 def build(command: Sequence[str], target: Path) -> None:
-    """Compile the kernels into a file, one source on each core; NotBuilt has the first line of the compiler."""
+    """Compile the kernels into a file, one source per core; NotBuilt has the first line of the compiler's errors."""
     with tempfile.TemporaryDirectory(prefix="llorch-") as folder, ThreadPoolExecutor(n_cores()) as pool:
-        made = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
-        for _ in pool.map(lambda source, to: _compile(command, "-c", str(source), "-o", str(to)), SOURCES, made):
-            pass  # an error of a call is raised here
-        _compile(command, *map(str, made), "-o", str(target), "-lm")
+        objects = [Path(folder) / f"{source.stem}.o" for source in SOURCES]
+        for _ in pool.map(lambda source, out: _compile(command, "-c", str(source), "-o", str(out)), SOURCES, objects):
+            pass  # iterating raises errors of the calls
+        _compile(command, *map(str, objects), "-o", str(target), "-lm")
 
 
 def _compile(command: Sequence[str], *arguments: str) -> None:
     try:
-        ended = run([*command, *FLAGS, *arguments], seconds=BUILD)
+        process = run([*command, *FLAGS, *arguments], seconds=BUILD)
     except OSError as error:
         raise NotBuilt(f"{command[0]}: {error}") from None
-    if ended.limit:
+    if process.limit:
         raise NotBuilt(f"{command[0]}: it took over {BUILD:.0f} s")
-    if ended.status:
-        lines = ended.errors.decode("utf-8", "replace").strip().splitlines() or [f"exit status {ended.status}"]
+    if process.status:
+        lines = process.errors.decode("utf-8", "replace").strip().splitlines() or [f"exit status {process.status}"]
         raise NotBuilt(f"{shlex.join(command)}: {lines[0]}")
 
 
-def declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
-    """Tell ctypes the signatures of the functions."""
-    for name, (result, arguments) in SIGNATURES.items():
-        function = getattr(loaded, name)
-        function.restype, function.argtypes = result, arguments
-    return loaded
+def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
+    """Declare the functions' signatures to ctypes."""
+    for name, (return_type, arguments) in SIGNATURES.items():
+        function = getattr(library, name)
+        function.restype, function.argtypes = return_type, arguments
+    return library
 
 
 def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Return the address of the elements, which must be contiguous; None is a null pointer."""
+    """Return the address of a contiguous tensor's elements; None gives a null pointer."""
     return None if tensor is None else tensor.data_ptr()

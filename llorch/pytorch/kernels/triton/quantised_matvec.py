@@ -1,23 +1,23 @@
-"""A few rows of activations times a packed matrix, straight from its blocks: what decoding a token consists of.
+"""Products of a few rows of activations and a packed matrix, directly from its blocks: the main work of a decode step.
 
-A program takes a row of the matrix and all of its columns. So no sum is split between programs, which would need a
-second kernel to add up; its order depends on the shapes alone. A thread loads 16 bytes of codes at a time, and inputs
-in the same way. With w = scale * (code - offset) - minimum for a run of elements,
+A program computes one row of the matrix with all of its columns. So no sum is split between programs, which would need
+a second kernel; the order of a sum depends on the shapes only. A thread loads 16 bytes of codes at a time, and inputs
+in the same way. With w = scale * (code - offset) - minimum for a run (32 elements),
 
     sum(w * x) = scale * (sum(code * x) - offset * sum(x)) - minimum * sum(x)
 
 so that a weight of four bits costs a mask, a conversion and a multiply-add. The mask leaves code j of a word in place,
-16^j times too large: the inputs are divided by that, which is exact. All sums are float32.
+16^j times too large: the inputs are divided by this power, which is exact. All sums are float32.
 
-The numbers of a `Table` have their offset subtracted before they are summed. A sum of codes, which is large, and the
-same sum of offsets would leave a small difference with the errors of both. Integers with a minimum for each group are
-summed as differences from their middle, for the same reason. Other numbers than integers, E4M3 and E2M1 are looked up.
+Numbers of a `Table` have their offset subtracted before the sum. A large sum of codes minus an equally large sum of
+offsets would leave a small difference with the errors of both. For the same reason, integers with a minimum per group
+are summed as differences from their middle. Numbers other than integers, E4M3 and E2M1 are looked up.
 
-The matrices of experts lie one below the other; which a row of activations is multiplied by is read on the device.
+The matrices of experts are stacked; the expert of a row of activations is read on the device.
 
 The reference is `kernels.quantised_linear.multiply_by_tiles`. `kernels.packing` describes the contents of fields; in
-functions that read them, `row` and `run` (32 elements of a row) are tensors that broadcast to the result, which `there`
-masks.
+functions that read them, `row` and `run` (32 elements of a row) are tensors that broadcast to the result, and `mask`
+marks its valid elements.
 """
 
 from functools import cache
@@ -36,28 +36,31 @@ RUN = 32
 
 
 def arguments(fields: Fields, kind: Kind) -> list[Tensor]:
-    """Return the tensors that every kernel is given, in this order: codes, upper, scales, d, dmin.
+    """Return the field arguments of a kernel, in this order: codes, upper, scales, d, dmin.
 
-    Codes of four bits are handed over as 32-bit words and their upper bits as 16-bit words. The scales of a `Table` are
-    its numbers, factor and divisor; its dmin are its offsets. Any other field stands for a field that the kind lacks,
-    and is never read.
+    Codes of four bits are passed as 32-bit words and their upper bits as 16-bit words. The scales of a `Table` are
+    its numbers, factor and divisor; its dmin are its offsets. If the kind lacks a field, another field is passed in
+    its place and never read.
     """
     codes, d = fields["codes"], fields["d"]
     words = codes.view(torch.int32) if codes.dtype is torch.uint8 and kind.name != "TABLE_8" else codes
     if isinstance(kind, Table):
-        return [words, words, _numbers_of(kind, d.device), d, fields.get("zero", fields.get("minimum", d))]
+        return [words, words, _table_numbers(kind, d.device), d, fields.get("zero", fields.get("minimum", d))]
     upper = fields["upper"].view(torch.int16) if "upper" in fields else words
     return [words, upper, fields.get("scales", words), d, fields.get("dmin", d)]
 
 
 def rules(fields: Fields, kind: Kind) -> dict[str, Any]:
-    """Describe a table: how codes become numbers, the columns of a scale, the kind of offset, what applies last."""
+    """Return a kernel's constants for a table: decoding (`WAY`), columns per scale, kind of offset, factor and divisor.
+
+    A kernel takes them for any kind, and ignores them if it is no `Table`.
+    """
     if not isinstance(kind, Table):
         return {"WAY": "", "GROUP": 1, "OFFSET": "", "FACTOR": False, "DIVISOR": False}
     offset = next((name for name in ("zero", "minimum") if name in fields), "")
     group = width(fields, kind) // fields["d"].shape[-1]
-    has = {"FACTOR": kind.factor is not None, "DIVISOR": kind.divisor is not None}
-    return {"WAY": _way(kind), "GROUP": group, "OFFSET": offset, **has}
+    has_factors = {"FACTOR": kind.factor is not None, "DIVISOR": kind.divisor is not None}
+    return {"WAY": _way(kind), "GROUP": group, "OFFSET": offset, **has_factors}
 
 
 def is_slow_to_decode(table: Table) -> bool:
@@ -65,10 +68,10 @@ def is_slow_to_decode(table: Table) -> bool:
     return _way(table) == "LOOK_UP" or table.divisor is not None
 
 
-@cache  # a recorded step cannot copy numbers from the host
-def _numbers_of(table: Table, device: torch.device) -> Float32[Tensor, " numbers"]:
-    """Put the numbers of a table on a device, with its factor and its divisor behind them."""
-    factors = [1.0 if one is None else one for one in (table.factor, table.divisor)]
+@cache  # cached, because a CUDA graph cannot copy from the host
+def _table_numbers(table: Table, device: torch.device) -> Float32[Tensor, " numbers"]:
+    """Copy the numbers of a table to a device, followed by its factor and its divisor."""
+    factors = [1.0 if factor is None else factor for factor in (table.factor, table.divisor)]
     return torch.cat((values_of(table, device), torch.tensor(factors, device=device)))
 
 
@@ -77,46 +80,46 @@ _COMPUTED = {INT8.tobytes(): "SIGNED", E4M3.tobytes(): "E4M3", E2M1.tobytes(): "
 
 @cache
 def _way(kind: Table) -> str:
-    """Name the way in which the number of a code is found."""
+    """Return the method that turns a code into its number: "EVEN" for integers in sequence; see `load_numbers`."""
     if kind.values in _COMPUTED:
         return _COMPUTED[kind.values]
-    values = values_of(kind, torch.device("cpu"))
-    return "EVEN" if torch.equal(values, values[0].round() + torch.arange(len(values))) else "LOOK_UP"
+    table_values = values_of(kind, torch.device("cpu"))
+    return "EVEN" if torch.equal(table_values, table_values[0].round() + torch.arange(len(table_values))) else "LOOK_UP"
 
 
 @triton.jit
 @no_type_check
-def load_half(d, row, block, n_blocks, there):
+def load_half(d, row, block, n_blocks, mask):
     """Load a float16 of each block as float32."""
-    return tl.load(d + row * n_blocks + block, mask=there, other=0).to(tl.float32)
+    return tl.load(d + row * n_blocks + block, mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
-def load_twelve_bits(scales, d, dmin, row, run, n_runs, there):
-    """Scale and minimum of each run of Q4_K, as float32: two neighbouring bytes hold the twelve bits."""
-    at = scales + row * (n_runs // 2 * 3) + run // 2 * 3 + run % 2
-    low = tl.load(at, mask=there, other=0).to(tl.int32)
-    high = tl.load(at + 1, mask=there, other=0).to(tl.int32)
-    both = (low | high << 8) >> run % 2 * 4
-    scale = (both & 63).to(tl.float32) * load_half(d, row, run // 8, n_runs // 8, there)
-    minimum = (both >> 6 & 63).to(tl.float32) * load_half(dmin, row, run // 8, n_runs // 8, there)
+def load_twelve_bits(scales, d, dmin, row, run, n_runs, mask):
+    """Load scale and minimum of each run of Q4_K as float32: two adjacent bytes contain the twelve bits."""
+    pointers = scales + row * (n_runs // 2 * 3) + run // 2 * 3 + run % 2
+    low = tl.load(pointers, mask=mask, other=0).to(tl.int32)
+    high = tl.load(pointers + 1, mask=mask, other=0).to(tl.int32)
+    bits = (low | high << 8) >> run % 2 * 4
+    scale = (bits & 63).to(tl.float32) * load_half(d, row, run // 8, n_runs // 8, mask)
+    minimum = (bits >> 6 & 63).to(tl.float32) * load_half(dmin, row, run // 8, n_runs // 8, mask)
     return scale, minimum
 
 
 @triton.jit
 @no_type_check
-def load_eight_bits(scales, d, row, run, n_runs, there, HALF: tl.constexpr):
-    """Scale of the first or second half of each run of Q6_K, as float32."""
-    scale = tl.load(scales + row * (n_runs * 2) + run * 2 + HALF, mask=there, other=0).to(tl.float32)
-    return scale * load_half(d, row, run // 8, n_runs // 8, there)
+def load_eight_bits(scales, d, row, run, n_runs, mask, HALF: tl.constexpr):
+    """Load the scale of the first or second half of each run of Q6_K as float32."""
+    scale = tl.load(scales + row * (n_runs * 2) + run * 2 + HALF, mask=mask, other=0).to(tl.float32)
+    return scale * load_half(d, row, run // 8, n_runs // 8, mask)
 
 
-# The best ways found on an H100 at the shapes of an 8B model; more rows of the matrix per program wait longer for them.
+# The fastest on an H100 at the shapes of an 8B model; more rows of the matrix per program wait longer for memory.
 _WARPS = {"Q8_0": 4, "Q4_0": 2, "Q4_K": 2, "Q6_K": 2, "TABLE_4": 1, "TABLE_8": 2}
-_REGISTERS = {"Q8_0": 128, "Q4_0": 64, "Q4_K": 64, "Q6_K": 64, "TABLE_4": 64, "TABLE_8": 128}  # of a thread
-_LONG = 8192  # columns; twice as many warps share a row of a table that has more
-_BYTES = ("Q8_0", "TABLE_8")  # a code is a byte; a thread takes two quarters of a run, not one run
+_REGISTERS = {"Q8_0": 128, "Q4_0": 64, "Q4_K": 64, "Q6_K": 64, "TABLE_4": 64, "TABLE_8": 128}  # per thread
+_LONG = 8192  # columns; longer rows of a table use twice as many warps
+_BYTES = ("Q8_0", "TABLE_8")  # codes of one byte: 16 bytes of a thread are two runs, which have 8 elements here
 
 
 def multiply_few_rows(
@@ -131,7 +134,7 @@ def multiply_few_rows(
 def multiply_chosen(
     x: Float[Tensor, "inputs in"], ids: Int[Tensor, " choices"], fields: Fields, ggml_type: Kind, n_experts: int
 ) -> Float[Tensor, "choices out"]:
-    """Multiply each row, which is that of some choices in succession, by the matrix of the expert chosen."""
+    """Multiply rows by matrices of selected experts; each row serves `len(ids) // len(x)` successive selections."""
     y = x.new_empty(len(ids), len(fields["codes"]) // n_experts)
     _launch((y.shape[1], len(ids)), x, y, None, ids, fields, ggml_type, n_rows=1, share=len(ids) // len(x))
     return y
@@ -141,10 +144,12 @@ def _launch(
     grid: tuple[int, int], x: Tensor, y: Tensor, bias: Tensor | None, ids: Tensor | None, fields: Fields,
     kind: Kind, *, n_rows: int, share: int,
 ) -> None:  # fmt: skip
+    """Launch `_multiply`; every row of `x` serves `share` selections, `n_rows` is the number of rows per program."""
     run, per_thread = (RUN // 4, 2) if kind.name in _BYTES else (RUN, 1)
     warps = _WARPS[kind.name] * (2 if isinstance(kind, Table) and x.shape[1] > _LONG else 1)
     launch: Any = _multiply[grid]
     launch(
+        # `y` in place of a missing tensor is never read
         x, y, y if bias is None else bias, y if ids is None else ids, *arguments(fields, kind), n_rows,
         x.shape[1] // run, share, KIND=kind.name, **rules(fields, kind), BIAS=bias is not None,
         CHOSEN=ids is not None, M=triton.next_power_of_2(n_rows), RUNS=warps * 32 * per_thread, num_warps=warps,
@@ -159,7 +164,7 @@ def _multiply(
     KIND: tl.constexpr, WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, FACTOR: tl.constexpr,
     DIVISOR: tl.constexpr, BIAS: tl.constexpr, CHOSEN: tl.constexpr, M: tl.constexpr, RUNS: tl.constexpr,
 ):  # fmt: skip
-    """Multiply up to `M` rows by one row of a packed matrix, of a chosen expert's if `CHOSEN`."""
+    """Multiply up to `M` rows by one row of a packed matrix, of a selected expert if `CHOSEN`."""
     n_out = tl.num_programs(0)
     m, out, choice = tl.arange(0, M), tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = out.to(tl.int64)
@@ -203,13 +208,13 @@ def _multiply(
 @triton.jit
 @no_type_check
 def _four_bits(x, codes, scales, d, dmin, m, row, run, n_rows, n_runs, KIND: tl.constexpr):
-    """Return the products of some runs of a row of Q4_0 or Q4_K, (M, RUNS)."""
-    there = run < n_runs
-    words = _load_words(codes, row, run, n_runs, there)  # (RUNS, 4)
+    """Compute the products of some runs of a row of Q4_0 or Q4_K, (M, RUNS)."""
+    mask = run < n_runs
+    words = _load_words(codes, row, run, n_runs, mask)  # (RUNS, 4)
     dots, sums = _dots(x, words, words, words, m, run, n_rows, n_runs, 0, 8, "IN_PLACE")
     if KIND == "Q4_0":
-        return (dots - 8 * sums) * load_half(d, row, run, n_runs, there)[None]
-    scale, minimum = load_twelve_bits(scales, d, dmin, row, run, n_runs, there)
+        return (dots - 8 * sums) * load_half(d, row, run, n_runs, mask)[None]
+    scale, minimum = load_twelve_bits(scales, d, dmin, row, run, n_runs, mask)
     return dots * scale[None] - sums * minimum[None]
 
 
@@ -220,9 +225,9 @@ def _four_bits_of_a_table(
     WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, START: tl.constexpr, STOP: tl.constexpr,
 ):  # fmt: skip
     """Compute products of parts START to STOP of each run, which share a scale, (M, RUNS)."""
-    there = run < n_runs
-    words = _load_words(codes, row, run, n_runs, there)
-    scale, zero, minimum = _scale_and_offset(table, d, offsets, row, run * 32 + 4 * START, n_runs * 32, there, WAY,
+    mask = run < n_runs
+    words = _load_words(codes, row, run, n_runs, mask)
+    scale, zero, minimum = _scale_and_offset(table, d, offsets, row, run * 32 + 4 * START, n_runs * 32, mask, WAY,
                                              GROUP, OFFSET, 7.5)  # fmt: skip
     dots, sums = _dots(x, words, table, zero, m, run, n_rows, n_runs, START, STOP, WAY)
     if OFFSET == "minimum":
@@ -233,17 +238,17 @@ def _four_bits_of_a_table(
 @triton.jit
 @no_type_check
 def _scale_and_offset(
-    table, d, offsets, row, column, n_in, there,
+    table, d, offsets, row, column, n_in, mask,
     WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr, MIDDLE: tl.constexpr,
 ):  # fmt: skip
     """Load the scale of some columns, the zero point that is subtracted from their codes, and their minimum."""
-    at = row * (n_in // GROUP) + column // GROUP
-    scale = tl.load(d + at, mask=there, other=0).to(tl.float32)
+    index = row * (n_in // GROUP) + column // GROUP
+    scale = tl.load(d + index, mask=mask, other=0).to(tl.float32)
     zero, minimum = tl.zeros_like(scale), tl.zeros_like(scale)
     if OFFSET == "zero":
-        zero += tl.load(offsets + at, mask=there, other=0).to(tl.float32)
+        zero += tl.load(offsets + index, mask=mask, other=0).to(tl.float32)
     if OFFSET == "minimum":
-        minimum += tl.load(offsets + at, mask=there, other=0).to(tl.float32)
+        minimum += tl.load(offsets + index, mask=mask, other=0).to(tl.float32)
     if WAY == "EVEN":
         first = tl.load(table)
         if OFFSET == "minimum":
@@ -255,24 +260,24 @@ def _scale_and_offset(
 @triton.jit
 @no_type_check
 def _six_bits(x, codes, upper, scales, d, m, row, run, n_rows, n_runs):
-    """Return the products of some runs of a row of Q6_K, (M, RUNS)."""
-    there = run < n_runs
-    words = _load_words(codes, row, run, n_runs, there)
-    uppers = _load_words(upper, row, run, n_runs, there).to(tl.int32)
+    """Compute the products of some runs of a row of Q6_K, (M, RUNS)."""
+    mask = run < n_runs
+    words = _load_words(codes, row, run, n_runs, mask)
+    uppers = _load_words(upper, row, run, n_runs, mask).to(tl.int32)
     dots, sums = _dots(x, words, uppers, words, m, run, n_rows, n_runs, 0, 4, "SIX")
-    first = (dots - 32 * sums) * load_eight_bits(scales, d, row, run, n_runs, there, 0)[None]
+    first = (dots - 32 * sums) * load_eight_bits(scales, d, row, run, n_runs, mask, 0)[None]
     dots, sums = _dots(x, words, uppers, words, m, run, n_rows, n_runs, 4, 8, "SIX")
-    return first + (dots - 32 * sums) * load_eight_bits(scales, d, row, run, n_runs, there, 1)[None]
+    return first + (dots - 32 * sums) * load_eight_bits(scales, d, row, run, n_runs, mask, 1)[None]
 
 
 @triton.jit
 @no_type_check
 def _eight_bits(x, codes, d, m, row, run, n_rows, n_runs):
     """Compute products of 8-bit codes, (M, RUNS); a run is 8 elements here, a quarter of a block."""
-    there = run < n_runs
-    code = _load_bytes(codes, row, run, n_runs, there).to(tl.float32)  # (RUNS, 8)
+    mask = run < n_runs
+    code = _load_bytes(codes, row, run, n_runs, mask).to(tl.float32)  # (RUNS, 8)
     inputs = _load_inputs(x, m, run, n_rows, n_runs)  # (M, RUNS, 8)
-    return tl.sum(code[None] * inputs, 2) * load_half(d, row, run // 4, n_runs // 4, there)[None]
+    return tl.sum(code[None] * inputs, 2) * load_half(d, row, run // 4, n_runs // 4, mask)[None]
 
 
 @triton.jit
@@ -282,13 +287,13 @@ def _eight_bits_of_a_table(
     WAY: tl.constexpr, GROUP: tl.constexpr, OFFSET: tl.constexpr,
 ):  # fmt: skip
     """Compute products of 8-bit codes, (M, RUNS); a run is 8 elements here, which share a scale."""
-    there = run < n_runs
+    mask = run < n_runs
     scale, zero, minimum = _scale_and_offset(
-        table, d, offsets, row, run * 8, n_runs * 8, there, WAY, GROUP, OFFSET, 127.5
+        table, d, offsets, row, run * 8, n_runs * 8, mask, WAY, GROUP, OFFSET, 127.5
     )
     if WAY == "E4M3" and OFFSET == "":
         return _dots_of_e4m3(x, codes, m, row, run, n_rows, n_runs) * (scale * 256)[None]
-    code = _load_bytes(codes, row, run, n_runs, there).to(tl.int32)
+    code = _load_bytes(codes, row, run, n_runs, mask).to(tl.int32)
     numbers = load_numbers(code, table, WAY) - zero[:, None]
     inputs = _load_inputs(x, m, run, n_rows, n_runs)
     dots = tl.sum(numbers[None] * inputs, 2) * scale[None]
@@ -303,12 +308,12 @@ def _dots_of_e4m3(x, codes, m, row, run, n_rows, n_runs):
     """Sum inputs times numbers / 256 of each run of 8, (M, RUNS).
 
     A word has four codes. The codes in its even bytes, or in its odd bytes, are moved to the bits of two float16. The
-    bias of float16 is 8 more, so each is the number / 256.
+    exponent bias of float16 is 8 more, so each result is the number / 256.
     """
     M: tl.constexpr = m.shape[0]
     RUNS: tl.constexpr = run.shape[0]
-    at = codes.to(tl.pointer_type(tl.uint32)) + row * (n_runs * 2) + (run * 2)[:, None] + tl.arange(0, 2)[None, :]
-    words = tl.load(at, mask=(run < n_runs)[:, None], other=0)  # (RUNS, 2)
+    pointers = codes.to(tl.pointer_type(tl.uint32)) + row * (n_runs * 2) + (run * 2)[:, None] + tl.arange(0, 2)[None, :]
+    words = tl.load(pointers, mask=(run < n_runs)[:, None], other=0)  # (RUNS, 2)
     even = words << 8 & 0x80008000 | words << 7 & 0x3F803F80
     odd = words & 0x80008000 | words >> 1 & 0x3F803F80
     inputs = tl.reshape(_load_inputs(x, m, run, n_rows, n_runs), (M, RUNS, 2, 2, 2))
@@ -329,72 +334,72 @@ def _dots_of_halves(words, inputs):
 @triton.jit
 @no_type_check
 def load_numbers(code, table, WAY: tl.constexpr):
-    """Turn codes into numbers as float32; for "EVEN", the first number of the table is left out."""
+    """Convert codes to float32 numbers; "EVEN" omits the first number of the table."""
     if WAY == "EVEN":
         return code.to(tl.float32)
     if WAY == "SIGNED":
         return ((code ^ 128) - 128).to(tl.float32)
-    if WAY == "E4M3":  # four bits of exponent and three of mantissa, moved to those of float32, whose bias is 120 more
+    if WAY == "E4M3":  # 4 exponent and 3 mantissa bits, moved to their place in float32, whose bias is 120 more
         return ((code & 127) << 20 | (code & 128) << 24).to(tl.float32, bitcast=True) * 2.0**120
-    if WAY == "E2M1":  # two bits of exponent and one of mantissa; the bias is 126 more
+    if WAY == "E2M1":  # 2 exponent bits and 1 mantissa bit; the bias is 126 more
         return ((code & 7) << 22 | (code & 8) << 28).to(tl.float32, bitcast=True) * 2.0**126
     return tl.load(table + code)
 
 
 @triton.jit
 @no_type_check
-def _load_bytes(codes, row, run, n_runs, there):
+def _load_bytes(codes, row, run, n_runs, mask):
     """Load eight codes of each run, (RUNS, 8)."""
-    at = codes + row * (n_runs * 8) + (run * 8)[:, None] + tl.arange(0, 8)[None, :]
-    return tl.load(at, mask=there[:, None], other=0)
+    pointers = codes + row * (n_runs * 8) + (run * 8)[:, None] + tl.arange(0, 8)[None, :]
+    return tl.load(pointers, mask=mask[:, None], other=0)
 
 
 @triton.jit
 @no_type_check
 def _load_inputs(x, m, run, n_rows, n_runs):
     """Load the inputs of each run of 8 elements, (M, RUNS, 8)."""
-    at = (m[:, None] * (n_runs * 8) + run[None, :] * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
-    there = ((m < n_rows)[:, None] & (run < n_runs)[None, :])[:, :, None]
-    return tl.load(x + at, mask=there, other=0).to(tl.float32)
+    index = (m[:, None] * (n_runs * 8) + run[None, :] * 8)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    mask = ((m < n_rows)[:, None] & (run < n_runs)[None, :])[:, :, None]
+    return tl.load(x + index, mask=mask, other=0).to(tl.float32)
 
 
 @triton.jit
 @no_type_check
-def _load_words(words, row, run, n_runs, there):
-    """Four words of each run, (RUNS, 4)."""
-    at = words + row * (n_runs * 4) + (run * 4)[:, None] + tl.arange(0, 4)[None, :]
-    return tl.load(at, mask=there[:, None], other=0)
+def _load_words(words, row, run, n_runs, mask):
+    """Load four words of each run, (RUNS, 4)."""
+    pointers = words + row * (n_runs * 4) + (run * 4)[:, None] + tl.arange(0, 4)[None, :]
+    return tl.load(pointers, mask=mask[:, None], other=0)
 
 
 @triton.jit
 @no_type_check
 def _dots(
-    x, words, more, zero, m, run, n_rows, n_runs, START: tl.constexpr, STOP: tl.constexpr, WAY: tl.constexpr
+    x, words, extra, zero, m, run, n_rows, n_runs, START: tl.constexpr, STOP: tl.constexpr, WAY: tl.constexpr
 ):  # fmt: skip
     """Sum numbers times inputs, and inputs, (M, RUNS) each, over some parts of the words of each run."""
     M: tl.constexpr = m.shape[0]
     RUNS: tl.constexpr = run.shape[0]
-    at = (m[:, None] * (n_runs * 32) + run[None, :] * 32)[:, :, None] + tl.arange(0, 8)[None, None, :]
-    there = ((m < n_rows)[:, None] & (run < n_runs)[None, :])[:, :, None]
+    index = (m[:, None] * (n_runs * 32) + run[None, :] * 32)[:, :, None] + tl.arange(0, 8)[None, None, :]
+    mask = ((m < n_rows)[:, None] & (run < n_runs)[None, :])[:, :, None]
     dots, sums = tl.zeros((M, RUNS, 4), tl.float32), tl.zeros((M, RUNS, 4), tl.float32)
     for j in tl.static_range(START, STOP, 2):  # the inputs of two parts are 16 bytes, or 32
-        inputs = tl.load(x + at + 4 * j, mask=there, other=0).to(tl.float32)
+        inputs = tl.load(x + index + 4 * j, mask=mask, other=0).to(tl.float32)
         first, second = tl.split(tl.permute(tl.reshape(inputs, (M, RUNS, 2, 4)), (0, 1, 3, 2)))
         sums = sums + first + second
-        dots += _products(words, more, zero, first, j, WAY)
-        dots += _products(words, more, zero, second, j + 1, WAY)
+        dots += _products(words, extra, zero, first, j, WAY)
+        dots += _products(words, extra, zero, second, j + 1, WAY)
     return tl.sum(dots, 2), tl.sum(sums, 2)
 
 
 @triton.jit
 @no_type_check
-def _products(words, more, zero, inputs, J: tl.constexpr, WAY: tl.constexpr):
-    """Part J of each word times its input; `more` has the upper bits of six, or the numbers of a table."""
+def _products(words, extra, zero, inputs, J: tl.constexpr, WAY: tl.constexpr):
+    """Multiply part J of each word by its input; `extra` has the upper bits of six-bit codes, or a table."""
     if WAY == "SIX":
-        code = words >> 4 * J & 15 | (more >> 2 * J & 3) << 4
+        code = words >> 4 * J & 15 | (extra >> 2 * J & 3) << 4
         return code.to(tl.float32)[None] * inputs
     if WAY == "LOOK_UP" or WAY == "E2M1":
-        return (load_numbers(words >> 4 * J & 15, more, WAY) - zero[:, None])[None] * inputs
+        return (load_numbers(words >> 4 * J & 15, extra, WAY) - zero[:, None])[None] * inputs
     in_place = (words.to(tl.uint32, bitcast=True) & (15 << 4 * J)).to(tl.float32)
     if WAY == "EVEN":
         in_place -= zero[:, None] * 16**J

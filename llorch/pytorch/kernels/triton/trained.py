@@ -1,11 +1,11 @@
-"""The operations of `fused` for training: forward as there, and backward in one launch each.
+"""The operations of `fused` for training: forward as in `fused`, and backward in one launch each.
 
     norm        n = x / sqrt(mean(x^2) + eps),  s = grad * gain:   d_x = (s - n * mean(s * n)) / sqrt(mean(x^2) + eps)
     swiglu      p = 1 / (1 + exp(-gate)):   d_gate = grad * up * p * (1 + gate * (1 - p)),  d_up = grad * gate * p
-    rotation    d_x is the gradient, turned by the negative angle
+    rotation    d_x is the gradient, rotated by the negative angle
 
-Like the plain functions of `llorch.pytorch.causal_lm`, a backward pass computes in float32 and rounds a gradient once.
-It computes what it needs of the forward pass again, so only inputs are kept, in their own dtype.
+Like the functions of `llorch.pytorch.causal_lm`, a backward pass computes in float32 and rounds a gradient once. It
+recomputes intermediate results of the forward pass, so only inputs are saved, in their own dtype.
 """
 
 from typing import Any, no_type_check
@@ -21,13 +21,13 @@ from llorch.pytorch.cache import Cache, PassPlacement
 from llorch.pytorch.causal_lm import Context, Heads, Keep, rms_norm
 from llorch.pytorch.causal_lm import rotate_and_cache as plain_rotate_and_cache
 from llorch.pytorch.kernels.triton import fused
-from llorch.pytorch.kernels.triton.fused import ACT_TILE, FusedRMSNorm, first_halves, norm_tile, turn
+from llorch.pytorch.kernels.triton.fused import ACT_TILE, FusedRMSNorm, first_halves, norm_tile, rotate_pairs
 
 Angles = Float[Tensor, "batch seq half"]
 
 
 class TrainedRMSNorm(FusedRMSNorm):
-    """RMSNorm with a gradient of its input; a norm whose gain is trained is computed by the plain function."""
+    """RMSNorm with a gradient of its input; a norm with a trainable gain uses the reference function."""
 
     def forward(self, x: Float[Tensor, "*rows width"]) -> Float[Tensor, "*rows width"]:
         """Normalise the last axis."""
@@ -37,11 +37,11 @@ class TrainedRMSNorm(FusedRMSNorm):
 
 
 class NormFunction(torch.autograd.Function):
-    """See `TrainedRMSNorm`."""
+    """Autograd function of `TrainedRMSNorm`."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
-        """Normalise; keep the input."""
+        """Normalise; save the input."""
         ctx.save_for_backward(x, weight)
         ctx.eps = eps
         return fused.normalised(x, weight, eps)
@@ -65,15 +65,15 @@ class NormFunction(torch.autograd.Function):
 def _norm_back(grad, x, weight, d_x, n_rows, width, eps, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, COLUMNS)
-    at = row[:, None] * width + column[None, :]
-    there = (row < n_rows)[:, None] & (column < width)[None, :]
-    wide = tl.load(x + at, mask=there, other=0).to(tl.float32)
+    offsets = row[:, None] * width + column[None, :]
+    mask = (row < n_rows)[:, None] & (column < width)[None, :]
+    x_float32 = tl.load(x + offsets, mask=mask, other=0).to(tl.float32)
     gain = tl.load(weight + column, mask=column < width, other=0).to(tl.float32)
-    scaled = tl.load(grad + at, mask=there, other=0).to(tl.float32) * gain[None, :]
-    inverse = (1 / tl.sqrt_rn(tl.sum(wide * wide, 1) / width + eps))[:, None]
-    normal = wide * inverse
-    along = (tl.sum(scaled * normal, 1) / width)[:, None]  # the part that changes the size of a row, not its direction
-    tl.store(d_x + at, ((scaled - normal * along) * inverse).to(d_x.dtype.element_ty), mask=there)
+    scaled = tl.load(grad + offsets, mask=mask, other=0).to(tl.float32) * gain[None, :]
+    inverse = (1 / tl.sqrt_rn(tl.sum(x_float32 * x_float32, 1) / width + eps))[:, None]
+    normal = x_float32 * inverse
+    radial = (tl.sum(scaled * normal, 1) / width)[:, None]  # removed: scaling a row does not change its norm's output
+    tl.store(d_x + offsets, ((scaled - normal * radial) * inverse).to(d_x.dtype.element_ty), mask=mask)
 
 
 def swiglu(gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"]) -> Float[Tensor, "*rows inter"]:
@@ -82,11 +82,11 @@ def swiglu(gate: Float[Tensor, "*rows inter"], up: Float[Tensor, "*rows inter"])
 
 
 class SwigluFunction(torch.autograd.Function):
-    """See `swiglu`."""
+    """Autograd function of `swiglu`."""
 
     @staticmethod
     def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
-        """Activate; keep the inputs."""
+        """Activate; save the inputs."""
         ctx.save_for_backward(gate, up)
         return fused.swiglu(gate, up)
 
@@ -103,23 +103,23 @@ class SwigluFunction(torch.autograd.Function):
 @triton.jit
 @no_type_check
 def _swiglu_back(grad, gate, up, d_gate, d_up, n, TILE: tl.constexpr):
-    at = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
-    there = at < n
-    d = tl.load(grad + at, mask=there, other=0).to(tl.float32)
-    g = tl.load(gate + at, mask=there, other=0).to(tl.float32)
-    u = tl.load(up + at, mask=there, other=0).to(tl.float32)
+    offsets = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
+    mask = offsets < n
+    d = tl.load(grad + offsets, mask=mask, other=0).to(tl.float32)
+    g = tl.load(gate + offsets, mask=mask, other=0).to(tl.float32)
+    u = tl.load(up + offsets, mask=mask, other=0).to(tl.float32)
     power = tl.exp(-tl.abs(g))  # never overflows
-    share = tl.where(g < 0, power, 1.0) / (1 + power)  # the sigmoid of the gate
-    rest = tl.where(g < 0, 1.0, power) / (1 + power)  # 1 - share, without cancellation
-    tl.store(d_up + at, (d * g * share).to(d_up.dtype.element_ty), mask=there)
-    tl.store(d_gate + at, (d * u * share * (1 + g * rest)).to(d_gate.dtype.element_ty), mask=there)
+    sigmoid = tl.where(g < 0, power, 1.0) / (1 + power)  # of the gate
+    complement = tl.where(g < 0, 1.0, power) / (1 + power)  # 1 - sigmoid, without cancellation
+    tl.store(d_up + offsets, (d * g * sigmoid).to(d_up.dtype.element_ty), mask=mask)
+    tl.store(d_gate + offsets, (d * u * sigmoid * (1 + g * complement)).to(d_gate.dtype.element_ty), mask=mask)
 
 
 def rotate_and_cache(
     q: Heads, k: Heads, v: Heads, layer: int, place: PassPlacement, cache: Cache, keep: Keep
 ) -> tuple[Heads, Context, Context]:
     """Compute `rotate_and_cache` of `causal_lm` with gradients of queries and keys."""
-    if 2 * place.cos.shape[-1] != q.shape[-1]:  # only a part of a head is turned
+    if 2 * place.cos.shape[-1] != q.shape[-1]:  # only a part of each head is rotated
         return plain_rotate_and_cache(q, k, v, layer, place, cache, keep)
     q_rope, k_rope = RotationFunction.apply(q, k, place.cos, place.sin)  # type: ignore[misc] (torch says Any)
     q_rope, k_rope = keep("q_rope", q_rope), keep("k_rope", k_rope)
@@ -128,39 +128,39 @@ def rotate_and_cache(
 
 
 class RotationFunction(torch.autograd.Function):
-    """Queries and keys, turned by the angles of their tokens."""
+    """Autograd function that rotates queries and keys by the angles of their tokens."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
-        """Turn; keep the angles."""
+        """Rotate; save the angles."""
         ctx.save_for_backward(cos, sin)
-        return _turned(q, k, cos, sin, back=False)
+        return _rotate_heads(q, k, cos, sin, back=False)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None, None]:  # type: ignore[override]
-        """Turn the gradients back."""
+        """Rotate the gradients back."""
         d_q, d_k = grads
-        return *_turned(d_q, d_k, *ctx.saved_tensors, back=True), None, None
+        return *_rotate_heads(d_q, d_k, *ctx.saved_tensors, back=True), None, None
 
 
-def _turned(q: Heads, k: Heads, cos: Angles, sin: Angles, *, back: bool) -> tuple[Heads, Heads]:
-    """Turn in one launch; heads may lie in any order, as those of gradients do, and come out side by side."""
+def _rotate_heads(q: Heads, k: Heads, cos: Angles, sin: Angles, *, back: bool) -> tuple[Heads, Heads]:
+    """Rotate in one launch; inputs may have any strides, as gradients do; outputs are contiguous."""
     q, k = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k))
     cos, sin = cos.contiguous(), sin.contiguous()
     (batch, seq, n_heads, head_dim), kv_heads = q.shape, k.shape[2]
-    turned = q.new_empty(q.shape), k.new_empty(k.shape)
-    _turn_tokens[(batch * seq, 2)](
-        q, k, cos, sin, *turned, seq, n_heads, kv_heads, *q.stride()[:3], *k.stride()[:3],
+    rotated = q.new_empty(q.shape), k.new_empty(k.shape)
+    _rotate_tokens[(batch * seq, 2)](
+        q, k, cos, sin, *rotated, seq, n_heads, kv_heads, *q.stride()[:3], *k.stride()[:3],
         BACK=back, HALF=head_dim // 2, COLUMNS=triton.next_power_of_2(head_dim // 2),
         HEADS=triton.next_power_of_2(n_heads), KV_HEADS=triton.next_power_of_2(kv_heads),
     )  # fmt: skip
-    return turned
+    return rotated
 
 
 @triton.jit
 @no_type_check
-def _turn_tokens(
+def _rotate_tokens(
     q, k, cos, sin, q_rope, k_rope, seq, n_heads, kv_heads,
     q_batch, q_token, q_head, k_batch, k_token, k_head,
     BACK: tl.constexpr, HALF: tl.constexpr, COLUMNS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr,
@@ -174,11 +174,11 @@ def _turn_tokens(
     row, slot = token // seq, token % seq
     if tl.program_id(1) == 0:  # a name has one shape in all branches
         head = tl.arange(0, HEADS)
-        to_q, q_there = first_halves(token * n_heads + head, head < n_heads, column, HALF)
-        from_q = row * q_batch + slot * q_token + head[:, None] * q_head + column[None, :]
-        turn(q + from_q, q_rope + to_q, q_there, c, s, HALF)
+        q_target, q_mask = first_halves(token * n_heads + head, head < n_heads, column, HALF)
+        q_source = row * q_batch + slot * q_token + head[:, None] * q_head + column[None, :]
+        rotate_pairs(q + q_source, q_rope + q_target, q_mask, c, s, HALF)
     else:
         kv_head = tl.arange(0, KV_HEADS)
-        to_k, k_there = first_halves(token * kv_heads + kv_head, kv_head < kv_heads, column, HALF)
-        from_k = row * k_batch + slot * k_token + kv_head[:, None] * k_head + column[None, :]
-        turn(k + from_k, k_rope + to_k, k_there, c, s, HALF)
+        k_target, k_mask = first_halves(token * kv_heads + kv_head, kv_head < kv_heads, column, HALF)
+        k_source = row * k_batch + slot * k_token + kv_head[:, None] * k_head + column[None, :]
+        rotate_pairs(k + k_source, k_rope + k_target, k_mask, c, s, HALF)

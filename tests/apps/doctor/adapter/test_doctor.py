@@ -33,7 +33,7 @@ TENSORS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 Q_B = "base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight"
 
 
-def made(folder: Path, *, tied: bool = False, **settings: Any) -> tuple[Path, Path, Adapter]:
+def write_adapter(folder: Path, *, tied: bool = False, **settings: Any) -> tuple[Path, Path, Adapter]:
     base = tiny_base(folder / "base", tied=tied)
     weights = open_weights(base)
     settings = {"lora_alpha": 0.3} | settings
@@ -61,7 +61,7 @@ def all_zero(tensors: dict) -> None:
 
 @pytest.mark.live
 def test_a_sound_adapter_is_found_sound_and_both_engines_agree(tmp_path):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     found = states(adapter, base, ("peft", "llamacpp"))
     assert {state for state, _ in found.values()} == {"ok", "absent"}
     assert [name for name, (state, _) in found.items() if state == "absent"] == ["end token"]
@@ -70,7 +70,7 @@ def test_a_sound_adapter_is_found_sound_and_both_engines_agree(tmp_path):
 
 @pytest.mark.live
 def test_a_gguf_adapter_is_compared_too(tmp_path):
-    _, base, adapter = made(tmp_path)
+    _, base, adapter = write_adapter(tmp_path)
     write_lora_gguf(adapter, tmp_path / "a.gguf", open_weights(base).config)
     found = states(tmp_path / "a.gguf", base, ("peft", "llamacpp"))
     assert found["logits in PEFT"][0] == found["logits in llama.cpp"][0] == "ok"
@@ -81,7 +81,7 @@ def test_a_gguf_adapter_is_compared_too(tmp_path):
 def test_an_engine_that_computes_something_else_is_wrong(tmp_path, monkeypatch):
     in_order = lambda target, part, lora_A, lora_B: (lora_A, lora_B)  # noqa: E731 - a converter that forgot the pairs
     monkeypatch.setattr("llorch.lora.targets.LoraTarget.pair_of", in_order)
-    adapter, base, _ = made(tmp_path, lora_alpha=5.0)
+    adapter, base, _ = write_adapter(tmp_path, lora_alpha=5.0)
     state, text = states(adapter, base, ("llamacpp",))["logits in llama.cpp"]
     assert state == "broken"
     assert_tells(text, "differ", 0.037)
@@ -104,7 +104,7 @@ def test_an_engine_that_computes_something_else_is_wrong(tmp_path, monkeypatch):
     ids=lambda part: part[0] if isinstance(part, tuple) else None,
 )
 def test_faults_of_the_tensors_are_named(tmp_path, change, check, facts):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     changed(adapter, change)
     state, actual = states(adapter, base)[check]
     assert state in ("broken", "warning")
@@ -122,7 +122,7 @@ def test_faults_of_the_tensors_are_named(tmp_path, change, check, facts):
     ],
 )
 def test_faults_of_the_configuration_are_named(tmp_path, field, value, check):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     path = adapter / CONFIG
     path.write_text(json.dumps(json.loads(path.read_text()) | {field: value}))
     assert states(adapter, base)[check][0] == "broken"
@@ -139,15 +139,15 @@ def test_faults_of_the_configuration_are_named(tmp_path, field, value, check):
         ({"target_modules": ("embed_tokens",)}, False, "embedding and output", "vLLM"),
     ],
 )
-def test_what_other_programs_get_wrong_is_a_warning(tmp_path, settings, tied, check, text):
-    adapter, base, _ = made(tmp_path, tied=tied, **settings)
+def test_settings_that_other_programs_misread_are_warnings(tmp_path, settings, tied, check, text):
+    adapter, base, _ = write_adapter(tmp_path, tied=tied, **settings)
     state, actual = states(adapter, base)[check]
     assert state == "warning"
     assert text in actual
 
 
 def test_another_base_is_wrong(tmp_path):
-    adapter, _, _ = made(tmp_path)
+    adapter, _, _ = write_adapter(tmp_path)
     other = tiny_base(tmp_path / "other")
     config = other / "config.json"
     config.write_text(config.read_text().replace("10000.0", "20000.0"))
@@ -158,7 +158,7 @@ def test_another_base_is_wrong(tmp_path):
 
 @pytest.mark.parametrize("share", [0.0, 0.1])
 def test_a_dropout_of_the_base_is_a_warning(tmp_path, share):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     config = json.loads((base / "config.json").read_text())
     (base / "config.json").write_text(json.dumps(config | {"attention_dropout": share}))
     state, text = states(adapter, base)["base dropout"]
@@ -168,8 +168,8 @@ def test_a_dropout_of_the_base_is_a_warning(tmp_path, share):
 
 
 @pytest.mark.live
-def test_what_cannot_be_asked_is_not_run_with_the_reason(tmp_path):
-    adapter, base, _ = made(tmp_path, use_dora=True)
+def test_unsupported_adapter_is_not_run_with_the_reason(tmp_path):
+    adapter, base, _ = write_adapter(tmp_path, use_dora=True)
     found = states(adapter, base, ("peft", "llamacpp"))
     assert found["logits in PEFT"][0] == "ok"
     assert found["logits in llama.cpp"][0] == "absent"
@@ -177,7 +177,7 @@ def test_what_cannot_be_asked_is_not_run_with_the_reason(tmp_path):
 
 
 def test_an_engine_that_is_not_installed_is_not_run(tmp_path, monkeypatch):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     monkeypatch.setattr("llorch.apps.doctor.adapter.engines.find_spec", lambda name: None)
     state, text = states(adapter, base, ("peft",))["logits in PEFT"]
     assert state == "absent"
@@ -186,11 +186,11 @@ def test_an_engine_that_is_not_installed_is_not_run(tmp_path, monkeypatch):
 
 @pytest.mark.live
 def test_an_engine_that_does_not_survive_is_not_run_and_the_other_goes_on(tmp_path, monkeypatch):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     deadly = {"transformers": ("os:_exit", 7)}
     monkeypatch.setattr(
         "llorch.apps.doctor.adapter.engines.in_child",
-        lambda engine, path, *what: in_child(engine, path, *deadly.get(engine, what)),
+        lambda engine, path, *arguments: in_child(engine, path, *deadly.get(engine, arguments)),
     )
     found = states(adapter, base, ("peft", "llamacpp"))
     assert found["logits in PEFT"][0] == "absent"
@@ -199,19 +199,19 @@ def test_an_engine_that_does_not_survive_is_not_run_and_the_other_goes_on(tmp_pa
 
 
 def test_one_wrong_logit_of_an_engine_is_found(tmp_path, monkeypatch):
-    adapter, base, read = made(tmp_path)
+    adapter, base, read = write_adapter(tmp_path)
     weights = open_weights(base)
     ours = logits_by(AdaptedWeights(weights, read), probe_ids(weights.config.vocab_size, read))
     monkeypatch.setattr("llorch.apps.doctor.adapter.engines.find_spec", lambda name: "installed")
     for wrong, state in ((0.0, "ok"), (1.0, "broken")):
         theirs = ours + wrong * (np.arange(ours.size).reshape(ours.shape) == 7)
-        monkeypatch.setitem(_RUNS, "peft", lambda *_, theirs=theirs: theirs)
+        monkeypatch.setitem(_RUNS, "peft", lambda *_, engine_logits=theirs: engine_logits)
         assert states(adapter, base, ("peft",))["logits in PEFT"][0] == state
 
 
 @pytest.mark.parametrize("form", [["BASE", "ADAPTER"], ["ADAPTER", "--base", "BASE"], ["--base", "BASE", "ADAPTER"]])
 def test_doctor_takes_the_base_as_argument_or_as_option(tmp_path: Path, form: list[str]):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     places = {"ADAPTER": str(adapter), "BASE": str(base)}
     result = invoke("lora", "doctor", *(places.get(word, word) for word in form), "--against", "none", "--json")
     assert result.exit_code == 0, result.stderr
@@ -226,13 +226,13 @@ def test_doctor_refuses_no_base_and_two_bases(tmp_path: Path, form: list[str]):
 
 
 def test_every_check_has_a_name_of_its_own(tmp_path):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     names = [finding.name for finding in examine(adapter, base, against=())]
     assert len(names) == len(set(names)) >= len(READER_CHECKS) + len(NUMBER_CHECKS) + 4
 
 
 def test_the_command_ends_with_1_when_something_is_wrong(tmp_path):
-    adapter, base, _ = made(tmp_path)
+    adapter, base, _ = write_adapter(tmp_path)
     sound = invoke("lora", "doctor", str(adapter), "--base", str(base), "--against", "none")
     assert sound.exit_code == 0, sound.output
     changed(adapter, all_zero)
@@ -275,14 +275,14 @@ def test_data_that_ends_is_fine(tmp_path):
 
 
 @pytest.mark.parametrize("labels", [None, [-100, 9, 8, -100]])
-def test_a_model_that_never_saw_an_end_is_told(tmp_path, labels):
+def test_data_without_end_tokens_is_reported(tmp_path, labels):
     row = {"input_ids": [7, 9, 8, END if labels else 10]} | ({"labels": labels} if labels else {})
     state, text = of_run(run_folder(tmp_path, [row]))["end token"]
     assert state == "broken"
     assert_tells(text, "0 of 1")
 
 
-def test_data_that_changed_since_is_told(tmp_path):
+def test_data_changed_after_training_is_reported(tmp_path):
     folder = run_folder(tmp_path, [{"text": "Once upon a time."}], digest="0" * 64)
     assert of_run(folder)["training data"][0] == "warning"
 

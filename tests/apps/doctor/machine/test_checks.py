@@ -6,11 +6,11 @@ import pytest
 from helpers.refusals import assert_tells
 
 from llorch.apps.doctor.machine.checks import (
+    _check_devices,
     _check_kernels,
-    _devices,
+    check_caches,
     check_engines,
-    of_caches,
-    of_hardware,
+    check_hardware,
     processor,
     self_test,
 )
@@ -18,31 +18,31 @@ from llorch.runtime.builtin import goldens_folder
 
 
 @pytest.mark.parametrize(
-    ("text", "told"),
+    ("text", "description"),
     [
         ("processor\t: 0\nmodel name\t: Old 486\nflags\t\t: fpu avx512foo\n", "Old 486: none"),
         ("model name\t: New\nflags\t\t: fma avx2 amx_bf16\n\nmodel name\t: Other\n", "New: avx2 fma amx_bf16"),
         ("processor\t: 0\nFeatures\t: fp asimd bf16 sve\n", "asimd bf16 sve"),
     ],
 )
-def test_of_a_processor_the_features_that_matter_are_named(text: str, told: str, tmp_path: Path):
+def test_processor_check_names_the_relevant_features(text: str, description: str, tmp_path: Path):
     (tmp_path / "cpuinfo").write_text(text)
     found = processor(tmp_path / "cpuinfo")
-    assert_tells(found, told)
+    assert_tells(found, description)
     assert not {"fpu", "avx512foo", "fp", "Other"} & set(found.split())
     assert processor(tmp_path / "absent")
 
 
 def test_threads_that_somebody_set_are_shown(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv("MKL_NUM_THREADS", "3")
-    found = {one.name: one.text for one in of_hardware()}
+    found = {one.name: one.text for one in check_hardware()}
     assert "MKL_NUM_THREADS=3" in found["cores"]
     assert "threads (NumPy 2." in found["BLAS"]
     assert "GB left" in found["memory"]
 
 
 @pytest.mark.parametrize(
-    ("facts", "driver", "state", "told"),
+    ("facts", "driver", "state", "shown_facts"),
     [
         ({"built_for": "", "devices": []}, False, "ok", ("cpu",)),
         ({"built_for": "", "devices": []}, True, "warning", ("cpu", "GPU", "torch")),
@@ -52,18 +52,18 @@ def test_threads_that_somebody_set_are_shown(monkeypatch: pytest.MonkeyPatch):
     ],
 )
 def test_devices_are_those_that_torch_sees(
-    facts: dict, driver: bool, state: str, told: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    facts: dict, driver: bool, state: str, shown_facts: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     if driver:
         (tmp_path / "driver").touch()
     monkeypatch.setattr("llorch.apps.doctor.machine.checks._DRIVER", tmp_path / "driver")
-    found = _devices(facts, "crashes")
+    found = _check_devices(facts, "crashes")
     assert (found.state, bool(found.repair)) == (state, state in ("warning", "broken"))
-    assert_tells(found.text, *told)
+    assert_tells(found.text, *shown_facts)
 
 
 @pytest.mark.parametrize(
-    ("facts", "state", "told"),
+    ("facts", "state", "shown_fact"),
     [
         ({"compiler": ["/usr/bin/gcc", "-m64"], "kernels": True}, "ok", "by gcc"),
         ({"compiler": None, "kernels": False, "why_not": "none"}, "absent", "no C compiler"),
@@ -71,10 +71,10 @@ def test_devices_are_those_that_torch_sees(
         ({"compiler": ["cc"]}, "broken", "lasts 180 s"),
     ],
 )
-def test_cpu_kernels_check_names_the_compiler_or_what_is_missing(facts: dict[str, object], state: str, told: str):
+def test_cpu_kernels_check_names_the_compiler_or_what_is_missing(facts: dict[str, object], state: str, shown_fact: str):
     found = _check_kernels(facts, "lasts 180 s")
     assert found.state == state
-    assert_tells(found.text, told)
+    assert_tells(found.text, shown_fact)
 
 
 def test_engine_versions_are_compared_with_those_of_the_goldens(monkeypatch: pytest.MonkeyPatch):
@@ -98,24 +98,24 @@ def test_caches_are_where_the_environment_says_and_links_count_once(tmp_path: Pa
     blobs.mkdir(parents=True)
     (blobs / "1").write_bytes(bytes(2_500_000))
     (blobs.parent / "link").symlink_to(blobs / "1")
-    hub, own = of_caches()
+    hub, own = check_caches()
     assert_tells(hub.text, f"{tmp_path}/huggingface/hub: 2.5 MB")
     assert_tells(own.text, f"{tmp_path}/llorch: not")
     monkeypatch.setenv("HF_HOME", str(tmp_path / "elsewhere"))
-    assert_tells(next(iter(of_caches())).text, f"{tmp_path}/elsewhere/hub: not")
+    assert_tells(next(iter(check_caches())).text, f"{tmp_path}/elsewhere/hub: not")
 
 
 def test_a_cache_below_a_file_is_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / "home").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home" / "cache"))
-    assert [cache.state for cache in of_caches()] == ["warning", "warning"]
+    assert [cache.state for cache in check_caches()] == ["warning", "warning"]
 
 
 def test_the_cache_is_where_huggingface_hub_keeps_it(monkeypatch: pytest.MonkeyPatch):
     from huggingface_hub import constants
 
     monkeypatch.setenv("HF_HUB_CACHE", constants.HF_HUB_CACHE)
-    assert next(iter(of_caches())).text.startswith(f"{constants.HF_HUB_CACHE}: ")
+    assert next(iter(check_caches())).text.startswith(f"{constants.HF_HUB_CACHE}: ")
 
 
 def test_the_self_test_sees_a_wrong_number_and_a_missing_golden(tmp_path: Path):
@@ -133,4 +133,4 @@ def test_the_self_test_sees_a_wrong_number_and_a_missing_golden(tmp_path: Path):
 def test_a_cache_is_noted_where_less_than_a_gigabyte_is_free(free: int, state: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda _place: SimpleNamespace(free=free))
     monkeypatch.setattr("os.access", lambda _place, _mode: True)
-    assert {check.state for check in of_caches()} == {state}
+    assert {check.state for check in check_caches()} == {state}

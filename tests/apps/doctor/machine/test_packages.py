@@ -14,12 +14,12 @@ from llorch.apps.doctor.machine import packages
 from llorch.apps.doctor.machine.packages import (
     EXTRAS,
     NEEDED,
-    commit_of,
-    imported,
-    imported_by,
+    check_packages,
+    import_in_children,
     installed_extras,
     missing_extra,
-    of_packages,
+    probe_imports,
+    read_commit,
     run_probe,
     version_line,
 )
@@ -84,7 +84,7 @@ def test_a_package_that_ends_the_process_is_named_and_the_next_is_looked_at(make
     make("hangs", "1.0", "import threading; threading.Event().wait()")
     make("raises", "1.0", "import sys\nsys.exit('stop')")
     make("works", "1.0", "print('hello')")
-    found = imported_by(["aborts", "raises", "hangs", "works"], timeout=3)
+    found = import_in_children(["aborts", "raises", "hangs", "works"], timeout=3)
     assert (found["raises"], found["works"]) == ("SystemExit: stop", "")
     assert_tells(found["aborts"], "SIGABRT")
     assert_tells(found["hangs"], "3 s")
@@ -97,7 +97,7 @@ def test_broken_old_and_wrong_versions_come_with_the_command_that_repairs_them(m
     make("huggingface-hub", "0.36.2")
     make("llama-cpp-python", "0.3.2")
     with ThreadPoolExecutor() as pool:
-        found = {one.name: one for one in of_packages(imported(pool))}
+        found = {one.name: one for one in check_packages(probe_imports(pool))}
     broken = {name: (one.text, one.repair) for name, one in found.items() if one.state == "broken"}
     assert broken.keys() == {"serve", "hub", "golden"}
     assert_tells(broken["serve"][0], "prometheus-client 0.26.0", "SIGABRT")
@@ -108,10 +108,10 @@ def test_broken_old_and_wrong_versions_come_with_the_command_that_repairs_them(m
     assert (found["numpy"].state, found["torch"].text) == ("ok", "torch 99.0")
 
 
-def test_what_is_not_installed_is_absent_and_only_what_is_needed_is_broken(monkeypatch: pytest.MonkeyPatch):
+def test_missing_packages_are_absent_and_required_ones_are_broken(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.apps.doctor.machine.packages.EXTRAS", {"more": ("there-is-none>=1", "click>=8.2")})
     monkeypatch.setattr("llorch.apps.doctor.machine.packages.NEEDED", ("nor-this-one>=2",))
-    _, needed, extra = of_packages({})
+    _, needed, extra = check_packages({})
     assert (needed.state, needed.repair) == ("broken", "pip install --force-reinstall 'nor-this-one>=2'")
     assert (extra.state, extra.repair) == ("absent", "pip install 'llorch[more]'")
     assert re.fullmatch(r"no there-is-none, click [\d.]+", extra.text)
@@ -133,26 +133,26 @@ def commit(folder: Path) -> str:
 def test_the_commit_of_a_checkout_is_that_of_git_and_a_change_shows(package: Path):
     (package / "commit.txt").write_text("0000000\n")  # of another build
     head = commit(package.parent)
-    word, found = commit_of(package).split()
+    word, found = read_commit(package).split()
     assert (word, head[: len(found)]) == ("commit", found)
     assert len(found) >= 7
     (package / "commit.txt").write_text("changed\n")
-    assert commit_of(package) == f"commit {found}-dirty"
+    assert read_commit(package) == f"commit {found}-dirty"
 
 
 def test_the_commit_of_an_installed_package_is_in_its_file(package: Path):
     (package / "commit.txt").write_text("abc1234\n")
-    assert commit_of(package) == "commit abc1234"
+    assert read_commit(package) == "commit abc1234"
 
 
 def test_no_checkout_and_no_file_is_an_unknown_commit(package: Path):
-    assert commit_of(package) == "unknown commit"
+    assert read_commit(package) == "unknown commit"
 
 
 def test_a_checkout_without_git_is_an_unknown_commit(package: Path, monkeypatch: pytest.MonkeyPatch):
     commit(package.parent)
     monkeypatch.setenv("PATH", "")
-    assert commit_of(package) == "unknown commit"
+    assert read_commit(package) == "unknown commit"
 
 
 def test_an_extra_is_named_if_all_its_packages_are_there(monkeypatch: pytest.MonkeyPatch):

@@ -27,14 +27,14 @@ CPU = torch.device("cpu")
 FIRST = 50
 
 
-def fitted(name: str, dtype: torch.dtype) -> CausalLM:
+def model_with_cpu_kernels(name: str, dtype: torch.dtype) -> CausalLM:
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     use_sdpa(model)
     install_kernels(model, kernels_for(CPU, dtype, required=False))
     return model
 
 
-def reproducible(name: str, dtype: torch.dtype) -> CausalLM:
+def reproducible_model(name: str, dtype: torch.dtype) -> CausalLM:
     model = load_dense(open_weights(builtin_path(name)), dtype=dtype, device=CPU)
     make_reproducible(model)
     return model
@@ -44,7 +44,9 @@ def observe(name: str, array: Tensor) -> Tensor:
     return array
 
 
-def continued(model: CausalLM, dtype: torch.dtype, keep: Callable[[str, Tensor], Tensor], seq: int = 1) -> Tensor:
+def continue_generation(
+    model: CausalLM, dtype: torch.dtype, keep: Callable[[str, Tensor], Tensor], seq: int = 1
+) -> Tensor:
     """Logits of some steps of a ragged batch of two, after a prompt."""
     cache = Cache(model.config, batch=2, n_slots=20, dtype=dtype, device=CPU, first_position=FIRST)
     ids = torch.arange(40).view(2, 20)
@@ -61,7 +63,7 @@ def blocks(model: CausalLM) -> list[CpuBlock]:
     return [cast(CpuBlock, layer) for layer in model.model.layers]
 
 
-def parts(model: CausalLM) -> list[nn.Module]:
+def submodules(model: CausalLM) -> list[nn.Module]:
     return [module for module in model.modules() if type(module).__module__.startswith("llorch.pytorch.kernels.cpu")]
 
 
@@ -70,26 +72,31 @@ def parts(model: CausalLM) -> list[nn.Module]:
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen2", "micro-qwen3"])
 @torch.no_grad()
 def test_block_in_one_call_equals_its_kernels_bit_for_bit(name, dtype, seq):
-    model = fitted(name, dtype)
-    actual, expected = continued(model, dtype, keep_nothing, seq), continued(model, dtype, observe, seq)
-    assert all(block._known[2] is not None for block in blocks(model))  # it was used
+    model = model_with_cpu_kernels(name, dtype)
+    actual, expected = (
+        continue_generation(model, dtype, keep_nothing, seq),
+        continue_generation(model, dtype, observe, seq),
+    )
+    assert all(block._struct_cache[2] is not None for block in blocks(model))  # it was used
     assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", ["micro-llama", "micro-qwen3"])
 @torch.no_grad()
-def test_so_has_a_reproducible_one_of_many_tokens(name, dtype):
-    model = reproducible(name, dtype)
-    actual, expected = continued(model, dtype, keep_nothing, 4), continued(model, dtype, observe, 2)
-    assert all(block._known[2] is not None for block in blocks(model))
+def test_reproducible_block_of_many_tokens_equals_its_kernels_bit_for_bit(name, dtype):
+    model = reproducible_model(name, dtype)
+    actual, expected = continue_generation(model, dtype, keep_nothing, 4), continue_generation(model, dtype, observe, 2)
+    assert all(block._struct_cache[2] is not None for block in blocks(model))
     assert torch.equal(actual, expected)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize(("make", "seq"), [(fitted, 1), (reproducible, 1), (reproducible, 5)])
+@pytest.mark.parametrize(
+    ("make", "seq"), [(model_with_cpu_kernels, 1), (reproducible_model, 1), (reproducible_model, 5)]
+)
 @torch.no_grad()
-def test_a_block_that_reads_pages_has_the_bits_of_one_whose_context_is_gathered(make, seq, dtype):
+def test_paged_block_has_the_bits_of_a_block_with_gathered_context(make, seq, dtype):
     model, made = make("micro-qwen3", dtype), []
     filled, pages = (2 * PAGE - 3, 60), ((5, 2, 4), (1, 3))
     for keep in (keep_nothing, observe):
@@ -109,11 +116,15 @@ def test_a_block_that_reads_pages_has_the_bits_of_one_whose_context_is_gathered(
 @pytest.mark.parametrize("fixed", [False, True])
 @torch.no_grad()
 def test_block_with_a_kernel_of_another_mode_is_not_one_call(fixed):
-    model = reproducible("micro-llama", torch.float32) if fixed else fitted("micro-llama", torch.float32)
+    model = (
+        reproducible_model("micro-llama", torch.float32)
+        if fixed
+        else model_with_cpu_kernels("micro-llama", torch.float32)
+    )
     block, kernel = blocks(model)[0], blocks(model)[0].mlp.up_proj
     block.mlp.up_proj = CpuLinear(kernel.weight, kernel.bias, kernel.library, fixed=not kernel.fixed)
-    continued(model, torch.float32, keep_nothing)
-    assert [block._known[2] is None for block in blocks(model)] == [True, *[False] * (len(blocks(model)) - 1)]
+    continue_generation(model, torch.float32, keep_nothing)
+    assert [block._struct_cache[2] is None for block in blocks(model)] == [True, *[False] * (len(blocks(model)) - 1)]
 
 
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0", "Q4_K", "Q6_K"])
@@ -122,14 +133,14 @@ def test_packed_block_in_one_call_equals_its_kernels_bit_for_bit(kind, tmp_path)
     model = load_packed(open_weights(write_model(kind, tmp_path)), dtype=torch.float32, device=CPU)
     use_sdpa(model)
     install_kernels(model, kernels_for(CPU, torch.float32, required=True))
-    assert any(isinstance(part, CpuQuantisedLinear) for part in parts(model))
-    actual, expected = (continued(model, torch.float32, keep) for keep in (keep_nothing, observe))
+    assert any(isinstance(part, CpuQuantisedLinear) for part in submodules(model))
+    actual, expected = (continue_generation(model, torch.float32, keep) for keep in (keep_nothing, observe))
     assert torch.equal(actual, expected)
 
 
 @torch.no_grad()
-def test_a_batch_without_a_mask_goes_on_as_with_one():
-    model = fitted("micro-llama", torch.float32)
+def test_batch_without_a_mask_equals_a_batch_with_one():
+    model = model_with_cpu_kernels("micro-llama", torch.float32)
     cache = Cache(model.config, batch=1, n_slots=6, dtype=torch.float32, device=CPU)
     ids = torch.arange(6)[None]
     whole = model(ids, cache.place(ids, ctx=6, causal=True), cache)
@@ -139,7 +150,7 @@ def test_a_batch_without_a_mask_goes_on_as_with_one():
         torch.testing.assert_close(row, whole[0, step], rtol=1e-4, atol=1e-5)
 
 
-class Doubled(nn.Module):
+class DoublingKernel(nn.Module):
     def __init__(self, kernel: nn.Module) -> None:
         super().__init__()
         self.kernel = kernel
@@ -149,7 +160,7 @@ class Doubled(nn.Module):
 
 
 def double_a_kernel(block: CpuBlock) -> None:
-    block.mlp.down_proj = Doubled(block.mlp.down_proj)
+    block.mlp.down_proj = DoublingKernel(block.mlp.down_proj)
 
 
 def replace_a_function(block: CpuBlock) -> None:
@@ -162,18 +173,18 @@ def move_a_weight(block: CpuBlock) -> None:
 
 @pytest.mark.parametrize("change", [double_a_kernel, replace_a_function, move_a_weight])
 @torch.no_grad()
-def test_what_is_put_in_place_later_is_noticed(change: Callable[[CpuBlock], None]):
-    model = fitted("micro-llama", torch.float32)
-    before = continued(model, torch.float32, keep_nothing)
+def test_later_replacement_of_a_module_is_detected(change: Callable[[CpuBlock], None]):
+    model = model_with_cpu_kernels("micro-llama", torch.float32)
+    before = continue_generation(model, torch.float32, keep_nothing)
     change(blocks(model)[1])
-    after = continued(model, torch.float32, keep_nothing)
+    after = continue_generation(model, torch.float32, keep_nothing)
     assert not torch.allclose(after, before)
-    assert torch.equal(after, continued(model, torch.float32, observe))
+    assert torch.equal(after, continue_generation(model, torch.float32, observe))
 
 
 @torch.no_grad()
 def test_a_slot_that_does_not_exist_is_refused():
-    model = fitted("micro-llama", torch.float32)
+    model = model_with_cpu_kernels("micro-llama", torch.float32)
     cache = Cache(model.config, batch=1, n_slots=6, dtype=torch.float32, device=CPU, first_position=10)
     with refuses(IndexError, where="cache", expected=(0, 6), got="[[-1]]"):
         model(torch.zeros(1, 1, dtype=torch.int64), cache.place(torch.tensor([[9]]), ctx=1), cache)
@@ -181,10 +192,10 @@ def test_a_slot_that_does_not_exist_is_refused():
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16], ids=str)
 def test_other_dtypes_install_no_cpu_kernels(dtype):
-    assert parts(fitted("micro-llama", dtype)) == []
+    assert submodules(model_with_cpu_kernels("micro-llama", dtype)) == []
 
 
-def test_paths_of_modules_and_weights_stay_those_of_transformers():
+def test_module_and_weight_paths_stay_those_of_transformers():
     plain = load_dense(open_weights(builtin_path("micro-qwen2")), dtype=torch.float32, device=CPU)
     names, modules = list(plain.state_dict()), {name for name, _ in plain.named_modules()}
     install_kernels(plain, kernels_for(CPU, torch.float32, required=True))
@@ -192,14 +203,15 @@ def test_paths_of_modules_and_weights_stay_those_of_transformers():
     assert {name for name, _ in plain.named_modules()} == modules
 
 
-def test_without_a_compiler_products_still_go_to_onednn(monkeypatch):
+def test_products_use_onednn_without_a_compiler(monkeypatch):
     monkeypatch.setattr("llorch.pytorch.kernels.table.library", lambda: None)
-    model = fitted("micro-llama", torch.float32)
-    assert {type(part) for part in parts(model)} == {CpuLinear}
+    model = model_with_cpu_kernels("micro-llama", torch.float32)
+    assert {type(part) for part in submodules(model)} == {CpuLinear}
     monkeypatch.undo()
     with torch.no_grad():
         actual, expected = (
-            continued(m, torch.float32, keep_nothing) for m in (model, fitted("micro-llama", torch.float32))
+            continue_generation(m, torch.float32, keep_nothing)
+            for m in (model, model_with_cpu_kernels("micro-llama", torch.float32))
         )
     assert float((actual - expected).norm() / expected.norm()) < 1e-5
     assert np.isfinite(actual.numpy()).all()

@@ -80,7 +80,7 @@ def test_leading_axes_and_strides_of_the_input_do_not_matter(dtype):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bias", [True, False])
-def test_a_processor_or_a_torch_without_such_products_of_onednn_gets_others(dtype, bias, monkeypatch):
+def test_unsupported_onednn_products_use_fallback_kernels(dtype, bias, monkeypatch):
     monkeypatch.setattr(cpu_linear, "onednn_multiplies", lambda dtype: False)
     monkeypatch.setattr(cpu_linear, "TILE", 100 * 896)  # so that 260 rows of weights are three tiles
     kernel = layer((260, 896), dtype, bias=bias)
@@ -91,7 +91,7 @@ def test_a_processor_or_a_torch_without_such_products_of_onednn_gets_others(dtyp
     )
 
 
-def test_what_onednn_multiplies_is_tried(monkeypatch):
+def test_onednn_products_are_probed(monkeypatch):
     def refuse(*args):
         raise RuntimeError("could not create a primitive descriptor")
 
@@ -114,7 +114,7 @@ def test_an_input_of_another_dtype_is_refused():
         kernel(torch.zeros(1, 64, dtype=torch.bfloat16))
 
 
-def test_a_machine_without_a_compiler_is_told_once_and_goes_on(monkeypatch, caplog):
+def test_missing_compiler_warns_once_and_continues(monkeypatch, caplog):
     monkeypatch.setattr(cpu_library, "find_compiler", lambda: None)
     cpu_library.library.cache_clear()
     try:
@@ -134,7 +134,7 @@ def script(path: Path, text: str) -> str:
     return str(path)
 
 
-def test_a_compiler_that_fails_is_quoted(tmp_path):
+def test_failing_compiler_error_is_quoted(tmp_path):
     compiler = script(tmp_path / "cc", "echo 'cc: error: no -fopenmp here' >&2\nexit 1")
     with refuses(cpu_library.NotBuilt, f"{compiler}: cc: error: no -fopenmp here"):
         cpu_library.build([compiler], tmp_path / "made.so")
@@ -149,7 +149,7 @@ def test_a_compiler_named_by_the_environment_comes_first(tmp_path, monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def library_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     """A library of one source, as a compiler makes it on this machine, in little time."""
     command, path = cpu_library.find_compiler(), tmp_path_factory.mktemp("made") / "made.so"
     assert command is not None
@@ -161,14 +161,14 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def counted(made, tmp_path, monkeypatch) -> Callable[[], int]:
+def n_linked(library_bytes, tmp_path, monkeypatch) -> Callable[[], int]:
     """Put a compiler that has its result ready behind another command, and provide a cache of its own.
 
     Returns:
         A function that tells how often a library was linked.
     """
     log, ready = tmp_path / "log", tmp_path / "ready.so"
-    ready.write_bytes(made)
+    ready.write_bytes(library_bytes)
     answer = f'case "$*" in *--version*) exec "$@" ;; *" -c "*) exit ;; esac\necho >> "{log}"'
     copy = f'while [ "$1" != -o ]; do shift; done\ncp "{ready}" "$2"'
     wrapper = script(tmp_path / "ccache", f"{answer}\n{copy}")
@@ -178,32 +178,32 @@ def counted(made, tmp_path, monkeypatch) -> Callable[[], int]:
     return lambda: len(log.read_text()) if log.exists() else 0
 
 
-def fresh() -> ctypes.CDLL | None:
+def load_library() -> ctypes.CDLL | None:
     """The library as a new process gets it."""
     return cpu_library.library.__wrapped__()
 
 
 @pytest.mark.slow
-def test_what_was_built_is_kept_for_the_next_process(counted, tmp_path):
-    assert [fresh() is None, fresh() is None, counted()] == [False, False, 1]
+def test_built_library_is_cached_for_the_next_process(n_linked, tmp_path):
+    assert [load_library() is None, load_library() is None, n_linked()] == [False, False, 1]
     (folder,) = (tmp_path / "cache").iterdir()
     assert folder.stat().st_mode & 0o777 == 0o700
     assert [path.suffix for path in folder.iterdir()] == [".so"]
 
 
 @pytest.mark.parametrize("damage", [lambda data: data[:4096], lambda data: b"", lambda data: data[:-40] + data[-39:]])
-def test_a_damaged_library_is_built_anew(damage, counted, tmp_path):
-    fresh()
+def test_damaged_library_is_rebuilt(damage, n_linked, tmp_path):
+    load_library()
     (file,) = (tmp_path / "cache" / "llorch").iterdir()
     whole = file.read_bytes()
     file.unlink()  # it is mapped
     file.write_bytes(damage(whole))
-    assert fresh() is not None
-    assert counted() == 2
+    assert load_library() is not None
+    assert n_linked() == 2
     assert cpu_library.is_sealed(file)
 
 
-def test_another_source_compiler_or_processor_has_another_name(counted, monkeypatch):
+def test_library_name_depends_on_source_compiler_and_processor(n_linked, monkeypatch):
     command = cpu_library.find_compiler() or []
     names = {cpu_library.identity(command), cpu_library.identity([*command, "-g"])}
     monkeypatch.setattr(cpu_library, "_processor", lambda: ["another"])
@@ -212,24 +212,24 @@ def test_another_source_compiler_or_processor_has_another_name(counted, monkeypa
     assert len({*names, cpu_library.identity(command)}) == 4
 
 
-@pytest.mark.parametrize("what", ["others may write to it", "no folder", "not loadable"])
-def test_without_a_private_folder_to_load_from_every_process_builds(what, counted, tmp_path, monkeypatch):
+@pytest.mark.parametrize("obstacle", ["others may write to it", "no folder", "not loadable"])
+def test_every_process_builds_without_a_private_cache_folder(obstacle, n_linked, tmp_path, monkeypatch):
     folder = tmp_path / "cache" / "llorch"
-    if what == "no folder":
+    if obstacle == "no folder":
         monkeypatch.setenv("XDG_CACHE_HOME", "/proc")
     else:
         folder.mkdir(parents=True)
-        folder.chmod(0o777 if what == "others may write to it" else 0o700)
-    if what == "not loadable":
+        folder.chmod(0o777 if obstacle == "others may write to it" else 0o700)
+    if obstacle == "not loadable":
         refuse_to_load_from(folder, monkeypatch)
-    assert [fresh() is None, fresh() is None] == [False, False]
-    assert counted() == (4 if what == "not loadable" else 2)
+    assert [load_library() is None, load_library() is None] == [False, False]
+    assert n_linked() == (4 if obstacle == "not loadable" else 2)
     assert not folder.exists() or [*folder.iterdir()] == []
 
 
-def test_a_machine_that_loads_from_no_folder_says_so_and_goes_on(counted, monkeypatch, caplog):
+def test_unloadable_library_warns_and_continues(n_linked, monkeypatch, caplog):
     refuse_to_load_from(Path("/"), monkeypatch)
-    assert fresh() is None
+    assert load_library() is None
     (line,) = caplog.messages
     assert_tells(line, "CPU")
     assert line.endswith("failed to map segment from shared object")

@@ -58,30 +58,30 @@ def compiled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFa
                 made.replace(kept)
         except cpu_library.NotBuilt as error:  # of another processor
             pytest.skip(f"NOT RUN: {error}")
-        return cpu_library.declared(ctypes.CDLL(str(kept)))
+        return cpu_library.declare_signatures(ctypes.CDLL(str(kept)))
 
 
-def numbers(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+def random_values(*shape: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
     return torch.from_numpy(np.random.default_rng(seed).standard_normal(shape, dtype=np.float32)).to(dtype)
 
 
-def assert_alone(kernel: CpuLinear | CpuQuantisedLinear, x: torch.Tensor, whole: torch.Tensor) -> None:
+def assert_batch_invariant(kernel: CpuLinear | CpuQuantisedLinear, x: torch.Tensor, full_product: torch.Tensor) -> None:
     """Every row has the bits that it has alone, and in passes of other sizes."""
-    assert torch.equal(torch.cat([kernel(row) for row in x[:40].split(1)]), whole[:40])
+    assert torch.equal(torch.cat([kernel(row) for row in x[:40].split(1)]), full_product[:40])
     for size in (3, 16, 31, 70):
-        assert torch.equal(torch.cat([kernel(rows) for rows in x.split(size)]), whole), size
+        assert torch.equal(torch.cat([kernel(rows) for rows in x.split(size)]), full_product), size
 
 
 @SLOW_BUILD
 @DTYPES
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_row_has_the_bits_that_it_has_alone(shape, bias, dtype, compiled):
-    weight = numbers(*shape, dtype=dtype, seed=1)
-    kernel = CpuLinear(weight, numbers(shape[0], dtype=dtype, seed=2) if bias else None, compiled, fixed=True)
-    x = numbers(ROWS, shape[1], dtype=dtype, seed=3)
+def test_row_has_the_same_bits_in_any_batch(shape, bias, dtype, compiled):
+    weight = random_values(*shape, dtype=dtype, seed=1)
+    kernel = CpuLinear(weight, random_values(shape[0], dtype=dtype, seed=2) if bias else None, compiled, fixed=True)
+    x = random_values(ROWS, shape[1], dtype=dtype, seed=3)
     whole = kernel(x)
-    assert_alone(kernel, x, whole)
+    assert_batch_invariant(kernel, x, whole)
     assert kernel(x[:0]).shape == (0, shape[0])
     exact = linear(x.double(), weight.double(), None if kernel.bias is None else kernel.bias.double())
     assert whole.dtype == dtype
@@ -92,21 +92,21 @@ def test_a_row_has_the_bits_that_it_has_alone(shape, bias, dtype, compiled):
 @SLOW_BUILD
 @DTYPES
 @pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
-def test_a_packed_matrix_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
+def test_packed_product_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
     torch.manual_seed(0)
     fields = random_fields((45, 2304), kind, torch.device("cpu"))
-    kernel = CpuQuantisedLinear(fields, kind, numbers(45, dtype=dtype, seed=2), compiled, fixed=True)
-    x = numbers(80, 2304, dtype=dtype, seed=3)
+    kernel = CpuQuantisedLinear(fields, kind, random_values(45, dtype=dtype, seed=2), compiled, fixed=True)
+    x = random_values(80, 2304, dtype=dtype, seed=3)
     whole = kernel(x)
-    assert_alone(kernel, x, whole)
+    assert_batch_invariant(kernel, x, whole)
     assert torch.equal(CpuLinear(decode(fields, kind).to(dtype), kernel.bias, compiled, fixed=True)(x), whole)
 
 
 @SLOW_BUILD
 @DTYPES
 def test_infinity_and_nan_stay_in_their_row(dtype, compiled):
-    kernel = CpuLinear(numbers(40, 64, dtype=dtype, seed=1), None, compiled, fixed=True)
-    x = numbers(20, 64, dtype=dtype, seed=3)
+    kernel = CpuLinear(random_values(40, 64, dtype=dtype, seed=1), None, compiled, fixed=True)
+    x = random_values(20, 64, dtype=dtype, seed=3)
     x[3, 0], x[5, 0] = torch.inf, torch.nan
     actual = kernel(x)
     assert actual[3].isinf().all()
@@ -115,7 +115,7 @@ def test_infinity_and_nan_stay_in_their_row(dtype, compiled):
 
 
 @SLOW_BUILD
-def test_every_float8_code_has_its_number(compiled):
+def test_every_float8_code_is_decoded(compiled):
     codes = torch.arange(256, dtype=torch.uint8)
     codes[codes & 127 == 127] = 0  # those of NaN
     table, scale = Table("TABLE_8", E4M3.tobytes()), torch.full((8, 1), 0.75)
@@ -129,7 +129,7 @@ HALF = pytest.mark.parametrize(("dtype", "limit"), [(torch.float32, 3e-7), (torc
 
 @HALF
 @pytest.mark.parametrize("width", [64, 37, 1100])
-def test_the_convolution_is_that_of_the_page(width, dtype, limit):
+def test_convolution_equals_the_reference(width, dtype, limit):
     torch.manual_seed(0)
     plain = ShortConv(width, 4)
     plain.weight = torch.nn.Parameter(torch.randn(width, 4, dtype=dtype), requires_grad=False)
@@ -144,7 +144,7 @@ def test_the_convolution_is_that_of_the_page(width, dtype, limit):
 
 
 @pytest.mark.parametrize(("key", "value"), [(128, 128), (12, 20), (8, 70)])
-def test_the_rule_is_that_of_the_page_and_passes_have_its_bits(key, value):
+def test_delta_rule_equals_the_reference_and_split_passes_have_equal_bits(key, value):
     torch.manual_seed(0)
     rows = torch.randn(2, 40, 2 * 2 * key + 6 * value)  # heads are parts of wider rows
     q, k, v = rows.split((2 * key, 2 * key, 6 * value), -1)
@@ -169,7 +169,7 @@ def test_the_rule_is_that_of_the_page_and_passes_have_its_bits(key, value):
 
 
 @HALF
-def test_the_gated_norm_is_that_of_the_page(dtype, limit):
+def test_gated_norm_equals_the_reference(dtype, limit):
     torch.manual_seed(0)
     plain = GatedNorm(20, 1e-6)
     plain.weight = torch.nn.Parameter(torch.randn(20).to(dtype), requires_grad=False)
@@ -182,7 +182,7 @@ def test_the_gated_norm_is_that_of_the_page(dtype, limit):
 @HALF
 @pytest.mark.parametrize("seq", [1, 5, FEW])
 @pytest.mark.parametrize("shared", [True, False])
-def test_experts_are_those_of_the_page(seq, shared, dtype, limit):
+def test_experts_equal_the_reference(seq, shared, dtype, limit):
     torch.manual_seed(0)
     plain = ExpertLinear(7, 64, 40)
     plain.weight = torch.nn.Parameter(torch.randn(7, 40, 64).to(dtype), requires_grad=False)
@@ -192,7 +192,7 @@ def test_experts_are_those_of_the_page(seq, shared, dtype, limit):
 
 @pytest.mark.parametrize("kind", PACKERS, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("seq", [1, FEW])
-def test_packed_experts_are_those_of_the_page(seq, kind):
+def test_packed_experts_equal_the_reference(seq, kind):
     torch.manual_seed(0)
     fields = random_fields((5 * 24, 512), kind, torch.device("cpu"))
     x, ids = torch.randn(1, seq, 1, 512), torch.rand(1, seq, 5).argsort(-1)[..., :2]

@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 
 from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
-from llorch.files.quantised.matrix import CodesOf, Order, QuantisedMatrix, StoredPart
+from llorch.files.quantised.matrix import Order, QuantisedMatrix, StoredPart, Unpacker
 from llorch.judging.expectations.quantised_models import random_blocks
 from llorch.pytorch import stored_kinds
 from llorch.pytorch.kernels.cpu.library import library
@@ -53,10 +53,10 @@ def layer(kind: GGMLType | str, dtype: torch.dtype, *, width: int = 768, bias: b
         fields, packed_kind = pack(torch.from_numpy(blocks.reshape(OUT, -1)), kind), kind
     compiled = library()
     assert compiled is not None
-    return CpuQuantisedLinear(fields, packed_kind, bias_of(dtype) if bias else None, compiled)
+    return CpuQuantisedLinear(fields, packed_kind, random_bias(dtype) if bias else None, compiled)
 
 
-def bias_of(dtype: torch.dtype) -> nn.Parameter:
+def random_bias(dtype: torch.dtype) -> nn.Parameter:
     return nn.Parameter(torch.from_numpy(np.linspace(-1, 1, OUT)).to(dtype), requires_grad=False)
 
 
@@ -88,11 +88,11 @@ def test_bfloat16_products_are_no_worse_than_those_of_torch_with_a_decoded_matri
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @EVERY_KIND
-def test_decoding_has_the_bits_of_the_twin(kind, dtype):
+def test_decoding_has_the_bits_of_the_torch_decoder(kind, dtype):
     kernel = layer(kind, dtype)
     actual = torch.empty(OUT - 3, 768, dtype=dtype)
     kernel.library.llorch_decode(*kernel.matrix_of(dtype), actual.data_ptr(), 3, OUT - 3, 768)
-    assert torch.equal(bits_of(actual), bits_of(decode(kernel.fields, kernel.ggml_type)[3:].to(dtype)))
+    assert torch.equal(as_bytes(actual), as_bytes(decode(kernel.fields, kernel.ggml_type)[3:].to(dtype)))
 
 
 @pytest.mark.parametrize("ggml_type", list(KINDS)[:3], ids=lambda kind: kind.name)
@@ -102,7 +102,7 @@ def test_rows_of_an_odd_number_of_blocks_are_summed_to_the_end(ggml_type):
     assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
-def test_a_matrix_of_many_tiles_is_multiplied_as_a_whole(monkeypatch):
+def test_product_of_many_tiles_equals_one_tile(monkeypatch):
     monkeypatch.setattr("llorch.pytorch.kernels.cpu.quantised.TILE", 768 * 8)
     kernel = layer(next(iter(KINDS)), torch.float32)
     x = inputs(FEW + 1, 768, torch.float32)
@@ -117,7 +117,7 @@ def test_leading_axes_and_strides_of_the_input_do_not_matter():
     assert distance(actual, reference(x, kernel)) < 1e-6
 
 
-def size_of(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
+def product_sizes(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
     """Bound the terms of a product; values and offsets are summed apart."""
     weight = decode(kernel.fields, kernel.ggml_type).double().abs().amax(-1)
     return x.double().abs().sum(-1, keepdim=True) * 2 * weight + 1
@@ -128,7 +128,7 @@ def size_of(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
 def test_float32_products_with_a_table_are_exact_to_float32_rounding(name, rows, width):
     kernel = layer(name, torch.float32, width=width)
     x = inputs(rows, width, torch.float32)
-    assert ((kernel(x).double() - reference(x, kernel)).abs() <= width * 2.0**-24 * size_of(x, kernel)).all()
+    assert ((kernel(x).double() - reference(x, kernel)).abs() <= width * 2.0**-24 * product_sizes(x, kernel)).all()
     assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
@@ -137,17 +137,17 @@ def test_zero_points_shift_a_list_of_integers_where_it_is_long_enough(zero, shif
     fields, table = packed_table("W4 asym", OUT, 768)
     fields["zero"][OUT // 2] = zero
     assert (int(shared_by_rows(table, fields)[1:2].view(torch.int32)) == _SHIFTED) is shifts
-    kernel, x = CpuQuantisedLinear(fields, table, bias_of(torch.float32), compiled), inputs(1, 768, torch.float32)
+    kernel, x = CpuQuantisedLinear(fields, table, random_bias(torch.float32), compiled), inputs(1, 768, torch.float32)
     assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
-def trained(kernel: CpuQuantisedLinear) -> TrainedQuantisedLinear:
+def with_gradients(kernel: CpuQuantisedLinear) -> TrainedQuantisedLinear:
     return TrainedQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, kernel.library)
 
 
 def assert_trained(kernel: CpuQuantisedLinear, rows: int, dtype: torch.dtype) -> None:
     """Both products are with the matrix that the reference decodes and rounds to the dtype."""
-    ours, weight = trained(kernel), decode(kernel.fields, kernel.ggml_type).to(dtype).double()
+    ours, weight = with_gradients(kernel), decode(kernel.fields, kernel.ggml_type).to(dtype).double()
     x, grad = inputs(rows, kernel.in_features, dtype).requires_grad_(), inputs(rows + 1, OUT, dtype)[:rows]
     made = ours(x[None])[0]
     (actual,) = torch.autograd.grad(made, x, grad)
@@ -163,18 +163,18 @@ def assert_trained(kernel: CpuQuantisedLinear, rows: int, dtype: torch.dtype) ->
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
-def test_a_trained_product_and_its_gradient_have_the_matrix_of_the_twin(ggml_type, rows, dtype):
+def test_product_and_gradient_use_the_matrix_of_the_torch_decoder(ggml_type, rows, dtype):
     assert_trained(layer(ggml_type, dtype), rows, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("name", TABLES)
-def test_a_trained_product_and_its_gradient_have_the_table_of_the_twin(name, dtype):
+def test_product_and_gradient_use_the_table_of_the_torch_decoder(name, dtype):
     assert_trained(layer(name, dtype), 5, dtype)
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
-def test_a_gradient_through_many_tiles_is_that_of_the_whole_matrix(dtype, monkeypatch):
+def test_gradient_of_many_tiles_equals_one_tile(dtype, monkeypatch):
     monkeypatch.setattr("llorch.pytorch.kernels.cpu.quantised.TILE", 768 * 8)
     assert_trained(layer(next(iter(KINDS)), dtype), 5, dtype)
 
@@ -185,12 +185,12 @@ ORDERS: list[tuple[Order, int]] = [
 CODE_SHAPES = ((8, 32), (24, 96), (40, 544), (136, 160), (1032, 64))  # less than a tile, a rest of a tile, of a block
 
 
-def bits_of(field: torch.Tensor) -> torch.Tensor:
+def as_bytes(field: torch.Tensor) -> torch.Tensor:
     """The bytes of a field, so that NaN is equal to itself."""
     return field.view(torch.uint8)
 
 
-def stored(order: Order, bits: int, out: int, n_in: int) -> tuple[CodesOf, StoredPart]:
+def random_packed_codes(order: Order, bits: int, out: int, n_in: int) -> tuple[Unpacker, StoredPart]:
     """Random codes, at an odd address."""
     dtype, shape = {
         "rows": ("U8", (out, n_in * bits // 8)),
@@ -199,13 +199,13 @@ def stored(order: Order, bits: int, out: int, n_in: int) -> tuple[CodesOf, Store
         "awq": ("I32", (n_in, out // 8)),
     }[order]
     raw = np.random.default_rng(out * n_in).integers(0, 256, out * n_in * bits // 8 + 1, dtype=np.uint8)[1:]
-    return CodesOf("codes", bits, (out, n_in), order), StoredPart("w", dtype, shape, raw)
+    return Unpacker("codes", bits, (out, n_in), order), StoredPart("w", dtype, shape, raw)
 
 
 @pytest.mark.parametrize(("order", "bits"), ORDERS)
 def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order, bits: int, compiled: ctypes.CDLL):
     for out, n_in in CODE_SHAPES if order == "awq" else (*CODE_SHAPES, (5, 96)):
-        codes, part = stored(order, bits, out, n_in)
+        codes, part = random_packed_codes(order, bits, out, n_in)
         bytes_of_codes = torch.from_numpy(codes({"codes": part}, slice(0, out)).copy())
         expected = join_four_bits(bytes_of_codes) if bits == 4 else bytes_of_codes
         actual = packed_codes(codes, part, compiled)
@@ -215,25 +215,25 @@ def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 64)], ids=str)  # the last one is shared by threads
 @pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
-def test_blocks_are_taken_apart_to_the_bits_of_the_reference(ggml_type, shape, compiled: ctypes.CDLL):
+def test_unpacked_blocks_have_the_bits_of_the_reference(ggml_type, shape, compiled: ctypes.CDLL):
     rows, n_bytes = shape[0], shape[1] * BLOCK_SIZES[ggml_type][1]
     blocks = np.random.default_rng(rows).integers(0, 256, rows * n_bytes + 1, dtype=np.uint8)[1:].reshape(rows, n_bytes)
     expected = pack(torch.from_numpy(blocks.copy()), ggml_type)
     actual = {name: torch.empty_like(field) for name, field in expected.items()}
     pack_blocks(blocks, ggml_type, actual, compiled)
-    assert all(torch.equal(bits_of(actual[name]), bits_of(field)) for name, field in expected.items())
+    assert all(torch.equal(as_bytes(actual[name]), as_bytes(field)) for name, field in expected.items())
 
 
 def test_packed_codes_of_three_bits_are_left_to_the_reference(compiled: ctypes.CDLL):
-    codes = CodesOf("codes", 3, (8, 32))
+    codes = Unpacker("codes", 3, (8, 32))
     assert packed_codes(codes, StoredPart("w", "U32", (8, 3), np.zeros(96, np.uint8)), compiled) is None
 
 
 @pytest.mark.parametrize(("order", "bits"), ORDERS)
 @pytest.mark.parametrize("n_out", [24, 56], ids=["too long", "too short"])
 def test_a_part_of_another_size_than_its_codes_is_left_to_the_reference(order: Order, bits: int, n_out: int, compiled):
-    _, part = stored(order, bits, 40, 64)
-    assert packed_codes(CodesOf("codes", bits, (n_out, 64), order), part, compiled) is None
+    _, part = random_packed_codes(order, bits, 40, 64)
+    assert packed_codes(Unpacker("codes", bits, (n_out, 64), order), part, compiled) is None
 
 
 def first_matrix(folder: str) -> tuple[Table, QuantisedMatrix]:

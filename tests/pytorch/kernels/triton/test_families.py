@@ -29,8 +29,8 @@ WAYS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-def opened(path: Path, **how: Any) -> TorchModel:
-    model = load_torch(path, **how)
+def open_ids_only(path: Path, **options: Any) -> TorchModel:
+    model = load_torch(path, **options)
     vars(model)["tokenizer"] = IdsOnly()
     return model
 
@@ -45,11 +45,14 @@ def answers(model: TorchModel, ids: np.ndarray) -> list[list[int]]:
     return made + batch
 
 
-def require_same(path: Path, *, off: float, **how: Any) -> TorchModel:
-    reference, model = opened(path, dtype="float64", residency=how.get("residency", "auto")), opened(path, **how)
+def require_close(path: Path, *, max_error: float, **options: Any) -> TorchModel:
+    reference, model = (
+        open_ids_only(path, dtype="float64", residency=options.get("residency", "auto")),
+        open_ids_only(path, **options),
+    )
     ids = IDS % reference.config.vocab_size
     expected = reference.forward(ids)
-    assert np.linalg.norm(model.forward(ids) - expected) < off * np.linalg.norm(expected)
+    assert np.linalg.norm(model.forward(ids) - expected) < max_error * np.linalg.norm(expected)
     assert answers(model, ids) == answers(reference, ids)
     return model
 
@@ -61,8 +64,8 @@ def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("way", WAYS)
-def test_a_model_answers_as_in_float64(folder: Path, way: str):
-    require_same(folder, device="cuda", off=1e-13 if way == "float64" else 1e-5, **WAYS[way])
+def test_model_generates_the_tokens_of_float64(folder: Path, way: str):
+    require_close(folder, device="cuda", max_error=1e-13 if way == "float64" else 1e-5, **WAYS[way])
 
 
 @pytest.mark.slow_cases(but=["qwen3_moe-Q4_0-own", "qwen3_moe-Q8_0-torch"])
@@ -70,10 +73,10 @@ def test_a_model_answers_as_in_float64(folder: Path, way: str):
 @pytest.mark.parametrize("kernels", ["own", "torch"])
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_0"])
 @pytest.mark.parametrize("family", ["qwen3_moe", "qwen3_next"])
-def test_packed_experts_answer_as_in_float64(family: str, kind: str, kernels: str, tmp_path: Path):
+def test_packed_experts_generate_the_tokens_of_float64(family: str, kind: str, kernels: str, tmp_path: Path):
     folder = random_folder(family, tmp_path / "hf", 3, **EVEN)
     path = convert(folder, tmp_path / "packed.gguf", ggml_type=GGMLType[kind]).target
-    decoding = require_same(path, device="cuda", kernels=kernels, residency="packed", off=1e-5)._spare
+    decoding = require_close(path, device="cuda", kernels=kernels, residency="packed", max_error=1e-5)._spare
     assert decoding is not None
     assert isinstance(decoding.replay, GraphedSteps) is (kernels == "own")
 
@@ -84,7 +87,7 @@ def test_packed_experts_answer_as_in_float64(family: str, kind: str, kernels: st
     "awq-gemm", "bnb-nf4", "ct-fp8-dynamic", "ct-nvfp4", "ct-w8a8", "gptq-4bit", "gptq-4bit-act-order", "gptq-8bit",
     "mlx-4bit", "mlx-4bit-experts", "mlx-8bit", "mlx-mxfp8",
 ])  # fmt: skip
-def test_quantised_folders_answer_as_in_float64(name: str, kernels: str):
-    decoding = require_same(FOLDERS / name, device="cuda", kernels=kernels, residency="packed", off=1e-5)._spare
+def test_quantised_folders_generate_the_tokens_of_float64(name: str, kernels: str):
+    decoding = require_close(FOLDERS / name, device="cuda", kernels=kernels, residency="packed", max_error=1e-5)._spare
     assert decoding is not None
     assert isinstance(decoding.replay, GraphedSteps) is (kernels == "own")

@@ -53,7 +53,7 @@ def assert_product(actual: torch.Tensor, x: torch.Tensor, layer: Any, device: to
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("shape", [(1, 1, 300), (2, 3, 2500), (2, 5, 3, 20), (1, 7, 2, 64), (37, 128)], ids=str)
-def test_norm_of_any_leading_rows_is_that_of_the_page(shape, dtype, device):
+def test_norm_of_any_leading_rows_equals_the_reference(shape, dtype, device):
     x, plain = random(*shape, dtype=dtype, device=device, seed=4), norm(shape[-1], dtype, device)
     exact = rms_norm(x.double(), plain.weight.double(), eps=plain.eps)
     inner = (SUM / 2 + 6) * EPS * exact.abs()  # the root halves the error of the sum
@@ -67,7 +67,7 @@ def test_norm_of_small_numbers_sees_epsilon(dtype, device):
     assert_rounded(FusedRMSNorm(plain)(x), exact, (SUM / 2 + 6) * EPS * exact.abs(), device)
 
 
-def test_norm_reads_rows_that_do_not_lie_side_by_side(device):
+def test_norm_reads_strided_rows(device):
     x = random(4, 3, 27, dtype=torch.float32, device=device, seed=6)[..., :20]
     plain = norm(20, torch.float32, device)
     exact = rms_norm(x.double(), plain.weight.double(), eps=plain.eps)
@@ -76,14 +76,14 @@ def test_norm_reads_rows_that_do_not_lie_side_by_side(device):
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("shape", [(1, 1, 7), (2, 3, 1025), (1, 9, 4864)], ids=str)
-def test_swiglu_is_that_of_the_page(shape, dtype, device):
+def test_swiglu_equals_the_reference(shape, dtype, device):
     gate, up = (random(*shape, dtype=dtype, device=device, seed=seed) * 4 for seed in (7, 8))
     exact = swiglu(gate.double(), up.double())
     inner = (1.5 * gate.double().abs() + 8) * EPS * exact.abs()  # exp is off by its argument's rounding
     assert_rounded(fused.swiglu(gate, up), exact, inner, device)
 
 
-def test_swiglu_of_far_gates_neither_overflows_nor_vanishes(device):
+def test_swiglu_of_extreme_gates_neither_overflows_nor_vanishes(device):
     gate = torch.tensor([-1e4, -300.0, -80.0, 0.0, 80.0, 300.0, 1e4], device=device)
     up = torch.full_like(gate, 3.0)
     exact = swiglu(gate.double(), up.double())
@@ -114,14 +114,14 @@ def test_more_rows_than_one_go_to_torch(device):
 
 @EVERY_DTYPE
 @pytest.mark.parametrize("sizes", [(6, 3), (3, 6, 4)], ids=str)
-def test_projections_of_one_input_are_made_in_one_launch(sizes, dtype, device):
+def test_projections_of_one_input_share_one_launch(sizes, dtype, device):
     layers = [DenseLinear(linear(100, out, dtype, device, bias=True)) for out in sizes]
     x = random(1, 1, 100, dtype=dtype, device=device, seed=11)
     for actual, layer in zip(multiply_row(x, layers), layers, strict=True):
         assert_product(actual, x, layer, device)
 
 
-def test_projections_hand_out_what_belongs_to_their_input(device):
+def test_projections_return_the_products_of_their_input(device):
     first, second = (DenseLinear(linear(20, out, torch.float32, device, bias=False)) for out in (3, 4))
     share_launch([first, second], multiply_row)
     x, other = (random(1, 20, dtype=torch.float32, device=device, seed=seed) for seed in (12, 13))
@@ -141,7 +141,7 @@ class Interrupted(DenseLinear):
         return id(self)
 
 
-def test_a_thread_of_the_host_gets_no_product_of_another(device):
+def test_host_thread_gets_no_product_of_another_thread(device):
     first, second = (Interrupted(linear(20, out, torch.float32, device, bias=False)) for out in (3, 4))
     share_launch([first, second], multiply_row)
     x, other = (random(1, 20, dtype=torch.float32, device=device, seed=seed) for seed in (15, 16))
@@ -151,7 +151,7 @@ def test_a_thread_of_the_host_gets_no_product_of_another(device):
         assert_product(second(x), x, second, device)
 
 
-def test_projections_remember_nothing_once_all_are_handed_out(device):
+def test_projections_keep_no_product_after_all_are_returned(device):
     layers = [DenseLinear(linear(20, out, torch.float32, device, bias=False)) for out in (3, 4)]
     together = share_launch(layers, multiply_row)
     x = random(1, 20, dtype=torch.float32, device=device, seed=14)
@@ -195,7 +195,7 @@ def run(heads: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: to
     return q, keys, values
 
 
-def seen_up_to(*last: int, ctx: int, device: torch.device) -> torch.Tensor:
+def causal_visibility(*last: int, ctx: int, device: torch.device) -> torch.Tensor:
     return torch.arange(ctx, device=device) <= torch.tensor(last, device=device)[:, None, None, None]
 
 
@@ -219,29 +219,29 @@ def assert_attends(actual: torch.Tensor, q: torch.Tensor, keys: torch.Tensor, va
 @EVERY_DTYPE
 @pytest.mark.parametrize("ctx", [1, 33, 100])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(2, 2, 20), (6, 2, 64), (7, 1, 128)], ids=str)
-def test_it_is_the_attention_of_the_page(ctx, heads, kv_heads, head_dim, dtype, device):
+def test_attention_equals_the_reference(ctx, heads, kv_heads, head_dim, dtype, device):
     q, keys, values = run(heads, kv_heads, head_dim, dtype, device)
     context = keys[:, :, :ctx], values[:, :, :ctx]
     assert_attends(decode_attention(q, *context, None, keep_nothing), q, *context, None)
-    visible = seen_up_to(ctx // 2, 0, ctx=ctx, device=device)
+    visible = causal_visibility(ctx // 2, 0, ctx=ctx, device=device)
     assert_attends(decode_attention(q, *context, visible, keep_nothing), q, *context, visible)
 
 
 @pytest.mark.usefixtures("wide_blocks")
 @pytest.mark.parametrize("programs", [1, 6, 1000], ids=lambda n: f"{n} programs")
 @EVERY_DTYPE
-def test_any_number_of_parts_gives_the_same_attention(dtype, programs, device, monkeypatch):
+def test_attention_does_not_depend_on_the_number_of_splits(dtype, programs, device, monkeypatch):
     monkeypatch.setattr(module, "_PROGRAMS", programs)
     q, keys, values = run(6, 2, 20, dtype, device)
-    visible = seen_up_to(99, 40, ctx=N_SLOTS + 1, device=device)
+    visible = causal_visibility(99, 40, ctx=N_SLOTS + 1, device=device)
     assert_attends(decode_attention(q, keys, values, visible, keep_nothing), q, keys, values, visible)
 
 
 @pytest.mark.usefixtures("wide_blocks")
 @EVERY_DTYPE
-def test_slots_that_nobody_sees_are_not_read(dtype, device):
+def test_masked_slots_are_not_read(dtype, device):
     q, keys, values = run(6, 2, 20, dtype, device)
-    visible = seen_up_to(50, 3, ctx=N_SLOTS + 1, device=device)
+    visible = causal_visibility(50, 3, ctx=N_SLOTS + 1, device=device)
     before = decode_attention(q, keys, values, visible, keep_nothing)
     unseen = ~visible[:, 0, 0]
     for store in (keys, values):
@@ -252,11 +252,11 @@ def test_slots_that_nobody_sees_are_not_read(dtype, device):
 @EVERY_DTYPE
 def test_large_scores_overflow_nowhere(dtype, device):
     q, keys, values = run(6, 2, 20, dtype, device)
-    q, visible = q * 30, seen_up_to(99, 40, ctx=N_SLOTS + 1, device=device)
+    q, visible = q * 30, causal_visibility(99, 40, ctx=N_SLOTS + 1, device=device)
     assert_attends(decode_attention(q, keys, values, visible, keep_nothing), q, keys, values, visible)
 
 
-def test_keys_and_values_may_lie_in_memory_in_different_ways(device):
+def test_keys_and_values_may_have_different_strides(device):
     q, keys, values = run(6, 2, 20, torch.float32, device)
     expected = decode_attention(q, keys, values, None, keep_nothing)
     apart = values.transpose(1, 2).contiguous().transpose(1, 2)
@@ -277,7 +277,7 @@ LAYER = 1
 INNER = 3 * EPS * 6  # two products and their sum in float32; no two parts of a sum are together larger than 6
 
 
-class Pass:
+class PrefillPass:
     """Inputs of one pass, the same for the kernel and its twin."""
 
     def __init__(
@@ -314,11 +314,9 @@ class Pass:
 @pytest.mark.parametrize("positions", POSITIONS, ids=str)
 @pytest.mark.parametrize("rotary_dim", [0, 8], ids=["whole heads", "a part of heads"])
 @pytest.mark.parametrize(("heads", "kv_heads", "head_dim"), [(4, 4, 20), (6, 2, 64), (7, 1, 128)], ids=str)
-def test_queries_and_cache_are_those_of_the_page(
-    config, positions, heads, kv_heads, head_dim, rotary_dim, dtype, device
-):
+def test_queries_and_cache_equal_the_reference(config, positions, heads, kv_heads, head_dim, rotary_dim, dtype, device):
     sizes = {"n_heads": heads, "n_kv_heads": kv_heads, "head_dim": head_dim, "rotary_dim": rotary_dim}
-    run = Pass(config, positions, dtype, device, **sizes)
+    run = PrefillPass(config, positions, dtype, device, **sizes)
     cache = run.cache(dtype)
     q, keys, values = rotate_and_cache(run.q, run.k, run.v, LAYER, run.place(cache), cache, keep_nothing)
     exact_q, exact = run.exact()
@@ -335,7 +333,7 @@ def test_queries_and_cache_are_those_of_the_page(
 
 @EVERY_DTYPE
 def test_padding_is_written_to_the_last_slot(config, dtype, device):
-    run = Pass(config, [[4], [-1]], dtype, device)
+    run = PrefillPass(config, [[4], [-1]], dtype, device)
     cache, before = run.cache(dtype), run.cache(dtype)
     rotate_and_cache(run.q, run.k, run.v, LAYER, run.place(cache), cache, keep_nothing)
     assert torch.equal(cache.values[LAYER][1, :, N_ROTATED_SLOTS], run.v[1, 0])
@@ -343,8 +341,8 @@ def test_padding_is_written_to_the_last_slot(config, dtype, device):
     assert torch.equal(cache.keys[LAYER][1, :, :N_ROTATED_SLOTS], before.keys[LAYER][1, :, :N_ROTATED_SLOTS])
 
 
-def test_an_observer_is_given_every_stage(config, device):
-    run = Pass(config, POSITIONS[0], torch.float32, device)
+def test_observer_receives_every_stage(config, device):
+    run = PrefillPass(config, POSITIONS[0], torch.float32, device)
     cache, seen = run.cache(torch.float32), {}
 
     def keep(name: str, array: torch.Tensor) -> torch.Tensor:
@@ -362,8 +360,8 @@ def test_an_observer_is_given_every_stage(config, device):
         assert_rounded(seen[name], exact, INNER * torch.ones_like(exact), device)
 
 
-def test_what_an_observer_hands_back_is_used_from_there_on(config, device):
-    run = Pass(config, [[3, 4]], torch.float32, device)
+def test_array_returned_by_an_observer_is_used_from_there_on(config, device):
+    run = PrefillPass(config, [[3, 4]], torch.float32, device)
     cache = run.cache(torch.float32)
     others = {"q_rope": run.q + 1, "k_rope": run.k + 2, "v_cache": torch.full((1, 2, 9, 6), 5.0, device=device)}
 
@@ -377,8 +375,8 @@ def test_what_an_observer_hands_back_is_used_from_there_on(config, device):
     assert torch.equal(cache.values[LAYER][:, :, 3:5].transpose(1, 2), run.v)
 
 
-def test_heads_that_do_not_lie_side_by_side_are_read(config, device):
-    run = Pass(config, [[3, 4]], torch.float32, device)
+def test_strided_heads_are_read(config, device):
+    run = PrefillPass(config, [[3, 4]], torch.float32, device)
     scattered = [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (run.q, run.k, run.v)]
     caches = run.cache(torch.float32), run.cache(torch.float32)
     once, again = (

@@ -40,9 +40,9 @@ def model(config: Any, dtype: torch.dtype, device: torch.device, *, rounded_to: 
     return made.to(device, dtype).requires_grad_(False)
 
 
-def traces(made: CausalLM, device: torch.device) -> list[dict[str, torch.Tensor]]:
+def traces(causal_lm: CausalLM, device: torch.device) -> list[dict[str, torch.Tensor]]:
     """Every stage of a padded prompt, of a step, and of one after the second row ended; all look at the whole cache."""
-    cache = Cache(made.config, batch=2, n_slots=9, dtype=made.model.norm.weight.dtype, device=device)
+    cache = Cache(causal_lm.config, batch=2, n_slots=9, dtype=causal_lm.model.norm.weight.dtype, device=device)
     ids = torch.arange(12).view(2, 6)
     passes = [[[0, 1, 2, 3, 4], [-1, -1, 0, 1, 2]], [[5], [3]], [[6], [-1]]]
     found = []
@@ -54,12 +54,12 @@ def traces(made: CausalLM, device: torch.device) -> list[dict[str, torch.Tensor]
             return array
 
         place = cache.place(torch.tensor(positions, device=device), ctx=9)
-        made(ids[:, : len(positions[0])].to(device), place, cache, keep=keep)
-        found.append({name: _of_tokens(array, positions) for name, array in trace.items()})
+        causal_lm(ids[:, : len(positions[0])].to(device), place, cache, keep=keep)
+        found.append({name: _select_tokens(array, positions) for name, array in trace.items()})
     return found
 
 
-def _of_tokens(array: torch.Tensor, positions: list[list[int]]) -> torch.Tensor:
+def _select_tokens(array: torch.Tensor, positions: list[list[int]]) -> torch.Tensor:
     """Without the rows of padding, which nobody looks at, where the stage has a row per token."""
     if array.shape[1] != len(positions[0]):
         return array
@@ -84,7 +84,7 @@ def test_fused_stages_are_as_close_to_float64_as_unfused_ones(config, family, dt
             assert distance(array, expected[name]) <= max(4 * distance(near[name], expected[name]), floor), name
 
 
-def test_a_model_that_nobody_observes_gives_the_same_logits(config, device):
+def test_model_without_observers_gives_the_same_logits(config, device):
     config = replace(config, n_layers=1)
     fused = model(config, torch.float32, device, rounded_to=torch.float32)
     use_sdpa(fused)
@@ -100,7 +100,7 @@ def test_a_model_that_nobody_observes_gives_the_same_logits(config, device):
     assert torch.equal(logits[1], logits[3])
 
 
-def test_attention_step_by_step_is_left_as_it_is(config):
+def test_eager_attention_is_not_replaced(config):
     made = model(config, torch.float32, torch.device("cpu"), rounded_to=torch.float32)
     install_kernels(made, TRITON_KERNELS)
     layers: Any = made.model.layers
@@ -115,11 +115,11 @@ def test_weights_keep_their_names_and_their_memory(config):
     assert {name: weight.data_ptr() for name, weight in made.state_dict().items()} == before
 
 
-def test_projections_that_are_not_dense_are_left_as_they_are(config):
+def test_non_dense_projections_are_not_replaced(config):
     made = model(config, torch.float32, torch.device("cpu"), rounded_to=torch.float32)
     layers: Any = made.model.layers
     packed = layers[0].self_attn.k_proj = nn.Identity()
     install_kernels(made, TRITON_KERNELS)
     assert layers[0].self_attn.k_proj is packed
     assert isinstance(layers[0].self_attn.q_proj, DenseLinear)
-    assert layers[0].self_attn.q_proj.together is layers[0].self_attn.v_proj.together is not None
+    assert layers[0].self_attn.q_proj.shared_launch is layers[0].self_attn.v_proj.shared_launch is not None

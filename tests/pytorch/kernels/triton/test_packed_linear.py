@@ -34,7 +34,7 @@ def matrix(name: str, rows: int, device: str) -> tuple[Fields, Kind]:
     return packed_matrix(GGMLType[name], rows, 768, device), GGMLType[name]
 
 
-def layers_of(names: tuple[str, ...], device: str, *, bias: bool = False) -> list[QuantisedLinear]:
+def make_layers(names: tuple[str, ...], device: str, *, bias: bool = False) -> list[QuantisedLinear]:
     made = [QuantisedLinear(*matrix(name, rows, device)) for name, rows in zip(names, SIZES, strict=True)]
     for layer in made:
         if bias:
@@ -58,8 +58,8 @@ def launches(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 @pytest.mark.parametrize("bias", [False, True], ids=["no bias", "bias"])
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K", "AWQ", "MLX 8", "FP8"])
-def test_alike_matrices_of_one_input_share_a_launch(name, bias, device, launches):
-    layers = layers_of((name,) * 3, device, bias=bias)
+def test_equal_kinds_of_matrices_of_one_input_share_a_launch(name, bias, device, launches):
+    layers = make_layers((name,) * 3, device, bias=bias)
     joined = [PackedLinear(layer) for layer in layers]
     wanted = [PackedLinear(layer) for layer in layers]
     join_alike(joined)
@@ -72,9 +72,9 @@ def test_alike_matrices_of_one_input_share_a_launch(name, bias, device, launches
 
 
 def test_matrices_of_other_kinds_are_multiplied_alone(device, launches):
-    layers = [PackedLinear(layer) for layer in layers_of(("Q4_K", "Q4_K", "Q6_K"), device)]
+    layers = [PackedLinear(layer) for layer in make_layers(("Q4_K", "Q4_K", "Q6_K"), device)]
     join_alike(layers)
-    assert [layer.together is None for layer in layers] == [False, False, True]
+    assert [layer.shared_launch is None for layer in layers] == [False, False, True]
     x = activations(1, 768, torch.float32, device)
     for layer in layers:
         torch.testing.assert_close(layer(x), QuantisedLinear(layer.fields, layer.ggml_type)(x), rtol=1e-5, atol=1e-5)
@@ -82,14 +82,14 @@ def test_matrices_of_other_kinds_are_multiplied_alone(device, launches):
 
 
 def test_joined_matrices_take_no_more_memory(device):
-    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    layers = [PackedLinear(layer) for layer in make_layers(("Q8_0",) * 3, device)]
     join_alike(layers)
     for name in layers[0].fields:
         assert len({layer.get_buffer(name).untyped_storage().data_ptr() for layer in layers}) == 1
 
 
 def test_several_rows_float64_and_gradients_are_multiplied_alone(device, launches):
-    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    layers = [PackedLinear(layer) for layer in make_layers(("Q8_0",) * 3, device)]
     join_alike(layers)
     for x in (
         activations(2, 768, torch.float32, device),
@@ -105,7 +105,7 @@ def test_several_rows_float64_and_gradients_are_multiplied_alone(device, launche
 @pytest.mark.parametrize("name", ["codes", "d"])
 @pytest.mark.parametrize("moved", [0, 1])
 def test_layers_that_were_moved_multiply_by_their_own_matrices(moved, name, device, launches):
-    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    layers = [PackedLinear(layer) for layer in make_layers(("Q8_0",) * 3, device)]
     join_alike(layers)
     layers[moved].register_buffer(name, layers[moved].get_buffer(name).clone().zero_())
     assert not layers[moved](activations(1, 768, torch.float32, device)).any()
@@ -113,7 +113,7 @@ def test_layers_that_were_moved_multiply_by_their_own_matrices(moved, name, devi
 
 
 def test_joined_layers_add_the_bias_that_they_have(device):
-    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device, bias=True)]
+    layers = [PackedLinear(layer) for layer in make_layers(("Q8_0",) * 3, device, bias=True)]
     join_alike(layers)
     x = activations(1, 768, torch.float32, device)
     before = [layer(x) for layer in layers]
@@ -124,8 +124,8 @@ def test_joined_layers_add_the_bias_that_they_have(device):
         torch.testing.assert_close(layer(x), product + 100, rtol=1e-5, atol=1e-5)
 
 
-def test_a_row_that_lies_scattered_in_memory_is_multiplied(device):
-    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+def test_strided_row_is_multiplied(device):
+    layers = [PackedLinear(layer) for layer in make_layers(("Q8_0",) * 3, device)]
     join_alike(layers)
     x = activations(1, 2 * 768, torch.float32, device)
     for layer in layers:
@@ -133,7 +133,7 @@ def test_a_row_that_lies_scattered_in_memory_is_multiplied(device):
 
 
 def test_inputs_of_another_width_raise_as_without_joining(device):
-    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    layers = [PackedLinear(layer) for layer in make_layers(("Q8_0",) * 3, device)]
     for join in (lambda same: None, join_alike):
         join(layers)
         with pytest.raises(RuntimeError):
@@ -141,7 +141,7 @@ def test_inputs_of_another_width_raise_as_without_joining(device):
 
 
 def test_joined_layers_end_with_their_last_reference(device):
-    layers = [PackedLinear(layer) for layer in layers_of(("Q8_0",) * 3, device)]
+    layers = [PackedLinear(layer) for layer in make_layers(("Q8_0",) * 3, device)]
     join_alike(layers)
     fields = ref(layers[0].get_buffer("codes"))
     gc.disable()

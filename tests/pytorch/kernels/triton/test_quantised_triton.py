@@ -86,14 +86,14 @@ def test_few_rows_are_multiplied_straight_from_the_blocks(ggml_type, shape, rows
     assert_close(actual, x, decode(fields, ggml_type), bias)
 
 
-@pytest.mark.parametrize("one", [1, 3], ids=lambda one: f"{one} inputs of 3 choices")
+@pytest.mark.parametrize("n_inputs", [1, 3], ids=lambda n_inputs: f"{n_inputs} inputs of 3 choices")
 @EVERY_TYPE
-def test_each_row_is_multiplied_by_the_matrix_of_its_expert(ggml_type, one, device):
-    fields, x = packed_matrix(ggml_type, 5 * 2, 256, device), activations(2 * one, 256, torch.float32, device)
+def test_each_row_is_multiplied_by_the_matrix_of_its_expert(ggml_type, n_inputs, device):
+    fields, x = packed_matrix(ggml_type, 5 * 2, 256, device), activations(2 * n_inputs, 256, torch.float32, device)
     ids = torch.tensor([4, 0, 2, 2, 1, 4], device=device)
     for multiply_some in (multiply_chosen, multiply_decoded):
         actual = multiply_some(x, ids, fields, ggml_type, 5)
-        for made, row, expert in zip(actual, x.repeat_interleave(3 // one, 0), ids, strict=True):
+        for made, row, expert in zip(actual, x.repeat_interleave(3 // n_inputs, 0), ids, strict=True):
             assert_close(made[None], row[None], decode(fields, ggml_type)[2 * expert : 2 * expert + 2], None)
 
 
@@ -123,14 +123,14 @@ def test_some_rows_are_multiplied_by_tiles_decoded_to_their_dtype(ggml_type, sha
 @pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @EVERY_TYPE
-def test_a_matrix_is_decoded_to_the_bits_of_the_twin(ggml_type, shape, dtype, device):
+def test_matrix_is_decoded_to_the_bits_of_the_torch_decoder(ggml_type, shape, dtype, device):
     fields = packed_matrix(ggml_type, shape[0], shape[1], device)
     actual, expected = decode_to(fields, ggml_type, dtype), decode(fields, ggml_type).to(dtype)
     assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
 @pytest.mark.parametrize(("name", "shape"), TABLE_SHAPES, ids=str)
-def test_a_table_is_decoded_to_the_bits_of_the_twin(name, shape, device):
+def test_table_is_decoded_to_the_bits_of_the_torch_decoder(name, shape, device):
     n_out, n_in = shape
     fields, table = packed_table(name, n_out, n_in, device)
     actual, expected = decode_to(fields, table, torch.float32), decode(fields, table)
@@ -183,7 +183,7 @@ F32, BF16 = torch.float32, torch.bfloat16
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_rows_go_the_way_that_was_the_fastest(name, dtype, ways):
+def test_number_of_rows_selects_the_fastest_kernel(name, dtype, ways):
     kind = TABLES[name][0] if name in TABLES else GGMLType[name]
     assert {rows: quantised.fastest_way(rows, dtype, kind) for rows in ways} == ways
 
@@ -217,7 +217,7 @@ def test_each_row_is_multiplied_by_the_table_of_its_expert(name, device):
 
 @pytest.mark.slow_cases("interpreter-1", "interpreter-2", "interpreter-3", "interpreter-32")
 @pytest.mark.parametrize("rows", [1, 2, 3, 32, 33])
-def test_every_number_of_rows_has_its_way(rows, device):
+def test_every_number_of_rows_has_a_kernel(rows, device):
     fields, x = packed_matrix(GGMLType.Q4_K, 40, 256, device), activations(rows, 256, torch.float32, device)
     bias = torch.linspace(-1, 1, 40).to(device)
     assert_close(multiply(x, fields, GGMLType.Q4_K, bias), x, decode(fields, GGMLType.Q4_K), bias)
@@ -252,13 +252,13 @@ def assert_trained(fields: dict[str, torch.Tensor], kind: Kind, rows: int, dtype
 @pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
 @pytest.mark.parametrize("rows", [1, 70])
 @EVERY_TYPE
-def test_a_trained_product_and_its_gradient_have_the_matrix_of_the_twin(ggml_type, rows, dtype, device):
+def test_product_and_gradient_use_the_matrix_of_the_torch_decoder(ggml_type, rows, dtype, device):
     assert_trained(packed_matrix(ggml_type, 7, 768, device), ggml_type, rows, dtype, device)
 
 
 @pytest.mark.parametrize(("device", "dtype"), TILED, ids=str, indirect=["device"])
 @pytest.mark.parametrize("name", TABLES)
-def test_a_trained_product_and_its_gradient_have_the_table_of_the_twin(name, dtype, device):
+def test_product_and_gradient_use_the_table_of_the_torch_decoder(name, dtype, device):
     fields, table = packed_table(name, 7, 768, device)
     assert_trained(fields, table, 5, dtype, device)
 
@@ -275,7 +275,7 @@ def test_parts_of_a_gradient_are_summed_in_float32(dtype, device, monkeypatch):
 
 
 @pytest.mark.parametrize("field", ["codes", "scales", "d", "dmin"])
-def test_another_bit_in_any_field_is_seen(field, device):
+def test_flipped_bit_in_any_field_is_detected(field, device):
     fields, x = packed_matrix(GGMLType.Q4_K, 3, 256, device), activations(1, 256, torch.float32, device)
     weight = decode(fields, GGMLType.Q4_K)
     fields[field].view(torch.uint8)[1, 0] ^= 0x10

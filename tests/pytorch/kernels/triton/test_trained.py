@@ -43,21 +43,21 @@ def gradients(function: Callable[..., Tensor], inputs: Sequence[Tensor], grad: T
     return made.detach(), *torch.autograd.grad(made, given, grad)
 
 
-def norm_inner(x: Tensor, grad: Tensor, plain: RMSNorm) -> Tensor:
+def norm_inner(x: Tensor, grad: Tensor, norm: RMSNorm) -> Tensor:
     """The sum of squares is in all of a gradient and twice in its second term, which has a sum more."""
-    wide, scaled = x.double(), (grad.double() * plain.weight.double()).abs()
-    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + plain.eps)
+    wide, scaled = x.double(), (grad.double() * norm.weight.double()).abs()
+    inverse = torch.rsqrt(wide.square().mean(-1, keepdim=True) + norm.eps)
     normal = (wide * inverse).abs()
     sizes = inverse * (scaled + normal * (scaled * normal).mean(-1, keepdim=True))
     return (2.5 * SUM + 20) * EPS * sizes
 
 
-def assert_norm(x: Tensor, grad: Tensor, plain: RMSNorm, device: torch.device) -> None:
-    y, d_x = gradients(TrainedRMSNorm(plain), [x], grad)
-    weight = plain.weight.double()
-    exact_y, exact = gradients(lambda wide: rms_norm(wide, weight, eps=plain.eps), [x.double()], grad.double())
+def assert_norm(x: Tensor, grad: Tensor, norm: RMSNorm, device: torch.device) -> None:
+    y, d_x = gradients(TrainedRMSNorm(norm), [x], grad)
+    weight = norm.weight.double()
+    exact_y, exact = gradients(lambda x_float64: rms_norm(x_float64, weight, eps=norm.eps), [x.double()], grad.double())
     assert_rounded(y, exact_y, (SUM / 2 + 6) * EPS * exact_y.abs(), device)
-    assert_rounded(d_x, exact, norm_inner(x, grad, plain), device)
+    assert_rounded(d_x, exact, norm_inner(x, grad, norm), device)
 
 
 @EVERY_DTYPE
@@ -73,7 +73,7 @@ def test_norm_of_small_numbers_sees_epsilon_in_its_gradient(dtype, device):
     assert_norm(x * 0.003, grad * 0.003, norm(96, dtype, device), device)
 
 
-def test_norm_reads_gradients_and_inputs_that_do_not_lie_side_by_side(device):
+def test_norm_reads_strided_gradients_and_inputs(device):
     x, grad = (random(4, 3, 27, dtype=torch.float32, device=device, seed=seed)[..., :20] for seed in (8, 9))
     assert_norm(x, grad, norm(20, torch.float32, device), device)
     assert_norm(x, grad[:1, :1, :1].expand(4, 3, 20), norm(20, torch.float32, device), device)
@@ -95,12 +95,12 @@ def test_swiglu_has_torchs_gradients(shape, dtype, device):
     assert_swiglu(gate * 4, up, grad, device)
 
 
-def test_swiglu_of_far_gates_has_finite_gradients(device):
+def test_swiglu_of_extreme_gates_has_finite_gradients(device):
     gate = torch.tensor([-1e4, -300.0, -80.0, -1.2784645, 0.0, 80.0, 300.0, 1e4], device=device)
     assert_swiglu(gate, torch.full_like(gate, 3.0), torch.full_like(gate, -2.0), device)
 
 
-def test_swiglu_reads_gradients_that_do_not_lie_side_by_side(device):
+def test_swiglu_reads_strided_gradients(device):
     gate, up, grad = (random(5, 6, dtype=torch.float32, device=device, seed=seed).T for seed in (15, 16, 17))
     assert_swiglu(gate, up, grad, device)
 
@@ -117,7 +117,7 @@ def assert_swiglu(gate: Tensor, up: Tensor, grad: Tensor, device: torch.device) 
         assert_rounded(actual, expected, inner, device)
 
 
-class Turning:
+class RotationCase:
     """Queries, keys and values of some tokens, gradients of what comes out, and a place for each token."""
 
     def __init__(self, heads: tuple[int, int], head_dim: int, dtype: Any, device: torch.device) -> None:
@@ -145,7 +145,7 @@ class Turning:
 @EVERY_DTYPE
 @pytest.mark.parametrize(("heads", "head_dim"), [((4, 4), 20), ((6, 2), 64), ((7, 1), 128)], ids=str)
 def test_rotation_turns_gradients_back(heads, head_dim, dtype, device):
-    turning = Turning(heads, head_dim, dtype, device)
+    turning = RotationCase(heads, head_dim, dtype, device)
     actual = turning.run(trained.rotate_and_cache)
     exact = turning.run(plain_rotate_and_cache, torch.float64)
     assert torch.equal(actual[2], turning.v)
@@ -154,7 +154,7 @@ def test_rotation_turns_gradients_back(heads, head_dim, dtype, device):
 
 
 def test_rotation_reads_heads_and_gradients_in_any_order(device):
-    turning = Turning((6, 2), 8, torch.float32, device)
+    turning = RotationCase((6, 2), 8, torch.float32, device)
     expected = turning.run(trained.rotate_and_cache)
     turning.q, turning.k, *turning.grads = (
         x.transpose(1, 2).contiguous().transpose(1, 2) for x in (turning.q, turning.k, *turning.grads)
@@ -168,7 +168,7 @@ def test_rotation_reads_heads_and_gradients_in_any_order(device):
 
 
 def test_an_observer_of_the_rotation_sees_every_stage_and_may_replace_it(device):
-    turning, seen = Turning((6, 2), 8, torch.float32, device), {}
+    turning, seen = RotationCase((6, 2), 8, torch.float32, device), {}
 
     def keep(name: str, array: Tensor) -> Tensor:
         seen[name] = array
@@ -181,8 +181,8 @@ def test_an_observer_of_the_rotation_sees_every_stage_and_may_replace_it(device)
     assert torch.equal(keys, 2 * seen["k_rope"])
 
 
-def test_heads_of_which_a_part_is_turned_go_to_the_plain_function(device):
-    turning = Turning((6, 2), 8, torch.float32, device)
+def test_partially_rotated_heads_use_the_reference_function(device):
+    turning = RotationCase((6, 2), 8, torch.float32, device)
     turning.angles = turning.angles[..., :2]
     for actual, expected in zip(
         turning.run(trained.rotate_and_cache), turning.run(plain_rotate_and_cache), strict=True
@@ -206,14 +206,14 @@ def model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> Caus
     return made.to(device, dtype)
 
 
-def with_kernels(made: CausalLM, monkeypatch: pytest.MonkeyPatch) -> CausalLM:
+def with_kernels(causal_lm: CausalLM, monkeypatch: pytest.MonkeyPatch) -> CausalLM:
     """Kernels as on a CUDA device whose check found all of them right."""
-    monkeypatch.setattr(kernel_selection, "built_kernels", lambda at, *, training: KERNELS)
-    weight = made.model.norm.weight
-    kernel_selection.speed_up_training(made, Target(weight.device, weight.dtype))
-    assert not [path for path, module in made.named_modules() if isinstance(module, RMSNorm)]
-    assert len([path for path, module in made.named_modules() if isinstance(module, FusedRMSNorm)]) > 0
-    return made
+    monkeypatch.setattr(kernel_selection, "built_kernels", lambda target, *, training: KERNELS)
+    weight = causal_lm.model.norm.weight
+    kernel_selection.speed_up_training(causal_lm, Target(weight.device, weight.dtype))
+    assert not [path for path, module in causal_lm.named_modules() if isinstance(module, RMSNorm)]
+    assert len([path for path, module in causal_lm.named_modules() if isinstance(module, FusedRMSNorm)]) > 0
+    return causal_lm
 
 
 def packed_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) -> CausalLM:
@@ -224,16 +224,16 @@ def packed_model(config: ModelConfig, dtype: torch.dtype, device: torch.device) 
     return made
 
 
-def model_gradients(made: CausalLM, device: torch.device) -> dict[str, Tensor]:
-    hidden = hidden_states(made, BATCH, device)
+def model_gradients(causal_lm: CausalLM, device: torch.device) -> dict[str, Tensor]:
+    hidden = hidden_states(causal_lm, BATCH, device)
     hidden.backward(torch.randn(hidden.shape, generator=torch.Generator().manual_seed(1)).to(hidden))
-    found = {name: weight.grad for name, weight in made.named_parameters() if weight.grad is not None}
+    found = {name: weight.grad for name, weight in causal_lm.named_parameters() if weight.grad is not None}
     return {"hidden": hidden.detach(), **found}
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("qk_norm", [True, False], ids=["qwen3", "llama"])
-def test_every_gradient_is_as_near_to_float64_as_that_of_the_plain_model(
+def test_every_gradient_is_as_near_to_float64_as_without_kernels(
     config: Any, qk_norm: bool, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     config = replace(config, n_layers=2, qk_norm=qk_norm)
@@ -249,7 +249,7 @@ def test_every_gradient_is_as_near_to_float64_as_that_of_the_plain_model(
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_gradients_beside_packed_matrices_are_as_near_to_float64_as_those_of_the_plain_model(
+def test_gradients_on_packed_matrices_are_as_near_to_float64_as_without_kernels(
     config: Any, dtype: torch.dtype, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ):
     config = replace(config, n_layers=1, hidden_size=32, intermediate_size=64, head_dim=8)
@@ -266,7 +266,7 @@ def test_gradients_beside_packed_matrices_are_as_near_to_float64_as_those_of_the
         assert distance(actual[name], expected) <= allowed, name
 
 
-def test_a_block_that_is_computed_again_gives_the_same_gradients(config, device, monkeypatch):
+def test_recomputed_block_gives_the_same_gradients(config, device, monkeypatch):
     config = replace(config, n_layers=1)
     once = with_kernels(model(config, torch.float32, device), monkeypatch)
     again = with_kernels(model(config, torch.float32, device), monkeypatch)
