@@ -68,11 +68,11 @@ def _contradiction(
     source: str, source_a: str, passes_a: Sequence[Tokens], source_b: str, passes_b: Sequence[Tokens]
 ) -> GuardFailed:
     """Create the error for two sources with different tokens or positions."""
-    ids_b, ids_a = ([token for tokens in each for token in tokens.ids] for each in (passes_b, passes_a))
+    ids_b, ids_a = ([token for tokens in passes for token in tokens.ids] for passes in (passes_b, passes_a))
     if ids_b != ids_a:
         message = f"expected {shown(ids_b)}, as in {source_b}, got {shown(ids_a)} in {source_a}{parting(ids_b, ids_a)}"
         return GuardFailed("ids", f"{message}; run the engine on the same tokens", source=source)
-    firsts = ([each.first_position for each in tokens] for tokens in (passes_b, passes_a))
+    firsts = ([tokens.first_position for tokens in passes] for passes in (passes_b, passes_a))
     ids_b, ids_a = (", ".join(map(str, positions)) for positions in firsts)
     message = f"expected passes from {ids_b} on, as in {source_b}, got {ids_a} in {source_a}"
     return GuardFailed("positions", f"{message}; run the engine at the same positions", source=source)
