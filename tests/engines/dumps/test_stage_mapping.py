@@ -209,6 +209,7 @@ def dump(
 def test_rows_of_the_embedding_table_are_tokens(rounded: type):
     assert ids_from_embedding(TABLE[[*IDS]].astype(rounded), WEIGHTS) == IDS
     assert ids_from_embedding(TABLE[[*IDS]] * 1.02, WEIGHTS) is None
+    assert ids_from_embedding(np.concatenate([TABLE[[*IDS]], TABLE[[9]] * 1.02]), WEIGHTS) is None
 
 
 def test_unstated_tokens_are_recovered_pass_by_pass():
