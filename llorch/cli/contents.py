@@ -170,8 +170,8 @@ def _number_texts(subset: set[Numbers], superset: set[Numbers]) -> Iterator[tupl
         yield ["*" if a == b else _ranges(a) for a, b in zip(columns, full, strict=True)], len(subset)
         return
     for first in sorted(columns[0]):
-        named, known = ({row for row in rows if row[0] == first} for rows in (subset, superset))
-        for texts, count in _number_texts({row[1:] for row in named}, {row[1:] for row in known}):
+        rows, all_rows = ({row[1:] for row in part if row[0] == first} for part in (subset, superset))
+        for texts, count in _number_texts(rows, all_rows):
             yield [str(first), *texts], count
 
 

@@ -60,7 +60,7 @@ class Worker:
         Args:
             start: A command, or a function for a copy of this process; the function gets the channel.
             talks: True for a channel, which is stdin and stdout of a command. Without a channel stdin is empty.
-            output: File for stderr, and for stdout without a channel: `PIPE`, `DEVNULL`, or None: this stderr.
+            output: File for stderr, and for stdout without a channel: `PIPE`, `DEVNULL`, or None to inherit.
             env: Environment variables of a command.
             cwd: Working directory of a command.
             dies_by: Signal to a forked copy when the thread that started it ends; by default SIGKILL.

@@ -54,7 +54,7 @@ def share_launch(layers: Sequence[Any], multiply: MultiplyAll) -> "SharedInputPr
 class SharedInputProducts(threading.local):
     """Linear layers of the same input: the first request for a product computes all products.
 
-    Every host thread has separate products (`threading.local`), so two may run one model. Layers are held weakly.
+    Every host thread has separate products (`threading.local`), so two may run one model. It keeps no layer alive.
     """
 
     def __init__(self, layers: Sequence[ref], multiply: MultiplyAll) -> None:
