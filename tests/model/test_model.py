@@ -1,3 +1,6 @@
+import ctypes
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,6 +12,9 @@ from builders.random_adapters import random_adapter
 from helpers.refusals import assert_tells, refuses
 
 import llorch
+from llorch.files import open_weights, residency
+from llorch.files.hub import find
+from llorch.files.residency import plan
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.lora.adapter import Adapter
 from llorch.lora.base import identity_of
@@ -27,6 +33,30 @@ def model() -> llorch.Model:
 def test_an_unknown_name_lists_the_built_in_models():
     with refuses(FileNotFoundError, *EVERY_MODEL, where="'nope'"):
         llorch.load("nope")
+
+
+@pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "mallopt"), reason="NOT RUN: the C library has no mallopt")
+def test_load_keeps_freed_memory_for_the_next_pass():
+    code = (
+        "import llorch\nimport resource\nfrom pathlib import Path\nimport numpy as np\n"
+        "def resident():\n"
+        "    return int(Path('/proc/self/statm').read_text().split()[1]) * resource.getpagesize()\n"
+        "llorch.load('micro-qwen3')\n"
+        "size = 1 << 26\n"
+        "array = np.ones(size, np.uint8)\n"
+        "peak = resident()\n"
+        "del array\n"
+        "assert peak - resident() < size / 2, (peak, resident())\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)  # a process whose heap no other test has filled
+
+
+def test_load_refuses_a_context_that_does_not_fit_into_memory(monkeypatch: pytest.MonkeyPatch):
+    sizes = {n_tokens: plan(open_weights(find("micro-qwen3")), n_tokens=n_tokens).packed for n_tokens in (8, 512)}
+    monkeypatch.setattr(residency, "available_memory", lambda: sizes[8])
+    assert load("micro-qwen3", residency="packed", n_tokens=8)
+    with refuses(MemoryError, "512 tokens", where="micro-qwen3"):
+        load("micro-qwen3", residency="packed", n_tokens=512)
 
 
 @pytest.mark.parametrize("numerics", [EXACT, SCHEME], ids=lambda numerics: numerics.name)
