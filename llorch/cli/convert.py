@@ -1,18 +1,16 @@
 """`llorch convert`: convert a model from one file format to the other."""
 
-import signal
 from collections import Counter
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
 
 import click
 
 from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
+from llorch.cli.outcome import exiting_on_sigterm
 from llorch.cli.output import progress, say, to_json
 
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
-_TERMINATED = 128 + signal.SIGTERM
 
 
 @verb(
@@ -71,17 +69,3 @@ def say_blocks(kept: Mapping[str, str], decoded: Mapping[str, str]) -> None:
     for reason, count in Counter(decoded.values()).items():
         first = next(name for name, decode_reason in decoded.items() if decode_reason == reason)
         say(f"note: {count} of {total} quantised matrices are decoded to floats ({first}, ...): {reason}")
-
-
-@contextmanager
-def exiting_on_sigterm() -> Iterator[None]:
-    """Turn SIGTERM into SystemExit with code 128 + SIGTERM, so that the block can remove its own temporary files."""
-
-    def leave(number: int, frame: object) -> None:
-        raise SystemExit(_TERMINATED)
-
-    old_handler = signal.signal(signal.SIGTERM, leave)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, old_handler)

@@ -13,6 +13,7 @@ import errno
 import faulthandler
 import io
 import os
+import signal
 import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -87,6 +88,20 @@ def error_line(error: BaseException) -> str:
         message = str(error) if isinstance(error, OSError) else shortened(str(error))  # a path is never shortened
         text = " ".join(message.split()) or type(error).__name__
     return f"llorch: {printable(text)}"
+
+
+@contextmanager
+def exiting_on_sigterm() -> Iterator[None]:
+    """Turn SIGTERM into SystemExit with code 128 + SIGTERM, so that the block can clean up."""
+
+    def leave(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    old_handler = signal.signal(signal.SIGTERM, leave)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, old_handler)
 
 
 @contextmanager

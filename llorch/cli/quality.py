@@ -124,12 +124,12 @@ def _score_models(models: "list[Model]", windows: "Windows") -> "ModelDifference
     """Return the perplexity of one model, or the difference of the second model from the first."""
     import numpy as np
 
-    from llorch.apps.evaluate.scores import PairScores, compare_models, perplexity
+    from llorch.apps.evaluate.scores import PairScores, compare_models, summarise_losses
     from llorch.apps.evaluate.windows import score, score_pair
 
     if len(models) == 1:
         steps = score(models[0], windows)
-        return perplexity(np.concatenate(_collect(steps, len(windows), "loss", lambda loss: loss)))
+        return summarise_losses(np.concatenate(_collect(steps, len(windows), "loss", lambda loss: loss)))
     reference, model = models
     steps = score_pair(reference, model, windows)
     return compare_models(PairScores.join(_collect(steps, len(windows), "KL divergence", lambda scores: scores.kl)))

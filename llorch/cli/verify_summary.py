@@ -17,7 +17,7 @@ from llorch.judging.goldens.training import PEFT_FLOAT64
 from llorch.judging.runners.numpy import BACKENDS
 from llorch.judging.types import Comparison
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, TIE
-from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES, keys
+from llorch.stages.table import BY_NAME, CHECKPOINTS, STAGES, forward_rank, keys
 from llorch.stages.training import CHECKPOINTS as TRAINING
 
 NOT_COMPARED = "not judged"  # note on tensors that llorch does not compute with
@@ -113,7 +113,7 @@ def lines(report: ModelReport, *, by_stage: bool = False) -> list[Line]:
 def first_failure(report: ModelReport) -> Comparison | None:
     """Find the failure that comes first in the forward pass; the isolated comparison first within a stage."""
     failing = [c for c in report.comparisons if c.verdict == FAIL]
-    return min(failing, key=_forward_order, default=None)
+    return min(failing, key=_run_order, default=None)
 
 
 def closer_to_reference(models: Sequence[ModelReport], backend: str) -> dict[str, dict[str, int]]:
@@ -198,18 +198,12 @@ def _closeness(comparison: Comparison) -> tuple[int, float]:
     return _SEVERITY[comparison.verdict], comparison.difference.over(comparison.tolerance)
 
 
-_STAGE_ORDER = {name: index for index, name in enumerate(BY_NAME)}
 _CHECKPOINT_ORDER = {number: index for index, number in enumerate(CHECKPOINTS)}
 
 
-def _forward_order(comparison: Comparison) -> tuple[int, float, int, int]:
+def _run_order(comparison: Comparison) -> tuple[float, ...]:
     """Return a sort key: the file and its tokens (part 0), then the forward pass (1), then sampling and more (2)."""
-    stage_ref = comparison.stage_ref
-    stage = BY_NAME.get(stage_ref.name)
-    if stage is None:
-        part, layer, index = (0 if stage_ref.checkpoint == "00" else 2), 0.0, _CHECKPOINT_ORDER[stage_ref.checkpoint]
-    else:
-        index = _STAGE_ORDER[stage.name]
-        outside = -1.0 if index == 0 else float("inf")  # embed comes before all layers, final stages after them
-        part, layer = 1, outside if stage_ref.layer is None else float(stage_ref.layer)
-    return part, layer, index, _MODES.index(comparison.mode)
+    stage_ref, mode = comparison.stage_ref, _MODES.index(comparison.mode)
+    if stage_ref.name in BY_NAME:
+        return 1, *forward_rank(stage_ref.name, stage_ref.layer), mode
+    return 0 if stage_ref.checkpoint == "00" else 2, 0, _CHECKPOINT_ORDER[stage_ref.checkpoint], mode

@@ -1,7 +1,7 @@
 """Hypotheses about the cause of an error, and the error that remains after they are injected into llorch's run."""
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, TypeVar
 
@@ -13,7 +13,7 @@ Kind = Literal["mistake", "setting", "rounding"]
 EXPLAINS = 0.9  # smallest share of the error that a named hypothesis explains
 EXPLAINS_ROUNDED = 0.7  # smallest share for one that rounds: llorch may round values near a tie the other way
 NAMED = 4.0  # largest remaining error, in tolerances (derived from the right numbers, not from the wrong ones)
-NEAR_MISS = 0.5  # smallest share of the error that a near miss explains
+NEAR_MISS, N_NEAR_MISSES = 0.5, 3  # smallest share of the error that a near miss explains, and number of them listed
 ORDER = {"mistake": 0, "setting": 1, "rounding": 2}  # preference if all explain an error, and order of injection
 
 
@@ -32,7 +32,7 @@ class Hypothesis(Generic[RunChange]):
     by_place: bool = True  # an engine may deviate so in some stages or layers only
     in_layers: Callable[[int], bool] = lambda layer: True  # True for a layer in which an engine may deviate so
 
-    def at(self, stage_keys: Sequence[str]) -> tuple[str, ...]:
+    def select_keys(self, stage_keys: Sequence[str]) -> tuple[str, ...]:
         """Select the stage keys that the hypothesis can change, such as `l0.q_rope` or `logits`."""
         return tuple(stage_key for stage_key in stage_keys if self._can_change(*stage_key.rpartition(".")[::2]))
 
@@ -90,8 +90,22 @@ class Attempt(Generic[RunChange]):
         return tuple(
             Cause(
                 hypothesis.name, kind or hypothesis.kind, hypothesis.sentence,
-                hypothesis.at(self.stages) or self.stages,  # `at` does not know the quantities of a training step
+                hypothesis.select_keys(self.stages) or self.stages,  # quantities of a training step are no stage keys
                 self.explained_share, self.remaining, hypothesis.value,
             )
             for hypothesis in self.hypotheses
         )  # fmt: skip
+
+
+def best_by_name(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """Keep the first attempt of each combination of names; `attempts` are in order, the best first."""
+    best: dict[frozenset[str], Attempt] = {}
+    for attempt in attempts:
+        best.setdefault(attempt.names, attempt)
+    return list(best.values())
+
+
+def near_misses(attempts: Iterable[Attempt]) -> list[Attempt]:
+    """List the near misses that explain most, each name once; `attempts` are in order, the best first."""
+    near = best_by_name(attempt for attempt in attempts if attempt.explained_share >= NEAR_MISS)
+    return sorted(near, key=lambda attempt: -attempt.explained_share)[:N_NEAR_MISSES]

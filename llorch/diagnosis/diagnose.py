@@ -8,10 +8,11 @@ is rounding. Its finding covers all later wrong stages that it explains; the fir
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import groupby
 
 import numpy as np
 
-from llorch.diagnosis.attempt import NEAR_MISS, Attempt
+from llorch.diagnosis.attempt import Attempt, best_by_name, near_misses
 from llorch.diagnosis.dump_checker import DumpChecker, Progress
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
@@ -27,9 +28,8 @@ from llorch.judging.types import Cause
 from llorch.stages.comparison import FAIL, PASS, ROUNDING, measure
 from llorch.stages.table import matrix_of
 
-N_NEAR_MISSES = 3
-ALIKE = 3  # further layers searched after an unexplained stage; all layers not searched count as unexplained too
-CANDIDATES = 8  # the nearest named attempts; the one that explains most later stages is chosen
+N_MORE_LAYERS = 3  # layers searched after an unexplained stage; all layers not searched count as unexplained too
+N_CANDIDATES = 8  # the nearest named attempts; the one that explains most later stages is chosen
 
 
 def diagnose(
@@ -40,25 +40,30 @@ def diagnose(
     `weights` are those that the engine ran; llorch computes in their dtype, float64 for exact numerics.
     """
     checker, checks = check_stages(weights, dump, progress, model)
-    dump, search = checker.replay.dump, CauseSearch(checker.replay, checker.pasts)
-    decided, undecided = _split_undecided(list(_findings(checks, search, progress)), checks, checker.replay)
-    checks = [check for check in checks if (check.n_pass, check.key) not in undecided]
+    dump, search = checker.replay.dump, CauseSearch(checker.replay, checker.pasts)  # the dump may be moved for YaRN
+    decided, undecided_refs = _split_undecided(list(_findings(checks, search, progress)), checks, checker.replay)
+    checks = [check for check in checks if (check.n_pass, check.key) not in undecided_refs]
     progress("looking for mistakes that this dump cannot show")
     undetectable = _could_not_show(checks, search)
     misread = dump.misread
     if misread is not None and not misread.is_rounding and all(finding.kind == "rounding" for finding in decided):
         decided = [_misread(misread), *decided]
     findings = [*decided, *_arithmetic(checks)]
-    not_run = [*checker.not_run, *undecided]
+    not_run = [*checker.not_run, *undecided_refs]
     by_reason = {EARLIER_PASSES: not_run} if not_run else {}
     return Diagnosis(model, dump.source, settled(checks, findings), findings, undetectable, dump.notes, by_reason)
 
 
 def _misread(misread: Misread) -> Finding:
     """Make the finding for matrices that the engine read wrongly although no dumped stage shows it."""
-    causes = (Cause(name, "mistake", sentence, (), 1.0, 0.0) for name, sentence in misread.mistakes.items())
-    kind = "mistake" if misread.mistakes else "unknown"
-    return Finding(kind, "weights", 0, ("weights",), (), tuple(causes), (), (), f"weights: {misread.sentence}.")
+    causes = tuple(
+        Cause(name, "mistake", sentence, stages=(), explained_share=1.0, remaining=0.0)
+        for name, sentence in misread.mistakes.items()
+    )
+    return Finding(
+        "mistake" if causes else "unknown", "weights", n_pass=0, starts_in=("weights",), layers=(), causes=causes,
+        near_misses=(), places=(), sentence=f"weights: {misread.sentence}.",
+    )  # fmt: skip
 
 
 def _is_misread(check: StageCheck, replay: Replay) -> bool:
@@ -86,7 +91,7 @@ def findings(weights: Weights, dump: StageDump) -> Iterator[Finding]:
 def check_stages(
     weights: Weights, dump: StageDump, progress: Progress, model: str = ""
 ) -> tuple[DumpChecker, list[StageCheck]]:
-    """Check every stage of a dump; if the engine scales scores by YaRN's factor, first move it to queries and keys."""
+    """Check every stage; if some fail because YaRN's factor is in scores, check again with it in queries and keys."""
     checker = DumpChecker(Replay(weights, dump), progress, model=model)
     checks = list(checker.results())
     has_failures = any(check.verdict == FAIL for check in checks)
@@ -127,13 +132,13 @@ def _findings(checks: Sequence[StageCheck], search: CauseSearch, progress: Progr
     while wrong_checks:
         first, *later_checks = wrong_checks
         progress(f"{first.key}: looking for the mistake")
-        was_right = any(check.key == first.key and check.n_pass < first.n_pass for check in right_checks)
+        was_right = any(c.key == first.key and c.n_pass < first.n_pass for c in right_checks)  # narrows `search.run`
         attempts = search.run(first, pairs=all_explained and not was_right, was_right=was_right)
         explaining = [attempt for attempt in attempts if attempt.is_named]
-        best, explained = _choose_attempt(first, explaining[:CANDIDATES], later_checks, right_checks, search)
+        best, explained = _choose_attempt(first, explaining[:N_CANDIDATES], later_checks, right_checks, search)
         all_explained = all_explained and best is not None
         failing = _without(later_checks, explained)
-        related = _related(first, failing, search, was_right=was_right) if best is None else _unreadable(first, failing)
+        related = _related(first, failing, search, was_right=was_right) if best is None else _with_fault(first, failing)
         explained = [*explained, *related]
         yield _finding(first, best, explained, attempts, is_misread=_is_misread(first, search.replay))
         wrong_checks = _without(later_checks, explained)
@@ -150,23 +155,23 @@ def _related(
 ) -> Iterator[StageCheck]:
     """Yield checks that share the unexplained cause of `first`.
 
-    If `first` is unreadable, yield all unreadable checks. If it is a product with a matrix that the engine read
+    If `first` has a fault, yield all checks with a fault. If it is a product with a matrix that the engine read
     wrongly, also yield such products. Else yield checks of its stage, except in layers that a known mistake explains.
     """
-    unreadable = list(_unreadable(first, later_checks))
-    yield from unreadable
+    faulty = list(_with_fault(first, later_checks))
+    yield from faulty
     if _is_misread(first, search.replay):
-        yield from (check for check in _without(later_checks, unreadable) if _is_misread(check, search.replay))
+        yield from (check for check in _without(later_checks, faulty) if _is_misread(check, search.replay))
         return
-    same_stage = [check for check in _without(later_checks, unreadable) if check.stage == first.stage]
-    searched = [check for check in same_stage if check.n_pass == first.n_pass][:ALIKE]
+    same_stage = [check for check in _without(later_checks, faulty) if check.stage == first.stage]
+    searched = [check for check in same_stage if check.n_pass == first.n_pass][:N_MORE_LAYERS]
     attempts = {c.layer: search.run(c, pairs=False, was_right=was_right) for c in searched}
     explained = {layer for layer, layer_attempts in attempts.items() if any(a.is_named for a in layer_attempts)}
     yield from (check for check in same_stage if check.layer not in explained)
 
 
-def _unreadable(first: StageCheck, later_checks: Sequence[StageCheck]) -> Iterator[StageCheck]:
-    """Yield all unreadable checks (arrays that cannot be compared) if `first` is unreadable, else none."""
+def _with_fault(first: StageCheck, later_checks: Sequence[StageCheck]) -> Iterator[StageCheck]:
+    """Yield all checks with a fault (arrays that cannot be compared) if `first` has one, else none."""
     if first.isolated.difference.fault is not None:
         yield from (check for check in later_checks if check.isolated.difference.fault is not None)
 
@@ -175,7 +180,7 @@ def _choose_attempt(
     first: StageCheck, explaining: Sequence[Attempt], later: Sequence[StageCheck], right: Sequence[StageCheck],
     search: CauseSearch,
 ) -> tuple[Attempt | None, list[StageCheck]]:  # fmt: skip
-    """Choose the attempt that changes no right stage and explains the most other wrong stages.
+    """Choose an attempt: prefer one that changes no right stage, then one that explains the most other wrong stages.
 
     Drop attempts that do not explain at least half of the errors of the same stage and layer in other passes.
     """
@@ -192,7 +197,7 @@ def _choose_attempt(
 def _would_spoil(attempt: Attempt, check: StageCheck, search: CauseSearch) -> bool:
     """Tell if a hypothesis, injected in all passes and layers, would change a right stage visibly; False for a pair."""
     (hypothesis, *more_hypotheses) = attempt.hypotheses
-    if more_hypotheses or not hypothesis.at(check.ran_since):
+    if more_hypotheses or not hypothesis.select_keys(check.ran_since):
         return False
     return _shows(hypothesis, check, search.compute(check), search)
 
@@ -206,24 +211,23 @@ def _finding(
     names = {cause.name for cause in causes}
     single_attempts = [a for a in attempts if len(a.hypotheses) == 1 and a.names.isdisjoint(names)]
     matching = [attempt for attempt in single_attempts if attempt.is_named]
-    # Reversed: if attempts share a name, the nearest is kept.
-    alternatives = {cause.name: cause for a in reversed(matching) for cause in a.causes() if causes}
-    near = {c.name: c for a in single_attempts if a.explained_share >= NEAR_MISS for c in a.causes("near miss")}
-    misses = [cause for name, cause in near.items() if name not in alternatives]
+    alternatives = best_by_name(matching) if causes else []
+    alternative_names = {attempt.names for attempt in alternatives}
+    near = near_misses(attempt for attempt in single_attempts if attempt.names not in alternative_names)
     kind: Kind = "not finite" if first.isolated.difference.fault_kind == "non-finite" else "unknown"
     kind, starts_in = (kind, first.ran_since) if best is None else (best.finding_kind, best.stages)
     return Finding.of(
         kind, [first, *explained], _sentence(first, kind, causes, starts_in, matching, is_misread=is_misread),
-        starts_in, causes, tuple(sorted(misses, key=lambda cause: -cause.explained_share)[:N_NEAR_MISSES]),
-        tuple(reversed(alternatives.values())),
+        starts_in, causes, tuple(cause for attempt in near for cause in attempt.causes("near miss")),
+        tuple(cause for attempt in alternatives for cause in attempt.causes()),
     )  # fmt: skip
 
 
 def _causes(best: Attempt, attempts: Sequence[Attempt]) -> tuple[Cause, ...]:
     """Name the causes of the best attempt.
 
-    A single mistake without a value takes the value of a setting that explains the same stages. The setting `scaled`
-    does not count: it is any factor on a stage.
+    If it is one mistake without a value, and a setting in the same stages explains the error too, add the setting's
+    sentence and value. The setting `scaled` does not count: it is any factor on a stage.
     """
     cause, *more_causes = best.causes()
     if more_causes or cause.value:
@@ -239,7 +243,7 @@ def _sentence(
     first: StageCheck, kind: Kind, causes: Sequence[Cause], starts_in: Sequence[str], matching: Sequence[Attempt], *,
     is_misread: bool,
 ) -> str:  # fmt: skip
-    """Format a finding as one message; `matching` explain `first`, but may fail in other passes."""
+    """Format a finding; `matching` explain `first` in its pass, `is_misread` is about a quantised folder's matrix."""
     origin = starts_in[0] if len(starts_in) == 1 else f"{starts_in[0]} to {starts_in[-1]}"
     if kind == "not finite":
         return f"{first.key}: {first.isolated.difference.describe()}, although its inputs are finite."
@@ -302,7 +306,7 @@ def _could_not_show(checks: Sequence[StageCheck], search: CauseSearch) -> Mappin
     def reason(mistake: Hypothesis) -> str:
         if mistake.after_cached and not has_past:
             return "the dump has one pass, so no stage reads a cache that an earlier pass filled"
-        applicable = [c for c in samples if mistake.at(c.ran_since) and (c.n_pass or not mistake.after_cached)]
+        applicable = [c for c in samples if mistake.select_keys(c.ran_since) and (c.n_pass or not mistake.after_cached)]
         if not applicable:
             return "the dump has neither its stage nor a later one"
         if any(_shows(mistake, check, right_arrays[id(check)], search) for check in applicable):
@@ -310,17 +314,16 @@ def _could_not_show(checks: Sequence[StageCheck], search: CauseSearch) -> Mappin
         span = f"{len(first.ids)} tokens from position {first.first_position} on"
         return f"the effect is no larger than rounding in {span}"
 
-    listed = set[str]()
-    for mistake in search.mistakes:  # mistakes in decoding weights occur twice, see `block_hypotheses`
-        if mistake.name not in listed and (explanation := reason(mistake)):
-            listed.add(mistake.name)
-            reasons[explanation].append(mistake.name)
+    # A mistake in decoding weights has several hypotheses, one after another, see `block_hypotheses`.
+    for name, hypotheses in groupby(search.mistakes, key=lambda hypothesis: hypothesis.name):
+        if all(explanations := [reason(hypothesis) for hypothesis in hypotheses]):
+            reasons[explanations[0]].append(name)
     return dict(reasons)
 
 
 def _shows(mistake: Hypothesis, check: StageCheck, right_array: np.ndarray | None, search: CauseSearch) -> bool:
     """Tell if a mistake changes a stage by more than rounding does, or makes it impossible to compute."""
-    wrong_array = search.compute(check, mistake.change(mistake.at(check.ran_since)))
+    wrong_array = search.compute(check, mistake.change(mistake.select_keys(check.ran_since)))
     if wrong_array is None or right_array is None or wrong_array.shape != right_array.shape:
         return True
     stage, _ = search.replay.stages[check.key]

@@ -3,6 +3,7 @@
 A *stage* is a named array of the forward pass; for a training dump, a quantity of a step (n_pass is the step's number).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Literal
@@ -140,5 +141,5 @@ class Diagnosis:
 
 
 def percent(share: float) -> str:
-    """Format a share of an error as per cent; a share below 1 never reads 100."""
-    return f"{100 * min(share, 0.9999):.2f} %"
+    """Format a share in percent; a share below 1 is never rounded up to 100 %."""
+    return "100 %" if share >= 1 else f"{100 * min(share, 0.9999):.2f} %" if math.isfinite(share) else "-"

@@ -11,7 +11,7 @@ from functools import cached_property
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake
-from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS, wrong_readings
+from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS, wrong_reading
 from llorch.engines.dumps.raw import digest
 from llorch.engines.dumps.stage_dump import Misread
 from llorch.families.config import ModelConfig
@@ -138,10 +138,11 @@ class _Ours:
         """
         if name not in self._weights.slots:
             return ""
-        short, earlier = name.rpartition(".")[2], list(self.mistakes.values())
+        packed, short, earlier = self._weights.as_stored(name), name.rpartition(".")[2], list(self.mistakes.values())
         later = [] if short in self._unknown else [m for m in QUANTISED_FOLDERS if m not in earlier]
-        for mistake, array in wrong_readings(self._weights.as_stored(name), [*earlier, *later]):
-            if engine_hash in {digest(rounding(array)) for rounding in self._equal_roundings}:
+        for mistake in (*earlier, *later):
+            array = wrong_reading(mistake, packed)
+            if array is not None and engine_hash in {digest(rounding(array)) for rounding in self._equal_roundings}:
                 description = f"is read with the mistake {mistake.name} ({mistake.diagnosis.removesuffix('.')})"
                 self.mistakes[description] = mistake
                 return description

@@ -1,4 +1,7 @@
-"""Conversion of a model between a Hugging Face folder and a GGUF file, with tokenizer and chat template.
+"""Conversion of a model between file formats and number types, with tokenizer and chat template.
+
+A Hugging Face folder becomes a GGUF file. A GGUF file becomes a folder, or a GGUF file of another type. A quantised
+folder can also become a folder of floats.
 
 The target is written atomically: under a temporary name, read back, then renamed. One tensor is in memory at a time.
 """
@@ -23,9 +26,9 @@ from llorch.files.output_paths import (
     copy_companions,
     count_tensors,
     read_back,
+    reporting_disk_errors,
     size_of,
     without_quantisation,
-    writing_to,
 )
 from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import BLOCK_SIZES, LARGEST, GGMLType, decode, encode
@@ -41,14 +44,15 @@ from llorch.ops.sampling import SamplingSettings
 from llorch.runtime.errors import FormatError, UserError
 from llorch.runtime.fields import Fields
 
-# Metadata prefixes that a conversion between GGUF files copies, and keys that the writer sets itself.
-_COPY, _NEW = ("general.", "tokenizer.", "llorch."), ("architecture", "file_type", "quantization_version", "alignment")
+# Metadata keys that a conversion between GGUF files copies, by prefix, except keys that the writer sets itself.
+_COPIED_PREFIXES = ("general.", "tokenizer.", "llorch.")
+_SET_BY_WRITER = [f"general.{key}" for key in ("architecture", "file_type", "quantization_version", "alignment")]
 # Sampling defaults: key in generation_config.json -> key after `general.sampling.` in GGUF files.
 _SAMPLING = {
     "temperature": "temp", "top_k": "top_k", "top_p": "top_p", "min_p": "min_p", "repetition_penalty": "penalty_repeat",
 }  # fmt: skip
 _MAX_TOP_K = 2**31 - 1  # INT32 in a GGUF file
-_FOREIGN_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")
+_UNREAD_TOKENIZERS = ("tokenizer.model", "vocab.json", "tiktoken.model", "tekken.json")  # llorch reads none of them
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,12 +61,12 @@ class Conversion:
 
     source: Path
     target: Path
-    ggml_type: GGMLType
+    ggml_type: GGMLType  # of most elements of the matrices
     n_tensors: int
     n_bytes: int
     fallbacks: list[str]  # matrices in F16, because their rows are no multiple of the block size
     kept: dict[str, str]  # quantised matrices repacked without loss -> type
-    decoded: dict[str, str]  # quantised matrices that were decoded -> reason
+    decoded: dict[str, str]  # quantised matrices that became floats -> reason
     has_vocabulary: bool
     notes: list[str]  # losses, such as what the target cannot store
 
@@ -73,9 +77,9 @@ class _Job:
 
     weights: Weights
     target: Path
-    ggml_type: GGMLType
+    ggml_type: GGMLType  # of matrices that are not in `blocks.kept`
     report: Callable[[str], None]
-    blocks: Blocks  # quantised matrices to repack without rounding
+    blocks: Blocks
     notes: list[str] = field(default_factory=list)
 
 
@@ -91,13 +95,13 @@ def convert(
 
     A quantised folder can also become a folder of floats. Type None keeps the type of the matrices if the target can
     store it without loss, else F32 is used. A folder has one type for all tensors, also for norms and biases. A
-    quantised matrix keeps its codes in a GGUF file if a ggml type represents it exactly. Raises FileExistsError for an
+    quantised matrix is repacked for a GGUF file if a ggml type represents it exactly. Raises FileExistsError for an
     existing target (`force` replaces a file, or a folder with only a model's files), UserError for a type that the
     format lacks or if the target is the source, FormatError for a model that the target cannot represent. An error
     leaves no new target.
     """
     source, target = Path(source), Path(target)
-    if source.is_dir() and target.suffix != ".gguf" and not _stores_codes(source):
+    if source.is_dir() and target.suffix != ".gguf" and not _is_quantised_folder(source):
         raise UserError(f"{target}: expected a target that ends in .gguf, because the source is a Hugging Face folder")
     check_target(source, target=target, force=force)
     weights = open_weights(source)
@@ -114,8 +118,8 @@ def write_model(
     job = _Job(weights, target, choose_type(weights, ggml_type, to_gguf=to_gguf), report, blocks)
     job.notes += weights.notes_on_left_out("not written")
     _note_second_rounding(job)
-    from_folder = not isinstance(weights.source, GGUFFile)
-    has_vocabulary = _to_gguf(job) if to_gguf else _to_float_folder(job) if from_folder else _to_huggingface(job)
+    write_folder = _write_folder_from_gguf if isinstance(weights.source, GGUFFile) else _write_decoded_folder
+    has_vocabulary = (_write_gguf if to_gguf else write_folder)(job)
     types = gguf_types(weights.config, job.ggml_type, blocks.kept) if to_gguf else {}
     shapes = {name: weight.shape for name, weight in inventory(weights.config).items()}
     block_size = BLOCK_SIZES[job.ggml_type][0]
@@ -138,33 +142,34 @@ def choose_type(weights: Weights, requested: GGMLType | None, *, to_gguf: bool) 
     allowed: Mapping[GGMLType, object] = FILE_TYPES if to_gguf else DTYPES
     if requested is None:
         types = _stored_types(weights)
-        kind = next(iter(types)) if len(types) == 1 else GGMLType.F32
-        fits = isinstance(kind, GGMLType) and kind in allowed and (to_gguf or _represents_vectors(weights, kind))
-        return kind if isinstance(kind, GGMLType) and fits else GGMLType.F32
+        stored_type = types.pop() if len(types) == 1 else GGMLType.F32
+        if not isinstance(stored_type, GGMLType) or stored_type not in allowed:
+            return GGMLType.F32
+        return stored_type if to_gguf or _represents_vectors(weights, stored_type) else GGMLType.F32
     if requested not in allowed:
-        kind = "GGUF files" if to_gguf else "Hugging Face folders"
+        targets = "GGUF files" if to_gguf else "Hugging Face folders"
         allowed_names = ", ".join(allowed_type.name for allowed_type in allowed)
-        raise UserError(f"type: expected one of {allowed_names} for {kind}, got {requested.name}")
+        raise UserError(f"type: expected one of {allowed_names} for {targets}, got {requested.name}")
     return requested
 
 
-def _represents_vectors(weights: Weights, kind: GGMLType) -> bool:
-    """Check if a dtype represents norms and biases exactly, which GGUF files store as F32."""
+def _represents_vectors(weights: Weights, float_type: GGMLType) -> bool:
+    """Check if a folder of this type represents norms and biases exactly, which GGUF files store as F32."""
     for name, weight in inventory(weights.config).items():
         if not weight.stays_f32:
             continue
-        array = np.empty(weight.shape, np.float32)
+        array = np.empty(weight.shape, np.float32)  # as the folder stores the weight: for some families norm - 1
         Layout(form=weight.in_huggingface.form).put(weights.array(name), array)
-        if np.abs(array).max() > LARGEST[kind]:
+        if np.abs(array).max() > LARGEST[float_type]:
             return False
-        raw = np.concatenate([*encode(array, kind, name=name, path=Path(weights.path))])
-        if not np.array_equal(decode(raw, kind, array.shape), array):
+        raw = np.concatenate([*encode(array, float_type, name=name, path=Path(weights.path))])
+        if not np.array_equal(decode(raw, float_type, array.shape), array):
             return False
     return True
 
 
 def _stored_types(weights: Weights) -> set[StoredType]:
-    """Return the stored types of the matrices, without tensors that are always F32."""
+    """Return the stored types of the matrices, without tensors that GGUF files store as F32."""
     matrices = (weight for weight in inventory(weights.config).values() if not weight.stays_f32)
     return {weights.stored_type(weight.name) for weight in matrices}
 
@@ -177,7 +182,7 @@ def _note_second_rounding(job: _Job) -> None:
         job.notes.append(f"the source is already quantised ({names}); {job.ggml_type.name} adds a second rounding")
 
 
-def _to_gguf(job: _Job) -> bool:
+def _write_gguf(job: _Job) -> bool:
     """Write a model as a GGUF file; return True if it has a tokenizer."""
     weights, source = job.weights, job.weights.source
     if reason := cannot_express(weights.config):
@@ -192,7 +197,8 @@ def _to_gguf(job: _Job) -> bool:
     if not (has_vocabulary := "tokenizer.ggml.tokens" in metadata):
         metadata |= NO_VOCABULARY
     kept, on_tensor = job.blocks.kept, count_tensors(weights, job.report)
-    with writing_to(job.target, gguf_size(weights.config, job.ggml_type, kept)), new_file(job.target) as temporary:
+    n_bytes = gguf_size(weights.config, job.ggml_type, kept)
+    with reporting_disk_errors(job.target, n_bytes), new_file(job.target) as temporary:
         write_gguf_content(
             weights, temporary, ggml_type=job.ggml_type, metadata=metadata, kept=kept, on_tensor=on_tensor
         )
@@ -201,16 +207,15 @@ def _to_gguf(job: _Job) -> bool:
 
 
 def _is_copied(key: str) -> bool:
-    """Check if a metadata key is copied from the source; the writer sets some `general.` keys itself."""
-    return key.startswith(_COPY) and key.removeprefix("general.") not in _NEW
+    return key.startswith(_COPIED_PREFIXES) and key not in _SET_BY_WRITER
 
 
 def _tokenizer_metadata(job: _Job) -> dict[str, object]:
     folder = Path(job.weights.path)
     if not (folder / "tokenizer.json").is_file():
-        foreign_files = [name for name in _FOREIGN_TOKENIZERS if (folder / name).exists()]
-        if foreign_files:
-            message = f"expected tokenizer.json, got {foreign_files[0]}"
+        unread_files = [name for name in _UNREAD_TOKENIZERS if (folder / name).exists()]
+        if unread_files:
+            message = f"expected tokenizer.json, got {unread_files[0]}"
             remedy = "save the tokenizer with transformers as tokenizer.json"
             raise FormatError("Missing", f"{message}; {remedy}", path=folder)
         job.notes.append("the folder has no tokenizer.json, so the GGUF file has no vocabulary")
@@ -240,22 +245,22 @@ def _read_sampling(values: Fields, names: Mapping[str, str]) -> dict[str, float]
         if key == "top_k" and defaults[key] > _MAX_TOP_K:
             raise values.error("OutOfRange", name, f"at most {_MAX_TOP_K}", defaults[key])
         try:
-            SamplingSettings(**{key: defaults[key]})  # type: ignore[arg-type] (an integer is a number)
+            SamplingSettings(**{key: defaults[key]})  # type: ignore[arg-type] (`key` is no literal); raises if out of range
         except ValueError as error:
             raise FormatError("OutOfRange", f"{name}: {error}", path=values.path) from None
     return defaults
 
 
-def _stores_codes(folder: Path) -> bool:
+def _is_quantised_folder(folder: Path) -> bool:
     """Check if a folder is quantised, so that it can be converted to a folder of floats."""
     path = folder / CONFIG
     return path.is_file() and is_quantised(read_settings(path), folder)
 
 
-def _to_float_folder(job: _Job) -> bool:
+def _write_decoded_folder(job: _Job) -> bool:
     """Write a quantised folder as a folder of floats; return True if it has a tokenizer."""
     source, dtype = Path(job.weights.path), DTYPES[job.ggml_type]
-    with new_model_folder(job.weights, job.target, job.ggml_type, job.report, beside=source) as folder:
+    with new_model_folder(job.weights, job.target, job.ggml_type, job.report, source=source) as folder:
         values = without_quantisation(read_settings(source / CONFIG))
         write_json(folder / CONFIG, values | {key: dtype for key in ("dtype", "torch_dtype") if key in values})
     return (source / "tokenizer.json").is_file()
@@ -263,18 +268,18 @@ def _to_float_folder(job: _Job) -> bool:
 
 @contextmanager
 def new_model_folder(
-    weights: Weights, target: Path, ggml_type: GGMLType, report: Callable[[str], None], *, beside: Path | None = None
+    weights: Weights, target: Path, ggml_type: GGMLType, report: Callable[[str], None], *, source: Path | None = None
 ) -> Iterator[Path]:
-    """Write tensors, copy settings files of the folder `beside`; the body adds others; then read the folder back."""
-    with writing_to(target, huggingface_size(weights.config, ggml_type)), new_folder(target) as folder:
-        if beside is not None:
-            copy_companions(beside, folder)
+    """Write tensors; copy settings and tokenizer of `source`; the body adds other files; then read the folder back."""
+    with reporting_disk_errors(target, huggingface_size(weights.config, ggml_type)), new_folder(target) as folder:
+        if source is not None:
+            copy_companions(source, folder)
         write_safetensors(weights, folder, ggml_type=ggml_type, on_tensor=count_tensors(weights, report))
         yield folder
         read_back(folder, weights, target)
 
 
-def _to_huggingface(job: _Job) -> bool:
+def _write_folder_from_gguf(job: _Job) -> bool:
     """Write a GGUF file as a Hugging Face folder; return True if it has a tokenizer."""
     weights, source = job.weights, job.weights.source
     assert isinstance(source, GGUFFile)
@@ -285,8 +290,8 @@ def _to_huggingface(job: _Job) -> bool:
     if vocabulary is None:
         job.notes.append("the file has no vocabulary, so the folder has no tokenizer")
     with new_model_folder(weights, job.target, job.ggml_type, job.report) as folder:
-        model_ids = {} if vocabulary is None else _write_tokenizer(job, folder, source, vocabulary)
-        write_json(folder / CONFIG, config | model_ids)
+        token_ids = {} if vocabulary is None else _write_tokenizer(job, folder, source, vocabulary)
+        write_json(folder / CONFIG, config | token_ids)
     return vocabulary is not None
 
 

@@ -11,7 +11,7 @@ from collections.abc import Container, Mapping
 from pathlib import Path
 
 from llorch.files.mapped import on_error
-from llorch.files.safetensors import SafetensorsFile, SafetensorsInfo, SafetensorsTensors
+from llorch.files.safetensors import SafetensorsFile, SafetensorsTensors
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import is_plain_name
 from llorch.runtime.errors import FormatError
@@ -69,12 +69,6 @@ class SafetensorsFolder(SafetensorsTensors):
         if self.unlisted:
             first, count = self.unlisted[0], len(self.unlisted)
             logger.warning("note: %s does not list %d tensors, which llorch ignores, as %s", index, count, first)
-
-    def info(self, name: str) -> SafetensorsInfo:
-        """Return the entry of a tensor in the header of its file; FormatError Missing for an unknown name."""
-        if name not in self.stored:
-            raise FormatError("Missing", f"no tensor {name!r} in this folder", path=self.path)
-        return self.stored[name]
 
 
 def _single_file(folder: Path) -> Path:

@@ -71,10 +71,10 @@ class GGUFFile(TensorFile[TensorInfo]):
 
     def packed(self, name: str) -> Packed:
         """Return a stored tensor; FormatError DType for integer tensors, or as `raw`."""
-        info, raw = self.info(name), self.raw(name)
-        if not info.holds_floats:
-            raise self._file.error("DType", f"{name} must hold floats or blocks, got {info.ggml_type.name}")
-        return Packed(name, self.path, raw, info.ggml_type, info.shape)
+        entry, raw = self.entry(name), self.raw(name)
+        if not entry.holds_floats:
+            raise self._file.error("DType", f"{name} must hold floats or blocks, got {entry.ggml_type.name}")
+        return Packed(name, self.path, raw, entry.ggml_type, entry.shape)
 
 
 class SplitGGUFFile(GGUFFile):

@@ -6,7 +6,7 @@ a view of the map is used: a truncated file raises an error. A truncation during
 caller holds, still causes SIGBUS, which Python cannot catch. The command line then prints the traceback (faulthandler).
 A caller that must be safe copies the array.
 
-Source: POSIX mmap; tests of safetensors and numpy.memmap, which do not survive a truncation.
+Source: POSIX mmap. safetensors and numpy.memmap, tried here, do not survive a truncation.
 """
 
 import errno
@@ -30,10 +30,10 @@ from llorch.runtime.memory import address_space_left
 
 logger = logging.getLogger(__name__)
 
-# O_NONBLOCK: opening a named pipe must not wait for a writer. Some systems have neither flag.
+# O_NONBLOCK: opening a named pipe must not wait for a writer. Windows lacks O_NONBLOCK, POSIX lacks O_BINARY.
 _FLAGS = os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_BINARY", 0)
 
-_NO_FILES = {  # file types that are refused, with their names
+_REFUSED_KINDS = {  # types of files, with their names in the error
     stat.S_IFDIR: "a folder", stat.S_IFIFO: "a named pipe", stat.S_IFSOCK: "a socket", stat.S_IFCHR: "a device",
     stat.S_IFBLK: "a device",
 }  # fmt: skip
@@ -55,22 +55,21 @@ def open_regular(path: str | Path) -> int:
     FormatError Unsupported if it is no regular file, BadMagic for a git-lfs pointer. Opening a named pipe without a
     writer would block forever; reading a device may never end.
     """
-    kind = stat.S_IFMT(os.stat(path).st_mode)
-    if kind in _NO_FILES:  # before opening: a socket cannot be opened
-        raise _no_regular_file(path, kind)
+    if stat.S_IFMT(mode := os.stat(path).st_mode) in _REFUSED_KINDS:  # before opening: a socket cannot be opened
+        raise _no_regular_file(path, mode)
     descriptor = os.open(path, _FLAGS)
-    if not stat.S_ISREG(kind := os.fstat(descriptor).st_mode):  # replaced since os.stat
+    if not stat.S_ISREG(opened_mode := os.fstat(descriptor).st_mode):  # replaced since os.stat
         os.close(descriptor)
-        raise _no_regular_file(path, stat.S_IFMT(kind))
+        raise _no_regular_file(path, opened_mode)
     with on_error(partial(os.close, descriptor)):
         refuse_pointer(os.read(descriptor, HEAD), path)
         os.lseek(descriptor, 0, os.SEEK_SET)
     return descriptor
 
 
-def _no_regular_file(path: str | Path, kind: int) -> FormatError:
-    """Return the error for a path that is a folder, pipe or device; `kind` is the file type of its mode."""
-    actual = _NO_FILES.get(kind, "something else")
+def _no_regular_file(path: str | Path, mode: int) -> FormatError:
+    """Return the error for a path that is a folder, pipe or device, as its `st_mode` says."""
+    actual = _REFUSED_KINDS.get(stat.S_IFMT(mode), "something else")
     return FormatError("Unsupported", f"expected a regular file, got {actual}; write the data to a file", path=path)
 
 
@@ -83,14 +82,17 @@ def read_regular(path: str | Path, *, limit: int) -> bytes:
     return data
 
 
-@lru_cache(maxsize=64)  # skips the call for a message that was logged
+@lru_cache(maxsize=64)  # skips the call for a logged message; after 64 other ones it is logged again
 def note_once(path: Path, message: str) -> None:
     """Log a warning about a file once, however often a command opens it."""
     logger.warning("note: %s: %s", path, message)
 
 
 def release_pages(view: np.ndarray) -> None:
-    """Drop the cached pages of a mapped file, which count as memory of this process."""
+    """Advise the system to drop the pages of the whole map under a view, which count as memory of this process.
+
+    A later access reads them again from the file. Arrays that are in no map are left alone.
+    """
     owner: object = view
     while isinstance(owner, np.ndarray):
         owner = owner.base
@@ -144,7 +146,7 @@ class MappedFile:
             raise self.error("Inconsistent", "the file was changed while open; open it again")
 
     def require_whole(self) -> None:
-        """Raise Truncated if the open file is now shorter than its map."""
+        """Raise Truncated if the open file is now shorter than its map; after `close`, check nothing."""
         size = self._state_now()[0] if self.close.alive else self.size
         if size < self.size:
             raise self.error("Truncated", f"the file was cut from {self.size} to {size} bytes while open")
@@ -156,7 +158,7 @@ class MappedFile:
         return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
     def _state_now(self) -> tuple[int, int]:
-        """Return the size and modification time of the open file, to detect changes."""
+        """Return size and modification time of the open file; chmod and links alter the change time, not the bytes."""
         status = os.fstat(self._descriptor)
         return status.st_size, status.st_mtime_ns
 
@@ -171,15 +173,15 @@ class Entry:
     n_bytes: int
 
 
-Info = TypeVar("Info", bound=Entry)
-Opened = TypeVar("Opened", bound="TensorFile[Any]")  # `Self` fails in the type checker of the tests
+EntryT = TypeVar("EntryT", bound=Entry)
+Opened = TypeVar("Opened", bound="TensorFile[Any]")  # `Self` fails in beartype, which checks types in the tests
 
 
-class TensorFile(Generic[Info]):
+class TensorFile(Generic[EntryT]):
     """One or more open files with a table of named tensors; as a context manager it closes them."""
 
-    stored: Mapping[str, Info]  # tensors as stored
-    tensors: Mapping[str, Info]  # tensors as read: the stored ones, or matrices decoded from several stored tensors
+    stored: Mapping[str, EntryT]  # tensors of the files
+    tensors: Mapping[str, EntryT]  # `stored`; in a quantised folder, a matrix under its name replaces codes and scales
 
     def __init__(self, path: str | Path, *files: MappedFile) -> None:
         """Start with the files that are already open; subclasses set the tables."""
@@ -192,11 +194,11 @@ class TensorFile(Generic[Info]):
         """Fingerprint of each file, see `MappedFile.fingerprint`."""
         return [file.fingerprint for file in self._files]
 
-    def entries_by_file(self) -> list[list[Info]]:
+    def entries_by_file(self) -> list[list[EntryT]]:
         """Return the tensors of each file of the model, in the order of their offsets."""
-        entries: dict[MappedFile, list[Info]] = {file: [] for file in self._files}
-        for info in sorted(self.stored.values(), key=lambda info: (info.offset, info.n_bytes)):
-            entries[self._mapped_file(info.name)].append(info)
+        entries: dict[MappedFile, list[EntryT]] = {file: [] for file in self._files}
+        for entry in sorted(self.stored.values(), key=lambda entry: (entry.offset, entry.n_bytes)):
+            entries[self._mapped_file(entry.name)].append(entry)
         return [*entries.values()]
 
     def file_of(self, name: str) -> Path:
@@ -206,22 +208,21 @@ class TensorFile(Generic[Info]):
     def _mapped_file(self, name: str) -> MappedFile:
         return self._file_of.get(name, self._files[0])
 
-    def info(self, name: str) -> Info:
-        """Return a tensor's table entry; FormatError Missing for an unknown name."""
+    def entry(self, name: str) -> EntryT:
+        """Return the table entry of a stored tensor; FormatError Missing for an unknown name."""
         if name not in self.stored:
-            message = f"no tensor {name!r} among the {len(self.stored)} tensors of this file"
+            message = f"no tensor {name!r} among the {len(self.stored)} tensors"
             raise FormatError("Missing", message, path=self.path)
         return self.stored[name]
 
     def raw(self, name: str) -> np.ndarray:
         """Return a read-only uint8 view of a tensor; FormatError Missing, Truncated or Inconsistent."""
-        info = self.info(name)
-        return self._mapped_file(name).view(info.offset, info.n_bytes)
+        entry = self.entry(name)
+        return self._mapped_file(name).view(entry.offset, entry.n_bytes)
 
     def require_whole(self, name: str) -> None:
-        """Raise Truncated if the file of a tensor was truncated since the tensor was read."""
-        self.info(name)
-        self._mapped_file(name).require_whole()
+        """Raise Missing for an unknown name, Truncated if its file was cut since opening and is not closed."""
+        self._mapped_file(self.entry(name).name).require_whole()
 
     def close(self) -> None:
         """Close all files; existing arrays stay valid."""

@@ -14,7 +14,7 @@ from llorch.families.read_huggingface import config_from_huggingface
 from llorch.families.table import BY_WHOLE, FAMILIES
 from llorch.files.folder import PICKLE_SUFFIXES, SafetensorsFolder, file_inside
 from llorch.files.gguf import GGUFFile, StringArray, open_gguf
-from llorch.files.mapped import on_error
+from llorch.files.mapped import note_once, on_error
 from llorch.files.quantised import QuantisedFolder, is_quantised
 from llorch.files.strict_json import read_json
 from llorch.files.tensor_names import Weight, found_in, to_text_only
@@ -132,7 +132,7 @@ def _open_huggingface(path: Path) -> Weights:
     if isinstance(folder, QuantisedFolder):
         unused = folder.source.unused
         for note in folder.source.notes:
-            logger.warning("note: %s: %s", folder.source.settings.path, note)
+            note_once(folder.source.settings.path, note)
     with on_error(folder.close):
         name_by_path = _names_by_path(folder)
         shapes = {module_path: folder.tensors[name].shape for module_path, name in name_by_path.items()}

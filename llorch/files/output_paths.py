@@ -106,7 +106,7 @@ def count_tensors(weights: Weights, report: Callable[[str], None]) -> Callable[[
 
 
 @contextmanager
-def writing_to(target: Path, n_bytes: int) -> Iterator[None]:
+def reporting_disk_errors(target: Path, n_bytes: int) -> Iterator[None]:
     """Raise OSError if the disk is too small; name the target, not the temporary file, if writing fails."""
     disk = shutil.disk_usage(existing_folder(target))
     if disk.total and n_bytes > disk.free:  # total is 0 for /proc and a tmpfs without limit; there writing itself fails

@@ -67,11 +67,11 @@ class SafetensorsTensors(TensorFile[SafetensorsInfo]):
 
     def packed(self, name: str) -> Packed:
         """Return a stored tensor; FormatError DType unless it is F32, F16, BF16 or F64, or as `raw`."""
-        info, raw = self.info(name), self.raw(name)
-        if info.dtype not in _FLOATS:
-            message = f"{name} must be F32, F16, BF16 or F64, got {info.dtype}"
+        entry, raw = self.entry(name), self.raw(name)
+        if entry.dtype not in _FLOATS:
+            message = f"{name} must be F32, F16, BF16 or F64, got {entry.dtype}"
             raise FormatError("DType", message, path=self.file_of(name))
-        return Packed(name, self.file_of(name), raw, _FLOATS[info.dtype], info.shape)
+        return Packed(name, self.file_of(name), raw, _FLOATS[entry.dtype], entry.shape)
 
 
 class SafetensorsFile(SafetensorsTensors):

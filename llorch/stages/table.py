@@ -454,6 +454,7 @@ STAGES: tuple[Stage, ...] = (
 
 ATTENTION = "attention"  # name for scores, probabilities and context as one operation, no row of the table
 BY_NAME: Mapping[str, Stage] = {stage.name: stage for stage in STAGES}
+_ROWS = {name: row for row, name in enumerate(BY_NAME)}
 DENSE_PRODUCTS = tuple(stage for stage in STAGES if stage.matrix and stage.is_dense)  # the last product: logits
 # Products that engines may compute as one matrix product.
 FUSABLE: tuple[tuple[str, ...], ...] = (("q_proj", "k_proj", "v_proj"), ("ffn_gate", "ffn_up"))
@@ -515,17 +516,22 @@ def keys(config: ModelConfig) -> Iterator[tuple[str, Stage, int | None]]:
 
 def forward_order(names: Iterable[str]) -> list[str]:
     """Sort trace keys into the order of the forward pass; other names come last, in their order."""
-    return sorted(names, key=_forward_rank)
+    return sorted(names, key=_key_rank)
 
 
-def _forward_rank(name: str) -> tuple[float, int]:
-    """Return (layer, row of the table): -1 for `embed`, infinity for stages after the layers and unknown names."""
+def _key_rank(name: str) -> tuple[float, int]:
     match = re.fullmatch(r"(?:l([0-9]+)\.)?(\w+)", name)
     stage = BY_NAME.get(match[2]) if match else None
     if not match or stage is None or stage.in_layer != (match[1] is not None):
-        return math.inf, len(STAGES)
-    outside = -1.0 if stage is STAGES[0] else math.inf
-    return float(match[1]) if stage.in_layer else outside, STAGES.index(stage)
+        return forward_rank("", None)
+    return forward_rank(stage.name, int(match[1]) if stage.in_layer else None)
+
+
+def forward_rank(stage: str, layer: int | None) -> tuple[float, int]:
+    """Return (layer, row of the table): layer -1 for `embed`, infinity after the layers; the last row if unknown."""
+    row = _ROWS.get(stage, len(STAGES))
+    outside = math.inf if row else -1.0
+    return outside if layer is None else float(layer), row
 
 
 def key(name: str, layer: int | None) -> str:

@@ -13,12 +13,12 @@ from llorch.files import Weights, open_weights
 from llorch.files.convert import choose_type, new_model_folder, write_model
 from llorch.files.export_huggingface import DTYPES, write_json
 from llorch.files.output_paths import CONFIG, check_target, size_of, without_quantisation
-from llorch.files.packed import StoredType, has_codes
 from llorch.files.quant import GGMLType, decode, encode
 from llorch.files.tensor_names import count_parameters
 from llorch.files.tokenizer.conversation import GENERATION, chat_ends, unnamed_ends, with_ends
 from llorch.lora.adapted_weights import AdaptedWeights
 from llorch.lora.adapter import Adapter
+from llorch.lora.base import matrix_types, quantised_types
 from llorch.lora.files import adapter_for, check_merge
 from llorch.lora.merge import MergedWeights, parts_of
 from llorch.model.blocks import forward
@@ -88,14 +88,13 @@ def merge(
         notes += _write_merged(merged, target, kind, report)
         report("checking the written file")
         changes, agreement = _compare_written(weights, merged, target, logits)
-        base_types = sorted(kind.name for kind in _matrix_types(weights))
+        base_types = [*matrix_types(weights)]
         return Merge(base, adapter, target, kind, base_types, size_of(target), changes, agreement, notes)
 
 
 def _choose_type(merged: MergedWeights, target: Path, requested: GGMLType | None, notes: list[str]) -> GGMLType:
     """Choose the type of the merged matrices; for a quantised base, F32 by default, with a note."""
-    quantised = sorted({kind.name for kind in _matrix_types(merged) if has_codes(kind)})
-    if quantised:
+    if quantised := quantised_types(matrix_types(merged)):
         source = "the decoded numbers of a quantised base"
         notes.append(f"merged into {source} ({', '.join(quantised)}), not into the original weights")
         requested = requested or GGMLType.F32
@@ -107,7 +106,7 @@ def _write_merged(merged: MergedWeights, target: Path, kind: GGMLType, report: C
     source = Path(merged.path)
     if not source.is_dir() or target.suffix == ".gguf":
         return write_model(merged, target, ggml_type=kind, report=report).notes
-    with new_model_folder(merged, target, kind, report, beside=source) as folder:
+    with new_model_folder(merged, target, kind, report, source=source) as folder:
         notes = _write_settings(merged, folder, source, kind)
     return [*notes, *merged.notes_on_left_out("not written")]
 
@@ -146,11 +145,6 @@ def _compare_written(
     with closing((written_weights := open_weights(target)).source):
         changes = {name: _measure_change(weights, merged, written_weights, name) for name in parts_of(merged.adapter)}
         return changes, compare_logits(weights, merged.adapter, written_weights) if compares_logits else None
-
-
-def _matrix_types(weights: Weights) -> set[StoredType]:
-    """Return the stored types of the matrices."""
-    return {weights.stored_type(name) for name in weights if len(weights.shape(name)) == 2}
 
 
 def _measure_change(weights: Weights, merged: MergedWeights, written: Weights, name: str) -> MatrixChange:

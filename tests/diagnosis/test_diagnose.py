@@ -5,8 +5,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders.quantised_folders import FOLDERS
 from faults.situations import MICRO
-from faults.wrong_dumps import BLOCKS, WHOLE, dump_run, everywhere, float64_weights, mistake, passes
+from faults.wrong_dumps import BLOCKS, WHOLE, dump_of, dump_run, everywhere, float64_weights, mistake, passes
 from helpers.refusals import assert_tells
 from helpers.stored_goldens import golden_of
 
@@ -17,11 +18,13 @@ from llorch.diagnosis.replay import UNCHANGED, Change, Replay, StageChange
 from llorch.diagnosis.search.cause_search import stage_of
 from llorch.diagnosis.search.hypotheses import known_mistakes, setting_families
 from llorch.engines.dumps.stage_dump import Features, StageDump
+from llorch.files import open_weights
 from llorch.judging.goldens.forward import ENGINES
 from llorch.model.cache import KVCache
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.runtime.builtin import OTHERS
 from llorch.stages.comparison import PASS
+from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import keys
 
 PLAIN = ("micro-qwen3.5-moe", "micro-ministral3", "micro-llama4")  # between them they have what other families have
@@ -79,7 +82,7 @@ def test_the_cache_beside_a_dump_is_the_one_that_runs(monkeypatch: pytest.Monkey
 def test_injected_mistake_is_named_from_a_complete_dump(name: str):
     model, injected = MODEL, mistake(name, MODEL)
     tokens = passes(model, 5, 7) if injected.after_cached else passes(model)
-    places = injected.at(tuple(f"l{layer}.{stage}" if stage not in ("embed", "final_norm", "logits") else stage
+    places = injected.select_keys(tuple(f"l{layer}.{stage}" if stage not in ("embed", "final_norm", "logits") else stage
                                for layer in range(float64_weights(model).config.n_layers)
                                for stage in injected.stages))  # fmt: skip
     first, *_ = findings(float64_weights(model), dump_run(model, tokens, injected.change(places), WHOLE))
@@ -159,6 +162,15 @@ def test_what_is_none_of_the_known_is_local_and_has_no_name():
     assert behind.isolated.difference.error < 1e-6 < behind.chained.difference.error  # inherited, not made there
 
 
+def test_near_miss_is_the_best_attempt_of_its_name():
+    wrong = mistake("norm-root-missing", MODEL).change(norms := ("l0.q_norm", "l0.k_norm")).replaced_stages
+    noise = StageChange(lambda inputs, stage, array: array * (1 + 0.1 * np.sin(np.arange(array.shape[-1]))))
+    change = Change({**wrong, "l0.attn_scores": noise})
+    dump = dump_run(MODEL, passes(MODEL), change, lambda key: key in ("l0.attn_norm", "l0.attn_scores"))
+    nearest = next(findings(float64_weights(MODEL), dump)).near_misses[0]  # in one of the two norms it explains 0.65
+    assert (nearest.name, nearest.stages, nearest.explained_share > 0.9) == ("norm-root-missing", norms, True)
+
+
 def test_numbers_that_are_far_too_small_do_not_widen_their_own_tolerance():
     small = Change({"l1.v_proj": StageChange(lambda inputs, stage, array: array * 1e-3)})
     right, wrong = (
@@ -226,6 +238,14 @@ def test_what_a_dump_cannot_show_is_said_with_the_reason():
     )
     by_name = {name: reason for reason, names_ in upper.could_not_show.items() for name in names_}
     assert_tells(by_name["swiglu-gelu"], "stage")
+
+
+def test_decoding_mistake_that_the_embedding_shows_is_detectable():
+    weights = open_weights(FOLDERS / "mlx-4bit").astype(np.float64)
+    dump = dump_of(weights, [Tokens((3, 11, 7), 0)], UNCHANGED, lambda key: key == "embed")
+    hidden = {name for names in diagnose(weights, dump).could_not_show.values() for name in names}
+    assert "mlx-bias-dropped" not in hidden
+    assert "rope-missing" in hidden
 
 
 def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():

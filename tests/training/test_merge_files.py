@@ -29,6 +29,7 @@ from llorch.lora.export import export
 from llorch.lora.files import adapter_for
 from llorch.lora.merge import MergedWeights
 from llorch.lora.peft_format import write_peft
+from llorch.runtime.builtin import builtin_path
 from llorch.training.merge_files import N_IDS, compare_logits, logits_by, merge, probe_ids
 
 
@@ -174,6 +175,18 @@ def test_a_quantised_base_is_named_and_merged_from_its_decoded_numbers(tmp_path)
     actual = open_weights(tmp_path / "merged.gguf")
     for name in expected:
         np.testing.assert_array_equal(actual.read(name), expected.read(name))
+
+
+def test_merge_of_a_base_with_quantised_experts_alone_notes_their_type(tmp_path, monkeypatch):
+    types = {"experts_gate_proj": GGMLType.Q8_0, "experts_up_proj": GGMLType.Q8_0}
+    choose = "llorch.files.export._written_type"
+    monkeypatch.setattr(choose, lambda weight, _: types.get(weight.name.rpartition(".")[2], GGMLType.F32))
+    write_gguf(open_weights(builtin_path("micro-qwen3-moe")), tmp_path / "base.gguf", ggml_type=GGMLType.Q8_0)
+    monkeypatch.undo()
+    path, _ = pair(tmp_path, tmp_path / "base.gguf", target_modules=("q_proj",))
+    done = merge(tmp_path / "base.gguf", path, tmp_path / "merged")
+    assert done.base_types == ["F32", "Q8_0"]
+    assert any("decoded" in note and "(Q8_0)" in note for note in done.notes)
 
 
 def test_what_is_not_adapted_keeps_its_quantised_bytes(tmp_path):

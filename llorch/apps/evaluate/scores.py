@@ -6,8 +6,8 @@
 All values are computed in float64 from the models' logits, so equal rows give a divergence of exactly 0. The rounding
 error is about 1e-15, so a divergence of this size may be negative.
 
-Standard errors treat the tokens as independent, as llama.cpp does. The errors of ratios and differences use the
-difference of each token: both models read the same text, so most of the variance is common and cancels.
+Standard errors treat the tokens as independent, as llama.cpp does. The standard errors of the perplexity ratio and
+difference come from per-token differences of the two losses: most of the variance is common to both and cancels.
 
 Source: llama.cpp tools/perplexity/perplexity.cpp, `kl_divergence` (reported values, propagation of errors).
 """
@@ -18,6 +18,8 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 from jaxtyping import Bool, Float, Float64, Int
+
+from llorch.ops.cross_entropy import log_softmax
 
 Logits = Float[np.ndarray, "rows vocab"]
 Targets = Int[np.ndarray, " rows"]
@@ -30,9 +32,9 @@ _BLOCK = 1 << 19  # logits converted to float64 at once: 4 MB, which a CPU cache
 class PairScores:
     """Scores of two models on the same tokens, one number per token."""
 
-    reference_loss: Float64[np.ndarray, " rows"]  # nats
-    loss: Float64[np.ndarray, " rows"]  # nats
-    kl: Float64[np.ndarray, " rows"]  # nats
+    reference_loss: PerToken  # nats
+    loss: PerToken  # nats
+    kl: PerToken  # nats
     same_top: Bool[np.ndarray, " rows"]  # True if both models have the same most likely token
 
     @classmethod
@@ -41,16 +43,11 @@ class PairScores:
         return cls(*(np.concatenate([getattr(part, field.name) for part in parts]) for field in fields(cls)))
 
 
-def log_softmax(logits: Logits) -> Float64[np.ndarray, "rows vocab"]:
-    """Compute log probabilities; the largest logit of each row is subtracted first, so that exp does not overflow."""
-    shifted = logits.astype(np.float64)
-    shifted -= shifted.max(axis=-1, keepdims=True)
-    return shifted - np.log(np.exp(shifted).sum(axis=-1, keepdims=True))
-
-
 def losses(logits: Logits, targets: Targets) -> PerToken:
     """Compute the negative log probability of each row's target, in nats."""
-    return np.concatenate([_loss(log_softmax(logits[rows]), targets[rows]) for rows in _row_slices(logits)])
+    return np.concatenate(
+        [_loss(log_softmax(logits[rows].astype(np.float64)), targets[rows]) for rows in _row_slices(logits)]
+    )
 
 
 def compare_rows(reference: Logits, logits: Logits, targets: Targets) -> PairScores:
@@ -59,7 +56,7 @@ def compare_rows(reference: Logits, logits: Logits, targets: Targets) -> PairSco
 
 
 def _compare(reference: np.ndarray, logits: np.ndarray, targets: np.ndarray) -> PairScores:
-    log_p, log_q = log_softmax(reference), log_softmax(logits)
+    log_p, log_q = (log_softmax(rows.astype(np.float64)) for rows in (reference, logits))
     return PairScores(
         reference_loss=_loss(log_p, targets),
         loss=_loss(log_q, targets),
@@ -73,12 +70,9 @@ def _loss(log_probs: np.ndarray, targets: np.ndarray) -> np.ndarray:
 
 
 def _row_slices(logits: np.ndarray) -> Iterator[slice]:
-    """Split the rows so that float64 copies stay small for every vocabulary."""
+    """Split the rows into slices so that float64 copies stay small for every vocabulary."""
     step = max(1, _BLOCK // logits.shape[1])
     return (slice(start, start + step) for start in range(0, len(logits), step))
-
-
-Values = Float64[np.ndarray, " tokens"]
 
 
 @dataclass(frozen=True)
@@ -94,7 +88,7 @@ class Prediction:
     """Quality of one model's predictions on a text."""
 
     n_scored: int  # tokens
-    loss: Estimate  # mean of -log p(target), nats
+    loss: Estimate  # mean of -log q[target], nats
     perplexity: Estimate  # exp(loss)
 
 
@@ -111,21 +105,21 @@ class ModelDifference:
     kl: Estimate  # mean of KL(reference, model), nats
     kl_quantiles: dict[str, float]  # by percentage of the tokens: median, 90 %, ..., maximum
     same_top: Estimate  # share of tokens whose most likely token is the same, 0 to 1
-    p_rms: Estimate  # root mean square of p_model(target) - p_reference(target), 0 to 1
-    p_mean: Estimate  # mean of p_model(target) - p_reference(target)
-    p_max: float  # largest absolute difference
+    p_rms: Estimate  # root mean square of q[target] - p[target], 0 to 1
+    p_mean: Estimate  # mean of q[target] - p[target]
+    p_max: float  # largest |q[target] - p[target]|
 
 
 QUANTILES = {"median": 0.5, "90%": 0.9, "95%": 0.95, "99%": 0.99, "99.9%": 0.999, "maximum": 1.0}
 
 
-def mean(values: Values) -> Estimate:
+def mean(values: PerToken) -> Estimate:
     """Compute the mean and its standard error, which is NaN for a single value."""
     n = len(values)
     return Estimate(float(values.mean()), float(values.std() / math.sqrt(n - 1)) if n > 1 else math.nan)
 
 
-def perplexity(loss: Values) -> Prediction:
+def summarise_losses(loss: PerToken) -> Prediction:
     """Compute loss and perplexity of one model from the loss of each scored token, in nats."""
     average = mean(loss)
     return Prediction(len(loss), average, _exp(average))
@@ -133,7 +127,7 @@ def perplexity(loss: Values) -> Prediction:
 
 def compare_models(scores: PairScores) -> ModelDifference:
     """Compute all differences between a model and a reference."""
-    reference, model = perplexity(scores.reference_loss).perplexity, perplexity(scores.loss).perplexity
+    reference, model = (summarise_losses(loss).perplexity for loss in (scores.reference_loss, scores.loss))
     log_ratio = mean(scores.loss - scores.reference_loss)
     change = np.exp(-scores.loss) - np.exp(-scores.reference_loss)
     return ModelDifference(
@@ -159,13 +153,17 @@ def _exp(estimate: Estimate) -> Estimate:
     return Estimate(value, value * estimate.error)
 
 
-def _difference(scores: PairScores, reference: float, model: float) -> Estimate:
+def _difference(scores: PairScores, reference_perplexity: float, model_perplexity: float) -> Estimate:
     """Compute the perplexity difference; its error is first order, d perplexity / d loss = perplexity."""
-    return Estimate(model - reference, mean(model * scores.loss - reference * scores.reference_loss).error)
+    changes = model_perplexity * scores.loss - reference_perplexity * scores.reference_loss
+    return Estimate(model_perplexity - reference_perplexity, mean(changes).error)
 
 
-def _root_mean_square(values: Values) -> Estimate:
-    """Compute the root mean square, with its standard error to first order; for all zeros that of the squares, 0."""
+def _root_mean_square(values: PerToken) -> Estimate:
+    """Compute the root mean square, with its standard error to first order; the error is 0 if all values are 0.
+
+    The error of a single value is NaN, as in `mean`.
+    """
     square = mean(values * values)
     root = math.sqrt(square.value)
     return Estimate(root, square.error / (2 * root) if root else square.error)

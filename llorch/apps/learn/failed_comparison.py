@@ -41,7 +41,7 @@ class FailedComparison:
     """A failed comparison of an array that has the expected shape."""
 
     def __init__(self, comparison: Comparison) -> None:
-        """Hold a comparison for which `is_shown` is true."""
+        """Hold a comparison for which `has_same_shape` is true."""
         assert comparison.expectation is not None
         assert comparison.actual is not None
         self.comparison, self.expectation = comparison, comparison.expectation
@@ -188,7 +188,7 @@ def _format_indices(name: str, mask: np.ndarray) -> str:
     return ", ".join(f"{text} {'wrong' if flag else 'right'}" for text, (flag, _) in zip(texts, runs, strict=True))
 
 
-def is_shown(comparison: Comparison) -> bool:
+def has_same_shape(comparison: Comparison) -> bool:
     """Tell if both arrays of a comparison exist and have the same shape, so that numbers can be shown."""
     complete = comparison.expectation is not None and comparison.actual is not None
     return complete and comparison.actual.shape == comparison.expectation.expected.shape  # type: ignore[union-attr]

@@ -102,7 +102,7 @@ def _check_mistake(mistake: Mistake[StageInputs], models: Sequence[ForwardModel]
         if not stages or not mistake.applies_to(model.config):
             continue
         stage = stages[0]
-        layer = stage.first_layer(model.config)
+        layer = mistake.first_layer(stage.name, model.config)
         for case, tokens in model.suite.cases.items():
             n_kv = len(tokens.ids) // 2 if mistake.after_cached else 0  # cached tokens
             traces = [*model.traces(tokens, n_kv)]

@@ -6,16 +6,16 @@ from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from textwrap import wrap
 
-from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, is_shown
+from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, has_same_shape
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 from llorch.diagnosis.verdict import percent
 from llorch.judging.types import Cause, Comparison
 from llorch.stages.comparison import FAIL, NOT_RUN, safe_ratio
-from llorch.stages.table import STAGES
+from llorch.stages.table import forward_rank
 
 BORROWED = "BORROWED"  # label of a lesson with unwritten exercises: llorch's code runs instead
-WIDTH, LABEL, LISTED, NOTES = 110, 23, 6, 2  # columns of a line and of its label; names and notes in a list
-_ORDER = {stage.name: index for index, stage in enumerate(STAGES)}
+WIDTH, LABEL_WIDTH = 110, 23  # columns of a line, and of the label at its start
+MAX_NAMES, MAX_NOTES = 6, 2  # of a list
 
 
 @dataclass(frozen=True)
@@ -25,10 +25,10 @@ class LessonReport:
     Attributes:
         lesson: Number of the lesson.
         label: PASS, FAIL, NOT RUN or BORROWED, if no written exercise is wrong and one is not written.
-        by_exercise: Comparisons by the name of the only exercise installed, or by "" if there were several.
+        by_exercise: Comparisons by exercise name. The key is "" if several exercises were installed together.
         unwritten: Exercises that are not written.
         fault: Error of the learner's code that ended the check, with its frames; empty if the check finished.
-        causes: Known mistakes, or rounding, that explain the failed comparisons; see `Check.find_causes`.
+        causes: Known mistakes, or rounding, that explain the failed comparisons; and near misses, which do not.
         reason: Reason of NOT RUN.
         notes: Harmless observations that the learner should know.
         where: Wrong exercise, `my_llama/l01b_rope.py:14 rope()`; empty if there is none.
@@ -63,26 +63,26 @@ class LessonReport:
 
     @property
     def wrong(self) -> list[Comparison]:
-        """Failed comparisons, the earliest in the run first."""
+        """Failed comparisons of `failures`, in its order, without the exercise names."""
         return [comparison for _, comparison in self.failures]
 
     @property
     def is_rounding(self) -> bool:
-        """True if rounding of other hardware or another library explains the failure; such a cause has no stages."""
+        """True if rounding explains the failure; only then does the first cause have no stages."""
         return bool(self.causes) and not self.causes[0].stages
 
     def record(self) -> dict[str, object]:
         """Return the report as JSON values, for `--json`."""
-        first = FailedComparison(self.wrong[0]) if self.wrong and is_shown(self.wrong[0]) else None
+        failed = FailedComparison(self.wrong[0]) if self.wrong and has_same_shape(self.wrong[0]) else None
         return {
             "lesson": self.lesson,
             "verdict": to_verdict(self.label),
             "where": self.where,
             "compared": len(self.comparisons),
             "wrong": [c.record() for c in self.wrong],
-            "first": asdict(first.first) if first else None,
-            "worst": asdict(first.worst) if first else None,
-            "pattern": first.pattern() if first else "",
+            "first": asdict(failed.first) if failed else None,
+            "worst": asdict(failed.worst) if failed else None,
+            "pattern": failed.pattern() if failed else "",
             "causes": [asdict(cause) | {"near_miss": cause.kind == "near miss"} for cause in self.causes],
             "rounding": self.is_rounding,
             "unwritten": [*self.unwritten],
@@ -108,7 +108,7 @@ class LessonReport:
     def _failed_lines(self) -> Iterator[str]:
         for line in self.fault.splitlines():
             yield f"  {line}"
-        if self.wrong and is_shown(self.wrong[0]):
+        if self.wrong and has_same_shape(self.wrong[0]):
             yield from self._number_lines(FailedComparison(self.wrong[0]))
         elif self.wrong:
             comparison = self.wrong[0]
@@ -116,36 +116,37 @@ class LessonReport:
             yield from _line("first wrong", f"{_stage_key(comparison)}   {reason}")
         if self.wrong:
             yield from self._diagnosis_lines()
-        for note in self.notes[:NOTES]:
+        for note in self.notes[:MAX_NOTES]:
             yield from _line("note", note)
-        if len(self.notes) > NOTES:
-            yield from _line("", f"({len(self.notes) - NOTES} more notes)")
+        if len(self.notes) > MAX_NOTES:
+            yield from _line("", f"({len(self.notes) - MAX_NOTES} more notes)")
         yield from _line("hint", f"llorch learn hint {self.lesson}")
 
-    def _number_lines(self, wrong: FailedComparison) -> Iterator[str]:
-        comparison, first, worst = wrong.comparison, wrong.first, wrong.worst
+    def _number_lines(self, failed: FailedComparison) -> Iterator[str]:
+        comparison, first, worst = failed.comparison, failed.first, failed.worst
         location, numbers = f"{_stage_key(comparison)} {first.where}", _format_number(first)
-        fits = len(f"{location}   {numbers}") <= WIDTH - LABEL
+        fits = len(f"{location}   {numbers}") <= WIDTH - LABEL_WIDTH
         yield from _line("first wrong number", f"{location}   {numbers}" if fits else location)
         yield from () if fits else _line("", numbers)
         yield from _line("worst", f"{worst.where}   difference {worst.difference:.1e}")
-        engines = "" if math.isnan(comparison.engine_error) else f" (engine's own error {comparison.engine_error:.0e})"
-        error = f"error {comparison.difference.error:.1e}, tolerance {comparison.tolerance.error:.1e}{engines}"
-        extent = f"{int(wrong.is_wrong.sum())} of {wrong.differences.size} numbers; {comparison.note or error}"
+        engine_error = comparison.engine_error
+        engine_text = "" if math.isnan(engine_error) else f" (engine's own error {engine_error:.0e})"
+        error = f"error {comparison.difference.error:.1e}, tolerance {comparison.tolerance.error:.1e}{engine_text}"
+        extent = f"{int(failed.is_wrong.sum())} of {failed.differences.size} numbers; {comparison.note or error}"
         yield from _line("how much", extent)
-        if pattern := wrong.pattern():
+        if pattern := failed.pattern():
             yield from _line("pattern", pattern)
-        yield from _line("still right", "; ".join([", ".join(wrong.still_right()), *self._right_names()]))
+        yield from _line("still right", "; ".join([", ".join(failed.still_right()), *self._right_names()]))
 
     def _right_names(self) -> Iterator[str]:
         """Yield a list of the stages, and one of the models, that are right in every comparison."""
-        failed = {c.stage_ref.name for c in self.wrong}, {c.model for c in self.wrong}
-        stages = dict.fromkeys(c.stage_ref.name for c in self.comparisons if c.stage_ref.name not in failed[0])
-        models = dict.fromkeys(c.model for c in self.comparisons if c.model not in failed[1])
+        wrong_stages, wrong_models = {c.stage_ref.name for c in self.wrong}, {c.model for c in self.wrong}
+        stages = dict.fromkeys(c.stage_ref.name for c in self.comparisons if c.stage_ref.name not in wrong_stages)
+        models = dict.fromkeys(c.model for c in self.comparisons if c.model not in wrong_models)
         for prefix, names in (("", stages), ("all of ", models)):
             if names:
-                listed = [*names][:LISTED] + ([f"{len(names) - LISTED} more"] if len(names) > LISTED else [])
-                yield f"{prefix}{', '.join(listed)}"
+                more = [f"{len(names) - MAX_NAMES} more"] if len(names) > MAX_NAMES else []
+                yield f"{prefix}{', '.join([*names][:MAX_NAMES] + more)}"
 
     def _diagnosis_lines(self) -> Iterator[str]:
         """Yield the lines that name the mistake, equally good explanations and near misses."""
@@ -170,19 +171,16 @@ def _explains(cause: Cause) -> str:
 
 
 def _run_order(comparison: Comparison) -> tuple[float, ...]:
-    """Return a sort key: isolated before chained, few cached tokens, position 0 and early stages first."""
+    """Return a sort key: first isolated comparisons, then few cached tokens, then case `near`, then early stages."""
     stage_ref = comparison.stage_ref
-    layer = stage_ref.layer
-    if layer is None:
-        layer = -1 if stage_ref.stage == "embed" else math.inf
-    is_far, order = stage_ref.case != "near", _ORDER.get(stage_ref.stage, 0)
-    return comparison.mode != "isolated", stage_ref.n_cached, is_far, layer, order
+    rank = forward_rank(stage_ref.stage, stage_ref.layer)
+    return comparison.mode != "isolated", stage_ref.n_cached, stage_ref.case != "near", *rank
 
 
 def _line(label: str, text: str) -> Iterator[str]:
-    first, *more_lines = wrap(text, WIDTH - LABEL, break_on_hyphens=False) or [""]
-    yield f"  {label:<{LABEL - 2}}{first}".rstrip()
-    yield from (f"{'':<{LABEL}}{line}" for line in more_lines)
+    first, *more_lines = wrap(text, WIDTH - LABEL_WIDTH, break_on_hyphens=False) or [""]
+    yield f"  {label:<{LABEL_WIDTH - 2}}{first}".rstrip()
+    yield from (f"{'':<{LABEL_WIDTH}}{line}" for line in more_lines)
 
 
 def _stage_key(comparison: Comparison) -> str:
@@ -198,9 +196,9 @@ def _format_number(number: ComparedNumber) -> str:
 def _summarise_pass(comparisons: Sequence[Comparison]) -> Iterator[str]:
     """Describe the comparison that is nearest to its tolerance, and count comparisons and models."""
     worst = max(comparisons, key=lambda c: safe_ratio(c.difference.error, c.tolerance.error))
-    engines = "" if math.isnan(worst.engine_error) else f", the engine's own ~{worst.engine_error:.0e}"
+    engine_text = "" if math.isnan(worst.engine_error) else f", the engine's own ~{worst.engine_error:.0e}"
     if worst.tolerance.error or worst.difference.error:
-        yield f"worst error ~{worst.difference.error:.1e}, tolerance ~{worst.tolerance.error:.1e}{engines}"
+        yield f"worst error ~{worst.difference.error:.1e}, tolerance ~{worst.tolerance.error:.1e}{engine_text}"
     yield f"{len(comparisons)} comparisons, {len({c.model for c in comparisons})} models"
 
 

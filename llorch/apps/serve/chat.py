@@ -29,10 +29,10 @@ async def answer(request: Request) -> Response:
     """Answer a POST to /v1/chat/completions."""
     body, service = await read_body(request, ChatRequest), get_service(request)
     ignored = ignored_fields(body)
-    jobs, unread_keys = await run_in_thread(
-        service, lambda: _chat_jobs(service, body), n_answers=body.n or 1, renders=True
+    jobs, unrendered_keys = await run_in_thread(
+        service, lambda: _chat_jobs(service, body), n_answers=body.n or 1, renders_template=True
     )
-    ignored += unread_keys
+    ignored += unrendered_keys
     chat = _ChatAnswer(service, body, AnswerStream(service.engine, service.model, jobs, body.stops, service.timeout))
     if body.stream:
         return EventStream(chat.events(), chat.stream.close, ignored)

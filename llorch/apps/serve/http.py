@@ -42,13 +42,13 @@ async def read_body(request: Request, model: type[BodyModel]) -> BodyModel:
 
 
 async def run_in_thread(
-    service: Service, make: Callable[[], Result], *, n_answers: int = 1, renders: bool = False
+    service: Service, make: Callable[[], Result], *, n_answers: int = 1, renders_template: bool = False
 ) -> Result:
     """Run a slow function, such as tokenizing, in a thread; raise ApiError if the engine has no place for `n_answers`.
 
-    Functions that `renders` a chat template have a separate thread, so that a slow template delays no other prompt.
+    `renders_template` selects a separate thread, so that a slow chat template delays no other prompt.
     """
-    thread = service.writing if renders else service.preparing
+    thread = service.writing if renders_template else service.preparing
     try:
         with service.engine.reserve(n_answers):
             return await asyncio.get_running_loop().run_in_executor(thread, make)

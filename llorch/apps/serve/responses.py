@@ -142,8 +142,8 @@ async def answer(request: Request) -> Response:
     """Answer a POST to /v1/responses, an API without stop strings."""
     body, service = await read_body(request, ResponsesRequest), get_service(request)
     ignored = ignored_fields(body)
-    job, unread_keys = await run_in_thread(service, lambda: _response_job(service, body), renders=True)
-    ignored += unread_keys
+    job, unrendered_keys = await run_in_thread(service, lambda: _response_job(service, body), renders_template=True)
+    ignored += unrendered_keys
     responder = _ResponseAnswer(service, body, AnswerStream(service.engine, service.model, [job], (), service.timeout))
     if body.stream:
         return EventStream(responder.events(), responder.stream.close, ignored)

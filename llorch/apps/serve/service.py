@@ -80,9 +80,9 @@ class Service:
         """
         chats = self.model.chats
         with self._field_errors(param):
-            unread_keys = chats.unwritten(messages, variables=variables)
+            unrendered_keys = chats.unwritten(messages, variables=variables)
         unread = [name for name, value in (variables or {}).items() if value is not None]
-        return [f"{param}.{index - first}.{key}" for index, key in unread_keys] + [
+        return [f"{param}.{index - first}.{key}" for index, key in unrendered_keys] + [
             f"chat_template_kwargs.{name}" for name in unread if not chats.template_mentions(name)
         ]
 

@@ -19,8 +19,8 @@ from llorch.apps.serve.requests import TraceRequest
 from llorch.apps.serve.response_stream import run_between_steps
 from llorch.apps.serve.service import Service
 from llorch.apps.serve.unsupported_fields import ignored_fields
+from llorch.model.model import PREFILL_CHUNK
 
-MAX_TOKENS = 512  # of the input; as many as a prefill chunk, so that a trace delays other requests no more than a chunk
 MAX_BYTES = 16 << 20  # of all requested arrays of one trace together
 
 
@@ -28,17 +28,17 @@ async def answer(request: Request) -> Response:
     """Answer a POST to /v1/trace."""
     body, service = await read_body(request, TraceRequest), get_service(request)
     ignored = ignored_fields(body)
-    adapter, ids, unread_keys = await run_in_thread(
-        service, lambda: _read_ids(service, body), renders=body.messages is not None
+    adapter, ids, unrendered_keys = await run_in_thread(
+        service, lambda: _prepare_input(service, body), renders_template=body.messages is not None
     )
-    ignored += unread_keys
-    trace = _Figures(body.arrays or ())
-    return await wait_for_answer(request, _run_trace(service, body, ids, adapter, trace, ignored))
+    ignored += unrendered_keys
+    return await wait_for_answer(request, _run_trace(service, body, ids, adapter, ignored))
 
 
 async def _run_trace(
-    service: Service, body: TraceRequest, ids: list[int], adapter: str | None, trace: "_Figures", ignored: list[str]
+    service: Service, body: TraceRequest, ids: list[int], adapter: str | None, ignored: list[str]
 ) -> Response:
+    trace = _SummarisingTrace(body.arrays or ())
     run = partial(service.model.forward, ids, trace=trace, adapter=adapter)
     await run_between_steps(service.engine, run, service.timeout)
     unknown = [name for name in body.arrays or () if name not in trace.stages]
@@ -48,8 +48,8 @@ async def _run_trace(
     return reply(Trace(model=body.model, tokens=ids, stages=stages, arrays=arrays), ignored)
 
 
-def _read_ids(service: Service, body: TraceRequest) -> tuple[str | None, list[int], list[str]]:
-    """Return the adapter, the token ids of the input, and the keys of messages that the template does not read."""
+def _prepare_input(service: Service, body: TraceRequest) -> tuple[str | None, list[int], list[str]]:
+    """Return the adapter, the token ids, and the keys of messages that the chat template does not render."""
     adapter, messages = service.adapter(body.model), [message.to_template() for message in body.messages or ()]
     if body.tokens is not None:
         param, ids = "tokens", body.tokens
@@ -57,7 +57,7 @@ def _read_ids(service: Service, body: TraceRequest) -> tuple[str | None, list[in
         param, ids = "prompt", service.text_ids(body.prompt, parse_special=body.parse_special)
     else:
         param, ids = "messages", service.chat_ids(messages)
-    max_tokens = min(MAX_TOKENS, service.context)
+    max_tokens = min(PREFILL_CHUNK, service.context)  # a trace delays other requests no more than a prefill chunk
     if len(ids) > max_tokens:
         raise ApiError(400, f"{param}: expected at most {max_tokens} tokens for a trace, got {len(ids)}", param=param,
                        code="context_length_exceeded")  # fmt: skip
@@ -68,8 +68,8 @@ def _read_ids(service: Service, body: TraceRequest) -> tuple[str | None, list[in
     return adapter, ids, service.unrendered_keys(messages)
 
 
-class _Figures(dict[str, np.ndarray]):
-    """Trace of `forward` that stores a summary of every stage, but only the arrays of requested stages."""
+class _SummarisingTrace(dict[str, np.ndarray]):
+    """Dict for the argument `trace` of `forward`: summarises every stage, stores the arrays of requested stages."""
 
     def __init__(self, array_names: Collection[str]) -> None:
         super().__init__()

@@ -1,10 +1,10 @@
-"""`llorch learn`: check a lesson whenever its file is saved, and obey keys.
+"""`llorch learn watch`, which `llorch learn` runs by default: check a lesson whenever its file is saved; obey keys.
 
 One thread watches the files, another reads the keys; both put events into a queue, which the main thread reads.
+Results go to stdout (`click.echo`), messages to stderr (`say`).
 """
 
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,6 +25,7 @@ from llorch.cli.learn.progress import format_progress
 from llorch.cli.learn.reset import reset
 from llorch.cli.learn.solution import show_solution
 from llorch.cli.options import PATH, verb
+from llorch.cli.outcome import error_line, exiting_on_sigterm
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
@@ -55,7 +56,7 @@ def _watch(folder: Path, old_files: "dict[Path, tuple[int, int]]", queue: "Simpl
 
 
 def _scan_times(folder: Path) -> Iterator[object]:
-    """Yield whenever a folder may have changed: on events of watchfiles, or periodically if it cannot watch."""
+    """Yield whenever a folder may have changed: on events of watchfiles and once a second, else every `_PERIOD`."""
     with suppress(ImportError, OSError):
         from watchfiles import PythonFilter, watch
 
@@ -97,7 +98,7 @@ def _single_keys() -> Iterator[bool]:
 def _read_keys(queue: "SimpleQueue[str]") -> None:
     """Put each key into the queue, and "q" when the terminal closes."""
     with suppress(OSError):
-        # os.read, because a forked process would wait for the lock of sys.stdin
+        # os.read: a lock that sys.stdin takes here would stay locked in a child that the sandbox forks for a check
         while key := os.read(sys.stdin.fileno(), 1):
             queue.put(key.decode("ascii", "replace"))
     queue.put("q")  # the terminal was closed
@@ -121,9 +122,10 @@ def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float
 
     Keys on a terminal: n next, h hint, l list, c check all, s solution, x reset, q quit.
     """
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # raises, so the terminal is restored
     try:
-        _Loop(learners_folder(str(folder) if folder else impl), seconds=seconds, full=full).run()
+        with exiting_on_sigterm():  # so that the terminal is restored
+            source = str(folder) if folder else impl  # FOLDER wins over --impl
+            _Loop(learners_folder(source), seconds=seconds, full=full).run()
     except KeyboardInterrupt:
         click.echo()
 
@@ -136,11 +138,12 @@ class _Loop:
 
         self.folder, self.seconds, self.full = folder, seconds, full
         self.lesson: Lesson = next_lesson(folder) or LESSONS[-1]
-        self.fingerprints, self.warm = self._compute_fingerprints(), list[object]()  # warm: lessons of `_warm`
-        self.keys: Mapping[str, Callable[[], None]] = {
-            "n": self._next, "h": lambda: show_hint(self.folder, self.lesson), "l": lambda: show_list(self.folder),
+        self.fingerprints = self._compute_fingerprints()
+        self.warmed_lessons: list[Lesson] = []
+        self.actions: Mapping[str, Callable[[], None]] = {  # by event
+            "n": self._show_next, "h": lambda: show_hint(self.folder, self.lesson), "l": lambda: show_list(self.folder),
             "c": lambda: self._check([*LESSONS]), "s": lambda: show_solution(self.folder, self.lesson),
-            "x": lambda: reset(self.folder, self.lesson), SAVED: self._saved,
+            "x": lambda: reset(self.folder, self.lesson), SAVED: self._check_changed,
         }  # fmt: skip
 
     def run(self) -> None:
@@ -151,24 +154,22 @@ class _Loop:
             self._warm()
             say(f"llorch checks every save; {KEYS}" if sys.stdin.isatty() else "llorch checks every save; Ctrl-C quits")
             while (event := queue.get()) != "q":
-                if event in self.keys:
-                    self._do(self.keys[event])
+                if event in self.actions:
+                    self._run_action(self.actions[event])
 
-    def _do(self, act: Callable[[], None]) -> None:
+    def _run_action(self, action: Callable[[], None]) -> None:
         """Run an action; print its error and continue."""
         try:
-            act()
+            action()
         except (OSError, ValueError) as error:
-            from llorch.cli.outcome import error_line
-
             say(error_line(error))
 
-    def _next(self) -> None:
+    def _show_next(self) -> None:
         self.lesson = next_lesson(self.folder, self.lesson) or self.lesson
         show_lesson(self.folder, self.lesson)
 
-    def _saved(self) -> None:
-        """Check the lessons whose code changed, the current lesson first."""
+    def _check_changed(self) -> None:
+        """Check the lessons whose code changed, the current one first; if it did not change, switch to the first."""
         from llorch.apps.learn.lessons import LESSONS
 
         old_fingerprints, self.fingerprints = self.fingerprints, self._compute_fingerprints()
@@ -182,12 +183,12 @@ class _Loop:
         """Import ahead of time the modules that checks of the current lesson need, once for each lesson."""
         from llorch.apps.learn.sandbox import warm
 
-        if self.lesson not in self.warm:
-            self.warm.append(self.lesson)
+        if self.lesson not in self.warmed_lessons:
+            self.warmed_lessons.append(self.lesson)
             warm(self.lesson)
 
     def _check(self, lessons: "list[Lesson]", *, begun_only: bool = False) -> None:
-        """Check the lessons, and record and print each outcome; `begun_only` hides other lessons that are not begun."""
+        """Check lessons; record and print outcomes. `begun_only` hides lessons not begun, except the current lesson."""
         from llorch.apps.learn.progress import LearnerProgress
         from llorch.apps.learn.sandbox import outcomes
         from llorch.cli.learn.shown import counted, print_outcome
@@ -196,7 +197,7 @@ class _Loop:
         numbers = [lesson.number for lesson in lessons]
         for outcome in outcomes(str(self.folder), numbers, seconds=self.seconds, progress=say):
             progress.note(outcome)
-            if begun_only and outcome.lesson != self.lesson.number and _is_untouched(outcome):
+            if begun_only and outcome.lesson != self.lesson.number and _is_unbegun(outcome):
                 continue  # it imports the saved file, but the learner has not begun it
             printed.append(outcome)
             print_outcome(outcome, full=self.full)
@@ -209,6 +210,6 @@ class _Loop:
         return {lesson.number: lesson_fingerprint(self.folder, lesson) for lesson in LESSONS}
 
 
-def _is_untouched(outcome: "Outcome") -> bool:
-    """Tell if the learner has written nothing of the lesson: llorch's functions ran in place of it (BORROWED)."""
+def _is_unbegun(outcome: "Outcome") -> bool:
+    """Tell if no exercise of the lesson is written: nothing was compared, llorch's code ran instead (BORROWED)."""
     return outcome.label == "BORROWED" and not outcome.record["compared"]

@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.convert import TYPES, exiting_on_sigterm
+from llorch.cli.convert import TYPES
 from llorch.cli.lora.options import any_base_option, force_option
 from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
+from llorch.cli.outcome import exiting_on_sigterm
 from llorch.cli.output import progress, say, to_json
 
 if TYPE_CHECKING:

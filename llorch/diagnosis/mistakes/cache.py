@@ -165,12 +165,12 @@ def _rope_gaps_one_early(config: ModelConfig, layer: int) -> Layer:
     return _with_attention(kind, config.layer(layer - 1) if layer else without_rope)
 
 
-def _change_scores(change: Change) -> Wrong:
+def _change_scores(change: Change) -> Wrong[StageInputs]:
     """Mask right products like a layer of another kind."""
     return lambda s, stage: with_mask(s, stage, hidden_in(s, _wrong_kind(change, s)))
 
 
-def _change_heads(change: Change) -> Wrong:
+def _change_heads(change: Change) -> Wrong[StageInputs]:
     """Compute queries, keys and masked scores like a layer of another kind."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:

@@ -4,13 +4,13 @@ Module `mistake` explains the fields of the mistakes. `past_conv` and `past_delt
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.in_stage import IN_STAGE, LENGTHS
 from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
-from llorch.diagnosis.mistakes.planting import Replacement, instead
+from llorch.diagnosis.mistakes.planting import Function, Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig
 from llorch.model.blocks.delta_net import heads
@@ -45,7 +45,6 @@ class TokenState(NamedTuple):
         return state + self.k.swapaxes(1, 2) * correction
 
 
-Function = Callable[..., Any]
 Step = Callable[[np.ndarray, TokenState], tuple[np.ndarray, np.ndarray]]  # returns next state, state to read
 
 
@@ -156,7 +155,9 @@ def forgotten_between_chunks(s: StageInputs, stage: str) -> np.ndarray:
     return state if stage == "delta_state" else np.concatenate(out)
 
 
-def _gated_mistake(compute: Callable[[StageInputs, np.ndarray, np.ndarray, np.ndarray], np.ndarray]) -> Wrong:
+def _gated_mistake(
+    compute: Callable[[StageInputs, np.ndarray, np.ndarray, np.ndarray], np.ndarray],
+) -> Wrong[StageInputs]:
     """Make a wrong gated norm from a function of inputs, heads, gates (before the activation) and gain."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:

@@ -9,7 +9,7 @@ import numpy as np
 
 from llorch.diagnosis.mistakes.feed_forward import gate_and_up_swapped
 from llorch.diagnosis.mistakes.mistake import Mistake
-from llorch.diagnosis.mistakes.planting import Replacement, instead
+from llorch.diagnosis.mistakes.planting import Function, Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig
 from llorch.ops.linear import linear
@@ -22,7 +22,6 @@ EXPERT_GATE_UP, SHARED_GATE_UP = ("expert_gate", "expert_up"), ("shared_ffn_gate
 BY_EXPERT = (*EXPERT_GATE_UP, "expert_out")
 # Values of `part`: functions that `wrong` replaces, see `in_stage`. Without `part`, `wrong` computes a stage from `s`.
 CHOICE, WEIGHTS, OUTPUTS, SUMS = "top_k", "topk_weights", "expert_outputs", "mixed"
-Function = Callable[..., np.ndarray]
 PROJECTIONS = {name: BY_NAME[name].matrix for name in (*BY_EXPERT, *SHARED_GATE_UP)}
 ACTS = {name: BY_NAME[name].inputs for name in ("expert_act", "shared_ffn_act")}  # -> (gate, up), both kinds of expert
 

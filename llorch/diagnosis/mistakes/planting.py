@@ -7,10 +7,11 @@ from contextlib import ExitStack, contextmanager
 from types import ModuleType
 from typing import Any
 
-Replacement = Callable[[Callable[..., Any]], Callable[..., Any]]  # right function to wrong function
+Function = Callable[..., Any]
+Replacement = Callable[[Function], Function]  # right function to wrong function
 
 
-def instead(function: Callable[..., Any]) -> Replacement:
+def instead(function: Function) -> Replacement:
     """Make the replacement that ignores the right function."""
     return lambda right: function
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 
 from llorch.diagnosis.mistakes.in_stage import KEY, ROTATED, rotated_heads
-from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import ModelConfig, YarnScaling
 from llorch.families.layers import Temperature
@@ -66,7 +66,7 @@ def _queries_times(s: StageInputs, factor: np.ndarray) -> np.ndarray:
     return _queries(s) * factor[:, None, None].astype(s.dtype)
 
 
-def _with_temperature(**changes: float) -> Callable[[StageInputs, str], np.ndarray]:
+def _with_temperature(**changes: float) -> Wrong[StageInputs]:
     """Make the mistake of other temperature settings."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
@@ -84,7 +84,7 @@ def not_floored(s: StageInputs, stage: str) -> np.ndarray:
     return _queries_times(s, 1 + temperature.scale * np.log1p((s.positions + temperature.offset) / temperature.floor))
 
 
-def _with_gain(gain: Callable[[YarnScaling], float]) -> Callable[[StageInputs, str], np.ndarray]:
+def _with_gain(gain: Callable[[YarnScaling], float]) -> Wrong[StageInputs]:
     """Make the mistake of another attention factor on cosines and sines."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:
@@ -117,7 +117,7 @@ def _ramp_unrounded(config: ModelConfig) -> np.ndarray:
     return _yarn_blended(config, max(start, 0), min(end, config.rotated - 1))
 
 
-def _with_frequencies(make: Callable[[ModelConfig], np.ndarray]) -> Callable[[StageInputs, str], np.ndarray]:
+def _with_frequencies(make: Callable[[ModelConfig], np.ndarray]) -> Wrong[StageInputs]:
     """Make the mistake of other frequencies, with the model's attention factor."""
 
     def wrong(s: StageInputs, stage: str) -> np.ndarray:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.diagnosis.mistakes.mistake import Mistake
+from llorch.diagnosis.mistakes.mistake import Mistake, Wrong
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, GGMLType, decode, decode_minima
@@ -75,20 +75,18 @@ RIGHT: Mapping[str, Callable[[QuantisedInputs], np.ndarray]] = {
     "product": _right_product,
 }
 
-Wrong = Callable[[QuantisedInputs, str], np.ndarray]
 
-
-def in_blocks(change_blocks: Callable[[QuantisedInputs], QuantisedInputs]) -> Wrong:
+def in_blocks(change_blocks: Callable[[QuantisedInputs], QuantisedInputs]) -> Wrong[QuantisedInputs]:
     """Make a mistake from a function that changes the bytes of the blocks."""
     return lambda s, step: change_blocks(s).decoded() if step == "decode" else change_blocks(s).product()
 
 
-def in_matrix(decode_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
+def in_matrix(decode_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong[QuantisedInputs]:
     """Make a mistake from a wrong decoder; it also changes the product with that matrix."""
     return lambda s, step: decode_wrongly(s) if step == "decode" else s.product(matrix=decode_wrongly(s))
 
 
-def in_rounding(round_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong:
+def in_rounding(round_wrongly: Callable[[QuantisedInputs], np.ndarray]) -> Wrong[QuantisedInputs]:
     """Make a mistake from a wrong rounding; it also changes the product.
 
     The product then uses the sums of the wrongly rounded activations.

@@ -1,12 +1,15 @@
 """Known mistakes in reading the matrices of quantised Hugging Face folders.
 
 Each mistake changes one field of a matrix's recipe (how to decode it), or the bytes of its parts (stored tensors). The
-decoder of `llorch.files.quantised.matrix` then returns the wrong numbers. `cases` are prefixes of scheme names. A
-change that does not apply to a matrix returns it unchanged. A step that the mistake omits must not be computed and
-reversed: the numbers must be bit-exact, because SHA-256 digests of an engine's matrices are compared with them.
+decoder of `llorch.files.quantised.matrix` then returns the wrong numbers: (value[code] - zero) * scale + minimum.
+`Mistake.cases` are prefixes of scheme names: `GPTQ 4-bit` is a prefix of `GPTQ 4-bit, groups of 128`. A change that
+does not apply to a matrix returns it unchanged. A step that the mistake omits must not be computed and reversed: the
+numbers must be bit-exact, because SHA-256 digests of an engine's matrices are compared with them.
+
+`requantised` makes the wrong matrix of another mistake: the engine quantised a matrix that the folder stores as floats.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -15,13 +18,13 @@ import numpy as np
 from llorch.diagnosis.mistakes.mistake import Mistake
 from llorch.files.packed import Packed, Rows
 from llorch.files.quantised.bitsandbytes import BlockScales
-from llorch.files.quantised.codes import E2M1, E8M0, across, integers, stream
+from llorch.files.quantised.codes import AWQ_ORDER, E2M1, E8M0, codes_across, integers, stream
+from llorch.files.quantised.gptq import zero_points
 from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader, floats_of
 from llorch.ops.rounding import round_activations
 
-Change = Callable[[QuantisedMatrix], QuantisedMatrix]
-_AWQ_PLACES = np.array([0, 4, 1, 5, 2, 6, 3, 7])  # column of a word to the place of its code
-_GPTQ_ZEROS = 0x11111111  # 1 in each 4-bit code of a word
+Change = Callable[[QuantisedMatrix], QuantisedMatrix]  # the right matrix to the one with a wrong recipe or wrong bytes
+_ONE_PER_CODE = 0x11111111  # a word with 1 in each 4-bit code
 # Tables of 16 values, which bitsandbytes files also contain. Source: bitsandbytes `functional.py`.
 NF4 = np.array(
     [-1, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635, -0.18477343022823334,
@@ -48,8 +51,7 @@ def _n_code_bits(matrix: QuantisedMatrix) -> int:
 
 def _stored_zeros(matrix: QuantisedMatrix) -> Reader:
     """Make the reader of GPTQ's zero points as stored."""
-    bits, n_out = _n_code_bits(matrix), matrix.shape[0]
-    return lambda parts, rows: across(parts["qzeros"].array, bits, rows, n_out).astype(np.float32)
+    return zero_points(_n_code_bits(matrix), matrix.shape[0], less_one=False)
 
 
 def _is_first_version(matrix: QuantisedMatrix) -> bool:
@@ -68,7 +70,7 @@ def second_version_as_first(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Add 1 to the stored zero points."""
     if _is_first_version(matrix):
         return matrix
-    return _with_recipe(matrix, zero=_compose(_stored_zeros(matrix), lambda zero: (zero + 1) % matrix.values.size))
+    return _with_recipe(matrix, zero=zero_points(_n_code_bits(matrix), matrix.shape[0], less_one=True))
 
 
 def zero_not_wrapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
@@ -83,7 +85,7 @@ def zero_carried(matrix: QuantisedMatrix) -> QuantisedMatrix:
     if _n_code_bits(matrix) != 4 or not _is_first_version(matrix):
         return matrix
     part = matrix.parts["qzeros"]
-    words = part.array.view(np.uint32) + np.uint32(_GPTQ_ZEROS)
+    words = part.array.view(np.uint32) + np.uint32(_ONE_PER_CODE)
     parts = {**matrix.parts, "qzeros": replace(part, raw=np.ascontiguousarray(words).view(np.uint8).reshape(-1))}
     return replace(_with_recipe(matrix, zero=_stored_zeros(matrix)), parts=parts)
 
@@ -93,8 +95,8 @@ def awq_in_plain_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     n_out = matrix.shape[0]
     return _with_recipe(
         matrix,
-        codes=lambda parts, rows: across(parts["qweight"].array, 4, rows, n_out),
-        zero=lambda parts, rows: across(parts["qzeros"].array, 4, rows, n_out).astype(np.float32),
+        codes=lambda parts, rows: codes_across(parts["qweight"].array, 4, rows, n_out),
+        zero=lambda parts, rows: codes_across(parts["qzeros"].array, 4, rows, n_out).astype(np.float32),
     )
 
 
@@ -109,7 +111,7 @@ def gptq_in_awq_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     if _n_code_bits(matrix) != 4:
         return matrix
     places = np.arange(matrix.shape[1])
-    places = places // 8 * 8 + _AWQ_PLACES[places % 8]
+    places = places // 8 * 8 + np.array(AWQ_ORDER)[places % 8]
     return _with_recipe(matrix, codes=_compose(matrix.recipe.codes, lambda codes: codes[:, places]))
 
 
@@ -121,7 +123,7 @@ def halves_swapped(matrix: QuantisedMatrix) -> QuantisedMatrix:
     return _with_recipe(matrix, codes=_compose(matrix.recipe.codes, lambda codes: codes[:, swapped]))
 
 
-def ten_per_word_without_gaps(matrix: QuantisedMatrix) -> QuantisedMatrix:
+def three_bits_without_gaps(matrix: QuantisedMatrix) -> QuantisedMatrix:
     """Read 3-bit codes without gaps although two bits of each word are empty; unchanged if the file has no gaps."""
     n_in = matrix.shape[1]
     if matrix.parts["codes"].shape[1] == -(-n_in * 3 // 32):
@@ -136,7 +138,7 @@ def codes_signed(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def zero_point_forgotten(matrix: QuantisedMatrix) -> QuantisedMatrix:
-    """Multiply codes, from 0 on, without subtracting a stored or fixed zero point."""
+    """Multiply the unsigned codes (0, 1, 2, ...) without subtracting a stored or fixed zero point."""
     return _with_recipe(matrix, zero=None, values=integers(_n_code_bits(matrix)))
 
 
@@ -184,7 +186,7 @@ def groups_one_on(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def scale_changed(change: Callable[[np.ndarray], np.ndarray]) -> Change:
-    """Make the change of every scale."""
+    """Make a `Change` that applies a function to every scale."""
     return lambda matrix: _with_recipe(matrix, scale=_compose(matrix.recipe.scale, change))
 
 
@@ -209,7 +211,7 @@ def global_scale_turned(matrix: QuantisedMatrix) -> QuantisedMatrix:
     matrix_scale = _matrix_scale(matrix)
     if matrix_scale is None:
         return matrix
-    if matrix.recipe.divisor is not None:
+    if matrix.recipe.divisor is not None:  # compressed-tensors; ModelOpt multiplies the matrix scale into `scale`
         return _with_recipe(matrix, divisor=None, factor=matrix_scale)
     return _with_recipe(matrix, scale=_compose(floats_of("scale"), lambda scale: scale / matrix_scale))
 
@@ -261,7 +263,7 @@ def exponents_as_integers(matrix: QuantisedMatrix) -> QuantisedMatrix:
 
 
 def four_bit_table(table: np.ndarray) -> Change:
-    """Make the change to another table of 16 values."""
+    """Make a `Change` that uses another table of 16 values."""
     return lambda matrix: _with_recipe(matrix, values=table)
 
 
@@ -292,27 +294,28 @@ def centred(matrix: QuantisedMatrix) -> np.ndarray:
     return values - values.size // 2 if values.min() == 0 and values.max() == values.size - 1 else values
 
 
-def divisors(matrix: QuantisedMatrix) -> list[float]:
-    """List the usual divisors of a group's largest weight: the largest codes of both signs, and their mean."""
+def scale_denominators(matrix: QuantisedMatrix) -> list[float]:
+    """List the numbers that quantisers divide a group's largest weight by: largest codes of both signs, their mean."""
     values = centred(matrix)
     largest, smallest = float(values.max()), float(-values.min())
     return list(dict.fromkeys([largest, smallest, (largest + smallest) / 2]))
 
 
-def requantised(array: np.ndarray, like: QuantisedMatrix, divisor: float) -> np.ndarray:
-    """Quantise a matrix with the scheme of `like`: one scale for each group, and the nearest code.
+def requantised(array: np.ndarray, like: QuantisedMatrix, scale_denominator: float) -> np.ndarray:
+    """Quantise and decode a matrix with the scheme of `like`: one scale for each group, and the nearest code.
 
-    The last group of columns may be smaller. bitsandbytes forms groups over the flattened matrix.
+    The last group of columns may be smaller. bitsandbytes forms groups over the flattened matrix. If `like` lists the
+    group of each column, a row has one scale.
     """
-    group = like.recipe.group
-    over_rows = like.ggml_type.name.startswith(("NF4", "FP4"))
+    group, reader = like.recipe.group, like.recipe.scale
+    is_flattened = isinstance(reader, BlockScales)
     in_groups = isinstance(group, int) and group < like.shape[1]
-    size = 64 if over_rows else min(group, array.shape[1]) if in_groups else array.shape[1]
-    rows = array.reshape(1, -1) if over_rows else array
+    size = reader.size if is_flattened else min(group, array.shape[1]) if in_groups else array.shape[1]
+    rows = array.reshape(1, -1) if is_flattened else array
     quantised, values = np.empty_like(rows), np.sort(centred(like)).astype(array.dtype)
     for start in range(0, rows.shape[1], size):
         part = rows[:, start : start + size]
-        scale = _round_scales(np.abs(part).max(axis=1, keepdims=True) / divisor, like)
+        scale = _round_scales(np.abs(part).max(axis=1, keepdims=True) / scale_denominator, like)
         quantised[:, start : start + size] = _nearest(values, part / np.where(scale > 0, scale, 1)) * scale
     return quantised.reshape(array.shape)
 
@@ -339,8 +342,8 @@ def _row(name: str, cases: tuple[str, ...], change: Change, diagnosis: str) -> M
     )
 
 
-_PACKED = tuple(f"compressed-tensors {bits}-bit" for bits in range(2, 9))
-_INTEGERS = ("GPTQ", "AWQ", *_PACKED, "MLX 2-bit", "MLX 3-bit", "MLX 4-bit", "MLX 5-bit", "MLX 6-bit", "MLX 8-bit")
+_CT_INTEGERS = tuple(f"compressed-tensors {bits}-bit" for bits in range(2, 9))
+_INTEGERS = ("GPTQ", "AWQ", *_CT_INTEGERS, "MLX 2-bit", "MLX 3-bit", "MLX 4-bit", "MLX 5-bit", "MLX 6-bit", "MLX 8-bit")
 _HALVES = ("GPTQ 4-bit", "AWQ 4-bit (gemv)", "compressed-tensors 4-bit", "NVFP4", "MXFP4", "MLX 4-bit", "MLX NVFP4",
            "MLX MXFP4")  # fmt: skip
 _GROUPED = (*_INTEGERS, "NVFP4", "MXFP4", "MXFP8", "MLX NVFP4", "MLX MXFP4", "MLX MXFP8")
@@ -358,7 +361,7 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "A stored zero point of 2^bits - 1 became 2^bits; add 1 modulo 2^bits, so that it is 0."),
     _row("gptq-zero-point-carried", ("GPTQ 4-bit",), zero_carried,
          "The 1 was added to packed words and carried into the next zero point; unpack the zero points first."),
-    _row("awq-plain-order", ("AWQ 4-bit, ",), awq_in_plain_order,
+    _row("awq-plain-order", ("AWQ 4-bit, ",), awq_in_plain_order,  # with the comma: gemm, not `AWQ 4-bit (gemv)`
          "The eight codes of a word were used in plain order; AWQ gemm stores columns 0 2 4 6 1 3 5 7."),
     _row("awq-zero-point-plus-one", ("AWQ",), zero_plus_one,
          "Zero points were increased by 1; AWQ stores them as they are, only version 1 of GPTQ stores them less one."),
@@ -368,15 +371,15 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
          "The upper half of a byte was used as the earlier code; in this format the lower half is first."),
     _row("bitsandbytes-lower-half-first", _BNB_FOUR, halves_swapped,
          "The lower half of a byte was used as the earlier code; bitsandbytes stores the upper half first."),
-    _row("three-bits-without-gaps", ("compressed-tensors 3-bit",), ten_per_word_without_gaps,
+    _row("three-bits-without-gaps", ("compressed-tensors 3-bit",), three_bits_without_gaps,
          "Codes of 3 bits were read without gaps; this file has ten in a word, and two empty bits."),
     _row("folder-codes-signed", _INTEGERS, codes_signed,
          "Codes were read as two's complement; they are unsigned, and the zero point is subtracted."),
-    _row("folder-zero-point-forgotten", ("GPTQ", "AWQ", *_PACKED), zero_point_forgotten,
+    _row("folder-zero-point-forgotten", ("GPTQ", "AWQ", *_CT_INTEGERS), zero_point_forgotten,
          "Codes were multiplied without their zero point; subtract the zero point of the group, or half of the range."),
-    _row("folder-read-as-symmetric", ("GPTQ", "AWQ", *_PACKED), symmetric,
+    _row("folder-read-as-symmetric", ("GPTQ", "AWQ", *_CT_INTEGERS), symmetric,
          "The middle of the range was used as every zero point; this file stores one for each group."),
-    _row("folder-zero-point-not-scaled", ("GPTQ", "AWQ", *_PACKED), zero_point_not_scaled,
+    _row("folder-zero-point-not-scaled", ("GPTQ", "AWQ", *_CT_INTEGERS), zero_point_not_scaled,
          "The zero point was subtracted after the product with the scale; subtract it from the code first."),
     _row("zero-point-product-float16", ("AWQ",), zero_product_float16,
          "The product of zero point and scale was rounded to float16; subtract the zero point from the code first."),
@@ -432,11 +435,9 @@ QUANTISED_FOLDERS: tuple[Mistake[QuantisedMatrix], ...] = (
 )  # fmt: skip
 
 
-def wrong_readings(
-    packed: Packed, mistakes: Iterable[Mistake[QuantisedMatrix]] = QUANTISED_FOLDERS
-) -> Iterator[tuple[Mistake[QuantisedMatrix], np.ndarray]]:
-    """Yield each applicable mistake with the matrix that it reads; nothing for other than quantised folders."""
-    for mistake in mistakes:
-        if isinstance(packed, QuantisedMatrix) and packed.ggml_type.name.startswith(mistake.cases):
-            with np.errstate(all="ignore"):
-                yield mistake, mistake.result(packed, "decode")
+def wrong_reading(mistake: Mistake[QuantisedMatrix], packed: Packed) -> np.ndarray | None:
+    """Decode a matrix as the mistake reads it; None if the mistake does not apply to its scheme."""
+    if not isinstance(packed, QuantisedMatrix) or not packed.ggml_type.name.startswith(mistake.cases):
+        return None
+    with np.errstate(all="ignore"):
+        return mistake.result(packed, "decode")

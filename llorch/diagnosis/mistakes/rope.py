@@ -1,20 +1,18 @@
 """Known mistakes in RoPE: pairs of dimensions, angle, position; module `mistake` explains the fields."""
 
 from collections.abc import Callable
-from typing import Any
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.in_stage import ROTATED, rotate, rotated_heads, scaled_frequencies
 from llorch.diagnosis.mistakes.mistake import Mistake
-from llorch.diagnosis.mistakes.planting import Replacement, instead
+from llorch.diagnosis.mistakes.planting import Function, Replacement, instead
 from llorch.diagnosis.mistakes.stage_inputs import StageInputs
 from llorch.families.config import FactorScaling, Llama3Scaling, ModelConfig
 from llorch.ops.rope import frequencies
 
 # Values of `part`: functions that `wrong` replaces, see `in_stage`. Without `part`, `wrong` computes a stage from `s`.
 FREQUENCIES, SCALING, TABLES, PART = "frequencies", "scale_frequencies", "rope_tables", "rope"
-Function = Callable[..., Any]
 
 
 def interleaved_pairs(right: Function) -> Function:

@@ -6,10 +6,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake
-from llorch.diagnosis.mistakes.planting import instead
+from llorch.diagnosis.mistakes.planting import Function, instead
 from llorch.ops.sampling import SamplingSettings, keep_min_p, keep_top_k, penalise, probabilities, softmax
 
-Function = Callable[..., np.ndarray]
 UNFILTERED = {"top_k": 0, "top_p": 1.0, "min_p": 0.0}
 
 

@@ -1,16 +1,15 @@
 """Known mistakes in LoRA (delta, merging, adapter files): each maps a right function of llorch to a wrong one."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.planting import Function
 from llorch.diagnosis.mistakes.projection import has_paired_rows
 from llorch.lora.adapter import Adapter
 
-Function = Callable[..., Any]
 DELTA, SCALING = "llorch.ops.lora.lora_delta", "llorch.lora.config.LoraConfig.scaling_of"
 BACK = "llorch.ops.lora.lora_backward"  # for `along`: backward pass with the same mistake, see `mistake`
 MERGE = "llorch.lora.merge.merged_matrix"

@@ -3,16 +3,15 @@
 No training golden is stored for these families: tests compare their gradients with PEFT.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.planting import Function
 from llorch.diagnosis.mistakes.training_gradients import GRADIENT, OPS, gradient_missing
 from llorch.families.config import ModelConfig
 
-Function = Callable[..., Any]
 CHUNK = 4  # tokens between cuts of the state's gradient; shorter than the tests' documents
 
 

@@ -1,18 +1,17 @@
 """Known mistakes in the backward pass of an op: each maps a right function of llorch to a wrong one, see `mistake`."""
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.planting import Function
 from llorch.diagnosis.mistakes.training_adapter import not_scaled
 from llorch.families.config import ModelConfig
 from llorch.ops.linear import linear_backward
 from llorch.ops.lora import LoraMatrix
 from llorch.ops.rms_norm import root_mean_square
 
-Function = Callable[..., Any]
 OPS, GRADIENT = "llorch.ops.", ("gradient",)
 
 

@@ -6,12 +6,13 @@ from typing import Any
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.planting import Function, Replacement
 from llorch.files import Weights
 from llorch.lora.adapter import Adapter
+from llorch.ops.cross_entropy import log_softmax
 from llorch.training.batch import IGNORED, Batch
 
-Function = Callable[..., Any]
-Split = Callable[[Sequence[Batch]], Sequence[Sequence[Batch]]]  # batches of a step to shares
+Split = Callable[[Sequence[Batch]], Sequence[Sequence[Batch]]]  # batches of a step to shares, see `divided_by_share`
 LOSS = "llorch.ops.cross_entropy.cross_entropy"
 BACK = "llorch.ops.cross_entropy.cross_entropy_backward"
 DOCUMENTS = "llorch.training.batch.Batch.each_document"
@@ -28,31 +29,29 @@ def shifted_twice(right: Function) -> Function:
     return lambda labels: right(right(labels))
 
 
-def prompt_learned(right: Function) -> Function:
-    """Use all tokens as labels."""
+def prompt_in_loss(right: Function) -> Function:
+    """Use every token except a document's first as a label."""
     return lambda batch: ((ids, np.concatenate([[IGNORED], ids[1:]])) for ids, _ in right(batch))
 
 
-def smoothing_missing(right: Function) -> Function:
-    """Omit label smoothing."""
-    return lambda logits, labels, **kw: right(logits, labels, **kw | {"label_smoothing": 0.0})
+def set_smoothing(value: float) -> Replacement:
+    """Make the replacement that uses another label smoothing, in the loss or in its gradient."""
+    return lambda right: lambda logits, labels, **kw: right(logits, labels, **kw | {"label_smoothing": value})
 
 
-def smoothing_over_ignored(right: Function) -> Function:
+def smoothing_over_masked(right: Function) -> Function:
     """Sum the uniform part of label smoothing over masked rows too."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float) -> tuple[float, int]:
         total, n_trained = right(logits, labels, label_smoothing=label_smoothing)
-        masked_logits = logits[labels == IGNORED].astype(np.float64)
-        log_p = masked_logits - masked_logits.max(-1, keepdims=True)
-        log_p -= np.log(np.exp(log_p).sum(-1, keepdims=True))
+        log_p = log_softmax(logits[labels == IGNORED].astype(np.float64))
         return total - label_smoothing * float(log_p.mean(-1).sum()), n_trained
 
     return wrong
 
 
 def smoothing_added(right: Function) -> Function:
-    """Add eps times the uniform part to the cross entropy without multiplying the latter by 1 - eps."""
+    """Add e times the uniform part to the cross entropy without multiplying the latter by 1 - e (e: smoothing)."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float) -> tuple[float, int]:
         total, n_trained = right(logits, labels, label_smoothing=label_smoothing)
@@ -61,14 +60,14 @@ def smoothing_added(right: Function) -> Function:
     return wrong
 
 
-def smoothing_over_ignored_back(right: Function) -> Function:
-    """Compute the gradient of `smoothing_over_ignored`: masked rows move to the uniform distribution."""
+def smoothing_over_masked_back(right: Function) -> Function:
+    """Compute the gradient of `smoothing_over_masked`: masked rows move to the uniform distribution."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
         kw = {"n_trained": n_trained, "label_smoothing": 1.0}
-        masked_labels = np.where(labels == IGNORED, 0, IGNORED)
-        masked_grad = right(logits, masked_labels, **kw) * label_smoothing if (masked_labels == 0).any() else 0
-        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + masked_grad
+        ids = np.where(labels == IGNORED, 0, IGNORED)  # smoothing is 1: any token id has the same gradient
+        d_masked = right(logits, ids, **kw) * label_smoothing if 0 in ids else 0  # `right` raises without a label
+        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + d_masked
 
     return wrong
 
@@ -77,15 +76,10 @@ def smoothing_added_back(right: Function) -> Function:
     """Compute the gradient of `smoothing_added`."""
 
     def wrong(logits: np.ndarray, labels: np.ndarray, *, label_smoothing: float, n_trained: int) -> np.ndarray:
-        nll = right(logits, labels, label_smoothing=0.0, n_trained=n_trained)
-        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + label_smoothing * nll
+        d_nll = right(logits, labels, label_smoothing=0.0, n_trained=n_trained)
+        return right(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained) + label_smoothing * d_nll
 
     return wrong
-
-
-def in_bits_back(right: Function) -> Function:
-    """Compute the gradient of `in_bits`."""
-    return lambda logits, labels, **kw: right(logits, labels, **kw) / logits.dtype.type(np.log(2))
 
 
 def divided_by_all(right: Function) -> Function:
@@ -103,10 +97,18 @@ def in_bits(right: Function) -> Function:
     return wrong
 
 
+def in_bits_back(right: Function) -> Function:
+    """Compute the gradient of `in_bits`."""
+    return lambda logits, labels, **kw: right(logits, labels, **kw) / logits.dtype.type(np.log(2))
+
+
 def divided_by_share(
     split: Split = lambda batches: [[batch] for batch in batches], *, averaged: bool = True
-) -> Function:
-    """Divide each share of a step (by default each batch) by its own tokens; then average or sum the means."""
+) -> Replacement:
+    """Make the replacement that divides each share of a step by its own tokens, and averages or sums the means.
+
+    A share is a group of batches with a divisor of its own, such as the rows of one rank; by default, each batch.
+    """
 
     def make(right: Function) -> Function:
         def wrong(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **kw: object) -> tuple[float, Mapping]:
@@ -125,20 +127,20 @@ def last_batch_only(right: Function) -> Function:
     return lambda weights, adapter, batches, **kw: right(weights, adapter, batches[-1:], **kw)
 
 
-LOSSES: tuple[Mistake[Any], ...] = (
+LOSSES: tuple[Mistake[Any], ...] = (  # `along`: autograd derives the gradient from the wrong loss
     training_mistake("loss-labels-not-shifted", ("token_losses", "loss"), "llorch.ops.cross_entropy.shifted",
         not_shifted,
         "Each row of logits was compared with its own token; it predicts the next token."),
     training_mistake("loss-labels-shifted-twice", ("token_losses", "loss"), "llorch.ops.cross_entropy.shifted",
         shifted_twice,
         "Labels that were shifted already were shifted again by the loss; shift them in one place."),
-    training_mistake("loss-prompt-not-masked", ("token_losses", "loss"), DOCUMENTS, prompt_learned,
+    training_mistake("loss-prompt-not-masked", ("token_losses", "loss"), DOCUMENTS, prompt_in_loss,
         "The prompt was learned too; only labels other than -100 count."),
-    training_mistake("loss-smoothing-missing", ("token_losses", "loss"), LOSS, smoothing_missing,
-        "Label smoothing has no effect on the loss.", along=(BACK, smoothing_missing), cases=("smoothed",)),
-    training_mistake("loss-smoothing-over-ignored", ("loss",), LOSS, smoothing_over_ignored,
+    training_mistake("loss-smoothing-missing", ("token_losses", "loss"), LOSS, set_smoothing(0.0),
+        "Label smoothing has no effect on the loss.", along=(BACK, set_smoothing(0.0)), cases=("smoothed",)),
+    training_mistake("loss-smoothing-over-ignored", ("loss",), LOSS, smoothing_over_masked,
         "The uniform part of label smoothing was summed over positions that are not learned; it belongs to those that "
-        "are.", along=(BACK, smoothing_over_ignored_back), cases=("smoothed",)),
+        "are.", along=(BACK, smoothing_over_masked_back), cases=("smoothed",)),
     training_mistake("loss-smoothing-added", ("token_losses", "loss"), LOSS, smoothing_added,
         "The uniform part was added to the whole loss of the label; that loss has the weight 1 - e.",
         along=(BACK, smoothing_added_back), cases=("smoothed",)),

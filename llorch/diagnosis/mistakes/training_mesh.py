@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.planting import Function
 from llorch.diagnosis.mistakes.training_gradients import GRADIENT
 from llorch.diagnosis.mistakes.training_loss import STEP, divided_by_share
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
@@ -26,7 +27,6 @@ from llorch.model.forward import Keep
 from llorch.ops.lora import Lora, lora_backward
 from llorch.training.batch import Batch
 
-Function = Callable[..., Any]
 Deal = Callable[[int, int, int], Sequence[int]]  # (number of rows, number of ranks, rank) to the rank's rows
 N_RANKS = (2, 4, 8)
 PROJECTION = "llorch.model.backward.projection_backward"

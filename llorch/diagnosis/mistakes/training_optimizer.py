@@ -1,15 +1,15 @@
 """Known mistakes in clipping, AdamW and schedules: each maps a right function of llorch to a wrong one."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
+from llorch.diagnosis.mistakes.planting import Function
 
-Function = Callable[..., Any]
 ADAMW = "llorch.training.adamw."
 MOVED, MOMENTS, STEP, CLIP = ADAMW + "moved", ADAMW + "moments", ADAMW + "adamw_step", ADAMW + "clip_by_norm"
 RATE = ADAMW + "learning_rate"

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck
+from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck, percent
 from llorch.judging.types import Cause
 from llorch.runtime.errors import printable
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING
@@ -143,11 +143,6 @@ def explained(cause: Cause) -> str:
     """Format the explained share of the error, and the remaining error."""
     remaining = "within tolerance" if cause.remaining <= 1 else f"{times(cause.remaining)} the tolerance"
     return f"explains {percent(cause.explained_share)} of the error; the rest is {remaining}"
-
-
-def percent(share: float) -> str:
-    """Format a share in percent; a share below 1 is never rounded up to 100 %."""
-    return "100 %" if share >= 1 else f"{math.floor(share * 10_000) / 100:.2f} %" if math.isfinite(share) else "-"
 
 
 def ranges(layers: Sequence[int]) -> str:

@@ -8,11 +8,11 @@ from typing import Any
 import numpy as np
 
 from llorch.diagnosis.attempt import Hypothesis
-from llorch.diagnosis.mistakes import Mistake
+from llorch.diagnosis.mistakes import QUANTISED_FOLDERS, Mistake
 from llorch.diagnosis.mistakes.norm import NORMS
 from llorch.diagnosis.mistakes.quantised import QuantisedInputs
 from llorch.diagnosis.mistakes.quantised_blocks import BLOCKS
-from llorch.diagnosis.mistakes.quantised_folders import QUANTISED_FOLDERS, divisors, requantised
+from llorch.diagnosis.mistakes.quantised_folders import requantised, scale_denominators, wrong_reading
 from llorch.diagnosis.replay import Change, LayerSetting
 from llorch.diagnosis.search.hypotheses import WEIGHTED, ChangedWeights
 from llorch.files import Weights
@@ -45,19 +45,19 @@ def _unquantised_module(weights: Weights) -> Iterator[Hypothesis]:
     """Yield the mistake of quantising modules that the folder's settings exclude, for each usual scale."""
     if not isinstance(weights.source, QuantisedFolder):
         return
-    packed_example = weights.source.packed(next(iter(weights.source.matrices)))
-    assert isinstance(packed_example, QuantisedMatrix)
-    for divisor in divisors(packed_example):
-        change = _change_weights(partial(_quantise_like, weights, packed_example, divisor), weights, MULTIPLIED[1:])
+    example = weights.source.packed(next(iter(weights.source.matrices)))
+    assert isinstance(example, QuantisedMatrix)
+    for denominator in scale_denominators(example):
+        change = _change_weights(partial(_quantise_like, weights, example, denominator), weights, MULTIPLIED[1:])
         yield Hypothesis(LEFT_ALONE, "mistake", MULTIPLIED[1:], _ADVICE, change, by_place=False)
 
 
-def _quantise_like(weights: Weights, packed_example: QuantisedMatrix, divisor: float, name: str) -> np.ndarray | None:
+def _quantise_like(weights: Weights, example: QuantisedMatrix, denominator: float, name: str) -> np.ndarray | None:
     """Quantise a floating-point matrix with the folder's scheme; None for other weights."""
     packed = weights.as_stored(name)
     if isinstance(packed, QuantisedMatrix) or len(weights.shape(name)) != 2 or name == "embed_tokens":
         return None
-    return requantised(weights.array(name), packed_example, divisor)
+    return requantised(weights.array(name), example, denominator)
 
 
 def _make_hypotheses(mistake: Mistake[Any], weights: Weights, decode: DecodeWrongly) -> Iterator[Hypothesis]:
@@ -87,14 +87,9 @@ def _change_weights(decode: DecodeWrongly, weights: Weights, stages: Sequence[st
 
 
 def _decode_folder_matrix(mistake: Mistake[QuantisedMatrix], weights: Weights, name: str) -> np.ndarray | None:
-    """Read a matrix of a folder as the mistake reads it; None if the matrix has another scheme."""
-    packed = weights.as_stored(name)
-    if not isinstance(packed, QuantisedMatrix) or len(weights.shape(name)) != 2:
-        return None
-    if not packed.ggml_type.name.startswith(mistake.cases):
-        return None
-    with np.errstate(all="ignore"):
-        return mistake.result(packed, "decode").astype(weights.dtype)
+    """Read a matrix of a folder as the mistake reads it; None if it is read correctly, or is a stack of experts."""
+    matrix = wrong_reading(mistake, weights.as_stored(name)) if len(weights.shape(name)) == 2 else None
+    return None if matrix is None else matrix.astype(weights.dtype)
 
 
 def _decode_matrix(mistake: Mistake[QuantisedInputs], weights: Weights, name: str) -> np.ndarray | None:

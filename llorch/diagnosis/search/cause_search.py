@@ -10,7 +10,7 @@ from itertools import combinations
 
 import numpy as np
 
-from llorch.diagnosis.attempt import NAMED, ORDER, Attempt, Hypothesis, SettingFamily
+from llorch.diagnosis.attempt import NAMED, ORDER, Attempt, Hypothesis, SettingFamily, best_by_name
 from llorch.diagnosis.dump_checker import ArrayPair, pair_of
 from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay, StageChange
 from llorch.diagnosis.search.block_hypotheses import block_mistakes
@@ -58,7 +58,7 @@ class CauseSearch:
         """Tell if the attempt's hypotheses explain another check, in the same stages or wherever they apply."""
         stages = {stage_of(key) for key in attempt.stages}
         same_stages = tuple(key for key in check.ran_since if stage_of(key) in stages)
-        is_applicable = all(hypothesis.at(same_stages) for hypothesis in attempt.hypotheses)
+        is_applicable = all(hypothesis.select_keys(same_stages) for hypothesis in attempt.hypotheses)
         choices = [*([same_stages] if is_applicable else []), *list_choices(attempt.hypotheses, check.ran_since)]
         return any(self.inject(attempt.hypotheses, keys, check).is_named for keys in choices)
 
@@ -80,10 +80,7 @@ class CauseSearch:
 
     def _pairs(self, check: StageCheck, singles: Sequence[Attempt]) -> Iterator[Attempt]:
         """Try pairs of the best single hypotheses, and mistakes together with settings."""
-        best: dict[str, Attempt] = {}
-        for attempt in sorted(singles, key=lambda attempt: attempt.remaining):
-            best.setdefault(attempt.hypotheses[0].name, attempt)
-        nearest = list(best.values())[:PAIRED]
+        nearest = best_by_name(sorted(singles, key=lambda attempt: attempt.remaining))[:PAIRED]
         for a, b in combinations(nearest, 2):
             first, second = sorted((*a.hypotheses, *b.hypotheses), key=lambda hypothesis: ORDER[hypothesis.kind])
             if second.kind != "mistake" or not set(a.stages) & set(b.stages):  # one mistake at most replaces a stage
@@ -93,7 +90,7 @@ class CauseSearch:
             for family in self._relevant_families(check):
                 for setting in map(family.hypothesis, family.values):
                     for mistake in mistakes:
-                        keys = tuple(dict.fromkeys((*mistake.stages, *setting.at(check.ran_since))))
+                        keys = tuple(dict.fromkeys((*mistake.stages, *setting.select_keys(check.ran_since))))
                         yield self.inject((*mistake.hypotheses, setting), keys, check)
 
     def _fit_value(self, family: SettingFamily, check: StageCheck) -> Attempt:
@@ -115,7 +112,7 @@ class CauseSearch:
 
     def inject(self, hypotheses: tuple[Hypothesis, ...], keys: tuple[str, ...], check: StageCheck) -> Attempt:
         """Inject hypotheses at some stages, with the cache that leaves the smallest error."""
-        change, attempts = together([h.change(h.at(keys)) for h in hypotheses]), []
+        change, attempts = together([h.change(h.select_keys(keys)) for h in hypotheses]), []
         dumped = self.replay.dump.dumped[check.n_pass, check.key]
         for past in self._pasts[check.n_pass][: 1 + (check.n_pass > 0)]:  # all caches are equal before the first pass
             array = self.compute(check, change, past)
@@ -239,8 +236,8 @@ def list_choices(hypotheses: tuple[Hypothesis, ...], ran_since: tuple[str, ...])
 
     They are all keys that apply, one stage in all layers, and all stages of one layer (one stage with `FEW_LAYERS`).
     """
-    everywhere = tuple(dict.fromkeys(key for h in hypotheses for key in h.at(ran_since)))
-    if not everywhere or not all(h.at(ran_since) for h in hypotheses):
+    everywhere = tuple(dict.fromkeys(key for h in hypotheses for key in h.select_keys(ran_since)))
+    if not everywhere or not all(h.select_keys(ran_since) for h in hypotheses):
         return []
     choices = [everywhere]
     if len(hypotheses) == 1 and hypotheses[0].by_place:

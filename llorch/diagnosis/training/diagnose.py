@@ -13,12 +13,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from llorch.diagnosis.attempt import NEAR_MISS, Attempt, Hypothesis
+from llorch.diagnosis.attempt import Attempt, Hypothesis, near_misses
 from llorch.diagnosis.training.hypotheses import AFTER_CLIPPING, list_hypotheses, setting_families
 from llorch.diagnosis.training.judge import TrainingJudge, key_of
 from llorch.diagnosis.training.replay import FLOW, TrainingReplay
 from llorch.diagnosis.training.score import Cure, Scorer, changes_of, could_not_show
-from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck
+from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck, percent
 from llorch.engines.dumps.raw import RawDump
 from llorch.engines.dumps.training_dump import TrainingDump, training_dump
 from llorch.files import Weights
@@ -122,8 +122,7 @@ class _Search:
             partial = [attempt.hypotheses[0] for attempt in attempts if attempt.explained_share > PARTIAL][:2]
             pairs = [(a, b) for a in partial for (b,) in causes if a.name != b.name]
             best, equals = scorer.choose(scorer.best_first(pairs))
-        near = {a.names: a for a in reversed(attempts) if a.explained_share > NEAR_MISS}  # the best of each name
-        return best, equals if best else [*near.values()][:-4:-1]  # the nearest three
+        return best, equals if best else near_misses(attempts)
 
     def _ran_since(self, wrong: StageCheck) -> set[str]:
         """Collect the quantities computed since the last right one, at most two steps before, and the wrong one."""
@@ -192,7 +191,8 @@ def _finding(
         return Finding.of(kind, failed_checks, sentence, starts_in, (), misses)
     starts_in = tuple(dict.fromkeys(hypothesis.change.mistake.stages[0] for hypothesis in best.hypotheses))
     sentences = " ".join(hypothesis.sentence for hypothesis in best.hypotheses)
-    sentence = f"{location}: {sentences} This explains {_percent_or_all(best.explained_share)} of the error."
+    share = "all" if best.explained_share >= 0.99995 else percent(best.explained_share)
+    sentence = f"{location}: {sentences} This explains {share} of the error."
     if misses:
         sentence += f" This dump cannot tell this mistake from {', '.join(cause.name for cause in misses)}."
     return Finding.of(best.finding_kind, failed_checks, sentence, starts_in, best.causes(), misses)
@@ -210,10 +210,6 @@ def _locate(wrong: StageCheck, checks: Sequence[StageCheck], location: str) -> t
     starts_in = tuple(f"l{wrong.layer}.{name}" for name in stages.split(", ")) if stages else (wrong.key,)
     size = f"error {wrong.over:.3g} times the tolerance of its arithmetic"
     return starts_in, f"{location}: this error matches no known mistake ({size}{prefix})."
-
-
-def _percent_or_all(share: float) -> str:
-    return "all" if share >= 0.99995 else f"{100 * share:.2f} %"
 
 
 def _rounding_findings(checks: Sequence[StageCheck], dtype: DtypeName) -> list[Finding]:

@@ -13,8 +13,9 @@ from typing import Any
 from llorch.diagnosis.attempt import Hypothesis, SettingFamily
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.mistake import training_mistake
+from llorch.diagnosis.mistakes.planting import Function, Replacement
 from llorch.diagnosis.mistakes.training_adapter import SCALING
-from llorch.diagnosis.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP, Function, divided_by_share
+from llorch.diagnosis.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP, divided_by_share, set_smoothing
 from llorch.diagnosis.mistakes.training_mesh import MESH, rows_of_batch
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
 from llorch.diagnosis.mistakes.training_optimizer import STEP as UPDATE
@@ -173,10 +174,7 @@ def scale_adapter(factor: float) -> Mistake[Any]:
 
 def smooth_labels(share: float) -> Mistake[Any]:
     """Use another label smoothing."""
-
-    def wrong(right: Function) -> Function:
-        return lambda logits, labels, **kwargs: right(logits, labels, **kwargs | {"label_smoothing": share})
-
+    wrong = set_smoothing(share)
     return training_mistake("label-smoothing", ("token_losses",), LOSS, wrong, "", along=(BACK, wrong))
 
 
@@ -215,8 +213,8 @@ def swap_rslora(right: Function) -> Function:
     return lambda config, target: right(replace(config, use_rslora=not config.use_rslora), target)
 
 
-def multiply_loss(factor_of: Callable[[Sequence[Batch]], float]) -> Function:
-    """Multiply the loss of a step and its gradients by a factor computed from its batches."""
+def multiply_loss(factor_of: Callable[[Sequence[Batch]], float]) -> Replacement:
+    """Make the replacement that multiplies loss and gradients of a step by a factor computed from its batches."""
 
     def make(right: Function) -> Function:
         def wrong(weights: Weights, adapter: Adapter, batches: Sequence[Batch], **kw: object) -> tuple[float, Mapping]:
@@ -229,8 +227,8 @@ def multiply_loss(factor_of: Callable[[Sequence[Batch]], float]) -> Function:
     return make
 
 
-def divide_loss(count: Callable[[Sequence[Batch]], int]) -> Function:
-    """Divide the loss sum of a step by another count than the tokens in the loss."""
+def divide_loss(count: Callable[[Sequence[Batch]], int]) -> Replacement:
+    """Make the replacement that divides the loss sum of a step by another count than the tokens in the loss."""
     return multiply_loss(lambda batches: sum(batch.n_trained for batch in batches) / count(batches))
 
 

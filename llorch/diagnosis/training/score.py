@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.diagnosis.attempt import NEAR_MISS, Attempt, Hypothesis, SettingFamily
+from llorch.diagnosis.attempt import NEAR_MISS, Attempt, Hypothesis, SettingFamily, best_by_name
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.training.hypotheses import OUTSIDE, RANDOM, group_of, possible_mistakes
@@ -53,8 +53,7 @@ class Scorer:
         if max(counts, default=-1) < 0:
             return None, []
         best, *equals = [attempt for attempt, count in zip(good, counts, strict=True) if count == max(counts)]
-        similar = {attempt.names: attempt for attempt in equals if attempt.names.isdisjoint(best.names)}
-        return best, list(similar.values())[:3]
+        return best, best_by_name(attempt for attempt in equals if attempt.names.isdisjoint(best.names))[:3]
 
     def n_right(self, attempt: Attempt) -> int:
         """Count the arrays of the dump that are right with a cause; -1 if its value fits only this step."""

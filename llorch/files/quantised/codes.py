@@ -13,7 +13,7 @@ from jaxtyping import Float32, Int, UInt8
 
 from llorch.files.packed import Rows
 
-_AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in the word of each of 8 rows of the matrix (out, in)
+AWQ_ORDER = (0, 4, 1, 5, 2, 6, 3, 7)  # position in the word of each of 8 rows of the matrix (out, in)
 
 
 def stream(words: np.ndarray, bits: int, count: int) -> UInt8[np.ndarray, "rows codes"]:
@@ -43,7 +43,7 @@ def ten_per_word(words: np.ndarray, count: int) -> UInt8[np.ndarray, "rows codes
     return codes.astype(np.uint8).reshape(len(words), -1)[:, :count]
 
 
-def across(
+def codes_across(
     words: np.ndarray, bits: int, rows: Rows, n_rows: int, order: Sequence[int] | None = None
 ) -> UInt8[np.ndarray, "rows other"]:
     """Return the codes of some of `n_rows` rows of a matrix whose words have the codes of neighbouring rows.
@@ -69,7 +69,7 @@ def across(
 
 def awq(words: np.ndarray, rows: Rows, n_rows: int) -> UInt8[np.ndarray, "rows other"]:
     """Return 4-bit codes in the order of AWQ, 8 rows per word."""
-    return across(words, 4, rows, n_rows, _AWQ_ORDER)
+    return codes_across(words, 4, rows, n_rows, AWQ_ORDER)
 
 
 def high_first(data: UInt8[np.ndarray, " bytes"], rows: Rows, n_in: int) -> UInt8[np.ndarray, "rows in"]:

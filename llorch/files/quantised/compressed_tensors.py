@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from llorch.files.packed import Rows
-from llorch.files.quantised.codes import E2M1, INT8, across, integers, ten_per_word
+from llorch.files.quantised.codes import E2M1, INT8, codes_across, integers, ten_per_word
 from llorch.files.quantised.float8 import add_blocks, add_mx, add_scaled, exponents_of
 from llorch.files.quantised.matrix import Parts, Reader, Recipe, Unpacker, floats_of, grouping, name_groups
 from llorch.files.quantised.source import Shape, Source, matches_module, n_groups, names_in, two_sizes
@@ -140,7 +140,7 @@ def _add_packed(source: Source, module: str, weights: Fields) -> None:
 
 def _zero_points(bits: int, n_out: int) -> Reader:
     """Return the reader of zero points, packed along the rows, with the same offset as the codes."""
-    return lambda parts, rows: across(parts["zero"].array.T, bits, rows, n_out).astype(np.float32)
+    return lambda parts, rows: codes_across(parts["zero"].array.T, bits, rows, n_out).astype(np.float32)
 
 
 def _read_shape(source: Source, module: str) -> Shape:

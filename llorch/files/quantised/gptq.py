@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from llorch.files.packed import Rows
-from llorch.files.quantised.codes import across, awq, integers, stream
+from llorch.files.quantised.codes import awq, codes_across, integers, stream
 from llorch.files.quantised.matrix import Parts, Reader, Recipe, StoredPart, Unpacker, floats_of, grouping, name_groups
 from llorch.files.quantised.source import Source, matches_module, matches_part, n_groups, names_in, plain_path
 from llorch.runtime.fields import Fields
@@ -102,7 +102,7 @@ def _add_gptq(source: Source, module: str, settings: Fields, *, less_one: bool) 
     if source.has(module, "g_idx"):
         parts["g_idx"] = source.take(module, "g_idx", ["I32"], (n_in,), f"bits {bits}")
 
-    zero = _zero_points(bits, n_out, less_one=less_one)
+    zero = zero_points(bits, n_out, less_one=less_one)
 
     def check(parts: Parts) -> str | None:
         problem = _group_error(parts, size, reordered=is_reordered)
@@ -117,11 +117,11 @@ def _add_gptq(source: Source, module: str, settings: Fields, *, less_one: bool) 
     source.add(module, f"GPTQ {bits}-bit, {name_groups(size, n_in)}", (n_out, n_in), parts, recipe)
 
 
-def _zero_points(bits: int, n_out: int, *, less_one: bool) -> Reader:
+def zero_points(bits: int, n_out: int, *, less_one: bool) -> Reader:
     """Return the reader of zero points, packed along the rows, with `less_one` stored minus one."""
 
     def read(parts: Parts, rows: Rows) -> np.ndarray:
-        zero_codes = across(parts["qzeros"].array, bits, rows, n_out)
+        zero_codes = codes_across(parts["qzeros"].array, bits, rows, n_out)
         return ((zero_codes + less_one) & ((1 << bits) - 1)).astype(np.float32)
 
     return read

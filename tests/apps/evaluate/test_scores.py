@@ -6,7 +6,9 @@ import numpy as np
 import pytest
 
 from llorch.apps.evaluate import scores as figures
-from llorch.apps.evaluate.scores import PairScores, compare_models, compare_rows, log_softmax, losses, mean, perplexity
+from llorch.apps.evaluate.scores import PairScores, compare_models, compare_rows, losses, mean, summarise_losses
+from llorch.ops.cross_entropy import log_softmax
+from llorch.ops.precision import own_dtype_only
 
 HALVES = np.log(np.array([[1, 1]], np.float32))
 QUARTERS = np.log(np.array([[1, 3]], np.float32))
@@ -28,6 +30,13 @@ def test_log_probabilities_are_of_distributions_in_float64(rows: np.ndarray):
     np.testing.assert_allclose(np.exp(probabilities).sum(axis=-1), np.ones(6), rtol=1e-14, strict=True)
     np.testing.assert_allclose(log_softmax(rows.astype(np.float64) + 1000), probabilities, atol=1e-12, strict=True)
     np.testing.assert_array_equal(log_softmax(np.array([[3e38, -3e38, 3e38]], np.float32))[0, ::2], [-math.log(2)] * 2)
+
+
+def test_scores_of_large_arrays_are_float64(rows: np.ndarray, targets: np.ndarray):
+    with own_dtype_only():  # ops treat arrays of any size as large
+        large_losses, large = losses(rows, targets), compare_rows(rows, -rows, targets)
+    np.testing.assert_array_equal(large_losses, losses(rows, targets), strict=True)
+    np.testing.assert_array_equal(large.kl, compare_rows(rows, -rows, targets).kl, strict=True)
 
 
 def test_losses_and_divergences_match_some_worked_by_hand():
@@ -107,25 +116,25 @@ def test_mean_and_error_match_a_row_worked_by_hand():
 
 
 def test_guessing_evenly_has_the_perplexity_of_the_number_of_choices():
-    scores = perplexity(np.full(7, math.log(31)))
+    scores = summarise_losses(np.full(7, math.log(31)))
     assert scores.n_scored == 7
     assert scores.perplexity.value == pytest.approx(31, rel=1e-14)
     assert scores.perplexity.error < 1e-14
 
 
 def test_the_error_of_a_perplexity_is_relative_to_it():
-    scores = perplexity(np.array([1.0, 2.0, 3.0, 4.0]))
+    scores = summarise_losses(np.array([1.0, 2.0, 3.0, 4.0]))
     assert scores.loss == mean(np.array([1.0, 2.0, 3.0, 4.0]))
     assert scores.perplexity.value == pytest.approx(math.exp(2.5), rel=1e-15)
     assert scores.perplexity.error == pytest.approx(math.exp(2.5) * scores.loss.error, rel=1e-15)
-    assert perplexity(np.array([800.0, 900.0])).perplexity.value == math.inf
+    assert summarise_losses(np.array([800.0, 900.0])).perplexity.value == math.inf
 
 
 def test_each_perplexity_is_that_of_its_model(scores: PairScores, compared: figures.ModelDifference):
     assert compared.n_scored == 400
     assert compared.kl == mean(scores.kl)
-    assert compared.reference_perplexity == perplexity(scores.reference_loss).perplexity
-    assert compared.perplexity == perplexity(scores.loss).perplexity
+    assert compared.reference_perplexity == summarise_losses(scores.reference_loss).perplexity
+    assert compared.perplexity == summarise_losses(scores.loss).perplexity
 
 
 def test_ratio_and_difference_are_of_the_model_to_the_reference(compared: figures.ModelDifference):

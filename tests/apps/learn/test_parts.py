@@ -12,6 +12,7 @@ from llorch.apps.learn.checks import after_logits
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.judging import judge_with_arrays
 from llorch.apps.learn.lessons import PARTS
+from llorch.apps.learn.verdict import LessonReport
 from llorch.judging.types import Expectation
 from llorch.model.model import Model, load
 from llorch.ops.sampling import SamplingSettings
@@ -144,3 +145,4 @@ def test_a_token_at_the_edge_of_top_p_is_no_bug(monkeypatch: pytest.MonkeyPatch,
     assert wrong.verdict == FAIL
     found = [*after_logits.FilterCheck().explain([wrong])]
     assert [each.name for each in found if not each.stages] == names
+    assert str(LessonReport("11", PASS, causes=found[:1])).count("not your bug") == len(names)

@@ -17,7 +17,7 @@ from faults.wrong_readers import FURTHER_READERS, READERS
 
 from llorch.diagnosis.diagnose import findings
 from llorch.diagnosis.mistakes import QUANTISED_FOLDERS
-from llorch.diagnosis.mistakes.quantised_folders import divisors, requantised
+from llorch.diagnosis.mistakes.quantised_folders import requantised, scale_denominators
 from llorch.diagnosis.replay import UNCHANGED
 from llorch.diagnosis.verdict import Finding
 from llorch.files import Weights, open_weights
@@ -203,14 +203,14 @@ def first_matrix(name: str) -> QuantisedMatrix:
         ("ct-nvfp4", {6}), ("ct-mxfp4", {6}),
     ],
 )  # fmt: skip
-def test_divisors_are_the_largest_codes_of_a_format(name: str, largest_codes: set[float]):
-    assert {*divisors(first_matrix(name))} == largest_codes
+def test_scale_denominators_are_the_largest_codes_of_a_format(name: str, largest_codes: set[float]):
+    assert {*scale_denominators(first_matrix(name))} == largest_codes
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_requantised_matrix_is_near_its_floats(name: str):
     like = first_matrix(name)
     array = np.random.default_rng(0).standard_normal((24, 128))
-    made = requantised(array, like, divisors(like)[0])
+    made = requantised(array, like, scale_denominators(like)[0])
     assert np.isfinite(made).all()
     assert 1e-4 < np.linalg.norm(made - array) / np.linalg.norm(array) < 0.8  # 2 bits: 0.75

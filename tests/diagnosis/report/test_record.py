@@ -9,8 +9,8 @@ import pytest
 from builders import diagnoses
 
 from llorch.cli.output import to_json
-from llorch.diagnosis.report.record import VERSION, headline, junit, percent, ranges, record, span, times, verdict
-from llorch.diagnosis.verdict import Diagnosis
+from llorch.diagnosis.report.record import VERSION, headline, junit, ranges, record, span, times, verdict
+from llorch.diagnosis.verdict import Diagnosis, percent
 from llorch.stages.comparison import FAIL
 
 KEYS = {"version", "model", "source", "right", "findings", "stages", "could_not_show", "notes", "not_run"}

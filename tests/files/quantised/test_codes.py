@@ -17,7 +17,7 @@ from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.files.quantised import QuantisedFolder
 from llorch.files.quantised.blocks import block_type, blocks, group_size
-from llorch.files.quantised.codes import E2M1, E4M3, E8M0, INT8, across, awq, high_first, stream, ten_per_word
+from llorch.files.quantised.codes import E2M1, E4M3, E8M0, INT8, awq, codes_across, high_first, stream, ten_per_word
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
@@ -45,13 +45,13 @@ def test_a_stream_has_its_codes_one_after_another(bits: int, count: int):
 @pytest.mark.parametrize("rows", [slice(0, 96), slice(7, 41), np.array([95, 0, 33, 33]), np.array([64])])
 def test_words_along_the_rows_give_any_rows(bits: int, rows: slice | np.ndarray):
     codes = drawn((96, 6), bits)
-    np.testing.assert_array_equal(across(packed(codes.T, bits), bits, rows, 96), codes[rows])
+    np.testing.assert_array_equal(codes_across(packed(codes.T, bits), bits, rows, 96), codes[rows])
 
 
 @pytest.mark.parametrize("rows", [slice(3, 29), np.array([31, 2, 17])])
 def test_words_of_rows_may_end_in_the_middle(rows: slice | np.ndarray):
     codes = drawn((40, 3), 3)
-    np.testing.assert_array_equal(across(packed(codes.T, 3), 3, rows, 40), codes[rows])
+    np.testing.assert_array_equal(codes_across(packed(codes.T, 3), 3, rows, 40), codes[rows])
 
 
 @pytest.mark.parametrize("rows", [slice(0, 16), slice(3, 11), np.array([15, 0, 6])])

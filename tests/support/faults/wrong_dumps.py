@@ -33,7 +33,7 @@ def mistake_in(name: str, weights: Weights) -> Hypothesis:
 
 def everywhere(injected: Hypothesis, weights: Weights) -> Change:
     """A mistake in all stages and layers where it can be made."""
-    return injected.change(injected.at([name for name, _, _ in keys(weights.config)]))
+    return injected.change(injected.select_keys([name for name, _, _ in keys(weights.config)]))
 
 
 def passes(model: str, *sizes: int, first_position: int = 0) -> list[Tokens]:

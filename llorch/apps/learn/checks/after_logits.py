@@ -202,7 +202,7 @@ class FilterCheck(AfterLogitsCheck):
         """Yield the known mistakes that explain the error; rounding first if only tokens at top-p's edge differ."""
         edges = [_describe_edge(comparison) for comparison in wrong]
         if all(edges):
-            yield Cause("edge-of-top-p", "rounding", f"not your bug: {edges[0]}", (), 1.0, 0.0)
+            yield Cause("edge-of-top-p", "rounding", edges[0], (), 1.0, 0.0)
         yield from super().explain(wrong)
 
 

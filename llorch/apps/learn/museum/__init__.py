@@ -85,7 +85,7 @@ class Exhibit:
                 continue
             family = next((family for family in setting_families(replay.config) if family.name == name), None)
             hypothesis = family.hypothesis(float(value or 1)) if family else mistakes[name]
-            changes.append(hypothesis.change(hypothesis.at(keys)))
+            changes.append(hypothesis.change(hypothesis.select_keys(keys)))
         return together(changes)
 
     @cached_property
