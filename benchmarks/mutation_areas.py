@@ -93,7 +93,7 @@ AREAS = (
         "apps/__init__ apps/learn/* apps/learn/exercises/* apps/learn/checks/* apps/learn/museum/* "
         "apps/learn/on_torch/*",
         # tests/cli/test_learn_watch.py judges what a learner wrote
-        "apps/learn/[!c]* apps/learn/check apps/learn/choice cli/learn_[!w]*",
+        "apps/learn/[!c]* apps/learn/check apps/learn/choice cli/learn_[!w]* repository/pages",
     ),
     Area(
         "diagnosis",

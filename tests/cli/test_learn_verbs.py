@@ -11,6 +11,7 @@ from helpers.command_line import invoke
 from helpers.one_model import lessons_on_one_model
 from helpers.refusals import assert_cli_refuses
 
+import llorch
 from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, hints_of, stub_of
 from llorch.apps.learn.progress import LearnerProgress
 from llorch.apps.learn.sandbox import Outcome, outcomes
@@ -139,6 +140,7 @@ def test_a_certificate_can_be_computed_again(folder: Path, monkeypatch: pytest.M
     assert "1 PASS" in learn("certificate")
     said = json.loads((folder / "certificate.json").read_text())
     assert said["lessons"].keys() == few.keys()
+    assert said["versions"]["llorch"] == llorch.__version__
     assert said["lessons"]["01"] == {"verdict": "PASS", "comparisons": said["lessons"]["01"]["comparisons"]}
     assert (said["lessons"]["01"]["comparisons"] > 100, said["code"].keys()) == (True, {"l01_rms_norm.py"})
     assert "micro-llama/truth.safetensors.xz" in said["goldens"]

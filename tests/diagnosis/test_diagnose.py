@@ -5,13 +5,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+from builders import diagnoses
 from builders.quantised_folders import FOLDERS
 from faults.situations import MICRO
 from faults.wrong_dumps import BLOCKS, WHOLE, dump_of, dump_run, everywhere, float64_weights, mistake, passes
 from helpers.refusals import assert_tells
 from helpers.stored_goldens import golden_of
 
-from llorch.diagnosis.diagnose import diagnose, findings
+from llorch.diagnosis.diagnose import diagnose, findings, settled
 from llorch.diagnosis.dump_checker import DumpChecker
 from llorch.diagnosis.expected import HALF
 from llorch.diagnosis.replay import UNCHANGED, Change, Replay, StageChange
@@ -23,7 +24,7 @@ from llorch.judging.goldens.forward import ENGINES
 from llorch.model.cache import KVCache
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.runtime.builtin import OTHERS
-from llorch.stages.comparison import PASS
+from llorch.stages.comparison import FAIL, PASS, ROUNDING
 from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import keys
 
@@ -58,6 +59,14 @@ def test_diagnose_of_a_right_dump_has_every_stage_and_no_finding(model: str):
     found = diagnose(float64_weights(model), StageDump.of_arrays([this], dict(trace)))
     assert (found.is_right, found.findings) == (True, [])
     assert {result.key for result in found.results} == {*trace}
+
+
+def test_a_failed_check_becomes_rounding_only_by_a_finding_of_rounding():
+    checks = diagnoses.results(diagnoses.config(), {"l0.q_proj": 5, "l1.ffn_act": 5})
+    verdicts = {check.key: check.verdict for check in checks}
+    assert {key for key, verdict in verdicts.items() if verdict == FAIL} == {"l0.q_proj", "l1.ffn_act"}
+    settled_checks = settled(checks, [diagnoses.finding("l0.q_proj"), diagnoses.finding("l1.ffn_act", "rounding")])
+    assert {check.key: check.verdict for check in settled_checks} == verdicts | {"l1.ffn_act": ROUNDING}
 
 
 @pytest.mark.parametrize("first", [0, 1], ids=["every-key", "keys-of-the-past"])

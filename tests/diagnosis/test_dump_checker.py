@@ -15,7 +15,7 @@ from helpers.stored_goldens import golden_of
 
 from llorch.diagnosis import dump_checker as module
 from llorch.diagnosis.diagnose import findings
-from llorch.diagnosis.dump_checker import N_ULPS, DumpChecker, profile
+from llorch.diagnosis.dump_checker import N_ULPS, ArrayPair, DumpChecker, profile
 from llorch.diagnosis.replay import Replay
 from llorch.diagnosis.verdict import Diagnosis, Finding
 from llorch.engines.dumps.stage_dump import StageDump
@@ -105,6 +105,16 @@ def test_numbers_that_are_none_are_errors_without_end(bad: float, config: ModelC
     found = profile(actual, expected, BY_NAME["embed"], config)
     assert found.tokens.tolist() == [0, 0, np.inf, 0, 0]
     assert found.ulps[-1] == 1
+
+
+@pytest.mark.parametrize(("token", "fault"), [(1, False), (2, True)])
+def test_entries_are_no_error_only_if_neither_array_is_finite_there(token: int, fault: bool, config: ModelConfig):
+    expected = right("embed", config)
+    actual = expected.copy()
+    expected[1], actual[token] = np.nan, np.inf
+    difference = ArrayPair(actual, expected, masked=False, token_axis=0).where_finite().difference
+    assert (difference.fault is not None) == fault
+    assert (difference.error == 0) != fault
 
 
 def test_a_vocabulary_is_cut_into_stretches(config: ModelConfig, monkeypatch: pytest.MonkeyPatch):

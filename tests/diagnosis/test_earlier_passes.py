@@ -9,6 +9,7 @@ from faults.wrong_dumps import BLOCKS, dump_run, everywhere, float64_weights, mi
 
 from llorch.diagnosis.diagnose import diagnose
 from llorch.diagnosis.dump_checker import DumpChecker
+from llorch.diagnosis.earlier_passes import first_past
 from llorch.diagnosis.replay import Change, Replay
 from llorch.diagnosis.verdict import EARLIER_PASSES, Diagnosis
 from llorch.engines.dumps.raw import RawDump, with_earlier_pass
@@ -99,6 +100,21 @@ def test_a_window_that_forgets_too_much_is_accused():
     raw = raw_dump_of([(Tokens(IDS[24:25], 24), engine.run(IDS[24:25]))])
     found = diagnosed("step behind a window", raw)
     assert found.findings[0].key == "l0.attn_scores"
+
+
+@pytest.mark.parametrize("stage", ["k_cache", "v_cache"])
+def test_keys_that_a_window_dropped_are_computed(stage: str):
+    raw, weights = run("cache of a window"), stored(MISTRAL)[0]
+    dump, stage_key = stage_dump(raw, weights.config, weights=weights), f"l0.{stage}"
+    replay, computed = Replay(float64_weights(MISTRAL), dump), dict[str, np.ndarray]()
+    past = first_past(replay)
+    replay.run(0, lambda name, array: None, past)
+    passed = replay.run(1, computed.__setitem__, past.next(), last=0)[stage_key]
+    dumped = dump.dumped[1, stage_key].read()
+    n_dropped = passed.shape[1] - dumped.shape[1]
+    assert n_dropped > 0
+    assert np.array_equal(passed[:, :n_dropped], computed[stage_key][:, :n_dropped])
+    assert np.array_equal(passed[:, n_dropped:], dumped)
 
 
 def part(dump: StageDump, n_pass: int, n_before: int | None) -> StageDump:

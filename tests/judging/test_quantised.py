@@ -4,6 +4,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from llorch.judging.runner_check import RunnerCheck
 from llorch.judging.runners.numpy import EDGE, GgmlRunner, describe_rounding, replace_flips, rounded_stages, run
 from llorch.judging.types import Comparison
 from llorch.judging.verify import verify_ggml
+from llorch.model.blocks import forward
 from llorch.model.model import Model
 from llorch.ops.numerics import GGML, Numerics
 from llorch.ops.rounding import BLOCK_SIZE, round_activations
@@ -172,6 +174,19 @@ def test_two_runs_of_llama_cpp_may_be_apart_as_far_as_flips_move_them_and_no_far
     shown = replace(made.engine_outputs["llamacpp"], selected_logits=selected.astype(row.dtype))
     failed = compare_exact(StageRef("09", "selected_logits"), "llamacpp", 1.0, "", model="m")
     assert RunnerCheck(made, runner)._allow_batch_result(failed, row, shown).verdict == verdict
+
+
+def test_the_last_row_is_computed_in_one_pass(folder: Path, monkeypatch: pytest.MonkeyPatch):
+    passes: list[list[int]] = []
+
+    def record_pass(ids: np.ndarray, *args: Any, **options: Any) -> np.ndarray:
+        passes.append(ids.tolist())
+        return forward(ids, *args, **options)
+
+    expectations, runner = suite(folder, IDS, 1)
+    monkeypatch.setattr("llorch.judging.runners.numpy.forward", record_pass)
+    runner.last_row(expectations.cases["near"])
+    assert passes == [IDS]
 
 
 @pytest.mark.parametrize(("margin", "verdict"), [(-1.0, PASS), (1e-3, TIE), (1.0, FAIL)])

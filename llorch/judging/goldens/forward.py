@@ -150,7 +150,7 @@ def sampler_inputs(ids: Sequence[int], vocab_size: int) -> tuple[np.ndarray, tup
     """
     logits = np.random.default_rng(vocab_size).normal(0, 2, vocab_size).astype(np.float32)
     likely = [int(token) for token in np.argsort(-logits)[:4]]
-    return logits, (*ids, *ids[:3], *likely, likely[1])
+    return logits, (*ids, *ids[:3], *likely, *likely)
 
 
 def run_cases(engine: ReferenceEngine, cases: Mapping[str, Pass], *, n_greedy: int = N_GREEDY) -> EngineOutput:

@@ -11,6 +11,7 @@ import pytest
 from helpers.refusals import assert_tells
 
 from llorch.apps.learn import folder
+from llorch.apps.learn.calling import own_frames
 from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.apps.learn.sandbox import Outcome, _Printed, outcomes
 
@@ -65,6 +66,17 @@ def test_traceback_shows_the_lines_of_the_learner(tmp_path: Path):
     own = [f"{file}:6  return helper(x)", f"{file}:10  return np.dot(x, x, x, x)"]
     assert [frame.strip() for frame in frames] == own
     assert "llorch/apps/learn/guard.py" in found[0].traceback
+
+
+def test_a_long_traceback_keeps_its_first_and_last_lines():
+    def descend(depth: int) -> float:
+        return descend(depth - 1) if depth else 1 / 0
+
+    with pytest.raises(ZeroDivisionError) as raised:
+        descend(8)
+    first, *calls = own_frames(raised.value)
+    assert first.endswith("descend(8)")
+    assert calls == [calls[0], calls[0], "(4 more)", calls[0], calls[0], calls[0]]
 
 
 @pytest.mark.nightly_cases("import numpy as np\\ndef *", "while True:\\n    pass\\n-TookTooLong: -None")
@@ -162,14 +174,19 @@ def test_slow_calls_are_distinguished_from_an_endless_loop(tmp_path: Path, secon
 
 
 @pytest.mark.parametrize(
-    "body", ["    while True:\n        pass\n    yield 1\n", "    yield from iter(lambda: 1, 2)\n"]
+    ("body", "facts"),
+    [
+        ("    while True:\n        pass\n    yield 1\n", ["TookTooLong", "0.3 s"]),
+        ("    yield from iter(lambda: 1, 2)\n", [1, "step"]),
+    ],
 )
-def test_a_stream_takes_its_time_while_it_is_read(tmp_path: Path, body: str):
+def test_a_stream_takes_its_time_while_it_is_read(tmp_path: Path, body: str, facts: list[object]):
     generate = next(exercise for exercise in BY_NUMBER["12"].parts if exercise.streams)
     names = ", ".join(inspect.signature(generate.reference).parameters)
     (tmp_path / "l12_generation.py").write_text(f"def {generate.name}({names}):\n{body}")
     found, _ = checked(tmp_path, "12", seconds=0.3)
     assert found[0].label == "FAIL"
+    assert_tells(said_of(found[0]), generate.name, *facts)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: only Linux ends a process with the one that started it")

@@ -17,6 +17,7 @@ from llorch.apps.learn.exercises import training
 from llorch.apps.learn.folder import read_folder
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS
 from llorch.stages.comparison import FAIL, PASS
+from llorch.stages.training import CHECKPOINTS, TRAINING_STAGES
 
 Array = np.ndarray
 CROSS_ENTROPY = PARTS["cross_entropy"].reference
@@ -66,6 +67,7 @@ def test_mistake_is_named_if_it_makes_the_same_in_llorch(number: str, part: str,
     found = check_functions(number, **{part: function})
     assert (found.label, found.failures[0][0]) == (FAIL, part)
     assert [each.name for each in found.causes] == ([name] if name else [])
+    assert all(cause.remaining < 1 for cause in found.causes)
 
 
 @pytest.mark.nightly_cases(but=["15-lora_delta-half-lora_*", "16-cross_entropy-<lambda*"])
@@ -90,6 +92,12 @@ def test_results_that_the_step_of_llorch_cannot_use_are_reported():
     found = check_functions("16", shifted=lambda labels: labels + 1000)
     assert (found.label, found.causes) == (FAIL, ())
     assert_tells(found.fault, "shifted", "cross entropy", "0 to 400", -100, got=(900, "row 0"))
+
+
+def test_exercises_of_a_lesson_cover_every_stage_of_its_checkpoint():
+    for number in CHECKPOINTS:
+        stages = {stage.name for stage in TRAINING_STAGES if stage.checkpoint == number}
+        assert {stage for exercise in BY_NUMBER[number].parts for stage in exercise.stages} == stages
 
 
 def test_number_may_have_a_narrower_dtype():
