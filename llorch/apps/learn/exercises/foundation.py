@@ -24,6 +24,7 @@ from llorch.runtime.errors import ErrorCode, FormatError, LearnerFault
 
 Array = np.ndarray
 AXES = 4  # largest number of a GGUF tensor's axes
+HEADER_BYTES = 64 << 20  # larger than the header of any model
 
 
 class InMemory:
@@ -32,8 +33,8 @@ class InMemory:
     path = Path("data")
 
     def __init__(self, data: Array) -> None:
-        """Copy the bytes of a file."""
-        self.map, self.size = data.tobytes(), data.size
+        """Hold the header of a file that is given as bytes."""
+        self.map, self.size = data[:HEADER_BYTES].tobytes(), data.size
 
     def error(self, code: ErrorCode, message: str, offset: int | None = None) -> FormatError:
         """Make a FormatError, as a mapped file does."""
