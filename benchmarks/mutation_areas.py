@@ -88,6 +88,7 @@ AREAS = (
         "stages/comparison* judging/[!t]* judging/goldens/* judging/tolerances/* judging/expectations/* faults/* "
         "files/matrix",
     ),
+    Area("source", "judging/source/*", "judging/source/*"),
     Area(
         "learn",
         "apps/__init__ apps/learn/* apps/learn/exercises/* apps/learn/checks/* apps/learn/museum/* "

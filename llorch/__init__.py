@@ -22,7 +22,7 @@ The packages, in the order to read. A package imports only the packages above it
       training/           data, loss, optimizer and snapshots of a training run, without torch
       pytorch/            the model on torch: models/, kernels/, distributed/, serving/, train/
       engines/            llama.cpp, transformers, PEFT, each in its own process; capture/, dumps/
-      judging/            compares every stage: goldens/, expectations/, tolerances/, runners/
+      judging/            compares every stage: goldens/, expectations/, tolerances/, runners/; files: source/
       diagnosis/          finds the first wrong stage of another engine, and its cause
       apps/               learn/, serve/, evaluate/, bench/, doctor/
       cli/                the command line, one verb per file

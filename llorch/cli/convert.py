@@ -13,6 +13,9 @@ from llorch.cli.output import progress, say, to_json
 TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "MXFP4")
 
 
+check_option = page_option("--no-check", is_flag=True, help="No comparison of TARGET with what it was made from.")
+
+
 @verb(
     "Convert between a Hugging Face folder and GGUF.",
     "llorch convert path/to/huggingface-folder model.gguf",
@@ -29,11 +32,12 @@ TYPES = ("F32", "F16", "BF16", "Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", 
         help="Type of the matrices; a folder takes F32, F16 or BF16.  [default: that of SOURCE if possible, else F32]",
     ),
     page_option("--force", is_flag=True, help="Permission to replace TARGET."),
+    check_option,
     json_option(
         "One object: source, target, type, n_tensors, n_bytes, fallbacks, kept, decoded, has_vocabulary, notes."
     ),
 )  # fmt: skip
-def command(*, source: str, target: Path, type_name: str | None, force: bool, as_json: bool) -> None:
+def command(*, source: str, target: Path, type_name: str | None, force: bool, no_check: bool, as_json: bool) -> None:
     """Write the model SOURCE as TARGET, in another file format or number type.
 
     SOURCE is a .gguf file, a Hugging Face folder or a built-in model. A TARGET that ends in .gguf becomes a GGUF file;
@@ -53,6 +57,10 @@ def command(*, source: str, target: Path, type_name: str | None, force: bool, as
         reason = f"their rows do not divide into {output.ggml_type.name} blocks"
         say(f"note: {len(output.fallbacks)} matrices are F16; {reason}: {names}")
     say_blocks(output.kept, output.decoded)
+    if not no_check:
+        from llorch.cli.verify_source import check_output
+
+        check_output(target, model_path(source))
     if as_json:
         names = ("n_tensors", "n_bytes", "fallbacks", "kept", "decoded", "has_vocabulary", "notes")
         values = {name: getattr(output, name) for name in names}

@@ -66,14 +66,14 @@ def command(
     specs = [reference] if model is None else [reference, model]
     paths = [model_path(spec) for spec in specs]
     windows = cut_text([load(path) for path in paths], text, context=context, limit=limit)
-    models = _load_fitting(paths, arithmetic, residency, windows.context)
+    models = load_fitting(paths, arithmetic, residency, windows.context)
     for opened_model in models:
         say_plan(opened_model)
     say(use_threads(*(opened_model.config for opened_model in models)))
     description: dict[str, Any] = {"reference": reference} if model else {}
     description |= {"model": specs[-1], "numerics": str(arithmetic), "text": str(path)}
     description |= {"context": windows.context, "windows": len(windows), "tokens": len(windows.ids)}
-    scores = _score_models(models, windows)
+    scores = score_models(models, windows)
     if as_json:
         click.echo(to_json(description | asdict(scores), indent=1))
     else:
@@ -94,7 +94,7 @@ def _read_text(path: Path) -> str:
     return text
 
 
-def _load_fitting(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
+def load_fitting(paths: list[Path], numerics: "Numerics", residency: "Residency", n_tokens: int) -> "list[Model]":
     """Load one model or two so that they fit in memory together, packed if needed; only the last uses `numerics`."""
     models = _load_models(paths, numerics, residency, n_tokens)
     if residency == "auto" and _needed_bytes(models) > available_memory():  # load placed each as if it were alone
@@ -120,7 +120,7 @@ def _needed_bytes(models: "list[Model]") -> int:
     return sum(model.plan.needed for model in models if model.plan is not None)
 
 
-def _score_models(models: "list[Model]", windows: "Windows") -> "ModelDifference | Prediction":
+def score_models(models: "list[Model]", windows: "Windows") -> "ModelDifference | Prediction":
     """Return the perplexity of one model, or the difference of the second model from the first."""
     import numpy as np
 

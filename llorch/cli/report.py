@@ -56,7 +56,9 @@ _DUMP = (
     "tolerance: largest error that the engine's arithmetic explains\n"
     "to find the mistake behind a failure, run llorch diagnose"
 )
-_ABOUT_FILE = "this compares engines that all load this file; it cannot show that the file was converted correctly"
+_ABOUT_FILE = (
+    "this compares engines that all load this file; if it was converted correctly: llorch verify FILE --source SOURCE"
+)
 TRAINING_ENGINES = ("llamacpp", "peft")
 ENGINE_LABELS = {"llamacpp": "llama.cpp", "transformers": "transformers", "peft": "PEFT"}
 WIDTHS = (20, 5, 7, 7)  # minimum widths of the first columns, so that the tables of all models line up

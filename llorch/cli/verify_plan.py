@@ -118,6 +118,14 @@ def judge_all(
     return end_report(reports, absent, threads_line, strict=strict, as_json=as_json, is_brief=is_brief)
 
 
+def judge_model(spec: str, options: ModelOptions, inputs: LiveInput) -> ModelReport:
+    """Judge one model on the NumPy path against all engines, in the arithmetic of its file."""
+    plan = _plan(spec, get_args(EngineName), options, has_input=inputs != LiveInput(None, None))
+    use_threads(plan.config)
+    with progress(f"verifying {spec}") as report_step, Workers[TimedRows]({}, 1) as workers:
+        return _judge_on_numpy(plan, options.residency, inputs, report_step, workers)
+
+
 def _judge_plans(
     plans: Sequence[ModelPlan], on_torch: "Sequence[TorchBackend]", residency: Residency, inputs: LiveInput,
     workers: Workers[TimedRows],

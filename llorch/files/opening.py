@@ -57,27 +57,31 @@ def open_weights(path: str | Path) -> Weights:
     return weights
 
 
-def open_table(path: str | Path) -> Weights:
-    """Open a model like `open_weights`, without the check of the last bytes."""
+def open_table(path: str | Path, *, is_complete: bool = True) -> Weights:
+    """Open a model like `open_weights`, without the check of the last bytes.
+
+    With `is_complete=False`, tensors may be missing, additional or of another shape; reading such a weight fails.
+    """
     path = Path(path)
     if path.is_dir():
-        return _open_huggingface(path)
+        return _open_huggingface(path, is_complete=is_complete)
     if path.suffix in PICKLE_SUFFIXES:
         raise FormatError("Unsafe", "a pickle can run code; convert the model to safetensors first", path=path)
     if path.suffix == ".safetensors":
         message = "expected the folder that holds config.json, got a single file; give the folder"
         raise FormatError("Unsupported", message, path=path)
-    return _open_gguf(path)
+    return _open_gguf(path, is_complete=is_complete)
 
 
-def _open_gguf(path: Path) -> Weights:
+def _open_gguf(path: Path, *, is_complete: bool) -> Weights:
     file = open_gguf(path)
     with on_error(file.close):
         config = _gguf_config(file)
         shapes = {name: tensor.shape for name, tensor in file.tensors.items()}
         slots = {name: _gguf_slot(weight, file) for name, weight in found_in(shapes, config).items()}
         ignored = {_ROPE_FACTORS} | _mtp_tensors(file, config)
-        _check_tensors(slots, file, ignored=ignored, family=config.family)
+        if is_complete:
+            _check_tensors(slots, file, ignored=ignored, family=config.family)
     return Weights(config=config, path=path, source=file, slots=slots, left_out=_count_left_out(ignored))
 
 
@@ -122,7 +126,7 @@ def _gguf_config(file: GGUFFile) -> ModelConfig:
     return config_from_gguf(file.metadata, tensor_names=names, vocab_size=rows, rope_factors=factors, path=file.path)
 
 
-def _open_huggingface(path: Path) -> Weights:
+def _open_huggingface(path: Path, *, is_complete: bool) -> Weights:
     values = _read_config(path)
     if "auto_map" in values:
         logger.warning("%s: config.json names custom code (auto_map), which llorch does not run", path)
@@ -146,7 +150,8 @@ def _open_huggingface(path: Path) -> Weights:
             slots["embed_tokens"] = replace(embedding, **{field: head})
             ignored.add(head)  # tied: no weight of its own, also where the embedding is read from it
         _refuse_mlx(config, slots, folder)
-        _check_tensors(slots, folder, ignored=ignored, family=config.family)
+        if is_complete:
+            _check_tensors(slots, folder, ignored=ignored, family=config.family)
     return Weights(config=config, path=path, source=folder, slots=slots, left_out=_count_left_out(ignored))
 
 

@@ -80,6 +80,43 @@ def test_export_writes_both_formats(adapter_paths):
     assert json.loads((folder / "p" / "adapter_config.json").read_text())["peft_type"] == "LORA"
 
 
+def test_export_checks_what_it_wrote(adapter_paths):
+    base, adapter, folder = adapter_paths
+    sources = {"a.gguf": adapter, "from-gguf": str(folder / "a.gguf"), "plain": adapter, "plain.gguf": adapter}
+    for name, source in sources.items():
+        words = ("lora", "export", base, source, str(folder / name), *["--vllm-safe"] * name.startswith("plain"))
+        result = invoke(*words)
+        assert result.exit_code == 0, result.stderr
+        assert f"checked: 14 matrices with {source} PASS" in result.stderr
+        unchecked = invoke(*words, "--force", "--no-check")
+        assert unchecked.exit_code == 0, unchecked.stderr
+        assert "checked" not in unchecked.stderr
+
+
+def test_export_in_a_wrong_order_is_a_mismatch(adapter_paths, monkeypatch):
+    base, adapter, folder = adapter_paths
+    monkeypatch.setattr("llorch.lora.targets._order_in_gguf", lambda weight: (None, None))
+    words = ("lora", "export", base, adapter, str(folder / "a.gguf"))
+    names = [f"model.layers.{layer}.self_attn.{part}_proj.weight" for layer in (0, 1) for part in "qk"]
+    assert_cli_refuses(invoke(*words), 1, folder / "a.gguf", adapter, "4 of 14", *names[:3])
+    assert invoke(*words, "--force", "--no-check").exit_code == 0
+
+
+def test_export_of_a_gguf_source_that_is_read_in_a_wrong_order_is_a_mismatch(adapter_paths, monkeypatch):
+    base, adapter, folder = adapter_paths
+    assert invoke("lora", "export", base, adapter, str(folder / "a.gguf")).exit_code == 0
+    monkeypatch.setattr("llorch.lora.targets._order_in_gguf", lambda weight: (None, None))
+    result = invoke("lora", "export", base, str(folder / "a.gguf"), str(folder / "new"))
+    assert_cli_refuses(result, 1, folder / "a.gguf", "4 of 14", "model.layers.0.self_attn.q_proj.weight")
+
+
+def test_export_without_the_scale_is_a_mismatch(adapter_paths, monkeypatch):
+    base, adapter, folder = adapter_paths
+    monkeypatch.setattr("llorch.lora.gguf_format.common_alpha", lambda adapter: 0.0)
+    result = invoke("lora", "export", base, adapter, str(folder / "a.gguf"))
+    assert_cli_refuses(result, 1, folder / "a.gguf", "14 of 14", "0.6 times", "11 more")
+
+
 def test_inspect_shows_every_matrix(adapter_paths):
     base, adapter, _ = adapter_paths
     result = invoke("lora", "inspect", adapter, "--base", base)

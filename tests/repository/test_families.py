@@ -20,12 +20,15 @@ NAMES = {
     )
     if name
 }
-WORDS = {  # words that are names of families, too: of vocabularies and of pre-tokenizers of llama.cpp
+# Words that are names of families, too: of vocabularies and of pre-tokenizers of llama.cpp; facts of architectures.
+WORDS = {
     f"llorch/files/tokenizer/{module}.py": set(words.split())
     for module, words in {
         "export_gguf": "llama", "gguf_vocabulary": "llama", "export_huggingface": "qwen2 qwen35",
         "byte_level": "qwen2 qwen35 llama4", "pipeline": "qwen2 qwen35 llama4",
     }.items()
+} | {
+    "llorch/judging/source/forms.py": set("llama llama4 mistral3 qwen35 qwen35moe qwen3next smollm3".split()),
 }  # fmt: skip
 
 

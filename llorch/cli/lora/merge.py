@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from llorch.cli.convert import TYPES
+from llorch.cli.convert import TYPES, check_option
 from llorch.cli.lora.options import any_base_option, force_option
 from llorch.cli.options import MODEL, PATH, group, json_option, page_option, verb
 from llorch.cli.outcome import exiting_on_sigterm
@@ -38,13 +38,14 @@ if TYPE_CHECKING:
         help="Comparison of the logits of base, adapter and merged model.  [default: for models of up to 600 M "
         "weights]",
     ),
+    check_option,
     force_option,
     json_option("One object: target, type, base_types, n_bytes, matrices, logits, notes."),
 )  # fmt: skip
 @any_base_option
 def command(
     *, base: str, adapter: Path, target: Path, type_name: str | None, logits: bool | None, force: bool,
-    any_base: bool, as_json: bool,
+    no_check: bool, any_base: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Merge ADAPTER into BASE and write the new model as TARGET.
 
@@ -63,6 +64,10 @@ def command(
         )  # fmt: skip
     for note in merged.notes:
         say(f"note: {note}")
+    if not no_check:
+        from llorch.cli.verify_source import check_output
+
+        check_output(target, model_path(base), adapter)
     click.echo(to_json(_record(target, merged)) if as_json else "\n".join(_describe(target, merged)))
 
 

@@ -1,6 +1,7 @@
 """Text of a verdict, and the names that mistakes get."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -12,7 +13,9 @@ from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercises import forward
 from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.apps.learn.verdict import BORROWED, WIDTH, LessonReport
-from llorch.stages.comparison import FAIL, PASS
+from llorch.judging.compare import judge_difference
+from llorch.stages.comparison import FAIL, PASS, Difference, Tolerance
+from llorch.stages.stage_ref import StageRef
 
 Array = np.ndarray
 
@@ -138,3 +141,14 @@ def test_a_pass_is_one_line():
     assert len(found.comparisons) == 192
     assert_tells(str(found), PASS, 192, 4, "02 qkv")  # comparisons, models, the next lesson
     assert_tells(str(LessonReport("01", BORROWED, unwritten=["rms_norm"])), BORROWED, "rms_norm")
+
+
+def test_a_pass_shows_the_error_of_the_engine_if_it_was_measured():
+    comparison = judge_difference(
+        Difference(1e-7, 1e-7), Tolerance(1e-6, 1e-6), StageRef("01", "attn_norm", 0), "isolated", "llamacpp",
+        model="micro-llama", backend="numpy",
+    )  # fmt: skip
+    measured = replace(comparison, engine_error=2e-7)
+    texts = [str(LessonReport("01", PASS, by_exercise={"": [c]})) for c in (comparison, measured)]
+    assert ["the engine's own ~2e-07" in text for text in texts] == [False, True]
+    assert "the engine's own" not in texts[0]
