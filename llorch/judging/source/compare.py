@@ -123,7 +123,7 @@ def _compare_weights(
 
 def _compare(report: WeightReport, sentence: str, model: str) -> Comparison:
     """Make the comparison of a weight."""
-    share = len(report.wrong) / max(report.blocks.n_blocks, 1)
+    share = report.n_wrong / max(report.blocks.n_blocks, 1)
     note = sentence if report.wrong else _note(report)
     comparison = compare_exact(
         StageRef("00", "weights", part=report.name), "source", share, note, model=model, backend="file"

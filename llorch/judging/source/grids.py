@@ -36,6 +36,7 @@ _UNUSED = {"BitNet": 2.0}  # numbers of codes that quantisers of a scheme do not
 _COMPENSATED = 2.5  # error of a row with compensation, relative to that of the nearest codes; 1.8 in simulations
 _LEAST_MOVED = 0.05  # share of the codes of a row that compensation moves; 0.12 to 0.17 in simulations
 _FEW = 1e-4  # share of blocks with fitted scales below which they are errors: without importances there are none
+_MOST_LISTED = 1 << 16  # blocks of a tensor that are listed; more are only counted
 _MANY, _MANY_OF_ROW = 0.4, 0.75  # shares above which another scale is the reason; with importances about 0.2
 
 
@@ -101,6 +102,8 @@ class BlockReport:
         n_compensated: Number of rows whose codes are not the nearest ones, with an error that compensation explains.
         error: Sum of the squares of all errors.
         signal: Sum of the squares of all values of the source.
+        n_wrong: Number of wrong blocks, of which `wrong` lists the first 65,536.
+        n_fitted: Number of blocks with a fitted scale, of which `fitted` lists as many.
     """
 
     n_blocks: int = 0
@@ -109,19 +112,23 @@ class BlockReport:
     n_compensated: int = 0
     error: float = 0.0
     signal: float = 0.0
+    n_wrong: int = 0
+    n_fitted: int = 0
 
     def add(self, part: "BlockReport", rows: np.ndarray) -> None:
         """Add the report of some rows, whose indices in this tensor are `rows`."""
         self.n_blocks += part.n_blocks
-        self.wrong += [(int(rows[row]), block) for row, block in part.wrong]
-        self.fitted += [(int(rows[row]), block) for row, block in part.fitted]
+        for blocks, new_blocks in ((self.wrong, part.wrong), (self.fitted, part.fitted)):
+            blocks += [(int(rows[row]), block) for row, block in new_blocks[: _MOST_LISTED - len(blocks)]]
+        self.n_wrong += part.n_wrong
+        self.n_fitted += part.n_fitted
         self.n_compensated += part.n_compensated
         self.error += part.error
         self.signal += part.signal
 
     def all_wrong(self, n_rows: int) -> list[tuple[int, int]]:
         """List the wrong blocks, with those whose fitted scales no importance matrix explains: too few, or too many."""
-        share = len(self.fitted) / self.n_blocks
+        share = self.n_fitted / self.n_blocks
         if not _FEW <= share <= _MANY:
             return sorted(self.wrong + self.fitted)
         by_row = Counter(row for row, _ in self.fitted)
@@ -148,14 +155,14 @@ def judge_blocks(packed: Packed, actual: Values, source: Values, uncertainty: np
         misplaced = steps.is_misplaced.reshape(len(source), -1, size).any(axis=2)
         if grid is not None and grid.is_fitted and misplaced.any():
             is_fitted = misplaced & ~wrong & _is_uniform_rounding(steps, source, size)
-            report.fitted = _positions(is_fitted)
+            report.fitted, report.n_fitted = _positions(is_fitted), int(is_fitted.sum())
             misplaced &= ~is_fitted
         elif packed.ggml_type.name.startswith(_COMPENSATING) and misplaced.any():
             is_compensated = _is_compensated(error, source, steps)
             report.n_compensated = int(is_compensated.sum())
             misplaced &= ~is_compensated[:, None]
         wrong |= misplaced
-    report.wrong = _positions(wrong)
+    report.wrong, report.n_wrong = _positions(wrong), int(wrong.sum())
     return report
 
 
@@ -292,7 +299,9 @@ def _is_compensated(error: Values, source: Values, steps: _Steps) -> Bool[np.nda
     )
     with np.errstate(all="ignore"):
         is_near = squares <= _COMPENSATED**2 * nearest_squares
-        has_scale = np.abs(projections / source_squares) <= 0.01 + 0.4 * squares / source_squares
+        # Rounding errors of a row are no scale: their projection has a standard deviation, of which 3 are allowed.
+        spread = np.sqrt(np.einsum("ij,ij,ij,ij->i", error, error, source, source)) / source_squares
+        has_scale = np.abs(projections / source_squares) <= 0.01 + 0.4 * squares / source_squares + 3 * spread
     return is_near & has_scale & (steps.is_misplaced.mean(axis=1) >= _LEAST_MOVED)
 
 

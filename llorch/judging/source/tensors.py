@@ -192,6 +192,11 @@ class WeightReport:
         return self.blocks.all_wrong(self.n_rows)
 
     @property
+    def n_wrong(self) -> int:
+        """Number of wrong blocks, also of those that are not listed."""
+        return max(len(self.wrong), self.blocks.n_wrong)
+
+    @property
     def error(self) -> float:
         """Relative error of the whole weight: norm of the difference divided by the norm of the source."""
         return math.sqrt(self.blocks.error / self.blocks.signal) if self.blocks.signal else float(self.blocks.error > 0)
@@ -283,7 +288,9 @@ def _judge_rows(
             blocks = _judge_floats(packed.ggml_type, actual, expected[rows], slack)
         else:
             blocks = judge_blocks(packed, actual, expected[rows].astype(np.float32, copy=False), slack)
-        blocks.wrong += [(int(row), 0) for row in np.flatnonzero(~is_finite.all(axis=1))] if n_nonfinite else []
+        if n_nonfinite:
+            rows_with = [(int(row), 0) for row in np.flatnonzero(~is_finite.all(axis=1))]
+            blocks.wrong, blocks.n_wrong = blocks.wrong + rows_with, blocks.n_wrong + len(rows_with)
         report.blocks.add(blocks, np.arange(rows.start, rows.stop))
         start = rows.stop
     return report
@@ -299,7 +306,8 @@ def _judge_floats(
         return BlockReport(len(actual), signal=squares)
     limit = half_ulp(expected, kind) * (1 + 2.0**-10) + uncertainty
     wrong = np.flatnonzero((~(np.abs(difference) <= limit)).any(axis=1))
-    return BlockReport(len(actual), [(int(row), 0) for row in wrong], error=sum_squares(difference), signal=squares)
+    positions = [(int(row), 0) for row in wrong]
+    return BlockReport(len(actual), positions, n_wrong=len(positions), error=sum_squares(difference), signal=squares)
 
 
 def half_ulp(values: np.ndarray, kind: GGMLType) -> np.ndarray:

@@ -73,7 +73,7 @@ def _explain(file: ModelTensors, source: ModelTensors, report: WeightReport, poo
 
 def _describe(report: WeightReport) -> WrongForm:
     """Describe differences that no form explains: damaged blocks, a coarser rounding, or other values."""
-    n_wrong, n_blocks = len(report.wrong), report.blocks.n_blocks
+    n_wrong, n_blocks = report.n_wrong, report.blocks.n_blocks
     if n_wrong <= max(_FEW_ROWS, _FEW_BLOCKS * n_blocks) and n_wrong < n_blocks:
         row, block = report.wrong[0]
         return WrongForm(

@@ -20,13 +20,8 @@ _WITH_TABLES = "IQ1_S IQ1_M IQ2_XXS IQ2_XS IQ2_S IQ3_XXS IQ3_S"
 WITHOUT_GRID = [GGMLType[name] for name in f"{_WITH_TABLES} Q1_0 Q2_0".split()]
 NEED_IMPORTANCES = {GGMLType[name] for name in ("IQ1_S", "IQ1_M", "IQ2_XXS", "IQ2_XS")}
 OF_ACTIVATIONS = {GGMLType.Q8_1, GGMLType.Q8_K}  # files have no weights in them
-SLOW_TABLES = (
-    "IQ1_S*",
-    "IQ1_M*",
-    "IQ2_XS*",
-    "IQ2_S*",
-    "IQ2_XXS*",
-)  # ggml computes the tables of neighbours for seconds
+# ggml computes tables of neighbours for seconds.
+SLOW_TABLES = ("IQ1_S*", "IQ1_M*", "IQ2_XS*", "IQ2_S*", "IQ2_XXS*")
 BY_LLORCH = [kind for kind in LARGEST if has_codes(kind)]
 
 Draw = Callable[[np.random.Generator], np.ndarray]
@@ -103,7 +98,7 @@ def test_grid_describes_the_bytes_of_a_block(kind: GGMLType):
     lowest, highest = (decode_block(fill) for fill in grid.fill)
     has_scale = highest != lowest
     numbers = ((decode_block() - lowest)[has_scale] / (highest - lowest)[has_scale]) * np.ptp(grid.numbers)
-    numbers = np.minimum(numbers + grid.numbers[0], grid.numbers[-1])  # TQ2_0 has a fourth code, which nobody writes
+    numbers = np.minimum(numbers + grid.numbers[0], grid.numbers[-1])  # no quantiser writes the fourth code of TQ2_0
     nearest = grid.numbers[np.abs(numbers[:, None] - grid.numbers).argmin(axis=1)]
     np.testing.assert_allclose(numbers, nearest, atol=1e-3)
     assert len({*nearest.tolist()}) > min(len(grid.numbers) - 1, 8)
@@ -157,7 +152,7 @@ def exchange_rows(values: np.ndarray, first: int, second: int) -> np.ndarray:
 
 
 def change_block(packed: Packed, index: int, change: Callable[[np.ndarray], object]) -> Packed:
-    """Change the bytes of a block, (bytes), in place in a copy; the block before is intact."""
+    """Change a block in a copy; `change` gets the bytes of this and all later blocks, (blocks, bytes)."""
     raw = packed.raw.copy()
     change(raw.reshape(-1, BLOCK_SIZES[packed.ggml][1])[index:])
     return replace(packed, raw=raw)
@@ -239,7 +234,7 @@ def test_fitted_scales_of_an_importance_matrix_are_counted_and_no_other_block(gg
 
 
 def blocks_in(n_rows: int, per_row: int, fitted: list[tuple[int, int]], wrong: list[tuple[int, int]]) -> BlockReport:
-    return BlockReport(n_rows * per_row, wrong, fitted)
+    return BlockReport(n_rows * per_row, wrong, fitted, n_wrong=len(wrong), n_fitted=len(fitted))
 
 
 def test_fitted_scales_are_wrong_if_too_few_too_many_or_all_in_a_row():
@@ -270,6 +265,13 @@ def test_part_of_a_report_gets_the_rows_of_the_whole():
     report = BlockReport(8, [(0, 0)])
     report.add(BlockReport(4, [(0, 1)], [(1, 0), (0, 0)], 1, 0.5, 2.0), np.array([7, 3]))
     assert report == BlockReport(12, [(0, 0), (7, 1)], [(3, 0), (7, 0)], 1, 0.5, 2.0)
+
+
+def test_report_lists_the_first_wrong_blocks_and_counts_all():
+    report, blocks = BlockReport(), [(row, 0) for row in range(1 << 15)]
+    for _ in range(3):
+        report.add(BlockReport(1 << 15, blocks, n_wrong=1 << 15), np.arange(1 << 15))
+    assert (len(report.wrong), report.n_wrong) == (1 << 16, 3 << 15)
 
 
 def test_values_within_the_uncertainty_pass_and_values_beyond_it_fail():
