@@ -91,7 +91,7 @@ def compare_with_source(
 def _compare_names(file: ModelTensors, source: ModelTensors, *, model: str) -> Iterator[Comparison]:
     """Compare the sets of weights, and the shapes of their tensors."""
     ref = StageRef("00", "weights")
-    for name in source.forms.keys() | file.forms.keys():
+    for name in dict.fromkeys([*source.forms, *file.forms]):
         note = ""
         if name == HEAD and (HEAD not in file.forms or HEAD not in source.forms):
             continue  # a tied head; its values are compared with the embedding
@@ -117,7 +117,7 @@ def _compare_weights(
         names.append(HEAD)
     for index, name in enumerate(names):
         progress(f"comparing tensor {index + 1} of {len(names)}: {name}")
-        if name == HEAD or not file.wrong_shapes(name):
+        if not file.wrong_shapes(name):
             yield compare_weight(file, source, name, pool)
 
 

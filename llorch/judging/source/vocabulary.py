@@ -359,14 +359,14 @@ def _compare_encodings(file: _Vocabulary, source: _Vocabulary, *, only_words: bo
     differences, effect = [], "texts split into other words"
     for text in texts:
         words, source_words = file.split(text), source.split(text)
-        (actual, shown), (expected, source_shown) = (_tokens_of(tables, text) for tables in (file, source))
+        (actual, names), (expected, source_names) = (_tokens_of(tables, text) for tables in (file, source))
         if only_words or actual == expected:
-            actual, expected, shown, source_shown = words, source_words, words, source_words
+            actual, expected, names, source_names = words, source_words, words, source_words
         else:
             effect = "texts become other tokens"
         if actual != expected:
             part = slice(start := _first_difference(actual, expected), start + 3)
-            differences.append(f"{text!r}: {_format_pair(shown[part], source_shown[part])}")
+            differences.append(f"{text!r}: {_format_pair(names[part], source_names[part])}")
     if file.pre != source.pre:
         effect += f", pre-tokenizer {_format_pair(file.pre, source.pre)}"
     return _Result(differences, effect, notes, max(1, len(texts)))

@@ -172,7 +172,8 @@ def _scaled(actual: np.ndarray, values: np.ndarray, expected: Expected, factor_e
     exact = values.astype(np.float64)  # sums in float32 lose more than `_FACTOR_ERROR`
     square = float(np.vdot(exact, exact))
     factor = float(np.vdot(actual.astype(np.float64), exact)) / square if square else 1.0
-    if abs(factor) > 1e-6 and _cosine(actual.reshape(1, -1), values.reshape(1, -1))[0] ** 2 > _LIKE**2:
+    is_other = abs(factor) > 1e-6 and abs(factor - 1) > factor_error
+    if is_other and _cosine(actual.reshape(1, -1), values.reshape(1, -1))[0] ** 2 > _LIKE**2:
         rounded = float(f"{factor:.3g}")
         for scale in (rounded, factor):
 
@@ -294,7 +295,7 @@ def _join_exchanges(causes: Sequence[Cause]) -> list[Cause]:
         names = tuple(name for cause in group for name in cause.stages)
         first, second = key[1:]
         sentence = f"{first} and {second} are exchanged ({len(names)} tensors)"
-        if key[0] == "modules" and len({cause.name for cause in group}) and not _is_mutual(group):
+        if key[0] == "modules" and not _is_mutual(group):
             sentence = f"{second} stands in place of {first} ({len(names)} tensors)"
         joined.append(Cause(f"exchanged {key[0]}", "mistake", sentence, names, 1.0, 0.0))
     return joined

@@ -211,6 +211,6 @@ def test_scale_denominators_are_the_largest_codes_of_a_format(name: str, largest
 def test_requantised_matrix_is_near_its_floats(name: str):
     like = first_matrix(name)
     array = np.random.default_rng(0).standard_normal((24, 128))
-    made = requantised(array, like, scale_denominators(like)[0])
-    assert np.isfinite(made).all()
-    assert 1e-4 < np.linalg.norm(made - array) / np.linalg.norm(array) < 0.8  # 2 bits: 0.75
+    rounded = requantised(array, like, scale_denominators(like)[0])
+    assert np.isfinite(rounded).all()
+    assert 1e-4 < np.linalg.norm(rounded - array) / np.linalg.norm(array) < 0.8  # 2 bits: 0.75

@@ -369,20 +369,30 @@ def write_changed(folder: Path, target: Path, change: Callable[[Plan], object]) 
     return target
 
 
+def test_factor_that_codes_cannot_tell_from_1_is_no_cause(source_folders: Folders, tmp_path: Path):
+    plan = plan_conversion(source_folders["llama"])
+    plan.tensors["blk.0.ffn_down.weight"] *= np.float32(1.002)
+    write_plan(plan, tmp_path / "wrong.gguf", "Q8_0")
+    (cause,) = compare(tmp_path / "wrong.gguf", source_folders["llama"]).causes
+    assert cause.name == "near values"
+
+
 def test_missing_and_additional_tensors_and_other_shapes_are_named(source_folders: Folders, tmp_path: Path):
     def change(plan: Plan) -> None:
         del plan.tensors["blk.0.ffn_up.weight"]
         plan.tensors["blk.1.attn_q.bias"] = np.zeros(256, np.float32)
         plan.tensors["blk.0.extra.weight"] = np.zeros((3, 5), np.float32)
         plan.tensors["blk.1.ffn_down.weight"] = plan.tensors["blk.1.ffn_down.weight"][:, :256]
+        plan.tensors["output.weight"] = plan.tensors["output.weight"][:64]
 
     folder = source_folders["llama"]
     report = compare(write_changed(folder, tmp_path / "wrong.gguf", change), folder)
     notes = {failure.stage_ref.part: failure.note for failure in report.failures}
     assert notes.keys() == {
         "model.layers.0.mlp.up_proj.weight", "model.layers.1.self_attn.q_proj.bias", "blk.0.extra.weight",
-        "model.layers.1.mlp.down_proj.weight",
+        "model.layers.1.mlp.down_proj.weight", "lm_head.weight",
     }  # fmt: skip
+    assert notes.keys().isdisjoint(weight.name for weight in report.weights)  # their values are not compared
     assert_tells(notes["model.layers.0.mlp.up_proj.weight"], "missing")
     assert_tells(notes["model.layers.1.self_attn.q_proj.bias"], "additional")
     assert_tells(notes["blk.0.extra.weight"], "additional", "blk.0.extra.weight")

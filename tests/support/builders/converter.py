@@ -23,7 +23,7 @@ from gguf import GGMLQuantizationType, GGUFWriter, LlamaFileType, SpecialVocab, 
 from helpers.ggml_library import SILENT
 
 from builders.source_folders import FAMILIES, read_tensors
-from builders.tiny_models import finish
+from builders.tiny_models import add_metadata, finish
 
 Kind = Literal["F32", "F16", "BF16", "Q8_0"]
 _FILE_TYPES = {
@@ -262,15 +262,15 @@ def _rope_factors(config: SourceConfig) -> np.ndarray:
 
     torch divides a number by a tensor as the number times the reciprocal.
     """
-    rope, dim, one = config.rope, config.head_dim, np.float32(1)
+    rope, dim, unit = config.rope, config.head_dim, np.float32(1)
     context, low, high = (
         rope[key] for key in ("original_max_position_embeddings", "low_freq_factor", "high_freq_factor")
     )
     exponents = (np.arange(0, dim, 2, dtype=np.float32) / np.float32(dim)).astype(np.float64)
-    frequencies = one / (rope["rope_theta"] ** exponents).astype(np.float32)
-    wavelengths = np.float32(2 * math.pi) * (one / frequencies)
-    smooth = (np.float32(context) * (one / wavelengths) - np.float32(low)) / np.float32(high - low)
-    factors = one / ((one - smooth) / np.float32(rope["factor"]) + smooth)
+    frequencies = unit / (rope["rope_theta"] ** exponents).astype(np.float32)
+    wavelengths = np.float32(2 * math.pi) * (unit / frequencies)
+    smooth = (np.float32(context) * (unit / wavelengths) - np.float32(low)) / np.float32(high - low)
+    factors = unit / ((unit - smooth) / np.float32(rope["factor"]) + smooth)
     factors[wavelengths > context / low] = rope["factor"]
     factors[wavelengths < context / high] = 1
     return factors
@@ -341,20 +341,7 @@ def _tokenizer(folder: Path, config: SourceConfig) -> dict[str, Any]:
 def write_plan(plan: Plan, target: Path, kind: Kind) -> None:
     """Write a GGUF file; vectors, norms, routers and convolutions are F32, the other tensors have the type `kind`."""
     writer = GGUFWriter(target, plan.config.prefix.rstrip("."))
-    for key, value in plan.metadata.items():
-        match value:
-            case bool():
-                writer.add_bool(key, value)
-            case int():
-                writer.add_uint32(key, value)
-            case float():
-                writer.add_float32(key, value)
-            case str():
-                writer.add_string(key, value)
-            case list():
-                writer.add_array(key, value)
-            case _:
-                raise TypeError(f"{key}: expected a bool, number, text or list, got {value!r}")
+    add_metadata(writer, plan.metadata)
     for name, array in plan.tensors.items():
         is_f32 = array.ndim == 1 or not name.endswith(".weight") or name.endswith(_ALWAYS_F32)
         ggml_type = GGMLQuantizationType.F32 if is_f32 else GGMLQuantizationType[kind]

@@ -106,8 +106,7 @@ def gguf_tensors() -> dict[str, np.ndarray]:
     return {name: rng.standard_normal(shape, dtype=np.float32) for name, shape in shapes.items()}
 
 
-def write_file(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, object], arch: str = "llama") -> Path:
-    writer = GGUFWriter(path, arch)
+def add_metadata(writer: GGUFWriter, metadata: Mapping[str, object]) -> None:
     for key, value in metadata.items():
         match value:
             case bool():
@@ -120,6 +119,13 @@ def write_file(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, o
                 writer.add_string(key, value)
             case list():
                 writer.add_array(key, value)
+            case _:
+                raise TypeError(f"{key}: expected a bool, number, text or list, got {value!r}")
+
+
+def write_file(path: Path, tensors: dict[str, np.ndarray], metadata: dict[str, object], arch: str = "llama") -> Path:
+    writer = GGUFWriter(path, arch)
+    add_metadata(writer, metadata)
     finish(writer, tensors)
     return path
 
