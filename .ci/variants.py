@@ -47,7 +47,7 @@ THREADS = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 KERNELS = """
 import contextlib, io, json, numpy, torch
 from threadpoolctl import threadpool_info
-from llorch.pytorch.kernels.cpu.library import library
+from llorch.ops.compiled.library import library
 torch.ops.mkldnn._linear_pointwise(torch.ones(16, 16), torch.ones(16, 16), None, "none", [], "")  # oneDNN says its ISA
 blas = [pool for pool in threadpool_info() if pool["internal_api"] == "openblas"]
 print(json.dumps({

@@ -140,7 +140,7 @@ def surroundings(n_threads: int) -> dict[str, object]:
     """List the machine and the package versions of the figures."""
     import torch
 
-    from llorch.pytorch.kernels.cpu.library import library
+    from llorch.ops.compiled.library import library
 
     packages = {name: version(name) for name in ("torch", "transformers", "llama-cpp-python")}
     kernels = "compiled" if library() is not None else "torch only"

@@ -18,9 +18,9 @@ from llorch.files import Weights
 from llorch.files.quant import GGMLType
 from llorch.files.residency import Residency
 from llorch.files.tensor_names import inventory
+from llorch.ops.compiled.library import library
 from llorch.pytorch.device import DTYPES, Target
 from llorch.pytorch.distributed.sharding_plan import cut_axis, of_a_rank
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.load import BETWEEN_RETURNS, path_of
 from llorch.pytorch.stored_kinds import kind_of, packed_bytes, stays_half
 from llorch.runtime.memory import available_memory

@@ -33,7 +33,7 @@ from llorch.files.packed import Packed, Rows
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader, Unpacker
 from llorch.files.tensor_names import undo_interleave
-from llorch.pytorch.kernels.cpu.library import find_compiler, library
+from llorch.ops.compiled.library import find_compiler, library
 from llorch.pytorch.kernels.cpu.quantised import pack_blocks, packed_codes
 from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS, RUN, TABLES, Kind, Table, join_four_bits, pack
 

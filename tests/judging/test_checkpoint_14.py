@@ -20,7 +20,7 @@ from llorch.judging.goldens.forward import ENGINES, SAMPLINGS
 from llorch.judging.runners.torch import VARIANTS
 from llorch.judging.tolerances.forward import MATHEMATICS, SCORES
 from llorch.judging.types import Comparison
-from llorch.pytorch.kernels.cpu.library import library
+from llorch.ops.compiled.library import library
 from llorch.runtime.builtin import BUILTIN, builtin_path
 from llorch.stages.comparison import PASS, TIE
 from llorch.stages.table import STAGES

@@ -15,10 +15,10 @@ from helpers.split_runs import write_random_model
 from llorch.files import Weights, open_weights
 from llorch.files.quant import GGMLType
 from llorch.judging.expectations.quantised_models import write_model
+from llorch.ops.compiled.library import library
 from llorch.pytorch import memory, model
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed.sharding_plan import cut_axis
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.load import path_of
 from llorch.pytorch.memory import free_memory, predict, require_memory, room_of_pages
 from llorch.pytorch.model import load_torch
@@ -179,7 +179,7 @@ def test_refused_load_reads_no_weights(monkeypatch: pytest.MonkeyPatch):
 MEASURE = """
 import os, sys, threading
 from pathlib import Path
-from llorch.pytorch.kernels.cpu.library import library
+from llorch.ops.compiled.library import library
 from llorch.pytorch.device import target
 from llorch.pytorch.memory import predict
 from llorch.pytorch.model import load_torch

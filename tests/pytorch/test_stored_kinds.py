@@ -18,8 +18,8 @@ from helpers.refusals import refuses
 
 from llorch.files import Weights, open_weights
 from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.ops.compiled.library import library
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
 from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Table, decode, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear

@@ -25,13 +25,13 @@ from jaxtyping import Float
 from torch import Tensor, matmul, nn
 from torch.nn.functional import pad
 
+from llorch.ops.compiled.library import library
 from llorch.pytorch.batch_invariant import fixed_order
 from llorch.pytorch.batch_invariant.fixed_order import KEYS, softmax
 from llorch.pytorch.cache import Visible
 from llorch.pytorch.causal_lm import CausalLM, Context, Heads, Keep, RMSNorm, rotate_and_cache, widened
 from llorch.pytorch.kernels import KernelTable
 from llorch.pytorch.kernels.cpu.block import cpu_kernels
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.table import faster, install_kernels

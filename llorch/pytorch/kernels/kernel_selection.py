@@ -19,10 +19,10 @@ from typing import Literal
 
 import torch
 
+from llorch.ops.compiled.library import digest, find_compiler, identity, private_folder
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target, compute_as_named, target
 from llorch.pytorch.kernels import TRAINED, KernelTable
-from llorch.pytorch.kernels.cpu.library import digest, find_compiler, identity, private_folder
 from llorch.pytorch.kernels.kernel_check import KernelCheck, check_kernel, make_clock
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.kernels.table import install_kernels, kernels_for

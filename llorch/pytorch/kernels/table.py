@@ -12,10 +12,10 @@ from importlib.util import find_spec
 import torch
 from torch import nn
 
+from llorch.ops.compiled.library import library
 from llorch.pytorch.causal_lm import MLP, Attention, CausalLM, RMSNorm, attention, rotate_and_cache
 from llorch.pytorch.kernels import KernelTable
 from llorch.pytorch.kernels.cpu.block import cpu_kernels
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.delta_net import GatedDeltaNet, GatedNorm, ShortConv
 from llorch.pytorch.models.experts import ExpertLinear, ExpertsModule, QuantisedExperts

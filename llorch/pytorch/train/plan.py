@@ -13,9 +13,9 @@ from llorch.lora.adapter import Adapter
 from llorch.lora.base import BaseIdentity, identity_of
 from llorch.lora.initial import initial_adapter
 from llorch.model.model import OpenModel
+from llorch.ops.compiled.library import library
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.distributed.launch import Ranks, axes_of
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.lora.dropout import MASKS
 from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError, UserError

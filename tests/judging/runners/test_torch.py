@@ -19,8 +19,8 @@ from llorch.judging.runners.torch import VARIANTS, TorchRunner, TorchVariant, pl
 from llorch.judging.runners.torch_observed import ObservedCase
 from llorch.judging.tolerances.forward import SCORES
 from llorch.judging.types import Comparison
+from llorch.ops.compiled.library import library
 from llorch.pytorch.cache import Cache
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.model import TorchModel
 from llorch.runtime.errors import CheckpointMismatch
 from llorch.stages.comparison import FAIL, PASS, TIE

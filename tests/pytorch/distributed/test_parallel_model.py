@@ -11,12 +11,12 @@ from helpers.split_runs import NoText, answer_batch, generate_on_ranks, peak_of_
 
 from llorch.files import open_weights
 from llorch.files.quant import GGMLType
+from llorch.ops.compiled.library import library
 from llorch.pytorch import memory
 from llorch.pytorch.device import target
 from llorch.pytorch.distributed.launch import on_ranks
 from llorch.pytorch.distributed.parallel_model import ParallelModel
 from llorch.pytorch.distributed.sharding_plan import torn_blocks
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.memory import predict, require_memory
 from llorch.pytorch.model import load_torch
 from llorch.runtime.builtin import builtin_path

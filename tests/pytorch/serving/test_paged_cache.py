@@ -9,9 +9,9 @@ from helpers.refusals import refuses
 
 from llorch.families.config import ModelConfig
 from llorch.files import open_weights
+from llorch.ops.compiled.library import library
 from llorch.pytorch.cache import Cache, State
 from llorch.pytorch.kernels.cpu.layer import CpuRotate
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.serving.paged_cache import PagedCache, SequenceRow
 from llorch.pytorch.serving.pages import PAGE, Lease, Pages, next_key
 from llorch.runtime.builtin import builtin_path

@@ -33,7 +33,7 @@ try:
     say({"devices": [f"{one.name}, {one.total_memory / 1e9:.0f} GB, sm_{one.major}{one.minor}" for one in found]})
 except Exception as error:
     say({"devices": [], "why": str(error)})
-from llorch.pytorch.kernels.cpu.library import find_compiler, library
+from llorch.ops.compiled.library import find_compiler, library
 class Kept(logging.Handler):
     def emit(self, record):
         say({"why_not": record.getMessage()})

@@ -1,6 +1,6 @@
 """Table of the CPU kernels, and a kernel that runs a whole block in one call for a few tokens without an observer.
 
-A decode step calls some 16 kernels per block, and each call costs a few microseconds in Python. `cpu_block.c` calls
+A decode step calls some 16 kernels per block, and each call costs a few microseconds in Python. `block.c` calls
 the same compiled functions in the same order, so the result has the same bits; a test checks this. With an observer of
 stages (`keep`), many tokens or a module of another kind, the block runs as in `causal_lm`. `fixed` is for the mode
 "reproducible": no row of a product may depend on other rows.
@@ -17,8 +17,7 @@ from llorch.pytorch.causal_lm import Block, Hidden, Keep, keep_nothing
 from llorch.pytorch.kernels import TRAINED, KernelTable
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
 from llorch.pytorch.kernels.cpu.experts import CpuExperts, CpuQuantisedExperts
-from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
-from llorch.pytorch.kernels.cpu.library import pointer
+from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu, pointer
 from llorch.pytorch.kernels.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear, TrainedQuantisedLinear
 from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, KIND_NAMES
@@ -136,7 +135,7 @@ def can_describe(block: Block, *, fixed: bool) -> bool:
 
 
 def describe(block: Block, *, fixed: bool) -> _Block:
-    """Return the struct of `cpu_block.c`: addresses and sizes of a block's weights, which must outlive it."""
+    """Return the struct of `block.c`: addresses and sizes of a block's weights, which must outlive it."""
     attention, first = block.self_attn, block.input_layernorm
     half, norms = HALF[first.weight.dtype], (first, block.post_attention_layernorm, attention.q_norm, attention.k_norm)
     gains = [None if norm is None else norm.weight.data_ptr() for norm in norms]

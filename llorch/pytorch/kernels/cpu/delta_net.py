@@ -1,4 +1,4 @@
-"""Operations of a delta net (linear attention with a state), except products with weights, in `cpu_delta.c`.
+"""Operations of a delta net (linear attention with a state), except products with weights, in `delta.c`.
 
 The state processes any number of tokens one by one, in blocks of columns that stay in the L1 cache. This is as fast as
 chunks are in torch, and passes of any length give the same bits. The reference functions are in
@@ -11,12 +11,11 @@ import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 
-from llorch.pytorch.kernels.cpu.layer import HALF, Compiled
-from llorch.pytorch.kernels.cpu.library import pointer
+from llorch.pytorch.kernels.cpu.layer import HALF, Compiled, pointer
 from llorch.pytorch.models.delta_net import Channels, RealTokens, Taps, l2_norm
 from llorch.pytorch.models.delta_rule import Keys, Matrices, PerHead, Values, delta_rule
 
-MOST_TAPS, MOST_KEYS = 16, 256  # limits of cpu_delta.c
+MOST_TAPS, MOST_KEYS = 16, 256  # limits of delta.c
 
 
 class CpuShortConv(nn.Module):

@@ -1,4 +1,4 @@
-"""Operations of a layer, except products with weights, on the CPU: each is one pass over its input in `cpu_layer.c`.
+"""Operations of a layer, except products with weights, on the CPU: each is one pass over its input in `layer.c`.
 
 A decode step has some 25 small torch operations per layer, whose calls cost more than their work. The reference
 functions are in `llorch.pytorch.causal_lm`; sums, rotations and exponentials are float32, rounded once.
@@ -76,7 +76,7 @@ class CpuRotate(Compiled):
 
 
 class CpuAttention:
-    """Attention in `cpu_attention.c`; many tokens use a fallback, such as torch's fused attention."""
+    """Attention in `attention.c`; many tokens use a fallback, such as torch's fused attention."""
 
     def __init__(self, library: ctypes.CDLL, fallback: Any | None) -> None:
         """Store the library and the fallback; without a fallback, no token depends on other rows."""
@@ -108,3 +108,8 @@ class CpuSwiglu(Compiled):
         y = torch.empty_like(gate)
         self.library.llorch_swiglu(HALF[gate.dtype], gate.data_ptr(), up.data_ptr(), y.data_ptr(), gate.numel())
         return y
+
+
+def pointer(tensor: Tensor | None) -> int | None:
+    """Return the address of a contiguous tensor's elements; None gives a null pointer."""
+    return None if tensor is None else tensor.data_ptr()

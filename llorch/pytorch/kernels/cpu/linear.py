@@ -1,6 +1,6 @@
-"""Linear layer for the CPU that reads its weights once: few rows in `cpu_fixed.c`, many rows in oneDNN.
+"""Linear layer for the CPU that reads its weights once: few rows in `fixed.c`, many rows in oneDNN.
 
-On the measured AMD processor torch multiplies one row at 18 GB/s (float32, MKL) or 38 GB/s (oneDNN), `cpu_fixed.c` at
+On the measured AMD processor torch multiplies one row at 18 GB/s (float32, MKL) or 38 GB/s (oneDNN), `fixed.c` at
 memory bandwidth, up to 77 GB/s. Many rows use oneDNN, also in float32, where `nn.Linear` calls MKL at half the speed.
 The weights are not prepacked: prepacked weights are a tenth faster but need a second copy. On processors without
 AVX512 oneDNN has no bfloat16: there a tile of weights at a time is converted to float32, which takes a seventh of
@@ -16,10 +16,10 @@ from jaxtyping import Float
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from llorch.pytorch.kernels.cpu.library import pointer
+from llorch.pytorch.kernels.cpu.layer import pointer
 
 KINDS = {torch.float32: 0, torch.bfloat16: 1}  # `kind` of a dense matrix in the C files
-FEW = {torch.float32: 8, torch.bfloat16: 4}  # up to this many rows, `cpu_fixed.c` is faster than oneDNN
+FEW = {torch.float32: 8, torch.bfloat16: 4}  # up to this many rows, `fixed.c` is faster than oneDNN
 TILE = 1 << 23  # elements; a smaller tile that fits the cache costs more in calls than it saves
 
 
@@ -38,7 +38,7 @@ class CpuLinear(nn.Module):
         self.weight, self.bias = weight, bias
         self.out_features, self.in_features = weight.shape
         self.library = library
-        self._max_elements = maxsize if fixed else FEW[weight.dtype] * self.in_features  # of an input for cpu_fixed.c
+        self._max_elements = maxsize if fixed else FEW[weight.dtype] * self.in_features  # of an input for fixed.c
         self._sizes = KINDS[weight.dtype], *weight.shape
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
@@ -57,7 +57,7 @@ class CpuLinear(nn.Module):
         return y
 
     def struct_fields(self) -> tuple[int | None, ...]:
-        """Return the fields of the matrix struct in `cpu_block.c`."""
+        """Return the fields of the matrix struct in `block.c`."""
         return self.weight.data_ptr(), None, None, None, pointer(self.bias), *self._sizes
 
 

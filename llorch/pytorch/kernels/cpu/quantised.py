@@ -1,7 +1,7 @@
 """Products with a packed matrix on the CPU: few rows directly from the blocks, many rows by decoding tiles.
 
 The layouts are those of `llorch.pytorch.kernels.packing`, whose `decode` gives the same numbers bit for bit.
-`cpu_packing.c` repacks the codes of a quantised folder or GGUF file from the bytes of the file. The references are
+`packing.c` repacks the codes of a quantised folder or GGUF file from the bytes of the file. The references are
 `stored_kinds` and `packing.pack`, which use one byte per code in between and so take several times as long.
 """
 
@@ -17,23 +17,23 @@ from torch import Tensor
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.codes import E4M3, INT8
 from llorch.files.quantised.matrix import StoredPart, Unpacker
-from llorch.pytorch.kernels.cpu.library import pointer
+from llorch.pytorch.kernels.cpu.layer import pointer
 from llorch.pytorch.kernels.cpu.linear import TILE, product
 from llorch.pytorch.kernels.packing import RUN, TABLES, Fields, Kind, Table, values_of, width
 from llorch.pytorch.kernels.quantised_linear import FrozenProduct, PackedMatrix
 
-KINDS = {  # `kind` in cpu_products.c
+KINDS = {  # `kind` in products.c
     GGMLType.BF16: 1, GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5, GGMLType.F16: 8,
 }  # fmt: skip
 TABLE_KINDS = {"TABLE_4": 6, "TABLE_8": 7}
-_LOOK_UP, _SIGNED, _E4M3, _EVEN, _SHORT, _SHIFTED = range(6)  # `way` to decode in cpu_products.c
+_LOOK_UP, _SIGNED, _E4M3, _EVEN, _SHORT, _SHIFTED = range(6)  # `way` to decode in products.c
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # `half` in the C files: the dtype of inputs and outputs
 _EXTRA_FIELDS = ("upper", "dmin", "zero", "minimum")  # each kind has at most one of these fields
 FEW = 8  # up to this many rows, decoding in registers for each row is faster than a tile in memory
 
 
 def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
-    """Build the array of everything that all rows share, in the layout of `shared` in cpu_products.c."""
+    """Build the array of everything that all rows share, in the layout of `shared` in products.c."""
     group = width(fields, table) // fields["d"].shape[-1]
     offset = 1 if "zero" in fields else 2 if "minimum" in fields else 0
     way = _way(table, fields)
@@ -138,7 +138,7 @@ class CpuQuantisedLinear(PackedMatrix):
         return self._kind, *self._pointers, HALF[dtype]
 
     def struct_fields(self) -> tuple[int | None, ...]:
-        """Return the fields of the matrix struct in `cpu_block.c`."""
+        """Return the fields of the matrix struct in `block.c`."""
         kind, *pointers, _ = self.matrix_of(torch.float32)
         return *pointers, pointer(self.bias), kind, self.out_features, self.in_features
 
@@ -159,8 +159,8 @@ class TrainedQuantisedLinear(CpuQuantisedLinear):
         return total.to(grad.dtype)
 
 
-ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in cpu_packing.c
-_FIELDS = ("codes", "upper", "scales", "d", "dmin")  # of blocks, in the order of cpu_packing.c
+ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in packing.c
+_FIELDS = ("codes", "upper", "scales", "d", "dmin")  # of blocks, in the order of packing.c
 
 
 def packed_codes(

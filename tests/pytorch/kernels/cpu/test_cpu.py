@@ -11,9 +11,9 @@ from helpers.refusals import assert_tells, refuses
 from torch import nn
 from torch.nn.functional import linear
 
-from llorch.pytorch.kernels.cpu import library as cpu_library
+from llorch.ops.compiled import library as cpu_library
+from llorch.ops.compiled.library import library
 from llorch.pytorch.kernels.cpu import linear as cpu_linear
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 
 SHAPES = [(96, 64), (7, 37), (260, 896)]  # rows and widths that fill no whole vector, too
@@ -125,7 +125,7 @@ def test_missing_compiler_warns_once_and_continues(monkeypatch, caplog):
     assert_tells(line, "CPU", "compiler")
 
 
-PACKING = "llorch_pack_codes"  # the function of cpu_packing.c
+PACKING = "llorch_pack_codes"  # the function of packing.c
 
 
 def script(path: Path, text: str) -> str:
@@ -155,7 +155,7 @@ def library_bytes(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     assert command is not None
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cpu_library, "FLAGS", ("-O0", *cpu_library.FLAGS[1:]))
-        patch.setattr(cpu_library, "SOURCES", [path for path in cpu_library.SOURCES if path.name == "cpu_packing.c"])
+        patch.setattr(cpu_library, "SOURCES", [path for path in cpu_library.SOURCES if path.name == "packing.c"])
         cpu_library.build(command, path)
     return path.read_bytes()
 

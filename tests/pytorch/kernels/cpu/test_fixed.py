@@ -14,10 +14,10 @@ from torch.nn.functional import linear
 
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.codes import E4M3
-from llorch.pytorch.kernels.cpu import library as cpu_library
+from llorch.ops.compiled import library as cpu_library
+from llorch.ops.compiled.library import library
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
 from llorch.pytorch.kernels.cpu.experts import FEW, CpuExperts, CpuQuantisedExperts
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import KINDS, CpuQuantisedLinear
 from llorch.pytorch.kernels.packing import PACKERS, Table, decode
@@ -35,7 +35,7 @@ BUILDS = {  # without AMX, without look-ups of bytes, with shorter registers, in
     "AVX2": ("-mavx2", "-mfma", "-mf16c"), "plain": (),
 }  # fmt: skip
 LACKING = {"no tiles": "amx_bf16", "no bytes": "avx512vbmi"}  # features without which a build is the native one
-PARTS = ("cpu_products.c", "cpu_fixed.c")  # all that products of fixed order need
+PARTS = ("products.c", "fixed.c")  # all that products of fixed order need
 FUNCTIONS = ("llorch_fixed_product", "llorch_decode")
 
 

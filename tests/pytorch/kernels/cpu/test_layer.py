@@ -10,10 +10,10 @@ from helpers.refusals import refuses
 from torch import nn
 
 from llorch.files import open_weights
+from llorch.ops.compiled.library import library
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import attention, keep_nothing, rms_norm, rotate_and_cache, swiglu
 from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.runtime.builtin import builtin_path
 
 COMPILED = cast(ctypes.CDLL, library())  # that it is not None is tested in test_kernels_cpu.py

@@ -13,8 +13,8 @@ from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.matrix import Order, QuantisedMatrix, StoredPart, Unpacker
 from llorch.judging.expectations.quantised_models import random_blocks
+from llorch.ops.compiled.library import library
 from llorch.pytorch import stored_kinds
-from llorch.pytorch.kernels.cpu.library import library
 from llorch.pytorch.kernels.cpu.quantised import (
     _SHIFTED,
     FEW,

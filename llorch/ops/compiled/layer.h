@@ -8,7 +8,7 @@
 int llorch_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
                    const void *x, const void *bias, void *y, long rows, long out, long in);
 
-/* The same for any number of rows and any matrix, with sums of one order: see cpu_fixed.c. */
+/* The same for any number of rows and any matrix, with sums of one order: see fixed.c. */
 int llorch_fixed_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
                          const void *x, const void *bias, void *y, long rows, long out, long in);
 
@@ -48,7 +48,7 @@ int llorch_expert_product(int kind, const void *codes, const void *d, const void
                           const void *x, const int64_t *ids, void *y, long rows, long share, long experts, long out,
                           long in);
 
-/* The delta net: see cpu_delta.c. real is (batch, seq), or null when there is no padding; weight is (taps + 1, width).
+/* The delta net: see delta.c. real is (batch, seq), or null when there is no padding; weight is (taps + 1, width).
  * taps is at most 16, key_dim at most 256. */
 void llorch_short_conv(int half, const char *x, const char *before, const uint8_t *real, const float *weight, char *y,
                        char *after, long batch, long seq, long width, long taps);

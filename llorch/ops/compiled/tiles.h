@@ -2,12 +2,12 @@
  *
  * A tile adds 32 columns at a time to each of its sums, in one order wherever a row stands in it and however many rows
  * it has. Only here is the matrix hardware asked for by name; elsewhere, and where the system does not grant it, bfloat16
- * is widened (`cpu_fixed.c`), which rounds otherwise. */
+ * is widened (`fixed.c`), which rounds otherwise. */
 
 #pragma once
 
-#include "cpu_layer.h"
-#include "cpu_numbers.h"
+#include "layer.h"
+#include "numbers.h"
 
 #if defined(__AMX_BF16__) && defined(__AVX512BF16__) && defined(__linux__)
 #include <sys/syscall.h>

@@ -4,7 +4,7 @@
  * is alone in a byte. Words are little-endian. The parts of a word: 8 codes of 4 bits, or 4 of 8 bits. For the blocks of
  * a GGUF file, the twin is `pack` in packing.py. */
 
-#include "cpu_numbers.h"
+#include "numbers.h"
 
 enum order { ROWS, HIGH_FIRST, COLUMNS, AWQ }; /* `ORDERS` in quantised.py says what they are */
 enum { SIDE = 16, BLOCK = 64 };                /* words of a tile's side; words of a line that are read together */

@@ -1,9 +1,9 @@
-"""Build and load the C files in this folder, the compiled part of the CPU kernels, for the processor of this machine.
+"""Build and load the C files of this folder for the processor of this machine.
 
 Building takes some seconds with any compiler that supports OpenMP. The library is cached in a private folder of the
 user, under a hash of sources, compiler and processor. If there is no private folder, or loading from it fails, each
-process builds in a temporary folder. If that fails, too, llorch warns once and uses torch's functions. The loops share
-torch's OpenMP threads, because torch loads its OpenMP library first.
+process builds in a temporary folder. If that fails, too, llorch warns once and uses the functions of NumPy and torch.
+The loops share torch's OpenMP threads, because both load one OpenMP library.
 """
 
 import ctypes
@@ -19,15 +19,13 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-import torch
-
 from llorch.runtime.threads import n_cores
 from llorch.runtime.worker import run
 
 logger = logging.getLogger(__name__)
 
 SOURCES = tuple(
-    Path(__file__).with_name(f"cpu_{name}.c")
+    Path(__file__).with_name(f"{name}.c")
     for name in ("products", "fixed", "layer", "attention", "block", "delta", "packing")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
@@ -178,8 +176,3 @@ def declare_signatures(library: ctypes.CDLL) -> ctypes.CDLL:
         function = getattr(library, name)
         function.restype, function.argtypes = return_type, arguments
     return library
-
-
-def pointer(tensor: torch.Tensor | None) -> int | None:
-    """Return the address of a contiguous tensor's elements; None gives a null pointer."""
-    return None if tensor is None else tensor.data_ptr()

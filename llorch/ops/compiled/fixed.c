@@ -6,9 +6,9 @@
  * of threads. A sum goes through CHUNK columns at a time, lane by lane; with AMX through 32 at a time. A packed matrix is
  * decoded to the dtype of x first, a few of its rows at a time, so it has the bits of the decoded one. */
 
-#include "cpu_layer.h"
-#include "cpu_numbers.h"
-#include "cpu_tiles.h"
+#include "layer.h"
+#include "numbers.h"
+#include "tiles.h"
 
 enum { DENSE_F32, DENSE_BF16 };
 enum { CHUNK = 1024, ROWS = LANES == 16 ? 4 : 2, OUTS = LANES == 16 ? 6 : 4, KEPT = 1 << 20 };

@@ -1,8 +1,8 @@
 /* A whole block for a few tokens in one call: the functions that its leaves call one by one, in the same order, so that
  * the result has the same bits. What it saves is the way from one to the next. */
 
-#include "cpu_layer.h"
-#include "cpu_numbers.h"
+#include "layer.h"
+#include "numbers.h"
 
 typedef struct {
     const void *codes, *d, *scales, *more, *bias;

@@ -4,8 +4,8 @@
  * some columns of a head go through all tokens while they stay in the nearest cache. Sums have one order, whatever
  * the number of tokens, of sequences and of threads: passes of any length give the same bits. */
 
-#include "cpu_layer.h"
-#include "cpu_numbers.h"
+#include "layer.h"
+#include "numbers.h"
 #include <math.h>
 
 enum { PARTS = 4, BLOCK = PARTS * LANES, MOST_KEYS = 256, MOST_TAPS = 16, CHANNELS = 512 };

@@ -6,8 +6,8 @@
  * function that yields 32 elements of a row; sums and decoding are built on it. Layouts: llorch/pytorch/kernels/packing.py.
  * Compiled with contraction off, so that decoded numbers have the bits of the torch twin; sums fuse on purpose. */
 
-#include "cpu_layer.h"
-#include "cpu_numbers.h"
+#include "layer.h"
+#include "numbers.h"
 
 /* One copy for each kind of matrix, except on x86 without AVX2, where gcc takes 40 s to compile the copies. */
 #if defined(__AVX2__) || !defined(__x86_64__)

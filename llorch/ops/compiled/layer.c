@@ -1,10 +1,10 @@
-/* What a layer does beside its products: norm, rotation, cache, SwiGLU; attention is in cpu_attention.c.
+/* What a layer does beside its products: norm, rotation, cache, SwiGLU; attention is in attention.c.
  *
  * Each is one pass over its input; sums, rotations and exponentials are float32 and rounded once when the run is in
  * bfloat16 (half is not 0). The twins are the functions of llorch/pytorch/causal_lm.py and llorch/pytorch/cache.py. */
 
-#include "cpu_layer.h"
-#include "cpu_numbers.h"
+#include "layer.h"
+#include "numbers.h"
 #include <math.h>
 
 enum { WORTH_THREADS = 1 << 14 };

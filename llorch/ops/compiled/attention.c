@@ -5,8 +5,8 @@
  * sums of values slot by slot; slots that it does not see add exact zeros. Keys and values of a sequence may lie in pages
  * of KEYS slots, which are read where they are. */
 
-#include "cpu_layer.h"
-#include "cpu_numbers.h"
+#include "layer.h"
+#include "numbers.h"
 #include <math.h>
 
 enum { KEYS = 64, MOST = 16, ROWS = 4, PARTS = LANES == 16 ? 4 : 2 };

@@ -1,0 +1,1 @@
+"""Products and decoders in C, shared by NumPy and torch; `library` builds them, without it llorch decodes in NumPy."""
