@@ -1,7 +1,7 @@
 """Products of stored matrices: packed matrices, or matrices whose inputs are rounded first.
 
-A packed matrix is decoded tile by tile at every use. Inputs are rounded as in ggml, or by the scheme of a quantised
-folder:
+A packed matrix is multiplied in C from its blocks, or decoded tile by tile at every use. Inputs are rounded as in ggml,
+or by the scheme of a quantised folder:
 
     y = round(x) @ decode(blocks).T
 
@@ -17,10 +17,13 @@ from functools import cached_property
 import numpy as np
 from jaxtyping import Float, Int
 
+from llorch.files.compiled import compiled_matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_minima
 from llorch.files.tensor_names import undo_interleave
+from llorch.ops.compiled.products import FEW
 from llorch.ops.linear import product
+from llorch.ops.precision import WIDE_LIMIT
 from llorch.ops.rounding import ActivationKind, block_sums, round_activations
 from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
 
@@ -59,6 +62,8 @@ class Matrix:
         self._kind: ActivationKind = ACTIVATION_TYPE[packed.ggml] if round_inputs else "F32"
         self._scheme = scheme
         self.activations: str = self._kind if scheme is None else str(scheme)
+        is_used = decoded is None and packed.shape[0] * packed.shape[1] > WIDE_LIMIT
+        self._compiled = compiled_matrix(packed) if is_used else None
         packed.require_scales()
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
@@ -67,15 +72,27 @@ class Matrix:
         rounded_x = self._round(x)
         if self._decoded is not None:
             return self._with_sums(x, rounded_x, product(rounded_x, self._decoded)).astype(x.dtype, copy=False)
+        y = self._multiply_packed(rounded_x.astype(x.dtype, copy=False))
+        y = self._with_sums(x, rounded_x, y).astype(x.dtype, copy=False)
+        return undo_interleave(y.T, self._heads).T if self._heads else y
+
+    def _multiply_packed(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
+        """Multiply from the blocks if there are few rows and C can do it, else tile by tile."""
+        compiled = self._compiled
+        if compiled is not None and x.dtype == np.float32 and len(x) <= (1 if compiled.is_dense else FEW):
+            y = compiled.multiply(x)
+            if not np.isfinite(y).all():
+                for start, tile in self.packed.tiles():
+                    self.packed.require_finite(start, tile)
+            return y
         y = np.empty((len(x), self.shape[0]), x.dtype)
         for start, tile in self.packed.tiles():
             with np.errstate(invalid="ignore"):  # checked below
-                products = product(rounded_x, tile)
+                products = product(x, tile)
             if not np.isfinite(products).all():
                 self.packed.require_finite(start, tile)
             y[:, start : start + len(tile)] = products
-        y = self._with_sums(x, rounded_x, y).astype(x.dtype, copy=False)
-        return undo_interleave(y.T, self._heads).T if self._heads else y
+        return y
 
     def _round(self, x: np.ndarray) -> np.ndarray:
         if self._scheme is not None:

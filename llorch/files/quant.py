@@ -20,6 +20,7 @@ from gguf.quants import dequantize, quantize
 from llorch.files.blocks import DECODERS, SCRATCH_BYTES, Chunk, Decoder
 from llorch.files.blocks.super_blocks import minima_of_q2_k, minima_of_q4_k
 from llorch.files.blocks.uniform import minima_of_block
+from llorch.ops.compiled.products import KINDS, LARGE, RUN, CompiledMatrix, is_available
 from llorch.ops.rounding import ActivationKind
 from llorch.runtime.errors import FormatError
 
@@ -105,13 +106,22 @@ def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.n
 
 
 def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
-    """Decode into a contiguous float32 array, without new memory; ValueError for another array."""
+    """Decode into a contiguous float32 array, without new memory; ValueError for another array.
+
+    A large array is decoded in C, to the same bits, if a compiler is installed.
+    """
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     blocks = raw.reshape(-1, block_bytes)
     if not out.flags.c_contiguous or out.dtype != np.float32:
         raise ValueError(f"out must be a contiguous float32 array, got {out.dtype} with strides {out.strides}")
     if out.size != len(blocks) * block_size:
         raise ValueError(f"out must hold the {len(blocks) * block_size} elements, got room for {out.size}")
+    is_compiled = ggml_type.name in KINDS and ggml_type is not GGMLType.F32 and out.shape[-1] % RUN == 0
+    if is_compiled and out.size >= LARGE and is_available():
+        n_rows = out.size // out.shape[-1]
+        codes = np.ascontiguousarray(raw).reshape(n_rows, -1)
+        CompiledMatrix(ggml_type.name, (n_rows, out.shape[-1]), codes).decode_into(0, out)
+        return
     out_blocks = out.reshape(-1, block_size)
     decode_blocks = DECODERS.get(ggml_type.name) or _gguf_decoder(ggml_type)
     step = max(1, _ELEMENTS_AT_ONCE // block_size)

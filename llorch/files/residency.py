@@ -1,7 +1,8 @@
-"""Residency of matrices in a run: decoded to float32 at load, or packed and decoded at every use.
+"""Residency of matrices in a run: packed as in the file and multiplied from there, or decoded to float32 at load.
 
-Decoded is faster: every use is one matrix product. Packed needs the file's bytes and one tile. `auto` chooses decoded
-if it fits into free memory. F32 matrices are always used in place, mapped from the file.
+Packed needs the file's bytes and one decoded tile. With the C library it opens at once and reads fewer bytes a token, so
+`auto` chooses it for all models but small ones. Without the library a packed matrix is decoded at every use; then `auto`
+chooses decoded if that fits into free memory. F32 matrices are always used in place, mapped from the file.
 """
 
 import math
@@ -11,7 +12,11 @@ from typing import Literal
 
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
+from llorch.files.compiled import has_compiled_form
+from llorch.files.quant import GGMLType
+from llorch.ops.compiled.products import is_available
 from llorch.runtime.memory import available_memory
+from llorch.runtime.threads import is_small
 
 Residency = Literal["auto", "decoded", "packed"]
 
@@ -37,7 +42,7 @@ class ResidencyPlan:
     def describe(self) -> str:
         """Format the types of the matrices, their residency and the bytes needed, in one line."""
         matrix_bytes = ", ".join(f"{n_bytes / _GB:.2f} GB {kind}" for kind, n_bytes in self.types.items())
-        state = "decoded at load" if self.residency == "decoded" else "packed, decoded tile by tile"
+        state = "decoded at load" if self.residency == "decoded" else "packed"
         need = f"needs about {self.needed / _GB:.1f} GB, {self.free / _GB:.1f} GB are free"
         alternative = f"; decoded at load would need {self.decoded / _GB:.1f} GB" if self.residency == "packed" else ""
         return f"weights: {matrix_bytes}; {state}, {need}{alternative}"
@@ -54,11 +59,21 @@ def plan(weights: Weights, requested: Residency = "auto", *, n_tokens: int = 102
     packed = types.total() + working
     decoded = sum(4 * math.prod(weights.shape(name)) for name in matrices) + working
     free = available_memory()
-    chosen = requested if requested != "auto" else ("decoded" if decoded <= free else "packed")
+    chosen = requested if requested != "auto" else _choose(weights, matrices, fits=decoded <= free)
     residency_plan = ResidencyPlan(chosen, types, decoded, packed, free)
     if residency_plan.needed > free:
         raise MemoryError(_refusal(weights, residency_plan, n_tokens))
     return residency_plan
+
+
+def _choose(weights: Weights, matrices: list[str], *, fits: bool) -> Literal["decoded", "packed"]:
+    """Choose packed if C multiplies every stored matrix of a model that is not small, or if decoded does not fit."""
+    if not fits:
+        return "packed"
+    if is_small(sum(math.prod(weights.shape(name)) for name in matrices)):
+        return "decoded"
+    stored = [matrix for name in matrices for matrix in weights.all_stored(name) if matrix.ggml_type != GGMLType.F32]
+    return "packed" if stored and all(map(has_compiled_form, stored)) and is_available() else "decoded"
 
 
 def working_bytes(weights: Weights, n_tokens: int) -> int:

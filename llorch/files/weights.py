@@ -90,6 +90,8 @@ class Weights(Mapping):
             return self.array(name)
         if name not in self._matrices:
             self._matrices[name] = self._matrix(name) if is_matrix else self.array(name)
+        elif self.packed and is_matrix:  # it multiplies from the file, which may be truncated by now
+            self.source.require_whole(next(iter(self.slots[name].tensors)))
         return self._matrices[name]
 
     def array(self, name: str) -> np.ndarray:

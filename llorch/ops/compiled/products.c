@@ -1,58 +1,13 @@
-/* Products of a few rows with a packed matrix, those of experts with any, and the decoding of packed rows.
+/* Products of a few rows with a stored matrix, those of experts with any, and the decoding of stored rows.
  *
  *     y = x W^T + bias        every sum in float32, rounded once when x is bfloat16
  *
- * A matrix is read once, whatever the number of rows: decoding is as fast as the memory. Each kind of matrix has one
- * function that yields 32 elements of a row; sums and decoding are built on it. Layouts: llorch/pytorch/kernels/packing.py.
- * Compiled with contraction off, so that decoded numbers have the bits of the torch twin; sums fuse on purpose. */
+ * One row is multiplied as the matrix is read, at the speed of the memory. For several rows, each row of the matrix is
+ * decoded once, except those of floats. Compiled with contraction off, so that decoded numbers have the bits of llorch/files/blocks; sums fuse on
+ * purpose. */
 
 #include "layer.h"
-#include "numbers.h"
-
-/* One copy for each kind of matrix, except on x86 without AVX2, where gcc takes 40 s to compile the copies. */
-#if defined(__AVX2__) || !defined(__x86_64__)
-#define SPECIALISED static inline __attribute__((always_inline))
-#else
-#define SPECIALISED static inline
-#endif
-
-enum kind { F32, BF16, Q8_0, Q4_0, Q4_K, Q6_K, TABLE_4, TABLE_8, F16 };
-enum { AHEAD = 4096 }; /* bytes to fetch early: the processor does not look beyond a page by itself */
-
-/* 32 elements of a row: codes times their scale, less a minimum. */
-enum { PARTS = RUN / LANES };
-typedef struct {
-    lanes part[PARTS];
-    float scale_a, scale_b, min; /* scales of the first sixteen and of the others */
-} run_of_32;
-
-typedef struct {
-    const void *codes, *d, *scales, *more; /* more: dmin of Q4_K, upper of Q6_K, offsets of a table, whose scales are `shared` */
-} fields;
-
-/* A table's part that all rows share. `way` names the instructions that turn codes into numbers:
- * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. SHIFTED: sixteen
- * EVEN numbers; each zero point is the first number plus an integer from 0 to 16, so a list of integers has the differences.
- * Products with minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums
- * would be subtracted. */
-typedef struct {
-    int32_t runs, way, offset;     /* runs of 32 that share a scale; 0: a run has two scales */
-    float factor, divisor, centre; /* factor and divisor of all numbers, applied last */
-    float values[256], centred[256];
-    uint8_t value_bytes[4][16], centred_bytes[4][16]; /* of the first sixteen numbers: all lowest bytes, and so on */
-} shared;
-enum way { LOOK_UP, SIGNED, E4M3, EVEN, SHORT, SHIFTED };
-enum offset { NO_OFFSET, ZERO, MINIMUM }; /* the meaning of `more` */
-
-static inline float from_f16(const void *array, long i) {
-#if defined(__F16C__) && defined(__AVX2__) /* what gcc takes for _Float16 waits for the number before: half of the speed */
-    return _cvtsh_ss(((const uint16_t *)array)[i]);
-#else
-    _Float16 x;
-    memcpy(&x, (const char *)array + 2 * i, 2);
-    return (float)x;
-#endif
-}
+#include "tables.h"
 
 static inline lanes widen_f16(const uint16_t *x) {
 #ifdef __AVX512F__
@@ -66,426 +21,118 @@ static inline lanes widen_f16(const uint16_t *x) {
 #endif
 }
 
-static inline float dot_f16(const uint16_t *w, const float *x, long in) {
-    lanes sums[PARTS] = {{0}};
-    for (long i = 0; i < in; i += RUN)
-        for (int k = 0; k < PARTS; k++)
-            sums[k] = fma_lanes(widen_f16(w + i + LANES * k), load(x + i + LANES * k), sums[k]);
-    return sum_of_all(sums);
+static inline lanes load_dense(enum kind kind, const void *w, long i) {
+    return kind == F16 ? widen_f16((const uint16_t *)w + i) : load_as(kind == BF16, w, i);
 }
 
-static inline lanes from_int8(const int8_t *codes) {
-#ifdef __AVX512F__
-    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)codes)));
-#elif defined(__AVX2__)
-    return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
-#else
-    lanes v;
-    for (int i = 0; i < LANES; i++) v[i] = codes[i];
-    return v;
-#endif
+static inline float load_dense_one(enum kind kind, const void *w, long i) {
+    return kind == F16 ? from_f16(w, i) : load_one(kind == BF16, w, i);
 }
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-/* 32 numbers of codes of four bits. Byte j of the number of each code is at bytes + step * j. Not whole: the lower two
- * bytes are 0. */
-SPECIALISED void join_bytes(const uint8_t *codes, int whole, const uint8_t *bytes, long step, lanes *part) {
-    const __m256i by_part = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
-    words = _mm256_shuffle_epi8(words, by_part);
-    __m256i shifted = _mm256_mulhi_epu16(words, _mm256_set1_epi16(1 << 12)), number[4];
-    __m256i both = _mm256_blend_epi32(words, shifted, 0xf0);
-    for (int j = whole ? 0 : 2; j < 4; j++) {
-        __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(bytes + step * j)));
-        number[j] = _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(15)));
-    }
-    const __m256i zero = _mm256_setzero_si256();
-    __m256i low = whole ? _mm256_unpacklo_epi8(number[0], number[1]) : zero;
-    __m256i high = _mm256_unpacklo_epi8(number[2], number[3]);
-    part[0] = (lanes)_mm256_unpacklo_epi16(low, high), part[1] = (lanes)_mm256_unpackhi_epi16(low, high);
-    low = whole ? _mm256_unpackhi_epi8(number[0], number[1]) : zero;
-    high = _mm256_unpackhi_epi8(number[2], number[3]);
-    part[2] = (lanes)_mm256_unpacklo_epi16(low, high), part[3] = (lanes)_mm256_unpackhi_epi16(low, high);
-}
-
-/* The bytes of the integers from -32 to 15 as float32, the lowest of all first. */
-enum { LEAST = -32 };
-static const uint8_t INTEGER_BYTES[4][48] = {
-    {0}, {0},
-    {0x00, 0xf8, 0xf0, 0xe8, 0xe0, 0xd8, 0xd0, 0xc8, 0xc0, 0xb8, 0xb0, 0xa8, 0xa0, 0x98, 0x90, 0x88,
-     0x80, 0x70, 0x60, 0x50, 0x40, 0x30, 0x20, 0x10, 0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,
-     0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70},
-    {0xc2, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1,
-     0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
-     0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41}};
-#endif
-
-/* 32 codes of four bits, less an offset of 0 to 32: element 4 j + i is part j of word i. */
-SPECIALISED void four_bits(const uint8_t *codes, int offset, lanes *part) {
-#ifdef __AVX512F__
-    const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
-    const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(to16, _mm512_set1_epi32(offset)));
-    __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
-    part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
-    part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
-#elif defined(__AVX2__)
-    join_bytes(codes, 0, (const uint8_t *)INTEGER_BYTES - LEAST - offset, sizeof INTEGER_BYTES[0], part);
-#else
-    uint32_t word[4];
-    memcpy(word, codes, sizeof word);
-    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] = (float)((int)(word[e % 4] >> (e / 4 * 4) & 15) - offset);
-#endif
-}
-
-static inline lanes from_uint8(const uint8_t *codes) {
-#ifdef __AVX512F__
-    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)));
-#elif defined(__AVX2__)
-    return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
-#else
-    lanes v;
-    for (int i = 0; i < LANES; i++) v[i] = codes[i];
-    return v;
-#endif
-}
-
-/* The numbers of 32 codes of four bits, in the order of `four_bits`; bytes: those of the values. */
-SPECIALISED void look_up_four(
-    const uint8_t *codes, enum way way, const float *values, const uint8_t (*bytes)[16], lanes *part) {
-#ifdef __AVX512F__
-    const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
-    const __m512 numbers = _mm512_loadu_ps(values);
-    __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
-    (void)way, (void)bytes;
-    part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
-    part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
-#elif defined(__AVX2__)
-    (void)values;
-    join_bytes(codes, way != SHORT, (const uint8_t *)bytes, sizeof bytes[0], part);
-#else
-    uint32_t word[4];
-    (void)way, (void)bytes;
-    memcpy(word, codes, sizeof word);
-    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] = values[word[e % 4] >> (e / 4 * 4) & 15];
-#endif
-}
-
-#ifdef __AVX512VBMI__
-/* The upper two bytes of the float32 of each E4M3 code without its sign, divided by 256. */
-#define EVEN_EXPONENT 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70
-#define ODD_EXPONENT 0x80, 0x90, 0xa0, 0xb0, 0xc0, 0xd0, 0xe0, 0xf0
-#define TWO_EXPONENTS EVEN_EXPONENT, ODD_EXPONENT
-static const uint8_t E4M3_LOW[128] = {
-    0x00, 0x00, 0x80, 0xc0, 0x00, 0x20, 0x40, 0x60, ODD_EXPONENT, TWO_EXPONENTS, TWO_EXPONENTS,
-    TWO_EXPONENTS, TWO_EXPONENTS, TWO_EXPONENTS, TWO_EXPONENTS, TWO_EXPONENTS};
-static const uint8_t E4M3_HIGH[128] = {
-    0, 55, 55, 55, [4 ... 15] = 56, [16 ... 31] = 57, [32 ... 47] = 58, [48 ... 63] = 59, [64 ... 79] = 60,
-    [80 ... 95] = 61, [96 ... 111] = 62, [112 ... 127] = 63};
-#define TWICE(j) j, j, 16 + j, 16 + j
-static const uint8_t CODES_TWICE[64] = {
-    TWICE(0), TWICE(1), TWICE(2), TWICE(3), TWICE(4), TWICE(5), TWICE(6), TWICE(7), TWICE(8), TWICE(9), TWICE(10),
-    TWICE(11), TWICE(12), TWICE(13), TWICE(14), TWICE(15)};
-#endif
-
-/* The numbers of 32 E4M3 bytes, divided by 256. With AVX512-VBMI their bytes are looked up in two tables. Elsewhere the bits
- * are moved to those of a float16 whose exponent is 8 too small, and converted, which takes more instructions. */
-static inline void e4m3_run(const uint8_t *codes, lanes *part) {
-#ifdef __AVX512VBMI__
-    const uint8_t *low = E4M3_LOW, *high = E4M3_HIGH;
-    const __mmask64 lower_bytes = 0x5555555555555555;
-    __m512i wide = _mm512_castsi256_si512(_mm256_loadu_si256((const __m256i *)codes));
-    wide = _mm512_permutexvar_epi8(_mm512_loadu_si512(CODES_TWICE), wide); /* word 2 j: code j; 2 j + 1: code 16 + j */
-    __m512i number = _mm512_mask2_permutex2var_epi8(
-        _mm512_loadu_si512(low), wide, lower_bytes, _mm512_loadu_si512(low + 64));
-    number = _mm512_mask2_permutex2var_epi8(
-        _mm512_loadu_si512(high), number, ~lower_bytes, _mm512_loadu_si512(high + 64));
-    number = _mm512_or_si512(number, _mm512_and_si512(wide, _mm512_set1_epi16((short)0x8000)));
-    part[0] = (lanes)_mm512_slli_epi32(number, 16);
-    part[1] = (lanes)_mm512_and_si512(number, _mm512_set1_epi32((int)0xffff0000));
-#elif defined(__AVX512F__)
-    __m512i wide = _mm512_cvtepi8_epi16(_mm256_loadu_si256((const __m256i *)codes));
-    __m512i halves = _mm512_and_si512(_mm512_slli_epi16(wide, 7), _mm512_set1_epi16((short)0xbf80));
-    part[0] = (lanes)_mm512_cvtph_ps(_mm512_castsi512_si256(halves));
-    part[1] = (lanes)_mm512_cvtph_ps(_mm512_extracti64x4_epi64(halves, 1));
-#elif defined(__AVX2__) && defined(__F16C__)
-    for (int k = 0; k < PARTS; k += 2) {
-        __m256i wide = _mm256_cvtepi8_epi16(_mm_loadu_si128((const __m128i *)(codes + LANES * k)));
-        __m256i halves = _mm256_and_si256(_mm256_slli_epi16(wide, 7), _mm256_set1_epi16((short)0xbf80));
-        part[k] = (lanes)_mm256_cvtph_ps(_mm256_castsi256_si128(halves));
-        part[k + 1] = (lanes)_mm256_cvtph_ps(_mm256_extracti128_si256(halves, 1));
-    }
-#else
-    for (int e = 0; e < RUN; e++) {
-        uint16_t half = (uint16_t)((codes[e] & 0x80) << 8 | (codes[e] & 0x7f) << 7);
-        part[e / LANES][e % LANES] = from_f16(&half, 0);
-    }
-#endif
-}
-
-static inline lanes look_up(const uint8_t *codes, const float *values) {
-#ifdef __AVX512F__
-    return (lanes)_mm512_i32gather_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)), values, 4);
-#elif defined(__AVX2__)
-    return (lanes)_mm256_i32gather_ps(values, _mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)), 4);
-#else
-    lanes v;
-    for (int i = 0; i < LANES; i++) v[i] = values[codes[i]];
-    return v;
-#endif
-}
-
-/* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`; centred: less the centre. zero: the zero
- * point, already subtracted from SHIFTED numbers. */
-SPECIALISED void table_run(
-    enum kind kind, const fields *f, enum way way, long i, int centred, const float *zero, lanes *part) {
-    const shared *table = (const shared *)f->scales;
-    const float *values = centred ? table->centred : table->values;
-    if (kind == TABLE_4 && way == SHIFTED) {
-        four_bits((const uint8_t *)f->codes + 16 * i, (int)(*zero - values[0]), part);
-        return;
-    }
-    if (kind == TABLE_4) {
-        const uint8_t (*bytes)[16] = centred ? table->centred_bytes : table->value_bytes;
-        look_up_four((const uint8_t *)f->codes + 16 * i, way, values, bytes, part);
-        return;
-    }
-    const uint8_t *codes = (const uint8_t *)f->codes + RUN * i;
-    if (way == E4M3) e4m3_run(codes, part);
-    for (int k = 0; way != E4M3 && k < PARTS; k++) {
-        if (way == SIGNED) part[k] = from_int8((const int8_t *)codes + LANES * k);
-        else if (way == EVEN) part[k] = from_uint8(codes + LANES * k) + splat(values[0]);
-        else part[k] = look_up(codes + LANES * k, values);
-    }
-}
-
-static inline float unit_of(enum way way) {
-    return way == E4M3 ? 256 : 1;
-}
-
-/* Adds 16 times 32 upper codes of two bits: element 4 j + i is part j of the 16-bit word i. */
-static inline void add_two_bits(const uint8_t *upper, lanes *part) {
-#ifdef __AVX512F__
-    const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 2, 2, 2, 2, 4, 4, 4, 4, 6, 6, 6, 6);
-    const __m512 numbers = _mm512_setr4_ps(0, 16, 32, 48);
-    const __m512i three = _mm512_set1_epi32(3), second = _mm512_set1_epi32(8);
-    __m512i words = _mm512_broadcast_i32x4(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)upper)));
-    __m512i first = _mm512_and_si512(_mm512_srlv_epi32(words, shift), three);
-    __m512i last = _mm512_and_si512(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, second)), three);
-    part[0] += (lanes)_mm512_permutexvar_ps(first, numbers);
-    part[1] += (lanes)_mm512_permutexvar_ps(last, numbers);
-#elif defined(__AVX2__)
-    __m256i words = _mm256_broadcastsi128_si256(_mm_cvtepu16_epi32(_mm_loadl_epi64((const __m128i *)upper)));
-    words = _mm256_sllv_epi32(words, _mm256_setr_epi32(4, 4, 4, 4, 2, 2, 2, 2));
-    for (int k = 0; k < PARTS; k++)
-        part[k] += (lanes)_mm256_cvtepi32_ps(_mm256_and_si256(_mm256_srli_epi32(words, 4 * k), _mm256_set1_epi32(48)));
-#else
-    uint16_t word[4];
-    memcpy(word, upper, sizeof word);
-    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] += (float)(word[e % 4] >> (e / 4 * 2) & 3) * 16;
-#endif
-}
-
-static inline void scale_q4_k(const fields *f, long i, run_of_32 *r) {
-    const uint8_t *three = (const uint8_t *)f->scales + i / 2 * 3;
-    unsigned bits = (unsigned)three[0] | (unsigned)three[1] << 8 | (unsigned)three[2] << 16;
-    if (i % 2) bits >>= 12;
-    r->scale_a = r->scale_b = from_f16(f->d, i / 8) * (float)(bits & 63);
-    r->min = from_f16(f->more, i / 8) * (float)(bits >> 6 & 63);
-}
-
-static inline void run_q6_k(const fields *f, long i, run_of_32 *r) {
-    const int8_t *scales = (const int8_t *)f->scales + 2 * i;
-    float d = from_f16(f->d, i / 8);
-    four_bits((const uint8_t *)f->codes + 16 * i, 32, r->part);
-    add_two_bits((const uint8_t *)f->more + 8 * i, r->part);
-    r->scale_a = d * (float)scales[0], r->scale_b = d * (float)scales[1];
-}
-
-/* Elements 32 i to 32 i + 31 of a matrix, counted over all rows. */
-SPECIALISED run_of_32 run(enum kind kind, const fields *f, long i) {
-    run_of_32 r = {.min = 0};
-    if (kind == Q6_K) {
-        run_q6_k(f, i, &r);
-    } else if (kind == Q8_0) {
-        for (int k = 0; k < PARTS; k++) r.part[k] = from_int8((const int8_t *)f->codes + RUN * i + LANES * k);
-    } else {
-        four_bits((const uint8_t *)f->codes + 16 * i, kind == Q4_0 ? 8 : 0, r.part);
-    }
-    if (kind == Q4_K) scale_q4_k(f, i, &r);
-    if (kind == Q8_0 || kind == Q4_0) r.scale_a = r.scale_b = from_f16(f->d, i);
-    return r;
-}
-
-/* Adds the products of run i with the inputs at x. Where one scale holds for all, it is applied to their sum. */
-SPECIALISED lanes add_run(
-    enum kind kind, const fields *f, long i, const float *x, lanes sum) {
-    run_of_32 w = run(kind, f, i);
-    lanes inputs = load(x), products[2] = {w.part[0] * inputs};
-    for (int k = 1; k < PARTS; k++) {
-        lanes more = load(x + LANES * k), *to = products + (kind == Q6_K && k >= PARTS / 2);
-        *to = fma_lanes(w.part[k], more, *to);
-        inputs += more;
-    }
-    if (kind == Q4_K) sum = fma_lanes(inputs, splat(-w.min), sum);
-    if (kind == Q6_K) sum = fma_lanes(products[1], splat(w.scale_b), sum);
-    return fma_lanes(products[0], splat(w.scale_a), sum);
-}
-
-SPECIALISED float dot_packed(
-    enum kind kind, const fields *f, long row, const float *x, long in) {
-    const long n = in / RUN, first = row * n, bytes = kind == Q8_0 ? RUN : RUN / 2;
-    const char *codes = (const char *)f->codes + first * bytes;
-    lanes even = {0}, odd = {0};
+/* A row of floats, 64 at a time: with fewer sums, an addition waits for the addition before it. */
+SPECIALISED float dot_dense(enum kind kind, const void *codes, long row, const float *x, long in) {
+    enum { STEP = 64, SUMS = STEP / LANES };
+    const char *w = (const char *)codes + row * in * (kind == F32 ? 4 : 2);
+    lanes sums[SUMS] = {{0}};
     long i = 0;
-    for (; i + 2 <= n; i += 2) {
-        __builtin_prefetch(codes + i * bytes + AHEAD);
-        even = add_run(kind, f, first + i, x + RUN * i, even);
-        odd = add_run(kind, f, first + i + 1, x + RUN * (i + 1), odd);
+    for (; i + STEP <= in; i += STEP) {
+        for (int b = 0; b < STEP * (kind == F32 ? 4 : 2); b += 64) __builtin_prefetch(w + i * (kind == F32 ? 4 : 2) + b + AHEAD);
+        for (int k = 0; k < SUMS; k++)
+            sums[k] = fma_lanes(load_dense(kind, w, i + LANES * k), load(x + i + LANES * k), sums[k]);
     }
-    if (i < n) even = add_run(kind, f, first + i, x + RUN * i, even);
-    return sum_of(even + odd);
+    for (int n = SUMS / 2; n; n /= 2)
+        for (int k = 0; k < n; k++) sums[k] += sums[k + n];
+    float sum = sum_of(sums[0]);
+    for (; i < in; i++) sum += load_dense_one(kind, w, i) * x[i];
+    return sum;
 }
 
-SPECIALISED void add_table_run(
-    enum kind kind, const fields *f, enum way way, long i, const float *x, const float *zero, lanes *sums) {
-    lanes part[PARTS];
-    table_run(kind, f, way, i, 1, zero, part);
+/* The product of a run with the inputs at x; of a run of two sub-blocks, each of them. */
+SPECIALISED void dot_run(enum kind kind, const uint8_t *block, int run, const float *x, lanes *products) {
     for (int k = 0; k < PARTS; k++) {
-        if (zero && way != SHIFTED) part[k] -= splat(*zero);
-        sums[k] = fma_lanes(part[k], load(x + LANES * k), sums[k]);
+        lanes part = part_of_run(kind, block, run, k), input = load(x + LANES * k);
+        int sub = n_subs(kind) == 2 && k >= PARTS / 2, starts = k == 0 || (n_subs(kind) == 2 && k == PARTS / 2);
+        products[sub] = starts ? part * input : fma_lanes(part, input, products[sub]);
     }
 }
 
-/* Products of n runs, from run i on, with the inputs at x. zero: the zero point that they share; NULL: none.
- * Four sums run at once, because an addition waits for the addition before it. */
-SPECIALISED lanes dot_group(
-    enum kind kind, const fields *f, enum way way, long i, long n, const float *x, const float *zero) {
-    const long bytes = kind == TABLE_8 ? RUN : RUN / 2;
-    lanes sums[4] = {{0}}, *odd = sums + 4 - PARTS;
-    for (long at = 0; at + 2 <= n; at += 2) __builtin_prefetch((const char *)f->codes + (i + at) * bytes + AHEAD);
-    long r = 0;
-    for (; r + 2 <= n; r += 2) {
-        add_table_run(kind, f, way, i + r, x + RUN * r, zero, sums);
-        add_table_run(kind, f, way, i + r + 1, x + RUN * (r + 1), zero, odd);
-    }
-    if (r < n) add_table_run(kind, f, way, i + r, x + RUN * r, zero, sums);
-    return n == 1 && PARTS == 2 ? sums[0] + sums[1] : (sums[0] + sums[1]) + (sums[2] + sums[3]);
-}
-
-/* A row whose groups have `runs` runs, a constant where it is small: the compiler makes one loop for each.
- * whole: the groups are parts of one, so all have the scale and zero point of the row.
- * Two sums take turns. A loop of two groups would have each body three times, and compiling it would take twice as long. */
-SPECIALISED lanes dot_groups(
-    enum kind kind, const fields *f, enum way way, int zeros, long runs, int whole, long row, const float *x, long in) {
-    const long n = in / RUN / runs, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2, step = !whole;
-    const float *d = (const float *)f->d + (whole ? row : first), *zero = (const float *)f->more + (whole ? row : first);
-    lanes even = {0}, odd = {0};
-    for (long g = 0; g < n; g++) {
-        if (runs == 1) __builtin_prefetch((const char *)f->codes + (first + g) * bytes + AHEAD);
-        lanes one = dot_group(
-            kind, f, way, (first + g) * runs, runs, x + RUN * runs * g, zeros ? zero + g * step : NULL);
+/* A row of blocks of 32. sums: of the inputs of each block, where the type has minima. */
+SPECIALISED float dot_blocks(enum kind kind, const uint8_t *block, const float *x, const float *sums, long in) {
+    const long bytes = block_bytes(kind);
+    lanes even = {0}, odd = {0}, product;
+    float minima = 0;
+    for (long i = 0; i < in / RUN; i++, block += bytes) {
+        __builtin_prefetch(block + AHEAD);
+        dot_run(kind, block, 0, x + RUN * i, &product);
         lanes other = odd;
-        odd = fma_lanes(one, splat(d[g * step]), even), even = other;
+        odd = fma_lanes(product, splat(scale_of(kind, block)), even), even = other;
+        if (has_min(kind)) minima += from_f16(block, 1) * sums[i];
     }
-    return even + odd;
+    return sum_of(even + odd) + minima;
 }
 
-/* Adds the products of run i, whose halves have scales of their own, with the inputs at x. */
-SPECIALISED void add_halves(
-    enum kind kind, const fields *f, enum way way, int zeros, long i, const float *x, lanes *sums) {
-    const float *d = (const float *)f->d + 2 * i, *zero = (const float *)f->more + 2 * i;
-    lanes part[PARTS], products[2];
-    table_run(kind, f, way, i, 1, zero, part);
-    for (int k = 0; k < PARTS; k++) {
-        lanes *to = products + (k >= PARTS / 2), input = load(x + LANES * k);
-        if (zeros) part[k] -= splat(zero[k >= PARTS / 2]);
-        *to = k % (PARTS / 2) ? fma_lanes(part[k], input, *to) : part[k] * input;
-    }
-    for (int half = 0; half < 2; half++) sums[half] = fma_lanes(products[half], splat(d[half]), sums[half]);
-}
-
-/* A row whose groups have sixteen elements. */
-SPECIALISED lanes dot_halves(
-    enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
-    const long n = in / RUN, first = row * n, bytes = kind == TABLE_8 ? RUN : RUN / 2;
-    lanes even[2] = {{0}}, odd[2] = {{0}};
-    for (long i = 0; i < n; i++) {
-        __builtin_prefetch((const char *)f->codes + (first + i) * bytes + AHEAD);
-        add_halves(kind, f, way, zeros, first + i, x + RUN * i, even);
-        for (int half = 0; half < 2; half++) {
-            lanes other = odd[half];
-            odd[half] = even[half], even[half] = other;
+/* A row of super-blocks. sums: of the inputs of each sub-block, where the type has minima. */
+SPECIALISED float dot_super(enum kind kind, const uint8_t *block, const float *x, const float *sums, long in) {
+    const long bytes = block_bytes(kind);
+    const int subs = n_subs(kind), n = RUNS * subs;
+    lanes total[2] = {{0}}, product[2], minima = {0};
+    factors f = {0};
+    for (long i = 0; i < in / (RUN * RUNS); i++, block += bytes) {
+        for (long b = 0; b < bytes; b += 64) __builtin_prefetch(block + b + AHEAD);
+        factors_of(kind, block, &f);
+#pragma GCC unroll 8
+        for (int run = 0; run < RUNS; run++) {
+            dot_run(kind, block, run, x + RUN * (RUNS * i + run), product);
+            for (int sub = 0; sub < subs; sub++) {
+                lanes *to = total + (subs == 2 ? sub : run % 2);
+                *to = fma_lanes(product[sub], spread(f.scale, subs * run + sub), *to);
+            }
         }
+        for (int s = 0; has_min(kind) && s < n; s += LANES)
+            minima = fma_lanes(f.min[s / LANES], load_some(sums + n * i + s, n - s), minima);
     }
-    return even[0] + even[1] + odd[0] + odd[1];
+    return sum_of(total[0] + total[1] - minima);
 }
 
-SPECIALISED lanes dot_way(
-    enum kind kind, const fields *f, enum way way, int zeros, long row, const float *x, long in) {
-    const long runs = ((const shared *)f->scales)->runs;
-    const int whole = RUN * runs == in && runs % 4 == 0;
-    switch (whole ? 4 : runs) {
-    case 0: return dot_halves(kind, f, way, zeros, row, x, in);
-    case 1: return dot_groups(kind, f, way, zeros, 1, 0, row, x, in);
-    case 2: return dot_groups(kind, f, way, zeros, 2, 0, row, x, in);
-    case 4: return dot_groups(kind, f, way, zeros, 4, whole, row, x, in);
-    default: return dot_groups(kind, f, way, zeros, runs, 0, row, x, in);
+SPECIALISED float dot_packed(enum kind kind, const void *codes, long row, const float *x, const float *sums, long in) {
+    const long size = is_super(kind) ? RUN * RUNS : RUN;
+    const uint8_t *blocks = (const uint8_t *)codes + row * (in / size) * block_bytes(kind);
+    return is_super(kind) ? dot_super(kind, blocks, x, sums, in) : dot_blocks(kind, blocks, x, sums, in);
+}
+
+/* Each type has a function of its own: together they would be too large for the compiler. */
+#define EACH_TYPE(USE) \
+    USE(Q8_0) USE(Q4_0) USE(Q4_1) USE(Q5_0) USE(Q5_1) USE(IQ4_NL) USE(MXFP4) USE(Q2_K) USE(Q3_K) USE(Q4_K) USE(Q5_K) \
+    USE(Q6_K) USE(IQ4_XS)
+#define DOT(KIND) \
+    static float dot_##KIND(const void *codes, long row, const float *x, const float *sums, long in) { \
+        return dot_packed(KIND, codes, row, x, sums, in); \
+    }
+EACH_TYPE(DOT)
+
+static float dot(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
+    switch (kind) {
+    case F32: return dot_dense(F32, f->codes, row, x, in);
+    case BF16: return dot_dense(BF16, f->codes, row, x, in);
+    case F16: return dot_dense(F16, f->codes, row, x, in);
+#define CASE(KIND) case KIND: return dot_##KIND(f->codes, row, x, sums, in);
+    EACH_TYPE(CASE)
+#undef CASE
+    default: return dot_table(kind, f, row, x, sums, in);
     }
 }
 
-static inline long columns_of_group(const shared *table) {
-    return table->runs ? RUN * table->runs : RUN / 2;
-}
-
-/* Minima of a row times the sums of the inputs of each group. */
-static inline lanes dot_offsets(const fields *f, long row, const float *sums, long n) {
+/* Columns whose inputs are summed, because their minimum is one number; 0: no minima. */
+static long columns_of_minimum(int kind, const fields *f) {
+    if (kind != TABLE_4 && kind != TABLE_8) return has_min(kind) ? RUN / n_subs(kind) : 0;
     const shared *table = (const shared *)f->scales;
-    const lanes centre = splat(table->centre);
-    const float *d = (const float *)f->d + row * n, *more = (const float *)f->more + row * n;
-    lanes total = {0};
-    for (long g = 0; g < n; g += LANES) {
-        lanes offset = load_some(more + g, n - g), scale = load_some(d + g, n - g);
-        offset = fma_lanes(scale, centre, offset);
-        total = fma_lanes(offset, load_some(sums + g, n - g), total);
-    }
-    return total;
+    return table->offset == MINIMUM ? columns_of_group(table) : 0;
 }
 
-/* sums: of the inputs of each group, where a table has minima. */
-static inline float dot_table(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
-    const shared *table = (const shared *)f->scales;
-    lanes total;
-    const int zeros = table->offset == ZERO;
-    if (kind == TABLE_4 && table->way == SHIFTED) {
-        total = dot_way(TABLE_4, f, SHIFTED, 1, row, x, in);
-    } else if (kind == TABLE_4 && table->way == SHORT) {
-        total = zeros ? dot_way(TABLE_4, f, SHORT, 1, row, x, in) : dot_way(TABLE_4, f, SHORT, 0, row, x, in);
-    } else if (kind == TABLE_4) {
-        total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
-    } else if (table->way == SIGNED) {
-        total = zeros ? dot_way(TABLE_8, f, SIGNED, 1, row, x, in) : dot_way(TABLE_8, f, SIGNED, 0, row, x, in);
-    } else if (table->way == E4M3) {
-        total = dot_way(TABLE_8, f, E4M3, 0, row, x, in) * unit_of(E4M3);
-    } else if (table->way == EVEN) {
-        total = zeros ? dot_way(TABLE_8, f, EVEN, 1, row, x, in) : dot_way(TABLE_8, f, EVEN, 0, row, x, in);
-    } else {
-        total = zeros ? dot_way(TABLE_8, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_8, f, LOOK_UP, 0, row, x, in);
-    }
-    if (sums) total += dot_offsets(f, row, sums, in / columns_of_group(table));
-    return sum_of(total) * table->factor / table->divisor;
-}
-
-/* Sums of the inputs of each group of each row; NULL where they are not needed, or `lacking` where there is no memory. */
-static float *sums_of_groups(int kind, const fields *f, const float *x, long rows, long in, int *lacking) {
-    const shared *table = (const shared *)f->scales;
-    if ((kind != TABLE_4 && kind != TABLE_8) || table->offset != MINIMUM) return NULL;
-    const long size = columns_of_group(table), n = rows * in / size;
-    float *sums = malloc(sizeof(float) * (size_t)n);
-    *lacking = sums == NULL;
-    for (long g = 0; sums && g < n; g++) {
+/* Sums of the inputs of each group of `size` columns; NULL without groups, or where memory is lacking. */
+static float *sums_of_groups(const float *x, long n, long size) {
+    float *sums = size ? malloc(sizeof(float) * (size_t)(n / size)) : NULL;
+    for (long g = 0; sums && g < n / size; g++) {
         lanes total = {0};
         for (long i = 0; i < size; i += LANES) total += load(x + g * size + i);
         sums[g] = sum_of(total);
@@ -493,31 +140,35 @@ static float *sums_of_groups(int kind, const fields *f, const float *x, long row
     return sums;
 }
 
-static inline float dot(int kind, const fields *f, long row, const float *x, const float *sums, long in) {
-    switch (kind) {
-    case F32: return dot_f32((const float *)f->codes + row * in, x, in);
-    case BF16: return dot_bf16((const uint16_t *)f->codes + row * in, x, in);
-    case F16: return dot_f16((const uint16_t *)f->codes + row * in, x, in);
-    case Q8_0: return dot_packed(Q8_0, f, row, x, in);
-    case Q4_0: return dot_packed(Q4_0, f, row, x, in);
-    case Q4_K: return dot_packed(Q4_K, f, row, x, in);
-    case TABLE_4:
-    case TABLE_8: return dot_table(kind, f, row, x, sums, in);
-    default: return dot_packed(Q6_K, f, row, x, in);
-    }
-}
-
-static int product_f32(int kind, const fields *f, const float *x, float *y, long rows, long out, long in) {
-    int lacking = 0;
-    float *sums = sums_of_groups(kind, f, x, rows, in, &lacking);
-    if (lacking) return 1;
-    const long groups = sums ? in / columns_of_group((const shared *)f->scales) : 0;
+static int multiply_row(int kind, const fields *f, const float *x, float *y, long out, long in) {
+    const long size = columns_of_minimum(kind, f);
+    float *sums = sums_of_groups(x, in, size);
+    if (size && !sums) return 1;
 #pragma omp parallel for schedule(static) if (out * in > 1 << 14)
-    for (long r = 0; r < out; r++)
-        for (long m = 0; m < rows; m++)
-            y[m * out + r] = dot(kind, f, r, x + m * in, sums ? sums + m * groups : NULL, in);
+    for (long r = 0; r < out; r++) y[r] = dot(kind, f, r, x, sums, in);
     free(sums);
     return 0;
+}
+
+/* Several rows: a row of the matrix is decoded, then multiplied by each; floats are read again. */
+static int multiply_rows(int kind, const fields *f, const float *x, float *y, long rows, long out, long in) {
+    int lacking = 0;
+#pragma omp parallel reduction(| : lacking) if (out * in > 1 << 14)
+    {
+        const int dense = kind == F32 || kind == BF16 || kind == F16;
+        float *decoded = dense ? NULL : malloc(sizeof(float) * (size_t)in);
+        lacking |= !dense && !decoded;
+#pragma omp for schedule(static)
+        for (long r = 0; r < out; r++) {
+            if (decoded) llorch_decode_runs(kind, f->codes, f->d, f->scales, f->more, 0, decoded, r * (in / RUN), in / RUN);
+            for (long m = 0; m < rows; m++) {
+                if (dense) y[m * out + r] = dot(kind, f, r, x + m * in, NULL, in);
+                else if (decoded) y[m * out + r] = dot_dense(F32, decoded, 0, x + m * in, in);
+            }
+        }
+        free(decoded);
+    }
+    return lacking;
 }
 
 static void copy_as(int from_half, const void *x, int to_half, void *y, long n) {
@@ -529,18 +180,14 @@ static void copy_as(int from_half, const void *x, int to_half, void *y, long n) 
 int llorch_product(int kind, const void *codes, const void *d, const void *scales, const void *more, int half,
                    const void *x, const void *bias, void *y, long rows, long out, long in) {
     const fields f = {codes, d, scales, more};
-    if (!half) {
-        if (product_f32(kind, &f, x, y, rows, out, in)) return 1;
-        for (long i = 0; bias && i < rows * out; i++) ((float *)y)[i] += ((const float *)bias)[i % out];
-        return 0;
-    }
-    float *wide = malloc(sizeof(float) * (size_t)rows * (size_t)(in + out));
-    if (!wide) return 1;
-    float *sums = wide + rows * in;
-    copy_as(1, x, 0, wide, rows * in);
-    int lacking = product_f32(kind, &f, wide, sums, rows, out, in);
-    for (long i = 0; bias && i < rows * out; i++) sums[i] += from_bf16(((const uint16_t *)bias)[i % out]);
-    copy_as(0, sums, 1, y, rows * out);
+    float *wide = half ? malloc(sizeof(float) * (size_t)rows * (size_t)(in + out)) : NULL;
+    if (half && !wide) return 1;
+    float *sums = half ? wide + rows * in : y;
+    if (half) copy_as(1, x, 0, wide, rows * in);
+    const float *inputs = half ? wide : x;
+    int lacking = rows == 1 ? multiply_row(kind, &f, inputs, sums, out, in) : multiply_rows(kind, &f, inputs, sums, rows, out, in);
+    for (long i = 0; bias && i < rows * out; i++) sums[i] += load_one(half, bias, i % out);
+    if (half) copy_as(0, sums, 1, y, rows * out);
     free(wide);
     return lacking;
 }
@@ -549,43 +196,57 @@ int llorch_expert_product(int kind, const void *codes, const void *d, const void
                           const void *x, const int64_t *ids, void *y, long rows, long share, long experts, long out,
                           long in) {
     const fields f = {codes, d, scales, more};
-    long given = rows / share;
-    float *wide = malloc(sizeof(float) * (size_t)given * (size_t)in);
-    if (!wide) return 1;
+    const long n_inputs = rows / share, size = columns_of_minimum(kind, &f);
     for (long m = 0; m < rows; m++)
-        if (ids[m] < 0 || ids[m] >= experts) {
-            free(wide);
-            return 2;
-        }
-    copy_as(half, x, 0, wide, given * in);
-    int lacking = 0;
-    float *sums = sums_of_groups(kind, &f, wide, given, in, &lacking);
-    const long groups = sums ? in / columns_of_group((const shared *)scales) : 0;
+        if (ids[m] < 0 || ids[m] >= experts) return 2;
+    float *wide = malloc(sizeof(float) * (size_t)n_inputs * (size_t)in), *sums = NULL;
+    if (!wide) return 1;
+    copy_as(half, x, 0, wide, n_inputs * in);
+    sums = sums_of_groups(wide, n_inputs * in, size);
+    int lacking = size && !sums;
 #pragma omp parallel for schedule(static)
     for (long i = 0; i < rows * out; i++) {
-        long m = i / out, row = ids[m] * out + i % out;
-        store_one(half, y, i, dot(kind, &f, row, wide + m / share * in, sums ? sums + m / share * groups : NULL, in));
+        long m = i / out, input = m / share, row = ids[m] * out + i % out;
+        if (!lacking)
+            store_one(half, y, i, dot(kind, &f, row, wide + input * in, sums ? sums + input * (in / size) : NULL, in));
     }
     free(sums);
     free(wide);
     return lacking;
 }
 
-SPECIALISED void decode(
-    enum kind kind, const fields *f, long first, long n, int half, void *y) {
-    for (long i = 0; i < n; i++) {
-        run_of_32 w = run(kind, f, first + i);
-        for (int k = 0; k < PARTS; k++) w.part[k] = w.part[k] * (k < PARTS / 2 ? w.scale_a : w.scale_b) - w.min;
-#ifdef __AVX512BF16__ /* which takes the smallest of numbers for zero: they do not occur, as scales are float16 */
-        if (half) {
-            _mm512_storeu_si512((uint16_t *)y + RUN * i,
-                                (__m512i)_mm512_cvtne2ps_pbh((__m512)w.part[1], (__m512)w.part[0]));
-            continue;
-        }
+SPECIALISED void decode_blocks(enum kind kind, const void *codes, long first, long n, int half, void *y) {
+    const int runs = is_super(kind) ? RUNS : 1, subs = n_subs(kind);
+    const uint8_t *block = (const uint8_t *)codes + first / runs * block_bytes(kind);
+    factors f = {0};
+    for (long i = 0; i < n / runs; i++, block += block_bytes(kind)) {
+        if (is_super(kind)) factors_of(kind, block, &f);
+        else f.scale[0] = splat(scale_of(kind, block)), f.min[0] = splat(has_min(kind) ? -from_f16(block, 1) : 0);
+#pragma GCC unroll 8
+        for (int run = 0; run < runs; run++) {
+            lanes part[PARTS];
+            for (int k = 0; k < PARTS; k++) {
+                int sub = subs * run + (subs == 2 && k >= PARTS / 2);
+                part[k] = part_of_run(kind, block, run, k) * spread(f.scale, sub);
+                if (has_min(kind)) part[k] -= spread(f.min, sub);
+            }
+            const long to = RUN * (runs * i + run);
+#ifdef __AVX512BF16__ /* which takes subnormal numbers for zero: only MXFP4 has them, as other scales are float16 */
+            if (half && kind != MXFP4) {
+                _mm512_storeu_si512((uint16_t *)y + to, (__m512i)_mm512_cvtne2ps_pbh((__m512)part[1], (__m512)part[0]));
+                continue;
+            }
 #endif
-        for (int k = 0; k < PARTS; k++) store_as(half, y, RUN * i + LANES * k, w.part[k]);
+            for (int k = 0; k < PARTS; k++) store_as(half, y, to + LANES * k, part[k]);
+        }
     }
 }
+
+#define DECODE(KIND) \
+    static void decode_##KIND(const void *codes, long first, long n, int half, void *y) { \
+        decode_blocks(KIND, codes, first, n, half, y); \
+    }
+EACH_TYPE(DECODE)
 
 SPECIALISED void decode_table(
     enum kind kind, const fields *f, enum way way, long first, long n, int half, void *y) {
@@ -623,12 +284,11 @@ void llorch_decode_runs(int kind, const void *codes, const void *d, const void *
     case F16:
         for (long i = 0; i < RUN * n; i += LANES) store_as(half, y, i, widen_f16((const uint16_t *)codes + RUN * first + i));
         break;
-    case Q8_0: decode(Q8_0, &f, first, n, half, y); break;
-    case Q4_0: decode(Q4_0, &f, first, n, half, y); break;
-    case Q4_K: decode(Q4_K, &f, first, n, half, y); break;
+#define CASE(KIND) case KIND: decode_##KIND(codes, first, n, half, y); break;
+    EACH_TYPE(CASE)
+#undef CASE
     case TABLE_4: decode_table(TABLE_4, &f, LOOK_UP, first, n, half, y); break;
-    case TABLE_8: decode_eight(&f, first, n, half, y); break;
-    default: decode(Q6_K, &f, first, n, half, y);
+    default: decode_eight(&f, first, n, half, y);
     }
 }
 

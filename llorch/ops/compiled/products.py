@@ -8,15 +8,21 @@ table, and its scales, zero points and minima in arrays of their own.
 
 import ctypes
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 from jaxtyping import Float32, Shaped
 
-from llorch.ops.compiled.library import library
+from llorch.ops.compiled.library import find_compiler, library
 from llorch.runtime.threads import n_cores, n_requested
 
-KINDS = {"F32": 0, "BF16": 1, "TABLE_4": 6, "TABLE_8": 7, "F16": 8}  # `kind` in products.c
+KINDS = {  # `kind` in blocks.h; ggml's types by name, and the two tables
+    "F32": 0, "BF16": 1, "Q8_0": 2, "Q4_0": 3, "Q4_K": 4, "Q6_K": 5, "TABLE_4": 6, "TABLE_8": 7, "F16": 8, "Q4_1": 9,
+    "Q5_0": 10, "Q5_1": 11, "Q2_K": 12, "Q3_K": 13, "Q5_K": 14, "IQ4_NL": 15, "IQ4_XS": 16, "MXFP4": 17,
+}  # fmt: skip
+RUN = 32  # elements that are decoded together; a row has whole runs
 FEW = 8  # up to this many rows, products from the stored matrix are faster than from decoded tiles
+LARGE = 1 << 20  # elements; a smaller matrix stays in the processor's cache, where BLAS is as fast
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +35,11 @@ class CompiledMatrix:
     d: Float32[np.ndarray, "out groups"] | None = None
     shared: Shaped[np.ndarray, " bytes"] | None = None  # of a table: see `products.c`
     more: Float32[np.ndarray, "out groups"] | None = None  # zero points or minima of a table
+
+    @property
+    def is_dense(self) -> bool:
+        """True for floats, which are multiplied faster by BLAS if there is more than one row."""
+        return self.kind in ("F32", "BF16", "F16")
 
     def multiply(self, x: Float32[np.ndarray, "seq in"]) -> Float32[np.ndarray, "seq out"]:
         """Multiply a few rows; MemoryError if memory for their sums is lacking."""
@@ -53,3 +64,9 @@ def _library() -> ctypes.CDLL:
     assert compiled is not None  # callers make no CompiledMatrix without it
     compiled.omp_set_num_threads(n_requested() or n_cores())
     return compiled
+
+
+@cache
+def is_available() -> bool:
+    """Tell if the library is built, or can be; without a compiler, do not warn: NumPy computes the same."""
+    return find_compiler() is not None and library() is not None
