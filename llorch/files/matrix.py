@@ -1,7 +1,7 @@
 """Products of stored matrices: packed matrices, or matrices whose inputs are rounded first.
 
-A packed matrix is decoded tile by tile at every use. Inputs are rounded as in ggml, or by the scheme of a quantised
-folder:
+A packed matrix is decoded tile by tile at every use, or multiplied by C code without decoding if `compiled_matrix`
+supports it. Inputs are rounded as in ggml, or by the scheme of a quantised folder:
 
     y = round(x) @ decode(blocks).T
 
@@ -12,15 +12,20 @@ sum to float16 independently of the activations.
 Source: llama.cpp ggml/src/ggml-cpu (vec_dot of each type); llorch.ops.rounding.
 """
 
+import math
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
 from jaxtyping import Float, Int
 
+from llorch.files.compiled import compiled_matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_minima
 from llorch.files.tensor_names import undo_interleave
+from llorch.ops.compiled.products import FEW, CompiledMatrix
 from llorch.ops.linear import product
+from llorch.ops.precision import WIDE_LIMIT
 from llorch.ops.rounding import ActivationKind, block_sums, round_activations
 from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
 
@@ -67,15 +72,42 @@ class Matrix:
         rounded_x = self._round(x)
         if self._decoded is not None:
             return self._with_sums(x, rounded_x, product(rounded_x, self._decoded)).astype(x.dtype, copy=False)
+        y = self._with_sums(x, rounded_x, self._multiply(rounded_x)).astype(x.dtype, copy=False)
+        return undo_interleave(y.T, self._heads).T if self._heads else y
+
+    def _multiply(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
+        """Multiply by the packed matrix, in the order of its rows."""
+        if self._compiled is not None and x.dtype == np.float32 and len(x) <= FEW:
+            y = self._compiled.multiply(x)
+            if not np.isfinite(y).all():
+                for start, tile in self._tiles():
+                    self.packed.require_finite(start, tile)
+            return y
         y = np.empty((len(x), self.shape[0]), x.dtype)
-        for start, tile in self.packed.tiles():
+        for start, tile in self._tiles():
             with np.errstate(invalid="ignore"):  # checked below
-                products = product(rounded_x, tile)
+                products = product(x, tile)
             if not np.isfinite(products).all():
                 self.packed.require_finite(start, tile)
             y[:, start : start + len(tile)] = products
-        y = self._with_sums(x, rounded_x, y).astype(x.dtype, copy=False)
-        return undo_interleave(y.T, self._heads).T if self._heads else y
+        return y
+
+    @cached_property
+    def _compiled(self) -> CompiledMatrix | None:
+        is_large = math.prod(self.shape) > WIDE_LIMIT  # a product with a smaller matrix is summed in float64
+        return compiled_matrix(self.packed) if is_large and self._dtype is np.float32 else None
+
+    def _tiles(self) -> Iterator[tuple[int, Float[np.ndarray, "rows in"]]]:
+        """Yield the tiles of the packed matrix, as `Packed.tiles` does."""
+        if self._compiled is None:
+            yield from self.packed.tiles()
+            return
+        step = self.packed.rows_at_once
+        buffer = np.empty((step, self.shape[1]), np.float32)
+        for start in range(0, self.shape[0], step):
+            tile = buffer[: self.shape[0] - start]
+            self._compiled.decode_into(start, tile)
+            yield start, tile
 
     def _round(self, x: np.ndarray) -> np.ndarray:
         if self._scheme is not None:
@@ -99,10 +131,18 @@ class Matrix:
         """Decode embedding rows in the dtype of the run; FormatError NonFinite."""
         if self._decoded is not None:
             return self._decoded[ids].astype(self._dtype, copy=False)
-        rows = self.packed.decode_rows(ids)
+        rows = self._decode_rows(ids)
         for row, token_id in zip(rows, ids, strict=True):
             self.packed.require_finite(int(token_id), row[None])
         return rows.astype(self._dtype, copy=False)
+
+    def _decode_rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
+        if self._compiled is None:
+            return self.packed.decode_rows(ids)
+        rows = np.empty((len(ids), self.shape[1]), np.float32)
+        for index, token_id in enumerate(ids):
+            self._compiled.decode_into(range(self.shape[0])[token_id], rows[index : index + 1])
+        return rows
 
     def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Correct the minima's part of the product: ggml uses rounded block sums, not sums of rounded inputs."""

@@ -10,7 +10,7 @@ import ctypes
 from dataclasses import dataclass
 
 import numpy as np
-from jaxtyping import Float32, Shaped
+from jaxtyping import Float32, Int, Shaped
 
 from llorch.ops.compiled.library import library
 from llorch.runtime.threads import n_cores, n_requested
@@ -29,10 +29,12 @@ class CompiledMatrix:
     d: Float32[np.ndarray, "out groups"] | None = None
     shared: Shaped[np.ndarray, " bytes"] | None = None  # of a table: see `products.c`
     more: Float32[np.ndarray, "out groups"] | None = None  # zero points or minima of a table
+    order: Int[np.ndarray, " in"] | None = None  # the matrix's column of each column of the codes; None: the same
 
     def multiply(self, x: Float32[np.ndarray, "seq in"]) -> Float32[np.ndarray, "seq out"]:
         """Multiply a few rows; MemoryError if memory for their sums is lacking."""
-        x, y = np.ascontiguousarray(x), np.empty((len(x), self.shape[0]), np.float32)
+        x = np.ascontiguousarray(x if self.order is None else x[:, self.order])
+        y = np.empty((len(x), self.shape[0]), np.float32)
         compiled = _library()
         if compiled.llorch_product(*self._arguments(), x.ctypes.data, None, y.ctypes.data, len(x), *self.shape):
             raise MemoryError(f"linear: cannot allocate memory for {len(x)} rows")
@@ -41,6 +43,8 @@ class CompiledMatrix:
     def decode_into(self, first: int, out: Float32[np.ndarray, "rows in"]) -> None:
         """Write decoded rows, from row `first` on, into a contiguous array."""
         _library().llorch_decode(*self._arguments(), out.ctypes.data, first, len(out), self.shape[1])
+        if self.order is not None:
+            out[:, self.order] = out.copy()
 
     def _arguments(self) -> tuple[int | None, ...]:
         arrays = self.codes, self.d, self.shared, self.more
