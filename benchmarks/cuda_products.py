@@ -22,7 +22,8 @@ import torch
 from llorch.apps.bench.measure import COPY_BYTES, best_time
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers
-from llorch.pytorch.kernels.packing import Fields, Kind, Table, shorten
+from llorch.files.quantised.fields import Table
+from llorch.pytorch.kernels.packing import Fields, Kind, shorten
 from llorch.pytorch.random_weights import TABLE_EXAMPLES, random_fields
 
 Product = Callable[[torch.Tensor, Fields, Kind], torch.Tensor]

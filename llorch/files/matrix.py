@@ -12,6 +12,8 @@ sum to float16 independently of the activations.
 Source: llama.cpp ggml/src/ggml-cpu (vec_dot of each type); llorch.ops.rounding.
 """
 
+import math
+from collections.abc import Iterator
 from functools import cached_property
 
 import numpy as np
@@ -21,7 +23,7 @@ from llorch.files.compiled import compiled_matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_minima
 from llorch.files.tensor_names import undo_interleave
-from llorch.ops.compiled.products import FEW
+from llorch.ops.compiled.products import FEW, CompiledMatrix
 from llorch.ops.linear import product
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.ops.rounding import ActivationKind, block_sums, round_activations
@@ -62,8 +64,6 @@ class Matrix:
         self._kind: ActivationKind = ACTIVATION_TYPE[packed.ggml] if round_inputs else "F32"
         self._scheme = scheme
         self.activations: str = self._kind if scheme is None else str(scheme)
-        is_used = decoded is None and packed.shape[0] * packed.shape[1] > WIDE_LIMIT
-        self._compiled = compiled_matrix(packed) if is_used else None
         packed.require_scales()
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
@@ -72,27 +72,43 @@ class Matrix:
         rounded_x = self._round(x)
         if self._decoded is not None:
             return self._with_sums(x, rounded_x, product(rounded_x, self._decoded)).astype(x.dtype, copy=False)
-        y = self._multiply_packed(rounded_x.astype(x.dtype, copy=False))
-        y = self._with_sums(x, rounded_x, y).astype(x.dtype, copy=False)
+        y = self._with_sums(x, rounded_x, self._multiply(rounded_x)).astype(x.dtype, copy=False)
         return undo_interleave(y.T, self._heads).T if self._heads else y
 
-    def _multiply_packed(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
-        """Multiply from the blocks if there are few rows and C can do it, else tile by tile."""
+    def _multiply(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
+        """Multiply by the packed matrix, in the order of its rows."""
         compiled = self._compiled
         if compiled is not None and x.dtype == np.float32 and len(x) <= (1 if compiled.is_dense else FEW):
             y = compiled.multiply(x)
             if not np.isfinite(y).all():
-                for start, tile in self.packed.tiles():
+                for start, tile in self._tiles():
                     self.packed.require_finite(start, tile)
             return y
         y = np.empty((len(x), self.shape[0]), x.dtype)
-        for start, tile in self.packed.tiles():
+        for start, tile in self._tiles():
             with np.errstate(invalid="ignore"):  # checked below
                 products = product(x, tile)
             if not np.isfinite(products).all():
                 self.packed.require_finite(start, tile)
             y[:, start : start + len(tile)] = products
         return y
+
+    @cached_property
+    def _compiled(self) -> CompiledMatrix | None:
+        is_large = math.prod(self.shape) > WIDE_LIMIT  # a product with a smaller matrix is summed in float64
+        return compiled_matrix(self.packed) if is_large and self._dtype is np.float32 else None
+
+    def _tiles(self) -> Iterator[tuple[int, Float[np.ndarray, "rows in"]]]:
+        """Yield the tiles of the packed matrix, as `Packed.tiles` does."""
+        if self._compiled is None:
+            yield from self.packed.tiles()
+            return
+        step = self.packed.rows_at_once
+        buffer = np.empty((step, self.shape[1]), np.float32)
+        for start in range(0, self.shape[0], step):
+            tile = buffer[: self.shape[0] - start]
+            self._compiled.decode_into(start, tile)
+            yield start, tile
 
     def _round(self, x: np.ndarray) -> np.ndarray:
         if self._scheme is not None:
@@ -116,10 +132,18 @@ class Matrix:
         """Decode embedding rows in the dtype of the run; FormatError NonFinite."""
         if self._decoded is not None:
             return self._decoded[ids].astype(self._dtype, copy=False)
-        rows = self.packed.decode_rows(ids)
+        rows = self._decode_rows(ids)
         for row, token_id in zip(rows, ids, strict=True):
             self.packed.require_finite(int(token_id), row[None])
         return rows.astype(self._dtype, copy=False)
+
+    def _decode_rows(self, ids: Int[np.ndarray, " seq"]) -> Float[np.ndarray, "seq in"]:
+        if self._compiled is None:
+            return self.packed.decode_rows(ids)
+        rows = np.empty((len(ids), self.shape[1]), np.float32)
+        for index, token_id in enumerate(ids):
+            self._compiled.decode_into(range(self.shape[0])[token_id], rows[index : index + 1])
+        return rows
 
     def _with_sums(self, x: np.ndarray, rounded: np.ndarray, y: np.ndarray) -> np.ndarray:
         """Correct the minima's part of the product: ggml uses rounded block sums, not sums of rounded inputs."""

@@ -7,9 +7,11 @@ It differs from ggml only in the sign of a scale or minimum that is zero; this m
 Source: ggml src/ggml-quants.c, `quantize_row_*_ref`, through `ggml_quantize_chunk` of libggml 0.25.
 """
 
+import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from enum import IntEnum
+from functools import cache
 from pathlib import Path
 from types import MappingProxyType
 
@@ -23,6 +25,8 @@ from llorch.files.blocks.uniform import minima_of_block
 from llorch.ops.compiled.products import KINDS, LARGE, RUN, CompiledMatrix, is_available
 from llorch.ops.rounding import ActivationKind
 from llorch.runtime.errors import FormatError
+
+logger = logging.getLogger(__name__)
 
 _ELEMENTS_AT_ONCE = 1 << 19  # decoded at once: enough to hide the cost of calls, small enough for the L3 cache
 _thread_local = threading.local()
@@ -117,12 +121,21 @@ def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
     if out.size != len(blocks) * block_size:
         raise ValueError(f"out must hold the {len(blocks) * block_size} elements, got room for {out.size}")
     is_compiled = ggml_type.name in KINDS and ggml_type is not GGMLType.F32 and out.shape[-1] % RUN == 0
-    if is_compiled and out.size >= LARGE and is_available():
-        n_rows = out.size // out.shape[-1]
-        codes = np.ascontiguousarray(raw).reshape(n_rows, -1)
-        CompiledMatrix(ggml_type.name, (n_rows, out.shape[-1]), codes).decode_into(0, out)
-        return
-    out_blocks = out.reshape(-1, block_size)
+    if is_compiled and out.size >= LARGE and is_available() and compiled_decoder_is_right(ggml_type):
+        _decode_compiled(raw, ggml_type, out)
+    else:
+        decode_by_reference(raw, ggml_type, out)
+
+
+def _decode_compiled(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
+    shape = out.size // out.shape[-1], out.shape[-1]
+    CompiledMatrix(ggml_type.name, shape, np.ascontiguousarray(raw).reshape(shape[0], -1)).decode_into(0, out)
+
+
+def decode_by_reference(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
+    """Decode into a contiguous float32 array in NumPy, the reference of the compiled decoders."""
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    blocks, out_blocks = raw.reshape(-1, block_bytes), out.reshape(-1, block_size)
     decode_blocks = DECODERS.get(ggml_type.name) or _gguf_decoder(ggml_type)
     step = max(1, _ELEMENTS_AT_ONCE // block_size)
     scratch = _scratch()
@@ -130,6 +143,26 @@ def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
         for start in range(0, len(blocks), step):
             chunk = Chunk(blocks[start : start + step], scratch)
             decode_blocks(chunk, out_blocks[start : start + step])
+
+
+@cache
+def compiled_decoder_is_right(ggml_type: GGMLType) -> bool:
+    """Compare the compiled decoder of a type with the reference, on random blocks, once a process; warn if it differs.
+
+    Only the bits of a NaN may differ.
+    """
+    block_size, block_bytes = BLOCK_SIZES[ggml_type]
+    shape = 2, 32 * block_size * (RUN // min(block_size, RUN))
+    raw = np.random.default_rng(0).integers(0, 256, shape[0] * shape[1] // block_size * block_bytes, dtype=np.uint8)
+    expected, actual = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    decode_by_reference(raw, ggml_type, expected)
+    _decode_compiled(raw, ggml_type, actual)
+    is_equal = (actual.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(actual) & np.isnan(expected))
+    if not is_equal.all():
+        logger.warning(
+            "the compiled decoder of %s is wrong on this machine; NumPy decodes in its place", ggml_type.name
+        )
+    return bool(is_equal.all())
 
 
 def decode_minima(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:

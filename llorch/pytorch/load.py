@@ -23,15 +23,16 @@ from llorch.files import Weights
 from llorch.files.mapped import release_pages
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType
+from llorch.files.quantised.fields import Table, group_order, has_finite_numbers
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import LAYER_WEIGHTS, MODEL_WEIGHTS, Weight, inventory, layer_prefixes
 from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
-from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, has_finite_numbers, shorten
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
-from llorch.pytorch.stored_kinds import group_order, in_group_order, kind_of, pack_file_blocks, pack_stored, stays_half
+from llorch.pytorch.stored_kinds import kind_of, pack_file_blocks, pack_stored, stays_half
 from llorch.runtime.memory import return_freed_memory
 
 _FIELDS = {"mlp": "mlp", "router": "gate", "e": ""}  # of name templates: no expert number, because experts are stacked
@@ -233,8 +234,9 @@ def _put_packed(
     use_pages = kind not in HALF_TYPES  # measured: products in 16 bits gain nothing from large pages
     empty = LargePages().empty if not stays_on_cpu else pages.empty if use_pages else torch.empty
     fields = _pack(matrices, kind, slot.interleaved_heads, empty)
-    fields = {name: cut(path_of(weight.name), field).to(device) for name, field in fields.items()}
+    fields = {name: cut(path_of(weight.name), field) for name, field in fields.items()}
     _require_finite(fields, kind, matrices)
+    fields = {name: field.to(device) for name, field in fields.items()}
     if isinstance(kind, Table) and device.type == "cuda":
         fields = shorten(fields)
     if use_pages:
@@ -248,8 +250,7 @@ def _put_packed(
 def _pack(matrices: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
     """Pack the fields of a matrix, or of the matrices of all experts; `empty` makes the large tensors."""
     if isinstance(kind, Table):
-        in_order = [matrix for matrix in map(in_group_order, matrices) if isinstance(matrix, QuantisedMatrix)]
-        parts = [pack_stored(matrix, kind, empty) for matrix in in_order]
+        parts = [pack_stored(matrix, kind, empty) for matrix in matrices if isinstance(matrix, QuantisedMatrix)]
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     return pack_file_blocks(matrices, kind, interleaved_heads, empty)
 
@@ -281,7 +282,8 @@ def _require_finite(fields: Fields, kind: Kind, matrices: Sequence[Packed]) -> N
     for matrix in matrices:
         matrix.require_scales()
     if not all(_is_finite(field) for field in fields.values() if field.is_floating_point()) or (
-        isinstance(kind, Table) and not has_finite_numbers(fields, kind)
+        isinstance(kind, Table)
+        and not has_finite_numbers({name: field.numpy() for name, field in fields.items()}, kind)
     ):
         for matrix in matrices:
             for start, tile in matrix.tiles():  # decode once more, so that the error names the row

@@ -12,10 +12,11 @@ from torch import Tensor
 from llorch.families.config import ModelConfig
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.codes import E4M3, INT8, integers
+from llorch.files.quantised.fields import Table
 from llorch.files.tensor_names import Weight, inventory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, Table, pack, shorten, values_of, width
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, pack, shorten, values_of, width
 from llorch.pytorch.load import completed, path_of, put, put_fields
 from llorch.pytorch.models.families import build
 from llorch.runtime.errors import UserError

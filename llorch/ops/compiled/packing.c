@@ -1,12 +1,12 @@
 /* Codes of a matrix, from the order of their file to that of llorch/pytorch/kernels/packing.py: bits move, none changes.
  *
- * For quantised folders, the twin is `stored_kinds.py`, which unpacks a code into a byte and packs it again; here no code
+ * For quantised folders, the twin is llorch/files/quantised/fields.py, which unpacks a code into a byte and packs it again; here no code
  * is alone in a byte. Words are little-endian. The parts of a word: 8 codes of 4 bits, or 4 of 8 bits. For the blocks of
  * a GGUF file, the twin is `pack` in packing.py. */
 
 #include "numbers.h"
 
-enum order { ROWS, HIGH_FIRST, COLUMNS, AWQ }; /* `ORDERS` in quantised.py says what they are */
+enum order { ROWS, HIGH_FIRST, COLUMNS, AWQ }; /* `Unpacker` says what they are */
 enum { SIDE = 16, BLOCK = 64 };                /* words of a tile's side; words of a line that are read together */
 enum kind { Q8_0 = 2, Q4_0, Q4_K, Q6_K };      /* `KINDS` in quantised.py */
 enum { WORTH_THREADS = 1 << 10 };              /* blocks */

@@ -8,10 +8,10 @@ table, and its scales, zero points and minima in arrays of their own.
 
 import ctypes
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 
 import numpy as np
-from jaxtyping import Float32, Shaped
+from jaxtyping import Float32, Int, Shaped
 
 from llorch.ops.compiled.library import find_compiler, library
 from llorch.runtime.threads import n_cores, n_requested
@@ -25,7 +25,7 @@ FEW = 8  # up to this many rows, products from the stored matrix are faster than
 LARGE = 1 << 20  # elements; a smaller matrix stays in the processor's cache, where BLAS is as fast
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class CompiledMatrix:
     """Arguments of the C functions for one matrix; the arrays must not change, and be contiguous."""
 
@@ -35,6 +35,7 @@ class CompiledMatrix:
     d: Float32[np.ndarray, "out groups"] | None = None
     shared: Shaped[np.ndarray, " bytes"] | None = None  # of a table: see `products.c`
     more: Float32[np.ndarray, "out groups"] | None = None  # zero points or minima of a table
+    order: Int[np.ndarray, " in"] | None = None  # the matrix's column of each column of the codes; None: the same
 
     @property
     def is_dense(self) -> bool:
@@ -43,16 +44,20 @@ class CompiledMatrix:
 
     def multiply(self, x: Float32[np.ndarray, "seq in"]) -> Float32[np.ndarray, "seq out"]:
         """Multiply a few rows; MemoryError if memory for their sums is lacking."""
-        x, y = np.ascontiguousarray(x), np.empty((len(x), self.shape[0]), np.float32)
+        x = np.ascontiguousarray(x if self.order is None else x[:, self.order])
+        y = np.empty((len(x), self.shape[0]), np.float32)
         compiled = _library()
-        if compiled.llorch_product(*self._arguments(), x.ctypes.data, None, y.ctypes.data, len(x), *self.shape):
+        if compiled.llorch_product(*self._arguments, x.ctypes.data, None, y.ctypes.data, len(x), *self.shape):
             raise MemoryError(f"linear: cannot allocate memory for {len(x)} rows")
         return y
 
     def decode_into(self, first: int, out: Float32[np.ndarray, "rows in"]) -> None:
         """Write decoded rows, from row `first` on, into a contiguous array."""
-        _library().llorch_decode(*self._arguments(), out.ctypes.data, first, len(out), self.shape[1])
+        _library().llorch_decode(*self._arguments, out.ctypes.data, first, len(out), self.shape[1])
+        if self.order is not None:
+            out[:, self.order] = out.copy()
 
+    @cached_property
     def _arguments(self) -> tuple[int | None, ...]:
         arrays = self.codes, self.d, self.shared, self.more
         return KINDS[self.kind], *(None if array is None else array.ctypes.data for array in arrays), 0

@@ -19,14 +19,8 @@ added, so a weight takes as many bytes as in its file.
            d       float16  in / 256
     BF16   codes   bfloat16 in           the numbers, which the float32 CPU kernels convert
     F16    codes   float16  in           the same
-    Table  codes   uint8    in / 2, in   four bits, see below, or eight bits in the order of the elements
-           d       float32  groups       x = d * (values[code] - zero) + minimum
-           zero    float32  groups       absent if all are 0
-           minimum float32  groups       absent if all are 0
-                   d, zero, minimum on CUDA: bfloat16 or float16, if that dtype holds each number exactly
-
-A `Table` describes a matrix of a quantised Hugging Face folder, with the values of its codes. Its groups (columns that
-share a scale) have 16 columns, or a multiple of 32. Its factor or divisor applies last.
+    Table          matrix of a quantised Hugging Face folder, see `llorch.files.quantised.fields`
+           d, zero, minimum on CUDA: bfloat16 or float16, if that dtype holds each number exactly
 
 Codes of less than a byte: 32 elements are four little-endian words, and element 4 * j + i is part j of word i. So a
 thread that loads 16 bytes has all codes that share a scale, and the inputs of part j of its words are adjacent.
@@ -39,7 +33,6 @@ Source: ggml src/ggml-common.h (layouts in a file), see `llorch.files.blocks`; t
 """
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 from functools import cache
 from types import MappingProxyType
 
@@ -47,27 +40,14 @@ import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
-from llorch.files.packed import Scheme
 from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.files.quantised.fields import TABLES, Table
 
 Fields = Mapping[str, Tensor]
 
 
-@dataclass(frozen=True, slots=True)
-class Table(Scheme):
-    """Kind of matrix whose codes of four or eight bits index a table of numbers; `name` is a key of `TABLES`."""
-
-    values: bytes  # 16 or 256 numbers, float32
-    has_zeros: bool = False  # zero points are a field; else the values include them
-    factor: float | None = None  # float32 factor of all numbers
-    divisor: float | None = None
-
-
 Kind = GGMLType | Table  # kind of a packed matrix
 HALF_TYPES = MappingProxyType({GGMLType.BF16: torch.bfloat16, GGMLType.F16: torch.float16})  # numbers of 2 bytes
-TABLES: Mapping[str, int] = MappingProxyType({"TABLE_4": 16, "TABLE_8": 256})  # numbers of a table
-_SCAN = 1 << 18  # codes compared at a time: their mask fits the processor cache
-RUN = 32  # elements decoded together; a group is one run, several, or half a run
 
 
 def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, Tensor]:
@@ -124,28 +104,6 @@ def shorten(fields: Fields) -> Fields:
 def _in_16_bits(field: Float32[Tensor, "rows groups"]) -> Tensor:
     candidates = (field.to(dtype) for dtype in HALF_TYPES.values())
     return next((candidate for candidate in candidates if torch.equal(candidate.float(), field)), field)
-
-
-def has_finite_numbers(fields: Fields, table: Table) -> bool:
-    """Tell if every code stands for a finite number and no scaled number can overflow."""
-    table_values = values_of(table, fields["codes"].device)
-    not_finite = ~table_values.isfinite()
-    largest = table_values.where(~not_finite, 0).abs().max()
-    if "zero" in fields:
-        largest = largest + fields["zero"].abs().max()
-    largest = largest * fields["d"].abs().max()
-    if "minimum" in fields:
-        largest = largest + fields["minimum"].abs().max()
-    if not _times_factor(largest, table).isfinite() or not largest.isfinite():
-        return False
-    return not any(_occurs(code, fields["codes"]) for code in not_finite.nonzero().flatten().tolist())
-
-
-def _occurs(code: int, codes: UInt8[Tensor, "*rows columns"]) -> bool:
-    """Tell if a code occurs; on the CPU chunks in NumPy take a tenth of the time of torch."""
-    if codes.device.type != "cpu":
-        return bool((codes == code).any())
-    return any((chunk.numpy() == code).any() for chunk in codes.flatten().split(_SCAN))
 
 
 def _pack_q8_0(blocks: Tensor) -> dict[str, Tensor]:

@@ -1,12 +1,12 @@
 """Products with a packed matrix on the CPU: few rows directly from the blocks, many rows by decoding tiles.
 
 The layouts are those of `llorch.pytorch.kernels.packing`, whose `decode` gives the same numbers bit for bit.
-`packing.c` repacks the codes of a quantised folder or GGUF file from the bytes of the file. The references are
-`stored_kinds` and `packing.pack`, which use one byte per code in between and so take several times as long.
+`packing.c` repacks the blocks of a GGUF file from the bytes of the file. The reference is `packing.pack`, which uses one
+byte per code in between and so takes several times as long.
 """
 
 import ctypes
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -15,66 +15,19 @@ from jaxtyping import Float, Float32, UInt8
 from torch import Tensor
 
 from llorch.files.quant import BLOCK_SIZES, GGMLType
-from llorch.files.quantised.codes import E4M3, INT8
-from llorch.files.quantised.matrix import StoredPart, Unpacker
+from llorch.files.quantised.fields import Table, shared_by_rows
+from llorch.ops.compiled.products import FEW
+from llorch.ops.compiled.products import KINDS as TABLE_KINDS
 from llorch.pytorch.kernels.cpu.layer import pointer
 from llorch.pytorch.kernels.cpu.linear import TILE, product
-from llorch.pytorch.kernels.packing import RUN, TABLES, Fields, Kind, Table, values_of, width
+from llorch.pytorch.kernels.packing import Fields, Kind
 from llorch.pytorch.kernels.quantised_linear import FrozenProduct, PackedMatrix
 
 KINDS = {  # `kind` in products.c
     GGMLType.BF16: 1, GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5, GGMLType.F16: 8,
 }  # fmt: skip
-TABLE_KINDS = {"TABLE_4": 6, "TABLE_8": 7}
-_LOOK_UP, _SIGNED, _E4M3, _EVEN, _SHORT, _SHIFTED = range(6)  # `way` to decode in products.c
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # `half` in the C files: the dtype of inputs and outputs
 _EXTRA_FIELDS = ("upper", "dmin", "zero", "minimum")  # each kind has at most one of these fields
-FEW = 8  # up to this many rows, decoding in registers for each row is faster than a tile in memory
-
-
-def shared_by_rows(table: Table, fields: Fields) -> Float32[Tensor, " numbers"]:
-    """Build the array of everything that all rows share, in the layout of `shared` in products.c."""
-    group = width(fields, table) // fields["d"].shape[-1]
-    offset = 1 if "zero" in fields else 2 if "minimum" in fields else 0
-    way = _way(table, fields)
-    centre = _centre(fields) if way == _EVEN else 0.0
-    table_values = torch.zeros(256)
-    table_values[: TABLES[table.name]] = values_of(table, torch.device("cpu"))
-    tables = table_values, table_values - centre
-    first_numbers = [numbers[:16].clone() for numbers in tables]
-    if table.name == "TABLE_4" and way == _EVEN and group % RUN == 0 and _are_shifts(fields, table_values[0]):
-        way = _SHIFTED
-    elif table.name == "TABLE_4":
-        way = _SHORT if all((numbers == numbers.bfloat16()).all() for numbers in first_numbers) else _LOOK_UP
-    integers = torch.tensor([group // RUN, way, offset], dtype=torch.int32)
-    factors = torch.tensor([*(1.0 if scale is None else scale for scale in (table.factor, table.divisor)), centre])
-    in_bytes = [numbers.view(torch.uint8).view(16, 4).T.flatten().view(torch.float32) for numbers in first_numbers]
-    return torch.cat((integers.view(torch.float32), factors, *tables, *in_bytes))
-
-
-def _are_shifts(fields: Fields, first: Tensor) -> bool:
-    """Tell if every zero point is the first number plus an integer from 0 to 16; False without zero points."""
-    if (zero := fields.get("zero")) is None or not (zero == zero.round()).all():
-        return False
-    return bool(((zero >= first) & (zero <= first + 16)).all())
-
-
-def _centre(fields: Fields) -> float:
-    """Return the integer nearest to the mean code that decodes to 0; 0 without minima. Codes minus it are summed."""
-    if "minimum" not in fields or not (n_scaled := fields["d"].count_nonzero()):
-        return 0.0
-    codes = torch.where(fields["d"] != 0, -fields["minimum"] / fields["d"], 0)
-    return float((codes.sum() / n_scaled).round().clamp(0, 255))
-
-
-def _way(table: Table, fields: Fields) -> int:
-    """Return how a code becomes its number: "EVEN" for integers in sequence, a formula, or a table."""
-    table_values = values_of(table, torch.device("cpu"))
-    if table.values == INT8.tobytes():
-        return _SIGNED
-    if table.values == E4M3.tobytes() and "zero" not in fields:
-        return _E4M3
-    return _EVEN if torch.equal(table_values, table_values[0].round() + torch.arange(len(table_values))) else _LOOK_UP
 
 
 class CpuQuantisedLinear(PackedMatrix):
@@ -94,7 +47,9 @@ class CpuQuantisedLinear(PackedMatrix):
         self.library = library
         self._kind = TABLE_KINDS[ggml_type.name] if isinstance(ggml_type, Table) else KINDS[ggml_type]
         if shared is None and isinstance(ggml_type, Table):
-            shared = shared_by_rows(ggml_type, fields)
+            shared = torch.from_numpy(
+                shared_by_rows(ggml_type, {name: field.numpy() for name, field in fields.items()})
+            )
         self.shared = shared
         self._pointers: tuple[int | None, ...] = ()
         self._pointers_codes: object = None
@@ -159,28 +114,7 @@ class TrainedQuantisedLinear(CpuQuantisedLinear):
         return total.to(grad.dtype)
 
 
-ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in packing.c
 _FIELDS = ("codes", "upper", "scales", "d", "dmin")  # of blocks, in the order of packing.c
-
-
-def packed_codes(
-    codes: Unpacker, part: StoredPart, library: ctypes.CDLL, empty: Callable[..., Tensor] = torch.empty
-) -> UInt8[Tensor, "out bytes"] | None:
-    """Pack the codes of a whole matrix; None if C cannot pack them, for example codes of 3 bits.
-
-    The result is also None for a part with more than the codes, such as padding, or less. `empty` allocates.
-    """
-    n_out, n_in = codes.shape
-    if codes.bits not in (4, 8) or part.raw.nbytes != n_out * n_in * codes.bits // 8:
-        return None
-    packed = empty(n_out, n_in * codes.bits // 8, dtype=torch.uint8)
-    if codes.bits == 8 and codes.order == "rows":
-        packed.numpy()[...] = codes({codes.part: part}, slice(0, n_out))
-    else:
-        raw_codes = np.ascontiguousarray(part.raw)
-        order = ORDERS[codes.order]
-        library.llorch_pack_codes(order, codes.bits, raw_codes.ctypes.data, packed.data_ptr(), n_out, n_in)
-    return packed
 
 
 def pack_blocks(

@@ -30,7 +30,8 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn.functional import linear
 
-from llorch.pytorch.kernels.packing import Fields, Kind, Table, width
+from llorch.files.quantised.fields import Table
+from llorch.pytorch.kernels.packing import Fields, Kind, width
 from llorch.pytorch.kernels.quantised_linear import Multiply, multiply_by_tiles
 from llorch.pytorch.kernels.triton.quantised_matvec import (
     RUN,

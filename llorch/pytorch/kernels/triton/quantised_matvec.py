@@ -30,7 +30,8 @@ from jaxtyping import Float, Float32, Int
 from torch import Tensor
 
 from llorch.files.quantised.codes import E2M1, E4M3, INT8
-from llorch.pytorch.kernels.packing import Fields, Kind, Table, values_of, width
+from llorch.files.quantised.fields import Table
+from llorch.pytorch.kernels.packing import Fields, Kind, values_of, width
 
 RUN = 32
 

@@ -14,13 +14,14 @@ from torch.nn.functional import linear
 
 from llorch.files.quant import GGMLType
 from llorch.files.quantised.codes import E4M3
+from llorch.files.quantised.fields import Table
 from llorch.ops.compiled import library as cpu_library
 from llorch.ops.compiled.library import library
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
 from llorch.pytorch.kernels.cpu.experts import FEW, CpuExperts, CpuQuantisedExperts
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import KINDS, CpuQuantisedLinear
-from llorch.pytorch.kernels.packing import PACKERS, Table, decode
+from llorch.pytorch.kernels.packing import PACKERS, decode
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv, l2_norm
 from llorch.pytorch.models.delta_rule import delta_rule
 from llorch.pytorch.models.experts import ExpertLinear, QuantisedExperts
