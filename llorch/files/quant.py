@@ -102,6 +102,27 @@ MINIMA: Mapping[GGMLType, Callable[[Chunk], np.ndarray]] = {  # types that add a
 }
 
 
+# Offsets in a block of its float16 scales and minima.
+SCALE_OFFSETS: Mapping[GGMLType, tuple[int, ...]] = MappingProxyType({
+    GGMLType.Q4_0: (0,), GGMLType.Q4_1: (0, 2), GGMLType.Q5_0: (0,), GGMLType.Q5_1: (0, 2), GGMLType.Q8_0: (0,),
+    GGMLType.IQ4_NL: (0,), GGMLType.Q2_K: (80, 82), GGMLType.Q3_K: (108,), GGMLType.Q4_K: (0, 2),
+    GGMLType.Q5_K: (0, 2), GGMLType.Q6_K: (208,), GGMLType.IQ4_XS: (0,), GGMLType.MXFP4: (),
+})  # fmt: skip
+
+
+def float_scales(raw: np.ndarray, ggml_type: GGMLType) -> Iterator[np.ndarray]:
+    """Yield the scales and minima of all blocks as floats, for a type of `SCALE_OFFSETS`.
+
+    Those of MXFP4 are the largest magnitudes of its blocks, which may exceed float32.
+    """
+    blocks = raw.reshape(-1, BLOCK_SIZES[ggml_type][1])
+    for offset in SCALE_OFFSETS[ggml_type]:
+        yield np.ascontiguousarray(blocks[:, offset : offset + 2]).view("<f2")[:, 0]
+    if ggml_type is GGMLType.MXFP4:
+        with np.errstate(over="ignore"):
+            yield np.ldexp(np.float32(12), blocks[:, 0].astype(np.int32) - 128)
+
+
 def decode(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
     """Decode the bytes of a tensor to a new float32 array; the caller checks for infinity and NaN."""
     decoded = np.empty(shape, np.float32)

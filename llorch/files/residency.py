@@ -1,8 +1,8 @@
 """Residency of matrices in a run: packed as in the file and multiplied from there, or decoded to float32 at load.
 
-Packed needs the file's bytes and one decoded tile. With the C library it opens at once and reads fewer bytes a token, so
-`auto` chooses it for all models but small ones. Without the library a packed matrix is decoded at every use; then `auto`
-chooses decoded if that fits into free memory. F32 matrices are always used in place, mapped from the file.
+Packed needs the file's bytes and one decoded tile. With the C library it opens at once and reads fewer bytes a token,
+so `auto` chooses it for all models but small ones. Without the library a packed matrix is decoded at every use; then
+`auto` chooses decoded if that fits into free memory. F32 matrices are always used in place, mapped from the file.
 """
 
 import math

@@ -22,17 +22,17 @@ from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.files.mapped import release_pages
 from llorch.files.packed import Packed
-from llorch.files.quant import GGMLType
+from llorch.files.quant import GGMLType, float_scales
 from llorch.files.quantised.fields import Table, group_order, has_finite_numbers
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import LAYER_WEIGHTS, MODEL_WEIGHTS, Weight, inventory, layer_prefixes
 from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
-from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, shorten
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, file_fields, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
-from llorch.pytorch.stored_kinds import kind_of, pack_file_blocks, pack_stored, stays_half
+from llorch.pytorch.stored_kinds import kind_of, pack_stored, read_blocks, stays_half
 from llorch.runtime.memory import return_freed_memory
 
 _FIELDS = {"mlp": "mlp", "router": "gate", "e": ""}  # of name templates: no expert number, because experts are stacked
@@ -164,7 +164,7 @@ def _packed_kind(weights: Weights, weight: Weight, dtype: torch.dtype, device: t
         columns = cut(path_of(weight.name), torch.empty(weight.shape, device="meta")).shape[1]
         if stays_half(weights, weight.name, columns, dtype, device):
             return stored_type
-    return kind_of(weights, weight.name)
+    return kind_of(weights, weight.name, device.type)
 
 
 def put(model: nn.Module, path: str, tensor: torch.Tensor) -> None:
@@ -233,26 +233,28 @@ def _put_packed(
     stays_on_cpu = cut is all_of and device.type == "cpu" and (len(matrices) == 1 or not isinstance(kind, Table))
     use_pages = kind not in HALF_TYPES  # measured: products in 16 bits gain nothing from large pages
     empty = LargePages().empty if not stays_on_cpu else pages.empty if use_pages else torch.empty
-    fields = _pack(matrices, kind, slot.interleaved_heads, empty)
+    fields = _read_fields(matrices, kind, slot.interleaved_heads, empty)
     fields = {name: cut(path_of(weight.name), field) for name, field in fields.items()}
     _require_finite(fields, kind, matrices)
     fields = {name: field.to(device) for name, field in fields.items()}
-    if isinstance(kind, Table) and device.type == "cuda":
-        fields = shorten(fields)
+    if device.type == "cuda":
+        fields = shorten(fields) if isinstance(kind, Table) else file_fields(fields["blocks"], kind)
     if use_pages:
         fields = pages.copied(fields)
     columns = None if slot.layout.columns is None else slot.layout.columns.index()
-    if (input_order := group_order(matrices[0])) is not None:  # `_pack` has moved columns of one scale together
+    if (input_order := group_order(matrices[0])) is not None:  # `pack_table` has moved columns of one scale together
         columns = np.argsort(input_order)
     put_fields(model, weight, fields, kind, dtype, columns)
 
 
-def _pack(matrices: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]) -> Fields:
-    """Pack the fields of a matrix, or of the matrices of all experts; `empty` makes the large tensors."""
+def _read_fields(
+    matrices: Sequence[Packed], kind: Kind, interleaved_heads: int, empty: Callable[..., torch.Tensor]
+) -> Fields:
+    """Read the fields of a matrix, or of the matrices of all experts, on the CPU; `empty` makes the large tensors."""
     if isinstance(kind, Table):
         parts = [pack_stored(matrix, kind, empty) for matrix in matrices if isinstance(matrix, QuantisedMatrix)]
         return parts[0] if len(parts) == 1 else {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
-    return pack_file_blocks(matrices, kind, interleaved_heads, empty)
+    return file_fields(read_blocks(matrices, interleaved_heads, empty), kind)
 
 
 def _packed_matrices(weights: Weights, weight: Weight) -> list[Packed]:
@@ -273,7 +275,7 @@ def put_fields(
     else:
         kernel = QuantisedLinear(fields, kind)
         if columns is not None:
-            kernel = Reordered(kernel, torch.from_numpy(columns).to(fields["codes"].device))
+            kernel = Reordered(kernel, torch.from_numpy(columns).to(next(iter(fields.values())).device))
     model.set_submodule(path_of(weight.name).removesuffix(".weight"), kernel)
 
 
@@ -281,13 +283,21 @@ def _require_finite(fields: Fields, kind: Kind, matrices: Sequence[Packed]) -> N
     """Refuse a matrix that decodes to NaN or infinity, from a scale or a number of its table that is not finite."""
     for matrix in matrices:
         matrix.require_scales()
-    if not all(_is_finite(field) for field in fields.values() if field.is_floating_point()) or (
+    if not all(map(_is_finite, _scale_fields(fields, kind))) or (
         isinstance(kind, Table)
         and not has_finite_numbers({name: field.numpy() for name, field in fields.items()}, kind)
     ):
         for matrix in matrices:
             for start, tile in matrix.tiles():  # decode once more, so that the error names the row
                 matrix.require_finite(start, tile)
+
+
+def _scale_fields(fields: Fields, kind: Kind) -> Iterator[torch.Tensor]:
+    """Yield the floats of a packed matrix: its scales, or all numbers of 16 bits."""
+    if "blocks" not in fields:
+        yield from (field for field in fields.values() if field.is_floating_point())
+    elif isinstance(kind, GGMLType):
+        yield from (torch.from_numpy(scales) for scales in float_scales(fields["blocks"].numpy(), kind))
 
 
 def _is_finite(field: torch.Tensor) -> bool:

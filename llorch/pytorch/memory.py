@@ -121,7 +121,7 @@ def require_memory(
 
 def require_room(weights: Weights, target: Target, *, batch: int, n_tokens: int) -> None:
     """Refuse a batch that does not fit in addition to the loaded weights, before it is allocated."""
-    free, residency = free_memory(target.device), _as_loaded(weights)
+    free, residency = free_memory(target.device), _as_loaded(weights, target)
 
     def usage(sequences: int) -> int:
         need = predict(weights, target, residency, sequences, n_tokens)
@@ -163,7 +163,7 @@ def room_of_pages(weights: Weights, target: Target, *, n_jobs: int, page: int, n
 
 def _non_page_bytes(weights: Weights, target: Target, n_jobs: int, longest: int) -> int:
     """Sum the bytes besides pages and weights: delta net states, gathered contexts of a layer, one pass, its logits."""
-    config, width, residency = weights.config, target.dtype.itemsize, _as_loaded(weights)
+    config, width, residency = weights.config, target.dtype.itemsize, _as_loaded(weights, target)
     nets = [layer for layer in range(config.n_layers) if config.layer(layer).mixer == "delta_net"]
     states = n_jobs * sum(_cache_bytes(config, layer, 0, target.dtype) for layer in nets)
     gathered = n_jobs * longest * 2 * config.kv_width * width
@@ -171,9 +171,9 @@ def _non_page_bytes(weights: Weights, target: Target, n_jobs: int, longest: int)
     return states + gathered + passes + n_jobs * config.vocab_size * (width + 4 * 8)
 
 
-def _as_loaded(weights: Weights) -> Literal["decoded", "packed"]:
+def _as_loaded(weights: Weights, target: Target) -> Literal["decoded", "packed"]:
     """Return the residency to assume for loaded weights: packed if any of them can be, which adds a decoded tile."""
-    return "packed" if any(kind_of(weights, name) for name in weights) else "decoded"
+    return "packed" if any(kind_of(weights, name, target.device.type) for name in weights) else "decoded"
 
 
 def _slot_bytes(config: ModelConfig, dtype: torch.dtype) -> int:
@@ -194,21 +194,21 @@ def _choose_residency(
     weights: Weights, target: Target, decoded: RunOptions, free: float, *, from_blocks: bool
 ) -> Literal["decoded", "packed"]:
     """Choose packed weights if kernels multiply from their blocks, or if decoded weights do not fit."""
-    if not any(kind_of(weights, name) for name in weights):
+    if not any(kind_of(weights, name, target.device.type) for name in weights):
         return "decoded"
     if from_blocks and (target.device.type == "cuda" or (target.dtype in _CPU_KERNELS and library() is not None)):
         return "packed"
     return "decoded" if predict(weights, target, *decoded).peak <= free else "packed"
 
 
-def _stays_packed(weights: Weights, name: str, residency: str) -> bool:
-    return residency == "packed" and kind_of(weights, name) is not None
+def _stays_packed(weights: Weights, name: str, target: Target, residency: str) -> bool:
+    return residency == "packed" and kind_of(weights, name, target.device.type) is not None
 
 
 def _kept_bytes(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
     """Return the bytes of a loaded weight, or of a rank's part of it."""
     n_parts = 1 if cut_axis(path_of(name)) is None else n_ranks
-    if _stays_packed(weights, name, residency):
+    if _stays_packed(weights, name, target, residency):
         return packed_bytes(weights, name) // n_parts
     is_half = _stays_half(weights, name, target, residency, n_ranks)
     return math.prod(weights.shape(name)) * (2 if is_half else target.dtype.itemsize) // n_parts
@@ -223,7 +223,7 @@ def _stays_half(weights: Weights, name: str, target: Target, residency: str, n_r
 def _copies(weights: Weights, name: str, target: Target, residency: str, n_ranks: int) -> int:
     """Estimate the bytes of temporary copies of a weight while it is read, decoded and converted, before it is cut."""
     elements, kind = math.prod(weights.shape(name)), weights.stored_type(name)
-    is_packed = _stays_packed(weights, name, residency)
+    is_packed = _stays_packed(weights, name, target, residency)
     if is_packed and not isinstance(kind, GGMLType):
         return 4 * elements  # codes in one byte each, repacked codes, and scales
     if is_packed or _stays_half(weights, name, target, residency, n_ranks):  # read some rows at a time
@@ -245,7 +245,7 @@ def _unused_bytes(weights: Weights, target: Target, residency: str, n_ranks: int
     decoded = packed = 0
     for name in weights:
         n_bytes = _kept_bytes(weights, name, target, residency, n_ranks)
-        if _stays_packed(weights, name, residency):
+        if _stays_packed(weights, name, target, residency):
             packed += n_bytes
         elif weights.stored_type(name) is not GGMLType.F32:
             decoded += n_bytes
@@ -316,7 +316,7 @@ def _suggestion(weights: Weights, target: Target, options: RunOptions, free: flo
 def _alternatives(weights: Weights, target: Target, options: RunOptions) -> Iterator[tuple[str, Target, RunOptions]]:
     """Yield cheaper options: smaller batch, shorter context, packed weights, bfloat16."""
     half = Target(target.device, DTYPES["bfloat16"])
-    is_packable = options.residency == "decoded" and any(kind_of(weights, name) for name in weights)
+    is_packable = options.residency == "decoded" and any(kind_of(weights, name, target.device.type) for name in weights)
     packed = options._replace(residency="packed")
     for batch in _halvings(options.batch, least=1):
         yield f"a batch of {batch}", target, options._replace(batch=batch)

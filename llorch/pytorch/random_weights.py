@@ -10,13 +10,13 @@ import torch
 from torch import Tensor
 
 from llorch.families.config import ModelConfig
-from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.files.quant import BLOCK_SIZES, SCALE_OFFSETS, GGMLType
 from llorch.files.quantised.codes import E4M3, INT8, integers
 from llorch.files.quantised.fields import Table
 from llorch.files.tensor_names import Weight, inventory
 from llorch.pytorch.causal_lm import CausalLM
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, pack, shorten, values_of, width
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, file_fields, shorten, values_of
 from llorch.pytorch.load import completed, path_of, put, put_fields
 from llorch.pytorch.models.families import build
 from llorch.runtime.errors import UserError
@@ -31,6 +31,11 @@ TABLE_EXAMPLES: Mapping[str, Table] = MappingProxyType(
         "INT8": Table("TABLE_8", INT8.tobytes()),
     }
 )  # NF4 values resemble those of a file
+_LARGEST = {  # magnitude of a number whose block has the scale 1
+    GGMLType.Q8_0: 128, GGMLType.Q4_0: 8, GGMLType.Q4_1: 15, GGMLType.Q5_0: 16, GGMLType.Q5_1: 31, GGMLType.IQ4_NL: 127,
+    GGMLType.Q2_K: 15 * 3, GGMLType.Q3_K: 32 * 4, GGMLType.Q4_K: 63 * 15, GGMLType.Q5_K: 63 * 31,
+    GGMLType.Q6_K: 128 * 32, GGMLType.IQ4_XS: 32 * 127, GGMLType.MXFP4: 12,
+}  # fmt: skip
 SIZE = 0.02  # standard deviation of weights; no activation overflows in float16
 
 
@@ -64,16 +69,16 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
         raise UserError(f"weights {packed.name}: expected a row length divisible by {elements}, got {shape[1]}")
     if not isinstance(packed, Table) and packed in HALF_TYPES:
         return {"codes": (SIZE * torch.randn(shape, device=device)).to(HALF_TYPES[packed])}
-    raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8, device=device)
+    raw = torch.randint(0, 256, (shape[0], shape[1] // elements * n_bytes), dtype=torch.uint8)
     if isinstance(packed, Table):
-        return _random_table(raw, packed, shape[1] // GROUP)
-    fields = pack(raw, packed)
-    largest = {GGMLType.Q8_0: 128, GGMLType.Q4_0: 8, GGMLType.Q4_K: 63 * 15, GGMLType.Q6_K: 128 * 32}[packed]
-    for field in fields.values():
-        if field.is_floating_point():
-            field.fill_(2 * SIZE / largest)
-    assert width(fields, packed) == shape[1]
-    return fields
+        return _random_table(raw.to(device), packed, shape[1] // GROUP)
+    blocks = raw.view(-1, n_bytes)
+    scale = torch.tensor(2 * SIZE / _LARGEST[packed], dtype=torch.float16).view(torch.uint8)
+    for offset in SCALE_OFFSETS[packed]:
+        blocks[:, offset : offset + 2] = scale
+    if packed is GGMLType.MXFP4:
+        blocks[:, 0] = 120  # 2 ** -8, for numbers up to 0.05
+    return file_fields(raw.to(device), packed)
 
 
 def _random_table(codes: Tensor, table: Table, n_groups: int) -> Fields:

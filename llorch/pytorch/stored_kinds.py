@@ -1,7 +1,7 @@
 """Kind (format) in which torch keeps a packed weight, and the fields of a matrix from a file or folder.
 
 A packed matrix keeps its codes and scales; each of its fields is a tensor, see `kernels.packing`. A matrix of a GGUF
-file keeps its type if `PACKERS` has this type. A matrix of a quantised folder becomes a `Table`, see
+file keeps its type if the device has kernels for it. A matrix of a quantised folder becomes a `Table`, see
 `llorch.files.quantised.fields`. It is decoded when it is loaded if it has no table, or if experts have different ones.
 
 A matrix in BF16 or F16, such as the embedding of a quantised folder, stays in 16 bits next to packed matrices if the
@@ -9,8 +9,7 @@ CPU computes in float32. In float32 it would take twice the memory, and its prod
 equal; only products of a few rows have another order of sums, except in mode "reproducible".
 """
 
-from collections.abc import Callable, Iterator, MutableMapping, Sequence
-from functools import cache
+from collections.abc import Callable, MutableMapping, Sequence
 from math import prod
 from weakref import WeakKeyDictionary
 
@@ -28,21 +27,19 @@ from llorch.files.quantised.fields import (
     count_bytes,
     group_order,
     pack_table,
-    quiet_library,
     scale_columns,
 )
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import undo_interleave
-from llorch.pytorch.kernels.cpu.quantised import pack_blocks
-from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS, Kind, pack
+from llorch.pytorch.kernels.packing import CPU_BLOCK_TYPES, HALF_TYPES, PACKERS, Kind
 
-_BLOCKS_AT_ONCE = 1 << 18  # bytes of blocks packed at a time; they fit the processor cache
 _KIND_CACHE: MutableMapping[object, dict[str, tuple[Kind | None, int]]] = WeakKeyDictionary()  # by opened file
 
 
-def kind_of(weights: Weights, name: str) -> Kind | None:
+def kind_of(weights: Weights, name: str, device_type: str = "cpu") -> Kind | None:
     """Return the kind in which torch keeps a weight; None: decoded. Reads zero points of a quantised folder."""
-    return _kind_and_bytes(weights, name)[0]
+    kind = _kind_and_bytes(weights, name)[0]
+    return None if device_type == "cuda" and isinstance(kind, GGMLType) and kind not in PACKERS else kind
 
 
 def stays_half(weights: Weights, name: str, columns: int, dtype: torch.dtype, device: torch.device) -> bool:
@@ -81,7 +78,7 @@ def _find_kind(matrices: Sequence[Packed]) -> Kind | None:
     """Return the common kind of a weight's matrices, one or one per expert; None: they are decoded."""
     if not isinstance(matrices[0], QuantisedMatrix):
         kind = matrices[0].ggml_type
-        return kind if isinstance(kind, GGMLType) and kind in PACKERS else None
+        return kind if isinstance(kind, GGMLType) and kind in CPU_BLOCK_TYPES else None
     kinds = {code_table(matrix) for matrix in matrices}
     return kinds.pop() if len(kinds) == 1 else None
 
@@ -94,45 +91,19 @@ def _count_bytes(matrix: Packed, kind: Kind, elements: int) -> int:
     return count_bytes(matrix, kind, elements)
 
 
-def pack_file_blocks(
-    matrices: Sequence[Packed], kind: GGMLType, interleaved_heads: int, empty: Callable[..., Tensor]
-) -> dict[str, Tensor]:
-    """Split one or several matrices of a GGUF file into fields, as `packing.pack` does.
+def read_blocks(matrices: Sequence[Packed], interleaved_heads: int, empty: Callable[..., Tensor]) -> Tensor:
+    """Copy the rows of one or several matrices of a GGUF file, in the model's order; `empty` allocates.
 
-    `interleaved_heads`: heads whose rows are interleaved in the file, or 0. `empty` allocates. Few rows are packed at
-    a time, because the C library keeps the memory of large temporary arrays, up to the size of the model.
+    `interleaved_heads`: heads whose rows are interleaved in the file, or 0.
     """
-    n_rows, n_blocks = sum(len(m.by_row) for m in matrices), matrices[0].by_row.shape[1] // BLOCK_SIZES[kind][1]
-    fields = {
-        name: empty(n_rows, n_blocks * field.shape[1], dtype=field.dtype) for name, field in _empty_block(kind).items()
-    }
-    compiled = quiet_library() if kind in PACKERS else None
-    for rows, blocks in _iterate_blocks(matrices, interleaved_heads):
-        row_fields = {name: field[rows] for name, field in fields.items()}
-        if compiled is not None:
-            pack_blocks(blocks, kind, row_fields, compiled)
-            continue
-        for name, packed in pack(torch.from_numpy(np.require(blocks, requirements="W")), kind).items():
-            row_fields[name].copy_(packed)
-    return fields
-
-
-@cache
-def _empty_block(kind: GGMLType) -> dict[str, Tensor]:
-    """Return the fields of one block of zeros, for their shapes and dtypes."""
-    return pack(torch.zeros(1, BLOCK_SIZES[kind][1], dtype=torch.uint8), kind)
-
-
-def _iterate_blocks(matrices: Sequence[Packed], interleaved_heads: int) -> Iterator[tuple[slice, np.ndarray]]:
-    """Yield about `_BLOCKS_AT_ONCE` bytes of a matrix at a time, with their row slice in all matrices."""
+    n_bytes = matrices[0].by_row.shape[1]
+    blocks = empty(sum(matrix.shape[0] for matrix in matrices), n_bytes, dtype=torch.uint8)
     first_row = 0
     for by_row in (matrix.by_row for matrix in matrices):
-        order = undo_interleave(np.arange(len(by_row)), interleaved_heads) if interleaved_heads else None
-        step = max(1, _BLOCKS_AT_ONCE // by_row.shape[1])
-        for start in range(0, len(by_row), step):
-            rows = slice(start, min(start + step, len(by_row)))
-            yield slice(first_row + start, first_row + rows.stop), by_row[rows if order is None else order[rows]]
+        order = undo_interleave(np.arange(len(by_row)), interleaved_heads) if interleaved_heads else slice(None)
+        blocks[first_row : first_row + len(by_row)].numpy()[...] = by_row[order]
         first_row += len(by_row)
+    return blocks
 
 
 def pack_stored(matrix: QuantisedMatrix, kind: Table, empty: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:

@@ -89,7 +89,7 @@ VARIANTS: Mapping[str, TorchVariant] = {  # suffix of the backend's name
 
 def variants_for(target: Target, weights: Weights) -> list[str]:
     """List the suffixes of the variants to verify: compiled only on CUDA, packed only for files of packed matrices."""
-    has_packed = any(kind_of(weights, name) for name in weights)
+    has_packed = any(kind_of(weights, name, target.device.type) for name in weights)
     is_skipped = {"-compiled": target.device.type != "cuda", "-packed": not has_packed}
     return [suffix for suffix in VARIANTS if not is_skipped.get(suffix, False)]
 

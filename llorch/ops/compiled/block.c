@@ -27,7 +27,7 @@ typedef struct {
 
 static int multiply(const block *b, const matrix *m, const void *x, void *y, long rows) {
     int dense = m->kind == (int)b->half; /* in the dtype of x: float32 is kind 0, bfloat16 kind 1 */
-    return (b->fixed || dense ? llorch_fixed_product : llorch_product)(
+    return (b->fixed || (dense && rows > 1) ? llorch_fixed_product : llorch_product)(
         (int)m->kind, m->codes, m->d, m->scales, m->more, (int)b->half, x, m->bias, y, rows, m->out, m->in);
 }
 

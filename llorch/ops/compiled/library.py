@@ -50,7 +50,6 @@ SIGNATURES = {
     "llorch_delta_rule": (None, (*[_POINTER] * 7, *[_LONG] * 7)),
     "llorch_gated_norm": (None, (_INT, _POINTER, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG)),
     "llorch_pack_codes": (None, (_INT, _INT, _POINTER, _POINTER, _LONG, _LONG)),
-    "llorch_pack_blocks": (None, (_INT, *[_POINTER] * 6, _LONG)),
     "llorch_block": (_INT, (_POINTER, _POINTER, _POINTER, _POINTER)),
 }
 

@@ -1,15 +1,13 @@
-/* Codes of a matrix, from the order of their file to that of llorch/pytorch/kernels/packing.py: bits move, none changes.
+/* Codes of a matrix of a quantised folder, from the order of their file to that of llorch/files/quantised/fields.py: bits
+ * move, none changes.
  *
- * For quantised folders, the twin is llorch/files/quantised/fields.py, which unpacks a code into a byte and packs it again; here no code
- * is alone in a byte. Words are little-endian. The parts of a word: 8 codes of 4 bits, or 4 of 8 bits. For the blocks of
- * a GGUF file, the twin is `pack` in packing.py. */
+ * The twin is in that module, which unpacks a code into a byte and packs it again; here no code is alone in a byte. Words
+ * are little-endian. The parts of a word: 8 codes of 4 bits, or 4 of 8 bits. */
 
 #include "numbers.h"
 
 enum order { ROWS, HIGH_FIRST, COLUMNS, AWQ }; /* `Unpacker` says what they are */
 enum { SIDE = 16, BLOCK = 64 };                /* words of a tile's side; words of a line that are read together */
-enum kind { Q8_0 = 2, Q4_0, Q4_K, Q6_K };      /* `KINDS` in quantised.py */
-enum { WORTH_THREADS = 1 << 10 };              /* blocks */
 
 /* Eight codes of a word, c0 in the lowest bits: bytes c0 | c4 << 4, c2 | c6 << 4, c1 | c5 << 4, c3 | c7 << 4. */
 static inline uint32_t pairs(uint32_t word, int high_first) {
@@ -155,102 +153,5 @@ void llorch_pack_codes(int order, int bits, const void *stored, void *packed, lo
         else if (order == AWQ) pack_awq(stored, packed, first, n, out, in);
         else if (order == ROWS) join_runs((const uint8_t *)stored + from, (uint8_t *)packed + from, n * in / RUN, 0);
         else join_runs((const uint8_t *)stored + from, (uint8_t *)packed + from, n * in / RUN, 1);
-    }
-}
-
-/* Four bits, from bit `shift` on, of each of 32 bytes: byte 4 i + j has those of bytes 8 j + i and 8 j + 4 + i. */
-static inline void join_four_bits(const uint64_t eight[4], int shift, uint8_t *packed) {
-    uint32_t joined[4], word[4];
-    for (int j = 0; j < 4; j++) {
-        uint64_t codes = eight[j] >> shift & 0x0f0f0f0f0f0f0f0f;
-        joined[j] = (uint32_t)(codes | codes >> 28);
-    }
-    for (int i = 0; i < 4; i++)
-        word[i] = (joined[0] >> 8 * i & 255) | (joined[1] >> 8 * i & 255) << 8 | (joined[2] >> 8 * i & 255) << 16 |
-                  (joined[3] >> 8 * i & 255) << 24;
-    memcpy(packed, word, sizeof word);
-}
-
-/* The lower four bits of 32 bytes; their upper ones go to `upper`. */
-static inline void split_bytes(const uint8_t *bytes, uint8_t *lower, uint8_t *upper) {
-    uint64_t eight[4];
-    memcpy(eight, bytes, sizeof eight);
-    join_four_bits(eight, 0, lower);
-    join_four_bits(eight, 4, upper);
-}
-
-/* Twelve bytes that hold eight scales and eight minima of six bits: a scale and its minimum take twelve bits, in order. */
-static inline void pack_six_bits(const uint8_t *stored, uint8_t *packed) {
-    uint8_t scale[8], minimum[8];
-    for (int r = 0; r < 4; r++) {
-        scale[r] = stored[r] & 63;
-        minimum[r] = stored[r + 4] & 63;
-        scale[r + 4] = (stored[r + 8] & 15) | stored[r] >> 6 << 4;
-        minimum[r + 4] = stored[r + 8] >> 4 | stored[r + 4] >> 6 << 4;
-    }
-    for (int r = 0; r < 8; r += 2, packed += 3) {
-        packed[0] = (uint8_t)(scale[r] | minimum[r] << 6);
-        packed[1] = (uint8_t)(minimum[r] >> 2 | scale[r + 1] << 4);
-        packed[2] = (uint8_t)(scale[r + 1] >> 4 | minimum[r + 1] << 2);
-    }
-}
-
-/* Two bits of 32 bytes from bit `shift` on: bytes 2 i and 2 i + 1 have codes i, 4 + i, 8 + i and so on. */
-static inline void join_two_bits(const uint8_t *bytes, int shift, uint8_t *packed) {
-    for (int i = 0; i < 4; i++)
-        for (int half = 0; half < 2; half++) {
-            const uint8_t *part = bytes + 16 * half + i;
-            packed[2 * i + half] = (uint8_t)((part[0] >> shift & 3) | (part[4] >> shift & 3) << 2 |
-                                             (part[8] >> shift & 3) << 4 | (part[12] >> shift & 3) << 6);
-        }
-}
-
-typedef struct {
-    uint8_t *codes, *upper, *scales, *d, *dmin; /* as in packing.py; NULL where a kind has none */
-} fields;
-
-static inline void pack_q4_0(const uint8_t *block, const fields *to, long i) {
-    uint64_t half[2];
-    memcpy(half, block + 2, sizeof half);
-    join_four_bits((const uint64_t[4]){half[0], half[1], half[0] >> 4, half[1] >> 4}, 0, to->codes + 16 * i);
-    memcpy(to->d + 2 * i, block, 2);
-}
-
-static inline void pack_q4_k(const uint8_t *block, const fields *to, long i) {
-    for (int part = 0; part < 4; part++) {
-        uint8_t *codes = to->codes + 128 * i + 32 * part;
-        split_bytes(block + 16 + 32 * part, codes, codes + 16);
-    }
-    pack_six_bits(block + 4, to->scales + 12 * i);
-    memcpy(to->d + 2 * i, block, 2);
-    memcpy(to->dmin + 2 * i, block + 2, 2);
-}
-
-static inline void pack_q6_k(const uint8_t *block, const fields *to, long i) {
-    for (int half = 0; half < 2; half++) {
-        uint8_t *codes = to->codes + 128 * i + 64 * half;
-        for (int run = 0; run < 2; run++)
-            split_bytes(block + 64 * half + 32 * run, codes + 16 * run, codes + 32 + 16 * run);
-        for (int run = 0; run < 4; run++)
-            join_two_bits(block + 128 + 32 * half, 2 * run, to->upper + 64 * i + 32 * half + 8 * run);
-    }
-    memcpy(to->scales + 16 * i, block + 192, 16);
-    memcpy(to->d + 2 * i, block + 208, 2);
-}
-
-/* n blocks of a GGUF file, taken apart. */
-void llorch_pack_blocks(
-    int kind, const void *blocks, void *codes, void *upper, void *scales, void *d, void *dmin, long n) {
-    const fields to = {codes, upper, scales, d, dmin};
-    const uint8_t *from = blocks;
-#pragma omp parallel for schedule(static) if (n >= WORTH_THREADS)
-    for (long i = 0; i < n; i++) {
-        if (kind == Q4_0) pack_q4_0(from + 18 * i, &to, i);
-        else if (kind == Q4_K) pack_q4_k(from + 144 * i, &to, i);
-        else if (kind == Q6_K) pack_q6_k(from + 210 * i, &to, i);
-        else {
-            memcpy(to.codes + 32 * i, from + 34 * i + 2, 32);
-            memcpy(to.d + 2 * i, from + 34 * i, 2);
-        }
     }
 }

@@ -30,7 +30,7 @@ class CompiledMatrix:
     """Arguments of the C functions for one matrix; the arrays must not change, and be contiguous."""
 
     kind: str
-    shape: tuple[int, int]  # (out, in)
+    shape: tuple[int, ...]  # (out, in)
     codes: Shaped[np.ndarray, "out columns"]
     d: Float32[np.ndarray, "out groups"] | None = None
     shared: Shaped[np.ndarray, " bytes"] | None = None  # of a table: see `products.c`

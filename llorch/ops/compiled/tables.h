@@ -1,6 +1,6 @@
 /* Matrices of quantised folders: codes that index a table of numbers, with scales, zero points and minima of groups.
  *
- * A group has 16 columns, or a multiple of 32. Layouts: llorch/pytorch/kernels/packing.py. */
+ * A group has 16 columns, or a multiple of 32. Layouts: llorch/files/quantised/fields.py. */
 
 #pragma once
 

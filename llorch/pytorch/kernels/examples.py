@@ -16,7 +16,7 @@ from llorch.families.config import ModelConfig
 from llorch.pytorch.cache import NoCache, PassPlacement
 from llorch.pytorch.causal_lm import RMSNorm, keep_nothing, rotate_and_cache, swiglu, widened
 from llorch.pytorch.device import Target
-from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, KIND_NAMES
+from llorch.pytorch.kernels.packing import CPU_KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv, l2_norm
 from llorch.pytorch.models.delta_rule import delta_rule
@@ -196,5 +196,5 @@ def _packed_experts(name: str, config: ModelConfig, target: Target) -> KernelExa
 
 EXAMPLES: dict[str, Callable[[ModelConfig, Target], KernelExample]] = {
     "conv": _conv, "gated norm": _gated_norm, "l2 norm": _l2_norm, "delta rule": _delta_rule, "experts": _experts,
-    **{f"packed experts {name}": partial(_packed_experts, name) for name in KIND_NAMES},
+    **{f"packed experts {name}": partial(_packed_experts, name) for name in CPU_KIND_NAMES},
 }  # fmt: skip

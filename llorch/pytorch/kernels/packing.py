@@ -1,8 +1,8 @@
-"""Quantised matrices as one torch tensor per field, and their decoding to float32: the reference of every kernel.
+"""Quantised matrices as torch tensors, and their decoding to float32: the reference of every kernel.
 
-Fields are codes, scales and minima. A file interleaves the fields of a block (elements that share a scale), which
-prevents wide loads. Here each field is a separate matrix with as many rows as the weight. Bits are moved and none is
-added, so a weight takes as many bytes as in its file.
+On the CPU, a matrix of a GGUF file has one field, `blocks`: its rows as in the file (uint8), in the model's order. On
+CUDA it has fields of codes, scales and minima. A file interleaves them, which prevents wide loads; here each is a
+separate matrix with as many rows as the weight. Bits are moved and none is added.
 
     type   field   dtype    columns      meaning
     Q8_0   codes   int8     in           in the order of the elements
@@ -40,8 +40,9 @@ import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
 
-from llorch.files.quant import BLOCK_SIZES, GGMLType
+from llorch.files.quant import BLOCK_SIZES, GGMLType, decode_by_reference
 from llorch.files.quantised.fields import TABLES, Table
+from llorch.ops.compiled.products import KINDS
 
 Fields = Mapping[str, Tensor]
 
@@ -58,13 +59,26 @@ def pack(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, 
     return {name: field.contiguous() for name, field in PACKERS[ggml_type](blocks).items()}
 
 
+def file_fields(raw: UInt8[Tensor, "out row_bytes"], ggml_type: GGMLType) -> dict[str, Tensor]:
+    """Return the fields of a matrix for its device, from rows of blocks in the model's order."""
+    if ggml_type in HALF_TYPES or raw.device.type == "cuda":
+        return pack(raw, ggml_type)
+    return {"blocks": raw}
+
+
 def decode(fields: Fields, ggml_type: Kind) -> Float32[Tensor, "*rows in"]:
     """Decode whole rows to the same bits as `llorch.files`; a scale that is not finite gives inf or NaN."""
+    if "blocks" in fields:
+        assert not isinstance(ggml_type, Table)
+        return _decode_blocks(fields["blocks"], ggml_type)
     return _decode_table(fields, ggml_type) if isinstance(ggml_type, Table) else DECODERS[ggml_type](fields)
 
 
 def width(fields: Fields, ggml_type: Kind) -> int:
     """Return the number of elements of one row; a byte of codes has two elements if they have four bits."""
+    if "blocks" in fields:
+        size, n_bytes = BLOCK_SIZES[GGMLType[ggml_type.name]]
+        return fields["blocks"].shape[-1] // n_bytes * size
     return fields["codes"].shape[-1] * (2 if ggml_type.name in ("Q4_0", "Q4_K", "Q6_K", "TABLE_4") else 1)
 
 
@@ -140,6 +154,14 @@ def _pack_q6_k(blocks: Tensor) -> dict[str, Tensor]:
         "scales": blocks[..., 192:208].flatten(1).view(torch.int8),
         "d": _as_float16(blocks[..., 208:]),
     }
+
+
+def _decode_blocks(blocks: UInt8[Tensor, "*rows row_bytes"], ggml_type: GGMLType) -> Tensor:
+    """Decode rows of blocks on the CPU, by the decoder of files."""
+    decoded = torch.empty(*blocks.shape[:-1], width({"blocks": blocks}, ggml_type))
+    if decoded.numel():
+        decode_by_reference(blocks.contiguous().numpy(), ggml_type, decoded.numpy())
+    return decoded
 
 
 def _decode_q8_0(fields: Fields) -> Tensor:
@@ -229,5 +251,6 @@ DECODERS: Mapping[GGMLType, Callable[[Fields], Tensor]] = MappingProxyType({
     GGMLType.BF16: _decode_half, GGMLType.F16: _decode_half,
 })  # fmt: skip
 
-KIND_NAMES = (*(kind.name for kind in PACKERS), *TABLES)
-CPU_KIND_NAMES = (*KIND_NAMES, *(kind.name for kind in HALF_TYPES))
+KIND_NAMES = (*(kind.name for kind in PACKERS), *TABLES)  # kinds with kernels on CUDA
+CPU_BLOCK_TYPES = tuple(GGMLType[name] for name in KINDS if name not in ("F32", *TABLES) and "F16" not in name)
+CPU_KIND_NAMES = (*(kind.name for kind in CPU_BLOCK_TYPES), *TABLES, *(kind.name for kind in HALF_TYPES))

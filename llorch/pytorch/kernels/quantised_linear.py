@@ -22,6 +22,11 @@ _INTEGERS = {torch.float16: torch.int16, torch.bfloat16: torch.int16, torch.floa
 TILE = 1 << 22  # elements decoded at a time: small against a model, large enough for efficient products
 
 
+def count_rows(fields: Fields) -> int:
+    """Count the rows of a matrix, which each of its fields has."""
+    return len(next(iter(fields.values())))
+
+
 class PackedMatrix(nn.Module):
     """Fields of a packed matrix, stored as integers so that `.to(dtype)` of a model does not change them."""
 
@@ -29,7 +34,7 @@ class PackedMatrix(nn.Module):
         """Store fields made by `pack`; matrices with the same tensors share them."""
         super().__init__()
         self.ggml_type = ggml_type
-        self.out_features = len(fields["codes"])
+        self.out_features = count_rows(fields)
         self.in_features = width(fields, ggml_type)
         self._dtypes = {name: field.dtype for name, field in fields.items()}
         for name, field in fields.items():
@@ -109,7 +114,9 @@ class QuantisedEmbedding(PackedMatrix):
         """Store the fields; rows are returned in `dtype`, or the dtype of a later `.to(dtype)` of the model."""
         super().__init__(fields, ggml_type)
         self.of_dtype: Tensor  # empty; records the dtype of a later `.to(dtype)`
-        self.register_buffer("of_dtype", torch.empty(0, dtype=dtype, device=fields["codes"].device), persistent=False)
+        self.register_buffer(
+            "of_dtype", torch.empty(0, dtype=dtype, device=next(iter(fields.values())).device), persistent=False
+        )
 
     def forward(self, ids: Int[Tensor, "*rows"]) -> Float[Tensor, "*rows in"]:
         """Decode some rows."""
@@ -120,7 +127,7 @@ def multiply_by_tiles(
     x: Float[Tensor, "rows in"], fields: Fields, ggml_type: Kind, bias: Float[Tensor, " out"] | None
 ) -> Float[Tensor, "rows out"]:
     """Compute x @ decode(fields).T + bias, one tile of the matrix, rounded to the dtype of `x`, at a time."""
-    y = x.new_empty(len(x), len(fields["codes"]))
+    y = x.new_empty(len(x), count_rows(fields))
     for rows, tile in tiles(fields, ggml_type, x.dtype):
         y[:, rows] = linear(x, tile, None if bias is None else bias[rows])
     return y
@@ -137,7 +144,7 @@ def back_by_tiles(grad: Float[Tensor, "rows out"], fields: Fields, ggml_type: Ki
 
 def tiles(fields: Fields, ggml_type: Kind, dtype: torch.dtype) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
     """Decode a matrix, `TILE` elements at a time, rounded to `dtype`: yield the row slice and the rows."""
-    n_rows, step = len(fields["codes"]), max(1, TILE // width(fields, ggml_type))
+    n_rows, step = count_rows(fields), max(1, TILE // width(fields, ggml_type))
     for start in range(0, n_rows, step):
         rows = slice(start, min(start + step, n_rows))
         yield rows, decode({name: field[rows] for name, field in fields.items()}, ggml_type).to(dtype)

@@ -20,7 +20,7 @@ from llorch.pytorch.kernels.cpu.experts import CpuExperts, CpuQuantisedExperts
 from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu, pointer
 from llorch.pytorch.kernels.cpu.linear import KINDS, CpuLinear
 from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear, TrainedQuantisedLinear
-from llorch.pytorch.kernels.packing import CPU_KIND_NAMES, KIND_NAMES
+from llorch.pytorch.kernels.packing import CPU_KIND_NAMES
 from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.models.experts import QuantisedExperts
 
@@ -183,5 +183,5 @@ def _packed_kernels(compiled: ctypes.CDLL, *, fixed: bool) -> KernelTable:
     return {
         **{f"packed {kind}": packed for kind in CPU_KIND_NAMES},
         **{f"{TRAINED}packed {kind}": trained for kind in CPU_KIND_NAMES},
-        **({} if fixed else {f"packed experts {kind}": experts for kind in KIND_NAMES}),
+        **({} if fixed else {f"packed experts {kind}": experts for kind in CPU_KIND_NAMES}),
     }

@@ -52,7 +52,8 @@ class CpuLinear(nn.Module):
         x, rows = x.contiguous(), x.numel() // width
         y = x.new_empty(*x.shape[:-1], out)
         pointers = x.data_ptr(), None if bias is None else bias.data_ptr(), y.data_ptr()
-        if library.llorch_fixed_product(kind, weight.data_ptr(), None, None, None, kind, *pointers, rows, out, width):
+        multiply = library.llorch_product if rows == 1 and not self.fixed else library.llorch_fixed_product
+        if multiply(kind, weight.data_ptr(), None, None, None, kind, *pointers, rows, out, width):
             raise MemoryError(f"linear: cannot allocate memory for {rows} rows")
         return y
 

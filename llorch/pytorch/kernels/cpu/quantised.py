@@ -1,33 +1,25 @@
 """Products with a packed matrix on the CPU: few rows directly from the blocks, many rows by decoding tiles.
 
 The layouts are those of `llorch.pytorch.kernels.packing`, whose `decode` gives the same numbers bit for bit.
-`packing.c` repacks the blocks of a GGUF file from the bytes of the file. The reference is `packing.pack`, which uses one
-byte per code in between and so takes several times as long.
 """
 
 import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-import numpy as np
 import torch
-from jaxtyping import Float, Float32, UInt8
+from jaxtyping import Float, Float32
 from torch import Tensor
 
-from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.files.quantised.fields import Table, shared_by_rows
-from llorch.ops.compiled.products import FEW
-from llorch.ops.compiled.products import KINDS as TABLE_KINDS
+from llorch.ops.compiled.products import FEW, KINDS
 from llorch.pytorch.kernels.cpu.layer import pointer
 from llorch.pytorch.kernels.cpu.linear import TILE, product
 from llorch.pytorch.kernels.packing import Fields, Kind
 from llorch.pytorch.kernels.quantised_linear import FrozenProduct, PackedMatrix
 
-KINDS = {  # `kind` in products.c
-    GGMLType.BF16: 1, GGMLType.Q8_0: 2, GGMLType.Q4_0: 3, GGMLType.Q4_K: 4, GGMLType.Q6_K: 5, GGMLType.F16: 8,
-}  # fmt: skip
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # `half` in the C files: the dtype of inputs and outputs
-_EXTRA_FIELDS = ("upper", "dmin", "zero", "minimum")  # each kind has at most one of these fields
+_OFFSETS = ("zero", "minimum")  # a table has at most one of these fields
 
 
 class CpuQuantisedLinear(PackedMatrix):
@@ -45,7 +37,7 @@ class CpuQuantisedLinear(PackedMatrix):
         super().__init__(fields, ggml_type)
         self.bias, self.fixed = bias, fixed
         self.library = library
-        self._kind = TABLE_KINDS[ggml_type.name] if isinstance(ggml_type, Table) else KINDS[ggml_type]
+        self._kind = KINDS[ggml_type.name]
         if shared is None and isinstance(ggml_type, Table):
             shared = torch.from_numpy(
                 shared_by_rows(ggml_type, {name: field.numpy() for name, field in fields.items()})
@@ -85,11 +77,11 @@ class CpuQuantisedLinear(PackedMatrix):
     def matrix_of(self, dtype: torch.dtype) -> tuple[int | None, ...]:
         """Return the matrix arguments of compiled functions; pointers are cached until fields are moved."""
         buffers = self._buffers
-        if buffers["codes"] is not self._pointers_codes:
-            extra_field = next((buffers[name] for name in _EXTRA_FIELDS if name in buffers), None)
-            scales = buffers.get("scales") if self.shared is None else self.shared
-            self._pointers = tuple(map(pointer, (buffers["codes"], buffers.get("d"), scales, extra_field)))
-            self._pointers_codes = buffers["codes"]
+        codes = buffers["blocks" if "blocks" in buffers else "codes"]
+        if codes is not self._pointers_codes:
+            offset = next((buffers[name] for name in _OFFSETS if name in buffers), None)
+            self._pointers = tuple(map(pointer, (codes, buffers.get("d"), self.shared, offset)))
+            self._pointers_codes = codes
         return self._kind, *self._pointers, HALF[dtype]
 
     def struct_fields(self) -> tuple[int | None, ...]:
@@ -112,16 +104,3 @@ class TrainedQuantisedLinear(CpuQuantisedLinear):
         for rows, tile in self._tiles(grad):
             total += product(grad[:, rows].contiguous(), tile.T, None)
         return total.to(grad.dtype)
-
-
-_FIELDS = ("codes", "upper", "scales", "d", "dmin")  # of blocks, in the order of packing.c
-
-
-def pack_blocks(
-    blocks: UInt8[np.ndarray, "out row_bytes"], ggml_type: GGMLType, fields: Fields, library: ctypes.CDLL
-) -> None:
-    """Write the fields of some rows of blocks, as `packing.pack` makes them; each field has these rows only."""
-    rows = np.ascontiguousarray(blocks)
-    assert all(field.is_contiguous() and len(field) == len(rows) for field in fields.values())
-    pointers = (fields[name].data_ptr() if name in fields else None for name in _FIELDS)
-    library.llorch_pack_blocks(KINDS[ggml_type], rows.ctypes.data, *pointers, rows.size // BLOCK_SIZES[ggml_type][1])
