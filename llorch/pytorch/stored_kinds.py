@@ -30,7 +30,7 @@ from llorch.files.quantised.fields import (
     pack_table,
     quiet_library,
     scale_columns,
-)
+)  # fmt: skip
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import undo_interleave
 from llorch.pytorch.kernels.cpu.quantised import pack_blocks
@@ -137,5 +137,5 @@ def _iterate_blocks(matrices: Sequence[Packed], interleaved_heads: int) -> Itera
 
 def pack_stored(matrix: QuantisedMatrix, kind: Table, empty: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
     """Split a matrix in group order into fields; `empty` allocates the codes."""
-    fields = pack_table(matrix, kind, lambda *shape: empty(*shape, dtype=torch.uint8).numpy())
+    fields = pack_table(matrix, kind, lambda shape, _: empty(*shape, dtype=torch.uint8).numpy())
     return {name: torch.from_numpy(field) for name, field in fields.items()}

@@ -1,7 +1,7 @@
 /* Codes of a matrix, from the order of their file to that of llorch/pytorch/kernels/packing.py: bits move, none changes.
  *
- * For quantised folders, the twin is llorch/files/quantised/fields.py, which unpacks a code into a byte and packs it again; here no code
- * is alone in a byte. Words are little-endian. The parts of a word: 8 codes of 4 bits, or 4 of 8 bits. For the blocks of
+ * For quantised folders, the twin is llorch/files/quantised/fields.py, which unpacks a code into a byte and packs it
+ * again; here no code is alone in a byte. Words are little-endian. The parts of a word: 8 codes of 4 bits, or 4 of 8 bits. For the blocks of
  * a GGUF file, the twin is `pack` in packing.py. */
 
 #include "numbers.h"

@@ -1,8 +1,8 @@
 """Products with a packed matrix on the CPU: few rows directly from the blocks, many rows by decoding tiles.
 
 The layouts are those of `llorch.pytorch.kernels.packing`, whose `decode` gives the same numbers bit for bit.
-`packing.c` repacks the blocks of a GGUF file from the bytes of the file. The reference is `packing.pack`, which uses one
-byte per code in between and so takes several times as long.
+`packing.c` repacks the blocks of a GGUF file from its bytes. The reference is `packing.pack`, which uses one byte per
+code in between and so takes several times as long.
 """
 
 import ctypes
@@ -20,7 +20,7 @@ from llorch.ops.compiled.products import FEW
 from llorch.ops.compiled.products import KINDS as TABLE_KINDS
 from llorch.pytorch.kernels.cpu.layer import pointer
 from llorch.pytorch.kernels.cpu.linear import TILE, product
-from llorch.pytorch.kernels.packing import Fields, Kind
+from llorch.pytorch.kernels.packing import Fields, Kind, arrays_of
 from llorch.pytorch.kernels.quantised_linear import FrozenProduct, PackedMatrix
 
 KINDS = {  # `kind` in products.c
@@ -47,9 +47,7 @@ class CpuQuantisedLinear(PackedMatrix):
         self.library = library
         self._kind = TABLE_KINDS[ggml_type.name] if isinstance(ggml_type, Table) else KINDS[ggml_type]
         if shared is None and isinstance(ggml_type, Table):
-            shared = torch.from_numpy(
-                shared_by_rows(ggml_type, {name: field.numpy() for name, field in fields.items()})
-            )
+            shared = torch.from_numpy(shared_by_rows(ggml_type, arrays_of(fields)))
         self.shared = shared
         self._pointers: tuple[int | None, ...] = ()
         self._pointers_codes: object = None
