@@ -119,7 +119,7 @@ def group_order(matrix: Packed) -> Int[np.ndarray, " in"] | None:
 
 
 def pack_table(matrix: QuantisedMatrix, table: Table, empty: Allocate | None = None) -> dict[str, np.ndarray]:
-    """Split a matrix into fields; `empty` allocates the codes. None: codes that need no packing are a view of the file."""
+    """Split a matrix into fields; `empty` allocates the codes. None: codes in order are a view of a file."""
     matrix = _in_group_order(matrix)
     recipe = matrix.recipe
     fields = {"codes": _packed_codes(matrix, table, empty), "d": _read_groups(matrix, recipe.scale)}
@@ -172,12 +172,9 @@ def has_finite_numbers(fields: Fields, table: Table) -> bool:
     if table.name == "TABLE_4" and not is_finite.all():  # a byte has two codes
         return False
     sizes = {name: float(np.abs(field).max()) for name, field in fields.items() if name != "codes"}
-    number, (factor, divisor) = (
-        float(np.abs(table.numbers[is_finite]).max(initial=0)),
-        map(float, np.abs(table.factors)),
-    )
-    unscaled = (number + sizes.get("zero", 0)) * sizes["d"] + sizes.get("minimum", 0)
-    if not max(unscaled, unscaled * factor, unscaled * factor / divisor) < _LARGEST:
+    number, factors = np.where(is_finite, np.abs(table.numbers), 0).max(), np.abs(table.factors, dtype=np.float64)
+    unscaled = (float(number) + sizes.get("zero", 0)) * sizes["d"] + sizes.get("minimum", 0)
+    if not max(unscaled, unscaled * factors[0], unscaled * factors[0] / factors[1]) < _LARGEST:
         return False
     codes, not_finite = fields["codes"].reshape(-1), np.flatnonzero(~is_finite).astype(np.uint8)
     chunks = (codes[start : start + _SCAN] for start in range(0, codes.size if len(not_finite) else 0, _SCAN))
