@@ -39,5 +39,5 @@ def _from_folder(packed: QuantisedMatrix) -> CompiledMatrix | None:
     if not has_finite_numbers(fields, table):
         return None
     codes, more = fields["codes"], fields.get("zero", fields.get("minimum"))
-    shared = shared_by_rows(table, fields)
-    return CompiledMatrix(table.name, packed.shape, codes, fields["d"], shared, more, group_order(packed))
+    shape, shared, order = (packed.shape[0], packed.shape[1]), shared_by_rows(table, fields), group_order(packed)
+    return CompiledMatrix(table.name, shape, codes, fields["d"], shared, more, order)

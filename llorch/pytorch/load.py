@@ -28,7 +28,7 @@ from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import LAYER_WEIGHTS, MODEL_WEIGHTS, Weight, inventory, layer_prefixes
 from llorch.files.tensor_storage import AS_IS, rows_of
 from llorch.pytorch.causal_lm import CausalLM, widened
-from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, file_fields, shorten
+from llorch.pytorch.kernels.packing import HALF_TYPES, Fields, Kind, arrays_of, file_fields, shorten
 from llorch.pytorch.kernels.quantised_linear import QuantisedEmbedding, QuantisedLinear, Reordered
 from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.pytorch.models.families import build
@@ -284,8 +284,7 @@ def _require_finite(fields: Fields, kind: Kind, matrices: Sequence[Packed]) -> N
     for matrix in matrices:
         matrix.require_scales()
     if not all(map(_is_finite, _scale_fields(fields, kind))) or (
-        isinstance(kind, Table)
-        and not has_finite_numbers({name: field.numpy() for name, field in fields.items()}, kind)
+        isinstance(kind, Table) and not has_finite_numbers(arrays_of(fields), kind)
     ):
         for matrix in matrices:
             for start, tile in matrix.tiles():  # decode once more, so that the error names the row

@@ -28,7 +28,7 @@ from llorch.files.quantised.fields import (
     group_order,
     pack_table,
     scale_columns,
-)
+)  # fmt: skip
 from llorch.files.quantised.matrix import QuantisedMatrix
 from llorch.files.tensor_names import undo_interleave
 from llorch.pytorch.kernels.packing import CPU_BLOCK_TYPES, HALF_TYPES, PACKERS, Kind
@@ -108,5 +108,5 @@ def read_blocks(matrices: Sequence[Packed], interleaved_heads: int, empty: Calla
 
 def pack_stored(matrix: QuantisedMatrix, kind: Table, empty: Callable[..., Tensor] = torch.empty) -> dict[str, Tensor]:
     """Split a matrix in group order into fields; `empty` allocates the codes."""
-    fields = pack_table(matrix, kind, lambda *shape: empty(*shape, dtype=torch.uint8).numpy())
+    fields = pack_table(matrix, kind, lambda shape, _: empty(*shape, dtype=torch.uint8).numpy())
     return {name: torch.from_numpy(field) for name, field in fields.items()}

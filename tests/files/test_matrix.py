@@ -1,8 +1,10 @@
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from builders.table_matrices import table_matrix
 from helpers.refusals import refuses
 
 from llorch.files.matrix import Matrix
@@ -10,9 +12,12 @@ from llorch.files.packed import TILE, Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.files.tensor_names import undo_interleave
 from llorch.judging.expectations.quantised_models import matrix_bytes
+from llorch.ops.compiled.library import library
+from llorch.ops.compiled.products import FEW, CompiledMatrix
 from llorch.ops.linear import linear
 from llorch.ops.numerics import EXACT, GGML, Numerics
 from llorch.ops.rounding import block_sums, round_activations
+from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
 
 SHAPE = (96, 512)
 ROUNDING = [GGMLType.F16, GGMLType.BF16, GGMLType.Q4_0, GGMLType.Q8_0, GGMLType.Q4_K, GGMLType.IQ4_XS]
@@ -153,6 +158,60 @@ def test_a_scale_that_means_nan_in_its_own_format_is_found_at_once(resident: boo
     raw.reshape(SHAPE[0], -1)[5, 17] = 0xFF  # the first byte of the second block
     with refuses("NonFinite", "NaN", "row 5", where="blk.0.attn_q.weight"):
         Matrix(replace(sound, raw=raw), round_inputs=True, decoded=sound.decode() if resident else None)
+
+
+LARGE = "MLX 4", 512, 256  # elements enough for a product in C
+
+
+def calls_of(monkeypatch: pytest.MonkeyPatch, name: str) -> list[int]:
+    """The number of rows of each call of a method of `CompiledMatrix`."""
+    if library() is None:
+        pytest.skip("NOT RUN: no C compiler")
+    calls: list[int] = []
+    method = getattr(CompiledMatrix, name)
+
+    def counted(self: CompiledMatrix, *arguments: Any) -> Any:
+        calls.append(len(arguments[-1]))
+        return method(self, *arguments)
+
+    monkeypatch.setattr(CompiledMatrix, name, counted)
+    return calls
+
+
+@pytest.mark.parametrize("scheme", [None, SchemeRounding("int8", "dynamic")], ids=str)
+def test_few_rows_are_multiplied_in_c_and_more_by_tiles_decoded_in_c(scheme, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("llorch.files.packed.TILE", 200 * LARGE[2])
+    multiplied, decoded = (calls_of(monkeypatch, name) for name in ("multiply", "decode_into"))
+    stored = table_matrix(*LARGE)
+    made, x = Matrix(stored, round_inputs=False, scheme=scheme), np.tile(activations(LARGE[2]), (2, 1))
+    rounded = x if scheme is None else round_as_scheme(x, scheme)
+    expected = rounded.astype(np.float64) @ stored.decode().astype(np.float64).T
+    agree(made.forward(x[:FEW]), expected[:FEW], within=1e-6)
+    assert (multiplied, decoded) == ([FEW], [])
+    agree(made.forward(x[: FEW + 1]), expected[: FEW + 1], within=1e-6)
+    assert (multiplied, decoded) == ([FEW], [200, 200, 112])
+    assert scheme is None or np.abs(expected - x @ stored.decode().T).max() > 1e-3
+
+
+def test_rows_of_a_quantised_embedding_are_decoded_in_c_to_the_same_bits(monkeypatch: pytest.MonkeyPatch):
+    decoded, stored, ids = calls_of(monkeypatch, "decode_into"), table_matrix(*LARGE), np.array([3, 511, 3])
+    made = Matrix(stored, round_inputs=False)
+    np.testing.assert_array_equal(made.rows(ids), stored.decode_rows(ids), strict=True)
+    assert decoded == [1, 1, 1]
+    with pytest.raises(IndexError):
+        made.rows(np.array([512]))
+
+
+def test_float64_and_small_matrices_are_decoded_in_numpy(monkeypatch: pytest.MonkeyPatch):
+    calls = [calls_of(monkeypatch, name) for name in ("multiply", "decode_into")]
+    stored, small = table_matrix(*LARGE), table_matrix("MLX 4", 64, 256)
+    x = activations(LARGE[2], np.float64)
+    made = Matrix(stored, round_inputs=False, dtype=np.float64)
+    agree(made.forward(x), x @ stored.decode().astype(np.float64).T, within=1e-14)
+    x = x.astype(np.float32)
+    expected = (x.astype(np.float64) @ small.decode().astype(np.float64).T).astype(np.float32)
+    np.testing.assert_array_equal(Matrix(small, round_inputs=False).forward(x), expected)
+    assert calls == [[], []]
 
 
 def test_numerics_say_what_they_are():

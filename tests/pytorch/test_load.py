@@ -126,7 +126,7 @@ def test_shard_of_a_half_precision_matrix_stays_packed_only_with_full_column_run
 def test_blocks_have_the_same_fields_without_a_compiler_and_in_pieces_of_one_row(name, tmp_path, monkeypatch):
     path = write_model(name, tmp_path)
     compiled = load_logits(path, load_packed, torch.float32).state_dict()
-    monkeypatch.setattr(stored_kinds, "_compiled_pass", lambda: None)
+    monkeypatch.setattr(stored_kinds, "quiet_library", lambda: None)
     monkeypatch.setattr(stored_kinds, "_BLOCKS_AT_ONCE", 1)
     plain = load_logits(path, load_packed, torch.float32).state_dict()
     assert compiled.keys() == plain.keys()

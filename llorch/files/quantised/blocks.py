@@ -105,9 +105,7 @@ def group_size(matrix: QuantisedMatrix) -> int | None:
         numbers = group(matrix.parts)
         size = int(np.argmax(numbers != numbers[0])) or n_in
         return size if np.array_equal(numbers, np.arange(n_in) // size) else None
-    if n_in % group == 0:
-        return group
-    return None if group == 1 else gcd(group, n_in)
+    return gcd(group, n_in)
 
 
 def read_all(matrix: QuantisedMatrix, reader: Reader) -> Float32[np.ndarray, "rows groups"]:

@@ -1,24 +1,18 @@
-"""Matrix of a quantised folder in the form that kernels multiply: codes that index a table, scales and offsets.
+"""Matrix of a quantised folder as fields that kernels multiply: codes that index a table, scales and offsets.
 
-A `Table` has the numbers of the codes, four bits per code if there are at most 16, else eight. Each field is a matrix
-with as many rows as the weight. A group is the adjacent columns of a row that share a scale, 16 or a multiple of 32.
+Each field is a matrix with as many rows as the weight. A group is 16, or a multiple of 32, adjacent columns of a row,
+which share a scale. Columns whose groups are scattered are moved, see `group_order`.
 
-    field    dtype    columns      meaning
-    codes    uint8    in / 2, in   four bits, see below, or eight bits in the order of the elements
-    d        float32  groups       x = d * (values[code] - zero) + minimum; the table's factor or divisor applies last
-    zero     float32  groups       absent if all are equal: then the values include them
-    minimum  float32  groups       absent if all are 0
+    codes    uint8    (out, in / 2)    four bits, if the table has at most 16 numbers, see below
+                      (out, in)        eight bits, in the order of the elements
+    d        float32  (out, groups)    x = d * (values[code] - zero) + minimum, times a factor or over a divisor
+    zero     float32  (out, groups)    absent if all are equal: then the values include them
+    minimum  float32  (out, groups)    absent if all are 0
 
-32 codes of four bits are four little-endian words, and element 4 * j + i is bits 4 * j to 4 * j + 3 of word i. So a
-thread that loads 16 bytes has 32 codes, and the inputs of part j of its words are adjacent.
+32 codes of four bits are four little-endian words: element 4 * j + i is bits 4 * j to 4 * j + 3 of word i.
 
-Decoding applies the operations of `QuantisedMatrix.decode_rows` in the same order, so both have the same bits. These
-matrices have no table, and are decoded in NumPy:
-
-    row length not divisible by 32
-    scales whose groups have different sizes, or sizes not divisible by 16
-
-`packing.c` repacks codes from the bytes of the file; without a compiler, NumPy uses one byte per code in between.
+Decoding applies the operations of `QuantisedMatrix.decode_rows` in the same order, so both have the same bits. A matrix
+has no table if its row length is not divisible by 32, or its groups differ in size or have a size not divisible by 16.
 """
 
 import ctypes
@@ -30,19 +24,21 @@ from types import MappingProxyType
 import numpy as np
 from jaxtyping import Float32, Int, UInt8
 
-from llorch.files.packed import Packed, Rows, Scheme
+from llorch.files.packed import Packed, Scheme
 from llorch.files.quantised.blocks import RUN, by_run, group_size, read_all
 from llorch.files.quantised.codes import E4M3, INT8
-from llorch.files.quantised.matrix import Parts, QuantisedMatrix, Reader, StoredPart, Unpacker
+from llorch.files.quantised.matrix import QuantisedMatrix, Reader, Unpacker
 from llorch.ops.compiled.library import find_compiler, library
 
 Fields = Mapping[str, np.ndarray]
+Allocate = Callable[[tuple[int, int], type[np.uint8]], np.ndarray]
 TABLES: Mapping[str, int] = MappingProxyType({"TABLE_4": 16, "TABLE_8": 256})  # numbers of a table
 ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in packing.c
 LOOK_UP, SIGNED, E4M3_BITS, EVEN, SHORT, SHIFTED = range(6)  # `way` to decode in products.c
 _HALF_RUN = 16  # columns of the smallest group that kernels support
 _SCALE_BYTES = 4
 _AT_ONCE = 1 << 22  # elements whose codes are unpacked at a time
+_LARGEST = 3.4e38  # nearly the largest float32
 _SCAN = 1 << 18  # codes compared at a time: their mask fits the processor cache
 
 
@@ -99,7 +95,7 @@ def scale_columns(matrix: QuantisedMatrix) -> int:
 def count_bytes(matrix: QuantisedMatrix, table: Table, elements: int) -> int:
     """Return an upper bound of the bytes of the fields of `elements`, with the table and groups of a matrix."""
     scales = 2 * _SCALE_BYTES * elements // scale_columns(matrix)  # scales, and zero points or minima
-    return elements * (1 if table.name == "TABLE_8" else 2) // 2 + scales
+    return elements // (2 if table.name == "TABLE_4" else 1) + scales
 
 
 def _in_group_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
@@ -107,16 +103,10 @@ def _in_group_order(matrix: QuantisedMatrix) -> QuantisedMatrix:
     recipe, group, size = matrix.recipe, matrix.recipe.group, group_size(matrix)
     if not callable(group):
         return matrix
-    if size is not None:
-        return replace(matrix, recipe=replace(recipe, group=size))
-    order = group_order(matrix)
-    if order is None:
-        return matrix
-
-    def codes(parts: Parts, rows: Rows) -> np.ndarray:
-        return recipe.codes(parts, rows)[:, order]
-
-    return replace(matrix, recipe=replace(recipe, codes=codes, group=int(np.bincount(group(matrix.parts))[0])))
+    if (order := group_order(matrix)) is not None:
+        codes, size = recipe.codes, int(np.bincount(group(matrix.parts))[0])
+        recipe = replace(recipe, codes=lambda parts, rows: codes(parts, rows)[:, order])
+    return matrix if size is None else replace(matrix, recipe=replace(recipe, group=size))
 
 
 def group_order(matrix: Packed) -> Int[np.ndarray, " in"] | None:
@@ -128,13 +118,8 @@ def group_order(matrix: Packed) -> Int[np.ndarray, " in"] | None:
     return np.argsort(group_index, kind="stable") if (counts == counts[0]).all() else None
 
 
-def pack_table(
-    matrix: QuantisedMatrix, table: Table, empty: Callable[[int, int], np.ndarray] | None = None
-) -> dict[str, np.ndarray]:
-    """Split a matrix into fields, with columns in `group_order`.
-
-    `empty` allocates the codes, bytes of rows and columns; None: codes that the file has in this form are a view of it.
-    """
+def pack_table(matrix: QuantisedMatrix, table: Table, empty: Allocate | None = None) -> dict[str, np.ndarray]:
+    """Split a matrix into fields; `empty` allocates the codes. None: codes in order are a view of a file."""
     matrix = _in_group_order(matrix)
     recipe = matrix.recipe
     fields = {"codes": _packed_codes(matrix, table, empty), "d": _read_groups(matrix, recipe.scale)}
@@ -149,56 +134,30 @@ def _read_groups(matrix: QuantisedMatrix, reader: Reader) -> Float32[np.ndarray,
     return np.array(by_run(matrix, reader, slice(None), scale_columns(matrix)), np.float32, order="C")
 
 
-def _packed_codes(
-    matrix: QuantisedMatrix, table: Table, empty: Callable[[int, int], np.ndarray] | None
-) -> UInt8[np.ndarray, "out bytes"]:
-    """Pack the codes: in C if it knows their order, else some rows at a time."""
-    codes, (n_out, n_in) = matrix.recipe.codes, matrix.shape
-    if isinstance(codes, Unpacker) and matrix.own_rows is None:
-        packed = packed_codes(codes, matrix.parts[codes.part], quiet_library(), empty)
-        if packed is not None:
+def _packed_codes(matrix: QuantisedMatrix, table: Table, empty: Allocate | None) -> UInt8[np.ndarray, "out bytes"]:
+    """Pack the codes: in C, from the bytes of the file, if it knows their order; else some rows at a time."""
+    codes, (n_out, n_in), bits = matrix.recipe.codes, matrix.shape, 4 if table.name == "TABLE_4" else 8
+    is_in_order = isinstance(codes, Unpacker) and (codes.bits, codes.order) == (8, "rows")
+    if is_in_order and empty is None:
+        return np.ascontiguousarray(codes(matrix.parts, matrix.stored(slice(n_out))))
+    packed = (empty or np.empty)((n_out, n_in * bits // 8), np.uint8)
+    if isinstance(codes, Unpacker) and codes.bits == bits and not is_in_order and matrix.own_rows is None:
+        raw, compiled = np.ascontiguousarray(matrix.parts[codes.part].raw), quiet_library()
+        if compiled is not None and raw.nbytes == packed.nbytes:  # a part may have padding
+            pointers = raw.ctypes.data, packed.ctypes.data
+            compiled.llorch_pack_codes(ORDERS[codes.order], bits, *pointers, n_out, n_in)
             return packed
-    packed = (empty or _empty_bytes)(n_out, n_in // 2 if table.name == "TABLE_4" else n_in)
     step = max(32, _AT_ONCE // n_in // 32 * 32)  # whole words of formats that pack along the rows
     for start in range(0, n_out, step):
         rows = slice(start, min(start + step, n_out))
         bytes_of_codes = codes(matrix.parts, matrix.stored(rows))
-        packed[rows] = join_four_bits(bytes_of_codes) if table.name == "TABLE_4" else bytes_of_codes
+        packed[rows] = join_four_bits(bytes_of_codes) if bits == 4 else bytes_of_codes
     return packed
-
-
-def _empty_bytes(n_rows: int, n_columns: int) -> UInt8[np.ndarray, "rows columns"]:
-    return np.empty((n_rows, n_columns), np.uint8)
 
 
 def quiet_library() -> ctypes.CDLL | None:
     """Load the library that packs codes; None without a compiler (`library` would warn, but here NumPy is enough)."""
     return library() if find_compiler() else None
-
-
-def packed_codes(
-    codes: Unpacker, part: StoredPart, compiled: ctypes.CDLL | None, empty: Callable[[int, int], np.ndarray] | None
-) -> UInt8[np.ndarray, "out bytes"] | None:
-    """Pack the codes of a whole matrix; None if C cannot pack them, for example codes of 3 bits.
-
-    The result is also None for a part with more than the codes, such as padding, or less. `empty`: see `pack_table`.
-    """
-    n_out, n_in = codes.shape
-    if codes.bits not in (4, 8) or part.raw.nbytes != n_out * n_in * codes.bits // 8:
-        return None
-    if codes.bits == 8 and codes.order == "rows":
-        stored = codes({codes.part: part}, slice(0, n_out))
-        if empty is None:
-            return np.ascontiguousarray(stored)
-        packed = empty(n_out, n_in)
-        packed[...] = stored
-        return packed
-    if compiled is None:
-        return None
-    packed = (empty or _empty_bytes)(n_out, n_in * codes.bits // 8)
-    raw_codes, order = np.ascontiguousarray(part.raw), ORDERS[codes.order]
-    compiled.llorch_pack_codes(order, codes.bits, raw_codes.ctypes.data, packed.ctypes.data, n_out, n_in)
-    return packed
 
 
 def join_four_bits(codes: UInt8[np.ndarray, "out in"]) -> UInt8[np.ndarray, "out bytes"]:
@@ -212,15 +171,10 @@ def has_finite_numbers(fields: Fields, table: Table) -> bool:
     is_finite = np.isfinite(table.numbers)
     if table.name == "TABLE_4" and not is_finite.all():  # a byte has two codes
         return False
-    with np.errstate(over="ignore", invalid="ignore"):
-        largest = np.abs(table.numbers[is_finite]).max()
-        if "zero" in fields:
-            largest += np.abs(fields["zero"]).max()
-        largest *= np.abs(fields["d"]).max()
-        if "minimum" in fields:
-            largest += np.abs(fields["minimum"]).max()
-        scaled = largest * table.factors[0] / table.factors[1]
-    if not (np.isfinite(largest) and np.isfinite(scaled)):
+    sizes = {name: float(np.abs(field).max()) for name, field in fields.items() if name != "codes"}
+    number, factors = np.where(is_finite, np.abs(table.numbers), 0).max(), np.abs(table.factors, dtype=np.float64)
+    unscaled = (float(number) + sizes.get("zero", 0)) * sizes["d"] + sizes.get("minimum", 0)
+    if not max(unscaled, unscaled * factors[0], unscaled * factors[0] / factors[1]) < _LARGEST:
         return False
     codes, not_finite = fields["codes"].reshape(-1), np.flatnonzero(~is_finite).astype(np.uint8)
     chunks = (codes[start : start + _SCAN] for start in range(0, codes.size if len(not_finite) else 0, _SCAN))
@@ -248,16 +202,16 @@ def shared_by_rows(table: Table, fields: Fields) -> Float32[np.ndarray, " number
 
 def _are_shifts(fields: Fields, first: np.floating) -> bool:
     """Tell if every zero point is the first number plus an integer from 0 to 16; False without zero points."""
-    if (zero := fields.get("zero")) is None or not (zero == np.round(zero)).all():
-        return False
-    return bool(((zero >= first) & (zero <= first + 16)).all())
+    zero = fields.get("zero")
+    return zero is not None and bool(((zero == np.round(zero)) & (zero >= first) & (zero <= first + 16)).all())
 
 
 def _centre(fields: Fields) -> np.float32:
     """Return the integer nearest to the mean code that decodes to 0; 0 without minima. Codes minus it are summed."""
     if "minimum" not in fields or not (n_scaled := np.count_nonzero(fields["d"])):
         return np.float32(0)
-    codes = np.divide(-fields["minimum"], fields["d"], out=np.zeros_like(fields["d"]), where=fields["d"] != 0)
+    has_scale, codes = fields["d"] != 0, np.zeros(fields["d"].shape)
+    np.divide(-fields["minimum"], fields["d"], out=codes, where=has_scale, dtype=np.float64)  # cannot overflow
     return np.float32(np.clip(np.round(codes.sum() / n_scaled), 0, 255))
 
 

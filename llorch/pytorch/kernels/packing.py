@@ -36,6 +36,7 @@ from collections.abc import Callable, Mapping
 from functools import cache
 from types import MappingProxyType
 
+import numpy as np
 import torch
 from jaxtyping import Float32, UInt8
 from torch import Tensor
@@ -80,6 +81,11 @@ def width(fields: Fields, ggml_type: Kind) -> int:
         size, n_bytes = BLOCK_SIZES[GGMLType[ggml_type.name]]
         return fields["blocks"].shape[-1] // n_bytes * size
     return fields["codes"].shape[-1] * (2 if ggml_type.name in ("Q4_0", "Q4_K", "Q6_K", "TABLE_4") else 1)
+
+
+def arrays_of(fields: Fields) -> dict[str, np.ndarray]:
+    """View fields on the CPU as NumPy arrays."""
+    return {name: field.numpy() for name, field in fields.items()}
 
 
 @cache
@@ -196,11 +202,7 @@ def _decode_table(fields: Fields, table: Table) -> Tensor:
     numbers = numbers * fields["d"].float()[..., None]
     if "minimum" in fields:
         numbers = numbers + fields["minimum"].float()[..., None]
-    return _times_factor(numbers.flatten(-2), table)
-
-
-def _times_factor(numbers: Tensor, table: Table) -> Tensor:
-    """Apply the factor and the divisor of a table."""
+    numbers = numbers.flatten(-2)
     if table.factor is not None:
         numbers = numbers * table.factor
     if table.divisor is None:
@@ -221,12 +223,8 @@ def _as_float16(columns: Tensor) -> Tensor:
 
 def join_four_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:
     """Pack codes of four bits; inverse of `four_bits`."""
-    words = codes.contiguous().view(torch.int64)  # four codes of part 2 b, then four of part 2 b + 1
-    pairs = (words | words >> 28).to(torch.int32).view(torch.uint8).unflatten(1, (-1, 4, 4))  # (out, runs, b, word)
-    joined = torch.empty_like(pairs)
-    for word in range(4):
-        joined[:, :, word] = pairs[..., word]
-    return joined.flatten(1)
+    low, high = codes.unflatten(1, (-1, 4, 2, 4)).unbind(3)  # (out, runs, byte, word)
+    return (low | high << 4).mT.flatten(1)
 
 
 def _join_two_bits(codes: UInt8[Tensor, "out in"]) -> UInt8[Tensor, "out bytes"]:

@@ -15,7 +15,7 @@ from llorch.files.quantised.fields import Table, shared_by_rows
 from llorch.ops.compiled.products import FEW, KINDS
 from llorch.pytorch.kernels.cpu.layer import pointer
 from llorch.pytorch.kernels.cpu.linear import TILE, product
-from llorch.pytorch.kernels.packing import Fields, Kind
+from llorch.pytorch.kernels.packing import Fields, Kind, arrays_of
 from llorch.pytorch.kernels.quantised_linear import FrozenProduct, PackedMatrix
 
 HALF = {torch.float32: 0, torch.bfloat16: 1}  # `half` in the C files: the dtype of inputs and outputs
@@ -39,9 +39,7 @@ class CpuQuantisedLinear(PackedMatrix):
         self.library = library
         self._kind = KINDS[ggml_type.name]
         if shared is None and isinstance(ggml_type, Table):
-            shared = torch.from_numpy(
-                shared_by_rows(ggml_type, {name: field.numpy() for name, field in fields.items()})
-            )
+            shared = torch.from_numpy(shared_by_rows(ggml_type, arrays_of(fields)))
         self.shared = shared
         self._pointers: tuple[int | None, ...] = ()
         self._pointers_codes: object = None

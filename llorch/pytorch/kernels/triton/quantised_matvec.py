@@ -72,8 +72,7 @@ def is_slow_to_decode(table: Table) -> bool:
 @cache  # cached, because a CUDA graph cannot copy from the host
 def _table_numbers(table: Table, device: torch.device) -> Float32[Tensor, " numbers"]:
     """Copy the numbers of a table to a device, followed by its factor and its divisor."""
-    factors = [1.0 if factor is None else factor for factor in (table.factor, table.divisor)]
-    return torch.cat((values_of(table, device), torch.tensor(factors, device=device)))
+    return torch.cat((values_of(table, device), torch.from_numpy(table.factors).to(device)))
 
 
 _COMPUTED = {INT8.tobytes(): "SIGNED", E4M3.tobytes(): "E4M3", E2M1.tobytes(): "E2M1"}

@@ -3,31 +3,24 @@ import ctypes
 import numpy as np
 import pytest
 import torch
-from builders.packed_matrices import TABLES, packed_table
-from builders.quantised_folders import FOLDERS
+from builders.packed_matrices import packed_table
+from builders.table_matrices import TABLES
 from helpers.kernel_tolerances import distance
 from torch import nn
 from torch.nn.functional import linear
 
-from llorch.files import open_weights
 from llorch.files.quant import BLOCK_SIZES, GGMLType
-from llorch.files.quantised.matrix import Order, QuantisedMatrix, StoredPart, Unpacker
 from llorch.judging.expectations.quantised_models import random_blocks
 from llorch.ops.compiled.library import library
-from llorch.pytorch import stored_kinds
 from llorch.pytorch.kernels.cpu.quantised import (
-    _SHIFTED,
     FEW,
     HALF,
     KINDS,
     CpuQuantisedLinear,
     TrainedQuantisedLinear,
     pack_blocks,
-    packed_codes,
-    shared_by_rows,
 )
-from llorch.pytorch.kernels.packing import PACKERS, Table, decode, join_four_bits, pack
-from llorch.pytorch.stored_kinds import kind_of, pack_stored
+from llorch.pytorch.kernels.packing import PACKERS, decode, pack
 
 ROWS = [1, 3, FEW, FEW + 1, 40]
 OUT = 70
@@ -132,15 +125,6 @@ def test_float32_products_with_a_table_are_exact_to_float32_rounding(name, rows,
     assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
-@pytest.mark.parametrize(("zero", "shifts"), [(-8.0, True), (8.0, True), (0.5, False), (9.0, False), (-9.0, False)])
-def test_zero_points_shift_a_list_of_integers_where_it_is_long_enough(zero, shifts, compiled):
-    fields, table = packed_table("W4 asym", OUT, 768)
-    fields["zero"][OUT // 2] = zero
-    assert (int(shared_by_rows(table, fields)[1:2].view(torch.int32)) == _SHIFTED) is shifts
-    kernel, x = CpuQuantisedLinear(fields, table, random_bias(torch.float32), compiled), inputs(1, 768, torch.float32)
-    assert distance(kernel(x), reference(x, kernel)) < 1e-6
-
-
 def with_gradients(kernel: CpuQuantisedLinear) -> TrainedQuantisedLinear:
     return TrainedQuantisedLinear(kernel.fields, kernel.ggml_type, kernel.bias, kernel.library)
 
@@ -179,38 +163,9 @@ def test_gradient_of_many_tiles_equals_one_tile(dtype, monkeypatch):
     assert_trained(layer(next(iter(KINDS)), dtype), 5, dtype)
 
 
-ORDERS: list[tuple[Order, int]] = [
-    ("rows", 4), ("rows", 8), ("high first", 4), ("columns", 4), ("columns", 8), ("awq", 4),
-]  # fmt: skip
-CODE_SHAPES = ((8, 32), (24, 96), (40, 544), (136, 160), (1032, 64))  # less than a tile, a rest of a tile, of a block
-
-
 def as_bytes(field: torch.Tensor) -> torch.Tensor:
     """The bytes of a field, so that NaN is equal to itself."""
     return field.view(torch.uint8)
-
-
-def random_packed_codes(order: Order, bits: int, out: int, n_in: int) -> tuple[Unpacker, StoredPart]:
-    """Random codes, at an odd address."""
-    dtype, shape = {
-        "rows": ("U8", (out, n_in * bits // 8)),
-        "high first": ("U8", (out * n_in // 2, 1)),
-        "columns": ("I32", (n_in * bits // 32, out)),
-        "awq": ("I32", (n_in, out // 8)),
-    }[order]
-    raw = np.random.default_rng(out * n_in).integers(0, 256, out * n_in * bits // 8 + 1, dtype=np.uint8)[1:]
-    return Unpacker("codes", bits, (out, n_in), order), StoredPart("w", dtype, shape, raw)
-
-
-@pytest.mark.parametrize(("order", "bits"), ORDERS)
-def test_packed_codes_of_every_order_have_the_bits_of_the_reference(order: Order, bits: int, compiled: ctypes.CDLL):
-    for out, n_in in CODE_SHAPES if order == "awq" else (*CODE_SHAPES, (5, 96)):
-        codes, part = random_packed_codes(order, bits, out, n_in)
-        bytes_of_codes = torch.from_numpy(codes({"codes": part}, slice(0, out)).copy())
-        expected = join_four_bits(bytes_of_codes) if bits == 4 else bytes_of_codes
-        actual = packed_codes(codes, part, compiled)
-        assert actual is not None
-        assert torch.equal(actual, expected), (out, n_in)
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 64)], ids=str)  # the last one is shared by threads
@@ -222,43 +177,3 @@ def test_unpacked_blocks_have_the_bits_of_the_reference(ggml_type, shape, compil
     actual = {name: torch.empty_like(field) for name, field in expected.items()}
     pack_blocks(blocks, ggml_type, actual, compiled)
     assert all(torch.equal(as_bytes(actual[name]), as_bytes(field)) for name, field in expected.items())
-
-
-def test_packed_codes_of_three_bits_are_left_to_the_reference(compiled: ctypes.CDLL):
-    codes = Unpacker("codes", 3, (8, 32))
-    assert packed_codes(codes, StoredPart("w", "U32", (8, 3), np.zeros(96, np.uint8)), compiled) is None
-
-
-@pytest.mark.parametrize(("order", "bits"), ORDERS)
-@pytest.mark.parametrize("n_out", [24, 56], ids=["too long", "too short"])
-def test_a_part_of_another_size_than_its_codes_is_left_to_the_reference(order: Order, bits: int, n_out: int, compiled):
-    _, part = random_packed_codes(order, bits, 40, 64)
-    assert packed_codes(Unpacker("codes", bits, (n_out, 64), order), part, compiled) is None
-
-
-def first_matrix(folder: str) -> tuple[Table, QuantisedMatrix]:
-    weights = open_weights(FOLDERS / folder)
-    name = next(name for name in weights if isinstance(weights.as_stored(name), QuantisedMatrix))
-    kind, matrix = kind_of(weights, name), weights.as_stored(name)
-    assert isinstance(kind, Table)
-    assert isinstance(matrix, QuantisedMatrix)
-    return kind, matrix
-
-
-@pytest.mark.parametrize("folder", ["awq-gemm", "bnb-nf4", "gptq-4bit", "gptq-8bit", "mlx-4bit", "mlx-8bit"])
-def test_pack_stored_without_a_compiler_gives_equal_fields(folder: str, monkeypatch: pytest.MonkeyPatch):
-    kind, matrix = first_matrix(folder)
-    compiled = pack_stored(matrix, kind)
-    monkeypatch.setattr(stored_kinds, "_compiled_pass", stored_kinds._compiled_pass.__wrapped__)
-    monkeypatch.setattr(stored_kinds, "find_compiler", lambda: None)
-    monkeypatch.setattr(stored_kinds, "library", lambda: pytest.fail("warns that tokens are slow, also on a GPU"))
-    plain = pack_stored(matrix, kind)
-    assert compiled.keys() == plain.keys()
-    assert all(torch.equal(compiled[field], plain[field]) for field in plain)
-
-
-def test_pack_stored_of_picked_rows_packs_these_rows():
-    kind, matrix = first_matrix("gptq-4bit")
-    rows = np.array([5, 2, 7])
-    whole, some = pack_stored(matrix, kind), pack_stored(matrix.picked(rows), kind)
-    assert all(torch.equal(some[field], whole[field][rows]) for field in whole)

@@ -6,7 +6,8 @@ from weakref import ref
 
 import pytest
 import torch
-from builders.packed_matrices import TABLES, activations, packed_matrix, packed_table
+from builders.packed_matrices import activations, packed_matrix, packed_table
+from builders.table_matrices import TABLES
 from torch import nn
 
 from llorch.files.quant import GGMLType

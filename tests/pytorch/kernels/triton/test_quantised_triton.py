@@ -7,7 +7,8 @@ import os
 
 import pytest
 import torch
-from builders.packed_matrices import TABLES, activations, packed_matrix, packed_table
+from builders.packed_matrices import activations, packed_matrix, packed_table
+from builders.table_matrices import TABLES
 
 from llorch.files.quant import GGMLType
 from llorch.pytorch.kernels import TRAINED
