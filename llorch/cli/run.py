@@ -94,7 +94,8 @@ def command(
         if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
             say("note: --top-k, --top-p and --min-p have no effect at temperature 0; set -t")
         text, messages = of_first(mesh, lambda: _read_input(prompt, chat, system, history))
-        _install_implementation(impl, is_exact=options.backend == "numpy" and arithmetic == EXACT and adapter is None)
+        if _install_implementation(impl, is_exact=options.backend == "numpy" and arithmetic == EXACT and adapter is None):
+            options = replace(options, residency="decoded")  # a learner's functions multiply arrays
         timing = Timing()
         max_tokens_total = _n_bytes(text, messages) + max_tokens  # a token covers at least a byte
         if mesh is None:
@@ -136,21 +137,25 @@ def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
     return len(text.encode()) if text is not None else len(json.dumps(messages)) + 1024
 
 
-def _install_implementation(impl: str | None, *, is_exact: bool) -> None:
-    """Replace llorch's functions by the learner's (of `llorch learn`) until the command ends, and print their names."""
+def _install_implementation(impl: str | None, *, is_exact: bool) -> bool:
+    """Replace llorch's functions by the learner's (of `llorch learn`) until the command ends, and print their names.
+
+    Return False if there is nothing to replace them by.
+    """
     from llorch.apps.learn.choice import chosen, opened
     from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 
     if impl not in (None, OURS) and not is_exact:
         raise click.UsageError("--impl goes with --backend numpy and exact numerics, without --adapter")
     if impl == OURS or not is_exact or (spec := chosen(impl)) is None:
-        return
+        return False
     learner = opened(spec)
     exercises = [exercise for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for exercise in lesson.parts]
     unwritten = learner.unwritten(exercises)
     yours = [exercise.name for exercise in exercises if exercise.name not in unwritten]
     say(f"{spec}: your functions: {', '.join(yours) or 'none'}; borrowed from llorch: {', '.join(unwritten) or 'none'}")
     click.get_current_context().with_resource(learner.installed(exercises, live=True))
+    return True
 
 
 def load_adapter(model: Any, adapter: Path | None, *, any_base: bool) -> str | None:
