@@ -202,6 +202,14 @@ def test_rows_of_a_quantised_embedding_are_decoded_in_c_to_the_same_bits(monkeyp
         made.rows(np.array([512]))
 
 
+@pytest.mark.parametrize("rows", [1, FEW + 1])
+def test_code_of_nan_is_found_when_the_matrix_is_used(rows: int):
+    stored = table_matrix("FP8", *LARGE[1:])
+    stored.raw[300 * LARGE[2] + 7] = 127
+    with refuses("NonFinite", "(300, 7)", where="w"):
+        Matrix(stored, round_inputs=False).forward(np.ones((rows, LARGE[2]), np.float32))
+
+
 def test_float64_and_small_matrices_are_decoded_in_numpy(monkeypatch: pytest.MonkeyPatch):
     calls = [calls_of(monkeypatch, name) for name in ("multiply", "decode_into")]
     stored, small = table_matrix(*LARGE), table_matrix("MLX 4", 64, 256)

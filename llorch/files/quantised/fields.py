@@ -88,7 +88,6 @@ def scale_columns(matrix: QuantisedMatrix) -> int:
     """Return the columns per scale in the fields: the folder's if a multiple of 32, else 16 or its divisor."""
     size = group_size(_in_group_order(matrix))
     assert size is not None
-    size = gcd(size, matrix.shape[1])  # if the last group is shorter: smaller groups of one size, which repeat scales
     return size if size % RUN == 0 else gcd(size, _HALF_RUN)
 
 

@@ -56,6 +56,15 @@ def test_groups_that_sixteen_does_not_divide_have_no_table(group: int):
     assert code_table(with_recipe(first_matrix("gptq-4bit"), group=group)) is None
 
 
+def test_shorter_last_group_is_split_into_groups_that_repeat_its_scale():
+    matrix = table_matrix("MLX 4", 8, 192)
+    scales = np.arange(1, 17, dtype=np.float32).reshape(8, 2)
+    changes = {"scale": reader(scales), "minimum": None}
+    for group in (128, lambda parts: np.arange(192) // 128):
+        short = with_recipe(matrix, group=group, **changes)
+        np.testing.assert_array_equal(pack_table(short, table_of(short))["d"], scales[:, [0, 0, 1]])
+
+
 def test_groups_of_different_sizes_have_no_table():
     group_index = np.arange(64) // 40
     group_index[5] = 1
@@ -155,8 +164,9 @@ def test_fields_are_the_same_without_a_compiler(folder: str, monkeypatch: pytest
         np.testing.assert_array_equal(compiled[name], field)
 
 
-def test_fields_of_picked_rows_are_those_rows_of_the_fields():
-    matrix, rows = first_matrix("gptq-4bit"), np.array([5, 2, 7])
+@pytest.mark.parametrize("rows", [np.array([5, 2, 7]), np.arange(64)[::-1]], ids=["some", "all"])
+def test_fields_of_picked_rows_are_those_rows_of_the_fields(rows: np.ndarray):
+    matrix = first_matrix("gptq-4bit")
     table = table_of(matrix)
     some = pack_table(matrix.picked(rows), table)
     for name, field in pack_table(matrix, table).items():
