@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import click
 import numpy as np
 import torch
-from rounds import processor
+from speed_cases.rounds import processor
 
 from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.decoding import left_padded

@@ -26,9 +26,9 @@ import serve_faults_of_clients as clients
 import serve_faults_of_readers as readers
 import serve_faults_of_text as text
 import serve_faults_of_work as work
-from rounds import machine
 from serve_faults_of_clients import KEY, Verdict
 from serve_processes import Server, faulty, llorch
+from speed_cases.rounds import describe_machine
 
 OPEN_FILES = 4096
 BACKENDS = {"numpy": (), "torch": ("--backend", "torch", "--mode", "reproducible")}
@@ -127,7 +127,9 @@ def main(only: tuple[str, ...], soak: float, backend: str, jobs: int, as_json: b
                 line = f"{label:<7}{fault.number:<6}{fault.title:<38}{fault.expected:<44}{verdict.measured}"
                 print(line, flush=True)
     failed = [row["fault"] for row in rows if not row["ok"]]
-    print(json.dumps(rows) if as_json else f"{machine()}; {len(rows) - len(failed)} of {len(rows)} as expected")
+    print(
+        json.dumps(rows) if as_json else f"{describe_machine()}; {len(rows) - len(failed)} of {len(rows)} as expected"
+    )
     sys.exit(1 if failed else 0)
 
 

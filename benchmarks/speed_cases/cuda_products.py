@@ -1,8 +1,5 @@
 """Speed of products with packed matrices on CUDA: the time of each kernel, by kind of matrix and number of rows.
 
-    python benchmarks/cuda_products.py                       14336 x 4096, bfloat16, all kinds
-    python benchmarks/cuda_products.py --kind NF4 --rows 16
-
 Launches over four matrices in turn are recorded and replayed, so that neither the host nor the second-level cache
 counts. `bound` is the time of a copy of the packed bytes. `decode` writes the matrix in bfloat16. The other columns are
 the ways of `llorch.pytorch.kernels.triton.quantised`: `few` reads the blocks, `tiles` decodes where tensor cores read,
@@ -11,12 +8,10 @@ the ways of `llorch.pytorch.kernels.triton.quantised`: `few` reads the blocks, `
 
 import multiprocessing
 import os
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
-import click
 import torch
 
 from llorch.apps.bench.measure import COPY_BYTES, best_time
@@ -25,6 +20,8 @@ from llorch.files.quantised.codes import E2M1, E4M3, INT8, integers
 from llorch.files.quantised.fields import Table
 from llorch.pytorch.kernels.packing import Fields, Kind, shorten
 from llorch.pytorch.random_weights import TABLE_EXAMPLES, random_fields
+
+from .rounds import Results
 
 Product = Callable[[torch.Tensor, Fields, Kind], torch.Tensor]
 FOUR, EIGHT = "TABLE_4", "TABLE_8"
@@ -45,7 +42,6 @@ KINDS: Mapping[str, tuple[Kind, int, str, torch.dtype]] = {
     "FP8, blocks": (Table(EIGHT, E4M3.tobytes()), 128, "", torch.float32),
 }  # columns of a scale, the field of offsets, and the dtype that holds the scales of such a folder
 MATRICES, LAUNCHES = 4, 12
-NOT_RUN = 3
 
 
 def random_matrix(name: str, shape: tuple[int, int]) -> Fields:
@@ -120,35 +116,22 @@ def copy_rate() -> float:
     return 2 * len(source) / best_time(lambda: (target.copy_(source), torch.cuda.synchronize()))
 
 
-def measure_kind(name: str, rows: Sequence[int], shape: tuple[int, int], rate: float) -> None:
-    """Print the times of one kind, a line for each number of rows."""
-    kind, matrices = KINDS[name][0], [random_matrix(name, shape) for _ in range(MATRICES)]
-    n_bytes = sum(field.numel() * field.element_size() for field in matrices[0].values())
-    x = torch.randn(max(rows), shape[1], device="cuda", dtype=torch.bfloat16)
-    head = f"{name}: {n_bytes / 1e6:.0f} MB, bound {n_bytes / rate * 1e6:.1f} us"
-    print(f"{head}, decode {recorded_time(decoded, x[:1], matrices, kind):.1f} us", flush=True)
-    for n in rows:
-        times = {kernel: recorded_time(product, x[:n], matrices, kind) for kernel, product in ways(n).items()}
-        print(f"  {n:4} rows", *(f"{kernel} {us:7.1f} us" for kernel, us in times.items()), sep="  ", flush=True)
-
-
-@click.command(help=__doc__)
-@click.option("--kind", "names", multiple=True, type=click.Choice(list(KINDS)), default=list(KINDS))
-@click.option("--rows", multiple=True, default=[1, 2, 4, 8, 16, 32, 64], show_default=True)
-@click.option("--shape", nargs=2, default=(14336, 4096), show_default=True, help="Outputs and inputs.")
-def main(names: tuple[str, ...], rows: tuple[int, ...], shape: tuple[int, int]) -> None:
-    """Entry point."""
-    if not torch.cuda.is_available():
-        print(f"NOT RUN: torch {torch.__version__} finds no CUDA device")
-        sys.exit(NOT_RUN)
+def add_products(results: Results, names: Sequence[str], rows: Sequence[int], shape: tuple[int, int]) -> None:
+    """Add the times of all kinds: the bound, decoding, and each kernel for each number of rows."""
     workers = min(len(names), os.cpu_count() or 1)
     with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn")) as pool:
         list(pool.map(partial(build, rows=rows, n_in=shape[1]), names))
     rate = copy_rate()
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, copy {rate / 1e12:.2f} TB/s")
     for name in names:
-        measure_kind(name, rows, shape, rate)
-
-
-if __name__ == "__main__":
-    main()
+        kind, matrices = KINDS[name][0], [random_matrix(name, shape) for _ in range(MATRICES)]
+        n_bytes = sum(field.numel() * field.element_size() for field in matrices[0].values())
+        x = torch.randn(max(rows), shape[1], device="cuda", dtype=torch.bfloat16)
+        times = {("bound", "copy"): n_bytes / rate * 1e6, ("decode", ""): recorded_time(decoded, x[:1], matrices, kind)}
+        times |= {
+            (kernel, f"{n} rows"): recorded_time(product, x[:n], matrices, kind)
+            for n in rows for kernel, product in ways(n).items()
+        }  # fmt: skip
+        results.rows += [
+            {"model": name, "engine": kernel, "variant": "", "what": what, "value": us, "unit": "us"}
+            for (kernel, what), us in times.items()
+        ]

@@ -1,4 +1,4 @@
-"""Work of the ranks of a mesh for `benchmarks/mesh.py`: steps of a model with random weights, and their costs.
+"""Work of the ranks of a mesh for case `mesh`: steps of a model with random weights, and their costs.
 
 Every rank makes the full model and keeps its shard, so that no file is needed.
 """
@@ -15,7 +15,6 @@ from weakref import WeakValueDictionary
 import numpy as np
 import torch
 import torch.distributed as dist
-from mesh_model import Job
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -33,6 +32,8 @@ from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import prepare
 from llorch.pytorch.train.step import Alone, OnMesh, Stepper
 from llorch.training.batch import Batch
+
+from .mesh_model import Job
 
 KINDS = {  # operation of torch -> kind; bytes are the larger of input and output
     "allreduce_": "all-reduce", "all_reduce": "all-reduce", "_allgather_base_": "all-gather",

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from random_models import forget
+
+from .models import forget
 
 Tensors = dict[str, tuple[str, np.ndarray]]  # dtype of the file, array
 Shape = tuple[int, int]  # out, in

@@ -1,0 +1,1 @@
+"""Cases of `benchmarks/speed.py`: one file a case, and what they share."""
