@@ -1,7 +1,8 @@
 """Residency of matrices in a run: decoded to float32 at load, or packed and decoded at every use.
 
 Decoded is faster: every use is one matrix product. Packed needs the file's bytes and one tile. `auto` chooses decoded
-if it fits into free memory. F32 matrices are always used in place, mapped from the file.
+if it fits into free memory, but packed for ggml's kernels, which multiply stored matrices. F32 matrices are always used
+in place, mapped from the file.
 """
 
 import math
@@ -11,6 +12,7 @@ from typing import Literal
 
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
+from llorch.ops.numerics import ProductKernels
 from llorch.runtime.memory import available_memory
 
 Residency = Literal["auto", "decoded", "packed"]
@@ -28,6 +30,7 @@ class ResidencyPlan:
     decoded: int  # bytes that a run with decoded matrices needs
     packed: int  # bytes that a run with packed matrices needs
     free: float  # free bytes at planning time
+    kernels: ProductKernels = "own"  # whose functions multiply packed matrices
 
     @property
     def needed(self) -> int:
@@ -37,7 +40,10 @@ class ResidencyPlan:
     def describe(self) -> str:
         """Format the types of the matrices, their residency and the bytes needed, in one line."""
         matrix_bytes = ", ".join(f"{n_bytes / _GB:.2f} GB {kind}" for kind, n_bytes in self.types.items())
-        state = "decoded at load" if self.residency == "decoded" else "packed, decoded tile by tile"
+        packed_state = "packed, " + (
+            "multiplied by ggml's kernels" if self.kernels == "ggml" else "decoded tile by tile"
+        )
+        state = "decoded at load" if self.residency == "decoded" else packed_state
         need = f"needs about {self.needed / _GB:.1f} GB, {self.free / _GB:.1f} GB are free"
         alternative = f"; decoded at load would need {self.decoded / _GB:.1f} GB" if self.residency == "packed" else ""
         return f"weights: {matrix_bytes}; {state}, {need}{alternative}"
@@ -53,9 +59,9 @@ def plan(weights: Weights, requested: Residency = "auto", *, n_tokens: int = 102
         types[weights.stored_type(name).name] += weights.stored_bytes(name)
     packed = types.total() + working
     decoded = sum(4 * math.prod(weights.shape(name)) for name in matrices) + working
-    free = available_memory()
-    chosen = requested if requested != "auto" else ("decoded" if decoded <= free else "packed")
-    residency_plan = ResidencyPlan(chosen, types, decoded, packed, free)
+    free, kernels = available_memory(), weights.numerics.kernels
+    chosen = requested if requested != "auto" else ("decoded" if decoded <= free and kernels == "own" else "packed")
+    residency_plan = ResidencyPlan(chosen, types, decoded, packed, free, kernels)
     if residency_plan.needed > free:
         raise MemoryError(_refusal(weights, residency_plan, n_tokens))
     return residency_plan
