@@ -110,7 +110,7 @@ def why_absent() -> str:
 def _library_folder() -> Path:
     package = find_spec("llama_cpp")
     if package is None or package.origin is None:
-        raise NoKernels(f"llama-cpp-python is not installed; get it with: pip install {PACKAGE}")
+        raise NoKernels(f"llama-cpp-python is not installed (pip install {PACKAGE})")
     return Path(package.origin).parent / "lib"
 
 
@@ -127,7 +127,7 @@ def _load(folder: Path) -> GgmlKernels:
         raise NoKernels(f"cannot load ggml: {error}") from None
     version = base.ggml_version().decode()
     if not version.startswith(VERSION):
-        raise NoKernels(f"expected ggml {VERSION}x, got {version}; get it with: pip install {PACKAGE}")
+        raise NoKernels(f"expected ggml {VERSION}x, got {version} (pip install {PACKAGE})")
     initialise()
     return GgmlKernels(version, base, cpu)
 
