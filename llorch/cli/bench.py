@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -32,7 +32,7 @@ class ModelChoice:
     weights_type: str | None
     device: str | None
     dtype: str | None
-    kernels: "Kernels"
+    kernels: "Kernels | Literal['ggml']"
     residency: "Residency"
     compiled: bool
 
@@ -98,23 +98,25 @@ def _refuse_misplaced(choice: ModelChoice, backend: str) -> None:
     if choice.shape is not None and choice.residency != "auto":
         raise click.UsageError("--weights goes with a MODEL; with --shape, use --weights-type")
     only_torch = {
-        "--device": choice.device, "--dtype": choice.dtype, "--kernels": choice.kernels != "auto",
+        "--device": choice.device, "--dtype": choice.dtype, "--kernels": choice.kernels in ("torch", "own"),
         "--compile": choice.compiled, "--shape": choice.shape,
     }  # fmt: skip
     for option, value in only_torch.items():
         if value and backend == "numpy":
             raise click.UsageError(f"{option} goes with --backend torch")
+    if choice.kernels == "ggml" and backend == "torch":
+        raise click.UsageError("--kernels ggml goes with --backend numpy")
 
 
 def _on_numpy(choice: ModelChoice, load: "Load") -> "tuple[TimedEngine, Subject]":
     """Load the model for the NumPy path; return the engine to time and the description of the model."""
     from llorch.apps.bench.measure import NumpyEngine, numpy_subject
-    from llorch.cli.inputs import model_path
+    from llorch.cli.inputs import chosen_numerics, model_path
     from llorch.model.model import load as load_model
 
-    model = load_model(
-        model_path(choice.model or "story"), residency=choice.residency, n_tokens=load.prompt + load.decode
-    )
+    arithmetic, n_tokens = chosen_numerics(None, "f32", choice.kernels), load.prompt + load.decode
+    path = model_path(choice.model or "story")
+    model = load_model(path, numerics=arithmetic, residency=choice.residency, n_tokens=n_tokens)
     load.require(model.config)
     use_threads(model.config)
     return NumpyEngine(model, load), numpy_subject(model)
@@ -131,6 +133,7 @@ def _on_torch(choice: ModelChoice, load: "Load", mesh: "DeviceMesh | None") -> "
     from llorch.apps.bench.torch import ParallelEngine, TorchEngine, parallel_subject, torch_subject
     from llorch.pytorch.device import target
 
+    assert choice.kernels != "ggml"  # a usage error
     model = _open_measured(
         choice, target(choice.device or "cpu", choice.dtype or "float32", choice.kernels), load, mesh
     )

@@ -9,11 +9,15 @@ import click
 
 from llorch.cli.options import refuse_both
 from llorch.cli.output import say
-from llorch.files import GGUFFile, SafetensorsFolder
+from llorch.files import GGUFFile, SafetensorsFolder, Weights
 from llorch.files.hub import find
+from llorch.files.packed import has_codes
+from llorch.files.tensor_names import count_parameters
 from llorch.model.model import Model
-from llorch.ops.numerics import SCHEME, Numerics
-from llorch.runtime.errors import UserError, decode_utf8
+from llorch.ops.compiled.ggml import NoKernels, ggml_kernels
+from llorch.ops.numerics import EXACT, GGML_KERNELS, SCHEME, Numerics
+from llorch.runtime.errors import FormatError, UserError, decode_utf8
+from llorch.runtime.threads import is_small
 
 SENTENCE = "Once upon a time, a small red fox found 27 shiny stones near the old river."
 SPREAD = {12: 5, 66: 25}  # by number of ids, see `spread_ids`: step between stretches, coprime to the number
@@ -47,11 +51,40 @@ def say_once(line: str) -> None:
         say(line)
 
 
-def chosen_numerics(name: str | None, kv_cache: str) -> Numerics:
-    """Choose the arithmetic that `--numerics` and `--kv-cache` ask for; exact if neither is given."""
+def chosen_numerics(name: str | None, kv_cache: str, kernels: str = "auto") -> Numerics:
+    """Choose the arithmetic that the options ask for: exact if none does, ggml's with `kernels` of ggml."""
+    if kernels == "ggml":
+        if name not in (None, "ggml"):
+            raise click.UsageError(f"--kernels ggml goes with --numerics ggml; they round the inputs, {name} does not")
+        return Numerics("ggml", kv_cache, "ggml")  # type: ignore[arg-type] (click checked the choices)
     if kv_cache != "f32" and name != "ggml":
         raise click.UsageError("--kv-cache f16 goes with --numerics ggml; exact numerics do not round keys and values")
     return Numerics(name or "exact", kv_cache)  # type: ignore[arg-type] (click checked the choices)
+
+
+def fastest_numerics(weights: Weights) -> Numerics:
+    """Choose ggml's kernels for a large GGUF file with quantised matrices, exact numerics for others.
+
+    If the kernels cannot be used, print the reason, and choose exact numerics, too.
+    """
+    is_quantised = any(has_codes(weights.stored_type(name)) for name, slot in weights.slots.items() if slot.multiplied)
+    if not (isinstance(weights.source, GGUFFile) and is_quantised) or is_small(count_parameters(weights.config)):
+        return EXACT
+    try:
+        weights.using(GGML_KERNELS)
+    except NoKernels as error:
+        say(f"note: exact numerics, which are slower than ggml's kernels: {error}")
+    except FormatError:  # of a type that ggml cannot multiply
+        return EXACT
+    else:
+        return GGML_KERNELS
+    return EXACT
+
+
+def describe_kernels(numerics: Numerics) -> str:
+    """Name the kernels of the NumPy path that multiply stored matrices, and the arithmetic."""
+    kernels = f"ggml {ggml_kernels().version}" if numerics.kernels == "ggml" else "llorch's"
+    return f"kernels: {kernels}, numerics {numerics.name}"
 
 
 def say_plan(model: Model) -> None:

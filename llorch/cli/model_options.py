@@ -3,7 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import click
 
@@ -22,7 +22,7 @@ residency_option = page_option(
 
 def _backend(ctx: click.Context, param: click.Parameter, value: str | None) -> str:
     """Return the backend; without --backend, torch if an option that only torch has is set."""
-    on_torch = ctx.params["device"] or ctx.params["dtype"] or ctx.params["kernels"] != "auto"
+    on_torch = ctx.params["device"] or ctx.params["dtype"] or ctx.params["kernels"] in ("torch", "own")
     return value or ("torch" if on_torch else "numpy")
 
 
@@ -52,15 +52,16 @@ def backend_group(dtypes: str) -> Callable[[Callable], Callable]:
             help=f"Number type on torch.  [default: {dtypes}]",
         ),
         page_option(
-            "--kernels", type=click.Choice(["auto", "torch", "own"]), default="auto", is_eager=True, show_default=True,
-            help="Kernels on torch; auto: llorch's, on CUDA only if correct and no slower.",
+            "--kernels", type=click.Choice(["auto", "torch", "own", "ggml"]), default="auto", is_eager=True,
+            show_default=True,
+            help="Kernels; ggml: ggml's, on NumPy, with ggml numerics; auto: the fastest that are correct.",
         ),
     )  # fmt: skip
     machine = group(
         "Machine",
         page_option(
             "--backend", type=click.Choice(["numpy", "torch"]), callback=_backend,
-            help="Forward pass.  [default: numpy; torch with --device, --dtype or --kernels]",
+            help="Forward pass.  [default: numpy; torch with --device, --dtype or --kernels torch|own]",
         ),
         page_option("--device", is_eager=True, help="Device: cpu, cuda or cuda:N.  [default: cpu]"),
     )  # fmt: skip
@@ -85,7 +86,7 @@ class ModelOptions:
     backend: str  # numpy, or torch, whose device, dtype and kernels follow
     device: str | None
     dtype: str | None
-    kernels: "Kernels"
+    kernels: "Kernels | Literal['ggml']"
 
     @classmethod
     def from_values(cls, values: dict[str, Any]) -> "ModelOptions":
@@ -98,7 +99,7 @@ class ModelOptions:
 
         if self.backend == "numpy":
             set_options = {
-                "--device": self.device, "--dtype": self.dtype, "--kernels": self.kernels != "auto",
+                "--device": self.device, "--dtype": self.dtype, "--kernels torch": self.kernels == "torch",
                 "--compile": compiled,
             }  # fmt: skip
             other_backend = "torch; the NumPy path runs on the CPU in float32"
@@ -106,26 +107,44 @@ class ModelOptions:
             set_options = {
                 f"--numerics {self.numerics}": self.numerics not in (None, "exact"),
                 "--kv-cache f16": self.kv_cache == "f16",
+                "--kernels ggml": self.kernels == "ggml",
             }
             other_backend = "numpy; the torch path always computes in exact numerics"
         for option, value in set_options.items():
             if value:
                 raise click.UsageError(f"{option} goes with --backend {other_backend}")
-        return chosen_numerics(self.numerics, self.kv_cache)
+        if self.kernels == "ggml" and self.residency == "decoded":
+            raise click.UsageError("--kernels ggml multiplies packed matrices; leave out --weights decoded")
+        return chosen_numerics(self.numerics, self.kv_cache, self.kernels)
 
-    def open(self, path: Path, arithmetic: "Numerics", *, n_tokens: int, **only_torch: Any) -> Any:
-        """Open a model on the backend; `only_torch`: arguments of `load_torch`. On NumPy, print the form in memory."""
+    @property
+    def torch_kernels(self) -> "Kernels":
+        """The kernels, on torch, which has none of ggml."""
+        assert self.kernels != "ggml"  # a usage error of every verb
+        return self.kernels
+
+    def open(
+        self, path: Path, arithmetic: "Numerics", *, n_tokens: int, is_exact: bool = False, **only_torch: Any
+    ) -> Any:
+        """Open a model on the backend; `only_torch`: arguments of `load_torch`. On NumPy, print the form in memory.
+
+        If no option selects the arithmetic on NumPy, choose the fastest, unless it must be exact (`is_exact`).
+        """
         if self.backend == "torch":
             from llorch import load_torch  # its error names the extra to install if torch is absent
 
             return load_torch(
-                path, device=self.device or "cpu", dtype=self.dtype or "float32", kernels=self.kernels,
+                path, device=self.device or "cpu", dtype=self.dtype or "float32", kernels=self.torch_kernels,
                 residency=self.residency, n_tokens=n_tokens, **only_torch,
             )  # fmt: skip
-        from llorch.cli.inputs import say_plan
-        from llorch.model.model import load
+        from llorch.cli.inputs import fastest_numerics, say_plan
+        from llorch.files import open_weights
+        from llorch.model.model import prepare
 
-        loaded = load(path, numerics=arithmetic, residency=self.residency, n_tokens=n_tokens)
+        weights = open_weights(path)
+        if self.numerics is None and self.kernels == "auto" and self.residency != "decoded" and not is_exact:
+            arithmetic = fastest_numerics(weights)
+        loaded = prepare(weights.using(arithmetic), residency=self.residency, n_tokens=n_tokens)
         say_plan(loaded)
         return loaded
 

@@ -45,7 +45,7 @@ OURS = "reference"  # value of --impl for llorch's own functions
     ),
     page_option("--stop", type=TEXT, multiple=True, help="Text to stop before; repeatable."),
     page_option("--ignore-eos", is_flag=True, help="No stop at an end token."),
-    json_option("One JSON line per token: id, text, logprob, finish."),
+    json_option("One JSON line per token: id, text, logprob, finish; numerics with the last."),
     page_option("-v", "--verbose", is_flag=True, help="Rates on stderr."),
 )
 @sampling_options
@@ -75,7 +75,7 @@ def command(
     MODEL is a file, a folder or a name (see llorch --help; default: story). Without PROMPT, or with -, the prompt is
     read from stdin.
     """
-    from llorch.cli.inputs import model_path
+    from llorch.cli.inputs import describe_kernels, model_path
     from llorch.files.tokenizer.chat import TemplateSettings
     from llorch.ops.numerics import EXACT
     from llorch.ops.sampling import SamplingSettings
@@ -94,12 +94,15 @@ def command(
         if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
             say("note: --top-k, --top-p and --min-p have no effect at temperature 0; set -t")
         text, messages = of_first(mesh, lambda: _read_input(prompt, chat, system, history))
-        if _install_implementation(impl, is_exact=options.backend == "numpy" and arithmetic == EXACT and adapter is None):
+        is_exact = options.backend == "numpy" and arithmetic == EXACT and adapter is None
+        if has_functions := _install_implementation(impl, is_exact=is_exact):
             options = replace(options, residency="decoded")  # a learner's functions multiply arrays
         timing = Timing()
         max_tokens_total = _n_bytes(text, messages) + max_tokens  # a token covers at least a byte
         if mesh is None:
-            loaded = options.open(path, arithmetic, n_tokens=max_tokens_total, compiled=compiled)
+            loaded = options.open(
+                path, arithmetic, n_tokens=max_tokens_total, is_exact=has_functions or impl == OURS, compiled=compiled
+            )
         else:
             loaded = _open_rank_model(path, mesh, options, n_tokens=max_tokens_total)
         for note in loaded.weights.notes_on_left_out("not used"):
@@ -111,13 +114,13 @@ def command(
             text, messages=messages, max_tokens=max_tokens, settings=settings, stop=stop, ignore_eos=ignore_eos,
             adapter=load_adapter(loaded, adapter, any_base=any_base),
         )  # fmt: skip
-        finish = _print_tokens(timing.watch(tokens), as_json=as_json)
+        finish = _print_tokens(timing.watch(tokens), str(loaded.weights.numerics), as_json=as_json)
         if finish == "length" and timing.n_tokens < max_tokens:
             say(f"note: the context of {loaded.config.max_position_embeddings} tokens is full, the text ends here")
         if verbose:
-            device_note = f", {loaded.where}" if options.backend == "torch" else ""
+            device = loaded.where if options.backend == "torch" else describe_kernels(loaded.weights.numerics)
             n_prompt = len(loaded.prompt_ids(messages or text))
-            say(f"{loaded.name}{device_note}: {timing.describe(n_prompt)}; end: {finish}; {threads}")
+            say(f"{loaded.name}, {device}: {timing.describe(n_prompt)}; end: {finish}; {threads}")
 
 
 def _read_input(
@@ -140,7 +143,7 @@ def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
 def _install_implementation(impl: str | None, *, is_exact: bool) -> bool:
     """Replace llorch's functions by the learner's (of `llorch learn`) until the command ends, and print their names.
 
-    Return False if there is nothing to replace them by.
+    Return True if there are such functions.
     """
     from llorch.apps.learn.choice import chosen, opened
     from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
@@ -172,7 +175,7 @@ def _open_rank_model(path: Path, mesh: "DeviceMesh", options: ModelOptions, *, n
     from llorch.pytorch.distributed.parallel_model import load_parallel
 
     return load_parallel(
-        path, mesh, dtype=options.dtype or "float32", kernels=options.kernels, residency=options.residency,
+        path, mesh, dtype=options.dtype or "float32", kernels=options.torch_kernels, residency=options.residency,
         n_tokens=n_tokens,
     )  # fmt: skip
 
@@ -204,11 +207,12 @@ class Timing:
         return f"{line}; {n_decoded} more tokens in {decode:.3f} s ({n_decoded / decode:.1f} tokens/s)"
 
 
-def _print_tokens(tokens: Iterator, *, as_json: bool) -> str | None:
-    """Print each token when it arrives; return why generation ended."""
+def _print_tokens(tokens: Iterator, numerics: str, *, as_json: bool) -> str | None:
+    """Print each token when it arrives, with `as_json` the numerics with the last; return why generation ended."""
     finish = None
     for token in tokens:
-        sys.stdout.write(to_json(asdict(token)) + "\n" if as_json else token.text)
+        fields = asdict(token) | ({"numerics": numerics} if token.finish is not None else {})
+        sys.stdout.write(to_json(fields) + "\n" if as_json else token.text)
         sys.stdout.flush()
         finish = token.finish
     sys.stdout.write("" if as_json else "\n")

@@ -24,9 +24,9 @@ def plan_check(
     models: Sequence[str], dump: Path, mapping: Path | None, options: ModelOptions, inputs: LiveInput
 ) -> DumpPlan:
     """Resolve the plan of `verify --against DUMP`; UsageError if the options do not go with a dump."""
-    if len(models) != 1 or options.backend != "numpy":
+    if len(models) != 1 or options.backend != "numpy" or options.kernels != "auto":
         raise click.UsageError(
-            "--against with a dump: expected one MODEL and the NumPy path; give one MODEL, without --backend"
+            "--against with a dump: expected one MODEL and the NumPy path; give one MODEL, without --backend, --kernels"
         )
     refuse_residency(options)
     refuse_scheme(options)

@@ -40,6 +40,7 @@ from llorch.judging.runners.numpy import describe_rounding
 from llorch.judging.types import Comparison
 from llorch.judging.verify import plan_live, verify_ggml, verify_live, verify_stored
 from llorch.model.model import Model, load
+from llorch.ops.compiled.ggml import NoKernels, why_absent
 from llorch.ops.numerics import EXACT, GGML, Numerics
 from llorch.runtime.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
 from llorch.runtime.errors import MissingExtra, NotInWheel, UserError
@@ -97,7 +98,8 @@ def judge_all(
     `golden` or names of engines; by default, goldens for built-in models and all engines for others.
     """
     on_torch, absent = _torch_backends(options, mesh)
-    specs, not_split = _choose_specs(models, mesh)
+    by_ggml = options.kernels == "ggml"
+    specs, not_split = _choose_specs(models or ([QUANTISED] if by_ggml else []), mesh)
     absent = {**absent, **not_split}
     plans = [_plan(spec, against, options, has_input=inputs != LiveInput(None, None)) for spec in specs]
     threads = use_threads(*(plan.config for plan in plans))
@@ -172,7 +174,7 @@ def _torch_backends(
     """List the torch targets, none for NumPy, and the backends that do not run, with reasons."""
     refuse_scheme(options)
     if options.backend == "numpy":
-        if options.device or options.dtype or options.kernels != "auto":
+        if options.device or options.dtype or options.kernels not in ("auto", "ggml"):
             raise click.UsageError(
                 "--device, --dtype and --kernels go with --backend torch; NumPy runs on the CPU in float32"
             )
@@ -181,12 +183,14 @@ def _torch_backends(
         raise click.UsageError(
             "--numerics ggml goes with --backend numpy; the torch path always computes in exact numerics"
         )
+    if options.kernels == "ggml":
+        raise click.UsageError("--kernels ggml goes with --backend numpy; the torch path has no kernels of ggml")
     refuse_residency(options)
     if find_spec("torch") is None:
         raise MissingExtra("torch", "torch")
     from llorch.cli.on_torch import backends_not_run, torch_backends
 
-    backends = torch_backends(options.device, options.dtype, options.kernels, mesh)
+    backends = torch_backends(options.device, options.dtype, options.torch_kernels, mesh)
     return backends, backends_not_run(backends)
 
 
@@ -225,6 +229,8 @@ def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison
     if plan.weights is None:
         names = tuple(MODELS)
         parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
+        if plan.numerics.kernels == "ggml":
+            return [] if why_absent() else [partial(model_rows, part, "ggml") for part in parts]
         return [block_rows, *(partial(model_rows, part) for part in parts)]
     training = [partial(verify_training_stored, plan.spec)] if plan.is_trained else []
     return [partial(verify_stored, plan.spec), *training]
@@ -267,7 +273,10 @@ def _plan(spec: str, against: Sequence[str], options: ModelOptions, *, has_input
             raise click.UsageError(
                 f"{spec}: goldens belong to a fixed input; add --against llamacpp to run another input"
             )
-        if options.numerics == "ggml" or options.kv_cache != "f32":
+        by_ggml = options.kernels == "ggml"
+        if spec == QUANTISED and options.kv_cache == "f32":
+            return ModelPlan(spec, (), None, chosen_numerics(options.numerics, "f32", "ggml") if by_ggml else GGML)
+        if options.numerics == "ggml" or options.kv_cache != "f32" or by_ggml:
             raise click.UsageError(
                 f"{spec}: the goldens hold exact numerics; for other numerics, add --against llamacpp"
             )
@@ -301,8 +310,11 @@ def _judge_by_goldens(plan: ModelPlan, workers: Workers[TimedRows]) -> ModelRepo
 
     report = replace(_collect_report(plan.spec, collect_rows), seconds=sum(times))
     if plan.weights is None:
-        arithmetic = f"numerics {GGML}; {len(MODELS)} micro models, one for each type, in a temporary folder"
-        return replace(report, numerics=arithmetic, checkpoints=(CHECKPOINT,))
+        checkpoints = (CHECKPOINT,)
+        if not jobs:
+            return _without_kernels(plan, why_absent(), checkpoints)
+        files = f"{len(MODELS)} micro models, one for each type, in a temporary folder"
+        return replace(report, numerics=_describe_arithmetic(plan.numerics, files), checkpoints=checkpoints)
     return replace(report, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if plan.is_trained else ())))
 
 
@@ -340,11 +352,14 @@ def _format_reasons(reasons: Mapping[str, str]) -> list[str]:
 
 def _choose_numerics(weights: Weights, engines: Sequence[EngineName], options: ModelOptions) -> Numerics:
     """Choose the arithmetic: the user's, else the one that suits the file."""
-    if options.numerics == "ggml" and (weights.path.is_dir() or "llamacpp" not in engines):
+    by_ggml = options.kernels == "ggml"
+    if (options.numerics == "ggml" or by_ggml) and (weights.path.is_dir() or "llamacpp" not in engines):
         raise click.UsageError(
-            f"{weights.path}: --numerics ggml needs a .gguf file and --against llamacpp; "
+            f"{weights.path}: --{'kernels' if by_ggml else 'numerics'} ggml needs a .gguf file and --against llamacpp; "
             "llorch convert writes such a file"
         )
+    if by_ggml:
+        return chosen_numerics(options.numerics, options.kv_cache, "ggml")
     may_round = options.numerics is None and weights.path.is_file() and "llamacpp" in engines
     default = GGML if may_round and _suits_ggml(weights) else EXACT
     return chosen_numerics(options.numerics or default.name, options.kv_cache)
@@ -376,15 +391,29 @@ def _judge_ggml(plan: ModelPlan, residency: Residency, inputs: LiveInput, report
     """Judge a GGUF file in its quantised arithmetic against llama.cpp, which runs the file as it is."""
     assert plan.weights is not None
     ids, text = _choose_input(Model(plan.weights), inputs)
-    model = load(plan.weights.path, numerics=plan.numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
-    arithmetic = f"numerics {plan.numerics}; {describe_rounding(model.weights)}"
-    checkpoints = checkpoints_of(model.config, quantised=True)
+    checkpoints = checkpoints_of(plan.config, quantised=True)
+    try:
+        model = load(plan.weights.path, numerics=plan.numerics, residency=residency, n_tokens=len(ids) + N_GREEDY)
+    except NoKernels as error:
+        return _without_kernels(plan, str(error), checkpoints)
+    arithmetic = _describe_arithmetic(plan.numerics, describe_rounding(model.weights))
     if (missing := _missing_package("llamacpp")) is not None:
         return ModelReport(model.name, [], [f"llamacpp: {MissingExtra('golden', missing)}"], arithmetic, checkpoints)
     say_plan(model)
     failures: dict[str, str] = {}
     comparisons = list(verify_ggml(model, ids, text=text, progress=report_step, failed=failures))
     return ModelReport(model.name, comparisons, _format_reasons(failures), arithmetic, checkpoints)
+
+
+def _describe_arithmetic(numerics: Numerics, details: str) -> str:
+    """Describe the arithmetic of a report."""
+    judged_twice = "; products also compared with llorch's own form" if numerics.kernels == "ggml" else ""
+    return f"numerics {numerics}; {details}{judged_twice}"
+
+
+def _without_kernels(plan: ModelPlan, reason: str, checkpoints: Sequence[str]) -> ModelReport:
+    """Report the verdict NOT RUN for a model that kernels of ggml should compute, which cannot be used."""
+    return ModelReport(plan.spec, [], [f"ggml's kernels: {reason}"], f"numerics {plan.numerics}", checkpoints)
 
 
 def _choose_input(model: Model, inputs: LiveInput) -> tuple[list[int], str | None]:

@@ -23,8 +23,10 @@ from llorch.files.compiled import compiled_matrix
 from llorch.files.packed import Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, decode_minima
 from llorch.files.tensor_names import undo_interleave
+from llorch.ops.compiled.ggml import ggml_kernels
 from llorch.ops.compiled.products import FEW, CompiledMatrix
 from llorch.ops.linear import product
+from llorch.ops.numerics import ProductKernels
 from llorch.ops.precision import WIDE_LIMIT
 from llorch.ops.rounding import ActivationKind, block_sums, round_activations
 from llorch.ops.scheme_rounding import SchemeRounding, round_as_scheme
@@ -45,13 +47,15 @@ class Matrix:
         decoded: np.ndarray | None = None,
         interleaved_heads: int = 0,
         columns: np.ndarray | None = None,
+        kernels: ProductKernels = "own",
     ) -> None:
         """Wrap a stored matrix; FormatError NonFinite for a NaN block scale.
 
         `dtype` is the dtype of the run and of embedding rows. `round_inputs` rounds activations as ggml does for this
         type, `scheme` as a quantised folder does. `decoded` is the matrix in Hugging Face's order; None decodes at
         every use. The stored rows of `interleaved_heads` are in pairs. `columns` has the stored index of each of
-        Hugging Face's columns; `decoded` then has the stored column order.
+        Hugging Face's columns; `decoded` then has the stored column order. `kernels` of ggml round and multiply float32
+        activations with the stored rows; NoKernels if they cannot be used.
         """
         self.packed = packed
         self._dtype = dtype
@@ -65,10 +69,15 @@ class Matrix:
         self._scheme = scheme
         self.activations: str = self._kind if scheme is None else str(scheme)
         packed.require_scales()
+        self._ggml = ggml_kernels().matrix(packed.ggml, packed.by_row, packed.shape[1]) if kernels == "ggml" else None
 
     def forward(self, x: Float[np.ndarray, "seq in"]) -> Float[np.ndarray, "seq out"]:
         """Round, multiply tile by tile, in the dtype of `x`; FormatError NonFinite if a weight is NaN or infinite."""
         x = self.arranged(x)
+        if self._ggml is not None and x.dtype == np.float32:
+            y = self._ggml.multiply(x)
+            if np.isfinite(y).all():  # else the form below names the weight
+                return undo_interleave(y.T, self._heads).T if self._heads else y
         rounded_x = self._round(x)
         if self._decoded is not None:
             return self._with_sums(x, rounded_x, product(rounded_x, self._decoded)).astype(x.dtype, copy=False)

@@ -15,6 +15,7 @@ from llorch.files import Weights
 from llorch.files.compiled import has_compiled_form
 from llorch.files.quant import GGMLType
 from llorch.ops.compiled.products import is_available
+from llorch.ops.numerics import ProductKernels
 from llorch.runtime.memory import available_memory
 from llorch.runtime.threads import is_small
 
@@ -33,6 +34,7 @@ class ResidencyPlan:
     decoded: int  # bytes that a run with decoded matrices needs
     packed: int  # bytes that a run with packed matrices needs
     free: float  # free bytes at planning time
+    kernels: ProductKernels = "own"  # whose functions multiply packed matrices
 
     @property
     def needed(self) -> int:
@@ -42,7 +44,8 @@ class ResidencyPlan:
     def describe(self) -> str:
         """Format the types of the matrices, their residency and the bytes needed, in one line."""
         matrix_bytes = ", ".join(f"{n_bytes / _GB:.2f} GB {kind}" for kind, n_bytes in self.types.items())
-        state = "decoded at load" if self.residency == "decoded" else "packed"
+        packed_state = "packed, multiplied by ggml's kernels" if self.kernels == "ggml" else "packed"
+        state = "decoded at load" if self.residency == "decoded" else packed_state
         need = f"needs about {self.needed / _GB:.1f} GB, {self.free / _GB:.1f} GB are free"
         alternative = f"; decoded at load would need {self.decoded / _GB:.1f} GB" if self.residency == "packed" else ""
         return f"weights: {matrix_bytes}; {state}, {need}{alternative}"
@@ -58,9 +61,9 @@ def plan(weights: Weights, requested: Residency = "auto", *, n_tokens: int = 102
         types[weights.stored_type(name).name] += weights.stored_bytes(name)
     packed = types.total() + working
     decoded = sum(4 * math.prod(weights.shape(name)) for name in matrices) + working
-    free = available_memory()
+    free, kernels = available_memory(), weights.numerics.kernels
     chosen = requested if requested != "auto" else _choose(weights, matrices, fits=decoded <= free)
-    residency_plan = ResidencyPlan(chosen, types, decoded, packed, free)
+    residency_plan = ResidencyPlan(chosen, types, decoded, packed, free, kernels)
     if residency_plan.needed > free:
         raise MemoryError(_refusal(weights, residency_plan, n_tokens))
     return residency_plan
@@ -68,7 +71,7 @@ def plan(weights: Weights, requested: Residency = "auto", *, n_tokens: int = 102
 
 def _choose(weights: Weights, matrices: list[str], *, fits: bool) -> Literal["decoded", "packed"]:
     """Choose packed if C multiplies every stored matrix of a model that is not small, or if decoded does not fit."""
-    if not fits:
+    if not fits or weights.numerics.kernels == "ggml":  # ggml's kernels multiply stored matrices
         return "packed"
     if is_small(sum(math.prod(weights.shape(name)) for name in matrices)):
         return "decoded"

@@ -12,6 +12,7 @@ import numpy as np
 from llorch.families.config import ModelConfig
 from llorch.files.folder import SafetensorsFolder
 from llorch.files.gguf import GGUFFile
+from llorch.files.kernel_check import require_kernel
 from llorch.files.matrix import Matrix
 from llorch.files.packed import Packed, StoredType, require_finite
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType
@@ -210,7 +211,8 @@ class Weights(Mapping):
     def using(self, numerics: Numerics | None = None, *, packed: bool | None = None) -> "Weights":
         """Return these weights with other numerics, or with matrices packed or decoded; None keeps the setting.
 
-        TypeError if `numerics` is no `Numerics`; FormatError Unsupported for numerics that these weights do not have.
+        TypeError if `numerics` is no `Numerics`; FormatError Unsupported for numerics that these weights do not have;
+        NoKernels if they need kernels of ggml that cannot be used.
         """
         if not isinstance(numerics, Numerics | None):
             message = "numerics: expected an instance of Numerics, as EXACT, GGML and SCHEME of llorch.ops.numerics are"
@@ -220,6 +222,8 @@ class Weights(Mapping):
         weights._activations = Activations()
         if weights.numerics.name == "ggml":
             self._require_products()
+            if weights.numerics.kernels == "ggml":
+                self._require_kernels()
         elif weights.numerics == SCHEME:
             if not isinstance(self.source, QuantisedFolder):
                 message = "scheme numerics: expected a quantised Hugging Face folder, got none; use exact numerics"
@@ -259,6 +263,10 @@ class Weights(Mapping):
         """Return the stored tensor of a weight; the first expert's if each expert has its own tensor."""
         return self.source.packed(next(iter(self.slots[name].tensors)))
 
+    def as_rows(self, name: str) -> Packed:
+        """Return the stored rows of a matrix; a part of the tensor if several weights share it."""
+        return rows_of(self.as_stored(name), self.slots[name].layout)
+
     def all_stored(self, name: str) -> list[Packed]:
         """Return the stored tensors of a weight: several if each expert has its own tensor."""
         return [self.source.packed(tensor) for tensor in self.slots[name].tensors]
@@ -290,6 +298,14 @@ class Weights(Mapping):
                 message = f"{slot.source_name} has type {kind.name}, and llama.cpp {limitation}; use exact numerics"
                 raise FormatError("Unsupported", message, path=self.path)
 
+    def _require_kernels(self) -> None:
+        """Compare ggml's product of the first matrix of each type with llorch's; NoKernels if they differ."""
+        first: dict[StoredType, str] = {}
+        for name, slot in self.slots.items():
+            kind = self.stored_type(name)
+            if slot.multiplied and kind is not GGMLType.F32 and first.setdefault(kind, name) == name:
+                require_kernel(self.expert_as_stored(name, 0) if len(slot.shape) == 3 else self.as_rows(name))
+
     def _multiplies_itself(self, slot: Slot) -> bool:
         """Check if a weight becomes a `Matrix`, packed or with rounded inputs; F32 and F64 weights stay arrays."""
         if not slot.multiplied or not (self.packed or self.numerics.rounds_activations):
@@ -299,7 +315,7 @@ class Weights(Mapping):
     def _matrix(self, name: str) -> Matrix:
         slot = self.slots[name]
         self._require_equal(slot)
-        packed = rows_of(self.source.packed(slot.source_name), slot.layout)
+        packed = self.as_rows(name)
         decoded, columns = None, slot.layout.columns
         if not self.packed:
             # Inputs are rounded by blocks, which need the column order of the file.
@@ -319,6 +335,7 @@ class Weights(Mapping):
             decoded=decoded,
             interleaved_heads=heads,
             columns=columns,
+            kernels=self.numerics.kernels,
         )
 
     def _require_equal(self, slot: Slot) -> None:

@@ -30,6 +30,7 @@ from llorch.judging.expectations.files import (
 )
 from llorch.judging.expectations.forward import ForwardExpectations
 from llorch.judging.expectations.long_contexts import LongSuite
+from llorch.judging.expectations.own_form import compare_with_own_form
 from llorch.judging.goldens.float64_reference import FLOAT64_REFERENCE, require_numbers, run_reference
 from llorch.judging.goldens.forward import (
     ENGINES,
@@ -242,7 +243,8 @@ def verify_ggml(
 ) -> Iterator[Comparison]:
     """Verify a GGUF file under ggml numerics (activations rounded as in llama.cpp) against llama.cpp on the same file.
 
-    Pass the prompt's `text` to compare its token ids, too. For `failed` see `verify_live`.
+    With ggml's kernels, also verify every product against llorch's own form. Pass the prompt's `text` to compare its
+    token ids, too. For `failed` see `verify_live`.
     """
     require_memory(model.config, len(ids) + n_greedy_for(model.config, len(ids)), n_traces=6)
     progress("running llamacpp")
@@ -261,6 +263,9 @@ def verify_ggml(
     suite = ForwardExpectations(name, weights, cases, {"llamacpp": engine_output}, None, n_prompt=len(ids))
     tolerances = {case: suite.tolerances(case) for case in cases}
     yield from check_runner(suite, GgmlRunner(weights, engine_output.traces, tolerances))
+    if weights.numerics.kernels == "ggml":
+        for case, inputs in cases.items():
+            yield from compare_with_own_form(name, weights, inputs, engine_output.traces[case], tolerances[case], case)
 
 
 def _run_as_stored(

@@ -379,6 +379,7 @@ def load(
             hub, `org/name[:QUANT][@REVISION]`, which is downloaded if it is not in the cache.
         numerics: `EXACT`, `GGML` or `SCHEME` of `llorch.ops.numerics`, or another `Numerics`, not a name. `EXACT`:
             decoded weights, no rounding of activations. `GGML`: activations rounded as in llama.cpp's CPU backend.
+            `GGML_KERNELS`: the same by ggml's own functions, which are the fastest for a quantised file.
             `SCHEME`: activations rounded as the settings of a quantised Hugging Face folder say.
         residency: `decoded`: matrices are decoded to float32 once. `packed`: they are decoded at every use, with
             little more memory than the file. `auto`: decoded if that fits.
@@ -391,9 +392,14 @@ def load(
         FileNotFoundError: There is no such file, folder, built-in model or hub model.
         FormatError: The file cannot be used.
         MemoryError: The model does not fit into memory.
+        NoKernels: The numerics need kernels of ggml that cannot be used here.
         TypeError: `numerics` is no `Numerics`.
     """
+    return prepare(open_weights(find(path_or_name)).using(numerics), residency=residency, n_tokens=n_tokens)
+
+
+def prepare(weights: Weights, *, residency: Residency = "auto", n_tokens: int = 1024) -> Model:
+    """Make the model of open weights, with their numerics; arguments and errors as for `load`."""
     keep_freed_memory()
-    weights = open_weights(find(path_or_name)).using(numerics)
     residency_plan = plan(weights, residency, n_tokens=n_tokens)
     return Model(weights.using(packed=residency_plan.residency == "packed"), residency_plan)

@@ -17,6 +17,7 @@ import numpy as np
 from jaxtyping import Float, Int
 
 DtypeName = Literal["float64", "float32", "bfloat16", "float16"]  # dtype of a run
+ProductKernels = Literal["own", "ggml"]  # whose functions multiply stored matrices
 
 
 @dataclass(frozen=True)
@@ -25,10 +26,18 @@ class Numerics:
 
     With an `f16` cache, queries and probabilities are rounded to float16 too, because ggml rounds the other operand of
     a product to the type of the cached operand.
+
+    With `kernels` of ggml, ggml's own functions multiply the stored matrices of a float32 run. The numbers are those of
+    llorch's own form of ggml numerics, up to the order of sums.
     """
 
     name: Literal["exact", "ggml", "scheme"] = "exact"
     kv_cache: Literal["f32", "f16"] = "f32"
+    kernels: ProductKernels = "own"
+
+    def __post_init__(self) -> None:
+        if self.kernels == "ggml" and self.name != "ggml":
+            raise ValueError(f"ggml's kernels round activations as ggml does: expected ggml numerics, got {self.name}")
 
     @property
     def rounds_activations(self) -> bool:
@@ -41,11 +50,13 @@ class Numerics:
 
     def __str__(self) -> str:
         """Format the numerics as the command line does."""
-        return self.name if self.kv_cache == "f32" else f"{self.name} with a {self.kv_cache} cache"
+        cache = "" if self.kv_cache == "f32" else f" with a {self.kv_cache} cache"
+        return self.name + cache + (" by ggml's kernels" if self.kernels == "ggml" else "")
 
 
 EXACT = Numerics("exact")
 GGML = Numerics("ggml")
+GGML_KERNELS = Numerics("ggml", kernels="ggml")
 SCHEME = Numerics("scheme")
 
 

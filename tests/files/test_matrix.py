@@ -12,6 +12,7 @@ from llorch.files.packed import TILE, Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.files.tensor_names import undo_interleave
 from llorch.judging.expectations.quantised_models import matrix_bytes
+from llorch.ops.compiled.ggml import why_absent
 from llorch.ops.compiled.library import library
 from llorch.ops.compiled.products import FEW, CompiledMatrix
 from llorch.ops.linear import linear
@@ -228,3 +229,42 @@ def test_numerics_say_what_they_are():
     assert Numerics("ggml", "f16").cache_dtype(np.float64) is np.float16
     assert GGML.cache_dtype(np.float64) is np.float64
     assert [one.rounds_activations for one in (EXACT, GGML, Numerics("exact", "f16"))] == [False, True, False]
+
+
+@pytest.fixture(scope="module")
+def _ggml_kernels() -> None:
+    if reason := why_absent():
+        pytest.skip(f"NOT RUN: {reason}")
+
+
+@pytest.mark.usefixtures("_ggml_kernels")
+@pytest.mark.parametrize("heads", [0, 3])
+@pytest.mark.parametrize("kind", [k for k in ACTIVATION_TYPE if k is not GGMLType.F32], ids=lambda kind: kind.name)
+def test_ggml_s_kernels_compute_the_product_of_llorch_s_own_form(kind: GGMLType, heads: int):
+    x, own = activations(), matrix(kind, resident=True, heads=heads)
+    for decoded in (None, own.dequantize()):
+        by_ggml = Matrix(packed(kind), round_inputs=True, decoded=decoded, interleaved_heads=heads, kernels="ggml")
+        product = by_ggml.forward(x)
+        agree(product, own.forward(x.astype(np.float64)), within=1e-6)
+        assert product.dtype == np.float32
+        assert not np.array_equal(product, own.forward(x))  # computed by ggml
+        np.testing.assert_array_equal(by_ggml.forward(x.astype(np.float64)), own.forward(x.astype(np.float64)))
+
+
+@pytest.mark.usefixtures("_ggml_kernels")
+def test_ggml_s_kernels_take_inputs_in_the_column_order_of_the_file():
+    x, columns = activations(), np.random.default_rng(3).permutation(SHAPE[1])
+    own, by_ggml = (
+        Matrix(packed(GGMLType.Q4_K), round_inputs=True, columns=columns, kernels=kernels)
+        for kernels in ("own", "ggml")
+    )
+    agree(by_ggml.forward(x), own.forward(x))
+    assert np.abs(by_ggml.forward(x[:, ::-1]) - own.forward(x)).max() > 0.1
+
+
+@pytest.mark.usefixtures("_ggml_kernels")
+@pytest.mark.parametrize("scale", [b"\x00\x7e", b"\x00\x7c"], ids=["nan", "inf"])
+def test_a_bad_block_scale_is_found_when_ggml_s_kernels_use_it(scale: bytes):
+    by_ggml = Matrix(broken(GGMLType.Q8_0, 40, scale), round_inputs=True, kernels="ggml")
+    with refuses("NonFinite", "(40, 64)", where="blk.0.attn_q.weight"):
+        by_ggml.forward(activations())

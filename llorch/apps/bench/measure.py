@@ -22,6 +22,7 @@ from llorch.families.config import ModelConfig
 from llorch.files.residency import count_cached_numbers
 from llorch.files.tensor_names import inventory
 from llorch.model.model import Model
+from llorch.ops.compiled.ggml import ggml_kernels
 from llorch.runtime.errors import UserError
 
 Progress = Callable[[str], None]  # gets lines for the user
@@ -125,6 +126,9 @@ def numpy_subject(model: Model) -> Subject:
     packed_bytes = sum(_used_elements(weights.stored_bytes(name), name, model.config) for name in matrices)
     pools = [pool["num_threads"] for pool in threadpool_info() if pool["user_api"] == "blas"]
     float32_bytes = sum(4 * _used_elements(math.prod(weights.shape(name)), name, model.config) for name in matrices)
+    versions = {"python": platform.python_version(), "numpy": np.__version__}
+    if weights.numerics.kernels == "ggml":
+        versions["ggml"] = ggml_kernels().version
     return Subject(
         name=model.name,
         config=model.config,
@@ -134,7 +138,7 @@ def numpy_subject(model: Model) -> Subject:
         cache_itemsize=np.dtype(weights.cache_dtype).itemsize,
         device_name=processor(),
         threads=max(pools, default=None),
-        versions={"python": platform.python_version(), "numpy": np.__version__},
+        versions=versions,
     )
 
 

@@ -147,8 +147,8 @@ async def models(request: Request) -> Response:
     """List the model without an adapter and with each adapter."""
     service = get_service(request)
     common = {"object": "model", "created": service.created, "owned_by": "llorch", "context_length": service.context}
-    chats = "template" if service.has_template else "plain"
-    cards = [replies.ModelCard(id=name, chat=chats, **common) for name in service.names]
+    chats, numerics = "template" if service.has_template else "plain", str(service.model.weights.numerics)
+    cards = [replies.ModelCard(id=name, chat=chats, numerics=numerics, **common) for name in service.names]
     return reply(replies.ModelList(object="list", data=cards))
 
 

@@ -55,6 +55,7 @@ class ModelCard(Reply):
     owned_by: str
     context_length: int  # tokens of prompt and answer
     chat: Literal["template", "plain"]  # plain: the file has no chat template, contents are joined by blank lines
+    numerics: str  # arithmetic of the products, as `exact`, or `ggml by ggml's kernels`
 
 
 class ModelList(Reply):

@@ -2,11 +2,11 @@
 
 The goldens are ggml's bytes and llama.cpp's stages. Models are written into a temporary folder, see `quantised_models`.
 Each is compared twice: with matrices that are decoded when they are loaded, and with packed matrices that are decoded
-at every use.
+at every use. ggml's kernels multiply packed matrices; their products are also compared with llorch's own form.
 """
 
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from itertools import chain
@@ -20,12 +20,14 @@ from llorch.files.quant import BLOCK_SIZES, GGMLType, decode
 from llorch.judging.compare import compare_exact, with_load_paths
 from llorch.judging.expectations.files import fingerprint
 from llorch.judging.expectations.forward import ForwardExpectations
+from llorch.judging.expectations.own_form import compare_with_own_form
 from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.judging.goldens.quantised import CASE, FOLDER, ROUNDED_TO, QuantisedGolden, read, types
 from llorch.judging.runner_check import RunnerCheck
-from llorch.judging.runners.numpy import GGML, GgmlRunner
+from llorch.judging.runners.numpy import BY_KERNELS, GGML, GgmlRunner
 from llorch.judging.types import Comparison
 from llorch.ops import numerics
+from llorch.ops.numerics import ProductKernels
 from llorch.ops.rounding import (
     BLOCK_SIZE,
     ActivationKind,
@@ -39,7 +41,10 @@ from llorch.runtime.builtin import goldens_folder
 from llorch.stages.comparison import PASS
 from llorch.stages.stage_ref import StageRef
 
-BACKENDS = {GGML: False, f"{GGML}-packed": True}  # name -> whether matrices stay packed
+BACKENDS: Mapping[ProductKernels, Mapping[str, bool]] = {  # by kernels: name -> whether matrices stay packed
+    "own": {GGML: False, f"{GGML}-packed": True},
+    "ggml": {BY_KERNELS: True},
+}
 ENGINE = "llamacpp"
 CHECKPOINT = "13"
 
@@ -60,13 +65,13 @@ def block_rows() -> Iterator[Comparison]:
     yield from compare_roundings(golden)
 
 
-def model_rows(names: Iterable[str]) -> Iterator[Comparison]:
+def model_rows(names: Iterable[str], kernels: ProductKernels = "own") -> Iterator[Comparison]:
     """Write and compare some models; stages are compared only if the file equals the golden's."""
     golden = read(goldens_folder() / FOLDER)
     for name, path, comparison in write_models(golden, names):
         yield comparison
         if comparison.verdict == PASS:
-            yield from stage_rows(name, path, golden)
+            yield from stage_rows(name, path, golden, kernels)
 
 
 def write_models(golden: QuantisedGolden, names: Iterable[str]) -> Iterator[tuple[str, Path, Comparison]]:
@@ -109,19 +114,21 @@ def compare_roundings(golden: QuantisedGolden) -> Iterator[Comparison]:
                 yield _bits_row(kind, StageRef(CHECKPOINT, "rounding", part=f"{kind}.{variant}"), wrong, "bytes")
 
 
-def stage_rows(name: str, path: Path, golden: QuantisedGolden) -> Iterator[Comparison]:
-    """Compare every stage of one model, isolated, chained and decode, with decoded and with packed matrices."""
-    weights = open_weights(path).using(numerics.GGML)
+def stage_rows(name: str, path: Path, golden: QuantisedGolden, kernels: ProductKernels = "own") -> Iterator[Comparison]:
+    """Compare every stage of one model, isolated, chained and decode, on the backends of these kernels."""
+    weights = open_weights(path).using(replace(numerics.GGML, kernels=kernels))
     with closing(weights.source):
         suite = suite_of(name, weights, golden)
-        for backend, packed in BACKENDS.items():
-            packable = weights.using(numerics.GGML, packed=packed)
-            runner = GgmlRunner(packable, {CASE: golden.traces[name]}, {CASE: suite.tolerances(CASE)}, backend)
+        tolerances = suite.tolerances(CASE)
+        for backend, packed in BACKENDS[kernels].items():
+            runner = GgmlRunner(weights.using(packed=packed), {CASE: golden.traces[name]}, {CASE: tolerances}, backend)
             for comparison in with_load_paths(
                 chain(RunnerCheck(suite, runner).stage_rows(), RunnerCheck(suite, runner).decode_rows()),
                 suite.load_paths,
             ):
                 yield replace(comparison, stage_ref=replace(comparison.stage_ref, checkpoint=CHECKPOINT))
+        if kernels == "ggml":
+            yield from compare_with_own_form(name, weights, golden.case, golden.traces[name], tolerances)
 
 
 def suite_of(name: str, weights: Weights, golden: QuantisedGolden) -> ForwardExpectations:

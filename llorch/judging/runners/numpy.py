@@ -44,6 +44,7 @@ BACKENDS: Mapping[str, Callable[[], AbstractContextManager[None]]] = {  # float3
     OWN_SUMS: own_dtype_only,
 }
 GGML = "numpy-ggml"
+BY_KERNELS = "numpy-ggml-kernels"  # ggml's own functions multiply
 EDGE = 2.0**-13  # a flip is larger: a quarter of the smallest step of any rounding, over the block's largest value
 
 CACHE_ROUNDS = frozenset({"k_cache", "v_cache", "attn_scores", "attn_context"})  # a float16 cache rounds their input 0
@@ -207,10 +208,10 @@ class GgmlRunner(NumpyRunner):
         weights: Weights,
         goldens: Mapping[str, Trace],
         tolerances: Mapping[str, ForwardTolerances],
-        name: str = GGML,
+        name: str | None = None,
     ) -> None:
         """Prepare a runner of weights with their numerics; llama.cpp's traces and their tolerances are by case."""
-        super().__init__(weights, name)
+        super().__init__(weights, name or (BY_KERNELS if weights.numerics.kernels == "ggml" else GGML))
         self._goldens, self._tolerances = goldens, tolerances
         self._rounded = rounded_stages(weights)
         self._stages = {name: stage for name, stage, _ in keys(weights.config)}

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 SOURCES = tuple(
     Path(__file__).with_name(f"{name}.c")
-    for name in ("products", "fixed", "layer", "attention", "block", "delta", "packing")
+    for name in ("products", "vec_dot", "fixed", "layer", "attention", "block", "delta", "packing")
 )
 FLAGS = ("-O3", "-march=native", "-ffp-contract=off", "-fopenmp", "-shared", "-fPIC")
 COMPILERS = ("cc", "gcc", "clang")
@@ -39,6 +39,7 @@ SIGNATURES = {
     "llorch_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)),
     "llorch_fixed_product": (_INT, (*_MATRIX, _POINTER, _POINTER, _POINTER, _LONG, _LONG, _LONG)),
     "llorch_decode": (None, (*_MATRIX, _POINTER, _LONG, _LONG, _LONG)),
+    "llorch_vec_dot": (_INT, (_POINTER, _POINTER, _POINTER, _LONG, _POINTER, _LONG, _POINTER, *[_LONG] * 3)),
     "llorch_rms_norm": (None, (_INT, _POINTER, _POINTER, _FLOAT, _POINTER, _LONG, _LONG)),
     "llorch_rope": (None, (_INT, *[_POINTER] * 4, *[_LONG] * 4)),
     "llorch_append": (_INT, (_POINTER, _POINTER, _POINTER, *[_LONG] * 5)),

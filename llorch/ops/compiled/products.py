@@ -46,14 +46,14 @@ class CompiledMatrix:
         """Multiply a few rows; MemoryError if memory for their sums is lacking."""
         x = np.ascontiguousarray(x if self.order is None else x[:, self.order])
         y = np.empty((len(x), self.shape[0]), np.float32)
-        compiled = _library()
+        compiled = threaded_library()
         if compiled.llorch_product(*self._arguments, x.ctypes.data, None, y.ctypes.data, len(x), *self.shape):
             raise MemoryError(f"linear: cannot allocate memory for {len(x)} rows")
         return y
 
     def decode_into(self, first: int, out: Float32[np.ndarray, "rows in"]) -> None:
         """Write decoded rows, from row `first` on, into a contiguous array."""
-        _library().llorch_decode(*self._arguments, out.ctypes.data, first, len(out), self.shape[1])
+        threaded_library().llorch_decode(*self._arguments, out.ctypes.data, first, len(out), self.shape[1])
         if self.order is not None:
             out[:, self.order] = out.copy()
 
@@ -63,10 +63,10 @@ class CompiledMatrix:
         return KINDS[self.kind], *(None if array is None else array.ctypes.data for array in arrays), 0
 
 
-def _library() -> ctypes.CDLL:
+def threaded_library() -> ctypes.CDLL:
     """Return the library, with this thread's number of OpenMP threads as the user set it."""
     compiled = library()
-    assert compiled is not None  # callers make no CompiledMatrix without it
+    assert compiled is not None  # callers check this before they make a matrix
     compiled.omp_set_num_threads(n_requested() or n_cores())
     return compiled
 

@@ -23,11 +23,19 @@ def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[Healt
     if any(check.area == "packages" and check.state == "broken" for check in checks):
         yield HealthCheck("machine", "all else", "absent", "not checked, because the check needs these packages")
         return
-    from llorch.apps.doctor.machine.checks import check_caches, check_engines, check_hardware, check_torch, self_test
+    from llorch.apps.doctor.machine.checks import (
+        check_caches,
+        check_engines,
+        check_ggml_kernels,
+        check_hardware,
+        check_torch,
+        self_test,
+    )
 
     yield from check_hardware()
     report("torch and compiled kernels")
     yield from check_torch()
+    yield check_ggml_kernels()
     yield from check_engines(errors)
     report("caches")
     yield from check_caches()

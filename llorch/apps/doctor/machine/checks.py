@@ -87,6 +87,36 @@ def _check_kernels(facts: Mapping[str, Any], failure: str) -> HealthCheck:
     return HealthCheck("engines", "C kernels", "broken", text, repair)
 
 
+_GGML = """
+from llorch.ops.compiled.ggml import PACKAGE, NoKernels, ggml_kernels
+say({"package": PACKAGE})
+try:
+    say({"version": ggml_kernels().version})
+except NoKernels as error:
+    say({"why_not": str(error)})
+"""
+
+
+def check_ggml_kernels() -> HealthCheck:
+    """Check the kernels of ggml that multiply quantised files on the NumPy path; in a child, because they may crash."""
+    records, failure = run_probe(_GGML, timeout=_TIMEOUT)
+    facts: dict[str, Any] = {key: value for record in records for key, value in record.items()}
+    return _describe_ggml_kernels(facts, failure)
+
+
+def _describe_ggml_kernels(facts: Mapping[str, Any], failure: str) -> HealthCheck:
+    if "version" in facts:
+        text = f"ggml {facts['version']}: a known product is right; used for large quantised files, on NumPy"
+        return HealthCheck("engines", "ggml kernels", "ok", text)
+    slower = "quantised files are slower on NumPy, on llorch's kernels"
+    if "why_not" in facts:
+        repair = f"pip install {facts['package']}"
+        return HealthCheck("engines", "ggml kernels", "absent", f"{facts['why_not']}; {slower}", repair)
+    return HealthCheck(
+        "engines", "ggml kernels", "broken", f"cannot load them: {failure}; {slower}", "--numerics exact"
+    )
+
+
 def check_engines(errors: Mapping[str, str]) -> Iterator[HealthCheck]:
     """Check that the reference engines can be imported, and have the versions that made the goldens."""
     provenance = read_json(goldens_folder() / "micro-llama" / "golden.json", limit=1 << 24)["provenance"]
