@@ -73,7 +73,7 @@ def random_fields(shape: tuple[int, ...], packed: Kind, device: torch.device) ->
     if isinstance(packed, Table):
         return _random_table(raw.to(device), packed, shape[1] // GROUP)
     blocks = raw.view(-1, n_bytes)
-    scale = torch.tensor(2 * SIZE / _LARGEST[packed], dtype=torch.float16).view(torch.uint8)
+    scale = torch.tensor([2 * SIZE / _LARGEST[packed]], dtype=torch.float16).view(torch.uint8)
     for offset in SCALE_OFFSETS[packed]:
         blocks[:, offset : offset + 2] = scale
     if packed is GGMLType.MXFP4:
