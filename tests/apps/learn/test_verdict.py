@@ -11,6 +11,7 @@ from llorch.apps.learn.check import check, check_functions
 from llorch.apps.learn.checks import forward as checks
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercises import forward
+from llorch.apps.learn.failed_comparison import FailedComparison
 from llorch.apps.learn.lessons import BY_NUMBER
 from llorch.apps.learn.verdict import BORROWED, WIDTH, LessonReport
 from llorch.judging.compare import judge_difference
@@ -139,6 +140,9 @@ def test_a_pass_is_one_line():
     assert (found.label, found.wrong, found.causes) == (PASS, [], ())
     assert str(found).count("\n") == 0
     assert len(found.comparisons) == 192
+    assert {comparison.mode for comparison in found.comparisons} == {"isolated", "decode"}
+    chained = check(BY_NUMBER["01"], Implementation("x", {"rms_norm": forward.rms_norm}), "chained")
+    assert {comparison.mode for comparison in chained.comparisons} == {"chained", "decode"}
     assert_tells(str(found), PASS, 192, 4, "02 qkv")  # comparisons, models, the next lesson
     assert_tells(str(LessonReport("01", BORROWED, unwritten=["rms_norm"])), BORROWED, "rms_norm")
 
@@ -152,3 +156,10 @@ def test_a_pass_shows_the_error_of_the_engine_if_it_was_measured():
     texts = [str(LessonReport("01", PASS, by_exercise={"": [c]})) for c in (comparison, measured)]
     assert ["the engine's own ~2e-07" in text for text in texts] == [False, True]
     assert "the engine's own" not in texts[0]
+
+
+def test_a_fail_shows_the_error_of_the_engine_if_it_was_measured():
+    report = check_functions("01", rms_norm=eps_outside)
+    comparisons = report.wrong[0], replace(report.wrong[0], engine_error=float("nan"))
+    texts = ["\n".join(report._number_lines(FailedComparison(comparison))) for comparison in comparisons]
+    assert ["(engine's own error" in text for text in texts] == [True, False]
