@@ -34,7 +34,7 @@ Fields = Mapping[str, np.ndarray]
 Allocate = Callable[[tuple[int, int], type[np.uint8]], np.ndarray]
 TABLES: Mapping[str, int] = MappingProxyType({"TABLE_4": 16, "TABLE_8": 256})  # numbers of a table
 ORDERS = {"rows": 0, "high first": 1, "columns": 2, "awq": 3}  # `order` in packing.c
-LOOK_UP, SIGNED, E4M3_BITS, EVEN, SHORT, SHIFTED = range(6)  # `way` to decode in products.c
+LOOK_UP, SIGNED, E4M3_BITS, EVEN = range(4)  # `way` to decode in products.c
 _HALF_RUN = 16  # columns of the smallest group that kernels support
 _SCALE_BYTES = 4
 _AT_ONCE = 1 << 22  # elements whose codes are unpacked at a time
@@ -189,20 +189,8 @@ def shared_by_rows(table: Table, fields: Fields) -> Float32[np.ndarray, " number
     numbers = np.zeros(256, np.float32)
     numbers[: TABLES[table.name]] = table.numbers
     tables = numbers, numbers - centre
-    first_numbers = [np.ascontiguousarray(of_codes[:16]) for of_codes in tables]
-    if table.name == "TABLE_4" and way == EVEN and columns % RUN == 0 and _are_shifts(fields, numbers[0]):
-        way = SHIFTED
-    elif table.name == "TABLE_4":
-        way = LOOK_UP if any((of_codes.view(np.uint32) & 0xFFFF).any() for of_codes in first_numbers) else SHORT
     integers = np.array([columns // RUN, way, offset], np.int32).view(np.float32)
-    in_bytes = [of_codes.view(np.uint8).reshape(16, 4).T.ravel().view(np.float32) for of_codes in first_numbers]
-    return np.concatenate((integers, table.factors, [centre], *tables, *in_bytes))
-
-
-def _are_shifts(fields: Fields, first: np.floating) -> bool:
-    """Tell if every zero point is the first number plus an integer from 0 to 16; False without zero points."""
-    zero = fields.get("zero")
-    return zero is not None and bool(((zero == np.round(zero)) & (zero >= first) & (zero <= first + 16)).all())
+    return np.concatenate((integers, table.factors, [centre], *tables))
 
 
 def _centre(fields: Fields) -> np.float32:

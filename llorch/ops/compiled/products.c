@@ -254,7 +254,7 @@ SPECIALISED void decode_table(
     const float *d = (const float *)f->d, *more = (const float *)f->more;
     for (long i = 0; i < n; i++) {
         lanes part[PARTS];
-        table_run(kind, f, way, first + i, 0, NULL, part);
+        table_run(kind, f, way, first + i, 0, part);
         for (int k = 0; k < PARTS; k++) {
             long g = table->runs ? (first + i) / table->runs : 2 * (first + i) + (k >= PARTS / 2);
             if (table->offset == ZERO) part[k] -= splat(more[g]);

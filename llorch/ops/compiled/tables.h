@@ -20,103 +20,36 @@ typedef struct {
 } fields;
 
 /* A table's part that all rows share. `way` names the instructions that turn codes into numbers:
- * EVEN numbers are integers in a row, from the first one on. SHORT: sixteen numbers that fit in bfloat16. SHIFTED: sixteen
- * EVEN numbers; each zero point is the first number plus an integer from 0 to 16, so a list of integers has the differences.
- * Products with minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums
+ * EVEN numbers are integers in a row, from the first one on. Codes of four bits are always looked up. Products with minima use the numbers less `centre`, and minima that make up for it: without a centre two large sums
  * would be subtracted. */
 typedef struct {
     int32_t runs, way, offset;     /* runs of 32 that share a scale; 0: a run has two scales */
     float factor, divisor, centre; /* factor and divisor of all numbers, applied last */
     float values[256], centred[256];
-    uint8_t value_bytes[4][16], centred_bytes[4][16]; /* of the first sixteen numbers: all lowest bytes, and so on */
 } shared;
-enum way { LOOK_UP, SIGNED, E4M3, EVEN, SHORT, SHIFTED };
+enum way { LOOK_UP, SIGNED, E4M3, EVEN };
 enum offset { NO_OFFSET, ZERO, MINIMUM }; /* the meaning of `more` */
 
-#if defined(__AVX2__) && !defined(__AVX512F__)
-/* 32 numbers of codes of four bits. Byte j of the number of each code is at bytes + step * j. Not whole: the lower two
- * bytes are 0. */
-SPECIALISED void join_bytes(const uint8_t *codes, int whole, const uint8_t *bytes, long step, lanes *part) {
-    const __m256i by_part = _mm256_broadcastsi128_si256(
-        _mm_setr_epi8(0, 4, 8, 12, 1, 5, 9, 13, 2, 6, 10, 14, 3, 7, 11, 15));
-    __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
-    words = _mm256_shuffle_epi8(words, by_part);
-    __m256i shifted = _mm256_mulhi_epu16(words, _mm256_set1_epi16(1 << 12)), number[4];
-    __m256i both = _mm256_blend_epi32(words, shifted, 0xf0);
-    for (int j = whole ? 0 : 2; j < 4; j++) {
-        __m256i table = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)(bytes + step * j)));
-        number[j] = _mm256_shuffle_epi8(table, _mm256_and_si256(both, _mm256_set1_epi8(15)));
-    }
-    const __m256i zero = _mm256_setzero_si256();
-    __m256i low = whole ? _mm256_unpacklo_epi8(number[0], number[1]) : zero;
-    __m256i high = _mm256_unpacklo_epi8(number[2], number[3]);
-    part[0] = (lanes)_mm256_unpacklo_epi16(low, high), part[1] = (lanes)_mm256_unpackhi_epi16(low, high);
-    low = whole ? _mm256_unpackhi_epi8(number[0], number[1]) : zero;
-    high = _mm256_unpackhi_epi8(number[2], number[3]);
-    part[2] = (lanes)_mm256_unpacklo_epi16(low, high), part[3] = (lanes)_mm256_unpackhi_epi16(low, high);
-}
-
-/* The bytes of the integers from -32 to 15 as float32, the lowest of all first. */
-enum { LEAST = -32 };
-static const uint8_t INTEGER_BYTES[4][48] = {
-    {0}, {0},
-    {0x00, 0xf8, 0xf0, 0xe8, 0xe0, 0xd8, 0xd0, 0xc8, 0xc0, 0xb8, 0xb0, 0xa8, 0xa0, 0x98, 0x90, 0x88,
-     0x80, 0x70, 0x60, 0x50, 0x40, 0x30, 0x20, 0x10, 0x00, 0xe0, 0xc0, 0xa0, 0x80, 0x40, 0x00, 0x80,
-     0x00, 0x80, 0x00, 0x40, 0x80, 0xa0, 0xc0, 0xe0, 0x00, 0x10, 0x20, 0x30, 0x40, 0x50, 0x60, 0x70},
-    {0xc2, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1,
-     0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc1, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xc0, 0xbf,
-     0x00, 0x3f, 0x40, 0x40, 0x40, 0x40, 0x40, 0x40, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41, 0x41}};
-#endif
-
-/* 32 codes of four bits, less an offset of 0 to 32: element 4 j + i is part j of word i. */
-SPECIALISED void four_bits(const uint8_t *codes, int offset, lanes *part) {
+/* Codes of part k of 32 codes of four bits, in the lowest bits: element 4 j + i is part j of word i. */
+static inline ints codes_of_words(const uint8_t *codes, int k) {
 #ifdef __AVX512F__
-    const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
-    const __m512 numbers = _mm512_cvtepi32_ps(_mm512_sub_epi32(to16, _mm512_set1_epi32(offset)));
+    const __m512i shift = _mm512_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4, 8, 8, 8, 8, 12, 12, 12, 12);
     __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
-    part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
-    part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
+    return (ints)_mm512_srlv_epi32(words, _mm512_add_epi32(shift, _mm512_set1_epi32(16 * k)));
 #elif defined(__AVX2__)
-    join_bytes(codes, 0, (const uint8_t *)INTEGER_BYTES - LEAST - offset, sizeof INTEGER_BYTES[0], part);
+    __m256i words = _mm256_broadcastsi128_si256(_mm_loadu_si128((const __m128i *)codes));
+    return (ints)_mm256_srlv_epi32(words, _mm256_add_epi32(_mm256_setr_epi32(0, 0, 0, 0, 4, 4, 4, 4), _mm256_set1_epi32(8 * k)));
 #else
     uint32_t word[4];
+    ints v;
     memcpy(word, codes, sizeof word);
-    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] = (float)((int)(word[e % 4] >> (e / 4 * 4) & 15) - offset);
-#endif
-}
-static inline lanes from_uint8(const uint8_t *codes) {
-#ifdef __AVX512F__
-    return (lanes)_mm512_cvtepi32_ps(_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)codes)));
-#elif defined(__AVX2__)
-    return (lanes)_mm256_cvtepi32_ps(_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)codes)));
-#else
-    lanes v;
-    for (int i = 0; i < LANES; i++) v[i] = codes[i];
+    for (int i = 0; i < LANES; i++) v[i] = (int32_t)(word[i % 4] >> (i + LANES * k) / 4 * 4 & 15);
     return v;
 #endif
 }
 
-/* The numbers of 32 codes of four bits, in the order of `four_bits`; bytes: those of the values. */
-SPECIALISED void look_up_four(
-    const uint8_t *codes, enum way way, const float *values, const uint8_t (*bytes)[16], lanes *part) {
-#ifdef __AVX512F__
-    const __m512i to16 = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i shift = _mm512_slli_epi32(_mm512_srli_epi32(to16, 2), 2), upper = _mm512_set1_epi32(16);
-    const __m512 numbers = _mm512_loadu_ps(values);
-    __m512i words = _mm512_broadcast_i32x4(_mm_loadu_si128((const __m128i *)codes));
-    (void)way, (void)bytes;
-    part[0] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, shift), numbers); /* looks at four bits only */
-    part[1] = (lanes)_mm512_permutexvar_ps(_mm512_srlv_epi32(words, _mm512_add_epi32(shift, upper)), numbers);
-#elif defined(__AVX2__)
-    (void)values;
-    join_bytes(codes, way != SHORT, (const uint8_t *)bytes, sizeof bytes[0], part);
-#else
-    uint32_t word[4];
-    (void)way, (void)bytes;
-    memcpy(word, codes, sizeof word);
-    for (int e = 0; e < RUN; e++) part[e / LANES][e % LANES] = values[word[e % 4] >> (e / 4 * 4) & 15];
-#endif
+static inline lanes from_uint8(const uint8_t *codes) {
+    return to_floats(load_bytes(codes));
 }
 
 #ifdef __AVX512VBMI__
@@ -183,25 +116,15 @@ static inline lanes look_up(const uint8_t *codes, const float *values) {
 #endif
 }
 
-/* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`; centred: less the centre. zero: the zero
- * point, already subtracted from SHIFTED numbers. */
-SPECIALISED void table_run(
-    enum kind kind, const fields *f, enum way way, long i, int centred, const float *zero, lanes *part) {
+/* Numbers of run i before they are scaled, those of E4M3 divided by `unit_of`; centred: less the centre. */
+SPECIALISED void table_run(enum kind kind, const fields *f, enum way way, long i, int centred, lanes *part) {
     const shared *table = (const shared *)f->scales;
     const float *values = centred ? table->centred : table->values;
-    if (kind == TABLE_4 && way == SHIFTED) {
-        four_bits((const uint8_t *)f->codes + 16 * i, (int)(*zero - values[0]), part);
-        return;
-    }
-    if (kind == TABLE_4) {
-        const uint8_t (*bytes)[16] = centred ? table->centred_bytes : table->value_bytes;
-        look_up_four((const uint8_t *)f->codes + 16 * i, way, values, bytes, part);
-        return;
-    }
-    const uint8_t *codes = (const uint8_t *)f->codes + RUN * i;
-    if (way == E4M3) e4m3_run(codes, part);
-    for (int k = 0; way != E4M3 && k < PARTS; k++) {
-        if (way == SIGNED) part[k] = from_int8((const int8_t *)codes + LANES * k);
+    const uint8_t *codes = (const uint8_t *)f->codes + (kind == TABLE_4 ? RUN / 2 : RUN) * i;
+    if (kind == TABLE_8 && way == E4M3) e4m3_run(codes, part);
+    for (int k = 0; (kind == TABLE_4 || way != E4M3) && k < PARTS; k++) {
+        if (kind == TABLE_4) part[k] = number_of(codes_of_words(codes, k), values);
+        else if (way == SIGNED) part[k] = from_int8((const int8_t *)codes + LANES * k);
         else if (way == EVEN) part[k] = from_uint8(codes + LANES * k) + splat(values[0]);
         else part[k] = look_up(codes + LANES * k, values);
     }
@@ -214,9 +137,9 @@ static inline float unit_of(enum way way) {
 SPECIALISED void add_table_run(
     enum kind kind, const fields *f, enum way way, long i, const float *x, const float *zero, lanes *sums) {
     lanes part[PARTS];
-    table_run(kind, f, way, i, 1, zero, part);
+    table_run(kind, f, way, i, 1, part);
     for (int k = 0; k < PARTS; k++) {
-        if (zero && way != SHIFTED) part[k] -= splat(*zero);
+        if (zero) part[k] -= splat(*zero);
         sums[k] = fma_lanes(part[k], load(x + LANES * k), sums[k]);
     }
 }
@@ -260,7 +183,7 @@ SPECIALISED void add_halves(
     enum kind kind, const fields *f, enum way way, int zeros, long i, const float *x, lanes *sums) {
     const float *d = (const float *)f->d + 2 * i, *zero = (const float *)f->more + 2 * i;
     lanes part[PARTS], products[2];
-    table_run(kind, f, way, i, 1, zero, part);
+    table_run(kind, f, way, i, 1, part);
     for (int k = 0; k < PARTS; k++) {
         lanes *to = products + (k >= PARTS / 2), input = load(x + LANES * k);
         if (zeros) part[k] -= splat(zero[k >= PARTS / 2]);
@@ -321,11 +244,7 @@ static inline float dot_table(int kind, const fields *f, long row, const float *
     const shared *table = (const shared *)f->scales;
     lanes total;
     const int zeros = table->offset == ZERO;
-    if (kind == TABLE_4 && table->way == SHIFTED) {
-        total = dot_way(TABLE_4, f, SHIFTED, 1, row, x, in);
-    } else if (kind == TABLE_4 && table->way == SHORT) {
-        total = zeros ? dot_way(TABLE_4, f, SHORT, 1, row, x, in) : dot_way(TABLE_4, f, SHORT, 0, row, x, in);
-    } else if (kind == TABLE_4) {
+    if (kind == TABLE_4) {
         total = zeros ? dot_way(TABLE_4, f, LOOK_UP, 1, row, x, in) : dot_way(TABLE_4, f, LOOK_UP, 0, row, x, in);
     } else if (table->way == SIGNED) {
         total = zeros ? dot_way(TABLE_8, f, SIGNED, 1, row, x, in) : dot_way(TABLE_8, f, SIGNED, 0, row, x, in);
