@@ -10,7 +10,8 @@ different models. The order to read:
     mapped          a memory-mapped file, checked for changes; `metadata` and `gguf` read a GGUF file, `strict_json`,
                     `safetensors` and `folder` a Hugging Face folder; quantised/ reads quantised folders; `foreign`
                     recognises other formats and failed downloads
-    quant           ggml types, decoded by `blocks/`, and encoded; `packed` is a stored tensor, `matrix` its product
+    quant           ggml types, decoded by `blocks/`, and encoded; `packed` is a stored tensor, `matrix` its product,
+                    in C if `compiled` supports it
     zeros           search for zeros, which an interrupted download leaves in a file
     weights         the arrays and matrices of a model; `opening` checks that the file is complete
     residency       matrices decoded or packed while a model runs; `layerwise` runs passes one layer at a time

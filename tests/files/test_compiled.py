@@ -126,6 +126,14 @@ def test_code_of_nan_is_left_to_the_decoder():
     assert compiled_matrix(matrix) is None
 
 
+def test_pages_of_every_part_are_released_after_packing(monkeypatch: pytest.MonkeyPatch):
+    released: list[np.ndarray] = []
+    monkeypatch.setattr(compiled, "release_pages", released.append)
+    matrix = first_matrix("awq-gemm")
+    compile_matrix(matrix)
+    assert [id(raw) for raw in released] == [id(part.raw) for part in matrix.parts.values()]
+
+
 def test_without_a_library_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
     monkeypatch.setattr(compiled, "library", lambda: None)
     with caplog.at_level(logging.WARNING):

@@ -2,6 +2,7 @@
 
     codes                bits to numbers: packed integers, E2M1, E4M3, E8M0
     matrix               a stored matrix, in one form for all formats
+    fields               a stored matrix as codes, scales and offsets that kernels multiply
     source               settings and tensors of a folder, for the readers
     gptq, float8, ...    the readers
     activations          rounding of activations, for scheme numerics

@@ -11,7 +11,7 @@ import pytest
 from builders.quantised_folders import FOLDERS, NAMES, Tensor, Tensors, changed, tensors_of, written
 from helpers.refusals import Refusal, assert_tells, refuses, row
 
-from llorch.files import open_weights
+from llorch.files import matrix, open_weights
 from llorch.files.convert import convert
 from llorch.files.packed import Scheme
 from llorch.files.quantised import QuantisedFolder
@@ -43,7 +43,12 @@ def test_rows_tiles_and_the_whole_matrix_are_the_same_numbers(name: str):
 @pytest.mark.parametrize(
     "name", ["gptq-4bit-act-order", "mlx-3bit", "bnb-nf4-double", "fp8-block-partial", "mlx-4bit-experts"]
 )
-def test_a_run_with_packed_matrices_gives_the_logits_of_decoded_ones(name: str):
+@pytest.mark.parametrize("in_c", [False, True], ids=["NumPy", "C"])
+def test_a_run_with_packed_matrices_gives_the_logits_of_decoded_ones(
+    name: str, in_c: bool, monkeypatch: pytest.MonkeyPatch
+):
+    if in_c:
+        monkeypatch.setattr(matrix, "WIDE_LIMIT", 0)
     ids = [1, 7, 3, 22, 11]
     packed, decoded = (load(FOLDERS / name, residency=residency) for residency in ("packed", "decoded"))
     np.testing.assert_allclose(packed.forward(ids), decoded.forward(ids), rtol=0, atol=1e-6)
