@@ -43,6 +43,11 @@ class TorchBackend:
         return compare_own_kernels(self.target) if self.target.kernels == "own" else iter(())
 
     @property
+    def forks(self) -> bool:
+        """True if forked processes can judge on it: not on CUDA or a mesh, and not if `own` measures times."""
+        return self.target.device.type == "cpu" and self.mesh is None and self.target.kernels != "own"
+
+    @property
     def trains(self) -> bool:
         """True if its dtype has tolerances for training."""
         return self.target.dtype_name in TRAINED_DTYPES

@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from itertools import chain
 from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, get_args
@@ -58,6 +57,7 @@ MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes, so llorch warns
 
 Report = Callable[[str], None]  # shows a line of progress
 TimedRows = tuple[list[Comparison], float]  # the comparisons of a job, and its seconds
+JobName = tuple[str, str | None, int]  # model, torch backend (None: NumPy), index of the part
 
 
 @dataclass(frozen=True)
@@ -82,10 +82,9 @@ class ModelPlan:
         """The configuration of the model; the micro models of checkpoint 13 are all of one size."""
         return next(iter(MODELS.values())).config if self.weights is None else self.weights.config
 
-    @property
-    def is_trained(self) -> bool:
-        """True if the model has goldens of training; an installed wheel contains none."""
-        return self.spec in TRAINED and not is_wheel()
+    def trains_on(self, backend: "TorchBackend | None") -> bool:
+        """Tell if the model has goldens of training for a backend (None: NumPy); an installed wheel contains none."""
+        return self.spec in TRAINED and not is_wheel() and (backend is None or backend.trains)
 
 
 def judge_all(
@@ -105,8 +104,8 @@ def judge_all(
     threads = use_threads(*(plan.config for plan in plans))
     out, reports = console(), []
     is_brief = not (models or verbose or detail or as_json)
-    is_serial = bool(on_torch) or any(plan.engines for plan in plans)
-    with Workers(_verify_jobs(plans), 1 if is_serial else allowed_cores()) as workers:
+    is_serial = any(plan.engines for plan in plans) or not all(backend.forks for backend in on_torch)
+    with Workers(_verify_jobs(plans, on_torch), 1 if is_serial else allowed_cores()) as workers:
         for report in _judge_plans(plans, on_torch, options.residency, inputs, workers):
             reports.append(report)
             if is_brief:
@@ -124,8 +123,8 @@ def judge_model(spec: str, options: ModelOptions, inputs: LiveInput) -> ModelRep
     """Judge one model on the NumPy path against all engines, in the arithmetic of its file."""
     plan = _plan(spec, get_args(EngineName), options, has_input=inputs != LiveInput(None, None))
     use_threads(plan.config)
-    with progress(f"verifying {spec}") as report_step, Workers[TimedRows]({}, 1) as workers:
-        return _judge_on_numpy(plan, options.residency, inputs, report_step, workers)
+    with progress(f"verifying {spec}") as report_step:
+        return _judge_on_numpy(plan, options.residency, inputs, report_step)
 
 
 def _judge_plans(
@@ -142,12 +141,16 @@ def _judge_plans(
         for backend in on_torch or [None]:
             start = perf_counter()
             with progress(f"verifying {plan.spec}" + (f" on {backend.name}" if backend else "")) as tell:
-                if backend is not None:
-                    report = replace(_judge_on_torch(plan, backend, inputs, tell), seconds=perf_counter() - start)
+                if not plan.engines:
+                    report = _judge_by_goldens(plan, backend, workers)
+                elif backend is None:
+                    report = _judge_on_numpy(plan, residency, inputs, tell)
                 else:
-                    report = _judge_on_numpy(plan, residency, inputs, tell, workers)
+                    report = _judge_by_engines(plan, inputs, tell, backend.live)
+                    report = replace(report, seconds=perf_counter() - start)
             notes = [] if plan.weights is None else plan.weights.notes_on_left_out(NOT_COMPARED)
-            yield replace(report, is_users=not _is_builtin(plan.spec), notes=notes)
+            name = "" if backend is None else backend.name
+            yield replace(report, backend=name, is_users=not _is_builtin(plan.spec), notes=notes)
 
 
 def end_report(
@@ -212,10 +215,16 @@ def _choose_specs(models: Sequence[str], mesh: "DeviceMesh | None") -> tuple[lis
     return [spec for spec in specs if spec not in reasons], reasons
 
 
-def _verify_jobs(plans: Iterable[ModelPlan]) -> dict[tuple[str, int], Callable[[], TimedRows]]:
-    """Split the judging of built-in models on NumPy into independent parts."""
-    parts = {(plan.spec, index): part for plan in plans for index, part in enumerate(_stored_checks(plan))}
-    return {name: partial(_time_part, part) for name, part in parts.items()}
+def _verify_jobs(
+    plans: Iterable[ModelPlan], on_torch: "Sequence[TorchBackend]"
+) -> dict[JobName, Callable[[], TimedRows]]:
+    """Split the judging of built-in models into independent parts, for each backend."""
+    pairs = ((plan, backend) for plan in plans if not plan.engines for backend in on_torch or [None])
+    return {
+        (plan.spec, backend and backend.name, index): partial(_time_part, part)
+        for plan, backend in pairs
+        for index, part in enumerate(_stored_checks(plan, backend))
+    }
 
 
 def _time_part(part: Callable[[], Iterable[Comparison]]) -> TimedRows:
@@ -224,42 +233,23 @@ def _time_part(part: Callable[[], Iterable[Comparison]]) -> TimedRows:
     return list(part()), perf_counter() - start
 
 
-def _stored_checks(plan: ModelPlan) -> Sequence[Callable[[], Iterator[Comparison]]]:
+def _stored_checks(plan: ModelPlan, backend: "TorchBackend | None") -> Sequence[Callable[[], Iterator[Comparison]]]:
     """List the calls that compare a model with stored goldens; without weights, those of the micro models."""
     if plan.weights is None:
         names = tuple(MODELS)
         parts = (names[start : start + AT_ONCE] for start in range(0, len(names), AT_ONCE))
-        if plan.numerics.kernels == "ggml":
+        if backend is None and plan.numerics.kernels == "ggml":
             return [] if why_absent() else [partial(model_rows, part, "ggml") for part in parts]
-        return [block_rows, *(partial(model_rows, part) for part in parts)]
-    training = [partial(verify_training_stored, plan.spec)] if plan.is_trained else []
-    return [partial(verify_stored, plan.spec), *training]
+        return [backend.quantised] if backend else [block_rows, *(partial(model_rows, part) for part in parts)]
+    forward, training = (backend.stored, backend.training) if backend else (verify_stored, verify_training_stored)
+    return [partial(forward, plan.spec), *([partial(training, plan.spec)] if plan.trains_on(backend) else [])]
 
 
-def _judge_on_numpy(
-    plan: ModelPlan, residency: Residency, inputs: LiveInput, report_step: Report, workers: Workers[TimedRows]
-) -> ModelReport:
-    """Judge a model on the NumPy path: by goldens, by engines in exact numerics, or by llama.cpp in ggml numerics."""
-    if not plan.engines:
-        return _judge_by_goldens(plan, workers)
+def _judge_on_numpy(plan: ModelPlan, residency: Residency, inputs: LiveInput, report_step: Report) -> ModelReport:
+    """Judge a model on the NumPy path: by engines in exact numerics, or by llama.cpp in ggml numerics."""
     if plan.numerics == EXACT:
         return _judge_by_engines(plan, inputs, report_step, verify_live)
     return _judge_ggml(plan, residency, inputs, report_step)
-
-
-def _judge_on_torch(plan: ModelPlan, backend: "TorchBackend", inputs: LiveInput, report_step: Report) -> ModelReport:
-    """Judge a model on a torch backend: by live engines or by goldens, which may include goldens of training."""
-    if plan.engines:
-        report = _judge_by_engines(plan, inputs, report_step, backend.live)
-    elif plan.weights is None:
-        report = _collect_report(plan.spec, backend.quantised)
-        report = replace(report, numerics="packed matrices; inputs rounded as ggml does", checkpoints=(CHECKPOINT,))
-    else:
-        is_trained = plan.is_trained and backend.trains
-        runs = (backend.stored, backend.training) if is_trained else (backend.stored,)
-        report = _collect_report(plan.spec, lambda: chain.from_iterable(run(plan.spec) for run in runs))
-        report = replace(report, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if is_trained else ())))
-    return replace(report, backend=backend.name)
 
 
 def _plan(spec: str, against: Sequence[str], options: ModelOptions, *, has_input: bool) -> ModelPlan:
@@ -297,9 +287,9 @@ def _is_builtin(spec: str) -> bool:
     return spec in (*EVERY, QUANTISED) and not Path(spec).exists()
 
 
-def _judge_by_goldens(plan: ModelPlan, workers: Workers[TimedRows]) -> ModelReport:
+def _judge_by_goldens(plan: ModelPlan, backend: "TorchBackend | None", workers: Workers[TimedRows]) -> ModelReport:
     """Collect the comparisons of a built-in model with its goldens, from the worker processes that computed them."""
-    jobs = [job for job in workers.jobs if job[0] == plan.spec]
+    jobs = [job for job in workers.jobs if job[:2] == (plan.spec, backend and backend.name)]
     times: list[float] = []
 
     def collect_rows() -> Iterator[Comparison]:
@@ -310,12 +300,15 @@ def _judge_by_goldens(plan: ModelPlan, workers: Workers[TimedRows]) -> ModelRepo
 
     report = replace(_collect_report(plan.spec, collect_rows), seconds=sum(times))
     if plan.weights is None:
-        checkpoints = (CHECKPOINT,)
         if not jobs:
-            return _without_kernels(plan, why_absent(), checkpoints)
+            return _without_kernels(plan, why_absent(), (CHECKPOINT,))
         files = f"{len(MODELS)} micro models, one for each type, in a temporary folder"
-        return replace(report, numerics=_describe_arithmetic(plan.numerics, files), checkpoints=checkpoints)
-    return replace(report, checkpoints=(*checkpoints_of(plan.config), *(TRAINING if plan.is_trained else ())))
+        arithmetic = (
+            "packed matrices; inputs rounded as ggml does" if backend else _describe_arithmetic(plan.numerics, files)
+        )
+        return replace(report, numerics=arithmetic, checkpoints=(CHECKPOINT,))
+    training = TRAINING if plan.trains_on(backend) else ()
+    return replace(report, checkpoints=(*checkpoints_of(plan.config), *training))
 
 
 def _collect_report(name: str, verify: Callable[[], Iterator[Comparison]]) -> ModelReport:

@@ -1,7 +1,7 @@
 """Expected array with its tolerance, result of a comparison, and cause of an error."""
 
 import math
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal
 
@@ -125,7 +125,7 @@ class Comparison:
             "tolerance_token": tolerance_token,
             "common_factor": difference.common_factor if has_factor else math.nan,
             "tolerance_factor": tolerance.common_factor if has_factor else math.nan,
-            "load_path": self.load_path and asdict(self.load_path),
+            "load_path": self.load_path and dict(vars(self.load_path)),
         }  # fmt: skip
 
 

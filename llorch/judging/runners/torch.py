@@ -141,6 +141,7 @@ class TorchRunner:
         self.dtype: DtypeName = target.dtype_name
         self.model = variant.make(weights, target)
         self.hidden = _hidden_stages(self.model) if variant.hidden is None else variant.hidden
+        self._exposed = {key for key, stage, _ in keys(weights.config) if stage.name not in self.hidden}
         require_target(self.model)
         vars(self.model)["tokenizer"] = IdsOnly()  # so that files without a vocabulary work
 
@@ -174,7 +175,7 @@ class TorchRunner:
                 observed.feed(stop)
                 continue
             trace: dict[str, np.ndarray] = {}
-            observed.feed(stop, trace=trace)
+            observed.feed(stop, trace=trace, n_traced=LAST)
             self._require_stages(trace)
             for name, array in trace.items():
                 observe(name, array, stop)
@@ -205,10 +206,9 @@ class TorchRunner:
 
     def _require_stages(self, trace: Trace) -> None:
         """Raise CheckpointMismatch if a trace lacks a stage, or has one that the variant is expected to hide."""
-        expected = {key for key, stage, _ in keys(self.model.config) if stage.name not in self.hidden}
-        wrong = sorted(expected ^ trace.keys())
+        wrong = sorted(self._exposed ^ trace.keys())
         if wrong:
-            message = f"expected exactly its {len(expected)} stages; missing or unknown: {', '.join(wrong[:5])}"
+            message = f"expected exactly its {len(self._exposed)} stages; missing or unknown: {', '.join(wrong[:5])}"
             raise CheckpointMismatch(f"{self.model.name}: {self.name}: {message}")
 
     @torch.inference_mode()

@@ -14,14 +14,13 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from llorch.families.config import ModelConfig
 from llorch.judging.expert_selection import StageOverride, identity
 from llorch.pytorch.causal_lm import Keep, keep_nothing
 from llorch.pytorch.device import Target
 from llorch.pytorch.model import TorchModel, as_numpy
 from llorch.runtime.errors import CheckpointMismatch
 from llorch.stages.stage_ref import Pass
-from llorch.stages.table import BY_NAME
+from llorch.stages.table import BY_NAME, axis_sizes
 
 MORE = 3  # number of tokens by which the neighbour is longer
 PADDING = 2  # number of columns that are padding in every row
@@ -37,19 +36,17 @@ Trace = dict[str, np.ndarray]
 class Columns:
     """Columns of the observed tokens, which are in the last row of the batch."""
 
-    config: ModelConfig
+    sizes: Mapping[str, int]  # of every axis of the pass, with all columns and all cache slots that attention reads
     seq: slice
     ctx: slice
-    width: int  # columns of the pass
-    n_slots: int  # cache slots that attention reads
 
     def of(self, name: str, stage: Tensor) -> Tensor:
         """Return a view of the observed entries of a stage; of the whole last row if the shape is wrong."""
-        stage_row = BY_NAME[name.rpartition(".")[2]]
-        if tuple(stage.shape[1:]) != stage_row.shape(self.config, seq=self.width, ctx=self.n_slots):
+        axes = BY_NAME[name.rpartition(".")[2]].axes.split()
+        if tuple(stage.shape[1:]) != tuple(self.sizes[axis] for axis in axes):
             return stage[-1]
         parts = {"seq": self.seq, "ctx": self.ctx}
-        return stage[(-1, *(parts.get(axis, slice(None)) for axis in stage_row.axes.split()))]
+        return stage[(-1, *(parts.get(axis, slice(None)) for axis in axes))]
 
 
 class ObservedCase:
@@ -81,21 +78,26 @@ class ObservedCase:
         stop: int,
         *,
         trace: Trace | None = None,
+        n_traced: int | None = None,
         golden: Mapping[str, np.ndarray] | None = None,
         last_only: bool = False,
         override: StageOverride = identity,
     ) -> Float[np.ndarray, "rows vocab"]:
         """Run the observed tokens up to `stop` and return their logits; with `last_only`, those of the last token.
 
-        Every stage that the model exposes is added to `trace`. Then the `golden` replaces it, or the return value of
-        `override` if there is no golden. Raise CheckpointMismatch if a stage's dtype or device is not the target's.
+        Every stage that the model exposes is added to `trace`, for at most `n_traced` tokens, the last ones. Then the
+        `golden` replaces it, or the return value of `override` if there is no golden. Raise CheckpointMismatch if a
+        stage's dtype or device is not the target's.
         """
         new_tokens, device = [self._new_tokens(row, stop) for row in self._rows], self._model.target.device
         ids, positions, firsts = self._lay_out(new_tokens, last_only=last_only)
         seq, n_slots = slice(firsts[-1], firsts[-1] + len(new_tokens[-1])), max(tokens.stop for tokens in new_tokens)
         keep = keep_nothing
         if trace is not None or override is not identity:
-            columns = Columns(self._model.config, seq, slice(0, stop), ids.shape[1], n_slots)
+            n_traced = n_traced or stop
+            traced = slice(max(seq.start, seq.stop - n_traced), seq.stop)
+            sizes = axis_sizes(self._model.config, seq=ids.shape[1], ctx=n_slots)
+            columns = Columns(sizes, traced, slice(max(0, stop - n_traced), stop))
             replace_stage = partial(_with_golden, golden or {}, override, new_tokens[-1].start)
             keep = make_observer({} if trace is None else trace, replace_stage, columns, self._model.target)
         placement = self._cache.place(torch.from_numpy(positions).to(device), ctx=n_slots, causal=len(new_tokens) == 1)

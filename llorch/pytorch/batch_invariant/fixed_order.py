@@ -18,6 +18,7 @@ from llorch.pytorch.models.delta_rule import Keys, Matrices, PerHead, Values
 from llorch.pytorch.models.experts import PerExpert
 from llorch.pytorch.models.positions import HeadNorm
 
+CACHED = 1 << 15  # elements of which all intermediate results fit the cache of a CPU core
 KEYS = 64  # keys per block of attention, and per partial sum of softmax
 LN2_HIGH, LN2_LOW = 355 / 512, -2.121944400546905827678785e-4  # their sum is ln 2; k * LN2_HIGH is exact
 
@@ -125,7 +126,16 @@ def delta_rule(
 
 
 def softmax(scores: Float[Tensor, "*rows ctx"]) -> Float[Tensor, "*rows ctx"]:
-    """Normalise the last axis to probabilities; at least one element of each row must be finite."""
+    """Normalise the last axis to probabilities; at least one element of each row must be finite.
+
+    On the CPU the rows are computed in parts that stay in its cache.
+    """
+    n_rows = max(1, CACHED // scores.shape[-1]) if scores.device.type == "cpu" else scores.numel()
+    parts = scores.flatten(0, -2).split(n_rows)
+    return torch.cat([_softmax(rows) for rows in parts]).view(scores.shape)
+
+
+def _softmax(scores: Float[Tensor, "rows ctx"]) -> Float[Tensor, "rows ctx"]:
     powers = exp(scores - scores.amax(-1, keepdim=True))
     blocks = pad(powers, (0, -scores.shape[-1] % KEYS)).unflatten(-1, (-1, KEYS))
     total = torch.zeros((), dtype=scores.dtype, device=scores.device)
