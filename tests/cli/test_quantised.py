@@ -68,7 +68,7 @@ def test_exact_numerics_show_both_engines_the_decoded_weights(path: str):
 
 @pytest.mark.live
 @pytest.mark.usefixtures("_ggml_kernels")
-def test_ggml_s_kernels_are_judged_by_llama_cpp_and_by_llorch_s_own_form(path: str):
+def test_verify_compares_ggml_s_kernels_with_llama_cpp_and_with_llorch_s_own_form(path: str):
     result = invoke("verify", path, TOKENS, "--kernels", "ggml", "--json")
     assert result.exit_code == 0
     rows = [row for row in json.loads(result.stdout)["comparisons"] if row["mode"] == "isolated"]
@@ -80,7 +80,7 @@ def test_ggml_s_kernels_are_judged_by_llama_cpp_and_by_llorch_s_own_form(path: s
     assert "packed, multiplied by ggml's kernels" in result.stderr
 
 
-def test_ggml_s_kernels_are_judged_by_the_goldens_of_quantised_types(monkeypatch: pytest.MonkeyPatch):
+def test_verify_compares_ggml_s_kernels_with_the_goldens_of_quantised_types(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.cli.verify_plan.MODELS", {"Q4_0": MODELS["Q4_0"]})
     result = invoke("verify", "--kernels", "ggml", "-v")
     if reason := why_absent():
