@@ -10,6 +10,7 @@ import pytest
 from builders.quantised_folders import FOLDERS
 from builders.random_adapters import random_adapter
 from helpers.command_line import invoke
+from helpers.ggml_kernels import NEEDS_GGML
 from helpers.refusals import assert_cli_refuses, refuses
 
 from llorch.cli.inputs import say_plan
@@ -21,7 +22,7 @@ from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.lora.base import identity_of
 from llorch.lora.peft_format import write_peft
 from llorch.model.model import load
-from llorch.ops.compiled.ggml import NoKernels, why_absent
+from llorch.ops.compiled.ggml import NoKernels
 from llorch.ops.numerics import GGML_KERNELS, SCHEME
 from llorch.runtime.builtin import builtin_path
 
@@ -67,7 +68,7 @@ def test_exact_numerics_show_both_engines_the_decoded_weights(path: str):
 
 
 @pytest.mark.live
-@pytest.mark.usefixtures("_ggml_kernels")
+@NEEDS_GGML
 def test_verify_compares_ggml_s_kernels_with_llama_cpp_and_with_llorch_s_own_form(path: str):
     result = invoke("verify", path, TOKENS, "--kernels", "ggml", "--json")
     assert result.exit_code == 0
@@ -80,11 +81,10 @@ def test_verify_compares_ggml_s_kernels_with_llama_cpp_and_with_llorch_s_own_for
     assert "packed, multiplied by ggml's kernels" in result.stderr
 
 
+@NEEDS_GGML
 def test_verify_compares_ggml_s_kernels_with_the_goldens_of_quantised_types(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.cli.verify_plan.MODELS", {"Q4_0": MODELS["Q4_0"]})
     result = invoke("verify", "--kernels", "ggml", "-v")
-    if reason := why_absent():
-        pytest.skip(f"NOT RUN: {reason}")
     assert result.exit_code == 0
     assert "numerics ggml by ggml's kernels; 1 micro models" in result.stdout
     assert result.stdout.startswith("quantised")
@@ -103,12 +103,6 @@ def test_verify_says_why_ggml_s_kernels_do_not_run(path: str, model: str, monkey
 
 def no_kernels() -> NoReturn:
     raise NoKernels("no library")
-
-
-@pytest.fixture(scope="module")
-def _ggml_kernels() -> None:
-    if reason := why_absent():
-        pytest.skip(f"NOT RUN: {reason}")
 
 
 @pytest.mark.parametrize(
@@ -158,7 +152,7 @@ def run(story: str, *words: str) -> tuple[str, str]:
 BY_GGML = "ggml by ggml's kernels"
 
 
-@pytest.mark.usefixtures("_ggml_kernels")
+@NEEDS_GGML
 @pytest.mark.parametrize(
     ("words", "numerics"),
     [
@@ -178,7 +172,7 @@ def test_run_takes_ggml_s_kernels_for_a_large_quantised_file_and_names_them(
     assert ("kernels: ggml 0." in stderr) == numerics.endswith("kernels")
 
 
-@pytest.mark.usefixtures("_ggml_kernels")
+@NEEDS_GGML
 def test_an_adapter_works_on_ggml_s_kernels(story: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     model = load(story, numerics=GGML_KERNELS)
     adapter = random_adapter(model.config, lora_alpha=1.0)
@@ -192,7 +186,7 @@ def test_an_adapter_works_on_ggml_s_kernels(story: str, tmp_path: Path, monkeypa
     assert result.stdout == text + "\n" != invoke(*words).stdout
 
 
-@pytest.mark.usefixtures("_ggml_kernels")
+@NEEDS_GGML
 def test_chat_takes_ggml_s_kernels_and_names_them(story: str, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("llorch.cli.inputs.is_small", lambda n: False)
     result = invoke("chat", story, "-n", "4", stdin="Hello\n")

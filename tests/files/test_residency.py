@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.ggml_kernels import NEEDS_GGML
 from helpers.refusals import assert_tells, refuses
 
 import llorch
@@ -11,7 +12,6 @@ from llorch.files import Weights, open_weights, residency
 from llorch.files.layerwise import LayerwiseJobs
 from llorch.files.residency import count_cached_numbers, plan, working_bytes
 from llorch.judging.expectations.quantised_models import write_model
-from llorch.ops.compiled.ggml import why_absent
 from llorch.ops.numerics import EXACT, GGML, GGML_KERNELS, Numerics
 from llorch.runtime.builtin import builtin_path
 
@@ -51,7 +51,7 @@ def test_matrices_are_decoded_where_that_fits_and_else_stay_packed(weights: Weig
     assert_tells(plan(weights).describe(), "packed", "0.3 GB", "decoded at load")
 
 
-@pytest.mark.skipif(bool(why_absent()), reason=f"NOT RUN: {why_absent()}")
+@NEEDS_GGML
 def test_matrices_stay_packed_for_ggml_s_kernels(weights: Weights, monkeypatch: pytest.MonkeyPatch):
     free(monkeypatch, 1e12)
     assert plan(weights.using(GGML)).residency == "decoded"

@@ -5,6 +5,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from helpers.ggml_kernels import NEEDS_GGML
 from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.bench import measure as bench
@@ -17,7 +18,7 @@ from llorch.files.quant import GGMLType
 from llorch.files.tensor_names import inventory
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.model.model import load
-from llorch.ops.compiled.ggml import ggml_kernels, why_absent
+from llorch.ops.compiled.ggml import ggml_kernels
 from llorch.ops.numerics import GGML, GGML_KERNELS
 from llorch.pytorch.device import target
 from llorch.pytorch.kernels.kernel_selection import speed_up
@@ -88,7 +89,7 @@ def test_of_experts_those_that_are_chosen_count():
     assert numpy_subject(model).weight_bytes == everything - 4 * 2 * 4 * 3 * 20 * 32  # four are not
 
 
-@pytest.mark.skipif(bool(why_absent()), reason=f"NOT RUN: {why_absent()}")
+@NEEDS_GGML
 def test_ggml_s_kernels_are_named_and_read_the_bytes_of_the_file(tmp_path: Path):
     path = write_model("Q4_K_M", tmp_path)
     own, by_ggml = (numpy_subject(load(path, numerics=numerics)) for numerics in (GGML, GGML_KERNELS))

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.ggml_kernels import NEEDS_GGML
 from helpers.stored_goldens import quantised_golden
 
 from llorch.files import matrix
@@ -12,11 +13,11 @@ from llorch.judging.expectations.own_form import FLOAT32, FLOAT64
 from llorch.judging.expectations.quantised import stage_rows
 from llorch.judging.expectations.quantised_models import write_model
 from llorch.judging.types import Comparison
-from llorch.ops.compiled.ggml import GgmlMatrix, why_absent
+from llorch.ops.compiled.ggml import GgmlMatrix
 from llorch.ops.rounding import round_activations
 from llorch.stages.comparison import FAIL, PASS
 
-pytestmark = pytest.mark.skipif(bool(why_absent()), reason=f"NOT RUN: {why_absent()}")
+pytestmark = NEEDS_GGML
 PRODUCTS = {"q_proj", "k_proj", "v_proj", "attn_out", "ffn_gate", "ffn_up", "ffn_out"}
 
 
