@@ -52,9 +52,8 @@ def backend_group(dtypes: str) -> Callable[[Callable], Callable]:
             help=f"Number type on torch.  [default: {dtypes}]",
         ),
         page_option(
-            "--kernels", type=click.Choice(["auto", "torch", "own", "ggml"]), default="auto", is_eager=True,
-            show_default=True,
-            help="Kernels; ggml: ggml's, on NumPy, with ggml numerics; auto: the fastest that are correct.",
+            "--kernels", type=click.Choice(["auto", "torch", "own", "ggml"]), metavar="KIND", default="auto",
+            is_eager=True, help="auto: the fastest that are right; torch or own; ggml: ggml's, on NumPy.",
         ),
     )  # fmt: skip
     machine = group(

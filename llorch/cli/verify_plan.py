@@ -400,8 +400,8 @@ def _judge_ggml(plan: ModelPlan, residency: Residency, inputs: LiveInput, report
 
 def _describe_arithmetic(numerics: Numerics, details: str) -> str:
     """Describe the arithmetic of a report."""
-    judged_twice = "; products also compared with llorch's own form" if numerics.kernels == "ggml" else ""
-    return f"numerics {numerics}; {details}{judged_twice}"
+    own_form = "; products also compared with llorch's own form" if numerics.kernels == "ggml" else ""
+    return f"numerics {numerics}; {details}{own_form}"
 
 
 def _without_kernels(plan: ModelPlan, reason: str, checkpoints: Sequence[str]) -> ModelReport:

@@ -84,15 +84,14 @@ class Weights(Mapping):
                 self._layers[int(index)][short] = name
 
     def __getitem__(self, name: str) -> Any:
+        if (cached := self._matrices.get(name)) is not None:
+            return cached
         if len(self.slots[name].shape) == 3:
             return ExpertStack(self, name)
         is_matrix = self._multiplies_itself(self.slots[name])
         if not (is_matrix or self._caches_arrays):
             return self.array(name)
-        if name not in self._matrices:
-            self._matrices[name] = self._matrix(name) if is_matrix else self.array(name)
-        elif self.packed and is_matrix:  # it multiplies from the file, which may be truncated by now
-            self.source.require_whole(next(iter(self.slots[name].tensors)))
+        self._matrices[name] = self._matrix(name) if is_matrix else self.array(name)
         return self._matrices[name]
 
     def array(self, name: str) -> np.ndarray:

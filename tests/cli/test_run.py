@@ -46,6 +46,7 @@ def test_stdin_is_left_to_the_caller_where_there_is_a_prompt():
 def test_json_is_one_line_per_token_and_the_last_says_why():
     tokens = [json.loads(line) for line in invoke("run", "story", START, "-n", "6", "--json").stdout.splitlines()]
     assert [token["finish"] for token in tokens] == [None] * 5 + ["length"]
+    assert tokens[-1].pop("numerics") == "exact"
     assert all(token.keys() == {"id", "text", "logprob", "finish"} and token["logprob"] <= 0 for token in tokens)
     assert "".join(token["text"] for token in tokens) + "\n" == invoke("run", "story", START, "-n", "6").stdout
 
@@ -80,7 +81,7 @@ def test_verbose_tells_the_rates():
     result = invoke("run", "story", START, "-n", "3", "-v")
     assert result.stdout == invoke("run", "story", START, "-n", "3").stdout
     assert "tokens/s" in result.stderr
-    assert "story: prompt 5 tokens in" in result.stderr
+    assert "story, kernels: llorch's, numerics exact: prompt 5 tokens in" in result.stderr
     assert "; 2 more tokens in" in result.stderr
     assert "end: length" in result.stderr
 

@@ -113,6 +113,14 @@ def test_adapters_are_models(tmp_path: Path, ask: Ask):
     assert wild != alone == solo()
 
 
+@pytest.mark.parametrize("numerics", ["exact", "ggml"])
+def test_the_list_of_models_names_the_numerics(numerics: str, ask: Ask):
+    def names(url: str) -> set[str]:
+        return {model["numerics"] for model in httpx.get(f"{url}/v1/models", trust_env=False).json()["data"]}
+
+    assert ask(names, "story", "--numerics", numerics) == {numerics}
+
+
 def test_a_page_of_an_allowed_origin_is_answered(ask: Ask):
     def asking(url: str) -> list[tuple[int, str | None]]:
         found = [httpx.get(f"{url}/v1/models", headers={"origin": origin}, trust_env=False) for origin in origins]

@@ -3,6 +3,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.ggml_kernels import NEEDS_GGML
 from helpers.refusals import refuses
 
 import llorch
@@ -11,10 +12,10 @@ from llorch.files.kernel_check import require_kernel
 from llorch.files.packed import Packed
 from llorch.files.quant import GGMLType, decode
 from llorch.judging.expectations.quantised_models import matrix_bytes, write_model
-from llorch.ops.compiled.ggml import NoKernels, why_absent
+from llorch.ops.compiled.ggml import NoKernels
 from llorch.ops.numerics import GGML, GGML_KERNELS
 
-pytestmark = pytest.mark.skipif(bool(why_absent()), reason=f"NOT RUN: {why_absent()}")
+pytestmark = NEEDS_GGML
 SHAPE = (24, 512)
 IDS = [5, 17, 33, 60, 2, 42]
 

@@ -5,6 +5,7 @@ from typing import Any
 import numpy as np
 import pytest
 from builders.table_matrices import table_matrix
+from helpers.ggml_kernels import NEEDS_GGML
 from helpers.refusals import refuses
 
 from llorch.files.matrix import Matrix
@@ -12,7 +13,6 @@ from llorch.files.packed import TILE, Packed
 from llorch.files.quant import ACTIVATION_TYPE, BLOCK_SIZES, GGMLType, decode
 from llorch.files.tensor_names import undo_interleave
 from llorch.judging.expectations.quantised_models import matrix_bytes
-from llorch.ops.compiled.ggml import why_absent
 from llorch.ops.compiled.library import library
 from llorch.ops.compiled.products import FEW, CompiledMatrix
 from llorch.ops.linear import linear
@@ -231,13 +231,7 @@ def test_numerics_say_what_they_are():
     assert [one.rounds_activations for one in (EXACT, GGML, Numerics("exact", "f16"))] == [False, True, False]
 
 
-@pytest.fixture(scope="module")
-def _ggml_kernels() -> None:
-    if reason := why_absent():
-        pytest.skip(f"NOT RUN: {reason}")
-
-
-@pytest.mark.usefixtures("_ggml_kernels")
+@NEEDS_GGML
 @pytest.mark.parametrize("heads", [0, 3])
 @pytest.mark.parametrize("kind", [k for k in ACTIVATION_TYPE if k is not GGMLType.F32], ids=lambda kind: kind.name)
 def test_ggml_s_kernels_compute_the_product_of_llorch_s_own_form(kind: GGMLType, heads: int):
@@ -251,7 +245,7 @@ def test_ggml_s_kernels_compute_the_product_of_llorch_s_own_form(kind: GGMLType,
         np.testing.assert_array_equal(by_ggml.forward(x.astype(np.float64)), own.forward(x.astype(np.float64)))
 
 
-@pytest.mark.usefixtures("_ggml_kernels")
+@NEEDS_GGML
 def test_ggml_s_kernels_take_inputs_in_the_column_order_of_the_file():
     x, columns = activations(), np.random.default_rng(3).permutation(SHAPE[1])
     own, by_ggml = (
@@ -262,7 +256,7 @@ def test_ggml_s_kernels_take_inputs_in_the_column_order_of_the_file():
     assert np.abs(by_ggml.forward(x[:, ::-1]) - own.forward(x)).max() > 0.1
 
 
-@pytest.mark.usefixtures("_ggml_kernels")
+@NEEDS_GGML
 @pytest.mark.parametrize("scale", [b"\x00\x7e", b"\x00\x7c"], ids=["nan", "inf"])
 def test_a_bad_block_scale_is_found_when_ggml_s_kernels_use_it(scale: bytes):
     by_ggml = Matrix(broken(GGMLType.Q8_0, 40, scale), round_inputs=True, kernels="ggml")

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.ggml_kernels import NEEDS_GGML
 from helpers.refusals import assert_tells, refuses
 
 import llorch
@@ -11,7 +12,7 @@ from llorch.files import Weights, open_weights, residency
 from llorch.files.layerwise import LayerwiseJobs
 from llorch.files.residency import count_cached_numbers, plan, working_bytes
 from llorch.judging.expectations.quantised_models import write_model
-from llorch.ops.numerics import EXACT, GGML, Numerics
+from llorch.ops.numerics import EXACT, GGML, GGML_KERNELS, Numerics
 from llorch.runtime.builtin import builtin_path
 
 
@@ -48,6 +49,16 @@ def test_matrices_are_decoded_where_that_fits_and_else_stay_packed(weights: Weig
         free(monkeypatch, float(n_bytes))
         assert plan(weights).residency == residency_then
     assert_tells(plan(weights).describe(), "packed", "0.3 GB", "decoded at load")
+
+
+@NEEDS_GGML
+def test_matrices_stay_packed_for_ggml_s_kernels(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    free(monkeypatch, 1e12)
+    assert plan(weights.using(GGML)).residency == "decoded"
+    by_ggml = plan(weights.using(GGML_KERNELS))
+    assert by_ggml.residency == "packed"
+    assert_tells(by_ggml.describe(), "packed", "ggml's kernels")
+    assert plan(weights.using(GGML_KERNELS), "decoded").residency == "decoded"
 
 
 def test_model_larger_than_memory_is_refused_with_sizes_and_remedy(weights: Weights, monkeypatch: pytest.MonkeyPatch):

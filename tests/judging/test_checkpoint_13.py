@@ -47,7 +47,7 @@ def expected() -> dict[str, Places]:
             modes = [("isolated", "near"), ("chained", "near"), *(("decode", case) for case in AFTER)]
             modes += [("free", "near")] if stage.name == "logits" else []
             layers = (0, 1) if stage.in_layer else (None,)
-            places = product(modes, layers, BACKENDS)
+            places = product(modes, layers, BACKENDS["own"])
             of_model[stage.name] = {(mode, layer, case, backend) for (mode, case), layer, backend in places}
     return every
 

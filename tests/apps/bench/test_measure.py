@@ -1,8 +1,11 @@
 """Benchmarks: the arithmetic of their figures, and engines that do run what they say. No speed is asserted."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from helpers.ggml_kernels import NEEDS_GGML
 from helpers.refusals import assert_tells, refuses
 
 from llorch.apps.bench import measure as bench
@@ -13,7 +16,10 @@ from llorch.families.config import ModelConfig
 from llorch.families.real_shapes import SHAPES
 from llorch.files.quant import GGMLType
 from llorch.files.tensor_names import inventory
+from llorch.judging.expectations.quantised_models import write_model
 from llorch.model.model import load
+from llorch.ops.compiled.ggml import ggml_kernels
+from llorch.ops.numerics import GGML, GGML_KERNELS
 from llorch.pytorch.device import target
 from llorch.pytorch.kernels.kernel_selection import speed_up
 from llorch.pytorch.kernels.packing import PACKERS, decode
@@ -81,6 +87,15 @@ def test_of_experts_those_that_are_chosen_count():
     assert bench.token_flop(model.config, 0) == 2 * 2 * (40 * 32 + 2 * 20 * 32 + 32 * 40 + 7 * 32 + 3 * 3 * 20 * 32)
     everything = sum(4 * int(np.prod(model.weights.shape(name))) for name in model.weights if name != "embed_tokens")
     assert numpy_subject(model).weight_bytes == everything - 4 * 2 * 4 * 3 * 20 * 32  # four are not
+
+
+@NEEDS_GGML
+def test_ggml_s_kernels_are_named_and_read_the_bytes_of_the_file(tmp_path: Path):
+    path = write_model("Q4_K_M", tmp_path)
+    own, by_ggml = (numpy_subject(load(path, numerics=numerics)) for numerics in (GGML, GGML_KERNELS))
+    assert by_ggml.versions == {**own.versions, "ggml": ggml_kernels().version}
+    assert (own.weights, by_ggml.weights) == ("float32", "packed")
+    assert by_ggml.weight_bytes < own.weight_bytes / 5
 
 
 def test_a_batch_reads_the_weights_once_and_every_cache():

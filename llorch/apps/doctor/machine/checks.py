@@ -20,6 +20,7 @@ from llorch.apps.doctor.machine.packages import installed_version, run_probe
 from llorch.files.strict_json import read_json
 from llorch.judging.goldens.forward import read
 from llorch.model.model import load
+from llorch.ops.compiled.ggml import PACKAGE
 from llorch.runtime.builtin import goldens_folder
 from llorch.runtime.memory import address_space_left, available_memory
 from llorch.runtime.threads import VARIABLES, n_cores
@@ -88,8 +89,7 @@ def _check_kernels(facts: Mapping[str, Any], failure: str) -> HealthCheck:
 
 
 _GGML = """
-from llorch.ops.compiled.ggml import PACKAGE, NoKernels, ggml_kernels
-say({"package": PACKAGE})
+from llorch.ops.compiled.ggml import NoKernels, ggml_kernels
 try:
     say({"version": ggml_kernels().version})
 except NoKernels as error:
@@ -108,13 +108,11 @@ def _describe_ggml_kernels(facts: Mapping[str, Any], failure: str) -> HealthChec
     if "version" in facts:
         text = f"ggml {facts['version']}: a known product is right; used for large quantised files, on NumPy"
         return HealthCheck("engines", "ggml kernels", "ok", text)
-    slower = "quantised files are slower on NumPy, on llorch's kernels"
-    if "why_not" in facts:
-        repair = f"pip install {facts['package']}"
-        return HealthCheck("engines", "ggml kernels", "absent", f"{facts['why_not']}; {slower}", repair)
-    return HealthCheck(
-        "engines", "ggml kernels", "broken", f"cannot load them: {failure}; {slower}", "--numerics exact"
-    )
+    why_not = facts.get("why_not")
+    text = f"{why_not or f'cannot load them: {failure}'}; so quantised files are slower on NumPy"
+    if why_not is not None:
+        return HealthCheck("engines", "ggml kernels", "absent", text, f"pip install {PACKAGE}")
+    return HealthCheck("engines", "ggml kernels", "broken", text, f"pip install --force-reinstall {PACKAGE}")
 
 
 def check_engines(errors: Mapping[str, str]) -> Iterator[HealthCheck]:
