@@ -4,7 +4,7 @@
     python tests/support/build_llama_tools.py DIR                    programs of llama.cpp, some minutes
     LLORCH_VOCABULARIES=DIR python benchmarks/published.py           a sample, minutes
     LLORCH_VOCABULARIES=DIR python benchmarks/published.py --full    100,000 strings a vocabulary, 200 prompts; hours
-    LLORCH_VOCABULARIES=DIR python benchmarks/published.py --only texts --only speed --threads 1
+    LLORCH_VOCABULARIES=DIR python benchmarks/published.py --only texts --threads 1
 
 llama.cpp judges ids of a GGUF file, the publisher's library judges ids of a folder, transformers judges texts of
 templates. llama.cpp, transformers in float64, PEFT and the openai client judge SmolLM2. Give --threads 1 on a machine
@@ -30,7 +30,7 @@ from llorch.runtime.threads import n_cores  # noqa: E402
 Part = Callable[[], Iterator[Line]]
 NAMES = (
     "vocabularies", "templates", "stages", "texts", "perplexity", "dtypes", "types", "folder", "parts", "lora",
-    "served", "speed", "checkpoints",
+    "served", "checkpoints",
 )  # fmt: skip
 
 
@@ -59,7 +59,6 @@ def parts(full: bool, n_threads: int) -> dict[str, Part]:
     """Return the function that makes the lines of each part; a part imports its engines when it starts."""
     import published_checkpoints as hub
     import published_files as files
-    import published_speed as timing
     import published_texts as text
     import published_use as use
     import published_vocabulary as vocabulary
@@ -77,7 +76,6 @@ def parts(full: bool, n_threads: int) -> dict[str, Part]:
         "parts": files.parts,
         "lora": lambda: use.lora(n_threads),
         "served": lambda: use.served(n_threads),
-        "speed": lambda: timing.speed(5 if full else 3, n_threads),
         "checkpoints": lambda: hub.checkpoints(n_windows, n_threads),
     }
 

@@ -1,4 +1,4 @@
-"""Bit equality of logits in reproducible mode, and in fast mode; `reproducible_speed.py` measures the cost.
+"""Bit equality of logits in reproducible mode, and in fast mode; `speed.py` measures the cost.
 
     python benchmarks/reproducible.py                      story, float32, 2 threads
     python benchmarks/reproducible.py --dtype bfloat16 --threads 1

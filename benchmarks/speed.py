@@ -22,15 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import click
+from speed_cases import tables as pages
+from speed_cases.decode import Setup, read_variant
+from speed_cases.folders import KINDS
+from speed_cases.models import FILE_TYPES, SHAPES
+from speed_cases.rounds import Results, machine
 
 HERE = Path(__file__).resolve().parent
-sys.path[:0] = [str(HERE.parent), str(HERE)]  # processes that are started from here import the same modules
-
-from speed_cases import tables as pages  # noqa: E402
-from speed_cases.decode import Setup, read_variant  # noqa: E402
-from speed_cases.folders import KINDS  # noqa: E402
-from speed_cases.models import FILE_TYPES, SHAPES  # noqa: E402
-from speed_cases.rounds import Results, machine  # noqa: E402
 
 DEVICE = click.option("--device", type=click.Choice(("cpu", "cuda")), default="cpu", show_default=True)
 SERVERS = ("torch", "torch, reproducible", "numpy", "llama.cpp")

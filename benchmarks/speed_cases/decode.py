@@ -150,9 +150,14 @@ def llorch(text: str, path: Path, setup: Setup, room: int) -> Engine:
     if backend == "torch":
         options["batch"] = setup.batch
     kind = {"numpy": "NumPy", "torch": "Torch"}[backend]
-    is_reference = setup.reference == text
-    return Engine("llorch" if not is_reference else f"llorch {text}", kind, str(path), options | {"room": room},
-                  variant="" if is_reference else text, reference=is_reference)  # fmt: skip
+    return Engine(kind=kind, path=str(path), options=options | {"room": room}, **title(text, setup))
+
+
+def title(text: str, setup: Setup) -> dict[str, Any]:
+    """Name llorch's engine: with the combination in its name if the others are compared with it."""
+    if setup.reference == text:
+        return {"name": f"llorch {text}", "reference": True}
+    return {"name": "llorch", "variant": text}
 
 
 def read_variant(text: str) -> tuple[str, dict[str, Any]]:

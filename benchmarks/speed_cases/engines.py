@@ -28,7 +28,36 @@ uint64_t read_all(const uint64_t *numbers, long n) {
 READ_BYTES = 1 << 30  # larger than every cache
 
 
-class NumPy:
+class Decoder:
+    """Engine with a model and a cache."""
+
+    modules: tuple[str, ...]
+    _start: Callable[[], None]  # empties the cache
+    _step: Callable[[Sequence[int]], object]  # runs tokens up to the logits of the last one
+
+    def prefill(self, ids: Sequence[int]) -> None:
+        """Run a prompt from an empty cache."""
+        self._start()
+        self._step(ids)
+
+    def decode(self, ids: Sequence[int]) -> None:
+        """Run more tokens one after the other."""
+        for token_id in ids:
+            self._step([token_id])
+
+    def first(self, text: str) -> None:
+        """Encode a text and run it; a model without a vocabulary gets some ids."""
+        try:
+            ids: Sequence[int] = self._encode(text)
+        except (ValueError, RuntimeError):
+            ids = list(range(100, 105))
+        self.prefill(ids)
+
+    def _encode(self, text: str) -> list[int]:
+        raise NotImplementedError
+
+
+class NumPy(Decoder):
     """llorch's NumPy path; its threads come from the environment."""
 
     modules = ("llorch.model.model",)
@@ -40,24 +69,13 @@ class NumPy:
         from llorch.ops.numerics import Numerics
 
         self._new_cache, form = KVCache.of, Numerics(numerics)  # type: ignore[arg-type]
-        self._model = load(path, numerics=form, n_tokens=room, **options)
+        self._model: Any = load(path, numerics=form, n_tokens=room, **options)
 
-    def prefill(self, ids: Sequence[int]) -> None:
-        """Run a prompt from an empty cache, up to the logits of its last token."""
+    def _encode(self, text: str) -> list[int]:
+        return self._model.tokenizer.encode(text)
+
+    def _start(self) -> None:
         self._cache = self._new_cache(self._model.weights)
-        self._step(ids)
-
-    def decode(self, ids: Sequence[int]) -> None:
-        """Run more tokens one after the other, each up to its logits."""
-        for token_id in ids:
-            self._step([token_id])
-
-    def first(self, text: str) -> None:
-        """Encode a text and run it; a model without a vocabulary gets some ids."""
-        ids: Sequence[int] = range(100, 105)
-        with suppress(ValueError):
-            ids = self._model.tokenizer.encode(text)
-        self.prefill(ids)
 
     def _step(self, ids: Sequence[int]) -> None:
         self._model.forward(ids, cache=self._cache, last_only=True)
@@ -78,10 +96,8 @@ class Torch(NumPy):
         self._torch, self._room, self._batch = torch, room, batch
         self._model = load_torch(path, n_tokens=room, **options)
 
-    def prefill(self, ids: Sequence[int]) -> None:
-        """See `NumPy`."""
+    def _start(self) -> None:
         self._cache, self._length = self._model.new_cache(self._batch, self._room), 0
-        self._step(ids)
 
     def _step(self, ids: Sequence[int]) -> None:
         torch, start = self._torch, self._length
@@ -92,7 +108,7 @@ class Torch(NumPy):
             self._model.module(torch.tensor(ids).expand(self._batch, -1), place, self._cache, rows=rows)
 
 
-class LlamaCpp:
+class LlamaCpp(Decoder):
     """llama.cpp as llama-cpp-python sets it up by default, on the CPU."""
 
     modules = ("llama_cpp",)
@@ -105,25 +121,16 @@ class LlamaCpp:
             settings = llama_cpp.llama_model_default_params()
             settings.use_extra_bufts = False
             llama_cpp.llama_model_default_params = lambda: settings  # `Llama` has no parameter for it
-        self._llama = Llama(path, n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False)
+        llama = Llama(path, n_ctx=room, n_threads=threads, n_threads_batch=threads, verbose=False)
+        self._start, self._step, self._llama = llama.reset, llama.eval, llama
 
-    def prefill(self, ids: Sequence[int]) -> None:
-        """See `NumPy`."""
-        self._llama.reset()
-        self._llama.eval(ids)
-
-    def decode(self, ids: Sequence[int]) -> None:
-        """See `NumPy`."""
-        for token_id in ids:
-            self._llama.eval([token_id])
-
-    def first(self, text: str) -> None:
-        """See `NumPy`."""
-        has_vocabulary = self._llama.metadata.get("tokenizer.ggml.model") != "no_vocab"
-        self.prefill(self._llama.tokenize(text.encode()) if has_vocabulary else range(100, 105))
+    def _encode(self, text: str) -> list[int]:
+        if self._llama.metadata.get("tokenizer.ggml.model") == "no_vocab":
+            raise ValueError("the model has no vocabulary")
+        return self._llama.tokenize(text.encode())
 
 
-class Transformers:
+class Transformers(Decoder):
     """transformers with its default attention and cache, on the CPU."""
 
     modules = ("torch", "transformers")
@@ -137,15 +144,8 @@ class Transformers:
         self._torch = torch
         self._model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, dtype)).eval()
 
-    def prefill(self, ids: Sequence[int]) -> None:
-        """See `NumPy`."""
+    def _start(self) -> None:
         self._past = None
-        self._step(ids)
-
-    def decode(self, ids: Sequence[int]) -> None:
-        """See `NumPy`."""
-        for token_id in ids:
-            self._step([token_id])
 
     def _step(self, ids: Sequence[int]) -> None:
         with self._torch.inference_mode():
@@ -179,50 +179,6 @@ class Trainer:
         loss = self._training.run_step().loss
         self._first_loss = self._first_loss or loss
         return {"loss": self._first_loss, "announced": self._announced}
-
-
-class NumPyTrainer:
-    """One training step in NumPy and float64, with the backward pass by hand."""
-
-    modules = ("llorch.training.numpy_step",)
-
-    def __init__(
-        self, path: str, *, threads: int, data: str, r: int, alpha: float, target_modules: Sequence[str], **_: Any
-    ) -> None:
-        """Load the model and make the adapter."""
-        import numpy as np
-
-        from llorch.files import open_weights
-        from llorch.lora.config import LoraConfig
-        from llorch.lora.initial import initial_adapter
-        from llorch.runtime.builtin import BUILTIN, builtin_path
-        from llorch.training.batch import IGNORED, Batch
-
-        weights = open_weights(builtin_path(path) if path in BUILTIN else path).astype(np.float64)
-        lora = LoraConfig(r=r, lora_alpha=alpha, target_modules=tuple(target_modules))
-        self._adapter = initial_adapter(lora, weights, init="default", seed=0)
-        ids = np.array(read_ids(data)) % weights.config.vocab_size
-        labels = np.where(np.arange(ids.shape[1]) == 0, IGNORED, ids)
-        positions = np.tile(np.arange(ids.shape[1]), (len(ids), 1))
-        self._weights, self._batch = weights, Batch(ids, labels, positions, np.zeros_like(ids), np.arange(len(ids)))
-
-    def step(self) -> dict[str, float]:
-        """Make the first step of the adapter; return its loss per token."""
-        import numpy as np
-
-        from llorch.training.adamw import adamw_step, clip_by_norm
-        from llorch.training.numpy_step import loss_and_gradients
-
-        flat = {name: array.astype(np.float64) for name, array in self._adapter.flat().items()}
-        loss, grads = loss_and_gradients(
-            self._weights, self._adapter, [self._batch], label_smoothing=0.0, parameters=flat
-        )
-        for name, gradient in clip_by_norm(grads, max_norm=1.0)[0].items():
-            zero = np.zeros_like(gradient)
-            adamw_step(
-                flat[name], gradient, zero, zero, step=1, lr=1e-4, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0
-            )  # fmt: skip
-        return {"loss": float(loss)}
 
 
 class PEFT:

@@ -92,14 +92,17 @@ class Process:
             status = self._process.wait()
             self._stderr.seek(0)
             last = (self._stderr.read().strip().splitlines() or ["it printed nothing"])[-1]
+            self.close()
             end = f"ended by {signal.Signals(-status).name}" if status < 0 else f"ended with status {status}: {last}"
             raise NotRun(answer.get("error", f"{end} in {call}"))
         return answer
 
     def close(self) -> None:
         """End the process."""
-        self._process.kill()
-        self._process.communicate()
+        if not self._stderr.closed:
+            self._process.kill()
+            self._process.communicate()
+            self._stderr.close()
 
 
 class Results:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from .decode import FLOATS, Setup, model_path, read_variant
+from .decode import FLOATS, Setup, model_path, read_variant, title
 from .engines import write_ids
 from .models import Models
 from .rounds import Engine, Results, Values, interleave_loaded
@@ -50,11 +50,10 @@ def engines_of(setup: Setup, models: Models | None, kind: str, settings: dict[st
     """List llorch's combinations, and PEFT where there is a float folder."""
     engines, path = [], str(model_path(setup, models, kind))
     for text in setup.variants or (["torch"] if kind in FLOATS else ["torch,weights=packed", "torch,weights=decoded"]):
-        backend, options = read_variant(text)
-        is_numpy = backend == "numpy"
-        actions = () if is_numpy or settings["device"] != "cpu" else (("step", [], {**VALUES, **ANNOUNCED}),)
-        kind_of_engine = "NumPyTrainer" if is_numpy else "Trainer"
-        engines.append(Engine("llorch", kind_of_engine, path, settings | options, text, actions=actions))
+        _, options = read_variant(text)
+        actions = (("step", [], {**VALUES, **ANNOUNCED}),) if settings["device"] == "cpu" else ()
+        named = title(text, setup)
+        engines.append(Engine(kind="Trainer", path=path, options=settings | options, actions=actions, **named))
     folder = models.folder if models is not None else setup.model
     if folder is not None and folder.is_dir():
         engines.append(Engine("PEFT", "PEFT", str(folder), settings, reference=True))

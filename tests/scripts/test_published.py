@@ -43,8 +43,8 @@ def run(script: ModuleType, folder: Path, *words: str) -> tuple[int, list[dict[s
 @pytest.mark.parametrize("wrong", [0, 2])
 def test_wrong_line_makes_exit_code_1(wrong: int, script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     one = script.Line("a", "b", 3, wrong)
-    monkeypatch.setattr(script, "parts", lambda full, threads: {"speed": lambda: iter([one])})
-    code, lines = run(script, tmp_path, "--only", "speed")
+    monkeypatch.setattr(script, "parts", lambda full, threads: {"parts": lambda: iter([one])})
+    code, lines = run(script, tmp_path, "--only", "parts")
     assert (code, lines) == (bool(wrong), [one.as_json()])
 
 

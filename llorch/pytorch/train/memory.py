@@ -8,7 +8,7 @@
 Recomputed blocks save their inputs, and one block saves the rest. The longest row of the data counts, times the rows
 of a forward pass.
 
-Source: benchmarks/train_estimate.py, which compares the estimate with the resident memory of whole runs.
+Source: `benchmarks/speed.py train`, which compares the estimate with the resident memory of whole runs.
 """
 
 from collections.abc import Iterable
