@@ -85,6 +85,8 @@ class Weights(Mapping):
 
     def __getitem__(self, name: str) -> Any:
         if (cached := self._matrices.get(name)) is not None:
+            if self.packed:  # it multiplies from the file, which may be truncated by now
+                self.source.require_whole(next(iter(self.slots[name].tensors)))
             return cached
         if len(self.slots[name].shape) == 3:
             return ExpertStack(self, name)
