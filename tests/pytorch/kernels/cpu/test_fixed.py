@@ -12,7 +12,7 @@ from helpers.refusals import refuses
 from helpers.shared_folder import shared_folder
 from torch.nn.functional import linear
 
-from llorch.files.quant import GGMLType
+from llorch.files.quant import BLOCK_SIZES, SCALE_OFFSETS, GGMLType
 from llorch.files.quantised.codes import E4M3
 from llorch.files.quantised.fields import Table
 from llorch.ops.compiled import library as cpu_library
@@ -20,8 +20,8 @@ from llorch.ops.compiled.library import library
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
 from llorch.pytorch.kernels.cpu.experts import FEW, CpuExperts, CpuQuantisedExperts
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
-from llorch.pytorch.kernels.cpu.quantised import KINDS, CpuQuantisedLinear
-from llorch.pytorch.kernels.packing import PACKERS, decode
+from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
+from llorch.pytorch.kernels.packing import CPU_BLOCK_TYPES, HALF_TYPES, decode
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv, l2_norm
 from llorch.pytorch.models.delta_rule import delta_rule
 from llorch.pytorch.models.experts import ExpertLinear, QuantisedExperts
@@ -37,7 +37,8 @@ BUILDS = {  # without AMX, without look-ups of bytes, with shorter registers, in
 }  # fmt: skip
 LACKING = {"no tiles": "amx_bf16", "no bytes": "avx512vbmi"}  # features without which a build is the native one
 PARTS = ("products.c", "fixed.c")  # all that products of fixed order need
-FUNCTIONS = ("llorch_fixed_product", "llorch_decode")
+FUNCTIONS = ("llorch_fixed_product", "llorch_decode", "llorch_product")
+EXTREMES = np.array([0.0, -0.0, 6e-8, -6e-8, 6.1e-5, 65504.0, -65504.0, np.inf, -np.inf, np.nan], "<f2")
 
 
 @pytest.fixture(scope="module", params=BUILDS)
@@ -92,7 +93,7 @@ def test_row_has_the_same_bits_in_any_batch(shape, bias, dtype, compiled):
 
 @SLOW_BUILD
 @DTYPES
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*CPU_BLOCK_TYPES, *HALF_TYPES], ids=lambda kind: kind.name)
 def test_packed_product_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
     torch.manual_seed(0)
     fields = random_fields((45, 2304), kind, torch.device("cpu"))
@@ -101,6 +102,30 @@ def test_packed_product_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
     whole = kernel(x)
     assert_batch_invariant(kernel, x, whole)
     assert torch.equal(CpuLinear(decode(fields, kind).to(dtype), kernel.bias, compiled, fixed=True)(x), whole)
+    exact = linear(x.double(), decode(fields, kind).double(), kernel.bias.double())
+    for rows in (1, 3):  # whose sums have other orders
+        actual = CpuQuantisedLinear(fields, kind, kernel.bias, compiled)(x[:rows])
+        assert distance(actual, exact[:rows]) < (1e-6 if dtype is torch.float32 else 3e-3)
+
+
+@SLOW_BUILD
+@DTYPES
+@pytest.mark.parametrize("n_blocks", [1, 9])
+@pytest.mark.parametrize("kind", CPU_BLOCK_TYPES, ids=lambda kind: kind.name)
+def test_any_bytes_and_extreme_scales_are_decoded_to_the_bits_of_numpy(kind, n_blocks, dtype, compiled):
+    size, n_bytes = BLOCK_SIZES[kind]
+    blocks = np.random.default_rng(0).integers(0, 256, (2, len(EXTREMES), n_blocks, n_bytes), dtype=np.uint8)
+    for scale, offset in enumerate(SCALE_OFFSETS[kind]):  # of a minimum, another number than of its scale
+        blocks[1, ..., offset : offset + 2] = np.roll(EXTREMES, scale)[:, None, None].view(np.uint8)
+    if kind is GGMLType.MXFP4:
+        blocks[..., 0] = np.resize([0, 1, 2, 3, 9, 119, 128, 250, 253, 254, 255], blocks.shape[:-1])
+    fields = {"blocks": torch.from_numpy(blocks.reshape(-1, n_blocks * n_bytes))}
+    kernel = CpuQuantisedLinear(fields, kind, None, compiled)
+    actual = torch.empty(kernel.out_features - 1, n_blocks * size, dtype=dtype)
+    compiled.llorch_decode(*kernel.matrix_of(dtype), actual.data_ptr(), 1, *actual.shape)
+    expected = decode(fields, kind)[1:].to(dtype)
+    bits = torch.int16 if dtype is torch.bfloat16 else torch.int32
+    assert ((actual.view(bits) == expected.view(bits)) | (actual.isnan() & expected.isnan())).all()
 
 
 @SLOW_BUILD
@@ -191,7 +216,7 @@ def test_experts_equal_the_reference(seq, shared, dtype, limit):
     assert distance(CpuExperts(plain.weight, COMPILED)(x, ids), plain.double()(x.double(), ids)) < limit
 
 
-@pytest.mark.parametrize("kind", PACKERS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", CPU_BLOCK_TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("seq", [1, FEW])
 def test_packed_experts_equal_the_reference(seq, kind):
     torch.manual_seed(0)

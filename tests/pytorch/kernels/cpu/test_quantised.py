@@ -1,5 +1,3 @@
-import ctypes
-
 import numpy as np
 import pytest
 import torch
@@ -12,29 +10,18 @@ from torch.nn.functional import linear
 from llorch.files.quant import BLOCK_SIZES, GGMLType
 from llorch.judging.expectations.quantised_models import random_blocks
 from llorch.ops.compiled.library import library
-from llorch.pytorch.kernels.cpu.quantised import (
-    FEW,
-    HALF,
-    KINDS,
-    CpuQuantisedLinear,
-    TrainedQuantisedLinear,
-    pack_blocks,
-)
-from llorch.pytorch.kernels.packing import PACKERS, decode, pack
+from llorch.pytorch.kernels.cpu.quantised import FEW, HALF, CpuQuantisedLinear, TrainedQuantisedLinear
+from llorch.pytorch.kernels.packing import CPU_BLOCK_TYPES, HALF_TYPES, decode, file_fields
 
 ROWS = [1, 3, FEW, FEW + 1, 40]
 OUT = 70
-EVERY_KIND = pytest.mark.parametrize("kind", [*KINDS, *TABLES], ids=lambda kind: getattr(kind, "name", kind))
+TYPES = (*CPU_BLOCK_TYPES, *HALF_TYPES)
+EVERY_TYPE = pytest.mark.parametrize("ggml_type", TYPES, ids=lambda kind: kind.name)
+EVERY_KIND = pytest.mark.parametrize("kind", [*TYPES, *TABLES], ids=lambda kind: getattr(kind, "name", kind))
+SMALL_BLOCKS = [kind for kind in TYPES if BLOCK_SIZES[kind][0] <= 32]
 SHAPES = [
     (name, width) for width in (192, 768) for name, (_, group, _) in TABLES.items() if width % (group or width) == 0
 ]
-
-
-@pytest.fixture
-def compiled() -> ctypes.CDLL:
-    if (compiled := library()) is None:
-        pytest.skip("NOT RUN: no C compiler")
-    return compiled
 
 
 def layer(kind: GGMLType | str, dtype: torch.dtype, *, width: int = 768, bias: bool = True) -> CpuQuantisedLinear:
@@ -43,9 +30,9 @@ def layer(kind: GGMLType | str, dtype: torch.dtype, *, width: int = 768, bias: b
         fields, packed_kind = packed_table(kind, OUT, width)
     else:
         blocks = random_blocks(kind, OUT * width // BLOCK_SIZES[kind][0], key=kind.name)
-        fields, packed_kind = pack(torch.from_numpy(blocks.reshape(OUT, -1)), kind), kind
-    compiled = library()
-    assert compiled is not None
+        fields, packed_kind = file_fields(torch.from_numpy(blocks.reshape(OUT, -1)), kind), kind
+    if (compiled := library()) is None:
+        pytest.skip("NOT RUN: no C compiler")
     return CpuQuantisedLinear(fields, packed_kind, random_bias(dtype) if bias else None, compiled)
 
 
@@ -62,12 +49,13 @@ def reference(x: torch.Tensor, kernel: CpuQuantisedLinear) -> torch.Tensor:
     return linear(x.double(), weight, None if kernel.bias is None else kernel.bias.double())
 
 
+@pytest.mark.parametrize("width", [256, 768])  # one super-block, several
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("rows", ROWS)
-@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
-def test_float32_products_are_exact_to_float32_rounding(ggml_type, rows, bias):
-    kernel = layer(ggml_type, torch.float32, bias=bias)
-    x = inputs(rows, 768, torch.float32)
+@EVERY_TYPE
+def test_float32_products_are_exact_to_float32_rounding(ggml_type, rows, bias, width):
+    kernel = layer(ggml_type, torch.float32, width=width, bias=bias)
+    x = inputs(rows, width, torch.float32)
     assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
@@ -85,25 +73,28 @@ def test_decoding_has_the_bits_of_the_torch_decoder(kind, dtype):
     kernel = layer(kind, dtype)
     actual = torch.empty(OUT - 3, 768, dtype=dtype)
     kernel.library.llorch_decode(*kernel.matrix_of(dtype), actual.data_ptr(), 3, OUT - 3, 768)
-    assert torch.equal(as_bytes(actual), as_bytes(decode(kernel.fields, kernel.ggml_type)[3:].to(dtype)))
+    expected = decode(kernel.fields, kernel.ggml_type)[3:].to(dtype)
+    assert torch.equal(actual.view(torch.uint8), expected.view(torch.uint8))
 
 
-@pytest.mark.parametrize("ggml_type", list(KINDS)[:3], ids=lambda kind: kind.name)
-def test_rows_of_an_odd_number_of_blocks_are_summed_to_the_end(ggml_type):
-    kernel = layer(ggml_type, torch.float32, width=9 * 32)
-    x = inputs(1, 9 * 32, torch.float32)
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("n_blocks", [1, 9])
+@pytest.mark.parametrize("ggml_type", SMALL_BLOCKS, ids=lambda kind: kind.name)
+def test_rows_of_an_odd_number_of_blocks_are_summed_to_the_end(ggml_type, n_blocks, rows):
+    kernel = layer(ggml_type, torch.float32, width=n_blocks * 32)
+    x = inputs(rows, n_blocks * 32, torch.float32)
     assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
 def test_product_of_many_tiles_equals_one_tile(monkeypatch):
     monkeypatch.setattr("llorch.pytorch.kernels.cpu.quantised.TILE", 768 * 8)
-    kernel = layer(next(iter(KINDS)), torch.float32)
+    kernel = layer(GGMLType.Q8_0, torch.float32)
     x = inputs(FEW + 1, 768, torch.float32)
     assert distance(kernel(x), reference(x, kernel)) < 1e-6
 
 
 def test_leading_axes_and_strides_of_the_input_do_not_matter():
-    kernel = layer(next(iter(KINDS)), torch.float32, width=32 * 8)
+    kernel = layer(GGMLType.Q8_0, torch.float32, width=32 * 8)
     x = inputs(2 * 256, 3, torch.float32).view(2, 256, 3).transpose(1, 2)  # (2, 3, 256), not contiguous
     actual = kernel(x)
     assert actual.shape == (2, 3, OUT)
@@ -146,7 +137,7 @@ def assert_trained(kernel: CpuQuantisedLinear, rows: int, dtype: torch.dtype) ->
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("rows", [1, 40])
-@pytest.mark.parametrize("ggml_type", KINDS, ids=lambda kind: kind.name)
+@EVERY_TYPE
 def test_product_and_gradient_use_the_matrix_of_the_torch_decoder(ggml_type, rows, dtype):
     assert_trained(layer(ggml_type, dtype), rows, dtype)
 
@@ -160,20 +151,4 @@ def test_product_and_gradient_use_the_table_of_the_torch_decoder(name, dtype):
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 def test_gradient_of_many_tiles_equals_one_tile(dtype, monkeypatch):
     monkeypatch.setattr("llorch.pytorch.kernels.cpu.quantised.TILE", 768 * 8)
-    assert_trained(layer(next(iter(KINDS)), dtype), 5, dtype)
-
-
-def as_bytes(field: torch.Tensor) -> torch.Tensor:
-    """The bytes of a field, so that NaN is equal to itself."""
-    return field.view(torch.uint8)
-
-
-@pytest.mark.parametrize("shape", [(1, 1), (7, 3), (40, 64)], ids=str)  # the last one is shared by threads
-@pytest.mark.parametrize("ggml_type", PACKERS, ids=lambda kind: kind.name)
-def test_unpacked_blocks_have_the_bits_of_the_reference(ggml_type, shape, compiled: ctypes.CDLL):
-    rows, n_bytes = shape[0], shape[1] * BLOCK_SIZES[ggml_type][1]
-    blocks = np.random.default_rng(rows).integers(0, 256, rows * n_bytes + 1, dtype=np.uint8)[1:].reshape(rows, n_bytes)
-    expected = pack(torch.from_numpy(blocks.copy()), ggml_type)
-    actual = {name: torch.empty_like(field) for name, field in expected.items()}
-    pack_blocks(blocks, ggml_type, actual, compiled)
-    assert all(torch.equal(as_bytes(actual[name]), as_bytes(field)) for name, field in expected.items())
+    assert_trained(layer(GGMLType.Q8_0, dtype), 5, dtype)
