@@ -20,8 +20,8 @@ from llorch.ops.compiled.library import library
 from llorch.pytorch.kernels.cpu.delta_net import CpuDeltaRule, CpuGatedNorm, CpuL2Norm, CpuShortConv
 from llorch.pytorch.kernels.cpu.experts import FEW, CpuExperts, CpuQuantisedExperts
 from llorch.pytorch.kernels.cpu.linear import CpuLinear
-from llorch.pytorch.kernels.cpu.quantised import KINDS, CpuQuantisedLinear
-from llorch.pytorch.kernels.packing import PACKERS, decode
+from llorch.pytorch.kernels.cpu.quantised import CpuQuantisedLinear
+from llorch.pytorch.kernels.packing import CPU_BLOCK_TYPES, HALF_TYPES, decode
 from llorch.pytorch.models.delta_net import GatedNorm, ShortConv, l2_norm
 from llorch.pytorch.models.delta_rule import delta_rule
 from llorch.pytorch.models.experts import ExpertLinear, QuantisedExperts
@@ -92,7 +92,7 @@ def test_row_has_the_same_bits_in_any_batch(shape, bias, dtype, compiled):
 
 @SLOW_BUILD
 @DTYPES
-@pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", [*CPU_BLOCK_TYPES, *HALF_TYPES], ids=lambda kind: kind.name)
 def test_packed_product_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
     torch.manual_seed(0)
     fields = random_fields((45, 2304), kind, torch.device("cpu"))
@@ -191,7 +191,7 @@ def test_experts_equal_the_reference(seq, shared, dtype, limit):
     assert distance(CpuExperts(plain.weight, COMPILED)(x, ids), plain.double()(x.double(), ids)) < limit
 
 
-@pytest.mark.parametrize("kind", PACKERS, ids=lambda kind: kind.name)
+@pytest.mark.parametrize("kind", CPU_BLOCK_TYPES, ids=lambda kind: kind.name)
 @pytest.mark.parametrize("seq", [1, FEW])
 def test_packed_experts_equal_the_reference(seq, kind):
     torch.manual_seed(0)
