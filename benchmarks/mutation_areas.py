@@ -75,8 +75,8 @@ AREAS = (
     Area("torch", "pytorch/* pytorch/[!kt]*/* engines/capture/*", "pytorch/* pytorch/[!kt]*/* engines/capture/*"),
     Area(
         "kernels",
-        "pytorch/kernels/* pytorch/kernels/*/*",
-        "pytorch/kernels/* pytorch/kernels/*/* pytorch/model pytorch/quantised",
+        "pytorch/kernels/* pytorch/kernels/*/* ops/compiled/*",
+        "pytorch/kernels/* pytorch/kernels/*/* ops/compiled/* pytorch/model pytorch/quantised files/compiled",
     ),
     Area("lora", "lora/* apps/doctor/adapter/*", "lora/* apps/doctor/adapter/* cli/lora_files model/model"),
     Area("data", "training/data/*", "training/data_* cli/data"),

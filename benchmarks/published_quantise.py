@@ -1,4 +1,4 @@
-"""Quantisation of a GGUF file by llama.cpp; for `published_files.py`, in a child process for engines."""
+"""Quantisation of a GGUF file by llama.cpp; for `published_files.py` and `speed.py`, in a child process for engines."""
 
 import ctypes
 from pathlib import Path
@@ -30,7 +30,8 @@ def quantise(source: Path, path: Path, file_type: int, n_threads: int) -> None:
 def importance(source: Path) -> ctypes.Array:
     """Make llama.cpp's importance matrix: 1 for all columns."""
     with open_gguf(source) as file:
-        widths = {name: info.shape[-1] for name, info in file.tensors.items() if len(info.shape) > 1}
+        shapes = {name: info.shape for name, info in file.tensors.items() if len(info.shape) > 1}
+    widths = {name: shape[-1] * (shape[0] if len(shape) == 3 else 1) for name, shape in shapes.items()}  # 3: experts
     table = (llama_cpp.llama_model_imatrix_data * (len(widths) + 1))()  # an entry without a name ends it
     for entry, (name, width) in zip(table, widths.items(), strict=False):
         entry.name, entry.size = name.encode(), width

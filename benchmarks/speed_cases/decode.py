@@ -44,7 +44,7 @@ class Setup:
     variants: Sequence[str]
     reference: str | None
     beside: Path | None
-    threads: int
+    threads: Any  # None: llorch's own number, in case `verify`
     rounds: int
     batch: int = 1
 
@@ -55,7 +55,7 @@ class Setup:
             yield None
             return
         sizes = {"num_hidden_layers": self.layers, "vocab_size": self.vocabulary}
-        with random_models(self.shape, self.threads, **sizes) as models:
+        with random_models(self.shape, self.threads or 1, **sizes) as models:
             yield models
 
     @property

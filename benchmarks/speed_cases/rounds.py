@@ -138,7 +138,11 @@ class Results:
                 }
                 row |= summary(measured) | {"unit": units[what]}
                 samples_by_name = {other.name: samples[other.title] for other in references}
-                pairs = {name: ratio(measured, by[what]) for name, by in samples_by_name.items() if what in by}
+                pairs = {
+                    name: ratio(measured, by[what])
+                    for name, by in samples_by_name.items()
+                    if all(value for value, _ in by.get(what, [(0, 0)]))
+                }
                 row |= {"ratios": pairs} if pairs else {}
                 row |= {"reference": True} if engine.reference else {}
                 if units[what] == "GB/s" or (n_bytes and units[what] == "tokens/s"):

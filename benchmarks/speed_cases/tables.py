@@ -91,7 +91,7 @@ def figure(row: Row | None, references: list[str], in_columns: bool) -> list[str
     ratios = []
     for name in references:
         if (ratio := row.get("ratios", {}).get(name)) is None:
-            ratios.append("")
+            ratios.append("-" if row.get("ratios") and not in_columns else "")
             continue
         median, low, high = ratio
         ratios.append(f"**{median:.2f}**" + (f" ({low:.2f}-{high:.2f})" if row["rounds"] > 1 else ""))

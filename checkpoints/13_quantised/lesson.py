@@ -17,7 +17,8 @@
 # whole number. For 32 weights, Q8_0 takes 34 bytes (8.5 bits each), Q4_0 takes 18 (4.5 bits each), and float32 takes
 # 128 bytes. Generating text reads all weights for every token. Where reading takes most of the time, as in llama.cpp,
 # a file of a quarter of the size is up to four times as fast. Decoding takes time, too: llorch in NumPy generates
-# half as many tokens per second as llama.cpp from the same Q8_0 file ([figures](../../benchmarks/README.md#torch)).
+# half as many tokens per second as llama.cpp from the same Q8_0 file
+# ([figures](../../benchmarks/README.md#decode-and-prefill)).
 
 # %%
 import inspect

@@ -143,14 +143,22 @@ def decode_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
         raise ValueError(f"out must hold the {len(blocks) * block_size} elements, got room for {out.size}")
     is_compiled = ggml_type.name in KINDS and ggml_type is not GGMLType.F32 and out.shape[-1] % RUN == 0
     if is_compiled and out.size >= LARGE and is_available() and compiled_decoder_is_right(ggml_type):
-        _decode_compiled(raw, ggml_type, out)
+        _decode_compiled_into(raw, ggml_type, out)
     else:
         decode_by_reference(raw, ggml_type, out)
 
 
-def _decode_compiled(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
+def decode_compiled(raw: np.ndarray, ggml_type: GGMLType, shape: tuple[int, ...]) -> np.ndarray:
+    """Decode in C to a new float32 array, for a type that the library has and rows of whole runs."""
+    decoded = np.empty(shape, np.float32)
+    _decode_compiled_into(raw, ggml_type, decoded)
+    return decoded
+
+
+def _decode_compiled_into(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
     shape = out.size // out.shape[-1], out.shape[-1]
-    CompiledMatrix(ggml_type.name, shape, np.ascontiguousarray(raw).reshape(shape[0], -1)).decode_into(0, out)
+    rows = np.ascontiguousarray(raw).reshape(shape[0], -1)
+    CompiledMatrix(ggml_type.name, shape, rows).decode_into(0, out.reshape(shape))
 
 
 def decode_by_reference(raw: np.ndarray, ggml_type: GGMLType, out: np.ndarray) -> None:
@@ -175,9 +183,8 @@ def compiled_decoder_is_right(ggml_type: GGMLType) -> bool:
     block_size, block_bytes = BLOCK_SIZES[ggml_type]
     shape = 2, 32 * block_size * (RUN // min(block_size, RUN))
     raw = np.random.default_rng(0).integers(0, 256, shape[0] * shape[1] // block_size * block_bytes, dtype=np.uint8)
-    expected, actual = np.empty(shape, np.float32), np.empty(shape, np.float32)
+    expected, actual = np.empty(shape, np.float32), decode_compiled(raw, ggml_type, shape)
     decode_by_reference(raw, ggml_type, expected)
-    _decode_compiled(raw, ggml_type, actual)
     is_equal = (actual.view(np.uint32) == expected.view(np.uint32)) | (np.isnan(actual) & np.isnan(expected))
     if not is_equal.all():
         logger.warning(

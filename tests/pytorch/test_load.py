@@ -22,7 +22,7 @@ from llorch.judging.expectations.quantised_models import MODELS, write_model
 from llorch.pytorch import load, stored_kinds
 from llorch.pytorch.cache import Cache
 from llorch.pytorch.causal_lm import CausalLM
-from llorch.pytorch.kernels.packing import HALF_TYPES, PACKERS
+from llorch.pytorch.kernels.packing import CPU_BLOCK_TYPES, HALF_TYPES, decode
 from llorch.pytorch.kernels.quantised_linear import PackedMatrix, QuantisedEmbedding, QuantisedLinear
 from llorch.pytorch.kernels.table import install_kernels, kernels_for
 from llorch.pytorch.load import LargePages, load_dense, load_packed
@@ -31,7 +31,7 @@ from llorch.pytorch.models.experts import QuantisedExperts
 from llorch.runtime.builtin import builtin_path
 
 CPU = torch.device("cpu")
-PACKED = [name for name, recipe in MODELS.items() if recipe.types <= PACKERS.keys()]
+PACKED = [name for name, recipe in MODELS.items() if recipe.types <= {*CPU_BLOCK_TYPES}]
 
 
 def logits(model: CausalLM, dtype: torch.dtype) -> torch.Tensor:
@@ -46,7 +46,7 @@ def load_logits(path: Path, way: Callable[..., CausalLM], dtype: torch.dtype) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-@pytest.mark.parametrize("name", [*PACKED, "Q4_1"])
+@pytest.mark.parametrize("name", [*PACKED, "IQ3_S"])
 def test_packed_matrices_give_the_logits_of_decoded_ones(name, dtype, tmp_path):
     path = write_model(name, tmp_path)
     packed, dense = (logits(load_logits(path, way, dtype), dtype).double() for way in (load_packed, load_dense))
@@ -72,7 +72,7 @@ def test_every_matrix_of_the_four_types_stays_packed(name, tmp_path):
 
 
 def test_matrices_of_other_types_are_decoded(tmp_path):
-    model = load_logits(write_model("Q4_1", tmp_path), load_packed, torch.float32)
+    model = load_logits(write_model("IQ3_S", tmp_path), load_packed, torch.float32)
     assert not any(isinstance(module, QuantisedLinear | QuantisedEmbedding) for module in model.modules())
 
 
@@ -123,14 +123,15 @@ def test_shard_of_a_half_precision_matrix_stays_packed_only_with_full_column_run
 
 
 @pytest.mark.parametrize("name", PACKED)
-def test_blocks_have_the_same_fields_without_a_compiler_and_in_pieces_of_one_row(name, tmp_path, monkeypatch):
-    path = write_model(name, tmp_path)
-    compiled = load_logits(path, load_packed, torch.float32).state_dict()
-    monkeypatch.setattr(stored_kinds, "quiet_library", lambda: None)
-    monkeypatch.setattr(stored_kinds, "_BLOCKS_AT_ONCE", 1)
-    plain = load_logits(path, load_packed, torch.float32).state_dict()
-    assert compiled.keys() == plain.keys()
-    assert all(torch.equal(compiled[name], field) for name, field in plain.items())
+def test_packed_rows_are_those_of_the_file_in_the_order_of_the_model(name, tmp_path):
+    weights = open_weights(write_model(name, tmp_path))
+    model = load_packed(weights, dtype=torch.float32, device=CPU)
+    for projection in ("q_proj", "v_proj"):
+        kernel = model.get_submodule(f"model.layers.0.self_attn.{projection}")
+        assert isinstance(kernel, QuantisedLinear)
+        decoded, stored = decode(kernel.fields, kernel.ggml_type), weights.as_stored(f"layers.0.{projection}").by_row
+        assert torch.equal(decoded, torch.from_numpy(weights.array(f"layers.0.{projection}")))
+        assert projection == "q_proj" or np.array_equal(kernel.fields["blocks"].numpy(), stored)
 
 
 def test_packed_experts_give_the_logits_of_decoded_ones(tmp_path: Path):
