@@ -15,7 +15,11 @@ if TYPE_CHECKING:
 def quick_interpreter() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         if find_spec("triton"):
+            from llorch.pytorch import random_weights
+            from llorch.pytorch.kernels.packing import pack
+
             prepare_once_a_launch(patch)
+            patch.setattr(random_weights, "file_fields", pack)  # the layout of CUDA, also in the interpreter
         yield
 
 
