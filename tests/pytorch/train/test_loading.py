@@ -90,7 +90,7 @@ def test_packed_matrices_get_compiled_products_with_gradients_on_the_cpu():
     head = module.lm_head = packed_head(module.config)
     prepare(module, target("cpu", "float32"))
     assert isinstance(module.lm_head, TrainedQuantisedLinear)
-    assert module.lm_head.fields["codes"].data_ptr() == head.fields["codes"].data_ptr()  # shared, not copied
+    assert module.lm_head.fields["blocks"].data_ptr() == head.fields["blocks"].data_ptr()  # shared, not copied
     assert isinstance(module.get_submodule("model.layers.1.self_attn.q_proj"), FrozenLinear)
 
 

@@ -24,3 +24,12 @@ def device(request: pytest.FixtureRequest) -> "torch.device":
     from helpers.kernel_tolerances import kernel_device
 
     return kernel_device(request.param)
+
+
+@pytest.fixture(autouse=True)
+def layout_of_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make packed matrices in the layout of CUDA, also for the interpreter."""
+    from llorch.pytorch import random_weights
+    from llorch.pytorch.kernels.packing import pack
+
+    monkeypatch.setattr(random_weights, "file_fields", pack)
