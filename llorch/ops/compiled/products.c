@@ -280,6 +280,7 @@ void llorch_decode_runs(int kind, const void *codes, const void *d, const void *
                         void *y, long first, long n) {
     const fields f = {codes, d, scales, more};
     switch (kind) {
+    case F32: copy_as(0, (const float *)codes + RUN * first, half, y, RUN * n); break;
     case BF16: copy_as(1, (const uint16_t *)codes + RUN * first, half, y, RUN * n); break;
     case F16:
         for (long i = 0; i < RUN * n; i += LANES) store_as(half, y, i, widen_f16((const uint16_t *)codes + RUN * first + i));
