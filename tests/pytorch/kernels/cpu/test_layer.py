@@ -16,7 +16,7 @@ from llorch.pytorch.causal_lm import attention, keep_nothing, rms_norm, rotate_a
 from llorch.pytorch.kernels.cpu.layer import FEW, HALF, CpuAttention, CpuRMSNorm, CpuRotate, CpuSwiglu
 from llorch.runtime.builtin import builtin_path
 
-COMPILED = cast(ctypes.CDLL, library())  # that it is not None is tested in test_kernels_cpu.py
+COMPILED = cast(ctypes.CDLL, library())  # that it is not None is tested in ops/compiled/test_library.py
 CLOSE = {torch.float32: 1e-6, torch.bfloat16: 4e-3}  # half a step of eight bits, as root mean square less than that
 DTYPES = pytest.mark.parametrize("dtype", HALF, ids=str)
 
