@@ -3,6 +3,7 @@
 import logging
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,18 +11,29 @@ from builders.quantised_folders import FOLDERS, NAMES
 from builders.table_matrices import TABLES, reader, table_matrix
 
 from llorch.files import compiled, open_weights
-from llorch.files.compiled import compiled_matrix
+from llorch.files.compiled import compiled_matrix, has_compiled_form
 from llorch.files.packed import Packed
+from llorch.files.quant import GGMLType
 from llorch.files.quantised.matrix import QuantisedMatrix
+from llorch.judging.expectations.quantised_models import matrix_bytes
 from llorch.ops.compiled.library import library
-from llorch.ops.compiled.products import FEW, CompiledMatrix
+from llorch.ops.compiled.products import FEW, KINDS, CompiledMatrix
 
+TYPES = [GGMLType[name] for name in KINDS if not name.startswith("TABLE")]
 SHAPES = [(name, n_in) for n_in in (192, 768) for name, (_, group, _) in TABLES.items() if n_in % (group or n_in) == 0]
 
 
 def first_matrix(folder: str) -> QuantisedMatrix:
     weights = open_weights(FOLDERS / folder)
     return next(m for m in map(weights.as_stored, weights) if isinstance(m, QuantisedMatrix))
+
+
+def ggml_matrix(kind: GGMLType, n_in: int = 512) -> Packed:
+    if kind is GGMLType.F32:
+        raw = np.random.default_rng(0).standard_normal((70, n_in)).astype(np.float32).view(np.uint8).reshape(-1)
+    else:
+        raw = matrix_bytes(kind, (70, n_in), key=kind.name)
+    return Packed("w", Path("model.gguf"), raw, kind, (70, n_in))
 
 
 def compile_matrix(packed: Packed) -> CompiledMatrix:
@@ -108,12 +120,33 @@ def test_all_zero_group_changes_no_other_group(name: str):
     assert_multiplies_alike(replace(matrix, recipe=replace(matrix.recipe, scale=reader(d), minimum=reader(minima))), 3)
 
 
-def test_rows_without_a_table_and_other_types_are_not_compiled():
-    matrix = table_matrix("MLX 4", 64, 192)
-    assert compiled_matrix(replace(matrix, shape=(64, 48))) is None
-    weights = open_weights(FOLDERS / "mlx-4bit")
-    dense = next(m for m in map(weights.as_stored, weights) if not isinstance(m, QuantisedMatrix))
-    assert compiled_matrix(dense) is None
+@pytest.mark.parametrize("kind", TYPES, ids=lambda kind: kind.name)
+def test_matrix_of_every_ggml_type_is_decoded_and_multiplied_in_its_place(kind: GGMLType):
+    packed = ggml_matrix(kind)
+    assert_decodes_alike(packed, first=3)
+    assert_multiplies_alike(packed, 3)
+    assert np.shares_memory(compile_matrix(packed).codes, packed.raw)
+
+
+@pytest.mark.parametrize("kind", [GGMLType.IQ3_S, GGMLType.TQ2_0, GGMLType.NVFP4], ids=lambda kind: kind.name)
+def test_matrix_of_another_type_is_not_compiled(kind: GGMLType):
+    packed = ggml_matrix(kind)
+    assert not has_compiled_form(packed)
+    assert compiled_matrix(packed) is None
+
+
+@pytest.mark.parametrize(
+    "packed", [ggml_matrix(GGMLType.BF16, 48), replace(table_matrix("MLX 4", 64, 192), shape=(64, 48))]
+)
+def test_matrix_without_whole_runs_of_columns_is_not_compiled(packed: Packed):
+    assert not has_compiled_form(packed)
+    assert compiled_matrix(packed) is None
+
+
+def test_matrix_whose_decoder_is_wrong_is_not_compiled(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(compiled, "compiled_decoder_is_right", lambda kind: kind is not GGMLType.Q4_K)
+    assert compiled_matrix(ggml_matrix(GGMLType.Q4_K)) is None
+    compile_matrix(ggml_matrix(GGMLType.Q6_K))
 
 
 def test_code_of_nan_is_left_to_the_decoder():
@@ -131,7 +164,7 @@ def test_pages_of_every_part_are_released_after_packing(monkeypatch: pytest.Monk
 
 
 def test_without_a_library_nothing_is_compiled(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture):
-    monkeypatch.setattr(compiled, "library", lambda: None)
+    monkeypatch.setattr(compiled, "is_available", lambda: False)
     with caplog.at_level(logging.WARNING):
-        assert compiled_matrix(table_matrix("MLX 4", 64, 192)) is None
+        assert compiled_matrix(table_matrix("MLX 4", 64, 192)) is compiled_matrix(ggml_matrix(GGMLType.Q8_0)) is None
     assert not caplog.records

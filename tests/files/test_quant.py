@@ -1,11 +1,12 @@
 import ctypes
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType
 from helpers.ggml_library import cpu_traits_of, load_ggml
-from helpers.refusals import refuses
+from helpers.refusals import assert_tells, refuses
 
 from llorch.files import quant as encoding
 from llorch.files.quant import (
@@ -13,13 +14,18 @@ from llorch.files.quant import (
     BLOCK_SIZES,
     LARGEST,
     GGMLType,
+    compiled_decoder_is_right,
     decode,
+    decode_by_reference,
     decode_minima,
     encode,
     encoded_size,
     has_bad_scale,
 )
+from llorch.ops.compiled.library import library
+from llorch.ops.compiled.products import KINDS, LARGE, CompiledMatrix
 
+COMPILED = [GGMLType[name] for name in KINDS if name != "F32" and not name.startswith("TABLE")]
 INTEGERS = {GGMLType.I8, GGMLType.I16, GGMLType.I32, GGMLType.I64}
 NO_DECODER_IN_GGML = {GGMLType.F32, GGMLType.F64, GGMLType.Q8_1, GGMLType.Q8_K}
 DECODED_BY_GGML = [kind for kind in GGMLType if kind not in INTEGERS | NO_DECODER_IN_GGML]
@@ -147,6 +153,56 @@ def test_large_tensors_decode_in_pieces_to_the_same_values():
     blocks[:, 1] &= 0x3F  # finite scales
     whole = decode(blocks.reshape(-1), GGMLType.Q8_0, (20_000, 32))
     assert np.array_equal(whole[-3:], decode(blocks[-3:].reshape(-1), GGMLType.Q8_0, (3, 32)))
+
+
+@pytest.fixture
+def decoded_in_c(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
+    """The types that C decodes; each is checked again."""
+    if library() is None:
+        pytest.skip("NOT RUN: no C compiler")
+    kinds: list[str] = []
+    decode_into = CompiledMatrix.decode_into
+    monkeypatch.setattr(
+        CompiledMatrix, "decode_into", lambda self, *rest: kinds.append(self.kind) or decode_into(self, *rest)
+    )
+    compiled_decoder_is_right.cache_clear()
+    yield kinds
+    compiled_decoder_is_right.cache_clear()
+
+
+def large_tensor(kind: GGMLType) -> tuple[np.ndarray, np.ndarray]:
+    """Random bytes for just enough elements to be decoded in C, and their values."""
+    raw, expected = random_blocks(kind, LARGE // BLOCK_SIZES[kind][0]), np.empty((LARGE // 512, 512), np.float32)
+    decode_by_reference(raw, kind, expected)
+    return raw, expected
+
+
+@pytest.mark.parametrize("kind", COMPILED, ids=lambda kind: kind.name)
+def test_large_tensor_is_decoded_in_c_to_the_bits_of_the_reference(kind: GGMLType, decoded_in_c: list[str]):
+    raw, expected = large_tensor(kind)
+    assert_same_bits(decode(raw, kind, expected.shape), expected)
+    assert decoded_in_c == [kind.name] * 2  # first the check of the decoder
+    n_small = LARGE // 512 - 1
+    small = decode(raw.reshape(LARGE // 512, -1)[:n_small], kind, (n_small, 512))
+    assert_same_bits(small, expected[:n_small])
+    assert decoded_in_c == [kind.name] * 2
+
+
+@pytest.mark.usefixtures("decoded_in_c")
+def test_wrong_decoder_is_replaced_after_one_warning(monkeypatch, caplog):
+    right = CompiledMatrix.decode_into
+
+    def decode_wrongly(self: CompiledMatrix, first: int, out: np.ndarray) -> None:
+        right(self, first, out)
+        out[-1, -1] += 1
+
+    monkeypatch.setattr(CompiledMatrix, "decode_into", decode_wrongly)
+    (raw, expected), kind = large_tensor(GGMLType.Q5_K), GGMLType.Q5_K
+    for _ in range(2):
+        assert_same_bits(decode(raw, kind, expected.shape), expected)
+    assert not compiled_decoder_is_right(kind)
+    (line,) = caplog.messages
+    assert_tells(line, "Q5_K", "NumPy")
 
 
 def test_only_mxfp4_can_hide_a_nan_scale():

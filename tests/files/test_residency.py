@@ -51,6 +51,32 @@ def test_matrices_are_decoded_where_that_fits_and_else_stay_packed(weights: Weig
     assert_tells(plan(weights).describe(), "packed", "0.3 GB", "decoded at load")
 
 
+@pytest.mark.parametrize(
+    ("name", "is_available", "expected"),
+    [("Q4_K_M", True, "packed"), ("Q4_K_M", False, "decoded"), ("BF16", True, "packed"), ("IQ3_S", True, "decoded")],
+)
+def test_matrices_of_a_large_model_stay_packed_if_c_multiplies_all(
+    name: str, is_available: bool, expected: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    weights, sizes = open_weights(write_model(name, tmp_path)), []
+    monkeypatch.setattr(residency, "is_available", lambda: is_available)
+    monkeypatch.setattr(residency, "is_small", lambda n_parameters: sizes.append(n_parameters) or len(sizes) == 1)
+    free(monkeypatch, 1e12)
+    assert [plan(weights).residency for _ in range(2)] == ["decoded", expected]  # small, large
+    assert {*sizes} == {sum(weights[name].size for name in weights if len(weights.shape(name)) > 1)}
+    assert [plan(weights, requested).residency for requested in ("decoded", "packed")] == ["decoded", "packed"]
+    free(monkeypatch, float(plan(weights).decoded - 1))
+    assert plan(weights).residency == "packed"  # decoded does not fit
+
+
+def test_one_matrix_that_c_does_not_multiply_decides(weights: Weights, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(residency, "is_available", lambda: True)
+    monkeypatch.setattr(residency, "is_small", lambda n_parameters: False)
+    monkeypatch.setattr(residency, "has_compiled_form", lambda packed: packed.name != "blk.1.ffn_down.weight")
+    free(monkeypatch, 1e12)
+    assert plan(weights).residency == "decoded"
+
+
 @NEEDS_GGML
 def test_matrices_stay_packed_for_ggml_s_kernels(weights: Weights, monkeypatch: pytest.MonkeyPatch):
     free(monkeypatch, 1e12)
@@ -115,8 +141,10 @@ def test_no_more_tokens_are_planned_than_the_context_holds(weights: Weights, mon
     assert plan(weights, n_tokens=10**9) == plan(weights, n_tokens=weights.config.max_position_embeddings)
 
 
-def test_float32_files_have_nothing_to_choose():
+def test_float32_files_have_nothing_to_choose(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(residency, "is_small", lambda n_parameters: False)
     made = plan(open_weights(builtin_path("story")))
+    assert made.residency == "decoded"
     assert made.types.keys() == {"F32"}
     assert made.decoded == made.packed
 

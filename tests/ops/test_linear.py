@@ -5,6 +5,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from llorch.ops import linear as linear_module
+from llorch.ops.compiled.library import library
+from llorch.ops.compiled.products import LARGE, CompiledMatrix
 from llorch.ops.embedding import embedding
 from llorch.ops.linear import linear
 from llorch.ops.routing import linear_by_expert, top_k
@@ -42,6 +45,43 @@ def test_linear_treats_rows_separately(rng):
     x, weight, bias = rng.normal(size=(5, 7)), rng.normal(size=(3, 7)), rng.normal(size=3)
     whole = linear(x, weight, bias)
     np.testing.assert_allclose(whole, np.concatenate([linear(row[None], weight, bias) for row in x]), rtol=1e-12)
+
+
+@pytest.fixture
+def multiplied_in_c(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of inputs that C multiplies."""
+    if library() is None:
+        pytest.skip("NOT RUN: no C compiler")
+    shapes: list[tuple[int, ...]] = []
+    multiply = CompiledMatrix.multiply
+    monkeypatch.setattr(CompiledMatrix, "multiply", lambda self, x: shapes.append(x.shape) or multiply(self, x))
+    return shapes
+
+
+@pytest.mark.parametrize("n_in", [1024, 1031])
+def test_one_row_is_multiplied_in_c_with_a_large_matrix(n_in: int, rng, multiplied_in_c: list[tuple[int, ...]]):
+    x, weight = (rng.normal(size=shape).astype(np.float32) for shape in ((1, n_in), (LARGE // 1024, n_in)))
+    bias, exact = rng.normal(size=LARGE // 1024).astype(np.float32), x.astype(np.float64) @ weight.astype(np.float64).T
+    actual = linear(x, weight, bias)
+    assert multiplied_in_c == [x.shape]
+    assert actual.dtype == np.float32
+    errors = [np.linalg.norm(y - exact) for y in (actual - bias, x @ weight.T)]
+    assert errors[0] < max(2 * errors[1], 3e-7 * np.linalg.norm(exact))
+
+
+@pytest.mark.parametrize("is_available", [True, False])
+@pytest.mark.parametrize("case", ["not contiguous", "small", "two rows", "float64", "large"])
+def test_other_products_are_left_to_blas(case: str, is_available: bool, rng, multiplied_in_c, monkeypatch):
+    monkeypatch.setattr(linear_module, "is_available", lambda: is_available)
+    dtype, rows = np.float64 if case == "float64" else np.float32, 2 if case == "two rows" else 1
+    x, weight = (rng.normal(size=shape).astype(dtype) for shape in ((rows, 1024), (LARGE // 1024, 1024)))
+    if case == "not contiguous":
+        weight = np.asfortranarray(weight)
+    if case == "small":
+        weight = weight[1:]
+    expected = x.astype(np.float64) @ weight.astype(np.float64).T
+    np.testing.assert_allclose(linear(x, weight), expected, rtol=1e-4, atol=1e-4)
+    assert bool(multiplied_in_c) is (case == "large" and is_available)
 
 
 def test_embedding_picks_the_row_of_each_token(rng):
