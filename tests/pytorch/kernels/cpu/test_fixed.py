@@ -97,14 +97,14 @@ def test_row_has_the_same_bits_in_any_batch(shape, bias, dtype, compiled):
 def test_packed_product_has_the_bits_of_the_decoded_one(kind, dtype, compiled):
     torch.manual_seed(0)
     fields = random_fields((45, 2304), kind, torch.device("cpu"))
-    kernel = CpuQuantisedLinear(fields, kind, random_values(45, dtype=dtype, seed=2), compiled, fixed=True)
-    x = random_values(80, 2304, dtype=dtype, seed=3)
+    bias, x = random_values(45, dtype=dtype, seed=2), random_values(80, 2304, dtype=dtype, seed=3)
+    kernel = CpuQuantisedLinear(fields, kind, bias, compiled, fixed=True)
     whole = kernel(x)
     assert_batch_invariant(kernel, x, whole)
-    assert torch.equal(CpuLinear(decode(fields, kind).to(dtype), kernel.bias, compiled, fixed=True)(x), whole)
-    exact = linear(x.double(), decode(fields, kind).double(), kernel.bias.double())
+    assert torch.equal(CpuLinear(decode(fields, kind).to(dtype), bias, compiled, fixed=True)(x), whole)
+    exact = linear(x.double(), decode(fields, kind).double(), bias.double())
     for rows in (1, 3):  # whose sums have other orders
-        actual = CpuQuantisedLinear(fields, kind, kernel.bias, compiled)(x[:rows])
+        actual = CpuQuantisedLinear(fields, kind, bias, compiled)(x[:rows])
         assert distance(actual, exact[:rows]) < (1e-6 if dtype is torch.float32 else 3e-3)
 
 
