@@ -184,6 +184,7 @@ from llorch.pytorch.device import target
 from llorch.pytorch.memory import predict
 from llorch.pytorch.model import load_torch
 from llorch.files import open_weights
+from llorch.runtime.memory import return_freed_memory
 
 class NoText:
     eos_token_ids = frozenset()
@@ -204,6 +205,7 @@ def measure(path, dtype, residency, n_tokens):
     global most, done
     done = threading.Event()
     predicted = predict(open_weights(path), target("cpu", dtype), residency, 1, n_tokens).peak
+    return_freed_memory()  # else memory that imports have freed would not be counted
     most = before = anonymous()
     thread = threading.Thread(target=watch, daemon=True)
     thread.start()
