@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import click
 import numpy as np
 import torch
-from speed_cases.rounds import processor
 
+from llorch.apps.bench.measure import processor
 from llorch.ops.sampling import SamplingSettings
 from llorch.pytorch.decoding import left_padded
 from llorch.pytorch.model import TorchModel, load_torch

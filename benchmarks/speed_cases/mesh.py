@@ -53,8 +53,8 @@ def add(results: Results, job: Job, ranks: Sequence[Any]) -> None:
     """Add the rows of a mesh: what its rank 0 needs and sends, and the seconds of its slowest rank."""
     expected, actual = memory(job), ranks[0]
     sent, counted = volumes(job), sum_messages(actual.messages)
-    kept = {"kept between steps": (expected.between_steps / MB, sum(actual.kept.values()) / MB)}
-    sizes = kept | {
+    between_steps = {"kept between steps": (expected.between_steps / MB, sum(actual.kept.values()) / MB)}
+    sizes = between_steps | {
         f"messages of a step: {' '.join(key)}": (sent[key] / MB, counted[key] / MB)
         for key in sorted(sent.keys() | counted.keys())
     }

@@ -25,6 +25,8 @@ from typing import Any
 
 import click
 
+from llorch.apps.bench.measure import processor
+
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = 0.05  # largest share of the processors in a quiet round
 PACKAGES = ("numpy", "torch", "transformers", "peft", "llama-cpp-python")
@@ -260,15 +262,6 @@ def describe_machine() -> str:
     """Describe the machine in one line."""
     host = machine()
     return f"machine: {host['processor']}, {host['cores']} cores; OpenBLAS kernels: {host['openblas']}"
-
-
-def processor() -> str:
-    """Ask the system for the name of its processor."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor() or platform.machine()
 
 
 def openblas_kernels() -> str:

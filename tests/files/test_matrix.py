@@ -184,23 +184,23 @@ def test_few_rows_are_multiplied_in_c_and_more_by_tiles_decoded_in_c(scheme, mon
     monkeypatch.setattr("llorch.files.packed.TILE", 200 * LARGE[2])
     multiplied, decoded = (calls_of(monkeypatch, name) for name in ("multiply", "decode_into"))
     stored = table_matrix(*LARGE)
-    made, x = Matrix(stored, round_inputs=False, scheme=scheme), np.tile(activations(LARGE[2]), (2, 1))
+    matrix, x = Matrix(stored, round_inputs=False, scheme=scheme), np.tile(activations(LARGE[2]), (2, 1))
     rounded = x if scheme is None else round_as_scheme(x, scheme)
     expected = rounded.astype(np.float64) @ stored.decode().astype(np.float64).T
-    agree(made.forward(x[:FEW]), expected[:FEW], within=1e-6)
+    agree(matrix.forward(x[:FEW]), expected[:FEW], within=1e-6)
     assert (multiplied, decoded) == ([FEW], [])
-    agree(made.forward(x[: FEW + 1]), expected[: FEW + 1], within=1e-6)
+    agree(matrix.forward(x[: FEW + 1]), expected[: FEW + 1], within=1e-6)
     assert (multiplied, decoded) == ([FEW], [200, 200, 112])
     assert scheme is None or np.abs(expected - x @ stored.decode().T).max() > 1e-3
 
 
 def test_rows_of_a_quantised_embedding_are_decoded_in_c_to_the_same_bits(monkeypatch: pytest.MonkeyPatch):
     decoded, stored, ids = calls_of(monkeypatch, "decode_into"), table_matrix(*LARGE), np.array([3, 511, 3])
-    made = Matrix(stored, round_inputs=False)
-    np.testing.assert_array_equal(made.rows(ids), stored.decode_rows(ids), strict=True)
+    matrix = Matrix(stored, round_inputs=False)
+    np.testing.assert_array_equal(matrix.rows(ids), stored.decode_rows(ids), strict=True)
     assert decoded == [1, 1, 1]
     with pytest.raises(IndexError):
-        made.rows(np.array([512]))
+        matrix.rows(np.array([512]))
 
 
 @pytest.mark.parametrize("rows", [1, FEW + 1])
@@ -215,8 +215,8 @@ def test_float64_and_small_matrices_are_decoded_in_numpy(monkeypatch: pytest.Mon
     calls = [calls_of(monkeypatch, name) for name in ("multiply", "decode_into")]
     stored, small = table_matrix(*LARGE), table_matrix("MLX 4", 64, 256)
     x = activations(LARGE[2], np.float64)
-    made = Matrix(stored, round_inputs=False, dtype=np.float64)
-    agree(made.forward(x), x @ stored.decode().astype(np.float64).T, within=1e-14)
+    matrix = Matrix(stored, round_inputs=False, dtype=np.float64)
+    agree(matrix.forward(x), x @ stored.decode().astype(np.float64).T, within=1e-14)
     x = x.astype(np.float32)
     expected = (x.astype(np.float64) @ small.decode().astype(np.float64).T).astype(np.float32)
     np.testing.assert_array_equal(Matrix(small, round_inputs=False).forward(x), expected)

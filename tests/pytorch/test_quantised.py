@@ -137,16 +137,16 @@ def test_injected_field_error_fails_every_product(kind, spoil, tmp_path, monkeyp
         return blocks
 
     monkeypatch.setattr(load, "read_blocks", wrong)
-    found = products(kind.name, tmp_path)
-    assert {c.backend for c in found} == {"torch-cpu-float32", "torch-cpu-float32-plain"}
-    assert all(c.verdict == FAIL and c.difference.error > 10 * c.tolerance.error for c in found)
+    rows = products(kind.name, tmp_path)
+    assert {c.backend for c in rows} == {"torch-cpu-float32", "torch-cpu-float32-plain"}
+    assert all(c.verdict == FAIL and c.difference.error > 10 * c.tolerance.error for c in rows)
 
 
 def test_wrong_reference_decoder_fails_every_product_of_the_plain_modules(tmp_path, monkeypatch):
     monkeypatch.setattr(packing, "decode_by_reference", lambda raw, kind, out: out.fill(0.5))
-    found = [c for c in products("Q8_0", tmp_path) if c.backend.endswith("-plain")]
-    assert found
-    assert all(c.verdict == FAIL and c.difference.error > 10 * c.tolerance.error for c in found)
+    rows = [c for c in products("Q8_0", tmp_path) if c.backend.endswith("-plain")]
+    assert rows
+    assert all(c.verdict == FAIL and c.difference.error > 10 * c.tolerance.error for c in rows)
 
 
 @pytest.mark.parametrize("name", ["Q8_0", "Q4_K"])

@@ -151,5 +151,5 @@ def require_product(actual: np.ndarray, expected: np.ndarray, magnitudes: np.nda
     """
     wrong = ~(np.abs(actual - expected) <= _ROUNDING * magnitudes)
     if wrong.any():
-        at = np.unravel_index(np.argmax(wrong), wrong.shape)
-        raise NoKernels(f"ggml's product of {name}: expected {expected[at]:.7g}, got {actual[at]:.7g}")
+        index = np.unravel_index(np.argmax(wrong), wrong.shape)
+        raise NoKernels(f"ggml's product of {name}: expected {expected[index]:.7g}, got {actual[index]:.7g}")

@@ -19,7 +19,7 @@ from functools import cache
 from hashlib import sha256
 from pathlib import Path
 
-from llorch.runtime.threads import n_cores
+from llorch.runtime.threads import end_waiting_threads, n_cores
 from llorch.runtime.worker import run
 
 logger = logging.getLogger(__name__)
@@ -65,12 +65,20 @@ def library() -> ctypes.CDLL | None:
     command, why = find_compiler(), "no C compiler is installed"
     if command is not None:
         try:
-            return declare_signatures(load_cached(command) or build_and_load(command))
+            compiled = declare_signatures(load_cached(command) or build_and_load(command))
+            _let_processes_fork()
+            return compiled
         except (NotBuilt, OSError) as error:  # no folder to write to, or to load from
             why = str(error)
     slower = "a token takes at least twice as long, and much longer with packed weights"
     logger.warning("CPU kernels are not built, so %s: %s", slower, why)
     return None
+
+
+def _let_processes_fork() -> None:
+    """End the OpenMP threads before each fork: a forked process would wait for them forever at its first product."""
+    if hasattr(os, "register_at_fork"):  # not on Windows
+        os.register_at_fork(before=end_waiting_threads)
 
 
 def find_compiler() -> list[str] | None:

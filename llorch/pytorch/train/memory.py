@@ -95,7 +95,7 @@ def _measure_kept(module: CausalLM, n_tokens: int, device: torch.device) -> int:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in parameter_pointers:
             saved_storages[storage.data_ptr()] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # the output of a node would keep its graph, and with it all that the pass saves
 
     ids = np.arange(n_tokens)[None] % module.config.vocab_size
     labels = np.full_like(ids, IGNORED)

@@ -1,5 +1,9 @@
 """Products and decoding in C, called by NumPy: every type of ggml, against float64 and the decoders of files."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
@@ -94,6 +98,28 @@ def threads(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 def test_lack_of_memory_is_reported():
     with refuses(MemoryError, "3 rows", where="linear"):
         CompiledMatrix("F32", (2, 32), np.zeros((2, 32), np.float32)).multiply(np.zeros((3, 32), np.float32))
+
+
+REPOSITORY = Path(__file__).parents[3]
+FORK = """
+import os, signal
+import numpy as np
+from llorch.ops.compiled.products import CompiledMatrix
+from llorch.runtime.threads import limit_threads
+weight, x = np.ones((64, 1024), np.float32), np.ones((1, 1024), np.float32)
+matrix = CompiledMatrix("F32", weight.shape, weight)
+with limit_threads(2):
+    matrix.multiply(x)
+    if (child := os.fork()) == 0:
+        signal.alarm(20)
+        os._exit(int(not np.array_equal(matrix.multiply(x), x @ weight.T)))
+    raise SystemExit(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="NOT RUN: no fork on this system")
+def test_a_forked_process_multiplies_after_a_product_on_two_threads():
+    assert subprocess.run([sys.executable, "-c", FORK], cwd=REPOSITORY, timeout=60).returncode == 0
 
 
 def test_number_of_threads_is_set_by_the_user(threads: list[int], monkeypatch: pytest.MonkeyPatch):

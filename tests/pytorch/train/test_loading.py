@@ -1,5 +1,6 @@
 """A model whose modules record gradients, its pass over a batch, and the memory of a step, estimated before it."""
 
+import gc
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -195,11 +196,29 @@ def test_angles_are_not_shared_between_models():
     assert first.cos.shape != other.cos.shape or not torch.equal(first.cos, other.cos)
 
 
-def measure_kept_bytes(settings: TrainSettings) -> tuple[float, float]:
+def load_with_adapter(settings: TrainSettings) -> CausalLM:
     weights = open_weights(builtin_path(settings.model))
     module = load_for_training(weights, target("cpu", "float32"), residency="decoded", batch=1, n_tokens=9)
     attach(module, initial_adapter(settings.lora, weights, init="default", seed=0), trainable=True)
-    return kept_bytes(module, CPU)
+    return module
+
+
+def measure_kept_bytes(settings: TrainSettings) -> tuple[float, float]:
+    return kept_bytes(load_with_adapter(settings), CPU)
+
+
+def count_tensors() -> int:
+    """Count the tensors that live in this process."""
+    gc.collect()
+    return sum(isinstance(item, torch.Tensor) for item in gc.get_objects())
+
+
+def test_tensors_of_the_measured_pass_are_freed(tmp_path: Path):
+    module = load_with_adapter(small_settings(tmp_path))
+    kept_bytes(module, CPU)  # fills caches
+    n_tensors = count_tensors()
+    kept_bytes(module, CPU)
+    assert count_tensors() == n_tensors
 
 
 @pytest.mark.parametrize("model", ["micro-llama", "micro-qwen2"])
