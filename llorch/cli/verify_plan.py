@@ -43,6 +43,7 @@ from llorch.ops.compiled.ggml import NoKernels, why_absent
 from llorch.ops.numerics import EXACT, GGML, Numerics
 from llorch.runtime.builtin import EVERY, IN_WHEEL, goldens_folder, is_wheel
 from llorch.runtime.errors import MissingExtra, NotInWheel, UserError
+from llorch.runtime.memory import available_memory
 
 if TYPE_CHECKING:
     from llorch.cli.on_torch import TorchBackend
@@ -52,6 +53,7 @@ _PACKAGES = {"llamacpp": ("llama_cpp",), "transformers": ("torch", "transformers
 
 VERSION = 2  # of the --json output; a change that breaks readers increments it
 QUANTISED = "quantised"  # name for the micro models of checkpoint 13: small models, one for each quantised type
+JOB_BYTES = 2e9  # largest memory of a process: attention to a long context in float64
 AT_ONCE = 4  # number of these micro models in one job
 MIN_DISTINCT = 8  # fewer distinct tokens hide some mistakes, so llorch warns
 
@@ -105,7 +107,8 @@ def judge_all(
     out, reports = console(), []
     is_brief = not (models or verbose or detail or as_json)
     is_serial = any(plan.engines for plan in plans) or not all(backend.forks for backend in on_torch)
-    with Workers(_verify_jobs(plans, on_torch), 1 if is_serial else allowed_cores()) as workers:
+    n_processes = 1 if is_serial else int(min(allowed_cores(), max(1, available_memory() / JOB_BYTES)))
+    with Workers(_verify_jobs(plans, on_torch), n_processes) as workers:
         for report in _judge_plans(plans, on_torch, options.residency, inputs, workers):
             reports.append(report)
             if is_brief:

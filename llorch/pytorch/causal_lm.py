@@ -206,9 +206,9 @@ def attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: 
     batch, seq, _, head_dim = q.shape
     kv_heads, ctx = keys.shape[1:3]
     grouped = q.view(batch, seq, kv_heads, -1, head_dim).permute(0, 2, 3, 1, 4)  # (batch, kv_heads, group, seq, hd)
-    scores = widened(grouped) @ widened(keys)[:, :, None].mT / math.sqrt(head_dim)
+    scores = (widened(grouped) @ widened(keys)[:, :, None].mT).div_(math.sqrt(head_dim))
     mask = visible if visible is not None else torch.ones(seq, ctx, dtype=torch.bool, device=q.device).tril(ctx - seq)
-    scores = scores.flatten(1, 2).masked_fill(~mask, -math.inf)  # (batch, heads, seq, ctx)
+    scores = scores.flatten(1, 2).masked_fill_(~mask, -math.inf)  # (batch, heads, seq, ctx)
     probs = keep("attn_probs", keep("attn_scores", scores).softmax(-1)).unflatten(1, (kv_heads, -1))
     context = (probs @ widened(values)[:, :, None]).flatten(1, 2).to(q.dtype)  # (batch, heads, seq, head_dim)
     return context.transpose(1, 2)

@@ -67,6 +67,23 @@ def test_json_names_backends_and_what_was_not_run(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.usefixtures("few_variants")
+def test_parallel_processes_give_the_same_comparisons_as_one(monkeypatch: pytest.MonkeyPatch):
+    from llorch.cli import verify_plan
+    from llorch.judging.runners import torch
+
+    workers, n_processes = verify_plan.Workers, list[int]()
+    monkeypatch.setattr(verify_plan, "Workers", lambda jobs, n: n_processes.append(n) or workers(jobs, n))
+    monkeypatch.delitem(torch.VARIANTS, "-batch")
+    words = ("verify", "micro-llama3", "--backend", "torch", "--json", "--threads")
+    in_parallel, in_sequence = (json.loads(invoke(*words, n).stdout) for n in ("2", "1"))
+    assert n_processes == [2, 1]
+    assert in_parallel == in_sequence
+    fields = ("checkpoint", "stage", "layer", "case", "engine", "backend", "mode")
+    places = [tuple(row[field] for field in fields) for row in in_parallel["comparisons"]]
+    assert len(places) == len({*places})
+
+
+@pytest.mark.usefixtures("few_variants")
 def test_packed_matrices_agree_on_torch():
     result = invoke("verify", "quantised", "--backend", "torch")
     assert result.exit_code == 0, result.stdout

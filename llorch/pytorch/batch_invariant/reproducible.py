@@ -143,8 +143,9 @@ def attention(q: Heads, keys: Context, values: Context, visible: Visible, keep: 
     mask = visible if visible is not None else torch.ones(seq, ctx, dtype=torch.bool, device=q.device).tril(ctx - seq)
     wide_q, keys, values = widened(q).transpose(1, 2), widened(keys), widened(values)
     n = _n_queries(wide_q[0], keys[0])
-    scores = torch.stack([_tiled_scores(*pair, n) for pair in zip(wide_q, keys, strict=True)]) / math.sqrt(q.shape[-1])
-    probs = keep("attn_probs", softmax(keep("attn_scores", scores.masked_fill(~mask, -math.inf))))
+    scores = torch.stack([_tiled_scores(*pair, n) for pair in zip(wide_q, keys, strict=True)])
+    scores = scores.div_(math.sqrt(q.shape[-1])).masked_fill_(~mask, -math.inf)
+    probs = keep("attn_probs", softmax(keep("attn_scores", scores)))
     context = torch.stack([_context(*pair, n) for pair in zip(probs, values, strict=True)])
     return context.transpose(1, 2).to(q.dtype)  # (batch, seq, heads, head_dim)
 
