@@ -66,7 +66,7 @@ def library() -> ctypes.CDLL | None:
     if command is not None:
         try:
             compiled = declare_signatures(load_cached(command) or build_and_load(command))
-            _let_processes_fork()
+            _end_threads_before_forks()
             return compiled
         except (NotBuilt, OSError) as error:  # no folder to write to, or to load from
             why = str(error)
@@ -75,7 +75,7 @@ def library() -> ctypes.CDLL | None:
     return None
 
 
-def _let_processes_fork() -> None:
+def _end_threads_before_forks() -> None:
     """End the OpenMP threads before each fork: a forked process would wait for them forever at its first product."""
     if hasattr(os, "register_at_fork"):  # not on Windows
         os.register_at_fork(before=end_waiting_threads)

@@ -26,8 +26,8 @@ def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[Healt
     from llorch.apps.doctor.machine.checks import (
         check_caches,
         check_engines,
-        check_ggml_kernels,
         check_hardware,
+        check_kernels,
         check_torch,
         self_test,
     )
@@ -35,7 +35,7 @@ def examine(report: Callable[[str], None] = lambda line: None) -> Iterator[Healt
     yield from check_hardware()
     report("torch and compiled kernels")
     yield from check_torch()
-    yield check_ggml_kernels()
+    yield from check_kernels()
     yield from check_engines(errors)
     report("caches")
     yield from check_caches()

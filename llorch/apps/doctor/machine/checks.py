@@ -27,13 +27,17 @@ from llorch.runtime.threads import VARIABLES, n_cores
 from llorch.stages.comparison import compare
 
 _TORCH = """
-import logging, torch
+import torch
 say({"built_for": torch.version.cuda or torch.version.hip or "", "threads": torch.get_num_threads()})
 try:
     found = [torch.cuda.get_device_properties(n) for n in range(torch.cuda.device_count())]
     say({"devices": [f"{one.name}, {one.total_memory / 1e9:.0f} GB, sm_{one.major}{one.minor}" for one in found]})
 except Exception as error:
     say({"devices": [], "why": str(error)})
+"""
+_KERNELS = """
+import logging
+from llorch.ops.compiled.ggml import NoKernels, ggml_kernels
 from llorch.ops.compiled.library import find_compiler, library
 class Kept(logging.Handler):
     def emit(self, record):
@@ -41,6 +45,10 @@ class Kept(logging.Handler):
 logging.getLogger("llorch").addHandler(Kept())
 say({"compiler": find_compiler()})
 say({"kernels": library() is not None})
+try:
+    say({"ggml": ggml_kernels().version})
+except NoKernels as error:
+    say({"why_no_ggml": str(error)})
 """
 _DRIVER = Path("/dev/nvidiactl")  # exists if a driver of NVIDIA is loaded
 _TIMEOUT = 180.0  # seconds, including compilation of the kernels
@@ -51,13 +59,20 @@ _ENGINE_PACKAGES = {  # engine -> its name in the goldens, {key of a version in 
 
 
 def check_torch() -> Iterator[HealthCheck]:
-    """Check the devices that torch finds, and the C kernels, which are compiled if they are missing."""
+    """Check the devices that torch finds."""
     if find_spec("torch") is None:
         return
     records, failure = run_probe(_TORCH, timeout=_TIMEOUT)
     facts: dict[str, Any] = {key: value for record in records for key, value in record.items()}
     yield _check_devices(facts, failure)
-    yield _check_kernels(facts, failure)
+
+
+def check_kernels() -> Iterator[HealthCheck]:
+    """Check the C kernels, compiled now if they are missing, and ggml's; in a child, because they may crash."""
+    records, failure = run_probe(_KERNELS, timeout=_TIMEOUT)
+    facts: dict[str, Any] = {key: value for record in records for key, value in record.items()}
+    yield _check_c_kernels(facts, failure)
+    yield _check_ggml_kernels(facts, failure)
 
 
 def _check_devices(facts: Mapping[str, Any], failure: str) -> HealthCheck:
@@ -77,38 +92,22 @@ def _check_devices(facts: Mapping[str, Any], failure: str) -> HealthCheck:
     return HealthCheck("engines", "devices", "broken", text, repair)
 
 
-def _check_kernels(facts: Mapping[str, Any], failure: str) -> HealthCheck:
+def _check_c_kernels(facts: Mapping[str, Any], failure: str) -> HealthCheck:
     if facts.get("kernels"):
         return HealthCheck("engines", "C kernels", "ok", f"built and loaded, by {Path(facts['compiler'][0]).name}")
     if "compiler" in facts and facts["compiler"] is None:
-        text = "no C compiler, so a token takes at least twice as long on the torch path"
+        text = "no C compiler, so a token takes at least twice as long"
         return HealthCheck("engines", "C kernels", "absent", text, "apt-get install gcc  # or another C compiler")
     repair = "CC=gcc llorch doctor  # or another compiler"
     text = str(facts.get("why_not") or f"cannot build them: {failure}")
     return HealthCheck("engines", "C kernels", "broken", text, repair)
 
 
-_GGML = """
-from llorch.ops.compiled.ggml import NoKernels, ggml_kernels
-try:
-    say({"version": ggml_kernels().version})
-except NoKernels as error:
-    say({"why_not": str(error)})
-"""
-
-
-def check_ggml_kernels() -> HealthCheck:
-    """Check the kernels of ggml that multiply quantised files on the NumPy path; in a child, because they may crash."""
-    records, failure = run_probe(_GGML, timeout=_TIMEOUT)
-    facts: dict[str, Any] = {key: value for record in records for key, value in record.items()}
-    return _describe_ggml_kernels(facts, failure)
-
-
-def _describe_ggml_kernels(facts: Mapping[str, Any], failure: str) -> HealthCheck:
-    if "version" in facts:
-        text = f"ggml {facts['version']}: a known product is right; used for large quantised files, on NumPy"
+def _check_ggml_kernels(facts: Mapping[str, Any], failure: str) -> HealthCheck:
+    if "ggml" in facts:
+        text = f"ggml {facts['ggml']}: a known product is right; used for large quantised files, on NumPy"
         return HealthCheck("engines", "ggml kernels", "ok", text)
-    why_not = facts.get("why_not")
+    why_not = facts.get("why_no_ggml")
     text = f"{why_not or f'cannot load them: {failure}'}; so quantised files are slower on NumPy"
     if why_not is not None:
         return HealthCheck("engines", "ggml kernels", "absent", text, f"pip install {PACKAGE}")

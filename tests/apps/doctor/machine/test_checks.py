@@ -7,17 +7,18 @@ from helpers.ggml_kernels import HAS_GGML
 from helpers.refusals import assert_tells
 
 from llorch.apps.doctor.machine.checks import (
+    _check_c_kernels,
     _check_devices,
-    _check_kernels,
-    _describe_ggml_kernels,
+    _check_ggml_kernels,
     check_caches,
     check_engines,
-    check_ggml_kernels,
     check_hardware,
+    check_kernels,
     processor,
     self_test,
 )
 from llorch.ops.compiled.ggml import PACKAGE
+from llorch.ops.compiled.library import library
 from llorch.runtime.builtin import goldens_folder
 
 
@@ -76,7 +77,7 @@ def test_devices_are_those_that_torch_sees(
     ],
 )
 def test_cpu_kernels_check_names_the_compiler_or_what_is_missing(facts: dict[str, object], state: str, shown_fact: str):
-    found = _check_kernels(facts, "lasts 180 s")
+    found = _check_c_kernels(facts, "lasts 180 s")
     assert found.state == state
     assert_tells(found.text, shown_fact)
 
@@ -84,20 +85,22 @@ def test_cpu_kernels_check_names_the_compiler_or_what_is_missing(facts: dict[str
 @pytest.mark.parametrize(
     ("facts", "state", "shown_facts"),
     [
-        ({"version": "0.25.3"}, "ok", ("ggml 0.25.3",)),
-        ({"why_not": "no library"}, "absent", ("no library", "slower")),
+        ({"ggml": "0.25.3"}, "ok", ("ggml 0.25.3",)),
+        ({"why_no_ggml": "no library"}, "absent", ("no library", "slower")),
         ({}, "broken", ("SIGSEGV", "slower")),
     ],
 )
 def test_ggml_s_kernels_are_named_or_why_they_do_not_run(facts: dict, state: str, shown_facts: tuple[str, ...]):
-    check = _describe_ggml_kernels(facts, "SIGSEGV")
+    check = _check_ggml_kernels(facts, "SIGSEGV")
     assert check.state == state
     assert_tells(check.text, *shown_facts)
     assert (PACKAGE in check.repair) == (state != "ok")
 
 
-def test_ggml_s_kernels_are_loaded_in_a_child():
-    assert check_ggml_kernels().state == ("ok" if HAS_GGML else "absent")
+def test_kernels_are_loaded_in_a_child_that_needs_no_torch():
+    c_kernels, ggml_kernels = check_kernels()
+    assert c_kernels.state == ("ok" if library() is not None else "absent")
+    assert ggml_kernels.state == ("ok" if HAS_GGML else "absent")
 
 
 def test_engine_versions_are_compared_with_those_of_the_goldens(monkeypatch: pytest.MonkeyPatch):
