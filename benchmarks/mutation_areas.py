@@ -75,7 +75,7 @@ AREAS = (
     Area("torch", "pytorch/* pytorch/[!kt]*/* engines/capture/*", "pytorch/* pytorch/[!kt]*/* engines/capture/*"),
     Area(
         "kernels",
-        "pytorch/kernels/* pytorch/kernels/*/* ops/compiled/*",
+        "pytorch/kernels/* pytorch/kernels/*/* ops/compiled/* files/compiled",
         "pytorch/kernels/* pytorch/kernels/*/* ops/compiled/* pytorch/model pytorch/quantised files/compiled",
     ),
     Area("lora", "lora/* apps/doctor/adapter/*", "lora/* apps/doctor/adapter/* cli/lora_files model/model"),
