@@ -76,7 +76,7 @@ def _types(comparisons: Sequence[Comparison], exact: Mapping[str, float]) -> str
 
 
 def _line(name: str, comparisons: Sequence[Comparison], exact: float) -> list[str]:
-    mine = [c for c in comparisons if c.model == name and c.backend in BACKENDS]
+    mine = [c for c in comparisons if c.model == name and c.backend in BACKENDS["own"]]
     cells = []
     for modes in (("isolated",), ("chained", "decode"), ("free",)):
         group = [c for c in mine if c.mode in modes]

@@ -2,7 +2,7 @@
 
 The product of an adapter, scaling * B A x, is computed as B (A x). Its backward pass saves memory: torch would save the
 input again, in float32. Here the input is saved in its own dtype, shared by the modules of a layer, and the mask of
-dropout (`llorch.pytorch.lora.dropout`) as a byte per element.
+dropout (`llorch.pytorch.lora.dropout`) as a byte per element. An input that `recomputable` made is computed again.
 """
 
 from collections.abc import Callable, Iterator
@@ -24,6 +24,8 @@ from llorch.pytorch.kernels.quantised_linear import TILE, PackedMatrix, tiles
 from llorch.pytorch.lora.dropout import DropoutModule, salt_of
 from llorch.pytorch.models.experts import ExpertIds, PerExpert, grouped
 
+_ORIGIN = "origin"  # attribute of a tensor: the function and the inputs that it is an output of
+
 
 def delta(
     x: Float[Tensor, "*rows in"], lora_A: Float[Tensor, "r in"], lora_B: Float[Tensor, "out r"], *, scaling: float,
@@ -44,6 +46,13 @@ def fixed_product(x: Float[Tensor, "*rows in"], weight: Float[Tensor, "out in"])
     return in_tiles(lambda tile: linear(tile, weight), x, (linear, *weight.shape))
 
 
+def recomputable(function: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
+    """Compute function(*inputs); `DeltaFunction` saves the inputs in place of the output, and computes it again."""
+    y = function(*inputs)
+    setattr(y, _ORIGIN, (function, inputs))
+    return y
+
+
 class DeltaFunction(torch.autograd.Function):
     """Autograd function of `delta`."""
 
@@ -52,9 +61,10 @@ class DeltaFunction(torch.autograd.Function):
         ctx: Any, x: Tensor, lora_A: Tensor, lora_B: Tensor, scaling: float, mask: Tensor | None, share: float,
         onto: Tensor | None,
     ) -> Tensor:  # fmt: skip
-        """Multiply; save the input in its own dtype."""
+        """Multiply; save the input in its own dtype, or its origin."""
         projected = _project(x, lora_A, scaling, mask, share)
-        ctx.save_for_backward(x, lora_A, lora_B, projected, mask)
+        ctx.function, inputs = getattr(x, _ORIGIN, (None, (x,)))
+        ctx.save_for_backward(lora_A, lora_B, projected, mask, *inputs)
         ctx.scaling, ctx.share = scaling, share
         product = linear(projected, lora_B)
         return product if onto is None else torch.add(onto, product, out=torch.empty_like(onto))  # rounded once
@@ -62,7 +72,7 @@ class DeltaFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         """Return the gradients of `x`, A, B and `onto`, by position; None for arguments without a gradient."""
-        x, lora_A, lora_B, projected, mask = ctx.saved_tensors
+        lora_A, lora_B, projected, mask, *inputs = ctx.saved_tensors
         (grad,) = grads
         rows = grad.reshape(-1, grad.shape[-1]).to(lora_B.dtype)
         d_projected = (rows @ lora_B) * ctx.scaling
@@ -70,10 +80,11 @@ class DeltaFunction(torch.autograd.Function):
         if ctx.needs_input_grad[2]:
             d_B = rows.mT @ projected.reshape(len(rows), -1)
         if ctx.needs_input_grad[1]:
+            x = inputs[0] if ctx.function is None else ctx.function(*inputs)
             d_A = d_projected.mT @ _masked_input(x, mask, ctx.share, lora_A.dtype).reshape(len(rows), -1)
         if ctx.needs_input_grad[0]:
-            d_x = (d_projected @ lora_A).view(x.shape)
-            d_x = (d_x if mask is None else d_x * mask / (1 - ctx.share)).to(x.dtype)
+            d_x = (d_projected @ lora_A).view(*grad.shape[:-1], -1)
+            d_x = (d_x if mask is None else d_x * mask / (1 - ctx.share)).to(inputs[0].dtype)
         return d_x, d_A, d_B, None, None, None, grad if ctx.needs_input_grad[6] else None
 
 

@@ -15,11 +15,13 @@ from typing import Any, cast
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
+from torch.nn.functional import silu
 
 from llorch.files import Weights
 from llorch.files.residency import Residency
-from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.causal_lm import CausalLM, RMSNorm, swiglu, widened
 from llorch.pytorch.device import Target, compute_as_named
 from llorch.pytorch.distributed.launch import Ranks, axes_of
 from llorch.pytorch.distributed.sharding_plan import cut_for
@@ -27,6 +29,7 @@ from llorch.pytorch.kernels.kernel_selection import built_kernels, speed_up_trai
 from llorch.pytorch.kernels.quantised_linear import FrozenProduct, QuantisedLinear
 from llorch.pytorch.kernels.sdpa import use_sdpa
 from llorch.pytorch.load import all_of, load_dense, load_packed
+from llorch.pytorch.lora.modules import recomputable
 from llorch.pytorch.memory import require_memory
 from llorch.runtime.launched_rank import local_ranks
 
@@ -63,6 +66,29 @@ def freeze_linears(module: CausalLM) -> None:
                 setattr(owner, name, FrozenLinear(weight, linear.bias))
 
 
+class SwigluFunction(torch.autograd.Function):
+    """Autograd function of `swiglu` that saves its inputs only; torch would save three arrays in float32."""
+
+    @staticmethod
+    def forward(ctx: Any, gate: Tensor, up: Tensor) -> Tensor:
+        """Activate; save the inputs."""
+        ctx.save_for_backward(gate, up)
+        return swiglu(gate, up)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor]:  # type: ignore[override]
+        """Compute the gradients of both inputs, to the bits of torch."""
+        gate, up = map(widened, ctx.saved_tensors)
+        grad, dtype = widened(grads[0]), grads[0].dtype
+        return torch.ops.aten.silu_backward(grad * up, gate).to(dtype), (grad * silu(gate)).to(dtype)
+
+
+def trained_swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """Compute `swiglu` with gradients; adapters save its inputs in place of its output."""
+    return recomputable(SwigluFunction.apply, gate, up)  # type: ignore[arg-type] (torch says Any)
+
+
 def load_for_training(
     weights: Weights, target: Target, *, residency: str, batch: int, n_tokens: int, mesh: DeviceMesh | None = None
 ) -> CausalLM:
@@ -90,3 +116,14 @@ def prepare(module: CausalLM, target: Target) -> None:
     else:
         use_sdpa(module)  # the CPU kernels with backward are for packed matrices only
     freeze_linears(module)
+    if target.device.type == "cpu":
+        _save_inputs_only(module)
+
+
+def _save_inputs_only(module: CausalLM) -> None:
+    """Let adapters save the inputs of norms and activations, which are saved anyway, in place of their outputs."""
+    for submodule in module.modules():
+        if getattr(submodule, "act", None) is swiglu:
+            submodule.act = trained_swiglu  # type: ignore[assignment]
+        elif isinstance(submodule, RMSNorm):
+            submodule.forward = partial(recomputable, submodule.forward)  # type: ignore[method-assign]

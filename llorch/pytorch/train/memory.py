@@ -22,6 +22,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from llorch.families.config import ModelConfig
 from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.kernels.cpu.linear import TILE
+from llorch.pytorch.kernels.quantised_linear import PackedMatrix
 from llorch.pytorch.lora.dropout import keyed, token_keys
 from llorch.pytorch.train.forward import hidden_states
 from llorch.training.batch import IGNORED, Batch
@@ -37,7 +39,7 @@ class StepMemory:
 
     now: int  # current memory, and what recomputation will import
     trained: int  # gradients and moments
-    activations: int  # saved by a forward pass
+    activations: int  # saved by a forward pass, and holes between them
     logits: int  # of a chunk, with copies; or temporary tensors of a block's backward pass, if these are more
     n_tokens: int  # of the largest forward pass
 
@@ -63,9 +65,9 @@ def kept_bytes(module: CausalLM, device: torch.device) -> tuple[float, float]:
 
 def step_memory(
     config: ModelConfig, saved_bytes: tuple[float, float], *, n_tokens: int, width: int, chunk: int, recomputed: bool,
-    trained: int, device: torch.device,
+    trained: int, copies: tuple[int, int], device: torch.device,
 ) -> StepMemory:  # fmt: skip
-    """Estimate a step with `n_tokens` in its largest pass, from the numbers of `kept_bytes`.
+    """Estimate a step with `n_tokens` in its largest pass, from the numbers of `kept_bytes` and `product_copies`.
 
     `width`: bytes of an activation; `trained`: bytes of gradients and moments; `chunk`: see `loss_sum`, 0 for none.
     """
@@ -73,17 +75,37 @@ def step_memory(
     per_token, constant = saved_bytes
     if recomputed:  # all blocks save their inputs, and one block everything
         per_token, constant = inputs + per_token / config.n_layers, constant / config.n_layers
-    temporary = 3 * config.intermediate_size * _WIDE + 2 * config.hidden_size * width
-    copies = width + (_WIDE if width < _WIDE else 0) if chunk else width + 2 * _WIDE
+    temporary = 5 * config.intermediate_size * _WIDE + 2 * config.hidden_size * width
+    head_copy, holes = copies
+    n_bytes = width + (_WIDE if width < _WIDE else 0) if chunk else width + 2 * _WIDE  # of a logit
     rows = min(chunk or n_tokens, n_tokens)
-    reordered = config.hidden_size * config.vocab_size * width if device.type == "cpu" else 0  # oneDNN's copy of head
     return StepMemory(
         now=_current_bytes(device) + (_COMPILER if recomputed else 0),
         trained=trained,
-        activations=int(n_tokens * per_token + constant),
-        logits=max(rows * config.vocab_size * copies + reordered, n_tokens * temporary),
+        activations=int(n_tokens * per_token + constant) + holes,
+        logits=max(rows * config.vocab_size * n_bytes + head_copy, n_tokens * temporary),
         n_tokens=n_tokens,
     )
+
+
+def product_copies(module: CausalLM, device: torch.device) -> tuple[int, int]:
+    """Return the bytes of the copy that oneDNN makes of the head on the CPU, and of holes in the heap.
+
+    A packed matrix is decoded for each product, at most `TILE` elements at a time, and oneDNN copies what is decoded.
+    Tensors that the pass saves take parts of that memory, so the next matrix needs more: measured at most 2.2 times the
+    largest decoded matrix of a layer (glibc 2.36, 24 layers, with and without recomputation). The C library could
+    return each array to the system, but a step would be 1.3 times as long.
+    """
+    if device.type != "cpu":
+        return 0, 0
+    head = getattr(module.lm_head, "base_layer", module.lm_head)
+    matrices = (matrix for matrix in module.model.layers.modules() if isinstance(matrix, PackedMatrix))
+    holes = int(2.2 * max(map(_tile_bytes, matrices), default=0) * module.config.n_layers)
+    return (2 * _tile_bytes(head) if isinstance(head, PackedMatrix) else head.weight.nbytes), holes
+
+
+def _tile_bytes(matrix: PackedMatrix) -> int:
+    return _WIDE * min(TILE, matrix.in_features * matrix.out_features)
 
 
 def _measure_kept(module: CausalLM, n_tokens: int, device: torch.device) -> int:

@@ -21,7 +21,7 @@ from llorch.pytorch.lora.adapters import activate, adapter_of, attach, trainable
 from llorch.pytorch.train.adamw import AdamW
 from llorch.pytorch.train.forward import checkpoint_gradients
 from llorch.pytorch.train.loading import load_for_training
-from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_bytes, step_memory
+from llorch.pytorch.train.memory import StepMemory, bytes_of, kept_bytes, product_copies, step_memory
 from llorch.pytorch.train.plan import TrainingPlan
 from llorch.pytorch.train.step import Alone, NonFiniteLoss, OnMesh, Stepper, mean_loss
 from llorch.runtime.builtin import find_data
@@ -82,7 +82,8 @@ class Training:
             self.plan.weights.config, self._kept,
             n_tokens=min(settings.batch_size, len(self.data.rows(self.data.train))) * longest,
             width=self.target.dtype.itemsize, chunk=settings.chunk, recomputed=settings.gradient_checkpointing,
-            trained=gradients + bytes_of(self._optimizer.state().values()), device=self.target.device,
+            trained=gradients + bytes_of(self._optimizer.state().values()),
+            copies=product_copies(self.module, self.target.device), device=self.target.device,
         )  # fmt: skip
 
     def run_step(self) -> StepReport:

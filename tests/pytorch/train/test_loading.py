@@ -2,6 +2,7 @@
 
 import gc
 import shutil
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from llorch.files import open_weights
 from llorch.files.quant import GGMLType
 from llorch.lora.initial import initial_adapter
 from llorch.ops.rope import rope_tables
-from llorch.pytorch.causal_lm import CausalLM
+from llorch.pytorch.causal_lm import CausalLM, swiglu
 from llorch.pytorch.device import Target, target
 from llorch.pytorch.kernels import kernel_selection
 from llorch.pytorch.kernels.cpu.quantised import TrainedQuantisedLinear
@@ -26,11 +27,12 @@ from llorch.pytorch.kernels.quantised_linear import QuantisedLinear
 from llorch.pytorch.kernels.sdpa import sdpa_attention, use_sdpa
 from llorch.pytorch.load import load_dense
 from llorch.pytorch.lora.adapters import attach
+from llorch.pytorch.lora.modules import delta
 from llorch.pytorch.model import load_torch
 from llorch.pytorch.random_weights import random_fields
 from llorch.pytorch.train import plan as plans
 from llorch.pytorch.train.forward import hidden_states, place_of
-from llorch.pytorch.train.loading import FrozenLinear, freeze_linears, load_for_training, prepare
+from llorch.pytorch.train.loading import FrozenLinear, freeze_linears, load_for_training, prepare, trained_swiglu
 from llorch.pytorch.train.memory import kept_bytes, step_memory
 from llorch.pytorch.train.plan import plan_training
 from llorch.pytorch.train.trainer import Training
@@ -223,13 +225,27 @@ def test_tensors_of_the_measured_pass_are_freed(tmp_path: Path):
 
 @pytest.mark.parametrize("model", ["micro-llama", "micro-qwen2"])
 def test_activation_memory_of_a_token_equals_the_formulas_of_a_block(tmp_path: Path, model: str):
-    """Norms keep their input, attention q, k, v and its result, SwiGLU three arrays, adapters their input and A x."""
+    """Norms keep their input, attention q, k, v and its result, SwiGLU gate and up, adapters A x."""
     config = open_weights(builtin_path(model)).config
     hidden, inter, r = config.hidden_size, config.intermediate_size, 6
-    block = 2 * hidden + 3 * inter + 2 * config.q_width + 2 * config.kv_width + 2 * hidden + inter + 7 * r
+    block = 2 * hidden + 2 * inter + 2 * config.q_width + 2 * config.kv_width + 7 * r
     found, once = measure_kept_bytes(small_settings(tmp_path, model=model, target_modules="all-linear", r=r))
     assert once < found
     assert found == pytest.approx(4 * block * config.n_layers, rel=0.15)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_through_recomputed_activations_have_the_bits_of_torch(dtype: torch.dtype):
+    generator = torch.Generator().manual_seed(0)
+    gate, up, lora_A, lora_B = (torch.randn(shape, generator=generator) for shape in ((5, 8), (5, 8), (2, 8), (3, 2)))
+
+    def gradients(act: Callable[..., torch.Tensor]) -> Sequence[torch.Tensor]:
+        inputs = [x.to(dtype).requires_grad_() for x in (gate, up)]
+        factors = [x.clone().requires_grad_() for x in (lora_A, lora_B)]
+        y = delta(act(*inputs), *factors, scaling=2.0)
+        return torch.autograd.grad(y.square().sum(), inputs + factors)
+
+    assert all(map(torch.equal, gradients(trained_swiglu), gradients(swiglu)))
 
 
 def test_adapter_after_the_blocks_keeps_no_block_activations(tmp_path: Path):
@@ -246,7 +262,8 @@ def test_dora_keeps_matrices_and_dropout_keeps_its_outputs(tmp_path: Path):
 
 def estimate(**changes: Any) -> tuple[int, int, int]:
     config = open_weights(builtin_path("micro-llama")).config
-    values: dict[str, Any] = {"n_tokens": 100, "width": 4, "chunk": 10, "recomputed": False, "trained": 7} | changes
+    values: dict[str, Any] = {"n_tokens": 100, "width": 4, "chunk": 10, "recomputed": False, "trained": 7}
+    values |= {"copies": (1000, 50)} | changes
     found = step_memory(config, (1e6, 8.0), device=CPU, **values)
     assert found.peak == found.now + found.trained + found.activations + found.logits
     return found.trained, found.activations, found.logits
@@ -254,13 +271,13 @@ def estimate(**changes: Any) -> tuple[int, int, int]:
 
 def test_options_of_a_run_change_the_estimate_as_they_change_the_run():
     config = open_weights(builtin_path("micro-llama")).config
-    head = 4 * config.hidden_size * config.vocab_size
-    in_hand = 100 * (3 * config.intermediate_size * 4 + 2 * config.hidden_size * 4)
-    assert estimate() == (7, 10**8 + 8, max(in_hand, head + 10 * config.vocab_size * 4))
+    head, holes = 1000, 50
+    in_hand = 100 * (5 * config.intermediate_size * 4 + 2 * config.hidden_size * 4)
+    assert estimate() == (7, 10**8 + 8 + holes, max(in_hand, head + 10 * config.vocab_size * 4))
     assert estimate(chunk=0)[2] == head + 3 * 100 * config.vocab_size * 4
     inputs = config.n_layers * config.hidden_size * 4
-    assert estimate(recomputed=True)[1] == 100 * inputs + int((10**8 + 8) / config.n_layers)
-    assert estimate(n_tokens=200)[1] == 2 * 10**8 + 8
+    assert estimate(recomputed=True)[1] == 100 * inputs + int((10**8 + 8) / config.n_layers) + holes
+    assert estimate(n_tokens=200)[1] == 2 * 10**8 + 8 + holes
 
 
 @pytest.mark.parametrize("packing", [False, True])

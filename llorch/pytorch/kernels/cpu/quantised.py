@@ -49,7 +49,7 @@ class CpuQuantisedLinear(PackedMatrix):
         x = x.contiguous()
         rows = x.numel() // self.in_features
         if rows > FEW and not self.fixed:
-            return self._multiply_by_tiles(x.view(rows, -1)).view(*x.shape[:-1], self.out_features)
+            return self._multiply_by_tiles(x)
         y = x.new_empty(*x.shape[:-1], self.out_features)
         sizes = rows, self.out_features, self.in_features
         multiply = self.library.llorch_fixed_product if self.fixed else self.library.llorch_product
@@ -57,10 +57,14 @@ class CpuQuantisedLinear(PackedMatrix):
             raise MemoryError(f"linear: cannot allocate memory for {rows} rows")
         return y
 
-    def _multiply_by_tiles(self, x: Float[Tensor, "rows in"]) -> Float[Tensor, "rows out"]:
-        bias = self.bias
-        products = [product(x, tile, None if bias is None else bias[rows]) for rows, tile in self._tiles(x)]
-        return products[0] if len(products) == 1 else torch.cat(products, dim=-1)
+    def _multiply_by_tiles(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
+        y = x.new_empty(*x.shape[:-1], self.out_features)
+        for rows, tile in self._tiles(x):
+            rows_of_y = product(x, tile, None if self.bias is None else self.bias[rows])
+            if len(tile) == self.out_features:
+                return rows_of_y
+            y[..., rows] = rows_of_y
+        return y
 
     def _tiles(self, x: Tensor) -> Iterator[tuple[slice, Float[Tensor, "rows in"]]]:
         """Yield tiles of rows, decoded to the dtype of `x`. Each tile overwrites the previous tile."""
@@ -93,12 +97,12 @@ class TrainedQuantisedLinear(CpuQuantisedLinear):
 
     def forward(self, x: Float[Tensor, "*rows in"]) -> Float[Tensor, "*rows out"]:
         """Multiply by the decoded matrix in the dtype of `x`, for any number of rows."""
-        y: Any = FrozenProduct.apply(x.reshape(-1, self.in_features), self._multiply_by_tiles, self.multiply_back)
-        return y.view(*x.shape[:-1], self.out_features)
+        y: Any = FrozenProduct.apply(x, self._multiply_by_tiles, self.multiply_back)  # no view: the loss overwrites it
+        return y
 
-    def multiply_back(self, grad: Float[Tensor, "rows out"]) -> Float[Tensor, "rows in"]:
+    def multiply_back(self, grad: Float[Tensor, "*rows out"]) -> Float[Tensor, "*rows in"]:
         """Compute grad @ matrix, the gradient of the input; the products of the tiles are added in float32."""
-        total = grad.new_zeros(len(grad), self.in_features, dtype=torch.float32)
+        total = grad.new_zeros(*grad.shape[:-1], self.in_features, dtype=torch.float32)
         for rows, tile in self._tiles(grad):
-            total += product(grad[:, rows].contiguous(), tile.T, None)
+            total += product(grad[..., rows].contiguous(), tile.T, None)
         return total.to(grad.dtype)
