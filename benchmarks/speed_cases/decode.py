@@ -1,7 +1,7 @@
 """Cases `decode` and `prefill`: tokens per second of llorch, llama.cpp and transformers on the same weights.
 
-llorch's combinations are its own options, such as `numpy`, `torch,dtype=bfloat16` or `numpy,kernels=ggml`. One that
-llorch refuses is NOT RUN, with the reason.
+llorch's combinations are its own options: `numpy`, `torch,dtype=bfloat16`, `numpy,numerics=ggml,kernels=ggml`. One
+that llorch refuses is NOT RUN, with the reason.
 """
 
 import json
@@ -25,9 +25,7 @@ FOR_FLOATS = {
     "BF16": ("numpy", "torch,dtype=bfloat16", "torch,dtype=float32"),
     "F16": ("numpy", "torch,dtype=float16", "torch,dtype=float32"),
 }
-FOR_BLOCKS = (
-    "numpy", "torch,dtype=float32", "torch,dtype=bfloat16", "numpy,kernels=ggml", "torch,dtype=float32,kernels=ggml",
-)  # fmt: skip
+FOR_BLOCKS = ("numpy", "torch,dtype=float32", "torch,dtype=bfloat16", "numpy,numerics=ggml,kernels=ggml")
 FOR_FOLDERS = ("torch,dtype=float32",)
 PLAIN = {"use_extra_bufts": False}  # llama.cpp's repacked layouts end by SIGSEGV on some processors with AMX
 

@@ -36,7 +36,6 @@ SPECIALISED float dot_dense(enum kind kind, const void *codes, long row, const f
     lanes sums[SUMS] = {{0}};
     long i = 0;
     for (; i + STEP <= in; i += STEP) {
-        for (int b = 0; b < STEP * (kind == F32 ? 4 : 2); b += 64) __builtin_prefetch(w + i * (kind == F32 ? 4 : 2) + b + AHEAD);
         for (int k = 0; k < SUMS; k++)
             sums[k] = fma_lanes(load_dense(kind, w, i + LANES * k), load(x + i + LANES * k), sums[k]);
     }
