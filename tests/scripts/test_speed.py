@@ -167,7 +167,7 @@ def test_engines_decode_a_model_in_processes_of_their_own(rounds: Any, tmp_path:
     monkeypatch.setitem(models.SHAPES, "dense", models.QWEN_05B | sizes | {"vocab_size": 4096})
     assert engines.READ_BYTES >= 1 << 30
     words = (
-        "decode --type F32 --variant numpy --variant numpy,kernels=none --prompt 4 --decode 2 --rounds 1 --threads 1"
+        "decode --type F32 --variant numpy --variant numpy,kernels=ggml --prompt 4 --decode 2 --rounds 1 --threads 1"
     )
     done = speed(*words.split(), "--json", str(tmp_path / "results.json"))
     results = json.loads((tmp_path / "results.json").read_text())
@@ -176,4 +176,4 @@ def test_engines_decode_a_model_in_processes_of_their_own(rounds: Any, tmp_path:
     assert results["rows"][0]["ratios"].keys() == {"llama.cpp", "transformers"}
     assert all(row["bandwidth"] > 0 for row in results["rows"])
     (reason,) = results["not_run"]
-    assert reason.startswith("F32 llorch numpy,kernels=none: ")
+    assert reason.startswith("F32 llorch numpy,kernels=ggml: ")
