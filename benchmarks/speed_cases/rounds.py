@@ -26,6 +26,7 @@ from typing import Any
 import click
 
 from llorch.apps.bench.measure import processor
+from llorch.cli.threads import SPINS
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = 0.05  # largest share of the processors in a quiet round
@@ -61,6 +62,9 @@ class Engine:
         return f"{self.name} {self.variant}".strip()
 
 
+WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": SPINS, "OPENBLAS_THREAD_TIMEOUT": "4"}  # of llorch's commands
+
+
 class Process:
     """Engine in a process."""
 
@@ -68,12 +72,13 @@ class Process:
         """Start it and wait until the model is loaded; raise NotRun if that fails."""
         count = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
         setup = {"kind": engine.kind, "path": engine.path, "threads": threads, "options": dict(engine.options)}
+        waits = WAITS if engine.name.startswith("llorch") else {}
         self._stderr = tempfile.TemporaryFile("w+")
         command = [sys.executable, "-P", str(Path(__file__).with_name("engines.py"))]
         self._process = subprocess.Popen(
             [*command, json.dumps(setup | {"start": time.monotonic()})], text=True, stdin=subprocess.PIPE,
             stdout=subprocess.PIPE, stderr=self._stderr,
-            env=os.environ | {"PYTHONPATH": str(engine.root), "HF_HUB_OFFLINE": "1"} | count | variables,
+            env=os.environ | {"PYTHONPATH": str(engine.root), "HF_HUB_OFFLINE": "1"} | count | waits | variables,
         )  # fmt: skip
         self.marks = self._read("loading")
         self._peak = self.marks["load"]["peak"]
