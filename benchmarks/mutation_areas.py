@@ -120,8 +120,8 @@ AREAS = (
     Area("serve", "apps/serve/*", "apps/serve/*"),
     Area(
         "cli",
-        "__init__ __main__ runtime/__init__ runtime/launched_rank runtime/threads runtime/channel runtime/worker cli/*",
-        "cli/* repository/layers runtime/worker",
+        "__init__ __main__ runtime/__init__ runtime/launched_rank runtime/channel runtime/[tw]* cli/*",
+        "cli/* repository/layers runtime/[tw]*",
     ),
     Area("cli_learn", "cli/learn/*", "cli/learn_*"),
     Area("cli_lora", "cli/lora/* cli/data/*", "cli/lora* cli/data cli/run pytorch/train/verify_resume"),

@@ -26,7 +26,7 @@ from typing import Any
 import click
 
 from llorch.apps.bench.measure import processor
-from llorch.cli.threads import SPINS
+from llorch.runtime.waiting import ASLEEP
 
 ROOT = Path(__file__).resolve().parents[2]
 OTHERS = 0.05  # largest share of the processors in a quiet round
@@ -62,9 +62,6 @@ class Engine:
         return f"{self.name} {self.variant}".strip()
 
 
-WAITS = {"OMP_WAIT_POLICY": "passive", "GOMP_SPINCOUNT": SPINS, "OPENBLAS_THREAD_TIMEOUT": "4"}  # of llorch's commands
-
-
 class Process:
     """Engine in a process."""
 
@@ -72,7 +69,7 @@ class Process:
         """Start it and wait until the model is loaded; raise NotRun if that fails."""
         count = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS"), str(threads))
         setup = {"kind": engine.kind, "path": engine.path, "threads": threads, "options": dict(engine.options)}
-        waits = WAITS if engine.name.startswith("llorch") else {}
+        waits = ASLEEP if engine.name.startswith("llorch") else {}  # as the commands of llorch
         self._stderr = tempfile.TemporaryFile("w+")
         command = [sys.executable, "-P", str(Path(__file__).with_name("engines.py"))]
         self._process = subprocess.Popen(

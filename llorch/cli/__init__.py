@@ -21,9 +21,9 @@ import click
 
 import llorch
 from llorch.cli.outcome import reported
-from llorch.cli.threads import wait_asleep
 from llorch.cli.verbs import Verbs
 from llorch.runtime.builtin import EVERY
+from llorch.runtime.waiting import wait_asleep
 
 VERBS = {
     "Port a model": ("verify", "diagnose", "diff", "dump-writer", "trace"), "Learn": ("learn",),

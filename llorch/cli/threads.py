@@ -10,7 +10,6 @@ from llorch.cli.options import WholeNumber, group, page_option
 if TYPE_CHECKING:
     from llorch.families.config import ModelConfig
 
-SPINS = "3000"  # iterations, about 0.1 ms: longer than the pause between two products of a token
 _REQUESTED = "llorch.runtime.threads"  # key of the number of threads in click's context
 
 
@@ -54,11 +53,3 @@ def allowed_cores() -> int:
 
     settings = [click.get_current_context().meta.get(_REQUESTED), *(os.environ.get(name) for name in VARIABLES)]
     return next((int(setting) for setting in settings if setting and str(setting).isdigit()), n_cores())
-
-
-def wait_asleep() -> None:
-    """Make threads that wait for each other sleep soon, not spin; libraries read these variables when they load."""
-    if "OMP_WAIT_POLICY" not in os.environ:  # GNU's and Intel's OpenMP: torch
-        os.environ["OMP_WAIT_POLICY"] = "passive"
-        os.environ.setdefault("GOMP_SPINCOUNT", SPINS)
-    os.environ.setdefault("OPENBLAS_THREAD_TIMEOUT", "4")  # 2^4 cycles, the least: NumPy

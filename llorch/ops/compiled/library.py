@@ -20,6 +20,7 @@ from hashlib import sha256
 from pathlib import Path
 
 from llorch.runtime.threads import end_waiting_threads, n_cores
+from llorch.runtime.waiting import loaded_asleep
 from llorch.runtime.worker import run
 
 logger = logging.getLogger(__name__)
@@ -65,7 +66,8 @@ def library() -> ctypes.CDLL | None:
     command, why = find_compiler(), "no C compiler is installed"
     if command is not None:
         try:
-            compiled = declare_signatures(load_cached(command) or build_and_load(command))
+            with loaded_asleep():
+                compiled = declare_signatures(load_cached(command) or build_and_load(command))
             _end_threads_before_forks()
             return compiled
         except (NotBuilt, OSError) as error:  # no folder to write to, or to load from

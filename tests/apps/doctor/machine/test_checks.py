@@ -77,9 +77,9 @@ def test_devices_are_those_that_torch_sees(
     ],
 )
 def test_cpu_kernels_check_names_the_compiler_or_what_is_missing(facts: dict[str, object], state: str, shown_fact: str):
-    found = _check_c_kernels(facts, "lasts 180 s")
-    assert found.state == state
-    assert_tells(found.text, shown_fact)
+    check = _check_c_kernels(facts, "lasts 180 s")
+    assert check.state == state
+    assert_tells(check.text, shown_fact)
 
 
 @pytest.mark.parametrize(
