@@ -63,14 +63,16 @@ class NumPy(Decoder):
     modules = ("llorch.model.model",)
 
     def __init__(
-        self, path: str, *, threads: int, room: int, numerics: str = "exact", kernels: str = "own", **options: Any
+        self, path: str, *, threads: int, room: int, numerics: str = "exact", kernels: str = "", **options: Any
     ) -> None:
         """Load a file or folder."""
         from llorch.model.cache import KVCache
         from llorch.model.model import load
         from llorch.ops.numerics import Numerics
 
-        self._new_cache, form = KVCache.of, Numerics(numerics, kernels=kernels)  # type: ignore[arg-type]
+        # A checkout before ggml's kernels has no such setting.
+        form = Numerics(numerics, **({"kernels": kernels} if kernels else {}))  # type: ignore[arg-type]
+        self._new_cache = KVCache.of
         self._model: Any = load(path, numerics=form, n_tokens=room, **options)
 
     def _encode(self, text: str) -> list[int]:
