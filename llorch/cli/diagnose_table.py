@@ -9,14 +9,15 @@ from rich.console import Console
 from rich.text import Text
 
 from llorch.cli.tables import print_table, table
-from llorch.diagnosis.report.record import count, explained, headline, ranges, short, times, verdict
-from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck
+from llorch.diagnosis.report.record import explained, headline, ranges, short, times, verdict
+from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck, count
 from llorch.runtime.errors import printable
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING
 from llorch.stages.table import BY_NAME
 
 _STYLES = {PASS: "green", ROUNDING: "yellow", FAIL: "bold red", NOT_RUN: "yellow"}
 _NAME_WIDTH = 40  # characters of a name from the dump
+CERTAIN = 0.9999  # share of the error that causes explain, from which on near misses are left out
 _MAX_LINES = 12  # most lines of a list other than the table of stages
 
 
@@ -38,14 +39,20 @@ def print_diagnosis(out: Console, diagnosis: Diagnosis, *, every: bool) -> None:
         out.print(f"judged as {printable(arithmetic)}: {count(n, 'stage')}")
     for note in diagnosis.notes:
         out.print(f"note: {printable(note)}")
+    if diagnosis.unchecked_rows:
+        out.print(f"note: {diagnosis.unchecked_rows}; the ids of the whole text with --tokens check them")
     rows = [_Row(result.key, result) for result in diagnosis.results] if every else list(_diagnosis_lines(diagnosis))
     if rows:
         _print_lines(out, rows, every=every, n_passes=n_passes)
     out.print()
     _print_findings(out, diagnosis)
     _print_not_run(out, diagnosis)
-    _print_undetectable(out, diagnosis)
-    hint = "" if every or len(rows) == len(diagnosis.results) else "; --all shows every stage"
+    if every:
+        _print_undetectable(out, diagnosis)
+    n_hidden = sum(map(len, diagnosis.could_not_show.values()))
+    omitted = [*(["every stage"] if len(rows) < len(diagnosis.results) else [])]
+    omitted += [f"the {count(n_hidden, 'known mistake')} that this dump cannot show"] if n_hidden else []
+    hint = f"; --all shows {' and '.join(omitted)}" if omitted and not every else ""
     out.print(Text.assemble((verdict(diagnosis), _STYLES[verdict(diagnosis)]), f": {_format_summary(diagnosis)}{hint}"))
 
 
@@ -124,15 +131,21 @@ def _print_findings(out: Console, diagnosis: Diagnosis) -> None:
             out.print(
                 f"  these mistakes explain the error equally well, and this dump cannot distinguish them: {names}"
             )
-        for cause in main.near_misses:
+        for cause in () if _is_certain(main) else main.near_misses:
             out.print(f"  near miss: {cause.name}: {printable(cause.sentence.rstrip('.'))}; {explained(cause)}")
         if main.places:
-            out.print(f"  shows in {ranges(main.layers)}: {count(len(main.places), 'stage')}")
+            layers = f" in {ranges(main.layers)}" if main.layers else ""
+            out.print(f"  shows{layers}: {count(len(main.places), 'stage')}")
     for finding in further[:_MAX_LINES]:
         out.print(_format_finding(finding))
     if len(further) > _MAX_LINES:
         out.print(f"and {len(further) - _MAX_LINES} more; --json and --html have all")
     out.print()
+
+
+def _is_certain(finding: Finding) -> bool:
+    """Tell if the causes leave nothing but rounding, so that a near miss is no help."""
+    return bool(finding.causes) and finding.causes[0].explained_share >= CERTAIN
 
 
 def _format_finding(finding: Finding) -> Text:

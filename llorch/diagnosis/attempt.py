@@ -61,6 +61,7 @@ class Attempt(Generic[RunChange]):
     stages: tuple[str, ...]  # keys of the stages in which they were injected
     explained_share: float  # share of the error that they explain
     remaining: float  # the remaining error, as a multiple of the tolerance
+    before: int | None = None  # number of a pass: only the passes before it are changed; None: all passes
 
     @property
     def is_named(self) -> bool:
@@ -87,9 +88,10 @@ class Attempt(Generic[RunChange]):
 
     def causes(self, kind: CauseKind | None = None) -> tuple[Cause, ...]:
         """Return a cause for each hypothesis; `kind` replaces the kind of the hypothesis."""
+        scope = "" if self.before is None else f"In the passes before pass {self.before} only: "
         return tuple(
             Cause(
-                hypothesis.name, kind or hypothesis.kind, hypothesis.sentence,
+                hypothesis.name, kind or hypothesis.kind, f"{scope}{hypothesis.sentence}",
                 hypothesis.select_keys(self.stages) or self.stages,  # quantities of a training step are no stage keys
                 self.explained_share, self.remaining, hypothesis.value,
             )

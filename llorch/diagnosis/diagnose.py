@@ -14,14 +14,16 @@ import numpy as np
 
 from llorch.diagnosis.attempt import Attempt, best_by_name, near_misses
 from llorch.diagnosis.dump_checker import DumpChecker, Progress
-from llorch.diagnosis.earlier_passes import has_no_past, reads_past
+from llorch.diagnosis.earlier_passes import count_unchecked, has_no_past, reads_past
 from llorch.diagnosis.expected import rows
+from llorch.diagnosis.joined_findings import join_findings
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.replay import Replay
 from llorch.diagnosis.search.cause_search import CauseSearch
 from llorch.diagnosis.search.hypotheses import Hypothesis
 from llorch.diagnosis.search.norm_places import is_folded, with_gain
-from llorch.diagnosis.verdict import EARLIER_PASSES, Diagnosis, Finding, Kind, StageCheck, percent
+from llorch.diagnosis.sentences import describe_causes, describe_passes, describe_pattern, describe_unknown
+from llorch.diagnosis.verdict import EARLIER_PASSES, Diagnosis, Finding, Kind, StageCheck
 from llorch.engines.dumps.stage_dump import Misread, StageDump
 from llorch.files import Weights
 from llorch.judging.types import Cause
@@ -41,7 +43,8 @@ def diagnose(
     """
     checker, checks = check_stages(weights, dump, progress, model)
     dump, search = checker.replay.dump, CauseSearch(checker.replay, checker.pasts)  # the dump may be moved for YaRN
-    decided, undecided_refs = _split_undecided(list(_findings(checks, search, progress)), checks, checker.replay)
+    all_findings = join_findings(list(_findings(checks, search, progress)), checks, checker.replay)
+    decided, undecided_refs = _split_undecided(all_findings, checks, checker.replay)
     checks = [check for check in checks if (check.n_pass, check.key) not in undecided_refs]
     progress("looking for mistakes that this dump cannot show")
     undetectable = _could_not_show(checks, search)
@@ -51,7 +54,10 @@ def diagnose(
     findings = [*decided, *_arithmetic(checks)]
     not_run = [*checker.not_run, *undecided_refs]
     by_reason = {EARLIER_PASSES: not_run} if not_run else {}
-    return Diagnosis(model, dump.source, settled(checks, findings), findings, undetectable, dump.notes, by_reason)
+    return Diagnosis(
+        model, dump.source, settled(checks, findings), findings, undetectable, dump.notes, by_reason,
+        count_unchecked(checker.replay),
+    )  # fmt: skip
 
 
 def _misread(misread: Misread) -> Finding:
@@ -135,12 +141,14 @@ def _findings(checks: Sequence[StageCheck], search: CauseSearch, progress: Progr
         was_right = any(c.key == first.key and c.n_pass < first.n_pass for c in right_checks)  # narrows `search.run`
         attempts = search.run(first, pairs=all_explained and not was_right, was_right=was_right)
         explaining = [attempt for attempt in attempts if attempt.is_named]
-        best, explained = _choose_attempt(first, explaining[:N_CANDIDATES], later_checks, right_checks, search)
+        consistent = _consistent(first, explaining[:N_CANDIDATES], later_checks, search)
+        best, explained = _choose_attempt(consistent, right_checks, search)
+        attempts = [attempt for attempt in attempts if not attempt.is_named or any(attempt is a for a, _ in consistent)]
         all_explained = all_explained and best is not None
         failing = _without(later_checks, explained)
         related = _related(first, failing, search, was_right=was_right) if best is None else _with_fault(first, failing)
         explained = [*explained, *related]
-        yield _finding(first, best, explained, attempts, is_misread=_is_misread(first, search.replay))
+        yield _finding(first, best, explained, attempts, checks, search)
         wrong_checks = _without(later_checks, explained)
 
 
@@ -176,17 +184,22 @@ def _with_fault(first: StageCheck, later_checks: Sequence[StageCheck]) -> Iterat
         yield from (check for check in later_checks if check.isolated.difference.fault is not None)
 
 
-def _choose_attempt(
-    first: StageCheck, explaining: Sequence[Attempt], later: Sequence[StageCheck], right: Sequence[StageCheck],
-    search: CauseSearch,
-) -> tuple[Attempt | None, list[StageCheck]]:  # fmt: skip
-    """Choose an attempt: prefer one that changes no right stage, then one that explains the most other wrong stages.
+def _consistent(
+    first: StageCheck, explaining: Sequence[Attempt], later: Sequence[StageCheck], search: CauseSearch
+) -> list[tuple[Attempt, list[StageCheck]]]:
+    """Return the attempts that other passes do not refute, each with the later checks that it explains.
 
-    Drop attempts that do not explain at least half of the errors of the same stage and layer in other passes.
+    An attempt is refuted if it explains less than half of the errors of the same stage and layer in other passes.
     """
     candidates = [(attempt, [check for check in later if search.explains(attempt, check)]) for attempt in explaining]
     half = sum(check.key == first.key for check in later) / 2
-    consistent = [(a, explained) for a, explained in candidates if sum(c.key == first.key for c in explained) >= half]
+    return [(a, explained) for a, explained in candidates if sum(c.key == first.key for c in explained) >= half]
+
+
+def _choose_attempt(
+    consistent: Sequence[tuple[Attempt, list[StageCheck]]], right: Sequence[StageCheck], search: CauseSearch
+) -> tuple[Attempt | None, list[StageCheck]]:
+    """Choose an attempt: prefer one that changes no right stage, then one that explains the most other wrong stages."""
 
     def rank(attempt: Attempt, explained: Sequence[StageCheck]) -> tuple[bool, int]:
         return not any(_would_spoil(attempt, check, search) for check in right), len(explained)
@@ -195,16 +208,19 @@ def _choose_attempt(
 
 
 def _would_spoil(attempt: Attempt, check: StageCheck, search: CauseSearch) -> bool:
-    """Tell if a hypothesis, injected in all passes and layers, would change a right stage visibly; False for a pair."""
+    """Tell if a hypothesis, injected in all passes and layers, would change a right stage visibly.
+
+    Pairs, and hypotheses about earlier passes only, are not tried.
+    """
     (hypothesis, *more_hypotheses) = attempt.hypotheses
-    if more_hypotheses or not hypothesis.select_keys(check.ran_since):
+    if more_hypotheses or attempt.before is not None or not hypothesis.select_keys(check.ran_since):
         return False
     return _shows(hypothesis, check, search.compute(check), search)
 
 
 def _finding(
-    first: StageCheck, best: Attempt | None, explained: Sequence[StageCheck], attempts: Sequence[Attempt], *,
-    is_misread: bool,
+    first: StageCheck, best: Attempt | None, explained: Sequence[StageCheck], attempts: Sequence[Attempt],
+    checks: Sequence[StageCheck], search: CauseSearch,
 ) -> Finding:  # fmt: skip
     """Make the finding of the first wrong stage: best attempt, explained stages, near misses, alternatives."""
     causes = _causes(best, attempts) if best is not None else ()
@@ -212,15 +228,19 @@ def _finding(
     single_attempts = [a for a in attempts if len(a.hypotheses) == 1 and a.names.isdisjoint(names)]
     matching = [attempt for attempt in single_attempts if attempt.is_named]
     alternatives = best_by_name(matching) if causes else []
-    alternative_names = {attempt.names for attempt in alternatives}
-    near = near_misses(attempt for attempt in single_attempts if attempt.names not in alternative_names)
+    matching_names = {attempt.names for attempt in matching}
+    near = near_misses(attempt for attempt in single_attempts if attempt.names not in matching_names)
     kind: Kind = "not finite" if first.isolated.difference.fault_kind == "non-finite" else "unknown"
     kind, starts_in = (kind, first.ran_since) if best is None else (best.finding_kind, best.stages)
-    return Finding.of(
-        kind, [first, *explained], _sentence(first, kind, causes, starts_in, matching, is_misread=is_misread),
-        starts_in, causes, tuple(cause for attempt in near for cause in attempt.causes("near miss")),
-        tuple(cause for attempt in alternatives for cause in attempt.causes()),
-    )  # fmt: skip
+    passes, pattern = describe_passes(first, checks, search.replay), ""
+    if causes:
+        sentence = describe_causes(causes, starts_in, passes)
+    else:
+        pattern, is_misread = describe_pattern(first, search), _is_misread(first, search.replay)
+        sentence = describe_unknown(first, starts_in, pattern, passes, is_misread=is_misread)
+    near_causes = tuple(cause for attempt in near for cause in attempt.causes("near miss"))
+    alternative_causes = tuple(cause for attempt in alternatives for cause in attempt.causes())
+    return Finding.of(kind, [first, *explained], sentence, starts_in, causes, near_causes, alternative_causes, pattern)
 
 
 def _causes(best: Attempt, attempts: Sequence[Attempt]) -> tuple[Cause, ...]:
@@ -237,43 +257,6 @@ def _causes(best: Attempt, attempts: Sequence[Attempt]) -> tuple[Cause, ...]:
     if setting is None:
         return (cause,)
     return (replace(cause, sentence=f"{cause.sentence} {setting.sentence}", value=setting.value),)
-
-
-def _sentence(
-    first: StageCheck, kind: Kind, causes: Sequence[Cause], starts_in: Sequence[str], matching: Sequence[Attempt], *,
-    is_misread: bool,
-) -> str:  # fmt: skip
-    """Format a finding; `matching` explain `first` in its pass, `is_misread` is about a quantised folder's matrix."""
-    origin = starts_in[0] if len(starts_in) == 1 else f"{starts_in[0]} to {starts_in[-1]}"
-    if kind == "not finite":
-        return f"{first.key}: {first.isolated.difference.describe()}, although its inputs are finite."
-    if kind == "unknown":
-        location = f"the error starts in {origin}"
-        concentrated = _concentrated(first)
-        if matching:
-            name = matching[0].hypotheses[0].name
-            match = f"{name} explains pass {first.n_pass}, but not the error of this stage in other passes"
-        else:
-            match = "this error matches no known mistake"
-        reader = "; suspect the engine's reader: a matrix has other numbers than the folder" if is_misread else ""
-        return f"{first.key}: {match}; {location}{concentrated}{reader}."
-    sentences = " And: ".join(cause.sentence for cause in causes)
-    return f"{origin}: {sentences} This explains {percent(causes[0].explained_share)} of the error."
-
-
-def _concentrated(check: StageCheck) -> str:
-    """Describe the one token, head or channel that has nearly all of an error; empty if there is none."""
-    if check.profile is None:
-        return ""
-    axes = {"token": check.profile.tokens, "head": check.profile.heads, "channel": check.profile.channels}
-    peaks = []
-    for name, errors in axes.items():
-        if errors is None or len(errors) < 2:
-            continue
-        squares = np.square(np.where(np.isfinite(errors), errors, 0.0))
-        if squares.max() > 0.98 * squares.sum() > 0:
-            peaks.append(f"{name} {int(squares.argmax())}")
-    return f", and nearly all of the error is in {' and '.join(peaks)}" if peaks else ""
 
 
 def _arithmetic(checks: Sequence[StageCheck]) -> Iterator[Finding]:

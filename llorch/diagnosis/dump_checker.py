@@ -57,6 +57,15 @@ class ArrayPair:
             return True
         return bool((np.isfinite(self.actual) & np.isfinite(self.expected)).any())
 
+    @property
+    def finite_part(self) -> Difference:
+        """Difference of the entries that are finite in both arrays, the others set to 0."""
+        if self.actual.shape != self.expected.shape:
+            return self.difference
+        is_finite = np.isfinite(self.actual) & np.isfinite(self.expected)
+        actual, expected = (np.where(is_finite, array, 0) for array in (self.actual, self.expected))
+        return replace(self, actual=actual, expected=expected, masked=False).difference
+
     def where_finite(self) -> "ArrayPair":
         """Set entries to 0 where neither array is finite: a mistake may produce exactly these values."""
         if self.masked or self.actual.shape != self.expected.shape:

@@ -29,6 +29,12 @@ def first_past(replay: Replay, *, from_dump: bool = True) -> Past:
     return Past(replay.config, replay.weights.dtype, cached=cached, from_dump=from_dump, rounding=rounding)
 
 
+def count_unchecked(replay: Replay) -> int:
+    """Count the tokens before the dump whose keys or values it has; 0 if its caches show no earlier tokens."""
+    caches = (name for name, (stage, _) in replay.stages.items() if stage.name in CACHES)
+    return replay.n_before if any((0, name) in replay.dump.dumped for name in caches) else 0
+
+
 def first_variances(replay: Replay, past: Past) -> dict[str, np.ndarray]:
     """Return zero variances, by stage key, for the cached keys and values that come from the engine."""
     if not replay.n_before:

@@ -90,6 +90,7 @@ class Finding:
         alternatives: Hypotheses that explain it equally well: this dump cannot distinguish them from `causes`.
         places: Pass and stage key of every check that it explains.
         sentence: Message for a person.
+        pattern: Part of the array that is wrong and its values, in words; empty with a cause, or if there is none.
     """
 
     kind: Kind
@@ -102,18 +103,20 @@ class Finding:
     places: tuple[tuple[int, str], ...]
     sentence: str
     alternatives: tuple[Cause, ...] = ()
+    pattern: str = ""
 
     @classmethod
     def of(
         cls, kind: Kind, checks: Sequence[StageCheck], sentence: str, starts_in: tuple[str, ...],
         causes: tuple[Cause, ...] = (), near_misses: tuple[Cause, ...] = (), alternatives: tuple[Cause, ...] = (),
+        pattern: str = "",
     ) -> "Finding":  # fmt: skip
         """Make the finding that explains `checks`; it shows first in the first of them."""
         layers = tuple(sorted({check.layer for check in checks if check.layer is not None}))
         stage_refs = tuple((check.n_pass, check.key) for check in checks)
         return cls(
             kind, checks[0].key, checks[0].n_pass, starts_in, layers, causes, near_misses, stage_refs, sentence,
-            alternatives,
+            alternatives, pattern,
         )  # fmt: skip
 
 
@@ -128,6 +131,15 @@ class Diagnosis:
     could_not_show: Mapping[str, Sequence[str]]  # known mistakes that no stage of this dump can reveal, by reason
     notes: Sequence[str] = ()  # facts about the dump that llorch inferred
     not_run: Mapping[str, Sequence[tuple[int, str]]] = field(default_factory=dict)  # pass and stage key, by reason
+    n_unchecked: int = 0  # cached tokens before the dump, whose keys and values come from its caches, unchecked
+
+    @property
+    def unchecked_rows(self) -> str:
+        """Describe the rows of the caches that were not checked; empty if all were."""
+        if not self.n_unchecked:
+            return ""
+        rows = "row 0" if self.n_unchecked == 1 else f"rows 0 to {self.n_unchecked - 1}"
+        return f"{rows} of the caches {'was' if self.n_unchecked == 1 else 'were'} taken as given"
 
     @property
     def is_right(self) -> bool:
@@ -143,3 +155,8 @@ class Diagnosis:
 def percent(share: float) -> str:
     """Format a share in percent; a share below 1 is never rounded up to 100 %."""
     return "100 %" if share >= 1 else f"{100 * min(share, 0.9999):.2f} %" if math.isfinite(share) else "-"
+
+
+def count(n: int, singular: str, plural: str = "") -> str:
+    """Format a number with its noun, in the singular or the plural."""
+    return f"{n} {singular if n == 1 else plural or f'{singular}s'}"

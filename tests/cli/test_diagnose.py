@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -352,7 +353,7 @@ def test_the_table_ends_with_the_first_cause():
 
 
 def test_causes_come_before_roundings_and_then_missing_stages():
-    text = "\n".join(printed(diagnoses.two_bugs()))
+    text = "\n".join(printed(diagnoses.two_bugs(), every=True))
     order = ("FAIL  l1.q_rope", "FAIL  l3.v_proj", "ROUNDING  l3.ffn_act", "cannot show", "2 causes in 79 stages")
     assert [text.index(each) for each in order] == sorted(text.index(each) for each in order)
     (line,) = [line for line in text.splitlines() if "rope-interleaved-pairs: " in line and "found: " in line]
@@ -370,7 +371,17 @@ def test_many_right_layers_are_one_line():
 def test_a_right_dump_has_a_line_for_each_stage_of_the_table():
     lines = printed(diagnoses.right())
     assert len(stages(lines)) == 22
-    assert lines[-1] == "PASS: nothing is wrong; 79 stages compared; --all shows every stage"
+    hint = "--all shows every stage and the 3 known mistakes that this dump cannot show"
+    assert lines[-1] == f"PASS: nothing is wrong; 79 stages compared; {hint}"
+    assert not any("cannot show:" in line for line in lines)
+
+
+def test_near_miss_is_left_out_below_a_cause_that_explains_everything():
+    diagnosis = diagnoses.two_bugs()
+    first = diagnosis.findings[0]
+    certain = replace(first, causes=tuple(replace(cause, explained_share=0.99995) for cause in first.causes))
+    assert any("near miss" in line for line in printed(diagnosis))
+    assert not any("near miss" in line for line in printed(replace(diagnosis, findings=[certain])))
 
 
 @pytest.mark.nightly_cases("every_layer", "logits_only", "two_passes")
@@ -396,4 +407,4 @@ def test_findings_without_end_are_counted():
 
 def test_non_finite_stage_is_reported_in_its_place():
     (line,) = [line for line in printed(diagnoses.not_finite()) if line.startswith("l0.attn_scores")]
-    assert line.split()[1:5] == ["non-finite", "4.8e-07", "without", "end"]
+    assert line.split()[1:5] == ["non-finite", "4.8e-07", "infinity", "FAIL"]

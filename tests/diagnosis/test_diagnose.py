@@ -15,7 +15,7 @@ from helpers.stored_goldens import golden_of
 from llorch.diagnosis.diagnose import diagnose, findings, settled
 from llorch.diagnosis.dump_checker import DumpChecker
 from llorch.diagnosis.expected import HALF
-from llorch.diagnosis.replay import UNCHANGED, Change, Replay, StageChange
+from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay, StageChange
 from llorch.diagnosis.search.cause_search import stage_of
 from llorch.diagnosis.search.hypotheses import known_mistakes, setting_families
 from llorch.engines.dumps.stage_dump import Features, StageDump
@@ -203,7 +203,8 @@ def test_one_wrong_token_is_said():
     (finding,) = findings(
         float64_weights(MODEL), dump_run(MODEL, passes(MODEL), Change({"l0.ffn_up": StageChange(wrong)}))
     )
-    assert_tells(finding.sentence, "l0.ffn_up", "token 5")
+    assert finding.pattern == "position 5 only: the right values plus 1"
+    assert finding.sentence.startswith(f"l0.ffn_up: {finding.pattern}. ")
 
 
 @pytest.mark.parametrize(("dtype", "declared"), [("bfloat16", False), ("float16", True)])
@@ -257,6 +258,29 @@ def test_decoding_mistake_that_the_embedding_shows_is_detectable():
     assert "rope-missing" in hidden
 
 
+def test_values_that_are_not_finite_are_described_and_not_explained():
+    def overflowing(inputs: Any, stage: str, array: np.ndarray) -> np.ndarray:
+        array = array.copy()
+        array[2, 5] = np.inf
+        return array
+
+    dump = dump_run(MODEL, passes(MODEL), Change({"l0.ffn_act": StageChange(overflowing)}))
+    first = next(findings(float64_weights(MODEL), dump))
+    assert (first.kind, first.key, first.causes, first.near_misses) == ("not finite", "l0.ffn_act", (), ())
+    assert first.sentence.endswith("; its inputs are finite.")
+    assert_tells(first.sentence, "infinity", "1 of 2688", "position 2", "column 5")
+
+
+def test_cached_rows_before_the_dump_are_said_to_be_taken_as_given():
+    weights = float64_weights(MODEL)
+    whole = dump_run(MODEL, passes(MODEL, 8, 1))
+    step = {(0, key): array for (n_pass, key), array in whole.dumped.items() if n_pass == 1}
+    diagnosis = diagnose(weights, replace(whole, passes=whole.passes[1:], dumped=step, n_before=8))
+    assert (diagnosis.is_right, diagnosis.n_unchecked) == (True, 8)
+    assert diagnosis.unchecked_rows == "rows 0 to 7 of the caches were taken as given"
+    assert diagnose(weights, whole).unchecked_rows == ""
+
+
 def test_a_nan_that_spreads_is_no_overflow_of_a_known_mistake():
     model, right = "micro-qwen3.5", ("embed", "l0.attn_norm", "l0.conv_out", "l0.q_l2", "l0.k_l2", "l0.beta")
     shown = (*right, "l0.delta_out", "l0.attn_residual")
@@ -278,16 +302,53 @@ def test_a_layer_that_was_skipped_is_named(dumped_keys: tuple[str, ...]):
     assert (found.key, found.causes[0].name) == (dumped_keys[-1], "block-skipped")
 
 
-def test_a_mistake_that_explains_one_pass_alone_is_said_to_do_so():
+def test_mistake_that_another_pass_refutes_is_not_named():
     missing = everywhere(mistake("rope-missing", MODEL), float64_weights(MODEL))
     right, turned = (dump_run(MODEL, passes(MODEL, 5, 7), change) for change in (UNCHANGED, missing))
     at = [(n_pass, "l0.q_rope") for n_pass in (0, 1)]
     noise = np.random.default_rng(0).standard_normal(right.dumped[at[1]].read().shape).astype(np.float32)
     wrong = {at[0]: turned.dumped[at[0]], at[1]: replace(right.dumped[at[1]], read=lambda: noise)}
     shown = {key: array for key, array in right.dumped.items() if key[1] in ("embed", "l0.q_norm")}
-    found, *_ = findings(float64_weights(MODEL), replace(right, dumped=shown | wrong))
-    assert (found.kind, found.n_pass, found.near_misses[0].name) == ("unknown", 0, "rope-missing")
-    assert_tells(found.sentence, "rope-missing", 0)
+    (finding,) = findings(float64_weights(MODEL), replace(right, dumped=shown | wrong))
+    assert (finding.kind, finding.n_pass) == ("unknown", 0)
+    assert "rope-missing" not in repr(finding)
+
+
+def test_passes_with_the_error_are_told_from_right_ones():
+    turned = everywhere(mistake("rope-interleaved-pairs", MODEL), float64_weights(MODEL))
+    plan = passes(MODEL, 8, 1, 1)
+    right, wrong = (dump_run(MODEL, plan, change, lambda key: "q_" in key) for change in (UNCHANGED, turned))
+    arrays = {key: (right if key[0] else wrong).dumped[key] for key in right.dumped}
+    finding = next(findings(float64_weights(MODEL), replace(right, dumped=arrays)))
+    assert [cause.name for cause in finding.causes] == ["rope-interleaved-pairs"]
+    assert finding.sentence.endswith("Wrong in pass 0 of 3 only (8 tokens); the steps are right.")
+
+
+def test_prompt_that_was_read_wrongly_is_named_from_a_right_step():
+    weights, plan = float64_weights(MODEL), passes(MODEL, 8, 1)
+    replay = Replay(weights, StageDump.of_arrays(plan))
+    past, step = Past(replay.config, np.float64), dict[str, np.ndarray]()
+    turned = everywhere(mistake("rope-interleaved-pairs", MODEL), weights)
+    replay.run(0, lambda name, array: None, past, turned, fed=False)
+    replay.run(1, step.__setitem__, past.next(), fed=False)
+    shown = {key: step[key].astype(np.float32) for key in ("embed", "l0.q_rope", "l0.attn_context", "l0.block_out")}
+    (finding,) = findings(weights, StageDump.of_arrays(plan, {}, shown))
+    assert (finding.key, [cause.name for cause in finding.causes]) == ("l0.attn_context", ["rope-interleaved-pairs"])
+    assert "before pass 1 only" in finding.sentence
+
+
+def test_one_wrong_function_is_one_finding():
+    weights = float64_weights(MODEL)
+    rows = {key: stage for key, stage, _ in keys(weights.config)}
+
+    def wrong(inputs: Any, stage: str, array: np.ndarray) -> np.ndarray:
+        return array + 0.01 * np.roll(array, 1, axis=-1)
+
+    for ending, scope in (("_rope", "rotation"), ("norm", "norm"), ("_proj", "")):
+        change = Change({key: StageChange(wrong) for key, stage in rows.items() if stage.name.endswith(ending)})
+        found = diagnose(weights, dump_run(MODEL, passes(MODEL), change)).findings
+        assert len(found) == (1 if scope else 3)  # three of seven products are wrong: no one function is
+        assert not scope or f"The same in every {scope}: look for one cause." in found[0].sentence
 
 
 @pytest.mark.parametrize(

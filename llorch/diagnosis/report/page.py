@@ -16,8 +16,8 @@ import numpy as np
 from jinja2 import Environment, StrictUndefined
 
 from llorch.diagnosis.dump_checker import N_ULPS
-from llorch.diagnosis.report.record import count, explained, headline, ranges, short, span, times, verdict
-from llorch.diagnosis.verdict import Diagnosis, StageCheck
+from llorch.diagnosis.report.record import explained, headline, ranges, short, span, times, verdict
+from llorch.diagnosis.verdict import Diagnosis, StageCheck, count
 from llorch.runtime.errors import printable
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING, safe_ratio
 from llorch.stages.table import STAGES

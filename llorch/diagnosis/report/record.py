@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 
-from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck, percent
+from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck, count, percent
 from llorch.judging.types import Cause
 from llorch.runtime.errors import printable
 from llorch.stages.comparison import FAIL, NOT_RUN, PASS, ROUNDING
@@ -30,6 +30,7 @@ def record(diagnosis: Diagnosis) -> dict[str, object]:
         "stages": [_stage_record(check) for check in diagnosis.results],
         "could_not_show": {reason: list(names) for reason, names in diagnosis.could_not_show.items()},
         "notes": list(diagnosis.notes),
+        "n_unchecked": diagnosis.n_unchecked,
         "not_run": {
             reason: [{"pass": n_pass, "stage": key} for n_pass, key in stage_refs]
             for reason, stage_refs in diagnosis.not_run.items()
@@ -135,7 +136,7 @@ def short(number: float) -> str:
 def times(factor: float) -> str:
     """Format an error as a multiple of its tolerance."""
     if not math.isfinite(factor):
-        return "no number" if math.isnan(factor) else "without end"
+        return "NaN" if math.isnan(factor) else "infinity"
     return f"{float(f'{factor:.2g}'):g} x"
 
 
@@ -157,11 +158,6 @@ def span(keys: Sequence[str]) -> str:
     return ", ".join(keys) if len(keys) <= 3 else f"{len(keys)} stages, {keys[0]} to {keys[-1]}"
 
 
-def count(n: int, singular: str, plural: str = "") -> str:
-    """Format a number with its noun, in the singular or the plural."""
-    return f"{n} {singular if n == 1 else plural or f'{singular}s'}"
-
-
 def verdict(diagnosis: Diagnosis) -> str:
     """Return the verdict on the dump: PASS, ROUNDING (rounding explains it), FAIL, or NOT RUN without comparisons."""
     if not diagnosis.is_right:
@@ -180,4 +176,5 @@ def headline(diagnosis: Diagnosis) -> str:
         return "llorch cannot judge any stage of the dump" if n_not_run else "the dump has no stage"
     messages = {ROUNDING: "nothing is wrong: arithmetic explains every difference", PASS: "nothing is wrong"}
     not_run = f", {n_not_run} NOT RUN" if n_not_run else ""
-    return f"{messages[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}"
+    given = f"; {diagnosis.unchecked_rows}" if diagnosis.unchecked_rows else ""
+    return f"{messages[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}{given}"

@@ -12,7 +12,7 @@ import numpy as np
 
 from llorch.diagnosis.attempt import NAMED, ORDER, Attempt, Hypothesis, SettingFamily, best_by_name
 from llorch.diagnosis.dump_checker import ArrayPair, pair_of
-from llorch.diagnosis.replay import UNCHANGED, Change, Past, Replay, StageChange
+from llorch.diagnosis.replay import UNCHANGED, Arrays, Change, Past, Replay, StageChange
 from llorch.diagnosis.search.block_hypotheses import block_mistakes
 from llorch.diagnosis.search.hypotheses import known_mistakes, rounding_hypotheses, setting_families
 from llorch.diagnosis.verdict import StageCheck
@@ -42,6 +42,7 @@ class CauseSearch:
         self._families = setting_families(replay.config)
         self._cached_inputs: tuple[object, Mapping[str, np.ndarray]] = (None, {})
         self._sizes: dict[tuple[int, str], np.ndarray | None] = {}
+        self._finite_errors: dict[tuple[int, str], bool] = {}
 
     def run(self, check: StageCheck, *, pairs: bool = True, was_right: bool = False) -> list[Attempt]:
         """Try every hypothesis about the stages since the last dumped ones; return the attempts, the nearest first.
@@ -52,10 +53,15 @@ class CauseSearch:
         attempts = list(self._singles(check, was_right=was_right))
         if pairs and not any(attempt.is_named for attempt in attempts):
             attempts += self._pairs(check, attempts)
+        if check.n_pass and not any(attempt.is_named for attempt in attempts):
+            attempts += self._in_earlier_passes(check)
         return sorted(attempts, key=lambda attempt: attempt.rank)
 
     def explains(self, attempt: Attempt, check: StageCheck) -> bool:
         """Tell if the attempt's hypotheses explain another check, in the same stages or wherever they apply."""
+        if attempt.before is not None:
+            is_later = check.n_pass >= attempt.before
+            return is_later and self.inject(attempt.hypotheses, attempt.stages, check, before=attempt.before).is_named
         stages = {stage_of(key) for key in attempt.stages}
         same_stages = tuple(key for key in check.ran_since if stage_of(key) in stages)
         is_applicable = all(hypothesis.select_keys(same_stages) for hypothesis in attempt.hypotheses)
@@ -72,6 +78,14 @@ class CauseSearch:
                     break
         families = self._relevant_families(check)
         yield from (self._fit_value(family, check) for family in families if family.later or not was_right)
+
+    def _in_earlier_passes(self, check: StageCheck) -> Iterator[Attempt]:
+        """Try each known mistake in the passes before the check's pass only, in all their stages up to the check's."""
+        part = self.replay.part_of(check.key)
+        stage_keys = [key for key in self.replay.stages if self.replay.part_of(key) <= part]
+        for hypothesis in self.mistakes:
+            if not hypothesis.after_cached and (keys := hypothesis.select_keys(stage_keys)):
+                yield self.inject((hypothesis,), keys, check, before=check.n_pass)
 
     def _relevant_families(self, check: StageCheck) -> Iterator[SettingFamily]:
         """Yield the settings that the stages since the last dumped ones read."""
@@ -110,12 +124,22 @@ class CauseSearch:
             return attempts[best, keys]
         return _refined(best, [value for value in family.values if value > 0], lambda value: try_value(value, keys))
 
-    def inject(self, hypotheses: tuple[Hypothesis, ...], keys: tuple[str, ...], check: StageCheck) -> Attempt:
-        """Inject hypotheses at some stages, with the cache that leaves the smallest error."""
+    def inject(
+        self, hypotheses: tuple[Hypothesis, ...], keys: tuple[str, ...], check: StageCheck, *, before: int | None = None
+    ) -> Attempt:
+        """Inject hypotheses at some stages, with the cache that leaves the smallest error.
+
+        With `before`, inject them in the passes before that one only. No rounding explains values that are not finite,
+        and a mistake does only if it explains an error of the finite values, too.
+        """
+        none = Attempt(hypotheses, keys, 0.0, math.inf, before)
+        if check.isolated.difference.fault_kind == "non-finite":
+            if all(hypothesis.rounds for hypothesis in hypotheses) or not self._has_finite_error(check):
+                return none
         change, attempts = together([h.change(h.select_keys(keys)) for h in hypotheses]), []
         dumped = self.replay.dump.dumped[check.n_pass, check.key]
         for past in self._pasts[check.n_pass][: 1 + (check.n_pass > 0)]:  # all caches are equal before the first pass
-            array = self.compute(check, change, past)
+            array = self.compute(check, change, past, before=before)
             if array is None:
                 continue
             pair = pair_of(self.replay, dumped, check.key, array)
@@ -127,8 +151,18 @@ class CauseSearch:
             error = check.isolated.difference.error
             share = 1 - safe_ratio(difference.error, error) if math.isfinite(difference.error) else 0.0
             if difference.fault is None:
-                attempts.append(Attempt(hypotheses, keys, max(share, 0.0), self._remaining(check, difference, pair)))
-        return min(attempts, key=lambda attempt: attempt.remaining, default=Attempt(hypotheses, keys, 0.0, math.inf))
+                remaining = self._remaining(check, difference, pair)
+                attempts.append(Attempt(hypotheses, keys, max(share, 0.0), remaining, before))
+        return min(attempts, key=lambda attempt: attempt.remaining, default=none)
+
+    def _has_finite_error(self, check: StageCheck) -> bool:
+        """Tell if the finite values of an array that also has others are wrong beyond their tolerance."""
+        array_key = check.n_pass, check.key
+        if array_key not in self._finite_errors:
+            right = self.compute(check)
+            pair = right is not None and pair_of(self.replay, self.replay.dump.dumped[array_key], check.key, right)
+            self._finite_errors[array_key] = bool(pair) and not pair.finite_part.within(check.isolated.tolerance)
+        return self._finite_errors[array_key]
 
     def _remaining(self, check: StageCheck, difference: Difference, pair: ArrayPair) -> float:
         """Return the remaining error of an attempt, as a multiple of the tolerance of the right numbers.
@@ -158,8 +192,13 @@ class CauseSearch:
             self._sizes[array_key] = None if right is None else pair_of(self.replay, dumped, check.key, right).sizes
         return self._sizes[array_key]
 
-    def compute(self, check: StageCheck, change: Change = UNCHANGED, past: Past | None = None) -> np.ndarray | None:
-        """Compute the stage of a check with a change injected; None if the change yields no array."""
+    def compute(
+        self, check: StageCheck, change: Change = UNCHANGED, past: Past | None = None, *, before: int | None = None
+    ) -> np.ndarray | None:
+        """Compute the stage of a check with a change injected; None if the change yields no array.
+
+        With `before`, the change is injected in the passes before that one only.
+        """
         part, past = self.replay.part_of(check.key), past or self._pasts[check.n_pass][0]
         arrays: list[np.ndarray] = []
         key = check.key
@@ -171,14 +210,27 @@ class CauseSearch:
 
         with np.errstate(all="ignore"):
             try:
-                first, x = self._begin(check, change, past)
-                changed_past = self._change_past(past, check.n_pass, change, first, part)
-                self.replay.run(check.n_pass, observe, changed_past, change, first=first, last=part, x=x)
+                here = change if before is None else UNCHANGED
+                first, x = self._begin(check, here, past)
+                changed_past = self._change_past(past, check.n_pass, change, first, part, before=before)
+                self.replay.run(check.n_pass, observe, changed_past, here, first=first, last=part, x=x)
             except _StageReached:
                 return arrays[0]
             except (ValueError, KeyError, IndexError, TypeError, AssertionError):
                 return None  # a shape that later stages reject, or two settings that exclude each other
         return None
+
+    def run_part(self, check: StageCheck) -> tuple[Arrays, Arrays]:
+        """Run the part of the model that has the stage of a check; return its arrays, and those that are passed on.
+
+        An array is passed on as the engine dumped it, or as llorch computed it.
+        """
+        part, computed = self.replay.part_of(check.key), dict[str, np.ndarray]()
+        first = self.replay.first_part(check.n_pass, part)
+        past = self._pasts[check.n_pass][0].copied()
+        with np.errstate(all="ignore"):
+            passed = self.replay.run(check.n_pass, computed.__setitem__, past, first=first, last=part)
+        return computed, passed
 
     def _begin(self, check: StageCheck, change: Change, past: Past) -> tuple[int, np.ndarray | None]:
         """Find the first part (embedding, layer, logits) that a change concerns, and its input.
@@ -213,15 +265,18 @@ class CauseSearch:
             self._cached_inputs = (n_pass, first, past), part_inputs
         return self._cached_inputs[1]
 
-    def _change_past(self, past: Past, n_pass: int, change: Change, first: int, last: int) -> Past:
-        """Compute the caches before a pass with the change injected in the earlier passes too."""
+    def _change_past(
+        self, past: Past, n_pass: int, change: Change, first: int, last: int, *, before: int | None
+    ) -> Past:
+        """Compute the caches before a pass with the change injected in the earlier passes, or in those `before` one."""
         layers = range(max(first, 0), min(last, self.replay.config.n_layers - 1) + 1)
         if not n_pass or not layers:
             return past
         past = past.empty()
         for earlier in range(n_pass):
             begin = self.replay.first_part(earlier, layers[0])
-            self.replay.run(earlier, lambda name, array: None, past, change, first=begin, last=layers[-1])
+            there = change if before is None or earlier < before else UNCHANGED
+            self.replay.run(earlier, lambda name, array: None, past, there, first=begin, last=layers[-1])
             past = past.next()
         return past
 

@@ -13,7 +13,18 @@ from llorch.diagnosis.report.record import VERSION, headline, junit, ranges, rec
 from llorch.diagnosis.verdict import Diagnosis, percent
 from llorch.stages.comparison import FAIL
 
-KEYS = {"version", "model", "source", "right", "findings", "stages", "could_not_show", "notes", "not_run"}
+KEYS = {
+    "version",
+    "model",
+    "source",
+    "right",
+    "findings",
+    "stages",
+    "could_not_show",
+    "notes",
+    "not_run",
+    "n_unchecked",
+}
 every = pytest.mark.parametrize("make", diagnoses.ALL)
 
 
@@ -101,7 +112,7 @@ def test_control_characters_of_names_are_written_out():
         (percent(float("nan")), "-"),
         (times(0.4), "0.4 x"),
         (times(51234.0), "51000 x"),
-        (times(float("inf")), "without end"),
+        (times(float("inf")), "infinity"),
         (verdict(diagnoses.rounding()), "ROUNDING"),
         (verdict(diagnoses.undeclared()), "ROUNDING"),
         (verdict(diagnoses.nothing_seen()), "NOT RUN"),

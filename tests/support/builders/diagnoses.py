@@ -110,7 +110,7 @@ def two_bugs() -> Diagnosis:
 
 def not_finite() -> Diagnosis:
     made = diagnosis({"l0.attn_scores": 1e9}, [finding("l0.attn_scores", "not finite")])
-    bad = Difference.from_fault(("non-finite", "3 of 4096 values of got"))
+    bad = Difference.from_fault(("non-finite", "3 of 4096 actual values"))
     results = [
         replace(r, isolated=replace(r.isolated, difference=bad)) if r.verdict == FAIL else r for r in made.results
     ]
