@@ -81,10 +81,9 @@ def _with_scope(finding: Finding, checks: Sequence[StageCheck], replay: Replay) 
     stages = list(dict.fromkeys(key.rpartition(".")[2] for _, key in finding.places))
     if finding.kind == "rounding" or len(stages) < 2 or len(finding.starts_in) < 2:
         return finding
-    wrong = sorted(
-        (f for f in _functions(finding, replay) if _is_always_wrong(f, checks, replay)), key=len, reverse=True
-    )
-    scope = f"every {wrong[0]}" if wrong else join_words(stages)
-    right = [check for check in checks if check.verdict != FAIL and BY_NAME[check.stage].matrix]
-    contrast = ", products with other matrices are right" if wrong and "product" in wrong[0] and right else ""
+    functions = sorted(_functions(finding, replay), key=len)  # any product before the product of a type
+    wrong = next((function for function in functions if _is_always_wrong(function, checks, replay)), "")
+    scope = f"every {wrong}" if wrong else join_words(stages)
+    has_right = any(check.verdict != FAIL and BY_NAME[check.stage].matrix for check in checks)
+    contrast = ", products with other matrices are right" if "product" in wrong and has_right else ""
     return replace(finding, sentence=f"{finding.sentence} The same in {scope}{contrast}: look for one cause.")

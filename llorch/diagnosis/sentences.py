@@ -6,13 +6,20 @@ import numpy as np
 
 from llorch.diagnosis.dump_checker import pair_of
 from llorch.diagnosis.expected import rows
-from llorch.diagnosis.patterns import describe_error, describe_mask, describe_non_finite
+from llorch.diagnosis.patterns import (
+    describe_context_terms,
+    describe_error,
+    describe_mask,
+    describe_non_finite,
+    describe_product_terms,
+)
 from llorch.diagnosis.patterns.axes import N_LISTED, Axis, axes_of, join_words, split_heads
 from llorch.diagnosis.replay import Arrays, Replay
 from llorch.diagnosis.search.cause_search import CauseSearch
 from llorch.diagnosis.verdict import StageCheck, count, percent
 from llorch.engines.dumps.stage_dump import DumpedArray
 from llorch.judging.types import Cause
+from llorch.ops.numerics import QuantMethod
 from llorch.stages.comparison import FAIL, safe_ratio
 from llorch.stages.table import input_keys, key, output_matrix
 
@@ -88,7 +95,7 @@ def describe_pattern(check: StageCheck, search: CauseSearch) -> str:
 
 
 def _describe_terms(check: StageCheck, error: np.ndarray, passed: Arrays, dumped: DumpedArray, replay: Replay) -> str:
-    """Describe the terms of a product or of a sum of values that the engine counts wrongly; empty if none explains it."""
+    """Describe the terms of a product or of a sum of values that the engine counts wrongly; empty if there are none."""
     stage, layer = replay.stages[check.key]
     names = input_keys(stage, layer, replay.config)
     matrix = stage.matrix or (output_matrix(replay.config) if stage.name == "logits" else "")

@@ -60,5 +60,5 @@ def _describe(
         return ""
     labels = np.arange(len(missing))
     indices = describe_indices(Axis(noun, labels), labels[wrong], labels) or f"{len(wrong)} of {len(labels)} {noun}s"
-    verb = "are" if "s" in indices.split(" ")[0][-1] or " of " in indices else "is"
+    verb = "is" if len(wrong) == 1 else "are"
     return f"{indices} {verb} {TIMES.get(count, f'counted {count:g} times')}"

@@ -6,7 +6,13 @@ import numpy as np
 import pytest
 from faults.wrong_dumps import float64_weights
 
-from llorch.diagnosis.patterns import describe_error, describe_mask, describe_non_finite
+from llorch.diagnosis.patterns import (
+    describe_context_terms,
+    describe_error,
+    describe_mask,
+    describe_non_finite,
+    describe_product_terms,
+)
 from llorch.diagnosis.patterns.axes import Axis, axes_of, split_heads
 from llorch.stages.table import BY_NAME
 
@@ -108,6 +114,32 @@ def test_random_error_has_no_pattern(stage: str, seq: int):
     for _ in range(100):
         actual = expected + random.standard_normal(expected.shape) * 10 ** random.uniform(-5, 1)
         assert describe_error(actual, expected, axes, tolerance=1e-6, sources=[("another", other)]) == ""
+
+
+@pytest.mark.parametrize(
+    ("counts", "words"),
+    [
+        (np.arange(64) < 32, "input columns from 32 on are left out"),
+        (np.arange(64) % 16 < 8, "input columns k with k % 16 >= 8 are left out"),
+        (1 + (np.arange(64) == 5), "input column 5 is counted twice"),
+        (np.where(np.arange(64) < 8, 0.5, 1), "input columns 0 to 7 are counted 0.5 times"),
+        (np.arange(64) / 64, ""),
+    ],
+)
+def test_input_columns_that_a_product_counts_wrongly_are_described(counts: np.ndarray, words: str):
+    random = np.random.default_rng(6)
+    x, matrix = random.standard_normal((SEQ, 64)), random.standard_normal((96, 64))
+    assert describe_product_terms((x * (1 - counts)) @ matrix.T, x, matrix) == words
+    assert describe_product_terms(random.standard_normal((SEQ, 96)), x, matrix) == ""
+
+
+def test_keys_that_a_context_leaves_out_are_described():
+    random = np.random.default_rng(7)
+    probs, values = random.random((15, SEQ, CTX)), random.standard_normal((3, CTX, 32))
+    missing = np.arange(CTX) < 4
+    error = np.einsum("htk,hkd->thd", probs * missing, np.repeat(values, 5, axis=0))
+    assert describe_context_terms(error, probs, values) == "keys 0 to 3 are left out"
+    assert describe_context_terms(random.standard_normal(error.shape), probs, values) == ""
 
 
 def test_mask_is_described_by_the_distance_of_keys():
