@@ -13,6 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from llorch.diagnosis.attempt import Attempt, best_by_name, near_misses
+from llorch.diagnosis.defects import defect_findings
 from llorch.diagnosis.dump_checker import DumpChecker, Progress
 from llorch.diagnosis.earlier_passes import has_no_past, reads_past
 from llorch.diagnosis.expected import rows
@@ -48,9 +49,9 @@ def diagnose(
     misread = dump.misread
     if misread is not None and not misread.is_rounding and all(finding.kind == "rounding" for finding in decided):
         decided = [_misread(misread), *decided]
-    findings = [*decided, *_arithmetic(checks)]
+    findings = [*decided, *defect_findings(dump), *_arithmetic(checks)]
     not_run = [*checker.not_run, *undecided_refs]
-    by_reason = {EARLIER_PASSES: not_run} if not_run else {}
+    by_reason = ({EARLIER_PASSES: not_run} if not_run else {}) | dump.left_out
     return Diagnosis(model, dump.source, settled(checks, findings), findings, undetectable, dump.notes, by_reason)
 
 
@@ -85,6 +86,7 @@ def findings(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     search = CauseSearch(checker.replay, checker.pasts)
     for finding in _findings(checks, search, lambda line: None):
         yield from _split_undecided([finding], checks, checker.replay)[0]
+    yield from defect_findings(checker.replay.dump)
     yield from _arithmetic(checks)
 
 

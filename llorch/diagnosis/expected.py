@@ -16,7 +16,6 @@ from llorch.judging.tolerances.forward import CACHES, SCORES, STATES, derive_tol
 from llorch.judging.tolerances.rounding import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages.comparison import FLOOR, Tolerance
-from llorch.stages.stage_ref import token_axis
 from llorch.stages.table import BY_NAME, Stage
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
@@ -200,11 +199,8 @@ class _Hidden:
 
 
 def rows(array: np.ndarray, stage: Stage, dumped: DumpedArray) -> np.ndarray:
-    """Select the tokens and keys of a stage that the dump has."""
-    if dumped.keys is not None:
-        return array[:, -dumped.keys :]
-    axis = token_axis(stage)
-    return array if dumped.tokens is None or axis is None else np.take(array, dumped.tokens, axis=axis)
+    """Select the tokens, keys and heads of a stage that the dump has."""
+    return dumped.select(array, stage)
 
 
 def _tolerance(computed: np.ndarray, variance: np.ndarray, stage: Stage, dumped: DumpedArray) -> Tolerance:

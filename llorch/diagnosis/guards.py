@@ -23,6 +23,7 @@ from llorch.files import Weights
 from llorch.ops.embedding import embedding
 from llorch.runtime.errors import GuardFailed
 from llorch.stages.comparison import FLOORS, measure
+from llorch.stages.stage_ref import heads_axis
 from llorch.stages.table import Stage, keys
 
 _CLOSE = 0.1  # largest relative error of the same rows, whatever their dtype
@@ -145,6 +146,8 @@ def _require_layout(dump: StageDump, config: ModelConfig) -> None:
             stage, actual = stages[key], dumped.read().shape
             seq = len(tokens.ids) if dumped.tokens is None else len(dumped.tokens)
             expected = stage.shape(config, seq=seq, ctx=n_context if dumped.keys is None else dumped.keys)
+            if dumped.heads is not None and (axis := heads_axis(stage)) is not None:
+                expected = (*expected[:axis], dumped.heads[1] - dumped.heads[0], *expected[axis + 1 :])
             if actual != expected:
                 raise _wrong_shape(dump.source, f"{key} of pass {n_pass}", stage, expected, actual)
 

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import TypeVar
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from llorch.files.tensor_names import undo_interleave
 from llorch.runtime.errors import FormatError, suggestion
 from llorch.stages.table import Stage
 
+Candidate = TypeVar("Candidate")
 JOINED: Mapping[str, tuple[str, ...]] = {
     "q_width": ("heads", "head_dim"), "kv_width": ("kv_heads", "head_dim"), "value_width": ("v_heads", "value_dim"),
 }  # fmt: skip
@@ -25,6 +27,7 @@ HEAD_DIMS = ("head_dim", "key_dim", "value_dim")
 PAIRED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope", "k_cache")  # stages whose pairs RoPE rotates
 FUSED_ORDERS = ("stacked", "groups", "alternating")  # see `split_fused`
 FAR_NEARER = 5.0  # a candidate is chosen if all others are this factor farther from llorch's run
+PADDED = ("ctx", "vocab")  # axes that an engine may pad
 AS_GOOD_AS_MASKED = -9000.0  # exp of this is 0 in every float type; -1e4 in bfloat16 is -9984
 _LARGEST_DISTANCE = 0.5  # `sine_distance` from llorch's run beyond which a candidate is never chosen
 
@@ -55,10 +58,10 @@ class Form:
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def arrange(self, array: np.ndarray, axes: Sequence[str], ctx: int) -> np.ndarray:
-        """Reshape an array of this form, transpose it to these axes, and cut a padded context to `ctx` keys."""
+    def arrange(self, array: np.ndarray, axes: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
+        """Reshape an array of this form, transpose it to these axes, and cut padded axes to their sizes."""
         array = array.reshape(self.sizes).transpose([self.axes.index(axis) for axis in axes])
-        return array[tuple(slice(ctx) if axis == "ctx" else slice(None) for axis in axes)]
+        return array[tuple(slice(sizes[axis]) for axis in axes)]
 
     def differs_from(self, table: Sequence[str]) -> bool:
         """Check if the axes, except axes of size 1, have another order than the table's."""
@@ -79,7 +82,7 @@ def declared_form(
 ) -> Form:
     """Build the form of declared axes; FormatError if they are not the table's, or do not fit the shape.
 
-    `sizes` has the size of every axis in the run; only a padded context may be longer.
+    `sizes` has the size of every axis in the run; only a padded context or vocabulary may be longer.
     """
     axes, table_axes = single_axes([axis for axis in declared if axis != "batch"]), single_axes(table)
     if sorted(axes) != sorted(table_axes):
@@ -93,16 +96,16 @@ def declared_form(
         return form
     inner = shape[max(0, len(shape) - len(declared)) :]  # without an undeclared batch axis
     without_batch = [size for axis, size in zip(declared, inner, strict=False) if axis != "batch" or size != 1]
-    if "ctx" in axes and len(without_batch) == len(axes) and without_batch[axes.index("ctx")] > sizes["ctx"]:
+    if len(without_batch) == len(axes):
         padded = Form(axes, tuple(without_batch))
         sizes_of_axes = zip(axes, padded.sizes, form.sizes, strict=True)
-        if all(actual == size or axis == "ctx" for axis, actual, size in sizes_of_axes):
+        if all(actual == size or (axis in PADDED and actual > size) for axis, actual, size in sizes_of_axes):
             return padded
     raise FormatError("Shape", f"expected {' '.join(declared)} to be {form.sizes}, got {shape}")
 
 
 def list_forms(table: Sequence[str], shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Form]:
-    """List all possible forms of an array of this shape, the table's order first; with a padded context if none fits.
+    """List all possible forms of an array of this shape, the table's order first; with padding if none fits.
 
     Forms that differ only in axes of size 1 count as one.
     """
@@ -141,14 +144,14 @@ def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[
 def _fit(groups: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping[str, int]) -> Form | None:
     """Build the form of these axis groups; None if the shape, without axes of size 1, differs.
 
-    Only a context axis that is not joined may be longer, because it may be padded.
+    Only a context or vocabulary axis that is not joined may be longer, because it may be padded.
     """
     remaining, sizes_found = [*shape], {}
     for group in groups:
         size = math.prod(sizes[axis] for axis in group)
         sizes_found |= {axis: sizes[axis] for axis in group}
-        if remaining and group == ("ctx",) and remaining[0] > size:
-            sizes_found["ctx"] = remaining.pop(0)
+        if remaining and len(group) == 1 and group[0] in PADDED and remaining[0] > size:
+            sizes_found[group[0]] = remaining.pop(0)
         elif size != 1:
             if not remaining or remaining.pop(0) != size:
                 return None
@@ -156,8 +159,8 @@ def _fit(groups: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping
     return None if remaining else Form(axes, tuple(sizes_found[axis] for axis in axes))
 
 
-def find_nearest_form(distances: Mapping[Form, float]) -> Form | None:
-    """Return the form that is far nearer to llorch's values than all others; None if there is none."""
+def find_nearest_form(distances: Mapping[Candidate, float]) -> Candidate | None:
+    """Return the form (or share of heads) that is far nearer to llorch's values than all others; None if none is."""
     best, second, *_ = sorted(distances, key=distances.__getitem__)
     return best if distances[best] < min(_LARGEST_DISTANCE, distances[second] / FAR_NEARER) else None
 

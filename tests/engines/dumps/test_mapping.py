@@ -7,6 +7,7 @@ from helpers.refusals import refuses
 
 from llorch.engines.dumps.layout import DumpLayout
 from llorch.engines.dumps.mapping import mapping_of, read_mapping
+from llorch.engines.dumps.widths import Share
 from llorch.stages.stage_ref import Tokens
 
 TEXT = """
@@ -33,6 +34,7 @@ ids = [[1, 2], [3]]
 first_position = 7
 dtype = "bfloat16"
 flash_attention = true
+rank = "1/4"
 """
 
 
@@ -52,10 +54,11 @@ def test_every_mapping_key_is_read(tmp_path: Path):
     assert mapping.layout("k_rope", "blk.{i}.rot_k") == DumpLayout()
     assert mapping.passes == (Tokens((1, 2), 7), Tokens((3,), 9))
     assert mapping.features == {"dtype": "bfloat16", "flash_attention": True}
+    assert mapping.share == Share(1, 4)
 
 
 PROJECTIONS = "q_proj, k_proj, v_proj, ffn_gate, ffn_up"
-RUN_KEYS = ("ids", "first_position", "engine", "dtype", "kv_cache", "activations", "flash_attention")
+RUN_KEYS = ("ids", "first_position", "rank", "engine", "dtype", "kv_cache", "activations", "flash_attention")
 LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
 WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  # text, code, facts, those behind "got"
     "no TOML": ("[names", "Malformed", ("TOML",), ()),
@@ -91,6 +94,8 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
     "id a bool": ("[run]\nids = [true]", "Malformed", ("ids:", "token ids"), ("[True]",)),
     "negative position": ("[run]\nfirst_position = -1", "OutOfRange", ("first_position:", 0), (-1,)),
     "dtype a number": ("[run]\ndtype = 16", "Malformed", ("dtype:", "string"), (16,)),
+    "rank without a number of ranks": ("[run]\nrank = '1'", "Malformed", ("rank:", '"1/4"'), ("'1'",)),
+    "rank after the last": ("[run]\nrank = '4/4'", "Malformed", ("rank:", '"1/4"'), ("'4/4'",)),
     "too large": ("a" * (1 << 20) + "=1", "TooLarge", (1 << 20,), ()),
 }  # fmt: skip
 
