@@ -51,7 +51,8 @@ def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
         for c in comparisons
     ]
     by_reason = {EARLIER_PASSES: checker.not_run, **plan.dump.left_out}
-    not_run = [f"{', '.join(dict.fromkeys(k for _, k in keys))}: {reason}" for reason, keys in by_reason.items() if keys]
+    names = {reason: ", ".join(dict.fromkeys(key for _, key in refs)) for reason, refs in by_reason.items()}
+    not_run = [f"{stages}: {reason}" for reason, stages in names.items() if stages]
     checkpoints = sorted({c.stage_ref.checkpoint for c in comparisons})
     notes = plan.weights.notes_on_left_out(NOT_COMPARED)
     report = ModelReport(plan.spec, comparisons, not_run, checkpoints=checkpoints, dump=str(plan.path), notes=notes)

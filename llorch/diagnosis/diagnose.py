@@ -20,6 +20,7 @@ from llorch.diagnosis.expected import rows
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.replay import Replay
 from llorch.diagnosis.search.cause_search import CauseSearch
+from llorch.diagnosis.search.file_orders import orders_to_try
 from llorch.diagnosis.search.hypotheses import Hypothesis
 from llorch.diagnosis.search.norm_places import is_folded, with_gain
 from llorch.diagnosis.verdict import EARLIER_PASSES, Diagnosis, Finding, Kind, StageCheck, percent
@@ -51,7 +52,7 @@ def diagnose(
         decided = [_misread(misread), *decided]
     findings = [*decided, *defect_findings(dump), *_arithmetic(checks)]
     not_run = [*checker.not_run, *undecided_refs]
-    by_reason = ({EARLIER_PASSES: not_run} if not_run else {}) | dump.left_out
+    by_reason = {**({EARLIER_PASSES: not_run} if not_run else {}), **dump.left_out}
     return Diagnosis(model, dump.source, settled(checks, findings), findings, undetectable, dump.notes, by_reason)
 
 
@@ -93,9 +94,13 @@ def findings(weights: Weights, dump: StageDump) -> Iterator[Finding]:
 def check_stages(
     weights: Weights, dump: StageDump, progress: Progress, model: str = ""
 ) -> tuple[DumpChecker, list[StageCheck]]:
-    """Check every stage; if some fail because YaRN's factor is in scores, check again with it in queries and keys."""
+    """Check every stage; if a GGUF file's order, or YaRN's factor in scores, makes some fail, undo it and repeat."""
     checker = DumpChecker(Replay(weights, dump), progress, model=model)
     checks = list(checker.results())
+    for order in orders_to_try(checks, dump, weights.config):
+        moved_checker = DumpChecker(Replay(weights, order.apply(dump, weights.config)), progress, model=model)
+        if order.is_kept(checks, moved_checks := list(moved_checker.results())):
+            return moved_checker, moved_checks
     has_failures = any(check.verdict == FAIL for check in checks)
     if has_failures and (moved := with_gain(dump, weights.config)) is not None:
         moved_checker = DumpChecker(Replay(weights, moved), progress, model=model)

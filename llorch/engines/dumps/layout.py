@@ -16,6 +16,7 @@ import numpy as np
 
 from llorch.families.config import ModelConfig
 from llorch.files.tensor_names import undo_interleave
+from llorch.files.tensor_storage import TiledValues
 from llorch.runtime.errors import FormatError, suggestion
 from llorch.stages.table import Stage
 
@@ -25,6 +26,11 @@ JOINED: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 HEAD_DIMS = ("head_dim", "key_dim", "value_dim")
 PAIRED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope", "k_cache")  # stages whose pairs RoPE rotates
+# Stages with value heads of a delta net -> the axis of the heads, or of heads and channels.
+VALUE_HEADS = {
+    "qkv_in": -1, "z_in": -1, "b_in": -1, "a_in": -1, "conv_state": -1, "conv_out": -1, "beta": -1, "log_decay": -1,
+    "delta_state": 0, "delta_out": 1, "gated_norm": -1,
+}  # fmt: skip
 FUSED_ORDERS = ("stacked", "groups", "alternating")  # see `split_fused`
 FAR_NEARER = 5.0  # a candidate is chosen if all others are this factor farther from llorch's run
 PADDED = ("ctx", "vocab")  # axes that an engine may pad
@@ -42,6 +48,7 @@ class DumpLayout:
         times: Factor by which the dumped values are larger than the stage.
         masked: True if keys after the query are masked; otherwise llorch masks them.
         fused: Order of the rows of several projections in one array, one of `FUSED_ORDERS`.
+        tiled: True if value head t of a delta net reads key head t % n_key_heads, as in GGUF files of Qwen3.5.
     """
 
     axes: tuple[str, ...] = ()
@@ -49,6 +56,7 @@ class DumpLayout:
     times: float = 1.0
     masked: bool = True
     fused: str = "stacked"
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -180,6 +188,20 @@ def to_half_split(heads: np.ndarray) -> np.ndarray:
     return undo_interleave(heads.reshape(-1), heads.size // heads.shape[-1]).reshape(heads.shape)
 
 
+def undo_pairs(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray:
+    """Permute an array of `PAIRED` stages from the order of Llama GGUF files to Hugging Face's."""
+    return to_half_split(array.reshape(-1, config.head_dim)).reshape(array.shape)
+
+
+def undo_tiles(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray:
+    """Permute an array of `VALUE_HEADS` stages from the tiled heads of Qwen3.5's GGUF files to Hugging Face's order."""
+    net, axis = config.delta_net, VALUE_HEADS[stage.name]
+    assert net is not None
+    n_leading = 2 * net.key_width if "conv_width" in stage.axes.split() else 0  # queries and keys
+    width = (array.shape[axis] - n_leading) // net.n_value_heads
+    return array.take(TiledValues(net, width, n_leading).index(), axis=axis)
+
+
 def split_fused(fused: np.ndarray, parts: Sequence[str], order: str, config: ModelConfig) -> dict[str, np.ndarray]:
     """Split a fused array, (tokens, total width), into its projections `parts`: q, k and v, or gate and up.
 
@@ -201,7 +223,9 @@ def normalise(
 ) -> np.ndarray:
     """Undo the declared layout of an array in the table's shape; `later`, (tokens, ctx), marks keys after the query."""
     if layout.permuted and stage.name in PAIRED:
-        array = to_half_split(array.reshape(-1, config.head_dim)).reshape(array.shape)
+        array = undo_pairs(array, stage, config)
+    if layout.tiled and stage.name in VALUE_HEADS:
+        array = undo_tiles(array, stage, config)
     if layout.times != 1:
         array = array / array.dtype.type(layout.times)
     if stage.masked:

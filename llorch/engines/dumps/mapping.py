@@ -8,6 +8,7 @@
 [layout.q_rope]                        # a stage, or a name above
 axes = "batch heads seq head_dim"      # or transposed = true: the axes of the table in reverse
 permuted = "interleaved"               # RoPE rotates neighbouring pairs
+value_heads = "tiled"                  # value heads of a delta net are in the order of Qwen3.5's GGUF files
 times = 0.25                           # dumped values are the stage times 0.25
 masked = false                         # attn_scores before the mask
 fused = "groups"                       # order of rows: stacked, groups (by key head), alternating
@@ -37,7 +38,7 @@ from llorch.stages.table import BY_NAME, FUSABLE
 
 _NUMBER = re.compile(r"\\{i(?:\\\+1)?\\}")  # {i} or, for layers counted from 1, {i+1}; after re.escape
 _MAX_FILE = 1 << 20  # bytes
-_LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
+_LAYOUT_KEYS = ("axes", "transposed", "permuted", "value_heads", "times", "masked", "fused")
 _RUN_KEYS = ("ids", "first_position", "rank", *(f.name for f in fields(Features)))
 
 
@@ -149,6 +150,7 @@ def _read_layout(name: str, stages: tuple[str, ...], section: Fields, path: str 
         table = BY_NAME["attn_scores" if stages == (RAW_SCORES,) else stages[0]].axes if stages else ""
         axes = tuple(reversed(table.split() if len(stages) == 1 else ("seq", "width")))
     section.refuse("permuted", unless=("", "interleaved"), default="")
+    section.refuse("value_heads", unless=("", "tiled"), default="")
     section.refuse("fused", unless=FUSED_ORDERS, default="stacked")
     times = section.number("times", default=1.0)
     if times == 0:
@@ -159,6 +161,7 @@ def _read_layout(name: str, stages: tuple[str, ...], section: Fields, path: str 
         times=times,
         masked=section.boolean("masked", default=True),
         fused=section.text("fused", default="stacked"),
+        tiled=section.text("value_heads", default="") == "tiled",
     )
 
 

@@ -165,6 +165,7 @@ class StageReader:
             stage: DumpedArray(
                 name, dtype, lambda stage=stage: self.arrays(named, read)[stage], read.tokens, keys,
                 None if read.share is None else read.share.elements(BY_NAME[stage], self.config),
+                named.layout.permuted or named.layout.tiled,
             )
             for stage in named.stages
         }  # fmt: skip

@@ -39,6 +39,7 @@ class DumpedArray:
         tokens: Indices of the tokens of the pass that the array has; None for all tokens.
         keys: Number of keys in the dumped array, the newest, if the older keys are missing; else None.
         heads: First element, and the one after the last, on the axis of heads, if the array has a share; else None.
+        is_reordered: True if a declared permutation was undone: neighbouring RoPE pairs, or tiled value heads.
     """
 
     name: str
@@ -47,6 +48,7 @@ class DumpedArray:
     tokens: tuple[int, ...] | None = None
     keys: int | None = None
     heads: tuple[int, int] | None = None
+    is_reordered: bool = False
 
     def select(self, array: np.ndarray, stage: Stage) -> np.ndarray:
         """Select the heads, keys and tokens of a whole stage that this array has."""

@@ -29,6 +29,9 @@ transposed = true
 [layout.attn_scores]
 masked = false
 
+[layout.delta_out]
+value_heads = "tiled"
+
 [run]
 ids = [[1, 2], [3]]
 first_position = 7
@@ -51,6 +54,7 @@ def test_every_mapping_key_is_read(tmp_path: Path):
     assert mapping.layout("q_rope", "blk.{i}.rot_q") == DumpLayout(("batch", "heads", "seq", "head_dim"), True, 0.25)
     assert mapping.layout("q_proj", "h{i+1}+qkv") == DumpLayout(("width", "seq"), fused="groups")
     assert mapping.layout("attn_scores", "") == DumpLayout(masked=False)
+    assert mapping.layout("delta_out", "") == DumpLayout(tiled=True)
     assert mapping.layout("k_rope", "blk.{i}.rot_k") == DumpLayout()
     assert mapping.passes == (Tokens((1, 2), 7), Tokens((3,), 9))
     assert mapping.features == {"dtype": "bfloat16", "flash_attention": True}
@@ -59,7 +63,7 @@ def test_every_mapping_key_is_read(tmp_path: Path):
 
 PROJECTIONS = "q_proj, k_proj, v_proj, ffn_gate, ffn_up"
 RUN_KEYS = ("ids", "first_position", "rank", "engine", "dtype", "kv_cache", "activations", "flash_attention")
-LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
+LAYOUT_KEYS = ("axes", "transposed", "permuted", "value_heads", "times", "masked", "fused")
 WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  # text, code, facts, those behind "got"
     "no TOML": ("[names", "Malformed", ("TOML",), ()),
     "unknown section": ("[name]", "Unexpected", ("name:", "names, layout, run", "'names'"), ()),
@@ -81,6 +85,9 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
     ),
     "unknown pairs": (
         "[layout.q_rope]\npermuted = 'pairs'", "Unsupported", ("permuted:", "'interleaved'"), ("'pairs'",)
+    ),
+    "unknown order of heads": (
+        "[layout.z_in]\nvalue_heads = 'x'", "Unsupported", ("value_heads:", "'tiled'"), ("'x'",)
     ),
     "unknown fusion": (
         "[layout.q_rope]\nfused = 'x'", "Unsupported", ("fused:", "'stacked'", "'groups'", "'alternating'"), ("'x'",)

@@ -130,7 +130,9 @@ def test_copies_of_kv_heads_that_differ_are_left_out():
 
 def test_scores_of_a_token_may_end_at_its_own_key():
     scores, probs = TRACE["l1.attn_scores"][:, 4:5, :5], TRACE["l1.attn_probs"][:, 4:5, :5]
-    dump = read([raw_array("l1.attn_scores", scores, tokens=(4,)), raw_array("l1.attn_probs", probs[:, 0], tokens=(4,))])
+    dump = read(
+        [raw_array("l1.attn_scores", scores, tokens=(4,)), raw_array("l1.attn_probs", probs[:, 0], tokens=(4,))]
+    )
     np.testing.assert_array_equal(dump.dumped[0, "l1.attn_scores"].read(), TRACE["l1.attn_scores"][:, 4:5])
     assert verdicts(dump) == {"l1.attn_scores": PASS, "l1.attn_probs": PASS}
 
