@@ -17,6 +17,7 @@ fused = "groups"                       # order of rows: stacked, groups (by key 
 ids = [1, 5, 8]                        # or one list for each pass
 first_position = 0
 dtype = "bfloat16"                     # engine, kv_cache, activations, flash_attention, as in `Features`
+kv_cache = "int8-row"                  # or int8-token, int8-head, int8-block: the values that share a scale
 rank = "1/4"                           # arrays have the heads of rank 1, from 0, of 4 (tensor parallelism)
 """
 
@@ -28,6 +29,7 @@ from pathlib import Path
 
 from llorch.engines.dumps.engine_names import RAW_SCORES
 from llorch.engines.dumps.layout import FUSED_ORDERS, DumpLayout
+from llorch.engines.dumps.raw import float_type
 from llorch.engines.dumps.stage_dump import Features
 from llorch.engines.dumps.widths import Share
 from llorch.files.mapped import read_regular
@@ -169,6 +171,8 @@ def _read_feature(run: Fields, key: str) -> str | bool | None:
     """Read one attribute of `Features` from the `run` section; None for the other keys."""
     if key not in {f.name for f in fields(Features)}:
         return None
+    if key in ("dtype", "kv_cache"):
+        return float_type(run, key)
     return run.boolean(key, default=False) if key == "flash_attention" else run.text(key)
 
 

@@ -8,6 +8,10 @@ import numpy as np
 from llorch.stages.stage_ref import Tokens, heads_axis, token_axis
 from llorch.stages.table import Stage
 
+# KV caches of 8-bit integers, by the values that share a scale: all of a token, its values of one KV head (a row), all
+# tokens of a KV head, 32 values of a row.
+INT8_CACHES = ("int8-token", "int8-row", "int8-head", "int8-block")
+
 
 @dataclass(frozen=True)
 class Features:
@@ -16,7 +20,7 @@ class Features:
     Attributes:
         engine: Name of the engine.
         dtype: Dtype of the activations: float32, bfloat16, float16.
-        kv_cache: Dtype of the KV cache: float32, float16, bfloat16.
+        kv_cache: Dtype of the KV cache: float32, float16, bfloat16, or one of `INT8_CACHES`.
         activations: Type to which products round their inputs: F16, BF16, Q8_0, Q8_1, Q8_K.
         flash_attention: True if scores and probabilities are never computed as arrays.
     """

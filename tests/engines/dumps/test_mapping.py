@@ -7,6 +7,7 @@ from helpers.refusals import refuses
 
 from llorch.engines.dumps.layout import DumpLayout
 from llorch.engines.dumps.mapping import mapping_of, read_mapping
+from llorch.engines.dumps.stage_dump import INT8_CACHES
 from llorch.engines.dumps.widths import Share
 from llorch.stages.stage_ref import Tokens
 
@@ -35,7 +36,8 @@ value_heads = "tiled"
 [run]
 ids = [[1, 2], [3]]
 first_position = 7
-dtype = "bfloat16"
+dtype = "bf16"
+kv_cache = "int8-head"
 flash_attention = true
 rank = "1/4"
 """
@@ -57,7 +59,7 @@ def test_every_mapping_key_is_read(tmp_path: Path):
     assert mapping.layout("delta_out", "") == DumpLayout(tiled=True)
     assert mapping.layout("k_rope", "blk.{i}.rot_k") == DumpLayout()
     assert mapping.passes == (Tokens((1, 2), 7), Tokens((3,), 9))
-    assert mapping.features == {"dtype": "bfloat16", "flash_attention": True}
+    assert mapping.features == {"dtype": "bfloat16", "kv_cache": "int8-head", "flash_attention": True}
     assert mapping.share == Share(1, 4)
 
 
@@ -101,6 +103,7 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
     "id a bool": ("[run]\nids = [true]", "Malformed", ("ids:", "token ids"), ("[True]",)),
     "negative position": ("[run]\nfirst_position = -1", "OutOfRange", ("first_position:", 0), (-1,)),
     "dtype a number": ("[run]\ndtype = 16", "Malformed", ("dtype:", "string"), (16,)),
+    "cache of unknown scales": ("[run]\nkv_cache = 'int8'", "Unsupported", ("kv_cache:", *INT8_CACHES), ("'int8'",)),
     "rank without a number of ranks": ("[run]\nrank = '1'", "Malformed", ("rank:", '"1/4"'), ("'1'",)),
     "rank after the last": ("[run]\nrank = '4/4'", "Malformed", ("rank:", '"1/4"'), ("'4/4'",)),
     "too large": ("a" * (1 << 20) + "=1", "TooLarge", (1 << 20,), ()),
