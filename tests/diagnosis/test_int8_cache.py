@@ -34,10 +34,10 @@ def quantised(form: str, wrong: Wrong) -> Callable[[object, str, np.ndarray], np
     return round_cache
 
 
-def dump_with(form: str, wrong: Wrong, is_dumped: Callable[[str], bool] = WHOLE, **features: str) -> StageDump:
+def dump_with(form: str, wrong: Wrong, is_dumped: Callable[[str], bool] = WHOLE, *, kv_cache: str) -> StageDump:
     caches = [f"l{layer}.{stage}" for layer in (0, 1) for stage in CACHES]
     change = Change(dict.fromkeys(caches, StageChange(quantised(form, wrong))))
-    return replace(dump_run(MODEL, passes(MODEL, 5, 7), change, is_dumped), features=Features(**features))
+    return replace(dump_run(MODEL, passes(MODEL, 5, 7), change, is_dumped), features=Features(kv_cache=kv_cache))
 
 
 def verdicts(dump: StageDump) -> dict[str, set[str]]:

@@ -2,8 +2,9 @@
 
 A dump may declare the axes of an array. Otherwise, every order of axes that fits the shape is a candidate, and usually
 only one fits. If several fit (as many heads as tokens), values decide, but only if one candidate is far nearer to
-llorch's run than all others; else the table's order is used. Only the order of axes is detected this way. A permutation
-inside a head, a factor or a missing mask count as errors of the engine unless they are declared.
+llorch's run than all others; else the table's order is used. Only the order of axes is detected this way. A factor or a
+missing mask count as errors of the engine unless they are declared. `diagnosis.search.file_orders` detects permutations
+of GGUF files, `widths` arrays of another width.
 """
 
 import math

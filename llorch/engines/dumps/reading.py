@@ -124,6 +124,7 @@ class StageReader:
         self._in_pairs: bool | None = None  # llama.cpp's nodes have RoPE pairs as neighbours; None: not known yet
         self._last_only: list[str] = []
         self._by_shape: dict[str, Form] = {}
+        self._latest_run: tuple[tuple[int, str], np.ndarray] | None = None  # llorch's array of a pass and stage key
         self._notes: list[str] = []
         self._heads: dict[str, str] = {}  # stage -> heads of a share
         self._copied: dict[str, None] = {}  # stages whose KV heads are repeated
@@ -272,11 +273,11 @@ class StageReader:
         if (maximum := find_padding_maximum(rows, n_columns)) is not None:
             row, column, n_rows = maximum
             token = range(n_tokens)[row] if read.tokens is None else read.tokens[row]
-            n_pass = f"pass {named.n_pass}, " if len(self.passes) > 1 else ""
-            sentence = f"{n_pass}row {token}: the largest logit is padding column {column}"
+            place = f"pass {named.n_pass}, row {token}" if len(self.passes) > 1 else f"row {token}"
             count = f" ({n_rows} of {len(rows)} rows)" if len(rows) > 1 else ""
+            sentence = f"{place}: the largest logit is padding column {column}{count}"
             advice = f"mask the columns from {n_columns} on"
-            self.defects.append(Defect(named.n_pass, named.stages[0], f"{sentence}{count}; {advice}."))
+            self.defects.append(Defect(named.n_pass, named.stages[0], f"{sentence}; {advice}."))
 
     def _read_other_heads(self, named: NamedArray) -> ArrayReading | None:
         """Read an array with a rank's share of the heads, or with repeated KV heads; None if it has neither.
@@ -311,7 +312,7 @@ class StageReader:
         candidates = {share: [replace(read, share=share) for read in readings] for share in shares}
         share = shares[0]
         if len(shares) > 1:
-            can_compare = self.weights is not None and not (self._n_before and "ctx" in " ".join(named.table))
+            can_compare = self.weights is not None and not (self._n_before and "ctx" in named.table)
             distances = {
                 share: min(sine_distance(*self._read_both(named, read)) for read in share_readings)
                 for share, share_readings in candidates.items()
@@ -400,7 +401,10 @@ class StageReader:
         """Read an array in one way, and compute llorch's array for the same tokens and keys."""
         assert self.weights is not None
         stage = BY_NAME[named.stages[0]]
-        llorch_x = run_stage(self.weights, self.passes, named.n_pass, key(stage.name, named.layer))
+        run_key = named.n_pass, key(stage.name, named.layer)
+        if self._latest_run is None or self._latest_run[0] != run_key:
+            self._latest_run = run_key, run_stage(self.weights, self.passes, *run_key)
+        llorch_x = self._latest_run[1]
         if read.share is not None:
             llorch_x = llorch_x.take(range(*read.share.elements(stage, self.config)), axis=heads_axis(stage))
         return self.arrays(named, read)[stage.name], read.select(llorch_x, named.table)

@@ -173,17 +173,10 @@ def _collect_stages(
 ) -> tuple[dict[tuple[int, str], DumpedArray], list[_Misfit], list[str]]:
     """Collect stages by pass and stage key, arrays whose shape does not fit, and notes on repeated stages."""
     stages: dict[tuple[int, str], DumpedArray] = {}
-    left_out: list[_Misfit] = []
-    notes = []
-    for named_array in named:
-        try:
-            dumped_stages = reader.dumped(named_array)
-        except FormatError as error:
-            if error.code == "Shape":
-                left_out.append((named_array, error))
-                continue
-            message = f"{named_array.array.name} ({' '.join(named_array.stages)}): {error.message}"
-            raise FormatError(error.code, message, path=raw.source) from None
+    notes: list[str] = []
+    read, misfits = _read_arrays(raw, named, reader)
+    more, misfits = _read_arrays(raw, [named for named, _ in misfits], reader)  # the rank of the heads may be known now
+    for named_array, dumped_stages in [*read, *more]:
         for stage, dumped in dumped_stages.items():
             stage_key = named_array.n_pass, key(stage, named_array.layer)
             first = stages.setdefault(stage_key, dumped)
@@ -193,7 +186,23 @@ def _collect_stages(
                 message = f"{dumped.name}: expected one array in pass {named_array.n_pass}, got two"
                 raise FormatError("Duplicate", f"{message}; begin a new pass for each run", path=raw.source)
             notes.append(f"{dumped.name} is {stage_key[1]}, like {first.name}: left out")
-    return stages, left_out, notes
+    return stages, misfits, notes
+
+
+def _read_arrays(
+    raw: RawDump, named: Sequence[NamedArray], reader: StageReader
+) -> tuple[list[tuple[NamedArray, dict[str, DumpedArray]]], list[_Misfit]]:
+    """Read arrays as their stages; return the arrays that fit, and those whose shape does not."""
+    read, misfits = [], []
+    for named_array in named:
+        try:
+            read.append((named_array, reader.dumped(named_array)))
+        except FormatError as error:
+            if error.code != "Shape":
+                message = f"{named_array.array.name} ({' '.join(named_array.stages)}): {error.message}"
+                raise FormatError(error.code, message, path=raw.source) from None
+            misfits.append((named_array, error))
+    return read, misfits
 
 
 def _require_fitting(raw: RawDump, left_out: Sequence[_Misfit], passes: Sequence[Tokens], *, n_used: int) -> None:

@@ -69,9 +69,8 @@ def find_padding_maximum(rows: np.ndarray, n_columns: int) -> tuple[int, int, in
 
     Return the first such row, the column, and the number of such rows. NaN in the padding is never the largest.
     """
-    padding = np.where(np.isnan(rows[:, n_columns:]), -np.inf, rows[:, n_columns:])
-    wrong = np.flatnonzero(padding.max(axis=-1) > rows[:, :n_columns].max(axis=-1))
+    wrong = np.flatnonzero(np.fmax.reduce(rows[:, n_columns:], axis=-1) > rows[:, :n_columns].max(axis=-1))
     if not wrong.size:
         return None
     row = int(wrong[0])
-    return row, n_columns + int(padding[row].argmax()), int(wrong.size)
+    return row, n_columns + int(np.nanargmax(rows[row, n_columns:])), int(wrong.size)

@@ -36,7 +36,7 @@ def verdicts(dump: StageDump) -> dict[str, str]:
 
 
 def share_of(array: np.ndarray, stage: str, rank: int, n: int) -> np.ndarray:
-    return np.split(array, n, axis=heads_axis(BY_NAME[stage]))[rank]
+    return np.split(array, n, axis=heads_axis(BY_NAME[stage]) or 0)[rank]
 
 
 def shares(rank: int, n: int, *stages: str) -> dict[str, np.ndarray]:
@@ -94,6 +94,7 @@ def test_wrong_head_in_a_share_is_found():
 def test_share_with_unknown_rank_is_left_out_unless_declared():
     noise = np.random.default_rng(0).normal(size=(N, 6, 32)).astype(np.float32)
     arrays = {"embed": TRACE["embed"], "l1.q_rope": noise}
+    assert (0, "l1.q_rope") in read(arrays | shares(1, 2, "v_proj")).dumped  # a later array shows the rank
     dump = read(arrays)
     assert [*dump.dumped] == [(0, "embed")]
     assert_tells(" ".join(dump.notes), "q_rope of layer 1", "0 to 5", "6 to 11", 'rank = "0/2"')
