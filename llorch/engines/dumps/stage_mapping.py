@@ -22,6 +22,7 @@ from llorch.stages.table import BY_NAME, key
 LEFT_OUT = "left out, because the array has another shape (see the notes)"
 PRODUCTION = "production_logits"  # name of logits from a run without recording
 _SHOWN_NAMES = 8  # in messages
+_FEW_STAGES = 2  # stages of which no array fits
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _IDS = ("int64", "int32", "uint32")  # dtypes of stages with expert ids
 
@@ -73,7 +74,7 @@ def stage_dump(
     n_before = count_earlier_tokens(names.named, passes, config)
     reader = StageReader(config, passes, weights, n_before or 0, mapping.share)
     stages, left_out, repeated = _collect_stages(raw, names.named, reader)
-    _require_fitting(raw, left_out, passes, n_used=len(stages))
+    _require_fitting(raw, left_out, passes, n_stages=len(stages))
     notes = [*raw.notes, *notes_on_ids, *names.notes(), *reader.notes(), *_note_left_out(left_out), *repeated]
     notes = tuple(dict.fromkeys([*notes, *_note_unnamed(names.unnamed)]))
     features = Features(**asdict(raw.features) | mapping.features)  # type: ignore[arg-type] (checked when it was read)
@@ -205,13 +206,19 @@ def _read_arrays(
     return read, misfits
 
 
-def _require_fitting(raw: RawDump, left_out: Sequence[_Misfit], passes: Sequence[Tokens], *, n_used: int) -> None:
-    """Raise GuardFailed if no array fits its stage, or most arrays have another number of tokens than the run."""
-    others = [misfit for misfit in left_out if len(passes[misfit[0].n_pass].ids) not in (1, *misfit[0].array.shape)]
-    if left_out and not n_used:
+def _require_fitting(raw: RawDump, left_out: Sequence[_Misfit], passes: Sequence[Tokens], *, n_stages: int) -> None:
+    """Raise GuardFailed if the dump seems to be another run's: most arrays do not fit their stages.
+
+    Arrays of the same few stages do not fit if the engine has another width there. `n_stages`: arrays that fit.
+    """
+    other_tokens = [
+        misfit for misfit in left_out if len(passes[misfit[0].n_pass].ids) not in (1, *misfit[0].array.shape)
+    ]
+    is_other_model = len({named.stages for named, _ in left_out}) > _FEW_STAGES and len(left_out) > n_stages
+    if left_out and (not n_stages or is_other_model):
         raise _wrong_layout(raw, *left_out[0])
-    if len(others) > n_used:
-        raise _wrong_layout(raw, *others[0])
+    if len(other_tokens) > n_stages:
+        raise _wrong_layout(raw, *other_tokens[0])
 
 
 def _wrong_layout(raw: RawDump, named: NamedArray, error: FormatError) -> GuardFailed:

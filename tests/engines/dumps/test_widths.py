@@ -156,6 +156,15 @@ def test_array_of_another_width_is_left_out_and_the_rest_is_judged():
     assert [*found.not_run.values()] == [[(0, "l0.ffn_act"), (0, "l1.ffn_act")]]
 
 
+def test_dump_of_another_model_is_refused():
+    other = weights_of("micro-llama")  # the same width of the residual stream
+    arrays = {key: TRACE[key] for key in ("l1.q_proj", "l1.k_proj", "l1.ffn_act", "l1.ffn_out", "l1.block_out")}
+    with refuses(GuardFailed, where="dump: layout", expected="q_width=192", got="(12, 384)"):
+        stage_dump(raw_dump(arrays, IDS), other.config, weights=other)
+    judged = stage_dump(raw_dump(arrays | {"embed": TRACE["embed"]}, IDS), other.config, weights=other)
+    assert len(judged.dumped) == 3
+
+
 def test_dump_of_another_number_of_tokens_is_refused():
     arrays = [(0, raw_array(key, TRACE[key][:9])) for key in ("embed", "l0.ffn_up", "l0.ffn_out")]
     raw = RawDump("dump", (*arrays, (0, raw_array("logits", TRACE["logits"][8:9]))), (Tokens(IDS),))
