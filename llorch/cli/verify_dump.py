@@ -17,7 +17,7 @@ from llorch.cli.verify_summary import NOT_COMPARED, ModelReport
 from llorch.diagnosis.diagnose import check_stages
 from llorch.diagnosis.guards import require_read_rightly
 from llorch.diagnosis.verdict import EARLIER_PASSES
-from llorch.stages.comparison import PASS, ROUNDING
+from llorch.stages.comparison import FAIL, PASS, ROUNDING
 
 
 def plan_check(
@@ -43,8 +43,16 @@ def judge_dump(plan: DumpPlan, *, as_json: bool, detail: bool) -> int:
     comparisons = [c for check in checks for c in (check.isolated, check.chained) if c is not None]
     # A difference that the declared arithmetic explains is within the tolerance, so it passes here.
     comparisons = [replace(c, verdict=PASS) if c.verdict == ROUNDING else c for c in comparisons]
-    names = ", ".join(dict.fromkeys(name for _, name in checker.not_run))
-    not_run = [f"{names}: {EARLIER_PASSES}"] if names else []
+    defects = {(defect.n_pass, defect.key): defect.sentence for defect in plan.dump.defects}
+    comparisons = [
+        replace(c, verdict=FAIL, note=defects[where])
+        if (where := (c.stage_ref.n_pass, c.stage_ref.key)) in defects
+        else c
+        for c in comparisons
+    ]
+    by_reason = {EARLIER_PASSES: checker.not_run, **plan.dump.left_out}
+    names = {reason: ", ".join(dict.fromkeys(key for _, key in refs)) for reason, refs in by_reason.items()}
+    not_run = [f"{stages}: {reason}" for reason, stages in names.items() if stages]
     checkpoints = sorted({c.stage_ref.checkpoint for c in comparisons})
     notes = plan.weights.notes_on_left_out(NOT_COMPARED)
     report = ModelReport(plan.spec, comparisons, not_run, checkpoints=checkpoints, dump=str(plan.path), notes=notes)

@@ -13,6 +13,7 @@ from itertools import groupby
 import numpy as np
 
 from llorch.diagnosis.attempt import Attempt, best_by_name, near_misses
+from llorch.diagnosis.defects import defect_findings
 from llorch.diagnosis.dump_checker import DumpChecker, Progress
 from llorch.diagnosis.earlier_passes import count_unchecked, has_no_past, reads_past
 from llorch.diagnosis.expected import rows
@@ -20,6 +21,7 @@ from llorch.diagnosis.joined_findings import join_findings
 from llorch.diagnosis.mistakes.variants import VISIBLE
 from llorch.diagnosis.replay import Replay
 from llorch.diagnosis.search.cause_search import CauseSearch
+from llorch.diagnosis.search.file_orders import orders_to_try
 from llorch.diagnosis.search.hypotheses import Hypothesis
 from llorch.diagnosis.search.norm_places import is_folded, with_gain
 from llorch.diagnosis.sentences import describe_causes, describe_passes, describe_pattern, describe_unknown
@@ -51,9 +53,9 @@ def diagnose(
     misread = dump.misread
     if misread is not None and not misread.is_rounding and all(finding.kind == "rounding" for finding in decided):
         decided = [_misread(misread), *decided]
-    findings = [*decided, *_arithmetic(checks)]
+    findings = [*decided, *defect_findings(dump), *_arithmetic(checks)]
     not_run = [*checker.not_run, *undecided_refs]
-    by_reason = {EARLIER_PASSES: not_run} if not_run else {}
+    by_reason = {**({EARLIER_PASSES: not_run} if not_run else {}), **dump.left_out}
     return Diagnosis(
         model, dump.source, settled(checks, findings), findings, undetectable, dump.notes, by_reason,
         count_unchecked(checker.replay),
@@ -91,15 +93,20 @@ def findings(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     search = CauseSearch(checker.replay, checker.pasts)
     for finding in _findings(checks, search, lambda line: None):
         yield from _split_undecided([finding], checks, checker.replay)[0]
+    yield from defect_findings(checker.replay.dump)
     yield from _arithmetic(checks)
 
 
 def check_stages(
     weights: Weights, dump: StageDump, progress: Progress, model: str = ""
 ) -> tuple[DumpChecker, list[StageCheck]]:
-    """Check every stage; if some fail because YaRN's factor is in scores, check again with it in queries and keys."""
+    """Check every stage; if a GGUF file's order, or YaRN's factor in scores, makes some fail, undo it and repeat."""
     checker = DumpChecker(Replay(weights, dump), progress, model=model)
     checks = list(checker.results())
+    for order in orders_to_try(checks, dump, weights.config):
+        moved_checker = DumpChecker(Replay(weights, order.apply(dump, weights.config)), progress, model=model)
+        if order.is_kept(checks, moved_checks := list(moved_checker.results())):
+            return moved_checker, moved_checks
     has_failures = any(check.verdict == FAIL for check in checks)
     if has_failures and (moved := with_gain(dump, weights.config)) is not None:
         moved_checker = DumpChecker(Replay(weights, moved), progress, model=model)

@@ -11,12 +11,11 @@ from functools import lru_cache
 import numpy as np
 
 from llorch.diagnosis.replay import Arrays, Replay
-from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
+from llorch.engines.dumps.stage_dump import INT8_CACHES, DumpedArray, StageDump
 from llorch.judging.tolerances.forward import CACHES, SCORES, STATES, derive_tolerance, variances
-from llorch.judging.tolerances.rounding import ARITHMETICS, CHAINED, ISOLATED, Arithmetic
+from llorch.judging.tolerances.rounding import ARITHMETICS, CHAINED, ISOLATED, Arithmetic, Int8Cache
 from llorch.ops.rounding import ActivationKind, round_activations
 from llorch.stages.comparison import FLOOR, Tolerance
-from llorch.stages.stage_ref import token_axis
 from llorch.stages.table import BY_NAME, Stage
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
@@ -66,6 +65,13 @@ class EngineArithmetic:
             dtype = inferred
         elif stage not in FLOAT32_STAGES and dtype == "float32":
             dtype, reason = inferred, "the type of its values"
+        if stage in CACHES and features.kv_cache in INT8_CACHES:
+            base = ARITHMETICS[dtype]
+            group = features.kv_cache.removeprefix("int8-")
+            return StageMode(
+                Int8Cache(base.unit, base.smallest, base.activations, group),
+                f"{features.kv_cache}, the declared type of the cache",
+            )
         if self._is_flash_of_ggml and stage in (*CACHES, *SCORES, "attn_context"):
             return StageMode(FLASH, "attention in float16, like ggml's flash attention on a CPU")
         if stage in CACHES and features.kv_cache in HALF:
@@ -74,7 +80,7 @@ class EngineArithmetic:
         if features.activations:
             arithmetic = replace(arithmetic, activations=features.activations)
             note = f"{note + '; ' if note else ''}inputs of products in {features.activations}, as declared"
-        if not note and features.kv_cache in HALF:  # float32 stages read the rounded cache too
+        if not note and features.kv_cache in (*HALF, *INT8_CACHES):  # float32 stages read the rounded cache too
             note = f"a cache in {features.kv_cache}, as declared"
         return StageMode(arithmetic, note)
 
@@ -129,6 +135,7 @@ class Expectations:
     ) -> None:
         """Start the propagation; `past` (variances of caches and states) and `states` are updated for the next pass."""
         self._replay, self._n_pass, self._past, self._states = replay, n_pass, past, states
+        self._arithmetic = lambda name: engine.mode_at(n_pass, name).arithmetic
         self._fed: dict[str, np.ndarray] = {}
         self._computed: dict[str, np.ndarray] = {}
         self._scores: dict[str, tuple[str, np.ndarray]] = {}  # selection -> stage of its scores, their variance
@@ -136,7 +143,7 @@ class Expectations:
             replay.weights,
             replay.pass_ref(n_pass),
             self._fed,
-            lambda name: engine.mode_at(n_pass, name).arithmetic,
+            self._arithmetic,
             made=self._computed,
             hidden=_Hidden(replay, n_pass),
             stored=True,  # dumping may have rounded the engine's arrays
@@ -164,9 +171,13 @@ class Expectations:
             yield (
                 name,
                 lambda dumped, name=name, stage=stage, variance=variance: Expected(
-                    *(_tolerance(computed[name], variance[run], stage, dumped) for run in (ISOLATED, CHAINED))
+                    _with_factor(
+                        _tolerance(computed[name], variance[ISOLATED], stage, dumped),
+                        self._arithmetic(name), computed[name], stage, dumped,
+                    ),
+                    _tolerance(computed[name], variance[CHAINED], stage, dumped),
                 ),
-            )
+            )  # fmt: skip
         next_input = self._replay.input_of(part + 1) if part < self._replay.config.n_layers else ""
         for arrays in (self._computed, self._fed):
             for name in [name for name in arrays if name != next_input]:
@@ -200,11 +211,8 @@ class _Hidden:
 
 
 def rows(array: np.ndarray, stage: Stage, dumped: DumpedArray) -> np.ndarray:
-    """Select the tokens and keys of a stage that the dump has."""
-    if dumped.keys is not None:
-        return array[:, -dumped.keys :]
-    axis = token_axis(stage)
-    return array if dumped.tokens is None or axis is None else np.take(array, dumped.tokens, axis=axis)
+    """Select the tokens, keys and heads of a stage that the dump has."""
+    return dumped.select(array, stage)
 
 
 def _tolerance(computed: np.ndarray, variance: np.ndarray, stage: Stage, dumped: DumpedArray) -> Tolerance:
@@ -212,3 +220,13 @@ def _tolerance(computed: np.ndarray, variance: np.ndarray, stage: Stage, dumped:
     with np.errstate(all="ignore"):
         limit = derive_tolerance(part, spread, BY_NAME[stage.name])
     return Tolerance(limit.error, limit.worst, 0.0 if limit.tokens is None else limit.tokens).at_least(_FLOORS)
+
+
+def _with_factor(
+    tolerance: Tolerance, arithmetic: Arithmetic, computed: np.ndarray, stage: Stage, dumped: DumpedArray
+) -> Tolerance:
+    """Limit the common factor of an int8 cache: the tolerance of its large steps would hide a wrong scale."""
+    if not isinstance(arithmetic, Int8Cache) or stage.name not in CACHES:
+        return tolerance
+    half_steps = rows(arithmetic.half_steps(computed), stage, dumped)
+    return replace(tolerance, common_factor=arithmetic.largest_factor(half_steps, rows(computed, stage, dumped)))

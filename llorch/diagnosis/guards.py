@@ -16,13 +16,14 @@ from llorch.engines.dumps.ids import ids_from_embedding, parting, require_one_af
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.mapping import read_mapping
 from llorch.engines.dumps.raw import with_earlier_pass
-from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
+from llorch.engines.dumps.stage_dump import INT8_CACHES, DumpedArray, StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.ops.embedding import embedding
 from llorch.runtime.errors import GuardFailed
 from llorch.stages.comparison import FLOORS, measure
+from llorch.stages.stage_ref import heads_axis
 from llorch.stages.table import Stage, keys
 
 _CLOSE = 0.1  # largest relative error of the same rows, whatever their dtype
@@ -145,6 +146,8 @@ def _require_layout(dump: StageDump, config: ModelConfig) -> None:
             stage, actual = stages[key], dumped.read().shape
             seq = len(tokens.ids) if dumped.tokens is None else len(dumped.tokens)
             expected = stage.shape(config, seq=seq, ctx=n_context if dumped.keys is None else dumped.keys)
+            if dumped.heads is not None and (axis := heads_axis(stage)) is not None:
+                expected = (*expected[:axis], dumped.heads[1] - dumped.heads[0], *expected[axis + 1 :])
             if actual != expected:
                 raise _wrong_shape(dump.source, f"{key} of pass {n_pass}", stage, expected, actual)
 
@@ -192,7 +195,8 @@ def _half_the_digits(dump: StageDump, dumped: DumpedArray) -> float:
     """Return the largest error that other kernels may cause: half the digits of the coarsest dtype of the run."""
     features = dump.features
     implied = "bfloat16" if features.activations else "float16" if features.flash_attention else "float32"
-    return max(FLOORS.get(dtype, 0.0) for dtype in (features.dtype, features.kv_cache, dumped.stored, implied)) ** 0.5
+    cache = "bfloat16" if features.kv_cache in INT8_CACHES else features.kv_cache
+    return max(FLOORS.get(dtype, 0.0) for dtype in (features.dtype, cache, dumped.stored, implied)) ** 0.5
 
 
 def _describe_other_run(

@@ -116,6 +116,8 @@ class Replay:
         dumped = self.dump.dumped[n_pass, name]
         if dumped.tokens is not None and dumped.tokens != tuple(range(len(self.tokens(n_pass).ids))):
             return None
+        if dumped.heads is not None or (dumped.keys is not None and "seq" in self.stages[name][0].axes.split()):
+            return None
         array, n_missing = dumped.read(), 0
         if dumped.keys is not None:
             n_missing = self.shape(n_pass, name)[1] - dumped.keys

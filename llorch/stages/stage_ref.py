@@ -78,6 +78,7 @@ class StageRef:
 
 
 _ALL = slice(None)
+_HEADS = ("heads", "kv_heads", "q_width", "kv_width", "q_and_gate")  # axes of heads in attention
 
 
 def part_of(stage: Stage, array: np.ndarray, start: int, stop: int) -> np.ndarray:
@@ -95,3 +96,8 @@ def token_axis(stage: Stage) -> int | None:
     """Return the token axis of a stage's array; None for a recurrent state."""
     axes = stage.axes.split()
     return next((axes.index(axis) for axis in ("seq", "ctx") if axis in axes), None)
+
+
+def heads_axis(stage: Stage) -> int | None:
+    """Return the axis of attention heads, alone or joined with their dimensions; None for a stage without heads."""
+    return next((index for index, axis in enumerate(stage.axes.split()) if axis in _HEADS), None)

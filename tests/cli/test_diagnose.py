@@ -165,7 +165,7 @@ QUERIES = "model.layers.0.self_attn.q_proj.weight"
         ({"embed": np.roll(np.arange(len(IDS)), 1)}, 10, ("ids", "10 tokens (3 1 4 ", 17)),
         ({"first_position": 9000}, 11, ("positions", 8192, 9010)),
         ({"l2.block_out": "final_norm"}, 12, ("norm", "l2.block_out")),
-        ({"final_norm": "l0.ffn_gate"}, 13, ("layout", "final_norm", "seq=10 hidden=96", "(10, 128)")),
+        ({"production_logits": "l0.ffn_gate"}, 13, ("layout", "production_logits", "seq=10 vocab=401", "(10, 128)")),
         ({"weights": {QUERIES: "0" * 64}}, 14, ("weights", builtin_path("micro-llama"), "1 of 1", QUERIES)),
         ({"production_logits": "logits"}, 15, ("run", "token 0", "pass 0")),
     ],
@@ -184,6 +184,27 @@ def test_what_says_nothing_of_the_engine_is_refused_each_with_its_code(
     assert_cli_refuses(result, code, *expected)
     assert result.stderr.startswith(f"llorch: {tmp_path / 'd'}: {expected[0]}: ")
     assert result.stderr.count("\n") == 1
+
+
+def test_arrays_of_another_width_are_left_out_or_read_and_the_rest_is_judged(tmp_path: Path):
+    whole = run(open_weights(builtin_path("micro-llama")), Pass(IDS))
+    trace = {name: whole[name] for name in ("embed", "l2.block_out", "final_norm", "logits", "l0.ffn_gate")}
+    logits = np.concatenate([trace["logits"], np.full((10, 7), -99)], axis=1)
+    right = write(tmp_path / "right", trace | {"final_norm": trace["l0.ffn_gate"], "logits": logits})
+    logits[3, 404] = 99
+    wrong = write(tmp_path / "wrong", trace | {"logits": logits})
+    for command, code in (
+        (("diagnose", str(right), *MODEL), 0),
+        (("verify", "micro-llama", "--against", str(right)), 3),
+    ):
+        result = invoke(*command)
+        assert result.exit_code == code, result.stdout
+        assert_tells(result.stdout, "NOT RUN", "final_norm")
+        assert_tells(result.stdout + result.stderr, "final_norm", "(10, 128)", "408 columns", "401")
+    for command in (("diagnose", str(wrong), *MODEL), ("verify", "micro-llama", "--against", str(wrong))):
+        result = invoke(*command)
+        assert result.exit_code == 1
+        assert_tells(result.stdout, "row 3", "padding column 404")
 
 
 def without_offset(tensors: Tensors) -> None:

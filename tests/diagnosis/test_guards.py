@@ -226,7 +226,7 @@ def test_a_capture_that_is_not_the_run_in_production_is_refused():
         assert_tells(note, "run: logits", "token 0", "pass 0")
         assert re.search(error, note)
     arithmetics: list[dict[str, Any]] = [{"kv_cache": "float16"}, {"flash_attention": True}, {"activations": "Q8_0"}]
-    for wider in arithmetics:
+    for wider in [*arithmetics, {"kv_cache": "int8-row"}]:
         assert len(notes_of(in_production(TRACE["logits"] * noise, **wider), WEIGHTS)) == 1
     noisy = in_production(TRACE["logits"] * noise)
     refused("run", noisy, expected=("logits", "token 0", "pass 0"), got=("error", "path"))

@@ -12,6 +12,7 @@ tokens. `llorch.diagnosis` compares them. Read the modules in this order:
                    a user's names, `ids` finds tokens, `reading` finds rows and the order of axes, and compares with
                    llorch's run
     layout         joined heads, batch axis, fused projections, transposed, permuted: declared or detected
+    widths         a rank's share of the heads, repeated KV heads, padded logits
     suggest_mapping   drafts a mapping: `match_stages` finds the stage whose values an array has
     training_dump  optimizer steps: losses, gradients, moments, parameters
     writers/       the writer in Python, C, Rust and C++

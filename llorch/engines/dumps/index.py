@@ -19,7 +19,7 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from llorch.engines.dumps.raw import RawArray, RawDump, Stored, known_dtype, require_dtype, require_name, require_shape
+from llorch.engines.dumps.raw import RawArray, RawDump, Stored, float_type, require_dtype, require_name, require_shape
 from llorch.engines.dumps.stage_dump import Features
 from llorch.engines.dumps.tensor_files import from_npy_folder, open_npy, open_npz, open_safetensors_dump
 from llorch.files.folder import file_inside
@@ -186,19 +186,11 @@ def _read_features(header: Fields) -> Features:
         raise header.error("Unsupported", "llorch_dump", "version 1", version)
     return Features(
         engine=header.text("engine", default=""),
-        dtype=_read_dtype(header, "dtype"),
-        kv_cache=_read_dtype(header, "kv_cache"),
+        dtype=float_type(header, "dtype"),
+        kv_cache=float_type(header, "kv_cache"),
         activations=_read_activations(header),
         flash_attention=header.boolean("flash_attention", default=False),
     )
-
-
-def _read_dtype(header: Fields, key: str) -> str:
-    text = header.text(key, default="")
-    dtype = known_dtype(text) if text else ""
-    if dtype is None or "int" in dtype:
-        raise header.error("Unsupported", key, "float32, float16, bfloat16 or float64", text)
-    return dtype
 
 
 def _read_activations(header: Fields) -> str:

@@ -2,29 +2,39 @@
 
 A dump may declare the axes of an array. Otherwise, every order of axes that fits the shape is a candidate, and usually
 only one fits. If several fit (as many heads as tokens), values decide, but only if one candidate is far nearer to
-llorch's run than all others; else the table's order is used. Only the order of axes is detected this way. A permutation
-inside a head, a factor or a missing mask count as errors of the engine unless they are declared.
+llorch's run than all others; else the table's order is used. Only the order of axes is detected this way. A factor or a
+missing mask count as errors of the engine unless they are declared. `diagnosis.search.file_orders` detects permutations
+of GGUF files, `widths` arrays of another width.
 """
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import permutations
+from typing import TypeVar
 
 import numpy as np
 
 from llorch.families.config import ModelConfig
 from llorch.files.tensor_names import undo_interleave
+from llorch.files.tensor_storage import TiledValues
 from llorch.runtime.errors import FormatError, suggestion
 from llorch.stages.table import Stage
 
+Candidate = TypeVar("Candidate")
 JOINED: Mapping[str, tuple[str, ...]] = {
     "q_width": ("heads", "head_dim"), "kv_width": ("kv_heads", "head_dim"), "value_width": ("v_heads", "value_dim"),
 }  # fmt: skip
 HEAD_DIMS = ("head_dim", "key_dim", "value_dim")
 PAIRED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope", "k_cache")  # stages whose pairs RoPE rotates
+# Stages with value heads of a delta net -> the axis of the heads, or of heads and channels.
+VALUE_HEADS = {
+    "qkv_in": -1, "z_in": -1, "b_in": -1, "a_in": -1, "conv_state": -1, "conv_out": -1, "beta": -1, "log_decay": -1,
+    "delta_state": 0, "delta_out": 1, "gated_norm": -1,
+}  # fmt: skip
 FUSED_ORDERS = ("stacked", "groups", "alternating")  # see `split_fused`
 FAR_NEARER = 5.0  # a candidate is chosen if all others are this factor farther from llorch's run
+PADDED = ("ctx", "vocab")  # axes that an engine may pad
 AS_GOOD_AS_MASKED = -9000.0  # exp of this is 0 in every float type; -1e4 in bfloat16 is -9984
 _LARGEST_DISTANCE = 0.5  # `sine_distance` from llorch's run beyond which a candidate is never chosen
 
@@ -39,6 +49,7 @@ class DumpLayout:
         times: Factor by which the dumped values are larger than the stage.
         masked: True if keys after the query are masked; otherwise llorch masks them.
         fused: Order of the rows of several projections in one array, one of `FUSED_ORDERS`.
+        tiled: True if value head t of a delta net reads key head t % n_key_heads, as in GGUF files of Qwen3.5.
     """
 
     axes: tuple[str, ...] = ()
@@ -46,6 +57,7 @@ class DumpLayout:
     times: float = 1.0
     masked: bool = True
     fused: str = "stacked"
+    tiled: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,10 +67,10 @@ class Form:
     axes: tuple[str, ...]
     sizes: tuple[int, ...]
 
-    def arrange(self, array: np.ndarray, axes: Sequence[str], ctx: int) -> np.ndarray:
-        """Reshape an array of this form, transpose it to these axes, and cut a padded context to `ctx` keys."""
+    def arrange(self, array: np.ndarray, axes: Sequence[str], sizes: Mapping[str, int]) -> np.ndarray:
+        """Reshape an array of this form, transpose it to these axes, and cut padded axes to their sizes."""
         array = array.reshape(self.sizes).transpose([self.axes.index(axis) for axis in axes])
-        return array[tuple(slice(ctx) if axis == "ctx" else slice(None) for axis in axes)]
+        return array[tuple(slice(sizes[axis]) for axis in axes)]
 
     def differs_from(self, table: Sequence[str]) -> bool:
         """Check if the axes, except axes of size 1, have another order than the table's."""
@@ -79,7 +91,7 @@ def declared_form(
 ) -> Form:
     """Build the form of declared axes; FormatError if they are not the table's, or do not fit the shape.
 
-    `sizes` has the size of every axis in the run; only a padded context may be longer.
+    `sizes` has the size of every axis in the run; only a padded context or vocabulary may be longer.
     """
     axes, table_axes = single_axes([axis for axis in declared if axis != "batch"]), single_axes(table)
     if sorted(axes) != sorted(table_axes):
@@ -93,16 +105,16 @@ def declared_form(
         return form
     inner = shape[max(0, len(shape) - len(declared)) :]  # without an undeclared batch axis
     without_batch = [size for axis, size in zip(declared, inner, strict=False) if axis != "batch" or size != 1]
-    if "ctx" in axes and len(without_batch) == len(axes) and without_batch[axes.index("ctx")] > sizes["ctx"]:
+    if len(without_batch) == len(axes):
         padded = Form(axes, tuple(without_batch))
         sizes_of_axes = zip(axes, padded.sizes, form.sizes, strict=True)
-        if all(actual == size or axis == "ctx" for axis, actual, size in sizes_of_axes):
+        if all(actual == size or (axis in PADDED and actual > size) for axis, actual, size in sizes_of_axes):
             return padded
     raise FormatError("Shape", f"expected {' '.join(declared)} to be {form.sizes}, got {shape}")
 
 
 def list_forms(table: Sequence[str], shape: tuple[int, ...], sizes: Mapping[str, int]) -> list[Form]:
-    """List all possible forms of an array of this shape, the table's order first; with a padded context if none fits.
+    """List all possible forms of an array of this shape, the table's order first; with padding if none fits.
 
     Forms that differ only in axes of size 1 count as one.
     """
@@ -141,14 +153,14 @@ def _groupings(table: Sequence[str], sizes: Mapping[str, int]) -> Iterator[list[
 def _fit(groups: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping[str, int]) -> Form | None:
     """Build the form of these axis groups; None if the shape, without axes of size 1, differs.
 
-    Only a context axis that is not joined may be longer, because it may be padded.
+    Only a context or vocabulary axis that is not joined may be longer, because it may be padded.
     """
     remaining, sizes_found = [*shape], {}
     for group in groups:
         size = math.prod(sizes[axis] for axis in group)
         sizes_found |= {axis: sizes[axis] for axis in group}
-        if remaining and group == ("ctx",) and remaining[0] > size:
-            sizes_found["ctx"] = remaining.pop(0)
+        if remaining and len(group) == 1 and group[0] in PADDED and remaining[0] > size:
+            sizes_found[group[0]] = remaining.pop(0)
         elif size != 1:
             if not remaining or remaining.pop(0) != size:
                 return None
@@ -156,8 +168,8 @@ def _fit(groups: Sequence[tuple[str, ...]], shape: Sequence[int], sizes: Mapping
     return None if remaining else Form(axes, tuple(sizes_found[axis] for axis in axes))
 
 
-def find_nearest_form(distances: Mapping[Form, float]) -> Form | None:
-    """Return the form that is far nearer to llorch's values than all others; None if there is none."""
+def find_nearest_form(distances: Mapping[Candidate, float]) -> Candidate | None:
+    """Return the form (or share of heads) that is far nearer to llorch's values than all others; None if none is."""
     best, second, *_ = sorted(distances, key=distances.__getitem__)
     return best if distances[best] < min(_LARGEST_DISTANCE, distances[second] / FAR_NEARER) else None
 
@@ -175,6 +187,20 @@ def sine_distance(actual: np.ndarray, expected: np.ndarray) -> float:
 def to_half_split(heads: np.ndarray) -> np.ndarray:
     """Permute the last axis from neighbouring pairs, (2j, 2j+1), to Hugging Face's pairs, (j, j + half)."""
     return undo_interleave(heads.reshape(-1), heads.size // heads.shape[-1]).reshape(heads.shape)
+
+
+def undo_pairs(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray:
+    """Permute an array of `PAIRED` stages from the order of Llama GGUF files to Hugging Face's."""
+    return to_half_split(array.reshape(-1, config.head_dim)).reshape(array.shape)
+
+
+def undo_tiles(array: np.ndarray, stage: Stage, config: ModelConfig) -> np.ndarray:
+    """Permute an array of `VALUE_HEADS` stages from the tiled heads of Qwen3.5's GGUF files to Hugging Face's order."""
+    net, axis = config.delta_net, VALUE_HEADS[stage.name]
+    assert net is not None
+    n_leading = 2 * net.key_width if "conv_width" in stage.axes.split() else 0  # queries and keys
+    width = (array.shape[axis] - n_leading) // net.n_value_heads
+    return array.take(TiledValues(net, width, n_leading).index(), axis=axis)
 
 
 def split_fused(fused: np.ndarray, parts: Sequence[str], order: str, config: ModelConfig) -> dict[str, np.ndarray]:
@@ -198,7 +224,9 @@ def normalise(
 ) -> np.ndarray:
     """Undo the declared layout of an array in the table's shape; `later`, (tokens, ctx), marks keys after the query."""
     if layout.permuted and stage.name in PAIRED:
-        array = to_half_split(array.reshape(-1, config.head_dim)).reshape(array.shape)
+        array = undo_pairs(array, stage, config)
+    if layout.tiled and stage.name in VALUE_HEADS:
+        array = undo_tiles(array, stage, config)
     if layout.times != 1:
         array = array / array.dtype.type(layout.times)
     if stage.masked:

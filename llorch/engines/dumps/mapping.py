@@ -8,6 +8,7 @@
 [layout.q_rope]                        # a stage, or a name above
 axes = "batch heads seq head_dim"      # or transposed = true: the axes of the table in reverse
 permuted = "interleaved"               # RoPE rotates neighbouring pairs
+value_heads = "tiled"                  # value heads of a delta net are in the order of Qwen3.5's GGUF files
 times = 0.25                           # dumped values are the stage times 0.25
 masked = false                         # attn_scores before the mask
 fused = "groups"                       # order of rows: stacked, groups (by key head), alternating
@@ -16,6 +17,8 @@ fused = "groups"                       # order of rows: stacked, groups (by key 
 ids = [1, 5, 8]                        # or one list for each pass
 first_position = 0
 dtype = "bfloat16"                     # engine, kv_cache, activations, flash_attention, as in `Features`
+kv_cache = "int8-row"                  # or int8-token, int8-head, int8-block: the values that share a scale
+rank = "1/4"                           # arrays have the heads of rank 1, from 0, of 4 (tensor parallelism)
 """
 
 import re
@@ -26,7 +29,9 @@ from pathlib import Path
 
 from llorch.engines.dumps.engine_names import RAW_SCORES
 from llorch.engines.dumps.layout import FUSED_ORDERS, DumpLayout
+from llorch.engines.dumps.raw import float_type
 from llorch.engines.dumps.stage_dump import Features
+from llorch.engines.dumps.widths import Share
 from llorch.files.mapped import read_regular
 from llorch.runtime.errors import FormatError, suggestion
 from llorch.runtime.fields import Fields
@@ -35,8 +40,8 @@ from llorch.stages.table import BY_NAME, FUSABLE
 
 _NUMBER = re.compile(r"\\{i(?:\\\+1)?\\}")  # {i} or, for layers counted from 1, {i+1}; after re.escape
 _MAX_FILE = 1 << 20  # bytes
-_LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
-_RUN_KEYS = ("ids", "first_position", *(f.name for f in fields(Features)))
+_LAYOUT_KEYS = ("axes", "transposed", "permuted", "value_heads", "times", "masked", "fused")
+_RUN_KEYS = ("ids", "first_position", "rank", *(f.name for f in fields(Features)))
 
 
 @dataclass(frozen=True)
@@ -50,6 +55,7 @@ class NameMap:
         layouts: Declared layouts, by stage or by pattern.
         passes: Token ids of the passes, if declared.
         features: Declared attributes of `Features` only.
+        share: Rank of the engine, if its arrays have the heads of one rank only.
     """
 
     path: str = ""
@@ -58,6 +64,7 @@ class NameMap:
     layouts: Mapping[str, DumpLayout] = field(default_factory=dict)
     passes: tuple[Tokens, ...] = ()
     features: Mapping[str, str | bool] = field(default_factory=dict)
+    share: Share | None = None
 
     def find(self, name: str, layer: int | None) -> tuple[str, int | None] | None:
         """Return the pattern that matches a name, and the layer; None if no pattern matches."""
@@ -102,7 +109,7 @@ def mapping_of(sections: Mapping[str, object], path: str | Path = "mapping") -> 
         declared[name] = _read_layout(name, stages_by_pattern.get(name, (name,)), section, path)
     _require_known(run.values, _RUN_KEYS, "run.", path)
     features = {key: value for key in run.values if (value := _read_feature(run, key)) is not None}
-    return NameMap(str(path), stages_by_pattern, layers, declared, _read_passes(run), features)
+    return NameMap(str(path), stages_by_pattern, layers, declared, _read_passes(run), features, _read_share(run))
 
 
 def _require_known(section: Mapping[str, object], allowed: Collection[str], prefix: str, path: str | Path) -> None:
@@ -145,6 +152,7 @@ def _read_layout(name: str, stages: tuple[str, ...], section: Fields, path: str 
         table = BY_NAME["attn_scores" if stages == (RAW_SCORES,) else stages[0]].axes if stages else ""
         axes = tuple(reversed(table.split() if len(stages) == 1 else ("seq", "width")))
     section.refuse("permuted", unless=("", "interleaved"), default="")
+    section.refuse("value_heads", unless=("", "tiled"), default="")
     section.refuse("fused", unless=FUSED_ORDERS, default="stacked")
     times = section.number("times", default=1.0)
     if times == 0:
@@ -155,14 +163,28 @@ def _read_layout(name: str, stages: tuple[str, ...], section: Fields, path: str 
         times=times,
         masked=section.boolean("masked", default=True),
         fused=section.text("fused", default="stacked"),
+        tiled=section.text("value_heads", default="") == "tiled",
     )
 
 
 def _read_feature(run: Fields, key: str) -> str | bool | None:
-    """Read one attribute of `Features` from the `run` section; None for keys that `_read_passes` reads."""
-    if key in ("ids", "first_position"):
+    """Read one attribute of `Features` from the `run` section; None for the other keys."""
+    if key not in {f.name for f in fields(Features)}:
         return None
+    if key in ("dtype", "kv_cache"):
+        return float_type(run, key)
     return run.boolean(key, default=False) if key == "flash_attention" else run.text(key)
+
+
+def _read_share(run: Fields) -> Share | None:
+    """Read the rank of the engine, like `1/4`; None if it is not declared."""
+    text = run.text("rank", default="")
+    rank, _, n = text.partition("/")
+    if not text:
+        return None
+    if not (rank.isdecimal() and n.isdecimal() and int(rank) < int(n)):
+        raise run.error("Malformed", "rank", 'a rank from 0 and the number of ranks, like "1/4"', text)
+    return Share(int(rank), int(n))
 
 
 def _read_passes(run: Fields) -> tuple[Tokens, ...]:

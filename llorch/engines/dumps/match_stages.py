@@ -6,7 +6,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from llorch.engines.dumps.layout import PAIRED, DumpLayout, sine_distance
+from llorch.engines.dumps.layout import PAIRED, VALUE_HEADS, DumpLayout, sine_distance
 from llorch.engines.dumps.raw import RawArray
 from llorch.engines.dumps.reading import ArrayReading, NamedArray, StageReader, run_passes
 from llorch.files import Weights
@@ -155,6 +155,7 @@ def _guess(named: NamedArray, reader: StageReader, offset: int | None, llorch_x:
         return
     layouts = [DumpLayout(fused=order) for order in _FUSED.get(named.stages, ("stacked",))]
     layouts += [DumpLayout(permuted=True)] if named.stages[0] in PAIRED and len(named.stages) == 1 else []
+    layouts += [DumpLayout(tiled=True)] if named.stages[0] in VALUE_HEADS else []
     for read in readings:
         rows = read.select(llorch_x, named.table)
         for layout in layouts:

@@ -11,9 +11,10 @@ from pathlib import Path
 
 import numpy as np
 
-from llorch.engines.dumps.stage_dump import Features
+from llorch.engines.dumps.stage_dump import INT8_CACHES, Features
 from llorch.files.mapped import MappedFile
 from llorch.runtime.errors import FormatError
+from llorch.runtime.fields import Fields
 from llorch.stages.stage_ref import Tokens
 
 
@@ -99,6 +100,18 @@ DTYPES: Mapping[str, str] = {word: name for name in _NUMPY for word in (name, *_
 def known_dtype(text: str) -> str | None:
     """Translate a spelling of a dtype, `F32`, `torch.float32` or `<f4`, to `float32`; None if unknown."""
     return DTYPES.get(text.lower().rpartition(".")[2])
+
+
+def float_type(fields: Fields, key: str) -> str:
+    """Read the float dtype of an engine, or of its KV cache; empty if not declared, FormatError if unknown."""
+    text = fields.text(key, default="")
+    if key == "kv_cache" and text in INT8_CACHES:
+        return text
+    dtype = known_dtype(text) if text else ""
+    if dtype is None or "int" in dtype:
+        integers = f", {', '.join(INT8_CACHES)}" if key == "kv_cache" else ""
+        raise fields.error("Unsupported", key, f"float32, float16, bfloat16, float64{integers}", text)
+    return dtype
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from llorch.stages.stage_ref import Tokens
+from llorch.stages.stage_ref import Tokens, heads_axis, token_axis
+from llorch.stages.table import Stage
+
+# KV caches of 8-bit integers, by the values that share a scale: all of a token, its values of one KV head (a row), all
+# tokens of a KV head, 32 values of a row.
+INT8_CACHES = ("int8-token", "int8-row", "int8-head", "int8-block")
 
 
 @dataclass(frozen=True)
@@ -15,7 +20,7 @@ class Features:
     Attributes:
         engine: Name of the engine.
         dtype: Dtype of the activations: float32, bfloat16, float16.
-        kv_cache: Dtype of the KV cache: float32, float16, bfloat16.
+        kv_cache: Dtype of the KV cache: float32, float16, bfloat16, or one of `INT8_CACHES`.
         activations: Type to which products round their inputs: F16, BF16, Q8_0, Q8_1, Q8_K.
         flash_attention: True if scores and probabilities are never computed as arrays.
     """
@@ -34,9 +39,11 @@ class DumpedArray:
     Attributes:
         name: Name by the engine.
         stored: Dtype in the dump, `float32`, `bfloat16` ...
-        read: Function that returns the array, float32 or float64, in the table's shape, for `tokens` only.
+        read: Function that returns the array, float32 or float64, in the table's shape, only what the array has.
         tokens: Indices of the tokens of the pass that the array has; None for all tokens.
-        keys: Number of keys in the dumped array, the newest, if a window dropped the older keys; else None.
+        keys: Number of keys in the dumped array, the newest, if the older keys are missing; else None.
+        heads: First element, and the one after the last, on the axis of heads, if the array has a share; else None.
+        is_reordered: True if a declared permutation was undone: neighbouring RoPE pairs, or tiled value heads.
     """
 
     name: str
@@ -44,6 +51,34 @@ class DumpedArray:
     read: Callable[[], np.ndarray]
     tokens: tuple[int, ...] | None = None
     keys: int | None = None
+    heads: tuple[int, int] | None = None
+    is_reordered: bool = False
+
+    def select(self, array: np.ndarray, stage: Stage) -> np.ndarray:
+        """Select the heads, keys and tokens of a whole stage that this array has."""
+        newest = slice(None if self.keys is None else -self.keys, None)
+        heads = slice(*self.heads or (None,))
+        cuts = [
+            newest if axis == "ctx" else heads if index == heads_axis(stage) else slice(None)
+            for index, axis in enumerate(stage.axes.split())
+        ]
+        array, axis = array[tuple(cuts)], token_axis(stage)
+        return array if self.tokens is None or axis is None else array.take(self.tokens, axis=axis)
+
+
+@dataclass(frozen=True)
+class Defect:
+    """Error of the engine outside the values that a stage has, which the reader of its dump found.
+
+    Attributes:
+        n_pass: Number of the pass.
+        key: Stage key of the array.
+        sentence: Message for a person.
+    """
+
+    n_pass: int
+    key: str
+    sentence: str
 
 
 @dataclass(frozen=True)
@@ -76,6 +111,8 @@ class StageDump:
         production: Logits of the same passes from a run without recording, by pass number.
         n_before: Number of cached tokens before the first pass, which the dump does not contain; None if unknown.
         misread: Matrices that the engine decoded wrongly, according to the hashes of its weights.
+        left_out: Pass and stage key of arrays that cannot be compared, by reason.
+        defects: Errors that the reader found, in the order of the arrays.
     """
 
     source: str
@@ -86,6 +123,8 @@ class StageDump:
     production: Mapping[int, DumpedArray] = field(default_factory=dict)
     n_before: int | None = 0
     misread: Misread | None = None
+    left_out: Mapping[str, Sequence[tuple[int, str]]] = field(default_factory=dict)
+    defects: tuple[Defect, ...] = ()
 
     @classmethod
     def of_arrays(

@@ -16,10 +16,13 @@ from llorch.engines.dumps.stage_dump import DumpedArray, Features, StageDump
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.runtime.errors import FormatError, GuardFailed
+from llorch.stages.stage_ref import Tokens
 from llorch.stages.table import BY_NAME, key
 
+LEFT_OUT = "left out, because the array has another shape (see the notes)"
 PRODUCTION = "production_logits"  # name of logits from a run without recording
 _SHOWN_NAMES = 8  # in messages
+_FEW_STAGES = 2  # stages of which no array fits
 _FLOATS = ("float32", "float16", "bfloat16", "float64")
 _IDS = ("int64", "int32", "uint32")  # dtypes of stages with expert ids
 
@@ -57,9 +60,10 @@ def stage_dump(
     """Identify the stage and layout of every array of a dump; each array is read only when it is used.
 
     `ids` and `first_position` are the tokens of the only pass, if neither dump nor mapping declares them. With
-    `weights`, llorch's run chooses between orders of axes that fit a shape, and detects undeclared tokens. Raise
-    FormatError if there are no token ids, a stage occurs twice, a layer does not exist, or no array is a stage. Raise
-    GuardFailed if declarations contradict each other, or no layout of a stage fits its array.
+    `weights`, llorch's run chooses between orders of axes that fit a shape, and detects undeclared tokens. An array
+    that fits no layout of its stage is left out. Raise FormatError if there are no token ids, a stage occurs twice, a
+    layer does not exist, or no array is a stage. Raise GuardFailed if declarations contradict each other, or no array
+    fits its stage.
     """
     mapping = mapping or NameMap()
     names = resolve_names(raw, config, mapping)
@@ -68,19 +72,26 @@ def stage_dump(
     embeddings = {named.n_pass: named.array for named in names.named if named.stages == ("embed",)}
     passes, notes_on_ids = passes_of(raw, mapping, ids, first_position, weights, embeddings, config.vocab_size)
     n_before = count_earlier_tokens(names.named, passes, config)
-    reader = StageReader(config, passes, weights, n_before or 0)
-    stages, left_out = _collect_stages(raw, names.named, reader)
-    notes = [*raw.notes, *notes_on_ids, *names.notes(), *reader.notes(), *left_out, *_note_unnamed(names.unnamed)]
+    reader = StageReader(config, passes, weights, n_before or 0, mapping.share)
+    stages, left_out, repeated = _collect_stages(raw, names.named, reader)
+    _require_fitting(raw, left_out, passes, n_stages=len(stages))
+    notes = [*raw.notes, *notes_on_ids, *names.notes(), *reader.notes(), *_note_left_out(left_out), *repeated]
+    notes = tuple(dict.fromkeys([*notes, *_note_unnamed(names.unnamed)]))
     features = Features(**asdict(raw.features) | mapping.features)  # type: ignore[arg-type] (checked when it was read)
-    production = _production_logits(raw, names, reader)
-    return StageDump(raw.source, passes, stages, features, tuple(dict.fromkeys(notes)), production, n_before)
+    defects = tuple(reader.defects)
+    return StageDump(
+        raw.source, passes, stages, features, notes, _production_logits(raw, names, reader), n_before, defects=defects,
+        left_out={LEFT_OUT: [(named.n_pass, key) for named, _ in left_out for key in named.keys]} if left_out else {},
+    )  # fmt: skip
 
 
 def _production_logits(raw: RawDump, names: Names, reader: StageReader) -> dict[int, DumpedArray]:
     """Return the logits of the run without recording, by pass."""
     production = ((n_pass, array) for n_pass, array in names.unnamed if array.name == PRODUCTION)
     named = [NamedArray(n_pass, array, ("logits",), None, DumpLayout()) for n_pass, array in production]
-    logits, _ = _collect_stages(raw, named, reader)
+    logits, left_out, _ = _collect_stages(raw, named, reader)
+    if left_out:
+        raise _wrong_layout(raw, *left_out[0])
     return {n_pass: dumped for (n_pass, _), dumped in logits.items()}
 
 
@@ -155,20 +166,18 @@ def _only_in_other_layers(meaning: Meaning, config: ModelConfig) -> str | None:
     return stage.name if stage.applies_to(config) and not stage.applies_to(config, meaning.layer) else None
 
 
+_Misfit = tuple[NamedArray, FormatError]  # array that fits no layout of its stage, and the reason
+
+
 def _collect_stages(
     raw: RawDump, named: Sequence[NamedArray], reader: StageReader
-) -> tuple[dict[tuple[int, str], DumpedArray], list[str]]:
-    """Collect stages by pass and stage key, and notes on repeated stages; GuardFailed if no layout fits a shape."""
+) -> tuple[dict[tuple[int, str], DumpedArray], list[_Misfit], list[str]]:
+    """Collect stages by pass and stage key, arrays whose shape does not fit, and notes on repeated stages."""
     stages: dict[tuple[int, str], DumpedArray] = {}
-    notes = []
-    for named_array in named:
-        try:
-            dumped_stages = reader.dumped(named_array)
-        except FormatError as error:
-            message = f"{named_array.array.name} ({' '.join(named_array.stages)}): {error.message}"
-            if error.code == "Shape":
-                raise GuardFailed("layout", message, source=raw.source) from None
-            raise FormatError(error.code, message, path=raw.source) from None
+    notes: list[str] = []
+    read, misfits = _read_arrays(raw, named, reader)
+    more, misfits = _read_arrays(raw, [named for named, _ in misfits], reader)  # the rank of the heads may be known now
+    for named_array, dumped_stages in [*read, *more]:
         for stage, dumped in dumped_stages.items():
             stage_key = named_array.n_pass, key(stage, named_array.layer)
             first = stages.setdefault(stage_key, dumped)
@@ -178,7 +187,57 @@ def _collect_stages(
                 message = f"{dumped.name}: expected one array in pass {named_array.n_pass}, got two"
                 raise FormatError("Duplicate", f"{message}; begin a new pass for each run", path=raw.source)
             notes.append(f"{dumped.name} is {stage_key[1]}, like {first.name}: left out")
-    return stages, notes
+    return stages, misfits, notes
+
+
+def _read_arrays(
+    raw: RawDump, named: Sequence[NamedArray], reader: StageReader
+) -> tuple[list[tuple[NamedArray, dict[str, DumpedArray]]], list[_Misfit]]:
+    """Read arrays as their stages; return the arrays that fit, and those whose shape does not."""
+    read, misfits = [], []
+    for named_array in named:
+        try:
+            read.append((named_array, reader.dumped(named_array)))
+        except FormatError as error:
+            if error.code != "Shape":
+                message = f"{named_array.array.name} ({' '.join(named_array.stages)}): {error.message}"
+                raise FormatError(error.code, message, path=raw.source) from None
+            misfits.append((named_array, error))
+    return read, misfits
+
+
+def _require_fitting(raw: RawDump, left_out: Sequence[_Misfit], passes: Sequence[Tokens], *, n_stages: int) -> None:
+    """Raise GuardFailed if the dump seems to be another run's: most arrays do not fit their stages.
+
+    Arrays of the same few stages do not fit if the engine has another width there. `n_stages`: arrays that fit.
+    """
+    other_tokens = [
+        misfit for misfit in left_out if len(passes[misfit[0].n_pass].ids) not in (1, *misfit[0].array.shape)
+    ]
+    is_other_model = len({named.stages for named, _ in left_out}) > _FEW_STAGES and len(left_out) > n_stages
+    if left_out and (not n_stages or is_other_model):
+        raise _wrong_layout(raw, *left_out[0])
+    if len(other_tokens) > n_stages:
+        raise _wrong_layout(raw, *other_tokens[0])
+
+
+def _wrong_layout(raw: RawDump, named: NamedArray, error: FormatError) -> GuardFailed:
+    message = f"{named.array.name} ({' '.join(named.stages)}): {error.message}"
+    return GuardFailed("layout", message, source=raw.source)
+
+
+def _note_left_out(left_out: Sequence[_Misfit]) -> list[str]:
+    """Return a note on the arrays of each stage that fit no layout, with all their layers."""
+    groups: dict[tuple[str, str], list[NamedArray]] = {}
+    for named, error in left_out:
+        groups.setdefault((" ".join(named.stages), error.message), []).append(named)
+    notes = []
+    for (stages, message), arrays in groups.items():
+        layers = [str(layer) for layer in dict.fromkeys(named.layer for named in arrays) if layer is not None]
+        place = f" of layer{'s' * (len(layers) > 1)} {', '.join(layers)}" if layers else ""
+        name = "" if arrays[0].array.name in (stages, arrays[0].keys[0]) else f" ({arrays[0].array.name})"
+        notes.append(f"llorch left out {stages}{place}{name}: {message}")
+    return notes
 
 
 def _note_unnamed(unnamed: Sequence[tuple[int, RawArray]]) -> list[str]:

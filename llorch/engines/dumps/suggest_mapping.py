@@ -28,7 +28,7 @@ _TRIED = 4  # arrays of a pass that are compared with the embedding table
 _HEAD = (
     "# A draft for --map, from shapes and values. Check each line; start with arrays that match llorch least.",
     '# [layout.STAGE] holds facts that shapes do not show: axes = "heads seq head_dim", transposed = true,',
-    '# permuted = "interleaved", times = 0.125, masked = false, fused = "groups".',
+    '# permuted = "interleaved", value_heads = "tiled", times = 0.125, masked = false, fused = "groups".',
 )
 _Choice = tuple[float, dict[str, Guess]]  # cost, guesses by pattern name
 
@@ -167,6 +167,8 @@ def _layout_lines(pattern: Pattern, guess: Guess, offset: int, rotated: Collecti
         lines.append(f'fused = "{guess.layout.fused}"')
     if guess.unmasked and abs(guess.times - 1) < _SAME_SIZE:
         lines.append("masked = false")
+    if guess.layout.tiled:
+        lines.append('value_heads = "tiled"')
     if guess.layout.permuted and guess.stages[0][0] in rotated:
         lines.append('permuted = "interleaved"')
     elif guess.layout.permuted:

@@ -46,7 +46,39 @@ ARITHMETICS: Mapping[str, Arithmetic] = {  # float64 is absent: its tolerance is
     "bfloat16": Arithmetic(2.0**-9),
     "float16": Arithmetic(2.0**-12, 2.0**-25),
 }
+_LARGEST_CODE = 127
+_CACHE_BLOCK = 32  # values
 FLOAT32 = ARITHMETICS["float32"]
+
+
+@dataclass(frozen=True)
+class Int8Cache(Arithmetic):
+    """Arithmetic of a KV cache of 8-bit integers, (kv_heads, ctx, head_dim), times a scale for each group of values.
+
+    Attributes:
+        group: Values that share a scale, see `INT8_CACHES`: token, row, head or block.
+    """
+
+    group: str = "row"
+
+    def half_steps(self, y: np.ndarray) -> np.ndarray:
+        """Compute the largest error of each value: half of its group's largest absolute value / 127."""
+        size = y.shape[-1]
+        width = _CACHE_BLOCK if self.group == "block" and size % _CACHE_BLOCK == 0 else size
+        blocks = np.abs(y).reshape(*y.shape[:-1], -1, width)
+        axes = {"token": (0, 2, 3), "head": (1, 2, 3)}.get(self.group, (3,))
+        return np.broadcast_to(blocks.max(axis=axes, keepdims=True) / (2 * _LARGEST_CODE), blocks.shape).reshape(
+            y.shape
+        )
+
+    def rounding(self, y: np.ndarray) -> np.ndarray:
+        """Compute the variance of an error that is uniform within half a step, and of the dtype of the values."""
+        return super().rounding(y) + np.square(self.half_steps(y)) / 3
+
+    def largest_factor(self, half_steps: np.ndarray, y: np.ndarray) -> float:
+        """Return the largest distance from 1 of the common factor of y that roundings by half a step may cause."""
+        y = np.where(np.isfinite(y), y, 0).astype(np.float64)
+        return float((half_steps * np.abs(y)).sum() / (np.square(y).sum() or 1.0)) + self.unit
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from helpers.refusals import assert_tells
 
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.raw import RawArray, RawDump, known_dtype
-from llorch.engines.dumps.stage_dump import Features
+from llorch.engines.dumps.stage_dump import INT8_CACHES, Features
 from llorch.engines.dumps.writers.dump_writer import DumpWriter
 from llorch.files.safetensors import tensor_bytes
 from llorch.stages.stage_ref import Tokens
@@ -40,6 +40,14 @@ def single_array(dump: RawDump) -> RawArray:
     ((number, array),) = dump.arrays
     assert number == 0
     return array
+
+
+@pytest.mark.parametrize("form", INT8_CACHES)
+def test_int8_cache_is_declared_with_the_values_that_share_a_scale(tmp_path: Path, form: str):
+    with DumpWriter(tmp_path / "d", kv_cache=form) as writer:
+        writer.begin([9])
+        writer.add("q", Q)
+    assert open_raw(tmp_path / "d").features.kv_cache == form
 
 
 def test_dump_round_trip_is_exact(tmp_path: Path):

@@ -8,7 +8,7 @@ import pytest
 from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
 from helpers.refusals import Refusal, assert_tells, refuses, row
 
-from llorch.engines.dumps.layout import Form, find_nearest_form, list_forms, sine_distance
+from llorch.engines.dumps.layout import VALUE_HEADS, Form, find_nearest_form, list_forms, sine_distance
 from llorch.engines.dumps.mapping import mapping_of
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.families.layers import DeltaNet, Layer
@@ -198,6 +198,23 @@ HYBRID = replace(
     CONFIG, layers=(Layer(mixer="delta_net"),) * CONFIG.n_layers, attention_gate=True,
     delta_net=DeltaNet(conv_kernel=4, n_key_heads=2, n_value_heads=6, key_head_dim=14, value_head_dim=10),
 )  # fmt: skip
+
+
+@pytest.mark.parametrize("stage", VALUE_HEADS)
+def test_declared_tiles_of_value_heads_are_undone(stage: str):
+    """Value heads 0 to 5 of key heads 0 0 0 1 1 1 are stored as 0 3 1 4 2 5."""
+    axes, sizes = BY_NAME[stage].axes.split(), axis_sizes(HYBRID, seq=N, ctx=N) | {"conv_width": 56 + 60}
+    heads = np.arange(6) if stage == "delta_state" else np.arange(6).repeat(10 if "value_width" in axes else 1)
+    if "conv_width" in axes:
+        heads = np.concatenate([np.full(56, -1), np.arange(6).repeat(10)])
+    axis = next(index for index, name in enumerate(axes) if name in ("conv_width", "value_width", "v_heads"))
+    array = np.zeros([sizes[name] for name in axes], np.float32)
+    array += heads.reshape([-1 if index == axis else 1 for index in range(len(axes))])
+    stored = np.where(array < 0, array, np.array([0, 3, 1, 4, 2, 5])[array.astype(int)]).astype(np.float32)
+    mapping = mapping_of({"layout": {stage: {"value_heads": "tiled"}}})
+    dumped = stage_dump(raw_dump({f"l1.{stage}": stored}, IDS), HYBRID, mapping=mapping).dumped[0, f"l1.{stage}"]
+    np.testing.assert_array_equal(dumped.read(), array)
+    assert dumped.is_reordered
 
 
 @pytest.mark.parametrize("stage", ["conv_state", "conv_out", "q_l2", "beta", "delta_state", "delta_out", "gated_norm"])

@@ -7,6 +7,8 @@ from helpers.refusals import refuses
 
 from llorch.engines.dumps.layout import DumpLayout
 from llorch.engines.dumps.mapping import mapping_of, read_mapping
+from llorch.engines.dumps.stage_dump import INT8_CACHES
+from llorch.engines.dumps.widths import Share
 from llorch.stages.stage_ref import Tokens
 
 TEXT = """
@@ -28,11 +30,16 @@ transposed = true
 [layout.attn_scores]
 masked = false
 
+[layout.delta_out]
+value_heads = "tiled"
+
 [run]
 ids = [[1, 2], [3]]
 first_position = 7
-dtype = "bfloat16"
+dtype = "bf16"
+kv_cache = "int8-head"
 flash_attention = true
+rank = "1/4"
 """
 
 
@@ -49,14 +56,16 @@ def test_every_mapping_key_is_read(tmp_path: Path):
     assert mapping.layout("q_rope", "blk.{i}.rot_q") == DumpLayout(("batch", "heads", "seq", "head_dim"), True, 0.25)
     assert mapping.layout("q_proj", "h{i+1}+qkv") == DumpLayout(("width", "seq"), fused="groups")
     assert mapping.layout("attn_scores", "") == DumpLayout(masked=False)
+    assert mapping.layout("delta_out", "") == DumpLayout(tiled=True)
     assert mapping.layout("k_rope", "blk.{i}.rot_k") == DumpLayout()
     assert mapping.passes == (Tokens((1, 2), 7), Tokens((3,), 9))
-    assert mapping.features == {"dtype": "bfloat16", "flash_attention": True}
+    assert mapping.features == {"dtype": "bfloat16", "kv_cache": "int8-head", "flash_attention": True}
+    assert mapping.share == Share(1, 4)
 
 
 PROJECTIONS = "q_proj, k_proj, v_proj, ffn_gate, ffn_up"
-RUN_KEYS = ("ids", "first_position", "engine", "dtype", "kv_cache", "activations", "flash_attention")
-LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
+RUN_KEYS = ("ids", "first_position", "rank", "engine", "dtype", "kv_cache", "activations", "flash_attention")
+LAYOUT_KEYS = ("axes", "transposed", "permuted", "value_heads", "times", "masked", "fused")
 WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  # text, code, facts, those behind "got"
     "no TOML": ("[names", "Malformed", ("TOML",), ()),
     "unknown section": ("[name]", "Unexpected", ("name:", "names, layout, run", "'names'"), ()),
@@ -79,6 +88,9 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
     "unknown pairs": (
         "[layout.q_rope]\npermuted = 'pairs'", "Unsupported", ("permuted:", "'interleaved'"), ("'pairs'",)
     ),
+    "unknown order of heads": (
+        "[layout.z_in]\nvalue_heads = 'x'", "Unsupported", ("value_heads:", "'tiled'"), ("'x'",)
+    ),
     "unknown fusion": (
         "[layout.q_rope]\nfused = 'x'", "Unsupported", ("fused:", "'stacked'", "'groups'", "'alternating'"), ("'x'",)
     ),
@@ -91,6 +103,9 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
     "id a bool": ("[run]\nids = [true]", "Malformed", ("ids:", "token ids"), ("[True]",)),
     "negative position": ("[run]\nfirst_position = -1", "OutOfRange", ("first_position:", 0), (-1,)),
     "dtype a number": ("[run]\ndtype = 16", "Malformed", ("dtype:", "string"), (16,)),
+    "cache of unknown scales": ("[run]\nkv_cache = 'int8'", "Unsupported", ("kv_cache:", *INT8_CACHES), ("'int8'",)),
+    "rank without a number of ranks": ("[run]\nrank = '1'", "Malformed", ("rank:", '"1/4"'), ("'1'",)),
+    "rank after the last": ("[run]\nrank = '4/4'", "Malformed", ("rank:", '"1/4"'), ("'4/4'",)),
     "too large": ("a" * (1 << 20) + "=1", "TooLarge", (1 << 20,), ()),
 }  # fmt: skip
 

@@ -99,6 +99,16 @@ def test_interleaving_is_a_layout_only_if_it_also_holds_after_rope():
     assert '# permuted = "interleaved"  # only if RoPE' in text
 
 
+def test_tiled_value_heads_are_drafted():
+    weights, (ids, trace) = weights_of("micro-qwen3.5"), golden_trace("micro-qwen3.5", "transformers")
+    z = trace["l0.z_in"].reshape(len(ids), 2, 3, -1).swapaxes(1, 2).reshape(len(ids), -1)
+    raw = raw_dump({"b0.gate": z, "b0.rates": trace["l0.b_in"]}, ids)
+    mapping = mapping_of(tomllib.loads(suggest(raw, weights)))
+    dumped = stage_dump(raw, weights.config, mapping=mapping).dumped
+    np.testing.assert_allclose(dumped[0, "l0.z_in"].read(), trace["l0.z_in"], rtol=0, atol=1e-5)
+    assert (mapping.layouts["z_in"].tiled, "b_in" in mapping.layouts) == (True, False)
+
+
 def test_stages_after_an_error_are_matched_by_write_order():
     rng = np.random.default_rng(0)
     arrays = rename_trace(in_layers)
