@@ -186,7 +186,7 @@ def test_what_says_nothing_of_the_engine_is_refused_each_with_its_code(
     assert result.stderr.count("\n") == 1
 
 
-def test_arrays_of_another_width_are_left_out_or_read_and_the_rest_is_judged(tmp_path: Path):
+def test_arrays_of_another_width_are_left_out_or_read_and_the_rest_is_compared(tmp_path: Path):
     whole = run(open_weights(builtin_path("micro-llama")), Pass(IDS))
     trace = {name: whole[name] for name in ("embed", "l2.block_out", "final_norm", "logits", "l0.ffn_gate")}
     logits = np.concatenate([trace["logits"], np.full((10, 7), -99)], axis=1)

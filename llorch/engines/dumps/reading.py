@@ -226,7 +226,7 @@ class StageReader:
         except FormatError:
             n_later = 0 if tokens is None else len(self.passes[named.n_pass].ids) - 1 - max(tokens)
             ends = [(n_later, 0)] if n_later and named.table[-1] == "ctx" else []
-            ends += [(0, n_keys - n_newest) for n_newest in self._possible_key_counts(named, n_keys)]
+            ends += [(0, n_keys - n_newest) for n_newest in self._possible_key_counts(named, tokens, n_keys)]
             for n_after, n_dropped in ends:
                 with suppress(FormatError):
                     readings = self._readings_in(named, tokens, n_keys - n_after - n_dropped, config)
@@ -237,11 +237,18 @@ class StageReader:
                         ]
             raise
 
-    def _possible_key_counts(self, named: NamedArray, n_keys: int) -> list[int]:
-        """List the sizes of an array that may be its number of keys, if its layer has a window or chunks."""
-        if "ctx" not in named.table or named.layer is None or self.config.layer(named.layer).bound is None:
+    def _possible_key_counts(self, named: NamedArray, tokens: tuple[int, ...] | None, n_keys: int) -> list[int]:
+        """List the sizes of an array that may be its number of keys, if its layer has a window or chunks.
+
+        Scores of several tokens have all keys in the window of one of them, or each row has keys of its own.
+        """
+        bound = None if named.layer is None else self.config.layer(named.layer).bound
+        if "ctx" not in named.table or bound is None:
             return []
-        return sorted({size for size in named.array.shape if size < n_keys}, reverse=True)
+        n_rows = len(self.passes[named.n_pass].ids) - min(tokens or (0,))
+        has_rows = named.table[-1] == "ctx" and bound[0] == "window" and n_rows > 1
+        least = bound[1] + n_rows - 1 if has_rows else 1
+        return sorted({size for size in named.array.shape if least <= size < n_keys}, reverse=True)
 
     def _readings_in(
         self, named: NamedArray, tokens: tuple[int, ...] | None, ctx: int, config: ModelConfig

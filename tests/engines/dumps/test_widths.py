@@ -1,6 +1,7 @@
 """Arrays of another width than their stage's: padded logits, a rank's heads, copies of KV heads, fewer keys."""
 
 from collections.abc import Mapping
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from llorch.engines.dumps.raw import RawArray, RawDump
 from llorch.engines.dumps.stage_dump import StageDump
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.engines.dumps.widths import Share
+from llorch.families.layers import Layer
 from llorch.runtime.errors import GuardFailed
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.stage_ref import Tokens, heads_axis
@@ -49,7 +51,7 @@ def padded_logits(padding: float) -> np.ndarray:
 
 
 @pytest.mark.parametrize("padding", [-np.inf, -1e9, 0.0, np.nan])
-def test_padded_logits_are_judged_without_their_padding(padding: float):
+def test_padded_logits_are_compared_without_their_padding(padding: float):
     dump = read({"logits": padded_logits(padding)})
     np.testing.assert_array_equal(dump.dumped[0, "logits"].read(), TRACE["logits"])
     assert_tells(" ".join(dump.notes), "416 columns", "397")
@@ -68,7 +70,7 @@ def test_largest_logit_in_the_padding_is_a_finding():
 
 
 @pytest.mark.parametrize(("rank", "n"), [(0, 2), (1, 2), (3, 4)])
-def test_heads_of_one_rank_are_found_by_values_and_judged(rank: int, n: int):
+def test_heads_of_one_rank_are_found_by_values_and_compared(rank: int, n: int):
     dump = read(shares(rank, n))
     for (_, key), dumped in dump.dumped.items():
         np.testing.assert_array_equal(dumped.read(), shares(rank, n)[key])
@@ -108,7 +110,7 @@ def test_more_ranks_than_kv_heads_share_a_kv_head():
 
 
 @pytest.mark.parametrize("stage", ["k_proj", "v_proj", "k_rope", "k_cache", "v_cache"])
-def test_equal_copies_of_kv_heads_are_judged_once(stage: str):
+def test_equal_copies_of_kv_heads_are_compared_once(stage: str):
     array, axis = TRACE[f"l1.{stage}"], heads_axis(BY_NAME[stage])
     assert axis is not None
     heads = array.reshape(*array.shape[:axis], CONFIG.n_kv_heads, -1, *array.shape[axis + 1 :])
@@ -148,7 +150,20 @@ def test_scores_of_the_newest_keys_are_found_by_values():
     assert verdicts(read([wrong])) == {"l1.attn_probs": FAIL}
 
 
-def test_array_of_another_width_is_left_out_and_the_rest_is_judged():
+def test_scores_with_a_window_for_each_row_are_left_out():
+    config = replace(CONFIG, layers=(Layer(window=4),) * 2)
+    newest = raw_array("l1.attn_probs", TRACE["l1.attn_probs"][:, 11:, 8:], tokens=(11,))
+    several = raw_array("l0.attn_probs", TRACE["l0.attn_probs"][:, 10:, 7:], tokens=(10, 11))
+    banded = raw_array("l0.attn_scores", TRACE["l0.attn_scores"][..., 8:])
+    dump = stage_dump(raw_dump([newest, several, banded], IDS), config)
+    assert [dump.dumped[0, key].read().shape for key in ("l1.attn_probs", "l0.attn_probs")] == [
+        (12, 1, 12),
+        (12, 2, 12),
+    ]
+    assert [*dump.left_out.values()] == [[(0, "l0.attn_scores")]]
+
+
+def test_array_of_another_width_is_left_out_and_the_rest_is_compared():
     arrays = {f"l{i}.ffn_act": TRACE[f"l{i}.ffn_act"][:, :80] for i in (0, 1)} | {"l1.ffn_up": TRACE["l1.ffn_up"]}
     found = diagnose(EXACT, read(arrays))
     assert {result.key: result.verdict for result in found.results} == {"l1.ffn_up": PASS}
@@ -161,8 +176,8 @@ def test_dump_of_another_model_is_refused():
     arrays = {key: TRACE[key] for key in ("l1.q_proj", "l1.k_proj", "l1.ffn_act", "l1.ffn_out", "l1.block_out")}
     with refuses(GuardFailed, where="dump: layout", expected="q_width=192", got="(12, 384)"):
         stage_dump(raw_dump(arrays, IDS), other.config, weights=other)
-    judged = stage_dump(raw_dump(arrays | {"embed": TRACE["embed"]}, IDS), other.config, weights=other)
-    assert len(judged.dumped) == 3
+    dump = stage_dump(raw_dump(arrays | {"embed": TRACE["embed"]}, IDS), other.config, weights=other)
+    assert len(dump.dumped) == 3
 
 
 def test_dump_of_another_number_of_tokens_is_refused():
