@@ -1,0 +1,56 @@
+"""Adapters applied in part, gradients of exactly 0, and documents of a packed row that see each other."""
+
+import pytest
+from helpers.refusals import assert_tells
+from helpers.without_gaps import without_gaps
+
+from benchmarks.diagnosis.training_bugs import BUGS
+from benchmarks.diagnosis.training_cases import TrainingCase, score
+from llorch.diagnosis.training.hypotheses import partly_applied
+from llorch.diagnosis.verdict import Finding
+from llorch.files import open_weights
+from llorch.lora.config import LoraConfig
+from llorch.lora.initial import initial_adapter
+from llorch.runtime.builtin import builtin_path
+
+BY_NAME, SLOW = {bug.name: bug for bug in BUGS}, pytest.mark.slow
+
+
+def findings(name: str, style: str, rows: str = "ragged") -> list[Finding]:
+    with without_gaps():
+        return list(score(TrainingCase(BY_NAME.get(name), "micro-qwen3", style, rows=rows)).diagnosis.findings)
+
+
+def test_parts_of_an_adapter_are_modules_layers_and_the_head():
+    weights = open_weights(builtin_path("micro-llama"))
+    config = LoraConfig(target_modules=("q_proj", "lm_head"))
+    adapter = initial_adapter(config, weights, init="default", seed=0)
+    parts = [mistake.diagnosis.split()[4] for mistake in partly_applied(adapter)]
+    assert parts == ["q_proj", *["layer"] * weights.config.n_layers, "lm_head"]
+
+
+@pytest.mark.slow_cases("v_proj-*")
+@pytest.mark.parametrize(
+    ("part", "style"), [("v_proj", "whole"), ("layers.1", "usual"), ("down_proj", "one-loss")], ids=lambda x: x
+)
+def test_part_of_an_adapter_that_is_not_applied_is_named(part: str, style: str):
+    (finding,) = findings(f"adapter-off-{part}", style)
+    assert [cause.name for cause in finding.causes] == ["lora-partly-applied"]
+    assert_tells(finding.sentence, f"The adapter of {part.replace('layers.', 'layer ')} is not applied")
+
+
+def test_gradient_of_exactly_zero_is_called_that():
+    (finding,) = findings("v-frozen", "usual")
+    assert [cause.name for cause in finding.causes] == ["gradient-exactly-zero"]
+    assert_tells(finding.sentence, "layers.1.v_proj.lora_B is exactly 0", "frozen")
+
+
+@pytest.mark.parametrize("rows", ["restarting", "running"])
+def test_documents_that_see_each_other_are_named(rows: str):
+    (finding,) = findings(f"documents-visible-{rows}", "usual")
+    assert [cause.name for cause in finding.causes] == ["packed-documents-see-each-other"]
+
+
+@pytest.mark.parametrize("rows", ["restarting", "running"])
+def test_right_block_mask_passes_with_any_positions(rows: str):
+    assert findings("right", "usual", rows) == []
