@@ -38,7 +38,7 @@ PEFT = (
 )  # fmt: skip
 MODELS = ("micro-llama", "micro-qwen3")
 N_STEPS = 2
-FROM_ONE_LOSS = ("adapter-off", "adapter-off-v_proj", "mean-of-rows", "eight-times", "smoothing-0.2")
+FROM_ONE_LOSS = ("adapter-off", "adapter-off-v_proj", "mean-of-rows", "eight-times")
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,6 @@
 """Adapters applied in part, gradients of exactly 0, and documents of a packed row that see each other."""
 
 import pytest
-from helpers.refusals import assert_tells
 from helpers.without_gaps import without_gaps
 
 from benchmarks.diagnosis.training_bugs import BUGS
@@ -25,8 +24,8 @@ def test_parts_of_an_adapter_are_modules_layers_and_the_head():
     weights = open_weights(builtin_path("micro-llama"))
     config = LoraConfig(target_modules=("q_proj", "lm_head"))
     adapter = initial_adapter(config, weights, init="default", seed=0)
-    parts = [mistake.diagnosis.split()[4] for mistake in partly_applied(adapter)]
-    assert parts == ["q_proj", *["layer"] * weights.config.n_layers, "lm_head"]
+    parts = [mistake.diagnosis.removeprefix("The adapter of ") for mistake in partly_applied(adapter)]
+    assert parts == [f"{part} is not applied." for part in ("q_proj", "layer 0", "layer 1", "layer 2", "lm_head")]
 
 
 @pytest.mark.slow_cases("v_proj-*")
@@ -36,13 +35,13 @@ def test_parts_of_an_adapter_are_modules_layers_and_the_head():
 def test_part_of_an_adapter_that_is_not_applied_is_named(part: str, style: str):
     (finding,) = findings(f"adapter-off-{part}", style)
     assert [cause.name for cause in finding.causes] == ["lora-partly-applied"]
-    assert_tells(finding.sentence, f"The adapter of {part.replace('layers.', 'layer ')} is not applied")
+    assert f"The adapter of {part.replace('layers.', 'layer ')} is not applied." in finding.sentence
 
 
 def test_gradient_of_exactly_zero_is_called_that():
     (finding,) = findings("v-frozen", "usual")
     assert [cause.name for cause in finding.causes] == ["gradient-exactly-zero"]
-    assert_tells(finding.sentence, "layers.1.v_proj.lora_B is exactly 0", "frozen")
+    assert "The gradient of layers.1.v_proj.lora_A is exactly 0" in finding.sentence
 
 
 @pytest.mark.parametrize("rows", ["restarting", "running"])

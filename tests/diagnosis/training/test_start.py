@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from helpers.refusals import assert_tells
 from helpers.without_gaps import without_gaps
 
 from benchmarks.diagnosis import training_cases
@@ -44,7 +43,7 @@ def test_adapter_of_another_step_is_noted(
     diagnosis = diagnosed(tmp_path, case, case.given_adapter())
     assert diagnosis.findings == []
     (note,) = diagnosis.notes
-    assert_tells(note, "--adapter is of another step", *facts)
+    assert [fact for fact in ("--adapter is of another step", *facts) if fact not in note] == []
     assert diagnosis.results
 
 
