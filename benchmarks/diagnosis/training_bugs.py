@@ -72,8 +72,13 @@ def detour(
 
 def rotated_again(self: Trainer, x: Tensor) -> Tensor:
     """Rotate the gradient the same way once more in the backward pass."""
-    right = Trainer.rotate(self, x)
-    return through(right, x, lambda grad: Trainer.rotate(self, grad))
+    right, positions = Trainer.rotate(self, x), self.positions
+
+    def back(grad: Tensor) -> Tensor:
+        self.positions = positions  # of this micro-batch: the backward pass follows all forward passes
+        return Trainer.rotate(self, grad)
+
+    return through(right, x, back)
 
 
 def softmax_of(back: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:

@@ -106,11 +106,12 @@ class _Search:
         self._replay_dump(dump)
 
     def _without_first_step(self, wrong: StageCheck) -> TrainingDump | None:
-        """Leave out the first step if it alone is wrong, because it alone starts from `--adapter`."""
-        later = start_from_dump(self.dump, self.adapter)
-        verdicts = {check.verdict for check in self.checks if check.n_pass > wrong.n_pass and check.stage in PASSES}
-        is_first = wrong.n_pass == first_step(self.dump).number and wrong.stage in PASSES
-        return later if is_first and verdicts == {PASS} and wrong.isolated.difference.fault is None else None
+        """Leave out the first step if all of it is wrong, and nothing later: it alone starts from `--adapter`."""
+        checks = [check for check in self.checks if check.stage in PASSES]
+        first = {check.verdict for check in checks if check.n_pass == wrong.n_pass}
+        later = {check.verdict for check in checks if check.n_pass > wrong.n_pass}
+        is_start = wrong.n_pass == first_step(self.dump).number and wrong.isolated.difference.fault is None
+        return start_from_dump(self.dump, self.adapter) if is_start and (first, later) == ({FAIL}, {PASS}) else None
 
     def _pass_checks(self, run: ReplayedRun) -> list[StageCheck]:
         """Check the quantities of the forward and backward passes of a run."""

@@ -72,8 +72,8 @@ def start_from_dump(dump: TrainingDump, adapter: Adapter) -> TrainingDump | None
     if not is_known or not later_steps:
         return None
     note = (
-        "--adapter is of another step: later steps, which start from the dump's tensors, are right; llorch did not "
-        f"judge step {step.number}"
+        f"--adapter may be of another step: step {step.number}, which starts from it, is wrong, and later steps, which "
+        f"start from the dump's tensors, are right; llorch did not judge step {step.number}"
     )
     return replace(dump, steps=(replace(step, batches=()), *later_steps), notes=(*dump.notes, note))
 

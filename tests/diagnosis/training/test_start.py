@@ -43,7 +43,7 @@ def test_adapter_of_another_step_is_noted(
     diagnosis = diagnosed(tmp_path, case, case.given_adapter())
     assert diagnosis.findings == []
     (note,) = diagnosis.notes
-    assert [fact for fact in ("--adapter is of another step", *facts) if fact not in note] == []
+    assert [fact for fact in ("--adapter", "of another step", *facts) if fact not in note] == []
     assert diagnosis.results
 
 
