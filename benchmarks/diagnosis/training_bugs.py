@@ -232,6 +232,7 @@ BUGS: tuple[Bug, ...] = (
           rows=rows)
       for rows in ("restarting", "running")),
     Bug("v-frozen", "gradient", {"gradients": frozen("v_proj")}, ("gradient-exactly-zero",)),
+    Bug("all-frozen", "gradient", {"gradients": frozen("")}, ("gradient-exactly-zero",)),
     Bug("a-transposed", "adapted_logits", {"detour": detour(Trainer.scale, a=re_read)}, ("lora-a-transposed",)),
     Bug("b-transposed", "adapted_logits", {"detour": detour(Trainer.scale, b=re_read)}, ("lora-b-transposed",)),
     Bug("not-shifted", "token_losses", {"targets": lambda s, ids, labels: labels}, ("loss-labels-not-shifted",)),

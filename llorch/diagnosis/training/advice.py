@@ -5,6 +5,7 @@ from dataclasses import fields
 
 from llorch.diagnosis.training.judge import TrainingJudge
 from llorch.diagnosis.training.replay import FLOW
+from llorch.diagnosis.training.start import first_step
 from llorch.diagnosis.verdict import StageCheck
 from llorch.engines.dumps.training_dump import Settings
 from llorch.judging.expectations.training_refs import ISOLATED
@@ -23,7 +24,7 @@ def advise(wrong: StageCheck, judge: TrainingJudge, *, from_adapter: bool) -> st
         missing = [name for group, name in candidates.items() if group not in {key[0] for key in step.shown}]
         missing += ["a second step"] if len(judge.steps) == 1 else []
         undeclared = [field.name for field in fields(Settings) if field.name not in judge.dump.declared]
-        if from_adapter:  # settings of the optimizer have no effect yet
+        if step.number == first_step(judge.dump).number:  # settings of the optimizer have no effect yet
             undeclared = [name for name in undeclared if name == "label_smoothing"]
         if missing:
             sentences.append(f"A setting fitted to one number is no cause: add {_join(missing)} to the dump.")

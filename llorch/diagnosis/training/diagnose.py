@@ -17,7 +17,7 @@ from llorch.diagnosis.attempt import Attempt, Hypothesis, near_misses
 from llorch.diagnosis.training.advice import PASSES, advise
 from llorch.diagnosis.training.hypotheses import AFTER_CLIPPING, list_hypotheses, setting_families, zero_gradients
 from llorch.diagnosis.training.judge import TrainingJudge, key_of
-from llorch.diagnosis.training.replay import FLOW, ReplayedRun, TrainingReplay
+from llorch.diagnosis.training.replay import FLOW, TrainingReplay
 from llorch.diagnosis.training.score import Cure, Scorer, changes_of, could_not_show
 from llorch.diagnosis.training.start import (
     describe_start,
@@ -87,17 +87,18 @@ class _Search:
         """Replay and check `dump` in place of the previous one."""
         self.dump, self.replay = dump, TrainingReplay(self.weights, self.adapter, dump)
         self.checker = self._checker_for(self.dtype)
+        self.checks = self.checker.checks(self.replay.run())
 
     def _find_start(self, given: Adapter, dump: TrainingDump) -> None:
         """Replace `--adapter`, or leave out the first step, if the dump shows that the adapter is of another step."""
         run, number = self.replay.run(), first_step(dump).number
-        wrong = {check.n_pass for check in self._pass_checks(run) if check.verdict == FAIL}
+        wrong = {check.n_pass for check in self._pass_checks() if check.verdict == FAIL}
         if number not in wrong or not starts_from_adapter(dump, given, number):
             return
         for adapter, candidate in other_starts(self.weights.config, given, dump, run):
             self.adapter, first = adapter, first_step(candidate).number
             self._replay_dump(candidate)
-            verdicts = {check.verdict for check in self._pass_checks(self.replay.run()) if check.n_pass == first}
+            verdicts = {check.verdict for check in self._pass_checks() if check.n_pass == first}
             if first in wrong and verdicts == {PASS}:
                 note = describe_start(number, first)
                 self._replay_dump(replace(candidate, notes=(*dump.notes, note)))
@@ -105,17 +106,20 @@ class _Search:
         self.adapter = given
         self._replay_dump(dump)
 
-    def _without_first_step(self, wrong: StageCheck) -> TrainingDump | None:
-        """Leave out the first step if all of it is wrong, and nothing later: it alone starts from `--adapter`."""
-        checks = [check for check in self.checks if check.stage in PASSES]
-        first = {check.verdict for check in checks if check.n_pass == wrong.n_pass}
-        later = {check.verdict for check in checks if check.n_pass > wrong.n_pass}
-        is_start = wrong.n_pass == first_step(self.dump).number and wrong.isolated.difference.fault is None
-        return start_from_dump(self.dump, self.adapter) if is_start and (first, later) == ({FAIL}, {PASS}) else None
+    def _may_be_start(self, wrong: StageCheck) -> bool:
+        """Tell if the adapter may cause an error: its step starts from `--adapter`, and nothing from it is right."""
+        checks = (check for check in self._pass_checks() if check.n_pass == wrong.n_pass)
+        verdicts = {check.verdict for check in checks if check.isolated.mode != ISOLATED}
+        return verdicts == {FAIL} and starts_from_adapter(self.dump, self.adapter, wrong.n_pass)
 
-    def _pass_checks(self, run: ReplayedRun) -> list[StageCheck]:
-        """Check the quantities of the forward and backward passes of a run."""
-        return [check for check in self.checker.checks(run) if check.stage in PASSES]
+    def _without_first_step(self, wrong: StageCheck) -> TrainingDump | None:
+        """Leave out the first step if `--adapter` may cause its error, and later steps are right."""
+        later = {check.verdict for check in self._pass_checks() if check.n_pass > wrong.n_pass}
+        return start_from_dump(self.dump, self.adapter) if self._may_be_start(wrong) and later == {PASS} else None
+
+    def _pass_checks(self) -> list[StageCheck]:
+        """Select the checks of the forward and backward passes."""
+        return [check for check in self.checks if check.stage in PASSES]
 
     def _checker_for(self, dtype: DtypeName) -> TrainingJudge:
         return TrainingJudge(self.dump, self.weights.config, self.adapter.flat(), dtype, model=self.model)
@@ -124,7 +128,7 @@ class _Search:
         """Name the first cause, inject it, check again, and repeat."""
         injected: Cure = ()
         unexplained: dict[str, int] = {}  # group -> run index of its first error
-        self.first_checks = self.checker.checks(self.replay.run())
+        self.first_checks = self.checks
         while True:
             self.checks = self.checker.checks(self.replay.run(injected))
             wrong_check = _next(self.checks, unexplained)
@@ -132,11 +136,11 @@ class _Search:
                 break
             group_checks = [check for check in self.checks if _run_index(check) == _run_index(wrong_check)]
             best, near = (None, []) if wrong_check.isolated.difference.fault else self._explain(group_checks, injected)
-            if best is None and not self.findings and (later := self._without_first_step(wrong_check)):
+            is_unknown = best is None and wrong_check.isolated.difference.fault is None
+            if is_unknown and not self.findings and (later := self._without_first_step(wrong_check)):
                 self._replay_dump(later)
                 continue
-            from_adapter = starts_from_adapter(self.dump, self.adapter, wrong_check.n_pass)
-            advice = "" if best else advise(wrong_check, self.checker, from_adapter=from_adapter)
+            advice = "" if best else advise(wrong_check, self.checker, from_adapter=self._may_be_start(wrong_check))
             self.findings.append(_finding(wrong_check, group_checks, self.checks, best, near, advice))
             if best is None:
                 unexplained[wrong_check.stage] = _run_index(wrong_check)
