@@ -1,7 +1,8 @@
 """Independent LoRA trainer: a small Llama on torch's autograd, and a hand-written optimizer.
 
 Only the numbers of the files come through llorch. The trainer is right; `training_bugs` injects mistakes by replacing
-one of its steps, which are methods, or a setting. Rows are padded at the end; everything computes in float32.
+one of its steps, which are methods, or a setting. Rows are padded at the end, or hold several documents; everything
+computes in float32.
 """
 
 import math
@@ -63,18 +64,23 @@ class Trainer:
         """Apply RMSNorm."""
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.c.rms_norm_eps) * self.w[name]
 
-    def angles(self, n: int) -> tuple[Tensor, Tensor]:
-        """Compute cosines and sines, (n, head_dim)."""
+    def angles(self) -> tuple[Tensor, Tensor]:
+        """Compute cosines and sines, (rows, n, head_dim)."""
         half = torch.arange(0, self.c.head_dim, 2, dtype=torch.float64) / self.c.head_dim
-        angles = torch.arange(n, dtype=torch.float64)[:, None] / self.c.rope_theta**half
+        angles = self.positions[..., None].double() / self.c.rope_theta**half
         doubled = torch.cat([angles, angles], -1)
         return doubled.cos().float(), doubled.sin().float()
 
     def rotate(self, x: Tensor) -> Tensor:
         """Rotate queries or keys, (rows, n, heads, head_dim)."""
-        cos, sin = (table[:, None] for table in self.angles(x.shape[1]))
+        cos, sin = (table[:, :, None] for table in self.angles())
         first, second = x.chunk(2, -1)
         return x * cos + torch.cat([-second, first], -1) * sin
+
+    def hidden(self) -> Tensor:
+        """Compute the mask of the keys that a token must not see, (rows, n, n)."""
+        n = self.documents.shape[1]
+        return torch.ones(n, n).triu(1).bool() | (self.documents[:, :, None] != self.documents[:, None])
 
     def softmax(self, scores: Tensor) -> Tensor:
         """Apply the softmax over the keys."""
@@ -96,7 +102,7 @@ class Trainer:
             q, k = self.norm(q, f"layers.{i}.q_norm"), self.norm(k, f"layers.{i}.k_norm")
         q, k, v = self.rotate(q), self.spread(self.rotate(k)), self.spread(v)
         q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-        scores = self.scores(q, k).masked_fill(torch.ones(n, n).triu(1).bool(), -math.inf)
+        scores = self.scores(q, k).masked_fill(self.hidden()[:, None], -math.inf)
         mixed = (self.softmax(scores) @ v).transpose(1, 2).reshape(rows, n, -1)
         return self.linear(mixed, f"layers.{i}.o_proj")
 
@@ -171,9 +177,12 @@ class Trainer:
         self.p = {name: p.detach().requires_grad_() for name, p in self.p.items()}
         for k, micro in enumerate(micros, 1):
             ids, labels = (torch.tensor(micro[name]) for name in ("input_ids", "labels"))
+            self.documents = torch.tensor(documents_of(micro))
+            self.positions = torch.tensor(micro.get("position_ids", np.indices(ids.shape)[1]))
             logits = self.logits(ids)
             targets = self.targets(ids, labels)
-            outputs.append((self.token_losses(logits, targets), targets, torch.tensor(micro["attention_mask"]) != 0))
+            is_token = torch.tensor(micro.get("attention_mask", np.ones(ids.shape))) != 0
+            outputs.append((self.token_losses(logits, targets), targets, is_token))
             arrays |= {f"micro{k}.logits": logits, f"micro{k}.token_losses": outputs[-1][0]}
         loss = self.loss(*zip(*outputs, strict=True))
         grads = self.gradients(loss)
@@ -183,6 +192,13 @@ class Trainer:
         for kind, tensors in {"grad": grads, "exp_avg": self.m, "exp_avg_sq": self.v, "param": self.p}.items():
             arrays |= {f"{kind}.{peft_name(name)}": array for name, array in tensors.items()}
         return {name: array.detach().numpy().copy() for name, array in arrays.items()}
+
+
+def documents_of(micro: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the document of every token, (rows, n); a row without a declaration is one document."""
+    ids, ends = micro["input_ids"], micro.get("cu_seqlens", np.zeros(0))
+    numbers = np.searchsorted(ends, np.arange(ids.size), side="right").reshape(ids.shape)
+    return micro.get("document_ids", numbers)
 
 
 def peft_name(name: str) -> str:

@@ -22,6 +22,7 @@ class Bug:
         names: Known mistakes that are a right name; empty: no known mistake.
         value: Value that is to be recovered.
         settings: Settings of the run except for the bug, as the dump declares them.
+        rows: Rows of the batches: see `training_cases.micro_batch`.
     """
 
     name: str
@@ -30,6 +31,7 @@ class Bug:
     names: Sequence[str] = ()
     value: float | None = None
     settings: Mapping[str, Any] = field(default_factory=dict)
+    rows: str = "ragged"
 
 
 class Through(torch.autograd.Function):
@@ -70,8 +72,13 @@ def detour(
 
 def rotated_again(self: Trainer, x: Tensor) -> Tensor:
     """Rotate the gradient the same way once more in the backward pass."""
-    right = Trainer.rotate(self, x)
-    return through(right, x, lambda grad: Trainer.rotate(self, grad))
+    right, positions = Trainer.rotate(self, x), self.positions
+
+    def back(grad: Tensor) -> Tensor:
+        self.positions = positions  # of this micro-batch: the backward pass follows all forward passes
+        return Trainer.rotate(self, grad)
+
+    return through(right, x, back)
 
 
 def softmax_of(back: Callable[[Tensor, Tensor], Tensor]) -> Callable[..., Tensor]:
@@ -173,6 +180,20 @@ def hooked(factor: float, name: str) -> Callable[..., dict[str, Tensor]]:
     return wrong
 
 
+def frozen(name: str) -> Callable[..., dict[str, Tensor]]:
+    """Train no tensor of the adapters of one kind of matrix."""
+
+    def wrong(self: Trainer, loss: Tensor) -> dict[str, Tensor]:
+        return {n: g * (name not in n) for n, g in Trainer.gradients(self, loss).items()}
+
+    return wrong
+
+
+def all_visible(self: Trainer) -> Tensor:
+    """Mask later tokens only, not the other documents of a row."""
+    return torch.ones_like(Trainer.hidden(self)).triu(1)
+
+
 def dropped(self: Trainer, x: Tensor, name: str) -> Tensor:
     """Leave dropout on."""
     return Trainer.detour(self, torch.nn.functional.dropout(x, 0.1), name)
@@ -204,6 +225,14 @@ BUGS: tuple[Bug, ...] = (
     Bug("alpha-pattern", "adapted_logits", {"scale": lambda s, n: s.alpha / s.ranks[n]},
         ("lora-alpha-pattern-ignored",)),
     Bug("adapter-off", "adapted_logits", {"detour": detour(lambda s, n: 0.0)}, ("lora-delta-missing",)),
+    *(Bug(f"adapter-off-{part}", "adapted_logits", {
+        "detour": detour(lambda s, n, part=part: Trainer.scale(s, n) * (part not in n))}, ("lora-partly-applied",))
+      for part in ("v_proj", "down_proj", "layers.1")),
+    *(Bug(f"documents-visible-{rows}", "adapted_logits", {"hidden": all_visible}, ("packed-documents-see-each-other",),
+          rows=rows)
+      for rows in ("restarting", "running")),
+    Bug("v-frozen", "gradient", {"gradients": frozen("v_proj")}, ("gradient-exactly-zero",)),
+    Bug("all-frozen", "gradient", {"gradients": frozen("")}, ("gradient-exactly-zero",)),
     Bug("a-transposed", "adapted_logits", {"detour": detour(Trainer.scale, a=re_read)}, ("lora-a-transposed",)),
     Bug("b-transposed", "adapted_logits", {"detour": detour(Trainer.scale, b=re_read)}, ("lora-b-transposed",)),
     Bug("not-shifted", "token_losses", {"targets": lambda s, ids, labels: labels}, ("loss-labels-not-shifted",)),

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.diagnosis.trainer import SETTINGS
+from benchmarks.diagnosis.trainer import SETTINGS, documents_of
 from llorch.lora.adapter import Adapter
 from llorch.runtime.builtin import builtin_path
 from reference_outputs.peft_reference import Peft
@@ -14,6 +14,7 @@ from reference_outputs.peft_reference import Peft
 VARIANTS: Mapping[str, Mapping[str, Any]] = {
     "plain": {}, "foreach": {"foreach": True}, "fused": {"fused": True}, "checkpointing": {"checkpointing": True},
     "bfloat16": {"dtype": "bfloat16"}, "bfloat16-not-said": {"dtype": "bfloat16"}, "clipped-gradients": {},
+    "packed": {},
 }  # fmt: skip
 
 
@@ -39,7 +40,8 @@ def peft_steps(
         total = 0.0
         for k, micro in enumerate(batches, 1):
             tensors = {name: torch.tensor(array) for name, array in micro.items()}
-            logits = net(input_ids=tensors["input_ids"], attention_mask=tensors["attention_mask"]).logits
+            mask = tensors["attention_mask"] if "attention_mask" in tensors else block_mask(documents_of(micro))
+            logits = net(input_ids=tensors["input_ids"], attention_mask=mask).logits
             losses = torch.nn.functional.cross_entropy(
                 logits[:, :-1].float().flatten(0, 1), tensors["labels"][:, 1:].flatten(), reduction="none",
                 label_smoothing=SETTINGS["label_smoothing"],
@@ -60,3 +62,9 @@ def peft_steps(
             step_arrays |= {f"step{step}.{kind}.{name}": state[kind].clone() for kind in ("exp_avg", "exp_avg_sq")}
             step_arrays[f"step{step}.param.{name}"] = parameter.detach().clone()
     return {name: torch.as_tensor(array).detach().float().numpy() for name, array in step_arrays.items()}
+
+
+def block_mask(documents: np.ndarray) -> torch.Tensor:
+    """Make the mask of packed rows as transformers takes it, (rows, 1, n, n): -inf for hidden keys, else 0."""
+    is_visible = np.tril(documents[:, None, :, None] == documents[:, None, None])
+    return torch.tensor(np.where(is_visible, 0.0, -np.inf), dtype=torch.float32)

@@ -3,7 +3,7 @@
 Each document has its own forward and backward pass, so rows need no padding and no mask that separates documents.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -37,16 +37,20 @@ def loss_and_gradients(
     as in `Adapter.flat`. UserError, by `cross_entropy`, if a document has no token in the loss.
     """
     adapted = AdaptedWeights(weights, adapter, parameters=parameters)
-    documents = [(ids, shifted(labels)) for batch in batches for ids, labels in batch.each_document()]
-    n_trained = sum(int((targets != IGNORED).sum()) for _, targets in documents)
+    n_trained = sum(int((targets != IGNORED).sum()) for _, targets in _documents(batches))
     loss, total = 0.0, {name: np.zeros(array.shape, weights.dtype) for name, array in adapter.flat().items()}
-    for ids, targets in documents:
+    for ids, targets in _documents(batches):
         loss_sum, grads = document_gradients(
             ids, targets, adapted, label_smoothing=label_smoothing, n_trained=n_trained
         )
         loss += loss_sum / n_trained
         total = {name: array + grads[name] for name, array in total.items()}
     return loss, total
+
+
+def _documents(batches: Sequence[Batch]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """Yield the ids of every document, and the label of each row of its logits."""
+    return ((ids, shifted(labels)) for batch in batches for ids, labels in batch.each_document())
 
 
 def document_gradients(

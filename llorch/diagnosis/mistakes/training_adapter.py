@@ -1,12 +1,13 @@
 """Known mistakes in LoRA (delta, merging, adapter files): each maps a right function of llorch to a wrong one."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
-from llorch.diagnosis.mistakes.planting import Function
+from llorch.diagnosis.mistakes.planting import Function, Replacement
 from llorch.diagnosis.mistakes.projection import has_paired_rows
 from llorch.lora.adapter import Adapter
 
@@ -98,6 +99,11 @@ def dropped_at_evaluation(right: Function) -> Function:
 def delta_missing(right: Function) -> Function:
     """Use the base matrix alone, without the adapter."""
     return lambda *arrays, scaling: right(*arrays, scaling=0.0)
+
+
+def left_out(names: Collection[str]) -> Replacement:
+    """Make the replacement that gives the adapters of some matrices (canonical names) no effect."""
+    return lambda right: lambda config, target: 0.0 if target.name in names else right(config, target)
 
 
 def merged_twice(right: Function) -> Function:

@@ -1,11 +1,12 @@
 """Known mistakes in the backward pass of an op: each maps a right function of llorch to a wrong one, see `mistake`."""
 
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import numpy as np
 
 from llorch.diagnosis.mistakes.mistake import Mistake, training_mistake
-from llorch.diagnosis.mistakes.planting import Function
+from llorch.diagnosis.mistakes.planting import Function, Replacement
 from llorch.diagnosis.mistakes.training_adapter import not_scaled
 from llorch.families.config import ModelConfig
 from llorch.ops.linear import linear_backward
@@ -105,6 +106,19 @@ def base_left_out(right: Function) -> Function:
         return d_x - linear_backward(grad, matrix.base), trained
 
     return wrong
+
+
+def left_at_zero(names: Collection[str]) -> Replacement:
+    """Make the replacement of a step that leaves the gradients of some tensors (flat names) at 0."""
+
+    def make(right: Function) -> Function:
+        def wrong(*args: object, **kw: object) -> tuple[float, Mapping[str, np.ndarray]]:
+            loss, grads = right(*args, **kw)
+            return loss, {name: grad * (name not in names) for name, grad in grads.items()}
+
+        return wrong
+
+    return make
 
 
 def gradient_missing(right: Function) -> Function:

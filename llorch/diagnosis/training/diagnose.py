@@ -14,10 +14,18 @@ from dataclasses import replace
 import numpy as np
 
 from llorch.diagnosis.attempt import Attempt, Hypothesis, near_misses
-from llorch.diagnosis.training.hypotheses import AFTER_CLIPPING, list_hypotheses, setting_families
+from llorch.diagnosis.training.advice import PASSES, advise
+from llorch.diagnosis.training.hypotheses import AFTER_CLIPPING, list_hypotheses, setting_families, zero_gradients
 from llorch.diagnosis.training.judge import TrainingJudge, key_of
 from llorch.diagnosis.training.replay import FLOW, TrainingReplay
 from llorch.diagnosis.training.score import Cure, Scorer, changes_of, could_not_show
+from llorch.diagnosis.training.start import (
+    describe_start,
+    first_step,
+    other_starts,
+    start_from_dump,
+    starts_from_adapter,
+)
 from llorch.diagnosis.verdict import Diagnosis, Finding, StageCheck, percent
 from llorch.engines.dumps.raw import RawDump
 from llorch.engines.dumps.training_dump import TrainingDump, training_dump
@@ -72,12 +80,46 @@ class _Search:
         self.dtype: DtypeName = dtype
         self.findings: list[Finding] = []
         self._replay_dump(dump)
+        self._find_start(adapter, dump)
         self._run()
 
     def _replay_dump(self, dump: TrainingDump) -> None:
         """Replay and check `dump` in place of the previous one."""
         self.dump, self.replay = dump, TrainingReplay(self.weights, self.adapter, dump)
         self.checker = self._checker_for(self.dtype)
+        self.checks = self.checker.checks(self.replay.run())
+
+    def _find_start(self, given: Adapter, dump: TrainingDump) -> None:
+        """Replace `--adapter`, or leave out the first step, if the dump shows that the adapter is of another step."""
+        run, number = self.replay.run(), first_step(dump).number
+        wrong = {check.n_pass for check in self._pass_checks() if check.verdict == FAIL}
+        if number not in wrong or not starts_from_adapter(dump, given, number):
+            return
+        for adapter, candidate in other_starts(self.weights.config, given, dump, run):
+            self.adapter, first = adapter, first_step(candidate).number
+            self._replay_dump(candidate)
+            verdicts = {check.verdict for check in self._pass_checks() if check.n_pass == first}
+            if first in wrong and verdicts == {PASS}:
+                note = describe_start(number, first)
+                self._replay_dump(replace(candidate, notes=(*dump.notes, note)))
+                return
+        self.adapter = given
+        self._replay_dump(dump)
+
+    def _may_be_start(self, wrong: StageCheck) -> bool:
+        """Tell if the adapter may cause an error: its step starts from `--adapter`, and nothing from it is right."""
+        checks = (check for check in self._pass_checks() if check.n_pass == wrong.n_pass)
+        verdicts = {check.verdict for check in checks if check.isolated.mode != ISOLATED}
+        return verdicts == {FAIL} and starts_from_adapter(self.dump, self.adapter, wrong.n_pass)
+
+    def _without_first_step(self, wrong: StageCheck) -> TrainingDump | None:
+        """Leave out the first step if `--adapter` may cause its error, and later steps are right."""
+        later = {check.verdict for check in self._pass_checks() if check.n_pass > wrong.n_pass}
+        return start_from_dump(self.dump, self.adapter) if self._may_be_start(wrong) and later == {PASS} else None
+
+    def _pass_checks(self) -> list[StageCheck]:
+        """Select the checks of the forward and backward passes."""
+        return [check for check in self.checks if check.stage in PASSES]
 
     def _checker_for(self, dtype: DtypeName) -> TrainingJudge:
         return TrainingJudge(self.dump, self.weights.config, self.adapter.flat(), dtype, model=self.model)
@@ -86,7 +128,7 @@ class _Search:
         """Name the first cause, inject it, check again, and repeat."""
         injected: Cure = ()
         unexplained: dict[str, int] = {}  # group -> run index of its first error
-        self.first_checks = self.checker.checks(self.replay.run())
+        self.first_checks = self.checks
         while True:
             self.checks = self.checker.checks(self.replay.run(injected))
             wrong_check = _next(self.checks, unexplained)
@@ -94,7 +136,12 @@ class _Search:
                 break
             group_checks = [check for check in self.checks if _run_index(check) == _run_index(wrong_check)]
             best, near = (None, []) if wrong_check.isolated.difference.fault else self._explain(group_checks, injected)
-            self.findings.append(_finding(wrong_check, group_checks, self.checks, best, near))
+            is_unknown = best is None and wrong_check.isolated.difference.fault is None
+            if is_unknown and not self.findings and (later := self._without_first_step(wrong_check)):
+                self._replay_dump(later)
+                continue
+            advice = "" if best else advise(wrong_check, self.checker, from_adapter=self._may_be_start(wrong_check))
+            self.findings.append(_finding(wrong_check, group_checks, self.checks, best, near, advice))
             if best is None:
                 unexplained[wrong_check.stage] = _run_index(wrong_check)
             elif AFTER_CLIPPING in best.names:
@@ -109,7 +156,10 @@ class _Search:
         that the dump cannot distinguish from the best one, or near misses if there is no best one.
         """
         scorer, ran_since = Scorer(self.replay, self.checker, wrong, injected), self._ran_since(wrong[0])
-        causes = [(hypothesis,) for hypothesis in list_hypotheses(self.weights.config, ran_since, wrong[0].stage)]
+        causes = [
+            (hypothesis,)
+            for hypothesis in list_hypotheses(self.weights.config, self.adapter, self.dump, ran_since, wrong[0].stage)
+        ]
         attempts = scorer.best_first(causes)
         best, equals = scorer.choose(attempts)
         if best is None or scorer.n_right(best) < len(self.checks):  # a setting may explain more
@@ -117,12 +167,23 @@ class _Search:
             attempts = [*attempts, *scorer.best_first(settings)]
             best, equals = scorer.choose(attempts)
             causes += settings
+        if best is None and "gradient" in ran_since and (zero := self._zero_tensors(wrong)):
+            attempts += scorer.best_first([(zero_gradients(zero),)])
+            best, equals = scorer.choose(attempts)
+        if self.checker.dumped_array(wrong[0]).array.size == 1:  # many pairs explain one number, or most of it
+            return best, equals
         if best is None:
             attempts.sort(key=lambda attempt: -attempt.explained_share)
-            partial = [attempt.hypotheses[0] for attempt in attempts if attempt.explained_share > PARTIAL][:2]
+            in_part = (attempt for attempt in attempts if attempt.explained_share > PARTIAL and attempt.remaining > 1)
+            partial = [attempt.hypotheses[0] for attempt in in_part][:2]
             pairs = [(a, b) for a in partial for (b,) in causes if a.name != b.name]
             best, equals = scorer.choose(scorer.best_first(pairs))
-        return best, equals if best else near_misses(attempts)
+        return best, equals if best else near_misses(attempt for attempt in attempts if attempt.remaining > 1)
+
+    def _zero_tensors(self, checks: Sequence[StageCheck]) -> list[str]:
+        """List the tensors of wrong checks whose array in the dump is exactly 0."""
+        wrong = (check for check in checks if check.verdict == FAIL)
+        return [key_of(check)[2] for check in wrong if not self.checker.dumped_array(check).array.any()]
 
     def _ran_since(self, wrong: StageCheck) -> set[str]:
         """Collect the quantities computed since the last right one, at most two steps before, and the wrong one."""
@@ -175,11 +236,11 @@ def _run_index(check: StageCheck) -> int:
 
 def _finding(
     wrong_check: StageCheck, group_checks: Sequence[StageCheck], checks: Sequence[StageCheck], best: Attempt | None,
-    similar: Sequence[Attempt],
+    similar: Sequence[Attempt], advice: str,
 ) -> Finding:  # fmt: skip
     """Make the finding of a wrong quantity in one step; without a cause (`best`), in all steps.
 
-    `similar` are equally good causes, or near misses if there is no cause.
+    `similar` are equally good causes, or near misses if there is no cause; `advice` is for a finding without a cause.
     """
     group_checks = group_checks if best else [check for check in checks if check.stage == wrong_check.stage]
     failed_checks = [check for check in group_checks if check.verdict == FAIL]
@@ -187,6 +248,7 @@ def _finding(
     misses = tuple(attempt.causes("near miss")[0] for attempt in similar)
     if best is None:
         starts_in, sentence = _locate(wrong_check, checks, location)
+        sentence += advice
         kind = "not finite" if wrong_check.isolated.difference.fault else "unknown"
         return Finding.of(kind, failed_checks, sentence, starts_in, (), misses)
     starts_in = tuple(dict.fromkeys(hypothesis.change.mistake.stages[0] for hypothesis in best.hypotheses))
@@ -202,6 +264,9 @@ def _locate(wrong: StageCheck, checks: Sequence[StageCheck], location: str) -> t
     """Describe where an unexplained error starts."""
     if fault := wrong.isolated.difference.fault:
         return (wrong.key,), f"{location}: {fault}."
+    if wrong.isolated.difference.index == ():
+        numbers = f"expected {wrong.isolated.difference.expected:.6g}, got {wrong.isolated.difference.actual:.6g}"
+        return (wrong.key,), f"{location}: {numbers}; no known mistake makes this number."
     group_keys = [check.key for check in checks if _run_index(check) == _run_index(wrong)]
     first = group_keys.index(wrong.key)
     prefix = f"; {first} of the {len(group_keys)} quantities before it are right" if first else ""

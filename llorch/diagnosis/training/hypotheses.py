@@ -14,11 +14,13 @@ from llorch.diagnosis.attempt import Hypothesis, SettingFamily
 from llorch.diagnosis.mistakes import TRAINING, Mistake
 from llorch.diagnosis.mistakes.mistake import training_mistake
 from llorch.diagnosis.mistakes.planting import Function, Replacement
-from llorch.diagnosis.mistakes.training_adapter import SCALING
+from llorch.diagnosis.mistakes.training_adapter import SCALING, left_out
+from llorch.diagnosis.mistakes.training_gradients import GRADIENT, left_at_zero
 from llorch.diagnosis.mistakes.training_loss import BACK, DOCUMENTS, LOSS, STEP, divided_by_share, set_smoothing
 from llorch.diagnosis.mistakes.training_mesh import MESH, rows_of_batch
 from llorch.diagnosis.mistakes.training_optimizer import CLIP
 from llorch.diagnosis.mistakes.training_optimizer import STEP as UPDATE
+from llorch.diagnosis.mistakes.training_packing import PACKING
 from llorch.diagnosis.training.replay import FLOW, InjectedMistake, StepPart
 from llorch.engines.dumps.training_dump import Settings, TrainingDump, TrainingStep
 from llorch.families.config import ModelConfig
@@ -33,6 +35,7 @@ OUTSIDE = {  # first stage of a mistake -> reason why a training step cannot hav
 }  # fmt: skip
 RANDOM = ("lora-dropout-at-evaluation",)  # its random numbers cannot be reproduced
 IN_FORWARD = FLOW[:3]  # logits, token losses, loss
+NOT_APPLIED = ("lora-delta-missing", "lora-partly-applied")  # gradients alone cannot show these
 AFTER_CLIPPING = "gradients-after-clipping"  # hypothesis: the dump's gradients are named wrongly
 MakeMistake = Callable[[float], Mistake[Any]]
 Describe = Callable[[float], tuple[str, str]]  # value -> sentence and short form
@@ -43,7 +46,9 @@ def group_of(mistake: Mistake[Any]) -> str:
     stage = mistake.stages[0]
     if mistake.part == CLIP:
         return "grad_norm" if stage == "grad_norm" else "clipped"
-    return "loss" if mistake.part == DOCUMENTS else IN_FLOW.get(stage, stage)  # masked labels have no token loss
+    if mistake.part == DOCUMENTS and stage == "token_losses":  # masked labels have no token loss
+        return "loss"
+    return IN_FLOW.get(stage, stage)
 
 
 def possible_mistakes(config: ModelConfig) -> list[Mistake[Any]]:
@@ -53,12 +58,53 @@ def possible_mistakes(config: ModelConfig) -> list[Mistake[Any]]:
     return [m for m in (*replayed, *MORE) if m.applies_to(config)]
 
 
-def list_hypotheses(config: ModelConfig, ran_since: Collection[str], wrong: str) -> Iterator[Hypothesis]:
+def list_hypotheses(
+    config: ModelConfig, adapter: Adapter, dump: TrainingDump, ran_since: Collection[str], wrong: str
+) -> Iterator[Hypothesis]:
     """Yield the known mistakes that may explain a wrong group, once for each part of a step."""
-    for mistake in (*possible_mistakes(config), *MESH):
+    packing = PACKING if may_see_each_other(dump, config) else ()
+    for mistake in (*possible_mistakes(config), *MESH, *packing, *partly_applied(adapter)):
         group = group_of(mistake)
         for injected in injections(mistake, group in ran_since, wrong):
-            yield Hypothesis(mistake.name, "mistake", mistake.stages, mistake.diagnosis, injected)
+            yield _hypothesis(injected)
+
+
+def _hypothesis(injected: InjectedMistake) -> Hypothesis:
+    mistake = injected.mistake
+    return Hypothesis(mistake.name, "mistake", mistake.stages, mistake.diagnosis, injected)
+
+
+def may_see_each_other(dump: TrainingDump, config: ModelConfig) -> bool:
+    """Tell if a row of a dump has two documents; no row may be longer than the model's context."""
+    batches = [batch for step in dump.steps for batch in step.batches]
+    longest = max((batch.ids.shape[1] for batch in batches), default=0)
+    has_packed_row = any((batch.documents > 0).any() for batch in batches)
+    return has_packed_row and longest <= config.max_position_embeddings
+
+
+def partly_applied(adapter: Adapter) -> Iterator[Mistake[Any]]:
+    """Yield the mistakes of an adapter that is not applied to all matrices of one kind, or of one layer."""
+    parts: dict[str, set[str]] = {}
+    for name in adapter.targets:
+        layer, _, kind = name.rpartition(".")
+        parts.setdefault(kind, set()).add(name)
+        if layer:
+            parts.setdefault(f"layer {layer.split('.')[1]}", set()).add(name)
+    for part, names in parts.items():
+        if len(names) < len(adapter.targets):  # `lora-delta-missing` leaves out all
+            diagnosis = f"The adapter of {part} is not applied."
+            yield training_mistake("lora-partly-applied", ("lora_delta",), SCALING, left_out(names), diagnosis)
+
+
+def zero_gradients(names: Sequence[str]) -> Hypothesis:
+    """Make the hypothesis that the gradients of some tensors are exactly 0."""
+    others = f", like those of {len(names) - 1} other tensors" if len(names) > 1 else ""
+    diagnosis = (
+        f"The gradient of {names[0]} is exactly 0{others}: the tensor is frozen, its adapter is not applied, or the "
+        "graph is cut."
+    )
+    mistake = training_mistake("gradient-exactly-zero", GRADIENT, STEP, left_at_zero(names), diagnosis)
+    return _hypothesis(InjectedMistake(mistake))
 
 
 def injections(mistake: Mistake[Any], in_gap: bool, wrong: str) -> Iterator[InjectedMistake]:
@@ -73,7 +119,7 @@ def injections(mistake: Mistake[Any], in_gap: bool, wrong: str) -> Iterator[Inje
         yield from (InjectedMistake(mistake, "both", along) for along in with_along)
         if wrong in IN_FORWARD:
             yield InjectedMistake(mistake, "shown")
-    if group_of(mistake) in IN_FORWARD and wrong == "gradient":
+    if group_of(mistake) in IN_FORWARD and wrong == "gradient" and mistake.name not in NOT_APPLIED:
         yield from (InjectedMistake(mistake, "back", along) for along in with_along)
 
 

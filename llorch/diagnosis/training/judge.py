@@ -39,9 +39,6 @@ class TrainingJudge:
         self._compare = partial(judge_difference, engine="dump", model=model, backend=FLOAT64)
         self.dtype: DtypeName = dtype
         self._gradients = [("gradient", name) for name in tensors]
-        self.last_position = max(
-            (int(batch.positions.max()) for step in dump.steps for batch in step.batches), default=0
-        )
         self.steps = {step.number: step for step in dump.steps}
         self._tolerances: dict[tuple[Key, str], Tolerance] = {}
 
@@ -86,6 +83,14 @@ class TrainingJudge:
         difference = self.difference(self.steps[check.n_pass], check.stage, dumped, expected)
         return difference.over(check.isolated.tolerance)
 
+    def count_moved(self, check: StageCheck, actual: np.ndarray, expected: np.ndarray) -> int:
+        """Count the elements that differ between two of llorch's arrays by more than the tolerance, of the dumped."""
+        rows = self.dumped_array(check).rows
+        actual, expected = (array if rows is None else array[rows] for array in (actual, expected))
+        is_parameter = check.stage == "parameters"
+        unit = self.rate(self.steps[check.n_pass]) if is_parameter else math.sqrt(np.nanmean(np.square(expected)))
+        return int((np.abs(actual - expected) > check.isolated.tolerance.error * unit).sum())
+
     def dumped_array(self, check: StageCheck) -> StepArray:
         """Return the array of the dump."""
         n_step, group, name = key_of(check)
@@ -126,14 +131,16 @@ class TrainingJudge:
         is_chained = self.mode(step, group, name) == CHAINED
         first = min(number for number, s in self.steps.items() if s.batches)
         has_lost_moments = first > 1 and not any(g in MOMENTS for g, _ in self.steps.get(first - 1, step).shown)
-        if has_lost_moments and is_chained and (group in (*MOMENTS, "parameters") or step.number > first):
+        before = self.steps.get(step.number - 1, step).shown
+        has_start = step.number == first or all(("parameters", name) in before for _, name in self._gradients)
+        if has_lost_moments and is_chained and (group in (*MOMENTS, "parameters") or not has_start):
             return False
         return not (self.dtype != "float32" and is_chained and group == "parameters")
 
     def _tolerance(self, step: TrainingStep, group: str, name: str, mode: str, run: ReplayedRun) -> Tolerance:
         """Derive a tolerance; that of chained parameters is the gradients', amplified, up to float32's ceiling."""
         stage = "gradient" if group == "clipped" else group
-        tolerance = tolerances.of_dump(self.config, stage, mode, self.dtype, self.last_position)
+        tolerance = tolerances.of_dump(self.config, stage, mode, self.dtype, self.dump.last_position)
         if group == "parameters":
             if mode == CHAINED:
                 ceiling = tolerances.ceiling(self.config, group, CHAINED, "float32")
@@ -146,7 +153,7 @@ class TrainingJudge:
     def _amplify(self, step: TrainingStep, name: str, run: ReplayedRun) -> Tolerance:
         """Bound the errors in parameters that come from gradients missing in the dump."""
         settings = self.dump.settings
-        gradient_tolerance = tolerances.of_dump(self.config, "gradient", CHAINED, self.dtype, self.last_position)
+        gradient_tolerance = tolerances.of_dump(self.config, "gradient", CHAINED, self.dtype, self.dump.last_position)
         step_numbers = [number for number, s in self.steps.items() if s.batches and number <= step.number]
         updates = [tuple({name: run.arrays[n, group, name]} for group in ("clipped", *MOMENTS)) for n in step_numbers]
         recipe = OptimizerRecipe(step.lr, settings.betas, settings.eps, settings.weight_decay, math.inf)

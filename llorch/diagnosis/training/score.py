@@ -15,8 +15,9 @@ import numpy as np
 
 from llorch.diagnosis.attempt import NEAR_MISS, Attempt, Hypothesis, SettingFamily, best_by_name
 from llorch.diagnosis.mistakes import TRAINING, Mistake
+from llorch.diagnosis.mistakes.training_packing import PACKING
 from llorch.diagnosis.mistakes.variants import VISIBLE
-from llorch.diagnosis.training.hypotheses import OUTSIDE, RANDOM, group_of, possible_mistakes
+from llorch.diagnosis.training.hypotheses import OUTSIDE, RANDOM, group_of, may_see_each_other, possible_mistakes
 from llorch.diagnosis.training.judge import TrainingJudge, key_of
 from llorch.diagnosis.training.replay import FLOW, InjectedMistake, Key, ReplayedRun, TrainingReplay
 from llorch.diagnosis.verdict import StageCheck
@@ -26,6 +27,7 @@ from llorch.lora.adapter import LORA_B, Adapter
 from llorch.stages.comparison import FAIL, PASS, safe_ratio
 from llorch.training.batch import IGNORED
 
+OF_ONE_NUMBER = 0.999  # smallest share of the error of a single number that a cause without a fitted value explains
 _MOVES, _NUDGE, _FARTHEST = 12, 1e-4, 3.0  # steps, finite difference and largest step of the logarithm
 
 Cure = tuple[InjectedMistake, ...]  # injected changes that reproduce the errors found so far
@@ -56,13 +58,25 @@ class Scorer:
         return best, best_by_name(attempt for attempt in equals if attempt.names.isdisjoint(best.names))[:3]
 
     def n_right(self, attempt: Attempt) -> int:
-        """Count the arrays of the dump that are right with a cause; -1 if its value fits only this step."""
-        checks, first = self.judge.checks(self.replay.run(self.cure + changes_of(attempt))), self.wrong[0]
+        """Count the arrays of the dump that are right with a cause; -1 if it fits this step or one number by chance."""
+        run, first = self.replay.run(self.cure + changes_of(attempt)), self.wrong[0]
+        checks = self.judge.checks(run)
+        has_fitted_value = any(hypothesis.value for hypothesis in attempt.hypotheses)
+        may_be_chance = has_fitted_value or attempt.explained_share < OF_ONE_NUMBER
+        if may_be_chance and self._count_explained(run, checks) < 2:
+            return -1
         later = (check for check in checks if check.n_pass > first.n_pass and check.stage == first.stage)
         has_number = any(hypothesis.kind == "setting" for hypothesis in attempt.hypotheses)
         if has_number and any(check.verdict == FAIL for check in later):
             return -1
         return sum(check.verdict == PASS for check in checks)
+
+    def _count_explained(self, run: ReplayedRun, checks: Sequence[StageCheck]) -> int:
+        """Count the numbers of the dump that are wrong without a cause, and right in its run."""
+        base = self.replay.run(self.cure)
+        pairs = zip(self.judge.checks(base), checks, strict=True)
+        keys = [(after, key_of(after)) for before, after in pairs if (before.verdict, after.verdict) == (FAIL, PASS)]
+        return sum(self.judge.count_moved(check, run.arrays[key], base.arrays[key]) for check, key in keys)
 
     def fit_hypothesis(self, family: SettingFamily) -> Iterator[Hypothesis]:
         """Yield the hypothesis of a setting with its best value; nothing if the setting has no effect."""
@@ -130,6 +144,9 @@ def could_not_show(
             undetectable.setdefault("this model does not have the part that it changes", []).append(mistake.name)
     n_tokens = sum(int((batch.positions >= 0).sum()) for step in dump.steps for batch in step.batches)
     n_weights = config.n_layers * config.hidden_size * (4 * config.hidden_size + 3 * config.intermediate_size)
+    if not may_see_each_other(dump, config):
+        reason = "no row of the dump has two documents (document_ids or cu_seqlens declare them)"
+        undetectable[reason] = [PACKING[0].name]
     if n_tokens * n_weights > MOST_WORK:
         return undetectable, ["the model is large: llorch did not test which other mistakes this dump cannot show"]
     base, reasons = replay.run(), _words_by_reason(dump, adapter)

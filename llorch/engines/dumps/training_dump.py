@@ -2,6 +2,8 @@
 
     input_ids, labels                (rows, tokens) of a micro-batch; a label is not shifted, -100 if masked
     attention_mask, position_ids     (rows, tokens); no mask: no padding; positions restart in packed rows
+    document_ids or cu_seqlens       documents of packed rows, if positions do not restart: (rows, tokens), a document
+                                     starts where the number changes; or (documents + 1,), first tokens and total
     logits, token_losses             (rows, tokens, vocab); (rows, tokens), column t predicts token t + 1; losses may
                                      lack the last column, or have only the tokens in the loss
     loss, grad_norm, lr              one number of a step
@@ -35,7 +37,7 @@ OF_TENSORS = {  # prefix in the dump -> name in the table of training stages, a 
 }  # fmt: skip
 OF_TOKENS = {"logits": "adapted_logits", "token_losses": "token_losses"}
 OF_STEPS = {"loss": "loss", "grad_norm": "grad_norm", "lr": "learning_rate"}
-OF_ROWS = ("input_ids", "labels", "attention_mask", "position_ids")
+OF_ROWS = ("input_ids", "labels", "attention_mask", "position_ids", "document_ids", "cu_seqlens")
 _NAME = re.compile(r"(?:step(\d{1,9})[./])?(?:micro(\d{1,9})[./])?(.+)", re.DOTALL)
 # Suffix of a name in PEFT or llorch -> kind of adapter tensor.
 _KINDS = {"lora_A": LORA_A, "lora_B": LORA_B, "lora_magnitude_vector": MAGNITUDE, "magnitude": MAGNITUDE,
@@ -96,6 +98,7 @@ class TrainingDump:
     steps: Sequence[TrainingStep]
     settings: Settings
     declared: frozenset[str]
+    last_position: int  # largest position that the trainer may have used
     dtype: str = ""  # declared dtype of the activations
     notes: Sequence[str] = field(default=())
 
@@ -126,14 +129,15 @@ def training_dump(raw: RawDump, adapter: Adapter) -> TrainingDump:
     if with_ids != list(range(with_ids[0], with_ids[0] + len(with_ids))):
         raise UserError(f"training dump: expected token ids for consecutive steps, got steps {with_ids} ({raw.source})")
     relevant_steps = tuple(step for step in steps if step.batches or step.number == with_ids[0] - 1)
-    return TrainingDump(raw.source, relevant_steps, settings, declared, raw.features.dtype, reader.notes)
+    last_position, dtype = reader.last_position, raw.features.dtype
+    return TrainingDump(raw.source, relevant_steps, settings, declared, last_position, dtype, reader.notes)
 
 
 class _StepReader:
     """Reader of the arrays of a dump by step, micro-batch and name; without `input_ids`, `passes` are micro-batches."""
 
     def __init__(self, raw: RawDump, adapter: Adapter) -> None:
-        self.source, self.adapter, self.notes = raw.source, adapter, list[str]()
+        self.source, self.adapter, self.notes, self.last_position = raw.source, adapter, list[str](), 0
         self.numbers: dict[str, RawArray] = {}
         self.arrays: dict[tuple[int, int, str], RawArray] = {}
         self.passes = () if any(_split_name(a.name, 0)[2] == "input_ids" for _, a in raw.arrays) else raw.passes
@@ -180,13 +184,27 @@ class _StepReader:
         rows = {name: np.atleast_2d(array).astype(np.int64) for name, array in raw_rows.items()}
         if "input_ids" not in rows:
             rows["input_ids"] = np.array([self.passes[micro - 1].ids], np.int64)
+        if "cu_seqlens" in rows:
+            rows["document_ids"] = self._number_documents(rows.pop("cu_seqlens")[0], rows["input_ids"].shape)
         if any(array.shape != rows["input_ids"].shape for array in rows.values()):
             shapes = ", ".join(f"{name} {array.shape}" for name, array in rows.items())
             raise UserError(f"training dump: expected arrays of one shape, got {shapes} in step {step} ({self.source})")
         batch, n_left_out = split_documents(**rows)
+        last_position = int(batch.positions.max())
+        if "document_ids" in rows:  # positions may run on through the row
+            last_position = int(rows["position_ids"].max()) if "position_ids" in rows else batch.ids.shape[1] - 1
+        self.last_position = max(self.last_position, last_position)
         if n_left_out:
             self.notes.append(f"{n_left_out} documents of step {step} have no token to learn; llorch left them out")
         return batch
+
+    def _number_documents(self, starts: np.ndarray, shape: tuple[int, ...]) -> np.ndarray:
+        """Return the document of every token of rows of `shape`, from the first token of each, and the total."""
+        lengths, total = np.diff(starts), math.prod(shape)
+        if starts[0] != 0 or starts[-1] != total or (lengths < 0).any():
+            expected = f"numbers that rise from 0 to {total}, the number of tokens"
+            raise UserError(f"training dump: cu_seqlens: expected {expected}, got {starts.tolist()} ({self.source})")
+        return np.repeat(np.arange(len(lengths)), lengths).reshape(shape)
 
     def _parse_tensor(self, name: str) -> tuple[str, str]:
         """Return the group of stages and the tensor of a name."""
@@ -257,16 +275,19 @@ def _read_number(array: RawArray) -> StepArray:
 
 def split_documents(
     input_ids: np.ndarray, labels: np.ndarray | None = None, attention_mask: np.ndarray | None = None,
-    position_ids: np.ndarray | None = None,
+    position_ids: np.ndarray | None = None, document_ids: np.ndarray | None = None,
 ) -> tuple[Batch, int]:  # fmt: skip
-    """Build a batch of documents, which start where positions restart at 0, and mask the label of their first token.
+    """Build a batch of documents, and mask the label of their first token.
 
-    Drop documents without a token in the loss; return the number of dropped ones, too.
+    A document starts where `document_ids` change, or, without them, where positions restart at 0. Drop documents
+    without a token in the loss; return the number of dropped ones, too.
     """
     is_token = np.ones(input_ids.shape, bool) if attention_mask is None else attention_mask != 0
     labels = np.where(is_token, input_ids if labels is None else labels, IGNORED)
     starts = is_token & (np.cumsum(is_token, axis=1) == 1)
-    if position_ids is not None:
+    if document_ids is not None:
+        starts[:, 1:] |= is_token[:, 1:] & (np.diff(document_ids) != 0)
+    elif position_ids is not None:
         starts |= is_token & (position_ids == 0)
     documents = np.where(is_token, np.cumsum(starts, axis=1) - 1, PADDING)
     labels = np.where(starts, IGNORED, labels)

@@ -135,6 +135,7 @@ def test_it_says_what_the_dump_could_not_have_shown(style: str):
     by_name = {name: reason for reason, names in hidden.items() for name in names}
     assert_tells(by_name["merge-twice"], "merge")
     assert_tells(by_name["lora-rslora-ignored"], "rank-stabilised")
+    assert_tells(by_name["packed-documents-see-each-other"], "document_ids", "cu_seqlens")
     shown = {"adamw-step-counted-late", "clip-ignored", "lora-scaled-twice", "loss-prompt-not-masked"}
     assert not shown & by_name.keys()
 

@@ -82,6 +82,23 @@ def test_packed_rows_split_at_position_restarts_and_first_labels_are_masked():
     assert [labels.tolist() for _, labels in batch.each_document()] == [[IGNORED, 6], [IGNORED, 8]]
 
 
+@pytest.mark.parametrize(
+    ("declared", "last_position"),
+    [
+        ({"document_ids": [[7, 7, 3, 3]]}, 3),  # positions may run on
+        ({"document_ids": [[7, 7, 3, 3]], "position_ids": [[0, 1, 0, 1]]}, 1),
+        ({"cu_seqlens": [0, 2, 4], "position_ids": [[0, 1, 2, 3]]}, 3),
+        ({"cu_seqlens": [0, 2, 4, 4]}, 3),
+    ],
+)
+def test_declared_documents_split_a_row_wherever_positions_restart(declared: dict[str, Any], last_position: int):
+    rows = {"input_ids": IDS[:1], "labels": IDS[:1], "loss": 1.0}
+    dump = training_dump(make_raw_dump(rows | declared), adapter())
+    (batch,) = dump.steps[0].batches
+    assert [labels.tolist() for _, labels in batch.each_document()] == [[IGNORED, 6], [IGNORED, 8]]
+    assert dump.last_position == last_position
+
+
 def test_document_without_labels_is_skipped_with_a_note():
     dump = read(labels=np.where(np.arange(2)[:, None] == 0, LABELS, -100))
     assert [ids.tolist() for ids, _ in dump.steps[0].batches[0].each_document()] == [[5, 6, 7, 8]]
@@ -130,6 +147,7 @@ REFUSALS = [
           where="grad.l1.q_proj.lora_A:", expected="(2, 64)", got="(64, 2)"),
     refused_dump("labels cut", {"labels": LABELS[:, :2]},
           "step 1", expected="shape", got=("input_ids (2, 4)", "labels (2, 2)")),
+    refused_dump("documents too short", {"cu_seqlens": [0, 3, 7]}, where="cu_seqlens:", expected=8, got="[0, 3, 7]"),
     refused_dump("logits cut", {"logits": np.ones((2, 3, 7))}, where="logits:", expected="(2, 4)", got="(2, 3, 7)"),
     refused_dump("losses cut", {"token_losses": np.ones(3)}, where="token_losses:", expected=("(2, 4)", 4), got="(3,)"),
     refused_dump("two losses", {"loss": np.ones(2)}, where="loss:", expected="one number", got="(2,)"),
