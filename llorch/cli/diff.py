@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from llorch.files import Weights
+    from llorch.judging.dump_alignment import Parting
     from llorch.judging.dump_diff import Side
     from llorch.stages.comparison import Report
 
@@ -47,6 +48,9 @@ def command(
 ) -> None:  # fmt: skip
     """Compare dumps A and B of one run, stage by stage, and show where they first differ.
 
+    With --model, passes may differ: a text in one pass and in chunks, or with and without a cache. Stages are then
+    compared by position.
+
     The comparison does not say which of the two is right; llorch diagnose does.
 
     Exit code 1: a stage differs by more than the tolerance that the output names.
@@ -56,6 +60,7 @@ def command(
     if len(dumps) != 2:
         raise click.UsageError(f"expected two dumps, A and B, or one dump with --suggest, got {len(dumps)}")
     from llorch.cli.tables import console
+    from llorch.judging.dump_alignment import align
     from llorch.judging.dump_diff import diff
 
     weights = _open_model(model) if model is not None else None
@@ -63,11 +68,12 @@ def command(
         raise click.UsageError("--map, --map-b and --tokens go with --model")
     mappings = zip(dumps, (mapping, map_b or mapping), strict=True)
     sides = [_read_side(path, weights, names, tokens, first_position) for path, names in mappings]
-    reports = dict(diff(*sides))
+    report, parting = align(*sides) or (None, None)
+    reports = dict(diff(*sides)) if report is None else {0: report}
     if as_json:
-        click.echo(to_json(_record(reports)))
+        click.echo(to_json(_record(reports, parting)))
     else:
-        _print_reports(console(), reports, dumps)
+        _print_reports(console(), reports, dumps, parting)
     if any(report.first_divergence for report in reports.values()):
         raise click.exceptions.Exit(DIFFERS)
 
@@ -117,15 +123,20 @@ def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:
     )
 
 
-def _record(reports: "dict[int, Report]") -> dict[str, object]:
+def _record(reports: "dict[int, Report]", parting: "Parting | None") -> dict[str, object]:
     first = _first_divergence(reports)
+    divergence = first and {"pass": first[0], "stage": first[1]}
+    if parting is not None:
+        divergence = {
+            "pass": parting.pass_a, "stage": parting.stage, "position": parting.position, "pass_b": parting.pass_b,
+        }  # fmt: skip
     stages = [
         {"pass": n_pass, "stage": name, "error": d.error, "worst": d.worst, "tolerance": report.tolerance.error,
          "index": list(d.index), "a": d.actual, "b": d.expected, "fault": d.fault}
         for n_pass, report in reports.items() for name, d in report.differences.items()
     ]  # fmt: skip
     return {
-        "version": VERSION, "first_divergence": first and {"pass": first[0], "stage": first[1]}, "stages": stages,
+        "version": VERSION, "first_divergence": divergence, "stages": stages,
         "only": {side: _names_only_in(reports, side) for side in _SIDES},
     }  # fmt: skip
 
@@ -137,7 +148,9 @@ def _names_only_in(reports: "dict[int, Report]", side: str) -> list[str]:
 _SIDES = {"a": "actual", "b": "expected"}  # names of the two sides in `compare`
 
 
-def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]) -> None:
+def _print_reports(
+    out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...], parting: "Parting | None"
+) -> None:
     """Print a table of the stages that two dumps share, then the first that differs."""
     from rich.text import Text
 
@@ -161,5 +174,7 @@ def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Pa
         out.print(f"{n_stages} stages agree")
     else:
         pass_note = f" of pass {divergence[0]}" if len(reports) > 1 else ""
+        if parting is not None:
+            pass_note = f" at position {parting.position} (pass {parting.pass_a} of A, pass {parting.pass_b} of B)"
         description = f"{divergence[1]}{pass_note}: {reports[divergence[0]].differences[divergence[1]].describe()}"
         out.print(printable(f"first divergence: {description}"))

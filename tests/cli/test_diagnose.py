@@ -144,6 +144,21 @@ def test_diff_names_the_first_divergence(model: tuple[str, ...], right: Path, wr
     assert invoke("diff", str(right), str(right), *model).stdout.splitlines()[-1].endswith(" stages agree")
 
 
+def test_diff_aligns_chunks_with_the_whole_text(right: Path, tmp_path: Path):
+    weights, passes = open_weights(builtin_path("micro-llama")), (IDS[:6], IDS[6:])
+    with DumpWriter(tmp_path / "chunks", engine="mine") as writer:
+        for start, ids in zip((0, 6), passes, strict=True):
+            writer.begin(ids, start)
+            for name, array in run(weights, Pass(IDS[: start + len(ids)]), n_cached=start).items():
+                writer.add(name, array * np.float32(1.01) if (start, name) == (6, "l1.v_proj") else array)
+    result = invoke("diff", str(tmp_path / "chunks"), str(right), *MODEL)
+    assert result.exit_code == 1
+    expected = "first divergence: l1.v_proj at position 6 (pass 1 of A, pass 0 of B): error "
+    assert result.stdout.splitlines()[-1].startswith(expected)
+    record = json.loads(invoke("diff", str(right), str(tmp_path / "chunks"), *MODEL, "--json").stdout)
+    assert record["first_divergence"] == {"pass": 0, "stage": "l1.v_proj", "position": 6, "pass_b": 1}
+
+
 def test_diff_reads_traces_and_lists_stages_of_one_side_only(right: Path, tmp_path: Path):
     trace = tmp_path / "trace.safetensors"
     invoke("trace", "micro-llama", "--tokens", ",".join(map(str, IDS)), "-o", str(trace))
