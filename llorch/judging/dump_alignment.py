@@ -5,12 +5,14 @@ both dumps have; keys that a pass did not have yet count as masked. A cache is c
 has it. A recurrent state is compared after the last token that ends a pass in both dumps.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
+from llorch.engines.dumps.ids import shown
 from llorch.judging.dump_diff import Side, tolerance_of
-from llorch.runtime.errors import UserError
+from llorch.runtime.errors import GuardFailed, UserError
 from llorch.stages.comparison import Difference, Report, Tolerance, measure
 from llorch.stages.stage_ref import token_axis
 from llorch.stages.table import BY_NAME, Stage, forward_order
@@ -72,10 +74,26 @@ def align(a: Side, b: Side) -> tuple[Report, Parting | None] | None:
     return Report(differences, tolerance, only), parting
 
 
+def pair_rows(rows_a: Sequence[Side], rows_b: Sequence[Side]) -> list[tuple[Side, Side]]:
+    """Pair the rows of two dumps that have the same text; GuardFailed if a batch has none of the other's texts."""
+    if len(rows_a) == len(rows_b) == 1:
+        return [(rows_a[0], rows_b[0])]
+    pairs = [(a, b) for a in rows_a for b in rows_b if _has_equal_passes(a, b) or _can_align(a, b)]
+    if not pairs:
+        (ids_a, ids_b) = ("; ".join(shown([*_ids(side).values()]) for side in rows) for rows in (rows_a, rows_b))
+        raise GuardFailed(
+            "ids", f"expected a row of {ids_b}, as {rows_b[0].source} has, got {ids_a}", source=rows_a[0].source
+        )
+    return pairs
+
+
+def _has_equal_passes(a: Side, b: Side) -> bool:
+    return all(tokens_a == tokens_b for tokens_a, tokens_b in zip(a.passes, b.passes, strict=False))
+
+
 def _can_align(a: Side, b: Side) -> bool:
     """Tell if passes differ, but ids are equal at shared positions, and the texts start at the same position."""
-    is_equal = all(tokens_a == tokens_b for tokens_a, tokens_b in zip(a.passes, b.passes, strict=False))
-    if is_equal or not (a.has_stages and b.has_stages):
+    if _has_equal_passes(a, b) or not (a.has_stages and b.has_stages):
         return False
     if None not in (a.n_before, b.n_before) and _first_key(a) != _first_key(b):
         return False

@@ -9,7 +9,7 @@ from helpers.refusals import refuses
 
 from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
 from llorch.files import open_weights
-from llorch.judging.dump_alignment import Parting, align
+from llorch.judging.dump_alignment import Parting, align, pair_rows
 from llorch.judging.dump_diff import Side, diff
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
@@ -102,6 +102,15 @@ def test_another_text_is_refused(other: Tokens):
     assert align(late, side((8, 4))) is None
     with refuses(GuardFailed, "pass 0", where="late"):
         list(diff(late, side((8, 4))))
+
+
+def test_rows_of_a_batch_are_paired_by_their_ids():
+    whole, chunks, other = side((12,)), side((8, 4)), Side("other", (Tokens((9, 9)),), {}, has_stages=True)
+    assert pair_rows([other, chunks], [whole]) == [(chunks, whole)]
+    assert pair_rows([whole, other], [other, whole]) == [(whole, whole), (other, other)]
+    with refuses(GuardFailed, "ids", expected="3 1 4", got="9 9", where="other") as refused:
+        pair_rows([other, other], [whole])
+    assert refused.value.guard == "ids"
 
 
 def test_recurrent_state_is_compared_after_a_token_that_ends_a_pass_of_both():
