@@ -160,7 +160,7 @@ def test_diff_aligns_chunks_with_the_whole_text(right: Path, tmp_path: Path):
     assert record["first_divergence"] == {"pass": 0, "stage": "l1.v_proj", "position": 6, "pass_b": 1}
 
 
-def test_rows_of_a_batch_are_judged_and_compared_with_runs_alone(tmp_path: Path):
+def test_rows_of_a_batch_are_diagnosed_and_match_their_runs_alone(tmp_path: Path):
     def change(row: int, number: int, name: str, array: np.ndarray) -> np.ndarray:
         return array * np.float32(1.5) if (row, number, name) == (1, 0, "logits") else array
 
