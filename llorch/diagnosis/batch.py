@@ -53,4 +53,6 @@ def _with_rows(same: Sequence[tuple[int, Finding]], n_rows: int) -> Finding:
         where = f"row {numbers[0]} of {n_rows} only"
     else:
         where = f"rows {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} of {n_rows} only"
-    return replace(finding, sentence=f"{where}: {finding.sentence}")
+    values = [row_finding.causes[0].value for _, row_finding in same if row_finding.causes]
+    each = f" The values of these rows are {', '.join(values)}." if len({*values}) > 1 else ""
+    return replace(finding, sentence=f"{where}: {finding.sentence}{each}")

@@ -69,6 +69,10 @@ def read_rows(
     """
     raw = with_earlier_pass(open_raw(path), ids)
     names = None if mapping is None else read_mapping(mapping)
+    if names is not None and names.batch:
+        if raw.passes or raw.batch:
+            raise UserError(f"{mapping}: expected no attention_mask, because {path} declares its tokens")
+        raw = replace(raw, batch=names.batch)
     if raw.batch:
         if ids is not None or first_position is not None:
             raise UserError(f"{path}: expected no tokens and no first position, because the dump declares its rows")

@@ -13,7 +13,7 @@ masked = false                         # attn_scores before the mask
 fused = "groups"                       # order of rows: stacked, groups (by key head), alternating
 
 [run]
-ids = [1, 5, 8]                        # or one list for each pass
+ids = [1, 5, 8]                        # or one list for each pass; with attention_mask, for each row of a batch
 first_position = 0
 dtype = "bfloat16"                     # engine, kv_cache, activations, flash_attention, as in `Features`
 """
@@ -24,8 +24,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from llorch.engines.dumps.batch import read_batch_pass
 from llorch.engines.dumps.engine_names import RAW_SCORES
 from llorch.engines.dumps.layout import FUSED_ORDERS, DumpLayout
+from llorch.engines.dumps.raw import BatchPass
 from llorch.engines.dumps.stage_dump import Features
 from llorch.files.mapped import read_regular
 from llorch.runtime.errors import FormatError, suggestion
@@ -36,7 +38,7 @@ from llorch.stages.table import BY_NAME, FUSABLE
 _NUMBER = re.compile(r"\\{i(?:\\\+1)?\\}")  # {i} or, for layers counted from 1, {i+1}; after re.escape
 _MAX_FILE = 1 << 20  # bytes
 _LAYOUT_KEYS = ("axes", "transposed", "permuted", "times", "masked", "fused")
-_RUN_KEYS = ("ids", "first_position", *(f.name for f in fields(Features)))
+_RUN_KEYS = ("ids", "first_position", "attention_mask", *(f.name for f in fields(Features)))
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,7 @@ class NameMap:
         layouts: Declared layouts, by stage or by pattern.
         passes: Token ids of the passes, if declared.
         features: Declared attributes of `Features` only.
+        batch: The pass of a batch, if declared.
     """
 
     path: str = ""
@@ -58,6 +61,7 @@ class NameMap:
     layouts: Mapping[str, DumpLayout] = field(default_factory=dict)
     passes: tuple[Tokens, ...] = ()
     features: Mapping[str, str | bool] = field(default_factory=dict)
+    batch: tuple[BatchPass, ...] = ()
 
     def find(self, name: str, layer: int | None) -> tuple[str, int | None] | None:
         """Return the pattern that matches a name, and the layer; None if no pattern matches."""
@@ -102,7 +106,9 @@ def mapping_of(sections: Mapping[str, object], path: str | Path = "mapping") -> 
         declared[name] = _read_layout(name, stages_by_pattern.get(name, (name,)), section, path)
     _require_known(run.values, _RUN_KEYS, "run.", path)
     features = {key: value for key in run.values if (value := _read_feature(run, key)) is not None}
-    return NameMap(str(path), stages_by_pattern, layers, declared, _read_passes(run), features)
+    batch = (read_batch_pass(run, ()),) if run.has("attention_mask") else ()
+    passes = () if batch else _read_passes(run)
+    return NameMap(str(path), stages_by_pattern, layers, declared, passes, features, batch)
 
 
 def _require_known(section: Mapping[str, object], allowed: Collection[str], prefix: str, path: str | Path) -> None:
@@ -160,7 +166,7 @@ def _read_layout(name: str, stages: tuple[str, ...], section: Fields, path: str 
 
 def _read_feature(run: Fields, key: str) -> str | bool | None:
     """Read one attribute of `Features` from the `run` section; None for keys that `_read_passes` reads."""
-    if key in ("ids", "first_position"):
+    if key in ("ids", "first_position", "attention_mask"):
         return None
     return run.boolean(key, default=False) if key == "flash_attention" else run.text(key)
 

@@ -23,12 +23,12 @@ def unchanged(_row: int, _number: int, _name: str, array: np.ndarray) -> np.ndar
     return array
 
 
-def run_rows(change: Change = unchanged) -> list[list[Trace]]:
-    """Trace the prompt and one step of each row; the first index is the pass."""
+def run_rows(change: Change = unchanged, starts: Sequence[int] = (0, 0, 0)) -> list[list[Trace]]:
+    """Trace the prompt and one step of each row, from these positions; the first index is the pass."""
     weights = open_weights(builtin_path(MODEL))
     rows = []
     for row, (prompt, step) in enumerate(zip(PROMPTS, STEPS, strict=True)):
-        cache, traces = KVCache(weights.config, np.float32), []
+        cache, traces = KVCache(weights.config, np.float32, first_position=starts[row]), []
         for number, ids in enumerate((prompt, (step,))):
             trace: dict[str, np.ndarray] = {}
 
@@ -65,10 +65,13 @@ def padded(traces: Sequence[Trace], mask: np.ndarray, all_masks: np.ndarray) -> 
     return joined
 
 
-def write_padded(folder: Path, *, on_the_left: bool, change: Change = unchanged, is_flat: bool = False) -> Path:
+def write_padded(
+    folder: Path, *, on_the_left: bool, change: Change = unchanged, is_flat: bool = False,
+    starts: Sequence[int] = (0, 0, 0),
+) -> Path:  # fmt: skip
     """Write the prompts, padded, and a step of all rows; `is_flat` joins rows and tokens where they are neighbours."""
     mask = np.array(masks(on_the_left=on_the_left))
-    prompt, step = run_rows(change)
+    prompt, step = run_rows(change, starts)
     ids = np.zeros_like(mask)
     for row, tokens in enumerate(PROMPTS):
         ids[row][mask[row] == 1] = tokens
