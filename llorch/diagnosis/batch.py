@@ -46,13 +46,14 @@ def _identity(finding: Finding) -> tuple[object, ...]:
 
 def _with_rows(same: Sequence[tuple[int, Finding]], n_rows: int) -> Finding:
     """Name the rows of equal findings in the sentence of the first."""
-    numbers, (_, finding) = sorted(number + 1 for number, _ in same), same[0]
+    by_row, finding = sorted(same, key=lambda pair: pair[0]), same[0][1]
+    numbers = [number + 1 for number, _ in by_row]
     if len(numbers) == n_rows:
         where = f"all {n_rows} rows"
     elif len(numbers) == 1:
         where = f"row {numbers[0]} of {n_rows} only"
     else:
         where = f"rows {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} of {n_rows} only"
-    values = [row_finding.causes[0].value for _, row_finding in same if row_finding.causes]
+    values = [row_finding.causes[0].value for _, row_finding in by_row if row_finding.causes]
     each = f" The values of these rows are {', '.join(values)}." if len({*values}) > 1 else ""
     return replace(finding, sentence=f"{where}: {finding.sentence}{each}")
