@@ -37,7 +37,7 @@ _VECTORS = {
     "ffn_norm": "xm",
 }  # fmt: skip
 _OUTSIDE = ("tok", "fin", "lg")
-_SLOTS = 64  # number of slots of the cache
+_SLOTS = 2048  # number of slots of the cache
 
 
 @cache

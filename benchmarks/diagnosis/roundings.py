@@ -47,7 +47,10 @@ def q8_0(x: Array) -> Array:
 
 def one_by_one(x: Array, w: Array) -> Array:
     """Sum all terms in order, from the first to the last."""
-    return np.cumsum(x[:, None, :] * w, axis=-1)[..., -1]
+    total = np.zeros((len(x), len(w)), x.dtype)
+    for term in range(x.shape[-1]):
+        total += x[:, term, None] * w[:, term]
+    return total
 
 
 def backwards(x: Array, w: Array) -> Array:

@@ -50,7 +50,7 @@ def command(
     """Find the first wrong stage of an engine and name the mistake, from a dump of its tensors.
 
     DUMP is a folder with index.jsonl (llorch dump-writer prints a program that writes it), or a .safetensors, .npz or
-    .npy file. A dump of some stages of some layers is enough.
+    .npy file. A dump of some stages of some layers is enough. Each row of a batch is judged as a run of its own.
 
     Exit codes: 0 nothing is wrong, 1 something is wrong, 2 the dump cannot be read, 3 no stage can be judged, 10 other
     tokens, 11 other positions, 12 the other side of a norm, 13 an unknown layout, 14 other weights, 15 another run
@@ -76,11 +76,11 @@ def command(
 def _diagnose_stages(dump: Path, model: str, **dump_options: Any) -> "Diagnosis":
     """Plan the judging of a dump of a forward pass, and diagnose it."""
     from llorch.cli.dump_input import plan_dump
-    from llorch.diagnosis.diagnose import diagnose
+    from llorch.diagnosis.batch import diagnose_rows
 
     plan = plan_dump(dump, model, **dump_options)
     with progress(f"diagnosing {dump}") as report:
-        return diagnose(plan.weights, plan.dump, model=model, progress=report)
+        return diagnose_rows(plan.weights, plan.rows, model=model, progress=report)
 
 
 def _diagnose_training(dump: Path, model: str, adapter: Path) -> "Diagnosis":

@@ -1,7 +1,7 @@
 """`llorch diff`: compare two dumps, or draft a mapping of the names of one dump to stages."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import click
 
@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from llorch.files import Weights
+    from llorch.judging.dump_alignment import Parting
     from llorch.judging.dump_diff import Side
     from llorch.stages.comparison import Report
 
@@ -39,13 +40,16 @@ VERSION = 2  # of the --json output
 @group(
     "Output",
     page_option("--suggest", is_flag=True, help="A mapping for A, drafted from shapes and values."),
-    json_option("One object {version, first_divergence, stages, only}; NaN and infinity become null."),
+    json_option("One object {version, sources, first_divergence, stages, only}; NaN and infinity become null."),
 )
 def command(
     *, dumps: tuple[Path, ...], model: str | None, mapping: Path | None, map_b: Path | None, tokens: list[int] | None,
     first_position: int | None, suggest: bool, as_json: bool,
 ) -> None:  # fmt: skip
     """Compare dumps A and B of one run, stage by stage, and show where they first differ.
+
+    With --model, passes may differ: a text in one pass and in chunks, with and without a cache, alone and as a row of a
+    batch. Stages are then compared by position.
 
     The comparison does not say which of the two is right; llorch diagnose does.
 
@@ -56,20 +60,43 @@ def command(
     if len(dumps) != 2:
         raise click.UsageError(f"expected two dumps, A and B, or one dump with --suggest, got {len(dumps)}")
     from llorch.cli.tables import console
-    from llorch.judging.dump_diff import diff
+    from llorch.diagnosis.report.record import count
+    from llorch.judging.dump_alignment import pair_rows
 
     weights = _open_model(model) if model is not None else None
     if weights is None and (mapping or map_b or tokens):
         raise click.UsageError("--map, --map-b and --tokens go with --model")
     mappings = zip(dumps, (mapping, map_b or mapping), strict=True)
-    sides = [_read_side(path, weights, names, tokens, first_position) for path, names in mappings]
-    reports = dict(diff(*sides))
+    rows = [_read_rows(path, weights, names, tokens, first_position) for path, names in mappings]
+    first_pair, *more_pairs = pair_rows(*rows)
+    first = _compare(*first_pair)
+    later = (compared for pair in more_pairs if _first_divergence((compared := _compare(*pair)).reports))
+    compared = first if _first_divergence(first.reports) else next(later, first)  # the first rows that differ
     if as_json:
-        click.echo(to_json(_record(reports)))
+        click.echo(to_json(_record(compared)))
     else:
-        _print_reports(console(), reports, dumps)
-    if any(report.first_divergence for report in reports.values()):
+        if len(rows[0]) + len(rows[1]) > 2:
+            click.echo(f"{' and '.join(compared.sources)}; {count(len(more_pairs) + 1, 'row')} with equal ids")
+        _print_comparison(console(), compared)
+    if _first_divergence(compared.reports):
         raise click.exceptions.Exit(DIFFERS)
+
+
+class _Comparison(NamedTuple):
+    """Comparison of two dumps of one row: reports by pass, or one report by position with the parting."""
+
+    sources: tuple[str, str]
+    reports: "dict[int, Report]"
+    parting: "Parting | None"
+
+
+def _compare(a: "Side", b: "Side") -> _Comparison:
+    """Compare two dumps by position if their passes differ, else pass by pass."""
+    from llorch.judging.dump_alignment import align
+    from llorch.judging.dump_diff import diff
+
+    report, parting = align(a, b) or (None, None)
+    return _Comparison((a.source, b.source), dict(diff(a, b)) if report is None else {0: report}, parting)
 
 
 def _open_model(model: str) -> "Weights":
@@ -95,19 +122,19 @@ def _suggest(dumps: tuple[Path, ...], model: str | None, tokens: list[int] | Non
     click.echo(text, nl=False)
 
 
-def _read_side(
+def _read_rows(
     path: Path, weights: "Weights | None", mapping: Path | None, tokens: list[int] | None, first_position: int | None
-) -> "Side":
-    """Read a dump as one side of a comparison: arrays by stage if there are weights, else by their own names."""
+) -> "list[Side]":
+    """Read the rows of a dump: arrays by stage if there are weights, else one row, arrays by their own names."""
     from llorch.engines.dumps.index import open_raw
     from llorch.judging.dump_diff import Side
 
     if weights is None:
-        return Side.of_names(open_raw(path))
-    from llorch.diagnosis.guards import read_comparable, require_read_rightly
+        return [Side.of_names(open_raw(path))]
+    from llorch.diagnosis.guards import read_rows, require_read_rightly
 
-    dump = read_comparable(path, weights, mapping=mapping, ids=tokens, first_position=first_position)
-    return Side.of_stages(require_read_rightly(dump))
+    rows = read_rows(path, weights, mapping=mapping, ids=tokens, first_position=first_position)
+    return [Side.of_stages(require_read_rightly(dump)) for dump in rows]
 
 
 def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:
@@ -117,15 +144,21 @@ def _first_divergence(reports: "dict[int, Report]") -> tuple[int, str] | None:
     )
 
 
-def _record(reports: "dict[int, Report]") -> dict[str, object]:
+def _record(compared: _Comparison) -> dict[str, object]:
+    sources, reports, parting = compared
     first = _first_divergence(reports)
+    divergence = first and {"pass": first[0], "stage": first[1]}
+    if parting is not None:
+        divergence = {
+            "pass": parting.pass_a, "stage": parting.stage, "position": parting.position, "pass_b": parting.pass_b,
+        }  # fmt: skip
     stages = [
         {"pass": n_pass, "stage": name, "error": d.error, "worst": d.worst, "tolerance": report.tolerance.error,
          "index": list(d.index), "a": d.actual, "b": d.expected, "fault": d.fault}
         for n_pass, report in reports.items() for name, d in report.differences.items()
     ]  # fmt: skip
     return {
-        "version": VERSION, "first_divergence": first and {"pass": first[0], "stage": first[1]}, "stages": stages,
+        "version": VERSION, "sources": sources, "first_divergence": divergence, "stages": stages,
         "only": {side: _names_only_in(reports, side) for side in _SIDES},
     }  # fmt: skip
 
@@ -137,13 +170,14 @@ def _names_only_in(reports: "dict[int, Report]", side: str) -> list[str]:
 _SIDES = {"a": "actual", "b": "expected"}  # names of the two sides in `compare`
 
 
-def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Path, ...]) -> None:
+def _print_comparison(out: "Console", compared: _Comparison) -> None:
     """Print a table of the stages that two dumps share, then the first that differs."""
     from rich.text import Text
 
     from llorch.cli.tables import print_table, table
     from llorch.runtime.errors import printable
 
+    sources, reports, parting = compared
     rows = table(*([">pass"] if len(reports) > 1 else []), "stage", ">error", ">worst", ">tolerance", "verdict")
     for n_pass, report in reports.items():
         for name, difference in report.differences.items():
@@ -152,14 +186,16 @@ def _print_reports(out: "Console", reports: "dict[int, Report]", dumps: tuple[Pa
             verdict = Text("PASS", "green") if is_within else Text("DIFFERS", "bold red")
             rows.add_row(*([str(n_pass)] if len(reports) > 1 else []), printable(name), *cells, verdict)
     print_table(out, rows)
-    for side, path in zip(_SIDES, dumps, strict=True):
+    for side, source in zip(_SIDES, sources, strict=True):
         if only_names := _names_only_in(reports, side):
             omitted = f" and {len(only_names) - 8} more" if len(only_names) > 8 else ""
-            out.print(printable(f"only in {path}: {', '.join(only_names[:8])}{omitted}"))
+            out.print(printable(f"only in {source}: {', '.join(only_names[:8])}{omitted}"))
     divergence, n_stages = _first_divergence(reports), sum(len(report.differences) for report in reports.values())
     if divergence is None:
         out.print(f"{n_stages} stages agree")
     else:
         pass_note = f" of pass {divergence[0]}" if len(reports) > 1 else ""
+        if parting is not None:
+            pass_note = f" at position {parting.position} (pass {parting.pass_a} of A, pass {parting.pass_b} of B)"
         description = f"{divergence[1]}{pass_note}: {reports[divergence[0]].differences[divergence[1]].describe()}"
         out.print(printable(f"first divergence: {description}"))

@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import click
+
 from llorch.cli.options import PATH, WholeNumber, group, page_option
 
 if TYPE_CHECKING:
@@ -27,8 +29,16 @@ class DumpPlan:
     path: Path
     spec: str  # name of the model, as the user typed it
     weights: "Weights"  # in the dtype of the computation
-    dump: "StageDump"  # checked to be comparable with the model
+    rows: "Sequence[StageDump]"  # checked to be comparable with the model; several for a batch
     threads: str  # line of the report
+
+    @property
+    def dump(self) -> "StageDump":
+        """The dump; UsageError if it is a batch."""
+        if len(self.rows) > 1:
+            message = f"{self.path}: expected a dump of one row, got a batch of {len(self.rows)}; use llorch diagnose"
+            raise click.UsageError(message)
+        return self.rows[0]
 
 
 def plan_dump(
@@ -44,7 +54,7 @@ def plan_dump(
     from llorch.cli.inputs import model_path
     from llorch.cli.output import progress
     from llorch.cli.threads import use_threads
-    from llorch.diagnosis.guards import read_comparable
+    from llorch.diagnosis.guards import read_rows
     from llorch.files import open_weights
     from llorch.model.model import Model
     from llorch.ops.numerics import EXACT
@@ -53,9 +63,9 @@ def plan_dump(
     threads = use_threads(opened.config)
     ids = tokens if prompt is None else Model(opened).prompt_ids(prompt)
     with progress(f"reading {path}"):
-        dump = read_comparable(path, opened, mapping=mapping, ids=ids, first_position=first_position)
+        rows = read_rows(path, opened, mapping=mapping, ids=ids, first_position=first_position)
     weights = opened.astype(np.float64) if numerics in (None, EXACT) else opened.using(numerics)
-    return DumpPlan(path, spec, weights, dump, threads)
+    return DumpPlan(path, spec, weights, rows, threads)
 
 
 def require_folders(paths: Iterable[Path | None]) -> None:

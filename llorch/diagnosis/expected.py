@@ -20,6 +20,7 @@ from llorch.stages.table import BY_NAME, Stage
 
 HALF: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
 FLASH = Arithmetic(2.0**-11, 2.0**-25)  # twice float16's unit: queries and sums are float16 for every cache dtype
+RUN_BY_LLORCH = frozenset({"llorch", "llamacpp", "transformers"})  # in dumps of `trace` and `capture`
 # Stages that many half-precision engines keep in float32; a float32 engine never rounds them.
 FLOAT32_STAGES = frozenset({*SCORES, "router_probs", "delta_state"})
 _MIN_VALUES = 16  # fewer distinct values do not identify a dtype
@@ -85,9 +86,18 @@ class EngineArithmetic:
         return StageMode(arithmetic, note)
 
     @property
+    def may_add_in_one_lane(self) -> bool:
+        """True unless the dump names an engine that llorch runs itself, whose sums it knows."""
+        return self._dump.features.engine.lower() not in RUN_BY_LLORCH and not self._is_ggml
+
+    @property
     def _is_flash_of_ggml(self) -> bool:
+        return self._dump.features.flash_attention and self._is_ggml
+
+    @property
+    def _is_ggml(self) -> bool:
         name = self._dump.features.engine.lower()
-        return self._dump.features.flash_attention and any(word in name for word in ("llama.cpp", "llama-cpp", "ggml"))
+        return any(word in name for word in ("llama.cpp", "llama-cpp", "ggml"))
 
     @property
     def _dtype(self) -> tuple[str, str]:
@@ -149,6 +159,7 @@ class Expectations:
             stored=True,  # dumping may have rounded the engine's arrays
             past=dict(past),
             states=dict(states),
+            one_lane=engine.may_add_in_one_lane,
         )
 
     def of_part(self, part: int, computed: Arrays, fed: Arrays) -> Iterator[tuple[str, Callable[..., Expected]]]:

@@ -1,4 +1,4 @@
-"""Guards: check that the numbers of a dump can be compared with llorch's at all. `read_comparable` reads such a dump.
+"""Guards: check that the numbers of a dump can be compared with llorch's at all. `read_rows` reads such a dump.
 
 Typical invalid comparisons use two prompts, a row before a norm and a row after it, or other weights. Guards do not
 search for mistakes: an array counts as misnamed only if the arrays computed from it prove it.
@@ -12,6 +12,7 @@ import numpy as np
 
 from llorch.diagnosis.search.norm_places import check_norms, dumped_tokens, relative_distance
 from llorch.diagnosis.weight_hashes import check_weights
+from llorch.engines.dumps.batch import split_rows, without_padding
 from llorch.engines.dumps.ids import ids_from_embedding, parting, require_one_after_the_other, shown
 from llorch.engines.dumps.index import open_raw
 from llorch.engines.dumps.mapping import read_mapping
@@ -21,7 +22,7 @@ from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.ops.embedding import embedding
-from llorch.runtime.errors import GuardFailed
+from llorch.runtime.errors import GuardFailed, UserError
 from llorch.stages.comparison import FLOORS, measure
 from llorch.stages.stage_ref import heads_axis
 from llorch.stages.table import Stage, keys
@@ -37,8 +38,27 @@ def read_comparable(
     ids: Sequence[int] | None = None,
     first_position: int | None = None,
 ) -> StageDump:
-    """Read a dump as stages of a model, and refuse it if its numbers cannot be compared with the model's.
+    """Read a dump of one row as stages of a model; see `read_rows`."""
+    dump, *others = read_rows(path, weights, mapping=mapping, ids=ids, first_position=first_position)
+    if others:
+        message = (
+            f"expected a dump of one row, got a batch of {len(others) + 1}; llorch diagnose and diff read each row"
+        )
+        raise UserError(f"{path}: {message}")
+    return dump
 
+
+def read_rows(
+    path: Path,
+    weights: Weights,
+    *,
+    mapping: Path | None = None,
+    ids: Sequence[int] | None = None,
+    first_position: int | None = None,
+) -> list[StageDump]:
+    """Read each row of a dump as stages of a model, and refuse numbers that cannot be compared with the model's.
+
+    A dump has one row, unless it declares a batch: several texts that the engine ran at once, perhaps with padding.
     `mapping` is a file that maps the dump's names to stages. `ids` are the token ids of all passes, and of the tokens
     before them, from the user; None if the dump has them. The user may also give the position of the first token.
 
@@ -46,14 +66,27 @@ def read_comparable(
         FileNotFoundError: There is no dump, or no mapping.
         FormatError: The dump or the mapping cannot be read.
         GuardFailed: See `require_comparable`.
+        UserError: The dump declares a batch, and the user gives tokens or a position.
     """
     raw = with_earlier_pass(open_raw(path), ids)
     names = None if mapping is None else read_mapping(mapping)
+    if names is not None and names.batch:
+        if raw.passes or raw.batch:
+            raise UserError(f"{mapping}: expected no attention_mask, because {path} declares its tokens")
+        raw = replace(raw, batch=names.batch)
+    if raw.batch:
+        if ids is not None or first_position is not None:
+            raise UserError(f"{path}: expected no tokens and no first position, because the dump declares its rows")
+        rows = (
+            without_padding(stage_dump(row, weights.config, mapping=names, weights=weights), masks)
+            for row, masks in split_rows(raw)
+        )
+        return [require_comparable(dump, weights, hashes=raw.weights) for dump in rows]
     needed = None if raw.passes else ids  # else `require_comparable` compares both
     dump = stage_dump(
         raw, weights.config, mapping=names, ids=needed, first_position=first_position or 0, weights=weights
     )
-    return require_comparable(dump, weights, ids=ids, first_position=first_position, hashes=raw.weights)
+    return [require_comparable(dump, weights, ids=ids, first_position=first_position, hashes=raw.weights)]
 
 
 def require_comparable(

@@ -4,13 +4,13 @@ No model is involved, so neither dump is known to be correct. Without a model no
 a stage cannot be separated from an error of its inputs. `diagnosis` can do that.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from llorch.engines.dumps.raw import RawDump
-from llorch.engines.dumps.stage_dump import StageDump
+from llorch.engines.dumps.stage_dump import DumpedArray, StageDump
 from llorch.runtime.errors import GuardFailed
 from llorch.stages.comparison import FLOORS, Report, Tolerance, compare
 from llorch.stages.stage_ref import Tokens, token_axis
@@ -26,23 +26,26 @@ class Side:
     Attributes:
         source: Path of the dump.
         passes: Tokens of each pass, as far as the dump has them.
-        arrays: By (pass, name): read function, stored dtype, and the tokens that the array covers (None: all).
+        arrays: Arrays by pass and name.
+        has_stages: True if the names are those of the stage table.
+        n_before: Number of cached tokens before the first pass; None if unknown.
     """
 
     source: str
     passes: tuple[Tokens, ...]
-    arrays: Mapping[tuple[int, str], tuple[Callable[[], np.ndarray], str, tuple[int, ...] | None]]
+    arrays: Mapping[tuple[int, str], DumpedArray]
+    has_stages: bool = False
+    n_before: int | None = None
 
     @classmethod
     def of_stages(cls, dump: StageDump) -> "Side":
         """Create a side whose arrays have names of the stage table."""
-        arrays = {pass_key: (dumped.read, dumped.stored, dumped.tokens) for pass_key, dumped in dump.dumped.items()}
-        return cls(dump.source, dump.passes, arrays)
+        return cls(dump.source, dump.passes, dump.dumped, has_stages=True, n_before=dump.n_before)
 
     @classmethod
     def of_names(cls, dump: RawDump) -> "Side":
         """Create a side whose arrays have the names of their engine."""
-        arrays = {(index, key(a.name, a.layer)): (a.read, a.stored, None) for index, a in dump.arrays}
+        arrays = {(index, key(a.name, a.layer)): DumpedArray(a.name, a.stored, a.read) for index, a in dump.arrays}
         return cls(dump.source, dump.passes, arrays)
 
     def of_pass(self, number: int) -> dict[str, None]:
@@ -86,9 +89,14 @@ def _format(tokens: Tokens) -> str:
 
 def _compare_pass(a: Side, b: Side, number: int) -> Report:
     """Compare one pass of two dumps, with a tolerance for the coarsest stored dtype."""
-    dtypes = {dtype for side in (a, b) for (index, _), (_, dtype, _) in side.arrays.items() if index == number}
-    floor = max((FLOORS.get(dtype, 0.0) for dtype in dtypes), default=0.0)
-    return compare(_Trace(a, b, number), _Trace(b, a, number), TOLERANCE.times(max(1.0, floor / FLOORS["float32"])))
+    arrays = [array for side in (a, b) for (index, _), array in side.arrays.items() if index == number]
+    return compare(_Trace(a, b, number), _Trace(b, a, number), tolerance_of(arrays))
+
+
+def tolerance_of(arrays: Iterable[DumpedArray]) -> Tolerance:
+    """Return the tolerance of arrays, for the coarsest dtype in which one of them is stored."""
+    floor = max((FLOORS.get(array.stored, 0.0) for array in arrays), default=0.0)
+    return TOLERANCE.times(max(1.0, floor / FLOORS["float32"]))
 
 
 class _Trace(Mapping[str, np.ndarray]):
@@ -99,9 +107,8 @@ class _Trace(Mapping[str, np.ndarray]):
         self._names = side.of_pass(number)
 
     def __getitem__(self, name: str) -> np.ndarray:
-        read, _, tokens = self._side.arrays[self._number, name]
-        array = read()
-        other_tokens = self._opposite.arrays[self._number, name][2]
+        dumped, other_tokens = self._side.arrays[self._number, name], self._opposite.arrays[self._number, name].tokens
+        array, tokens = dumped.read(), dumped.tokens
         if tokens != other_tokens and (axis := token_axis(BY_NAME[name.rpartition(".")[2]])) is not None:
             array = array.take(self._shared_rows(tokens, other_tokens), axis=axis)
         return array.astype(np.float64) if array.dtype.kind == "f" else array

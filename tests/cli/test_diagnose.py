@@ -13,6 +13,7 @@ from xml.etree import ElementTree
 import numpy as np
 import pytest
 from builders import diagnoses
+from builders.batches import PROMPTS, STEPS, write_padded
 from builders.quantised_folders import FOLDERS, Tensors, changed
 from helpers.command_line import invoke
 from helpers.refusals import assert_cli_refuses, assert_tells
@@ -143,6 +144,38 @@ def test_diff_names_the_first_divergence(model: tuple[str, ...], right: Path, wr
     said = json.loads(invoke("diff", str(wrong), str(right), *model, "--json").stdout)
     assert said["first_divergence"] == {"pass": 0, "stage": "l0.q_rope"}
     assert invoke("diff", str(right), str(right), *model).stdout.splitlines()[-1].endswith(" stages agree")
+
+
+def test_diff_aligns_chunks_with_the_whole_text(right: Path, tmp_path: Path):
+    weights, passes = open_weights(builtin_path("micro-llama")), (IDS[:6], IDS[6:])
+    with DumpWriter(tmp_path / "chunks", engine="mine") as writer:
+        for start, ids in zip((0, 6), passes, strict=True):
+            writer.begin(ids, start)
+            for name, array in run(weights, Pass(IDS[: start + len(ids)]), n_cached=start).items():
+                writer.add(name, array * np.float32(1.01) if (start, name) == (6, "l1.v_proj") else array)
+    result = invoke("diff", str(tmp_path / "chunks"), str(right), *MODEL)
+    assert result.exit_code == 1
+    expected = "first divergence: l1.v_proj at position 6 (pass 1 of A, pass 0 of B): error "
+    assert result.stdout.splitlines()[-1].startswith(expected)
+    record = json.loads(invoke("diff", str(right), str(tmp_path / "chunks"), *MODEL, "--json").stdout)
+    assert record["first_divergence"] == {"pass": 0, "stage": "l1.v_proj", "position": 6, "pass_b": 1}
+
+
+def test_rows_of_a_batch_are_diagnosed_and_match_their_runs_alone(tmp_path: Path):
+    def change(row: int, number: int, name: str, array: np.ndarray) -> np.ndarray:
+        return array * np.float32(1.5) if (row, number, name) == (1, 0, "logits") else array
+
+    batch = write_padded(tmp_path / "batch", on_the_left=True, change=change)
+    result = invoke("diagnose", str(batch), *MODEL)
+    assert (result.exit_code, "FAIL  row 2 of 3 only: logits: " in result.stdout) == (1, True)
+    for row in (0, 1):
+        ids = (*PROMPTS[row], STEPS[row])
+        alone = write(tmp_path / f"alone{row}", run(open_weights(builtin_path("micro-llama")), Pass(ids)), ids=ids)
+        result = invoke("diff", str(batch), str(alone), *MODEL)
+        assert result.stdout.startswith(f"{batch}, row {row + 1} of 3 and {alone}; 1 row with equal ids\n")
+        expected = "first divergence: logits at position 0 (pass 0 of A, pass 0 of B)" if row == 1 else "stages agree"
+        assert (result.exit_code, expected in result.stdout.splitlines()[-1]) == (row, True)
+    assert_cli_refuses(invoke("verify", "micro-llama", "--against", str(batch)), 2)
 
 
 def test_diff_reads_traces_and_lists_stages_of_one_side_only(right: Path, tmp_path: Path):

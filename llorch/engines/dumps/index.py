@@ -5,7 +5,8 @@
     {"name": "q_rot", "layer": 0, "dtype": "f32", "shape": [3, 8, 64], "file": "data.bin", "offset": 4096}
 
 The first line identifies the format. Optional keys are the attributes of `Features`, and `weights`: SHA-256 of decoded
-tensors. A pass is one call of the engine's forward; its line precedes the lines of its arrays. Optional keys of an
+tensors. A pass is one call of the engine's forward; its line precedes the lines of its arrays. `ids` of a batch are one
+list for each row, and `attention_mask` marks padding, see `llorch.engines.dumps.batch`. Optional keys of an
 array: `layer`, `pass` (default: the pass begun last), `strides` in bytes, `tokens` (indices in the pass) or absolute
 `positions`, `axes`, and `op`, ggml's operation. Arrays of a pass may share name and layer only if they have an `op`.
 
@@ -19,7 +20,17 @@ import re
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from llorch.engines.dumps.raw import RawArray, RawDump, Stored, float_type, require_dtype, require_name, require_shape
+from llorch.engines.dumps.batch import read_batch_pass
+from llorch.engines.dumps.raw import (
+    BatchPass,
+    RawArray,
+    RawDump,
+    Stored,
+    float_type,
+    require_dtype,
+    require_name,
+    require_shape,
+)
 from llorch.engines.dumps.stage_dump import Features
 from llorch.engines.dumps.tensor_files import from_npy_folder, open_npy, open_npz, open_safetensors_dump
 from llorch.files.folder import file_inside
@@ -35,7 +46,7 @@ _MAX_INDEX = 32 << 20  # bytes
 _MAX_LINES = 100_000
 _ACTIVATIONS = ("F16", "BF16", "Q8_0", "Q8_1", "Q8_K")  # types to which ggml rounds the inputs of products
 _HEADER = ("llorch_dump", "engine", "dtype", "kv_cache", "activations", "flash_attention", "weights")
-_PASS = ("pass", "ids", "first_position")
+_PASS = ("pass", "ids", "first_position", "attention_mask")
 _ARRAY = (
     "name", "layer", "pass", "dtype", "shape", "file", "offset", "strides", "tokens", "positions", "axes", "op",
 )  # fmt: skip
@@ -66,6 +77,7 @@ class _IndexReader:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.passes: list[Tokens] = []
+        self.batch: list[BatchPass] = []
         self.arrays: list[tuple[int, RawArray]] = []
         self.notes: list[str] = []
         self._names: set[tuple[object, ...]] = set()
@@ -86,7 +98,8 @@ class _IndexReader:
         if not self.arrays:
             raise FormatError("Missing", "the index names no array", path=self.path / INDEX)
         source = str(self.path)
-        return RawDump(source, tuple(self.arrays), tuple(self.passes), features, weights, tuple(self.notes))
+        passes = () if self.batch else tuple(self.passes)
+        return RawDump(source, tuple(self.arrays), passes, features, weights, tuple(self.notes), tuple(self.batch))
 
     def _read_lines(self) -> Iterator[Fields]:
         """Yield the objects of the index; ignore an incomplete last line with a note."""
@@ -110,6 +123,13 @@ class _IndexReader:
         _require_known_keys(line, _PASS)
         if line.integer("pass") != len(self.passes):
             raise line.error("Malformed", "pass", f"{len(self.passes)} (the next number)", line.integer("pass"))
+        ids = line.values.get("ids")
+        if self.batch or line.has("attention_mask") or (isinstance(ids, list) and ids and isinstance(ids[0], list)):
+            if len(self.passes) > len(self.batch):
+                raise line.error("Inconsistent", "ids", "one list, as in the earlier passes", ids)
+            self.batch.append(read_batch_pass(line, self.batch))
+            self.passes.append(Tokens(max(self.batch[-1].ids, key=len)))  # indices of tokens count padding
+            return
         ids = _read_counts(line, "ids")
         if not ids or max(ids) >= 2**31:
             raise line.error("Malformed", "ids", "the token ids of the pass", list(ids))
@@ -166,8 +186,8 @@ class _IndexReader:
         if not keys:
             return None
         key, indices = keys[0], _read_counts(line, keys[0])
-        if len(keys) == 2 or (key == "positions" and number >= len(self.passes)):
-            expected = "either tokens, or positions in a pass that a line above begins"
+        if len(keys) == 2 or (key == "positions" and (self.batch or number >= len(self.passes))):
+            expected = "either tokens, or positions in a pass of one row that a line above begins"
             raise line.error("Malformed", key, expected, list(indices))
         if key == "positions":
             indices = tuple(index - self.passes[number].first_position for index in indices)

@@ -14,7 +14,7 @@ masked = false                         # attn_scores before the mask
 fused = "groups"                       # order of rows: stacked, groups (by key head), alternating
 
 [run]
-ids = [1, 5, 8]                        # or one list for each pass
+ids = [1, 5, 8]                        # or one list for each pass; with attention_mask, for each row of a batch
 first_position = 0
 dtype = "bfloat16"                     # engine, kv_cache, activations, flash_attention, as in `Features`
 kv_cache = "int8-row"                  # or int8-token, int8-head, int8-block: the values that share a scale
@@ -27,9 +27,10 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
+from llorch.engines.dumps.batch import read_batch_pass
 from llorch.engines.dumps.engine_names import RAW_SCORES
 from llorch.engines.dumps.layout import FUSED_ORDERS, DumpLayout
-from llorch.engines.dumps.raw import float_type
+from llorch.engines.dumps.raw import BatchPass, float_type
 from llorch.engines.dumps.stage_dump import Features
 from llorch.engines.dumps.widths import Share
 from llorch.files.mapped import read_regular
@@ -41,7 +42,7 @@ from llorch.stages.table import BY_NAME, FUSABLE
 _NUMBER = re.compile(r"\\{i(?:\\\+1)?\\}")  # {i} or, for layers counted from 1, {i+1}; after re.escape
 _MAX_FILE = 1 << 20  # bytes
 _LAYOUT_KEYS = ("axes", "transposed", "permuted", "value_heads", "times", "masked", "fused")
-_RUN_KEYS = ("ids", "first_position", "rank", *(f.name for f in fields(Features)))
+_RUN_KEYS = ("ids", "first_position", "rank", "attention_mask", *(f.name for f in fields(Features)))
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class NameMap:
         passes: Token ids of the passes, if declared.
         features: Declared attributes of `Features` only.
         share: Rank of the engine, if its arrays have the heads of one rank only.
+        batch: The pass of a batch, if declared.
     """
 
     path: str = ""
@@ -65,6 +67,7 @@ class NameMap:
     passes: tuple[Tokens, ...] = ()
     features: Mapping[str, str | bool] = field(default_factory=dict)
     share: Share | None = None
+    batch: tuple[BatchPass, ...] = ()
 
     def find(self, name: str, layer: int | None) -> tuple[str, int | None] | None:
         """Return the pattern that matches a name, and the layer; None if no pattern matches."""
@@ -109,7 +112,9 @@ def mapping_of(sections: Mapping[str, object], path: str | Path = "mapping") -> 
         declared[name] = _read_layout(name, stages_by_pattern.get(name, (name,)), section, path)
     _require_known(run.values, _RUN_KEYS, "run.", path)
     features = {key: value for key in run.values if (value := _read_feature(run, key)) is not None}
-    return NameMap(str(path), stages_by_pattern, layers, declared, _read_passes(run), features, _read_share(run))
+    batch = (read_batch_pass(run, ()),) if run.has("attention_mask") else ()
+    passes = () if batch else _read_passes(run)
+    return NameMap(str(path), stages_by_pattern, layers, declared, passes, features, _read_share(run), batch)
 
 
 def _require_known(section: Mapping[str, object], allowed: Collection[str], prefix: str, path: str | Path) -> None:

@@ -44,6 +44,26 @@ class RawArray:
 
 
 @dataclass(frozen=True)
+class BatchPass:
+    """Pass of several rows at once.
+
+    Attributes:
+        ids: Token ids of each row, with its padding.
+        masks: For each row, 1 for a token and 0 for padding.
+        first_position: Position of the first token of each row in the first pass.
+    """
+
+    ids: tuple[tuple[int, ...], ...]
+    masks: tuple[tuple[int, ...], ...]
+    first_position: int = 0
+
+    @property
+    def is_ragged(self) -> bool:
+        """True if rows have different lengths, so that arrays join their tokens."""
+        return len({len(row) for row in self.ids}) > 1
+
+
+@dataclass(frozen=True)
 class RawDump:
     """Dump whose names are not mapped to stages yet.
 
@@ -54,6 +74,7 @@ class RawDump:
         features: Declared arithmetic of the engine.
         weights: `digest` of decoded weights, by the engine's names.
         notes: Defects of the dump that llorch worked around, one sentence each.
+        batch: Passes of a batch, in place of `passes`; see `batch`.
     """
 
     source: str
@@ -62,6 +83,7 @@ class RawDump:
     features: Features = field(default_factory=Features)
     weights: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    batch: tuple[BatchPass, ...] = ()
 
 
 def digest(array: np.ndarray) -> str:

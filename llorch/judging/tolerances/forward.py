@@ -45,7 +45,8 @@ Special cases
     A sum of n terms t has n partial sums, each rounded by up to 2**-24 of its size. Terms of random sign give about
     2**-24 * sqrt(n / 6 * sum(t * t)); terms of one sign give 2**-24 * sqrt(n / 9) of the sum. Both count. Two engines
     err independently, and n = width / 8, as if both add in 8 lanes. Kernels for many rows add hundreds of terms in one
-    lane, with errors up to 2.5 times as large; the factor 4 covers them.
+    lane, with errors up to 2.5 times as large; the factor 4 covers them. For engines that llorch does not run, scores,
+    probabilities and contexts also have the variance of `one_lane`.
 
     Blocks with a minimum (w = d * q + m): ggml sums d * q * x and m * x separately, and both may cancel. The terms are
     then those of each block in both sums.
@@ -67,6 +68,8 @@ from llorch.files.quant import MINIMA, decode_minima
 from llorch.judging.tolerances.delta_nets import RULES as OF_DELTA_NETS
 from llorch.judging.tolerances.delta_nets import select_half
 from llorch.judging.tolerances.factors import limit_of_factor
+from llorch.judging.tolerances.one_lane import SCORES as ONE_LANE_SCORES
+from llorch.judging.tolerances.one_lane import context_variance, denominator_variance
 from llorch.judging.tolerances.rounding import (
     CHAINED,
     DRIFT,
@@ -112,6 +115,7 @@ def variances(
     stored: bool = False,
     past: Mapping[str, np.ndarray] = MappingProxyType({}),
     states: Mapping[str, np.ndarray] = MappingProxyType({}),
+    one_lane: bool = False,
 ) -> Iterator[tuple[str, np.ndarray]]:
     """Derive the expected squared differences of two correct runs.
 
@@ -125,12 +129,14 @@ def variances(
         stored: True if `fed` was rounded when it was dumped, and `made` was computed before that rounding.
         past: Variances of the contents of the caches before this pass, by trace key; empty for an empty cache.
         states: States of delta nets before this pass, by trace key; empty for an empty cache.
+        one_lane: True if one of the two runs may add all keys one by one.
 
     Yields:
         Trace key, and variances (runs, *shape of the stage): ISOLATED, CHAINED and, under ggml numerics, FREE.
     """
     config, n_runs = weights.config, 3 if weights.numerics.rounds_activations else 2
     made, passed, divisor = fed if made is None else made, dict[str, np.ndarray](), np.zeros((n_runs, 1, 1), np.float32)
+    denominators = np.zeros((n_runs, 1, 1, 1), np.float32) if one_lane else None
     for name, stage, layer in keys(config):
         input_names, state_name = input_keys(stage, layer, config), STATES.get(stage.name)
         rule_input = RuleInput(
@@ -138,7 +144,7 @@ def variances(
             tuple(_finite(fed[name], masked=name.endswith("attn_scores")) for name in input_names),
             _finite(made[name], masked=stage.masked), tuple(passed[name] for name in input_names), arithmetic(name),
             weights.cache_dtype is np.float16, divisor, past.get(key(state_name or stage.name, layer)),
-            states.get(key(state_name or "", layer)),
+            states.get(key(state_name or "", layer)), denominators,
         )  # fmt: skip
         variance = _RULES[stage.name](rule_input)
         if stage.name in CACHES and arithmetic(name) != arithmetic(input_names[0]):
@@ -147,6 +153,9 @@ def variances(
         yield name, variance
         if stage.name in NORMS:
             divisor = _divisor_variance(rule_input)  # until the next norm
+        if stage.name == "attn_probs" and one_lane:
+            denominators = np.stack([denominator_variance(rule_input.y)] * n_runs)
+            denominators[ISOLATED] *= name in hidden  # an isolated context reads the engine's probabilities
         if stage.name == "block_out":
             passed.clear()  # the next layer reads `block_out` only
         passed[name] = _input_variances(rule_input, variance, hidden=name in hidden, stored=stored)
@@ -542,7 +551,8 @@ def _scores_variance(s: RuleInput) -> np.ndarray:
     squared_k = np.square(k).swapaxes(-1, -2)
     queries, grouped_var_q = _group_queries(np.square(q), len(k)), _group_queries(var_q, len(k))
     variance = grouped_var_q @ squared_k + queries @ var_k.swapaxes(-1, -2) + SUM * head_dim * (queries @ squared_k)
-    return variance.reshape(-1, *s.y.shape) / head_dim + 2 * s.rounding
+    in_one_lane = ONE_LANE_SCORES * head_dim * np.square(s.y) if s.one_lane else 0.0
+    return variance.reshape(-1, *s.y.shape) / head_dim + in_one_lane + 2 * s.rounding
 
 
 def _input_rounding(x: np.ndarray, arithmetic: Arithmetic) -> "np.ndarray | float":
@@ -561,8 +571,9 @@ def _probs(s: RuleInput) -> np.ndarray:
     shifted, var_scores = np.where(s.y > 0, s.x[0] - s.x[0].max(axis=-1, keepdims=True), 0), s.variances[0]
     squared = np.square(s.y)
     variance = (1 - 2 * s.y) * var_scores + (squared * var_scores).sum(axis=-1, keepdims=True)
+    variance = np.maximum(variance, 0) + (denominator_variance(s.y) if s.one_lane else 0.0)
     rounding = s.rounding if s.arithmetic.is_half else 0
-    return squared * (np.maximum(variance, 0) + UNIT**2 * (4 + np.square(shifted))) + rounding
+    return squared * (variance + UNIT**2 * (4 + np.square(shifted))) + rounding
 
 
 def _context(s: RuleInput) -> np.ndarray:
@@ -578,6 +589,10 @@ def _context(s: RuleInput) -> np.ndarray:
     if s.arithmetic.is_half:  # rounded weights move similar values of all tokens equally, so errors add with one sign
         common[CHAINED] = np.square(np.sqrt(p) @ np.sqrt(var_v[CHAINED]))
     variance = e @ np.square(v) + common + SUM * ctx * (p @ np.square(v))
+    if s.denominators is not None:
+        y = s.y.reshape(len(s.y), -1, head_dim).swapaxes(0, 1).reshape(n_kv, -1, head_dim)
+        variance += context_variance(probs.reshape(n_kv, -1, ctx), v, y)
+        variance += s.denominators.reshape(len(variance), n_kv, -1, 1) * np.square(y)
     by_head = variance.reshape(len(var_probs), *probs.shape[:2], head_dim).swapaxes(1, 2)
     return by_head.reshape(-1, *s.y.shape) + 2 * s.rounding
 

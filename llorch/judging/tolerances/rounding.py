@@ -97,6 +97,12 @@ class RuleInput:
     divisor: np.ndarray  # relative variance of the last norm's divisor from the errors of its inputs: (runs, tokens, 1)
     past: np.ndarray | None = None  # variances of the earlier contents of the cache or state
     state: np.ndarray | None = None  # earlier contents of the state of a delta net; None: zeros
+    denominators: np.ndarray | None = None  # relative variance of the last softmax's denominators, see `one_lane`
+
+    @property
+    def one_lane(self) -> bool:
+        """True if the engine may add all keys one by one."""
+        return self.denominators is not None
 
     @property
     def rounding(self) -> np.ndarray:

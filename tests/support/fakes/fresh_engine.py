@@ -31,10 +31,18 @@ class FreshEngine:
         self.position += len(ids)
         shown["final_norm"] = self.norm(x, self.w["final_norm"])
         head = self.w["embed_tokens" if self.c.tie_word_embeddings else "lm_head"]
-        return shown | {"logits": shown["final_norm"] @ head.T}
+        return shown | {"logits": self.product(shown["final_norm"], head.T)}
+
+    def product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        return a @ b
+
+    def total(self, x: np.ndarray) -> np.ndarray:
+        """The sum of the last axis, which stays."""
+        return x.sum(-1, keepdims=True)
 
     def norm(self, x: np.ndarray, gain: np.ndarray) -> np.ndarray:
-        return x * gain / np.sqrt((x * x).mean(-1, keepdims=True) + np.float32(self.c.rms_norm_eps))
+        mean = self.total(x * x) / np.float32(x.shape[-1])
+        return x * gain / np.sqrt(mean + np.float32(self.c.rms_norm_eps))
 
     def turned(self, x: np.ndarray, positions: np.ndarray) -> np.ndarray:
         half = x.shape[-1] // 2
@@ -48,7 +56,7 @@ class FreshEngine:
     def layer(self, i: int, x: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         w, t, heads = self.w.layer(i), len(x), self.c.n_heads
         a = self.norm(x, w["attn_norm"])
-        made = {"attn_norm": a, **{f"{part}_proj": a @ w[f"{part}_proj"].T for part in "qkv"}}
+        made = {"attn_norm": a, **{f"{part}_proj": self.product(a, w[f"{part}_proj"].T) for part in "qkv"}}
         q, k, v = (made[f"{part}_proj"].reshape(t, -1, self.c.head_dim) for part in "qkv")
         q, k = made["q_rope"], made["k_rope"] = self.turned(q, positions), self.turned(k, positions)
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
@@ -61,21 +69,34 @@ class FreshEngine:
         if self.window is not None:
             hidden |= keys <= positions[:, None] - self.window
         by_query = [np.repeat(cache, heads // self.c.n_kv_heads, axis=0) for cache in (k, v)]
-        scores = q.swapaxes(0, 1) @ by_query[0].swapaxes(1, 2) / np.float32(self.c.head_dim**0.5)
+        scores = self.product(q.swapaxes(0, 1), by_query[0].swapaxes(1, 2)) / np.float32(self.c.head_dim**0.5)
         scores = np.where(hidden, np.float32(-np.inf), scores)
         probs = np.exp(scores - scores.max(-1, keepdims=True))
-        probs /= probs.sum(-1, keepdims=True)
-        context = (probs @ by_query[1]).swapaxes(0, 1).reshape(t, -1)
-        out = context @ w["o_proj"].T
+        probs /= self.total(probs)
+        context = self.product(probs, by_query[1]).swapaxes(0, 1).reshape(t, -1)
+        out = self.product(context, w["o_proj"].T)
         h = self.norm(x + out, w["ffn_norm"])
-        gate, up = h @ w["gate_proj"].T, h @ w["up_proj"].T
+        gate, up = self.product(h, w["gate_proj"].T), self.product(h, w["up_proj"].T)
         act = gate / (1 + np.exp(-gate)) * up
-        ffn_out = act @ w["down_proj"].T
+        ffn_out = self.product(act, w["down_proj"].T)
         return made | {
             "k_cache": k, "v_cache": v, "attn_scores": scores, "attn_probs": probs, "attn_context": context,
             "attn_out": out, "attn_residual": x + out, "ffn_norm": h, "ffn_gate": gate, "ffn_up": up, "ffn_act": act,
             "ffn_out": ffn_out, "block_out": x + out + ffn_out,
         }  # fmt: skip
+
+
+class OneLane(FreshEngine):
+    """Adds all terms one by one, as plain loops do."""
+
+    def product(self, a: np.ndarray, b: np.ndarray) -> np.ndarray:
+        total = np.zeros((*a.shape[:-1], b.shape[-1]), np.float32)
+        for term in range(a.shape[-1]):
+            total += a[..., term, None] * b[..., term, None, :]
+        return total
+
+    def total(self, x: np.ndarray) -> np.ndarray:
+        return np.cumsum(x, -1)[..., -1:]
 
 
 def slowed(speed: float, rope: Llama3Scaling) -> float:

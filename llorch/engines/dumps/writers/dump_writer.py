@@ -27,16 +27,17 @@ class DumpWriter:
         self._line(llorch_dump=1, engine=engine, dtype=dtype, kv_cache=kv_cache, activations=activations,
                    flash_attention=flash_attention, weights=dict(weights or {}))  # fmt: skip
 
-    def begin(self, ids: Iterable[int], first_position: int = 0) -> None:
-        """Start a pass: the tokens of one call of the engine's forward."""
-        self._line(**{"pass": self._n_passes}, ids=[int(token_id) for token_id in ids], first_position=first_position)
+    def begin(self, ids: Iterable[Any], first_position: int = 0, attention_mask: Any = None) -> None:
+        """Start a pass: the tokens of one call of the engine's forward; of a batch, a list for each row, and a mask."""
+        mask = {} if attention_mask is None else {"attention_mask": (np.asarray(attention_mask) + 0).tolist()}
+        rows = [np.asarray(row).tolist() for row in ids]
+        self._line(**{"pass": self._n_passes}, ids=rows, first_position=first_position, **mask)
         self._n_passes += 1
 
     def add(self, name: str, array: Any, *, layer: int | None = None, tokens: Iterable[int] | None = None,
             axes: str = "", dtype: str = "") -> None:  # fmt: skip
         """Write an array; `tokens`: indices in the pass, `axes`: "seq heads head_dim", `dtype`: bfloat16 for uint16."""
-        array = np.ascontiguousarray(array)
-        array = array.astype(array.dtype.newbyteorder("<"), copy=False)
+        array = np.ascontiguousarray(array, np.asarray(array).dtype.newbyteorder("<"))
         keys = {"layer": layer, "tokens": tokens if tokens is None else [int(i) for i in tokens], "axes": axes}
         offset = self._data.tell()
         self._data.write(array.reshape(-1).view(np.uint8).data)
