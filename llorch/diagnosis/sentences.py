@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from llorch.diagnosis.dump_checker import pair_of
+from llorch.diagnosis.dump_checker import ArrayPair, pair_of
 from llorch.diagnosis.expected import rows
 from llorch.diagnosis.patterns import (
     describe_context_terms,
@@ -90,14 +90,16 @@ def describe_pattern(check: StageCheck, search: CauseSearch) -> str:
         if array.shape == pair.actual.shape
     )
     words = describe_error(actual, expected, axes, tolerance=check.isolated.tolerance.error, sources=sources)
-    terms = "" if ": " in words else _describe_terms(check, pair.expected - pair.actual, passed, dumped, replay)
+    terms = "" if ": " in words else _describe_terms(check, pair, passed, dumped, replay)
     return ": ".join(filter(None, (words, terms)))
 
 
-def _describe_terms(check: StageCheck, error: np.ndarray, passed: Arrays, dumped: DumpedArray, replay: Replay) -> str:
+def _describe_terms(check: StageCheck, pair: ArrayPair, passed: Arrays, dumped: DumpedArray, replay: Replay) -> str:
     """Describe the terms of a product or of a sum of values that the engine counts wrongly; empty if there are none."""
     stage, layer = replay.stages[check.key]
-    names = input_keys(stage, layer, replay.config)
+    if stage.masked:
+        return ""
+    error, names = pair.expected - pair.actual, input_keys(stage, layer, replay.config)
     matrix = stage.matrix or (output_matrix(replay.config) if stage.name == "logits" else "")
     if matrix and not stage.by_expert and error.ndim == 2:
         x, weight = _rows(passed[names[0]], names[0], dumped, replay), replay.layer_weights(layer)[matrix]
