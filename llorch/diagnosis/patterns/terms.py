@@ -49,7 +49,12 @@ def _describe(
     noun: str, gram: np.ndarray, projection: np.ndarray, error: np.ndarray,
     predict: Callable[[np.ndarray], np.ndarray],
 ) -> str:  # fmt: skip
-    """Fit how often each term is missing; describe it if all wrong terms are counted equally often."""
+    """Fit how often each term is missing; describe it if all wrong terms are counted equally often.
+
+    Sums with terms that are not finite are not examined.
+    """
+    if not (np.isfinite(gram).all() and np.isfinite(projection).all()):
+        return ""
     missing = np.linalg.lstsq(gram, projection, rcond=1e-10)[0]
     wrong = np.flatnonzero(np.abs(missing) > CLEAR)
     if not len(wrong) or np.ptp(missing[wrong]) > CLEAR:
