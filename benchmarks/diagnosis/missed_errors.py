@@ -96,9 +96,9 @@ def main() -> None:
     failed, total = Counter[tuple[str, str, str]](), Counter[tuple[str, str, str]]()
     for title, sizes in RUNS.items():
         for model in MODELS:
-            for *cell, fails in count(title, run(model, sizes), model):
-                failed[*cell] += fails
-                total[*cell] += 1
+            for run_title, kind, name, fails in count(title, run(model, sizes), model):
+                failed[run_title, kind, name] += fails
+                total[run_title, kind, name] += 1
     print(f"{'':26}{''.join(f'{name:>16}' for name in ENGINES)}")
     for title, kind in dict.fromkeys(cell[:2] for cell in total):
         cells = (f"{failed[title, kind, name]} of {total[title, kind, name]}" for name in ENGINES)

@@ -1,6 +1,7 @@
 """Rows of a batch are judged as runs of their own, and a finding names its rows."""
 
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -77,7 +78,8 @@ def test_two_findings_of_one_name_in_a_row_stay_two(tmp_path: Path):
 def test_mapping_declares_the_batch_of_a_file_without_tokens(tmp_path: Path):
     write_padded(tmp_path / "dump", on_the_left=True)
     raw, file, mapping = open_raw(tmp_path / "dump"), tmp_path / "dump.npz", tmp_path / "names.toml"
-    np.savez(file, **{array.name: array.read() for number, array in raw.arrays if number == 0})
+    arrays: dict[str, Any] = {array.name: array.read() for number, array in raw.arrays if number == 0}
+    np.savez(file, **arrays)
     (batch, _), weights = raw.batch, float64_weights(MODEL)
     mapping.write_text(f"[run]\nids = {[*map(list, batch.ids)]}\nattention_mask = {[*map(list, batch.masks)]}\n")
     rows = read_rows(file, weights, mapping=mapping)

@@ -15,6 +15,7 @@ from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
 from llorch.runtime.builtin import builtin_path
 from llorch.runtime.errors import GuardFailed, UserError
+from llorch.stages.comparison import Report
 from llorch.stages.stage_ref import Tokens
 
 IDS = (3, 1, 4, 15, 9, 2, 6, 5, 33, 17, 21, 40)
@@ -47,6 +48,12 @@ def side(
     return Side.of_stages(StageDump.of_arrays(passes, *changed, source="x"))
 
 
+def aligned(a: Side, b: Side) -> tuple[Report, Parting | None]:
+    result = align(a, b)
+    assert result is not None
+    return result
+
+
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
@@ -59,7 +66,7 @@ def side(
 def test_a_text_in_chunks_and_whole_agree_in_all_stages(model: str, sizes: tuple[int, ...]):
     whole, chunks = side((len(MODELS[model]),), model), side(sizes, model)
     for pair in ((whole, chunks), (chunks, whole)):
-        report, parting = align(*pair)
+        report, parting = aligned(*pair)
         assert parting is None
         assert report.first_divergence is None
         assert report.differences.keys() == {name for _, name in whole.arrays}
@@ -71,7 +78,7 @@ def test_a_text_in_chunks_and_whole_agree_in_all_stages(model: str, sizes: tuple
 )
 def test_first_position_that_differs_is_named_with_both_passes(stage: str, number: int, position: int):
     spoilt = side((8, 1, 3), change=lambda n, name, x: x * np.float32(1.001) if (n, name) == (number, stage) else x)
-    report, parting = align(spoilt, side((12,)))
+    report, parting = aligned(spoilt, side((12,)))
     assert (report.first_divergence, parting) == (stage, Parting(stage, position, number, 0))
 
 
@@ -80,7 +87,7 @@ def test_mask_that_differs_in_a_chunk_is_found_at_its_position():
         is_chunk = (number, name) == (1, "l0.attn_scores")
         return np.where(np.isneginf(array), np.float32(0), array) if is_chunk else array
 
-    _, parting = align(side((8, 4), change=unmask), side((12,)))
+    _, parting = aligned(side((8, 4), change=unmask), side((12,)))
     assert parting == Parting("l0.attn_scores", 8, 1, 0)
 
 
@@ -88,10 +95,10 @@ def test_rows_of_one_dump_only_are_not_compared():
     passes, (trace,) = run((12,))
     logits = DumpedArray("logits", "float32", lambda: trace["logits"][-1:], (11,))
     few = Side.of_stages(StageDump("x", tuple(passes), {(0, "logits"): logits}))
-    report, parting = align(side((8, 3, 1)), few)
+    report, parting = aligned(side((8, 3, 1)), few)
     assert (report.differences.keys(), parting) == ({"logits"}, None)
     with refuses(UserError, "stage", got="none", where="x"):
-        align(side((8, 3)), few)
+        aligned(side((8, 3)), few)
 
 
 @pytest.mark.parametrize("other", [Tokens((3, 1, 4, 8), 0), Tokens(IDS[:4], 2), Tokens(IDS[8:], 8)])
@@ -115,7 +122,7 @@ def test_rows_of_a_batch_are_paired_by_their_ids():
 
 def test_recurrent_state_is_compared_after_a_token_that_ends_a_pass_of_both():
     pair = side((6, 6), "micro-qwen3.5"), side((6, 5), "micro-qwen3.5")
-    for report, parting in (align(*pair), align(*reversed(pair))):
+    for report, parting in (aligned(*pair), aligned(*reversed(pair))):
         assert parting is None
         assert "l0.delta_state" in report.differences
 
@@ -125,6 +132,6 @@ def test_a_step_behind_a_dumped_cache_is_compared_with_its_rows_in_the_whole():
     engine.run(IDS[:11])
     dump = StageDump.of_arrays([Tokens(IDS[11:], 11)], engine.run(IDS[11:]), source="step")
     step = Side("step", dump.passes, dump.dumped, has_stages=True, n_before=11)
-    report, parting = align(step, side((12,)))
+    report, parting = aligned(step, side((12,)))
     assert parting is None
     assert {"l0.k_cache", "l0.attn_probs", "logits"} <= report.differences.keys()
