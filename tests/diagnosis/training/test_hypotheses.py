@@ -22,10 +22,13 @@ def findings(name: str, style: str, rows: str = "ragged") -> list[Finding]:
 
 def test_parts_of_an_adapter_are_modules_layers_and_the_head():
     weights = open_weights(builtin_path("micro-llama"))
-    config = LoraConfig(target_modules=("q_proj", "lm_head"))
+    config = LoraConfig(target_modules=("q_proj", "v_proj", "lm_head", "embed_tokens"))
     adapter = initial_adapter(config, weights, init="default", seed=0)
-    parts = [mistake.diagnosis.removeprefix("The adapter of ") for mistake in partly_applied(adapter)]
-    assert parts == [f"{part} is not applied." for part in ("q_proj", "layer 0", "layer 1", "layer 2", "lm_head")]
+    layers = [f"layer {layer}" for layer in range(weights.config.n_layers)]
+    *partial, whole = partly_applied(adapter)
+    parts = [mistake.diagnosis.removeprefix("The adapter of ").removesuffix(" is not applied.") for mistake in partial]
+    assert sorted(parts) == sorted(["q_proj", "v_proj", "attention", *layers, "lm_head", "embed_tokens"])
+    assert whole.name == "lora-delta-missing"
 
 
 @pytest.mark.slow_cases("v_proj-*")
