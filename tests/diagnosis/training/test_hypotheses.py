@@ -2,8 +2,10 @@
 
 import pytest
 from helpers.without_gaps import without_gaps
+from torch import Tensor
 
-from benchmarks.diagnosis.training_bugs import BUGS
+from benchmarks.diagnosis.trainer import Trainer
+from benchmarks.diagnosis.training_bugs import BUGS, Bug
 from benchmarks.diagnosis.training_cases import TrainingCase, score
 from llorch.diagnosis.training.hypotheses import partly_applied
 from llorch.diagnosis.verdict import Finding
@@ -46,6 +48,20 @@ def test_gradient_of_exactly_zero_is_called_that(name: str, first: str):
     (finding,) = findings(name, "usual")
     assert [cause.name for cause in (*finding.causes, *finding.alternatives)] == ["gradient-exactly-zero"]
     assert f"The gradient of layers.1.{first}.lora_A is exactly 0" in finding.sentence
+
+
+@pytest.mark.slow
+def test_zero_gradient_beside_another_error_is_called_that():
+    def wrong(self: Trainer, loss: Tensor) -> dict[str, Tensor]:
+        grads = Trainer.gradients(self, loss)
+        first, second = (f"layers.1.down_proj.lora_{kind}" for kind in "AB")
+        return grads | {first: grads[first] * 0, second: grads[second].flip(0)}
+
+    bug = Bug("zero-and-flipped", "gradient", {"gradients": wrong})
+    with without_gaps():
+        finding = score(TrainingCase(bug, "micro-qwen3", "usual")).wrong[0]
+    assert finding.kind == "unknown"
+    assert finding.sentence.endswith("This gradient is exactly 0.")
 
 
 @pytest.mark.parametrize("rows", ["restarting", "running"])
