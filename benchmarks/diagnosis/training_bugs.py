@@ -228,6 +228,9 @@ BUGS: tuple[Bug, ...] = (
     *(Bug(f"adapter-off-{part}", "adapted_logits", {
         "detour": detour(lambda s, n, part=part: Trainer.scale(s, n) * (part not in n))}, ("lora-partly-applied",))
       for part in ("v_proj", "down_proj", "layers.1")),
+    Bug("adapter-off-attention", "adapted_logits", {
+        "detour": detour(lambda s, n: Trainer.scale(s, n) * n.endswith(("gate_proj", "up_proj", "down_proj")))},
+        ("lora-partly-applied",)),
     *(Bug(f"documents-visible-{rows}", "adapted_logits", {"hidden": all_visible}, ("packed-documents-see-each-other",),
           rows=rows)
       for rows in ("restarting", "running")),

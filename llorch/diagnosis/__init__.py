@@ -12,6 +12,7 @@ Input: a `StageDump` and the weights that the engine ran. Output: a `Diagnosis`.
     search/      `hypotheses` lists possible causes: known mistakes, settings with a value, roundings; `cause_search`
                  injects them and measures the remaining error
     diagnose     makes the findings, and lists the mistakes that the dump cannot show
-    training/    modules for optimizer steps: `diagnose`, `judge` (compares), `replay`, `hypotheses` and `score`
+    training/    modules for optimizer steps: `diagnose`, `judge` (compares), `replay`, `hypotheses`, `score`, `start`
+                 (an adapter of another step) and `advice` (what the dump lacks)
     report/      a diagnosis as JSON, JUnit and one HTML page; `cli` prints the table
 """

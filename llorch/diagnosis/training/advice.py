@@ -16,9 +16,11 @@ _GRADIENTS = {"gradient": "the gradients (grad.*)"}
 
 
 def advise(wrong: StageCheck, judge: TrainingJudge, *, from_adapter: bool) -> str:
-    """Say what the dump lacks, if the wrong quantity is one number, or its step starts `from_adapter`."""
+    """Say if a gradient is 0, and what the dump lacks if the error is in one number, or may come `from_adapter`."""
     step, sentences = judge.steps[wrong.n_pass], list[str]()
     is_isolated = wrong.isolated.mode == ISOLATED
+    if wrong.stage == "gradient" and not judge.dumped_array(wrong).array.any():
+        sentences.append("This gradient is exactly 0.")
     if judge.dumped_array(wrong).array.size == 1:
         candidates = _GRADIENTS if is_isolated else _INPUTS | _GRADIENTS
         missing = [name for group, name in candidates.items() if group not in {key[0] for key in step.shown}]

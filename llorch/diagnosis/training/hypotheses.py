@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from llorch.diagnosis.attempt import Hypothesis, SettingFamily
-from llorch.diagnosis.mistakes import TRAINING, Mistake
+from llorch.diagnosis.mistakes import MISTAKES, TRAINING, Mistake
 from llorch.diagnosis.mistakes.mistake import training_mistake
 from llorch.diagnosis.mistakes.planting import Function, Replacement
 from llorch.diagnosis.mistakes.training_adapter import SCALING, left_out
@@ -26,6 +26,7 @@ from llorch.engines.dumps.training_dump import Settings, TrainingDump, TrainingS
 from llorch.families.config import ModelConfig
 from llorch.files import Weights
 from llorch.lora.adapter import Adapter
+from llorch.lora.config import LAYER_TARGETS
 from llorch.training.batch import PADDING, Batch
 
 IN_FLOW = {"lora_delta": "adapted_logits", "loss_curve": "loss"}  # group of the table -> group in a dump
@@ -35,6 +36,7 @@ OUTSIDE = {  # first stage of a mistake -> reason why a training step cannot hav
 }  # fmt: skip
 RANDOM = ("lora-dropout-at-evaluation",)  # its random numbers cannot be reproduced
 IN_FORWARD = FLOW[:3]  # logits, token losses, loss
+BLOCKS = {"attention": LAYER_TARGETS[:4], "the feed-forward": LAYER_TARGETS[4:]}  # part of a layer -> its matrices
 NOT_APPLIED = ("lora-delta-missing", "lora-partly-applied")  # gradients alone cannot show these
 AFTER_CLIPPING = "gradients-after-clipping"  # hypothesis: the dump's gradients are named wrongly
 MakeMistake = Callable[[float], Mistake[Any]]
@@ -83,17 +85,20 @@ def may_see_each_other(dump: TrainingDump, config: ModelConfig) -> bool:
 
 
 def partly_applied(adapter: Adapter) -> Iterator[Mistake[Any]]:
-    """Yield the mistakes of an adapter that is not applied to all matrices of one kind, or of one layer."""
+    """Yield the mistakes of an adapter that is not applied to the matrices of one kind, block or layer."""
     parts: dict[str, set[str]] = {}
     for name in adapter.targets:
         layer, _, kind = name.rpartition(".")
-        parts.setdefault(kind, set()).add(name)
-        if layer:
-            parts.setdefault(f"layer {layer.split('.')[1]}", set()).add(name)
+        blocks = [block for block, kinds in BLOCKS.items() if kind in kinds]
+        for part in (kind, *blocks, *([f"layer {layer.split('.')[1]}"] if layer else [])):
+            parts.setdefault(part, set()).add(name)
     for part, names in parts.items():
-        if len(names) < len(adapter.targets):  # `lora-delta-missing` leaves out all
+        if len(names) < len(adapter.targets):
             diagnosis = f"The adapter of {part} is not applied."
             yield training_mistake("lora-partly-applied", ("lora_delta",), SCALING, left_out(names), diagnosis)
+    if any(target.is_embedding for target in adapter.targets.values()):  # the known mistake leaves it applied
+        missing = MISTAKES["lora-delta-missing"]
+        yield replace(missing, part=SCALING, wrong=left_out(adapter.targets), along=None)
 
 
 def zero_gradients(names: Sequence[str]) -> Hypothesis:

@@ -4,8 +4,7 @@ Moments and learning rate give the update of a step, so the tensors after a step
 such a start, the engine is right, and `--adapter` is of another step.
 """
 
-import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 import numpy as np
@@ -48,34 +47,42 @@ def other_starts(
     `run` is the replay from `--adapter`.
     """
     step, tensors = first_step(dump), adapter.flat()
-    after = {name: step.shown["parameters", name].array for name in tensors if ("parameters", name) in step.shown}
+    after = _tensors_after(step, tensors)
     for end in ({name: array.astype(np.float64) for name, array in tensors.items()}, after):
         if len(end) == len(tensors) and _has_moments(step, tensors):
             start = {name: _before(step, name, array, run, dump.settings) for name, array in end.items()}
-            distance = max(float(np.abs(start[name] - array).max()) for name, array in tensors.items())
-            if distance <= NEARBY * step.lr:  # False for NaN
+            if _is_near(start, tensors, step):
                 yield assembled(adapter.config, start, config, where=None), dump
-    later_steps = tuple(later for later in dump.steps if later.number > step.number)
-    if later_steps:
+    if later_steps := _steps_after(dump, step):
         yield adapter, replace(dump, steps=later_steps)
 
 
 def start_from_dump(dump: TrainingDump, adapter: Adapter) -> TrainingDump | None:
     """Leave out the first step, if the dump has the tensors after it, near to the adapter, and later steps."""
     step, tensors = first_step(dump), adapter.flat()
-    after = {name: step.shown["parameters", name].array for name in tensors if ("parameters", name) in step.shown}
-    distance = max((float(np.abs(array - tensors[name]).max()) for name, array in after.items()), default=math.inf)
-    is_known = (
-        starts_from_adapter(dump, adapter, step.number) and len(after) == len(tensors) and distance <= NEARBY * step.lr
-    )
-    later_steps = tuple(later for later in dump.steps if later.number > step.number)
-    if not is_known or not later_steps:
+    later_steps, after = _steps_after(dump, step), _tensors_after(step, tensors)
+    if not later_steps or len(after) < len(tensors) or not _is_near(after, tensors, step):
         return None
     note = (
         f"--adapter may be of another step: step {step.number}, which starts from it, is wrong, and later steps, which "
         f"start from the dump's tensors, are right; llorch did not judge step {step.number}"
     )
     return replace(dump, steps=(replace(step, batches=()), *later_steps), notes=(*dump.notes, note))
+
+
+def _tensors_after(step: TrainingStep, names: Iterable[str]) -> dict[str, np.ndarray]:
+    """Return the tensors after a step that the dump has."""
+    return {name: step.shown["parameters", name].array for name in names if ("parameters", name) in step.shown}
+
+
+def _steps_after(dump: TrainingDump, step: TrainingStep) -> tuple[TrainingStep, ...]:
+    return tuple(later for later in dump.steps if later.number > step.number)
+
+
+def _is_near(tensors: Mapping[str, np.ndarray], given: Mapping[str, np.ndarray], step: TrainingStep) -> bool:
+    """Tell if tensors may be those of an earlier or later step than the given ones; False for NaN."""
+    distances = np.array([np.abs(tensors[name] - array).max() for name, array in given.items()])
+    return bool((distances <= NEARBY * step.lr).all())
 
 
 def _has_moments(step: TrainingStep, tensors: Mapping[str, np.ndarray]) -> bool:

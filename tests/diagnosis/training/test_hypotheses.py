@@ -2,8 +2,10 @@
 
 import pytest
 from helpers.without_gaps import without_gaps
+from torch import Tensor
 
-from benchmarks.diagnosis.training_bugs import BUGS
+from benchmarks.diagnosis.trainer import Trainer
+from benchmarks.diagnosis.training_bugs import BUGS, Bug
 from benchmarks.diagnosis.training_cases import TrainingCase, score
 from llorch.diagnosis.training.hypotheses import partly_applied
 from llorch.diagnosis.verdict import Finding
@@ -22,10 +24,13 @@ def findings(name: str, style: str, rows: str = "ragged") -> list[Finding]:
 
 def test_parts_of_an_adapter_are_modules_layers_and_the_head():
     weights = open_weights(builtin_path("micro-llama"))
-    config = LoraConfig(target_modules=("q_proj", "lm_head"))
+    config = LoraConfig(target_modules=("q_proj", "v_proj", "lm_head", "embed_tokens"))
     adapter = initial_adapter(config, weights, init="default", seed=0)
-    parts = [mistake.diagnosis.removeprefix("The adapter of ") for mistake in partly_applied(adapter)]
-    assert parts == [f"{part} is not applied." for part in ("q_proj", "layer 0", "layer 1", "layer 2", "lm_head")]
+    layers = [f"layer {layer}" for layer in range(weights.config.n_layers)]
+    *partial, whole = partly_applied(adapter)
+    parts = [mistake.diagnosis.removeprefix("The adapter of ").removesuffix(" is not applied.") for mistake in partial]
+    assert sorted(parts) == sorted(["q_proj", "v_proj", "attention", *layers, "lm_head", "embed_tokens"])
+    assert whole.name == "lora-delta-missing"
 
 
 @pytest.mark.slow_cases("v_proj-*")
@@ -43,6 +48,20 @@ def test_gradient_of_exactly_zero_is_called_that(name: str, first: str):
     (finding,) = findings(name, "usual")
     assert [cause.name for cause in (*finding.causes, *finding.alternatives)] == ["gradient-exactly-zero"]
     assert f"The gradient of layers.1.{first}.lora_A is exactly 0" in finding.sentence
+
+
+@pytest.mark.slow
+def test_zero_gradient_beside_another_error_is_called_that():
+    def wrong(self: Trainer, loss: Tensor) -> dict[str, Tensor]:
+        grads = Trainer.gradients(self, loss)
+        first, second = (f"layers.1.down_proj.lora_{kind}" for kind in "AB")
+        return grads | {first: grads[first] * 0, second: grads[second].flip(0)}
+
+    bug = Bug("zero-and-flipped", "gradient", {"gradients": wrong})
+    with without_gaps():
+        finding = score(TrainingCase(bug, "micro-qwen3", "usual")).wrong[0]
+    assert finding.kind == "unknown"
+    assert finding.sentence.endswith("This gradient is exactly 0.")
 
 
 @pytest.mark.parametrize("rows", ["restarting", "running"])
