@@ -48,7 +48,8 @@ def _functions(finding: Finding, replay: Replay) -> set[str]:
 def _functions_of(key: str, replay: Replay) -> Iterator[str]:
     """Yield the functions that compute a stage, in words: the product of a type of matrix, and any product."""
     stage, layer = replay.stages[key]
-    if matrix := stage.matrix or (matrix_of(stage, replay.config) if stage.name == "logits" else ""):
+    if stage.matrix:
+        matrix = matrix_of(stage, replay.config)
         name = matrix if layer is None else f"layers.{layer}.{matrix}"
         if name in replay.weights:
             yield f"product with a {replay.weights.stored_type(name).name} matrix"

@@ -21,7 +21,7 @@ from llorch.engines.dumps.stage_dump import DumpedArray
 from llorch.judging.types import Cause
 from llorch.ops.numerics import QuantMethod
 from llorch.stages.comparison import FAIL, safe_ratio
-from llorch.stages.table import input_keys, key, output_matrix
+from llorch.stages.table import input_keys, key, matrix_of
 
 DECIDES = 2.0  # times: the worst element exceeds its tolerance by so much more than the array does
 N_SOURCES = 48  # most arrays of the dump that are compared with a wrong one
@@ -100,7 +100,7 @@ def _describe_terms(check: StageCheck, pair: ArrayPair, passed: Arrays, dumped: 
     if stage.masked:
         return ""
     error, names = pair.expected - pair.actual, input_keys(stage, layer, replay.config)
-    matrix = stage.matrix or (output_matrix(replay.config) if stage.name == "logits" else "")
+    matrix = matrix_of(stage, replay.config)
     if matrix and not stage.by_expert and error.ndim == 2:
         x, weight = _rows(passed[names[0]], names[0], dumped, replay), replay.layer_weights(layer)[matrix]
         dense = weight.dequantize() if isinstance(weight, QuantMethod) else np.asarray(weight)

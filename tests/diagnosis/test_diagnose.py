@@ -258,6 +258,17 @@ def test_decoding_mistake_that_the_embedding_shows_is_detectable():
     assert "rope-missing" in hidden
 
 
+def test_columns_that_a_tied_head_leaves_out_are_described():
+    model = "micro-qwen2"
+    weights = float64_weights(model)
+
+    def half(inputs: Any, stage: str, array: np.ndarray) -> np.ndarray:
+        return inputs.arrays["final_norm"][:, :32] @ np.asarray(inputs.weights["embed_tokens"])[:, :32].T
+
+    (finding,) = findings(weights, dump_run(model, passes(model), Change({"logits": StageChange(half)})))
+    assert finding.pattern == "input columns from 32 on are left out"
+
+
 def test_values_that_are_not_finite_are_described_and_not_explained():
     def overflowing(inputs: Any, stage: str, array: np.ndarray) -> np.ndarray:
         array = array.copy()
