@@ -98,8 +98,8 @@ AREAS = (
     ),
     Area(
         "diagnosis",
-        "engines/dumps/* engines/dumps/writers/* diagnosis/* diagnosis/search/* diagnosis/training/*",
-        "engines/dumps/* diagnosis/* diagnosis/search/* diagnosis/training/*",
+        "engines/dumps/* engines/dumps/writers/* diagnosis/* diagnosis/[ps]*/* diagnosis/training/*",
+        "engines/dumps/* diagnosis/* diagnosis/patterns/* diagnosis/search/* diagnosis/training/*",
     ),
     Area("mistakes", "diagnosis/mistakes/*", "diagnosis/mistakes/* faults/*"),
     Area(
