@@ -258,7 +258,7 @@ def test_decoding_mistake_that_the_embedding_shows_is_detectable():
     assert "rope-missing" in hidden
 
 
-def test_columns_that_a_tied_head_leaves_out_are_described():
+def test_columns_missing_in_a_tied_head_are_described():
     model = "micro-qwen2"
     weights = float64_weights(model)
 

@@ -1,4 +1,4 @@
-"""Patterns of errors in arrays: planted ones are described in words, random ones are not."""
+"""Patterns of errors in arrays: injected ones are described in words, random ones are not."""
 
 from collections.abc import Callable
 
@@ -64,7 +64,7 @@ def growing(array: np.ndarray) -> np.ndarray:
     return array + 0.01 * np.arange(len(array))[:, None] * np.random.default_rng(1).standard_normal(array.shape)
 
 
-PLANTED: dict[str, tuple[str, Change, str]] = {
+INJECTED: dict[str, tuple[str, Change, str]] = {
     "zero heads": ("q_rope", replaced(np.s_[:, 10:12], 0), "heads 10 and 11 only: all 0"),
     "dims of every head": ("k_rope", scaled(np.s_[..., 4:8], 2), "dims 4 to 7 only: 2 times the right values"),
     "last dims": ("q_proj", scaled(np.s_[..., 16:], -1), "dims from 16 on only: -1 times the right values"),
@@ -88,9 +88,9 @@ PLANTED: dict[str, tuple[str, Change, str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", PLANTED)
-def test_planted_pattern_is_described(name: str):
-    stage, change, words = PLANTED[name]
+@pytest.mark.parametrize("name", INJECTED)
+def test_injected_pattern_is_described(name: str):
+    stage, change, words = INJECTED[name]
     expected, axes = arrays(stage)
     noise = 1 + NOISE * np.random.default_rng(2).standard_normal(expected.shape)
     actual = change(expected.copy())
@@ -133,7 +133,7 @@ def test_input_columns_that_a_product_counts_wrongly_are_described(counts: np.nd
     assert describe_product_terms(random.standard_normal((SEQ, 96)), x, matrix) == ""
 
 
-def test_keys_that_a_context_leaves_out_are_described():
+def test_keys_missing_in_a_context_are_described():
     random = np.random.default_rng(7)
     probs, values = random.random((15, SEQ, CTX)), random.standard_normal((3, CTX, 32))
     missing = np.arange(CTX) < 4
