@@ -154,7 +154,7 @@ def _run_llamacpp(folder: Path, model: str, dtype: str, kv_cache: str, flash: bo
     try:
         setattr(llama_cpp, switch, llama_cpp.LLAMA_FLASH_ATTN_TYPE_ENABLED if flash else default)
         with llamacpp.LlamaCpp(builtin_path(model), numerics=numerics, dtype=dtype) as engine:  # type: ignore[arg-type]
-            capture = GraphCapture(engine.config, len(ids))
+            capture = GraphCapture(engine.config, len(ids), fused_attention=flash)
             engine._logits(ids, 0, GraphWatcher(capture))
     finally:
         setattr(llama_cpp, switch, default)

@@ -167,17 +167,24 @@ def _shared_rules(config: ModelConfig) -> Iterator[Rule]:
     yield "moe_out", *nodes.get("moe_out", ("ADD", "ffn_out")), None
 
 
+FUSED = ("kq", "attn_probs", "kqv", "attn_context")  # nodes that flash attention replaces by one
+
+
 class GraphCapture:
     """Capture of the stages of one `llama_decode` call from the nodes of its graph."""
 
-    def __init__(self, config: ModelConfig, n_tokens: int) -> None:
-        """Prepare to capture one pass of `n_tokens` tokens with an empty cache."""
+    def __init__(self, config: ModelConfig, n_tokens: int, *, fused_attention: bool = False) -> None:
+        """Prepare to capture one pass of `n_tokens` tokens with an empty cache.
+
+        A graph with `fused_attention` (flash attention) has no nodes for caches, scores, probabilities and contexts.
+        """
         self.config = config
         self.n_tokens = n_tokens
         self.arrays: dict[str, np.ndarray] = {}
         self._rules: dict[tuple[str, str], list[NodeRule]] = {}
         self._unnamed: list[NodeRule] = []
-        self._all_rules = node_rules(config)
+        fused = FUSED if fused_attention else ()
+        self._all_rules = [rule for rule in node_rules(config) if rule.stage.rpartition(".")[2] not in fused]
         for rule in self._all_rules:
             rules = self._unnamed if rule.name is None else self._rules.setdefault((rule.op, rule.name), [])
             rules.append(rule)
