@@ -90,7 +90,7 @@ def describe_pattern(check: StageCheck, search: CauseSearch) -> str:
         if array.shape == pair.actual.shape
     )
     words = describe_error(actual, expected, axes, tolerance=check.isolated.tolerance.error, sources=sources)
-    terms = "" if ": " in words else _describe_terms(check, pair, passed, dumped, replay)
+    terms = "" if ": " in words or dumped.heads else _describe_terms(check, pair, passed, dumped, replay)
     return ": ".join(filter(None, (words, terms)))
 
 
@@ -118,7 +118,10 @@ def _axes(check: StageCheck, expected: np.ndarray, dumped: DumpedArray, replay: 
     n_keys = n_cached + len(tokens.ids)
     first_key = n_keys - dumped.keys if dumped.keys is not None else 0
     stage, _ = replay.stages[check.key]
-    return axes_of(stage, expected.shape, tokens.first_position + indices, n_cached + indices, first_key)
+    is_joined = "heads" not in stage.axes  # heads and their dimensions share an axis
+    first_head = dumped.heads[0] // (replay.config.head_dim if is_joined else 1) if dumped.heads else 0
+    positions = tokens.first_position + indices
+    return axes_of(stage, expected.shape, positions, n_cached + indices, first_key, first_head)
 
 
 def _rows(array: np.ndarray, name: str, dumped: DumpedArray, replay: Replay) -> np.ndarray:

@@ -47,19 +47,23 @@ def _head_width(axis: str, config: ModelConfig) -> int:
 
 
 def axes_of(
-    stage: Stage, shape: Sequence[int], positions: np.ndarray, own_keys: np.ndarray, first_key: int
-) -> list[Axis]:
+    stage: Stage, shape: Sequence[int], positions: np.ndarray, own_keys: np.ndarray, first_key: int = 0,
+    first_head: int = 0,
+) -> list[Axis]:  # fmt: skip
     """List the axes of an array with split heads, and the distance of keys from the query if it has both.
 
-    `own_keys` are the indices of the tokens in the cache, `first_key` is that of the array's first key.
+    `own_keys` are the indices of the tokens in the cache, `first_key` is that of the array's first key, and
+    `first_head` the number of its first head.
     """
     names = stage.axes.split()
     if len(names) < len(shape):
         names = [*names[:-1], "heads", "head_dim"]
     axes = []
     for dimension, (name, size) in enumerate(zip(names, shape, strict=True)):
-        labels = positions if name == "seq" else np.arange(size) + (first_key if name == "ctx" else 0)
-        axes.append(Axis(NOUNS.get(name, "column"), _along(labels, dimension, len(shape)), dimension))
+        noun = NOUNS.get(name, "column")
+        first = {"key": first_key, "head": first_head}.get(noun, 0)
+        labels = positions if name == "seq" else first + np.arange(size)
+        axes.append(Axis(noun, _along(labels, dimension, len(shape)), dimension))
     if {"seq", "ctx"} <= set(names):
         queries = _along(own_keys, names.index("seq"), len(shape))
         axes.append(Axis("distance", queries - axes[names.index("ctx")].labels))

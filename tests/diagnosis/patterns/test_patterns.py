@@ -26,7 +26,7 @@ def arrays(stage: str, seq: int = SEQ) -> tuple[np.ndarray, list[Axis]]:
     row = BY_NAME[stage]
     array = np.random.default_rng(0).standard_normal(row.shape(CONFIG, seq=seq, ctx=CTX))
     array = split_heads(array, row, CONFIG)
-    return array, axes_of(row, array.shape, 100 + np.arange(seq), CTX - seq + np.arange(seq), 0)
+    return array, axes_of(row, array.shape, 100 + np.arange(seq), CTX - seq + np.arange(seq))
 
 
 def replaced(index: object, values: object) -> Change:
@@ -96,6 +96,13 @@ def test_injected_pattern_is_described(name: str):
     actual = change(expected.copy())
     actual = actual if name == "clamped" else actual * noise
     assert words in describe_error(actual, expected, axes, tolerance=1e-6)
+
+
+def test_heads_of_one_rank_have_their_numbers():
+    (expected, _), row = arrays("q_rope"), BY_NAME["q_rope"]
+    actual = scaled(np.s_[:, 1], 2)(expected[:, 10:].copy())
+    axes = axes_of(row, actual.shape, np.arange(SEQ), np.arange(SEQ), first_head=10)
+    assert describe_error(actual, expected[:, 10:], axes, tolerance=1e-6).startswith("head 11 only")
 
 
 def test_copy_of_another_array_is_described_by_its_name():
