@@ -265,7 +265,9 @@ class StageReader:
         forms = list_forms(named.table, shape, sizes)
         if not forms:
             expected = " ".join(f"{axis}={math.prod(sizes[a] for a in single_axes([axis]))}" for axis in named.table)
-            advice = f"give axes under [layout.{named.stages[0]}], or check that model and tokens belong to this run"
+            advice = "check that model and tokens belong to this run"
+            if math.prod(shape) == math.prod(sizes[axis] for axis in single_axes(named.table)):
+                advice = f"give axes under [layout.{named.stages[0]}]"
             raise FormatError("Shape", f"expected {expected}, in any order of the axes, got {shape}; {advice}")
         return [ArrayReading(tokens, form, sizes, n_tokens, config) for form in forms]
 

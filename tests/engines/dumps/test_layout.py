@@ -149,9 +149,11 @@ def read_zeros(*shape: int, **layout: object) -> object:
 FITTING, AS_TABLE = f"seq={N} heads=15 head_dim=32", "seq heads head_dim"
 LAYOUT, MALFORMED = "dump: layout: l1.q_rope (q_rope):", "dump: Malformed: l1.q_rope (q_rope): axes:"
 REFUSALS = [
-    row("two axes", lambda: read_zeros(N, 7), GuardFailed, where=LAYOUT, expected=FITTING, got=(f"({N}, 7)", "axes")),
+    row("two axes", lambda: read_zeros(N, 7), GuardFailed, where=LAYOUT, expected=FITTING, got=(f"({N}, 7)", "tokens")),
     row("two of a batch", lambda: read_zeros(2, N, 15, 32),
-        GuardFailed, "[layout.q_rope]", "tokens", where=LAYOUT, expected=FITTING, got=f"(2, {N}, 15, 32)"),
+        GuardFailed, "tokens", where=LAYOUT, expected=FITTING, got=f"(2, {N}, 15, 32)"),
+    row("heads out of order", lambda: read_zeros(N, 8, 60), GuardFailed, "[layout.q_rope]", where=LAYOUT,
+        expected=FITTING, got=f"({N}, 8, 60)"),
     row("unknown axis", lambda: read_zeros(N, 15, 32, axes="seq head head_dim"),
         "Malformed", where=MALFORMED, expected=AS_TABLE, got=("seq head head_dim", "'heads'")),
     row("axis left out", lambda: read_zeros(N, 15, 32, axes="seq heads"),
