@@ -46,13 +46,13 @@ def _functions(finding: Finding, replay: Replay) -> set[str]:
 
 
 def _functions_of(key: str, replay: Replay) -> Iterator[str]:
-    """Yield the functions that compute a stage, in words: the product of a type of matrix, and any product."""
+    """Yield the functions that compute a stage, in words: any product, and the decoder of a type of matrix."""
     stage, layer = replay.stages[key]
+    matrix = "embed_tokens" if stage.name == "embed" else matrix_of(stage, replay.config)
+    name = matrix if layer is None else f"layers.{layer}.{matrix}"
+    if matrix and name in replay.weights:
+        yield f"stage that reads a {replay.weights.stored_type(name).name} matrix"
     if stage.matrix:
-        matrix = matrix_of(stage, replay.config)
-        name = matrix if layer is None else f"layers.{layer}.{matrix}"
-        if name in replay.weights:
-            yield f"product with a {replay.weights.stored_type(name).name} matrix"
         yield "product with a matrix"
     elif stage.name in ROTATIONS:
         yield "rotation"
@@ -86,5 +86,5 @@ def _with_scope(finding: Finding, checks: Sequence[StageCheck], replay: Replay) 
     wrong = next((function for function in functions if _is_always_wrong(function, checks, replay)), "")
     scope = f"every {wrong}" if wrong else join_words(stages)
     has_right = any(check.verdict != FAIL and BY_NAME[check.stage].matrix for check in checks)
-    contrast = ", products with other matrices are right" if "product" in wrong and has_right else ""
+    contrast = ", those with other matrices are right" if "reads a" in wrong and has_right else ""
     return replace(finding, sentence=f"{finding.sentence} The same in {scope}{contrast}: look for one cause.")

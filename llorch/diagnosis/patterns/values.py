@@ -13,6 +13,7 @@ from llorch.ops.rounding import ActivationKind, round_activations
 
 N_FITTED = 8  # fewest entries for each fitted number
 MAX_SLICES = 2048  # most slices of an axis that are compared with one another
+ON_GRID = 1e-3  # steps: largest distance of a value from its multiple of the step
 MAX_GROUP = 8  # most copies of one slice in a row that are looked for
 Prediction = tuple[str, np.ndarray]
 Sources = Iterable[tuple[str, np.ndarray]]
@@ -124,12 +125,16 @@ _ROUNDED: Mapping[str, ActivationKind] = {"bfloat16": "BF16", "float16": "F16"}
 
 
 def _rounded(part: _Part) -> Iterator[Prediction]:
-    """Yield the right values in another type: 16 bits, or a grid with one scale for all, for a row or for a head."""
+    """Yield the right values in another type: 16 bits, or a grid with one step, or one scale for a row or a head."""
     expected = np.ascontiguousarray(part.expected)
     for name, kind in _ROUNDED.items():
         yield f"rounded to {name}", round_activations(expected, kind)
     bits = expected.astype(np.float32).view(np.uint32) & np.uint32(0xFFFF0000)
     yield "cut off to bfloat16, not rounded", bits.view(np.float32).astype(expected.dtype)
+    gaps = np.diff(np.unique(part.a))
+    step = float(gaps.min()) if len(gaps) > 1 else 0.0
+    if step and np.allclose(part.a / step, np.round(part.a / step), rtol=0, atol=ON_GRID):
+        yield f"rounded to multiples of {step:.6g}", np.round(expected / step) * step
     scopes = {"the array": None, "each row": expected.ndim - 1, "each head": (0, expected.ndim - 1)}
     for scope, axis in scopes.items():
         largest = np.abs(expected).max(axis=axis, keepdims=True)
@@ -210,6 +215,11 @@ def _describe_order(noun: str, targets: np.ndarray, n_moved: int) -> str:
             size = n // rows
             rule = f"{noun} i has the right values of {noun} {size} * (i % {rows}) + i // {rows}"
             return f"{noun}s in another order: {rows} groups of {size} are interleaved ({rule})"
+    for size in (size for size in range(2, n // 2 + 1) if n % size == 0):
+        blocks = targets.reshape(-1, size) - size * np.arange(n // size)[:, None]
+        is_same = (blocks == blocks[0]).all() and np.array_equal(np.sort(blocks[0]), np.arange(size))
+        if is_same and (words := _describe_order(noun, blocks[0], int((blocks[0] != np.arange(size)).sum()))):
+            return f"in each block of {size} {noun}s: {words}"
     if n_moved > N_LISTED and np.array_equal(np.sort(targets), index):
         start = ", ".join(str(target) for target in targets[: 2 * N_LISTED])
         return f"{noun}s in another order: those of {start}{' ...' if n > 2 * N_LISTED else ''}"

@@ -84,6 +84,11 @@ INJECTED: dict[str, tuple[str, Change, str]] = {
     "bias": ("ffn_gate", lambda array: array + np.arange(array.shape[1]), "off by the same row at every position"),
     "clamped": ("ffn_up", lambda array: array.clip(-1, 1), "clamped to -1 to 1"),
     "int8": ("k_rope", int8, "rounded to int8 with one scale for each row"),
+    "grid": ("k_rope", lambda array: np.round(array * 64) / 64, "rounded to multiples of 0.015625"),
+    "halves of blocks": (
+        "attn_norm", lambda array: array.reshape(SEQ, 2, 2, 16)[:, :, ::-1].reshape(SEQ, 64),
+        "in each block of 32 columns: columns are rolled: column i has the right values of column (i + 16) % 32",
+    ),
     "growing": ("attn_norm", growing, "the error grows with the position"),
 }  # fmt: skip
 
@@ -94,7 +99,7 @@ def test_injected_pattern_is_described(name: str):
     expected, axes = arrays(stage)
     noise = 1 + NOISE * np.random.default_rng(2).standard_normal(expected.shape)
     actual = change(expected.copy())
-    actual = actual if name == "clamped" else actual * noise
+    actual = actual if name in ("clamped", "grid") else actual * noise
     assert words in describe_error(actual, expected, axes, tolerance=1e-6)
 
 
