@@ -40,6 +40,6 @@ def test_wrong_decoder_of_one_type_is_one_finding(tmp_path: Path):
     weights = open_weights(write_model("Q4_K_M", tmp_path)).astype(np.float64, keep=True)
     dump = dump_of(weights, [Tokens(tuple(range(5, 17)))], with_wrong_decoder(weights, "Q6_K"))
     (finding,) = diagnose(weights, dump).findings
-    assert {key.rpartition(".")[2] for _, key in finding.places} == {"v_proj", "ffn_out"}
+    assert {key.rpartition(".")[2] for _, key in finding.places} == {"v_proj", "ffn_out", "logits"}
     scope = "every stage that reads a Q6_K matrix, those with other matrices are right"
     assert finding.sentence.endswith(f"The same in {scope}: look for one cause.")
