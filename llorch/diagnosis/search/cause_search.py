@@ -12,6 +12,7 @@ import numpy as np
 
 from llorch.diagnosis.attempt import NAMED, ORDER, Attempt, Hypothesis, SettingFamily, best_by_name
 from llorch.diagnosis.dump_checker import ArrayPair, pair_of
+from llorch.diagnosis.earlier_passes import reads_past
 from llorch.diagnosis.replay import UNCHANGED, Arrays, Change, Past, Replay, StageChange
 from llorch.diagnosis.search.block_hypotheses import block_mistakes
 from llorch.diagnosis.search.hypotheses import known_mistakes, rounding_hypotheses, setting_families
@@ -43,6 +44,7 @@ class CauseSearch:
         self._cached_inputs: tuple[object, Mapping[str, np.ndarray]] = (None, {})
         self._sizes: dict[tuple[int, str], np.ndarray | None] = {}
         self._finite_errors: dict[tuple[int, str], bool] = {}
+        self._first_inherited: str | None = None  # stage key of the first error that earlier passes may explain
 
     def run(self, check: StageCheck, *, pairs: bool = True, was_right: bool = False) -> list[Attempt]:
         """Try every hypothesis about the stages since the last dumped ones; return the attempts, the nearest first.
@@ -53,7 +55,7 @@ class CauseSearch:
         attempts = list(self._singles(check, was_right=was_right))
         if pairs and not any(attempt.is_named for attempt in attempts):
             attempts += self._pairs(check, attempts)
-        if check.n_pass and not any(attempt.is_named for attempt in attempts):
+        if self._may_inherit(check) and not any(attempt.is_named for attempt in attempts):
             attempts += self._in_earlier_passes(check)
         return sorted(attempts, key=lambda attempt: attempt.rank)
 
@@ -78,6 +80,14 @@ class CauseSearch:
                     break
         families = self._relevant_families(check)
         yield from (self._fit_value(family, check) for family in families if family.later or not was_right)
+
+    def _may_inherit(self, check: StageCheck) -> bool:
+        """Tell if the error may come from a cache that an earlier pass filled wrongly; only the first such is tried."""
+        if not check.n_pass or self._first_inherited not in (None, check.key):
+            return False
+        if reads_past(self.replay, check.ran_since):
+            self._first_inherited = check.key
+        return self._first_inherited is not None
 
     def _in_earlier_passes(self, check: StageCheck) -> Iterator[Attempt]:
         """Try each known mistake in the passes before the check's pass only, in all their stages up to the check's."""
