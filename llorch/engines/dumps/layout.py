@@ -26,7 +26,18 @@ JOINED: Mapping[str, tuple[str, ...]] = {
     "q_width": ("heads", "head_dim"), "kv_width": ("kv_heads", "head_dim"), "value_width": ("v_heads", "value_dim"),
 }  # fmt: skip
 HEAD_DIMS = ("head_dim", "key_dim", "value_dim")
-PAIRED = ("q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope", "k_cache")  # stages whose pairs RoPE rotates
+PAIRED = (
+    "q_proj",
+    "k_proj",
+    "q_norm",
+    "k_norm",
+    "q_rope",
+    "k_rope",
+    "q_head_norm",
+    "k_head_norm",
+    "q_tempered",
+    "k_cache",
+)  # fmt: skip (stages whose pairs RoPE rotates)
 # Stages with value heads of a delta net -> the axis of the heads, or of heads and channels.
 VALUE_HEADS = {
     "qkv_in": -1, "z_in": -1, "b_in": -1, "a_in": -1, "conv_state": -1, "conv_out": -1, "beta": -1, "log_decay": -1,
@@ -220,9 +231,9 @@ def split_fused(fused: np.ndarray, parts: Sequence[str], order: str, config: Mod
 
 
 def normalise(
-    array: np.ndarray, stage: Stage, layout: DumpLayout, config: ModelConfig, later: np.ndarray
+    array: np.ndarray, stage: Stage, layout: DumpLayout, config: ModelConfig, hidden: np.ndarray
 ) -> np.ndarray:
-    """Undo the declared layout of an array in the table's shape; `later`, (tokens, ctx), marks keys after the query."""
+    """Undo the declared layout of an array in the table's shape; `hidden`, (tokens, ctx), marks keys to mask."""
     if layout.permuted and stage.name in PAIRED:
         array = undo_pairs(array, stage, config)
     if layout.tiled and stage.name in VALUE_HEADS:
@@ -230,6 +241,6 @@ def normalise(
     if layout.times != 1:
         array = array / array.dtype.type(layout.times)
     if stage.masked:
-        hidden = later if not layout.masked else later & (array <= AS_GOOD_AS_MASKED)
-        array = np.where(hidden, array.dtype.type(-np.inf), array)
+        is_masked = hidden if not layout.masked else hidden & (array <= AS_GOOD_AS_MASKED)
+        array = np.where(is_masked, array.dtype.type(-np.inf), array)
     return np.ascontiguousarray(array)

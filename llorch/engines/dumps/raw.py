@@ -127,8 +127,8 @@ def known_dtype(text: str) -> str | None:
 def float_type(fields: Fields, key: str) -> str:
     """Read the float dtype of an engine, or of its KV cache; empty if not declared, FormatError if unknown."""
     text = fields.text(key, default="")
-    if key == "kv_cache" and text in INT8_CACHES:
-        return text
+    if key == "kv_cache" and text in (*INT8_CACHES, "int8"):
+        return text if text in INT8_CACHES else "int8-row"  # the usual scale: one for each token and head
     dtype = known_dtype(text) if text else ""
     if dtype is None or "int" in dtype:
         integers = f", {', '.join(INT8_CACHES)}" if key == "kv_cache" else ""

@@ -444,15 +444,25 @@ class StageReader:
         parts = split_fused(array, named.stages, named.layout.fused, read.config) if more_stages else {first: array}
         seq, ctx = read.sizes["seq"], read.sizes["ctx"]
         rows = np.arange(seq) if read.tokens is None else np.array(read.tokens)
-        later = np.arange(ctx) > rows[:, None] + ctx - read.n_tokens  # (tokens, ctx): keys after the query
+        hidden = self._hidden_keys(named, rows, ctx, rows + ctx - read.n_tokens)
         arrays = {}
         for name, part in parts.items():
             stage = BY_NAME[name]
             part = part.reshape(stage.shape(read.config, seq=seq, ctx=ctx))
             if read.config.n_kv_heads > self.config.n_kv_heads and "kv_" in stage.axes:
                 part = merge_copies(part, stage, self.config)
-            arrays[name] = _pad_keys(normalise(part, stage, named.layout, self.config, later), stage, read)
+            arrays[name] = _pad_keys(normalise(part, stage, named.layout, self.config, hidden), stage, read)
         return arrays
+
+    def _hidden_keys(self, named: NamedArray, rows: np.ndarray, ctx: int, own_keys: np.ndarray) -> np.ndarray:
+        """Mark the keys that tokens do not see, (tokens, ctx): those after them, before their window or chunk.
+
+        `own_keys` are the indices of the tokens among the `ctx` keys.
+        """
+        keys, positions = np.arange(ctx), self.passes[named.n_pass].first_position + rows
+        hidden = keys > own_keys[:, None]
+        first = None if named.layer is None else self.config.layer(named.layer).seen_from(positions)
+        return hidden if first is None else hidden | (keys < (first - positions + own_keys)[:, None])
 
 
 def _pad_keys(array: np.ndarray, stage: Stage, read: ArrayReading) -> np.ndarray:

@@ -8,7 +8,7 @@ import pytest
 from builders.raw_dumps import golden_trace, raw_array, raw_dump, weights_of
 from helpers.refusals import Refusal, assert_tells, refuses, row
 
-from llorch.engines.dumps.layout import VALUE_HEADS, Form, find_nearest_form, list_forms, sine_distance
+from llorch.engines.dumps.layout import VALUE_HEADS, Form, find_nearest_form, list_forms, normalise, sine_distance
 from llorch.engines.dumps.mapping import mapping_of
 from llorch.engines.dumps.stage_mapping import stage_dump
 from llorch.families.layers import DeltaNet, Layer
@@ -90,6 +90,27 @@ def test_declared_axes_are_used(stage: str, axes: str, array: np.ndarray):
     key = f"l1.{stage}"
     of_dump = stage_dump(raw_dump([raw_array(key, array, axes=tuple(axes.split()))], IDS), CONFIG)
     np.testing.assert_array_equal(of_dump.dumped[0, key].read(), trace_array(stage))
+
+
+@pytest.mark.parametrize("declared", [{"masked": False}, {}])
+def test_scores_before_the_mask_get_the_mask_of_the_window(declared: dict[str, object]):
+    config = replace(CONFIG, layers=(Layer(window=5),) * CONFIG.n_layers)
+    distance = np.arange(N)[:, None] - np.arange(N)
+    scores = np.random.default_rng(0).standard_normal((CONFIG.n_heads, N, N)).astype(np.float32)
+    masked = np.where((distance >= 0) & (distance < 5), scores, -np.inf)
+    array = scores if declared else np.where(np.isneginf(masked), -1e9, masked).astype(np.float32)
+    mapping = mapping_of({"layout": {"attn_scores": declared} if declared else {}})
+    dump = stage_dump(raw_dump({"l1.attn_scores": array}, IDS), config, mapping=mapping)
+    np.testing.assert_array_equal(dump.dumped[0, "l1.attn_scores"].read(), masked)
+
+
+@pytest.mark.parametrize("stage", ["q_tempered", "q_head_norm", "k_head_norm"])
+def test_pairs_of_stages_after_the_rotation_are_undone(stage: str):
+    heads = np.arange(2 * CONFIG.n_heads * CONFIG.head_dim, dtype=np.float32).reshape(2, -1, CONFIG.head_dim)
+    paired = interleave(heads.reshape(-1), heads.size // CONFIG.head_dim).reshape(heads.shape)
+    layout = mapping_of({"layout": {stage: {"permuted": "interleaved"}}}).layouts[stage]
+    hidden = np.zeros((2, 2), bool)
+    np.testing.assert_array_equal(normalise(paired, BY_NAME[stage], layout, CONFIG, hidden), heads)
 
 
 def test_pairs_factors_and_masks_are_undone_where_declared():

@@ -103,11 +103,15 @@ WRONG: dict[str, tuple[str, str, tuple[object, ...], tuple[object, ...]]] = {  #
     "id a bool": ("[run]\nids = [true]", "Malformed", ("ids:", "token ids"), ("[True]",)),
     "negative position": ("[run]\nfirst_position = -1", "OutOfRange", ("first_position:", 0), (-1,)),
     "dtype a number": ("[run]\ndtype = 16", "Malformed", ("dtype:", "string"), (16,)),
-    "cache of unknown scales": ("[run]\nkv_cache = 'int8'", "Unsupported", ("kv_cache:", *INT8_CACHES), ("'int8'",)),
+    "unknown cache": ("[run]\nkv_cache = 'int4'", "Unsupported", ("kv_cache:", *INT8_CACHES), ("'int4'",)),
     "rank without a number of ranks": ("[run]\nrank = '1'", "Malformed", ("rank:", '"1/4"'), ("'1'",)),
     "rank after the last": ("[run]\nrank = '4/4'", "Malformed", ("rank:", '"1/4"'), ("'4/4'",)),
     "too large": ("a" * (1 << 20) + "=1", "TooLarge", (1 << 20,), ()),
 }  # fmt: skip
+
+
+def test_int8_cache_without_a_scope_has_a_scale_for_each_row():
+    assert mapping_of({"run": {"kv_cache": "int8"}}).features == {"kv_cache": "int8-row"}
 
 
 @pytest.mark.parametrize(("text", "code", "facts", "actual"), WRONG.values(), ids=WRONG)
