@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from faults.wrong_dumps import WHOLE, dump_run, float64_weights, passes
 
-from llorch.diagnosis.diagnose import check_stages
+from llorch.diagnosis.diagnose import check_stages, findings
 from llorch.diagnosis.replay import Change, StageChange
 from llorch.engines.dumps.stage_dump import INT8_CACHES, Features, StageDump
 from llorch.judging.tolerances.forward import CACHES
@@ -62,6 +62,15 @@ def test_wrong_scale_of_a_declared_int8_cache_fails(form: str, name: str):
     by_stage = verdicts(dump_with(form, WRONG[name], kv_cache=form))
     assert FAIL in by_stage["k_cache"]
     assert FAIL in by_stage["v_cache"]
+
+
+def test_int8_cache_that_nobody_declared_is_rounding():
+    dump = dump_with("int8-row", RIGHT, lambda key: "cache" not in key, kv_cache="")
+    assert {cause.name for finding in findings(float64_weights(MODEL), dump) for cause in finding.causes} == {
+        "cache-in-int8"
+    }
+    wrong = dump_with("int8-row", WRONG["factor 1.05"], lambda key: "cache" not in key, kv_cache="")
+    assert any(finding.kind != "rounding" for finding in findings(float64_weights(MODEL), wrong))
 
 
 def test_steps_are_those_of_the_values_that_share_a_scale():

@@ -302,6 +302,10 @@ def rounding_hypotheses(config: ModelConfig) -> Iterator[Hypothesis]:
                 f"weights-in-{name}", "rounding", WEIGHTED, f"{noun} were rounded to {name}.",
                 _change_setting(partial(_with_weights, rounding=rounding)), rounds=True, by_place=False,
             )  # fmt: skip
+    yield Hypothesis(
+        "cache-in-int8", "rounding", ("k_cache", "v_cache"), "Keys and values are kept in int8, with a scale a row.",
+        _change_stage(_rounded_to_int8), rounds=True, by_place=False,
+    )  # fmt: skip
     kinds: tuple[ActivationKind, ...] = ("F16", "BF16", "Q8_0", "Q8_K")
     for kind in kinds:
         if all(width % BLOCK_SIZE.get(kind, 1) == 0 for width in _widths(config)):
@@ -354,6 +358,11 @@ def _product_hypothesis(
 
 def _rounded_to(x: np.ndarray, kind: ActivationKind) -> np.ndarray:
     return round_activations(np.ascontiguousarray(x), kind)
+
+
+def _rounded_to_int8(x: np.ndarray) -> np.ndarray:
+    step = np.abs(x).max(axis=-1, keepdims=True) / 127
+    return np.rint(np.divide(x, step, out=np.zeros_like(x), where=step > 0)) * step
 
 
 def _to_tf32(x: np.ndarray) -> np.ndarray:
