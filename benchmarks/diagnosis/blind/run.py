@@ -3,9 +3,9 @@
     python -m benchmarks.diagnosis.blind.run OUT                        about 15 minutes, models in /tmp/blindmodels
     python -m benchmarks.diagnosis.blind.run OUT --only graph-window
 
-OUT gets a folder for each case, with its dump and the text of `llorch diagnose`. Whether a text leads to the line of the
-bug was judged by two graders, who saw the text and one sentence on the bug, and not the code. `grades.json` has their
-marks of the first run. A bug counts if both agree. Intervals are Wilson's, of 95 %.
+OUT gets a folder for each case, with its dump and the text of `llorch diagnose`. Two graders judged whether a text leads
+to the line of the bug. They saw the text and one sentence on the bug, and not the code. `grades.json` has their marks of
+the first run. A bug counts if both agree. Intervals are Wilson's, of 95 %.
 """
 
 import json
@@ -90,8 +90,8 @@ def print_counts(codes: Mapping[Case, int], grades: Mapping[str, Mapping[str, Se
     print_share("right variants accused", [code == WRONG for code in right])
     print_share("right variants refused", [code not in (RIGHT, WRONG) for code in right])
     print_share("bugs reported as wrong", [code == WRONG for code in bugs.values()])
-    for mark, marks in grades.items():
-        print_share(f"first run: {mark}", [all(marks[name]) for name in bugs])
+    for mark in next(iter(grades.values())):
+        print_share(f"first run, {mark}", [all(grades[name][mark]) for name in bugs])
 
 
 def print_share(title: str, values: Sequence[bool]) -> None:
