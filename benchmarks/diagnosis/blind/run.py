@@ -3,9 +3,9 @@
     python -m benchmarks.diagnosis.blind.run OUT                        about 15 minutes, models in /tmp/blindmodels
     python -m benchmarks.diagnosis.blind.run OUT --only graph-window
 
-OUT gets a folder for each case, with its dump and the text of `llorch diagnose`. Two graders judged whether a text leads
-to the line of the bug. They saw the text and one sentence on the bug, and not the code. `grades.json` has their marks of
-the first run. A bug counts if both agree. Intervals are Wilson's, of 95 %.
+OUT gets a folder for each case, with its dump and the text of `llorch diagnose`. Two graders judged whether a text
+leads to the line of the bug. They saw the text and one sentence on the bug, and not the code. `grades.json` has their
+marks of the first run. A bug counts if both agree. Intervals are Wilson's, of 95 %.
 """
 
 import json
