@@ -9,11 +9,15 @@ from llorch.diagnosis.expected import rows
 from llorch.diagnosis.patterns import (
     describe_context_terms,
     describe_error,
+    describe_kv_heads,
     describe_mask,
     describe_non_finite,
     describe_product_terms,
+    describe_seen_keys,
+    recover_probs,
 )
 from llorch.diagnosis.patterns.axes import N_LISTED, Axis, axes_of, join_words, split_heads
+from llorch.diagnosis.patterns.describe import MAX_ELEMENTS
 from llorch.diagnosis.replay import Arrays, Replay
 from llorch.diagnosis.search.cause_search import CauseSearch
 from llorch.diagnosis.verdict import StageCheck, count, percent
@@ -21,9 +25,10 @@ from llorch.engines.dumps.stage_dump import DumpedArray
 from llorch.judging.types import Cause
 from llorch.ops.numerics import QuantMethod
 from llorch.stages.comparison import FAIL, safe_ratio
-from llorch.stages.table import input_keys, key, matrix_of
+from llorch.stages.table import BY_NAME, Stage, input_keys, key, matrix_of
 
 DECIDES = 2.0  # times: the worst element exceeds its tolerance by so much more than the array does
+RECOVERED = 1e-4  # tolerance of probabilities that are recovered from contexts
 N_SOURCES = 48  # most arrays of the dump that are compared with a wrong one
 
 
@@ -74,7 +79,7 @@ def describe_pattern(check: StageCheck, search: CauseSearch) -> str:
     if pair.actual.shape != pair.expected.shape:
         return ""
     actual, expected = (split_heads(array, stage, replay.config) for array in (pair.actual, pair.expected))
-    axes = _axes(check, expected, dumped, replay)
+    axes = _axes(stage, check.n_pass, expected, dumped, replay)
     if "topk" in stage.axes.split():
         ids = _rows(passed[key("topk_ids", layer)], key("topk_ids", layer), dumped, replay)
         axes.append(Axis("expert", ids.reshape(*ids.shape, *[1] * (expected.ndim - ids.ndim))))
@@ -89,6 +94,8 @@ def describe_pattern(check: StageCheck, search: CauseSearch) -> str:
         for name, array in _sources(check, replay, computed)
         if array.shape == pair.actual.shape
     )
+    if stage.name == "attn_probs" and (keys := describe_seen_keys(actual, expected, axes)):
+        return keys
     words = describe_error(actual, expected, axes, tolerance=check.isolated.tolerance.error, sources=sources)
     terms = "" if ": " in words or dumped.heads else _describe_terms(check, pair, passed, dumped, replay)
     return ": ".join(filter(None, (words, terms)))
@@ -97,9 +104,15 @@ def describe_pattern(check: StageCheck, search: CauseSearch) -> str:
 def _describe_terms(check: StageCheck, pair: ArrayPair, passed: Arrays, dumped: DumpedArray, replay: Replay) -> str:
     """Describe the terms of a product or of a sum of values that the engine counts wrongly; empty if there are none."""
     stage, layer = replay.stages[check.key]
+    names = input_keys(stage, layer, replay.config)
     if stage.masked:
-        return ""
-    error, names = pair.expected - pair.actual, input_keys(stage, layer, replay.config)
+        q, keys = _rows(passed[names[0]], names[0], dumped, replay), passed[names[1]]
+        if q.shape[-1] != keys.shape[-1] or len(keys) * pair.actual.size > MAX_ELEMENTS:
+            return ""
+        visible, by_kv_head = np.isfinite(pair.expected), np.einsum("thd,gkd->ghtk", q, keys)
+        actual, expected, by_kv_head = (np.where(visible, x, 0) for x in (pair.actual, pair.expected, by_kv_head))
+        return describe_kv_heads(actual, expected, by_kv_head)
+    error = pair.expected - pair.actual
     matrix = matrix_of(stage, replay.config)
     if matrix and not stage.by_expert and error.ndim == 2:
         x, weight = _rows(passed[names[0]], names[0], dumped, replay), replay.layer_weights(layer)[matrix]
@@ -107,21 +120,37 @@ def _describe_terms(check: StageCheck, pair: ArrayPair, passed: Arrays, dumped: 
         return describe_product_terms(error, x.reshape(len(x), -1), dense)
     if stage.name == "attn_context":
         probs, values = _rows(passed[names[0]], names[0], dumped, replay), passed[names[1]]
-        return describe_context_terms(error.reshape(len(error), len(probs), -1), probs, values)
+        shape = len(error), len(probs), -1
+        terms = describe_context_terms(error.reshape(shape), probs, values)
+        if not terms and len(values) * error.size <= MAX_ELEMENTS:
+            actual, expected = (array.reshape(shape).swapaxes(0, 1) for array in (pair.actual, pair.expected))
+            terms = describe_kv_heads(actual, expected, np.einsum("htk,gkd->ghtd", probs, values))
+        return terms or _describe_recovered(check, pair.actual.reshape(shape), probs, values, dumped, replay)
     return ""
 
 
-def _axes(check: StageCheck, expected: np.ndarray, dumped: DumpedArray, replay: Replay) -> list[Axis]:
+def _describe_recovered(
+    check: StageCheck, context: np.ndarray, probs: np.ndarray, values: np.ndarray, dumped: DumpedArray, replay: Replay
+) -> str:
+    """Describe the probabilities that give the engine's contexts; empty if they do not follow, or have no pattern."""
+    recovered = recover_probs(context, values)
+    if recovered is None:
+        return ""
+    axes = _axes(BY_NAME["attn_probs"], check.n_pass, probs, dumped, replay)
+    words = describe_seen_keys(recovered, probs, axes) or describe_error(recovered, probs, axes, tolerance=RECOVERED)
+    return words and f"the probabilities that give this array: {words}"
+
+
+def _axes(stage: Stage, n_pass: int, array: np.ndarray, dumped: DumpedArray, replay: Replay) -> list[Axis]:
     """List the axes of a dumped array, with positions and keys as the whole run counts them."""
-    tokens, n_cached = replay.tokens(check.n_pass), replay.n_cached(check.n_pass)
+    tokens, n_cached = replay.tokens(n_pass), replay.n_cached(n_pass)
     indices = np.arange(len(tokens.ids)) if dumped.tokens is None else np.asarray(dumped.tokens)
     n_keys = n_cached + len(tokens.ids)
     first_key = n_keys - dumped.keys if dumped.keys is not None else 0
-    stage, _ = replay.stages[check.key]
     is_joined = "heads" not in stage.axes  # heads and their dimensions share an axis
     first_head = dumped.heads[0] // (replay.config.head_dim if is_joined else 1) if dumped.heads else 0
     positions = tokens.first_position + indices
-    return axes_of(stage, expected.shape, positions, n_cached + indices, first_key, first_head)
+    return axes_of(stage, array.shape, positions, n_cached + indices, first_key, first_head)
 
 
 def _rows(array: np.ndarray, name: str, dumped: DumpedArray, replay: Replay) -> np.ndarray:

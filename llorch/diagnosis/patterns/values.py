@@ -93,7 +93,7 @@ def _sums(part: _Part) -> Iterator[Prediction]:
 
 
 def _factors(part: _Part) -> Iterator[Prediction]:
-    """Yield a factor for each index of an axis."""
+    """Yield a factor for each index of an axis, then for each row."""
     for axis in part.axes:
         indices = part.indices(axis)
         others = tuple(i for i in range(part.expected.ndim) if i != axis.dimension)
@@ -107,6 +107,11 @@ def _factors(part: _Part) -> Iterator[Prediction]:
         numbers = join_words([f"{factor:.4g}" for factor in chosen]) if len(chosen) <= N_LISTED else ""
         words = numbers or f"{chosen.min():.4g} to {chosen.max():.4g}"
         yield f"each {axis.noun} times a factor of its own: {words}", part.expected * factors.reshape(axis.labels.shape)
+    if part.expected.shape[-1] >= N_FITTED:
+        products, squares = ((x * part.expected).sum(axis=-1, keepdims=True) for x in (part.actual, part.expected))
+        factors = np.divide(products, squares, out=np.ones_like(products), where=squares > 0)
+        chosen = factors[part.mask.any(axis=-1)]
+        yield f"each row times a factor of its own: {chosen.min():.4g} to {chosen.max():.4g}", part.expected * factors
 
 
 def _clamped(part: _Part) -> Iterator[Prediction]:

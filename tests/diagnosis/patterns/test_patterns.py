@@ -9,9 +9,12 @@ from faults.wrong_dumps import float64_weights
 from llorch.diagnosis.patterns import (
     describe_context_terms,
     describe_error,
+    describe_kv_heads,
     describe_mask,
     describe_non_finite,
     describe_product_terms,
+    describe_seen_keys,
+    recover_probs,
 )
 from llorch.diagnosis.patterns.axes import Axis, axes_of, split_heads
 from llorch.stages.table import BY_NAME
@@ -81,6 +84,10 @@ INJECTED: dict[str, tuple[str, Change, str]] = {
     "shifted positions": ("attn_norm", lambda array: array[[*range(1, SEQ), SEQ - 1]], "values of position i + 1"),
     "interleaved dims": ("q_rope", interleaved, "2 groups of 16 are interleaved"),
     "factors": ("k_rope", lambda array: array * [[2], [3], [4]], "each head times a factor of its own: 2, 3 and 4"),
+    "row factors": (
+        "attn_probs", lambda array: array * np.linspace(0.5, 0.9, 15 * SEQ).reshape(15, SEQ, 1),
+        "each row times a factor of its own: 0.5 to 0.9",
+    ),
     "bias": ("ffn_gate", lambda array: array + np.arange(array.shape[1]), "off by the same row at every position"),
     "clamped": ("ffn_up", lambda array: array.clip(-1, 1), "clamped to -1 to 1"),
     "int8": ("k_rope", int8, "rounded to int8 with one scale for each row"),
@@ -152,6 +159,35 @@ def test_keys_missing_in_a_context_are_described():
     error = np.einsum("htk,hkd->thd", probs * missing, np.repeat(values, 5, axis=0))
     assert describe_context_terms(error, probs, values) == "keys 0 to 3 are left out"
     assert describe_context_terms(random.standard_normal(error.shape), probs, values) == ""
+
+
+def test_keys_that_attention_sees_are_recovered_from_contexts():
+    random, (_, axes) = np.random.default_rng(8), arrays("attn_probs")
+    distance = (CTX - SEQ + np.arange(SEQ))[:, None] - np.arange(CTX)
+    weights, values = random.random((15, SEQ, CTX)), random.standard_normal((3, CTX, 32))
+    right, window = (weights * mask for mask in (distance >= 0, (distance >= 0) & (distance < 4)))
+    right, window = (probs / probs.sum(axis=-1, keepdims=True) for probs in (right, window))
+    context = np.einsum("htk,hkd->thd", window, np.repeat(values, 5, axis=0))
+    recovered = recover_probs(context, values)
+    assert recovered is not None
+    np.testing.assert_allclose(recovered, window, atol=1e-9)
+    words = "masked though visible: keys 4 or more before the query only"
+    assert describe_seen_keys(recovered, right, axes) == words
+    assert describe_seen_keys(right, right, axes) == ""
+    assert recover_probs(random.standard_normal(context.shape), values) is None  # no probabilities give it
+    assert recover_probs(context, random.standard_normal((3, 33, 32))) is None  # more keys than dimensions
+
+
+def test_kv_heads_that_query_heads_read_are_described():
+    random = np.random.default_rng(9)
+    by_kv_head = random.standard_normal((3, 15, SEQ, CTX))
+    heads = np.arange(15)
+    right = 0.5 * by_kv_head[heads // 5, heads]
+    tiled, mixed = (0.5 * by_kv_head[read, heads] for read in (heads % 3, np.r_[np.zeros(10, int), np.full(5, 2)]))
+    assert describe_kv_heads(tiled, right, by_kv_head) == "query head i reads KV head i % 3, instead of i // 5"
+    assert describe_kv_heads(mixed, right, by_kv_head).startswith("query heads read the KV heads [0, 0, ")
+    assert describe_kv_heads(right, right, by_kv_head) == ""
+    assert describe_kv_heads(random.standard_normal(right.shape), right, by_kv_head) == ""
 
 
 def test_mask_is_described_by_the_distance_of_keys():
