@@ -131,9 +131,10 @@ def _linear_scaling(config: ModelConfig, value: float) -> Hypothesis:
         change = _change_config(rope_scaling=LinearScaling(factor=value))
     else:
         change = _change_setting(lambda setting: replace(setting, positions=setting.positions / value))
+    reason = "linear scaling" if value > 1 else f"the rotation is applied {1 / value:.4g} times, or scaled"
     return Hypothesis(
         "rope-position-factor", "setting", ROTATED,
-        f"Positions are divided by {_format(value)} here (linear scaling); this model's config says otherwise.",
+        f"Positions are divided by {_format(value)} here ({reason}); this model's config says otherwise.",
         change, _format(value), by_place=False,
     )  # fmt: skip
 
@@ -261,17 +262,18 @@ _SHARES = tuple(2.0**n for n in range(-6, 7))
 def setting_families(config: ModelConfig) -> tuple[SettingFamily, ...]:
     """List the settings for which an engine may use another value than the configuration's.
 
-    The last column is `refined` or `later` if the field of `SettingFamily` with this name is true.
+    The last column is `refined` or `later` if the field of `SettingFamily` with this name is true. Of settings that
+    explain an error equally well the first is named: at one position, an offset explains what a factor does.
     """
     rows: list[tuple[str, tuple[str, ...], Sequence[float], Callable[[ModelConfig, float], Hypothesis], str]] = [
         ("norm-eps", tuple(NORMS), (0.0, *_steps(-12, -3)), _eps, "refined"),
         ("rope-theta", ROTATED, _steps(2, 8), _theta, "refined"),
         ("rope-scaling-missing", ROTATED, (1.0,) if config.rope_scaling else (), _unscaled, ""),
-        ("rope-position-factor", ROTATED, _SHARES, _linear_scaling, "refined"),
         ("rope-llama3-factor", ROTATED, (2.0, 4.0, 8.0, 16.0, 32.0, 64.0), _llama3_factor, ""),
         ("rope-position-offset", ROTATED, [n for n in range(-16, 65) if n], _offset, "later"),
         ("rope-position-offset", ROTATED, [n for n in range(-16, 17) if n], partial(_offset, later_passes_only=True),
          "later"),
+        ("rope-position-factor", ROTATED, _SHARES, _linear_scaling, "refined"),
         ("rope-rotated-share", ROTATED, (0.25, 0.5, 0.75), _rotated_share, ""),
         ("scores-scale", ("attn_scores",), [share * config.head_dim**-0.5 for share in _SHARES], _scores_scale,
          "refined"),
