@@ -131,7 +131,9 @@ def _linear_scaling(config: ModelConfig, value: float) -> Hypothesis:
         change = _change_config(rope_scaling=LinearScaling(factor=value))
     else:
         change = _change_setting(lambda setting: replace(setting, positions=setting.positions / value))
-    reason = "linear scaling" if value > 1 else f"the rotation is applied {1 / value:.4g} times, or scaled"
+    n_times = 1 / value
+    is_repeated = n_times > 1 and n_times == round(n_times)
+    reason = f"the rotation is applied {n_times:g} times, or scaled" if is_repeated else "linear scaling"
     return Hypothesis(
         "rope-position-factor", "setting", ROTATED,
         f"Positions are divided by {_format(value)} here ({reason}); this model's config says otherwise.",
