@@ -258,6 +258,19 @@ def test_decoding_mistake_that_the_embedding_shows_is_detectable():
     assert "rope-missing" in hidden
 
 
+def test_error_of_one_expert_is_located_by_its_number():
+    model = "micro-qwen3-moe"
+    ids = dump_run(model, passes(model)).dumped[0, "l0.topk_ids"].read()
+
+    def wrong(inputs: Any, stage: str, array: np.ndarray) -> np.ndarray:
+        return np.where((ids == 4)[..., None], 0.7 * array, array)
+
+    (finding,) = findings(
+        float64_weights(model), dump_run(model, passes(model), Change({"l0.expert_up": StageChange(wrong)}))
+    )
+    assert finding.pattern == "expert 4 only: 0.7 times the right values"
+
+
 def test_columns_missing_in_a_tied_head_are_described():
     model = "micro-qwen2"
     weights = float64_weights(model)
