@@ -174,6 +174,9 @@ def test_keys_that_attention_sees_are_recovered_from_contexts():
     words = "masked though visible: keys 4 or more before the query only"
     assert describe_seen_keys(recovered, right, axes) == words
     assert describe_seen_keys(right, right, axes) == ""
+    small, larger = right.copy(), right.copy()
+    small[:, -1, 0], larger[:, -1, 0] = 0.9e-5 * right[:, -1].max(axis=-1), 1.1e-5 * right[:, -1].max(axis=-1)
+    assert describe_seen_keys(larger, small, axes) == ""  # too small to decide
     assert recover_probs(random.standard_normal(context.shape), values) is None  # no probabilities give it
     assert recover_probs(context, random.standard_normal((3, 33, 32))) is None  # more keys than dimensions
 
