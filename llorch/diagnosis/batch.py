@@ -22,16 +22,17 @@ def diagnose_rows(
         prefix = f"row {number} of {len(rows)}, "
         report = lambda line, prefix=prefix: progress(prefix + line)  # noqa: E731 (binds the row)
         diagnoses.append(diagnose(weights, dump, model=model, progress=report))
-    shown = next((number for number, diagnosis in enumerate(diagnoses) if not diagnosis.is_right), 0)
+    first_wrong = next((number for number, diagnosis in enumerate(diagnoses) if not diagnosis.is_right), 0)
     findings: dict[tuple[object, ...], list[tuple[int, Finding]]] = {}
-    for number, diagnosis in sorted(enumerate(diagnoses), key=lambda pair: pair[0] != shown):
+    for number, diagnosis in sorted(enumerate(diagnoses), key=lambda pair: pair[0] != first_wrong):
         n_seen = Counter[tuple[object, ...]]()
         for finding in diagnosis.findings:
             n_seen[identity := _identity(finding)] += 1  # a row may have several
             findings.setdefault((n_seen[identity], *identity), []).append((number, finding))
-    note = f"a batch of {len(rows)} rows: each was judged as a run of its own; the stages are those of row {shown + 1}"
+    stages = f"the stages are those of row {first_wrong + 1}"
+    note = f"a batch of {len(rows)} rows: each was judged as a run of its own; {stages}"
     return replace(
-        diagnoses[shown],
+        diagnoses[first_wrong],
         findings=[_with_rows(same, len(rows)) for same in findings.values()],
         notes=list(dict.fromkeys([note, *(text for diagnosis in diagnoses for text in diagnosis.notes)])),
         not_run={reason: keys for diagnosis in diagnoses for reason, keys in diagnosis.not_run.items()},
@@ -55,5 +56,5 @@ def _with_rows(same: Sequence[tuple[int, Finding]], n_rows: int) -> Finding:
     else:
         where = f"rows {', '.join(map(str, numbers[:-1]))} and {numbers[-1]} of {n_rows} only"
     values = [row_finding.causes[0].value for _, row_finding in by_row if row_finding.causes]
-    each = f" The values of these rows are {', '.join(values)}." if len({*values}) > 1 else ""
-    return replace(finding, sentence=f"{where}: {finding.sentence}{each}")
+    row_values = f" The values of these rows are {', '.join(values)}." if len({*values}) > 1 else ""
+    return replace(finding, sentence=f"{where}: {finding.sentence}{row_values}")

@@ -13,7 +13,6 @@ from itertools import groupby
 import numpy as np
 
 from llorch.diagnosis.attempt import Attempt, best_by_name, near_misses
-from llorch.diagnosis.defects import defect_findings
 from llorch.diagnosis.dump_checker import DumpChecker, Progress
 from llorch.diagnosis.earlier_passes import count_unchecked, has_no_past, reads_past
 from llorch.diagnosis.expected import rows
@@ -53,7 +52,7 @@ def diagnose(
     misread = dump.misread
     if misread is not None and not misread.is_rounding and all(finding.kind == "rounding" for finding in decided):
         decided = [_misread(misread), *decided]
-    findings = [*decided, *defect_findings(dump), *_arithmetic(checks)]
+    findings = [*decided, *_defect_findings(dump), *_arithmetic(checks)]
     not_run = [*checker.not_run, *undecided_refs]
     by_reason = {**({EARLIER_PASSES: not_run} if not_run else {}), **dump.left_out}
     return Diagnosis(
@@ -72,6 +71,15 @@ def _misread(misread: Misread) -> Finding:
         "mistake" if causes else "unknown", "weights", n_pass=0, starts_in=("weights",), layers=(), causes=causes,
         near_misses=(), places=(), sentence=f"weights: {misread.sentence}.",
     )  # fmt: skip
+
+
+def _defect_findings(dump: StageDump) -> Iterator[Finding]:
+    """Yield a finding for each defect of a dump, such as logits whose largest value is in the padding."""
+    for defect in dump.defects:
+        yield Finding(
+            "unknown", defect.key, defect.n_pass, starts_in=(defect.key,), layers=(), causes=(), near_misses=(),
+            places=((defect.n_pass, defect.key),), sentence=defect.sentence,
+        )  # fmt: skip
 
 
 def _is_misread(check: StageCheck, replay: Replay) -> bool:
@@ -93,7 +101,7 @@ def findings(weights: Weights, dump: StageDump) -> Iterator[Finding]:
     search = CauseSearch(checker.replay, checker.pasts)
     for finding in _findings(checks, search, lambda line: None):
         yield from _split_undecided([finding], checks, checker.replay)[0]
-    yield from defect_findings(checker.replay.dump)
+    yield from _defect_findings(checker.replay.dump)
     yield from _arithmetic(checks)
 
 

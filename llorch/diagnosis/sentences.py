@@ -1,5 +1,6 @@
 """Sentences of findings: the cause, the pattern of the error inside the array, and the passes that have it."""
 
+import math
 from collections.abc import Iterator, Sequence
 
 import numpy as np
@@ -67,6 +68,7 @@ def _origin(starts_in: Sequence[str]) -> str:
     return starts_in[0] if len(starts_in) == 1 else f"{starts_in[0]} to {starts_in[-1]}"
 
 
+@np.errstate(all="ignore")  # numbers of a wrong engine may overflow
 def describe_pattern(check: StageCheck, search: CauseSearch) -> str:
     """Describe where the error of a stage is and what its values are; empty if there is no pattern."""
     replay, fault = search.replay, check.isolated.difference.fault_kind
@@ -89,13 +91,9 @@ def describe_pattern(check: StageCheck, search: CauseSearch) -> str:
         names = (name for name in input_keys(stage, layer, replay.config) if name in passed)
         inputs = {name: _rows(passed[name], name, dumped, replay) for name in names}
         return f"{describe_non_finite(actual, expected, inputs, axes)}{_describe_inputs(check, replay)}"
-    sources = (
-        (name, split_heads(array, stage, replay.config))
-        for name, array in _sources(check, replay, computed)
-        if array.shape == pair.actual.shape
-    )
     if stage.name == "attn_probs" and (keys := describe_seen_keys(actual, expected, axes)):
         return keys
+    sources = _sources(check, replay, computed, pair.actual.shape)
     words = describe_error(actual, expected, axes, tolerance=check.isolated.tolerance.error, sources=sources)
     terms = "" if ": " in words or dumped.heads else _describe_terms(check, pair, passed, dumped, replay)
     return ": ".join(filter(None, (words, terms)))
@@ -170,27 +168,33 @@ def _describe_inputs(check: StageCheck, replay: Replay) -> str:
     return "; its inputs are finite" if is_finite else "; an input is not finite either"
 
 
-def _sources(check: StageCheck, replay: Replay, computed: Arrays) -> Iterator[tuple[str, np.ndarray]]:
-    """Yield llorch's arrays of the layer, then the engine's of the pass, of which a wrong array may be a copy."""
+def _sources(
+    check: StageCheck, replay: Replay, computed: Arrays, shape: tuple[int, ...]
+) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield arrays of a shape of which a wrong one may be a copy, with split heads: llorch's, then the engine's."""
+    stage, _ = replay.stages[check.key]
+    for name, array in _all_sources(check, replay, computed):
+        if array.shape == shape:
+            yield name, split_heads(array, stage, replay.config)
+
+
+def _all_sources(check: StageCheck, replay: Replay, computed: Arrays) -> Iterator[tuple[str, np.ndarray]]:
+    """Yield llorch's arrays of the layer, then the engine's arrays of the pass that have as many elements."""
     _, layer = replay.stages[check.key]
     for name, array in computed.items():
         other, other_layer = replay.stages[name]
         if name != check.key and other_layer == layer:
             yield f"the right {other.name}", array
-    shape, own = replay.shape(check.n_pass, check.key), replay.order[check.key]
+    size, order = math.prod(replay.shape(check.n_pass, check.key)), replay.order
     names = [
         name
         for n_pass, name in replay.dump.dumped
-        if n_pass == check.n_pass and name != check.key and _width(replay.shape(n_pass, name)) == _width(shape)
+        if n_pass == check.n_pass and name != check.key and math.prod(replay.shape(n_pass, name)) == size
     ]
-    for name in sorted(names, key=lambda name: abs(replay.order[name] - own))[:N_SOURCES]:
+    for name in sorted(names, key=lambda name: abs(order[name] - order[check.key]))[:N_SOURCES]:
         other, other_layer = replay.stages[name]
         place = f" of layer {other_layer}, as if never written" if other_layer not in (None, layer) else ""
         yield f"the engine's {other.name}{place}", replay.dump.dumped[check.n_pass, name].read()
-
-
-def _width(shape: tuple[int, ...]) -> int:
-    return int(np.prod(shape))
 
 
 def describe_passes(check: StageCheck, checks: Sequence[StageCheck], replay: Replay) -> str:

@@ -1,4 +1,4 @@
-"""How threads wait for each other: asleep, so that a thread of another library gets the core at once.
+"""Waiting of threads for each other: asleep, so that a thread of another library gets the core at once.
 
 NumPy's OpenBLAS and the OpenMP of the compiled kernels have threads of their own. While those of one library wait
 actively, the other's wait for the cores: a prompt of 128 tokens takes five times as long (a published 0.5B file in

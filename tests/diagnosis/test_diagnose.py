@@ -332,8 +332,8 @@ def test_mistake_that_another_pass_refutes_is_not_named():
     at = [(n_pass, "l0.q_rope") for n_pass in (0, 1)]
     noise = np.random.default_rng(0).standard_normal(right.dumped[at[1]].read().shape).astype(np.float32)
     wrong = {at[0]: turned.dumped[at[0]], at[1]: replace(right.dumped[at[1]], read=lambda: noise)}
-    shown = {key: array for key, array in right.dumped.items() if key[1] in ("embed", "l0.q_norm")}
-    (finding,) = findings(float64_weights(MODEL), replace(right, dumped=shown | wrong))
+    right_arrays = {key: array for key, array in right.dumped.items() if key[1] in ("embed", "l0.q_norm")}
+    (finding,) = findings(float64_weights(MODEL), replace(right, dumped=right_arrays | wrong))
     assert (finding.kind, finding.n_pass) == ("unknown", 0)
     assert "rope-missing" not in repr(finding)
 
@@ -355,8 +355,10 @@ def test_prompt_that_was_read_wrongly_is_named_from_a_right_step():
     turned = everywhere(mistake("rope-interleaved-pairs", MODEL), weights)
     replay.run(0, lambda name, array: None, past, turned, fed=False)
     replay.run(1, step.__setitem__, past.next(), fed=False)
-    shown = {key: step[key].astype(np.float32) for key in ("embed", "l0.q_rope", "l0.attn_context", "l0.block_out")}
-    (finding,) = findings(weights, StageDump.of_arrays(plan, {}, shown))
+    step_arrays = {
+        key: step[key].astype(np.float32) for key in ("embed", "l0.q_rope", "l0.attn_context", "l0.block_out")
+    }
+    (finding,) = findings(weights, StageDump.of_arrays(plan, {}, step_arrays))
     assert (finding.key, [cause.name for cause in finding.causes]) == ("l0.attn_context", ["rope-interleaved-pairs"])
     assert "before pass 1 only" in finding.sentence
 
@@ -370,9 +372,9 @@ def test_one_wrong_function_is_one_finding():
 
     for ending, scope in (("_rope", "rotation"), ("norm", "norm"), ("_proj", "")):
         change = Change({key: StageChange(wrong) for key, stage in rows.items() if stage.name.endswith(ending)})
-        found = diagnose(weights, dump_run(MODEL, passes(MODEL), change)).findings
-        assert len(found) == (1 if scope else 3)  # three of seven products are wrong: no one function is
-        assert not scope or f"The same in every {scope}: look for one cause." in found[0].sentence
+        run_findings = diagnose(weights, dump_run(MODEL, passes(MODEL), change)).findings
+        assert len(run_findings) == (1 if scope else 3)  # three of seven products are wrong: no one function is
+        assert not scope or f"The same in every {scope}: look for one cause." in run_findings[0].sentence
 
 
 @pytest.mark.parametrize(

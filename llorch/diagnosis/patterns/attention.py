@@ -7,19 +7,20 @@ import numpy as np
 from llorch.diagnosis.patterns.axes import Axis
 from llorch.diagnosis.patterns.describe import describe_mask
 
-SEEN = 1e-5  # smallest probability of a key that a token sees, relative to its row's largest
+SEEN, HIDDEN = 1e-3, 1e-5  # of a row's largest probability: least of a key that is seen, most of a hidden one
+TINY = np.finfo(np.float64).tiny
 SAME_HEAD = 1e-3  # largest relative error of an array that one KV head gives
 IN_SPAN = 1e-4  # largest share of a context that no probabilities give
 
 
 def describe_seen_keys(actual: np.ndarray, expected: np.ndarray, axes: Sequence[Axis]) -> str:
-    """Describe keys that have a probability and should have none, or the reverse, (heads, tokens, keys); else empty."""
-    masked = []
-    for probs in (actual, expected):
-        seen = probs > SEEN * np.abs(probs).max(axis=-1, keepdims=True)
-        masked.append(np.where(seen, probs, -np.inf))
-    hidden_by_rounding = np.isneginf(masked[1]) & (expected > 0)  # too small to decide
-    masked[0][hidden_by_rounding] = -np.inf
+    """Describe keys that have a probability and should have none, or the reverse, (heads, tokens, keys); else empty.
+
+    A key counts only if one of its probabilities is clear and the other is as good as 0.
+    """
+    shares = [probs / np.maximum(np.abs(probs).max(axis=-1, keepdims=True), TINY) for probs in (actual, expected)]
+    is_decided = (np.minimum(*shares) <= HIDDEN) & (np.maximum(*shares) >= SEEN)
+    masked = [np.where((share > HIDDEN) | ~is_decided, 1.0, -np.inf) for share in shares]
     return describe_mask(masked[0], masked[1], axes)
 
 
@@ -57,7 +58,7 @@ def describe_kv_heads(actual: np.ndarray, expected: np.ndarray, by_kv_head: np.n
     own = np.arange(n_heads) // (n_heads // n_kv)
     rows = [array.reshape(*array.shape[: array.ndim - 2], -1) for array in (actual, expected, by_kv_head)]
     right = rows[2][own, np.arange(n_heads)]
-    scale = (right * rows[1]).sum() / (right * right).sum()
+    scale = (right * rows[1]).sum() / max((right * right).sum(), TINY)
     errors = np.linalg.norm(rows[0] - scale * rows[2], axis=-1)  # (kv_heads, heads)
     read = errors.argmin(axis=0)
     if (read == own).all() or (errors.min(axis=0) > SAME_HEAD * np.linalg.norm(rows[1], axis=-1)).any():

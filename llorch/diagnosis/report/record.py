@@ -176,5 +176,5 @@ def headline(diagnosis: Diagnosis) -> str:
         return "llorch cannot judge any stage of the dump" if n_not_run else "the dump has no stage"
     messages = {ROUNDING: "nothing is wrong: arithmetic explains every difference", PASS: "nothing is wrong"}
     not_run = f", {n_not_run} NOT RUN" if n_not_run else ""
-    given = f"; {diagnosis.unchecked_rows}" if diagnosis.unchecked_rows else ""
-    return f"{messages[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}{given}"
+    unchecked = f"; {diagnosis.unchecked_rows}" if diagnosis.unchecked_rows else ""
+    return f"{messages[verdict(diagnosis)]}; {count(len(diagnosis.results), 'stage')} compared{not_run}{unchecked}"

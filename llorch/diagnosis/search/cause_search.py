@@ -55,7 +55,7 @@ class CauseSearch:
         attempts = list(self._singles(check, was_right=was_right))
         if pairs and not any(attempt.is_named for attempt in attempts):
             attempts += self._pairs(check, attempts)
-        if self._may_inherit(check) and not any(attempt.is_named for attempt in attempts):
+        if not any(attempt.is_named for attempt in attempts) and self._may_inherit(check):
             attempts += self._in_earlier_passes(check)
         return sorted(attempts, key=lambda attempt: attempt.rank)
 

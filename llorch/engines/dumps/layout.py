@@ -26,18 +26,10 @@ JOINED: Mapping[str, tuple[str, ...]] = {
     "q_width": ("heads", "head_dim"), "kv_width": ("kv_heads", "head_dim"), "value_width": ("v_heads", "value_dim"),
 }  # fmt: skip
 HEAD_DIMS = ("head_dim", "key_dim", "value_dim")
+# Stages whose pairs RoPE rotates.
 PAIRED = (
-    "q_proj",
-    "k_proj",
-    "q_norm",
-    "k_norm",
-    "q_rope",
-    "k_rope",
-    "q_head_norm",
-    "k_head_norm",
-    "q_tempered",
-    "k_cache",
-)  # fmt: skip (stages whose pairs RoPE rotates)
+    "q_proj", "k_proj", "q_norm", "k_norm", "q_rope", "k_rope", "q_head_norm", "k_head_norm", "q_tempered", "k_cache",
+)  # fmt: skip
 # Stages with value heads of a delta net -> the axis of the heads, or of heads and channels.
 VALUE_HEADS = {
     "qkv_in": -1, "z_in": -1, "b_in": -1, "a_in": -1, "conv_state": -1, "conv_out": -1, "beta": -1, "log_decay": -1,

@@ -175,7 +175,7 @@ def test_keys_that_attention_sees_are_recovered_from_contexts():
     assert describe_seen_keys(recovered, right, axes) == words
     assert describe_seen_keys(right, right, axes) == ""
     small, larger = right.copy(), right.copy()
-    small[:, -1, 0], larger[:, -1, 0] = 0.9e-5 * right[:, -1].max(axis=-1), 1.1e-5 * right[:, -1].max(axis=-1)
+    small[:, -1, 0], larger[:, -1, 0] = 0.9e-5 * right[:, -1].max(axis=-1), 0.9e-3 * right[:, -1].max(axis=-1)
     assert describe_seen_keys(larger, small, axes) == ""  # too small to decide
     assert recover_probs(random.standard_normal(context.shape), values) is None  # no probabilities give it
     assert recover_probs(context, random.standard_normal((3, 33, 32))) is None  # more keys than dimensions
@@ -190,6 +190,7 @@ def test_kv_heads_that_query_heads_read_are_described():
     assert describe_kv_heads(tiled, right, by_kv_head) == "query head i reads KV head i % 3, instead of i // 5"
     assert describe_kv_heads(mixed, right, by_kv_head).startswith("query heads read the KV heads [0, 0, ")
     assert describe_kv_heads(right, right, by_kv_head) == ""
+    assert describe_kv_heads(right, 0 * right, 0 * by_kv_head) == ""
     assert describe_kv_heads(random.standard_normal(right.shape), right, by_kv_head) == ""
 
 

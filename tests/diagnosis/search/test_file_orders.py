@@ -30,9 +30,9 @@ def tile(array: np.ndarray, stage: str, config: ModelConfig) -> np.ndarray:
     net, axis = config.delta_net, VALUE_HEADS[stage] % array.ndim
     assert net is not None
     n_leading = 2 * net.key_width if "conv_width" in BY_NAME[stage].axes else 0
-    kept, heads = np.split(array, [n_leading], axis=axis)
+    leading, heads = np.split(array, [n_leading], axis=axis)
     grouped = heads.reshape(*heads.shape[:axis], net.n_key_heads, 3, -1, *heads.shape[axis + 1 :])
-    return np.concatenate([kept, grouped.swapaxes(axis, axis + 1).reshape(heads.shape)], axis)
+    return np.concatenate([leading, grouped.swapaxes(axis, axis + 1).reshape(heads.shape)], axis)
 
 
 def permuted(dump: StageDump, model: str, permute: Permute, stages: Sequence[str]) -> StageDump:

@@ -60,5 +60,5 @@ def test_mistake_that_fits_one_number_roughly_is_no_cause(offset: float, names: 
         loss, _ = loss_and_gradients(weights.astype(np.float64), replace(adapter), [batch], label_smoothing=0.0)
     np.savez(tmp_path / "dump.npz", allow_pickle=False, loss=np.float64(loss * (1 + offset)), **rows)
     with without_gaps():
-        found = diagnose_training(weights, adapter, open_raw(tmp_path / "dump.npz")).findings
-    assert [cause.name for finding in found for cause in finding.causes] == names
+        dump_findings = diagnose_training(weights, adapter, open_raw(tmp_path / "dump.npz")).findings
+    assert [cause.name for finding in dump_findings for cause in finding.causes] == names

@@ -61,8 +61,8 @@ def test_padded_logits_are_compared_without_their_padding(padding: float):
 def test_largest_logit_in_the_padding_is_a_finding():
     logits = padded_logits(0.0)
     logits[7, 399] = logits[7].max() + 1
-    found = diagnose(EXACT, read({"logits": logits}))
-    (finding,) = found.failures
+    diagnosis = diagnose(EXACT, read({"logits": logits}))
+    (finding,) = diagnosis.failures
     assert_tells(finding.sentence, "row 7", "padding column 399", "1 of 12", "from 397")
     assert (finding.key, finding.n_pass) == ("logits", 0)
     last = read([raw_array("logits", logits[7], tokens=(7,))])
@@ -165,10 +165,10 @@ def test_scores_with_a_window_for_each_row_are_left_out():
 
 def test_array_of_another_width_is_left_out_and_the_rest_is_compared():
     arrays = {f"l{i}.ffn_act": TRACE[f"l{i}.ffn_act"][:, :80] for i in (0, 1)} | {"l1.ffn_up": TRACE["l1.ffn_up"]}
-    found = diagnose(EXACT, read(arrays))
-    assert {result.key: result.verdict for result in found.results} == {"l1.ffn_up": PASS}
-    assert_tells(" ".join(found.notes), "ffn_act of layers 0, 1", "inter=160", "(12, 80)")
-    assert [*found.not_run.values()] == [[(0, "l0.ffn_act"), (0, "l1.ffn_act")]]
+    diagnosis = diagnose(EXACT, read(arrays))
+    assert {result.key: result.verdict for result in diagnosis.results} == {"l1.ffn_up": PASS}
+    assert_tells(" ".join(diagnosis.notes), "ffn_act of layers 0, 1", "inter=160", "(12, 80)")
+    assert [*diagnosis.not_run.values()] == [[(0, "l0.ffn_act"), (0, "l1.ffn_act")]]
 
 
 def test_dump_of_another_model_is_refused():

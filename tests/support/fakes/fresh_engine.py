@@ -56,9 +56,9 @@ class FreshEngine:
     def layer(self, i: int, x: np.ndarray, positions: np.ndarray) -> dict[str, np.ndarray]:
         w, t, heads = self.w.layer(i), len(x), self.c.n_heads
         a = self.norm(x, w["attn_norm"])
-        made = {"attn_norm": a, **{f"{part}_proj": self.product(a, w[f"{part}_proj"].T) for part in "qkv"}}
-        q, k, v = (made[f"{part}_proj"].reshape(t, -1, self.c.head_dim) for part in "qkv")
-        q, k = made["q_rope"], made["k_rope"] = self.turned(q, positions), self.turned(k, positions)
+        arrays = {"attn_norm": a, **{f"{part}_proj": self.product(a, w[f"{part}_proj"].T) for part in "qkv"}}
+        q, k, v = (arrays[f"{part}_proj"].reshape(t, -1, self.c.head_dim) for part in "qkv")
+        q, k = arrays["q_rope"], arrays["k_rope"] = self.turned(q, positions), self.turned(k, positions)
         k, v = k.swapaxes(0, 1), v.swapaxes(0, 1)
         if i in self.past:
             k, v = (np.concatenate(both, axis=1) for both in zip(self.past[i], (k, v), strict=True))
@@ -79,7 +79,7 @@ class FreshEngine:
         gate, up = self.product(h, w["gate_proj"].T), self.product(h, w["up_proj"].T)
         act = gate / (1 + np.exp(-gate)) * up
         ffn_out = self.product(act, w["down_proj"].T)
-        return made | {
+        return arrays | {
             "k_cache": k, "v_cache": v, "attn_scores": scores, "attn_probs": probs, "attn_context": context,
             "attn_out": out, "attn_residual": x + out, "ffn_norm": h, "ffn_gate": gate, "ffn_up": up, "ffn_act": act,
             "ffn_out": ffn_out, "block_out": x + out + ffn_out,
