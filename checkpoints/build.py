@@ -6,7 +6,8 @@
     python checkpoints/build.py --check         write nothing; list outdated files (exit code 1)
     python checkpoints/build.py --site OUT      the web site, from the current pages
 
-The source of a page is its `lesson.py`, in jupytext's percent format. Jupyter runs its code cells. A line
+The source of a lesson is its `lesson.py`, and of its second page, for people who port a model, `porting.py`, both in
+jupytext's percent format. Jupyter runs the code cells. A line
 `<!-- source: llorch.ops.rope.rope -->` becomes that source code, folded. A block `<!-- generated: NAME -->` becomes a
 table that is computed now. Numbers marked with `~` depend on the machine. A page that differs only in these is current.
 """
@@ -24,7 +25,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # a script sees it
 
 from checkpoints.drawing import draw, same_figure
 from checkpoints.executing import executed
-from checkpoints.generated.pages import FOLDER, generated, page, render, same
+from checkpoints.generated.pages import FOLDER, generated, page, porting_page, render, same
 from llorch.diagnosis.mistakes.planting import find_owner
 from llorch.stages.table import CHECKPOINTS
 
@@ -40,7 +41,7 @@ FOLDED = """[`{file}`](../../{file}):
 ```
 
 </details>"""  # GitHub folds this HTML, and so does the web site
-MOST_AT_ONCE = 2  # lessons that run side by side
+MOST_AT_ONCE = 2  # pages that run side by side
 
 
 @click.command(help=__doc__, context_settings={"help_option_names": ["-h", "--help"]})
@@ -98,7 +99,8 @@ def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tupl
         ValueError: A page has wrong generated blocks.
     """
     with ThreadPoolExecutor(MOST_AT_ONCE) as pool:  # of threads that wait for Jupyter's processes
-        written = list(pool.map(page_of, [page(folder, number) for number in numbers]))
+        paths = [path for number in numbers for path in (page(folder, number), porting_page(folder, number))]
+        written = list(pool.map(page_of, paths))
     if index:
         written.append((folder / "README.md", (folder / "README.md").read_text(encoding="utf-8")))
     blocks = generated(folder, numbers, index=index)
@@ -108,7 +110,7 @@ def pages(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tupl
 
 def page_of(path: Path) -> tuple[Path, str]:
     """Run the cells of a page and include its sources; generated blocks stay empty."""
-    lesson = path.with_name("lesson.py")
+    lesson = path.with_name("lesson.py" if path.name == "README.md" else "porting.py")
     return path, SOURCE.sub(lambda match: source_of(match[1], label=str(lesson)), executed(lesson, ROOT))
 
 

@@ -84,15 +84,21 @@ for head in range(net.n_value_heads):
 # The picture shows how much of a token is left after all later tokens, by decay alone. Some heads forget within a
 # token or two. Head 0 remembers the whole prompt.
 #
-# ## The reference
+# ## Exercise
 #
-# <!-- source: llorch.ops.delta_rule.delta_rule -->
+# Write the four functions in `l05b_delta_net.py`:
 #
-# <!-- source: llorch.model.blocks.delta_net.delta_net -->
+# ```python
+# def short_conv(x: np.ndarray, kernel: np.ndarray, state: np.ndarray) -> np.ndarray:
+# def l2_norm(x: np.ndarray) -> np.ndarray:
+# def log_decay(a: np.ndarray, dt_bias: np.ndarray, decay: np.ndarray) -> np.ndarray:
+# def delta_rule(q, k, v, beta, g, state) -> tuple[np.ndarray, np.ndarray]:
+# ```
 #
-# The definition works token by token. For a prompt, llorch uses `delta_rule_in_chunks`: 64 tokens at a time, whose
-# corrections are the solution of one triangular system. Both compute the same function, and your function replaces
-# both.
+# ```
+# llorch learn check 05b
+# llorch learn hint 05b         # a direction; once more for the formula, once more for the code
+# ```
 #
 # ## Run it
 #
@@ -113,6 +119,7 @@ for name, actual, expected in (("two parts", end, state), ("chunks of 64", in_ch
     print(f"{name}, within 1e-14:", bool(np.abs(actual - expected).max() < 1e-14))
 
 # %% [markdown]
+#
 # ## The mistake
 #
 # Where does the decay go? The state fades *before* the lookup. The other order looks just as good:
@@ -127,78 +134,3 @@ print(inspect.getsource(wrong))
 from llorch.apps.learn.check import check_functions
 
 print(check_functions("05b", delta_rule=wrong))
-
-# %% [markdown]
-# ## Exercise
-#
-# Write the four functions in `l05b_delta_net.py`:
-#
-# ```python
-# def short_conv(x: np.ndarray, kernel: np.ndarray, state: np.ndarray) -> np.ndarray:
-# def l2_norm(x: np.ndarray) -> np.ndarray:
-# def log_decay(a: np.ndarray, dt_bias: np.ndarray, decay: np.ndarray) -> np.ndarray:
-# def delta_rule(q, k, v, beta, g, state) -> tuple[np.ndarray, np.ndarray]:
-# ```
-#
-# ```
-# llorch learn check 05b
-# llorch learn hint 05b         # a direction; once more for the formula, once more for the code
-# ```
-#
-# ## Where the engines differ
-#
-# - The 1e-6 of the lengths comes from transformers. llama.cpp uses `rms_norm_eps` instead ([llama.cpp
-#   28068](https://github.com/ggml-org/llama.cpp/issues/28068)). Published models have 1e-6 there too.
-# - llama.cpp keeps the state transposed, and in Qwen3.5's GGUF files the value heads lie in another order ([llama.cpp
-#   19468](https://github.com/ggml-org/llama.cpp/pull/19468)). llorch undoes both where it reads them.
-# - GGUF files hold $-e^{A}$, transformers $A$.
-#
-# This is the first such layer, as each engine computed it:
-
-# %%
-llamacpp, transformers = (golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers"))
-reference = golden.reference.engine_output.traces["near"]
-for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
-    exact = reference[f"l{first}.{stage}"]
-    errors = [
-        np.linalg.norm(run[f"l{first}.{stage}"] - exact) / np.linalg.norm(exact) for run in (llamacpp, transformers)
-    ]
-    print(f"{stage:11} from float64: llama.cpp ~{errors[0]:.0e}, transformers ~{errors[1]:.0e}")
-
-# %% [markdown]
-# Further reading:
-#
-# - Yang, Kautz and Hatamizadeh, [Gated Delta Networks](https://arxiv.org/abs/2412.06464), 2024: this layer.
-# - Yang and others, [Parallelizing Linear Transformers with the Delta Rule](https://arxiv.org/abs/2406.06484), 2024:
-#   the chunks.
-# - Schlag, Irie and Schmidhuber,
-#   [Linear Transformers Are Secretly Fast Weight Programmers](https://arxiv.org/abs/2102.11174), 2021: the notebook.
-# - `Qwen3NextGatedDeltaNet` in transformers
-#   ([modeling_qwen3_next.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen3_next/modeling_qwen3_next.py)).
-#
-# ## Stages
-#
-# <!-- generated: stages -->
-# <!-- end -->
-#
-# ## Compared values
-#
-# Every step from the projections to the output is compared, and the state after the last token. A second pass has to
-# go on where the first one ended. `conv_state` and `delta_state` count as caches, [03](../03_kv_cache/README.md).
-#
-# <!-- generated: distances -->
-# <!-- end -->
-#
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
-#
-# ## Mistakes it catches
-#
-# <!-- generated: mistakes -->
-# <!-- end -->
-#
-# ## Check it
-#
-# ```
-# pytest -k checkpoint_05b                  # the comparison, and every mistake of this page, injected
-# llorch verify micro-qwen3.5 --detail
-# ```

@@ -71,13 +71,21 @@ for layer in range(config.n_layers):
 # weight. No expert is idle. All weights are near a third, because the router of so small a model was trained for only
 # a minute.
 #
-# ## The reference
+# ## Exercise
 #
-# <!-- source: llorch.model.blocks.experts.experts -->
+# Write the four functions in `l06b_experts.py`:
 #
-# <!-- source: llorch.ops.routing.linear_by_expert -->
+# ```python
+# def top_k(scores: np.ndarray, k: int) -> np.ndarray:
+# def topk_weights(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
+# def expert_outputs(h, ids, gate_proj, up_proj, down_proj) -> np.ndarray:
+# def mixed(outs, weights, shared, gate) -> np.ndarray:
+# ```
 #
-# Rows are sorted by expert, so that each chosen matrix is read once, for any number of tokens.
+# ```
+# llorch learn check 06b
+# llorch learn hint 06b         # a direction; once more for the formula, once more for the code
+# ```
 #
 # ## Run it
 #
@@ -97,6 +105,7 @@ print(f"the same experts as in llama.cpp: {sum(same)} of {len(same)} tokens")
 print(f"the closest decision in layer 0: {gaps.min():.4f} between two logits of size {np.abs(margins).mean():.1f}")
 
 # %% [markdown]
+#
 # ## The mistake
 #
 # Qwen3-MoE divides by the sum of the chosen probabilities, Qwen2-MoE does not. A port from one to the other can make
@@ -117,77 +126,3 @@ print(check_functions("06b", topk_weights=wrong))
 # llama.cpp hard-codes this setting by architecture: true for qwen3moe, false for qwen2moe, whatever the file says. A
 # model whose `config.json` says otherwise gives other numbers there, without a warning. llorch follows the
 # configuration and refuses to write such a model as GGUF.
-#
-# ## Exercise
-#
-# Write the four functions in `l06b_experts.py`:
-#
-# ```python
-# def top_k(scores: np.ndarray, k: int) -> np.ndarray:
-# def topk_weights(probs: np.ndarray, ids: np.ndarray, normalised: bool) -> np.ndarray:
-# def expert_outputs(h, ids, gate_proj, up_proj, down_proj) -> np.ndarray:
-# def mixed(outs, weights, shared, gate) -> np.ndarray:
-# ```
-#
-# ```
-# llorch learn check 06b
-# llorch learn hint 06b         # a direction; once more for the formula, once more for the code
-# ```
-#
-# ## Where the engines differ
-#
-# - llama.cpp clamps the sum of the chosen probabilities at 6.1e-05 before it divides. Models have so few experts that
-#   the sum of the k largest probabilities is always far above this.
-# - llama.cpp computes the gate of Qwen2-MoE's shared expert as $\mathrm{silu}(x) / x$, which is NaN at $x = 0$.
-#   transformers takes the sigmoid.
-# - transformers gives all tokens of an expert to one product and adds the results in the order of the experts.
-#   llama.cpp adds them in the order of their probabilities, the largest first.
-#
-# This is layer 0, as each engine computed it:
-
-# %%
-transformers = golden.engine_outputs["transformers"].traces["near"]
-for stage in ("router_logits", "router_probs", "topk_weights", "moe_out"):
-    exact = reference[layer + stage]
-    errors = [np.linalg.norm(run[layer + stage] - exact) / np.linalg.norm(exact) for run in (llamacpp, transformers)]
-    print(f"{stage:13} from float64: llama.cpp ~{errors[0]:.0e}, transformers ~{errors[1]:.0e}")
-
-# %% [markdown]
-# Further reading:
-#
-# - Shazeer and others, [Outrageously Large Neural Networks](https://arxiv.org/abs/1701.06538), 2017: the sparsely gated
-#   mixture.
-# - Fedus, Zoph and Shazeer, [Switch Transformers](https://arxiv.org/abs/2101.03961), 2021: one expert per token, and
-#   how they are kept busy.
-# - `Qwen3MoeSparseMoeBlock` in transformers
-#   ([modeling_qwen3_moe.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/qwen3_moe/modeling_qwen3_moe.py))
-#   and `build_moe_ffn` in llama.cpp
-#   ([llama-graph.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/llama-graph.cpp)).
-#
-# ## Stages
-#
-# <!-- generated: stages -->
-# <!-- end -->
-#
-# ## Compared values
-#
-# Every step from the router to the sum is compared, in every layer that has experts. After the choice, each engine's
-# experts are compared. A swap that rounding explains is a tie, and the later stages are then judged with the
-# reference engine's choice.
-#
-# <!-- generated: distances -->
-# <!-- end -->
-#
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
-#
-# ## Mistakes it catches
-#
-# <!-- generated: mistakes -->
-# <!-- end -->
-#
-# ## Check it
-#
-# ```
-# pytest -k checkpoint_06b                  # the comparison, and every mistake of this page, injected
-# llorch verify micro-qwen3-moe --detail
-# ```

@@ -96,14 +96,33 @@ for layer in range(5):
 # In layer 2 the feed-forward part adds 0.93 to a row of 17.54 and gets 17.93. Sizes of rows do not add up, because
 # the directions differ.
 #
-# ## The reference
+# ## Exercise
 #
-# <!-- source: llorch.model.forward.block -->
+# Write `block` in `l07_block.py`. The imports at its top are there already:
 #
-# <!-- source: llorch.model.forward.attention -->
+# ```python
+# def block(x, w, cos, sin, past_k, past_v, head_dim, eps) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+# ```
 #
-# Your `block` does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`, takes the caches
-# as arrays, and returns them.
+# ```
+# llorch learn check 07
+# llorch learn check 07 --chain
+# llorch learn hint 07          # a direction; once more for the formula, once more for the code
+# ```
+#
+# The first command feeds your block the embeddings and runs all layers with it. It runs your `rms_norm`, `rope` and
+# so on inside, because your file imports them. A mistake in one of them makes 07 fail, and the verdict names that
+# mistake.
+#
+# The second is the first *chained* check. Everything that you have written runs on its own results, from the
+# embedding on. The first lesson that differs is the one to repair, and later lessons are not judged. The check names
+# the functions that it borrows because you have not written them.
+#
+# Then let your block write a story:
+#
+# ```
+# llorch run story "Once upon a time there was a little fox" --impl .
+# ```
 #
 # ## Run it
 #
@@ -138,6 +157,7 @@ print("caches", k7.shape, "then", k12.shape)
 print("the same rows, within 1e-5:", bool(np.abs(np.concatenate([first, second]) - y).max() < 1e-5))
 
 # %% [markdown]
+#
 # ## The mistake
 #
 # The mistake is one letter. The name `h` holds the normalised rows, and the addition takes it instead of `x`:
@@ -182,99 +202,3 @@ print(check_functions("07", block=wrong))
 # (`mistakes.py` in this folder holds 26 that a block can make.) Both caches of layer 0 were right, so the first norm,
 # the projections and the rotation are right, and the mistake comes after them. You can search by hand in the same
 # way.
-#
-# ## Exercise
-#
-# Write `block` in `l07_block.py`. The imports at its top are there already:
-#
-# ```python
-# def block(x, w, cos, sin, past_k, past_v, head_dim, eps) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-# ```
-#
-# ```
-# llorch learn check 07
-# llorch learn check 07 --chain
-# llorch learn hint 07          # a direction; once more for the formula, once more for the code
-# ```
-#
-# The first command feeds your block the embeddings and runs all layers with it. It runs your `rms_norm`, `rope` and
-# so on inside, because your file imports them. A mistake in one of them makes 07 fail, and the verdict names that
-# mistake.
-#
-# The second is the first *chained* check. Everything that you have written runs on its own results, from the
-# embedding on. The first lesson that differs is the one to repair, and later lessons are not judged. The check names
-# the functions that it borrows because you have not written them.
-#
-# Then let your block write a story:
-#
-# ```
-# llorch run story "Once upon a time there was a little fox" --impl .
-# ```
-#
-# ## Where the engines differ
-#
-# They differ in rounding only. Isolated, all engines add the same two float32 numbers and get the same result. But
-# `block_out` carries the rounding of everything before it, so it shows how errors grow with depth. Here is `story`
-# from layer to layer, each engine against float64:
-
-# %%
-golden = read(goldens_folder() / "story")
-runs = {name: golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers")}
-reference = golden.reference.engine_output.traces["near"]
-for layer in range(5):
-    exact = reference[f"l{layer}.block_out"]
-    errors = [np.linalg.norm(run[f"l{layer}.block_out"] - exact) / np.linalg.norm(exact) for run in runs.values()]
-    between = np.abs(runs["llamacpp"][f"l{layer}.block_out"] - runs["transformers"][f"l{layer}.block_out"]).max()
-    print(f"layer {layer}: llama.cpp {errors[0]:.1e}, transformers {errors[1]:.1e}, between them {between:.1e} at most")
-
-# %% [markdown]
-# The relative error hardly grows over five layers: each addition brings new rounding and dilutes the one before. The
-# last column grows because the rows do.
-#
-# Do not take `block_out` of the last layer from the last entry of transformers' `hidden_states`: that entry comes
-# after the final norm. The stage is the output of the decoder layer itself.
-#
-# Further reading:
-#
-# - He and others, [Deep Residual Learning](https://arxiv.org/abs/1512.03385), 2015: adding, and what depth is worth
-#   without it.
-# - Xiong and others, [On Layer Normalization in the Transformer Architecture](https://arxiv.org/abs/2002.04745), 2020:
-#   norm in the branch against norm in the stream.
-# - Elhage and others,
-#   [A Mathematical Framework for Transformer Circuits](https://transformer-circuits.pub/2021/framework/index.html),
-#   2021: the stream as a shared memory that blocks read and write.
-# - `LlamaDecoderLayer` in transformers
-#   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py))
-#   and the graph of Llama in llama.cpp
-#   ([llama.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/models/llama.cpp)): the same twelve lines, twice.
-# - [torchtune 2809](https://github.com/meta-pytorch/torchtune/issues/2809): heads of Qwen3 rotated first and normalised
-#   then. Right parts in the wrong order.
-# - [hipfire 258](https://github.com/warpfront/hipfire/issues/258): weeks lost to a comparison with the wrong side of
-#   the last norm.
-#
-# ## Stages
-#
-# <!-- generated: stages -->
-# <!-- end -->
-#
-# ## Compared values
-#
-# `block_out` of every layer is compared. Isolated, it is the last addition only. Chained, it carries the rounding of
-# everything before it, so this line shows how errors grow through the blocks.
-#
-# <!-- generated: distances -->
-# <!-- end -->
-#
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
-#
-# ## Mistakes it catches
-#
-# <!-- generated: mistakes -->
-# <!-- end -->
-#
-# ## Check it
-#
-# ```
-# pytest -k checkpoint_07                   # the comparison, and every mistake of this page, injected
-# llorch verify micro-llama --detail
-# ```

@@ -68,9 +68,28 @@ for position in (1, 4, 9):
 # and the guesses are words that follow an animal. Then the full stop leads for three layers, and only the last block
 # decides that this fox gets a clause (*who*) or a name (*named*).
 #
-# ## The reference
+# ## Exercise
 #
-# <!-- source: llorch.model.forward.logits -->
+# Write `logits` in `l08_logits.py`. It gets both matrices. Your function decides which one to use.
+#
+# ```python
+# def logits(x, final_norm, lm_head, embed_tokens, eps) -> np.ndarray:
+# ```
+#
+# ```
+# llorch learn check 08
+# llorch learn check 08 --chain
+# llorch learn hint 08          # a direction; once more for the formula, once more for the code
+# ```
+#
+# After it passes, break it: always use `embed_tokens`. The verdict's line *still right* then names the tied models,
+# where this is no mistake. A test with `story` alone never finds it.
+#
+# If you have written everything up to here and `--chain` passes, this is your model from ids to logits:
+#
+# ```
+# llorch run story "Once upon a time there was a little fox" --impl .
+# ```
 #
 # ## Run it
 #
@@ -92,6 +111,7 @@ print("stream", llamacpp["final_norm"].shape, " matrix", weights["lm_head"].shap
 print("llama.cpp's logits, within 1e-4:", bool(np.abs(z - llamacpp["logits"]).max() < 1e-4))
 
 # %% [markdown]
+#
 # ## The mistake
 #
 # The last norm is easy to forget: it stands outside the blocks, and its absence raises no error.
@@ -126,96 +146,3 @@ print("same first choice at", int(np.sum(logits.argmax(-1) == unnormed.argmax(-1
 from llorch.apps.learn.check import check_functions
 
 print(check_functions("08", logits=wrong))
-
-# %% [markdown]
-# ## Exercise
-#
-# Write `logits` in `l08_logits.py`. It gets both matrices. Your function decides which one to use.
-#
-# ```python
-# def logits(x, final_norm, lm_head, embed_tokens, eps) -> np.ndarray:
-# ```
-#
-# ```
-# llorch learn check 08
-# llorch learn check 08 --chain
-# llorch learn hint 08          # a direction; once more for the formula, once more for the code
-# ```
-#
-# After it passes, break it: always use `embed_tokens`. The verdict's line *still right* then names the tied models,
-# where this is no mistake. A test with `story` alone never finds it.
-#
-# If you have written everything up to here and `--chain` passes, this is your model from ids to logits:
-#
-# ```
-# llorch run story "Once upon a time there was a little fox" --impl .
-# ```
-#
-# ## Where the engines differ
-#
-# The logits of `micro-llama` and `story`, at the end of each engine's full forward pass:
-
-# %%
-for name in ("micro-llama", "story"):
-    golden = read(goldens_folder() / name)
-    a, b = (golden.engine_outputs[engine].traces["near"]["logits"] for engine in ("llamacpp", "transformers"))
-    exact = golden.reference.engine_output.traces["near"]["logits"]
-    errors = [np.linalg.norm(actual - exact) / np.linalg.norm(exact) for actual in (a, b)]
-    best = np.sort(exact, axis=-1)
-    print(f"{name}: {np.sum(a != b)} of {a.size} logits differ, by {np.abs(a - b).max():.1e} at most")
-    print(f"  from float64: llama.cpp {errors[0]:.1e}, transformers {errors[1]:.1e}")
-    print(f"  same first choice everywhere: {np.array_equal(a.argmax(-1), b.argmax(-1))}", end="; ")
-    print(f"smallest lead of the best logit {(best[:, -1] - best[:, -2]).min():.3f}")
-
-# %% [markdown]
-# Nine of ten logits differ in their last bits, but the engines choose the same tokens. The distance between the two
-# closest logits is about a thousand times the difference between the engines. In long texts, a closer pair comes
-# sooner or later, and then two correct engines choose different tokens ([12](../12_generation/README.md)).
-#
-# - llama.cpp computes logits only for the requested tokens. llorch's goldens were made with all tokens requested.
-# - A tied GGUF file has no `output.weight`, and llama.cpp takes `token_embd.weight`. In transformers `lm_head` then
-#   shares the parameter of `embed_tokens`.
-# - Both engines return logits of the whole vocabulary of the file. Nothing is padded or cut.
-#
-# Further reading:
-#
-# - Press and Wolf, [Using the Output Embedding to Improve Language Models](https://arxiv.org/abs/1608.05859), 2016: one
-#   table for both ends.
-# - nostalgebraist,
-#   [interpreting GPT: the logit lens](https://www.lesswrong.com/posts/AcKRB8wDpdaN6v6ru/interpreting-gpt-the-logit-lens),
-#   2020; Belrose and others,
-#   [Eliciting Latent Predictions with the Tuned Lens](https://arxiv.org/abs/2303.08112), 2023.
-# - `LlamaForCausalLM` in transformers
-#   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py))
-#   and the end of the graph in llama.cpp
-#   ([llama.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/models/llama.cpp)), from `result_norm` to
-#   `result_output`.
-# - [vllm 46835](https://github.com/vllm-project/vllm/issues/46835): what gets lost when a head is taken for tied.
-#
-# ## Stages
-#
-# <!-- generated: stages -->
-# <!-- end -->
-#
-# ## Compared values
-#
-# The logits of all tokens of the input are compared, not only the last. The built-in models `micro-llama3`,
-# `micro-qwen2` and `story` use the embedding table as output matrix (tied). `micro-llama` and `micro-qwen3` have a
-# separate output matrix. `final_norm`, the input, is checked in [01](../01_rms_norm/README.md).
-#
-# <!-- generated: distances -->
-# <!-- end -->
-#
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
-#
-# ## Mistakes it catches
-#
-# <!-- generated: mistakes -->
-# <!-- end -->
-#
-# ## Check it
-#
-# ```
-# pytest -k checkpoint_08                   # the comparison, and every mistake of this page, injected
-# llorch verify micro-llama --detail
-# ```

@@ -34,6 +34,7 @@ for i in order[:6]:
 print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 
 # %% [markdown]
+#
 # ## The maths
 #
 # ```math
@@ -63,22 +64,25 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 # ` boy`, which was said already, and ` girl` gains. A temperature below 1 sharpens. The filters remove tokens, and
 # every cut makes the rest likelier, since the sum has to be one.
 #
-# ## The reference
+# ## Exercise
 #
-# <!-- source: llorch.ops.sampling.penalise -->
+# Write six functions in `l11_probabilities.py`, from the bottom up:
 #
-# <!-- source: llorch.ops.sampling.keep_top_k -->
+# ```python
+# def softmax(logits): ...
+# def penalise(logits, history, penalty): ...
+# def keep_top_k(logits, k): ...
+# def keep_top_p(logits, p): ...
+# def keep_min_p(logits, min_p): ...
+# def distribution(logits, history, penalty, temperature, top_k, top_p, min_p): ...
+# ```
 #
-# <!-- source: llorch.ops.sampling.keep_top_p -->
+# ```
+# llorch learn check 11
+# llorch learn hint 11
+# ```
 #
-# <!-- source: llorch.ops.sampling.keep_min_p -->
-#
-# <!-- source: llorch.ops.sampling.softmax -->
-#
-# <!-- source: llorch.ops.sampling.probabilities -->
-#
-# The chain works in float64 and rounds once, at the end. A row is short, so this is cheap, and rounding cannot push a
-# token over the edge of top-p.
+# Each is judged alone first, in llorch's chain. Neutral settings occur, too: `k` may be 0 and `p` may be 1.
 #
 # ## Run it
 
@@ -94,6 +98,7 @@ for name, filtered in (
     print(f"{name:10} keeps {np.isfinite(filtered).sum():3} of {z.size}, the best has {softmax(filtered).max():.3f}")
 
 # %% [markdown]
+#
 # ## The mistake
 #
 # Many samplers have this mistake: the penalty divides every logit of a seen token. For $z = 3$ and $r = 1.4$ it gives
@@ -127,97 +132,3 @@ for part, name in (
 # %% [markdown]
 # A comparison of texts could not decide. Two right samplers with different random numbers write different texts, and
 # most of these mistakes write good texts. So llorch compares distributions, never draws.
-#
-# ## Exercise
-#
-# Write six functions in `l11_probabilities.py`, from the bottom up:
-#
-# ```python
-# def softmax(logits): ...
-# def penalise(logits, history, penalty): ...
-# def keep_top_k(logits, k): ...
-# def keep_top_p(logits, p): ...
-# def keep_min_p(logits, min_p): ...
-# def distribution(logits, history, penalty, temperature, top_k, top_p, min_p): ...
-# ```
-#
-# ```
-# llorch learn check 11
-# llorch learn hint 11
-# ```
-#
-# Each is judged alone first, in llorch's chain. Neutral settings occur, too: `k` may be 0 and `p` may be 1.
-#
-# ## Where the engines differ
-
-# %%
-from llorch.judging.goldens.forward import read
-from llorch.runtime.builtin import goldens_folder
-
-golden = read(goldens_folder() / "story")
-for name, a in golden.engine_outputs["llamacpp"].probabilities.items():
-    b, reference = (
-        output.probabilities[name] for output in (golden.engine_outputs["transformers"], golden.reference.engine_output)
-    )
-    errors = [np.linalg.norm(probabilities - reference) / np.linalg.norm(reference) for probabilities in (a, b)]
-    print(f"{name:12} keeps {(a > 0).sum():4} {(b > 0).sum():4}   from float64: {errors[0]:.0e} {errors[1]:.0e}")
-
-# %% [markdown]
-# llama.cpp stands first. Both engines keep the same tokens with every setting. This is not certain in general:
-#
-# - The order above is the order of transformers' processors. For the goldens, llama.cpp's chain is put together in
-#   the same order. Its samplers can be chained in any order, and other orders give other distributions.
-# - top-k: among tokens equal to the k-th, llama.cpp keeps exactly k. transformers and llorch keep all of them.
-# - top-p: llama.cpp and llorch add up from the most likely token until the sum reaches p, and that token stays.
-#   transformers adds up from the least likely token and removes tokens while the sum is at most 1 - p. Without
-#   rounding and ties, both give the same set. Where a token lies so close to the edge that rounding decides, the
-#   check says so, and that it is *not your bug*.
-# - min-p: llama.cpp and llorch compare logits with the largest one plus log(min_p). transformers compares
-#   probabilities.
-# - All three divide a positive logit of a seen token by the penalty and multiply a negative one. A token counts once.
-#
-# Further reading:
-#
-# - Holtzman and others, [The Curious Case of Neural Text Degeneration](https://arxiv.org/abs/1904.09751), 2019: top-p,
-#   and why.
-# - Keskar and others, [CTRL](https://arxiv.org/abs/1909.05858), 2019, section 4.1: the repetition penalty. The paper
-#   divides, and does not mention negative logits.
-# - Nguyen and others, [Turning Up the Heat: Min-p Sampling](https://arxiv.org/abs/2407.01082), 2024.
-# - `logits_process.py` in transformers
-#   ([source](https://github.com/huggingface/transformers/blob/main/src/transformers/generation/logits_process.py)) and
-#   `llama-sampler.cpp` in llama.cpp ([source](https://github.com/ggml-org/llama.cpp/tree/master/src)).
-#
-# ## Stages
-#
-# - stage: `probabilities.<name>`, of shape (vocab)
-# - llorch's function: [`probabilities`](../../llorch/ops/sampling.py)
-# - llama.cpp: a `llama_sampler_chain` ended by `llama_sampler_init_dist`, read after `llama_sampler_apply`
-# - transformers: a `LogitsProcessorList`, then softmax
-#
-# ## Compared values
-#
-# The sampler chain of every engine is compared with llorch's. Both get the same logits and the same tokens so far
-# (for the penalty), so that an error comes from a filter. A removed token has probability 0 and is compared like any
-# other. Engines sum up float32 probabilities for top-p. Such a sum can be off by `4 * 2^-24 * sqrt(2 / 3 * vocab)`.
-# The verdict is TIE if two distributions differ only in tokens whose exact sum is closer to p than this, and llorch
-# keeps the tokens of the exact sum. No other filter has such an edge.
-#
-# <!-- generated: settings -->
-# <!-- end -->
-#
-# <!-- generated: distances -->
-# <!-- end -->
-#
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
-#
-# ## Mistakes it catches
-#
-# <!-- generated: mistakes -->
-# <!-- end -->
-#
-# ## Check it
-#
-# ```
-# pytest -k checkpoint_11                   # the comparison, and every mistake of this page, injected
-# llorch verify micro-llama --detail
-# ```

@@ -69,16 +69,22 @@ for row in range(len(ids) - 1):
 # guess. Even above, some tokens have a high loss: the animal and the name cannot be predicted. A loss has a lowest
 # value, and it is not 0.
 #
-# ## The reference
+# ## Exercise
 #
-# <!-- source: llorch.ops.cross_entropy.shifted -->
+# Write three functions in `l16_loss.py`:
 #
-# <!-- source: llorch.ops.cross_entropy.cross_entropy -->
+# ```python
+# def masked_labels(ids, learned) -> np.ndarray:
+# def shifted(labels) -> np.ndarray:
+# def cross_entropy(logits, labels, label_smoothing) -> tuple[float, int]:
+# ```
 #
-# <!-- source: llorch.ops.cross_entropy.log_softmax -->
+# ```
+# llorch learn check 16
+# llorch learn hint 16
+# ```
 #
-# The reference returns a sum and a count, not a mean. Lesson [19](../19_training_curve/README.md) will show why: a
-# step may have several batches, and the divisor is known only after all of them.
+# The check computes the loss from PEFT's logits, token by token and as a whole, with and without label smoothing.
 #
 # ## Run it
 #
@@ -108,6 +114,7 @@ with np.errstate(all="ignore"):
 print("shifted  ", [round(cross_entropy(z, np.array([i]), label_smoothing=0.0)[0], 4) for i in range(3)])
 
 # %% [markdown]
+#
 # ## The mistake
 #
 # Labels are ids of the same tokens as the input. If you compare row $t$ with label $t$, nothing looks wrong: shapes
@@ -155,81 +162,3 @@ print(f"divided by all tokens  {loss_with(as_given, shifted, counted):.3f}")
 # %% [markdown]
 # All five losses are plausible, and one is right. The last one looks best because it is smaller, but it only acts as
 # a smaller learning rate.
-#
-# ## Exercise
-#
-# Write three functions in `l16_loss.py`:
-#
-# ```python
-# def masked_labels(ids, learned) -> np.ndarray:
-# def shifted(labels) -> np.ndarray:
-# def cross_entropy(logits, labels, label_smoothing) -> tuple[float, int]:
-# ```
-#
-# ```
-# llorch learn check 16
-# llorch learn hint 16
-# ```
-#
-# The check computes the loss from PEFT's logits, token by token and as a whole, with and without label smoothing.
-#
-# ## Where the engines differ
-
-# %%
-stage_ref = at("token_losses")
-reference, actual = golden.reference("isolated", stage_ref), golden.shown(stage_ref)
-print(
-    f"torch, float32 from float64: ~{np.abs(actual - reference).max():.0e} nats, of losses up to {reference.max():.2f}"
-)
-
-# %% [markdown]
-# The smallest loss of this batch is 0.00088, which is $-\log 0.99912$. A softmax and then a logarithm would keep
-# three of its seven digits, because float32 has few numbers so near to 1. Both engines use log softmax in one piece.
-#
-# - torch's label smoothing spreads $e$ over the whole vocabulary, the label included. The formula with $e / (V - 1)$
-#   on the other tokens is a different one.
-# - transformers takes the mean of each call unless it is told the number of tokens of the step
-#   (`num_items_in_batch`).
-# - On a base in bfloat16 the logits are bfloat16 too. transformers and llorch convert them to float32 for the loss
-#   ([17](../17_gradients/README.md#in-bfloat16)).
-# - llorch's torch path skips rows of logits from which nothing is learned. With `chunk`, it does not make all other
-#   rows at once. For a vocabulary of 150,000, the logits of 2,000 tokens are 1.2 GB. Often the logits, not the model,
-#   do not fit into memory.
-#
-# Further reading:
-#
-# - Szegedy et al., [Rethinking the Inception Architecture](https://arxiv.org/abs/1512.00567), 2015, section 7: label
-#   smoothing.
-# - torch's [cross_entropy](https://pytorch.org/docs/stable/generated/torch.nn.functional.cross_entropy.html): the
-#   combined effect of `ignore_index` and `reduction`.
-#
-# ## Stages
-#
-# <!-- generated: stages -->
-# <!-- end -->
-#
-# ## Compared values
-#
-# The beginning of each row is a prompt (label -100), rows are padded, and the numbers of learned tokens differ.
-# `plain` is without label smoothing, `smoothed` with e = 0.1. Isolated, the loss is computed from PEFT's logits.
-#
-# <!-- generated: distances -->
-# <!-- end -->
-#
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
-#
-# ## Mistakes it catches
-#
-# `pytest tests/faults` replaces one of llorch's functions by each mistake. The test requires that this validation
-# point fails first, by at least ten times the tolerance.
-#
-# <!-- generated: mistakes -->
-# <!-- end -->
-#
-# ## Check it
-#
-# ```
-# pytest -k checkpoint_16                   # the comparison, and every mistake of this page, injected
-# llorch verify micro-llama --detail
-# llorch verify micro-llama --backend torch --dtype float32 --detail
-# ```

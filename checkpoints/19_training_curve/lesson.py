@@ -45,12 +45,34 @@
 # made from the error of PEFT in float32. For each wrong run, a ring marks the first step outside the band. It is
 # always the first step.
 #
-# ## The reference
+# ## Exercise
 #
-# <!-- source: llorch.training.numpy_step.loss_and_gradients -->
+# Write one function in `l19_training_curve.py`:
 #
-# No micro-batch is divided by the number of its tokens: `n_trained` of the whole step is known before the first one
-# runs.
+# ```python
+# def accumulated(loss_sums, n_trained, grad_sums) -> tuple[float, np.ndarray]:
+# ```
+#
+# ```
+# llorch learn check 19
+# llorch learn check 19 --chain      # thirty steps with all that you have written; some seconds
+# ```
+#
+# The quick check runs the first four steps of the curve, which show every known mistake. The chain runs all thirty,
+# with your delta, your loss, your nine gradients, your clipping, AdamW and schedule. If it passes, you have written a
+# trainer whose every step agrees with PEFT and torch.
+#
+# A real run looks the same, but longer. This is `story`, 180 steps on 240 pirate tales, 16 seconds on two cores
+# (`llorch lora train story --data pirate -o my-adapter`):
+#
+# ![Loss of 180 steps on pirate tales: training and validation fall together from 8.0 to 0.4](pirate.svg)
+#
+# > Once upon a time, there was a cheerful pirate named Joe who sailed the warm south sea. One foggy evening, captain
+# > Noah could not find his blue hat. "Where be me hat?" he roared.
+#
+# It begins at 8, above the 6.91 of a blind guess: lesson [16](../16_loss/README.md) showed why. It ends at 0.4, not
+# at 0. The validation loss, on 20 tales that were never shown, ends at the same value: the model learned the style,
+# not the tales.
 #
 # ## Run it
 #
@@ -83,6 +105,7 @@ full = np.concatenate([g.ravel() for g in grads.values()])
 print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - full) / np.linalg.norm(full):.0e}")
 
 # %% [markdown]
+#
 # ## The mistake
 #
 # This mistake was in nearly every library for years. It calls `loss.backward()` on the *mean* of each micro-batch,
@@ -106,92 +129,3 @@ print(check_functions("19", accumulated=typed["accumulation-mean-of-means"]))
 #
 # If all rows have the same number of learned tokens, the mistake has no effect. The batches of the goldens have 10,
 # 13 and 8.
-#
-# ## Exercise
-#
-# Write one function in `l19_training_curve.py`:
-#
-# ```python
-# def accumulated(loss_sums, n_trained, grad_sums) -> tuple[float, np.ndarray]:
-# ```
-#
-# ```
-# llorch learn check 19
-# llorch learn check 19 --chain      # thirty steps with all that you have written; some seconds
-# ```
-#
-# The quick check runs the first four steps of the curve, which show every known mistake. The chain runs all thirty,
-# with your delta, your loss, your nine gradients, your clipping, AdamW and schedule. If it passes, you have written a
-# trainer whose every step agrees with PEFT and torch.
-#
-# A real run looks the same, but longer. This is `story`, 180 steps on 240 pirate tales, 16 seconds on two cores
-# (`llorch lora train story --data pirate -o my-adapter`):
-#
-# ![Loss of 180 steps on pirate tales: training and validation fall together from 8.0 to 0.4](pirate.svg)
-#
-# > Once upon a time, there was a cheerful pirate named Joe who sailed the warm south sea. One foggy evening, captain
-# > Noah could not find his blue hat. "Where be me hat?" he roared.
-#
-# It begins at 8, above the 6.91 of a blind guess: lesson [16](../16_loss/README.md) showed why. It ends at 0.4, not
-# at 0. The validation loss, on 20 tales that were never shown, ends at the same value: the model learned the style,
-# not the tales.
-#
-# ## Where the engines differ
-#
-# In thirty steps, with Adam's division in each, errors could grow without bound. They do not:
-
-# %%
-stage_ref = at("loss_curve", case="curve")
-gap = np.abs(golden.shown(stage_ref) - golden.reference("chained", stage_ref))
-print(
-    f"PEFT from float64: step 1 ~{gap[0]:.0e}, step 30 ~{gap[29]:.0e}, largest ~{gap.max():.0e}, of losses around 1.5"
-)
-
-# %% [markdown]
-# - After 30 steps, PEFT is as close to the float64 reference as after a single forward pass. Not every run behaves so
-#   well: with larger rates, two correct runs diverge after some hundred steps, and then only distributions can be
-#   compared.
-# - The loss is compared, because it hides harmless differences: parameters whose gradient is as small as $\epsilon$
-#   may be a tenth of a step off ([18](../18_optimizer_step/README.md)), and the loss hardly depends on them.
-# - On a base in bfloat16, single parameters go the other way from the first step on. The losses of the run are still
-#   within 3e-3 of the float64 reference ([17](../17_gradients/README.md#in-bfloat16)).
-#
-# Further reading:
-#
-# - [Fixing Gradient Accumulation](https://huggingface.co/blog/gradient_accumulation), Hugging Face, October 2024, and
-#   [Bug Fixes in LLM Training](https://unsloth.ai/blog/gradient), Unsloth: the mistake of this page, described by
-#   those who found and repaired it.
-# - McCandlish et al., [An Empirical Model of Large-Batch Training](https://arxiv.org/abs/1812.06162), 2018: how many
-#   tokens a step should have.
-#
-# ## Stages
-#
-# <!-- generated: stages -->
-# <!-- end -->
-#
-# ## Compared values
-#
-# The loss of every step is compared, and the norm of every step's gradient before clipping. The micro-batches of a
-# step have different numbers of learned tokens, so that a mean of means is another number. On the torch path the run
-# is judged twice: as written, and in the trainer's mode that saves memory.
-#
-# <!-- generated: distances -->
-# <!-- end -->
-#
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
-#
-# ## Mistakes it catches
-#
-# `pytest tests/faults` replaces one of llorch's functions by each mistake. The test requires that this validation
-# point fails first, by at least ten times the tolerance.
-#
-# <!-- generated: mistakes -->
-# <!-- end -->
-#
-# ## Check it
-#
-# ```
-# pytest -k checkpoint_19                   # the comparison, and every mistake of this page, injected
-# llorch verify micro-llama --detail
-# llorch verify micro-llama --backend torch --dtype float32 --detail
-# ```

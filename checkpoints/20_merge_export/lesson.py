@@ -38,6 +38,7 @@ print(f"the adapter moves logits by up to {np.abs(adapted - base).max():.2f}")
 print(f"merged against separate: differ by ~{np.abs(merged - adapted).max():.0e}")
 
 # %% [markdown]
+#
 # ## The maths
 #
 # ```math
@@ -69,13 +70,24 @@ print(f"merged against separate: differ by ~{np.abs(merged - adapted).max():.0e}
 # merging is hardly worse than the dtype. But a *separate* adapter on a bfloat16 base would have stayed float32. The
 # dashed line is the effect of the adapter.
 #
-# ## The reference
+# ## Exercise
 #
-# <!-- source: llorch.lora.merge.merged_matrix -->
+# Write three functions in `l20_merge_export.py`:
 #
-# <!-- source: llorch.files.tensor_names.interleave -->
+# ```python
+# def merged(weight, lora_A, lora_B, scaling) -> np.ndarray:
+# def interleave(rows, n_heads) -> np.ndarray:
+# def gguf_alpha(lora_alpha, scalings, ranks) -> float:
+# ```
 #
-# <!-- source: llorch.lora.gguf_format.common_alpha -->
+# ```
+# llorch learn check 20
+# llorch learn hint 20
+# llorch learn check 20 --chain      # all four files, written and read again
+# ```
+#
+# Then nothing is left to write. From a text to a token, from a token to a loss, and from the loss to a file that
+# llama.cpp loads: you have computed every number, and two engines have checked it.
 #
 # ## Run it
 #
@@ -110,6 +122,7 @@ for name in ("blk.0.attn_q.weight.lora_a", "blk.0.attn_q.weight.lora_b", "adapte
     print(f"{name:27} {table[name][:30]}")
 
 # %% [markdown]
+#
 # ## The mistake
 #
 # The mistake does not reorder the rows of $B$. Shapes fit, the file loads, llama.cpp prints no warning, and the
@@ -155,85 +168,3 @@ for name, function in typed["merged"].items():
 # Merging twice and merging without the scale give the same error here: $s$ is 0.5 in this matrix, and $2 s B A$ is
 # $B A$. One matrix cannot tell them apart. So the check also compares the logits of the merged model, where the other
 # matrices have other scales.
-#
-# ## Exercise
-#
-# Write three functions in `l20_merge_export.py`:
-#
-# ```python
-# def merged(weight, lora_A, lora_B, scaling) -> np.ndarray:
-# def interleave(rows, n_heads) -> np.ndarray:
-# def gguf_alpha(lora_alpha, scalings, ranks) -> float:
-# ```
-#
-# ```
-# llorch learn check 20
-# llorch learn hint 20
-# llorch learn check 20 --chain      # all four files, written and read again
-# ```
-#
-# Then nothing is left to write. From a text to a token, from a token to a loss, and from the loss to a file that
-# llama.cpp loads: you have computed every number, and two engines have checked it.
-#
-# ## Where the engines differ
-#
-# All of them loaded llorch's files. This is the distance of each from PEFT in float64:
-
-# %%
-reference = golden.reference("chained", at("adapted_logits"))
-for kind, engine in (("peft_folder", "PEFT"), ("merged_folder", "transformers"), ("lora_gguf", "llama.cpp")):
-    error = np.linalg.norm(golden.shown(at("exported_logits", part=kind)) - reference) / np.linalg.norm(reference)
-    print(f"{kind:14} in {engine:13} {error:.1e}")
-
-# %% [markdown]
-# - PEFT rounds the product before it adds it. llorch rounds once. Some elements differ by an ulp.
-# - llama.cpp's converter writes only the adapter's alpha. With rank-stabilised LoRA or alpha patterns, its files give
-#   another scale, without an error. llorch folds the scale into B.
-# - llama.cpp applies an adapter in its graph, `scale * (B (A x))`, and never merges.
-# - A tied base has no output matrix in GGUF, so the file cannot hold an adapter of it. Merge instead.
-#
-# Further reading:
-#
-# - `llama_adapter_lora_init_impl` in llama.cpp
-#   ([llama-adapter.cpp](https://github.com/ggml-org/llama.cpp/blob/master/src/llama-adapter.cpp)), and
-#   [convert_lora_to_gguf.py](https://github.com/ggml-org/llama.cpp/blob/master/convert_lora_to_gguf.py), whose
-#   `LoraTorchTensor` reorders a product without making it.
-# - PEFT, [merging](https://huggingface.co/docs/peft/developer_guides/lora#merge-lora-weights-into-the-base-model).
-# - Dettmers et al., [QLoRA](https://arxiv.org/abs/2305.14314), 2023. It raises the question which base to merge into.
-#
-# ## Stages
-#
-# <!-- generated: stages -->
-# <!-- end -->
-#
-# ## Compared values
-#
-# $P$ is the order of rows of q and k in files of the llama family, and $s$ is folded into B if one alpha is not
-# enough. `merged_weight` is one matrix after PEFT's `merge_and_unload`, and `merged_logits` is the whole model after
-# it. For `exported_logits`, a reference engine loads the file that llorch wrote. Its logits are compared with
-# llorch's, from the file read back. In adapter files every tensor must be equal, byte by byte. One comparison is with
-# the file that PEFT saves for the same adapter. The other is with the GGUF file from which llama.cpp made the right
-# logits.
-#
-# <!-- generated: distances -->
-# <!-- end -->
-#
-# <!-- generated: equal -->
-# <!-- end -->
-#
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
-#
-# ## Mistakes it catches
-#
-# `pytest tests/faults` replaces one of llorch's functions by each mistake. The test requires that this validation
-# point fails first, by at least ten times the tolerance.
-#
-# <!-- generated: mistakes -->
-# <!-- end -->
-#
-# ## Check it
-#
-# ```
-# pytest -k checkpoint_20                   # the comparison, and every mistake of this page, injected
-# llorch verify micro-llama --detail
-# ```

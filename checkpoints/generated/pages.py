@@ -56,7 +56,8 @@ def generated(
         raise ValueError(
             f"pages: expected goldens in {goldens_folder()}, got none; run reference_outputs/regenerate.py"
         )
-    pages = {page(folder, number): _blocks_of(number, goldens) for number in numbers}
+    pages: dict[Path, Blocks] = {porting_page(folder, number): _blocks_of(number, goldens) for number in numbers}
+    pages |= {page(folder, number): {} for number in numbers}
     if index:
         comparisons = [*_forward_rows(goldens), *quantised_rows(), *training_rows()]
         pages[folder / "README.md"] = index_blocks(comparisons, goldens, CHECKPOINTS, trainers())
@@ -112,8 +113,13 @@ def training_rows() -> Sequence[Comparison]:
 
 
 def page(folder: Path, number: str) -> Path:
-    """Return the path of the page of one checkpoint."""
+    """Return the path of the lesson of one checkpoint."""
     return folder / f"{number}_{CHECKPOINTS[number]}" / "README.md"
+
+
+def porting_page(folder: Path, number: str) -> Path:
+    """Return the path of the tables of one checkpoint for people who port a model."""
+    return page(folder, number).with_name("PORTING.md")
 
 
 def render(text: str, blocks: Blocks, *, label: str) -> str:

@@ -28,6 +28,8 @@ class Lesson:
 
     number: str  # of the checkpoint, or WARM_UP
     minutes: int  # expected time of a learner
+    idea: str
+    pitfall: str  # what usually goes wrong
     parts: tuple[Exercise, ...]  # the exercises
 
     @property
@@ -64,33 +66,91 @@ FILTERS = (
     after_logits.SOFTMAX, after_logits.PENALISE, after_logits.KEEP_TOP_K, after_logits.KEEP_TOP_P,
     after_logits.KEEP_MIN_P, after_logits.DISTRIBUTION,
 )  # fmt: skip
-LESSONS: tuple[Lesson, ...] = (  # in the order of the forward pass, then of training
-    Lesson(WARM_UP, 2, (foundation.BFLOAT16,)),
-    Lesson("00", 80, (foundation.TENSOR_TABLE, foundation.MERGE, forward.EMBEDDING)),
-    Lesson("01", 20, (forward.RMS_NORM,)),
-    Lesson("02", 35, (forward.LINEAR, forward.QKV)),
-    Lesson("01b", 45, (forward.FREQUENCIES, forward.SCALE_FREQUENCIES, forward.ROPE_TABLES, forward.ROPE)),
-    Lesson("03", 40, (forward.APPEND,)),
-    Lesson("04", 35, (forward.ATTENTION_SCORES, forward.ATTENTION_PROBS)),
-    Lesson("05", 20, (forward.ATTENTION_CONTEXT, forward.ATTENTION_OUTPUT)),
-    Lesson("05b", 60, (forward.SHORT_CONV, forward.L2_NORM, forward.LOG_DECAY, forward.DELTA_RULE)),
-    Lesson("06", 25, (forward.SWIGLU, forward.FEED_FORWARD)),
-    Lesson("06b", 35, (forward.TOP_K, forward.TOPK_WEIGHTS, forward.EXPERT_OUTPUTS, forward.MIXED)),
-    Lesson("07", 30, (forward.BLOCK,)),
-    Lesson("08", 20, (forward.LOGITS,)),
-    Lesson("09", 10, (after_logits.LAST_ROW,)),
-    Lesson("10", 10, (after_logits.ARGMAX,)),
-    Lesson("11", 30, FILTERS),
-    Lesson("12", 35, (after_logits.POSITIONS, after_logits.GENERATE)),
-    Lesson("13", 45, (after_logits.Q8_0, after_logits.Q4_0)),
-    Lesson("14", 45, (after_logits.TORCH_RMS_NORM, after_logits.TORCH_ROPE)),
-    Lesson("15", 25, (training.LORA_SCALING, training.LORA_DELTA)),
-    Lesson("16", 25, (training.MASKED_LABELS, training.SHIFTED, training.CROSS_ENTROPY)),
-    Lesson("17", 75, training.BACKWARD),
-    Lesson("18", 30, (training.CLIP_BY_NORM, training.ADAMW_STEP, training.LEARNING_RATE)),
-    Lesson("19", 40, (training.ACCUMULATED,)),
-    Lesson("20", 30, (training.MERGED, training.INTERLEAVE, training.GGUF_ALPHA)),
-)
+BLOCKS: Mapping[str, tuple[Lesson, ...]] = {  # titles of blocks, in the order of the path
+    "From a row of numbers to a layer": (
+        Lesson(
+            WARM_UP, 2, "a number of 16 bits is the upper half of one of 32", "the wrong shift",
+            (foundation.BFLOAT16,),
+        ),
+        Lesson("01", 20, "every token to the same size", "where epsilon stands", (forward.RMS_NORM,)),
+        Lesson(
+            "01b", 45, "position as the angle of clock hands", "which two numbers are a pair",
+            (forward.FREQUENCIES, forward.SCALE_FREQUENCIES, forward.ROPE_TABLES, forward.ROPE),
+        ),
+        Lesson(
+            "02", 35, "a query, a key and a value for each head", "heads cut from the wrong axis",
+            (forward.LINEAR, forward.QKV),
+        ),
+        Lesson("03", 40, "keys and values are kept", "a position that is off by one", (forward.APPEND,)),
+        Lesson(
+            "04", 35, "a query asks, keys answer, the future is hidden", "a mask that forgets the cache",
+            (forward.ATTENTION_SCORES, forward.ATTENTION_PROBS),
+        ),
+        Lesson(
+            "05", 20, "values mixed, heads joined", "heads joined in the wrong order",
+            (forward.ATTENTION_CONTEXT, forward.ATTENTION_OUTPUT),
+        ),
+        Lesson("06", 25, "widen, gate, narrow", "the wrong curve", (forward.SWIGLU, forward.FEED_FORWARD)),
+        Lesson("07", 30, "two additions make a layer", "adding to the normalised stream", (forward.BLOCK,)),
+    ),
+    "From a layer to text": (
+        Lesson("08", 20, "the stream becomes scores of words", "the last norm", (forward.LOGITS,)),
+        Lesson("09", 10, "the only row that sampling sees", "the row of another token", (after_logits.LAST_ROW,)),
+        Lesson("10", 10, "the largest wins", "ties", (after_logits.ARGMAX,)),
+        Lesson("11", 30, "a distribution is shaped before it is drawn from", "the order of the filters", FILTERS),
+        Lesson(
+            "12", 35, "a loop that reads its own output", "the beginning token twice",
+            (after_logits.POSITIONS, after_logits.GENERATE),
+        ),
+    ),
+    "Files and tokens (optional)": (
+        Lesson(
+            "00", 80, "a model is a table of named arrays; text becomes ids, ids pick rows",
+            "axes that a file lists fastest first", (foundation.TENSOR_TABLE, foundation.MERGE, forward.EMBEDDING),
+        ),
+        Lesson(
+            "13", 45, "16 to 256 numbers share a scale", "two codes in a byte, which is first",
+            (after_logits.Q8_0, after_logits.Q4_0),
+        ),
+    ),
+    "On torch (optional)": (
+        Lesson(
+            "14", 45, "the same numbers on torch", "a sum taken in half precision",
+            (after_logits.TORCH_RMS_NORM, after_logits.TORCH_ROPE),
+        ),
+    ),
+    "Other layers (optional)": (
+        Lesson(
+            "05b", 60, "a memory of constant size", "the decay after the look-up",
+            (forward.SHORT_CONV, forward.L2_NORM, forward.LOG_DECAY, forward.DELTA_RULE),
+        ),
+        Lesson(
+            "06b", 35, "a router chooses a few of many", "weights that are not normalised",
+            (forward.TOP_K, forward.TOPK_WEIGHTS, forward.EXPERT_OUTPUTS, forward.MIXED),
+        ),
+    ),
+    "Training": (
+        Lesson(
+            "15", 25, "a small detour next to a large matrix", "an adapter that is still zero",
+            (training.LORA_SCALING, training.LORA_DELTA),
+        ),
+        Lesson(
+            "16", 25, "surprise per token", "labels that are not shifted",
+            (training.MASKED_LABELS, training.SHIFTED, training.CROSS_ENTROPY),
+        ),
+        Lesson("17", 75, "the chain rule by hand", "the second term of a norm", training.BACKWARD),
+        Lesson(
+            "18", 30, "a step with a memory", "the first step, uncorrected",
+            (training.CLIP_BY_NORM, training.ADAMW_STEP, training.LEARNING_RATE),
+        ),
+        Lesson("19", 40, "many steps", "a mean of means", (training.ACCUMULATED,)),
+        Lesson(
+            "20", 30, "the detour merged and exported", "rows in another order",
+            (training.MERGED, training.INTERLEAVE, training.GGUF_ALPHA),
+        ),
+    ),
+}  # fmt: skip
+LESSONS: tuple[Lesson, ...] = tuple(lesson for lessons in BLOCKS.values() for lesson in lessons)
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
 PARTS: Mapping[str, Exercise] = {exercise.name: exercise for lesson in LESSONS for exercise in lesson.parts}
 LESSON_OF: Mapping[str, Lesson] = {exercise.name: lesson for lesson in LESSONS for exercise in lesson.parts}
