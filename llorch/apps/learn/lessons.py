@@ -17,7 +17,8 @@ from llorch.apps.learn.exercise import Call, Exercise
 from llorch.apps.learn.exercises import after_logits, forward, foundation, training
 from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.diagnosis.mistakes import MISTAKES
-from llorch.stages.table import CHECKPOINTS
+from llorch.families.config import ModelConfig
+from llorch.stages.table import CHECKPOINTS, keys
 
 WARM_UP = "00w"  # on the page of 00: only one constant of its stub is wrong, so that the first PASS takes a minute
 
@@ -154,6 +155,19 @@ LESSONS: tuple[Lesson, ...] = tuple(lesson for lessons in BLOCKS.values() for le
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
 PARTS: Mapping[str, Exercise] = {exercise.name: exercise for lesson in LESSONS for exercise in lesson.parts}
 LESSON_OF: Mapping[str, Lesson] = {exercise.name: lesson for lesson in LESSONS for exercise in lesson.parts}
+_LAST_OF_RUN = "12"  # number of the last lesson of a run; later ones are about packed blocks, torch and training
+
+
+def exercises_of_run(config: ModelConfig) -> list[Exercise]:
+    """List the exercises that take part when a model generates text, without those of stages that it does not have."""
+    stages = {stage.name for _, stage, _ in keys(config)}
+    exercises = [exercise for lesson in LESSONS if lesson.number <= _LAST_OF_RUN for exercise in lesson.parts]
+    return [exercise for exercise in exercises if not exercise.stages or not stages.isdisjoint(exercise.stages)]
+
+
+def exercises_of_training() -> list[Exercise]:
+    """List the exercises that take part in a training run: those from the adapter to the last step, without export."""
+    return [exercise for lesson in LESSONS if "15" <= lesson.number <= "19" for exercise in lesson.parts]
 
 
 def sources(folder: Path, lesson: Lesson) -> list[Path]:
