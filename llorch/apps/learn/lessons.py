@@ -151,11 +151,46 @@ BLOCKS: Mapping[str, tuple[Lesson, ...]] = {  # titles of blocks, in the order o
         ),
     ),
 }  # fmt: skip
+OPTIONAL = frozenset(lesson.number for title, lessons in BLOCKS.items() if "(optional)" in title for lesson in lessons)
 LESSONS: tuple[Lesson, ...] = tuple(lesson for lessons in BLOCKS.values() for lesson in lessons)
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
 PARTS: Mapping[str, Exercise] = {exercise.name: exercise for lesson in LESSONS for exercise in lesson.parts}
 LESSON_OF: Mapping[str, Lesson] = {exercise.name: lesson for lesson in LESSONS for exercise in lesson.parts}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a learner: a lesson, or a part of it on the short route.
+
+    Attributes:
+        lesson: The lesson.
+        minutes: Expected time.
+        parts: The exercises to write; empty if the learner only reads the page.
+        on_route: True for a step of the short route.
+    """
+
+    lesson: Lesson
+    minutes: int
+    parts: tuple[Exercise, ...]
+    on_route: bool = False
+
+
+def _make_route_step(number: str, minutes: int, *parts: Exercise) -> Step:
+    return Step(BY_NUMBER[number], minutes, parts, on_route=True)
+
+
+ROUTE = (  # 90 minutes from the first number to text
+    _make_route_step(WARM_UP, 2, *BY_NUMBER[WARM_UP].parts),
+    _make_route_step("01", 20, *BY_NUMBER["01"].parts),
+    _make_route_step("01b", 25, forward.ROPE),
+    _make_route_step("07", 8),  # to read
+    _make_route_step("12", 35, *BY_NUMBER["12"].parts),
+)
+PATH = tuple(Step(lesson, lesson.minutes, lesson.parts) for lesson in LESSONS if lesson.number not in OPTIONAL)
+OPTIONAL_STEPS = tuple(Step(lesson, lesson.minutes, lesson.parts) for lesson in LESSONS if lesson.number in OPTIONAL)
+STEPS = (*ROUTE, *PATH, *OPTIONAL_STEPS)  # in the order in which they are offered
 _LAST_OF_RUN = "12"  # number of the last lesson of a run; later ones are about packed blocks, torch and training
+RUN_LESSONS = tuple(lesson for lesson in LESSONS if lesson.number <= _LAST_OF_RUN and lesson.number not in OPTIONAL)
 
 
 def exercises_of_run(config: ModelConfig) -> list[Exercise]:
