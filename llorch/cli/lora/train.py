@@ -32,7 +32,7 @@ from llorch.training.stopping import Stopped
 )  # fmt: skip
 @click.argument("model", type=MODEL, required=False)
 @implementation_option("Your own training functions, a folder or cmd:PROGRAM; trains in NumPy.")
-@group("Data", page_option("--data", help="JSONL file, .json list, folder or pirate."))
+@group("Data", page_option("--data", help="JSONL file, .json list, folder, pirate or pirate-chat."))
 @group(
     "Run",
     page_option("-o", "--output", type=PATH, required=True, help="Folder of the run; new or empty."),
