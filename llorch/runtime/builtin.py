@@ -33,7 +33,7 @@ def builtin_path(name: str) -> Path:
 def is_wheel() -> bool:
     """Check if this llorch was installed from a wheel, which contains only the models of `IN_WHEEL`.
 
-    It has the forward goldens of `GOLDENS_IN_WHEEL`, of some models only the case `near`; no long contexts, no training.
+    It has the forward goldens of `GOLDENS_IN_WHEEL`, of some only the case `near`; no long contexts, no training.
     """
     return (_PACKAGE / "reference_outputs").is_dir()
 

@@ -22,7 +22,7 @@ from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
 from llorch.apps.learn.sandbox import _check_in_sandbox
 from llorch.judging.goldens.store import GoldenStore
 from llorch.judging.verify import stored
-from llorch.runtime.builtin import IN_WHEEL, GOLDENS_IN_WHEEL, goldens_folder
+from llorch.runtime.builtin import GOLDENS_IN_WHEEL, IN_WHEEL, goldens_folder
 from llorch.stages.comparison import NOT_RUN, PASS
 from tests.apps.doctor.machine.test_packages import commit
 
