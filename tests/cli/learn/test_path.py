@@ -155,7 +155,8 @@ def test_certificate_says_what_was_reached_and_an_older_one_can_be_checked(
 
     def fake_outcomes(source: str, numbers: list[str], mode: str = "isolated", **_: object) -> list[Outcome]:
         chained.append(mode)
-        return [Outcome(n, labels[n], "", {"compared": 3, "unwritten": []}) for n in numbers]
+        is_chain_wrong = mode == "chained" and len(chained) == 5
+        return [Outcome(n, "FAIL" if is_chain_wrong else labels[n], "", {"compared": 3}) for n in numbers]
 
     monkeypatch.setattr("llorch.apps.learn.sandbox.outcomes", fake_outcomes)
     for file in folder.glob("l*.py"):
@@ -171,6 +172,8 @@ def test_certificate_says_what_was_reached_and_an_older_one_can_be_checked(
     assert chained == ["isolated", "isolated", "chained"]
     assert f"complete: {'; '.join(reached['blocks'])}" in shown
     assert "your functions, all together, wrote the text of both engines with micro-llama, " in shown
+    learn("certificate", "-o", "unchained.json")
+    assert json.loads((folder / "unchained.json").read_text())["reached"]["text"] == []
     older = {key: value for key, value in json.loads(path.read_text()).items() if key != "reached"} | {"version": 2}
     (folder / "older.json").write_text(json.dumps(older))
     assert "every hash and verdict matches" in learn("certificate", "--check", "older.json")
