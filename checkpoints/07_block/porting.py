@@ -10,7 +10,7 @@
 #
 # <!-- source: llorch.model.forward.attention -->
 #
-# Your `block` does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`, takes the caches
+# The `block` of the exercise does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`, takes the caches
 # as arrays, and returns them.
 #
 # ## Where the engines differ
@@ -20,6 +20,11 @@
 # from layer to layer, each engine against float64:
 
 # %%
+import numpy as np
+
+from llorch.judging.goldens.forward import read
+from llorch.runtime.builtin import goldens_folder
+
 golden = read(goldens_folder() / "story")
 runs = {name: golden.engine_outputs[name].traces["near"] for name in ("llamacpp", "transformers")}
 reference = golden.reference.engine_output.traces["near"]
