@@ -26,8 +26,8 @@ for number, pattern in zip(numbers, numbers.view(np.uint32), strict=True):
 
 # %% [markdown]
 # The last 16 bits of each are zero. A bfloat16 is the first half. (3.140625 is the best that bfloat16 can do for pi.)
-# Correct the constant and check again. That is **green**: `checkpoint_00w_warm_up   PASS   @@00w@@`. The check compared
-# all 65,280 bit patterns of finite numbers, bit by bit, with the `gguf` package of the authors of llama.cpp.
+# Correct the constant and check again. That is **green**: the verdict is `PASS`. The check compared all 65,280 bit
+# patterns of finite numbers, bit by bit, with the `gguf` package of the authors of llama.cpp.
 #
 # Go on with [01](../01_rms_norm/README.md). If you use an AI assistant, let it explain the idea or your verdict, and
 # write the function yourself. If you are stuck, `llorch learn hint 01` gives three steps: a direction, the formula, the
@@ -112,7 +112,7 @@ for name in ("story", "micro-llama"):
 # gives. Your loop runs in the tokenizers: six texts must give llama.cpp's ids with five vocabularies.
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: tensor_table,
-# merge, embedding`, a wrong function `FAIL`, and three right ones `PASS`@@00@@.
+# merge, embedding`, a wrong function `FAIL`, and three right ones `PASS` after 74 comparisons in 5 models.
 #
 # ## Run it
 
@@ -126,7 +126,7 @@ print(names.tobytes().decode().split("\n")[0], shapes[0].tolist(), "type", types
 # 0 is "f", 1 is "o", 2 is "x", 3 is "ox", 4 is "fo"; the pair "ox" has the better rank
 word, pairs, ranks = np.array([0, 1, 2]), np.array([[1, 2, 3], [0, 1, 4]]), np.array([0, 1])
 print("pieces", merge(word, pairs, ranks))
-print("rows", embedding(np.array([273, 388, 397]), micro.weights["embed_tokens"])[:, :3].round(4).tolist())
+print(embedding(np.array([273, 388, 397]), micro.weights["embed_tokens"])[:, :3].round(4))
 
 # %% [markdown]
 # ## A mistake to plant

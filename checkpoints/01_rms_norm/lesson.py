@@ -64,7 +64,7 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 #
 # ## Exercise
 #
-# Write `rms_norm` in `l01_rms_norm.py`:
+# Write `rms_norm` in `l01_rms_norm.py` (`llorch learn init my_llama` makes the folder):
 #
 # ```python
 # def rms_norm(x: np.ndarray, weight: np.ndarray, eps: float) -> np.ndarray:
@@ -76,13 +76,14 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 # ```
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: rms_norm`, a wrong
-# function `FAIL`, the right one `PASS`@@01@@.
+# function `FAIL`, the right one `PASS` after 384 comparisons in 4 models.
 #
 # If you use an AI assistant, let it explain the idea or your verdict, not write the function.
 #
 # ## Run it
 #
-# Save a cell as a Python file in your folder to run it there. The comment shows how to import your function:
+# The cells of a page run one after the other, like those of a notebook. To run them with your function, copy them into
+# a Python file in your folder and take the import of the comment:
 
 # %%
 from llorch.ops.rms_norm import rms_norm  # yours: from l01_rms_norm import rms_norm

@@ -103,7 +103,7 @@ for query_at, key_at in ((5, 2), (105, 102), (4005, 4002), (5, 4), (5, 0)):
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: frequencies,
 # scale_frequencies, rope_tables, rope`. With `rope` alone the list is one name shorter. A wrong function says `FAIL`,
-# and four right ones say `PASS`@@01b@@.
+# and four right ones say `PASS` after 1,280 comparisons in 4 models.
 #
 # ## Run it
 #

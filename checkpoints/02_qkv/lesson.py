@@ -68,7 +68,8 @@
 # Your `linear` computes all seven matrix products of every layer, and the logits.
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: linear, qkv`. A
-# wrong function says `FAIL`, even while the other is missing. Two right ones say `PASS`@@02@@.
+# wrong function says `FAIL`, even while the other is missing. Two right ones say `PASS` after 1,664 comparisons in 4
+# models.
 #
 # ## Run it
 

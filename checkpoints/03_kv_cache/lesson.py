@@ -63,7 +63,7 @@
 # at once, then 1 and the rest, half and half, and all but the last and the last.
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: append`, a wrong
-# function `FAIL`, the right one `PASS`@@03@@.
+# function `FAIL`, the right one `PASS` after 320 comparisons in 4 models.
 #
 # ## Run it
 #
@@ -81,7 +81,8 @@ first, second = np.array([[[10.0], [20]], [[11], [21]]]), np.array([[[12.0], [22
 k, v = append(nothing, nothing, first, -first)
 print("first pass ", first.shape, "->", k.shape, k[..., 0].tolist())
 k, v = append(k, v, second, -second)
-print("second pass", second.shape, "->", k.shape, k[..., 0].tolist(), " values", v[..., 0].tolist())
+print("second pass", second.shape, "->", k.shape, k[..., 0].tolist())
+print("values     ", v[..., 0].tolist())
 
 # %% [markdown]
 # Each head has its tokens in the order of the text.

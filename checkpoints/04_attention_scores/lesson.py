@@ -80,8 +80,7 @@ for layer, head in ((1, 1), (2, 2), (0, 2)):
 # ![One head of story: scaled products, scores with the mask, shares with the sum of each row](fig/heads.svg)
 #
 # Layer 1, head 1 again, all ten words. Left: the scaled products of every query with every key, the future included.
-# Middle: the mask has removed the upper right. Right: the shares, with their sums at the margin. Most rows have one
-# strong entry: *fox* looks at *little*, *time* at *upon*.
+# Middle: the mask has removed the upper right. Right: the shares, with their sums at the margin.
 #
 # ## Exercise
 #
@@ -100,7 +99,7 @@ for layer, head in ((1, 1), (2, 2), (0, 2)):
 # Each is judged with right input, so begin with either.
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: attention_scores,
-# attention_probs`. A wrong function says `FAIL`, and two right ones say `PASS`@@04@@.
+# attention_probs`. A wrong function says `FAIL`, and two right ones say `PASS` after 320 comparisons in 4 models.
 #
 # ## Run it
 #
@@ -151,6 +150,7 @@ print(check_functions("04", attention_scores=wrong["mask-ignores-cache"]))
 #
 # - Both hide the same keys. All other differences are rounding, and no row of shares sums to exactly one in float32.
 # - transformers adds the lowest finite float32 where it hides a key. llama.cpp adds -inf.
-# - llama.cpp applies scale and mask inside its softmax. llorch puts the scores together outside the engine.
+# - llama.cpp applies scale and mask inside its softmax, so it has no array of scores. llorch makes it from the
+#   products.
 #
 # [For porters](PORTING.md): reference code, stages, distances and known mistakes.

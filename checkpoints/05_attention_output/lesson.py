@@ -78,7 +78,7 @@ print(f"distance from the value of 'little': {np.linalg.norm(mixed - little) / n
 # ```
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: attention_context,
-# attention_output`. A wrong function says `FAIL`, and two right ones say `PASS`@@05@@.
+# attention_output`. A wrong function says `FAIL`, and two right ones say `PASS` after 320 comparisons in 4 models.
 #
 # ## Run it
 #
@@ -113,16 +113,16 @@ from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["05"])["attention_context"]["heads-joined-without-transpose"]
 probs, v = trace["l0.attn_probs"], trace["l0.v_cache"]
-for n in (1, 2, 6):
+for n in (1, 2, 12):
     right, actual = (function(probs[:, -n:], v) for function in (attention_context, wrong))
-    print(f"{n} tokens at once: {np.mean(np.isclose(right, actual, atol=1e-5)):.0%} of the numbers right")
+    print(f"{n:2} tokens at once: {np.mean(np.isclose(right, actual, atol=1e-5)):.0%} of the numbers right")
 print(check_functions("05", attention_context=wrong))
 
 # %% [markdown]
 # A reshape never moves a number in memory. Row 0 is filled with the first *tokens* of head 0 instead of the heads of
 # token 0. With one token or one head, there is nothing to confuse. So neither a test with a single head nor a test that
-# gives one token at a time sees the mistake. In 04, the prompt was right and the later steps were wrong. Here the
-# prompt is wrong, and every later step is right. But those steps read a cache that was filled wrongly.
+# gives one token at a time sees the mistake. With the mistake of 04, the prompt was right and the later steps were
+# wrong. Here the prompt is wrong, and every later step is right. But those steps read a cache that was filled wrongly.
 #
 # *The same numbers in another order* says that the arithmetic is right and an axis is wrong.
 #

@@ -93,7 +93,7 @@ for head in range(6):
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: short_conv,
 # l2_norm, log_decay, delta_rule`. Each right function takes a name off the list, a wrong one says `FAIL`, and four
-# right ones say `PASS`@@05b@@.
+# right ones say `PASS` after 288 comparisons in 3 models.
 #
 # ## Run it
 #

@@ -14,9 +14,8 @@
 # ## Idea
 #
 # The feed-forward part widens, gates and narrows. Two matrices make two wide rows of the token: `story` goes from 192
-# to
-# 448. One of them, `up`, holds values. The other, `gate`, says how much of each value passes. A third matrix brings the
-#      product back to 192.
+# to 448. One of them, `up`, holds values. The other, `gate`, says how much of each value passes. A third matrix brings
+# the product back to 192.
 #
 # The gate is a curve called SiLU, $z \cdot \sigma(z)$: a ramp with a soft corner. Far below zero it is almost 0, far
 # above zero it is almost $z$. In between it dips to -0.28, at $z = -1.28$.
@@ -88,7 +87,7 @@ for layer in range(5):
 # ```
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: swiglu,
-# feed_forward`. A wrong function says `FAIL`, and two right ones say `PASS`@@06@@.
+# feed_forward`. A wrong function says `FAIL`, and two right ones say `PASS` after 320 comparisons in 4 models.
 #
 # ## Run it
 

@@ -14,8 +14,7 @@
 #
 # Three quarters of a dense model's weights lie in its feed-forward parts, and every token is multiplied by all of them.
 # A mixture stores many experts and uses few for each token: Qwen3-30B-A3B has 128 experts in each layer and gives a
-# token to
-# 8. The whole model has to be in memory, but a token reads a tenth of it.
+# token to 8. The whole model has to be in memory, but a token reads a tenth of it.
 #
 # Who decides? A *router*: one matrix with a row for each expert. Its product with the token, through a softmax, is a
 # probability for each expert. The k largest win, and their outputs are added by weight. The other experts are not
@@ -87,7 +86,7 @@ for layer in range(2):
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: top_k,
 # topk_weights, expert_outputs, mixed`. Each right function takes a name off the list, a wrong one says `FAIL`, and four
-# right ones say `PASS`@@06b@@.
+# right ones say `PASS` after 512 comparisons in 4 models.
 #
 # ## Run it
 #
@@ -102,7 +101,7 @@ probs = np.array([[0.25, 0.125, 0.625], [0.25, 0.5, 0.25]], np.float32)
 ids = top_k(probs, 2)
 print("ids       ", ids.tolist())
 print("weights   ", topk_weights(probs, ids, False).tolist())
-print("normalised", topk_weights(probs, ids, True).round(3).tolist())
+print("normalised", topk_weights(probs, ids, True).astype(float).round(3).tolist())
 outs = np.array([[[8, 0], [0, 8]], [[8, 0], [0, 8]]], np.float32)  # (seq, k, hidden)
 print("mixed     ", mixed(outs, topk_weights(probs, ids, False), None, None).tolist())
 

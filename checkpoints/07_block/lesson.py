@@ -8,8 +8,8 @@
 # ![Where this lesson is in the model](fig/where.svg)
 #
 # All pieces of a layer are ready. Now you put them together, and the result is the model: `story` is an embedding, this
-# block five times with different weights, and a last product. If you skipped some lessons (the 90-minute route does),
-# an import from them gives llorch's function, and the table below says what it does.
+# block five times with different weights, and a last product. If you skipped lessons (the 90-minute route does), their
+# imports give llorch's functions, and a table below says what these do.
 #
 # ## Idea
 #
@@ -75,13 +75,13 @@
 # llorch learn hint 07
 # ```
 #
-# The first command feeds your block the embeddings and runs all layers with it. Your `rms_norm`, `rope` and so on run
-# inside, because your file imports them. A mistake in one of them makes 07 fail, and the verdict names that mistake.
-# The second command runs everything that you have written on its own results, from the embedding on. The first lesson
-# that differs is the one to repair.
+# The first command runs all layers with your block. Your `rms_norm`, `rope` and so on run inside, because your file
+# imports them. A mistake in one of them makes 07 fail, and the verdict names that mistake. The second command runs
+# everything that you have written on its own results, from the embedding on. The first lesson that differs is the one
+# to repair.
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: block`, a wrong
-# function `FAIL`, the right one `PASS`@@07@@.
+# function `FAIL`, the right one `PASS` after 480 comparisons in 4 models.
 #
 # Then let your block write a story:
 #
@@ -143,16 +143,16 @@ print(check_functions("07", block=wrong["attention-residual-from-normed"]))
 # The last text is a sentence. A model without positions still knows which words go together.
 #
 # From outside, a block shows only three things: its two caches and its output. So the diagnosis injects the known
-# mistakes of all lessons up to here and looks for one that makes the same three arrays. You can search by hand in the
-# same way. Both caches of layer 0 were right, so the first norm, the keys with their rotation and the values are right.
-# The caches hold no queries: the mistake is in the queries or after the cache.
+# mistakes of all lessons up to here and looks for one that makes the same three arrays. You can search in the same way.
+# The first wrong number is in the output of layer 0, so both caches of layer 0 were right. Then the first norm, the
+# keys with their rotation and the values are right, too. Caches hold no queries: the mistake is in the queries or after
+# the caches.
 #
 # ## Both engines
 #
 # - Both add the same two float32 numbers and get the same result. `block_out` carries the rounding of everything before
 #   it.
-# - In `story`, each engine's error against float64 hardly grows over five layers: 1.6e-07 in llama.cpp and 3.5e-07 in
-#   transformers after layer 0, 1.6e-07 and 3.7e-07 after layer 4. Each addition brings new rounding and dilutes the one
-#   before.
+# - In `story`, each engine's error against float64 hardly grows over five layers: in transformers from 3.5e-07 to
+#   3.7e-07. Each addition brings new rounding and dilutes the one before.
 #
 # [For porters](PORTING.md): reference code, stages, distances and known mistakes.
