@@ -89,8 +89,8 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 from llorch.ops.rms_norm import rms_norm  # yours: from l01_rms_norm import rms_norm
 
 x, gain = np.array([[3.0, 4.0]], np.float32), np.array([2.0, 10.0], np.float32)
-print(rms_norm(x, gain, eps=1e-5))
-print(rms_norm(1000 * x, gain, eps=1e-5))
+print(rms_norm(x, gain, eps=1e-5).round(3))
+print(rms_norm(1000 * x, gain, eps=1e-5).round(3))
 
 # %% [markdown]
 # A row a thousand times as long gives the same result. The whole model runs with your function, too:

@@ -53,7 +53,7 @@ for name, run in (("llama.cpp", llamacpp), ("transformers", transformers)):
 # - Vaswani and others, [Attention Is All You Need](https://arxiv.org/abs/1706.03762), 2017: section 3.2.2, heads and
 #   their concatenation.
 # - Elhage and others, [A Mathematical Framework for Transformer Circuits](https://transformer-circuits.pub/2021/framework/index.html),
-#   2021: heads as independent additions to the stream, the view behind the picture above.
+#   2021: heads as independent additions to the stream, the view behind the picture of the lesson.
 # - `LlamaAttention` in transformers
 #   ([modeling_llama.py](https://github.com/huggingface/transformers/blob/main/src/transformers/models/llama/modeling_llama.py)),
 #   its last lines: `transpose`, `reshape`, `o_proj`; in llama.cpp `build_attn_mha`
