@@ -10,8 +10,8 @@
 #
 # <!-- source: llorch.model.forward.attention -->
 #
-# The `block` of the exercise does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`, takes
-# the caches as arrays, and returns them.
+# The `block` of the exercise does both in one function, without `config` and `keep`. It gets `head_dim` and `eps`,
+# takes the caches as arrays, and returns them.
 #
 # ## Where the engines differ
 #
