@@ -88,7 +88,7 @@ print(micro.tokenizer.encode(text.text) == list(text.ids["llamacpp"]))
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -87,7 +87,7 @@ print("the same logits:", [bool(np.allclose(split, one_pass, rtol=1e-5, atol=1e-
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

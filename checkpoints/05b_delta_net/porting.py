@@ -73,7 +73,7 @@ for stage in ("conv_out", "q_l2", "log_decay", "delta_state", "delta_out"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -69,7 +69,7 @@ for stage in ("ffn_gate", "ffn_up", "ffn_act", "ffn_out"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -75,7 +75,7 @@ print(f"the closest decision: {gaps.min():.4f} between two logits of size {np.ab
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #
