@@ -13,9 +13,9 @@
 # llorch learn check 00w
 # ```
 #
-# That is **red**: the verdict is `FAIL`, and the line `first wrong` says `0x3f80 is 1, got 5.83155e-39`. Most models
-# are published in bfloat16, numbers of 16 bits. `l00w_warm_up.py` turns them into float32, numbers of 32 bits, and
-# moves the bits to the wrong place. Look at four numbers in float32 that bfloat16 can hold exactly:
+# That is **red**: the verdict is `FAIL`, because the bits 0x3f80 mean 1 and the file makes 5.83155e-39 of them. Most
+# models are published in bfloat16, numbers of 16 bits. `l00w_warm_up.py` turns them into float32, numbers of 32 bits,
+# and moves the bits to the wrong place. Look at four numbers in float32 that bfloat16 can hold exactly:
 
 # %%
 import numpy as np

@@ -8,9 +8,9 @@
 # ![Where this lesson is in the model](fig/where.svg)
 #
 # A text is a list of token ids, and each id has picked its row of numbers from a table in the model's file, the
-# *embedding*. So the model holds an array `x` of shape (seq, hidden), one row for each token: 192 numbers in the model
-# `story`. Each layer reads these rows through the norm that you write here, and *adds* something to them; the rows are
-# called the residual stream.
+# *embedding*. So the model holds an array `x` of shape (seq, hidden), one row for each token: 192 numbers in `story`, a
+# small model that writes stories and comes with llorch. Each layer reads these rows through the norm that you write
+# here, and *adds* something to them; the rows are called the residual stream.
 #
 # ## Idea
 #
@@ -72,7 +72,7 @@ for stage in ("embed", "l0.block_out", "l2.block_out", "l4.block_out"):
 #
 # ```
 # llorch learn check 01
-# llorch learn hint 01          # a direction; once more for the formula, once more for the code
+# llorch learn hint 01          # a direction; again for the formula, again for the code
 # ```
 #
 # **Red and green:** the untouched file says `BORROWED   not written yet, llorch's code runs instead: rms_norm`, a wrong
