@@ -129,11 +129,14 @@ check_cheaply(rope)
 # checks:
 
 # %%
-from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["01b"])["rope"]["rope-interleaved-pairs"]
 check_cheaply(wrong)
+
+# %%
+from llorch.apps.learn.check import check_functions
+
 print(check_functions("01b", rope=wrong))
 
 # %% [markdown]

@@ -121,7 +121,6 @@ print(attention_probs(np.array([[[1, 3, -2], [300, 299, -np.inf]]], np.float32))
 # second text. The third is for comparison: the scores are not divided by $\sqrt{d}$.
 
 # %%
-from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
@@ -137,6 +136,10 @@ def continued(**functions) -> str:
 print("right     ", continued())
 print("mask wrong", continued(attention_scores=wrong["mask-ignores-cache"]))
 print("not scaled", continued(attention_scores=wrong["scores-not-scaled"]))
+
+# %%
+from llorch.apps.learn.check import check_functions
+
 print(check_functions("04", attention_scores=wrong["mask-ignores-cache"]))
 
 # %% [markdown]

@@ -108,7 +108,6 @@ print("as in the model:", np.allclose(out, trace["l0.attn_out"], atol=1e-5))
 # shape by a reshape alone:
 
 # %%
-from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
 wrong = typed_mistakes(BY_NUMBER["05"])["attention_context"]["heads-joined-without-transpose"]
@@ -116,6 +115,10 @@ probs, v = trace["l0.attn_probs"], trace["l0.v_cache"]
 for n in (1, 2, 12):
     right, actual = (function(probs[:, -n:], v) for function in (attention_context, wrong))
     print(f"{n:2} tokens at once: {np.mean(np.isclose(right, actual, atol=1e-5)):.0%} of the numbers right")
+
+# %%
+from llorch.apps.learn.check import check_functions
+
 print(check_functions("05", attention_context=wrong))
 
 # %% [markdown]

@@ -111,7 +111,6 @@ print("h", h.shape, " out", out.shape, " as in the model:", np.allclose(out, tra
 # may keep it. The third text is for comparison: its curve is ReLU, which is 0 below zero.
 
 # %%
-from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
@@ -127,6 +126,10 @@ def continued(**functions) -> str:
 print("right", continued())
 print("GELU ", continued(swiglu=wrong["swiglu-gelu-tanh"]))
 print("ReLU ", continued(swiglu=wrong["swiglu-relu"]))
+
+# %%
+from llorch.apps.learn.check import check_functions
+
 print(check_functions("06", swiglu=wrong["swiglu-gelu-tanh"]))
 
 # %% [markdown]

@@ -120,7 +120,6 @@ print("in two passes, the same rows:", np.allclose(np.concatenate([first, second
 # that are never rotated. `story` then writes:
 
 # %%
-from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
@@ -137,6 +136,10 @@ print("right            ", continued())
 print("normalised rows  ", continued(block=wrong["attention-residual-from-normed"]))
 print("gain of the other", continued(block=wrong["norm-gain-of-other-norm"]))
 print("never rotated    ", continued(block=wrong["rope-missing"]))
+
+# %%
+from llorch.apps.learn.check import check_functions
+
 print(check_functions("07", block=wrong["attention-residual-from-normed"]))
 
 # %% [markdown]
