@@ -15,6 +15,8 @@
 # ## Where the engines differ
 
 # %%
+import numpy as np
+
 from llorch.judging.goldens.forward import read
 from llorch.runtime.builtin import BUILTIN, goldens_folder
 
