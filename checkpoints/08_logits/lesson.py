@@ -80,9 +80,9 @@ for position in (1, 4, 9):
 # llorch learn hint 08              # a direction; again for the formula, again for the code
 # ```
 #
-# While it is unwritten, the check says `BORROWED`, because llorch's function runs. *Red* is `FAIL`, with the line of
-# your function and the first wrong number ([below](#a-mistake-to-plant)). *Green* is one line with `PASS`
-# ([below](#run-it)), and `llorch learn list` shows `PASS` next to 08.
+# **Red and green:** the untouched file gives `BORROWED`: llorch's function runs. Red is `FAIL`, with the line of your
+# function and the first wrong number ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)),
+# and `llorch learn list` shows `PASS` next to 08.
 #
 # ## Run it
 

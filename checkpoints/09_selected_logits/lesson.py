@@ -66,9 +66,9 @@ for token, candidates in zip(ids, np.argsort(-logits), strict=True):
 # llorch learn hint 09
 # ```
 #
-# While it is unwritten, the check says `BORROWED`, because llorch's function runs. *Red* is `FAIL`, with the first
-# wrong number of the row ([below](#a-mistake-to-plant)). *Green* is one line with `PASS` ([below](#run-it)), and
-# `llorch learn list` shows `PASS` next to 09.
+# **Red and green:** the untouched file gives `BORROWED`: llorch's function runs. Red is `FAIL`, with the first wrong
+# number of the row ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
+# list` shows `PASS` next to 09.
 #
 # ## Run it
 #

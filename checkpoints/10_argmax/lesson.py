@@ -69,9 +69,9 @@ for i in np.argsort(-row)[:4]:
 # llorch learn hint 10
 # ```
 #
-# While it is unwritten, the check says `BORROWED`, because llorch's function runs. *Red* is `FAIL`, with the expected
-# id and yours ([below](#a-mistake-to-plant)). *Green* is one line with `PASS` ([below](#run-it)), and `llorch learn
-# list` shows `PASS` next to 10.
+# **Red and green:** the untouched file gives `BORROWED`: llorch's function runs. Red is `FAIL`, with the expected id
+# and yours ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn list`
+# shows `PASS` next to 10.
 #
 # ## Run it
 

@@ -80,10 +80,11 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 # ```
 #
 # The check judges each function alone first, in llorch's chain. Neutral settings occur, too: `k` may be 0 and `p` may
-# be
-# 1. Functions that are unwritten count as `BORROWED`, because llorch's functions run. *Red* is `FAIL`, with the first
-#    wrong probability and the settings that are still right ([below](#a-mistake-to-plant)). *Green* is one line with
-#    `PASS` ([below](#run-it)), and `llorch learn list` shows `PASS` next to 11.
+# be 1.
+#
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the first wrong
+# probability and the settings that are still right ([below](#a-mistake-to-plant)). Green is one line with `PASS`
+# ([below](#run-it)), and `llorch learn list` shows `PASS` next to 11.
 #
 # ## Run it
 #

@@ -9,8 +9,8 @@
 #
 # A forward pass takes token ids and gives logits. The last row predicts the next token
 # ([09](../09_selected_logits/README.md)), and its largest entry is the greedy choice ([10](../10_argmax/README.md)).
-# One pass gives one token; a loop gives a text. You may come here straight from the fast track: llorch fills in the
-# functions that you have not written, so the loop has a whole model to run.
+# One pass gives one token; a loop gives a text. On the 90-minute route you come here from [07](../07_block/README.md):
+# llorch fills in the functions that you have not written, so the loop has a whole model to run.
 #
 # ## Idea
 #
@@ -83,9 +83,9 @@ with Implementation("this page", {"generate": watched}).installed():
 # llorch learn hint 12
 # ```
 #
-# While they are unwritten, the check says `BORROWED`, because llorch's functions run. *Red* is `FAIL`, with the first
-# token that differs from the engine's ([below](#a-mistake-to-plant)). *Green* is one line with `PASS`
-# ([below](#run-it)), and `llorch learn list` shows `PASS` next to 12.
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the first token
+# that differs from the engine's ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and
+# `llorch learn list` shows `PASS` next to 12.
 #
 # ## Run it
 #
@@ -126,13 +126,47 @@ print(check_functions("12", generate=typed_mistakes(BY_NUMBER["12"])["generate"]
 # - Two right engines may part where two logits are closer than rounding. The check then says TIE with the gap, and *not
 #   your bug*. No step of these models is so close.
 #
-# ## The finish
+# ## Your trace beside llama.cpp's
 #
-# `story` comes with llorch, so this works offline. Each command prints the same story:
+# A trace holds every named array of a run. This writes yours (as Python, in your folder), then llama.cpp's (`pip
+# install llama-cpp-python==0.3.36`), and compares them:
+#
+# ```python
+# import llorch, numpy as np
+# from llorch.apps.learn.choice import opened
+#
+# story, trace = llorch.load("story"), {}
+# with opened(".").installed():
+#     story.forward(story.tokenizer.encode("Once upon a time"), trace=trace)
+# np.savez("mine.npz", **trace)
+# ```
 #
 # ```
-# llorch run story "Once upon a time" --impl .
-# llorch run story "Once upon a time"                  # llorch's functions
+# llorch trace story "Once upon a time" --producer llamacpp -o llamacpp.npz
+# llorch diff mine.npz llamacpp.npz
+# ```
+#
+# ```text
+# stage          error   worst tolerance verdict
+# embed        0.0e+00 0.0e+00   1.0e-05 PASS
+# l0.k_cache   1.4e-07 1.8e-07   1.0e-05 PASS
+# l0.v_cache   1.5e-07 1.6e-07   1.0e-05 PASS
+# l0.block_out 2.2e-07 2.3e-07   1.0e-05 PASS
+# ...
+# logits       3.1e-07 4.4e-07   1.0e-05 PASS
+# 17 stages agree
+# ```
+#
+# These are all stages that your `block` shows from outside. They differ by 3e-07 at most, which is the rounding of
+# float32.
+#
+# ## The finish
+#
+# `story` comes with llorch, so this works offline. Both commands print the same story:
+#
+# ```
+# llorch run story "Once upon a time" --impl .           # your functions
+# llorch run story "Once upon a time" --impl reference   # llorch's
 # ```
 #
 # SmolLM2-135M-Instruct is a published model: 30 layers, 9 query heads and 3 key heads, 96 MB in Q4_1. One package on
@@ -152,16 +186,6 @@ print(check_functions("12", generate=typed_mistakes(BY_NUMBER["12"])["generate"]
 # llorch chat smollm2.gguf --impl .
 # llorch serve smollm2.gguf --impl .
 # ```
-#
-# Your numbers beside llama.cpp's, stage by stage (llama.cpp comes with `pip install llama-cpp-python==0.3.36`):
-#
-# ```
-# llorch trace story "Once upon a time" --impl . -o mine.safetensors
-# llorch trace story "Once upon a time" --producer llamacpp -o llamacpp.safetensors
-# llorch diff mine.safetensors llamacpp.safetensors --model story
-# ```
-#
-# <!-- TODO(finish): chat, serve and trace take --impl; output of diff; words of the certificate. -->
 #
 # `llorch learn certificate` writes what you have reached, with hashes that anyone can recompute. This block ends here:
 # `llorch learn museum` lists bugs of real engines, whose cause you find from the numbers.

@@ -74,9 +74,9 @@ print("scale", [*scale], "shapes", q8_0_block.shape, q4_0_block.shape)
 # llorch learn hint 13
 # ```
 #
-# While they are unwritten, the check says `BORROWED`, because llorch's functions run. *Red* is `FAIL`, with the number
-# of values that differ ([below](#a-mistake-to-plant)). *Green* is one line with `PASS` ([below](#run-it)), and `llorch
-# learn list` shows `PASS` next to 13.
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the number of
+# values that differ ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
+# list` shows `PASS` next to 13.
 #
 # ## Run it
 

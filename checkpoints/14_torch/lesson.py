@@ -78,9 +78,11 @@ for dtype in DTYPES:
 # ```
 #
 # They replace llorch's functions in the modules that `llorch run --backend torch` runs, here on the CPU in float32 and
-# bfloat16. The result must have the dtype and the device of `x`. While they are unwritten, the check says `BORROWED`.
-# *Red* is `FAIL`, with the first wrong number ([below](#a-mistake-to-plant)). *Green* is one line with `PASS`
-# ([below](#run-it)), and `llorch learn list` shows `PASS` next to 14.
+# bfloat16. The result must have the dtype and the device of `x`.
+#
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the first wrong
+# number ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn list` shows
+# `PASS` next to 14.
 #
 # ## Run it
 #

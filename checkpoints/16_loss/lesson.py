@@ -84,9 +84,10 @@ for row in range(len(ids) - 1):
 # llorch learn hint 16
 # ```
 #
-# The check computes the loss from PEFT's logits, token by token and as a whole, with and without label smoothing. While
-# the functions are unwritten, it says `BORROWED`, because llorch's run. *Red* is `FAIL`, with the first wrong loss
-# ([below](#a-mistake-to-plant)). *Green* is one line with `PASS` ([below](#run-it)), and `llorch learn list` shows
+# The check computes the loss from PEFT's logits, token by token and as a whole, with and without label smoothing.
+#
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the first wrong
+# loss ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn list` shows
 # `PASS` next to 16.
 #
 # ## Run it

@@ -99,9 +99,9 @@ for h in (1e-1, 1e-5, 1e-13):
 # attention last: the gradient of a shared key is the sum over all its heads. A matrix product with group and queries as
 # one axis computes this sum.
 #
-# Unwritten functions count as `BORROWED`, because llorch's run. *Red* is `FAIL`, with the tensors that are still right
-# ([below](#a-mistake-to-plant)). *Green* is one line with `PASS` ([below](#run-it)), and `llorch learn list` shows
-# `PASS` next to 17.
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the tensors that
+# are still right ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
+# list` shows `PASS` next to 17.
 #
 # ## Run it
 #

@@ -94,9 +94,11 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 # ```
 #
 # The quick check gives steps 1 and 2 torch's gradients, moments and parameters: a wrong step count is invisible in step
-# 1. While the functions are unwritten, it says `BORROWED`, because llorch's run. *Red* is `FAIL`, with the first wrong
-#    moment or parameter ([below](#a-mistake-to-plant)). *Green* is one line with `PASS` ([below](#run-it)), and `llorch
-#    learn list` shows `PASS` next to 18.
+# 1.
+#
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the first wrong
+# moment or parameter ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch
+# learn list` shows `PASS` next to 18.
 #
 # ## Run it
 

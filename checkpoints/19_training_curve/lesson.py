@@ -62,9 +62,9 @@
 # The quick check runs the first four steps of the curve, which show every known mistake. The chain runs all thirty,
 # with your delta, your loss, your nine gradients, your clipping, AdamW and schedule.
 #
-# While the function is unwritten, the check says `BORROWED`, because llorch's runs. *Red* is `FAIL`, with the first
-# wrong loss of the curve ([below](#a-mistake-to-plant)). *Green* is one line with `PASS` ([below](#run-it)), and
-# `llorch learn list` shows `PASS` next to 19.
+# **Red and green:** the untouched file gives `BORROWED`: llorch's function runs. Red is `FAIL`, with the first wrong
+# loss of the curve ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
+# list` shows `PASS` next to 19.
 #
 # ## Run it
 #
@@ -109,18 +109,17 @@ print(check_functions("19", accumulated=typed_mistakes(BY_NUMBER["19"])["accumul
 #
 # ## The finish: your gradients teach a pirate
 #
-# `story` comes with llorch, and so do 240 pirate tales. Your delta, your loss, your gradients, your clipping, AdamW and
-# schedule train an adapter, in NumPy:
+# `story` comes with llorch, and so do 240 pirate tales. Your delta, your loss, your gradients, your clipping, your
+# AdamW and your schedule train an adapter, in NumPy (`pip install 'llorch[train]'` reads and writes its files):
 #
 # ```
 # llorch lora train story --data pirate --impl . -o pirate
 # llorch run story "Once upon a time" -t 0.5 --seed 3 --adapter pirate
 # ```
 #
-# <!-- TODO(finish): lora train takes --impl (today it does not, and it needs torch); steps, seconds and text of a run
-# with --impl (below: of llorch's own run on torch); whether run takes --impl with --adapter (today it refuses). -->
+# <!-- TODO(finish): steps, seconds and text of a run with --impl; below is llorch's own run on torch. -->
 #
-# llorch's own run has 180 steps and takes 16 seconds on two cores:
+# llorch's own run on torch has 180 steps and takes 16 seconds on two cores:
 #
 # ![Loss of 180 steps on pirate tales: training and validation fall together from 8.0 to 0.4](pirate.svg)
 #

@@ -20,15 +20,17 @@ import numpy as np
 
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
+from llorch.ops.linear import linear
 from llorch.ops.lora import lora_delta
 
 parts = {part.name: part.reference for part in BY_NUMBER["20"].parts}  # yours: from l20_merge_export import ...
 merged, interleave, gguf_alpha = parts.values()
 rng = np.random.default_rng(0)
 x, weight, lora_A, lora_B = (rng.standard_normal(shape) for shape in ((5, 96), (64, 96), (2, 96), (64, 2)))
-separate = x @ weight.T + lora_delta(x, lora_A, lora_B, scaling=0.5)
-print(f"the adapter moves outputs by up to {np.abs(separate - x @ weight.T).max():.0f}")
-print(f"merged against separate: ~{np.abs(x @ merged(weight, lora_A, lora_B, 0.5).T - separate).max():.0e} apart")
+separate = linear(x, weight) + lora_delta(x, lora_A, lora_B, scaling=0.5)
+in_one_matrix = linear(x, merged(weight, lora_A, lora_B, 0.5))
+print(f"the adapter moves outputs by up to {np.abs(separate - linear(x, weight)).max():.0f}")
+print(f"merged against separate: ~{np.abs(in_one_matrix - separate).max():.0e} apart")
 
 # %% [markdown]
 # ## The maths
@@ -78,8 +80,8 @@ print(f"merged against separate: ~{np.abs(x @ merged(weight, lora_A, lora_B, 0.5
 # llorch learn check 20 --chain      # all four files, written and read again
 # ```
 #
-# While the functions are unwritten, the check says `BORROWED`, because llorch's run. *Red* is `FAIL`, with the first
-# wrong number or the tensors with other bytes ([below](#a-mistake-to-plant)). *Green* is one line with `PASS`
+# **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the first wrong
+# number or the tensors with other bytes ([below](#a-mistake-to-plant)). Green is one line with `PASS`
 # ([below](#run-it)), and `llorch learn list` shows `PASS` next to 20.
 #
 # ## Run it
