@@ -67,8 +67,8 @@ for token, candidates in zip(ids, np.argsort(-logits), strict=True):
 # ```
 #
 # **Red and green:** the untouched file gives `BORROWED`: llorch's function runs. Red is `FAIL`, with the first wrong
-# number of the row ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
-# list` shows `PASS` next to 09.
+# number of the row ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and
+# `llorch learn list` shows `PASS` next to 09.
 #
 # ## Run it
 #

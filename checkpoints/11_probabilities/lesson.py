@@ -50,16 +50,16 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 # A removed token gets the logit $-\infty$. Then every later step handles it correctly: $e^{-\infty} = 0$.
 #
 # By hand: logits $(2, 1, 0)$ have the probabilities $(0.665, 0.245, 0.090)$. With top-p at 0.8 the first is not enough.
-# The second brings the sum to 0.910 and *stays*. The third is removed. The rest is made to sum to one again: $(0.731,
-# 0.269, 0)$.
+# The second brings the sum to 0.910 and *stays*. The third is removed. The rest is made to sum to one again:
+# $(0.731, 0.269, 0)$.
 #
 # ## The picture
 #
 # ![Probabilities of the likeliest tokens after every step of the chain](fig/filters.svg)
 #
-# The picture shows the row from above in each step of the chain. Outlines are the step before. The penalty lowers `
-# boy`, which was said already, and ` girl` gains. A temperature below 1 sharpens. The filters remove tokens, and every
-# cut makes the rest likelier, because the sum has to be one.
+# The picture shows the row from above in each step of the chain. Outlines are the step before. The penalty lowers
+# ` boy`, which was said already, and ` girl` gains. A temperature below 1 sharpens. The filters remove tokens, and
+# every cut makes the rest likelier, because the sum has to be one.
 #
 # ## Exercise
 #
@@ -88,7 +88,7 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 #
 # ## Run it
 #
-# The example from above, then the row of `story` through each filter alone:
+# The example from above, a penalty on the tokens 0 and 2, then the row of `story` through each filter alone:
 
 # %%
 from llorch.apps.learn.check import check_functions
@@ -97,15 +97,15 @@ from llorch.ops.sampling import keep_min_p, keep_top_k, keep_top_p, penalise  # 
 
 z = np.array([2.0, 1.0, 0.0])
 print(softmax(z).round(3), "->", softmax(keep_top_p(z, p=0.8)).round(3))
-print(penalise(z - 1, [0, 2, 2], penalty=1.4).round(3))
+print(penalise(z - 1, np.array([0, 2, 2]), penalty=1.4).round(3))
 for name, filtered in (
     ("top-k 12", keep_top_k(row, k=12)),
     ("top-p 0.8", keep_top_p(row, p=0.8)),
     ("min-p 0.1", keep_min_p(row, min_p=0.1)),
 ):
     print(f"{name:10} keeps {np.isfinite(filtered).sum():3} of {row.size}, the best has {softmax(filtered).max():.3f}")
-reference = {part.name: part.reference for part in BY_NUMBER["11"].parts}
-print(str(check_functions("11", **reference)).splitlines()[0])
+functions = {part.name: part.reference for part in BY_NUMBER["11"].parts}
+print(str(check_functions("11", **functions)).splitlines()[0])
 
 # %% [markdown]
 # ## A mistake to plant

@@ -115,8 +115,8 @@ print(check_functions("12", positions=positions, generate=generate))
 print(check_functions("12", generate=typed_mistakes(BY_NUMBER["12"])["generate"]["generation-first-token-twice"]))
 
 # %% [markdown]
-# Eighteen tokens were right before the first wrong one. Text is weak evidence: good text does not prove that a model is
-# right. The numbers of 01 to 08 do.
+# Nineteen tokens were right before the first wrong one (token 19, counted from 0). Text is weak evidence: good text
+# does not prove that a model is right. The numbers of 01 to 08 do.
 #
 # ## Both engines
 #
@@ -128,37 +128,17 @@ print(check_functions("12", generate=typed_mistakes(BY_NUMBER["12"])["generate"]
 #
 # ## Your trace beside llama.cpp's
 #
-# A trace holds every named array of a run. This writes yours (as Python, in your folder), then llama.cpp's (`pip
-# install llama-cpp-python==0.3.36`), and compares them:
-#
-# ```python
-# import llorch, numpy as np
-# from llorch.apps.learn.choice import opened
-#
-# story, trace = llorch.load("story"), {}
-# with opened(".").installed():
-#     story.forward(story.tokenizer.encode("Once upon a time"), trace=trace)
-# np.savez("mine.npz", **trace)
-# ```
-#
-# ```
-# llorch trace story "Once upon a time" --producer llamacpp -o llamacpp.npz
-# llorch diff mine.npz llamacpp.npz
-# ```
+# A trace holds the named arrays of a run. `llorch learn trace` runs `micro-llama` with your functions and shows each
+# stage beside llama.cpp's, from the embedding to the logits: the first three numbers of the last token, then the
+# distance of the whole array. Some of its 60 lines:
 #
 # ```text
-# stage          error   worst tolerance verdict
-# embed        0.0e+00 0.0e+00   1.0e-05 PASS
-# l0.k_cache   1.4e-07 1.8e-07   1.0e-05 PASS
-# l0.v_cache   1.5e-07 1.6e-07   1.0e-05 PASS
-# l0.block_out 2.2e-07 2.3e-07   1.0e-05 PASS
-# ...
-# logits       3.1e-07 4.4e-07   1.0e-05 PASS
-# 17 stages agree
+# stage            yours                            llama.cpp                        distance tolerance verdict
+# l0.q_rope        -0.484647 0.10825 1.64738        -0.484647 0.10825 1.64738         1.8e-07   1.7e-06 PASS
+# l1.k_cache       -0.0430292 -1.56705 -0.363144    -0.043029 -1.56705 -0.363143      1.8e-07   2.0e-06 PASS
+# l2.block_out     -1.14932 -0.416541 3.03923       -1.14932 -0.41654 3.03923         3.6e-07   2.1e-06 PASS
+# logits           -1.55681 -1.65232 -1.71875       -1.55681 -1.65232 -1.71875        3.5e-07   1.9e-06 PASS
 # ```
-#
-# These are all stages that your `block` shows from outside. They differ by 3e-07 at most, which is the rounding of
-# float32.
 #
 # ## The finish
 #
@@ -187,7 +167,10 @@ print(check_functions("12", generate=typed_mistakes(BY_NUMBER["12"])["generate"]
 # llorch serve smollm2.gguf --impl .
 # ```
 #
-# `llorch learn certificate` writes what you have reached, with hashes that anyone can recompute. This block ends here:
-# `llorch learn museum` lists bugs of real engines, whose cause you find from the numbers.
+# Asked "What is the capital of France?", the chat answers "The capital of France is Paris.".
+#
+# `llorch learn certificate` writes what you have reached: complete blocks, the models whose text your functions wrote,
+# and hashes that anyone can recompute. This block ends here: `llorch learn museum` lists bugs of real engines, whose
+# cause you find from the numbers.
 #
 # [For porters](PORTING.md): reference code, compared values and all known mistakes of this lesson.

@@ -42,8 +42,8 @@ print("scale", [*scale], "shapes", q8_0_block.shape, q4_0_block.shape)
 # | $z$ | 0 | 8 | the code that stands for zero |
 #
 # By hand: the first block holds the numbers $0.5 \cdot 1$, $0.5 \cdot (-1)$, $0.5 \cdot 2$ and zeros. In the second
-# block, the low half 9 is element 0, $0.5 \cdot (9 - 8) = 0.5$. The high half 1 is element 16, $0.5 \cdot (1 - 8) =
-# -3.5$.
+# block, the low half 9 is element 0, $0.5 \cdot (9 - 8) = 0.5$. The high half 1 is element 16,
+# $0.5 \cdot (1 - 8) = -3.5$.
 #
 # The product is exact: 11 bits times 8 bits fit into the 24 of a float32. So nothing is rounded, and every bit must
 # equal the one that ggml, the library below llama.cpp, computes.
@@ -75,8 +75,8 @@ print("scale", [*scale], "shapes", q8_0_block.shape, q4_0_block.shape)
 # ```
 #
 # **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the number of
-# values that differ ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
-# list` shows `PASS` next to 13.
+# values that differ ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and
+# `llorch learn list` shows `PASS` next to 13.
 #
 # ## Run it
 

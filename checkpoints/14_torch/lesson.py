@@ -1,8 +1,9 @@
 # %% [markdown]
 # # 14 torch
 #
-# 45 minutes, two functions of four lines. Optional, and the only lesson that needs torch: `pip install
-# 'llorch[torch]'`, or in a clone `pip install -c constraints.txt -e '.[torch]'`. Without torch the check says NOT RUN.
+# 45 minutes, two functions of four lines. Optional, and the only lesson that needs torch:
+# `pip install 'llorch[torch]'`, or in a clone `pip install -c constraints.txt -e '.[torch]'`. Without torch the check
+# says NOT RUN.
 #
 # ## Where we are
 #

@@ -82,8 +82,8 @@ print(f"{len(shapes)} matrices a layer: {frozen:,} frozen numbers, {trained:,} t
 # The quick check gives every matrix PEFT's input, with $\alpha / r$ and rank-stabilised.
 #
 # **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the matrix and the
-# first wrong number ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
-# list` shows `PASS` next to 15.
+# first wrong number ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and
+# `llorch learn list` shows `PASS` next to 15.
 #
 # ## Run it
 

@@ -100,8 +100,8 @@ for h in (1e-1, 1e-5, 1e-13):
 # one axis computes this sum.
 #
 # **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the tensors that
-# are still right ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
-# list` shows `PASS` next to 17.
+# are still right ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and
+# `llorch learn list` shows `PASS` next to 17.
 #
 # ## Run it
 #

@@ -15,9 +15,9 @@
 # ## Idea
 #
 # Gradients of different numbers differ in size by factors of thousands, and the same rate cannot suit all. So Adam
-# divides: it keeps a running mean $m$ of each number's gradient and a running mean $v$ of its square, and moves by $m /
-# \sqrt{v}$. This ratio does not depend on the size of the gradient. If the gradient is always the same, the step is one
-# learning rate, here 0.01. If its sign changes from step to step, $m$ is small, and so is the step.
+# divides: it keeps a running mean $m$ of each number's gradient and a running mean $v$ of its square, and moves by
+# $m / \sqrt{v}$. This ratio does not depend on the size of the gradient. If the gradient is always the same, the step
+# is one learning rate, here 0.01. If its sign changes from step to step, $m$ is small, and so is the step.
 
 # %%
 import numpy as np
@@ -63,8 +63,8 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 # Why the corrections? Both means start at 0. After the first step $m = 0.1\,g$ and $v = 0.05\,g^2$, which is far too
 # small. The factor is known: $1 - \beta^t$ for step $t$. Divided by it, the first step is exactly $\eta\,g / |g|$.
 #
-# By hand: $p = 1$, $g = 2$, $\eta = 0.01$, $\lambda = 0$, $t = 1$. $m = 0.2$, $v = 0.2$; corrected 2 and 4; so $p = 1 -
-# 0.01 \cdot 2 / 2 = 0.99$. Without the correction: $1 - 0.01 \cdot 0.2 / 0.447 = 0.9955$.
+# By hand: $p = 1$, $g = 2$, $\eta = 0.01$, $\lambda = 0$, $t = 1$. $m = 0.2$, $v = 0.2$; corrected 2 and 4; so
+# $p = 1 - 0.01 \cdot 2 / 2 = 0.99$. Without the correction: $1 - 0.01 \cdot 0.2 / 0.447 = 0.9955$.
 #
 # ## The picture
 #
@@ -97,8 +97,8 @@ for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
 # 1.
 #
 # **Red and green:** the untouched file gives `BORROWED`: llorch's functions run. Red is `FAIL`, with the first wrong
-# moment or parameter ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch
-# learn list` shows `PASS` next to 18.
+# moment or parameter ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and
+# `llorch learn list` shows `PASS` next to 18.
 #
 # ## Run it
 

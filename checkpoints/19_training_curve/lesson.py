@@ -63,8 +63,8 @@
 # with your delta, your loss, your nine gradients, your clipping, AdamW and schedule.
 #
 # **Red and green:** the untouched file gives `BORROWED`: llorch's function runs. Red is `FAIL`, with the first wrong
-# loss of the curve ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and `llorch learn
-# list` shows `PASS` next to 19.
+# loss of the curve ([below](#a-mistake-to-plant)). Green is one line with `PASS` ([below](#run-it)), and
+# `llorch learn list` shows `PASS` next to 19.
 #
 # ## Run it
 #
@@ -114,20 +114,28 @@ print(check_functions("19", accumulated=typed_mistakes(BY_NUMBER["19"])["accumul
 #
 # ```
 # llorch lora train story --data pirate --impl . -o pirate
-# llorch run story "Once upon a time" -t 0.5 --seed 3 --adapter pirate
+# llorch run story "Once upon a time" --adapter pirate
 # ```
 #
-# <!-- TODO(finish): steps, seconds and text of a run with --impl; below is llorch's own run on torch. -->
+# The command prints the names of your functions first, and then the losses. These are some of its lines, with all 18
+# functions written, on one core:
 #
-# llorch's own run on torch has 180 steps and takes 16 seconds on two cores:
+# ```text
+# step 0: validation loss 8.0032
+# step 18 of 180: loss 3.6217, norm 1.4, rate 4.24e-03
+# step 54 of 180: loss 1.1727, norm 0.825, rate 3.61e-03
+# 180 steps in 107.2 s, loss 0.3430
+# validation loss 8.0032 before, 0.3831 after
+# ```
+#
+# > Once upon a time, there was a cheerful pirate named Tom who sailed the cold north sea. He sailed with a duck named
+# > Coco. [...] "Where be the wind?" said Coco. They waited for five days and ate all the fish soup. Nora had an idea.
+# > "All hands to the oars!" she roared.
 #
 # ![Loss of 180 steps on pirate tales: training and validation fall together from 8.0 to 0.4](pirate.svg)
 #
-# > Once upon a time, there was a cheerful pirate named Joe who sailed the warm south sea. One foggy evening, captain
-# > Noah could not find his blue hat. "Where be me hat?" he roared.
-#
-# It begins at 8, above the 6.91 of a blind guess: lesson [16](../16_loss/README.md) showed why. It ends at 0.4, not at
-# 0. The validation loss, on 20 tales that were never shown, ends at the same value: the model learned the style, not
-# the tales.
+# The curve is that of llorch's run on torch, which takes 16 seconds on two cores. It begins at 8, above the 6.91 of a
+# blind guess: lesson [16](../16_loss/README.md) showed why. It ends at 0.4, not at 0. The validation loss, on 20 tales
+# that were never shown, ends at the same value: the model learned the style, not the tales.
 #
 # [For porters](PORTING.md): reference code, compared values and all known mistakes of this lesson.

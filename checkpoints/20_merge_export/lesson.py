@@ -45,11 +45,11 @@ print(f"merged against separate: ~{np.abs(in_one_matrix - separate).max():.0e} a
 # | $P$ | the order of rows of q and k in files of the llama family; elsewhere nothing moves |
 # | $s$ | is multiplied into $B$ where one $\alpha$ for all matrices cannot say it |
 #
-# Why is there a $P$? RoPE turns pairs of numbers ([01b](../01b_rope/README.md)). Hugging Face pairs $j$ with $j +
-# \text{half}$, llama.cpp pairs neighbours. Both give the same result if the rows of q and k have the fitting order. So
-# converters reorder the rows of these matrices for Llama, and the adapter must be reordered like its matrix. The rows
-# of $B$ are the outputs, so they change, and $A$ stays. A head of 4 has the rows 0 1 2 3 in halves (0 1 | 2 3), and 0 2
-# 1 3 in pairs.
+# Why is there a $P$? RoPE turns pairs of numbers ([01b](../01b_rope/README.md)). Hugging Face pairs $j$ with
+# $j + \text{half}$, llama.cpp pairs neighbours. Both give the same result if the rows of q and k have the fitting
+# order. So converters reorder the rows of these matrices for Llama, and the adapter must be reordered like its matrix.
+# The rows of $B$ are the outputs, so they change, and $A$ stays. A head of 4 has the rows 0 1 2 3 in halves (0 1 | 2
+# 3), and 0 2 1 3 in pairs.
 #
 # The scale needs care, too. llama.cpp computes $s = \alpha / r$ with one $\alpha$ from the file and the $r$ of each
 # matrix. An adapter with `alpha_pattern`, or a rank-stabilised one with several ranks, does not fit this form. Then
