@@ -75,7 +75,7 @@ for name, function in typed_mistakes(BY_NUMBER["12"])["generate"].items():
 # ## Compared values
 #
 # A greedy continuation of 24 tokens is compared, token for token, with the engine's loop and cache. End tokens do not
-# stop it. A token may differ at a near-tie of the float64 reference (see [10](../10_argmax/README.md)). Then llorch's
+# stop it. A token may differ at a near-tie of the float64 reference (see [10](../10_argmax/PORTING.md)). Then llorch's
 # text continues after the engine's token. The verdict is TIE if all differences are near-ties. No built-in model has
 # one.
 #

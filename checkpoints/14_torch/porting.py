@@ -184,7 +184,7 @@ for dtype in (torch.bfloat16, torch.float16):
 # rows judge the model: there every mistake fails by ten times the tolerance. Rows in half precision then show that
 # only rounding was added.
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Traps
 #

@@ -39,7 +39,7 @@ for name, actual in orders.items():
 # - PEFT multiplies by the scale after `lora_B`, llorch's NumPy after both products, llorch's torch between them. All
 #   three orders are right. The tolerance is 7.9e-07.
 # - On a bfloat16 base, adapters stay float32 in PEFT and in llorch. The sum is rounded to the dtype of the base. For
-#   the errors at this validation point and the next, see page [17](../17_gradients/README.md#in-bfloat16).
+#   the errors at this validation point and the next, see page [17](../17_gradients/PORTING.md#in-bfloat16).
 # - PEFT adds nothing to the output of a merged layer, without a message.
 #
 # Further reading:
@@ -65,7 +65,7 @@ for name, actual in orders.items():
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

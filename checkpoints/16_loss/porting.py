@@ -40,7 +40,7 @@ print(
 # - transformers takes the mean of each call unless it is told the number of tokens of the step
 #   (`num_items_in_batch`).
 # - On a base in bfloat16 the logits are bfloat16 too. transformers and llorch convert them to float32 for the loss
-#   ([17](../17_gradients/README.md#in-bfloat16)).
+#   ([17](../17_gradients/PORTING.md#in-bfloat16)).
 # - llorch's torch path skips rows of logits from which nothing is learned. With `chunk`, it does not make all other
 #   rows at once. For a vocabulary of 150,000, the logits of 2,000 tokens are 1.2 GB. Often the logits, not the model,
 #   do not fit into memory.
@@ -93,7 +93,7 @@ print(f"divided by all tokens  {loss_with(entropy=wrong['cross_entropy']['loss-d
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

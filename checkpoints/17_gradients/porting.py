@@ -91,7 +91,7 @@ for kind in ("lora_A", "lora_B"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## In bfloat16
 #

@@ -57,7 +57,7 @@ for wrong in ("adamw-no-bias-correction", "adamw-decay-missing"):
 # - torch divides by `norm + 1e-6` when it clips, so a norm just above the limit is scaled a little below the limit.
 # - transformers' schedules give step 1 the rate after zero steps: with warm-up, the first update changes nothing.
 # - On a base in bfloat16, a single step is still float32 and is judged as such. In a chain, the norm and the moments
-#   of step 1 are judged, and no parameters ([17](../17_gradients/README.md#in-bfloat16)).
+#   of step 1 are judged, and no parameters ([17](../17_gradients/PORTING.md#in-bfloat16)).
 #
 # Further reading:
 #
@@ -82,7 +82,7 @@ for wrong in ("adamw-no-bias-correction", "adamw-decay-missing"):
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Why parameters are measured in learning rates
 #

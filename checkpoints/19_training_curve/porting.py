@@ -56,7 +56,7 @@ print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - full) /
 # - The loss is compared, because it hides harmless differences: parameters whose gradient is as small as $\epsilon$
 #   may be a tenth of a step off ([18](../18_optimizer_step/README.md)), and the loss hardly depends on them.
 # - On a base in bfloat16, single parameters go the other way from the first step on. The losses of the run are still
-#   within 3e-3 of the float64 reference ([17](../17_gradients/README.md#in-bfloat16)).
+#   within 3e-3 of the float64 reference ([17](../17_gradients/PORTING.md#in-bfloat16)).
 #
 # Further reading:
 #
@@ -80,7 +80,7 @@ print(f"gradients: {len(row):,} numbers, apart by ~{np.linalg.norm(row - full) /
 # <!-- generated: distances -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #

@@ -97,7 +97,7 @@ print(f"rows in the other order:  {np.abs(wrong - adapted).max():.2f} apart")
 # <!-- generated: equal -->
 # <!-- end -->
 #
-# How to read the numbers: [index](../README.md#how-to-read-a-page).
+# How to read the numbers: [index](../PORTING.md#how-to-read-a-page).
 #
 # ## Mistakes it catches
 #
