@@ -28,8 +28,9 @@ z = story.forward(ids)
 print("logits", z.shape)
 for position in (1, 4, 9):
     best = np.argsort(-z[position])[:3]
-    candidates = ", ".join(f"{story.tokenizer.decode([int(t)]).strip()!r} {z[position, t]:.1f}" for t in best)
-    print(f"after {story.tokenizer.decode([ids[position]]).strip()!r}: {candidates}")
+    print(f"after {story.tokenizer.decode([ids[position]]).strip()!r}:", end=" ")
+    words = (story.tokenizer.decode([int(token)]).strip() for token in best)
+    print(*(f"{word} {logit:.1f}" for word, logit in zip(words, z[position, best], strict=True)))
 
 # %% [markdown]
 # Every position gives a prediction, not only the last one, because the mask of 04 hides later tokens from each
@@ -90,9 +91,10 @@ for position in (1, 4, 9):
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import PARTS
 
-logits = PARTS["logits"].reference  # in your folder: from l08_logits import logits
-x, rows = np.array([[1, -1]], np.float32), np.array([[2, 0], [0, 2], [1, -1]], np.float32)
-print(logits(x, final_norm=np.ones(2, np.float32), lm_head=rows, embed_tokens=0 * rows, eps=0.0))
+logits = PARTS["logits"].reference  # yours: from l08_logits import logits
+x, gain = np.array([[1, -1]], np.float32), np.ones(2, np.float32)
+rows = np.array([[2, 0], [0, 2], [1, -1]], np.float32)
+print(logits(x, final_norm=gain, lm_head=rows, embed_tokens=0 * rows, eps=0.0))
 print(check_functions("08", logits=logits))
 
 # %% [markdown]
@@ -115,7 +117,8 @@ wrong = typed_mistakes(BY_NUMBER["08"])["logits"]["logits-final-norm-skipped"]
 with Implementation("this page", {"logits": wrong}).installed():
     tokens = story.generate("Once upon a time there was a little fox", max_tokens=20)
     print("".join(token.text for token in tokens), "\n")
-    print(f"largest logit after fox: {z[-1].max():.1f}, without the norm {story.forward(ids)[-1].max():.0f}\n")
+    unnormed = story.forward(ids)
+print(f"largest logit after fox {z[-1].max():.1f}, now {unnormed[-1].max():.0f}\n")
 print(check_functions("08", logits=wrong))
 
 # %% [markdown]

@@ -26,7 +26,7 @@ ids = story.tokenizer.encode("Once upon a time there was a little fox")
 logits = story.forward(ids)
 print(logits.shape)
 for token, candidates in zip(ids, np.argsort(-logits), strict=True):
-    piece, best = (story.tokenizer.token_bytes(int(i)).decode() for i in (token, candidates[0]))
+    piece, best = (story.tokenizer.decode([int(i)]) for i in (token, candidates[0]))
     print(f"after {piece or 'the begin':10} {best!r}")
 
 # %% [markdown]
@@ -79,7 +79,7 @@ for token, candidates in zip(ids, np.argsort(-logits), strict=True):
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS, typed_mistakes
 
-last_row = PARTS["last_row"].reference  # in your folder: from l09_selected_logits import last_row
+last_row = PARTS["last_row"].reference  # yours: from l09_selected_logits import last_row
 print(last_row(np.array([[1, 0], [0, 2], [5, 3]], np.float32)))
 difference = story.forward(ids, last_only=True)[0] - last_row(logits)
 print(f"one row against the last of ten: ~{np.abs(difference).max():.0e} apart")
@@ -94,7 +94,8 @@ print(check_functions("09", last_row=last_row))
 # Return the row before the last. An index that is too large raises an error; an index that is too small raises none.
 
 # %%
-print(check_functions("09", last_row=typed_mistakes(BY_NUMBER["09"])["last_row"]["selected-row-before-last"]))
+wrong = typed_mistakes(BY_NUMBER["09"])["last_row"]["selected-row-before-last"]
+print(check_functions("09", last_row=wrong))
 
 # %% [markdown]
 # Row $T - 2$ predicts the token that the prompt already ends with. So a program with this mistake repeats the last

@@ -22,10 +22,12 @@ import numpy as np
 import llorch
 
 story = llorch.load("story")
-row = story.forward(story.tokenizer.encode("Once upon a time there was a little"), last_only=True)[0]
-half = (row.view(np.uint32) >> 16 << 16).view(np.float32)  # what bfloat16 leaves of each number
+ids = story.tokenizer.encode("Once upon a time there was a little")
+row = story.forward(ids, last_only=True)[0]
+half = (row.view(np.uint32) >> 16 << 16).view(np.float32)  # what bfloat16 leaves
 for i in np.argsort(-row)[:4]:
-    print(f"{i:4} {story.tokenizer.token_bytes(int(i)).decode()!r:9} {row[i]:.3f}   {half[i]:.3f}")
+    word = story.tokenizer.decode([int(i)])
+    print(f"{i:4} {word!r:9} {row[i]:.3f}   {half[i]:.3f}")
 
 # %% [markdown]
 # ` boy` wins, by a lead of less than a tenth. In bfloat16, ` lion` and ` frog` are equal. Which token is chosen when
@@ -79,7 +81,7 @@ for i in np.argsort(-row)[:4]:
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS, typed_mistakes
 
-argmax = PARTS["argmax"].reference  # in your folder: from l10_argmax import argmax
+argmax = PARTS["argmax"].reference  # yours: from l10_argmax import argmax
 print(argmax(np.array([1.0, 4.0, 2.0, 4.0])))
 print(check_functions("10", argmax=argmax))
 
@@ -90,7 +92,8 @@ print(check_functions("10", argmax=argmax))
 # ordinary rows there is no difference.
 
 # %%
-print(check_functions("10", argmax=typed_mistakes(BY_NUMBER["10"])["argmax"]["argmax-last-of-ties"]))
+wrong = typed_mistakes(BY_NUMBER["10"])["argmax"]["argmax-last-of-ties"]
+print(check_functions("10", argmax=wrong))
 
 # %% [markdown]
 # All rows of the engines are right. The check fails only on a row that was made for it, `tie`: an engine's row, with

@@ -24,11 +24,13 @@ import llorch
 from llorch.ops.sampling import softmax
 
 story = llorch.load("story")
-ids = story.tokenizer.encode("Once upon a time there was a little boy. One day, there was a little")
+text = "Once upon a time there was a little boy. One day, there was a little"
+ids = story.tokenizer.encode(text)
 row = story.forward(ids, last_only=True)[-1].astype(np.float64)
 order = np.argsort(-row)
 for i in order[:6]:
-    print(f"{story.tokenizer.token_bytes(int(i)).decode()!r:10} logit {row[i]:6.2f}   {softmax(row)[i]:.3f}")
+    word = story.tokenizer.decode([int(i)])
+    print(f"{word!r:10} logit {row[i]:6.2f}   {softmax(row)[i]:.3f}")
 print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 
 # %% [markdown]
@@ -93,7 +95,9 @@ print(f"{row.size - 6} others together   {softmax(row)[order[6:]].sum():.3f}")
 # %%
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
-from llorch.ops.sampling import keep_min_p, keep_top_k, keep_top_p, penalise  # yours: from l11_probabilities import ...
+
+# yours: from l11_probabilities import keep_min_p, keep_top_k, keep_top_p, penalise, softmax
+from llorch.ops.sampling import keep_min_p, keep_top_k, keep_top_p, penalise
 
 z = np.array([2.0, 1.0, 0.0])
 print(softmax(z).round(3), "->", softmax(keep_top_p(z, p=0.8)).round(3))
@@ -103,7 +107,8 @@ for name, filtered in (
     ("top-p 0.8", keep_top_p(row, p=0.8)),
     ("min-p 0.1", keep_min_p(row, min_p=0.1)),
 ):
-    print(f"{name:10} keeps {np.isfinite(filtered).sum():3} of {row.size}, the best has {softmax(filtered).max():.3f}")
+    n_left, best = np.isfinite(filtered).sum(), softmax(filtered).max()
+    print(f"{name:10} keeps {n_left:3} of {row.size}, the best has {best:.3f}")
 functions = {part.name: part.reference for part in BY_NUMBER["11"].parts}
 print(str(check_functions("11", **functions)).splitlines()[0])
 
@@ -114,7 +119,8 @@ print(str(check_functions("11", **functions)).splitlines()[0])
 # 2.14, which is less likely. For $z = -3$ it gives -2.14, which is *likelier*, so the model repeats itself.
 
 # %%
-print(check_functions("11", penalise=typed_mistakes(BY_NUMBER["11"])["penalise"]["penalty-divides-negative-logits"]))
+wrong = typed_mistakes(BY_NUMBER["11"])["penalise"]["penalty-divides-negative-logits"]
+print(check_functions("11", penalise=wrong))
 
 # %% [markdown]
 # A comparison of texts could not decide. Two right samplers with different random numbers write different texts, and

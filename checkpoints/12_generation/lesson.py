@@ -94,14 +94,16 @@ with Implementation("this page", {"generate": watched}).installed():
 # %%
 from llorch.apps.learn.check import check_functions
 
-positions, generate = (PARTS[name].reference for name in ("positions", "generate"))  # yours: from l12_generation import
+# yours: from l12_generation import generate, positions
+positions, generate = PARTS["positions"].reference, PARTS["generate"].reference
 
 
 def step(ids) -> np.ndarray:
     return np.eye(10)[(ids[-1] + 1) % 10]
 
 
-print(positions(n_before=5, n_new=3), [*generate(step, prompt=np.array([7, 3]), max_tokens=4)])
+print(positions(n_before=5, n_new=3))
+print([*generate(step, prompt=np.array([7, 3]), max_tokens=4)])
 print(check_functions("12", positions=positions, generate=generate))
 
 # %% [markdown]
@@ -112,7 +114,8 @@ print(check_functions("12", positions=positions, generate=generate))
 # such report). Nothing crashes, the text reads well, and every position is off by one.
 
 # %%
-print(check_functions("12", generate=typed_mistakes(BY_NUMBER["12"])["generate"]["generation-first-token-twice"]))
+wrong = typed_mistakes(BY_NUMBER["12"])["generate"]["generation-first-token-twice"]
+print(check_functions("12", generate=wrong))
 
 # %% [markdown]
 # Nineteen tokens were right before the first wrong one (token 19, counted from 0). Text is weak evidence: good text
@@ -130,14 +133,14 @@ print(check_functions("12", generate=typed_mistakes(BY_NUMBER["12"])["generate"]
 #
 # A trace holds the named arrays of a run. `llorch learn trace` runs `micro-llama` with your functions and shows each
 # stage beside llama.cpp's, from the embedding to the logits: the first three numbers of the last token, then the
-# distance of the whole array. Some of its 60 lines:
+# distance of the whole array. These are some of its 60 lines, without the columns of tolerance and verdict:
 #
 # ```text
-# stage            yours                            llama.cpp                        distance tolerance verdict
-# l0.q_rope        -0.484647 0.10825 1.64738        -0.484647 0.10825 1.64738         1.8e-07   1.7e-06 PASS
-# l1.k_cache       -0.0430292 -1.56705 -0.363144    -0.043029 -1.56705 -0.363143      1.8e-07   2.0e-06 PASS
-# l2.block_out     -1.14932 -0.416541 3.03923       -1.14932 -0.41654 3.03923         3.6e-07   2.1e-06 PASS
-# logits           -1.55681 -1.65232 -1.71875       -1.55681 -1.65232 -1.71875        3.5e-07   1.9e-06 PASS
+# stage         yours                           llama.cpp                       distance
+# l0.q_rope     -0.484647 0.10825 1.64738       -0.484647 0.10825 1.64738        1.8e-07
+# l1.k_cache    -0.0430292 -1.56705 -0.363144   -0.043029 -1.56705 -0.363143     1.8e-07
+# l2.block_out  -1.14932 -0.416541 3.03923      -1.14932 -0.41654 3.03923        3.6e-07
+# logits        -1.55681 -1.65232 -1.71875      -1.55681 -1.65232 -1.71875       3.5e-07
 # ```
 #
 # ## The finish

@@ -25,7 +25,7 @@ import numpy as np
 
 scale = np.float16(0.5).tobytes()  # lowest byte first
 q8_0_block = np.array([[*scale, 1, 255, 2, *[0] * 29]], np.uint8)  # 255 is the byte of -1
-q4_0_block = np.array([[*scale, 0x19, *[0x88] * 15]], np.uint8)  # 0x19: high half 1, low half 9
+q4_0_block = np.array([[*scale, 0x19, *[0x88] * 15]], np.uint8)  # 0x19: halves 1 and 9
 print("scale", [*scale], "shapes", q8_0_block.shape, q4_0_block.shape)
 
 # %% [markdown]
@@ -84,7 +84,8 @@ print("scale", [*scale], "shapes", q8_0_block.shape, q4_0_block.shape)
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS, typed_mistakes
 
-q8_0, q4_0 = (PARTS[name].reference for name in ("q8_0", "q4_0"))  # yours: from l13_quantised import q4_0, q8_0
+# yours: from l13_quantised import q4_0, q8_0
+q8_0, q4_0 = PARTS["q8_0"].reference, PARTS["q4_0"].reference
 print("elements 0 to 3 of Q8_0    ", q8_0(q8_0_block)[0, :4])
 print("elements 0, 1, 16 of Q4_0  ", q4_0(q4_0_block)[0, [0, 1, 16]])
 print(check_functions("13", q8_0=q8_0, q4_0=q4_0))
@@ -98,7 +99,8 @@ print(check_functions("13", q8_0=q8_0, q4_0=q4_0))
 # Take the two halves of a byte as two neighbours. This is the most natural reading of a packed byte.
 
 # %%
-print(check_functions("13", q4_0=typed_mistakes(BY_NUMBER["13"])["q4_0"]["block-nibbles-alternate"]))
+wrong = typed_mistakes(BY_NUMBER["13"])["q4_0"]["block-nibbles-alternate"]
+print(check_functions("13", q4_0=wrong))
 
 # %% [markdown]
 # The mean, the spread and the largest element of the matrix are right. The model writes nonsense, and no statistic of a

@@ -92,17 +92,21 @@ for dtype in DTYPES:
 # %%
 import llorch
 from llorch.apps.learn.check import check_functions
-from llorch.apps.learn.lessons import BY_NUMBER, PARTS, typed_mistakes
+from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
-torch_rms_norm = PARTS["torch_rms_norm"].reference  # in your folder: from l14_torch import torch_rms_norm
+# yours: from l14_torch import torch_rms_norm, torch_rope
+parts = {part.name: part.reference for part in BY_NUMBER["14"].parts}
+torch_rms_norm, torch_rope = parts.values()
 story, trace = llorch.load("story"), {}
-story.forward(story.tokenizer.encode("Once upon a time there was a little fox"), trace=trace)
-rows, gain = torch.tensor(trace["embed"]), torch.tensor(story.weights.layer(0)["attn_norm"])
+ids = story.tokenizer.encode("Once upon a time there was a little fox")
+story.forward(ids, trace=trace)
+rows = torch.tensor(trace["embed"])
+gain = torch.tensor(story.weights.layer(0)["attn_norm"])
 exact = torch_rms_norm(rows.double(), gain.double(), 1e-5)
 for dtype in DTYPES:
     y = torch_rms_norm(rows.to(dtype), gain.to(dtype), 1e-5)
     print(f"{dtype!s:15} off by ~{float((y.double() - exact).norm() / exact.norm()):.1e}")
-print(check_functions("14", torch_rms_norm=torch_rms_norm, torch_rope=PARTS["torch_rope"].reference))
+print(check_functions("14", **parts))
 
 # %% [markdown]
 # The error is the step of the format and no more. (Gain and rows were rounded, too.)
@@ -114,7 +118,8 @@ print(check_functions("14", torch_rms_norm=torch_rms_norm, torch_rope=PARTS["tor
 # %%
 wrong = typed_mistakes(BY_NUMBER["14"])["torch_rms_norm"]["norm-squares-in-half"]
 for size in (1.0, 100.0, 300.0):
-    print(f"row of {size:5}:", wrong(torch.full((1, 4), size), torch.ones(4), 1e-5)[0].tolist())
+    normed = wrong(torch.full((1, 4), size), torch.ones(4), 1e-5)
+    print(f"row of {size:5}:", normed[0].tolist())
 print(check_functions("14", torch_rms_norm=wrong))
 
 # %% [markdown]

@@ -22,9 +22,11 @@ import numpy as np
 import llorch
 
 story = llorch.load("story")
-shapes = {name: w.shape for name, w in story.weights.layer(0).items() if name.endswith("_proj")}
-frozen, trained = sum(n * m for n, m in shapes.values()), sum(8 * (n + m) for n, m in shapes.values())
-print(f"{len(shapes)} matrices a layer: {frozen:,} frozen numbers, {trained:,} trained, {100 * trained / frozen:.1f} %")
+layer = story.weights.layer(0)
+shapes = [weight.shape for name, weight in layer.items() if name.endswith("_proj")]
+frozen, trained = sum(n * m for n, m in shapes), sum(8 * (n + m) for n, m in shapes)
+print(f"{len(shapes)} matrices a layer: {frozen:,} frozen numbers,", end=" ")
+print(f"{trained:,} trained, {100 * trained / frozen:.1f} %")
 
 # %% [markdown]
 # In a model of 7 billion numbers, an adapter of the same rank has 0.3 % as many. This lets fine-tuning fit on one GPU.
@@ -91,12 +93,14 @@ print(f"{len(shapes)} matrices a layer: {frozen:,} frozen numbers, {trained:,} t
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS, typed_mistakes
 
-parts = {name: PARTS[name].reference for name in ("lora_scaling", "lora_delta")}  # yours: from l15_lora_delta import
-lora_scaling, lora_delta = parts.values()
-print("16 / 8, own alpha 4 / 8, 16 / root of 4:", end=" ")
-print(lora_scaling(8, 16, None, None, False), lora_scaling(8, 16, None, 4, False), lora_scaling(8, 16, 4, None, True))
-print(lora_delta(np.array([[1.0, 2.0]]), np.array([[3.0, 0.0]]), np.array([[1.0], [-1.0]]), 2.0))
-print(check_functions("15", **parts))
+# yours: from l15_lora_delta import lora_delta, lora_scaling
+lora_scaling, lora_delta = PARTS["lora_scaling"].reference, PARTS["lora_delta"].reference
+print("16 / 8               ", lora_scaling(8, 16, None, None, False))
+print("own alpha: 4 / 8     ", lora_scaling(8, 16, None, 4, False))
+print("own r: 16 / root of 4", lora_scaling(8, 16, 4, None, True))
+A, B = np.array([[3.0, 0.0]]), np.array([[1.0], [-1.0]])
+print(lora_delta(np.array([[1.0, 2.0]]), A, B, 2.0))
+print(check_functions("15", lora_scaling=lora_scaling, lora_delta=lora_delta))
 
 # %% [markdown]
 # The detour never makes $BA$. For 17 tokens and a matrix of 192 x 96 the two narrow products of rank 2 cost 17 * 2 *
@@ -108,7 +112,8 @@ print(check_functions("15", **parts))
 # another matrix. Plant that:
 
 # %%
-print(check_functions("15", lora_delta=typed_mistakes(BY_NUMBER["15"])["lora_delta"]["lora-a-transposed"]))
+wrong = typed_mistakes(BY_NUMBER["15"])["lora_delta"]["lora-a-transposed"]
+print(check_functions("15", lora_delta=wrong))
 
 # %% [markdown]
 # It runs, it trains, and its loss goes down, because training adapts to the wrong order of numbers. It fails when

@@ -24,11 +24,14 @@ import llorch
 from llorch.ops.cross_entropy import cross_entropy, shifted
 
 story = llorch.load("story")
-ids = np.array(story.tokenizer.encode("Once upon a time, there was a brave pirate named Grace."))
+text = "Once upon a time, there was a brave pirate named Grace."
+ids = np.array(story.tokenizer.encode(text))
 logits, targets = story.forward(ids), shifted(ids)
 for row in range(len(ids) - 1):
-    loss, _ = cross_entropy(logits[row : row + 1], targets[row : row + 1], label_smoothing=0.0)
-    print(f"{story.tokenizer.decode([int(targets[row])])!r:>10} {loss:6.2f}  {'#' * round(2 * loss)}".rstrip())
+    z, target = logits[row : row + 1], targets[row : row + 1]
+    loss, _ = cross_entropy(z, target, label_smoothing=0.0)
+    piece = story.tokenizer.decode([int(target[0])])
+    print(f"{piece!r:>10} {loss:6.2f}  {'#' * round(2 * loss)}".rstrip())
 
 # %% [markdown]
 # The opening of every tale costs nothing. `story` has no token for *pirate*, so the word takes three pieces. Each costs
@@ -98,11 +101,13 @@ for row in range(len(ids) - 1):
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
-parts = {part.name: part.reference for part in BY_NUMBER["16"].parts}  # yours: from l16_loss import ...
+# yours: from l16_loss import cross_entropy, masked_labels, shifted
+parts = {part.name: part.reference for part in BY_NUMBER["16"].parts}
 masked_labels, shifted, cross_entropy = parts.values()
 z = np.array([[2, 0, 0]], np.float32)
 for label, e in ((0, 0.0), (1, 0.0), (0, 0.1)):
-    print(f"token {label} came, e = {e}: {cross_entropy(z, np.array([label]), e)[0]:.3f}")
+    loss, _ = cross_entropy(z, np.array([label]), e)
+    print(f"token {label} came, e = {e}: {loss:.3f}")
 labels = masked_labels(np.array([7, 8, 9]), np.array([False, True, True]))
 print("labels", labels, "wanted from each row", shifted(labels))
 print(check_functions("16", **parts))
@@ -114,7 +119,8 @@ print(check_functions("16", **parts))
 # the model learns to repeat the last word, and the loss of such a run even falls to zero, because copying is easy.
 
 # %%
-print(check_functions("16", shifted=typed_mistakes(BY_NUMBER["16"])["shifted"]["loss-labels-not-shifted"]))
+wrong = typed_mistakes(BY_NUMBER["16"])["shifted"]["loss-labels-not-shifted"]
+print(check_functions("16", shifted=wrong))
 
 # %% [markdown]
 # A quieter mistake needs two libraries: the data loader shifts the labels, and the loss shifts them again. Each is

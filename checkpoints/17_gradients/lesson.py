@@ -38,7 +38,8 @@ for h in (1e-1, 1e-5, 1e-13):
     moved = np.zeros_like(gate)
     moved[0, 3] = h
     slope = ((swiglu(gate + moved, up) - swiglu(gate - moved, up)) * grad).sum() / (2 * h)
-    print(f"h = {h:.0e}    {slope:+.10f}" if h > 1e-12 else f"h = {h:.0e}    off by ~{abs(slope - by_hand):.0e}")
+    result = f"{slope:+.10f}" if h > 1e-12 else f"off by ~{abs(slope - by_hand):.0e}"
+    print(f"h = {h:.0e}    {result}")
 
 # %% [markdown]
 # With a large $h$ the curvature spoils the result, with a tiny $h$ the rounding. In between, ten digits agree.
@@ -112,12 +113,16 @@ from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 from llorch.ops.rms_norm import rms_norm
 
-parts = {part.name: part.reference for part in BY_NUMBER["17"].parts}  # yours: from l17_gradients import ...
-x, gain, grad = rng.standard_normal((1, 6)), rng.standard_normal(6), rng.standard_normal((1, 6))
-steps = 1e-5 * np.eye(6)
-rows = [rms_norm(x + step, gain, eps=1e-5) - rms_norm(x - step, gain, eps=1e-5) for step in steps]
-print("difference", np.array([(row * grad).sum() / 2e-5 for row in rows]).round(6))
-print("by hand   ", parts["rms_norm_backward"](grad, x, gain, 1e-5)[0].round(6))
+# yours: from l17_gradients import rms_norm_backward
+parts = {part.name: part.reference for part in BY_NUMBER["17"].parts}
+rms_norm_backward = parts["rms_norm_backward"]
+x, grad, gain = *rng.standard_normal((2, 1, 6)), rng.standard_normal(6)
+slopes = []
+for step in 1e-5 * np.eye(6):
+    moved = rms_norm(x + step, gain, eps=1e-5) - rms_norm(x - step, gain, eps=1e-5)
+    slopes.append((moved * grad).sum() / 2e-5)
+print("difference", np.round(slopes, 6))
+print("by hand   ", rms_norm_backward(grad, x, gain, 1e-5)[0].round(6))
 print(check_functions("17", **parts))
 
 # %% [markdown]
@@ -131,7 +136,8 @@ print(check_functions("17", **parts))
 # to 1.
 
 # %%
-wrong = typed_mistakes(BY_NUMBER["17"])["attention_probs_backward"]["gradient-softmax-as-sigmoid"]
+mistakes = typed_mistakes(BY_NUMBER["17"])["attention_probs_backward"]
+wrong = mistakes["gradient-softmax-as-sigmoid"]
 print(check_functions("17", attention_probs_backward=wrong))
 
 # %% [markdown]

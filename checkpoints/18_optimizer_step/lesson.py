@@ -25,7 +25,8 @@ import numpy as np
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 
-parts = {part.name: part.reference for part in BY_NUMBER["18"].parts}  # yours: from l18_optimizer_step import ...
+# yours: from l18_optimizer_step import adamw_step, clip_by_norm, learning_rate
+parts = {part.name: part.reference for part in BY_NUMBER["18"].parts}
 clip_by_norm, adamw_step, learning_rate = parts.values()
 settings = {"lr": 0.01, "beta1": 0.9, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.0}
 for gradients in ([1e-4] * 5, [100.0] * 5, [1.0, -1.0, 1.0, -1.0, 1.0]):
@@ -120,7 +121,8 @@ print(check_functions("18", **parts))
 # it back:
 
 # %%
-print(check_functions("18", adamw_step=typed_mistakes(BY_NUMBER["18"])["adamw_step"]["adamw-decay-in-gradient"]))
+wrong = typed_mistakes(BY_NUMBER["18"])["adamw_step"]["adamw-decay-in-gradient"]
+print(check_functions("18", adamw_step=wrong))
 
 # %% [markdown]
 # Other mistakes hide at opposite ends. A missing correction is there from the first step and fades. A missing decay is

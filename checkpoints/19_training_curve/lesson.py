@@ -76,7 +76,7 @@ import numpy as np
 from llorch.apps.learn.check import check_functions
 from llorch.apps.learn.lessons import BY_NUMBER, PARTS, typed_mistakes
 
-accumulated = PARTS["accumulated"].reference  # in your folder: from l19_training_curve import accumulated
+accumulated = PARTS["accumulated"].reference  # yours: from l19_training_curve import ...
 gradients = np.array([[4, 0], [0, 8]], np.float32)
 loss, gradient = accumulated(np.array([4.0, 6.0]), np.array([1, 3]), gradients)
 print(loss, gradient)
@@ -89,7 +89,8 @@ print(check_functions("19", accumulated=accumulated))
 # *mean* of each micro-batch, divided by the number of micro-batches.
 
 # %%
-print(check_functions("19", accumulated=typed_mistakes(BY_NUMBER["19"])["accumulated"]["accumulation-mean-of-means"]))
+wrong = typed_mistakes(BY_NUMBER["19"])["accumulated"]["accumulation-mean-of-means"]
+print(check_functions("19", accumulated=wrong))
 
 # %% [markdown]
 # The loss is off by 0.12 of 3.66, which is hard to see. In October 2024 a developer trained on the same data with and

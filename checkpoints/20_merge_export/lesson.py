@@ -23,13 +23,16 @@ from llorch.apps.learn.lessons import BY_NUMBER, typed_mistakes
 from llorch.ops.linear import linear
 from llorch.ops.lora import lora_delta
 
-parts = {part.name: part.reference for part in BY_NUMBER["20"].parts}  # yours: from l20_merge_export import ...
+# yours: from l20_merge_export import gguf_alpha, interleave, merged
+parts = {part.name: part.reference for part in BY_NUMBER["20"].parts}
 merged, interleave, gguf_alpha = parts.values()
 rng = np.random.default_rng(0)
-x, weight, lora_A, lora_B = (rng.standard_normal(shape) for shape in ((5, 96), (64, 96), (2, 96), (64, 2)))
+x, weight = rng.standard_normal((5, 96)), rng.standard_normal((64, 96))
+lora_A, lora_B = rng.standard_normal((2, 96)), rng.standard_normal((64, 2))
 separate = linear(x, weight) + lora_delta(x, lora_A, lora_B, scaling=0.5)
 in_one_matrix = linear(x, merged(weight, lora_A, lora_B, 0.5))
-print(f"the adapter moves outputs by up to {np.abs(separate - linear(x, weight)).max():.0f}")
+effect = separate - linear(x, weight)
+print(f"the adapter moves outputs by up to {np.abs(effect).max():.0f}")
 print(f"merged against separate: ~{np.abs(in_one_matrix - separate).max():.0e} apart")
 
 # %% [markdown]
@@ -91,7 +94,8 @@ print(f"merged against separate: ~{np.abs(in_one_matrix - separate).max():.0e} a
 
 # %%
 print(interleave(np.arange(4)[:, None], n_heads=1).ravel())
-print(gguf_alpha(8, np.array([2.0, 2.0]), np.array([4, 4])), gguf_alpha(8, np.array([2.0, 2.0]), np.array([4, 8])))
+for ranks in ([4, 4], [4, 8]):
+    print(ranks, gguf_alpha(8, np.array([2.0, 2.0]), np.array(ranks)))
 print(check_functions("20", **parts))
 
 # %% [markdown]
