@@ -30,7 +30,7 @@ for position in (1, 4, 9):
     best = np.argsort(-z[position])[:3]
     print(f"after {story.tokenizer.decode([ids[position]]).strip()!r}:", end=" ")
     words = (story.tokenizer.decode([int(token)]).strip() for token in best)
-    print(*(f"{word} {logit:.1f}" for word, logit in zip(words, z[position, best], strict=True)))
+    print(*(f"{word!r} {logit:.1f}" for word, logit in zip(words, z[position, best], strict=True)))
 
 # %% [markdown]
 # Every position gives a prediction, not only the last one, because the mask of 04 hides later tokens from each
