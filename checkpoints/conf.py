@@ -5,7 +5,8 @@ from pathlib import Path
 
 project = "llorch"
 html_title = "llorch"
-extensions = ["myst_nb"]
+extensions = ["myst_nb", "sphinx_copybutton"]
+exclude_patterns = ["**.ipynb"]  # files to download
 nb_execution_mode = "off"  # pages are written with what their cells printed
 myst_enable_extensions = ["alert", "dollarmath"]
 myst_fence_as_directive = ["math"]
