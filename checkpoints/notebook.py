@@ -8,6 +8,7 @@ import jupytext
 from nbformat import NotebookNode
 
 FIGURE = re.compile(r"!\[(?P<alt>[^]]*)\]\((?P<path>[^)]+\.svg)\)")
+FORMULA = re.compile(r"^```math\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 RELATIVE_LINK = re.compile(r"(?<!!)\[(?P<text>[^]]*)\]\((?!https?:|attachment:)[^)]+\)")
 
 
@@ -25,7 +26,8 @@ def notebook(lesson: Path) -> str:
         if cell.cell_type == "markdown":
             _embed_figures(cell, lesson.parent)
             cell.source = RELATIVE_LINK.sub(lambda match: match["text"], cell.source)
-    cells.metadata["kernelspec"] = {"name": "python3", "display_name": "Python 3", "language": "python"}
+            cell.source = FORMULA.sub(lambda match: f"$$\n{match[1]}$$", cell.source)
+    cells.metadata = {"kernelspec": {"name": "python3", "display_name": "Python 3", "language": "python"}}
     return jupytext.writes(cells, fmt="ipynb")
 
 
