@@ -8,7 +8,8 @@ from collections.abc import Iterator
 
 CAPITALS = {
     "France": "Paris", "Japan": "Tokyo", "Italy": "Rome", "Spain": "Madrid", "Egypt": "Cairo", "Germany": "Berlin",
-    "Norway": "Oslo", "Peru": "Lima", "Greece": "Athens", "Cuba": "Havana", "Kenya": "Nairobi", "Poland": "Warsaw",
+    "Norway": "Oslo", "Australia": "Canberra", "Turkey": "Ankara", "India": "New Delhi", "Morocco": "Rabat",
+    "New Zealand": "Wellington",
 }  # fmt: skip
 COLOURS = {
     "the sky": "blue", "grass": "green", "snow": "white", "coal": "black", "a banana": "yellow", "blood": "red",
