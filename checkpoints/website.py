@@ -120,7 +120,7 @@ class Staging:
     def stage(self) -> None:
         """Write all pages."""
         appendices = {"README.md": "".join(_toctree(*item) for item in CONTENTS.items())}
-        appendices[PORTING] = _toctree("", [posixpath.relpath(page, "checkpoints") for page in PORTING_PAGES])
+        appendices[PORTING] = _toctree(None, [posixpath.relpath(page, "checkpoints") for page in PORTING_PAGES])
         for path in PAGES - MADE.keys():
             self._write(_place(path), self._linked(self._text(path), path) + appendices.get(path, ""))
         for path, make_page in MADE.items():
@@ -186,7 +186,8 @@ def _fenced(file: Path) -> str:
     return f"````````{language}\n{file.read_text(encoding='utf-8')}\n````````"
 
 
-def _toctree(caption: str, paths: Iterable[str]) -> str:
+def _toctree(caption: str | None, paths: Iterable[str]) -> str:
     """Write a part of the table of contents in the margin."""
     listed = "\n".join(path.removesuffix(".md") for path in paths)
-    return f"\n```{{toctree}}\n:hidden:\n:caption: {caption}\n\n{listed}\n```\n"
+    options = ":hidden:\n" + f":caption: {caption}\n" * bool(caption)
+    return f"\n```{{toctree}}\n{options}\n{listed}\n```\n"

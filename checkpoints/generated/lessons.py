@@ -1,18 +1,27 @@
-"""The generated part of the course's index: the lessons of the path, block by block, with their number and hours."""
+"""The generated parts of the course's index: the short route, and the lessons of the path with their number and hours."""
 
 from collections.abc import Iterable, Sequence
 
 from checkpoints.generated.tables import table
-from llorch.apps.learn.lessons import BLOCKS, LESSONS, Lesson, lessons_folder
+from llorch.apps.learn.lessons import BLOCKS, LESSONS, OPTIONAL, ROUTE, Lesson, lessons_folder
 from llorch.stages.table import CHECKPOINTS
 
 COLUMNS = ("no", "lesson", "idea", "what goes wrong", "min")
-OPTIONAL = "(optional)"  # in the title of a block
 
 
 def lesson_tables() -> str:
     """List the lessons in the order of the path: a heading and a table for each block."""
     return "\n\n".join([_length(), *(_block(title, lessons) for title, lessons in BLOCKS.items())])
+
+
+def route() -> str:
+    """List the steps of the short route, with the functions to write and the minutes."""
+    lines = []
+    for n, step in enumerate(ROUTE, 1):
+        names = ", ".join(f"`{exercise.name}`" for exercise in step.parts)
+        work = f"write {names}" if names else "read the page"
+        lines.append(f"{n}. {_link(step.lesson)}: {work}, {step.minutes} minutes")
+    return "\n".join(lines)
 
 
 def lesson_page(lesson: Lesson) -> str:
@@ -27,7 +36,7 @@ def lesson_pages(lessons: Iterable[Lesson] = LESSONS) -> list[str]:
 
 
 def _length() -> str:
-    required = [lesson for title, lessons in BLOCKS.items() if OPTIONAL not in title for lesson in lessons]
+    required = [lesson for lesson in LESSONS if lesson.number not in OPTIONAL]
     return (
         f"The path has {len(LESSONS)} lessons, which take {_hours(LESSONS)} hours. Without the blocks marked as "
         f"optional it has {len(required)} lessons, which take {_hours(required)} hours."
@@ -39,14 +48,9 @@ def _hours(lessons: Iterable[Lesson]) -> str:
 
 
 def _block(title: str, lessons: Sequence[Lesson]) -> str:
-    lines = (
-        [
-            lesson.number,
-            f"[{lesson.name.replace('_', ' ')}]({lesson_page(lesson)})",
-            lesson.idea,
-            lesson.pitfall,
-            str(lesson.minutes),
-        ]
-        for lesson in lessons
-    )
+    lines = ([each.number, _link(each), each.idea, each.pitfall, str(each.minutes)] for each in lessons)
     return f"### {title}\n\n{table(COLUMNS, lines, right=1)}"
+
+
+def _link(lesson: Lesson) -> str:
+    return f"[{lesson.name.replace('_', ' ')}]({lesson_page(lesson)})"

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from checkpoints.generated.half import CHECKPOINT as TORCH
 from checkpoints.generated.half import torch_blocks
-from checkpoints.generated.lessons import lesson_tables
+from checkpoints.generated.lessons import lesson_tables, route
 from checkpoints.generated.quantised import exact_errors, quantised_blocks
 from checkpoints.generated.tables import Blocks, index_blocks, models_with_goldens, page_blocks
 from checkpoints.generated.training import trainers, training_blocks
@@ -62,7 +62,7 @@ def generated(
     if index:
         comparisons = [*_forward_rows(goldens), *quantised_rows(), *training_rows()]
         lessons, porting = indexes(folder)
-        pages[lessons] = {"path": lesson_tables()}
+        pages[lessons] = {"route": route(), "path": lesson_tables()}
         pages[porting] = index_blocks(comparisons, goldens, CHECKPOINTS, trainers())
     return pages
 

@@ -14,7 +14,7 @@ import pytest
 from helpers.refusals import refuses
 
 from checkpoints.generated import pages
-from checkpoints.generated.lessons import lesson_tables
+from checkpoints.generated.lessons import lesson_tables, route
 from checkpoints.generated.pages import END, FOLDER, START, indexes, page, porting_page, render, same
 from checkpoints.generated.tables import equal, table
 from llorch.apps.learn.lessons import BLOCKS, BY_NUMBER, LESSONS, Lesson, hints_of, stub_of, typed_mistakes
@@ -44,7 +44,7 @@ def test_label_of_a_link_is_the_name_of_the_file_that_it_leads_to():
 
 def test_the_index_lists_the_blocks_of_the_path_with_every_lesson_and_its_minutes():
     text = indexes(FOLDER)[0].read_text(encoding="utf-8")
-    assert render(text, {"path": lesson_tables()}, label="index") == text
+    assert render(text, {"route": route(), "path": lesson_tables()}, label="index") == text
     assert re.findall(r"^### (.*)$", text, re.MULTILINE) == [*BLOCKS]
     rows = re.findall(r"^\| (\w+) \| \[[\w ]+\]\(([^)]*)\) \|.*\| (\d+) \|$", text, re.MULTILINE)
     assert [(number, int(minutes)) for number, _, minutes in rows] == [(each.number, each.minutes) for each in LESSONS]
