@@ -1,4 +1,4 @@
-"""The generated parts of the course's index: the short route, and the lessons of the path with their number and hours."""
+"""Generated parts of the index of the course: the short route, and the lessons of the path with number and hours."""
 
 from collections.abc import Iterable, Sequence
 
