@@ -80,7 +80,7 @@ def settle(path: Path, new: str, check: bool) -> bool:
 def figures(folder: Path, numbers: Sequence[str], *, index: bool) -> Iterator[tuple[Path, str]]:
     """Draw every figure of some lessons, and of the index if requested."""
     if index:
-        yield folder / "path.svg", path_map()
+        yield folder / "lessons.svg", path_map()
     for number in numbers:
         lesson = page(folder, number).parent
         yield from ((lesson / "fig" / f"{name}.svg", svg) for name, svg in draw(number, lesson).items())

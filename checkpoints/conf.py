@@ -15,6 +15,7 @@ html_theme = "furo"
 html_theme_options = {"navigation_with_keys": True}
 html_copy_source = False
 html_show_copyright = False
+copybutton_prompt_text = "$ "  # if a block has prompts, only these lines are copied
 highlight_language = "text"  # of blocks that name none
 pygments_style = "tango"
 pygments_dark_style = "github-dark"

@@ -26,10 +26,10 @@ MUSEUM_INTRODUCTION = """Engines of Llama and Qwen had these bugs. Each symptom 
 cause from the numbers of such an engine, and compare it with the real repair:
 
 ```
-llorch learn museum open 3 bug3          # writes the report of bug 3 and the numbers of the engine
-llorch verify micro-llama3 --against bug3
-llorch learn museum answer 3 "no bias"   # checks your answer
-llorch learn museum solution 3           # shows the cause, the public report and the repair
+llorch learn museum open 3 bug3             # writes the report and the numbers
+llorch verify micro-llama3 --against bug3   # names the first wrong stage
+llorch learn museum answer 3 "no bias"      # checks your answer
+llorch learn museum solution 3              # shows the cause and the repair
 ```
 
 The report says which model the engine ran."""

@@ -53,8 +53,9 @@ MORE = [
 ]
 CONTENTS = {
     "Guide": GUIDE,
-    "Learn": ["checkpoints/README.md", MUSEUM],
+    "Learn": ["checkpoints/README.md"],
     **LESSONS,
+    "Museum": [MUSEUM],
     "For porters": [PORTING],
     "Commands": COMMAND_PAGES,
     "Reference": list(REFERENCE),

@@ -20,7 +20,7 @@ def route() -> str:
     for n, step in enumerate(ROUTE, 1):
         names = ", ".join(f"`{exercise.name}`" for exercise in step.parts)
         work = f"write {names}" if names else "read the page"
-        lines.append(f"{n}. {_link(step.lesson)}: {work}, {step.minutes} minutes")
+        lines.append(f"{n}. {step.lesson.number} {_link(step.lesson)}: {work}, {step.minutes} minutes")
     return "\n".join(lines)
 
 

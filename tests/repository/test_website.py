@@ -42,6 +42,11 @@ def test_every_lesson_can_be_downloaded_as_a_notebook(site):
         assert {cell["cell_type"] for cell in cells} == {"code", "markdown"}
 
 
+def test_code_has_a_button_that_copies_it(site, browser):
+    browser.open(site / "index.html", width=1280)
+    assert browser.evaluate("document.querySelectorAll('.highlight .copybtn').length") > 8
+
+
 @pytest.mark.parametrize(
     ("words", "title"),
     [

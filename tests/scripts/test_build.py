@@ -149,7 +149,7 @@ def test_the_map_has_a_box_for_every_lesson_in_the_order_of_the_path():
     drawn = path_map()
     assert re.findall(r'class="no"[^>]*>(\w+)<', drawn) == [lesson.number for lesson in LESSONS]
     assert re.findall(r"<text x[^>]*>([A-Z][^<]*)</text>", drawn) == [*BLOCKS]
-    assert (ROOT / "checkpoints/path.svg").read_text(encoding="utf-8") == drawn
+    assert (ROOT / "checkpoints/lessons.svg").read_text(encoding="utf-8") == drawn
 
 
 @pytest.mark.parametrize("number", CHECKPOINTS)
