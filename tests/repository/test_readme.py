@@ -12,7 +12,6 @@ from pathlib import Path
 import click
 import pytest
 from builders.vocabularies import published_model
-from fetch_vocabularies import MODEL
 from helpers.command_line import invoke, spawn
 from helpers.refusals import refuses
 from readme_blocks import PAGES as MARKED
@@ -192,18 +191,16 @@ def test_fine_tuning_prints_what_the_readme_shows(n_steps: int | None, tmp_path:
 @pytest.mark.live
 @pytest.mark.weights
 def test_a_published_model_becomes_a_pirate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    (tmp_path / MODEL).symlink_to(published_model())
+    (tmp_path / "smollm2.gguf").symlink_to(published_model())
     (tmp_path / "reference_outputs").symlink_to(ROOT / "reference_outputs")
     monkeypatch.chdir(tmp_path)
     chats, train, merge, answer = PUBLISHED
-    for line in (chats, answer):
-        assert line.startswith("python ")
     python = shlex.quote(sys.executable)
-    assert subprocess.run(chats.replace("python", python, 1), shell=True, check=False).returncode == 0
+    subprocess.run(re.sub("^python", python, chats), shell=True, check=True)
     for line in (train, merge):
         done = invoke(*shlex.split(line)[1:])
         assert done.exit_code == 0, done.output
-    said = subprocess.run(answer.replace("python", python, 1), shell=True, capture_output=True, text=True, check=True)
+    said = subprocess.run(re.sub("^python", python, answer), shell=True, capture_output=True, text=True, check=True)
     shown = readme_block("published", kind="printed")
     assert said.stdout.split()[:2] == shown.split()[:2]  # the rest may differ on another processor
 
