@@ -87,7 +87,7 @@ class Origin(click.ParamType):
     ),
     page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
 )
-@implementation_option()
+@implementation_option("Your own functions, as for llorch run.")
 @template_options
 @model_options
 @group(
@@ -107,7 +107,7 @@ def command(
 ) -> None:  # fmt: skip
     """Serve MODEL (default: story) to the openai client, curl and a browser.
 
-    /openapi.json describes all routes. A line on stderr says when the server is ready. Ctrl-C or SIGTERM ends it.
+    /openapi.json describes all routes. Ctrl-C or SIGTERM ends the server.
     """
     from llorch.files.tokenizer.chat import TemplateSettings
     from llorch.runtime.threads import end_waiting_threads

@@ -14,7 +14,7 @@ FOLDERS = ("micro-mistral", "micro-qwen3-vl-moe")  # no GGUF files: sliding wind
 EVERY = (*BUILTIN, *OTHERS, *FOLDERS)
 IN_WHEEL = BUILTIN  # models that the wheel contains
 JUDGED_IN_WHEEL = ("micro-llama", "micro-llama3", "micro-qwen2", "micro-qwen3")  # with forward goldens, see `is_wheel`
-DATA = ("pirate",)  # example data sets
+DATA = ("pirate", "pirate-chat")  # example data sets
 _PACKAGE = Path(__file__).parents[1]
 
 

@@ -86,8 +86,13 @@ def serve(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]:
 
         def serve_here(app: Any, bound: object, **_: object) -> None:
             with listening(app) as port:
-                body = {"model": "story", "prompt": "Once upon a time", "max_tokens": 4, "temperature": 0}
-                for _ in range(2):
+                body: dict[str, Any] = {
+                    "model": "story",
+                    "prompt": "Once upon a time",
+                    "max_tokens": 4,
+                    "temperature": 0,
+                }
+                for _request in range(2):
                     url = f"http://127.0.0.1:{port}/v1/completions"
                     replies.append(httpx.post(url, json=body, trust_env=False, timeout=60))
 

@@ -31,8 +31,8 @@ from llorch.training.stopping import Stopped
     ),
 )  # fmt: skip
 @click.argument("model", type=MODEL, required=False)
-@implementation_option("Your own training functions, a folder or cmd:PROGRAM; trains in NumPy.")
-@group("Data", page_option("--data", help="JSONL file, .json list, folder or pirate."))
+@implementation_option("Your own gradients and steps, in NumPy.")
+@group("Data", page_option("--data", help="JSONL file, .json list, folder, pirate or pirate-chat."))
 @group(
     "Run",
     page_option("-o", "--output", type=PATH, required=True, help="Folder of the run; new or empty."),
@@ -54,8 +54,6 @@ def command(
     MODEL is a .gguf file, a Hugging Face folder or a built-in name. Ctrl-C saves and stops; --resume continues.
     Each setting can also be a key of the --config file.
     Try the adapter with: llorch run MODEL --adapter FOLDER
-
-    With --impl your functions of llorch learn compute loss, gradients and steps; llorch's stand in for the others.
     """
     from llorch.cli.lora.training_progress import TrainingProgress, try_it
 

@@ -131,8 +131,13 @@ def exercises_so_far(lesson: Lesson, implementation: Implementation) -> list[Exe
 
 @cache
 def models_of(lesson: Lesson) -> Sequence[str]:
-    """Choose the built-in models that check a lesson: dense models if they have its stages, else Qwen models."""
+    """Choose the built-in models that check a lesson: dense models if they have its stages, else Qwen models.
+
+    A lesson without stages has none. A wheel has no Qwen models beside the dense ones: `NotInWheel` names the first.
+    """
     stages = stages_of(lesson)
+    if not stages:
+        return []
 
     def has_stages(model: str) -> bool:
         return any(stage.name in stages for _, stage, _ in keys(open_weights(builtin_path(model)).config))
