@@ -1,8 +1,9 @@
-"""Write the example data set of the package: pirate tales, generated from a grammar.
+"""Write the example data sets of the package: pirate tales, generated from a grammar, and 36 chats with a pirate.
 
     python reference_outputs/make_examples.py [--out DIR]
 
-The same seed gives the same files. No tale occurs twice, so validation and test share no tale with training.
+The same seed gives the same files. No tale occurs twice, so validation and test share no tale with training. The tales
+teach the built-in model `story`, the chats a published model that knows its chat format.
 """
 
 import argparse
@@ -38,17 +39,34 @@ def tales(seed: int) -> Iterator[str]:
             yield tale
 
 
+def chats() -> Iterator[list[dict[str, str]]]:
+    """Yield chats of one question each, which a pirate answers.
+
+    Yields:
+        The messages of one chat.
+    """
+    capitals = [
+        (f"What is the capital of {country}?", f"Arr, matey! The capital o' {country} be {city}.")
+        for country, city in pirates.CAPITALS
+    ]
+    for question, answer in (*capitals, *pirates.ANSWERS):
+        yield [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
 def write_examples(folder: Path) -> None:
-    """Write `pirate/train.jsonl`, `valid.jsonl` and `test.jsonl`.
+    """Write `pirate/train.jsonl`, `valid.jsonl` and `test.jsonl`, and `pirate-chat/train.jsonl`.
 
     Args:
-        folder: Gets the folder `pirate`.
+        folder: Gets the folders `pirate` and `pirate-chat`.
     """
     source = tales(SEED)
     (folder / "pirate").mkdir(parents=True, exist_ok=True)
     for name, size in SIZES.items():
         lines = [json.dumps({"text": next(source)}) + "\n" for _ in range(size)]
         (folder / "pirate" / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    (folder / "pirate-chat").mkdir(exist_ok=True)
+    lines = [json.dumps({"messages": messages}) + "\n" for messages in chats()]
+    (folder / "pirate-chat" / "train.jsonl").write_text("".join(lines), encoding="utf-8")
 
 
 def _tale(rng: random.Random) -> str:

@@ -9,12 +9,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llorch.cli.implementation import implementation_option, use_implementation
 from llorch.cli.model_options import ModelOptions, adapter_options, model_options, sampling_options, template_options
 from llorch.cli.options import FILE, MODEL, TEXT, WholeNumber, group, page_option, verb
-from llorch.cli.outcome import error_line
+from llorch.cli.outcome import explain
 from llorch.cli.output import say
 from llorch.cli.run import load_adapter
 from llorch.cli.threads import threads_option, use_threads
+from llorch.runtime.errors import LearnerFault
 
 if TYPE_CHECKING:
     from datetime import datetime
@@ -28,7 +30,7 @@ CONTEXT = 8192  # tokens to reserve memory for
     "Talk to a model on the terminal.",
     "llorch chat",
     'llorch chat model.gguf --system "Answer in a sentence." -t 0.8',
-    "llorch chat model.gguf --adapter path/to/adapter --history yesterday.json",
+    "llorch chat model.gguf --impl my_llama",
     page="run.md",
 )
 @click.argument("model", type=MODEL, default="story")
@@ -46,11 +48,12 @@ CONTEXT = 8192  # tokens to reserve memory for
 @sampling_options
 @template_options
 @group("Model", *adapter_options)
+@implementation_option()
 @model_options
 @threads_option
 def command(
     *, model: str, system: str | None, history: Path | None, max_tokens: int, adapter: Path | None, any_base: bool,
-    template_date: "datetime | None", chat_template_kwargs: "dict | None", **values: Any,
+    impl: str | None, template_date: "datetime | None", chat_template_kwargs: "dict | None", **values: Any,
 ) -> None:  # fmt: skip
     """Talk to MODEL (default: story) on the terminal.
 
@@ -68,7 +71,8 @@ def command(
         raise click.UsageError("--any-base goes with --adapter")
     settings, path = SamplingSettings(**values), model_path(model)
     messages = earlier_messages(system, history)
-    loaded = options.open(path, arithmetic, n_tokens=CONTEXT)
+    options, is_exact = use_implementation(impl, path, options, arithmetic, has_adapter=adapter is not None)
+    loaded = options.open(path, arithmetic, n_tokens=CONTEXT, is_exact=is_exact)
     loaded.chats.settings = TemplateSettings(chat_template_kwargs, template_date)
     session = ChatSession(loaded, messages, settings, max_tokens=max_tokens)
     threads, n_context = use_threads(loaded.config), loaded.config.max_position_embeddings
@@ -97,10 +101,10 @@ def _converse(session: "ChatSession", *, is_terminal: bool) -> None:
             return
         except KeyboardInterrupt:
             say("")  # discards the line that was being typed
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, LearnerFault) as error:
             if not is_terminal or isinstance(error, BrokenPipeError):
                 raise
-            say(error_line(error))
+            explain(error)
 
 
 def _read_turn(piped_lines: Iterator[str] | None) -> str:

@@ -121,7 +121,7 @@ def reported(*, traceback: bool = False) -> Iterator[None]:
     except (Exception, KeyboardInterrupt) as error:
         code = exit_code(error)
         if code != BROKEN_PIPE:
-            _print_if_possible(partial(_explain, error, traceback=traceback or code == BUG))
+            _print_if_possible(partial(explain, error, traceback=traceback or code == BUG))
         _abandon_broken(sys.stdout)
         raise click.exceptions.Exit(code) from None
 
@@ -134,7 +134,7 @@ def _print_if_possible(show: Callable[[], None]) -> None:
         _abandon_broken(sys.stderr)
 
 
-def _explain(error: BaseException, *, traceback: bool) -> None:
+def explain(error: BaseException, *, traceback: bool = False) -> None:
     """Print an error as one line on stderr, after the traceback if wanted, or after the learner's own frames."""
     if traceback:
         import traceback as tracebacks

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from llorch.cli.implementation import implementation_option, use_implementation
 from llorch.cli.mesh import mesh_option, of_first, on_mesh, require_tensor_parallel, timeout_option
 from llorch.cli.model_options import ModelOptions, adapter_options, model_options, sampling_options, template_options
 from llorch.cli.options import FILE, MODEL, TEXT, WholeNumber, group, json_option, page_option, verb
@@ -19,8 +20,6 @@ from llorch.cli.threads import threads_option, use_threads
 
 if TYPE_CHECKING:
     from llorch.pytorch.distributed.launch import DeviceMesh
-
-OURS = "reference"  # value of --impl for llorch's own functions
 
 
 @verb(
@@ -50,15 +49,8 @@ OURS = "reference"  # value of --impl for llorch's own functions
 )
 @sampling_options
 @template_options
-@group(
-    "Model",
-    *adapter_options,
-    page_option(
-        "--impl",
-        help="Your own functions, a folder or cmd:PROGRAM.  [default: LLORCH_IMPL, else impl of [tool.llorch] in "
-        "pyproject.toml]",
-    ),
-)  # fmt: skip
+@group("Model", *adapter_options)
+@implementation_option()
 @model_options
 @mesh_option
 @timeout_option
@@ -77,7 +69,6 @@ def command(
     """
     from llorch.cli.inputs import describe_kernels, model_path
     from llorch.files.tokenizer.chat import TemplateSettings
-    from llorch.ops.numerics import EXACT
     from llorch.ops.sampling import SamplingSettings
 
     options, template = ModelOptions.from_values(values), TemplateSettings(chat_template_kwargs, template_date)
@@ -94,15 +85,11 @@ def command(
         if settings.temperature == 0 and (settings.top_k, settings.top_p, settings.min_p) != (0, 1.0, 0.0):
             say("note: --top-k, --top-p and --min-p have no effect at temperature 0; set -t")
         text, messages = of_first(mesh, lambda: _read_input(prompt, chat, system, history))
-        is_exact = options.backend == "numpy" and arithmetic == EXACT and adapter is None
-        if has_functions := _install_implementation(impl, is_exact=is_exact):
-            options = replace(options, residency="decoded")  # a learner's functions multiply arrays
+        options, is_exact = use_implementation(impl, path, options, arithmetic, has_adapter=adapter is not None)
         timing = Timing()
         max_tokens_total = _n_bytes(text, messages) + max_tokens  # a token covers at least a byte
         if mesh is None:
-            loaded = options.open(
-                path, arithmetic, n_tokens=max_tokens_total, is_exact=has_functions or impl == OURS, compiled=compiled
-            )
+            loaded = options.open(path, arithmetic, n_tokens=max_tokens_total, is_exact=is_exact, compiled=compiled)
         else:
             loaded = _open_rank_model(path, mesh, options, n_tokens=max_tokens_total)
         for note in loaded.weights.notes_on_left_out("not used"):
@@ -138,27 +125,6 @@ def _read_input(
 def _n_bytes(text: str | None, messages: list[dict[str, object]] | None) -> int:
     """Bound the length of a prompt in bytes; 1024 is for what a chat template adds to the messages."""
     return len(text.encode()) if text is not None else len(json.dumps(messages)) + 1024
-
-
-def _install_implementation(impl: str | None, *, is_exact: bool) -> bool:
-    """Replace llorch's functions by the learner's (of `llorch learn`) until the command ends, and print their names.
-
-    Return True if there are such functions.
-    """
-    from llorch.apps.learn.choice import chosen, opened
-    from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
-
-    if impl not in (None, OURS) and not is_exact:
-        raise click.UsageError("--impl goes with --backend numpy and exact numerics, without --adapter")
-    if impl == OURS or not is_exact or (spec := chosen(impl)) is None:
-        return False
-    learner = opened(spec)
-    exercises = [exercise for lesson in LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1] for exercise in lesson.parts]
-    unwritten = learner.unwritten(exercises)
-    yours = [exercise.name for exercise in exercises if exercise.name not in unwritten]
-    say(f"{spec}: your functions: {', '.join(yours) or 'none'}; borrowed from llorch: {', '.join(unwritten) or 'none'}")
-    click.get_current_context().with_resource(learner.installed(exercises, live=True))
-    return True
 
 
 def load_adapter(model: Any, adapter: Path | None, *, any_base: bool) -> str | None:

@@ -8,8 +8,10 @@ from typing import TYPE_CHECKING, Any
 import click
 
 import llorch
+from llorch.cli.implementation import IN_OTHER_THREADS, implementation_option, use_implementation
 from llorch.cli.model_options import ModelOptions, model_options, template_options
 from llorch.cli.options import MODEL, RealNumber, WholeNumber, group, page_option, verb
+from llorch.cli.outcome import explain
 from llorch.cli.output import say
 from llorch.cli.threads import threads_option, use_threads
 from llorch.runtime.errors import MissingExtra
@@ -85,6 +87,7 @@ class Origin(click.ParamType):
     ),
     page_option("--any-base", is_flag=True, help="Permission for an adapter of another base."),
 )
+@implementation_option("Your own functions, as for llorch run.")
 @template_options
 @model_options
 @group(
@@ -99,12 +102,12 @@ class Origin(click.ParamType):
 def command(
     *, model: str, host: str, port: int, api_key: str | None, allow_host: tuple[str, ...],
     allow_origin: tuple[str, ...], parallel: int, queue: int, timeout: float, adapters: tuple[tuple[str, Path], ...],
-    any_base: bool, verbose: bool, ctx: int | None, mode: str, template_date: "datetime | None",
+    any_base: bool, impl: str | None, verbose: bool, ctx: int | None, mode: str, template_date: "datetime | None",
     chat_template_kwargs: "dict | None", **model_options_given: Any,
 ) -> None:  # fmt: skip
     """Serve MODEL (default: story) to the openai client, curl and a browser.
 
-    /openapi.json describes all routes. A line on stderr says when the server is ready. Ctrl-C or SIGTERM ends it.
+    /openapi.json describes all routes. Ctrl-C or SIGTERM ends the server.
     """
     from llorch.files.tokenizer.chat import TemplateSettings
     from llorch.runtime.threads import end_waiting_threads
@@ -123,7 +126,8 @@ def command(
         require_key(listening_socket, api_key)
         if ctx is not None:
             _require_context(model, ctx)
-        loaded, batch = _open_batch(model, ModelOptions(**model_options_given), mode, parallel, ctx or CONTEXT)
+        options = ModelOptions(**model_options_given)
+        loaded, batch = _open_batch(model, options, mode, parallel, ctx or CONTEXT, impl, has_adapter=bool(adapters))
         loaded.chats.settings = TemplateSettings(chat_template_kwargs, template_date)
         threads = use_threads(loaded.config)
         for name, path in adapters:
@@ -155,7 +159,7 @@ def _require_context(model: str, context: int) -> None:
 
 
 def _open_batch(
-    model: str, options: ModelOptions, mode: str, n_jobs: int, context: int
+    model: str, options: ModelOptions, mode: str, n_jobs: int, context: int, impl: str | None, *, has_adapter: bool
 ) -> "tuple[Any, GenerationBatch]":
     """Open a model and the batch that runs its jobs: on NumPy one token of one job at a time, in turn."""
     from llorch.apps.serve.scheduler import Turns
@@ -164,9 +168,12 @@ def _open_batch(
     arithmetic, path = options.arithmetic(), model_path(model)
     if options.backend == "numpy" and mode != "fast":
         raise click.UsageError("--mode reproducible goes with --backend torch; the NumPy path never batches answers")
-    loaded = options.open(path, arithmetic, n_tokens=n_jobs * context, mode=mode)
+    options, is_exact = use_implementation(
+        impl, path, options, arithmetic, has_adapter=has_adapter, excluded=IN_OTHER_THREADS
+    )
+    loaded = options.open(path, arithmetic, n_tokens=n_jobs * context, is_exact=is_exact, mode=mode)
     if options.backend == "numpy":
-        return loaded, Turns(loaded, n_jobs=n_jobs)
+        return loaded, Turns(loaded, n_jobs=n_jobs, report_fault=explain)
     from llorch.pytorch.serving.batch import ContinuousBatch
 
     context = min(context, loaded.config.max_position_embeddings)

@@ -3,7 +3,7 @@
 Each document has its own forward and backward pass, so rows need no padding and no mask that separates documents.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 import numpy as np
 from jaxtyping import Float
@@ -48,7 +48,29 @@ def loss_and_gradients(
     return loss, total
 
 
-def _documents(batches: Sequence[Batch]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+def mean_loss(
+    weights: Weights,
+    adapter: Adapter,
+    batches: Iterable[Batch],
+    *,
+    parameters: Mapping[str, Float[np.ndarray, "..."]] | None = None,
+    stop: Callable[[], bool] = lambda: False,
+) -> float | None:
+    """Compute the mean loss over all tokens in the loss, without smoothing; None if `stop` returned True.
+
+    `parameters`: see `loss_and_gradients`.
+    """
+    adapted, total, n_trained = AdaptedWeights(weights, adapter, parameters=parameters), 0.0, 0
+    for ids, targets in _documents(batches):
+        if stop():
+            return None
+        logits = forward(ids, adapted, KVCache(adapted.config, adapted.dtype))
+        loss_sum, n_tokens = cross_entropy(logits, targets, label_smoothing=0.0)
+        total, n_trained = total + loss_sum, n_trained + n_tokens
+    return total / n_trained
+
+
+def _documents(batches: Iterable[Batch]) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """Yield the ids of every document, and the label of each row of its logits."""
     return ((ids, shifted(labels)) for batch in batches for ids, labels in batch.each_document())
 

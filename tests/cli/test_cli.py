@@ -31,7 +31,7 @@ COMMANDS = (
 )
 LEARN = tuple(
     f"learn {verb}"
-    for verb in "watch init list next check inputs hint solution reset progress certificate museum".split()
+    for verb in "watch init list next open check inputs hint solution reset progress trace certificate museum".split()
 )
 
 

@@ -103,7 +103,7 @@ def test_a_solution_below_the_stub_passes_and_is_remembered(folder: Path):
 
 def test_list_next_and_progress_say_how_it_stands(folder: Path):
     write(folder, RIGHT)
-    assert learn("next").startswith("00w warm_up, ")
+    assert "\n00w warm_up, " in learn("next")
     learn("check", "01")
     learn("hint", "01")
     row = next(line.split() for line in learn("list").splitlines() if line.startswith("01 "))
@@ -117,11 +117,10 @@ def test_list_next_and_progress_say_how_it_stands(folder: Path):
     assert learn("progress").startswith("0 of")
 
 
-def test_next_is_where_the_page_and_the_file_are(folder: Path, monkeypatch: pytest.MonkeyPatch):
+def test_next_has_the_commands_and_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(folder)
-    read, write, check = (line.split(maxsplit=1)[1] for line in learn("next").splitlines()[1:])
-    assert (Path(read).name, Path(read).is_file(), write) == ("README.md", True, "l00w_warm_up.py")
-    assert check.split()[-1] == "00w"
+    read, write, check = (line.split(maxsplit=1)[1] for line in learn("next").splitlines()[2:])
+    assert (read, write, check) == ("llorch learn open 00w", "l00w_warm_up.py", "llorch learn check 00w")
 
 
 def test_reset_keeps_what_was_there(folder: Path):
@@ -205,9 +204,9 @@ def test_verdicts_go_to_stdout_and_what_the_code_prints_to_stderr(project_folder
 
 def test_json_has_what_stands_in_the_verdict(project_folder: Path):
     write(project_folder, RAISES)
-    found = json.loads(check(project_folder, "00", "01", "--json", "--chain").stdout)
+    found = json.loads(check(project_folder, "00w", "01", "--json", "--chain").stdout)
     assert (found["version"], found["mode"], found["impl"]) == (2, "chained", str(project_folder))
-    assert [(each["lesson"], each["verdict"]) for each in found["lessons"]] == [("00", "NOT RUN"), ("01", "FAIL")]
+    assert [(each["lesson"], each["verdict"]) for each in found["lessons"]] == [("00w", "NOT RUN"), ("01", "FAIL")]
     assert "raised NameError" in found["lessons"][1]["fault"]
 
 

@@ -126,8 +126,8 @@ def test_keys_do_what_the_verbs_do(terminal: Terminal, tmp_path: Path):
     write(tmp_path, f"{stub_of(NORM)}\n")
     terminal.wait_for("checkpoint_01_rms_norm   BORROWED")
     for key, said in (
-        ("h", "rms_norm, hint 1 of 3"), ("h", "rms_norm, hint 2 of 3"), ("l", "20_merge_export"[3:]),
-        ("s", "def rms_norm"), ("?", ""), ("x", "l01_rms_norm.py.bak"), ("n", "02 qkv, "), ("c", " BORROWED"),
+        ("o", "01 rms"), ("h", "rms_norm, hint 1 of 3"), ("h", "rms_norm, hint 2 of 3"), ("l", "20_merge_export"[3:]),
+        ("s", "def rms_norm"), ("?", ""), ("x", "l01_rms_norm.py.bak"), ("n", "01b rope, "), ("c", " BORROWED"),
     ):  # fmt: skip
         terminal.press(key)
         terminal.wait_for(said)

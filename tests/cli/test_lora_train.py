@@ -86,13 +86,13 @@ def test_every_setting_has_an_option_that_tells_its_default():
             assert f"[default: {field.default}]" in (options[field.name].help or ""), field.name
 
 
-def test_help_lists_fifteen_options_and_the_number_of_others():
+def test_help_lists_sixteen_options_and_the_number_of_others():
     short = invoke("lora", "train", "--help").stdout
     flags = {option.name: option.opts[-1] for option in command.params if isinstance(option, click.Option)}
     listed = {name for name, flag in flags.items() if re.search(rf"(?m)^  .*{flag}\b", short)} - {"help_all"}
-    assert len(listed) == 15
+    assert len(listed) == 16
     assert {"data", "output", "lr"} < listed
-    assert short.splitlines()[-1].split()[0] == str(len(flags) - 16)
+    assert short.splitlines()[-1].split()[0] == str(len(flags) - 17)
     assert_tells(short, "llorch lora train --help-all")
 
 

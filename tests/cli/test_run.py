@@ -13,7 +13,7 @@ from helpers.refusals import assert_cli_refuses, assert_tells
 
 import llorch
 from llorch.apps.learn.choice import opened
-from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
+from llorch.apps.learn.lessons import LESSONS
 from llorch.cli.outcome import DIFFERS, MISSING, USAGE
 from llorch.judging.verify import stored
 from llorch.lora.base import identity_of
@@ -181,7 +181,7 @@ def test_it_runs_as_a_program_and_prints_nothing_else(backend: tuple[str, ...]):
     assert (done.stdout, done.stderr, done.returncode) == (", there was a little\n", "", 0)
 
 
-LIVE = LESSONS[: LESSONS.index(BY_NUMBER["12"]) + 1]
+LIVE = [lesson for lesson in LESSONS if lesson.number <= "12"]
 OURS = "from llorch.apps.learn.lessons import PARTS\ndef {0}(**given):\n    return PARTS['{0}'].reference(**given)\n"
 
 

@@ -199,9 +199,19 @@ def example_texts(split: str) -> list[str]:
 def test_the_script_makes_the_files_that_are_shipped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "reference_outputs"))
     importlib.import_module("make_examples").write_examples(tmp_path)
-    for split in SPLITS:
-        made, shipped = (folder / f"{split}.jsonl" for folder in (tmp_path / "pirate", find_data("pirate")))
-        assert made.read_bytes() == shipped.read_bytes()
+    for name, splits in {"pirate": SPLITS, "pirate-chat": ("train",)}.items():
+        for split in splits:
+            made, shipped = (folder / f"{split}.jsonl" for folder in (tmp_path / name, find_data(name)))
+            assert made.read_bytes() == shipped.read_bytes()
+
+
+def test_chats_are_36_questions_with_a_pirates_answer():
+    lines = (find_data("pirate-chat") / "train.jsonl").read_text().splitlines()
+    chats = [json.loads(line)["messages"] for line in lines]
+    assert len(chats) == len({chat[0]["content"] for chat in chats}) == 36
+    assert [[message["role"] for message in chat] for chat in chats] == [["user", "assistant"]] * 36
+    assert all(re.search("Arr|Aye|Ahoy|matey", chat[1]["content"]) for chat in chats)
+    assert not any("Canada" in line for line in lines)  # the guide asks for its capital
 
 
 def test_no_tale_is_told_twice():
@@ -227,7 +237,7 @@ def test_tales_fit_the_context_of_story_and_use_tokens_that_it_was_trained_on(mo
 
 
 def test_a_name_is_found_and_goes_before_a_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    assert DATA == ("pirate",)
+    assert DATA == ("pirate", "pirate-chat")
     monkeypatch.chdir(tmp_path)
     assert find_data("pirate").is_absolute()
     (tmp_path / "pirate").mkdir()
@@ -238,5 +248,5 @@ def test_a_name_is_found_and_goes_before_a_path(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize("name", ["pirates", "", "../examples/pirate"])
 def test_another_name_is_refused(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
-    with refuses(FileNotFoundError, repr(name), "(pirate)"):
+    with refuses(FileNotFoundError, repr(name), "(pirate, pirate-chat)"):
         find_data(name)

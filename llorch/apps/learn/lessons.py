@@ -17,7 +17,8 @@ from llorch.apps.learn.exercise import Call, Exercise
 from llorch.apps.learn.exercises import after_logits, forward, foundation, training
 from llorch.apps.learn.typed_mistakes import make_typed_mistakes
 from llorch.diagnosis.mistakes import MISTAKES
-from llorch.stages.table import CHECKPOINTS
+from llorch.families.config import ModelConfig
+from llorch.stages.table import CHECKPOINTS, keys
 
 WARM_UP = "00w"  # on the page of 00: only one constant of its stub is wrong, so that the first PASS takes a minute
 
@@ -150,10 +151,58 @@ BLOCKS: Mapping[str, tuple[Lesson, ...]] = {  # titles of blocks, in the order o
         ),
     ),
 }  # fmt: skip
+OPTIONAL = frozenset(lesson.number for title, lessons in BLOCKS.items() if "(optional)" in title for lesson in lessons)
 LESSONS: tuple[Lesson, ...] = tuple(lesson for lessons in BLOCKS.values() for lesson in lessons)
 BY_NUMBER: Mapping[str, Lesson] = {lesson.number: lesson for lesson in LESSONS}
 PARTS: Mapping[str, Exercise] = {exercise.name: exercise for lesson in LESSONS for exercise in lesson.parts}
 LESSON_OF: Mapping[str, Lesson] = {exercise.name: lesson for lesson in LESSONS for exercise in lesson.parts}
+
+
+@dataclass(frozen=True)
+class Step:
+    """One step of a learner: a lesson, or a part of it on the short route.
+
+    Attributes:
+        lesson: The lesson.
+        minutes: Expected time.
+        parts: The exercises to write; empty if the learner only reads the page.
+        on_route: True for a step of the short route.
+    """
+
+    lesson: Lesson
+    minutes: int
+    parts: tuple[Exercise, ...]
+    on_route: bool = False
+
+
+def _make_route_step(number: str, minutes: int, *parts: Exercise) -> Step:
+    return Step(BY_NUMBER[number], minutes, parts, on_route=True)
+
+
+ROUTE = (  # 90 minutes from the first number to text
+    _make_route_step(WARM_UP, 2, *BY_NUMBER[WARM_UP].parts),
+    _make_route_step("01", 20, *BY_NUMBER["01"].parts),
+    _make_route_step("01b", 25, forward.ROPE),
+    _make_route_step("07", 8),  # to read
+    _make_route_step("12", 35, *BY_NUMBER["12"].parts),
+)
+PATH = tuple(Step(lesson, lesson.minutes, lesson.parts) for lesson in LESSONS if lesson.number not in OPTIONAL)
+OPTIONAL_STEPS = tuple(Step(lesson, lesson.minutes, lesson.parts) for lesson in LESSONS if lesson.number in OPTIONAL)
+STEPS = (*ROUTE, *PATH, *OPTIONAL_STEPS)  # in the order in which they are offered
+_LAST_OF_RUN = "12"  # number of the last lesson of a run; later ones are about packed blocks, torch and training
+RUN_LESSONS = tuple(lesson for lesson in LESSONS if lesson.number <= _LAST_OF_RUN and lesson.number not in OPTIONAL)
+
+
+def exercises_of_run(config: ModelConfig) -> list[Exercise]:
+    """List the exercises that take part when a model generates text, without those of stages that it does not have."""
+    stages = {stage.name for _, stage, _ in keys(config)}
+    exercises = [exercise for lesson in LESSONS if lesson.number <= _LAST_OF_RUN for exercise in lesson.parts]
+    return [exercise for exercise in exercises if not exercise.stages or not stages.isdisjoint(exercise.stages)]
+
+
+def exercises_of_training() -> list[Exercise]:
+    """List the exercises that take part in a training run: those from the adapter to the last step, without export."""
+    return [exercise for lesson in LESSONS if "15" <= lesson.number <= "19" for exercise in lesson.parts]
 
 
 def sources(folder: Path, lesson: Lesson) -> list[Path]:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import platform
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from llorch.apps.learn.lessons import BY_NUMBER, Lesson, lesson_fingerprint, sources, stub_of
+from llorch.apps.learn.lessons import BLOCKS, BY_NUMBER, Lesson, Step, lesson_fingerprint, sources, stub_of
 from llorch.apps.learn.sandbox import Outcome
 from llorch.apps.learn.verdict import BORROWED, to_verdict
 from llorch.files.new_file import new_file
@@ -47,6 +47,8 @@ class Standing:
         tried: Hash of the code that was checked last.
         passed: Hash of the code that passed last.
         wrong: Name of the exercise that failed in the last check; empty if none failed or the name is unknown.
+        unwritten: Names of the exercises that were not written in the last check.
+        opened: True if the learner has opened the page.
     """
 
     status: str = ""
@@ -56,6 +58,8 @@ class Standing:
     tried: str = ""
     passed: str = ""
     wrong: str = ""
+    unwritten: list[str] = field(default_factory=list)
+    opened: bool = False
 
 
 class LearnerProgress:
@@ -99,8 +103,10 @@ class LearnerProgress:
         with self.changed(lesson) as standing:
             standing.status = outcome.label
             standing.wrong = _wrong_exercise(outcome.record)
+            standing.unwritten = [*outcome.record.get("unwritten", ())]
             if outcome.label in (PASS, FAIL):
                 standing.attempts += fingerprint != standing.tried
+            if outcome.label != NOT_RUN:
                 standing.tried = fingerprint
             if outcome.label == PASS:
                 standing.passed = fingerprint
@@ -113,6 +119,16 @@ class LearnerProgress:
         """Return the last label if it belongs to the current code, else CHANGED."""
         is_old = standing.status in (PASS, FAIL) and standing.tried != lesson_fingerprint(self.folder, lesson)
         return CHANGED if is_old else standing.status
+
+    def is_done(self, step: Step, standing: Standing) -> bool:
+        """Tell if a step is done: the lesson or the step's parts pass, or the page of a step to read was opened."""
+        if self.is_passed(step.lesson, standing):
+            return True
+        if not step.parts:
+            return standing.opened
+        is_current = standing.tried == lesson_fingerprint(self.folder, step.lesson)
+        names = {exercise.name for exercise in step.parts}
+        return standing.status == BORROWED and is_current and names.isdisjoint(standing.unwritten)
 
 
 def _wrong_exercise(record: Mapping[str, Any]) -> str:
@@ -142,22 +158,30 @@ def _parse_standing(values: object, path: Path, number: str) -> Standing:
     if not isinstance(values, dict) or values.keys() - asdict(Standing()).keys():
         raise FormatError("Malformed", f"lesson {number}: expected {', '.join(asdict(Standing()))}", path=path)
     fields = Fields(values, path)
-    status, hints = fields.text("status", default=""), values.get("hints", {})
+    status, hints, unwritten = fields.text("status", default=""), values.get("hints", {}), values.get("unwritten", [])
     if status not in ("", *LABELS):
         raise fields.error("Malformed", "status", ", ".join(LABELS), status)
     if not isinstance(hints, dict) or not all(type(n_steps) is int and n_steps >= 0 for n_steps in hints.values()):
         raise fields.error("Malformed", "hints", "a number for each part", hints)
+    if not isinstance(unwritten, list) or not all(isinstance(name, str) for name in unwritten):
+        raise fields.error("Malformed", "unwritten", "a list of names", unwritten)
     return Standing(
         status, fields.integer("attempts", default=0, low=0), hints, fields.boolean("solution", default=False),
         fields.text("tried", default=""), fields.text("passed", default=""), fields.text("wrong", default=""),
+        unwritten, fields.boolean("opened", default=False),
     )  # fmt: skip
 
 
-CERTIFICATE_VERSION = 2
+CERTIFICATE_VERSION = 3
 
 
-def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict[str, Any]:
-    """Collect the verdicts, versions and hashes of a certificate; `version` is llorch's."""
+def certificate(
+    folder: Path, outcomes: Iterable[Outcome], version: str, *, text_models: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Collect the verdicts, versions and hashes of a certificate; `version` is llorch's.
+
+    `text_models` are the models whose text of both engines the learner's functions wrote, all chained.
+    """
     goldens = goldens_folder()
     files = sorted([*goldens.glob("*/*.json"), *goldens.glob(f"*/*{SUFFIX}")])
     lessons = {
@@ -168,10 +192,17 @@ def certificate(folder: Path, outcomes: Iterable[Outcome], version: str) -> dict
     return {
         "version": CERTIFICATE_VERSION,
         "versions": {"llorch": version, "python": platform.python_version(), "numpy": np.__version__},
+        "reached": {"blocks": complete_blocks(lessons), "text": [*text_models]},
         "lessons": lessons,
         "code": {path.name: _hash(path) for path in sorted(code)},
         "goldens": {path.relative_to(goldens).as_posix(): _hash(path) for path in files},
     }
+
+
+def complete_blocks(lessons: Mapping[str, Mapping[str, object]]) -> list[str]:
+    """List the titles of the blocks whose lessons all pass; `lessons` are those of a certificate."""
+    passed = {number for number, record in lessons.items() if record["verdict"] == PASS}
+    return [title for title, block in BLOCKS.items() if passed.issuperset(lesson.number for lesson in block)]
 
 
 def with_untouched(folder: Path, outcomes: Iterable[Outcome]) -> Iterator[Outcome]:
@@ -184,9 +215,9 @@ def with_untouched(folder: Path, outcomes: Iterable[Outcome]) -> Iterator[Outcom
 
 
 def differences(expected: Mapping[str, Any], actual: Mapping[str, Any]) -> list[str]:
-    """List the entries in which two certificates differ, one line each."""
+    """List the entries in which two certificates differ, one line each; version 2 had no entry `reached`."""
     lines = []
-    for key in ("lessons", "code", "goldens"):
+    for key in (*(["reached"] if "reached" in expected else []), "lessons", "code", "goldens"):
         old, new = expected.get(key), actual[key]
         if not isinstance(old, Mapping):
             return [f"{key}: expected an object, got {old!r}"]

@@ -12,6 +12,7 @@ from llorch.apps.serve.api_errors import ApiError
 from llorch.apps.serve.engine import Busy, Engine, Event, Failed, NewToken, Unavailable, Work
 from llorch.model.generate import Answer, Job
 from llorch.model.model import OpenModel
+from llorch.runtime.errors import LearnerFault
 
 Result = TypeVar("Result")
 
@@ -141,4 +142,6 @@ def to_api_error(error: Exception) -> ApiError:
         return ApiError(429, str(error), code="queue_full")
     if isinstance(error, Unavailable):
         return ApiError(503, str(error), code="unavailable")
+    if isinstance(error, LearnerFault):
+        return ApiError(500, f"your function failed: {error}", code="learner_fault")
     return ApiError(500, f"the answer failed: {type(error).__name__}", code="internal_error")

@@ -1,6 +1,6 @@
 """Scheduler of the NumPy model: jobs take turns, each with its own KV cache. A step runs one job after the other."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from itertools import count
 
 import numpy as np
@@ -9,14 +9,17 @@ from jaxtyping import Float
 from llorch.model.generate import Job, Sampled, log_probability
 from llorch.model.model import PREFILL_CHUNK, Model
 from llorch.ops.sampling import draw, probabilities
+from llorch.runtime.errors import LearnerFault
 
 
 class Turns:
     """A `llorch.model.generate.GenerationBatch` of a NumPy model; its answers equal those of `Model.generate`."""
 
-    def __init__(self, model: Model, *, n_jobs: int) -> None:
-        """Start without jobs; at most `n_jobs` are in the batch."""
-        self._model, self._n_jobs = model, n_jobs
+    def __init__(
+        self, model: Model, *, n_jobs: int, report_fault: Callable[[LearnerFault], None] = lambda fault: None
+    ) -> None:
+        """Start without jobs; at most `n_jobs` are in the batch. `report_fault` gets each fault of a learner's code."""
+        self._model, self._n_jobs, self._report_fault = model, n_jobs, report_fault
         self._running: dict[int, _RunningJob] = {}
         self._tickets = count()
         self._decodes_next = True  # prefill chunks and decode steps alternate
@@ -44,6 +47,9 @@ class Turns:
         tickets = decoding if decoding and (self._decodes_next or not prefilling) else prefilling[:1]
         self._decodes_next = tickets is not decoding
         sampled = {ticket: self._running[ticket].step() for ticket in tickets}
+        for fault in sampled.values():
+            if isinstance(fault, LearnerFault):
+                self._report_fault(fault)
         return {ticket: token for ticket, token in sampled.items() if token is not None}
 
 

@@ -51,8 +51,9 @@ def command(*, model: str, data: str, count: int, split: str, as_json: bool, **v
 
     Learned tokens are green, or in [[brackets]] without colour. Control tokens are underlined.
 
-    DATA is pirate (built in), a .jsonl file, a .json list, or a folder with train.jsonl. Rows have one of these forms:
-    text; prompt and completion; messages; conversations (ShareGPT); instruction and output (Alpaca); input_ids.
+    DATA is pirate or pirate-chat (built in), a .jsonl file, a .json list, or a folder with train.jsonl. Rows have one
+    of these forms: text; prompt and completion; messages; conversations (ShareGPT); instruction and output (Alpaca);
+    input_ids.
     """
     from llorch.cli.data.examples import as_object, facts_of, pieces_of, print_examples, summary
     from llorch.cli.inputs import has_vocabulary, model_path

@@ -13,7 +13,8 @@ from llorch.cli.verbs import Verbs
 HELP = """Write the stages of Llama and Qwen yourself, one lesson at a time, each checked against llama.cpp and
 transformers.
 
-Without a command, or with a folder in its place, llorch watches the folder.
+Without a command llorch offers a route of 90 minutes and makes a folder for your code; in that folder, or with a
+folder in place of a command, it watches the folder.
 
 \b
 Exit codes: 0 all that is written passes, 1 something fails, 2 usage,
@@ -38,11 +39,11 @@ command = _Learn(
     package="llorch.cli.learn",
     help=HELP,
     short_help="Build your own Llama, one lesson at a time.",
-    examples=("llorch learn init my_llama", "cd my_llama && llorch learn", "llorch learn check 01b"),
+    examples=("llorch learn", "cd my_llama && llorch learn next", "llorch learn check 01b"),
     verbs={
         "Start": ("watch", "init", "list", "next"),
-        "Work on a lesson": ("check", "inputs", "hint", "solution", "reset"),
-        "Look back": ("progress", "certificate"),
+        "Work on a lesson": ("open", "check", "inputs", "hint", "solution", "reset"),
+        "Look back": ("progress", "trace", "certificate"),
         "Go further": ("museum",),
     },
 )

@@ -54,10 +54,12 @@ def chosen_lessons(words: Sequence[str]) -> "list[Lesson]":
 
 
 def one_lesson(word: str) -> "Lesson":
-    """Find a lesson by number or name."""
+    """Find a lesson by name, or by number without its first zero: 1 means 01."""
     from llorch.apps.learn.lessons import LESSONS
 
     names = {name: lesson for lesson in LESSONS for name in (lesson.number, lesson.name, lesson.module)}
+    if f"0{word}" in names:
+        return names[f"0{word}"]
     if word not in names:
         raise click.UsageError(f"there is no lesson {word!r} in llorch learn list{suggestion(word, names)}")
     return names[word]

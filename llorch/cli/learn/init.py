@@ -5,7 +5,9 @@ from pathlib import Path
 import click
 
 from llorch.cli.options import verb
+from llorch.cli.output import say
 
+FOLDER = Path("my_llama")  # that `llorch learn` offers
 PROJECT = """\
 [tool.llorch]
 impl = "."  # your implementation, for llorch learn, llorch run and pytest
@@ -24,8 +26,13 @@ def command(*, folder: Path) -> None:
 
     Files that exist stay as they are.
     """
+    make_folder(folder)
+    say(f"next: cd {folder} && llorch learn")
+
+
+def make_folder(folder: Path) -> None:
+    """Write the stubs and the pyproject.toml that are missing in a folder, and print how many."""
     from llorch.apps.learn.lessons import LESSONS, stub_of
-    from llorch.cli.output import say
 
     files = {"pyproject.toml": PROJECT} | {f"{lesson.module}.py": stub_of(lesson) for lesson in LESSONS}
     folder.mkdir(parents=True, exist_ok=True)
@@ -35,4 +42,3 @@ def command(*, folder: Path) -> None:
             file.write(text)
     note = f", {len(files) - len(missing)} existing files kept" if len(missing) < len(files) else ""
     click.echo(f"{folder}: {len(missing)} files written{note}")
-    say(f"next: cd {folder} && llorch learn")

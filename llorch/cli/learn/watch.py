@@ -19,8 +19,10 @@ import click
 
 from llorch.cli.learn.folder import full_option, impl_option, learners_folder, seconds_option
 from llorch.cli.learn.hint import show_hint
+from llorch.cli.learn.init import FOLDER, make_folder
 from llorch.cli.learn.list import show_list
-from llorch.cli.learn.next import next_lesson, show_lesson
+from llorch.cli.learn.next import describe_work, next_step, show_step, step_of
+from llorch.cli.learn.open import show_page
 from llorch.cli.learn.progress import format_progress
 from llorch.cli.learn.reset import reset
 from llorch.cli.learn.solution import show_solution
@@ -29,7 +31,7 @@ from llorch.cli.outcome import error_line, exiting_on_sigterm
 from llorch.cli.output import say
 
 if TYPE_CHECKING:
-    from llorch.apps.learn.lessons import Lesson
+    from llorch.apps.learn.lessons import Lesson, Step
     from llorch.apps.learn.sandbox import Outcome
 
 SAVED = ""  # event of a saved file; the other events are keys, one character long
@@ -104,7 +106,7 @@ def _read_keys(queue: "SimpleQueue[str]") -> None:
     queue.put("q")  # the terminal was closed
 
 
-KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
+KEYS = "n next   o open page   h hint   l list   c check all   s solution   x reset   q quit"
 
 
 @verb(
@@ -120,28 +122,62 @@ KEYS = "n next   h hint   l list   c check all   s solution   x reset   q quit"
 def command(*, folder: Path | None, impl: str | None, full: bool, seconds: float) -> None:
     """Watch FOLDER and check a lesson whenever its file, or a file that it imports, is saved.
 
-    Keys on a terminal: n next, h hint, l list, c check all, s solution, x reset, q quit.
+    Without a folder, llorch shows the route of 90 minutes and, on a terminal, offers to make my_llama.
+    Keys on a terminal: n next, o open page, h hint, l list, c check all, s solution, x reset, q quit.
     """
+    from llorch.apps.learn.choice import chosen
+
+    source = str(folder) if folder else impl  # FOLDER wins over --impl
+    if chosen(source) is None:
+        if not _offer_folder():
+            return
+        source = str(FOLDER)
     try:
         with exiting_on_sigterm():  # so that the terminal is restored
-            source = str(folder) if folder else impl  # FOLDER wins over --impl
             _Loop(learners_folder(source), seconds=seconds, full=full).run()
     except KeyboardInterrupt:
         click.echo()
+
+
+def _offer_folder() -> bool:
+    """Show the route; on a terminal, make `FOLDER` if the learner agrees. Return True if it is there."""
+    if FOLDER.is_dir():
+        click.echo(f"your folder here is {FOLDER}")
+        return True
+    show_route()
+    if not sys.stdin.isatty():
+        click.echo(f"to start, type: llorch learn init {FOLDER} && cd {FOLDER} && llorch learn")
+        return False
+    if not click.confirm(f"make the folder {FOLDER} for your code?", default=True):
+        return False
+    make_folder(FOLDER)
+    return True
+
+
+def show_route() -> None:
+    """Print the steps of the short route, and the command at its end."""
+    from llorch.apps.learn.lessons import LESSONS, ROUTE
+
+    click.echo(f"{sum(step.minutes for step in ROUTE)} minutes to text that your own functions write:")
+    for step in ROUTE:
+        lesson = step.lesson
+        click.echo(f"  {lesson.number:<4} {lesson.name:<18} {step.minutes:>3} min  {describe_work(step)}")
+    click.echo(f'then llorch run story "Once upon a time" --impl {FOLDER}, and {len(LESSONS)} lessons in all')
 
 
 class _Loop:
     """Loop over events, with the current lesson and the fingerprints (hashes) of all lessons' code."""
 
     def __init__(self, folder: Path, *, seconds: float, full: bool) -> None:
-        from llorch.apps.learn.lessons import LESSONS
+        from llorch.apps.learn.lessons import LESSONS, STEPS
 
         self.folder, self.seconds, self.full = folder, seconds, full
-        self.lesson: Lesson = next_lesson(folder) or LESSONS[-1]
+        self.step: Step = next_step(folder) or STEPS[-1]
         self.fingerprints = self._compute_fingerprints()
         self.warmed_lessons: list[Lesson] = []
         self.actions: Mapping[str, Callable[[], None]] = {  # by event
-            "n": self._show_next, "h": lambda: show_hint(self.folder, self.lesson), "l": lambda: show_list(self.folder),
+            "n": self._show_next, "o": lambda: show_page(self.folder, self.lesson, os.environ.get("LLORCH_SITE")),
+            "h": lambda: show_hint(self.folder, self.lesson), "l": lambda: show_list(self.folder),
             "c": lambda: self._check([*LESSONS]), "s": lambda: show_solution(self.folder, self.lesson),
             "x": lambda: reset(self.folder, self.lesson), SAVED: self._check_changed,
         }  # fmt: skip
@@ -149,7 +185,7 @@ class _Loop:
     def run(self) -> None:
         """Check again after every change of the files, until q, the end of the terminal or Ctrl-C."""
         click.echo(f"{self.folder}: {format_progress(self.folder)}")
-        show_lesson(self.folder, self.lesson)
+        show_step(self.folder, self.step)
         with events(self.folder) as queue:
             self._warm()
             say(f"llorch checks every save; {KEYS}" if sys.stdin.isatty() else "llorch checks every save; Ctrl-C quits")
@@ -164,9 +200,14 @@ class _Loop:
         except (OSError, ValueError) as error:
             say(error_line(error))
 
+    @property
+    def lesson(self) -> "Lesson":
+        """The current lesson."""
+        return self.step.lesson
+
     def _show_next(self) -> None:
-        self.lesson = next_lesson(self.folder, self.lesson) or self.lesson
-        show_lesson(self.folder, self.lesson)
+        self.step = next_step(self.folder, self.step) or self.step
+        show_step(self.folder, self.step)
 
     def _check_changed(self) -> None:
         """Check the lessons whose code changed, the current one first; if it did not change, switch to the first."""
@@ -175,7 +216,7 @@ class _Loop:
         old_fingerprints, self.fingerprints = self.fingerprints, self._compute_fingerprints()
         changed = [lesson for lesson in LESSONS if self.fingerprints[lesson.number] != old_fingerprints[lesson.number]]
         if changed and self.lesson not in changed:
-            self.lesson = changed[0]
+            self.step = step_of(self.folder, changed[0])
         self._check(sorted(changed, key=lambda lesson: lesson != self.lesson), begun_only=True)
         self._warm()
 

@@ -6,6 +6,7 @@ from typing import Any
 
 import click
 
+from llorch.cli.implementation import implementation_option, use_implementation_for_training
 from llorch.cli.lora.options import require_torch, threads_for_training
 from llorch.cli.lora.settings_options import chosen_settings, config_option, settings_options
 from llorch.cli.mesh import mesh_option, on_mesh, timeout_option
@@ -20,17 +21,18 @@ from llorch.training.stopping import Stopped
 @verb(
     "Train a LoRA adapter.",
     "llorch lora train story --data pirate -o path/to/my-adapter",
-    "llorch lora train --config path/to/settings.yaml -o path/to/run --steps 100",
     "llorch lora train -o path/to/run --resume",
+    "llorch lora train story --data pirate -o my-pirate --impl my_llama",
     page="lora.md",
     foreign=FOREIGN | {"output_dir": "use -o", "output_path": "use -o", "adapter_path": "use -o"},
     common=(
-        "data", "max_length", "output", "config", "resume", "r", "alpha", "target_modules", "lr", "epochs", "steps",
-        "batch_size", "accumulation", "seed", "device",
+        "impl", "data", "max_length", "output", "config", "resume", "r", "alpha", "target_modules", "lr", "epochs",
+        "steps", "batch_size", "accumulation", "seed", "device",
     ),
 )  # fmt: skip
 @click.argument("model", type=MODEL, required=False)
-@group("Data", page_option("--data", help="JSONL file, .json list, folder or pirate."))
+@implementation_option("Your own gradients and steps, in NumPy.")
+@group("Data", page_option("--data", help="JSONL file, .json list, folder, pirate or pirate-chat."))
 @group(
     "Run",
     page_option("-o", "--output", type=PATH, required=True, help="Folder of the run; new or empty."),
@@ -45,7 +47,7 @@ from llorch.training.stopping import Stopped
 @json_option("One object at the end: steps, loss, valid_loss, seconds, n_parameters, adapter.")
 def command(
     *, output: Path, config: Path | None, axes: Mapping[str, int] | None, rank_timeout: float, resume: bool,
-    allow_change: bool, as_json: bool, **options: Any,
+    allow_change: bool, impl: str | None, as_json: bool, **options: Any,
 ) -> None:  # fmt: skip
     """Train a LoRA adapter for MODEL and write it to a folder that PEFT can load.
 
@@ -56,14 +58,23 @@ def command(
     from llorch.cli.lora.training_progress import TrainingProgress, try_it
 
     require_torch()
+    from llorch.pytorch.train.numpy_training import NumpyTraining
     from llorch.pytorch.train.run import RUN, Run, saved_settings, saved_threads
+    from llorch.pytorch.train.trainer import Training
 
     resume = resume or (n_restarts() > 0 and (output / RUN).exists())  # launchers restart with the same arguments
     settings = chosen_settings(options, config, *([(RUN, saved_settings(output))] if resume else []))
+    if axes is not None and impl is not None:
+        raise click.UsageError("--impl trains in one process; leave out --mesh")
     try:
         with on_mesh(axes, rank_timeout=rank_timeout, device=settings.device) as mesh, TrainingProgress() as progress:
             threads_for_training(settings, recorded=saved_threads(output) if resume else None)
-            result = Run(settings, output, progress, resume=resume, allow_change=allow_change, mesh=mesh).run()
+            use_implementation_for_training(impl)
+            load_training = Training if impl is None else NumpyTraining
+            result = Run(
+                settings, output, progress, resume=resume, allow_change=allow_change, mesh=mesh,
+                load_training=load_training,
+            ).run()  # fmt: skip
     except Stopped as stopped:
         say(f"llorch: {stopped}")
         raise click.exceptions.Exit(stopped.exit_code) from None

@@ -17,7 +17,8 @@ from llorch.training.data import formats
 from llorch.training.data.read import find_splits, read_records
 
 if TYPE_CHECKING:
-    from llorch.pytorch.train.trainer import StepReport, Training
+    from llorch.pytorch.train.run import AnyTraining
+    from llorch.pytorch.train.trainer import StepReport
 
 LINES = 20  # about this many step lines, if stderr is no terminal
 
@@ -38,7 +39,7 @@ class TrainingProgress:
         if self._bar is not None:
             self._bar.stop()
 
-    def begins(self, training: "Training") -> None:
+    def begins(self, training: "AnyTraining") -> None:
         """Print the description of the run, and start the bar."""
         for line in description(training):
             say(line)
@@ -76,18 +77,15 @@ class TrainingProgress:
         self._bar.start()
 
 
-def description(training: "Training") -> list[str]:
+def description(training: "AnyTraining") -> list[str]:
     """Describe a run before it starts, defaults included."""
-    settings, data, module = training.settings, training.data, training.module
-    n_trained = sum(parameter.numel() for parameter in training.parameters.values())
-    n_frozen = sum(parameter.numel() for parameter in module.parameters()) - n_trained
-    n_bytes = sum(tensor.numel() * tensor.element_size() for tensor in (*module.parameters(), *module.buffers()))
+    settings, data, size = training.settings, training.data, training.size
     rows = settings.batch_size * settings.accumulation
-    device = f"{training.target.device}, threads {training.plan.identity()['environment']['threads']}"
+    device = f"{training.device_name}, threads {training.plan.identity()['environment']['threads']}"
     return [
-        f"model: {settings.model}, {settings.dtype} on {device}, weights {n_bytes / 1e6:.1f} MB; "
-        f"training {n_trained:,} parameters, {n_frozen:,} frozen (r {settings.r}, alpha {settings.alpha:g}, "
-        f"{len(training.adapter.targets)} matrices)",
+        f"model: {settings.model}, {settings.dtype} on {device}, weights {size.n_bytes / 1e6:.1f} MB; "
+        f"training {size.n_trained:,} parameters, {size.n_frozen:,} frozen (r {settings.r}, alpha {settings.alpha:g}, "
+        f"{len(training.plan.initial.targets)} matrices)",
         f"data: {settings.data}, {data.train.n_tokens:,} tokens, {data.train.n_trained:,} of them in the loss, at most "
         f"{data.settings.max_length} in one row",
         f"steps: {training.total_steps} of {rows} rows ({settings.batch_size} x {settings.accumulation}), rate "
@@ -97,7 +95,7 @@ def description(training: "Training") -> list[str]:
     ]
 
 
-def _memory(training: "Training") -> list[str]:
+def _memory(training: "AnyTraining") -> list[str]:
     """Describe the memory of the largest step, with the parts that options change."""
     need = training.memory
     if need is None:

@@ -45,6 +45,7 @@ class TrainingPlan:
     base: BaseIdentity
     initial: Adapter  # adapter before the first step
     ranks: Ranks
+    on_numpy: bool = False  # True if the NumPy reference computes the steps, not torch
 
     @property
     def notes(self) -> list[str]:
@@ -76,6 +77,7 @@ class TrainingPlan:
             **self._packed_products(),
             **({"dropout": MASKS} if self.settings.dropout else {}),
             **({} if self.ranks.mesh is None else {"mesh": axes_of(self.ranks.mesh)}),
+            **({"arithmetic": "numpy"} if self.on_numpy else {}),
         }
 
     def _packed_products(self) -> dict[str, bool]:

@@ -13,11 +13,11 @@ A validation comes after the snapshot of its step, in time and in the log, so a 
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, Protocol, cast, runtime_checkable
 
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -26,11 +26,12 @@ from llorch.files.strict_json import read_json
 from llorch.lora.adapter import Adapter
 from llorch.lora.peft_format import OF_WHOLE, write_peft
 from llorch.pytorch.distributed.launch import Ranks
-from llorch.pytorch.train.plan import plan_training
+from llorch.pytorch.train.numpy_training import NumpyTraining
+from llorch.pytorch.train.plan import TrainingPlan, plan_training
 from llorch.pytorch.train.sharded_snapshots import ShardedSaver
 from llorch.pytorch.train.snapshot_parts import read_parts
 from llorch.pytorch.train.trainer import StepReport, Training
-from llorch.runtime.errors import FormatError, MissingExtra, UserError
+from llorch.runtime.errors import FormatError, LearnerFault, MissingExtra, UserError
 from llorch.training.data.dataset import first_change, write_rows
 from llorch.training.log import LOG, NoLog, RunLog, draw_curve, read_log, require_tensorboard
 from llorch.training.resume import differences, require_same
@@ -41,13 +42,14 @@ from llorch.training.stopping import Stopped, StopRequest
 RUN, CURVE = "run.json", "curve.svg"
 _LIMIT = 1 << 20  # maximum bytes of run.json
 _LENGTH_KEYS = ("total_steps", "warmup_steps")  # identity keys that more steps change
+AnyTraining = Training | NumpyTraining
 
 
 @runtime_checkable
 class Watcher(Protocol):
     """Observer of a training run: `llorch lora train` prints what it receives."""
 
-    def begins(self, training: Training) -> None:
+    def begins(self, training: AnyTraining) -> None:
         """Receive the training once model and data, and the state of a resumed run, are loaded."""
         ...
 
@@ -100,6 +102,7 @@ class Run:
     def __init__(
         self, settings: TrainSettings, folder: Path, watcher: Watcher, *, resume: bool = False,
         allow_change: bool = False, mesh: DeviceMesh | None = None,
+        load_training: Callable[[TrainingPlan], AnyTraining] = Training,
     ) -> None:  # fmt: skip
         """Check the folder, then load model and data; nothing is written yet.
 
@@ -108,6 +111,7 @@ class Run:
         With `resume`, continue from the newest snapshot, or from step 0 if there is none. A complete run continues if
         the settings ask for more steps: from there the learning rate follows the schedule of the new total.
         `allow_change` continues although data, settings or versions differ from the snapshot's, and records this.
+        `load_training` loads the model: `Training` on torch, or `NumpyTraining`.
         """
         self._ranks = Ranks(mesh)
         self._ranks.first(lambda: self._require_place(folder, resume))
@@ -115,7 +119,7 @@ class Run:
         self._store = SnapshotStore(folder, keep=settings.keep)
         if settings.tensorboard:
             require_tensorboard()
-        self._training = Training(plan_training(settings, mesh))
+        self._training = load_training(plan_training(settings, mesh))
         self._ranks.require_alike(self._training.plan.identity())
         self._saver: ShardedSaver | None = None
         self._changes: list[str] = []
@@ -154,10 +158,7 @@ class Run:
             if number := self._stopped_by(stop):
                 self._save(log.synced() if offset is None else offset)
                 self._wait_for_snapshot()
-                done = f"{training.step} of {training.total_steps} steps"
-                raise Stopped(
-                    number, f"stopped after {done}, which are saved in {self._folder}; continue with --resume"
-                )
+                raise Stopped(number, self._describe_saved())
             if training.step == training.total_steps:
                 return self._wait_for_snapshot()
             self._step(log)
@@ -168,9 +169,18 @@ class Run:
         """Return the number of a signal that any rank received, or 0."""
         return self._ranks.largest(stop.number or 0)
 
+    def _describe_saved(self) -> str:
+        done = f"{self._training.step} of {self._training.total_steps} steps"
+        return f"stopped after {done}, which are saved in {self._folder}; continue with --resume"
+
     def _step(self, log: NoLog) -> None:
         begin = time.perf_counter()
-        report = self._training.run_step()
+        try:
+            report = self._training.run_step()
+        except LearnerFault:  # the learner repairs the function and continues
+            self._save(log.synced())
+            self._watcher.note(self._describe_saved())
+            raise
         record = {
             "step": report.step, "loss": report.loss, "norm": report.norm, "learning_rate": report.learning_rate,
             "trained_tokens": report.n_trained, "tokens": report.n_tokens,
@@ -201,8 +211,8 @@ class Run:
         }  # fmt: skip
         if self._saver is None:
             self._store.save(training.step, training.state()[0], record)
-        else:
-            self._saver.save(training.step, training.tensors(), record)
+        else:  # on a mesh, with torch
+            self._saver.save(training.step, cast(Training, training).tensors(), record)
 
     def _wait_for_snapshot(self) -> None:
         """Wait until the current snapshot is written."""

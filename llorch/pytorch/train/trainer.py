@@ -1,7 +1,7 @@
 """Training of an adapter, one optimizer step at a time, and its losses on data; nothing here writes files."""
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from llorch.pytorch.train.plan import TrainingPlan
 from llorch.pytorch.train.step import Alone, NonFiniteLoss, OnMesh, Stepper, mean_loss
 from llorch.runtime.builtin import find_data
 from llorch.runtime.errors import FormatError, UserError
+from llorch.training.batch import Batch
 from llorch.training.data import PackedRows, TrainingData, batches, read_data
 from llorch.training.settings import TrainSettings
 
@@ -42,6 +43,20 @@ class StepReport:
     learning_rate: float
     n_trained: int
     n_tokens: int  # without padding
+
+
+@dataclass(frozen=True)
+class ModelSize:
+    """Size of the model of a training."""
+
+    n_trained: int  # parameters of the adapter
+    n_frozen: int  # parameters of the base
+    n_bytes: int  # of both, and of buffers
+
+
+def count_tokens(step_batches: Iterable[Batch]) -> int:
+    """Count the tokens of a step's batches, without padding."""
+    return sum(int((batch.positions >= 0).sum()) for batch in step_batches)
 
 
 class Training:
@@ -71,6 +86,19 @@ class Training:
         return adapter_of(self.module)
 
     @property
+    def device_name(self) -> str:
+        """Description of the device."""
+        return str(self.target.device)
+
+    @property
+    def size(self) -> ModelSize:
+        """Numbers of trained and frozen parameters, and the bytes of both."""
+        n_trained = sum(parameter.numel() for parameter in self.parameters.values())
+        n_all = sum(parameter.numel() for parameter in self.module.parameters())
+        tensors = (*self.module.parameters(), *self.module.buffers())
+        return ModelSize(n_trained, n_all - n_trained, sum(t.numel() * t.element_size() for t in tensors))
+
+    @property
     def memory(self) -> StepMemory | None:
         """Estimated memory of the largest step; None on a mesh."""
         if self._kept is None:
@@ -94,8 +122,8 @@ class Training:
         except NonFiniteLoss as error:
             raise self._non_finite(str(error)) from None
         self.step += 1
-        n_tokens = sum(int((batch.positions >= 0).sum()) for batch in step_batches)
-        return StepReport(self.step, loss, norm, rate, sum(batch.n_trained for batch in step_batches), n_tokens)
+        n_trained = sum(batch.n_trained for batch in step_batches)
+        return StepReport(self.step, loss, norm, rate, n_trained, count_tokens(step_batches))
 
     def validate(self, *, stop: Callable[[], bool] = lambda: False) -> float | None:
         """Return the mean loss over the tokens in the loss of the validation set (not empty); see `mean_loss`."""

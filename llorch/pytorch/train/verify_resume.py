@@ -30,7 +30,8 @@ from llorch.training.snapshot_files import Snapshot
 from llorch.training.snapshots import SnapshotStore
 
 if TYPE_CHECKING:
-    from llorch.pytorch.train.trainer import StepReport, Training
+    from llorch.pytorch.train.run import AnyTraining
+    from llorch.pytorch.train.trainer import StepReport
 
 ADAPTER = "adapter_model.safetensors"
 RUN = "run.json"
@@ -124,7 +125,7 @@ class _Quiet:
     def __init__(self, stop_at: int | None = None) -> None:
         self._stop_at = stop_at
 
-    def begins(self, training: "Training") -> None:
+    def begins(self, training: "AnyTraining") -> None:
         """Cut the validation data to one batch."""
         from llorch.training.batch import Examples
 

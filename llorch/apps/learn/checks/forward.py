@@ -28,7 +28,7 @@ from llorch.judging.types import Cause, Comparison, Expectation
 from llorch.judging.verify import stored
 from llorch.model.blocks import forward
 from llorch.model.cache import KVCache
-from llorch.runtime.builtin import BUILTIN, OTHERS, builtin_path, installed_models
+from llorch.runtime.builtin import BUILTIN, OTHERS, builtin_path, judged_models
 from llorch.stages.stage_ref import Pass
 from llorch.stages.table import Stage, keys
 
@@ -131,13 +131,18 @@ def exercises_so_far(lesson: Lesson, implementation: Implementation) -> list[Exe
 
 @cache
 def models_of(lesson: Lesson) -> Sequence[str]:
-    """Choose the built-in models that check a lesson: dense models if they have its stages, else Qwen models."""
+    """Choose the built-in models that check a lesson: dense models if they have its stages, else Qwen models.
+
+    A lesson without stages has none. A wheel has no Qwen models beside the dense ones: `NotInWheel` names the first.
+    """
     stages = stages_of(lesson)
+    if not stages:
+        return []
 
     def has_stages(model: str) -> bool:
         return any(stage.name in stages for _, stage, _ in keys(open_weights(builtin_path(model)).config))
 
-    return [*filter(has_stages, installed_models(DENSE))] or [*filter(has_stages, QWEN)]
+    return [*filter(has_stages, judged_models(DENSE))] or [*filter(has_stages, QWEN)]
 
 
 def stages_of(lesson: Lesson) -> set[str]:

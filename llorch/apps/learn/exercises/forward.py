@@ -22,6 +22,7 @@ from llorch.ops.delta_rule import l2_norm as our_l2_norm
 from llorch.ops.delta_rule import log_decay as our_log_decay
 from llorch.ops.embedding import embedding as our_embedding
 from llorch.ops.linear import linear as our_linear
+from llorch.ops.lora import LoraMatrix
 from llorch.ops.numerics import QuantMethod
 from llorch.ops.rms_norm import rms_norm as our_rms_norm
 from llorch.ops.rope import frequencies as our_frequencies
@@ -33,6 +34,7 @@ from llorch.ops.routing import top_k as our_top_k
 from llorch.ops.routing import topk_weights as our_topk_weights
 from llorch.ops.short_conv import short_conv as our_short_conv
 from llorch.ops.swiglu import swiglu as our_swiglu
+from llorch.runtime.errors import UserError
 from llorch.stages.table import DENSE_PRODUCTS, STAGES
 
 Array = np.ndarray
@@ -41,8 +43,10 @@ VISIBLE_IN_BLOCK = ("k_cache", "v_cache", "block_out")  # stages that a learner'
 IN_BLOCK = tuple(stage.name for stage in STAGES if stage.in_layer and stage.name not in VISIBLE_IN_BLOCK)
 
 
-def dense(weight: Array | QuantMethod | None) -> Any:
-    """Return a weight as an array, dequantised if it is packed."""
+def dense(weight: Array | QuantMethod | LoraMatrix | None) -> Any:
+    """Return a weight as an array, dequantised if it is packed; UserError for a weight with an adapter."""
+    if isinstance(weight, LoraMatrix):
+        raise UserError("--impl: your functions multiply plain matrices, not matrices with an adapter; run without one")
     return weight if weight is None or isinstance(weight, np.ndarray) else weight.dequantize()
 
 
