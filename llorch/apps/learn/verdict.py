@@ -33,6 +33,7 @@ class LessonReport:
         notes: Harmless observations that the learner should know.
         where: Wrong exercise, `my_llama/l01b_rope.py:14 rope()`; empty if there is none.
         traceback: Complete traceback of the fault.
+        small_errors: First wrong result in the small cases of an exercise, by name of the exercise.
     """
 
     lesson: str
@@ -45,6 +46,7 @@ class LessonReport:
     notes: Sequence[str] = ()
     where: str = ""
     traceback: str = field(default="", repr=False)
+    small_errors: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def comparisons(self) -> list[Comparison]:
@@ -87,6 +89,7 @@ class LessonReport:
             "rounding": self.is_rounding,
             "unwritten": [*self.unwritten],
             "fault": self.fault,
+            "small_cases": {**self.small_errors},
             "reason": self.reason,
             "notes": [*self.notes],
         }
@@ -108,13 +111,15 @@ class LessonReport:
     def _failed_lines(self) -> Iterator[str]:
         for line in self.fault.splitlines():
             yield f"  {line}"
+        for name, error in [*self.small_errors.items()][:1]:
+            yield from _line("small case", f"{name} {error}")
         if self.wrong and has_same_shape(self.wrong[0]):
             yield from self._number_lines(FailedComparison(self.wrong[0]))
         elif self.wrong:
             comparison = self.wrong[0]
             reason = comparison.note or f"error {comparison.difference.error:.1e}"
             yield from _line("first wrong", f"{_stage_key(comparison)}   {reason}")
-        if self.wrong:
+        if self.wrong or self.small_errors:
             yield from self._diagnosis_lines()
         for note in self.notes[:MAX_NOTES]:
             yield from _line("note", note)

@@ -15,7 +15,7 @@ import numpy as np
 
 from llorch.apps.learn.choice import Implementation
 from llorch.apps.learn.exercise import Exercise
-from llorch.apps.learn.judging import Mode, NamedComparison, judge_with_arrays
+from llorch.apps.learn.judging import Check, Mode, NamedComparison, judge_with_arrays
 from llorch.apps.learn.lessons import LESSONS, PARTS, Lesson
 from llorch.diagnosis.diagnose import findings
 from llorch.diagnosis.verdict import Finding
@@ -38,7 +38,7 @@ BACKEND = "learner"
 MAX_UNEXPLAINED = 2  # the search ends after so many diagnosed runs without a known mistake
 
 
-class ForwardCheck:
+class ForwardCheck(Check):
     """Check of the lessons of the forward pass, see `Check`."""
 
     def comparisons(self, lesson: Lesson, implementation: Implementation, mode: Mode) -> Iterator[NamedComparison]:
