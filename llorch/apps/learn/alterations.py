@@ -17,16 +17,7 @@ from llorch.apps.learn.guard import run_reference
 
 Array = np.ndarray
 Arguments = Mapping[str, Any]
-CONSTANTS = (
-    1e-8,
-    float(np.finfo(np.float32).eps),
-    1e-6,
-    1e-5,
-    1.0,
-    10000.0,
-    500000.0,
-    1000000.0,
-)  # usual values of eps and of the base of RoPE
+Compute = Callable[[FunctionCall], Results]
 FACTOR_ERROR = 1e-5  # largest relative difference of a number from a factor times the right one
 
 
@@ -37,193 +28,42 @@ class Alteration:
     Attributes:
         name: Short name, `gate-and-up-exchanged`.
         condition: Continues "your function returns what the right one returns if ...".
-        compute: Returns its results for the arguments and the right results of a call.
+        compute: Returns its results for a call.
     """
 
     name: str
     condition: str
-    compute: Callable[[Arguments, Results], Results]
+    compute: Compute
 
 
 def make_alterations(exercise: Exercise, call: FunctionCall) -> Iterator[Alteration]:
-    """Make the alterations that fit the arguments and results of a call."""
+    """Make the alterations that fit the arguments and results of a call, the simple ones first."""
     for name, condition, change in _argument_changes(call.arguments):
 
-        def compute(arguments: Arguments, results: Results, change: Any = change) -> Results:
-            return run_reference(exercise, {**arguments, **change(arguments)})
+        def compute(call: FunctionCall, change: Any = change) -> Results:
+            return run_reference(exercise, {**call.arguments, **change(call.arguments)})
 
         yield Alteration(name, condition, compute)
-    yield from _result_changes(exercise, call)
-
-
-Change = Callable[[Arguments], Arguments]  # returns the changed arguments
-
-
-def _argument_changes(arguments: Arguments) -> Iterator[tuple[str, str, Change]]:
-    """Yield name, condition and change of arguments."""
-    for name, value in arguments.items():
-        for change_name, condition, change in _value_changes(name, value):
-            yield change_name, condition, lambda old, name=name, change=change: {name: change(old[name])}
-    shapes = {name: value.shape for name, value in arguments.items() if isinstance(value, Array)}
-    scalars = [name for name, value in arguments.items() if isinstance(value, float)]
-    alike = [pair for pair in combinations(shapes, 2) if shapes[pair[0]] == shapes[pair[1]]]
-    for first, second in [*alike, *combinations(scalars, 2)]:
-        yield (
-            f"{first}-and-{second}-exchanged", f"{first} and {second} are exchanged",
-            lambda old, first=first, second=second: {first: old[second], second: old[first]},
-        )  # fmt: skip
-        for source, target in ((first, second), (second, first)):
-            yield (
-                f"{source}-for-{target}", f"{source} stands in place of {target}",
-                lambda old, source=source, target=target: {target: old[source]},
-            )  # fmt: skip
-
-
-def _value_changes(name: str, value: object) -> Iterator[tuple[str, str, Callable[[Any], Any]]]:
-    """Yield name, condition and change of one argument's value."""
-    if isinstance(value, bool):
-        yield f"not-{name}", f"{name} is {not value}", lambda old: not old
-    elif isinstance(value, int | np.integer):
-        for step in (1, -1):
-            yield (
-                f"{name}-{step:+d}",
-                f"{name} is {abs(step)} {'larger' if step > 0 else 'smaller'}",
-                (lambda old, step=step: old + step),
-            )
-        yield f"{name}-doubled", f"{name} is twice as large", lambda old: 2 * old
-        yield f"{name}-halved", f"{name} is half as large", lambda old: old // 2
-        yield f"{name}-missing", f"{name} is 0", lambda old: 0
-    elif isinstance(value, float):
-        yield f"{name}-missing", f"{name} is 0", lambda old: 0.0
-        for constant in CONSTANTS:
-            yield f"{name}-is-{constant:g}", f"{name} is always {constant:g}", lambda old, constant=constant: constant
-        yield f"{name}-squared", f"{name} is squared", lambda old: old * old
-        yield f"{name}-root", f"the root of {name} is taken", lambda old: abs(old) ** 0.5
-        yield f"{name}-inverted", f"{name} is inverted, 1 / {name}", lambda old: 1 / old if old else old
-        yield f"{name}-negated", f"{name} has the other sign", lambda old: -old
-        yield f"{name}-doubled", f"{name} is twice as large", lambda old: 2 * old
-        yield f"{name}-halved", f"{name} is half as large", lambda old: old / 2
-        yield f"one-minus-{name}", f"1 - {name} stands in place of {name}", lambda old: 1 - old
-    elif isinstance(value, Array) and value.size:
-        yield from _array_changes(name, value)
-
-
-def _array_changes(name: str, value: Array) -> Iterator[tuple[str, str, Callable[[Any], Any]]]:
-    """Yield name, condition and change of an array; optional arrays may be None in another call."""
-
-    def of_array(change: Callable[[Array], Array]) -> Callable[[Any], Any]:
-        return lambda old: change(old) if isinstance(old, Array) else old
-
-    yield f"{name}-not-used", f"{name} is not used, as if it were 0", of_array(np.zeros_like)
-    yield f"{name}-is-one", f"{name} is not used, as if it were 1", of_array(np.ones_like)
-    if value.dtype.kind == "f":
-        yield f"{name}-negated", f"{name} has the other sign", of_array(np.negative)
-        yield f"{name}-plus-one", f"1 is added to {name}", of_array(lambda old: old + 1)
-        for change_name, words, function in FUNCTIONS:
-            yield f"{change_name}-of-{name}", f"{words} of {name} stands in place of {name}", of_array(function)
-    elif value.dtype.kind in "iu":
-        yield f"{name}-plus-one", f"{name} is 1 larger", of_array(lambda old: old + 1)
-        yield f"{name}-minus-one", f"{name} is 1 smaller", of_array(lambda old: old - 1)
-        yield f"{name}-byte-order", f"the bytes of {name} are in the other order", of_array(lambda old: old.byteswap())
-    for axis in range(value.ndim):
-        label = f" along axis {axis}" if value.ndim > 1 else ""
-        yield (
-            f"{name}-reversed-{axis}",
-            f"{name} is reversed{label}",
-            of_array(lambda old, axis=axis: np.flip(old, axis)),
-        )
-        for step in (1, -1):
-            yield (
-                f"{name}-shifted-{axis}-by-{step:+d}",
-                f"{name} is shifted by {step:+d}{label}",
-                of_array(lambda old, axis=axis, step=step: np.roll(old, step, axis)),
-            )
-    for first, second in combinations(range(value.ndim), 2):
-        yield (
-            f"{name}-transposed-{first}-{second}",
-            f"axes {first} and {second} of {name} are exchanged",
-            of_array(lambda old, first=first, second=second: np.swapaxes(old, first, second)),
-        )
-
-
-def _result_changes(exercise: Exercise, call: FunctionCall) -> Iterator[Alteration]:
-    """Yield alterations of the results: one result alone, or their order."""
     for index, name in enumerate(exercise.returns):
-        for change_name, condition, change in _changes_of_result(name, call, index):
+        for change_name, condition, change in _result_changes(name, index, call):
 
-            def compute(arguments: Arguments, results: Results, index: int = index, change: Any = change) -> Results:
-                return *results[:index], change(results[index], arguments), *results[index + 1 :]
+            def compute_changed(call: FunctionCall, index: int = index, change: Any = change) -> Results:
+                return *call.expected[:index], change(call), *call.expected[index + 1 :]
 
-            yield Alteration(change_name, condition, compute)
+            yield Alteration(change_name, condition, compute_changed)
+    yield from _exchanged_results(exercise)
+
+
+def _exchanged_results(exercise: Exercise) -> Iterator[Alteration]:
+    """Yield alterations of the order of several results."""
     for first, second in combinations(range(len(exercise.returns)), 2):
+        order = [*range(len(exercise.returns))]
+        order[first], order[second] = second, first
         names = exercise.returns[first], exercise.returns[second]
-
-        def exchange(arguments: Arguments, results: Results, first: int = first, second: int = second) -> Results:
-            order = [*range(len(results))]
-            order[first], order[second] = second, first
-            return tuple(results[index] for index in order)
-
-        yield Alteration(f"{'-and-'.join(names)}-exchanged", f"{' and '.join(names)} are exchanged", exchange)
-
-
-ResultChange = Callable[[Array, Arguments], Array]
-
-
-def _changes_of_result(name: str, call: FunctionCall, index: int) -> Iterator[tuple[str, str, ResultChange]]:
-    """Yield name, condition and change of one result."""
-    expected = call.expected[index]
-    if expected.dtype.kind != "f":
-        for step in (1, -1):
-            yield (
-                f"{name}-{step:+d}",
-                f"{name} is {'1 larger' if step > 0 else '1 smaller'}",
-                (lambda result, arguments, step=step: result + step),
-            )
-    if (factor := _find_factor(call.actual[index], expected)) is not None:
-        yield (
-            f"{name}-times-{factor:.4g}",
-            f"{name} is multiplied by {factor:.6g}",
-            (lambda result, arguments, factor=factor: result * result.dtype.type(factor)),
-        )
-    for change_name, condition, function in FUNCTIONS:
-        yield (
-            f"{name}-{change_name}",
-            f"{condition} of {name} is taken at the end",
-            (lambda result, arguments, function=function: function(result)),
-        )
-    for axis in range(expected.ndim):
-        label = f" along axis {axis}" if expected.ndim > 1 else ""
-        yield (
-            f"{name}-reversed-{axis}",
-            f"{name} is reversed{label}",
-            (lambda result, arguments, axis=axis: np.flip(result, axis)),
-        )
-        for step in (1, -1):
-            yield (
-                f"{name}-shifted-{axis}-by-{step:+d}",
-                f"{name} is shifted by {step:+d}{label}",
-                (lambda result, arguments, axis=axis, step=step: np.roll(result, step, axis)),
-            )
-    yield from _changes_with_argument(name, call.arguments, expected)
-
-
-def _changes_with_argument(name: str, arguments: Arguments, expected: Array) -> Iterator[tuple[str, str, ResultChange]]:
-    """Yield changes that combine a result with an argument of its shape, and the argument alone."""
-    for key, value in arguments.items():
-        if not isinstance(value, Array) or value.shape != expected.shape or value.dtype != expected.dtype:
-            continue
-        yield f"{key}-unchanged", f"it returns {key} as it is", lambda result, arguments, key=key: arguments[key]
-        yield f"{key}-added", f"{key} is added to {name}", lambda result, arguments, key=key: result + arguments[key]
-        yield (
-            f"{key}-subtracted",
-            f"{key} is subtracted from {name}",
-            (lambda result, arguments, key=key: result - arguments[key]),
-        )
-        yield (
-            f"{key}-multiplied",
-            f"{name} is multiplied by {key}",
-            (lambda result, arguments, key=key: result * arguments[key]),
-        )
+        yield Alteration(
+            f"{'-and-'.join(names)}-exchanged", f"{' and '.join(names)} are exchanged",
+            lambda call, order=order: tuple(call.expected[index] for index in order),
+        )  # fmt: skip
 
 
 def _softmax(array: Array) -> Array:
@@ -231,28 +71,225 @@ def _softmax(array: Array) -> Array:
     return weights / weights.sum(axis=-1, keepdims=True)
 
 
-FUNCTIONS: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (  # name, words, function
-    ("squared", "the square", np.square),
-    ("root", "the root", np.sqrt),
-    ("inverted", "the inverse", np.reciprocal),
-    ("absolute", "the absolute value", np.abs),
-    ("exponential", "the exponential", np.exp),
-    ("logarithm", "the logarithm", np.log),
-    ("softmax", "the softmax", lambda array: _softmax(array) if array.ndim else array),
-    ("above-zero", "the part above 0", lambda array: np.maximum(array, 0)),
-    ("truncated", "the whole number", np.trunc),
-    ("one-minus", "1 minus the value", lambda array: 1 - array),
-    ("sigmoid", "the sigmoid", lambda array: 1 / (1 + np.exp(-array))),
-    ("tanh", "the tanh", np.tanh),
-    ("float16", "the float16 rounding", lambda array: array.astype(np.float16).astype(array.dtype)),
+FLOAT_CHANGES: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (  # name, words of what stands in place of it
+    ("negated", "minus {}", np.negative),
+    ("squared", "the square of {}", np.square),
+    ("root", "the root of {}", np.sqrt),
+    ("inverted", "1 / {}", np.reciprocal),
+    ("absolute", "the absolute value of {}", np.abs),
+    ("exponential", "exp({})", np.exp),
+    ("logarithm", "the logarithm of {}", np.log),
+    ("softmax", "the softmax of {}", lambda array: _softmax(array) if array.ndim else array),
+    ("sigmoid", "the sigmoid of {}", lambda array: 1 / (1 + np.exp(-array))),
+    ("tanh", "tanh({})", np.tanh),
+    ("above-zero", "the part of {} above 0", lambda array: np.maximum(array, 0)),
+    ("truncated", "{} without its fraction", np.trunc),
+    ("plus-one", "{} + 1", lambda array: array + 1),
+    ("from-one", "1 - {}", lambda array: 1 - array),
+)
+INTEGER_CHANGES: tuple[tuple[str, str, Callable[[Array], Array]], ...] = (
+    ("plus-one", "{} + 1", lambda array: array + 1),
+    ("minus-one", "{} - 1", lambda array: array - 1),
+    ("byte-order", "{} with its bytes in the other order", lambda array: array.byteswap()),
+)
+AXIS_CHANGES: tuple[tuple[str, str, Callable[[Array, int], Array]], ...] = (
+    ("reversed", "{}, reversed along axis {}", np.flip),
+    ("shifted-on", "{}, shifted by 1 along axis {}", lambda array, axis: np.roll(array, 1, axis)),
+    ("shifted-back", "{}, shifted by -1 along axis {}", lambda array, axis: np.roll(array, -1, axis)),
+    ("of-first", "the first entry of {} along axis {} for all", lambda a, axis: _repeated(a.take([0], axis), a)),
+    ("of-last", "the last entry of {} along axis {} for all", lambda a, axis: _repeated(a.take([-1], axis), a)),
+    ("sum", "the sum of {} over axis {} for all", lambda a, axis: _repeated(a.sum(axis, keepdims=True), a)),
+    ("mean", "the mean of {} over axis {} for all", lambda a, axis: _repeated(a.mean(axis, keepdims=True), a)),
+    ("largest", "the maximum of {} over axis {} for all", lambda a, axis: _repeated(a.max(axis, keepdims=True), a)),
+    ("centred", "{} minus its mean over axis {}", lambda array, axis: array - array.mean(axis, keepdims=True)),
+    ("normalised", "{} divided by its sum over axis {}", lambda array, axis: array / array.sum(axis, keepdims=True)),
+    ("cumulated", "the running sum of {} along axis {}", lambda array, axis: array.cumsum(axis)),
+    ("sorted", "{}, sorted along axis {}", np.sort),
+)  # fmt: skip
+PAIR_CHANGES: tuple[tuple[str, str, Callable[[Array, int, int], Array]], ...] = (
+    ("transposed", "{} with its axes {} and {} exchanged", np.swapaxes),
+    ("reshaped", "{}, reshaped where its axes {} and {} had to be exchanged",
+     lambda array, first, second: np.swapaxes(array.reshape(np.swapaxes(array, first, second).shape), first, second)),
+    ("cut", "{}, with the numbers of its axes {} and {} in the other order",
+     lambda array, first, second: np.ascontiguousarray(np.swapaxes(array, first, second)).reshape(array.shape)),
+)  # fmt: skip
+CONSTANTS = (0.0, 1e-8, float(np.finfo(np.float32).eps), 1e-6, 1e-5, 1.0, 10000.0, 500000.0, 1000000.0)  # eps, theta
+SCALAR_CHANGES: tuple[tuple[str, str, Callable[[float], float]], ...] = (
+    ("squared", "its square", lambda old: old * old),
+    ("root", "its root", lambda old: abs(old) ** 0.5),
+    ("inverted", "1 / {}", lambda old: 1 / old),
+    ("negated", "-{}", lambda old: -old),
+    ("doubled", "2 * {}", lambda old: 2 * old),
+    ("halved", "{} / 2", lambda old: old / 2),
+    ("from-one", "1 - {}", lambda old: 1 - old),
 )
 
 
+def _repeated(entry: Array, like: Array) -> Array:
+    return np.broadcast_to(entry, like.shape).astype(like.dtype)
+
+
+Change = Callable[[Any], Any]
+
+
+def _array_changes(name: str, value: Array) -> Iterator[tuple[str, str, Change]]:
+    """Yield name, words of what stands in place of an array, and the change."""
+    yield f"{name}-not-used", "zeros", np.zeros_like
+    yield f"{name}-is-one", "ones", np.ones_like
+    for label, words, function in FLOAT_CHANGES if value.dtype.kind == "f" else INTEGER_CHANGES:
+        yield f"{name}-{label}", words.format(name), function
+    for axis in range(value.ndim) if value.size > 1 else ():
+        for label, words, along in AXIS_CHANGES:
+            yield f"{name}-{label}-{axis}", words.format(name, axis), lambda old, f=along, axis=axis: f(old, axis)
+    for first, second in combinations(range(value.ndim), 2):
+        for label, words, across in PAIR_CHANGES:
+            yield (
+                f"{name}-{label}-{first}-{second}",
+                words.format(name, first, second),
+                (lambda old, f=across, axes=(first, second): f(old, *axes)),
+            )
+
+
+def _scalar_changes(name: str, value: float) -> Iterator[tuple[str, str, Change]]:
+    """Yield name, words of what stands in place of a number, and the change."""
+    if isinstance(value, bool):
+        yield f"not-{name}", str(not value), lambda old: not old
+    elif isinstance(value, int):
+        for label, step in (("plus-one", 1), ("minus-one", -1)):
+            yield f"{name}-{label}", f"{name} {step:+d}", lambda old, step=step: old + step
+        for label, words, whole in (("doubled", "2 * {}", 2.0), ("halved", "{} // 2", 0.5), ("missing", "0", 0.0)):
+            yield f"{name}-{label}", words.format(name), lambda old, factor=whole: int(old * factor)
+    else:
+        for constant in CONSTANTS:
+            yield f"{name}-is-{constant:g}", f"always {constant:g}", lambda old, constant=constant: constant
+        for label, words, function in SCALAR_CHANGES:
+            yield f"{name}-{label}", words.format(name), function
+
+
+def _argument_changes(arguments: Arguments) -> Iterator[tuple[str, str, Callable[[Arguments], Arguments]]]:
+    """Yield name, condition and change of one argument, or of two."""
+    for name, value in arguments.items():
+        is_array = isinstance(value, Array)
+        if not is_array and not isinstance(value, int | float):
+            continue
+        for label, words, change in _array_changes(name, value) if is_array else _scalar_changes(name, value):
+            yield (
+                label,
+                f"{words} stands in place of {name}",
+                (lambda old, name=name, change=change: {name: None if old[name] is None else change(old[name])}),
+            )
+    shapes = {name: value.shape for name, value in arguments.items() if isinstance(value, Array)}
+    numbers = [name for name, value in arguments.items() if isinstance(value, float)]
+    alike = [pair for pair in combinations(shapes, 2) if shapes[pair[0]] == shapes[pair[1]]]
+    for first, second in [*alike, *combinations(numbers, 2)]:
+        yield (
+            f"{first}-and-{second}-exchanged",
+            f"{first} and {second} are exchanged",
+            (lambda old, pair=(first, second): {pair[0]: old[pair[1]], pair[1]: old[pair[0]]}),
+        )
+        for source, target in ((first, second), (second, first)):
+            yield (
+                f"{source}-for-{target}",
+                f"{source} stands in place of {target}",
+                (lambda old, source=source, target=target: {target: old[source]}),
+            )
+
+
+def _result_changes(
+    name: str, index: int, call: FunctionCall
+) -> Iterator[tuple[str, str, Callable[[FunctionCall], Array]]]:
+    """Yield name, condition and change of one result."""
+    expected = call.expected[index]
+    if (factor := _find_factor(call.actual[index], expected)) is not None:
+        yield from _factors(name, index, call, factor)
+    for label, words, change in _array_changes(name, expected) if expected.dtype.kind in "fiu" else ():
+        yield label, f"it returns {words}", lambda call, change=change: change(call.expected[index])
+    for key, value in call.arguments.items():
+        if not isinstance(value, Array) or value.dtype != expected.dtype:
+            continue
+        if value.shape == expected.shape:
+            yield f"{key}-unchanged", f"it returns {key} as it is", lambda call, key=key: call.arguments[key]
+        for label, words, function in COMBINED if expected.dtype.kind == "f" else ():
+            yield (
+                f"{name}-{label}-{key}",
+                f"it returns {words.format(name, key)}",
+                (lambda call, key=key, function=function: function(call.expected[index], call.arguments[key])),
+            )
+
+
+COMBINED: tuple[tuple[str, str, Callable[[Array, Array], Array]], ...] = (
+    ("plus", "{} + {}", np.add), ("minus", "{} - {}", np.subtract), ("times", "{} * {}", np.multiply),
+    ("over", "{} / {}", np.divide),
+)  # fmt: skip
+
+
+def _factors(
+    name: str, index: int, call: FunctionCall, factor: float
+) -> Iterator[tuple[str, str, Callable[[FunctionCall], Array]]]:
+    """Yield one factor of every number: the size of an axis or a number in the arguments, its power, or a constant."""
+    for words, measure in _measures(call.arguments):
+        for format_words, power in (
+            ("{}", 1.0),
+            ("1 / {}", -1.0),
+            ("the root of {}", 0.5),
+            ("1 / the root of {}", -0.5),
+        ):
+            for constant in (1.0, -1.0, 2.0, 0.5):
+                try:
+                    is_equal = bool(
+                        np.isclose(
+                            constant * float(measure(call.arguments)) ** power, factor, rtol=FACTOR_ERROR, atol=0
+                        )
+                    )
+                except (ZeroDivisionError, OverflowError, TypeError):
+                    continue
+                if is_equal:
+                    text = format_words.format(words) + ("" if constant == 1 else f", times {constant:g}")
+                    yield (
+                        f"{name}-factor",
+                        f"{name} is multiplied by {text}",
+                        (
+                            lambda call, measure=measure, power=power, constant=constant: (
+                                call.expected[index]
+                                * call.expected[index].dtype.type(constant * measure(call.arguments) ** power)
+                            )
+                        ),
+                    )
+    yield (
+        f"{name}-times-{factor:.4g}",
+        f"{name} is multiplied by {factor:.6g}",
+        (lambda call: call.expected[index] * call.expected[index].dtype.type(factor)),
+    )
+    yield (
+        f"{name}-times-a-factor",
+        f"{name} is multiplied by a factor, in the first call {factor:.6g}, in others another",
+        (
+            lambda call: (
+                call.expected[index]
+                * call.expected[index].dtype.type(_find_factor(call.actual[index], call.expected[index]) or 1.0)
+            )
+        ),
+    )
+
+
+def _measures(arguments: Arguments) -> Iterator[tuple[str, Callable[[Arguments], float]]]:
+    """Yield words for a number of the arguments, and a function that reads it."""
+    for key, value in arguments.items():
+        if isinstance(value, Array):
+            for axis in range(value.ndim):
+                yield f"the size of {key}'s axis {axis}", lambda old, key=key, axis=axis: old[key].shape[axis]
+        elif isinstance(value, int | float):
+            yield key, lambda old, key=key: old[key]
+
+
 def _find_factor(actual: Array, expected: Array) -> float | None:
-    """Return the factor between two arrays if every number has it."""
-    if actual.shape != expected.shape or not np.isfinite(actual).all() or not np.isfinite(expected).all():
+    """Return the factor between two arrays if every finite number has it, and the others are equal."""
+    if actual.shape != expected.shape or actual.dtype.kind != "f":
         return None
-    first, second = actual.astype(np.float64), expected.astype(np.float64)
+    is_finite = np.isfinite(actual) & np.isfinite(expected)
+    if not np.array_equal(actual[~is_finite], expected[~is_finite], equal_nan=True):
+        return None
+    first, second = actual[is_finite].astype(np.float64), expected[is_finite].astype(np.float64)
     size = float(np.square(second).sum())
     factor = float((first * second).sum()) / size if size else 0.0
     error = np.abs(first - factor * second).max(initial=0.0)

@@ -1,7 +1,7 @@
 """Run the check of a lesson on an implementation, in this process."""
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -19,7 +19,7 @@ from llorch.apps.learn.lessons import BY_NUMBER, LESSONS, WARM_UP, Lesson
 from llorch.apps.learn.small_cases import find_small_error
 from llorch.apps.learn.verdict import BORROWED, LessonReport
 from llorch.apps.learn.wrong_functions import find_causes
-from llorch.judging.types import Comparison
+from llorch.judging.types import Cause, Comparison
 from llorch.runtime.errors import LearnerFault, MissingExtra
 from llorch.stages.comparison import FAIL, PASS
 from llorch.stages.table import CHECKPOINTS, STAGES
@@ -99,7 +99,9 @@ def _run_small_cases(lesson: Lesson, implementation: Implementation) -> Iterator
     """Yield the name of each written exercise that is wrong in a small case, and the wrong result."""
     for exercise in list_written(lesson, implementation):
         function = guard_function(exercise, implementation.written[exercise.name], record=implementation.calls)
-        if error := find_small_error(exercise, function):
+        with implementation.installed(()):  # without warnings
+            error = find_small_error(exercise, function, implementation.calls)
+        if error:
             yield exercise.name, error
 
 
@@ -108,24 +110,23 @@ def _explain(
 ) -> LessonReport:
     """Name the wrong function, and the mistakes that return its numbers; a failure by rounding alone passes."""
     exercises = exercises_so_far(lesson, implementation) if mode == "chained" else list_written(lesson, implementation)
-    for exercise in exercises:
-        calls = implementation.calls.of(exercise.name)
-        if not any(call.is_wrong for call in calls):
-            continue
-        report = replace(report, where=_where(exercise.name, implementation))
-        if causes := find_causes(exercise, calls, implementation.written[exercise.name]):
-            notes = [*report.notes, *report.fault.splitlines()[:1]]  # the mistake may have caused the fault
-            return replace(report, causes=causes, fault="", notes=notes)
+    wrong = next((e for e in exercises if any(call.is_wrong for call in implementation.calls.of(e.name))), None)
+    causes: Sequence[Cause] = ()
+    if wrong is not None:
+        causes = find_causes(wrong, implementation.calls.of(wrong.name), implementation.written[wrong.name])
+    if report.wrong and not causes:
+        with suppress(LearnerFault):  # the comparisons before a fault may have a cause
+            causes = lesson_check.find_causes(lesson, implementation, mode, report.failures)
+    is_rounding = bool(causes) and causes[0].kind == "rounding"
+    if is_rounding and not report.fault and not report.small_errors:
+        return replace(report, causes=causes, label=BORROWED if report.unwritten else PASS)
+    if wrong is not None or report.wrong:
+        name = report.failures[0][0] if wrong is None else wrong.name
+        report = replace(report, where=_where(name, implementation))
+    if not causes or is_rounding:
         return report
-    if not report.wrong:
-        where = "" if report.fault else _where(next(iter(report.small_errors)), implementation)
-        return replace(report, where=where)
-    report = replace(report, where=_where(report.failures[0][0], implementation))
-    with suppress(LearnerFault):  # the comparisons before a fault may have a cause
-        report = replace(report, causes=lesson_check.find_causes(lesson, implementation, mode, report.failures))
-    if report.is_rounding and not report.fault:
-        return replace(report, label=BORROWED if report.unwritten else PASS, where="")
-    return report
+    notes = [*report.notes, *report.fault.splitlines()[:1]]  # the mistake may have caused the fault
+    return replace(report, causes=causes, fault="", notes=notes)
 
 
 def _where(exercise_name: str, implementation: Implementation) -> str:

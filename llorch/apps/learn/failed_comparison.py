@@ -16,7 +16,10 @@ from llorch.stages.table import BY_NAME
 
 UNEXPLAINED = 1e-3  # largest share of the error that a pattern leaves, so that the first number does not contradict it
 CLEAR = 10.0  # properties are still right if they differ by less than this multiple of the tolerance
-CHANNELS = {"head_dim": "dim", "q_width": "dim", "kv_width": "dim", "ctx": "key", "vocab": "token id"}  # axis: its name
+CHANNELS = {  # axis: its name
+    "head_dim": "dim", "q_width": "dim", "kv_width": "dim", "ctx": "key", "vocab": "token id", "topk": "slot",
+    "experts": "expert", "v_heads": "head", "key_dim": "key dim", "value_dim": "value dim",
+}  # fmt: skip
 TRAINING_AXES = {  # group of stages -> axes, if they do not depend on the tensor
     "lora_delta": "token out", "adapted_logits": "token vocab", "merged_logits": "token vocab",
     "exported_logits": "token vocab", "token_losses": "token", "loss": "", "grad_norm": "", "learning_rate": "step",
@@ -53,7 +56,7 @@ class FailedComparison:
 
     def _by_token(self, array: np.ndarray) -> np.ndarray:
         """Reshape an array to (token, head, channel) if its axes are known."""
-        if self.stage is None:
+        if self.stage is None or not {"seq", "ctx"} & set(self.stage.axes.split()):
             return array
         return by_token(array, self.stage, suite_of(self.comparison.model).weights.config)
 
@@ -97,6 +100,8 @@ class FailedComparison:
                 f"axis {i}:" for i in range(self.differences.ndim)
             )
         axes = self.stage.axes.split()
+        if not {"seq", "ctx"} & set(axes):  # a state
+            return tuple(CHANNELS.get(axis, axis) for axis in axes)
         return "token", "head" if has_heads(self.stage) else "", CHANNELS.get(axes[-1], "channel")
 
     def pattern(self) -> str:

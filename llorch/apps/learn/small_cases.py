@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from llorch.apps.learn.exercise import Exercise
+from llorch.apps.learn.function_calls import CallRecord, FunctionCall
 
 Array = np.ndarray
 MAX_ELEMENTS = 12  # printed elements of an array
@@ -37,8 +38,10 @@ class SmallCase:
         return ""
 
 
-def find_small_error(exercise: Exercise, function: Any) -> str:
+def find_small_error(exercise: Exercise, function: Any, record: CallRecord) -> str:
     """Describe the first wrong result of a guarded function in a small case; empty if all are right.
+
+    A guarded function records its calls, but for a generator, whose tokens are recorded here.
 
     Raises:
         LearnerFault: The function raises, or returns an unusable value.
@@ -47,15 +50,18 @@ def find_small_error(exercise: Exercise, function: Any) -> str:
         arguments = dict(_tensors(case.arguments)) if exercise.on_torch else case.arguments
         with np.errstate(all="ignore"):
             returned = function(**arguments)
-            results = {"ids": _first(returned, case)} if exercise.streams else exercise.results(returned)
+            results = exercise.results(take_tokens(returned, arguments) if exercise.streams else returned)
+        if exercise.streams:
+            expected = take_tokens(exercise.reference(**arguments), arguments)
+            record.add(exercise.name, "", FunctionCall(arguments, (results["ids"],), (expected,)))
         if error := case.describe_error(results):
             return error
     return ""
 
 
-def _first(stream: Iterator[int], case: SmallCase) -> list[int]:
+def take_tokens(stream: Iterator[int], arguments: Mapping[str, Any]) -> Array:
     """Return the tokens of a generator; a wrong one may yield too many, so it stops one after the last."""
-    return [token for token, _ in zip(stream, range(case.arguments["max_tokens"] + 1), strict=False)]
+    return np.array([token for token, _ in zip(stream, range(arguments["max_tokens"] + 1), strict=False)], np.int64)
 
 
 def _tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -149,11 +155,11 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
     "qkv": (
         SmallCase(
             {
-                "h": ONE_TOKEN, "q_proj": IDENTITY, "k_proj": _array([1, 1]), "v_proj": _array([2, 0]),
-                "q_bias": _array(10, 20), "k_bias": _array(30), "v_bias": _array(40), "q_norm": None, "k_norm": None,
-                "head_dim": 1, "eps": 1e-6,
+                "h": ONE_TOKEN, "q_proj": _array([1, 0], [0, 1], [1, 1], [0, 2]), "k_proj": _array([1, 1], [0, 1]),
+                "v_proj": _array([2, 0], [0, 0]), "q_bias": _array(10, 20, 30, 40), "k_bias": _array(50, 60),
+                "v_bias": _array(0, 1), "q_norm": None, "k_norm": None, "head_dim": 2, "eps": 1e-6,
             },
-            {"q": [[[11], [22]]], "k": [[[33]]], "v": [[[42]]]},
+            {"q": [[[11, 22], [33, 44]]], "k": [[[53, 62]]], "v": [[[2, 1]]]},
         ),
     ),
     "append": (
@@ -247,7 +253,12 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
             "the memory holds 1, half of the correction 5 - 1 is written, and q is divided by 2, the root of key_dim",
         ),
     ),
-    "top_k": (SmallCase({"scores": _array([0.1, 0.7, 0.2]), "k": 2}, {"ids": [[1, 2]]}),),
+    "top_k": (
+        SmallCase({"scores": _array([0.1, 0.7, 0.2]), "k": 2}, {"ids": [[1, 2]]}),
+        SmallCase(
+            {"scores": _array([0.1, 0.3, 0.3, 0.3]), "k": 2}, {"ids": [[1, 2]]}, "among equals the lowest id is first"
+        ),
+    ),
     "topk_weights": (
         SmallCase(
             {"probs": _array([0.1, 0.6, 0.3]), "ids": _ids([1, 2]), "normalised": True}, {"weights": [[0.667, 0.333]]}
@@ -275,6 +286,7 @@ SMALL_CASES: Mapping[str, Sequence[SmallCase]] = {  # by name of the exercise
     "argmax": (
         SmallCase({"row": _array(1, 5, 5)}, {"id": 1}, "the lowest id wins a tie"),
         SmallCase({"row": _array(1, 2, -5)}, {"id": 1}),
+        SmallCase({"row": _array(-3, -1, -2)}, {"id": 1}),
     ),
     "softmax": (
         SmallCase({"logits": np.log([0.5, 0.3, 0.2])}, {"probabilities": [0.5, 0.3, 0.2]}),

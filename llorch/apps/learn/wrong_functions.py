@@ -13,7 +13,8 @@ from llorch.apps.learn.alterations import make_alterations
 from llorch.apps.learn.beginners import BEGINNERS
 from llorch.apps.learn.exercise import Call, Exercise
 from llorch.apps.learn.function_calls import FunctionCall, Results
-from llorch.apps.learn.typed_mistakes import make_typed_mistakes
+from llorch.apps.learn.lessons import LESSON_OF, typed_mistakes
+from llorch.apps.learn.small_cases import take_tokens
 from llorch.diagnosis.mistakes import MISTAKES
 from llorch.judging.types import Cause
 
@@ -50,7 +51,9 @@ CHANGING = "{} returns another result if it gets the same arguments again: it ke
 def _is_random(exercise: Exercise, call: FunctionCall, function: Call) -> bool:
     """Tell if the function returns other results for the arguments of a recorded call."""
     try:
-        results = exercise.results(function(**call.arguments)).values()
+        returned = function(**call.arguments)
+        returned = take_tokens(returned, call.arguments) if exercise.streams else returned
+        results = exercise.results(returned).values()
     except Exception:
         return False
     return not all(
@@ -71,9 +74,12 @@ def _known(exercise: Exercise) -> Iterator[tuple[str, str, Compute]]:
     """Yield name, sentence and results of known mistakes, then of beginners' mistakes."""
 
     def compute(wrong: Call, call: FunctionCall) -> Results:
-        return tuple(map(np.asarray, exercise.results(wrong(**call.arguments)).values()))
+        returned = wrong(**call.arguments)
+        if exercise.streams:
+            returned = take_tokens(returned, call.arguments)
+        return tuple(map(np.asarray, exercise.results(returned).values()))
 
-    for name, wrong in make_typed_mistakes(exercise).items():
+    for name, wrong in typed_mistakes(LESSON_OF[exercise.name])[exercise.name].items():
         yield name, MISTAKES[name].diagnosis, partial(compute, wrong)
     for wrong in BEGINNERS.get(exercise.name, ()):
         yield wrong.__name__.replace("_", "-"), " ".join((wrong.__doc__ or "").split()), partial(compute, wrong)
@@ -83,8 +89,4 @@ def _altered(exercise: Exercise, first: FunctionCall) -> Iterator[tuple[str, str
     """Yield name, sentence and results of the right function with altered arguments or results."""
     for alteration in make_alterations(exercise, first):
         sentence = f"{exercise.name} returns what the right function returns if {alteration.condition}."
-        yield (
-            alteration.name,
-            sentence,
-            lambda call, alteration=alteration: alteration.compute(call.arguments, call.expected),
-        )
+        yield alteration.name, sentence, alteration.compute

@@ -1,6 +1,6 @@
 """Mistakes of beginners after the logits: lessons 09 to 12."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import wraps
 from typing import Any
 
@@ -201,6 +201,11 @@ def top_p_from_the_least(logits: Array, p: float) -> Array:
     return _top_p(logits, p, lambda total, probs: total - probs < p, ascending=True)
 
 
+def top_p_without_crossing(logits: Array, p: float) -> Array:
+    """The token that crosses p was removed, also where p is 1; it stays."""
+    return _top_p(logits, p, lambda total, probs: total < p)
+
+
 def top_p_without_crossing_but_first(logits: Array, p: float) -> Array:
     """The token that crosses p was removed, unless it is the first; it stays."""
     return _top_p(logits, p, lambda total, probs: (total <= p) | (np.arange(len(total)) == 0))
@@ -333,6 +338,35 @@ def positions_constant(n_before: int, n_new: int) -> Array:
     return np.full(n_new, n_before)
 
 
+def _stream(name: str, sentence: str, choose: Any) -> Call:
+    """Make a wrong loop from the right tokens: `choose(tokens, prompt, n)`; `tokens` has one too many."""
+
+    def wrong(step: Any, prompt: Array, max_tokens: int) -> Iterator[int]:
+        tokens = [*right.generate(step, prompt, max_tokens + 1)]
+        yield from choose(tokens, prompt.tolist(), max_tokens)
+
+    wrong.__name__, wrong.__doc__ = name, sentence
+    return wrong
+
+
+STREAMS = (
+    _stream("first_token_lost", "The first token is missing: the one after the prompt was fed back, but not yielded.",
+            lambda tokens, prompt, n: tokens[1:]),
+    _stream("first_token_lost_and_one_too_few", "The first token is missing: it was fed back, but not yielded.",
+            lambda tokens, prompt, n: tokens[1:n]),
+    _stream("one_token_too_many", "One token too many came: yield max_tokens of them.",
+            lambda tokens, prompt, n: tokens),
+    _stream("one_token_too_few", "One token too few came: yield max_tokens of them.",
+            lambda tokens, prompt, n: tokens[: n - 1]),
+    _stream("prompt_yielded", "The prompt was yielded, too; yield the new tokens only.",
+            lambda tokens, prompt, n: [*prompt, *tokens[:n]]),
+    _stream("last_prompt_token_yielded", "The last token of the prompt was yielded first; yield the new tokens only.",
+            lambda tokens, prompt, n: [prompt[-1], *tokens[: n - 1]]),
+    _stream("first_token_repeated", "The first token was yielded every time: feed the new token back.",
+            lambda tokens, prompt, n: tokens[:1] * n),
+    _stream("first_token_twice", "The first token was yielded twice.",
+            lambda tokens, prompt, n: [tokens[0], *tokens[: n - 1]]),
+)  # fmt: skip
 WRONG: Mapping[str, Sequence[Call]] = {
     "last_row": (row_of_largest_logits, sum_of_rows, row_of_largest_logit,),
     "argmax": (second_largest,),
@@ -348,15 +382,16 @@ WRONG: Mapping[str, Sequence[Call]] = {
         top_k_without_ties, top_k_without_later_ties, top_k_border_removed, bottom_k, top_k_removed,
         top_k_zero_removes_all, first_k, *_fills(right.KEEP_TOP_K),
     ),
-    "keep_top_p": tuple(map(_keeps_all_at_one, (
+    "keep_top_p": (top_p_without_crossing, *(map(_keeps_all_at_one, (
         top_p_from_the_least, top_p_without_crossing_but_first, top_p_one_more, top_p_removed,
         top_p_of_single_tokens, top_p_of_rest, top_p_in_order_of_ids, top_p_not_put_back, top_p_put_back_by_the_order,
         *_fills(right.KEEP_TOP_P),
-    ))),
+    )))),
     "keep_min_p": (
         min_p_of_logits, min_p_removed, min_p_minus, min_p_of_mean, min_p_log_missing, min_p_in_base_two,
         min_p_in_base_ten, *_fills(right.KEEP_MIN_P),
     ),
     "distribution": CHAINS,
+    "generate": STREAMS,
     "positions": (positions_from_zero, positions_end_before, positions_constant),
 }  # fmt: skip

@@ -16,6 +16,11 @@ def bits_shifted_by(bits: Array, *, n_bits: int) -> Array:
     return (bits.astype(np.uint32) << n_bits).view(np.float32)
 
 
+def bits_shifted_out(bits: Array) -> Array:
+    """The bits were shifted while they had 16 bits, so that all fell out; widen them to uint32 first."""
+    return np.zeros(bits.shape, np.float32)
+
+
 def bits_not_shifted(bits: Array) -> Array:
     """The bits were not shifted: bfloat16 is the upper half of a float32, so shift by 16."""
     return bits_shifted_by(bits, n_bits=0)
@@ -222,7 +227,8 @@ def zero_point_after_scale(blocks: Array) -> Array:
 
 WRONG: Mapping[str, Sequence[Call]] = {
     "bfloat16_to_float32": (
-        bits_not_shifted, bits_shifted_by_8, bits_shifted_by_15, bits_shifted_by_17, bits_read_as_float16,
+        bits_shifted_out, bits_not_shifted, bits_shifted_by_8, bits_shifted_by_15, bits_shifted_by_17,
+        bits_read_as_float16,
         bits_as_numbers, shifted_bits_as_numbers,
     ),
     "merge": (

@@ -367,6 +367,12 @@ MASKS = tuple(
 )  # fmt: skip
 
 
+def zero_times_infinity(q: Array, k: Array) -> Array:
+    """The mask is a product with -inf, and 0 * -inf is NaN; choose with np.where."""
+    is_hidden = np.isneginf(right_scores(q, k))
+    return np.where(is_hidden, _unmasked(q, k) - np.inf, np.nan).astype(q.dtype)
+
+
 def scores_multiplied_by_root(q: Array, k: Array) -> Array:
     """The scores were multiplied by sqrt(head_dim); divide by it."""
     return right_scores(q * q.dtype.type(q.shape[-1]), k)
@@ -472,6 +478,12 @@ def context_of_mean_values(probs: Array, v: Array) -> Array:
 def context_of_first_group(probs: Array, v: Array) -> Array:
     """All heads mix the values of the first head; head h reads value head h // group size."""
     return right.our_context(probs, np.broadcast_to(v[:1], v.shape))
+
+
+def context_of_all_groups(probs: Array, v: Array) -> Array:
+    """Every head mixes the sum of all value heads; head h reads value head h // group size alone."""
+    group = len(probs) // len(v)
+    return right.our_context(probs, np.broadcast_to(group * v.sum(axis=0), v.shape).astype(v.dtype))
 
 
 def context_divided_by_keys(probs: Array, v: Array) -> Array:
@@ -726,6 +738,11 @@ def unit_length_without_eps(x: Array) -> Array:
     return x / np.linalg.norm(x, axis=-1, keepdims=True)
 
 
+def equal_experts_with_highest_id_first(scores: Array, k: int) -> Array:
+    """Among equal scores the highest id came first; the lowest does. A reversed sort reverses ties, too."""
+    return np.argsort(scores, axis=-1, kind="stable")[..., ::-1][..., :k]
+
+
 def experts_in_order_of_ids(scores: Array, k: int) -> Array:
     """The experts were sorted by id; the one with the largest score comes first."""
     return np.sort(right_top_k(scores, k), axis=-1)
@@ -794,7 +811,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
     ),
     "append": (append_by_resize, append_reversed),
     "attention_scores": (
-        *MASKS, scores_multiplied_by_root, scores_scaled_by_context, scores_scaled_by_heads,
+        *MASKS, zero_times_infinity, scores_multiplied_by_root, scores_scaled_by_context, scores_scaled_by_heads,
         scores_scaled_by_tokens, scores_scaled_by_width, scores_of_first_group, mask_hides_one_more_key,
         mask_of_first_columns,
     ),
@@ -803,7 +820,9 @@ WRONG: Mapping[str, Sequence[Call]] = {
         probs_by_length, probs_of_shares,
         probs_of_positive_shares, probs_with_global_sum,
     ),
-    "attention_context": (context_of_mean_values, context_of_first_group, context_divided_by_keys),
+    "attention_context": (
+        context_of_mean_values, context_of_first_group, context_of_all_groups, context_divided_by_keys,
+    ),
     "swiglu": ACTIVATIONS,
     "feed_forward": (*map(_make_feed_forward, (*ACTIVATIONS, *OF_FEED_FORWARD)),),
     "block": (
@@ -814,7 +833,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
     "log_decay": (softplus_of_negated_input, softplus_base_missing, softplus_as_relu, decay_negated_again),
     "short_conv": (conv_over_future,),
     "l2_norm": (unit_length_without_eps,),
-    "top_k": (experts_in_order_of_ids,),
+    "top_k": (equal_experts_with_highest_id_first, experts_in_order_of_ids),
     "topk_weights": (weights_softmaxed, weights_divided_by_largest, weights_normalised_over_tokens),
     "expert_outputs": (expert_activation_missing, outputs_of_last_expert, outputs_of_first_expert),
 }  # fmt: skip

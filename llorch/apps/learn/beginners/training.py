@@ -1,7 +1,8 @@
 """Mistakes of beginners in training: lessons 15 to 20."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import combinations
 from typing import Any
 
 import numpy as np
@@ -177,6 +178,14 @@ def _loss_with_small_number(small: float) -> Call:
 SMALL_NUMBERS = tuple(map(_loss_with_small_number, (1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8, 1e-9, 1e-10, 1e-12, 1e-15)))
 
 
+def loss_of_all_labels_in_all_rows(logits: Array, labels: Array, label_smoothing: float) -> tuple[float, int]:
+    """log_p[:, labels] takes every label in every row; take each row's own label: log_p[np.arange(n), labels]."""
+    rows = np.nonzero(labels != IGNORED)[0]
+    log_p = log_softmax(logits[rows]).astype(np.float64)
+    losses = -(1 - label_smoothing) * log_p[:, labels[rows]] - label_smoothing * log_p.mean(axis=-1, keepdims=True)
+    return float(losses.sum()), len(rows)
+
+
 def loss_of_probabilities(logits: Array, labels: Array, label_smoothing: float) -> tuple[float, int]:
     """1 minus the probability was taken; the loss is minus its logarithm."""
     rows = np.nonzero(labels != IGNORED)[0]
@@ -292,23 +301,32 @@ def _lora_variant(name: str, sentence: str, scales: Any) -> Call:
     return wrong
 
 
+def _scaled_otherwise() -> Iterator[Call]:
+    """Make LoRA's gradients with the scale left out of some of them, or squared in some."""
+    parts = {"d_A": "the gradient of A", "d_B": "the gradient of B", "d_x": "the adapter's part of the gradient by x"}
+    for n in (1, 2, 3):
+        for names in combinations(parts, n):
+            words = " and ".join(parts[name] for name in names)
+            yield _lora_variant(
+                f"{'_'.join(names)}_not_scaled", f"The scale is missing in {words}.",
+                lambda s, n_tokens, names=names: dict.fromkeys(names, 1.0),
+            )  # fmt: skip
+            yield _lora_variant(
+                f"{'_'.join(names)}_scaled_twice", f"The scale is squared in {words}.",
+                lambda s, n_tokens, names=names: dict.fromkeys(names, s * s),
+            )  # fmt: skip
+
+
 LORA = (
-    _lora_variant("d_a_not_scaled", "The gradient of A was not multiplied by the scale.", lambda s, n: {"d_A": 1.0}),
-    _lora_variant("d_b_not_scaled", "The gradient of B was not multiplied by the scale.", lambda s, n: {"d_B": 1.0}),
-    _lora_variant("d_x_not_scaled", "The adapter's part of the gradient by x was not multiplied by the scale.",
-                  lambda s, n: {"d_x": 1.0}),
-    _lora_variant("no_scale_in_a_and_b", "The gradients of A and B were not multiplied by the scale.",
-                  lambda s, n: {"d_A": 1.0, "d_B": 1.0}),
-    _lora_variant("d_a_scaled_twice", "The gradient of A was scaled twice.", lambda s, n: {"d_A": s * s}),
-    _lora_variant("d_b_scaled_twice", "The gradient of B was scaled twice.", lambda s, n: {"d_B": s * s}),
-    _lora_variant("d_x_scaled_twice", "The adapter's part of the gradient by x was scaled twice.",
-                  lambda s, n: {"d_x": s * s}),
-    _lora_variant("scale_squared_in_a_and_b", "The gradients of A and B were scaled twice.",
-                  lambda s, n: {"d_A": s * s, "d_B": s * s}),
-    _lora_variant("frozen_scaled", "W's part of the gradient by x was scaled; only the adapter's part is.",
-                  lambda s, n: {"frozen": s}),
-    _lora_variant("mean_over_tokens", "The gradients of A and B were averaged over the tokens; sum them.",
-                  lambda s, n: {"d_A": s / n, "d_B": s / n}),
+    *_scaled_otherwise(),
+    _lora_variant(
+        "frozen_scaled", "W's part of the gradient by x was scaled; only the adapter's part is.",
+        lambda s, n_tokens: {"frozen": s},
+    ),
+    _lora_variant(
+        "mean_over_tokens", "The gradients of A and B were averaged over the tokens; sum them.",
+        lambda s, n_tokens: {"d_A": s / n_tokens, "d_B": s / n_tokens},
+    ),
 )  # fmt: skip
 
 
@@ -404,6 +422,17 @@ def _grouped(array: Array, n_groups: int) -> Array:
     return array.reshape(n_groups, -1, *array.shape[1:])
 
 
+def context_gradient_cut_without_transpose(grad: Array, probs: Array, v: Array) -> tuple[Array, Array]:
+    """Grad was reshaped to (heads, seq, head_dim) at once; cut it to (seq, heads, head_dim), then exchange the axes."""
+    cut = grad.reshape(len(probs), len(grad), -1).swapaxes(0, 1).reshape(grad.shape)
+    return right.our_context_backward(cut, probs, v)
+
+
+def values_summed_over_tiled_heads(grad: Array, probs: Array, v: Array) -> tuple[Array, Array]:
+    """The value's gradient sums every n_kv_heads-th query head; query head h reads value head h // group size."""
+    return right.our_context_backward(grad, probs, v)[0], values_tiled_over_heads(grad, probs, v)[1]
+
+
 def values_averaged_over_group(grad: Array, probs: Array, v: Array) -> tuple[Array, Array]:
     """The gradient of a value was averaged over the query heads of its group; sum it."""
     d_probs, d_v = right.our_context_backward(grad, probs, v)
@@ -468,6 +497,19 @@ def scores_scaled_by_head_dim(grad: Array, q: Array, k: Array) -> tuple[Array, A
 def scores_multiplied_by_root(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
     """The gradients were multiplied by sqrt(head_dim); divide by it."""
     return tuple((d * q.shape[-1]).astype(d.dtype) for d in right.our_scores_backward(grad, q, k))  # type: ignore[return-value]
+
+
+def keys_tiled_over_heads(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
+    """Heads were grouped with np.tile: query head h reads key head h // group size."""
+    group, scale = q.shape[1] // len(k), np.sqrt(q.shape[-1])
+    d_q = (grad.astype(np.float64) @ np.tile(k, (group, 1, 1))).swapaxes(0, 1) / scale
+    d_k = (grad.swapaxes(1, 2).astype(np.float64) @ q.swapaxes(0, 1)).reshape(group, *k.shape).sum(axis=0) / scale
+    return d_q.astype(q.dtype), d_k.astype(k.dtype)
+
+
+def keys_summed_over_tiled_heads(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
+    """The key's gradient sums every n_kv_heads-th query head; query head h reads key head h // group size."""
+    return right.our_scores_backward(grad, q, k)[0], keys_tiled_over_heads(grad, q, k)[1]
 
 
 def keys_averaged_over_group(grad: Array, q: Array, k: Array) -> tuple[Array, Array]:
@@ -766,8 +808,6 @@ ALPHAS = (
     _alpha("mean_of_alphas", "The mean of the alphas was returned; if they differ, return 0.",
            lambda s, r: np.mean(s * r)),
     _alpha("largest_alpha", "The largest alpha was returned; if they differ, return 0.", lambda s, r: np.max(s * r)),
-    _alpha("alpha_divided_by_rank", "The scale was divided by the rank; alpha is scale times rank.",
-           lambda s, r: s[0] / r[0] if len({*(s / r)}) == 1 else 0.0),
     _alpha("alpha_if_scales_are_equal", "The scales were compared; compare scale times rank of all matrices.",
            lambda s, r: np.float32(s[0] * r[0]) if len({*s.tolist()}) == 1 else 0.0),
     _alpha("alpha_is_scale", "The scale was returned; alpha is scale times rank.",
@@ -790,7 +830,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
     "cross_entropy": (
         *SMALL_NUMBERS,
         loss_as_mean, loss_over_all_rows, loss_and_count_over_all_rows, ignored_rows_as_token_zero,
-        _but_last, loss_of_probabilities, smoothing_to_other_tokens,
+        _but_last, loss_of_all_labels_in_all_rows, loss_of_probabilities, smoothing_to_other_tokens,
         smoothing_not_divided, smoothing_alone,
     ),
     "cross_entropy_backward": (
@@ -803,12 +843,13 @@ WRONG: Mapping[str, Sequence[Call]] = {
     "swiglu_backward": (*SWIGLU,),
     "rms_norm_backward": NORM,
     "attention_context_backward": (
-        values_averaged_over_group, values_tiled_over_heads,
+        context_gradient_cut_without_transpose, values_summed_over_tiled_heads,         values_averaged_over_group,
+        values_tiled_over_heads,
     ),
     "attention_probs_backward": PROBS,
     "attention_scores_backward": (
         scores_scaled_in_d_q_only, scores_scaled_in_d_k_only, scores_scaled_by_head_dim, scores_multiplied_by_root,
-        keys_averaged_over_group,
+        keys_tiled_over_heads, keys_summed_over_tiled_heads, keys_averaged_over_group,
     ),
     "rope_backward": (
         *SIGNS, rope_backward_of_rotated_half,
