@@ -7,7 +7,7 @@ from functools import cached_property
 from textwrap import wrap
 
 from llorch.apps.learn.failed_comparison import ComparedNumber, FailedComparison, has_same_shape
-from llorch.apps.learn.lessons import BY_NUMBER, LESSONS
+from llorch.apps.learn.lessons import BLOCKS, BY_NUMBER, LESSONS, OPTIONAL
 from llorch.judging.types import Cause, Comparison
 from llorch.stages.comparison import FAIL, NOT_RUN, safe_ratio
 from llorch.stages.table import forward_rank
@@ -118,7 +118,7 @@ class LessonReport:
             comparison = self.wrong[0]
             reason = comparison.note or f"error {comparison.difference.error:.1e}"
             yield from _line("first wrong", f"{_stage_key(comparison)}   {reason}")
-        if self.wrong or self.small_errors:
+        if self.wrong or self.small_errors or self.causes:
             yield from self._diagnosis_lines()
         for note in self.notes[:MAX_NOTES]:
             yield from _line("note", note)
@@ -202,8 +202,10 @@ def _summarise_pass(comparisons: Sequence[Comparison]) -> Iterator[str]:
 
 
 def _next_lesson(number: str) -> Iterator[str]:
-    """Name the lesson after this one."""
-    for lesson in LESSONS[LESSONS.index(BY_NUMBER[number]) + 1 :][:1]:
+    """Name the lesson after this one; the path leaves out optional blocks, but for the one that this lesson is in."""
+    block = next(lessons for lessons in BLOCKS.values() if BY_NUMBER[number] in lessons)
+    later = LESSONS[LESSONS.index(BY_NUMBER[number]) + 1 :]
+    for lesson in [lesson for lesson in later if lesson in block or lesson.number not in OPTIONAL][:1]:
         yield f"next: {lesson.number} {lesson.name}"
 
 

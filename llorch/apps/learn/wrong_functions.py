@@ -79,7 +79,7 @@ def _known(exercise: Exercise) -> Iterator[tuple[str, str, Compute]]:
             returned = take_tokens(returned, call.arguments)
         return tuple(map(np.asarray, exercise.results(returned).values()))
 
-    for name, wrong in typed_mistakes(LESSON_OF[exercise.name])[exercise.name].items():
+    for name, wrong in typed_mistakes(LESSON_OF[exercise.name]).get(exercise.name, {}).items():
         yield name, MISTAKES[name].diagnosis, partial(compute, wrong)
     for wrong in BEGINNERS.get(exercise.name, ()):
         yield wrong.__name__.replace("_", "-"), " ".join((wrong.__doc__ or "").split()), partial(compute, wrong)

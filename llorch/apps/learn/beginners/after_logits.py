@@ -32,8 +32,14 @@ def second_largest(row: Array) -> Array:
     return np.asarray(np.argsort(-row, kind="stable")[1])
 
 
+def place_of_last_rise(row: Array) -> Array:
+    """Each logit was compared with the one before it; compare it with the largest so far."""
+    rises = np.flatnonzero(np.diff(row) > 0)
+    return np.asarray(rises[-1] + 1 if len(rises) else 0)
+
+
 def softmax_without_maximum(logits: Array) -> Array:
-    """Exp was taken of the logits themselves, which overflows; subtract the largest one first."""
+    """exp was taken of the logits themselves, which overflows; subtract the largest one first."""
     weights = np.exp(logits)
     return weights / weights.sum()
 
@@ -169,7 +175,7 @@ def top_k_removed(logits: Array, k: int) -> Array:
 
 
 def top_k_zero_removes_all(logits: Array, k: int) -> Array:
-    """K = 0 removed all tokens; it keeps all."""
+    """k = 0 removed all tokens; it keeps all."""
     return right.KEEP_TOP_K.reference(logits=logits, k=k) if k else np.full_like(logits, -np.inf)
 
 
@@ -194,6 +200,13 @@ def _keeps_all_at_one(function: Call) -> Call:
         return logits if p >= 1 else function(logits=logits, p=p)
 
     return wrong
+
+
+def top_p_of_sum_that_is_never_reached(logits: Array, p: float) -> Array:
+    """argmax(sums >= p) is 0 if rounding keeps all sums below p, and one token stays; then all stay."""
+    order = np.argsort(-logits, kind="stable")
+    n_left = int(np.argmax(np.cumsum(right.our_softmax(logits)[order]) >= p)) + 1
+    return _cut(logits, np.isin(np.arange(len(logits)), order[:n_left]))
 
 
 def top_p_from_the_least(logits: Array, p: float) -> Array:
@@ -358,6 +371,8 @@ STREAMS = (
             lambda tokens, prompt, n: tokens),
     _stream("one_token_too_few", "One token too few came: yield max_tokens of them.",
             lambda tokens, prompt, n: tokens[: n - 1]),
+    _stream("limit_counts_the_prompt", "max_tokens was taken for the length of the whole text; it counts new tokens.",
+            lambda tokens, prompt, n: tokens[: max(0, n - len(prompt))]),
     _stream("prompt_yielded", "The prompt was yielded, too; yield the new tokens only.",
             lambda tokens, prompt, n: [*prompt, *tokens[:n]]),
     _stream("last_prompt_token_yielded", "The last token of the prompt was yielded first; yield the new tokens only.",
@@ -369,7 +384,7 @@ STREAMS = (
 )  # fmt: skip
 WRONG: Mapping[str, Sequence[Call]] = {
     "last_row": (row_of_largest_logits, sum_of_rows, row_of_largest_logit,),
-    "argmax": (second_largest,),
+    "argmax": (second_largest, place_of_last_rise),
     "softmax": (
         softmax_without_maximum, softmax_minus_mean, softmax_minus_smallest, softmax_not_divided, softmax_base_two,
         softmax_by_length, softmax_by_mean, shares_without_exponential,
@@ -382,7 +397,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
         top_k_without_ties, top_k_without_later_ties, top_k_border_removed, bottom_k, top_k_removed,
         top_k_zero_removes_all, first_k, *_fills(right.KEEP_TOP_K),
     ),
-    "keep_top_p": (top_p_without_crossing, *(map(_keeps_all_at_one, (
+    "keep_top_p": (top_p_without_crossing, top_p_of_sum_that_is_never_reached, *(map(_keeps_all_at_one, (
         top_p_from_the_least, top_p_without_crossing_but_first, top_p_one_more, top_p_removed,
         top_p_of_single_tokens, top_p_of_rest, top_p_in_order_of_ids, top_p_not_put_back, top_p_put_back_by_the_order,
         *_fills(right.KEEP_TOP_P),

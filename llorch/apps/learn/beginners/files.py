@@ -193,6 +193,13 @@ def zero_point_wraps_around(blocks: Array) -> Array:
     return codes.astype(np.float32) * _scales(blocks)
 
 
+def halves_joined_along_blocks(blocks: Array) -> Array:
+    """The halves were joined along axis 0, which mixes blocks; join the halves of each block: axis=1."""
+    packed = blocks[:, 2:]
+    codes = np.concatenate([packed & 15, packed >> 4]).reshape(-1, 32).astype(np.float32) - 8
+    return codes * _scales(blocks)
+
+
 def codes_of_low_halves(blocks: Array) -> Array:
     """The low halves of the bytes were used twice; numbers 16 to 31 are in the high halves."""
     low = (blocks[:, 2:] & 15).astype(np.float32) - 8
@@ -237,7 +244,8 @@ WRONG: Mapping[str, Sequence[Call]] = {
     ),
     "q8_0": (*_decoders(_codes_8), codes_minus_128, product_in_float16),
     "q4_0": (
-        *_decoders(_codes_4), product_of_4_bits_in_float16, zero_point_wraps_around, codes_of_low_halves,
+        *_decoders(_codes_4), product_of_4_bits_in_float16, zero_point_wraps_around, halves_joined_along_blocks,
+        codes_of_low_halves,
         codes_of_high_halves, zero_point_of_low_halves,
         zero_point_of_high_halves, zero_point_after_scale,
         *(

@@ -66,7 +66,7 @@ def root_of_standard_deviation(x: Array, weight: Array, eps: float) -> Array:
 
 
 def eps_as_lower_bound(x: Array, weight: Array, eps: float) -> Array:
-    """Eps is a lower bound of the mean square here; add it to the mean square."""
+    """eps is a lower bound of the mean square here; add it to the mean square."""
     return x / np.sqrt(np.maximum(np.square(x).mean(axis=-1, keepdims=True), eps)) * weight
 
 
@@ -81,12 +81,12 @@ def gain_before_the_mean(x: Array, weight: Array, eps: float) -> Array:
 
 
 def eps_added_to_x(x: Array, weight: Array, eps: float) -> Array:
-    """Eps was added to every x; add it to the mean square."""
+    """eps was added to every x; add it to the mean square."""
     return x / np.sqrt(np.square(x + eps).mean(axis=-1, keepdims=True)) * weight
 
 
 def eps_times_width(x: Array, weight: Array, eps: float) -> Array:
-    """Eps was added before the sum was divided by the width; add it to the mean."""
+    """eps was added before the sum was divided by the width; add it to the mean."""
     return x / np.sqrt((np.square(x).sum(axis=-1, keepdims=True) + eps) / x.shape[-1]) * weight
 
 
@@ -203,7 +203,7 @@ def rope_halves_in_wrong_order(x: Array, cos: Array, sin: Array) -> Array:
 
 
 def rope_partner_not_negated(x: Array, cos: Array, sin: Array) -> Array:
-    """X cos + rotated sin needs rotated = (-x2, x1); here it was (x2, -x1) or a mirror of x."""
+    """x cos + rotated sin needs rotated = (-x2, x1); here it was (x2, -x1) or a mirror of x."""
     _, _, c, s = _halves(x, cos, sin)
     return x * np.concatenate([c, c], axis=-1) + x[..., ::-1] * np.concatenate([s, s], axis=-1)
 
@@ -247,7 +247,7 @@ def _make_qkv(change: Call) -> Call:
 
 
 def value_normalised(**arguments: object) -> tuple[Array, Array, Array]:
-    """V was normalised as well; only queries and keys have a norm."""
+    """v was normalised as well; only queries and keys have a norm."""
     q, k, v = right.qkv(**arguments)  # type: ignore[arg-type]
     if (k_norm := arguments["k_norm"]) is None:
         return q, k, v
@@ -255,7 +255,7 @@ def value_normalised(**arguments: object) -> tuple[Array, Array, Array]:
 
 
 def value_normalised_without_gain(**arguments: object) -> tuple[Array, Array, Array]:
-    """V was normalised as well; only queries and keys have a norm."""
+    """v was normalised as well; only queries and keys have a norm."""
     q, k, v = right.qkv(**arguments)  # type: ignore[arg-type]
     if arguments["k_norm"] is None:
         return q, k, v
@@ -263,13 +263,13 @@ def value_normalised_without_gain(**arguments: object) -> tuple[Array, Array, Ar
 
 
 def key_not_normalised(**arguments: object) -> tuple[Array, Array, Array]:
-    """K was not normalised; Qwen3 normalises each head of q and of k."""
+    """k was not normalised; Qwen3 normalises each head of q and of k."""
     q, _, v = right.qkv(**arguments)  # type: ignore[arg-type]
     return q, right.qkv(**{**arguments, "q_norm": None, "k_norm": None})[1], v  # type: ignore[arg-type]
 
 
 def query_not_normalised(**arguments: object) -> tuple[Array, Array, Array]:
-    """Q was not normalised; Qwen3 normalises each head of q and of k."""
+    """q was not normalised; Qwen3 normalises each head of q and of k."""
     _, k, v = right.qkv(**arguments)  # type: ignore[arg-type]
     return right.qkv(**{**arguments, "q_norm": None, "k_norm": None})[0], k, v  # type: ignore[arg-type]
 
@@ -418,7 +418,7 @@ def mask_of_first_columns(q: Array, k: Array) -> Array:
 
 
 def probs_without_maximum(scores: Array) -> Array:
-    """Exp was taken of the scores themselves, which overflows; subtract the largest score of the row first."""
+    """exp was taken of the scores themselves, which overflows; subtract the largest score of the row first."""
     weights = np.exp(scores)
     return weights / weights.sum(axis=-1, keepdims=True)
 
@@ -438,6 +438,11 @@ def _clipped(limit: float) -> Call:
 
 
 CLIPPED = tuple(map(_clipped, (10.0, 20.0, 30.0, 50.0, 60.0, 80.0, 85.0, 88.0, 100.0)))
+
+
+def probs_with_unshifted_sum(scores: Array) -> Array:
+    """The maximum was subtracted in the numerator only; the sum has the same exponentials."""
+    return np.exp(scores - scores.max(axis=-1, keepdims=True)) / np.exp(scores).sum(axis=-1, keepdims=True)
 
 
 def probs_with_one_maximum(scores: Array) -> Array:
@@ -502,7 +507,7 @@ def silu_of_sum(gate: Array, up: Array) -> Array:
 
 
 def gate_times_up(gate: Array, up: Array) -> Array:
-    """Gate was multiplied by up without SiLU: silu(gate) * up."""
+    """gate was multiplied by up without SiLU: silu(gate) * up."""
     return gate * up
 
 
@@ -521,18 +526,24 @@ def silu_with_negated_exponent(gate: Array, up: Array) -> Array:
     return gate / (1 + np.exp(gate)) * up
 
 
+def stable_sigmoid_with_wrong_branch(gate: Array, up: Array) -> Array:
+    """A sign is wrong where the gate is negative: its sigmoid is exp(x) / (1 + exp(x))."""
+    negative = np.exp(np.minimum(gate, 0)) / (1 + np.exp(-gate))
+    return gate * np.where(gate < 0, negative, 1 / (1 + np.exp(-gate))).astype(gate.dtype) * up
+
+
 def tanh_for_sigmoid(gate: Array, up: Array) -> Array:
     """The gate was multiplied by its tanh; SiLU multiplies by the sigmoid."""
     return gate * np.tanh(gate) * up
 
 
 def tanh_for_silu(gate: Array, up: Array) -> Array:
-    """Tanh was taken of the gate; SiLU is x * sigmoid(x)."""
+    """tanh was taken of the gate; SiLU is x * sigmoid(x)."""
     return np.tanh(gate) * up
 
 
 def softplus_for_silu(gate: Array, up: Array) -> Array:
-    """Softplus was taken of the gate; SiLU is x * sigmoid(x)."""
+    """softplus was taken of the gate; SiLU is x * sigmoid(x)."""
     return np.logaddexp(0, gate) * up
 
 
@@ -594,7 +605,7 @@ def silu_on_both(gate: Array, up: Array) -> Array:
 
 
 def up_missing(gate: Array, up: Array) -> Array:
-    """Up was not multiplied: silu(gate) * up."""
+    """up was not multiplied: silu(gate) * up."""
     return silu(gate)
 
 
@@ -602,6 +613,7 @@ ACTIVATIONS = (
     gate_plus_up, silu_of_sum, gate_times_up, silu_with_negated_exponent, tanh_for_sigmoid, tanh_for_silu,
     softplus_for_silu, squared_relu_for_silu, leaky_relu_for_silu, elu_for_silu, mish_for_silu,
     silu_without_brackets, silu_without_brackets_of_gate,
+    stable_sigmoid_with_wrong_branch,
 )  # fmt: skip
 OF_FEED_FORWARD = (gelu_for_silu, relu_for_silu, sigmoid_for_silu, silu_of_product, silu_on_both, up_missing)
 
@@ -709,8 +721,13 @@ def logits_scaled_by_width(
 
 
 def softplus_base_missing(a: Array, dt_bias: Array, decay: Array) -> Array:
-    """Exp was taken in place of softplus: softplus(x) = log(1 + exp(x))."""
+    """exp was taken in place of softplus: softplus(x) = log(1 + exp(x))."""
     return decay * np.exp(a + dt_bias)
+
+
+def softplus_without_exponential(a: Array, dt_bias: Array, decay: Array) -> Array:
+    """exp is missing in softplus: softplus(x) = log(1 + exp(x))."""
+    return decay * np.log1p(a + dt_bias)
 
 
 def softplus_as_relu(a: Array, dt_bias: Array, decay: Array) -> Array:
@@ -719,18 +736,23 @@ def softplus_as_relu(a: Array, dt_bias: Array, decay: Array) -> Array:
 
 
 def softplus_of_negated_input(a: Array, dt_bias: Array, decay: Array) -> Array:
-    """Softplus was taken of -(a + dt_bias); it is softplus(a + dt_bias)."""
+    """softplus was taken of -(a + dt_bias); it is softplus(a + dt_bias)."""
     return right_log_decay(-a, -dt_bias, decay)
 
 
 def decay_negated_again(a: Array, dt_bias: Array, decay: Array) -> Array:
-    """Decay is -exp(A_log) already; it was negated and exponentiated again."""
+    """decay is -exp(A_log) already; it was negated and exponentiated again."""
     return right_log_decay(a, dt_bias, -np.exp(decay))
 
 
 def conv_over_future(x: Array, kernel: Array, state: Array) -> Array:
     """SiLU was taken of the input, before the convolution; it is taken of the result."""
     return right.our_short_conv(silu(x).astype(x.dtype), kernel, state)
+
+
+def unit_length_over_heads(x: Array) -> Array:
+    """The sum of squares was taken over the heads; every head is divided by its own length: axis=-1."""
+    return x / np.sqrt(np.square(x).sum(axis=1, keepdims=True) + 1e-6)
 
 
 def unit_length_without_eps(x: Array) -> Array:
@@ -779,7 +801,7 @@ def outputs_of_first_expert(h: Array, ids: Array, gate_proj: Array, up_proj: Arr
 
 
 def expert_activation_missing(h: Array, ids: Array, gate_proj: Array, up_proj: Array, down_proj: Array) -> Array:
-    """Gate was multiplied by up without SiLU: silu(gate) * up."""
+    """gate was multiplied by up without SiLU: silu(gate) * up."""
     gate, up = right.our_linear_by_expert(h, ids, gate_proj), right.our_linear_by_expert(h, ids, up_proj)
     return right.our_linear_by_expert((gate * up).astype(h.dtype), ids, down_proj)
 
@@ -816,7 +838,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
         mask_of_first_columns,
     ),
     "attention_probs": (
-        *CLIPPED, probs_with_one_maximum, probs_without_maximum, probs_by_sigmoid,
+        *CLIPPED, probs_with_unshifted_sum, probs_with_one_maximum, probs_without_maximum, probs_by_sigmoid,
         probs_by_length, probs_of_shares,
         probs_of_positive_shares, probs_with_global_sum,
     ),
@@ -830,9 +852,12 @@ WRONG: Mapping[str, Sequence[Call]] = {
         second_addition_to_first_input, rotation_of_queries_only, rotation_of_keys_only, cache_ignored,
     ),
     "logits": (tied_logits_scaled, logits_scaled_by_width),
-    "log_decay": (softplus_of_negated_input, softplus_base_missing, softplus_as_relu, decay_negated_again),
+    "log_decay": (
+        softplus_without_exponential, softplus_of_negated_input, softplus_base_missing, softplus_as_relu,
+        decay_negated_again,
+    ),
     "short_conv": (conv_over_future,),
-    "l2_norm": (unit_length_without_eps,),
+    "l2_norm": (unit_length_over_heads, unit_length_without_eps),
     "top_k": (equal_experts_with_highest_id_first, experts_in_order_of_ids),
     "topk_weights": (weights_softmaxed, weights_divided_by_largest, weights_normalised_over_tokens),
     "expert_outputs": (expert_activation_missing, outputs_of_last_expert, outputs_of_first_expert),

@@ -18,7 +18,7 @@ Arrays = Mapping[str, Array]
 def scaling_multiplied(
     r: int, lora_alpha: float, own_r: int | None, own_alpha: float | None, use_rslora: bool
 ) -> float:
-    """Alpha was multiplied by r; it is alpha / r."""
+    """alpha was multiplied by r; it is alpha / r."""
     rank, alpha = r if own_r is None else own_r, lora_alpha if own_alpha is None else own_alpha
     return alpha * rank
 
@@ -26,7 +26,7 @@ def scaling_multiplied(
 def scaling_always_root(
     r: int, lora_alpha: float, own_r: int | None, own_alpha: float | None, use_rslora: bool
 ) -> float:
-    """Alpha was always divided by sqrt(r); only a rank-stabilised adapter does that."""
+    """alpha was always divided by sqrt(r); only a rank-stabilised adapter does that."""
     return right.lora_scaling(r, lora_alpha, own_r, own_alpha, True)
 
 
@@ -41,7 +41,7 @@ def scaling_root_of_quotient(
 def scaling_as_whole_number(
     r: int, lora_alpha: float, own_r: int | None, own_alpha: float | None, use_rslora: bool
 ) -> float:
-    """Alpha was divided with //, which drops the fraction; use /."""
+    """alpha was divided with //, which drops the fraction; use /."""
     rank, alpha = r if own_r is None else own_r, lora_alpha if own_alpha is None else own_alpha
     return alpha // (rank**0.5 if use_rslora else rank)
 
@@ -77,6 +77,11 @@ def scaling_only_with_patterns(
 ) -> float:
     """own_r was used for alpha, too: each of the two replaces its own setting."""
     return right.lora_scaling(r, lora_alpha, own_r, own_r, use_rslora)
+
+
+def factors_in_reading_order(x: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
+    """x was multiplied by B, then by A; rows go through A first: x A^T B^T."""
+    return scaling * x @ lora_B @ lora_A
 
 
 def delta_averaged_over_rank(x: Array, lora_A: Array, lora_B: Array, scaling: float) -> Array:
@@ -202,14 +207,14 @@ def _smoothed(logits: Array, labels: Array, label_smoothing: float, share: Any) 
 
 
 def smoothing_to_other_tokens(logits: Array, labels: Array, label_smoothing: float) -> tuple[float, int]:
-    """E was spread over the other tokens only; it is spread over the whole vocabulary."""
+    """e was spread over the other tokens only; it is spread over the whole vocabulary."""
     return _smoothed(
         logits, labels, label_smoothing, lambda nll, p, e, n: (1 - e) * nll - e * (p.sum(-1) + nll) / (n - 1)
     )
 
 
 def smoothing_not_divided(logits: Array, labels: Array, label_smoothing: float) -> tuple[float, int]:
-    """E was given to every token of the vocabulary; each gets e / vocab."""
+    """e was given to every token of the vocabulary; each gets e / vocab."""
     return _smoothed(logits, labels, label_smoothing, lambda nll, p, e, n: (1 - e) * nll - e * p.sum(-1))
 
 
@@ -240,7 +245,7 @@ def d_logits_smoothing_of_label_only(logits: Array, labels: Array, label_smoothi
 
 
 def d_logits_smoothing_added(logits: Array, labels: Array, label_smoothing: float, n_trained: int) -> Array:
-    """E / vocab was subtracted, and the label's share stayed 1; it is 1 - e."""
+    """e / vocab was subtracted, and the label's share stayed 1; it is 1 - e."""
     return _d_logits(logits, labels, n_trained, lambda p, y: p - y - label_smoothing / p.shape[1])
 
 
@@ -317,7 +322,16 @@ def _scaled_otherwise() -> Iterator[Call]:
             )  # fmt: skip
 
 
+def d_b_from_the_way_back(
+    grad: Array, x: Array, weight: Array, lora_A: Array, lora_B: Array, scaling: float
+) -> tuple[Array, Array, Array]:
+    """The gradient of B was made from grad B; it needs the activation between the two matrices, x A^T."""
+    d_x, d_A, _ = right.lora_backward(grad, x, weight, lora_A, lora_B, scaling)
+    return d_x, d_A, scaling * grad.T @ (grad @ lora_B)
+
+
 LORA = (
+    d_b_from_the_way_back,
     *_scaled_otherwise(),
     _lora_variant(
         "frozen_scaled", "W's part of the gradient by x was scaled; only the adapter's part is.",
@@ -423,7 +437,7 @@ def _grouped(array: Array, n_groups: int) -> Array:
 
 
 def context_gradient_cut_without_transpose(grad: Array, probs: Array, v: Array) -> tuple[Array, Array]:
-    """Grad was reshaped to (heads, seq, head_dim) at once; cut it to (seq, heads, head_dim), then exchange the axes."""
+    """grad was reshaped to (heads, seq, head_dim) at once; cut it to (seq, heads, head_dim), then exchange the axes."""
     cut = grad.reshape(len(probs), len(grad), -1).swapaxes(0, 1).reshape(grad.shape)
     return right.our_context_backward(cut, probs, v)
 
@@ -559,7 +573,7 @@ def residual_product(grad: Array, through: Array) -> Array:
 
 
 def residual_as_chain(grad: Array, through: Array) -> Array:
-    """Through was multiplied by grad again; it is a gradient already, so add it."""
+    """through was multiplied by grad again; it is a gradient already, so add it."""
     return grad + grad * through
 
 
@@ -631,7 +645,7 @@ def _adamw(name: str, sentence: str, **changes: Any) -> Call:
         t = changes.get("step", lambda t: t)(step)
         correct_m, correct_v = new_m / (1 - b1**t), new_v / (1 - b2**t)
         update = changes.get("update", lambda m, v, eps, raw: m / (np.sqrt(v) + eps))
-        delta = update(correct_m, correct_v, eps, (new_m, new_v, b1, b2, t))
+        delta = update(correct_m, correct_v, eps, (new_m, new_v, b1, b2, t, m, v))
         decay = changes.get("decay", lambda lr, decay: lr * decay)(lr, weight_decay)
         new = param * (1 - decay) - changes.get("rate", lambda lr: lr)(lr) * delta
         return tuple(array.astype(param.dtype) for array in (new, new_m, new_v))  # type: ignore[return-value]
@@ -673,8 +687,9 @@ ADAMW = (
            m=lambda m, g, b: (1 - b) * m + b * g, v=lambda v, g, b: (1 - b) * v + b * g * g),
     _adamw("ascent", "The update was added; subtract it.", rate=lambda lr: -lr),
     _adamw("rate_squared", "The update was multiplied by the rate twice.", rate=lambda lr: lr * lr),
-    _adamw("m_of_old_step", "The tensor was moved by m before its update.",
-           update=lambda m, v, eps, raw: m / (np.sqrt(v) + eps), m=lambda m, g, b: m),
+    _adamw("m_of_old_step", "The tensor was moved by m and v before their update.",
+           update=lambda m, v, eps, raw: raw[5] / (1 - raw[2] ** raw[4])
+           / (np.sqrt(raw[6] / (1 - raw[3] ** raw[4])) + eps)),
 )  # fmt: skip
 
 
@@ -728,6 +743,12 @@ RATES = (
     _rate("warmup_squared", "The warm-up rises with the square; it rises evenly.",
           lambda r, t, s, peak, warm, total: r * t / warm if t < warm else r),
 )  # fmt: skip
+
+
+def sums_weighted_again(loss_sums: Array, n_trained: Array, grad_sums: Array) -> tuple[float, Array]:
+    """The sums were taken for means and weighted by their tokens; add the sums, and divide once."""
+    weights = n_trained / n_trained.sum()
+    return float((loss_sums * weights).sum()), (grad_sums * weights[:, None].astype(grad_sums.dtype)).sum(axis=0)
 
 
 def accumulated_mean_of_losses(loss_sums: Array, n_trained: Array, grad_sums: Array) -> tuple[float, Array]:
@@ -820,7 +841,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
         scaling_without_patterns, own_rank_ignored, own_alpha_only_with_own_rank,
         own_rank_only_with_own_alpha, scaling_only_with_patterns,
     ),
-    "lora_delta": (delta_averaged_over_rank,),
+    "lora_delta": (factors_in_reading_order, delta_averaged_over_rank,),
     "masked_labels": (
         labels_of_prompt, _labels_masked_with(0), _labels_masked_with(-1),
     ),
@@ -863,6 +884,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
     "adamw_step": ADAMW,
     "learning_rate": RATES,
     "accumulated": (
+        sums_weighted_again,
         accumulated_mean_of_losses, accumulated_mean_of_gradients, accumulated_by_batches, gradient_by_batches,
         loss_by_batches,
         accumulated_gradient_not_divided, accumulated_loss_not_divided,
