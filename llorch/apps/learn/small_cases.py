@@ -14,7 +14,7 @@ from llorch.apps.learn.exercise import Exercise
 from llorch.apps.learn.function_calls import CallRecord, FunctionCall
 
 Array = np.ndarray
-MAX_ELEMENTS = 12  # printed elements of an array
+MAX_ELEMENTS, MAX_ARRAYS = 12, 3  # printed elements of an array, and printed arrays of a dict
 LOG_3 = 1.0986123  # the sigmoid of it is 3/4
 TWO = 0.7310586, 0.2689414  # softmax of two logits with the difference 1: 1 / (1 + e^-1), and the rest
 
@@ -72,12 +72,17 @@ def _tensors(arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _format(value: object) -> str:
+    if isinstance(value, Mapping) and len(value) > MAX_ARRAYS:
+        return f"{{{len(value)} arrays}}"
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{key}: {_format(nested)}" for key, nested in value.items()) + "}"
     if callable(value) or isinstance(value, str | bool) or value is None:
         return (value.__doc__ or "").strip().rstrip(".").lower() if callable(value) else str(value)
-    array = np.asarray(value)
-    return np.array2string(array, precision=4, separator=", ", threshold=MAX_ELEMENTS, edgeitems=3).replace("\n", "")
+    text = np.array2string(
+        np.asarray(value), separator=", ", threshold=MAX_ELEMENTS, edgeitems=3,
+        formatter={"float_kind": lambda number: f"{number:.4g}"},
+    )  # fmt: skip
+    return " ".join(text.split())
 
 
 def _array(*values: Any) -> Array:

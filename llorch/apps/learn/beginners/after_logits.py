@@ -50,12 +50,6 @@ def softmax_minus_mean(logits: Array) -> Array:
     return weights / weights.sum()
 
 
-def softmax_minus_smallest(logits: Array) -> Array:
-    """The smallest logit was subtracted before exp; subtract the largest, so that exp cannot overflow."""
-    weights = np.exp(logits - logits.min())
-    return weights / weights.sum()
-
-
 def softmax_not_divided(logits: Array) -> Array:
     """The exponentials were not divided by their sum."""
     return np.exp(logits - logits.max())
@@ -217,11 +211,6 @@ def top_p_from_the_least(logits: Array, p: float) -> Array:
 def top_p_without_crossing(logits: Array, p: float) -> Array:
     """The token that crosses p was removed, also where p is 1; it stays."""
     return _top_p(logits, p, lambda total, probs: total < p)
-
-
-def top_p_without_crossing_but_first(logits: Array, p: float) -> Array:
-    """The token that crosses p was removed, unless it is the first; it stays."""
-    return _top_p(logits, p, lambda total, probs: (total <= p) | (np.arange(len(total)) == 0))
 
 
 def top_p_one_more(logits: Array, p: float) -> Array:
@@ -386,7 +375,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
     "last_row": (row_of_largest_logits, sum_of_rows, row_of_largest_logit,),
     "argmax": (second_largest, place_of_last_rise),
     "softmax": (
-        softmax_without_maximum, softmax_minus_mean, softmax_minus_smallest, softmax_not_divided, softmax_base_two,
+        softmax_without_maximum, softmax_minus_mean, softmax_not_divided, softmax_base_two,
         softmax_by_length, softmax_by_mean, shares_without_exponential,
     ),
     "penalise": (
@@ -398,7 +387,7 @@ WRONG: Mapping[str, Sequence[Call]] = {
         top_k_zero_removes_all, first_k, *_fills(right.KEEP_TOP_K),
     ),
     "keep_top_p": (top_p_without_crossing, top_p_of_sum_that_is_never_reached, *(map(_keeps_all_at_one, (
-        top_p_from_the_least, top_p_without_crossing_but_first, top_p_one_more, top_p_removed,
+        top_p_from_the_least, top_p_one_more, top_p_removed,
         top_p_of_single_tokens, top_p_of_rest, top_p_in_order_of_ids, top_p_not_put_back, top_p_put_back_by_the_order,
         *_fills(right.KEEP_TOP_P),
     )))),

@@ -290,20 +290,8 @@ def one_gain_for_keys_and_queries(**arguments: object) -> tuple[Array, Array, Ar
 
 
 def bias_of_queries_only(**arguments: object) -> tuple[Array, Array, Array]:
-    """Only q has a bias here; k and v have theirs, too."""
+    """Only q has a bias here; k and v have a bias, too."""
     return right.qkv(**arguments | dict.fromkeys(("k_bias", "v_bias")))  # type: ignore[arg-type]
-
-
-def heads_last(**arguments: object) -> tuple[Array, Array, Array]:
-    """The rows were cut into (head_dim, heads) and turned; the rows of one head lie together: (heads, head_dim)."""
-    cut = {**arguments, "q_norm": None, "k_norm": None}
-    q, k, v = (x.reshape(len(x), x.shape[2], -1).swapaxes(1, 2) for x in right.qkv(**cut))  # type: ignore[arg-type]
-    if (q_norm := arguments["q_norm"]) is not None:
-        q, k = (
-            right.rms_norm(x, gain, arguments["eps"])  # type: ignore[arg-type]
-            for x, gain in ((q, q_norm), (k, arguments["k_norm"]))
-        )
-    return q, k, v
 
 
 def _resized(past: Array, new: Array) -> Array:
@@ -356,15 +344,14 @@ def _mask_added(value: float, words: str) -> Call:
     return wrong
 
 
-MASKS = tuple(
-    make(value, words)
-    for value, words in (
-        (-1e4, "-1e4"), (-1e5, "-1e5"), (-1e6, "-1e6"), (-1e9, "-1e9"), (-1e10, "-1e10"), (-1e30, "-1e30"), (0.0, "0"),
-        (float(np.finfo(np.float32).min), "the smallest float32"), (-100.0, "-100"), (-1000.0, "-1000"),
-        (float("nan"), "NaN"), (float("inf"), "+inf"), (float(np.finfo(np.float16).min), "the smallest float16"),
-    )
-    for make in (_mask_filled, _mask_added)
-)  # fmt: skip
+SMALLEST = ((float(np.finfo(np.float32).min), "the smallest float32"), (float(np.finfo(np.float16).min), "-65504"))
+NUMBERS = (-1e2, -1e3, -1e4, -1e5, -1e6)  # usual numbers that do not swallow a score that they are added to
+MASKS = (
+    *(_mask_filled(value, f"{value:g}") for value in (*NUMBERS, -1e9, -1e10, -1e30, 0.0, np.nan, np.inf)),
+    *(_mask_filled(value, words) for value, words in SMALLEST),
+    *(_mask_added(value, f"{value:g}") for value in NUMBERS),
+    _mask_added(*SMALLEST[1]),
+)
 
 
 def zero_times_infinity(q: Array, k: Array) -> Array:
@@ -411,12 +398,6 @@ def mask_hides_one_more_key(q: Array, k: Array) -> Array:
     return scores
 
 
-def mask_of_first_columns(q: Array, k: Array) -> Array:
-    """The mask did not count the cached keys: query i sees only keys up to i; it sees the cached ones as well."""
-    scores = _unmasked(q, k)
-    return np.where(np.arange(k.shape[1]) > np.arange(len(q))[:, None], scores.dtype.type(-np.inf), scores)
-
-
 def probs_without_maximum(scores: Array) -> Array:
     """exp was taken of the scores themselves, which overflows; subtract the largest score of the row first."""
     weights = np.exp(scores)
@@ -428,16 +409,9 @@ def probs_by_sigmoid(scores: Array) -> Array:
     return 1 / (1 + np.exp(-scores))
 
 
-def _clipped(limit: float) -> Call:
-    def wrong(scores: Array) -> Array:
-        return right.our_probs(np.where(np.isneginf(scores), scores, np.clip(scores, -limit, limit)))
-
-    wrong.__name__ = f"scores_clipped_to_{limit:g}"
-    wrong.__doc__ = f"Scores above {limit:g} became equal; subtract the largest of the row, which changes no result."
-    return wrong
-
-
-CLIPPED = tuple(map(_clipped, (10.0, 20.0, 30.0, 50.0, 60.0, 80.0, 85.0, 88.0, 100.0)))
+def scores_clipped(scores: Array) -> Array:
+    """Large scores were limited and became equal; subtract the largest of the row, which changes no result."""
+    return right.our_probs(np.where(np.isneginf(scores), scores, np.clip(scores, -80, 80)))
 
 
 def probs_with_unshifted_sum(scores: Array) -> Array:
@@ -630,13 +604,6 @@ def _feed(h: Array, w: Arrays) -> Array:
     return right.feed_forward(h, w["gate_proj"], w["up_proj"], w["down_proj"])
 
 
-def one_norm_for_both(
-    x: Array, w: Arrays, cos: Array, sin: Array, past_k: Array, past_v: Array, head_dim: int, eps: float
-):
-    """The feed-forward part read the stream with the gain of attention; it has a norm of its own, ffn_norm."""
-    return right.block(x, {**w, "ffn_norm": w["attn_norm"]}, cos, sin, past_k, past_v, head_dim, eps)
-
-
 def feed_forward_beside_attention(
     x: Array, w: Arrays, cos: Array, sin: Array, past_k: Array, past_v: Array, head_dim: int, eps: float
 ):
@@ -662,21 +629,6 @@ def stream_normalised(
     out, k, v = _attention_of(h, w, cos, sin, (past_k, past_v), head_dim, eps)
     h = right.rms_norm(h + out, w["ffn_norm"], eps)
     return h + _feed(h, w), k, v
-
-
-def second_addition_to_first_input(
-    x: Array, w: Arrays, cos: Array, sin: Array, past_k: Array, past_v: Array, head_dim: int, eps: float
-):
-    """The second addition added the input of the block; it adds the sum after attention."""
-    out, k, v = _attention_of(right.rms_norm(x, w["attn_norm"], eps), w, cos, sin, (past_k, past_v), head_dim, eps)
-    return x + _feed(right.rms_norm(x + out, w["ffn_norm"], eps), w), k, v
-
-
-def rotation_of_queries_only(
-    x: Array, w: Arrays, cos: Array, sin: Array, past_k: Array, past_v: Array, head_dim: int, eps: float
-):
-    """The keys were not rotated; RoPE applies to queries and keys."""
-    return _block_with_rotations(x, w, cos, sin, past_k, past_v, head_dim, eps, q=True, k=False)
 
 
 def rotation_of_keys_only(
@@ -829,16 +781,14 @@ WRONG: Mapping[str, Sequence[Call]] = {
     "qkv": (
         value_normalised, value_normalised_without_gain, key_not_normalised, query_not_normalised, norms_ignored,
         one_gain_for_queries_and_keys, one_gain_for_keys_and_queries, bias_of_queries_only,
-        heads_last,
     ),
     "append": (append_by_resize, append_reversed),
     "attention_scores": (
         *MASKS, zero_times_infinity, scores_multiplied_by_root, scores_scaled_by_context, scores_scaled_by_heads,
         scores_scaled_by_tokens, scores_scaled_by_width, scores_of_first_group, mask_hides_one_more_key,
-        mask_of_first_columns,
     ),
     "attention_probs": (
-        *CLIPPED, probs_with_unshifted_sum, probs_with_one_maximum, probs_without_maximum, probs_by_sigmoid,
+        scores_clipped, probs_with_unshifted_sum, probs_with_one_maximum, probs_without_maximum, probs_by_sigmoid,
         probs_by_length, probs_of_shares,
         probs_of_positive_shares, probs_with_global_sum,
     ),
@@ -848,8 +798,8 @@ WRONG: Mapping[str, Sequence[Call]] = {
     "swiglu": ACTIVATIONS,
     "feed_forward": (*map(_make_feed_forward, (*ACTIVATIONS, *OF_FEED_FORWARD)),),
     "block": (
-        one_norm_for_both, feed_forward_beside_attention, norms_after_the_parts, stream_normalised,
-        second_addition_to_first_input, rotation_of_queries_only, rotation_of_keys_only, cache_ignored,
+        feed_forward_beside_attention, norms_after_the_parts, stream_normalised,
+        rotation_of_keys_only, cache_ignored,
     ),
     "logits": (tied_logits_scaled, logits_scaled_by_width),
     "log_decay": (

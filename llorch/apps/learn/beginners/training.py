@@ -255,7 +255,7 @@ def d_logits_smoothing_twice(logits: Array, labels: Array, label_smoothing: floa
 
 
 def d_logits_of_ignored_rows(logits: Array, labels: Array, label_smoothing: float, n_trained: int) -> Array:
-    """Rows with the label -100 got a gradient; theirs is 0."""
+    """Rows with the label -100 got a gradient; their gradient is 0."""
     target = right.our_cross_entropy_backward(logits, labels, label_smoothing=label_smoothing, n_trained=n_trained)
     ignored = labels == IGNORED
     wrong = np.exp(log_softmax(logits[ignored])).astype(np.float64)
